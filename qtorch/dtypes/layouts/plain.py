@@ -1,0 +1,27 @@
+"""PlainLayout: one code per element, as the primitives give them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...primitives.scheme import Scheme
+from .base import Layout, Plain, register_layout
+
+
+@register_layout
+@dataclass(frozen=True)
+class PlainLayout(Layout):
+    """Codes in int8 or uint8 (one byte an element, whatever their bits), scale and zero point beside them."""
+
+    name = "plain"
+    tensors = ("qdata", "scale", "zero_point")
+
+    def pack(self, plain: Plain, scheme: Scheme) -> dict[str, Tensor]:
+        codes, scale, zero_point = plain
+        tensors = {"qdata": codes, "scale": scale}
+        return tensors if zero_point is None else {**tensors, "zero_point": zero_point}
+
+    def unpack(self, tensors: dict[str, Tensor | None], scheme: Scheme) -> Plain:
+        return tensors["qdata"], tensors["scale"], tensors["zero_point"]  # type: ignore[return-value]

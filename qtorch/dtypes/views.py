@@ -1,0 +1,283 @@
+"""Views and selections of an affine quantized tensor: exact, or an error that says what would be.
+
+Codes and scales are cut and reshaped together. What may happen to an axis depends on how its blocks lie:
+
+    one element a block      anything
+    the whole axis a block   any part of it; the scale stays
+    blocks of b elements     parts that start and end on a block, or lie inside one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from ..primitives.granularity import granularity_of
+from .affine_quantized_tensor import AffineQuantizedTensor
+from .base import implements_aten
+
+aten = torch.ops.aten
+
+
+@implements_aten(aten.t.default)
+def _t(func: Any, args: Any, kwargs: Any) -> Tensor:
+    ndim = len(args[0].scheme.shape)
+    return _view_result(func, args, kwargs, _permute(args[0], tuple(reversed(range(ndim)))))
+
+
+@implements_aten(aten.transpose.int)
+def _transpose(func: Any, args: Any, kwargs: Any) -> Tensor:
+    tensor, first, second = args
+    axes = list(range(len(tensor.scheme.shape)))
+    axes[first], axes[second] = axes[second], axes[first]
+    return _view_result(func, args, kwargs, _permute(tensor, axes))
+
+
+@implements_aten(aten.permute.default)
+def _permute_aten(func: Any, args: Any, kwargs: Any) -> Tensor:
+    return _view_result(func, args, kwargs, _permute(*args))
+
+
+@implements_aten(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+def _view(func: Any, args: Any, kwargs: Any) -> Tensor:
+    return _view_result(func, args, kwargs, _reshape(args[0], args[1]))
+
+
+@implements_aten(aten.unsqueeze.default)
+def _unsqueeze(func: Any, args: Any, kwargs: Any) -> Tensor:
+    tensor, axis = args
+    shape = list(tensor.scheme.shape)
+    shape.insert(axis % (len(shape) + 1), 1)
+    return _view_result(func, args, kwargs, _reshape(tensor, shape))
+
+
+@implements_aten(aten.squeeze.dim, aten.squeeze.default)
+def _squeeze(func: Any, args: Any, kwargs: Any) -> Tensor:
+    shape = args[0].scheme.shape
+    axes = range(len(shape)) if len(args) == 1 else [args[1] % len(shape)]
+    kept = [n for axis, n in enumerate(shape) if n != 1 or axis not in axes]
+    return _view_result(func, args, kwargs, _reshape(args[0], kept))
+
+
+@implements_aten(aten.slice.Tensor)
+def _slice(func: Any, args: Any, kwargs: Any) -> Tensor:
+    return _view_result(func, args, kwargs, _cut(*args, **kwargs))
+
+
+@implements_aten(aten.select.int)
+def _select(func: Any, args: Any, kwargs: Any) -> Tensor:
+    tensor, axis, index = args
+    shape = tensor.scheme.shape
+    axis %= len(shape)
+    index = index + shape[axis] if index < 0 else index
+    if not 0 <= index < shape[axis]:
+        raise IndexError(f"index {index} is out of range for axis {axis} of shape {shape}")
+    row = _cut(tensor, axis, index, index + 1, 1)
+    return _view_result(func, args, kwargs, _reshape(row, [n for i, n in enumerate(shape) if i != axis]))
+
+
+@implements_aten(aten.split.Tensor, aten.split_with_sizes.default)
+def _split(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    tensor, sizes = args[:2]
+    axis = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+    length = tensor.scheme.shape[axis]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    return [_cut(tensor, axis, end - size, end, 1) for size, end in zip(sizes, ends, strict=True)]
+
+
+@implements_aten(aten.unbind.int)
+def _unbind(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    tensor = args[0]
+    axis = args[1] if len(args) > 1 else 0
+    return [tensor.select(axis, index) for index in range(tensor.scheme.shape[axis])]
+
+
+@implements_aten(aten.cat.default)
+def _cat(func: Any, args: Any, kwargs: Any) -> Tensor:
+    tensors = args[0]
+    axis = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    first = tensors[0]
+    for other in tensors:
+        if not isinstance(other, AffineQuantizedTensor) or other.scheme.spec != first.scheme.spec:
+            raise ValueError(f"cat joins tensors quantized alike, got {first!r} and {other!r}")
+    if first.scheme.spec.static:
+        raise ValueError("cat: each tensor has an activation scale of its own")
+    axis %= len(first.scheme.shape)
+    if _pattern(first)[axis] == -1:
+        raise ValueError(f"cat along axis {axis}: one scale spans the axis ({first.scheme.weight}); dequantize() first")
+    codes, scales, zero_points = zip(*[t.plain() for t in tensors], strict=True)
+    zero_point = None if zero_points[0] is None else torch.cat(zero_points, axis)
+    return first.with_plain((torch.cat(codes, axis), torch.cat(scales, axis), zero_point))
+
+
+@implements_aten(aten.index_select.default)
+def _index_select(func: Any, args: Any, kwargs: Any) -> Tensor:
+    tensor, axis, index = args
+    axis %= len(tensor.scheme.shape)
+    block, length = _block(tensor)[axis], tensor.scheme.shape[axis]
+    if block not in (1, length):
+        raise ValueError(f"index_select along axis {axis} cuts blocks of {block} ({tensor.scheme.weight})")
+    codes, scale, zero_point = tensor.plain()
+    codes = codes.index_select(axis, index)
+    pattern = _pattern(tensor)
+    if block == 1:
+        scale = scale.index_select(axis, index)
+        zero_point = None if zero_point is None else zero_point.index_select(axis, index)
+    else:
+        pattern[axis] = -1
+    return _rebuilt(tensor, codes, scale, zero_point, pattern)
+
+
+@implements_aten(aten.index.Tensor)
+def _index(func: Any, args: Any, kwargs: Any) -> Tensor:
+    tensor, indices = args
+    given = [(axis, index) for axis, index in enumerate(indices) if index is not None]
+    if len(given) != 1 or given[0][1].dim() != 1:
+        raise NotImplementedError("indexing a quantized tensor takes one 1-d index tensor; dequantize() it first")
+    axis, index = given[0]
+    index = index.nonzero().squeeze(1) if index.dtype == torch.bool else index
+    return tensor.index_select(axis, index % tensor.scheme.shape[axis])
+
+
+def _permute(tensor: AffineQuantizedTensor, axes: Sequence[int]) -> AffineQuantizedTensor:
+    codes, scale, zero_point = tensor.plain()
+    zero_point = None if zero_point is None else zero_point.permute(*axes)
+    pattern = _pattern(tensor)
+    return _rebuilt(tensor, codes.permute(*axes), scale.permute(*axes), zero_point, [pattern[axis] for axis in axes])
+
+
+def _cut(
+    tensor: AffineQuantizedTensor, axis: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
+) -> AffineQuantizedTensor:
+    length = tensor.scheme.shape[axis]
+    start, stop, step = slice(start, stop, step).indices(length)
+    stop = max(start, stop)
+    block = _block(tensor)[axis]
+    pattern = _pattern(tensor)
+    codes, scale, zero_point = tensor.plain()
+    part = _narrow(codes, axis, start, stop, step)
+    if block == 1:
+        of_scale = (start, stop, step)
+    elif block == length:
+        of_scale = (0, 1, 1)
+    elif step == 1 and start % block == 0 and stop % block == 0:
+        of_scale = (start // block, stop // block, 1)
+    elif start // block == (stop - 1) // block:
+        of_scale = (start // block, start // block + 1, 1)
+    else:
+        raise ValueError(
+            f"the slice {start}:{stop}:{step} along axis {axis} cuts blocks of {block} ({tensor.scheme.weight}); "
+            f"use multiples of {block}, or dequantize() first"
+        )
+    scale = _narrow(scale, axis, *of_scale)
+    zero_point = None if zero_point is None else _narrow(zero_point, axis, *of_scale)
+    if block > 1 and scale.shape[axis] == 1 and part.shape[axis] != block:
+        pattern[axis] = -1
+    return _rebuilt(tensor, part, scale, zero_point, pattern)
+
+
+def _narrow(tensor: Tensor, axis: int, start: int, stop: int, step: int) -> Tensor:
+    return aten.slice.Tensor(tensor, axis, start, stop, step)
+
+
+def _reshape(tensor: AffineQuantizedTensor, size: Sequence[int]) -> AffineQuantizedTensor:
+    """Row-major reshape: each run of elements that share a scale must fill whole axes of the new shape, then a whole
+    fraction of one more."""
+    codes, scale, zero_point = tensor.plain()
+    shape = tensor.scheme.shape
+    codes = codes.reshape(*size)
+    pattern: list[int] = []
+    for old_axes, new_sizes in _matching_axes(shape, tuple(codes.shape)):
+        run = _run_length([shape[a] for a in old_axes], [_block(tensor)[a] for a in old_axes])
+        blocks = None if run is None else _run_blocks(new_sizes, run)
+        if blocks is None:
+            raise ValueError(
+                f"a view of shape {tuple(codes.shape)} of a tensor of shape {shape} cuts across its blocks "
+                f"({tensor.scheme.weight}); dequantize() first"
+            )
+        pattern += blocks
+    kept = _pattern(tensor)
+    if tuple(codes.shape) == shape:
+        pattern = kept
+    elif shape and codes.shape and shape[-1] == codes.shape[-1] and pattern[-1] in (kept[-1], -1):
+        pattern[-1] = kept[-1]
+    wanted = [1 if b in (-1, n) else n // b for b, n in zip(pattern, codes.shape, strict=True)]
+    zero_point = None if zero_point is None else zero_point.reshape(wanted)
+    return _rebuilt(tensor, codes, scale.reshape(wanted), zero_point, pattern)
+
+
+def _matching_axes(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Groups of consecutive axes of equal product: (indices into old, sizes in new)."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        olds: list[int] = []
+        news: list[int] = []
+        left = right = 1
+        while i < len(old) and (not olds or left < right):
+            left *= old[i]
+            olds.append(i)
+            i += 1
+            while j < len(new) and right < left:
+                right *= new[j]
+                news.append(new[j])
+                j += 1
+        while j < len(new) and (not olds or new[j] == 1):
+            news.append(new[j])
+            j += 1
+        groups.append((olds, news))
+    return groups
+
+
+def _run_length(sizes: Sequence[int], blocks: Sequence[int]) -> int | None:
+    """Consecutive elements that share a scale in row-major order, or None where the blocks are not such runs."""
+    run, open_ended = 1, True
+    for n, b in zip(reversed(sizes), reversed(blocks), strict=True):
+        if not open_ended and b != 1:
+            return None
+        run *= b
+        open_ended = open_ended and b == n
+    return run
+
+
+def _run_blocks(sizes: Sequence[int], run: int) -> list[int] | None:
+    """Block sizes that make runs of `run` elements, -1 for a whole axis; None where that takes a fraction."""
+    blocks: list[int] = []
+    for n in reversed(sizes):
+        if run % n == 0:
+            blocks.append(-1 if n > 1 else 1)
+            run //= n
+        elif n % run == 0:
+            blocks.append(run)
+            run = 1
+        else:
+            return None
+    return blocks[::-1] if run == 1 else None
+
+
+def _pattern(tensor: AffineQuantizedTensor) -> list[int]:
+    return list(tensor.scheme.weight.granularity.pattern(len(tensor.scheme.shape)))
+
+
+def _block(tensor: AffineQuantizedTensor) -> tuple[int, ...]:
+    return tensor.scheme.weight.block_size(tensor.scheme.shape)
+
+
+def _rebuilt(
+    tensor: AffineQuantizedTensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, pattern: Sequence[int]
+) -> AffineQuantizedTensor:
+    spec = tensor.scheme.spec
+    if tuple(pattern) != spec.weight.granularity.pattern(codes.dim()):
+        spec = replace(spec, weight=spec.weight.with_granularity(granularity_of(pattern)))
+    return tensor.with_plain((codes, scale, zero_point), spec)
+
+
+def _view_result(func: Any, args: Any, kwargs: Any, result: AffineQuantizedTensor) -> Tensor:
+    return return_and_correct_aliasing(func, args, kwargs, result)

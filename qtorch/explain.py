@@ -1,0 +1,96 @@
+"""explain: which kernel runs for a quantized weight, and why each other one does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .dtypes import AffineQuantizedTensor
+from .kernels.registry import Problem, candidates, choose
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What runs for one weight.
+
+    Attributes:
+        name: of the weight within the module asked about; empty for a bare weight.
+        problem: what was looked up.
+        kernel: name of the kernel that runs.
+        note: what to know about it.
+        rejected: (kernel, reason) for every other one.
+    """
+
+    name: str
+    problem: Problem
+    kernel: str
+    note: str
+    rejected: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        op, scheme, dtype, device = self.problem
+        where = f"{self.name}: " if self.name else ""
+        lines = [
+            f"{where}{op}, {str(dtype).removeprefix('torch.')} input on {device}, {scheme.spec}, {scheme.layout}",
+            f"  runs {self.kernel}" + (f" ({self.note})" if self.note else ""),
+        ]
+        return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.rejected])
+
+
+class Explanations(tuple[Explanation, ...]):
+    """Explanations of all quantized weights of a module; prints one after the other."""
+
+    def __str__(self) -> str:
+        return "\n".join(str(explanation) for explanation in self)
+
+
+def explain(module_or_weight: nn.Module | Tensor, x: Tensor | None = None) -> Explanation | Explanations:
+    """Say which kernel runs.
+
+    Args:
+        module_or_weight: a quantized weight, a layer that holds one, or a whole model.
+        x: an example input, for its dtype and device; by default the weight's own.
+
+    Returns:
+        An `Explanation` for a weight or a module with one quantized weight, else `Explanations`; print it.
+
+    Raises:
+        ValueError: nothing in it is quantized.
+    """
+    if isinstance(module_or_weight, Tensor):
+        if not isinstance(module_or_weight, AffineQuantizedTensor):
+            raise ValueError(
+                f"explain: the weight is a plain {type(module_or_weight).__name__}, not a quantized tensor"
+            )
+        return _explain_weight("", module_or_weight, x, "linear")
+    found = []
+    for prefix, module in module_or_weight.named_modules():
+        for name, weight in module.named_parameters(prefix, recurse=False):
+            if isinstance(weight, AffineQuantizedTensor):
+                op = "embedding" if isinstance(module, nn.Embedding) else "linear"
+                found.append(_explain_weight(name, weight, x, op))
+    if not found:
+        raise ValueError(f"explain: no weight of this {type(module_or_weight).__name__} is quantized")
+    return found[0] if len(found) == 1 else Explanations(found)
+
+
+def problem_of(weight: AffineQuantizedTensor, op: str, dtype: torch.dtype, device: str) -> Problem:
+    """What is looked up for a weight; fused experts (3-d) run as linear layers, one by one."""
+    matrix: Any = weight
+    while len(matrix.scheme.shape) > 2:
+        matrix = matrix.select(0, 0)
+    return Problem(op, matrix.scheme, dtype, device)
+
+
+def _explain_weight(name: str, weight: AffineQuantizedTensor, x: Tensor | None, op: str) -> Explanation:
+    dtype, device = weight.scheme.dtype, weight.device.type
+    if x is not None:
+        device = x.device.type
+        dtype = x.dtype if x.is_floating_point() else dtype
+    problem = problem_of(weight, op, dtype, device)
+    kernel = choose(problem)
+    rejected = [(k.name, r or "comes after it") for k, r in candidates(problem) if k is not kernel]
+    return Explanation(name, problem, kernel.name, kernel.note, tuple(rejected))

@@ -1,0 +1,26 @@
+"""Kernels: plain tensors in, plain tensors out, one operation a file, one registry.
+
+Every module of this package is imported here, so that a kernel is added by adding its file.
+"""
+
+import importlib
+import pkgutil
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+from .int_matmul import int_matmul, int_scaled_matmul  # noqa: E402
+from .library import record_kernels  # noqa: E402
+from .quantize_rowwise import quantize_int8_rowwise  # noqa: E402
+from .registry import FallbackError, deregister, lookup, register  # noqa: E402
+
+__all__ = [
+    "FallbackError",
+    "deregister",
+    "int_matmul",
+    "int_scaled_matmul",
+    "lookup",
+    "quantize_int8_rowwise",
+    "record_kernels",
+    "register",
+]

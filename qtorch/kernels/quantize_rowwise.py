@@ -1,0 +1,56 @@
+"""Quantization of an activation, one scale per row (token).
+
+scale[m] = max_k |x[m, k]| / 127,    q[m, k] = round(x[m, k] / scale[m])
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..primitives.affine import MappingType
+from ..primitives.granularity import PerRow
+from ..primitives.qdtype import qdtype
+from ..primitives.rounding import Rounding
+from ..primitives.scale_rule import MinMaxRule
+from ..primitives.spec import QuantSpec
+
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def quantize_int8_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 in [-127, 127], one fp32 scale per row.
+
+    Args:
+        x: (M, K) fp32, fp16 or bf16.
+
+    Returns:
+        codes (M, K) int8, scale (M, 1) fp32; equal bit for bit to the primitives on the same spec.
+    """
+    if x.shape[-1] == 0:
+        return x.to(torch.int8), x.new_full((*x.shape[:-1], 1), _TINY, dtype=torch.float32)
+    scale = (x.abs().amax(-1, keepdim=True).float() / 127.0).clamp(min=_TINY)
+    # |x / scale| <= 127 up to rounding, and 127 + rounding error still rounds to 127: there is nothing to clip.
+    return torch.round(x * (1.0 / scale)).to(torch.int8), scale
+
+
+def quantize_activation(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes, scale, zero_point) of `x` by `spec`, its scale chosen from `x` itself."""
+    if _is_int8_rowwise(spec):
+        return *quantize_int8_rowwise(x), None
+    scale, zero_point = spec.choose_qparams(x)
+    return spec.quantize(x, scale, zero_point), scale, zero_point
+
+
+def _is_int8_rowwise(spec: QuantSpec) -> bool:
+    return (
+        spec.dtype is qdtype("int8")
+        and spec.code_range == (-127, 127)
+        and isinstance(spec.granularity, PerRow)
+        and spec.mapping is not MappingType.ASYMMETRIC
+        and not spec.has_zero_point
+        and isinstance(spec.scale_rule, MinMaxRule)
+        and spec.rounding is Rounding.NEAREST_EVEN
+        and spec.scale_dtype in (None, torch.float32)
+        and spec.eps is None
+    )

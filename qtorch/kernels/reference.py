@@ -1,0 +1,64 @@
+"""The definition of correct, for every scheme, layout and device: plain arithmetic, no concern for speed.
+
+Weight-only: dequantize in fp32, multiply in fp32. With quantized activations: the integer sums of each block of K
+exactly (in float64, which holds every int32), times the weight's scale and added up in fp32 in the order of the
+blocks, times the activation's scale.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..primitives.granularity import block_of
+from .int8_scaled_mm import quantize_input
+from .registry import REFERENCE, QuantizedWeight, register
+
+
+@register("linear", priority=REFERENCE, name="reference")
+def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """x (..., K) times a weight (N, K), or (E, N, K) with x (E, M, K); plus bias (N)."""
+    scheme = weight.scheme
+    codes, scale, zero_point = weight.plain()
+    spec = scheme.weight
+    integers = scheme.activation is not None and not scheme.activation.dtype.is_floating_point
+    integers = integers and not spec.dtype.is_floating_point and spec.zero_point_domain.name != "FLOAT"
+    if scheme.activation is not None:
+        rows = x.reshape(-1, x.shape[-1])
+        xq, xs, xz = quantize_input(rows, weight)
+        if integers and len(scheme.shape) == 2:
+            y = _integer_product(xq, xs, xz, codes, scale, zero_point).reshape(*x.shape[:-1], codes.shape[0])
+            return _finish(y, bias, x.dtype)
+        x32 = scheme.activation.dequantize(xq, xs, xz).reshape(x.shape)
+    else:
+        x32 = x.float()
+    y = torch.matmul(x32, spec.dequantize(codes, scale, zero_point).transpose(-2, -1))
+    return _finish(y, bias, x.dtype)
+
+
+def _finish(y: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    y = y.to(dtype)
+    return y if bias is None else y + bias
+
+
+def _integer_product(xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None) -> Tensor:
+    """fp32 (M, N) from codes (M, K) and (N, K); the blocks follow from the shapes of the scales."""
+    rows, size = block_of(wq.shape, ws.shape)
+    ws = ws.float().repeat_interleave(rows, 0)
+    x = xq.double() if xz is None else xq.double() - xz.double()
+    w = wq.double()
+    if wz is not None:
+        w = w - wz.double().repeat_interleave(rows, 0).repeat_interleave(size, 1)
+    total = torch.zeros(x.shape[0], w.shape[0], dtype=torch.float32, device=x.device)
+    for g in range(ws.shape[1]):
+        part = x[:, g * size : (g + 1) * size] @ w[:, g * size : (g + 1) * size].t()
+        total = total + part.float() * ws[:, g]
+    return total * xs
+
+
+@register("embedding", priority=REFERENCE, name="reference")
+def embedding(ids: Tensor, weight: QuantizedWeight) -> Tensor:
+    """Dequantize the whole weight (V, D), then look up."""
+    codes, scale, zero_point = weight.plain()
+    return functional.embedding(ids, weight.scheme.weight.dequantize(codes, scale, zero_point, weight.scheme.dtype))

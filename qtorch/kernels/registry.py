@@ -1,0 +1,218 @@
+"""The kernel registry: which implementation runs for an operation on a quantized weight, and why.
+
+An implementation registers itself, in its own file, with what it needs; `lookup` asks every candidate once per problem
+and remembers the answer. The reference implementation accepts everything and comes last: when it is all that is left,
+that is said once per reason, or is an error under ``qtorch.config.strict``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..config import config
+from ..primitives.scheme import Scheme
+from .library import note
+
+
+class QuantizedWeight(Protocol):
+    """What a kernel may ask of a weight, beside the plain inner tensors that its layout names."""
+
+    scheme: Scheme
+
+    def plain(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(codes, scale, zero_point), unpacked."""
+
+
+class Problem(NamedTuple):
+    """What the choice of a kernel depends on: the operation, the weight's scheme, the input's dtype and device type."""
+
+    op: str
+    scheme: Scheme
+    dtype: torch.dtype
+    device: str
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A registered implementation; calling it runs it.
+
+    Attributes:
+        name, op: its own name, and the operation it implements (``"linear"``, ``"embedding"``).
+        function: takes the operation's arguments with the quantized weight in its place.
+        layout: name of the layout it reads, None for any.
+        weight: names of the weight dtypes it takes, None for any.
+        activation: names of the activation dtypes it takes; empty for weight-only, None for any.
+        device: device type, None for any.
+        priority: the highest that accepts a problem runs.
+        supports: further conditions; returns why not, or None.
+        note: what a user should know when it runs (its accuracy, say); shown by `explain`.
+    """
+
+    name: str
+    op: str
+    function: Callable[..., Tensor]
+    layout: str | None
+    weight: Collection[str] | None
+    activation: Collection[str] | None
+    device: str | None
+    priority: int
+    supports: Callable[[Problem], str | None] | None
+    note: str
+
+    @property
+    def is_reference(self) -> bool:
+        return self.priority == REFERENCE
+
+    def __call__(self, *args: Any) -> Tensor:
+        if not torch.compiler.is_compiling():
+            note(f"{self.op}:{self.name}")
+        return self.function(*args)
+
+    def rejects(self, problem: Problem) -> str | None:
+        """Why this kernel cannot take the problem; None if it can."""
+        scheme = problem.scheme
+        if self.layout not in (None, scheme.layout.name):
+            return f"reads the {self.layout} layout, the weight has {scheme.layout.name}"
+        if self.device not in (None, problem.device):
+            return f"runs on {self.device}, the input is on {problem.device}"
+        if self.weight is not None and scheme.weight.dtype.name not in self.weight:
+            return f"takes {_either(self.weight)} weights, this one is {scheme.weight.dtype.name}"
+        if self.activation is not None:
+            if not self.activation and scheme.activation is not None:
+                return "is weight-only, the scheme quantizes activations"
+            if self.activation and scheme.activation is None:
+                return "needs quantized activations, the scheme is weight-only"
+            if self.activation and scheme.activation.dtype.name not in self.activation:  # type: ignore[union-attr]
+                return f"takes {_either(self.activation)} activations, the scheme has {scheme.activation.dtype.name}"  # type: ignore[union-attr]
+        return self.supports(problem) if self.supports else None
+
+
+REFERENCE = -1
+"""Priority of a reference implementation."""
+
+F = TypeVar("F", bound=Callable[..., Tensor])
+
+_kernels: list[Kernel] = []
+_chosen: dict[Problem, Kernel] = {}
+_reported: set[str] = set()
+
+
+class FallbackError(RuntimeError):
+    """Raised under ``qtorch.config.strict`` where only the reference implementation is left."""
+
+
+def register(
+    op: str,
+    *,
+    layout: str | None = None,
+    weight: Collection[str] | None = None,
+    activation: Collection[str] | None = None,
+    device: str | None = None,
+    priority: int = 0,
+    supports: Callable[[Problem], str | None] | None = None,
+    note: str = "",
+    name: str | None = None,
+) -> Callable[[F], F]:
+    """Decorator: register an implementation of `op`; see `Kernel` for the arguments. The name is the function's.
+
+    Raises:
+        ValueError: the name is taken for this operation.
+    """
+
+    def decorate(function: F) -> F:
+        kernel = Kernel(
+            name or function.__name__,
+            op,
+            function,
+            layout,
+            weight,
+            activation,
+            device,
+            priority,
+            supports,
+            note,
+        )
+        if any(k.op == op and k.name == kernel.name for k in _kernels):
+            raise ValueError(f"register: {op} has a kernel named {kernel.name} already")
+        _kernels.append(kernel)
+        _chosen.clear()
+        return function
+
+    return decorate
+
+
+def deregister(op: str, name: str) -> None:
+    """Remove a kernel.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    found = [k for k in _kernels if k.op == op and k.name == name]
+    if not found:
+        raise ValueError(f"deregister: {op} has no kernel named {name}")
+    _kernels.remove(found[0])
+    _chosen.clear()
+
+
+def candidates(problem: Problem) -> list[tuple[Kernel, str | None]]:
+    """Every kernel of the operation with why it cannot take the problem (None: it can), best first."""
+    ranked = sorted((k for k in _kernels if k.op == problem.op), key=lambda k: -k.priority)
+    return [(kernel, kernel.rejects(problem)) for kernel in ranked]
+
+
+def choose(problem: Problem) -> Kernel:
+    """The best kernel that accepts the problem, without a word about falling back.
+
+    Raises:
+        RuntimeError: two kernels of the same priority accept it.
+        NotImplementedError: the operation has no kernel at all.
+    """
+    accepted = [kernel for kernel, reason in candidates(problem) if reason is None]
+    if not accepted:
+        raise NotImplementedError(f"no kernel registered for the operation {problem.op!r}")
+    best = [k for k in accepted if k.priority == accepted[0].priority]
+    if len(best) > 1:
+        names = " and ".join(k.name for k in best)
+        raise RuntimeError(f"{names} both take {problem.op} on {problem.scheme.spec} with priority {best[0].priority}")
+    return best[0]
+
+
+def lookup(op: str, scheme: Scheme, dtype: torch.dtype, device: str) -> Kernel:
+    """The kernel that runs `op` on a weight of this scheme with an input of this dtype and device type.
+
+    Raises:
+        FallbackError: only the reference is left, and ``qtorch.config.strict`` is set.
+        RuntimeError: two kernels of the same priority accept the problem.
+        NotImplementedError: the operation has no kernel at all.
+    """
+    problem = Problem(op, scheme, dtype, device)
+    kernel = _chosen.get(problem)
+    if kernel is None:
+        kernel = _chosen[problem] = choose(problem)
+    if kernel.is_reference:
+        _report_fallback(problem)
+    return kernel
+
+
+def _report_fallback(problem: Problem) -> None:
+    others = [f"{k.name} {reason}" for k, reason in candidates(problem) if reason is not None]
+    message = (
+        f"qtorch: {problem.op} on a {problem.device} {str(problem.dtype).removeprefix('torch.')} input with "
+        f"{problem.scheme.spec}, layout {problem.scheme.layout} runs the reference implementation, correct but slow: "
+        + ("; ".join(others) or "no other is registered")
+    )
+    if config.strict:
+        raise FallbackError(message)
+    if message not in _reported:
+        _reported.add(message)
+        warnings.warn(message, stacklevel=4)
+
+
+def _either(names: Collection[str]) -> str:
+    return " or ".join(sorted(names))

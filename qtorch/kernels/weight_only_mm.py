@@ -1,0 +1,93 @@
+"""Linear with a quantized weight and a floating-point activation, by dequantizing a slice of the weight at a time.
+
+    y[m, n] = sum_k x[m, k] * dequantize(w)[n, k] + bias[n]
+
+The slice stays in cache, so that no full copy of the weight is ever made.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..primitives.affine import ZeroPointDomain, dequantize_affine
+from ..primitives.granularity import block_of
+from ..primitives.qdtype import qdtype
+from .library import opaque
+from .registry import Problem, QuantizedWeight, register
+
+SLICE_BYTES = {"cpu": 2 << 20}
+"""Size of a dequantized slice by device type; elsewhere 64 MiB, enough to fill a GPU."""
+
+
+def _fake(
+    x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, low: float, high: float, domain: str
+) -> Tensor:
+    return x.new_empty(x.shape[0], codes.shape[0])
+
+
+@opaque(
+    "weight_only_mm(Tensor x, Tensor codes, Tensor scale, Tensor? zero_point, str dtype, float low, float high, "
+    "str domain) -> Tensor",
+    _fake,
+)
+def weight_only_mm(
+    x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, low: float, high: float, domain: str
+) -> Tensor:
+    """The equation above without bias.
+
+    Args:
+        x: (M, K) floating point; the product runs in its dtype.
+        codes: (N, K) in the storage dtype of `dtype`, the name of a `QDType`.
+        scale, zero_point: one element per block of the weight; the blocks follow from the scale's shape.
+        low, high: bounds of the codes.
+        domain: name of a `ZeroPointDomain`.
+
+    Returns:
+        (M, N) in the dtype of x.
+    """
+    block = block_of(codes.shape, scale.shape)
+    n, k = codes.shape
+    y = x.new_empty(x.shape[0], n)
+    # fp16 could overflow before the scale is applied.
+    scale_last = zero_point is None and scale.shape == (n, 1) and x.dtype != torch.float16
+    limit = SLICE_BYTES.get(x.device.type, 64 << 20)
+    step = max(1, limit // max(1, k * x.element_size()) // block[0]) * block[0]
+    for start in range(0, n, step):
+        part = codes[start : start + step]
+        if scale_last:
+            weight = part.to(x.dtype)
+        else:
+            of_slice = slice(start // block[0], (start + step) // block[0]) if scale.shape[0] > 1 else slice(None)
+            weight = dequantize_affine(
+                part,
+                (min(block[0], part.shape[0]), block[1]),
+                scale[of_slice],
+                None if zero_point is None else zero_point[of_slice],
+                qdtype(dtype),
+                low,
+                high,
+                ZeroPointDomain[domain],
+                x.dtype,
+            )
+        torch.mm(x, weight.t(), out=y[:, start : start + step])
+    return y.mul_(scale.t()) if scale_last else y
+
+
+def _supports(problem: Problem) -> str | None:
+    shape = problem.scheme.shape
+    return None if len(shape) == 2 else f"takes a 2-d weight, this one has shape {shape}"
+
+
+@register("linear", layout="plain", activation=(), priority=10, supports=_supports, name="weight_only_mm")
+def weight_only_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """Linear with any weight-only scheme."""
+    codes, scale, zero_point = weight.plain()
+    spec = weight.scheme.weight
+    low, high = spec.code_range
+    rows = x.reshape(-1, x.shape[-1])
+    domain = spec.zero_point_domain.name
+    y = weight_only_mm(rows, codes, scale, zero_point, spec.dtype.name, float(low), float(high), domain)
+    if bias is not None:
+        y = y + bias
+    return y.reshape(*x.shape[:-1], codes.shape[0])

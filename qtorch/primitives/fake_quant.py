@@ -1,0 +1,92 @@
+"""Fake quantization: quantize and dequantize in one go, with the straight-through gradient.
+
+y      = dequantize(quantize(x))
+dL/dx  = dL/dy where x did not clip, 0 elsewhere
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .affine import ZeroPointDomain, fake_quantize_blocks
+from .qdtype import QDType
+from .rounding import Rounding
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Stands for `result` in the forward pass; passes the gradient on to `input` where `unclipped`."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, result: Tensor, unclipped: Tensor) -> Tensor:
+        ctx.save_for_backward(unclipped)
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (unclipped,) = ctx.saved_tensors
+        return grad_outputs[0] * unclipped, None, None
+
+
+def fake_quantize_affine(
+    input: Tensor,
+    block_size: Sequence[int],
+    scale: Tensor,
+    zero_point: Tensor | None,
+    quant_dtype: torch.dtype | QDType,
+    quant_min: float | None = None,
+    quant_max: float | None = None,
+    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
+    *,
+    rounding: Rounding = Rounding.NEAREST_EVEN,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """`dequantize_affine(quantize_affine(input))` in the input's dtype, differentiable in `input` (straight-through).
+
+    Arguments as in `quantize_affine`.
+    """
+    return fake_quantize_affine_cachemask(
+        input,
+        block_size,
+        scale,
+        zero_point,
+        quant_dtype,
+        quant_min,
+        quant_max,
+        zero_point_domain,
+        rounding=rounding,
+        generator=generator,
+    )[0]
+
+
+def fake_quantize_affine_cachemask(
+    input: Tensor,
+    block_size: Sequence[int],
+    scale: Tensor,
+    zero_point: Tensor | None,
+    quant_dtype: torch.dtype | QDType,
+    quant_min: float | None = None,
+    quant_max: float | None = None,
+    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
+    *,
+    rounding: Rounding = Rounding.NEAREST_EVEN,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`fake_quantize_affine` and the boolean mask of the elements that did not clip, through which gradients pass."""
+    with torch.no_grad():
+        result, unclipped = fake_quantize_blocks(
+            input,
+            block_size,
+            scale,
+            zero_point,
+            quant_dtype,
+            quant_min,
+            quant_max,
+            zero_point_domain,
+            rounding,
+            generator,
+        )
+    return _StraightThrough.apply(input, result, unclipped), unclipped

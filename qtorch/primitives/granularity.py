@@ -1,0 +1,195 @@
+"""Granularity: which elements share a scale, and the block arithmetic that follows from it.
+
+A granularity becomes a *block*: one size per axis, ``-1`` meaning the whole axis. The scale has the rank of its tensor
+and one element per block:
+
+    scale.shape[i] = input.shape[i] / block[i]
+
+so that per row of a (N, K) weight the block is (1, K) and the scale (N, 1); groups of 32 give (1, 32) and (N, K / 32).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .jsonable import jsonable
+
+Block = tuple[int, ...]
+
+
+class Granularity:
+    """Base of the granularity words. `pattern(ndim)` gives the block, with -1 for a whole axis."""
+
+    def pattern(self, ndim: int) -> Block:
+        raise NotImplementedError
+
+    def block(self, shape: Sequence[int]) -> Block:
+        """The block of a tensor of this shape, every size resolved.
+
+        Raises:
+            ValueError: a block size does not divide its axis.
+        """
+        return resolve_block(self.pattern(len(shape)), shape)
+
+
+@jsonable
+@dataclass(frozen=True)
+class PerTensor(Granularity):
+    """One scale for the whole tensor."""
+
+    def pattern(self, ndim: int) -> Block:
+        return (-1,) * ndim
+
+
+@jsonable
+@dataclass(frozen=True)
+class PerRow(Granularity):
+    """One scale per row, a row being the last axis: per output channel of a (N, K) weight."""
+
+    def pattern(self, ndim: int) -> Block:
+        return (1,) * (ndim - 1) + (-1,) * min(ndim, 1)
+
+
+@jsonable
+@dataclass(frozen=True)
+class PerToken(PerRow):
+    """`PerRow` under the name that activations use: one scale per token."""
+
+
+@jsonable
+@dataclass(frozen=True)
+class PerAxis(Granularity):
+    """One scale per index along `axis`: per output channel of a convolution is ``PerAxis(0)``."""
+
+    axis: int = 0
+
+    def pattern(self, ndim: int) -> Block:
+        if not -ndim <= self.axis < ndim:
+            raise ValueError(f"PerAxis({self.axis}) does not exist on a tensor of {ndim} dimensions")
+        return tuple(1 if i == self.axis % ndim else -1 for i in range(ndim))
+
+
+@jsonable
+@dataclass(frozen=True)
+class PerGroup(Granularity):
+    """One scale per `group_size` consecutive elements of the last axis; -1 is the whole row."""
+
+    group_size: int
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1 and self.group_size != -1:
+            raise ValueError(f"group_size is {self.group_size}; it must be positive, or -1 for a whole row")
+
+    def pattern(self, ndim: int) -> Block:
+        return (1,) * (ndim - 1) + (self.group_size,) * min(ndim, 1)
+
+
+@jsonable
+@dataclass(frozen=True)
+class PerBlock(Granularity):
+    """Explicit block sizes, right-aligned (missing leading axes are 1); -1 is a whole axis."""
+
+    sizes: Block
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", tuple(self.sizes))
+        if any(size < 1 and size != -1 for size in self.sizes):
+            raise ValueError(f"block sizes are {self.sizes}; each must be positive, or -1 for a whole axis")
+
+    def pattern(self, ndim: int) -> Block:
+        if len(self.sizes) > ndim:
+            raise ValueError(f"PerBlock{self.sizes} needs {len(self.sizes)} axes, the tensor has {ndim}")
+        return (1,) * (ndim - len(self.sizes)) + self.sizes
+
+
+def granularity_of(pattern: Sequence[int]) -> Granularity:
+    """The word for a block pattern, `PerBlock` where no word says it."""
+    pattern = tuple(pattern)
+    ndim = len(pattern)
+    for word in (PerTensor(), PerRow()):
+        if word.pattern(ndim) == pattern:
+            return word
+    if pattern[-1] > 1 and all(size == 1 for size in pattern[:-1]):
+        return PerGroup(pattern[-1])
+    return PerBlock(pattern)
+
+
+def resolve_block(pattern: Sequence[int], shape: Sequence[int]) -> Block:
+    """Replace -1 by the axis size and check that each block size divides its axis.
+
+    Raises:
+        ValueError: the ranks differ, or a size does not divide its axis.
+    """
+    if len(pattern) != len(shape):
+        raise ValueError(f"block_size {tuple(pattern)} has {len(pattern)} axes, the tensor has shape {tuple(shape)}")
+    block = tuple(n if b == -1 else b for b, n in zip(pattern, shape, strict=True))
+    for axis, (b, n) in enumerate(zip(block, shape, strict=True)):
+        # An empty axis is its own block.
+        if b != n and (b < 1 or n % b != 0):
+            raise ValueError(f"block_size {block} does not divide shape {tuple(shape)}: {n} % {b} along axis {axis}")
+    return block
+
+
+def scale_shape(shape: Sequence[int], block: Block) -> Block:
+    """Shape of the scale of a tensor of shape `shape` in blocks of `block`: one element per block."""
+    return tuple(1 if b == n else n // b for b, n in zip(block, shape, strict=True))
+
+
+def block_of(shape: Sequence[int], scale: Sequence[int]) -> Block:
+    """The block that a scale of shape `scale` implies: granularity follows from the shape of the scale."""
+    return tuple(1 if s == n else n // s for n, s in zip(shape, scale, strict=True))
+
+
+class BlockView:
+    """A tensor of shape `shape` seen in blocks: `split(x)` and `split_scale(s)` broadcast against each other.
+
+    Axes that a block covers wholly, or not at all, stay as they are; an axis of n elements in blocks of b becomes the
+    two axes (n / b, b). `dims` are the axes of the split view that lie inside a block.
+    """
+
+    def __init__(self, shape: Sequence[int], block: Sequence[int]) -> None:
+        self.shape = tuple(shape)
+        self.block = resolve_block(block, shape)
+        self.scale_shape = scale_shape(self.shape, self.block)
+        split: list[int] = []
+        split_scale: list[int] = []
+        dims: list[int] = []
+        for n, b in zip(self.shape, self.block, strict=True):
+            if b == 1:
+                split.append(n)
+                split_scale.append(n)
+            elif b == n:
+                dims.append(len(split))
+                split.append(n)
+                split_scale.append(1)
+            else:
+                dims.append(len(split) + 1)
+                split += [n // b, b]
+                split_scale += [n // b, 1]
+        self.dims = tuple(dims)
+        self._split = split
+        self._split_scale = split_scale
+
+    def split(self, x: Tensor) -> Tensor:
+        return x if len(self._split) == len(self.shape) else x.reshape(self._split)
+
+    def split_scale(self, scale: Tensor) -> Tensor:
+        """Accepts any shape with one element per block, torchao's scales without the reduced axes included.
+
+        Raises:
+            ValueError: the number of elements is not the number of blocks.
+        """
+        wanted = torch.Size(self.scale_shape).numel()
+        if scale.numel() != wanted:
+            raise ValueError(
+                f"a tensor of shape {self.shape} in blocks of {self.block} has {wanted} scales of shape "
+                f"{self.scale_shape}, got shape {tuple(scale.shape)}"
+            )
+        return scale.reshape(self._split_scale)
+
+    def merge(self, x: Tensor) -> Tensor:
+        return x.reshape(self.shape)

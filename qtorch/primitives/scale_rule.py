@@ -1,0 +1,144 @@
+"""Scale rules: from the elements of a block to the range [min, max] that its codes should cover.
+
+A rule answers `min_max(input, spec)` with two fp32 tensors of the scale's shape; `choose_qparams_affine_with_min_max`
+turns them into scale and zero point. A new rule is a frozen dataclass with that method.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .affine import min_max
+from .granularity import BlockView
+from .jsonable import jsonable
+
+if TYPE_CHECKING:
+    from .spec import QuantSpec
+
+MinMax = tuple[Tensor, Tensor]
+
+
+class ScaleRule:
+    """Base of the scale rules."""
+
+    def min_max(self, input: Tensor, spec: QuantSpec) -> MinMax:
+        raise NotImplementedError
+
+
+@jsonable
+@dataclass(frozen=True)
+class MinMaxRule(ScaleRule):
+    """The whole range of the block; under a symmetric mapping that is absmax."""
+
+    def min_max(self, input: Tensor, spec: QuantSpec) -> MinMax:
+        return min_max(input, spec.block_size(input.shape))
+
+
+@jsonable
+@dataclass(frozen=True)
+class AbsMaxRule(ScaleRule):
+    """[-a, a], a = max |x|, whatever the mapping."""
+
+    def min_max(self, input: Tensor, spec: QuantSpec) -> MinMax:
+        low, high = min_max(input, spec.block_size(input.shape))
+        bound = torch.maximum(-low, high)
+        return -bound, bound
+
+
+@jsonable
+@dataclass(frozen=True)
+class AbsMeanRule(ScaleRule):
+    """scale = mean |x| (BitNet b1.58, arXiv 2402.17764, eq. 1-3, with codes in {-1, 0, 1})."""
+
+    def min_max(self, input: Tensor, spec: QuantSpec) -> MinMax:
+        blocks, shape = _elements_last(input, spec)
+        low_code, high_code = spec.code_range
+        mean = blocks.abs().mean(-1).reshape(shape) if blocks.numel() else input.new_zeros(shape, dtype=torch.float32)
+        return mean * low_code, mean * high_code
+
+
+@jsonable
+@dataclass(frozen=True)
+class FixedRangeRule(ScaleRule):
+    """The range [low, high] whatever the data: softmax outputs in [0, 1], a clip learned elsewhere."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise ValueError(f"a fixed range needs low < high, got [{self.low}, {self.high}]")
+
+    def min_max(self, input: Tensor, spec: QuantSpec) -> MinMax:
+        shape = BlockView(input.shape, spec.block_size(input.shape)).scale_shape
+        full = torch.full(shape, self.low, dtype=torch.float32, device=input.device)
+        return full, torch.full_like(full, self.high)
+
+
+@jsonable
+@dataclass(frozen=True)
+class PercentileRule(ScaleRule):
+    """The range without its outermost (1 - p/100) / 2 on either side: outliers clip, the bulk gets finer steps."""
+
+    percentile: float = 99.9
+
+    def __post_init__(self) -> None:
+        if not 0 < self.percentile <= 100:
+            raise ValueError(f"percentile must be in (0, 100], got {self.percentile}")
+
+    def min_max(self, input: Tensor, spec: QuantSpec) -> MinMax:
+        blocks, shape = _elements_last(input, spec)
+        count = blocks.shape[-1]
+        if blocks.numel() == 0:
+            return MinMaxRule().min_max(input, spec)
+        tail = (1 - self.percentile / 100) / 2
+        # kthvalue, unlike quantile, has no limit on the number of elements.
+        k = min(int(tail * count), (count - 1) // 2)
+        low = torch.kthvalue(blocks, k + 1, dim=-1).values
+        high = torch.kthvalue(blocks, count - k, dim=-1).values
+        return low.reshape(shape), high.reshape(shape)
+
+
+@jsonable
+@dataclass(frozen=True)
+class MSERule(ScaleRule):
+    """Shrink [min, max] by the factor in [smallest, 1] that makes |x - dequantize(quantize(x))|^2 least, per block.
+
+    `steps` factors are tried, 1 included, so that the result is never worse than `MinMaxRule`. Least squared error is
+    best SQNR.
+    """
+
+    steps: int = 41
+    smallest: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.steps < 2 or not 0 < self.smallest < 1:
+            raise ValueError(f"needs steps >= 2 and 0 < smallest < 1, got {self.steps} and {self.smallest}")
+
+    def min_max(self, input: Tensor, spec: QuantSpec) -> MinMax:
+        low, high = MinMaxRule().min_max(input, spec)
+        best, best_error = torch.ones_like(low), torch.full_like(low, float("inf"))
+        for step in range(self.steps):
+            factor = 1 - (1 - self.smallest) * step / (self.steps - 1)
+            scale, zero_point = spec.choose_qparams_from_range(low * factor, high * factor, input.dtype)
+            codes = spec.quantize(input, scale, zero_point)
+            difference = spec.dequantize(codes, scale, zero_point) - input.float()
+            blocks, shape = _elements_last(difference, spec)
+            error = blocks.square().sum(-1).reshape(shape)
+            best = torch.where(error < best_error, torch.full_like(best, factor), best)
+            best_error = torch.minimum(error, best_error)
+        return low * best, high * best
+
+
+def _elements_last(input: Tensor, spec: QuantSpec) -> tuple[Tensor, tuple[int, ...]]:
+    """fp32 tensor (blocks, elements of a block), and the shape of the scale."""
+    view = BlockView(input.shape, spec.block_size(input.shape))
+    x = view.split(input).float()
+    kept = [d for d in range(x.dim()) if d not in view.dims]
+    count = torch.Size(view.scale_shape).numel()
+    x = x.permute(*kept, *view.dims)
+    return x.reshape(count, -1) if x.numel() else x.reshape(count, 0), view.scale_shape

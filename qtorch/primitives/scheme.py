@@ -1,0 +1,52 @@
+"""Scheme: everything about a quantized tensor but its data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from .jsonable import jsonable
+from .spec import LinearSpec, QuantSpec
+
+
+@jsonable
+@dataclass(frozen=True)
+class Scheme:
+    """Metadata of a quantized tensor: hashable, JSON-able, no tensors and no callables.
+
+    It is the key by which kernels are chosen, so its hash is computed once.
+
+    Args:
+        spec: how the tensor, and the activation that meets it, are quantized; its layout says how codes lie in memory.
+        shape: logical shape.
+        dtype: logical dtype, that of the tensor when dequantized.
+    """
+
+    spec: LinearSpec
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "_hash", hash((self.spec, self.shape, self.dtype)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
+    # Rebuilt rather than copied: string hashes differ from process to process.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Scheme, tuple(getattr(self, f.name) for f in fields(self))
+
+    @property
+    def weight(self) -> QuantSpec:
+        return self.spec.weight
+
+    @property
+    def activation(self) -> QuantSpec | None:
+        return self.spec.activation
+
+    @property
+    def layout(self) -> Any:
+        return self.spec.layout

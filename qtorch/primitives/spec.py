@@ -1,0 +1,220 @@
+"""QuantSpec: how a tensor is quantized. LinearSpec: how a layer is.
+
+One description serves every use: weights, activations, observers, fake quantization, training. It holds numerics only;
+where a tensor lives and which kernel runs must not change numbers, so they are not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .affine import (
+    MappingType,
+    ZeroPointDomain,
+    choose_qparams_affine_with_min_max,
+    code_range,
+    dequantize_affine,
+    quantize_affine,
+)
+from .fake_quant import fake_quantize_affine
+from .granularity import Block, Granularity, PerBlock, PerGroup, PerRow, scale_shape
+from .jsonable import jsonable
+from .qdtype import QDType, qdtype
+from .rounding import Rounding
+from .scale_rule import MinMaxRule, ScaleRule
+
+
+@jsonable
+@dataclass(frozen=True)
+class QuantSpec:
+    """How one tensor is quantized. Hashable, JSON-able (`to_json` / `from_json`).
+
+    Args:
+        dtype: type of the codes; a torch dtype (``torch.int4``), a name or a `QDType`.
+        granularity: which elements share a scale; a tuple of block sizes is a `PerBlock`.
+        mapping: `MappingType`.
+        zero_point_domain: `ZeroPointDomain`.
+        scale_rule: how the range of a block is chosen.
+        scale_dtype: dtype in which scales are kept; None is fp32 for rows and tensors, the tensor's own dtype for
+            groups.
+        rounding: `Rounding` of the codes.
+        eps: smallest scale; None is the smallest normal number of the scale's dtype.
+        quant_min, quant_max: narrower bounds than the type's own (symmetric int8 in [-127, 127]).
+        preserve_zero: 0.0 is a code; False needs the FLOAT domain.
+
+    The stages, each on its own: `calibrate`, `choose_qparams_from_range`, `quantize`, `dequantize`.
+    """
+
+    dtype: QDType
+    granularity: Granularity = PerRow()
+    mapping: MappingType = MappingType.SYMMETRIC
+    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT
+    scale_rule: ScaleRule = MinMaxRule()
+    scale_dtype: torch.dtype | None = None
+    rounding: Rounding = Rounding.NEAREST_EVEN
+    eps: float | None = None
+    quant_min: float | None = None
+    quant_max: float | None = None
+    preserve_zero: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", qdtype(self.dtype))
+        if isinstance(self.granularity, Sequence):
+            object.__setattr__(self, "granularity", PerBlock(tuple(self.granularity)))
+        code_range(self.dtype, self.quant_min, self.quant_max)
+        if self.mapping is MappingType.ASYMMETRIC and self.zero_point_domain is ZeroPointDomain.NONE:
+            raise ValueError("QuantSpec: an asymmetric mapping needs a zero point: zero_point_domain is NONE")
+        if not self.preserve_zero and self.zero_point_domain is not ZeroPointDomain.FLOAT:
+            raise ValueError(
+                f"QuantSpec: preserve_zero=False needs the FLOAT domain, got {self.zero_point_domain.name}"
+            )
+
+    @property
+    def code_range(self) -> tuple[float, float]:
+        """(quant_min, quant_max) in force."""
+        return code_range(self.dtype, self.quant_min, self.quant_max)
+
+    @property
+    def has_zero_point(self) -> bool:
+        """Whether zero points carry information: a symmetric mapping onto signed codes always has zero there."""
+        if self.zero_point_domain is ZeroPointDomain.NONE:
+            return False
+        low, high = self.code_range
+        return self.mapping is MappingType.ASYMMETRIC or int((low + high + 1) / 2) != 0
+
+    def block_size(self, shape: Sequence[int]) -> Block:
+        """Elements that share a scale in a tensor of this shape, per axis.
+
+        Raises:
+            ValueError: a block does not divide its axis.
+        """
+        return self.granularity.block(shape)
+
+    def scale_shape(self, shape: Sequence[int]) -> Block:
+        """Shape of the scale of a tensor of this shape."""
+        return scale_shape(shape, self.block_size(shape))
+
+    def calibrate(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        """Range (min, max) that the codes of each block should cover, fp32, of the scale's shape."""
+        return self.scale_rule.min_max(input, self)
+
+    def choose_qparams_from_range(
+        self, min_val: Tensor, max_val: Tensor, input_dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor | None]:
+        """Scale and zero point from ranges; zero_point is None where it is always zero (see `has_zero_point`)."""
+        grouped = isinstance(self.granularity, PerGroup)
+        scale_dtype = self.scale_dtype or (input_dtype if grouped else torch.float32)
+        integer_zero_point = self.zero_point_domain is ZeroPointDomain.INT
+        scale, zero_point = choose_qparams_affine_with_min_max(
+            min_val,
+            max_val,
+            self.mapping,
+            (),
+            self.dtype,
+            self.quant_min,
+            self.quant_max,
+            self.eps,
+            scale_dtype,
+            self.dtype.storage if integer_zero_point else scale_dtype,
+            self.preserve_zero,
+            self.zero_point_domain,
+        )
+        return scale, zero_point if self.has_zero_point else None
+
+    def choose_qparams(self, input: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Scale and zero point of each block of `input`."""
+        return self.choose_qparams_from_range(*self.calibrate(input), input.dtype)
+
+    def quantize(
+        self, input: Tensor, scale: Tensor, zero_point: Tensor | None, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Codes of `input` in the storage dtype; see `quantize_affine`."""
+        return quantize_affine(
+            input,
+            self.block_size(input.shape),
+            scale,
+            zero_point,
+            self.dtype,
+            self.quant_min,
+            self.quant_max,
+            self.zero_point_domain,
+            rounding=self.rounding,
+            generator=generator,
+        )
+
+    def dequantize(
+        self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, output_dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Reals of `codes`; see `dequantize_affine`."""
+        return dequantize_affine(
+            codes,
+            self.block_size(codes.shape),
+            scale,
+            zero_point,
+            self.dtype,
+            self.quant_min,
+            self.quant_max,
+            self.zero_point_domain,
+            output_dtype,
+        )
+
+    def fake_quantize(self, input: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Choose, quantize and dequantize, in the input's dtype, with the straight-through gradient."""
+        scale, zero_point = self.choose_qparams(input.detach())
+        return fake_quantize_affine(
+            input,
+            self.block_size(input.shape),
+            scale,
+            zero_point,
+            self.dtype,
+            self.quant_min,
+            self.quant_max,
+            self.zero_point_domain,
+            rounding=self.rounding,
+            generator=generator,
+        )
+
+    def with_granularity(self, granularity: Granularity) -> QuantSpec:
+        """The same numerics in other blocks; the dtype of the scales stays as the present granularity has it."""
+        return replace(self, granularity=granularity)
+
+    def __str__(self) -> str:
+        words = [self.dtype.name, repr(self.granularity), self.mapping.name.lower()]
+        if self.zero_point_domain is not ZeroPointDomain.INT:
+            words.append(f"zero point {self.zero_point_domain.name.lower()}")
+        return " ".join(words)
+
+
+@jsonable
+@dataclass(frozen=True)
+class LinearSpec:
+    """How a layer is quantized: its weight, the activation that meets it, and how the weight is laid out in memory.
+
+    Args:
+        weight: spec of the weight.
+        activation: spec of the layer's input; None leaves it in floating point.
+        static: the activation's scale is fixed and travels with the weight, instead of being computed on each call.
+        layout: a layout object, None for the plain layout.
+
+    Raises:
+        ValueError: static without an activation.
+    """
+
+    weight: QuantSpec
+    activation: QuantSpec | None = None
+    static: bool = False
+    layout: Any = None
+
+    def __post_init__(self) -> None:
+        if self.static and self.activation is None:
+            raise ValueError("LinearSpec: a static activation scale needs an activation spec")
+
+    def __str__(self) -> str:
+        if self.activation is None:
+            return f"weight {self.weight}"
+        return f"weight {self.weight}, {'static' if self.static else 'dynamic'} activation {self.activation}"

@@ -1,0 +1,241 @@
+"""quantize_: turn the weights of a model into quantized tensors, in place.
+
+A recipe says what becomes of a weight. Recipes register themselves here, under the name of the function that makes
+them; every registered one is an attribute of this module (``qtorch.quantize_api.int8_weight_only``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from enum import Enum
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from .dtypes import AffineQuantizedTensor, QuantizedTensor
+from .explain import problem_of
+from .kernels.registry import choose
+from .primitives import LinearSpec, compute_error
+from .primitives.jsonable import jsonable
+from .report import LayerReport, QuantizeReport
+from .targets import Filter, Target, find_targets
+
+RECIPES: dict[str, type[Recipe]] = {}
+
+C = TypeVar("C", bound="type[Recipe]")
+
+
+class Recipe:
+    """What becomes of a weight: a frozen dataclass, printable, comparable, JSON-able.
+
+    Attributes:
+        name: of the function that makes it.
+        trains: the weights it makes keep their gradient; otherwise they are frozen.
+    """
+
+    name: ClassVar[str]
+    trains: ClassVar[bool] = False
+
+    def check(self, weight: Tensor) -> None:
+        """Raise `ValueError` or `TypeError` where `apply` could not do its work; the weight is not changed."""
+        raise NotImplementedError
+
+    def apply(self, weight: Tensor) -> Tensor:
+        """The new weight."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        """The call that makes it, without what is left at its default."""
+        given = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
+        return f"{self.name}({', '.join(f'{name}={_word(value)}' for name, value in given)})"
+
+
+class WeightRecipe(Recipe):
+    """A recipe for inference that is described by a `LinearSpec` alone."""
+
+    def linear_spec(self) -> LinearSpec:
+        raise NotImplementedError
+
+    def check(self, weight: Tensor) -> None:
+        if nn.parameter.is_lazy(weight):
+            raise ValueError("the weight is not initialized yet; run the model once")
+        if isinstance(weight, QuantizedTensor):
+            raise ValueError(f"is already quantized: {weight!r}")
+        if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"takes float32, float16 or bfloat16 weights, this one is {weight.dtype}")
+        self.linear_spec().weight.block_size(weight.shape)
+        if weight.is_meta:
+            raise ValueError("the weight is on the meta device and has no values to quantize; load it first")
+        if not bool(torch.isfinite(weight).all()):
+            bad = int((~torch.isfinite(weight)).sum())
+            raise ValueError(f"has {bad} values of {weight.numel()} that are NaN or infinite")
+
+    def apply(self, weight: Tensor) -> Tensor:
+        return AffineQuantizedTensor.from_float(weight, self.linear_spec())
+
+
+def register_recipe(name: str) -> Callable[[C], C]:
+    """Class decorator of a frozen dataclass: make a recipe known as `name`, and readable from JSON.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+
+    def decorate(cls: C) -> C:
+        if RECIPES.setdefault(name, cls) is not cls:
+            raise ValueError(f"register_recipe: {name!r} is taken by {RECIPES[name]!r}")
+        cls.name = name
+        jsonable(cls)
+        return cls
+
+    return decorate
+
+
+def __getattr__(name: str) -> Any:
+    if name in RECIPES:
+        return RECIPES[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@torch.no_grad()
+def quantize_(
+    model: nn.Module,
+    recipe: Recipe | Mapping[str, Recipe | None],
+    filter_fn: Filter | None = None,
+    *,
+    device: torch.device | str | None = None,
+    dry_run: bool = False,
+    progress: bool = False,
+) -> QuantizeReport:
+    """Quantize the weights of `model` in place.
+
+    Every weight is checked before the first one is changed: an error leaves the model as it was.
+
+    Args:
+        model: any module.
+        recipe: one recipe for every `nn.Linear`; or an ordered mapping from names to recipes, None to leave a weight
+            alone. A key is a fully-qualified name (of a linear layer, an embedding or a 2-d or 3-d parameter) or a
+            regular expression that must match the whole name; the first key that matches wins. Embeddings and bare
+            parameters, fused experts say, are reached by a key that names them, not by a wildcard alone.
+        filter_fn: (module, fully-qualified name) -> bool; asked for each `nn.Linear` and `nn.Embedding`.
+        device: move each weight there before it is quantized, and the rest of the model at the end, so that the peak on
+            that device is the quantized model and one layer.
+        dry_run: report what would be done; change nothing.
+        progress: show a progress bar.
+
+    Returns:
+        What was done to each weight, or why nothing was; print it.
+
+    Raises:
+        ValueError: a weight cannot be quantized as asked (every such one is named), or an entry of the mapping is void.
+        TypeError: `recipe` is not a recipe.
+    """
+    for given in recipe.values() if isinstance(recipe, Mapping) else [recipe]:
+        _check_is_recipe(given, in_mapping=isinstance(recipe, Mapping))
+    targets = find_targets(model, recipe, filter_fn)
+    _check_targets(targets)
+    rows = []
+    for target in tqdm(targets, desc="quantize", disable=not progress):
+        if target.recipe is None:
+            rows.append(_skipped(target))
+            continue
+        weight = target.parameter.detach()
+        weight = weight if device is None else weight.to(device)
+        quantized = target.recipe.apply(weight)
+        rows.append(_quantized(target, weight, quantized))
+        if not dry_run:
+            _replace(target, quantized, requires_grad=target.recipe.trains and target.parameter.requires_grad)
+    if device is not None and not dry_run:
+        model.to(device)
+    if not any(target.recipe for target in targets):
+        raise ValueError(f"quantize_: nothing to quantize: {_why_nothing(rows)}")
+    return QuantizeReport(tuple(rows), dry_run)
+
+
+@torch.no_grad()
+def dequantize_(model: nn.Module) -> nn.Module:
+    """Turn every quantized weight of `model` back into a float one, in place; what rounding took is gone.
+
+    Tied weights stay tied. The new parameters require gradients, as those of a new module do.
+
+    Raises:
+        ValueError: nothing in the model is quantized.
+    """
+    done: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, QuantizedTensor):
+                if id(parameter) not in done:
+                    done[id(parameter)] = nn.Parameter(parameter.dequantize())
+                module._parameters[name] = done[id(parameter)]
+    if not done:
+        raise ValueError(f"dequantize_: no weight of this {type(model).__name__} is quantized")
+    return model
+
+
+def _word(value: Any) -> str:
+    return value.name if isinstance(value, Enum) else repr(value)
+
+
+def _check_is_recipe(given: Any, in_mapping: bool) -> None:
+    if isinstance(given, Recipe) or (given is None and in_mapping):
+        return
+    hint = ""
+    if isinstance(given, type) and issubclass(given, Recipe):
+        hint = f"; call it: {given.name}()"
+    raise TypeError(f"quantize_: takes a recipe such as int8_weight_only(), got {given!r}{hint}")
+
+
+def _check_targets(targets: list[Target[Recipe]]) -> None:
+    problems = []
+    for target in targets:
+        if target.recipe is not None:
+            try:
+                target.recipe.check(target.parameter)
+            except (ValueError, TypeError) as error:
+                problems.append(f"{target.asked.label}: {error}")
+    if problems:
+        more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise ValueError("quantize_: " + "\n".join(problems[:8]) + more + "\nthe model is unchanged")
+
+
+def _replace(target: Target[Recipe], quantized: Tensor, requires_grad: bool) -> None:
+    parameter = nn.Parameter(quantized, requires_grad)
+    for slot in target.slots:
+        slot.module._parameters[slot.attribute] = parameter
+
+
+def _quantized(target: Target[Recipe], weight: Tensor, quantized: Tensor) -> LayerReport:
+    slot = target.asked
+    kernel = None
+    if isinstance(quantized, AffineQuantizedTensor):
+        op = "embedding" if slot.is_embedding else "linear"
+        kernel = choose(problem_of(quantized, op, weight.dtype, weight.device.type)).name
+    return LayerReport(
+        slot.name,
+        tuple(weight.shape),
+        "quantized",
+        f"{target.recipe}",
+        weight.numel() * weight.element_size(),
+        quantized.nbytes,
+        float(compute_error(weight, quantized.dequantize())),
+        kernel,
+        tuple(other.name for other in target.slots if other is not slot),
+    )
+
+
+def _skipped(target: Target[Recipe]) -> LayerReport:
+    slot, parameter = target.slots[0], target.parameter
+    size = 0 if nn.parameter.is_lazy(parameter) else parameter.nbytes
+    shape = () if nn.parameter.is_lazy(parameter) else tuple(parameter.shape)
+    also = tuple(other.name for other in target.slots[1:])
+    return LayerReport(slot.name, shape, "skipped", slot.reason, size, size, also=also)
+
+
+def _why_nothing(rows: list[LayerReport]) -> str:
+    if not rows:
+        return "the model has no weight of two or more dimensions"
+    return "; ".join(f"{row.name}: {row.detail}" for row in rows[:4]) + ("; ..." if len(rows) > 4 else "")

@@ -1,0 +1,38 @@
+"""int4 weights in groups; activations stay in floating point."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..primitives import LinearSpec, MappingType, MinMaxRule, PerGroup, QuantSpec, ScaleRule, ZeroPointDomain, qdtype
+from ..quantize_api import WeightRecipe, register_recipe
+
+
+@register_recipe("int4_weight_only")
+@dataclass(frozen=True)
+class Int4WeightOnly(WeightRecipe):
+    """Weights in 4 bits, asymmetric, a scale and a zero point per group of input channels.
+
+    Args:
+        group_size: elements of a row that share a scale; -1 for the whole row. It must divide the row.
+        zero_point_domain: INT, codes; FLOAT, the convention of the tinygemm kernels.
+        scale_rule: how the range of a group is chosen.
+    """
+
+    group_size: int = 128
+    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT
+    scale_rule: ScaleRule = MinMaxRule()
+
+    def linear_spec(self) -> LinearSpec:
+        weight = QuantSpec(
+            qdtype("uint4"),
+            PerGroup(self.group_size),
+            MappingType.ASYMMETRIC,
+            self.zero_point_domain,
+            self.scale_rule,
+            preserve_zero=self.zero_point_domain is not ZeroPointDomain.FLOAT,
+        )
+        return LinearSpec(weight)
+
+
+int4_weight_only = Int4WeightOnly

@@ -1,0 +1,30 @@
+"""int8 weights and int8 activations, accumulated in int32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..primitives import LinearSpec, MappingType, PerRow, PerToken, QuantSpec, qdtype
+from ..quantize_api import WeightRecipe, register_recipe
+
+
+@register_recipe("int8_dynamic_activation_int8_weight")
+@dataclass(frozen=True)
+class Int8DynamicActivationInt8Weight(WeightRecipe):
+    """Weights in int8 per output channel, activations in int8 per token, their scales computed on each call.
+
+    Args:
+        act_mapping_type: SYMMETRIC, codes in [-127, 127]; ASYMMETRIC, [-128, 127] with a zero point per token.
+    """
+
+    act_mapping_type: MappingType = MappingType.SYMMETRIC
+
+    def linear_spec(self) -> LinearSpec:
+        symmetric = self.act_mapping_type is not MappingType.ASYMMETRIC
+        weight = QuantSpec(qdtype("int8"), PerRow(), quant_min=-127)
+        lowest = -127 if symmetric else None
+        activation = QuantSpec(qdtype("int8"), PerToken(), self.act_mapping_type, quant_min=lowest)
+        return LinearSpec(weight, activation)
+
+
+int8_dynamic_activation_int8_weight = Int8DynamicActivationInt8Weight

@@ -1,0 +1,175 @@
+"""Which weights of a model a recipe, or a mapping of names to recipes, applies to.
+
+A *slot* is one place that holds a parameter: a module and an attribute name. Tied weights are one parameter in several
+slots; they form one `Target`, are quantized once and stay tied.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+R = TypeVar("R")
+
+Filter = Callable[[nn.Module, str], bool]
+
+
+@dataclass
+class Slot(Generic[R]):
+    """One place that holds a weight, and what was asked for it: a recipe, or why there is none."""
+
+    module: nn.Module
+    module_name: str
+    attribute: str
+    parameter: nn.Parameter
+    recipe: R | None = None
+    reason: str = ""
+    refused: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.module_name}.{self.attribute}" if self.module_name else self.attribute
+
+    @property
+    def is_linear(self) -> bool:
+        return isinstance(self.module, nn.Linear) and self.attribute == "weight"
+
+    @property
+    def is_embedding(self) -> bool:
+        return isinstance(self.module, nn.Embedding) and self.attribute == "weight"
+
+    @property
+    def label(self) -> str:
+        """What a user calls it: the module of a layer's weight, the full name of a bare parameter."""
+        return self.module_name if (self.is_linear or self.is_embedding) and self.module_name else self.name
+
+
+@dataclass
+class Target(Generic[R]):
+    """One weight, in all the slots that share it, and its recipe (None: leave it)."""
+
+    slots: list[Slot[R]] = field(default_factory=list)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.slots[0].parameter
+
+    @property
+    def asked(self) -> Slot[R]:
+        """The slot that a recipe was asked for, else the first."""
+        return next((slot for slot in self.slots if slot.recipe is not None), self.slots[0])
+
+    @property
+    def recipe(self) -> R | None:
+        return self.asked.recipe
+
+
+def find_targets(model: nn.Module, recipe: R | Mapping[str, R | None], filter_fn: Filter | None) -> list[Target[R]]:
+    """Every weight of two or more dimensions, with what is to be done to it.
+
+    Args:
+        recipe: one recipe for every `nn.Linear`, or an ordered mapping; see `quantize_`.
+        filter_fn: (module, fully-qualified name) -> bool, asked for each `nn.Linear` and `nn.Embedding`.
+
+    Raises:
+        ValueError: an entry of the mapping matches nothing or is never reached; tied weights are asked for differently.
+    """
+    slots: list[Slot[R]] = _slots(model)
+    if isinstance(recipe, Mapping):
+        _assign_by_name(slots, recipe, filter_fn)
+    else:
+        _assign_by_kind(slots, recipe, filter_fn)
+    targets: dict[int, Target[R]] = {}
+    for slot in slots:
+        targets.setdefault(id(slot.parameter), Target()).slots.append(slot)
+    for target in targets.values():
+        _check_tied(target)
+    return list(targets.values())
+
+
+def _slots(model: nn.Module) -> list[Slot[R]]:
+    found: list[Slot[R]] = []
+    for module_name, module in model.named_modules():
+        if isinstance(module, parametrize.ParametrizationList):
+            continue
+        for attribute, parameter in module._parameters.items():
+            # Parameters that are not materialized yet have no shape; the recipe's check will say so.
+            if parameter is not None and (nn.parameter.is_lazy(parameter) or parameter.dim() >= 2):
+                found.append(Slot(module, module_name, attribute, parameter))
+    return found
+
+
+def _assign_by_kind(slots: list[Slot[R]], recipe: R, filter_fn: Filter | None) -> None:
+    for slot in slots:
+        if not slot.is_linear and not slot.is_embedding:
+            slot.reason = f"a bare parameter of {type(slot.module).__name__}; ask for it by name"
+        elif filter_fn is None and slot.is_embedding:
+            slot.reason = "an embedding; ask for it by name or with filter_fn"
+        elif filter_fn is not None and not filter_fn(slot.module, slot.module_name):
+            slot.reason = "filter_fn"
+        else:
+            slot.recipe = recipe
+
+
+def _assign_by_name(slots: list[Slot[R]], recipes: Mapping[str, R | None], filter_fn: Filter | None) -> None:
+    matches = dict.fromkeys(recipes, 0)
+    wins = dict(matches)
+    for slot in slots:
+        found = [key for key in recipes if _asks_for(key, slot)]
+        for key in found:
+            matches[key] += 1
+        if not found:
+            slot.reason = "no entry of the mapping asks for it"
+            continue
+        wins[found[0]] += 1
+        if filter_fn is not None and not filter_fn(slot.module, slot.module_name):
+            slot.reason = "filter_fn"
+        elif recipes[found[0]] is None:
+            slot.refused = True
+            slot.reason = f"None for {found[0]!r}"
+        else:
+            slot.recipe = recipes[found[0]]
+    if unmatched := [key for key, count in matches.items() if not count]:
+        raise ValueError(_describe_unmatched(unmatched, slots))
+    if shadowed := [key for key, count in wins.items() if not count]:
+        raise ValueError(
+            f"quantize_: {', '.join(map(repr, shadowed))}: all that it matches is taken by entries before it; "
+            "the first entry that matches wins"
+        )
+
+
+def _asks_for(key: str, slot: Slot[R]) -> bool:
+    """An exact name asks for anything. A regular expression asks for linear layers, and for embeddings and bare
+    parameters only if it names them: if it would still match with their last name replaced, a wildcard has matched."""
+    names = {slot.name, slot.label}
+    if key in names:
+        return True
+    for name in names:
+        if re.fullmatch(key, name):
+            parent = name.rpartition(".")[0]
+            if slot.is_linear or not re.fullmatch(key, f"{parent}.\0" if parent else "\0"):
+                return True
+    return False
+
+
+def _describe_unmatched(keys: list[str], slots: list[Slot[R]]) -> str:
+    labels = [slot.label for slot in slots]
+    lines = []
+    for key in keys:
+        inside = [label for label in labels if label.startswith(f"{key}.")]
+        hint = f"; for what is inside it, write {key + '.*'!r} as a regular expression" if inside else ""
+        lines.append(f"{key!r} matches no linear layer, embedding or parameter of the model{hint}")
+    some = ", ".join(labels[:4]) + (", ..." if len(labels) > 4 else "")
+    return f"quantize_: {'; '.join(lines)}. The model has {some}"
+
+
+def _check_tied(target: Target[R]) -> None:
+    asked = {slot.label: slot.recipe for slot in target.slots if slot.recipe is not None or slot.refused}
+    if len(set(asked.values())) > 1:
+        what = ", ".join(f"{label}: {recipe}" for label, recipe in asked.items())
+        raise ValueError(f"quantize_: one tied weight is asked for in different ways: {what}")

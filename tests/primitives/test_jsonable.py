@@ -1,0 +1,133 @@
+"""The JSON codec of configuration objects."""
+
+import enum
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from qtorch.primitives import (
+    AbsMaxRule,
+    AbsMeanRule,
+    FixedRangeRule,
+    MappingType,
+    MinMaxRule,
+    MSERule,
+    PerAxis,
+    PerBlock,
+    PercentileRule,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    PerToken,
+    QuantSpec,
+    Rounding,
+    ZeroPointDomain,
+    from_json,
+    qdtype,
+    to_json,
+)
+from qtorch.primitives.jsonable import jsonable
+
+GRANULARITIES = [PerTensor(), PerRow(), PerToken(), PerAxis(-1), PerGroup(32), PerBlock((1, -1))]
+RULES = [
+    MinMaxRule(),
+    AbsMaxRule(),
+    AbsMeanRule(),
+    FixedRangeRule(-1.0, 2.0),
+    PercentileRule(99.0),
+    MSERule(11, 0.25),
+]
+ENUMS = [*MappingType, *ZeroPointDomain, *Rounding]
+DTYPES = [torch.float32, torch.bfloat16, torch.int4, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("value", [*GRANULARITIES, *RULES, *ENUMS, *DTYPES, qdtype("int4")], ids=str)
+def test_round_trip_through_text(value: object) -> None:
+    back = from_json(json.loads(json.dumps(to_json(value))))
+    assert back == value
+    assert type(back) is type(value)
+
+
+@pytest.mark.parametrize("value", [None, True, 3, 0.1, 1e-45, "per row", "a.b", (), (1, (2,)), {"k": (1,)}])
+def test_plain_data_is_itself(value: object) -> None:
+    back = from_json(json.loads(json.dumps(to_json(value))))
+    assert back == value
+    assert type(back) is type(value)
+
+
+def test_lists_become_tuples() -> None:
+    assert from_json(to_json([1, [2]])) == (1, (2,))
+
+
+def test_every_field_is_written() -> None:
+    assert to_json(MSERule()) == {"type": "MSERule", "steps": 41, "smallest": 0.5}
+    assert to_json(PerRow()) == {"type": "PerRow"}
+    assert to_json(torch.bfloat16) == "torch.bfloat16"
+    assert to_json(MappingType.SYMMETRIC) == "MappingType.SYMMETRIC"
+    assert to_json(qdtype("uint4")) == "QDType.uint4"
+
+
+def test_a_class_of_ones_own() -> None:
+    @jsonable
+    @dataclass(frozen=True)
+    class OnlyInThisTest:
+        block: tuple[int, ...]
+        dtype: torch.dtype
+
+    value = OnlyInThisTest((1, 2), torch.float16)
+    assert from_json(json.loads(json.dumps(to_json(value)))) == value
+    assert jsonable(OnlyInThisTest) is OnlyInThisTest
+
+
+def test_two_classes_of_one_name_are_refused() -> None:
+    class PerRow(enum.Enum):
+        A = 1
+
+    with pytest.raises(ValueError, match="the name 'PerRow' is already taken"):
+        jsonable(PerRow)
+    with pytest.raises(TypeError, match="PerRow has no JSON form"):
+        to_json(PerRow)
+
+
+@pytest.mark.parametrize("value", [torch.ones(1), lambda x: x, {1}, object()])
+def test_no_json_form(value: object) -> None:
+    with pytest.raises(TypeError, match="has no JSON form; decorate the class with @jsonable"):
+        to_json(value)
+
+
+def test_error_texts() -> None:
+    cases: dict[str, Callable[[], object]] = {
+        "newer field": lambda: from_json({"type": "PerGroup", "group_size": 4, "zeal": 1}),
+        "no such member": lambda: from_json("MappingType.DIAGONAL"),
+        "no such dtype": lambda: from_json("torch.float33"),
+        "not a dtype": lambda: from_json("torch.load"),
+        "tensor": lambda: to_json({"scale": torch.ones(1)}),
+        "bad value": lambda: from_json({"type": "PerGroup", "group_size": 0}),
+    }
+    texts = []
+    for name, call in cases.items():
+        with pytest.raises((TypeError, ValueError)) as error:
+            call()
+        texts.append(f"{name}: {error.value}")
+    assert_expected_inline("\n".join(texts), """\
+newer field: from_json: PerGroup has no field zeal; the data was written by a newer version of qtorch
+no such member: from_json: MappingType has no member 'DIAGONAL'
+no such dtype: from_json: torch has no member 'float33'
+not a dtype: from_json: torch has no member 'load'
+tensor: to_json: Tensor has no JSON form; decorate the class with @jsonable
+bad value: group_size is 0; it must be positive, or -1 for a whole row""")
+
+
+def test_an_unknown_type_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown type 'PerColumn'; known: .*PerRow, PerTensor"):
+        from_json({"type": "PerColumn"})
+
+
+def test_a_spec_with_unknown_dtype() -> None:
+    data = to_json(QuantSpec("int8")) | {"dtype": "QDType.int99"}
+    with pytest.raises(ValueError, match="int99 is not a quantized type"):
+        from_json(data)

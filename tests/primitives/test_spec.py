@@ -1,0 +1,234 @@
+"""QuantSpec and LinearSpec: validation, equality, JSON, and the four stages."""
+
+import copy
+import json
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qtorch.primitives import (
+    AbsMaxRule,
+    AbsMeanRule,
+    FixedRangeRule,
+    LinearSpec,
+    MappingType,
+    MinMaxRule,
+    MSERule,
+    PerAxis,
+    PerBlock,
+    PercentileRule,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    PerToken,
+    QuantSpec,
+    Rounding,
+    ZeroPointDomain,
+    choose_qparams_affine,
+    compute_error,
+    dequantize_affine,
+    from_json,
+    qdtype,
+    quantize_affine,
+    to_json,
+)
+
+GRANULARITIES = (
+    st.sampled_from([PerTensor(), PerRow(), PerToken()])
+    | st.builds(PerAxis, st.integers(-3, 3))
+    | st.builds(PerGroup, st.just(-1) | st.integers(1, 256))
+    | st.builds(PerBlock, st.lists(st.just(-1) | st.integers(1, 64), max_size=4).map(tuple))
+)
+RULES = (
+    st.sampled_from([MinMaxRule(), AbsMaxRule(), AbsMeanRule()])
+    | st.builds(PercentileRule, st.floats(1, 100))
+    | st.builds(MSERule, st.integers(2, 100), st.floats(0.1, 0.9))
+    | st.builds(FixedRangeRule, st.floats(-9, -1e-9), st.floats(1e-9, 9))
+)
+SPECS = st.builds(
+    QuantSpec,
+    dtype=st.sampled_from(["int2", "int4", "uint4", "int8", "uint8", "float8_e4m3fn"]),
+    granularity=GRANULARITIES,
+    mapping=st.sampled_from(MappingType),
+    zero_point_domain=st.sampled_from([ZeroPointDomain.INT, ZeroPointDomain.FLOAT]),
+    scale_rule=RULES,
+    scale_dtype=st.sampled_from([None, torch.float32, torch.bfloat16, torch.float16]),
+    rounding=st.sampled_from(Rounding),
+    eps=st.none() | st.floats(1e-12, 1e-3),
+    quant_max=st.none() | st.just(1),
+)
+LINEAR_SPECS = st.builds(LinearSpec, SPECS) | st.builds(LinearSpec, SPECS, SPECS, st.booleans())
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(SPECS | LINEAR_SPECS)
+def test_copies_of_a_spec_are_equal(spec: QuantSpec | LinearSpec) -> None:
+    through_text = from_json(json.loads(json.dumps(to_json(spec))))
+    for copied in (through_text, pickle.loads(pickle.dumps(spec)), copy.deepcopy(spec)):
+        assert copied == spec
+        assert hash(copied) == hash(spec)
+        assert str(copied) == str(spec)
+
+
+def test_the_json_spells_every_field_out() -> None:
+    text = json.dumps(to_json(QuantSpec("int4", PerGroup(32))), indent=1)
+    assert_expected_inline(text, """\
+{
+ "type": "QuantSpec",
+ "dtype": "QDType.int4",
+ "granularity": {
+  "type": "PerGroup",
+  "group_size": 32
+ },
+ "mapping": "MappingType.SYMMETRIC",
+ "zero_point_domain": "ZeroPointDomain.INT",
+ "scale_rule": {
+  "type": "MinMaxRule"
+ },
+ "scale_dtype": null,
+ "rounding": "Rounding.NEAREST_EVEN",
+ "eps": null,
+ "quant_min": null,
+ "quant_max": null,
+ "preserve_zero": true
+}""")
+
+
+def test_text_form() -> None:
+    weight = QuantSpec("uint4", PerGroup(32), MappingType.ASYMMETRIC, ZeroPointDomain.FLOAT)
+    spec = LinearSpec(weight, QuantSpec("int8", PerToken()))
+    assert_expected_inline(str(spec), """weight uint4 PerGroup(group_size=32) asymmetric zero point float, dynamic activation int8 PerToken() symmetric""")
+
+
+@pytest.mark.parametrize("dtype", ["int4", "torch.int4", torch.int4, qdtype("int4")])
+def test_a_dtype_in_any_spelling(dtype: object) -> None:
+    assert QuantSpec(dtype) == QuantSpec("int4")  # type: ignore[arg-type]
+    assert QuantSpec(dtype).dtype is qdtype("int4")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("block", [(1, 32), [1, 32]])
+def test_a_tuple_of_sizes_is_a_per_block(block: object) -> None:
+    spec = QuantSpec("int8", block)  # type: ignore[arg-type]
+    assert spec.granularity == PerBlock((1, 32))
+    assert spec.block_size((4, 64)) == (1, 32)
+    assert spec.scale_shape((4, 64)) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("spec", "wanted"),
+    [
+        (QuantSpec("int8"), False),
+        (QuantSpec("int8", quant_min=-127), False),
+        (QuantSpec("uint8"), True),
+        (QuantSpec("float8_e4m3fn"), False),
+        (QuantSpec("int8", mapping=MappingType.ASYMMETRIC), True),
+        (QuantSpec("uint4", zero_point_domain=ZeroPointDomain.NONE), False),
+        (QuantSpec("uint4", zero_point_domain=ZeroPointDomain.FLOAT), True),
+    ],
+)
+def test_a_zero_point_that_is_always_zero_is_left_out(spec: QuantSpec, wanted: bool) -> None:
+    assert spec.has_zero_point is wanted
+    _, zero_point = spec.choose_qparams(torch.ones(2, 4))
+    assert (zero_point is not None) is wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerGroup(4), PerBlock((1, 4))])
+def test_dtype_of_the_scale(granularity: object, dtype: torch.dtype) -> None:
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    spec = QuantSpec("uint4", granularity, MappingType.ASYMMETRIC)  # type: ignore[arg-type]
+    scale, zero_point = spec.choose_qparams(x)
+    assert scale.dtype == (dtype if isinstance(granularity, PerGroup) else torch.float32)
+    assert zero_point is not None
+    assert zero_point.dtype == torch.uint8
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_scale_dtype_that_is_given_holds(scale_dtype: torch.dtype) -> None:
+    for domain in (ZeroPointDomain.INT, ZeroPointDomain.FLOAT):
+        spec = QuantSpec("uint8", PerRow(), MappingType.ASYMMETRIC, domain, scale_dtype=scale_dtype)
+        scale, zero_point = spec.choose_qparams(torch.randn(4, 8))
+        assert scale.dtype == scale_dtype
+        assert zero_point is not None
+        float_domain = domain is ZeroPointDomain.FLOAT
+        assert zero_point.dtype == (scale_dtype if float_domain else torch.uint8)
+
+
+@pytest.mark.parametrize("mapping", MappingType)
+@pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerGroup(16), PerBlock((4, 16))])
+def test_the_stages_are_those_of_the_functions(granularity, mapping: MappingType) -> None:
+    x = torch.randn(8, 48, generator=torch.Generator().manual_seed(0))
+    spec = QuantSpec("uint8", granularity, mapping, quant_max=200)
+    block = granularity.block(x.shape)
+    scale, zero_point = spec.choose_qparams(x)
+    wanted = choose_qparams_affine(x, mapping, block, torch.uint8, 0, 200)
+    assert torch.equal(scale, wanted[0])
+    assert torch.equal(zero_point.int(), wanted[1])
+
+    codes = spec.quantize(x, scale, zero_point)
+    assert torch.equal(codes, quantize_affine(x, block, *wanted, torch.uint8, 0, 200))
+    real = spec.dequantize(codes, scale, zero_point, torch.bfloat16)
+    wanted_real = dequantize_affine(
+        codes, block, *wanted, torch.uint8, 0, 200, output_dtype=torch.bfloat16
+    )
+    assert torch.equal(real, wanted_real)
+    assert torch.equal(spec.fake_quantize(x), spec.dequantize(codes, scale, zero_point))
+    assert 20 < compute_error(x, real) < 50
+
+
+def test_fake_quantize_passes_gradients_and_reproduces() -> None:
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    spec = QuantSpec("int4", PerGroup(8), rounding=Rounding.STOCHASTIC)
+    first, second = (spec.fake_quantize(x, torch.Generator().manual_seed(1)) for _ in range(2))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, spec.fake_quantize(x, torch.Generator().manual_seed(2)))
+    first.sum().backward()
+    assert x.grad is not None
+    assert 0 < x.grad.sum() <= x.numel()
+
+
+def test_with_granularity_keeps_the_rest() -> None:
+    spec = QuantSpec("int4", PerGroup(8), MappingType.SYMMETRIC_NO_CLIPPING_ERR, eps=1e-6)
+    other = spec.with_granularity(PerBlock((8, 1)))
+    assert other.granularity == PerBlock((8, 1))
+    assert other.with_granularity(PerGroup(8)) == spec
+
+
+def test_error_texts() -> None:
+    float_domain = ZeroPointDomain.FLOAT
+    asymmetric, none = MappingType.ASYMMETRIC, ZeroPointDomain.NONE
+    cases: dict[str, Callable[[], object]] = {
+        "bad range": lambda: QuantSpec("int4", quant_min=-9),
+        "empty range": lambda: QuantSpec("int8", quant_min=3, quant_max=3),
+        "no zero point": lambda: QuantSpec("int8", PerRow(), asymmetric, none),
+        "preserve_zero": lambda: QuantSpec("int8", preserve_zero=False),
+        "does not divide": lambda: QuantSpec("int4", PerGroup(32)).quantize(
+            torch.ones(2, 40), torch.ones(2, 1), None
+        ),
+        "scale count": lambda: QuantSpec("int4", PerGroup(8)).quantize(
+            torch.ones(2, 16), torch.ones(2, 1), None
+        ),
+        "storage": lambda: QuantSpec("uint4", zero_point_domain=float_domain).dequantize(
+            torch.ones(2, 8, dtype=torch.int8), torch.ones(2, 1), None
+        ),
+        "static": lambda: LinearSpec(QuantSpec("int8"), static=True),
+    }
+    texts = []
+    for name, call in cases.items():
+        with pytest.raises(ValueError) as error:  # noqa: PT011 (the texts follow)
+            call()
+        texts.append(f"{name}: {error.value}")
+    assert_expected_inline("\n".join(texts), """\
+bad range: quant_min=-9, quant_max=7 is no range within int4's [-8, 7]
+empty range: quant_min=3, quant_max=3 is no range within int8's [-128, 127]
+no zero point: QuantSpec: an asymmetric mapping needs a zero point: zero_point_domain is NONE
+preserve_zero: QuantSpec: preserve_zero=False needs the FLOAT domain, got INT
+does not divide: block_size (1, 32) does not divide shape (2, 40): 40 % 32 along axis 1
+scale count: a tensor of shape (2, 16) in blocks of (1, 8) has 4 scales of shape (2, 2), got shape (2, 1)
+storage: codes of uint4 are stored as torch.uint8, got torch.int8
+static: LinearSpec: a static activation scale needs an activation spec""")
