@@ -54,7 +54,14 @@ class Recipe:
 
 
 class WeightRecipe(Recipe):
-    """A recipe for inference that is described by a `LinearSpec` alone."""
+    """A recipe for inference that is described by a `LinearSpec` alone.
+
+    Raises:
+        ValueError: there is no such spec.
+    """
+
+    def __post_init__(self) -> None:
+        self.linear_spec()
 
     def linear_spec(self) -> LinearSpec:
         raise NotImplementedError
@@ -136,6 +143,8 @@ def quantize_(
     for given in recipe.values() if isinstance(recipe, Mapping) else [recipe]:
         _check_is_recipe(given, in_mapping=isinstance(recipe, Mapping))
     targets = find_targets(model, recipe, filter_fn)
+    if not any(target.recipe for target in targets):
+        raise ValueError(f"quantize_: nothing to quantize: {_why_nothing(targets)}")
     _check_targets(targets)
     rows = []
     for target in tqdm(targets, desc="quantize", disable=not progress):
@@ -150,8 +159,6 @@ def quantize_(
             _replace(target, quantized, requires_grad=target.recipe.trains and target.parameter.requires_grad)
     if device is not None and not dry_run:
         model.to(device)
-    if not any(target.recipe for target in targets):
-        raise ValueError(f"quantize_: nothing to quantize: {_why_nothing(rows)}")
     return QuantizeReport(tuple(rows), dry_run)
 
 
@@ -194,6 +201,8 @@ def _check_targets(targets: list[Target[Recipe]]) -> None:
     for target in targets:
         if target.recipe is not None:
             try:
+                if obstacle := next(filter(None, (slot.obstacle for slot in target.slots)), None):
+                    raise ValueError(obstacle)
                 target.recipe.check(target.parameter)
             except (ValueError, TypeError) as error:
                 problems.append(f"{target.asked.label}: {error}")
@@ -235,7 +244,8 @@ def _skipped(target: Target[Recipe]) -> LayerReport:
     return LayerReport(slot.name, shape, "skipped", slot.reason, size, size, also=also)
 
 
-def _why_nothing(rows: list[LayerReport]) -> str:
-    if not rows:
+def _why_nothing(targets: list[Target[Recipe]]) -> str:
+    slots = [target.asked for target in targets]
+    if not slots:
         return "the model has no weight of two or more dimensions"
-    return "; ".join(f"{row.name}: {row.detail}" for row in rows[:4]) + ("; ..." if len(rows) > 4 else "")
+    return "; ".join(f"{slot.name}: {slot.reason}" for slot in slots[:4]) + ("; ..." if len(slots) > 4 else "")

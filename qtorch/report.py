@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -59,12 +59,13 @@ class QuantizeReport:
         return sum(layer.bytes_after for layer in self.quantized)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON data: the layers, field by field, and the totals."""
+        """JSON data: the layers, field by field, and the totals. An SQNR that is not finite (a weight that is exact, or
+        all zero) is None: JSON has no such number."""
         return {
             "dry_run": self.dry_run,
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
-            "layers": json.loads(json.dumps([asdict(layer) for layer in self.layers])),
+            "layers": [_json_of(layer) for layer in self.layers],
         }
 
     def __str__(self) -> str:
@@ -90,6 +91,16 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in table) for i in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
     return "\n".join([lines[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *lines[1:]])
+
+
+def _json_of(layer: LayerReport) -> dict[str, Any]:
+    finite = layer.sqnr is not None and math.isfinite(layer.sqnr)
+    return {
+        **asdict(layer),
+        "shape": list(layer.shape),
+        "also": list(layer.also),
+        "sqnr": layer.sqnr if finite else None,
+    }
 
 
 def _row(layer: LayerReport) -> tuple[str, ...]:

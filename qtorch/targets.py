@@ -7,7 +7,7 @@ slots; they form one `Target`, are quantized once and stay tied.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -17,6 +17,12 @@ from torch.nn.utils import parametrize
 R = TypeVar("R")
 
 Filter = Callable[[nn.Module, str], bool]
+
+UNSUPPORTED: tuple[type[nn.Module], ...] = (nn.modules.conv._ConvNd, nn.Bilinear, nn.EmbeddingBag)
+"""Modules whose weight no kernel takes."""
+
+_ANY_NAME = "qzqzq"
+"""Stands for a name that a user's regular expression could match only by a wildcard."""
 
 
 @dataclass
@@ -42,6 +48,15 @@ class Slot(Generic[R]):
     @property
     def is_embedding(self) -> bool:
         return isinstance(self.module, nn.Embedding) and self.attribute == "weight"
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why it cannot be quantized, whatever the recipe."""
+        if isinstance(self.module, parametrize.ParametrizationList):
+            return "is parametrized; call torch.nn.utils.parametrize.remove_parametrizations first"
+        if isinstance(self.module, UNSUPPORTED):
+            return f"is a parameter of {type(self.module).__name__}, which has no quantized kernel"
+        return None
 
     @property
     def label(self) -> str:
@@ -94,9 +109,7 @@ def find_targets(model: nn.Module, recipe: R | Mapping[str, R | None], filter_fn
 
 def _slots(model: nn.Module) -> list[Slot[R]]:
     found: list[Slot[R]] = []
-    for module_name, module in model.named_modules():
-        if isinstance(module, parametrize.ParametrizationList):
-            continue
+    for module_name, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():
             # Parameters that are not materialized yet have no shape; the recipe's check will say so.
             if parameter is not None and (nn.parameter.is_lazy(parameter) or parameter.dim() >= 2):
@@ -106,7 +119,9 @@ def _slots(model: nn.Module) -> list[Slot[R]]:
 
 def _assign_by_kind(slots: list[Slot[R]], recipe: R, filter_fn: Filter | None) -> None:
     for slot in slots:
-        if not slot.is_linear and not slot.is_embedding:
+        if slot.obstacle:
+            slot.reason = slot.obstacle
+        elif not slot.is_linear and not slot.is_embedding:
             slot.reason = f"a bare parameter of {type(slot.module).__name__}; ask for it by name"
         elif filter_fn is None and slot.is_embedding:
             slot.reason = "an embedding; ask for it by name or with filter_fn"
@@ -119,6 +134,7 @@ def _assign_by_kind(slots: list[Slot[R]], recipe: R, filter_fn: Filter | None) -
 def _assign_by_name(slots: list[Slot[R]], recipes: Mapping[str, R | None], filter_fn: Filter | None) -> None:
     matches = dict.fromkeys(recipes, 0)
     wins = dict(matches)
+    _check_keys(recipes, slots)
     for slot in slots:
         found = [key for key in recipes if _asks_for(key, slot)]
         for key in found:
@@ -143,26 +159,45 @@ def _assign_by_name(slots: list[Slot[R]], recipes: Mapping[str, R | None], filte
         )
 
 
+def _check_keys(keys: Iterable[str], slots: list[Slot[R]]) -> None:
+    names = {name for slot in slots for name in (slot.name, slot.label)}
+    for key in keys:
+        if not isinstance(key, str):
+            raise TypeError(f"quantize_: the mapping takes names and regular expressions, got {key!r}")
+        try:
+            re.compile(key)
+        except re.error as error:
+            if key not in names:
+                raise ValueError(f"quantize_: {key!r} is neither a name nor a regular expression: {error}") from error
+
+
 def _asks_for(key: str, slot: Slot[R]) -> bool:
     """An exact name asks for anything. A regular expression asks for linear layers, and for embeddings and bare
-    parameters only if it names them: if it would still match with their last name replaced, a wildcard has matched."""
+    parameters only if it names them: if it would still match with their own name replaced, a wildcard has matched."""
     names = {slot.name, slot.label}
     if key in names:
         return True
-    for name in names:
-        if re.fullmatch(key, name):
-            parent = name.rpartition(".")[0]
-            if slot.is_linear or not re.fullmatch(key, f"{parent}.\0" if parent else "\0"):
-                return True
-    return False
+    return any(
+        re.fullmatch(key, name) and (slot.is_linear or not re.fullmatch(key, _with_own_name_replaced(name)))
+        for name in names
+    )
+
+
+def _with_own_name_replaced(name: str) -> str:
+    """``a.embed`` and ``a.embed.weight``: the name of a parameter called weight is its module's."""
+    own = name.removesuffix(".weight")
+    parent, dot, _ = own.rpartition(".")
+    return parent + dot + _ANY_NAME + name[len(own) :]
 
 
 def _describe_unmatched(keys: list[str], slots: list[Slot[R]]) -> str:
     labels = [slot.label for slot in slots]
     lines = []
     for key in keys:
-        inside = [label for label in labels if label.startswith(f"{key}.")]
+        inside = [slot for slot in slots if slot.label.startswith(f"{key}.")]
         hint = f"; for what is inside it, write {key + '.*'!r} as a regular expression" if inside else ""
+        if inside and all(slot.obstacle for slot in inside):
+            hint = f"; {inside[0].label} {inside[0].obstacle}"
         lines.append(f"{key!r} matches no linear layer, embedding or parameter of the model{hint}")
     some = ", ".join(labels[:4]) + (", ..." if len(labels) > 4 else "")
     return f"quantize_: {'; '.join(lines)}. The model has {some}"

@@ -51,7 +51,10 @@ class AffineQuantizedTensor(QuantizedTensor):
 
         Raises:
             ValueError: a block does not divide the shape; a static spec without its scale.
+            TypeError: `input` is not in floating point.
         """
+        if not input.is_floating_point():
+            raise TypeError(f"from_float takes a floating-point tensor, got {input.dtype}")
         linear = spec if isinstance(spec, LinearSpec) else LinearSpec(spec)
         with torch.no_grad():
             scale, zero_point = linear.weight.choose_qparams(input)
@@ -89,6 +92,8 @@ class AffineQuantizedTensor(QuantizedTensor):
         for what, tensor in (("scale", scale), ("zero_point", zero_point)):
             if tensor is not None and tuple(tensor.shape) != wanted:
                 raise ValueError(f"{what} of codes {tuple(codes.shape)} has shape {wanted}, got {tuple(tensor.shape)}")
+        if (zero_point is not None) != weight.has_zero_point:
+            raise ValueError(f"zero_point is {'missing' if zero_point is None else 'given'}, the spec is {weight}")
         if linear.static != (act_scale is not None):
             raise ValueError(f"act_scale is {'missing' if linear.static else 'given'}, the spec has {linear}")
         scheme = Scheme(linear, tuple(codes.shape), dtype)

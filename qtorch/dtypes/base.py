@@ -66,7 +66,12 @@ class QuantizedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type[Q], tensors: Mapping[str, Tensor | None], scheme: Scheme) -> Q:
-        device = next(t.device for t in tensors.values() if t is not None)
+        first = next(t for t in tensors.values() if t is not None)
+        # Under inference mode a wrapper would be an inference tensor, which cannot be a view of a normal one.
+        if torch.is_inference_mode_enabled() and not first.is_inference():
+            with torch.inference_mode(False):
+                return cls.__new__(cls, tensors, scheme)
+        device = first.device
         return torch.Tensor._make_wrapper_subclass(cls, scheme.shape, dtype=scheme.dtype, device=device)
 
     def __init__(self, tensors: Mapping[str, Tensor | None], scheme: Scheme) -> None:
@@ -150,11 +155,15 @@ class QuantizedTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         handler = ATEN.get(func)
-        if handler is None:
+        if handler is not None:
+            return handler(func, args, kwargs or {})
+        # Under inference mode composite operators (aten.linear, aten.flatten) arrive whole.
+        result = func.decompose(*args, **(kwargs or {}))
+        if result is NotImplemented:
             raise NotImplementedError(
                 f"{func} is not implemented for {cls.__name__}; call .dequantize() first if you want a float tensor"
             )
-        return handler(func, args, kwargs or {})
+        return result
 
 
 def rebuild(

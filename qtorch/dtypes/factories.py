@@ -64,7 +64,7 @@ def to_affine_quantized_intx_static(
         target_dtype,  # type: ignore[arg-type]
         PerBlock(tuple(block_size)),
         MappingType.SYMMETRIC if zero_point is None else MappingType.ASYMMETRIC,
-        zero_point_domain,
+        ZeroPointDomain.NONE if zero_point is None else zero_point_domain,
         quant_min=quant_min,
         quant_max=quant_max,
     )
@@ -105,8 +105,11 @@ def to_linear_activation_quantized(
     """The same weight, asking for its input to be quantized by `activation` on each call, or with a fixed `act_scale`.
 
     Raises:
-        TypeError: `activation` is not a `QuantSpec` (a callable could not be saved, compared or compiled).
+        TypeError: `weight` is not quantized, or `activation` is not a `QuantSpec` (a callable could not be saved,
+            compared or compiled).
     """
+    if not isinstance(weight, AffineQuantizedTensor):
+        raise TypeError(f"to_linear_activation_quantized takes a quantized weight, got {type(weight).__name__}")
     if not isinstance(activation, QuantSpec):
         raise TypeError(f"to_linear_activation_quantized takes a QuantSpec, got {type(activation).__name__}")
     return weight.with_activation(activation, act_scale, act_zero_point)

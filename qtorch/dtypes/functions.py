@@ -11,6 +11,7 @@ The weight itself is frozen.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -57,16 +58,19 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` with a quantized weight (N, K): input (..., K) -> (..., N), in the input's dtype.
 
     Raises:
-        TypeError: the input, not the weight, is quantized.
-        ValueError: the shapes do not fit.
+        TypeError: the input, not the weight, is quantized, or the input is not in floating point.
+        ValueError: the shapes do not fit, or the input is on another device.
     """
     if not isinstance(weight, AffineQuantizedTensor) or isinstance(input, AffineQuantizedTensor):
         raise TypeError(f"linear takes a float input and a quantized weight, got {_kinds(input, weight)}")
     shape = weight.scheme.shape
     if len(shape) != 2 or not input.dim() or input.shape[-1] != shape[1]:
         raise ValueError(f"linear: an input of shape {tuple(input.shape)} does not fit a weight of shape {shape}")
+    if not input.is_floating_point():
+        raise TypeError(f"linear takes a floating-point input, got {input.dtype}")
+    _check_device("linear", input, weight)
     device = input.device.type
-    if torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):
         input = input.to(torch.get_autocast_dtype(device))
         bias = None if bias is None else bias.to(input.dtype)
     if _dispatches:
@@ -91,10 +95,7 @@ class _Linear(torch.autograd.Function):
         (weight,) = ctx.saved_tensors
         (grad,) = grad_outputs
         if ctx.needs_input_grad[1]:
-            raise RuntimeError(
-                f"the gradient of a frozen quantized weight was asked for ({weight!r}). Call requires_grad_(False) "
-                "on it to train what is around it, or dequantize_(model) to train the weight itself"
-            )
+            raise _frozen(weight)
         grad_input = grad_bias = None
         if ctx.needs_input_grad[0]:
             grad_input = linear(grad, weight.with_activation(None).t())
@@ -103,7 +104,7 @@ class _Linear(torch.autograd.Function):
         return grad_input, None, grad_bias, None
 
 
-@implements_function(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
+@implements_function(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 def matmul(input: Tensor, other: Tensor) -> Tensor:
     """`torch.matmul` with one quantized operand: 2-d against a tensor of any rank, or 3-d against 3-d.
 
@@ -127,6 +128,18 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
 @implements_function(torch.Tensor.__rmatmul__)
 def _rmatmul(other: Tensor, input: Tensor) -> Tensor:
     return matmul(input, other)
+
+
+@implements_function(torch.mm, torch.Tensor.mm)
+def mm(input: Tensor, mat2: Tensor) -> Tensor:
+    """`torch.mm` with one quantized operand.
+
+    Raises:
+        ValueError: not two matrices, or their shapes do not fit.
+    """
+    if input.dim() != 2 or mat2.dim() != 2:
+        raise ValueError(f"mm takes matrices, got shapes {tuple(input.shape)} and {tuple(mat2.shape)}")
+    return matmul(input, mat2)
 
 
 @implements_function(torch.bmm, torch.Tensor.bmm)
@@ -155,11 +168,23 @@ def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: 
     return beta * input + alpha * matmul(mat1, mat2)
 
 
+def _inlined(function: Any) -> FunctionType:
+    """A copy of a Python function of torch that does not go to `__torch_function__`, so that what it calls does."""
+    names = {**function.__globals__, "has_torch_function": lambda _: False}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+# Its products are `F.linear` then: with a gradient of ours, and whatever the strides of the input.
+implements_function(functional.multi_head_attention_forward)(_inlined(functional.multi_head_attention_forward))
+
+
 @implements_aten(aten.mm.default, aten.bmm.default, aten.addmm.default)
 def _products_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Products that reach aten without passing a torch function of ours (inside multi_head_attention_forward)."""
+    """Products that reach aten without passing a torch function of ours (inside einsum)."""
     by_overload: dict[Any, Callable[..., Tensor]] = {
-        aten.mm.default: matmul,
+        aten.mm.default: mm,
         aten.bmm.default: bmm,
         aten.addmm.default: addmm,
     }
@@ -183,7 +208,20 @@ def embedding(
     """
     if max_norm is not None:
         raise ValueError("embedding: max_norm rewrites the table, which a quantized one does not allow")
+    if torch.is_grad_enabled() and _requires_grad(weight):
+        return _Embedding.apply(input, weight)
     return _embedding(input, weight)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: AffineQuantizedTensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return _embedding(input, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        raise _frozen(ctx.saved_tensors[0])
 
 
 @implements_aten(aten.embedding.default)
@@ -194,9 +232,24 @@ def _embedding_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
 def _embedding(ids: Tensor, table: Tensor) -> Tensor:
     if not isinstance(table, AffineQuantizedTensor):
         raise TypeError(f"embedding takes plain indices and a quantized table, got {_kinds(ids, table)}")
+    _check_device("embedding", ids, table)
     find = _lookup_constant if torch.compiler.is_compiling() else lookup
     kernel = find("embedding", table.scheme, table.scheme.dtype, ids.device.type)
     return kernel(ids, table)
+
+
+def _check_device(op: str, input: Tensor, weight: AffineQuantizedTensor) -> None:
+    # Asking the weight itself would be dispatched: 5 us. A meta weight, never loaded, would give garbage.
+    inner: Tensor = getattr(weight, weight.scheme.layout.tensors[0])
+    if inner.device != input.device:
+        raise ValueError(f"{op}: the input is on {input.device}, the weight on {inner.device}")
+
+
+def _frozen(weight: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"the gradient of a frozen quantized weight was asked for ({weight!r}). Call requires_grad_(False) "
+        "on it to train what is around it, or dequantize_(model) to train the weight itself"
+    )
 
 
 def _requires_grad(tensor: Tensor | None) -> bool:

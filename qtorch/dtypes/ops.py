@@ -30,9 +30,7 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> Tensor:
     """`.to(...)`. The logical dtype changes what `dequantize` and kernels give; codes and scales stay as they are, so
     that a move or a conversion there and back changes no number."""
     tensor: QuantizedTensor = args[0]
-    dtype = kwargs.pop("dtype", None) or tensor.scheme.dtype
-    if not dtype.is_floating_point:
-        raise TypeError(f"a {type(tensor).__name__} cannot be converted to {dtype}: its dtype is a floating-point one")
+    dtype = _logical_dtype(tensor, kwargs)
     kwargs.pop("memory_format", None)
     return tensor.map_inner(lambda inner: aten._to_copy.default(inner, **kwargs), replace(tensor.scheme, dtype=dtype))
 
@@ -40,27 +38,51 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> Tensor:
 @implements_aten(aten.copy_.default)
 def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     """In place from a quantized tensor of the same spec: its codes. From anything else: quantize it with this one's
-    spec.
-    Into a plain tensor: the dequantized values."""
+    spec. Into a plain tensor: the dequantized values."""
     target, source = args[0], args[1]
     if not isinstance(target, AffineQuantizedTensor):
         return target.copy_(source.dequantize())
     if target.scheme.shape != tuple(source.shape):
         raise ValueError(f"copy_: the target has shape {target.scheme.shape}, the source {tuple(source.shape)}")
-    same = isinstance(source, QuantizedTensor) and source.scheme.spec == target.scheme.spec
-    if not same:
-        values = source.dequantize() if isinstance(source, QuantizedTensor) else source
-        values = values.to(target.device, target.scheme.dtype)
-        source = type(target).from_float(values, target.scheme.spec, target.act_scale, target.act_zero_point)
+    _check_owns_its_scales(target)
+    if not isinstance(source, QuantizedTensor) or source.scheme.spec != target.scheme.spec:
+        source = _quantized_like(target, source)
     for name, inner in target.inner_tensors.items():
         inner.copy_(getattr(source, name))
     return target
 
 
+def _quantized_like(target: AffineQuantizedTensor, source: Tensor) -> AffineQuantizedTensor:
+    """`source` with the spec, activation and layout of `target`."""
+    spec = target.scheme.spec
+    activation = (target.act_scale, target.act_zero_point)
+    make = type(target).from_plain
+    if isinstance(source, AffineQuantizedTensor) and source.scheme.weight == spec.weight:
+        return make(*source.plain(), spec, source.scheme.dtype, *activation)
+    values = source.dequantize() if isinstance(source, QuantizedTensor) else source
+    values = values.to(target.device, target.scheme.dtype)
+    # The codes are those for the scale as it will be stored: after .to(dtype), not what the spec would choose now.
+    weight = replace(spec.weight, scale_dtype=target.plain()[1].dtype)
+    scale, zero_point = weight.choose_qparams(values)
+    return make(weight.quantize(values, scale, zero_point), scale, zero_point, spec, values.dtype, *activation)
+
+
+def _check_owns_its_scales(target: AffineQuantizedTensor) -> None:
+    base = target._base
+    if not isinstance(base, AffineQuantizedTensor):
+        return
+    scale, base_scale = target.plain()[1], base.plain()[1]
+    if scale.numel() * base.numel() != base_scale.numel() * target.numel():
+        raise ValueError(
+            f"copy_ into a part of shape {target.scheme.shape} of a tensor of shape {base.scheme.shape} would change "
+            f"the scales of the rest ({base.scheme.weight}); write whole blocks"
+        )
+
+
 @implements_aten(aten.empty_like.default)
 def _empty_like(func: Any, args: Any, kwargs: Any) -> Tensor:
     tensor = args[0]
-    dtype = kwargs.pop("dtype", None) or tensor.scheme.dtype
+    dtype = _logical_dtype(tensor, kwargs)
     kwargs.pop("memory_format", None)
     return tensor.map_inner(lambda inner: torch.empty_like(inner, **kwargs), replace(tensor.scheme, dtype=dtype))
 
@@ -68,24 +90,16 @@ def _empty_like(func: Any, args: Any, kwargs: Any) -> Tensor:
 @implements_aten(aten.zeros_like.default)
 def _zeros_like(func: Any, args: Any, kwargs: Any) -> Tensor:
     tensor: AffineQuantizedTensor = args[0]
-    kwargs = {
-        "dtype": tensor.scheme.dtype,
-        "device": tensor.device,
-        **{k: v for k, v in kwargs.items() if v is not None},
-    }
-    kwargs.pop("memory_format", None)
-    zeros = torch.zeros(tensor.scheme.shape, **kwargs)
-    return type(tensor).from_float(zeros, tensor.scheme.spec, tensor.act_scale, tensor.act_zero_point)
+    dtype = _logical_dtype(tensor, kwargs)
+    zeros = torch.zeros(tensor.scheme.shape, dtype=dtype, device=kwargs.get("device") or tensor.device)
+    activation = [None if t is None else t.to(zeros.device) for t in (tensor.act_scale, tensor.act_zero_point)]
+    return type(tensor).from_float(zeros, tensor.scheme.spec, *activation)
 
 
 @implements_aten(aten.equal.default)
 def _equal(func: Any, args: Any, kwargs: Any) -> bool:
-    """Same values, compared as codes where the specs agree."""
-    a, b = args
-    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and a.scheme == b.scheme:
-        x, y = a.inner_tensors, b.inner_tensors
-        return x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x)
-    return torch.equal(_dequantized(a), _dequantized(b))
+    """Same values, whatever the codes."""
+    return torch.equal(_dequantized(args[0]), _dequantized(args[1]))
 
 
 @implements_aten(aten.eq.Tensor)
@@ -99,7 +113,7 @@ def _is_pinned_aten(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 @implements_function(torch.Tensor.is_pinned)
-def _is_pinned(tensor: QuantizedTensor, *args: Any) -> bool:
+def _is_pinned(tensor: QuantizedTensor, device: Any = None) -> bool:
     return all(inner.is_pinned() for inner in tensor.inner_tensors.values())
 
 
@@ -118,6 +132,14 @@ def _share_memory_(tensor: QuantizedTensor) -> QuantizedTensor:
 @implements_function(torch.Tensor.is_shared)
 def _is_shared(tensor: QuantizedTensor) -> bool:
     return all(inner.is_shared() for inner in tensor.inner_tensors.values())
+
+
+def _logical_dtype(tensor: QuantizedTensor, kwargs: dict[str, Any]) -> torch.dtype:
+    """Takes `dtype` out of the arguments of a conversion or an allocation."""
+    dtype: torch.dtype = kwargs.pop("dtype", None) or tensor.scheme.dtype
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise TypeError(f"{type(tensor).__name__}: {dtype} is no floating-point dtype of 16 bits or more")
+    return dtype
 
 
 def _dequantized(tensor: Tensor) -> Tensor:

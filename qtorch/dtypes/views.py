@@ -9,6 +9,7 @@ Codes and scales are cut and reshaped together. What may happen to an axis depen
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from ..primitives.granularity import granularity_of
+from ..primitives.granularity import Granularity, granularity_of
 from .affine_quantized_tensor import AffineQuantizedTensor
 from .base import implements_aten
 
@@ -56,10 +57,11 @@ def _unsqueeze(func: Any, args: Any, kwargs: Any) -> Tensor:
     return _view_result(func, args, kwargs, _reshape(tensor, shape))
 
 
-@implements_aten(aten.squeeze.dim, aten.squeeze.default)
+@implements_aten(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
 def _squeeze(func: Any, args: Any, kwargs: Any) -> Tensor:
     shape = args[0].scheme.shape
-    axes = range(len(shape)) if len(args) == 1 else [args[1] % len(shape)]
+    given = range(len(shape)) if len(args) == 1 else args[1] if isinstance(args[1], list) else [args[1]]
+    axes = [axis % len(shape) for axis in given]
     kept = [n for axis, n in enumerate(shape) if n != 1 or axis not in axes]
     return _view_result(func, args, kwargs, _reshape(args[0], kept))
 
@@ -88,7 +90,9 @@ def _split(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     length = tensor.scheme.shape[axis]
     if isinstance(sizes, int):
         sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
-    ends = torch.tensor(sizes).cumsum(0).tolist()
+    if sum(sizes) != length:
+        raise ValueError(f"split: sizes {list(sizes)} do not add up to the {length} of axis {axis}")
+    ends = itertools.accumulate(sizes)
     return [_cut(tensor, axis, end - size, end, 1) for size, end in zip(sizes, ends, strict=True)]
 
 
@@ -107,6 +111,8 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Tensor:
     for other in tensors:
         if not isinstance(other, AffineQuantizedTensor) or other.scheme.spec != first.scheme.spec:
             raise ValueError(f"cat joins tensors quantized alike, got {first!r} and {other!r}")
+        if other.scheme.dtype != first.scheme.dtype:
+            raise ValueError(f"cat joins tensors of one dtype, got {first.scheme.dtype} and {other.scheme.dtype}")
     if first.scheme.spec.static:
         raise ValueError("cat: each tensor has an activation scale of its own")
     axis %= len(first.scheme.shape)
@@ -127,7 +133,7 @@ def _index_select(func: Any, args: Any, kwargs: Any) -> Tensor:
     codes, scale, zero_point = tensor.plain()
     codes = codes.index_select(axis, index)
     pattern = _pattern(tensor)
-    if block == 1:
+    if block == 1 and pattern[axis] != -1:
         scale = scale.index_select(axis, index)
         zero_point = None if zero_point is None else zero_point.index_select(axis, index)
     else:
@@ -142,15 +148,17 @@ def _index(func: Any, args: Any, kwargs: Any) -> Tensor:
     if len(given) != 1 or given[0][1].dim() != 1:
         raise NotImplementedError("indexing a quantized tensor takes one 1-d index tensor; dequantize() it first")
     axis, index = given[0]
-    index = index.nonzero().squeeze(1) if index.dtype == torch.bool else index
-    return tensor.index_select(axis, index % tensor.scheme.shape[axis])
+    # Indexing the positions resolves masks and negative indices, and checks them.
+    positions = torch.arange(tensor.scheme.shape[axis], device=tensor.device)
+    return tensor.index_select(axis, positions[index])
 
 
 def _permute(tensor: AffineQuantizedTensor, axes: Sequence[int]) -> AffineQuantizedTensor:
+    axes = tuple(axes)
     codes, scale, zero_point = tensor.plain()
-    zero_point = None if zero_point is None else zero_point.permute(*axes)
+    zero_point = None if zero_point is None else zero_point.permute(axes)
     pattern = _pattern(tensor)
-    return _rebuilt(tensor, codes.permute(*axes), scale.permute(*axes), zero_point, [pattern[axis] for axis in axes])
+    return _rebuilt(tensor, codes.permute(axes), scale.permute(axes), zero_point, [pattern[axis] for axis in axes])
 
 
 def _cut(
@@ -163,7 +171,7 @@ def _cut(
     pattern = _pattern(tensor)
     codes, scale, zero_point = tensor.plain()
     part = _narrow(codes, axis, start, stop, step)
-    if block == 1:
+    if block == 1 and pattern[axis] != -1:
         of_scale = (start, stop, step)
     elif block == length:
         of_scale = (0, 1, 1)
@@ -192,7 +200,11 @@ def _reshape(tensor: AffineQuantizedTensor, size: Sequence[int]) -> AffineQuanti
     fraction of one more."""
     codes, scale, zero_point = tensor.plain()
     shape = tensor.scheme.shape
-    codes = codes.reshape(*size)
+    codes = codes.reshape(tuple(size))
+    if not codes.numel():
+        # No element has a scale, so that any blocks will do.
+        empty = None if zero_point is None else zero_point.new_empty(codes.shape)
+        return _rebuilt(tensor, codes, scale.new_empty(codes.shape), empty, [1] * codes.dim())
     pattern: list[int] = []
     for old_axes, new_sizes in _matching_axes(shape, tuple(codes.shape)):
         run = _run_length([shape[a] for a in old_axes], [_block(tensor)[a] for a in old_axes])
@@ -274,9 +286,16 @@ def _rebuilt(
     tensor: AffineQuantizedTensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, pattern: Sequence[int]
 ) -> AffineQuantizedTensor:
     spec = tensor.scheme.spec
-    if tuple(pattern) != spec.weight.granularity.pattern(codes.dim()):
+    if not _says(spec.weight.granularity, pattern):
         spec = replace(spec, weight=spec.weight.with_granularity(granularity_of(pattern)))
     return tensor.with_plain((codes, scale, zero_point), spec)
+
+
+def _says(word: Granularity, pattern: Sequence[int]) -> bool:
+    try:
+        return word.pattern(len(pattern)) == tuple(pattern)
+    except ValueError:  # it needs more axes than there are
+        return False
 
 
 def _view_result(func: Any, args: Any, kwargs: Any, result: AffineQuantizedTensor) -> Tensor:

@@ -9,13 +9,24 @@ the same bits.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from .int_matmul import int_matmul
 from .library import opaque
-from .quantize_rowwise import quantize_activation
+from .quantize_rowwise import quantize_input
 from .registry import Problem, QuantizedWeight, register
+
+WEIGHT_SLICE = 4 << 20
+"""Bytes of the weight that are made floating-point at a time, where it has groups."""
+
+RESULT_SLICE = 1 << 20
+"""Bytes of the result that the groups of such a slice add to at a time, to stay in cache."""
+
+EXACT_TERMS = 256
+"""Terms that fp32 can accumulate exactly when both factors are differences of 8-bit codes: 2^24 / (256 * 256)."""
 
 INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 9))
 
@@ -40,27 +51,50 @@ def int8_grouped_mm(
         wq: (N, K) int8 or uint8 codes.  ws: (N, G) scale, K divisible by G.  wz: (N, G) zero point, or None.
         dtype: of the result, (M, N).
     """
-    groups = ws.shape[1]
-    size = wq.shape[1] // groups
+    if ws.shape[1] == 1:
+        return _one_group(xq, xz, wq, wz).float().mul_(ws.float().t()).mul_(xs.float()).to(dtype)
+    # fp32 holds the sums of a short group exactly, fp64 those of any.
+    exact = torch.float32 if wq.shape[1] <= EXACT_TERMS * ws.shape[1] else torch.float64
+    x = xq.to(exact) if xz is None else xq.to(exact) - xz.to(exact)
+    y = xs.new_empty(xq.shape[0], wq.shape[0], dtype=torch.float32)
+    step = max(1, WEIGHT_SLICE // (exact.itemsize * wq.shape[1]))
+    for n in range(0, wq.shape[0], step):
+        channels = slice(n, n + step)
+        w = wq[channels].to(exact)
+        if wz is not None:
+            w = (w.unflatten(1, (ws.shape[1], -1)) - wz[channels].to(exact).unsqueeze(2)).flatten(1)
+        rows = max(1, RESULT_SLICE // (4 * w.shape[0]))
+        for m in range(0, xq.shape[0], rows):
+            y[m : m + rows, channels] = _sum_of_groups(x[m : m + rows], w, ws[channels].float())
+    return y.mul_(xs.float()).to(dtype)
+
+
+def _one_group(xq: Tensor, xz: Tensor | None, wq: Tensor, wz: Tensor | None) -> Tensor:
+    """sum_k (xq - xz) (wq - wz) in int32, (M, N), from the plain product of the codes and their sums."""
     # Unsigned codes of 8 bits do not fit int8: shift them with their zero point, which leaves the difference as it was.
     if wq.dtype == torch.uint8:
-        wz = torch.zeros_like(ws, dtype=torch.int32) if wz is None else wz.to(torch.int32)
+        wz = wq.new_zeros(wq.shape[0], 1, dtype=torch.int32) if wz is None else wz.to(torch.int32)
         wq, wz = (wq ^ 128).view(torch.int8), wz - 128
-    total: Tensor | None = None
-    for g in range(groups):
-        x, w = xq[:, g * size : (g + 1) * size], wq[:, g * size : (g + 1) * size]
-        part = int_matmul(x, w.t())
+    total = int_matmul(xq, wq.t())
+    if wz is not None:
+        total -= xq.sum(1, keepdim=True, dtype=torch.int32) * wz.to(torch.int32).t()
+    if xz is not None:
+        column_sums = wq.sum(1, dtype=torch.int32)
         if wz is not None:
-            part -= x.sum(1, keepdim=True, dtype=torch.int32) * wz[:, g].to(torch.int32)
-        if xz is not None:
-            column_sums = w.sum(1, dtype=torch.int32)
-            if wz is not None:
-                column_sums = column_sums - size * wz[:, g].to(torch.int32)
-            part -= xz.to(torch.int32) * column_sums
-        scaled = part.float().mul_(ws[:, g].float())
-        total = scaled if total is None else total.add_(scaled)
-    assert total is not None
-    return total.mul_(xs.float()).to(dtype)
+            column_sums -= wq.shape[1] * wz.to(torch.int32)[:, 0]
+        total -= xz.to(torch.int32) * column_sums
+    return total
+
+
+def _sum_of_groups(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    """sum_g (sum_{k in g} x[m, k] * w[n, k]) * scale[n, g]: the inner sums exact, the outer one in fp32, in order.
+
+    Not by addcmul: whether that rounds once or twice depends on the processor.
+    """
+    groups = scale.shape[1]
+    pieces = zip(x.chunk(groups, 1), w.chunk(groups, 1), scale.t().contiguous(), strict=True)
+    parts = (torch.mm(xg, wg.t()).float().mul_(scale_g) for xg, wg, scale_g in pieces)
+    return functools.reduce(Tensor.add_, parts)
 
 
 def _supports(problem: Problem) -> str | None:
@@ -93,13 +127,3 @@ def int8_scaled_mm(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> T
     if bias is not None:
         y = y + bias
     return y.reshape(*x.shape[:-1], wq.shape[0])
-
-
-def quantize_input(x: Tensor, weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(codes, scale, zero_point) of the input `x` (M, K), as the weight wants it: its scale dynamic or static."""
-    spec = weight.scheme.activation
-    assert spec is not None
-    if not weight.scheme.spec.static:
-        return quantize_activation(x, spec)
-    scale, zero_point = weight.act_scale, weight.act_zero_point  # type: ignore[attr-defined]
-    return spec.quantize(x, scale, zero_point), scale, zero_point

@@ -17,7 +17,7 @@ from .library import note, opaque
 from .registry import Problem, QuantizedWeight, register
 from .weight_only_mm import weight_only_mm
 
-MAX_ROWS = {True: 32, False: 1 << 30}
+MAX_ROWS = {True: 16, False: 1 << 30}
 """Largest M for the packed product, by whether the CPU has bf16 products."""
 
 

@@ -14,6 +14,7 @@ from ..primitives.qdtype import qdtype
 from ..primitives.rounding import Rounding
 from ..primitives.scale_rule import MinMaxRule
 from ..primitives.spec import QuantSpec
+from .registry import QuantizedWeight
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -34,11 +35,17 @@ def quantize_int8_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.round(x * (1.0 / scale)).to(torch.int8), scale
 
 
-def quantize_activation(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(codes, scale, zero_point) of `x` by `spec`, its scale chosen from `x` itself."""
-    if _is_int8_rowwise(spec):
+def quantize_input(x: Tensor, weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes, scale, zero_point) of the input `x` (M, K), as the weight wants it: its scale dynamic or static."""
+    spec = weight.scheme.activation
+    assert spec is not None
+    if weight.scheme.spec.static:
+        scale, zero_point = weight.act_scale, weight.act_zero_point
+        assert scale is not None
+    elif _is_int8_rowwise(spec):
         return *quantize_int8_rowwise(x), None
-    scale, zero_point = spec.choose_qparams(x)
+    else:
+        scale, zero_point = spec.choose_qparams(x)
     return spec.quantize(x, scale, zero_point), scale, zero_point
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..primitives.granularity import block_of
-from .int8_scaled_mm import quantize_input
+from .quantize_rowwise import quantize_input
 from .registry import REFERENCE, QuantizedWeight, register
 
 

@@ -24,6 +24,8 @@ class QuantizedWeight(Protocol):
     """What a kernel may ask of a weight, beside the plain inner tensors that its layout names."""
 
     scheme: Scheme
+    act_scale: Tensor | None
+    act_zero_point: Tensor | None
 
     def plain(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """(codes, scale, zero_point), unpacked."""

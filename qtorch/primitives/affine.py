@@ -34,8 +34,8 @@ class MappingType(enum.Enum):
     """How a range [min, max] of reals maps to the range of codes.
 
     SYMMETRIC: zero in the middle; scale = max(-min, max) / ((quant_max - quant_min) / 2).
-    SYMMETRIC_NO_CLIPPING_ERR: zero in the middle; scale = max(min / quant_min, max / quant_max), so that neither end
-        clips although the integers reach one further below zero than above.
+    SYMMETRIC_NO_CLIPPING_ERR: zero in the middle; scale = max(min / quant_min, max / quant_max), both ends counted from
+        the code of zero, so that neither clips although the codes reach one further below zero than above.
     ASYMMETRIC: the ends meet; scale = (max - min) / (quant_max - quant_min).
     """
 
@@ -145,11 +145,13 @@ def choose_qparams_affine_with_min_max(
     if preserve_zero:
         low, high = low.clamp(max=0), high.clamp(min=0)
 
+    middle = (high_code + low_code + 1) / 2
     if mapping_type is MappingType.SYMMETRIC:
         scale = torch.maximum(-low, high) / (float(high_code - low_code) / 2)
     elif mapping_type is MappingType.SYMMETRIC_NO_CLIPPING_ERR:
-        below = low / low_code if low_code else torch.zeros_like(low)
-        above = high / high_code if high_code else torch.zeros_like(high)
+        zero_code = 0 if zero_point_domain is ZeroPointDomain.NONE else int(middle)
+        below = low / (low_code - zero_code) if low_code != zero_code else torch.zeros_like(low)
+        above = high / (high_code - zero_code) if high_code != zero_code else torch.zeros_like(high)
         scale = torch.maximum(below, above)
     else:
         steps = float(high_code - low_code)
@@ -165,7 +167,6 @@ def choose_qparams_affine_with_min_max(
 
     if zero_point_domain is ZeroPointDomain.NONE:
         return scale, None
-    middle = (high_code + low_code + 1) / 2
     if zero_point_domain is ZeroPointDomain.FLOAT:
         if mapping_type is MappingType.ASYMMETRIC:
             zero_point = low + scale.float() * (middle - low_code)

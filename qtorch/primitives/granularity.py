@@ -10,10 +10,10 @@ so that per row of a (N, K) weight the block is (1, K) and the scale (N, 1); gro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from .jsonable import jsonable
@@ -183,7 +183,7 @@ class BlockView:
         Raises:
             ValueError: the number of elements is not the number of blocks.
         """
-        wanted = torch.Size(self.scale_shape).numel()
+        wanted = math.prod(self.scale_shape)
         if scale.numel() != wanted:
             raise ValueError(
                 f"a tensor of shape {self.shape} in blocks of {self.block} has {wanted} scales of shape "

@@ -50,7 +50,7 @@ def to_json(value: Any) -> Any:
         return value
     if isinstance(value, torch.dtype):
         return str(value)
-    if isinstance(value, enum.Enum):
+    if isinstance(value, enum.Enum) and _CLASSES.get(type(value).__name__) is type(value):
         return f"{type(value).__name__}.{value.name}"
     if isinstance(value, tuple | list):
         return [to_json(item) for item in value]
@@ -88,7 +88,10 @@ def from_json(data: Any) -> Any:
         raise ValueError(
             f"from_json: {name} has no field {', '.join(unknown)}; the data was written by a newer version of qtorch"
         )
-    return cls(**values)
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise ValueError(f"from_json: {name} cannot be made from {sorted(values)}: {error}") from error
 
 
 def _read_string(text: str) -> Any:

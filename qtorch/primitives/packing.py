@@ -21,7 +21,13 @@ def can_pack(dtype: QDType) -> bool:
 
 
 def pack_to_int32(codes: Tensor, dtype: QDType) -> Tensor:
-    """Pack codes (..., K) of `dtype` into int32 words (..., ceil(K * bits / 32))."""
+    """Pack codes (..., K) of `dtype` into int32 words (..., ceil(K * bits / 32)).
+
+    Raises:
+        ValueError: codes of `dtype` do not fill a word.
+    """
+    if dtype.is_floating_point or _WORD % dtype.bits:
+        raise ValueError(f"pack_to_int32 takes integers of 1, 2, 4 or 8 bits, got {dtype}")
     per_word = _WORD // dtype.bits
     length = codes.shape[-1]
     words = -(-length // per_word)

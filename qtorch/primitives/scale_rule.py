@@ -6,15 +6,17 @@ turns them into scale and zero point. A new rule is a frozen dataclass with that
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .affine import min_max
+from .affine import MappingType, min_max
 from .granularity import BlockView
 from .jsonable import jsonable
+from .rounding import Rounding
 
 if TYPE_CHECKING:
     from .spec import QuantSpec
@@ -58,6 +60,8 @@ class AbsMeanRule(ScaleRule):
         blocks, shape = _elements_last(input, spec)
         low_code, high_code = spec.code_range
         mean = blocks.abs().mean(-1).reshape(shape) if blocks.numel() else input.new_zeros(shape, dtype=torch.float32)
+        if spec.mapping is MappingType.SYMMETRIC:
+            low_code, high_code = (low_code - high_code) / 2, (high_code - low_code) / 2
         return mean * low_code, mean * high_code
 
 
@@ -121,6 +125,8 @@ class MSERule(ScaleRule):
 
     def min_max(self, input: Tensor, spec: QuantSpec) -> MinMax:
         low, high = MinMaxRule().min_max(input, spec)
+        # The search compares errors, so it must not depend on chance.
+        spec = replace(spec, rounding=Rounding.NEAREST_EVEN)
         best, best_error = torch.ones_like(low), torch.full_like(low, float("inf"))
         for step in range(self.steps):
             factor = 1 - (1 - self.smallest) * step / (self.steps - 1)
@@ -139,6 +145,6 @@ def _elements_last(input: Tensor, spec: QuantSpec) -> tuple[Tensor, tuple[int, .
     view = BlockView(input.shape, spec.block_size(input.shape))
     x = view.split(input).float()
     kept = [d for d in range(x.dim()) if d not in view.dims]
-    count = torch.Size(view.scale_shape).numel()
+    count = math.prod(view.scale_shape)
     x = x.permute(*kept, *view.dims)
     return x.reshape(count, -1) if x.numel() else x.reshape(count, 0), view.scale_shape

@@ -64,8 +64,10 @@ class QuantSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", qdtype(self.dtype))
-        if isinstance(self.granularity, Sequence):
+        if isinstance(self.granularity, tuple | list):
             object.__setattr__(self, "granularity", PerBlock(tuple(self.granularity)))
+        if not isinstance(self.granularity, Granularity):
+            raise TypeError(f"QuantSpec: granularity is a word such as PerRow() or a tuple, got {self.granularity!r}")
         code_range(self.dtype, self.quant_min, self.quant_max)
         if self.mapping is MappingType.ASYMMETRIC and self.zero_point_domain is ZeroPointDomain.NONE:
             raise ValueError("QuantSpec: an asymmetric mapping needs a zero point: zero_point_domain is NONE")
@@ -180,7 +182,7 @@ class QuantSpec:
         )
 
     def with_granularity(self, granularity: Granularity) -> QuantSpec:
-        """The same numerics in other blocks; the dtype of the scales stays as the present granularity has it."""
+        """The same numerics in other blocks."""
         return replace(self, granularity=granularity)
 
     def __str__(self) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from math import prod
+from textwrap import fill
 
 import pytest
 import torch
@@ -146,9 +147,7 @@ def test_a_scale_may_lack_the_reduced_axes() -> None:
     assert torch.equal(view.split_scale(scale), view.split_scale(scale.reshape(4, 1)))
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: PerGroup(0), lambda: PerGroup(-2), lambda: PerBlock((4, 0))]
-)
+@pytest.mark.parametrize("make", [lambda: PerGroup(0), lambda: PerGroup(-2), lambda: PerBlock((4, 0))])
 def test_sizes_are_positive(make: Callable[[], Granularity]) -> None:
     with pytest.raises(ValueError, match="must be positive, or -1 for a whole"):
         make()
@@ -168,12 +167,16 @@ def test_error_texts() -> None:
     for name, call in cases.items():
         with pytest.raises(ValueError) as error:  # noqa: PT011 (the texts follow)
             call()
-        texts.append(f"{name}: {error.value}")
-    assert_expected_inline("\n".join(texts), """\
+        texts.append(fill(f"{name}: {error.value}", 96))
+    assert_expected_inline(
+        "\n".join(texts),
+        """\
 does not divide: block_size (1, 32) does not divide shape (4, 48): 48 % 32 along axis 1
 larger than the axis: block_size (8, 8) does not divide shape (4, 8): 4 % 8 along axis 0
 too many axes: PerBlock(2, 2) needs 2 axes, the tensor has 1
 wrong rank: block_size (1, 4) has 2 axes, the tensor has shape (4,)
 no such axis: PerAxis(2) does not exist on a tensor of 2 dimensions
 zero-dimensional: PerAxis(0) does not exist on a tensor of 0 dimensions
-wrong scale count: a tensor of shape (4, 6) in blocks of (1, 3) has 8 scales of shape (4, 2), got shape (4, 1)""")
+wrong scale count: a tensor of shape (4, 6) in blocks of (1, 3) has 8 scales of shape (4, 2),
+got shape (4, 1)""",
+    )

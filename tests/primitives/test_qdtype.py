@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from textwrap import fill
 
 import pytest
 import torch
@@ -69,4 +70,10 @@ def test_other_kinds_are_refused(dtype: object) -> None:
 def test_error_text() -> None:
     with pytest.raises(ValueError) as error:  # noqa: PT011 (the text follows)
         qdtype(torch.float64)
-    assert_expected_inline(str(error.value), """torch.float64 is not a quantized type; known: int1, int2, int3, int4, int5, int6, int7, int8, uint1, uint2, uint3, uint4, uint5, uint6, uint7, uint8, float8_e4m3fn, float8_e4m3fnuz, float8_e5m2, float8_e5m2fnuz, int16, int32""")
+    assert_expected_inline(
+        fill(str(error.value), 96),
+        """\
+torch.float64 is not a quantized type; known: int1, int2, int3, int4, int5, int6, int7, int8,
+uint1, uint2, uint3, uint4, uint5, uint6, uint7, uint8, float8_e4m3fn, float8_e4m3fnuz,
+float8_e5m2, float8_e5m2fnuz, int16, int32""",
+    )

@@ -36,6 +36,15 @@ def test_stochastic_never_moves_an_integer(dtype: torch.dtype) -> None:
     assert torch.equal(stochastic(x, 0), x)
 
 
+def test_stochastic_never_moves_an_integer_though_u_be_zero(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "rand_like", torch.zeros_like)
+    x = torch.tensor([-2.0, -0.5, 0.0, 0.5, 3.0])
+    rounded = round_to_integer(x, Rounding.STOCHASTIC)
+    assert torch.equal(rounded, x.ceil())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [0.001, -0.001, 0.25, -0.75, 3.5, 100.3, -100.3])
 def test_stochastic_is_unbiased(value: float, dtype: torch.dtype) -> None:

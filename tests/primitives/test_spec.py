@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 from collections.abc import Callable
+from textwrap import fill
 
 import pytest
 import torch
@@ -77,7 +78,9 @@ def test_copies_of_a_spec_are_equal(spec: QuantSpec | LinearSpec) -> None:
 
 def test_the_json_spells_every_field_out() -> None:
     text = json.dumps(to_json(QuantSpec("int4", PerGroup(32))), indent=1)
-    assert_expected_inline(text, """\
+    assert_expected_inline(
+        text,
+        """\
 {
  "type": "QuantSpec",
  "dtype": "QDType.int4",
@@ -96,13 +99,19 @@ def test_the_json_spells_every_field_out() -> None:
  "quant_min": null,
  "quant_max": null,
  "preserve_zero": true
-}""")
+}""",
+    )
 
 
 def test_text_form() -> None:
     weight = QuantSpec("uint4", PerGroup(32), MappingType.ASYMMETRIC, ZeroPointDomain.FLOAT)
     spec = LinearSpec(weight, QuantSpec("int8", PerToken()))
-    assert_expected_inline(str(spec), """weight uint4 PerGroup(group_size=32) asymmetric zero point float, dynamic activation int8 PerToken() symmetric""")
+    assert_expected_inline(
+        fill(str(spec), 96),
+        """\
+weight uint4 PerGroup(group_size=32) asymmetric zero point float, dynamic activation int8
+PerToken() symmetric""",
+    )
 
 
 @pytest.mark.parametrize("dtype", ["int4", "torch.int4", torch.int4, qdtype("int4")])
@@ -173,9 +182,7 @@ def test_the_stages_are_those_of_the_functions(granularity, mapping: MappingType
     codes = spec.quantize(x, scale, zero_point)
     assert torch.equal(codes, quantize_affine(x, block, *wanted, torch.uint8, 0, 200))
     real = spec.dequantize(codes, scale, zero_point, torch.bfloat16)
-    wanted_real = dequantize_affine(
-        codes, block, *wanted, torch.uint8, 0, 200, output_dtype=torch.bfloat16
-    )
+    wanted_real = dequantize_affine(codes, block, *wanted, torch.uint8, 0, 200, output_dtype=torch.bfloat16)
     assert torch.equal(real, wanted_real)
     assert torch.equal(spec.fake_quantize(x), spec.dequantize(codes, scale, zero_point))
     assert 20 < compute_error(x, real) < 50
@@ -187,6 +194,9 @@ def test_fake_quantize_passes_gradients_and_reproduces() -> None:
     first, second = (spec.fake_quantize(x, torch.Generator().manual_seed(1)) for _ in range(2))
     assert torch.equal(first, second)
     assert not torch.equal(first, spec.fake_quantize(x, torch.Generator().manual_seed(2)))
+    scale, zero_point = spec.choose_qparams(x)
+    codes = spec.quantize(x, scale, zero_point, torch.Generator().manual_seed(1))
+    assert torch.equal(first, spec.dequantize(codes, scale, zero_point))
     first.sum().backward()
     assert x.grad is not None
     assert 0 < x.grad.sum() <= x.numel()
@@ -207,12 +217,8 @@ def test_error_texts() -> None:
         "empty range": lambda: QuantSpec("int8", quant_min=3, quant_max=3),
         "no zero point": lambda: QuantSpec("int8", PerRow(), asymmetric, none),
         "preserve_zero": lambda: QuantSpec("int8", preserve_zero=False),
-        "does not divide": lambda: QuantSpec("int4", PerGroup(32)).quantize(
-            torch.ones(2, 40), torch.ones(2, 1), None
-        ),
-        "scale count": lambda: QuantSpec("int4", PerGroup(8)).quantize(
-            torch.ones(2, 16), torch.ones(2, 1), None
-        ),
+        "does not divide": lambda: QuantSpec("int4", PerGroup(32)).quantize(torch.ones(2, 40), torch.ones(2, 1), None),
+        "scale count": lambda: QuantSpec("int4", PerGroup(8)).quantize(torch.ones(2, 16), torch.ones(2, 1), None),
         "storage": lambda: QuantSpec("uint4", zero_point_domain=float_domain).dequantize(
             torch.ones(2, 8, dtype=torch.int8), torch.ones(2, 1), None
         ),
@@ -222,13 +228,17 @@ def test_error_texts() -> None:
     for name, call in cases.items():
         with pytest.raises(ValueError) as error:  # noqa: PT011 (the texts follow)
             call()
-        texts.append(f"{name}: {error.value}")
-    assert_expected_inline("\n".join(texts), """\
+        texts.append(fill(f"{name}: {error.value}", 96))
+    assert_expected_inline(
+        "\n".join(texts),
+        """\
 bad range: quant_min=-9, quant_max=7 is no range within int4's [-8, 7]
 empty range: quant_min=3, quant_max=3 is no range within int8's [-128, 127]
 no zero point: QuantSpec: an asymmetric mapping needs a zero point: zero_point_domain is NONE
 preserve_zero: QuantSpec: preserve_zero=False needs the FLOAT domain, got INT
 does not divide: block_size (1, 32) does not divide shape (2, 40): 40 % 32 along axis 1
-scale count: a tensor of shape (2, 16) in blocks of (1, 8) has 4 scales of shape (2, 2), got shape (2, 1)
+scale count: a tensor of shape (2, 16) in blocks of (1, 8) has 4 scales of shape (2, 2), got
+shape (2, 1)
 storage: codes of uint4 are stored as torch.uint8, got torch.int8
-static: LinearSpec: a static activation scale needs an activation spec""")
+static: LinearSpec: a static activation scale needs an activation spec""",
+    )

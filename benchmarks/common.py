@@ -1,0 +1,62 @@
+"""Timing that holds on a noisy machine: candidates take turns, and each reports its median."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def interleaved_medians(
+    candidates: Mapping[str, Callable[[], Any]], rounds: int = 9, seconds: float = 0.02
+) -> dict[str, float]:
+    """Median time of one call of each candidate, in microseconds.
+
+    Args:
+        candidates: functions of no arguments.
+        rounds: turns that each candidate gets; a disturbance hits one turn, not one candidate.
+        seconds: length of a turn.
+    """
+    calls = {}
+    for name, function in candidates.items():
+        for _ in range(3):
+            function()
+        start = time.perf_counter()
+        function()
+        calls[name] = max(1, int(seconds / max(time.perf_counter() - start, 1e-7)))
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(rounds):
+        for name, function in candidates.items():
+            start = time.perf_counter()
+            for _ in range(calls[name]):
+                function()
+            times[name].append((time.perf_counter() - start) / calls[name] * 1e6)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def machine() -> dict[str, Any]:
+    """What a figure depends on."""
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    wanted = ("avx2", "avx512_f", "avx512_vnni", "amx_int8")
+    return {
+        "date": date.today().isoformat(),
+        "processor": capabilities.get("cpu_name") or platform.processor() or platform.machine(),
+        "features": [name for name in wanted if capabilities.get(name)],
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def save(name: str, rows: list[dict[str, Any]]) -> None:
+    """Write ``results/<name>.json``: the machine and the rows."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")

@@ -1,0 +1,173 @@
+"""Every kernel of `linear` against the reference, tightly; against float, bounded on both sides; and which one ran."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PerBlock, PerGroup, PerRow, PerTensor, QuantSpec
+from qtorch.kernels import cpu_features, record_kernels, reference
+from qtorch.primitives import ZeroPointDomain, compute_error
+
+INT8 = QuantSpec("int8", quant_min=-127)
+TOKEN = QuantSpec("int8", PerRow(), quant_min=-127)
+ASYMMETRIC = MappingType.ASYMMETRIC
+
+# name: (spec, kernel for fp32 on CPU, SQNR of the layer's output in dB: at least, at most)
+SCHEMES = {
+    "int8 row": (LinearSpec(INT8), "weight_only_mm", 38, 50),
+    "int8 tensor": (LinearSpec(QuantSpec("int8", PerTensor())), "weight_only_mm", 32, 46),
+    "uint8 row": (LinearSpec(QuantSpec("uint8", PerRow(), ASYMMETRIC)), "weight_only_mm", 38, 52),
+    "uint4 group": (LinearSpec(QuantSpec("uint4", PerGroup(32), ASYMMETRIC)), "weight_only_mm", 18, 26),
+    "int3 group": (LinearSpec(QuantSpec("int3", PerGroup(16))), "weight_only_mm", 11, 20),
+    "uint4 float zero": (
+        LinearSpec(QuantSpec("uint4", PerGroup(32), ASYMMETRIC, ZeroPointDomain.FLOAT, preserve_zero=False)),
+        "weight_only_mm",
+        18,
+        26,
+    ),
+    "int4 block": (LinearSpec(QuantSpec("int4", PerBlock((8, 16)))), "weight_only_mm", 14, 24),
+    "float8 row": (
+        LinearSpec(QuantSpec("float8_e4m3fn", zero_point_domain=ZeroPointDomain.NONE)),
+        "weight_only_mm",
+        26,
+        36,
+    ),
+    "int8, int8": (LinearSpec(INT8, TOKEN), "int8_scaled_mm", 35, 48),
+    "int8, int8 tensor": (LinearSpec(INT8, QuantSpec("int8", PerTensor())), "int8_scaled_mm", 33, 46),
+    "int8, int8 asymmetric": (LinearSpec(INT8, QuantSpec("int8", PerRow(), ASYMMETRIC)), "int8_scaled_mm", 35, 48),
+    "int4 group, int8": (LinearSpec(QuantSpec("int4", PerGroup(32)), TOKEN), "int8_scaled_mm", 16, 26),
+    "uint4 group, int8 asymmetric": (
+        LinearSpec(QuantSpec("uint4", PerGroup(32), ASYMMETRIC), QuantSpec("int8", PerRow(), ASYMMETRIC)),
+        "int8_scaled_mm",
+        17,
+        27,
+    ),
+    "uint8 row, int8": (LinearSpec(QuantSpec("uint8", PerRow(), ASYMMETRIC), TOKEN), "int8_scaled_mm", 35, 50),
+}
+
+
+def layer(spec: LinearSpec, dtype: torch.dtype = torch.float32, n: int = 40, k: int = 96):
+    """(input, float weight, quantized weight, bias), of odd sizes in the batch."""
+    weight = torch.randn(n, k, dtype=dtype)
+    return (
+        torch.randn(3, 5, k, dtype=dtype),
+        weight,
+        AffineQuantizedTensor.from_float(weight, spec),
+        torch.randn(n).to(dtype),
+    )
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_against_reference_and_float(name, dtype):
+    spec, _, at_least, at_most = SCHEMES[name]
+    x, weight, quantized, bias = layer(spec, dtype)
+    y = functional.linear(x, quantized, bias)
+    expected = reference.linear(x, quantized, bias)
+    assert y.dtype == dtype
+    if spec.activation is not None:
+        assert torch.equal(y, expected), "integer accumulation gives the same bits everywhere"
+    else:
+        # The reference multiplies in fp32; kernels multiply in the activation's dtype.
+        assert compute_error(expected, y) > {torch.float32: 110, torch.float16: 55, torch.bfloat16: 40}[dtype]
+    error = compute_error(functional.linear(x.float(), weight.float(), bias.float()), y)
+    assert min(at_least, 38) - 1 < error < at_most + 1
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_which_kernel_runs(name):
+    spec, kernel, *_ = SCHEMES[name]
+    x, _, quantized, bias = layer(spec)
+    with record_kernels() as ran:
+        functional.linear(x, quantized, bias)
+    assert ran[0] == f"linear:{kernel}"
+    assert [name for name in ran if name.startswith("linear:")] == [ran[0]]
+
+
+@pytest.mark.parametrize("name", ["int8, int8", "int4 group, int8", "uint4 group, int8 asymmetric"])
+def test_integer_kernels_run_integer_products(name):
+    """A scale per row: one product in int32. Groups: exact products in fp32, inside the operator."""
+    x, _, quantized, bias = layer(SCHEMES[name][0])
+    with record_kernels() as ran:
+        functional.linear(x, quantized, bias)
+    assert ran[1] == ("int_matmul" if name == "int8, int8" else "int8_grouped_mm")
+
+
+@pytest.mark.parametrize("name", ["int8, int8", "int4 group, int8", "uint4 group, int8 asymmetric"])
+def test_integer_results_do_not_depend_on_the_processor(name, monkeypatch):
+    x, _, quantized, bias = layer(SCHEMES[name][0], k=2080)
+    results = []
+    for vnni in (True, False):
+        monkeypatch.setattr(cpu_features, "has", lambda feature, vnni=vnni: vnni)
+        results.append(functional.linear(x, quantized, bias))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_bf16", [True, False])
+@pytest.mark.parametrize("rows, packed_with_bf16", [(1, True), (16, True), (17, False), (200, False)])
+def test_int8_weight_mm_chooses_by_rows_and_processor(dtype, has_bf16, rows, packed_with_bf16, monkeypatch):
+    monkeypatch.setattr(cpu_features, "has", lambda feature: has_bf16)
+    weight = torch.randn(40, 96, dtype=dtype)
+    quantized = AffineQuantizedTensor.from_float(weight, INT8)
+    x = torch.randn(rows, 96, dtype=dtype)
+    with record_kernels() as ran:
+        y = functional.linear(x, quantized)
+    packed = packed_with_bf16 or not has_bf16
+    assert ran == ["linear:int8_weight_mm", "int8_weight_mm", "int8_weight_mm.int8pack" if packed else "weight_only_mm"]
+    error = compute_error(reference.linear(x, quantized, None), y)
+    assert (40 if dtype == torch.bfloat16 else 55) < error < 90
+
+
+def test_static_activation():
+    x, weight, _, bias = layer(SCHEMES["int8 row"][0])
+    spec = LinearSpec(INT8, QuantSpec("int8", PerTensor()), static=True)
+    scale = x.abs().max().reshape(1, 1) / 127.5
+    quantized = AffineQuantizedTensor.from_float(weight, spec, act_scale=scale)
+    dynamic = AffineQuantizedTensor.from_float(weight, LinearSpec(INT8, QuantSpec("int8", PerTensor())))
+    with record_kernels() as ran:
+        y = functional.linear(x, quantized, bias)
+    assert ran[0] == "linear:int8_scaled_mm"
+    assert torch.equal(y, functional.linear(x, dynamic, bias)), "the scale that x itself would give"
+    assert torch.equal(functional.linear(2 * x, quantized), reference.linear(2 * x, quantized, None))
+    assert compute_error(2 * functional.linear(x, weight), functional.linear(2 * x, quantized)) < 25, "it clips"
+
+
+@pytest.mark.parametrize("name", ["int8 row", "uint4 group", "int4 block", "int8, int8", "int4 group, int8"])
+@pytest.mark.parametrize("shape", [(96,), (1, 96), (0, 96), (2, 1, 4, 96)])
+def test_input_shapes(name, shape):
+    _, _, quantized, bias = layer(SCHEMES[name][0])
+    x = torch.randn(shape)
+    y = functional.linear(x, quantized, bias)
+    assert y.shape == (*shape[:-1], 40)
+    torch.testing.assert_close(y, reference.linear(x, quantized, bias), rtol=1e-5, atol=1e-4)
+
+
+def test_slices_of_a_weight_larger_than_the_buffer():
+    """5 slices, the last one shorter, each with its own scales."""
+    weight = torch.randn(2100, 2048)
+    quantized = AffineQuantizedTensor.from_float(weight, QuantSpec("uint4", PerGroup(32), ASYMMETRIC))
+    x = torch.randn(3, 2048)
+    torch.testing.assert_close(
+        functional.linear(x, quantized), functional.linear(x, quantized.dequantize()), rtol=1e-4, atol=1e-3
+    )
+
+
+def test_zero_and_nan_inputs():
+    _, _, quantized, _ = layer(SCHEMES["int8, int8"][0])
+    x = torch.zeros(3, 96)
+    x[1, 4] = float("nan")
+    y = functional.linear(x, quantized)
+    assert (y[[0, 2]] == 0).all()
+    assert y[1].isnan().all(), "a NaN does not vanish in the integers"
+
+
+@pytest.mark.parametrize("op, arguments", [
+    ("weight_only_mm", (torch.randn(3, 32), torch.randint(0, 16, (8, 32), dtype=torch.uint8), torch.rand(8, 1),
+                        torch.randint(0, 16, (8, 1), dtype=torch.uint8), "uint4", 0.0, 15.0, "INT")),
+    ("int8_weight_mm", (torch.randn(3, 32).bfloat16(), torch.ones(8, 32, dtype=torch.int8), torch.rand(8, 1))),
+    ("int8_grouped_mm", (torch.ones(3, 32, dtype=torch.int8), torch.rand(3, 1), None,
+                         torch.ones(8, 32, dtype=torch.int8), torch.rand(8, 2), None, torch.float32)),
+])  # fmt: skip
+def test_operators_are_well_formed(op, arguments):
+    torch.library.opcheck(getattr(torch.ops.qtorch, op).default, arguments)

@@ -1,0 +1,183 @@
+"""Fake quantization: the numbers of quantize and dequantize, the straight-through gradient."""
+
+import pytest
+import torch
+import torch.ao.quantization.fx._decomposed  # registers quantized_decomposed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from qtorch.primitives import (
+    MappingType,
+    PerAxis,
+    PerBlock,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    Rounding,
+    ZeroPointDomain,
+    choose_qparams_affine,
+    compute_error,
+    dequantize_affine,
+    fake_quantize_affine,
+    fake_quantize_affine_cachemask,
+    qdtype,
+    quantize_affine,
+)
+
+RANGES = [
+    (torch.int8, -128, 127),
+    (torch.int8, -127, 127),
+    (torch.uint8, 0, 255),
+    (torch.uint8, 0, 15),
+    (torch.int8, -8, 7),
+]
+MAPPINGS = [
+    (mapping, domain)
+    for mapping in MappingType
+    for domain in ZeroPointDomain
+    if (mapping, domain) != (MappingType.ASYMMETRIC, ZeroPointDomain.NONE)
+]
+
+
+def data(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    return x.dtype == y.dtype and torch.equal(x.view(torch.int32), y.view(torch.int32))
+
+
+def forward_and_backward(function, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.clone().requires_grad_()
+    y = function(x)
+    (gradient,) = torch.autograd.grad(y, x, data(*x.shape, seed=7))
+    return y.detach(), gradient
+
+
+def clipping_qparams(x: Tensor, block, dtype, low: int, high: int) -> tuple[Tensor, Tensor]:
+    """Asymmetric qparams of half the range of x, so that both ends clip."""
+    return choose_qparams_affine(x / 2, MappingType.ASYMMETRIC, block, dtype, low, high)
+
+
+@pytest.mark.parametrize(("dtype", "low", "high"), RANGES)
+@pytest.mark.parametrize("shape", [(40,), (17, 9), (3, 4, 5), (2, 3, 4, 5), (0, 3)], ids=str)
+def test_per_tensor_is_that_of_torch(shape: tuple[int, ...], dtype: torch.dtype, low: int, high: int) -> None:
+    x = data(*shape)
+    scale, zero = clipping_qparams(x, shape, dtype, low, high)
+    options = (scale.flatten(), zero.flatten())
+
+    def of_torch(x: Tensor) -> Tensor:
+        return torch.fake_quantize_per_tensor_affine(x, *options, low, high)
+
+    def ours(x: Tensor) -> Tensor:
+        return fake_quantize_affine(x, shape, scale, zero, dtype, low, high)
+
+    assert all(map(same_bits, forward_and_backward(ours, x), forward_and_backward(of_torch, x)))
+
+
+@pytest.mark.parametrize(("dtype", "low", "high"), RANGES)
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_per_channel_is_that_of_torch(axis: int, dtype: torch.dtype, low: int, high: int) -> None:
+    x = data(5, 6, 7).transpose(0, 2)
+    block = PerAxis(axis).block(x.shape)
+    scale, zero = clipping_qparams(x, block, dtype, low, high)
+    options = (scale.flatten(), zero.flatten(), axis, low, high)
+
+    def of_torch(x: Tensor) -> Tensor:
+        return torch.fake_quantize_per_channel_affine(x, *options)
+
+    def decomposed(x: Tensor) -> Tensor:
+        return torch.ops.quantized_decomposed.fake_quant_per_channel(x, *options)
+
+    def ours(x: Tensor) -> Tensor:
+        return fake_quantize_affine(x, block, scale, zero, dtype, low, high)
+
+    got = forward_and_backward(ours, x)
+    assert all(map(same_bits, got, forward_and_backward(of_torch, x)))
+    assert all(map(same_bits, got, forward_and_backward(decomposed, x)))
+    assert 0 < (got[1] == 0).sum() < x.numel()
+
+
+def test_the_ends_of_the_range_do_not_clip() -> None:
+    x = torch.tensor([-4.5, -4.49, -4.0, 0.0, 3.0, 3.49, 3.5, 3.51])
+    scale, zero = torch.ones(1), torch.zeros(1, dtype=torch.int32)
+    wanted = torch.ops.aten.fake_quantize_per_tensor_affine_cachemask(x, 1.0, 0, -4, 3)
+    got = fake_quantize_affine_cachemask(x, (8,), scale, zero, "int3")
+    assert all(map(torch.equal, got, wanted))
+    # -4.5 is a tie that goes to -4, 3.5 one that goes to 4 and clips.
+    assert got[1].tolist() == [True, True, True, True, True, True, False, False]
+
+
+@pytest.mark.parametrize(("mapping", "domain"), MAPPINGS)
+@pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerAxis(-1), PerGroup(8), PerBlock((4, 8))], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_numbers_are_those_of_quantize_and_dequantize(
+    dtype: torch.dtype, granularity, mapping: MappingType, domain: ZeroPointDomain
+) -> None:
+    x = data(8, 32).to(dtype)
+    block = granularity.block(x.shape)
+    for code in ("int4", "uint8", "float8_e4m3fn"):
+        if qdtype(code).is_floating_point and domain is not ZeroPointDomain.NONE:
+            continue
+        qparams = choose_qparams_affine(x, mapping, block, code, zero_point_domain=domain)
+        codes = quantize_affine(x, block, *qparams, code, zero_point_domain=domain)
+        wanted = dequantize_affine(codes, block, *qparams, code, zero_point_domain=domain, output_dtype=dtype)
+        got = fake_quantize_affine(x, block, *qparams, code, zero_point_domain=domain)
+        assert got.dtype == dtype
+        assert torch.equal(got, wanted)
+        assert compute_error(x, got) < 60
+
+
+@pytest.mark.parametrize("domain", ZeroPointDomain)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_gradients_pass_where_nothing_clips(dtype: torch.dtype, domain: ZeroPointDomain) -> None:
+    x = data(8, 32).to(dtype).requires_grad_()
+    scale = torch.full((8, 1), 0.25, requires_grad=True)
+    zero = torch.zeros(8, 1)
+    y, unclipped = fake_quantize_affine_cachemask(x, (1, 32), scale, zero, "int4", None, None, domain)
+    assert unclipped.dtype == torch.bool
+    assert 0 < unclipped.sum() < x.numel()
+    assert torch.equal(unclipped, (x / 0.25).round().clamp(-8, 7) == (x / 0.25).round())
+    upstream = data(8, 32, seed=1).to(dtype)
+    y.backward(upstream)
+    assert x.grad is not None
+    assert x.grad.dtype == dtype
+    assert torch.equal(x.grad, upstream * unclipped)
+    # Steps are learned elsewhere: here the scale is data.
+    assert scale.grad is None
+
+
+def test_an_input_that_needs_no_gradient() -> None:
+    y = fake_quantize_affine(data(4, 8), (1, 8), torch.ones(4, 1), None, "int4")
+    assert not y.requires_grad
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    code=st.sampled_from(["int2", "int4", "uint4"]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    mapping=st.sampled_from([m for m in MAPPINGS if m[1] is not ZeroPointDomain.FLOAT]),
+    seed=st.integers(0, 1000),
+)
+def test_a_second_time_changes_nothing(code: str, dtype: torch.dtype, mapping, seed: int) -> None:
+    x = data(4, 24, seed=seed).to(dtype)
+    qparams = choose_qparams_affine(x, mapping[0], (1, 8), code, zero_point_domain=mapping[1])
+    options = (code, None, None, mapping[1])
+    once = fake_quantize_affine(x, (1, 8), *qparams, *options)
+    assert torch.equal(fake_quantize_affine(once, (1, 8), *qparams, *options), once)
+    assert not torch.equal(once, x)
+
+
+def test_stochastic_rounding() -> None:
+    x = torch.full((100, 1000), 0.7)
+    scale = torch.ones(100, 1)
+
+    def run(seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        options = {"rounding": Rounding.STOCHASTIC, "generator": generator}
+        return fake_quantize_affine(x, (1, 1000), scale, None, "int8", **options)
+
+    assert torch.equal(run(0), run(0))
+    assert not torch.equal(run(0), run(1))
+    assert abs(run(0).double().mean().item() - 0.7) < 4 * (0.21 / x.numel()) ** 0.5
