@@ -94,8 +94,7 @@ class AffineQuantizedTensor(QuantizedTensor):
                 raise ValueError(f"{what} of codes {tuple(codes.shape)} has shape {wanted}, got {tuple(tensor.shape)}")
         if (zero_point is not None) != weight.has_zero_point:
             raise ValueError(f"zero_point is {'missing' if zero_point is None else 'given'}, the spec is {weight}")
-        if linear.static != (act_scale is not None):
-            raise ValueError(f"act_scale is {'missing' if linear.static else 'given'}, the spec has {linear}")
+        _check_activation(linear, act_scale, act_zero_point)
         scheme = Scheme(linear, tuple(codes.shape), dtype)
         packed = linear.layout.pack((codes, scale, zero_point), scheme)
         return cls({**packed, "act_scale": act_scale, "act_zero_point": act_zero_point}, scheme)
@@ -129,6 +128,7 @@ class AffineQuantizedTensor(QuantizedTensor):
     ) -> AffineQuantizedTensor:
         """The same weight, asking for its input to be quantized by `activation`: static if `act_scale` is given."""
         spec = replace(self.scheme.spec, activation=activation, static=act_scale is not None)
+        _check_activation(spec, act_scale, act_zero_point)
         weight = {name: getattr(self, name) for name in self.scheme.layout.tensors}
         tensors = {**weight, "act_scale": act_scale, "act_zero_point": act_zero_point}
         return type(self)(tensors, replace(self.scheme, spec=spec))
@@ -140,3 +140,16 @@ class AffineQuantizedTensor(QuantizedTensor):
             f"{type(self).__name__}({scheme.spec}, layout={scheme.layout}, shape={scheme.shape}, "
             f"dtype={scheme.dtype}, device={self.device}, {self.nbytes:,} bytes{grad})"
         )
+
+
+def _check_activation(spec: LinearSpec, act_scale: Tensor | None, act_zero_point: Tensor | None) -> None:
+    wanted = {
+        "act_scale": (act_scale, spec.static),
+        "act_zero_point": (
+            act_zero_point,
+            spec.static and spec.activation is not None and spec.activation.has_zero_point,
+        ),
+    }
+    for name, (tensor, needed) in wanted.items():
+        if (tensor is not None) != needed:
+            raise ValueError(f"{name} is {'missing' if needed else 'given'}, the spec has {spec}")

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..kernels.registry import Kernel, lookup
+from ..primitives.scheme import Scheme
 from .affine_quantized_tensor import AffineQuantizedTensor
 from .base import implements_aten, implements_function
 
@@ -49,8 +50,13 @@ def deregister_aqt_quantized_linear_dispatch(dispatch_condition: Condition) -> N
         raise ValueError("deregister_aqt_quantized_linear_dispatch: no such dispatch condition")
 
 
-# A compiler runs the choice when it traces, and keeps the answer.
-_lookup_constant = torch.compiler.assume_constant_result(lookup)
+def _lookup_constant(op: str, scheme: Scheme, dtype: torch.dtype, device: str) -> Kernel:
+    """`lookup`, run by a compiler when it traces: the answer becomes a constant of the graph."""
+    return lookup(op, scheme, dtype, device)
+
+
+# What torch.compiler.assume_constant_result sets; calling that would import the compiler, 0.7 s, with qtorch.
+_lookup_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @implements_function(functional.linear)
@@ -158,6 +164,36 @@ def bmm(input: Tensor, mat2: Tensor) -> Tensor:
         raise ValueError(f"bmm: an input of shape {tuple(input.shape)} does not fit matrices of shape {shape}")
     weights = mat2.transpose(1, 2)
     return torch.stack([linear(input[e], weights[e]) for e in range(shape[0])])
+
+
+@implements_function(torch._grouped_mm)
+def grouped_mm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`F.grouped_mm` of rows (S, K), sorted by expert, and quantized matrices (E, K, N): rows offs[e - 1] to offs[e]
+    meet matrix e, those after the last are zero. It reads `offs`, so `torch.compile` breaks its graph here.
+
+    Raises:
+        ValueError: other shapes, or a bias.
+    """
+    shape = mat_b.shape
+    if not isinstance(mat_b, AffineQuantizedTensor) or mat_a.dim() != 2 or offs is None or bias is not None:
+        raise ValueError(
+            f"grouped_mm takes rows (S, K), quantized matrices (E, K, N), offs and no bias; got shapes "
+            f"{tuple(mat_a.shape)} and {tuple(shape)}"
+        )
+    weights = mat_b.transpose(1, 2)
+    parts, start = [], 0
+    for e, stop in enumerate(offs.tolist()):
+        if stop > start:
+            parts.append(linear(mat_a[start:stop], weights[e]))
+        start = stop
+    y = torch.cat([*parts, mat_a.new_zeros(mat_a.shape[0] - start, shape[2])])
+    return y if out_dtype is None else y.to(out_dtype)
 
 
 @implements_function(torch.addmm, torch.Tensor.addmm)
