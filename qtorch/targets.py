@@ -177,8 +177,12 @@ def _asks_for(key: str, slot: Slot[R]) -> bool:
     names = {slot.name, slot.label}
     if key in names:
         return True
+    try:
+        pattern = re.compile(key)
+    except re.error:  # the exact name of another; see _check_keys
+        return False
     return any(
-        re.fullmatch(key, name) and (slot.is_linear or not re.fullmatch(key, _with_own_name_replaced(name)))
+        pattern.fullmatch(name) and (slot.is_linear or not pattern.fullmatch(_with_own_name_replaced(name)))
         for name in names
     )
 

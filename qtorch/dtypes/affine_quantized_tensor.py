@@ -143,6 +143,8 @@ class AffineQuantizedTensor(QuantizedTensor):
 
 
 def _check_activation(spec: LinearSpec, act_scale: Tensor | None, act_zero_point: Tensor | None) -> None:
+    if not spec.static and act_scale is None and act_zero_point is None:
+        return
     wanted = {
         "act_scale": (act_scale, spec.static),
         "act_zero_point": (

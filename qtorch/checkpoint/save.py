@@ -1,0 +1,180 @@
+"""Writing a checkpoint."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save, save_file
+from torch import Tensor, nn
+
+from ..dtypes import AffineQuantizedTensor
+from ..dtypes.serialize import to_canonical
+from .file_format import FORMAT_VERSION, HEADER, HEADER_CHECKSUM, checksum, slots, text_checksum
+
+
+def save_quantized(
+    model_or_state_dict: nn.Module | Mapping[str, Tensor],
+    path: str | os.PathLike[str],
+    *,
+    max_shard_size: int = 5 * 2**30,
+) -> None:
+    """Write a model, or a state dict, with its quantized weights.
+
+    Of a model, buffers that are not part of its state dict are saved too, so that one built on the meta device can be
+    filled whole. Tied weights are written once. One process at a time may save to a path.
+
+    Args:
+        path: name of the file, ``model.safetensors`` say.
+        max_shard_size: bytes above which a further file is begun.
+
+    Raises:
+        ValueError: something in it is not a tensor with data, or has a dtype that safetensors lacks, or names clash.
+        OSError: the files cannot be written; those of an earlier save are as they were.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"save_quantized: {path} is a folder; give the name of a file in it")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"save_quantized: there is no folder {path.parent}")
+    tensors, header = _canonical(_named_tensors(model_or_state_dict))
+    root, *shards = _split(tensors, max_shard_size)
+    token = secrets.token_hex(4)
+    names = [f"{_stem(path)}-{token}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    header["shards"] = {name: list(shard) for name, shard in zip(names, shards, strict=True)}
+    header["checksums"] = {name: checksum(tensor) for name, tensor in tensors.items()}
+    text = json.dumps(header)
+    folder = path.with_name(f".{path.name}.{token}.tmp")
+    folder.mkdir()
+    try:
+        for name, shard in zip(names, shards, strict=True):
+            _write(folder / name, shard, {})
+        _write(folder / path.name, root, {HEADER: text, HEADER_CHECKSUM: text_checksum(text)})
+        for name in [*names, path.name]:
+            os.replace(folder / name, path.with_name(name))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    _remove_leftovers(path, names)
+
+
+def _named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if not isinstance(source, nn.Module):
+        return dict(source)
+    for name, module in source.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise ValueError(f"save_quantized: {name or 'the model'} has extra state, which safetensors cannot hold")
+    return {name: tensor for name, (_, _, tensor) in slots(source)}
+
+
+def _canonical(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """All tensors to store, by stored name, and the header."""
+    tensors: dict[str, Tensor] = {}
+    header: dict[str, Any] = {"version": FORMAT_VERSION, "plain": [], "quantized": {}, "aliases": {}}
+    first_name: dict[Any, str] = {}
+    for name, tensor in named.items():
+        if problem := _problem(tensor):
+            raise ValueError(f"save_quantized: {name} is {problem}")
+        original = first_name.setdefault(_identity(tensor), name)
+        if original != name:
+            header["aliases"][name] = original
+            continue
+        if isinstance(tensor, AffineQuantizedTensor):
+            stored, header["quantized"][name] = to_canonical(name, tensor)
+        else:
+            stored = {name: tensor.resolve_conj().resolve_neg()}
+            header["plain"].append(name)
+        if clash := stored.keys() & tensors.keys():
+            raise ValueError(f"save_quantized: two tensors would be stored as {', '.join(clash)}")
+        tensors |= {key: value.detach().cpu().contiguous() for key, value in stored.items()}
+    return tensors, header
+
+
+def _problem(value: Any) -> str | None:
+    """What keeps a value out of the file."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}, not a tensor"
+    if nn.parameter.is_lazy(value):
+        return "not initialized yet; run the model once"
+    if value.is_meta:
+        return "on the meta device"
+    if isinstance(value, AffineQuantizedTensor):
+        return None
+    if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
+        return f"a {type(value).__name__}, which has no canonical form"
+    if value.layout is not torch.strided or not _has_safetensors(value.dtype):
+        return f"a {value.layout} tensor of {value.dtype}, which safetensors cannot hold"
+    return None
+
+
+@functools.cache
+def _has_safetensors(dtype: torch.dtype) -> bool:
+    try:
+        save({"": torch.empty(0, dtype=dtype)})
+    except (KeyError, RuntimeError):
+        return False
+    return True
+
+
+def _identity(tensor: Tensor) -> Any:
+    """Equal for two names of the same data, in the same form."""
+    if isinstance(tensor, AffineQuantizedTensor):
+        return tensor.scheme, *[_identity(inner) for inner in tensor.inner_tensors.values()]
+    if tensor.numel() == 0:
+        return id(tensor)
+    bits = tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), *bits
+
+
+def _split(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return shards
+
+
+def _stem(path: Path) -> str:
+    """What the names of its shards begin with, and those of no other path's."""
+    return path.stem if path.suffix == ".safetensors" else f"{path.name}."
+
+
+def _remove_leftovers(path: Path, shards: list[str]) -> None:
+    """Shards of former saves, and what saves that were killed have left."""
+    token = "[0-9a-f]" * 8
+    for stale in path.parent.glob(f"{glob.escape(_stem(path))}-{token}-[0-9]*-of-[0-9]*.safetensors"):
+        if stale.name not in shards:
+            stale.unlink(missing_ok=True)
+    for folder in path.parent.glob(f".{glob.escape(path.name)}.{token}.tmp"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write and flush to disk, with the permissions of a new file."""
+    # safetensors refuses tensors that share memory: all but the first, and views of a larger storage, become copies.
+    own: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        shared = storage.nbytes() != tensor.nbytes or storage.data_ptr() in seen
+        seen.add(storage.data_ptr())
+        own[name] = tensor.clone() if shared else tensor
+    try:
+        save_file(own, path, {"format": "pt", **metadata})
+    except SafetensorError as error:
+        raise OSError(f"save_quantized: cannot write {path}: {error}") from error
+    path.chmod(path.parent.stat().st_mode & 0o666)
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,43 @@
+"""The schemes that these tests run over, and a tensor of each."""
+
+import torch
+
+from qtorch import (
+    AffineQuantizedTensor,
+    LinearSpec,
+    MappingType,
+    PerBlock,
+    PerGroup,
+    PerTensor,
+    PerToken,
+    QuantSpec,
+    ZeroPointDomain,
+)
+
+ASYMMETRIC = MappingType.ASYMMETRIC
+INT8 = QuantSpec("int8", quant_min=-127)
+TOKEN = QuantSpec("int8", PerToken(), quant_min=-127)
+UINT4 = QuantSpec("uint4", PerGroup(32), ASYMMETRIC)
+
+SPECS = {
+    "int8 row": LinearSpec(INT8),
+    "int8 tensor": LinearSpec(QuantSpec("int8", PerTensor())),
+    "int8 block": LinearSpec(QuantSpec("int8", PerBlock((8, 16)))),
+    "uint4 group": LinearSpec(UINT4),
+    "uint4 group, real zero": LinearSpec(
+        QuantSpec("uint4", PerGroup(32), ASYMMETRIC, ZeroPointDomain.FLOAT, preserve_zero=False)
+    ),
+    "float8 row": LinearSpec(QuantSpec("float8_e4m3fn", zero_point_domain=ZeroPointDomain.NONE)),
+    "int8 row, int8 token": LinearSpec(INT8, TOKEN),
+    "int4 group, int8 token": LinearSpec(QuantSpec("int4", PerGroup(32)), TOKEN),
+    "int8 row, static int8": LinearSpec(INT8, QuantSpec("int8", PerTensor()), static=True),
+}
+WEIGHT_ONLY = [name for name, spec in SPECS.items() if spec.activation is None]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def quantized(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> AffineQuantizedTensor:
+    """Normal numbers in the scheme `SPECS[name]`; activations of a static one lie within about 4."""
+    spec = SPECS[name]
+    act_scale = torch.full((1, 1), 4 / 127) if spec.static else None
+    return AffineQuantizedTensor.from_float(torch.randn(shape or (32, 64), dtype=dtype), spec, act_scale)

@@ -1,0 +1,223 @@
+"""Products and look-ups with a quantized weight: against the dequantized weight, and which kernel ran."""
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.nn import functional
+
+from qtorch import AffineQuantizedTensor, compute_error, config
+from qtorch.dtypes import deregister_aqt_quantized_linear_dispatch, register_aqt_quantized_linear_dispatch
+from qtorch.kernels import record_kernels
+from tests.dtypes.specs import DTYPES, INT8, SPECS, WEIGHT_ONLY, quantized
+
+# SQNR in dB of the output against that of the float weight: at least, at most.
+SQNR = {
+    "int8 row": (38, 48),
+    "int8 tensor": (34, 46),
+    "int8 block": (39, 50),
+    "uint4 group": (17, 26),
+    "uint4 group, real zero": (17, 26),
+    "float8 row": (27, 36),
+    "int8 row, int8 token": (36, 46),
+    "int4 group, int8 token": (16, 25),
+    "int8 row, static int8": (34, 46),
+}
+
+
+def expected(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear in fp32 of what the input and the weight become."""
+    activation, rows = w.scheme.activation, x.reshape(-1, x.shape[-1])
+    x32 = x.float()
+    if activation is not None:
+        static = w.scheme.spec.static
+        scale, zero_point = (w.act_scale, w.act_zero_point) if static else activation.choose_qparams(rows)
+        x32 = activation.dequantize(activation.quantize(rows, scale, zero_point), scale, zero_point).reshape(x.shape)
+    return functional.linear(x32, w.dequantize(torch.float32), None if bias is None else bias.float())
+
+
+def linear_kernel(w: AffineQuantizedTensor, dtype: torch.dtype) -> str:
+    if w.scheme.activation is not None:
+        return "linear:int8_scaled_mm"
+    per_channel = w.scheme.weight.dtype.name == "int8" and tuple(w.scale.shape) == (w.shape[0], 1)
+    return "linear:int8_weight_mm" if per_channel and dtype != torch.float32 else "linear:weight_only_mm"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SPECS)
+def test_linear(name: str, dtype: torch.dtype) -> None:
+    spec = SPECS[name]
+    float_weight, x, bias = (torch.randn(*shape, dtype=dtype) for shape in [(48, 128), (5, 128), (48,)])
+    w = AffineQuantizedTensor.from_float(float_weight, spec, torch.full((1, 1), 4 / 127) if spec.static else None)
+    with record_kernels() as ran:
+        y = functional.linear(x, w, bias)
+    assert ran[0] == linear_kernel(w, dtype)
+    assert y.dtype == dtype
+    assert type(y) is Tensor
+    close = {torch.float32: 120, torch.float16: 64, torch.bfloat16: 46}[dtype]
+    assert compute_error(expected(x, w, bias), y) > close
+    low, high = SQNR[name]
+    assert low < compute_error(functional.linear(x.float(), float_weight.float()), (y - bias).float()) < high
+
+
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (0, 64), (2, 0, 64), (2, 3, 64), (2, 3, 4, 64)], ids=str)
+@pytest.mark.parametrize("name", SPECS)
+def test_input_shapes(name: str, shape: tuple[int, ...]) -> None:
+    w, x, bias = quantized(name), torch.randn(shape), torch.randn(32)
+    for b in (None, bias):
+        y, wanted = functional.linear(x, w, b), expected(x, w, b)
+        assert y.shape == wanted.shape
+        torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-4)
+    strided = torch.randn(*shape[:-1], 128)[..., ::2]
+    torch.testing.assert_close(functional.linear(strided, w), expected(strided, w), rtol=1e-5, atol=1e-4)
+
+
+@pytest.fixture
+def fallbacks_allowed() -> Iterator[None]:
+    with config.patch(strict=False), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "qtorch: .* reference")
+        yield
+
+
+@pytest.mark.usefixtures("fallbacks_allowed")
+@pytest.mark.parametrize("name", WEIGHT_ONLY)
+def test_every_product_in_both_orders(name: str) -> None:
+    w = quantized(name)
+    d, x, y, v = w.dequantize(), torch.randn(3, 64), torch.randn(32, 3), torch.randn(64)
+    bias = torch.randn(32)
+    for product in [
+        lambda w: x @ w.t(),
+        lambda w: w @ x.t(),
+        lambda w: y.t() @ w,
+        lambda w: torch.matmul(w.t(), y),
+        lambda w: torch.matmul(v, w.T),
+        lambda w: w @ v,
+        lambda w: v.matmul(w.mT),
+        lambda w: torch.mm(x, mat2=w.t()),
+        lambda w: w.mm(x.t()),
+        lambda w: torch.randn(2, 5, 3, 64, generator=torch.Generator().manual_seed(0)) @ w.t(),
+        lambda w: w @ torch.ones(2, 64, 3),
+        lambda w: torch.addmm(bias, x, w.t()),
+        lambda w: torch.addmm(torch.ones(3, 32), x, w.t(), beta=0.5, alpha=2),
+        lambda w: bias.addmm(x, w.t()),
+        lambda w: torch.einsum("bk,nk->bn", x, w),
+        lambda w: functional.linear(input=x, weight=w, bias=bias),
+    ]:
+        with record_kernels() as ran:
+            got = product(w)
+        assert ran[0] == "linear:weight_only_mm"
+        torch.testing.assert_close(got, product(d), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.usefixtures("fallbacks_allowed")
+@pytest.mark.parametrize("stored", ["(E, N, K)", "(E, K, N)"])
+@pytest.mark.parametrize("name", SPECS)
+def test_fused_experts(name: str, stored: str) -> None:
+    # Static activations and groups along the last axis exist for both orientations; integer kernels for one.
+    experts, x = quantized(name, 4, 32, 64), torch.randn(4, 5, 64 if stored == "(E, N, K)" else 32)
+    weights = experts.transpose(1, 2) if stored == "(E, N, K)" else experts
+    with record_kernels() as ran:
+        got = torch.bmm(x, weights)
+    by_reference = experts.scheme.activation is not None and stored == "(E, K, N)"
+    assert ran[0] == ("linear:reference" if by_reference else linear_kernel(experts[0], torch.float32))
+    assert len([name for name in ran if name.startswith("linear:")]) == 4
+    wanted = torch.stack([expected(x[e], weights[e].t()) for e in range(4)])
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(x @ weights, got)
+    torch.testing.assert_close((weights.mT @ x.mT).mT, got)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_embedding(name: str) -> None:
+    table, ids = quantized(name), torch.tensor([[0, 31, 5], [7, 7, 0]])
+    with record_kernels() as ran:
+        rows = functional.embedding(ids, table, padding_idx=0)
+    assert ran == ["embedding:gather_rows"]
+    assert torch.equal(rows, functional.embedding(ids, table.dequantize()))
+    layer = nn.Embedding.from_pretrained(table)
+    assert torch.equal(layer(ids), rows)
+    assert functional.embedding(ids[:0], table.half()).dtype == torch.float16
+
+
+@pytest.mark.parametrize("name", ["int8 row", "uint4 group", "int8 row, int8 token"])
+def test_autocast(name: str) -> None:
+    w, x, bias = quantized(name), torch.randn(5, 64), torch.randn(32)
+    with torch.autocast("cpu", torch.bfloat16), record_kernels() as ran:
+        y = functional.linear(x, w, bias)
+        product = x @ w.t()
+    assert (y.dtype, product.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert ran[0] == linear_kernel(w, torch.bfloat16)
+    assert compute_error(expected(x, w, bias), y) > 38
+
+
+def test_on_the_meta_device() -> None:
+    for name in SPECS:
+        y = functional.linear(torch.empty(2, 3, 64, device="meta"), quantized(name).to("meta"))
+        assert (y.shape, y.device.type) == ((2, 3, 32), "meta")
+
+
+def test_what_does_not_fit_says_so() -> None:
+    w, experts, x = quantized("int8 row"), quantized("int8 row", 2, 32, 64), torch.randn(3, 64)
+    texts = []
+    for operation in [
+        lambda: functional.linear(torch.randn(3, 32), w),
+        lambda: functional.linear(torch.tensor(1.0), w),
+        lambda: functional.linear(x, experts),
+        lambda: functional.linear(x.long(), w),
+        lambda: functional.linear(x.to("meta"), w),
+        lambda: functional.linear(x, w.to("meta")),
+        lambda: functional.linear(w, w),
+        lambda: functional.linear(w, x),
+        lambda: w @ w.t(),
+        lambda: x @ w,
+        lambda: x[None] @ experts.mT,
+        lambda: torch.bmm(x, w.t()),
+        lambda: torch.mm(x[None], w.t()),
+        lambda: functional.embedding(torch.tensor([1]), w.to("meta")),
+        lambda: functional.embedding(torch.tensor([1]), w, max_norm=1.0),
+    ]:
+        with pytest.raises((ValueError, TypeError)) as error:
+            operation()
+        texts.append(f"{error.type.__name__}: {error.value}")
+    assert_expected_inline(
+        "\n".join(texts),
+        """\
+ValueError: linear: an input of shape (3, 32) does not fit a weight of shape (32, 64)
+ValueError: linear: an input of shape () does not fit a weight of shape (32, 64)
+ValueError: linear: an input of shape (3, 64) does not fit a weight of shape (2, 32, 64)
+TypeError: linear takes a floating-point input, got torch.int64
+ValueError: linear: the input is on meta, the weight on cpu
+ValueError: linear: the input is on cpu, the weight on meta
+TypeError: linear takes a float input and a quantized weight, got AffineQuantizedTensor and AffineQuantizedTensor
+TypeError: linear takes a float input and a quantized weight, got AffineQuantizedTensor and Tensor
+TypeError: unsupported operand type(s) for @: 'AffineQuantizedTensor' and 'AffineQuantizedTensor'
+ValueError: linear: an input of shape (3, 64) does not fit a weight of shape (64, 32)
+ValueError: bmm: an input of shape (1, 3, 64) does not fit matrices of shape (2, 64, 32)
+ValueError: bmm: an input of shape (3, 64) does not fit matrices of shape (64, 32)
+ValueError: mm takes matrices, got shapes (1, 3, 64) and (64, 32)
+ValueError: embedding: the input is on cpu, the weight on meta
+ValueError: embedding: max_norm rewrites the table, which a quantized one does not allow""",
+    )
+
+
+def test_a_registered_dispatch_runs_first_until_deregistered() -> None:
+    w, x = quantized("int8 row"), torch.randn(3, 64)
+    seen = []
+
+    def condition(input: Tensor, weight: AffineQuantizedTensor, bias: Tensor | None) -> bool:
+        seen.append((tuple(input.shape), weight is w, bias))
+        return weight.scheme.weight == INT8
+
+    register_aqt_quantized_linear_dispatch(condition, lambda input, weight, bias: input.new_full((1,), 42))
+    try:
+        assert functional.linear(x, w).item() == 42
+        assert seen == [((3, 64), True, None)]
+        torch.testing.assert_close(functional.linear(x, quantized("uint4 group")).shape, torch.Size([3, 32]))
+    finally:
+        deregister_aqt_quantized_linear_dispatch(condition)
+    assert functional.linear(x, w).shape == (3, 32)
+    with pytest.raises(ValueError, match="no such dispatch condition"):
+        deregister_aqt_quantized_linear_dispatch(condition)

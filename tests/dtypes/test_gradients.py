@@ -1,0 +1,114 @@
+"""Gradients pass through a frozen quantized weight as through its dequantized values; its own is an error."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from qtorch import AffineQuantizedTensor, compute_error
+from qtorch.kernels import record_kernels
+from tests.dtypes.specs import DTYPES, SPECS, WEIGHT_ONLY, quantized
+
+
+def gradients(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Of a fixed linear combination of the outputs, so that they do not depend on how an input was rounded."""
+    inputs = tuple(x.clone().requires_grad_() for x in inputs)
+    y = function(*inputs)
+    y.backward(torch.linspace(-1, 1, y.numel()).reshape(y.shape))
+    return tuple(x.grad for x in inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SPECS)
+def test_input_and_bias(name: str, dtype: torch.dtype) -> None:
+    w = quantized(name, dtype=dtype)
+    d, x, bias = w.dequantize(), torch.randn(2, 3, 64, dtype=dtype), torch.randn(32, dtype=dtype)
+    got = gradients(lambda x, b: functional.linear(x, w, b).float(), x, bias)
+    wanted = gradients(lambda x, b: functional.linear(x, d, b).float(), x, bias)
+    for a, b in zip(got, wanted):
+        assert a.dtype == dtype
+        assert compute_error(b, a) > {torch.float32: 120, torch.float16: 60, torch.bfloat16: 42}[dtype]
+
+
+@pytest.mark.parametrize("name", WEIGHT_ONLY)
+def test_every_product(name: str) -> None:
+    w, experts = quantized(name), quantized(name, 2, 32, 64)
+    x, xe = torch.randn(3, 64), torch.randn(2, 3, 64)
+    for product, q, input in [
+        (lambda x, w: x @ w.t(), w, x),
+        (lambda x, w: w @ x.t(), w, x),
+        (lambda x, w: torch.addmm(torch.ones(32), x, w.t()), w, x),
+        (lambda x, w: torch.bmm(x, w.mT), experts, xe),
+        (lambda x, w: torch.einsum("bk,nk->bn", x, w), w, x),
+        (lambda x, w: torch.matmul(x[0], w.t()), w, x),
+    ]:
+        got = gradients(lambda x, product=product, q=q: product(x, q), input)
+        wanted = gradients(lambda x, product=product, q=q: product(x, q.dequantize()), input)
+        torch.testing.assert_close(got, wanted)
+
+
+def test_the_backward_of_a_dynamic_activation_is_not_quantized() -> None:
+    w, x = quantized("int8 row, int8 token"), torch.randn(3, 64, requires_grad=True)
+    y = functional.linear(x, w)
+    with record_kernels() as ran:
+        y.sum().backward()
+    assert ran[0] == "linear:weight_only_mm"
+
+
+def test_first_and_second_derivatives_are_those_of_finite_differences() -> None:
+    w = AffineQuantizedTensor.from_float(torch.randn(4, 8, dtype=torch.float64), SPECS["int8 row"])
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: functional.linear(x, w).square(), x)
+    assert torch.autograd.gradgradcheck(lambda x: functional.linear(x, w).square(), x)
+
+
+def test_only_the_bias_requires_grad() -> None:
+    w, bias = quantized("int8 row"), torch.zeros(32, requires_grad=True)
+    functional.linear(torch.randn(2, 3, 64), w, bias).sum().backward()
+    assert torch.equal(bias.grad, torch.full((32,), 6.0))
+
+
+def test_no_graph_where_nothing_requires_grad() -> None:
+    w, x = quantized("int8 row"), torch.randn(3, 64)
+    assert not functional.linear(x, w).requires_grad
+    with torch.no_grad():
+        assert not functional.linear(x.requires_grad_(), w).requires_grad
+    with torch.inference_mode():
+        assert functional.linear(x, w).is_inference()
+
+
+def test_the_gradient_of_the_weight_is_an_error() -> None:
+    w, x = nn.Parameter(quantized("int8 row")), torch.randn(3, 64)
+    for y in [functional.linear(x, w), x @ w.t(), functional.embedding(torch.tensor([1]), w)]:
+        with pytest.raises(RuntimeError, match=r"frozen quantized weight .*requires_grad_\(False\) .*dequantize_"):
+            y.sum().backward()
+    assert w.grad is None
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["uint4 group", "int8 row, int8 token"])
+def test_activation_checkpointing(name: str, reentrant: bool) -> None:
+    first, second = quantized(name, 128, 64), quantized(name, 64, 128)
+    x = torch.randn(3, 64)
+
+    def block(x: Tensor) -> Tensor:
+        return functional.linear(functional.gelu(functional.linear(x, first)), second)
+
+    got = gradients(lambda x: checkpoint(block, x, use_reentrant=reentrant), x)
+    torch.testing.assert_close(got, gradients(block, x), rtol=0, atol=0)
+
+
+def test_lora_on_a_frozen_base_trains() -> None:
+    w, x, target = quantized("uint4 group"), torch.randn(16, 64), torch.randn(16, 32)
+    a, b = nn.Parameter(torch.randn(64, 4) * 0.1), nn.Parameter(torch.zeros(4, 32))
+    optimizer, losses = torch.optim.Adam([a, b], lr=0.02), []
+    for _ in range(30):
+        loss = functional.mse_loss(functional.linear(x, w) + x @ a @ b, target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]

@@ -1,0 +1,283 @@
+"""aten operators on a quantized tensor as a whole: copies, conversions, comparison, allocation."""
+
+from dataclasses import replace
+from textwrap import fill
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from qtorch import AffineQuantizedTensor
+from tests.dtypes.specs import DTYPES, SPECS, TOKEN, UINT4, quantized
+
+all_specs = pytest.mark.parametrize("name", SPECS)
+all_dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def identical(a: AffineQuantizedTensor, b: AffineQuantizedTensor) -> bool:
+    """Not only equal values: the same codes, scales and zero points."""
+    x, y = a.inner_tensors, b.inner_tensors
+    return x.keys() == y.keys() and all(torch.equal(x[k].view(torch.uint8), y[k].view(torch.uint8)) for k in x)
+
+
+@all_specs
+def test_detach_shares_memory(name: str) -> None:
+    w = quantized(name).requires_grad_()
+    detached = w.detach()
+    assert type(detached) is AffineQuantizedTensor
+    assert (w.requires_grad, detached.requires_grad) == (True, False)
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(w.inner_tensors.values(), detached.inner_tensors.values()))
+    assert torch.equal(w.data, detached)
+
+
+@all_specs
+def test_clone_shares_nothing(name: str) -> None:
+    w = quantized(name)
+    before, clone = w.dequantize(), w.clone()
+    assert identical(w, clone)
+    assert clone.copy_(torch.ones(32, 64)) is clone
+    assert torch.equal(w.dequantize(), before)
+    assert not torch.equal(clone.dequantize(), before)
+
+
+@all_dtypes
+@all_specs
+def test_copy_from_float_quantizes_as_from_float_does(name: str, dtype: torch.dtype) -> None:
+    w = quantized(name, dtype=dtype)
+    x = torch.randn(32, 64)
+    wanted = AffineQuantizedTensor.from_float(x.to(dtype), w.scheme.spec, w.act_scale)
+    alias, codes = w.detach(), w.qdata
+    w.copy_(x)
+    assert identical(w, wanted)
+    assert w.qdata is codes
+    assert identical(alias, wanted)
+
+
+@all_specs
+def test_copy_from_the_same_spec_takes_the_codes(name: str) -> None:
+    w, source = quantized(name), quantized(name)
+    assert identical(w.copy_(source), source)
+    # The logical dtype is the target's.
+    half = quantized(name).half()
+    assert half.copy_(source).dtype == torch.float16
+    assert torch.equal(half.dequantize(torch.float32), source.dequantize())
+
+
+def test_copy_from_the_same_weight_spec_takes_the_codes() -> None:
+    w, source = quantized("int8 row, int8 token"), quantized("int8 row")
+    w.copy_(source)
+    assert w.scheme.activation == TOKEN
+    assert identical(w, source)
+    static = quantized("int8 row, static int8")
+    static.act_scale.fill_(3)
+    static.copy_(source)
+    assert torch.equal(static.dequantize(), source.dequantize())
+    assert static.act_scale.item() == 3
+
+
+@all_specs
+def test_copy_from_another_spec_quantizes_its_values(name: str) -> None:
+    w, source = quantized(name), quantized("float8 row" if name != "float8 row" else "uint4 group")
+    wanted = AffineQuantizedTensor.from_float(source.dequantize(), w.scheme.spec, w.act_scale)
+    assert identical(w.copy_(source), wanted)
+
+
+@all_dtypes
+def test_copy_into_float_dequantizes(dtype: torch.dtype) -> None:
+    w = quantized("uint4 group")
+    x = torch.empty(32, 64, dtype=dtype)
+    assert x.copy_(w) is x
+    assert torch.equal(x, w.dequantize().to(dtype))
+    bigger = torch.zeros(2, 32, 64)
+    bigger[1] = w
+    assert torch.equal(bigger[1], w.dequantize())
+
+
+def test_copy_quantizes_with_the_scale_as_it_is_stored() -> None:
+    # Scales of groups are bf16 here and stay so; the codes must be those for the rounded scales.
+    w = quantized("uint4 group", dtype=torch.bfloat16).float()
+    x = torch.randn(32, 64)
+    w.copy_(x)
+    assert w.scale.dtype == torch.bfloat16
+    wanted = AffineQuantizedTensor.from_float(x, replace(UINT4, scale_dtype=torch.bfloat16))
+    assert torch.equal(w.dequantize(), wanted.dequantize())
+
+
+def test_copy_refuses_another_shape() -> None:
+    w = quantized("int8 row")
+    before = w.dequantize()
+    texts = []
+    for source in [torch.ones(64), torch.ones(64, 32), quantized("int8 row", 16, 64), torch.tensor(1.0)]:
+        with pytest.raises(ValueError) as error:  # noqa: PT011
+            w.copy_(source)
+        texts.append(str(error.value))
+    assert_expected_inline(
+        "\n".join(fill(text, 110) for text in texts),
+        """\
+copy_: the target has shape (32, 64), the source (64,)
+copy_: the target has shape (32, 64), the source (64, 32)
+copy_: the target has shape (32, 64), the source (16, 64)
+copy_: the target has shape (32, 64), the source ()""",
+    )
+    assert torch.equal(w.dequantize(), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("int8 row", slice(8, 16)), ("int8 block", slice(8, 16)), ("uint4 group", slice(8, 9))]
+)
+def test_assigning_whole_blocks_changes_nothing_else(name: str, part: slice) -> None:
+    w = quantized(name)
+    wanted = w.dequantize()
+    x = torch.full_like(wanted[part], 7.0)
+    w[part] = x
+    wanted[part] = AffineQuantizedTensor.from_float(x, w.scheme.spec).dequantize()
+    assert torch.equal(w.dequantize(), wanted)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", ["int8 row", "int8 tensor", "int8 block", "uint4 group"])
+def test_assigning_a_part_of_a_block_is_refused(name: str, inference: bool) -> None:
+    w = quantized(name)
+    before = w.dequantize()
+    with torch.inference_mode(inference), pytest.raises(ValueError, match="would change the scales of the rest"):
+        w[:8, :8] = torch.full((8, 8), 7.0)
+    assert torch.equal(w.dequantize(), before)
+
+
+@all_specs
+def test_conversion_there_and_back_changes_no_number(name: str) -> None:
+    w = quantized(name)
+    for there in [w.half(), w.bfloat16(), w.double(), w.to(torch.float16), w.type_as(torch.ones(1).half())]:
+        assert there.dtype != torch.float32
+        assert there.dequantize().dtype == there.dtype
+        assert torch.equal(there.dequantize(torch.float32), w.dequantize())
+        assert identical(there.float(), w)
+        assert there.float().scheme == w.scheme
+
+
+@all_specs
+def test_to_the_same_is_the_same(name: str) -> None:
+    w = quantized(name)
+    assert w.to("cpu") is w.cpu() is w.float() is w.to(torch.float32) is w.contiguous() is w
+    copy = w.to("cpu", copy=True)
+    assert copy is not w
+    assert identical(copy, w)
+    assert copy.qdata.data_ptr() != w.qdata.data_ptr()
+
+
+@all_specs
+def test_to_meta_keeps_everything_but_data(name: str) -> None:
+    w = quantized(name).half()
+    meta = w.to("meta")
+    assert (meta.is_meta, meta.scheme, meta.nbytes) == (True, w.scheme, w.nbytes)
+    assert all(inner.is_meta for inner in meta.inner_tensors.values())
+    assert w.to("meta", torch.float32).dtype == torch.float32
+
+
+def test_to_a_dtype_that_is_not_for_reals() -> None:
+    w = quantized("int8 row")
+    texts = []
+    for convert in [
+        lambda: w.to(torch.int8),
+        lambda: w.long(),
+        lambda: w.to(torch.complex64),
+        lambda: w.to(torch.float8_e4m3fn),
+        lambda: torch.zeros_like(w, dtype=torch.int32),
+        lambda: torch.empty_like(w, dtype=torch.bool),
+    ]:
+        with pytest.raises(TypeError) as error:
+            convert()
+        texts.append(str(error.value))
+    assert_expected_inline(
+        "\n".join(fill(text, 110) for text in texts),
+        """\
+AffineQuantizedTensor: torch.int8 is no floating-point dtype of 16 bits or more
+AffineQuantizedTensor: torch.int64 is no floating-point dtype of 16 bits or more
+AffineQuantizedTensor: torch.complex64 is no floating-point dtype of 16 bits or more
+AffineQuantizedTensor: torch.float8_e4m3fn is no floating-point dtype of 16 bits or more
+AffineQuantizedTensor: torch.int32 is no floating-point dtype of 16 bits or more
+AffineQuantizedTensor: torch.bool is no floating-point dtype of 16 bits or more""",
+    )
+
+
+@all_dtypes
+@all_specs
+def test_empty_like_and_zeros_like(name: str, dtype: torch.dtype) -> None:
+    w = quantized(name)
+    empty, zeros = torch.empty_like(w, dtype=dtype), torch.zeros_like(w, dtype=dtype)
+    assert empty.scheme == zeros.scheme == replace(w.scheme, dtype=dtype)
+    assert torch.equal(zeros.dequantize(), torch.zeros(32, 64, dtype=dtype))
+    assert w.act_scale is None or torch.equal(zeros.act_scale, w.act_scale)
+    for like in [torch.empty_like(w, device="meta"), torch.zeros_like(w, device="meta")]:
+        assert like.scheme == w.scheme
+        assert all(inner.is_meta for inner in like.inner_tensors.values())
+
+
+@all_specs
+def test_equal(name: str) -> None:
+    w = quantized(name)
+    assert torch.equal(w, w.clone())
+    assert torch.equal(w, w.dequantize())
+    assert torch.equal(w.dequantize(), w)
+    assert not torch.equal(w, quantized(name))
+    assert not torch.equal(w, quantized(name, 16, 64))
+    assert bool((w == w.clone()).all())
+    assert bool((w == w.dequantize()).all())
+    assert not bool((w == quantized(name)).all())
+    assert (w == w).dtype == torch.bool
+
+
+@all_specs
+def test_pinning_fails_as_for_a_plain_tensor(name: str) -> None:
+    w, plain = quantized(name), torch.ones(1)
+    assert w.is_pinned() == plain.is_pinned()
+    if torch.accelerator.is_available():
+        assert w.pin_memory().is_pinned()
+        return
+    with pytest.raises(RuntimeError) as wanted:
+        plain.pin_memory()
+    with pytest.raises(RuntimeError) as got:
+        w.pin_memory()
+    assert str(got.value) == str(wanted.value)
+
+
+@all_specs
+def test_share_memory(name: str) -> None:
+    w = quantized(name)
+    before = w.dequantize()
+    assert not w.is_shared()
+    assert w.share_memory_() is w
+    assert w.is_shared()
+    assert all(inner.is_shared() for inner in w.inner_tensors.values())
+    assert torch.equal(w.dequantize(), before)
+
+
+def test_unknown_operations_name_themselves_and_change_nothing() -> None:
+    w = quantized("int8 row")
+    before = w.dequantize()
+    texts = []
+    for operation in [
+        lambda: w + 1,
+        lambda: w.sum(),
+        lambda: w.add_(1),
+        lambda: torch.nn.init.zeros_(w),
+        lambda: torch.nn.functional.conv1d(torch.ones(1, 64, 8), w.unsqueeze(2)),
+    ]:
+        with pytest.raises(NotImplementedError) as error:
+            operation()
+        texts.append(str(error.value))
+    assert_expected_inline(
+        "\n".join(fill(text, 110) for text in texts),
+        """\
+aten.add.Tensor is not implemented for AffineQuantizedTensor; call .dequantize() first if you want a float
+tensor
+aten.sum.default is not implemented for AffineQuantizedTensor; call .dequantize() first if you want a float
+tensor
+aten.add_.Tensor is not implemented for AffineQuantizedTensor; call .dequantize() first if you want a float
+tensor
+aten.zero_.default is not implemented for AffineQuantizedTensor; call .dequantize() first if you want a float
+tensor
+aten.convolution.default is not implemented for AffineQuantizedTensor; call .dequantize() first if you want a
+float tensor""",
+    )
+    assert torch.equal(w.dequantize(), before)

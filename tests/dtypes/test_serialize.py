@@ -1,0 +1,174 @@
+"""The canonical form: plain tensors and JSON that give back exactly what was stored."""
+
+import json
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor
+
+from qtorch import AffineQuantizedTensor, LinearSpec, PerGroup, PerTensor, QuantSpec
+from qtorch.dtypes.serialize import Entry, from_canonical, to_canonical
+from tests.dtypes.specs import ASYMMETRIC, DTYPES, SPECS, quantized
+
+
+def assert_round_trip(w: AffineQuantizedTensor) -> None:
+    tensors, entry = to_canonical("layer.weight", w)
+    assert all(type(tensor) is Tensor for tensor in tensors.values())
+    again = from_canonical(json.loads(json.dumps(entry)), tensors.__getitem__)
+    assert again.scheme == w.scheme
+    x, y = again.inner_tensors, w.inner_tensors
+    assert x.keys() == y.keys()
+    for name in x:
+        assert x[name].dtype == y[name].dtype
+        assert torch.equal(x[name].float(), y[name].float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SPECS)
+def test_round_trip(name: str, dtype: torch.dtype) -> None:
+    w = quantized(name, dtype=dtype)
+    for tensor in [w, w[8:16], w.t(), w[:, None], w[3], w[:0], quantized(name, 2, 32, 64, dtype=dtype)]:
+        assert_round_trip(tensor)
+
+
+@pytest.mark.parametrize("columns", [1, 5, 8, 31, 33])
+@pytest.mark.parametrize("dtype", [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 9)])
+def test_round_trip_of_every_width_and_odd_sizes(dtype: str, columns: int) -> None:
+    w = AffineQuantizedTensor.from_float(torch.randn(3, columns), QuantSpec(dtype, mapping=ASYMMETRIC))
+    assert_round_trip(w)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_packed_codes_take_their_bits(bits: int) -> None:
+    w = AffineQuantizedTensor.from_float(torch.randn(8, 64), QuantSpec(f"uint{bits}", PerGroup(32), ASYMMETRIC))
+    tensors, _ = to_canonical("w", w)
+    assert tensors["w_packed"].nbytes == 8 * 64 * bits // 8
+
+
+def test_names_are_those_of_compressed_tensors() -> None:
+    activation = QuantSpec("int8", PerTensor(), ASYMMETRIC)
+    spec = LinearSpec(QuantSpec("uint4", PerGroup(32), ASYMMETRIC), activation, static=True)
+    one = torch.ones(1, 1)
+    static = AffineQuantizedTensor.from_float(torch.randn(4, 64), spec, one, one.to(torch.int8))
+    assert_round_trip(static)
+    lines = []
+    for name, w in [
+        ("layer.weight", static),
+        ("weight", static),
+        ("experts.w1", static),
+        ("layer.weight", quantized("int8 row", 4, 64)),
+        ("layer.weight", quantized("float8 row", 4, 64)),
+    ]:
+        tensors, _ = to_canonical(name, w)
+        lines += [f"{k}: {str(v.dtype)[6:]} {tuple(v.shape)}" for k, v in tensors.items()] + [""]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+layer.weight_packed: int32 (4, 8)
+layer.weight_scale: float32 (4, 2)
+layer.weight_zero_point: uint8 (4, 2)
+layer.input_scale: float32 (1, 1)
+layer.input_zero_point: int8 (1, 1)
+
+weight_packed: int32 (4, 8)
+weight_scale: float32 (4, 2)
+weight_zero_point: uint8 (4, 2)
+input_scale: float32 (1, 1)
+input_zero_point: int8 (1, 1)
+
+experts.w1_packed: int32 (4, 8)
+experts.w1_scale: float32 (4, 2)
+experts.w1_zero_point: uint8 (4, 2)
+experts.w1_input_scale: float32 (1, 1)
+experts.w1_input_zero_point: int8 (1, 1)
+
+layer.weight: int8 (4, 64)
+layer.weight_scale: float32 (4, 1)
+
+layer.weight: float8_e4m3fn (4, 64)
+layer.weight_scale: float32 (4, 1)
+""",
+    )
+
+
+def test_the_entry_is_readable_json() -> None:
+    _, entry = to_canonical("layer.weight", quantized("uint4 group", 4, 64))
+    assert_expected_inline(
+        json.dumps(entry, indent=1),
+        """\
+{
+ "scheme": {
+  "type": "Scheme",
+  "spec": {
+   "type": "LinearSpec",
+   "weight": {
+    "type": "QuantSpec",
+    "dtype": "QDType.uint4",
+    "granularity": {
+     "type": "PerGroup",
+     "group_size": 32
+    },
+    "mapping": "MappingType.ASYMMETRIC",
+    "zero_point_domain": "ZeroPointDomain.INT",
+    "scale_rule": {
+     "type": "MinMaxRule"
+    },
+    "scale_dtype": null,
+    "rounding": "Rounding.NEAREST_EVEN",
+    "eps": null,
+    "quant_min": null,
+    "quant_max": null,
+    "preserve_zero": true
+   },
+   "activation": null,
+   "static": false,
+   "layout": {
+    "type": "PlainLayout"
+   }
+  },
+  "shape": [
+   4,
+   64
+  ],
+  "dtype": "torch.float32"
+ },
+ "tensors": {
+  "packed": "layer.weight_packed",
+  "scale": "layer.weight_scale",
+  "zero_point": "layer.weight_zero_point"
+ }
+}""",
+    )
+
+
+def broken(change: dict[str, Tensor], entry: Entry | None = None) -> str:
+    tensors, whole = to_canonical("w", quantized("uint4 group", 4, 64))
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        from_canonical(entry or whole, {**tensors, **change}.__getitem__)
+    return str(error.value)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    _, entry = to_canonical("w", quantized("uint4 group", 4, 64))
+    without = {part: name for part, name in entry["tensors"].items() if part != "zero_point"}
+    texts = [
+        broken({"w_packed": torch.zeros(3, 8, dtype=torch.int32)}),
+        broken({"w_packed": torch.zeros(4, 2, dtype=torch.int32)}),
+        broken({"w_scale": torch.zeros(4, 1)}),
+        broken({"w_zero_point": torch.zeros(4, 4)}),
+        broken({}, {**entry, "tensors": without}),
+        broken({}, {**entry, "scheme": entry["scheme"]["spec"]["weight"]["granularity"]}),
+        broken({}, {**entry, "scheme": {**entry["scheme"], "later": 1}}),
+    ]
+    assert_expected_inline(
+        "\n".join(texts),
+        """\
+the codes have shape (3, 64), the scheme (4, 64)
+the codes have shape (4, 16), the scheme (4, 64)
+scale of codes (4, 64) has shape (4, 2), got (4, 1)
+zero_point of codes (4, 64) has shape (4, 2), got (4, 4)
+zero_point is missing, the spec is uint4 PerGroup(group_size=32) asymmetric
+expected a Scheme, got PerGroup(group_size=32)
+from_json: Scheme has no field later; the data was written by a newer version of qtorch""",
+    )

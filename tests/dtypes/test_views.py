@@ -1,0 +1,271 @@
+"""Views and selections: the same numbers as on the float tensor, or a ValueError; never a wrong number."""
+
+from collections.abc import Callable
+from textwrap import fill
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+from qtorch import AffineQuantizedTensor, PerBlock, QuantSpec
+from tests.dtypes.specs import ASYMMETRIC, DTYPES, SPECS, quantized
+
+Operation = Callable[[Tensor], Any]
+
+
+def check_exact(operation: Operation, w: Tensor) -> None:
+    got, wanted = operation(w), operation(w.dequantize())
+    if isinstance(wanted, Tensor):
+        got, wanted = [got], [wanted]
+    assert len(got) == len(wanted)
+    for a, b in zip(got, wanted):
+        assert isinstance(a, AffineQuantizedTensor)
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert torch.equal(a.dequantize(), b)
+
+
+EXACT: dict[str, Operation] = {
+    "t": lambda w: w.t(),
+    "T": lambda w: w.T,
+    "mT": lambda w: w.mT,
+    "transpose": lambda w: w.transpose(-1, 0),
+    "permute": lambda w: w.permute(1, 0),
+    "twice": lambda w: w.t().t(),
+    "movedim": lambda w: w.movedim(0, 1),
+    "unsqueeze": lambda w: w.unsqueeze(0),
+    "None": lambda w: w[:, None],
+    "squeeze": lambda w: w[None, :, None].squeeze(),
+    "squeeze one": lambda w: w[None].squeeze(0),
+    "squeeze several": lambda w: w[None, :, None].squeeze((0, 2)),
+    "squeeze nothing": lambda w: w.squeeze(0),
+    "same view": lambda w: w.view(32, 64),
+    "reshape rows": lambda w: w.reshape(4, 8, 64),
+    "unflatten": lambda w: w.unflatten(0, (2, 16)),
+    "flatten again": lambda w: w.unflatten(0, (-1, 16)).flatten(0, 1),
+    "slice": lambda w: w[8:24],
+    "negative": lambda w: w[-8:],
+    "empty": lambda w: w[8:8],
+    "beyond": lambda w: w[16:100],
+    "columns": lambda w: w[:, 32:],
+    "narrow": lambda w: w.narrow(0, 8, 8),
+    "split": lambda w: w.split(8),
+    "split sizes": lambda w: w.split([8, 0, 24]),
+    "split columns": lambda w: w.split(32, dim=1),
+    "chunk": lambda w: w.chunk(4),
+    "tensor_split": lambda w: torch.tensor_split(w, 2),
+    "hsplit": lambda w: torch.hsplit(w, 2),
+    "inside a block": lambda w: w[3:5, 1:7],
+    "row": lambda w: w[3],
+    "last row": lambda w: w[-1],
+    "column": lambda w: w[:, 63],
+    "select": lambda w: w.select(1, -2),
+    "element": lambda w: w[3, 5],
+    "unbind": lambda w: w.unbind(),
+    "iterate": lambda w: list(w.t()),
+}
+
+
+@pytest.mark.parametrize("operation", EXACT.values(), ids=EXACT)
+@pytest.mark.parametrize("name", SPECS)
+def test_exact(name: str, operation: Operation) -> None:
+    check_exact(operation, quantized(name))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_views_keep_dtype_activation_and_gradient(dtype: torch.dtype) -> None:
+    for name in ["int8 row, int8 token", "int8 row, static int8"]:
+        w = quantized(name, dtype=dtype).requires_grad_()
+        for view in [w.t(), w[:8], w[None], w.reshape(2, 16, 64), w.split(8)[0]]:
+            assert view.scheme.activation == SPECS[name].activation
+            assert view.act_scale is w.act_scale
+            assert (view.dtype, view.requires_grad) == (dtype, True)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_slices_of_whole_blocks_share_memory(name: str) -> None:
+    w = quantized(name)
+    assert w[8:].plain()[0].data_ptr() == w.plain()[0][8:].data_ptr()
+    assert w.t().plain()[0].data_ptr() == w.plain()[0].data_ptr()
+
+
+@pytest.mark.parametrize("name", ["int8 row", "uint4 group", "int8 row, int8 token", "float8 row", "int8 block"])
+def test_cat_of_parts_is_the_whole(name: str) -> None:
+    w = quantized(name)
+    whole = torch.cat(w.split([8, 16, 8]))
+    assert whole.scheme == w.scheme
+    assert torch.equal(whole, w)
+    if name == "uint4 group":
+        assert torch.equal(torch.cat([w[:, :32], w[:, 32:]], dim=-1), w)
+
+
+INDICES = [torch.tensor([5, 0, 5]), torch.tensor([-1, -32]), torch.tensor([], dtype=torch.int64), torch.tensor([31])]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "int8 block"])
+def test_rows_by_index(name: str, index: Tensor) -> None:
+    w = quantized(name)
+    check_exact(lambda w: w[index], w)
+    check_exact(lambda w: w[index.tolist()], w)
+    check_exact(lambda w: w.index_select(0, index % 32), w)
+    check_exact(lambda w: w[torch.isin(torch.arange(32), index)], w)
+    assert torch.equal(functional.embedding(index % 32, w), w.dequantize()[index])
+
+
+def test_columns_by_index() -> None:
+    index = torch.tensor([63, 1, -1])
+    check_exact(lambda w: w[:, index], quantized("int8 row"))
+    with pytest.raises(ValueError, match="index_select along axis 1 cuts blocks of 32"):
+        quantized("uint4 group")[:, index]
+
+
+def test_wrong_indices_fail_as_on_a_plain_tensor() -> None:
+    w = quantized("int8 row")
+    for operation in [
+        lambda w: w[torch.tensor([32])],
+        lambda w: w[torch.tensor([-33])],
+        lambda w: w[torch.ones(31, dtype=torch.bool)],
+        lambda w: w[32],
+        lambda w: w.index_select(0, torch.tensor([32])),
+        lambda w: functional.embedding(torch.tensor([32]), w),
+    ]:
+        with pytest.raises((IndexError, RuntimeError)):
+            operation(w.dequantize())
+        with pytest.raises((IndexError, RuntimeError)):
+            operation(w)
+    with pytest.raises(NotImplementedError, match="takes one 1-d index tensor"):
+        w[torch.ones(32, 64, dtype=torch.bool)]
+
+
+def test_what_cuts_blocks_says_so() -> None:
+    group, row, block = quantized("uint4 group"), quantized("int8 row"), quantized("int8 block")
+    texts = []
+    for operation in [
+        lambda: group[:, 16:48],
+        lambda: group[:, ::2],
+        lambda: group.t().reshape(-1),
+        lambda: quantized("int8 row", 2, 48).view(3, 32),
+        lambda: block[4:12],
+        lambda: block.flatten(),
+        lambda: block[torch.tensor([1])],
+        lambda: row.split([8, 8]),
+        lambda: torch.cat([row, row], dim=1),
+        lambda: torch.cat([row, group]),
+        lambda: torch.cat([row, row.half()]),
+        lambda: torch.cat([quantized("int8 row, static int8")] * 2),
+    ]:
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            operation()
+        texts.append(str(error.value))
+    assert_expected_inline(
+        "\n".join(fill(text, 110) for text in texts),
+        """\
+the slice 16:48:1 along axis 1 cuts blocks of 32 (uint4 PerGroup(group_size=32) asymmetric); use multiples of
+32, or dequantize() first
+the slice 0:64:2 along axis 1 cuts blocks of 32 (uint4 PerGroup(group_size=32) asymmetric); use multiples of
+32, or dequantize() first
+a view of shape (2048,) of a tensor of shape (64, 32) cuts across its blocks (uint4 PerBlock(sizes=(32, 1))
+asymmetric); dequantize() first
+a view of shape (3, 32) of a tensor of shape (2, 48) cuts across its blocks (int8 PerRow() symmetric);
+dequantize() first
+the slice 4:12:1 along axis 0 cuts blocks of 8 (int8 PerBlock(sizes=(8, 16)) symmetric); use multiples of 8,
+or dequantize() first
+a view of shape (2048,) of a tensor of shape (32, 64) cuts across its blocks (int8 PerBlock(sizes=(8, 16))
+symmetric); dequantize() first
+index_select along axis 0 cuts blocks of 8 (int8 PerBlock(sizes=(8, 16)) symmetric)
+split: sizes [8, 8] do not add up to the 32 of axis 0
+cat along axis 1: one scale spans the axis (int8 PerRow() symmetric); dequantize() first
+cat joins tensors quantized alike, got AffineQuantizedTensor(weight int8 PerRow() symmetric,
+layout=PlainLayout(), shape=(32, 64), dtype=torch.float32, device=cpu, 2,176 bytes) and
+AffineQuantizedTensor(weight uint4 PerGroup(group_size=32) asymmetric, layout=PlainLayout(), shape=(32, 64),
+dtype=torch.float32, device=cpu, 2,368 bytes)
+cat joins tensors of one dtype, got torch.float32 and torch.float16
+cat: each tensor has an activation scale of its own""",
+    )
+
+
+def test_empty_tensors() -> None:
+    for name in ["int8 row", "int8 tensor", "uint4 group"]:
+        w = quantized(name)[:0]
+        for operation in [
+            lambda w: w.t(),
+            lambda w: w[None],
+            lambda w: w.view(0, 2, 32),
+            lambda w: w.view(-1),
+            lambda w: w[torch.tensor([], dtype=torch.int64)],
+        ]:
+            check_exact(operation, w)
+
+
+# ----------------------------------------------------------------------- property: exact, or ValueError
+
+sizes = st.sampled_from([1, 2, 3, 4, 6, 8])
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> AffineQuantizedTensor:
+    shape = draw(st.lists(sizes, min_size=1, max_size=4))
+    block = [draw(st.sampled_from([-1, *(d for d in range(1, n + 1) if n % d == 0)])) for n in shape]
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 9))))
+    return AffineQuantizedTensor.from_float(x, QuantSpec("uint4", PerBlock(tuple(block)), ASYMMETRIC))
+
+
+@st.composite
+def operations(draw: st.DrawFn, shape: torch.Size) -> tuple[str, Operation]:
+    """An operation that torch allows on a tensor of this shape."""
+    ndim = len(shape)
+    axis = draw(st.integers(-ndim, ndim - 1)) if ndim else 0
+    n = shape[axis] if ndim else 1
+    kind = draw(st.sampled_from(["view", "unsqueeze", "squeeze", "permute", "flatten", *(["cut"] * 6 if ndim else [])]))
+    if kind == "cut":
+        kind = draw(st.sampled_from(["slice", "select", "split", "index", "mask", "cat"]))
+    positions = draw(st.lists(st.integers(-n, n - 1), max_size=4))
+    at = (slice(None),) * (axis % max(ndim, 1))
+    start, stop, step = draw(st.integers(-9, 9)), draw(st.integers(-9, 9)), draw(st.integers(1, 3))
+    if kind == "view":
+        factors = [d for n in shape for d in draw(st.sampled_from([[n], [n, 1], [1, n], [2, n // 2], [n // 2, 2]]))]
+        merged = draw(st.lists(st.booleans(), min_size=len(factors), max_size=len(factors)))
+        size: list[int] = []
+        for factor, merge in zip(factors, merged):
+            size[-1:] = [size[-1] * factor] if merge and size else [*size[-1:], factor]
+        if torch.Size(size).numel() != shape.numel():
+            size = list(shape)
+        return f"view {size}", lambda w: w.reshape(size)
+    if kind == "permute":
+        axes = draw(st.permutations(range(ndim)))
+        return f"permute {axes}", lambda w: w.permute(tuple(axes))
+    simple: dict[str, Operation] = {
+        "unsqueeze": lambda w: w.unsqueeze(axis),
+        "squeeze": lambda w: w.squeeze(axis) if ndim else w.squeeze(),
+        "flatten": lambda w: w.flatten(axis),
+        "slice": lambda w: w[(*at, slice(start, stop, step))],
+        "select": lambda w: w.select(axis, start % n),
+        "split": lambda w: w.split(step, axis)[start % (-(-n // step))],
+        "index": lambda w: w[(*at, torch.tensor(positions, dtype=torch.int64))],
+        "mask": lambda w: w[(*at, torch.arange(n) % step == 0)],
+        "cat": lambda w: torch.cat(w.split(step, axis)[::-1], axis),
+    }
+    return f"{kind} axis {axis} {start}:{stop}:{step} {positions}", simple[kind]
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.data())
+def test_property_exact_or_value_error(data: st.DataObject) -> None:
+    w = data.draw(tensors())
+    for _ in range(3):
+        label, operation = data.draw(operations(w.shape))
+        wanted = operation(w.dequantize())
+        try:
+            got = operation(w)
+        except ValueError:
+            return
+        assert torch.equal(got.dequantize(), wanted), label
+        assert got.shape == wanted.shape, label
+        if not wanted.numel():
+            return
+        w = got

@@ -1,0 +1,39 @@
+"""The model that the quantize_ tests quantize, and its state to compare."""
+
+import torch
+from torch import Tensor, nn
+
+from qtorch import (
+    int8_weight_only,
+)
+
+INT8 = int8_weight_only()
+
+State = list[tuple[str, object]]
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, width)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 96)
+        self.down = nn.Linear(96, width, bias=False)
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.embed(ids))
+        return self.down(self.up(x).relu())
+
+
+def state_of(model: nn.Module) -> State:
+    """Every parameter, buffer and hook, by identity."""
+    state: State = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, module in model.named_modules():
+        state += [(f"{name} {id(key)}", hook) for key, hook in module._forward_hooks.items()]
+        state.append((f"{name}.training", module.training))
+    return state
+
+
+def same(before: State, after: State) -> bool:
+    return len(before) == len(after) and all(a == c and b is d for (a, b), (c, d) in zip(before, after))

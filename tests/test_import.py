@@ -1,0 +1,48 @@
+"""What `import qtorch` does and does not do, in a fresh interpreter."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import qtorch
+
+ROOT = Path(qtorch.__file__).parent.parent
+
+
+def run(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_is_silent_and_starts_nothing() -> None:
+    run(
+        "import sys, warnings\n"
+        # The option -W would not do: it takes whole module names, and 'qtorch' is not 'qtorch.primitives'.
+        "warnings.filterwarnings('error', category=DeprecationWarning, module='qtorch')\n"
+        "import torch\n"
+        "before = set(sys.modules)\n"
+        "import qtorch\n"
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "assert not new & {'triton', 'transformers', 'matplotlib', 'torchvision', 'torchao'}, new\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert torch.is_grad_enabled() and torch.get_default_dtype() is torch.float32\n"
+    )
+
+
+def test_works_without_triton_and_without_a_gpu() -> None:
+    run(
+        "import os, sys\n"
+        "os.environ['CUDA_VISIBLE_DEVICES'] = ''\n"
+        "sys.modules['triton'] = None\n"
+        "import qtorch, torch\n"
+        "layer, x = torch.nn.Linear(64, 64), torch.ones(2, 64)\n"
+        "wanted = layer(x)\n"
+        "qtorch.quantize_(layer, qtorch.int8_weight_only())\n"
+        "assert 20 < qtorch.compute_error(wanted, layer(x)) < 70\n"
+    )
+
+
+def test_public_names() -> None:
+    assert qtorch.__all__ == sorted(qtorch.__all__)
+    assert [name for name in qtorch.__all__ if not hasattr(qtorch, name)] == []
+    assert [name for name in qtorch.__all__ if getattr(qtorch, name).__doc__ is None] == []

@@ -1,0 +1,237 @@
+"""quantize_ and dequantize_: small models, real architectures, errors that leave the model alone."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qtorch import (
+    AffineQuantizedTensor,
+    compute_error,
+    dequantize_,
+    explain,
+    int4_weight_only,
+    int8_dynamic_activation_int4_weight,
+    int8_dynamic_activation_int8_weight,
+    quantize_,
+)
+from qtorch.kernels import record_kernels
+from qtorch.quantize_api import Recipe
+from tests.quantize_model import INT8, Mlp, same, state_of
+
+# recipe, lowest and highest SQNR of a model's output in dB, the linear kernel that runs on fp32
+CASES = [
+    (INT8, 33, 55, "linear:weight_only_mm"),
+    (int4_weight_only(group_size=32), 13, 30, "linear:weight_only_mm"),
+    (int8_dynamic_activation_int8_weight(), 30, 50, "linear:int8_scaled_mm"),
+    (int8_dynamic_activation_int4_weight(), 13, 30, "linear:int8_scaled_mm"),
+]
+every_case = pytest.mark.parametrize(("recipe", "low", "high", "kernel"), CASES, ids=[case[0].name for case in CASES])
+
+
+def output(model: nn.Module, *args: Tensor) -> tuple[Tensor, list[str]]:
+    """What the model gives, and which linear kernels ran."""
+    with torch.no_grad(), record_kernels() as ran:
+        y = model(*args)
+    y = getattr(y, "logits", getattr(y, "last_hidden_state", y))
+    return y, [name for name in ran if name.startswith("linear:")]
+
+
+@every_case
+def test_small_model(recipe: Recipe, low: float, high: float, kernel: str) -> None:
+    model, ids = Mlp(), torch.randint(32, (4, 5))
+    model.up.register_forward_hook(lambda module, args, result: None)
+    before, wanted = state_of(model), output(model, ids)[0]
+    report = quantize_(model, recipe)
+    y, ran = output(model, ids)
+    assert low < compute_error(wanted, y) < high
+    assert ran == [kernel] * 2
+    assert {layer.kernel for layer in report.quantized} == {kernel.partition(":")[2]}
+    changed = [name for (name, old), (_, new) in zip(before, state_of(model), strict=True) if old is not new]
+    assert changed == ["up.weight", "down.weight"]
+
+
+# --- real architectures, without their weights ---
+
+
+Built = tuple[nn.Module, tuple[Tensor, ...]]
+
+
+def from_config(name: str, model: str, **sizes: object) -> Built:
+    """A model of transformers without its weights; larger ones than its default, so that every layer counts."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 96, "hidden_size": 64, "num_attention_heads": 4, "initializer_range": 0.125, **sizes}
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    return getattr(transformers, f"{name}{model}")(config).eval(), (torch.randint(96, (2, 7)),)
+
+
+def llama() -> Built:
+    heads = {"num_hidden_layers": 2, "num_key_value_heads": 2}
+    return from_config("Llama", "ForCausalLM", intermediate_size=128, tie_word_embeddings=True, **heads)
+
+
+def bert() -> Built:
+    return from_config("Bert", "Model", intermediate_size=128, num_hidden_layers=2)
+
+
+def mixtral() -> Built:
+    experts = {"num_local_experts": 4, "intermediate_size": 32}
+    return from_config("Mixtral", "ForCausalLM", num_hidden_layers=1, num_key_value_heads=2, **experts)
+
+
+def encoder() -> Built:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), (torch.randn(2, 7, 64),)
+
+
+@every_case
+@pytest.mark.parametrize(
+    ("build", "layers"),
+    [(llama, 2 * 7 + 1), (bert, 2 * 6 + 1), (encoder, 2 * 3)],
+    ids=lambda v: getattr(v, "__name__", v),
+)
+def test_architecture(
+    build: Callable[[], Built], layers: int, recipe: Recipe, low: float, high: float, kernel: str
+) -> None:
+    model, inputs = build()
+    wanted = output(model, *inputs)[0]
+    report = quantize_(model, recipe)
+    assert len(report.quantized) == layers
+    y, ran = output(model, *inputs)
+    assert low - 5 < compute_error(wanted, y) < high
+    assert ran == [kernel] * layers
+
+
+def test_tied_llama() -> None:
+    model, (ids,) = llama()
+    wanted = output(model, ids)[0]
+    report = quantize_(model, INT8)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    (row,) = [layer for layer in report.layers if layer.name == "lm_head.weight"]
+    assert row.also == ("model.embed_tokens.weight",)
+    assert [e.kernel for e in explain(model) if "embed" in e.name] == ["gather_rows"]
+    with record_kernels() as ran:
+        y = model(ids).logits
+    assert ran[0] == "embedding:gather_rows"
+    assert 30 < compute_error(wanted, y) < 50
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_fused_experts(implementation: str) -> None:
+    model, (ids,) = mixtral()
+    model.set_experts_implementation(implementation)
+    wanted = output(model, ids)[0]
+    recipes = {r".*\.experts\.(gate_up|down)_proj": int4_weight_only(group_size=32), r".*self_attn.*": INT8}
+    report = quantize_(model, recipes)
+    assert [(layer.name.rpartition(".")[2], layer.shape) for layer in report.quantized[-2:]] == [
+        ("gate_up_proj", (4, 64, 64)),
+        ("down_proj", (4, 64, 32)),
+    ]
+    y, ran = output(model, ids)
+    assert 20 < compute_error(wanted, y) < 40
+    assert set(ran) == {"linear:weight_only_mm"}
+    assert len(ran) > 4 + 2
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_attention_projection_asked_for_by_name(batch_first: bool) -> None:
+    attention = nn.MultiheadAttention(64, 4, batch_first=batch_first)
+    x = torch.randn(2, 7, 64)
+    wanted = attention(x, x, x)[0]
+    quantize_(attention, {"in_proj_weight": INT8, "out_proj": INT8})
+    with record_kernels() as ran:
+        y = attention(x, x, x)[0]
+    assert 35 < compute_error(wanted, y) < 55
+    assert ran.count("linear:weight_only_mm") == 2
+
+
+# --- options ---
+
+
+def test_dry_run_predicts_and_changes_nothing() -> None:
+    model = Mlp()
+    before = state_of(model)
+    versions = [parameter._version for parameter in model.parameters()]
+    predicted = quantize_(model, INT8, dry_run=True)
+    assert same(before, state_of(model))
+    assert versions == [parameter._version for parameter in model.parameters()]
+    done = quantize_(model, INT8)
+    assert predicted.layers == done.layers
+    assert (predicted.dry_run, done.dry_run) == (True, False)
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
+def test_device(device: object) -> None:
+    model, ids = Mlp(), torch.randint(32, (4,))
+    twin = copy.deepcopy(model)
+    quantize_(model, INT8, device=device)
+    quantize_(twin, INT8)
+    assert torch.equal(output(model, ids)[0], output(twin, ids)[0])
+
+
+def test_a_wrong_device_changes_nothing() -> None:
+    model = Mlp()
+    before = state_of(model)
+    with pytest.raises(RuntimeError, match="device"):
+        quantize_(model, INT8, device="nowhere")
+    assert same(before, state_of(model))
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_progress(progress: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    quantize_(Mlp(), INT8, progress=progress)
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert ("quantize: 100%" in captured.err) == progress
+    assert progress or not captured.err
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_models(dtype: torch.dtype) -> None:
+    model, ids = Mlp().to(dtype), torch.randint(32, (4,))
+    wanted = output(model, ids)[0]
+    quantize_(model, INT8)
+    y, ran = output(model, ids)
+    assert y.dtype == dtype
+    assert ran == ["linear:int8_weight_mm"] * 2
+    assert 30 < compute_error(wanted, y) < 60
+
+
+# --- dequantize_ ---
+
+
+def test_dequantize() -> None:
+    model, ids = Mlp(), torch.randint(32, (4,))
+    original = copy.deepcopy(model)
+    quantize_(model, {"embed": INT8, ".*": INT8})
+    quantized = copy.deepcopy(model)
+    assert dequantize_(model) is model
+    for name, parameter in model.named_parameters():
+        assert type(parameter) is nn.Parameter
+        assert parameter.requires_grad
+        assert parameter.shape == original.get_parameter(name).shape
+    assert 35 < compute_error(original.up.weight, model.up.weight) < 50
+    assert compute_error(output(quantized, ids)[0], output(model, ids)[0]) > 100
+    with pytest.raises(ValueError, match="dequantize_: no weight of this Mlp is quantized"):
+        dequantize_(model)
+
+
+def test_dequantized_model_can_be_quantized_again() -> None:
+    """The second time loses nothing: codes of codes."""
+    model = Mlp()
+    quantize_(model, INT8)
+    codes = model.up.weight.plain()[0]
+    dequantize_(model)
+    quantize_(model, INT8)
+    assert isinstance(model.up.weight, AffineQuantizedTensor)
+    assert torch.equal(model.up.weight.plain()[0], codes)
+
+
+def test_dequantize_keeps_ties() -> None:
+    model, _ = llama()
+    quantize_(model, INT8)
+    dequantize_(model)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert type(model.lm_head.weight) is nn.Parameter

@@ -1,0 +1,135 @@
+"""quantize_ refuses before it changes anything, and names every module that is in the way."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+from qtorch import (
+    int4_weight_only,
+    int8_weight_only,
+    quantize_,
+)
+from qtorch.quantize_api import Recipe
+from tests.quantize_model import INT8, Mlp, same, state_of
+
+
+def failing(change: Callable[[Mlp], object]) -> Mlp:
+    """A model with both linear layers spoilt."""
+    model = Mlp()
+    for name in ("up", "down"):
+        layer = getattr(model, name)
+        setattr(model, name, change(layer) or layer)
+    return model
+
+
+def with_value(value: float) -> Callable[[nn.Linear], None]:
+    def change(layer: nn.Linear) -> None:
+        with torch.no_grad():
+            layer.weight[1, 2:4] = value
+
+    return change
+
+
+def with_weight(make: Callable[[Tensor], Tensor]) -> Callable[[nn.Linear], None]:
+    def change(layer: nn.Linear) -> None:
+        layer.weight = nn.Parameter(make(layer.weight.detach()), requires_grad=False)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "recipe", "problem"),
+    [
+        (lambda layer: None, int4_weight_only(group_size=40), "block_size (1, 40) does not divide shape ("),
+        (lambda layer: layer.double(), INT8, "takes float32, float16 or bfloat16 weights, this one is torch.float64"),
+        (with_weight(Tensor.int), INT8, "takes float32, float16 or bfloat16 weights, this one is torch.int32"),
+        (with_weight(lambda w: w.to(torch.float8_e4m3fn)), INT8, "this one is torch.float8_e4m3fn"),
+        (with_value(float("nan")), INT8, "has 2 values of 6144 that are NaN or infinite"),
+        (with_value(float("-inf")), INT8, "has 2 values of 6144 that are NaN or infinite"),
+        (lambda layer: layer.to("meta"), INT8, "the weight is on the meta device and has no values to quantize"),
+        (lambda layer: nn.LazyLinear(64), INT8, "the weight is not initialized yet; run the model once"),
+        (
+            lambda layer: quantize_(layer, INT8) and None,
+            INT8,
+            "is already quantized: AffineQuantizedTensor(weight int8",
+        ),
+    ],
+    ids=["group", "float64", "int32", "float8", "nan", "inf", "meta", "lazy", "again"],
+)
+@pytest.mark.parametrize("options", [{}, {"dry_run": True}, {"device": "cpu"}], ids=str)
+def test_refused_weights(change: Callable, recipe: Recipe, problem: str, options: dict) -> None:
+    model = failing(change)
+    before = state_of(model)
+    with pytest.raises(ValueError, match=r"^quantize_: ") as caught:
+        quantize_(model, {"embed": INT8, ".*": recipe}, **options)
+    up, down, last = str(caught.value).removeprefix("quantize_: ").splitlines()
+    assert up.startswith("up: ")
+    assert down.startswith("down: ")
+    assert problem in up
+    assert problem in down
+    assert last == "the model is unchanged"
+    assert same(before, state_of(model))
+
+
+def test_every_offending_module_is_named() -> None:
+    model = nn.Sequential(*[nn.Linear(24, 24) for _ in range(10)])
+    with pytest.raises(ValueError, match=r"^quantize_: ") as caught:
+        quantize_(model, int4_weight_only(group_size=16))
+    assert_expected_inline(
+        str(caught.value),
+        """\
+quantize_: 0: block_size (1, 16) does not divide shape (24, 24): 24 % 16 along axis 1
+1: block_size (1, 16) does not divide shape (24, 24): 24 % 16 along axis 1
+2: block_size (1, 16) does not divide shape (24, 24): 24 % 16 along axis 1
+3: block_size (1, 16) does not divide shape (24, 24): 24 % 16 along axis 1
+4: block_size (1, 16) does not divide shape (24, 24): 24 % 16 along axis 1
+5: block_size (1, 16) does not divide shape (24, 24): 24 % 16 along axis 1
+6: block_size (1, 16) does not divide shape (24, 24): 24 % 16 along axis 1
+7: block_size (1, 16) does not divide shape (24, 24): 24 % 16 along axis 1
+... and 2 more
+the model is unchanged""",
+    )
+
+
+def test_a_custom_recipe_is_checked_too() -> None:
+    class Picky(Recipe):
+        name = "picky"
+
+        def check(self, weight: Tensor) -> None:
+            raise TypeError("no")
+
+    with pytest.raises(ValueError, match=r"^quantize_: up: no\ndown: no\nthe model is unchanged$"):
+        quantize_(Mlp(), Picky())
+
+
+@pytest.mark.parametrize(
+    "recipe", [int8_weight_only, "int8", None, nn.Linear, {"up": int8_weight_only}, {"up": "int8"}]
+)
+def test_not_a_recipe(recipe: object) -> None:
+    hint = "; call it: int8_weight_only()" if "Int8WeightOnly" in repr(recipe) else ""
+    given = recipe["up"] if isinstance(recipe, dict) else recipe
+    message = f"quantize_: takes a recipe such as int8_weight_only(), got {given!r}{hint}"
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        quantize_(Mlp(), recipe)
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "filter_fn", "why"),
+    [
+        (nn.ReLU(), INT8, None, "the model has no weight of two or more dimensions"),
+        (nn.LayerNorm(8), INT8, None, "the model has no weight of two or more dimensions"),
+        (nn.Embedding(4, 8), INT8, None, "weight: an embedding; ask for it by name or with filter_fn"),
+        (nn.Linear(8, 8), INT8, lambda module, name: False, "weight: filter_fn"),
+        (nn.Linear(8, 8), {}, None, "weight: no entry of the mapping asks for it"),
+        (nn.Linear(8, 8), {"weight": None}, None, "weight: None for 'weight'"),
+    ],
+)
+def test_nothing_to_quantize(model: nn.Module, recipe: object, filter_fn: object, why: str) -> None:
+    before = state_of(model)
+    with pytest.raises(ValueError, match=re.escape(f"quantize_: nothing to quantize: {why}")):
+        quantize_(model, recipe, filter_fn, device="meta")  # had it been moved, it would have lost its weights
+    assert same(before, state_of(model))

@@ -1,0 +1,181 @@
+"""QuantizeReport: the table, the totals, the JSON."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+
+from qtorch import (
+    QuantizeReport,
+    compute_error,
+    int4_weight_only,
+    int8_dynamic_activation_int8_weight,
+    int8_weight_only,
+    quantize_,
+)
+from qtorch.kernels import record_kernels
+from qtorch.report import LayerReport, format_table
+
+
+class Tied(nn.Module):
+    """An embedding that is the head too, a layer, and bare experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(16, 32)
+        self.fc = nn.Linear(32, 32)
+        self.experts = nn.Parameter(torch.randn(2, 32, 64))
+        self.head = nn.Linear(32, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+
+RECIPES = {
+    "fc": int8_dynamic_activation_int8_weight(),
+    "experts": int4_weight_only(group_size=32),
+    "embed": None,
+}
+
+
+def report_of(model: nn.Module, recipe: object = None, **options: bool) -> QuantizeReport:
+    return quantize_(model, recipe or RECIPES, **options)
+
+
+def test_table() -> None:
+    assert_expected_inline(
+        str(report_of(Tied())),
+        """\
+weight                      shape    what                                   bytes before  after  SQNR dB  kernel
+------------------------------------------------------------------------------------------------------------------------
+experts                     2x32x64  int4_weight_only(group_size=32)        16,384        4,736  21.9     weight_only_mm
+embed.weight = head.weight  16x32    skipped: None for 'embed'              2,048
+fc.weight                   32x32    int8_dynamic_activation_int8_weight()  4,096         1,152  48.5     int8_scaled_mm
+quantized 2 of 3 weights: 20,480 -> 5,888 bytes (28.7%)""",
+    )
+
+
+def test_table_of_tied_weights_and_of_a_dry_run() -> None:
+    assert_expected_inline(
+        str(report_of(Tied(), int8_weight_only(), dry_run=True)),
+        """\
+weight                      shape    what                                                   bytes before  after  SQNR dB  kernel
+----------------------------------------------------------------------------------------------------------------------------------------
+experts                     2x32x64  skipped: a bare parameter of Tied; ask for it by name  16,384
+head.weight = embed.weight  16x32    int8_weight_only()                                     2,048         576    44.9     weight_only_mm
+fc.weight                   32x32    int8_weight_only()                                     4,096         1,152  48.5     weight_only_mm
+would quantize 2 of 3 weights: 6,144 -> 1,728 bytes (28.1%)""",  # noqa: E501
+    )
+
+
+def test_repr_is_the_summary() -> None:
+    assert_expected_inline(
+        repr(report_of(Tied())), """<QuantizeReport: quantized 2 of 3 weights: 20,480 -> 5,888 bytes (28.7%)>"""
+    )
+
+
+def test_totals_are_those_of_the_quantized_weights() -> None:
+    report = report_of(Tied())
+    assert [layer.name for layer in report.quantized] == ["experts", "fc.weight"]
+    assert [layer.name for layer in report.skipped] == ["embed.weight"]
+    assert report.bytes_before == 4 * (2 * 32 * 64 + 32 * 32)
+    # int8 codes and an fp32 scale a row; int4 codes in a byte each, fp32 scale and a zero point for 32 of them.
+    assert report.bytes_after == 32 * 32 + 32 * 4 + 2 * 32 * 64 * (32 + 4 + 1) // 32
+
+
+def test_bytes_are_those_that_the_model_holds() -> None:
+    model = Tied()
+    report = report_of(model)
+    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    assert {layer.name: layer.bytes_after for layer in report.layers} == {
+        name: size for name, size in sizes.items() if name != "fc.bias"
+    }
+
+
+def test_sqnr_is_that_of_the_weight() -> None:
+    model = Tied()
+    before = model.fc.weight.detach().clone()
+    row = next(layer for layer in report_of(model).layers if layer.name == "fc.weight")
+    assert row.sqnr == pytest.approx(float(compute_error(before, model.fc.weight.dequantize())))
+    assert 35 < row.sqnr < 55
+
+
+def test_json_round_trip() -> None:
+    data = report_of(Tied()).to_json()
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert_expected_inline(
+        json.dumps({**data, "layers": data["layers"][1:2]}, indent=1),
+        """\
+{
+ "dry_run": false,
+ "bytes_before": 20480,
+ "bytes_after": 5888,
+ "layers": [
+  {
+   "name": "embed.weight",
+   "shape": [
+    16,
+    32
+   ],
+   "action": "skipped",
+   "detail": "None for 'embed'",
+   "bytes_before": 2048,
+   "bytes_after": 2048,
+   "sqnr": null,
+   "kernel": null,
+   "also": [
+    "head.weight"
+   ]
+  }
+ ]
+}""",
+    )
+
+
+def test_json_holds_every_field() -> None:
+    report = report_of(Tied())
+    for layer, data in zip(report.layers, report.to_json()["layers"], strict=True):
+        assert LayerReport(**{**data, "shape": tuple(data["shape"]), "also": tuple(data["also"])}) == layer
+
+
+def test_weights_without_error_are_json_too() -> None:
+    """SQNR is infinite, or 0 / 0."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[1].weight.copy_(torch.eye(8) * 127)
+    report = report_of(model, int8_weight_only())
+    assert str(report)
+    assert [layer["sqnr"] for layer in json.loads(json.dumps(report.to_json(), allow_nan=False))["layers"]] == [
+        None
+    ] * 2
+
+
+def test_kernel_is_the_one_that_runs() -> None:
+    model = Tied()
+    row = next(layer for layer in report_of(model).layers if layer.name == "fc.weight")
+    with record_kernels() as ran:
+        model.fc(torch.randn(3, 32))
+    assert ran[0] == f"linear:{row.kernel}"
+
+
+def test_a_report_is_a_value() -> None:
+    report = report_of(Tied())
+    assert report == report_of(Tied())
+    assert report != report_of(Tied(), dry_run=True)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.dry_run = False
+
+
+def test_format_table() -> None:
+    assert_expected_inline(
+        format_table(("a", "long header"), [("wide cell", "1"), ("", "22")]),
+        """\
+a          long header
+----------------------
+wide cell  1
+           22""",
+    )
+    assert format_table(("a",), []) == "a\n-"

@@ -1,0 +1,243 @@
+"""Which weights a recipe, or a mapping of names to recipes, reaches."""
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from qtorch import int4_weight_only, int8_weight_only, quantize_
+from qtorch.targets import find_targets
+
+INT8, INT4 = int8_weight_only(), int4_weight_only(group_size=8)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.experts = nn.Parameter(torch.randn(2, 8, 8))
+
+
+class Model(nn.Module):
+    """An embedding, two blocks with bare 3-d parameters, a convolution, and a head tied to the embedding or not."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.conv = nn.Conv1d(8, 8, 1)
+        self.head = nn.Linear(8, 16)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def asked(recipe: object, filter_fn: object = None, model: nn.Module | None = None) -> str:
+    """One line for each weight that a recipe was found for."""
+    targets = find_targets(model or Model(), recipe, filter_fn)
+    return "\n".join(
+        f"{' = '.join(slot.name for slot in target.slots)}: {target.recipe}" for target in targets if target.recipe
+    )
+
+
+def names(recipe: object, filter_fn: object = None, model: nn.Module | None = None) -> list[str]:
+    return [line.partition(":")[0] for line in asked(recipe, filter_fn, model).splitlines()]
+
+
+def error(recipe: object, model: nn.Module | None = None) -> str:
+    with pytest.raises(ValueError, match=r"^quantize_: ") as caught:
+        find_targets(model or Model(), recipe, None)
+    return str(caught.value)
+
+
+LINEAR = [
+    *(f"blocks.{i}.{name}_proj.weight" for i in (0, 1) for name in "qk"),
+    "head.weight",
+]
+
+
+def test_one_recipe_reaches_every_linear_layer() -> None:
+    assert names(INT8) == LINEAR
+
+
+def test_every_other_weight_says_why_not() -> None:
+    skipped = [target.slots[0] for target in find_targets(Model(), INT8, None) if target.recipe is None]
+    assert_expected_inline(
+        "\n".join(f"{slot.name}: {slot.reason}" for slot in skipped),
+        """\
+embed.weight: an embedding; ask for it by name or with filter_fn
+blocks.0.experts: a bare parameter of Block; ask for it by name
+blocks.1.experts: a bare parameter of Block; ask for it by name
+conv.weight: is a parameter of Conv1d, which has no quantized kernel""",
+    )
+
+
+def test_first_key_that_matches_wins() -> None:
+    assert_expected_inline(
+        asked({"blocks.1.k_proj": INT4, r"blocks\.\d+\.k_proj": None, r"blocks\..*": INT8, "head": INT4}),
+        """\
+blocks.0.q_proj.weight: int8_weight_only()
+blocks.1.q_proj.weight: int8_weight_only()
+blocks.1.k_proj.weight: int4_weight_only(group_size=8)
+head.weight: int4_weight_only(group_size=8)""",
+    )
+
+
+def test_none_says_which_key_it_was() -> None:
+    targets = find_targets(Model(), {"head": None, ".*": INT8}, None)
+    assert next(t for t in targets if t.slots[0].name == "head.weight").slots[0].reason == "None for 'head'"
+
+
+@pytest.mark.parametrize("key", [".*", r".*\.weight", r".*weight", r"(.*\.)?\w+", r"[a-z0-9._]+", "|".join([".*"] * 2)])
+def test_wildcards_reach_linear_layers_only(key: str) -> None:
+    assert names({key: INT8}) == LINEAR
+
+
+@pytest.mark.parametrize(
+    ("key", "found"),
+    [
+        ("embed", ["embed.weight"]),
+        ("embed.weight", ["embed.weight"]),
+        (r"emb.*", ["embed.weight"]),
+        (r".*embed\.weight", ["embed.weight"]),
+        ("blocks.0.experts", ["blocks.0.experts"]),
+        (r"blocks\.\d\.experts", ["blocks.0.experts", "blocks.1.experts"]),
+        (r".*\.experts", ["blocks.0.experts", "blocks.1.experts"]),
+        (r".*exp.*", ["blocks.0.experts", "blocks.1.experts"]),
+        ("head.weight", ["head.weight"]),
+        (r".*q_proj", ["blocks.0.q_proj.weight", "blocks.1.q_proj.weight"]),
+    ],
+)
+def test_names_reach_what_they_name(key: str, found: list[str]) -> None:
+    assert names({key: INT8}) == found
+
+
+def test_a_pattern_has_to_match_the_whole_name() -> None:
+    assert "matches no linear layer" in error({"proj": INT8})
+    assert "matches no linear layer" in error({r"blocks\.0": INT8})
+
+
+def test_void_entry() -> None:
+    assert_expected_inline(
+        error({"head": INT8, "haed": INT8}),
+        "quantize_: 'haed' matches no linear layer, embedding or parameter of the model. "
+        "The model has embed, blocks.0.experts, blocks.0.q_proj, blocks.0.k_proj, ...",
+    )
+
+
+def test_container_name() -> None:
+    assert_expected_inline(
+        error({"blocks.0": INT8}),
+        "quantize_: 'blocks.0' matches no linear layer, embedding or parameter of the model; "
+        "for what is inside it, write 'blocks.0.*' as a regular expression. "
+        "The model has embed, blocks.0.experts, blocks.0.q_proj, blocks.0.k_proj, ...",
+    )
+
+
+def test_shadowed_entry() -> None:
+    assert_expected_inline(
+        error({r"blocks\..*": INT8, r"blocks\.0\.q_proj": INT4}),
+        r"quantize_: 'blocks\\.0\\.q_proj': all that it matches is taken by entries before it; "
+        "the first entry that matches wins",
+    )
+
+
+def test_a_glob_is_not_a_regular_expression() -> None:
+    assert_expected_inline(
+        error({"*.q_proj": INT8}),
+        "quantize_: '*.q_proj' is neither a name nor a regular expression: nothing to repeat at position 0",
+    )
+
+
+def test_a_key_has_to_be_a_string() -> None:
+    with pytest.raises(TypeError, match=r"takes names and regular expressions, got <class 'torch.nn.modules.linear.Li"):
+        find_targets(Model(), {nn.Linear: INT8}, None)
+
+
+def test_a_name_that_is_no_regular_expression() -> None:
+    model = nn.ModuleDict({"b": nn.Linear(8, 8), "a(": nn.Linear(8, 8)})
+    assert names({"a(": INT8}, model=model) == ["a(.weight"]
+
+
+def test_filter_fn_is_asked_for_linear_layers_and_embeddings() -> None:
+    seen = []
+
+    def only_heads(module: nn.Module, name: str) -> bool:
+        seen.append(name)
+        return name == "head" or isinstance(module, nn.Embedding)
+
+    assert names(INT8, only_heads) == ["embed.weight", "head.weight"]
+    assert seen == ["embed", *(name.removesuffix(".weight") for name in LINEAR)]
+
+
+def test_filter_fn_narrows_a_mapping() -> None:
+    found = names({r"blocks.*": INT8, "head": None}, lambda module, name: name.endswith("q_proj"))
+    assert found == ["blocks.0.q_proj.weight", "blocks.1.q_proj.weight"]
+
+
+def test_tied_weights_are_one_target() -> None:
+    assert names(INT8, model=Model(tied=True))[0] == "embed.weight = head.weight"
+    assert names({"embed": INT8}, model=Model(tied=True)) == ["embed.weight = head.weight"]
+    assert names({"embed": INT8, "head": INT8}, model=Model(tied=True)) == ["embed.weight = head.weight"]
+
+
+@pytest.mark.parametrize("other", [INT4, None], ids=str)
+def test_tied_weights_asked_for_differently(other: object) -> None:
+    wanted = f"quantize_: one tied weight is asked for in different ways: embed: int8_weight_only(), head: {other}"
+    assert error({"embed": INT8, "head": other}, Model(tied=True)) == wanted
+
+
+def test_a_module_under_two_names() -> None:
+    model = nn.Module()
+    model.first = model.second = nn.Linear(8, 8)
+    for key in ("first", "second", "second.weight"):
+        assert names({key: INT8}, model=model) == ["first.weight = second.weight"]
+    assert "first: int8_weight_only(), second: None" in error({"first": INT8, "second": None}, model)
+
+
+class Conv(nn.Module):
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.fc = conv, nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Conv1d(8, 8, 1), nn.ConvTranspose2d(8, 8, 1), nn.Bilinear(8, 8, 8), nn.EmbeddingBag(8, 8)], ids=str
+)
+def test_modules_without_a_kernel(module: nn.Module) -> None:
+    """Asked for by name, they are refused now and not in the first forward pass."""
+    model = Conv(module)
+    with pytest.raises(ValueError, match=rf"conv\.weight: is a parameter of {type(module).__name__}, which has no"):
+        quantize_(model, {"conv.weight": INT8, "fc": INT8})
+    assert type(model.fc.weight) is nn.Parameter
+
+
+def test_parametrized_layer() -> None:
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8))
+    assert names(INT8, model=model) == ["1.weight"]
+    assert_expected_inline(
+        error({"0": INT8}, model),
+        "quantize_: '0' matches no linear layer, embedding or parameter of the model; "
+        "0.parametrizations.weight.original0 is parametrized; "
+        "call torch.nn.utils.parametrize.remove_parametrizations first. "
+        "The model has 0.parametrizations.weight.original0, 0.parametrizations.weight.original1, 1",
+    )
+    with pytest.raises(ValueError, match=r"nothing to quantize: .*original0: is parametrized; call torch"):
+        quantize_(model[:1], INT8)
+
+
+class Rescaled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def test_subclasses_of_linear_are_linear() -> None:
+    assert names(INT8, model=nn.Sequential(Rescaled(8, 8))) == ["0.weight"]
+
+
+def test_a_layer_alone_has_no_module_name() -> None:
+    assert names(INT8, model=nn.Linear(8, 8)) == ["weight"]
+    assert names({"weight": INT8}, model=nn.Linear(8, 8)) == ["weight"]
+    assert names({"weight": INT8}, model=nn.Embedding(8, 8)) == ["weight"]
+    assert "'.*' matches no linear layer" in error({".*": INT8}, nn.Embedding(8, 8))
