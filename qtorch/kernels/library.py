@@ -50,6 +50,11 @@ def opaque(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
     return decorate
 
 
+def recording() -> bool:
+    """Whether any record is open."""
+    return bool(_records)
+
+
 def note(name: str) -> None:
     """Write `name` into every open record."""
     for record in _records:

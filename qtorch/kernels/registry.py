@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..config import config
 from ..primitives.scheme import Scheme
-from .library import note
+from .library import note, recording
 
 
 class QuantizedWeight(Protocol):
@@ -72,7 +72,7 @@ class Kernel:
         return self.priority == REFERENCE
 
     def __call__(self, *args: Any) -> Tensor:
-        if not torch.compiler.is_compiling():
+        if recording() and not torch.compiler.is_compiling():
             note(f"{self.op}:{self.name}")
         return self.function(*args)
 
