@@ -49,8 +49,8 @@ def weight_only_mm(
     block = block_of(codes.shape, scale.shape)
     n, k = codes.shape
     y = x.new_empty(x.shape[0], n)
-    # One multiplication a result instead of one a weight; in fp32 only, where it loses no precision.
-    scale_last = zero_point is None and scale.shape == (n, 1) and x.dtype == torch.float32
+    # One multiplication a result instead of one a weight; not in fp16, where the sums of codes could overflow.
+    scale_last = zero_point is None and scale.shape == (n, 1) and x.dtype != torch.float16
     limit = SLICE_BYTES.get(x.device.type, 64 << 20)
     step = max(1, limit // max(1, k * x.element_size()) // block[0]) * block[0]
     for start in range(0, n, step):
@@ -71,7 +71,7 @@ def weight_only_mm(
                 x.dtype,
             )
         torch.mm(x, weight.t(), out=y[:, start : start + step])
-    return y.mul_(scale.t()) if scale_last else y
+    return y.mul_(scale.t().to(y.dtype)) if scale_last else y
 
 
 def _supports(problem: Problem) -> str | None:
