@@ -46,6 +46,7 @@ def weight_only_mm(
     Returns:
         (M, N) in the dtype of x.
     """
+    kind = qdtype(dtype)
     block = block_of(codes.shape, scale.shape)
     n, k = codes.shape
     y = x.new_empty(x.shape[0], n)
@@ -56,7 +57,7 @@ def weight_only_mm(
     for start in range(0, n, step):
         part = codes[start : start + step]
         if scale_last:
-            weight = part.to(x.dtype)
+            weight = part.to(x.dtype) if kind.format is None else kind.decode(part).to(x.dtype)
         else:
             of_slice = slice(start // block[0], (start + step) // block[0]) if scale.shape[0] > 1 else slice(None)
             weight = dequantize_affine(
@@ -64,7 +65,7 @@ def weight_only_mm(
                 (min(block[0], part.shape[0]), block[1]),
                 scale[of_slice],
                 None if zero_point is None else zero_point[of_slice],
-                qdtype(dtype),
+                kind,
                 low,
                 high,
                 ZeroPointDomain[domain],

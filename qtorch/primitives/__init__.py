@@ -1,17 +1,11 @@
 """Quantization primitives on plain tensors: types, granularities, specs, and the four stages of quantization."""
 
-from .affine import (
-    MappingType,
-    ZeroPointDomain,
-    choose_qparams_affine,
-    choose_qparams_affine_with_min_max,
-    dequantize_affine,
-    quantize_affine,
-)
+from .affine import MappingType, ZeroPointDomain, dequantize_affine, quantize_affine
 from .fake_quant import fake_quantize_affine, fake_quantize_affine_cachemask
 from .granularity import Granularity, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from .jsonable import from_json, to_json
 from .qdtype import QDType, qdtype
+from .qparams import choose_qparams_affine, choose_qparams_affine_with_min_max
 from .rounding import Rounding, round_to_integer
 from .scale_rule import AbsMaxRule, AbsMeanRule, FixedRangeRule, MinMaxRule, MSERule, PercentileRule, ScaleRule
 from .spec import LinearSpec, QuantSpec

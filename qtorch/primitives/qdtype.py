@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from .floatx import FloatFormat
 from .jsonable import register_string_reader
+from .rounding import Rounding
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +26,7 @@ class QDType:
         quant_min, quant_max: smallest and largest code, as integers for integer types.
         storage: torch dtype that holds one unpacked code per element.
         is_floating_point: codes are floating-point numbers.
+        format: of floating-point codes that torch has no dtype for; their storage is a uint8 of bits.
     """
 
     name: str
@@ -31,10 +35,32 @@ class QDType:
     quant_max: float
     storage: torch.dtype
     is_floating_point: bool = False
+    format: FloatFormat | None = None
 
     @property
     def is_signed(self) -> bool:
         return self.quant_min < 0
+
+    def encode(
+        self, values: Tensor, rounding: Rounding = Rounding.NEAREST_EVEN, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Storage of fp32 `values`, which are within the bounds, and for integer types whole already.
+
+        Args:
+            rounding, generator: of floating-point types; those that torch has a dtype for round to nearest even only.
+
+        Raises:
+            ValueError: stochastic rounding to a type that lacks it.
+        """
+        if self.format is not None:
+            return self.format.encode(values, rounding, generator)
+        if self.is_floating_point and rounding is not Rounding.NEAREST_EVEN:
+            raise ValueError(f"{self.name} rounds to nearest even only, got {rounding}")
+        return values.to(self.storage)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """The fp32 values of codes in their storage dtype."""
+        return codes.float() if self.format is None else self.format.decode(codes)
 
     def __repr__(self) -> str:
         return self.name
@@ -59,7 +85,12 @@ def _float8_types() -> list[QDType]:
     return [QDType(name, 8, torch.finfo(dt).min, torch.finfo(dt).max, dt, True) for name, dt in dtypes]
 
 
-_BY_NAME: dict[str, QDType] = {t.name: t for t in [*_integer_types(), *_float8_types()]}
+def _small_float_types() -> list[QDType]:
+    formats = [FloatFormat(e, m) for e, m in ((3, 2), (2, 3), (2, 2), (3, 1), (2, 1), (2, 0))]
+    return [QDType(f.name, f.bits, -f.max, f.max, torch.uint8, True, f) for f in formats]
+
+
+_BY_NAME: dict[str, QDType] = {t.name: t for t in [*_integer_types(), *_float8_types(), *_small_float_types()]}
 # int32 and int16 are no storage formats; they serve bit-exact comparison with torch's own primitives.
 _BY_NAME |= {
     name: QDType(name, torch.iinfo(dt).bits, torch.iinfo(dt).min, torch.iinfo(dt).max, dt)

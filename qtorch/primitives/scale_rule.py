@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .affine import MappingType, min_max
+from .affine import MappingType
 from .granularity import BlockView
 from .jsonable import jsonable
+from .qparams import min_max
 from .rounding import Rounding
 
 if TYPE_CHECKING:

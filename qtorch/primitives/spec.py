@@ -16,7 +16,6 @@ from torch import Tensor
 from .affine import (
     MappingType,
     ZeroPointDomain,
-    choose_qparams_affine_with_min_max,
     code_range,
     dequantize_affine,
     quantize_affine,
@@ -25,6 +24,7 @@ from .fake_quant import fake_quantize_affine
 from .granularity import Block, Granularity, PerBlock, PerGroup, PerRow, scale_shape
 from .jsonable import jsonable
 from .qdtype import QDType, qdtype
+from .qparams import choose_qparams_affine_with_min_max
 from .rounding import Rounding
 from .scale_rule import MinMaxRule, ScaleRule
 

@@ -75,5 +75,6 @@ def test_error_text() -> None:
         """\
 torch.float64 is not a quantized type; known: int1, int2, int3, int4, int5, int6, int7, int8,
 uint1, uint2, uint3, uint4, uint5, uint6, uint7, uint8, float8_e4m3fn, float8_e4m3fnuz,
-float8_e5m2, float8_e5m2fnuz, int16, int32""",
+float8_e5m2, float8_e5m2fnuz, float6_e3m2, float6_e2m3, float5_e2m2, float5_e3m1, float4_e2m1,
+float3_e2m0, int16, int32""",
     )

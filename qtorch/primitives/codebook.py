@@ -1,0 +1,133 @@
+"""Look-up-table quantization: a code is the index of the nearest of a few values.
+
+    quantize      code = argmin_i |x / scale - table[i]|
+    dequantize    x = table[code] * scale
+
+The table is shared by all blocks (NF4) or each block has its own (k-means). It ascends, so that the nearest entry is
+found by comparing with the midpoints; a value right in the middle goes to the lower entry. Arithmetic is in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .granularity import BlockView
+from .qparams import min_max
+
+# fmt: off
+NF4_TABLE = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)
+# fmt: on
+"""4-bit NormalFloat (QLoRA, arXiv 2305.14314, appendix E): quantiles of the normal distribution, 8 below and 7 above an
+exact zero, scaled to [-1, 1]."""
+
+LLOYD_ITERATIONS = 20
+
+
+def choose_scale_codebook(input: Tensor, block_size: Sequence[int], scale_dtype: torch.dtype) -> Tensor:
+    """The largest magnitude of each block, so that x / scale lies in [-1, 1]; of the scale's shape.
+
+    At least the smallest normal number of `scale_dtype`: an all-zero block has a finite scale.
+    """
+    low, high = min_max(input, block_size)
+    info = torch.finfo(scale_dtype)
+    return torch.maximum(-low, high).clamp(info.tiny, info.max).to(scale_dtype)
+
+
+def quantize_codebook(input: Tensor, block_size: Sequence[int], scale: Tensor, table: Tensor) -> Tensor:
+    """Codes of `input`, same shape, in uint8; ties go to the lower entry. What NaN becomes is undefined.
+
+    Args:
+        input: fp32, fp16 or bf16, any shape.
+        block_size: elements that share a scale, one size per axis, -1 for a whole axis.
+        scale: one element per block.
+        table: (L,), or one per block (*scale.shape, L); ascending, L at most 256.
+
+    Raises:
+        ValueError: the shape of `table` or `scale` does not fit.
+    """
+    view = BlockView(input.shape, block_size)
+    _check_table(view, table)
+    x = view.split(input).float() / view.split_scale(scale).float()
+    middles = (table[..., 1:].float() + table[..., :-1].float()) / 2
+    codes = torch.zeros_like(x, dtype=torch.uint8)
+    for middle in middles.unbind(-1):
+        codes += x > (middle if middle.dim() == 0 else view.split_scale(middle))
+    return view.merge(codes)
+
+
+def dequantize_codebook(
+    codes: Tensor, block_size: Sequence[int], scale: Tensor, table: Tensor, output_dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Reals of `codes`, same shape, in `output_dtype`; arguments as in `quantize_codebook`."""
+    view = BlockView(codes.shape, block_size)
+    _check_table(view, table)
+    index = view.split(codes).int()
+    if table.dim() > 1:
+        # One flat table of all blocks; each block's begins at a multiple of L.
+        starts = torch.arange(0, table.numel(), table.shape[-1], device=codes.device, dtype=torch.int32)
+        index = index + view.split_scale(starts)
+    values = table.reshape(-1).float().index_select(0, index.reshape(-1)).reshape(index.shape)
+    return view.merge((values * view.split_scale(scale).float()).to(output_dtype))
+
+
+def kmeans_codebook(
+    input: Tensor, bits: int, importance: Tensor | None = None, iterations: int = LLOYD_ITERATIONS
+) -> Tensor:
+    """The table of 2^bits values with the least (weighted) squared error for each row, by Lloyd's algorithm.
+
+    It starts from the quantiles (i + 1/2) / 2^bits and is deterministic; the error never grows from one iteration to
+    the next. An entry that no value is nearest to stays where it is. In one dimension a cluster is an interval of the
+    sorted values, so that an iteration is a binary search for its ends and a difference of running sums.
+
+    Args:
+        input: (..., n): one table for each of the leading indices.
+        bits: 1 to 8.
+        importance: of each element, same shape, not negative; all equal by default.
+        iterations: 0 gives the quantiles.
+
+    Returns:
+        (..., 2^bits), fp32, ascending; zeros where n is 0.
+
+    Raises:
+        ValueError: `bits` out of range, or `importance` of another shape.
+    """
+    if not 1 <= bits <= 8:
+        raise ValueError(f"kmeans_codebook takes 1 to 8 bits, got {bits}")
+    if importance is not None and importance.shape != input.shape:
+        raise ValueError(f"importance has shape {tuple(importance.shape)}, the input {tuple(input.shape)}")
+    size = 2**bits
+    if input.numel() == 0:
+        return torch.zeros(*input.shape[:-1], size, dtype=torch.float32, device=input.device)
+    # Running sums in fp32 would lose the small clusters of a long row.
+    x, order = input.double().sort(-1)
+    w = torch.ones_like(x) if importance is None else importance.double().gather(-1, order)
+    weight_sums, value_sums = (torch.nn.functional.pad(t.cumsum(-1), (1, 0)) for t in (w, w * x))
+    steps = (torch.arange(size, device=x.device, dtype=x.dtype) + 0.5) / size
+    positions = torch.searchsorted(weight_sums[..., 1:].contiguous(), weight_sums[..., -1:] * steps)
+    table = x.gather(-1, positions.clamp(max=x.shape[-1] - 1))
+    for _ in range(iterations):
+        middles = (table[..., 1:] + table[..., :-1]) / 2
+        # Ties go to the lower entry: the values up to and including the middle are below it.
+        ends = torch.searchsorted(x, middles, right=True)
+        ends = torch.nn.functional.pad(torch.nn.functional.pad(ends, (1, 0)), (0, 1), value=x.shape[-1])
+        mass = weight_sums.gather(-1, ends).diff(dim=-1)
+        total = value_sums.gather(-1, ends).diff(dim=-1)
+        table = torch.where(mass > 0, total / mass, table)
+    # A mean of equal numbers may round to either side of them.
+    return table.float().cummax(-1).values
+
+
+def _check_table(view: BlockView, table: Tensor) -> None:
+    if table.dim() != 1 and tuple(table.shape[:-1]) != view.scale_shape:
+        raise ValueError(
+            f"the table of a tensor of shape {view.shape} in blocks of {view.block} is 1-d, or of shape "
+            f"{(*view.scale_shape, 'L')}, got {tuple(table.shape)}"
+        )

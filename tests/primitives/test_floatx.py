@@ -1,0 +1,117 @@
+"""Small floating-point formats against an independent table: every code, every midpoint, and what lies around them."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+from qtorch import PerGroup, PerRow, QuantSpec, ZeroPointDomain
+from qtorch.primitives import MappingType, Rounding, compute_error, qdtype
+from qtorch.primitives.floatx import FloatFormat, floor_to_power_of_two
+
+# name: (format, largest value, smallest normal, smallest subnormal): OCP Microscaling specification v1.0, table 1
+FORMATS = {
+    "float6_e3m2": (FloatFormat(3, 2), 28.0, 0.25, 0.0625),
+    "float6_e2m3": (FloatFormat(2, 3), 7.5, 1.0, 0.125),
+    "float5_e2m2": (FloatFormat(2, 2), 7.0, 1.0, 0.25),
+    "float5_e3m1": (FloatFormat(3, 1), 24.0, 0.25, 0.125),
+    "float4_e2m1": (FloatFormat(2, 1), 6.0, 1.0, 0.5),
+    "float3_e2m0": (FloatFormat(2, 0), 4.0, 1.0, 1.0),
+}
+every_format = pytest.mark.parametrize("name", FORMATS)
+
+
+def value_of(code: int, ebits: int, mbits: int) -> Fraction:
+    """From the bits, in exact arithmetic."""
+    sign, exponent, mantissa = code >> (ebits + mbits), (code >> mbits) % 2**ebits, code % 2**mbits
+    bias = 2 ** (ebits - 1) - 1
+    significand = Fraction(mantissa, 2**mbits) + (1 if exponent else 0)
+    return (-1) ** sign * significand * Fraction(2) ** (max(exponent, 1) - bias)
+
+
+@every_format
+def test_every_code(name):
+    form, largest, _, smallest = FORMATS[name]
+    codes = torch.arange(2**form.bits, dtype=torch.uint8)
+    values = form.decode(codes)
+    assert values.tolist() == [float(value_of(code, form.ebits, form.mbits)) for code in range(2**form.bits)]
+    assert torch.equal(form.encode(values), codes), "the sign of zero included"
+    assert form.name == name
+    assert values.max() == largest == qdtype(name).quant_max
+    assert values[values > 0].min() == smallest
+
+
+@every_format
+def test_every_midpoint_goes_to_the_even_code(name):
+    form = FORMATS[name][0]
+    count = 2 ** (form.bits - 1)
+    for code in range(count - 1):
+        low, high = (float(value_of(c, form.ebits, form.mbits)) for c in (code, code + 1))
+        middle = torch.tensor((low + high) / 2)
+        even = code + code % 2
+        around = torch.stack([torch.nextafter(middle, torch.tensor(0.0)), middle, torch.nextafter(middle, 2 * middle)])
+        assert form.encode(around).tolist() == [code, even, code + 1]
+        assert form.encode(-around).tolist() == [c + count for c in (code, even, code + 1)]
+
+
+@every_format
+def test_it_saturates(name):
+    form = FORMATS[name][0]
+    x = torch.tensor([form.max * 1.001, 1e30, float("inf"), -1e30])
+    assert form.decode(form.encode(x)).tolist() == [form.max, form.max, form.max, -form.max]
+
+
+@every_format
+def test_stochastic_rounding_is_unbiased(name):
+    form = FORMATS[name][0]
+    x = torch.tensor([0.3, -0.3, 1.1, 3.3, -form.max, 0.0]).repeat(20000, 1)
+    codes = form.encode(x, Rounding.STOCHASTIC, torch.Generator().manual_seed(0))
+    values = form.decode(codes)
+    assert torch.equal(codes, form.encode(x, Rounding.STOCHASTIC, torch.Generator().manual_seed(0)))
+    assert (values.mean(0) - x[0]).abs().max() < 0.03
+    assert all(len(column.unique()) <= 2 for column in values.t())
+
+
+@every_format
+@pytest.mark.parametrize("scale_dtype", [None, torch.float8_e8m0fnu])
+def test_quantization(name, scale_dtype):
+    """About 6 dB a mantissa bit, whatever the exponent bits add."""
+    spec = QuantSpec(name, PerGroup(32), zero_point_domain=ZeroPointDomain.NONE, scale_dtype=scale_dtype)
+    x = torch.randn(64, 128)
+    scale, zero_point = spec.choose_qparams(x)
+    codes = spec.quantize(x, scale, zero_point)
+    assert codes.dtype == torch.uint8
+    assert codes.max() < 2 ** qdtype(name).bits
+    assert torch.equal(spec.dequantize(codes, scale, None), spec.fake_quantize(x))
+    at_least = 11 + 6.5 * FORMATS[name][0].mbits
+    assert at_least < compute_error(x, spec.fake_quantize(x)) < at_least + 8
+
+
+def test_stochastic_rounding_of_torchs_own_types_is_refused():
+    spec = QuantSpec("float8_e4m3fn", zero_point_domain=ZeroPointDomain.NONE, rounding=Rounding.STOCHASTIC)
+    with pytest.raises(ValueError, match="float8_e4m3fn rounds to nearest even only"):
+        spec.quantize(torch.randn(2, 4), torch.ones(2, 1), None)
+
+
+@pytest.mark.parametrize("absmax", [1.0, 1.5, 1.999, 2.0, 5.0, 6.0, 7.0, 1e-20, 3e38])
+@pytest.mark.parametrize("name", ["float4_e2m1", "float6_e3m2", "float8_e4m3fn"])
+def test_power_of_two_scale(name, absmax):
+    """The shared exponent of the OCP Microscaling specification v1.0, section 6.3."""
+    spec = QuantSpec(name, PerRow(), zero_point_domain=ZeroPointDomain.NONE, scale_dtype=torch.float8_e8m0fnu)
+    scale, _ = spec.choose_qparams(torch.tensor([[absmax, -absmax / 3]]))
+    exponent = math.frexp(torch.tensor(absmax).item())[1] - 1 - math.floor(math.log2(qdtype(name).quant_max))
+    assert scale.float().item() == 2.0**exponent
+
+
+def test_power_of_two_scale_of_an_asymmetric_range_does_not_clip():
+    spec = QuantSpec("uint4", PerRow(), MappingType.ASYMMETRIC, scale_dtype=torch.float8_e8m0fnu)
+    x = torch.randn(50, 40)
+    scale, zero_point = spec.choose_qparams(x)
+    assert torch.equal(scale.float(), floor_to_power_of_two(scale.float()))
+    assert ((x - spec.dequantize(spec.quantize(x, scale, zero_point), scale, zero_point)).abs() <= scale.float()).all()
+
+
+def test_floor_to_power_of_two():
+    x = torch.tensor([1.0, 1.999, 2.0, 3.0, 0.75, 1e-30, 0.0])
+    assert floor_to_power_of_two(x).tolist() == [1.0, 1.0, 2.0, 2.0, 0.5, 2.0**-100, 0.0]
