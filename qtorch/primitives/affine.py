@@ -83,10 +83,11 @@ def quantize_affine(
         rounding, generator: see `round_to_integer`; floating-point codes round to nearest even.
     """
     view = BlockView(input.shape, block_size)
-    codes, _ = _quantize(
-        view, input, scale, zero_point, output_dtype, quant_min, quant_max, zero_point_domain, rounding, generator
+    low, high = code_range(output_dtype, quant_min, quant_max)
+    codes = _real_codes(
+        view, input, scale, zero_point, output_dtype, (low, high), zero_point_domain, rounding, generator
     )
-    return view.merge(qdtype(output_dtype).encode(codes, rounding, generator))
+    return view.merge(qdtype(output_dtype).encode(codes.clamp(low, high), rounding, generator))
 
 
 def dequantize_affine(
@@ -150,43 +151,41 @@ def fake_quantize_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Quantize and dequantize without storing codes: (result in the input's dtype, mask of what did not clip)."""
     view = BlockView(input.shape, block_size)
-    codes, unclipped = _quantize(
-        view, input, scale, zero_point, quant_dtype, quant_min, quant_max, zero_point_domain, rounding, generator
+    low, high = code_range(quant_dtype, quant_min, quant_max)
+    codes = _real_codes(
+        view, input, scale, zero_point, quant_dtype, (low, high), zero_point_domain, rounding, generator
     )
+    unclipped = (codes >= low) & (codes <= high)
+    codes = codes.clamp(low, high)
     kind = qdtype(quant_dtype)
     if kind.is_floating_point:
         codes = kind.decode(kind.encode(codes, rounding, generator))
-    bounds = code_range(quant_dtype, quant_min, quant_max)
-    real = _dequantize(view, codes, scale, zero_point, bounds, zero_point_domain)
+    real = _dequantize(view, codes, scale, zero_point, (low, high), zero_point_domain)
     return view.merge(real).to(input.dtype), view.merge(unclipped)
 
 
-def _quantize(
+def _real_codes(
     view: BlockView,
     input: Tensor,
     scale: Tensor,
     zero_point: Tensor | None,
     dtype: torch.dtype | QDType,
-    quant_min: float | None,
-    quant_max: float | None,
+    bounds: tuple[float, float],
     domain: ZeroPointDomain,
     rounding: Rounding,
     generator: torch.Generator | None,
-) -> tuple[Tensor, Tensor]:
-    """Codes as fp32 in the split view, and the mask of those that did not clip."""
-    low, high = code_range(dtype, quant_min, quant_max)
+) -> Tensor:
+    """Codes before they are clipped, fp32 in the split view; those of integer types rounded."""
     x = view.split(input).float()
     s = view.split_scale(scale).float()
     z = None if zero_point is None else view.split_scale(zero_point).float()
     if domain is ZeroPointDomain.FLOAT and z is not None:
-        codes = (x - (z - s * ((low + high + 1) / 2))) / s
+        codes = (x - (z - s * ((bounds[0] + bounds[1] + 1) / 2))) / s
     else:
         codes = x * (1.0 / s)
     if not qdtype(dtype).is_floating_point:
         codes = round_to_integer(codes, rounding, generator)
-    if domain is ZeroPointDomain.INT and z is not None:
-        codes = codes + z
-    return codes.clamp(low, high), (codes >= low) & (codes <= high)
+    return codes + z if domain is ZeroPointDomain.INT and z is not None else codes
 
 
 def _dequantize(
