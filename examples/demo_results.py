@@ -17,8 +17,8 @@ class Size:
 
     Attributes:
         file: of the saved model.
-        linear_on_disk, linear_in_memory: of the linear weights, with scales and zero points. They differ where codes
-            are packed in the file and have a byte each in memory.
+        linear_on_disk, linear_in_memory: of the linear weights, with scales and zero points. They differ by what
+            the layout in memory pads.
     """
 
     file: int
@@ -116,8 +116,8 @@ HEADER = (
 )
 
 NOTES = """\
-linear: weights of the linear layers with their scales, in % of fp32; in memory every code has a byte, in the file two
-codes of 4 bits share one. Speeds: sentences per second, and how many times float's in the same mode."""
+linear: weights of the linear layers with their scales, in % of fp32; codes of 4 bits share a byte, in memory and in
+the file. Speeds: sentences per second, and how many times float's in the same mode."""
 
 
 def table(results: Sequence[Result]) -> str:

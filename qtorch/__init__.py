@@ -4,11 +4,15 @@ from qtorch import quantize_, int8_weight_only
 quantize_(model, int8_weight_only())
 """
 
+from typing import TYPE_CHECKING, Any
+
+from . import recipes
 from .checkpoint import load_quantized, save_quantized
 from .config import config
-from .dtypes import AffineQuantizedTensor, PlainLayout
+from .dtypes import AffineQuantizedTensor, LUTQuantizedTensor, PackedLayout, PlainLayout, TensorCoreTiledLayout
 from .explain import explain
 from .primitives import (
+    CodebookSpec,
     LinearSpec,
     MappingType,
     PerAxis,
@@ -22,18 +26,20 @@ from .primitives import (
     compute_error,
 )
 from .quantize_api import dequantize_, quantize_
-from .recipes import (
-    int4_weight_only,
-    int8_dynamic_activation_int4_weight,
-    int8_dynamic_activation_int8_weight,
-    int8_weight_only,
-)
+from .recipes import *  # noqa: F403 (every recipe, by its name)
 from .report import QuantizeReport
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...
+
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AffineQuantizedTensor",
+    "CodebookSpec",
+    "LUTQuantizedTensor",
     "LinearSpec",
     "MappingType",
     "PerAxis",
@@ -42,19 +48,18 @@ __all__ = [
     "PerRow",
     "PerTensor",
     "PerToken",
+    "PackedLayout",
     "PlainLayout",
     "QuantSpec",
     "QuantizeReport",
+    "TensorCoreTiledLayout",
     "ZeroPointDomain",
     "compute_error",
     "config",
     "dequantize_",
     "explain",
-    "int4_weight_only",
-    "int8_dynamic_activation_int4_weight",
-    "int8_dynamic_activation_int8_weight",
-    "int8_weight_only",
     "load_quantized",
     "quantize_",
     "save_quantized",
+    *recipes.__all__,
 ]

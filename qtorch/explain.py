@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
-from .dtypes import AffineQuantizedTensor
+from .dtypes import QuantizedTensor
 from .kernels.registry import Problem, candidates, choose
 
 
@@ -47,6 +47,14 @@ class Explanations(tuple[Explanation, ...]):
         return "\n".join(str(explanation) for explanation in self)
 
 
+@overload
+def explain(module_or_weight: Tensor, x: Tensor | None = None) -> Explanation: ...
+
+
+@overload
+def explain(module_or_weight: nn.Module, x: Tensor | None = None) -> Explanations: ...
+
+
 def explain(module_or_weight: nn.Module | Tensor, x: Tensor | None = None) -> Explanation | Explanations:
     """Say which kernel runs.
 
@@ -55,13 +63,13 @@ def explain(module_or_weight: nn.Module | Tensor, x: Tensor | None = None) -> Ex
         x: an example input, for its dtype and device; by default the weight's own.
 
     Returns:
-        An `Explanation` for a weight or a module with one quantized weight, else `Explanations`; print it.
+        An `Explanation` for a weight, `Explanations` for a module; print it.
 
     Raises:
         ValueError: nothing in it is quantized.
     """
     if isinstance(module_or_weight, Tensor):
-        if not isinstance(module_or_weight, AffineQuantizedTensor):
+        if not isinstance(module_or_weight, QuantizedTensor):
             raise ValueError(
                 f"explain: the weight is a plain {type(module_or_weight).__name__}, not a quantized tensor"
             )
@@ -69,15 +77,15 @@ def explain(module_or_weight: nn.Module | Tensor, x: Tensor | None = None) -> Ex
     found = []
     for prefix, module in module_or_weight.named_modules():
         for name, weight in module.named_parameters(prefix, recurse=False):
-            if isinstance(weight, AffineQuantizedTensor):
+            if isinstance(weight, QuantizedTensor):
                 op = "embedding" if isinstance(module, nn.Embedding) else "linear"
                 found.append(_explain_weight(name, weight, x, op))
     if not found:
         raise ValueError(f"explain: no weight of this {type(module_or_weight).__name__} is quantized")
-    return found[0] if len(found) == 1 else Explanations(found)
+    return Explanations(found)
 
 
-def problem_of(weight: AffineQuantizedTensor, op: str, dtype: torch.dtype, device: str) -> Problem:
+def problem_of(weight: QuantizedTensor, op: str, dtype: torch.dtype, device: str) -> Problem:
     """What is looked up for a weight; fused experts (3-d) run as linear layers, one by one."""
     matrix: Any = weight
     while len(matrix.scheme.shape) > 2:
@@ -85,7 +93,7 @@ def problem_of(weight: AffineQuantizedTensor, op: str, dtype: torch.dtype, devic
     return Problem(op, matrix.scheme, dtype, device)
 
 
-def _explain_weight(name: str, weight: AffineQuantizedTensor, x: Tensor | None, op: str) -> Explanation:
+def _explain_weight(name: str, weight: QuantizedTensor, x: Tensor | None, op: str) -> Explanation:
     dtype, device = weight.scheme.dtype, weight.device.type
     if x is not None:
         device = x.device.type

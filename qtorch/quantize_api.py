@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .dtypes import AffineQuantizedTensor, QuantizedTensor
+from .dtypes import QuantizedTensor, quantized_type
 from .explain import problem_of
 from .kernels.registry import choose
 from .primitives import LinearSpec, compute_error
 from .primitives.jsonable import jsonable
+from .primitives.scheme import Scheme
 from .report import LayerReport, QuantizeReport
 from .targets import Filter, Target, find_targets
 
@@ -61,7 +62,9 @@ class WeightRecipe(Recipe):
     """
 
     def __post_init__(self) -> None:
-        self.linear_spec()
+        spec = self.linear_spec()
+        if spec.layout is not None:
+            spec.layout.check_spec(spec.weight)
 
     def linear_spec(self) -> LinearSpec:
         raise NotImplementedError
@@ -73,7 +76,10 @@ class WeightRecipe(Recipe):
             raise ValueError(f"is already quantized: {weight!r}")
         if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(f"takes float32, float16 or bfloat16 weights, this one is {weight.dtype}")
-        self.linear_spec().weight.block_size(weight.shape)
+        spec = self.linear_spec()
+        spec.weight.block_size(weight.shape)
+        if spec.layout is not None:
+            spec.layout.check(Scheme(spec, tuple(weight.shape), weight.dtype))
         if weight.is_meta:
             raise ValueError("the weight is on the meta device and has no values to quantize; load it first")
         if not bool(torch.isfinite(weight).all()):
@@ -81,7 +87,8 @@ class WeightRecipe(Recipe):
             raise ValueError(f"has {bad} values of {weight.numel()} that are NaN or infinite")
 
     def apply(self, weight: Tensor) -> Tensor:
-        return AffineQuantizedTensor.from_float(weight, self.linear_spec())
+        spec = self.linear_spec()
+        return quantized_type(spec.weight).from_float(weight, spec)
 
 
 def register_recipe(name: str) -> Callable[[C], C]:
@@ -220,7 +227,7 @@ def _replace(target: Target[Recipe], quantized: Tensor, requires_grad: bool) -> 
 def _quantized(target: Target[Recipe], weight: Tensor, quantized: Tensor) -> LayerReport:
     slot = target.asked
     kernel = None
-    if isinstance(quantized, AffineQuantizedTensor):
+    if isinstance(quantized, QuantizedTensor):
         op = "embedding" if slot.is_embedding else "linear"
         kernel = choose(problem_of(quantized, op, weight.dtype, weight.device.type)).name
     return LayerReport(

@@ -47,10 +47,15 @@ def test_weight() -> None:
     assert_expected_inline(
         str(explain(weight)),
         """\
-linear, float32 input on cpu, weight uint4 PerGroup(group_size=16) asymmetric, PlainLayout()
-  runs weight_only_mm
-  not int8_scaled_mm: needs quantized activations, the scheme is weight-only
-  not int8_weight_mm: takes int8 weights, this one is uint4
+linear, float32 input on cpu, weight uint4 PerGroup(group_size=16) asymmetric, PackedLayout()
+  runs packed_weight_mm
+  not int8_scaled_mm: reads the plain layout, the weight has packed
+  not int8_weight_mm: reads the plain layout, the weight has packed
+  not packed_int8_scaled_mm: needs quantized activations, the scheme is weight-only
+  not weight_only_mm: reads the plain layout, the weight has packed
+  not lut_weight_mm: takes a CodebookSpec, the weight has a QuantSpec
+  not int4_tiled_mm: reads the tensor_core_tiled layout, the weight has packed
+  not emulated_scaled_mm: reads the plain layout, the weight has packed
   not reference: comes after it""",
     )
 
@@ -63,17 +68,24 @@ def test_model() -> None:
         """\
 embed.weight: embedding, float32 input on cpu, weight int8 PerRow() symmetric, PlainLayout()
   runs gather_rows
+  not gather_packed_rows: reads the packed layout, the weight has plain
+  not gather_lut_rows: takes a CodebookSpec, the weight has a QuantSpec
   not reference: comes after it
 first.weight: linear, float32 input on cpu, weight int8 PerRow() symmetric, dynamic activation int8 PerToken() symmetric, PlainLayout()
   runs int8_scaled_mm
   not int8_weight_mm: is weight-only, the scheme quantizes activations
+  not packed_int8_scaled_mm: reads the packed layout, the weight has plain
   not weight_only_mm: is weight-only, the scheme quantizes activations
+  not lut_weight_mm: takes a CodebookSpec, the weight has a QuantSpec
+  not int4_tiled_mm: reads the tensor_core_tiled layout, the weight has plain
+  not packed_weight_mm: reads the packed layout, the weight has plain
+  not emulated_scaled_mm: takes activations in floating-point codes
   not reference: comes after it""",  # noqa: E501
     )
 
 
 def test_module_with_one_weight() -> None:
-    explanation = explain(model().first)
+    (explanation,) = explain(model().first)
     assert isinstance(explanation, Explanation)
     assert explanation.name == "weight"
     assert explanation.kernel == "int8_scaled_mm"
@@ -84,8 +96,8 @@ def test_input_dtype_decides() -> None:
     """bf16 has a kernel of its own on CPU, and a note on its accuracy."""
     layer = nn.Linear(32, 8)
     quantize_(layer, int8_weight_only())
-    assert explain(layer).kernel == "weight_only_mm"
-    explanation = explain(layer, torch.ones(1, 32, dtype=torch.bfloat16))
+    assert explain(layer)[0].kernel == "weight_only_mm"
+    (explanation,) = explain(layer, torch.ones(1, 32, dtype=torch.bfloat16))
     assert explanation.kernel == "int8_weight_mm"
     assert explanation.note in str(explanation)
     assert "bfloat16 input on cpu" in str(explanation)
@@ -100,14 +112,14 @@ def test_what_is_explained_runs(dtype: torch.dtype) -> None:
     layers = model().to(dtype)
     inputs = {"embed": torch.zeros(2, dtype=torch.long), "first": torch.ones(2, 32, dtype=dtype)}
     for name, x in inputs.items():
-        explanation = explain(getattr(layers, name), x)
+        (explanation,) = explain(getattr(layers, name), x)
         with record_kernels() as ran:
             getattr(layers, name)(x)
         assert ran[0] == f"{explanation.problem.op}:{explanation.kernel}"
 
 
 def test_every_kernel_has_a_verdict() -> None:
-    explanation = explain(model().first)
+    (explanation,) = explain(model().first)
     verdicts = {explanation.kernel, *(name for name, _ in explanation.rejected)}
     assert verdicts == {kernel.name for kernel, _ in candidates(explanation.problem)}
     assert all(reason for _, reason in explanation.rejected)
@@ -117,9 +129,9 @@ def test_experts_are_explained_one_by_one() -> None:
     layer = nn.Module()
     layer.experts = nn.Parameter(torch.randn(4, 32, 64))
     quantize_(layer, {"experts": int4_weight_only(group_size=32)})
-    explanation = explain(layer)
+    (explanation,) = explain(layer)
     assert explanation.problem.scheme.shape == (32, 64)
-    assert explanation.kernel == "weight_only_mm"
+    assert explanation.kernel == "packed_weight_mm"
 
 
 def test_tied_weight_is_explained_in_each_place() -> None:
@@ -154,7 +166,12 @@ qtorch:
 linear on a cpu float32 input with weight int8 PerBlock(sizes=(2, 11)) symmetric, dynamic activation int8 PerToken() symmetric, layout PlainLayout() runs the reference implementation, correct but slow:
 int8_scaled_mm takes a scale of its own for each output channel, the weight has PerBlock(sizes=(2, 11));
 int8_weight_mm is weight-only, the scheme quantizes activations;
-weight_only_mm is weight-only, the scheme quantizes activations""",  # noqa: E501
+packed_int8_scaled_mm reads the packed layout, the weight has plain;
+weight_only_mm is weight-only, the scheme quantizes activations;
+lut_weight_mm takes a CodebookSpec, the weight has a QuantSpec;
+int4_tiled_mm reads the tensor_core_tiled layout, the weight has plain;
+packed_weight_mm reads the packed layout, the weight has plain;
+emulated_scaled_mm takes activations in floating-point codes""",  # noqa: E501
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -206,6 +223,6 @@ def test_a_new_kernel_is_explained() -> None:
         raise AssertionError
 
     try:
-        assert ("unwilling", "is only a test") in explain(layer).rejected
+        assert ("unwilling", "is only a test") in explain(layer)[0].rejected
     finally:
         qtorch.kernels.deregister("linear", "unwilling")

@@ -24,9 +24,9 @@ from tests.quantize_model import INT8, Mlp, same, state_of
 # recipe, lowest and highest SQNR of a model's output in dB, the linear kernel that runs on fp32
 CASES = [
     (INT8, 33, 55, "linear:weight_only_mm"),
-    (int4_weight_only(group_size=32), 13, 30, "linear:weight_only_mm"),
+    (int4_weight_only(group_size=32), 13, 30, "linear:packed_weight_mm"),
     (int8_dynamic_activation_int8_weight(), 30, 50, "linear:int8_scaled_mm"),
-    (int8_dynamic_activation_int4_weight(), 13, 30, "linear:int8_scaled_mm"),
+    (int8_dynamic_activation_int4_weight(), 13, 30, "linear:packed_int8_scaled_mm"),
 ]
 every_case = pytest.mark.parametrize(("recipe", "low", "high", "kernel"), CASES, ids=[case[0].name for case in CASES])
 
@@ -131,7 +131,7 @@ def test_fused_experts(implementation: str) -> None:
     ]
     y, ran = output(model, ids)
     assert 20 < compute_error(wanted, y) < 40
-    assert set(ran) == {"linear:weight_only_mm"}
+    assert set(ran) == {"linear:weight_only_mm", "linear:packed_weight_mm"}
     assert len(ran) > 4 + 2
 
 

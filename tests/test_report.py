@@ -49,11 +49,11 @@ def test_table() -> None:
         str(report_of(Tied())),
         """\
 weight                      shape    what                                   bytes before  after  SQNR dB  kernel
-------------------------------------------------------------------------------------------------------------------------
-experts                     2x32x64  int4_weight_only(group_size=32)        16,384        4,736  21.9     weight_only_mm
+--------------------------------------------------------------------------------------------------------------------------
+experts                     2x32x64  int4_weight_only(group_size=32)        16,384        2,688  21.9     packed_weight_mm
 embed.weight = head.weight  16x32    skipped: None for 'embed'              2,048
 fc.weight                   32x32    int8_dynamic_activation_int8_weight()  4,096         1,152  48.5     int8_scaled_mm
-quantized 2 of 3 weights: 20,480 -> 5,888 bytes (28.7%)""",
+quantized 2 of 3 weights: 20,480 -> 3,840 bytes (18.8%)""",  # noqa: E501
     )
 
 
@@ -72,7 +72,7 @@ would quantize 2 of 3 weights: 6,144 -> 1,728 bytes (28.1%)""",  # noqa: E501
 
 def test_repr_is_the_summary() -> None:
     assert_expected_inline(
-        repr(report_of(Tied())), """<QuantizeReport: quantized 2 of 3 weights: 20,480 -> 5,888 bytes (28.7%)>"""
+        repr(report_of(Tied())), """<QuantizeReport: quantized 2 of 3 weights: 20,480 -> 3,840 bytes (18.8%)>"""
     )
 
 
@@ -81,8 +81,8 @@ def test_totals_are_those_of_the_quantized_weights() -> None:
     assert [layer.name for layer in report.quantized] == ["experts", "fc.weight"]
     assert [layer.name for layer in report.skipped] == ["embed.weight"]
     assert report.bytes_before == 4 * (2 * 32 * 64 + 32 * 32)
-    # int8 codes and an fp32 scale a row; int4 codes in a byte each, fp32 scale and a zero point for 32 of them.
-    assert report.bytes_after == 32 * 32 + 32 * 4 + 2 * 32 * 64 * (32 + 4 + 1) // 32
+    # int8 codes and an fp32 scale a row; int4 codes in half a byte, fp32 scale and a zero point for 32 of them.
+    assert report.bytes_after == 32 * 32 + 32 * 4 + 2 * 32 * 64 * (16 + 4 + 1) // 32
 
 
 def test_bytes_are_those_that_the_model_holds() -> None:
@@ -111,7 +111,7 @@ def test_json_round_trip() -> None:
 {
  "dry_run": false,
  "bytes_before": 20480,
- "bytes_after": 5888,
+ "bytes_after": 3840,
  "layers": [
   {
    "name": "embed.weight",

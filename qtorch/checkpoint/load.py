@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ..dtypes import AffineQuantizedTensor
+from ..dtypes import QuantizedTensor
 from ..dtypes.serialize import from_canonical
 from .file_format import FORMAT_VERSION, HEADER, HEADER_CHECKSUM, Slot, checksum, slots, text_checksum
 
@@ -58,7 +58,7 @@ def load_quantized(
             new.append((module._buffers, attribute, tensor))
             continue
         if source not in parameters:
-            frozen = isinstance(tensor, AffineQuantizedTensor) or not tensor.is_floating_point()
+            frozen = isinstance(tensor, QuantizedTensor) or not tensor.is_floating_point()
             parameters[source] = nn.Parameter(tensor, old.requires_grad and not frozen)
         new.append((module._parameters, attribute, parameters[source]))
     for table, attribute, tensor in new:

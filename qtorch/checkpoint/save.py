@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
-from ..dtypes import AffineQuantizedTensor
+from ..dtypes import QuantizedTensor
 from ..dtypes.serialize import to_canonical
 from .file_format import FORMAT_VERSION, HEADER, HEADER_CHECKSUM, checksum, slots, text_checksum
 
@@ -87,7 +87,7 @@ def _canonical(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
         if original != name:
             header["aliases"][name] = original
             continue
-        if isinstance(tensor, AffineQuantizedTensor):
+        if isinstance(tensor, QuantizedTensor):
             stored, header["quantized"][name] = to_canonical(name, tensor)
         else:
             stored = {name: tensor.resolve_conj().resolve_neg()}
@@ -106,7 +106,7 @@ def _problem(value: Any) -> str | None:
         return "not initialized yet; run the model once"
     if value.is_meta:
         return "on the meta device"
-    if isinstance(value, AffineQuantizedTensor):
+    if isinstance(value, QuantizedTensor):
         return None
     if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
         return f"a {type(value).__name__}, which has no canonical form"
@@ -126,7 +126,7 @@ def _has_safetensors(dtype: torch.dtype) -> bool:
 
 def _identity(tensor: Tensor) -> Any:
     """Equal for two names of the same data, in the same form."""
-    if isinstance(tensor, AffineQuantizedTensor):
+    if isinstance(tensor, QuantizedTensor):
         return tensor.scheme, *[_identity(inner) for inner in tensor.inner_tensors.values()]
     if tensor.numel() == 0:
         return id(tensor)

@@ -2,7 +2,8 @@
 
 from . import ops, views
 from .affine_quantized_tensor import AffineQuantizedTensor
-from .base import QuantizedTensor
+from .base import QuantizedTensor, quantized_type
+from .codebook_tensor import LUTQuantizedTensor, NF4Tensor, linear_nf4, to_nf4
 from .factories import (
     to_affine_quantized_floatx,
     to_affine_quantized_intx,
@@ -10,20 +11,27 @@ from .factories import (
     to_linear_activation_quantized,
 )
 from .functions import deregister_aqt_quantized_linear_dispatch, register_aqt_quantized_linear_dispatch
-from .layouts import Layout, PlainLayout, register_layout
+from .layouts import Layout, PackedLayout, PlainLayout, TensorCoreTiledLayout, register_layout
 
 __all__ = [
     "AffineQuantizedTensor",
+    "LUTQuantizedTensor",
     "Layout",
+    "NF4Tensor",
+    "PackedLayout",
     "PlainLayout",
     "QuantizedTensor",
+    "TensorCoreTiledLayout",
     "deregister_aqt_quantized_linear_dispatch",
+    "linear_nf4",
     "ops",
+    "quantized_type",
     "register_aqt_quantized_linear_dispatch",
     "register_layout",
     "to_affine_quantized_floatx",
     "to_affine_quantized_intx",
     "to_affine_quantized_intx_static",
     "to_linear_activation_quantized",
+    "to_nf4",
     "views",
 ]

@@ -8,6 +8,7 @@ that it meets quantized. A static activation scale is one more inner tensor, `ac
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,8 @@ class AffineQuantizedTensor(QuantizedTensor):
 
     Invariants, for a tensor of shape S in blocks of B: codes have shape S; scale and zero_point have shape S / B.
     """
+
+    spec_type = QuantSpec
 
     act_scale: Tensor | None
     act_zero_point: Tensor | None
@@ -96,6 +99,7 @@ class AffineQuantizedTensor(QuantizedTensor):
             raise ValueError(f"zero_point is {'missing' if zero_point is None else 'given'}, the spec is {weight}")
         _check_activation(linear, act_scale, act_zero_point)
         scheme = Scheme(linear, tuple(codes.shape), dtype)
+        linear.layout.check(scheme)
         packed = linear.layout.pack((codes, scale, zero_point), scheme)
         return cls({**packed, "act_scale": act_scale, "act_zero_point": act_zero_point}, scheme)
 
@@ -112,9 +116,72 @@ class AffineQuantizedTensor(QuantizedTensor):
             codes, scale, zero_point, spec, self.scheme.dtype, self.act_scale, self.act_zero_point
         )
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The plain float tensor, in the logical dtype unless `dtype` is given."""
-        return self.scheme.weight.dequantize(*self.plain(), dtype or self.scheme.dtype)
+    def with_packed(self, qdata: Tensor, scale: Tensor, other: Tensor | None, scheme: Scheme) -> AffineQuantizedTensor:
+        """`with_plain` from codes that are packed for the layout of `scheme`; `other` is the zero point."""
+        names = (*scheme.layout.tensors, "act_scale", "act_zero_point")
+        values = (qdata, scale, other, self.act_scale, self.act_zero_point)
+        return type(self)(dict(zip(names, values, strict=True)), scheme)
+
+    def quantized_like(self, source: Tensor) -> AffineQuantizedTensor:
+        """`source` with the spec, scale dtype, activation and layout of this tensor."""
+        spec = self.scheme.spec
+        activation = (self.act_scale, self.act_zero_point)
+        make = type(self).from_plain
+        if isinstance(source, AffineQuantizedTensor) and source.scheme.weight == spec.weight:
+            return make(*source.plain(), spec, source.scheme.dtype, *activation)
+        values = source.dequantize() if isinstance(source, QuantizedTensor) else source
+        values = values.to(self.device, self.scheme.dtype)
+        # The codes are those for the scale as it will be stored: after .to(dtype), not what the spec would choose now.
+        weight = replace(spec.weight, scale_dtype=self.scales()[0].dtype)
+        scale, zero_point = weight.choose_qparams(values)
+        return make(weight.quantize(values, scale, zero_point), scale, zero_point, spec, values.dtype, *activation)
+
+    def canonical(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """(codes, the other tensors by name) as they are saved."""
+        codes, scale, zero_point = self.plain()
+        others = {"scale": scale, "zero_point": zero_point}
+        others |= {"act_scale": self.act_scale, "act_zero_point": self.act_zero_point}
+        return codes, {name: tensor for name, tensor in others.items() if tensor is not None}
+
+    @classmethod
+    def from_canonical(cls, codes: Tensor, others: dict[str, Tensor], scheme: Scheme) -> AffineQuantizedTensor:
+        """Inverse of `canonical`."""
+        names = ("scale", "zero_point")
+        scale, zero_point = (others.get(name) for name in names)
+        if scale is None:
+            raise KeyError("scale")
+        activation = (others.get("act_scale"), others.get("act_zero_point"))
+        return cls.from_plain(codes, scale, zero_point, scheme.spec, scheme.dtype, *activation)
+
+    def scales(self) -> tuple[Tensor, Tensor | None]:
+        """(scale, zero_point), without unpacking codes where that can be avoided."""
+        if self.scheme.layout.packed_axis is None:
+            return self.plain()[1:]
+        return self.scale, self.zero_point  # type: ignore[attr-defined]
+
+    def moved(
+        self, device: torch.device, move: Callable[[Tensor], Tensor], dtype: torch.dtype
+    ) -> AffineQuantizedTensor:
+        layout = self.scheme.layout
+        # The meta device has no data to pack otherwise.
+        if "meta" in (device.type, self.device.type) or layout.packing(device) == layout.packing(self.device):
+            return super().moved(device, move, dtype)
+        plain = replace(self.scheme.spec, layout=PlainLayout())
+        moved = self.with_plain(self.plain(), plain).map_inner(move)
+        return type(self).from_plain(*moved.plain(), self.scheme.spec, dtype, moved.act_scale, moved.act_zero_point)
+
+    def _pickled(self) -> dict[str, Tensor]:
+        if self.scheme.layout.packing(self.device) is None:
+            return self.inner_tensors
+        codes, others = self.canonical()
+        return {"codes": codes, **others}
+
+    @classmethod
+    def _from_pickled(cls, tensors: dict[str, Tensor], scheme: Scheme) -> AffineQuantizedTensor:
+        if "codes" not in tensors:
+            return cls(tensors, scheme)
+        others = {name: tensor for name, tensor in tensors.items() if name != "codes"}
+        return cls.from_canonical(tensors["codes"], others, scheme)
 
     def to_layout(self, layout: Layout) -> AffineQuantizedTensor:
         """The same numbers in another layout."""
@@ -136,9 +203,11 @@ class AffineQuantizedTensor(QuantizedTensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         scheme = self.scheme
         grad = ", requires_grad=True" if self.requires_grad else ""
+        # A compiler that traces, and logs what it does, has symbols for sizes; they take no format.
+        size = f"{self.nbytes:,}" if isinstance(self.nbytes, int) else str(self.nbytes)
         return (
             f"{type(self).__name__}({scheme.spec}, layout={scheme.layout}, shape={scheme.shape}, "
-            f"dtype={scheme.dtype}, device={self.device}, {self.nbytes:,} bytes{grad})"
+            f"dtype={scheme.dtype}, device={self.device}, {size} bytes{grad})"
         )
 
 

@@ -15,13 +15,15 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..primitives.jsonable import from_json, to_json
 from ..primitives.scheme import Scheme
+from ..primitives.spec import LinearSpec, QuantSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
 Q = TypeVar("Q", bound="QuantizedTensor")
@@ -33,6 +35,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """torch function or method -> replacement of the same signature."""
 
 _TYPES: dict[str, type[QuantizedTensor]] = {}
+_TYPE_OF_SPEC: dict[type, type[QuantizedTensor]] = {}
 
 
 def implements_aten(*overloads: Any) -> Callable[[F], F]:
@@ -59,9 +62,11 @@ class QuantizedTensor(torch.Tensor):
     """Base of the quantized tensor subclasses. Subclasses say in `tensor_names` which inner tensors a scheme has.
 
     Attributes:
+        spec_type: of the weight specs that a subclass is for.
         scheme: metadata; hashable, without tensors.
     """
 
+    spec_type: ClassVar[type]
     scheme: Scheme
 
     @staticmethod
@@ -82,11 +87,58 @@ class QuantizedTensor(torch.Tensor):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _TYPES[cls.__name__] = cls
+        if "spec_type" in vars(cls):
+            _TYPE_OF_SPEC[cls.spec_type] = cls
 
     @classmethod
     def tensor_names(cls, scheme: Scheme) -> tuple[str, ...]:
         """Names of the inner tensors, optional ones included."""
         raise NotImplementedError
+
+    # --- what a subclass gives to the operations that all share ---
+
+    @classmethod
+    def from_float(cls: type[Q], input: Tensor, spec: Any) -> Q:
+        """Quantize `input` by a `LinearSpec`, or the spec of a weight alone."""
+        raise NotImplementedError
+
+    def plain(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(codes, scale, zero point or table), unpacked: what the spec's `dequantize` takes."""
+        raise NotImplementedError
+
+    def scales(self) -> tuple[Tensor, Tensor | None]:
+        """(scale, what else there is per block or None), without unpacking codes where that can be avoided. The second
+        may have further axes after those of the scale."""
+        raise NotImplementedError
+
+    def with_plain(self: Q, plain: tuple[Tensor, Tensor, Tensor | None], spec: LinearSpec | None = None) -> Q:
+        """Other codes, with `scales`, in the same layout and logical dtype."""
+        raise NotImplementedError
+
+    def with_packed(self: Q, qdata: Tensor, scale: Tensor, other: Tensor | None, scheme: Scheme) -> Q:
+        """`with_plain` from codes that are packed for the layout of `scheme`."""
+        raise NotImplementedError
+
+    def with_activation(self: Q, activation: QuantSpec | None) -> Q:
+        """The same weight, asking for its input to be quantized by `activation`."""
+        raise NotImplementedError
+
+    def quantized_like(self: Q, source: Tensor) -> Q:
+        """`source`, in floating point or quantized, with the spec, scale dtype and layout of this tensor."""
+        raise NotImplementedError
+
+    def canonical(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """(codes, the other tensors by name) as they are saved, whatever the layout."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_canonical(cls: type[Q], codes: Tensor, others: dict[str, Tensor], scheme: Scheme) -> Q:
+        """Inverse of `canonical`."""
+        raise NotImplementedError
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The plain float tensor, in the logical dtype unless `dtype` is given."""
+        return self.scheme.weight.dequantize(*self.plain(), dtype or self.scheme.dtype)
 
     @property
     def inner_tensors(self) -> dict[str, Tensor]:
@@ -99,6 +151,10 @@ class QuantizedTensor(torch.Tensor):
         return type(self)(
             {name: function(tensor) for name, tensor in self.inner_tensors.items()}, scheme or self.scheme
         )
+
+    def moved(self: Q, device: torch.device, move: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Q:
+        """On `device`, where `move` takes a tensor, with the logical dtype `dtype`."""
+        return self.map_inner(move, replace(self.scheme, dtype=dtype))
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -135,7 +191,15 @@ class QuantizedTensor(torch.Tensor):
         scheme = json.dumps(to_json(self.scheme))
         state = self._extra_state()
         is_parameter = isinstance(self, torch.nn.Parameter)
-        return rebuild, (type(self).__name__, self.inner_tensors, scheme, self.requires_grad, is_parameter, state)
+        return rebuild, (type(self).__name__, self._pickled(), scheme, self.requires_grad, is_parameter, state)
+
+    def _pickled(self) -> dict[str, Tensor]:
+        """The tensors that a pickle holds."""
+        return self.inner_tensors
+
+    @classmethod
+    def _from_pickled(cls: type[Q], tensors: dict[str, Tensor], scheme: Scheme) -> Q:
+        return cls(tensors, scheme)
 
     def _extra_state(self) -> dict[str, Any]:
         """Attributes that the user, or a framework, has put on the tensor."""
@@ -166,6 +230,17 @@ class QuantizedTensor(torch.Tensor):
         return result
 
 
+def quantized_type(spec: Any) -> type[QuantizedTensor]:
+    """The class for a weight's spec.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if type(spec) not in _TYPE_OF_SPEC:
+        raise ValueError(f"no quantized tensor has a {type(spec).__name__}: {spec!r}")
+    return _TYPE_OF_SPEC[type(spec)]
+
+
 def rebuild(
     type_name: str,
     tensors: dict[str, Tensor],
@@ -180,7 +255,7 @@ def rebuild(
     """
     if type_name not in _TYPES:
         raise ValueError(f"the file holds a {type_name}, which this version of qtorch does not know")
-    result = _TYPES[type_name](tensors, from_json(json.loads(scheme)))
+    result = _TYPES[type_name]._from_pickled(tensors, from_json(json.loads(scheme)))
     if is_parameter:
         result = torch.nn.Parameter(result, requires_grad)  # type: ignore[assignment]
     elif requires_grad:

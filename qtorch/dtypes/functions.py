@@ -1,4 +1,4 @@
-"""Matrix products and look-ups with an affine quantized weight, routed to the kernel registry.
+"""Matrix products and look-ups with a quantized weight, routed to the kernel registry.
 
 Every product becomes `linear(input, weight)`: the contraction runs along the last axis of both, so that a weight used
 the other way around is transposed first, which moves no data. Gradients flow to the input and the bias:
@@ -21,7 +21,7 @@ from torch.nn import functional
 from ..kernels.registry import Kernel, lookup
 from ..primitives.scheme import Scheme
 from .affine_quantized_tensor import AffineQuantizedTensor
-from .base import implements_aten, implements_function
+from .base import QuantizedTensor, implements_aten, implements_function
 
 aten = torch.ops.aten
 
@@ -67,7 +67,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         TypeError: the input, not the weight, is quantized, or the input is not in floating point.
         ValueError: the shapes do not fit, or the input is on another device.
     """
-    if not isinstance(weight, AffineQuantizedTensor) or isinstance(input, AffineQuantizedTensor):
+    if not isinstance(weight, QuantizedTensor) or isinstance(input, QuantizedTensor):
         raise TypeError(f"linear takes a float input and a quantized weight, got {_kinds(input, weight)}")
     shape = weight.scheme.shape
     if len(shape) != 2 or not input.dim() or input.shape[-1] != shape[1]:
@@ -79,7 +79,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if device != "meta" and torch.is_autocast_enabled(device):
         input = input.to(torch.get_autocast_dtype(device))
         bias = None if bias is None else bias.to(input.dtype)
-    if _dispatches:
+    if _dispatches and isinstance(weight, AffineQuantizedTensor):
         for condition, implementation in _dispatches.items():
             if condition(input, weight, bias):
                 return implementation(input, weight, bias)
@@ -92,7 +92,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: AffineQuantizedTensor, bias: Tensor | None, kernel: Kernel) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: QuantizedTensor, bias: Tensor | None, kernel: Kernel) -> Tensor:
         ctx.save_for_backward(weight)
         return kernel(input, weight, bias)
 
@@ -118,13 +118,13 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
         TypeError: both operands are quantized.
         ValueError: the shapes do not fit.
     """
-    if isinstance(input, AffineQuantizedTensor):
-        if isinstance(other, AffineQuantizedTensor):
+    if isinstance(input, QuantizedTensor):
+        if isinstance(other, QuantizedTensor):
             raise TypeError("matmul of two quantized tensors: dequantize() one of them")
         if other.dim() == 1:
             return linear(other, input)
         return matmul(other.mT, input.mT).mT
-    if not isinstance(other, AffineQuantizedTensor):
+    if not isinstance(other, QuantizedTensor):
         raise TypeError(f"matmul takes a quantized operand, got {_kinds(input, other)}")
     if len(other.scheme.shape) == 2:
         return linear(input, other.t())
@@ -155,9 +155,9 @@ def bmm(input: Tensor, mat2: Tensor) -> Tensor:
     Raises:
         ValueError: the shapes do not fit.
     """
-    if isinstance(input, AffineQuantizedTensor):
+    if isinstance(input, QuantizedTensor):
         return bmm(mat2.mT, input.mT).mT
-    if not isinstance(mat2, AffineQuantizedTensor):
+    if not isinstance(mat2, QuantizedTensor):
         raise TypeError(f"bmm takes a quantized operand, got {_kinds(input, mat2)}")
     shape = mat2.scheme.shape
     if input.dim() != 3 or len(shape) != 3 or input.shape[0] != shape[0]:
@@ -181,7 +181,7 @@ def grouped_mm(
         ValueError: other shapes, or a bias.
     """
     shape = mat_b.shape
-    if not isinstance(mat_b, AffineQuantizedTensor) or mat_a.dim() != 2 or offs is None or bias is not None:
+    if not isinstance(mat_b, QuantizedTensor) or mat_a.dim() != 2 or offs is None or bias is not None:
         raise ValueError(
             f"grouped_mm takes rows (S, K), quantized matrices (E, K, N), offs and no bias; got shapes "
             f"{tuple(mat_a.shape)} and {tuple(shape)}"
@@ -199,7 +199,7 @@ def grouped_mm(
 @implements_function(torch.addmm, torch.Tensor.addmm)
 def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """beta * input + alpha * (mat1 @ mat2), mat2 quantized."""
-    if isinstance(mat2, AffineQuantizedTensor) and beta == 1 and alpha == 1 and input.dim() == 1:
+    if isinstance(mat2, QuantizedTensor) and beta == 1 and alpha == 1 and input.dim() == 1:
         return linear(mat1, mat2.t(), input)
     return beta * input + alpha * matmul(mat1, mat2)
 
@@ -251,7 +251,7 @@ def embedding(
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: AffineQuantizedTensor) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: QuantizedTensor) -> Tensor:
         ctx.save_for_backward(weight)
         return _embedding(input, weight)
 
@@ -266,7 +266,7 @@ def _embedding_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _embedding(ids: Tensor, table: Tensor) -> Tensor:
-    if not isinstance(table, AffineQuantizedTensor):
+    if not isinstance(table, QuantizedTensor):
         raise TypeError(f"embedding takes plain indices and a quantized table, got {_kinds(ids, table)}")
     _check_device("embedding", ids, table)
     find = _lookup_constant if torch.compiler.is_compiling() else lookup
@@ -274,7 +274,7 @@ def _embedding(ids: Tensor, table: Tensor) -> Tensor:
     return kernel(ids, table)
 
 
-def _check_device(op: str, input: Tensor, weight: AffineQuantizedTensor) -> None:
+def _check_device(op: str, input: Tensor, weight: QuantizedTensor) -> None:
     # Asking the weight itself would be dispatched: 5 us. A meta weight, never loaded, would give garbage.
     inner: Tensor = getattr(weight, weight.scheme.layout.tensors[0])
     if inner.device != input.device:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from .affine_quantized_tensor import AffineQuantizedTensor
 from .base import QuantizedTensor, implements_aten, implements_function
 
 aten = torch.ops.aten
@@ -32,7 +30,8 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> Tensor:
     tensor: QuantizedTensor = args[0]
     dtype = _logical_dtype(tensor, kwargs)
     kwargs.pop("memory_format", None)
-    return tensor.map_inner(lambda inner: aten._to_copy.default(inner, **kwargs), replace(tensor.scheme, dtype=dtype))
+    device = torch.device(kwargs.get("device") or tensor.device)
+    return tensor.moved(device, lambda inner: aten._to_copy.default(inner, **kwargs), dtype)
 
 
 @implements_aten(aten.copy_.default)
@@ -40,38 +39,32 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     """In place from a quantized tensor of the same spec: its codes. From anything else: quantize it with this one's
     spec. Into a plain tensor: the dequantized values."""
     target, source = args[0], args[1]
-    if not isinstance(target, AffineQuantizedTensor):
+    if not isinstance(target, QuantizedTensor):
         return target.copy_(source.dequantize())
     if target.scheme.shape != tuple(source.shape):
         raise ValueError(f"copy_: the target has shape {target.scheme.shape}, the source {tuple(source.shape)}")
     _check_owns_its_scales(target)
     if not isinstance(source, QuantizedTensor) or source.scheme.spec != target.scheme.spec:
-        source = _quantized_like(target, source)
+        source = target.quantized_like(source)
+    if source.device != target.device:
+        source = source.to(target.device)  # in the packing of that device
     for name, inner in target.inner_tensors.items():
         inner.copy_(getattr(source, name))
     return target
 
 
-def _quantized_like(target: AffineQuantizedTensor, source: Tensor) -> AffineQuantizedTensor:
-    """`source` with the spec, activation and layout of `target`."""
-    spec = target.scheme.spec
-    activation = (target.act_scale, target.act_zero_point)
-    make = type(target).from_plain
-    if isinstance(source, AffineQuantizedTensor) and source.scheme.weight == spec.weight:
-        return make(*source.plain(), spec, source.scheme.dtype, *activation)
-    values = source.dequantize() if isinstance(source, QuantizedTensor) else source
-    values = values.to(target.device, target.scheme.dtype)
-    # The codes are those for the scale as it will be stored: after .to(dtype), not what the spec would choose now.
-    weight = replace(spec.weight, scale_dtype=target.plain()[1].dtype)
-    scale, zero_point = weight.choose_qparams(values)
-    return make(weight.quantize(values, scale, zero_point), scale, zero_point, spec, values.dtype, *activation)
-
-
-def _check_owns_its_scales(target: AffineQuantizedTensor) -> None:
+def _check_owns_its_scales(target: QuantizedTensor) -> None:
     base = target._base
-    if not isinstance(base, AffineQuantizedTensor):
+    if not isinstance(base, QuantizedTensor):
         return
-    scale, base_scale = target.plain()[1], base.plain()[1]
+    of_base = base.inner_tensors
+    for name, inner in target.inner_tensors.items():
+        if name not in of_base or inner.untyped_storage()._cdata != of_base[name].untyped_storage()._cdata:
+            raise ValueError(
+                f"copy_ into a part of shape {target.scheme.shape} of a tensor of shape {base.scheme.shape} would not "
+                f"reach it: the part has a {name} of its own ({base!r}); copy_ into the whole tensor"
+            )
+    scale, base_scale = target.scales()[0], base.scales()[0]
     if scale.numel() * base.numel() != base_scale.numel() * target.numel():
         raise ValueError(
             f"copy_ into a part of shape {target.scheme.shape} of a tensor of shape {base.scheme.shape} would change "
@@ -84,16 +77,17 @@ def _empty_like(func: Any, args: Any, kwargs: Any) -> Tensor:
     tensor = args[0]
     dtype = _logical_dtype(tensor, kwargs)
     kwargs.pop("memory_format", None)
-    return tensor.map_inner(lambda inner: torch.empty_like(inner, **kwargs), replace(tensor.scheme, dtype=dtype))
+    device = torch.device(kwargs.get("device") or tensor.device)
+    return tensor.moved(device, lambda inner: torch.empty_like(inner, **kwargs), dtype)
 
 
 @implements_aten(aten.zeros_like.default)
 def _zeros_like(func: Any, args: Any, kwargs: Any) -> Tensor:
-    tensor: AffineQuantizedTensor = args[0]
+    tensor: QuantizedTensor = args[0]
     dtype = _logical_dtype(tensor, kwargs)
     zeros = torch.zeros(tensor.scheme.shape, dtype=dtype, device=kwargs.get("device") or tensor.device)
-    activation = [None if t is None else t.to(zeros.device) for t in (tensor.act_scale, tensor.act_zero_point)]
-    return type(tensor).from_float(zeros, tensor.scheme.spec, *activation)
+    like: QuantizedTensor = tensor.to(zeros.device, dtype)  # type: ignore[assignment]
+    return like.quantized_like(zeros)
 
 
 @implements_aten(aten.equal.default)

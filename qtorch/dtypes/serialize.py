@@ -2,9 +2,10 @@
 
 The tensors of a weight called ``layer.weight`` take their names from compressed-tensors:
 
-    layer.weight               codes of 8 bits, or that do not fill a 32-bit word
-    layer.weight_packed        smaller codes, in int32 words (see `primitives.packing`)
-    layer.weight_scale, layer.weight_zero_point
+    layer.weight               codes of 8 bits
+    layer.weight_packed        smaller codes: integers of 1, 2 and 4 bits in int32 words, as compressed-tensors has it;
+                               others in uint8 by `pack_bits` (see `primitives.packing`)
+    layer.weight_scale, layer.weight_zero_point, layer.weight_table, ...
     layer.input_scale, layer.input_zero_point     of a static activation
 
 Loading packs them again for the layout that the scheme names.
@@ -18,37 +19,43 @@ from typing import Any
 from torch import Tensor
 
 from ..primitives.jsonable import from_json, to_json
-from ..primitives.packing import can_pack, pack_to_int32, unpack_from_int32
+from ..primitives.packing import (
+    can_pack,
+    can_pack_bits,
+    pack_codes,
+    pack_to_int32,
+    unpack_codes,
+    unpack_from_int32,
+)
+from ..primitives.qdtype import QDType
 from ..primitives.scheme import Scheme
-from .affine_quantized_tensor import AffineQuantizedTensor
+from .base import QuantizedTensor, quantized_type
 
 Entry = dict[str, Any]
 """JSON data of one quantized tensor: its scheme, and which stored tensor is what."""
 
 
-def to_canonical(name: str, tensor: AffineQuantizedTensor) -> tuple[dict[str, Tensor], Entry]:
+def to_canonical(name: str, tensor: QuantizedTensor) -> tuple[dict[str, Tensor], Entry]:
     """Plain tensors by stored name, and the JSON entry that `from_canonical` reads."""
-    codes, scale, zero_point = tensor.plain()
+    codes, others = tensor.canonical()
     dtype = tensor.scheme.weight.dtype
     parent, _, attribute = name.rpartition(".")
     input_name = (f"{parent}.input" if parent else "input") if attribute == "weight" else f"{name}_input"
-    packed = can_pack(dtype)
+    packed = can_pack_bits(dtype) and codes.dim() > 0
     parts = {
         "packed" if packed else "codes": (
             f"{name}_packed" if packed else name,
-            pack_to_int32(codes, dtype) if packed else codes,
-        ),
-        "scale": (f"{name}_scale", scale),
-        "zero_point": (f"{name}_zero_point", zero_point),
-        "act_scale": (f"{input_name}_scale", tensor.act_scale),
-        "act_zero_point": (f"{input_name}_zero_point", tensor.act_zero_point),
+            _packed(codes, dtype) if packed else codes,
+        )
     }
-    present = {part: (stored, value) for part, (stored, value) in parts.items() if value is not None}
-    entry = {"scheme": to_json(tensor.scheme), "tensors": {part: stored for part, (stored, _) in present.items()}}
-    return dict(present.values()), entry
+    for part, value in others.items():
+        stored = f"{input_name}_{part.removeprefix('act_')}" if part.startswith("act_") else f"{name}_{part}"
+        parts[part] = (stored, value)
+    entry = {"scheme": to_json(tensor.scheme), "tensors": {part: stored for part, (stored, _) in parts.items()}}
+    return dict(parts.values()), entry
 
 
-def from_canonical(entry: Entry, read: Callable[[str], Tensor]) -> AffineQuantizedTensor:
+def from_canonical(entry: Entry, read: Callable[[str], Tensor]) -> QuantizedTensor:
     """Inverse of `to_canonical`.
 
     Args:
@@ -63,15 +70,16 @@ def from_canonical(entry: Entry, read: Callable[[str], Tensor]) -> AffineQuantiz
         raise ValueError(f"expected a Scheme, got {scheme!r}")
     parts = {part: read(stored) for part, stored in entry["tensors"].items()}
     if "packed" in parts:
-        parts["codes"] = unpack_from_int32(parts["packed"], scheme.weight.dtype, scheme.shape[-1])
-    if tuple(parts["codes"].shape) != scheme.shape:
-        raise ValueError(f"the codes have shape {tuple(parts['codes'].shape)}, the scheme {scheme.shape}")
-    return AffineQuantizedTensor.from_plain(
-        parts["codes"],
-        parts["scale"],
-        parts.get("zero_point"),
-        scheme.spec,
-        scheme.dtype,
-        parts.get("act_scale"),
-        parts.get("act_zero_point"),
-    )
+        parts["codes"] = _unpacked(parts.pop("packed"), scheme.weight.dtype, scheme.shape[-1])
+    codes = parts.pop("codes")
+    if tuple(codes.shape) != scheme.shape:
+        raise ValueError(f"the codes have shape {tuple(codes.shape)}, the scheme {scheme.shape}")
+    return quantized_type(scheme.weight).from_canonical(codes, parts, scheme)
+
+
+def _packed(codes: Tensor, dtype: QDType) -> Tensor:
+    return pack_to_int32(codes, dtype) if can_pack(dtype) else pack_codes(codes, dtype)
+
+
+def _unpacked(packed: Tensor, dtype: QDType, length: int) -> Tensor:
+    return unpack_from_int32(packed, dtype, length) if can_pack(dtype) else unpack_codes(packed, dtype, length)

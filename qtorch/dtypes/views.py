@@ -1,26 +1,32 @@
-"""Views and selections of an affine quantized tensor: exact, or an error that says what would be.
+"""Views and selections of a quantized tensor: exact, or an error that says what would be.
 
-Codes and scales are cut and reshaped together. What may happen to an axis depends on how its blocks lie:
+Codes, scales and what else there is per block (zero points; tables, which have one axis more) are cut and reshaped
+together. What may happen to an axis depends on how its blocks lie:
 
     one element a block      anything
     the whole axis a block   any part of it; the scale stays
     blocks of b elements     parts that start and end on a block, or lie inside one
+
+Codes that are packed along one axis stay packed where that axis stays whole; otherwise they are unpacked, and packed
+again. A view that the layout cannot hold is in the plain layout.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from ..primitives.granularity import Granularity, granularity_of
-from .affine_quantized_tensor import AffineQuantizedTensor
-from .base import implements_aten
+from ..primitives.granularity import Granularity, granularity_of, reshaped_blocks
+from ..primitives.scheme import Scheme
+from .base import QuantizedTensor, implements_aten
+from .layouts.plain import layout_for
 
 aten = torch.ops.aten
 
@@ -109,7 +115,7 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Tensor:
     axis = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     first = tensors[0]
     for other in tensors:
-        if not isinstance(other, AffineQuantizedTensor) or other.scheme.spec != first.scheme.spec:
+        if type(other) is not type(first) or other.scheme.spec != first.scheme.spec:
             raise ValueError(f"cat joins tensors quantized alike, got {first!r} and {other!r}")
         if other.scheme.dtype != first.scheme.dtype:
             raise ValueError(f"cat joins tensors of one dtype, got {first.scheme.dtype} and {other.scheme.dtype}")
@@ -118,7 +124,8 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Tensor:
     axis %= len(first.scheme.shape)
     if _pattern(first)[axis] == -1:
         raise ValueError(f"cat along axis {axis}: one scale spans the axis ({first.scheme.weight}); dequantize() first")
-    codes, scales, zero_points = zip(*[t.plain() for t in tensors], strict=True)
+    codes = [t.plain()[0] for t in tensors]
+    scales, zero_points = zip(*[t.scales() for t in tensors], strict=True)
     zero_point = None if zero_points[0] is None else torch.cat(zero_points, axis)
     return first.with_plain((torch.cat(codes, axis), torch.cat(scales, axis), zero_point))
 
@@ -130,8 +137,9 @@ def _index_select(func: Any, args: Any, kwargs: Any) -> Tensor:
     block, length = _block(tensor)[axis], tensor.scheme.shape[axis]
     if block not in (1, length):
         raise ValueError(f"index_select along axis {axis} cuts blocks of {block} ({tensor.scheme.weight})")
-    codes, scale, zero_point = tensor.plain()
-    codes = codes.index_select(axis, index)
+    scale, zero_point = tensor.scales()
+    after = (*tensor.scheme.shape[:axis], index.shape[0], *tensor.scheme.shape[axis + 1 :])
+    codes = _codes(tensor, lambda codes: codes.index_select(axis, index), after, axis)
     pattern = _pattern(tensor)
     if block == 1 and pattern[axis] != -1:
         scale = scale.index_select(axis, index)
@@ -153,24 +161,31 @@ def _index(func: Any, args: Any, kwargs: Any) -> Tensor:
     return tensor.index_select(axis, positions[index])
 
 
-def _permute(tensor: AffineQuantizedTensor, axes: Sequence[int]) -> AffineQuantizedTensor:
-    axes = tuple(axes)
-    codes, scale, zero_point = tensor.plain()
-    zero_point = None if zero_point is None else zero_point.permute(axes)
+def _permute(tensor: QuantizedTensor, axes: Sequence[int]) -> QuantizedTensor:
+    axes = tuple(axis % len(axes) for axis in axes)
+    scale, zero_point = tensor.scales()
+    zero_point = None if zero_point is None else zero_point.permute((*axes, *range(len(axes), zero_point.dim())))
     pattern = _pattern(tensor)
-    return _rebuilt(tensor, codes.permute(axes), scale.permute(axes), zero_point, [pattern[axis] for axis in axes])
+    codes = _codes(tensor, lambda codes: codes.permute(axes), [tensor.scheme.shape[axis] for axis in axes])
+    packed_axis = tensor.scheme.layout.packed_axis
+    if packed_axis is not None:
+        packed_axis = axes.index(packed_axis % len(axes)) - len(axes)
+    return _rebuilt(tensor, codes, scale.permute(axes), zero_point, [pattern[axis] for axis in axes], packed_axis)
 
 
 def _cut(
-    tensor: AffineQuantizedTensor, axis: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
-) -> AffineQuantizedTensor:
-    length = tensor.scheme.shape[axis]
+    tensor: QuantizedTensor, axis: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
+) -> QuantizedTensor:
+    shape = tensor.scheme.shape
+    axis %= len(shape)
+    length = shape[axis]
     start, stop, step = slice(start, stop, step).indices(length)
     stop = max(start, stop)
     block = _block(tensor)[axis]
     pattern = _pattern(tensor)
-    codes, scale, zero_point = tensor.plain()
-    part = _narrow(codes, axis, start, stop, step)
+    scale, zero_point = tensor.scales()
+    after = (*shape[:axis], len(range(start, stop, step)), *shape[axis + 1 :])
+    part = _codes(tensor, lambda codes: _narrow(codes, axis, start, stop, step), after, axis)
     if block == 1 and pattern[axis] != -1:
         of_scale = (start, stop, step)
     elif block == length:
@@ -186,7 +201,7 @@ def _cut(
         )
     scale = _narrow(scale, axis, *of_scale)
     zero_point = None if zero_point is None else _narrow(zero_point, axis, *of_scale)
-    if block > 1 and scale.shape[axis] == 1 and part.shape[axis] != block:
+    if block > 1 and scale.shape[axis] == 1 and after[axis] != block:
         pattern[axis] = -1
     return _rebuilt(tensor, part, scale, zero_point, pattern)
 
@@ -195,99 +210,91 @@ def _narrow(tensor: Tensor, axis: int, start: int, stop: int, step: int) -> Tens
     return aten.slice.Tensor(tensor, axis, start, stop, step)
 
 
-def _reshape(tensor: AffineQuantizedTensor, size: Sequence[int]) -> AffineQuantizedTensor:
+def _reshape(tensor: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
     """Row-major reshape: each run of elements that share a scale must fill whole axes of the new shape, then a whole
     fraction of one more."""
-    codes, scale, zero_point = tensor.plain()
+    scale, zero_point = tensor.scales()
     shape = tensor.scheme.shape
-    codes = codes.reshape(tuple(size))
+    codes = _reshaped_codes(tensor, size)
     if not codes.numel():
         # No element has a scale, so that any blocks will do.
-        empty = None if zero_point is None else zero_point.new_empty(codes.shape)
+        empty = None if zero_point is None else zero_point.new_empty((*codes.shape, *zero_point.shape[len(shape) :]))
         return _rebuilt(tensor, codes, scale.new_empty(codes.shape), empty, [1] * codes.dim())
-    pattern: list[int] = []
-    for old_axes, new_sizes in _matching_axes(shape, tuple(codes.shape)):
-        run = _run_length([shape[a] for a in old_axes], [_block(tensor)[a] for a in old_axes])
-        blocks = None if run is None else _run_blocks(new_sizes, run)
-        if blocks is None:
-            raise ValueError(
-                f"a view of shape {tuple(codes.shape)} of a tensor of shape {shape} cuts across its blocks "
-                f"({tensor.scheme.weight}); dequantize() first"
-            )
-        pattern += blocks
+    pattern = reshaped_blocks(shape, _block(tensor), codes.shape)
+    if pattern is None:
+        raise ValueError(
+            f"a view of shape {tuple(codes.shape)} of a tensor of shape {shape} cuts across its blocks "
+            f"({tensor.scheme.weight}); dequantize() first"
+        )
     kept = _pattern(tensor)
     if tuple(codes.shape) == shape:
         pattern = kept
     elif shape and codes.shape and shape[-1] == codes.shape[-1] and pattern[-1] in (kept[-1], -1):
         pattern[-1] = kept[-1]
     wanted = [1 if b in (-1, n) else n // b for b, n in zip(pattern, codes.shape, strict=True)]
-    zero_point = None if zero_point is None else zero_point.reshape(wanted)
+    zero_point = None if zero_point is None else zero_point.reshape((*wanted, *zero_point.shape[len(shape) :]))
     return _rebuilt(tensor, codes, scale.reshape(wanted), zero_point, pattern)
 
 
-def _matching_axes(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Groups of consecutive axes of equal product: (indices into old, sizes in new)."""
-    groups: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(old) or j < len(new):
-        olds: list[int] = []
-        news: list[int] = []
-        left = right = 1
-        while i < len(old) and (not olds or left < right):
-            left *= old[i]
-            olds.append(i)
-            i += 1
-            while j < len(new) and right < left:
-                right *= new[j]
-                news.append(new[j])
-                j += 1
-        while j < len(new) and (not olds or new[j] == 1):
-            news.append(new[j])
-            j += 1
-        groups.append((olds, news))
-    return groups
-
-
-def _run_length(sizes: Sequence[int], blocks: Sequence[int]) -> int | None:
-    """Consecutive elements that share a scale in row-major order, or None where the blocks are not such runs."""
-    run, open_ended = 1, True
-    for n, b in zip(reversed(sizes), reversed(blocks), strict=True):
-        if not open_ended and b != 1:
-            return None
-        run *= b
-        open_ended = open_ended and b == n
-    return run
-
-
-def _run_blocks(sizes: Sequence[int], run: int) -> list[int] | None:
-    """Block sizes that make runs of `run` elements, -1 for a whole axis; None where that takes a fraction."""
-    blocks: list[int] = []
-    for n in reversed(sizes):
-        if run % n == 0:
-            blocks.append(-1 if n > 1 else 1)
-            run //= n
-        elif n % run == 0:
-            blocks.append(run)
-            run = 1
-        else:
-            return None
-    return blocks[::-1] if run == 1 else None
-
-
-def _pattern(tensor: AffineQuantizedTensor) -> list[int]:
+def _pattern(tensor: QuantizedTensor) -> list[int]:
     return list(tensor.scheme.weight.granularity.pattern(len(tensor.scheme.shape)))
 
 
-def _block(tensor: AffineQuantizedTensor) -> tuple[int, ...]:
+def _block(tensor: QuantizedTensor) -> tuple[int, ...]:
     return tensor.scheme.weight.block_size(tensor.scheme.shape)
 
 
+class _Packed(NamedTuple):
+    """Codes that stay packed, and what they are the codes of."""
+
+    qdata: Tensor
+    shape: tuple[int, ...]
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+
+def _codes(
+    tensor: QuantizedTensor, view: Callable[[Tensor], Tensor], shape: Sequence[int], axis: int | None = None
+) -> Tensor | _Packed:
+    """A view of the codes, of this shape; packed if they are and the view leaves that axis whole: it cuts `axis`."""
+    layout = tensor.scheme.layout
+    if layout.packed_axis is None or (axis is not None and axis - len(tensor.scheme.shape) == layout.packed_axis):
+        return view(tensor.plain()[0])
+    return _Packed(view(getattr(tensor, layout.tensors[0])), tuple(shape))
+
+
+def _reshaped_codes(tensor: QuantizedTensor, size: Sequence[int]) -> Tensor | _Packed:
+    packed_axis, shape = tensor.scheme.layout.packed_axis, tensor.scheme.shape
+    if packed_axis is not None and -1 not in size and len(size) >= -packed_axis:
+        kept = tuple(size[packed_axis:])
+        if kept == shape[packed_axis:] and math.prod(size) == math.prod(shape):
+            qdata = getattr(tensor, tensor.scheme.layout.tensors[0])
+            return _Packed(qdata.reshape(*size[:packed_axis], *qdata.shape[packed_axis:]), tuple(size))
+    return tensor.plain()[0].reshape(tuple(size))
+
+
 def _rebuilt(
-    tensor: AffineQuantizedTensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, pattern: Sequence[int]
-) -> AffineQuantizedTensor:
+    tensor: QuantizedTensor,
+    codes: Tensor | _Packed,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    pattern: Sequence[int],
+    packed_axis: int | None = None,
+) -> QuantizedTensor:
+    """`tensor` with other codes and scales; `packed_axis` is where that axis of its layout is now."""
     spec = tensor.scheme.spec
     if not _says(spec.weight.granularity, pattern):
         spec = replace(spec, weight=spec.weight.with_granularity(granularity_of(pattern)))
+    if packed_axis is not None:
+        spec = replace(spec, layout=spec.layout.with_packed_axis(packed_axis))
+    scheme = Scheme(spec, tuple(codes.shape), tensor.scheme.dtype)
+    if isinstance(codes, _Packed):
+        return tensor.with_packed(codes.qdata, scale, zero_point, scheme)
+    spec = replace(spec, layout=layout_for(scheme))
     return tensor.with_plain((codes, scale, zero_point), spec)
 
 
@@ -298,5 +305,5 @@ def _says(word: Granularity, pattern: Sequence[int]) -> bool:
         return False
 
 
-def _view_result(func: Any, args: Any, kwargs: Any, result: AffineQuantizedTensor) -> Tensor:
+def _view_result(func: Any, args: Any, kwargs: Any, result: QuantizedTensor) -> Tensor:
     return return_and_correct_aliasing(func, args, kwargs, result)

@@ -5,10 +5,16 @@ y[i] = dequantize(w)[ids[i]]
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from ..primitives.affine import dequantize_affine
+from ..primitives.codebook import dequantize_codebook
+from ..primitives.codebook_spec import CodebookSpec
 from ..primitives.granularity import block_of
+from ..primitives.packing import unpack_codes
+from .lut_weight_mm import CodebookWeight
 from .registry import Problem, QuantizedWeight, register
 
 
@@ -21,18 +27,56 @@ def _supports(problem: Problem) -> str | None:
 def gather_rows(ids: Tensor, weight: QuantizedWeight) -> Tensor:
     """Rows `ids` (any shape, int) of a (V, D) weight: (*ids.shape, D) in the weight's logical dtype."""
     codes, scale, zero_point = weight.plain()
+    return _dequantize_rows(ids, codes.index_select(0, ids.reshape(-1)), scale, zero_point, weight)
+
+
+def _supports_rows(problem: Problem) -> str | None:
+    if problem.scheme.layout.packed_axis not in (None, -1):
+        return "takes codes packed along rows, this weight is transposed"
+    return _supports(problem)
+
+
+@register("embedding", layout="packed", priority=10, supports=_supports_rows)
+def gather_packed_rows(ids: Tensor, weight: Any) -> Tensor:
+    """`gather_rows` of a weight in the packed layout: only the rows asked for are unpacked."""
+    rows = weight.qdata.index_select(0, ids.reshape(-1))
+    codes = unpack_codes(rows, weight.scheme.weight.dtype, weight.scheme.shape[1])
+    return _dequantize_rows(ids, codes, weight.scale, weight.zero_point, weight)
+
+
+def _dequantize_rows(
+    ids: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, weight: QuantizedWeight
+) -> Tensor:
+    """Of the codes of the rows `ids`, with the scales of the whole weight."""
     scheme = weight.scheme
-    rows, columns = block_of(codes.shape, scale.shape)
-    flat = ids.reshape(-1)
-    block_ids = flat // rows
+    rows, columns = block_of(scheme.shape, scale.shape)
+    block_ids = ids.reshape(-1) // rows
+    low, high = scheme.weight.code_range
     y = dequantize_affine(
-        codes.index_select(0, flat),
+        codes,
         (1, columns),
         scale.index_select(0, block_ids),
         None if zero_point is None else zero_point.index_select(0, block_ids),
         scheme.weight.dtype,
-        *scheme.weight.code_range,
+        low,
+        high,
         scheme.weight.zero_point_domain,
         scheme.dtype,
     )
-    return y.reshape(*ids.shape, codes.shape[1])
+    return y.reshape(*ids.shape, scheme.shape[1])
+
+
+@register("embedding", spec=CodebookSpec, priority=10, supports=_supports_rows)
+def gather_lut_rows(ids: Tensor, weight: CodebookWeight) -> Tensor:
+    """`gather_rows` of a weight of look-up tables."""
+    scheme, table = weight.scheme, weight.table
+    flat = ids.reshape(-1)
+    codes = weight.qdata.index_select(0, flat)
+    if scheme.layout.packed_axis is not None:
+        codes = unpack_codes(codes, scheme.weight.dtype, scheme.shape[1])
+    scale = weight.dense_scale()
+    rows, columns = block_of(scheme.shape, scale.shape)
+    block_ids = flat // rows
+    table = table if table.dim() == 1 else table.index_select(0, block_ids)
+    y = dequantize_codebook(codes, (1, columns), scale.index_select(0, block_ids), table, scheme.dtype)
+    return y.reshape(*ids.shape, scheme.shape[1])

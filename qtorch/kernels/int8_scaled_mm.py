@@ -97,7 +97,8 @@ def _sum_of_groups(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
     return functools.reduce(Tensor.add_, parts)
 
 
-def _supports(problem: Problem) -> str | None:
+def supports(problem: Problem) -> str | None:
+    """Why integer accumulation cannot run the problem, or None."""
     scheme = problem.scheme
     activation = scheme.activation
     assert activation is not None
@@ -113,7 +114,7 @@ def _supports(problem: Problem) -> str | None:
     return None
 
 
-@register("linear", layout="plain", weight=INTEGERS, activation=("int8",), priority=20, supports=_supports)
+@register("linear", layout="plain", weight=INTEGERS, activation=("int8",), priority=20, supports=supports)
 def int8_scaled_mm(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation, then the equation above."""
     wq, ws, wz = weight.plain()

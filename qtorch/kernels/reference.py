@@ -16,7 +16,7 @@ from .quantize_rowwise import quantize_input
 from .registry import REFERENCE, QuantizedWeight, register
 
 
-@register("linear", priority=REFERENCE, name="reference")
+@register("linear", spec=None, priority=REFERENCE, name="reference")
 def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """x (..., K) times a weight (N, K), or (E, N, K) with x (E, M, K); plus bias (N)."""
     scheme = weight.scheme
@@ -57,7 +57,7 @@ def _integer_product(xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: 
     return total * xs
 
 
-@register("embedding", priority=REFERENCE, name="reference")
+@register("embedding", spec=None, priority=REFERENCE, name="reference")
 def embedding(ids: Tensor, weight: QuantizedWeight) -> Tensor:
     """Dequantize the whole weight (V, D), then look up."""
     codes, scale, zero_point = weight.plain()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..config import config
 from ..primitives.scheme import Scheme
+from ..primitives.spec import QuantSpec
 from .library import note, recording
 
 
@@ -48,6 +49,7 @@ class Kernel:
         name, op: its own name, and the operation it implements (``"linear"``, ``"embedding"``).
         function: takes the operation's arguments with the quantized weight in its place.
         layout: name of the layout it reads, None for any.
+        spec: kind of the weight's spec, None for any: what tells affine codes from those of look-up tables.
         weight: names of the weight dtypes it takes, None for any.
         activation: names of the activation dtypes it takes; empty for weight-only, None for any.
         device: device type, None for any.
@@ -60,6 +62,7 @@ class Kernel:
     op: str
     function: Callable[..., Tensor]
     layout: str | None
+    spec: type | None
     weight: Collection[str] | None
     activation: Collection[str] | None
     device: str | None
@@ -83,6 +86,8 @@ class Kernel:
             return f"reads the {self.layout} layout, the weight has {scheme.layout.name}"
         if self.device not in (None, problem.device):
             return f"runs on {self.device}, the input is on {problem.device}"
+        if self.spec is not None and not isinstance(scheme.weight, self.spec):
+            return f"takes a {self.spec.__name__}, the weight has a {type(scheme.weight).__name__}"
         if self.weight is not None and scheme.weight.dtype.name not in self.weight:
             return f"takes {_either(self.weight)} weights, this one is {scheme.weight.dtype.name}"
         if self.activation is not None:
@@ -113,6 +118,7 @@ def register(
     op: str,
     *,
     layout: str | None = None,
+    spec: type | None = QuantSpec,
     weight: Collection[str] | None = None,
     activation: Collection[str] | None = None,
     device: str | None = None,
@@ -133,6 +139,7 @@ def register(
             op,
             function,
             layout,
+            spec,
             weight,
             activation,
             device,
@@ -162,10 +169,14 @@ def deregister(op: str, name: str) -> None:
     _chosen.clear()
 
 
+def kernels(op: str) -> list[Kernel]:
+    """Every kernel of an operation, the highest priority first."""
+    return sorted((k for k in _kernels if k.op == op), key=lambda k: -k.priority)
+
+
 def candidates(problem: Problem) -> list[tuple[Kernel, str | None]]:
     """Every kernel of the operation with why it cannot take the problem (None: it can), best first."""
-    ranked = sorted((k for k in _kernels if k.op == problem.op), key=lambda k: -k.priority)
-    return [(kernel, kernel.rejects(problem)) for kernel in ranked]
+    return [(kernel, kernel.rejects(problem)) for kernel in kernels(problem.op)]
 
 
 def choose(problem: Problem) -> Kernel:

@@ -7,12 +7,14 @@ The slice stays in cache, so that no full copy of the weight is ever made.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from ..primitives.affine import ZeroPointDomain, dequantize_affine
 from ..primitives.granularity import block_of
-from ..primitives.qdtype import qdtype
+from ..primitives.qdtype import QDType, qdtype
 from .library import opaque
 from .registry import Problem, QuantizedWeight, register
 
@@ -46,16 +48,32 @@ def weight_only_mm(
     Returns:
         (M, N) in the dtype of x.
     """
-    kind = qdtype(dtype)
-    block = block_of(codes.shape, scale.shape)
-    n, k = codes.shape
+    return multiply_slices(x, codes.shape, lambda a, b: codes[a:b], scale, zero_point, qdtype(dtype), low, high, domain)
+
+
+def multiply_slices(
+    x: Tensor,
+    shape: Sequence[int],
+    rows: Callable[[int, int], Tensor],
+    scale: Tensor,
+    zero_point: Tensor | None,
+    kind: QDType,
+    low: float,
+    high: float,
+    domain: str,
+) -> Tensor:
+    """The equation above for a weight of this shape whose codes are given by ``rows(start, stop)``, a slice at a time.
+
+    `stop` may lie beyond the last row. Where the codes come from does not change the result.
+    """
+    n, k = shape
+    block = block_of(shape, scale.shape)
     y = x.new_empty(x.shape[0], n)
-    # One multiplication a result instead of one a weight; not in fp16, where the sums of codes could overflow.
-    scale_last = zero_point is None and scale.shape == (n, 1) and x.dtype != torch.float16
-    limit = SLICE_BYTES.get(x.device.type, 64 << 20)
-    step = max(1, limit // max(1, k * x.element_size()) // block[0]) * block[0]
+    # One multiplication a result instead of one a weight; in fp32 only, where it loses no precision.
+    scale_last = zero_point is None and scale.shape == (n, 1) and x.dtype == torch.float32
+    step = slice_length(x, k, block[0])
     for start in range(0, n, step):
-        part = codes[start : start + step]
+        part = rows(start, start + step)
         if scale_last:
             weight = part.to(x.dtype) if kind.format is None else kind.decode(part).to(x.dtype)
         else:
@@ -72,7 +90,13 @@ def weight_only_mm(
                 x.dtype,
             )
         torch.mm(x, weight.t(), out=y[:, start : start + step])
-    return y.mul_(scale.t().to(y.dtype)) if scale_last else y
+    return y.mul_(scale.t()) if scale_last else y
+
+
+def slice_length(x: Tensor, length: int, block: int) -> int:
+    """Rows of `length` elements that a dequantized slice for the input `x` has: whole blocks, one at least."""
+    limit = SLICE_BYTES.get(x.device.type, 64 << 20)
+    return max(1, limit // max(1, length * x.element_size()) // block) * block
 
 
 def _supports(problem: Problem) -> str | None:

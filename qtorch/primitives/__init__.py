@@ -1,6 +1,8 @@
 """Quantization primitives on plain tensors: types, granularities, specs, and the four stages of quantization."""
 
 from .affine import MappingType, ZeroPointDomain, dequantize_affine, quantize_affine
+from .codebook import NF4_TABLE, dequantize_codebook, kmeans_codebook, quantize_codebook
+from .codebook_spec import CodebookSpec
 from .fake_quant import fake_quantize_affine, fake_quantize_affine_cachemask
 from .granularity import Granularity, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from .jsonable import from_json, to_json
@@ -12,8 +14,10 @@ from .spec import LinearSpec, QuantSpec
 from .sqnr import compute_error
 
 __all__ = [
+    "NF4_TABLE",
     "AbsMaxRule",
     "AbsMeanRule",
+    "CodebookSpec",
     "FixedRangeRule",
     "Granularity",
     "LinearSpec",
@@ -36,11 +40,14 @@ __all__ = [
     "choose_qparams_affine_with_min_max",
     "compute_error",
     "dequantize_affine",
+    "dequantize_codebook",
     "fake_quantize_affine",
     "fake_quantize_affine_cachemask",
     "from_json",
+    "kmeans_codebook",
     "qdtype",
     "quantize_affine",
+    "quantize_codebook",
     "round_to_integer",
     "to_json",
 ]

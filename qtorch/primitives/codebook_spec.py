@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,9 @@ from .granularity import Block, BlockView, Granularity, PerGroup, PerRow, scale_
 from .jsonable import jsonable
 from .qdtype import QDType, qdtype
 from .spec import QuantSpec
+
+_KMEANS_ELEMENTS = 1 << 24
+"""Elements that k-means takes at a time: it needs about 40 bytes for each."""
 
 QuantizedScale = tuple[Tensor, Tensor, Tensor]
 """(codes of the scale's shape, their fp32 scale per block, fp32 mean) of a scale that is quantized itself."""
@@ -78,29 +82,39 @@ class CodebookSpec:
         """As `QuantSpec.scale_shape`."""
         return scale_shape(shape, self.block_size(shape))
 
-    def choose_qparams(self, input: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Scale and table. The scale is as it will be stored, rounded by `scale_spec` too.
+    def scale_of_scale_shape(self, shape: Sequence[int]) -> Block:
+        """Shape of the scale of the scales of a tensor of this shape."""
+        count = math.prod(self.scale_shape(shape))
+        size = self._scale_spec.granularity.pattern(1)[0]
+        return (-(-count // (max(1, count) if size == -1 else size)),)
 
-        Args:
-            importance: of each element, for k-means.
-        """
-        block = self.block_size(input.shape)
+    def choose_scale(self, input: Tensor) -> Tensor:
+        """The largest magnitude of each block; not yet quantized by `scale_spec`."""
         grouped = isinstance(self.granularity, PerGroup)
         scale_dtype = self.scale_dtype or (input.dtype if grouped else torch.float32)
-        scale = choose_scale_codebook(input, block, scale_dtype)
-        if self.scale_spec is not None:
-            scale = self.dequantize_scale(self.quantize_scale(scale))
-        return scale, self.choose_table(input, scale, importance)
+        return choose_scale_codebook(input, self.block_size(input.shape), scale_dtype)
 
     def choose_table(self, input: Tensor, scale: Tensor, importance: Tensor | None = None) -> Tensor:
-        """The shared table, fp32; or that of each block, fp16, whose 11 bits are plenty in units of the scale."""
+        """The shared table, fp32; or that of each block, fp16, whose 11 bits are plenty in units of the scale.
+
+        Args:
+            scale: as it will be stored.
+            importance: of each element, same shape as `input`, for k-means.
+        """
         if self.table is not None:
+            if importance is not None:
+                raise ValueError(f"importance weights k-means; the table of {self} is fixed")
             return torch.tensor(self.table, dtype=torch.float32, device=input.device)
         view = BlockView(input.shape, self.block_size(input.shape))
         x = _blocks_last(view, view.split(input).float() / view.split_scale(scale).float())
         weights = None if importance is None else _blocks_last(view, view.split(importance.float()))
-        table = kmeans_codebook(x, self.dtype.bits, weights, self.iterations)
-        return table.reshape(*view.scale_shape, -1).to(torch.float16)
+        table = x.new_zeros(x.shape[0], 2**self.dtype.bits, dtype=torch.float16)
+        rows = max(1, _KMEANS_ELEMENTS // max(1, x.shape[1]))
+        for start in range(0, x.shape[0], rows):
+            part = slice(start, start + rows)
+            of_part = None if weights is None else weights[part]
+            table[part] = kmeans_codebook(x[part], self.dtype.bits, of_part, self.iterations)
+        return table.reshape(*view.scale_shape, table.shape[1])
 
     def quantize(self, input: Tensor, scale: Tensor, table: Tensor) -> Tensor:
         """Codes of `input`, uint8; see `quantize_codebook`."""
@@ -122,7 +136,8 @@ class CodebookSpec:
         return codes.reshape(scale.shape), scale_of_scale.reshape(-1), mean
 
     def dequantize_scale(self, quantized: QuantizedScale) -> Tensor:
-        """Inverse of `quantize_scale`, fp32. A scale that rounding took below zero is zero: its block becomes zero."""
+        """Inverse of `quantize_scale`, fp32, positive. Of a block so much smaller than others that its scale rounds to
+        zero, as good as nothing is left."""
         codes, scale_of_scale, mean = quantized
         spec = self._scale_spec
         padded = _in_groups(codes.reshape(-1), spec)
@@ -159,8 +174,6 @@ def _in_groups(flat: Tensor, spec: QuantSpec) -> Tensor:
 def _blocks_last(view: BlockView, x: Tensor) -> Tensor:
     """The split view as (blocks in the order of the scale, elements of a block)."""
     outside = [axis for axis in range(x.dim()) if axis not in view.dims]
-    count = 1
-    for n in view.scale_shape:
-        count *= n
+    count = math.prod(view.scale_shape)
     size = x.numel() // count if count else 0
     return x.permute(*outside, *view.dims).reshape(count, size)

@@ -193,3 +193,65 @@ class BlockView:
 
     def merge(self, x: Tensor) -> Tensor:
         return x.reshape(self.shape)
+
+
+def reshaped_blocks(shape: Sequence[int], block: Block, new_shape: Sequence[int]) -> list[int] | None:
+    """The blocks of a tensor after a row-major reshape, -1 for a whole axis; None where elements that share a scale do
+    not fill whole axes of the new shape and then a whole fraction of one more."""
+    pattern: list[int] = []
+    for old_axes, new_sizes in _matching_axes(shape, new_shape):
+        run = _run_length([shape[a] for a in old_axes], [block[a] for a in old_axes])
+        blocks = None if run is None else _run_blocks(new_sizes, run)
+        if blocks is None:
+            return None
+        pattern += blocks
+    return pattern
+
+
+def _matching_axes(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Groups of consecutive axes of equal product: (indices into old, sizes in new)."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        olds: list[int] = []
+        news: list[int] = []
+        left = right = 1
+        while i < len(old) and (not olds or left < right):
+            left *= old[i]
+            olds.append(i)
+            i += 1
+            while j < len(new) and right < left:
+                right *= new[j]
+                news.append(new[j])
+                j += 1
+        while j < len(new) and (not olds or new[j] == 1):
+            news.append(new[j])
+            j += 1
+        groups.append((olds, news))
+    return groups
+
+
+def _run_length(sizes: Sequence[int], blocks: Sequence[int]) -> int | None:
+    """Consecutive elements that share a scale in row-major order, or None where the blocks are not such runs."""
+    run, open_ended = 1, True
+    for n, b in zip(reversed(sizes), reversed(blocks), strict=True):
+        if not open_ended and b != 1:
+            return None
+        run *= b
+        open_ended = open_ended and b == n
+    return run
+
+
+def _run_blocks(sizes: Sequence[int], run: int) -> list[int] | None:
+    """Block sizes that make runs of `run` elements, -1 for a whole axis; None where that takes a fraction."""
+    blocks: list[int] = []
+    for n in reversed(sizes):
+        if run % n == 0:
+            blocks.append(-1 if n > 1 else 1)
+            run //= n
+        elif n % run == 0:
+            blocks.append(run)
+            run = 1
+        else:
+            return None
+    return blocks[::-1] if run == 1 else None

@@ -6,8 +6,8 @@ of 4, 2 and 1 bits, the binary digits of its width, the low part first; a part o
 
     packed[i G + g] = sum_s part[(i 8/p + s) G + g] << (p s),    0 <= i < p,  0 <= s < 8/p
 
-and the parts follow each other. Items that share a byte are G apart in memory, not neighbours, and no code straddles two
-bytes: packing and unpacking are shifts and masks of whole contiguous runs, which vectorize.
+and the parts follow each other. Items that share a byte are G apart in memory, not neighbours, and no part straddles
+two bytes: packing and unpacking are shifts and masks of whole contiguous runs, which vectorize.
 
 `pack_to_int32`, for files, as compressed-tensors has it: codes of 1, 2, 4 or 8 bits in int32 words along the last axis,
 

@@ -90,9 +90,9 @@ def _small_float_types() -> list[QDType]:
     return [QDType(f.name, f.bits, -f.max, f.max, torch.uint8, True, f) for f in formats]
 
 
-_BY_NAME: dict[str, QDType] = {t.name: t for t in [*_integer_types(), *_float8_types(), *_small_float_types()]}
+QDTYPES: dict[str, QDType] = {t.name: t for t in [*_integer_types(), *_float8_types(), *_small_float_types()]}
 # int32 and int16 are no storage formats; they serve bit-exact comparison with torch's own primitives.
-_BY_NAME |= {
+QDTYPES |= {
     name: QDType(name, torch.iinfo(dt).bits, torch.iinfo(dt).min, torch.iinfo(dt).max, dt)
     for name, dt in (("int16", torch.int16), ("int32", torch.int32))
 }
@@ -110,9 +110,9 @@ def qdtype(dtype: QDType | torch.dtype | str) -> QDType:
     if not isinstance(dtype, torch.dtype | str):
         raise TypeError(f"expected a torch.dtype, a name or a QDType, got {type(dtype).__name__}")
     name = str(dtype).removeprefix("torch.")
-    if name not in _BY_NAME:
-        raise ValueError(f"{dtype} is not a quantized type; known: {', '.join(_BY_NAME)}")
-    return _BY_NAME[name]
+    if name not in QDTYPES:
+        raise ValueError(f"{dtype} is not a quantized type; known: {', '.join(QDTYPES)}")
+    return QDTYPES[name]
 
 
 register_string_reader("QDType", qdtype)

@@ -40,7 +40,7 @@ class Scheme:
         return Scheme, tuple(getattr(self, f.name) for f in fields(self))
 
     @property
-    def weight(self) -> QuantSpec:
+    def weight(self) -> QuantSpec | Any:
         return self.spec.weight
 
     @property

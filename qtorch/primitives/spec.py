@@ -198,7 +198,7 @@ class LinearSpec:
     """How a layer is quantized: its weight, the activation that meets it, and how the weight is laid out in memory.
 
     Args:
-        weight: spec of the weight.
+        weight: spec of the weight; a `CodebookSpec` for look-up tables.
         activation: spec of the layer's input; None leaves it in floating point.
         static: the activation's scale is fixed and travels with the weight, instead of being computed on each call.
         layout: a layout object, None for the plain layout.
@@ -207,7 +207,7 @@ class LinearSpec:
         ValueError: static without an activation.
     """
 
-    weight: QuantSpec
+    weight: QuantSpec | Any
     activation: QuantSpec | None = None
     static: bool = False
     layout: Any = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..dtypes import Layout, PackedLayout
 from ..primitives import LinearSpec, MappingType, MinMaxRule, PerGroup, QuantSpec, ScaleRule, ZeroPointDomain, qdtype
 from ..quantize_api import WeightRecipe, register_recipe
 
@@ -17,11 +18,17 @@ class Int4WeightOnly(WeightRecipe):
         group_size: elements of a row that share a scale; -1 for the whole row. It must divide the row.
         zero_point_domain: INT, codes; FLOAT, the convention of the tinygemm kernels.
         scale_rule: how the range of a group is chosen.
+        layout: how weights lie in memory: `PackedLayout()`, half a byte a code; `TensorCoreTiledLayout()`, the same for
+            the tinygemm kernels, which needs the FLOAT domain and groups of 32, 64, 128 or 256.
+
+    Raises:
+        ValueError: a layout that cannot hold such weights.
     """
 
     group_size: int = 128
     zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT
     scale_rule: ScaleRule = MinMaxRule()
+    layout: Layout = PackedLayout()
 
     def linear_spec(self) -> LinearSpec:
         weight = QuantSpec(
@@ -32,7 +39,7 @@ class Int4WeightOnly(WeightRecipe):
             self.scale_rule,
             preserve_zero=self.zero_point_domain is not ZeroPointDomain.FLOAT,
         )
-        return LinearSpec(weight)
+        return LinearSpec(weight, layout=self.layout)
 
 
 int4_weight_only = Int4WeightOnly

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..dtypes import Layout, PackedLayout
 from ..primitives import LinearSpec, MappingType, MinMaxRule, PerGroup, PerToken, QuantSpec, ScaleRule, qdtype
 from ..quantize_api import WeightRecipe, register_recipe
 
@@ -18,19 +19,21 @@ class Int8DynamicActivationInt4Weight(WeightRecipe):
         mapping_type: of the weights.
         act_mapping_type: of the activations; SYMMETRIC uses codes in [-127, 127].
         scale_rule: how the range of a weight group is chosen.
+        layout: how weights lie in memory.
     """
 
     group_size: int = 32
     mapping_type: MappingType = MappingType.SYMMETRIC
     act_mapping_type: MappingType = MappingType.ASYMMETRIC
     scale_rule: ScaleRule = MinMaxRule()
+    layout: Layout = PackedLayout()
 
     def linear_spec(self) -> LinearSpec:
         group = PerGroup(self.group_size)
         weight = QuantSpec(qdtype("int4"), group, self.mapping_type, scale_rule=self.scale_rule)
         lowest = None if self.act_mapping_type is MappingType.ASYMMETRIC else -127
         activation = QuantSpec(qdtype("int8"), PerToken(), self.act_mapping_type, quant_min=lowest)
-        return LinearSpec(weight, activation)
+        return LinearSpec(weight, activation, layout=self.layout)
 
 
 int8_dynamic_activation_int4_weight = Int8DynamicActivationInt4Weight

@@ -6,6 +6,7 @@ from qtorch import (
     AffineQuantizedTensor,
     LinearSpec,
     MappingType,
+    PackedLayout,
     PerBlock,
     PerGroup,
     PerTensor,
@@ -28,10 +29,14 @@ SPECS = {
         QuantSpec("uint4", PerGroup(32), ASYMMETRIC, ZeroPointDomain.FLOAT, preserve_zero=False)
     ),
     "float8 row": LinearSpec(QuantSpec("float8_e4m3fn", zero_point_domain=ZeroPointDomain.NONE)),
+    "uint4 group, packed": LinearSpec(UINT4, layout=PackedLayout()),
+    "int3 group, packed": LinearSpec(QuantSpec("int3", PerGroup(16)), layout=PackedLayout()),
     "int8 row, int8 token": LinearSpec(INT8, TOKEN),
     "int4 group, int8 token": LinearSpec(QuantSpec("int4", PerGroup(32)), TOKEN),
+    "int4 group, int8 token, packed": LinearSpec(QuantSpec("int4", PerGroup(32)), TOKEN, layout=PackedLayout()),
     "int8 row, static int8": LinearSpec(INT8, QuantSpec("int8", PerTensor()), static=True),
 }
+PACKED = [name for name, spec in SPECS.items() if spec.layout == PackedLayout()]
 WEIGHT_ONLY = [name for name, spec in SPECS.items() if spec.activation is None]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

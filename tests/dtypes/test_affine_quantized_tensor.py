@@ -8,7 +8,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from qtorch import AffineQuantizedTensor, LinearSpec, PerTensor, PlainLayout, QuantSpec, compute_error
-from tests.dtypes.specs import ASYMMETRIC, DTYPES, INT8, SPECS, TOKEN, UINT4, quantized
+from tests.dtypes.specs import ASYMMETRIC, DTYPES, INT8, PACKED, SPECS, TOKEN, UINT4, quantized
 
 # SQNR in dB that normal numbers keep: at least, at most.
 SQNR = {
@@ -18,6 +18,9 @@ SQNR = {
     "uint4 group": (18, 25),
     "uint4 group, real zero": (18, 25),
     "float8 row": (29, 35),
+    "uint4 group, packed": (18, 25),
+    "int3 group, packed": (11, 18),
+    "int4 group, int8 token, packed": (17, 24),
     "int8 row, int8 token": (40, 47),
     "int4 group, int8 token": (17, 24),
     "int8 row, static int8": (40, 47),
@@ -100,7 +103,7 @@ def test_zeros_stay_exactly_zero(name: str) -> None:
 @pytest.mark.parametrize("name", SPECS)
 def test_nbytes_is_what_is_kept(name: str) -> None:
     w = quantized(name)
-    kept = [*w.plain(), w.act_scale, w.act_zero_point]
+    kept = [*w.inner_tensors.values()] if name in PACKED else [*w.plain(), w.act_scale, w.act_zero_point]
     assert w.nbytes == sum(t.numel() * t.element_size() for t in kept if t is not None)
     assert w.nbytes < torch.empty(32, 64).nbytes
     assert torch.nn.Parameter(w, requires_grad=False).nbytes == w.nbytes

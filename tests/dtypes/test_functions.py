@@ -12,7 +12,7 @@ from torch.nn import functional
 from qtorch import AffineQuantizedTensor, compute_error, config
 from qtorch.dtypes import deregister_aqt_quantized_linear_dispatch, register_aqt_quantized_linear_dispatch
 from qtorch.kernels import record_kernels
-from tests.dtypes.specs import DTYPES, INT8, SPECS, WEIGHT_ONLY, quantized
+from tests.dtypes.specs import DTYPES, INT8, PACKED, SPECS, WEIGHT_ONLY, quantized
 
 # SQNR in dB of the output against that of the float weight: at least, at most.
 SQNR = {
@@ -22,6 +22,9 @@ SQNR = {
     "uint4 group": (17, 26),
     "uint4 group, real zero": (17, 26),
     "float8 row": (27, 36),
+    "uint4 group, packed": (17, 26),
+    "int3 group, packed": (10, 19),
+    "int4 group, int8 token, packed": (16, 25),
     "int8 row, int8 token": (36, 46),
     "int4 group, int8 token": (16, 25),
     "int8 row, static int8": (34, 46),
@@ -40,6 +43,8 @@ def expected(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None = None) ->
 
 
 def linear_kernel(w: AffineQuantizedTensor, dtype: torch.dtype) -> str:
+    if w.scheme.layout.name == "packed":
+        return "linear:packed_weight_mm" if w.scheme.activation is None else "linear:packed_int8_scaled_mm"
     if w.scheme.activation is not None:
         return "linear:int8_scaled_mm"
     per_channel = w.scheme.weight.dtype.name == "int8" and tuple(w.scale.shape) == (w.shape[0], 1)
@@ -108,7 +113,7 @@ def test_every_product_in_both_orders(name: str) -> None:
     ]:
         with record_kernels() as ran:
             got = product(w)
-        assert ran[0] == "linear:weight_only_mm"
+        assert ran[0] == f"linear:{'packed_weight_mm' if name in PACKED else 'weight_only_mm'}"
         torch.testing.assert_close(got, product(d), rtol=1e-5, atol=1e-4)
 
 
@@ -135,7 +140,7 @@ def test_embedding(name: str) -> None:
     table, ids = quantized(name), torch.tensor([[0, 31, 5], [7, 7, 0]])
     with record_kernels() as ran:
         rows = functional.embedding(ids, table, padding_idx=0)
-    assert ran == ["embedding:gather_rows"]
+    assert ran == [f"embedding:{'gather_packed_rows' if name in PACKED else 'gather_rows'}"]
     assert torch.equal(rows, functional.embedding(ids, table.dequantize()))
     layer = nn.Embedding.from_pretrained(table)
     assert torch.equal(layer(ids), rows)

@@ -39,11 +39,13 @@ def test_round_trip_of_every_width_and_odd_sizes(dtype: str, columns: int) -> No
     assert_round_trip(w)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("bits", range(1, 8))
 def test_packed_codes_take_their_bits(bits: int) -> None:
     w = AffineQuantizedTensor.from_float(torch.randn(8, 64), QuantSpec(f"uint{bits}", PerGroup(32), ASYMMETRIC))
     tensors, _ = to_canonical("w", w)
     assert tensors["w_packed"].nbytes == 8 * 64 * bits // 8
+    # int32 where compressed-tensors has a format.
+    assert tensors["w_packed"].dtype == (torch.int32 if bits in (1, 2, 4) else torch.uint8)
 
 
 def test_names_are_those_of_compressed_tensors() -> None:

@@ -88,9 +88,13 @@ def test_views_keep_dtype_activation_and_gradient(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_slices_of_whole_blocks_share_memory(name: str) -> None:
+    """Packed codes too, along the axes that they are not packed along."""
     w = quantized(name)
-    assert w[8:].plain()[0].data_ptr() == w.plain()[0][8:].data_ptr()
-    assert w.t().plain()[0].data_ptr() == w.plain()[0].data_ptr()
+    assert w[8:].qdata.data_ptr() == w.qdata[8:].data_ptr()
+    assert w.t().qdata.data_ptr() == w.qdata.data_ptr()
+    assert w[None, :, None][0, :, 0].qdata.data_ptr() == w.qdata.data_ptr()
+    experts = quantized(name, 4, 32, 64)
+    assert experts.transpose(1, 2)[2].t().qdata.data_ptr() == experts.qdata[2].data_ptr()
 
 
 @pytest.mark.parametrize("name", ["int8 row", "uint4 group", "int8 row, int8 token", "float8 row", "int8 block"])

@@ -10,6 +10,7 @@ from qtorch.primitives import ZeroPointDomain, compute_error
 
 INT8 = QuantSpec("int8", quant_min=-127)
 TOKEN = QuantSpec("int8", PerRow(), quant_min=-127)
+FLOAT8 = QuantSpec("float8_e4m3fn", zero_point_domain=ZeroPointDomain.NONE)
 ASYMMETRIC = MappingType.ASYMMETRIC
 
 # name: (spec, kernel for fp32 on CPU, SQNR of the layer's output in dB: at least, at most)
@@ -32,6 +33,13 @@ SCHEMES = {
         26,
         36,
     ),
+    "float4 group": (
+        LinearSpec(QuantSpec("float4_e2m1", PerGroup(32), zero_point_domain=ZeroPointDomain.NONE)),
+        "weight_only_mm",
+        16,
+        24,
+    ),
+    "float8, float8": (LinearSpec(FLOAT8, FLOAT8), "emulated_scaled_mm", 25, 33),
     "int8, int8": (LinearSpec(INT8, TOKEN), "int8_scaled_mm", 35, 48),
     "int8, int8 tensor": (LinearSpec(INT8, QuantSpec("int8", PerTensor())), "int8_scaled_mm", 33, 46),
     "int8, int8 asymmetric": (LinearSpec(INT8, QuantSpec("int8", PerRow(), ASYMMETRIC)), "int8_scaled_mm", 35, 48),
@@ -65,7 +73,7 @@ def test_against_reference_and_float(name, dtype):
     y = functional.linear(x, quantized, bias)
     expected = reference.linear(x, quantized, bias)
     assert y.dtype == dtype
-    if spec.activation is not None:
+    if spec.activation is not None and not spec.activation.dtype.is_floating_point:
         assert torch.equal(y, expected), "integer accumulation gives the same bits everywhere"
     else:
         # The reference multiplies in fp32; kernels multiply in the activation's dtype.

@@ -7,12 +7,15 @@ knows no operations. A new layout is one file in this folder: a frozen dataclass
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
 from ...primitives.jsonable import jsonable
 from ...primitives.scheme import Scheme
+from ...primitives.spec import QuantSpec
 
 Plain = tuple[Tensor, Tensor, Tensor | None]
 """(codes in their storage dtype, scale, zero point or None), unpacked."""
@@ -35,6 +38,28 @@ class Layout:
 
     def unpack(self, tensors: dict[str, Tensor | None], scheme: Scheme) -> Plain:
         """Inverse of `pack`; every name of `tensors` is present."""
+        raise NotImplementedError
+
+    def check_spec(self, weight: QuantSpec) -> None:
+        """Raise `ValueError` where no tensor quantized so can be laid out so; every one can by default."""
+
+    def check(self, scheme: Scheme) -> None:
+        """Raise `ValueError` where a tensor of this scheme cannot be laid out so."""
+        self.check_spec(scheme.weight)
+
+    def packing(self, device: torch.device) -> Hashable:
+        """What the packed form depends on beside the scheme, None for nothing: tensors move to a device of another
+        packing by unpacking, and are pickled unpacked."""
+        return None
+
+    @property
+    def packed_axis(self) -> int | None:
+        """The axis, counted from the end, that the tensor named first is packed along; along all others it can be cut
+        and moved as the codes can, with the other tensors as they are in the plain layout. None: it cannot."""
+        return None
+
+    def with_packed_axis(self, axis: int) -> Layout:
+        """The layout of such a tensor after the packed axis has moved."""
         raise NotImplementedError
 
 

@@ -25,3 +25,13 @@ class PlainLayout(Layout):
 
     def unpack(self, tensors: dict[str, Tensor | None], scheme: Scheme) -> Plain:
         return tensors["qdata"], tensors["scale"], tensors["zero_point"]  # type: ignore[return-value]
+
+
+def layout_for(scheme: Scheme) -> Layout:
+    """The layout of the scheme, or the plain one where it cannot hold such a tensor."""
+    try:
+        scheme.layout.check(scheme)
+    except ValueError:
+        return PlainLayout()
+    layout: Layout = scheme.layout
+    return layout

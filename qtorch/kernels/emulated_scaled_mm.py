@@ -1,0 +1,44 @@
+"""Linear with activations in floating-point codes (float8, MX formats), where no hardware multiplies such codes.
+
+    y[m, n] = sum_k dequantize(quantize(x))[m, k] * dequantize(w)[n, k] + bias[n]
+
+The products are those of the codes, in fp32; the result has the accuracy of the format, not its speed.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .quantize_rowwise import quantize_input
+from .registry import Problem, QuantizedWeight, register
+from .weight_only_mm import weight_only_mm
+
+
+def _supports(problem: Problem) -> str | None:
+    shape, activation = problem.scheme.shape, problem.scheme.activation
+    if activation is None or not activation.dtype.is_floating_point:
+        return "takes activations in floating-point codes"
+    return None if len(shape) == 2 else f"takes a 2-d weight, this one has shape {shape}"
+
+
+@register(
+    "linear",
+    layout="plain",
+    priority=5,
+    supports=_supports,
+    note="emulated in fp32: the accuracy of the format, not its speed",
+)
+def emulated_scaled_mm(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """Linear with any scheme whose activation is in floating-point codes."""
+    scheme = weight.scheme
+    assert scheme.activation is not None
+    rows = x.reshape(-1, x.shape[-1])
+    quantized = scheme.activation.dequantize(*quantize_input(rows, weight))
+    codes, scale, zero_point = weight.plain()
+    low, high = scheme.weight.code_range
+    domain = scheme.weight.zero_point_domain.name
+    name = scheme.weight.dtype.name
+    y = weight_only_mm(quantized, codes, scale, zero_point, name, float(low), float(high), domain).to(x.dtype)
+    if bias is not None:
+        y = y + bias
+    return y.reshape(*x.shape[:-1], codes.shape[0])

@@ -1,0 +1,51 @@
+"""Weights in signed integers of 1 to 7 bits, in groups; activations stay in floating point."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..dtypes import Layout, PackedLayout
+from ..primitives import LinearSpec, MappingType, MinMaxRule, PerGroup, QDType, QuantSpec, ScaleRule, qdtype
+from ..quantize_api import WeightRecipe, register_recipe
+
+DTYPES = tuple(f"int{bits}" for bits in range(1, 8))
+
+
+@register_recipe("intx_weight_only")
+@dataclass(frozen=True)
+class IntxWeightOnly(WeightRecipe):
+    """Weights in 1 to 7 bits, a scale per group of input channels, and a zero point unless the mapping is symmetric.
+
+    Args:
+        dtype: ``torch.int1`` to ``torch.int7``, or their names. Symmetric, int1 has the two values 0 and -scale.
+        group_size: elements of a row that share a scale; -1 for the whole row. It must divide the row.
+        mapping_type: SYMMETRIC, zero in the middle, SYMMETRIC_NO_CLIPPING_ERR or ASYMMETRIC.
+        scale_rule: how the range of a group is chosen.
+        layout: how weights lie in memory; `PackedLayout()` takes the true size of the codes.
+
+    Raises:
+        ValueError: another dtype.
+    """
+
+    dtype: QDType | torch.dtype | str
+    group_size: int = 64
+    mapping_type: MappingType = MappingType.SYMMETRIC
+    scale_rule: ScaleRule = MinMaxRule()
+    layout: Layout = PackedLayout()
+
+    def __post_init__(self) -> None:
+        kind = qdtype(self.dtype)
+        if kind.name not in DTYPES:
+            raise ValueError(f"intx_weight_only takes {DTYPES[0]} to {DTYPES[-1]}, got {kind.name}")
+        object.__setattr__(self, "dtype", kind)
+        super().__post_init__()
+
+    def linear_spec(self) -> LinearSpec:
+        group = PerGroup(self.group_size)
+        weight = QuantSpec(qdtype(self.dtype), group, self.mapping_type, scale_rule=self.scale_rule)
+        return LinearSpec(weight, layout=self.layout)
+
+
+intx_weight_only = IntxWeightOnly

@@ -1,0 +1,36 @@
+"""Weights as indices into tables that k-means fits to each row or group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..primitives import LinearSpec, PerGroup, PerRow, qdtype
+from ..primitives.codebook_spec import CodebookSpec
+from ..quantize_api import WeightRecipe, register_recipe
+
+
+@register_recipe("lut_weight_only")
+@dataclass(frozen=True)
+class LUTWeightOnly(WeightRecipe):
+    """Weights as the nearest of 2^bits values, chosen for each group by k-means.
+
+    Args:
+        bits: 2 to 4.
+        group_size: elements of a row that share a scale and a table of 2^bits fp16 values; -1 for the whole row. It
+            must divide the row. A table costs 16 * 2^bits bits: in groups of 64, 2 bits a weight with 3-bit codes.
+
+    Raises:
+        ValueError: other bits, or a group size that is none.
+    """
+
+    bits: int = 4
+    group_size: int = -1
+
+    def linear_spec(self) -> LinearSpec:
+        if self.bits not in (2, 3, 4):
+            raise ValueError(f"lut_weight_only: bits is {self.bits}; it must be 2, 3 or 4")
+        granularity = PerRow() if self.group_size == -1 else PerGroup(self.group_size)
+        return LinearSpec(CodebookSpec(qdtype(f"uint{self.bits}"), granularity))
+
+
+lut_weight_only = LUTWeightOnly

@@ -1,0 +1,75 @@
+"""The block formats of the OCP Microscaling specification v1.0: blocks of 32 along a row, with power-of-two scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..primitives import LinearSpec, PerGroup, QDType, QuantSpec, ZeroPointDomain, qdtype
+from ..quantize_api import WeightRecipe, register_recipe
+
+BLOCK = 32
+
+
+def mx_spec(dtype: QDType) -> QuantSpec:
+    """Elements of `dtype` that share an e8m0 scale in blocks of 32."""
+    none = ZeroPointDomain.NONE
+    return QuantSpec(dtype, PerGroup(BLOCK), zero_point_domain=none, scale_dtype=torch.float8_e8m0fnu)
+
+
+class _Mx(WeightRecipe):
+    element: ClassVar[str]
+    quantizes_activations: ClassVar[bool] = False
+
+    def linear_spec(self) -> LinearSpec:
+        spec = mx_spec(qdtype(self.element))
+        return LinearSpec(spec, spec if self.quantizes_activations else None)
+
+
+@register_recipe("mxfp8_weight_only")
+@dataclass(frozen=True)
+class Mxfp8WeightOnly(_Mx):
+    """Weights in MXFP8 (e4m3)."""
+
+    element = "float8_e4m3fn"
+
+
+@register_recipe("mxfp6_weight_only")
+@dataclass(frozen=True)
+class Mxfp6WeightOnly(_Mx):
+    """Weights in MXFP6 (e2m3)."""
+
+    element = "float6_e2m3"
+
+
+@register_recipe("mxfp4_weight_only")
+@dataclass(frozen=True)
+class Mxfp4WeightOnly(_Mx):
+    """Weights in MXFP4 (e2m1)."""
+
+    element = "float4_e2m1"
+
+
+@register_recipe("mxfp8_dynamic_activation_mxfp8_weight")
+@dataclass(frozen=True)
+class Mxfp8DynamicActivationMxfp8Weight(Mxfp8WeightOnly):
+    """Weights and activations in MXFP8 (e4m3), the activations' scales computed on each call."""
+
+    quantizes_activations = True
+
+
+@register_recipe("mxfp4_dynamic_activation_mxfp4_weight")
+@dataclass(frozen=True)
+class Mxfp4DynamicActivationMxfp4Weight(Mxfp4WeightOnly):
+    """Weights and activations in MXFP4 (e2m1), the activations' scales computed on each call."""
+
+    quantizes_activations = True
+
+
+mxfp8_weight_only = Mxfp8WeightOnly
+mxfp6_weight_only = Mxfp6WeightOnly
+mxfp4_weight_only = Mxfp4WeightOnly
+mxfp8_dynamic_activation_mxfp8_weight = Mxfp8DynamicActivationMxfp8Weight
+mxfp4_dynamic_activation_mxfp4_weight = Mxfp4DynamicActivationMxfp4Weight

@@ -1,0 +1,49 @@
+"""Weights in unsigned integers of 1 to 7 bits, in groups; activations stay in floating point."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..dtypes import Layout, PackedLayout
+from ..primitives import LinearSpec, MappingType, MinMaxRule, PerGroup, QDType, QuantSpec, ScaleRule, qdtype
+from ..quantize_api import WeightRecipe, register_recipe
+
+DTYPES = tuple(f"uint{bits}" for bits in range(1, 8))
+
+
+@register_recipe("uintx_weight_only")
+@dataclass(frozen=True)
+class UIntxWeightOnly(WeightRecipe):
+    """Weights in 1 to 7 bits, asymmetric, a scale and a zero point per group of input channels.
+
+    Args:
+        dtype: ``torch.uint1`` to ``torch.uint7``, or their names.
+        group_size: elements of a row that share a scale; -1 for the whole row. It must divide the row.
+        scale_rule: how the range of a group is chosen.
+        layout: how weights lie in memory; `PackedLayout()` takes the true size of the codes.
+
+    Raises:
+        ValueError: another dtype.
+    """
+
+    dtype: QDType | torch.dtype | str
+    group_size: int = 64
+    scale_rule: ScaleRule = MinMaxRule()
+    layout: Layout = PackedLayout()
+
+    def __post_init__(self) -> None:
+        kind = qdtype(self.dtype)
+        if kind.name not in DTYPES:
+            raise ValueError(f"uintx_weight_only takes {DTYPES[0]} to {DTYPES[-1]}, got {kind.name}")
+        object.__setattr__(self, "dtype", kind)
+        super().__post_init__()
+
+    def linear_spec(self) -> LinearSpec:
+        group = PerGroup(self.group_size)
+        weight = QuantSpec(qdtype(self.dtype), group, MappingType.ASYMMETRIC, scale_rule=self.scale_rule)
+        return LinearSpec(weight, layout=self.layout)
+
+
+uintx_weight_only = UIntxWeightOnly

@@ -1,0 +1,91 @@
+"""The tinygemm kernels against the reference, which path ran, and the CUDA one where there is a GPU."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PerGroup, QuantSpec, TensorCoreTiledLayout
+from qtorch.kernels import cpu_features, record_kernels, reference
+from qtorch.kernels.int4_tiled_mm import MAX_ROWS
+from qtorch.primitives import ZeroPointDomain, compute_error
+
+
+def layer(dtype: torch.dtype, n: int = 72, k: int = 160, group: int = 32, rows: int = 5):
+    """(input, float weight, quantized weight, bias)."""
+    weight = torch.randn(n, k, dtype=dtype)
+    spec = QuantSpec("uint4", PerGroup(group), MappingType.ASYMMETRIC, ZeroPointDomain.FLOAT, preserve_zero=False)
+    quantized = AffineQuantizedTensor.from_float(weight, LinearSpec(spec, layout=TensorCoreTiledLayout()))
+    return torch.randn(rows, k, dtype=dtype), weight, quantized, torch.randn(n, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_bf16", [True, False])
+@pytest.mark.parametrize("rows", [0, 1, MAX_ROWS[True], MAX_ROWS[True] + 1])
+def test_against_reference_and_float(dtype, has_bf16, rows, monkeypatch):
+    monkeypatch.setattr(cpu_features, "has", lambda feature: has_bf16)
+    x, weight, quantized, bias = layer(dtype, rows=rows)
+    with record_kernels() as ran:
+        y = functional.linear(x, quantized, bias)
+    packed = dtype == torch.bfloat16 and 0 < rows <= MAX_ROWS[has_bf16]
+    assert ran == ["linear:int4_tiled_mm", "int4_tiled_mm"] + ["int4_tiled_mm.int4pack"] * packed
+    assert (y.dtype, y.shape) == (dtype, (rows, 72))
+    if rows:
+        expected = reference.linear(x, quantized, bias)
+        assert compute_error(expected, y) > {torch.float32: 110, torch.float16: 55, torch.bfloat16: 40}[dtype]
+        error = compute_error(functional.linear(x.float(), weight.float(), bias.float()), y)
+        assert 18 < error < 28
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 256])
+@pytest.mark.parametrize("n", [1, 16, 64, 130])
+def test_groups_and_sizes(group, n):
+    for dtype in (torch.float32, torch.bfloat16):
+        x, _, quantized, _ = layer(dtype, n, 512, group)
+        y = functional.linear(x, quantized)
+        assert compute_error(reference.linear(x, quantized, None), y) > (40 if dtype == torch.bfloat16 else 110)
+
+
+def test_slices_of_a_weight_larger_than_the_buffer():
+    x, _, quantized, _ = layer(torch.float32, 2100, 2048)
+    torch.testing.assert_close(
+        functional.linear(x, quantized), functional.linear(x, quantized.dequantize()), rtol=1e-4, atol=1e-3
+    )
+
+
+def test_another_input_dtype_than_the_scales():
+    """Weights quantized in fp32, activations in bf16: scales are rounded on the way."""
+    x, _, quantized, _ = layer(torch.float32)
+    y = functional.linear(x.bfloat16(), quantized)
+    assert 35 < compute_error(reference.linear(x.bfloat16(), quantized, None), y) < 70
+
+
+def test_operator_is_well_formed():
+    x, _, quantized, _ = layer(torch.bfloat16)
+    torch.library.opcheck(
+        torch.ops.qtorch.int4_tiled_mm.default, (x, quantized.qdata, quantized.scale_and_zero, 72, 32)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_graph_for_every_batch_size(dtype):
+    _, _, quantized, bias = layer(dtype)
+    run = lambda x: functional.linear(x, quantized, bias)  # noqa: E731
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for rows in (7, 3, 100):
+            x = torch.randn(rows, 160, dtype=dtype)
+            assert torch.equal(compiled(x), run(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inner_k_tiles", [2, 4, 8])
+@pytest.mark.parametrize("rows", [1, 17, 200])
+def test_cuda(rows, inner_k_tiles):
+    x, _, quantized, bias = layer(torch.bfloat16, rows=rows)
+    quantized = quantized.to_layout(TensorCoreTiledLayout(inner_k_tiles)).cuda()
+    with record_kernels() as ran:
+        y = functional.linear(x.cuda(), quantized, bias.cuda())
+    assert ran == ["linear:int4_tiled_mm", "int4_tiled_mm", "int4_tiled_mm.int4pack"]
+    assert 38 < compute_error(reference.linear(x.cuda(), quantized, bias.cuda()), y) < 90
+    x32 = x.float().cuda()
+    assert compute_error(reference.linear(x32, quantized, None), functional.linear(x32, quantized)) > 60

@@ -1,0 +1,253 @@
+"""Look-up tables: nearest entries, NF4, k-means, quantized scales."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from qtorch import (
+    CodebookSpec,
+    MappingType,
+    PerBlock,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    QuantSpec,
+    ZeroPointDomain,
+    compute_error,
+)
+from qtorch.primitives import (
+    NF4_TABLE,
+    dequantize_codebook,
+    from_json,
+    kmeans_codebook,
+    quantize_codebook,
+    to_json,
+)
+from qtorch.primitives.granularity import BlockView
+
+NF4 = torch.tensor(NF4_TABLE)
+INT8_SCALES = QuantSpec("int8", PerGroup(256), quant_min=-127)
+FLOAT8_SCALES = QuantSpec("float8_e4m3fn", PerGroup(256), zero_point_domain=ZeroPointDomain.NONE)
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+BLOCKS = [(1, -1), (1, 8), (-1, -1), (4, 8), (2, 1), (-1, 1)]
+
+
+def student_t(*shape: int) -> Tensor:
+    return torch.distributions.StudentT(4.0).sample(shape)
+
+
+def applied(spec: CodebookSpec, x: Tensor) -> Tensor:
+    scale = spec.choose_scale(x)
+    table = spec.choose_table(x, scale)
+    return spec.dequantize(spec.quantize(x, scale, table), scale, table)
+
+
+def squared_error(x: Tensor, table: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Of each row to the nearest entries of its table, in fp64."""
+    error = (x.double().unsqueeze(-1) - table.double().unsqueeze(-2)).square().amin(-1)
+    return (error if weights is None else error * weights).sum(-1)
+
+
+def test_nf4_is_made_of_quantiles() -> None:
+    """QLoRA, appendix E: 8 quantiles below zero, 7 above, an exact zero; all divided by the largest."""
+    offset = (1 - 1 / 30 + 1 - 1 / 32) / 2
+    below = torch.special.ndtri(torch.linspace(1 - offset, 0.5, 8, dtype=torch.float64))
+    above = torch.special.ndtri(torch.linspace(0.5, offset, 9, dtype=torch.float64))
+    quantiles = torch.cat([below, above[1:]])
+    assert quantiles[7] == 0
+    torch.testing.assert_close(NF4.double(), quantiles / quantiles[-1], atol=2e-7, rtol=0)
+    assert len(NF4_TABLE) == 16
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_are_nearest(dtype: torch.dtype, block: tuple[int, int], own: bool) -> None:
+    x = torch.randn(8, 16, dtype=dtype)
+    shape = BlockView(x.shape, block).scale_shape
+    scale = torch.rand(shape) + 0.5
+    table = torch.randn(*shape, 8).sort().values if own else NF4
+    rows, columns = (n if b == -1 else b for n, b in zip(x.shape, block))
+    of_element = [t.repeat_interleave(rows, 0).repeat_interleave(columns, 1) for t in (scale, table) if t.dim() > 1]
+    wide_scale, wide_table = of_element if own else (of_element[0], NF4.expand(8, 16, 16))
+    # argmin takes the first of equal distances: the lower entry.
+    wanted = ((x / wide_scale).unsqueeze(-1) - wide_table).abs().argmin(-1)
+    codes = quantize_codebook(x, block, scale, table)
+    assert codes.dtype == torch.uint8
+    assert torch.equal(codes.long(), wanted)
+    y = dequantize_codebook(codes, block, scale, table, dtype)
+    assert y.dtype == dtype
+    assert torch.equal(y, (wide_table.gather(-1, wanted.unsqueeze(-1)).squeeze(-1) * wide_scale).to(dtype))
+
+
+def test_ties_go_to_the_lower_entry() -> None:
+    x = torch.tensor([[-2.0, -0.5, 0.5, 1.5, 9.0]])
+    codes = quantize_codebook(x, (1, -1), torch.ones(1, 1), torch.tensor([-1.0, 0.0, 1.0, 2.0]))
+    assert codes.tolist() == [[0, 0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("spec", [CodebookSpec("uint4", PerGroup(8), NF4_TABLE), CodebookSpec("uint3", PerGroup(8))])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zero_groups_stay_zero(spec: CodebookSpec, dtype: torch.dtype) -> None:
+    x = torch.randn(4, 16, dtype=dtype)
+    x[2] = 0
+    y = applied(spec, x)
+    assert not y[2].any()
+    assert y[3].all() or spec.table is not None
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 8), (3, 0), (2, 3, 8), (8,), (1, 1)])
+@pytest.mark.parametrize(
+    "spec", [CodebookSpec("uint4", PerRow(), NF4_TABLE, scale_spec=INT8_SCALES), CodebookSpec("uint2")]
+)
+def test_any_rank_and_empty(spec: CodebookSpec, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    assert applied(spec, x).shape == shape
+    codes = spec.quantize_scale(spec.choose_scale(x)) if spec.scale_spec else None
+    assert codes is None or spec.dequantize_scale(codes).shape == spec.scale_shape(shape)
+
+
+@pytest.mark.parametrize("granularity", [PerRow(), PerGroup(64)], ids=repr)
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("make", [torch.randn, student_t])
+def test_kmeans_beats_uniform(make: object, bits: int, granularity: object) -> None:
+    x = make(64, 512)
+    ours = compute_error(x, applied(CodebookSpec(f"uint{bits}", granularity), x))
+    uniform = max(
+        compute_error(x, QuantSpec(f"uint{bits}", granularity, mapping).fake_quantize(x)) for mapping in MappingType
+    )
+    assert uniform + 1 < ours < 6.02 * bits + 3
+
+
+@pytest.mark.parametrize(("bits", "least"), [(2, 9.30), (3, 14.62), (4, 20.22)])
+def test_kmeans_finds_the_quantizer_of_lloyd_and_max(bits: int, least: float) -> None:
+    """The best SQNR of a Gaussian (Max, 1960); a sample of finite size is fitted a little better than that."""
+    x = torch.randn(4, 1 << 15)
+    table = kmeans_codebook(x, bits, iterations=100)
+    sqnr = 10 * math.log10(x.double().square().sum() / squared_error(x, table).sum())
+    assert least - 0.1 < sqnr < least + 0.2
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("make", [torch.randn, student_t])
+def test_kmeans_never_gets_worse(make: object, weighted: bool) -> None:
+    x = make(16, 128)
+    weights = torch.rand(16, 128).pow(4) if weighted else None
+    errors = [squared_error(x, kmeans_codebook(x, 3, weights, iterations=i), weights) for i in range(12)]
+    for before, after in itertools.pairwise(errors):
+        assert bool((after <= before * (1 + 1e-6)).all())
+    assert bool((errors[-1] < 0.9 * errors[0]).any())
+
+
+def test_importance_moves_the_table() -> None:
+    x, weights = torch.randn(8, 256), torch.rand(8, 256).pow(8)
+    plain, weighted = kmeans_codebook(x, 3), kmeans_codebook(x, 3, weights)
+    assert bool((squared_error(x, weighted, weights) < squared_error(x, plain, weights)).all())
+    assert bool((squared_error(x, weighted) > squared_error(x, plain)).all())
+    # What has no weight has no say.
+    x[:, 128:] *= 100
+    weights[:, 128:] = 0
+    assert float(kmeans_codebook(x, 3, weights).abs().max()) <= float(x[:, :128].abs().max())
+
+
+@pytest.mark.parametrize("values", [[0.5], [-1.0, 1.0], [-1.0, 0.0, 3.0]])
+def test_kmeans_with_empty_clusters(values: list[float]) -> None:
+    x = torch.tensor(values).repeat(2, 5)
+    table = kmeans_codebook(x, 2)
+    assert table.isfinite().all()
+    assert torch.equal(table, table.sort().values)
+    assert float(squared_error(x, table).sum()) == 0
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_kmeans_finds_few_values_exactly(bits: int) -> None:
+    values = torch.randn(50, 2**bits)
+    x = values.gather(1, torch.randint(2**bits, (50, 200)))
+    torch.testing.assert_close(kmeans_codebook(x, bits), values.sort().values)
+
+
+def test_kmeans_is_deterministic_and_ascends() -> None:
+    x = torch.randn(3, 5, 77).bfloat16()
+    table = kmeans_codebook(x, 4)
+    assert table.shape == (3, 5, 16)
+    assert table.dtype == torch.float32
+    assert torch.equal(table, kmeans_codebook(x, 4))
+    assert torch.equal(table, table.sort().values)
+    # Rows do not know of each other, nor of the order of their elements.
+    assert torch.equal(table[1, 2], kmeans_codebook(x[1, 2].flip(0), 4))
+    assert kmeans_codebook(torch.empty(2, 0), 3).shape == (2, 8)
+
+
+@pytest.mark.parametrize(("bound", "scales"), [((58, 66), INT8_SCALES), ((43, 50), FLOAT8_SCALES)], ids=["int8", "fp8"])
+@pytest.mark.parametrize("count", [(64, 16), (7, 100), (1, 1), (3, 1)], ids=str)
+def test_double_quantization(count: tuple[int, int], scales: QuantSpec, bound: tuple[float, float]) -> None:
+    spec = CodebookSpec("uint4", PerGroup(64), NF4_TABLE, scale_spec=scales)
+    scale = torch.rand(count) + 1
+    codes, scale_of_scale, mean = spec.quantize_scale(scale)
+    assert codes.shape == count
+    assert codes.dtype == scales.dtype.storage
+    assert scale_of_scale.shape == (math.ceil(scale.numel() / 256),)
+    torch.testing.assert_close(mean, scale.mean())
+    y = spec.dequantize_scale((codes, scale_of_scale, mean))
+    if scale.numel() > 256:
+        assert bound[0] < compute_error(scale, y) < bound[1]
+    else:
+        torch.testing.assert_close(y, scale, rtol=0.04, atol=0)
+    assert bool((y > 0).all())
+
+
+def test_double_quantization_costs_next_to_nothing() -> None:
+    x = torch.randn(256, 1024)
+    plain = CodebookSpec("uint4", PerGroup(64), NF4_TABLE)
+    double = replace(plain, scale_spec=INT8_SCALES)
+    scale = double.dequantize_scale(double.quantize_scale(double.choose_scale(x)))
+    y = double.dequantize(double.quantize(x, scale, NF4), scale, NF4)
+    assert 20.5 < compute_error(x, y) <= compute_error(x, applied(plain, x)) + 0.01 < 21
+
+
+def test_traces_in_one_graph() -> None:
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        spec = CodebookSpec("uint3", PerGroup(16), scale_spec=INT8_SCALES)
+        scale = spec.dequantize_scale(spec.quantize_scale(spec.choose_scale(x)))
+        table = spec.choose_table(x, scale)
+        codes = spec.quantize(x, scale, table)
+        return codes, spec.dequantize(codes, scale, table)
+
+    x = torch.randn(6, 32)
+    for mine, theirs in zip(torch.compile(function, fullgraph=True, backend="aot_eager")(x), function(x)):
+        assert torch.equal(mine, theirs)
+
+
+def test_spec_json_and_str() -> None:
+    spec = CodebookSpec(torch.uint4, PerGroup(64), NF4_TABLE, scale_spec=INT8_SCALES)
+    assert from_json(to_json(spec)) == spec
+    assert hash(from_json(to_json(spec))) == hash(spec)
+    assert str(spec) == "uint4 NF4 PerGroup(group_size=64) scale int8 PerGroup(group_size=256)"
+    assert str(CodebookSpec("uint2", PerTensor())) == "uint2 k-means PerTensor()"
+
+
+def test_errors_name_what_they_got() -> None:
+    with pytest.raises(ValueError, match="codes are uint1 to uint8, got int4"):
+        CodebookSpec("int4")
+    with pytest.raises(ValueError, match="uint3 has 8 codes, got 16 values"):
+        CodebookSpec("uint3", table=NF4_TABLE)
+    with pytest.raises(ValueError, match=r"must ascend, got \(0.0, 0.0\)"):
+        CodebookSpec("uint1", table=(0, 0))
+    with pytest.raises(ValueError, match="quantized in groups, symmetric; got int8 PerRow"):
+        CodebookSpec("uint4", scale_spec=QuantSpec("int8"))
+    with pytest.raises(ValueError, match="1 to 8 bits, got 9"):
+        kmeans_codebook(torch.ones(2, 2), 9)
+    with pytest.raises(ValueError, match=r"importance has shape \(2,\), the input \(2, 2\)"):
+        kmeans_codebook(torch.ones(2, 2), 2, torch.ones(2))
+    with pytest.raises(ValueError, match=r"of shape \(2, 1, 'L'\), got \(3, 1, 4\)"):
+        quantize_codebook(torch.ones(2, 2), (1, -1), torch.ones(2, 1), torch.ones(3, 1, 4))
+    with pytest.raises(ValueError, match=r"the table of uint4 NF4 PerRow.* is fixed"):
+        CodebookSpec("uint4", PerRow(), NF4_TABLE).choose_table(torch.ones(2, 2), torch.ones(2, 1), torch.ones(2, 2))
+    with pytest.raises(ValueError, match="its scales are not quantized"):
+        CodebookSpec("uint4").quantize_scale(torch.ones(2, 1))
+    with pytest.raises(ValueError, match="4 % 3 along axis 1"):
+        CodebookSpec("uint4", PerBlock((1, 3))).choose_scale(torch.ones(2, 4))
