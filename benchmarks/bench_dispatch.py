@@ -83,15 +83,16 @@ def main() -> None:
     recipes = [
         qtorch.int8_weight_only(),
         qtorch.int8_dynamic_activation_int8_weight(),
-        qtorch.int4_weight_only(group_size=32),
-        qtorch.int8_dynamic_activation_int4_weight(),
+        # In the plain layout, so that the arithmetic on plain tensors is the same.
+        qtorch.int4_weight_only(group_size=32, layout=qtorch.PlainLayout()),
+        qtorch.int8_dynamic_activation_int4_weight(layout=qtorch.PlainLayout()),
     ]
     rows = [measure(recipe) for recipe in recipes]
     print(machine())
     columns = ["float", "float, gradient", "kernel", "layer", "layer, gradient", "overhead"]
-    print(f"{'us a call':42s}" + "".join(f"{name:>17s}" for name in columns))
+    print(f"{'us a call':66s}" + "".join(f"{name:>17s}" for name in columns))
     for row in rows:
-        print(f"{row['recipe']:42s}" + "".join(f"{row[name]:17.1f}" for name in columns))
+        print(f"{row['recipe']:66s}" + "".join(f"{row[name]:17.1f}" for name in columns))
     if options.save:
         save("dispatch", rows)
 

@@ -48,7 +48,7 @@ def test_weight() -> None:
         str(explain(weight)),
         """\
 linear, float32 input on cpu, weight uint4 PerGroup(group_size=16) asymmetric, PackedLayout()
-  runs packed_weight_mm
+  runs packed_weight_mm (dequantizes on each call: on CPU it saves memory, not time)
   not int8_scaled_mm: reads the plain layout, the weight has packed
   not int8_weight_mm: reads the plain layout, the weight has packed
   not packed_int8_scaled_mm: needs quantized activations, the scheme is weight-only
@@ -72,7 +72,7 @@ embed.weight: embedding, float32 input on cpu, weight int8 PerRow() symmetric, P
   not gather_lut_rows: takes a CodebookSpec, the weight has a QuantSpec
   not reference: comes after it
 first.weight: linear, float32 input on cpu, weight int8 PerRow() symmetric, dynamic activation int8 PerToken() symmetric, PlainLayout()
-  runs int8_scaled_mm
+  runs int8_scaled_mm (where the weight has groups, on CPU it saves memory, not time)
   not int8_weight_mm: is weight-only, the scheme quantizes activations
   not packed_int8_scaled_mm: reads the packed layout, the weight has plain
   not weight_only_mm: is weight-only, the scheme quantizes activations

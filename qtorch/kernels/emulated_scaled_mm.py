@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .quantize_rowwise import quantize_input
 from .registry import Problem, QuantizedWeight, register
+from .rows import from_rows, to_rows
 from .weight_only_mm import weight_only_mm
 
 
@@ -32,13 +33,11 @@ def emulated_scaled_mm(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) 
     """Linear with any scheme whose activation is in floating-point codes."""
     scheme = weight.scheme
     assert scheme.activation is not None
-    rows = x.reshape(-1, x.shape[-1])
+    rows = to_rows(x)
     quantized = scheme.activation.dequantize(*quantize_input(rows, weight))
     codes, scale, zero_point = weight.plain()
     low, high = scheme.weight.code_range
     domain = scheme.weight.zero_point_domain.name
     name = scheme.weight.dtype.name
     y = weight_only_mm(quantized, codes, scale, zero_point, name, float(low), float(high), domain).to(x.dtype)
-    if bias is not None:
-        y = y + bias
-    return y.reshape(*x.shape[:-1], codes.shape[0])
+    return from_rows(y, x, bias)

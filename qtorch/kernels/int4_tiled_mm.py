@@ -20,6 +20,7 @@ from ..primitives.qdtype import qdtype
 from . import cpu_features
 from .library import note, opaque
 from .registry import Problem, register
+from .rows import from_rows, to_rows
 from .weight_only_mm import multiply_slices
 
 MAX_ROWS = {True: 64, False: 1 << 30}
@@ -92,7 +93,5 @@ def int4_tiled_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear with a weight in the tiled layout."""
     n, k = weight.scheme.shape
     group = weight.scheme.weight.block_size((n, k))[1]
-    y = int4_tiled_mm(x.reshape(-1, k), weight.qdata, weight.scale_and_zero, n, group)
-    if bias is not None:
-        y = y + bias
-    return y.reshape(*x.shape[:-1], n)
+    y = int4_tiled_mm(to_rows(x), weight.qdata, weight.scale_and_zero, n, group)
+    return from_rows(y, x, bias)

@@ -18,6 +18,7 @@ from .int_matmul import int_matmul
 from .library import opaque
 from .quantize_rowwise import quantize_input
 from .registry import Problem, QuantizedWeight, register
+from .rows import from_rows, to_rows
 
 WEIGHT_SLICE = 4 << 20
 """Bytes of the weight that are made floating-point at a time, where it has groups."""
@@ -114,17 +115,23 @@ def supports(problem: Problem) -> str | None:
     return None
 
 
-@register("linear", layout="plain", weight=INTEGERS, activation=("int8",), priority=20, supports=supports)
+@register(
+    "linear",
+    layout="plain",
+    weight=INTEGERS,
+    activation=("int8",),
+    priority=20,
+    supports=supports,
+    note="where the weight has groups, on CPU it saves memory, not time",
+)
 def int8_scaled_mm(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation, then the equation above."""
     wq, ws, wz = weight.plain()
-    rows = x.reshape(-1, x.shape[-1])
+    rows = to_rows(x)
     xq, xs, xz = quantize_input(rows, weight)
     if ws.shape[1] == 1 and wz is None and xz is None and wq.dtype == torch.int8:
         # One group: only the integer product is opaque, so that a compiler can fuse the rest.
         y = (int_matmul(xq, wq.t()).float() * ws.float().t() * xs).to(x.dtype)
     else:
         y = int8_grouped_mm(xq, xs, xz, wq, ws, wz, x.dtype)
-    if bias is not None:
-        y = y + bias
-    return y.reshape(*x.shape[:-1], wq.shape[0])
+    return from_rows(y, x, bias)

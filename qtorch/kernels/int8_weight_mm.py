@@ -15,6 +15,7 @@ from torch import Tensor
 from . import cpu_features
 from .library import note, opaque
 from .registry import Problem, QuantizedWeight, register
+from .rows import from_rows, to_rows
 from .weight_only_mm import weight_only_mm
 
 MAX_ROWS = {True: 16, False: 1 << 30}
@@ -68,7 +69,5 @@ def _supports(problem: Problem) -> str | None:
 def int8_weight_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Linear with a per-channel int8 weight."""
     codes, scale, _ = weight.plain()
-    y = int8_weight_mm(x.reshape(-1, x.shape[-1]), codes, scale)
-    if bias is not None:
-        y = y + bias
-    return y.reshape(*x.shape[:-1], codes.shape[0])
+    y = int8_weight_mm(to_rows(x), codes, scale)
+    return from_rows(y, x, bias)

@@ -19,6 +19,7 @@ from ..primitives.granularity import block_of
 from ..primitives.packing import unpack_bits
 from .library import opaque
 from .registry import Problem, QuantizedWeight, register
+from .rows import from_rows, to_rows
 from .weight_only_mm import SLICE_BYTES
 
 
@@ -89,8 +90,6 @@ def lut_weight_linear(x: Tensor, weight: CodebookWeight, bias: Tensor | None) ->
     packed_axis = scheme.layout.packed_axis
     bits, axis = (8, 1) if packed_axis is None else (scheme.weight.dtype.bits, packed_axis + 2)
     n = scheme.shape[0]
-    rows = x.reshape(-1, x.shape[-1])
+    rows = to_rows(x)
     y = lut_weight_mm(rows, weight.qdata, weight.dense_scale(), weight.table, bits, axis, n)
-    if bias is not None:
-        y = y + bias
-    return y.reshape(*x.shape[:-1], n)
+    return from_rows(y, x, bias)

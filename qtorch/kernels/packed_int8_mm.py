@@ -16,6 +16,7 @@ from .int8_scaled_mm import INTEGERS, WEIGHT_SLICE, int8_grouped_mm, supports
 from .library import opaque
 from .quantize_rowwise import quantize_input
 from .registry import Problem, register
+from .rows import from_rows, to_rows
 
 
 def _fake(
@@ -65,12 +66,18 @@ def _supports(problem: Problem) -> str | None:
     return reason
 
 
-@register("linear", layout="packed", weight=INTEGERS, activation=("int8",), priority=20, supports=_supports)
+@register(
+    "linear",
+    layout="packed",
+    weight=INTEGERS,
+    activation=("int8",),
+    priority=20,
+    supports=_supports,
+    note="where the weight has groups, on CPU it saves memory, not time",
+)
 def packed_int8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation, then the equation of `int8_scaled_mm`."""
-    xq, xs, xz = quantize_input(x.reshape(-1, x.shape[-1]), weight)
+    xq, xs, xz = quantize_input(to_rows(x), weight)
     kind = weight.scheme.weight.dtype.name
     y = packed_int8_mm(xq, xs, xz, weight.qdata, weight.scale, weight.zero_point, kind, x.dtype)
-    if bias is not None:
-        y = y + bias
-    return y.reshape(*x.shape[:-1], weight.scheme.shape[0])
+    return from_rows(y, x, bias)

@@ -18,6 +18,7 @@ from ..primitives.packing import unpack_codes
 from ..primitives.qdtype import QDType, qdtype
 from .library import opaque
 from .registry import Problem, register
+from .rows import from_rows, to_rows
 from .weight_only_mm import multiply_slices, slice_length
 
 
@@ -112,15 +113,21 @@ def _supports(problem: Problem) -> str | None:
     return None if len(shape) == 2 else f"takes a 2-d weight, this one has shape {shape}"
 
 
-@register("linear", layout="packed", activation=(), priority=10, supports=_supports, name="packed_weight_mm")
+@register(
+    "linear",
+    layout="packed",
+    activation=(),
+    priority=10,
+    supports=_supports,
+    note="dequantizes on each call: on CPU it saves memory, not time",
+    name="packed_weight_mm",
+)
 def packed_weight_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear with any weight-only scheme in the packed layout."""
     spec = weight.scheme.weight
     low, high = spec.code_range
-    n, k = weight.scheme.shape
+    n = weight.scheme.shape[0]
     axis = weight.scheme.layout.packed_axis
     numerics = (spec.dtype.name, float(low), float(high), spec.zero_point_domain.name)
-    y = packed_weight_mm(x.reshape(-1, k), weight.qdata, n, axis, weight.scale, weight.zero_point, *numerics)
-    if bias is not None:
-        y = y + bias
-    return y.reshape(*x.shape[:-1], n)
+    y = packed_weight_mm(to_rows(x), weight.qdata, n, axis, weight.scale, weight.zero_point, *numerics)
+    return from_rows(y, x, bias)

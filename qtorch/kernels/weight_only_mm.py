@@ -17,6 +17,7 @@ from ..primitives.granularity import block_of
 from ..primitives.qdtype import QDType, qdtype
 from .library import opaque
 from .registry import Problem, QuantizedWeight, register
+from .rows import from_rows, to_rows
 
 SLICE_BYTES = {"cpu": 4 << 20}
 """Size of a dequantized slice by device type; elsewhere 64 MiB, enough to fill a GPU."""
@@ -104,15 +105,21 @@ def _supports(problem: Problem) -> str | None:
     return None if len(shape) == 2 else f"takes a 2-d weight, this one has shape {shape}"
 
 
-@register("linear", layout="plain", activation=(), priority=10, supports=_supports, name="weight_only_mm")
+@register(
+    "linear",
+    layout="plain",
+    activation=(),
+    priority=10,
+    supports=_supports,
+    note="dequantizes on each call: on CPU it saves memory, not time",
+    name="weight_only_mm",
+)
 def weight_only_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Linear with any weight-only scheme."""
     codes, scale, zero_point = weight.plain()
     spec = weight.scheme.weight
     low, high = spec.code_range
-    rows = x.reshape(-1, x.shape[-1])
+    rows = to_rows(x)
     domain = spec.zero_point_domain.name
     y = weight_only_mm(rows, codes, scale, zero_point, spec.dtype.name, float(low), float(high), domain)
-    if bias is not None:
-        y = y + bias
-    return y.reshape(*x.shape[:-1], codes.shape[0])
+    return from_rows(y, x, bias)
