@@ -2,9 +2,9 @@
 
     c[m, n] = sum_k a[m, k] * b[k, n]
 
-On a CPU with 8-bit dot products (VNNI, AMX) `torch._int_mm` is fast; without them it is some 50 times slower than fp32.
-There the result is assembled from fp32 products over slices of K: a slice of 1024 terms of at most 128 * 128 stays
-within 2^24, where fp32 holds every integer, so each partial sum is exact.
+On a CPU with 8-bit dot products (VNNI, AMX) `torch._int_mm` is fast; without them it is some 50 times slower than fp32,
+and saturates. There the result is assembled from fp32 products over slices of K: a slice of 1024 terms of at most
+128 * 128 stays within 2^24, where fp32 holds every integer, so each partial sum is exact.
 """
 
 from __future__ import annotations
