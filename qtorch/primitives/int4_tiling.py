@@ -51,7 +51,7 @@ def pack_cpu(codes: Tensor, packing: CpuPacking) -> Tensor:
     n, k = codes.shape
     pairs = codes.reshape(n // block, 2, block // 2, k) if halves else codes.reshape(n // block, block // 2, 2, k)
     low, high = pairs.unbind(1 if halves else 2)
-    return (low | high << 4).transpose(1, 2).reshape(n, k // 2)
+    return (low | high << 4).transpose(1, 2).reshape(n, k // 2).contiguous()
 
 
 def unpack_cpu(packed: Tensor, packing: CpuPacking) -> Tensor:

@@ -37,7 +37,7 @@ def test_against_reference_and_float(dtype, has_bf16, rows, monkeypatch):
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, 256])
-@pytest.mark.parametrize("n", [1, 16, 64, 130])
+@pytest.mark.parametrize("n", [1, 16, 32, 48, 64, 130])
 def test_groups_and_sizes(group, n):
     for dtype in (torch.float32, torch.bfloat16):
         x, _, quantized, _ = layer(dtype, n, 512, group)

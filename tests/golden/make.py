@@ -1,0 +1,62 @@
+"""Writes the golden checkpoints: one small layer of every format, its input, its output and its dequantized weight.
+
+    python -m tests.golden.make
+
+It adds what is missing and never rewrites a file: each must load, and give the same numbers, in every later version.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import qtorch
+from qtorch import TensorCoreTiledLayout, ZeroPointDomain, quantize_, save_quantized
+from qtorch.quantize_api import Recipe
+
+FOLDER = Path(__file__).parent
+
+GOLDEN: dict[str, Recipe] = {
+    "int8_weight_only": qtorch.int8_weight_only(),
+    "int8_dynamic_activation_int8_weight": qtorch.int8_dynamic_activation_int8_weight(),
+    "int8_dynamic_activation_int4_weight": qtorch.int8_dynamic_activation_int4_weight(),
+    "int4_weight_only": qtorch.int4_weight_only(group_size=32),
+    "int4_weight_only_tiled": qtorch.int4_weight_only(
+        group_size=32, zero_point_domain=ZeroPointDomain.FLOAT, layout=TensorCoreTiledLayout()
+    ),
+    **{f"uint{bits}": qtorch.uintx_weight_only(f"uint{bits}", group_size=32) for bits in range(1, 8)},
+    **{f"int{bits}": qtorch.intx_weight_only(f"int{bits}", group_size=32) for bits in range(1, 8)},
+    "float8_weight_only": qtorch.float8_weight_only(),
+    "float8_dynamic_activation_float8_weight": qtorch.float8_dynamic_activation_float8_weight(),
+    **{f"fpx_{e}_{m}": qtorch.fpx_weight_only(e, m) for e, m in ((3, 2), (2, 3), (2, 2), (3, 1), (2, 1), (2, 0))},
+    "mxfp8": qtorch.mxfp8_weight_only(),
+    "mxfp6": qtorch.mxfp6_weight_only(),
+    "mxfp4": qtorch.mxfp4_weight_only(),
+    "nf4": qtorch.nf4_weight_only(),
+    "lut_3_bits": qtorch.lut_weight_only(3),
+}
+
+
+def make(name: str) -> None:
+    """The layer as ``<name>.safetensors``, the numbers as ``<name>.numbers.safetensors``."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 32, dtype=torch.bfloat16 if "tiled" in name else torch.float32).requires_grad_(False)
+    quantize_(layer, GOLDEN[name])
+    x = torch.randn(3, 64, dtype=layer.bias.dtype)
+    save_quantized(layer, FOLDER / f"{name}.safetensors")
+    numbers = {"input": x, "output": layer(x), "weight": layer.weight.dequantize().contiguous()}
+    save_file(numbers, FOLDER / f"{name}.numbers.safetensors")
+
+
+def main() -> None:
+    for name in GOLDEN:
+        if not (FOLDER / f"{name}.safetensors").exists():
+            make(name)
+            print(name)
+
+
+if __name__ == "__main__":
+    main()

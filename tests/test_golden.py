@@ -1,0 +1,34 @@
+"""The golden checkpoints, written by earlier versions, load and give the numbers that they gave then."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from qtorch import load_quantized
+from qtorch.quantize_api import RECIPES
+from tests.golden.make import FOLDER, GOLDEN
+
+NAMES = sorted(path.name.removesuffix(".numbers.safetensors") for path in FOLDER.glob("*.numbers.safetensors"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loads_and_gives_the_same_numbers(name: str) -> None:
+    numbers = load_file(FOLDER / f"{name}.numbers.safetensors")
+    with torch.device("meta"):
+        layer = nn.Linear(64, 32, dtype=numbers["output"].dtype)
+    load_quantized(layer, FOLDER / f"{name}.safetensors")
+    assert torch.equal(layer.weight.dequantize(), numbers["weight"])
+    output = layer(numbers["input"])
+    # Weights are the same bits; sums of floats may be added up in another order on another processor.
+    tolerance = 2e-2 if output.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(output, numbers["output"], rtol=tolerance, atol=tolerance)
+
+
+def test_every_weight_recipe_has_one() -> None:
+    assert set(NAMES) == set(GOLDEN)
+    # A dynamic form stores the same weight as the weight-only one.
+    dynamic = {"mxfp8_dynamic_activation_mxfp8_weight", "mxfp4_dynamic_activation_mxfp4_weight"}
+    assert {recipe.name for recipe in GOLDEN.values()} | dynamic == {
+        name for name, cls in RECIPES.items() if cls.__module__.startswith("qtorch.recipes")
+    }
