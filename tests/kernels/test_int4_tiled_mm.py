@@ -36,8 +36,18 @@ def test_against_reference_and_float(dtype, has_bf16, rows, monkeypatch):
         assert 18 < error < 28
 
 
+@pytest.mark.parametrize("n", [1, 16, 32, 64, 65])
+@pytest.mark.parametrize("k", [32, 64, 96])
+def test_small_weights(n, k):
+    x, _, quantized, _ = layer(torch.bfloat16, n, k, rows=2)
+    with record_kernels() as ran:
+        y = functional.linear(x, quantized)
+    assert ran[-1] == "int4_tiled_mm.int4pack"
+    assert compute_error(reference.linear(x, quantized, None), y) > 40
+
+
 @pytest.mark.parametrize("group", [32, 64, 128, 256])
-@pytest.mark.parametrize("n", [1, 16, 32, 48, 64, 130])
+@pytest.mark.parametrize("n", [1, 16, 64, 130])
 def test_groups_and_sizes(group, n):
     for dtype in (torch.float32, torch.bfloat16):
         x, _, quantized, _ = layer(dtype, n, 512, group)
