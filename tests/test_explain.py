@@ -55,7 +55,7 @@ linear, float32 input on cpu, weight uint4 PerGroup(group_size=16) asymmetric, P
   not weight_only_mm: reads the plain layout, the weight has packed
   not lut_weight_mm: takes a CodebookSpec, the weight has a QuantSpec
   not int4_tiled_mm: reads the tensor_core_tiled layout, the weight has packed
-  not emulated_scaled_mm: reads the plain layout, the weight has packed
+  not emulated_scaled_mm: takes activations in floating-point codes
   not reference: comes after it""",
     )
 

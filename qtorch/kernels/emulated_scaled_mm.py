@@ -2,7 +2,8 @@
 
     y[m, n] = sum_k dequantize(quantize(x))[m, k] * dequantize(w)[n, k] + bias[n]
 
-The products are those of the codes, in fp32; the result has the accuracy of the format, not its speed.
+The products are those of the codes, in fp32; the result has the accuracy of the format, not its speed. Any layout will
+do: it is unpacked on each call.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ def _supports(problem: Problem) -> str | None:
 
 @register(
     "linear",
-    layout="plain",
     priority=5,
     supports=_supports,
     note="emulated in fp32: the accuracy of the format, not its speed",

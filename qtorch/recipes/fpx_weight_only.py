@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..dtypes import PackedLayout
 from ..primitives import LinearSpec, PerRow, QuantSpec, ZeroPointDomain, qdtype
 from ..primitives.floatx import FloatFormat
 from ..quantize_api import WeightRecipe, register_recipe
@@ -26,7 +27,8 @@ class FpxWeightOnly(WeightRecipe):
 
     def linear_spec(self) -> LinearSpec:
         dtype = qdtype(FloatFormat(self.ebits, self.mbits).name)
-        return LinearSpec(QuantSpec(dtype, PerRow(), zero_point_domain=ZeroPointDomain.NONE))
+        spec = QuantSpec(dtype, PerRow(), zero_point_domain=ZeroPointDomain.NONE)
+        return LinearSpec(spec, layout=PackedLayout())
 
 
 fpx_weight_only = FpxWeightOnly

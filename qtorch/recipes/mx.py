@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from ..dtypes import PackedLayout
 from ..primitives import LinearSpec, PerGroup, QDType, QuantSpec, ZeroPointDomain, qdtype
 from ..quantize_api import WeightRecipe, register_recipe
 
@@ -25,7 +26,8 @@ class _Mx(WeightRecipe):
 
     def linear_spec(self) -> LinearSpec:
         spec = mx_spec(qdtype(self.element))
-        return LinearSpec(spec, spec if self.quantizes_activations else None)
+        layout = PackedLayout() if spec.dtype.bits < 8 else None
+        return LinearSpec(spec, spec if self.quantizes_activations else None, layout=layout)
 
 
 @register_recipe("mxfp8_weight_only")
