@@ -70,13 +70,13 @@ def multiply_slices(
     n, k = shape
     block = block_of(shape, scale.shape)
     y = x.new_empty(x.shape[0], n)
-    # One multiplication a result instead of one a weight; in fp32 only, where it loses no precision.
-    scale_last = zero_point is None and scale.shape == (n, 1) and x.dtype == torch.float32
+    # One multiplication a result instead of one a weight; not in fp16, where the sums of codes could overflow.
+    scale_last = zero_point is None and scale.shape == (n, 1) and x.dtype != torch.float16
     step = slice_length(x, k, block[0])
     for start in range(0, n, step):
         part = rows(start, start + step)
         if scale_last:
-            weight = part.to(x.dtype) if kind.format is None else kind.decode(part).to(x.dtype)
+            weight = kind.decode(part).to(x.dtype) if kind.format else part.to(x.dtype)
         else:
             of_slice = slice(start // block[0], (start + step) // block[0]) if scale.shape[0] > 1 else slice(None)
             weight = dequantize_affine(
@@ -91,7 +91,7 @@ def multiply_slices(
                 x.dtype,
             )
         torch.mm(x, weight.t(), out=y[:, start : start + step])
-    return y.mul_(scale.t()) if scale_last else y
+    return y.mul_(scale.t().to(y.dtype)) if scale_last else y
 
 
 def slice_length(x: Tensor, length: int, block: int) -> int:
