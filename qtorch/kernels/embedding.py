@@ -15,15 +15,10 @@ from ..primitives.codebook_spec import CodebookSpec
 from ..primitives.granularity import block_of
 from ..primitives.packing import unpack_codes
 from .lut_weight_mm import CodebookWeight
-from .registry import Problem, QuantizedWeight, register
+from .registry import Problem, QuantizedWeight, needs_matrix, register
 
 
-def _supports(problem: Problem) -> str | None:
-    shape = problem.scheme.shape
-    return None if len(shape) == 2 else f"takes a 2-d weight, this one has shape {shape}"
-
-
-@register("embedding", layout="plain", priority=10, supports=_supports)
+@register("embedding", layout="plain", priority=10, supports=needs_matrix)
 def gather_rows(ids: Tensor, weight: QuantizedWeight) -> Tensor:
     """Rows `ids` (any shape, int) of a (V, D) weight: (*ids.shape, D) in the weight's logical dtype."""
     codes, scale, zero_point = weight.plain()
@@ -33,7 +28,7 @@ def gather_rows(ids: Tensor, weight: QuantizedWeight) -> Tensor:
 def _supports_rows(problem: Problem) -> str | None:
     if problem.scheme.layout.packed_axis not in (None, -1):
         return "takes codes packed along rows, this weight is transposed"
-    return _supports(problem)
+    return needs_matrix(problem)
 
 
 @register("embedding", layout="packed", priority=10, supports=_supports_rows)

@@ -11,16 +11,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from .quantize_rowwise import quantize_input
-from .registry import Problem, QuantizedWeight, register
+from .registry import Problem, QuantizedWeight, needs_matrix, register
 from .rows import from_rows, to_rows
 from .weight_only_mm import weight_only_mm
 
 
 def _supports(problem: Problem) -> str | None:
-    shape, activation = problem.scheme.shape, problem.scheme.activation
+    activation = problem.scheme.activation
     if activation is None or not activation.dtype.is_floating_point:
         return "takes activations in floating-point codes"
-    return None if len(shape) == 2 else f"takes a 2-d weight, this one has shape {shape}"
+    return needs_matrix(problem)
 
 
 @register(

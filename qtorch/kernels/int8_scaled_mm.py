@@ -17,7 +17,7 @@ from torch import Tensor
 from .int_matmul import int_matmul
 from .library import opaque
 from .quantize_rowwise import quantize_input
-from .registry import Problem, QuantizedWeight, register
+from .registry import Problem, QuantizedWeight, needs_matrix, register
 from .rows import from_rows, to_rows
 
 WEIGHT_SLICE = 4 << 20
@@ -103,8 +103,8 @@ def supports(problem: Problem) -> str | None:
     scheme = problem.scheme
     activation = scheme.activation
     assert activation is not None
-    if len(scheme.shape) != 2:
-        return f"takes a 2-d weight, this one has shape {scheme.shape}"
+    if reason := needs_matrix(problem):
+        return reason
     if scheme.weight.block_size(scheme.shape)[0] != 1:
         return f"takes a scale of its own for each output channel, the weight has {scheme.weight.granularity}"
     if activation.granularity.pattern(2) not in ((1, -1), (-1, -1)):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import cpu_features
 from .library import note, opaque
-from .registry import Problem, QuantizedWeight, register
+from .registry import Problem, QuantizedWeight, needs_matrix, register
 from .rows import from_rows, to_rows
 from .weight_only_mm import weight_only_mm
 
@@ -46,8 +46,8 @@ def int8_weight_mm(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 def _supports(problem: Problem) -> str | None:
     scheme = problem.scheme
-    if len(scheme.shape) != 2:
-        return f"takes a 2-d weight, this one has shape {scheme.shape}"
+    if reason := needs_matrix(problem):
+        return reason
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"takes bf16 or fp16 activations, got {str(problem.dtype).removeprefix('torch.')}"
     if scheme.weight.scale_shape(scheme.shape) != (scheme.shape[0], 1) or scheme.weight.has_zero_point:

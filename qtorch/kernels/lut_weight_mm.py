@@ -18,7 +18,7 @@ from ..primitives.codebook_spec import CodebookSpec
 from ..primitives.granularity import block_of
 from ..primitives.packing import unpack_bits
 from .library import opaque
-from .registry import Problem, QuantizedWeight, register
+from .registry import QuantizedWeight, needs_matrix, register
 from .rows import from_rows, to_rows
 from .weight_only_mm import SLICE_BYTES
 
@@ -78,12 +78,7 @@ def lut_weight_mm(x: Tensor, qdata: Tensor, scale: Tensor, table: Tensor, bits: 
     return y.to(x.dtype)
 
 
-def _supports(problem: Problem) -> str | None:
-    shape = problem.scheme.shape
-    return None if len(shape) == 2 else f"takes a 2-d weight, this one has shape {shape}"
-
-
-@register("linear", spec=CodebookSpec, activation=(), priority=10, supports=_supports, name="lut_weight_mm")
+@register("linear", spec=CodebookSpec, activation=(), priority=10, supports=needs_matrix, name="lut_weight_mm")
 def lut_weight_linear(x: Tensor, weight: CodebookWeight, bias: Tensor | None) -> Tensor:
     """Linear with any table."""
     scheme = weight.scheme

@@ -17,7 +17,7 @@ from ..primitives.granularity import block_of
 from ..primitives.packing import unpack_codes
 from ..primitives.qdtype import QDType, qdtype
 from .library import opaque
-from .registry import Problem, register
+from .registry import needs_matrix, register
 from .rows import from_rows, to_rows
 from .weight_only_mm import multiply_slices, slice_length
 
@@ -108,17 +108,12 @@ def _transposed(
     return y.to(x.dtype)
 
 
-def _supports(problem: Problem) -> str | None:
-    shape = problem.scheme.shape
-    return None if len(shape) == 2 else f"takes a 2-d weight, this one has shape {shape}"
-
-
 @register(
     "linear",
     layout="packed",
     activation=(),
     priority=10,
-    supports=_supports,
+    supports=needs_matrix,
     note="dequantizes on each call: on CPU it saves memory, not time",
     name="packed_weight_mm",
 )

@@ -114,6 +114,12 @@ class FallbackError(RuntimeError):
     """Raised under ``qtorch.config.strict`` where only the reference implementation is left."""
 
 
+def needs_matrix(problem: Problem) -> str | None:
+    """A condition that most kernels share, for `supports`: a 2-d weight."""
+    shape = problem.scheme.shape
+    return None if len(shape) == 2 else f"takes a 2-d weight, this one has shape {shape}"
+
+
 def register(
     op: str,
     *,

@@ -16,7 +16,7 @@ from ..primitives.affine import ZeroPointDomain, dequantize_affine
 from ..primitives.granularity import block_of
 from ..primitives.qdtype import QDType, qdtype
 from .library import opaque
-from .registry import Problem, QuantizedWeight, register
+from .registry import QuantizedWeight, needs_matrix, register
 from .rows import from_rows, to_rows
 
 SLICE_BYTES = {"cpu": 4 << 20}
@@ -100,17 +100,12 @@ def slice_length(x: Tensor, length: int, block: int) -> int:
     return max(1, limit // max(1, length * x.element_size()) // block) * block
 
 
-def _supports(problem: Problem) -> str | None:
-    shape = problem.scheme.shape
-    return None if len(shape) == 2 else f"takes a 2-d weight, this one has shape {shape}"
-
-
 @register(
     "linear",
     layout="plain",
     activation=(),
     priority=10,
-    supports=_supports,
+    supports=needs_matrix,
     note="dequantizes on each call: on CPU it saves memory, not time",
     name="weight_only_mm",
 )

@@ -10,7 +10,17 @@ from ..dtypes import Layout, PackedLayout
 from ..primitives import LinearSpec, MappingType, MinMaxRule, PerGroup, QDType, QuantSpec, ScaleRule, qdtype
 from ..quantize_api import WeightRecipe, register_recipe
 
-DTYPES = tuple(f"int{bits}" for bits in range(1, 8))
+
+def sub_byte_type(dtype: QDType | torch.dtype | str, kind: str, recipe: str) -> QDType:
+    """`dtype` as one of the types ``<kind>1`` to ``<kind>7``.
+
+    Raises:
+        ValueError: it is none of them; the message names `recipe`.
+    """
+    found = qdtype(dtype)
+    if found.name not in [f"{kind}{bits}" for bits in range(1, 8)]:
+        raise ValueError(f"{recipe} takes {kind}1 to {kind}7, got {found.name}")
+    return found
 
 
 @register_recipe("intx_weight_only")
@@ -36,10 +46,7 @@ class IntxWeightOnly(WeightRecipe):
     layout: Layout = PackedLayout()
 
     def __post_init__(self) -> None:
-        kind = qdtype(self.dtype)
-        if kind.name not in DTYPES:
-            raise ValueError(f"intx_weight_only takes {DTYPES[0]} to {DTYPES[-1]}, got {kind.name}")
-        object.__setattr__(self, "dtype", kind)
+        object.__setattr__(self, "dtype", sub_byte_type(self.dtype, "int", self.name))
         super().__post_init__()
 
     def linear_spec(self) -> LinearSpec:

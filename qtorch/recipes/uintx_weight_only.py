@@ -9,8 +9,7 @@ import torch
 from ..dtypes import Layout, PackedLayout
 from ..primitives import LinearSpec, MappingType, MinMaxRule, PerGroup, QDType, QuantSpec, ScaleRule, qdtype
 from ..quantize_api import WeightRecipe, register_recipe
-
-DTYPES = tuple(f"uint{bits}" for bits in range(1, 8))
+from .intx_weight_only import sub_byte_type
 
 
 @register_recipe("uintx_weight_only")
@@ -34,10 +33,7 @@ class UIntxWeightOnly(WeightRecipe):
     layout: Layout = PackedLayout()
 
     def __post_init__(self) -> None:
-        kind = qdtype(self.dtype)
-        if kind.name not in DTYPES:
-            raise ValueError(f"uintx_weight_only takes {DTYPES[0]} to {DTYPES[-1]}, got {kind.name}")
-        object.__setattr__(self, "dtype", kind)
+        object.__setattr__(self, "dtype", sub_byte_type(self.dtype, "uint", self.name))
         super().__post_init__()
 
     def linear_spec(self) -> LinearSpec:
