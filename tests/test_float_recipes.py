@@ -17,6 +17,8 @@ from qtorch import (
     mxfp6_weight_only,
     mxfp8_dynamic_activation_mxfp8_weight,
     mxfp8_weight_only,
+    nvfp4_dynamic_activation_nvfp4_weight,
+    nvfp4_weight_only,
     quantize_,
     save_quantized,
 )
@@ -39,6 +41,8 @@ CASES = [
     (mxfp8_weight_only(), "weight_only_mm", 27, 35),
     (mxfp6_weight_only(), "packed_weight_mm", 27, 35),
     (mxfp4_weight_only(), "packed_weight_mm", 15, 23),
+    (nvfp4_weight_only(), "packed_weight_mm", 16, 24),
+    (nvfp4_dynamic_activation_nvfp4_weight(), "emulated_scaled_mm", 13, 21),
     (mxfp8_dynamic_activation_mxfp8_weight(), "emulated_scaled_mm", 24, 32),
     (mxfp4_dynamic_activation_mxfp4_weight(), "emulated_scaled_mm", 12, 20),
 ]
@@ -76,7 +80,14 @@ def test_save_and_load(recipe: Recipe, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", [fpx_weight_only(2, 1), mxfp4_dynamic_activation_mxfp4_weight(), float8_weight_only()], ids=str
+    "recipe",
+    [
+        fpx_weight_only(2, 1),
+        mxfp4_dynamic_activation_mxfp4_weight(),
+        nvfp4_dynamic_activation_nvfp4_weight(),
+        float8_weight_only(),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("backend", ["aot_eager"])
 def test_compile(recipe: Recipe, backend: str) -> None:

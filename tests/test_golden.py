@@ -28,7 +28,7 @@ def test_loads_and_gives_the_same_numbers(name: str) -> None:
 def test_every_weight_recipe_has_one() -> None:
     assert set(NAMES) == set(GOLDEN)
     # A dynamic form stores the same weight as the weight-only one.
-    dynamic = {"mxfp8_dynamic_activation_mxfp8_weight", "mxfp4_dynamic_activation_mxfp4_weight"}
+    dynamic = {f"{name}_dynamic_activation_{name}_weight" for name in ("mxfp8", "mxfp4", "nvfp4")}
     assert {recipe.name for recipe in GOLDEN.values()} | dynamic == {
         name for name, cls in RECIPES.items() if cls.__module__.startswith("qtorch.recipes")
     }

@@ -3,23 +3,29 @@
     w = (codes - zero_point) * scale            (see `primitives.affine` for the other domains)
 
 Its layout says how codes, scales and zero points lie in memory; its `LinearSpec` also says how it wants the activation
-that it meets quantized. A static activation scale is one more inner tensor, `act_scale`.
+that it meets quantized. A static activation scale is one more inner tensor, `act_scale`. Scales that are quantized
+themselves (see `primitives.double_quant`) have theirs beside them, `scale_scale`; views and slices of such a tensor hold
+their scales in fp32, the same numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..primitives.double_quant import dequantize_scale, scale_tensor_shapes
 from ..primitives.scheme import Scheme
 from ..primitives.spec import LinearSpec, QuantSpec
 from .base import QuantizedTensor
 from .layouts import Layout, PlainLayout
 from .layouts.base import Plain
+
+_BESIDE_LAYOUT = ("scale_scale", "scale_mean", "act_scale", "act_zero_point")
+"""Inner tensors that are the same in every layout; each None where the scheme has no such thing."""
 
 
 class AffineQuantizedTensor(QuantizedTensor):
@@ -30,13 +36,15 @@ class AffineQuantizedTensor(QuantizedTensor):
 
     spec_type = QuantSpec
 
+    scale_scale: Tensor | None
+    scale_mean: Tensor | None
     act_scale: Tensor | None
     act_zero_point: Tensor | None
 
     @classmethod
     def tensor_names(cls, scheme: Scheme) -> tuple[str, ...]:
         names: tuple[str, ...] = scheme.layout.tensors
-        return (*names, "act_scale", "act_zero_point")
+        return (*names, *_BESIDE_LAYOUT)
 
     @classmethod
     def from_float(
@@ -59,10 +67,12 @@ class AffineQuantizedTensor(QuantizedTensor):
         if not input.is_floating_point():
             raise TypeError(f"from_float takes a floating-point tensor, got {input.dtype}")
         linear = spec if isinstance(spec, LinearSpec) else LinearSpec(spec)
+        weight = linear.weight
         with torch.no_grad():
-            scale, zero_point = linear.weight.choose_qparams(input)
-            codes = linear.weight.quantize(input, scale, zero_point)
-            return cls.from_plain(codes, scale, zero_point, linear, input.dtype, act_scale, act_zero_point)
+            others, zero_point = weight.choose_stored_qparams(input)
+            codes = weight.quantize(input, dequantize_scale(others, weight.scale_spec), zero_point)
+            others |= {"zero_point": zero_point, "act_scale": act_scale, "act_zero_point": act_zero_point}
+            return cls._from_codes(codes, others, linear, input.dtype)
 
     @classmethod
     def from_plain(
@@ -75,7 +85,7 @@ class AffineQuantizedTensor(QuantizedTensor):
         act_scale: Tensor | None = None,
         act_zero_point: Tensor | None = None,
     ) -> AffineQuantizedTensor:
-        """Wrap codes that are already there.
+        """Wrap codes that are already there; the scales are kept as they are, whatever the `scale_spec`.
 
         Args:
             codes: in the storage dtype of the spec.
@@ -85,28 +95,50 @@ class AffineQuantizedTensor(QuantizedTensor):
         Raises:
             ValueError: a shape or dtype does not fit the spec.
         """
-        linear = spec if isinstance(spec, LinearSpec) else LinearSpec(spec)
+        linear = _with_dense_scales(spec if isinstance(spec, LinearSpec) else LinearSpec(spec))
+        others = {"scale": scale, "zero_point": zero_point, "act_scale": act_scale, "act_zero_point": act_zero_point}
+        return cls._from_codes(codes, others, linear, dtype)
+
+    @classmethod
+    def _from_codes(
+        cls, codes: Tensor, others: Mapping[str, Tensor | None], linear: LinearSpec, dtype: torch.dtype
+    ) -> AffineQuantizedTensor:
+        """From codes, and the other tensors as they are stored."""
         if linear.layout is None:
             linear = replace(linear, layout=PlainLayout())
         weight = linear.weight
         if codes.dtype != weight.dtype.storage:
             raise ValueError(f"codes of {weight.dtype} are stored as {weight.dtype.storage}, got {codes.dtype}")
-        wanted = weight.scale_shape(codes.shape)
-        for what, tensor in (("scale", scale), ("zero_point", zero_point)):
-            if tensor is not None and tuple(tensor.shape) != wanted:
-                raise ValueError(f"{what} of codes {tuple(codes.shape)} has shape {wanted}, got {tuple(tensor.shape)}")
-        if (zero_point is not None) != weight.has_zero_point:
-            raise ValueError(f"zero_point is {'missing' if zero_point is None else 'given'}, the spec is {weight}")
-        _check_activation(linear, act_scale, act_zero_point)
+        wanted = scale_tensor_shapes(weight.scale_shape(codes.shape), weight.scale_spec)
+        if weight.has_zero_point:
+            wanted["zero_point"] = wanted["scale"]
+        for name in ("scale", "zero_point", "scale_scale", "scale_mean"):
+            tensor, shape = others.get(name), wanted.get(name)
+            if (tensor is None) != (shape is None):
+                raise ValueError(f"{name} is {'missing' if tensor is None else 'given'}, the spec is {weight}")
+            if tensor is not None and tuple(tensor.shape) != shape:
+                raise ValueError(f"{name} of codes {tuple(codes.shape)} has shape {shape}, got {tuple(tensor.shape)}")
+        _check_activation(linear, others.get("act_scale"), others.get("act_zero_point"))
         scheme = Scheme(linear, tuple(codes.shape), dtype)
         linear.layout.check(scheme)
-        packed = linear.layout.pack((codes, scale, zero_point), scheme)
-        return cls({**packed, "act_scale": act_scale, "act_zero_point": act_zero_point}, scheme)
+        packed = linear.layout.pack((codes, others["scale"], others.get("zero_point")), scheme)
+        return cls({**{name: others.get(name) for name in _BESIDE_LAYOUT}, **packed}, scheme)
 
     def plain(self) -> Plain:
-        """(codes, scale, zero_point), unpacked; zero_point None where it is always zero."""
+        """(codes, scale, zero_point), unpacked, the scale in floating point; zero_point None where it is always zero."""
+        codes, scale, zero_point = self._unpacked()
+        return codes, scale if self.scale_scale is None else self.dense_scale(), zero_point
+
+    def _unpacked(self) -> Plain:
+        """`plain` with the scale as it is stored."""
         layout = self.scheme.layout
         return layout.unpack({name: getattr(self, name) for name in layout.tensors}, self.scheme)
+
+    def dense_scale(self, rows: Tensor | None = None) -> Tensor:
+        """The scale in floating point, of these rows of blocks; None: of all. Of layouts that keep it beside the codes."""
+        if rows is None and self.scale_scale is None:
+            return self.scale  # type: ignore[attr-defined]
+        return dequantize_scale(self.inner_tensors, self.scheme.weight.scale_spec, rows)
 
     def with_plain(self, plain: Plain, spec: LinearSpec | None = None) -> AffineQuantizedTensor:
         """Other codes in the same layout, logical dtype and activation."""
@@ -120,44 +152,40 @@ class AffineQuantizedTensor(QuantizedTensor):
         """`with_plain` from codes that are packed for the layout of `scheme`; `other` is the zero point."""
         names = (*scheme.layout.tensors, "act_scale", "act_zero_point")
         values = (qdata, scale, other, self.act_scale, self.act_zero_point)
+        scheme = replace(scheme, spec=_with_dense_scales(scheme.spec))
         return type(self)(dict(zip(names, values, strict=True)), scheme)
 
     def quantized_like(self, source: Tensor) -> AffineQuantizedTensor:
         """`source` with the spec, scale dtype, activation and layout of this tensor."""
         spec = self.scheme.spec
-        activation = (self.act_scale, self.act_zero_point)
-        make = type(self).from_plain
+        activation = {"act_scale": self.act_scale, "act_zero_point": self.act_zero_point}
         if isinstance(source, AffineQuantizedTensor) and source.scheme.weight == spec.weight:
-            return make(*source.plain(), spec, source.scheme.dtype, *activation)
+            codes, others = source.canonical()
+            return type(self)._from_codes(codes, others | activation, spec, source.scheme.dtype)
         values = source.dequantize() if isinstance(source, QuantizedTensor) else source
         values = values.to(self.device, self.scheme.dtype)
-        # The codes are those for the scale as it will be stored: after .to(dtype), not what the spec would choose now.
-        weight = replace(spec.weight, scale_dtype=self.scales()[0].dtype)
-        scale, zero_point = weight.choose_qparams(values)
-        return make(weight.quantize(values, scale, zero_point), scale, zero_point, spec, values.dtype, *activation)
+        if spec.weight.scale_spec is None:
+            # The codes are those for the scale as it will be stored: after .to(dtype), not what the spec chooses now.
+            spec = replace(spec, weight=replace(spec.weight, scale_dtype=self.scales()[0].dtype))
+        result = type(self).from_float(values, spec, **activation)
+        return type(self)(result.inner_tensors, replace(result.scheme, spec=self.scheme.spec))
 
     def canonical(self) -> tuple[Tensor, dict[str, Tensor]]:
         """(codes, the other tensors by name) as they are saved."""
-        codes, scale, zero_point = self.plain()
-        others = {"scale": scale, "zero_point": zero_point}
-        others |= {"act_scale": self.act_scale, "act_zero_point": self.act_zero_point}
+        codes, scale, zero_point = self._unpacked()
+        others = {"scale": scale, "zero_point": zero_point, **{name: getattr(self, name) for name in _BESIDE_LAYOUT}}
         return codes, {name: tensor for name, tensor in others.items() if tensor is not None}
 
     @classmethod
     def from_canonical(cls, codes: Tensor, others: dict[str, Tensor], scheme: Scheme) -> AffineQuantizedTensor:
         """Inverse of `canonical`."""
-        names = ("scale", "zero_point")
-        scale, zero_point = (others.get(name) for name in names)
-        if scale is None:
-            raise KeyError("scale")
-        activation = (others.get("act_scale"), others.get("act_zero_point"))
-        return cls.from_plain(codes, scale, zero_point, scheme.spec, scheme.dtype, *activation)
+        return cls._from_codes(codes, others, scheme.spec, scheme.dtype)
 
     def scales(self) -> tuple[Tensor, Tensor | None]:
-        """(scale, zero_point), without unpacking codes where that can be avoided."""
+        """(scale, zero_point), the scale in floating point, without unpacking codes where that can be avoided."""
         if self.scheme.layout.packed_axis is None:
             return self.plain()[1:]
-        return self.scale, self.zero_point  # type: ignore[attr-defined]
+        return self.dense_scale(), self.zero_point  # type: ignore[attr-defined]
 
     def moved(
         self, device: torch.device, move: Callable[[Tensor], Tensor], dtype: torch.dtype
@@ -166,9 +194,9 @@ class AffineQuantizedTensor(QuantizedTensor):
         # The meta device has no data to pack otherwise.
         if "meta" in (device.type, self.device.type) or layout.packing(device) == layout.packing(self.device):
             return super().moved(device, move, dtype)
-        plain = replace(self.scheme.spec, layout=PlainLayout())
-        moved = self.with_plain(self.plain(), plain).map_inner(move)
-        return type(self).from_plain(*moved.plain(), self.scheme.spec, dtype, moved.act_scale, moved.act_zero_point)
+        codes, others = self.canonical()
+        moved = {name: move(tensor) for name, tensor in others.items()}
+        return type(self).from_canonical(move(codes), moved, replace(self.scheme, dtype=dtype))
 
     def _pickled(self) -> dict[str, Tensor]:
         if self.scheme.layout.packing(self.device) is None:
@@ -185,7 +213,8 @@ class AffineQuantizedTensor(QuantizedTensor):
 
     def to_layout(self, layout: Layout) -> AffineQuantizedTensor:
         """The same numbers in another layout."""
-        return self.with_plain(self.plain(), replace(self.scheme.spec, layout=layout))
+        scheme = replace(self.scheme, spec=replace(self.scheme.spec, layout=layout))
+        return type(self).from_canonical(*self.canonical(), scheme)
 
     def with_activation(
         self,
@@ -196,8 +225,7 @@ class AffineQuantizedTensor(QuantizedTensor):
         """The same weight, asking for its input to be quantized by `activation`: static if `act_scale` is given."""
         spec = replace(self.scheme.spec, activation=activation, static=act_scale is not None)
         _check_activation(spec, act_scale, act_zero_point)
-        weight = {name: getattr(self, name) for name in self.scheme.layout.tensors}
-        tensors = {**weight, "act_scale": act_scale, "act_zero_point": act_zero_point}
+        tensors = {**self.inner_tensors, "act_scale": act_scale, "act_zero_point": act_zero_point}
         return type(self)(tensors, replace(self.scheme, spec=spec))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -209,6 +237,10 @@ class AffineQuantizedTensor(QuantizedTensor):
             f"{type(self).__name__}({scheme.spec}, layout={scheme.layout}, shape={scheme.shape}, "
             f"dtype={scheme.dtype}, device={self.device}, {size} bytes{grad})"
         )
+
+
+def _with_dense_scales(spec: LinearSpec) -> LinearSpec:
+    return spec if spec.weight.scale_spec is None else replace(spec, weight=replace(spec.weight, scale_spec=None))
 
 
 def _check_activation(spec: LinearSpec, act_scale: Tensor | None, act_zero_point: Tensor | None) -> None:

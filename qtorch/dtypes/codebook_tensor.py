@@ -2,9 +2,8 @@
 
     w = table[codes] * scale            (see `primitives.codebook`)
 
-One table is shared (NF4) or each block has its own (k-means). Under double quantization (QLoRA) the scales are codes
-themselves, `scale = scale_codes * scale_scale + scale_mean`; views and slices of such a tensor hold their scales in
-fp32, the same numbers.
+One table is shared (NF4) or each block has its own (k-means). Under double quantization the scales are codes themselves
+(see `primitives.double_quant`); views and slices of such a tensor hold their scales in fp32, the same numbers.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from ..primitives.codebook import NF4_TABLE
 from ..primitives.codebook_spec import CodebookSpec
+from ..primitives.double_quant import dequantize_scale, quantize_scale, scale_tensor_shapes
 from ..primitives.granularity import PerGroup
 from ..primitives.packing import can_pack_bits
 from ..primitives.qdtype import qdtype
@@ -68,9 +68,8 @@ class LUTQuantizedTensor(QuantizedTensor):
         weight = cast(CodebookSpec, linear.weight)
         with torch.no_grad():
             scale = weight.choose_scale(input)
-            stored = _stored_scale(scale, weight)
-            if weight.scale_spec is not None:
-                scale = weight.dequantize_scale((stored["scale"], stored["scale_scale"], stored["scale_mean"]))
+            stored = quantize_scale(scale, weight.scale_spec)
+            scale = dequantize_scale(stored, weight.scale_spec)
             table = weight.choose_table(input, scale, importance)
             codes = weight.quantize(input, scale, table)
             return cls._from_codes(codes, {**stored, "table": table}, linear, input.dtype)
@@ -104,9 +103,8 @@ class LUTQuantizedTensor(QuantizedTensor):
             raise ValueError(f"codes of {weight.dtype} are stored as torch.uint8, got {codes.dtype}")
         scale_shape = weight.scale_shape(codes.shape)
         size = 2**weight.dtype.bits
-        wanted = {"scale": scale_shape, "table": (size,) if weight.table is not None else (*scale_shape, size)}
-        if weight.scale_spec is not None:
-            wanted |= {"scale_scale": weight.scale_of_scale_shape(codes.shape), "scale_mean": ()}
+        wanted = scale_tensor_shapes(scale_shape, weight.scale_spec)
+        wanted["table"] = (size,) if weight.table is not None else (*scale_shape, size)
         if missing := sorted(wanted.keys() ^ others.keys()):
             raise ValueError(f"{weight} has the tensors {', '.join(wanted)}, got {', '.join(others)}: {missing}")
         for name, shape in wanted.items():
@@ -128,11 +126,11 @@ class LUTQuantizedTensor(QuantizedTensor):
         tensors = {"qdata": self.qdata, "scale": self.scale, "zero_point": None}
         return self.scheme.layout.unpack(tensors, self.scheme)[0], self.dense_scale(), self.table
 
-    def dense_scale(self) -> Tensor:
-        """The scale in floating point."""
-        if self.scale_scale is None or self.scale_mean is None:
+    def dense_scale(self, rows: Tensor | None = None) -> Tensor:
+        """The scale in floating point, of these rows of blocks; None: of all."""
+        if rows is None and self.scale_scale is None:
             return self.scale
-        return self.codebook.dequantize_scale((self.scale, self.scale_scale, self.scale_mean))
+        return dequantize_scale(self.inner_tensors, self.codebook.scale_spec, rows)
 
     def scales(self) -> tuple[Tensor, Tensor | None]:
         """What there is per block: (scale, tables), tables None where one is shared."""
@@ -240,9 +238,3 @@ def _linear_spec(spec: LinearSpec | CodebookSpec) -> LinearSpec:
         packs = can_pack_bits(linear.weight.dtype)
         linear = replace(linear, layout=PackedLayout() if packs else PlainLayout())
     return linear
-
-
-def _stored_scale(scale: Tensor, spec: CodebookSpec) -> dict[str, Tensor]:
-    if spec.scale_spec is None:
-        return {"scale": scale}
-    return dict(zip(("scale", "scale_scale", "scale_mean"), spec.quantize_scale(scale), strict=True))

@@ -15,14 +15,13 @@ from ..primitives.codebook_spec import CodebookSpec
 from ..primitives.granularity import block_of
 from ..primitives.packing import unpack_codes
 from .lut_weight_mm import CodebookWeight
-from .registry import Problem, QuantizedWeight, needs_matrix, register
+from .registry import Problem, needs_matrix, register
 
 
 @register("embedding", layout="plain", priority=10, supports=needs_matrix)
-def gather_rows(ids: Tensor, weight: QuantizedWeight) -> Tensor:
+def gather_rows(ids: Tensor, weight: Any) -> Tensor:
     """Rows `ids` (any shape, int) of a (V, D) weight: (*ids.shape, D) in the weight's logical dtype."""
-    codes, scale, zero_point = weight.plain()
-    return _dequantize_rows(ids, codes.index_select(0, ids.reshape(-1)), scale, zero_point, weight)
+    return _dequantize_rows(ids, weight.qdata.index_select(0, ids.reshape(-1)), weight)
 
 
 def _supports_rows(problem: Problem) -> str | None:
@@ -36,21 +35,19 @@ def gather_packed_rows(ids: Tensor, weight: Any) -> Tensor:
     """`gather_rows` of a weight in the packed layout: only the rows asked for are unpacked."""
     rows = weight.qdata.index_select(0, ids.reshape(-1))
     codes = unpack_codes(rows, weight.scheme.weight.dtype, weight.scheme.shape[1])
-    return _dequantize_rows(ids, codes, weight.scale, weight.zero_point, weight)
+    return _dequantize_rows(ids, codes, weight)
 
 
-def _dequantize_rows(
-    ids: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, weight: QuantizedWeight
-) -> Tensor:
-    """Of the codes of the rows `ids`, with the scales of the whole weight."""
-    scheme = weight.scheme
-    rows, columns = block_of(scheme.shape, scale.shape)
+def _dequantize_rows(ids: Tensor, codes: Tensor, weight: Any) -> Tensor:
+    """Of the codes of the rows `ids`."""
+    scheme, zero_point = weight.scheme, weight.zero_point
+    rows, columns = block_of(scheme.shape, weight.scale.shape)
     block_ids = ids.reshape(-1) // rows
     low, high = scheme.weight.code_range
     y = dequantize_affine(
         codes,
         (1, columns),
-        scale.index_select(0, block_ids),
+        weight.dense_scale(block_ids),
         None if zero_point is None else zero_point.index_select(0, block_ids),
         scheme.weight.dtype,
         low,
@@ -69,9 +66,8 @@ def gather_lut_rows(ids: Tensor, weight: CodebookWeight) -> Tensor:
     codes = weight.qdata.index_select(0, flat)
     if scheme.layout.packed_axis is not None:
         codes = unpack_codes(codes, scheme.weight.dtype, scheme.shape[1])
-    scale = weight.dense_scale()
-    rows, columns = block_of(scheme.shape, scale.shape)
+    rows, columns = block_of(scheme.shape, weight.scale.shape)
     block_ids = flat // rows
     table = table if table.dim() == 1 else table.index_select(0, block_ids)
-    y = dequantize_codebook(codes, (1, columns), scale.index_select(0, block_ids), table, scheme.dtype)
+    y = dequantize_codebook(codes, (1, columns), weight.dense_scale(block_ids), table, scheme.dtype)
     return y.reshape(*ids.shape, scheme.shape[1])

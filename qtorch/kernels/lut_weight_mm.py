@@ -27,10 +27,11 @@ class CodebookWeight(QuantizedWeight, Protocol):
     """What a kernel may ask of a weight of look-up tables besides."""
 
     qdata: Tensor
+    scale: Tensor
     table: Tensor
 
-    def dense_scale(self) -> Tensor:
-        """The scale in floating point."""
+    def dense_scale(self, rows: Tensor | None = None) -> Tensor:
+        """The scale in floating point, of these rows of blocks; None: of all."""
 
 
 def _fake(x: Tensor, qdata: Tensor, scale: Tensor, table: Tensor, bits: int, axis: int, n: int) -> Tensor:

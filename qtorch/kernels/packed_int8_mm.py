@@ -79,5 +79,5 @@ def packed_int8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor
     """Linear: quantize the activation, then the equation of `int8_scaled_mm`."""
     xq, xs, xz = quantize_input(to_rows(x), weight)
     kind = weight.scheme.weight.dtype.name
-    y = packed_int8_mm(xq, xs, xz, weight.qdata, weight.scale, weight.zero_point, kind, x.dtype)
+    y = packed_int8_mm(xq, xs, xz, weight.qdata, weight.dense_scale(), weight.zero_point, kind, x.dtype)
     return from_rows(y, x, bias)

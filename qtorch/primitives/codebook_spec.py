@@ -17,6 +17,7 @@ from .codebook import (
     kmeans_codebook,
     quantize_codebook,
 )
+from .double_quant import check_scale_spec
 from .granularity import Block, BlockView, Granularity, PerGroup, PerRow, scale_shape
 from .jsonable import jsonable
 from .qdtype import QDType, qdtype
@@ -24,9 +25,6 @@ from .spec import QuantSpec
 
 _KMEANS_ELEMENTS = 1 << 24
 """Elements that k-means takes at a time: it needs about 40 bytes for each."""
-
-QuantizedScale = tuple[Tensor, Tensor, Tensor]
-"""(codes of the scale's shape, their fp32 scale per block, fp32 mean) of a scale that is quantized itself."""
 
 
 @jsonable
@@ -40,11 +38,10 @@ class CodebookSpec:
         table: values of the table that all blocks share, ascending; None: k-means for each block.
         iterations: of k-means.
         scale_dtype: dtype of the scales; None is fp32 for rows and tensors, the tensor's own dtype for groups.
-        scale_spec: double quantization (QLoRA, arXiv 2305.14314, section 3): how the scales, less their mean, are
-            quantized; its groups run over all the scales of a tensor. None keeps them as they are.
+        scale_spec: how the scales are quantized themselves (see `double_quant`); None keeps them as they are.
 
     Raises:
-        ValueError: the codes are not unsigned integers, or the table does not fit them.
+        ValueError: the codes are not unsigned integers, the table does not fit them, or scales cannot be quantized so.
     """
 
     dtype: QDType
@@ -58,10 +55,7 @@ class CodebookSpec:
         object.__setattr__(self, "dtype", qdtype(self.dtype))
         if self.dtype.storage != torch.uint8 or self.dtype.is_floating_point:
             raise ValueError(f"CodebookSpec: codes are uint1 to uint8, got {self.dtype}")
-        if self.scale_spec is not None and (
-            not isinstance(self.scale_spec.granularity, PerGroup) or self.scale_spec.has_zero_point
-        ):
-            raise ValueError(f"CodebookSpec: scales are quantized in groups, symmetric; got {self.scale_spec}")
+        check_scale_spec(self.scale_spec)
         if self.table is None:
             return
         object.__setattr__(self, "table", tuple(float(value) for value in self.table))
@@ -81,12 +75,6 @@ class CodebookSpec:
     def scale_shape(self, shape: Sequence[int]) -> Block:
         """As `QuantSpec.scale_shape`."""
         return scale_shape(shape, self.block_size(shape))
-
-    def scale_of_scale_shape(self, shape: Sequence[int]) -> Block:
-        """Shape of the scale of the scales of a tensor of this shape."""
-        count = math.prod(self.scale_shape(shape))
-        size = self._scale_spec.granularity.pattern(1)[0]
-        return (-(-count // (max(1, count) if size == -1 else size)),)
 
     def choose_scale(self, input: Tensor) -> Tensor:
         """The largest magnitude of each block; not yet quantized by `scale_spec`."""
@@ -126,33 +114,9 @@ class CodebookSpec:
         """Reals of `codes`; see `dequantize_codebook`."""
         return dequantize_codebook(codes, self.block_size(codes.shape), scale, table, output_dtype)
 
-    def quantize_scale(self, scale: Tensor) -> QuantizedScale:
-        """Quantize scales with `scale_spec`, less their mean, in groups over all of them; the last may be shorter."""
-        spec, flat = self._scale_spec, scale.reshape(-1).float()
-        mean = flat.mean() if flat.numel() else flat.new_zeros(())
-        padded = _in_groups(flat - mean, spec)
-        scale_of_scale, _ = spec.choose_qparams(padded)
-        codes = spec.quantize(padded, scale_of_scale, None).reshape(-1)[: flat.numel()]
-        return codes.reshape(scale.shape), scale_of_scale.reshape(-1), mean
-
-    def dequantize_scale(self, quantized: QuantizedScale) -> Tensor:
-        """Inverse of `quantize_scale`, fp32, positive. Of a block so much smaller than others that its scale rounds to
-        zero, as good as nothing is left."""
-        codes, scale_of_scale, mean = quantized
-        spec = self._scale_spec
-        padded = _in_groups(codes.reshape(-1), spec)
-        flat = spec.dequantize(padded, scale_of_scale.reshape(-1, 1), None).reshape(-1)[: codes.numel()]
-        return (flat.reshape(codes.shape) + mean).clamp(min=torch.finfo(torch.float32).tiny)
-
     def with_granularity(self, granularity: Granularity) -> CodebookSpec:
         """The same numerics in other blocks."""
         return replace(self, granularity=granularity)
-
-    @property
-    def _scale_spec(self) -> QuantSpec:
-        if self.scale_spec is None:
-            raise ValueError(f"{self}: its scales are not quantized")
-        return self.scale_spec
 
     def __str__(self) -> str:
         table = "k-means" if self.table is None else "NF4" if self.table == NF4_TABLE else "table"
@@ -160,15 +124,6 @@ class CodebookSpec:
         if self.scale_spec is not None:
             words.append(f"scale {self.scale_spec.dtype.name} {self.scale_spec.granularity!r}")
         return " ".join(words)
-
-
-def _in_groups(flat: Tensor, spec: QuantSpec) -> Tensor:
-    """(n,) -> (ceil(n / group), group), filled up with zeros, which change no absmax."""
-    size = spec.granularity.pattern(1)[0]
-    size = max(1, flat.numel()) if size == -1 else size
-    # Float8 has no pad; its zero is the zero byte.
-    missing = -flat.numel() % size
-    return torch.cat([flat, flat.new_zeros(missing)]).reshape(-1, size) if missing else flat.reshape(-1, size)
 
 
 def _blocks_last(view: BlockView, x: Tensor) -> Tensor:

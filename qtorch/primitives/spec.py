@@ -20,6 +20,7 @@ from .affine import (
     dequantize_affine,
     quantize_affine,
 )
+from .double_quant import check_scale_spec, dequantize_scale, quantize_scale
 from .fake_quant import fake_quantize_affine
 from .granularity import Block, Granularity, PerBlock, PerGroup, PerRow, scale_shape
 from .jsonable import jsonable
@@ -46,6 +47,8 @@ class QuantSpec:
         eps: smallest scale; None is the smallest normal number of the scale's dtype.
         quant_min, quant_max: narrower bounds than the type's own (symmetric int8 in [-127, 127]).
         preserve_zero: 0.0 is a code; False needs the FLOAT domain.
+        scale_spec: how the scales are quantized themselves (see `double_quant`); None keeps them as they are. It needs a
+            mapping without zero points.
 
     The stages, each on its own: `calibrate`, `choose_qparams_from_range`, `quantize`, `dequantize`.
     """
@@ -61,6 +64,7 @@ class QuantSpec:
     quant_min: float | None = None
     quant_max: float | None = None
     preserve_zero: bool = True
+    scale_spec: QuantSpec | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", qdtype(self.dtype))
@@ -75,6 +79,9 @@ class QuantSpec:
             raise ValueError(
                 f"QuantSpec: preserve_zero=False needs the FLOAT domain, got {self.zero_point_domain.name}"
             )
+        check_scale_spec(self.scale_spec)
+        if self.scale_spec is not None and self.has_zero_point:
+            raise ValueError(f"QuantSpec: quantized scales need a mapping without zero points, got {self}")
 
     @property
     def code_range(self) -> tuple[float, float]:
@@ -108,9 +115,16 @@ class QuantSpec:
     def choose_qparams_from_range(
         self, min_val: Tensor, max_val: Tensor, input_dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor | None]:
-        """Scale and zero point from ranges; zero_point is None where it is always zero (see `has_zero_point`)."""
-        grouped = isinstance(self.granularity, PerGroup)
-        scale_dtype = self.scale_dtype or (input_dtype if grouped else torch.float32)
+        """Scale and zero point from ranges, the scale as `scale_spec` leaves it; zero_point is None where it is always
+        zero (see `has_zero_point`)."""
+        tensors, zero_point = self._stored_qparams(min_val, max_val, input_dtype)
+        return dequantize_scale(tensors, self.scale_spec), zero_point
+
+    def _stored_qparams(
+        self, min_val: Tensor, max_val: Tensor, input_dtype: torch.dtype
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        keeps_input_dtype = isinstance(self.granularity, PerGroup) and self.scale_spec is None
+        scale_dtype = self.scale_dtype or (input_dtype if keeps_input_dtype else torch.float32)
         integer_zero_point = self.zero_point_domain is ZeroPointDomain.INT
         scale, zero_point = choose_qparams_affine_with_min_max(
             min_val,
@@ -126,11 +140,15 @@ class QuantSpec:
             self.preserve_zero,
             self.zero_point_domain,
         )
-        return scale, zero_point if self.has_zero_point else None
+        return quantize_scale(scale, self.scale_spec), zero_point if self.has_zero_point else None
 
     def choose_qparams(self, input: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scale and zero point of each block of `input`."""
         return self.choose_qparams_from_range(*self.calibrate(input), input.dtype)
+
+    def choose_stored_qparams(self, input: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
+        """`choose_qparams` with the scale as it is stored: the tensors of `quantize_scale`."""
+        return self._stored_qparams(*self.calibrate(input), input.dtype)
 
     def quantize(
         self, input: Tensor, scale: Tensor, zero_point: Tensor | None, generator: torch.Generator | None = None
@@ -189,6 +207,8 @@ class QuantSpec:
         words = [self.dtype.name, repr(self.granularity), self.mapping.name.lower()]
         if self.zero_point_domain is not ZeroPointDomain.INT:
             words.append(f"zero point {self.zero_point_domain.name.lower()}")
+        if self.scale_spec is not None:
+            words.append(f"scale {self.scale_spec.dtype.name} {self.scale_spec.granularity!r}")
         return " ".join(words)
 
 

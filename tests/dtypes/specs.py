@@ -18,6 +18,8 @@ from qtorch import (
 ASYMMETRIC = MappingType.ASYMMETRIC
 INT8 = QuantSpec("int8", quant_min=-127)
 TOKEN = QuantSpec("int8", PerToken(), quant_min=-127)
+FLOAT8_SCALES = QuantSpec("float8_e4m3fn", PerTensor(), zero_point_domain=ZeroPointDomain.NONE)
+FLOAT4 = QuantSpec("float4_e2m1", PerGroup(16), zero_point_domain=ZeroPointDomain.NONE, scale_spec=FLOAT8_SCALES)
 UINT4 = QuantSpec("uint4", PerGroup(32), ASYMMETRIC)
 
 SPECS = {
@@ -29,6 +31,8 @@ SPECS = {
         QuantSpec("uint4", PerGroup(32), ASYMMETRIC, ZeroPointDomain.FLOAT, preserve_zero=False)
     ),
     "float8 row": LinearSpec(QuantSpec("float8_e4m3fn", zero_point_domain=ZeroPointDomain.NONE)),
+    "float4 group, float8 scales": LinearSpec(FLOAT4),
+    "float4 group, float8 scales, packed": LinearSpec(FLOAT4, layout=PackedLayout()),
     "uint4 group, packed": LinearSpec(UINT4, layout=PackedLayout()),
     "int3 group, packed": LinearSpec(QuantSpec("int3", PerGroup(16)), layout=PackedLayout()),
     "int8 row, int8 token": LinearSpec(INT8, TOKEN),

@@ -18,6 +18,8 @@ SQNR = {
     "uint4 group": (18, 25),
     "uint4 group, real zero": (18, 25),
     "float8 row": (29, 35),
+    "float4 group, float8 scales": (18, 24),
+    "float4 group, float8 scales, packed": (18, 24),
     "uint4 group, packed": (18, 25),
     "int3 group, packed": (11, 18),
     "int4 group, int8 token, packed": (17, 24),
@@ -49,7 +51,20 @@ def test_from_plain_is_the_inverse_of_plain(name: str) -> None:
     w = quantized(name)
     again = AffineQuantizedTensor.from_plain(*w.plain(), w.scheme.spec, w.dtype, w.act_scale, w.act_zero_point)
     assert torch.equal(again, w)
+    # Scales that are given stay as they are.
+    spec = w.scheme.spec
+    assert again.scheme.spec == replace(spec, weight=replace(spec.weight, scale_spec=None))
+    assert again.scale_scale is None
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_from_canonical_is_the_inverse_of_canonical(name: str) -> None:
+    w = quantized(name)
+    again = AffineQuantizedTensor.from_canonical(*w.canonical(), w.scheme)
     assert again.scheme == w.scheme
+    assert again.inner_tensors.keys() == w.inner_tensors.keys()
+    for key, tensor in w.inner_tensors.items():
+        assert torch.equal(again.inner_tensors[key].view(torch.uint8), tensor.view(torch.uint8))
 
 
 def test_dequantize_to_another_dtype_rounds_once() -> None:
@@ -103,8 +118,9 @@ def test_zeros_stay_exactly_zero(name: str) -> None:
 @pytest.mark.parametrize("name", SPECS)
 def test_nbytes_is_what_is_kept(name: str) -> None:
     w = quantized(name)
-    kept = [*w.inner_tensors.values()] if name in PACKED else [*w.plain(), w.act_scale, w.act_zero_point]
-    assert w.nbytes == sum(t.numel() * t.element_size() for t in kept if t is not None)
+    codes, others = w.canonical()
+    kept = [w.qdata if name in PACKED else codes, *others.values()]
+    assert w.nbytes == sum(t.numel() * t.element_size() for t in kept)
     assert w.nbytes < torch.empty(32, 64).nbytes
     assert torch.nn.Parameter(w, requires_grad=False).nbytes == w.nbytes
 

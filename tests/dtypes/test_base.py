@@ -50,7 +50,7 @@ def assert_same(a: Tensor, b: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @all_specs
 def test_copies(name: str, dtype: torch.dtype, make_copy: Any) -> None:
-    if name == "float8 row" and make_copy is through_pickle:
+    if "float8" in name and make_copy is through_pickle:
         pytest.skip("torch does not unpickle plain float8 tensors either")
     w = quantized(name, dtype=dtype)
     for tensor in [w, w.clone().requires_grad_(), nn.Parameter(w), nn.Parameter(w, requires_grad=False), w[:8], w.t()]:

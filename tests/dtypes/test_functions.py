@@ -22,6 +22,8 @@ SQNR = {
     "uint4 group": (17, 26),
     "uint4 group, real zero": (17, 26),
     "float8 row": (27, 36),
+    "float4 group, float8 scales": (17, 25),
+    "float4 group, float8 scales, packed": (17, 25),
     "uint4 group, packed": (17, 26),
     "int3 group, packed": (10, 19),
     "int4 group, int8 token, packed": (16, 25),

@@ -121,7 +121,8 @@ def test_the_entry_is_readable_json() -> None:
     "eps": null,
     "quant_min": null,
     "quant_max": null,
-    "preserve_zero": true
+    "preserve_zero": true,
+    "scale_spec": null
    },
    "activation": null,
    "static": false,

@@ -35,6 +35,7 @@ GOLDEN: dict[str, Recipe] = {
     "mxfp8": qtorch.mxfp8_weight_only(),
     "mxfp6": qtorch.mxfp6_weight_only(),
     "mxfp4": qtorch.mxfp4_weight_only(),
+    "nvfp4": qtorch.nvfp4_weight_only(),
     "nf4": qtorch.nf4_weight_only(),
     "lut_3_bits": qtorch.lut_weight_only(3),
 }

@@ -39,6 +39,19 @@ SCHEMES = {
         16,
         24,
     ),
+    "float4 group, float8 scales": (
+        LinearSpec(
+            QuantSpec(
+                "float4_e2m1",
+                PerGroup(16),
+                zero_point_domain=ZeroPointDomain.NONE,
+                scale_spec=QuantSpec("float8_e4m3fn", PerTensor(), zero_point_domain=ZeroPointDomain.NONE),
+            )
+        ),
+        "weight_only_mm",
+        16,
+        24,
+    ),
     "float8, float8": (LinearSpec(FLOAT8, FLOAT8), "emulated_scaled_mm", 25, 33),
     "int8, int8": (LinearSpec(INT8, TOKEN), "int8_scaled_mm", 35, 48),
     "int8, int8 tensor": (LinearSpec(INT8, QuantSpec("int8", PerTensor())), "int8_scaled_mm", 33, 46),

@@ -98,7 +98,8 @@ def test_the_json_spells_every_field_out() -> None:
  "eps": null,
  "quant_min": null,
  "quant_max": null,
- "preserve_zero": true
+ "preserve_zero": true,
+ "scale_spec": null
 }""",
     )
 

@@ -1,0 +1,101 @@
+"""Double quantization: the scales of a tensor quantized themselves, by a spec of their own.
+
+    scale = codes * scale_scale + scale_mean
+
+Its groups run over all the scales of the tensor in row-major order; the last may be shorter. The mean is taken off where
+the codes are integers, which have the same step near zero as far from it (QLoRA, arXiv 2305.14314, section 3). It is not
+where they are floating-point numbers, whose step grows with them (the e4m3 scales of NVFP4, one fp32 scale a tensor).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .granularity import PerGroup, PerRow, PerTensor
+
+if TYPE_CHECKING:
+    from .spec import QuantSpec
+
+Tensors = Mapping[str, Tensor]
+
+SCALE_TENSORS = ("scale", "scale_scale", "scale_mean")
+"""Names of what stands for the scales: codes, their fp32 scale for each group, their fp32 mean; or `scale` alone."""
+
+
+def check_scale_spec(spec: QuantSpec | None) -> None:
+    """Raise `ValueError` where scales cannot be quantized by `spec`; None, not at all, is allowed."""
+    if spec is None:
+        return
+    if not isinstance(spec.granularity, PerGroup | PerTensor) or spec.has_zero_point or spec.scale_spec is not None:
+        raise ValueError(f"scales are quantized in groups or as a whole, symmetric, and only once; got {spec}")
+
+
+def scale_tensor_shapes(scale_shape: Sequence[int], spec: QuantSpec | None) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that stand for scales of this shape, by name."""
+    shapes: dict[str, tuple[int, ...]] = {"scale": tuple(scale_shape)}
+    if spec is not None:
+        count = math.prod(scale_shape)
+        shapes["scale_scale"] = (-(-count // _group_size(count, spec)),)
+        if not spec.dtype.is_floating_point:
+            shapes["scale_mean"] = ()
+    return shapes
+
+
+def quantize_scale(scale: Tensor, spec: QuantSpec | None) -> dict[str, Tensor]:
+    """The tensors that stand for `scale` (any shape, positive); `scale` itself where `spec` is None."""
+    if spec is None:
+        return {"scale": scale}
+    flat = scale.reshape(-1).float()
+    mean = None
+    if not spec.dtype.is_floating_point:
+        mean = flat.mean() if flat.numel() else flat.new_zeros(())
+        flat = flat - mean
+    groups = _in_groups(flat, spec)
+    by_group = spec.with_granularity(PerRow())
+    scale_scale, _ = by_group.choose_qparams(groups)
+    codes = by_group.quantize(groups, scale_scale, None).reshape(-1)[: flat.numel()]
+    tensors = {"scale": codes.reshape(scale.shape), "scale_scale": scale_scale.reshape(-1)}
+    return tensors if mean is None else {**tensors, "scale_mean": mean}
+
+
+def dequantize_scale(tensors: Tensors, spec: QuantSpec | None, rows: Tensor | None = None) -> Tensor:
+    """Inverse of `quantize_scale`, fp32, positive; of a scale so much smaller than others that its code is zero, as good
+    as nothing is left.
+
+    Args:
+        rows: indices (R,) along the first axis; None for all.
+    """
+    codes = tensors["scale"]
+    of_rows = codes if rows is None else codes.index_select(0, rows)
+    if spec is None:
+        return of_rows
+    size = _group_size(codes.numel(), spec)
+    if rows is None:
+        groups = _in_groups(codes.reshape(-1), spec)
+        by_group = spec.with_granularity(PerRow())
+        scale = by_group.dequantize(groups, tensors["scale_scale"].reshape(-1, 1), None).reshape(-1)[: codes.numel()]
+    else:
+        row = torch.arange(codes[0].numel(), device=codes.device)
+        group = (rows.reshape(-1, 1) * row.numel() + row).reshape(-1) // size
+        scale = spec.dtype.decode(of_rows.reshape(-1)) * tensors["scale_scale"][group]
+    if "scale_mean" in tensors:
+        scale = scale + tensors["scale_mean"]
+    return scale.clamp(min=torch.finfo(torch.float32).tiny).reshape(of_rows.shape)
+
+
+def _group_size(count: int, spec: QuantSpec) -> int:
+    size = spec.granularity.pattern(1)[0]
+    return max(1, count) if size == -1 else size
+
+
+def _in_groups(flat: Tensor, spec: QuantSpec) -> Tensor:
+    """(n,) -> (ceil(n / group), group), filled up with zeros, which change no absmax."""
+    size = _group_size(flat.numel(), spec)
+    missing = -flat.numel() % size
+    # Float8 has no pad; its zero is the zero byte.
+    return torch.cat([flat, flat.new_zeros(missing)]).reshape(-1, size) if missing else flat.reshape(-1, size)
