@@ -4,8 +4,8 @@
 
 Its layout says how codes, scales and zero points lie in memory; its `LinearSpec` also says how it wants the activation
 that it meets quantized. A static activation scale is one more inner tensor, `act_scale`. Scales that are quantized
-themselves (see `primitives.double_quant`) have theirs beside them, `scale_scale`; views and slices of such a tensor hold
-their scales in fp32, the same numbers.
+themselves (see `primitives.double_quant`) have theirs beside them, `scale_scale`; views and slices of such a tensor
+hold their scales in fp32, the same numbers.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class AffineQuantizedTensor(QuantizedTensor):
         return cls({**{name: others.get(name) for name in _BESIDE_LAYOUT}, **packed}, scheme)
 
     def plain(self) -> Plain:
-        """(codes, scale, zero_point), unpacked, the scale in floating point; zero_point None where it is always zero."""
+        """(codes, scale in floating point, zero_point), unpacked; zero_point None where it is always zero."""
         codes, scale, zero_point = self._unpacked()
         return codes, scale if self.scale_scale is None else self.dense_scale(), zero_point
 
@@ -135,7 +135,7 @@ class AffineQuantizedTensor(QuantizedTensor):
         return layout.unpack({name: getattr(self, name) for name in layout.tensors}, self.scheme)
 
     def dense_scale(self, rows: Tensor | None = None) -> Tensor:
-        """The scale in floating point, of these rows of blocks; None: of all. Of layouts that keep it beside the codes."""
+        """The scale in floating point, of these rows of blocks or of all; of layouts that keep it beside the codes."""
         if rows is None and self.scale_scale is None:
             return self.scale  # type: ignore[attr-defined]
         return dequantize_scale(self.inner_tensors, self.scheme.weight.scale_spec, rows)

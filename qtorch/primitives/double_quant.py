@@ -2,9 +2,9 @@
 
     scale = codes * scale_scale + scale_mean
 
-Its groups run over all the scales of the tensor in row-major order; the last may be shorter. The mean is taken off where
-the codes are integers, which have the same step near zero as far from it (QLoRA, arXiv 2305.14314, section 3). It is not
-where they are floating-point numbers, whose step grows with them (the e4m3 scales of NVFP4, one fp32 scale a tensor).
+Its groups run over all the scales of the tensor in row-major order; the last may be shorter. The mean is taken off
+where the codes are integers, which have the same step near zero as far from it (QLoRA, arXiv 2305.14314, section 3). It
+is not where they are floating-point numbers, whose step grows with them (NVFP4: e4m3, one fp32 scale for the tensor).
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def quantize_scale(scale: Tensor, spec: QuantSpec | None) -> dict[str, Tensor]:
 
 
 def dequantize_scale(tensors: Tensors, spec: QuantSpec | None, rows: Tensor | None = None) -> Tensor:
-    """Inverse of `quantize_scale`, fp32, positive; of a scale so much smaller than others that its code is zero, as good
-    as nothing is left.
+    """Inverse of `quantize_scale`, fp32, positive; of a scale so much smaller than others that its code is zero, as
+    good as nothing is left.
 
     Args:
         rows: indices (R,) along the first axis; None for all.

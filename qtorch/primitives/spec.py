@@ -47,8 +47,8 @@ class QuantSpec:
         eps: smallest scale; None is the smallest normal number of the scale's dtype.
         quant_min, quant_max: narrower bounds than the type's own (symmetric int8 in [-127, 127]).
         preserve_zero: 0.0 is a code; False needs the FLOAT domain.
-        scale_spec: how the scales are quantized themselves (see `double_quant`); None keeps them as they are. It needs a
-            mapping without zero points.
+        scale_spec: how the scales are quantized themselves (see `double_quant`); None keeps them as they are. It needs
+            a mapping without zero points.
 
     The stages, each on its own: `calibrate`, `choose_qparams_from_range`, `quantize`, `dequantize`.
     """

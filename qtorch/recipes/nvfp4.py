@@ -41,8 +41,8 @@ class Nvfp4WeightOnly(WeightRecipe):
 @register_recipe("nvfp4_dynamic_activation_nvfp4_weight")
 @dataclass(frozen=True)
 class Nvfp4DynamicActivationNvfp4Weight(Nvfp4WeightOnly):
-    """Weights and activations in NVFP4, the activations' scales computed on each call, that of the tensor from the whole
-    batch."""
+    """Weights and activations in NVFP4, the activations' scales computed on each call, that of the tensor from the
+    whole batch."""
 
     quantizes_activations = True
 
