@@ -68,9 +68,9 @@ Made by `python -m benchmarks.format_table`; torch {torch}.
 Bits per weight include scales, zero points and tables, as they are in memory, for a bf16 weight of 1024 x 1024. SQNR is
 that of the dequantized weight, in dB (6 dB are a factor of 2 in error): of numbers from a normal distribution; from a
 Student t distribution with 4 degrees of freedom, which has outliers; and of the sentence model all-MiniLM-L6-v2, the
-mean of its {layers} linear layers. Its quality, with these layers quantized, is that of retrieval over {pairs} pairs from
-the docstrings of Python's standard library: the mean reciprocal rank as a share of the float model's, recall@1 (float:
-{recall:.1%}), and the mean cosine to the float model's embeddings.
+mean of its {layers} linear layers. Its quality, with these layers quantized, is that of retrieval over {pairs} pairs
+from the docstrings of Python's standard library: the mean reciprocal rank as a share of the float model's, recall@1
+(float: {recall:.1%}), and the mean cosine to the float model's embeddings.
 
 | recipe | bits | normal | t(4) | model | MRR | recall@1 | cosine |
 |---|---|---|---|---|---|---|---|
