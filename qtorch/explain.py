@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .dtypes import QuantizedTensor
+from .dtypes.embedding import EMBEDDINGS
 from .kernels.registry import Problem, candidates, choose
 
 
@@ -78,7 +79,7 @@ def explain(module_or_weight: nn.Module | Tensor, x: Tensor | None = None) -> Ex
     for prefix, module in module_or_weight.named_modules():
         for name, weight in module.named_parameters(prefix, recurse=False):
             if isinstance(weight, QuantizedTensor):
-                op = "embedding" if isinstance(module, nn.Embedding) else "linear"
+                op = "embedding" if isinstance(module, EMBEDDINGS) else "linear"
                 found.append(_explain_weight(name, weight, x, op))
     if not found:
         raise ValueError(f"explain: no weight of this {type(module_or_weight).__name__} is quantized")

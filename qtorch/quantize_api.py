@@ -134,7 +134,8 @@ def quantize_(
             alone. A key is a fully-qualified name (of a linear layer, an embedding or a 2-d or 3-d parameter) or a
             regular expression that must match the whole name; the first key that matches wins. Embeddings and bare
             parameters, fused experts say, are reached by a key that names them, not by a wildcard alone.
-        filter_fn: (module, fully-qualified name) -> bool; asked for each `nn.Linear` and `nn.Embedding`.
+        filter_fn: (module, fully-qualified name) -> bool; asked for each `nn.Linear`, `nn.Embedding` and
+            `nn.EmbeddingBag`.
         device: move each weight there before it is quantized, and the rest of the model at the end, so that the peak on
             that device is the quantized model and one layer.
         dry_run: report what would be done; change nothing.

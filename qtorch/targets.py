@@ -14,11 +14,13 @@ from typing import Generic, TypeVar
 from torch import nn
 from torch.nn.utils import parametrize
 
+from .dtypes.embedding import EMBEDDINGS
+
 R = TypeVar("R")
 
 Filter = Callable[[nn.Module, str], bool]
 
-UNSUPPORTED: tuple[type[nn.Module], ...] = (nn.modules.conv._ConvNd, nn.Bilinear, nn.EmbeddingBag)
+UNSUPPORTED: tuple[type[nn.Module], ...] = (nn.modules.conv._ConvNd, nn.Bilinear)
 """Modules whose weight no kernel takes."""
 
 _ANY_NAME = "qzqzq"
@@ -47,7 +49,7 @@ class Slot(Generic[R]):
 
     @property
     def is_embedding(self) -> bool:
-        return isinstance(self.module, nn.Embedding) and self.attribute == "weight"
+        return isinstance(self.module, EMBEDDINGS) and self.attribute == "weight"
 
     @property
     def obstacle(self) -> str | None:
@@ -56,6 +58,8 @@ class Slot(Generic[R]):
             return "is parametrized; call torch.nn.utils.parametrize.remove_parametrizations first"
         if isinstance(self.module, UNSUPPORTED):
             return f"is a parameter of {type(self.module).__name__}, which has no quantized kernel"
+        if self.is_embedding and self.module.max_norm is not None:
+            return f"is the table of an {type(self.module).__name__} with max_norm, which rewrites the table"
         return None
 
     @property
@@ -89,7 +93,8 @@ def find_targets(model: nn.Module, recipe: R | Mapping[str, R | None], filter_fn
 
     Args:
         recipe: one recipe for every `nn.Linear`, or an ordered mapping; see `quantize_`.
-        filter_fn: (module, fully-qualified name) -> bool, asked for each `nn.Linear` and `nn.Embedding`.
+        filter_fn: (module, fully-qualified name) -> bool, asked for each `nn.Linear`, `nn.Embedding` and
+            `nn.EmbeddingBag`.
 
     Raises:
         ValueError: an entry of the mapping matches nothing or is never reached; tied weights are asked for differently.

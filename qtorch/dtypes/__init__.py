@@ -1,6 +1,6 @@
 """Quantized tensors: `AffineQuantizedTensor`, its layouts, and the operations on it."""
 
-from . import ops, views
+from . import embedding, ops, views
 from .affine_quantized_tensor import AffineQuantizedTensor
 from .base import QuantizedTensor, quantized_type
 from .codebook_tensor import LUTQuantizedTensor, NF4Tensor, linear_nf4, to_nf4
@@ -23,6 +23,7 @@ __all__ = [
     "QuantizedTensor",
     "TensorCoreTiledLayout",
     "deregister_aqt_quantized_linear_dispatch",
+    "embedding",
     "linear_nf4",
     "ops",
     "quantized_type",

@@ -1,4 +1,4 @@
-"""Matrix products and look-ups with a quantized weight, routed to the kernel registry.
+"""Matrix products with a quantized weight, routed to the kernel registry.
 
 Every product becomes `linear(input, weight)`: the contraction runs along the last axis of both, so that a weight used
 the other way around is transposed first, which moves no data. Gradients flow to the input and the bias:
@@ -59,6 +59,12 @@ def _lookup_constant(op: str, scheme: Scheme, dtype: torch.dtype, device: str) -
 _lookup_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def find_kernel(op: str, scheme: Scheme, dtype: torch.dtype, device: str) -> Kernel:
+    """`lookup`, in eager mode and when a compiler traces."""
+    find = _lookup_constant if torch.compiler.is_compiling() else lookup
+    return find(op, scheme, dtype, device)
+
+
 @implements_function(functional.linear)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` with a quantized weight (N, K): input (..., K) -> (..., N), in the input's dtype.
@@ -68,13 +74,13 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         ValueError: the shapes do not fit, or the input is on another device.
     """
     if not isinstance(weight, QuantizedTensor) or isinstance(input, QuantizedTensor):
-        raise TypeError(f"linear takes a float input and a quantized weight, got {_kinds(input, weight)}")
+        raise TypeError(f"linear takes a float input and a quantized weight, got {kinds(input, weight)}")
     shape = weight.scheme.shape
     if len(shape) != 2 or not input.dim() or input.shape[-1] != shape[1]:
         raise ValueError(f"linear: an input of shape {tuple(input.shape)} does not fit a weight of shape {shape}")
     if not input.is_floating_point():
         raise TypeError(f"linear takes a floating-point input, got {input.dtype}")
-    _check_device("linear", input, weight)
+    check_device("linear", input, weight)
     device = input.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         input = input.to(torch.get_autocast_dtype(device))
@@ -83,9 +89,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         for condition, implementation in _dispatches.items():
             if condition(input, weight, bias):
                 return implementation(input, weight, bias)
-    find = _lookup_constant if torch.compiler.is_compiling() else lookup
-    kernel = find("linear", weight.scheme, input.dtype, device)
-    if torch.is_grad_enabled() and (input.requires_grad or _requires_grad(weight) or _requires_grad(bias)):
+    kernel = find_kernel("linear", weight.scheme, input.dtype, device)
+    if torch.is_grad_enabled() and (input.requires_grad or requires_grad(weight) or requires_grad(bias)):
         return _Linear.apply(input, weight, bias, kernel)
     return kernel(input, weight, bias)
 
@@ -101,7 +106,7 @@ class _Linear(torch.autograd.Function):
         (weight,) = ctx.saved_tensors
         (grad,) = grad_outputs
         if ctx.needs_input_grad[1]:
-            raise _frozen(weight)
+            raise frozen_error(weight)
         grad_input = grad_bias = None
         if ctx.needs_input_grad[0]:
             grad_input = linear(grad, weight.with_activation(None).t())
@@ -125,7 +130,7 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
             return linear(other, input)
         return matmul(other.mT, input.mT).mT
     if not isinstance(other, QuantizedTensor):
-        raise TypeError(f"matmul takes a quantized operand, got {_kinds(input, other)}")
+        raise TypeError(f"matmul takes a quantized operand, got {kinds(input, other)}")
     if len(other.scheme.shape) == 2:
         return linear(input, other.t())
     return bmm(input, other)
@@ -158,7 +163,7 @@ def bmm(input: Tensor, mat2: Tensor) -> Tensor:
     if isinstance(input, QuantizedTensor):
         return bmm(mat2.mT, input.mT).mT
     if not isinstance(mat2, QuantizedTensor):
-        raise TypeError(f"bmm takes a quantized operand, got {_kinds(input, mat2)}")
+        raise TypeError(f"bmm takes a quantized operand, got {kinds(input, mat2)}")
     shape = mat2.scheme.shape
     if input.dim() != 3 or len(shape) != 3 or input.shape[0] != shape[0]:
         raise ValueError(f"bmm: an input of shape {tuple(input.shape)} does not fit matrices of shape {shape}")
@@ -227,68 +232,24 @@ def _products_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
     return by_overload[func](*args, **kwargs)
 
 
-@implements_function(functional.embedding)
-def embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
-    """`F.embedding` from a quantized table (V, D); only the rows asked for are dequantized.
-
-    Raises:
-        ValueError: `max_norm`, which would rewrite the table.
-    """
-    if max_norm is not None:
-        raise ValueError("embedding: max_norm rewrites the table, which a quantized one does not allow")
-    if torch.is_grad_enabled() and _requires_grad(weight):
-        return _Embedding.apply(input, weight)
-    return _embedding(input, weight)
-
-
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: QuantizedTensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return _embedding(input, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        raise _frozen(ctx.saved_tensors[0])
-
-
-@implements_aten(aten.embedding.default)
-def _embedding_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
-    return _embedding(args[1], args[0])
-
-
-def _embedding(ids: Tensor, table: Tensor) -> Tensor:
-    if not isinstance(table, QuantizedTensor):
-        raise TypeError(f"embedding takes plain indices and a quantized table, got {_kinds(ids, table)}")
-    _check_device("embedding", ids, table)
-    find = _lookup_constant if torch.compiler.is_compiling() else lookup
-    kernel = find("embedding", table.scheme, table.scheme.dtype, ids.device.type)
-    return kernel(ids, table)
-
-
-def _check_device(op: str, input: Tensor, weight: QuantizedTensor) -> None:
+def check_device(op: str, input: Tensor, weight: QuantizedTensor) -> None:
+    """Raise `ValueError` where `input` and the data of `weight` are on different devices."""
     # Asking the weight itself would be dispatched: 5 us. A meta weight, never loaded, would give garbage.
     inner: Tensor = getattr(weight, weight.scheme.layout.tensors[0])
     if inner.device != input.device:
         raise ValueError(f"{op}: the input is on {input.device}, the weight on {inner.device}")
 
 
-def _frozen(weight: Tensor) -> RuntimeError:
+def frozen_error(weight: Tensor) -> RuntimeError:
+    """What to raise where the gradient of `weight` is asked for."""
     return RuntimeError(
         f"the gradient of a frozen quantized weight was asked for ({weight!r}). Call requires_grad_(False) "
         "on it to train what is around it, or dequantize_(model) to train the weight itself"
     )
 
 
-def _requires_grad(tensor: Tensor | None) -> bool:
+def requires_grad(tensor: Tensor | None) -> bool:
+    """Whether it is there and does."""
     if tensor is None:
         return False
     # Without this, reading the property of a subclass is itself dispatched: 1 us.
@@ -296,5 +257,6 @@ def _requires_grad(tensor: Tensor | None) -> bool:
         return tensor.requires_grad
 
 
-def _kinds(*tensors: Any) -> str:
+def kinds(*tensors: Any) -> str:
+    """What an error calls them."""
     return " and ".join(type(tensor).__name__ for tensor in tensors)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, compute_error, config
@@ -135,18 +135,6 @@ def test_fused_experts(name: str, stored: str) -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(x @ weights, got)
     torch.testing.assert_close((weights.mT @ x.mT).mT, got)
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_embedding(name: str) -> None:
-    table, ids = quantized(name), torch.tensor([[0, 31, 5], [7, 7, 0]])
-    with record_kernels() as ran:
-        rows = functional.embedding(ids, table, padding_idx=0)
-    assert ran == [f"embedding:{'gather_packed_rows' if name in PACKED else 'gather_rows'}"]
-    assert torch.equal(rows, functional.embedding(ids, table.dequantize()))
-    layer = nn.Embedding.from_pretrained(table)
-    assert torch.equal(layer(ids), rows)
-    assert functional.embedding(ids[:0], table.half()).dtype == torch.float16
 
 
 @pytest.mark.parametrize("name", ["int8 row", "uint4 group", "int8 row, int8 token"])

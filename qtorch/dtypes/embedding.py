@@ -1,0 +1,146 @@
+"""Look-ups in a quantized table, routed to the kernel registry: rows, and sums, means and maxima of bags of rows.
+
+Only the rows asked for are dequantized. The table is frozen; the weights of a bag's rows get their gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .base import QuantizedTensor, implements_aten, implements_function
+from .functions import check_device, find_kernel, frozen_error, kinds, requires_grad
+
+aten = torch.ops.aten
+
+EMBEDDINGS: tuple[type[nn.Module], ...] = (nn.Embedding, nn.EmbeddingBag)
+"""Modules whose weight is a table."""
+
+
+@implements_function(functional.embedding)
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """`F.embedding` from a quantized table (V, D): indices (...) -> (..., D), in the table's logical dtype.
+
+    Raises:
+        ValueError: `max_norm`, which would rewrite the table.
+    """
+    _check_max_norm("embedding", max_norm)
+    if torch.is_grad_enabled() and requires_grad(weight):
+        return _Embedding.apply(input, weight)
+    return _embedding(input, weight)
+
+
+@implements_function(functional.embedding_bag)
+def embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """`F.embedding_bag` from a quantized table (V, D): the rows are gathered in floating point, then put in bags.
+
+        y[b] = sum_{i in bag b} per_sample_weights[i] * dequantize(w)[input[i]]    or their mean, or their maximum
+
+    Args:
+        input: indices (B, L), or (I) with `offsets` (B), where each bag starts.
+
+    Raises:
+        ValueError: `max_norm`, which would rewrite the table; other shapes; a `padding_idx` outside the table; another
+            mode.
+    """
+    _check_max_norm("embedding_bag", max_norm)
+    _check_bags(input, offsets, per_sample_weights)
+    ids = input.reshape(-1)
+    scales = None if per_sample_weights is None else per_sample_weights.reshape(-1)
+    if offsets is None:
+        offsets = torch.arange(0, ids.shape[0], input.shape[1], dtype=ids.dtype, device=ids.device)
+        include_last_offset = False
+    index = torch.arange(ids.shape[0], dtype=ids.dtype, device=ids.device)
+    if padding_idx is not None:
+        # All padding goes into one more bag, the last, which is cut off. Told of a padding_idx, torch would take the
+        # number of rows gathered for a constant, and a compiled graph serve one number of indices.
+        padding = ids == _row(padding_idx, weight)
+        index = padding.byte().argsort(stable=True)
+        scales = None if scales is None else scales[index]
+        start = functional.pad((~padding).cumsum(0), (1, 0))
+        offsets = start[offsets] if include_last_offset else torch.cat([start[offsets], start[-1:]])
+        include_last_offset = False
+    y = functional.embedding_bag(
+        index,
+        embedding(ids, weight),
+        offsets,
+        scale_grad_by_freq=scale_grad_by_freq,
+        mode=mode,
+        sparse=sparse,
+        per_sample_weights=scales,
+        include_last_offset=include_last_offset,
+    )
+    return y if padding_idx is None else y[:-1]
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: QuantizedTensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return _embedding(input, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        raise frozen_error(ctx.saved_tensors[0])
+
+
+@implements_aten(aten.embedding.default)
+def _embedding_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
+    return _embedding(args[1], args[0])
+
+
+def _embedding(ids: Tensor, table: Tensor) -> Tensor:
+    if not isinstance(table, QuantizedTensor):
+        raise TypeError(f"embedding takes plain indices and a quantized table, got {kinds(ids, table)}")
+    check_device("embedding", ids, table)
+    return find_kernel("embedding", table.scheme, table.scheme.dtype, ids.device.type)(ids, table)
+
+
+def _check_max_norm(op: str, max_norm: float | None) -> None:
+    if max_norm is not None:
+        raise ValueError(f"{op}: max_norm rewrites the table, which a quantized one does not allow")
+
+
+def _check_bags(input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> None:
+    if (input.dim(), None if offsets is None else offsets.dim()) not in ((2, None), (1, 1)):
+        got = "no offsets" if offsets is None else f"offsets of shape {tuple(offsets.shape)}"
+        raise ValueError(
+            f"embedding_bag takes indices (B, L), or (I) with offsets (B), got indices of shape {tuple(input.shape)} "
+            f"and {got}"
+        )
+    if per_sample_weights is not None and per_sample_weights.shape != input.shape:
+        raise ValueError(
+            f"embedding_bag takes a weight for each index, got shape {tuple(per_sample_weights.shape)} for indices of "
+            f"shape {tuple(input.shape)}"
+        )
+
+
+def _row(padding_idx: int, table: Tensor) -> int:
+    """`padding_idx`, which may be counted from the end."""
+    size = table.shape[0]
+    if not -size <= padding_idx < size:
+        raise ValueError(f"embedding_bag: padding_idx {padding_idx} is not in a table of {size} rows")
+    return padding_idx % size

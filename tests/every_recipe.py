@@ -1,0 +1,28 @@
+"""Every inference recipe that is registered, called; a new one is in the tests over all of them by itself."""
+
+import dataclasses
+
+from qtorch.quantize_api import RECIPES, WeightRecipe
+
+# Of recipes that need some.
+ARGUMENTS: dict[str, tuple] = {
+    "uintx_weight_only": ("uint3",),
+    "intx_weight_only": ("int5",),
+    "fpx_weight_only": (3, 2),
+}
+
+
+def make(name: str, group_size: int | None = None) -> WeightRecipe:
+    """The recipe with its defaults; in groups of `group_size` if it has any."""
+    recipe = RECIPES[name](*ARGUMENTS.get(name, ()))
+    if group_size is not None and has_group_size(recipe):
+        recipe = dataclasses.replace(recipe, group_size=group_size)
+    return recipe
+
+
+def has_group_size(recipe: WeightRecipe) -> bool:
+    return "group_size" in {field.name for field in dataclasses.fields(recipe)}
+
+
+NAMES = sorted(name for name, cls in RECIPES.items() if cls.__module__.startswith("qtorch.recipes."))
+WEIGHT_ONLY = [name for name in NAMES if make(name).linear_spec().activation is None]
