@@ -74,6 +74,8 @@ class WeightRecipe(Recipe):
             raise ValueError("the weight is not initialized yet; run the model once")
         if isinstance(weight, QuantizedTensor):
             raise ValueError(f"is already quantized: {weight!r}")
+        if weight.dim() < 2:
+            raise ValueError(f"takes weights of two or more dimensions, this one has shape {tuple(weight.shape)}")
         if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(f"takes float32, float16 or bfloat16 weights, this one is {weight.dtype}")
         spec = self.linear_spec()

@@ -6,9 +6,12 @@ from torch import nn
 
 from qtorch import (
     PerGroup,
+    PerRow,
     PerTensor,
     compute_error,
     float8_dynamic_activation_float8_weight,
+    float8_dynamic_activation_int4_weight,
+    float8_static_activation_float8_weight,
     float8_weight_only,
     fpx_weight_only,
     load_quantized,
@@ -32,6 +35,10 @@ CASES = [
     (float8_weight_only(torch.float8_e5m2), "weight_only_mm", 22, 30),
     (float8_dynamic_activation_float8_weight(), "emulated_scaled_mm", 25, 33),
     (float8_dynamic_activation_float8_weight(PerTensor()), "emulated_scaled_mm", 25, 33),
+    (float8_static_activation_float8_weight(0.01), "emulated_scaled_mm", 25, 33),
+    (float8_static_activation_float8_weight(0.01, granularity=PerRow()), "emulated_scaled_mm", 25, 33),
+    (float8_dynamic_activation_int4_weight(32), "emulated_scaled_mm", 17, 25),
+    (float8_dynamic_activation_int4_weight(-1, torch.float8_e5m2), "emulated_scaled_mm", 15, 23),
     (fpx_weight_only(3, 2), "packed_weight_mm", 22, 30),
     (fpx_weight_only(2, 3), "packed_weight_mm", 26, 34),
     (fpx_weight_only(2, 2), "packed_weight_mm", 20, 28),
@@ -86,6 +93,7 @@ def test_save_and_load(recipe: Recipe, tmp_path) -> None:
         mxfp4_dynamic_activation_mxfp4_weight(),
         nvfp4_dynamic_activation_nvfp4_weight(),
         float8_weight_only(),
+        float8_dynamic_activation_int4_weight(32),
     ],
     ids=str,
 )

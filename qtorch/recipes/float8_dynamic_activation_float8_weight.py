@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..primitives import Granularity, LinearSpec, PerRow, PerTensor, QuantSpec, ZeroPointDomain, qdtype
+from ..primitives import Granularity, LinearSpec, PerRow, QuantSpec, ZeroPointDomain
 from ..quantize_api import WeightRecipe, register_recipe
+from .float8_weight_only import float8_type, row_or_tensor
 
 
 @register_recipe("float8_dynamic_activation_float8_weight")
@@ -18,20 +19,20 @@ class Float8DynamicActivationFloat8Weight(WeightRecipe):
     Args:
         granularity: `PerRow()`, a scale per output channel and per token; `PerTensor()`, one of each.
         activation_dtype, weight_dtype: float8 dtypes of torch.
+
+    Raises:
+        ValueError: another granularity or dtype.
     """
 
     granularity: Granularity = PerRow()
     activation_dtype: torch.dtype = torch.float8_e4m3fn
     weight_dtype: torch.dtype = torch.float8_e4m3fn
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.granularity, PerRow | PerTensor):
-            raise ValueError(f"{self.name}: granularity is PerRow() or PerTensor(), got {self.granularity}")
-
     def linear_spec(self) -> LinearSpec:
         none = ZeroPointDomain.NONE
-        weight = QuantSpec(qdtype(self.weight_dtype), self.granularity, zero_point_domain=none)
-        activation = QuantSpec(qdtype(self.activation_dtype), self.granularity, zero_point_domain=none)
+        granularity = row_or_tensor(self.granularity, self.name)
+        weight = QuantSpec(float8_type(self.weight_dtype, self.name), granularity, zero_point_domain=none)
+        activation = QuantSpec(float8_type(self.activation_dtype, self.name), granularity, zero_point_domain=none)
         return LinearSpec(weight, activation)
 
 

@@ -6,8 +6,31 @@ from dataclasses import dataclass
 
 import torch
 
-from ..primitives import Granularity, LinearSpec, PerRow, QuantSpec, ZeroPointDomain, qdtype
+from ..primitives import Granularity, LinearSpec, PerRow, PerTensor, QDType, QuantSpec, ZeroPointDomain, qdtype
 from ..quantize_api import WeightRecipe, register_recipe
+
+
+def float8_type(dtype: torch.dtype, recipe: str) -> QDType:
+    """`dtype` as one of the float8 types.
+
+    Raises:
+        ValueError: it is none of them; the message names `recipe`.
+    """
+    found = qdtype(dtype)
+    if not found.name.startswith("float8_"):
+        raise ValueError(f"{recipe} takes float8_e4m3fn, float8_e5m2 and their fnuz forms, got {found.name}")
+    return found
+
+
+def row_or_tensor(granularity: Granularity, recipe: str) -> Granularity:
+    """`granularity`, which is `PerRow()` or `PerTensor()`.
+
+    Raises:
+        ValueError: it is neither; the message names `recipe`.
+    """
+    if not isinstance(granularity, PerRow | PerTensor):
+        raise ValueError(f"{recipe}: granularity is PerRow() or PerTensor(), got {granularity}")
+    return granularity
 
 
 @register_recipe("float8_weight_only")
@@ -18,13 +41,17 @@ class Float8WeightOnly(WeightRecipe):
     Args:
         dtype: a float8 dtype of torch.
         granularity: which elements share a scale.
+
+    Raises:
+        ValueError: another dtype.
     """
 
     dtype: torch.dtype = torch.float8_e4m3fn
     granularity: Granularity = PerRow()
 
     def linear_spec(self) -> LinearSpec:
-        return LinearSpec(QuantSpec(qdtype(self.dtype), self.granularity, zero_point_domain=ZeroPointDomain.NONE))
+        dtype = float8_type(self.dtype, self.name)
+        return LinearSpec(QuantSpec(dtype, self.granularity, zero_point_domain=ZeroPointDomain.NONE))
 
 
 float8_weight_only = Float8WeightOnly

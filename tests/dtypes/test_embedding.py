@@ -169,7 +169,7 @@ ValueError: embedding_bag takes indices (B, L), or (I) with offsets (B), got ind
 ValueError: embedding_bag takes indices (B, L), or (I) with offsets (B), got indices of shape (2, 4) and offsets of shape (5,)
 ValueError: mode has to be one of sum, mean or max
 ValueError: embedding_bag takes a weight for each index, got shape (3,) for indices of shape (8,)
-ValueError: embedding: the input is on cpu, the weight on meta""",
+ValueError: embedding: the input is on cpu, the weight on meta""",  # noqa: E501
     )
     with pytest.raises(IndexError):
         functional.embedding_bag(IDS + 30, table, OFFSETS)

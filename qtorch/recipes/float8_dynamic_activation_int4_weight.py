@@ -1,0 +1,42 @@
+"""int4 weights in groups and float8 activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..dtypes import Layout, PackedLayout
+from ..primitives import LinearSpec, PerGroup, PerRow, QuantSpec, ZeroPointDomain, qdtype
+from ..quantize_api import WeightRecipe, register_recipe
+from .float8_weight_only import float8_type
+
+
+@register_recipe("float8_dynamic_activation_int4_weight")
+@dataclass(frozen=True)
+class Float8DynamicActivationInt4Weight(WeightRecipe):
+    """Weights in 4 bits per group of input channels, symmetric; activations in float8 per token, their scales computed
+    on each call.
+
+    Args:
+        group_size: elements of a row that share a scale; -1 for the whole row. It must divide the row.
+        activation_dtype: a float8 dtype of torch.
+        layout: how weights lie in memory.
+
+    Raises:
+        ValueError: a group size that is none, or another dtype.
+    """
+
+    group_size: int = 128
+    activation_dtype: torch.dtype = torch.float8_e4m3fn
+    layout: Layout = PackedLayout()
+
+    def linear_spec(self) -> LinearSpec:
+        weight = QuantSpec(qdtype("int4"), PerGroup(self.group_size))
+        activation = QuantSpec(
+            float8_type(self.activation_dtype, self.name), PerRow(), zero_point_domain=ZeroPointDomain.NONE
+        )
+        return LinearSpec(weight, activation, layout=self.layout)
+
+
+float8_dynamic_activation_int4_weight = Float8DynamicActivationInt4Weight

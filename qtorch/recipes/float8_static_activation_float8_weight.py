@@ -1,0 +1,41 @@
+"""float8 weights and float8 activations with a scale that is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..primitives import Granularity, LinearSpec, PerTensor, QuantSpec, ZeroPointDomain
+from ..quantize_api import register_recipe
+from .float8_weight_only import float8_type, row_or_tensor
+from .static_activation import StaticActivationRecipe
+
+
+@register_recipe("float8_static_activation_float8_weight")
+@dataclass(frozen=True)
+class Float8StaticActivationFloat8Weight(StaticActivationRecipe):
+    """Weights and activations in float8, the activations of a layer with one fixed scale; see `StaticActivationRecipe`.
+
+    Args:
+        scale: of the activation; its largest magnitude over the largest code, 448 for float8_e4m3fn.
+        activation_dtype, weight_dtype: float8 dtypes of torch.
+        granularity: of the weight: `PerTensor()`, or `PerRow()`, a scale per output channel.
+
+    Raises:
+        TypeError, ValueError: a scale that is none, another dtype or granularity.
+    """
+
+    activation_dtype: torch.dtype = torch.float8_e4m3fn
+    weight_dtype: torch.dtype = torch.float8_e4m3fn
+    granularity: Granularity = PerTensor()
+
+    def linear_spec(self) -> LinearSpec:
+        none = ZeroPointDomain.NONE
+        granularity = row_or_tensor(self.granularity, self.name)
+        weight = QuantSpec(float8_type(self.weight_dtype, self.name), granularity, zero_point_domain=none)
+        activation = QuantSpec(float8_type(self.activation_dtype, self.name), PerTensor(), zero_point_domain=none)
+        return LinearSpec(weight, activation, static=True)
+
+
+float8_static_activation_float8_weight = Float8StaticActivationFloat8Weight

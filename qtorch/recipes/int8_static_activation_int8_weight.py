@@ -1,0 +1,31 @@
+"""int8 weights and int8 activations with a scale that is given, accumulated in int32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..primitives import LinearSpec, PerRow, PerTensor, QuantSpec, qdtype
+from ..quantize_api import register_recipe
+from .static_activation import StaticActivationRecipe
+
+
+@register_recipe("int8_static_activation_int8_weight")
+@dataclass(frozen=True)
+class Int8StaticActivationInt8Weight(StaticActivationRecipe):
+    """Weights in int8 per output channel, activations in int8 with one fixed scale for a layer, both in [-127, 127];
+    see `StaticActivationRecipe`.
+
+    Args:
+        scale: of the activation; its largest magnitude over 127.
+
+    Raises:
+        TypeError, ValueError: a scale that is none.
+    """
+
+    def linear_spec(self) -> LinearSpec:
+        weight = QuantSpec(qdtype("int8"), PerRow(), quant_min=-127)
+        activation = QuantSpec(qdtype("int8"), PerTensor(), quant_min=-127)
+        return LinearSpec(weight, activation, static=True)
+
+
+int8_static_activation_int8_weight = Int8StaticActivationInt8Weight

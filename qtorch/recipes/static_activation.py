@@ -1,0 +1,52 @@
+"""What the recipes with static activations share: the scale of the activation is given, not computed on each call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dtypes import AffineQuantizedTensor
+from ..quantize_api import WeightRecipe
+
+
+@dataclass(frozen=True)
+class StaticActivationRecipe(WeightRecipe):
+    """Activations as codes x / scale, with one scale for every call; what exceeds the range of the codes is clipped.
+
+    Each layer has a scale of its own: give `quantize_` a mapping from names to recipes.
+
+    Args:
+        scale: of the activation, the largest magnitude it should hold over the largest code; a number, or a tensor of
+            one element.
+
+    Raises:
+        TypeError: `scale` is neither.
+        ValueError: `scale` is not positive and finite, or no normal number in fp32.
+    """
+
+    scale: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", _number(self.scale, self.name))
+        super().__post_init__()
+
+    def apply(self, weight: Tensor) -> Tensor:
+        act_scale = torch.full((1, 1), self.scale, dtype=torch.float32, device=weight.device)
+        return AffineQuantizedTensor.from_float(weight, self.linear_spec(), act_scale)
+
+
+def _number(scale: Any, recipe: str) -> float:
+    if isinstance(scale, Tensor) and scale.numel() == 1 and not scale.is_meta:
+        scale = scale.item()
+    if isinstance(scale, bool) or not isinstance(scale, Real):
+        got = f"a tensor of shape {tuple(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
+        raise TypeError(f"{recipe}: scale is a number or a tensor of one element, got {got}")
+    value, fp32 = float(scale), torch.finfo(torch.float32)
+    # Smaller ones have no finite inverse.
+    if not fp32.tiny <= value <= fp32.max:
+        raise ValueError(f"{recipe}: scale is positive, finite and a normal number in fp32, got {scale}")
+    return value
