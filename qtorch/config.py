@@ -13,7 +13,8 @@ class Config:
     """Process-wide switches.
 
     Attributes:
-        strict: falling back to the reference implementation is an error instead of a warning.
+        strict: falling back to the reference implementation, or to the emulation of a format that the device cannot
+            multiply, is an error instead of a warning.
     """
 
     strict: bool = False

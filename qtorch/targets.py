@@ -207,9 +207,9 @@ def _describe_unmatched(keys: list[str], slots: list[Slot[R]]) -> str:
         hint = f"; for what is inside it, write {key + '.*'!r} as a regular expression" if inside else ""
         if inside and all(slot.obstacle for slot in inside):
             hint = f"; {inside[0].label} {inside[0].obstacle}"
-        lines.append(f"{key!r} matches no linear layer, embedding or parameter of the model{hint}")
+        lines.append(f"{key!r} matches no linear layer, embedding or parameter of two or more dimensions{hint}")
     some = ", ".join(labels[:4]) + (", ..." if len(labels) > 4 else "")
-    return f"quantize_: {'; '.join(lines)}. The model has {some}"
+    return f"quantize_: {'; '.join(lines)}. The model has {some or 'none'}"
 
 
 def _check_tied(target: Target[R]) -> None:

@@ -121,7 +121,7 @@ def test_a_pattern_has_to_match_the_whole_name() -> None:
 def test_void_entry() -> None:
     assert_expected_inline(
         error({"head": INT8, "haed": INT8}),
-        "quantize_: 'haed' matches no linear layer, embedding or parameter of the model. "
+        "quantize_: 'haed' matches no linear layer, embedding or parameter of two or more dimensions. "
         "The model has embed, blocks.0.experts, blocks.0.q_proj, blocks.0.k_proj, ...",
     )
 
@@ -129,7 +129,7 @@ def test_void_entry() -> None:
 def test_container_name() -> None:
     assert_expected_inline(
         error({"blocks.0": INT8}),
-        "quantize_: 'blocks.0' matches no linear layer, embedding or parameter of the model; "
+        "quantize_: 'blocks.0' matches no linear layer, embedding or parameter of two or more dimensions; "
         "for what is inside it, write 'blocks.0.*' as a regular expression. "
         "The model has embed, blocks.0.experts, blocks.0.q_proj, blocks.0.k_proj, ...",
     )
@@ -216,7 +216,7 @@ def test_parametrized_layer() -> None:
     assert names(INT8, model=model) == ["1.weight"]
     assert_expected_inline(
         error({"0": INT8}, model),
-        "quantize_: '0' matches no linear layer, embedding or parameter of the model; "
+        "quantize_: '0' matches no linear layer, embedding or parameter of two or more dimensions; "
         "0.parametrizations.weight.original0 is parametrized; "
         "call torch.nn.utils.parametrize.remove_parametrizations first. "
         "The model has 0.parametrizations.weight.original0, 0.parametrizations.weight.original1, 1",
@@ -239,3 +239,10 @@ def test_a_layer_alone_has_no_module_name() -> None:
     assert names({"weight": INT8}, model=nn.Linear(8, 8)) == ["weight"]
     assert names({"weight": INT8}, model=nn.Embedding(8, 8)) == ["weight"]
     assert "'.*' matches no linear layer" in error({".*": INT8}, nn.Embedding(8, 8))
+
+
+def test_a_vector_cannot_be_asked_for() -> None:
+    assert_expected_inline(
+        error({"weight": INT8}, nn.LayerNorm(8)),
+        "quantize_: 'weight' matches no linear layer, embedding or parameter of two or more dimensions. The model has none",
+    )

@@ -28,6 +28,7 @@ def _supports(problem: Problem) -> str | None:
     priority=5,
     supports=_supports,
     note="emulated in fp32: the accuracy of the format, not its speed",
+    emulates=True,
 )
 def emulated_scaled_mm(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Linear with any scheme whose activation is in floating-point codes."""

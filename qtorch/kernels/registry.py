@@ -1,8 +1,9 @@
 """The kernel registry: which implementation runs for an operation on a quantized weight, and why.
 
 An implementation registers itself, in its own file, with what it needs; `lookup` asks every candidate once per problem
-and remembers the answer. The reference implementation accepts everything and comes last: when it is all that is left,
-that is said once per reason, or is an error under ``qtorch.config.strict``.
+and remembers the answer. The reference implementation accepts everything and comes last. When it, or a kernel that
+emulates what the device lacks, is all that is left, that is said once per reason, or is an error under
+``qtorch.config.strict``.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Kernel:
         priority: the highest that accepts a problem runs.
         supports: further conditions; returns why not, or None.
         note: what a user should know when it runs (its accuracy, say); shown by `explain`.
+        emulates: it does in floating point what the device has no instructions for; running it is falling back.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Kernel:
     priority: int
     supports: Callable[[Problem], str | None] | None
     note: str
+    emulates: bool
 
     @property
     def is_reference(self) -> bool:
@@ -107,11 +110,11 @@ F = TypeVar("F", bound=Callable[..., Tensor])
 
 _kernels: list[Kernel] = []
 _chosen: dict[Problem, Kernel] = {}
-_reported: set[str] = set()
+_reported: set[str | Problem] = set()
 
 
 class FallbackError(RuntimeError):
-    """Raised under ``qtorch.config.strict`` where only the reference implementation is left."""
+    """Raised under ``qtorch.config.strict`` where only the reference implementation, or an emulation, is left."""
 
 
 def needs_matrix(problem: Problem) -> str | None:
@@ -131,6 +134,7 @@ def register(
     priority: int = 0,
     supports: Callable[[Problem], str | None] | None = None,
     note: str = "",
+    emulates: bool = False,
     name: str | None = None,
 ) -> Callable[[F], F]:
     """Decorator: register an implementation of `op`; see `Kernel` for the arguments. The name is the function's.
@@ -152,6 +156,7 @@ def register(
             priority,
             supports,
             note,
+            emulates,
         )
         if any(k.op == op and k.name == kernel.name for k in _kernels):
             raise ValueError(f"register: {op} has a kernel named {kernel.name} already")
@@ -206,7 +211,7 @@ def lookup(op: str, scheme: Scheme, dtype: torch.dtype, device: str) -> Kernel:
     """The kernel that runs `op` on a weight of this scheme with an input of this dtype and device type.
 
     Raises:
-        FallbackError: only the reference is left, and ``qtorch.config.strict`` is set.
+        FallbackError: only the reference or an emulation is left, and ``qtorch.config.strict`` is set.
         RuntimeError: two kernels of the same priority accept the problem.
         NotImplementedError: the operation has no kernel at all.
     """
@@ -214,23 +219,27 @@ def lookup(op: str, scheme: Scheme, dtype: torch.dtype, device: str) -> Kernel:
     kernel = _chosen.get(problem)
     if kernel is None:
         kernel = _chosen[problem] = choose(problem)
-    if kernel.is_reference:
-        _report_fallback(problem)
+    if (kernel.is_reference or kernel.emulates) and (config.strict or problem not in _reported):
+        _report_fallback(problem, kernel)
     return kernel
 
 
-def _report_fallback(problem: Problem) -> None:
-    others = [f"{k.name} {reason}" for k, reason in candidates(problem) if reason is not None]
+def _report_fallback(problem: Problem, kernel: Kernel) -> None:
+    if kernel.is_reference:
+        others = [f"{k.name} {reason}" for k, reason in candidates(problem) if reason is not None]
+        reasons = "; ".join(others) or "no other is registered"
+        what = f"the reference implementation, correct but slow: {reasons}"
+    else:
+        what = f"{kernel.name}, {kernel.note}; qtorch.explain says why no other kernel does"
     message = (
         f"qtorch: {problem.op} on a {problem.device} {str(problem.dtype).removeprefix('torch.')} input with "
-        f"{problem.scheme.spec}, layout {problem.scheme.layout} runs the reference implementation, correct but slow: "
-        + ("; ".join(others) or "no other is registered")
+        f"{problem.scheme.spec}, layout {problem.scheme.layout} runs {what}"
     )
     if config.strict:
         raise FallbackError(message)
     if message not in _reported:
-        _reported.add(message)
-        warnings.warn(message, stacklevel=4)
+        warnings.warn(message, stacklevel=5)
+    _reported.update((message, problem))
 
 
 def _either(names: Collection[str]) -> str:

@@ -1,0 +1,109 @@
+"""What holds for every registered recipe: what it refuses, and that an emulated product is said."""
+
+import re
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qtorch
+from qtorch import PerGroup, explain, quantize_
+from qtorch.kernels import FallbackError, record_kernels, registry
+from tests.every_recipe import NAMES, WEIGHT_ONLY, make
+from tests.quantize_model import same, state_of
+
+GROUPED = [name for name in NAMES if isinstance(make(name, 32).linear_spec().weight.granularity, PerGroup)]
+EMULATED = [
+    name for name in NAMES if name not in WEIGHT_ONLY and make(name).linear_spec().activation.dtype.is_floating_point
+]
+every_recipe = pytest.mark.parametrize("name", NAMES)
+
+
+def model(first: int, second: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(first, 8, dtype=dtype), nn.ReLU(), nn.Linear(second, 8, dtype=dtype))
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_that_do_not_divide_the_row(name: str) -> None:
+    """An error for the layer that does not fit, of its sizes, before the one that does is changed."""
+    recipe, layers = make(name, 32), model(64, 72)
+    before, size = state_of(layers), recipe.linear_spec().weight.granularity.group_size
+    with pytest.raises(ValueError, match=r"^quantize_: ") as error:
+        quantize_(layers, recipe)
+    assert str(error.value) == (
+        f"quantize_: 2: block_size (1, {size}) does not divide shape (8, 72): 72 % {size} along axis 1\n"
+        "the model is unchanged"
+    )
+    assert same(before, state_of(layers))
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - set(GROUPED)))
+def test_without_groups_any_row_will_do(name: str) -> None:
+    assert len(quantize_(model(67, 1), make(name)).quantized) == 2
+
+
+def test_some_recipes_have_groups_and_some_do_not() -> None:
+    assert {"int4_weight_only", "lut_weight_only", "mxfp4_weight_only"} <= set(GROUPED)
+    assert {"int8_weight_only", "fpx_weight_only"} <= set(NAMES) - set(GROUPED)
+
+
+@every_recipe
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn, torch.complex64])
+def test_weights_of_another_dtype(name: str, dtype: torch.dtype) -> None:
+    layers = model(64, 64)
+    layers[2].weight = nn.Parameter(layers[2].weight.detach().to(dtype), requires_grad=False)
+    before = state_of(layers)
+    message = f"quantize_: 2: takes float32, float16 or bfloat16 weights, this one is {dtype}\nthe model is unchanged"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        quantize_(layers, make(name, 32))
+    assert same(before, state_of(layers))
+
+
+@every_recipe
+@pytest.mark.parametrize("weight", [torch.tensor(1.0), torch.randn(64)], ids=["0-d", "1-d"])
+def test_weights_that_are_no_matrix(name: str, weight: Tensor) -> None:
+    message = re.escape(f"takes weights of two or more dimensions, this one has shape {tuple(weight.shape)}")
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        make(name, 32).check(weight)
+
+
+@pytest.mark.parametrize("name", EMULATED)
+def test_an_emulation_is_said_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_reported", set())
+    layers, x = model(64, 8), torch.randn(3, 64)
+    report = quantize_(layers, {"0": make(name, 32)})
+    assert report.quantized[0].kernel == "emulated_scaled_mm"
+    note = "emulated in fp32: the accuracy of the format, not its speed"
+    assert f"runs emulated_scaled_mm ({note})" in str(explain(layers))
+    with warnings.catch_warnings(record=True) as caught, record_kernels() as ran:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            layers(x)
+            layers[0](x[:1])
+    assert ran.count("linear:emulated_scaled_mm") == 6
+    (message,) = [str(warning.message) for warning in caught if "qtorch" in str(warning.message)]
+    spec = layers[0].weight.scheme.spec
+    assert message == (
+        f"qtorch: linear on a cpu float32 input with {spec}, layout {spec.layout} runs emulated_scaled_mm, {note}; "
+        "qtorch.explain says why no other kernel does"
+    )
+    with qtorch.config.patch(strict=True), pytest.raises(FallbackError, match="runs emulated_scaled_mm"):
+        layers(x)
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - set(EMULATED)))
+def test_no_other_recipe_falls_back(name: str) -> None:
+    """Weight-only float8 needs no hardware."""
+    layers = model(64, 8)
+    quantize_(layers, {"0": make(name, 32)})
+    with qtorch.config.patch(strict=True):
+        layers(torch.randn(3, 64))
+
+
+def test_the_float8_recipes_are_among_the_emulated() -> None:
+    assert {
+        "float8_dynamic_activation_float8_weight",
+        "float8_static_activation_float8_weight",
+        "float8_dynamic_activation_int4_weight",
+    } <= set(EMULATED)
