@@ -11,6 +11,7 @@ from .checkpoint import load_quantized, save_quantized
 from .config import config
 from .dtypes import AffineQuantizedTensor, LUTQuantizedTensor, PackedLayout, PlainLayout, TensorCoreTiledLayout
 from .explain import explain
+from .model_size import get_model_size_in_bytes
 from .primitives import (
     CodebookSpec,
     LinearSpec,
@@ -58,6 +59,7 @@ __all__ = [
     "config",
     "dequantize_",
     "explain",
+    "get_model_size_in_bytes",
     "load_quantized",
     "quantize_",
     "save_quantized",

@@ -16,6 +16,7 @@ RANK = {
     "kernels": 2,
     "dtypes": 3,
     "explain": 4,
+    "model_size": 4,
     "report": 4,
     "targets": 4,
     "checkpoint": 4,

@@ -244,5 +244,6 @@ def test_a_layer_alone_has_no_module_name() -> None:
 def test_a_vector_cannot_be_asked_for() -> None:
     assert_expected_inline(
         error({"weight": INT8}, nn.LayerNorm(8)),
-        "quantize_: 'weight' matches no linear layer, embedding or parameter of two or more dimensions. The model has none",
+        "quantize_: 'weight' matches no linear layer, embedding or parameter of two or more dimensions. "
+        "The model has none",
     )

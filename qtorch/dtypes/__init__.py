@@ -6,12 +6,15 @@ from .base import QuantizedTensor, quantized_type
 from .codebook_tensor import LUTQuantizedTensor, NF4Tensor, linear_nf4, to_nf4
 from .factories import (
     to_affine_quantized_floatx,
+    to_affine_quantized_floatx_static,
+    to_affine_quantized_fpx,
     to_affine_quantized_intx,
     to_affine_quantized_intx_static,
     to_linear_activation_quantized,
 )
 from .functions import deregister_aqt_quantized_linear_dispatch, register_aqt_quantized_linear_dispatch
 from .layouts import Layout, PackedLayout, PlainLayout, TensorCoreTiledLayout, register_layout
+from .uintx_tensor import UintxTensor, to_uintx
 
 __all__ = [
     "AffineQuantizedTensor",
@@ -22,6 +25,7 @@ __all__ = [
     "PlainLayout",
     "QuantizedTensor",
     "TensorCoreTiledLayout",
+    "UintxTensor",
     "deregister_aqt_quantized_linear_dispatch",
     "embedding",
     "linear_nf4",
@@ -30,9 +34,12 @@ __all__ = [
     "register_aqt_quantized_linear_dispatch",
     "register_layout",
     "to_affine_quantized_floatx",
+    "to_affine_quantized_floatx_static",
+    "to_affine_quantized_fpx",
     "to_affine_quantized_intx",
     "to_affine_quantized_intx_static",
     "to_linear_activation_quantized",
     "to_nf4",
+    "to_uintx",
     "views",
 ]

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from ..primitives.affine import MappingType, ZeroPointDomain
-from ..primitives.granularity import PerBlock
-from ..primitives.qdtype import QDType
+from ..primitives.floatx import FloatFormat
+from ..primitives.granularity import PerBlock, PerRow
+from ..primitives.qdtype import QDType, qdtype
 from ..primitives.spec import LinearSpec, QuantSpec
 from .affine_quantized_tensor import AffineQuantizedTensor
-from .layouts import Layout, PlainLayout
+from .layouts import Layout, PackedLayout, PlainLayout
 
 
 def to_affine_quantized_intx(
@@ -94,6 +95,32 @@ def to_affine_quantized_floatx(
         scale_dtype=scale_dtype,
     )
     return AffineQuantizedTensor.from_float(input_float, LinearSpec(spec, layout=_layout))
+
+
+def to_affine_quantized_floatx_static(
+    input_float: Tensor,
+    scale: Tensor,
+    block_size: Sequence[int],
+    target_dtype: torch.dtype | QDType,
+    _layout: Layout = PlainLayout(),
+) -> AffineQuantizedTensor:
+    """Quantize a float tensor to floating-point codes with scales that are given, one element per block."""
+    return to_affine_quantized_intx_static(input_float, scale, None, block_size, target_dtype, _layout=_layout)
+
+
+def to_affine_quantized_fpx(input_float: Tensor, ebits: int, mbits: int) -> AffineQuantizedTensor:
+    """Quantize a float tensor to small floating-point codes with a sign, `ebits` exponent and `mbits` mantissa bits,
+    a scale per row, packed to their size.
+
+    torchao has `(input_float, _layout)` with the bits in a `FloatxTensorCoreLayout(ebits, mbits)`; here a layout does
+    not say what the codes mean, so that they are arguments of their own.
+
+    Raises:
+        ValueError: another format than (3, 2), (2, 3), (2, 2), (3, 1), (2, 1) or (2, 0).
+    """
+    dtype = qdtype(FloatFormat(ebits, mbits).name)
+    spec = QuantSpec(dtype, PerRow(), zero_point_domain=ZeroPointDomain.NONE)
+    return AffineQuantizedTensor.from_float(input_float, LinearSpec(spec, layout=PackedLayout()))
 
 
 def to_linear_activation_quantized(

@@ -131,7 +131,7 @@ def _is_shared(tensor: QuantizedTensor) -> bool:
 def _logical_dtype(tensor: QuantizedTensor, kwargs: dict[str, Any]) -> torch.dtype:
     """Takes `dtype` out of the arguments of a conversion or an allocation."""
     dtype: torch.dtype = kwargs.pop("dtype", None) or tensor.scheme.dtype
-    if not dtype.is_floating_point or dtype.itemsize < 2:
+    if dtype != tensor.scheme.dtype and (not dtype.is_floating_point or dtype.itemsize < 2):
         raise TypeError(f"{type(tensor).__name__}: {dtype} is no floating-point dtype of 16 bits or more")
     return dtype
 

@@ -6,9 +6,20 @@ import pytest
 import torch
 from torch.nn import functional
 
-from qtorch import AffineQuantizedTensor, MappingType, PerBlock, PerTensor, QuantSpec, ZeroPointDomain, compute_error
+from qtorch import (
+    AffineQuantizedTensor,
+    MappingType,
+    PerBlock,
+    PerTensor,
+    QuantSpec,
+    ZeroPointDomain,
+    compute_error,
+    fpx_weight_only,
+)
 from qtorch.dtypes import (
     to_affine_quantized_floatx,
+    to_affine_quantized_floatx_static,
+    to_affine_quantized_fpx,
     to_affine_quantized_intx,
     to_affine_quantized_intx_static,
     to_linear_activation_quantized,
@@ -55,6 +66,7 @@ def test_argument_order_is_torchao_s() -> None:
         to_affine_quantized_intx_static: "input_float scale zero_point block_size target_dtype quant_min quant_max "
         "zero_point_domain _layout",
         to_affine_quantized_floatx: "input_float block_size target_dtype _layout scale_dtype",
+        to_affine_quantized_floatx_static: "input_float scale block_size target_dtype _layout",
     }
     for function, order in orders.items():
         assert " ".join(inspect.signature(function).parameters) == order
@@ -92,6 +104,30 @@ def test_floatx(target: torch.dtype) -> None:
     assert (w.qdata.dtype, w.scale.dtype, w.zero_point) == (target, torch.bfloat16, None)
     low, high = {torch.float8_e4m3fn: (29, 35), torch.float8_e5m2: (23, 29)}[target]
     assert low < compute_error(x, w.dequantize()) < high
+
+
+@pytest.mark.parametrize("target", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("block", [(1, 64), (32, 64), (1, 16)])
+def test_floatx_static_reproduces_the_dynamic_one_from_its_scales(target: torch.dtype, block: tuple) -> None:
+    x = torch.randn(32, 64)
+    w = to_affine_quantized_floatx(x, block, target)
+    again = to_affine_quantized_floatx_static(x, w.scale.flatten(), block, target)
+    assert torch.equal(again, w)
+    assert again.scheme == w.scheme
+    larger = to_affine_quantized_floatx_static(100 * x, w.scale, block, target)
+    assert bool((larger.dequantize().abs() <= w.scale.max() * torch.finfo(target).max).all()), "it clips"
+
+
+@pytest.mark.parametrize(("ebits", "mbits"), [(3, 2), (2, 3), (2, 2), (3, 1), (2, 1), (2, 0)])
+def test_fpx_is_what_the_recipe_makes(ebits: int, mbits: int) -> None:
+    x = torch.randn(32, 64)
+    w = to_affine_quantized_fpx(x, ebits, mbits)
+    wanted = fpx_weight_only(ebits, mbits).apply(x)
+    assert w.scheme == wanted.scheme
+    assert torch.equal(w, wanted)
+    assert w.qdata.nbytes * 8 == (1 + ebits + mbits) * x.numel()
+    with pytest.raises(ValueError, match="float7_e3m3 is not a quantized type"):
+        to_affine_quantized_fpx(x, 3, 3)
 
 
 def test_linear_activation_quantized() -> None:

@@ -1,0 +1,24 @@
+"""How much memory the tensors of a model take."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from .dtypes import QuantizedTensor
+from .dtypes.embedding import EMBEDDINGS
+
+
+def get_model_size_in_bytes(model: nn.Module, ignore_embeddings: bool = False) -> int:
+    """Bytes of all parameters and buffers of `model`, each counted once; of quantized ones, what they take packed, with
+    scales.
+
+    Args:
+        ignore_embeddings: leave out the tables of `nn.Embedding` and `nn.EmbeddingBag`, unless a head shares them.
+    """
+    sizes = {}
+    for module in model.modules():
+        if not (ignore_embeddings and isinstance(module, EMBEDDINGS)):
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                quantized = isinstance(tensor, QuantizedTensor)
+                sizes[id(tensor)] = tensor.nbytes if quantized else tensor.numel() * tensor.element_size()
+    return sum(sizes.values())
