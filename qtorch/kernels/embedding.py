@@ -17,8 +17,10 @@ from ..primitives.packing import unpack_codes
 from .lut_weight_mm import CodebookWeight
 from .registry import Problem, needs_matrix, register
 
+NOTE = "on CPU it saves memory, not time"
 
-@register("embedding", layout="plain", priority=10, supports=needs_matrix)
+
+@register("embedding", layout="plain", priority=10, supports=needs_matrix, note=NOTE)
 def gather_rows(ids: Tensor, weight: Any) -> Tensor:
     """Rows `ids` (any shape, int) of a (V, D) weight: (*ids.shape, D) in the weight's logical dtype."""
     return _dequantize_rows(ids, weight.qdata.index_select(0, ids.reshape(-1)), weight)
@@ -30,7 +32,7 @@ def _supports_rows(problem: Problem) -> str | None:
     return needs_matrix(problem)
 
 
-@register("embedding", layout="packed", priority=10, supports=_supports_rows)
+@register("embedding", layout="packed", priority=10, supports=_supports_rows, note=NOTE)
 def gather_packed_rows(ids: Tensor, weight: Any) -> Tensor:
     """`gather_rows` of a weight in the packed layout: only the rows asked for are unpacked."""
     rows = weight.qdata.index_select(0, ids.reshape(-1))
@@ -58,7 +60,7 @@ def _dequantize_rows(ids: Tensor, codes: Tensor, weight: Any) -> Tensor:
     return y.reshape(*ids.shape, scheme.shape[1])
 
 
-@register("embedding", spec=CodebookSpec, priority=10, supports=_supports_rows)
+@register("embedding", spec=CodebookSpec, priority=10, supports=_supports_rows, note=NOTE)
 def gather_lut_rows(ids: Tensor, weight: CodebookWeight) -> Tensor:
     """`gather_rows` of a weight of look-up tables."""
     scheme, table = weight.scheme, weight.table
