@@ -67,7 +67,7 @@ def test_model() -> None:
         str(explanations),
         """\
 embed.weight: embedding, float32 input on cpu, weight int8 PerRow() symmetric, PlainLayout()
-  runs gather_rows
+  runs gather_rows (on CPU it saves memory, not time)
   not gather_packed_rows: reads the packed layout, the weight has plain
   not gather_lut_rows: takes a CodebookSpec, the weight has a QuantSpec
   not reference: comes after it
