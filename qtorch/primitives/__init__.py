@@ -5,6 +5,7 @@ from .codebook import NF4_TABLE, dequantize_codebook, kmeans_codebook, quantize_
 from .codebook_spec import CodebookSpec
 from .fake_quant import fake_quantize_affine, fake_quantize_affine_cachemask
 from .granularity import Granularity, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
+from .hqq import HQQRule
 from .jsonable import from_json, to_json
 from .qdtype import QDType, qdtype
 from .qparams import choose_qparams_affine, choose_qparams_affine_with_min_max
@@ -20,6 +21,7 @@ __all__ = [
     "CodebookSpec",
     "FixedRangeRule",
     "Granularity",
+    "HQQRule",
     "LinearSpec",
     "MSERule",
     "MappingType",

@@ -58,9 +58,9 @@ class AbsMeanRule(ScaleRule):
     """scale = mean |x| (BitNet b1.58, arXiv 2402.17764, eq. 1-3, with codes in {-1, 0, 1})."""
 
     def min_max(self, input: Tensor, spec: QuantSpec) -> MinMax:
-        blocks, shape = _elements_last(input, spec)
+        blocks, shape = elements_last(input, spec)
         low_code, high_code = spec.code_range
-        mean = blocks.abs().mean(-1).reshape(shape) if blocks.numel() else input.new_zeros(shape, dtype=torch.float32)
+        mean = blocks.float().abs().mean(-1).reshape(shape) if blocks.numel() else input.new_zeros(shape, dtype=torch.float32)
         if spec.mapping is MappingType.SYMMETRIC:
             low_code, high_code = (low_code - high_code) / 2, (high_code - low_code) / 2
         return mean * low_code, mean * high_code
@@ -96,10 +96,11 @@ class PercentileRule(ScaleRule):
             raise ValueError(f"percentile must be in (0, 100], got {self.percentile}")
 
     def min_max(self, input: Tensor, spec: QuantSpec) -> MinMax:
-        blocks, shape = _elements_last(input, spec)
+        blocks, shape = elements_last(input, spec)
         count = blocks.shape[-1]
         if blocks.numel() == 0:
             return MinMaxRule().min_max(input, spec)
+        blocks = blocks.float()
         tail = (1 - self.percentile / 100) / 2
         # kthvalue, unlike quantile, has no limit on the number of elements.
         k = min(int(tail * count), (count - 1) // 2)
@@ -134,17 +135,17 @@ class MSERule(ScaleRule):
             scale, zero_point = spec.choose_qparams_from_range(low * factor, high * factor, input.dtype)
             codes = spec.quantize(input, scale, zero_point)
             difference = spec.dequantize(codes, scale, zero_point) - input.float()
-            blocks, shape = _elements_last(difference, spec)
+            blocks, shape = elements_last(difference, spec)
             error = blocks.square().sum(-1).reshape(shape)
             best = torch.where(error < best_error, torch.full_like(best, factor), best)
             best_error = torch.minimum(error, best_error)
         return low * best, high * best
 
 
-def _elements_last(input: Tensor, spec: QuantSpec) -> tuple[Tensor, tuple[int, ...]]:
-    """fp32 tensor (blocks, elements of a block), and the shape of the scale."""
+def elements_last(input: Tensor, spec: QuantSpec) -> tuple[Tensor, tuple[int, ...]]:
+    """`input` as (blocks, elements of a block), and the shape of the scale."""
     view = BlockView(input.shape, spec.block_size(input.shape))
-    x = view.split(input).float()
+    x = view.split(input)
     kept = [d for d in range(x.dim()) if d not in view.dims]
     count = math.prod(view.scale_shape)
     x = x.permute(*kept, *view.dims)

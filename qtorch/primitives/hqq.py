@@ -1,0 +1,178 @@
+"""HQQ: the range of a block by half-quadratic optimization, from the weights alone.
+
+With the residual r = x - dequantize(quantize(x)), the rule looks for the scale and the zero point of least
+
+    mean |r|^p                                                         over the block
+
+by introducing e, the part of the residual that is left to outliers, and alternating (errors in steps of the min-max scale)
+
+    e              = shrink_p(r, beta) = sign(r) * max(|r| - |r|^(p - 1) / beta, 0)
+    (scale, zero)  = least squares of x - e on the codes               beta grows by kappa
+
+Source: H. Badri, A. Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023. There only the zero
+point moves, the mean of codes - (x - e) / scale; here the scale does too, which is worth more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .affine import MappingType, ZeroPointDomain
+from .granularity import PerGroup, PerRow
+from .jsonable import jsonable
+from .rounding import Rounding
+from .scale_rule import MinMax, MinMaxRule, ScaleRule, elements_last
+
+if TYPE_CHECKING:
+    from .spec import QuantSpec
+
+CHUNK = 2**20
+"""Elements whose ranges are searched together, or one block if that has more; it bounds the memory of the search."""
+
+
+@jsonable
+@dataclass(frozen=True)
+class HQQRule(ScaleRule):
+    """The range of least mean |x - dequantize(quantize(x))|^p, per block, found as the top of this file says.
+
+    The search starts at [min, max] times the best of `starts` factors from 1 down to `smallest`. Every iterate is judged
+    by what would be stored (scale and zero point rounded and clipped), and the best of all is kept, so that the result is
+    never worse than `MinMaxRule`'s. It does not depend on chance.
+
+    Args:
+        p: power of the error, in (0, 2]; 2 is best SQNR, less lets outliers clip.
+        beta: weight that ties e to the residual, in the first iteration; greater beta leaves more to outliers.
+        kappa: factor by which beta grows with each iteration.
+        iterations: updates of scale and zero point.
+        starts: factors tried; 1 is [min, max] alone.
+        smallest: least factor, in (0, 1).
+
+    Raises:
+        ValueError: a number out of its range; on use, codes that are not integers.
+    """
+
+    p: float = 2.0
+    beta: float = 1.0
+    kappa: float = 1.01
+    iterations: int = 20
+    starts: int = 8
+    smallest: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.p <= 2:
+            raise ValueError(f"p must be in (0, 2], got {self.p}")
+        if self.beta < 1 or self.kappa < 1:
+            raise ValueError(f"needs beta >= 1 and kappa >= 1, got {self.beta} and {self.kappa}")
+        if self.iterations < 0 or self.starts < 1 or not 0 < self.smallest < 1:
+            raise ValueError(
+                f"needs iterations >= 0, starts >= 1 and 0 < smallest < 1, "
+                f"got {self.iterations}, {self.starts} and {self.smallest}"
+            )
+
+    def min_max(self, input: Tensor, spec: QuantSpec) -> MinMax:
+        if spec.dtype.is_floating_point:
+            raise ValueError(f"HQQRule: takes integer codes, got {spec.dtype.name}")
+        if input.numel() == 0:
+            return MinMaxRule().min_max(input, spec)
+        blocks, shape = elements_last(input, spec)
+        # Each block becomes a row; groups remain groups, for theirs is another dtype of scale.
+        row = PerGroup(-1) if isinstance(spec.granularity, PerGroup) else PerRow()
+        # The search compares errors, so it must not depend on chance.
+        spec = replace(spec, granularity=row, scale_rule=MinMaxRule(), rounding=Rounding.NEAREST_EVEN)
+        chunks = blocks.split(max(1, CHUNK // blocks.shape[1]))
+        low, high = zip(*(self._search(chunk, spec) for chunk in chunks), strict=True)
+        return torch.cat(low).reshape(shape), torch.cat(high).reshape(shape)
+
+    def _search(self, rows: Tensor, spec: QuantSpec) -> MinMax:
+        """Ranges (rows, 1) of rows (rows, elements)."""
+        low, high = spec.calibrate(rows)
+        trials = _Trials(rows, spec, low, high, self.p)
+        for step in range(self.starts):
+            factor = 1 - (1 - self.smallest) * step / max(self.starts - 1, 1)
+            trials.add(low * factor, high * factor)
+        low, high = trials.low, trials.high
+        beta = self.beta
+        for _ in range(self.iterations):
+            scale, zero_point, codes, residual = trials.add(low, high)
+            in_steps = residual / trials.step
+            rest = in_steps - shrink(in_steps, self.p, beta)
+            low, high = _fit(spec, scale, zero_point, codes, rest * (trials.step / scale))
+            beta *= self.kappa
+        trials.add(low, high)
+        return trials.low, trials.high
+
+
+def shrink(x: Tensor, p: float, beta: float) -> Tensor:
+    """sign(x) * max(|x| - |x|^(p - 1) / beta, 0): the generalized soft threshold, the ordinary one for p = 1."""
+    size = x.abs()
+    tiny = torch.finfo(x.dtype).tiny
+    return x.sign() * (size - size.clamp(min=tiny).pow(p - 1) / beta).clamp(min=0)
+
+
+class _Trials:
+    """Ranges tried for rows (rows, elements), and the best of each row so far.
+
+    Attributes:
+        low, high: the best range, (rows, 1).
+        step: the scale of the range given first, (rows, 1); errors are measured in it, which keeps them from overflow.
+    """
+
+    def __init__(self, rows: Tensor, spec: QuantSpec, low: Tensor, high: Tensor, p: float) -> None:
+        self.rows, self.spec, self.p = rows, spec, p
+        self.dtype = rows.dtype
+        self.rows = rows.float()
+        self.low, self.high = low, high
+        self.step = spec.choose_qparams_from_range(low, high, self.dtype)[0].float()
+        self.loss = torch.full_like(low, float("inf"))
+
+    def add(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Try a range: (scale, zero_point, codes, residual), all but the zero point in fp32."""
+        spec = self.spec
+        scale, zero_point = spec.choose_qparams_from_range(low, high, self.dtype)
+        codes = spec.quantize(self.rows, scale, zero_point)
+        residual = self.rows - spec.dequantize(codes, scale, zero_point)
+        loss = (residual / self.step).abs().pow(self.p).mean(1, keepdim=True)
+        better = loss < self.loss
+        self.low = torch.where(better, low, self.low)
+        self.high = torch.where(better, high, self.high)
+        self.loss = torch.where(better, loss, self.loss)
+        return scale.float(), zero_point, codes.float(), residual
+
+
+def _fit(spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, codes: Tensor, error: Tensor) -> MinMax:
+    """Ranges (rows, 1) that stand for the scale and zero point of least squared error, the codes being given.
+
+    Args:
+        scale, zero_point: those that gave the codes, (rows, 1).
+        codes: (rows, elements), fp32.
+        error: what is to be added to the dequantized codes, in units of `scale`, (rows, elements).
+    """
+    low_code, high_code = spec.code_range
+    real_zero = spec.zero_point_domain is ZeroPointDomain.FLOAT
+    zero: Tensor | float = 0.0
+    if zero_point is not None:
+        zero = (low_code + high_code + 1) / 2 if real_zero else zero_point.float()
+    wanted = codes - zero + error
+    if spec.mapping is MappingType.ASYMMETRIC:
+        mean_code, mean = codes.mean(1, keepdim=True), wanted.mean(1, keepdim=True)
+        slope = _slope(codes - mean_code, wanted - mean)
+        if real_zero:
+            assert zero_point is not None
+            middle = zero_point.float() + scale * (mean + slope * (zero - mean_code))
+            return middle + scale * slope * (low_code - zero), middle + scale * slope * (high_code - zero)
+        zero = torch.round(mean_code - mean / slope).clamp(low_code, high_code)
+    slope = _slope(codes - zero, wanted)
+    if spec.mapping is MappingType.SYMMETRIC:
+        bound = scale * slope * ((high_code - low_code) / 2)
+        return -bound, bound
+    return scale * slope * (low_code - zero), scale * slope * (high_code - zero)
+
+
+def _slope(x: Tensor, y: Tensor) -> Tensor:
+    """Least squares of y on x through the origin, per row; 1 where x is zero or the slope is not positive."""
+    slope = (x * y).sum(1, keepdim=True) / x.square().sum(1, keepdim=True)
+    return torch.where(slope > 0, slope, 1.0)
