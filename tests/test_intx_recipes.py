@@ -1,6 +1,7 @@
 """int4_weight_only in its layouts, uintx_weight_only(...) and intx_weight_only(...)."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from qtorch import (
     uintx_weight_only,
 )
 from qtorch.kernels import record_kernels
-from qtorch.primitives import from_json, to_json
+from qtorch.primitives import HQQRule, MSERule, from_json, to_json
 
 FLOAT = ZeroPointDomain.FLOAT
 # SQNR of a Gaussian weight in groups of 64: about 6 dB a bit.
@@ -31,6 +32,17 @@ UINTX = {1: (0.1, 2), 2: (5.5, 8.5), 3: (13, 16), 4: (19.5, 22.5), 5: (26, 29), 
 INTX = {2: (4, 9), 3: (12, 17), 4: (19, 24), 5: (26, 30), 6: (32, 37), 7: (37, 40)}
 CASES = [(uintx_weight_only(f"uint{bits}"), bits, bounds) for bits, bounds in UINTX.items()]
 CASES += [(intx_weight_only(getattr(torch, f"int{bits}")), bits, bounds) for bits, bounds in INTX.items()]
+# HQQ, groups of 32: SQNR, in dB.
+HQQ = [
+    (int4_weight_only(32, use_hqq=True), 4, (21.8, 22.8)),
+    (int4_weight_only(32, FLOAT, use_hqq=True), 4, (22.3, 23.3)),
+    (uintx_weight_only("uint2", 32, use_hqq=True), 2, (9, 10.2)),
+    (uintx_weight_only("uint2", 32, zero_point_domain=FLOAT, use_hqq=True), 2, (9.8, 11)),
+    (uintx_weight_only("uint3", 32, zero_point_domain=FLOAT, use_hqq=True), 3, (15.8, 17)),
+    (intx_weight_only("int3", 32, use_hqq=True), 3, (14.4, 15.6)),
+    (intx_weight_only("int2", 32, MappingType.ASYMMETRIC, use_hqq=True), 2, (9, 10.2)),
+]
+CASES += HQQ
 every_case = pytest.mark.parametrize(("recipe", "bits", "bounds"), CASES, ids=[str(case[0]) for case in CASES])
 
 
@@ -78,6 +90,17 @@ def test_dtypes_by_name_or_torch() -> None:
     ]:
         with pytest.raises(ValueError, match=text):
             make(wrong)
+
+
+@pytest.mark.parametrize("recipe", [case[0] for case in HQQ], ids=str)
+def test_use_hqq(recipe) -> None:
+    spelled_out = replace(recipe, scale_rule=HQQRule(), use_hqq=False)
+    assert recipe.linear_spec() == spelled_out.linear_spec() == replace(recipe, scale_rule=HQQRule()).linear_spec()
+    weight = torch.randn(96, 256)
+    gain = [compute_error(weight, r.apply(weight).dequantize()) for r in (recipe, replace(recipe, use_hqq=False))]
+    assert gain[1] + 0.2 < gain[0] < gain[1] + 4
+    with pytest.raises(ValueError, match=f"{recipe.name}: use_hqq=True is scale_rule=HQQRule.., got scale_rule=MSER"):
+        replace(recipe, scale_rule=MSERule())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,10 +4,12 @@ With the residual r = x - dequantize(quantize(x)), the rule looks for the scale 
 
     mean |r|^p                                                         over the block
 
-by introducing e, the part of the residual that is left to outliers, and alternating (errors in steps of the min-max scale)
+by introducing e, the part of the residual that is left to outliers, and alternating
 
     e              = shrink_p(r, beta) = sign(r) * max(|r| - |r|^(p - 1) / beta, 0)
     (scale, zero)  = least squares of x - e on the codes               beta grows by kappa
+
+with r and e in steps of the min-max scale.
 
 Source: H. Badri, A. Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023. There only the zero
 point moves, the mean of codes - (x - e) / scale; here the scale does too, which is worth more.
@@ -39,9 +41,11 @@ CHUNK = 2**20
 class HQQRule(ScaleRule):
     """The range of least mean |x - dequantize(quantize(x))|^p, per block, found as the top of this file says.
 
-    The search starts at [min, max] times the best of `starts` factors from 1 down to `smallest`. Every iterate is judged
-    by what would be stored (scale and zero point rounded and clipped), and the best of all is kept, so that the result is
-    never worse than `MinMaxRule`'s. It does not depend on chance.
+    The search starts at [min, max] times the best of `starts` factors from 1 down to `smallest`. Every iterate is
+    judged by what would be stored (scale and zero point rounded and clipped), and the best of all is kept, so that the
+    result is never worse than `MinMaxRule`'s. It does not depend on chance.
+
+    The default p is 2, least squares: in whole models smaller ones clip too much. p < 1 is the paper's.
 
     Args:
         p: power of the error, in (0, 2]; 2 is best SQNR, less lets outliers clip.

@@ -60,7 +60,11 @@ class AbsMeanRule(ScaleRule):
     def min_max(self, input: Tensor, spec: QuantSpec) -> MinMax:
         blocks, shape = elements_last(input, spec)
         low_code, high_code = spec.code_range
-        mean = blocks.float().abs().mean(-1).reshape(shape) if blocks.numel() else input.new_zeros(shape, dtype=torch.float32)
+        mean = (
+            blocks.float().abs().mean(-1).reshape(shape)
+            if blocks.numel()
+            else input.new_zeros(shape, dtype=torch.float32)
+        )
         if spec.mapping is MappingType.SYMMETRIC:
             low_code, high_code = (low_code - high_code) / 2, (high_code - low_code) / 2
         return mean * low_code, mean * high_code

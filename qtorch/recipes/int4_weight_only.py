@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..dtypes import Layout, PackedLayout
 from ..primitives import LinearSpec, MappingType, MinMaxRule, PerGroup, QuantSpec, ScaleRule, ZeroPointDomain, qdtype
 from ..quantize_api import WeightRecipe, register_recipe
+from .intx_weight_only import rule_or_hqq
 
 
 @register_recipe("int4_weight_only")
@@ -20,15 +21,17 @@ class Int4WeightOnly(WeightRecipe):
         scale_rule: how the range of a group is chosen.
         layout: how weights lie in memory: `PackedLayout()`, half a byte a code; `TensorCoreTiledLayout()`, the same for
             the tinygemm kernels, which needs the FLOAT domain and groups of 32, 64, 128 or 256.
+        use_hqq: short for `scale_rule=HQQRule()`.
 
     Raises:
-        ValueError: a layout that cannot hold such weights.
+        ValueError: a layout that cannot hold such weights; use_hqq and another scale rule.
     """
 
     group_size: int = 128
     zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT
     scale_rule: ScaleRule = MinMaxRule()
     layout: Layout = PackedLayout()
+    use_hqq: bool = False
 
     def linear_spec(self) -> LinearSpec:
         weight = QuantSpec(
@@ -36,7 +39,7 @@ class Int4WeightOnly(WeightRecipe):
             PerGroup(self.group_size),
             MappingType.ASYMMETRIC,
             self.zero_point_domain,
-            self.scale_rule,
+            rule_or_hqq(self.scale_rule, self.use_hqq, self.name),
             preserve_zero=self.zero_point_domain is not ZeroPointDomain.FLOAT,
         )
         return LinearSpec(weight, layout=self.layout)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..dtypes import Layout, PackedLayout
-from ..primitives import LinearSpec, MappingType, MinMaxRule, PerGroup, QDType, QuantSpec, ScaleRule, qdtype
+from ..primitives import HQQRule, LinearSpec, MappingType, MinMaxRule, PerGroup, QDType, QuantSpec, ScaleRule, qdtype
 from ..quantize_api import WeightRecipe, register_recipe
 
 
@@ -23,6 +23,19 @@ def sub_byte_type(dtype: QDType | torch.dtype | str, kind: str, recipe: str) -> 
     return found
 
 
+def rule_or_hqq(rule: ScaleRule, use_hqq: bool, recipe: str) -> ScaleRule:
+    """`rule`, or `HQQRule()` where `use_hqq` asks for it.
+
+    Raises:
+        ValueError: both are given; the message names `recipe`.
+    """
+    if not use_hqq:
+        return rule
+    if rule not in (MinMaxRule(), HQQRule()):
+        raise ValueError(f"{recipe}: use_hqq=True is scale_rule=HQQRule(), got scale_rule={rule!r} too")
+    return HQQRule()
+
+
 @register_recipe("intx_weight_only")
 @dataclass(frozen=True)
 class IntxWeightOnly(WeightRecipe):
@@ -34,9 +47,10 @@ class IntxWeightOnly(WeightRecipe):
         mapping_type: SYMMETRIC, zero in the middle, SYMMETRIC_NO_CLIPPING_ERR or ASYMMETRIC.
         scale_rule: how the range of a group is chosen.
         layout: how weights lie in memory; `PackedLayout()` takes the true size of the codes.
+        use_hqq: short for `scale_rule=HQQRule()`.
 
     Raises:
-        ValueError: another dtype.
+        ValueError: another dtype; use_hqq and another scale rule.
     """
 
     dtype: QDType | torch.dtype | str
@@ -44,6 +58,7 @@ class IntxWeightOnly(WeightRecipe):
     mapping_type: MappingType = MappingType.SYMMETRIC
     scale_rule: ScaleRule = MinMaxRule()
     layout: Layout = PackedLayout()
+    use_hqq: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", sub_byte_type(self.dtype, "int", self.name))
@@ -51,7 +66,8 @@ class IntxWeightOnly(WeightRecipe):
 
     def linear_spec(self) -> LinearSpec:
         group = PerGroup(self.group_size)
-        weight = QuantSpec(qdtype(self.dtype), group, self.mapping_type, scale_rule=self.scale_rule)
+        rule = rule_or_hqq(self.scale_rule, self.use_hqq, self.name)
+        weight = QuantSpec(qdtype(self.dtype), group, self.mapping_type, scale_rule=rule)
         return LinearSpec(weight, layout=self.layout)
 
 

@@ -7,9 +7,19 @@ from dataclasses import dataclass
 import torch
 
 from ..dtypes import Layout, PackedLayout
-from ..primitives import LinearSpec, MappingType, MinMaxRule, PerGroup, QDType, QuantSpec, ScaleRule, qdtype
+from ..primitives import (
+    LinearSpec,
+    MappingType,
+    MinMaxRule,
+    PerGroup,
+    QDType,
+    QuantSpec,
+    ScaleRule,
+    ZeroPointDomain,
+    qdtype,
+)
 from ..quantize_api import WeightRecipe, register_recipe
-from .intx_weight_only import sub_byte_type
+from .intx_weight_only import rule_or_hqq, sub_byte_type
 
 
 @register_recipe("uintx_weight_only")
@@ -22,23 +32,33 @@ class UIntxWeightOnly(WeightRecipe):
         group_size: elements of a row that share a scale; -1 for the whole row. It must divide the row.
         scale_rule: how the range of a group is chosen.
         layout: how weights lie in memory; `PackedLayout()` takes the true size of the codes.
+        zero_point_domain: INT, codes; FLOAT, real numbers, which let the range of a group lie anywhere.
+        use_hqq: short for `scale_rule=HQQRule()`.
 
     Raises:
-        ValueError: another dtype.
+        ValueError: another dtype; use_hqq and another scale rule.
     """
 
     dtype: QDType | torch.dtype | str
     group_size: int = 64
     scale_rule: ScaleRule = MinMaxRule()
     layout: Layout = PackedLayout()
+    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT
+    use_hqq: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", sub_byte_type(self.dtype, "uint", self.name))
         super().__post_init__()
 
     def linear_spec(self) -> LinearSpec:
-        group = PerGroup(self.group_size)
-        weight = QuantSpec(qdtype(self.dtype), group, MappingType.ASYMMETRIC, scale_rule=self.scale_rule)
+        weight = QuantSpec(
+            qdtype(self.dtype),
+            PerGroup(self.group_size),
+            MappingType.ASYMMETRIC,
+            self.zero_point_domain,
+            rule_or_hqq(self.scale_rule, self.use_hqq, self.name),
+            preserve_zero=self.zero_point_domain is not ZeroPointDomain.FLOAT,
+        )
         return LinearSpec(weight, layout=self.layout)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from qtorch.primitives import (
+    HQQRule,
     MappingType,
     MSERule,
     PerAxis,
@@ -29,6 +30,7 @@ SPECS = [
     QuantSpec("int8", PerAxis(-1), MappingType.SYMMETRIC, ZeroPointDomain.NONE),
     QuantSpec("float8_e4m3fn", PerRow()),
     QuantSpec("int4", PerRow(), scale_rule=MSERule(3)),
+    QuantSpec("uint4", PerGroup(16), MappingType.ASYMMETRIC, scale_rule=HQQRule(iterations=2, starts=2)),
 ]
 
 

@@ -14,6 +14,7 @@ from qtorch.primitives import (
     AbsMaxRule,
     AbsMeanRule,
     FixedRangeRule,
+    HQQRule,
     MappingType,
     MinMaxRule,
     MSERule,
@@ -41,6 +42,7 @@ RULES = [
     FixedRangeRule(-1.0, 2.0),
     PercentileRule(99.0),
     MSERule(11, 0.25),
+    HQQRule(0.7, starts=3),
 ]
 ENUMS = [*MappingType, *ZeroPointDomain, *Rounding]
 DTYPES = [torch.float32, torch.bfloat16, torch.int4, torch.float8_e4m3fn]

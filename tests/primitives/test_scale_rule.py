@@ -9,6 +9,7 @@ from qtorch.primitives import (
     AbsMeanRule,
     FixedRangeRule,
     Granularity,
+    HQQRule,
     MappingType,
     MinMaxRule,
     MSERule,
@@ -32,6 +33,7 @@ RULES = [
     FixedRangeRule(-1, 1),
     PercentileRule(90),
     MSERule(5),
+    HQQRule(iterations=3, starts=2),
 ]
 GRANULARITIES = [PerTensor(), PerRow(), PerAxis(-1), PerGroup(16), PerBlock((4, 16))]
 

@@ -16,6 +16,7 @@ from qtorch.primitives import (
     AbsMaxRule,
     AbsMeanRule,
     FixedRangeRule,
+    HQQRule,
     LinearSpec,
     MappingType,
     MinMaxRule,
@@ -49,6 +50,7 @@ RULES = (
     st.sampled_from([MinMaxRule(), AbsMaxRule(), AbsMeanRule()])
     | st.builds(PercentileRule, st.floats(1, 100))
     | st.builds(MSERule, st.integers(2, 100), st.floats(0.1, 0.9))
+    | st.builds(HQQRule, st.floats(0.1, 2), st.floats(1, 9), st.floats(1, 2), st.integers(0, 40), st.integers(1, 9))
     | st.builds(FixedRangeRule, st.floats(-9, -1e-9), st.floats(1e-9, 9))
 )
 SPECS = st.builds(
