@@ -43,9 +43,10 @@ class HQQRule(ScaleRule):
 
     The search starts at [min, max] times the best of `starts` factors from 1 down to `smallest`. Every iterate is
     judged by what would be stored (scale and zero point rounded and clipped), and the best of all is kept, so that the
-    result is never worse than `MinMaxRule`'s. It does not depend on chance.
+    result is never worse than `MinMaxRule`'s. It does not depend on chance. Scales that are quantized themselves
+    (`scale_spec`) are rounded after the search, for that ties blocks to each other.
 
-    The default p is 2, least squares: in whole models smaller ones clip too much. p < 1 is the paper's.
+    The default p is 2, least squares: in whole models smaller ones mostly clip too much. p < 1 is the paper's.
 
     Args:
         p: power of the error, in (0, 2]; 2 is best SQNR, less lets outliers clip.
@@ -83,10 +84,10 @@ class HQQRule(ScaleRule):
         if input.numel() == 0:
             return MinMaxRule().min_max(input, spec)
         blocks, shape = elements_last(input, spec)
-        # Each block becomes a row; groups remain groups, for theirs is another dtype of scale.
-        row = PerGroup(-1) if isinstance(spec.granularity, PerGroup) else PerRow()
+        # Each block becomes a row; groups remain groups where that decides the dtype of the scale.
+        row = PerGroup(-1) if isinstance(spec.granularity, PerGroup) and spec.scale_spec is None else PerRow()
         # The search compares errors, so it must not depend on chance.
-        spec = replace(spec, granularity=row, scale_rule=MinMaxRule(), rounding=Rounding.NEAREST_EVEN)
+        spec = replace(spec, granularity=row, scale_rule=MinMaxRule(), rounding=Rounding.NEAREST_EVEN, scale_spec=None)
         chunks = blocks.split(max(1, CHUNK // blocks.shape[1]))
         low, high = zip(*(self._search(chunk, spec) for chunk in chunks), strict=True)
         return torch.cat(low).reshape(shape), torch.cat(high).reshape(shape)

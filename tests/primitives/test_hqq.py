@@ -214,6 +214,13 @@ def test_narrower_codes_and_powers_of_two() -> None:
         assert 0 < got.sum() < plain.sum()
 
 
+def test_quantized_scales() -> None:
+    for scale_spec in (QuantSpec("float8_e4m3fn", PerTensor()), QuantSpec("int8", PerGroup(16))):
+        spec = QuantSpec("int3", PerGroup(32), scale_spec=scale_spec)
+        got, plain = losses(student_t(8, 256), spec, HQQRule())
+        assert 0.3 * plain.sum() < got.sum() < 0.9 * plain.sum()
+
+
 def test_shrink() -> None:
     x = torch.tensor([-3.0, -0.5, 0.0, 0.5, 1.5, 4.0])
     assert torch.equal(hqq.shrink(x, 1, 1), torch.tensor([-2.0, 0.0, 0.0, 0.0, 0.5, 3.0]))
