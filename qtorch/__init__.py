@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 from . import recipes
 from .checkpoint import load_quantized, save_quantized
 from .config import config
-from .dtypes import AffineQuantizedTensor, LUTQuantizedTensor, PackedLayout, PlainLayout, TensorCoreTiledLayout
+from .dtypes import (
+    AffineQuantizedTensor,
+    LUTQuantizedTensor,
+    PackedLayout,
+    PlainLayout,
+    SemiSparseLayout,
+    TensorCoreTiledLayout,
+)
 from .explain import explain
 from .model_size import get_model_size_in_bytes
 from .primitives import (
@@ -53,6 +60,7 @@ __all__ = [
     "PlainLayout",
     "QuantSpec",
     "QuantizeReport",
+    "SemiSparseLayout",
     "TensorCoreTiledLayout",
     "ZeroPointDomain",
     "compute_error",

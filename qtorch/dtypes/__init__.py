@@ -13,7 +13,7 @@ from .factories import (
     to_linear_activation_quantized,
 )
 from .functions import deregister_aqt_quantized_linear_dispatch, register_aqt_quantized_linear_dispatch
-from .layouts import Layout, PackedLayout, PlainLayout, TensorCoreTiledLayout, register_layout
+from .layouts import Layout, PackedLayout, PlainLayout, SemiSparseLayout, TensorCoreTiledLayout, register_layout
 from .uintx_tensor import UintxTensor, to_uintx
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "PackedLayout",
     "PlainLayout",
     "QuantizedTensor",
+    "SemiSparseLayout",
     "TensorCoreTiledLayout",
     "UintxTensor",
     "deregister_aqt_quantized_linear_dispatch",

@@ -262,17 +262,18 @@ def _codes(
 ) -> Tensor | _Packed:
     """A view of the codes, of this shape; packed if they are and the view leaves that axis whole: it cuts `axis`."""
     layout = tensor.scheme.layout
-    if layout.packed_axis is None or (axis is not None and axis - len(tensor.scheme.shape) == layout.packed_axis):
+    qdata = getattr(tensor, layout.tensors[0])
+    if not layout.can_view(qdata) or (axis is not None and axis - len(tensor.scheme.shape) == layout.packed_axis):
         return view(tensor.plain()[0])
-    return _Packed(view(getattr(tensor, layout.tensors[0])), tuple(shape))
+    return _Packed(view(qdata), tuple(shape))
 
 
 def _reshaped_codes(tensor: QuantizedTensor, size: Sequence[int]) -> Tensor | _Packed:
-    packed_axis, shape = tensor.scheme.layout.packed_axis, tensor.scheme.shape
-    if packed_axis is not None and -1 not in size and len(size) >= -packed_axis:
+    layout, shape = tensor.scheme.layout, tensor.scheme.shape
+    packed_axis, qdata = layout.packed_axis, getattr(tensor, layout.tensors[0])
+    if layout.can_view(qdata) and -1 not in size and len(size) >= -packed_axis:
         kept = tuple(size[packed_axis:])
         if kept == shape[packed_axis:] and math.prod(size) == math.prod(shape):
-            qdata = getattr(tensor, tensor.scheme.layout.tensors[0])
             return _Packed(qdata.reshape(*size[:packed_axis], *qdata.shape[packed_axis:]), tuple(size))
     return tensor.plain()[0].reshape(tuple(size))
 

@@ -11,6 +11,7 @@ from .qdtype import QDType, qdtype
 from .qparams import choose_qparams_affine, choose_qparams_affine_with_min_max
 from .rounding import Rounding, round_to_integer
 from .scale_rule import AbsMaxRule, AbsMeanRule, FixedRangeRule, MinMaxRule, MSERule, PercentileRule, ScaleRule
+from .sparsity import is_2_4, prune_2_4
 from .spec import LinearSpec, QuantSpec
 from .sqnr import compute_error
 
@@ -46,7 +47,9 @@ __all__ = [
     "fake_quantize_affine",
     "fake_quantize_affine_cachemask",
     "from_json",
+    "is_2_4",
     "kmeans_codebook",
+    "prune_2_4",
     "qdtype",
     "quantize_affine",
     "quantize_codebook",

@@ -9,6 +9,15 @@ for _module in pkgutil.iter_modules(__path__):
 from .base import LAYOUTS, Layout, register_layout  # noqa: E402
 from .packed import PackedLayout  # noqa: E402
 from .plain import PlainLayout  # noqa: E402
+from .semi_sparse import SemiSparseLayout  # noqa: E402
 from .tensor_core_tiled import TensorCoreTiledLayout  # noqa: E402
 
-__all__ = ["LAYOUTS", "Layout", "PackedLayout", "PlainLayout", "TensorCoreTiledLayout", "register_layout"]
+__all__ = [
+    "LAYOUTS",
+    "Layout",
+    "PackedLayout",
+    "PlainLayout",
+    "SemiSparseLayout",
+    "TensorCoreTiledLayout",
+    "register_layout",
+]

@@ -27,10 +27,13 @@ class Layout:
     Attributes:
         name: what kernels ask for.
         tensors: names of the inner tensors that `pack` gives; those it leaves out are None.
+        any_codes: it holds whatever codes a scheme that it takes can have. Otherwise a view that has to unpack them is
+            in the plain layout.
     """
 
     name: ClassVar[str]
     tensors: ClassVar[tuple[str, ...]]
+    any_codes: ClassVar[bool] = True
 
     def pack(self, plain: Plain, scheme: Scheme) -> dict[str, Tensor]:
         """Inner tensors by name."""
@@ -57,6 +60,10 @@ class Layout:
         """The axis, counted from the end, that the tensor named first is packed along; along all others it can be cut
         and moved as the codes can, with the other tensors as they are in the plain layout. None: it cannot."""
         return None
+
+    def can_view(self, qdata: Tensor) -> bool:
+        """Whether this tensor, the one named first, does lie along `packed_axis`: the packing of a device may not."""
+        return self.packed_axis is not None
 
     def with_packed_axis(self, axis: int) -> Layout:
         """The layout of such a tensor after the packed axis has moved."""

@@ -28,7 +28,9 @@ class PlainLayout(Layout):
 
 
 def layout_for(scheme: Scheme) -> Layout:
-    """The layout of the scheme, or the plain one where it cannot hold such a tensor."""
+    """The layout of the scheme, or the plain one where it cannot hold every such tensor."""
+    if not scheme.layout.any_codes:
+        return PlainLayout()
     try:
         scheme.layout.check(scheme)
     except ValueError:
