@@ -14,6 +14,7 @@ from ..primitives.codebook import dequantize_codebook
 from ..primitives.codebook_spec import CodebookSpec
 from ..primitives.granularity import block_of
 from ..primitives.packing import unpack_codes
+from ..primitives.sparsity import unpack_2_4
 from .lut_weight_mm import CodebookWeight
 from .registry import Problem, needs_matrix, register
 
@@ -37,6 +38,19 @@ def gather_packed_rows(ids: Tensor, weight: Any) -> Tensor:
     """`gather_rows` of a weight in the packed layout: only the rows asked for are unpacked."""
     rows = weight.qdata.index_select(0, ids.reshape(-1))
     codes = unpack_codes(rows, weight.scheme.weight.dtype, weight.scheme.shape[1])
+    return _dequantize_rows(ids, codes, weight)
+
+
+@register("embedding", layout="semi_sparse", priority=10, supports=_supports_rows)
+def gather_semi_sparse_rows(ids: Tensor, weight: Any) -> Tensor:
+    """`gather_rows` of a weight in the semi-sparse layout: only the rows asked for are unpacked, except on CUDA, whose
+    compressed form has no rows."""
+    flat = ids.reshape(-1)
+    if weight.scheme.layout.can_view(weight.qdata):
+        rows = weight.qdata.index_select(0, flat)
+        codes = unpack_2_4(rows, weight.scheme.shape[1], weight.scheme.weight.dtype.storage)
+    else:
+        codes = weight.plain()[0].index_select(0, flat)
     return _dequantize_rows(ids, codes, weight)
 
 

@@ -5,6 +5,7 @@ The equation and the bits of the result are those of `int8_scaled_mm`: each outp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,18 +49,36 @@ def packed_int8_mm(
     dtype: torch.dtype,
 ) -> Tensor:
     """See `int8_grouped_mm`; `qdata` is uint8, (N, K) codes of `weight_dtype`, a `QDType` name, packed by row."""
-    k = xq.shape[1]
-    y = xs.new_empty(xq.shape[0], qdata.shape[0], dtype=dtype)
+    kind, k = qdtype(weight_dtype), xq.shape[1]
+    return multiply_int8_slices(xq, xs, xz, lambda a, b: unpack_codes(qdata[a:b], kind, k), ws, wz, dtype)
+
+
+def multiply_int8_slices(
+    xq: Tensor,
+    xs: Tensor,
+    xz: Tensor | None,
+    rows: Callable[[int, int], Tensor],
+    ws: Tensor,
+    wz: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`int8_grouped_mm` with a weight whose codes are given by ``rows(start, stop)``, a slice at a time.
+
+    `stop` may lie beyond the last row. Where the codes come from does not change the result.
+    """
+    n = ws.shape[0]
+    y = xs.new_empty(xq.shape[0], n, dtype=dtype)
     # Unpacked codes take a byte; where the weight has groups they become fp32 next, a slice of them in one go.
-    step = max(1, WEIGHT_SLICE // (4 * max(1, k)))
-    for start in range(0, qdata.shape[0], step):
-        rows = slice(start, start + step)
-        wq = unpack_codes(qdata[rows], qdtype(weight_dtype), k)
-        y[:, rows] = int8_grouped_mm(xq, xs, xz, wq, ws[rows], None if wz is None else wz[rows], dtype)
+    step = max(1, WEIGHT_SLICE // (4 * max(1, xq.shape[1])))
+    for start in range(0, n, step):
+        stop = start + step
+        wz_slice = None if wz is None else wz[start:stop]
+        y[:, start:stop] = int8_grouped_mm(xq, xs, xz, rows(start, stop), ws[start:stop], wz_slice, dtype)
     return y
 
 
-def _supports(problem: Problem) -> str | None:
+def supports_rows(problem: Problem) -> str | None:
+    """Why integer accumulation cannot run the problem with codes packed along rows, or None."""
     reason = supports(problem)
     if reason is None and problem.scheme.layout.packed_axis != -1:
         return "takes codes packed along rows, this weight is transposed"
@@ -72,7 +91,7 @@ def _supports(problem: Problem) -> str | None:
     weight=INTEGERS,
     activation=("int8",),
     priority=20,
-    supports=_supports,
+    supports=supports_rows,
     note="where the weight has groups, on CPU it saves memory, not time",
 )
 def packed_int8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:

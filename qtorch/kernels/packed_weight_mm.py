@@ -7,6 +7,7 @@ A transposed weight, packed along n, is cut along k instead, and the products of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,29 +70,31 @@ def packed_weight_mm(
     if axis == -1:
         rows = lambda a, b: unpack_codes(qdata[a:b], kind, k)  # noqa: E731
         return multiply_slices(x, (n, k), rows, scale, zero_point, kind, low, high, domain)
-    return _transposed(x, qdata, n, scale, zero_point, kind, low, high, ZeroPointDomain[domain])
+    # The codes lie in memory as those of the matrix (K, N) that this one is a view of, so work on that.
+    columns = lambda a, b: unpack_codes(qdata.t()[a:b], kind, n)  # noqa: E731
+    return multiply_transposed_slices(x, n, columns, scale, zero_point, kind, low, high, domain)
 
 
-def _transposed(
+def multiply_transposed_slices(
     x: Tensor,
-    qdata: Tensor,
     n: int,
+    columns: Callable[[int, int], Tensor],
     scale: Tensor,
     zero_point: Tensor | None,
     kind: QDType,
     low: float,
     high: float,
-    domain: ZeroPointDomain,
+    domain: str,
 ) -> Tensor:
+    """`weight_only_mm.multiply_slices` for a weight (N, K) whose codes are given by ``columns(start, stop)``, those of
+    the transposed matrix, (stop - start, N); products in the dtype of x, their sums in fp32."""
     k = x.shape[1]
     block = block_of((n, k), scale.shape)
     y = x.new_zeros(x.shape[0], n, dtype=torch.float32)
     step = slice_length(x, n, block[1])
-    # The codes lie in memory as those of the matrix (K, N) that this one is a view of, so work on that.
-    qdata, scale = qdata.t(), scale.t()
-    zero_point = None if zero_point is None else zero_point.t()
+    scale, zero_point = scale.t(), None if zero_point is None else zero_point.t()
     for start in range(0, k, step):
-        part = unpack_codes(qdata[start : start + step], kind, n)
+        part = columns(start, start + step)
         of_slice = slice(start // block[1], (start + step) // block[1]) if scale.shape[0] > 1 else slice(None)
         weight = dequantize_affine(
             part,
@@ -101,7 +104,7 @@ def _transposed(
             kind,
             low,
             high,
-            domain,
+            ZeroPointDomain[domain],
             x.dtype,
         )
         y += torch.mm(x[:, start : start + step], weight)

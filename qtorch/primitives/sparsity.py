@@ -30,11 +30,14 @@ def prune_2_4(weight: Tensor) -> Tensor:
 
     A last run of less than four is one of four that ends in zeros.
     """
-    length = weight.shape[-1]
     fours = _fours(weight)
-    kept = torch.argsort(fours.abs(), dim=-1, descending=True, stable=True)[..., :2]
-    mask = torch.zeros_like(fours, dtype=torch.bool).scatter_(-1, kept, True)
-    return torch.where(mask, fours, 0).flatten(-2)[..., :length].contiguous()
+    magnitudes = fours.abs().unbind(-1)
+    # Kept is what fewer than two beat: larger ones, and equal ones before it.
+    kept = []
+    for i, x in enumerate(magnitudes):
+        beats = [y >= x if j < i else y > x for j, y in enumerate(magnitudes) if j != i]
+        kept.append(sum(b.to(torch.uint8) for b in beats) < 2)
+    return torch.where(torch.stack(kept, -1), fours, 0).flatten(-2)[..., : weight.shape[-1]].contiguous()
 
 
 def is_2_4(tensor: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """The schemes that these tests run over, and a tensor of each."""
 
 import torch
+from torch import Tensor
 
 from qtorch import (
     AffineQuantizedTensor,
@@ -12,12 +13,15 @@ from qtorch import (
     PerTensor,
     PerToken,
     QuantSpec,
+    SemiSparseLayout,
     ZeroPointDomain,
 )
+from qtorch.primitives import prune_2_4
 
 ASYMMETRIC = MappingType.ASYMMETRIC
 INT8 = QuantSpec("int8", quant_min=-127)
 TOKEN = QuantSpec("int8", PerToken(), quant_min=-127)
+FLOAT8 = QuantSpec("float8_e4m3fn", zero_point_domain=ZeroPointDomain.NONE)
 FLOAT8_SCALES = QuantSpec("float8_e4m3fn", PerTensor(), zero_point_domain=ZeroPointDomain.NONE)
 FLOAT4 = QuantSpec("float4_e2m1", PerGroup(16), zero_point_domain=ZeroPointDomain.NONE, scale_spec=FLOAT8_SCALES)
 UINT4 = QuantSpec("uint4", PerGroup(32), ASYMMETRIC)
@@ -30,7 +34,7 @@ SPECS = {
     "uint4 group, real zero": LinearSpec(
         QuantSpec("uint4", PerGroup(32), ASYMMETRIC, ZeroPointDomain.FLOAT, preserve_zero=False)
     ),
-    "float8 row": LinearSpec(QuantSpec("float8_e4m3fn", zero_point_domain=ZeroPointDomain.NONE)),
+    "float8 row": LinearSpec(FLOAT8),
     "float4 group, float8 scales": LinearSpec(FLOAT4),
     "float4 group, float8 scales, packed": LinearSpec(FLOAT4, layout=PackedLayout()),
     "uint4 group, packed": LinearSpec(UINT4, layout=PackedLayout()),
@@ -38,15 +42,25 @@ SPECS = {
     "int8 row, int8 token": LinearSpec(INT8, TOKEN),
     "int4 group, int8 token": LinearSpec(QuantSpec("int4", PerGroup(32)), TOKEN),
     "int4 group, int8 token, packed": LinearSpec(QuantSpec("int4", PerGroup(32)), TOKEN, layout=PackedLayout()),
+    "int8 row, 2:4": LinearSpec(INT8, layout=SemiSparseLayout()),
+    "int8 row, int8 token, 2:4": LinearSpec(INT8, TOKEN, layout=SemiSparseLayout()),
+    "float8 row, 2:4": LinearSpec(FLOAT8, layout=SemiSparseLayout()),
     "int8 row, static int8": LinearSpec(INT8, QuantSpec("int8", PerTensor()), static=True),
 }
+SPARSE = [name for name, spec in SPECS.items() if spec.layout == SemiSparseLayout()]
 PACKED = [name for name, spec in SPECS.items() if spec.layout == PackedLayout()]
 WEIGHT_ONLY = [name for name, spec in SPECS.items() if spec.activation is None]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+def values(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers, pruned if the layout of the scheme `SPECS[name]` is sparse."""
+    normal = torch.randn(shape or (32, 64), dtype=dtype)
+    return prune_2_4(normal) if name in SPARSE else normal
+
+
 def quantized(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> AffineQuantizedTensor:
-    """Normal numbers in the scheme `SPECS[name]`; activations of a static one lie within about 4."""
+    """`values` in the scheme `SPECS[name]`; activations of a static one lie within about 4."""
     spec = SPECS[name]
     act_scale = torch.full((1, 1), 4 / 127) if spec.static else None
-    return AffineQuantizedTensor.from_float(torch.randn(shape or (32, 64), dtype=dtype), spec, act_scale)
+    return AffineQuantizedTensor.from_float(values(name, *shape, dtype=dtype), spec, act_scale)

@@ -8,7 +8,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from qtorch import AffineQuantizedTensor, LinearSpec, PerTensor, PlainLayout, QuantSpec, compute_error
-from tests.dtypes.specs import ASYMMETRIC, DTYPES, INT8, PACKED, SPECS, TOKEN, UINT4, quantized
+from tests.dtypes.specs import ASYMMETRIC, DTYPES, INT8, PACKED, SPARSE, SPECS, TOKEN, UINT4, quantized, values
 
 # SQNR in dB that normal numbers keep: at least, at most.
 SQNR = {
@@ -25,6 +25,9 @@ SQNR = {
     "int4 group, int8 token, packed": (17, 24),
     "int8 row, int8 token": (40, 47),
     "int4 group, int8 token": (17, 24),
+    "int8 row, 2:4": (40, 50),
+    "int8 row, int8 token, 2:4": (40, 50),
+    "float8 row, 2:4": (28, 36),
     "int8 row, static int8": (40, 47),
 }
 
@@ -32,7 +35,7 @@ SQNR = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SPECS)
 def test_from_float_gives_what_the_spec_says(name: str, dtype: torch.dtype) -> None:
-    x = torch.randn(32, 64, dtype=dtype)
+    x = values(name, dtype=dtype)
     spec = SPECS[name]
     w = AffineQuantizedTensor.from_float(x, spec, torch.ones(1, 1) if spec.static else None)
     codes, scale, zero_point = w.plain()
@@ -119,7 +122,7 @@ def test_zeros_stay_exactly_zero(name: str) -> None:
 def test_nbytes_is_what_is_kept(name: str) -> None:
     w = quantized(name)
     codes, others = w.canonical()
-    kept = [w.qdata if name in PACKED else codes, *others.values()]
+    kept = [w.qdata if name in PACKED + SPARSE else codes, *others.values()]
     assert w.nbytes == sum(t.numel() * t.element_size() for t in kept)
     assert w.nbytes < torch.empty(32, 64).nbytes
     assert torch.nn.Parameter(w, requires_grad=False).nbytes == w.nbytes

@@ -12,7 +12,7 @@ from torch.nn import functional
 from qtorch import AffineQuantizedTensor, compute_error, config
 from qtorch.dtypes import deregister_aqt_quantized_linear_dispatch, register_aqt_quantized_linear_dispatch
 from qtorch.kernels import record_kernels
-from tests.dtypes.specs import DTYPES, INT8, PACKED, SPECS, WEIGHT_ONLY, quantized
+from tests.dtypes.specs import DTYPES, INT8, PACKED, SPARSE, SPECS, WEIGHT_ONLY, quantized, values
 
 # SQNR in dB of the output against that of the float weight: at least, at most.
 SQNR = {
@@ -29,6 +29,9 @@ SQNR = {
     "int4 group, int8 token, packed": (16, 25),
     "int8 row, int8 token": (36, 46),
     "int4 group, int8 token": (16, 25),
+    "int8 row, 2:4": (38, 50),
+    "int8 row, int8 token, 2:4": (36, 48),
+    "float8 row, 2:4": (27, 36),
     "int8 row, static int8": (34, 46),
 }
 
@@ -47,6 +50,9 @@ def expected(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None = None) ->
 def linear_kernel(w: AffineQuantizedTensor, dtype: torch.dtype) -> str:
     if w.scheme.layout.name == "packed":
         return "linear:packed_weight_mm" if w.scheme.activation is None else "linear:packed_int8_scaled_mm"
+    if w.scheme.layout.name == "semi_sparse":
+        weight_only = w.scheme.activation is None
+        return "linear:semi_sparse_weight_only_mm" if weight_only else "linear:semi_sparse_int8_scaled_mm"
     if w.scheme.activation is not None:
         return "linear:int8_scaled_mm"
     per_channel = w.scheme.weight.dtype.name == "int8" and tuple(w.scale.shape) == (w.shape[0], 1)
@@ -57,7 +63,8 @@ def linear_kernel(w: AffineQuantizedTensor, dtype: torch.dtype) -> str:
 @pytest.mark.parametrize("name", SPECS)
 def test_linear(name: str, dtype: torch.dtype) -> None:
     spec = SPECS[name]
-    float_weight, x, bias = (torch.randn(*shape, dtype=dtype) for shape in [(48, 128), (5, 128), (48,)])
+    float_weight = values(name, 48, 128, dtype=dtype)
+    x, bias = torch.randn(5, 128, dtype=dtype), torch.randn(48, dtype=dtype)
     w = AffineQuantizedTensor.from_float(float_weight, spec, torch.full((1, 1), 4 / 127) if spec.static else None)
     with record_kernels() as ran:
         y = functional.linear(x, w, bias)
@@ -115,7 +122,7 @@ def test_every_product_in_both_orders(name: str) -> None:
     ]:
         with record_kernels() as ran:
             got = product(w)
-        assert ran[0] == f"linear:{'packed_weight_mm' if name in PACKED else 'weight_only_mm'}"
+        assert ran[0] == linear_kernel(w, torch.float32)
         torch.testing.assert_close(got, product(d), rtol=1e-5, atol=1e-4)
 
 

@@ -159,7 +159,7 @@ def test_deepcopy_keeps_ties_and_shares_nothing(name: str) -> None:
     assert isinstance(clone.a.weight, nn.Parameter)
     assert clone.a.weight.note == ["mine"]
     assert clone.a.weight.note is not model.a.weight.note
-    clone.a.weight.copy_(torch.ones(32, 64))
+    clone.a.weight.copy_(torch.zeros(32, 64))
     assert not torch.equal(clone.a.weight, model.a.weight)
 
 

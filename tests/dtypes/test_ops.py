@@ -8,7 +8,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from qtorch import AffineQuantizedTensor
-from tests.dtypes.specs import DTYPES, SPECS, TOKEN, UINT4, quantized
+from tests.dtypes.specs import DTYPES, SPECS, TOKEN, UINT4, quantized, values
 
 all_specs = pytest.mark.parametrize("name", SPECS)
 all_dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -35,7 +35,7 @@ def test_clone_shares_nothing(name: str) -> None:
     w = quantized(name)
     before, clone = w.dequantize(), w.clone()
     assert identical(w, clone)
-    assert clone.copy_(torch.ones(32, 64)) is clone
+    assert clone.copy_(torch.zeros(32, 64)) is clone
     assert torch.equal(w.dequantize(), before)
     assert not torch.equal(clone.dequantize(), before)
 
@@ -44,7 +44,7 @@ def test_clone_shares_nothing(name: str) -> None:
 @all_specs
 def test_copy_from_float_quantizes_as_from_float_does(name: str, dtype: torch.dtype) -> None:
     w = quantized(name, dtype=dtype)
-    x = torch.randn(32, 64)
+    x = values(name)
     wanted = AffineQuantizedTensor.from_float(x.to(dtype), w.scheme.spec, w.act_scale)
     alias, codes = w.detach(), w.qdata
     w.copy_(x)
@@ -77,7 +77,8 @@ def test_copy_from_the_same_weight_spec_takes_the_codes() -> None:
 
 @all_specs
 def test_copy_from_another_spec_quantizes_its_values(name: str) -> None:
-    w, source = quantized(name), quantized("float8 row" if name != "float8 row" else "uint4 group")
+    other = "int8 tensor" if name == "float8 row" else "float8 row"
+    w, source = quantized(name), AffineQuantizedTensor.from_float(values(name), SPECS[other])
     wanted = AffineQuantizedTensor.from_float(source.dequantize(), w.scheme.spec, w.act_scale)
     assert identical(w.copy_(source), wanted)
 

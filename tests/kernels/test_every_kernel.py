@@ -12,7 +12,7 @@ from qtorch import AffineQuantizedTensor
 from qtorch.dtypes.layouts import LAYOUTS
 from qtorch.kernels import record_kernels, reference
 from qtorch.kernels.registry import REFERENCE, Kernel, Problem, kernels
-from qtorch.primitives import compute_error
+from qtorch.primitives import compute_error, prune_2_4
 from tests.kernels.test_linear import SCHEMES
 
 KERNELS = [k for k in kernels("linear") if k.priority != REFERENCE and k.device in (None, "cpu")]
@@ -23,10 +23,11 @@ def weights(dtype: torch.dtype) -> list[tuple[str, AffineQuantizedTensor]]:
     made = []
     for name, (spec, *_) in SCHEMES.items():
         for layout in LAYOUTS.values():
+            values = torch.randn(64, 192).to(dtype)
+            if not layout.any_codes:
+                values = prune_2_4(values)
             try:
-                weight = AffineQuantizedTensor.from_float(
-                    torch.randn(64, 192).to(dtype), replace(spec, layout=layout())
-                )
+                weight = AffineQuantizedTensor.from_float(values, replace(spec, layout=layout()))
             except (ValueError, TypeError):
                 continue
             made.append((f"{name}, {layout.name}", weight))
