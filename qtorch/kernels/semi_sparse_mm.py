@@ -127,9 +127,19 @@ def semi_sparse_int8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> T
     "linear",
     layout="semi_sparse",
     activation=("float8_e4m3fn",),
+    device="cuda",
     priority=20,
     supports=needs_matrix,
-    note=f"{_NOTE}; there float8 products are emulated in fp32",
+)
+@register(
+    "linear",
+    layout="semi_sparse",
+    activation=("float8_e4m3fn",),
+    priority=10,
+    supports=needs_matrix,
+    note="emulated in fp32: the accuracy of the format, not its speed",
+    emulates=True,
+    name="emulated_semi_sparse_mm",
 )
 def semi_sparse_float8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation, multiply the codes, then the scales in fp32."""

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from qtorch import compute_error, nf4_weight_only
 from qtorch.kernels import record_kernels
-from tests.dtypes.specs import DTYPES, PACKED, SPECS, quantized
+from tests.dtypes.specs import DTYPES, PACKED, SPARSE, SPECS, quantized
 
 IDS = torch.tensor([3, 0, 31, 3, 7, 0, 0, 12])
 OFFSETS = torch.tensor([0, 2, 2, 5, 8])  # the second and the last bag are empty
@@ -17,7 +17,7 @@ WEIGHTS = torch.linspace(-1, 2, 8)
 
 
 def gather(name: str) -> str:
-    return f"embedding:{'gather_packed_rows' if name in PACKED else 'gather_rows'}"
+    return f"embedding:gather_{'packed_' * (name in PACKED)}{'semi_sparse_' * (name in SPARSE)}rows"
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -34,6 +34,8 @@ GOLDEN: dict[str, Recipe] = {
     "float8_dynamic_activation_int4_weight": qtorch.float8_dynamic_activation_int4_weight(group_size=32),
     "float8_static_activation_float8_weight": qtorch.float8_static_activation_float8_weight(0.01),
     "int8_static_activation_int8_weight": qtorch.int8_static_activation_int8_weight(0.03),
+    "int8_dynamic_activation_int8_semi_sparse_weight": qtorch.int8_dynamic_activation_int8_semi_sparse_weight(),
+    "float8_dynamic_activation_float8_semi_sparse_weight": qtorch.float8_dynamic_activation_float8_semi_sparse_weight(),
     **{f"fpx_{e}_{m}": qtorch.fpx_weight_only(e, m) for e, m in ((3, 2), (2, 3), (2, 2), (3, 1), (2, 1), (2, 0))},
     "mxfp8": qtorch.mxfp8_weight_only(),
     "mxfp6": qtorch.mxfp6_weight_only(),

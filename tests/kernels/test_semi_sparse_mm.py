@@ -1,0 +1,200 @@
+"""Linear on the semi-sparse layout: the bits of the plain one with int8 activations, transposed weights, operators."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PerGroup, PerRow, PerTensor, PlainLayout, QuantSpec
+from qtorch import SemiSparseLayout as SemiSparse
+from qtorch.kernels import record_kernels, reference, semi_sparse_mm
+from qtorch.primitives import ZeroPointDomain, compute_error, prune_2_4
+from qtorch.primitives.sparsity import pack_2_4
+
+ASYMMETRIC = MappingType.ASYMMETRIC
+INT8 = QuantSpec("int8", quant_min=-127)
+FLOAT8 = QuantSpec("float8_e4m3fn", zero_point_domain=ZeroPointDomain.NONE)
+INTEGER_ACTIVATIONS = [
+    QuantSpec("int8", PerRow(), quant_min=-127),
+    QuantSpec("int8", PerTensor()),
+    QuantSpec("int8", PerRow(), ASYMMETRIC),
+]
+
+
+def pair(spec: QuantSpec, activation: QuantSpec | None = None, dtype: torch.dtype = torch.float32, k: int = 90):
+    """(input, semi-sparse weight, the same in the plain layout)."""
+    weight = prune_2_4(torch.randn(44, k, dtype=dtype))
+    sparse = AffineQuantizedTensor.from_float(weight, LinearSpec(spec, activation, layout=SemiSparse()))
+    return torch.randn(5, k, dtype=dtype), sparse, sparse.to_layout(PlainLayout())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", INTEGER_ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("granularity", [PerRow(), PerGroup(30)], ids=str)
+def test_int8_activations_give_the_bits_of_the_reference(granularity, activation, dtype):
+    x, sparse, plain = pair(QuantSpec("int8", granularity, quant_min=-127), activation, dtype)
+    bias = torch.randn(44, dtype=dtype)
+    with record_kernels() as ran:
+        y = functional.linear(x, sparse, bias)
+    assert ran[:2] == ["linear:semi_sparse_int8_scaled_mm", "semi_sparse_int8_mm"]
+    assert torch.equal(y, reference.linear(x, sparse, bias))
+    assert torch.equal(y, functional.linear(x, plain, bias))
+
+
+def test_static_int8_activations():
+    weight, x = prune_2_4(torch.randn(44, 90)), torch.randn(5, 90)
+    spec = LinearSpec(INT8, INTEGER_ACTIVATIONS[1], static=True, layout=SemiSparse())
+    sparse = AffineQuantizedTensor.from_float(weight, spec, act_scale=torch.full((1, 1), 0.03))
+    with record_kernels() as ran:
+        y = functional.linear(x, sparse)
+    assert ran[0] == "linear:semi_sparse_int8_scaled_mm"
+    assert torch.equal(y, reference.linear(x, sparse, None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("granularity", [PerRow(), PerTensor()], ids=str)
+@pytest.mark.parametrize("weight", [FLOAT8, INT8], ids=str)
+def test_float8_activations(weight, granularity, dtype):
+    x, sparse, plain = pair(weight, FLOAT8.with_granularity(granularity), dtype)
+    with record_kernels() as ran:
+        y = functional.linear(x, sparse)
+    assert ran == ["linear:emulated_semi_sparse_mm", "semi_sparse_weight_mm"]
+    assert torch.equal(y, functional.linear(x, plain))
+    assert compute_error(reference.linear(x, sparse, None), y) > (45 if dtype == torch.bfloat16 else 110)
+    assert 25 < compute_error(functional.linear(x, plain.dequantize()), y) < 36, "the activation is quantized"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight", [INT8, FLOAT8, QuantSpec("int8", PerTensor()), QuantSpec("int8", PerGroup(30))])
+def test_weight_only(weight, dtype):
+    x, sparse, _ = pair(weight, dtype=dtype)
+    with record_kernels() as ran:
+        y = functional.linear(x, sparse)
+    assert ran == ["linear:semi_sparse_weight_only_mm", "semi_sparse_weight_mm"]
+    least = {torch.float32: 110, torch.float16: 55, torch.bfloat16: 38}[dtype]
+    assert compute_error(reference.linear(x, sparse, None), y) > least
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight", [INT8, FLOAT8], ids=str)
+def test_transposed(weight, dtype):
+    """What the gradient of the input needs; cut along the other axis."""
+    _, sparse, _ = pair(weight, dtype=dtype)
+    grad = torch.randn(7, 44, dtype=dtype)
+    with record_kernels() as ran:
+        y = grad @ sparse
+    assert ran == ["linear:semi_sparse_weight_only_mm", "semi_sparse_weight_mm"]
+    assert compute_error(reference.linear(grad, sparse.t(), None), y) > (40 if dtype == torch.bfloat16 else 110)
+
+
+def test_slices(monkeypatch):
+    """Several slices, the last one shorter; no more than a slice is ever unpacked."""
+    rows, unpack = [], semi_sparse_mm.unpack_2_4
+    monkeypatch.setattr(
+        semi_sparse_mm, "unpack_2_4", lambda packed, *args: rows.append(len(packed)) or unpack(packed, *args)
+    )
+    weight, x = prune_2_4(torch.randn(1100, 2048)), torch.randn(3, 2048)
+    for activation in (INTEGER_ACTIVATIONS[0], None):
+        rows.clear()
+        sparse = AffineQuantizedTensor.from_float(weight, LinearSpec(INT8, activation, layout=SemiSparse()))
+        assert torch.equal(functional.linear(x, sparse), functional.linear(x, sparse.to_layout(PlainLayout())))
+        assert rows == [512, 512, 76]
+    rows.clear()
+    x = torch.randn(3, 1100)
+    torch.testing.assert_close(x @ sparse, x @ sparse.dequantize(), rtol=1e-4, atol=1e-3)
+    assert rows == [512, 512, 76]
+
+
+@pytest.mark.parametrize("activation", [None, INTEGER_ACTIVATIONS[0], FLOAT8], ids=str)
+@pytest.mark.parametrize("shape", [(90,), (1, 90), (0, 90), (2, 1, 4, 90)])
+def test_input_shapes(shape, activation):
+    _, sparse, _ = pair(INT8, activation)
+    x, bias = torch.randn(shape), torch.randn(44)
+    y = functional.linear(x, sparse, bias)
+    assert y.shape == (*shape[:-1], 44)
+    torch.testing.assert_close(y, reference.linear(x, sparse, bias), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("op, arguments", [
+    ("semi_sparse_int8_mm", (torch.ones(3, 32, dtype=torch.int8), torch.rand(3, 1), None,
+                             pack_2_4(torch.eye(12, 32, dtype=torch.int8)), torch.rand(12, 1), torch.float32)),
+    ("semi_sparse_weight_mm", (torch.randn(3, 32), pack_2_4(torch.eye(12, 32, dtype=torch.int8)), 12, -1,
+                               torch.rand(12, 1), "int8")),
+    ("semi_sparse_weight_mm", (torch.randn(3, 32), pack_2_4(torch.eye(12, 32, dtype=torch.int8), 0), 12, -2,
+                               torch.rand(12, 1), "int8")),
+])  # fmt: skip
+def test_operators_are_well_formed(op, arguments):
+    torch.library.opcheck(getattr(torch.ops.qtorch, op).default, arguments)
+
+
+def cusparselt_in_plain_torch(monkeypatch):
+    """The three calls of cuSPARSELt as their documentation has them, the compressed form one of our own: the kernel's
+    padding, transposition and scales are then run here too."""
+    kept = {}
+
+    def compress(codes):
+        n, k = codes.shape
+        assert n % 32 == k % 32 == 0
+        compressed = torch.randint(-8, 8, (n * k * 10 // 16,)).to(codes.dtype)
+        kept[compressed.data_ptr()] = (codes.clone(), compressed)
+        return compressed
+
+    def multiply(compressed, dense, out_dtype):
+        codes = kept[compressed.data_ptr()][0]
+        assert dense.dtype == codes.dtype == compressed.dtype
+        assert dense.shape[0] == codes.shape[1]
+        assert dense.shape[1] % 16 == 0 and dense.shape[1] > 0
+        assert not dense.is_contiguous(), "B is column-major"
+        return (codes.double() @ dense.double()).to(out_dtype)
+
+    from qtorch.dtypes.layouts import semi_sparse
+
+    monkeypatch.setattr(torch, "_cslt_compress", compress)
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", multiply)
+    monkeypatch.setattr(semi_sparse, "has_cusparselt", lambda codes: True)
+    monkeypatch.setattr(SemiSparse, "packing", lambda self, device: "cusparselt")
+
+
+@pytest.mark.parametrize("rows", [0, 1, 16, 17])
+@pytest.mark.parametrize("spec", [INT8, FLOAT8, QuantSpec("int8", PerGroup(30))], ids=str)
+@pytest.mark.parametrize("activation", [*INTEGER_ACTIVATIONS, FLOAT8, None], ids=str)
+def test_the_branches_for_cusparselt(spec, activation, rows, monkeypatch):
+    if spec is FLOAT8 and activation in INTEGER_ACTIVATIONS:
+        pytest.skip("no such kernel on any device")
+    cusparselt_in_plain_torch(monkeypatch)
+    _, sparse, _ = pair(spec, activation)
+    assert sparse.qdata.shape == (64, 60)
+    assert sparse.qdata.dtype == spec.dtype.storage
+    x = torch.randn(rows, 90)
+    with record_kernels() as ran:
+        y = functional.linear(x, sparse)
+    one_scale = sparse.scale.shape[1] == 1
+    fast = one_scale and activation in ([FLOAT8] if spec is FLOAT8 else INTEGER_ACTIVATIONS[:2])
+    assert "semi_sparse" in ran[0]
+    assert ("cusparselt_mm" in ran) == fast
+    wanted = reference.linear(x, sparse, None)
+    if activation in INTEGER_ACTIVATIONS:
+        assert torch.equal(y, wanted)
+    else:
+        torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("m, n, k", [(1, 44, 90), (17, 256, 512), (300, 1024, 768)])
+@pytest.mark.parametrize("spec, activation", [(INT8, INTEGER_ACTIVATIONS[0]), (FLOAT8, FLOAT8)], ids=["int8", "float8"])
+def test_on_cuda(spec, activation, m, n, k, dtype):
+    weight = prune_2_4(torch.randn(n, k, dtype=dtype))
+    sparse = AffineQuantizedTensor.from_float(weight, LinearSpec(spec, activation, layout=SemiSparse())).cuda()
+    x = torch.randn(m, k, dtype=dtype).cuda()
+    with record_kernels() as ran:
+        y = functional.linear(x, sparse)
+    if torch.backends.cusparselt.is_available() and torch.cuda.get_device_capability() >= (8, 9):
+        assert "cusparselt_mm" in ran
+    expected = reference.linear(x, sparse, None)
+    if spec is INT8:
+        assert torch.equal(y, expected)
+    else:
+        # Tensor cores add up float8 products with some 14 bits.
+        assert compute_error(expected, y) > 38
+    grad = torch.randn(m, n, dtype=dtype).cuda()
+    assert compute_error(grad.float() @ sparse.dequantize(torch.float32), grad @ sparse.with_activation(None)) > 38
