@@ -39,7 +39,8 @@ def int_matmul(a: Tensor, b: Tensor) -> Tensor:
         return _cuda(a, b)
     if a.device.type == "cpu" and cpu_features.has("vnni"):
         note("int_matmul.vnni")
-        return torch._int_mm(a, b)
+        # Of a transposed column, both strides are 1, and torch takes that for a row length.
+        return torch._int_mm(a, b if b.shape[0] > 1 else b.flatten().unsqueeze(0))
     return _sliced(a, b)
 
 

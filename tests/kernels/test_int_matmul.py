@@ -9,7 +9,7 @@ from qtorch.kernels import cpu_features, int_matmul, int_scaled_matmul, record_k
 
 module = importlib.import_module("qtorch.kernels.int_matmul")
 
-SHAPES = [(1, 1, 1), (3, 5, 7), (1, 1024, 4), (17, 1025, 3), (2, 4097, 33), (0, 8, 4), (4, 8, 0)]
+SHAPES = [(1, 1, 1), (3, 1, 5), (3, 5, 7), (1, 1024, 4), (17, 1025, 3), (2, 4097, 33), (0, 8, 4), (4, 8, 0)]
 
 
 def random_codes(*shape: int) -> torch.Tensor:

@@ -142,7 +142,7 @@ def cusparselt_in_plain_torch(monkeypatch):
         codes = kept[compressed.data_ptr()][0]
         assert dense.dtype == codes.dtype == compressed.dtype
         assert dense.shape[0] == codes.shape[1]
-        assert dense.shape[1] % 16 == 0 and dense.shape[1] > 0
+        assert dense.shape[1] in (16, 32)
         assert not dense.is_contiguous(), "B is column-major"
         return (codes.double() @ dense.double()).to(out_dtype)
 
