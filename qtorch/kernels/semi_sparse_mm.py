@@ -103,6 +103,11 @@ def _is_compressed(qdata: Tensor) -> bool:
     return qdata.dtype != torch.uint8
 
 
+def _per_row(scale: Tensor, rows: int) -> bool:
+    """One scale a row, or one for all: it factors out of the sum over k."""
+    return scale.shape[1] == 1 and scale.shape[0] in (1, rows)
+
+
 @register(
     "linear",
     layout="semi_sparse",
@@ -115,7 +120,7 @@ def _is_compressed(qdata: Tensor) -> bool:
 def semi_sparse_int8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation, then the equation of `int8_scaled_mm`."""
     xq, xs, xz = quantize_input(to_rows(x), weight)
-    qdata, ws = weight.qdata, weight.scale
+    qdata, ws = weight.qdata, weight.dense_scale()
     if _is_compressed(qdata) and ws.shape[1] == 1 and xz is None:
         y = (cusparselt_mm(xq, qdata, ws.shape[0]).float() * ws.float().t() * xs).to(x.dtype)
     else:
@@ -143,15 +148,14 @@ def semi_sparse_int8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> T
 )
 def semi_sparse_float8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation, multiply the codes, then the scales in fp32."""
-    scheme = weight.scheme
+    scheme, qdata, ws = weight.scheme, weight.qdata, weight.dense_scale()
     xq, xs, xz = quantize_input(to_rows(x), weight)
-    # One scale a row of either, or one for all: they factor out of the sum over k.
-    if weight.qdata.dtype == xq.dtype and weight.scale.shape[1] == 1 and xs.shape[1] == 1 and xz is None:
-        y = cusparselt_mm(xq, weight.qdata, scheme.shape[0]) * weight.scale.float().t() * xs.float()
+    n = scheme.shape[0]
+    if qdata.dtype == xq.dtype and _per_row(ws, n) and _per_row(xs, xq.shape[0]) and xz is None:
+        y = cusparselt_mm(xq, qdata, n) * ws.float().t() * xs.float()
     else:
         x32 = scheme.activation.dequantize(xq, xs, xz)
-        axis, name = scheme.layout.packed_axis, scheme.weight.dtype.name
-        y = semi_sparse_weight_mm(x32, weight.qdata, scheme.shape[0], axis, weight.scale, name)
+        y = semi_sparse_weight_mm(x32, qdata, n, scheme.layout.packed_axis, ws, scheme.weight.dtype.name)
     return from_rows(y.to(x.dtype), x, bias)
 
 
@@ -165,7 +169,7 @@ def semi_sparse_float8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) ->
 )
 def semi_sparse_weight_only_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear with an input in floating point."""
-    scheme = weight.scheme
+    scheme, ws = weight.scheme, weight.dense_scale()
     axis, name = scheme.layout.packed_axis, scheme.weight.dtype.name
-    y = semi_sparse_weight_mm(to_rows(x), weight.qdata, scheme.shape[0], axis, weight.scale, name)
+    y = semi_sparse_weight_mm(to_rows(x), weight.qdata, scheme.shape[0], axis, ws, name)
     return from_rows(y, x, bias)

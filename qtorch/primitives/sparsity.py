@@ -36,7 +36,7 @@ def prune_2_4(weight: Tensor) -> Tensor:
     kept = []
     for i, x in enumerate(magnitudes):
         beats = [y >= x if j < i else y > x for j, y in enumerate(magnitudes) if j != i]
-        kept.append(sum(b.to(torch.uint8) for b in beats) < 2)
+        kept.append(torch.stack(beats).sum(0, dtype=torch.uint8) < 2)
     return torch.where(torch.stack(kept, -1), fours, 0).flatten(-2)[..., : weight.shape[-1]].contiguous()
 
 
