@@ -4,7 +4,7 @@
 
 On CUDA, `torch._cslt_sparse_mm` multiplies quantized activations on the sparse tensor cores, which skip the zeros.
 Everywhere else a slice of the weight is unpacked and multiplied at a time, as for the packed layout: with int8
-activations that gives the same bits, and memory is all that sparsity saves.
+activations that gives the same bits. There sparsity saves memory alone, and unpacking costs time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .registry import needs_matrix, register
 from .rows import from_rows, to_rows
 from .weight_only_mm import multiply_slices
 
-_NOTE = "on CPU 2:4 sparsity saves memory, not time"
+_NOTE = "on CPU it saves memory and costs time: codes are unpacked on each call"
 
 
 def _fake_cusparselt(xq: Tensor, qdata: Tensor, n: int) -> Tensor:
@@ -165,7 +165,7 @@ def semi_sparse_float8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) ->
     activation=(),
     priority=10,
     supports=needs_matrix,
-    note="dequantizes on each call: it saves memory, not time",
+    note="unpacks and dequantizes on each call: it saves memory and costs time",
 )
 def semi_sparse_weight_only_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear with an input in floating point."""
