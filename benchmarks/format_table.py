@@ -30,6 +30,7 @@ PAIRS = 1000
 RECIPES: list[WeightRecipe] = [
     qtorch.int8_weight_only(),
     qtorch.int8_dynamic_activation_int8_weight(),
+    qtorch.int8_dynamic_activation_int8_semi_sparse_weight(),
     qtorch.float8_weight_only(),
     qtorch.float8_dynamic_activation_float8_weight(),
     qtorch.mxfp8_weight_only(),
@@ -40,8 +41,10 @@ RECIPES: list[WeightRecipe] = [
     qtorch.mxfp6_weight_only(),
     *(qtorch.fpx_weight_only(e, m) for e, m in ((3, 1), (2, 2))),
     *(qtorch.int4_weight_only(group_size=group) for group in (32, 64, 128, 256, -1)),
+    *(qtorch.int4_weight_only(group_size=group, use_hqq=True) for group in (32, 128)),
     qtorch.int4_weight_only(group_size=32, zero_point_domain=ZeroPointDomain.FLOAT, layout=TensorCoreTiledLayout()),
     qtorch.int8_dynamic_activation_int4_weight(),
+    qtorch.float8_dynamic_activation_int4_weight(),
     qtorch.fpx_weight_only(2, 1),
     qtorch.mxfp4_weight_only(),
     qtorch.mxfp4_dynamic_activation_mxfp4_weight(),
@@ -50,13 +53,13 @@ RECIPES: list[WeightRecipe] = [
     qtorch.nf4_weight_only(),
     qtorch.nf4_weight_only(double_quantize=False),
     qtorch.lut_weight_only(4),
-    qtorch.uintx_weight_only("uint3", group_size=32),
+    *(qtorch.uintx_weight_only("uint3", group_size=32, use_hqq=hqq) for hqq in (False, True)),
     qtorch.intx_weight_only("int3", group_size=32),
     qtorch.fpx_weight_only(2, 0),
     qtorch.lut_weight_only(3),
-    qtorch.uintx_weight_only("uint2", group_size=32),
+    *(qtorch.uintx_weight_only("uint2", group_size=32, use_hqq=hqq) for hqq in (False, True)),
     qtorch.intx_weight_only("int2", group_size=32),
-    qtorch.lut_weight_only(2),
+    *(qtorch.lut_weight_only(2, group_size=group) for group in (-1, 64)),
 ]
 
 HEAD = """# Formats

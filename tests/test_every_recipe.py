@@ -19,9 +19,46 @@ EMULATED = [
 ]
 every_recipe = pytest.mark.parametrize("name", NAMES)
 
+N, K = 64, 256
+ROWS, GROUPS = N, N * K // 32
+
+# Bytes of a (N, K) weight in bf16, in groups of 32 where there are groups: codes, scales, and what comes beside them.
+BYTES = {
+    "int8_weight_only": N * K + 4 * ROWS,
+    "int8_dynamic_activation_int8_weight": N * K + 4 * ROWS,
+    "int8_static_activation_int8_weight": N * K + 4 * ROWS + 4,
+    "int8_dynamic_activation_int8_semi_sparse_weight": N * K * 5 // 8 + 4 * ROWS,
+    "float8_weight_only": N * K + 4 * ROWS,
+    "float8_dynamic_activation_float8_weight": N * K + 4 * ROWS,
+    "float8_static_activation_float8_weight": N * K + 4 + 4,
+    "float8_dynamic_activation_float8_semi_sparse_weight": N * K * 5 // 8 + 4 * ROWS,
+    "int4_weight_only": N * K // 2 + (2 + 1) * GROUPS,
+    "int8_dynamic_activation_int4_weight": N * K // 2 + 2 * GROUPS,
+    "float8_dynamic_activation_int4_weight": N * K // 2 + 2 * GROUPS,
+    "uintx_weight_only": N * K * 3 // 8 + (2 + 1) * GROUPS,
+    "intx_weight_only": N * K * 5 // 8 + 2 * GROUPS,
+    "fpx_weight_only": N * K * 6 // 8 + 4 * ROWS,
+    "mxfp8_weight_only": N * K + GROUPS,
+    "mxfp8_dynamic_activation_mxfp8_weight": N * K + GROUPS,
+    "mxfp6_weight_only": N * K * 6 // 8 + GROUPS,
+    "mxfp4_weight_only": N * K // 2 + GROUPS,
+    "mxfp4_dynamic_activation_mxfp4_weight": N * K // 2 + GROUPS,
+    "nvfp4_weight_only": N * K // 2 + N * K // 16 + 4,
+    "nvfp4_dynamic_activation_nvfp4_weight": N * K // 2 + N * K // 16 + 4,
+    "nf4_weight_only": N * K // 2 + GROUPS + 4 * (GROUPS // 256) + 4 + 16 * 4,
+    "lut_weight_only": N * K // 2 + (2 + 16 * 2) * GROUPS,
+}
+
 
 def model(first: int, second: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(nn.Linear(first, 8, dtype=dtype), nn.ReLU(), nn.Linear(second, 8, dtype=dtype))
+
+
+@every_recipe
+def test_bytes_are_those_of_the_formula(name: str) -> None:
+    layer = nn.Linear(K, N, dtype=torch.bfloat16)
+    report = quantize_(layer, make(name, 32))
+    assert layer.weight.nbytes == report.bytes_after == BYTES[name]
 
 
 @pytest.mark.parametrize("name", GROUPED)

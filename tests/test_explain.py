@@ -52,9 +52,13 @@ linear, float32 input on cpu, weight uint4 PerGroup(group_size=16) asymmetric, P
   not int8_scaled_mm: reads the plain layout, the weight has packed
   not int8_weight_mm: reads the plain layout, the weight has packed
   not packed_int8_scaled_mm: needs quantized activations, the scheme is weight-only
+  not semi_sparse_int8_scaled_mm: reads the semi_sparse layout, the weight has packed
+  not semi_sparse_float8_scaled_mm: reads the semi_sparse layout, the weight has packed
   not weight_only_mm: reads the plain layout, the weight has packed
   not lut_weight_mm: takes a CodebookSpec, the weight has a QuantSpec
   not int4_tiled_mm: reads the tensor_core_tiled layout, the weight has packed
+  not emulated_semi_sparse_mm: reads the semi_sparse layout, the weight has packed
+  not semi_sparse_weight_only_mm: reads the semi_sparse layout, the weight has packed
   not emulated_scaled_mm: takes activations in floating-point codes
   not reference: comes after it""",
     )
@@ -69,16 +73,21 @@ def test_model() -> None:
 embed.weight: embedding, float32 input on cpu, weight int8 PerRow() symmetric, PlainLayout()
   runs gather_rows (on CPU it saves memory, not time)
   not gather_packed_rows: reads the packed layout, the weight has plain
+  not gather_semi_sparse_rows: reads the semi_sparse layout, the weight has plain
   not gather_lut_rows: takes a CodebookSpec, the weight has a QuantSpec
   not reference: comes after it
 first.weight: linear, float32 input on cpu, weight int8 PerRow() symmetric, dynamic activation int8 PerToken() symmetric, PlainLayout()
   runs int8_scaled_mm (where the weight has groups, on CPU it saves memory, not time)
   not int8_weight_mm: is weight-only, the scheme quantizes activations
   not packed_int8_scaled_mm: reads the packed layout, the weight has plain
+  not semi_sparse_int8_scaled_mm: reads the semi_sparse layout, the weight has plain
+  not semi_sparse_float8_scaled_mm: reads the semi_sparse layout, the weight has plain
   not weight_only_mm: is weight-only, the scheme quantizes activations
   not lut_weight_mm: takes a CodebookSpec, the weight has a QuantSpec
   not int4_tiled_mm: reads the tensor_core_tiled layout, the weight has plain
   not packed_weight_mm: reads the packed layout, the weight has plain
+  not emulated_semi_sparse_mm: reads the semi_sparse layout, the weight has plain
+  not semi_sparse_weight_only_mm: reads the semi_sparse layout, the weight has plain
   not emulated_scaled_mm: takes activations in floating-point codes
   not reference: comes after it""",  # noqa: E501
     )
@@ -167,10 +176,14 @@ linear on a cpu float32 input with weight int8 PerBlock(sizes=(2, 11)) symmetric
 int8_scaled_mm takes a scale of its own for each output channel, the weight has PerBlock(sizes=(2, 11));
 int8_weight_mm is weight-only, the scheme quantizes activations;
 packed_int8_scaled_mm reads the packed layout, the weight has plain;
+semi_sparse_int8_scaled_mm reads the semi_sparse layout, the weight has plain;
+semi_sparse_float8_scaled_mm reads the semi_sparse layout, the weight has plain;
 weight_only_mm is weight-only, the scheme quantizes activations;
 lut_weight_mm takes a CodebookSpec, the weight has a QuantSpec;
 int4_tiled_mm reads the tensor_core_tiled layout, the weight has plain;
 packed_weight_mm reads the packed layout, the weight has plain;
+emulated_semi_sparse_mm reads the semi_sparse layout, the weight has plain;
+semi_sparse_weight_only_mm reads the semi_sparse layout, the weight has plain;
 emulated_scaled_mm takes activations in floating-point codes""",  # noqa: E501
     )
     with warnings.catch_warnings():
