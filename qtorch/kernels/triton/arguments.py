@@ -1,0 +1,59 @@
+"""Checks of a launcher's arguments, made before anything is launched, and what it launches with."""
+
+import os
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_device(op: str, **tensors: Tensor | None) -> None:
+    """All on one device that Triton can use.
+
+    Raises:
+        ValueError: they are not.
+    """
+    given = {name: t for name, t in tensors.items() if t is not None}
+    devices = {t.device for t in given.values()}
+    if len(devices) > 1:
+        found = ", ".join(f"{name} on {t.device}" for name, t in given.items())
+        raise ValueError(f"{op}: all tensors must be on one device, got {found}")
+    (device,) = devices
+    if device.type != "cuda" and not (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+        raise ValueError(f"{op} runs on CUDA, or with TRITON_INTERPRET=1 on CPU; the tensors are on {device}")
+
+
+def check_matrix(op: str, name: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """A 2-d tensor of one of these dtypes.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if x.dim() != 2 or x.dtype not in dtypes:
+        wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise ValueError(f"{op}: {name} must be a matrix of {wanted}, got shape {tuple(x.shape)} of {x.dtype}")
+
+
+def check_shape(op: str, name: str, x: Tensor | None, *shapes: tuple[int, ...]) -> None:
+    """One of these shapes, or None.
+
+    Raises:
+        ValueError: another.
+    """
+    if x is not None and tuple(x.shape) not in shapes:
+        wanted = " or ".join(map(str, dict.fromkeys(shapes)))
+        raise ValueError(f"{op}: {name} must have shape {wanted}, got {tuple(x.shape)}")
+
+
+def power_of_two_divisor(*sizes: int) -> int:
+    """The largest power of two that divides all of these."""
+    size = 0
+    for s in sizes:
+        size |= s
+    return size & -size
+
+
+def next_power_of_two(size: int) -> int:
+    """The smallest power of two that is at least `size`."""
+    return 1 << max(0, size - 1).bit_length()

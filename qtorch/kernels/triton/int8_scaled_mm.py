@@ -1,0 +1,214 @@
+"""int8 x int8 -> int32, and on the way out the scales, the correction for zero points, the bias and the output's dtype.
+
+    c[m, n] = (sum_k a[m, k] * b[k, n] - az[m] * sum_k b[k, n]) * as[m] * bs[n] + bias[n]
+
+The sum is an exact int32. The products with the scales are made in fp32 in this order, and the result is rounded to its
+dtype before the bias is added, as the CPU kernels do: the bits are theirs.
+
+wgmma takes int8 operands with the contracted axis last only, so that is how they are fast: `a` row-major, `b`
+column-major. Of others a transposed copy is made, where the product is large enough to pay for it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..launch_config import LaunchConfig, launch
+from .arguments import check_device, check_matrix, check_shape
+from .tiles import tile_of
+from .transpose import transposed_copy
+
+COPY_ROWS = 256
+"""From this many rows (of `a`) and columns (of `b`) on, an operand in another order is copied first."""
+
+CANDIDATES = [
+    *(LaunchConfig(16, n, k, num_warps=4, num_stages=s) for n, k, s in ((32, 256, 5), (32, 512, 3), (64, 256, 4), (16, 512, 4))),
+    *(LaunchConfig(m, n, 128, num_warps=4, num_stages=s) for m, n, s in ((32, 64, 6), (64, 64, 6), (64, 128, 5))),
+    *(
+        LaunchConfig(m, n, k, num_warps=w, num_stages=s, tma=tma)
+        for m, n, k, w, s in (
+            (128, 128, 128, 4, 4),
+            (128, 128, 128, 8, 4),
+            (128, 256, 128, 8, 3),
+            (128, 256, 128, 8, 4),
+            (256, 128, 128, 8, 3),
+            (256, 128, 128, 8, 4),
+            (128, 256, 64, 8, 5),
+        )
+        for tma in (False, True)
+    ),
+]  # fmt: skip
+"""What `autotune` tries."""
+
+
+@triton.jit
+def _finish(
+    acc, c_ptr, row_scale_ptr, column_scale_ptr, row_zero_ptr, column_sum_ptr, bias_ptr, rows, columns, M, N,
+    stride_cm, stride_cn, stride_rs, stride_cs, stride_rz,
+    SCALED: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    in_rows, in_columns = rows < M, columns < N
+    if ZEROS:
+        zero = tl.load(row_zero_ptr + rows * stride_rz, mask=in_rows, other=0).to(tl.int32)
+        sums = tl.load(column_sum_ptr + columns, mask=in_columns, other=0)
+        acc -= zero[:, None] * sums[None, :]
+    y = acc
+    if SCALED:
+        column_scale = tl.load(column_scale_ptr + columns * stride_cs, mask=in_columns, other=0.0).to(tl.float32)
+        row_scale = tl.load(row_scale_ptr + rows * stride_rs, mask=in_rows, other=0.0).to(tl.float32)
+        y = acc.to(tl.float32) * column_scale[None, :] * row_scale[:, None]
+    y = y.to(c_ptr.dtype.element_ty)
+    if BIAS:
+        bias = tl.load(bias_ptr + columns, mask=in_columns, other=0.0)
+        y = (y.to(tl.float32) + bias[None, :].to(tl.float32)).to(c_ptr.dtype.element_ty)
+    c_ptrs = c_ptr + rows[:, None].to(tl.int64) * stride_cm + columns[None, :].to(tl.int64) * stride_cn
+    tl.store(c_ptrs, y, mask=in_rows[:, None] & in_columns[None, :])
+
+
+@triton.jit
+def _int8_scaled_mm(
+    a_ptr, b_ptr, c_ptr, row_scale_ptr, column_scale_ptr, row_zero_ptr, column_sum_ptr, bias_ptr, M, N, K,
+    stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn, stride_rs, stride_cs, stride_rz,
+    SCALED: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_K)
+    # Rows beyond the last are read as others, and not stored: no mask in the loop.
+    a_rows = (rows % M).to(tl.int64)
+    b_columns = (columns % N).to(tl.int64)
+    a_ptrs = a_ptr + a_rows[:, None] * stride_am + inner[None, :] * stride_ak
+    b_ptrs = b_ptr + b_columns[None, :] * stride_bn + inner[:, None] * stride_bk
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+    for k in range(0, K, BLOCK_K):
+        if EVEN_K:
+            a = tl.load(a_ptrs)
+            b = tl.load(b_ptrs)
+        else:
+            a = tl.load(a_ptrs, mask=inner[None, :] < K - k, other=0)
+            b = tl.load(b_ptrs, mask=inner[:, None] < K - k, other=0)
+        acc = tl.dot(a, b, acc, out_dtype=tl.int32)
+        a_ptrs += BLOCK_K * stride_ak
+        b_ptrs += BLOCK_K * stride_bk
+    _finish(
+        acc, c_ptr, row_scale_ptr, column_scale_ptr, row_zero_ptr, column_sum_ptr, bias_ptr, rows, columns, M, N,
+        stride_cm, stride_cn, stride_rs, stride_cs, stride_rz, SCALED, ZEROS, BIAS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _int8_scaled_mm_tma(
+    a_desc, b_desc, c_ptr, row_scale_ptr, column_scale_ptr, row_zero_ptr, column_sum_ptr, bias_ptr, M, N, K,
+    stride_cm, stride_cn, stride_rs, stride_cs, stride_rz,
+    SCALED: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    # The same with tiles that the copy engine fetches: (M, K) of a, (N, K) of b, zero beyond their edges.
+    tile_m, tile_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+    for k in range(0, K, BLOCK_K):
+        a = a_desc.load([tile_m * BLOCK_M, k])
+        b = b_desc.load([tile_n * BLOCK_N, k])
+        acc = tl.dot(a, b.T, acc, out_dtype=tl.int32)
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    _finish(
+        acc, c_ptr, row_scale_ptr, column_scale_ptr, row_zero_ptr, column_sum_ptr, bias_ptr, rows, columns, M, N,
+        stride_cm, stride_cn, stride_rs, stride_cs, stride_rz, SCALED, ZEROS, BIAS,
+    )  # fmt: skip
+
+
+def int8_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    row_scale: Tensor | None,
+    column_scale: Tensor | None,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    row_zero: Tensor | None = None,
+    column_sum: Tensor | None = None,
+) -> Tensor:
+    """The equation at the top of the file.
+
+    Args:
+        a: (M, K) int8.  b: (K, N) int8. Any strides.
+        row_scale: (M, 1), or (1, 1) for one scale; None, with `column_scale` None, for the int32 sums themselves.
+        column_scale: (1, N) or (1, 1).
+        dtype: of the result: fp32, fp16 or bf16; int32 without scales.
+        bias: (N,) floating point, or None.
+        row_zero: zero point of a, like `row_scale`, any integer dtype; or None.
+        column_sum: (N,) int32, the sums of b over k; made here where there is a `row_zero` and none is given.
+
+    Returns:
+        (M, N) in `dtype`.
+
+    Raises:
+        ValueError: other dtypes, shapes or devices.
+    """
+    op = "int8_scaled_mm"
+    check_matrix(op, "a", a, (torch.int8,))
+    check_matrix(op, "b", b, (torch.int8,))
+    (m, k), n = a.shape, b.shape[1]
+    if b.shape[0] != k:
+        raise ValueError(f"{op} takes (M, K) and (K, N), got {tuple(a.shape)} and {tuple(b.shape)}")
+    scaled = row_scale is not None
+    if scaled != (column_scale is not None) or scaled == (dtype == torch.int32):
+        raise ValueError(f"{op}: needs both scales and a floating-point dtype, or neither and int32, got {dtype}")
+    check_shape(op, "row_scale", row_scale, (m, 1), (1, 1))
+    check_shape(op, "column_scale", column_scale, (1, n), (1, 1))
+    check_shape(op, "row_zero", row_zero, (m, 1), (1, 1))
+    check_shape(op, "bias", bias, (n,))
+    check_shape(op, "column_sum", column_sum, (n,))
+    check_device(op, a=a, b=b, row_scale=row_scale, column_scale=column_scale, row_zero=row_zero, bias=bias)
+    c = a.new_empty(m, n, dtype=dtype)
+    if not c.numel():
+        return c
+    if row_zero is not None and column_sum is None:
+        column_sum = b.sum(0, dtype=torch.int32)
+    if k and m >= COPY_ROWS and n >= COPY_ROWS:
+        a = a if a.stride(1) == 1 else transposed_copy(a.t())
+        b = b if b.stride(0) == 1 else transposed_copy(b).t()
+
+    # Where an argument is missing, any pointer will do: nothing is read through it.
+    row_scale_, column_scale_ = (c, c) if row_scale is None or column_scale is None else (row_scale, column_scale)
+    row_zero_ = c if row_zero is None else row_zero
+    sizes = (m, n, k)
+    steps = (*c.stride(), *(int(t.shape[0] > 1) * t.stride(0) for t in (row_scale_,)),
+             int(column_scale_.shape[1] > 1) * column_scale_.stride(1),
+             int(row_zero_.shape[0] > 1) * row_zero_.stride(0))  # fmt: skip
+    extra = (row_scale_, column_scale_, row_zero_, c if column_sum is None else column_sum, c if bias is None else bias)
+    flags = {"SCALED": scaled, "ZEROS": row_zero is not None, "BIAS": bias is not None}
+    tma = _has_descriptor(a, b)
+
+    def run(config: LaunchConfig) -> None:
+        grid = (triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n),)
+        blocks = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
+        if config.tma and tma:
+            descriptors = (
+                TensorDescriptor.from_tensor(a, [config.block_m, config.block_k]),
+                TensorDescriptor.from_tensor(b.t(), [config.block_n, config.block_k]),
+            )
+            _int8_scaled_mm_tma[grid](
+                *descriptors, c, *extra, *sizes, *steps, **flags, **blocks, GROUP_M=config.group_m, **options
+            )
+        else:
+            _int8_scaled_mm[grid](
+                a, b, c, *extra, *sizes, *a.stride(), *b.stride(), *steps, **flags, EVEN_K=k % config.block_k == 0,
+                **blocks, GROUP_M=config.group_m, **options,
+            )  # fmt: skip
+
+    launch(op, "int8", (m, n, k), run, CANDIDATES, a.device)
+    return c
+
+
+def _has_descriptor(a: Tensor, b: Tensor) -> bool:
+    """Whether Hopper's copy engine can fetch tiles: the contracted axis last, everything else at multiples of 16 bytes."""
+    if a.device.type == "cuda" and torch.cuda.get_device_capability(a.device) < (9, 0):
+        return False
+    last = a.stride(1) == 1 and b.stride(0) == 1
+    return last and all(size % 16 == 0 for size in (a.stride(0), b.stride(1), a.data_ptr(), b.data_ptr()))

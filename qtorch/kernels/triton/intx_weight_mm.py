@@ -1,0 +1,377 @@
+"""Weight-only product: a floating-point activation and integer codes of 1 to 8 bits, 1 to 7 of them packed.
+
+    y[m, n] = sum_k x[m, k] * w[n, k] + bias[n]
+
+    w[n, k] = (q - z) * s             with z and s of the group of k,    z = 0 without zero points
+    w[n, k] = (q - middle) * s + z    with floating-point zero points
+
+Three ways, chosen by M in the launch configuration:
+
+"mv"    one row: each program multiplies a few rows of the weight, without tensor cores.
+"mm"    tensor cores. The weight is the left operand, y' = w x', so that codes go from registers into the products and a
+        tile of 16 rows of x wastes nothing. The contracted axis may be split; the parts are added in order by a second
+        launch, so that results do not depend on timing.
+"dense" many rows: the weight is dequantized, then cuBLAS multiplies.
+
+Sums are in fp32. Where a tile lies in one group, its product is scaled instead of its codes, which are then exact.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch_config import LaunchConfig, launch
+from .arguments import FLOATS, check_device, check_matrix, check_shape, power_of_two_divisor
+from .codes import to_float, unpack_tile
+
+CANDIDATES = [
+    *(LaunchConfig(1, n, k, num_warps=w, path="mv") for n, k, w in ((2, 512, 2), (4, 512, 4), (8, 512, 4), (4, 256, 4), (8, 256, 4), (16, 256, 4), (16, 128, 4))),
+    *(
+        LaunchConfig(16, n, k, split_k=split, num_warps=4, num_stages=stages, path="mm")
+        for n in (64, 128)
+        for k in (64, 128)
+        for split in (1, 2, 4, 8)
+        for stages in (3, 5)
+    ),
+    *(LaunchConfig(m, n, 64, split_k=split, num_warps=w, num_stages=stages, path="mm")
+      for m, n, split, w, stages in ((32, 64, 4, 4, 4), (32, 128, 4, 4, 4), (64, 64, 2, 4, 4), (64, 128, 1, 4, 4), (64, 128, 2, 4, 4), (128, 128, 1, 8, 3), (128, 128, 1, 4, 3), (256, 128, 1, 8, 3))),
+    LaunchConfig(path="dense"),
+]  # fmt: skip
+"""What `autotune` tries."""
+
+RUN = 16
+"""Codes that a thread of "mv" multiplies before it scales."""
+
+SMALLEST_TILE = 32
+"""Of the contracted axis: with groups that allow less, scales are gathered for each code."""
+
+
+@triton.jit
+def _weight_mm(
+    x_ptr, q_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, M, N, K, G,
+    stride_xm, stride_xk, stride_qn, stride_sn, stride_sg, stride_zn, stride_zg,
+    GROUP: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr,
+    ONE_GROUP: tl.constexpr, EVEN: tl.constexpr, SCALE_PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    UNITS: tl.constexpr = 1 if BITS == 8 else 4 if BITS >= 4 else 2 if BITS >= 2 else 1
+    SEGMENTS: tl.constexpr = 1 if BITS == 8 else 8 // UNITS
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Rows beyond the last are read as others, and not stored.
+    n_in = (n % N).to(tl.int64)
+    m_in = (m % M).to(tl.int64)
+    inner = tl.arange(0, BLOCK_K)
+    q_ptrs = q_ptr + n_in[:, None] * stride_qn + inner[None, :]
+    x_ptrs = x_ptr + m_in[None, :] * stride_xm + inner[:, None] * stride_xk
+    tiles = tl.cdiv(G, BLOCK_K)
+    part = tl.cdiv(tiles * UNITS, SPLIT_K)
+    first = tl.program_id(2) * part
+    unit = first // tiles
+    g = first % tiles * BLOCK_K
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for _ in range(first, min(first + part, tiles * UNITS)):
+        in_segment = g + inner < G
+        for s in tl.static_range(SEGMENTS):
+            codes = unpack_tile(q_ptrs + g, in_segment[None, :], G, unit, s, BITS, not EVEN)
+            k = (unit * SEGMENTS + s) * G + g
+            if EVEN:
+                x = tl.load(x_ptrs + k * stride_xk)
+            else:
+                x = tl.load(x_ptrs + k * stride_xk, mask=(in_segment & (k + inner < K))[:, None], other=0.0)
+            if ONE_GROUP:
+                group = min(k, K - 1) // GROUP
+                scale = tl.load(scale_ptr + n_in * stride_sn + group * stride_sg)[:, None]
+                if ZERO:
+                    zero = tl.load(zero_ptr + n_in * stride_zn + group * stride_zg)[:, None]
+            else:
+                group = tl.minimum(k + inner, K - 1) // GROUP
+                scale = tl.load(scale_ptr + n_in[:, None] * stride_sn + group[None, :] * stride_sg)
+                if ZERO:
+                    zero = tl.load(zero_ptr + n_in[:, None] * stride_zn + group[None, :] * stride_zg)
+            if ZERO == 1:
+                w = to_float(codes, (zero.to(tl.float32) + OFFSET).to(dtype), BITS, dtype)
+            elif ZERO == 2:
+                w = to_float(codes, (scale * 0 + (OFFSET + MIDDLE)).to(dtype), BITS, dtype)
+            else:
+                w = to_float(codes, (scale * 0 + OFFSET).to(dtype), BITS, dtype)
+            if SCALE_PRODUCT:
+                acc += tl.dot(w, x, input_precision=PRECISION) * scale.to(tl.float32)
+                if ZERO == 2:
+                    acc += zero.to(tl.float32) * tl.sum(x.to(tl.float32), 0)[None, :]
+            else:
+                if ZERO == 2:
+                    w = (w.to(tl.float32) * scale.to(tl.float32) + zero.to(tl.float32)).to(dtype)
+                else:
+                    w = w * scale.to(dtype)
+                acc = tl.dot(w, x, acc, input_precision=PRECISION)
+        g += BLOCK_K
+        unit += tl.where(g >= G, 1, 0)
+        g = tl.where(g >= G, 0, g)
+    y = acc.to(y_ptr.dtype.element_ty)
+    if BIAS:
+        bias = tl.load(bias_ptr + n_in)[:, None]
+        y = (y.to(tl.float32) + bias.to(tl.float32)).to(y_ptr.dtype.element_ty)
+    rows = tl.program_id(2).to(tl.int64) * M + m
+    tl.store(y_ptr + rows[None, :] * N + n[:, None], y, mask=(n[:, None] < N) & (m[None, :] < M))
+
+
+@triton.jit
+def _sum_parts(part_ptr, y_ptr, bias_ptr, size, N, SPLIT_K: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.load(part_ptr + at, mask=at < size, other=0.0)
+    for part in tl.static_range(1, SPLIT_K):
+        acc += tl.load(part_ptr + part * size.to(tl.int64) + at, mask=at < size, other=0.0)
+    y = acc.to(y_ptr.dtype.element_ty)
+    if BIAS:
+        bias = tl.load(bias_ptr + at % N, mask=at < size, other=0.0)
+        y = (y.to(tl.float32) + bias.to(tl.float32)).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + at, y, mask=at < size)
+
+
+@triton.jit
+def _weight_mv(
+    x_ptr, q_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, N, K, G,
+    stride_xk, stride_qn, stride_sn, stride_sg, stride_zn, stride_zg,
+    GROUP: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr,
+    ONE_GROUP: tl.constexpr, EVEN: tl.constexpr, RUN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    UNITS: tl.constexpr = 1 if BITS == 8 else 4 if BITS >= 4 else 2 if BITS >= 2 else 1
+    SEGMENTS: tl.constexpr = 1 if BITS == 8 else 8 // UNITS
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_in = (n % N).to(tl.int64)
+    inner = tl.arange(0, BLOCK_K)
+    runs = tl.arange(0, BLOCK_K // RUN) * RUN
+    q_ptrs = q_ptr + n_in[:, None] * stride_qn + inner[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_K // RUN], tl.float32)
+    for g in range(0, G, BLOCK_K):
+        in_segment = g + inner < G
+        # The units of a tile are unrolled, so that their loads are all in flight.
+        for unit in tl.static_range(UNITS):
+            for s in tl.static_range(SEGMENTS):
+                codes = unpack_tile(q_ptrs + g, in_segment[None, :], G, unit, s, BITS, not EVEN)
+                k = (unit * SEGMENTS + s) * G + g
+                if EVEN:
+                    x = tl.load(x_ptr + (k + inner) * stride_xk)
+                else:
+                    x = tl.load(x_ptr + (k + inner) * stride_xk, mask=in_segment & (k + inner < K), other=0.0)
+                x = x.to(tl.float32)[None, :]
+                if ONE_GROUP:
+                    # Runs of RUN codes lie in one group each: their products are added up in a thread, then scaled.
+                    group = (tl.minimum(k + runs, K - 1) // GROUP)[None, :]
+                else:
+                    group = (tl.minimum(k + inner, K - 1) // GROUP)[None, :]
+                scale = tl.load(scale_ptr + n_in[:, None] * stride_sn + group * stride_sg).to(tl.float32)
+                if ZERO:
+                    zero = tl.load(zero_ptr + n_in[:, None] * stride_zn + group * stride_zg).to(tl.float32)
+                if ONE_GROUP:
+                    codes3 = codes.reshape(BLOCK_N, BLOCK_K // RUN, RUN)
+                    x3 = x.reshape(1, BLOCK_K // RUN, RUN)
+                    if ZERO == 1:
+                        w = to_float(codes3, (zero + OFFSET)[:, :, None], BITS, tl.float32)
+                    elif ZERO == 2:
+                        w = to_float(codes3, OFFSET + MIDDLE, BITS, tl.float32)
+                    else:
+                        w = to_float(codes3, OFFSET, BITS, tl.float32)
+                    acc += tl.sum(w * x3, 2) * scale
+                    if ZERO == 2:
+                        acc += tl.sum(x3, 2) * zero
+                else:
+                    if ZERO == 1:
+                        w = to_float(codes, zero + OFFSET, BITS, tl.float32) * scale
+                    elif ZERO == 2:
+                        w = to_float(codes, OFFSET + MIDDLE, BITS, tl.float32) * scale + zero
+                    else:
+                        w = to_float(codes, OFFSET, BITS, tl.float32) * scale
+                    acc += tl.sum((w * x).reshape(BLOCK_N, BLOCK_K // RUN, RUN), 2)
+    y = tl.sum(acc, 1).to(y_ptr.dtype.element_ty)
+    if BIAS:
+        y = (y.to(tl.float32) + tl.load(bias_ptr + n_in).to(tl.float32)).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + n, y, mask=n < N)
+
+
+@triton.jit
+def _dequantize(
+    q_ptr, scale_ptr, zero_ptr, w_ptr, N, K, G, stride_qn, stride_sn, stride_sg, stride_zn, stride_zg,
+    GROUP: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    UNITS: tl.constexpr = 1 if BITS == 8 else 4 if BITS >= 4 else 2 if BITS >= 2 else 1
+    SEGMENTS: tl.constexpr = 1 if BITS == 8 else 8 // UNITS
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_in = n % N
+    inner = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    q_ptrs = q_ptr + n_in[:, None] * stride_qn + inner[None, :]
+    in_segment = inner < G
+    for unit in tl.static_range(UNITS):
+        for s in tl.static_range(SEGMENTS):
+            codes = unpack_tile(q_ptrs, in_segment[None, :], G, unit, s, BITS, True)
+            k = (unit * SEGMENTS + s) * G + inner
+            group = (tl.minimum(k, K - 1) // GROUP)[None, :]
+            scale = tl.load(scale_ptr + n_in[:, None] * stride_sn + group * stride_sg).to(tl.float32)
+            if ZERO:
+                zero = tl.load(zero_ptr + n_in[:, None] * stride_zn + group * stride_zg).to(tl.float32)
+            if ZERO == 1:
+                w = to_float(codes, zero + OFFSET, BITS, tl.float32) * scale
+            elif ZERO == 2:
+                w = to_float(codes, OFFSET + MIDDLE, BITS, tl.float32) * scale + zero
+            else:
+                w = to_float(codes, OFFSET, BITS, tl.float32) * scale
+            mask = (n[:, None] < N) & (in_segment & (k < K))[None, :]
+            tl.store(w_ptr + n[:, None] * K + k[None, :], w.to(w_ptr.dtype.element_ty), mask=mask)
+
+
+ZEROS = {"NONE": 0, "INT": 1, "FLOAT": 2}
+
+
+class _Weight:
+    """The checked arguments of a launch that describe the weight."""
+
+    def __init__(
+        self,
+        op: str,
+        k: int,
+        qdata: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        bits: int,
+        offset: int,
+        middle: float,
+        domain: str,
+    ) -> None:
+        if not 1 <= bits <= 8 or domain not in ZEROS:
+            raise ValueError(f"{op} takes codes of 1 to 8 bits and a domain of {list(ZEROS)}, got {bits}, {domain!r}")
+        check_matrix(op, "qdata", qdata, (torch.uint8,) if bits < 8 else (torch.int8, torch.uint8))
+        self.n, self.k = qdata.shape[0], k
+        self.segment = k if bits == 8 else -(-k // 8)
+        check_shape(op, "qdata", qdata, (self.n, self.segment if bits == 8 else self.segment * bits))
+        if scale.dim() != 2 or scale.shape[0] not in (1, self.n) or not scale.shape[1] or k % scale.shape[1]:
+            raise ValueError(
+                f"{op}: scale must have shape (N, groups) or (1, groups), groups dividing K, got {tuple(scale.shape)} "
+                f"for N, K = {(self.n, k)}"
+            )
+        check_shape(op, "zero_point", zero_point, tuple(scale.shape))
+        zero = ZEROS[domain] if zero_point is not None else 0
+        self.qdata = qdata if qdata.stride(1) == 1 else qdata.contiguous()
+        self.scale, self.zero_point = scale, scale if zero_point is None else zero_point
+        self.groups = scale.shape[1]
+        self.group = max(1, k // self.groups)
+        steps = (self.qdata.stride(0), *_steps(self.scale), *_steps(self.zero_point))
+        self.pointers = (self.qdata, self.scale, self.zero_point)
+        self.sizes = (k, self.segment)
+        self.steps = steps
+        # A row in one group is any group that is long enough: kernels are compiled for each size.
+        group = self.group if self.groups > 1 else 1 << 30
+        self.numerics = {"GROUP": group, "BITS": bits, "OFFSET": float(offset), "MIDDLE": float(middle), "ZERO": zero}
+        self.key = "float_zero" if zero == 2 else "int"
+
+    def tile(self, wanted: int) -> tuple[int, bool, bool]:
+        """(BLOCK_K, whether a tile lies in one group, whether no mask is needed)."""
+        fitting = min(wanted, power_of_two_divisor(self.segment, self.group if self.groups > 1 else 0))
+        if fitting < min(wanted, SMALLEST_TILE):
+            return min(wanted, 128), self.groups == 1, False
+        return fitting, True, self.k in (self.segment, 8 * self.segment)
+
+
+def _steps(x: Tensor) -> tuple[int, int]:
+    """Strides of a scale, zero along an axis of one element that stands for all."""
+    return (x.stride(0) if x.shape[0] > 1 else 0), x.stride(1)
+
+
+def intx_weight_mm(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bits: int,
+    offset: int,
+    middle: float,
+    domain: str,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The equation at the top of the file.
+
+    Args:
+        x: (M, K) fp32, fp16 or bf16, any strides.
+        qdata: codes (N, K) of `bits` bits: 8, int8 or uint8; fewer, uint8, packed along rows by `pack_codes`.
+        scale: (N, groups) or (1, groups), groups dividing K.
+        zero_point: like `scale`, or None.
+        bits: 1 to 8.
+        offset: what is added to signed codes before they are packed, 2^(bits-1); else 0.
+        middle: of the code range, used in the FLOAT domain.
+        domain: name of a `ZeroPointDomain`.
+        bias: (N,), added to the rounded result; or None.
+
+    Returns:
+        (M, N) in the dtype of x.
+
+    Raises:
+        ValueError: other dtypes, shapes or devices.
+    """
+    op = "intx_weight_mm"
+    check_matrix(op, "x", x, FLOATS)
+    m, k = x.shape
+    weight = _Weight(op, k, qdata, scale, zero_point, bits, offset, middle, domain)
+    n = weight.n
+    check_shape(op, "bias", bias, (n,))
+    check_device(op, x=x, qdata=qdata, scale=scale, zero_point=zero_point, bias=bias)
+    y = x.new_empty(m, n)
+    if not y.numel() or not k:
+        return y.zero_() if bias is None else y.copy_(bias.expand(m, n))
+
+    def run(config: LaunchConfig) -> None:
+        path = config.path or "mm"
+        if path == "mv" and m == 1:
+            _launch_mv(x, weight, bias, y, config)
+        elif path == "dense":
+            torch.mm(x, dequantize(weight, x.dtype).t(), out=y)
+            if bias is not None:
+                y.add_(bias)
+        else:
+            _launch_mm(x, weight, bias, y, config)
+
+    launch(op, f"{weight.key}{bits}", (m, n, k), run, [c for c in CANDIDATES if m == 1 or c.path != "mv"], x.device)
+    return y
+
+
+def _launch_mv(x: Tensor, weight: _Weight, bias: Tensor | None, y: Tensor, config: LaunchConfig) -> None:
+    # A tile may hold several groups, as long as runs of RUN codes do not.
+    block_k = min(config.block_k, max(power_of_two_divisor(weight.segment), 64))
+    one_group = weight.groups == 1 or (weight.group % RUN == 0 and weight.segment % RUN == 0)
+    even = weight.segment % block_k == 0 and weight.k in (weight.segment, 8 * weight.segment)
+    _weight_mv[(triton.cdiv(weight.n, config.block_n),)](
+        x, *weight.pointers, y if bias is None else bias, y, weight.n, *weight.sizes, x.stride(1), *weight.steps,
+        **weight.numerics, BIAS=bias is not None, ONE_GROUP=one_group, EVEN=even, RUN=RUN,
+        BLOCK_N=config.block_n, BLOCK_K=block_k, num_warps=config.num_warps,
+    )  # fmt: skip
+
+
+def _launch_mm(x: Tensor, weight: _Weight, bias: Tensor | None, y: Tensor, config: LaunchConfig) -> None:
+    m, n = y.shape
+    block_k, one_group, even = weight.tile(config.block_k)
+    block_m = max(16, config.block_m)
+    parts = y if config.split_k == 1 else y.new_empty(config.split_k, m, n, dtype=torch.float32)
+    add_bias = bias is not None and config.split_k == 1
+    grid = (triton.cdiv(n, config.block_n), triton.cdiv(m, block_m), config.split_k)
+    _weight_mm[grid](
+        x, *weight.pointers, y if bias is None else bias, parts, m, n, *weight.sizes, *x.stride(), *weight.steps,
+        **weight.numerics, BIAS=add_bias, ONE_GROUP=one_group, EVEN=even,
+        SCALE_PRODUCT=one_group and block_m <= 64, PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
+        BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=block_k, SPLIT_K=config.split_k,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    if config.split_k > 1:
+        _sum_parts[(triton.cdiv(m * n, 1024),)](
+            parts, y, y if bias is None else bias, m * n, n, config.split_k, bias is not None, 1024, num_warps=4
+        )
+
+
+def dequantize(weight: _Weight, dtype: torch.dtype) -> Tensor:
+    """The weight (N, K) in floating point."""
+    w = weight.qdata.new_empty(weight.n, weight.k, dtype=dtype)
+    _dequantize[(triton.cdiv(weight.n, 8), triton.cdiv(weight.segment, 256))](
+        *weight.pointers, w, weight.n, *weight.sizes, *weight.steps, **weight.numerics, BLOCK_N=8, BLOCK_K=256, num_warps=4
+    )
+    return w
