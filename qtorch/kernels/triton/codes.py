@@ -3,10 +3,42 @@
 `primitives.packing.pack_bits` cuts a row of 8 G codes into 8 segments of G. A code has parts of 4, 2 and 1 bits, the binary
 digits of its width; part p of segment j is in row j // (8/p) of the p rows of bytes of that part, at bit p (j % (8/p)).
 So a tile of bytes gives tiles of codes of several segments: with 4 bits two, G apart along the contracted axis.
+
+LLVM takes packed bytes apart one by one. For 4 bits, on a GPU (ASM), four bytes in a register are unpacked together; the
+interpreter, which has no assembler, takes the portable way to the same numbers.
 """
 
 import triton
 import triton.language as tl
+
+# Two bytes -> the low nibbles as the low bits of 128 (bf16) or 1024 (fp16), two in a register.
+_PAIR: tl.constexpr = tl.constexpr(
+    "{ .reg .b32 t; cvt.u32.u16 t, $1; SHIFT prmt.b32 t, t, 0, 0x4140; lop3.b32 $0, t, 0x000f000f, MAGIC, 0xea; }"
+)
+_LOW_BF16: tl.constexpr = tl.constexpr(_PAIR.value.replace("SHIFT", "").replace("MAGIC", "0x43004300"))
+_LOW_FP16: tl.constexpr = tl.constexpr(_PAIR.value.replace("SHIFT", "").replace("MAGIC", "0x64006400"))
+# The high nibbles.
+_HIGH_BF16: tl.constexpr = tl.constexpr(
+    _PAIR.value.replace("SHIFT", "shr.b32 t, t, 4;").replace("MAGIC", "0x43004300")
+)
+_HIGH_FP16: tl.constexpr = tl.constexpr(
+    _PAIR.value.replace("SHIFT", "shr.b32 t, t, 4;").replace("MAGIC", "0x64006400")
+)
+# Two int8 -> two bf16, (128 + low 7 bits) - (128 or, if negative, 256); and two fp16, (1024 + v + 128) - 1152.
+_INT8_BF16: tl.constexpr = tl.constexpr(
+    "{ .reg .b32 t, a, b, m; cvt.u32.u16 t, $1; prmt.b32 t, t, 0, 0x4140; mov.b32 m, 0xbf80bf80; "
+    "lop3.b32 a, t, 0x007f007f, 0x43004300, 0xea; lop3.b32 b, t, 0x00800080, 0x43004300, 0xea; "
+    "fma.rn.bf16x2 $0, b, m, a; }"
+)
+_INT8_FP16: tl.constexpr = tl.constexpr(
+    "{ .reg .b32 t, m; cvt.u32.u16 t, $1; prmt.b32 t, t, 0, 0x4140; mov.b32 m, 0x64806480; "
+    "lop3.b32 t, t, 0x00800080, 0x64006400, 0xbe; sub.f16x2 $0, t, m; }"
+)
+# Four bytes and a shift of 0 or 4 -> four codes in four bytes; those of signed types less 8.
+_NIBBLES: tl.constexpr = tl.constexpr("shr.b32 $0, $1, $2; and.b32 $0, $0, 0x0f0f0f0f;")
+_SIGNED_NIBBLES: tl.constexpr = tl.constexpr(
+    _NIBBLES.value + " or.b32 $0, $0, 0x80808080; sub.u32 $0, $0, 0x08080808; xor.b32 $0, $0, 0x80808080;"
+)
 
 
 @triton.jit
@@ -52,6 +84,61 @@ def _part(pointers, mask, G, segment, ROW: tl.constexpr, WIDTH: tl.constexpr, MA
     byte = tl.load(at, mask=mask, other=0) if MASKED else tl.load(at)
     shift = (WIDTH * (segment % (8 // WIDTH))).to(tl.uint8)
     return (byte >> shift) & ((1 << WIDTH) - 1)
+
+
+@triton.jit
+def unpack_floats(
+    pointers, mask, G, unit, s: tl.constexpr, zero, ZERO: tl.constexpr, BITS: tl.constexpr, MASKED: tl.constexpr,
+    ASM: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """`to_float` of `unpack_tile`; without ZERO, int8 codes have a `zero` of 0."""
+    if BITS == 4 and ASM and dtype != tl.float32:
+        at = pointers + unit * G
+        byte = tl.load(at, mask=mask, other=0) if MASKED else tl.load(at)
+        if dtype == tl.bfloat16:
+            if s == 0:
+                w = tl.inline_asm_elementwise(_LOW_BF16, "=r,h", [byte], tl.bfloat16, True, 2)
+            else:
+                w = tl.inline_asm_elementwise(_HIGH_BF16, "=r,h", [byte], tl.bfloat16, True, 2)
+            w = w - (zero + 128)
+        else:
+            if s == 0:
+                w = tl.inline_asm_elementwise(_LOW_FP16, "=r,h", [byte], tl.float16, True, 2)
+            else:
+                w = tl.inline_asm_elementwise(_HIGH_FP16, "=r,h", [byte], tl.float16, True, 2)
+            w = w - (zero + 1024)
+    elif BITS == 8 and ASM and dtype != tl.float32 and pointers.dtype.element_ty == tl.int8:
+        code = tl.load(pointers, mask=mask, other=0) if MASKED else tl.load(pointers)
+        if dtype == tl.bfloat16:
+            w = tl.inline_asm_elementwise(_INT8_BF16, "=r,h", [code], tl.bfloat16, True, 2)
+        else:
+            w = tl.inline_asm_elementwise(_INT8_FP16, "=r,h", [code], tl.float16, True, 2)
+        if ZERO:
+            w = w - zero
+    else:
+        w = to_float(unpack_tile(pointers, mask, G, unit, s, BITS, MASKED), zero, BITS, dtype)
+    return w
+
+
+@triton.jit
+def unpack_int8(
+    pointers, mask, G, segment, BITS: tl.constexpr, OFFSET: tl.constexpr, MASKED: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """Codes less OFFSET as int8, of any one segment; unsigned codes of 8 bits, OFFSET 128, as they are less 128."""
+    if BITS == 4 and ASM and not MASKED:
+        byte = tl.load(pointers + segment // 2 * G)
+        shift = byte.to(tl.int32) * 0 + segment % 2 * 4
+        if OFFSET:
+            w = tl.inline_asm_elementwise(_SIGNED_NIBBLES, "=r,r,r,r,r,r", [byte, shift], tl.int8, True, 4)
+        else:
+            w = tl.inline_asm_elementwise(_NIBBLES, "=r,r,r,r,r,r", [byte, shift], tl.int8, True, 4)
+    else:
+        codes = unpack_segment(pointers, mask, G, segment, BITS, MASKED)
+        if OFFSET == 128:
+            w = (codes ^ 128).to(tl.int8, bitcast=True)
+        else:
+            w = codes.to(tl.int8) - OFFSET
+    return w
 
 
 @triton.jit

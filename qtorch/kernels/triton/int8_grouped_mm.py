@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..launch_config import LaunchConfig, launch
 from .arguments import check_device, check_matrix, check_shape, next_power_of_two, power_of_two_divisor
-from .codes import unpack_segment
+from .codes import unpack_int8
 
 CANDIDATES = [
     LaunchConfig(m, n, k, num_warps=w, num_stages=s)
@@ -33,29 +33,26 @@ UNROLLED = 4
 def _add_tile(
     part, sum_x, sum_w, x_ptrs, q_ptrs, k, last, inner, G, stride_xk,
     BITS: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr, SUM_X: tl.constexpr, SUM_W: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """One tile of a group, from k on: its products into `part`, its sums into `sum_x` and `sum_w`. `last` ends the group."""
     valid = k + inner < last
     if EVEN:
         segment = k // G
-        codes = unpack_segment(q_ptrs + (k - segment * G + inner)[None, :], None, G, segment, BITS, False)
+        w = unpack_int8(q_ptrs + (k - segment * G + inner)[None, :], None, G, segment, BITS, OFFSET, False, ASM)
         x = tl.load(x_ptrs + k * stride_xk)
     else:
         segment = (k + inner) // G
         pointers = q_ptrs + (k + inner - segment * G)[None, :]
-        codes = unpack_segment(pointers, valid[None, :], G, segment[None, :], BITS, True)
-        x = tl.load(x_ptrs + k * stride_xk, mask=valid[:, None], other=0)
-    if OFFSET == 128:
-        w = (codes ^ 128).to(tl.int8, bitcast=True)
-    else:
-        w = codes.to(tl.int8) - OFFSET
-    if not EVEN:
+        w = unpack_int8(pointers, valid[None, :], G, segment[None, :], BITS, OFFSET, True, ASM)
         w = tl.where(valid[None, :], w, 0).to(tl.int8)
+        x = tl.load(x_ptrs + k * stride_xk, mask=valid[:, None], other=0)
     part = tl.dot(w, x, part, out_dtype=tl.int32)
     if SUM_X:
         sum_x += tl.sum(x.to(tl.int32), 0)
     if SUM_W:
-        sum_w += tl.sum(w.to(tl.int32), 1)
+        # By the tensor cores, which have little to do where this is needed: each column is the sum.
+        sum_w = tl.dot(w, tl.full([x.shape[0], 16], 1, tl.int8), sum_w, out_dtype=tl.int32)
     return part, sum_x, sum_w
 
 
@@ -64,7 +61,7 @@ def _int8_grouped_mm(
     x_ptr, q_ptr, y_ptr, scale_ptr, zero_ptr, x_scale_ptr, x_zero_ptr, bias_ptr, M, N, K, G,
     stride_xm, stride_xk, stride_qn, stride_sn, stride_sg, stride_zn, stride_zg, stride_xs, stride_xz,
     GROUP: tl.constexpr, TILES: tl.constexpr, UNROLL: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr,
-    WEIGHT_ZERO: tl.constexpr, INPUT_ZERO: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    WEIGHT_ZERO: tl.constexpr, INPUT_ZERO: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -80,19 +77,19 @@ def _int8_grouped_mm(
     for group in range(0, K // GROUP):
         part = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
         sum_x = tl.zeros([BLOCK_M], tl.int32)
-        sum_w = tl.zeros([BLOCK_N], tl.int32)
+        sum_w = tl.zeros([BLOCK_N, 16], tl.int32)
         first = group * GROUP
         if UNROLL:
             for tile in tl.static_range(TILES):
                 part, sum_x, sum_w = _add_tile(
                     part, sum_x, sum_w, x_ptrs, q_ptrs, first + tile * BLOCK_K, first + GROUP, inner, G, stride_xk,
-                    BITS, OFFSET, EVEN, WEIGHT_ZERO, INPUT_ZERO,
+                    BITS, OFFSET, EVEN, WEIGHT_ZERO, INPUT_ZERO, ASM,
                 )  # fmt: skip
         else:
             for tile in range(TILES):
                 part, sum_x, sum_w = _add_tile(
                     part, sum_x, sum_w, x_ptrs, q_ptrs, first + tile * BLOCK_K, first + GROUP, inner, G, stride_xk,
-                    BITS, OFFSET, EVEN, WEIGHT_ZERO, INPUT_ZERO,
+                    BITS, OFFSET, EVEN, WEIGHT_ZERO, INPUT_ZERO, ASM,
                 )  # fmt: skip
         if WEIGHT_ZERO:
             zero = tl.load(zero_ptr + n_in * stride_zn + group * stride_zg).to(tl.int32)
@@ -100,9 +97,10 @@ def _int8_grouped_mm(
                 zero -= 128
             part -= zero[:, None] * sum_x[None, :]
         if INPUT_ZERO:
+            sums = tl.max(sum_w, 1)
             if WEIGHT_ZERO:
-                sum_w -= GROUP * zero
-            part -= sum_w[:, None] * x_zero[None, :]
+                sums -= GROUP * zero
+            part -= sums[:, None] * x_zero[None, :]
         scale = tl.load(scale_ptr + n_in * stride_sn + group * stride_sg).to(tl.float32)
         total += part.to(tl.float32) * scale[:, None]
     y = (total * tl.load(x_scale_ptr + m_in * stride_xs).to(tl.float32)[None, :]).to(y_ptr.dtype.element_ty)
@@ -181,7 +179,7 @@ def int8_grouped_mm(
         _int8_grouped_mm[(triton.cdiv(n, config.block_n), triton.cdiv(m, config.block_m))](
             xq, qdata, y, ws, zero, xs, x_zero, y if bias is None else bias, m, n, k, segment, *steps,
             GROUP=group, TILES=tiles, UNROLL=tiles <= UNROLLED, BITS=bits, OFFSET=offset, WEIGHT_ZERO=wz is not None,
-            INPUT_ZERO=xz is not None, BIAS=bias is not None, EVEN=even, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+            INPUT_ZERO=xz is not None, BIAS=bias is not None, EVEN=even, ASM=xq.device.type == "cuda", BLOCK_M=config.block_m, BLOCK_N=config.block_n,
             BLOCK_K=block_k, num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False,
         )  # fmt: skip
 

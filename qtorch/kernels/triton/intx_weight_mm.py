@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..launch_config import LaunchConfig, launch
 from .arguments import FLOATS, check_device, check_matrix, check_shape, power_of_two_divisor
-from .codes import to_float, unpack_tile
+from .codes import to_float, unpack_floats, unpack_tile
 
 CANDIDATES = [
     *(LaunchConfig(1, n, k, num_warps=w, path="mv") for n, k, w in ((2, 512, 2), (4, 512, 4), (8, 512, 4), (4, 256, 4), (8, 256, 4), (16, 256, 4), (16, 128, 4))),
@@ -52,7 +52,7 @@ def _weight_mm(
     x_ptr, q_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, M, N, K, G,
     stride_xm, stride_xk, stride_qn, stride_sn, stride_sg, stride_zn, stride_zg,
     GROUP: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr,
-    ONE_GROUP: tl.constexpr, EVEN: tl.constexpr, SCALE_PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+    ONE_GROUP: tl.constexpr, EVEN: tl.constexpr, SCALE_PRODUCT: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -75,7 +75,6 @@ def _weight_mm(
     for _ in range(first, min(first + part, tiles * UNITS)):
         in_segment = g + inner < G
         for s in tl.static_range(SEGMENTS):
-            codes = unpack_tile(q_ptrs + g, in_segment[None, :], G, unit, s, BITS, not EVEN)
             k = (unit * SEGMENTS + s) * G + g
             if EVEN:
                 x = tl.load(x_ptrs + k * stride_xk)
@@ -92,11 +91,12 @@ def _weight_mm(
                 if ZERO:
                     zero = tl.load(zero_ptr + n_in[:, None] * stride_zn + group[None, :] * stride_zg)
             if ZERO == 1:
-                w = to_float(codes, (zero.to(tl.float32) + OFFSET).to(dtype), BITS, dtype)
+                code_zero = (zero.to(tl.float32) + OFFSET).to(dtype)
             elif ZERO == 2:
-                w = to_float(codes, (scale * 0 + (OFFSET + MIDDLE)).to(dtype), BITS, dtype)
+                code_zero = tl.full([1, 1], OFFSET + MIDDLE, dtype)
             else:
-                w = to_float(codes, (scale * 0 + OFFSET).to(dtype), BITS, dtype)
+                code_zero = tl.full([1, 1], OFFSET, dtype)
+            w = unpack_floats(q_ptrs + g, in_segment[None, :], G, unit, s, code_zero, ZERO, BITS, not EVEN, ASM, dtype)
             if SCALE_PRODUCT:
                 acc += tl.dot(w, x, input_precision=PRECISION) * scale.to(tl.float32)
                 if ZERO == 2:
@@ -136,59 +136,56 @@ def _weight_mv(
     x_ptr, q_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, N, K, G,
     stride_xk, stride_qn, stride_sn, stride_sg, stride_zn, stride_zg,
     GROUP: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr,
-    ONE_GROUP: tl.constexpr, EVEN: tl.constexpr, RUN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ONE_GROUP: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
+    RUN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    # Axes (row of the weight, run, code of the run). The codes of a run are multiplied and added up by one thread.
     UNITS: tl.constexpr = 1 if BITS == 8 else 4 if BITS >= 4 else 2 if BITS >= 2 else 1
     SEGMENTS: tl.constexpr = 1 if BITS == 8 else 8 // UNITS
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # In bf16 and fp16 the difference of a code and its zero point is exact, and cheaper to make.
+    exact: tl.constexpr = x_ptr.dtype.element_ty
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None, None]
     n_in = (n % N).to(tl.int64)
-    inner = tl.arange(0, BLOCK_K)
-    runs = tl.arange(0, BLOCK_K // RUN) * RUN
-    q_ptrs = q_ptr + n_in[:, None] * stride_qn + inner[None, :]
+    runs = tl.arange(0, BLOCK_K // RUN)[None, :, None] * RUN
+    inner = runs + tl.arange(0, RUN)[None, None, :]
+    q_ptrs = q_ptr + n_in * stride_qn + inner
+    x_ptrs = x_ptr + inner * stride_xk + tl.zeros([BLOCK_N, 1, 1], tl.int32)
     acc = tl.zeros([BLOCK_N, BLOCK_K // RUN], tl.float32)
     for g in range(0, G, BLOCK_K):
         in_segment = g + inner < G
         # The units of a tile are unrolled, so that their loads are all in flight.
         for unit in tl.static_range(UNITS):
             for s in tl.static_range(SEGMENTS):
-                codes = unpack_tile(q_ptrs + g, in_segment[None, :], G, unit, s, BITS, not EVEN)
                 k = (unit * SEGMENTS + s) * G + g
                 if EVEN:
-                    x = tl.load(x_ptr + (k + inner) * stride_xk)
+                    x = tl.load(x_ptrs + k * stride_xk).to(tl.float32)
                 else:
-                    x = tl.load(x_ptr + (k + inner) * stride_xk, mask=in_segment & (k + inner < K), other=0.0)
-                x = x.to(tl.float32)[None, :]
-                if ONE_GROUP:
-                    # Runs of RUN codes lie in one group each: their products are added up in a thread, then scaled.
-                    group = (tl.minimum(k + runs, K - 1) // GROUP)[None, :]
-                else:
-                    group = (tl.minimum(k + inner, K - 1) // GROUP)[None, :]
-                scale = tl.load(scale_ptr + n_in[:, None] * stride_sn + group * stride_sg).to(tl.float32)
+                    x = tl.load(x_ptrs + k * stride_xk, mask=in_segment & (k + inner < K), other=0.0).to(tl.float32)
+                # One group a run, or one a code.
+                group = tl.minimum(k + (runs if ONE_GROUP else inner), K - 1) // GROUP
+                scale = tl.load(scale_ptr + n_in * stride_sn + group * stride_sg).to(tl.float32)
                 if ZERO:
-                    zero = tl.load(zero_ptr + n_in[:, None] * stride_zn + group * stride_zg).to(tl.float32)
-                if ONE_GROUP:
-                    codes3 = codes.reshape(BLOCK_N, BLOCK_K // RUN, RUN)
-                    x3 = x.reshape(1, BLOCK_K // RUN, RUN)
-                    if ZERO == 1:
-                        w = to_float(codes3, (zero + OFFSET)[:, :, None], BITS, tl.float32)
-                    elif ZERO == 2:
-                        w = to_float(codes3, OFFSET + MIDDLE, BITS, tl.float32)
-                    else:
-                        w = to_float(codes3, OFFSET, BITS, tl.float32)
-                    acc += tl.sum(w * x3, 2) * scale
-                    if ZERO == 2:
-                        acc += tl.sum(x3, 2) * zero
+                    zero = tl.load(zero_ptr + n_in * stride_zn + group * stride_zg).to(tl.float32)
+                if ZERO == 1:
+                    code_zero = (zero + OFFSET).to(exact)
+                elif ZERO == 2:
+                    code_zero = tl.full([1, 1, 1], OFFSET + MIDDLE, exact)
                 else:
-                    if ZERO == 1:
-                        w = to_float(codes, zero + OFFSET, BITS, tl.float32) * scale
-                    elif ZERO == 2:
-                        w = to_float(codes, OFFSET + MIDDLE, BITS, tl.float32) * scale + zero
-                    else:
-                        w = to_float(codes, OFFSET, BITS, tl.float32) * scale
-                    acc += tl.sum((w * x).reshape(BLOCK_N, BLOCK_K // RUN, RUN), 2)
+                    code_zero = tl.full([1, 1, 1], OFFSET, exact)
+                w = unpack_floats(q_ptrs + g, in_segment, G, unit, s, code_zero, ZERO, BITS, not EVEN, ASM, exact)
+                product = w.to(tl.float32) * x
+                if ONE_GROUP:
+                    acc += tl.sum(product, 2) * scale.reshape(BLOCK_N, BLOCK_K // RUN)
+                    if ZERO == 2:
+                        acc += tl.sum(x, 2) * zero.reshape(BLOCK_N, BLOCK_K // RUN)
+                else:
+                    acc += tl.sum(product * scale, 2)
+                    if ZERO == 2:
+                        acc += tl.sum(x * zero, 2)
     y = tl.sum(acc, 1).to(y_ptr.dtype.element_ty)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if BIAS:
-        y = (y.to(tl.float32) + tl.load(bias_ptr + n_in).to(tl.float32)).to(y_ptr.dtype.element_ty)
+        y = (y.to(tl.float32) + tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + n, y, mask=n < N)
 
 
@@ -343,7 +340,7 @@ def _launch_mv(x: Tensor, weight: _Weight, bias: Tensor | None, y: Tensor, confi
     even = weight.segment % block_k == 0 and weight.k in (weight.segment, 8 * weight.segment)
     _weight_mv[(triton.cdiv(weight.n, config.block_n),)](
         x, *weight.pointers, y if bias is None else bias, y, weight.n, *weight.sizes, x.stride(1), *weight.steps,
-        **weight.numerics, BIAS=bias is not None, ONE_GROUP=one_group, EVEN=even, RUN=RUN,
+        **weight.numerics, BIAS=bias is not None, ONE_GROUP=one_group, EVEN=even, ASM=x.device.type == "cuda", RUN=RUN,
         BLOCK_N=config.block_n, BLOCK_K=block_k, num_warps=config.num_warps,
     )  # fmt: skip
 
@@ -359,6 +356,7 @@ def _launch_mm(x: Tensor, weight: _Weight, bias: Tensor | None, y: Tensor, confi
         x, *weight.pointers, y if bias is None else bias, parts, m, n, *weight.sizes, *x.stride(), *weight.steps,
         **weight.numerics, BIAS=add_bias, ONE_GROUP=one_group, EVEN=even,
         SCALE_PRODUCT=one_group and block_m <= 64, PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
+        ASM=x.device.type == "cuda",
         BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=block_k, SPLIT_K=config.split_k,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
