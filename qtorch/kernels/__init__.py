@@ -7,15 +7,20 @@ import importlib
 import pkgutil
 
 for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+    if not _module.ispkg:  # triton/ waits for the first launch
+        importlib.import_module(f"{__name__}.{_module.name}")
 
 from .int_matmul import int_matmul, int_scaled_matmul  # noqa: E402
+from .launch_config import LaunchConfig, autotune  # noqa: E402
 from .library import record_kernels  # noqa: E402
 from .quantize_rowwise import quantize_int8_rowwise  # noqa: E402
 from .registry import FallbackError, deregister, lookup, register  # noqa: E402
+from .stochastic_update import stochastic_update_bf16_, stochastic_update_int8_  # noqa: E402
 
 __all__ = [
     "FallbackError",
+    "LaunchConfig",
+    "autotune",
     "deregister",
     "int_matmul",
     "int_scaled_matmul",
@@ -23,4 +28,6 @@ __all__ = [
     "quantize_int8_rowwise",
     "record_kernels",
     "register",
+    "stochastic_update_bf16_",
+    "stochastic_update_int8_",
 ]

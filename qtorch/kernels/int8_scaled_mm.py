@@ -14,6 +14,7 @@ import functools
 import torch
 from torch import Tensor
 
+from . import gpu_features
 from .int_matmul import int_matmul
 from .library import opaque
 from .quantize_rowwise import quantize_input
@@ -52,6 +53,10 @@ def int8_grouped_mm(
         wq: (N, K) int8 or uint8 codes.  ws: (N, G) scale, K divisible by G.  wz: (N, G) zero point, or None.
         dtype: of the result, (M, N).
     """
+    if gpu_features.runs_triton(xq):
+        from .cuda_int8_mm import cuda_int8_mm
+
+        return cuda_int8_mm(xq, xs, xz, wq, ws, wz, "int8" if wq.dtype == torch.int8 else "uint8", None, dtype)
     if ws.shape[1] == 1:
         return _one_group(xq, xz, wq, wz).float().mul_(ws.float().t()).mul_(xs.float()).to(dtype)
     # fp32 holds the sums of a short group exactly, fp64 those of any.
@@ -129,7 +134,7 @@ def int8_scaled_mm(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> T
     wq, ws, wz = weight.plain()
     rows = to_rows(x)
     xq, xs, xz = quantize_input(rows, weight)
-    if ws.shape[1] == 1 and wz is None and xz is None and wq.dtype == torch.int8:
+    if ws.shape[1] == 1 and wz is None and xz is None and wq.dtype == torch.int8 and not gpu_features.runs_triton(x):
         # One group: only the integer product is opaque, so that a compiler can fuse the rest.
         y = (int_matmul(xq, wq.t()).float() * ws.float().t() * xs).to(x.dtype)
     else:

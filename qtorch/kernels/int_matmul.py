@@ -4,7 +4,8 @@
 
 On a CPU with 8-bit dot products (VNNI, AMX) `torch._int_mm` is fast; without them it is some 50 times slower than fp32,
 and saturates. There the result is assembled from fp32 products over slices of K: a slice of 1024 terms of at most
-128 * 128 stays within 2^24, where fp32 holds every integer, so each partial sum is exact.
+128 * 128 stays within 2^24, where fp32 holds every integer, so each partial sum is exact. On CUDA it is a Triton
+kernel, or cuBLAS where Triton is missing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import cpu_features
+from . import cpu_features, gpu_features
 from .library import note, opaque
 
 EXACT_SLICE = 1024
@@ -35,6 +36,11 @@ def int_matmul(a: Tensor, b: Tensor) -> Tensor:
         raise ValueError(f"int_matmul takes int8 matrices, got {a.dtype} and {b.dtype}")
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"int_matmul takes (M, K) and (K, N), got {tuple(a.shape)} and {tuple(b.shape)}")
+    if gpu_features.runs_triton(a):
+        from .triton.int8_scaled_mm import int8_scaled_mm
+
+        note("int_matmul.triton")
+        return int8_scaled_mm(a, b, None, None, torch.int32)
     if a.device.type == "cuda":
         return _cuda(a, b)
     if a.device.type == "cpu" and cpu_features.has("vnni"):

@@ -1,7 +1,7 @@
 """Launch configurations of the GPU kernels: tables shipped per GPU, the nearest match, and tuning when asked.
 
-A table is a JSON file with named fields (`configs/`). Of a problem (op, dtype, M, N, K) the nearest entry is taken, by the
-distance |log2 M/M'| + |log2 N/N'| + |log2 K/K'|, with M rounded up to a power of two; of a GPU that has no table, that
+A table is a JSON file with named fields (`configs/`). Of a problem (op, dtype, M, N, K) the nearest entry is taken, by
+the distance |log2 M/M'| + |log2 N/N'| + |log2 K/K'|, with M rounded up to a power of two; of a GPU without a table, that
 of the same compute capability with the nearest number of multiprocessors, else `default.json`. Looking up takes a
 microsecond and nothing is ever timed unasked: tuning is `autotune`, or ``QTORCH_AUTOTUNE=1``. ``QTORCH_CONFIGS=file``
 names a table of one's own, which comes before the shipped ones and is where tuning writes.
@@ -184,7 +184,7 @@ def _fastest(run: Callable[[LaunchConfig], None], candidates: Iterable[LaunchCon
     for config in dict.fromkeys(candidates):
         try:
             run(config)
-            times[config] = do_bench(lambda config=config: run(config), warmup=5, rep=25, return_mode="median")  # type: ignore[misc]
+            times[config] = do_bench(lambda config=config: run(config), warmup=5, rep=25, return_mode="median")
         except (OutOfResources, RuntimeError):
             continue
     if not times:
@@ -243,7 +243,7 @@ def _new_table() -> Table:
 
 @contextmanager
 def forced(config: LaunchConfig | None = None, **changes: Any) -> Iterator[None]:
-    """Launch with this configuration, whatever the tables say, within the ``with`` block: for tests and measurements."""
+    """Launch with this configuration, whatever the tables say, in the ``with`` block: for tests and measurements."""
     _forced.append(LaunchConfig(**{**(asdict(config) if config else {}), **changes}))
     try:
         yield

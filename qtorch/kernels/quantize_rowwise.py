@@ -14,8 +14,11 @@ from ..primitives.qdtype import qdtype
 from ..primitives.rounding import Rounding
 from ..primitives.scale_rule import MinMaxRule
 from ..primitives.spec import QuantSpec
+from . import gpu_features
+from .library import opaque
 from .registry import QuantizedWeight
 
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -28,11 +31,27 @@ def quantize_int8_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         codes (M, K) int8, scale (M, 1) fp32; equal bit for bit to the primitives on the same spec.
     """
+    if gpu_features.runs_triton(x) and x.dim() == 2 and x.dtype in _FLOATS:
+        codes, scale = cuda_quantize_rowwise(x, torch.int8)
+        return codes, scale
     if x.shape[-1] == 0:
         return x.to(torch.int8), x.new_full((*x.shape[:-1], 1), _TINY, dtype=torch.float32)
     scale = (x.abs().amax(-1, keepdim=True).float() / 127.0).clamp(min=_TINY)
     # |x / scale| <= 127 up to rounding, and 127 + rounding error still rounds to 127: there is nothing to clip.
     return torch.round(x * (1.0 / scale)).to(torch.int8), scale
+
+
+def _fake(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[0], 1, dtype=torch.float32)
+
+
+@opaque("cuda_quantize_rowwise(Tensor x, ScalarType dtype) -> (Tensor, Tensor)", _fake)
+def cuda_quantize_rowwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The same by one kernel on CUDA, to int8 or float8; opaque to compilers, whose fp32 divisions round otherwise."""
+    from .triton.quantize import quantize_rowwise
+
+    codes, scale, _ = quantize_rowwise(x, dtype)
+    return codes, scale
 
 
 def quantize_input(x: Tensor, weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -44,16 +63,26 @@ def quantize_input(x: Tensor, weight: QuantizedWeight) -> tuple[Tensor, Tensor, 
         assert scale is not None
     elif _is_int8_rowwise(spec):
         return *quantize_int8_rowwise(x), None
+    elif gpu_features.runs_triton(x) and x.dtype in _FLOATS and _is_float8_rowwise(spec):
+        codes, scale = cuda_quantize_rowwise(x, spec.dtype.storage)
+        return codes, scale, None
     else:
         scale, zero_point = spec.choose_qparams(x)
     return spec.quantize(x, scale, zero_point), scale, zero_point
 
 
 def _is_int8_rowwise(spec: QuantSpec) -> bool:
+    return spec.dtype is qdtype("int8") and spec.code_range == (-127, 127) and _is_absmax_rowwise(spec)
+
+
+def _is_float8_rowwise(spec: QuantSpec) -> bool:
+    whole = (spec.dtype.quant_min, spec.dtype.quant_max)
+    return spec.dtype.name in ("float8_e4m3fn", "float8_e5m2") and spec.code_range == whole and _is_absmax_rowwise(spec)
+
+
+def _is_absmax_rowwise(spec: QuantSpec) -> bool:
     return (
-        spec.dtype is qdtype("int8")
-        and spec.code_range == (-127, 127)
-        and isinstance(spec.granularity, PerRow)
+        isinstance(spec.granularity, PerRow)
         and spec.mapping is not MappingType.ASYMMETRIC
         and not spec.has_zero_point
         and isinstance(spec.scale_rule, MinMaxRule)

@@ -1,11 +1,11 @@
 """Integer codes in registers: out of the packed layout, and into floating point.
 
-`primitives.packing.pack_bits` cuts a row of 8 G codes into 8 segments of G. A code has parts of 4, 2 and 1 bits, the binary
-digits of its width; part p of segment j is in row j // (8/p) of the p rows of bytes of that part, at bit p (j % (8/p)).
-So a tile of bytes gives tiles of codes of several segments: with 4 bits two, G apart along the contracted axis.
+`primitives.packing.pack_bits` cuts a row of 8 G codes into 8 segments of G. A code has parts of 4, 2 and 1 bits, the
+binary digits of its width; part p of segment j is in row j // (8/p) of the p rows of bytes of that part, at bit
+p (j % (8/p)). So a tile of bytes gives tiles of codes of several segments: with 4 bits two, G apart along the contracted axis.
 
-LLVM takes packed bytes apart one by one. For 4 bits, on a GPU (ASM), four bytes in a register are unpacked together; the
-interpreter, which has no assembler, takes the portable way to the same numbers.
+LLVM takes packed bytes apart one by one. On a GPU (ASM) the bytes of a register are converted together, those of 4 and
+8 bits; the interpreter, which has no assembler, takes the portable way to the same numbers.
 """
 
 import triton
@@ -18,12 +18,8 @@ _PAIR: tl.constexpr = tl.constexpr(
 _LOW_BF16: tl.constexpr = tl.constexpr(_PAIR.value.replace("SHIFT", "").replace("MAGIC", "0x43004300"))
 _LOW_FP16: tl.constexpr = tl.constexpr(_PAIR.value.replace("SHIFT", "").replace("MAGIC", "0x64006400"))
 # The high nibbles.
-_HIGH_BF16: tl.constexpr = tl.constexpr(
-    _PAIR.value.replace("SHIFT", "shr.b32 t, t, 4;").replace("MAGIC", "0x43004300")
-)
-_HIGH_FP16: tl.constexpr = tl.constexpr(
-    _PAIR.value.replace("SHIFT", "shr.b32 t, t, 4;").replace("MAGIC", "0x64006400")
-)
+_HIGH_BF16: tl.constexpr = tl.constexpr(_PAIR.value.replace("SHIFT", "shr.b32 t, t, 4;").replace("MAGIC", "0x43004300"))
+_HIGH_FP16: tl.constexpr = tl.constexpr(_PAIR.value.replace("SHIFT", "shr.b32 t, t, 4;").replace("MAGIC", "0x64006400"))
 # Two int8 -> two bf16, (128 + low 7 bits) - (128 or, if negative, 256); and two fp16, (1024 + v + 128) - 1152.
 _INT8_BF16: tl.constexpr = tl.constexpr(
     "{ .reg .b32 t, a, b, m; cvt.u32.u16 t, $1; prmt.b32 t, t, 0, 0x4140; mov.b32 m, 0xbf80bf80; "

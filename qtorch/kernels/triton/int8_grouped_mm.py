@@ -18,11 +18,11 @@ from .arguments import check_device, check_matrix, check_shape, next_power_of_tw
 from .codes import unpack_int8
 
 CANDIDATES = [
-    LaunchConfig(m, n, k, num_warps=w, num_stages=s)
-    for m, n, w in ((16, 32, 4), (16, 64, 4), (32, 64, 4), (64, 64, 4), (64, 128, 4), (128, 128, 8), (128, 64, 4), (256, 128, 8))
+    LaunchConfig(m, n, k, num_warps=warps, num_stages=stages)
+    for m, n, warps in ((16, 32, 4), (16, 64, 4), (32, 64, 4), (64, 64, 4), (64, 128, 4), (128, 128, 8), (256, 128, 8))
     for k in (64, 128)
-    for s in (3, 4)
-]  # fmt: skip
+    for stages in (3, 4)
+]
 """What `autotune` tries."""
 
 UNROLLED = 4
@@ -35,7 +35,7 @@ def _add_tile(
     BITS: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr, SUM_X: tl.constexpr, SUM_W: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a group, from k on: its products into `part`, its sums into `sum_x` and `sum_w`. `last` ends the group."""
+    """One tile of a group, from k on: products into `part`, sums into `sum_x` and `sum_w`. `last` ends the group."""
     valid = k + inner < last
     if EVEN:
         segment = k // G
@@ -179,7 +179,8 @@ def int8_grouped_mm(
         _int8_grouped_mm[(triton.cdiv(n, config.block_n), triton.cdiv(m, config.block_m))](
             xq, qdata, y, ws, zero, xs, x_zero, y if bias is None else bias, m, n, k, segment, *steps,
             GROUP=group, TILES=tiles, UNROLL=tiles <= UNROLLED, BITS=bits, OFFSET=offset, WEIGHT_ZERO=wz is not None,
-            INPUT_ZERO=xz is not None, BIAS=bias is not None, EVEN=even, ASM=xq.device.type == "cuda", BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+            INPUT_ZERO=xz is not None, BIAS=bias is not None, EVEN=even, ASM=xq.device.type == "cuda",
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n,
             BLOCK_K=block_k, num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False,
         )  # fmt: skip
 

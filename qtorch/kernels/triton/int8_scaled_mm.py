@@ -24,22 +24,26 @@ COPY_ROWS = 256
 """From this many rows (of `a`) and columns (of `b`) on, an operand in another order is copied first."""
 
 CANDIDATES = [
-    *(LaunchConfig(16, n, k, num_warps=4, num_stages=s) for n, k, s in ((32, 256, 5), (32, 512, 3), (64, 256, 4), (16, 512, 4))),
-    *(LaunchConfig(m, n, 128, num_warps=4, num_stages=s) for m, n, s in ((32, 64, 6), (64, 64, 6), (64, 128, 5))),
     *(
-        LaunchConfig(m, n, k, num_warps=w, num_stages=s, tma=tma)
-        for m, n, k, w, s in (
-            (128, 128, 128, 4, 4),
-            (128, 128, 128, 8, 4),
-            (128, 256, 128, 8, 3),
-            (128, 256, 128, 8, 4),
-            (256, 128, 128, 8, 3),
-            (256, 128, 128, 8, 4),
-            (128, 256, 64, 8, 5),
+        LaunchConfig(16, n, k, num_stages=stages)
+        for n, k, stages in ((32, 256, 5), (32, 512, 3), (64, 256, 4), (16, 512, 4))
+    ),
+    *(LaunchConfig(m, n, 128, num_stages=stages) for m, n, stages in ((32, 64, 6), (64, 64, 6), (64, 128, 5))),
+    *(
+        LaunchConfig(m, n, k, group_m=group, num_warps=warps, num_stages=stages, tma=tma)
+        for m, n, k, group, warps, stages in (
+            (128, 128, 128, 8, 4, 4),
+            (128, 128, 128, 8, 8, 4),
+            (128, 256, 128, 8, 8, 3),
+            (128, 256, 128, 8, 8, 4),
+            (128, 256, 128, 16, 8, 4),
+            (256, 128, 128, 8, 8, 3),
+            (256, 128, 128, 8, 8, 4),
+            (128, 256, 64, 8, 8, 5),
         )
         for tma in (False, True)
     ),
-]  # fmt: skip
+]
 """What `autotune` tries."""
 
 
@@ -174,13 +178,17 @@ def int8_scaled_mm(
         b = b if b.stride(0) == 1 else transposed_copy(b).t()
 
     # Where an argument is missing, any pointer will do: nothing is read through it.
-    row_scale_, column_scale_ = (c, c) if row_scale is None or column_scale is None else (row_scale, column_scale)
-    row_zero_ = c if row_zero is None else row_zero
+    given = {"rows": row_scale, "columns": column_scale, "zeros": row_zero, "sums": column_sum, "bias": bias}
+    extra = tuple(c if t is None else t for t in given.values())
+    rows, columns, zeros = (extra[i] for i in range(3))
+    # A single scale is read again for every row or column.
+    steps = (
+        *c.stride(),
+        rows.stride(0) if rows.shape[0] > 1 else 0,
+        columns.stride(1) if columns.shape[1] > 1 else 0,
+        zeros.stride(0) if zeros.shape[0] > 1 else 0,
+    )
     sizes = (m, n, k)
-    steps = (*c.stride(), *(int(t.shape[0] > 1) * t.stride(0) for t in (row_scale_,)),
-             int(column_scale_.shape[1] > 1) * column_scale_.stride(1),
-             int(row_zero_.shape[0] > 1) * row_zero_.stride(0))  # fmt: skip
-    extra = (row_scale_, column_scale_, row_zero_, c if column_sum is None else column_sum, c if bias is None else bias)
     flags = {"SCALED": scaled, "ZEROS": row_zero is not None, "BIAS": bias is not None}
     tma = _has_descriptor(a, b)
 
@@ -207,7 +215,7 @@ def int8_scaled_mm(
 
 
 def _has_descriptor(a: Tensor, b: Tensor) -> bool:
-    """Whether Hopper's copy engine can fetch tiles: the contracted axis last, everything else at multiples of 16 bytes."""
+    """Whether Hopper's copy engine can fetch tiles: the contracted axis last, all else at multiples of 16 bytes."""
     if a.device.type == "cuda" and torch.cuda.get_device_capability(a.device) < (9, 0):
         return False
     last = a.stride(1) == 1 and b.stride(0) == 1

@@ -26,18 +26,31 @@ from .arguments import FLOATS, check_device, check_matrix, check_shape, power_of
 from .codes import to_float, unpack_floats, unpack_tile
 
 CANDIDATES = [
-    *(LaunchConfig(1, n, k, num_warps=w, path="mv") for n, k, w in ((2, 512, 2), (4, 512, 4), (8, 512, 4), (4, 256, 4), (8, 256, 4), (16, 256, 4), (16, 128, 4))),
     *(
-        LaunchConfig(16, n, k, split_k=split, num_warps=4, num_stages=stages, path="mm")
-        for n in (64, 128)
-        for k in (64, 128)
+        LaunchConfig(1, n, k, num_warps=warps, path="mv")
+        for n, k, warps in ((2, 512, 2), (4, 512, 4), (8, 512, 4), (8, 256, 4), (1, 2048, 4), (4, 1024, 4))
+    ),
+    *(
+        LaunchConfig(16, n, k, split_k=split, num_stages=stages, path="mm")
+        for n, k in ((64, 64), (64, 128), (128, 64), (128, 128))
         for split in (1, 2, 4, 8)
         for stages in (3, 5)
     ),
-    *(LaunchConfig(m, n, 64, split_k=split, num_warps=w, num_stages=stages, path="mm")
-      for m, n, split, w, stages in ((32, 64, 4, 4, 4), (32, 128, 4, 4, 4), (64, 64, 2, 4, 4), (64, 128, 1, 4, 4), (64, 128, 2, 4, 4), (128, 128, 1, 8, 3), (128, 128, 1, 4, 3), (256, 128, 1, 8, 3))),
+    *(
+        LaunchConfig(m, n, 64, split_k=split, num_warps=warps, num_stages=stages, path="mm")
+        for m, n, split, warps, stages in (
+            (32, 64, 4, 4, 4),
+            (32, 128, 4, 4, 4),
+            (64, 64, 2, 4, 4),
+            (64, 128, 1, 4, 4),
+            (64, 128, 2, 4, 4),
+            (128, 128, 1, 4, 3),
+            (128, 128, 1, 8, 3),
+            (256, 128, 1, 8, 3),
+        )
+    ),
     LaunchConfig(path="dense"),
-]  # fmt: skip
+]
 """What `autotune` tries."""
 
 RUN = 16
@@ -51,8 +64,9 @@ SMALLEST_TILE = 32
 def _weight_mm(
     x_ptr, q_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, M, N, K, G,
     stride_xm, stride_xk, stride_qn, stride_sn, stride_sg, stride_zn, stride_zg,
-    GROUP: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr,
-    ONE_GROUP: tl.constexpr, EVEN: tl.constexpr, SCALE_PRODUCT: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+    GROUP: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr,
+    BIAS: tl.constexpr, ONE_GROUP: tl.constexpr, EVEN: tl.constexpr, SCALE_PRODUCT: tl.constexpr,
+    PRECISION: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -135,8 +149,8 @@ def _sum_parts(part_ptr, y_ptr, bias_ptr, size, N, SPLIT_K: tl.constexpr, BIAS: 
 def _weight_mv(
     x_ptr, q_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, N, K, G,
     stride_xk, stride_qn, stride_sn, stride_sg, stride_zn, stride_zg,
-    GROUP: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr,
-    ONE_GROUP: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
+    GROUP: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr,
+    BIAS: tl.constexpr, ONE_GROUP: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
     RUN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     # Axes (row of the weight, run, code of the run). The codes of a run are multiplied and added up by one thread.
@@ -370,6 +384,14 @@ def dequantize(weight: _Weight, dtype: torch.dtype) -> Tensor:
     """The weight (N, K) in floating point."""
     w = weight.qdata.new_empty(weight.n, weight.k, dtype=dtype)
     _dequantize[(triton.cdiv(weight.n, 8), triton.cdiv(weight.segment, 256))](
-        *weight.pointers, w, weight.n, *weight.sizes, *weight.steps, **weight.numerics, BLOCK_N=8, BLOCK_K=256, num_warps=4
+        *weight.pointers,
+        w,
+        weight.n,
+        *weight.sizes,
+        *weight.steps,
+        **weight.numerics,
+        BLOCK_N=8,
+        BLOCK_K=256,
+        num_warps=4,
     )
     return w

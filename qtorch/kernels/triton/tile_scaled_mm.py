@@ -104,14 +104,17 @@ def tile_scaled_mm(
     check_matrix(op, "b", b, (a.dtype,))
     (m, k), n = a.shape, b.shape[0]
     if b.shape[1] != k or dtype not in FLOATS:
-        raise ValueError(f"{op} takes (M, K), (N, K) and a float dtype, got {tuple(a.shape)}, {tuple(b.shape)}, {dtype}")
+        raise ValueError(
+            f"{op} takes (M, K), (N, K) and a float dtype, got {tuple(a.shape)}, {tuple(b.shape)}, {dtype}"
+        )
     for name, scale, rows in (("a_scale", a_scale, m), ("b_scale", b_scale, n)):
         check_matrix(op, name, scale, (torch.float32,))
-        s = scale.shape
-        if (rows and not s[0]) or (k and not s[1]) or rows % max(s[0], 1) or k % max(s[1], 1) or s[1] != a_scale.shape[1]:
+        blocks, tiles = scale.shape
+        whole = tiles == a_scale.shape[1] and not rows % max(blocks, 1) and not k % max(tiles, 1)
+        if not whole or bool(rows) > bool(blocks) or bool(k) > bool(tiles):
             raise ValueError(
-                f"{op}: {name} has shape {tuple(s)}; its sizes must divide those of the matrix, {(rows, k)}, and both "
-                f"scales have the same number of tiles of K; a_scale has {tuple(a_scale.shape)}"
+                f"{op}: {name} has shape {(blocks, tiles)}; its sizes must divide those of the matrix, {(rows, k)}, "
+                f"and both scales have the same number of tiles of K; a_scale has {tuple(a_scale.shape)}"
             )
     check_shape(op, "bias", bias, (n,))
     check_device(op, a=a, b=b, a_scale=a_scale, b_scale=b_scale, bias=bias)
