@@ -1,8 +1,8 @@
 """Launch configurations of the GPU kernels: tables shipped per GPU, the nearest match, and tuning when asked.
 
 A table is a JSON file with named fields (`configs/`). Of a problem (op, dtype, M, N, K) the nearest entry is taken, by
-the distance |log2 M/M'| + |log2 N/N'| + |log2 K/K'|, with M rounded up to a power of two; of a GPU without a table, that
-of the same compute capability with the nearest number of multiprocessors, else `default.json`. Looking up takes a
+the distance |log2 M/M'| + |log2 N/N'| + |log2 K/K'|, with M rounded up to a power of two; of a GPU without a table,
+that of the same compute capability with the nearest number of multiprocessors, else `default.json`. Looking up takes a
 microsecond and nothing is ever timed unasked: tuning is `autotune`, or ``QTORCH_AUTOTUNE=1``. ``QTORCH_CONFIGS=file``
 names a table of one's own, which comes before the shipped ones and is where tuning writes.
 """
@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from .library import note
 
 SHIPPED = Path(__file__).parent / "configs"
 
@@ -172,7 +174,9 @@ def launch(
             _tuned[problem] = _fastest(run, [find(op, dtype, shape), *candidates])
             if (own := _own_file()) is not None:
                 save_tuned(own)
-    run(find(op, dtype, shape))
+    config = find(op, dtype, shape)
+    note(f"triton.{op}" + (f".{config.path}" if config.path else ""))
+    run(config)
 
 
 def _fastest(run: Callable[[LaunchConfig], None], candidates: Iterable[LaunchConfig]) -> LaunchConfig:

@@ -7,7 +7,7 @@
 
 Three ways, chosen by M in the launch configuration:
 
-"mv"    one row: each program multiplies a few rows of the weight, without tensor cores.
+"mv"    one row of x: each program multiplies a few rows of the weight, without tensor cores.
 "mm"    tensor cores. The weight is the left operand, y' = w x', so that codes go from registers into the products and a
         tile of 16 rows of x wastes nothing. The contracted axis may be split; the parts are added in order by a second
         launch, so that results do not depend on timing.
@@ -23,7 +23,9 @@ from torch import Tensor
 
 from ..launch_config import LaunchConfig, launch
 from .arguments import FLOATS, check_device, check_matrix, check_shape, power_of_two_divisor
-from .codes import to_float, unpack_floats, unpack_tile
+from .codes import unpack_floats
+from .dequantize import dequantize
+from .weight import WeightArguments
 
 CANDIDATES = [
     *(
@@ -55,9 +57,6 @@ CANDIDATES = [
 
 RUN = 16
 """Codes that a thread of "mv" multiplies before it scales."""
-
-SMALLEST_TILE = 32
-"""Of the contracted axis: with groups that allow less, scales are gathered for each code."""
 
 
 @triton.jit
@@ -203,94 +202,6 @@ def _weight_mv(
     tl.store(y_ptr + n, y, mask=n < N)
 
 
-@triton.jit
-def _dequantize(
-    q_ptr, scale_ptr, zero_ptr, w_ptr, N, K, G, stride_qn, stride_sn, stride_sg, stride_zn, stride_zg,
-    GROUP: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    UNITS: tl.constexpr = 1 if BITS == 8 else 4 if BITS >= 4 else 2 if BITS >= 2 else 1
-    SEGMENTS: tl.constexpr = 1 if BITS == 8 else 8 // UNITS
-    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    n_in = n % N
-    inner = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    q_ptrs = q_ptr + n_in[:, None] * stride_qn + inner[None, :]
-    in_segment = inner < G
-    for unit in tl.static_range(UNITS):
-        for s in tl.static_range(SEGMENTS):
-            codes = unpack_tile(q_ptrs, in_segment[None, :], G, unit, s, BITS, True)
-            k = (unit * SEGMENTS + s) * G + inner
-            group = (tl.minimum(k, K - 1) // GROUP)[None, :]
-            scale = tl.load(scale_ptr + n_in[:, None] * stride_sn + group * stride_sg).to(tl.float32)
-            if ZERO:
-                zero = tl.load(zero_ptr + n_in[:, None] * stride_zn + group * stride_zg).to(tl.float32)
-            if ZERO == 1:
-                w = to_float(codes, zero + OFFSET, BITS, tl.float32) * scale
-            elif ZERO == 2:
-                w = to_float(codes, OFFSET + MIDDLE, BITS, tl.float32) * scale + zero
-            else:
-                w = to_float(codes, OFFSET, BITS, tl.float32) * scale
-            mask = (n[:, None] < N) & (in_segment & (k < K))[None, :]
-            tl.store(w_ptr + n[:, None] * K + k[None, :], w.to(w_ptr.dtype.element_ty), mask=mask)
-
-
-ZEROS = {"NONE": 0, "INT": 1, "FLOAT": 2}
-
-
-class _Weight:
-    """The checked arguments of a launch that describe the weight."""
-
-    def __init__(
-        self,
-        op: str,
-        k: int,
-        qdata: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        bits: int,
-        offset: int,
-        middle: float,
-        domain: str,
-    ) -> None:
-        if not 1 <= bits <= 8 or domain not in ZEROS:
-            raise ValueError(f"{op} takes codes of 1 to 8 bits and a domain of {list(ZEROS)}, got {bits}, {domain!r}")
-        check_matrix(op, "qdata", qdata, (torch.uint8,) if bits < 8 else (torch.int8, torch.uint8))
-        self.n, self.k = qdata.shape[0], k
-        self.segment = k if bits == 8 else -(-k // 8)
-        check_shape(op, "qdata", qdata, (self.n, self.segment if bits == 8 else self.segment * bits))
-        if scale.dim() != 2 or scale.shape[0] not in (1, self.n) or not scale.shape[1] or k % scale.shape[1]:
-            raise ValueError(
-                f"{op}: scale must have shape (N, groups) or (1, groups), groups dividing K, got {tuple(scale.shape)} "
-                f"for N, K = {(self.n, k)}"
-            )
-        check_shape(op, "zero_point", zero_point, tuple(scale.shape))
-        zero = ZEROS[domain] if zero_point is not None else 0
-        self.qdata = qdata if qdata.stride(1) == 1 else qdata.contiguous()
-        self.scale, self.zero_point = scale, scale if zero_point is None else zero_point
-        self.groups = scale.shape[1]
-        self.group = max(1, k // self.groups)
-        steps = (self.qdata.stride(0), *_steps(self.scale), *_steps(self.zero_point))
-        self.pointers = (self.qdata, self.scale, self.zero_point)
-        self.sizes = (k, self.segment)
-        self.steps = steps
-        # A row in one group is any group that is long enough: kernels are compiled for each size.
-        group = self.group if self.groups > 1 else 1 << 30
-        self.numerics = {"GROUP": group, "BITS": bits, "OFFSET": float(offset), "MIDDLE": float(middle), "ZERO": zero}
-        self.key = "float_zero" if zero == 2 else "int"
-
-    def tile(self, wanted: int) -> tuple[int, bool, bool]:
-        """(BLOCK_K, whether a tile lies in one group, whether no mask is needed)."""
-        fitting = min(wanted, power_of_two_divisor(self.segment, self.group if self.groups > 1 else 0))
-        if fitting < min(wanted, SMALLEST_TILE):
-            return min(wanted, 128), self.groups == 1, False
-        return fitting, True, self.k in (self.segment, 8 * self.segment)
-
-
-def _steps(x: Tensor) -> tuple[int, int]:
-    """Strides of a scale, zero along an axis of one element that stands for all."""
-    return (x.stride(0) if x.shape[0] > 1 else 0), x.stride(1)
-
-
 def intx_weight_mm(
     x: Tensor,
     qdata: Tensor,
@@ -324,7 +235,7 @@ def intx_weight_mm(
     op = "intx_weight_mm"
     check_matrix(op, "x", x, FLOATS)
     m, k = x.shape
-    weight = _Weight(op, k, qdata, scale, zero_point, bits, offset, middle, domain)
+    weight = WeightArguments(op, k, qdata, scale, zero_point, bits, offset, middle, domain)
     n = weight.n
     check_shape(op, "bias", bias, (n,))
     check_device(op, x=x, qdata=qdata, scale=scale, zero_point=zero_point, bias=bias)
@@ -347,7 +258,7 @@ def intx_weight_mm(
     return y
 
 
-def _launch_mv(x: Tensor, weight: _Weight, bias: Tensor | None, y: Tensor, config: LaunchConfig) -> None:
+def _launch_mv(x: Tensor, weight: WeightArguments, bias: Tensor | None, y: Tensor, config: LaunchConfig) -> None:
     # A tile may hold several groups, as long as runs of RUN codes do not.
     block_k = min(config.block_k, max(power_of_two_divisor(weight.segment), 64))
     one_group = weight.groups == 1 or (weight.group % RUN == 0 and weight.segment % RUN == 0)
@@ -359,7 +270,7 @@ def _launch_mv(x: Tensor, weight: _Weight, bias: Tensor | None, y: Tensor, confi
     )  # fmt: skip
 
 
-def _launch_mm(x: Tensor, weight: _Weight, bias: Tensor | None, y: Tensor, config: LaunchConfig) -> None:
+def _launch_mm(x: Tensor, weight: WeightArguments, bias: Tensor | None, y: Tensor, config: LaunchConfig) -> None:
     m, n = y.shape
     block_k, one_group, even = weight.tile(config.block_k)
     block_m = max(16, config.block_m)
@@ -378,20 +289,3 @@ def _launch_mm(x: Tensor, weight: _Weight, bias: Tensor | None, y: Tensor, confi
         _sum_parts[(triton.cdiv(m * n, 1024),)](
             parts, y, y if bias is None else bias, m * n, n, config.split_k, bias is not None, 1024, num_warps=4
         )
-
-
-def dequantize(weight: _Weight, dtype: torch.dtype) -> Tensor:
-    """The weight (N, K) in floating point."""
-    w = weight.qdata.new_empty(weight.n, weight.k, dtype=dtype)
-    _dequantize[(triton.cdiv(weight.n, 8), triton.cdiv(weight.segment, 256))](
-        *weight.pointers,
-        w,
-        weight.n,
-        *weight.sizes,
-        *weight.steps,
-        **weight.numerics,
-        BLOCK_N=8,
-        BLOCK_K=256,
-        num_warps=4,
-    )
-    return w

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..library import note
 from .arguments import FLOATS, check_device, check_matrix, next_power_of_two
 
 TINY = torch.finfo(torch.float32).tiny
@@ -117,6 +118,7 @@ def quantize_rowwise(
     m, k = x.shape
     q, scale = x.new_empty(m, k, dtype=dtype), x.new_full((m, 1), TINY, dtype=torch.float32)
     t = x.new_empty(k, m, dtype=dtype) if transposed else None
+    note("triton.quantize_rowwise")
     if x.numel():
         one_pass = k <= WHOLE_ROW and not transposed
         block = next_power_of_two(k) if one_pass else 128 if transposed else 4096

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..library import note
 from .quantize import LARGEST, TINY, check_input, codes_of, magnitude_bits, scale_of
 
 CHUNKS = 16
@@ -70,6 +71,7 @@ def quantize_columnwise(
     check_input("quantize_columnwise", x, dtype, seed)
     m, k = x.shape
     q, scale = x.new_empty(k, m, dtype=dtype), x.new_full((k, 1), TINY, dtype=torch.float32)
+    note("triton.quantize_columnwise")
     if x.numel():
         block_m, block_k = 64, 64
         chunks = min(CHUNKS, triton.cdiv(m, block_m))

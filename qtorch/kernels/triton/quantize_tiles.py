@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..library import note
 from .arguments import next_power_of_two
 from .quantize import LARGEST, TINY, check_input, codes_of, magnitude_bits, scale_of
 
@@ -61,6 +62,7 @@ def quantize_tilewise(
             f"shape {(m, k)}"
         )
     q, scale = x.new_empty(m, k, dtype=dtype), x.new_empty(m // r, k // c, dtype=torch.float32)
+    note("triton.quantize_tilewise")
     if x.numel():
         block_r, block_c = next_power_of_two(r), next_power_of_two(c)
         tiles = max(1, 2048 // (block_r * block_c))

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..library import note
 from .arguments import FLOATS, check_device, check_matrix, check_shape, next_power_of_two
 from .quantize import TINY, WHOLE_ROW, codes_of, magnitude_bits, scale_of
 
@@ -76,6 +77,7 @@ def update_bf16(w: Tensor, u: Tensor, alpha: float, seed: Tensor) -> None:
         ValueError: other dtypes, shapes or devices.
     """
     _check("update_bf16", w, u, seed, torch.bfloat16)
+    note("triton.update_bf16")
     if w.numel():
         grid = (w.shape[0], triton.cdiv(w.shape[1], 2048))
         _update_bf16[grid](
@@ -100,6 +102,7 @@ def update_int8(q: Tensor, scale: Tensor, u: Tensor, alpha: float, seed: Tensor)
             f"update_int8 takes contiguous rows of at most {WHOLE_ROW} codes and contiguous fp32 scales, got strides "
             f"{q.stride()}, shape {tuple(q.shape)}, scales of {scale.dtype} with strides {scale.stride()}"
         )
+    note("triton.update_int8")
     if q.numel():
         block = next_power_of_two(q.shape[1])
         _update_int8[(q.shape[0],)](

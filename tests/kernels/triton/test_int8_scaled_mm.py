@@ -1,0 +1,114 @@
+"""The int8 product: exact sums, the bits of the CPU kernels, any strides, every epilogue."""
+
+import pytest
+import torch
+
+from qtorch.kernels import record_kernels
+from qtorch.kernels.launch_config import LaunchConfig, forced
+from qtorch.kernels.triton import int8_scaled_mm as module
+from qtorch.kernels.triton.int8_scaled_mm import int8_scaled_mm
+from qtorch.kernels.triton.transpose import transposed_copy
+
+SHAPES = [(1, 1, 1), (3, 5, 7), (17, 33, 129), (64, 96, 40), (1, 256, 48)]
+CONFIGS = [LaunchConfig(16, 32, 32), LaunchConfig(32, 16, 64, group_m=2), LaunchConfig(16, 32, 64, tma=True)]
+
+
+def codes(*shape, device):
+    return torch.randint(-128, 128, shape, dtype=torch.int8, device=device)
+
+
+def exact(a, b):
+    return (a.double() @ b.double()).to(torch.int32)
+
+
+@pytest.mark.parametrize("m, k, n", SHAPES)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_sums_are_exact(m, k, n, config, device):
+    a, b = codes(m, k, device=device), codes(n, k, device=device).t()
+    with forced(config), record_kernels() as ran:
+        c = int8_scaled_mm(a, b, None, None, torch.int32)
+    assert ran == ["triton.int8_scaled_mm"]
+    assert c.dtype == torch.int32
+    assert torch.equal(c, exact(a, b))
+
+
+def test_largest_sums(device):
+    a = torch.full((2, 4096), -128, dtype=torch.int8, device=device)
+    with forced(CONFIGS[0], block_k=512):
+        assert (int8_scaled_mm(a, a.t(), None, None, torch.int32) == 4096 * 128 * 128).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("has_zero", [False, True])
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2]], ids=["pointers", "tma"])
+def test_scales_zero_points_and_bias(dtype, has_bias, has_zero, config, device):
+    """In this order, rounded before the bias: bit for bit what the CPU kernels do."""
+    m, k, n = 19, 48, 37
+    a, b = codes(m, k, device=device), codes(n, k, device=device).t()
+    bias = torch.randn(n, device=device).to(dtype) if has_bias else None
+    for rows, columns in ((m, n), (1, n), (m, 1), (1, 1)):
+        row_scale, column_scale = torch.rand(rows, 1, device=device), torch.rand(1, columns, device=device)
+        zero = codes(rows, 1, device=device) if has_zero else None
+        with forced(config):
+            y = int8_scaled_mm(a, b, row_scale, column_scale, dtype, bias, zero)
+        sums = exact(a, b)
+        if has_zero:
+            sums = sums - zero.to(torch.int32) * b.sum(0, dtype=torch.int32)
+        expected = (sums.float() * column_scale * row_scale).to(dtype)
+        assert torch.equal(y, expected if bias is None else expected + bias)
+
+
+def test_any_strides(device):
+    base_a, base_b = codes(40, 96, device=device), codes(96, 40, device=device)
+    for a in (base_a[::2, 10:58], base_a[:, :48].contiguous().t()[:, :48].t(), base_b[:48, ::2].t()):
+        for b in (base_b[:48], base_b[::2, 3:30], base_a[:, 48:].t()):
+            with forced(CONFIGS[2]):
+                assert torch.equal(int8_scaled_mm(a, b, None, None, torch.int32), exact(a, b))
+
+
+def test_large_products_copy_operands_in_another_order(device, monkeypatch):
+    copied = []
+    copy = lambda x: copied.append(tuple(x.shape)) or transposed_copy(x)  # noqa: E731
+    monkeypatch.setattr(module, "transposed_copy", copy)
+    a, b = codes(32, 256, device=device).t(), codes(32, 256, device=device)
+    with forced(LaunchConfig(128, 128, 32)):
+        assert torch.equal(int8_scaled_mm(a, b, None, None, torch.int32), exact(a, b))
+        assert copied == [(32, 256), (32, 256)]
+        int8_scaled_mm(a[:8], b, None, None, torch.int32)
+        int8_scaled_mm(a.contiguous(), b.t().contiguous().t(), None, None, torch.int32)
+    assert len(copied) == 2
+
+
+def test_transposed_copy(device):
+    x = codes(150, 70, device=device)
+    for view in (x, x.t(), x[::2, 1:]):
+        assert torch.equal(transposed_copy(view), view.t())
+        assert transposed_copy(view).is_contiguous()
+
+
+def test_empty(device):
+    assert int8_scaled_mm(codes(0, 8, device=device), codes(8, 4, device=device), None, None, torch.int32).shape == (0, 4)
+    with forced(CONFIGS[0]):
+        c = int8_scaled_mm(codes(3, 0, device=device), codes(0, 4, device=device), None, None, torch.int32)
+    assert torch.equal(c, torch.zeros(3, 4, dtype=torch.int32, device=device))
+
+
+def test_errors(device):
+    a, b, one = codes(4, 8, device=device), codes(8, 6, device=device), torch.ones(1, 1, device=device)
+    with pytest.raises(ValueError, match=r"a must be a matrix of int8, got shape \(4, 8\) of torch.float32"):
+        int8_scaled_mm(a.float(), b, None, None, torch.int32)
+    with pytest.raises(ValueError, match=r"takes \(M, K\) and \(K, N\), got \(4, 8\) and \(6, 8\)"):
+        int8_scaled_mm(a, b.t(), None, None, torch.int32)
+    with pytest.raises(ValueError, match=r"row_scale must have shape \(4, 1\) or \(1, 1\), got \(6, 1\)"):
+        int8_scaled_mm(a, b, one.expand(6, 1), one, torch.float32)
+    with pytest.raises(ValueError, match="needs both scales and a floating-point dtype, or neither and int32"):
+        int8_scaled_mm(a, b, one, None, torch.float32)
+    with pytest.raises(ValueError, match="needs both scales"):
+        int8_scaled_mm(a, b, one, one, torch.int32)
+    with pytest.raises(ValueError, match=r"bias must have shape \(6,\), got \(4,\)"):
+        int8_scaled_mm(a, b, one, one, torch.float32, torch.ones(4, device=device))
+    with pytest.raises(ValueError, match="all tensors must be on one device, got a on .*, b on meta"):
+        int8_scaled_mm(a, b.to("meta"), None, None, torch.int32)
+    with pytest.raises(ValueError, match="runs on CUDA, or with TRITON_INTERPRET=1 on CPU; the tensors are on meta"):
+        int8_scaled_mm(a.to("meta"), b.to("meta"), None, None, torch.int32)
