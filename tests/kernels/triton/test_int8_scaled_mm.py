@@ -48,7 +48,7 @@ def test_scales_zero_points_and_bias(dtype, has_bias, has_zero, config, device):
     a, b = codes(m, k, device=device), codes(n, k, device=device).t()
     bias = torch.randn(n, device=device).to(dtype) if has_bias else None
     for rows, columns in ((m, n), (1, n), (m, 1), (1, 1)):
-        row_scale, column_scale = torch.rand(rows, 1, device=device), torch.rand(1, columns, device=device)
+        row_scale, column_scale = (torch.rand(s, device=device) / 64 for s in ((rows, 1), (1, columns)))
         zero = codes(rows, 1, device=device) if has_zero else None
         with forced(config):
             y = int8_scaled_mm(a, b, row_scale, column_scale, dtype, bias, zero)

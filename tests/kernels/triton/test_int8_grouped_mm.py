@@ -1,0 +1,113 @@
+"""int8 activations and grouped weights, plain and packed: bit for bit the reference."""
+
+import pytest
+import torch
+
+from qtorch import (
+    AffineQuantizedTensor,
+    LinearSpec,
+    MappingType,
+    PackedLayout,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    PlainLayout,
+    QuantSpec,
+)
+from qtorch.kernels import record_kernels, reference
+from qtorch.kernels.launch_config import LaunchConfig, forced
+from qtorch.kernels.quantize_rowwise import quantize_input
+from qtorch.kernels.triton.int8_grouped_mm import int8_grouped_mm
+
+ASYMMETRIC, SYMMETRIC = MappingType.ASYMMETRIC, MappingType.SYMMETRIC
+ACTIVATIONS = {
+    "token": QuantSpec("int8", PerRow(), quant_min=-127),
+    "token asymmetric": QuantSpec("int8", PerRow(), ASYMMETRIC),
+    "tensor": QuantSpec("int8", PerTensor()),
+}
+CONFIGS = [LaunchConfig(16, 32, 64), LaunchConfig(32, 16, 32)]
+
+
+def check(spec, activation, rows, n, k, device, dtype=torch.float32, config=CONFIGS[0]):
+    layout = PlainLayout() if spec.dtype.bits == 8 else PackedLayout()
+    linear = LinearSpec(spec, ACTIVATIONS[activation], layout=layout)
+    weight = AffineQuantizedTensor.from_float(torch.randn(n, k).to(dtype), linear).to(device)
+    x, bias = torch.randn(rows, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
+    xq, xs, xz = quantize_input(x, weight)
+    with forced(config), record_kernels() as ran:
+        y = int8_grouped_mm(
+            xq, xs, xz, weight.qdata, weight.scale, weight.zero_point, spec.dtype.bits, spec.dtype.is_signed, dtype, bias
+        )
+    assert ran == ["triton.int8_grouped_mm"]
+    assert torch.equal(y, reference.linear(x, weight, bias)), (spec, activation, rows, n, k)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("name", [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 9)])
+def test_every_width(name, activation, device):
+    check(QuantSpec(name, PerGroup(32), ASYMMETRIC), activation, 5, 20, 256, device)
+    check(QuantSpec(name, PerRow(), SYMMETRIC), activation, 3, 20, 96, device)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_dtypes(dtype, activation, config, device):
+    check(QuantSpec("int4", PerGroup(32)), activation, 33, 44, 256, device, dtype, config)
+    check(QuantSpec("uint8", PerGroup(64), ASYMMETRIC), activation, 17, 20, 128, device, dtype, config)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("n, k, group", [(1, 1, 1), (3, 5, 5), (17, 101, -1), (33, 136, 17), (7, 50, 10), (20, 1024, 512)])
+def test_odd_sizes(n, k, group, activation, device):
+    """Groups of fewer than 32 codes, that straddle segments, and of more than are unrolled."""
+    for name in ("uint4", "int5", "int8"):
+        check(QuantSpec(name, PerGroup(group), ASYMMETRIC), activation, 19, n, k, device)
+
+
+def test_largest_sums(device):
+    """All codes at their bounds: sums that fp32 could not hold."""
+    k = 4096
+    xq = torch.full((2, k), -128, dtype=torch.int8, device=device)
+    one = torch.ones(2, 1, device=device)
+    codes = torch.full((3, k), 255, dtype=torch.uint8, device=device)
+    codes[0, 0] = 254
+    with forced(CONFIGS[0], block_k=128):
+        y = int8_grouped_mm(xq, one, None, codes, one[:1].expand(3, 1), None, 8, False, torch.float32)
+    sums = torch.full((2, 3), -128 * 255 * k, device=device, dtype=torch.int32)
+    sums[:, 0] += 128
+    assert torch.equal(y, sums.float())
+
+
+def test_strides_and_empty(device):
+    xq = torch.randint(-128, 128, (40, 64), dtype=torch.int8, device=device)
+    codes = torch.randint(-128, 128, (20, 64), dtype=torch.int8, device=device)
+    xs, ws = torch.rand(40, 1, device=device), torch.rand(2, 20, device=device).t()
+    run = lambda x, s, w, ws: int8_grouped_mm(x, s, None, w, ws, None, 8, True, torch.float32)  # noqa: E731
+    with forced(CONFIGS[1]):
+        y = run(xq, xs, codes, ws)
+        assert torch.equal(run(xq[::3], xs[::3], codes[::2], ws[::2]), y[::3, ::2])
+        assert torch.equal(run(xq.t().contiguous().t(), xs, codes.t().contiguous().t(), ws.contiguous()), y)
+    assert run(xq[:0], xs[:0], codes, ws).shape == (0, 20)
+    assert torch.equal(run(xq[:, :0], xs, codes[:, :0], ws), torch.zeros(40, 20, device=device))
+
+
+def test_errors(device):
+    xq = torch.ones(2, 64, dtype=torch.int8, device=device)
+    xs, codes = torch.ones(2, 1, device=device), torch.ones(6, 32, dtype=torch.uint8, device=device)
+    ws = torch.ones(6, 2, device=device)
+    arguments = (xq, xs, None, codes, ws, None, 4, True, torch.float32)
+    for place, value, message in (
+        (0, xq.float(), r"xq must be a matrix of int8, got shape \(2, 64\) of torch.float32"),
+        (1, xs[:1].expand(3, 1), r"xs must have shape \(2, 1\) or \(1, 1\), got \(3, 1\)"),
+        (3, codes[:, :31], r"qdata must have shape \(6, 32\), got \(6, 31\)"),
+        (4, ws[:5], r"ws must have shape \(N, groups\), groups dividing K, got \(5, 2\) for N, K = \(6, 64\)"),
+        (4, ws[:, :1].expand(6, 3), r"groups dividing K, got \(6, 3\)"),
+        (5, ws[:, :1], r"wz must have shape \(6, 2\), got \(6, 1\)"),
+        (6, 9, "takes codes of 1 to 8 bits, got 9|qdata must be"),
+        (4, ws.to("meta"), "all tensors must be on one device, got .* ws on meta"),
+    ):
+        changed = [*arguments]
+        changed[place] = value
+        with pytest.raises(ValueError, match=message):
+            int8_grouped_mm(*changed)

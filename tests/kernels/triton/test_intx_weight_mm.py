@@ -1,0 +1,144 @@
+"""Weight-only products of packed codes: every width, way, layout of groups and odd size against the reference."""
+
+import pytest
+import torch
+
+from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PackedLayout, PerGroup, PerRow, PlainLayout, QuantSpec
+from qtorch.kernels import record_kernels, reference
+from qtorch.kernels.launch_config import LaunchConfig, forced
+from qtorch.kernels.triton.intx_weight_mm import intx_weight_mm
+from qtorch.primitives import ZeroPointDomain, compute_error
+
+ASYMMETRIC = MappingType.ASYMMETRIC
+LEAST = {torch.float32: 95, torch.float16: 50, torch.bfloat16: 38}
+
+WAYS = {
+    "mm": LaunchConfig(16, 16, 32, path="mm"),
+    "mm, scaled codes": LaunchConfig(128, 16, 32, path="mm"),
+    "mm, split": LaunchConfig(16, 32, 64, split_k=3, path="mm"),
+    "mv": LaunchConfig(1, 4, 64, path="mv"),
+    "dense": LaunchConfig(path="dense"),
+}
+
+
+def weight_of(spec, n, k, device, dtype=torch.float32, layout=None):
+    layout = layout or (PlainLayout() if spec.dtype.bits == 8 else PackedLayout())
+    return AffineQuantizedTensor.from_float(torch.randn(n, k).to(dtype), LinearSpec(spec, layout=layout)).to(device)
+
+
+def run(x, weight, bias=None):
+    spec = weight.scheme.weight
+    low, high = spec.code_range
+    packed = weight.qdata.shape[1] != x.shape[1]
+    bits = spec.dtype.bits if packed else 8
+    offset = 2 ** (bits - 1) if packed and spec.dtype.is_signed else 0
+    arguments = (bits, offset, (low + high + 1) / 2, spec.zero_point_domain.name, bias)
+    return intx_weight_mm(x, weight.qdata, weight.scale, weight.zero_point, *arguments)
+
+
+def check(x, weight, bias, way, least):
+    with forced(WAYS[way]), record_kernels() as ran:
+        y = run(x, weight, bias)
+    assert ran == [f"triton.intx_weight_mm.{WAYS[way].path}"]
+    assert y.dtype == x.dtype
+    assert compute_error(reference.linear(x, weight, bias), y) > least
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 9)])
+def test_every_width(name, way, device):
+    """A tile in one group, and groups that tiles do not divide."""
+    x = torch.randn(1, 256, device=device)
+    for granularity in (PerGroup(32), PerRow(), PerGroup(8)):
+        weight = weight_of(QuantSpec(name, granularity, ASYMMETRIC), 20, 256, device)
+        check(x, weight, None, way, LEAST[torch.float32])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes_and_domains(dtype, way, device):
+    rows = 1 if way == "mv" else 5
+    x, bias = torch.randn(rows, 512, device=device).to(dtype), torch.randn(44, device=device).to(dtype)
+    none = ZeroPointDomain.NONE
+    for spec in (
+        QuantSpec("uint4", PerGroup(64), ASYMMETRIC),
+        QuantSpec("uint4", PerGroup(64), ASYMMETRIC, ZeroPointDomain.FLOAT, preserve_zero=False),
+        QuantSpec("int4", PerGroup(128)),
+        QuantSpec("int8", PerGroup(32), zero_point_domain=none),
+        QuantSpec("uint8", PerRow(), ASYMMETRIC),
+    ):
+        check(x, weight_of(spec, 44, 512, device, dtype), bias, way, LEAST[dtype])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("n, k, group", [(1, 1, 1), (3, 5, 5), (17, 101, -1), (33, 136, 17), (20, 264, 33), (7, 50, 10)])
+def test_odd_sizes(n, k, group, way, device):
+    for name in ("uint4", "int3", "int8"):
+        spec = QuantSpec(name, PerGroup(group), ASYMMETRIC)
+        for rows in (1,) if way == "mv" else (1, 19):
+            bias = torch.randn(n, device=device)
+            check(torch.randn(rows, k, device=device), weight_of(spec, n, k, device), bias, way, LEAST[torch.float32])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_strides(way, device):
+    """Rows of a larger matrix, columns of one, and a weight cut from another."""
+    spec = QuantSpec("uint4", PerGroup(32), ASYMMETRIC)
+    weight = weight_of(spec, 40, 256, device)
+    wide = torch.randn(6, 600, device=device)
+    rows = 1 if way == "mv" else 3
+    for x in (wide[::2, 40:296][:rows], wide[:, ::2][:rows, :256], wide.t()[:256, :rows].t()):
+        check(x, weight, None, way, LEAST[torch.float32])
+        check(x, weight[5:31:2], None, way, LEAST[torch.float32])
+    plain = weight_of(QuantSpec("int8", PerRow()), 256, 48, device)
+    check(wide[:rows, :256], plain.t(), None, way, LEAST[torch.float32])
+
+
+def test_many_rows_where_only_one_is_taken(device):
+    """A configuration for one row, met by two."""
+    weight = weight_of(QuantSpec("int4", PerGroup(32)), 20, 64, device)
+    x = torch.randn(2, 64, device=device)
+    with forced(WAYS["mv"]):
+        assert compute_error(reference.linear(x, weight, None), run(x, weight)) > 95
+
+
+def test_parts_are_added_in_order(device):
+    """The same bits each time, however the contracted axis is shared."""
+    weight = weight_of(QuantSpec("int4", PerGroup(32)), 20, 512, device)
+    x = torch.randn(3, 512, device=device)
+    with forced(WAYS["mm, split"]):
+        first = run(x, weight)
+        assert all(torch.equal(run(x, weight), first) for _ in range(3))
+
+
+def test_empty(device):
+    weight = weight_of(QuantSpec("int4", PerGroup(32)), 20, 64, device)
+    assert run(torch.empty(0, 64, device=device), weight).shape == (0, 20)
+    bias = torch.randn(3, device=device)
+    codes, scale = torch.empty(3, 0, dtype=torch.int8, device=device), torch.ones(3, 1, device=device)
+    x = torch.empty(2, 0, device=device)
+    assert torch.equal(intx_weight_mm(x, codes, scale, None, 8, 0, 0.0, "NONE", bias), bias.expand(2, 3))
+    assert torch.equal(intx_weight_mm(x, codes, scale, None, 8, 0, 0.0, "NONE"), torch.zeros(2, 3, device=device))
+
+
+def test_errors(device):
+    x = torch.randn(2, 64, device=device)
+    codes, scale = torch.ones(6, 32, dtype=torch.uint8, device=device), torch.ones(6, 2, device=device)
+    call = lambda **new: intx_weight_mm(**{  # noqa: E731
+        "x": x, "qdata": codes, "scale": scale, "zero_point": None, "bits": 4, "offset": 0, "middle": 8.0, "domain": "INT",
+        **new,
+    })  # fmt: skip
+    for changes, message in (
+        ({"x": x.long()}, r"x must be a matrix of float32 or .* got shape \(2, 64\) of torch.int64"),
+        ({"x": torch.cat((x, x), 1)}, r"qdata must have shape \(6, 64\), got \(6, 32\)"),
+        ({"qdata": codes.view(torch.int8)}, r"qdata must be a matrix of uint8, got shape \(6, 32\) of torch.int8"),
+        ({"scale": torch.ones(6, 3, device=device)}, r"groups dividing K, got \(6, 3\) for N, K = \(6, 64\)"),
+        ({"scale": torch.ones(5, 2, device=device)}, r"scale must have shape \(N, groups\) .* got \(5, 2\)"),
+        ({"zero_point": scale[:, :1]}, r"zero_point must have shape \(6, 2\), got \(6, 1\)"),
+        ({"bits": 9}, "codes of 1 to 8 bits"),
+        ({"domain": "REAL"}, "a domain of .* got 4, 'REAL'"),
+        ({"bias": scale[0]}, r"bias must have shape \(6,\), got \(2,\)"),
+        ({"scale": scale.to("meta")}, "all tensors must be on one device, got .* scale on meta"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(**changes)

@@ -1,0 +1,170 @@
+"""The CUDA kernels of `linear`, on every scheme and layout they accept, against the reference; and where they run."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PackedLayout, PerGroup, PerRow, PerTensor, QuantSpec
+from qtorch.dtypes.layouts import LAYOUTS
+from qtorch.kernels import record_kernels, reference
+from qtorch.kernels.launch_config import LaunchConfig, forced
+from qtorch.kernels.registry import Problem, kernels
+from qtorch.primitives import ZeroPointDomain, compute_error
+from tests.kernels.test_linear import SCHEMES
+
+ASYMMETRIC = MappingType.ASYMMETRIC
+TOKEN = QuantSpec("int8", PerRow(), quant_min=-127)
+ASYMMETRIC_TOKEN = QuantSpec("int8", PerRow(), ASYMMETRIC)
+KERNELS = {k.name: k for k in kernels("linear") if k.name in ("cuda_int8_mm", "cuda_weight_mm")}
+LEAST = {torch.float32: 95, torch.float16: 50, torch.bfloat16: 38}
+
+SPECS = {name: spec for name, (spec, *_) in SCHEMES.items()} | {
+    f"{name} {granularity} {activation is not None}": LinearSpec(QuantSpec(name, granularity, mapping), activation)
+    for name, granularity, mapping, activation in (
+        ("int2", PerGroup(32), MappingType.SYMMETRIC, None),
+        ("uint5", PerGroup(64), ASYMMETRIC, None),
+        ("int6", PerRow(), MappingType.SYMMETRIC, None),
+        ("uint4", PerRow(), ASYMMETRIC, None),
+        ("int8", PerTensor(), MappingType.SYMMETRIC, None),
+        ("int8", PerGroup(32), MappingType.SYMMETRIC, TOKEN),
+        ("int3", PerGroup(32), ASYMMETRIC, ASYMMETRIC_TOKEN),
+        ("int6", PerRow(), MappingType.SYMMETRIC, ASYMMETRIC_TOKEN),
+    )
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", KERNELS)
+def test_against_the_reference(name, dtype, device):
+    kernel, taken = KERNELS[name], 0
+    x, bias = torch.randn(3, 7, 192, device=device).to(dtype), torch.randn(40, device=device).to(dtype)
+    for scheme, spec in SPECS.items():
+        for layout in LAYOUTS.values():
+            try:
+                weight = AffineQuantizedTensor.from_float(
+                    torch.randn(40, 192).to(dtype), replace(spec, layout=layout())
+                ).to(device)
+            except (ValueError, TypeError):
+                continue
+            if kernel.rejects(Problem("linear", weight.scheme, dtype, "cuda")) is not None:
+                continue
+            taken += 1
+            with forced(LaunchConfig(16, 32, 64)), record_kernels() as ran:
+                y = kernel(x, weight, bias)
+            assert ran[0] == f"linear:{name}"
+            assert ran[-1].startswith("triton.")
+            expected = reference.linear(x, weight, bias)
+            assert (y.dtype, y.shape) == (dtype, expected.shape)
+            if weight.scheme.activation is not None:
+                assert torch.equal(y, expected), (scheme, layout.name)
+            else:
+                assert compute_error(expected, y) > LEAST[dtype], (scheme, layout.name)
+    assert taken >= 10
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_bias_of_another_dtype_decides_the_result(name, device):
+    spec = LinearSpec(QuantSpec("int8", quant_min=-127), TOKEN if name == "cuda_int8_mm" else None)
+    weight = AffineQuantizedTensor.from_float(torch.randn(8, 32).bfloat16(), spec).to(device)
+    x, bias = torch.randn(2, 32, device=device).bfloat16(), torch.randn(8, device=device)
+    with forced(LaunchConfig(16, 32, 32)):
+        y = KERNELS[name](x, weight, bias)
+    assert y.dtype == torch.float32
+    assert 30 < compute_error(reference.linear(x.float(), weight, bias), y)
+
+
+def test_int8_kernel_chooses_by_the_weight(device):
+    x = torch.randn(2, 64, device=device)
+    cases = {
+        "one_product": (LinearSpec(QuantSpec("int8"), TOKEN), LinearSpec(QuantSpec("int8"), ASYMMETRIC_TOKEN)),
+        "grouped": (
+            LinearSpec(QuantSpec("int8", PerGroup(32)), TOKEN),
+            LinearSpec(QuantSpec("uint8", PerRow(), ASYMMETRIC), TOKEN),
+            LinearSpec(QuantSpec("int4"), TOKEN, layout=PackedLayout()),
+        ),
+    }
+    for path, specs in cases.items():
+        for spec in specs:
+            weight = AffineQuantizedTensor.from_float(torch.randn(8, 64), spec).to(device)
+            with forced(LaunchConfig(16, 32, 32)), record_kernels() as ran:
+                KERNELS["cuda_int8_mm"](x, weight, None)
+            assert f"cuda_int8_mm.{path}" in ran
+
+
+def test_operators_are_well_formed(device):
+    codes, scale = torch.ones(8, 32, dtype=torch.int8, device=device), torch.rand(8, 2, device=device)
+    x = torch.randn(3, 32, device=device)
+    xs = torch.rand(3, 1, device=device)
+    for op, arguments in {
+        "cuda_weight_mm": (x, codes, scale, None, "int8", 0.0, "NONE", None),
+        "cuda_int8_mm": (codes[:3], xs, None, codes, scale, None, "int8", None, torch.float32),
+        "cuda_quantize_rowwise": (x, torch.int8),
+        "tile_scaled_mm": (codes, codes, scale, scale, torch.float32),
+    }.items():
+        torch.library.opcheck(getattr(torch.ops.qtorch, op).default, arguments)
+
+
+def test_compiled_for_any_batch(device):
+    """One graph, with the operators in it as they are."""
+    weight = AffineQuantizedTensor.from_float(torch.randn(8, 64), LinearSpec(QuantSpec("int4", PerGroup(32)), TOKEN))
+    weight = weight.to(device)
+    run = lambda x: KERNELS["cuda_int8_mm"].function(x, weight, None)  # noqa: E731
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True), forced(LaunchConfig(16, 32, 32)):
+        for rows in (5, 3, 20):
+            x = torch.randn(rows, 64, device=device)
+            with record_kernels() as ran:
+                y = compiled(x)
+            assert "triton.int8_grouped_mm" in ran
+            assert torch.equal(y, run(x))
+
+
+REAL_ZERO = QuantSpec("uint4", PerGroup(64), ASYMMETRIC, ZeroPointDomain.FLOAT, preserve_zero=False)
+
+ON_THE_GPU = {
+    "int8 weight-only": (LinearSpec(QuantSpec("int8", quant_min=-127)), "triton.intx_weight_mm"),
+    "int4 weight-only": (
+        LinearSpec(QuantSpec("uint4", PerGroup(64), ASYMMETRIC), layout=PackedLayout()),
+        "triton.intx_weight_mm",
+    ),
+    "int4 real zero": (LinearSpec(REAL_ZERO, layout=PackedLayout()), "triton.intx_weight_mm"),
+    "int8 dynamic": (LinearSpec(QuantSpec("int8", quant_min=-127), TOKEN), "triton.int8_scaled_mm"),
+    "int8 dynamic, int4": (
+        LinearSpec(QuantSpec("int4", PerGroup(32)), ASYMMETRIC_TOKEN, layout=PackedLayout()),
+        "triton.int8_grouped_mm",
+    ),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_THE_GPU)
+@pytest.mark.parametrize("rows", [1, 16, 17, 200, 1500])
+def test_through_the_registry(name, rows):
+    """With the shipped launch configurations, in eager mode, compiled, and in a CUDA graph."""
+    spec, kernel = ON_THE_GPU[name]
+    weight = torch.randn(520, 1024, device="cuda", dtype=torch.bfloat16)
+    quantized = AffineQuantizedTensor.from_float(weight, spec)
+    x, bias = torch.randn(rows, 1024, device="cuda").bfloat16(), torch.randn(520, device="cuda").bfloat16()
+    with record_kernels() as ran:
+        y = functional.linear(x, quantized, bias)
+    assert any(name.startswith(kernel) for name in ran), ran
+    expected = reference.linear(x, quantized, bias)
+    if spec.activation is None:
+        assert compute_error(expected, y) > 38
+    else:
+        assert torch.equal(y, expected)
+    assert 12 < compute_error(functional.linear(x.float(), weight.float(), bias.float()), y) < 50
+
+    layer = lambda x: functional.linear(x, quantized, bias)  # noqa: E731
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    assert torch.equal(compiled(x), y)
+
+    static = x.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = layer(static)
+    static.copy_(2 * x)
+    graph.replay()
+    assert torch.equal(result, layer(2 * x))
