@@ -79,10 +79,12 @@ def update_bf16(w: Tensor, u: Tensor, alpha: float, seed: Tensor) -> None:
     _check("update_bf16", w, u, seed, torch.bfloat16)
     note("triton.update_bf16")
     if w.numel():
-        grid = (w.shape[0], triton.cdiv(w.shape[1], 2048))
+        block = min(2048, next_power_of_two(w.shape[1]))
+        grid = (w.shape[0], triton.cdiv(w.shape[1], block))
         _update_bf16[grid](
-            w, u, seed, alpha, w.shape[1], *w.stride(), *u.stride(), 2048, num_warps=8, enable_fp_fusion=False
-        )
+            w, u, seed, alpha, w.shape[1], *w.stride(), *u.stride(), block, num_warps=max(1, block // 256),
+            enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def update_int8(q: Tensor, scale: Tensor, u: Tensor, alpha: float, seed: Tensor) -> None:

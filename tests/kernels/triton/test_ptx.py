@@ -1,0 +1,81 @@
+"""What the kernels become on GPUs that need not be there: compiled ahead of time for sm_80 and sm_90."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import qtorch
+from tests.kernels.triton.compile_kernels import KERNELS
+
+ROOT = Path(qtorch.__file__).parent.parent
+
+WGMMA_INT8 = "wgmma.mma_async.sync.aligned.m64n{n}k32.s32.s8.s8"
+MMA_INT8 = "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32"
+
+# kernel: instruction of the tensor cores that it must have been given
+INSTRUCTIONS = {
+    "int8 sm_90": WGMMA_INT8.format(n=128),
+    "int8 sm_90 tma": WGMMA_INT8.format(n=128),
+    "int8 sm_80": MMA_INT8,
+    "int4 weight sm_90": "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16",
+    "int4 weight fp16 sm_90": "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16",
+    "int4 weight large sm_90": "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16",
+    "int4 weight sm_80": "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
+    "int4 weight gathered sm_90": "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16",
+    "int8 weight sm_90": "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16",
+    "int8 weight sm_80": "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
+    "int8 weight fp16 sm_90": "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16",
+    "int3 weight sm_90": "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16",
+    "int4 grouped sm_90": WGMMA_INT8.format(n=16),
+    "int8 grouped sm_90": WGMMA_INT8.format(n=128),
+    "int4 grouped sm_80": MMA_INT8,
+    "int8 tiles sm_90": WGMMA_INT8.format(n=128),
+    "float8 tiles sm_90": "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3",
+    "int8 tiles sm_80": MMA_INT8,
+}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Of every kernel: its instructions and its shared memory."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    command = [sys.executable, "-m", "tests.kernels.triton.compile_kernels"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", INSTRUCTIONS)
+def test_tensor_core_instruction(name, compiled):
+    assert INSTRUCTIONS[name] in compiled[name]["instructions"]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_kernel(name, compiled):
+    """Fits the shared memory of its GPU, adds nothing in an order left to chance, computes nothing in fp64."""
+    result = compiled[name]
+    assert result["target"] == (90 if "sm_90" in name else 80)
+    assert result["shared"] <= (227 if "sm_90" in name else 163) * 1024
+    assert not [i for i in result["instructions"] if i.startswith(("atom", "red", "cvt.f64"))]
+
+
+def test_tiles_are_fetched_while_others_are_multiplied(compiled):
+    """cp.async, or the copy engine; and wide loads where there are no tiles."""
+    assert any(i.startswith("cp.async.cg") for i in compiled["int8 sm_90"]["instructions"])
+    assert any(i.startswith("cp.async.bulk.tensor.2d") for i in compiled["int8 sm_90 tma"]["instructions"])
+    assert not any(i.startswith("cp.async.c") for i in compiled["int8 sm_90 tma"]["instructions"])
+    for name in ("int4 weight sm_90", "int8 weight sm_90", "int4 grouped sm_90"):
+        assert any(i.startswith("cp.async.c") for i in compiled[name]["instructions"]), name
+    for name in ("int4 vector sm_90", "quantize int8 sm_90"):
+        assert any(i.startswith("ld.global.v4") for i in compiled[name]["instructions"]), name
+
+
+def test_codes_are_unpacked_together(compiled):
+    """Two codes an instruction: 64 x 64 bytes of a tile, 128 threads, 16 pairs of bytes, low and high."""
+    assert compiled["int4 weight sm_90"]["instructions"]["lop3.b32"] >= 32
+    assert compiled["int4 weight sm_80"]["instructions"]["lop3.b32"] >= 32

@@ -1,0 +1,71 @@
+"""Products with a scale for each tile: int8 bit for bit, float8 closely."""
+
+import pytest
+import torch
+
+from qtorch.kernels import record_kernels
+from qtorch.kernels.launch_config import LaunchConfig, forced
+from qtorch.kernels.tile_scaled_mm import tile_scaled_mm as reference
+from qtorch.kernels.triton.quantize_tiles import quantize_tilewise
+from qtorch.kernels.triton.tile_scaled_mm import tile_scaled_mm
+from qtorch.primitives import compute_error
+
+TILES = [((32, 32), (32, 32)), ((1, 64), (64, 64)), ((8, 16), (4, 16)), ((1, 12), (1, 12)), ((1, 192), (64, 192))]
+
+
+def operands(dtype, tiles, device):
+    x, w = torch.randn(96, 192, device=device), torch.randn(64, 192, device=device)
+    (a, a_scale), (b, b_scale) = (quantize_tilewise(t, tile, dtype) for t, tile in zip((x, w), tiles))
+    return x, w, (a, b, a_scale, b_scale)
+
+
+def on_cpu(arguments, dtype):
+    """By torch: the CPU's way of the operator."""
+    return reference(*(t.cpu() for t in arguments), dtype)
+
+
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+@pytest.mark.parametrize("config", [LaunchConfig(32, 32, 32), LaunchConfig(16, 64, 64, group_m=2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_against_torch(dtype, config, tiles, device):
+    x, w, arguments = operands(dtype, tiles, device)
+    with forced(config), record_kernels() as ran:
+        y = tile_scaled_mm(*arguments, torch.float32)
+    assert ran == ["triton.tile_scaled_mm"]
+    expected = on_cpu(arguments, torch.float32)
+    if dtype == torch.int8:
+        assert torch.equal(y.cpu(), expected)
+    else:
+        assert compute_error(expected, y.cpu()) > 60, "the hardware's float8 sums keep some 14 bits"
+    assert 25 < compute_error(x @ w.t(), y) < 50
+
+
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float16])
+def test_result_dtypes_bias_and_strides(out, device):
+    _, _, (a, b, a_scale, b_scale) = operands(torch.int8, TILES[0], device)
+    bias = torch.randn(64, device=device).to(out)
+    with forced(LaunchConfig(32, 32, 32)):
+        y = tile_scaled_mm(a, b, a_scale, b_scale, out, bias)
+        other = tile_scaled_mm(
+            a.t().contiguous().t(), b.t().contiguous().t(), a_scale.t().contiguous().t(), b_scale, out, bias
+        )
+    assert torch.equal(y.cpu(), on_cpu((a, b, a_scale, b_scale), out) + bias.cpu())
+    assert torch.equal(y, other)
+
+
+def test_empty(device):
+    _, _, (a, b, a_scale, b_scale) = operands(torch.int8, TILES[0], device)
+    assert tile_scaled_mm(a[:0], b, a_scale[:0], b_scale, torch.float32).shape == (0, 64)
+
+
+def test_errors(device):
+    _, _, (a, b, a_scale, b_scale) = operands(torch.int8, TILES[0], device)
+    for arguments, message in (
+        ((a.float(), b, a_scale, b_scale), r"a must be a matrix of int8 or .* got shape \(96, 192\) of torch.float32"),
+        ((a, b[:, :160], a_scale, b_scale), r"takes \(M, K\), \(N, K\) and a float dtype, got \(96, 192\), \(64, 160\)"),
+        ((a, b, a_scale[:, :5], b_scale), r"a_scale has shape \(3, 5\); its sizes must divide .* \(96, 192\)"),
+        ((a, b, a_scale, b_scale[:, :3]), r"b_scale has shape \(2, 3\).*the same number of tiles"),
+        ((a, b, a_scale, b_scale.double()), r"b_scale must be a matrix of float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tile_scaled_mm(*arguments, torch.float32)
