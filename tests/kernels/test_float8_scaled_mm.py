@@ -1,0 +1,79 @@
+"""float8 products: refused and padded without a GPU, computed with one."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from qtorch import AffineQuantizedTensor, LinearSpec, PerRow, PerTensor, QuantSpec
+from qtorch.kernels import record_kernels, reference
+from qtorch.kernels.float8_scaled_mm import float8_scaled_mm
+from qtorch.primitives import ZeroPointDomain, compute_error
+
+NONE = ZeroPointDomain.NONE
+
+
+def operands(m=5, k=33, n=20, device="cpu"):
+    codes = lambda *shape: torch.randn(shape, device=device).to(torch.float8_e4m3fn)  # noqa: E731
+    return codes(m, k), torch.rand(m, 1, device=device), codes(n, k), torch.rand(n, 1, device=device)
+
+
+def product(a, b, scale_a, scale_b, out_dtype):
+    """What the hardware does, with its conditions."""
+    assert a.shape[1] % 16 == 0
+    assert b.shape[1] % 16 == 0
+    assert a.is_contiguous()
+    assert b.t().is_contiguous()
+    by_rows = scale_a.dim() == 2
+    if by_rows:
+        assert out_dtype == torch.bfloat16
+        assert (scale_a.shape, scale_b.shape) == ((a.shape[0], 1), (1, b.shape[1]))
+        assert scale_a.is_contiguous()
+        assert scale_b.is_contiguous()
+    return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("rows, columns", [(True, True), (False, True), (True, False), (False, False)])
+def test_arguments_of_the_hardware(rows, columns, dtype, monkeypatch):
+    """Padded to multiples of 16, and scaled outside where it does not scale by rows."""
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    for m, k, n in ((5, 33, 20), (1, 16, 16), (3, 1, 1)):
+        xq, xs, wq, ws = operands(m, k, n)
+        xs, ws = xs if rows else xs[:1], ws if columns else ws[:1]
+        y = float8_scaled_mm(xq, xs, wq, ws, dtype)
+        assert (y.shape, y.dtype) == ((m, n), dtype)
+        expected = (xq.float() @ wq.float().t()) * xs * ws.t()
+        torch.testing.assert_close(y.float(), expected, rtol=8e-3, atol=1e-3)
+
+
+def test_empty():
+    xq, xs, wq, ws = operands()
+    assert float8_scaled_mm(xq[:0], xs[:0], wq, ws, torch.float32).shape == (0, 20)
+    assert torch.equal(float8_scaled_mm(xq[:, :0], xs, wq[:, :0], ws, torch.float32), torch.zeros(5, 20))
+
+
+def test_errors():
+    xq, xs, wq, ws = operands()
+    with pytest.raises(ValueError, match=r"takes float8 \(M, K\) and \(N, K\), got \(5, 33\) of torch.float32"):
+        float8_scaled_mm(xq.float(), xs, wq, ws, torch.float32)
+    with pytest.raises(ValueError, match=r"got \(5, 33\) of torch.float8_e4m3fn and \(20, 32\)"):
+        float8_scaled_mm(xq, xs, wq[:, :32], ws, torch.float32)
+    with pytest.raises(ValueError, match=r"takes scales .* got \(4, 1\) and \(20, 1\) for M, N = \(5, 20\)"):
+        float8_scaled_mm(xq, xs[:4], wq, ws, torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("granularity", [PerRow(), PerTensor()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("rows", [1, 17, 300])
+def test_cuda(rows, dtype, granularity):
+    spec = QuantSpec("float8_e4m3fn", granularity, zero_point_domain=NONE)
+    weight = torch.randn(200, 300, device="cuda", dtype=dtype)
+    quantized = AffineQuantizedTensor.from_float(weight, LinearSpec(spec, spec))
+    x, bias = torch.randn(rows, 300, device="cuda", dtype=dtype), torch.randn(200, device="cuda", dtype=dtype)
+    with record_kernels() as ran:
+        y = functional.linear(x, quantized, bias)
+    assert ran[0] == "linear:float8_scaled_mm"
+    assert y.dtype == dtype
+    assert compute_error(reference.linear(x, quantized, bias), y) > 38
+    assert 24 < compute_error(functional.linear(x.float(), weight.float(), bias.float()), y) < 36
