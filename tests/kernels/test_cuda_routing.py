@@ -60,8 +60,11 @@ def without(monkeypatch):
 
 def test_without_triton_there_is_a_reason(without):
     without("triton")
-    for recipe, kernel in ((qtorch.int8_weight_only(), "weight_only_mm"), (qtorch.int4_weight_only(32), "packed_weight_mm"),
-                           (qtorch.int8_dynamic_activation_int8_weight(), "int8_scaled_mm")):  # fmt: skip
+    for recipe, kernel in (
+        (qtorch.int8_weight_only(), "weight_only_mm"),
+        (qtorch.int4_weight_only(32), "packed_weight_mm"),
+        (qtorch.int8_dynamic_activation_int8_weight(), "int8_scaled_mm"),
+    ):
         problem = problem_of(recipe)
         assert choose(problem).name == kernel
         assert "no triton" in [reason for _, reason in candidates(problem)]

@@ -29,7 +29,7 @@ def table(name="mine", **configs):
 
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
 def test_shipped_tables(path, tmp_path):
-    """Every op has entries for few rows and many; files are what `write` writes; figures without a date are reasoned."""
+    """Every op has entries for few rows and many; files are what `write` writes; undated values are reasoned."""
     shipped = Table.read(path)
     assert {op for op, *_ in shipped.entries} == OPS
     for op in OPS:
@@ -37,7 +37,9 @@ def test_shipped_tables(path, tmp_path):
         assert min(rows) == 1
         assert max(rows) >= 4096
     for config in shipped.entries.values():
-        assert all(size & (size - 1) == 0 for size in (config.block_m, config.block_n, config.block_k, config.num_warps))
+        assert all(
+            size & (size - 1) == 0 for size in (config.block_m, config.block_n, config.block_k, config.num_warps)
+        )
     shipped.write(tmp_path / path.name)
     assert (tmp_path / path.name).read_text() == path.read_text()
     assert "measured" in json.loads(path.read_text())

@@ -11,7 +11,11 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 NARROW = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
-BITS = {tl.bfloat16: (np.uint16, torch.int16), tl.float8e4nv: (np.uint8, torch.int8), tl.float8e5: (np.uint8, torch.int8)}
+BITS = {
+    tl.bfloat16: (np.uint16, torch.int16),
+    tl.float8e4nv: (np.uint8, torch.int8),
+    tl.float8e5: (np.uint8, torch.int8),
+}
 
 
 def widen(handle: TensorHandle) -> TensorHandle:

@@ -36,7 +36,16 @@ def check(spec, activation, rows, n, k, device, dtype=torch.float32, config=CONF
     xq, xs, xz = quantize_input(x, weight)
     with forced(config), record_kernels() as ran:
         y = int8_grouped_mm(
-            xq, xs, xz, weight.qdata, weight.scale, weight.zero_point, spec.dtype.bits, spec.dtype.is_signed, dtype, bias
+            xq,
+            xs,
+            xz,
+            weight.qdata,
+            weight.scale,
+            weight.zero_point,
+            spec.dtype.bits,
+            spec.dtype.is_signed,
+            dtype,
+            bias,
         )
     assert ran == ["triton.int8_grouped_mm"]
     assert torch.equal(y, reference.linear(x, weight, bias)), (spec, activation, rows, n, k)
@@ -58,7 +67,9 @@ def test_dtypes(dtype, activation, config, device):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("n, k, group", [(1, 1, 1), (3, 5, 5), (17, 101, -1), (33, 136, 17), (7, 50, 10), (20, 1024, 512)])
+@pytest.mark.parametrize(
+    "n, k, group", [(1, 1, 1), (3, 5, 5), (17, 101, -1), (33, 136, 17), (7, 50, 10), (20, 1024, 512)]
+)
 def test_odd_sizes(n, k, group, activation, device):
     """Groups of fewer than 32 codes, that straddle segments, and of more than are unrolled."""
     for name in ("uint4", "int5", "int8"):

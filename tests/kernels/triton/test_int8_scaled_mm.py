@@ -88,7 +88,10 @@ def test_transposed_copy(device):
 
 
 def test_empty(device):
-    assert int8_scaled_mm(codes(0, 8, device=device), codes(8, 4, device=device), None, None, torch.int32).shape == (0, 4)
+    assert int8_scaled_mm(codes(0, 8, device=device), codes(8, 4, device=device), None, None, torch.int32).shape == (
+        0,
+        4,
+    )
     with forced(CONFIGS[0]):
         c = int8_scaled_mm(codes(3, 0, device=device), codes(0, 4, device=device), None, None, torch.int32)
     assert torch.equal(c, torch.zeros(3, 4, dtype=torch.int32, device=device))
@@ -108,7 +111,7 @@ def test_errors(device):
         int8_scaled_mm(a, b, one, one, torch.int32)
     with pytest.raises(ValueError, match=r"bias must have shape \(6,\), got \(4,\)"):
         int8_scaled_mm(a, b, one, one, torch.float32, torch.ones(4, device=device))
-    with pytest.raises(ValueError, match="all tensors must be on one device, got a on .*, b on meta"):
+    with pytest.raises(ValueError, match=r"all tensors must be on one device, got a on .*, b on meta"):
         int8_scaled_mm(a, b.to("meta"), None, None, torch.int32)
     with pytest.raises(ValueError, match="runs on CUDA, or with TRITON_INTERPRET=1 on CPU; the tensors are on meta"):
         int8_scaled_mm(a.to("meta"), b.to("meta"), None, None, torch.int32)

@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PackedLayout, PerGroup, PerRow, PlainLayout, QuantSpec
+from qtorch import (
+    AffineQuantizedTensor,
+    LinearSpec,
+    MappingType,
+    PackedLayout,
+    PerGroup,
+    PerRow,
+    PlainLayout,
+    QuantSpec,
+)
 from qtorch.kernels import record_kernels, reference
 from qtorch.kernels.launch_config import LaunchConfig, forced
 from qtorch.kernels.triton.intx_weight_mm import intx_weight_mm
@@ -71,7 +80,9 @@ def test_dtypes_and_domains(dtype, way, device):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("n, k, group", [(1, 1, 1), (3, 5, 5), (17, 101, -1), (33, 136, 17), (20, 264, 33), (7, 50, 10)])
+@pytest.mark.parametrize(
+    "n, k, group", [(1, 1, 1), (3, 5, 5), (17, 101, -1), (33, 136, 17), (20, 264, 33), (7, 50, 10)]
+)
 def test_odd_sizes(n, k, group, way, device):
     for name in ("uint4", "int3", "int8"):
         spec = QuantSpec(name, PerGroup(group), ASYMMETRIC)
@@ -124,10 +135,19 @@ def test_empty(device):
 def test_errors(device):
     x = torch.randn(2, 64, device=device)
     codes, scale = torch.ones(6, 32, dtype=torch.uint8, device=device), torch.ones(6, 2, device=device)
-    call = lambda **new: intx_weight_mm(**{  # noqa: E731
-        "x": x, "qdata": codes, "scale": scale, "zero_point": None, "bits": 4, "offset": 0, "middle": 8.0, "domain": "INT",
-        **new,
-    })  # fmt: skip
+    call = lambda **new: intx_weight_mm(
+        **{  # noqa: E731
+            "x": x,
+            "qdata": codes,
+            "scale": scale,
+            "zero_point": None,
+            "bits": 4,
+            "offset": 0,
+            "middle": 8.0,
+            "domain": "INT",
+            **new,
+        }
+    )
     for changes, message in (
         ({"x": x.long()}, r"x must be a matrix of float32 or .* got shape \(2, 64\) of torch.int64"),
         ({"x": torch.cat((x, x), 1)}, r"qdata must have shape \(6, 64\), got \(6, 32\)"),

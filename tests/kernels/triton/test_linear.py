@@ -72,7 +72,7 @@ def test_a_bias_of_another_dtype_decides_the_result(name, device):
     with forced(LaunchConfig(16, 32, 32)):
         y = KERNELS[name](x, weight, bias)
     assert y.dtype == torch.float32
-    assert 30 < compute_error(reference.linear(x.float(), weight, bias), y)
+    assert compute_error(reference.linear(x.float(), weight, bias), y) > 30
 
 
 def test_int8_kernel_chooses_by_the_weight(device):

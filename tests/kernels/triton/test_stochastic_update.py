@@ -96,7 +96,9 @@ def test_reproduced_by_the_seed_of_torch(device):
 def test_errors(device):
     weight, codes = torch.ones(4, 6, device=device).bfloat16(), torch.ones(4, 6, device=device, dtype=torch.int8)
     scale, change = torch.ones(4, 1, device=device), torch.ones(4, 6, device=device)
-    with pytest.raises(ValueError, match=r"takes a bf16 matrix and an update of its shape, got \(4, 6\) of torch.float32"):
+    with pytest.raises(
+        ValueError, match=r"takes a bf16 matrix and an update of its shape, got \(4, 6\) of torch.float32"
+    ):
         stochastic_update_bf16_(change, change, 1.0)
     with pytest.raises(ValueError, match=r"got \(4, 6\) of torch.int8, \(4, 1\) and \(4, 5\)"):
         stochastic_update_int8_(codes, scale, change[:, :5], 1.0)

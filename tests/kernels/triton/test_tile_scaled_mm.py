@@ -62,7 +62,10 @@ def test_errors(device):
     _, _, (a, b, a_scale, b_scale) = operands(torch.int8, TILES[0], device)
     for arguments, message in (
         ((a.float(), b, a_scale, b_scale), r"a must be a matrix of int8 or .* got shape \(96, 192\) of torch.float32"),
-        ((a, b[:, :160], a_scale, b_scale), r"takes \(M, K\), \(N, K\) and a float dtype, got \(96, 192\), \(64, 160\)"),
+        (
+            (a, b[:, :160], a_scale, b_scale),
+            r"takes \(M, K\), \(N, K\) and a float dtype, got \(96, 192\), \(64, 160\)",
+        ),
         ((a, b, a_scale[:, :5], b_scale), r"a_scale has shape \(3, 5\); its sizes must divide .* \(96, 192\)"),
         ((a, b, a_scale, b_scale[:, :3]), r"b_scale has shape \(2, 3\).*the same number of tiles"),
         ((a, b, a_scale, b_scale.double()), r"b_scale must be a matrix of float32"),
