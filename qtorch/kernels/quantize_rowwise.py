@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..primitives.affine import MappingType
+from ..primitives.affine import MappingType, ZeroPointDomain
 from ..primitives.granularity import PerRow
 from ..primitives.qdtype import qdtype
 from ..primitives.rounding import Rounding
@@ -54,6 +54,19 @@ def cuda_quantize_rowwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return codes, scale
 
 
+def _fake_asymmetric(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    codes, scale = _fake(x, torch.int8)
+    return codes, scale, torch.empty_like(scale, dtype=torch.int8)
+
+
+@opaque("cuda_quantize_asymmetric(Tensor x) -> (Tensor, Tensor, Tensor)", _fake_asymmetric)
+def cuda_quantize_asymmetric(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes (M, K), scale and zero point (M, 1) by one kernel on CUDA; see `triton/quantize_asymmetric.py`."""
+    from .triton.quantize_asymmetric import quantize_rowwise_asymmetric
+
+    return quantize_rowwise_asymmetric(x)
+
+
 def quantize_input(x: Tensor, weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     """(codes, scale, zero_point) of the input `x` (M, K), as the weight wants it: its scale dynamic or static."""
     spec = weight.scheme.activation
@@ -66,6 +79,9 @@ def quantize_input(x: Tensor, weight: QuantizedWeight) -> tuple[Tensor, Tensor, 
     elif gpu_features.runs_triton(x) and x.dtype in _FLOATS and _is_float8_rowwise(spec):
         codes, scale = cuda_quantize_rowwise(x, spec.dtype.storage)
         return codes, scale, None
+    elif gpu_features.runs_triton(x) and x.dtype in _FLOATS and x.shape[1] <= 16384 and _is_int8_asymmetric(spec):
+        codes, scale, zero_point = cuda_quantize_asymmetric(x)
+        return codes, scale, zero_point
     else:
         scale, zero_point = spec.choose_qparams(x)
     return spec.quantize(x, scale, zero_point), scale, zero_point
@@ -80,11 +96,20 @@ def _is_float8_rowwise(spec: QuantSpec) -> bool:
     return spec.dtype.name in ("float8_e4m3fn", "float8_e5m2") and spec.code_range == whole and _is_absmax_rowwise(spec)
 
 
+def _is_int8_asymmetric(spec: QuantSpec) -> bool:
+    codes = spec.dtype is qdtype("int8") and spec.code_range == (-128, 127)
+    integers = spec.mapping is MappingType.ASYMMETRIC and spec.zero_point_domain is ZeroPointDomain.INT
+    return codes and integers and _has_default_rows(spec)
+
+
 def _is_absmax_rowwise(spec: QuantSpec) -> bool:
+    return spec.mapping is not MappingType.ASYMMETRIC and not spec.has_zero_point and _has_default_rows(spec)
+
+
+def _has_default_rows(spec: QuantSpec) -> bool:
+    """A scale per row from its extremes, rounding to nearest: nothing out of the ordinary."""
     return (
         isinstance(spec.granularity, PerRow)
-        and spec.mapping is not MappingType.ASYMMETRIC
-        and not spec.has_zero_point
         and isinstance(spec.scale_rule, MinMaxRule)
         and spec.rounding is Rounding.NEAREST_EVEN
         and spec.scale_dtype in (None, torch.float32)

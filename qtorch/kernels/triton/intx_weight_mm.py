@@ -136,7 +136,7 @@ def _sum_parts(part_ptr, y_ptr, bias_ptr, size, N, SPLIT_K: tl.constexpr, BIAS: 
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.load(part_ptr + at, mask=at < size, other=0.0)
     for part in tl.static_range(1, SPLIT_K):
-        acc += tl.load(part_ptr + part * size.to(tl.int64) + at, mask=at < size, other=0.0)
+        acc += tl.load(part_ptr + part * tl.cast(size, tl.int64) + at, mask=at < size, other=0.0)
     y = acc.to(y_ptr.dtype.element_ty)
     if BIAS:
         bias = tl.load(bias_ptr + at % N, mask=at < size, other=0.0)
@@ -266,7 +266,7 @@ def _launch_mv(x: Tensor, weight: WeightArguments, bias: Tensor | None, y: Tenso
     _weight_mv[(triton.cdiv(weight.n, config.block_n),)](
         x, *weight.pointers, y if bias is None else bias, y, weight.n, *weight.sizes, x.stride(1), *weight.steps,
         **weight.numerics, BIAS=bias is not None, ONE_GROUP=one_group, EVEN=even, ASM=x.device.type == "cuda", RUN=RUN,
-        BLOCK_N=config.block_n, BLOCK_K=block_k, num_warps=config.num_warps,
+        BLOCK_N=config.block_n, BLOCK_K=block_k, num_warps=config.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -283,7 +283,7 @@ def _launch_mm(x: Tensor, weight: WeightArguments, bias: Tensor | None, y: Tenso
         SCALE_PRODUCT=one_group and block_m <= 64, PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
         ASM=x.device.type == "cuda",
         BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=block_k, SPLIT_K=config.split_k,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
     if config.split_k > 1:
         _sum_parts[(triton.cdiv(m * n, 1024),)](

@@ -135,19 +135,7 @@ def test_empty(device):
 def test_errors(device):
     x = torch.randn(2, 64, device=device)
     codes, scale = torch.ones(6, 32, dtype=torch.uint8, device=device), torch.ones(6, 2, device=device)
-    call = lambda **new: intx_weight_mm(
-        **{  # noqa: E731
-            "x": x,
-            "qdata": codes,
-            "scale": scale,
-            "zero_point": None,
-            "bits": 4,
-            "offset": 0,
-            "middle": 8.0,
-            "domain": "INT",
-            **new,
-        }
-    )
+    arguments = {"x": x, "qdata": codes, "scale": scale, "zero_point": None, "bits": 4, "offset": 0, "middle": 8.0}
     for changes, message in (
         ({"x": x.long()}, r"x must be a matrix of float32 or .* got shape \(2, 64\) of torch.int64"),
         ({"x": torch.cat((x, x), 1)}, r"qdata must have shape \(6, 64\), got \(6, 32\)"),
@@ -161,4 +149,4 @@ def test_errors(device):
         ({"scale": scale.to("meta")}, "all tensors must be on one device, got .* scale on meta"),
     ):
         with pytest.raises(ValueError, match=message):
-            call(**changes)
+            intx_weight_mm(**{**arguments, "domain": "INT", **changes})

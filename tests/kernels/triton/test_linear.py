@@ -101,6 +101,7 @@ def test_operators_are_well_formed(device):
         "cuda_weight_mm": (x, codes, scale, None, "int8", 0.0, "NONE", None),
         "cuda_int8_mm": (codes[:3], xs, None, codes, scale, None, "int8", None, torch.float32),
         "cuda_quantize_rowwise": (x, torch.int8),
+        "cuda_quantize_asymmetric": (x,),
         "tile_scaled_mm": (codes, codes, scale, scale, torch.float32),
     }.items():
         torch.library.opcheck(getattr(torch.ops.qtorch, op).default, arguments)

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from qtorch import PerBlock, PerRow, QuantSpec
+from qtorch import MappingType, PerBlock, PerRow, QuantSpec
 from qtorch.kernels import record_kernels
 from qtorch.kernels.triton.quantize import quantize_rowwise
+from qtorch.kernels.triton.quantize_asymmetric import quantize_rowwise_asymmetric
 from qtorch.kernels.triton.quantize_columns import quantize_columnwise
 from qtorch.kernels.triton.quantize_tiles import quantize_tilewise
 from qtorch.primitives import Rounding, ZeroPointDomain
@@ -165,3 +166,42 @@ def test_errors(device):
         quantize_tilewise(x, (3, 2))
     with pytest.raises(ValueError, match=r"all tensors must be on one device, got x on .*, seed on meta"):
         quantize_rowwise(x, seed=torch.zeros(1, dtype=torch.int64, device="meta"))
+
+
+ASYMMETRIC = QuantSpec("int8", PerRow(), MappingType.ASYMMETRIC)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (0, 8)])
+def test_asymmetric_rows(shape, device):
+    for dtype in FLOATS:
+        for shift in (0.0, 3.0, -1e4):
+            x = (sample(shape, torch.float32, device) + shift if shape[0] else torch.empty(shape, device=device)).to(
+                dtype
+            )
+            with record_kernels() as ran:
+                codes, scale, zero = quantize_rowwise_asymmetric(x)
+            assert ran == ["triton.quantize_rowwise_asymmetric"]
+            expected_scale, expected_zero = ASYMMETRIC.choose_qparams(x)
+            assert torch.equal(scale, expected_scale)
+            assert torch.equal(zero, expected_zero)
+            assert torch.equal(codes, ASYMMETRIC.quantize(x, expected_scale, expected_zero))
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-45, 1e-38, 3e38, -3e38, 65504.0])
+def test_extreme_asymmetric_rows(value, device):
+    for x in (torch.tensor([[value, 0.0, -value]]), torch.tensor([[value, 0.0, 1.0]])):
+        x = x.to(device)
+        expected_scale, expected_zero = ASYMMETRIC.choose_qparams(x)
+        codes, scale, zero = quantize_rowwise_asymmetric(x)
+        assert torch.equal(scale, expected_scale)
+        assert torch.equal(zero, expected_zero)
+        assert torch.equal(codes, ASYMMETRIC.quantize(x, expected_scale, expected_zero))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_asymmetric_nan_and_errors(device):
+    x = torch.randn(3, 40, device=device)
+    x[1, 4] = float("nan")
+    assert quantize_rowwise_asymmetric(x)[1].isnan().flatten().tolist() == [False, True, False]
+    with pytest.raises(ValueError, match=r"rows of at most 16384 elements, got shape \(1, 16385\)"):
+        quantize_rowwise_asymmetric(torch.ones(1, 16385, device=device))

@@ -1,0 +1,137 @@
+"""Calls every launcher with a GPU that is not there: arguments are specialized and kernels compiled, nothing runs.
+
+What a real launch compiles depends on its arguments (sizes of 1 become constants, multiples of 16 are noted), which the
+interpreter does not show. Run by `test_ptx.py` in a process of its own, without the interpreter.
+"""
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from qtorch.kernels.launch_config import LaunchConfig, forced
+from qtorch.kernels.triton.int8_grouped_mm import int8_grouped_mm
+from qtorch.kernels.triton.int8_scaled_mm import int8_scaled_mm
+from qtorch.kernels.triton.intx_weight_mm import intx_weight_mm
+from qtorch.kernels.triton.quantize import quantize_rowwise
+from qtorch.kernels.triton.quantize_columns import quantize_columnwise
+from qtorch.kernels.triton.quantize_tiles import quantize_tilewise
+from qtorch.kernels.triton.stochastic_update import update_bf16, update_int8
+from qtorch.kernels.triton.tile_scaled_mm import tile_scaled_mm
+from qtorch.kernels.triton.transpose import transposed_copy
+
+BF16, FP32 = torch.bfloat16, torch.float32
+SEED = torch.zeros(1, dtype=torch.int64)
+
+
+class AbsentGPU:
+    """The part of a Triton driver that compiling for a launch asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def codes(*shape: int, dtype: torch.dtype = torch.int8) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def launches() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Name and call of every launch."""
+    for m, n, k in ((1, 1, 1), (1, 64, 256), (5, 33, 100), (64, 128, 512)):
+        size = f"{m} x {n} x {k}"
+        a, b = codes(m, k), codes(n, k).t()
+        one, rows, columns = torch.ones(1, 1), torch.ones(m, 1), torch.ones(1, n)
+        for tma in (False, True):
+            config = LaunchConfig(32, 32, 64, tma=tma)
+            with forced(config):
+                yield f"int_matmul {size} {tma}", lambda a=a, b=b: int8_scaled_mm(a, b, None, None, torch.int32)
+                for scales in ((rows, columns), (one, one)):
+                    zero = scales[0].to(torch.int8)
+                    yield (
+                        f"int8_scaled_mm {size} {tma} {tuple(scales[0].shape)}",
+                        lambda a=a, b=b, s=scales, z=zero, n=n: int8_scaled_mm(a, b, *s, BF16, torch.ones(n), z),
+                    )
+        yield f"transposed_copy {size}", lambda a=a: transposed_copy(a)
+        for dtype, x in itertools.product((BF16, FP32), (torch.ones(m, k), torch.ones(k, m).t())):
+            x = x.to(dtype)
+            yield f"quantize {size} {dtype}", lambda x=x: quantize_rowwise(x, seed=SEED)
+            yield f"quantize both {size} {dtype}", lambda x=x: quantize_rowwise(x, torch.float8_e4m3fn, transposed=True)
+            yield f"quantize columns {size} {dtype}", lambda x=x: quantize_columnwise(x)
+            yield f"quantize tiles {size} {dtype}", lambda x=x, k=k: quantize_tilewise(x, (1, k))
+            yield (
+                f"update int8 {size} {dtype}",
+                lambda x=x, m=m, k=k: update_int8(codes(m, k), torch.ones(m, 1), x, 1.0, SEED),
+            )
+            yield f"update bf16 {size} {dtype}", lambda x=x: update_bf16(torch.ones(x.shape).bfloat16(), x, 0.5, SEED)
+        for dtype in (torch.int8, torch.float8_e4m3fn):
+            with forced(LaunchConfig(64, 32, 32)):
+                s = torch.ones(m, 1), torch.ones(1, 1)
+                yield (
+                    f"tile_scaled_mm {size} {dtype}",
+                    lambda m=m, n=n, k=k, d=dtype, s=s: tile_scaled_mm(
+                        codes(m, k, dtype=d), codes(n, k, dtype=d), *s, BF16
+                    ),
+                )
+        for bits, groups in itertools.product((1, 3, 4, 6, 7, 8), {1, max(1, k // 64) if k % 64 == 0 else 1, k}):
+            packed = codes(n, -(-k // 8) * bits, dtype=torch.uint8) if bits < 8 else codes(n, k)
+            scale = torch.ones(n, groups).bfloat16()
+            zero = codes(n, groups)
+            if groups in (1, k) and bits in (1, 3, 6, 7) and m > 1:
+                continue
+            with forced(LaunchConfig(16, 32, 64)):
+                yield (
+                    f"int8_grouped_mm {size} {bits} bits {groups}",
+                    lambda m=m, k=k, p=packed, s=scale, z=zero, bits=bits: int8_grouped_mm(
+                        codes(m, k), torch.ones(m, 1), codes(m, 1), p, s, z, bits, True, BF16
+                    ),
+                )
+            ways = [LaunchConfig(16, 64, 64, split_k=2, path="mm"), LaunchConfig(path="dense")]
+            for way in ways + [LaunchConfig(1, 4, 128, path="mv")] * (m == 1):
+                for domain, dtype in (("INT", BF16), ("FLOAT", FP32)):
+                    with forced(way):
+                        yield (
+                            f"intx_weight_mm {size} {bits} bits {groups} {way.path} {domain}",
+                            lambda m=m, k=k, p=packed, s=scale, z=zero, bits=bits, d=domain, t=dtype: intx_weight_mm(
+                                torch.ones(m, k).to(t), p, s, z.to(BF16) if d == "FLOAT" else z, bits, 0, 8.0, d
+                            ),
+                        )
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(AbsentGPU())
+    # The launchers take CPU tensors where the interpreter runs, as far as they can tell.
+    os.environ["TRITON_INTERPRET"] = "1"
+    run, compiled = JITFunction.run, set()
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        compiled.add(kernel.hash)
+        return kernel
+
+    JITFunction.run = compile_only
+    failed, count = {}, 0
+    for name, call in launches():
+        count += 1
+        try:
+            call()
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"[-600:]
+    json.dump({"launches": count, "kernels": len(compiled), "failed": failed}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
