@@ -1,7 +1,8 @@
 """Calls every launcher with a GPU that is not there: arguments are specialized and kernels compiled, nothing runs.
 
 What a real launch compiles depends on its arguments (sizes of 1 become constants, multiples of 16 are noted), which the
-interpreter does not show. Run by `test_ptx.py` in a process of its own, without the interpreter.
+interpreter does not show. Run by `test_ptx.py` in a process of its own, without the interpreter; with --all for more
+sizes, some minutes.
 """
 
 import itertools
@@ -51,7 +52,8 @@ def codes(*shape: int, dtype: torch.dtype = torch.int8) -> Tensor:
 
 def launches() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Name and call of every launch."""
-    for m, n, k in ((1, 1, 1), (1, 64, 256), (5, 33, 100), (64, 128, 512)):
+    whole = "--all" in sys.argv
+    for m, n, k in ((1, 1, 1), (1, 64, 256), (5, 33, 100), (64, 128, 512)) if whole else ((1, 1, 40),):
         size = f"{m} x {n} x {k}"
         a, b = codes(m, k), codes(n, k).t()
         one, rows, columns = torch.ones(1, 1), torch.ones(m, 1), torch.ones(1, n)
@@ -66,7 +68,7 @@ def launches() -> Iterator[tuple[str, Callable[[], Any]]]:
                         lambda a=a, b=b, s=scales, z=zero, n=n: int8_scaled_mm(a, b, *s, BF16, torch.ones(n), z),
                     )
         yield f"transposed_copy {size}", lambda a=a: transposed_copy(a)
-        for dtype, x in itertools.product((BF16, FP32), (torch.ones(m, k), torch.ones(k, m).t())):
+        for dtype, x in itertools.product((BF16, FP32) if whole else (BF16,), (torch.ones(m, k), torch.ones(k, m).t())):
             x = x.to(dtype)
             yield f"quantize {size} {dtype}", lambda x=x: quantize_rowwise(x, seed=SEED)
             yield f"quantize both {size} {dtype}", lambda x=x: quantize_rowwise(x, torch.float8_e4m3fn, transposed=True)
@@ -86,7 +88,9 @@ def launches() -> Iterator[tuple[str, Callable[[], Any]]]:
                         codes(m, k, dtype=d), codes(n, k, dtype=d), *s, BF16
                     ),
                 )
-        for bits, groups in itertools.product((1, 3, 4, 6, 7, 8), {1, max(1, k // 64) if k % 64 == 0 else 1, k}):
+        for bits, groups in itertools.product(
+            (1, 3, 4, 6, 7, 8) if whole else (4, 8), {1, max(1, k // 64) if k % 64 == 0 else 1, k}
+        ):
             packed = codes(n, -(-k // 8) * bits, dtype=torch.uint8) if bits < 8 else codes(n, k)
             scale = torch.ones(n, groups).bfloat16()
             zero = codes(n, groups)

@@ -39,15 +39,20 @@ INSTRUCTIONS = {
 }
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """Of every kernel: its instructions and its shared memory."""
+def run(module, cache, *arguments):
+    """What a module of this folder prints, run in a process without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    command = [sys.executable, "-m", "tests.kernels.triton.compile_kernels"]
+    environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
+    command = [sys.executable, "-m", f"tests.kernels.triton.{module}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Of every kernel: its instructions and its shared memory."""
+    return run("compile_kernels", tmp_path_factory.mktemp("triton"))
 
 
 @pytest.mark.parametrize("name", INSTRUCTIONS)
@@ -79,3 +84,11 @@ def test_codes_are_unpacked_together(compiled):
     """Two codes an instruction: 64 x 64 bytes of a tile, 128 threads, 16 pairs of bytes, low and high."""
     assert compiled["int4 weight sm_90"]["instructions"]["lop3.b32"] >= 32
     assert compiled["int4 weight sm_80"]["instructions"]["lop3.b32"] >= 32
+
+
+@pytest.mark.slow
+def test_every_launch_compiles(tmp_path):
+    """With the arguments that launchers give, specialized as a launch does."""
+    result = run("compile_launches", tmp_path)
+    assert result["failed"] == {}
+    assert result["kernels"] > 30
