@@ -48,6 +48,11 @@ def _fake(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @opaque("cuda_quantize_rowwise(Tensor x, ScalarType dtype) -> (Tensor, Tensor)", _fake)
 def cuda_quantize_rowwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The same by one kernel on CUDA, to int8 or float8; opaque to compilers, whose fp32 divisions round otherwise."""
+    if x.stride(1) != 1 and x.stride(0) == 1:
+        # A transposed view, as gradients of weights are made of: the same numbers, read along memory.
+        from .triton.quantize_columns import quantize_columnwise
+
+        return quantize_columnwise(x.t(), dtype)
     from .triton.quantize import quantize_rowwise
 
     codes, scale, _ = quantize_rowwise(x, dtype)

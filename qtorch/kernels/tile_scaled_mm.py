@@ -1,6 +1,6 @@
 """Product of int8 or float8 matrices with a scale for each tile of either; and the quantization of a matrix in tiles.
 
-    c[m, n] = sum_t (sum_{k in t} a[m, k] * b[n, k]) * (as[m / R, t] * bs[n / S, t])
+    c[m, n] = sum_t (sum_{k in t} a[m, k] * b[n, k]) * bs[n / S, t] * as[m / R, t]
 
 By Triton on CUDA, tile by tile in torch elsewhere. The sums of int8 are exact, so that the bits are the same.
 """
@@ -38,5 +38,5 @@ def tile_scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype
     wide = torch.float64 if a.dtype == torch.int8 else torch.float32
     total = a.new_zeros(m, n, dtype=torch.float32)
     for tile, (at, bt) in enumerate(zip(a.to(wide).chunk(tiles, 1), b.to(wide).chunk(tiles, 1), strict=True)):
-        total += torch.mm(at, bt.t()).float() * (rows[:, tile, None] * columns[:, tile])
+        total += torch.mm(at, bt.t()).float() * columns[:, tile] * rows[:, tile, None]
     return total.to(dtype)

@@ -157,6 +157,7 @@ def int8_grouped_mm(
     check_shape(op, "xz", xz, (m, 1), (1, 1))
     check_shape(op, "bias", bias, (n,))
     check_device(op, xq=xq, xs=xs, xz=xz, qdata=qdata, ws=ws, wz=wz, bias=bias)
+    xq = xq if xq.stride(1) == 1 else xq.contiguous()
     y = xq.new_empty(m, n, dtype=dtype)
     if not y.numel() or not k:
         return y.zero_() if bias is None else y.copy_(bias.expand(m, n))

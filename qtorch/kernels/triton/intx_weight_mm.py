@@ -239,6 +239,7 @@ def intx_weight_mm(
     n = weight.n
     check_shape(op, "bias", bias, (n,))
     check_device(op, x=x, qdata=qdata, scale=scale, zero_point=zero_point, bias=bias)
+    x = x if x.stride(1) == 1 else x.contiguous()
     y = x.new_empty(m, n)
     if not y.numel() or not k:
         return y.zero_() if bias is None else y.copy_(bias.expand(m, n))

@@ -72,7 +72,7 @@ def _quantize_rows(
     number = rows[:, None].to(tl.int32) + columns[None, :] * 0
     if ONE_PASS:
         mask = inside & (columns[None, :] < K)
-        x = tl.load(x_ptrs + columns[None, :] * stride_xk, mask=mask, other=0.0)
+        x = tl.load(x_ptrs + columns[None, :].to(tl.int64) * stride_xk, mask=mask, other=0.0)
         scale = scale_of(tl.max(magnitude_bits(x), 1), LARGEST, TINY)
         inverse = tl.div_rn(1.0, scale)[:, None]
         q = codes_of(x, inverse, number, columns[None, :] + number * 0, seed_ptr, LARGEST, STOCHASTIC, dtype)

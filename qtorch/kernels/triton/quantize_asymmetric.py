@@ -31,7 +31,7 @@ def _quantize_rows_asymmetric(
     ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK_K)
+    columns = tl.arange(0, BLOCK_K).to(tl.int64)
     mask = (rows[:, None] < M) & (columns[None, :] < K)
     x = tl.load(x_ptr + rows[:, None] * stride_xm + columns[None, :] * stride_xk, mask=mask, other=0.0).to(tl.float32)
     low, high = tl.minimum(tl.min(x, 1), 0.0), tl.maximum(tl.max(x, 1), 0.0)

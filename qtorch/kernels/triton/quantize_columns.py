@@ -20,7 +20,7 @@ CHUNKS = 16
 
 @triton.jit
 def _column_maxima(x_ptr, bits_ptr, M, K, stride_xm, stride_xk, chunk, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    columns = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
     first = tl.program_id(1).to(tl.int64) * chunk
     bits = tl.zeros([BLOCK_M, BLOCK_K], tl.int32)
     for m in range(0, chunk, BLOCK_M):

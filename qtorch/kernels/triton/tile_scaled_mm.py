@@ -1,6 +1,6 @@
 """Product of int8 or float8 matrices with a scale for each tile of either.
 
-    c[m, n] = sum_t (sum_{k in t} a[m, k] * b[n, k]) * (as[m / R, t] * bs[n / S, t]) + bias[n]
+    c[m, n] = sum_t (sum_{k in t} a[m, k] * b[n, k]) * bs[n / S, t] * as[m / R, t] + bias[n]
 
 t runs over the tiles of the contracted axis, which the two share: 1 x 128 of a with 128 x 128 of b (DeepSeek-V3, arXiv
 2412.19437, section 3.3.2), 32 x 32 of both (JetFire, arXiv 2403.12422, section 4). The inner sum is an exact int32, or
@@ -70,10 +70,10 @@ def _tile_scaled_mm(
         a_scale = tl.load(a_scale_ptr + m_in // ROWS * stride_asm + tile * stride_ask)
         if COLUMNS % BLOCK_N == 0:
             b_scale = tl.load(b_scale_ptr + tile_n * BLOCK_N // COLUMNS * stride_bsn + tile * stride_bsk)
-            total += part.to(tl.float32) * (a_scale * b_scale)[:, None]
+            total += part.to(tl.float32) * b_scale * a_scale[:, None]
         else:
             b_scale = tl.load(b_scale_ptr + n_in // COLUMNS * stride_bsn + tile * stride_bsk)
-            total += part.to(tl.float32) * (a_scale[:, None] * b_scale[None, :])
+            total += part.to(tl.float32) * b_scale[None, :] * a_scale[:, None]
         a_ptrs += TILE * stride_ak
         b_ptrs += TILE * stride_bk
     y = total.to(c_ptr.dtype.element_ty)

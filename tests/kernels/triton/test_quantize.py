@@ -5,6 +5,7 @@ import torch
 
 from qtorch import MappingType, PerBlock, PerRow, QuantSpec
 from qtorch.kernels import record_kernels
+from qtorch.kernels.quantize_rowwise import cuda_quantize_rowwise
 from qtorch.kernels.triton.quantize import quantize_rowwise
 from qtorch.kernels.triton.quantize_asymmetric import quantize_rowwise_asymmetric
 from qtorch.kernels.triton.quantize_columns import quantize_columnwise
@@ -205,3 +206,15 @@ def test_asymmetric_nan_and_errors(device):
     assert quantize_rowwise_asymmetric(x)[1].isnan().flatten().tolist() == [False, True, False]
     with pytest.raises(ValueError, match=r"rows of at most 16384 elements, got shape \(1, 16385\)"):
         quantize_rowwise_asymmetric(torch.ones(1, 16385, device=device))
+
+
+def test_operator_reads_along_memory(device):
+    """Transposed views go to the kernel of columns: the same numbers."""
+    x = torch.randn(40, 60, device=device)
+    for view, kernel in ((x, "triton.quantize_rowwise"), (x.t(), "triton.quantize_columnwise")):
+        with record_kernels() as ran:
+            codes, scale = cuda_quantize_rowwise(view, torch.int8)
+        assert ran == ["cuda_quantize_rowwise", kernel]
+        expected, expected_scale, _ = quantize_rowwise(view)
+        assert torch.equal(codes, expected)
+        assert torch.equal(scale, expected_scale)
