@@ -23,6 +23,7 @@ from qtorch.kernels.triton.int8_grouped_mm import int8_grouped_mm
 from qtorch.kernels.triton.int8_scaled_mm import int8_scaled_mm
 from qtorch.kernels.triton.intx_weight_mm import intx_weight_mm
 from qtorch.kernels.triton.quantize import quantize_rowwise
+from qtorch.kernels.triton.quantize_asymmetric import quantize_rowwise_asymmetric
 from qtorch.kernels.triton.quantize_columns import quantize_columnwise
 from qtorch.kernels.triton.quantize_tiles import quantize_tilewise
 from qtorch.kernels.triton.stochastic_update import update_bf16, update_int8
@@ -71,6 +72,7 @@ def launches() -> Iterator[tuple[str, Callable[[], Any]]]:
         for dtype, x in itertools.product((BF16, FP32) if whole else (BF16,), (torch.ones(m, k), torch.ones(k, m).t())):
             x = x.to(dtype)
             yield f"quantize {size} {dtype}", lambda x=x: quantize_rowwise(x, seed=SEED)
+            yield f"quantize asymmetric {size} {dtype}", lambda x=x: quantize_rowwise_asymmetric(x)
             yield f"quantize both {size} {dtype}", lambda x=x: quantize_rowwise(x, torch.float8_e4m3fn, transposed=True)
             yield f"quantize columns {size} {dtype}", lambda x=x: quantize_columnwise(x)
             yield f"quantize tiles {size} {dtype}", lambda x=x, k=k: quantize_tilewise(x, (1, k))
