@@ -49,6 +49,9 @@ def test_weight() -> None:
         """\
 linear, float32 input on cpu, weight uint4 PerGroup(group_size=16) asymmetric, PackedLayout()
   runs packed_weight_mm (dequantizes on each call: on CPU it saves memory, not time)
+  not cuda_int8_mm: runs on cuda, the input is on cpu
+  not cuda_weight_mm: runs on cuda, the input is on cpu
+  not float8_scaled_mm: reads the plain layout, the weight has packed
   not int8_scaled_mm: reads the plain layout, the weight has packed
   not int8_weight_mm: reads the plain layout, the weight has packed
   not packed_int8_scaled_mm: needs quantized activations, the scheme is weight-only
@@ -78,6 +81,9 @@ embed.weight: embedding, float32 input on cpu, weight int8 PerRow() symmetric, P
   not reference: comes after it
 first.weight: linear, float32 input on cpu, weight int8 PerRow() symmetric, dynamic activation int8 PerToken() symmetric, PlainLayout()
   runs int8_scaled_mm (where the weight has groups, on CPU it saves memory, not time)
+  not cuda_int8_mm: runs on cuda, the input is on cpu
+  not cuda_weight_mm: runs on cuda, the input is on cpu
+  not float8_scaled_mm: runs on cuda, the input is on cpu
   not int8_weight_mm: is weight-only, the scheme quantizes activations
   not packed_int8_scaled_mm: reads the packed layout, the weight has plain
   not semi_sparse_int8_scaled_mm: reads the semi_sparse layout, the weight has plain
@@ -173,6 +179,9 @@ def test_fallback_warns_once_for_each_reason() -> None:
         """\
 qtorch:
 linear on a cpu float32 input with weight int8 PerBlock(sizes=(2, 11)) symmetric, dynamic activation int8 PerToken() symmetric, layout PlainLayout() runs the reference implementation, correct but slow:
+cuda_int8_mm runs on cuda, the input is on cpu;
+cuda_weight_mm runs on cuda, the input is on cpu;
+float8_scaled_mm runs on cuda, the input is on cpu;
 int8_scaled_mm takes a scale of its own for each output channel, the weight has PerBlock(sizes=(2, 11));
 int8_weight_mm is weight-only, the scheme quantizes activations;
 packed_int8_scaled_mm reads the packed layout, the weight has plain;
@@ -206,7 +215,10 @@ def test_strict() -> None:
     x, weight = only_reference(block=13)
     with qtorch.config.patch(strict=True):
         for _ in range(2):  # the second look-up, out of the cache, as well
-            with pytest.raises(FallbackError, match="runs the reference implementation, correct but slow: int8_scaled"):
+            with pytest.raises(
+                FallbackError,
+                match="runs the reference implementation, correct but slow: .*int8_scaled_mm takes a scale",
+            ):
                 nn.functional.linear(x, weight)
     with pytest.warns(UserWarning, match="runs the reference implementation"):
         nn.functional.linear(x, weight)

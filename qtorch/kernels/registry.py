@@ -82,6 +82,11 @@ class Kernel:
             note(f"{self.op}:{self.name}")
         return self.function(*args)
 
+    def is_near(self, problem: Problem) -> bool:
+        """Whether it reads the weight's layout, on the input's device: its reason to reject is worth a message."""
+        layout, device = problem.scheme.layout.name, problem.device
+        return not self.is_reference and self.layout in (None, layout) and self.device in (None, device)
+
     def rejects(self, problem: Problem) -> str | None:
         """Why this kernel cannot take the problem; None if it can."""
         scheme = problem.scheme
@@ -226,8 +231,8 @@ def lookup(op: str, scheme: Scheme, dtype: torch.dtype, device: str) -> Kernel:
 
 def _report_fallback(problem: Problem, kernel: Kernel) -> None:
     if kernel.is_reference:
-        others = [f"{k.name} {reason}" for k, reason in candidates(problem) if reason is not None]
-        reasons = "; ".join(others) or "no other is registered"
+        others = [f"{k.name} {reason}" for k, reason in candidates(problem) if k.is_near(problem)]
+        reasons = "; ".join(others) or f"no other reads this layout on {problem.device}"
         what = f"the reference implementation, correct but slow: {reasons}"
     else:
         what = f"{kernel.name}, {kernel.note}; qtorch.explain says why no other kernel does"
