@@ -179,20 +179,10 @@ def test_fallback_warns_once_for_each_reason() -> None:
         """\
 qtorch:
 linear on a cpu float32 input with weight int8 PerBlock(sizes=(2, 11)) symmetric, dynamic activation int8 PerToken() symmetric, layout PlainLayout() runs the reference implementation, correct but slow:
-cuda_int8_mm runs on cuda, the input is on cpu;
-cuda_weight_mm runs on cuda, the input is on cpu;
-float8_scaled_mm runs on cuda, the input is on cpu;
 int8_scaled_mm takes a scale of its own for each output channel, the weight has PerBlock(sizes=(2, 11));
 int8_weight_mm is weight-only, the scheme quantizes activations;
-packed_int8_scaled_mm reads the packed layout, the weight has plain;
-semi_sparse_int8_scaled_mm reads the semi_sparse layout, the weight has plain;
-semi_sparse_float8_scaled_mm reads the semi_sparse layout, the weight has plain;
 weight_only_mm is weight-only, the scheme quantizes activations;
 lut_weight_mm takes a CodebookSpec, the weight has a QuantSpec;
-int4_tiled_mm reads the tensor_core_tiled layout, the weight has plain;
-packed_weight_mm reads the packed layout, the weight has plain;
-emulated_semi_sparse_mm reads the semi_sparse layout, the weight has plain;
-semi_sparse_weight_only_mm reads the semi_sparse layout, the weight has plain;
 emulated_scaled_mm takes activations in floating-point codes""",  # noqa: E501
     )
     with warnings.catch_warnings():
