@@ -35,10 +35,12 @@ class Recipe:
     Attributes:
         name: of the function that makes it.
         trains: the weights it makes keep their gradient; otherwise they are frozen.
+        selects: the type of the weights it is for, wherever they are; None for those of `nn.Linear`.
     """
 
     name: ClassVar[str]
     trains: ClassVar[bool] = False
+    selects: ClassVar[type | None] = None
 
     def check(self, weight: Tensor) -> None:
         """Raise `ValueError` or `TypeError` where `apply` could not do its work; the weight is not changed."""

@@ -92,7 +92,8 @@ def find_targets(model: nn.Module, recipe: R | Mapping[str, R | None], filter_fn
     """Every weight of two or more dimensions, with what is to be done to it.
 
     Args:
-        recipe: one recipe for every `nn.Linear`, or an ordered mapping; see `quantize_`.
+        recipe: one recipe for every `nn.Linear`, or for every weight of the type that it `selects`; or an ordered
+            mapping; see `quantize_`.
         filter_fn: (module, fully-qualified name) -> bool, asked for each `nn.Linear`, `nn.Embedding` and
             `nn.EmbeddingBag`.
 
@@ -123,12 +124,15 @@ def _slots(model: nn.Module) -> list[Slot[R]]:
 
 
 def _assign_by_kind(slots: list[Slot[R]], recipe: R, filter_fn: Filter | None) -> None:
+    selects: type | None = getattr(recipe, "selects", None)
     for slot in slots:
         if slot.obstacle:
             slot.reason = slot.obstacle
-        elif not slot.is_linear and not slot.is_embedding:
+        elif selects is not None and not isinstance(slot.parameter, selects):
+            slot.reason = f"no {selects.__name__}"
+        elif selects is None and not slot.is_linear and not slot.is_embedding:
             slot.reason = f"a bare parameter of {type(slot.module).__name__}; ask for it by name"
-        elif filter_fn is None and slot.is_embedding:
+        elif selects is None and filter_fn is None and slot.is_embedding:
             slot.reason = "an embedding; ask for it by name or with filter_fn"
         elif filter_fn is not None and not filter_fn(slot.module, slot.module_name):
             slot.reason = "filter_fn"

@@ -63,10 +63,12 @@ class QuantizedTensor(torch.Tensor):
 
     Attributes:
         spec_type: of the weight specs that a subclass is for.
+        trains: it has a gradient, and a `linear` and an `embedding` of its own for that.
         scheme: metadata; hashable, without tensors.
     """
 
     spec_type: ClassVar[type]
+    trains: ClassVar[bool] = False
     scheme: Scheme
 
     @staticmethod
@@ -139,6 +141,14 @@ class QuantizedTensor(torch.Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The plain float tensor, in the logical dtype unless `dtype` is given."""
         return self.scheme.weight.dequantize(*self.plain(), dtype or self.scheme.dtype)
+
+    def linear(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """`F.linear` of a weight that trains."""
+        raise NotImplementedError
+
+    def embedding(self, ids: Tensor, **options: Any) -> Tensor:
+        """`F.embedding` of a weight that trains."""
+        raise NotImplementedError
 
     @property
     def inner_tensors(self) -> dict[str, Tensor]:

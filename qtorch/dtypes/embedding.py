@@ -36,6 +36,8 @@ def embedding(
         ValueError: `max_norm`, which would rewrite the table.
     """
     _check_max_norm("embedding", max_norm)
+    if isinstance(weight, QuantizedTensor) and weight.trains:
+        return weight.embedding(input, padding_idx=padding_idx, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
     if torch.is_grad_enabled() and requires_grad(weight):
         return _Embedding.apply(input, weight)
     return _embedding(input, weight)

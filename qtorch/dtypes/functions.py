@@ -85,6 +85,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if device != "meta" and torch.is_autocast_enabled(device):
         input = input.to(torch.get_autocast_dtype(device))
         bias = None if bias is None else bias.to(input.dtype)
+    if weight.trains:
+        return weight.linear(input, bias)
     if _dispatches and isinstance(weight, AffineQuantizedTensor):
         for condition, implementation in _dispatches.items():
             if condition(input, weight, bias):
@@ -235,7 +237,7 @@ def _products_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
 def check_device(op: str, input: Tensor, weight: QuantizedTensor) -> None:
     """Raise `ValueError` where `input` and the data of `weight` are on different devices."""
     # Asking the weight itself would be dispatched: 5 us. A meta weight, never loaded, would give garbage.
-    inner: Tensor = getattr(weight, weight.scheme.layout.tensors[0])
+    inner: Tensor = getattr(weight, weight.tensor_names(weight.scheme)[0])
     if inner.device != input.device:
         raise ValueError(f"{op}: the input is on {input.device}, the weight on {inner.device}")
 

@@ -134,9 +134,14 @@ def int8_scaled_mm(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> T
     wq, ws, wz = weight.plain()
     rows = to_rows(x)
     xq, xs, xz = quantize_input(rows, weight)
-    if ws.shape[1] == 1 and wz is None and xz is None and wq.dtype == torch.int8 and not gpu_features.runs_triton(x):
+    return from_rows(int8_product(xq, xs, xz, wq, ws, wz, x.dtype), x, bias)
+
+
+def int8_product(
+    xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`int8_grouped_mm`, in pieces where a compiler can make use of them."""
+    if ws.shape[1] == 1 and wz is None and xz is None and wq.dtype == torch.int8 and not gpu_features.runs_triton(xs):
         # One group: only the integer product is opaque, so that a compiler can fuse the rest.
-        y = (int_matmul(xq, wq.t()).float() * ws.float().t() * xs).to(x.dtype)
-    else:
-        y = int8_grouped_mm(xq, xs, xz, wq, ws, wz, x.dtype)
-    return from_rows(y, x, bias)
+        return (int_matmul(xq, wq.t()).float() * ws.float().t() * xs).to(dtype)
+    return int8_grouped_mm(xq, xs, xz, wq, ws, wz, dtype)

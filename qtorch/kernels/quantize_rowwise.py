@@ -79,16 +79,21 @@ def quantize_input(x: Tensor, weight: QuantizedWeight) -> tuple[Tensor, Tensor, 
     if weight.scheme.spec.static:
         scale, zero_point = weight.act_scale, weight.act_zero_point
         assert scale is not None
-    elif _is_int8_rowwise(spec):
+        return spec.quantize(x, scale, zero_point), scale, zero_point
+    return quantize_dynamic(x, spec)
+
+
+def quantize_dynamic(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes, scale, zero_point) of `x` (M, K), its scale chosen from its values."""
+    if _is_int8_rowwise(spec):
         return *quantize_int8_rowwise(x), None
-    elif gpu_features.runs_triton(x) and x.dtype in _FLOATS and _is_float8_rowwise(spec):
+    if gpu_features.runs_triton(x) and x.dtype in _FLOATS and _is_float8_rowwise(spec):
         codes, scale = cuda_quantize_rowwise(x, spec.dtype.storage)
         return codes, scale, None
-    elif gpu_features.runs_triton(x) and x.dtype in _FLOATS and x.shape[1] <= 16384 and _is_int8_asymmetric(spec):
+    if gpu_features.runs_triton(x) and x.dtype in _FLOATS and x.shape[1] <= 16384 and _is_int8_asymmetric(spec):
         codes, scale, zero_point = cuda_quantize_asymmetric(x)
         return codes, scale, zero_point
-    else:
-        scale, zero_point = spec.choose_qparams(x)
+    scale, zero_point = spec.choose_qparams(x)
     return spec.quantize(x, scale, zero_point), scale, zero_point
 
 

@@ -203,6 +203,10 @@ class QuantSpec:
         """The same numerics in other blocks."""
         return replace(self, granularity=granularity)
 
+    def to_nearest(self) -> QuantSpec:
+        """The same numerics, rounding to nearest."""
+        return replace(self, rounding=Rounding.NEAREST_EVEN)
+
     def __str__(self) -> str:
         words = [self.dtype.name, repr(self.granularity), self.mapping.name.lower()]
         if self.zero_point_domain is not ZeroPointDomain.INT:

@@ -1,0 +1,48 @@
+"""Training in low precision: the engine and its recipes, one a file.
+
+quantize_(model, int8_mixed_precision_training())
+...  # train as usual
+quantize_(model, convert())
+
+Every module of this package is imported here, and every recipe it registers becomes a name of this package and of
+`qtorch`: a recipe is added by adding its file.
+"""
+
+import importlib
+import pkgutil
+from typing import TYPE_CHECKING, Any
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+from ..quantize_api import RECIPES  # noqa: E402
+from .conv import quantized_conv1d, quantized_conv2d, quantized_conv3d  # noqa: E402
+from .int8_mixed_precision import Int8MixedPrecisionTrainingConfig  # noqa: E402
+from .products import quantized_einsum, quantized_matmul  # noqa: E402
+from .spec import GemmSpec, TrainingSpec, fully_quantized, fully_quantized_float8  # noqa: E402
+from .trainable_weight import TrainableWeight  # noqa: E402
+from .training_weight import TrainingWeight  # noqa: E402
+
+RECIPE_NAMES = sorted(name for name, cls in RECIPES.items() if cls.__module__.startswith(f"{__name__}."))
+
+globals().update({name: RECIPES[name] for name in RECIPE_NAMES})
+
+__all__ = [
+    "GemmSpec",
+    "Int8MixedPrecisionTrainingConfig",
+    "TrainableWeight",
+    "TrainingSpec",
+    "TrainingWeight",
+    "fully_quantized",
+    "fully_quantized_float8",
+    "quantized_conv1d",
+    "quantized_conv2d",
+    "quantized_conv3d",
+    "quantized_einsum",
+    "quantized_matmul",
+    *RECIPE_NAMES,
+]
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...

@@ -1,0 +1,242 @@
+"""The engine: one contraction, its three matmuls, each with operands quantized along its own contracted axis.
+
+    output       y[m, n]  = sum_k x[m, k] w[n, k]
+    grad_input   dx[m, k] = sum_n g[m, n] w[n, k]
+    grad_weight  dw[n, k] = sum_m g[m, n] x[m, k]
+
+All three are `multiply(lhs, rhs)`, with the contracted axis last in both operands. Rounding is passed straight through:
+a gradient is that of the full-precision contraction, computed by quantized matmuls.
+
+Operands are quantized and multiplied by the functions that serve a model, so that what was trained is what is served:
+bit for bit where sums are exact integers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..dtypes import QuantizedTensor
+from ..kernels.int8_block_mm import int8_block_mm, pad_to_blocks
+from ..kernels.int8_scaled_mm import int8_product
+from ..kernels.quantize_rowwise import quantize_dynamic
+from ..kernels.weight_only_mm import weight_only_mm
+from ..primitives import QuantSpec, Rounding
+from ..primitives.granularity import granularity_of
+from .guardrails import warn_of_few_tokens
+from .spec import GemmSpec, TrainingSpec
+
+
+class Operand(NamedTuple):
+    """One side of a matmul, (kept, contracted): codes with their scale and zero point, or floats (spec None).
+
+    Quantized operands may be longer than `kept`: zeros complete their blocks.
+    """
+
+    values: Tensor
+    kept: int
+    scale: Tensor | None = None
+    zero_point: Tensor | None = None
+    spec: QuantSpec | None = None
+
+    @property
+    def is_integer(self) -> bool:
+        return self.spec is not None and not self.spec.dtype.is_floating_point and self.spec.dtype.bits <= 8
+
+    def transposed(self, kept: int) -> Operand:
+        """The same numbers, contracted along the other axis, of which the first `kept` indices are no padding."""
+        if self.spec is None:
+            return Operand(self.values.t(), kept)
+        assert self.scale is not None
+        zero_point = None if self.zero_point is None else self.zero_point.t()
+        spec = self.spec.with_granularity(granularity_of(self.spec.granularity.pattern(2)[::-1]))
+        return Operand(self.values.t(), kept, self.scale.t(), zero_point, spec)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        if self.spec is None:
+            return self.values.to(dtype)
+        assert self.scale is not None
+        return self.spec.dequantize(self.values, self.scale, self.zero_point, dtype)
+
+
+def quantize_operand(x: Tensor, spec: QuantSpec | None, contracted: int = 1) -> Operand:
+    """`x` (kept, contracted) by `spec`, completed with zeros to whole blocks, and to a multiple of `contracted`."""
+    if spec is None:
+        return Operand(x, x.shape[0])
+    codes, scale, zero_point = quantize_dynamic(pad_to_blocks(x, spec.granularity, contracted), spec)
+    return Operand(codes, x.shape[0], scale, zero_point, spec)
+
+
+def multiply(lhs: Operand, rhs: Operand, gemm: GemmSpec, dtype: torch.dtype) -> Tensor:
+    """c[a, b] = sum_c lhs[a, c] rhs[b, c], (lhs.kept, rhs.kept), in `gemm.output_dtype` or else `dtype`."""
+    dtype = gemm.output_dtype or dtype
+    lhs, rhs = _of_equal_length(lhs, rhs)
+    if lhs.spec is None and rhs.spec is None:
+        compute = gemm.accumulator_dtype or torch.promote_types(lhs.values.dtype, rhs.values.dtype)
+        result = torch.mm(lhs.values.to(compute), rhs.values.to(compute).t()).to(dtype)
+    elif gemm.accumulator_dtype is not None:
+        compute = gemm.accumulator_dtype
+        result = torch.mm(lhs.dequantize(compute), rhs.dequantize(compute).t()).to(dtype)
+    elif lhs.is_integer and rhs.is_integer:
+        result = _integer_product(lhs, rhs, dtype)
+    elif rhs.spec is None:
+        result = torch.mm(lhs.dequantize(torch.float32), rhs.values.float().t()).to(dtype)
+    else:
+        # As the kernels that serve: the activation in fp32 if it has codes, in its own dtype if not.
+        x = lhs.values if lhs.spec is None else lhs.dequantize(torch.float32)
+        result = _dequantizing_product(x, rhs).to(dtype)
+    return result[: lhs.kept, : rhs.kept]
+
+
+def _of_equal_length(lhs: Operand, rhs: Operand) -> tuple[Operand, Operand]:
+    """Operands that enter with blocks of different sizes: the shorter one, a float, gets zeros."""
+    missing = rhs.values.shape[1] - lhs.values.shape[1]
+    if missing > 0:
+        return lhs._replace(values=pad(lhs.values, (0, missing))), rhs
+    if missing < 0:
+        return lhs, rhs._replace(values=pad(rhs.values, (0, -missing)))
+    return lhs, rhs
+
+
+def _integer_product(lhs: Operand, rhs: Operand, dtype: torch.dtype) -> Tensor:
+    assert lhs.scale is not None and rhs.scale is not None
+    if lhs.scale.shape[1] > 1:
+        return int8_block_mm(lhs.values, lhs.scale, rhs.values, rhs.scale, dtype)
+    xs, ws = (_scale_of_rows(operand) for operand in (lhs, rhs))
+    return int8_product(lhs.values, xs, lhs.zero_point, rhs.values, ws, rhs.zero_point, dtype)
+
+
+def _scale_of_rows(operand: Operand) -> Tensor:
+    """The scale with one row for each row of codes; a single scale stays one."""
+    assert operand.scale is not None
+    rows = operand.scale.shape[0]
+    if rows == operand.values.shape[0] or operand.scale.numel() == 1:
+        return operand.scale
+    return operand.scale.repeat_interleave(operand.values.shape[0] // rows, 0)
+
+
+def _dequantizing_product(x: Tensor, rhs: Operand) -> Tensor:
+    assert rhs.spec is not None and rhs.scale is not None
+    low, high = rhs.spec.code_range
+    domain = rhs.spec.zero_point_domain.name
+    name = rhs.spec.dtype.name
+    return weight_only_mm(x, rhs.values, rhs.scale, rhs.zero_point, name, float(low), float(high), domain)
+
+
+def contraction(x: Tensor, w: Tensor, spec: TrainingSpec) -> Tensor:
+    """y[m, n] = sum_k x[m, k] w[n, k], with gradients, its matmuls as `spec` says.
+
+    Args:
+        x: (M, K) floating point.
+        w: (N, K) floating point, or a weight that trains (`TrainableWeight`).
+
+    Returns:
+        (M, N) in the dtype of x.
+    """
+    if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
+        return _Contraction.apply(x, w, spec)
+    return _output(x, w, spec)[0]
+
+
+def _output(x: Tensor, w: Tensor, spec: TrainingSpec) -> tuple[Tensor, Operand, Operand]:
+    """The forward matmul, and its operands."""
+    wq = _forward_weight(w, spec)
+    xq = quantize_operand(x, spec.output.lhs, wq.values.shape[1] if _pads_columns(spec.output.rhs) else 1)
+    return multiply(xq, wq, spec.output, x.dtype), xq, wq
+
+
+def _forward_weight(w: Tensor, spec: TrainingSpec) -> Operand:
+    if isinstance(w, QuantizedTensor):
+        return w.operand(spec.output)  # type: ignore[attr-defined, no-any-return]
+    return quantize_operand(w, spec.output.rhs, _block_length(spec.output.lhs))
+
+
+def _pads_columns(spec: QuantSpec | None) -> bool:
+    return _block_length(spec) > 1
+
+
+def _block_length(spec: QuantSpec | None) -> int:
+    """Size of the blocks along the contracted axis, 1 where the whole axis is one block."""
+    return 1 if spec is None else max(1, spec.granularity.pattern(2)[1])
+
+
+class _Contraction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, spec: TrainingSpec) -> Tensor:
+        y, xq, wq = _output(x, w, spec)
+        ctx.spec = spec
+        ctx.x_dtype, ctx.w_dtype = x.dtype, w.dtype
+        ctx.x_spec = ctx.w_spec = None
+        held_x: tuple[Tensor | None, ...] = (x, None, None)
+        held_w: tuple[Tensor | None, ...] = (w, None, None)
+        if spec.grad_weight.reuse_forward:
+            held_x, ctx.x_spec = (xq.values, xq.scale, xq.zero_point), xq.spec
+        # Quantizing the weight once more gives the codes of the forward, unless chance was part of them.
+        if spec.grad_input.reuse_forward and _is_random(wq.spec) and not isinstance(w, QuantizedTensor):
+            held_w, ctx.w_spec = (wq.values, wq.scale, wq.zero_point), wq.spec
+        needs_x, needs_w = x.requires_grad, w.requires_grad
+        ctx.save_for_backward(*(held_x if needs_w else (None,) * 3), *(held_w if needs_x else (None,) * 3))
+        ctx.sizes = (*x.shape, w.shape[0])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (g,) = grad_outputs
+        spec: TrainingSpec = ctx.spec
+        x, xs, xz, w, ws, wz = ctx.saved_tensors
+        grad_x = grad_w = None
+        m, k, n = ctx.sizes
+        if ctx.needs_input_grad[0]:
+            rhs = Operand(w, n, ws, wz, ctx.w_spec) if ctx.w_spec is not None else None
+            grad_x = _backward_matmul(g, w, rhs, spec, spec.grad_input, k, ctx.x_dtype)
+        if ctx.needs_input_grad[1]:
+            if not torch.compiler.is_compiling():
+                warn_of_few_tokens(m, spec.grad_weight)
+            rhs = Operand(x, m, xs, xz, ctx.x_spec) if ctx.x_spec is not None else None
+            grad_w = _backward_matmul(g.t(), x, rhs, spec, spec.grad_weight, k, ctx.w_dtype)
+        return grad_x, grad_w, None
+
+
+def _backward_matmul(
+    g: Tensor, other: Tensor, held: Operand | None, spec: TrainingSpec, gemm: GemmSpec, kept: int, dtype: torch.dtype
+) -> Tensor:
+    """g (A, C) times `other` (C, kept), the operand of the forward: quantized anew, or as `held` or quantized by it."""
+    if gemm.reuse_forward:
+        forward = held if held is not None else _forward_weight(other, spec)
+        rhs = forward.transposed(kept)
+        if gemm.lhs is not None and gemm.accumulator_dtype is None:
+            g, rhs = _fold_scale(g, rhs)
+        return multiply(quantize_operand(_lengthened(g, rhs), gemm.lhs), rhs, gemm, dtype)
+    rhs = _backward_rhs(other, gemm)
+    return multiply(quantize_operand(g, gemm.lhs, _block_length(gemm.rhs)), rhs, gemm, dtype)
+
+
+def _backward_rhs(other: Tensor, gemm: GemmSpec) -> Operand:
+    if isinstance(other, QuantizedTensor):
+        other = other.floats()  # type: ignore[attr-defined]
+    return quantize_operand(other.t(), gemm.rhs, _block_length(gemm.lhs))
+
+
+def _lengthened(g: Tensor, rhs: Operand) -> Tensor:
+    """`g` with zeros against the padding of a reused operand."""
+    missing = rhs.values.shape[1] - g.shape[1]
+    return pad(g, (0, missing)) if missing else g
+
+
+def _fold_scale(g: Tensor, rhs: Operand) -> tuple[Tensor, Operand]:
+    """A scale (1, C) for each contracted index goes to the other operand: sum_c g (q s) = sum_c (g s) q."""
+    assert rhs.spec is not None and rhs.scale is not None
+    if rhs.spec.granularity.pattern(2) != (-1, 1):
+        return g, rhs
+    scaled = _lengthened(g, rhs) * rhs.scale.to(torch.float32)
+    return scaled, rhs._replace(scale=torch.ones_like(rhs.scale[:, :1]), spec=rhs.spec.with_granularity(_WHOLE))
+
+
+_WHOLE = granularity_of((-1, -1))
+
+
+def _is_random(spec: QuantSpec | None) -> bool:
+    return spec is not None and spec.rounding is Rounding.STOCHASTIC

@@ -1,0 +1,53 @@
+"""TrainingRecipe: a recipe that is described by a `TrainingSpec` and keeps weights in floating point."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..dtypes import QuantizedTensor
+from ..quantize_api import Recipe
+from .spec import TrainingSpec
+from .training_weight import TrainingWeight
+
+
+class TrainingRecipe(Recipe):
+    """Weights stay in floating point; their matmuls run as `training_spec` says.
+
+    Raises:
+        ValueError: there is no such spec.
+    """
+
+    trains: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self.training_spec()
+
+    def training_spec(self) -> TrainingSpec:
+        raise NotImplementedError
+
+    def check(self, weight: Tensor) -> None:
+        check_trainable(weight)
+        spec = self.training_spec().output.rhs
+        if spec is not None:
+            # Training could complete blocks with zeros, but the weight would not convert.
+            spec.block_size(weight.shape)
+
+    def apply(self, weight: Tensor) -> Tensor:
+        return TrainingWeight.of(weight, self.training_spec())
+
+
+def check_trainable(weight: Tensor) -> None:
+    """Raise `ValueError` where `weight` is no float weight with values."""
+    if nn.parameter.is_lazy(weight):
+        raise ValueError("the weight is not initialized yet; run the model once")
+    if isinstance(weight, QuantizedTensor):
+        raise ValueError(f"is already quantized: {weight!r}")
+    if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"takes float32, float16 or bfloat16 weights, this one is {weight.dtype}")
+    if weight.is_meta:
+        raise ValueError("the weight is on the meta device and has no values; materialize it first")
+    if weight.dim() != 2:
+        raise ValueError(f"takes matrices, this weight has shape {tuple(weight.shape)}")

@@ -1,0 +1,107 @@
+"""TrainableWeight: what the weights that a training recipe makes have in common.
+
+They are parameters with a gradient. `F.linear`, `matmul`, `einsum` and their kin run in the engine (`gemm`), with the
+three matmuls that the recipe asks for; `convert()` gives the weight that serves.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..dtypes import QuantizedTensor
+from ..kernels.rows import from_rows, to_rows
+from .conv import quantized_conv1d, quantized_conv2d, quantized_conv3d
+from .gemm import Operand, contraction
+from .products import quantized_einsum
+from .spec import GemmSpec, TrainingSpec
+
+
+class TrainableWeight(QuantizedTensor):
+    """Base of the weights in training."""
+
+    trains: ClassVar[bool] = True
+
+    @property
+    def training_spec(self) -> TrainingSpec:
+        """How the matmuls of this weight are quantized, the weight being their rhs."""
+        raise NotImplementedError
+
+    def operand(self, gemm: GemmSpec) -> Operand:
+        """The weight (N, K) as the forward quantizes it."""
+        raise NotImplementedError
+
+    def floats(self) -> Tensor:
+        """The weight as a plain tensor, not differentiable."""
+        raise NotImplementedError
+
+    def convert(self) -> Tensor:
+        """The weight for inference."""
+        raise NotImplementedError
+
+    def check_convert(self) -> None:
+        """Raise `ValueError` where `convert` could not do its work."""
+
+    def linear(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        y = contraction(to_rows(input), self, self.training_spec)
+        return from_rows(y, input, bias)
+
+    def embedding(self, ids: Tensor, **options: Any) -> Tensor:
+        """Rows of the weight as the forward quantizes it, in case the table is tied to a linear layer."""
+        rows = _Floats.apply(self)
+        spec = self.training_spec.output.rhs
+        if spec is not None:
+            rows = spec.to_nearest().fake_quantize(rows)
+        return functional.embedding(ids, rows, **options)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FUNCTIONS:
+            return _FUNCTIONS[func](*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class _Floats(torch.autograd.Function):
+    """A weight as a plain tensor, differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: TrainableWeight) -> Tensor:
+        return weight.floats().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return grad_outputs[0]
+
+
+def _einsum(equation: str, *operands: Any) -> Tensor:
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
+    if len(operands) != 2:
+        raise ValueError(f"einsum with a weight in training takes two operands, got {len(operands)}")
+    lhs, rhs = operands
+    if isinstance(rhs, TrainableWeight):
+        return quantized_einsum(equation, lhs, rhs, rhs.training_spec)
+    terms, arrow, result = equation.partition("->")
+    first, _, second = terms.partition(",")
+    return quantized_einsum(f"{second},{first}{arrow}{result}", rhs, lhs, lhs.training_spec)
+
+
+def _conv(function: Any) -> Any:
+    def run(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not isinstance(weight, TrainableWeight):
+            raise TypeError(f"a convolution takes a weight in training as its weight, got {type(weight).__name__}")
+        return function(input, weight, weight.training_spec, *args, **kwargs)  # type: ignore[no-any-return]
+
+    return run
+
+
+_FUNCTIONS = {
+    torch.einsum: _einsum,
+    functional.conv1d: _conv(quantized_conv1d),
+    functional.conv2d: _conv(quantized_conv2d),
+    functional.conv3d: _conv(quantized_conv3d),
+}
+"""Beside the products of `dtypes.functions`, which all come down to `linear`."""
