@@ -16,9 +16,11 @@ for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
 from ..quantize_api import RECIPES  # noqa: E402
+from .bitnet import precompute_bitnet_scale_for_fsdp  # noqa: E402
 from .conv import quantized_conv1d, quantized_conv2d, quantized_conv3d  # noqa: E402
 from .int8_mixed_precision import Int8MixedPrecisionTrainingConfig  # noqa: E402
 from .products import quantized_einsum, quantized_matmul  # noqa: E402
+from .quantized_weight import QuantizedTrainingWeight  # noqa: E402
 from .spec import GemmSpec, TrainingSpec, fully_quantized, fully_quantized_float8  # noqa: E402
 from .trainable_weight import TrainableWeight  # noqa: E402
 from .training_weight import TrainingWeight  # noqa: E402
@@ -30,11 +32,13 @@ globals().update({name: RECIPES[name] for name in RECIPE_NAMES})
 __all__ = [
     "GemmSpec",
     "Int8MixedPrecisionTrainingConfig",
+    "QuantizedTrainingWeight",
     "TrainableWeight",
     "TrainingSpec",
     "TrainingWeight",
     "fully_quantized",
     "fully_quantized_float8",
+    "precompute_bitnet_scale_for_fsdp",
     "quantized_conv1d",
     "quantized_conv2d",
     "quantized_conv3d",

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..dtypes import QuantizedTensor
+from ..dtypes import AffineQuantizedTensor, QuantizedTensor
+from ..dtypes.functions import linear
 from ..kernels.int8_block_mm import int8_block_mm, pad_to_blocks
 from ..kernels.int8_scaled_mm import int8_product
 from ..kernels.quantize_rowwise import quantize_dynamic
@@ -143,6 +144,9 @@ def contraction(x: Tensor, w: Tensor, spec: TrainingSpec) -> Tensor:
 
 def _output(x: Tensor, w: Tensor, spec: TrainingSpec) -> tuple[Tensor, Operand, Operand]:
     """The forward matmul, and its operands."""
+    if isinstance(w, AffineQuantizedTensor):  # held as codes: the kernel that serves them
+        xq = quantize_operand(x, spec.output.lhs if spec.grad_weight.reuse_forward else None)
+        return linear(x, w.convert()), xq, Operand(w, w.shape[0])  # type: ignore[attr-defined]
     wq = _forward_weight(w, spec)
     xq = quantize_operand(x, spec.output.lhs, wq.values.shape[1] if _pads_columns(spec.output.rhs) else 1)
     return multiply(xq, wq, spec.output, x.dtype), xq, wq
@@ -204,6 +208,8 @@ def _backward_matmul(
     g: Tensor, other: Tensor, held: Operand | None, spec: TrainingSpec, gemm: GemmSpec, kept: int, dtype: torch.dtype
 ) -> Tensor:
     """g (A, C) times `other` (C, kept), the operand of the forward: quantized anew, or as `held` or quantized by it."""
+    if gemm.reuse_forward and isinstance(other, AffineQuantizedTensor):
+        return linear(g, other.convert().with_activation(None).t()).to(dtype)  # type: ignore[attr-defined]
     if gemm.reuse_forward:
         forward = held if held is not None else _forward_weight(other, spec)
         rhs = forward.transposed(kept)
