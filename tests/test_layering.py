@@ -22,6 +22,7 @@ RANK = {
     "checkpoint": 4,
     "quantize_api": 5,
     "recipes": 6,
+    "training": 7,
     "__init__": 99,
 }
 

@@ -143,5 +143,5 @@ def int8_product(
     """`int8_grouped_mm`, in pieces where a compiler can make use of them."""
     if ws.shape[1] == 1 and wz is None and xz is None and wq.dtype == torch.int8 and not gpu_features.runs_triton(xs):
         # One group: only the integer product is opaque, so that a compiler can fuse the rest.
-        return (int_matmul(xq, wq.t()).float() * ws.float().t() * xs).to(dtype)
+        return (int_matmul(xq, wq.t()).float() * ws.float().t() * xs.float()).to(dtype)
     return int8_grouped_mm(xq, xs, xz, wq, ws, wz, dtype)

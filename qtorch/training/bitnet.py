@@ -82,7 +82,8 @@ def precompute_bitnet_scale_for_fsdp(module: nn.Module) -> None:
     if not sharded:
         return
     shards: list[BitnetWeight] = [p._local_tensor for p in sharded]  # type: ignore[attr-defined]
-    means = _global_mean([shard.master for shard in shards], [p.numel() for p in sharded], sharded[0].device_mesh)
+    mesh = sharded[0].device_mesh  # type: ignore[attr-defined]
+    means = _global_mean([shard.master for shard in shards], [p.numel() for p in sharded], mesh)
     for shard, mean in zip(shards, means, strict=True):
         vars(shard)["_precomputed"] = (shard.master._version, mean)
 

@@ -106,9 +106,7 @@ def _conv(
 def _windows(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
     """(B, *positions, C, *kernel): the window of each output position, a view where the dilation is 1."""
     ndim = len(kernel)
-    sizes = [
-        (x.shape[2 + i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in range(ndim)
-    ]
+    sizes = [(x.shape[2 + i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in range(ndim)]
     if min(sizes) < 1:
         raise ValueError(f"the kernel {tuple(kernel)}, dilated by {tuple(dilation)}, exceeds the padded input")
     if all(d == 1 for d in dilation):
@@ -121,7 +119,8 @@ def _windows(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: 
             slice(t * dilation[i], t * dilation[i] + stride[i] * (sizes[i] - 1) + 1, stride[i])
             for i, t in enumerate(offset)
         ]
-        parts.append(x[(slice(None), slice(None), *of_axis)])
+        whole = [slice(None)] * 2
+        parts.append(x[tuple(whole + of_axis)])
     return torch.stack(parts, -1).movedim(1, 1 + ndim).unflatten(-1, list(kernel))
 
 

@@ -103,7 +103,8 @@ def _of_equal_length(lhs: Operand, rhs: Operand) -> tuple[Operand, Operand]:
 
 
 def _integer_product(lhs: Operand, rhs: Operand, dtype: torch.dtype) -> Tensor:
-    assert lhs.scale is not None and rhs.scale is not None
+    assert lhs.scale is not None
+    assert rhs.scale is not None
     if lhs.scale.shape[1] > 1:
         return int8_block_mm(lhs.values, lhs.scale, rhs.values, rhs.scale, dtype)
     xs, ws = (_scale_of_rows(operand) for operand in (lhs, rhs))
@@ -120,7 +121,8 @@ def _scale_of_rows(operand: Operand) -> Tensor:
 
 
 def _dequantizing_product(x: Tensor, rhs: Operand) -> Tensor:
-    assert rhs.spec is not None and rhs.scale is not None
+    assert rhs.spec is not None
+    assert rhs.scale is not None
     low, high = rhs.spec.code_range
     domain = rhs.spec.zero_point_domain.name
     name = rhs.spec.dtype.name
@@ -148,18 +150,16 @@ def _output(x: Tensor, w: Tensor, spec: TrainingSpec) -> tuple[Tensor, Operand, 
         xq = quantize_operand(x, spec.output.lhs if spec.grad_weight.reuse_forward else None)
         return linear(x, w.convert()), xq, Operand(w, w.shape[0])  # type: ignore[attr-defined]
     wq = _forward_weight(w, spec)
-    xq = quantize_operand(x, spec.output.lhs, wq.values.shape[1] if _pads_columns(spec.output.rhs) else 1)
+    xq = quantize_operand(x, spec.output.lhs, _block_length(spec.output.rhs))
     return multiply(xq, wq, spec.output, x.dtype), xq, wq
 
 
 def _forward_weight(w: Tensor, spec: TrainingSpec) -> Operand:
-    if isinstance(w, QuantizedTensor):
-        return w.operand(spec.output)  # type: ignore[attr-defined, no-any-return]
-    return quantize_operand(w, spec.output.rhs, _block_length(spec.output.lhs))
+    return quantize_operand(_floats(w), spec.output.rhs, _block_length(spec.output.lhs))
 
 
-def _pads_columns(spec: QuantSpec | None) -> bool:
-    return _block_length(spec) > 1
+def _floats(w: Tensor) -> Tensor:
+    return w.floats() if isinstance(w, QuantizedTensor) else w  # type: ignore[attr-defined]
 
 
 def _block_length(spec: QuantSpec | None) -> int:
@@ -216,14 +216,8 @@ def _backward_matmul(
         if gemm.lhs is not None and gemm.accumulator_dtype is None:
             g, rhs = _fold_scale(g, rhs)
         return multiply(quantize_operand(_lengthened(g, rhs), gemm.lhs), rhs, gemm, dtype)
-    rhs = _backward_rhs(other, gemm)
+    rhs = quantize_operand(_floats(other).t(), gemm.rhs, _block_length(gemm.lhs))
     return multiply(quantize_operand(g, gemm.lhs, _block_length(gemm.rhs)), rhs, gemm, dtype)
-
-
-def _backward_rhs(other: Tensor, gemm: GemmSpec) -> Operand:
-    if isinstance(other, QuantizedTensor):
-        other = other.floats()  # type: ignore[attr-defined]
-    return quantize_operand(other.t(), gemm.rhs, _block_length(gemm.lhs))
 
 
 def _lengthened(g: Tensor, rhs: Operand) -> Tensor:
@@ -234,7 +228,8 @@ def _lengthened(g: Tensor, rhs: Operand) -> Tensor:
 
 def _fold_scale(g: Tensor, rhs: Operand) -> tuple[Tensor, Operand]:
     """A scale (1, C) for each contracted index goes to the other operand: sum_c g (q s) = sum_c (g s) q."""
-    assert rhs.spec is not None and rhs.scale is not None
+    assert rhs.spec is not None
+    assert rhs.scale is not None
     if rhs.spec.granularity.pattern(2) != (-1, 1):
         return g, rhs
     scaled = _lengthened(g, rhs) * rhs.scale.to(torch.float32)

@@ -13,8 +13,8 @@ from .spec import GemmSpec, TrainingSpec, int8
 @register_recipe("int8_tilewise_training")
 @dataclass(frozen=True)
 class Int8TilewiseTraining(TrainingRecipe):
-    """Weights, activations and gradients in int8 in tiles (Xi et al., arXiv 2403.12422). A tile transposed is a tile, so
-    every tensor is quantized once, and what the backward needs of an activation is kept in int8: a quarter of the
+    """Weights, activations and gradients in int8 in tiles (Xi et al., arXiv 2403.12422). A tile transposed is a tile,
+    so every tensor is quantized once, and what the backward needs of an activation is kept in int8: a quarter of the
     memory that fp32 takes.
 
     Args:

@@ -42,7 +42,7 @@ class QuantizedTrainingWeight(TrainableWeight, AffineQuantizedTensor):
     """See the top of the file. The rounding of its spec is that of its updates."""
 
     @classmethod
-    def from_float(cls, input: Tensor, spec: Any, *args: Any) -> QuantizedTrainingWeight:  # type: ignore[override]
+    def from_float(cls, input: Tensor, spec: Any, *args: Any) -> QuantizedTrainingWeight:
         """Quantize by rounding to nearest, whatever the rounding of updates."""
         linear = spec if isinstance(spec, LinearSpec) else LinearSpec(spec)
         nearest = replace(linear, weight=linear.weight.to_nearest())

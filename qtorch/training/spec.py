@@ -90,7 +90,9 @@ class TrainingSpec:
         ):
             if gemm.reuse_forward:
                 if operand is None:
-                    raise ValueError(f"TrainingSpec: {name} reuses an operand that the forward leaves in full precision")
+                    raise ValueError(
+                        f"TrainingSpec: {name} reuses an operand that the forward leaves in full precision"
+                    )
                 if gemm.lhs is not None and gemm.accumulator_dtype is None:
                     _check_reuse(operand, name, axis)
 
@@ -139,9 +141,7 @@ def int8(granularity: Granularity = PerRow(), rounding: Rounding = Rounding.NEAR
     return integer(8, granularity, rounding)
 
 
-def integer(
-    bits: int, granularity: Granularity = PerRow(), rounding: Rounding = Rounding.NEAREST_EVEN
-) -> QuantSpec:
+def integer(bits: int, granularity: Granularity = PerRow(), rounding: Rounding = Rounding.NEAREST_EVEN) -> QuantSpec:
     """Symmetric signed integers of 2 to 8 bits without the lowest code."""
     if not 2 <= bits <= 8:
         raise ValueError(f"integers for matmuls have 2 to 8 bits, got {bits}")
@@ -188,7 +188,7 @@ def fully_quantized_float8(
     *,
     grad_weight: bool = True,
 ) -> TrainingSpec:
-    """float8 for all three matmuls: `forward` for weights and activations, `gradient` for the gradients that come in."""
+    """float8 for all three matmuls: `forward` for weights and activations, `gradient` for gradients that come in."""
     values, gradients = float8(forward, granularity), float8(gradient, granularity)
     backward = GemmSpec(gradients, values)
     return TrainingSpec(GemmSpec(values, values), backward, backward if grad_weight else GemmSpec())

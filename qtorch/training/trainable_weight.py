@@ -15,9 +15,9 @@ from torch.nn import functional
 from ..dtypes import QuantizedTensor
 from ..kernels.rows import from_rows, to_rows
 from .conv import quantized_conv1d, quantized_conv2d, quantized_conv3d
-from .gemm import Operand, contraction
+from .gemm import contraction
 from .products import quantized_einsum
-from .spec import GemmSpec, TrainingSpec
+from .spec import TrainingSpec
 
 
 class TrainableWeight(QuantizedTensor):
@@ -28,10 +28,6 @@ class TrainableWeight(QuantizedTensor):
     @property
     def training_spec(self) -> TrainingSpec:
         """How the matmuls of this weight are quantized, the weight being their rhs."""
-        raise NotImplementedError
-
-    def operand(self, gemm: GemmSpec) -> Operand:
-        """The weight (N, K) as the forward quantizes it."""
         raise NotImplementedError
 
     def floats(self) -> Tensor:
@@ -93,7 +89,7 @@ def _conv(function: Any) -> Any:
     def run(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(weight, TrainableWeight):
             raise TypeError(f"a convolution takes a weight in training as its weight, got {type(weight).__name__}")
-        return function(input, weight, weight.training_spec, *args, **kwargs)  # type: ignore[no-any-return]
+        return function(input, weight, weight.training_spec, *args, **kwargs)
 
     return run
 

@@ -1,7 +1,7 @@
 """TrainingWeight: a parameter in floating point whose matmuls run in low precision.
 
-It holds one plain tensor, `master`, and a `TrainingSpec`. To optimizers, checkpoints and everything else but products it
-is that tensor: operations run on `master`; views, copies and moves give another `TrainingWeight`, all others a plain
+It holds one plain tensor, `master`, and a `TrainingSpec`. To optimizers, checkpoints and all else but products it is
+that tensor: operations run on `master`; views, copies and moves give another `TrainingWeight`, all others a plain
 tensor. A product that would go past the engine is an error.
 """
 
@@ -22,7 +22,7 @@ from ..primitives import LinearSpec, QuantSpec
 from ..primitives.jsonable import jsonable
 from .gemm import Operand, quantize_operand
 from .guardrails import is_narrow, warn_of_lost_updates
-from .spec import GemmSpec, TrainingSpec
+from .spec import TrainingSpec
 from .trainable_weight import TrainableWeight
 
 aten = torch.ops.aten
@@ -106,7 +106,7 @@ class TrainingWeight(TrainableWeight):
     def __new__(cls: Any, tensors: Mapping[str, Tensor | None], scheme: Any) -> TrainingWeight:
         master = tensors["master"]
         assert master is not None
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+        return torch.Tensor._make_wrapper_subclass(
             cls,
             master.shape,
             strides=master.stride(),
@@ -122,16 +122,11 @@ class TrainingWeight(TrainableWeight):
     @classmethod
     def of(cls, master: Tensor, spec: TrainingSpec) -> TrainingWeight:
         """A weight in training that holds `master` itself."""
-        return cls({"master": master}, TrainingScheme(spec, tuple(master.shape), master.dtype))  # type: ignore[arg-type]
+        return cls({"master": master}, TrainingScheme(spec, tuple(master.shape), master.dtype))
 
     @property
     def training_spec(self) -> TrainingSpec:
-        return self.scheme.training  # type: ignore[attr-defined, no-any-return]
-
-    def operand(self, gemm: GemmSpec) -> Operand:
-        lhs = gemm.lhs
-        block = 1 if lhs is None else max(1, lhs.granularity.pattern(2)[1])
-        return quantize_operand(self.master, gemm.rhs, block)
+        return self.scheme.training  # type: ignore[attr-defined]
 
     def floats(self) -> Tensor:
         return self.master
@@ -150,7 +145,7 @@ class TrainingWeight(TrainableWeight):
         return type(self).of(function(self.master), self.training_spec)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func in PRODUCTS:
             raise NotImplementedError(

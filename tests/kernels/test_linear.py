@@ -10,6 +10,7 @@ from qtorch.primitives import ZeroPointDomain, compute_error
 
 INT8 = QuantSpec("int8", quant_min=-127)
 TOKEN = QuantSpec("int8", PerRow(), quant_min=-127)
+TILE = QuantSpec("int8", PerBlock((8, 16)), quant_min=-127)
 FLOAT8 = QuantSpec("float8_e4m3fn", zero_point_domain=ZeroPointDomain.NONE)
 ASYMMETRIC = MappingType.ASYMMETRIC
 
@@ -63,6 +64,8 @@ SCHEMES = {
         17,
         27,
     ),
+    "int8 tile, int8 tile": (LinearSpec(TILE, TILE), "int8_block_mm", 35, 48),
+    "int8 row, int8 group": (LinearSpec(INT8, TILE.with_granularity(PerGroup(16))), "int8_block_mm", 35, 48),
     "uint8 row, int8": (LinearSpec(QuantSpec("uint8", PerRow(), ASYMMETRIC), TOKEN), "int8_scaled_mm", 35, 50),
 }
 

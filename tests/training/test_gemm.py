@@ -1,0 +1,294 @@
+"""The engine against the same computation with fake quantization in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from qtorch import PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, compute_error
+from qtorch.kernels import record_kernels
+from qtorch.primitives import Rounding
+from qtorch.training import GemmSpec, TrainingSpec, TrainingWeight, fully_quantized, quantized_matmul
+from qtorch.training.gemm import contraction
+from qtorch.training.spec import float8, int8
+from tests.training.reference import RECIPES, three_matmuls
+
+every_recipe = pytest.mark.parametrize("name", RECIPES)
+
+SHAPES = [(37, 64, 96), (1, 32, 32), (70, 96, 32)]
+"""Tokens, input features, output features; the features fit tiles of 32, the tokens do not."""
+
+SPECS = {
+    "reuse, scales folded": TrainingSpec(
+        GemmSpec(int8(), int8()), GemmSpec(int8(), reuse_forward=True), GemmSpec(int8(), reuse_forward=True)
+    ),
+    "tensorwise": fully_quantized(granularity=PerTensor()),
+    "groups": fully_quantized(granularity=PerGroup(8)),
+    "blocks": fully_quantized(granularity=PerBlock((4, 16))),
+    "groups of weights only": TrainingSpec(GemmSpec(int8(), int8(PerGroup(16)))),
+    "weight only": TrainingSpec(GemmSpec(None, int8()), GemmSpec(None, int8()), GemmSpec(None, int8())),
+    "activation only": TrainingSpec(GemmSpec(int8(), None), GemmSpec(int8(), None), GemmSpec(int8(), None)),
+    "int8, float8": TrainingSpec(GemmSpec(int8(), float8()), GemmSpec(float8(), int8())),
+    "fp64 sums": TrainingSpec(
+        GemmSpec(int8(), int8(), accumulator_dtype=torch.float64),
+        GemmSpec(int8(), int8(), accumulator_dtype=torch.float64),
+    ),
+}
+
+
+def run(x: Tensor, w: Tensor, g: Tensor, spec: TrainingSpec) -> tuple[Tensor, Tensor, Tensor]:
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    y = contraction(x, w, spec)
+    y.backward(g)
+    return y.detach(), x.grad, w.grad
+
+
+def assert_close(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...], least: float = 115) -> None:
+    for a, b in zip(got, wanted):
+        assert a.shape == b.shape
+        assert compute_error(b, a.double()) > least
+
+
+@every_recipe
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_recipes(name: str, shape: tuple[int, int, int]) -> None:
+    m, k, n = shape
+    x, w, g = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n)
+    spec = RECIPES[name].training_spec()
+    assert_close(run(x, w, g, spec), three_matmuls(x, w, g, spec))
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
+@pytest.mark.parametrize("shape", [(37, 64, 96), (5, 48, 16)], ids=str)
+def test_other_specs(spec: TrainingSpec, shape: tuple[int, int, int]) -> None:
+    m, k, n = shape
+    x, w, g = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n)
+    assert_close(run(x, w, g, spec), three_matmuls(x, w, g, spec))
+
+
+@pytest.mark.parametrize("shape", [(7, 33, 29), (1, 1, 1), (3, 1025, 2), (129, 5, 7)], ids=str)
+@pytest.mark.parametrize("name", ["int8", "switchback", "float8 rowwise", "mxfp8", "tilewise", "bitnet"])
+def test_odd_shapes(name: str, shape: tuple[int, int, int]) -> None:
+    """Blocks that do not divide a shape are completed with zeros."""
+    m, k, n = shape
+    x, w, g = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n)
+    spec = RECIPES[name].training_spec()
+    assert_close(run(x, w, g, spec), three_matmuls(x, w, g, spec))
+
+
+@every_recipe
+def test_the_error_against_float_is_bounded_on_both_sides(name: str) -> None:
+    x, w, g = torch.randn(256, 128), torch.randn(96, 128), torch.randn(256, 96)
+    spec = RECIPES[name].training_spec()
+    least = {"bitnet": 4, "int4, int8": 14}.get(name, 18)
+    for gemm, got, wanted in zip(
+        (spec.output, spec.grad_input, spec.grad_weight), run(x, w, g, spec), (x @ w.t(), g @ w, g.t() @ x)
+    ):
+        error = compute_error(wanted, got)
+        if gemm.is_quantized:
+            assert least < error < 50
+        else:
+            assert error > 110
+
+
+def test_no_tokens() -> None:
+    y, dx, dw = run(torch.randn(0, 8), torch.randn(4, 8), torch.randn(0, 4), fully_quantized())
+    assert (y.shape, dx.shape) == ((0, 4), (0, 8))
+    assert torch.equal(dw, torch.zeros(4, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@every_recipe
+def test_16_bits(name: str, dtype: torch.dtype) -> None:
+    x, w, g = (torch.randn(*shape, dtype=dtype) for shape in ((40, 64), (96, 64), (40, 96)))
+    spec = RECIPES[name].training_spec()
+    got = run(x, w, g, spec)
+    assert {tensor.dtype for tensor in got} == {dtype}
+    assert_close(got, three_matmuls(x, w, g, spec), 40 if dtype is torch.bfloat16 else 55)
+
+
+def test_output_dtype() -> None:
+    spec = TrainingSpec(GemmSpec(int8(), int8(), output_dtype=torch.float32))
+    x, w = torch.randn(4, 8, dtype=torch.bfloat16), torch.randn(3, 8, dtype=torch.bfloat16)
+    y = contraction(x, w, spec)
+    assert y.dtype == torch.float32
+    assert compute_error(three_matmuls(x, w, y.to(x.dtype), spec)[0], y.double()) > 110
+
+
+def test_power_of_two_scales() -> None:
+    spec = QuantSpec("int8", PerRow(), scale_dtype=torch.float8_e8m0fnu, quant_min=-127)
+    config = TrainingSpec(GemmSpec(spec, spec), GemmSpec(spec, spec), GemmSpec(spec, spec))
+    x, w, g = torch.randn(16, 32), torch.randn(8, 32), torch.randn(16, 8)
+    assert_close(run(x, w, g, config), three_matmuls(x, w, g, config))
+
+
+def layer(name: str, bias: bool = True, k: int = 64, n: int = 96) -> nn.Linear:
+    linear = nn.Linear(k, n, bias)
+    linear.weight = nn.Parameter(RECIPES[name].apply(linear.weight.detach()))
+    return linear
+
+
+@every_recipe
+@pytest.mark.parametrize("bias", [True, False])
+def test_layer_with_3d_input(name: str, bias: bool) -> None:
+    linear, x, g = layer(name, bias), torch.randn(3, 7, 64, requires_grad=True), torch.randn(3, 7, 96)
+    y = linear(x)
+    y.backward(g)
+    spec = RECIPES[name].training_spec()
+    wanted_y, dx, dw = three_matmuls(x.detach().flatten(0, 1), linear.weight.floats(), g.flatten(0, 1), spec)
+    offset = linear.bias.detach() if bias else 0
+    assert_close(
+        (y.detach(), x.grad, linear.weight.grad),
+        ((wanted_y + offset).unflatten(0, (3, 7)), dx.unflatten(0, (3, 7)), dw),
+    )
+    if bias:
+        torch.testing.assert_close(linear.bias.grad, g.sum((0, 1)))
+
+
+@every_recipe
+def test_frozen_weight_or_input(name: str) -> None:
+    """Only what is asked for is computed, and only what it takes is kept."""
+    x, g, spec = torch.randn(9, 64), torch.randn(9, 96), RECIPES[name].training_spec()
+    linear = layer(name)
+    _, dx, dw = three_matmuls(x, linear.weight.floats(), g, spec)
+    linear(x).backward(g)
+    assert_close((linear.weight.grad,), (dw,))
+    frozen = layer(name).requires_grad_(False)
+    frozen.weight = nn.Parameter(linear.weight.detach(), requires_grad=False)
+    frozen.bias = linear.bias
+    x.requires_grad_()
+    frozen(x).backward(g)
+    assert_close((x.grad,), (dx,))
+    assert frozen.weight.grad is None
+    with torch.no_grad():
+        assert torch.equal(frozen(x), linear(x))
+    with torch.inference_mode():
+        assert torch.equal(frozen(x), linear(x))
+
+
+def test_a_frozen_input_runs_one_backward_matmul() -> None:
+    linear, x = layer("int8"), torch.randn(300, 64)
+    with record_kernels() as ran:
+        linear(x).sum().backward()
+    assert ran.count("int_matmul") == 2
+
+
+@every_recipe
+def test_autocast(name: str) -> None:
+    """Activations are in bf16; the weight is quantized from its own dtype, as the weight that serves is."""
+    linear, x = layer(name), torch.randn(16, 64, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(x)
+        y.float().sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert (x.grad.dtype, linear.weight.grad.dtype) == (torch.float32, torch.float32)
+    g, spec = torch.ones(16, 96, dtype=torch.bfloat16), RECIPES[name].training_spec()
+    wanted_y, dx, dw = three_matmuls(x.detach().bfloat16(), linear.weight.floats(), g, spec)
+    wanted_y = wanted_y + linear.bias.detach().bfloat16()
+    assert_close((y.detach(), x.grad, linear.weight.grad), (wanted_y, dx, dw), 38)
+
+
+@every_recipe
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(name: str, reentrant: bool) -> None:
+    first, second = layer(name, k=64, n=96), layer(name, k=96, n=64)
+    x, results = torch.randn(40, 64, requires_grad=True), []
+
+    def block(x: Tensor) -> Tensor:
+        return second(functional.gelu(first(x)))
+
+    for function in (block, lambda x: checkpoint(block, x, use_reentrant=reentrant)):
+        x.grad = first.weight.grad = second.weight.grad = None
+        function(x).square().sum().backward()
+        results.append((x.grad, first.weight.grad, second.weight.grad))
+    for a, b in zip(*results):
+        assert torch.equal(a, b)
+
+
+@every_recipe
+def test_gradient_accumulation(name: str) -> None:
+    linear, parts = layer(name), torch.randn(2, 20, 64)
+    grads = []
+    for part in parts:
+        linear.weight.grad = None
+        linear(part).square().sum().backward()
+        grads.append(linear.weight.grad)
+    linear.weight.grad = None
+    for part in parts:
+        linear(part).square().sum().backward()
+    assert torch.equal(linear.weight.grad, grads[0] + grads[1])
+
+
+def test_stochastic_rounding_of_gradients_is_unbiased() -> None:
+    spec = fully_quantized(stochastic_rounding=True)
+    assert spec.grad_weight.lhs.rounding is Rounding.STOCHASTIC
+    assert spec.output.lhs.rounding is spec.grad_weight.rhs.rounding is Rounding.NEAREST_EVEN
+    count = 100_000
+    x, w, g = torch.randn(count, 8), torch.randn(4, 8), torch.randn(1, 4).expand(count, 4)
+    wanted = three_matmuls(x[:1], w, g[:1], TrainingSpec(grad_input=GemmSpec(None, int8())))[1]
+    samples = run(x, w, g, spec)[1].double()
+    assert samples.std(0).min() > 0
+    assert ((samples.mean(0) - wanted).abs() < 4 * samples.std(0) / count**0.5).all()
+
+
+def test_stochastic_rounding_depends_on_the_seed() -> None:
+    spec, (x, w, g) = (
+        fully_quantized(stochastic_rounding=True),
+        (torch.randn(16, 8), torch.randn(4, 8), torch.randn(16, 4)),
+    )
+    results = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        results.append(run(x, w, g, spec)[1])
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+
+
+def test_codes_that_chance_has_made_are_reused_not_remade() -> None:
+    """grad_input multiplies by the very codes of the forward."""
+    spec = TrainingSpec(GemmSpec(None, int8(rounding=Rounding.STOCHASTIC)), GemmSpec(reuse_forward=True))
+    w, x = torch.randn(8, 8, requires_grad=True), torch.eye(8, requires_grad=True)
+    y = contraction(x, w, spec)
+    y.backward(torch.eye(8))
+    torch.testing.assert_close(y.detach(), x.grad.t())
+
+
+def test_the_tiles_of_an_activation_are_kept_in_int8() -> None:
+    x, w = torch.randn(64, 64, requires_grad=True), torch.randn(32, 64, requires_grad=True)
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    for name, dtypes in (("tilewise", {torch.int8, torch.float32}), ("int8", {torch.float32})):
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            contraction(x, w, RECIPES[name].training_spec())
+        of_x = [tensor for tensor in saved if tensor.data_ptr() != w.data_ptr()]
+        assert {tensor.dtype for tensor in of_x} == dtypes
+        size = sum(tensor.nbytes for tensor in of_x)
+        assert size == (64 * 64 + 2 * 2 * 4 if name == "tilewise" else 64 * 64 * 4)
+
+
+def test_a_function_of_a_weight() -> None:
+    """Q(T(w)): what is quantized is what enters the product, and gradients reach w through T."""
+    x, w = torch.randn(20, 16), torch.randn(16, 8, requires_grad=True)
+    twin = w.detach().clone().requires_grad_()
+    quantized_matmul(x, torch.tanh(w) * 2, fully_quantized()).square().sum().backward()
+    (x @ (torch.tanh(twin) * 2)).square().sum().backward()
+    assert 30 < compute_error(twin.grad, w.grad) < 60
+
+
+def test_a_weight_on_the_left() -> None:
+    linear, x = layer("int8"), torch.randn(64, 9)
+    assert torch.equal(linear.weight @ x, linear.weight.linear(x.t(), None).t())
+
+
+def test_the_wrapper_is_one_level_deep() -> None:
+    w = layer("int8").weight
+    assert isinstance(w, TrainingWeight)
+    assert type(w.master) is Tensor
