@@ -62,8 +62,11 @@ def pad_to_blocks(x: Tensor, granularity: Granularity, columns: int = 1) -> Tens
     """`x` (M, K) with zeros appended, so that blocks divide it and `columns` divides K; zeros do not change a range."""
     rows, inner = (max(size, 1) for size in granularity.pattern(2))
     inner = math.lcm(inner, columns)
+    if rows == inner == 1:
+        return x
     missing = (-x.shape[0] % rows, -x.shape[1] % inner)
-    return pad(x, (0, missing[1], 0, missing[0])) if any(missing) else x
+    # A compiled graph takes any number of rows, and so asks for none.
+    return pad(x, (0, missing[1], 0, missing[0])) if torch.compiler.is_compiling() or any(missing) else x
 
 
 def _supports(problem: Problem) -> str | None:

@@ -93,13 +93,20 @@ def multiply(lhs: Operand, rhs: Operand, gemm: GemmSpec, dtype: torch.dtype) -> 
 
 
 def _of_equal_length(lhs: Operand, rhs: Operand) -> tuple[Operand, Operand]:
-    """Operands that enter with blocks of different sizes: the shorter one, a float, gets zeros."""
-    missing = rhs.values.shape[1] - lhs.values.shape[1]
-    if missing > 0:
-        return lhs._replace(values=pad(lhs.values, (0, missing))), rhs
-    if missing < 0:
-        return lhs, rhs._replace(values=pad(rhs.values, (0, -missing)))
+    """A float gets zeros against those that complete the blocks of the other operand."""
+    if lhs.spec is None:
+        return lhs._replace(values=_lengthened(lhs.values, rhs)), rhs
+    if rhs.spec is None:
+        return lhs, rhs._replace(values=_lengthened(rhs.values, lhs))
     return lhs, rhs
+
+
+def _lengthened(x: Tensor, other: Operand) -> Tensor:
+    """`x`, floats, as long as `other` along the contracted axis."""
+    if other.spec is None or max(other.spec.granularity.pattern(2)) <= 1:
+        return x
+    missing = other.values.shape[1] - x.shape[1]
+    return pad(x, (0, missing)) if torch.compiler.is_compiling() or missing else x
 
 
 def _integer_product(lhs: Operand, rhs: Operand, dtype: torch.dtype) -> Tensor:
@@ -218,12 +225,6 @@ def _backward_matmul(
         return multiply(quantize_operand(_lengthened(g, rhs), gemm.lhs), rhs, gemm, dtype)
     rhs = quantize_operand(_floats(other).t(), gemm.rhs, _block_length(gemm.lhs))
     return multiply(quantize_operand(g, gemm.lhs, _block_length(gemm.rhs)), rhs, gemm, dtype)
-
-
-def _lengthened(g: Tensor, rhs: Operand) -> Tensor:
-    """`g` with zeros against the padding of a reused operand."""
-    missing = rhs.values.shape[1] - g.shape[1]
-    return pad(g, (0, missing)) if missing else g
 
 
 def _fold_scale(g: Tensor, rhs: Operand) -> tuple[Tensor, Operand]:

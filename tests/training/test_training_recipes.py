@@ -1,0 +1,355 @@
+"""The training recipes: as values, which kernels they run, optimizers, checkpoints, and a model that learns."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+import qtorch
+from qtorch import compute_error, quantize_
+from qtorch.kernels import record_kernels
+from qtorch.primitives import from_json, to_json
+from qtorch.quantize_api import RECIPES as REGISTERED
+from qtorch.quantize_api import Recipe
+from qtorch.training import (
+    Int8MixedPrecisionTrainingConfig,
+    QuantizedTrainingWeight,
+    TrainableWeight,
+    TrainingWeight,
+    bitnet_training,
+    convert,
+    float8_training,
+    fully_quantized,
+    int4_weight_only_quantized_training,
+    int8_mixed_precision_training,
+    int8_tilewise_training,
+    int8_weight_only_quantized_training,
+    mixed_precision_training,
+    mxfp8_training,
+    switchback_training,
+)
+
+ALL = [
+    int8_mixed_precision_training(),
+    int8_mixed_precision_training(Int8MixedPrecisionTrainingConfig(grad_weight=False)),
+    int8_mixed_precision_training(Int8MixedPrecisionTrainingConfig(stochastic_rounding=True)),
+    switchback_training(),
+    int8_tilewise_training(),
+    float8_training("rowwise"),
+    float8_training("tensorwise"),
+    mxfp8_training(),
+    bitnet_training(),
+    mixed_precision_training(fully_quantized(4, 8)),
+    int8_weight_only_quantized_training(),
+    int4_weight_only_quantized_training(),
+]
+every_recipe = pytest.mark.parametrize("recipe", ALL, ids=[f"{i} {recipe.name}" for i, recipe in enumerate(ALL)])
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> object:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="qtorch: .* gradients of weights from")
+        yield
+
+
+def model(recipe: Recipe | None) -> nn.Sequential:
+    torch.manual_seed(1)
+    made = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32, bias=False))
+    if recipe is not None:
+        quantize_(made, recipe)
+    return made
+
+
+def test_every_recipe_is_tested() -> None:
+    mine = {name for name, cls in REGISTERED.items() if cls.__module__.startswith("qtorch.training")}
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    assert [name for name in mine if f"{name}(" not in tests] == []
+    assert mine <= set(qtorch.training.__all__) & set(qtorch.__all__)
+
+
+@every_recipe
+def test_is_a_value(recipe: Recipe) -> None:
+    assert from_json(json.loads(json.dumps(to_json(recipe)))) == recipe
+    assert dataclasses.replace(recipe) == recipe
+    assert hash(dataclasses.replace(recipe)) == hash(recipe)
+    assert str(recipe).startswith(f"{recipe.name}(")
+
+
+def test_all_differ() -> None:
+    assert len(set(ALL)) == len(ALL)
+
+
+@every_recipe
+def test_weights_train_and_everything_else_is_left(recipe: Recipe) -> None:
+    made = model(None)
+    bias = made[0].bias
+    report = quantize_(made, recipe)
+    assert len(report.quantized) == 2
+    assert all(
+        isinstance(made[i].weight, TrainableWeight | nn.Parameter) and made[i].weight.requires_grad for i in (0, 2)
+    )
+    assert made[0].bias is bias
+    frozen = model(None).requires_grad_(False)
+    quantize_(frozen, recipe)
+    assert not frozen[0].weight.requires_grad
+
+
+def test_the_report_names_the_kernel_that_will_serve() -> None:
+    kernels = {recipe.name: quantize_(model(None), recipe).quantized[0].kernel for recipe in ALL}
+    assert_expected_inline(
+        "\n".join(f"{name}: {kernel}" for name, kernel in kernels.items()),
+        """\
+int8_mixed_precision_training: int8_scaled_mm
+switchback_training: int8_scaled_mm
+int8_tilewise_training: int8_block_mm
+float8_training: emulated_scaled_mm
+mxfp8_training: emulated_scaled_mm
+bitnet_training: packed_int8_scaled_mm
+mixed_precision_training: reference
+int8_weight_only_quantized_training: weight_only_mm
+int4_weight_only_quantized_training: packed_weight_mm""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "forward", "backward"),
+    [
+        (Int8MixedPrecisionTrainingConfig(), 1, 2),
+        (Int8MixedPrecisionTrainingConfig(grad_weight=False), 1, 1),
+        (Int8MixedPrecisionTrainingConfig(grad_input=False, grad_weight=False), 1, 0),
+        (Int8MixedPrecisionTrainingConfig(output=False), 0, 2),
+        (Int8MixedPrecisionTrainingConfig(output=False, grad_input=False), 0, 1),
+    ],
+)
+def test_count_of_int8_matmuls(config: Int8MixedPrecisionTrainingConfig, forward: int, backward: int) -> None:
+    made, x = model(int8_mixed_precision_training(config)), torch.randn(300, 64, requires_grad=True)
+    with record_kernels() as in_forward:
+        y = made(x)
+    with record_kernels() as in_backward:
+        y.sum().backward()
+    assert (in_forward.count("int_matmul"), in_backward.count("int_matmul")) == (2 * forward, 2 * backward)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "forward", "backward"),
+    [
+        (switchback_training(), {"int_matmul": 1}, {"int_matmul": 1}),
+        (int8_tilewise_training(), {"int8_block_mm": 1}, {"int8_block_mm": 2}),
+        (float8_training(), {"weight_only_mm": 1}, {"weight_only_mm": 2}),
+        (mxfp8_training(), {"weight_only_mm": 1}, {"weight_only_mm": 2}),
+        (bitnet_training(), {"int_matmul": 1}, {"weight_only_mm": 2}),
+        (mixed_precision_training(fully_quantized(4, 8)), {"int_matmul": 1}, {"int_matmul": 2}),
+        (int8_weight_only_quantized_training(), {"linear:weight_only_mm": 1}, {"linear:weight_only_mm": 1}),
+        (int4_weight_only_quantized_training(), {"linear:packed_weight_mm": 1}, {"linear:packed_weight_mm": 1}),
+    ],
+    ids=lambda value: value.name if isinstance(value, Recipe) else "",
+)
+def test_which_kernels_run(recipe: Recipe, forward: dict[str, int], backward: dict[str, int]) -> None:
+    layer, x = model(recipe)[:1], torch.randn(300, 64, requires_grad=True)
+    with record_kernels() as in_forward:
+        y = layer(x)
+    with record_kernels() as in_backward:
+        y.sum().backward()
+    for ran, wanted in ((in_forward, forward), (in_backward, backward)):
+        if recipe.name == "int8_tilewise_training":
+            ran = [name for name in ran if not name.startswith("int_matmul")]
+        assert {name: ran.count(name) for name in wanted} == wanted
+        counted = {*wanted, "int_matmul.vnni", "int_matmul.sliced", "weight_only_mm", "packed_weight_mm"}
+        assert set(ran) <= counted
+
+
+def train(made: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 40) -> float:
+    """Fit a fixed function; the last loss."""
+    generator = torch.Generator().manual_seed(2)
+    target = nn.Linear(64, 32, bias=False)
+    torch.nn.init.normal_(target.weight, std=0.125, generator=generator)
+    for _ in range(steps):
+        x = torch.randn(64, 64, generator=generator)
+        loss = nn.functional.mse_loss(made(x), target(x).detach().tanh())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+@every_recipe
+def test_a_model_learns(recipe: Recipe) -> None:
+    loss = {}
+    for name, made in (("float", model(None)), ("quantized", model(recipe))):
+        loss[name] = train(made, torch.optim.AdamW(made.parameters(), lr=1e-2))
+        start = train(made, torch.optim.SGD(made.parameters(), lr=0), 1)
+        assert start < 0.3
+    limit = {"bitnet_training": 6, "int4_weight_only_quantized_training": 4, "mixed_precision_training": 2}
+    assert loss["quantized"] < limit.get(recipe.name, 1.5) * loss["float"] + 0.002
+
+
+@every_recipe
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("how", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+def test_optimizers(recipe: Recipe, kind: type, how: dict[str, bool]) -> None:
+    """A step moves each weight as it moves a float weight of the same value and gradient."""
+    made = model(recipe)
+    twins = [
+        nn.Parameter(p.detach().dequantize() if isinstance(p, TrainableWeight) else p.detach().clone())
+        for p in made.parameters()
+    ]
+    made(torch.randn(40, 64)).square().sum().backward()
+    for twin, p in zip(twins, made.parameters()):
+        twin.grad = p.grad.clone()
+    options = {"lr": 0.01, "weight_decay": 0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {})}
+    for parameters in (list(made.parameters()), twins):
+        kind(parameters, **options, **how).step()
+    for twin, p in zip(twins, made.parameters()):
+        if isinstance(p, QuantizedTrainingWeight):
+            step = p.scales()[0].max()
+            assert (p.dequantize() - twin).abs().max() < 1.01 * step * (2 if kind is torch.optim.AdamW else 1)
+        else:
+            torch.testing.assert_close(p.floats() if isinstance(p, TrainableWeight) else p, twin, rtol=1e-6, atol=1e-7)
+
+
+@every_recipe
+def test_state_dict_through_a_file(recipe: Recipe, tmp_path: Path) -> None:
+    made, x = model(recipe), torch.randn(32, 64)
+    torch.save(made.state_dict(), tmp_path / "model.pt")
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert type(state["0.weight"]) is type(made[0].weight)
+    for assign in (False, True):
+        other = model(recipe)
+        with torch.no_grad():
+            other[2].weight.copy_(torch.randn(32, 96))
+        other.load_state_dict(state, assign=assign)
+        assert torch.equal(other(x), made(x))
+        other(x).sum().backward()
+        assert other[0].weight.grad is not None
+
+
+@every_recipe
+def test_deepcopy(recipe: Recipe) -> None:
+    made, x = model(recipe), torch.randn(32, 64)
+    twin = copy.deepcopy(made)
+    assert torch.equal(twin(x), made(x))
+    with torch.no_grad():
+        twin[0].weight.mul_(2)
+    assert not torch.equal(twin(x), made(x))
+
+
+@every_recipe
+def test_a_float_checkpoint_loads(recipe: Recipe) -> None:
+    made, source = model(recipe), model(None)
+    with torch.no_grad():
+        source[0].weight.normal_()
+    made.load_state_dict(source.state_dict())
+    assert compute_error(source[0].weight, made[0].weight.dequantize()) > 15
+    back = model(None)
+    back.load_state_dict(made.state_dict())
+    assert torch.equal(back[0].weight, made[0].weight.dequantize())
+
+
+@every_recipe
+def test_dequantize_goes_back(recipe: Recipe) -> None:
+    made = model(recipe)
+    values = made[0].weight.dequantize()
+    qtorch.dequantize_(made)
+    assert type(made[0].weight) is nn.Parameter
+    assert torch.equal(made[0].weight, values)
+
+
+@every_recipe
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_to_dtype(recipe: Recipe, dtype: torch.dtype) -> None:
+    made = model(recipe).to(dtype)
+    y = made(torch.randn(4, 64, dtype=dtype))
+    assert y.dtype == made[0].weight.dtype == dtype
+    y.sum().backward()
+    assert made[0].weight.grad.dtype == dtype
+
+
+def gradients(made: nn.Module, y: Tensor) -> list[Tensor]:
+    made.zero_grad()
+    y.backward(torch.linspace(-1, 1, y.numel()).reshape(y.shape))
+    return [y.detach(), *(p.grad for p in made.parameters())]
+
+
+@every_recipe
+def test_compile_traces_one_graph(recipe: Recipe) -> None:
+    if "stochastic_rounding=True" in str(recipe):
+        pytest.skip("graphs draw other random numbers")
+    made = model(recipe)
+    compiled = torch.compile(made, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch in (70, 45, 133):
+        x = torch.randn(batch, 64)
+        with torch._dynamo.config.patch(error_on_recompile=batch != 70):
+            got = gradients(made, compiled(x))
+        for a, b in zip(got, gradients(made, made(x))):
+            assert compute_error(b, a) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [ALL[0], ALL[3], ALL[8], ALL[10]], ids=lambda recipe: recipe.name)
+def test_inductor(recipe: Recipe) -> None:
+    made = model(recipe)
+    compiled = torch.compile(made, fullgraph=True)
+    x = torch.randn(64, 64)
+    gradients(made, compiled(x))
+    with record_kernels() as ran:
+        got = gradients(made, compiled(x))
+    assert {"int_matmul", "weight_only_mm"} & set(ran)
+    # A code may round the other way after a fused multiplication.
+    for a, b in zip(got, gradients(made, made(x))):
+        assert compute_error(b, a) > 30
+
+
+def test_errors_leave_the_model_as_it_was() -> None:
+    made = nn.Sequential(nn.Linear(40, 33))
+    before = made[0].weight
+    with pytest.raises(ValueError, match=r"0: block_size \(32, 32\) does not divide shape \(33, 40\)"):
+        quantize_(made, int8_tilewise_training())
+    with pytest.raises(ValueError, match="0: block_size"):
+        quantize_(made, mxfp8_training())
+    with pytest.raises(ValueError, match=r"0: takes float32, .* weights, this one is torch\.float64"):
+        quantize_(nn.Sequential(nn.Linear(4, 4, dtype=torch.float64)), bitnet_training())
+    with pytest.raises(ValueError, match="granularity is 'rowwise' or 'tensorwise', got 'blockwise'"):
+        float8_training("blockwise")
+    assert made[0].weight is before
+    trained = model(int8_mixed_precision_training())
+    with pytest.raises(ValueError, match="0: is already quantized: TrainingWeight"):
+        quantize_(trained, int8_mixed_precision_training())
+
+
+def test_a_product_that_would_bypass_the_engine_is_an_error() -> None:
+    weight = model(int8_mixed_precision_training())[0].weight
+    with pytest.raises(NotImplementedError, match="in training would run in full precision"):
+        torch.tensordot(torch.randn(3, 64), weight, dims=([1], [1]))
+
+
+def test_einsum_of_a_weight() -> None:
+    made, x = model(int8_mixed_precision_training()), torch.randn(5, 64)
+    weight, wanted = made[2].weight, made[2](x @ torch.randn(64, 96))
+    x = torch.randn(5, 96)
+    wanted = made[2](x)
+    assert torch.equal(torch.einsum("bk,nk->bn", x, weight), wanted)
+    assert torch.equal(torch.einsum("nk,bk->bn", weight, x), wanted)
+    assert torch.equal(x @ weight.t(), wanted)
+    assert torch.equal(torch.addmm(torch.zeros(32), x, weight.t()), wanted)
+
+
+def test_convert_takes_what_was_trained_and_nothing_else() -> None:
+    made = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    quantize_(made, {"0": int8_mixed_precision_training()})
+    other = made[1].weight
+    report = quantize_(made, convert())
+    assert [layer.name for layer in report.quantized] == ["0.weight"]
+    assert report.skipped[0].detail == "no TrainableWeight"
+    assert made[1].weight is other
+    assert not isinstance(made[0].weight, TrainingWeight)
+    with pytest.raises(ValueError, match="nothing to quantize"):
+        quantize_(made, convert())
