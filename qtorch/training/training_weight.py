@@ -63,7 +63,7 @@ PRODUCTS = {
     aten.mv.default,
 }
 
-CHECKED_UPDATES = (1, 10, 100, 1000)
+CHECKED_UPDATES = (1, 2, 10, 100, 1000)
 """The updates of a 16-bit weight that are looked at for loss in rounding; looking takes a copy of the weight."""
 
 
@@ -166,8 +166,9 @@ class TrainingWeight(TrainableWeight):
         """An in-place update of a 16-bit weight; see `warn_of_lost_updates`."""
         updates = vars(self)["_updates"] = vars(self).get("_updates", 0) + 1
         plain_args, plain_kwargs = tree_map_only(TrainingWeight, lambda w: w.master, (args, kwargs))
-        arithmetic = func is not aten.copy_.default and updates in CHECKED_UPDATES
-        before = self.master.clone() if arithmetic else None
+        # Weight decay, by mul_, vanishes in 16 bits at any common rate; that alone is no reason to warn.
+        is_step = func not in (aten.copy_.default, aten.mul_.Tensor, aten.mul_.Scalar) and updates in CHECKED_UPDATES
+        before = self.master.clone() if is_step else None
         func(*plain_args, **plain_kwargs)
         if before is not None:
             wanted = func(before.float(), *plain_args[1:], **plain_kwargs)

@@ -1,0 +1,110 @@
+"""One rank of `test_fsdp`: trains a sharded model and, beside it, the same model in one piece."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import warnings
+
+sys.path.insert(0, os.getcwd())
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from qtorch import compute_error, quantize_
+from qtorch.kernels import record_kernels
+from qtorch.training import (
+    QuantizedTrainingWeight,
+    TrainingWeight,
+    bitnet_training,
+    int8_mixed_precision_training,
+    int8_weight_only_quantized_training,
+    precompute_bitnet_scale_for_fsdp,
+)
+
+RECIPES = {
+    "int8_mixed_precision": int8_mixed_precision_training(),
+    "int8_weights": int8_weight_only_quantized_training(),
+    "bitnet": bitnet_training(),
+    "bitnet_precomputed": bitnet_training(),
+}
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 96), nn.GELU(), nn.Linear(96, 32))
+    return model
+
+
+def main(name: str) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = make()
+    quantize_(model, RECIPES[name])
+    whole = copy.deepcopy(model)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    fully_shard(model)
+    kind = QuantizedTrainingWeight if name == "int8_weights" else TrainingWeight
+    assert all(isinstance(p.to_local(), kind) for p in model.parameters() if p.dim() == 2)
+
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, whole)]
+    reduces = 0
+    all_reduce = dist.all_reduce
+
+    def counted(*args: object, **kwargs: object) -> object:
+        nonlocal reduces
+        reduces += 1
+        return all_reduce(*args, **kwargs)
+
+    dist.all_reduce = counted
+    losses: list[tuple[float, float]] = []
+    for step in range(6):
+        x = torch.randn(2, 256, 64, generator=torch.Generator().manual_seed(step))
+        before = reduces
+        with record_kernels() as ran:
+            y = model(x[rank])
+            loss = y.square().mean()
+            loss.backward()
+        if name == "bitnet_precomputed" and step:
+            assert reduces == before, "the scales are there already"
+        if name != "int8_weights":
+            assert ran.count("int_matmul") == (9 if name == "int8_mixed_precision" else 3)
+        halves = [whole(part).square().mean() for part in x]
+        (sum(halves) / 2).backward()
+        if step == 0:
+            assert compute_error(whole(x[rank]), y) > (100 if name.startswith("int8") else 40)
+        total = torch.tensor(loss.item())
+        all_reduce(total)
+        losses.append((total.item() / 2, sum(half.item() for half in halves) / 2))
+        torch.manual_seed(step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if name == "bitnet_precomputed":
+            before = reduces
+            precompute_bitnet_scale_for_fsdp(model)
+            assert reduces == before + 1, "one all-reduce for all weights"
+    dist.all_reduce = all_reduce
+    assert losses[-1][0] < 0.5 * losses[0][0], losses
+    assert all(abs(a - b) < 0.05 * losses[0][1] for a, b in losses), losses
+
+    if name == "int8_weights":
+        local = model[0].weight.to_local()
+        noise = local.clone().add_(torch.full((48, 64), 1e-4)).plain()[0]
+        assert vars(local)["_rank"] == rank
+        assert noise.dtype == torch.int8
+    state = model.state_dict()
+    assert all(isinstance(v.to_local(), kind) for v in state.values() if v.dim() == 2)
+    print(f"rank {rank} ok", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,76 @@
+"""Warnings about training that runs but does not do what was hoped: each once, and only where it is so."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from qtorch import quantize_
+from qtorch.training import (
+    Int8MixedPrecisionTrainingConfig,
+    float8_training,
+    guardrails,
+    int8_mixed_precision_training,
+    switchback_training,
+)
+
+
+@pytest.fixture(autouse=True)
+def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(guardrails, "_given", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def layer(recipe: object, dtype: torch.dtype = torch.float32) -> nn.Module:
+    made = nn.Sequential(nn.Linear(32, 32, dtype=dtype))
+    quantize_(made, recipe)
+    return made
+
+
+def test_few_tokens() -> None:
+    made = layer(int8_mixed_precision_training())
+    with pytest.warns(UserWarning, match="int8 gradients of weights from 255 tokens a batch: fewer than 256"):
+        made(torch.randn(255, 32)).sum().backward()
+    made(torch.randn(5, 32)).sum().backward()
+
+
+def test_no_warning_where_there_is_no_reason() -> None:
+    layer(int8_mixed_precision_training())(torch.randn(256, 32)).sum().backward()
+    others = [
+        switchback_training(),
+        float8_training(),
+        int8_mixed_precision_training(Int8MixedPrecisionTrainingConfig(grad_weight=False)),
+    ]
+    for recipe in others:
+        layer(recipe)(torch.randn(5, 32)).sum().backward()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_bf16_updates_that_vanish(kind: type) -> None:
+    made = layer(switchback_training(), torch.bfloat16)
+    optimizer = kind(made.parameters(), lr=1e-6, foreach=False)
+    made(torch.randn(8, 32, dtype=torch.bfloat16)).sum().backward()
+    with pytest.warns(UserWarning, match=r"of an update of a bfloat16 weight of shape \(32, 32\) vanish in rounding"):
+        optimizer.step()
+    optimizer.step()
+
+
+def test_bf16_updates_that_do_not() -> None:
+    made = layer(switchback_training(), torch.bfloat16)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2, foreach=False)
+    for _ in range(12):
+        made(torch.randn(8, 32, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+
+
+def test_fp32_updates_are_not_looked_at() -> None:
+    made = layer(switchback_training())
+    optimizer = torch.optim.SGD(made.parameters(), lr=1e-30)
+    made(torch.randn(8, 32)).sum().backward()
+    optimizer.step()
