@@ -69,7 +69,7 @@ def quantized_einsum(equation: str, lhs: Tensor, rhs: Tensor, spec: TrainingSpec
     b = _permuted(rhs, right, axes.batch + axes.rhs + axes.contracted)
 
     def size(letters: str) -> int:
-        return math.prod(sizes[letter] for letter in letters)
+        return math.prod([sizes[letter] for letter in letters])
 
     inner = size(axes.contracted)
     a = a.reshape(*((size(axes.batch),) if axes.batch else ()), size(axes.lhs), inner)

@@ -73,13 +73,22 @@ class QuantizedTrainingWeight(TrainableWeight, AffineQuantizedTensor):
         if any(isinstance(tensor, cls) for tensor in tree_iter(written)):
             _update(func, args, kwargs, written)
             return args[0] if isinstance(args[0], Tensor) else None
-        if func is aten.zeros_like.default:  # state of an optimizer, in floating point
-            like = torch.empty((), dtype=args[0].dtype, device=args[0].device)
-            return func(like.expand(args[0].shape), **{**kwargs, "memory_format": torch.contiguous_format})
+        if func in _LIKES:
+            like = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
+            return func(like, *args[1:], **{**kwargs, "memory_format": torch.contiguous_format})
+        if func is aten.new_zeros.default:
+            return args[0]._zeros(args[1])
+        if func is aten.as_strided.default and tuple(args[1]) == args[0].scheme.shape:
+            return super().__torch_dispatch__(aten.alias.default, types, args[:1])
         if func in _READS:
             plain_args, plain_kwargs = tree_map_only(cls, lambda w: w.dequantize(), (args, kwargs))
             return func(*plain_args, **plain_kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _zeros(self, size: Any) -> QuantizedTrainingWeight:
+        """A weight of another size, of the same spec: FSDP2 pads shards to it."""
+        zeros = torch.zeros(tuple(size), dtype=self.scheme.dtype, device=self.device)
+        return self.from_float(zeros, self.scheme.spec)
 
     # --- FSDP2: what is gathered are codes and scales ---
 
@@ -100,6 +109,9 @@ class QuantizedTrainingWeight(TrainableWeight, AffineQuantizedTensor):
             return None  # its inner tensors are the gathered memory itself
         return type(self)(dict(zip(names, all_gather_outputs, strict=True)), scheme), all_gather_outputs
 
+
+_LIKES = {getattr(aten, f"{name}_like").default for name in ("zeros", "ones", "full", "rand", "randn")}
+"""State of an optimizer, in floating point."""
 
 _READS = {
     getattr(aten, name).Tensor

@@ -75,7 +75,8 @@ def main(name: str) -> None:
         if name == "bitnet_precomputed" and step:
             assert reduces == before, "the scales are there already"
         if name != "int8_weights":
-            assert ran.count("int_matmul") == (9 if name == "int8_mixed_precision" else 3)
+            # Three a layer, but the first one's input has no gradient.
+            assert ran.count("int_matmul") == (8 if name == "int8_mixed_precision" else 3)
         halves = [whole(part).square().mean() for part in x]
         (sum(halves) / 2).backward()
         if step == 0:
@@ -96,10 +97,14 @@ def main(name: str) -> None:
     assert all(abs(a - b) < 0.05 * losses[0][1] for a, b in losses), losses
 
     if name == "int8_weights":
-        local = model[0].weight.to_local()
-        noise = local.clone().add_(torch.full((48, 64), 1e-4)).plain()[0]
-        assert vars(local)["_rank"] == rank
-        assert noise.dtype == torch.int8
+        # From the same seed, the same values are rounded differently by each rank.
+        torch.manual_seed(0)
+        shard = model[0].weight._local_tensor
+        shard.copy_(torch.linspace(-1, 1, shard.numel()).reshape(shard.shape))
+        codes = [torch.empty_like(shard.plain()[0]) for _ in range(2)]
+        dist.all_gather(codes, shard.plain()[0])
+        assert not torch.equal(*codes)
+        assert (codes[0].int() - codes[1].int()).abs().max() == 1
     state = model.state_dict()
     assert all(isinstance(v.to_local(), kind) for v in state.values() if v.dim() == 2)
     print(f"rank {rank} ok", flush=True)
