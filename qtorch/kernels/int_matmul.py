@@ -43,8 +43,7 @@ def int_matmul(a: Tensor, b: Tensor) -> Tensor:
         return int8_scaled_mm(a, b, None, None, torch.int32)
     if a.device.type == "cuda":
         return _cuda(a, b)
-    # torch._int_mm gives garbage for some strides of a single row.
-    if a.device.type == "cpu" and cpu_features.has("vnni") and a.shape[1] > 1:
+    if a.device.type == "cpu" and cpu_features.has("vnni"):
         note("int_matmul.vnni")
         # Of a transposed column, both strides are 1, and torch takes that for a row length.
         return torch._int_mm(a, b if b.shape[0] > 1 else b.flatten().unsqueeze(0))

@@ -28,6 +28,7 @@ from ..kernels.weight_only_mm import weight_only_mm
 from ..primitives import QuantSpec, Rounding
 from ..primitives.granularity import granularity_of
 from .guardrails import warn_of_few_tokens
+from .scale_gradient import with_scale_gradient
 from .spec import GemmSpec, TrainingSpec
 
 
@@ -189,6 +190,8 @@ class _Contraction(torch.autograd.Function):
         if spec.grad_input.reuse_forward and _is_random(wq.spec) and not isinstance(w, QuantizedTensor):
             held_w, ctx.w_spec = (wq.values, wq.scale, wq.zero_point), wq.spec
         needs_x, needs_w = x.requires_grad, w.requires_grad
+        if spec.scale_gradient:
+            needs_x = needs_w = True
         ctx.save_for_backward(*(held_x if needs_w else (None,) * 3), *(held_w if needs_x else (None,) * 3))
         ctx.sizes = (*x.shape, w.shape[0])
         return y
@@ -208,6 +211,11 @@ class _Contraction(torch.autograd.Function):
                 warn_of_few_tokens(m, spec.grad_weight)
             rhs = Operand(x, m, xs, xz, ctx.x_spec) if ctx.x_spec is not None else None
             grad_w = _backward_matmul(g.t(), x, rhs, spec, spec.grad_weight, k, ctx.w_dtype)
+        if spec.scale_gradient:
+            if grad_x is not None and spec.output.lhs is not None:
+                grad_x = with_scale_gradient(grad_x, x, spec.output.lhs)
+            if grad_w is not None and spec.output.rhs is not None:
+                grad_w = with_scale_gradient(grad_w, _floats(w), spec.output.rhs)
         return grad_x, grad_w, None
 
 

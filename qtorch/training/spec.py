@@ -19,6 +19,7 @@ from ..dtypes import PackedLayout
 from ..primitives import Granularity, LinearSpec, PerRow, PerTensor, QuantSpec, Rounding, ZeroPointDomain, qdtype
 from ..primitives.jsonable import jsonable
 from ..primitives.packing import can_pack_bits
+from .scale_gradient import check_scale_gradient
 
 
 @jsonable
@@ -72,14 +73,19 @@ class GemmSpec:
 class TrainingSpec:
     """The three matmuls of a contraction; see the top of the file.
 
+    Args:
+        scale_gradient: the scales of the forward's operands pass gradients on to the elements they are chosen from
+            (see `scale_gradient`); otherwise they count as constants.
+
     Raises:
         ValueError: `output` reuses a forward; a backward matmul reuses an operand that the forward does not quantize,
-            or whose scales it cannot honour.
+            or whose scales it cannot honour; `scale_gradient` of scales that have none, or of operands not kept.
     """
 
     output: GemmSpec = GemmSpec()
     grad_input: GemmSpec = GemmSpec()
     grad_weight: GemmSpec = GemmSpec()
+    scale_gradient: bool = False
 
     def __post_init__(self) -> None:
         if self.output.reuse_forward:
@@ -93,8 +99,13 @@ class TrainingSpec:
                     raise ValueError(
                         f"TrainingSpec: {name} reuses an operand that the forward leaves in full precision"
                     )
+                if self.scale_gradient:
+                    raise ValueError(f"TrainingSpec: scale_gradient needs the values that {name} has only codes of")
                 if gemm.lhs is not None and gemm.accumulator_dtype is None:
                     _check_reuse(operand, name, axis)
+        for spec in (self.output.lhs, self.output.rhs):
+            if self.scale_gradient and spec is not None:
+                check_scale_gradient(spec)
 
     def __str__(self) -> str:
         return f"output {self.output}; grad_input {self.grad_input}; grad_weight {self.grad_weight}"
