@@ -49,7 +49,7 @@ def test_against_autograd(granularity: Granularity, wrapped: bool) -> None:
         exact = operand.double().requires_grad_()
         (fake(exact, spec) @ other.double().t()).backward(incoming.double())
         assert compute_error(exact.grad, mine.double()) > 100
-        assert compute_error(exact.grad, plain.double()) < 60
+        assert compute_error(exact.grad, plain.double()) < 70
 
 
 def test_rows_that_do_not_fill_blocks() -> None:
