@@ -232,7 +232,7 @@ def _replace(target: Target[Recipe], quantized: Tensor, requires_grad: bool) -> 
 def _quantized(target: Target[Recipe], weight: Tensor, quantized: Tensor) -> LayerReport:
     slot = target.asked
     kernel = None
-    if isinstance(quantized, QuantizedTensor):
+    if isinstance(quantized, QuantizedTensor) and quantized.scheme.spec is not None:
         op = "embedding" if slot.is_embedding else "linear"
         kernel = choose(problem_of(quantized, op, weight.dtype, weight.device.type)).name
     return LayerReport(

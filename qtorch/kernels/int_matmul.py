@@ -46,7 +46,7 @@ def int_matmul(a: Tensor, b: Tensor) -> Tensor:
     if a.device.type == "cpu" and cpu_features.has("vnni"):
         note("int_matmul.vnni")
         # Of a transposed column, both strides are 1, and torch takes that for a row length.
-        return torch._int_mm(a, b if b.shape[0] > 1 else b.flatten().unsqueeze(0))
+        return torch._int_mm(a, b.flatten().unsqueeze(0) if b.shape[0] == 1 else b)
     return _sliced(a, b)
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from ..dtypes import AffineQuantizedTensor, QuantizedTensor
@@ -77,7 +78,8 @@ def multiply(lhs: Operand, rhs: Operand, gemm: GemmSpec, dtype: torch.dtype) -> 
     dtype = gemm.output_dtype or dtype
     lhs, rhs = _of_equal_length(lhs, rhs)
     if lhs.spec is None and rhs.spec is None:
-        compute = gemm.accumulator_dtype or torch.promote_types(lhs.values.dtype, rhs.values.dtype)
+        # Under autocast, the activation has the dtype to compute in, and the weight its own.
+        compute = gemm.accumulator_dtype or lhs.values.dtype
         result = torch.mm(lhs.values.to(compute), rhs.values.to(compute).t()).to(dtype)
     elif gemm.accumulator_dtype is not None:
         compute = gemm.accumulator_dtype
@@ -115,17 +117,18 @@ def _integer_product(lhs: Operand, rhs: Operand, dtype: torch.dtype) -> Tensor:
     assert rhs.scale is not None
     if lhs.scale.shape[1] > 1:
         return int8_block_mm(lhs.values, lhs.scale, rhs.values, rhs.scale, dtype)
-    xs, ws = (_scale_of_rows(operand) for operand in (lhs, rhs))
-    return int8_product(lhs.values, xs, lhs.zero_point, rhs.values, ws, rhs.zero_point, dtype)
+    xs, xz = _of_rows(lhs, lhs.scale), _of_rows(lhs, lhs.zero_point)
+    ws, wz = _of_rows(rhs, rhs.scale), _of_rows(rhs, rhs.zero_point)
+    assert xs is not None
+    assert ws is not None
+    return int8_product(lhs.values, xs, xz, rhs.values, ws, wz, dtype)
 
 
-def _scale_of_rows(operand: Operand) -> Tensor:
-    """The scale with one row for each row of codes; a single scale stays one."""
-    assert operand.scale is not None
-    rows = operand.scale.shape[0]
-    if rows == operand.values.shape[0] or operand.scale.numel() == 1:
-        return operand.scale
-    return operand.scale.repeat_interleave(operand.values.shape[0] // rows, 0)
+def _of_rows(operand: Operand, scale: Tensor | None) -> Tensor | None:
+    """A scale, or zero point, with one row for each row of codes; a single one stays one."""
+    if scale is None or scale.shape[0] == operand.values.shape[0] or scale.numel() == 1:
+        return scale
+    return scale.repeat_interleave(operand.values.shape[0] // scale.shape[0], 0)
 
 
 def _dequantizing_product(x: Tensor, rhs: Operand) -> Tensor:
@@ -187,7 +190,7 @@ class _Contraction(torch.autograd.Function):
         if spec.grad_weight.reuse_forward:
             held_x, ctx.x_spec = (xq.values, xq.scale, xq.zero_point), xq.spec
         # Quantizing the weight once more gives the codes of the forward, unless chance was part of them.
-        if spec.grad_input.reuse_forward and _is_random(wq.spec) and not isinstance(w, QuantizedTensor):
+        if spec.grad_input.reuse_forward and _is_random(wq.spec) and not isinstance(w, AffineQuantizedTensor):
             held_w, ctx.w_spec = (wq.values, wq.scale, wq.zero_point), wq.spec
         needs_x, needs_w = x.requires_grad, w.requires_grad
         if spec.scale_gradient:
@@ -197,6 +200,7 @@ class _Contraction(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grad_outputs
         spec: TrainingSpec = ctx.spec

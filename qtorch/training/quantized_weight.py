@@ -52,11 +52,8 @@ class QuantizedTrainingWeight(TrainableWeight, AffineQuantizedTensor):
     @property
     def training_spec(self) -> TrainingSpec:
         weight, activation = self.scheme.weight, self.scheme.activation
-        return TrainingSpec(
-            GemmSpec(activation, weight),
-            GemmSpec(reuse_forward=True),
-            GemmSpec(reuse_forward=activation is not None),
-        )
+        backward = GemmSpec(reuse_forward=True)
+        return TrainingSpec(GemmSpec(activation, weight), backward, GemmSpec() if activation is None else backward)
 
     def floats(self) -> Tensor:
         return self.dequantize()

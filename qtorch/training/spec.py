@@ -58,6 +58,8 @@ class GemmSpec:
         if self.lhs is not None and self.rhs is not None and self.accumulator_dtype is None:
             for name, spec in (("lhs", self.lhs), ("rhs", self.rhs)):
                 check_contracted_axis(spec, name)
+            if not (self.lhs.dtype.is_floating_point or self.rhs.dtype.is_floating_point):
+                _check_integers(self.lhs, self.rhs)
 
     def __str__(self) -> str:
         rhs = "forward's" if self.reuse_forward else self.rhs
@@ -102,7 +104,7 @@ class TrainingSpec:
                 if self.scale_gradient:
                     raise ValueError(f"TrainingSpec: scale_gradient needs the values that {name} has only codes of")
                 if gemm.lhs is not None and gemm.accumulator_dtype is None:
-                    _check_reuse(operand, name, axis)
+                    _check_reuse(operand, gemm.lhs, name, axis)
         for spec in (self.output.lhs, self.output.rhs):
             if self.scale_gradient and spec is not None:
                 check_scale_gradient(spec)
@@ -136,8 +138,26 @@ def check_contracted_axis(spec: QuantSpec, operand: str, axis: str = "the contra
         )
 
 
-def _check_reuse(spec: QuantSpec, name: str, axis: str) -> None:
+def _check_integers(lhs: QuantSpec, rhs: QuantSpec) -> None:
+    if lhs.dtype.storage != torch.int8:
+        raise ValueError(f"GemmSpec: lhs of an integer product has signed codes, got {lhs.dtype}")
+    a, b = (spec.granularity.pattern(2)[1] for spec in (lhs, rhs))
+    if a == -1:
+        return
+    if lhs.has_zero_point or rhs.has_zero_point:
+        raise ValueError(f"GemmSpec: where lhs has blocks, both operands are symmetric, got {lhs} and {rhs}")
+    if b != -1 and a % b and b % a:
+        raise ValueError(f"GemmSpec: of blocks along the contracted axis one divides the other, got {a} and {b}")
+
+
+def _check_reuse(spec: QuantSpec, lhs: QuantSpec, name: str, axis: str) -> None:
     kept, contracted = spec.granularity.pattern(2)
+    block = lhs.granularity.pattern(2)[1]
+    if block > 0 and kept % block:
+        raise ValueError(
+            f"TrainingSpec: {name} contracts {axis}, in blocks of {block} in lhs, which do not divide those of the "
+            f"forward's operand ({spec.granularity})"
+        )
     if kept == 1 and contracted != -1:
         raise ValueError(
             f"TrainingSpec: {name} contracts {axis}, along which the scales of the forward's operand vary, and "

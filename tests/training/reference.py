@@ -42,11 +42,13 @@ def fake(x: Tensor, spec: QuantSpec | None) -> tuple[Tensor, Tensor]:
     rows, columns = (max(1, size) for size in spec.granularity.pattern(2))
     padded = pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
     scale, zero_point = spec.choose_qparams(padded)
-    assert zero_point is None
-    codes = spec.dtype.decode(spec.quantize(padded, scale, None)).double()
+    codes = spec.dtype.decode(spec.quantize(padded, scale, zero_point)).double()
     of_element = scale.double()
+    offset = torch.zeros_like(of_element) if zero_point is None else zero_point.double()
     for axis in (0, 1):
         of_element = of_element.repeat_interleave(padded.shape[axis] // scale.shape[axis], axis)
+        offset = offset.repeat_interleave(padded.shape[axis] // scale.shape[axis], axis)
+    codes = codes - offset
     whole = (slice(0, x.shape[0]), slice(0, x.shape[1]))
     return (codes * of_element)[whole], of_element[whole]
 

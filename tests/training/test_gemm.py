@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from qtorch import PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, compute_error
+from qtorch import MappingType, PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, compute_error
 from qtorch.kernels import record_kernels
 from qtorch.primitives import Rounding
 from qtorch.training import GemmSpec, TrainingSpec, TrainingWeight, fully_quantized, quantized_matmul
@@ -32,6 +32,14 @@ SPECS = {
     "weight only": TrainingSpec(GemmSpec(None, int8()), GemmSpec(None, int8()), GemmSpec(None, int8())),
     "activation only": TrainingSpec(GemmSpec(int8(), None), GemmSpec(int8(), None), GemmSpec(int8(), None)),
     "int8, float8": TrainingSpec(GemmSpec(int8(), float8()), GemmSpec(float8(), int8())),
+    "asymmetric": TrainingSpec(
+        GemmSpec(
+            QuantSpec("int8", PerRow(), MappingType.ASYMMETRIC), QuantSpec("uint4", PerRow(), MappingType.ASYMMETRIC)
+        )
+    ),
+    "asymmetric, blocks of rows": TrainingSpec(
+        GemmSpec(int8(), QuantSpec("uint8", PerBlock((8, 16)), MappingType.ASYMMETRIC))
+    ),
     "fp64 sums": TrainingSpec(
         GemmSpec(int8(), int8(), accumulator_dtype=torch.float64),
         GemmSpec(int8(), int8(), accumulator_dtype=torch.float64),
@@ -250,10 +258,20 @@ def test_stochastic_rounding_depends_on_the_seed() -> None:
 def test_codes_that_chance_has_made_are_reused_not_remade() -> None:
     """grad_input multiplies by the very codes of the forward."""
     spec = TrainingSpec(GemmSpec(None, int8(rounding=Rounding.STOCHASTIC)), GemmSpec(reuse_forward=True))
-    w, x = torch.randn(8, 8, requires_grad=True), torch.eye(8, requires_grad=True)
-    y = contraction(x, w, spec)
-    y.backward(torch.eye(8))
-    torch.testing.assert_close(y.detach(), x.grad.t())
+    w = torch.randn(8, 8)
+    for weight in (w.requires_grad_(), nn.Parameter(TrainingWeight.of(w.detach(), spec))):
+        x = torch.eye(8, requires_grad=True)
+        y = contraction(x, weight, spec)
+        y.backward(torch.eye(8))
+        torch.testing.assert_close(y.detach(), x.grad.t())
+
+
+def test_second_derivatives_are_an_error() -> None:
+    """Straight-through gradients have none."""
+    x, w = torch.randn(3, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(contraction(x, w, fully_quantized()).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
 
 
 def test_the_tiles_of_an_activation_are_kept_in_int8() -> None:

@@ -71,6 +71,18 @@ def test_reuse_is_refused_where_scales_cannot_be_honoured() -> None:
     assert TrainingSpec(grouped, GemmSpec(reuse_forward=True)).grad_input.lhs is None
 
 
+def test_integers_that_no_kernel_multiplies() -> None:
+    with pytest.raises(ValueError, match="lhs of an integer product has signed codes, got uint8"):
+        GemmSpec(QuantSpec("uint8", PerRow(), MappingType.ASYMMETRIC), int8())
+    with pytest.raises(ValueError, match="one divides the other, got 16 and 24"):
+        GemmSpec(int8(PerGroup(16)), int8(PerGroup(24)))
+    with pytest.raises(ValueError, match="where lhs has blocks, both operands are symmetric"):
+        GemmSpec(int8(PerGroup(16)), QuantSpec("int8", PerGroup(16), MappingType.ASYMMETRIC))
+    tiles = int8(PerBlock((32, 32)))
+    with pytest.raises(ValueError, match="in blocks of 64 in lhs, which do not divide"):
+        TrainingSpec(GemmSpec(tiles, tiles), GemmSpec(int8(PerBlock((64, 64))), reuse_forward=True))
+
+
 def test_dtypes() -> None:
     with pytest.raises(ValueError, match=r"accumulator_dtype is a floating-point dtype or None, got torch\.int32"):
         GemmSpec(int8(), int8(), accumulator_dtype=torch.int32)
