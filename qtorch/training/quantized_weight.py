@@ -77,7 +77,7 @@ class QuantizedTrainingWeight(TrainableWeight, AffineQuantizedTensor):
             return args[0]._zeros(args[1])
         if func is aten.as_strided.default and tuple(args[1]) == args[0].scheme.shape:
             return super().__torch_dispatch__(aten.alias.default, types, args[:1])
-        if func in _READS:
+        if func in _READS or (func is aten.cat.default and not all(isinstance(part, cls) for part in args[0])):
             plain_args, plain_kwargs = tree_map_only(cls, lambda w: w.dequantize(), (args, kwargs))
             return func(*plain_args, **plain_kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)

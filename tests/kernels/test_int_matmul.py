@@ -64,3 +64,8 @@ def test_errors():
 
 def test_operator_is_well_formed():
     torch.library.opcheck(torch.ops.qtorch.int_matmul.default, (random_codes(3, 5), random_codes(5, 2)))
+
+
+def test_no_terms() -> None:
+    a, b = torch.zeros(3, 0, dtype=torch.int8), torch.zeros(0, 5, dtype=torch.int8)
+    assert torch.equal(int_matmul(a, b), torch.zeros(3, 5, dtype=torch.int32))

@@ -1,0 +1,47 @@
+"""One rank of `test_ddp_replicas_stay_equal`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+sys.path.insert(0, os.getcwd())
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from qtorch import quantize_
+from qtorch.training import bitnet_training, int8_mixed_precision_training, int8_weight_only_quantized_training
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for recipe in (int8_mixed_precision_training(), bitnet_training(), int8_weight_only_quantized_training()):
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32))
+        quantize_(model, recipe)
+        ddp = nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+        before = model[0].weight.dequantize().clone()
+        torch.manual_seed(0)
+        for step in range(3):
+            x = torch.randn(300, 64, generator=torch.Generator().manual_seed(2 * step + rank))
+            ddp(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weight = model[0].weight.dequantize().contiguous()
+        replicas = [torch.empty_like(weight) for _ in range(2)]
+        dist.all_gather(replicas, weight)
+        assert torch.equal(*replicas), recipe
+        assert not torch.equal(weight, before), recipe
+    print(f"rank {rank} ok", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
