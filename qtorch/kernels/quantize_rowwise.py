@@ -91,8 +91,7 @@ def quantize_dynamic(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor
         codes, scale = cuda_quantize_rowwise(x, spec.dtype.storage)
         return codes, scale, None
     if gpu_features.runs_triton(x) and x.dtype in _FLOATS and x.shape[1] <= 16384 and _is_int8_asymmetric(spec):
-        codes, scale, zero_point = cuda_quantize_asymmetric(x)
-        return codes, scale, zero_point
+        return cuda_quantize_asymmetric(x)
     scale, zero_point = spec.choose_qparams(x)
     return spec.quantize(x, scale, zero_point), scale, zero_point
 

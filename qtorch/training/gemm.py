@@ -125,9 +125,11 @@ def _integer_product(lhs: Operand, rhs: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def _of_rows(operand: Operand, scale: Tensor | None) -> Tensor | None:
-    """A scale, or zero point, with one row for each row of codes; a single one stays one."""
-    if scale is None or scale.shape[0] == operand.values.shape[0] or scale.numel() == 1:
+    """A scale, or zero point, with one row for each row of codes."""
+    if scale is None or scale.shape[0] == operand.values.shape[0]:
         return scale
+    if scale.shape[0] == 1:
+        return scale.expand(operand.values.shape[0], -1)
     return scale.repeat_interleave(operand.values.shape[0] // scale.shape[0], 0)
 
 
