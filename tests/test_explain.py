@@ -53,6 +53,7 @@ linear, float32 input on cpu, weight uint4 PerGroup(group_size=16) asymmetric, P
   not cuda_weight_mm: runs on cuda, the input is on cpu
   not float8_scaled_mm: reads the plain layout, the weight has packed
   not int8_scaled_mm: reads the plain layout, the weight has packed
+  not int8_block_mm: reads the plain layout, the weight has packed
   not int8_weight_mm: reads the plain layout, the weight has packed
   not packed_int8_scaled_mm: needs quantized activations, the scheme is weight-only
   not semi_sparse_int8_scaled_mm: reads the semi_sparse layout, the weight has packed
@@ -84,6 +85,7 @@ first.weight: linear, float32 input on cpu, weight int8 PerRow() symmetric, dyna
   not cuda_int8_mm: runs on cuda, the input is on cpu
   not cuda_weight_mm: runs on cuda, the input is on cpu
   not float8_scaled_mm: runs on cuda, the input is on cpu
+  not int8_block_mm: takes activations in blocks along the contracted axis, the scheme has PerToken()
   not int8_weight_mm: is weight-only, the scheme quantizes activations
   not packed_int8_scaled_mm: reads the packed layout, the weight has plain
   not semi_sparse_int8_scaled_mm: reads the semi_sparse layout, the weight has plain
@@ -180,6 +182,7 @@ def test_fallback_warns_once_for_each_reason() -> None:
 qtorch:
 linear on a cpu float32 input with weight int8 PerBlock(sizes=(2, 11)) symmetric, dynamic activation int8 PerToken() symmetric, layout PlainLayout() runs the reference implementation, correct but slow:
 int8_scaled_mm takes a scale of its own for each output channel, the weight has PerBlock(sizes=(2, 11));
+int8_block_mm takes activations in blocks along the contracted axis, the scheme has PerToken();
 int8_weight_mm is weight-only, the scheme quantizes activations;
 weight_only_mm is weight-only, the scheme quantizes activations;
 lut_weight_mm takes a CodebookSpec, the weight has a QuantSpec;
