@@ -1,0 +1,196 @@
+"""Linear with int8 activations and integer weights, compiled: the equation and the bits of `int8_scaled_mm`.
+
+The activation is quantized in the same call, row by row, where its spec is one that rows alone decide.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...primitives.affine import MappingType
+from ...primitives.granularity import PerRow
+from ...primitives.qdtype import qdtype
+from ...primitives.rounding import Rounding
+from ...primitives.scale_rule import MinMaxRule
+from ...primitives.spec import QuantSpec
+from .. import int8_scaled_mm as torch_mm
+from .. import packed_int8_mm as torch_packed_mm
+from ..library import note, opaque
+from ..quantize_rowwise import quantize_input
+from ..registry import Problem, register
+from ..rows import from_rows, to_rows
+from . import choices, weight
+from .library import TYPES, library, threads
+
+_CALL = struct.Struct(f"={weight.FORMAT}10q2d4q")
+
+
+def _fake(
+    x: Tensor,
+    xs: Tensor | None,
+    xz: Tensor | None,
+    quantizer: list[float],
+    codes: Tensor,
+    n: int,
+    ws: Tensor,
+    wz: Tensor | None,
+    packed: bool,
+    weight_dtype: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    return x.new_empty(x.shape[0], n, dtype=dtype)
+
+
+@opaque(
+    "cpu_int8_mm(Tensor x, Tensor? xs, Tensor? xz, float[] quantizer, Tensor codes, SymInt n, Tensor ws, Tensor? wz, "
+    "bool packed, str weight_dtype, ScalarType dtype) -> Tensor",
+    _fake,
+)
+def cpu_int8_mm(
+    x: Tensor,
+    xs: Tensor | None,
+    xz: Tensor | None,
+    quantizer: list[float],
+    codes: Tensor,
+    n: int,
+    ws: Tensor,
+    wz: Tensor | None,
+    packed: bool,
+    weight_dtype: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """y (M, N) without bias.
+
+    Args:
+        x: (M, K) int8 codes; or fp32, bf16 or fp16, and then quantized here.
+        xs, xz: scale and zero point of codes, (M, 1) or (1, 1); None for floating point.
+        quantizer: of floating point: (low, high, asymmetric, smallest scale, largest scale); see `row_quantizer`.
+        codes: (N, K) int8 or uint8, or packed along K.
+        ws, wz: (N, G), or (1, 1).
+        weight_dtype: name of a `QDType`.
+        dtype: of the result.
+    """
+    m, k = x.shape
+    kind = qdtype(weight_dtype)
+    compiled = library()
+    fields = weight.fields(codes, ws, wz, (n, k), kind, packed)
+    way = choices.int8(compiled, kind.bits if packed else 8, ws.shape[1] == 1, m)
+    if compiled is None or fields is None or way == "torch":
+        note("cpu_int8_mm.torch")
+        if xs is None:
+            x, xs, xz = quantize_rows(x, quantizer)
+        if packed:
+            return torch_packed_mm.packed_int8_mm(x, xs, xz, codes, ws, wz, weight_dtype, dtype)
+        return torch_mm.int8_grouped_mm(x, xs, xz, codes, ws, wz, dtype)
+    note(f"cpu_int8_mm.{compiled.instruction_set}.{way}")
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    y = torch.empty(m, n, dtype=dtype)
+    scale = zero = 0
+    low, high, asymmetric, smallest, largest = quantizer or (0, 0, 0, 0.0, 0.0)
+    if xs is not None:
+        xs = xs.float().expand(m, 1).contiguous()
+        xz = None if xz is None else xz.to(torch.int32).expand(m, 1).contiguous()
+        scale, zero = xs.data_ptr(), 0 if xz is None else xz.data_ptr()
+    matrices = (x.data_ptr(), TYPES[x.dtype], x.stride(0), m, y.data_ptr(), TYPES[dtype], n)
+    numerics = (int(low), int(high), int(asymmetric), smallest, largest, scale, zero)
+    compiled.int8_mm(_CALL.pack(*fields, *matrices, *numerics, choices.WAYS[way], threads()))
+    return y
+
+
+def quantize_rows(x: Tensor, quantizer: list[float]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes, scale, zero_point) of the rows of x (M, K), as a `row_quantizer` says.
+
+    Raises:
+        RuntimeError: there is no compiled library.
+    """
+    compiled = library()
+    if compiled is None:
+        raise RuntimeError("quantize_rows needs the compiled kernels")
+    m, k = x.shape
+    low, high, asymmetric, smallest, largest = quantizer
+    x = x if x.stride(1) == 1 else x.contiguous()
+    codes = torch.empty(m, k, dtype=torch.int8)
+    scale = torch.empty(m, 1)
+    zero_point = torch.empty(m, 1, dtype=torch.int32) if asymmetric else None
+    no_weight = (0,) * 14 + (0.0,)
+    matrices = (x.data_ptr(), TYPES[x.dtype], x.stride(0), m, codes.data_ptr(), TYPES[torch.int8], k)
+    pointers = (scale.data_ptr(), 0 if zero_point is None else zero_point.data_ptr())
+    numerics = (int(low), int(high), int(asymmetric), smallest, largest)
+    compiled.quantize_rows(_CALL.pack(*no_weight, *matrices, *numerics, *pointers, 0, threads()))
+    return codes, scale, zero_point
+
+
+@functools.cache
+def row_quantizer(spec: QuantSpec) -> tuple[float, ...] | None:
+    """(low, high, asymmetric, smallest scale, largest scale) of a spec that the compiled quantizer follows, or None."""
+    symmetric = spec.mapping is MappingType.SYMMETRIC and not spec.has_zero_point
+    asymmetric = spec.mapping is MappingType.ASYMMETRIC and spec.zero_point_domain.name == "INT"
+    if (
+        spec.dtype is not qdtype("int8")
+        or not isinstance(spec.granularity, PerRow)
+        or not (symmetric or asymmetric)
+        or not isinstance(spec.scale_rule, MinMaxRule)
+        or spec.rounding is not Rounding.NEAREST_EVEN
+        or spec.scale_dtype not in (None, torch.float32)
+    ):
+        return None
+    low, high = spec.code_range
+    limits = torch.finfo(torch.float32)
+    largest = min(limits.max, torch.finfo(torch.bfloat16).max / ((high - low + 1) / 2))
+    return float(low), float(high), float(asymmetric), max(limits.tiny, spec.eps or 0.0), largest
+
+
+def _supports(problem: Problem) -> str | None:
+    if reason := torch_mm.supports(problem) or weight.supports(problem):
+        return reason
+    if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"takes fp32, bf16 or fp16 activations, got {str(problem.dtype).removeprefix('torch.')}"
+    scheme = problem.scheme
+    group = scheme.weight.block_size(scheme.shape)[1]
+    if group != scheme.shape[1] and group % 32:
+        return f"takes groups of a multiple of 32, the weight has {group}"
+    return None
+
+
+def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
+    scheme = quantized.scheme
+    rows = to_rows(x)
+    quantizer = None if scheme.spec.static else row_quantizer(scheme.activation)
+    xq, xs, xz = (rows, None, None) if quantizer else quantize_input(rows, quantized)
+    packed = scheme.layout.packed_axis is not None
+    y = cpu_int8_mm(
+        xq,
+        xs,
+        xz,
+        list(quantizer or ()),
+        quantized.qdata,
+        scheme.shape[0],
+        quantized.scale,
+        quantized.zero_point,
+        packed,
+        scheme.weight.dtype.name,
+        x.dtype,
+    )
+    return from_rows(y, x, bias)
+
+
+for _layout in ("plain", "packed"):
+
+    @register(
+        "linear",
+        layout=_layout,
+        weight=torch_mm.INTEGERS,
+        activation=("int8",),
+        device="cpu",
+        priority=30,
+        supports=_supports,
+        name=f"cpu_int8_mm_{_layout}",
+    )
+    def _linear_of_layout(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        return _linear(x, weight, bias)

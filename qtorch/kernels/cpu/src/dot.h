@@ -1,0 +1,135 @@
+// Few rows of x (M <= 8): each result is a dot product along K, where both operands are contiguous.
+//
+//     y[m, n] = sum_g scale[n, g] * (sum_{k in g} c[n, k] * x[m, k]) + sum_g offset[n, g] * (sum_{k in g} x[m, k])
+//
+// R rows of the weight times M rows of x are kept in registers, one vector of partial sums each.
+#pragma once
+
+#include "matrix.h"
+
+namespace {
+
+constexpr int DOT_MAX_ROWS = 8;
+
+// Rows of the weight that are multiplied together, such that the sums, and for M <= 2 those of a group too, fit.
+constexpr int dot_width(int m) {
+    int sums = REGISTERS == 32 ? 24 : 10;
+    return m == 1 ? (REGISTERS == 32 ? 8 : 4) : m == 2 ? sums / 4 : sums / m ? sums / m : 1;
+}
+
+struct DotInput {
+    const float* x;     // (M, ld), zero beyond K
+    const float* sums;  // (M, groups) of x
+    int64_t ld;
+};
+
+// sum_i a[i] * b[i]
+inline float inner(const float* a, const float* b, int64_t length) {
+    Floats total = {};
+    float rest = 0;
+    int64_t i = 0;
+    for (; i + LANES <= length; i += LANES) total = fma(load<Floats>(a + i), load<Floats>(b + i), total);
+    for (; i < length; i++) rest += a[i] * b[i];
+    return sum(total) + rest;
+}
+
+// Memory that the next block will read, fetched a piece at a time while this one is multiplied.
+struct Ahead {
+    const uint8_t* p;
+    int64_t step;  // bytes per LANES columns
+
+    template <int LINES>
+    INLINE void fetch() {
+        UNROLL for (int i = 0; i < LINES; i++) prefetch(p + 64 * i);
+        p += step;
+    }
+};
+
+// One block of rows: codes[r] (K,), scale and offset (R, groups), result (R, M).
+template <int R, int M, bool SCALE_SUMS>
+void dot_block(const Weight& w, const int8_t* const* codes, Ahead ahead, const DotInput& in, const float* scale,
+               const float* offset, float* result) {
+    constexpr int LINES = (R * LANES + 63) / 64;
+    int64_t groups = w.groups;
+    Floats total[R][M] = {};
+    for (int64_t g = 0; g < groups; g++) {
+        int64_t start = g * w.group, stop = start + w.group;
+        Floats s[R], part[R][M] = {};
+        UNROLL for (int r = 0; r < R; r++) s[r] = broadcast(scale[r * groups + g]);
+        auto& sums = *(SCALE_SUMS ? &part : &total);
+        for (int64_t k = start; k < stop; k += LANES) {
+            ahead.fetch<LINES>();
+            UNROLL for (int r = 0; r < R; r++) {
+                Floats c = to_floats(widen(codes[r] + k));
+                if (!SCALE_SUMS) c *= s[r];
+                UNROLL for (int m = 0; m < M; m++) sums[r][m] = fma(c, load<Floats>(in.x + m * in.ld + k), sums[r][m]);
+            }
+        }
+        if (!SCALE_SUMS) continue;
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int m = 0; m < M; m++) total[r][m] = fma(part[r][m], s[r], total[r][m]);
+    }
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int m = 0; m < M; m++) result[r * M + m] = sum(total[r][m]);
+    for (int i = 0; offset && i < R * M; i++) result[i] += inner(offset + i / M * groups, in.sums + i % M * groups, groups);
+}
+
+inline float sum_of(const float* a, int64_t length) {
+    Floats total = {};
+    float rest = 0;
+    int64_t i = 0;
+    for (; i + LANES <= length; i += LANES) total += load<Floats>(a + i);
+    for (; i < length; i++) rest += a[i];
+    return sum(total) + rest;
+}
+
+template <int M>
+void dot(const Weight& w, const DotInput& in, const Output& y, int64_t threads) {
+    constexpr int R = dot_width(M);
+    int64_t groups = w.groups, ld = round_up(w.k, 64) + 64;
+    bool scale_sums = M <= 2 || w.group >= 256;
+    // Rows are read where they lie, except for codes that have to be decoded, and the end of the last row.
+    bool direct = !w.bits && !w.center;
+    auto block = scale_sums ? dot_block<R, M, true> : dot_block<R, M, false>;
+    parallel((w.n + R - 1) / R, threads, [&](Tasks& tasks) {
+        static thread_local Scratch code_scratch, scale_scratch;
+        int8_t* decoded = code_scratch.get<int8_t>(R * ld);
+        float* scale = scale_scratch.get<float>(2 * R * groups);
+        float* offset = w.has_offset() ? scale + R * groups : nullptr;
+        for (int64_t task; (task = tasks.next()) >= 0;) {
+            const int8_t* codes[R];
+            float result[R * M];
+            for (int r = 0; r < R; r++) {
+                // Rows beyond the last repeat it.
+                int64_t n = task * R + r < w.n ? task * R + r : w.n - 1;
+                codes[r] = (const int8_t*)w.codes + n * w.row_bytes;
+                if (!direct || (n == w.n - 1 && w.k % LANES)) {
+                    codes[r] = decoded + r * ld;
+                    decode(w, n, 0, w.k, decoded + r * ld);
+                }
+                scales(w, n, scale + r * groups);
+                if (offset) offsets(w, n, scale + r * groups, offset + r * groups);
+            }
+            Ahead ahead{w.codes + (task + 1) * R * w.row_bytes, R * w.row_bytes * LANES / w.k};
+            block(w, codes, ahead, in, scale, offset, result);
+            int64_t count = w.n - task * R < R ? w.n - task * R : R;
+            y.write_transposed(M, task * R, count, result, M);
+        }
+    });
+}
+
+inline void multiply_dot(const Weight& w, const Input& x, const Output& y, int64_t threads) {
+    static thread_local Scratch row_scratch, group_scratch;
+    int64_t ld = round_up(w.k, LANES), rows = x.rows;
+    float* packed = row_scratch.get<float>(rows * ld);
+    float* sums = group_scratch.get<float>(rows * w.groups);
+    x.to_floats(w.k, packed, ld, 1);
+    for (int64_t i = 0; w.has_offset() && i < rows * w.groups; i++)
+        sums[i] = sum_of(packed + i / w.groups * ld + i % w.groups * w.group, w.group);
+    DotInput in{packed, sums, ld};
+    using Multiply = void (*)(const Weight&, const DotInput&, const Output&, int64_t);
+    static constexpr Multiply BY_ROWS[] = {dot<1>, dot<2>, dot<3>, dot<4>, dot<5>, dot<6>, dot<7>, dot<8>};
+    BY_ROWS[rows - 1](w, in, y, threads);
+}
+
+}  // namespace

@@ -1,0 +1,71 @@
+// The input and the result of a layer as its kernels see them.
+#pragma once
+
+#include "parallel.h"
+#include "scratch.h"
+#include "weight.h"
+
+namespace {
+
+// Rows that are converted, packed and multiplied at a time: bounds the working memory.
+constexpr int64_t MAX_CHUNK = 512;
+
+// Groups of a multiple of this size are whole vectors on every machine, and whole matrix tiles.
+constexpr int64_t AMX_STEP = 32;
+
+struct Input {
+    const void* data;
+    int64_t type, stride, rows;  // stride: elements from one row to the next
+
+    Input part(int64_t start, int64_t count) const {
+        return {(const char*)data + start * stride * size_of(type), type, stride, count};
+    }
+
+    // fp32 rows (rows, ld), zero beyond the k columns.
+    void to_floats(int64_t k, float* out, int64_t ld, int64_t threads) const {
+        parallel_for(rows, threads, [&](int64_t m) {
+            to_float((const char*)data + m * stride * size_of(type), type, k, out + m * ld);
+            memset(out + m * ld + k, 0, (ld - k) * 4);
+        });
+    }
+};
+
+struct Output {
+    void* data;  // (rows, n), contiguous
+    int64_t type, n;
+
+    Output part(int64_t start) const { return {(char*)data + start * n * size_of(type), type, n}; }
+
+    // `count` results of row m, from column `start` on.
+    void write(int64_t m, int64_t start, int64_t count, const float* values) const {
+        from_float(values, type, count, (char*)data + (m * n + start) * size_of(type));
+    }
+
+    // The same for rows 0 to `rows`, from values[column * ld + row].
+    void write_transposed(int64_t rows, int64_t start, int64_t count, const float* values, int64_t ld) const {
+        float row[64];
+        for (int64_t m = 0; m < rows; m++) {
+            for (int64_t i = 0; i < count; i++) row[i] = values[i * ld + m];
+            write(m, start, count, row);
+        }
+    }
+};
+
+// x (rows, ld) with columns in units of U elements to panels of LANES rows, [rows / LANES][columns][LANES] units: what
+// lies one below the other in x is then one vector. Missing rows are zero.
+template <class Unit>
+void to_panels(const Unit* x, int64_t ld, int64_t rows, int64_t columns, Unit* out, int64_t threads) {
+    constexpr int64_t STEP = 64;
+    int64_t panels = (rows + LANES - 1) / LANES, steps = (columns + STEP - 1) / STEP;
+    parallel_for(panels * steps, threads, [&](int64_t task) {
+        int64_t panel = task / steps, start = task % steps * STEP;
+        int64_t stop = start + STEP < columns ? start + STEP : columns;
+        for (int64_t lane = 0; lane < LANES; lane++) {
+            int64_t row = panel * LANES + lane;
+            Unit* to = out + panel * columns * LANES + lane;
+            for (int64_t k = start; k < stop; k++) to[k * LANES] = row < rows ? x[row * ld + k] : Unit{};
+        }
+    });
+}
+
+}  // namespace

@@ -1,0 +1,143 @@
+// Vectors of the width that this file is compiled for, and the few operations that the kernels need.
+//
+// GCC's vector extensions give the arithmetic on any machine; intrinsics are used where those give bad code.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 32")
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int WIDTH = 64;
+constexpr int REGISTERS = 32;
+#elif defined(__AVX2__)
+constexpr int WIDTH = 32;
+constexpr int REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int WIDTH = 16;
+constexpr int REGISTERS = 32;
+#else
+constexpr int WIDTH = 16;
+constexpr int REGISTERS = 16;
+#endif
+constexpr int LANES = WIDTH / 4;
+
+typedef float Floats __attribute__((vector_size(WIDTH)));
+typedef int32_t Ints __attribute__((vector_size(WIDTH)));
+typedef uint16_t Shorts __attribute__((vector_size(WIDTH)));
+typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
+
+template <class V, class T>
+INLINE V load(const T* p) {
+    V v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+template <class V, class T>
+INLINE void store(T* p, V v) {
+    memcpy(p, &v, sizeof v);
+}
+
+INLINE Floats broadcast(float a) {
+    return Floats{} + a;
+}
+
+INLINE Floats to_floats(Ints a) {
+    return __builtin_convertvector(a, Floats);
+}
+
+INLINE Ints to_ints(Floats a) {
+    return __builtin_convertvector(a, Ints);
+}
+
+INLINE void prefetch(const void* p) {
+    __builtin_prefetch(p);
+}
+
+// a * b + c, rounded once where the machine can.
+INLINE Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+// LANES signed bytes.
+INLINE Ints widen(const int8_t* p) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+    return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#elif defined(__SSE4_1__)
+    return (Ints)_mm_cvtepi8_epi32(_mm_cvtsi32_si128(load<int32_t>(p)));
+#elif defined(__aarch64__)
+    int8x8_t bytes = vreinterpret_s8_s32(vdup_n_s32(load<int32_t>(p)));
+    return (Ints)vmovl_s16(vget_low_s16(vmovl_s8(bytes)));
+#else
+    Ints v;
+    for (int i = 0; i < LANES; i++) v[i] = p[i];
+    return v;
+#endif
+}
+
+// LANES unsigned 16-bit numbers.
+INLINE Ints widen(const uint16_t* p) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+    return (Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+#else
+    Ints v;
+    for (int i = 0; i < LANES; i++) v[i] = p[i];
+    return v;
+#endif
+}
+
+INLINE float sum(Floats a) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)a);
+#else
+    float total = 0;
+    for (int i = 0; i < LANES; i++) total += a[i];
+    return total;
+#endif
+}
+
+INLINE int32_t sum(Ints a) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)a);
+#else
+    int32_t total = 0;
+    for (int i = 0; i < LANES; i++) total += a[i];
+    return total;
+#endif
+}
+
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define HAS_VNNI 1
+// To each lane of `total`, the products of four unsigned bytes with four signed ones. Exact: it wraps, never saturates.
+INLINE Ints dot4(Ints total, Ints unsigned_bytes, Ints signed_bytes) {
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)unsigned_bytes, (__m512i)signed_bytes);
+#else
+    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)total, (__m256i)unsigned_bytes, (__m256i)signed_bytes);
+#endif
+}
+#endif
+
+}  // namespace

@@ -1,0 +1,89 @@
+// A quantized weight (N, K) as it lies in memory, and its rows as centered codes with a scale and an offset per group:
+//
+//     w[n, k] = c[n, k] * scale[n, g] + offset[n, g],    c = code - center, a signed byte, g = k / group
+#pragma once
+
+#include "number.h"
+
+namespace {
+
+struct Weight {
+    const uint8_t* codes;  // int8 or uint8 (N, K), or packed by `pack_bits`; see primitives/packing.py
+    int64_t row_bytes;     // from one row to the next
+    int64_t bits;          // of a packed code; 0 where each has a byte
+    int64_t center;        // what is subtracted from a stored code, read as unsigned; 0: it is signed
+    int64_t n, k, group, groups;
+    const void* scale;  // (N, G), or one for all
+    int64_t scale_type, scale_stride;
+    const void* zero;  // like scale, or null
+    int64_t zero_type;
+    int64_t zero_is_code;  // code - zero, or else code * scale + zero
+    double shift;          // code of the real zero where its zero point is 0, less center, negated; see `offsets`
+
+    bool has_offset() const { return zero || shift != 0; }
+};
+
+// Codes from k to k + length of row n, centered; whole vectors are written, those behind the end with anything.
+inline void decode(const Weight& w, int64_t n, int64_t k, int64_t length, int8_t* out) {
+    const uint8_t* row = w.codes + n * w.row_bytes;
+    if (!w.bits) {
+        // Not beyond the row, which may be the last.
+        memcpy(out, row + k, length);
+        uint8_t center = w.center;
+        for (int64_t i = 0; center && i < length; i += WIDTH) store(out + i, load<Bytes>(out + i) - center);
+        return;
+    }
+    int64_t run = (w.k + 7) / 8, end = run * w.bits;
+    for (int64_t stop = k + length; k < stop;) {
+        int64_t item = k / run, start = k % run, count = run - start < stop - k ? run - start : stop - k;
+        int64_t first = 0, low = 0;
+        // A code is cut into parts of 4, 2 and 1 bits; a part of p bits fills p runs of bytes.
+        for (int64_t part = 4; part; part /= 2) {
+            if (!(w.bits & part)) continue;
+            int64_t at = (first + item * part / 8) * run + start;
+            int64_t right = item % (8 / part) * part;
+            uint8_t mask = (1 << part) - 1, center = first ? 0 : w.center;
+            for (int64_t i = 0; i < count; i += WIDTH) {
+                Bytes v;
+                if (at + i + WIDTH <= end) {
+                    v = load<Bytes>(row + at + i);
+                } else {
+                    v = Bytes{};
+                    memcpy(&v, row + at + i, end - at - i);
+                }
+                // Shifts of 16-bit lanes; the mask removes what came from the neighbour.
+                v = (((Bytes)((Shorts)v >> right)) & mask) - center;
+                if (first) v = load<Bytes>(out + i) + (Bytes)((Shorts)v << low);
+                store(out + i, v);
+            }
+            first += part;
+            low += part;
+        }
+        k += count;
+        out += count;
+    }
+}
+
+// Scales of row n, one per group.
+inline void scales(const Weight& w, int64_t n, float* scale) {
+    int64_t at = w.scale_stride * n;
+    to_float((const char*)w.scale + at * size_of(w.scale_type), w.scale_type, w.groups, scale);
+}
+
+// Offsets of row n, given its scales.
+inline void offsets(const Weight& w, int64_t n, const float* scale, float* offset) {
+    int64_t groups = w.groups;
+    float shift = w.shift;
+    if (!w.zero) {
+        for (int64_t g = 0; g < groups; g++) offset[g] = shift * scale[g];
+        return;
+    }
+    int64_t at = w.scale_stride * n;
+    to_float((const char*)w.zero + at * size_of(w.zero_type), w.zero_type, groups, offset);
+    if (w.zero_is_code)
+        for (int64_t g = 0; g < groups; g++) offset[g] = (shift - offset[g]) * scale[g];
+    else
+        for (int64_t g = 0; g < groups; g++) offset[g] += shift * scale[g];
+}
+
+}  // namespace
