@@ -2,8 +2,8 @@
 //
 //     y[m, n] = sum_g scale[n, g] * (sum_{k in g} c[n, k] * x[m, k]) + sum_g offset[n, g] * (sum_{k in g} x[m, k])
 //
-// Codes are exact in bf16, and x is the exact sum of slices that are: three for fp32, two for fp16. Each slice is so
-// many more rows of x. A tile of the weight, 16 rows of 32 codes, is the left operand as it lies in memory.
+// Codes are exact in bf16, and x is the exact sum of slices that are: three for fp32, two for fp16. Each slice is
+// multiplied in turn. A tile of the weight, 16 rows of 32 codes, is the left operand as it lies in memory.
 #pragma once
 
 #if defined(__AMX_BF16__)
@@ -15,9 +15,8 @@
 
 namespace {
 
-constexpr int AMX_ROWS = 32;      // of the weight, in two tiles
-constexpr int AMX_COLUMNS = 512;  // decoded at a time
-
+constexpr int AMX_COLUMNS = 256;  // decoded at a time
+constexpr int AMX_LD = AMX_COLUMNS + 32;
 
 // The operating system gives the tiles to processes that ask.
 inline bool request_amx() {
@@ -66,7 +65,7 @@ inline void bfloat_panels(const Weight& w, const Input& x, int slices, uint16_t*
     }
     parallel_for(panels * (k32 / AMX_STEP), threads, [&](int64_t task) {
         int64_t panel = task % panels, k = task / panels * AMX_STEP;
-        alignas(64) uint32_t pairs[3][16][16];
+        Ints pairs[3][16];
         for (int64_t m = 0; m < 16; m++) {
             const float* p = rows + (panel * 16 + m) * k32 + k;
             Floats low = load<Floats>(p), high = load<Floats>(p + 16);
@@ -75,13 +74,13 @@ inline void bfloat_panels(const Weight& w, const Input& x, int slices, uint16_t*
                 const __m512i order = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31,
                                                        29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
                 __m512i a = next_slice(low), b = next_slice(high);
-                _mm512_store_si512(pairs[s][m], _mm512_permutex2var_epi16(a, order, b));
+                pairs[s][m] = (Ints)_mm512_permutex2var_epi16(a, order, b);
             }
         }
         for (int s = 0; s < slices; s++) {
-            uint32_t* to = (uint32_t*)out + ((s * panels + panel) * k32 / 2 + k / 2) * 16;
-            for (int64_t i = 0; i < 16; i++)
-                for (int64_t m = 0; m < 16; m++) to[i * 16 + m] = pairs[s][m][i];
+            uint16_t* to = out + ((s * panels + panel) * k32 + k) * 16;
+            transpose(pairs[s]);
+            for (int64_t i = 0; i < 16; i++) store(to + i * 32, pairs[s][i]);
         }
     });
     row_scratch.trim();
@@ -94,93 +93,119 @@ INLINE void to_bfloat(const int8_t* codes, int64_t count, uint16_t* out) {
     }
 }
 
-// products[i][j] (16, 16) = sum over `columns` of the tiles a[i] (16, ld) and the panels b[j], i < 2, j < PANELS.
+// products (32, 32) = sum over slices and `columns` of two tiles at `a` and of the panels at `b`. One panel alone has its
+// result in two halves, to be added: a product takes three times as long to finish as the next takes to start.
 template <int PANELS>
-INLINE void multiply_bfloat(const uint16_t* a, int64_t ld, const uint16_t* b, int64_t panel, int64_t columns,
-                            float* products) {
+void multiply_bfloat(const uint16_t* a, const uint16_t* b, int64_t panel, int slices, int64_t slice, int64_t columns,
+                     float* products) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
+    int odd = 0;
     for (int64_t k = 0; k < columns; k += AMX_STEP) {
-        _tile_loadd(4, a + k, ld * 2);
-        _tile_loadd(6, b + k * 16, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, a + 16 * ld + k, ld * 2);
-        _tile_dpbf16ps(2, 5, 6);
-        if (PANELS == 1) continue;
-        _tile_loadd(7, b + panel + k * 16, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
+        _tile_loadd(4, a + k, AMX_LD * 2);
+        _tile_loadd(5, a + 16 * AMX_LD + k, AMX_LD * 2);
+        for (int s = 0; s < slices; s++) {
+            const uint16_t* from = b + s * slice + k * 16;
+            _tile_loadd(6, from, 64);
+            if (PANELS == 2) _tile_loadd(7, from + panel, 64);
+            if (PANELS == 2 || !odd) {
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(2, 5, 6);
+            }
+            if (PANELS == 2) {
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_dpbf16ps(3, 5, 7);
+            } else if (odd) {
+                _tile_dpbf16ps(1, 4, 6);
+                _tile_dpbf16ps(3, 5, 6);
+            }
+            odd = !odd;
+        }
     }
-    _tile_stored(0, products, PANELS * 64);
-    _tile_stored(2, products + PANELS * 256, PANELS * 64);
-    if (PANELS == 1) return;
-    _tile_stored(1, products + 16, PANELS * 64);
-    _tile_stored(3, products + PANELS * 256 + 16, PANELS * 64);
+    _tile_stored(0, products, 128);
+    _tile_stored(1, products + 16, 128);
+    _tile_stored(2, products + 512, 128);
+    _tile_stored(3, products + 528, 128);
+}
+
+// c[r] += products[r] * scale[r], PANELS vectors each.
+template <int PANELS>
+INLINE void add_scaled(const float* products, const float* scale, int64_t groups, float* c, int64_t ldc) {
+    for (int r = 0; r < 32; r++) {
+        Floats s = broadcast(scale[r * groups]), left = load<Floats>(products + 32 * r), right = load<Floats>(products + 32 * r + 16);
+        float* to = c + r * ldc;
+        if (PANELS == 1) left += right;
+        store(to, fma(left, s, load<Floats>(to)));
+        if (PANELS == 2) store(to + 16, fma(right, s, load<Floats>(to + 16)));
+    }
 }
 
 inline void multiply_amx(const Weight& w, const Input& x, const Output& y, int64_t threads) {
     static thread_local Scratch panel_scratch, group_scratch;
     int slices = x.type == BFLOAT16 ? 1 : x.type == FLOAT16 ? 2 : 3;
-    int64_t k32 = round_up(w.k, AMX_STEP), m16 = round_up(x.rows, 16);
-    int64_t panels = slices * m16 / 16, ldc = panels * 16, panel = k32 * 16;
-    uint16_t* packed = panel_scratch.get<uint16_t>(panels * panel);
+    int64_t k32 = round_up(w.k, AMX_STEP), m16 = round_up(x.rows, 16), panels = m16 / 16;
+    int64_t panel = k32 * 16, slice = panels * panel;
+    uint16_t* packed = panel_scratch.get<uint16_t>(slices * slice);
     float* sums = w.has_offset() ? group_scratch.get<float>(w.groups * m16) : nullptr;
     bfloat_panels(w, x, slices, packed, sums, threads);
-    parallel((w.n + AMX_ROWS - 1) / AMX_ROWS, threads, [&](Tasks& tasks) {
+    int64_t rows = task_rows(w.n, x.rows <= 32 ? 32 : 256, 32, threads);
+    parallel((w.n + rows - 1) / rows, threads, [&](Tasks& tasks) {
         static thread_local Scratch code_scratch, tile_scratch, scale_scratch, sum_scratch;
         int8_t* codes = code_scratch.get<int8_t>(AMX_COLUMNS);
-        uint16_t* tile = tile_scratch.get<uint16_t>(AMX_ROWS * AMX_COLUMNS);
-        float* scale = scale_scratch.get<float>(2 * AMX_ROWS * w.groups);
-        float* offset = scale + AMX_ROWS * w.groups;
-        float* c = sum_scratch.get<float>(AMX_ROWS * ldc);
-        alignas(64) float products[AMX_ROWS * 32];
+        uint16_t* tile = tile_scratch.get<uint16_t>(rows * AMX_LD);
+        float* scale = scale_scratch.get<float>(2 * rows * w.groups);
+        float* offset = scale + rows * w.groups;
+        float* c = sum_scratch.get<float>(rows * m16);
+        alignas(64) float products[32 * 32];
         TileConfig config(64);
         for (int64_t task; (task = tasks.next()) >= 0;) {
-            int64_t start = task * AMX_ROWS, count = w.n - start < AMX_ROWS ? w.n - start : AMX_ROWS;
+            int64_t start = task * rows, count = w.n - start < rows ? w.n - start : rows;
             for (int64_t r = 0; r < count; r++) {
                 scales(w, start + r, scale + r * w.groups);
                 if (sums) offsets(w, start + r, scale + r * w.groups, offset + r * w.groups);
             }
-            memset(c, 0, AMX_ROWS * ldc * 4);
+            memset(c, 0, rows * m16 * 4);
             for (int64_t k = 0; k < w.k; k += AMX_COLUMNS) {
                 int64_t columns = w.k - k < AMX_COLUMNS ? w.k - k : AMX_COLUMNS;
                 for (int64_t r = 0; r < count; r++) {
+                    prefetch_codes(w, start + r, k + columns, AMX_COLUMNS);
                     decode(w, start + r, k, columns, codes);
                     memset(codes + columns, 0, AMX_STEP);
-                    to_bfloat(codes, columns, tile + r * AMX_COLUMNS);
+                    to_bfloat(codes, columns, tile + r * AMX_LD);
                 }
                 for (int64_t p = 0; p < panels; p += 2) {
-                    bool two = p + 1 < panels;
                     const uint16_t* b = packed + p * panel + k * 16;
                     for (int64_t i = 0; i < columns;) {
                         int64_t g = (k + i) / w.group, left = (g + 1) * w.group - k - i;
                         int64_t length = left < columns - i ? left : columns - i;
-                        auto multiply = two ? multiply_bfloat<2> : multiply_bfloat<1>;
-                        multiply(tile + i, AMX_COLUMNS, b + i * 16, panel, length, products);
-                        for (int64_t r = 0; r < count; r++) {
-                            Floats s = broadcast(scale[r * w.groups + g]);
-                            float* to = c + r * ldc + p * 16;
-                            const float* from = products + r * (two ? 32 : 16);
-                            store(to, fma(load<Floats>(from), s, load<Floats>(to)));
-                            if (two) store(to + 16, fma(load<Floats>(from + 16), s, load<Floats>(to + 16)));
+                        for (int64_t r = 0; r < count; r += 32) {
+                            const uint16_t* a = tile + r * AMX_LD + i;
+                            const float* s = scale + r * w.groups + g;
+                            float* to = c + r * m16 + p * 16;
+                            if (p + 1 < panels) {
+                                multiply_bfloat<2>(a, b + i * 16, panel, slices, slice, length, products);
+                                add_scaled<2>(products, s, w.groups, to, m16);
+                            } else {
+                                multiply_bfloat<1>(a, b + i * 16, panel, slices, slice, length, products);
+                                add_scaled<1>(products, s, w.groups, to, m16);
+                            }
                         }
                         i += length;
                     }
                 }
             }
-            for (int64_t r = 0; r < count; r++) {
+            for (int64_t r = 0; sums && r < count; r++) {
                 for (int64_t m = 0; m < m16; m += 16) {
-                    float* to = c + r * ldc + m;
-                    Floats total = load<Floats>(to);
-                    for (int s = 1; s < slices; s++) total += load<Floats>(to + s * m16);
-                    for (int64_t g = 0; sums && g < w.groups; g++)
+                    Floats total = load<Floats>(c + r * m16 + m);
+                    for (int64_t g = 0; g < w.groups; g++)
                         total = fma(broadcast(offset[r * w.groups + g]), load<Floats>(sums + g * m16 + m), total);
-                    store(to, total);
+                    store(c + r * m16 + m, total);
                 }
             }
-            y.write_transposed(x.rows, start, count, c, ldc);
+            for (int64_t r = 0; r < count; r += 32)
+                y.write_transposed(x.rows, start + r, count - r < 32 ? count - r : 32, c + r * m16, m16);
         }
     });
     panel_scratch.trim();

@@ -77,6 +77,7 @@ inline void multiply_group(const IntBlock& block, int64_t start, int64_t count, 
             a = block.codes;
             ld = INT_COLUMNS + 64;
             for (int64_t r = 0; r < count; r++) {
+                prefetch_codes(w, start + r, k + columns, columns);
                 decode(w, start + r, k, columns, block.codes + r * ld);
                 memset(block.codes + r * ld + columns, 0, round_up(columns, step) - columns);
             }
@@ -102,19 +103,20 @@ inline void multiply_group(const IntBlock& block, int64_t start, int64_t count, 
 
 constexpr int INT_ROWS = TILE_ROWS;
 constexpr int INT_COLUMNS = 1024;
+constexpr int INT_LD = INT_COLUMNS + 64;
 constexpr int32_t TILE_SHIFT = 128;
 using Unit = uint32_t;
 
 // c[r, v] (+)= sum_k w[r, k] * x[v][k], unsigned times signed bytes.
 template <int R, int V>
-void multiply_int_tile(const int8_t* w, int64_t ldw, const uint32_t* x, int64_t panel, int64_t quads, int32_t* c,
+void multiply_int_tile(const int8_t* w, const uint32_t* x, int64_t panel, int64_t quads, int32_t* c,
                        int64_t ldc, bool add) {
     Ints total[R][V] = {};
     for (int64_t k = 0; k < quads; k++) {
         Ints xs[V];
         UNROLL for (int v = 0; v < V; v++) xs[v] = load<Ints>(x + v * panel + k * LANES);
         UNROLL for (int r = 0; r < R; r++) {
-            Ints a = Ints{} + load<int32_t>(w + r * ldw + 4 * k);
+            Ints a = Ints{} + load<int32_t>(w + r * INT_LD + 4 * k);
             UNROLL for (int v = 0; v < V; v++) total[r][v] = dot4(total[r][v], a, xs[v]);
         }
     }
@@ -127,22 +129,22 @@ void multiply_int_tile(const int8_t* w, int64_t ldw, const uint32_t* x, int64_t 
 }
 
 template <int V>
-void multiply_int_rows(const int8_t* w, int64_t ldw, const uint32_t* x, int64_t panel, int64_t quads, int32_t* c,
+void multiply_int_rows(const int8_t* w, const uint32_t* x, int64_t panel, int64_t quads, int32_t* c,
                        int64_t ldc, bool add) {
     constexpr int R = SUMS / V;
     for (int r = 0; r < INT_ROWS; r += R)
-        multiply_int_tile<R, V>(w + r * ldw, ldw, x, panel, quads, c + r * ldc, ldc, add);
+        multiply_int_tile<R, V>(w + r * INT_LD, x, panel, quads, c + r * ldc, ldc, add);
 }
 
 inline void multiply_group(const IntBlock& block, int64_t start, int64_t count, int64_t g) {
     const Weight& w = block.w;
-    constexpr int64_t LD = INT_COLUMNS + 64;
     int64_t panel = round_up(w.k, 64) / 4 * LANES;
     Bytes shift = Bytes{} + (uint8_t)128;
     for (int64_t i = 0; i < w.group; i += INT_COLUMNS) {
         int64_t k = g * w.group + i, columns = w.group - i < INT_COLUMNS ? w.group - i : INT_COLUMNS;
         for (int64_t r = 0; r < count; r++) {
-            int8_t* row = block.codes + r * LD;
+            int8_t* row = block.codes + r * INT_LD;
+            prefetch_codes(w, start + r, k + columns, columns);
             decode(w, start + r, k, columns, row);
             for (int64_t j = 0; j < columns; j += WIDTH) store(row + j, load<Bytes>(row + j) ^ shift);
         }
@@ -152,11 +154,11 @@ inline void multiply_group(const IntBlock& block, int64_t start, int64_t count, 
             int64_t left = block.x.count - p;
             int64_t v = left == MAX_PANELS + 1 ? (left + 1) / 2 : left < MAX_PANELS ? left : MAX_PANELS;
             int32_t* to = block.total + p * LANES;
-            if (v == 1) multiply_int_rows<1>(block.codes, LD, x + p * panel, panel, quads, to, block.ld, i > 0);
-            if (v == 2) multiply_int_rows<2>(block.codes, LD, x + p * panel, panel, quads, to, block.ld, i > 0);
+            if (v == 1) multiply_int_rows<1>(block.codes, x + p * panel, panel, quads, to, block.ld, i > 0);
+            if (v == 2) multiply_int_rows<2>(block.codes, x + p * panel, panel, quads, to, block.ld, i > 0);
             if constexpr (MAX_PANELS == 4) {
-                if (v == 3) multiply_int_rows<3>(block.codes, LD, x + p * panel, panel, quads, to, block.ld, i > 0);
-                if (v == 4) multiply_int_rows<4>(block.codes, LD, x + p * panel, panel, quads, to, block.ld, i > 0);
+                if (v == 3) multiply_int_rows<3>(block.codes, x + p * panel, panel, quads, to, block.ld, i > 0);
+                if (v == 4) multiply_int_rows<4>(block.codes, x + p * panel, panel, quads, to, block.ld, i > 0);
             }
             p += v;
         }
@@ -173,7 +175,7 @@ using Unit = float;
 inline void multiply_group(const IntBlock& block, int64_t start, int64_t count, int64_t g) {
     static thread_local Scratch tile_scratch, sum_scratch;
     const Weight& w = block.w;
-    float* tile = tile_scratch.get<float>(TILE_ROWS * TILE_COLUMNS);
+    float* tile = tile_scratch.get<float>(TILE_ROWS * TILE_LD);
     float* c = sum_scratch.get<float>(TILE_ROWS * block.ld);
     // Sums stay within 2^24 for 1024 products.
     for (int64_t i = 0; i < w.group; i += 1024) {
@@ -182,9 +184,9 @@ inline void multiply_group(const IntBlock& block, int64_t start, int64_t count, 
             int64_t k = g * w.group + j, columns = stop - j < TILE_COLUMNS ? stop - j : TILE_COLUMNS;
             for (int64_t r = 0; r < count; r++) {
                 decode(w, start + r, k, columns, block.codes);
-                scale_codes(block.codes, columns, 1, 0, tile + r * TILE_COLUMNS);
+                scale_codes(block.codes, columns, 1, 0, tile + r * TILE_LD);
             }
-            multiply_panels(tile, (const float*)block.x.data, block.x.count, w.k, k, columns, c, block.ld, j > i);
+            multiply_panels(tile, TILE_ROWS, (const float*)block.x.data, block.x.count, w.k, k, columns, c, block.ld, j > i);
         }
         for (int64_t at = 0; at < count * block.ld; at += LANES) {
             Ints part = to_ints(load<Floats>(c + at));
@@ -219,14 +221,14 @@ inline IntPanels int_panels(const Weight& w, const Codes& x, int64_t threads) {
             memset(codes + x.rows * ld + w.k, 0, ld - w.k);
         }
         Unit* out = panel_scratch.get<Unit>(count * LANES * ld / 4);
-        to_panels((const Unit*)codes, ld / 4, rows, ld / 4, out, threads);
+        to_panels((const int32_t*)codes, ld / 4, rows, ld / 4, (int32_t*)out, threads);
         return {w.k, rows, count, 4, out, sums};
     } else {
         Unit* values = row_scratch.get<Unit>(rows * w.k);
         for (int64_t m = 0; m < x.rows; m++) to_float(x.codes + m * x.ld, INT8, w.k, (float*)values + m * w.k);
         for (int64_t k = 0; x.zero && k < w.k; k++) values[x.rows * w.k + k] = 1;
         Unit* out = panel_scratch.get<Unit>(lanes * w.k);
-        to_panels(values, w.k, rows, w.k, out, threads);
+        to_panels((const int32_t*)values, w.k, rows, w.k, (int32_t*)out, threads);
         return {w.k, rows, count, 1, out, sums};
     }
 }

@@ -51,20 +51,30 @@ struct Output {
     }
 };
 
-// x (rows, ld) with columns in units of U elements to panels of LANES rows, [rows / LANES][columns][LANES] units: what
-// lies one below the other in x is then one vector. Missing rows are zero.
-template <class Unit>
-void to_panels(const Unit* x, int64_t ld, int64_t rows, int64_t columns, Unit* out, int64_t threads) {
-    constexpr int64_t STEP = 64;
+// Rows of the weight that are a task: many, so that each piece of x that comes into cache is used for all of them, but
+// enough tasks for all threads.
+inline int64_t task_rows(int64_t n, int64_t most, int64_t multiple, int64_t threads) {
+    int64_t fair = round_up(n / (4 * threads) + 1, multiple);
+    return fair < most ? fair : most;
+}
+
+// x (rows, ld) to panels of LANES rows, [rows / LANES][columns][LANES]: what lies one below the other in x is then one
+// vector. Missing rows are zero.
+inline void to_panels(const int32_t* x, int64_t ld, int64_t rows, int64_t columns, int32_t* out, int64_t threads) {
+    constexpr int64_t STEP = 256;
     int64_t panels = (rows + LANES - 1) / LANES, steps = (columns + STEP - 1) / STEP;
     parallel_for(panels * steps, threads, [&](int64_t task) {
-        int64_t panel = task / steps, start = task % steps * STEP;
-        int64_t stop = start + STEP < columns ? start + STEP : columns;
-        for (int64_t lane = 0; lane < LANES; lane++) {
-            int64_t row = panel * LANES + lane;
-            Unit* to = out + panel * columns * LANES + lane;
-            for (int64_t k = start; k < stop; k++) to[k * LANES] = row < rows ? x[row * ld + k] : Unit{};
+        int64_t panel = task / steps, k = task % steps * STEP, stop = k + STEP < columns ? k + STEP : columns;
+        int64_t first = panel * LANES, count = rows - first < LANES ? rows - first : LANES;
+        int32_t* to = out + panel * columns * LANES;
+        for (; k + LANES <= stop; k += LANES) {
+            Ints block[LANES];
+            for (int64_t i = 0; i < LANES; i++) block[i] = i < count ? load<Ints>(x + (first + i) * ld + k) : Ints{};
+            transpose(block);
+            for (int64_t i = 0; i < LANES; i++) store(to + (k + i) * LANES, block[i]);
         }
+        for (; k < stop; k++)
+            for (int64_t i = 0; i < LANES; i++) to[k * LANES + i] = i < count ? x[(first + i) * ld + k] : 0;
     });
 }
 

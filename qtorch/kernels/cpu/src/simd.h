@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
@@ -49,7 +50,8 @@ INLINE void store(T* p, V v) {
 }
 
 INLINE Floats broadcast(float a) {
-    return Floats{} + a;
+    // Subtracting zero changes nothing, which compilers know; adding it would turn -0 into 0.
+    return a - Floats{};
 }
 
 INLINE Floats to_floats(Ints a) {
@@ -126,6 +128,21 @@ INLINE int32_t sum(Ints a) {
     for (int i = 0; i < LANES; i++) total += a[i];
     return total;
 #endif
+}
+
+// Swaps what lies off the diagonal of each 2 x 2 block of blocks of D lanes, in rows a and b that are D apart.
+template <int D, class V, int... J>
+INLINE void swap_blocks(V& a, V& b, std::integer_sequence<int, J...>) {
+    V top = __builtin_shufflevector(a, b, (J & D ? LANES + (J ^ D) : J)...);
+    b = __builtin_shufflevector(a, b, (J & D ? LANES + J : J ^ D)...);
+    a = top;
+}
+
+template <int D = 1, class V>
+INLINE void transpose(V (&rows)[LANES]) {
+    UNROLL for (int i = 0; i < LANES; i++)
+        if (!(i & D)) swap_blocks<D>(rows[i], rows[i | D], std::make_integer_sequence<int, LANES>{});
+    if constexpr (2 * D < LANES) transpose<2 * D>(rows);
 }
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)

@@ -8,14 +8,16 @@
 
 namespace {
 
-constexpr int TILE_ROWS = 24;  // of the weight
+constexpr int TILE_ROWS = 24;  // of the weight, multiplied together
+constexpr int TASK_ROWS = 192;
 constexpr int TILE_COLUMNS = 256;
+constexpr int TILE_LD = TILE_COLUMNS + 16;  // rows of a tile do not compete for the same lines of the cache
 constexpr int MAX_PANELS = REGISTERS == 32 ? 4 : 2;  // of x, multiplied together
 constexpr int64_t SUMS = REGISTERS == 32 ? 24 : 12;  // vectors of sums that registers hold
 
 // c[r, v] (+)= sum_k w[r, k] * x[v][k], a vector over the rows of a panel.
 template <int R, int V>
-void multiply_tile(const float* w, int64_t ldw, const float* x, int64_t panel, int64_t columns, float* c, int64_t ldc,
+void multiply_tile(const float* w, const float* x, int64_t panel, int64_t columns, float* c, int64_t ldc,
                    bool add) {
     Floats total[R][V] = {};
     if (add) {
@@ -26,7 +28,7 @@ void multiply_tile(const float* w, int64_t ldw, const float* x, int64_t panel, i
         Floats xs[V];
         UNROLL for (int v = 0; v < V; v++) xs[v] = load<Floats>(x + v * panel + k * LANES);
         UNROLL for (int r = 0; r < R; r++) {
-            Floats a = broadcast(w[r * ldw + k]);
+            Floats a = broadcast(w[r * TILE_LD + k]);
             UNROLL for (int v = 0; v < V; v++) total[r][v] = fma(a, xs[v], total[r][v]);
         }
     }
@@ -38,11 +40,12 @@ template <int V>
 void multiply_rows(const float* w, const float* x, int64_t panel, int64_t columns, float* c, int64_t ldc, bool add) {
     constexpr int R = SUMS / V;
     for (int r = 0; r < TILE_ROWS; r += R)
-        multiply_tile<R, V>(w + r * TILE_COLUMNS, TILE_COLUMNS, x, panel, columns, c + r * ldc, ldc, add);
+        multiply_tile<R, V>(w + r * TILE_LD, x, panel, columns, c + r * ldc, ldc, add);
 }
 
-// TILE_ROWS x columns of the weight, from column k on, with all panels of x (columns of a panel: k_all).
-inline void multiply_panels(const float* w, const float* x, int64_t panels, int64_t k_all, int64_t k, int64_t columns,
+// `rows` (a multiple of TILE_ROWS) x columns of the weight, from column k on, with all panels of x (columns of a panel:
+// k_all).
+inline void multiply_panels(const float* w, int64_t rows, const float* x, int64_t panels, int64_t k_all, int64_t k, int64_t columns,
                             float* c, int64_t ldc, bool add) {
     int64_t panel = k_all * LANES;
     for (int64_t p = 0; p < panels;) {
@@ -50,12 +53,15 @@ inline void multiply_panels(const float* w, const float* x, int64_t panels, int6
         // Five panels are better cut 3 + 2 than 4 + 1.
         int64_t v = left == MAX_PANELS + 1 ? (left + 1) / 2 : left < MAX_PANELS ? left : MAX_PANELS;
         const float* from = x + p * panel + k * LANES;
-        float* to = c + p * LANES;
-        if (v == 1) multiply_rows<1>(w, from, panel, columns, to, ldc, add);
-        if (v == 2) multiply_rows<2>(w, from, panel, columns, to, ldc, add);
-        if constexpr (MAX_PANELS == 4) {
-            if (v == 3) multiply_rows<3>(w, from, panel, columns, to, ldc, add);
-            if (v == 4) multiply_rows<4>(w, from, panel, columns, to, ldc, add);
+        for (int64_t r = 0; r < rows; r += TILE_ROWS) {
+            const float* tile = w + r * TILE_LD;
+            float* to = c + r * ldc + p * LANES;
+            if (v == 1) multiply_rows<1>(tile, from, panel, columns, to, ldc, add);
+            if (v == 2) multiply_rows<2>(tile, from, panel, columns, to, ldc, add);
+            if constexpr (MAX_PANELS == 4) {
+                if (v == 3) multiply_rows<3>(tile, from, panel, columns, to, ldc, add);
+                if (v == 4) multiply_rows<4>(tile, from, panel, columns, to, ldc, add);
+            }
         }
         p += v;
     }
@@ -75,16 +81,17 @@ inline void multiply_tiles(const Weight& w, const Input& x, const Output& y, int
     float* rows = row_scratch.get<float>(x.rows * w.k);
     float* packed = panel_scratch.get<float>(ldc * w.k);
     x.to_floats(w.k, rows, w.k, threads);
-    to_panels(rows, w.k, x.rows, w.k, packed, threads);
-    parallel((w.n + TILE_ROWS - 1) / TILE_ROWS, threads, [&](Tasks& tasks) {
+    to_panels((const int32_t*)rows, w.k, x.rows, w.k, (int32_t*)packed, threads);
+    int64_t block = task_rows(w.n, x.rows <= 64 ? TILE_ROWS : TASK_ROWS, TILE_ROWS, threads);
+    parallel((w.n + block - 1) / block, threads, [&](Tasks& tasks) {
         static thread_local Scratch code_scratch, tile_scratch, scale_scratch, sum_scratch;
         int8_t* codes = code_scratch.get<int8_t>(TILE_COLUMNS);
-        float* tile = tile_scratch.get<float>(TILE_ROWS * TILE_COLUMNS);
-        float* scale = scale_scratch.get<float>(2 * TILE_ROWS * w.groups);
-        float* offset = scale + TILE_ROWS * w.groups;
-        float* c = sum_scratch.get<float>(TILE_ROWS * ldc);
+        float* tile = tile_scratch.get<float>(block * TILE_LD);
+        float* scale = scale_scratch.get<float>(2 * block * w.groups);
+        float* offset = scale + block * w.groups;
+        float* c = sum_scratch.get<float>(block * ldc);
         for (int64_t task; (task = tasks.next()) >= 0;) {
-            int64_t start = task * TILE_ROWS, count = w.n - start < TILE_ROWS ? w.n - start : TILE_ROWS;
+            int64_t start = task * block, count = w.n - start < block ? w.n - start : block;
             for (int64_t r = 0; r < count; r++) {
                 scales(w, start + r, scale + r * w.groups);
                 offsets(w, start + r, scale + r * w.groups, offset + r * w.groups);
@@ -92,8 +99,9 @@ inline void multiply_tiles(const Weight& w, const Input& x, const Output& y, int
             for (int64_t k = 0; k < w.k; k += TILE_COLUMNS) {
                 int64_t columns = w.k - k < TILE_COLUMNS ? w.k - k : TILE_COLUMNS;
                 for (int64_t r = 0; r < count; r++) {
+                    prefetch_codes(w, start + r, k + columns, TILE_COLUMNS);
                     decode(w, start + r, k, columns, codes);
-                    float* out = tile + r * TILE_COLUMNS;
+                    float* out = tile + r * TILE_LD;
                     for (int64_t i = 0; i < columns;) {
                         int64_t g = (k + i) / w.group, left = (g + 1) * w.group - k - i;
                         int64_t length = left < columns - i ? left : columns - i;
@@ -102,9 +110,10 @@ inline void multiply_tiles(const Weight& w, const Input& x, const Output& y, int
                         i += length;
                     }
                 }
-                multiply_panels(tile, packed, panels, w.k, k, columns, c, ldc, k > 0);
+                multiply_panels(tile, round_up(count, TILE_ROWS), packed, panels, w.k, k, columns, c, ldc, k > 0);
             }
-            y.write_transposed(x.rows, start, count, c, ldc);
+            for (int64_t r = 0; r < count; r += TILE_ROWS)
+                y.write_transposed(x.rows, start + r, count - r < TILE_ROWS ? count - r : TILE_ROWS, c + r * ldc, ldc);
         }
     });
     row_scratch.trim();

@@ -64,6 +64,21 @@ inline void decode(const Weight& w, int64_t n, int64_t k, int64_t length, int8_t
     }
 }
 
+// Ask for what `decode` will read.
+INLINE void prefetch_codes(const Weight& w, int64_t n, int64_t k, int64_t length) {
+    const uint8_t* row = w.codes + n * w.row_bytes;
+    if (!w.bits) {
+        for (int64_t i = 0; i < length; i += 64) prefetch(row + k + i);
+        return;
+    }
+    int64_t run = (w.k + 7) / 8, first = 0;
+    for (int64_t part = 4; part; part /= 2) {
+        if (!(w.bits & part)) continue;
+        for (int64_t i = 0; i < length; i += 64) prefetch(row + (first + k / run * part / 8) * run + k % run + i);
+        first += part;
+    }
+}
+
 // Scales of row n, one per group.
 inline void scales(const Weight& w, int64_t n, float* scale) {
     int64_t at = w.scale_stride * n;
