@@ -23,7 +23,7 @@ UNFINISHED := $(VENV)/.unfinished
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check lint types format bench hooks clean distclean FORCE
+.PHONY: help demo test check lint types format bench asan hooks clean distclean FORCE
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -54,6 +54,9 @@ bench: $(DEMO_ENV) $(QTORCH)  ## run every benchmarks/bench_*.py
 	    $(BIN)/python -m "benchmarks.$$(basename "$$file" .py)" $(ARGS); \
 	done
 
+asan: $(DEV_ENV) $(QTORCH)  ## tests of the CPU kernels under the address and undefined-behaviour sanitizers
+	bash tests/kernels/cpu/sanitize.sh $(BIN)/python
+
 hooks: $(DEV_ENV)  ## run the checks before every commit
 	$(BIN)/python -m pre_commit install
 
@@ -62,7 +65,7 @@ clean:  ## remove caches, builds and demo outputs; the environment stays
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## as clean, and remove the environment
-	rm -rf $(VENV)
+	rm -rf $(VENV) qtorch/kernels/cpu/lib
 
 # ---- the environment -----------------------------------------------------------------------------
 
@@ -93,7 +96,8 @@ $(DEV_ENV): requirements/dev.txt $(DEMO_ENV)
 	@rm $(UNFINISHED)
 	@touch $@
 
-$(QTORCH): pyproject.toml setup.py $(DEMO_ENV)
+# Compiles the CPU kernels too, where there is a compiler.
+$(QTORCH): pyproject.toml setup.py $(wildcard qtorch/kernels/cpu/src/*) qtorch/kernels/cpu/build.py $(DEMO_ENV)
 	@touch $(UNFINISHED)
 	$(PIP) install --no-deps --no-build-isolation --editable .
 	@rm $(UNFINISHED)

@@ -1,6 +1,7 @@
 """Settings of the whole suite: few threads a worker; without a GPU, GPU tests are skipped and Triton interprets."""
 
 import os
+from collections.abc import Iterator
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 THREADS = max(1, (os.cpu_count() or 1) // WORKERS)
@@ -33,3 +34,12 @@ def seed() -> None:
 def fresh_compiler() -> None:
     """Graphs and recompilation limits of one test do not reach the next."""
     torch.compiler.reset()
+
+
+@pytest.fixture
+def torch_kernels() -> Iterator[None]:
+    """No compiled kernels: those made of torch operators run."""
+    from qtorch.kernels.cpu import library
+
+    with library.use(None):
+        yield

@@ -185,6 +185,11 @@ def deregister(op: str, name: str) -> None:
     _chosen.clear()
 
 
+def forget_choices() -> None:
+    """Look everything up anew: what a kernel supports has changed."""
+    _chosen.clear()
+
+
 def kernels(op: str) -> list[Kernel]:
     """Every kernel of an operation, the highest priority first."""
     return sorted((k for k in _kernels if k.op == op), key=lambda k: -k.priority)

@@ -8,6 +8,9 @@ from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PerBlock, Per
 from qtorch.kernels import cpu_features, record_kernels, reference
 from qtorch.primitives import ZeroPointDomain, compute_error
 
+# The kernels made of torch operators; tests/kernels/cpu has the compiled ones.
+pytestmark = pytest.mark.usefixtures("torch_kernels")
+
 INT8 = QuantSpec("int8", quant_min=-127)
 TOKEN = QuantSpec("int8", PerRow(), quant_min=-127)
 TILE = QuantSpec("int8", PerBlock((8, 16)), quant_min=-127)

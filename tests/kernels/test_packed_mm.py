@@ -18,6 +18,9 @@ from qtorch.kernels import record_kernels, reference
 from qtorch.primitives import ZeroPointDomain, compute_error, qdtype
 from qtorch.primitives.packing import pack_codes
 
+# The kernels made of torch operators; tests/kernels/cpu has the compiled ones.
+pytestmark = pytest.mark.usefixtures("torch_kernels")
+
 ASYMMETRIC = MappingType.ASYMMETRIC
 TOKEN = QuantSpec("int8", PerRow(), quant_min=-127)
 INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)]

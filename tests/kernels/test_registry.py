@@ -44,7 +44,7 @@ def test_the_highest_priority_runs(weight, kernel):
     assert (y == 6).all()
 
 
-def test_a_kernel_that_rejects_is_passed_over(weight, kernel):
+def test_a_kernel_that_rejects_is_passed_over(weight, kernel, torch_kernels):
     kernel("picky", priority=90, supports=lambda problem: "is picky")
     kernel("elsewhere", priority=80, device="cuda")
     kernel("other layout", priority=70, layout="tiled")

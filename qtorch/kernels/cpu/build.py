@@ -19,7 +19,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCES = HERE / "src"
-LIBRARIES = HERE / "lib"
+LIBRARIES = Path(os.environ.get("QTORCH_CPU_LIBRARIES") or HERE / "lib")
+"""Where compiled libraries lie; QTORCH_CPU_LIBRARIES names another place, for builds with a sanitizer, say."""
 
 _AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mbmi2"
 FLAGS = {
@@ -34,7 +35,8 @@ FLAGS = {
 }
 """Compiler flags by machine and instruction set, the best last; other machines have "portable" only."""
 
-_COMMON = "-std=c++17 -O3 -fPIC -shared -fopenmp -ffp-contract=off -fvisibility=hidden -fno-exceptions -fno-rtti -Wno-psabi"
+# Sums have a fixed order and round as written: the compiler contracts no products and sums on its own.
+_COMMON = "-std=c++17 -O3 -fPIC -ffp-contract=off -fvisibility=hidden -fno-exceptions -fno-rtti -Wno-psabi"
 
 
 def instruction_sets() -> dict[str, str]:
@@ -78,23 +80,21 @@ def build(directory: Path = LIBRARIES, extra: Sequence[str] = ()) -> dict[str, s
         return dict.fromkeys(instruction_sets(), "there is no C++ compiler on the PATH")
     directory.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = {
-            name: pool.submit(_compile, [*compiler, *_COMMON.split(), *flags.split(), *extra], library_path(name, directory))
-            for name, flags in instruction_sets().items()
-        }
+        jobs = {}
+        for name, flags in instruction_sets().items():
+            command = [*compiler, *_COMMON.split(), *flags.split(), *extra]
+            jobs[name] = pool.submit(_compile, command, library_path(name, directory))
     return {name: error for name, job in jobs.items() if (error := job.result())}
 
 
 def _compile(command: list[str], target: Path) -> str:
     """Empty, or the compiler's message."""
-    # -fopenmp is for compiling alone: linked here, it would bring a second pool of threads beside torch's.
-    objects = target.with_suffix(f".{os.getpid()}.o")
-    partial = target.with_suffix(f".{os.getpid()}.tmp")
-    link = [flag for flag in command if flag != "-fopenmp"]
+    object_file, library = (target.with_suffix(f".{os.getpid()}.{kind}") for kind in ("o", "tmp"))
     define = f'-DQTORCH_FINGERPRINT="{fingerprint()}"'
     steps = (
-        [*(flag for flag in command if flag != "-shared"), define, "-c", str(SOURCES / "kernels.cpp"), "-o", str(objects)],
-        [*link, str(objects), "-o", str(partial)],
+        [*command, "-fopenmp", define, "-c", str(SOURCES / "kernels.cpp"), "-o", str(object_file)],
+        # Linked without -fopenmp, which would bring a second pool of threads beside torch's.
+        [*command, "-shared", str(object_file), "-o", str(library)],
     )
     try:
         for step in steps:
@@ -102,12 +102,12 @@ def _compile(command: list[str], target: Path) -> str:
             if done.returncode:
                 return done.stderr.strip() or f"{step[0]} failed"
         # In one step, under a new inode: the old library may be in use.
-        os.replace(partial, target)
+        os.replace(library, target)
     except OSError as error:
         return str(error)
     finally:
-        objects.unlink(missing_ok=True)
-        partial.unlink(missing_ok=True)
+        object_file.unlink(missing_ok=True)
+        library.unlink(missing_ok=True)
     return ""
 
 

@@ -1,16 +1,73 @@
-"""Which way is taken for how many rows."""
+"""Which way of multiplying is taken for how many rows: measured, per instruction set, kind of weight and dtype.
+
+`choices.json` has, for each of those, a list of (largest number of rows, way). `calibrate_cpu` measures them anew; the
+file that it writes is used where QTORCH_CPU_CHOICES names it, or after `load`.
+"""
+
 from __future__ import annotations
-from typing import Any
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import torch
+
 WAYS = {"dot": 0, "tile": 1, "amx": 2}
-FORCED: list[str] = []
-def weight_only(library: Any, bits: int, per_row: bool, dtype: torch.dtype, m: int) -> str:
-    if FORCED: return FORCED[-1]
-    if library is None: return "slices"
-    if m <= 4: return "dot"
-    if library.instruction_set == "amx": return "amx"
-    return "dot" if m <= 8 else "tile"
-def int8(library: Any, bits: int, per_row: bool, m: int) -> str:
-    if FORCED: return FORCED[-1]
-    if library is None: return "torch"
-    return "dot" if m <= 4 else "tile"
+"""Ways of the compiled kernels, and their numbers in src/kernels.cpp. Besides there is "torch": operators of torch."""
+
+Choices = dict[str, dict[str, list[tuple[int | None, str]]]]
+
+_choices: Choices = {}
+_forced: list[str] = []
+
+
+def load(path: str | Path) -> None:
+    """Use the choices of a file that `calibrate_cpu` wrote; those for instruction sets that it lacks stay.
+
+    Raises:
+        ValueError: the file has something else.
+    """
+    read = json.loads(Path(path).read_text())
+    for instruction_set, table in read.items():
+        for key, steps in table.items():
+            if not steps or steps[-1][0] is not None or any(way not in (*WAYS, "torch") for _, way in steps):
+                raise ValueError(f"{path}: {instruction_set}, {key}: got {steps}, want [rows, way] pairs, the last with null")
+    _choices.update(read)
+
+
+def key_of(activation: str | torch.dtype, packed: bool, grouped: bool) -> str:
+    """Name of a kind of problem: the activation's dtype (int8, or that of a weight-only layer) and the weight's form."""
+    name = str(activation).removeprefix("torch.")
+    return f"{name} {'packed' if packed else 'plain'} {'groups' if grouped else 'rows'}"
+
+
+def choose(instruction_set: str, key: str, rows: int) -> str:
+    """The way for this many rows."""
+    if _forced:
+        return _forced[-1]
+    if not _choices:
+        load(Path(__file__).with_name("choices.json"))
+        if own := os.environ.get("QTORCH_CPU_CHOICES"):
+            load(own)
+    for largest, way in _choices[instruction_set][key]:
+        if largest is None or rows <= largest:
+            return way
+    raise AssertionError("the last step has no limit")
+
+
+@contextmanager
+def force(way: str) -> Iterator[None]:
+    """Take this way inside the ``with`` block, for tests and measurements.
+
+    Raises:
+        ValueError: there is no such way.
+    """
+    if way not in (*WAYS, "torch"):
+        raise ValueError(f"there is no way {way!r}; there are {', '.join(WAYS)} and torch")
+    _forced.append(way)
+    try:
+        yield
+    finally:
+        _forced.pop()

@@ -79,7 +79,9 @@ def cpu_int8_mm(
     kind = qdtype(weight_dtype)
     compiled = library()
     fields = weight.fields(codes, ws, wz, (n, k), kind, packed)
-    way = choices.int8(compiled, kind.bits if packed else 8, ws.shape[1] == 1, m)
+    way = "torch"
+    if compiled is not None and fields is not None:
+        way = choices.choose(compiled.instruction_set, choices.key_of("int8", packed, ws.shape[1] > 1), m)
     if compiled is None or fields is None or way == "torch":
         note("cpu_int8_mm.torch")
         if xs is None:

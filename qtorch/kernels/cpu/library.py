@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..registry import forget_choices
 from .build import fingerprint, instruction_sets, library_path
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int32: 3, torch.int8: 4, torch.uint8: 5}
@@ -33,7 +34,7 @@ _NEEDS = {
     "amx": ("avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"),
 }
 
-_forced: list[str] = []
+_forced: list[Library | str] = []
 _forked = False
 
 
@@ -119,32 +120,42 @@ def _best() -> Library | str:
 
 def library() -> Library | None:
     """The library in use, None if there is none; `missing` says why."""
-    found = _load(_forced[-1]) if _forced else _best()
+    found = _found()
     return found if isinstance(found, Library) else None
 
 
 def missing() -> str | None:
     """Why there is no library; None if there is one."""
-    found = _load(_forced[-1]) if _forced else _best()
+    found = _found()
     return found if isinstance(found, str) else None
 
 
+def _found() -> Library | str:
+    return _forced[-1] if _forced else _best()
+
+
 @contextmanager
-def use(instruction_set: str) -> Iterator[None]:
-    """Run the build for `instruction_set` inside the ``with`` block; for tests and measurements.
+def use(instruction_set: str | None) -> Iterator[None]:
+    """Run the build for `instruction_set`, or with None no compiled kernel, inside the ``with`` block; for tests and
+    measurements.
 
     Raises:
         ValueError: this machine does not have it, or it is not built.
     """
-    if instruction_set not in instruction_sets() or not runs_here(instruction_set):
-        raise ValueError(f"this machine does not run {instruction_set}")
-    if isinstance(found := _load(instruction_set), str):
-        raise ValueError(f"{instruction_set}: {found}")
-    _forced.append(found.instruction_set)
+    found: Library | str = "is switched off"
+    if instruction_set is not None:
+        if instruction_set not in instruction_sets() or not runs_here(instruction_set):
+            raise ValueError(f"this machine does not run {instruction_set}")
+        found = _load(instruction_set)
+        if isinstance(found, str):
+            raise ValueError(f"{instruction_set}: {found}")
+    _forced.append(found)
+    forget_choices()
     try:
         yield
     finally:
         _forced.pop()
+        forget_choices()
 
 
 def threads() -> int:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ...primitives.qdtype import qdtype
-from .. import packed_weight_mm as packed_fallback
-from .. import weight_only_mm as plain_fallback
 from ..library import note, opaque
+from ..packed_weight_mm import packed_weight_mm
 from ..registry import Problem, register
 from ..rows import from_rows, to_rows
+from ..weight_only_mm import weight_only_mm
 from . import choices, weight
 from .library import TYPES, library, threads
 
@@ -76,12 +76,15 @@ def cpu_weight_only_mm(
     kind = qdtype(dtype)
     compiled = library()
     fields = weight.fields(codes, scale, zero_point, (n, k), kind, packed, domain, (low + high + 1) / 2)
-    way = choices.weight_only(compiled, kind.bits if packed else 8, k // scale.shape[1] == k, x.dtype, m)
-    if compiled is None or fields is None or way == "slices":
-        note("cpu_weight_only_mm.slices")
+    way = "torch"
+    if compiled is not None and fields is not None:
+        key = choices.key_of(x.dtype, packed, scale.shape[1] > 1)
+        way = choices.choose(compiled.instruction_set, key, m)
+    if compiled is None or fields is None or way == "torch":
+        note("cpu_weight_only_mm.torch")
         if packed:
-            return packed_fallback.packed_weight_mm(x, codes, n, -1, scale, zero_point, dtype, low, high, domain)
-        return plain_fallback.weight_only_mm(x, codes, scale, zero_point, dtype, low, high, domain)
+            return packed_weight_mm(x, codes, n, -1, scale, zero_point, dtype, low, high, domain)
+        return weight_only_mm(x, codes, scale, zero_point, dtype, low, high, domain)
     note(f"cpu_weight_only_mm.{compiled.instruction_set}.{way}")
     if x.stride(1) != 1:
         x = x.contiguous()
