@@ -39,10 +39,13 @@ INLINE Floats larger(Floats a, Floats b) {
 inline void quantize_row(const Quantizer& q, const float* x, int64_t k, int64_t ld, int8_t* codes, float* scale_out,
                          int32_t* zero_out) {
     Floats lows = {}, highs = {};
+    Ints nan = {};
     // Rows are padded with zeros, which the range contains.
     for (int64_t i = 0; i < k; i += LANES) {
-        lows = smaller(lows, load<Floats>(x + i));
-        highs = larger(highs, load<Floats>(x + i));
+        Floats v = load<Floats>(x + i);
+        lows = smaller(lows, v);
+        highs = larger(highs, v);
+        nan |= v != v;
     }
     float low = 0, high = 0;
     for (int i = 0; i < LANES; i++) {
@@ -64,7 +67,8 @@ inline void quantize_row(const Quantizer& q, const float* x, int64_t k, int64_t 
         zero = zero < q.low ? q.low : zero > q.high ? q.high : zero;
         *zero_out = zero;
     }
-    *scale_out = scale;
+    // Codes have no NaN, the scale does.
+    *scale_out = sum(nan) ? __builtin_nanf("") : scale;
     Floats inverse = broadcast(1.0f / scale), zeros = broadcast(zero);
     Floats least = broadcast(q.low), most = broadcast(q.high);
     alignas(64) int32_t wide[LANES];

@@ -1,0 +1,16 @@
+"""The compiled libraries that this machine can run."""
+
+import pytest
+
+from qtorch.kernels.cpu import library
+from qtorch.kernels.cpu.build import LIBRARIES, instruction_sets, library_path
+
+BUILDS = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            not (library.runs_here(name) and library_path(name, LIBRARIES).exists()), reason=f"no {name} here"
+        ),
+    )
+    for name in instruction_sets()
+]

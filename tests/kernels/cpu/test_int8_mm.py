@@ -1,0 +1,121 @@
+"""The compiled layers of int8 activations: the bits of the reference, in every build that this machine runs."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PackedLayout, PerGroup, PerRow, PerTensor, PerToken
+from qtorch import PlainLayout, QuantSpec
+from qtorch.kernels import record_kernels, reference
+from qtorch.kernels.cpu import choices, int8_mm, library
+from tests.kernels.cpu.builds import BUILDS
+
+ASYMMETRIC = MappingType.ASYMMETRIC
+ACTIVATIONS = {
+    "symmetric": QuantSpec("int8", PerToken(), quant_min=-127),
+    "asymmetric": QuantSpec("int8", PerToken(), ASYMMETRIC),
+    "narrow": QuantSpec("int8", PerToken(), ASYMMETRIC, quant_min=-100, quant_max=99),
+    "tensor": QuantSpec("int8", PerTensor()),
+}
+WEIGHTS = {
+    "int8 row": QuantSpec("int8", quant_min=-127),
+    "int8 row asymmetric": QuantSpec("int8", PerRow(), ASYMMETRIC),
+    "uint8 group": QuantSpec("uint8", PerGroup(64), ASYMMETRIC),
+    "int4 group": QuantSpec("int4", PerGroup(32)),
+    "uint4 group": QuantSpec("uint4", PerGroup(96), ASYMMETRIC),
+    "int3 row": QuantSpec("int3", PerRow()),
+}
+SHAPES = {True: [(37, 192), (70, 1152)], False: [(5, 77), (33, 130), (6, 5029)]}
+
+
+@pytest.mark.parametrize("way", ["dot", "tile"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("build", BUILDS)
+def test_the_bits_of_the_reference(build, name, activation, way):
+    spec = WEIGHTS[name]
+    for n, k in SHAPES[isinstance(spec.granularity, PerGroup)]:
+        layout = PlainLayout() if spec.dtype.bits == 8 else PackedLayout()
+        linear_spec = LinearSpec(spec, ACTIVATIONS[activation], layout=layout)
+        weight = AffineQuantizedTensor.from_float(torch.randn(n, k), linear_spec)
+        for rows, dtype in ((1, torch.float32), (3, torch.bfloat16), (8, torch.float16), (17, torch.float32)):
+            x = (torch.randn(rows, k) + 0.3).to(dtype)
+            with library.use(build), choices.force(way), record_kernels() as ran:
+                y = functional.linear(x, weight)
+            assert ran[-1] == f"cpu_int8_mm.{build}.{way}"
+            assert torch.equal(y, reference.linear(x, weight, None))
+
+
+@pytest.mark.parametrize("way", ["dot", "tile"])
+@pytest.mark.parametrize("build", BUILDS)
+def test_every_number_of_rows(build, way):
+    spec = LinearSpec(WEIGHTS["int4 group"], ACTIVATIONS["asymmetric"], layout=PackedLayout())
+    weight = AffineQuantizedTensor.from_float(torch.randn(50, 96), spec)
+    x = torch.randn(600, 96)
+    expected = reference.linear(x, weight, None)
+    with library.use(build), choices.force(way):
+        for rows in (*range(20), 31, 32, 33, 63, 64, 65, 255, 300, 512, 513, 600):
+            assert torch.equal(functional.linear(x[:rows], weight), expected[:rows])
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_the_largest_codes(build):
+    """Instructions that saturate would be wrong here."""
+    spec = LinearSpec(QuantSpec("int8"), ACTIVATIONS["symmetric"])
+    signs = torch.randint(0, 2, (40, 4096)) * 2.0 - 1
+    weight = AffineQuantizedTensor.from_float(signs[:33], spec)
+    x = signs[20:38]
+    for way in ("dot", "tile"):
+        with library.use(build), choices.force(way):
+            assert torch.equal(functional.linear(x, weight), reference.linear(x, weight, None))
+
+
+def test_static_activation():
+    spec = LinearSpec(WEIGHTS["int8 row"], QuantSpec("int8", PerTensor()), static=True)
+    weight = AffineQuantizedTensor.from_float(torch.randn(40, 96), spec, act_scale=torch.full((1, 1), 0.02))
+    x = torch.randn(5, 96)
+    assert torch.equal(functional.linear(x, weight), reference.linear(x, weight, None))
+
+
+def test_zero_and_nan_inputs():
+    for name in ("symmetric", "asymmetric"):
+        weight = AffineQuantizedTensor.from_float(torch.randn(40, 96), LinearSpec(QuantSpec("int8"), ACTIVATIONS[name]))
+        x = torch.zeros(3, 96)
+        x[1, 4] = float("nan")
+        y = functional.linear(x, weight)
+        assert (y[[0, 2]] == 0).all()
+        assert y[1].isnan().all(), "a NaN does not vanish in the integers"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", ["symmetric", "asymmetric", "narrow"])
+@pytest.mark.parametrize("build", BUILDS)
+def test_quantization_of_rows(build, activation, dtype):
+    """Rows of every magnitude, bit for bit as the primitives have it."""
+    spec = ACTIVATIONS[activation]
+    quantizer = int8_mm.row_quantizer(spec)
+    x = (torch.randn(37, 131) * torch.logspace(-30, 3, 37).unsqueeze(1)).to(dtype)
+    x[3], x[5], x[6] = 0, x[5].abs(), -x[6].abs()
+    with library.use(build):
+        codes, scale, zero_point = int8_mm.quantize_rows(x, list(quantizer))
+    wanted_scale, wanted_zero_point = spec.choose_qparams(x)
+    assert torch.equal(scale, wanted_scale)
+    assert (zero_point is None) == (wanted_zero_point is None)
+    assert zero_point is None or torch.equal(zero_point, wanted_zero_point.int())
+    assert torch.equal(codes, spec.quantize(x, wanted_scale, wanted_zero_point))
+
+
+def test_compiled_with_dynamic_shapes():
+    spec = LinearSpec(WEIGHTS["int8 row"], ACTIVATIONS["symmetric"])
+    weight = AffineQuantizedTensor.from_float(torch.randn(64, 128), spec)
+    compiled = torch.compile(lambda x: functional.linear(x, weight), fullgraph=True, dynamic=True)
+    for rows in (2, 5, 40):
+        x = torch.randn(rows, 128)
+        assert torch.equal(compiled(x), functional.linear(x, weight))
+
+
+def test_operator_is_well_formed():
+    codes, scale = torch.randint(-127, 128, (12, 32), dtype=torch.int8), torch.rand(12, 1)
+    quantizer = list(int8_mm.row_quantizer(ACTIVATIONS["symmetric"]))
+    arguments = (torch.randn(3, 32), None, None, quantizer, codes, 12, scale, None, False, "int8", torch.float32)
+    torch.library.opcheck(torch.ops.qtorch.cpu_int8_mm.default, arguments)

@@ -1,0 +1,181 @@
+"""Building, loading, switching off, threads and processes."""
+
+import os
+import subprocess
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import qtorch
+from qtorch.kernels import record_kernels
+from qtorch.kernels.cpu import build, choices, library
+from tests.kernels.cpu.builds import BUILDS
+
+ROOT = Path(qtorch.__file__).parents[1]
+
+LAYER = """
+import torch, qtorch
+layer = torch.nn.Linear(64, 64)
+qtorch.quantize_(layer, qtorch.int8_weight_only())
+with qtorch.kernels.record_kernels() as ran:
+    layer(torch.randn(3, 64))
+print(ran)
+print(qtorch.explain(layer))
+"""
+
+
+def run(program: str, **environment: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, **environment}
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def layer() -> nn.Linear:
+    made = nn.Linear(256, 128)
+    qtorch.quantize_(made, qtorch.int4_weight_only(group_size=32))
+    return made
+
+
+def test_switched_off():
+    done = run(LAYER, QTORCH_CPU_KERNELS="0")
+    assert "['linear:weight_only_mm', 'weight_only_mm']" in done.stdout
+    assert "cpu_weight_only_mm_plain: is switched off by QTORCH_CPU_KERNELS=0" in done.stdout
+    assert done.stderr == ""
+
+
+def test_not_built(tmp_path):
+    """It works, and says so once, at first use."""
+    done = run(LAYER, QTORCH_CPU_LIBRARIES=str(tmp_path), PYTHONWARNINGS="default")
+    assert "['linear:weight_only_mm', 'weight_only_mm']" in done.stdout
+    assert "is not compiled: python -m qtorch.kernels.cpu.build" in done.stdout
+    assert done.stderr.count("the compiled CPU kernels are not there") == 1
+    assert run("import qtorch", QTORCH_CPU_LIBRARIES=str(tmp_path)).stderr == ""
+
+
+def test_no_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert set(build.build(tmp_path).values()) == {"there is no C++ compiler on the PATH"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_install_without_a_compiler(tmp_path):
+    """setup.py warns and goes on."""
+    command = [sys.executable, "setup.py", "build_ext", "--build-lib", str(tmp_path), "--build-temp", str(tmp_path)]
+    environment = {**os.environ, "PATH": "", "CXX": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "there is no C++ compiler on the PATH" in done.stderr
+    assert list(tmp_path.rglob("*.so")) == []
+
+
+@pytest.mark.skipif(build.find_compiler() is None, reason="needs a C++ compiler")
+def test_a_compiler_that_fails(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", f"{sys.executable} -c 1/0")
+    assert all("ZeroDivisionError" in error for error in build.build(tmp_path).values())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_libraries_of_other_sources_are_refused(monkeypatch):
+    """A checkout that moved on does not call what was built before."""
+    loaded = library.library()
+    if loaded is None:
+        pytest.skip("nothing is built")
+    monkeypatch.setattr(library, "fingerprint", lambda: "other")
+    with pytest.raises(OSError, match="is of other sources"):
+        library.Library(loaded.instruction_set)
+
+
+def test_use_says_what_is_wrong():
+    with pytest.raises(ValueError, match="does not run sse9"), library.use("sse9"):
+        pass
+    with pytest.raises(ValueError, match="no way 'guess'"), choices.force("guess"):
+        pass
+
+
+def test_explain_names_the_kernel():
+    model, text = layer(), "cpu_weight_only_mm_packed"
+    with library.use(None):
+        assert f"not {text}: is switched off" in str(qtorch.explain(model))
+    if library.library() is not None:
+        assert f"runs {text}" in str(qtorch.explain(model))
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_calls_from_eight_threads(build):
+    model = layer().requires_grad_(False)
+    inputs = [torch.randn(rows, 256) for rows in (1, 2, 5, 9, 17, 40, 70, 3)]
+    with library.use(build), ThreadPoolExecutor(8) as pool:
+        expected = [model(x) for x in inputs]
+        for _ in range(5):
+            for y, wanted in zip(pool.map(model, inputs * 4), expected * 4, strict=True):
+                assert torch.equal(y, wanted)
+
+
+class Embedded(Dataset):
+    """Items that are computed by a quantized layer, in the worker."""
+
+    def __init__(self, model: nn.Module, x: torch.Tensor) -> None:
+        self.model, self.x = model, x
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    @torch.no_grad()
+    def __getitem__(self, i: int) -> torch.Tensor:
+        torch.set_num_threads(2)
+        return self.model(self.x[i])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_forked_workers():
+    """The parent's threads do not exist in a child: to wait for them would be for ever."""
+    if library.library() is None:
+        pytest.skip("nothing is built")
+    model, x = layer(), torch.randn(6, 40, 256)
+    expected = model(x).detach()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loader = DataLoader(Embedded(model, x), batch_size=3, num_workers=2, multiprocessing_context="fork", timeout=60)
+        batches = list(loader)
+    torch.testing.assert_close(torch.cat(batches), expected)
+
+
+def test_threads_are_those_of_torch():
+    """One OpenMP runtime in the process."""
+    program = LAYER + "\nmaps = open('/proc/self/maps').read()\n"
+    program += "print('runtimes', {l.split()[-1] for l in maps.splitlines() if 'gomp' in l or 'iomp' in l})"
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("needs /proc")
+    done = run(program)
+    assert done.stdout.rpartition("runtimes")[2].count("/") and done.stdout.rpartition("runtimes")[2].count(".so") == 1
+
+
+def test_the_choices_cover_every_build():
+    choices.load(Path(choices.__file__).with_name("choices.json"))
+    for name in build.FLAGS["x86_64"]:
+        for kind in ("float32", "bfloat16", "float16", "int8"):
+            for packed in (True, False):
+                for grouped in (True, False):
+                    assert choices.choose(name, choices.key_of(kind, packed, grouped), 7) in (*choices.WAYS, "torch")
+
+
+def test_choices_of_a_file(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text('{"avx2": {"float32 plain rows": [[4, "dot"]]}}')
+    with pytest.raises(ValueError, match="the last with null"):
+        choices.load(path)
+
+
+def test_torch_way():
+    model = layer()
+    if library.library() is None:
+        pytest.skip("nothing is built")
+    with choices.force("torch"), record_kernels() as ran:
+        model(torch.randn(3, 256))
+    assert ran[-2:] == ["cpu_weight_only_mm.torch", "packed_weight_mm"]
