@@ -7,9 +7,10 @@ import importlib
 import pkgutil
 
 for _module in pkgutil.iter_modules(__path__):
-    if not _module.ispkg:  # triton/ waits for the first launch
+    if not _module.ispkg:  # triton/ waits for the first launch; cpu/ is imported below
         importlib.import_module(f"{__name__}.{_module.name}")
 
+from .cpu.calibrate import calibrate_cpu  # noqa: E402
 from .int_matmul import int_matmul, int_scaled_matmul  # noqa: E402
 from .launch_config import LaunchConfig, autotune  # noqa: E402
 from .library import record_kernels  # noqa: E402
@@ -21,6 +22,7 @@ __all__ = [
     "FallbackError",
     "LaunchConfig",
     "autotune",
+    "calibrate_cpu",
     "deregister",
     "int_matmul",
     "int_scaled_matmul",

@@ -24,8 +24,9 @@ WEIGHTS = {
     "int4 group": QuantSpec("int4", PerGroup(32)),
     "uint4 group": QuantSpec("uint4", PerGroup(96), ASYMMETRIC),
     "int3 row": QuantSpec("int3", PerRow()),
+    "int4 long group": QuantSpec("int4", PerGroup(1536)),
 }
-SHAPES = {True: [(37, 192), (70, 1152)], False: [(5, 77), (33, 130), (6, 5029)]}
+SHAPES = {True: [(37, 192), (70, 1152), (9, 4608)], False: [(5, 77), (33, 130), (6, 5029)]}
 
 
 @pytest.mark.parametrize("way", ["dot", "tile"])
@@ -35,6 +36,8 @@ SHAPES = {True: [(37, 192), (70, 1152)], False: [(5, 77), (33, 130), (6, 5029)]}
 def test_the_bits_of_the_reference(build, name, activation, way):
     spec = WEIGHTS[name]
     for n, k in SHAPES[isinstance(spec.granularity, PerGroup)]:
+        if k % getattr(spec.granularity, "group_size", 1):
+            continue
         layout = PlainLayout() if spec.dtype.bits == 8 else PackedLayout()
         linear_spec = LinearSpec(spec, ACTIVATIONS[activation], layout=layout)
         weight = AffineQuantizedTensor.from_float(torch.randn(n, k), linear_spec)

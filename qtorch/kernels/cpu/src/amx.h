@@ -204,8 +204,7 @@ inline void multiply_amx(const Weight& w, const Input& x, const Output& y, int64
                     store(c + r * m16 + m, total);
                 }
             }
-            for (int64_t r = 0; r < count; r += 32)
-                y.write_transposed(x.rows, start + r, count - r < 32 ? count - r : 32, c + r * m16, m16);
+            y.write_transposed(x.rows, start, count, c, m16);
         }
     });
     panel_scratch.trim();

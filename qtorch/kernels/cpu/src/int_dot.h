@@ -85,7 +85,7 @@ struct IntDotInput {
     const Codes& codes;
 };
 
-// Plain sums of products of each group: (groups, R, COLUMNS).
+// Plain sums of products of each group: (R, COLUMNS, groups).
 template <int R, int COLUMNS>
 void int_dot_block(const Weight& w, const int8_t* const* codes, Ahead ahead, const IntDotInput& in, int32_t* sums) {
     for (int64_t g = 0; g < w.groups; g++) {
@@ -95,7 +95,23 @@ void int_dot_block(const Weight& w, const int8_t* const* codes, Ahead ahead, con
             add_products<R, COLUMNS>(codes, g * w.group + i, columns, in.x, in.ld, ahead, total);
         }
         UNROLL for (int r = 0; r < R; r++)
-            UNROLL for (int m = 0; m < COLUMNS; m++) sums[(g * R + r) * COLUMNS + m] = sum(total[r][m]);
+            UNROLL for (int m = 0; m < COLUMNS; m++) sums[(r * COLUMNS + m) * w.groups + g] = sum(total[r][m]);
+    }
+}
+
+// Plain sums of products p (groups) of one result, and `ones` of its codes, to float(exact sums) * scale, in place.
+inline void scale_sums(int32_t* p, const int32_t* ones, const int32_t* sums, const int32_t* zero, int32_t xz,
+                       const float* scale, int64_t group, int64_t groups) {
+    int64_t g = 0;
+    for (; g + LANES <= groups; g += LANES) {
+        Ints exact = load<Ints>(p + g) - (load<Ints>(zero + g) + CODE_SHIFT) * (load<Ints>(sums + g) - (int32_t)group * xz);
+        if (ones) exact -= xz * load<Ints>(ones + g);
+        store(p + g, to_floats(exact) * load<Floats>(scale + g));
+    }
+    for (; g < groups; g++) {
+        int32_t exact = p[g] - (zero[g] + CODE_SHIFT) * (sums[g] - (int32_t)group * xz);
+        if (ones) exact -= xz * ones[g];
+        store(p + g, (float)exact * scale[g]);
     }
 }
 
@@ -123,22 +139,21 @@ void int_dot(const Weight& w, const IntDotInput& in, const Output& y, int64_t th
             Ahead ahead{w.codes + (task + 1) * R * w.row_bytes, R * w.row_bytes * FACTORS / w.k};
             int_dot_block<R, COLUMNS>(w, codes, ahead, in, sums);
             int64_t count = w.n - task * R < R ? w.n - task * R : R;
-            float result[R * M];
+            float result[R * M] = {};
             for (int r = 0; r < count; r++) {
                 scales(w, task * R + r, scale);
                 zeros(w, task * R + r, zero);
                 for (int m = 0; m < M; m++) {
-                    int32_t xz = ONES ? in.codes.zero[m] : 0;
-                    float total = 0;
-                    for (int64_t g = 0; g < w.groups; g++) {
-                        const int32_t* p = sums + (g * R + r) * COLUMNS;
-                        int32_t exact = p[m] - (zero[g] + CODE_SHIFT) * (in.sums[m * w.groups + g] - (int32_t)w.group * xz);
-                        if (ONES) exact -= xz * p[M];
-                        total += (float)exact * scale[g];
-                    }
-                    result[r * M + m] = total * in.codes.scale[m];
+                    int32_t* p = sums + (r * COLUMNS + m) * w.groups;
+                    scale_sums(p, ONES ? sums + (r * COLUMNS + M) * w.groups : nullptr, in.sums + m * w.groups, zero,
+                               ONES ? in.codes.zero[m] : 0, scale, w.group, w.groups);
                 }
             }
+            // In the order of the groups, all results side by side: each addition waits for the one before.
+            for (int64_t g = 0; g < w.groups; g++)
+                UNROLL for (int i = 0; i < R * M; i++)
+                    result[i] += ((const float*)sums)[(i / M * COLUMNS + i % M) * w.groups + g];
+            for (int i = 0; i < R * M; i++) result[i] *= in.codes.scale[i % M];
             y.write_transposed(M, task * R, count, result, M);
         }
     });

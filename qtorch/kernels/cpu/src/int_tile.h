@@ -27,10 +27,26 @@ struct IntBlock {
     int64_t ld;
 };
 
+// What is decoded together of a block's rows, from column k on, where `columns` are left of a group: the rest of the
+// group, or several whole groups, of which this is one.
+struct Piece {
+    int64_t columns;  // of this group
+    int64_t decoded;  // 0: they are there
+    int64_t at;       // of column k in what is decoded
+
+    Piece(const Weight& w, int64_t k, int64_t left, int64_t most) {
+        int64_t together = w.group < most ? most / w.group * w.group : most;
+        columns = left < most ? left : most;
+        at = w.group < most ? k % together : 0;
+        decoded = at ? 0 : w.group >= most ? columns : w.k - k < together ? w.k - k : together;
+    }
+};
+
 #if defined(__AMX_INT8__)
 
 constexpr int INT_ROWS = 32;
-constexpr int INT_COLUMNS = 2048;  // decoded at a time
+constexpr int INT_COLUMNS = 1024;  // decoded at a time
+constexpr int INT_LD = INT_COLUMNS + 64;
 constexpr int32_t TILE_SHIFT = 0;
 using Unit = uint32_t;
 
@@ -73,14 +89,15 @@ inline void multiply_group(const IntBlock& block, int64_t start, int64_t count, 
         const int8_t* a = (const int8_t*)w.codes + start * w.row_bytes + k;
         int64_t ld = w.row_bytes;
         if (!direct) {
-            if (columns > INT_COLUMNS) columns = INT_COLUMNS;
-            a = block.codes;
-            ld = INT_COLUMNS + 64;
-            for (int64_t r = 0; r < count; r++) {
-                prefetch_codes(w, start + r, k + columns, columns);
-                decode(w, start + r, k, columns, block.codes + r * ld);
-                memset(block.codes + r * ld + columns, 0, round_up(columns, step) - columns);
+            Piece piece(w, k, columns, INT_COLUMNS);
+            columns = piece.columns;
+            for (int64_t r = 0; piece.decoded && r < count; r++) {
+                prefetch_codes(w, start + r, k + piece.decoded, piece.decoded);
+                decode(w, start + r, k, piece.decoded, block.codes + r * INT_LD);
+                memset(block.codes + r * INT_LD + piece.decoded, 0, 64);
             }
+            a = block.codes + piece.at;
+            ld = INT_LD;
         }
         for (int64_t p = 0; p < x.count; p += 2) {
             bool two = p + 1 < x.count;
@@ -140,34 +157,37 @@ inline void multiply_group(const IntBlock& block, int64_t start, int64_t count, 
     const Weight& w = block.w;
     int64_t panel = round_up(w.k, 64) / 4 * LANES;
     Bytes shift = Bytes{} + (uint8_t)128;
-    for (int64_t i = 0; i < w.group; i += INT_COLUMNS) {
-        int64_t k = g * w.group + i, columns = w.group - i < INT_COLUMNS ? w.group - i : INT_COLUMNS;
-        for (int64_t r = 0; r < count; r++) {
+    for (int64_t i = 0; i < w.group;) {
+        int64_t k = g * w.group + i;
+        Piece piece(w, k, w.group - i, INT_COLUMNS);
+        for (int64_t r = 0; piece.decoded && r < count; r++) {
             int8_t* row = block.codes + r * INT_LD;
-            prefetch_codes(w, start + r, k + columns, columns);
-            decode(w, start + r, k, columns, row);
-            for (int64_t j = 0; j < columns; j += WIDTH) store(row + j, load<Bytes>(row + j) ^ shift);
+            prefetch_codes(w, start + r, k + piece.decoded, piece.decoded);
+            decode(w, start + r, k, piece.decoded, row);
+            for (int64_t j = 0; j < piece.decoded; j += WIDTH) store(row + j, load<Bytes>(row + j) ^ shift);
         }
+        const int8_t* codes = block.codes + piece.at;
         const uint32_t* x = (const uint32_t*)block.x.data + k / 4 * LANES;
-        int64_t quads = (columns + 3) / 4;
+        int64_t quads = (piece.columns + 3) / 4;
         for (int64_t p = 0; p < block.x.count;) {
             int64_t left = block.x.count - p;
             int64_t v = left == MAX_PANELS + 1 ? (left + 1) / 2 : left < MAX_PANELS ? left : MAX_PANELS;
             int32_t* to = block.total + p * LANES;
-            if (v == 1) multiply_int_rows<1>(block.codes, x + p * panel, panel, quads, to, block.ld, i > 0);
-            if (v == 2) multiply_int_rows<2>(block.codes, x + p * panel, panel, quads, to, block.ld, i > 0);
+            if (v == 1) multiply_int_rows<1>(codes, x + p * panel, panel, quads, to, block.ld, i > 0);
+            if (v == 2) multiply_int_rows<2>(codes, x + p * panel, panel, quads, to, block.ld, i > 0);
             if constexpr (MAX_PANELS == 4) {
-                if (v == 3) multiply_int_rows<3>(block.codes, x + p * panel, panel, quads, to, block.ld, i > 0);
-                if (v == 4) multiply_int_rows<4>(block.codes, x + p * panel, panel, quads, to, block.ld, i > 0);
+                if (v == 3) multiply_int_rows<3>(codes, x + p * panel, panel, quads, to, block.ld, i > 0);
+                if (v == 4) multiply_int_rows<4>(codes, x + p * panel, panel, quads, to, block.ld, i > 0);
             }
             p += v;
         }
+        i += piece.columns;
     }
 }
 
 #else
 
-constexpr int INT_ROWS = TILE_ROWS;
+constexpr int INT_ROWS = 96;
 constexpr int INT_COLUMNS = TILE_COLUMNS;
 constexpr int32_t TILE_SHIFT = 0;
 using Unit = float;
@@ -175,18 +195,22 @@ using Unit = float;
 inline void multiply_group(const IntBlock& block, int64_t start, int64_t count, int64_t g) {
     static thread_local Scratch tile_scratch, sum_scratch;
     const Weight& w = block.w;
-    float* tile = tile_scratch.get<float>(TILE_ROWS * TILE_LD);
-    float* c = sum_scratch.get<float>(TILE_ROWS * block.ld);
+    float* tile = tile_scratch.get<float>(INT_ROWS * TILE_LD);
+    float* c = sum_scratch.get<float>(INT_ROWS * block.ld);
     // Sums stay within 2^24 for 1024 products.
     for (int64_t i = 0; i < w.group; i += 1024) {
         int64_t stop = i + 1024 < w.group ? i + 1024 : w.group;
-        for (int64_t j = i; j < stop; j += TILE_COLUMNS) {
-            int64_t k = g * w.group + j, columns = stop - j < TILE_COLUMNS ? stop - j : TILE_COLUMNS;
-            for (int64_t r = 0; r < count; r++) {
-                decode(w, start + r, k, columns, block.codes);
-                scale_codes(block.codes, columns, 1, 0, tile + r * TILE_LD);
+        for (int64_t j = i; j < stop;) {
+            int64_t k = g * w.group + j;
+            Piece piece(w, k, stop - j, TILE_COLUMNS);
+            for (int64_t r = 0; piece.decoded && r < count; r++) {
+                prefetch_codes(w, start + r, k + piece.decoded, piece.decoded);
+                decode(w, start + r, k, piece.decoded, block.codes);
+                scale_codes(block.codes, piece.decoded, 1, 0, tile + r * TILE_LD);
             }
-            multiply_panels(tile, TILE_ROWS, (const float*)block.x.data, block.x.count, w.k, k, columns, c, block.ld, j > i);
+            multiply_panels(tile + piece.at, round_up(count, TILE_ROWS), (const float*)block.x.data, block.x.count, w.k, k,
+                            piece.columns, c, block.ld, j > i);
+            j += piece.columns;
         }
         for (int64_t at = 0; at < count * block.ld; at += LANES) {
             Ints part = to_ints(load<Floats>(c + at));
@@ -239,7 +263,9 @@ inline void multiply_int_tiles(const Weight& w, const Codes& x, const Output& y,
     int64_t ld = panels.count * LANES;
     // Scale and zero point of each row of x, in vectors.
     float* row_scale = row_scratch.get<float>(2 * ld);
-    int32_t* row_zero = (int32_t*)(row_scale + ld);
+    float* row_zero = row_scale + ld;
+    // No sum over so few columns, or part of it, has more than 24 bits: fp32 is exact, and multiplies faster than integers.
+    bool small = w.group <= 128;
     for (int64_t m = 0; m < ld; m++) {
         row_scale[m] = m < x.rows ? x.scale[m] : 0;
         row_zero[m] = m < x.rows && x.zero ? x.zero[m] : 0;
@@ -264,14 +290,20 @@ inline void multiply_int_tiles(const Weight& w, const Codes& x, const Output& y,
                 multiply_group(block, start, count, g);
                 for (int64_t r = 0; r < count; r++) {
                     const int32_t* total = block.total + r * ld;
+                    int32_t z = zero[r * w.groups + g] + TILE_SHIFT, ones = x.zero ? total[x.rows] : 0;
                     Floats s = broadcast(scale[r * w.groups + g]);
-                    Ints z = Ints{} + (zero[r * w.groups + g] + TILE_SHIFT);
-                    Ints ones = Ints{} + (x.zero ? total[x.rows] : 0);
                     for (int64_t m = 0; m < ld; m += LANES) {
-                        Ints exact = load<Ints>(total + m) - z * load<Ints>(panels.sums + g * ld + m);
-                        if (x.zero) exact -= ones * load<Ints>(row_zero + m);
+                        Floats exact;
+                        if (small) {
+                            Floats sums = to_floats(load<Ints>(panels.sums + g * ld + m));
+                            exact = fma(broadcast(-z), sums, to_floats(load<Ints>(total + m)));
+                            exact = fma(broadcast(-ones), load<Floats>(row_zero + m), exact);
+                        } else {
+                            Ints sum = load<Ints>(total + m) - z * load<Ints>(panels.sums + g * ld + m);
+                            exact = to_floats(sum - ones * to_ints(load<Floats>(row_zero + m)));
+                        }
                         float* to = c + r * ld + m;
-                        Floats scaled = to_floats(exact) * s;
+                        Floats scaled = exact * s;
                         store(to, g ? load<Floats>(to) + scaled : scaled);
                     }
                 }

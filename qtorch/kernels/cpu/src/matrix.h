@@ -43,10 +43,14 @@ struct Output {
 
     // The same for rows 0 to `rows`, from values[column * ld + row].
     void write_transposed(int64_t rows, int64_t start, int64_t count, const float* values, int64_t ld) const {
-        float row[64];
-        for (int64_t m = 0; m < rows; m++) {
-            for (int64_t i = 0; i < count; i++) row[i] = values[i * ld + m];
-            write(m, start, count, row);
+        constexpr int64_t STEP = 32;
+        float row[STEP];
+        for (int64_t i = 0; i < count; i += STEP) {
+            int64_t length = count - i < STEP ? count - i : STEP;
+            for (int64_t m = 0; m < rows; m++) {
+                for (int64_t j = 0; j < length; j++) row[j] = values[(i + j) * ld + m];
+                write(m, start + i, length, row);
+            }
         }
     }
 };

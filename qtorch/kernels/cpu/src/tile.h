@@ -112,8 +112,7 @@ inline void multiply_tiles(const Weight& w, const Input& x, const Output& y, int
                 }
                 multiply_panels(tile, round_up(count, TILE_ROWS), packed, panels, w.k, k, columns, c, ldc, k > 0);
             }
-            for (int64_t r = 0; r < count; r += TILE_ROWS)
-                y.write_transposed(x.rows, start + r, count - r < TILE_ROWS ? count - r : TILE_ROWS, c + r * ldc, ldc);
+            y.write_transposed(x.rows, start, count, c, ldc);
         }
     });
     row_scratch.trim();
