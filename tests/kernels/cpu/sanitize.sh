@@ -15,7 +15,7 @@ from pathlib import Path
 
 flags = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 errors = runpy.run_path("qtorch/kernels/cpu/build.py")["build"](Path(sys.argv[1]), flags)
-sys.exit("\n".join(errors.values()))
+sys.exit("\n".join(errors.values()) or 0)
 PYTHON
 
 # Python itself is not instrumented: the runtime comes first, and leaks are Python's own.
