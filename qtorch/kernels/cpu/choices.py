@@ -33,7 +33,9 @@ def load(path: str | Path) -> None:
     for instruction_set, table in read.items():
         for key, steps in table.items():
             if not steps or steps[-1][0] is not None or any(way not in (*WAYS, "torch") for _, way in steps):
-                raise ValueError(f"{path}: {instruction_set}, {key}: got {steps}, want [rows, way] pairs, the last with null")
+                raise ValueError(
+                    f"{path}: {instruction_set}, {key}: got {steps}, want [rows, way] pairs, the last with null"
+                )
     _choices.update(read)
 
 

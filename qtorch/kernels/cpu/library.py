@@ -10,14 +10,12 @@ import ctypes
 import functools
 import os
 import re
-import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ..registry import forget_choices
 from .build import fingerprint, instruction_sets, library_path

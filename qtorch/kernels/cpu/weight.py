@@ -31,7 +31,11 @@ def fields(
     """
     n, k = shape
     tensors = [scale] if zero_point is None else [scale, zero_point]
-    if codes.stride(1) != 1 or (n > 1 and codes.stride(0) < codes.shape[1]) or not all(t.is_contiguous() and t.dtype in TYPES for t in tensors):
+    if (
+        codes.stride(1) != 1
+        or (n > 1 and codes.stride(0) < codes.shape[1])
+        or not all(t.is_contiguous() and t.dtype in TYPES for t in tensors)
+    ):
         return None
     half = 2 ** (kind.bits - 1)
     center = half if packed or not kind.is_signed else 0

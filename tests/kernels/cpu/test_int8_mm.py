@@ -4,8 +4,18 @@ import pytest
 import torch
 from torch.nn import functional
 
-from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PackedLayout, PerGroup, PerRow, PerTensor, PerToken
-from qtorch import PlainLayout, QuantSpec
+from qtorch import (
+    AffineQuantizedTensor,
+    LinearSpec,
+    MappingType,
+    PackedLayout,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    PerToken,
+    PlainLayout,
+    QuantSpec,
+)
 from qtorch.kernels import record_kernels, reference
 from qtorch.kernels.cpu import choices, int8_mm, library
 from tests.kernels.cpu.builds import BUILDS

@@ -5,8 +5,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PackedLayout, PerGroup, PerRow, PerTensor, PlainLayout
-from qtorch import QuantSpec, ZeroPointDomain, compute_error
+from qtorch import (
+    AffineQuantizedTensor,
+    LinearSpec,
+    MappingType,
+    PackedLayout,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    PlainLayout,
+    QuantSpec,
+    ZeroPointDomain,
+    compute_error,
+)
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import choices, library
 from tests.kernels.cpu.builds import BUILDS
