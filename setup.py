@@ -14,7 +14,7 @@ BUILD = runpy.run_path(str(CPU / "build.py"))
 
 
 class BuildKernels(build_ext):
-    """Libraries that Python does not import (they are loaded by ctypes), so one build serves every version of Python."""
+    """Libraries that Python does not import (ctypes loads them), so one build serves every version of Python."""
 
     def run(self) -> None:
         for name, error in BUILD["build"](self._directory()).items():

@@ -1,7 +1,7 @@
 """Quantized layers on this CPU against the float layer, eager: compiled kernels, without a compiler, and torchao's.
 
-Weights rotate through more than 100 MB, so that they come from memory as they do in a model. Figures are the float layer's
-time divided by the candidate's, medians of interleaved turns: above 1 is faster than float.
+Weights rotate through more than 100 MB, so that they come from memory as they do in a model. Figures are the float
+layer's time divided by the candidate's, medians of interleaved turns: above 1 is faster than float.
 
     python -m benchmarks.bench_cpu_linear [--shapes 4096x4096] [--rows 1 4 16 64 256] [--dtype float32] [--save]
 """

@@ -112,6 +112,7 @@ def _compile(command: list[str], target: Path) -> str:
 
 
 def main() -> int:
+    """Build, and say what came of it."""
     errors = build()
     for name in instruction_sets():
         sys.stdout.write(f"{name}: {errors.get(name, library_path(name))}\n")

@@ -30,7 +30,7 @@ def load(path: str | Path) -> None:
         ValueError: the file has something else.
     """
     read = json.loads(Path(path).read_text())
-    for instruction_set, table in read.items():
+    for table in read.values():
         for key, steps in table.items():
             if not steps or steps[-1][0] is not None or any(way not in (*WAYS, "torch") for _, way in steps):
                 raise ValueError(

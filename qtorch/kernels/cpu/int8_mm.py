@@ -173,7 +173,7 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
         list(quantizer or ()),
         quantized.qdata,
         scheme.shape[0],
-        quantized.scale,
+        quantized.dense_scale(),
         quantized.zero_point,
         packed,
         scheme.weight.dtype.name,

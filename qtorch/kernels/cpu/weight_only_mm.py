@@ -109,7 +109,7 @@ def _linear(x: Tensor, codes: Tensor, quantized: Any, bias: Tensor | None) -> Te
         to_rows(x),
         codes,
         scheme.shape[0],
-        quantized.scale,
+        quantized.dense_scale(),
         quantized.zero_point,
         scheme.layout.packed_axis is not None,
         spec.dtype.name,

@@ -153,7 +153,7 @@ def test_threads_are_those_of_torch():
     if not Path("/proc/self/maps").exists():
         pytest.skip("needs /proc")
     done = run(program)
-    assert done.stdout.rpartition("runtimes")[2].count("/") and done.stdout.rpartition("runtimes")[2].count(".so") == 1
+    assert done.stdout.rpartition("runtimes")[2].count(".so") == 1
 
 
 def test_the_choices_cover_every_build():

@@ -1,4 +1,4 @@
-"""The compiled weight-only layers against exact arithmetic: every build that this machine runs, every way, odd shapes."""
+"""The compiled weight-only layers against exact arithmetic: every build and way that this machine runs, odd shapes."""
 
 import pytest
 import torch
