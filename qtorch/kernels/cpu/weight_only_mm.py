@@ -2,8 +2,8 @@
 
     y[m, n] = sum_k x[m, k] * dequantize(w)[n, k] + bias[n]
 
-The codes are read as the layout has them, and everything is added up in fp32. Which of the ways of src/ is taken depends
-on the number of rows and the machine (`choices.py`).
+The codes are read as the layout has them, and everything is added up in fp32. Which of the ways of src/ is taken
+depends on the number of rows and the machine (`choices.py`).
 """
 
 from __future__ import annotations
