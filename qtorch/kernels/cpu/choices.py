@@ -33,7 +33,7 @@ def load(path: str | Path) -> None:
     for table in read.values():
         for key, steps in table.items():
             if not steps or steps[-1][0] is not None or any(way not in (*WAYS, "torch") for _, way in steps):
-                raise ValueError(f"{path}: {key}: got {steps}, want [rows, way] pairs, the last with null")
+                raise ValueError(f"{path}: {key}: got {steps}, want [rows, way], the last with null")
     _choices.update(read)
 
 
