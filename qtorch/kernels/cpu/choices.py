@@ -38,7 +38,7 @@ def load(path: str | Path) -> None:
 
 
 def key_of(activation: str | torch.dtype, packed: bool, grouped: bool) -> str:
-    """Name of a kind of problem: the activation's dtype (int8, or that of a weight-only layer) and the weight's form."""
+    """Name of a kind of problem: dtype of the activation, int8 or that of a weight-only layer; form of the weight."""
     name = str(activation).removeprefix("torch.")
     return f"{name} {'packed' if packed else 'plain'} {'groups' if grouped else 'rows'}"
 
