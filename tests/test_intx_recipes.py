@@ -26,6 +26,9 @@ from qtorch import (
 from qtorch.kernels import record_kernels
 from qtorch.primitives import HQQRule, MSERule, from_json, to_json
 
+# Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
+pytestmark = pytest.mark.usefixtures("torch_kernels")
+
 FLOAT = ZeroPointDomain.FLOAT
 # SQNR of a Gaussian weight in groups of 64: about 6 dB a bit.
 UINTX = {1: (0.1, 2), 2: (5.5, 8.5), 3: (13, 16), 4: (19.5, 22.5), 5: (26, 29), 6: (32, 35), 7: (38, 41)}

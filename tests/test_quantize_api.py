@@ -21,6 +21,9 @@ from qtorch.kernels import record_kernels
 from qtorch.quantize_api import Recipe
 from tests.quantize_model import INT8, Mlp, same, state_of
 
+# Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
+pytestmark = pytest.mark.usefixtures("torch_kernels")
+
 # recipe, lowest and highest SQNR of a model's output in dB, the linear kernel that runs on fp32
 CASES = [
     (INT8, 33, 55, "linear:weight_only_mm"),

@@ -27,6 +27,9 @@ from qtorch.kernels import record_kernels, reference
 from qtorch.primitives import from_json, to_json
 from qtorch.quantize_api import Recipe
 
+# Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
+pytestmark = pytest.mark.usefixtures("torch_kernels")
+
 MAKERS = [float8_static_activation_float8_weight, int8_static_activation_int8_weight]
 LARGEST = {float8_static_activation_float8_weight: 448, int8_static_activation_int8_weight: 127}
 DYNAMIC = {

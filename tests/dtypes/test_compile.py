@@ -12,6 +12,9 @@ from qtorch import compute_error
 from qtorch.kernels import record_kernels
 from tests.dtypes.specs import SPECS, quantized
 
+# Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
+pytestmark = pytest.mark.usefixtures("torch_kernels")
+
 
 class MLP(nn.Module):
     def __init__(self, name: str) -> None:

@@ -27,6 +27,9 @@ from qtorch.dtypes import (
 from qtorch.kernels import record_kernels
 from tests.dtypes.specs import ASYMMETRIC, DTYPES, TOKEN, quantized
 
+# Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
+pytestmark = pytest.mark.usefixtures("torch_kernels")
+
 SYMMETRIC = MappingType.SYMMETRIC
 
 

@@ -14,6 +14,9 @@ from qtorch.dtypes import deregister_aqt_quantized_linear_dispatch, register_aqt
 from qtorch.kernels import record_kernels
 from tests.dtypes.specs import DTYPES, INT8, SPARSE, SPECS, WEIGHT_ONLY, quantized, values
 
+# Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
+pytestmark = pytest.mark.usefixtures("torch_kernels")
+
 # SQNR in dB of the output against that of the float weight: at least, at most.
 SQNR = {
     "int8 row": (38, 48),

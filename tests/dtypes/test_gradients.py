@@ -12,6 +12,9 @@ from qtorch import AffineQuantizedTensor, compute_error
 from qtorch.kernels import record_kernels
 from tests.dtypes.specs import DTYPES, SPECS, WEIGHT_ONLY, quantized
 
+# Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
+pytestmark = pytest.mark.usefixtures("torch_kernels")
+
 
 def gradients(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
     """Of a fixed linear combination of the outputs, so that they do not depend on how an input was rounded."""

@@ -11,6 +11,9 @@ from qtorch import AffineQuantizedTensor, compute_error
 from qtorch.kernels import record_kernels
 from tests.dtypes.specs import SPECS, quantized
 
+# Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
+pytestmark = pytest.mark.usefixtures("torch_kernels")
+
 all_specs = pytest.mark.parametrize("name", SPECS)
 some_specs = pytest.mark.parametrize("name", ["int8 row", "uint4 group", "int8 row, static int8"])
 
