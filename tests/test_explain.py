@@ -25,6 +25,9 @@ from qtorch.explain import Explanation, Explanations
 from qtorch.kernels import FallbackError, record_kernels, register
 from qtorch.kernels.registry import candidates
 
+# Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
+pytestmark = pytest.mark.usefixtures("torch_kernels")
+
 
 def only_reference(block: int) -> tuple[Tensor, Tensor]:
     """(input, weight) of a scheme that no kernel takes: blocks of rows with int8 activations. What has been warned of
@@ -52,6 +55,10 @@ linear, float32 input on cpu, weight uint4 PerGroup(group_size=16) asymmetric, P
   not cuda_int8_mm: runs on cuda, the input is on cpu
   not cuda_weight_mm: runs on cuda, the input is on cpu
   not float8_scaled_mm: reads the plain layout, the weight has packed
+  not cpu_int8_mm_plain: reads the plain layout, the weight has packed
+  not cpu_int8_mm_packed: needs quantized activations, the scheme is weight-only
+  not cpu_weight_only_mm_plain: reads the plain layout, the weight has packed
+  not cpu_weight_only_mm_packed: is switched off
   not int8_scaled_mm: reads the plain layout, the weight has packed
   not int8_block_mm: reads the plain layout, the weight has packed
   not int8_weight_mm: reads the plain layout, the weight has packed
@@ -85,6 +92,10 @@ first.weight: linear, float32 input on cpu, weight int8 PerRow() symmetric, dyna
   not cuda_int8_mm: runs on cuda, the input is on cpu
   not cuda_weight_mm: runs on cuda, the input is on cpu
   not float8_scaled_mm: runs on cuda, the input is on cpu
+  not cpu_int8_mm_plain: is switched off
+  not cpu_int8_mm_packed: reads the packed layout, the weight has plain
+  not cpu_weight_only_mm_plain: is weight-only, the scheme quantizes activations
+  not cpu_weight_only_mm_packed: reads the packed layout, the weight has plain
   not int8_block_mm: takes activations in blocks along the contracted axis, the scheme has PerToken()
   not int8_weight_mm: is weight-only, the scheme quantizes activations
   not packed_int8_scaled_mm: reads the packed layout, the weight has plain
@@ -181,6 +192,8 @@ def test_fallback_warns_once_for_each_reason() -> None:
         """\
 qtorch:
 linear on a cpu float32 input with weight int8 PerBlock(sizes=(2, 11)) symmetric, dynamic activation int8 PerToken() symmetric, layout PlainLayout() runs the reference implementation, correct but slow:
+cpu_int8_mm_plain takes a scale of its own for each output channel, the weight has PerBlock(sizes=(2, 11));
+cpu_weight_only_mm_plain is weight-only, the scheme quantizes activations;
 int8_scaled_mm takes a scale of its own for each output channel, the weight has PerBlock(sizes=(2, 11));
 int8_block_mm takes activations in blocks along the contracted axis, the scheme has PerToken();
 int8_weight_mm is weight-only, the scheme quantizes activations;

@@ -19,6 +19,9 @@ from qtorch import (
 from qtorch.kernels import record_kernels
 from qtorch.report import LayerReport, format_table
 
+# Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
+pytestmark = pytest.mark.usefixtures("torch_kernels")
+
 
 class Tied(nn.Module):
     """An embedding that is the head too, a layer, and bare experts."""

@@ -85,6 +85,13 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if device != "meta" and torch.is_autocast_enabled(device):
         input = input.to(torch.get_autocast_dtype(device))
         bias = None if bias is None else bias.to(input.dtype)
+        # What a kernel computes in fp32, the exact sum of integers say, is to stay in fp32.
+        with torch.autocast(device, enabled=False):
+            return _run_linear(input, weight, bias, device)
+    return _run_linear(input, weight, bias, device)
+
+
+def _run_linear(input: Tensor, weight: QuantizedTensor, bias: Tensor | None, device: str) -> Tensor:
     if weight.trains:
         return weight.linear(input, bias)
     if _dispatches and isinstance(weight, AffineQuantizedTensor):

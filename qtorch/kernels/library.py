@@ -34,6 +34,9 @@ def opaque(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
         @functools.wraps(function)
         def run(*args: Any) -> Any:
             note(name)
+            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+                with torch._C._DisableAutocast():  # in a backward pass inside it
+                    return function(*args)
             return function(*args)
 
         _LIBRARY.define(schema)

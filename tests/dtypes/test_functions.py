@@ -150,6 +150,15 @@ def test_fused_experts(name: str, stored: str) -> None:
     torch.testing.assert_close((weights.mT @ x.mT).mT, got)
 
 
+@pytest.mark.parametrize("name", SPECS)
+def test_autocast_casts_the_input_and_nothing_inside_a_kernel(name: str) -> None:
+    w, x = quantized(name), torch.randn(5, 64)
+    wanted = functional.linear(x.bfloat16(), w)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(functional.linear(x, w), wanted)
+        assert torch.equal(torch.compile(functional.linear, fullgraph=True, backend="aot_eager")(x, w), wanted)
+
+
 @pytest.mark.parametrize("name", ["int8 row", "uint4 group", "int8 row, int8 token"])
 def test_autocast(name: str) -> None:
     w, x, bias = quantized(name), torch.randn(5, 64), torch.randn(32)

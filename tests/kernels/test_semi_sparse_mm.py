@@ -20,6 +20,9 @@ from qtorch.kernels import record_kernels, reference, semi_sparse_mm
 from qtorch.primitives import ZeroPointDomain, compute_error, prune_2_4
 from qtorch.primitives.sparsity import pack_2_4
 
+# Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
+pytestmark = pytest.mark.usefixtures("torch_kernels")
+
 ASYMMETRIC = MappingType.ASYMMETRIC
 INT8 = QuantSpec("int8", quant_min=-127)
 FLOAT8 = QuantSpec("float8_e4m3fn", zero_point_domain=ZeroPointDomain.NONE)

@@ -37,6 +37,9 @@ from qtorch.training import (
     switchback_training,
 )
 
+# Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
+pytestmark = pytest.mark.usefixtures("torch_kernels")
+
 ALL = [
     int8_mixed_precision_training(),
     int8_mixed_precision_training(Int8MixedPrecisionTrainingConfig(grad_weight=False)),

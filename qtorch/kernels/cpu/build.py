@@ -1,4 +1,4 @@
-"""Compile the C++ kernels, once per instruction set: ``python -m qtorch.kernels.cpu.build``.
+"""Compile the C++ kernels, once per instruction set: ``python -m qtorch.kernels.cpu``.
 
 setup.py does the same when it installs. The sources use no header of torch or Python, so one build serves every version
 of both; this file imports neither torch nor qtorch.
@@ -117,7 +117,3 @@ def main() -> int:
     for name in instruction_sets():
         sys.stdout.write(f"{name}: {errors.get(name, library_path(name))}\n")
     return bool(errors)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -27,7 +27,7 @@ ROUNDS = 5
 
 
 def calibrate_cpu(path: str | Path) -> dict[str, list[tuple[int | None, str]]]:
-    """Time every way of the compiled kernels on this machine, in well under a minute, use the fastest from here on, and
+    """Time every way of multiplying on this machine, in well under a minute, use the fastest from here on, and
     save them.
 
     Args:
@@ -49,6 +49,7 @@ def calibrate_cpu(path: str | Path) -> dict[str, list[tuple[int | None, str]]]:
         ways = [way for way in choices.WAYS if way != "amx" or compiled.instruction_set == "amx"]
         if activation == "int8":
             ways = ["dot", "tile"]
+        ways.append("torch")
         layer = _layer(activation, packed, grouped)
         best = [(rows, _fastest(layer, ways, rows, activation)) for rows in ROWS]
         table[choices.key_of(activation, packed, grouped)] = _steps(best)

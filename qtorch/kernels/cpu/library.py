@@ -109,11 +109,11 @@ def _best() -> Library | str:
             return found
         reasons.append(f"{name}: {found}")
     warnings.warn(
-        "qtorch: the compiled CPU kernels are not there, so slower ones run; `python -m qtorch.kernels.cpu.build` "
+        "qtorch: the compiled CPU kernels are not there, so slower ones run; `python -m qtorch.kernels.cpu` "
         f"compiles them ({'; '.join(reasons)})",
         stacklevel=2,
     )
-    return "is not compiled: python -m qtorch.kernels.cpu.build"
+    return "is not compiled: python -m qtorch.kernels.cpu"
 
 
 def library() -> Library | None:
