@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import importlib.util
 import itertools
 import warnings
 from collections.abc import Callable
@@ -20,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 import qtorch
-from benchmarks.bench_linear import torchao_configs
 from benchmarks.common import interleaved_medians, machine, save
 from qtorch.kernels.cpu import library
 
@@ -33,6 +33,18 @@ RECIPES = {
     "int8 dynamic": qtorch.int8_dynamic_activation_int8_weight(),
     "int8 dynamic, int4 g32": qtorch.int8_dynamic_activation_int4_weight(),
 }
+
+
+def torchao_configs() -> dict[str, Any]:
+    """Its counterparts of the recipes, by name; none where it is not installed."""
+    if importlib.util.find_spec("torchao") is None:
+        return {}
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
+
+    return {
+        "torchao int8_weight_only": Int8WeightOnlyConfig(),
+        "torchao int8_dynamic_activation_int8_weight": Int8DynamicActivationInt8WeightConfig(),
+    }
 
 
 def turns(layers: list[nn.Module], x: Tensor, compiled: bool = True) -> Callable[[], Tensor]:
