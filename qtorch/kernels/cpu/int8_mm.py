@@ -17,6 +17,7 @@ from ...primitives.granularity import PerRow
 from ...primitives.qdtype import qdtype
 from ...primitives.rounding import Rounding
 from ...primitives.scale_rule import MinMaxRule
+from ...primitives.scheme import Scheme
 from ...primitives.spec import QuantSpec
 from .. import int8_scaled_mm as torch_mm
 from .. import packed_int8_mm as torch_packed_mm
@@ -160,8 +161,24 @@ def _supports(problem: Problem) -> str | None:
     return None
 
 
+def _is_better_fused(scheme: Scheme) -> bool:
+    """Whether a compiler does better with torch's own product, around which it fuses quantization and scales: for a
+    scale per row, where torch multiplies int8 on matrix tiles."""
+    compiled = library()
+    plain = scheme.layout.packed_axis is None and scheme.weight.dtype.storage == torch.int8
+    one_group = scheme.weight.scale_shape(scheme.shape)[1] == 1
+    zero_points = scheme.weight.has_zero_point or scheme.activation.has_zero_point  # type: ignore[union-attr]
+    return compiled is not None and compiled.instruction_set == "amx" and plain and one_group and not zero_points
+
+
+# A constant of the graph, as the choice of the kernel is; see `dtypes.functions`.
+_is_better_fused._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
+    if torch.compiler.is_compiling() and _is_better_fused(scheme):
+        return torch_mm.int8_scaled_mm(x, quantized, bias)
     rows = to_rows(x)
     quantizer = None if scheme.spec.static else row_quantizer(scheme.activation)
     xq, xs, xz = (rows, None, None) if quantizer else quantize_input(rows, quantized)

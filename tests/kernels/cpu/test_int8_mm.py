@@ -15,6 +15,8 @@ from qtorch import (
     PerToken,
     PlainLayout,
     QuantSpec,
+    int8_dynamic_activation_int8_weight,
+    quantize_,
 )
 from qtorch.kernels import record_kernels, reference
 from qtorch.kernels.cpu import choices, int8_mm, library
@@ -132,3 +134,18 @@ def test_operator_is_well_formed():
     quantizer = list(int8_mm.row_quantizer(ACTIVATIONS["symmetric"]))
     arguments = (torch.randn(3, 32), None, None, quantizer, codes, 12, scale, None, False, "int8", torch.float32)
     torch.library.opcheck(torch.ops.qtorch.cpu_int8_mm.default, arguments)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_a_compiler_fuses_around_the_product_of_matrix_tiles(build):
+    layer = torch.nn.Linear(64, 32).requires_grad_(False)
+    quantize_(layer, int8_dynamic_activation_int8_weight())
+    x = torch.randn(40, 64)
+    with library.use(build):
+        torch.compiler.reset()
+        compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+        compiled(x)
+        with record_kernels() as ran:
+            y = compiled(x)
+    assert ran[0] == ("int_matmul" if build == "amx" else "cpu_int8_mm")
+    torch.testing.assert_close(y, layer(x))
