@@ -56,6 +56,16 @@ class Recipe:
         return f"{self.name}({', '.join(f'{name}={_word(value)}' for name, value in given)})"
 
 
+def check_float_weight(weight: Tensor) -> None:
+    """Raise `ValueError` where `weight` is not one in floating point, initialized and not quantized."""
+    if nn.parameter.is_lazy(weight):
+        raise ValueError("the weight is not initialized yet; run the model once")
+    if isinstance(weight, QuantizedTensor):
+        raise ValueError(f"is already quantized: {weight!r}")
+    if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"takes float32, float16 or bfloat16 weights, this one is {weight.dtype}")
+
+
 class WeightRecipe(Recipe):
     """A recipe for inference that is described by a `LinearSpec` alone.
 
@@ -72,14 +82,9 @@ class WeightRecipe(Recipe):
         raise NotImplementedError
 
     def check(self, weight: Tensor) -> None:
-        if nn.parameter.is_lazy(weight):
-            raise ValueError("the weight is not initialized yet; run the model once")
-        if isinstance(weight, QuantizedTensor):
-            raise ValueError(f"is already quantized: {weight!r}")
+        check_float_weight(weight)
         if weight.dim() < 2:
             raise ValueError(f"takes weights of two or more dimensions, this one has shape {tuple(weight.shape)}")
-        if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(f"takes float32, float16 or bfloat16 weights, this one is {weight.dtype}")
         spec = self.linear_spec()
         spec.weight.block_size(weight.shape)
         if spec.layout is not None:

@@ -111,10 +111,10 @@ _LIKES = {getattr(aten, f"{name}_like").default for name in ("zeros", "ones", "f
 """State of an optimizer, in floating point."""
 
 _READS = {
-    getattr(aten, name).Tensor
-    for name in ("add", "sub", "mul", "div", "maximum", "minimum")
-    if hasattr(getattr(aten, name), "Tensor")
-} | {
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.mul.Tensor,
+    aten.div.Tensor,
     aten.abs.default,
     aten.linalg_vector_norm.default,
     aten.maximum.default,

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..dtypes import QuantizedTensor
-from ..quantize_api import Recipe
+from ..quantize_api import Recipe, check_float_weight
 from .spec import TrainingSpec
 from .training_weight import TrainingWeight
 
@@ -41,12 +39,7 @@ class TrainingRecipe(Recipe):
 
 def check_trainable(weight: Tensor) -> None:
     """Raise `ValueError` where `weight` is no float weight with values."""
-    if nn.parameter.is_lazy(weight):
-        raise ValueError("the weight is not initialized yet; run the model once")
-    if isinstance(weight, QuantizedTensor):
-        raise ValueError(f"is already quantized: {weight!r}")
-    if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"takes float32, float16 or bfloat16 weights, this one is {weight.dtype}")
+    check_float_weight(weight)
     if weight.is_meta:
         raise ValueError("the weight is on the meta device and has no values; materialize it first")
     if weight.dim() != 2:

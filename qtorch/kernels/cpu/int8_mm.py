@@ -200,8 +200,7 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
 
 
 for _layout in ("plain", "packed"):
-
-    @register(
+    register(
         "linear",
         layout=_layout,
         weight=torch_mm.INTEGERS,
@@ -210,6 +209,4 @@ for _layout in ("plain", "packed"):
         priority=30,
         supports=_supports,
         name=f"cpu_int8_mm_{_layout}",
-    )
-    def _linear_of_layout(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-        return _linear(x, weight, bias)
+    )(_linear)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...primitives.qdtype import qdtype
+from ..int8_scaled_mm import INTEGERS
 from ..library import note, opaque
 from ..packed_weight_mm import packed_weight_mm
 from ..registry import Problem, register
@@ -22,8 +23,6 @@ from ..rows import from_rows, to_rows
 from ..weight_only_mm import weight_only_mm
 from . import choices, weight
 from .library import TYPES, library, threads
-
-INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 9))
 
 _CALL = struct.Struct(f"={weight.FORMAT}9q")
 
@@ -101,13 +100,13 @@ def _supports(problem: Problem) -> str | None:
     return weight.supports(problem)
 
 
-def _linear(x: Tensor, codes: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
+def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
     spec = scheme.weight
     low, high = spec.code_range
     y = cpu_weight_only_mm(
         to_rows(x),
-        codes,
+        quantized.qdata,
         scheme.shape[0],
         quantized.dense_scale(),
         quantized.zero_point,
@@ -121,8 +120,7 @@ def _linear(x: Tensor, codes: Tensor, quantized: Any, bias: Tensor | None) -> Te
 
 
 for _layout in ("plain", "packed"):
-
-    @register(
+    register(
         "linear",
         layout=_layout,
         weight=INTEGERS,
@@ -131,6 +129,4 @@ for _layout in ("plain", "packed"):
         priority=30,
         supports=_supports,
         name=f"cpu_weight_only_mm_{_layout}",
-    )
-    def _linear_of_layout(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-        return _linear(x, weight.qdata, weight, bias)
+    )(_linear)
