@@ -60,3 +60,16 @@ def save(name: str, rows: list[dict[str, Any]]) -> None:
     """Write ``results/<name>.json``: the machine and the rows."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+
+
+DOCS = Path(__file__).parent.parent / "docs" / "performance.md"
+
+
+def write_docs(name: str, text: str) -> None:
+    """Put `text` into docs/performance.md, between the marks ``<!-- name: begin -->`` and ``<!-- name: end -->``."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    page = DOCS.read_text()
+    before, after = page.partition(begin)[0], page.partition(end)[2]
+    if begin not in page or end not in page:
+        raise ValueError(f"{DOCS} has no {begin} and {end}")
+    DOCS.write_text(f"{before}{begin}\n{text.strip()}\n{end}{after}")

@@ -152,7 +152,7 @@ void dot(const Weight& w, const DotInput& in, const Output& y, int64_t threads) 
     constexpr int R = dot_width(M);
     int64_t groups = w.groups, ld = round_up(w.k, 64) + 64;
     bool scale_sums = M <= 2 || w.group >= 256;
-    // Rows are read where they lie, except for codes that have to be decoded, and the end of the last row.
+    // Rows are read where they lie, except for codes that have to be decoded, and the end of the last ones.
     bool nibbles = w.bits == 4 && w.k % (8 * LANES) == 0 && w.group % LANES == 0, direct = nibbles || (!w.bits && !w.center);
     auto block = nibbles ? (scale_sums ? nibble_block<R, M, true> : nibble_block<R, M, false>)
                          : (scale_sums ? dot_block<R, M, true> : dot_block<R, M, false>);
@@ -168,7 +168,7 @@ void dot(const Weight& w, const DotInput& in, const Output& y, int64_t threads) 
                 // Rows beyond the last repeat it.
                 int64_t n = task * R + r < w.n ? task * R + r : w.n - 1;
                 codes[r] = (const int8_t*)w.codes + n * w.row_bytes;
-                if (!direct || (n == w.n - 1 && w.k % LANES && !nibbles)) {
+                if (!direct || (!nibbles && w.k % LANES && w.ends_within(n, LANES))) {
                     codes[r] = decoded + r * ld;
                     decode(w, n, 0, w.k, decoded + r * ld);
                 }

@@ -208,7 +208,7 @@ void int_dot(const Weight& w, const IntDotInput& in, const Output& y, int64_t th
                 if (!direct) {
                     codes[r] = decoded + r * ld;
                     decode(w, n, 0, w.k, decoded + r * ld);
-                } else if (n == w.n - 1) {  // whole vectors are read, also at the end
+                } else if (w.ends_within(n, WIDTH)) {  // whole vectors are read, also at the end
                     codes[r] = decoded + r * ld;
                     memcpy(decoded + r * ld, w.codes + n * w.row_bytes, w.bits ? w.k / 2 : w.k);
                 }

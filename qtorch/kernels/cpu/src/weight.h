@@ -21,6 +21,9 @@ struct Weight {
     double shift;          // code of the real zero where its zero point is 0, less center, negated; see `offsets`
 
     bool has_offset() const { return zero || shift != 0; }
+
+    // Whether the tensor ends less than `length` bytes behind row `r`.
+    bool ends_within(int64_t r, int64_t length) const { return (n - 1 - r) * row_bytes < length; }
 };
 
 // Codes from k to k + length of row n, centered; whole vectors are written, those behind the end with anything.

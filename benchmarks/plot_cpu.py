@@ -1,0 +1,118 @@
+"""Draws the results of bench_cpu_linear and bench_cpu_model: `python -m benchmarks.plot_cpu` writes docs/cpu_linear.png
+and docs/cpu_model.png, of those whose results are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
+
+from benchmarks.common import DOCS, RESULTS
+
+Row = dict[str, Any]
+
+NO_COMPILER, TORCHAO = ", no compiler", "torchao"
+TICKS = (0.1, 0.25, 0.5, 1, 2, 4, 8)
+
+
+def candidates(row: Row) -> list[str]:
+    """The names in a row that have a ratio."""
+    return [key for key in row if key not in ("shape", "rows", "dtype", "float us", "what", "mode", "float ms")]
+
+
+def style(name: str, names: list[str]) -> dict[str, Any]:
+    """A colour for each recipe, shared by its form without a compiler; torchao in grey."""
+    if name.startswith(TORCHAO):
+        return {"color": "0.45", "linestyle": ":", "marker": "^" if "dynamic" in name else "v"}
+    recipes = [n for n in names if not n.startswith(TORCHAO) and not n.endswith(NO_COMPILER)]
+    line = "--" if name.endswith(NO_COMPILER) else "-"
+    return {"color": f"C{recipes.index(name.removesuffix(NO_COMPILER))}", "linestyle": line, "marker": "o"}
+
+
+def of_float(axes: Axes) -> None:
+    """A logarithmic axis of ratios, with a line at 1."""
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(FixedLocator(TICKS))
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.grid(axis="y", color="0.9")
+    axes.set_axisbelow(True)
+
+
+def linear(rows: list[Row]) -> Figure:
+    """Speed against the number of rows: a panel for each shape and dtype."""
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    shapes = list(dict.fromkeys(tuple(row["shape"]) for row in rows))
+    figure = Figure(figsize=(4 * len(shapes), 3.4 * len(dtypes) + 0.8), dpi=90, layout="constrained")
+    panels = figure.subplots(len(dtypes), len(shapes), sharey=True, squeeze=False)
+    for i, dtype in enumerate(dtypes):
+        for j, shape in enumerate(shapes):
+            axes: Axes = panels[i][j]
+            found = [row for row in rows if row["dtype"] == dtype and tuple(row["shape"]) == shape]
+            names = candidates(found[0]) if found else []
+            for name in names:
+                marks = {**style(name, names), "markersize": 3.5, "linewidth": 1.2, "label": name}
+                axes.plot([row["rows"] for row in found], [row[name] for row in found], **marks)
+            axes.set_xscale("log", base=4)
+            axes.set_xticks([row["rows"] for row in found], [str(row["rows"]) for row in found])
+            axes.set_title(f"{shape[0]} x {shape[1]}, {dtype.removeprefix('torch.')}", fontsize=10)
+            of_float(axes)
+    figure.supxlabel("rows of the input", fontsize=9)
+    figure.supylabel("speed, F.linear = 1", fontsize=9)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    return figure
+
+
+def model(rows: list[Row]) -> Figure:
+    """A group of bars for each workload and mode."""
+    names = candidates(rows[0])
+    figure = Figure(figsize=(1.9 * len(rows) + 1.5, 4.4), dpi=90, layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        places = [j + (i - (len(names) - 1) / 2) * width for j in range(len(rows))]
+        # On a logarithmic axis a bar starts where float is.
+        heights = [row[name] - 1 for row in rows]
+        bars = axes.bar(places, heights, width, bottom=1, color=style(name, names)["color"], label=name)
+        if name.startswith(TORCHAO) and "dynamic" in name:
+            for bar in bars:
+                bar.set_hatch("///")
+    of_float(axes)
+    labels = [f"{row['what'].replace(', ', chr(10))}\n{row['mode']}, {row['dtype']}" for row in rows]
+    axes.set_xticks(range(len(rows)), labels, fontsize=8)
+    axes.set_ylabel("speed, float = 1", fontsize=9)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    return figure
+
+
+FIGURES: dict[str, Callable[[list[Row]], Figure]] = {"cpu_linear": linear, "cpu_model": model}
+
+
+def draw(results: Path, folder: Path) -> list[Path]:
+    """Write the figures of the results that are there."""
+    written = []
+    for name, figure in FIGURES.items():
+        source = results / f"{name}.json"
+        if source.exists():
+            written.append(folder / f"{name}.png")
+            figure(json.loads(source.read_text())["rows"]).savefig(written[-1])
+    return written
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=DOCS.parent)
+    print(*draw(RESULTS, parser.parse_args().out), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
