@@ -196,7 +196,9 @@ WORKLOADS = {"sentence": sentence, "llama": llama}
 
 
 @torch.no_grad()
-def measure(make: Callable[[bool, torch.dtype], Workload], dtype: torch.dtype, options: argparse.Namespace) -> list[Row]:
+def measure(
+    make: Callable[[bool, torch.dtype], Workload], dtype: torch.dtype, options: argparse.Namespace
+) -> list[Row]:
     """Rows of the table: speed relative to float."""
     workload = make(options.small, dtype)
     models = candidates(workload.model, options.torchao)
@@ -223,7 +225,9 @@ def markdown(rows: list[Row]) -> str:
     lines = [f"| | {' | '.join(heads)} |", f"|{'---|' * (len(rows) + 1)}"]
     for name in names:
         cells = [f"{row[name]:.1f}" if name == "float ms" else f"{row[name]:.2f}" for row in rows]
-        lines.append(f"| {name if name == 'float ms' or name.startswith('torchao') else f'`{name}`'} | {' | '.join(cells)} |")
+        lines.append(
+            f"| {name if name == 'float ms' or name.startswith('torchao') else f'`{name}`'} | {' | '.join(cells)} |"
+        )
     return "\n".join(lines)
 
 

@@ -50,7 +50,17 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
         source = source.to(target.device)  # in the packing of that device
     for name, inner in target.inner_tensors.items():
         inner.copy_(getattr(source, name))
+    _count_write(target)
     return target
+
+
+def _count_write(target: QuantizedTensor) -> None:
+    """Below autograd torch counts no versions; what was made from the old numbers is told by them that it is stale."""
+    base = target._base
+    for tensor in (target, base) if isinstance(base, QuantizedTensor) else (target,):
+        for inner in tensor.inner_tensors.values():
+            if not inner.is_inference():
+                torch.autograd.graph.increment_version(inner)
 
 
 def _check_owns_its_scales(target: QuantizedTensor) -> None:

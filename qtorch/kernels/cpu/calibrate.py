@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ...primitives.packing import pack_codes
 from ...primitives.qdtype import qdtype
@@ -18,17 +19,25 @@ from .int8_mm import cpu_int8_mm
 from .library import library
 from .weight_only_mm import cpu_weight_only_mm
 
-ROWS = (1, 2, 4, 6, 8, 12, 16, 32, 64, 256)
-SIZE = 2048
+ROWS = {"small": (1, 2, 4, 8, 16, 32, 64, 256, 2048), "large": (1, 2, 4, 6, 8, 12, 16, 32, 64, 128, 512)}
+"""Numbers of rows that are measured, by size of the weight."""
+
+SIZES = {"small": 512, "large": 2048}
+"""Rows and columns of the weight."""
+
 COPIES = 8
-"""Weights that take turns, so that they come from memory as in a model."""
+"""Weights that take turns, so that large ones come from memory as in a model."""
 
 ROUNDS = 5
 
+MARGIN = 0.97
+"""A copy of the weight is kept only if that takes less than this part of the time."""
 
-def calibrate_cpu(path: str | Path) -> dict[str, list[tuple[int | None, str]]]:
-    """Time every way of multiplying on this machine, in well under a minute, use the fastest from here on, and
-    save them.
+Steps = list[tuple[int | None, str]]
+
+
+def calibrate_cpu(path: str | Path) -> dict[str, Steps]:
+    """Time every way of multiplying on this machine, in about a minute, use the fastest from here on, and save them.
 
     Args:
         path: JSON file to write; the environment variable QTORCH_CPU_CHOICES makes later processes read it.
@@ -42,64 +51,79 @@ def calibrate_cpu(path: str | Path) -> dict[str, list[tuple[int | None, str]]]:
     compiled = library()
     if compiled is None:
         raise RuntimeError("calibrate_cpu measures the compiled kernels, and there are none")
-    table: dict[str, list[tuple[int | None, str]]] = {}
-    for activation, packed, grouped in itertools.product(
-        ("float32", "bfloat16", "float16", "int8"), (False, True), (False, True)
-    ):
-        ways = [way for way in choices.WAYS if way != "amx" or compiled.instruction_set == "amx"]
-        if activation == "int8":
-            ways = ["dot", "tile"]
-        ways.append("torch")
-        layer = _layer(activation, packed, grouped)
-        best = [(rows, _fastest(layer, ways, rows, activation)) for rows in ROWS]
-        table[choices.key_of(activation, packed, grouped)] = _steps(best)
+    ways = [way for way in choices.WAYS if way != "amx" or compiled.instruction_set == "amx"]
+    table: dict[str, Steps] = {}
+    for size, packed, grouped in itertools.product(SIZES, (False, True), (False, True)):
+        weights = _Weights(SIZES[size], packed, grouped)
+        inputs = [torch.randn(rows, SIZES[size]) for rows in ROWS[size]]
+        key = choices.key_of("int8", packed, grouped, SIZES[size] ** 2)
+        table[key] = _steps({len(x): _times(weights.calls(x, True, ["dot", "tile", "torch"])) for x in inputs})
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            times = {len(x): _times(weights.calls(x.to(dtype), False, [*ways, "float"])) for x in inputs}
+            key = choices.key_of(dtype, packed, grouped, SIZES[size] ** 2)
+            table[f"{key} copied"] = _steps(
+                {n: {way: t for way, t in of.items() if way != "float"} | {"float": of["copy"] / MARGIN}
+                 for n, of in times.items()}
+            )  # fmt: skip
+            table[key] = _steps({n: {way: t for way, t in of.items() if way != "copy"} for n, of in times.items()})
     Path(path).write_text(json.dumps({compiled.instruction_set: table}, indent=1) + "\n")
     choices.load(path)
     return table
 
 
-def _layer(activation: str, packed: bool, grouped: bool) -> Callable[[Tensor, int], Tensor]:
-    """Call the copies of a weight in turn, by number."""
-    kind = qdtype("int4" if packed else "int8")
-    codes = torch.randint(int(kind.quant_min), int(kind.quant_max) + 1, (COPIES, SIZE, SIZE), dtype=torch.int8)
-    weights = pack_codes(codes, kind) if packed else codes
-    scale = torch.full((SIZE, SIZE // 128 if grouped else 1), 0.01)
-    if activation == "int8":
-        quantizer = [-127.0, 127.0, 0.0, 1e-30, 1e30]
-        return lambda x, i: cpu_int8_mm(
-            x, None, None, quantizer, weights[i], SIZE, scale, None, packed, kind.name, x.dtype
-        )
-    low, high = kind.quant_min, kind.quant_max
-    return lambda x, i: cpu_weight_only_mm(
-        x, weights[i], SIZE, scale, None, packed, kind.name, float(low), float(high), "INT"
-    )
+class _Weights:
+    """Random ones of a kind."""
 
+    def __init__(self, size: int, packed: bool, grouped: bool) -> None:
+        kind = qdtype("int4" if packed else "int8")
+        low, high = int(kind.quant_min), int(kind.quant_max)
+        codes = torch.randint(low, high + 1, (COPIES, size, size), dtype=torch.int8)
+        self.size, self.packed, self.kind, self.bounds = size, packed, kind, (float(low), float(high))
+        self.codes = pack_codes(codes, kind) if packed else codes
+        self.scale = torch.full((size, size // 128 if grouped else 1), 0.01)
 
-def _fastest(layer: Callable[[Tensor, int], Tensor], ways: list[str], rows: int, activation: str) -> str:
-    x = torch.randn(rows, SIZE, dtype=torch.float32 if activation == "int8" else getattr(torch, activation))
-    if rows > 16:
-        # Dot products read the weight once every eight rows.
-        ways = [way for way in ways if way != "dot"]
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    turns = itertools.cycle(range(COPIES))
-    for _ in range(ROUNDS):
-        for way in ways:
+    def calls(self, x: Tensor, int8: bool, ways: list[str]) -> dict[str, Callable[[], Tensor]]:
+        """Multiply `x` with one of the weights after the other, by way; weight-only also with copies in floating point,
+        "copy"."""
+        turns = itertools.cycle(range(COPIES))
+        kind = (self.packed, self.kind.name)
+
+        def multiply(way: str) -> Tensor:
+            codes = self.codes[next(turns)]
             with choices.force(way):
-                start = time.perf_counter()
-                for _ in range(2 if rows <= 16 else 1):
-                    layer(x, next(turns))
-                times[way].append(time.perf_counter() - start)
-    return min(ways, key=lambda way: min(times[way]))
+                if not int8:
+                    return cpu_weight_only_mm(x, codes, self.size, self.scale, None, *kind, *self.bounds, "INT", None)
+                quantizer = [-127.0, 127.0, 0.0, 1e-30, 1e30]
+                return cpu_int8_mm(x, None, None, quantizer, codes, self.size, self.scale, None, *kind, x.dtype, None)
+
+        # Dot products read the weight once every eight rows.
+        found = {way: lambda way=way: multiply(way) for way in ways if way != "dot" or len(x) <= 16}
+        if not int8:
+            floats = [torch.randn(self.size, self.size, dtype=x.dtype) for _ in range(COPIES)]
+            found["copy"] = lambda: functional.linear(x, floats[next(turns)])
+        return found
 
 
-def _steps(best: list[tuple[int, str]]) -> list[tuple[int | None, str]]:
-    """Neighbours of the same way joined; a single one that differs from both its neighbours is noise."""
-    ways = [way for _, way in best]
+def _times(calls: Mapping[str, Callable[[], Tensor]]) -> dict[str, float]:
+    """The least time of each call, in turns."""
+    times = dict.fromkeys(calls, float("inf"))
+    for _ in range(ROUNDS):
+        for way, call in calls.items():
+            start = time.perf_counter()
+            call()
+            times[way] = min(times[way], time.perf_counter() - start)
+    return times
+
+
+def _steps(times: Mapping[int, Mapping[str, float]]) -> Steps:
+    """The fastest way for each number of rows, neighbours of the same way joined; a single one that differs from both its
+    neighbours is noise."""
+    ways = [min(of, key=of.__getitem__) for of in times.values()]
     for i in range(1, len(ways) - 1):
         if ways[i - 1] == ways[i + 1]:
             ways[i] = ways[i - 1]
-    steps: list[tuple[int | None, str]] = []
-    for (rows, _), way in zip(best, ways):
+    steps: Steps = []
+    for rows, way in zip(times, ways):
         if steps and steps[-1][1] == way:
             steps.pop()
         steps.append((rows, way))

@@ -1,6 +1,7 @@
-"""Which way of multiplying is taken for how many rows: measured, per instruction set, kind of weight and dtype.
+"""Which way of multiplying is taken for how many rows: measured, per instruction set, kind and size of weight, and dtype.
 
-`choices.json` has, for each of those, a list of (largest number of rows, way). `calibrate_cpu` measures them anew; the
+`choices.json` has, for each of those, a list of (largest number of rows, way); of weight-only layers a second one, where
+a dequantized copy of the weight may be kept (see `float_copies`). `calibrate_cpu` measures them anew; the
 file that it writes is used where QTORCH_CPU_CHOICES names it, or after `load`.
 """
 
@@ -15,7 +16,13 @@ from pathlib import Path
 import torch
 
 WAYS = {"dot": 0, "tile": 1, "amx": 2, "fixed": 3}
-"""Ways of the compiled kernels, and their numbers in src/kernels.cpp. Besides there is "torch": operators of torch."""
+"""Ways of the compiled kernels, and their numbers in src/kernels.cpp."""
+
+OTHER_WAYS = ("torch", "float")
+"""The kernels made of torch operators, and F.linear on the weight that a compiled kernel has dequantized."""
+
+SMALL = 1 << 20
+"""Elements of a weight that counts as small: it, and most of what it is multiplied with, stays in cache."""
 
 Choices = dict[str, dict[str, list[tuple[int | None, str]]]]
 
@@ -32,15 +39,16 @@ def load(path: str | Path) -> None:
     read = json.loads(Path(path).read_text())
     for table in read.values():
         for key, steps in table.items():
-            if not steps or steps[-1][0] is not None or any(way not in (*WAYS, "torch") for _, way in steps):
+            if not steps or steps[-1][0] is not None or any(way not in (*WAYS, *OTHER_WAYS) for _, way in steps):
                 raise ValueError(f"{path}: {key}: got {steps}, want [rows, way], the last with null")
     _choices.update(read)
 
 
-def key_of(activation: str | torch.dtype, packed: bool, grouped: bool) -> str:
-    """Name of a kind of problem: dtype of the activation, int8 or that of a weight-only layer; form of the weight."""
-    name = str(activation).removeprefix("torch.")
-    return f"{name} {'packed' if packed else 'plain'} {'groups' if grouped else 'rows'}"
+def key_of(activation: str | torch.dtype, packed: bool, grouped: bool, elements: int) -> str:
+    """Name of a kind of problem: dtype of the activation, int8 or that of a weight-only layer; form and size of the
+    weight."""
+    name, size = str(activation).removeprefix("torch."), "small" if elements <= SMALL else "large"
+    return f"{name} {'packed' if packed else 'plain'} {'groups' if grouped else 'rows'} {size}"
 
 
 def choose(instruction_set: str, key: str, rows: int) -> str:
@@ -64,8 +72,8 @@ def force(way: str) -> Iterator[None]:
     Raises:
         ValueError: there is no such way.
     """
-    if way not in (*WAYS, "torch"):
-        raise ValueError(f"there is no way {way!r}; there are {', '.join(WAYS)} and torch")
+    if way not in (*WAYS, *OTHER_WAYS):
+        raise ValueError(f"there is no way {way!r}; there are {', '.join((*WAYS, *OTHER_WAYS))}")
     _forced.append(way)
     try:
         yield

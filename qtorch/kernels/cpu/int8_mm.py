@@ -28,7 +28,7 @@ from ..rows import from_rows, to_rows
 from . import choices, weight
 from .library import TYPES, library, threads
 
-_CALL = struct.Struct(f"={weight.FORMAT}10q2d4q")
+_CALL = struct.Struct(f"={weight.FORMAT}11q2d4q")
 
 
 def _fake(
@@ -43,13 +43,14 @@ def _fake(
     packed: bool,
     weight_dtype: str,
     dtype: torch.dtype,
+    bias: Tensor | None,
 ) -> Tensor:
     return x.new_empty(x.shape[0], n, dtype=dtype)
 
 
 @opaque(
     "cpu_int8_mm(Tensor x, Tensor? xs, Tensor? xz, float[] quantizer, Tensor codes, SymInt n, Tensor ws, Tensor? wz, "
-    "bool packed, str weight_dtype, ScalarType dtype) -> Tensor",
+    "bool packed, str weight_dtype, ScalarType dtype, Tensor? bias) -> Tensor",
     _fake,
 )
 def cpu_int8_mm(
@@ -64,8 +65,9 @@ def cpu_int8_mm(
     packed: bool,
     weight_dtype: str,
     dtype: torch.dtype,
+    bias: Tensor | None,
 ) -> Tensor:
-    """y (M, N) without bias.
+    """The equation, y (M, N).
 
     Args:
         x: (M, K) int8 codes; or fp32, bf16 or fp16, and then quantized here.
@@ -75,6 +77,7 @@ def cpu_int8_mm(
         ws, wz: (N, G), or (1, 1).
         weight_dtype: name of a `QDType`.
         dtype: of the result.
+        bias: (N) in that dtype, or None.
     """
     m, k = x.shape
     kind = qdtype(weight_dtype)
@@ -82,14 +85,16 @@ def cpu_int8_mm(
     fields = weight.fields(codes, ws, wz, (n, k), kind, packed)
     way = "torch"
     if compiled is not None and fields is not None:
-        way = choices.choose(compiled.instruction_set, choices.key_of("int8", packed, ws.shape[1] > 1), m)
+        way = choices.choose(compiled.instruction_set, choices.key_of("int8", packed, ws.shape[1] > 1, n * k), m)
     if compiled is None or fields is None or way == "torch":
         note("cpu_int8_mm.torch")
         if xs is None:
             x, xs, xz = quantize_rows(x, quantizer)
         if packed:
-            return torch_packed_mm.packed_int8_mm(x, xs, xz, codes, ws, wz, weight_dtype, dtype)
-        return torch_mm.int8_grouped_mm(x, xs, xz, codes, ws, wz, dtype)
+            y = torch_packed_mm.packed_int8_mm(x, xs, xz, codes, ws, wz, weight_dtype, dtype)
+        else:
+            y = torch_mm.int8_grouped_mm(x, xs, xz, codes, ws, wz, dtype)
+        return y if bias is None else y.add_(bias)
     note(f"cpu_int8_mm.{compiled.instruction_set}.{way}")
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -100,7 +105,16 @@ def cpu_int8_mm(
         xs = xs.float().expand(m, 1).contiguous()
         xz = None if xz is None else xz.to(torch.int32).expand(m, 1).contiguous()
         scale, zero = xs.data_ptr(), 0 if xz is None else xz.data_ptr()
-    matrices = (x.data_ptr(), TYPES[x.dtype], x.stride(0), m, y.data_ptr(), TYPES[dtype], n)
+    matrices = (
+        x.data_ptr(),
+        TYPES[x.dtype],
+        x.stride(0),
+        m,
+        y.data_ptr(),
+        TYPES[dtype],
+        n,
+        0 if bias is None else bias.data_ptr(),
+    )
     numerics = (int(low), int(high), int(asymmetric), smallest, largest, scale, zero)
     compiled.int8_mm(_CALL.pack(*fields, *matrices, *numerics, choices.WAYS[way], threads()))
     return y
@@ -122,7 +136,7 @@ def quantize_rows(x: Tensor, quantizer: list[float]) -> tuple[Tensor, Tensor, Te
     scale = torch.empty(m, 1)
     zero_point = torch.empty(m, 1, dtype=torch.int32) if asymmetric else None
     no_weight = (0,) * 14 + (0.0,)
-    matrices = (x.data_ptr(), TYPES[x.dtype], x.stride(0), m, codes.data_ptr(), TYPES[torch.int8], k)
+    matrices = (x.data_ptr(), TYPES[x.dtype], x.stride(0), m, codes.data_ptr(), TYPES[torch.int8], k, 0)
     pointers = (scale.data_ptr(), 0 if zero_point is None else zero_point.data_ptr())
     numerics = (int(low), int(high), int(asymmetric), smallest, largest)
     compiled.quantize_rows(_CALL.pack(*no_weight, *matrices, *numerics, *pointers, 0, threads()))
@@ -183,6 +197,7 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     quantizer = None if scheme.spec.static else row_quantizer(scheme.activation)
     xq, xs, xz = (rows, None, None) if quantizer else quantize_input(rows, quantized)
     packed = scheme.layout.packed_axis is not None
+    added, bias = weight.split_bias(bias, x, scheme.shape[0])
     y = cpu_int8_mm(
         xq,
         xs,
@@ -195,6 +210,7 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
         packed,
         scheme.weight.dtype.name,
         x.dtype,
+        added,
     )
     return from_rows(y, x, bias)
 

@@ -61,7 +61,8 @@ class Library:
         self.weight_only_mm = handle.qtorch_weight_only_mm
         self.int8_mm = handle.qtorch_int8_mm
         self.quantize_rows = handle.qtorch_quantize_rows
-        for function in (self.weight_only_mm, self.int8_mm, self.quantize_rows):
+        self.dequantize = handle.qtorch_dequantize
+        for function in (self.weight_only_mm, self.int8_mm, self.quantize_rows, self.dequantize):
             function.argtypes, function.restype = [ctypes.c_char_p], None
 
 

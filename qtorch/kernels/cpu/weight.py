@@ -10,6 +10,9 @@ from .library import TYPES, missing
 
 FORMAT = "14qd"
 
+SIZES = {number: dtype.itemsize for dtype, number in TYPES.items()}
+"""Bytes of an element by the number of its type."""
+
 
 def fields(
     codes: Tensor,
@@ -58,6 +61,34 @@ def fields(
         domain != "FLOAT",
         zero_code - (middle if domain == "FLOAT" else 0.0),
     )
+
+
+def part(values: tuple[float, ...], start: int, stop: int) -> tuple[float, ...]:
+    """The struct of rows `start` to `stop` of the weight whose struct has these values."""
+    codes, row_bytes, bits, center, _, k, group, groups, scale, scale_type, stride, zero, zero_type, *rest = values
+    return (
+        codes + start * row_bytes,
+        row_bytes,
+        bits,
+        center,
+        stop - start,
+        k,
+        group,
+        groups,
+        scale + start * stride * SIZES[int(scale_type)],
+        scale_type,
+        stride,
+        zero and zero + start * stride * SIZES[int(zero_type)],
+        zero_type,
+        *rest,
+    )
+
+
+def split_bias(bias: Tensor | None, x: Tensor, n: int) -> tuple[Tensor | None, Tensor | None]:
+    """(what the kernels add, what is left to add): one of the two is None. A bias of another dtype is promoted as torch
+    does."""
+    fits = bias is not None and bias.dtype == x.dtype and bias.shape == (n,) and bias.is_contiguous()
+    return (bias, None) if fits else (None, bias)
 
 
 def supports(problem: Problem) -> str | None:

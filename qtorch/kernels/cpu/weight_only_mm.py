@@ -3,16 +3,18 @@
     y[m, n] = sum_k x[m, k] * dequantize(w)[n, k] + bias[n]
 
 The codes are read as the layout has them, and everything is added up in fp32. Which of the ways of src/ is taken
-depends on the number of rows and the machine (`choices.py`).
+depends on the number of rows, the size of the weight and the machine (`choices.py`). Where F.linear is faster than all of
+them, it runs on the dequantized weight: a slice at a time, or on a copy that `float_copies` keeps.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ...primitives.qdtype import qdtype
 from ..int8_scaled_mm import INTEGERS
@@ -22,9 +24,13 @@ from ..registry import Problem, register
 from ..rows import from_rows, to_rows
 from ..weight_only_mm import weight_only_mm
 from . import choices, weight
-from .library import TYPES, library, threads
+from .float_copies import float_copy, wanted
+from .library import TYPES, Library, library, threads
 
-_CALL = struct.Struct(f"={weight.FORMAT}9q")
+_CALL = struct.Struct(f"={weight.FORMAT}10q")
+
+SLICE_BYTES = 8 << 20
+"""Of a weight that is dequantized on each call: large enough for a fast product, small enough to stay in cache."""
 
 
 def _fake(
@@ -38,13 +44,14 @@ def _fake(
     low: float,
     high: float,
     domain: str,
+    bias: Tensor | None,
 ) -> Tensor:
     return x.new_empty(x.shape[0], n)
 
 
 @opaque(
     "cpu_weight_only_mm(Tensor x, Tensor codes, SymInt n, Tensor scale, Tensor? zero_point, bool packed, str dtype, "
-    "float low, float high, str domain) -> Tensor",
+    "float low, float high, str domain, Tensor? bias) -> Tensor",
     _fake,
 )
 def cpu_weight_only_mm(
@@ -58,8 +65,9 @@ def cpu_weight_only_mm(
     low: float,
     high: float,
     domain: str,
+    bias: Tensor | None,
 ) -> Tensor:
-    """The equation above without bias.
+    """The equation above.
 
     Args:
         x: (M, K) fp32, bf16 or fp16.
@@ -67,30 +75,77 @@ def cpu_weight_only_mm(
         scale, zero_point: (N, G), G groups of a row, or (1, 1).
         low, high: bounds of the codes.
         domain: name of a `ZeroPointDomain`.
+        bias: (N) in the dtype of x, or None.
 
     Returns:
         (M, N) in the dtype of x.
     """
     m, k = x.shape
-    kind = qdtype(dtype)
     compiled = library()
-    fields = weight.fields(codes, scale, zero_point, (n, k), kind, packed, domain, (low + high + 1) / 2)
+    middle = (low + high + 1) / 2
+    fields = weight.fields(codes, scale, zero_point, (n, k), qdtype(dtype), packed, domain, middle)
     way = "torch"
     if compiled is not None and fields is not None:
-        key = choices.key_of(x.dtype, packed, scale.shape[1] > 1)
+        key = choices.key_of(x.dtype, packed, scale.shape[1] > 1, n * k)
         way = choices.choose(compiled.instruction_set, key, m)
+        if wanted() and choices.choose(compiled.instruction_set, f"{key} copied", m) == "float":
+            made = _Dequantized(compiled, fields, n, k, x.dtype)
+            copy = float_copy(codes, scale, zero_point, x.dtype, made.rows, n * k * x.element_size())
+            if copy is not None:
+                note("cpu_weight_only_mm.float_copy")
+                return functional.linear(x, copy, bias)
     if compiled is None or fields is None or way == "torch":
         note("cpu_weight_only_mm.torch")
         if packed:
-            return packed_weight_mm(x, codes, n, -1, scale, zero_point, dtype, low, high, domain)
-        return weight_only_mm(x, codes, scale, zero_point, dtype, low, high, domain)
+            y = packed_weight_mm(x, codes, n, -1, scale, zero_point, dtype, low, high, domain)
+        else:
+            y = weight_only_mm(x, codes, scale, zero_point, dtype, low, high, domain)
+        return y if bias is None else y.add_(bias)
     note(f"cpu_weight_only_mm.{compiled.instruction_set}.{way}")
+    if way == "float":
+        return _multiply_slices(x, _Dequantized(compiled, fields, n, k, x.dtype), bias)
     if x.stride(1) != 1:
         x = x.contiguous()
     y = x.new_empty(m, n)
     number = TYPES[x.dtype]
-    matrices = (x.data_ptr(), number, x.stride(0), m, y.data_ptr(), number, n)
-    compiled.weight_only_mm(_CALL.pack(*fields, *matrices, choices.WAYS[way], threads()))
+    input = (x.data_ptr(), number, x.stride(0), m)
+    output = (y.data_ptr(), number, n, 0 if bias is None else bias.data_ptr())
+    compiled.weight_only_mm(_CALL.pack(*fields, *input, *output, choices.WAYS[way], threads()))
+    return y
+
+
+class _Dequantized(NamedTuple):
+    """A weight (n, k) that `fields` describe, as floating-point numbers."""
+
+    library: Library
+    fields: tuple[float, ...]
+    n: int
+    k: int
+    dtype: torch.dtype
+
+    def rows(self, start: int = 0, stop: int | None = None, out: Tensor | None = None) -> Tensor:
+        """Rows from `start` to `stop`, all without; written into `out` if given."""
+        stop = self.n if stop is None else stop
+        out = torch.empty(stop - start, self.k, dtype=self.dtype) if out is None else out
+        fields = weight.part(self.fields, start, stop)
+        output = (out.data_ptr(), TYPES[self.dtype], self.k, 0)
+        self.library.dequantize(_CALL.pack(*fields, 0, 0, 0, 0, *output, 0, threads()))
+        return out
+
+
+def _multiply_slices(x: Tensor, made: _Dequantized, bias: Tensor | None) -> Tensor:
+    n, k = made.n, made.k
+    step = max(1, SLICE_BYTES // (k * x.element_size()))
+    if n <= step:
+        return functional.linear(x, made.rows(), bias)
+    y, memory = x.new_empty(x.shape[0], n), x.new_empty(step, k)
+    for start in range(0, n, step):
+        stop = min(start + step, n)
+        part = made.rows(start, stop, memory[: stop - start]).t()
+        if bias is None:
+            torch.mm(x, part, out=y[:, start:stop])
+        else:
+            torch.addmm(bias[start:stop], x, part, out=y[:, start:stop])
     return y
 
 
@@ -104,6 +159,7 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
     spec = scheme.weight
     low, high = spec.code_range
+    added, bias = weight.split_bias(bias, x, scheme.shape[0])
     y = cpu_weight_only_mm(
         to_rows(x),
         quantized.qdata,
@@ -115,6 +171,7 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
         float(low),
         float(high),
         spec.zero_point_domain.name,
+        added,
     )
     return from_rows(y, x, bias)
 
@@ -128,5 +185,7 @@ for _layout in ("plain", "packed"):
         device="cpu",
         priority=30,
         supports=_supports,
+        note="for many rows F.linear on the dequantized weight, where that is faster: dequantized on each call, or once "
+        "within qtorch.config.float_copy_bytes",
         name=f"cpu_weight_only_mm_{_layout}",
     )(_linear)

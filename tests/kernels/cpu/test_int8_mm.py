@@ -85,6 +85,21 @@ def test_the_largest_codes(build):
             assert torch.equal(functional.linear(x, weight), reference.linear(x, weight, None))
 
 
+@pytest.mark.parametrize("way", ["dot", "tile", "torch"])
+@pytest.mark.parametrize("build", BUILDS)
+def test_bias(build, way):
+    """Added to the result in its dtype, as the reference does; of another dtype, it is promoted."""
+    weight = AffineQuantizedTensor.from_float(
+        torch.randn(70, 96), LinearSpec(QuantSpec("int8"), ACTIVATIONS["symmetric"])
+    )
+    bias = torch.randn(140)
+    with library.use(build), choices.force(way):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            x = torch.randn(9, 96).to(dtype)
+            for b in (bias[:70].to(dtype), bias[::2].to(dtype), bias[:70]):
+                assert torch.equal(functional.linear(x, weight, b), reference.linear(x, weight, b))
+
+
 def test_static_activation():
     spec = LinearSpec(WEIGHTS["int8 row"], QuantSpec("int8", PerTensor()), static=True)
     weight = AffineQuantizedTensor.from_float(torch.randn(40, 96), spec, act_scale=torch.full((1, 1), 0.02))
@@ -132,7 +147,7 @@ def test_compiled_with_dynamic_shapes():
 def test_operator_is_well_formed():
     codes, scale = torch.randint(-127, 128, (12, 32), dtype=torch.int8), torch.rand(12, 1)
     quantizer = list(int8_mm.row_quantizer(ACTIVATIONS["symmetric"]))
-    arguments = (torch.randn(3, 32), None, None, quantizer, codes, 12, scale, None, False, "int8", torch.float32)
+    arguments = (torch.randn(3, 32), None, None, quantizer, codes, 12, scale, None, False, "int8", torch.float32, None)
     torch.library.opcheck(torch.ops.qtorch.cpu_int8_mm.default, arguments)
 
 

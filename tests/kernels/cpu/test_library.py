@@ -162,12 +162,15 @@ def test_the_choices_cover_every_build():
         for kind in ("float32", "bfloat16", "float16", "int8"):
             for packed in (True, False):
                 for grouped in (True, False):
-                    assert choices.choose(name, choices.key_of(kind, packed, grouped), 7) in (*choices.WAYS, "torch")
+                    for elements in (1, choices.SMALL + 1):
+                        key = choices.key_of(kind, packed, grouped, elements)
+                        for form in [key] if kind == "int8" else [key, f"{key} copied"]:
+                            assert choices.choose(name, form, 7) in (*choices.WAYS, *choices.OTHER_WAYS)
 
 
 def test_choices_of_a_file(tmp_path):
     path = tmp_path / "mine.json"
-    path.write_text('{"avx2": {"float32 plain rows": [[4, "dot"]]}}')
+    path.write_text('{"avx2": {"float32 plain rows small": [[4, "dot"]]}}')
     with pytest.raises(ValueError, match="the last with null"):
         choices.load(path)
 

@@ -19,7 +19,7 @@ from qtorch import (
     compute_error,
 )
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import choices, library
+from qtorch.kernels.cpu import choices, library, weight_only_mm
 from tests.kernels.cpu.builds import BUILDS
 
 ASYMMETRIC = MappingType.ASYMMETRIC
@@ -63,7 +63,7 @@ def error(y: Tensor, x: Tensor, weight: AffineQuantizedTensor) -> float:
     return float(((y.double() - x.double() @ exact.t()).abs() / (x.double().abs() @ size.t() + 1e-30)).max())
 
 
-@pytest.mark.parametrize("way", choices.WAYS)
+@pytest.mark.parametrize("way", [*choices.WAYS, "float"])
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("build", BUILDS)
 def test_against_exact_arithmetic(build, name, way):
@@ -76,10 +76,11 @@ def test_against_exact_arithmetic(build, name, way):
                     y = functional.linear(x, weight)
                 assert ran[-1] == f"cpu_weight_only_mm.{build}.{way}"
                 assert y.dtype == dtype
-                assert error(y, x, weight) < TOLERANCE[dtype], (weight, rows)
+                # F.linear takes a weight that is rounded to the dtype, too.
+                assert error(y, x, weight) < TOLERANCE[dtype] * (1 + (way == "float")), (weight, rows)
 
 
-@pytest.mark.parametrize("way", choices.WAYS)
+@pytest.mark.parametrize("way", [*choices.WAYS, "float"])
 @pytest.mark.parametrize("build", BUILDS)
 def test_every_number_of_rows(build, way):
     weight = AffineQuantizedTensor.from_float(
@@ -103,6 +104,40 @@ def test_inputs_that_are_views(build):
             torch.testing.assert_close(functional.linear(x, weight, bias), functional.linear(x.clone(), weight, bias))
         part = weight[3:20]
         assert error(functional.linear(wide[:, :96], part), wide[:, :96], part) < 1e-6
+
+
+@pytest.mark.parametrize("way", [*choices.WAYS, "float", "torch"])
+@pytest.mark.parametrize("build", BUILDS)
+def test_bias(build, way):
+    weight = AffineQuantizedTensor.from_float(torch.randn(70, 96), SPECS["int8 row"])
+    bias = torch.randn(140)
+    with library.use(build), choices.force(way):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            x = torch.randn(9, 96).to(dtype)
+            for b in (bias[:70].to(dtype), bias[::2].to(dtype), bias[:70]):
+                y = functional.linear(x, weight, b)
+                assert y.dtype == torch.promote_types(dtype, b.dtype)
+                # Within two roundings of the result.
+                torch.testing.assert_close(y, functional.linear(x, weight) + b, rtol=0, atol=40 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", list(SPECS)[::2])
+@pytest.mark.parametrize("build", BUILDS)
+def test_dequantized_slices(build, name, dtype, monkeypatch):
+    """The numbers are those of `dequantize`, whatever the size of a slice."""
+    for weight in weights(SPECS[name]):
+        n, k = weight.shape
+        if k > 200:
+            continue
+        identity, wanted = torch.eye(k, dtype=dtype), weight.dequantize(dtype)
+        for rows in (16, n):
+            monkeypatch.setattr(weight_only_mm, "SLICE_BYTES", rows * k * dtype.itemsize)
+            with library.use(build), choices.force("float"), record_kernels() as ran:
+                y = functional.linear(identity, weight)
+            assert ran[-1] == f"cpu_weight_only_mm.{build}.float"
+            # A product and a sum, rounded once or twice, before they are rounded to the dtype.
+            torch.testing.assert_close(y.t(), wanted, rtol=1.01 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 @pytest.mark.parametrize("build", BUILDS)
@@ -170,5 +205,5 @@ def test_gradient_of_the_input():
 
 def test_operator_is_well_formed():
     codes, scale = torch.randint(-127, 128, (12, 32), dtype=torch.int8), torch.rand(12, 1)
-    arguments = (torch.randn(3, 32), codes, 12, scale, None, False, "int8", -127.0, 127.0, "INT")
+    arguments = (torch.randn(3, 32), codes, 12, scale, None, False, "int8", -127.0, 127.0, "INT", None)
     torch.library.opcheck(torch.ops.qtorch.cpu_weight_only_mm.default, arguments)

@@ -1,5 +1,6 @@
 // Entry points, called from qtorch/kernels/cpu/library.py. This file is compiled once per instruction set.
 #include "amx.h"
+#include "dequantize.h"
 #include "dot.h"
 #include "int_tile.h"
 #include "tile.h"
@@ -108,4 +109,9 @@ EXPORT void qtorch_int8_mm(const IntCall* call) {
 EXPORT void qtorch_quantize_rows(const IntCall* call) {
     Codes out{(int8_t*)call->y.data, call->y.n, call->x.rows, call->y.n, call->scale, call->zero};
     quantize_rows(call->quantizer, call->x, out, call->threads);
+}
+
+// The weight in floating point: y (n, k).
+EXPORT void qtorch_dequantize(const Call* call) {
+    dequantize(call->weight, call->y, call->threads);
 }

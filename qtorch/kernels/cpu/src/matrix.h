@@ -33,12 +33,25 @@ struct Input {
 struct Output {
     void* data;  // (rows, n), contiguous
     int64_t type, n;
+    const void* bias;  // (n), of the same type, or null
 
-    Output part(int64_t start) const { return {(char*)data + start * n * size_of(type), type, n}; }
+    Output part(int64_t start) const { return {(char*)data + start * n * size_of(type), type, n, bias}; }
 
     // `count` results of row m, from column `start` on.
     void write(int64_t m, int64_t start, int64_t count, const float* values) const {
-        from_float(values, type, count, (char*)data + (m * n + start) * size_of(type));
+        char* to = (char*)data + (m * n + start) * size_of(type);
+        from_float(values, type, count, to);
+        if (!bias) return;
+        // As torch adds it: to the rounded result.
+        constexpr int64_t STEP = 64;
+        float result[STEP], more[STEP];
+        for (int64_t i = 0; i < count; i += STEP) {
+            int64_t length = count - i < STEP ? count - i : STEP;
+            to_float(to + i * size_of(type), type, length, result);
+            to_float((const char*)bias + (start + i) * size_of(type), type, length, more);
+            for (int64_t j = 0; j < length; j++) result[j] += more[j];
+            from_float(result, type, length, to + i * size_of(type));
+        }
     }
 
     // The same for rows 0 to `rows`, from values[column * ld + row]. Whole vectors are read where ld has room for them.

@@ -75,11 +75,47 @@ inline void to_float(const void* from, int64_t type, int64_t count, float* to) {
     }
 }
 
+// LANES fp32 numbers to bf16 and fp16, where the machine does it at once; how many were converted.
+INLINE int64_t round_vector(const float* from, int64_t type, uint16_t* to) {
+#if defined(__AVX2__)
+    if (type == BFLOAT16) {
+        Ints bits = load<Ints>(from);
+        Ints rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16 & 0xffff, nan = (bits & 0x7fffffff) > 0x7f800000;
+        rounded = (rounded & ~nan) | (nan & 0x7fc0);
+#if defined(__AVX512F__)
+        _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)rounded));
+#else
+        __m256i packed = _mm256_packus_epi32((__m256i)rounded, (__m256i)rounded);
+        _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+#endif
+        return LANES;
+    }
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph(_mm512_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT));
+    return LANES;
+#elif defined(__F16C__)
+    _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph(_mm256_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT));
+    return LANES;
+#endif
+#endif
+    return 0;
+}
+
 // `count` fp32 numbers, rounded to a floating-point type.
 inline void from_float(const float* from, int64_t type, int64_t count, void* to) {
-    if (type == FLOAT32) memcpy(to, from, count * 4);
-    for (int64_t i = 0; type == BFLOAT16 && i < count; i++) ((uint16_t*)to)[i] = float_to_bfloat(from[i]);
-    for (int64_t i = 0; type == FLOAT16 && i < count; i++) ((uint16_t*)to)[i] = float_to_half(from[i]);
+    if (type == FLOAT32) {
+        memcpy(to, from, count * 4);
+        return;
+    }
+    auto out = (uint16_t*)to;
+    int64_t i = 0;
+    while (i + LANES <= count) {
+        int64_t done = round_vector(from + i, type, out + i);
+        if (!done) break;
+        i += done;
+    }
+    for (; type == BFLOAT16 && i < count; i++) out[i] = float_to_bfloat(from[i]);
+    for (; type == FLOAT16 && i < count; i++) out[i] = float_to_half(from[i]);
 }
 
 INLINE int64_t size_of(int64_t type) {

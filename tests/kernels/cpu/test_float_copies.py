@@ -1,0 +1,160 @@
+"""Dequantized copies of weights: when they are made, when they go, and that nothing else sees them."""
+
+import copy
+import gc
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import qtorch
+from qtorch.kernels import record_kernels
+from qtorch.kernels.cpu import choices, float_copies, library
+
+pytestmark = pytest.mark.skipif(library.library() is None, reason="nothing is built")
+
+COPY = "cpu_weight_only_mm.float_copy"
+BYTES = 64 * 96 * 4
+
+
+@pytest.fixture(autouse=True)
+def _copies():
+    """Room for two, and the way that uses them."""
+    float_copies.clear()
+    with qtorch.config.patch(float_copy_bytes=2 * BYTES), choices.force("float"):
+        yield
+    float_copies.clear()
+
+
+def layer(recipe=None) -> nn.Linear:
+    made = nn.Linear(96, 64).requires_grad_(False)
+    qtorch.quantize_(made, recipe or qtorch.int4_weight_only(group_size=32))
+    return made
+
+
+def runs(model: nn.Module, x: torch.Tensor) -> str:
+    """The last kernel."""
+    with record_kernels() as ran:
+        y = model(x)
+    wanted = nn.functional.linear(x, model.weight.dequantize(x.dtype), model.bias.to(x.dtype))
+    torch.testing.assert_close(y, wanted, rtol=1e-2 if x.dtype == torch.bfloat16 else 1e-5, atol=1e-2)
+    return ran[-1]
+
+
+X = torch.randn(5, 96)
+
+
+def test_made_once_and_used_again():
+    model = layer()
+    assert runs(model, X) == COPY
+    assert float_copies.used() == BYTES
+    made = list(float_copies._entries.values())[0].copy
+    assert runs(model, X) == COPY
+    assert list(float_copies._entries.values())[0].copy is made
+
+
+def test_none_by_default():
+    with qtorch.config.patch(float_copy_bytes=0):
+        assert runs(layer(), X).endswith(".float")
+    assert qtorch.config.__class__().float_copy_bytes == 0
+    assert float_copies.used() == 0
+
+
+def test_the_limit_holds_for_all_together():
+    models = [layer() for _ in range(3)]
+    assert [runs(model, X) == COPY for model in models] == [True, True, False]
+    assert float_copies.used() == 2 * BYTES
+    del models[0]
+    gc.collect()
+    assert float_copies.used() == BYTES, "a copy goes with its weight"
+    assert runs(models[1], X) == COPY
+    with qtorch.config.patch(float_copy_bytes=0):
+        assert runs(models[1], X) != COPY
+    assert float_copies.used() == 0
+
+
+def test_another_dtype_is_another_copy():
+    model = layer()
+    assert runs(model, X) == COPY
+    model.bfloat16()
+    assert runs(model, X.bfloat16()) == COPY
+    assert float_copies.used() in (BYTES // 2, BYTES * 3 // 2)
+
+
+def test_a_weight_that_changes_is_dequantized_anew():
+    model, other = layer(), layer()
+    before = model(X)
+    model.load_state_dict(other.state_dict())
+    assert runs(model, X) == COPY
+    assert not torch.equal(model(X), before)
+    model.weight.scale.mul_(2)
+    assert runs(model, X) == COPY
+    with torch.no_grad():
+        model.weight[3:5].copy_(other.weight[:2])
+    assert runs(model, X) == COPY
+
+
+def test_a_weight_that_moves_takes_nothing_along():
+    model = layer()
+    runs(model, X)
+    size = len(pickle.dumps(model))
+    fresh = layer()
+    assert size == len(pickle.dumps(fresh))
+    twin = copy.deepcopy(model)
+    assert float_copies.used() == BYTES
+    model.to("meta")
+    gc.collect()
+    assert float_copies.used() == 0
+    assert runs(twin, X) == COPY
+
+
+def test_inference_tensors_have_none():
+    """Writing to them leaves no trace."""
+    with torch.inference_mode():
+        assert runs(layer(), X).endswith(".float")
+        assert float_copies.used() == 0
+
+
+def test_compiled():
+    model = layer()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (3, 7):
+        x = torch.randn(rows, 96)
+        with record_kernels() as ran:
+            y = compiled(x)
+        assert ran[-1] == COPY
+        torch.testing.assert_close(y, model(x))
+    assert float_copies.used() == BYTES
+
+
+def test_from_eight_threads():
+    models = [layer() for _ in range(4)]
+    expected = [model(X) for model in models]
+    float_copies.clear()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda i: models[i % 4](X), range(200)))
+    for i, y in enumerate(found):
+        torch.testing.assert_close(y, expected[i % 4])
+    assert float_copies.used() == 2 * BYTES
+
+
+def test_explain_says_so():
+    assert "qtorch.config.float_copy_bytes" in str(qtorch.explain(layer()))
+
+
+def test_only_where_it_is_faster(monkeypatch):
+    """The second list of choices decides; without room the first."""
+    compiled = library.library()
+    key = choices.key_of(torch.float32, True, True, 64 * 96)
+    choices.choose(compiled.instruction_set, key, 1)
+    monkeypatch.setattr(choices, "_forced", [])
+    table = {key: [[None, "dot"]], f"{key} copied": [[4, "tile"], [None, "float"]]}
+    monkeypatch.setitem(choices._choices, compiled.instruction_set, table)
+    model = layer()
+    assert runs(model, X[:4]).endswith(".dot")
+    assert runs(model, X) == COPY
+    with qtorch.config.patch(float_copy_bytes=BYTES - 1):
+        float_copies.clear()
+        assert runs(model, X).endswith(".dot")
