@@ -1,7 +1,8 @@
-"""Quantized models on this CPU against the float ones, eager and compiled: the sentence model of the demo, and a decoder
-of Llama's shape with random weights, which reads a prompt (prefill) and then writes a token (decode).
+"""Quantized models on this CPU against the float ones, eager and compiled: the sentence model of the demo, and a
+decoder of Llama's shape with random weights, which reads a prompt (prefill) and then writes a token (decode).
 
-Figures are the float model's time divided by the candidate's, medians of interleaved turns: above 1 is faster than float.
+Figures are the float model's time divided by the candidate's, medians of interleaved turns: above 1 is faster than
+float.
 
     python -m benchmarks.bench_cpu_model [--models sentence llama] [--dtype float32] [--small] [--save] [--write-docs]
 

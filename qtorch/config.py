@@ -15,8 +15,8 @@ class Config:
     Attributes:
         strict: falling back to the reference implementation, or to the emulation of a format that the device cannot
             multiply, is an error instead of a warning.
-        float_copy_bytes: memory that dequantized copies of weights may take on CPU, in all, beside the weights. A copy is
-            kept for a weight-only layer that meets so many rows that F.linear is faster than any kernel that reads
+        float_copy_bytes: memory that dequantized copies of weights may take on CPU, in all, beside the weights. A copy
+            is kept for a weight-only layer that meets so many rows that F.linear is faster than any kernel that reads
             codes; it is dropped with the weight, when the weight changes, and all of them when this is 0. By default
             there are none: such a layer is dequantized on each call.
     """

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from .int8_mm import cpu_int8_mm
 from .library import library
 from .weight_only_mm import cpu_weight_only_mm
 
-ROWS = {"small": (1, 2, 4, 8, 16, 32, 64, 256, 2048), "large": (1, 2, 4, 6, 8, 12, 16, 32, 64, 128, 512)}
+ROWS = {"small": (1, 2, 4, 8, 16, 32, 64, 256, 1024), "large": (1, 2, 4, 8, 12, 16, 32, 64, 256)}
 """Numbers of rows that are measured, by size of the weight."""
 
 SIZES = {"small": 512, "large": 2048}
@@ -30,8 +31,8 @@ COPIES = 8
 
 ROUNDS = 5
 
-MARGIN = 0.97
-"""A copy of the weight is kept only if that takes less than this part of the time."""
+HOPELESS = 2.0
+"""A way that takes so many times the least in the first turn gets no other."""
 
 Steps = list[tuple[int | None, str]]
 
@@ -61,11 +62,7 @@ def calibrate_cpu(path: str | Path) -> dict[str, Steps]:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             times = {len(x): _times(weights.calls(x.to(dtype), False, [*ways, "float"])) for x in inputs}
             key = choices.key_of(dtype, packed, grouped, SIZES[size] ** 2)
-            table[f"{key} copied"] = _steps(
-                {n: {way: t for way, t in of.items() if way != "float"} | {"float": of["copy"] / MARGIN}
-                 for n, of in times.items()}
-            )  # fmt: skip
-            table[key] = _steps({n: {way: t for way, t in of.items() if way != "copy"} for n, of in times.items()})
+            table[key], table[f"{key} copied"] = _steps(times, {"copy"}), _steps(times, {"float"})
     Path(path).write_text(json.dumps({compiled.instruction_set: table}, indent=1) + "\n")
     choices.load(path)
     return table
@@ -97,9 +94,10 @@ class _Weights:
                 return cpu_int8_mm(x, None, None, quantizer, codes, self.size, self.scale, None, *kind, x.dtype, None)
 
         # Dot products read the weight once every eight rows.
-        found = {way: lambda way=way: multiply(way) for way in ways if way != "dot" or len(x) <= 16}
+        ways = [way for way in ways if way != "dot" or len(x) <= 16]
+        found: dict[str, Callable[[], Tensor]] = {way: functools.partial(multiply, way) for way in ways}
         if not int8:
-            floats = [torch.randn(self.size, self.size, dtype=x.dtype) for _ in range(COPIES)]
+            floats = torch.randn(COPIES, self.size, self.size).to(x.dtype)
             found["copy"] = lambda: functional.linear(x, floats[next(turns)])
         return found
 
@@ -107,18 +105,22 @@ class _Weights:
 def _times(calls: Mapping[str, Callable[[], Tensor]]) -> dict[str, float]:
     """The least time of each call, in turns."""
     times = dict.fromkeys(calls, float("inf"))
-    for _ in range(ROUNDS):
+    for turn in range(ROUNDS):
+        least = min(times.values())
         for way, call in calls.items():
+            if turn and times[way] > HOPELESS * least:
+                continue
             start = time.perf_counter()
             call()
             times[way] = min(times[way], time.perf_counter() - start)
     return times
 
 
-def _steps(times: Mapping[int, Mapping[str, float]]) -> Steps:
-    """The fastest way for each number of rows, neighbours of the same way joined; a single one that differs from both its
-    neighbours is noise."""
-    ways = [min(of, key=of.__getitem__) for of in times.values()]
+def _steps(times: Mapping[int, Mapping[str, float]], without: Collection[str] = ()) -> Steps:
+    """The fastest way for each number of rows, neighbours of the same way joined; a single one that differs from both
+    its neighbours is noise. The time of a "copy" counts for "float"."""
+    ways = [min((way for way in of if way not in without), key=of.__getitem__) for of in times.values()]
+    ways = ["float" if way == "copy" else way for way in ways]
     for i in range(1, len(ways) - 1):
         if ways[i - 1] == ways[i + 1]:
             ways[i] = ways[i - 1]

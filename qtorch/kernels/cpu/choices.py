@@ -1,8 +1,8 @@
-"""Which way of multiplying is taken for how many rows: measured, per instruction set, kind and size of weight, and dtype.
+"""Which way of multiplying is taken for how many rows: measured, per instruction set, kind and size of weight, dtype.
 
-`choices.json` has, for each of those, a list of (largest number of rows, way); of weight-only layers a second one, where
-a dequantized copy of the weight may be kept (see `float_copies`). `calibrate_cpu` measures them anew; the
-file that it writes is used where QTORCH_CPU_CHOICES names it, or after `load`.
+`choices.json` has, for each of those, a list of (largest number of rows, way); of weight-only layers a second one,
+"copied", for where a dequantized copy of the weight may be kept (see `float_copies`). `calibrate_cpu` measures them
+anew; the file that it writes is used where QTORCH_CPU_CHOICES names it, or after `load`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Dequantized copies of weights, kept within `qtorch.config.float_copy_bytes`.
 
-For layers that are faster in floating point. A copy belongs to the tensor of codes that it was made from: it goes when that
-goes, and is not used once that, its scale or its zero point was written to. Nothing of it is in the weight, so that it
-is never saved, moved or copied along.
+For layers that are faster in floating point. A copy belongs to the tensor of codes that it was made from: it goes when
+that goes, and is not used once that, its scale or its zero point was written to. Nothing of it is in the weight, so
+that it is never saved, moved or copied along.
 """
 
 from __future__ import annotations

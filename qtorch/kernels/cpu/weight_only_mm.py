@@ -3,8 +3,8 @@
     y[m, n] = sum_k x[m, k] * dequantize(w)[n, k] + bias[n]
 
 The codes are read as the layout has them, and everything is added up in fp32. Which of the ways of src/ is taken
-depends on the number of rows, the size of the weight and the machine (`choices.py`). Where F.linear is faster than all of
-them, it runs on the dequantized weight: a slice at a time, or on a copy that `float_copies` keeps.
+depends on the number of rows, the size of the weight and the machine (`choices.py`). Where F.linear is faster than all
+of them, it runs on the dequantized weight: a slice at a time, or on a copy that `float_copies` keeps.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ for _layout in ("plain", "packed"):
         device="cpu",
         priority=30,
         supports=_supports,
-        note="for many rows F.linear on the dequantized weight, where that is faster: dequantized on each call, or once "
+        note="for many rows F.linear on the dequantized weight, where that is faster: made on each call, or kept "
         "within qtorch.config.float_copy_bytes",
         name=f"cpu_weight_only_mm_{_layout}",
     )(_linear)

@@ -50,9 +50,9 @@ def test_made_once_and_used_again():
     model = layer()
     assert runs(model, X) == COPY
     assert float_copies.used() == BYTES
-    made = list(float_copies._entries.values())[0].copy
+    made = next(iter(float_copies._entries.values())).copy
     assert runs(model, X) == COPY
-    assert list(float_copies._entries.values())[0].copy is made
+    assert next(iter(float_copies._entries.values())).copy is made
 
 
 def test_none_by_default():
