@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
-# The tests of the CPU kernels, compiled with the address and undefined-behaviour sanitizers:
+# The tests of the CPU kernels, compiled with the address and undefined-behaviour sanitizers, one instruction set after the
+# other:
 #
 #   bash tests/kernels/cpu/sanitize.sh [python] [arguments of pytest]
+#
+# SANITIZE_SETS names those to try, by default all that this machine runs; each may take SANITIZE_SECONDS, by default 1200.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 python=${1:-python}
@@ -9,7 +12,7 @@ python=${1:-python}
 
 directory=$(mktemp -d)
 trap 'rm -rf "$directory"' EXIT
-"$python" - "$directory" <<'PYTHON'
+"$python" - "$directory/all" <<'PYTHON'
 import runpy, sys
 from pathlib import Path
 
@@ -17,8 +20,23 @@ flags = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all
 errors = runpy.run_path("qtorch/kernels/cpu/build.py")["build"](Path(sys.argv[1]), flags)
 sys.exit("\n".join(errors.values()) or 0)
 PYTHON
+sets=${SANITIZE_SETS:-$("$python" -c 'from qtorch.kernels.cpu.library import instruction_sets, runs_here
+print(*filter(runs_here, instruction_sets()))')}
 
-# Python itself is not instrumented: the runtime comes first, and leaks are Python's own.
-export LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)"
-export ASAN_OPTIONS=detect_leaks=0 QTORCH_CPU_LIBRARIES="$directory"
-"$python" -m pytest -n 0 -q tests/kernels/cpu -k "not compil and not Gradient" "$@"
+# Python itself is not instrumented: the runtime comes first, and leaks are Python's own. Reports go to a file, since pytest
+# swallows what a process says that ends.
+runtime="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)"
+failed=0
+for set in $sets; do
+    mkdir "$directory/$set"
+    mv "$directory/all/libqtorch_$set.so" "$directory/$set"
+    echo "== $set"
+    timeout "${SANITIZE_SECONDS:-1200}" env LD_PRELOAD="$runtime" QTORCH_CPU_LIBRARIES="$directory/$set" \
+        ASAN_OPTIONS="detect_leaks=0:log_path=$directory/report" \
+        UBSAN_OPTIONS="print_stacktrace=1:log_path=$directory/report" \
+        "$python" -m pytest -n 0 -q -r f -p no:cacheprovider --durations=0 --durations-min=60 \
+        tests/kernels/cpu/test_int8_mm.py tests/kernels/cpu/test_weight_only_mm.py \
+        -k "not compil and not gradient and not well_formed" "$@" || { failed=1; echo "== $set failed"; }
+    ! compgen -G "$directory/report*" >/dev/null || { failed=1; head -n 60 "$directory"/report*; rm "$directory"/report*; }
+done
+exit $failed
