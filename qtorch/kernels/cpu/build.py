@@ -13,7 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -66,11 +66,12 @@ def find_compiler() -> list[str] | None:
     return [found] if found else None
 
 
-def build(directory: Path = LIBRARIES, extra: Sequence[str] = ()) -> dict[str, str]:
+def build(directory: Path = LIBRARIES, extra: Sequence[str] = (), names: Collection[str] = ()) -> dict[str, str]:
     """Compile every library into `directory`.
 
     Args:
         extra: more compiler flags, such as those of a sanitizer.
+        names: of the instruction sets; empty for all.
 
     Returns:
         What went wrong, by instruction set; empty if all is well.
@@ -82,6 +83,8 @@ def build(directory: Path = LIBRARIES, extra: Sequence[str] = ()) -> dict[str, s
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = {}
         for name, flags in instruction_sets().items():
+            if names and name not in names:
+                continue
             command = [*compiler, *_COMMON.split(), *flags.split(), *extra]
             jobs[name] = pool.submit(_compile, command, library_path(name, directory))
     return {name: error for name, job in jobs.items() if (error := job.result())}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The tests of the CPU kernels, compiled with the address and undefined-behaviour sanitizers, one instruction set after the
-# other:
+# The tests of the CPU kernels, compiled with the address and undefined-behaviour sanitizers, one instruction set after
+# the other:
 #
 #   bash tests/kernels/cpu/sanitize.sh [python] [arguments of pytest]
 #
@@ -12,19 +12,20 @@ python=${1:-python}
 
 directory=$(mktemp -d)
 trap 'rm -rf "$directory"' EXIT
-"$python" - "$directory/all" <<'PYTHON'
+sets=${SANITIZE_SETS:-$("$python" -c 'from qtorch.kernels.cpu.library import instruction_sets, runs_here
+print(*filter(runs_here, instruction_sets()))')}
+# shellcheck disable=SC2086
+"$python" - "$directory/all" $sets <<'PYTHON'
 import runpy, sys
 from pathlib import Path
 
 flags = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-errors = runpy.run_path("qtorch/kernels/cpu/build.py")["build"](Path(sys.argv[1]), flags)
+errors = runpy.run_path("qtorch/kernels/cpu/build.py")["build"](Path(sys.argv[1]), flags, sys.argv[2:])
 sys.exit("\n".join(errors.values()) or 0)
 PYTHON
-sets=${SANITIZE_SETS:-$("$python" -c 'from qtorch.kernels.cpu.library import instruction_sets, runs_here
-print(*filter(runs_here, instruction_sets()))')}
 
-# Python itself is not instrumented: the runtime comes first, and leaks are Python's own. Reports go to a file, since pytest
-# swallows what a process says that ends.
+# Python itself is not instrumented: the runtime comes first, and leaks are Python's own. Reports go to a file, since
+# pytest swallows what a process says that ends.
 runtime="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)"
 failed=0
 for set in $sets; do
