@@ -47,7 +47,7 @@ class _LearnedStep(torch.autograd.Function):
         ctx.save_for_backward(input, scale, code)
         ctx.block, ctx.bounds, ctx.grad_scale, ctx.through_rounding = block, (low, high), grad_scale, through_rounding
         ctx.has_learned_zero_point = zero_point is not None and zero_point.is_floating_point()
-        return fake_quantize_blocks(input, block, scale, code, dtype, low, high, ZeroPointDomain.INT)[0]
+        return fake_quantize_blocks(input, block, scale, code, qdtype(dtype), low, high, ZeroPointDomain.INT)[0]
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
