@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .dtypes import QuantizedTensor, quantized_type
+from .dtypes import ConvWeight, QuantizedTensor, quantized_type
 from .explain import problem_of
+from .kernels.im2col import from_matrix, to_matrix
 from .kernels.registry import choose
 from .primitives import LinearSpec, compute_error
 from .primitives.jsonable import jsonable
@@ -140,11 +141,13 @@ def quantize_(
     Args:
         model: any module.
         recipe: one recipe for every `nn.Linear`; or an ordered mapping from names to recipes, None to leave a weight
-            alone. A key is a fully-qualified name (of a linear layer, an embedding or a 2-d or 3-d parameter) or a
-            regular expression that must match the whole name; the first key that matches wins. Embeddings and bare
-            parameters, fused experts say, are reached by a key that names them, not by a wildcard alone.
-        filter_fn: (module, fully-qualified name) -> bool; asked for each `nn.Linear`, `nn.Embedding` and
-            `nn.EmbeddingBag`.
+            alone. A key is a fully-qualified name (of a linear layer, an embedding, a convolution or a 2-d or 3-d
+            parameter) or a regular expression that must match the whole name; the first key that matches wins.
+            Embeddings, convolutions and bare parameters, fused experts say, are reached by a key that names them, not
+            by a wildcard alone. The weight of a convolution is quantized as a matrix, (output channels, kernel
+            positions * input channels).
+        filter_fn: (module, fully-qualified name) -> bool; asked for each `nn.Linear`, `nn.Embedding`,
+            `nn.EmbeddingBag` and `nn.Conv1d` to `nn.Conv3d`.
         device: move each weight there before it is quantized, and the rest of the model at the end, so that the peak on
             that device is the quantized model and one layer.
         dry_run: report what would be done; change nothing.
@@ -170,7 +173,7 @@ def quantize_(
             continue
         weight = target.parameter.detach()
         weight = weight if device is None else weight.to(device)
-        quantized = target.recipe.apply(weight)
+        quantized = _apply(target, weight)
         rows.append(_quantized(target, weight, quantized))
         if not dry_run:
             _replace(target, quantized, requires_grad=target.recipe.trains and target.parameter.requires_grad)
@@ -220,12 +223,37 @@ def _check_targets(targets: list[Target[Recipe]]) -> None:
             try:
                 if obstacle := next(filter(None, (slot.obstacle for slot in target.slots)), None):
                     raise ValueError(obstacle)
-                target.recipe.check(target.parameter)
+                _check(target)
             except (ValueError, TypeError) as error:
                 problems.append(f"{target.asked.label}: {error}")
     if problems:
         more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ValueError("quantize_: " + "\n".join(problems[:8]) + more + "\nthe model is unchanged")
+
+
+def _check(target: Target[Recipe]) -> None:
+    assert target.recipe is not None
+    if not target.asked.is_conv or nn.parameter.is_lazy(target.parameter):
+        target.recipe.check(target.parameter)
+        return
+    matrix = to_matrix(target.parameter.detach())
+    try:
+        target.recipe.check(matrix)
+    except ValueError as error:
+        shape = tuple(target.parameter.shape)
+        raise ValueError(
+            f"{error} (a convolution's weight {shape}, seen as the matrix {tuple(matrix.shape)})"
+        ) from error
+
+
+def _apply(target: Target[Recipe], weight: Tensor) -> Tensor:
+    assert target.recipe is not None
+    if not target.asked.is_conv:
+        return target.recipe.apply(weight)
+    matrix = target.recipe.apply(to_matrix(weight))
+    if isinstance(matrix, QuantizedTensor) and not matrix.trains:
+        return ConvWeight.of(matrix, weight.shape)
+    return from_matrix(matrix, weight.shape).contiguous()
 
 
 def _replace(target: Target[Recipe], quantized: Tensor, requires_grad: bool) -> None:
@@ -238,8 +266,7 @@ def _quantized(target: Target[Recipe], weight: Tensor, quantized: Tensor) -> Lay
     slot = target.asked
     kernel = None
     if isinstance(quantized, QuantizedTensor) and quantized.scheme.spec is not None:
-        op = "embedding" if slot.is_embedding else "linear"
-        kernel = choose(problem_of(quantized, op, weight.dtype, weight.device.type)).name
+        kernel = choose(problem_of(quantized, slot.module, weight.dtype, weight.device.type)).name
     return LayerReport(
         slot.name,
         tuple(weight.shape),
