@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 from .dtypes.conv import CONVS
 from .dtypes.embedding import EMBEDDINGS
+from .prepared_module import QuantizationState
 
 R = TypeVar("R")
 
@@ -51,6 +52,10 @@ class Slot(Generic[R]):
     @property
     def is_embedding(self) -> bool:
         return isinstance(self.module, EMBEDDINGS) and self.attribute == "weight"
+
+    def is_one_of(self, types: tuple[type, ...]) -> bool:
+        """Whether the parameter, or the module that it is the weight of, is of one of these types."""
+        return isinstance(self.parameter, types) or (self.attribute == "weight" and isinstance(self.module, types))
 
     @property
     def is_conv(self) -> bool:
@@ -89,6 +94,11 @@ class Target(Generic[R]):
         return self.slots[0].parameter
 
     @property
+    def modules(self) -> list[nn.Module]:
+        """Those that hold it, each once."""
+        return list(dict.fromkeys(slot.module for slot in self.slots))
+
+    @property
     def asked(self) -> Slot[R]:
         """The slot that a recipe was asked for, else the first."""
         return next((slot for slot in self.slots if slot.recipe is not None), self.slots[0])
@@ -102,8 +112,8 @@ def find_targets(model: nn.Module, recipe: R | Mapping[str, R | None], filter_fn
     """Every weight of two or more dimensions, with what is to be done to it.
 
     Args:
-        recipe: one recipe for every `nn.Linear`, or for every weight of the type that it `selects`; or an ordered
-            mapping; see `quantize_`.
+        recipe: one recipe for every `nn.Linear`, or for every weight, or weight of a module, of the types that it
+            `selects`; or an ordered mapping; see `quantize_`.
         filter_fn: (module, fully-qualified name) -> bool, asked for each `nn.Linear`, embedding and convolution.
 
     Raises:
@@ -125,6 +135,8 @@ def find_targets(model: nn.Module, recipe: R | Mapping[str, R | None], filter_fn
 def _slots(model: nn.Module) -> list[Slot[R]]:
     found: list[Slot[R]] = []
     for module_name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, QuantizationState):
+            continue
         for attribute, parameter in module._parameters.items():
             # Parameters that are not materialized yet have no shape; the recipe's check will say so.
             if parameter is not None and (nn.parameter.is_lazy(parameter) or parameter.dim() >= 2):
@@ -133,15 +145,15 @@ def _slots(model: nn.Module) -> list[Slot[R]]:
 
 
 def _assign_by_kind(slots: list[Slot[R]], recipe: R, filter_fn: Filter | None) -> None:
-    selects: type | None = getattr(recipe, "selects", None)
+    selects: tuple[type, ...] = getattr(recipe, "selects", ())
     for slot in slots:
         if slot.obstacle:
             slot.reason = slot.obstacle
-        elif selects is not None and not isinstance(slot.parameter, selects):
-            slot.reason = f"no {selects.__name__}"
-        elif selects is None and not slot.is_layer:
+        elif selects and not slot.is_one_of(selects):
+            slot.reason = f"no {' or '.join(kind.__name__ for kind in selects)}"
+        elif not selects and not slot.is_layer:
             slot.reason = f"a bare parameter of {type(slot.module).__name__}; ask for it by name"
-        elif selects is None and filter_fn is None and not slot.is_linear:
+        elif not selects and filter_fn is None and not slot.is_linear:
             what = "an embedding" if slot.is_embedding else "a convolution"
             slot.reason = f"{what}; ask for it by name or with filter_fn"
         elif filter_fn is not None and not filter_fn(slot.module, slot.module_name):
