@@ -87,14 +87,15 @@ def _conv(
     groups: int,
 ) -> Tensor:
     name = f"conv{ndim}d"
-    if not isinstance(weight, ConvWeight) or isinstance(x, QuantizedTensor):
-        raise TypeError(f"{name} takes a float input and a ConvWeight, got {kinds(x, weight)}")
+    takes = isinstance(weight, ConvWeight) or (isinstance(weight, QuantizedTensor) and weight.trains)
+    if not takes or isinstance(x, QuantizedTensor):
+        raise TypeError(f"{name} takes a float input and a ConvWeight, or one in training, got {kinds(x, weight)}")
     if not x.is_floating_point():
         raise TypeError(f"{name} takes a floating-point input, got {x.dtype}")
-    check_device(name, x, weight)
+    check_device(name, x, weight)  # type: ignore[arg-type]
     if x.dim() == ndim + 1:
         return _conv(ndim, x.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
-    x, window = prepare_conv(ndim, x, weight.scheme.shape, stride, padding, dilation, groups, name)
+    x, window = prepare_conv(ndim, x, weight.scheme.shape, stride, padding, dilation, groups, name)  # type: ignore[attr-defined]
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
@@ -104,7 +105,9 @@ def _conv(
     return _differentiable(x, weight, bias, window)
 
 
-def _differentiable(x: Tensor, weight: ConvWeight, bias: Tensor | None, window: Window) -> Tensor:
+def _differentiable(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -> Tensor:
+    if weight.trains:
+        return _with_bias(weight.conv(x, window), bias)
     if torch.is_grad_enabled() and (x.requires_grad or requires_grad(weight) or requires_grad(bias)):
         return _Conv.apply(x, weight, bias, window)
     return _run(x, weight, bias, window)
@@ -116,7 +119,11 @@ def _run(x: Tensor, weight: ConvWeight, bias: Tensor | None, window: Window) -> 
     matrices = [_of_group(weight, group, window.groups) for group in range(window.groups)]
     with torch.no_grad():
         y = multiply_windows(x, window, lambda rows, group: linear(rows, matrices[group]))
-    return y if bias is None else y + bias.reshape(-1, *(1,) * len(window.kernel))
+    return _with_bias(y, bias)
+
+
+def _with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
+    return y if bias is None else y + bias.reshape(-1, *(1,) * (y.dim() - 2))
 
 
 def _of_group(weight: ConvWeight, group: int, groups: int) -> QuantizedTensor:
