@@ -243,6 +243,8 @@ def dequantize_(model: nn.Module) -> nn.Module:
 
 
 def _word(value: Any) -> str:
+    if isinstance(value, Recipe):
+        return str(value)
     return value.name if isinstance(value, Enum) else repr(value)
 
 
