@@ -118,14 +118,14 @@ def multiply_windows(x: Tensor, window: Window, multiply: Callable[[Tensor, int]
 
 def _windows(x: Tensor, window: Window) -> Tensor:
     """(B, *positions, *kernel, C): the window of each output position, a view of the padded input."""
-    x = functional.pad(x.movedim(1, -1).contiguous(), [0, 0, *_both_ends(window.padding)])
+    x = functional.pad(x.movedim(1, -1).contiguous(), [0, 0, *both_ends(window.padding)])
     for i, (k, step, d) in enumerate(zip(window.kernel, window.stride, window.dilation, strict=True)):
         x = x.unfold(1 + i, d * (k - 1) + 1, step)[..., ::d]
     ndim = len(window.kernel)
     return x.movedim(1 + ndim, -1)
 
 
-def _both_ends(padding: Sequence[int]) -> list[int]:
+def both_ends(padding: Sequence[int]) -> list[int]:
     """As `F.pad` takes it: (before, after) of the last axis first."""
     return list(itertools.chain(*((p, p) for p in reversed(padding))))
 
