@@ -108,9 +108,14 @@ def check_float_weight(weight: Tensor) -> None:
 class WeightRecipe(Recipe):
     """A recipe for inference that is described by a `LinearSpec` alone.
 
+    Attributes:
+        prunes: it drops elements of the weight first.
+
     Raises:
         ValueError: there is no such spec.
     """
+
+    prunes: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         spec = self.linear_spec()
@@ -119,6 +124,14 @@ class WeightRecipe(Recipe):
 
     def linear_spec(self) -> LinearSpec:
         raise NotImplementedError
+
+    def prune(self, weight: Tensor) -> Tensor:
+        """`weight` with zeros in place of what the recipe drops before it quantizes, if `prunes`; differentiable."""
+        return weight
+
+    def act_scale(self, device: torch.device) -> Tensor | None:
+        """The scale of a static activation, (1, 1) fp32; None where it is computed on each call, or there is none."""
+        return None
 
     def check(self, weight: Tensor) -> None:
         check_float_weight(weight)
@@ -136,7 +149,7 @@ class WeightRecipe(Recipe):
 
     def apply(self, weight: Tensor) -> Tensor:
         spec = self.linear_spec()
-        return quantized_type(spec.weight).from_float(weight, spec)
+        return quantized_type(spec.weight).from_float(self.prune(weight), spec)
 
 
 def register_recipe(name: str) -> Callable[[C], C]:

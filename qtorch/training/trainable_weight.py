@@ -16,7 +16,7 @@ from ..dtypes import QuantizedTensor
 from ..kernels.im2col import Window, multiply_windows, to_matrix
 from ..kernels.rows import from_rows, to_rows
 from .gemm import contraction
-from .products import quantized_einsum
+from .products import Product, einsum_by
 from .spec import TrainingSpec
 
 
@@ -51,7 +51,7 @@ class TrainableWeight(QuantizedTensor):
 
     def embedding(self, ids: Tensor, **options: Any) -> Tensor:
         """Rows of the weight as the forward quantizes it, in case the table is tied to a linear layer."""
-        rows = _Floats.apply(self)
+        rows = floats_of(self)
         spec = self.training_spec.output.rhs
         if spec is not None:
             rows = spec.to_nearest().fake_quantize(rows)
@@ -65,8 +65,6 @@ class TrainableWeight(QuantizedTensor):
 
 
 class _Floats(torch.autograd.Function):
-    """A weight as a plain tensor, differentiable."""
-
     @staticmethod
     def forward(ctx: Any, weight: TrainableWeight) -> Tensor:
         return weight.floats().clone()
@@ -76,6 +74,11 @@ class _Floats(torch.autograd.Function):
         return grad_outputs[0]
 
 
+def floats_of(weight: Tensor) -> Tensor:
+    """A weight, plain or in training, as a plain tensor, differentiable."""
+    return _Floats.apply(weight) if isinstance(weight, TrainableWeight) else weight
+
+
 def _einsum(equation: str, *operands: Any) -> Tensor:
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
@@ -83,10 +86,19 @@ def _einsum(equation: str, *operands: Any) -> Tensor:
         raise ValueError(f"einsum with a weight in training takes two operands, got {len(operands)}")
     lhs, rhs = operands
     if isinstance(rhs, TrainableWeight):
-        return quantized_einsum(equation, lhs, rhs, rhs.training_spec)
+        return einsum_by(_product(rhs), equation, lhs, rhs)
     terms, arrow, result = equation.partition("->")
     first, _, second = terms.partition(",")
-    return quantized_einsum(f"{second},{first}{arrow}{result}", rhs, lhs, lhs.training_spec)
+    return einsum_by(_product(lhs), f"{second},{first}{arrow}{result}", rhs, lhs)
+
+
+def _product(weight: TrainableWeight) -> Product:
+    """Of an input and a view of `weight`; sums over an axis of it are plain tensors."""
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        return b.linear(a, None) if isinstance(b, TrainableWeight) else contraction(a, b, weight.training_spec)
+
+    return run
 
 
 _FUNCTIONS = {torch.einsum: _einsum}
