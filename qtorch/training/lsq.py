@@ -19,8 +19,8 @@ from ..dtypes import PackedLayout
 from ..primitives import (
     Granularity,
     LinearSpec,
-    LSQRule,
     MappingType,
+    MSERule,
     PerRow,
     PerTensor,
     QuantSpec,
@@ -29,8 +29,16 @@ from ..primitives import (
     qdtype,
 )
 from ..quantize_api import Recipe, WeightRecipe, register_recipe
+from .learned_quantizers import LearnedClip, LearnedStep
 from .module_recipe import ModuleRecipe
-from .quantizers import Dynamic, LearnedStep, Quantizer
+from .quantizers import Dynamic, Quantizer
+
+LEAST_SQUARES = MSERule(steps=9, smallest=0.2)
+"""Where steps start. The papers' `LSQRule()` is some 4 times too coarse at 8 bits."""
+
+
+WEIGHTS = ("step", "clip", "chosen")
+ACTIVATIONS = ("step", "clip")
 
 
 @register_recipe("lsq")
@@ -50,7 +58,12 @@ class LSQ(ModuleRecipe):
         activation_offset: learn an offset of the activations too (LSQ+).
         edge_bits: of the weights and activations of the first and the last layer, in the order of the model; None for
             the same as all others.
-        weight_init, activation_init: the rule that the steps start from.
+        weight_init, activation_init: the rule that the steps start from; `LSQRule()` is that of the paper.
+        weights: ``"step"``, steps are learned; ``"clip"``, what share of the weight's range they cover is
+            (`LearnedClip`), so that they follow the weight; ``"chosen"``, they are chosen anew in each step.
+        activations: ``"step"``; ``"clip"``, only what clips moves them (PACT; see `pact`).
+        start_step, freeze_step: forward passes in training mode before which a layer is in floating point, and after
+            which its scales are held; see `Schedule`.
         recipe: learn the steps of this inference recipe, of integer weights, instead: its weight scales (and zero
             points) from where it would put them; dynamic activation scales stay dynamic, static ones are learned.
 
@@ -63,11 +76,18 @@ class LSQ(ModuleRecipe):
     granularity: Granularity = PerRow()
     activation_offset: bool = False
     edge_bits: int | None = None
-    weight_init: ScaleRule = LSQRule()
-    activation_init: ScaleRule = LSQRule()
+    weight_init: ScaleRule = LEAST_SQUARES
+    activation_init: ScaleRule = LEAST_SQUARES
+    weights: str = "step"
+    activations: str = "step"
+    start_step: int = 0
+    freeze_step: int | None = None
     recipe: WeightRecipe | None = None
 
     def __post_init__(self) -> None:
+        for name, words in (("weights", WEIGHTS), ("activations", ACTIVATIONS)):
+            if getattr(self, name) not in words:
+                raise ValueError(f"lsq: {name} is one of {', '.join(words)}, got {getattr(self, name)!r}")
         for name in ("weight_bits", "activation_bits", "edge_bits"):
             bits = getattr(self, name)
             if bits is not None and not 2 <= bits <= 8:
@@ -82,8 +102,6 @@ class LSQ(ModuleRecipe):
             raise ValueError(f"lsq: {given[0]} is what {recipe} says; leave it out")
         spec = recipe.linear_spec()
         check_learnable(spec.weight, f"lsq: the weights of {recipe}")
-        if spec.layout is not None and not spec.layout.any_codes:
-            raise ValueError(f"lsq: {recipe} prunes its weights; steps are learned of dense ones")
         if spec.static and spec.activation is not None:
             check_learnable(spec.activation, f"lsq: the static activations of {recipe}")
 
@@ -114,14 +132,14 @@ class LSQ(ModuleRecipe):
         return replace(self, weight_bits=self.edge_bits, activation_bits=bits, edge_bits=None)
 
     def weight_quantizer(self, spec: QuantSpec, weight: Tensor) -> Quantizer:
-        shape = spec.scale_shape(weight.shape)
+        if self.weights == "chosen":
+            return super().weight_quantizer(spec, weight)
+        shape, dtype = spec.scale_shape(weight.shape), spec.stored_scale_dtype(weight.dtype)
+        count = weight.numel() // max(torch.Size(shape).numel(), 1)
+        if self.weights == "clip":
+            return LearnedClip(spec, shape, self.freezes, scale_dtype=dtype, count=count)
         quantizer = LearnedStep(
-            spec,
-            shape,
-            self.freezes,
-            offset=spec.has_zero_point,
-            scale_dtype=spec.stored_scale_dtype(weight.dtype),
-            count=weight.numel() // max(torch.Size(shape).numel(), 1),
+            spec, shape, self.freezes, offset=spec.has_zero_point, scale_dtype=dtype, count=count
         ).to(weight.device)
         quantizer.start(*spec.choose_qparams(weight))
         return quantizer
@@ -129,7 +147,13 @@ class LSQ(ModuleRecipe):
     def input_quantizer(self, spec: QuantSpec, static: bool) -> Quantizer:
         if not static:
             return Dynamic(spec, (1, 1))
-        quantizer = LearnedStep(spec, (1, 1), self.freezes, offset=self.activation_offset and spec.has_zero_point)
+        quantizer = LearnedStep(
+            spec,
+            (1, 1),
+            self.freezes,
+            offset=self.activation_offset and spec.has_zero_point,
+            through_rounding=self.activations == "step",
+        )
         scale = getattr(self.recipe, "scale", None)
         if scale is not None:
             quantizer.start(torch.full((1, 1), scale))

@@ -17,13 +17,23 @@ from ..quantize_api import WeightRecipe
 from ..targets import Target
 from .fake_quantized_layers import FakeQuantization, layer_for
 from .quantizers import Dynamic, Quantizer
-from .schedule import Schedule
+from .schedule import Schedule, check_steps
 
 
 class ModuleRecipe(WeightRecipe):
     """Layers learn, or observe, the scales of `linear_spec()`; `convert()` serves them."""
 
     trains: ClassVar[bool] = True
+
+    start_step: int
+    freeze_step: int | None
+
+    def __post_init__(self) -> None:
+        check_steps(self.start_step, self.freeze_step)
+        layout = self.linear_spec().layout
+        if layout is not None and not layout.any_codes:
+            raise ValueError(f"{self.name}: {self.linear_spec()} prunes its weights; layers are trained for dense ones")
+        super().__post_init__()
 
     def weight_quantizer(self, spec: QuantSpec, weight: Tensor) -> Quantizer:
         """For `weight`, which gives the state its start."""
@@ -36,12 +46,11 @@ class ModuleRecipe(WeightRecipe):
     @property
     def freezes(self) -> bool:
         """Whether scales are held from some step on."""
-        schedule = self.schedule()
-        return schedule is not None and schedule.freeze_step is not None
+        return self.freeze_step is not None
 
     def schedule(self) -> Schedule | None:
-        """A new schedule; None: fake-quantized from the first step to the last."""
-        return None
+        """A new one; None: fake-quantized from the first step to the last."""
+        return Schedule(self.start_step, self.freeze_step) if self.start_step or self.freezes else None
 
     def check_target(self, target: Target[Any]) -> None:
         for slot in target.slots:
