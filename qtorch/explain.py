@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .dtypes import ConvWeight, QuantizedTensor
-from .dtypes.conv import conv_problem
+from .dtypes.conv import CONVS, conv_problem
 from .dtypes.embedding import EMBEDDINGS
 from .kernels.registry import Problem, candidates, choose
 
@@ -88,8 +88,8 @@ def explain(module_or_weight: nn.Module | Tensor, x: Tensor | None = None) -> Ex
 
 def problem_of(weight: QuantizedTensor, module: nn.Module | None, dtype: torch.dtype, device: str) -> Problem:
     """What is looked up for a weight of `module`; fused experts (3-d) run as linear layers, one by one."""
-    if isinstance(weight, ConvWeight):
-        return conv_problem(weight, getattr(module, "groups", 1), dtype, device)
+    if isinstance(weight, ConvWeight) or (isinstance(module, CONVS) and weight.trains):
+        return conv_problem(weight.scheme, getattr(module, "groups", 1), dtype, device)
     op = "embedding" if isinstance(module, EMBEDDINGS) else "linear"
     matrix: Any = weight
     while len(matrix.scheme.shape) > 2:

@@ -9,6 +9,7 @@ Gradients flow to the input and the bias, straight through the quantization of t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from torch.nn import functional
 
 from ..kernels.im2col import Size, Window, multiply_windows, prepare_conv
 from ..kernels.registry import Problem
+from ..primitives.scheme import Scheme
 from .base import QuantizedTensor, implements_function
-from .conv_weight import ConvWeight
+from .conv_weight import ConvScheme, ConvWeight
 from .functions import check_device, find_kernel, frozen_error, kinds, linear, requires_grad
+from .layouts.plain import layout_for
 
 aten = torch.ops.aten
 
@@ -69,11 +72,18 @@ def conv3d(
     return _conv(3, input, weight, bias, stride, padding, dilation, groups)
 
 
-def conv_problem(weight: ConvWeight, groups: int, dtype: torch.dtype, device: str) -> Problem:
-    """What is looked up for a convolution: the product of a group's windows, or a whole weight-only convolution."""
-    if weight.scheme.activation is None:
-        return Problem("conv", weight.scheme, dtype, device)
-    return Problem("linear", _of_group(weight, 0, groups).scheme, dtype, device)
+def conv_problem(scheme: Scheme, groups: int, dtype: torch.dtype, device: str) -> Problem:
+    """What is looked up for a weight (N, C / groups, *kernel), one that serves or is in training: a whole convolution
+    if it is weight-only, else the product with the windows of one group."""
+    spec = replace(scheme.spec, layout=scheme.layout)
+    shown = ConvScheme(spec, scheme.shape, scheme.dtype)
+    if spec.activation is None:
+        return Problem("conv", shown, dtype, device)
+    matrix = shown.matrix
+    if groups > 1:
+        matrix = replace(matrix, shape=(matrix.shape[0] // groups, matrix.shape[1]))
+        matrix = replace(matrix, spec=replace(spec, layout=layout_for(matrix)))
+    return Problem("linear", matrix, dtype, device)
 
 
 def _conv(

@@ -11,13 +11,14 @@ step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..primitives import QuantSpec
 from ..quantize_api import Recipe, WeightRecipe, register_recipe
+from ..targets import Target
 from .fake_quantized import QATSpec
 from .fake_quantized_weight import FakeQuantizedWeight
 
@@ -29,7 +30,8 @@ class QAT(Recipe):
     bit where the recipe sums integers (int8 activations), and up to the order of fp32 sums elsewhere. The codes of
     weights are the same in all cases. Gradients pass straight through rounding (see `fake_quantized`).
 
-    It reaches what the recipe itself does: `nn.Linear`; by name embeddings, bare matrices and fused experts.
+    It reaches what the recipe itself does: `nn.Linear`; by name embeddings, convolutions, bare matrices and fused
+    experts.
 
     Args:
         recipe: for inference, what the weights become by `convert()`.
@@ -63,6 +65,9 @@ class QAT(Recipe):
 
     def apply(self, weight: Tensor) -> Tensor:
         return FakeQuantizedWeight.of(weight, QATSpec(self.recipe, self.compute_dtype))
+
+    def make(self, target: Target[Any], weight: Tensor) -> Tensor:
+        return self.apply(weight)  # that of a convolution keeps its shape
 
 
 qat = QAT
