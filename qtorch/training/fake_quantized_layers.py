@@ -83,41 +83,65 @@ class FakeQuantizedLayer(PreparedModule):
             delattr(self, name)
         super().restore()
 
-    def quantize(self, input: Tensor | None) -> tuple[FakeQuantized | None, FakeQuantized]:
-        """The input and the weight, fake-quantized, as the schedule has them."""
-        frozen = None if self.schedule is None else self.schedule.frozen
-        x = None if input is None else FakeQuantized(input)
-        if input is not None and self.input_quantizer is not None:
-            x = self.input_quantizer(input, frozen)
-        w = self.weight_quantizer(self.weight, frozen)
+    @classmethod
+    def to_matrix(cls, module: nn.Module, weight: Tensor) -> Tensor:
+        """`weight` of `module` as it is quantized: a matrix whose rows are the output features; differentiable."""
+        return weight
+
+    @classmethod
+    def from_matrix(cls, module: nn.Module, matrix: Tensor, shape: torch.Size) -> Tensor:
+        """Inverse of `to_matrix`, for a weight of this shape."""
+        return matrix
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.to_matrix(self, self.weight)
+
+    @property
+    def frozen(self) -> Tensor | None:
+        """Whether scales are held; see `Schedule`."""
+        return None if self.schedule is None else self.schedule.frozen
+
+    def quantize_input(self, input: Tensor) -> FakeQuantized:
+        """The input, fake-quantized as the schedule has it."""
+        if self.input_quantizer is None:
+            return FakeQuantized(input)
+        return self._scheduled(self.input_quantizer(input, self.frozen), input)
+
+    def quantize_weight(self) -> FakeQuantized:
+        """The matrix of the weight, fake-quantized as the schedule has it."""
+        matrix = self.matrix
+        return self._scheduled(self.weight_quantizer(matrix, self.frozen), matrix)
+
+    def _scheduled(self, quantized: FakeQuantized, values: Tensor) -> FakeQuantized:
+        if self.schedule is None or not self.training:
+            return quantized
+        # Their product is that of floats: a mixture of two has no codes.
+        return FakeQuantized(torch.where(self.schedule.active, quantized.values, values))
+
+    def advance(self) -> None:
+        """A pass is done."""
         if self.schedule is not None and self.training:
-            active = self.schedule.active
-            # Their product is that of floats: a mixture of two has no codes.
-            w = FakeQuantized(torch.where(active, w.values, self.weight))
-            if input is not None and x is not None:
-                x = FakeQuantized(torch.where(active, x.values, input))
             self.schedule.advance()
-        return x, w
 
     def operands(self, rows: Tensor, x: FakeQuantized, w: FakeQuantized) -> tuple[Operand | None, Operand | None]:
         """The codes of both sides, where they are multiplied as integers."""
         if x.scale is None or w.scale is None or not sums_integers(self.linear_spec):
             return None, None
         assert self.input_quantizer is not None
-        weight = self.weight.detach().reshape(self.weight.shape[0], -1)
-        return _operand(rows.detach(), x, self.input_quantizer.spec), _operand(weight, w, self.weight_quantizer.spec)
+        of_input = _operand(rows.detach(), x, self.input_quantizer.spec)
+        return of_input, _operand(self.matrix.detach(), w, self.weight_quantizer.spec)
 
     def check_convert(self) -> None:
         if self.input_quantizer is not None and not self.input_quantizer.is_ready:
             raise ValueError("no input has been seen, so that there is no scale for it: train or calibrate first")
-        if not bool(torch.isfinite(self.weight.detach()).all()):
+        if not bool(torch.isfinite(self.matrix.detach()).all()):
             raise ValueError("the weight has values that are NaN or infinite")
 
     @torch.no_grad()
     def served_weight(self) -> Tensor:
         """Quantized by the scales that the forward in eval mode uses, with the layout of the spec."""
-        frozen = None if self.schedule is None else self.schedule.frozen
-        weight, spec = self.weight.detach(), self.linear_spec
+        frozen, weight, spec = self.frozen, self.matrix.detach(), self.linear_spec
         activation: dict[str, Tensor | None] = {}
         if spec.static:
             assert self.input_quantizer is not None
@@ -176,8 +200,8 @@ class FakeQuantizedLinear(FakeQuantizedLayer, nn.Linear):
 
     def _forward(self, input: Tensor) -> Tensor:
         rows = to_rows(input)
-        x, w = self.quantize(rows)
-        assert x is not None
+        x, w = self.quantize_input(rows), self.quantize_weight()
+        self.advance()
         bias = None if self.bias is None else self.bias.to(input.dtype)
         y = served_linear(x.values, w.values, bias, *self.operands(rows, x, w))
         return from_rows(y, input, None)
@@ -195,14 +219,15 @@ class FakeQuantizedEmbedding(FakeQuantizedLayer, nn.Embedding):
             raise ValueError("an embedding with sparse=True has no dense gradient to learn from")
 
     def forward(self, input: Tensor) -> Tensor:
-        _, w = self.quantize(None)
+        w = self.quantize_weight()
+        self.advance()
         return functional.embedding(input, w.values, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
 
 
 LAYERS: dict[type[nn.Module], type[FakeQuantizedLayer]] = {
     cls.float_class: cls for cls in (FakeQuantizedLinear, FakeQuantizedEmbedding)
 }
-"""What each float module becomes."""
+"""What each float module becomes; further kinds are in files of their own."""
 
 
 def layer_for(module: nn.Module) -> type[FakeQuantizedLayer]:

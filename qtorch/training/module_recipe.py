@@ -54,22 +54,23 @@ class ModuleRecipe(WeightRecipe):
 
     def check_target(self, target: Target[Any]) -> None:
         for slot in target.slots:
-            if isinstance(slot.module, PreparedModule):
-                raise ValueError("is in training; finish it by convert() first")
-            layer_for(slot.module)
+            if not isinstance(slot.module, PreparedModule):
+                layer_for(slot.module)
             if slot.attribute != "weight":
                 raise ValueError(f"is no weight of a layer but its {slot.attribute}")
-        self.check(target.parameter)
+        super().check_target(target)
 
     def make(self, target: Target[Any], weight: Tensor) -> FakeQuantization:
-        spec = self.linear_spec()
+        spec, module = self.linear_spec(), target.modules[0]
+        layer = layer_for(module)
+        matrix = layer.to_matrix(module, weight)
         if not any(layer_for(module).takes_activation for module in target.modules):
             spec = replace(spec, activation=None, static=False)
         of_input = None if spec.activation is None else self.input_quantizer(spec.activation, spec.static)
-        of_weight = self.weight_quantizer(spec.weight, weight)
+        of_weight = self.weight_quantizer(spec.weight, matrix)
         state = [quantizer.to(weight.device) for quantizer in (of_weight, of_input) if quantizer is not None]
         nbytes = weight.nbytes + sum(t.nbytes for quantizer in state for t in quantizer.state_dict().values())
-        values = of_weight.eval()(weight).values
+        values = layer.from_matrix(module, of_weight.eval()(matrix).values, weight.shape)
         schedule = self.schedule()
         schedule = None if schedule is None else schedule.to(weight.device)
         return FakeQuantization(spec, of_weight, of_input, schedule, values, nbytes)
