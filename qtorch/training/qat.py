@@ -21,6 +21,7 @@ from ..quantize_api import Recipe, WeightRecipe, register_recipe
 from ..targets import Target
 from .fake_quantized import QATSpec
 from .fake_quantized_weight import FakeQuantizedWeight
+from .scheduled_qat import ScheduledQAT
 
 
 @register_recipe("qat")
@@ -38,6 +39,8 @@ class QAT(Recipe):
         compute_dtype: of the arithmetic of fake quantization. None is fp32, as that of the kernels that serve. A
             dtype, bf16 say, is faster in eager mode; products are then of fake-quantized floats, and conversion
             changes numbers by the rounding of that dtype. Integer codes only.
+        start_step, freeze_step, observer, momentum: a schedule, and observed ranges of static activations; see
+            `ScheduledQAT`. Their state is in the layers, whose class is exchanged.
 
     Raises:
         TypeError: `recipe` is no inference recipe.
@@ -48,6 +51,10 @@ class QAT(Recipe):
 
     recipe: WeightRecipe
     compute_dtype: torch.dtype | None = None
+    start_step: int = 0
+    freeze_step: int | None = None
+    observer: str | None = None
+    momentum: float = 0.01
 
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, WeightRecipe):
@@ -59,6 +66,20 @@ class QAT(Recipe):
             for spec in (linear.weight, linear.activation):
                 if spec is not None and (not isinstance(spec, QuantSpec) or spec.dtype.is_floating_point):
                     raise ValueError(f"qat: compute_dtype takes integer codes, {self.recipe} has {spec}")
+
+        if self._has_state:
+            if self.compute_dtype is not None:
+                raise ValueError("qat: compute_dtype is for training without a schedule or an observer")
+            self.placed(0, 1)
+
+    @property
+    def _has_state(self) -> bool:
+        return self.start_step != 0 or self.freeze_step is not None or self.observer is not None
+
+    def placed(self, index: int, count: int) -> Recipe:
+        if not self._has_state:
+            return self
+        return ScheduledQAT(self.recipe, self.start_step, self.freeze_step, self.observer, self.momentum)
 
     def check(self, weight: Tensor) -> None:
         self.recipe.check(weight)
