@@ -37,7 +37,7 @@ from qtorch import (
 )
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import library
-from qtorch.primitives import LSQRule, MappingType, from_json, to_json
+from qtorch.primitives import LSQRule, MappingType, MinMaxRule, from_json, to_json
 from qtorch.training import calibrate, clip_penalty, convert, lsq, pact, parameter_groups
 from qtorch.training.fake_quantized_layers import FakeQuantizedLinear
 from qtorch.training.learned_quantizers import LearnedClip, LearnedStep
@@ -520,7 +520,7 @@ def test_a_recipe_is_data() -> None:
 
 def test_pact_clips_less_of_what_is_penalized() -> None:
     model, x = mlp(), torch.randn(64, 64)
-    quantize_(model, pact())
+    quantize_(model, pact(activation_init=MinMaxRule()))
     calibrate(model, [x])
     quantizer = model[0].input_quantizer
     assert isinstance(quantizer, LearnedStep)
@@ -583,8 +583,6 @@ def test_two_bits_learn() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     fit(model, 200)
     after_training, learned = copy.deepcopy(model), copy.deepcopy(model)
-    from qtorch.primitives import MinMaxRule
-
     quantize_(after_training, lsq(2, 2, weight_init=MinMaxRule(), activation_init=MinMaxRule()))
     calibrate(after_training, [batch(128, step)[0] for step in range(8)])
     quantize_(after_training, convert())
