@@ -34,12 +34,12 @@ class QAT(Recipe):
     Args:
         recipe: for inference, what the weights become by `convert()`.
         compute_dtype: of the arithmetic of fake quantization. None is fp32, as that of the kernels that serve. A
-            dtype, bf16 say, is faster in eager mode; products are then of fake-quantized floats, and conversion
-            changes numbers by the rounding of that dtype. Integer codes only.
+            dtype, that of the model say, is faster in bf16; products are then of fake-quantized floats, and conversion
+            changes numbers by the rounding of that dtype. For affine codes.
 
     Raises:
         TypeError: `recipe` is no inference recipe.
-        ValueError: its scales take a search for each new weight; a `compute_dtype` that is none, or with other codes.
+        ValueError: a `compute_dtype` that is none, or with look-up tables.
     """
 
     trains: ClassVar[bool] = True
@@ -55,8 +55,8 @@ class QAT(Recipe):
             if not self.compute_dtype.is_floating_point:
                 raise ValueError(f"qat: compute_dtype is a floating-point dtype or None, got {self.compute_dtype}")
             for spec in (linear.weight, linear.activation):
-                if spec is not None and (not isinstance(spec, QuantSpec) or spec.dtype.is_floating_point):
-                    raise ValueError(f"qat: compute_dtype takes integer codes, {self.recipe} has {spec}")
+                if spec is not None and not isinstance(spec, QuantSpec):
+                    raise ValueError(f"qat: compute_dtype takes affine codes, {self.recipe} has {spec}")
 
     def check(self, weight: Tensor) -> None:
         self.recipe.check(weight)
