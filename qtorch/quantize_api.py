@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .dtypes import QuantizedTensor, quantized_type
+from .dtypes import ConvWeight, QuantizedTensor, quantized_type
 from .explain import problem_of
+from .kernels.im2col import from_matrix, to_matrix
 from .kernels.registry import choose
 from .prepared_module import PreparedModule
 from .primitives import LinearSpec, compute_error
@@ -62,12 +63,25 @@ class Recipe:
         for slot in target.slots:
             if isinstance(slot.module, PreparedModule):
                 raise ValueError("is in training; finish it by convert() first")
-        self.check(target.parameter)
+        if not target.asked.is_conv or nn.parameter.is_lazy(target.parameter):
+            self.check(target.parameter)
+            return
+        shape, matrix = tuple(target.parameter.shape), to_matrix(target.parameter.detach())
+        try:
+            self.check(matrix)
+        except ValueError as error:
+            seen = f"a convolution's weight {shape}, seen as the matrix {tuple(matrix.shape)}"
+            raise ValueError(f"{error} ({seen})") from error
 
     def make(self, target: Target[Any], weight: Tensor) -> Any:
         """What takes the place of the parameter, `weight` its data; the modules are not changed. For the report it has
         `nbytes` and `dequantize()`."""
-        return self.apply(weight)
+        if not target.asked.is_conv:
+            return self.apply(weight)
+        matrix = self.apply(to_matrix(weight))
+        if isinstance(matrix, QuantizedTensor) and not matrix.trains:
+            return ConvWeight.of(matrix, weight.shape)
+        return from_matrix(matrix, weight.shape).contiguous()
 
     def install(self, target: Target[Any], made: Any) -> None:
         """Put what `make` has made into the modules."""
@@ -178,11 +192,13 @@ def quantize_(
     Args:
         model: any module.
         recipe: one recipe for every `nn.Linear`; or an ordered mapping from names to recipes, None to leave a weight
-            alone. A key is a fully-qualified name (of a linear layer, an embedding or a 2-d or 3-d parameter) or a
-            regular expression that must match the whole name; the first key that matches wins. Embeddings and bare
-            parameters, fused experts say, are reached by a key that names them, not by a wildcard alone.
-        filter_fn: (module, fully-qualified name) -> bool; asked for each `nn.Linear`, `nn.Embedding` and
-            `nn.EmbeddingBag`.
+            alone. A key is a fully-qualified name (of a linear layer, an embedding, a convolution or a 2-d or 3-d
+            parameter) or a regular expression that must match the whole name; the first key that matches wins.
+            Embeddings, convolutions and bare parameters, fused experts say, are reached by a key that names them, not
+            by a wildcard alone. The weight of a convolution is quantized as a matrix, (output channels, kernel
+            positions * input channels).
+        filter_fn: (module, fully-qualified name) -> bool; asked for each `nn.Linear`, `nn.Embedding`,
+            `nn.EmbeddingBag` and `nn.Conv1d` to `nn.Conv3d`.
         device: move each weight there before it is quantized, and the rest of the model at the end, so that the peak on
             that device is the quantized model and one layer.
         dry_run: report what would be done; change nothing.
@@ -282,8 +298,7 @@ def _quantized(target: Target[Recipe], weight: Tensor, quantized: Any) -> LayerR
     slot = target.asked
     kernel = None
     if isinstance(quantized, QuantizedTensor) and quantized.scheme.spec is not None:
-        op = "embedding" if slot.is_embedding else "linear"
-        kernel = choose(problem_of(quantized, op, weight.dtype, weight.device.type)).name
+        kernel = choose(problem_of(quantized, slot.module, weight.dtype, weight.device.type)).name
     return LayerReport(
         slot.name,
         tuple(weight.shape),

@@ -11,7 +11,7 @@ from .learned_step import learned_step_fake_quantize, lsq_grad_scale, lsq_scale
 from .qdtype import QDType, qdtype
 from .qparams import choose_qparams_affine, choose_qparams_affine_with_min_max
 from .rounding import Rounding, round_to_integer
-from .scale_rule import AbsMaxRule, AbsMeanRule, FixedRangeRule, MinMaxRule, MSERule, PercentileRule, ScaleRule
+from .scale_rule import AbsMaxRule, AbsMeanRule, FixedRangeRule, LSQRule, MinMaxRule, MSERule, PercentileRule, ScaleRule
 from .sparsity import is_2_4, prune_2_4
 from .spec import LinearSpec, QuantSpec
 from .sqnr import compute_error
@@ -24,6 +24,7 @@ __all__ = [
     "FixedRangeRule",
     "Granularity",
     "HQQRule",
+    "LSQRule",
     "LinearSpec",
     "MSERule",
     "MappingType",

@@ -39,11 +39,11 @@ class Convert(Recipe):
         for module in prepared:
             module.check_convert()
         if not prepared:
-            self.check(target.parameter)
+            super().check_target(target)
 
     def make(self, target: Target[Any], weight: Tensor) -> Tensor:
         prepared = _prepared(target)
-        return prepared[0].served_weight() if prepared else self.apply(weight)
+        return prepared[0].served_weight() if prepared else super().make(target, weight)
 
     def install(self, target: Target[Any], made: Tensor) -> None:
         for module in _prepared(target):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.im2col import Window, from_matrix, multiply_windows, to_matrix
 from ..kernels.int8_block_mm import pad_to_blocks
 from ..kernels.quantize_rowwise import quantize_dynamic
 from ..kernels.rows import to_rows
@@ -24,6 +25,7 @@ from ..primitives.jsonable import jsonable
 from ..primitives.scale_rule import AbsMaxRule, MinMaxRule
 from ..quantize_api import WeightRecipe
 from .gemm import Operand
+from .served_conv import rows_of, served_conv
 from .served_linear import served_linear, sums_integers
 from .trainable_weight import TrainableWeight, floats_of
 
@@ -97,6 +99,26 @@ def fake_quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None, sp
         return served_linear(x_hat, w_hat, bias, x, w)
     y = served_linear(x_hat, w_hat, None).to(input.dtype)
     return y if bias is None else y + bias
+
+
+def fake_quantized_conv(input: Tensor, weight: Tensor, spec: QATSpec, window: Window) -> Tensor:
+    """The convolution without bias of an input (B, C, *sizes), as `fake_quantized_linear` of its windows.
+
+    Args:
+        weight: (N, C / groups, *kernel) floating point.
+    """
+    dtype = spec.product_dtype
+    w_hat, w = fake_quantize_weight(to_matrix(weight), spec, dtype)
+    if spec.linear_spec.activation is None:
+        return served_conv(input, from_matrix(w_hat, weight.shape).contiguous().to(input.dtype), None, window)
+    parts = w_hat.chunk(window.groups)
+
+    def run(rows: Tensor, group: int) -> Tensor:
+        x_hat, x = _fake_quantize_input(rows, spec, dtype)
+        of_w = None if w is None else rows_of(w, group, window.groups)
+        return served_linear(x_hat, parts[group], None, x, of_w).to(input.dtype)
+
+    return multiply_windows(input, window, run)
 
 
 def fake_quantize_weight(

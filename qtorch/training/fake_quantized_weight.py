@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .fake_quantized import QATSpec, fake_quantize_weight, fake_quantized_linear
+from ..kernels.im2col import Window
+from .fake_quantized import QATSpec, fake_quantize_weight, fake_quantized_conv, fake_quantized_linear
 from .spec import TrainingSpec
 from .trainable_weight import floats_of
 from .training_weight import TrainingWeight
@@ -44,6 +45,9 @@ class FakeQuantizedWeight(TrainingWeight):
                 "depend on the rest of the weight; multiply the whole of it"
             )
         return fake_quantized_linear(input, self, bias, self.qat_spec)
+
+    def conv(self, input: Tensor, window: Window) -> Tensor:
+        return fake_quantized_conv(input, floats_of(self), self.qat_spec, window)
 
     def embedding(self, ids: Tensor, **options: Any) -> Tensor:
         spec = self.qat_spec

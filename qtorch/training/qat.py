@@ -11,15 +11,18 @@ step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..primitives import QuantSpec
 from ..quantize_api import Recipe, WeightRecipe, register_recipe
+from ..targets import Target
 from .fake_quantized import QATSpec
 from .fake_quantized_weight import FakeQuantizedWeight
+from .lora_qat import LoRAQAT
+from .scheduled_qat import ScheduledQAT
 
 
 @register_recipe("qat")
@@ -29,13 +32,18 @@ class QAT(Recipe):
     bit where the recipe sums integers (int8 activations), and up to the order of fp32 sums elsewhere. The codes of
     weights are the same in all cases. Gradients pass straight through rounding (see `fake_quantized`).
 
-    It reaches what the recipe itself does: `nn.Linear`; by name embeddings, bare matrices and fused experts.
+    It reaches what the recipe itself does: `nn.Linear`; by name embeddings, convolutions, bare matrices and fused
+    experts.
 
     Args:
         recipe: for inference, what the weights become by `convert()`.
         compute_dtype: of the arithmetic of fake quantization. None is fp32, as that of the kernels that serve. A
             dtype, that of the model say, is faster in bf16; products are then of fake-quantized floats, and conversion
             changes numbers by the rounding of that dtype. For affine codes.
+        start_step, freeze_step, observer, momentum: a schedule, and observed ranges of static activations; see
+            `ScheduledQAT`. Their state is in the layers, whose class is exchanged.
+        lora_rank: train adapters of this rank instead of the weights, see `LoRAQAT`; 0 for none.
+        lora_alpha: weight of the adapters; None is their rank.
 
     Raises:
         TypeError: `recipe` is no inference recipe.
@@ -46,6 +54,12 @@ class QAT(Recipe):
 
     recipe: WeightRecipe
     compute_dtype: torch.dtype | None = None
+    start_step: int = 0
+    freeze_step: int | None = None
+    observer: str | None = None
+    momentum: float = 0.01
+    lora_rank: int = 0
+    lora_alpha: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, WeightRecipe):
@@ -58,11 +72,32 @@ class QAT(Recipe):
                 if spec is not None and not isinstance(spec, QuantSpec):
                     raise ValueError(f"qat: compute_dtype takes affine codes, {self.recipe} has {spec}")
 
+        if self._has_state:
+            if self.compute_dtype is not None:
+                raise ValueError("qat: compute_dtype is for training without a schedule or an observer")
+            if self.lora_rank:
+                raise ValueError("qat: adapters have no schedule and no observer; leave lora_rank out, or those")
+        self.placed(0, 1)
+
+    @property
+    def _has_state(self) -> bool:
+        return self.start_step != 0 or self.freeze_step is not None or self.observer is not None
+
+    def placed(self, index: int, count: int) -> Recipe:
+        if self._has_state:
+            return ScheduledQAT(self.recipe, self.start_step, self.freeze_step, self.observer, self.momentum)
+        if self.lora_rank or self.lora_alpha is not None:
+            return LoRAQAT(self.recipe, self.lora_rank, self.lora_alpha, self.compute_dtype)
+        return self
+
     def check(self, weight: Tensor) -> None:
         self.recipe.check(weight)
 
     def apply(self, weight: Tensor) -> Tensor:
         return FakeQuantizedWeight.of(weight, QATSpec(self.recipe, self.compute_dtype))
+
+    def make(self, target: Target[Any], weight: Tensor) -> Tensor:
+        return self.apply(weight)  # that of a convolution keeps its shape
 
 
 qat = QAT

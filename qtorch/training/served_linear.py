@@ -61,14 +61,14 @@ def served_linear(
     if x is None or w is None or not (_is_integer(x.spec) and _is_integer(w.spec)):
         raise ValueError(f"served_linear: takes integer codes of both sides or of none, got {_kind(x)} and {_kind(w)}")
     # A tuple within the arguments would hide its tensors from autograd.
-    return _IntegerProduct.apply(x_hat, w_hat, bias, *_signed(x), *w)
+    return _IntegerProduct.apply(x_hat, w_hat, bias, *signed(x), *w)
 
 
 def _kind(operand: Operand | None) -> str:
     return "none" if operand is None else str(operand.spec)
 
 
-def _signed(x: Operand) -> Operand:
+def signed(x: Operand) -> Operand:
     """Unsigned codes as signed ones, which is what products of integers take: shifted along with their zero point."""
     if x.values.dtype != torch.uint8:
         return x

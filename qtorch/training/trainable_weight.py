@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..dtypes import QuantizedTensor
+from ..kernels.im2col import Window, multiply_windows, to_matrix
 from ..kernels.rows import from_rows, to_rows
-from .conv import quantized_conv1d, quantized_conv2d, quantized_conv3d
 from .gemm import contraction
 from .products import Product, einsum_by
 from .spec import TrainingSpec
@@ -44,6 +44,10 @@ class TrainableWeight(QuantizedTensor):
     def linear(self, input: Tensor, bias: Tensor | None) -> Tensor:
         y = contraction(to_rows(input), self, self.training_spec)
         return from_rows(y, input, bias)
+
+    def conv(self, input: Tensor, window: Window) -> Tensor:
+        matrices = to_matrix(self).chunk(window.groups, 0)
+        return multiply_windows(input, window, lambda rows, group: functional.linear(rows, matrices[group]))
 
     def embedding(self, ids: Tensor, **options: Any) -> Tensor:
         """Rows of the weight as the forward quantizes it, in case the table is tied to a linear layer."""
@@ -97,19 +101,5 @@ def _product(weight: TrainableWeight) -> Product:
     return run
 
 
-def _conv(function: Any) -> Any:
-    def run(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not isinstance(weight, TrainableWeight):
-            raise TypeError(f"a convolution takes a weight in training as its weight, got {type(weight).__name__}")
-        return function(input, weight, weight.training_spec, *args, **kwargs)
-
-    return run
-
-
-_FUNCTIONS = {
-    torch.einsum: _einsum,
-    functional.conv1d: _conv(quantized_conv1d),
-    functional.conv2d: _conv(quantized_conv2d),
-    functional.conv3d: _conv(quantized_conv3d),
-}
-"""Beside the products of `dtypes.functions`, which all come down to `linear`."""
+_FUNCTIONS = {torch.einsum: _einsum}
+"""Beside the products of `dtypes.functions`, which all come down to `linear`, and convolutions, to `conv`."""

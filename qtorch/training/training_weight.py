@@ -47,6 +47,7 @@ KEEPS_TYPE = {
     aten.unbind.int,
     aten.unsqueeze.default,
     aten.view.default,
+    aten._unsafe_view.default,
     aten._pin_memory.default,
     aten._to_copy.default,
 }
