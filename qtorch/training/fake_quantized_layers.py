@@ -150,7 +150,7 @@ class FakeQuantizedLayer(PreparedModule):
             return quantized_type(spec.weight).from_float(weight, spec)
         scale, zero_point = self.weight_quantizer.served(weight, frozen)
         codes = spec.weight.quantize(weight, scale, zero_point)
-        if isinstance(spec.weight.granularity, PerTensor) and spec.activation is not None:
+        if isinstance(spec.weight.granularity, PerTensor) and sums_integers(spec):
             # What kernels that sum integers read.
             spec = replace(spec, weight=spec.weight.with_granularity(PerRow()))
             shape = spec.weight.scale_shape(codes.shape)
