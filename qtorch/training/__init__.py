@@ -16,6 +16,7 @@ for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
 from ..quantize_api import RECIPES  # noqa: E402
+from .batch_norm import fold_batch_norm  # noqa: E402
 from .bitnet import precompute_bitnet_scale_for_fsdp  # noqa: E402
 from .calibrate import calibrate  # noqa: E402
 from .conv import quantized_conv1d, quantized_conv2d, quantized_conv3d  # noqa: E402
@@ -41,6 +42,7 @@ __all__ = [
     "TrainingWeight",
     "calibrate",
     "clip_penalty",
+    "fold_batch_norm",
     "fully_quantized",
     "fully_quantized_float8",
     "pact",

@@ -21,6 +21,7 @@ from ..quantize_api import Recipe, WeightRecipe, register_recipe
 from ..targets import Target
 from .fake_quantized import QATSpec
 from .fake_quantized_weight import FakeQuantizedWeight
+from .lora_qat import LoRAQAT
 from .scheduled_qat import ScheduledQAT
 
 
@@ -37,14 +38,16 @@ class QAT(Recipe):
     Args:
         recipe: for inference, what the weights become by `convert()`.
         compute_dtype: of the arithmetic of fake quantization. None is fp32, as that of the kernels that serve. A
-            dtype, bf16 say, is faster in eager mode; products are then of fake-quantized floats, and conversion
-            changes numbers by the rounding of that dtype. Integer codes only.
+            dtype, that of the model say, is faster in bf16; products are then of fake-quantized floats, and conversion
+            changes numbers by the rounding of that dtype. For affine codes.
         start_step, freeze_step, observer, momentum: a schedule, and observed ranges of static activations; see
             `ScheduledQAT`. Their state is in the layers, whose class is exchanged.
+        lora_rank: train adapters of this rank instead of the weights, see `LoRAQAT`; 0 for none.
+        lora_alpha: weight of the adapters; None is their rank.
 
     Raises:
         TypeError: `recipe` is no inference recipe.
-        ValueError: its scales take a search for each new weight; a `compute_dtype` that is none, or with other codes.
+        ValueError: a `compute_dtype` that is none, or with look-up tables.
     """
 
     trains: ClassVar[bool] = True
@@ -55,6 +58,8 @@ class QAT(Recipe):
     freeze_step: int | None = None
     observer: str | None = None
     momentum: float = 0.01
+    lora_rank: int = 0
+    lora_alpha: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, WeightRecipe):
@@ -64,22 +69,26 @@ class QAT(Recipe):
             if not self.compute_dtype.is_floating_point:
                 raise ValueError(f"qat: compute_dtype is a floating-point dtype or None, got {self.compute_dtype}")
             for spec in (linear.weight, linear.activation):
-                if spec is not None and (not isinstance(spec, QuantSpec) or spec.dtype.is_floating_point):
-                    raise ValueError(f"qat: compute_dtype takes integer codes, {self.recipe} has {spec}")
+                if spec is not None and not isinstance(spec, QuantSpec):
+                    raise ValueError(f"qat: compute_dtype takes affine codes, {self.recipe} has {spec}")
 
         if self._has_state:
             if self.compute_dtype is not None:
                 raise ValueError("qat: compute_dtype is for training without a schedule or an observer")
-            self.placed(0, 1)
+            if self.lora_rank:
+                raise ValueError("qat: adapters have no schedule and no observer; leave lora_rank out, or those")
+        self.placed(0, 1)
 
     @property
     def _has_state(self) -> bool:
         return self.start_step != 0 or self.freeze_step is not None or self.observer is not None
 
     def placed(self, index: int, count: int) -> Recipe:
-        if not self._has_state:
-            return self
-        return ScheduledQAT(self.recipe, self.start_step, self.freeze_step, self.observer, self.momentum)
+        if self._has_state:
+            return ScheduledQAT(self.recipe, self.start_step, self.freeze_step, self.observer, self.momentum)
+        if self.lora_rank or self.lora_alpha is not None:
+            return LoRAQAT(self.recipe, self.lora_rank, self.lora_alpha, self.compute_dtype)
+        return self
 
     def check(self, weight: Tensor) -> None:
         self.recipe.check(weight)
