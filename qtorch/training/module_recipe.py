@@ -15,7 +15,7 @@ from ..prepared_module import PreparedModule
 from ..primitives import QuantSpec
 from ..quantize_api import WeightRecipe
 from ..targets import Target
-from .fake_quantized_layers import FakeQuantization, layer_for
+from .fake_quantized_layers import FakeQuantization, is_sharded, layer_for
 from .quantizers import Dynamic, Quantizer
 from .schedule import Schedule, check_steps
 
@@ -58,6 +58,8 @@ class ModuleRecipe(WeightRecipe):
                 layer_for(slot.module)
             if slot.attribute != "weight":
                 raise ValueError(f"is no weight of a layer but its {slot.attribute}")
+        if is_sharded(target.parameter):
+            raise ValueError("is sharded; prepare the model before fully_shard")
         super().check_target(target)
 
     def make(self, target: Target[Any], weight: Tensor) -> FakeQuantization:

@@ -12,20 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..primitives import MinMaxRule
 from .learned_quantizers import LearnedStep
 from .lsq import LSQ
 
 
 def pact(weight_bits: int = 4, activation_bits: int = 4, **options: Any) -> LSQ:
-    """`lsq` with the gradient of PACT for activations, from the range of the first data on, and weights whose scales
-    are chosen anew in each step. Inputs with negative values are clipped on both sides.
+    """`lsq` with the gradient of PACT for activations, and weights whose scales are chosen anew in each step. Inputs
+    with negative values are clipped on both sides. A clip that nothing exceeds has no gradient: it starts from least
+    squared error, not from the largest value.
 
     Args:
         weight_bits, activation_bits, options: of `lsq`.
     """
-    given = {"activation_init": MinMaxRule(), "weights": "chosen", "activations": "clip", **options}
-    return LSQ(weight_bits, activation_bits, **given)
+    return LSQ(weight_bits, activation_bits, **{"weights": "chosen", "activations": "clip", **options})
 
 
 def clip_penalty(model: nn.Module) -> Tensor:

@@ -9,6 +9,7 @@ import warnings
 
 sys.path.insert(0, os.getcwd())
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -54,6 +55,11 @@ def main(kind: str, name: str) -> None:
                 fully_shard(layer)
         fully_shard(model)
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        sharded = nn.Sequential(nn.Linear(64, 64))
+        fully_shard(sharded)
+        for refused, recipe in ((sharded, lsq()), (model, convert())):
+            with pytest.raises(ValueError, match="is sharded"):
+                quantize_(refused, recipe)
     optimizers = [torch.optim.Adam(parameter_groups(m, 1e-3, scale_lr=1e-2)) for m in (trained, whole)]
     losses: list[tuple[float, float]] = []
     for x in batches:

@@ -37,7 +37,7 @@ from qtorch import (
 )
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import library
-from qtorch.primitives import LSQRule, MappingType, from_json, to_json
+from qtorch.primitives import LSQRule, MappingType, MinMaxRule, from_json, to_json
 from qtorch.training import calibrate, clip_penalty, convert, lsq, pact, parameter_groups
 from qtorch.training.fake_quantized_layers import FakeQuantizedLinear
 from qtorch.training.learned_quantizers import LearnedClip, LearnedStep
@@ -231,6 +231,35 @@ def test_the_first_batch_or_calibration_starts_activations() -> None:
         calibrate(calibrated, [])
     with pytest.raises(ValueError, match="no layer of the model is prepared"):
         calibrate(mlp(), batches)
+
+
+def test_weights_that_start_at_zero_learn() -> None:
+    layer = nn.Linear(64, 32)
+    with torch.no_grad():
+        layer.weight[:16].zero_()
+    quantize_(layer, lsq(4, None))
+    scale = layer.weight_quantizer.initial_scale
+    torch.testing.assert_close(scale[:16], scale[16:].mean().expand(16, 1))
+    for recipe in (lsq(4, None), lsq(recipe=int8_weight_only())):
+        model = nn.Sequential(nn.Linear(64, 64))
+        nn.init.zeros_(model[0].weight)
+        quantize_(model, recipe)
+        train(model, 4)
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+        quantize_(model, convert())
+        assert model[0].weight.dequantize().count_nonzero() > 0 or recipe.recipe is None
+
+
+def test_state_that_is_copied_into_the_buffers_is_kept() -> None:
+    first, second = mlp(), mlp()
+    for model in (first, second):
+        quantize_(model, lsq())
+    train(first)
+    with torch.no_grad():
+        for ours, theirs in zip(second.state_dict().values(), first.state_dict().values()):
+            ours.copy_(theirs)
+    x = torch.randn(5, 64)
+    assert torch.equal(second.train()(x), first.train()(x))
 
 
 def test_edges_have_more_bits() -> None:
@@ -491,7 +520,7 @@ def test_a_recipe_is_data() -> None:
 
 def test_pact_clips_less_of_what_is_penalized() -> None:
     model, x = mlp(), torch.randn(64, 64)
-    quantize_(model, pact())
+    quantize_(model, pact(activation_init=MinMaxRule()))
     calibrate(model, [x])
     quantizer = model[0].input_quantizer
     assert isinstance(quantizer, LearnedStep)
@@ -554,8 +583,6 @@ def test_two_bits_learn() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     fit(model, 200)
     after_training, learned = copy.deepcopy(model), copy.deepcopy(model)
-    from qtorch.primitives import MinMaxRule
-
     quantize_(after_training, lsq(2, 2, weight_init=MinMaxRule(), activation_init=MinMaxRule()))
     calibrate(after_training, [batch(128, step)[0] for step in range(8)])
     quantize_(after_training, convert())
