@@ -63,7 +63,7 @@ class Run:
     batches: int = 12
 
 
-SHORT = Run("tiny", length=32, rows=4, steps=12, more_steps=6, batches=2)
+SHORT = Run("tiny", length=32, rows=2, steps=6, more_steps=3, batches=1)
 
 
 def is_quantized(module: nn.Module, name: str) -> bool:
