@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-WAYS = {"dot": 0, "tile": 1, "amx": 2}
+WAYS = {"dot": 0, "tile": 1, "amx": 2, "fixed": 3}
 """Ways of the compiled kernels, and their numbers in src/kernels.cpp. Besides there is "torch": operators of torch."""
 
 Choices = dict[str, dict[str, list[tuple[int | None, str]]]]

@@ -40,7 +40,8 @@ SPECS = {
 }
 # (N, K): of rows, odd in both; of groups, in N and in the bytes of a packed run.
 SHAPES = {True: [(37, 128), (70, 960), (1, 1280)], False: [(5, 77), (33, 1029), (70, 4), (1, 64)]}
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
+# In bf16 the result is rounded, and matrix tiles round the weights too: half a unit, 2^-9, each.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 6e-4, torch.bfloat16: 8e-3}
 
 
 def weights(spec: QuantSpec) -> list[AffineQuantizedTensor]:
@@ -118,6 +119,21 @@ def test_special_values(build):
         assert y[4].isnan().all(), way
         rest = [i for i in range(20) if i not in (3, 4)]
         assert error(y[rest], x[rest], weight) < 1e-6
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_fixed_point_keeps_small_numbers_beside_large_ones(build):
+    """A column that no weight reads does not take the precision of the others, by one more slice or another way."""
+    weight = torch.randn(40, 96)
+    weight[:, 7] = 0
+    weight = AffineQuantizedTensor.from_float(weight, SPECS["int8 row"])
+    for outlier in (1e2, 1e4, 1e7):
+        x = torch.randn(20, 96)
+        y = functional.linear(x, weight)
+        x[:, 7] = outlier
+        with library.use(build), choices.force("fixed"):
+            with_outlier = functional.linear(x, weight)
+        assert compute_error(y, with_outlier) > 100, outlier
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

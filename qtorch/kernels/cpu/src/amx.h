@@ -4,6 +4,8 @@
 //
 // Codes are exact in bf16, and x is the exact sum of slices that are: three for fp32, two for fp16. Each slice is
 // multiplied in turn. A tile of the weight, 16 rows of 32 codes, is the left operand as it lies in memory.
+//
+// For bf16 x the weight is dequantized to bf16 instead, as `dequantize` would, and sums run over all groups.
 #pragma once
 
 #if defined(__AMX_BF16__)
@@ -15,7 +17,7 @@
 
 namespace {
 
-constexpr int AMX_COLUMNS = 256;  // decoded at a time
+constexpr int AMX_COLUMNS = 512;  // decoded at a time
 constexpr int AMX_LD = AMX_COLUMNS + 32;
 
 // The operating system gives the tiles to processes that ask.
@@ -93,6 +95,37 @@ INLINE void to_bfloat(const int8_t* codes, int64_t count, uint16_t* out) {
     }
 }
 
+// The same of c * scale + offset.
+INLINE void to_bfloat(const int8_t* codes, int64_t count, float scale, float offset, uint16_t* out) {
+    Floats s = broadcast(scale), o = broadcast(offset);
+    for (int64_t i = 0; i < count; i += 32) {
+        Floats low = fma(to_floats(widen(codes + i)), s, o), high = fma(to_floats(widen(codes + i + 16)), s, o);
+        store(out + i, _mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+    }
+}
+
+// c (32, 32) += a (32 rows) times two panels of `b`, over `columns`.
+inline void add_bfloat(const uint16_t* a, const uint16_t* b, int64_t panel, int64_t columns, float* c, int64_t ldc) {
+    _tile_loadd(0, c, ldc * 4);
+    _tile_loadd(1, c + 16, ldc * 4);
+    _tile_loadd(2, c + 16 * ldc, ldc * 4);
+    _tile_loadd(3, c + 16 * ldc + 16, ldc * 4);
+    for (int64_t k = 0; k < columns; k += AMX_STEP) {
+        _tile_loadd(4, a + k, AMX_LD * 2);
+        _tile_loadd(6, b + k * 16, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(5, a + 16 * AMX_LD + k, AMX_LD * 2);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_loadd(7, b + panel + k * 16, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, c, ldc * 4);
+    _tile_stored(1, c + 16, ldc * 4);
+    _tile_stored(2, c + 16 * ldc, ldc * 4);
+    _tile_stored(3, c + 16 * ldc + 16, ldc * 4);
+}
+
 // products (32, 32) = sum over slices and `columns` of two tiles at `a` and of the panels at `b`. One panel alone has its
 // result in two halves, to be added: a product takes three times as long to finish as the next takes to start.
 template <int PANELS>
@@ -148,7 +181,8 @@ inline void multiply_amx(const Weight& w, const Input& x, const Output& y, int64
     int64_t k32 = round_up(w.k, AMX_STEP), m16 = round_up(x.rows, 16), panels = m16 / 16;
     int64_t panel = k32 * 16, slice = panels * panel;
     uint16_t* packed = panel_scratch.get<uint16_t>(slices * slice);
-    float* sums = w.has_offset() ? group_scratch.get<float>(w.groups * m16) : nullptr;
+    bool dequantizes = slices == 1;
+    float* sums = w.has_offset() && !dequantizes ? group_scratch.get<float>(w.groups * m16) : nullptr;
     bfloat_panels(w, x, slices, packed, sums, threads);
     int64_t rows = task_rows(w.n, x.rows <= 32 ? 32 : 256, 32, threads);
     parallel((w.n + rows - 1) / rows, threads, [&](Tasks& tasks) {
@@ -159,12 +193,14 @@ inline void multiply_amx(const Weight& w, const Input& x, const Output& y, int64
         float* offset = scale + rows * w.groups;
         float* c = sum_scratch.get<float>(rows * m16);
         alignas(64) float products[32 * 32];
+        float ones[32];
+        for (float& one : ones) one = 1;
         TileConfig config(64);
         for (int64_t task; (task = tasks.next()) >= 0;) {
             int64_t start = task * rows, count = w.n - start < rows ? w.n - start : rows;
             for (int64_t r = 0; r < count; r++) {
                 scales(w, start + r, scale + r * w.groups);
-                if (sums) offsets(w, start + r, scale + r * w.groups, offset + r * w.groups);
+                if (sums || dequantizes) offsets(w, start + r, scale + r * w.groups, offset + r * w.groups);
             }
             memset(c, 0, rows * m16 * 4);
             for (int64_t k = 0; k < w.k; k += AMX_COLUMNS) {
@@ -173,23 +209,31 @@ inline void multiply_amx(const Weight& w, const Input& x, const Output& y, int64
                     prefetch_codes(w, start + r, k + columns, AMX_COLUMNS);
                     decode(w, start + r, k, columns, codes);
                     memset(codes + columns, 0, AMX_STEP);
-                    to_bfloat(codes, columns, tile + r * AMX_LD);
+                    if (!dequantizes) to_bfloat(codes, columns, tile + r * AMX_LD);
+                    for (int64_t i = 0; dequantizes && i < columns;) {
+                        int64_t g = (k + i) / w.group, left = (g + 1) * w.group - k - i;
+                        int64_t length = left < columns - i ? left : columns - i, at = r * w.groups + g;
+                        to_bfloat(codes + i, length, scale[at], offset[at], tile + r * AMX_LD + i);
+                        i += length;
+                    }
                 }
                 for (int64_t p = 0; p < panels; p += 2) {
                     const uint16_t* b = packed + p * panel + k * 16;
                     for (int64_t i = 0; i < columns;) {
                         int64_t g = (k + i) / w.group, left = (g + 1) * w.group - k - i;
-                        int64_t length = left < columns - i ? left : columns - i;
+                        int64_t length = dequantizes || left > columns - i ? columns - i : left;
                         for (int64_t r = 0; r < count; r += 32) {
                             const uint16_t* a = tile + r * AMX_LD + i;
                             const float* s = scale + r * w.groups + g;
                             float* to = c + r * m16 + p * 16;
-                            if (p + 1 < panels) {
+                            if (dequantizes && p + 1 < panels) {
+                                add_bfloat(a, b + i * 16, panel, length, to, m16);
+                            } else if (p + 1 < panels) {
                                 multiply_bfloat<2>(a, b + i * 16, panel, slices, slice, length, products);
                                 add_scaled<2>(products, s, w.groups, to, m16);
                             } else {
                                 multiply_bfloat<1>(a, b + i * 16, panel, slices, slice, length, products);
-                                add_scaled<1>(products, s, w.groups, to, m16);
+                                add_scaled<1>(products, dequantizes ? ones : s, dequantizes ? 1 : w.groups, to, m16);
                             }
                         }
                         i += length;

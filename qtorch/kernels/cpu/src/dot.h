@@ -14,7 +14,7 @@ constexpr int DOT_MAX_ROWS = 8;
 // Rows of the weight that are multiplied together, such that the sums, and for M <= 2 those of a group too, fit.
 constexpr int dot_width(int m) {
     int sums = REGISTERS == 32 ? 24 : 10;
-    return m == 1 ? (REGISTERS == 32 ? 8 : 4) : m == 2 ? sums / 4 : sums / m ? sums / m : 1;
+    return m == 1 ? 4 : m == 2 ? (REGISTERS == 32 ? 4 : 2) : sums / m ? sums / m : 1;
 }
 
 struct DotInput {
@@ -74,6 +74,70 @@ void dot_block(const Weight& w, const int8_t* const* codes, Ahead ahead, const D
     for (int i = 0; offset && i < R * M; i++) result[i] += inner(offset + i / M * groups, in.sums + i % M * groups, groups);
 }
 
+// Where a run of codes, from column k on, goes from one group to the next.
+struct GroupEdge {
+    int64_t group, left, size;
+
+    GroupEdge(int64_t k, int64_t size_) : group(k / size_), left(size_ - k % size_), size(size_) {}
+
+    void pass(int64_t columns) {
+        left -= columns;
+        if (left) return;
+        group++;
+        left = size;
+    }
+};
+
+// The same for packed 4-bit codes, whose bytes have one code of each of two runs, K / 8 columns apart.
+template <int R, int M, bool SCALE_SUMS>
+void nibble_block(const Weight& w, const int8_t* const* codes, Ahead ahead, const DotInput& in, const float* scale,
+                  const float* offset, float* result) {
+    constexpr int LINES = (R * LANES + 63) / 64;
+    int64_t groups = w.groups, run = w.k / 8;
+    const Nibbles nibbles(w.center);
+    Floats total[R][M] = {};
+    for (int64_t start = 0; start < w.k; start += 2 * run) {
+        GroupEdge first(start, w.group), second(start + run, w.group);
+        const float* x = in.x + start;
+        for (int64_t k = 0; k < run;) {
+            int64_t columns = first.left < second.left ? first.left : second.left;
+            int64_t stop = k + columns < run ? k + columns : run;
+            Floats s[R], t[R], low[R][M] = {}, high[R][M] = {};
+            UNROLL for (int r = 0; r < R; r++) {
+                s[r] = broadcast(scale[r * groups + first.group]);
+                t[r] = broadcast(scale[r * groups + second.group]);
+            }
+            for (; k < stop; k += LANES) {
+                ahead.fetch<LINES>();
+                UNROLL for (int r = 0; r < R; r++) {
+                    Ints bytes = widen((const uint8_t*)codes[r] + start / 2 + k);
+                    Floats a = nibbles.low(bytes), b = nibbles.low(bytes >> 4);
+                    if (!SCALE_SUMS) a *= s[r], b *= t[r];
+                    UNROLL for (int m = 0; m < M; m++) {
+                        const float* p = x + m * in.ld + k;
+                        if (SCALE_SUMS) {
+                            low[r][m] = fma(a, load<Floats>(p), low[r][m]);
+                            high[r][m] = fma(b, load<Floats>(p + run), high[r][m]);
+                        } else {
+                            total[r][m] = fma(b, load<Floats>(p + run), fma(a, load<Floats>(p), total[r][m]));
+                        }
+                    }
+                }
+            }
+            if (SCALE_SUMS) {
+                UNROLL for (int r = 0; r < R; r++)
+                    UNROLL for (int m = 0; m < M; m++)
+                        total[r][m] = fma(high[r][m], t[r], fma(low[r][m], s[r], total[r][m]));
+            }
+            first.pass(columns);
+            second.pass(columns);
+        }
+    }
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int m = 0; m < M; m++) result[r * M + m] = sum(total[r][m]);
+    for (int i = 0; offset && i < R * M; i++) result[i] += inner(offset + i / M * groups, in.sums + i % M * groups, groups);
+}
+
 inline float sum_of(const float* a, int64_t length) {
     Floats total = {};
     float rest = 0;
@@ -89,8 +153,9 @@ void dot(const Weight& w, const DotInput& in, const Output& y, int64_t threads) 
     int64_t groups = w.groups, ld = round_up(w.k, 64) + 64;
     bool scale_sums = M <= 2 || w.group >= 256;
     // Rows are read where they lie, except for codes that have to be decoded, and the end of the last row.
-    bool direct = !w.bits && !w.center;
-    auto block = scale_sums ? dot_block<R, M, true> : dot_block<R, M, false>;
+    bool nibbles = w.bits == 4 && w.k % (8 * LANES) == 0 && w.group % LANES == 0, direct = nibbles || (!w.bits && !w.center);
+    auto block = nibbles ? (scale_sums ? nibble_block<R, M, true> : nibble_block<R, M, false>)
+                         : (scale_sums ? dot_block<R, M, true> : dot_block<R, M, false>);
     parallel((w.n + R - 1) / R, threads, [&](Tasks& tasks) {
         static thread_local Scratch code_scratch, scale_scratch;
         int8_t* decoded = code_scratch.get<int8_t>(R * ld);
@@ -103,14 +168,14 @@ void dot(const Weight& w, const DotInput& in, const Output& y, int64_t threads) 
                 // Rows beyond the last repeat it.
                 int64_t n = task * R + r < w.n ? task * R + r : w.n - 1;
                 codes[r] = (const int8_t*)w.codes + n * w.row_bytes;
-                if (!direct || (n == w.n - 1 && w.k % LANES)) {
+                if (!direct || (n == w.n - 1 && w.k % LANES && !nibbles)) {
                     codes[r] = decoded + r * ld;
                     decode(w, n, 0, w.k, decoded + r * ld);
                 }
                 scales(w, n, scale + r * groups);
                 if (offset) offsets(w, n, scale + r * groups, offset + r * groups);
             }
-            Ahead ahead{w.codes + (task + 1) * R * w.row_bytes, R * w.row_bytes * LANES / w.k};
+            Ahead ahead{w.codes + (task + 1) * R * w.row_bytes, R * w.row_bytes * LANES / (nibbles ? w.k / 2 : w.k)};
             block(w, codes, ahead, in, scale, offset, result);
             int64_t count = w.n - task * R < R ? w.n - task * R : R;
             y.write_transposed(M, task * R, count, result, M);

@@ -10,16 +10,19 @@
 
 namespace {
 
+template <class T>
+INLINE void less(const T* codes, int64_t count, int32_t shift, int32_t* out) {
+    for (int64_t i = 0; i < count; i++) out[i] = codes[i] - shift;
+}
+
 // Zero points of row n in centered codes.
 inline void zeros(const Weight& w, int64_t n, int32_t* zero) {
     int32_t shift = w.shift;
     int64_t at = w.scale_stride * n;
-    for (int64_t g = 0; g < w.groups; g++) {
-        if (!w.zero) zero[g] = -shift;
-        else if (w.zero_type == UINT8) zero[g] = ((const uint8_t*)w.zero)[at + g] - shift;
-        else if (w.zero_type == INT8) zero[g] = ((const int8_t*)w.zero)[at + g] - shift;
-        else zero[g] = ((const int32_t*)w.zero)[at + g] - shift;
-    }
+    if (!w.zero) for (int64_t g = 0; g < w.groups; g++) zero[g] = -shift;
+    else if (w.zero_type == UINT8) less((const uint8_t*)w.zero + at, w.groups, shift, zero);
+    else if (w.zero_type == INT8) less((const int8_t*)w.zero + at, w.groups, shift, zero);
+    else less((const int32_t*)w.zero + at, w.groups, shift, zero);
 }
 
 inline int32_t sum_codes(const int8_t* codes, int64_t count) {
@@ -42,21 +45,26 @@ constexpr int32_t CODE_SHIFT = 0;
 constexpr int64_t EXACT_COLUMNS = 1024 * LANES;
 #endif
 
+struct IntDotInput {
+    const Factor* x;  // (M + 1, ld), zero beyond K; the last row, all ones, gives the sums of the weight's codes
+    int64_t ld;
+    const int32_t* sums;  // (M, groups) of x
+    const Codes& codes;
+};
+
 // total[r][m] += sum over `columns` (1 to EXACT_COLUMNS) of codes[r] and x[m].
 template <int R, int M>
-INLINE void add_products(const int8_t* const* codes, int64_t k, int64_t columns, const Factor* x, int64_t ld, Ahead& ahead,
+INLINE void add_products(const int8_t* const* codes, int64_t k, int64_t columns, const IntDotInput& in, Ahead& ahead,
                          Ints (&total)[R][M]) {
 #if defined(HAS_VNNI)
     // Half a vector is left of groups of 32.
-    Bytes shift = Bytes{} + (uint8_t)128, tail = {};
+    Bytes shift = Bytes{} + (uint8_t)128, tail = first_bytes(columns % WIDTH);
     int64_t stop = k + columns;
-    if (columns % WIDTH)
-        for (int i = 0; i < columns % WIDTH; i++) tail[i] = 255;
     for (; k < stop; k += WIDTH) {
         ahead.fetch<R>();
         Bytes xs[M];
         UNROLL for (int m = 0; m < M; m++) {
-            xs[m] = load<Bytes>(x + m * ld + k);
+            xs[m] = load<Bytes>(in.x + m * in.ld + k);
             if (k + WIDTH > stop) xs[m] &= tail;
         }
         UNROLL for (int r = 0; r < R; r++) {
@@ -70,7 +78,7 @@ INLINE void add_products(const int8_t* const* codes, int64_t k, int64_t columns,
         ahead.fetch<(R * LANES + 63) / 64>();
         UNROLL for (int r = 0; r < R; r++) {
             Floats c = to_floats(widen(codes[r] + i));
-            UNROLL for (int m = 0; m < M; m++) part[r][m] = fma(c, load<Floats>(x + m * ld + i), part[r][m]);
+            UNROLL for (int m = 0; m < M; m++) part[r][m] = fma(c, load<Floats>(in.x + m * in.ld + i), part[r][m]);
         }
     }
     UNROLL for (int r = 0; r < R; r++)
@@ -78,85 +86,180 @@ INLINE void add_products(const int8_t* const* codes, int64_t k, int64_t columns,
 #endif
 }
 
-struct IntDotInput {
-    const Factor* x;  // (M + 1, ld), zero beyond K; the last row, all ones, gives the sums of the weight's codes
-    int64_t ld;
-    const int32_t* sums;  // (M, groups) of x
-    const Codes& codes;
-};
+// Lanes for the results of R rows of the weight and M of x, and where result (r, m) is.
+template <int R, int M>
+constexpr int64_t RESULTS = (R * M + LANES - 1) / LANES * LANES;
 
-// Plain sums of products of each group: (R, COLUMNS, groups).
-template <int R, int COLUMNS>
+// to[r * M + m] += sum of the lanes of total[r][m].
+template <int R, int M>
+INLINE void add_sums(const Ints (&total)[R][M], int32_t* to) {
+    UNROLL for (int first = 0; first < R * M; first += LANES) {
+        Ints rows[LANES];
+        UNROLL for (int i = 0; i < LANES; i++)
+            rows[i] = first + i < R * M ? total[(first + i) / M][(first + i) % M] : Ints{};
+        store(to + first, load<Ints>(to + first) + sum_each(rows));
+    }
+}
+
+// The same for two at once, which costs as much if there is room in a vector.
+template <int R, int M>
+INLINE void add_sums(const Ints (&a)[R][M], int32_t* to_a, const Ints (&b)[R][M], int32_t* to_b) {
+    if constexpr (2 * R * M > LANES) {
+        add_sums(a, to_a);
+        add_sums(b, to_b);
+    } else {
+        Ints rows[LANES] = {};
+        UNROLL for (int i = 0; i < R * M; i++) rows[i] = a[i / M][i % M], rows[R * M + i] = b[i / M][i % M];
+        int32_t both[2 * LANES];
+        store(both, sum_each(rows));
+        store(to_a, load<Ints>(to_a) + load<Ints>(both));
+        store(to_b, load<Ints>(to_b) + load<Ints>(both + R * M));
+    }
+}
+
+// Sums of products of each group: (groups, RESULTS), zeros before.
+template <int R, int M>
 void int_dot_block(const Weight& w, const int8_t* const* codes, Ahead ahead, const IntDotInput& in, int32_t* sums) {
     for (int64_t g = 0; g < w.groups; g++) {
-        Ints total[R][COLUMNS] = {};
+        Ints total[R][M] = {};
         for (int64_t i = 0; i < w.group; i += EXACT_COLUMNS) {
             int64_t columns = w.group - i < EXACT_COLUMNS ? w.group - i : EXACT_COLUMNS;
-            add_products<R, COLUMNS>(codes, g * w.group + i, columns, in.x, in.ld, ahead, total);
+            add_products<R, M>(codes, g * w.group + i, columns, in, ahead, total);
         }
-        UNROLL for (int r = 0; r < R; r++)
-            UNROLL for (int m = 0; m < COLUMNS; m++) sums[(r * COLUMNS + m) * w.groups + g] = sum(total[r][m]);
+        add_sums(total, sums + g * RESULTS<R, M>);
     }
 }
 
-// Plain sums of products p (groups) of one result, and `ones` of its codes, to float(exact sums) * scale, in place.
-inline void scale_sums(int32_t* p, const int32_t* ones, const int32_t* sums, const int32_t* zero, int32_t xz,
-                       const float* scale, int64_t group, int64_t groups) {
-    int64_t g = 0;
-    for (; g + LANES <= groups; g += LANES) {
-        Ints exact = load<Ints>(p + g) - (load<Ints>(zero + g) + CODE_SHIFT) * (load<Ints>(sums + g) - (int32_t)group * xz);
-        if (ones) exact -= xz * load<Ints>(ones + g);
-        store(p + g, to_floats(exact) * load<Floats>(scale + g));
-    }
-    for (; g < groups; g++) {
-        int32_t exact = p[g] - (zero[g] + CODE_SHIFT) * (sums[g] - (int32_t)group * xz);
-        if (ones) exact -= xz * ones[g];
-        store(p + g, (float)exact * scale[g]);
+#if defined(HAS_VNNI)
+// The same for packed 4-bit codes; see nibble_block. They are multiplied as they are, without a shift but their center.
+template <int R, int M>
+void int_nibble_block(const Weight& w, const int8_t* const* codes, Ahead ahead, const IntDotInput& in, int32_t* sums) {
+    int64_t run = w.k / 8;
+    const Bytes mask = Bytes{} + (uint8_t)15;
+    for (int64_t start = 0; start < w.k; start += 2 * run) {
+        GroupEdge first(start, w.group), second(start + run, w.group);
+        const int8_t* x = in.x + start;
+        for (int64_t k = 0; k < run;) {
+            int64_t columns = first.left < second.left ? first.left : second.left;
+            int64_t stop = k + columns < run ? k + columns : run;
+            Ints low[R][M] = {}, high[R][M] = {};
+            for (; k < stop; k += WIDTH) {
+                ahead.fetch<R>();
+                bool whole = k + WIDTH <= stop;
+                Bytes tail = first_bytes(whole ? WIDTH : stop - k), xs[M], ys[M];
+                UNROLL for (int m = 0; m < M; m++) {
+                    xs[m] = load<Bytes>(x + m * in.ld + k) & tail;
+                    ys[m] = load<Bytes>(x + m * in.ld + run + k) & tail;
+                }
+                UNROLL for (int r = 0; r < R; r++) {
+                    Bytes bytes = load<Bytes>(codes[r] + start / 2 + k);
+                    Ints a = (Ints)(bytes & mask), b = (Ints)((Bytes)((Shorts)bytes >> 4) & mask);
+                    UNROLL for (int m = 0; m < M; m++) {
+                        low[r][m] = dot4(low[r][m], a, (Ints)xs[m]);
+                        high[r][m] = dot4(high[r][m], b, (Ints)ys[m]);
+                    }
+                }
+            }
+            k = stop;
+            add_sums(low, sums + first.group * RESULTS<R, M>, high, sums + second.group * RESULTS<R, M>);
+            first.pass(columns);
+            second.pass(columns);
+        }
     }
 }
+#endif
 
-template <int M, bool ONES>
-void int_dot(const Weight& w, const IntDotInput& in, const Output& y, int64_t threads) {
-    constexpr int COLUMNS = M + ONES, WANTED = (REGISTERS - 6) / COLUMNS;
-    constexpr int R = WANTED > 8 ? 8 : WANTED < 1 ? 1 : WANTED;
-    int64_t ld = round_up(w.k, 64) + 64;
-    bool direct = !w.bits && !w.center;
+// `block` gives the sums of products for R rows of the weight, whose codes it multiplies with `shift` added.
+template <int R, int M, bool ONES>
+void int_dot(const Weight& w, const IntDotInput& in, const Output& y, int64_t threads, bool direct, int32_t shift,
+             void (*block)(const Weight&, const int8_t* const*, Ahead, const IntDotInput&, int32_t*)) {
+    constexpr int COLUMNS = M + ONES;
+    constexpr int64_t LENGTH = RESULTS<R, COLUMNS>;
+    static thread_local Scratch input_scratch;
+    int64_t ld = round_up(w.k, 64) + 64, groups = w.groups;
+    // Of the rows of x, for each result: sums less zero points, by group; zero points and scales.
+    int32_t* x_sums = input_scratch.get<int32_t>((groups + 2) * LENGTH);
+    int32_t* x_zero = x_sums + groups * LENGTH;
+    float* x_scale = (float*)(x_zero + LENGTH);
+    for (int64_t i = 0; i < LENGTH; i++) {
+        int64_t m = i % COLUMNS;
+        bool real = i < R * COLUMNS && m < M;
+        x_scale[i] = real ? in.codes.scale[m] : 0;
+        x_zero[i] = real && ONES ? in.codes.zero[m] : 0;
+        for (int64_t g = 0; g < groups; g++)
+            x_sums[g * LENGTH + i] = real ? in.sums[m * groups + g] - (int32_t)w.group * x_zero[i] : 0;
+    }
     parallel((w.n + R - 1) / R, threads, [&](Tasks& tasks) {
-        static thread_local Scratch code_scratch, scale_scratch, zero_scratch, sum_scratch;
+        static thread_local Scratch code_scratch, row_scratch, weight_scratch, sum_scratch;
         int8_t* decoded = code_scratch.get<int8_t>(R * ld);
-        float* scale = scale_scratch.get<float>(w.groups);
-        int32_t* zero = zero_scratch.get<int32_t>(w.groups);
-        int32_t* sums = sum_scratch.get<int32_t>(R * COLUMNS * w.groups);
+        float* row_scale = row_scratch.get<float>(2 * groups);
+        int32_t* row_zero = (int32_t*)row_scale + groups;
+        // Of the weight, for each result, by group.
+        float* scale = weight_scratch.get<float>(3 * groups * LENGTH);
+        int32_t* zero = (int32_t*)scale + groups * LENGTH;
+        int32_t* ones = zero + groups * LENGTH;
+        int32_t* sums = sum_scratch.get<int32_t>(groups * LENGTH);
+        for (int64_t i = 0; i < groups * LENGTH; i++) zero[i] = shift - (int32_t)w.shift;
         for (int64_t task; (task = tasks.next()) >= 0;) {
             const int8_t* codes[R];
             for (int r = 0; r < R; r++) {
                 int64_t n = task * R + r < w.n ? task * R + r : w.n - 1;
                 codes[r] = (const int8_t*)w.codes + n * w.row_bytes;
-                if (direct && (n < w.n - 1 || w.group % FACTORS == 0)) continue;
-                codes[r] = decoded + r * ld;
-                decode(w, n, 0, w.k, decoded + r * ld);
-            }
-            Ahead ahead{w.codes + (task + 1) * R * w.row_bytes, R * w.row_bytes * FACTORS / w.k};
-            int_dot_block<R, COLUMNS>(w, codes, ahead, in, sums);
-            int64_t count = w.n - task * R < R ? w.n - task * R : R;
-            float result[R * M] = {};
-            for (int r = 0; r < count; r++) {
-                scales(w, task * R + r, scale);
-                zeros(w, task * R + r, zero);
-                for (int m = 0; m < M; m++) {
-                    int32_t* p = sums + (r * COLUMNS + m) * w.groups;
-                    scale_sums(p, ONES ? sums + (r * COLUMNS + M) * w.groups : nullptr, in.sums + m * w.groups, zero,
-                               ONES ? in.codes.zero[m] : 0, scale, w.group, w.groups);
+                if (!direct) {
+                    codes[r] = decoded + r * ld;
+                    decode(w, n, 0, w.k, decoded + r * ld);
+                } else if (n == w.n - 1) {  // whole vectors are read, also at the end
+                    codes[r] = decoded + r * ld;
+                    memcpy(decoded + r * ld, w.codes + n * w.row_bytes, w.bits ? w.k / 2 : w.k);
+                }
+                scales(w, n, row_scale);
+                if (w.zero) zeros(w, n, row_zero);
+                for (int i = r * COLUMNS; i < (r + 1) * COLUMNS; i++) {
+                    for (int64_t g = 0; g < groups; g++) scale[g * LENGTH + i] = row_scale[g];
+                    for (int64_t g = 0; w.zero && g < groups; g++) zero[g * LENGTH + i] = row_zero[g] + shift;
                 }
             }
-            // In the order of the groups, all results side by side: each addition waits for the one before.
-            for (int64_t g = 0; g < w.groups; g++)
-                UNROLL for (int i = 0; i < R * M; i++)
-                    result[i] += ((const float*)sums)[(i / M * COLUMNS + i % M) * w.groups + g];
-            for (int i = 0; i < R * M; i++) result[i] *= in.codes.scale[i % M];
-            y.write_transposed(M, task * R, count, result, M);
+            memset(sums, 0, groups * LENGTH * 4);
+            Ahead ahead{w.codes + (task + 1) * R * w.row_bytes, R * WIDTH * FACTORS / WIDTH};
+            block(w, codes, ahead, in, sums);
+            for (int64_t i = 0; ONES && i < groups * LENGTH; i++)
+                if (i % LENGTH < R * COLUMNS) ones[i] = sums[i / LENGTH * LENGTH + i % LENGTH / COLUMNS * COLUMNS + M];
+            alignas(64) float result[LENGTH];
+            for (int64_t i = 0; i < LENGTH; i += LANES) {
+                // In the order of the groups.
+                Floats total = {};
+                for (int64_t at = i; at < groups * LENGTH; at += LENGTH) {
+                    Ints exact = load<Ints>(sums + at) - load<Ints>(zero + at) * load<Ints>(x_sums + at);
+                    if (ONES) exact -= load<Ints>(x_zero + i) * load<Ints>(ones + at);
+                    total += to_floats(exact) * load<Floats>(scale + at);
+                }
+                store(result + i, total * load<Floats>(x_scale + i));
+            }
+            int64_t count = w.n - task * R < R ? w.n - task * R : R, rows = M / in.codes.slices;
+            for (int64_t r = 0; r < count; r++)
+                for (int64_t m = rows; m < M; m++) result[r * COLUMNS + m % rows] += result[r * COLUMNS + m];
+            y.write_transposed(rows, task * R, count, result, COLUMNS);
         }
     });
+}
+
+// Rows of the weight that are multiplied together, `sums` vectors of sums each.
+constexpr int int_dot_width(int sums) {
+    int wanted = (REGISTERS - 6) / sums;
+    return wanted > 8 ? 8 : wanted < 1 ? 1 : wanted;
+}
+
+template <int M, bool ONES>
+void int_dot(const Weight& w, const IntDotInput& in, const Output& y, int64_t threads) {
+    constexpr int COLUMNS = M + ONES;
+#if defined(HAS_VNNI)
+    if (w.bits == 4 && w.k % 8 == 0) {
+        constexpr int R = int_dot_width(2 * COLUMNS);
+        return int_dot<R, M, ONES>(w, in, y, threads, true, w.center, int_nibble_block<R, COLUMNS>);
+    }
+#endif
+    constexpr int R = int_dot_width(COLUMNS);
+    int_dot<R, M, ONES>(w, in, y, threads, !w.bits && !w.center, CODE_SHIFT, int_dot_block<R, COLUMNS>);
 }
 
 inline void multiply_int_dot(const Weight& w, const Codes& x, const Output& y, int64_t threads) {

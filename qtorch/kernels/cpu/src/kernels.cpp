@@ -6,7 +6,7 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-enum Path : int64_t { DOT, TILE, AMX };
+enum Path : int64_t { DOT, TILE, AMX, FIXED };
 
 struct Call {
     Weight weight;
@@ -26,20 +26,45 @@ EXPORT int qtorch_ready() {
 #endif
 }
 
+// Weight-only through integers, with x in fixed point. Gives false where that would not be as exact as fp32.
+static bool multiply_fixed(const Weight& w, const Input& x, const Output& y, int64_t threads) {
+    static thread_local Scratch row_scratch, code_scratch, scale_scratch;
+    if (!w.k || (w.zero && (!w.zero_is_code || w.zero_type < INT32))) return false;
+    int64_t padded = round_up(w.k, LANES), ld = round_up(w.k, 64);
+    float* rows = row_scratch.get<float>(x.rows * padded);
+    x.to_floats(w.k, rows, padded, threads);
+    int64_t slices = 3;
+    for (int64_t m = 0; m < x.rows && slices; m++) {
+        int64_t wanted = slices_of(rows + m * padded, w.k);
+        slices = !wanted || wanted > slices ? wanted : slices;
+    }
+    if (!slices) return false;
+    int8_t* bytes = code_scratch.get<int8_t>(slices * x.rows * ld);
+    Codes codes{bytes, ld, slices * x.rows, w.k, scale_scratch.get<float>(slices * x.rows), nullptr, slices};
+    parallel_for(x.rows, threads, [&](int64_t m) { slice_row(rows + m * padded, w.k, m, codes); });
+    if (codes.rows <= DOT_MAX_ROWS) multiply_int_dot(w, codes, y, threads);
+    else multiply_int_tiles(w, codes, y, threads);
+    return true;
+}
+
 EXPORT void qtorch_weight_only_mm(const Call* call) {
     const Weight& w = call->weight;
     int64_t rows = call->x.rows;
     if (!w.n) return;
     // The other paths work on whole vectors of a group.
     bool whole = w.group == w.k || w.group % AMX_STEP == 0;
-    int64_t path = whole && w.k ? call->path : TILE;
-#if !defined(__AMX_BF16__)
-    if (path == AMX) path = TILE;
+    int64_t chosen = whole && w.k ? call->path : TILE;
+#if defined(__AMX_BF16__)
+    constexpr int64_t OTHERWISE = AMX;
+#else
+    constexpr int64_t OTHERWISE = TILE;
+    if (chosen == AMX) chosen = TILE;
 #endif
-    int64_t step = path == DOT ? DOT_MAX_ROWS : MAX_CHUNK;
+    int64_t step = chosen == DOT ? DOT_MAX_ROWS : chosen == FIXED ? MAX_CHUNK / 4 : MAX_CHUNK;
     for (int64_t m = 0; m < rows; m += step) {
         Input x = call->x.part(m, rows - m < step ? rows - m : step);
         Output y = call->y.part(m);
+        int64_t path = chosen == FIXED && !multiply_fixed(w, x, y, call->threads) ? OTHERWISE : chosen;
         if (path == DOT) multiply_dot(w, x, y, call->threads);
         if (path == TILE) multiply_tiles(w, x, y, call->threads);
 #if defined(__AMX_BF16__)

@@ -41,17 +41,19 @@ struct Output {
         from_float(values, type, count, (char*)data + (m * n + start) * size_of(type));
     }
 
-    // The same for rows 0 to `rows`, from values[column * ld + row].
+    // The same for rows 0 to `rows`, from values[column * ld + row]. Whole vectors are read where ld has room for them.
     void write_transposed(int64_t rows, int64_t start, int64_t count, const float* values, int64_t ld) const {
-        constexpr int64_t STEP = 32;
-        float row[STEP];
-        for (int64_t i = 0; i < count; i += STEP) {
-            int64_t length = count - i < STEP ? count - i : STEP;
-            for (int64_t m = 0; m < rows; m++) {
-                for (int64_t j = 0; j < length; j++) row[j] = values[(i + j) * ld + m];
-                write(m, start + i, length, row);
+        int64_t i = 0;
+        for (; ld >= round_up(rows, LANES) && i + LANES <= count; i += LANES) {
+            for (int64_t m = 0; m < rows; m += LANES) {
+                Floats block[LANES];
+                UNROLL for (int j = 0; j < LANES; j++) block[j] = load<Floats>(values + (i + j) * ld + m);
+                transpose(block);
+                for (int64_t r = 0; r < LANES && m + r < rows; r++) write(m + r, start + i, LANES, (const float*)&block[r]);
             }
         }
+        for (; i < count; i++)
+            for (int64_t m = 0; m < rows; m++) write(m, start + i, 1, values + i * ld + m);
     }
 };
 

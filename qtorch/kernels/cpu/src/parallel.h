@@ -1,36 +1,47 @@
-// Threads: those of torch's OpenMP pool. Work is handed out a task at a time, so that a slow core gets less of it.
+// Threads: those of torch's OpenMP pool. Work is handed out in runs of tasks, so that a slow core gets less of it, and what
+// a task fetches ahead for the next one is mostly for its own core.
 #pragma once
 
 #include <cstdint>
 
 namespace {
 
+// What a thread takes its tasks from.
 class Tasks {
 public:
-    explicit Tasks(int64_t count) : count_(count) {}
+    Tasks(int64_t count, int64_t run, int64_t* taken) : count_(count), run_(run), taken_(taken) {}
 
     // The next task, or -1.
     int64_t next() {
-        int64_t task = __atomic_fetch_add(&next_, 1, __ATOMIC_RELAXED);
-        return task < count_ ? task : -1;
+        if (next_ == stop_) {
+            next_ = __atomic_fetch_add(taken_, run_, __ATOMIC_RELAXED);
+            stop_ = next_ + run_;
+        }
+        return next_ < count_ ? next_++ : -1;
     }
 
 private:
-    int64_t count_, next_ = 0;
+    int64_t count_, run_, *taken_, next_ = 0, stop_ = 0;
 };
 
 // Runs body(tasks) on up to `threads` threads; each calls tasks.next() until it gives -1.
 template <class Body>
 void parallel(int64_t count, int64_t threads, const Body& body) {
-    Tasks tasks(count);
+    constexpr int64_t RUNS = 8;  // for each thread, or more; short ones, so that none waits for long
+    int64_t taken = 0, run = count / (threads * RUNS);
+    run = run < 1 ? 1 : run > 16 ? 16 : run;
     if (threads > count) threads = count;
     // Without this, a forked child would ask the pool of its parent, whose threads it does not have.
     if (threads <= 1) {
+        Tasks tasks(count, run, &taken);
         body(tasks);
         return;
     }
 #pragma omp parallel num_threads(threads)
-    body(tasks);
+    {
+        Tasks tasks(count, run, &taken);
+        body(tasks);
+    }
 }
 
 template <class Body>

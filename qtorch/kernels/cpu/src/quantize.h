@@ -14,12 +14,14 @@ struct Quantizer {
     double smallest, largest;  // scale
 };
 
-// An activation as codes (rows, ld), zero beyond its columns, with the zero points of its rows, or none.
+// An activation as codes (rows, ld), zero beyond its columns, with the zero points of its rows, or none. With more slices
+// than one, row m of it is the sum of rows m, m + rows / slices, ...
 struct Codes {
     int8_t* codes;
     int64_t ld, rows, columns;
     float* scale;
     int32_t* zero;
+    int64_t slices = 1;
 };
 
 INLINE Floats round_even(Floats x) {
@@ -100,6 +102,58 @@ inline void quantize_rows(const Quantizer& q, const Input& x, const Codes& out, 
             memset(out.codes + m * out.ld + out.columns, 0, out.ld - out.columns);
         }
     });
+}
+
+// A row in fixed point, by slices of a byte:
+//
+//     x = scale (q[0] + q[1] / 254 + q[2] / 254^2 + ...),    scale = max |x| / 127
+//
+// Each is what the ones before have left over, rounded; three are as exact as fp32 is for the largest number. There are as
+// many as hold the geometric mean of the magnitudes, which a few large ones do not move, to 16 bits; or 0 where four do not,
+// or where a number is infinite or none.
+inline int64_t slices_of(const float* x, int64_t k) {
+    Floats highs = {};
+    Ints exponents = {}, count = {}, special = {};
+    for (int64_t i = 0; i < k; i += LANES) {
+        Ints bits = load<Ints>(x + i) & 0x7fffffff;
+        highs = larger(highs, (Floats)bits);
+        exponents += bits >> 23;
+        count -= bits > 0;
+        special |= bits >= 0x7f800000;
+    }
+    float high = 0;
+    for (int i = 0; i < LANES; i++) high = highs[i] > high ? highs[i] : high;
+    if (sum(special)) return 0;
+    if (high == 0) return 3;
+    // Scales of all slices are to be normal numbers.
+    if (high < 0x1p-90f) return 0;
+    int32_t apart = (load<int32_t>(&high) >> 23) - sum(exponents) / sum(count);
+    return apart <= 8 ? 3 : apart <= 16 ? 4 : 0;
+}
+
+inline void slice_row(const float* x, int64_t k, int64_t m, const Codes& out) {
+    float high = 0, scale[4];
+    for (int64_t i = 0; i < k; i++) {
+        float magnitude = x[i] < 0 ? -x[i] : x[i];
+        high = magnitude > high ? magnitude : high;
+    }
+    int64_t rows = out.rows / out.slices;
+    for (int64_t s = 0; s < out.slices; s++) {
+        scale[s] = s ? scale[s - 1] / 254 : high ? high / 127 : 1;
+        out.scale[s * rows + m] = scale[s];
+        memset(out.codes + (s * rows + m) * out.ld + k, 0, out.ld - k);
+    }
+    alignas(64) int32_t wide[LANES];
+    for (int64_t i = 0; i < k; i += LANES) {
+        Floats rest = load<Floats>(x + i);
+        for (int64_t s = 0; s < out.slices; s++) {
+            Floats q = round_even(rest * broadcast(1 / scale[s]));
+            rest = fma(q, broadcast(-scale[s]), rest);
+            int8_t* to = out.codes + (s * rows + m) * out.ld + i;
+            store(wide, to_ints(q));
+            for (int64_t j = 0; j < LANES && i + j < k; j++) to[j] = wide[j];
+        }
+    }
 }
 
 }  // namespace

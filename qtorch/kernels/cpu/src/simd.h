@@ -54,6 +54,13 @@ INLINE Floats broadcast(float a) {
     return a - Floats{};
 }
 
+// All bits of the first `count` bytes, none of the others.
+INLINE Bytes first_bytes(int64_t count) {
+    Bytes order;
+    for (int i = 0; i < WIDTH; i++) order[i] = i;
+    return order < Bytes{} + (uint8_t)count;
+}
+
 INLINE Floats to_floats(Ints a) {
     return __builtin_convertvector(a, Floats);
 }
@@ -97,6 +104,15 @@ INLINE Ints widen(const int8_t* p) {
 #endif
 }
 
+// LANES unsigned bytes.
+INLINE Ints widen(const uint8_t* p) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#else
+    return widen((const int8_t*)p) & 255;
+#endif
+}
+
 // LANES unsigned 16-bit numbers.
 INLINE Ints widen(const uint16_t* p) {
 #if defined(__AVX512F__)
@@ -109,6 +125,25 @@ INLINE Ints widen(const uint16_t* p) {
     return v;
 #endif
 }
+
+// Numbers of 4-bit codes: code - center.
+struct Nibbles {
+    Floats numbers;
+    Ints center;
+
+    explicit Nibbles(int center_) : center(Ints{} + center_) {
+        for (int i = 0; i < LANES; i++) numbers[i] = i - center_;
+    }
+
+    // Those of the lowest 4 bits of each lane, all others of which may be anything.
+    INLINE Floats low(Ints bits) const {
+#if defined(__AVX512F__)
+        return (Floats)_mm512_permutexvar_ps((__m512i)bits, (__m512)numbers);
+#else
+        return to_floats((bits & 15) - center);
+#endif
+    }
+};
 
 INLINE float sum(Floats a) {
 #if defined(__AVX512F__)
@@ -143,6 +178,17 @@ INLINE void transpose(V (&rows)[LANES]) {
     UNROLL for (int i = 0; i < LANES; i++)
         if (!(i & D)) swap_blocks<D>(rows[i], rows[i | D], std::make_integer_sequence<int, LANES>{});
     if constexpr (2 * D < LANES) transpose<2 * D>(rows);
+}
+
+// A vector whose lane i is the sum of the lanes of rows[i]; the rows are used up.
+template <int D = 1, class V>
+INLINE V sum_each(V (&rows)[LANES]) {
+    UNROLL for (int i = 0; i < LANES; i += 2 * D) {
+        swap_blocks<D>(rows[i], rows[i + D], std::make_integer_sequence<int, LANES>{});
+        rows[i] += rows[i + D];
+    }
+    if constexpr (2 * D < LANES) return sum_each<2 * D>(rows);
+    else return rows[0];
 }
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
