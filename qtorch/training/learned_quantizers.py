@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from ..primitives import MappingType, QuantSpec, learned_step_fake_quantize, lsq_grad_scale
 from .quantizers import Quantizer, mean_of_ranks
 
+EMPTY = 1e-30
+"""Scales below it are those of blocks that are all zero."""
+
 
 class LearnedQuantizer(Quantizer):
     """Base of the two: gradients of scale and zero point by `primitives.learned_step`.
@@ -107,25 +110,27 @@ class LearnedStep(LearnedQuantizer):
 
     @torch.no_grad()
     def set_range(self, low: Tensor, high: Tensor) -> None:
-        spec, zero_point = self.spec, None
-        if spec.has_zero_point and not self.offset:
-            first, last = spec.code_range
-            unsigned = low >= 0
-            span = torch.where(unsigned, high, 2 * torch.maximum(-low, high))
-            scale = (span / (last - first)).clamp(min=torch.finfo(torch.float32).tiny)
-            zero_point = torch.where(unsigned, float(first), float(int((first + last + 1) / 2)))
-        else:
-            scale, zero_point = spec.choose_qparams_from_range(low, high, self.scale_dtype)
-        self.start(scale, zero_point)
+        self.start(*self._qparams_from_range(low, high))
+
+    def _qparams_from_range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None]:
+        spec = self.spec
+        if not spec.has_zero_point or self.offset:
+            return spec.choose_qparams_from_range(low, high, self.scale_dtype)
+        first, last = spec.code_range
+        unsigned = low >= 0
+        span = torch.where(unsigned, high, 2 * torch.maximum(-low, high))
+        return span / (last - first), torch.where(unsigned, float(first), float(int((first + last + 1) / 2)))
 
     @torch.no_grad()
-    def start(self, scale: Tensor, zero_point: Tensor | None = None) -> None:
-        """Learn from this scale and zero point on."""
-        self.initial_scale.copy_(scale)
+    def start(self, scale: Tensor, zero_point: Tensor | None = None, where: Tensor | None = None) -> None:
+        """Learn from this scale and zero point on; the blocks where `where` is true, or all."""
+        where = torch.ones_like(self.initial_scale, dtype=torch.bool) if where is None else where
+        scale = _of_blocks_with_values(scale.float(), self.spec.code_range[1])
+        self.initial_scale.copy_(torch.where(where, scale, self.initial_scale))
         if self.initial_zero_point is not None and zero_point is not None:
-            self.initial_zero_point.copy_(zero_point)
+            self.initial_zero_point.copy_(torch.where(where, zero_point.float(), self.initial_zero_point))
         for parameter in self.parameters():
-            parameter.zero_()
+            parameter.masked_fill_(where, 0.0)
         self._started = True
 
     def codes_above_zero(self, zero_point: Tensor | None) -> Tensor:
@@ -139,10 +144,12 @@ class LearnedStep(LearnedQuantizer):
         return self.codes_above_zero(self.initial_zero_point) * self.initial_scale * self.log_scale.exp()
 
     def qparams(self, x: Tensor, observe: bool) -> tuple[Tensor, Tensor | None]:
-        if not self._started:
-            if not observe:
-                raise ValueError("no scale yet: train on a batch, or call qtorch.training.calibrate(model, batches)")
-            self.set_range(*mean_of_ranks(self.spec.calibrate(x.detach())))
+        if not self._started and observe:
+            extremes = mean_of_ranks(self.spec.calibrate(x.detach()))
+            # A state that was loaded into the buffers is kept.
+            self.start(*self._qparams_from_range(*extremes), self.initial_scale.isnan())
+        elif not self._started and not torch.compiler.is_compiling() and not self.is_ready:
+            raise ValueError("no scale yet: train on a batch, or call qtorch.training.calibrate(model, batches)")
         zero_point = self.initial_zero_point
         root = self.codes_above_zero(zero_point).sqrt()
         if self.shift is None:
@@ -182,6 +189,14 @@ class LearnedClip(LearnedQuantizer):
         if zero_point is not None and self.log_clip_low is not None:
             zero_point = (spec.code_range[0] - low / scale.float()).clamp(*spec.code_range)
         return scale.float(), zero_point
+
+
+def _of_blocks_with_values(scale: Tensor, high: float) -> Tensor:
+    """Blocks of zeros start with the mean scale of the others: with one of their own they could not grow."""
+    empty = scale < EMPTY
+    count = (~empty).sum()
+    mean = torch.where(empty, 0.0, scale).sum() / count.clamp(min=1)
+    return torch.where(empty, torch.where(count > 0, mean, 1 / max(high, 1)), scale)
 
 
 def _scale(log_scale: Tensor, initial: Tensor, dtype: torch.dtype) -> Tensor:

@@ -233,6 +233,35 @@ def test_the_first_batch_or_calibration_starts_activations() -> None:
         calibrate(mlp(), batches)
 
 
+def test_weights_that_start_at_zero_learn() -> None:
+    layer = nn.Linear(64, 32)
+    with torch.no_grad():
+        layer.weight[:16].zero_()
+    quantize_(layer, lsq(4, None))
+    scale = layer.weight_quantizer.initial_scale
+    torch.testing.assert_close(scale[:16], scale[16:].mean().expand(16, 1))
+    for recipe in (lsq(4, None), lsq(recipe=int8_weight_only())):
+        model = nn.Sequential(nn.Linear(64, 64))
+        nn.init.zeros_(model[0].weight)
+        quantize_(model, recipe)
+        train(model, 4)
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+        quantize_(model, convert())
+        assert model[0].weight.dequantize().count_nonzero() > 0 or recipe.recipe is None
+
+
+def test_state_that_is_copied_into_the_buffers_is_kept() -> None:
+    first, second = mlp(), mlp()
+    for model in (first, second):
+        quantize_(model, lsq())
+    train(first)
+    with torch.no_grad():
+        for ours, theirs in zip(second.state_dict().values(), first.state_dict().values()):
+            ours.copy_(theirs)
+    x = torch.randn(5, 64)
+    assert torch.equal(second.train()(x), first.train()(x))
+
+
 def test_edges_have_more_bits() -> None:
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
     report = quantize_(model, lsq(2, 3, edge_bits=8))
