@@ -6,8 +6,8 @@
 The images are scikit-learn's, 8 x 8 pixels; nothing is downloaded. Weights and activations of all layers but the first
 and the last, which have 8 bits, are quantized three ways, from the same model:
 
-    float   trained on, in floating point, for as long as the following
-    PTQ     that one, quantized: the range of each tensor is that with the least squared error
+    float   that model
+    PTQ     quantized after training: the range of each tensor is that with the least squared error
     QAT     trained on with fake quantization; ranges follow the weights and the activations
     LSQ     the same, and the steps of weights and activations are parameters (arXiv 1902.08153)
 
@@ -164,19 +164,20 @@ def main(arguments: list[str] | None = None) -> dict[str, list[float]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="a few batches, two widths, no plot")
     parser.add_argument("--seeds", type=int, default=2, help="models to average over")
-    parser.add_argument("--epochs", type=int, default=25, help="of training, and of each training with quantization")
+    parser.add_argument(
+        "--epochs", type=int, default=25, help="of each training with quantization; half of those in floating point"
+    )
     parser.add_argument("--plot", type=Path, default=Path(__file__).parents[1] / "docs" / "qat_digits.png")
     options = parser.parse_args(arguments)
     bits, limit, seeds = ((8, 2), 8, 1) if options.short else (BITS, None, options.seeds)
     data, table = Digits.load(), {"float": [0.0] * len(bits)}
     for seed in range(seeds):
         torch.manual_seed(seed)
-        model = train(ResNet(), data, options.epochs, 1e-2, limit)
-        trained_on = train(copy.deepcopy(model), data, options.epochs, 5e-3, limit)
+        model = train(ResNet(), data, 2 * options.epochs, 1e-2, limit)
         for i, b in enumerate(bits):
             found = {
-                "float": trained_on,
-                "PTQ": with_ptq(copy.deepcopy(trained_on), b, data),
+                "float": model,
+                "PTQ": with_ptq(copy.deepcopy(model), b, data),
                 "QAT": with_qat(copy.deepcopy(model), b, data, options.epochs, limit),
                 "LSQ": with_lsq(copy.deepcopy(model), b, data, options.epochs, limit),
             }
