@@ -1,15 +1,15 @@
 """A small ResNet on handwritten digits, in fewer and fewer bits: after training, in training, and with learned steps.
 
-    python tutorials/qat_digits.py              the table, and docs/qat_digits.png; about four minutes
-    python tutorials/qat_digits.py --short      a few batches of each, to see that it runs
+    python -m tutorials.qat_digits              the table, and docs/qat_digits.png; a few minutes
+    python -m tutorials.qat_digits --short      a few batches of each, to see that it runs
 
 The images are scikit-learn's, 8 x 8 pixels; nothing is downloaded. Weights and activations of all layers but the first
 and the last, which have 8 bits, are quantized three ways, from the same model:
 
-    float trained on for as many epochs as the others
-    PTQ   that one,   quantized after training: the range of each tensor is that with the least squared error
-    QAT   trained on with fake quantization; ranges follow the weights and the activations
-    LSQ   the same, and the steps of weights and activations are parameters (arXiv 1902.08153)
+    float   that model
+    PTQ     quantized after training: the range of each tensor is that with the least squared error
+    QAT     trained on with fake quantization; ranges follow the weights and the activations
+    LSQ     the same, and the steps of weights and activations are parameters (arXiv 1902.08153)
 
 What is evaluated is the converted model: integers of that many bits, multiplied and summed as integers.
 """
@@ -27,7 +27,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 
-from qtorch import LinearSpec, MappingType, PackedLayout, PerTensor, QuantSpec, convert, lsq, quantize_, scheduled_qat
+from qtorch import LinearSpec, MappingType, PackedLayout, PerTensor, QuantSpec, convert, lsq, qat, quantize_
 from qtorch.primitives import MSERule
 from qtorch.quantize_api import Recipe, WeightRecipe, register_recipe
 from qtorch.training import calibrate, parameter_groups
@@ -131,16 +131,16 @@ class FewBits(WeightRecipe):
         return LinearSpec(weight, activation, static=True, layout=PackedLayout() if self.bits < 8 else None)
 
 
-def ptq(model: nn.Module, bits: int, data: Digits) -> nn.Module:
+def with_ptq(model: nn.Module, bits: int, data: Digits) -> nn.Module:
     quantize_(model, {LAYERS: lsq(bits, bits, edge_bits=8)})
     calibrate(model, data.train_x.split(256))
     quantize_(model, convert())
     return model
 
 
-def qat(model: nn.Module, bits: int, data: Digits, epochs: int, limit: int | None) -> nn.Module:
+def with_qat(model: nn.Module, bits: int, data: Digits, epochs: int, limit: int | None) -> nn.Module:
     def recipe(bits: int) -> Recipe:
-        return scheduled_qat(FewBits(bits), observer="moving_average", momentum=0.1)
+        return qat(FewBits(bits), observer="moving_average", momentum=0.1)
 
     quantize_(model, {"stem|head": recipe(8), LAYERS: recipe(bits)})
     calibrate(model, data.train_x.split(256))
@@ -149,7 +149,7 @@ def qat(model: nn.Module, bits: int, data: Digits, epochs: int, limit: int | Non
     return model
 
 
-def learned(model: nn.Module, bits: int, data: Digits, epochs: int, limit: int | None) -> nn.Module:
+def with_lsq(model: nn.Module, bits: int, data: Digits, epochs: int, limit: int | None) -> nn.Module:
     quantize_(model, {LAYERS: lsq(bits, bits, edge_bits=8)})
     calibrate(model, data.train_x.split(256))
     train(model, data, epochs, 5e-3, limit)
@@ -164,21 +164,22 @@ def main(arguments: list[str] | None = None) -> dict[str, list[float]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="a few batches, two widths, no plot")
     parser.add_argument("--seeds", type=int, default=2, help="models to average over")
-    parser.add_argument("--epochs", type=int, default=25, help="of training, and of each training with quantization")
+    parser.add_argument(
+        "--epochs", type=int, default=25, help="of each training with quantization; half of those in floating point"
+    )
     parser.add_argument("--plot", type=Path, default=Path(__file__).parents[1] / "docs" / "qat_digits.png")
     options = parser.parse_args(arguments)
     bits, limit, seeds = ((8, 2), 8, 1) if options.short else (BITS, None, options.seeds)
     data, table = Digits.load(), {"float": [0.0] * len(bits)}
     for seed in range(seeds):
         torch.manual_seed(seed)
-        model = train(ResNet(), data, options.epochs, 1e-2, limit)
-        trained_on = train(copy.deepcopy(model), data, options.epochs, 5e-3, limit)
+        model = train(ResNet(), data, 2 * options.epochs, 1e-2, limit)
         for i, b in enumerate(bits):
             found = {
-                "float": trained_on,
-                "PTQ": ptq(copy.deepcopy(trained_on), b, data),
-                "QAT": qat(copy.deepcopy(model), b, data, options.epochs, limit),
-                "LSQ": learned(copy.deepcopy(model), b, data, options.epochs, limit),
+                "float": model,
+                "PTQ": with_ptq(copy.deepcopy(model), b, data),
+                "QAT": with_qat(copy.deepcopy(model), b, data, options.epochs, limit),
+                "LSQ": with_lsq(copy.deepcopy(model), b, data, options.epochs, limit),
             }
             for name, it in found.items():
                 table.setdefault(name, [0.0] * len(bits))[i] += accuracy(it, data) / seeds

@@ -1,11 +1,13 @@
 """Quantization-aware training of a small language model: how much of what rounding costs does it win back?
 
 A Llama of 1M parameters is trained on the source of Python's standard library, read as bytes. From there it goes on in
-floating point, and, with as many steps more, in QAT. Perplexities are those of the validation text, a byte each:
+floating point, and, with as many steps more, in training for what will be served. Perplexities are those of the next
+byte of the validation text:
 
     float        after all steps
     PTQ          that model, quantized by the recipe
     QAT          trained by `qat(recipe)` and converted
+    LSQ          trained by `lsq(recipe=recipe)`, which learns the scales too, and converted
     recovered    (PTQ - QAT) / (PTQ - float)
 
     python -m tutorials.qat_llama [--short]
@@ -27,6 +29,7 @@ import qtorch
 from benchmarks import pretrain_llama
 from benchmarks.pretrain_llama import Text
 from qtorch.quantize_api import Recipe, WeightRecipe
+from qtorch.training import parameter_groups
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,8 @@ INT4 = qtorch.int8_dynamic_activation_int4_weight(group_size=32)
 INT3 = qtorch.intx_weight_only("int3", group_size=32)
 
 SCHEMES = {
-    "int8 activations, int4 g32 weights": Scheme(INT4, {"QAT": qtorch.qat(INT4)}),
-    "int3 g32 weights": Scheme(INT3, {"QAT": qtorch.qat(INT3)}),
+    "int8 activations, int4 g32 weights": Scheme(INT4, {"QAT": qtorch.qat(INT4), "LSQ": qtorch.lsq(recipe=INT4)}),
+    "int3 g32 weights": Scheme(INT3, {"QAT": qtorch.qat(INT3), "LSQ": qtorch.lsq(recipe=INT3)}),
 }
 
 
@@ -60,7 +63,7 @@ class Run:
     batches: int = 12
 
 
-SHORT = Run("tiny", length=32, rows=4, steps=12, more_steps=6, batches=2)
+SHORT = Run("tiny", length=32, rows=2, steps=6, more_steps=3, batches=1)
 
 
 def is_quantized(module: nn.Module, name: str) -> bool:
@@ -70,7 +73,7 @@ def is_quantized(module: nn.Module, name: str) -> bool:
 def train(model: nn.Module, text: Text, run: Run, first: int, steps: int, lr: float) -> None:
     """By AdamW, with a warm-up and a cosine to a twentieth of `lr`; the batches are those from `first` on."""
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameter_groups(model, lr), betas=(0.9, 0.95))
     warmup = max(1, steps // 10)
     for step in range(steps):
         progress = max(0, step - warmup) / max(1, steps - warmup)

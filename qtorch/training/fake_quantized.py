@@ -2,8 +2,10 @@
 
     w_hat = dequantize(quantize(w)),   x_hat = dequantize(quantize(x)),   y = served_linear(x_hat, w_hat)
 
-Rounding is passed straight through (Bengio et al., arXiv 1308.3432): dL/dw = dL/dw_hat, and 0 where w is clipped.
-Scales are constants to the gradient; one that is chosen to cover its block clips nothing.
+Rounding is passed straight through (Bengio et al., arXiv 1308.3432): dL/dw = dL/dw_hat, and 0 where w is clipped, by a
+static scale or one that a rule puts below the largest magnitude. Scales are constants to the gradient. One that covers
+its block clips nothing: what the rounding of a power of two leaves outside it is passed through, for with no gradient
+it would stay there.
 """
 
 from __future__ import annotations
@@ -197,9 +199,5 @@ def _stand_in(
 
 
 def _clips(spec: QuantSpec | Any) -> bool:
-    """Whether elements may lie more than half a step outside the range of the codes. Where the scale is the largest
-    magnitude, as for look-up tables, none does."""
-    if not isinstance(spec, QuantSpec):
-        return False
-    covers = isinstance(spec.scale_rule, MinMaxRule | AbsMaxRule)
-    return not covers or spec.scale_dtype is torch.float8_e8m0fnu or spec.scale_spec is not None
+    """Whether the scale of a block is meant to leave elements outside the range of the codes."""
+    return isinstance(spec, QuantSpec) and not isinstance(spec.scale_rule, MinMaxRule | AbsMaxRule)

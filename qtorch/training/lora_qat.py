@@ -93,8 +93,9 @@ class LoRALinear(PreparedModule, nn.Linear):
     qat_spec: QATSpec
 
     def merged(self) -> Tensor:
-        """w, differentiable in the adapters."""
-        return torch.addmm(self.weight, self.lora_b, self.lora_a, alpha=self.lora_scale)
+        """w, differentiable in the adapters; under autocast too in the dtype of the weight."""
+        with torch.autocast(self.weight.device.type, enabled=False):
+            return torch.addmm(self.weight, self.lora_b, self.lora_a, alpha=self.lora_scale)
 
     def forward(self, input: Tensor) -> Tensor:
         device = input.device.type

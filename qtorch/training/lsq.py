@@ -46,9 +46,10 @@ ACTIVATIONS = ("step", "clip")
 class LSQ(ModuleRecipe):
     """Weights and activations in few bits, with steps that are trained together with the weights.
 
-    Layers are `nn.Linear` and `nn.Embedding`, exactly; activations have one step for a layer. All parameters are there
-    when `quantize_` returns: build the optimizer then, with `parameter_groups`. The steps of activations start from the
-    first batch that is trained on, or from `calibrate(model, batches)`.
+    Layers are `nn.Linear`, `nn.Embedding` and `nn.Conv1d` to `nn.Conv3d`, exactly, the latter two where they are named;
+    activations have one step for a layer. All parameters are there when `quantize_` returns: build the optimizer then,
+    with `parameter_groups`. The steps of activations start from the first batch that is trained on, or from
+    `calibrate(model, batches)`.
 
     Args:
         weight_bits: 2 to 8; signed codes from -2^(b-1) to 2^(b-1) - 1.

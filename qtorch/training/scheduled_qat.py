@@ -22,7 +22,7 @@ OBSERVERS = (None, "moving_average", "min_max")
 @register_recipe("scheduled_qat")
 @dataclass(frozen=True)
 class ScheduledQAT(ModuleRecipe):
-    """Layers, `nn.Linear` and `nn.Embedding` exactly, are trained for `recipe`; see the top of the file.
+    """Layers, `nn.Linear`, `nn.Embedding` and convolutions exactly, are trained for `recipe`; see the top of the file.
 
     Args:
         recipe: for inference, what the weights become by `convert()`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import warnings
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import qtorch
 from qtorch import compute_error, load_quantized, quantize_, save_quantized
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import library
-from qtorch.primitives import fake_quantize_affine, from_json, prune_2_4, to_json
+from qtorch.primitives import PercentileRule, fake_quantize_affine, from_json, prune_2_4, to_json
 from qtorch.quantize_api import WeightRecipe
 from qtorch.training import TrainableWeight, convert, qat
 from qtorch.training.fake_quantized_weight import FakeQuantizedWeight
@@ -111,7 +112,7 @@ def explicit(x: Tensor, spec: qtorch.QuantSpec | None, scale: Tensor | None = No
     return x + (value - x.detach())
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(("mx", "nv")) and "sparse" not in name])
+@pytest.mark.parametrize("name", [name for name in NAMES if "sparse" not in name])
 def test_gradients_are_those_of_explicit_fake_quantization(name: str) -> None:
     recipe, layer = make(name, 32), nn.Linear(64, 96)
     spec, weight = recipe.linear_spec(), layer.weight.detach().clone().requires_grad_()
@@ -126,20 +127,18 @@ def test_gradients_are_those_of_explicit_fake_quantization(name: str) -> None:
         assert type(a) is Tensor
         assert compute_error(b, a) > 100
     if scale is not None:
-        assert bool((wanted[0] == 0).any()) == ("int8" in name)
+        assert 0 < (wanted[0] == 0).float().mean() < 0.2
 
 
 def test_what_a_scale_clips_has_no_gradient() -> None:
-    """The largest elements of MX blocks, whose scale is rounded down to a power of two."""
-    recipe, layer = make("mxfp4_weight_only"), nn.Linear(64, 96)
+    recipe, layer = qtorch.int8_weight_only(scale_rule=PercentileRule(90.0)), nn.Linear(64, 96)
     weight = layer.weight.detach().clone()
     quantize_(layer, qat(recipe))
     (grad,) = torch.autograd.grad(layer(torch.randn(5, 64)).sum(), layer.weight)
-    spec = recipe.linear_spec().weight
-    scale, _ = spec.choose_qparams(weight)
-    clipped = weight.unflatten(1, (-1, 32)).abs() > 6 * scale.float().unsqueeze(2)
-    assert 0.001 < clipped.float().mean() < 0.1
-    assert torch.equal(grad == 0, clipped.flatten(1))
+    scale, _ = recipe.linear_spec().weight.choose_qparams(weight)
+    clipped = (weight / scale).round().abs() > 127
+    assert 0.02 < clipped.float().mean() < 0.15
+    assert torch.equal(grad == 0, clipped)
 
 
 def test_pruned_elements_have_no_gradient() -> None:
@@ -228,9 +227,12 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("name", ["int8_dynamic_activation_int8_weight", "int4_weight_only", "nf4_weight_only"])
 def test_fused_experts(name: str) -> None:
+    recipe = make(name, 32)
+    if name == "nf4_weight_only":
+        recipe = dataclasses.replace(recipe, double_quantize=False)
     model, x = Experts(), torch.randn(3, 4, 64, requires_grad=True)
     in_float = gradients(model(x), [x, model.up, model.down])
-    quantize_(model, {"up": qat(make(name, 32)), "down": qat(make(name, 32))})
+    quantize_(model, {"up": qat(recipe), "down": qat(recipe)})
     wanted = model(x)
     for a, b in zip(gradients(wanted, [x, model.up, model.down]), in_float):
         assert 8 < compute_error(b, a) < 60
@@ -256,9 +258,9 @@ def test_multi_head_attention(same: bool) -> None:
 
 def test_parts_of_a_weight() -> None:
     """Rows have codes of their own; parts of rows, or of a weight with one scale, have not."""
-    layer, x = nn.Linear(64, 96), torch.randn(5, 64)
+    layer, x = nn.Linear(64, 96, bias=False), torch.randn(5, 64)
     quantize_(layer, qat(make("int8_dynamic_activation_int4_weight")))
-    wanted = layer(x)[:, 32:64] - layer.bias[32:64]
+    wanted = layer(x)[:, 32:64]
     assert torch.equal(functional.linear(x, layer.weight[32:64]), wanted)
     assert torch.equal(x @ layer.weight.chunk(3)[1].t(), wanted)
     for part in (layer.weight[:, :32], layer.weight.view(48, 128)):
@@ -268,8 +270,15 @@ def test_parts_of_a_weight() -> None:
     quantize_(layer, qat(make("float8_static_activation_float8_weight")))
     with pytest.raises(ValueError, match="depend on the rest of the weight; multiply the whole of it"):
         functional.linear(x, layer.weight[:32])
+
+
+def test_a_product_with_sums_of_a_weight_is_an_error() -> None:
+    model, x = Experts(), torch.randn(4, 64)
+    quantize_(model, {"up": qat(make("int8_weight_only"))})
     with pytest.raises(NotImplementedError, match="this is another product, or one with sums of it"):
-        functional.conv1d(x, layer.weight.unsqueeze(2))
+        torch.einsum("mk,ekn->mn", x, model.up)
+    with pytest.raises(NotImplementedError, match=r"aten\.mm\.default with a weight in training would run in full"):
+        torch.ops.aten.mm(x, model.up[0])
 
 
 def test_a_model_in_training_is_saved_and_copied() -> None:
