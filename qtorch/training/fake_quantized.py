@@ -141,7 +141,7 @@ def fake_quantize_weight(
         values = weight.floats() if isinstance(weight, TrainableWeight) else weight
         scale, other = how.choose_qparams(values)
         codes = None if spec.compute_dtype else how.quantize(values, scale, other)
-    return _stand_in(weight, values, _Quantized(how, codes, scale, other, _clips(how)), spec, dtype, codes_do)
+    return _stand_in(weight, values, _Quantized(how, codes, scale, other, clips(how)), spec, dtype, codes_do)
 
 
 def _fake_quantize_input(input: Tensor, spec: QATSpec, dtype: torch.dtype | None) -> tuple[Tensor, Operand | None]:
@@ -161,8 +161,8 @@ def _fake_quantize_input(input: Tensor, spec: QATSpec, dtype: torch.dtype | None
             codes, scale, zero_point = quantize_dynamic(rows, how)
         else:
             scale, zero_point = how.choose_qparams(rows)
-    clips = spec.linear_spec.static or _clips(how)
-    x_hat, x = _stand_in(rows, rows, _Quantized(how, codes, scale, zero_point, clips), spec, dtype, codes_do=True)
+    leaves_some = spec.linear_spec.static or clips(how)
+    x_hat, x = _stand_in(rows, rows, _Quantized(how, codes, scale, zero_point, leaves_some), spec, dtype, codes_do=True)
     return x_hat[:count, :length].reshape(input.shape), None if x is None else x._replace(kept=count)
 
 
@@ -182,7 +182,7 @@ def _stand_in(
 ) -> tuple[Tensor, Operand | None]:
     """What `values` are quantized to, with a gradient to `input`, whose values they are; and the codes, if those are
     multiplied."""
-    how, codes, scale, other, clips = quantized
+    how, codes, scale, other, leaves_some = quantized
     operand = Operand(codes, values.shape[0], scale, other, how) if codes is not None and spec.sums_integers else None
     if codes_do and operand is not None and not torch.is_grad_enabled():
         return values, operand
@@ -190,18 +190,18 @@ def _stand_in(
     with torch.no_grad():
         if codes is not None:
             result = how.dequantize(codes, scale, other, dtype or values.dtype)
-        if codes is None or clips:
+        if codes is None or leaves_some:
             (low, high), domain = how.code_range, how.zero_point_domain
             block, compute = how.block_size(values.shape), spec.compute_dtype or torch.float32
             by_blocks, mask = fake_quantize_blocks(
                 values, block, scale, other, how.dtype, low, high, domain, compute_dtype=compute
             )
             result = by_blocks if result is None else result
-            unclipped = mask if clips else None
+            unclipped = mask if leaves_some else None
     assert result is not None
     return straight_through(input, result, unclipped), operand
 
 
-def _clips(spec: QuantSpec | Any) -> bool:
+def clips(spec: QuantSpec | Any) -> bool:
     """Whether the scale of a block is meant to leave elements outside the range of the codes."""
     return isinstance(spec, QuantSpec) and not isinstance(spec.scale_rule, MinMaxRule | AbsMaxRule)

@@ -20,8 +20,11 @@ import torch
 from torch import Tensor
 
 from ..prepared_module import QuantizationState
-from ..primitives import QuantSpec, fake_quantize_affine
+from ..primitives import QuantSpec
+from ..primitives.affine import fake_quantize_blocks
+from ..primitives.fake_quant import straight_through
 from ..primitives.learned_step import zero_point_code
+from .fake_quantized import clips
 
 MinMax = tuple[Tensor, Tensor]
 
@@ -114,7 +117,7 @@ class Quantizer(QuantizationState):
                 self.held_scale.copy_(scale)
                 if zero_point is not None and self.held_zero_point is not None:
                     self.held_zero_point.copy_(zero_point)
-        return FakeQuantized(self.fake_quantize(x, scale, zero_point), scale, self._code(zero_point))
+        return FakeQuantized(self.fake_quantize(x, scale, zero_point, frozen), scale, self._code(zero_point))
 
     @torch.no_grad()
     def served(self, x: Tensor, frozen: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -141,13 +144,21 @@ class Quantizer(QuantizationState):
             return zero_point
         return zero_point_code(zero_point.detach().float(), *self.spec.code_range).to(self.spec.dtype.storage)
 
-    def fake_quantize(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+    def fake_quantize(
+        self, x: Tensor, scale: Tensor, zero_point: Tensor | None, frozen: Tensor | None = None
+    ) -> Tensor:
         """x_hat by these."""
         spec = self.spec
         block = spec.block_size(x.shape)
-        return fake_quantize_affine(
-            x, block, scale, zero_point, spec.dtype, spec.quant_min, spec.quant_max, spec.zero_point_domain
-        )
+        with torch.no_grad():
+            values, unclipped = fake_quantize_blocks(
+                x, block, scale, zero_point, spec.dtype, spec.quant_min, spec.quant_max, spec.zero_point_domain
+            )
+        return straight_through(x, values, self.passes_gradient(unclipped, frozen))
+
+    def passes_gradient(self, unclipped: Tensor, frozen: Tensor | None) -> Tensor | None:
+        """A mask of the elements that get the gradient of x_hat; None for all."""
+        return unclipped
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Moves; but `.to(torch.bfloat16)` leaves scales in fp32."""
@@ -167,6 +178,13 @@ class Dynamic(Quantizer):
 
     def qparams(self, x: Tensor, observe: bool) -> tuple[Tensor, Tensor | None]:
         return self.spec.choose_qparams(x.detach())
+
+    def passes_gradient(self, unclipped: Tensor, frozen: Tensor | None) -> Tensor | None:
+        # A scale that covers its block leaves out what rounds to one code more, which would stay there: see
+        # `fake_quantized`. One that is held covers nothing.
+        if clips(self.spec):
+            return unclipped
+        return None if frozen is None else unclipped | ~frozen
 
 
 class Fixed(Quantizer):

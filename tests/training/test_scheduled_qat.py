@@ -105,6 +105,20 @@ def test_eval_mode_serves_whatever_the_step() -> None:
     assert torch.equal(model(x), wanted)
 
 
+def test_scales_that_follow_pass_all_gradients_and_held_ones_do_not() -> None:
+    layer = nn.Linear(64, 32)
+    quantize_(layer, scheduled_qat(int8_dynamic_activation_int4_weight(), freeze_step=1))
+    x = torch.randn(16, 64)
+    layer(x).sum().backward()
+    assert layer.weight.grad.count_nonzero() == layer.weight.numel()
+    layer.weight.grad = None
+    with torch.no_grad():
+        layer.weight[1, 1] = 3.0
+    layer(x).sum().backward()
+    assert layer.weight.grad[1, 1] == 0
+    assert layer.weight.grad.count_nonzero() > 1500
+
+
 def test_observed_ranges() -> None:
     batches = [torch.full((2, 64), value) for value in (1.0, 3.0, 2.0)]
     for observer, wanted in (("moving_average", 1 + 0.5 * 2 - 0.5 * 0), ("min_max", 3.0)):
