@@ -95,7 +95,7 @@ def fake_quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None, sp
         (..., N) in the dtype of `input`.
     """
     dtype = spec.product_dtype
-    w_hat, w = fake_quantize_weight(weight, spec, dtype)
+    w_hat, w = fake_quantize_weight(weight, spec, dtype, codes_do=True)
     x_hat, x = _fake_quantize_input(input, spec, dtype)
     if dtype is None:
         return served_linear(x_hat, w_hat, bias, x, w)
@@ -110,7 +110,7 @@ def fake_quantized_conv(input: Tensor, weight: Tensor, spec: QATSpec, window: Wi
         weight: (N, C / groups, *kernel) floating point.
     """
     dtype = spec.product_dtype
-    w_hat, w = fake_quantize_weight(to_matrix(weight), spec, dtype)
+    w_hat, w = fake_quantize_weight(to_matrix(weight), spec, dtype, codes_do=True)
     if spec.linear_spec.activation is None:
         return served_conv(input, from_matrix(w_hat, weight.shape).contiguous().to(input.dtype), None, window)
     parts = w_hat.chunk(window.groups)
@@ -124,11 +124,15 @@ def fake_quantized_conv(input: Tensor, weight: Tensor, spec: QATSpec, window: Wi
 
 
 def fake_quantize_weight(
-    weight: Tensor, spec: QATSpec, dtype: torch.dtype | None = None
+    weight: Tensor, spec: QATSpec, dtype: torch.dtype | None = None, codes_do: bool = False
 ) -> tuple[Tensor, Operand | None]:
-    """`weight`, plain or in training, fake-quantized, in `dtype` or its own; and its codes, if those are multiplied."""
+    """`weight`, plain or in training, fake-quantized, in `dtype` or its own; and its codes, if those are multiplied.
+
+    Args:
+        codes_do: where there are codes, the first is for the gradient alone: without one it is `weight` itself.
+    """
     if spec.transposed:
-        w_hat, w = fake_quantize_weight(weight.transpose(-2, -1), spec.of_whole(), dtype)
+        w_hat, w = fake_quantize_weight(weight.transpose(-2, -1), spec.of_whole(), dtype, codes_do)
         return w_hat.transpose(-2, -1), None if w is None else w.transposed(weight.shape[-2])
     if spec.recipe.prunes:
         weight = spec.recipe.prune(floats_of(weight))
@@ -137,7 +141,7 @@ def fake_quantize_weight(
         values = weight.floats() if isinstance(weight, TrainableWeight) else weight
         scale, other = how.choose_qparams(values)
         codes = None if spec.compute_dtype else how.quantize(values, scale, other)
-    return _stand_in(weight, values, _Quantized(how, codes, scale, other, _clips(how)), spec, dtype)
+    return _stand_in(weight, values, _Quantized(how, codes, scale, other, _clips(how)), spec, dtype, codes_do)
 
 
 def _fake_quantize_input(input: Tensor, spec: QATSpec, dtype: torch.dtype | None) -> tuple[Tensor, Operand | None]:
@@ -158,7 +162,7 @@ def _fake_quantize_input(input: Tensor, spec: QATSpec, dtype: torch.dtype | None
         else:
             scale, zero_point = how.choose_qparams(rows)
     clips = spec.linear_spec.static or _clips(how)
-    x_hat, x = _stand_in(rows, rows, _Quantized(how, codes, scale, zero_point, clips), spec, dtype)
+    x_hat, x = _stand_in(rows, rows, _Quantized(how, codes, scale, zero_point, clips), spec, dtype, codes_do=True)
     return x_hat[:count, :length].reshape(input.shape), None if x is None else x._replace(kept=count)
 
 
@@ -174,13 +178,13 @@ class _Quantized(NamedTuple):
 
 
 def _stand_in(
-    input: Tensor, values: Tensor, quantized: _Quantized, spec: QATSpec, dtype: torch.dtype | None
+    input: Tensor, values: Tensor, quantized: _Quantized, spec: QATSpec, dtype: torch.dtype | None, codes_do: bool
 ) -> tuple[Tensor, Operand | None]:
     """What `values` are quantized to, with a gradient to `input`, whose values they are; and the codes, if those are
-    multiplied: then the first is for the gradient alone."""
+    multiplied."""
     how, codes, scale, other, clips = quantized
     operand = Operand(codes, values.shape[0], scale, other, how) if codes is not None and spec.sums_integers else None
-    if operand is not None and not torch.is_grad_enabled():
+    if codes_do and operand is not None and not torch.is_grad_enabled():
         return values, operand
     result = unclipped = None
     with torch.no_grad():

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..primitives import QuantSpec
+from ..primitives import HQQRule, QuantSpec
 from ..quantize_api import Recipe, WeightRecipe, register_recipe
 from ..targets import Target
 from .fake_quantized import QATSpec
@@ -47,7 +47,7 @@ class QAT(Recipe):
 
     Raises:
         TypeError: `recipe` is no inference recipe.
-        ValueError: a `compute_dtype` that is none, or with look-up tables.
+        ValueError: `HQQRule`, a search for each new weight; a `compute_dtype` that is none, or with look-up tables.
     """
 
     trains: ClassVar[bool] = True
@@ -65,6 +65,11 @@ class QAT(Recipe):
         if not isinstance(self.recipe, WeightRecipe):
             raise TypeError(f"qat takes an inference recipe such as int4_weight_only(), got {self.recipe!r}")
         linear = self.recipe.linear_spec()
+        if isinstance(linear.weight, QuantSpec) and isinstance(linear.weight.scale_rule, HQQRule):
+            raise ValueError(
+                f"qat: {self.recipe} would search its scales anew in each step, at some 25 times the cost of the "
+                "layer; train with scale_rule=MinMaxRule(), or by lsq(recipe=...), which starts from these scales"
+            )
         if self.compute_dtype is not None:
             if not self.compute_dtype.is_floating_point:
                 raise ValueError(f"qat: compute_dtype is a floating-point dtype or None, got {self.compute_dtype}")

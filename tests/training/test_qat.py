@@ -202,8 +202,12 @@ def test_embeddings(name: str) -> None:
     assert (grad_bag.abs().sum(1) > 0).nonzero().flatten().tolist() == [0, 1, 2, 3]
     (alone,) = gradients(model.embed(ids), [model.embed.weight])
     assert (alone.abs().sum(1) > 0).nonzero().flatten().tolist() == [0, 1, 2]
+    with torch.no_grad():
+        assert torch.equal(model(ids), wanted)
+        rows = model.embed(ids)
     quantize_(model, convert())
     assert model.embed.weight is model.head.weight
+    assert torch.equal(model.embed(ids), rows)
     got = model(ids)
     assert torch.equal(got, wanted) if name in INTEGERS else compute_error(wanted, got) > 70
 
@@ -369,6 +373,8 @@ def test_bad_arguments() -> None:
         qat(convert())
     with pytest.raises(ValueError, match=r"compute_dtype is a floating-point dtype or None, got torch\.int8"):
         qat(qtorch.int8_weight_only(), compute_dtype=torch.int8)
+    with pytest.raises(ValueError, match="would search its scales anew in each step"):
+        qat(qtorch.int4_weight_only(use_hqq=True))
     with pytest.raises(ValueError, match="compute_dtype takes affine codes"):
         qat(qtorch.nf4_weight_only(), compute_dtype=torch.bfloat16)
 
