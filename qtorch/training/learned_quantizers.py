@@ -94,7 +94,6 @@ class LearnedStep(LearnedQuantizer):
         self.register_buffer("initial_zero_point", torch.zeros(shape) if spec.has_zero_point else None)
         self.log_scale = nn.Parameter(torch.zeros(shape))
         self.register_parameter("shift", nn.Parameter(torch.zeros(shape)) if offset else None)
-        self._started = False
 
     @property
     def is_static(self) -> bool:
@@ -103,10 +102,6 @@ class LearnedStep(LearnedQuantizer):
     @property
     def is_ready(self) -> bool:
         return not bool(self.initial_scale.isnan().any())
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._started = not self.initial_scale.is_meta and self.is_ready
 
     @torch.no_grad()
     def set_range(self, low: Tensor, high: Tensor) -> None:
@@ -131,7 +126,7 @@ class LearnedStep(LearnedQuantizer):
             self.initial_zero_point.copy_(torch.where(where, zero_point.float(), self.initial_zero_point))
         for parameter in self.parameters():
             parameter.masked_fill_(where, 0.0)
-        self._started = True
+        self._known_ready = True
 
     def codes_above_zero(self, zero_point: Tensor | None) -> Tensor:
         """Q_P."""
@@ -144,12 +139,12 @@ class LearnedStep(LearnedQuantizer):
         return self.codes_above_zero(self.initial_zero_point) * self.initial_scale * self.log_scale.exp()
 
     def qparams(self, x: Tensor, observe: bool) -> tuple[Tensor, Tensor | None]:
-        if not self._started and observe:
+        if not observe:
+            self.check_ready()
+        elif not self._known_ready:
             extremes = mean_of_ranks(self.spec.calibrate(x.detach()))
             # A state that was loaded into the buffers is kept.
             self.start(*self._qparams_from_range(*extremes), self.initial_scale.isnan())
-        elif not self._started and not torch.compiler.is_compiling() and not self.is_ready:
-            raise ValueError("no scale yet: train on a batch, or call qtorch.training.calibrate(model, batches)")
         zero_point = self.initial_zero_point
         root = self.codes_above_zero(zero_point).sqrt()
         if self.shift is None:
@@ -168,7 +163,7 @@ class LearnedClip(LearnedQuantizer):
         asymmetric   s = (c_high max(w) - c_low min(w)) / (Qp - Qn),   z = Qn - c_low min(w) / s
 
     Scales follow the weight; before training they are those of quantization after training. The gradient of a factor is
-    the chain rule's, times g.
+    the chain rule's, times 1 / sqrt(N).
     """
 
     log_clip_low: Tensor | None

@@ -52,6 +52,7 @@ class Quantizer(QuantizationState):
         self.spec = spec
         # Ranges of batches, while `calibrate` looks at data.
         self.observed: list[MinMax] | None = None
+        self._known_ready = False
         held = torch.full(tuple(shape), math.nan)
         self.register_buffer("held_scale", held if freezes else None)
         self.register_buffer("held_zero_point", held.clone() if freezes and spec.has_zero_point else None)
@@ -73,6 +74,18 @@ class Quantizer(QuantizationState):
     def is_ready(self) -> bool:
         """Whether there is a scale; static ones need data first."""
         return True
+
+    def check_ready(self) -> None:
+        """Raise `ValueError` where there is no scale yet; looked at until there is one, and not when compiled."""
+        if self._known_ready or torch.compiler.is_compiling():
+            return
+        if not self.is_ready:
+            raise ValueError("no scale yet: train on a batch, or call qtorch.training.calibrate(model, batches)")
+        self._known_ready = True
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._known_ready = all(not t.is_meta for t in self.buffers()) and self.is_ready
 
     def set_range(self, low: Tensor, high: Tensor) -> None:
         """Start from this range of reals, of the shape of the scale."""
@@ -202,6 +215,8 @@ class ObservedRange(Quantizer):
     def qparams(self, x: Tensor, observe: bool) -> tuple[Tensor, Tensor | None]:
         if observe:
             self._observe(*mean_of_ranks(self.spec.calibrate(x.detach())))
+        else:
+            self.check_ready()
         return self.spec.choose_qparams_from_range(self.min_val, self.max_val)
 
     @torch.no_grad()

@@ -119,6 +119,8 @@ def test_observed_ranges() -> None:
     quantize_(layer, scheduled_qat(STATIC, observer="moving_average"))
     with pytest.raises(ValueError, match="no input has been seen"):
         quantize_(layer, convert())
+    with pytest.raises(ValueError, match="no scale yet: train on a batch, or call"):
+        layer.eval()(batches[0])
     assert calibrate(layer, batches) == 1
     assert layer.input_quantizer.max_val.item() == 2.0
     quantize_(layer, convert())
