@@ -144,7 +144,7 @@ def with_qat(model: nn.Module, bits: int, data: Digits, epochs: int, limit: int 
 
     quantize_(model, {"stem|head": recipe(8), LAYERS: recipe(bits)})
     calibrate(model, data.train_x.split(256))
-    train(model, data, epochs, 5e-3, limit)
+    train(model, data, epochs, 2e-3 / bits, limit)
     quantize_(model, convert())
     return model
 
@@ -152,7 +152,7 @@ def with_qat(model: nn.Module, bits: int, data: Digits, epochs: int, limit: int 
 def with_lsq(model: nn.Module, bits: int, data: Digits, epochs: int, limit: int | None) -> nn.Module:
     quantize_(model, {LAYERS: lsq(bits, bits, edge_bits=8)})
     calibrate(model, data.train_x.split(256))
-    train(model, data, epochs, 5e-3, limit)
+    train(model, data, epochs, 2e-3 / bits, limit)
     quantize_(model, convert())
     return model
 
@@ -163,7 +163,7 @@ def with_lsq(model: nn.Module, bits: int, data: Digits, epochs: int, limit: int 
 def main(arguments: list[str] | None = None) -> dict[str, list[float]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="a few batches, two widths, no plot")
-    parser.add_argument("--seeds", type=int, default=2, help="models to average over")
+    parser.add_argument("--seeds", type=int, default=1, help="models to average over")
     parser.add_argument(
         "--epochs", type=int, default=25, help="of each training with quantization; half of those in floating point"
     )
