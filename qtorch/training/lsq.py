@@ -30,7 +30,7 @@ from ..primitives import (
 )
 from ..quantize_api import Recipe, WeightRecipe, register_recipe
 from .learned_quantizers import LearnedClip, LearnedStep
-from .module_recipe import ModuleRecipe
+from .module_recipe import ModuleRecipe, check_serves
 from .quantizers import Dynamic, Quantizer
 
 LEAST_SQUARES = MSERule(steps=9, smallest=0.2)
@@ -69,6 +69,7 @@ class LSQ(ModuleRecipe):
             points) from where it would put them; dynamic activation scales stay dynamic, static ones are learned.
 
     Raises:
+        TypeError: `recipe` is no inference recipe.
         ValueError: bits out of range; `recipe` together with what it says itself, or without integer weights.
     """
 
@@ -91,13 +92,14 @@ class LSQ(ModuleRecipe):
                 raise ValueError(f"lsq: {name} is one of {', '.join(words)}, got {getattr(self, name)!r}")
         for name in ("weight_bits", "activation_bits", "edge_bits"):
             bits = getattr(self, name)
-            if bits is not None and not 2 <= bits <= 8:
+            if bits not in range(2, 9) and not (bits is None and name != "weight_bits"):
                 raise ValueError(f"lsq: {name} is 2 to 8, got {bits}")
         if self.recipe is not None:
             self._check_recipe(self.recipe)
         super().__post_init__()
 
     def _check_recipe(self, recipe: WeightRecipe) -> None:
+        check_serves(recipe, "lsq")
         own = ("weight_bits", "activation_bits", "granularity", "edge_bits", "weight_init")
         if given := [name for name in own if getattr(self, name) != getattr(LSQ, name)]:
             raise ValueError(f"lsq: {given[0]} is what {recipe} says; leave it out")

@@ -80,3 +80,9 @@ class ModuleRecipe(WeightRecipe):
     def install(self, target: Target[Any], made: FakeQuantization) -> None:
         for module in target.modules:
             layer_for(module).prepare(module, made)
+
+
+def check_serves(recipe: Any, name: str) -> None:
+    """Raise `TypeError` where `recipe` is not one for inference; the message names `name`."""
+    if not isinstance(recipe, WeightRecipe) or recipe.trains:
+        raise TypeError(f"{name} takes an inference recipe such as int4_weight_only(), got {recipe!r}")

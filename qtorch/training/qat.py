@@ -22,6 +22,7 @@ from ..targets import Target
 from .fake_quantized import QATSpec
 from .fake_quantized_weight import FakeQuantizedWeight
 from .lora_qat import LoRAQAT
+from .module_recipe import check_serves
 from .scheduled_qat import ScheduledQAT
 
 
@@ -62,8 +63,7 @@ class QAT(Recipe):
     lora_alpha: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.recipe, WeightRecipe):
-            raise TypeError(f"qat takes an inference recipe such as int4_weight_only(), got {self.recipe!r}")
+        check_serves(self.recipe, self.name)
         linear = self.recipe.linear_spec()
         if isinstance(linear.weight, QuantSpec) and isinstance(linear.weight.scale_rule, HQQRule):
             raise ValueError(

@@ -13,7 +13,7 @@ import torch
 
 from ..primitives import LinearSpec, QuantSpec
 from ..quantize_api import WeightRecipe, register_recipe
-from .module_recipe import ModuleRecipe
+from .module_recipe import ModuleRecipe, check_serves
 from .quantizers import Dynamic, Fixed, ObservedRange, Quantizer
 
 OBSERVERS = (None, "moving_average", "min_max")
@@ -45,8 +45,7 @@ class ScheduledQAT(ModuleRecipe):
     momentum: float = 0.01
 
     def __post_init__(self) -> None:
-        if not isinstance(self.recipe, WeightRecipe):
-            raise TypeError(f"{self.name} takes an inference recipe such as int4_weight_only(), got {self.recipe!r}")
+        check_serves(self.recipe, self.name)
         spec = self.recipe.linear_spec()
         if not isinstance(spec.weight, QuantSpec):
             raise ValueError(f"{self.name}: {self.recipe} has weights of {type(spec.weight).__name__}, not QuantSpec")

@@ -23,7 +23,7 @@ from qtorch import (
     quantize_,
 )
 from qtorch.primitives import from_json, to_json
-from qtorch.training import calibrate, convert, lsq, scheduled_qat
+from qtorch.training import calibrate, convert, lsq, qat, scheduled_qat
 
 STATIC = int8_static_activation_int8_weight(0.03)
 STATIC_FLOAT8 = float8_static_activation_float8_weight(0.01)
@@ -179,7 +179,9 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             scheduled_qat(*arguments)
-    with pytest.raises(TypeError, match="takes an inference recipe"):
-        scheduled_qat("int8")
+    for takes in (scheduled_qat, qat, lambda recipe: lsq(recipe=recipe)):
+        for recipe in ("int8", lsq()):
+            with pytest.raises(TypeError, match="takes an inference recipe"):
+                takes(recipe)
     recipe = scheduled_qat(STATIC, 2, 5, "min_max")
     assert from_json(to_json(recipe)) == recipe
