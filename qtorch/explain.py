@@ -8,7 +8,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from .dtypes import QuantizedTensor
+from .dtypes import ConvWeight, QuantizedTensor
+from .dtypes.conv import CONVS, conv_problem
 from .dtypes.embedding import EMBEDDINGS
 from .kernels.registry import Problem, candidates, choose
 
@@ -74,32 +75,34 @@ def explain(module_or_weight: nn.Module | Tensor, x: Tensor | None = None) -> Ex
             raise ValueError(
                 f"explain: the weight is a plain {type(module_or_weight).__name__}, not a quantized tensor"
             )
-        return _explain_weight("", module_or_weight, x, "linear")
+        return _explain_weight("", module_or_weight, x, None)
     found = []
     for prefix, module in module_or_weight.named_modules():
         for name, weight in module.named_parameters(prefix, recurse=False):
             if isinstance(weight, QuantizedTensor):
-                op = "embedding" if isinstance(module, EMBEDDINGS) else "linear"
-                found.append(_explain_weight(name, weight, x, op))
+                found.append(_explain_weight(name, weight, x, module))
     if not found:
         raise ValueError(f"explain: no weight of this {type(module_or_weight).__name__} is quantized")
     return Explanations(found)
 
 
-def problem_of(weight: QuantizedTensor, op: str, dtype: torch.dtype, device: str) -> Problem:
-    """What is looked up for a weight; fused experts (3-d) run as linear layers, one by one."""
+def problem_of(weight: QuantizedTensor, module: nn.Module | None, dtype: torch.dtype, device: str) -> Problem:
+    """What is looked up for a weight of `module`; fused experts (3-d) run as linear layers, one by one."""
+    if isinstance(weight, ConvWeight) or (isinstance(module, CONVS) and weight.trains):
+        return conv_problem(weight.scheme, getattr(module, "groups", 1), dtype, device)
+    op = "embedding" if isinstance(module, EMBEDDINGS) else "linear"
     matrix: Any = weight
     while len(matrix.scheme.shape) > 2:
         matrix = matrix.select(0, 0)
     return Problem(op, matrix.scheme, dtype, device)
 
 
-def _explain_weight(name: str, weight: QuantizedTensor, x: Tensor | None, op: str) -> Explanation:
+def _explain_weight(name: str, weight: QuantizedTensor, x: Tensor | None, module: nn.Module | None) -> Explanation:
     dtype, device = weight.scheme.dtype, weight.device.type
     if x is not None:
         device = x.device.type
         dtype = x.dtype if x.is_floating_point() else dtype
-    problem = problem_of(weight, op, dtype, device)
+    problem = problem_of(weight, module, dtype, device)
     kernel = choose(problem)
     rejected = [(k.name, r or "comes after it") for k, r in candidates(problem) if k is not kernel]
     return Explanation(name, problem, kernel.name, kernel.note, tuple(rejected))

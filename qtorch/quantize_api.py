@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .dtypes import QuantizedTensor, quantized_type
+from .dtypes import ConvWeight, QuantizedTensor, quantized_type
 from .explain import problem_of
+from .kernels.im2col import from_matrix, to_matrix
 from .kernels.registry import choose
+from .prepared_module import PreparedModule
 from .primitives import LinearSpec, compute_error
 from .primitives.jsonable import jsonable
 from .primitives.scheme import Scheme
@@ -35,12 +37,12 @@ class Recipe:
     Attributes:
         name: of the function that makes it.
         trains: the weights it makes keep their gradient; otherwise they are frozen.
-        selects: the type of the weights it is for, wherever they are; None for those of `nn.Linear`.
+        selects: types of the weights, or of the modules, that it is for, wherever they are; none for `nn.Linear`.
     """
 
     name: ClassVar[str]
     trains: ClassVar[bool] = False
-    selects: ClassVar[type | None] = None
+    selects: ClassVar[tuple[type, ...]] = ()
 
     def check(self, weight: Tensor) -> None:
         """Raise `ValueError` or `TypeError` where `apply` could not do its work; the weight is not changed."""
@@ -49,6 +51,43 @@ class Recipe:
     def apply(self, weight: Tensor) -> Tensor:
         """The new weight."""
         raise NotImplementedError
+
+    # What `quantize_` calls; a recipe that depends on the modules, or changes them, overrides these.
+
+    def placed(self, index: int, count: int) -> Recipe:
+        """The recipe for the weight `index` of the `count` that it was asked for, in the order of the model."""
+        return self
+
+    def check_target(self, target: Target[Any]) -> None:
+        """`check`, for a weight and the modules that hold it."""
+        for slot in target.slots:
+            if isinstance(slot.module, PreparedModule):
+                raise ValueError("is in training; finish it by convert() first")
+        if not target.asked.is_conv or nn.parameter.is_lazy(target.parameter):
+            self.check(target.parameter)
+            return
+        shape, matrix = tuple(target.parameter.shape), to_matrix(target.parameter.detach())
+        try:
+            self.check(matrix)
+        except ValueError as error:
+            seen = f"a convolution's weight {shape}, seen as the matrix {tuple(matrix.shape)}"
+            raise ValueError(f"{error} ({seen})") from error
+
+    def make(self, target: Target[Any], weight: Tensor) -> Any:
+        """What takes the place of the parameter, `weight` its data; the modules are not changed. For the report it has
+        `nbytes` and `dequantize()`."""
+        if not target.asked.is_conv:
+            return self.apply(weight)
+        matrix = self.apply(to_matrix(weight))
+        if isinstance(matrix, QuantizedTensor) and not matrix.trains:
+            return ConvWeight.of(matrix, weight.shape)
+        return from_matrix(matrix, weight.shape).contiguous()
+
+    def install(self, target: Target[Any], made: Any) -> None:
+        """Put what `make` has made into the modules."""
+        parameter = nn.Parameter(made, self.trains and target.parameter.requires_grad)
+        for slot in target.slots:
+            slot.module._parameters[slot.attribute] = parameter
 
     def __str__(self) -> str:
         """The call that makes it, without what is left at its default."""
@@ -69,9 +108,14 @@ def check_float_weight(weight: Tensor) -> None:
 class WeightRecipe(Recipe):
     """A recipe for inference that is described by a `LinearSpec` alone.
 
+    Attributes:
+        prunes: it drops elements of the weight first.
+
     Raises:
         ValueError: there is no such spec.
     """
+
+    prunes: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         spec = self.linear_spec()
@@ -80,6 +124,14 @@ class WeightRecipe(Recipe):
 
     def linear_spec(self) -> LinearSpec:
         raise NotImplementedError
+
+    def prune(self, weight: Tensor) -> Tensor:
+        """`weight` with zeros in place of what the recipe drops before it quantizes, if `prunes`; differentiable."""
+        return weight
+
+    def act_scale(self, device: torch.device) -> Tensor | None:
+        """The scale of a static activation, (1, 1) fp32; None where it is computed on each call, or there is none."""
+        return None
 
     def check(self, weight: Tensor) -> None:
         check_float_weight(weight)
@@ -97,7 +149,7 @@ class WeightRecipe(Recipe):
 
     def apply(self, weight: Tensor) -> Tensor:
         spec = self.linear_spec()
-        return quantized_type(spec.weight).from_float(weight, spec)
+        return quantized_type(spec.weight).from_float(self.prune(weight), spec)
 
 
 def register_recipe(name: str) -> Callable[[C], C]:
@@ -140,11 +192,13 @@ def quantize_(
     Args:
         model: any module.
         recipe: one recipe for every `nn.Linear`; or an ordered mapping from names to recipes, None to leave a weight
-            alone. A key is a fully-qualified name (of a linear layer, an embedding or a 2-d or 3-d parameter) or a
-            regular expression that must match the whole name; the first key that matches wins. Embeddings and bare
-            parameters, fused experts say, are reached by a key that names them, not by a wildcard alone.
-        filter_fn: (module, fully-qualified name) -> bool; asked for each `nn.Linear`, `nn.Embedding` and
-            `nn.EmbeddingBag`.
+            alone. A key is a fully-qualified name (of a linear layer, an embedding, a convolution or a 2-d or 3-d
+            parameter) or a regular expression that must match the whole name; the first key that matches wins.
+            Embeddings, convolutions and bare parameters, fused experts say, are reached by a key that names them, not
+            by a wildcard alone. The weight of a convolution is quantized as a matrix, (output channels, kernel
+            positions * input channels).
+        filter_fn: (module, fully-qualified name) -> bool; asked for each `nn.Linear`, `nn.Embedding`,
+            `nn.EmbeddingBag` and `nn.Conv1d` to `nn.Conv3d`.
         device: move each weight there before it is quantized, and the rest of the model at the end, so that the peak on
             that device is the quantized model and one layer.
         dry_run: report what would be done; change nothing.
@@ -162,6 +216,7 @@ def quantize_(
     targets = find_targets(model, recipe, filter_fn)
     if not any(target.recipe for target in targets):
         raise ValueError(f"quantize_: nothing to quantize: {_why_nothing(targets)}")
+    _place(targets)
     _check_targets(targets)
     rows = []
     for target in tqdm(targets, desc="quantize", disable=not progress):
@@ -170,10 +225,10 @@ def quantize_(
             continue
         weight = target.parameter.detach()
         weight = weight if device is None else weight.to(device)
-        quantized = target.recipe.apply(weight)
-        rows.append(_quantized(target, weight, quantized))
+        made = target.recipe.make(target, weight)
+        rows.append(_quantized(target, weight, made))
         if not dry_run:
-            _replace(target, quantized, requires_grad=target.recipe.trains and target.parameter.requires_grad)
+            target.recipe.install(target, made)
     if device is not None and not dry_run:
         model.to(device)
     return QuantizeReport(tuple(rows), dry_run)
@@ -201,6 +256,8 @@ def dequantize_(model: nn.Module) -> nn.Module:
 
 
 def _word(value: Any) -> str:
+    if isinstance(value, Recipe):
+        return str(value)
     return value.name if isinstance(value, Enum) else repr(value)
 
 
@@ -213,6 +270,15 @@ def _check_is_recipe(given: Any, in_mapping: bool) -> None:
     raise TypeError(f"quantize_: takes a recipe such as int8_weight_only(), got {given!r}{hint}")
 
 
+def _place(targets: list[Target[Recipe]]) -> None:
+    asked = [target for target in targets if target.recipe is not None]
+    for recipe in dict.fromkeys(target.recipe for target in asked):
+        group = [target for target in asked if target.recipe == recipe]
+        for index, target in enumerate(group):
+            assert recipe is not None
+            target.asked.recipe = recipe.placed(index, len(group))
+
+
 def _check_targets(targets: list[Target[Recipe]]) -> None:
     problems = []
     for target in targets:
@@ -220,7 +286,7 @@ def _check_targets(targets: list[Target[Recipe]]) -> None:
             try:
                 if obstacle := next(filter(None, (slot.obstacle for slot in target.slots)), None):
                     raise ValueError(obstacle)
-                target.recipe.check(target.parameter)
+                target.recipe.check_target(target)
             except (ValueError, TypeError) as error:
                 problems.append(f"{target.asked.label}: {error}")
     if problems:
@@ -228,18 +294,11 @@ def _check_targets(targets: list[Target[Recipe]]) -> None:
         raise ValueError("quantize_: " + "\n".join(problems[:8]) + more + "\nthe model is unchanged")
 
 
-def _replace(target: Target[Recipe], quantized: Tensor, requires_grad: bool) -> None:
-    parameter = nn.Parameter(quantized, requires_grad)
-    for slot in target.slots:
-        slot.module._parameters[slot.attribute] = parameter
-
-
-def _quantized(target: Target[Recipe], weight: Tensor, quantized: Tensor) -> LayerReport:
+def _quantized(target: Target[Recipe], weight: Tensor, quantized: Any) -> LayerReport:
     slot = target.asked
     kernel = None
     if isinstance(quantized, QuantizedTensor) and quantized.scheme.spec is not None:
-        op = "embedding" if slot.is_embedding else "linear"
-        kernel = choose(problem_of(quantized, op, weight.dtype, weight.device.type)).name
+        kernel = choose(problem_of(quantized, slot.module, weight.dtype, weight.device.type)).name
     return LayerReport(
         slot.name,
         tuple(weight.shape),

@@ -14,13 +14,15 @@ from typing import Generic, TypeVar
 from torch import nn
 from torch.nn.utils import parametrize
 
+from .dtypes.conv import CONVS
 from .dtypes.embedding import EMBEDDINGS
+from .prepared_module import QuantizationState
 
 R = TypeVar("R")
 
 Filter = Callable[[nn.Module, str], bool]
 
-UNSUPPORTED: tuple[type[nn.Module], ...] = (nn.modules.conv._ConvNd, nn.Bilinear)
+UNSUPPORTED: tuple[type[nn.Module], ...] = (nn.modules.conv._ConvTransposeNd, nn.Bilinear)
 """Modules whose weight no kernel takes."""
 
 _ANY_NAME = "qzqzq"
@@ -51,6 +53,19 @@ class Slot(Generic[R]):
     def is_embedding(self) -> bool:
         return isinstance(self.module, EMBEDDINGS) and self.attribute == "weight"
 
+    def is_one_of(self, types: tuple[type, ...]) -> bool:
+        """Whether the parameter, or the module that it is the weight of, is of one of these types."""
+        return isinstance(self.parameter, types) or (self.attribute == "weight" and isinstance(self.module, types))
+
+    @property
+    def is_conv(self) -> bool:
+        return isinstance(self.module, CONVS) and self.attribute == "weight"
+
+    @property
+    def is_layer(self) -> bool:
+        """A weight that its module alone gives a meaning."""
+        return self.is_linear or self.is_embedding or self.is_conv
+
     @property
     def obstacle(self) -> str | None:
         """Why it cannot be quantized, whatever the recipe."""
@@ -65,7 +80,7 @@ class Slot(Generic[R]):
     @property
     def label(self) -> str:
         """What a user calls it: the module of a layer's weight, the full name of a bare parameter."""
-        return self.module_name if (self.is_linear or self.is_embedding) and self.module_name else self.name
+        return self.module_name if self.is_layer and self.module_name else self.name
 
 
 @dataclass
@@ -77,6 +92,11 @@ class Target(Generic[R]):
     @property
     def parameter(self) -> nn.Parameter:
         return self.slots[0].parameter
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Those that hold it, each once."""
+        return list(dict.fromkeys(slot.module for slot in self.slots))
 
     @property
     def asked(self) -> Slot[R]:
@@ -92,10 +112,9 @@ def find_targets(model: nn.Module, recipe: R | Mapping[str, R | None], filter_fn
     """Every weight of two or more dimensions, with what is to be done to it.
 
     Args:
-        recipe: one recipe for every `nn.Linear`, or for every weight of the type that it `selects`; or an ordered
-            mapping; see `quantize_`.
-        filter_fn: (module, fully-qualified name) -> bool, asked for each `nn.Linear`, `nn.Embedding` and
-            `nn.EmbeddingBag`.
+        recipe: one recipe for every `nn.Linear`, or for every weight, or weight of a module, of the types that it
+            `selects`; or an ordered mapping; see `quantize_`.
+        filter_fn: (module, fully-qualified name) -> bool, asked for each `nn.Linear`, embedding and convolution.
 
     Raises:
         ValueError: an entry of the mapping matches nothing or is never reached; tied weights are asked for differently.
@@ -116,6 +135,8 @@ def find_targets(model: nn.Module, recipe: R | Mapping[str, R | None], filter_fn
 def _slots(model: nn.Module) -> list[Slot[R]]:
     found: list[Slot[R]] = []
     for module_name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, QuantizationState):
+            continue
         for attribute, parameter in module._parameters.items():
             # Parameters that are not materialized yet have no shape; the recipe's check will say so.
             if parameter is not None and (nn.parameter.is_lazy(parameter) or parameter.dim() >= 2):
@@ -124,16 +145,17 @@ def _slots(model: nn.Module) -> list[Slot[R]]:
 
 
 def _assign_by_kind(slots: list[Slot[R]], recipe: R, filter_fn: Filter | None) -> None:
-    selects: type | None = getattr(recipe, "selects", None)
+    selects: tuple[type, ...] = getattr(recipe, "selects", ())
     for slot in slots:
         if slot.obstacle:
             slot.reason = slot.obstacle
-        elif selects is not None and not isinstance(slot.parameter, selects):
-            slot.reason = f"no {selects.__name__}"
-        elif selects is None and not slot.is_linear and not slot.is_embedding:
+        elif selects and not slot.is_one_of(selects):
+            slot.reason = f"no {' or '.join(kind.__name__ for kind in selects)}"
+        elif not selects and not slot.is_layer:
             slot.reason = f"a bare parameter of {type(slot.module).__name__}; ask for it by name"
-        elif selects is None and filter_fn is None and slot.is_embedding:
-            slot.reason = "an embedding; ask for it by name or with filter_fn"
+        elif not selects and filter_fn is None and not slot.is_linear:
+            what = "an embedding" if slot.is_embedding else "a convolution"
+            slot.reason = f"{what}; ask for it by name or with filter_fn"
         elif filter_fn is not None and not filter_fn(slot.module, slot.module_name):
             slot.reason = "filter_fn"
         else:
@@ -181,8 +203,8 @@ def _check_keys(keys: Iterable[str], slots: list[Slot[R]]) -> None:
 
 
 def _asks_for(key: str, slot: Slot[R]) -> bool:
-    """An exact name asks for anything. A regular expression asks for linear layers, and for embeddings and bare
-    parameters only if it names them: if it would still match with their own name replaced, a wildcard has matched."""
+    """An exact name asks for anything. A regular expression asks for linear layers, and for all other weights only if
+    it names them: if it would still match with their own name replaced, a wildcard has matched."""
     names = {slot.name, slot.label}
     if key in names:
         return True
@@ -211,7 +233,9 @@ def _describe_unmatched(keys: list[str], slots: list[Slot[R]]) -> str:
         hint = f"; for what is inside it, write {key + '.*'!r} as a regular expression" if inside else ""
         if inside and all(slot.obstacle for slot in inside):
             hint = f"; {inside[0].label} {inside[0].obstacle}"
-        lines.append(f"{key!r} matches no linear layer, embedding or parameter of two or more dimensions{hint}")
+        lines.append(
+            f"{key!r} matches no linear layer, embedding, convolution or parameter of two or more dimensions{hint}"
+        )
     some = ", ".join(labels[:4]) + (", ..." if len(labels) > 4 else "")
     return f"quantize_: {'; '.join(lines)}. The model has {some or 'none'}"
 

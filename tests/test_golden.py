@@ -3,11 +3,10 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from qtorch import load_quantized
 from qtorch.quantize_api import RECIPES
-from tests.golden.make import FOLDER, GOLDEN
+from tests.golden.make import FOLDER, GOLDEN, layer_and_input
 
 NAMES = sorted(path.name.removesuffix(".numbers.safetensors") for path in FOLDER.glob("*.numbers.safetensors"))
 
@@ -16,7 +15,7 @@ NAMES = sorted(path.name.removesuffix(".numbers.safetensors") for path in FOLDER
 def test_loads_and_gives_the_same_numbers(name: str) -> None:
     numbers = load_file(FOLDER / f"{name}.numbers.safetensors")
     with torch.device("meta"):
-        layer = nn.Linear(64, 32, dtype=numbers["output"].dtype)
+        layer, _ = layer_and_input(name)
     load_quantized(layer, FOLDER / f"{name}.safetensors")
     assert torch.equal(layer.weight.dequantize(), numbers["weight"])
     output = layer(numbers["input"])

@@ -69,7 +69,7 @@ def test_every_other_weight_says_why_not() -> None:
 embed.weight: an embedding; ask for it by name or with filter_fn
 blocks.0.experts: a bare parameter of Block; ask for it by name
 blocks.1.experts: a bare parameter of Block; ask for it by name
-conv.weight: is a parameter of Conv1d, which has no quantized kernel""",
+conv.weight: a convolution; ask for it by name or with filter_fn""",
     )
 
 
@@ -121,7 +121,7 @@ def test_a_pattern_has_to_match_the_whole_name() -> None:
 def test_void_entry() -> None:
     assert_expected_inline(
         error({"head": INT8, "haed": INT8}),
-        "quantize_: 'haed' matches no linear layer, embedding or parameter of two or more dimensions. "
+        "quantize_: 'haed' matches no linear layer, embedding, convolution or parameter of two or more dimensions. "
         "The model has embed, blocks.0.experts, blocks.0.q_proj, blocks.0.k_proj, ...",
     )
 
@@ -129,7 +129,7 @@ def test_void_entry() -> None:
 def test_container_name() -> None:
     assert_expected_inline(
         error({"blocks.0": INT8}),
-        "quantize_: 'blocks.0' matches no linear layer, embedding or parameter of two or more dimensions; "
+        "quantize_: 'blocks.0' matches no linear layer, embedding, convolution or parameter of two or more dimensions; "
         "for what is inside it, write 'blocks.0.*' as a regular expression. "
         "The model has embed, blocks.0.experts, blocks.0.q_proj, blocks.0.k_proj, ...",
     )
@@ -160,15 +160,22 @@ def test_a_name_that_is_no_regular_expression() -> None:
     assert names({"a(": INT8}, model=model) == ["a(.weight"]
 
 
-def test_filter_fn_is_asked_for_linear_layers_and_embeddings() -> None:
+def test_filter_fn_is_asked_for_layers() -> None:
     seen = []
 
     def only_heads(module: nn.Module, name: str) -> bool:
         seen.append(name)
-        return name == "head" or isinstance(module, nn.Embedding)
+        return name == "head" or isinstance(module, nn.Embedding | nn.Conv1d)
 
-    assert names(INT8, only_heads) == ["embed.weight", "head.weight"]
-    assert seen == ["embed", *(name.removesuffix(".weight") for name in LINEAR)]
+    assert names(INT8, only_heads) == ["embed.weight", "conv.weight", "head.weight"]
+    layers = [name.removesuffix(".weight") for name in LINEAR]
+    assert seen == ["embed", *layers[:-1], "conv", layers[-1]]
+
+
+def test_convolutions_are_reached_by_a_key_that_names_them() -> None:
+    for key in ("conv", "conv.weight", r".*conv", r"c\w+v"):
+        assert names({key: INT8}) == ["conv.weight"]
+    assert names({r".*": INT8}) == LINEAR
 
 
 def test_filter_fn_narrows_a_mapping() -> None:
@@ -202,7 +209,7 @@ class Conv(nn.Module):
         self.conv, self.fc = conv, nn.Linear(8, 8)
 
 
-@pytest.mark.parametrize("module", [nn.Conv1d(8, 8, 1), nn.ConvTranspose2d(8, 8, 1), nn.Bilinear(8, 8, 8)], ids=str)
+@pytest.mark.parametrize("module", [nn.ConvTranspose2d(8, 8, 1), nn.Bilinear(8, 8, 8)], ids=str)
 def test_modules_without_a_kernel(module: nn.Module) -> None:
     """Asked for by name, they are refused now and not in the first forward pass."""
     model = Conv(module)
@@ -216,7 +223,7 @@ def test_parametrized_layer() -> None:
     assert names(INT8, model=model) == ["1.weight"]
     assert_expected_inline(
         error({"0": INT8}, model),
-        "quantize_: '0' matches no linear layer, embedding or parameter of two or more dimensions; "
+        "quantize_: '0' matches no linear layer, embedding, convolution or parameter of two or more dimensions; "
         "0.parametrizations.weight.original0 is parametrized; "
         "call torch.nn.utils.parametrize.remove_parametrizations first. "
         "The model has 0.parametrizations.weight.original0, 0.parametrizations.weight.original1, 1",
@@ -244,6 +251,6 @@ def test_a_layer_alone_has_no_module_name() -> None:
 def test_a_vector_cannot_be_asked_for() -> None:
     assert_expected_inline(
         error({"weight": INT8}, nn.LayerNorm(8)),
-        "quantize_: 'weight' matches no linear layer, embedding or parameter of two or more dimensions. "
+        "quantize_: 'weight' matches no linear layer, embedding, convolution or parameter of two or more dimensions. "
         "The model has none",
     )

@@ -1,9 +1,10 @@
 """Quantized tensors: `AffineQuantizedTensor`, its layouts, and the operations on it."""
 
-from . import embedding, ops, views
+from . import conv, embedding, ops, views
 from .affine_quantized_tensor import AffineQuantizedTensor
 from .base import QuantizedTensor, quantized_type
 from .codebook_tensor import LUTQuantizedTensor, NF4Tensor, linear_nf4, to_nf4
+from .conv_weight import ConvWeight
 from .factories import (
     to_affine_quantized_floatx,
     to_affine_quantized_floatx_static,
@@ -18,6 +19,7 @@ from .uintx_tensor import UintxTensor, to_uintx
 
 __all__ = [
     "AffineQuantizedTensor",
+    "ConvWeight",
     "LUTQuantizedTensor",
     "Layout",
     "NF4Tensor",
@@ -27,6 +29,7 @@ __all__ = [
     "SemiSparseLayout",
     "TensorCoreTiledLayout",
     "UintxTensor",
+    "conv",
     "deregister_aqt_quantized_linear_dispatch",
     "embedding",
     "linear_nf4",

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from ..kernels.im2col import Window
 from ..primitives.jsonable import from_json, to_json
 from ..primitives.scheme import Scheme
 from ..primitives.spec import LinearSpec, QuantSpec
@@ -63,7 +64,7 @@ class QuantizedTensor(torch.Tensor):
 
     Attributes:
         spec_type: of the weight specs that a subclass is for.
-        trains: it has a gradient, and a `linear` and an `embedding` of its own for that.
+        trains: it has a gradient, and a `linear`, a `conv` and an `embedding` of its own for that.
         scheme: metadata; hashable, without tensors.
     """
 
@@ -144,6 +145,10 @@ class QuantizedTensor(torch.Tensor):
 
     def linear(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """`F.linear` of a weight that trains."""
+        raise NotImplementedError
+
+    def conv(self, input: Tensor, window: Window) -> Tensor:
+        """The convolution, without bias, of an input (B, C, *sizes) with a weight that trains."""
         raise NotImplementedError
 
     def embedding(self, ids: Tensor, **options: Any) -> Tensor:

@@ -30,6 +30,7 @@ from ..primitives.packing import (
 from ..primitives.qdtype import QDType
 from ..primitives.scheme import Scheme
 from .base import QuantizedTensor, quantized_type
+from .conv_weight import ConvScheme, ConvWeight
 
 Entry = dict[str, Any]
 """JSON data of one quantized tensor: its scheme, and which stored tensor is what."""
@@ -70,11 +71,12 @@ def from_canonical(entry: Entry, read: Callable[[str], Tensor]) -> QuantizedTens
         raise ValueError(f"expected a Scheme, got {scheme!r}")
     parts = {part: read(stored) for part, stored in entry["tensors"].items()}
     if "packed" in parts:
-        parts["codes"] = _unpacked(parts.pop("packed"), scheme.weight.dtype, scheme.shape[-1])
+        parts["codes"] = _unpacked(parts.pop("packed"), scheme.weight.dtype, scheme.codes_shape[-1])
     codes = parts.pop("codes")
-    if tuple(codes.shape) != scheme.shape:
-        raise ValueError(f"the codes have shape {tuple(codes.shape)}, the scheme {scheme.shape}")
-    return quantized_type(scheme.weight).from_canonical(codes, parts, scheme)
+    if tuple(codes.shape) != scheme.codes_shape:
+        raise ValueError(f"the codes have shape {tuple(codes.shape)}, the scheme {scheme.codes_shape}")
+    kind = ConvWeight if isinstance(scheme, ConvScheme) else quantized_type(scheme.weight)
+    return kind.from_canonical(codes, parts, scheme)
 
 
 def _packed(codes: Tensor, dtype: QDType) -> Tensor:

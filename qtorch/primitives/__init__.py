@@ -7,10 +7,11 @@ from .fake_quant import fake_quantize_affine, fake_quantize_affine_cachemask
 from .granularity import Granularity, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from .hqq import HQQRule
 from .jsonable import from_json, to_json
+from .learned_step import learned_step_fake_quantize, lsq_grad_scale, lsq_scale
 from .qdtype import QDType, qdtype
 from .qparams import choose_qparams_affine, choose_qparams_affine_with_min_max
 from .rounding import Rounding, round_to_integer
-from .scale_rule import AbsMaxRule, AbsMeanRule, FixedRangeRule, MinMaxRule, MSERule, PercentileRule, ScaleRule
+from .scale_rule import AbsMaxRule, AbsMeanRule, FixedRangeRule, LSQRule, MinMaxRule, MSERule, PercentileRule, ScaleRule
 from .sparsity import is_2_4, prune_2_4
 from .spec import LinearSpec, QuantSpec
 from .sqnr import compute_error
@@ -23,6 +24,7 @@ __all__ = [
     "FixedRangeRule",
     "Granularity",
     "HQQRule",
+    "LSQRule",
     "LinearSpec",
     "MSERule",
     "MappingType",
@@ -49,6 +51,9 @@ __all__ = [
     "from_json",
     "is_2_4",
     "kmeans_codebook",
+    "learned_step_fake_quantize",
+    "lsq_grad_scale",
+    "lsq_scale",
     "prune_2_4",
     "qdtype",
     "quantize_affine",

@@ -85,7 +85,7 @@ def quantize_affine(
     view = BlockView(input.shape, block_size)
     low, high = code_range(output_dtype, quant_min, quant_max)
     codes = _real_codes(
-        view, input, scale, zero_point, output_dtype, (low, high), zero_point_domain, rounding, generator
+        view, input.float(), scale, zero_point, output_dtype, (low, high), zero_point_domain, rounding, generator
     )
     return view.merge(qdtype(output_dtype).encode(codes.clamp(low, high), rounding, generator))
 
@@ -148,18 +148,31 @@ def fake_quantize_blocks(
     zero_point_domain: ZeroPointDomain,
     rounding: Rounding = Rounding.NEAREST_EVEN,
     generator: torch.Generator | None = None,
+    compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize and dequantize without storing codes: (result in the input's dtype, mask of what did not clip)."""
+    """Quantize and dequantize without storing codes: (result in the input's dtype, mask of what did not clip).
+
+    Args:
+        compute_dtype: of the arithmetic; only in fp32 is the result that of quantizing and dequantizing.
+    """
     view = BlockView(input.shape, block_size)
     low, high = code_range(quant_dtype, quant_min, quant_max)
     codes = _real_codes(
-        view, input, scale, zero_point, quant_dtype, (low, high), zero_point_domain, rounding, generator
+        view,
+        input.to(compute_dtype),
+        scale,
+        zero_point,
+        quant_dtype,
+        (low, high),
+        zero_point_domain,
+        rounding,
+        generator,
     )
     unclipped = (codes >= low) & (codes <= high)
     codes = codes.clamp(low, high)
     kind = qdtype(quant_dtype)
     if kind.is_floating_point:
-        codes = kind.decode(kind.encode(codes, rounding, generator))
+        codes = kind.decode(kind.encode(codes.float(), rounding, generator))
     real = _dequantize(view, codes, scale, zero_point, (low, high), zero_point_domain)
     return view.merge(real).to(input.dtype), view.merge(unclipped)
 
@@ -175,10 +188,10 @@ def _real_codes(
     rounding: Rounding,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Codes before they are clipped, fp32 in the split view; those of integer types rounded."""
-    x = view.split(input).float()
-    s = view.split_scale(scale).float()
-    z = None if zero_point is None else view.split_scale(zero_point).float()
+    """Codes before they are clipped, in the dtype of `input` and the split view; those of integer types rounded."""
+    x = view.split(input)
+    s = view.split_scale(scale).to(x.dtype)
+    z = None if zero_point is None else view.split_scale(zero_point).to(x.dtype)
     if domain is ZeroPointDomain.FLOAT and z is not None:
         codes = (x - (z - s * ((bounds[0] + bounds[1] + 1) / 2))) / s
     else:
@@ -196,11 +209,11 @@ def _dequantize(
     bounds: tuple[float, float],
     domain: ZeroPointDomain,
 ) -> Tensor:
-    """Reals, fp32, of fp32 codes in the split view."""
-    s = view.split_scale(scale).float()
+    """Reals of codes in the split view, in their dtype."""
+    s = view.split_scale(scale).to(codes.dtype)
     if zero_point is None or domain is ZeroPointDomain.NONE:
         return codes * s
-    z = view.split_scale(zero_point).float()
+    z = view.split_scale(zero_point).to(codes.dtype)
     if domain is ZeroPointDomain.INT:
         return (codes - z) * s
     return (codes - (bounds[0] + bounds[1] + 1) / 2) * s + z

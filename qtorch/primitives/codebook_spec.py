@@ -17,7 +17,7 @@ from .codebook import (
     kmeans_codebook,
     quantize_codebook,
 )
-from .double_quant import check_scale_spec
+from .double_quant import check_scale_spec, dequantize_scale, quantize_scale
 from .granularity import Block, BlockView, Granularity, PerGroup, PerRow, scale_shape
 from .jsonable import jsonable
 from .qdtype import QDType, qdtype
@@ -103,6 +103,11 @@ class CodebookSpec:
             of_part = None if weights is None else weights[part]
             table[part] = kmeans_codebook(x[part], self.dtype.bits, of_part, self.iterations)
         return table.reshape(*view.scale_shape, table.shape[1])
+
+    def choose_qparams(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale, as it will be read back, and table: what `quantize` takes."""
+        scale = dequantize_scale(quantize_scale(self.choose_scale(input), self.scale_spec), self.scale_spec)
+        return scale, self.choose_table(input, scale)
 
     def quantize(self, input: Tensor, scale: Tensor, table: Tensor) -> Tensor:
         """Codes of `input`, uint8; see `quantize_codebook`."""

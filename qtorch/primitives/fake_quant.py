@@ -18,17 +18,23 @@ from .rounding import Rounding
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Stands for `result` in the forward pass; passes the gradient on to `input` where `unclipped`."""
-
     @staticmethod
-    def forward(ctx: Any, input: Tensor, result: Tensor, unclipped: Tensor) -> Tensor:
+    def forward(ctx: Any, input: Tensor, result: Tensor, unclipped: Tensor | None) -> Tensor:
         ctx.save_for_backward(unclipped)
+        ctx.dtype = input.dtype
         return result.view_as(result)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (unclipped,) = ctx.saved_tensors
-        return grad_outputs[0] * unclipped, None, None
+        grad = grad_outputs[0].to(ctx.dtype)
+        return grad if unclipped is None else grad * unclipped, None, None
+
+
+def straight_through(input: Tensor, result: Tensor, unclipped: Tensor | None = None) -> Tensor:
+    """`result`, which stands for `input`, of the same shape; its gradient goes on to `input` where `unclipped`, a mask,
+    or everywhere."""
+    return _StraightThrough.apply(input, result, unclipped)
 
 
 def fake_quantize_affine(
@@ -89,4 +95,4 @@ def fake_quantize_affine_cachemask(
             rounding,
             generator,
         )
-    return _StraightThrough.apply(input, result, unclipped), unclipped
+    return straight_through(input, result, unclipped), unclipped

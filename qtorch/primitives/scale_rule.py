@@ -16,6 +16,7 @@ from torch import Tensor
 from .affine import MappingType
 from .granularity import BlockView
 from .jsonable import jsonable
+from .learned_step import lsq_scale
 from .qparams import min_max
 from .rounding import Rounding
 
@@ -68,6 +69,25 @@ class AbsMeanRule(ScaleRule):
         if spec.mapping is MappingType.SYMMETRIC:
             low_code, high_code = (low_code - high_code) / 2, (high_code - low_code) / 2
         return mean * low_code, mean * high_code
+
+
+@jsonable
+@dataclass(frozen=True)
+class LSQRule(ScaleRule):
+    """scale = 2 mean |x| / sqrt(Q_P), where learned step sizes start (Esser et al., arXiv 1902.08153, section 2.1).
+
+    Q_P is the number of codes above that of zero. An asymmetric mapping gives a block without negative elements all
+    codes, and any other block as many below zero as above.
+    """
+
+    def min_max(self, input: Tensor, spec: QuantSpec) -> MinMax:
+        block, (low, high) = spec.block_size(input.shape), spec.code_range
+        steps = high - low
+        bound = lsq_scale(input, block, high - int((low + high + 1) / 2)) * (steps / 2)
+        if spec.mapping is not MappingType.ASYMMETRIC:
+            return -bound, bound
+        unsigned = min_max(input, block)[0] >= 0
+        return torch.where(unsigned, 0.0, -bound), torch.where(unsigned, lsq_scale(input, block, steps) * steps, bound)
 
 
 @jsonable

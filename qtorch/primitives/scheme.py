@@ -37,7 +37,12 @@ class Scheme:
 
     # Rebuilt rather than copied: string hashes differ from process to process.
     def __reduce__(self) -> tuple[Any, ...]:
-        return Scheme, tuple(getattr(self, f.name) for f in fields(self))
+        return type(self), tuple(getattr(self, f.name) for f in fields(self))
+
+    @property
+    def codes_shape(self) -> tuple[int, ...]:
+        """Shape of the codes; that of the tensor, except where it shows a matrix in another one."""
+        return self.shape
 
     @property
     def weight(self) -> QuantSpec | Any:

@@ -123,8 +123,7 @@ class QuantSpec:
     def _stored_qparams(
         self, min_val: Tensor, max_val: Tensor, input_dtype: torch.dtype
     ) -> tuple[dict[str, Tensor], Tensor | None]:
-        keeps_input_dtype = isinstance(self.granularity, PerGroup) and self.scale_spec is None
-        scale_dtype = self.scale_dtype or (input_dtype if keeps_input_dtype else torch.float32)
+        scale_dtype = self.stored_scale_dtype(input_dtype)
         integer_zero_point = self.zero_point_domain is ZeroPointDomain.INT
         scale, zero_point = choose_qparams_affine_with_min_max(
             min_val,
@@ -141,6 +140,11 @@ class QuantSpec:
             self.zero_point_domain,
         )
         return quantize_scale(scale, self.scale_spec), zero_point if self.has_zero_point else None
+
+    def stored_scale_dtype(self, input_dtype: torch.dtype) -> torch.dtype:
+        """Dtype that scales are kept in, before `scale_spec` quantizes them."""
+        keeps_input_dtype = isinstance(self.granularity, PerGroup) and self.scale_spec is None
+        return self.scale_dtype or (input_dtype if keeps_input_dtype else torch.float32)
 
     def choose_qparams(self, input: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scale and zero point of each block of `input`."""

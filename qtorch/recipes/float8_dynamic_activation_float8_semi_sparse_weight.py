@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -24,6 +25,8 @@ class Float8DynamicActivationFloat8SemiSparseWeight(WeightRecipe):
         ValueError: another granularity.
     """
 
+    prunes: ClassVar[bool] = True
+
     granularity: Granularity = PerRow()
 
     def __post_init__(self) -> None:
@@ -35,8 +38,8 @@ class Float8DynamicActivationFloat8SemiSparseWeight(WeightRecipe):
         codes = QuantSpec(qdtype("float8_e4m3fn"), self.granularity, zero_point_domain=ZeroPointDomain.NONE)
         return LinearSpec(codes, codes, layout=SemiSparseLayout())
 
-    def apply(self, weight: Tensor) -> Tensor:
-        return super().apply(prune_2_4(weight))
+    def prune(self, weight: Tensor) -> Tensor:
+        return prune_2_4(weight)
 
 
 float8_dynamic_activation_float8_semi_sparse_weight = Float8DynamicActivationFloat8SemiSparseWeight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -24,11 +25,13 @@ class Int8DynamicActivationInt8SemiSparseWeight(Int8DynamicActivationInt8Weight)
         act_mapping_type: SYMMETRIC, codes in [-127, 127]; ASYMMETRIC, [-128, 127] with a zero point per token.
     """
 
+    prunes: ClassVar[bool] = True
+
     def linear_spec(self) -> LinearSpec:
         return replace(super().linear_spec(), layout=SemiSparseLayout())
 
-    def apply(self, weight: Tensor) -> Tensor:
-        return super().apply(prune_2_4(weight))
+    def prune(self, weight: Tensor) -> Tensor:
+        return prune_2_4(weight)
 
 
 int8_dynamic_activation_int8_semi_sparse_weight = Int8DynamicActivationInt8SemiSparseWeight

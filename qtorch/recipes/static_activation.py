@@ -34,9 +34,11 @@ class StaticActivationRecipe(WeightRecipe):
         object.__setattr__(self, "scale", _number(self.scale, self.name))
         super().__post_init__()
 
+    def act_scale(self, device: torch.device) -> Tensor:
+        return torch.full((1, 1), self.scale, dtype=torch.float32, device=device)
+
     def apply(self, weight: Tensor) -> Tensor:
-        act_scale = torch.full((1, 1), self.scale, dtype=torch.float32, device=weight.device)
-        return AffineQuantizedTensor.from_float(weight, self.linear_spec(), act_scale)
+        return AffineQuantizedTensor.from_float(weight, self.linear_spec(), self.act_scale(weight.device))
 
 
 def _number(scale: Any, recipe: str) -> float:

@@ -16,9 +16,13 @@ for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
 from ..quantize_api import RECIPES  # noqa: E402
+from .batch_norm import fold_batch_norm  # noqa: E402
 from .bitnet import precompute_bitnet_scale_for_fsdp  # noqa: E402
+from .calibrate import calibrate  # noqa: E402
 from .conv import quantized_conv1d, quantized_conv2d, quantized_conv3d  # noqa: E402
 from .int8_mixed_precision import Int8MixedPrecisionTrainingConfig  # noqa: E402
+from .pact import clip_penalty, pact  # noqa: E402
+from .parameter_groups import parameter_groups  # noqa: E402
 from .products import quantized_einsum, quantized_matmul  # noqa: E402
 from .quantized_weight import QuantizedTrainingWeight  # noqa: E402
 from .spec import GemmSpec, TrainingSpec, fully_quantized, fully_quantized_float8  # noqa: E402
@@ -36,8 +40,13 @@ __all__ = [
     "TrainableWeight",
     "TrainingSpec",
     "TrainingWeight",
+    "calibrate",
+    "clip_penalty",
+    "fold_batch_norm",
     "fully_quantized",
     "fully_quantized_float8",
+    "pact",
+    "parameter_groups",
     "precompute_bitnet_scale_for_fsdp",
     "quantized_conv1d",
     "quantized_conv2d",

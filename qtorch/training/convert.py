@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from ..prepared_module import PreparedModule
 from ..quantize_api import Recipe, register_recipe
+from ..targets import Target
 from .trainable_weight import TrainableWeight
 
 
@@ -18,10 +20,10 @@ class Convert(Recipe):
     codes that the forward has multiplied by, at their true size. The model computes what it computed in training:
     bit for bit where sums are integers, and to the last bit of the same kernel elsewhere.
 
-    Weights that no recipe has touched are left alone.
+    Modules whose class was exchanged for training get theirs back. Weights that no recipe has touched are left alone.
     """
 
-    selects: ClassVar[type] = TrainableWeight
+    selects: ClassVar[tuple[type, ...]] = (TrainableWeight, PreparedModule)
 
     def check(self, weight: Tensor) -> None:
         if not isinstance(weight, TrainableWeight):
@@ -31,6 +33,26 @@ class Convert(Recipe):
     def apply(self, weight: Tensor) -> Tensor:
         assert isinstance(weight, TrainableWeight)
         return weight.convert()
+
+    def check_target(self, target: Target[Any]) -> None:
+        prepared = _prepared(target)
+        for module in prepared:
+            module.check_convert()
+        if not prepared:
+            super().check_target(target)
+
+    def make(self, target: Target[Any], weight: Tensor) -> Tensor:
+        prepared = _prepared(target)
+        return prepared[0].served_weight() if prepared else super().make(target, weight)
+
+    def install(self, target: Target[Any], made: Tensor) -> None:
+        for module in _prepared(target):
+            module.restore()
+        super().install(target, made)
+
+
+def _prepared(target: Target[Any]) -> list[PreparedModule]:
+    return [module for module in target.modules if isinstance(module, PreparedModule)]
 
 
 convert = Convert

@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 
 from ..dtypes import AffineQuantizedTensor, QuantizedTensor
 from ..dtypes.functions import linear
+from ..kernels.cpu.int8_mm import GROUP_MULTIPLE, cpu_int8_mm
 from ..kernels.int8_block_mm import int8_block_mm, pad_to_blocks
 from ..kernels.int8_scaled_mm import int8_product
 from ..kernels.quantize_rowwise import quantize_dynamic
@@ -121,6 +122,11 @@ def _integer_product(lhs: Operand, rhs: Operand, dtype: torch.dtype) -> Tensor:
     ws, wz = _of_rows(rhs, rhs.scale), _of_rows(rhs, rhs.zero_point)
     assert xs is not None
     assert ws is not None
+    assert rhs.spec is not None
+    if lhs.values.device.type == "cpu" and rhs.spec.granularity.pattern(2)[1] % GROUP_MULTIPLE == 0:
+        # Compiled where it can be.
+        name, n = rhs.spec.dtype.name, rhs.values.shape[0]
+        return cpu_int8_mm(lhs.values, xs, xz, [], rhs.values, n, ws.contiguous(), wz, False, name, dtype)
     return int8_product(lhs.values, xs, xz, rhs.values, ws, wz, dtype)
 
 

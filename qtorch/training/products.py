@@ -7,6 +7,7 @@ operand is the spec's `grad_input`, that of the right one its `grad_weight`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ def quantized_matmul(lhs: Tensor, rhs: Tensor, spec: TrainingSpec) -> Tensor:
     batch = torch.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
     lhs = lhs.expand(*batch, *lhs.shape[-2:])
     rhs = rhs.expand(*batch, *rhs.shape[-2:])
-    y = _batched(lhs.reshape(-1, *lhs.shape[-2:]), rhs.reshape(-1, *rhs.shape[-2:]).transpose(1, 2), spec)
+    y = _batched(lhs.reshape(-1, *lhs.shape[-2:]), rhs.reshape(-1, *rhs.shape[-2:]).transpose(1, 2), _contraction(spec))
     return y.reshape(*batch, *y.shape[-2:])
 
 
@@ -52,6 +53,10 @@ class _Axes(NamedTuple):
     result: str
 
 
+Product = Callable[[Tensor, Tensor], Tensor]
+"""c[m, n] = sum_k a[m, k] b[n, k]"""
+
+
 def quantized_einsum(equation: str, lhs: Tensor, rhs: Tensor, spec: TrainingSpec) -> Tensor:
     """`torch.einsum(equation, lhs, rhs)` for two operands, without ellipsis: ``"bsk,nk->bsn"``.
 
@@ -61,6 +66,15 @@ def quantized_einsum(equation: str, lhs: Tensor, rhs: Tensor, spec: TrainingSpec
     Raises:
         ValueError: no such equation, or the shapes do not fit; the axis is named.
     """
+    return einsum_by(_contraction(spec), equation, lhs, rhs)
+
+
+def _contraction(spec: TrainingSpec) -> Product:
+    return lambda a, b: contraction(a, b, spec)
+
+
+def einsum_by(product: Product, equation: str, lhs: Tensor, rhs: Tensor) -> Tensor:
+    """`quantized_einsum` whose matrices are multiplied by `product`."""
     axes, left, right = _parse(equation)
     sizes = _sizes({left: lhs, right: rhs}.items() if left != right else [(left, lhs), (right, rhs)], equation)
     lhs, left = _sum_lone_axes(lhs, left, set(right) | set(axes.result))
@@ -74,17 +88,17 @@ def quantized_einsum(equation: str, lhs: Tensor, rhs: Tensor, spec: TrainingSpec
     inner = size(axes.contracted)
     a = a.reshape(*((size(axes.batch),) if axes.batch else ()), size(axes.lhs), inner)
     b = b.reshape(*((size(axes.batch),) if axes.batch else ()), size(axes.rhs), inner)
-    y = _batched(a, b, spec) if axes.batch else contraction(a, b, spec)
+    y = _batched(a, b, product) if axes.batch else product(a, b)
     order = axes.batch + axes.lhs + axes.rhs
     y = y.reshape([sizes[letter] for letter in order])
     return _permuted(y, order, axes.result)
 
 
-def _batched(lhs: Tensor, rhs: Tensor, spec: TrainingSpec) -> Tensor:
+def _batched(lhs: Tensor, rhs: Tensor, product: Product) -> Tensor:
     """(B, M, K) and (B, N, K) -> (B, M, N)."""
     if not lhs.shape[0]:
         return lhs.new_zeros(0, lhs.shape[1], rhs.shape[1])
-    return torch.stack([contraction(a, b, spec) for a, b in zip(lhs.unbind(0), rhs.unbind(0), strict=True)])
+    return torch.stack([product(a, b) for a, b in zip(lhs.unbind(0), rhs.unbind(0), strict=True)])
 
 
 def _parse(equation: str) -> tuple[_Axes, str, str]:

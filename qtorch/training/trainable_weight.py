@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..dtypes import QuantizedTensor
+from ..kernels.im2col import Window, multiply_windows, to_matrix
 from ..kernels.rows import from_rows, to_rows
-from .conv import quantized_conv1d, quantized_conv2d, quantized_conv3d
 from .gemm import contraction
-from .products import quantized_einsum
+from .products import Product, einsum_by
 from .spec import TrainingSpec
 
 
@@ -45,9 +45,13 @@ class TrainableWeight(QuantizedTensor):
         y = contraction(to_rows(input), self, self.training_spec)
         return from_rows(y, input, bias)
 
+    def conv(self, input: Tensor, window: Window) -> Tensor:
+        matrices = to_matrix(self).chunk(window.groups, 0)
+        return multiply_windows(input, window, lambda rows, group: functional.linear(rows, matrices[group]))
+
     def embedding(self, ids: Tensor, **options: Any) -> Tensor:
         """Rows of the weight as the forward quantizes it, in case the table is tied to a linear layer."""
-        rows = _Floats.apply(self)
+        rows = floats_of(self)
         spec = self.training_spec.output.rhs
         if spec is not None:
             rows = spec.to_nearest().fake_quantize(rows)
@@ -61,8 +65,6 @@ class TrainableWeight(QuantizedTensor):
 
 
 class _Floats(torch.autograd.Function):
-    """A weight as a plain tensor, differentiable."""
-
     @staticmethod
     def forward(ctx: Any, weight: TrainableWeight) -> Tensor:
         return weight.floats().clone()
@@ -72,6 +74,11 @@ class _Floats(torch.autograd.Function):
         return grad_outputs[0]
 
 
+def floats_of(weight: Tensor) -> Tensor:
+    """A weight, plain or in training, as a plain tensor, differentiable."""
+    return _Floats.apply(weight) if isinstance(weight, TrainableWeight) else weight
+
+
 def _einsum(equation: str, *operands: Any) -> Tensor:
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
@@ -79,25 +86,20 @@ def _einsum(equation: str, *operands: Any) -> Tensor:
         raise ValueError(f"einsum with a weight in training takes two operands, got {len(operands)}")
     lhs, rhs = operands
     if isinstance(rhs, TrainableWeight):
-        return quantized_einsum(equation, lhs, rhs, rhs.training_spec)
+        return einsum_by(_product(rhs), equation, lhs, rhs)
     terms, arrow, result = equation.partition("->")
     first, _, second = terms.partition(",")
-    return quantized_einsum(f"{second},{first}{arrow}{result}", rhs, lhs, lhs.training_spec)
+    return einsum_by(_product(lhs), f"{second},{first}{arrow}{result}", rhs, lhs)
 
 
-def _conv(function: Any) -> Any:
-    def run(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not isinstance(weight, TrainableWeight):
-            raise TypeError(f"a convolution takes a weight in training as its weight, got {type(weight).__name__}")
-        return function(input, weight, weight.training_spec, *args, **kwargs)
+def _product(weight: TrainableWeight) -> Product:
+    """Of an input and a view of `weight`; sums over an axis of it are plain tensors."""
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        return b.linear(a, None) if isinstance(b, TrainableWeight) else contraction(a, b, weight.training_spec)
 
     return run
 
 
-_FUNCTIONS = {
-    torch.einsum: _einsum,
-    functional.conv1d: _conv(quantized_conv1d),
-    functional.conv2d: _conv(quantized_conv2d),
-    functional.conv3d: _conv(quantized_conv3d),
-}
-"""Beside the products of `dtypes.functions`, which all come down to `linear`."""
+_FUNCTIONS = {torch.einsum: _einsum}
+"""Beside the products of `dtypes.functions`, which all come down to `linear`, and convolutions, to `conv`."""

@@ -1,8 +1,8 @@
 """TrainingWeight: a parameter in floating point whose matmuls run in low precision.
 
-It holds one plain tensor, `master`, and a `TrainingSpec`. To optimizers, checkpoints and all else but products it is
-that tensor: operations run on `master`; views, copies and moves give another `TrainingWeight`, all others a plain
-tensor. A product that would go past the engine is an error.
+It holds one plain tensor, `master`, and a `TrainingSpec`, or another description that has a `linear_spec`. To
+optimizers, checkpoints and all else but products it is that tensor: operations run on `master`; views, copies and moves
+give another `TrainingWeight`, all others a plain tensor. A product that would go past the engine is an error.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ KEEPS_TYPE = {
     aten.unbind.int,
     aten.unsqueeze.default,
     aten.view.default,
+    aten._unsafe_view.default,
     aten._pin_memory.default,
     aten._to_copy.default,
 }
@@ -72,7 +73,7 @@ CHECKED_UPDATES = (1, 2, 10, 100, 1000)
 class TrainingScheme:
     """Metadata of a `TrainingWeight`; as a scheme for kernels it is that of the weight that will serve."""
 
-    training: TrainingSpec
+    training: TrainingSpec | Any
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -120,7 +121,7 @@ class TrainingWeight(TrainableWeight):
         return ("master",)
 
     @classmethod
-    def of(cls, master: Tensor, spec: TrainingSpec) -> TrainingWeight:
+    def of(cls, master: Tensor, spec: TrainingSpec | Any) -> TrainingWeight:
         """A weight in training that holds `master` itself."""
         return cls({"master": master}, TrainingScheme(spec, tuple(master.shape), master.dtype))
 
@@ -142,7 +143,19 @@ class TrainingWeight(TrainableWeight):
         raise ValueError("a weight in training has no serving form yet: quantize_(model, convert()), or torch.save it")
 
     def map_inner(self, function: Callable[[Tensor], Tensor], scheme: Any = None) -> TrainingWeight:
-        return type(self).of(function(self.master), self.training_spec)
+        return type(self).of(function(self.master), self._training)
+
+    @property
+    def _training(self) -> TrainingSpec | Any:
+        return self.scheme.training  # type: ignore[attr-defined]
+
+    def _training_of_view(self, func: Any, args: Any) -> TrainingSpec | Any:
+        """The description of what an operator of KEEPS_TYPE makes of this weight."""
+        return self._training
+
+    def _training_of_whole(self) -> TrainingSpec | Any:
+        """The description of the parameter that this weight is a shard of."""
+        return self._training
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -158,7 +171,7 @@ class TrainingWeight(TrainableWeight):
         plain_args, plain_kwargs = tree_map_only(cls, lambda w: w.master, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
         if func in KEEPS_TYPE and weight is not None:
-            spec = weight.training_spec
+            spec = weight._training_of_view(func, args)
             result = tree_map_only(Tensor, lambda tensor: cls.of(tensor, spec), result)
         return return_and_correct_aliasing(func, args, kwargs, result)
 
@@ -181,7 +194,7 @@ class TrainingWeight(TrainableWeight):
         self, mesh: Any, outer_size: Any = None, outer_stride: Any = None, module: Any = None, mp_policy: Any = None
     ) -> tuple[tuple[Tensor, ...], Any]:
         dtype = None if mp_policy is None else mp_policy.param_dtype
-        return (self.master if dtype is None else self.master.to(dtype),), self.training_spec
+        return (self.master if dtype is None else self.master.to(dtype),), self._training_of_whole()
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
@@ -193,7 +206,7 @@ class TrainingWeight(TrainableWeight):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
-        return f"TrainingWeight({self.training_spec}, shape={tuple(self.shape)}, dtype={self.dtype}{grad})"
+        return f"{type(self).__name__}({self._training}, shape={tuple(self.shape)}, dtype={self.dtype}{grad})"
 
 
 def served(weight: Tensor, spec: TrainingSpec) -> Tensor:

@@ -262,7 +262,7 @@ def test_unknown_operations_name_themselves_and_change_nothing() -> None:
         lambda: w.sum(),
         lambda: w.add_(1),
         lambda: torch.nn.init.zeros_(w),
-        lambda: torch.nn.functional.conv1d(torch.ones(1, 64, 8), w.unsqueeze(2)),
+        lambda: torch.nn.functional.conv_transpose1d(torch.ones(1, 32, 8), w.unsqueeze(2)),
     ]:
         with pytest.raises(NotImplementedError) as error:
             operation()

@@ -43,15 +43,24 @@ GOLDEN: dict[str, Recipe] = {
     "nvfp4": qtorch.nvfp4_weight_only(),
     "nf4": qtorch.nf4_weight_only(),
     "lut_3_bits": qtorch.lut_weight_only(3),
+    "conv_int8_dynamic_activation_int8_weight": qtorch.int8_dynamic_activation_int8_weight(),
+    "conv_int4_weight_only": qtorch.int4_weight_only(group_size=32),
 }
+
+
+def layer_and_input(name: str) -> tuple[nn.Module, torch.Tensor]:
+    """In floating point."""
+    if name.startswith("conv_"):
+        return nn.Conv2d(16, 8, (2, 3), padding=1), torch.randn(2, 16, 5, 4)
+    dtype = torch.bfloat16 if "tiled" in name else torch.float32
+    return nn.Linear(64, 32, dtype=dtype), torch.randn(3, 64, dtype=dtype)
 
 
 def make(name: str) -> None:
     """The layer as ``<name>.safetensors``, the numbers as ``<name>.numbers.safetensors``."""
     torch.manual_seed(0)
-    layer = nn.Linear(64, 32, dtype=torch.bfloat16 if "tiled" in name else torch.float32).requires_grad_(False)
-    quantize_(layer, GOLDEN[name])
-    x = torch.randn(3, 64, dtype=layer.bias.dtype)
+    layer, x = layer_and_input(name)
+    quantize_(layer.requires_grad_(False), {"weight": GOLDEN[name]})
     save_quantized(layer, FOLDER / f"{name}.safetensors")
     numbers = {"input": x, "output": layer(x), "weight": layer.weight.dequantize().contiguous()}
     save_file(numbers, FOLDER / f"{name}.numbers.safetensors")

@@ -12,8 +12,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from qtorch import quantize_
-from qtorch.training import bitnet_training, int8_mixed_precision_training, int8_weight_only_quantized_training
+from qtorch import int8_dynamic_activation_int4_weight, quantize_
+from qtorch.training import bitnet_training, int8_mixed_precision_training, int8_weight_only_quantized_training, qat
+
+RECIPES = (
+    int8_mixed_precision_training(),
+    bitnet_training(),
+    int8_weight_only_quantized_training(),
+    qat(int8_dynamic_activation_int4_weight()),
+    qat(int8_dynamic_activation_int4_weight(), lora_rank=4),
+)
+
+
+def values_of(layer: nn.Linear) -> torch.Tensor:
+    """The weight, with what has been learned beside it."""
+    weight = layer.merged() if hasattr(layer, "merged") else layer.weight.dequantize()
+    return weight.detach().clone().contiguous()
 
 
 def main() -> None:
@@ -21,20 +35,20 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    for recipe in (int8_mixed_precision_training(), bitnet_training(), int8_weight_only_quantized_training()):
+    for recipe in RECIPES:
         torch.manual_seed(rank)
         model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32))
         quantize_(model, recipe)
         ddp = nn.parallel.DistributedDataParallel(model)
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
-        before = model[0].weight.dequantize().clone()
+        before = values_of(model[0])
         torch.manual_seed(0)
         for step in range(3):
             x = torch.randn(300, 64, generator=torch.Generator().manual_seed(2 * step + rank))
             ddp(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        weight = model[0].weight.dequantize().contiguous()
+        weight = values_of(model[0])
         replicas = [torch.empty_like(weight) for _ in range(2)]
         dist.all_gather(replicas, weight)
         assert torch.equal(*replicas), recipe

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from qtorch import compute_error, quantize_
+from qtorch import compute_error, int8_dynamic_activation_int4_weight, quantize_
 from qtorch.kernels import record_kernels
 from qtorch.training import (
     QuantizedTrainingWeight,
@@ -23,6 +23,7 @@ from qtorch.training import (
     int8_mixed_precision_training,
     int8_weight_only_quantized_training,
     precompute_bitnet_scale_for_fsdp,
+    qat,
 )
 
 RECIPES = {
@@ -30,6 +31,15 @@ RECIPES = {
     "int8_weights": int8_weight_only_quantized_training(),
     "bitnet": bitnet_training(),
     "bitnet_precomputed": bitnet_training(),
+    "qat": qat(int8_dynamic_activation_int4_weight()),
+}
+
+PRODUCTS = {
+    # Three a layer, but the first one's input has no gradient.
+    "int8_mixed_precision": ("int_matmul", 8),
+    "bitnet": ("int_matmul", 3),
+    "bitnet_precomputed": ("int_matmul", 3),
+    "qat": ("cpu_int8_mm", 3),
 }
 
 
@@ -74,13 +84,13 @@ def main(name: str) -> None:
             loss.backward()
         if name == "bitnet_precomputed" and step:
             assert reduces == before, "the scales are there already"
-        if name != "int8_weights":
-            # Three a layer, but the first one's input has no gradient.
-            assert ran.count("int_matmul") == (8 if name == "int8_mixed_precision" else 3)
+        if name in PRODUCTS:
+            kernel, count = PRODUCTS[name]
+            assert ran.count(kernel) == count
         halves = [whole(part).square().mean() for part in x]
         (sum(halves) / 2).backward()
         if step == 0:
-            assert compute_error(whole(x[rank]), y) > (100 if name.startswith("int8") else 40)
+            assert compute_error(whole(x[rank]), y) > (40 if name.startswith("bitnet") else 100)
         total = torch.tensor(loss.item())
         all_reduce(total)
         losses.append((total.item() / 2, sum(half.item() for half in halves) / 2))

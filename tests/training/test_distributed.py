@@ -26,7 +26,7 @@ def run(worker: str, *arguments: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
-@pytest.mark.parametrize("name", ["int8_mixed_precision", "int8_weights", "bitnet", "bitnet_precomputed"])
+@pytest.mark.parametrize("name", ["int8_mixed_precision", "int8_weights", "bitnet", "bitnet_precomputed", "qat"])
 def test_fsdp(name: str) -> None:
     run("fsdp_worker.py", name)
 

@@ -351,7 +351,7 @@ def test_convert_takes_what_was_trained_and_nothing_else() -> None:
     other = made[1].weight
     report = quantize_(made, convert())
     assert [layer.name for layer in report.quantized] == ["0.weight"]
-    assert report.skipped[0].detail == "no TrainableWeight"
+    assert report.skipped[0].detail == "no TrainableWeight or PreparedModule"
     assert made[1].weight is other
     assert not isinstance(made[0].weight, TrainingWeight)
     with pytest.raises(ValueError, match="nothing to quantize"):

@@ -28,6 +28,9 @@ from ..rows import from_rows, to_rows
 from . import choices, weight
 from .library import TYPES, library, threads
 
+GROUP_MULTIPLE = 32
+"""What the groups of a weight are multiples of."""
+
 _CALL = struct.Struct(f"={weight.FORMAT}11q2d4q")
 
 
@@ -170,8 +173,8 @@ def _supports(problem: Problem) -> str | None:
         return f"takes fp32, bf16 or fp16 activations, got {str(problem.dtype).removeprefix('torch.')}"
     scheme = problem.scheme
     group = scheme.weight.block_size(scheme.shape)[1]
-    if group != scheme.shape[1] and group % 32:
-        return f"takes groups of a multiple of 32, the weight has {group}"
+    if group != scheme.shape[1] and group % GROUP_MULTIPLE:
+        return f"takes groups of a multiple of {GROUP_MULTIPLE}, the weight has {group}"
     return None
 
 

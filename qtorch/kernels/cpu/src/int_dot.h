@@ -110,7 +110,7 @@ INLINE void add_sums(const Ints (&a)[R][M], int32_t* to_a, const Ints (&b)[R][M]
     } else {
         Ints rows[LANES] = {};
         UNROLL for (int i = 0; i < R * M; i++) rows[i] = a[i / M][i % M], rows[R * M + i] = b[i / M][i % M];
-        int32_t both[2 * LANES];
+        int32_t both[2 * LANES] = {};
         store(both, sum_each(rows));
         store(to_a, load<Ints>(to_a) + load<Ints>(both));
         store(to_b, load<Ints>(to_b) + load<Ints>(both + R * M));

@@ -1,0 +1,179 @@
+"""Convolutions with a quantized weight.
+
+Weight-only ones are the operation ``conv`` of the kernel registry. With quantized activations, the windows of the input
+are gathered into rows, and are the input of a linear layer with the weight's matrix, or that of each group: all that
+holds for linear layers, the choice of kernels too, holds for them. A scale per token is one for each window.
+
+Gradients flow to the input and the bias, straight through the quantization of the input; the weight is frozen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..kernels.im2col import Size, Window, multiply_windows, prepare_conv
+from ..kernels.registry import Problem
+from ..primitives.scheme import Scheme
+from .base import QuantizedTensor, implements_function
+from .conv_weight import ConvScheme, ConvWeight
+from .functions import check_device, find_kernel, frozen_error, kinds, linear, requires_grad
+from .layouts.plain import layout_for
+
+aten = torch.ops.aten
+
+CONVS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Modules whose weight is that of a convolution."""
+
+
+@implements_function(functional.conv1d)
+def conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Size = 1,
+    padding: Size | str = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+) -> Tensor:
+    """`F.conv1d` with a `ConvWeight` (N, C / groups, T): input (B, C, L) or (C, L)."""
+    return _conv(1, input, weight, bias, stride, padding, dilation, groups)
+
+
+@implements_function(functional.conv2d)
+def conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Size = 1,
+    padding: Size | str = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+) -> Tensor:
+    """`F.conv2d` with a `ConvWeight` (N, C / groups, T, T): input (B, C, H, W) or (C, H, W)."""
+    return _conv(2, input, weight, bias, stride, padding, dilation, groups)
+
+
+@implements_function(functional.conv3d)
+def conv3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Size = 1,
+    padding: Size | str = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+) -> Tensor:
+    """`F.conv3d` with a `ConvWeight` (N, C / groups, T, T, T): input (B, C, D, H, W) or (C, D, H, W)."""
+    return _conv(3, input, weight, bias, stride, padding, dilation, groups)
+
+
+def conv_problem(scheme: Scheme, groups: int, dtype: torch.dtype, device: str) -> Problem:
+    """What is looked up for a weight (N, C / groups, *kernel), one that serves or is in training: a whole convolution
+    if it is weight-only, else the product with the windows of one group."""
+    spec = replace(scheme.spec, layout=scheme.layout)
+    shown = ConvScheme(spec, scheme.shape, scheme.dtype)
+    if spec.activation is None:
+        return Problem("conv", shown, dtype, device)
+    matrix = shown.matrix
+    if groups > 1:
+        matrix = replace(matrix, shape=(matrix.shape[0] // groups, matrix.shape[1]))
+        matrix = replace(matrix, spec=replace(spec, layout=layout_for(matrix)))
+    return Problem("linear", matrix, dtype, device)
+
+
+def _conv(
+    ndim: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Size,
+    padding: Size | str,
+    dilation: Size,
+    groups: int,
+) -> Tensor:
+    name = f"conv{ndim}d"
+    takes = isinstance(weight, ConvWeight) or (isinstance(weight, QuantizedTensor) and weight.trains)
+    if not takes or isinstance(x, QuantizedTensor):
+        raise TypeError(f"{name} takes a float input and a ConvWeight, or one in training, got {kinds(x, weight)}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name} takes a floating-point input, got {x.dtype}")
+    check_device(name, x, weight)  # type: ignore[arg-type]
+    if x.dim() == ndim + 1:
+        return _conv(ndim, x.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
+    x, window = prepare_conv(ndim, x, weight.scheme.shape, stride, padding, dilation, groups, name)  # type: ignore[attr-defined]
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+        bias = None if bias is None else bias.to(x.dtype)
+        with torch.autocast(device, enabled=False):
+            return _differentiable(x, weight, bias, window)
+    return _differentiable(x, weight, bias, window)
+
+
+def _differentiable(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -> Tensor:
+    if weight.trains:
+        return _with_bias(weight.conv(x, window), bias)
+    if torch.is_grad_enabled() and (x.requires_grad or requires_grad(weight) or requires_grad(bias)):
+        return _Conv.apply(x, weight, bias, window)
+    return _run(x, weight, bias, window)
+
+
+def _run(x: Tensor, weight: ConvWeight, bias: Tensor | None, window: Window) -> Tensor:
+    if weight.scheme.activation is None:
+        return find_kernel("conv", weight.scheme, x.dtype, x.device.type)(x, weight, bias, window)
+    matrices = [_of_group(weight, group, window.groups) for group in range(window.groups)]
+    with torch.no_grad():
+        y = multiply_windows(x, window, lambda rows, group: linear(rows, matrices[group]))
+    return _with_bias(y, bias)
+
+
+def _with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
+    return y if bias is None else y + bias.reshape(-1, *(1,) * (y.dim() - 2))
+
+
+def _of_group(weight: ConvWeight, group: int, groups: int) -> QuantizedTensor:
+    """The matrix of one group's output channels."""
+    size = weight.scheme.shape[0] // groups
+    part = weight if groups == 1 else weight[group * size : (group + 1) * size]
+    return part.matrix  # type: ignore[attr-defined]
+
+
+class _Conv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: ConvWeight, bias: Tensor | None, window: Window) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.size, ctx.window = x.shape, window
+        return _run(x, weight, bias, window)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        (grad,) = grad_outputs
+        if ctx.needs_input_grad[1]:
+            raise frozen_error(weight)
+        grad_input = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            _, stride, padding, dilation, groups = ctx.window
+            like = grad.new_empty(1).expand(ctx.size)  # only its shape is read
+            values = weight.dequantize(grad.dtype)
+            grad_input = aten.convolution_backward.default(
+                grad,
+                like,
+                values,
+                None,
+                stride,
+                padding,
+                dilation,
+                False,
+                [0] * len(stride),
+                groups,
+                [True, False, False],
+            )[0]
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.sum([0, *range(2, grad.dim())])
+        return grad_input, None, grad_bias, None

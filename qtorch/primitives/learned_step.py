@@ -1,0 +1,142 @@
+"""Fake quantization with scales and zero points that are learned: LSQ (Esser et al., arXiv 1902.08153, eq. 1-3) and
+LSQ+ (Bhalgat et al., arXiv 2004.09576, eq. 3-6).
+
+    v = x / s,   q = clamp(round(v) + z, Qn, Qp),   x_hat = (q - z) s
+
+                                Qn <= round(v) + z <= Qp     elsewhere
+    dx_hat/dx                   1                            0
+    dx_hat/ds                   round(v) - v                 q - z
+    dx_hat/dz                   0                            -s
+
+Rounding counts as the identity plus a constant (straight-through): these are the derivatives of what is left, and those
+of `torch._fake_quantize_learnable_per_tensor_affine` and `_per_channel_affine`. Learned zero points are real numbers;
+z is the nearest code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .affine import ZeroPointDomain, code_range, fake_quantize_blocks
+from .granularity import BlockView
+from .qdtype import QDType, qdtype
+
+
+class _LearnedStep(torch.autograd.Function):
+    """Integer codes of `dtype` (a name) in [low, high]; blocks of `block`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        block: tuple[int, ...],
+        dtype: str,
+        low: float,
+        high: float,
+        grad_scale: float,
+        through_rounding: bool,
+    ) -> Tensor:
+        code = None if zero_point is None else zero_point_code(zero_point, low, high)
+        ctx.save_for_backward(input, scale, code)
+        ctx.block, ctx.bounds, ctx.grad_scale, ctx.through_rounding = block, (low, high), grad_scale, through_rounding
+        ctx.has_learned_zero_point = zero_point is not None and zero_point.is_floating_point()
+        return fake_quantize_blocks(input, block, scale, code, qdtype(dtype), low, high, ZeroPointDomain.INT)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        input, scale, code = ctx.saved_tensors
+        low, high = ctx.bounds
+        view = BlockView(input.shape, ctx.block)
+        g = view.split(grad_outputs[0])
+        s = view.split_scale(scale).float()
+        z = 0 if code is None else view.split_scale(code).float()
+        v = view.split(input).float() * (1.0 / s)
+        rounded = torch.round(v)
+        codes = rounded + z
+        inside = (codes >= low) & (codes <= high)
+        grad_input = grad_step = grad_zero = None
+        if ctx.needs_input_grad[0]:
+            grad_input = view.merge(g * inside)
+        if ctx.needs_input_grad[1]:
+            of_rounding = rounded - v if ctx.through_rounding else torch.zeros_like(v)
+            slope = torch.where(inside, of_rounding, codes.clamp(low, high) - z)
+            grad_step = _sum_in_blocks(view, g.float() * slope, scale, ctx.grad_scale)
+        if ctx.needs_input_grad[2] and ctx.has_learned_zero_point:
+            grad_zero = _sum_in_blocks(view, torch.where(inside, 0.0, g.float() * -s), scale, ctx.grad_scale)
+        return grad_input, grad_step, grad_zero, None, None, None, None, None, None
+
+
+def learned_step_fake_quantize(
+    input: Tensor,
+    block_size: Sequence[int],
+    scale: Tensor,
+    zero_point: Tensor | None,
+    quant_dtype: torch.dtype | QDType,
+    quant_min: float | None = None,
+    quant_max: float | None = None,
+    *,
+    grad_scale: float = 1.0,
+    through_rounding: bool = True,
+) -> Tensor:
+    """x_hat of the shape and dtype of `input`, differentiable in `input`, `scale` and `zero_point`; equal to
+    `dequantize_affine(quantize_affine(input))` with the INT domain. Equations at the top of the file.
+
+    Args:
+        input: fp32, fp16 or bf16, any shape.
+        block_size: elements that share a scale, one size per axis, -1 for a whole axis.
+        scale: positive, one element per block; its gradient is summed over the block.
+        zero_point: like `scale`, in floating point if it is learned, rounded and clamped to a code here; integer codes
+            if it is not; None for zero.
+        quant_dtype: an integer type.
+        quant_min, quant_max: narrower bounds than the type's own: -Q_N and Q_P of the paper.
+        grad_scale: what the gradients of `scale` and `zero_point` are multiplied by; see `lsq_grad_scale`.
+        through_rounding: False leaves round(v) - v out: only elements that clip move the scale, as in PACT (Choi et
+            al., arXiv 1805.06085, eq. 3, where a = s Q_P is learned, dx_hat/da = 1 where x >= a).
+
+    Raises:
+        ValueError: `quant_dtype` is no integer type; the bounds leave it; `scale` does not have one element per block.
+    """
+    kind = qdtype(quant_dtype)
+    if kind.is_floating_point:
+        raise ValueError(f"learned steps are those of integer codes, got {kind.name}")
+    low, high = code_range(kind, quant_min, quant_max)
+    block = BlockView(input.shape, block_size).block
+    return _LearnedStep.apply(
+        input, scale, zero_point, block, kind.name, float(low), float(high), grad_scale, through_rounding
+    )
+
+
+def zero_point_code(zero_point: Tensor, low: float, high: float) -> Tensor:
+    """The code that a learned zero point stands for, nearest and within bounds, in its own dtype; codes as they are."""
+    return torch.round(zero_point).clamp(low, high) if zero_point.is_floating_point() else zero_point
+
+
+def lsq_grad_scale(count: int, quant_max: float) -> float:
+    """1 / sqrt(N Q_P) (LSQ, section 2.2): with it the relative updates of a step and of its weights are of one size.
+
+    Args:
+        count: N, elements that share the step; for activations, those of one example or batch.
+        quant_max: Q_P, the largest code counted from that of zero.
+    """
+    return 1 / math.sqrt(max(count, 1) * max(quant_max, 1))
+
+
+def lsq_scale(input: Tensor, block_size: Sequence[int], quant_max: float) -> Tensor:
+    """The initial step of each block, 2 mean|x| / sqrt(Q_P) (LSQ, section 2.1), fp32, of the scale's shape."""
+    view = BlockView(input.shape, block_size)
+    magnitude = view.split(input.detach().float().abs())
+    mean = magnitude.mean(view.dims, keepdim=True) if view.dims else magnitude
+    scale = mean.reshape(view.scale_shape) * (2 / math.sqrt(max(quant_max, 1)))
+    return scale.clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _sum_in_blocks(view: BlockView, values: Tensor, scale: Tensor, factor: float) -> Tensor:
+    total = values.sum(view.dims, keepdim=True) if view.dims else values
+    return (total.reshape(scale.shape) * factor).to(scale.dtype)

@@ -1,0 +1,349 @@
+"""Convolutions with a quantized weight: torch's of the dequantized weight, or exact sums of the windows' codes."""
+
+import copy
+import io
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional
+
+from qtorch import AffineQuantizedTensor, compute_error, load_quantized, nf4_weight_only, save_quantized
+from qtorch.dtypes import ConvWeight, LUTQuantizedTensor
+from qtorch.kernels import im2col, record_kernels, reference
+from tests.dtypes.specs import SPECS, WEIGHT_ONLY, values
+from tests.dtypes.specs import quantized as quantized_matrix
+
+INTEGERS = [name for name in SPECS if name not in WEIGHT_ONLY]
+CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+FUNCTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
+OPTIONS = [
+    {},
+    {"stride": 2, "padding": 1},
+    {"padding": "same"},
+    {"padding": "same", "dilation": 3},
+    {"padding": "valid", "dilation": 2},
+    {"groups": 2},
+    {"groups": 4, "stride": 2, "padding": 2, "dilation": 2},
+]
+every_option = pytest.mark.parametrize("options", OPTIONS, ids=str)
+
+
+def quantized(name: str, *shape: int) -> ConvWeight:
+    """Normal numbers in the scheme `SPECS[name]`."""
+    matrix = quantized_matrix(name, shape[0], torch.Size(shape[1:]).numel())
+    return ConvWeight.of(matrix, shape)
+
+
+def operands(name: str, ndim: int, groups: int = 1) -> tuple[Tensor, ConvWeight, Tensor]:
+    """For kernels of odd and even sizes, whose matrices have rows of 64 elements, or a multiple."""
+    kernel = {1: (4,), 2: (4, 2), 3: (2, 4, 2)}[ndim]
+    return (
+        torch.randn(2, 32 * groups, *(9, 8, 7)[:ndim]),
+        quantized(name, 8 * groups, 32, *kernel),
+        torch.randn(8 * groups),
+    )
+
+
+def of_reference(
+    x: Tensor,
+    weight: ConvWeight,
+    bias: Tensor,
+    stride: int = 1,
+    padding: int | str = 0,
+    dilation: int = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Window by window, and `reference.linear`."""
+    n, channels, *kernel = weight.shape
+    reach = [dilation * (k - 1) for k in kernel]
+    before = [0 if padding == "valid" else r // 2 if padding == "same" else padding for r in reach]
+    after = [r - r // 2 if padding == "same" else b for r, b in zip(reach, before)]
+    x = functional.pad(x, list(itertools.chain(*zip(reversed(before), reversed(after)))))
+    counts = [(size - r - 1) // stride + 1 for size, r in zip(x.shape[2:], reach)]
+    rows = []
+    for image, position in itertools.product(x, itertools.product(*map(range, counts))):
+        start = [p * stride for p in position]
+        window = image[(slice(None), *(slice(s, s + r + 1, dilation) for s, r in zip(start, reach)))]
+        rows.append(torch.stack([part.movedim(0, -1).flatten() for part in window.split(channels)]))
+    parts = []
+    for group, of_group in enumerate(torch.stack(rows, 1)):
+        size = n // groups
+        parts.append(reference.linear(of_group, weight[group * size : (group + 1) * size].matrix, None))
+    y = torch.cat(parts, 1) + bias
+    return y.reshape(len(x), *counts, n).movedim(-1, 1)
+
+
+@every_option
+@pytest.mark.parametrize("ndim", CONVS)
+@pytest.mark.parametrize("name", ["int8 row, int8 token", "int4 group, int8 token, packed", "int8 row, static int8"])
+def test_sums_of_codes_are_exact(name: str, ndim: int, options: dict) -> None:
+    x, weight, bias = operands(name, ndim, options.get("groups", 1))
+    with record_kernels() as ran, torch.no_grad():
+        y = FUNCTIONS[ndim](x, weight, bias, **options)
+    linear = [kernel for kernel in ran if ":" in kernel]
+    assert len(linear) == options.get("groups", 1)
+    assert all(kernel.startswith("linear:") and "int8" in kernel for kernel in linear)
+    assert torch.equal(y, of_reference(x, weight, bias, **options))
+    assert 20 < compute_error(FUNCTIONS[ndim](x, weight.dequantize(), bias, **options), y) < 60
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_every_scheme_with_quantized_activations(name: str) -> None:
+    x, weight, bias = operands(name, 2)
+    with record_kernels() as ran:
+        y = functional.conv2d(x, weight, bias, padding=1)
+    assert ran[0].startswith("linear:")
+    assert ran[0] != "linear:reference"
+    assert torch.equal(y, of_reference(x, weight, bias, padding=1))
+
+
+@every_option
+@pytest.mark.parametrize("ndim", CONVS)
+def test_weight_only(ndim: int, options: dict) -> None:
+    x, weight, bias = operands("uint4 group, packed", ndim, options.get("groups", 1))
+    with record_kernels() as ran:
+        y = FUNCTIONS[ndim](x, weight, bias, **options)
+    assert ran == ["conv:dequantized_conv"]
+    wanted = FUNCTIONS[ndim](x, weight.dequantize(), bias, **options)
+    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*WEIGHT_ONLY, "nf4"])
+def test_every_weight_only_scheme(name: str, dtype: torch.dtype) -> None:
+    x = torch.randn(2, 32, 9, 8, dtype=dtype)
+    matrix = nf4_weight_only().apply(torch.randn(8, 128)) if name == "nf4" else None
+    weight = quantized(name, 8, 32, 2, 2) if matrix is None else ConvWeight.of(matrix, (8, 32, 2, 2))
+    with record_kernels() as ran:
+        y = functional.conv2d(x, weight.to(dtype))
+    assert ran == ["conv:dequantized_conv"]
+    assert y.dtype == dtype
+    assert torch.equal(y, functional.conv2d(x, weight.dequantize(dtype)))
+
+
+@pytest.mark.parametrize("name", ["int8 row", "int8 row, int8 token"])
+def test_gradients_go_straight_through(name: str) -> None:
+    x, weight, bias = operands(name, 2, groups=2)
+    results = []
+    for w in (weight, weight.dequantize()):
+        leaves = [x.clone().requires_grad_(), bias.clone().requires_grad_()]
+        y = functional.conv2d(leaves[0], w, leaves[1], (2, 1), (0, 2), (1, 2), groups=2)
+        results.append(torch.autograd.grad(y, leaves, torch.linspace(-1, 1, y.numel()).reshape(y.shape)))
+    for got, wanted in zip(*results):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    y = functional.conv2d(x, nn.Parameter(weight), groups=2)
+    with pytest.raises(RuntimeError, match="the gradient of a frozen quantized weight was asked for"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["int8 row", "int8 row, int8 token"])
+@pytest.mark.parametrize("options", [{"padding": 2, "padding_mode": "circular"}, {"padding": "same"}, {"groups": 4}])
+@pytest.mark.parametrize("ndim", CONVS)
+def test_a_layer_in_one_graph_for_every_batch(ndim: int, options: dict, name: str) -> None:
+    layer = CONVS[ndim](32 * options.get("groups", 1), 8, 2, **options)
+    layer.weight = nn.Parameter(quantized(name, *layer.weight.shape), requires_grad=False)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    for batch in (2, 3, 9):
+        x = torch.randn(batch, layer.in_channels, *(5, 4, 3)[:ndim])
+        with torch.no_grad():
+            assert torch.equal(compiled(x), layer(x))
+    assert counter.frame_count == 1
+
+
+def test_gradients_in_one_graph() -> None:
+    layer = nn.Conv2d(32, 8, (4, 2))
+    layer.weight = nn.Parameter(quantized("int8 row, int8 token", 8, 32, 4, 2), requires_grad=False)
+    results = []
+    for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        x = torch.linspace(-2, 3, 2 * 32 * 36).reshape(2, 32, 6, 6).requires_grad_()
+        results.append(torch.autograd.grad(run(x).square().sum(), [x, layer.bias]))
+    for got, wanted in zip(*results):
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8 row", "int8 row, int8 token"])
+def test_by_inductor(name: str) -> None:
+    layer = nn.Conv2d(32, 8, 2, padding=1)
+    layer.weight = nn.Parameter(quantized(name, 8, 32, 2, 2), requires_grad=False)
+    compiled, x = torch.compile(layer, fullgraph=True), torch.randn(2, 32, 6, 6)
+    with torch.no_grad():
+        assert compute_error(layer(x), compiled(x)) > 100
+
+
+@pytest.mark.parametrize("limit", [4 * 64 * 40, 4 * 64 * 3, 1])
+def test_windows_are_gathered_a_piece_at_a_time(limit: int, monkeypatch) -> None:
+    """Several images, part of an image, and no less than a row of it."""
+    x, weight = torch.randn(5, 16, 4, 5), quantized("int8 row, int8 token", 8, 16, 2, 2)
+    wanted, sizes = functional.conv2d(x, weight), []
+    monkeypatch.setattr(im2col, "WINDOW_BYTES", limit)
+    multiply = reference.linear
+    window = im2col.Window((2, 2), (1, 1), (0, 0), (1, 1), 1)
+
+    def count(rows: Tensor, group: int) -> Tensor:
+        sizes.append(len(rows))
+        return multiply(rows, weight.matrix, None)
+
+    with torch.no_grad():
+        assert torch.equal(im2col.multiply_windows(x, window, count), wanted)
+        assert torch.equal(functional.conv2d(x, weight), wanted)
+    assert sizes == {4 * 64 * 40: [36, 24], 4 * 64 * 3: [4] * 15, 1: [4] * 15}[limit]
+
+
+@pytest.mark.parametrize("name", ["int8 row", "int8 row, int8 token"])
+def test_other_inputs(name: str) -> None:
+    x, weight, bias = operands(name, 2)
+    y = functional.conv2d(x, weight, bias)
+    assert y.is_contiguous()
+    torch.testing.assert_close(functional.conv2d(x[0], weight, bias), y[0], rtol=1e-5, atol=1e-5)
+    assert functional.conv2d(x[:0], weight, bias).shape == (0, *y.shape[1:])
+    last = functional.conv2d(x.contiguous(memory_format=torch.channels_last), weight, bias)
+    assert last.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(last, y, rtol=1e-5, atol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = functional.conv2d(x, weight, bias)
+    assert low.dtype == torch.bfloat16
+    assert 35 < compute_error(y, low) < 70
+    with torch.inference_mode():
+        assert torch.equal(functional.conv2d(x, weight, bias), y)
+
+
+def test_a_scale_for_each_output_channel_and_window() -> None:
+    """A channel, or an image, a thousand times as large leaves the accuracy of the others as it is."""
+    x, w = torch.randn(2, 32, 6, 6), torch.randn(8, 32, 2, 2)
+    w[3] *= 1000
+    x[1] *= 1000
+    y = functional.conv2d(x, ConvWeight.from_float(w, SPECS["int8 row, int8 token"]))
+    assert compute_error(functional.conv2d(x, w)[0, 4], y[0, 4]) > 30
+
+
+def test_groups_run_along_the_channels_of_a_kernel_position() -> None:
+    w = torch.randn(8, 32, 2, 2)
+    w[:, :, 0, 1] *= 1000
+    weight = ConvWeight.from_float(w, SPECS["int4 group, int8 token, packed"])
+    assert weight.matrix.scheme.shape == (8, 128)
+    assert compute_error(w[:, :, 1, 0], weight.dequantize()[:, :, 1, 0]) > 15
+
+
+# --- the weight as a tensor ---
+
+
+@pytest.fixture(params=["int8 row", "uint4 group, packed", "int8 row, static int8", "int8 row, 2:4"])
+def weight(request) -> ConvWeight:
+    return quantized(request.param, 8, 16, 2, 2)
+
+
+def assert_same(a: Tensor, b: ConvWeight) -> None:
+    assert type(a) in (ConvWeight, nn.Parameter)
+    assert a.scheme == b.scheme
+    for name, inner in b.inner_tensors.items():
+        assert torch.equal(getattr(a, name), inner), name
+
+
+def test_it_shows_the_shape_of_the_weight(weight: ConvWeight) -> None:
+    assert weight.shape == (8, 16, 2, 2)
+    assert weight.dequantize().shape == weight.shape
+    assert torch.equal(weight.dequantize(), im2col.from_matrix(weight.matrix.dequantize(), weight.shape))
+    assert weight.nbytes == weight.matrix.nbytes
+    assert type(weight.matrix) is AffineQuantizedTensor
+
+
+def test_copies(weight: ConvWeight) -> None:
+    assert_same(copy.deepcopy(weight), weight)
+    assert_same(weight.detach().clone(), weight)
+    assert_same(weight.to(torch.bfloat16).to(torch.float32), weight)
+    assert weight.to("meta").device.type == "meta"
+    target = torch.zeros_like(weight)
+    assert not target.dequantize().any()
+    assert_same(target.copy_(weight), weight)
+    target.copy_(im2col.from_matrix(values("int8 row, 2:4", 8, 64), weight.shape))
+    assert target.dequantize().any()
+    assert_same(copy.deepcopy(nn.Parameter(weight, requires_grad=False)), weight)
+
+
+def test_files(weight: ConvWeight, tmp_path) -> None:
+    layer = nn.Conv2d(16, 8, 2)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    with torch.device("meta"):
+        first, second = nn.Conv2d(16, 8, 2), nn.Conv2d(16, 8, 2)
+    first.load_state_dict(torch.load(file, weights_only=True), assign=True)
+    save_quantized(layer, tmp_path / "model.safetensors")
+    load_quantized(second, tmp_path / "model.safetensors")
+    x = torch.randn(2, 16, 5, 5)
+    for loaded in (first, second):
+        assert_same(loaded.weight, weight)
+        assert torch.equal(loaded(x), layer(x))
+
+
+def test_output_channels_can_be_cut(weight: ConvWeight) -> None:
+    dense = weight.dequantize()
+    for part, wanted in [
+        (weight[2:6], dense[2:6]),
+        (weight.narrow(0, 4, 4), dense[4:]),
+        (weight.split(4)[1], dense[4:]),
+        (weight.chunk(2)[0], dense[:4]),
+        (weight.index_select(0, torch.tensor([7, 0])), dense[[7, 0]]),
+    ]:
+        assert type(part) is ConvWeight
+        assert torch.equal(part.dequantize(), wanted)
+
+
+def test_tables() -> None:
+    weight = ConvWeight.of(nf4_weight_only().apply(torch.randn(8, 64)), (8, 16, 4))
+    assert type(weight.matrix) is LUTQuantizedTensor
+    assert_same(copy.deepcopy(weight), weight)
+    assert functional.conv1d(torch.randn(2, 16, 9), weight).shape == (2, 8, 6)
+
+
+def message_of(operation: object) -> str:
+    with pytest.raises((ValueError, TypeError, NotImplementedError)) as error:
+        operation()
+    return f"{error.type.__name__}: {error.value}"
+
+
+def test_what_does_not_fit_says_so() -> None:
+    x, weight, _ = operands("int8 row, int8 token", 2)
+    operations: Sequence[object] = [
+        lambda: functional.conv2d(x[:, :8], weight),
+        lambda: functional.conv2d(x, weight, groups=3),
+        lambda: functional.conv2d(x, weight, stride=2, padding="same"),
+        lambda: functional.conv2d(x, weight, padding="reflect"),
+        lambda: functional.conv2d(x, weight, stride=(1, 2, 3)),
+        lambda: functional.conv2d(x, weight, dilation=9),
+        lambda: functional.conv1d(x, weight),
+        lambda: functional.conv2d(x.long(), weight),
+        lambda: functional.conv2d(x, weight.matrix),
+        lambda: functional.conv2d(x, weight.to("meta")),
+        lambda: ConvWeight.of(weight.matrix, (8, 3, 3, 3)),
+        lambda: weight.transpose(0, 1),
+        lambda: weight[:, :2],
+        lambda: functional.linear(x, weight),
+    ]
+    assert_expected_inline(
+        "\n".join(map(message_of, operations)),
+        """\
+ValueError: conv2d: 8 input channels do not fit a weight of shape (8, 32, 4, 2) in 1 groups
+ValueError: conv2d: 32 input channels do not fit a weight of shape (8, 32, 4, 2) in 3 groups
+ValueError: padding='same' takes a stride of 1
+ValueError: padding is 'same', 'valid' or sizes, got 'reflect'
+ValueError: stride, padding and dilation take 1 or 2 sizes, got [1, 2, 3]
+ValueError: the kernel (4, 2), dilated by (9, 9), exceeds the padded input
+ValueError: conv1d takes an input of 2 or 3 axes and a weight of 3, got shapes (2, 32, 9, 8) and (8, 32, 4, 2)
+TypeError: conv2d takes a floating-point input, got torch.int64
+TypeError: conv2d takes a float input and a ConvWeight, or one in training, got Tensor and AffineQuantizedTensor
+ValueError: conv2d: the input is on cpu, the weight on meta
+ValueError: a matrix of shape (8, 256) is no weight of shape (8, 3, 3, 3)
+NotImplementedError: aten.transpose.int is not implemented for the weight of a convolution, which is cut along its first axis only; call .dequantize() first if you want a float tensor
+NotImplementedError: aten.slice.Tensor is not implemented for the weight of a convolution, which is cut along its first axis only; call .dequantize() first if you want a float tensor
+ValueError: linear: an input of shape (2, 32, 9, 8) does not fit a weight of shape (8, 32, 4, 2)""",  # noqa: E501
+    )
+    assert repr(weight).startswith("ConvWeight(shape=(8, 32, 4, 2), held as AffineQuantizedTensor(weight int8")

@@ -1,0 +1,226 @@
+"""Learned steps: the numbers of quantize and dequantize; gradients of the smooth part, and those of torch."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from qtorch.primitives import (
+    MappingType,
+    PerAxis,
+    PerBlock,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    QuantSpec,
+    learned_step_fake_quantize,
+    lsq_grad_scale,
+    lsq_scale,
+    qdtype,
+)
+
+RANGES = [
+    ("int8", -128, 127),
+    ("int8", -127, 127),
+    ("uint8", 0, 255),
+    ("uint4", 0, 15),
+    ("int4", -8, 7),
+    ("int2", -2, 1),
+]
+every_range = pytest.mark.parametrize(("dtype", "low", "high"), RANGES)
+GRANULARITIES = [PerTensor(), PerRow(), PerAxis(0), PerGroup(4), PerBlock((2, 4))]
+
+
+def data(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def of_torch_qparams(shape: tuple[int, ...], low: int, high: int, seed: int) -> tuple[Tensor, Tensor]:
+    """None below zero, where torch's backward takes another zero point than its forward: trunc(z + 1/2), not round."""
+    scale, zero = qparams(shape, low, high, seed)
+    return scale, zero.clamp(min=0)
+
+
+def qparams(shape: tuple[int, ...], low: int, high: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A scale by which some elements clip, and a real zero point anywhere in the range of codes."""
+    g = torch.Generator().manual_seed(seed)
+    scale = (0.5 + torch.rand(shape, generator=g)) * (2 / (high - low))
+    return scale, low + torch.rand(shape, generator=g) * (high - low)
+
+
+def grads(function, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """(result, gradient of each input) for one random gradient of the result."""
+    inputs = tuple(x.clone().requires_grad_() for x in inputs)
+    y = function(*inputs)
+    return y.detach(), *torch.autograd.grad(y, inputs, data(*y.shape, seed=7))
+
+
+@every_range
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=repr)
+@pytest.mark.parametrize("dtype_in", [torch.float32, torch.bfloat16], ids=str)
+def test_forward_is_that_of_the_spec(granularity, dtype: str, low: int, high: int, dtype_in: torch.dtype) -> None:
+    spec = QuantSpec(dtype, granularity, MappingType.ASYMMETRIC, quant_min=low, quant_max=high)
+    x = data(6, 8).to(dtype_in)
+    scale, zero = qparams(spec.scale_shape(x.shape), low, high)
+    code = zero.round().to(spec.dtype.storage)
+    codes = spec.quantize(x, scale, code)
+    wanted = spec.dequantize(codes, scale, code, dtype_in)
+    assert codes.min() == low
+    assert codes.max() == high
+    for zero_point in (zero, code):
+        got = learned_step_fake_quantize(x, spec.block_size(x.shape), scale, zero_point, dtype, low, high)
+        assert got.dtype == dtype_in
+        assert torch.equal(got, wanted)
+
+
+@every_range
+@given(
+    shape=st.sampled_from([(40,), (7, 9), (3, 4, 5), (1,), (2, 3, 4, 5)]),
+    factor=st.sampled_from([1.0, 0.25, 1 / math.sqrt(60 * 7)]),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=25, deadline=None)
+def test_per_tensor_is_that_of_torch(dtype: str, low: int, high: int, shape, factor: float, seed: int) -> None:
+    x, (scale, zero) = data(*shape, seed=seed), of_torch_qparams((1,), low, high, seed)
+
+    def of_torch(x: Tensor, s: Tensor, z: Tensor) -> Tensor:
+        return torch._fake_quantize_learnable_per_tensor_affine(x, s, z, low, high, factor)
+
+    def ours(x: Tensor, s: Tensor, z: Tensor) -> Tensor:
+        return learned_step_fake_quantize(x, shape, s, z, dtype, low, high, grad_scale=factor)
+
+    check_equal(grads(ours, x, scale, zero), grads(of_torch, x, scale, zero))
+
+
+@every_range
+@given(
+    shape=st.sampled_from([(4, 10), (3, 4, 5), (5, 2, 3, 3), (1, 7)]),
+    axis=st.integers(0, 1),
+    factor=st.sampled_from([1.0, 0.125]),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=25, deadline=None)
+def test_per_channel_is_that_of_torch(
+    dtype: str, low: int, high: int, shape, axis: int, factor: float, seed: int
+) -> None:
+    x, (scale, zero) = data(*shape, seed=seed), of_torch_qparams((shape[axis],), low, high, seed)
+
+    def of_torch(x: Tensor, s: Tensor, z: Tensor) -> Tensor:
+        return torch._fake_quantize_learnable_per_channel_affine(x, s, z, axis, low, high, factor)
+
+    def ours(x: Tensor, s: Tensor, z: Tensor) -> Tensor:
+        block = PerAxis(axis).block(shape)
+        return learned_step_fake_quantize(x, block, s, z, dtype, low, high, grad_scale=factor)
+
+    check_equal(grads(ours, x, scale, zero), grads(of_torch, x, scale, zero))
+
+
+def check_equal(ours: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    torch.testing.assert_close(ours[0], wanted[0], rtol=0, atol=0)
+    torch.testing.assert_close(ours[1], wanted[1], rtol=0, atol=0)
+    for ours_of, wanted_of in zip(ours[2:], wanted[2:]):
+        torch.testing.assert_close(ours_of, wanted_of, rtol=1e-4, atol=1e-5)
+
+
+@every_range
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=repr)
+@pytest.mark.parametrize("offset", [False, True])
+def test_gradients_are_finite_differences_of_the_smooth_part(granularity, dtype, low: int, high: int, offset) -> None:
+    """With what rounding adds held fixed, and what clips staying clipped, in fp64."""
+    x = data(6, 8)
+    block = granularity.block(x.shape)
+    spec = QuantSpec("int8", granularity)
+    scale, zero = qparams(spec.scale_shape(x.shape), low, high)
+    zero = zero.round() if offset else None
+
+    def spread(t: Tensor) -> Tensor:
+        return expand(t, x.shape)
+
+    z0 = spread(zero).double() if offset else torch.zeros(x.shape).double()
+    s0 = spread(scale).double()
+    # As the fp32 arithmetic rounds, which at exact ties is not as fp64 does.
+    rounded = torch.round(x * (1 / spread(scale))).double()
+    rest = rounded - x.double() / s0
+    inside = (rounded + z0 >= low) & (rounded + z0 <= high)
+
+    def smooth(x: Tensor, s: Tensor, z: Tensor) -> Tensor:
+        s, z = spread(s), spread(z)
+        v = x / s + rest
+        return torch.where(inside, v, (rounded + z0).clamp(low, high) - z) * s
+
+    upstream = data(6, 8, seed=7).double()
+    inputs = [x.double(), scale.double(), zero.double() if offset else torch.zeros_like(scale).double()]
+
+    def loss(*values: Tensor) -> Tensor:
+        return (smooth(*values) * upstream).sum()
+
+    learned = (scale,) if zero is None else (scale, zero)
+
+    def ours(x: Tensor, s: Tensor, z: Tensor | None = None) -> Tensor:
+        return learned_step_fake_quantize(x, block, s, z, dtype, low, high)
+
+    for got, which in zip(grads(ours, x, *learned)[1:], range(3)):
+        torch.testing.assert_close(got.double(), difference(loss, inputs, which), rtol=2e-3, atol=2e-4)
+
+
+def expand(t: Tensor, shape: torch.Size) -> Tensor:
+    """One element per block, at every element of the block."""
+    for axis, n in enumerate(shape):
+        t = t.repeat_interleave(n // t.shape[axis], axis)
+    return t
+
+
+def difference(loss, inputs: list[Tensor], which: int, step: float = 1e-6) -> Tensor:
+    result = torch.zeros_like(inputs[which])
+    for i in range(result.numel()):
+        ends = []
+        for sign in (1, -1):
+            moved = [value.clone() for value in inputs]
+            moved[which].view(-1)[i] += sign * step
+            ends.append(loss(*moved))
+        result.view(-1)[i] = (ends[0] - ends[1]) / (2 * step)
+    return result
+
+
+def test_pact_learns_from_what_clips() -> None:
+    """dx_hat/da = 1 where x >= a, 0 elsewhere (arXiv 1805.06085, eq. 3)."""
+    x, a = data(100).relu(), torch.tensor([0.7])
+
+    def pact(x: Tensor, a: Tensor) -> Tensor:
+        return learned_step_fake_quantize(x, (-1,), a / 15, None, "uint4", through_rounding=False)
+
+    y, dx, da = grads(pact, x, a)
+    g = data(100, seed=7)
+    assert 0 < (x > a).sum() < 50
+    torch.testing.assert_close(da, g[x > a].sum().reshape(1))
+    # Half a step above a still rounds to a.
+    assert torch.equal(dx[x < a], g[x < a])
+    assert dx[x > a * (1 + 1 / 30)].count_nonzero() == 0
+    torch.testing.assert_close(y, (x.clamp(max=0.7) * 15 / 0.7).round() * 0.7 / 15)
+
+
+def test_scales_of_the_paper() -> None:
+    w = data(4, 6)
+    assert lsq_grad_scale(24, 7) == 1 / math.sqrt(24 * 7)
+    torch.testing.assert_close(lsq_scale(w, (-1, -1), 7), (2 * w.abs().mean() / math.sqrt(7)).reshape(1, 1))
+    torch.testing.assert_close(lsq_scale(w, (1, 3), 1), 2 * w.abs().reshape(4, 2, 3).mean(2))
+    assert (lsq_scale(torch.zeros(2, 3), (1, -1), 7) > 0).all()
+
+
+def test_codes_in_floating_point_are_refused() -> None:
+    with pytest.raises(ValueError, match="learned steps are those of integer codes, got float8_e4m3fn"):
+        learned_step_fake_quantize(data(4), (-1,), torch.ones(1), None, qdtype("float8_e4m3fn"))
+
+
+def test_compiles_whole() -> None:
+    x, (scale, zero) = data(8, 16), qparams((8, 2), -8, 7)
+
+    def run(x: Tensor, s: Tensor, z: Tensor) -> Tensor:
+        return learned_step_fake_quantize(x, (1, 8), s, z, "int4", grad_scale=0.1)
+
+    wanted, got = grads(run, x, scale, zero), grads(torch.compile(run, fullgraph=True), x, scale, zero)
+    for ours, theirs in zip(got, wanted):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

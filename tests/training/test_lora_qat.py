@@ -1,0 +1,150 @@
+"""Adapters under quantization-aware training: the base is frozen, the merged weight is what is quantized and served."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import qtorch
+from qtorch import AffineQuantizedTensor, compute_error, quantize_
+from qtorch.training import convert, qat
+from qtorch.training.lora_qat import LoRALinear, lora_qat
+
+RECIPES = [
+    qtorch.int8_dynamic_activation_int4_weight(),
+    qtorch.int8_dynamic_activation_int8_weight(),
+    qtorch.int4_weight_only(group_size=32),
+    qtorch.nf4_weight_only(group_size=32),
+]
+every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+
+
+def make_model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64, bias=False))
+
+
+def train(model: nn.Module, steps: int = 5) -> list[float]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    x, losses = torch.randn(32, 64), []
+    for _ in range(steps):
+        loss = functional.mse_loss(model(x), torch.ones(32, 64))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@every_recipe
+def test_converted_equals_prepared(recipe: qtorch.quantize_api.WeightRecipe) -> None:
+    model, x = make_model(), torch.randn(5, 7, 64)
+    ptq = copy.deepcopy(model)
+    quantize_(ptq, recipe)
+    base = model[0].weight.detach().clone()
+    quantize_(model, qat(recipe, lora_rank=4, lora_alpha=8.0))
+    assert compute_error(ptq(x), model(x)) > 70, "b is zero: it starts from the quantized base"
+    losses = train(model)
+    assert losses[-1] < losses[0]
+    assert torch.equal(model[0].weight, base)
+    with torch.no_grad():
+        wanted = model(x)
+        merged = base + 2 * model[0].lora_b @ model[0].lora_a
+    assert 5 < compute_error(merged, base) < 60
+    quantize_(model, convert())
+    assert type(model[0]) is nn.Linear
+    assert list(model.state_dict()) == ["0.weight", "0.bias", "2.weight"]
+    served = model(x)
+    if recipe.name.startswith("int8"):
+        assert torch.equal(served, wanted)
+        assert isinstance(model[0].weight, AffineQuantizedTensor)
+    else:
+        assert compute_error(wanted, served) > 70
+    assert 15 < compute_error(merged, model[0].weight.dequantize()) < 55
+
+
+def test_what_is_trained_and_saved() -> None:
+    model, x = make_model(), torch.randn(5, 64)
+    quantize_(model, qat(RECIPES[0], lora_rank=4))
+    assert isinstance(model[0], LoRALinear)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained == ["0.bias", "0.lora_a", "0.lora_b", "2.lora_a", "2.lora_b"]
+    assert (model[0].lora_a.shape, model[0].lora_b.shape) == ((4, 64), (96, 4))
+    train(model)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    other = make_model()
+    quantize_(other, qat(RECIPES[0], lora_rank=4))
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(other(x), model(x))
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
+def test_gradients_are_those_of_the_merged_weight() -> None:
+    layer, x = nn.Linear(64, 96), torch.randn(5, 64)
+    quantize_(layer, qat(RECIPES[1], lora_rank=4, lora_alpha=2.0))
+    nn.init.normal_(layer.lora_b)
+    g = torch.randn(5, 96)
+    spec = RECIPES[1].linear_spec()
+    w = (layer.weight + 0.5 * layer.lora_b @ layer.lora_a).detach().requires_grad_()
+    whole = w + (spec.weight.fake_quantize(w) - w).detach()
+    (of_w,) = torch.autograd.grad(functional.linear(spec.activation.fake_quantize(x), whole, layer.bias), w, g)
+    of_a, of_b = torch.autograd.grad(layer(x), [layer.lora_a, layer.lora_b], g)
+    assert compute_error(0.5 * layer.lora_b.t() @ of_w, of_a) > 100
+    assert compute_error(0.5 * of_w @ layer.lora_a.t(), of_b) > 100
+
+
+def test_under_autocast() -> None:
+    model, x = make_model(), torch.randn(40, 64)
+    quantize_(model, qat(RECIPES[0], lora_rank=4))
+    train(model, 2)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        wanted = model(x)
+        quantize_(model, convert())
+        assert wanted.dtype == torch.bfloat16
+        assert torch.equal(model(x), wanted)
+
+
+def test_compile_traces_one_graph() -> None:
+    model = make_model()
+    quantize_(model, qat(RECIPES[0], lora_rank=4))
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch in (70, 45):
+        x = torch.randn(batch, 64)
+        with torch._dynamo.config.patch(error_on_recompile=batch != 70):
+            got = gradients(model, compiled(x))
+        for a, b in zip(got, gradients(model, model(x))):
+            assert torch.equal(a, b)
+
+
+def gradients(model: nn.Module, y: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(y.square().sum(), [p for p in model.parameters() if p.requires_grad])
+
+
+def test_errors() -> None:
+    recipe = RECIPES[1]
+    with pytest.raises(TypeError, match=r"lora_qat takes an inference recipe such as int4_weight_only\(\), got 4"):
+        lora_qat(4, 4)
+    for rank, alpha, message in (
+        (0, 8.0, "the rank of adapters is 1 or more, got 0"),
+        (4, -1.0, "alpha is a positive number, got -1.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            qat(recipe, lora_rank=rank, lora_alpha=alpha)
+    with pytest.raises(ValueError, match="adapters have no schedule and no observer"):
+        qat(recipe, lora_rank=4, start_step=10)
+    model = nn.ModuleDict({"embed": nn.Embedding(48, 64), "head": nn.Linear(64, 48)})
+    with pytest.raises(ValueError, match=r"embed: adapters are for nn\.Linear, exactly"):
+        quantize_(model, {"embed": qat(recipe, lora_rank=4)})
+    with pytest.raises(ValueError, match=r"head: rank 49 exceeds the weight's shape \(48, 64\)"):
+        quantize_(model, qat(recipe, lora_rank=49))
+    model["other"] = nn.Linear(64, 48)
+    model["other"].weight = model["head"].weight
+    with pytest.raises(ValueError, match="head: adapters are for one layer, the weight is shared by 2"):
+        quantize_(model, qat(recipe, lora_rank=4))
+    assert type(model["head"]) is nn.Linear

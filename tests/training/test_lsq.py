@@ -1,0 +1,597 @@
+"""lsq: prepared layers compute what they will serve; steps are parameters like others; a model of 2 bits learns."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from qtorch import (
+    AffineQuantizedTensor,
+    PackedLayout,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    compute_error,
+    float8_weight_only,
+    int4_weight_only,
+    int8_dynamic_activation_int4_weight,
+    int8_dynamic_activation_int8_semi_sparse_weight,
+    int8_dynamic_activation_int8_weight,
+    int8_static_activation_int8_weight,
+    int8_weight_only,
+    intx_weight_only,
+    load_quantized,
+    nf4_weight_only,
+    nvfp4_weight_only,
+    quantize_,
+    save_quantized,
+    uintx_weight_only,
+)
+from qtorch.kernels import record_kernels
+from qtorch.kernels.cpu import library
+from qtorch.primitives import LSQRule, MappingType, MinMaxRule, from_json, to_json
+from qtorch.training import calibrate, clip_penalty, convert, lsq, pact, parameter_groups
+from qtorch.training.fake_quantized_layers import FakeQuantizedLinear
+from qtorch.training.learned_quantizers import LearnedClip, LearnedStep
+
+# Recipe, whether it sums integers, (lowest, highest) SQNR in dB of the served weight.
+RECIPES = [
+    (lsq(), True, (15, 30)),
+    (lsq(2, 2), True, (4, 15)),
+    (lsq(3, 5, granularity=PerTensor()), True, (9, 25)),
+    (lsq(8, 8), True, (35, 55)),
+    (lsq(4, 8, PerGroup(32)), True, (15, 30)),
+    (lsq(activation_offset=True), True, (15, 30)),
+    (lsq(8, 8, activation_offset=True), True, (35, 55)),
+    (lsq(weight_init=LSQRule(), activation_init=LSQRule()), True, (10, 30)),
+    (lsq(weights="clip"), True, (15, 30)),
+    (pact(), True, (15, 30)),
+    (lsq(4, None), False, (15, 30)),
+    (lsq(recipe=int8_dynamic_activation_int4_weight()), True, (15, 30)),
+    (lsq(recipe=int8_dynamic_activation_int8_weight(MappingType.ASYMMETRIC)), True, (35, 55)),
+    (lsq(recipe=int8_static_activation_int8_weight(0.03)), True, (35, 55)),
+    (lsq(recipe=int8_weight_only()), False, (35, 55)),
+    (lsq(recipe=int4_weight_only(group_size=32)), False, (15, 30)),
+    (lsq(recipe=int4_weight_only(group_size=32), weights="clip"), False, (15, 30)),
+    (lsq(recipe=intx_weight_only("int3", 32)), False, (9, 25)),
+    (lsq(recipe=uintx_weight_only("uint3", 32)), False, (9, 25)),
+]
+every_recipe = pytest.mark.parametrize(
+    ("recipe", "integers", "bounds"), RECIPES, ids=[f"{i} {case[0]}" for i, case in enumerate(RECIPES)]
+)
+
+
+@pytest.fixture(params=["compiled", "compiled bfloat16", "torch"])
+def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    """Of the model; with the compiled CPU kernels, where there are any, and without."""
+    with library.use(None) if request.param == "torch" else nullcontext():
+        yield torch.bfloat16 if request.param.endswith("bfloat16") else torch.float32
+
+
+def mlp(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64, bias=False)).to(dtype)
+
+
+def train(model: nn.Module, steps: int = 4, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    g = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(parameter_groups(model, 2e-3, scale_lr=1e-2))
+    for _ in range(steps):
+        x = torch.randn(256, 64, generator=g).to(dtype)
+        (model(x) - x.roll(1, 1)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@every_recipe
+def test_converted_is_what_was_trained(recipe, integers: bool, bounds, dtype: torch.dtype) -> None:
+    model = mlp(dtype)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    quantize_(model, recipe)
+    train(model, dtype=dtype).eval()
+    assert all(not torch.equal(model.get_parameter(name), old) for name, old in zip(("0.weight", "0.bias"), before))
+    learned = [p for n, p in model.named_parameters() if "quantizer" in n]
+    # Where nothing clips, an offset or a clip does not move.
+    moved = [p for n, p in model.named_parameters() if n.endswith("weight_quantizer.log_scale")]
+    assert all((p != 0).any() for p in moved)
+    assert all(p.dtype == torch.float32 for p in learned)
+    inputs = [torch.randn(*shape, 64).to(dtype) for shape in ((1,), (5, 7), (100,))]
+    with torch.no_grad():
+        wanted = [model(x) for x in inputs]
+        weights = [model[i].weight.detach() for i in (0, 2)]
+        hats = [model[i].weight_quantizer(model[i].weight).values for i in (0, 2)]
+    spec = model[0].linear_spec
+    quantize_(model, convert())
+    for layer, weight, hat in zip((model[0], model[2]), weights, hats):
+        assert type(layer) is nn.Linear
+        assert list(layer.state_dict()) == (["weight", "bias"] if layer.bias is not None else ["weight"])
+        assert isinstance(layer.weight, AffineQuantizedTensor)
+        assert layer.weight.scheme.weight.dtype == spec.weight.dtype
+        assert layer.weight.scheme.layout == (spec.layout or layer.weight.scheme.layout)
+        assert torch.equal(layer.weight.dequantize(), hat)
+        assert bounds[0] < compute_error(weight.float(), hat.float()) < bounds[1]
+    for x, y in zip(inputs, wanted):
+        with record_kernels() as ran:
+            got = model(x)
+        assert len([name for name in ran if name.startswith("linear:")]) == 2
+        if integers:
+            assert any("int8" in name for name in ran)
+            assert torch.equal(got, y)
+        else:
+            assert compute_error(y.float(), got.float()) > (70 if dtype is torch.float32 else 40)
+
+
+@pytest.mark.parametrize("recipe", [lsq(4, 4), lsq(4, None), lsq(8, 8, activation_offset=True)], ids=str)
+def test_under_autocast(recipe) -> None:
+    model, x = mlp(), torch.randn(40, 64)
+    quantize_(model, recipe)
+    train(model).eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        wanted = model(x)
+        quantize_(model, convert())
+        got = model(x)
+    assert wanted.dtype == got.dtype == torch.bfloat16
+    assert torch.equal(got, wanted) if recipe.activation_bits else compute_error(wanted.float(), got.float()) > 40
+
+
+def test_a_learned_recipe_starts_as_quantization_after_training() -> None:
+    for recipe in (int4_weight_only(group_size=32), int8_dynamic_activation_int4_weight(), int8_weight_only()):
+        model = mlp()
+        twin = copy.deepcopy(model)
+        quantize_(twin, recipe)
+        for weights in ("step", "clip", "chosen"):
+            prepared = copy.deepcopy(model)
+            quantize_(prepared, lsq(recipe=recipe, weights=weights))
+            quantize_(prepared, convert())
+            for ours, theirs in zip(prepared[0].weight.plain(), twin[0].weight.plain()):
+                assert (ours is None and theirs is None) or torch.equal(ours, theirs)
+            assert prepared[0].weight.scheme == twin[0].weight.scheme
+
+
+def test_steps_are_moved_as_the_paper_moves_them() -> None:
+    """One step of plain gradient descent with a small rate, against s <- s - lr g dL/ds of the papers."""
+    from qtorch.primitives import learned_step_fake_quantize
+
+    x = torch.randn(32, 64)
+    for offset in (False, True):
+        layer = nn.Linear(64, 16)
+        quantize_(layer, lsq(4, 4, activation_offset=offset))
+        calibrate(layer, [x])
+        q = layer.input_quantizer
+        scale, zero_point = (None if t is None else t.detach().clone() for t in q.qparams(x, False))
+        upstream = torch.randn(32, 64)
+        s = scale.clone().requires_grad_()
+        # The offset of LSQ+ is beta = -z s; x_hat = s q + beta.
+        beta = (-zero_point * scale).requires_grad_()
+        y = learned_step_fake_quantize(x, (-1, -1), s, -beta / s if offset else zero_point, "int8", -8, 7)
+        of_s, of_beta = torch.autograd.grad((y * upstream).sum(), (s, beta), allow_unused=True)
+        g = (64 * float(7 - zero_point)) ** -0.5
+        rate = 1e-4
+        (q(x).values * upstream).sum().backward()
+        optimizer = torch.optim.SGD(q.parameters(), rate)
+        optimizer.step()
+        new_scale, new_zero_point = q.qparams(x, False)
+        torch.testing.assert_close(new_scale - scale, -rate * g * of_s, rtol=2e-2, atol=1e-9)
+        if offset:
+            new_beta = -new_zero_point * new_scale
+            torch.testing.assert_close(new_beta - beta, -rate * g * of_beta, rtol=2e-2, atol=1e-8)
+
+
+def test_an_input_without_negative_values_has_unsigned_codes() -> None:
+    model, x = mlp(), torch.randn(64, 64)
+    quantize_(model, lsq(4, 4))
+    calibrate(model, [x])
+    first, second = (model[i].input_quantizer for i in (0, 2))
+    assert first.initial_zero_point.item() == 0
+    assert second.initial_zero_point.item() == -8
+    with torch.no_grad():
+        assert len(second(model[1](model[0](x))).values.unique()) > 9
+    quantize_(model, convert())
+    specs = [model[i].weight.scheme.activation for i in (0, 2)]
+    assert [spec.code_range for spec in specs] == [(-8, 7), (0, 15)]
+    # Where int8 has room, no zero point is served.
+    assert all(model[i].weight.act_zero_point is None for i in (0, 2))
+    model = mlp()
+    quantize_(model, lsq(8, 8))
+    calibrate(model, [x])
+    quantize_(model, convert())
+    assert model[0].weight.act_zero_point is None
+    assert model[2].weight.act_zero_point.item() == -128
+
+
+def test_the_first_batch_or_calibration_starts_activations() -> None:
+    batches = [torch.randn(64, 64) * scale for scale in (1, 3)]
+    calibrated, other = mlp(), mlp()
+    other.load_state_dict(calibrated.state_dict())
+    for model in (calibrated, other):
+        quantize_(model, lsq())
+        with pytest.raises(ValueError, match="no scale yet: train on a batch, or call"):
+            model.eval()(batches[0])
+        with pytest.raises(ValueError, match="0: no input has been seen"):
+            quantize_(model, convert())
+        model.train()
+    assert calibrate(calibrated, batches) == 2
+    other(batches[0])
+    spec = other[0].input_quantizer.spec
+    ranges = [spec.calibrate(x)[1] for x in batches]
+    for model, high in ((calibrated, sum(ranges) / 2), (other, ranges[0])):
+        torch.testing.assert_close(model[0].input_quantizer.initial_scale, high * 2 / 15)
+    start = other[0].input_quantizer.initial_scale.clone()
+    other(batches[1])
+    assert torch.equal(other[0].input_quantizer.initial_scale, start), "the first batch only"
+    with pytest.raises(ValueError, match="there is no batch"):
+        calibrate(calibrated, [])
+    with pytest.raises(ValueError, match="no layer of the model is prepared"):
+        calibrate(mlp(), batches)
+
+
+def test_weights_that_start_at_zero_learn() -> None:
+    layer = nn.Linear(64, 32)
+    with torch.no_grad():
+        layer.weight[:16].zero_()
+    quantize_(layer, lsq(4, None))
+    scale = layer.weight_quantizer.initial_scale
+    torch.testing.assert_close(scale[:16], scale[16:].mean().expand(16, 1))
+    for recipe in (lsq(4, None), lsq(recipe=int8_weight_only())):
+        model = nn.Sequential(nn.Linear(64, 64))
+        nn.init.zeros_(model[0].weight)
+        quantize_(model, recipe)
+        train(model, 4)
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+        quantize_(model, convert())
+        assert model[0].weight.dequantize().count_nonzero() > 0 or recipe.recipe is None
+
+
+def test_state_that_is_copied_into_the_buffers_is_kept() -> None:
+    first, second = mlp(), mlp()
+    for model in (first, second):
+        quantize_(model, lsq())
+    train(first)
+    with torch.no_grad():
+        for ours, theirs in zip(second.state_dict().values(), first.state_dict().values()):
+            ours.copy_(theirs)
+    x = torch.randn(5, 64)
+    assert torch.equal(second.train()(x), first.train()(x))
+
+
+def test_edges_have_more_bits() -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    report = quantize_(model, lsq(2, 3, edge_bits=8))
+    specs = [layer.linear_spec for layer in model]
+    assert [spec.weight.dtype.bits for spec in specs] == [8, 2, 2, 8]
+    assert [spec.activation.code_range for spec in specs] == [(-128, 127), (-4, 3), (-4, 3), (-128, 127)]
+    assert [row.detail for row in report.quantized][:2] == [
+        "lsq(weight_bits=8, activation_bits=8)",
+        "lsq(weight_bits=2, activation_bits=3)",
+    ]
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    quantize_(model, lsq(2, None, edge_bits=8))
+    assert [(layer.linear_spec.weight.dtype.bits, layer.linear_spec.activation) for layer in model] == [(8, None)] * 2
+
+
+def test_parameter_groups() -> None:
+    model = mlp()
+    quantize_(model, lsq(activation_offset=True))
+    own, scales = parameter_groups(model, lr=0.1, weight_decay=0.2, scale_lr=0.01)
+    assert (own["lr"], own["weight_decay"]) == (0.1, 0.2)
+    assert (scales["lr"], scales["weight_decay"]) == (0.01, 0.0)
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)] for p in own["params"]} == {"0.weight", "0.bias", "2.weight"}
+    wanted = {
+        f"{i}.{q}.{p}"
+        for i in (0, 2)
+        for q, p in (
+            ("weight_quantizer", "log_scale"),
+            ("input_quantizer", "log_scale"),
+            ("input_quantizer", "shift"),
+        )
+    }
+    assert {names[id(p)] for p in scales["params"]} == wanted
+    assert len(parameter_groups(mlp(), lr=0.1)) == 1
+
+
+def test_training_continues_exactly_after_load_state_dict(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    first = mlp()
+    quantize_(first, lsq(2, 2, activation_offset=True))
+    train(first, 3)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    second, third = mlp(), None
+    quantize_(second, lsq(2, 2, activation_offset=True))
+    second.load_state_dict(state)
+    with torch.device("meta"):
+        third = mlp()
+    third.to_empty(device="cpu")
+    for p in third.parameters():
+        nn.init.zeros_(p)
+    quantize_(third, lsq(2, 2, activation_offset=True))
+    third.load_state_dict(copy.deepcopy(state), assign=True)
+    whole = copy.deepcopy(first)
+    for model in (first, second, third, whole):
+        train(model, 3, seed=1)
+    for other in (second, third, whole):
+        assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), other.state_dict().values()))
+    assert not torch.equal(first.state_dict()["0.weight"], state["0.weight"])
+    save_quantized(first, tmp_path / "prepared.safetensors")
+    load_quantized(second, tmp_path / "prepared.safetensors")
+    assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values()))
+
+
+def test_converted_is_saved_and_loaded_on_meta(tmp_path: Path) -> None:
+    model, x = mlp(), torch.randn(9, 64)
+    quantize_(model, lsq(4, 4))
+    train(model).eval()
+    quantize_(model, convert())
+    wanted = model(x)
+    with torch.device("meta"):
+        other = mlp()
+    other.load_state_dict(model.state_dict(), assign=True)
+    assert torch.equal(other(x), wanted)
+    save_quantized(model, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        other = mlp()
+    load_quantized(other, tmp_path / "model.safetensors")
+    assert torch.equal(other(x), wanted)
+
+
+def test_a_prepared_model_can_be_saved_whole() -> None:
+    model = mlp()
+    quantize_(model, lsq())
+    train(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    other, x = torch.load(file, weights_only=False), torch.randn(5, 64)
+    assert torch.equal(other(x), model(x))
+    assert type(other[0]) is FakeQuantizedLinear
+
+
+def test_scales_stay_in_fp32() -> None:
+    model = mlp()
+    quantize_(model, lsq())
+    model.to(torch.bfloat16)
+    assert model[0].weight.dtype == torch.bfloat16
+    assert {t.dtype for name, t in model.state_dict().items() if "quantizer" in name} == {torch.float32}
+    train(model, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [lsq(activation_offset=True, start_step=2, freeze_step=4), lsq(recipe=int8_dynamic_activation_int4_weight())],
+    ids=str,
+)
+def test_compiles_whole_and_once(recipe) -> None:
+    """The first batch starts the activations: one graph for it, one for all others."""
+    eager = nn.Linear(64, 32)
+    quantize_(eager, recipe)
+    compiled = copy.deepcopy(eager)
+    run = torch.compile(compiled, fullgraph=True)
+    optimizers = [torch.optim.SGD(parameter_groups(m, 1e-3)) for m in (eager, compiled)]
+    g = torch.Generator().manual_seed(0)
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    graphs = 0
+    for step in range(6):
+        x = torch.randn(64, 64, generator=g)
+        losses = [model(x).square().mean() for model in (eager, run)]
+        torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-5)
+        for loss, optimizer in zip(losses, optimizers):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 1:
+            graphs = counters["stats"]["unique_graphs"]
+    assert 1 <= counters["stats"]["unique_graphs"] == graphs <= 2
+    for (name, ours), theirs in zip(compiled.state_dict().items(), eager.state_dict().values()):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=name)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(40, 64), nn.Linear(64, 40, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids))
+
+
+@pytest.mark.parametrize("recipe", [lsq(), lsq(4, None), lsq(recipe=int8_dynamic_activation_int8_weight())], ids=str)
+def test_tied_weights_share_their_quantizers(recipe) -> None:
+    model, ids = Tied(), torch.tensor([[1, 2, 39], [0, 1, 1]])
+    report = quantize_(model, recipe)
+    assert [row.also for row in report.quantized] == [("embed.weight",)]
+    assert model.embed.weight is model.head.weight
+    assert model.embed.weight_quantizer is model.head.weight_quantizer
+    optimizer = torch.optim.AdamW(parameter_groups(model, 1e-2))
+    for _ in range(3):
+        functional.cross_entropy(model(ids).flatten(0, 1), ids.roll(1, 1).flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    wanted = model(ids)
+    quantize_(model, convert())
+    assert model.embed.weight is model.head.weight
+    assert (type(model.embed), type(model.head)) == (nn.Embedding, nn.Linear)
+    got = model(ids)
+    if recipe.activation_bits is None:
+        assert compute_error(wanted, got) > 70
+    else:
+        assert torch.equal(got, wanted)
+
+
+def test_an_embedding_asked_for_by_name() -> None:
+    model, ids = nn.Sequential(nn.Embedding(40, 64, padding_idx=3), nn.Linear(64, 8)), torch.arange(40)
+    quantize_(model, {"0": lsq(4, 8), "1": lsq(2, 2)})
+    assert model[0].linear_spec.activation is None
+    loss = model(ids).square().mean()
+    loss.backward()
+    assert model[0].weight.grad[3].count_nonzero() == 0
+    assert model[0].weight_quantizer.log_scale.grad.count_nonzero() > 30
+    model.eval()
+    wanted = model[0](ids)
+    quantize_(model, convert())
+    assert torch.equal(model[0](ids), wanted)
+    assert model[0].weight.scheme.activation is None
+
+
+def test_a_frozen_weight_learns_its_steps_only() -> None:
+    model = mlp()
+    model.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    quantize_(model, lsq(2, 2))
+    train(model)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    assert model[0].weight_quantizer.log_scale.count_nonzero() > 90
+
+
+def test_the_model_is_unchanged_after_a_dry_run_or_an_error() -> None:
+    class Subclass(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(64, 64), Subclass(64, 64), nn.Linear(64, 48))
+    before = [type(m) for m in model], [id(p) for p in model.parameters()], list(model.state_dict())
+
+    def check() -> None:
+        assert before == ([type(m) for m in model], [id(p) for p in model.parameters()], list(model.state_dict()))
+
+    with pytest.raises(ValueError, match=r"1: takes the weights of nn.Linear, nn.Embedding.*Subclass\n.*unchanged"):
+        quantize_(model, lsq())
+    check()
+    report = quantize_(model, lsq(), lambda module, name: name != "1", dry_run=True)
+    check()
+    assert [row.name for row in report.quantized] == ["0.weight", "2.weight"]
+    with pytest.raises(ValueError, match=r"0: block_size \(1, 48\) does not divide shape"):
+        quantize_(model, {"0": lsq(granularity=PerGroup(48)), "2": lsq()})
+    check()
+    quantize_(model, {"0": lsq()})
+    with pytest.raises(ValueError, match=r"0: is in training; finish it by convert\(\) first"):
+        quantize_(model, {"0": int8_weight_only()})
+    with pytest.raises(ValueError, match=r"0: is in training; finish it by convert\(\) first"):
+        quantize_(model, {"0": lsq()})
+    calibrate(model, [torch.randn(8, 64)])
+    dry = quantize_(model, convert(), dry_run=True)
+    assert type(model[0]) is FakeQuantizedLinear
+    assert model[0].input_quantizer.training
+    assert str(quantize_(model, convert())) == str(dry).replace("would quantize", "quantized")
+    check_after = [type(m) for m in model]
+    assert check_after == before[0]
+    assert model[0].weight.scheme.layout == PackedLayout()
+
+
+def test_what_is_refused() -> None:
+    for bits in ((1, 4), (4, 9), (16, 4), (None, 4), (2.5, 4)):
+        with pytest.raises(ValueError, match="is 2 to 8"):
+            lsq(*bits)
+    for recipe, message in (
+        (float8_weight_only(), "are no integers"),
+        (nf4_weight_only(), "are no integers"),
+        (nvfp4_weight_only(), "are no integers"),
+        (int8_dynamic_activation_int8_semi_sparse_weight(), "prunes its weights"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lsq(recipe=recipe)
+    with pytest.raises(ValueError, match=r"weight_bits is what int8_weight_only\(\) says; leave it out"):
+        lsq(8, recipe=int8_weight_only())
+    with pytest.raises(ValueError, match="weights is one of step, clip, chosen, got 'lsq'"):
+        lsq(weights="lsq")
+    layer = nn.Embedding(8, 64, sparse=True)
+    with pytest.raises(ValueError, match="sparse=True"):
+        quantize_(nn.Sequential(layer), {"0": lsq()})
+
+
+def test_a_recipe_is_data() -> None:
+    for recipe in (lsq(), lsq(2, None, PerGroup(32), edge_bits=8), lsq(recipe=int4_weight_only()), pact()):
+        assert from_json(to_json(recipe)) == recipe
+    assert str(lsq(recipe=int4_weight_only(group_size=32))) == "lsq(recipe=int4_weight_only(group_size=32))"
+    assert lsq().granularity == PerRow()
+
+
+def test_pact_clips_less_of_what_is_penalized() -> None:
+    model, x = mlp(), torch.randn(64, 64)
+    quantize_(model, pact(activation_init=MinMaxRule()))
+    calibrate(model, [x])
+    quantizer = model[0].input_quantizer
+    assert isinstance(quantizer, LearnedStep)
+    assert not quantizer.through_rounding
+    torch.testing.assert_close(quantizer.largest().item(), x.abs().max().item() * 7 / 7.5)
+    total = clip_penalty(model)
+    torch.testing.assert_close(
+        total, sum(model[i].input_quantizer.largest().square().sum() for i in (0, 2)).reshape(())
+    )
+    before = quantizer.largest().item()
+    total.backward()
+    torch.optim.SGD(quantizer.parameters(), 1e-3).step()
+    assert quantizer.largest().item() < before
+    with pytest.raises(ValueError, match="prepared by pact"):
+        clip_penalty(mlp())
+
+
+def test_learned_clips_follow_the_weight() -> None:
+    layer = nn.Linear(64, 8)
+    quantize_(layer, lsq(recipe=uintx_weight_only("uint4", 32), weights="clip"))
+    quantizer = layer.weight_quantizer
+    assert isinstance(quantizer, LearnedClip)
+    scale, zero_point = quantizer.served(layer.weight)
+    doubled, same = quantizer.served(layer.weight.detach() * 2)
+    torch.testing.assert_close(doubled, 2 * scale)
+    assert torch.equal(same, zero_point)
+    with torch.no_grad():
+        quantizer.log_clip.fill_(-0.5)
+        quantizer.log_clip_low.fill_(-0.5)
+    torch.testing.assert_close(quantizer.served(layer.weight)[0], scale * torch.tensor(-0.5).exp())
+    layer(torch.randn(4, 64)).square().sum().backward()
+    assert quantizer.log_clip.grad.count_nonzero() > 12
+    assert quantizer.log_clip_low.grad.count_nonzero() > 12
+
+
+def test_two_bits_learn() -> None:
+    """Sixty clusters in ten classes: after training, LSQ is near the float model; minima and maxima are far from it."""
+    torch.manual_seed(0)
+    centers = torch.randn(60, 64)
+
+    def batch(count: int, seed: int) -> tuple[Tensor, Tensor]:
+        g = torch.Generator().manual_seed(seed)
+        cluster = torch.randint(60, (count,), generator=g)
+        return centers[cluster] + torch.randn(count, 64, generator=g) * 0.8, cluster % 10
+
+    def fit(model: nn.Module, steps: int) -> None:
+        optimizer = torch.optim.AdamW(parameter_groups(model.train(), 2e-3, scale_lr=1e-2))
+        for step in range(steps):
+            x, y = batch(128, step)
+            functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+
+    def accuracy(model: nn.Module) -> float:
+        x, y = batch(2000, 10**6)
+        with torch.no_grad():
+            return (model(x).argmax(1) == y).float().mean().item()
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    fit(model, 200)
+    after_training, learned = copy.deepcopy(model), copy.deepcopy(model)
+    quantize_(after_training, lsq(2, 2, weight_init=MinMaxRule(), activation_init=MinMaxRule()))
+    calibrate(after_training, [batch(128, step)[0] for step in range(8)])
+    quantize_(after_training, convert())
+    quantize_(learned, lsq(2, 2))
+    calibrate(learned, [batch(128, step)[0] for step in range(8)])
+    fit(learned, 150)
+    before = accuracy(learned)
+    quantize_(learned, convert())
+    results = accuracy(model), accuracy(after_training), accuracy(learned)
+    assert results[2] == before
+    assert results[2] > results[1] + 0.15, results
+    assert results[2] > results[0] - 0.1, results
