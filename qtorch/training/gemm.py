@@ -126,7 +126,7 @@ def _integer_product(lhs: Operand, rhs: Operand, dtype: torch.dtype) -> Tensor:
     if lhs.values.device.type == "cpu" and rhs.spec.granularity.pattern(2)[1] % GROUP_MULTIPLE == 0:
         # Compiled where it can be.
         name, n = rhs.spec.dtype.name, rhs.values.shape[0]
-        return cpu_int8_mm(lhs.values, xs, xz, [], rhs.values, n, ws.contiguous(), wz, False, name, dtype)
+        return cpu_int8_mm(lhs.values, xs, xz, [], rhs.values, n, ws.contiguous(), wz, False, name, dtype, None)
     return int8_product(lhs.values, xs, xz, rhs.values, ws, wz, dtype)
 
 
