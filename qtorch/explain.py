@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .dtypes import ConvWeight, QuantizedTensor
-from .dtypes.conv import CONVS, conv_problem
+from .dtypes.conv import CONVS, WINDOWS_NOTE, conv_problem
 from .dtypes.embedding import EMBEDDINGS
 from .kernels.registry import Problem, candidates, choose
 
@@ -105,4 +105,6 @@ def _explain_weight(name: str, weight: QuantizedTensor, x: Tensor | None, module
     problem = problem_of(weight, module, dtype, device)
     kernel = choose(problem)
     rejected = [(k.name, r or "comes after it") for k, r in candidates(problem) if k is not kernel]
-    return Explanation(name, problem, kernel.name, kernel.note, tuple(rejected))
+    of_windows = isinstance(weight, ConvWeight) and problem.op == "linear"
+    note = "; ".join(filter(None, [WINDOWS_NOTE if of_windows else "", kernel.note]))
+    return Explanation(name, problem, kernel.name, note, tuple(rejected))

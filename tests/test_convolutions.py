@@ -97,6 +97,7 @@ def test_explain() -> None:
     (explained,) = explain(layer)
     assert explained.problem.op == "linear"
     assert explained.problem.scheme.shape == (16, 288)
+    assert explained.note.startswith("on windows of the input, gathered first")
     quantize_(dequantize_(layer), {"weight": int8_weight_only()})
     assert_expected_inline(
         str(explain(layer)),

@@ -4,6 +4,8 @@ Weight-only ones are the operation ``conv`` of the kernel registry. With quantiz
 are gathered into rows, and are the input of a linear layer with the weight's matrix, or that of each group: all that
 holds for linear layers, the choice of kernels too, holds for them. A scale per token is one for each window.
 
+Each group is a product of its own; with many small groups, as depthwise, weight-only is faster.
+
 Gradients flow to the input and the bias, straight through the quantization of the input; the weight is frozen.
 """
 
@@ -28,6 +30,11 @@ aten = torch.ops.aten
 
 CONVS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Modules whose weight is that of a convolution."""
+
+WINDOWS_NOTE = (
+    "on windows of the input, gathered first: on CPU slower than in fp32 where images are large, channels few"
+)
+"""What to know of a product that is a convolution."""
 
 
 @implements_function(functional.conv1d)
