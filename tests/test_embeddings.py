@@ -56,7 +56,7 @@ def test_table(name: str, kind: type[nn.Module]) -> None:
     (explained,) = explain(layer)
     assert ran == [f"embedding:{report.quantized[0].kernel}"] == [f"embedding:{explained.kernel}"]
     assert ran != ["embedding:reference"]
-    assert explained.note == "on CPU it saves memory, not time"
+    assert "saves memory" in explained.note
     assert 5 < compute_error(wanted, y) < 60
     assert torch.equal(y, dequantize_(layer)(IDS))
 
@@ -107,6 +107,7 @@ def test_compile(name: str) -> None:
             assert compute_error(model(IDS), compiled(IDS)) > 100
 
 
+@pytest.mark.usefixtures("torch_kernels")
 def test_bags_are_asked_for_as_embeddings_are() -> None:
     recipe = int8_weight_only()
     report = quantize_(Bags(), recipe)

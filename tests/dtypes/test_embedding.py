@@ -11,6 +11,8 @@ from qtorch import compute_error, nf4_weight_only
 from qtorch.kernels import record_kernels
 from tests.dtypes.specs import DTYPES, PACKED, SPARSE, SPECS, quantized
 
+pytestmark = pytest.mark.usefixtures("torch_kernels")
+
 IDS = torch.tensor([3, 0, 31, 3, 7, 0, 0, 12])
 OFFSETS = torch.tensor([0, 2, 2, 5, 8])  # the second and the last bag are empty
 WEIGHTS = torch.linspace(-1, 2, 8)

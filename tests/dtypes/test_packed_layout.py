@@ -72,6 +72,7 @@ def test_views_keep_codes_packed(name: str) -> None:
         assert view.qdata.numel() * 8 == view.numel() * w.scheme.weight.dtype.bits
 
 
+@pytest.mark.usefixtures("torch_kernels")
 def test_only_the_rows_asked_for_are_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     import qtorch.kernels.embedding as module
 

@@ -8,6 +8,8 @@ from qtorch import AffineQuantizedTensor, MappingType, PerAxis, PerBlock, PerGro
 from qtorch.kernels import record_kernels
 from qtorch.primitives import compute_error
 
+pytestmark = pytest.mark.usefixtures("torch_kernels")
+
 
 @pytest.mark.parametrize("granularity", [PerRow(), PerTensor(), PerGroup(16), PerAxis(1), PerBlock((5, 8))], ids=str)
 @pytest.mark.parametrize("mapping", [MappingType.SYMMETRIC, MappingType.ASYMMETRIC])

@@ -44,13 +44,14 @@ SHAPES = {True: [(37, 128), (70, 960), (1, 1280)], False: [(5, 77), (33, 1029), 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 6e-4, torch.bfloat16: 8e-3}
 
 
-def weights(spec: QuantSpec) -> list[AffineQuantizedTensor]:
+def weights(spec: QuantSpec, dtype: torch.dtype = torch.float32) -> list[AffineQuantizedTensor]:
     made = []
     for n, k in SHAPES[isinstance(spec.granularity, PerGroup)]:
         for layout in (PlainLayout(), PackedLayout()):
             size = getattr(spec.granularity, "group_size", 1)
             if not (spec.dtype.bits == 8 and layout == PackedLayout()) and k % size == 0:
-                made.append(AffineQuantizedTensor.from_float(torch.randn(n, k), LinearSpec(spec, layout=layout)))
+                values = torch.randn(n, k).to(dtype)
+                made.append(AffineQuantizedTensor.from_float(values, LinearSpec(spec, layout=layout)))
     return made
 
 

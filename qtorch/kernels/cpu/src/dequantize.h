@@ -1,41 +1,59 @@
-// A weight in floating point, for a product of torch's.
+// A weight in floating point: the numbers of `dequantize_affine` of primitives/affine.py, bit for bit, so that rows of a
+// table are the same whoever reads them.
 //
-//     y[n, k] = c[n, k] * scale[n, g] + offset[n, g]
+//     y[n, k] = (code[n, k] - zero[n, g]) * scale[n, g]              where a zero point is a code
+//     y[n, k] = (code[n, k] - middle) * scale[n, g] + zero[n, g]     where it is a real number
 #pragma once
 
-#include "tile.h"
+#include "matrix.h"
 
 namespace {
 
-inline void dequantize(const Weight& w, const Output& y, int64_t threads) {
+// `count` centered codes of a group. Adding `shift` to one is exact; see `Weight`.
+INLINE void dequantize_codes(const int8_t* codes, int64_t count, float shift, float zero, bool zero_is_code,
+                             float scale, float* out) {
+    Floats h = broadcast(shift), z = broadcast(zero), s = broadcast(scale);
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        Floats code = to_floats(widen(codes + i)) + h;
+        store(out + i, zero_is_code ? (code - z) * s : code * s + z);
+    }
+    for (; i < count; i++) {
+        float code = codes[i] + shift;
+        out[i] = zero_is_code ? (code - zero) * scale : code * scale + zero;
+    }
+}
+
+// Row n of the weight to row m of y.
+inline void dequantize_row(const Weight& w, int64_t n, const Output& y, int64_t m) {
     constexpr int64_t COLUMNS = 2048;  // at a time, to stay in cache
-    bool direct = !w.bits && !w.center;
-    parallel(w.n, threads, [&](Tasks& tasks) {
-        static thread_local Scratch code_scratch, row_scratch, scale_scratch;
-        int8_t* decoded = code_scratch.get<int8_t>(COLUMNS);
-        float* row = row_scratch.get<float>(COLUMNS);
-        float* scale = scale_scratch.get<float>(2 * w.groups);
-        float* offset = scale + w.groups;
-        for (int64_t n; (n = tasks.next()) >= 0;) {
-            scales(w, n, scale);
-            offsets(w, n, scale, offset);
-            for (int64_t k = 0; k < w.k; k += COLUMNS) {
-                int64_t columns = w.k - k < COLUMNS ? w.k - k : COLUMNS;
-                const int8_t* codes = (const int8_t*)w.codes + n * w.row_bytes + k;
-                if (!direct) {
-                    decode(w, n, k, columns, decoded);
-                    codes = decoded;
-                }
-                for (int64_t i = 0; i < columns;) {
-                    int64_t g = (k + i) / w.group, left = (g + 1) * w.group - k - i;
-                    int64_t length = left < columns - i ? left : columns - i;
-                    scale_codes(codes + i, length, scale[g], offset[g], row + i);
-                    i += length;
-                }
-                y.write(n, k, columns, row);
-            }
+    static thread_local Scratch code_scratch, row_scratch, scale_scratch;
+    int8_t* decoded = code_scratch.get<int8_t>(COLUMNS);
+    float* row = row_scratch.get<float>(COLUMNS);
+    float* scale = scale_scratch.get<float>(2 * w.groups);
+    float* zero = scale + w.groups;
+    bool direct = !w.bits && !w.center, zero_is_code = !w.zero || w.zero_is_code;
+    scales(w, n, scale);
+    zeros(w, n, zero);
+    for (int64_t k = 0; k < w.k; k += COLUMNS) {
+        int64_t columns = w.k - k < COLUMNS ? w.k - k : COLUMNS;
+        const int8_t* codes = (const int8_t*)w.codes + n * w.row_bytes + k;
+        if (!direct) {
+            decode(w, n, k, columns, decoded);
+            codes = decoded;
         }
-    });
+        float* to = y.type == FLOAT32 ? (float*)y.data + m * y.n + k : row;
+        for (int64_t i = 0, g = k / w.group; i < columns; g++) {
+            int64_t left = (g + 1) * w.group - k - i, length = left < columns - i ? left : columns - i;
+            dequantize_codes(codes + i, length, w.shift, zero[g], zero_is_code, scale[g], to + i);
+            i += length;
+        }
+        if (to == row) y.write(m, k, columns, row);
+    }
+}
+
+inline void dequantize(const Weight& w, const Output& y, int64_t threads) {
+    parallel_for(w.n, threads, [&](int64_t n) { dequantize_row(w, n, y, n); });
 }
 
 }  // namespace

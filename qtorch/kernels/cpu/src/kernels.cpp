@@ -2,6 +2,7 @@
 #include "amx.h"
 #include "dequantize.h"
 #include "dot.h"
+#include "embed.h"
 #include "int_tile.h"
 #include "tile.h"
 
@@ -114,4 +115,16 @@ EXPORT void qtorch_quantize_rows(const IntCall* call) {
 // The weight in floating point: y (n, k).
 EXPORT void qtorch_dequantize(const Call* call) {
     dequantize(call->weight, call->y, call->threads);
+}
+
+struct EmbedCall {
+    Weight weight;
+    Ids ids;
+    Output y;
+    int64_t threads;
+};
+
+// Rows `ids` of the weight in floating point: y (count, k). Gives the first index of an id out of range, or -1.
+EXPORT int64_t qtorch_embed(const EmbedCall* call) {
+    return embed(call->weight, call->ids, call->y, call->threads);
 }

@@ -88,16 +88,18 @@ inline void scales(const Weight& w, int64_t n, float* scale) {
     to_float((const char*)w.scale + at * size_of(w.scale_type), w.scale_type, w.groups, scale);
 }
 
+// Zero points of row n, one per group.
+inline void zeros(const Weight& w, int64_t n, float* zero) {
+    int64_t at = w.scale_stride * n;
+    if (w.zero) to_float((const char*)w.zero + at * size_of(w.zero_type), w.zero_type, w.groups, zero);
+    else memset(zero, 0, w.groups * sizeof *zero);
+}
+
 // Offsets of row n, given its scales.
 inline void offsets(const Weight& w, int64_t n, const float* scale, float* offset) {
     int64_t groups = w.groups;
     float shift = w.shift;
-    if (!w.zero) {
-        for (int64_t g = 0; g < groups; g++) offset[g] = shift * scale[g];
-        return;
-    }
-    int64_t at = w.scale_stride * n;
-    to_float((const char*)w.zero + at * size_of(w.zero_type), w.zero_type, groups, offset);
+    zeros(w, n, offset);
     if (w.zero_is_code)
         for (int64_t g = 0; g < groups; g++) offset[g] = (shift - offset[g]) * scale[g];
     else

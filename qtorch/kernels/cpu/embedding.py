@@ -1,0 +1,143 @@
+"""Embedding, compiled: the equation and the bits of `gather_rows`.
+
+y[i] = dequantize(w)[ids[i]]
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...primitives.affine import ZeroPointDomain, dequantize_affine
+from ...primitives.packing import unpack_codes
+from ...primitives.qdtype import qdtype
+from ..int8_scaled_mm import INTEGERS
+from ..library import note, opaque
+from ..registry import Problem, register
+from . import weight
+from .library import TYPES, library, threads
+
+_CALL = struct.Struct(f"={weight.FORMAT}8q")
+
+
+def _fake(
+    ids: Tensor,
+    codes: Tensor,
+    shape: tuple[int, int],
+    scale: Tensor,
+    zero_point: Tensor | None,
+    packed: bool,
+    dtype: str,
+    low: float,
+    high: float,
+    domain: str,
+    output_dtype: torch.dtype,
+) -> Tensor:
+    return ids.new_empty(ids.shape[0], shape[1], dtype=output_dtype)
+
+
+@opaque(
+    "cpu_embedding(Tensor ids, Tensor codes, SymInt[] shape, Tensor scale, Tensor? zero_point, bool packed, str dtype, "
+    "float low, float high, str domain, ScalarType output_dtype) -> Tensor",
+    _fake,
+)
+def cpu_embedding(
+    ids: Tensor,
+    codes: Tensor,
+    shape: tuple[int, int],
+    scale: Tensor,
+    zero_point: Tensor | None,
+    packed: bool,
+    dtype: str,
+    low: float,
+    high: float,
+    domain: str,
+    output_dtype: torch.dtype,
+) -> Tensor:
+    """The equation above.
+
+    Args:
+        ids: (I) int64 or int32.
+        codes: (V, D) in the storage dtype of `dtype`, the name of a `QDType`; or packed along D.
+        shape: (V, D).
+        scale, zero_point: (V, G), G groups of a row, or (1, 1).
+        low, high: bounds of the codes.
+        domain: name of a `ZeroPointDomain`.
+
+    Returns:
+        (I, D) in `output_dtype`: fp32, bf16 or fp16.
+
+    Raises:
+        IndexError: an id is not in [0, V).
+    """
+    (n, k), kind = shape, qdtype(dtype)
+    compiled = library()
+    fields = weight.fields(codes, scale, zero_point, (n, k), kind, packed, domain, (low + high + 1) / 2)
+    if compiled is None or fields is None or ids.dtype not in (torch.int64, torch.int32):
+        note("cpu_embedding.torch")
+        rows = codes.index_select(0, ids)
+        return dequantize_affine(
+            unpack_codes(rows, kind, k) if packed else rows,
+            (1, k // scale.shape[1]),
+            scale.expand(n, -1).index_select(0, ids),
+            None if zero_point is None else zero_point.expand(n, -1).index_select(0, ids),
+            kind,
+            low,
+            high,
+            ZeroPointDomain[domain],
+            output_dtype,
+        )
+    note(f"cpu_embedding.{compiled.instruction_set}")
+    ids = ids.contiguous()
+    count = ids.shape[0]
+    y = torch.empty(count, k, dtype=output_dtype)
+    indices = (ids.data_ptr(), ids.dtype == torch.int64, count)
+    output = (y.data_ptr(), TYPES[output_dtype], k, 0)
+    wrong = compiled.embed(_CALL.pack(*fields, *indices, *output, threads()))
+    if wrong >= 0:
+        raise IndexError(f"embedding: index out of range: {int(ids[wrong])}, the table has {n} rows")
+    return y
+
+
+def _supports(problem: Problem) -> str | None:
+    if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"gives fp32, bf16 or fp16, the table's dtype is {str(problem.dtype).removeprefix('torch.')}"
+    if problem.scheme.weight.scale_spec is not None:
+        return "takes scales in floating point, those of the table are quantized"
+    return weight.supports(problem)
+
+
+def _embedding(ids: Tensor, table: Any) -> Tensor:
+    scheme = table.scheme
+    spec = scheme.weight
+    low, high = spec.code_range
+    y = cpu_embedding(
+        ids.reshape(-1),
+        table.qdata,
+        scheme.shape,
+        table.scale,
+        table.zero_point,
+        scheme.layout.packed_axis is not None,
+        spec.dtype.name,
+        float(low),
+        float(high),
+        spec.zero_point_domain.name,
+        scheme.dtype,
+    )
+    return y.reshape(*ids.shape, scheme.shape[1])
+
+
+for _layout in ("plain", "packed"):
+    register(
+        "embedding",
+        layout=_layout,
+        weight=INTEGERS,
+        device="cpu",
+        priority=30,
+        supports=_supports,
+        note="saves memory; of the time of a float table, it saves some only for many long rows in fp32",
+        name=f"cpu_embedding_{_layout}",
+    )(_embedding)

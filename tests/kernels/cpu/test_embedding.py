@@ -1,0 +1,188 @@
+"""The compiled gather gives the numbers of `dequantize`, bit for bit: every build that this machine runs."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from qtorch import (
+    AffineQuantizedTensor,
+    LinearSpec,
+    MappingType,
+    PackedLayout,
+    PerBlock,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    QuantSpec,
+    ZeroPointDomain,
+    compute_error,
+)
+from qtorch.kernels import record_kernels
+from qtorch.kernels.cpu import library
+from tests.kernels.cpu.builds import BUILDS
+from tests.kernels.cpu.test_weight_only_mm import ASYMMETRIC, SPECS, weights
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NEEDS_LIBRARY = pytest.mark.skipif(library.missing() is not None, reason="no compiled kernels here")
+
+
+def table(spec: QuantSpec, shape: tuple[int, int] = (30, 64), **options: object) -> AffineQuantizedTensor:
+    return AffineQuantizedTensor.from_float(torch.randn(shape), LinearSpec(spec, **options))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    integer = {4: torch.int32, 2: torch.int16}[a.dtype.itemsize]
+    return a.dtype == b.dtype and torch.equal(a.view(integer), b.view(integer))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("build", BUILDS)
+def test_bits_of_the_dequantized_table(build, name, dtype):
+    for weight in weights(SPECS[name], dtype):
+        ids = torch.randint(0, weight.shape[0], (41,))
+        with library.use(build), record_kernels() as ran:
+            rows = functional.embedding(ids, weight)
+        layout = weight.scheme.layout.name
+        assert ran == [f"embedding:cpu_embedding_{layout}", "cpu_embedding", f"cpu_embedding.{build}"]
+        assert same_bits(rows, weight.dequantize()[ids]), (weight, dtype)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_rows_longer_than_a_piece(build):
+    for k in (2047, 2048, 2049, 5000):
+        for layout in (None, PackedLayout()):
+            weight = table(QuantSpec("uint4", PerRow(), ASYMMETRIC), (3, k), **({"layout": layout} if layout else {}))
+            with library.use(build):
+                assert same_bits(functional.embedding(torch.tensor([2, 0, 1]), weight), weight.dequantize()[[2, 0, 1]])
+
+
+@pytest.mark.parametrize("domain", list(ZeroPointDomain), ids=str)
+@pytest.mark.parametrize("scale", DTYPES, ids=str)
+@pytest.mark.parametrize("build", BUILDS)
+def test_types_of_scales_and_zero_points(build, scale, domain):
+    mapping = MappingType.SYMMETRIC if domain is ZeroPointDomain.NONE else ASYMMETRIC
+    weight = table(QuantSpec("int8", PerGroup(32), mapping, scale_dtype=scale, zero_point_domain=domain))
+    with library.use(build), record_kernels() as ran:
+        rows = functional.embedding(torch.arange(30), weight)
+    assert ran[-1] == f"cpu_embedding.{build}"
+    assert same_bits(rows, weight.dequantize())
+
+
+def test_error_is_that_of_the_codes():
+    values = torch.randn(30, 64)
+    for spec, bounds in ((QuantSpec("int8"), (35, 55)), (QuantSpec("int4", PerGroup(32)), (15, 30))):
+        weight = AffineQuantizedTensor.from_float(values, spec)
+        ids = torch.arange(30)
+        assert bounds[0] < compute_error(values, functional.embedding(ids, weight)) < bounds[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("build", BUILDS)
+def test_ids_of_any_shape(build, dtype):
+    weight = table(QuantSpec("int8"))
+    expected = weight.dequantize()
+    wide = torch.randint(0, 30, (6, 10), dtype=dtype)
+    with library.use(build), record_kernels() as ran:
+        for ids in (wide, wide[2, 3], wide.t(), wide[:, ::3], wide[:1].expand(5, 10), wide[:0], wide.view(2, 3, 2, 5)):
+            rows = functional.embedding(ids, weight)
+            assert rows.shape == (*ids.shape, 64)
+            assert same_bits(rows, expected[ids.long()])
+    assert ran.count(f"cpu_embedding.{build}") == 7
+
+
+@pytest.mark.parametrize("position", [0, 3, 99])
+@pytest.mark.parametrize("wrong", [-1, 30, 2**31 - 1, 2**40, -(2**40)])
+@pytest.mark.parametrize("build", BUILDS)
+def test_ids_out_of_range(build, wrong, position):
+    weight = table(QuantSpec("int8"))
+    ids = torch.zeros(100, dtype=torch.int64)
+    ids[position] = wrong
+    match = f"index out of range: {wrong}, the table has 30 rows"
+    with library.use(build), record_kernels() as ran, pytest.raises(IndexError, match=match):
+        functional.embedding(ids, weight)
+    assert ran[-1] == f"cpu_embedding.{build}"
+    with pytest.raises(IndexError):
+        functional.embedding(ids, weight.dequantize())
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("ids", [1, 100, 3000])
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_the_number_of_threads_changes_nothing(threads, ids):
+    weight = table(QuantSpec("uint4", PerGroup(32), ASYMMETRIC), (500, 384), layout=PackedLayout())
+    index = torch.randint(0, 500, (ids,))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        assert same_bits(functional.embedding(index, weight), weight.dequantize()[index])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_views_of_a_table(build):
+    """Some rows, or some columns, which are read where they are."""
+    weight = table(QuantSpec("int8"))
+    for part in (weight[3:20], weight[5:6], weight[:, 7:40]):
+        with library.use(build), record_kernels() as ran:
+            rows = functional.embedding(torch.tensor([0, part.shape[0] - 1]), part)
+        assert ran[-1] == f"cpu_embedding.{build}"
+        assert same_bits(rows, part.dequantize()[[0, -1]])
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("spec", [QuantSpec("int8", PerTensor()), SPECS["uint4 group 32, real zero"]], ids=str)
+@pytest.mark.parametrize("layout", ["plain", "packed"])
+def test_torch_operators_give_the_same(spec, layout):
+    """What the operator does where it cannot call the library, as in a graph that was compiled where there is one."""
+    if layout == "packed" and spec.dtype.bits == 8:
+        pytest.skip("8 bits are not packed")
+    weight = table(spec, **({"layout": PackedLayout()} if layout == "packed" else {}))
+    compiled = torch.compile(lambda ids: functional.embedding(ids, weight), fullgraph=True)
+    ids = torch.randint(0, 30, (4, 7))
+    assert same_bits(compiled(ids), weight.dequantize()[ids])
+    with library.use(None), record_kernels() as ran:
+        rows = torch.ops.qtorch.cpu_embedding(*arguments(ids.reshape(-1), weight))
+    assert ran == ["cpu_embedding", "cpu_embedding.torch"]
+    assert same_bits(rows, weight.dequantize()[ids.reshape(-1)])
+
+
+def arguments(ids: Tensor, weight: AffineQuantizedTensor) -> tuple[object, ...]:
+    scheme = weight.scheme
+    spec = scheme.weight
+    numerics = (spec.dtype.name, *map(float, spec.code_range), spec.zero_point_domain.name, scheme.dtype)
+    packed = scheme.layout.packed_axis is not None
+    return ids, weight.qdata, scheme.shape, weight.scale, weight.zero_point, packed, *numerics
+
+
+def test_what_is_left_to_torch_operators():
+    blocks = table(QuantSpec("int8", PerBlock((5, 8))), (30, 32))
+    double = AffineQuantizedTensor.from_float(torch.randn(30, 32).double(), QuantSpec("int8"))
+    with record_kernels() as ran:
+        for weight in (blocks, double):
+            functional.embedding(torch.arange(3), weight)
+    assert ran == ["embedding:gather_rows"] * 2
+    with library.use(None), record_kernels() as ran:
+        functional.embedding(torch.arange(3), table(QuantSpec("int8")))
+    assert ran == ["embedding:gather_rows"]
+
+
+@NEEDS_LIBRARY
+def test_compiled_with_dynamic_shapes():
+    """One graph for every number of ids."""
+    weight = table(QuantSpec("uint4", PerGroup(32), ASYMMETRIC), layout=PackedLayout())
+    layer = nn.Embedding.from_pretrained(weight)
+    compiled = torch.compile(lambda ids: layer(ids) * 2, fullgraph=True, dynamic=True)
+    expected = weight.dequantize() * 2
+    with record_kernels() as ran:
+        for shape in ((3, 4), (5, 4), (40, 7)):
+            ids = torch.randint(0, 30, shape)
+            assert same_bits(compiled(ids), expected[ids])
+    assert ran.count("cpu_embedding") == 3
+
+
+def test_operator_is_well_formed():
+    weight = table(QuantSpec("int8"))
+    torch.library.opcheck(torch.ops.qtorch.cpu_embedding.default, arguments(torch.tensor([3, 1, 4]), weight))
