@@ -83,6 +83,8 @@ def test_model() -> None:
         """\
 embed.weight: embedding, float32 input on cpu, weight int8 PerRow() symmetric, PlainLayout()
   runs gather_rows (on CPU it saves memory, not time)
+  not cpu_embedding_plain: is switched off
+  not cpu_embedding_packed: reads the packed layout, the weight has plain
   not gather_packed_rows: reads the packed layout, the weight has plain
   not gather_semi_sparse_rows: reads the semi_sparse layout, the weight has plain
   not gather_lut_rows: takes a CodebookSpec, the weight has a QuantSpec

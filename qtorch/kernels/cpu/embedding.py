@@ -138,6 +138,6 @@ for _layout in ("plain", "packed"):
         device="cpu",
         priority=30,
         supports=_supports,
-        note="saves memory; of the time of a float table, it saves some only for many long rows in fp32",
+        note="saves memory; and time, only for many long rows in fp32",
         name=f"cpu_embedding_{_layout}",
     )(_embedding)
