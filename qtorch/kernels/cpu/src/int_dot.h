@@ -61,7 +61,7 @@ INLINE void add_products(const int8_t* const* codes, int64_t k, int64_t columns,
     Bytes shift = Bytes{} + (uint8_t)128, tail = first_bytes(columns % WIDTH);
     int64_t stop = k + columns;
     for (; k < stop; k += WIDTH) {
-        ahead.fetch<R>();
+        ahead.fetch<R, false>();
         Bytes xs[M];
         UNROLL for (int m = 0; m < M; m++) {
             xs[m] = load<Bytes>(in.x + m * in.ld + k);
@@ -144,7 +144,7 @@ void int_nibble_block(const Weight& w, const int8_t* const* codes, Ahead ahead, 
             int64_t stop = k + columns < run ? k + columns : run;
             Ints low[R][M] = {}, high[R][M] = {};
             for (; k < stop; k += WIDTH) {
-                ahead.fetch<R>();
+                ahead.fetch<R, false>();
                 bool whole = k + WIDTH <= stop;
                 Bytes tail = first_bytes(whole ? WIDTH : stop - k), xs[M], ys[M];
                 UNROLL for (int m = 0; m < M; m++) {

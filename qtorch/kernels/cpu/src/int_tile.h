@@ -272,11 +272,10 @@ inline void multiply_int_tiles(const Weight& w, const Codes& x, const Output& y,
     // Rows are read where they lie, in one piece, if matrix tiles can take them from there.
     bool direct = false;
 #if defined(__AMX_INT8__)
-    direct = !w.bits && !w.center && w.group % amx_step(w) == 0 && !(x.zero && groups > 1);
+    direct = !w.bits && !w.center && w.group % amx_step(w) == 0;
 #endif
-    // Columns that are decoded together: whole groups, or a part of one. One group alone where all panels want its sums
-    // of codes, which the last has.
-    int64_t most = x.zero ? 1 : INT_COLUMNS / w.group, together = w.group < INT_COLUMNS ? most * w.group : INT_COLUMNS;
+    // Columns that are decoded together: whole groups, or a part of one.
+    int64_t together = w.group < INT_COLUMNS ? INT_COLUMNS / w.group * w.group : INT_COLUMNS;
     parallel((w.n + INT_ROWS - 1) / INT_ROWS, threads, [&](Tasks& tasks) {
         static thread_local Scratch code_scratch, scale_scratch, zero_scratch, total_scratch, sum_scratch;
         Code* decoded = code_scratch.get<Code>(INT_ROWS * INT_LD);
@@ -305,18 +304,30 @@ inline void multiply_int_tiles(const Weight& w, const Codes& x, const Output& y,
                     decode_row(w, start + r, k, columns, decoded + r * INT_LD);
                 }
                 const Code* codes = whole ? (const Code*)(w.codes + start * w.row_bytes) : decoded;
-                // The last panel, with the row of ones, comes first.
-                for (int64_t p = panels.count; p > 0;) {
-                    int64_t step = p == INT_PANELS + 1 && INT_PANELS > 2 ? (p + 1) / 2 : p < INT_PANELS ? p : INT_PANELS;
-                    p -= step;
-                    for (int64_t i = 0; i < columns;) {
-                        int64_t g = (k + i) / w.group, done = (k + i) % w.group, left = w.group - done;
-                        int64_t length = left < columns - i ? left : columns - i;
-                        Columns<Code> part{codes + i, whole ? w.row_bytes : INT_LD, k + i, length};
-                        multiply_columns(w, part, panels, p, step, total + p * LANES, ld, done > 0);
-                        if (done + length == w.group) add(group_sums, g, p, step);
-                        i += length;
+                // Multiplies panels from `p` on with the columns from `i` on that belong to one group; how many.
+                auto multiply = [&](int64_t p, int64_t step, int64_t i) {
+                    int64_t g = (k + i) / w.group, done = (k + i) % w.group, left = w.group - done;
+                    int64_t length = left < columns - i ? left : columns - i;
+                    Columns<Code> part{codes + i, whole ? w.row_bytes : INT_LD, k + i, length};
+                    multiply_columns(w, part, panels, p, step, total + p * LANES, ld, done > 0);
+                    if (done + length == w.group) add(group_sums, g, p, step);
+                    return length;
+                };
+                // The last panel, with the row of ones, comes first, and then is wanted by all others.
+                auto each_panel = [&](auto body) {
+                    for (int64_t p = panels.count; p > 0;) {
+                        int64_t step = p == INT_PANELS + 1 && INT_PANELS > 2 ? (p + 1) / 2 : p < INT_PANELS ? p : INT_PANELS;
+                        p -= step;
+                        body(p, step);
                     }
+                };
+                if (x.zero) {
+                    for (int64_t i = 0, length = 0; i < columns; i += length)
+                        each_panel([&](int64_t p, int64_t step) { length = multiply(p, step, i); });
+                } else {
+                    each_panel([&](int64_t p, int64_t step) {
+                        for (int64_t i = 0; i < columns;) i += multiply(p, step, i);
+                    });
                 }
                 k += columns;
             }

@@ -69,8 +69,10 @@ INLINE Ints to_ints(Floats a) {
     return __builtin_convertvector(a, Ints);
 }
 
+// Into all caches, or all but the nearest.
+template <bool NEAREST = true>
 INLINE void prefetch(const void* p) {
-    __builtin_prefetch(p);
+    __builtin_prefetch(p, 0, NEAREST ? 3 : 2);
 }
 
 // a * b + c, rounded once where the machine can.
