@@ -192,9 +192,16 @@ def _is_better_fused(scheme: Scheme) -> bool:
 _is_better_fused._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def _has_few_rows(x: Tensor) -> bool:
+    """Whether there are at most 16, as far as a compiler knows without asking for it: no batch size becomes a guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(x.numel() <= 16 * x.shape[-1])
+
+
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
-    if torch.compiler.is_compiling() and _is_better_fused(scheme):
+    if torch.compiler.is_compiling() and _is_better_fused(scheme) and not _has_few_rows(x):
         return torch_mm.int8_scaled_mm(x, quantized, bias)
     rows = to_rows(x)
     quantizer = None if scheme.spec.static else row_quantizer(scheme.activation)
