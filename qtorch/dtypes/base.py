@@ -21,6 +21,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from ..kernels.graph_key import graph_key
 from ..kernels.im2col import Window
 from ..primitives.jsonable import from_json, to_json
 from ..primitives.scheme import Scheme
@@ -188,8 +189,9 @@ class QuantizedTensor(torch.Tensor):
         return cls(tensors, scheme)
 
     def _stable_hash_for_caching(self) -> str:
-        text = json.dumps([type(self).__name__, list(self.inner_tensors), to_json(self.scheme)])
-        return hashlib.sha256(text.encode()).hexdigest()
+        inner = [(name, *map(str, (t.dtype, t.shape, t.stride(), t.device))) for name, t in self.inner_tensors.items()]
+        parts = [type(self).__name__, graph_key(self.device.type), self.requires_grad, inner, to_json(self.scheme)]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     # --- copying, pickling, sharing between processes ---
 

@@ -195,6 +195,11 @@ def kernels(op: str) -> list[Kernel]:
     return sorted((k for k in _kernels if k.op == op), key=lambda k: -k.priority)
 
 
+def names() -> list[str]:
+    """Of all kernels, with their operations."""
+    return [f"{kernel.op}:{kernel.name}" for kernel in _kernels]
+
+
 def candidates(problem: Problem) -> list[tuple[Kernel, str | None]]:
     """Every kernel of the operation with why it cannot take the problem (None: it can), best first."""
     return [(kernel, kernel.rejects(problem)) for kernel in kernels(problem.op)]

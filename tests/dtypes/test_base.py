@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from qtorch import AffineQuantizedTensor
 from qtorch.dtypes.base import rebuild
+from qtorch.kernels.registry import deregister, register
 from tests.dtypes.specs import DTYPES, SPECS, quantized
 
 all_specs = pytest.mark.parametrize("name", SPECS)
@@ -166,6 +167,18 @@ def test_flatten_and_unflatten(name: str) -> None:
 def test_the_cache_key_is_stable_and_tells_schemes_apart() -> None:
     keys = {quantized(name)._stable_hash_for_caching() for name in SPECS for _ in range(2)}
     assert len(keys) == len(SPECS)
+
+
+def test_the_cache_key_tells_sets_of_kernels_apart() -> None:
+    """torch would take a graph from its disk that calls what is not chosen here."""
+    w = quantized(next(iter(SPECS)))
+    before = w._stable_hash_for_caching()
+    register("linear", name="of_outside", priority=-9)(lambda x, weight, bias: x)
+    try:
+        assert w._stable_hash_for_caching() != before
+    finally:
+        deregister("linear", "of_outside")
+    assert w._stable_hash_for_caching() == before
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])

@@ -1,0 +1,170 @@
+// Sums of products of codes, exactly, for some columns of the weight and of x: by matrix tiles (AMX), products of bytes
+// (VNNI), or fp32 products over so few columns that they are exact.
+#pragma once
+
+#include "amx.h"
+#include "int_dot.h"
+#include "tile.h"
+
+namespace {
+
+// Panels of x for this machine, with one more row of ones where the sums of the weight's codes are needed.
+struct IntPanels {
+    int64_t count;     // of panels
+    int64_t panel;     // units of one
+    const void* data;  // units, for each panel, by column
+    int32_t* sums;     // (groups, count * LANES): of x less its zero points
+};
+
+// Decoded rows of the weight, and some columns of them that belong to one group.
+template <class Code>
+struct Columns {
+    const Code* codes;
+    int64_t ld, k, count;  // from column k of x on
+};
+
+// Each way has: rows of a block (INT_ROWS), columns that are decoded together (INT_COLUMNS), panels that are multiplied
+// together (INT_PANELS), what is added to a code (TILE_SHIFT), a decoded code and a unit of a panel, and
+//
+//     decode_row            columns of row n
+//     multiply_columns<V>   total (INT_ROWS, ld) (+)= codes times V panels of x, from `p` on
+#if defined(__AMX_INT8__)
+
+constexpr int INT_ROWS = 32;
+constexpr int INT_COLUMNS = 1024;
+constexpr int INT_LD = INT_COLUMNS + 64;
+constexpr int INT_PANELS = 2;
+constexpr int32_t TILE_SHIFT = 0;
+using Code = int8_t;
+using Unit = uint32_t;
+
+// Columns of a matrix tile.
+inline int64_t amx_step(const Weight& w) { return w.group % 64 && w.group != w.k ? 32 : 64; }
+
+inline void decode_row(const Weight& w, int64_t n, int64_t k, int64_t columns, Code* out) {
+    decode(w, n, k, columns, out);
+    memset(out + columns, 0, 64);
+}
+
+template <int V>
+void multiply_columns(const Weight& w, const Columns<Code>& a, const IntPanels& x, int64_t p, int32_t* total, int64_t ld,
+                      bool add) {
+    const Unit* b = (const Unit*)x.data + p * x.panel + a.k * 4;
+    int64_t step = amx_step(w), lower = 16 * a.ld;
+    if (add) {
+        _tile_loadd(0, total, ld * 4);
+        _tile_loadd(2, total + 16 * ld, ld * 4);
+        if (V == 2) _tile_loadd(1, total + 16, ld * 4);
+        if (V == 2) _tile_loadd(3, total + 16 * ld + 16, ld * 4);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t k = 0; k < a.count; k += step) {
+        // Far enough for memory; decoded codes are in the cache.
+        if (a.ld != INT_LD)
+            for (int r = 0; r < 32; r++) prefetch(a.codes + r * a.ld + k + 8 * step);
+        _tile_loadd(4, a.codes + k, a.ld);
+        _tile_loadd(6, b + k * 4, 64);
+        _tile_dpbssd(0, 4, 6);
+        _tile_loadd(5, a.codes + lower + k, a.ld);
+        _tile_dpbssd(2, 5, 6);
+        if (V == 1) continue;
+        _tile_loadd(7, b + x.panel + k * 4, 64);
+        _tile_dpbssd(1, 4, 7);
+        _tile_dpbssd(3, 5, 7);
+    }
+    _tile_stored(0, total, ld * 4);
+    _tile_stored(2, total + 16 * ld, ld * 4);
+    if (V == 2) _tile_stored(1, total + 16, ld * 4);
+    if (V == 2) _tile_stored(3, total + 16 * ld + 16, ld * 4);
+}
+
+#elif defined(HAS_VNNI)
+
+constexpr int INT_ROWS = TILE_ROWS;
+constexpr int INT_COLUMNS = 1024;
+constexpr int INT_LD = INT_COLUMNS + 64;
+constexpr int INT_PANELS = MAX_PANELS;
+constexpr int32_t TILE_SHIFT = 128;
+using Code = int8_t;
+using Unit = uint32_t;
+
+inline void decode_row(const Weight& w, int64_t n, int64_t k, int64_t columns, Code* out) {
+    decode(w, n, k, columns, out);
+    for (int64_t i = 0; i < columns; i += WIDTH) store(out + i, load<Bytes>(out + i) ^ (Bytes{} + (uint8_t)TILE_SHIFT));
+}
+
+template <int V>
+void multiply_columns(const Weight&, const Columns<Code>& a, const IntPanels& x, int64_t p, int32_t* to, int64_t ld, bool add) {
+    constexpr int R = SUMS / V;
+    const Unit* b = (const Unit*)x.data + p * x.panel + a.k / 4 * LANES;
+    for (int64_t first = 0; first < INT_ROWS; first += R, to += R * ld) {
+        const Code* codes = a.codes + first * a.ld;
+        Ints total[R][V] = {};
+        if (add) {
+            UNROLL for (int r = 0; r < R; r++)
+                UNROLL for (int v = 0; v < V; v++) total[r][v] = load<Ints>(to + r * ld + v * LANES);
+        }
+        for (int64_t k = 0; k < (a.count + 3) / 4; k++) {
+            Ints xs[V];
+            UNROLL for (int v = 0; v < V; v++) xs[v] = load<Ints>(b + v * x.panel + k * LANES);
+            UNROLL for (int r = 0; r < R; r++) {
+                // Unsigned times signed bytes.
+                Ints c = Ints{} + load<int32_t>(codes + r * INT_LD + 4 * k);
+                UNROLL for (int v = 0; v < V; v++) total[r][v] = dot4(total[r][v], c, xs[v]);
+            }
+        }
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int v = 0; v < V; v++) store(to + r * ld + v * LANES, total[r][v]);
+    }
+}
+
+#else
+
+constexpr int INT_ROWS = 96;
+constexpr int INT_COLUMNS = TILE_COLUMNS;  // sums of so many products stay within 2^24
+constexpr int INT_LD = TILE_LD;
+constexpr int INT_PANELS = MAX_PANELS;
+constexpr int32_t TILE_SHIFT = 0;
+using Code = float;
+using Unit = float;
+
+inline void decode_row(const Weight& w, int64_t n, int64_t k, int64_t columns, Code* out) {
+    alignas(64) int8_t codes[INT_COLUMNS + 64];
+    decode(w, n, k, columns, codes);
+    scale_codes(codes, columns, 1, 0, out);
+}
+
+template <int V>
+void multiply_columns(const Weight&, const Columns<Code>& a, const IntPanels& x, int64_t p, int32_t* to, int64_t ld, bool add) {
+    constexpr int R = SUMS / V;
+    const Unit* b = (const Unit*)x.data + p * x.panel + a.k * LANES;
+    alignas(64) float sums[R * V * LANES];
+    for (int64_t first = 0; first < INT_ROWS; first += R, to += R * ld) {
+        multiply_tile<R, V>(a.codes + first * a.ld, b, x.panel, a.count, sums, V * LANES, false);
+        UNROLL for (int r = 0; r < R; r++) {
+            UNROLL for (int v = 0; v < V; v++) {
+                Ints exact = to_ints(load<Floats>(sums + (r * V + v) * LANES));
+                int32_t* at = to + r * ld + v * LANES;
+                store(at, add ? load<Ints>(at) + exact : exact);
+            }
+        }
+    }
+}
+
+#endif
+
+inline void multiply_columns(const Weight& w, const Columns<Code>& a, const IntPanels& x, int64_t p, int64_t panels,
+                             int32_t* total, int64_t ld, bool add) {
+    if (panels == 1) multiply_columns<1>(w, a, x, p, total, ld, add);
+    if (panels == 2) multiply_columns<2>(w, a, x, p, total, ld, add);
+    if constexpr (INT_PANELS == 4) {
+        if (panels == 3) multiply_columns<3>(w, a, x, p, total, ld, add);
+        if (panels == 4) multiply_columns<4>(w, a, x, p, total, ld, add);
+    }
+}
+
+}  // namespace
