@@ -52,24 +52,24 @@ def test_weight() -> None:
         """\
 linear, float32 input on cpu, weight uint4 PerGroup(group_size=16) asymmetric, PackedLayout()
   runs packed_weight_mm (dequantizes on each call: on CPU it saves memory, not time)
+  not cpu_int8_mm_packed: needs quantized activations, the scheme is weight-only
+  not cpu_int8_mm_plain: reads the plain layout, the weight has packed
+  not cpu_weight_only_mm_packed: is switched off
+  not cpu_weight_only_mm_plain: reads the plain layout, the weight has packed
   not cuda_int8_mm: runs on cuda, the input is on cpu
   not cuda_weight_mm: runs on cuda, the input is on cpu
   not float8_scaled_mm: reads the plain layout, the weight has packed
-  not cpu_int8_mm_plain: reads the plain layout, the weight has packed
-  not cpu_int8_mm_packed: needs quantized activations, the scheme is weight-only
-  not cpu_weight_only_mm_plain: reads the plain layout, the weight has packed
-  not cpu_weight_only_mm_packed: is switched off
-  not int8_scaled_mm: reads the plain layout, the weight has packed
   not int8_block_mm: reads the plain layout, the weight has packed
+  not int8_scaled_mm: reads the plain layout, the weight has packed
   not int8_weight_mm: reads the plain layout, the weight has packed
   not packed_int8_scaled_mm: needs quantized activations, the scheme is weight-only
-  not semi_sparse_int8_scaled_mm: reads the semi_sparse layout, the weight has packed
   not semi_sparse_float8_scaled_mm: reads the semi_sparse layout, the weight has packed
-  not weight_only_mm: reads the plain layout, the weight has packed
-  not lut_weight_mm: takes a CodebookSpec, the weight has a QuantSpec
-  not int4_tiled_mm: reads the tensor_core_tiled layout, the weight has packed
+  not semi_sparse_int8_scaled_mm: reads the semi_sparse layout, the weight has packed
   not emulated_semi_sparse_mm: reads the semi_sparse layout, the weight has packed
+  not int4_tiled_mm: reads the tensor_core_tiled layout, the weight has packed
+  not lut_weight_mm: takes a CodebookSpec, the weight has a QuantSpec
   not semi_sparse_weight_only_mm: reads the semi_sparse layout, the weight has packed
+  not weight_only_mm: reads the plain layout, the weight has packed
   not emulated_scaled_mm: takes activations in floating-point codes
   not reference: comes after it""",
     )
@@ -83,32 +83,32 @@ def test_model() -> None:
         """\
 embed.weight: embedding, float32 input on cpu, weight int8 PerRow() symmetric, PlainLayout()
   runs gather_rows (on CPU it saves memory, not time)
-  not cpu_embedding_plain: is switched off
   not cpu_embedding_packed: reads the packed layout, the weight has plain
+  not cpu_embedding_plain: is switched off
+  not gather_lut_rows: takes a CodebookSpec, the weight has a QuantSpec
   not gather_packed_rows: reads the packed layout, the weight has plain
   not gather_semi_sparse_rows: reads the semi_sparse layout, the weight has plain
-  not gather_lut_rows: takes a CodebookSpec, the weight has a QuantSpec
   not reference: comes after it
 first.weight: linear, float32 input on cpu, weight int8 PerRow() symmetric, dynamic activation int8 PerToken() symmetric, PlainLayout()
   runs int8_scaled_mm (where the weight has groups, on CPU it saves memory, not time)
+  not cpu_int8_mm_packed: reads the packed layout, the weight has plain
+  not cpu_int8_mm_plain: is switched off
+  not cpu_weight_only_mm_packed: reads the packed layout, the weight has plain
+  not cpu_weight_only_mm_plain: is weight-only, the scheme quantizes activations
   not cuda_int8_mm: runs on cuda, the input is on cpu
   not cuda_weight_mm: runs on cuda, the input is on cpu
   not float8_scaled_mm: runs on cuda, the input is on cpu
-  not cpu_int8_mm_plain: is switched off
-  not cpu_int8_mm_packed: reads the packed layout, the weight has plain
-  not cpu_weight_only_mm_plain: is weight-only, the scheme quantizes activations
-  not cpu_weight_only_mm_packed: reads the packed layout, the weight has plain
   not int8_block_mm: takes activations in blocks along the contracted axis, the scheme has PerToken()
   not int8_weight_mm: is weight-only, the scheme quantizes activations
   not packed_int8_scaled_mm: reads the packed layout, the weight has plain
-  not semi_sparse_int8_scaled_mm: reads the semi_sparse layout, the weight has plain
   not semi_sparse_float8_scaled_mm: reads the semi_sparse layout, the weight has plain
-  not weight_only_mm: is weight-only, the scheme quantizes activations
-  not lut_weight_mm: takes a CodebookSpec, the weight has a QuantSpec
-  not int4_tiled_mm: reads the tensor_core_tiled layout, the weight has plain
-  not packed_weight_mm: reads the packed layout, the weight has plain
+  not semi_sparse_int8_scaled_mm: reads the semi_sparse layout, the weight has plain
   not emulated_semi_sparse_mm: reads the semi_sparse layout, the weight has plain
+  not int4_tiled_mm: reads the tensor_core_tiled layout, the weight has plain
+  not lut_weight_mm: takes a CodebookSpec, the weight has a QuantSpec
+  not packed_weight_mm: reads the packed layout, the weight has plain
   not semi_sparse_weight_only_mm: reads the semi_sparse layout, the weight has plain
+  not weight_only_mm: is weight-only, the scheme quantizes activations
   not emulated_scaled_mm: takes activations in floating-point codes
   not reference: comes after it""",  # noqa: E501
     )
@@ -196,11 +196,11 @@ qtorch:
 linear on a cpu float32 input with weight int8 PerBlock(sizes=(2, 11)) symmetric, dynamic activation int8 PerToken() symmetric, layout PlainLayout() runs the reference implementation, correct but slow:
 cpu_int8_mm_plain takes a scale of its own for each output channel, the weight has PerBlock(sizes=(2, 11));
 cpu_weight_only_mm_plain is weight-only, the scheme quantizes activations;
-int8_scaled_mm takes a scale of its own for each output channel, the weight has PerBlock(sizes=(2, 11));
 int8_block_mm takes activations in blocks along the contracted axis, the scheme has PerToken();
+int8_scaled_mm takes a scale of its own for each output channel, the weight has PerBlock(sizes=(2, 11));
 int8_weight_mm is weight-only, the scheme quantizes activations;
-weight_only_mm is weight-only, the scheme quantizes activations;
 lut_weight_mm takes a CodebookSpec, the weight has a QuantSpec;
+weight_only_mm is weight-only, the scheme quantizes activations;
 emulated_scaled_mm takes activations in floating-point codes""",  # noqa: E501
     )
     with warnings.catch_warnings():

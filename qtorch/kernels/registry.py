@@ -192,7 +192,7 @@ def forget_choices() -> None:
 
 def kernels(op: str) -> list[Kernel]:
     """Every kernel of an operation, the highest priority first."""
-    return sorted((k for k in _kernels if k.op == op), key=lambda k: -k.priority)
+    return sorted((k for k in _kernels if k.op == op), key=lambda k: (-k.priority, k.name))
 
 
 def names() -> list[str]:
