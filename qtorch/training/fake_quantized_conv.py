@@ -42,14 +42,6 @@ class FakeQuantizedConv(FakeQuantizedLayer):
         assert isinstance(matrix, QuantizedTensor)
         return ConvWeight.of(matrix, self.weight.shape)
 
-    def forward(self, input: Tensor) -> Tensor:
-        device = input.device.type
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
-            with torch.autocast(device, enabled=False):
-                return self._forward(input)
-        return self._forward(input)
-
     def _forward(self, input: Tensor) -> Tensor:
         ndim = self.weight.dim() - 2
         if input.dim() == ndim + 1:

@@ -63,6 +63,18 @@ class FakeQuantizedLayer(PreparedModule):
     input_quantizer: Quantizer | None
     schedule: Schedule | None
 
+    def forward(self, input: Tensor) -> Tensor:
+        device = input.device.type
+        if torch.is_autocast_enabled(device):
+            input = input.to(torch.get_autocast_dtype(device))
+            with torch.autocast(device, enabled=False):
+                return self._forward(input)
+        return self._forward(input)
+
+    def _forward(self, input: Tensor) -> Tensor:
+        """`forward` outside autocast, which reaches the input and nothing else."""
+        raise NotImplementedError
+
     @classmethod
     def check(cls, module: nn.Module) -> None:
         """Raise `ValueError` where a `float_class` cannot be prepared."""
@@ -191,14 +203,6 @@ class FakeQuantizedLinear(FakeQuantizedLayer, nn.Linear):
     """`nn.Linear` in training."""
 
     float_class = nn.Linear
-
-    def forward(self, input: Tensor) -> Tensor:
-        device = input.device.type
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
-            with torch.autocast(device, enabled=False):
-                return self._forward(input)
-        return self._forward(input)
 
     def _forward(self, input: Tensor) -> Tensor:
         rows = to_rows(input)

@@ -19,6 +19,7 @@ from ..prepared_module import PreparedModule
 from ..quantize_api import Recipe, WeightRecipe, register_recipe
 from ..targets import Target
 from .fake_quantized import QATSpec, fake_quantized_linear
+from .module_recipe import check_serves
 
 
 @register_recipe("lora_qat")
@@ -46,8 +47,7 @@ class LoRAQAT(Recipe):
     compute_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.recipe, WeightRecipe):
-            raise TypeError(f"{self.name} takes an inference recipe such as int4_weight_only(), got {self.recipe!r}")
+        check_serves(self.recipe, self.name)
         if self.rank < 1:
             raise ValueError(f"{self.name}: the rank of adapters is 1 or more, got {self.rank}")
         if self.alpha is not None and not 0 < self.alpha < math.inf:
