@@ -14,3 +14,5 @@ BUILDS = [
     )
     for name in instruction_sets()
 ]
+
+NEEDS_LIBRARY = pytest.mark.skipif(library.library() is None, reason="nothing is built")

@@ -20,11 +20,10 @@ from qtorch import (
 )
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import library
-from tests.kernels.cpu.builds import BUILDS
+from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
 from tests.kernels.cpu.test_weight_only_mm import ASYMMETRIC, SPECS, weights
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-NEEDS_LIBRARY = pytest.mark.skipif(library.missing() is not None, reason="no compiled kernels here")
 
 
 def table(spec: QuantSpec, shape: tuple[int, int] = (30, 64), **options: object) -> AffineQuantizedTensor:

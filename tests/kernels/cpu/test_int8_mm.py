@@ -20,7 +20,7 @@ from qtorch import (
 )
 from qtorch.kernels import record_kernels, reference
 from qtorch.kernels.cpu import choices, int8_mm, library
-from tests.kernels.cpu.builds import BUILDS
+from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
 
 ASYMMETRIC = MappingType.ASYMMETRIC
 ACTIVATIONS = {
@@ -144,6 +144,7 @@ def test_compiled_with_dynamic_shapes():
         assert torch.equal(compiled(x), functional.linear(x, weight))
 
 
+@NEEDS_LIBRARY
 def test_operator_is_well_formed():
     codes, scale = torch.randint(-127, 128, (12, 32), dtype=torch.int8), torch.rand(12, 1)
     quantizer = list(int8_mm.row_quantizer(ACTIVATIONS["symmetric"]))

@@ -44,6 +44,34 @@ struct TileConfig {
     ~TileConfig() { _tile_release(); }
 };
 
+// Instructions on tiles, whose numbers are part of them. The compiler knows that they read and write memory.
+template <int T>
+INLINE void zero_tile() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(T));
+}
+
+// 16 rows, or as many as the tile has, `stride` bytes apart.
+template <int T>
+INLINE void load_tile(const void* from, int64_t stride) {
+    asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(T), "r"(from), "r"(stride) : "memory");
+}
+
+template <int T>
+INLINE void store_tile(void* to, int64_t stride) {
+    asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(T), "r"(to), "r"(stride) : "memory");
+}
+
+// C += A times B: signed bytes, and bf16.
+template <int C, int A, int B>
+INLINE void multiply_bytes() {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+
+template <int C, int A, int B>
+INLINE void multiply_bfloats() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+
 // The next bf16 slice of 16 numbers; `x` keeps what is left. Truncated, so that huge numbers do not become infinite.
 INLINE __m512i next_slice(Floats& x) {
     constexpr int32_t HIGH = (int32_t)0xffff0000, EXPONENT = 0x7f800000;
@@ -106,24 +134,24 @@ INLINE void to_bfloat(const int8_t* codes, int64_t count, float scale, float off
 
 // c (32, 32) += a (32 rows) times two panels of `b`, over `columns`.
 inline void add_bfloat(const uint16_t* a, const uint16_t* b, int64_t panel, int64_t columns, float* c, int64_t ldc) {
-    _tile_loadd(0, c, ldc * 4);
-    _tile_loadd(1, c + 16, ldc * 4);
-    _tile_loadd(2, c + 16 * ldc, ldc * 4);
-    _tile_loadd(3, c + 16 * ldc + 16, ldc * 4);
+    load_tile<0>(c, ldc * 4);
+    load_tile<1>(c + 16, ldc * 4);
+    load_tile<2>(c + 16 * ldc, ldc * 4);
+    load_tile<3>(c + 16 * ldc + 16, ldc * 4);
     for (int64_t k = 0; k < columns; k += AMX_STEP) {
-        _tile_loadd(4, a + k, AMX_LD * 2);
-        _tile_loadd(6, b + k * 16, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, a + 16 * AMX_LD + k, AMX_LD * 2);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_loadd(7, b + panel + k * 16, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
+        load_tile<4>(a + k, AMX_LD * 2);
+        load_tile<6>(b + k * 16, 64);
+        multiply_bfloats<0, 4, 6>();
+        load_tile<5>(a + 16 * AMX_LD + k, AMX_LD * 2);
+        multiply_bfloats<2, 5, 6>();
+        load_tile<7>(b + panel + k * 16, 64);
+        multiply_bfloats<1, 4, 7>();
+        multiply_bfloats<3, 5, 7>();
     }
-    _tile_stored(0, c, ldc * 4);
-    _tile_stored(1, c + 16, ldc * 4);
-    _tile_stored(2, c + 16 * ldc, ldc * 4);
-    _tile_stored(3, c + 16 * ldc + 16, ldc * 4);
+    store_tile<0>(c, ldc * 4);
+    store_tile<1>(c + 16, ldc * 4);
+    store_tile<2>(c + 16 * ldc, ldc * 4);
+    store_tile<3>(c + 16 * ldc + 16, ldc * 4);
 }
 
 // products (32, 32) = sum over slices and `columns` of two tiles at `a` and of the panels at `b`. One panel alone has its
@@ -131,36 +159,36 @@ inline void add_bfloat(const uint16_t* a, const uint16_t* b, int64_t panel, int6
 template <int PANELS>
 void multiply_bfloat(const uint16_t* a, const uint16_t* b, int64_t panel, int slices, int64_t slice, int64_t columns,
                      float* products) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    zero_tile<0>();
+    zero_tile<1>();
+    zero_tile<2>();
+    zero_tile<3>();
     int odd = 0;
     for (int64_t k = 0; k < columns; k += AMX_STEP) {
-        _tile_loadd(4, a + k, AMX_LD * 2);
-        _tile_loadd(5, a + 16 * AMX_LD + k, AMX_LD * 2);
+        load_tile<4>(a + k, AMX_LD * 2);
+        load_tile<5>(a + 16 * AMX_LD + k, AMX_LD * 2);
         for (int s = 0; s < slices; s++) {
             const uint16_t* from = b + s * slice + k * 16;
-            _tile_loadd(6, from, 64);
-            if (PANELS == 2) _tile_loadd(7, from + panel, 64);
+            load_tile<6>(from, 64);
+            if (PANELS == 2) load_tile<7>(from + panel, 64);
             if (PANELS == 2 || !odd) {
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_dpbf16ps(2, 5, 6);
+                multiply_bfloats<0, 4, 6>();
+                multiply_bfloats<2, 5, 6>();
             }
             if (PANELS == 2) {
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_dpbf16ps(3, 5, 7);
+                multiply_bfloats<1, 4, 7>();
+                multiply_bfloats<3, 5, 7>();
             } else if (odd) {
-                _tile_dpbf16ps(1, 4, 6);
-                _tile_dpbf16ps(3, 5, 6);
+                multiply_bfloats<1, 4, 6>();
+                multiply_bfloats<3, 5, 6>();
             }
             odd = !odd;
         }
     }
-    _tile_stored(0, products, 128);
-    _tile_stored(1, products + 16, 128);
-    _tile_stored(2, products + 512, 128);
-    _tile_stored(3, products + 528, 128);
+    store_tile<0>(products, 128);
+    store_tile<1>(products + 16, 128);
+    store_tile<2>(products + 512, 128);
+    store_tile<3>(products + 528, 128);
 }
 
 // c[r] += products[r] * scale[r], PANELS vectors each.
@@ -205,26 +233,27 @@ inline void multiply_amx(const Weight& w, const Input& x, const Output& y, int64
             memset(c, 0, rows * m16 * 4);
             for (int64_t k = 0; k < w.k; k += AMX_COLUMNS) {
                 int64_t columns = w.k - k < AMX_COLUMNS ? w.k - k : AMX_COLUMNS;
+                const GroupEdge edge(k, w.group);
                 for (int64_t r = 0; r < count; r++) {
                     prefetch_codes(w, start + r, k + columns, AMX_COLUMNS);
                     decode(w, start + r, k, columns, codes);
                     memset(codes + columns, 0, AMX_STEP);
                     if (!dequantizes) to_bfloat(codes, columns, tile + r * AMX_LD);
-                    for (int64_t i = 0; dequantizes && i < columns;) {
-                        int64_t g = (k + i) / w.group, left = (g + 1) * w.group - k - i;
-                        int64_t length = left < columns - i ? left : columns - i, at = r * w.groups + g;
-                        to_bfloat(codes + i, length, scale[at], offset[at], tile + r * AMX_LD + i);
-                        i += length;
+                    GroupEdge at = edge;
+                    for (int64_t i = 0, length; dequantizes && i < columns; i += length, at.pass(length)) {
+                        length = at.left < columns - i ? at.left : columns - i;
+                        const float *s = scale + r * w.groups, *o = offset + r * w.groups;
+                        to_bfloat(codes + i, length, s[at.group], o[at.group], tile + r * AMX_LD + i);
                     }
                 }
                 for (int64_t p = 0; p < panels; p += 2) {
                     const uint16_t* b = packed + p * panel + k * 16;
-                    for (int64_t i = 0; i < columns;) {
-                        int64_t g = (k + i) / w.group, left = (g + 1) * w.group - k - i;
-                        int64_t length = dequantizes || left > columns - i ? columns - i : left;
+                    GroupEdge at = edge;
+                    for (int64_t i = 0, length; i < columns; i += length, at.pass(length)) {
+                        length = dequantizes || at.left > columns - i ? columns - i : at.left;
                         for (int64_t r = 0; r < count; r += 32) {
                             const uint16_t* a = tile + r * AMX_LD + i;
-                            const float* s = scale + r * w.groups + g;
+                            const float* s = scale + r * w.groups + at.group;
                             float* to = c + r * m16 + p * 16;
                             if (dequantizes && p + 1 < panels) {
                                 add_bfloat(a, b + i * 16, panel, length, to, m16);
@@ -236,7 +265,6 @@ inline void multiply_amx(const Weight& w, const Input& x, const Output& y, int64
                                 add_scaled<1>(products, dequantizes ? ones : s, dequantizes ? 1 : w.groups, to, m16);
                             }
                         }
-                        i += length;
                     }
                 }
             }

@@ -88,8 +88,9 @@ struct GroupEdge {
     }
 };
 
-// The same for packed 4-bit codes, whose bytes have one code of each of two runs, K / 8 columns apart.
-template <int R, int M, bool SCALE_SUMS>
+// The same for packed 4-bit codes, whose bytes have one code of each of two runs, K / 8 columns apart. Scales are in the
+// numbers that stand for codes.
+template <int R, int M>
 void nibble_block(const Weight& w, const int8_t* const* codes, Ahead ahead, const DotInput& in, const float* scale,
                   const float* offset, float* result) {
     constexpr int LINES = (R * LANES + 63) / 64;
@@ -102,32 +103,21 @@ void nibble_block(const Weight& w, const int8_t* const* codes, Ahead ahead, cons
         for (int64_t k = 0; k < run;) {
             int64_t columns = first.left < second.left ? first.left : second.left;
             int64_t stop = k + columns < run ? k + columns : run;
-            Floats s[R], t[R], low[R][M] = {}, high[R][M] = {};
+            Nibbles low[R], high[R];
             UNROLL for (int r = 0; r < R; r++) {
-                s[r] = broadcast(scale[r * groups + first.group]);
-                t[r] = broadcast(scale[r * groups + second.group]);
+                low[r] = Nibbles(nibbles, scale[r * groups + first.group]);
+                high[r] = Nibbles(nibbles, scale[r * groups + second.group]);
             }
             for (; k < stop; k += LANES) {
                 ahead.fetch<LINES>();
                 UNROLL for (int r = 0; r < R; r++) {
                     Ints bytes = widen((const uint8_t*)codes[r] + start / 2 + k);
-                    Floats a = nibbles.low(bytes), b = nibbles.low(bytes >> 4);
-                    if (!SCALE_SUMS) a *= s[r], b *= t[r];
+                    Floats a = low[r].low(bytes), b = high[r].low(bytes >> 4);
                     UNROLL for (int m = 0; m < M; m++) {
                         const float* p = x + m * in.ld + k;
-                        if (SCALE_SUMS) {
-                            low[r][m] = fma(a, load<Floats>(p), low[r][m]);
-                            high[r][m] = fma(b, load<Floats>(p + run), high[r][m]);
-                        } else {
-                            total[r][m] = fma(b, load<Floats>(p + run), fma(a, load<Floats>(p), total[r][m]));
-                        }
+                        total[r][m] = fma(b, load<Floats>(p + run), fma(a, load<Floats>(p), total[r][m]));
                     }
                 }
-            }
-            if (SCALE_SUMS) {
-                UNROLL for (int r = 0; r < R; r++)
-                    UNROLL for (int m = 0; m < M; m++)
-                        total[r][m] = fma(high[r][m], t[r], fma(low[r][m], s[r], total[r][m]));
             }
             first.pass(columns);
             second.pass(columns);
@@ -154,7 +144,7 @@ void dot(const Weight& w, const DotInput& in, const Output& y, int64_t threads) 
     bool scale_sums = M <= 2 || w.group >= 256;
     // Rows are read where they lie, except for codes that have to be decoded, and the end of the last ones.
     bool nibbles = w.bits == 4 && w.k % (8 * LANES) == 0 && w.group % LANES == 0, direct = nibbles || (!w.bits && !w.center);
-    auto block = nibbles ? (scale_sums ? nibble_block<R, M, true> : nibble_block<R, M, false>)
+    auto block = nibbles ? nibble_block<R, M>
                          : (scale_sums ? dot_block<R, M, true> : dot_block<R, M, false>);
     parallel((w.n + R - 1) / R, threads, [&](Tasks& tasks) {
         static thread_local Scratch code_scratch, scale_scratch;
@@ -172,6 +162,7 @@ void dot(const Weight& w, const DotInput& in, const Output& y, int64_t threads) 
                     codes[r] = decoded + r * ld;
                     decode(w, n, 0, w.k, decoded + r * ld);
                 }
+                prefetch_scales(w, n + R);
                 scales(w, n, scale + r * groups);
                 if (offset) offsets(w, n, scale + r * groups, offset + r * groups);
             }

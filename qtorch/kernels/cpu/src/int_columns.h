@@ -52,34 +52,34 @@ void multiply_columns(const Weight& w, const Columns<Code>& a, const IntPanels& 
     const Unit* b = (const Unit*)x.data + p * x.panel + a.k * 4;
     int64_t step = amx_step(w), lower = 16 * a.ld;
     if (add) {
-        _tile_loadd(0, total, ld * 4);
-        _tile_loadd(2, total + 16 * ld, ld * 4);
-        if (V == 2) _tile_loadd(1, total + 16, ld * 4);
-        if (V == 2) _tile_loadd(3, total + 16 * ld + 16, ld * 4);
+        load_tile<0>(total, ld * 4);
+        load_tile<2>(total + 16 * ld, ld * 4);
+        if (V == 2) load_tile<1>(total + 16, ld * 4);
+        if (V == 2) load_tile<3>(total + 16 * ld + 16, ld * 4);
     } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+        zero_tile<0>();
+        zero_tile<1>();
+        zero_tile<2>();
+        zero_tile<3>();
     }
     for (int64_t k = 0; k < a.count; k += step) {
         // Far enough for memory; decoded codes are in the cache.
         if (a.ld != INT_LD)
             for (int r = 0; r < 32; r++) prefetch(a.codes + r * a.ld + k + 8 * step);
-        _tile_loadd(4, a.codes + k, a.ld);
-        _tile_loadd(6, b + k * 4, 64);
-        _tile_dpbssd(0, 4, 6);
-        _tile_loadd(5, a.codes + lower + k, a.ld);
-        _tile_dpbssd(2, 5, 6);
+        load_tile<4>(a.codes + k, a.ld);
+        load_tile<6>(b + k * 4, 64);
+        multiply_bytes<0, 4, 6>();
+        load_tile<5>(a.codes + lower + k, a.ld);
+        multiply_bytes<2, 5, 6>();
         if (V == 1) continue;
-        _tile_loadd(7, b + x.panel + k * 4, 64);
-        _tile_dpbssd(1, 4, 7);
-        _tile_dpbssd(3, 5, 7);
+        load_tile<7>(b + x.panel + k * 4, 64);
+        multiply_bytes<1, 4, 7>();
+        multiply_bytes<3, 5, 7>();
     }
-    _tile_stored(0, total, ld * 4);
-    _tile_stored(2, total + 16 * ld, ld * 4);
-    if (V == 2) _tile_stored(1, total + 16, ld * 4);
-    if (V == 2) _tile_stored(3, total + 16 * ld + 16, ld * 4);
+    store_tile<0>(total, ld * 4);
+    store_tile<2>(total + 16 * ld, ld * 4);
+    if (V == 2) store_tile<1>(total + 16, ld * 4);
+    if (V == 2) store_tile<3>(total + 16 * ld + 16, ld * 4);
 }
 
 #elif defined(HAS_VNNI)

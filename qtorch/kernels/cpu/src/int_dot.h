@@ -25,6 +25,14 @@ inline void zeros(const Weight& w, int64_t n, int32_t* zero) {
     else less((const int32_t*)w.zero + at, w.groups, shift, zero);
 }
 
+// Scales, and zero points in centered codes, of `count` rows with one group each.
+inline void row_factors(const Weight& w, int64_t start, int64_t count, float* scale, int32_t* zero) {
+    int64_t at = w.scale_stride * start, real = w.scale_stride ? count : 1;
+    to_float((const char*)w.scale + at * size_of(w.scale_type), w.scale_type, real, scale);
+    for (int64_t r = real; r < count; r++) scale[r] = *scale;
+    for (int64_t r = 0; r < count; r++) zeros(w, start + r, zero + r);
+}
+
 inline int32_t sum_codes(const int8_t* codes, int64_t count) {
     int32_t total = 0;
     for (int64_t i = 0; i < count; i++) total += codes[i];
@@ -169,6 +177,31 @@ void int_nibble_block(const Weight& w, const int8_t* const* codes, Ahead ahead, 
 }
 #endif
 
+// The results of `count` rows of a weight with one group each, from their sums of products.
+template <int R, int M, bool ONES>
+INLINE void write_rows(const Weight& w, const IntDotInput& in, const Output& y, int64_t start, int64_t count, int32_t shift,
+                       const int32_t* sums) {
+    constexpr int COLUMNS = M + ONES;
+    const Codes& x = in.codes;
+    int64_t rows = M / x.slices;
+    float scale[R], result[M * R];
+    int32_t zero[R];
+    row_factors(w, start, count, scale, zero);
+    for (int64_t r = 0; r < count; r++, sums += COLUMNS) {
+        float products[M];
+        for (int64_t m = 0; m < M; m++) {
+            int32_t x_zero = ONES ? x.zero[m] : 0, x_sum = in.sums[m] - (int32_t)w.k * x_zero;
+            int32_t exact = sums[m] - (zero[r] + shift) * x_sum - (ONES ? x_zero * sums[M] : 0);
+            products[m] = (0 + (float)exact * scale[r]) * x.scale[m];
+        }
+        for (int64_t m = 0; m < rows; m++) {
+            float& to = result[m * R + r] = products[m];
+            for (int64_t slice = m + rows; slice < M; slice += rows) to += products[slice];
+        }
+    }
+    for (int64_t m = 0; m < rows; m++) y.write(m, start, count, result + m * R);
+}
+
 // `block` gives the sums of products for R rows of the weight, whose codes it multiplies with `shift` added.
 template <int R, int M, bool ONES>
 void int_dot(const Weight& w, const IntDotInput& in, const Output& y, int64_t threads, bool direct, int32_t shift,
@@ -212,9 +245,9 @@ void int_dot(const Weight& w, const IntDotInput& in, const Output& y, int64_t th
                     codes[r] = decoded + r * ld;
                     memcpy(decoded + r * ld, w.codes + n * w.row_bytes, w.bits ? w.k / 2 : w.k);
                 }
-                scales(w, n, row_scale);
-                if (w.zero) zeros(w, n, row_zero);
-                for (int i = r * COLUMNS; i < (r + 1) * COLUMNS; i++) {
+                for (int i = r * COLUMNS; groups > 1 && i < (r + 1) * COLUMNS; i++) {
+                    if (i == r * COLUMNS) scales(w, n, row_scale);
+                    if (i == r * COLUMNS && w.zero) zeros(w, n, row_zero);
                     for (int64_t g = 0; g < groups; g++) scale[g * LENGTH + i] = row_scale[g];
                     for (int64_t g = 0; w.zero && g < groups; g++) zero[g * LENGTH + i] = row_zero[g] + shift;
                 }
@@ -222,6 +255,11 @@ void int_dot(const Weight& w, const IntDotInput& in, const Output& y, int64_t th
             memset(sums, 0, groups * LENGTH * 4);
             Ahead ahead{w.codes + (task + 1) * R * w.row_bytes, R * WIDTH * FACTORS / WIDTH};
             block(w, codes, ahead, in, sums);
+            int64_t count = w.n - task * R < R ? w.n - task * R : R, rows = M / in.codes.slices;
+            if (groups == 1) {
+                write_rows<R, M, ONES>(w, in, y, task * R, count, shift, sums);
+                continue;
+            }
             for (int64_t i = 0; ONES && i < groups * LENGTH; i++)
                 if (i % LENGTH < R * COLUMNS) ones[i] = sums[i / LENGTH * LENGTH + i % LENGTH / COLUMNS * COLUMNS + M];
             alignas(64) float result[LENGTH];
@@ -235,7 +273,6 @@ void int_dot(const Weight& w, const IntDotInput& in, const Output& y, int64_t th
                 }
                 store(result + i, total * load<Floats>(x_scale + i));
             }
-            int64_t count = w.n - task * R < R ? w.n - task * R : R, rows = M / in.codes.slices;
             for (int64_t r = 0; r < count; r++)
                 for (int64_t m = rows; m < M; m++) result[r * COLUMNS + m % rows] += result[r * COLUMNS + m];
             y.write_transposed(rows, task * R, count, result, COLUMNS);

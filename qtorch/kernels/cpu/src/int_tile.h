@@ -12,7 +12,9 @@ inline IntPanels int_panels(const Weight& w, const Codes& x, int64_t threads) {
     static thread_local Scratch row_scratch, panel_scratch, group_scratch;
     int64_t rows = x.rows + (x.zero ? 1 : 0), count = (rows + LANES - 1) / LANES, lanes = count * LANES;
     int32_t* sums = group_scratch.get<int32_t>(w.groups * lanes);
-    parallel_for(w.groups, threads, [&](int64_t g) {
+    // Where neither has zero points, nothing is to be taken off.
+    bool wanted = w.has_offset() || x.zero || TILE_SHIFT;
+    parallel_for(wanted ? w.groups : 0, threads, [&](int64_t g) {
         for (int64_t m = 0; m < lanes; m++) {
             int32_t total = m < x.rows ? sum_codes(x.codes + m * x.ld + g * w.group, w.group) : 0;
             sums[g * lanes + m] = total - (m < x.rows && x.zero ? (int32_t)w.group * x.zero[m] : 0);
@@ -42,6 +44,34 @@ inline IntPanels int_panels(const Weight& w, const Codes& x, int64_t threads) {
         return {count, w.k * LANES, out, sums};
     }
 }
+
+// Scale and zero point of each row of x, in vectors.
+struct RowFactors {
+    int64_t lanes, slices, count;  // count: of rows of the result
+    float *scale, *zero;
+
+    RowFactors(const Codes& x, int64_t panels) : lanes(panels * LANES), slices(x.slices), count(x.rows / x.slices) {
+        static thread_local Scratch scratch;
+        scale = scratch.get<float>(2 * lanes);
+        zero = scale + lanes;
+        for (int64_t m = 0; m < lanes; m++) {
+            scale[m] = m < x.rows ? x.scale[m] : 0;
+            zero[m] = m < x.rows && x.zero ? x.zero[m] : 0;
+        }
+    }
+
+    // Scales the sums c (rows, ld), and adds up slices.
+    void finish(float* c, int64_t ld, int64_t rows) const {
+        for (int64_t r = 0; r < rows; r++, c += ld) {
+            for (int64_t m = 0; m < lanes; m += LANES) store(c + m, load<Floats>(c + m) * load<Floats>(scale + m));
+            for (int64_t m = 0; slices > 1 && m < count; m += LANES) {
+                Floats sum = load<Floats>(c + m);
+                for (int64_t s = 1; s < slices; s++) sum += load<Floats>(c + s * count + m);
+                store(c + m, sum);
+            }
+        }
+    }
+};
 
 // What is done with the integer sums of a group.
 struct GroupSums {
@@ -93,17 +123,10 @@ void add_group(const GroupSums& in, int64_t g, int64_t p, int64_t panels) {
 }
 
 inline void multiply_int_tiles(const Weight& w, const Codes& x, const Output& y, int64_t threads) {
-    static thread_local Scratch row_scratch;
     IntPanels panels = int_panels(w, x, threads);
     // Rows of results do not compete for the same lines of the cache.
-    int64_t lanes = panels.count * LANES, ld = lanes + 16, groups = w.groups, rows = x.rows / x.slices;
-    // Scale and zero point of each row of x, in vectors.
-    float* row_scale = row_scratch.get<float>(2 * lanes);
-    float* row_zero = row_scale + lanes;
-    for (int64_t m = 0; m < lanes; m++) {
-        row_scale[m] = m < x.rows ? x.scale[m] : 0;
-        row_zero[m] = m < x.rows && x.zero ? x.zero[m] : 0;
-    }
+    RowFactors factors(x, panels.count);
+    int64_t lanes = factors.lanes, ld = lanes + 16, groups = w.groups;
     auto add = !w.zero && w.shift == 0 && !TILE_SHIFT && !x.zero ? add_group<SYMMETRIC>
                // No sum over so few columns, or part of it, has more than 24 bits.
                : w.group <= 128 ? add_group<SMALL> : add_group<LARGE>;
@@ -127,7 +150,7 @@ inline void multiply_int_tiles(const Weight& w, const Codes& x, const Output& y,
         for (int64_t task; (task = tasks.next()) >= 0;) {
             int64_t start = task * INT_ROWS, count = w.n - start < INT_ROWS ? w.n - start : INT_ROWS;
             bool whole = direct && count == INT_ROWS;
-            GroupSums group_sums{total, c, ld, count, scale, zero, groups, panels.sums, lanes, row_zero, x.zero ? x.rows : -1};
+            GroupSums group_sums{total, c, ld, count, scale, zero, groups, panels.sums, lanes, factors.zero, x.zero ? x.rows : -1};
             for (int64_t r = 0; r < count; r++) {
                 scales(w, start + r, scale + r * groups);
                 zeros(w, start + r, zero + r * groups);
@@ -169,16 +192,8 @@ inline void multiply_int_tiles(const Weight& w, const Codes& x, const Output& y,
                 }
                 k += columns;
             }
-            for (int64_t r = 0; r < count; r++) {
-                float* to = c + r * ld;
-                for (int64_t m = 0; m < lanes; m += LANES) store(to + m, load<Floats>(to + m) * load<Floats>(row_scale + m));
-                for (int64_t m = 0; x.slices > 1 && m < rows; m += LANES) {
-                    Floats slices = load<Floats>(to + m);
-                    for (int64_t s = 1; s < x.slices; s++) slices += load<Floats>(to + s * rows + m);
-                    store(to + m, slices);
-                }
-            }
-            y.write_transposed(rows, start, count, c, ld);
+            factors.finish(c, ld, count);
+            y.write_transposed(factors.count, start, count, c, ld);
         }
     });
 }

@@ -1,8 +1,10 @@
 // Entry points, called from qtorch/kernels/cpu/library.py. This file is compiled once per instruction set.
 #include "amx.h"
+#include "amx_groups.h"
 #include "dequantize.h"
 #include "dot.h"
 #include "embed.h"
+#include "fixed_dot.h"
 #include "int_tile.h"
 #include "tile.h"
 
@@ -28,24 +30,46 @@ EXPORT int qtorch_ready() {
 #endif
 }
 
+// Whether the groups of the weight fill matrix tiles, of which even a few rows make good use.
+static bool fills_tiles(const Weight& w) {
+#if defined(__AMX_INT8__)
+    return has_tile_groups(w);
+#else
+    return false;
+#endif
+}
+
+static void multiply_codes(const Weight& w, const Codes& x, const Output& y, int64_t path, int64_t threads) {
+#if defined(__AMX_INT8__)
+    if (path == TILE && fills_tiles(w)) return multiply_groups_amx(w, x, y, threads);
+#endif
+    if (path == DOT) multiply_int_dot(w, x, y, threads);
+    else multiply_int_tiles(w, x, y, threads);
+}
+
 // Weight-only through integers, with x in fixed point. Gives false where that would not be as exact as fp32.
 static bool multiply_fixed(const Weight& w, const Input& x, const Output& y, int64_t threads) {
     static thread_local Scratch row_scratch, code_scratch, scale_scratch;
-    if (!w.k || (w.zero && (!w.zero_is_code || w.zero_type < INT32))) return false;
+    bool few = fits_fixed_dot(w, x.rows), tiles = fills_tiles(w);
+    bool real_zero = w.zero && (!w.zero_is_code || w.zero_type < INT32);
+    if (!w.k || (real_zero && !few && !tiles)) return false;
     int64_t padded = round_up(w.k, LANES), ld = round_up(w.k, 64);
     float* rows = row_scratch.get<float>(x.rows * padded);
     x.to_floats(w.k, rows, padded, threads);
-    int64_t slices = 3;
+    int64_t slices = 2;
     for (int64_t m = 0; m < x.rows && slices; m++) {
-        int64_t wanted = slices_of(rows + m * padded, w.k);
+        int64_t wanted = slices_of(rows + m * padded, w.k, x.type);
         slices = !wanted || wanted > slices ? wanted : slices;
     }
-    if (!slices) return false;
+    if (!slices || (slices == 4 && real_zero && !tiles)) return false;
+    if (few && slices < 4) {
+        multiply_fixed_dot(w, rows, padded, x.rows, y, threads);
+        return true;
+    }
     int8_t* bytes = code_scratch.get<int8_t>(slices * x.rows * ld);
     Codes codes{bytes, ld, slices * x.rows, w.k, scale_scratch.get<float>(slices * x.rows), nullptr, slices};
     parallel_for(x.rows, threads, [&](int64_t m) { slice_row(rows + m * padded, w.k, m, codes); });
-    if (codes.rows <= DOT_MAX_ROWS) multiply_int_dot(w, codes, y, threads);
-    else multiply_int_tiles(w, codes, y, threads);
+    multiply_codes(w, codes, y, codes.rows <= DOT_MAX_ROWS && !tiles ? DOT : TILE, threads);
     return true;
 }
 
@@ -101,8 +125,7 @@ EXPORT void qtorch_int8_mm(const IntCall* call) {
             codes.zero = call->quantizer.asymmetric ? (int32_t*)codes.scale + x.rows : nullptr;
             quantize_rows(call->quantizer, x, codes, call->threads);
         }
-        if (path == DOT) multiply_int_dot(w, codes, call->y.part(m), call->threads);
-        else multiply_int_tiles(w, codes, call->y.part(m), call->threads);
+        multiply_codes(w, codes, call->y.part(m), path, call->threads);
     }
 }
 

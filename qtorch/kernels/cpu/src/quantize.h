@@ -24,20 +24,6 @@ struct Codes {
     int64_t slices = 1;
 };
 
-INLINE Floats round_even(Floats x) {
-    // Adding 1.5 * 2^23 leaves no bits for a fraction; exact for what is within the range of a code, and more.
-    Floats magic = broadcast(12582912.0f);
-    return (x + magic) - magic;
-}
-
-INLINE Floats smaller(Floats a, Floats b) {
-    return (Floats)(((Ints)a & (a < b)) | ((Ints)b & ~(a < b)));
-}
-
-INLINE Floats larger(Floats a, Floats b) {
-    return (Floats)(((Ints)a & (a > b)) | ((Ints)b & ~(a > b)));
-}
-
 inline void quantize_row(const Quantizer& q, const float* x, int64_t k, int64_t ld, int8_t* codes, float* scale_out,
                          int32_t* zero_out) {
     Floats lows = {}, highs = {};
@@ -73,18 +59,10 @@ inline void quantize_row(const Quantizer& q, const float* x, int64_t k, int64_t 
     *scale_out = sum(nan) ? __builtin_nanf("") : scale;
     Floats inverse = broadcast(1.0f / scale), zeros = broadcast(zero);
     Floats least = broadcast(q.low), most = broadcast(q.high);
-    alignas(64) int32_t wide[LANES];
     for (int64_t i = 0; i < k; i += LANES) {
         Floats code = round_even(load<Floats>(x + i) * inverse) + zeros;
-        Ints rounded = to_ints(smaller(larger(code, least), most));
-#if defined(__AVX512F__)
-        _mm_storeu_si128((__m128i*)(codes + i), _mm512_cvtepi32_epi8((__m512i)rounded));
-#else
-        store(wide, rounded);
-        for (int j = 0; j < LANES; j++) codes[i + j] = wide[j];
-#endif
+        store_bytes(codes + i, to_ints(smaller(larger(code, least), most)));
     }
-    (void)wide;
     memset(codes + k, 0, ld - k);
 }
 
@@ -109,9 +87,9 @@ inline void quantize_rows(const Quantizer& q, const Input& x, const Codes& out, 
 //     x = scale (q[0] + q[1] / 254 + q[2] / 254^2 + ...),    scale = max |x| / 127
 //
 // Each is what the ones before have left over, rounded; three are as exact as fp32 is for the largest number. There are as
-// many as hold the geometric mean of the magnitudes, which a few large ones do not move, to 16 bits; or 0 where four do not,
-// or where a number is infinite or none.
-inline int64_t slices_of(const float* x, int64_t k) {
+// many as hold the geometric mean of the magnitudes, which a few large ones do not move, to 16 bits, or to three more than
+// the numbers of a 16-bit type have; or 0 where four do not, or where a number is infinite or none.
+inline int64_t slices_of(const float* x, int64_t k, int64_t type) {
     Floats highs = {};
     Ints exponents = {}, count = {}, special = {};
     for (int64_t i = 0; i < k; i += LANES) {
@@ -121,37 +99,33 @@ inline int64_t slices_of(const float* x, int64_t k) {
         count -= bits > 0;
         special |= bits >= 0x7f800000;
     }
-    float high = 0;
-    for (int i = 0; i < LANES; i++) high = highs[i] > high ? highs[i] : high;
+    float high = largest(highs);
+    int64_t two = type == BFLOAT16 ? 5 : type == FLOAT16 ? 2 : -1;
     if (sum(special)) return 0;
-    if (high == 0) return 3;
+    if (high == 0) return two < 0 ? 3 : 2;
     // Scales of all slices are to be normal numbers.
     if (high < 0x1p-90f) return 0;
     int32_t apart = (load<int32_t>(&high) >> 23) - sum(exponents) / sum(count);
-    return apart <= 8 ? 3 : apart <= 16 ? 4 : 0;
+    return apart <= two ? 2 : apart <= 8 ? 3 : apart <= 16 ? 4 : 0;
 }
 
 inline void slice_row(const float* x, int64_t k, int64_t m, const Codes& out) {
-    float high = 0, scale[4];
-    for (int64_t i = 0; i < k; i++) {
-        float magnitude = x[i] < 0 ? -x[i] : x[i];
-        high = magnitude > high ? magnitude : high;
-    }
+    Floats highs = {};
+    for (int64_t i = 0; i < k; i += LANES) highs = larger(highs, (Floats)(load<Ints>(x + i) & 0x7fffffff));
+    float high = largest(highs), scale[4];
     int64_t rows = out.rows / out.slices;
     for (int64_t s = 0; s < out.slices; s++) {
         scale[s] = s ? scale[s - 1] / 254 : high ? high / 127 : 1;
         out.scale[s * rows + m] = scale[s];
         memset(out.codes + (s * rows + m) * out.ld + k, 0, out.ld - k);
     }
-    alignas(64) int32_t wide[LANES];
+    // Rows are padded with zeros, whose bytes are zero.
     for (int64_t i = 0; i < k; i += LANES) {
         Floats rest = load<Floats>(x + i);
         for (int64_t s = 0; s < out.slices; s++) {
             Floats q = round_even(rest * broadcast(1 / scale[s]));
             rest = fma(q, broadcast(-scale[s]), rest);
-            int8_t* to = out.codes + (s * rows + m) * out.ld + i;
-            store(wide, to_ints(q));
-            for (int64_t j = 0; j < LANES && i + j < k; j++) to[j] = wide[j];
+            store_bytes(out.codes + (s * rows + m) * out.ld + i, to_ints(q));
         }
     }
 }

@@ -88,6 +88,29 @@ INLINE Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
+INLINE Floats round_even(Floats x) {
+    // Adding 1.5 * 2^23 leaves no bits for a fraction; exact for what is within the range of a code, and more.
+    Floats magic = broadcast(12582912.0f);
+    return (x + magic) - magic;
+}
+
+INLINE Floats smaller(Floats a, Floats b) {
+    return (Floats)(((Ints)a & (a < b)) | ((Ints)b & ~(a < b)));
+}
+
+INLINE Floats larger(Floats a, Floats b) {
+    return (Floats)(((Ints)a & (a > b)) | ((Ints)b & ~(a > b)));
+}
+
+// The LANES lowest bytes of all lanes.
+INLINE void store_bytes(int8_t* to, Ints a) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)a));
+#else
+    for (int i = 0; i < LANES; i++) to[i] = a[i];
+#endif
+}
+
 // LANES signed bytes.
 INLINE Ints widen(const int8_t* p) {
 #if defined(__AVX512F__)
@@ -128,23 +151,32 @@ INLINE Ints widen(const uint16_t* p) {
 #endif
 }
 
-// Numbers of 4-bit codes: code - center.
+// Numbers of 4-bit codes: (code - center) * scale.
 struct Nibbles {
+#if defined(__AVX512F__)
     Floats numbers;
-    Ints center;
 
-    explicit Nibbles(int center_) : center(Ints{} + center_) {
-        for (int i = 0; i < LANES; i++) numbers[i] = i - center_;
+    Nibbles() = default;
+
+    explicit Nibbles(int center) {
+        for (int i = 0; i < LANES; i++) numbers[i] = i - center;
     }
+
+    INLINE Nibbles(const Nibbles& unscaled, float scale) : numbers(unscaled.numbers * broadcast(scale)) {}
 
     // Those of the lowest 4 bits of each lane, all others of which may be anything.
-    INLINE Floats low(Ints bits) const {
-#if defined(__AVX512F__)
-        return (Floats)_mm512_permutexvar_ps((__m512i)bits, (__m512)numbers);
+    INLINE Floats low(Ints bits) const { return (Floats)_mm512_permutexvar_ps((__m512i)bits, (__m512)numbers); }
 #else
-        return to_floats((bits & 15) - center);
+    Floats scale, offset;
+
+    Nibbles() = default;
+
+    explicit Nibbles(int center) : scale(broadcast(1)), offset(broadcast(-center)) {}
+
+    INLINE Nibbles(const Nibbles& unscaled, float scale_) : scale(broadcast(scale_)), offset(unscaled.offset * scale) {}
+
+    INLINE Floats low(Ints bits) const { return fma(to_floats(bits & 15), scale, offset); }
 #endif
-    }
 };
 
 INLINE float sum(Floats a) {
@@ -155,6 +187,12 @@ INLINE float sum(Floats a) {
     for (int i = 0; i < LANES; i++) total += a[i];
     return total;
 #endif
+}
+
+INLINE float largest(Floats a) {
+    float high = a[0];
+    for (int i = 1; i < LANES; i++) high = a[i] > high ? a[i] : high;
+    return high;
 }
 
 INLINE int32_t sum(Ints a) {

@@ -26,44 +26,56 @@ struct Weight {
     bool ends_within(int64_t r, int64_t length) const { return (n - 1 - r) * row_bytes < length; }
 };
 
+// Some bits of codes: those of `mask`, after a shift to the right, less `center`. Whole vectors are written, but none is read
+// beyond `end`.
+template <class Put>
+INLINE void unpack(const uint8_t* from, const uint8_t* end, int64_t count, int right, uint8_t mask, const Put& put) {
+    // Shifts of 16-bit lanes; the mask removes what came from the neighbour.
+    auto part = [&](Bytes v) { return (Bytes)((Shorts)v >> right) & mask; };
+    int64_t i = 0, whole = end - from - WIDTH < count - 1 ? end - from - WIDTH : count - 1;
+    _Pragma("GCC unroll 4") for (; i <= whole; i += WIDTH) put(i, part(load<Bytes>(from + i)));
+    for (; i < count; i += WIDTH) {
+        Bytes v = {};
+        memcpy(&v, from + i, end - from - i);
+        put(i, part(v));
+    }
+}
+
 // Codes from k to k + length of row n, centered; whole vectors are written, those behind the end with anything.
 inline void decode(const Weight& w, int64_t n, int64_t k, int64_t length, int8_t* out) {
     const uint8_t* row = w.codes + n * w.row_bytes;
+    const uint8_t center = w.center;
     if (!w.bits) {
         // Not beyond the row, which may be the last.
         memcpy(out, row + k, length);
-        uint8_t center = w.center;
         for (int64_t i = 0; center && i < length; i += WIDTH) store(out + i, load<Bytes>(out + i) - center);
         return;
     }
-    int64_t run = (w.k + 7) / 8, end = run * w.bits;
-    for (int64_t stop = k + length; k < stop;) {
-        int64_t item = k / run, start = k % run, count = run - start < stop - k ? run - start : stop - k;
-        int64_t first = 0, low = 0;
+    // Codes lie in eight runs.
+    int64_t run = (w.k + 7) / 8, stop = k + length, item = 0, from = 0;
+    const uint8_t* end = row + run * w.bits;
+    for (; from + run <= k; from += run) item++;
+    for (; from < stop; from += run, item++) {
+        int64_t start = from < k ? k - from : 0, count = (from + run < stop ? run : stop - from) - start;
+        int8_t* to = out + from + start - k;
+        if (w.bits == 4) {
+            unpack(row + item / 2 * run + start, end, count, item % 2 * 4, 15, [&](int64_t i, Bytes v) { store(to + i, v - center); });
+            continue;
+        }
         // A code is cut into parts of 4, 2 and 1 bits; a part of p bits fills p runs of bytes.
+        int64_t first = 0;
         for (int64_t part = 4; part; part /= 2) {
             if (!(w.bits & part)) continue;
-            int64_t at = (first + item * part / 8) * run + start;
-            int64_t right = item % (8 / part) * part;
-            uint8_t mask = (1 << part) - 1, center = first ? 0 : w.center;
-            for (int64_t i = 0; i < count; i += WIDTH) {
-                Bytes v;
-                if (at + i + WIDTH <= end) {
-                    v = load<Bytes>(row + at + i);
-                } else {
-                    v = Bytes{};
-                    memcpy(&v, row + at + i, end - at - i);
-                }
-                // Shifts of 16-bit lanes; the mask removes what came from the neighbour.
-                v = (((Bytes)((Shorts)v >> right)) & mask) - center;
-                if (first) v = load<Bytes>(out + i) + (Bytes)((Shorts)v << low);
-                store(out + i, v);
-            }
+            const uint8_t* at = row + (first + item * part / 8) * run + start;
+            int right = item % (8 / part) * part;
+            uint8_t mask = (1 << part) - 1;
+            if (first)
+                unpack(at, end, count, right, mask, [&](int64_t i, Bytes v) {
+                    store(to + i, load<Bytes>(to + i) + (Bytes)((Shorts)v << (int)first));
+                });
+            else unpack(at, end, count, right, mask, [&](int64_t i, Bytes v) { store(to + i, v - center); });
             first += part;
-            low += part;
         }
-        k += count;
-        out += count;
     }
 }
 
@@ -80,6 +92,12 @@ INLINE void prefetch_codes(const Weight& w, int64_t n, int64_t k, int64_t length
         for (int64_t i = 0; i < length; i += 64) prefetch(row + (first + k / run * part / 8) * run + k % run + i);
         first += part;
     }
+}
+
+// Ask for the scales of row n.
+INLINE void prefetch_scales(const Weight& w, int64_t n) {
+    const char* from = (const char*)w.scale + w.scale_stride * n * size_of(w.scale_type);
+    for (int64_t i = 0; i < w.groups * size_of(w.scale_type); i += 64) prefetch(from + i);
 }
 
 // Scales of row n, one per group.
