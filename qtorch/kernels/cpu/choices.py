@@ -7,6 +7,7 @@ anew; the file that it writes is used where QTORCH_CPU_CHOICES names it, or afte
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterator
@@ -42,8 +43,10 @@ def load(path: str | Path) -> None:
             if not steps or steps[-1][0] is not None or any(way not in (*WAYS, *OTHER_WAYS) for _, way in steps):
                 raise ValueError(f"{path}: {key}: got {steps}, want [rows, way], the last with null")
     _choices.update(read)
+    _find.cache_clear()
 
 
+@functools.cache
 def key_of(activation: str | torch.dtype, packed: bool, grouped: bool, elements: int) -> str:
     """Name of a kind of problem: dtype of the activation, int8 or that of a weight-only layer; form and size of the
     weight."""
@@ -53,8 +56,11 @@ def key_of(activation: str | torch.dtype, packed: bool, grouped: bool, elements:
 
 def choose(instruction_set: str, key: str, rows: int) -> str:
     """The way for this many rows."""
-    if _forced:
-        return _forced[-1]
+    return _forced[-1] if _forced else _find(instruction_set, key, rows)
+
+
+@functools.lru_cache(maxsize=4096)
+def _find(instruction_set: str, key: str, rows: int) -> str:
     if not _choices:
         load(Path(__file__).with_name("choices.json"))
         if own := os.environ.get("QTORCH_CPU_CHOICES"):

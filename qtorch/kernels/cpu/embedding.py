@@ -73,12 +73,12 @@ def cpu_embedding(
     Raises:
         IndexError: an id is not in [0, V).
     """
-    (n, k), kind = shape, qdtype(dtype)
+    n, k = shape
     compiled = library()
-    fields = weight.fields(codes, scale, zero_point, (n, k), kind, packed, domain, (low + high + 1) / 2)
+    fields = weight.fields(codes, scale, zero_point, (n, k), dtype, packed, domain, (low + high + 1) / 2)
     if compiled is None or fields is None or ids.dtype not in (torch.int64, torch.int32):
         note("cpu_embedding.torch")
-        rows = codes.index_select(0, ids)
+        rows, kind = codes.index_select(0, ids), qdtype(dtype)
         return dequantize_affine(
             unpack_codes(rows, kind, k) if packed else rows,
             (1, k // scale.shape[1]),

@@ -83,9 +83,8 @@ def cpu_int8_mm(
         bias: (N) in that dtype, or None.
     """
     m, k = x.shape
-    kind = qdtype(weight_dtype)
     compiled = library()
-    fields = weight.fields(codes, ws, wz, (n, k), kind, packed)
+    fields = weight.fields(codes, ws, wz, (n, k), weight_dtype, packed)
     way = "torch"
     if compiled is not None and fields is not None:
         way = choices.choose(compiled.instruction_set, choices.key_of("int8", packed, ws.shape[1] > 1, n * k), m)

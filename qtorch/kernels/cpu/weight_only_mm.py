@@ -9,6 +9,7 @@ of them, it runs on the dequantized weight: a slice at a time, or on a copy that
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...primitives.qdtype import qdtype
+from ...primitives.scheme import Scheme
 from ..int8_scaled_mm import INTEGERS
 from ..library import note, opaque
 from ..packed_weight_mm import packed_weight_mm
@@ -83,7 +84,7 @@ def cpu_weight_only_mm(
     m, k = x.shape
     compiled = library()
     middle = (low + high + 1) / 2
-    fields = weight.fields(codes, scale, zero_point, (n, k), qdtype(dtype), packed, domain, middle)
+    fields = weight.fields(codes, scale, zero_point, (n, k), dtype, packed, domain, middle)
     way = "torch"
     if compiled is not None and fields is not None:
         key = choices.key_of(x.dtype, packed, scale.shape[1] > 1, n * k)
@@ -155,24 +156,21 @@ def _supports(problem: Problem) -> str | None:
     return weight.supports(problem)
 
 
-def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
-    scheme = quantized.scheme
+@functools.lru_cache(maxsize=1024)
+def _form(scheme: Scheme) -> tuple[bool, str, float, float, str]:
+    """packed, dtype, low, high and domain."""
     spec = scheme.weight
     low, high = spec.code_range
-    added, bias = weight.split_bias(bias, x, scheme.shape[0])
-    y = cpu_weight_only_mm(
-        to_rows(x),
-        quantized.qdata,
-        scheme.shape[0],
-        quantized.dense_scale(),
-        quantized.zero_point,
-        scheme.layout.packed_axis is not None,
-        spec.dtype.name,
-        float(low),
-        float(high),
-        spec.zero_point_domain.name,
-        added,
-    )
+    packed = scheme.layout.packed_axis is not None
+    return packed, spec.dtype.name, float(low), float(high), spec.zero_point_domain.name
+
+
+def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
+    scheme = quantized.scheme
+    n = scheme.shape[0]
+    added, bias = weight.split_bias(bias, x, n)
+    form = _form(scheme)
+    y = cpu_weight_only_mm(to_rows(x), quantized.qdata, n, quantized.dense_scale(), quantized.zero_point, *form, added)
     return from_rows(y, x, bias)
 
 

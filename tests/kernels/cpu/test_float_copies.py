@@ -150,6 +150,7 @@ def test_only_where_it_is_faster(monkeypatch):
     key = choices.key_of(torch.float32, True, True, 64 * 96)
     choices.choose(compiled.instruction_set, key, 1)
     monkeypatch.setattr(choices, "_forced", [])
+    monkeypatch.setattr(choices, "_find", choices._find.__wrapped__)
     table = {key: [[None, "dot"]], f"{key} copied": [[4, "tile"], [None, "float"]]}
     monkeypatch.setitem(choices._choices, compiled.instruction_set, table)
     model = layer()
