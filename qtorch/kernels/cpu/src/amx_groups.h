@@ -128,6 +128,7 @@ void multiply_groups(const Weight& w, const Codes& x, const Output& y, int64_t t
             int64_t start = task * 16, count = w.n - start < 16 ? w.n - start : 16;
             for (int64_t r = 0; r < count; r++) {
                 float *s = scale + r * groups, *z = zero + r * groups;
+                prefetch_scales(w, start + 16 + r);
                 scales(w, start + r, s);
                 if (ZEROS && std::is_same<Add, Fused>::value) {
                     offsets(w, start + r, s, z);
