@@ -33,8 +33,9 @@ def opaque(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def run(*args: Any) -> Any:
-            note(name)
-            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            if _records:
+                note(name)
+            if torch._C._is_any_autocast_enabled():
                 with torch._C._DisableAutocast():  # in a backward pass inside it
                     return function(*args)
             return function(*args)

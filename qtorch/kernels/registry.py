@@ -73,6 +73,10 @@ class Kernel:
     note: str
     emulates: bool
 
+    def __post_init__(self) -> None:
+        # Asked on each call.
+        object.__setattr__(self, "falls_back", self.is_reference or self.emulates)
+
     @property
     def is_reference(self) -> bool:
         return self.priority == REFERENCE
@@ -234,7 +238,9 @@ def lookup(op: str, scheme: Scheme, dtype: torch.dtype, device: str) -> Kernel:
     kernel = _chosen.get(problem)
     if kernel is None:
         kernel = _chosen[problem] = choose(problem)
-    if (kernel.is_reference or kernel.emulates) and (config.strict or problem not in _reported):
+    if kernel.falls_back and (  # type: ignore[attr-defined]
+        config.strict or problem not in _reported
+    ):
         _report_fallback(problem, kernel)
     return kernel
 

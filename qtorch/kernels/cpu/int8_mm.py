@@ -21,7 +21,7 @@ from ...primitives.scheme import Scheme
 from ...primitives.spec import QuantSpec
 from .. import int8_scaled_mm as torch_mm
 from .. import packed_int8_mm as torch_packed_mm
-from ..library import note, opaque
+from ..library import note, opaque, recording
 from ..quantize_rowwise import quantize_input
 from ..registry import Problem, register
 from ..rows import from_rows, to_rows
@@ -97,7 +97,8 @@ def cpu_int8_mm(
         else:
             y = torch_mm.int8_grouped_mm(x, xs, xz, codes, ws, wz, dtype)
         return y if bias is None else y.add_(bias)
-    note(f"cpu_int8_mm.{compiled.instruction_set}.{way}")
+    if recording():
+        note(f"cpu_int8_mm.{compiled.instruction_set}.{way}")
     if x.stride(1) != 1:
         x = x.contiguous()
     y = torch.empty(m, n, dtype=dtype)

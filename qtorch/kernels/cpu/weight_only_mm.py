@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from ...primitives.scheme import Scheme
 from ..int8_scaled_mm import INTEGERS
-from ..library import note, opaque
+from ..library import note, opaque, recording
 from ..packed_weight_mm import packed_weight_mm
 from ..registry import Problem, register
 from ..rows import from_rows, to_rows
@@ -102,7 +102,8 @@ def cpu_weight_only_mm(
         else:
             y = weight_only_mm(x, codes, scale, zero_point, dtype, low, high, domain)
         return y if bias is None else y.add_(bias)
-    note(f"cpu_weight_only_mm.{compiled.instruction_set}.{way}")
+    if recording():
+        note(f"cpu_weight_only_mm.{compiled.instruction_set}.{way}")
     if way == "float":
         return _multiply_slices(x, _Dequantized(compiled, fields, n, k, x.dtype), bias)
     if x.stride(1) != 1:

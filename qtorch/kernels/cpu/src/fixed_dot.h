@@ -4,7 +4,8 @@
 //     x = scale (65536 q0 + 256 q1 + q2),    scale = max |x| / (127 * 65536),    q0, q1, q2 signed bytes
 //     y[m, n] = sum_g s[n, g] * (sum_{k in g} code[n, k] * x[m, k]) + sum_g offset[n, g] * (sum_{k in g} x[m, k])
 //
-// Four products of codes below 16 with all of x have less than 31 bits.
+// Four products of codes below 16 with all of x have less than 31 bits. What codes are shifted by, their center, is taken off
+// such sums, where it is exact.
 #pragma once
 
 #include "dot.h"
@@ -24,12 +25,20 @@ inline bool fits_fixed_dot(const Weight& w, int64_t rows) {
 }
 
 struct FixedInput {
-    const int8_t* bytes;  // (M, 3, K)
+    const int8_t* bytes;    // (M, 3, K)
+    const int32_t* shifts;  // (M, K / 4): what each sum of four products has too much, codes being shifted by their center
     const float *scale, *sums;  // (M), and those of x (M, groups)
 };
 
-// Bytes of a row of x (K), whole vectors of it, and its scale.
-inline float fix_row(const float* x, int64_t k, int8_t* bytes) {
+// Sums of four products each, less `shift`.
+INLINE Ints times_fixed(Ints codes, const Bytes (&x)[3], Ints shift) {
+    Ints sum = dot4(Ints{}, codes, (Ints)x[0]);
+    sum = dot4(sum << 8, codes, (Ints)x[1]);
+    return dot4((sum << 8) - shift, codes, (Ints)x[2]);
+}
+
+// Bytes and shifts of a row of x (K), whole vectors of it, and its scale.
+inline float fix_row(const float* x, int64_t k, int32_t center, int8_t* bytes, int32_t* shifts) {
     Floats highs = {};
     for (int64_t i = 0; i < k; i += LANES) highs = larger(highs, (Floats)(load<Ints>(x + i) & 0x7fffffff));
     float high = largest(highs), scale = high ? high / 8323072.0f : 1;
@@ -41,13 +50,13 @@ inline float fix_row(const float* x, int64_t k, int8_t* bytes) {
             rest = (rest - byte) >> 8;
         }
     }
+    const Ints centers = (Ints)(Bytes{} + (uint8_t)center);
+    for (int64_t i = 0; i < k; i += WIDTH) {
+        Bytes three[3];
+        for (int s = 0; s < 3; s++) three[s] = load<Bytes>(bytes + s * k + i);
+        store(shifts + i / 4, times_fixed(centers, three, Ints{}));
+    }
     return scale;
-}
-
-INLINE Ints times_fixed(Ints codes, const Bytes (&x)[3]) {
-    Ints sum = dot4(Ints{}, codes, (Ints)x[0]);
-    sum = dot4(sum << 8, codes, (Ints)x[1]);
-    return dot4(sum << 8, codes, (Ints)x[2]);
 }
 
 // The scale of each lane; with PAIRS there are two groups.
@@ -72,7 +81,10 @@ void fixed_block(const Weight& w, const uint8_t* const* codes, Ahead ahead, cons
         for (int64_t k = 0; k < run; k += WIDTH) {
             ahead.fetch<R * WIDTH / 64, false>();
             Bytes xs[M][3], ys[M][3];
+            Ints x_shift[M], y_shift[M];
             UNROLL for (int m = 0; m < M; m++) {
+                x_shift[m] = load<Ints>(in.shifts + (m * w.k + start + k) / 4);
+                y_shift[m] = load<Ints>(in.shifts + (m * w.k + start + run + k) / 4);
                 UNROLL for (int s = 0; s < 3; s++) {
                     const int8_t* x = in.bytes + (m * 3 + s) * w.k + start + k;
                     xs[m][s] = load<Bytes>(x);
@@ -85,8 +97,8 @@ void fixed_block(const Weight& w, const uint8_t* const* codes, Ahead ahead, cons
                 Ints low = (Ints)(bytes & mask), high = (Ints)((Bytes)((Shorts)bytes >> 4) & mask);
                 Floats low_scale = lane_scales<PAIRS>(s + STEP * first.group), high_scale = lane_scales<PAIRS>(s + STEP * second.group);
                 UNROLL for (int m = 0; m < M; m++) {
-                    total[r][m] = fma(to_floats(times_fixed(low, xs[m])), low_scale, total[r][m]);
-                    total[r][m] = fma(to_floats(times_fixed(high, ys[m])), high_scale, total[r][m]);
+                    total[r][m] = fma(to_floats(times_fixed(low, xs[m], x_shift[m])), low_scale, total[r][m]);
+                    total[r][m] = fma(to_floats(times_fixed(high, ys[m], y_shift[m])), high_scale, total[r][m]);
                 }
             }
             first.pass(WIDTH);
@@ -95,7 +107,8 @@ void fixed_block(const Weight& w, const uint8_t* const* codes, Ahead ahead, cons
     }
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int m = 0; m < M; m++)
-            result[r * M + m] = sum(total[r][m]) * in.scale[m] + inner(offset + r * groups, in.sums + m * groups, groups);
+            result[r * M + m] = sum(total[r][m]) * in.scale[m];
+    for (int i = 0; offset && i < R * M; i++) result[i] += inner(offset + i / M * groups, in.sums + i % M * groups, groups);
 }
 
 template <int M>
@@ -106,20 +119,17 @@ void fixed_dot(const Weight& w, const FixedInput& in, const Output& y, int64_t t
     parallel((w.n + R - 1) / R, threads, [&](Tasks& tasks) {
         static thread_local Scratch scale_scratch;
         float* scale = scale_scratch.get<float>(2 * R * groups);
-        float* offset = scale + R * groups;
+        float* offset = w.has_offset() ? scale + R * groups : nullptr;
         for (int64_t task; (task = tasks.next()) >= 0;) {
             const uint8_t* codes[R];
             float result[R * M];
             for (int r = 0; r < R; r++) {
                 // Rows beyond the last repeat it.
                 int64_t n = task * R + r < w.n ? task * R + r : w.n - 1;
-                float *s = scale + r * groups, *o = offset + r * groups;
                 codes[r] = w.codes + n * w.row_bytes;
                 prefetch_scales(w, n + R);
-                scales(w, n, s);
-                memset(o, 0, groups * sizeof *o);
-                if (w.has_offset()) offsets(w, n, s, o);
-                for (int64_t g = 0; g < groups; g++) o[g] -= w.center * s[g];
+                scales(w, n, scale + r * groups);
+                if (offset) offsets(w, n, scale + r * groups, offset + r * groups);
             }
             Ahead ahead{w.codes + (task + 1) * R * w.row_bytes, R * WIDTH};
             block(w, codes, ahead, in, scale, offset, result);
@@ -131,14 +141,15 @@ void fixed_dot(const Weight& w, const FixedInput& in, const Output& y, int64_t t
 
 // x (rows, ld) is not changed.
 inline void multiply_fixed_dot(const Weight& w, const float* x, int64_t ld, int64_t rows, const Output& y, int64_t threads) {
-    static thread_local Scratch byte_scratch, sum_scratch;
+    static thread_local Scratch byte_scratch, shift_scratch, sum_scratch;
+    int32_t* shifts = shift_scratch.get<int32_t>(rows * w.k / 4);
     int8_t* bytes = byte_scratch.get<int8_t>(rows * 3 * w.k);
     float *scale = sum_scratch.get<float>(rows * (w.groups + 1)), *sums = scale + rows;
     for (int64_t m = 0; m < rows; m++) {
-        scale[m] = fix_row(x + m * ld, w.k, bytes + m * 3 * w.k);
-        for (int64_t g = 0; g < w.groups; g++) sums[m * w.groups + g] = sum_of(x + m * ld + g * w.group, w.group);
+        scale[m] = fix_row(x + m * ld, w.k, w.center, bytes + m * 3 * w.k, shifts + m * w.k / 4);
+        for (int64_t g = 0; w.has_offset() && g < w.groups; g++) sums[m * w.groups + g] = sum_of(x + m * ld + g * w.group, w.group);
     }
-    FixedInput in{bytes, scale, sums};
+    FixedInput in{bytes, shifts, scale, sums};
     (rows == 1 ? fixed_dot<1> : fixed_dot<2>)(w, in, y, threads);
 }
 

@@ -184,15 +184,19 @@ INLINE void write_rows(const Weight& w, const IntDotInput& in, const Output& y, 
     constexpr int COLUMNS = M + ONES;
     const Codes& x = in.codes;
     int64_t rows = M / x.slices;
-    float scale[R], result[M * R];
-    int32_t zero[R];
+    float scale[R], x_scale[M], result[M * R];
+    int32_t zero[R], x_zero[M], x_sum[M];
     row_factors(w, start, count, scale, zero);
+    for (int64_t m = 0; m < M; m++) {
+        x_scale[m] = x.scale[m];
+        x_zero[m] = ONES ? x.zero[m] : 0;
+        x_sum[m] = in.sums[m] - (int32_t)w.k * x_zero[m];
+    }
     for (int64_t r = 0; r < count; r++, sums += COLUMNS) {
         float products[M];
-        for (int64_t m = 0; m < M; m++) {
-            int32_t x_zero = ONES ? x.zero[m] : 0, x_sum = in.sums[m] - (int32_t)w.k * x_zero;
-            int32_t exact = sums[m] - (zero[r] + shift) * x_sum - (ONES ? x_zero * sums[M] : 0);
-            products[m] = (0 + (float)exact * scale[r]) * x.scale[m];
+        UNROLL for (int64_t m = 0; m < M; m++) {
+            int32_t exact = sums[m] - (zero[r] + shift) * x_sum[m] - (ONES ? x_zero[m] * sums[M] : 0);
+            products[m] = (0 + (float)exact * scale[r]) * x_scale[m];
         }
         for (int64_t m = 0; m < rows; m++) {
             float& to = result[m * R + r] = products[m];
