@@ -83,7 +83,7 @@ def measure(n: int, k: int, dtype: torch.dtype, rows: list[int], fallback: bool)
         candidates = {name: turns(made, x) for name, made in layers.items()}
         if fallback:
             candidates |= {f"{name}, no compiler": turns(layers[name], x, False) for name in RECIPES}
-        times = interleaved_medians(candidates, rounds=5)
+        times = interleaved_medians(candidates, rounds=7, seconds=0.06)
         ratios = {name: times["float"] / time for name, time in times.items() if name != "float"}
         table.append({"shape": [n, k], "rows": m, "dtype": str(dtype), "float us": times["float"], **ratios})
     return table

@@ -37,6 +37,9 @@ RECIPES: dict[str, WeightRecipe] = {
 Run = Callable[[nn.Module], Any]
 """One call of a model on a fixed input."""
 
+TURN = 0.3
+"""Seconds of a turn: a decoder writes several tokens one after the other."""
+
 Row = dict[str, Any]
 
 
@@ -209,7 +212,7 @@ def measure(
             workload.compile(model)
         for what, run in workload.runs.items():
             calls = {name: functools.partial(run, model) for name, model in models.items()}
-            times = interleaved_medians(calls, rounds=options.rounds)
+            times = interleaved_medians(calls, rounds=options.rounds, seconds=TURN)
             ratios = {name: times["float"] / time for name, time in times.items() if name != "float"}
             about = {"what": what, "mode": mode, "dtype": str(dtype).removeprefix("torch.")}
             rows.append({**about, "float ms": times["float"] / 1000, **ratios})

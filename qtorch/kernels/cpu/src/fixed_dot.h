@@ -68,10 +68,10 @@ INLINE Floats lane_scales(const float* scale) {
     return broadcast(*scale);
 }
 
-// One block of rows of the weight: scale and offset (R, groups), result (R, M).
+// One block of rows of the weight: scale[r] (groups), offset (R, groups), result (R, M).
 template <int R, int M, bool PAIRS>
-void fixed_block(const Weight& w, const uint8_t* const* codes, Ahead ahead, const FixedInput& in, const float* scale,
-                 const float* offset, float* result) {
+void fixed_block(const Weight& w, const uint8_t* const* codes, Ahead ahead, const FixedInput& in,
+                 const float* const* scale, const float* offset, float* result) {
     constexpr int STEP = PAIRS ? 2 : 1;
     int64_t groups = w.groups, run = w.k / 8;
     const Bytes mask = Bytes{} + (uint8_t)15;
@@ -92,7 +92,7 @@ void fixed_block(const Weight& w, const uint8_t* const* codes, Ahead ahead, cons
                 }
             }
             UNROLL for (int r = 0; r < R; r++) {
-                const float* s = scale + r * groups;
+                const float* s = scale[r];
                 Bytes bytes = load<Bytes>(codes[r] + start / 2 + k);
                 Ints low = (Ints)(bytes & mask), high = (Ints)((Bytes)((Shorts)bytes >> 4) & mask);
                 Floats low_scale = lane_scales<PAIRS>(s + STEP * first.group), high_scale = lane_scales<PAIRS>(s + STEP * second.group);
@@ -118,18 +118,19 @@ void fixed_dot(const Weight& w, const FixedInput& in, const Output& y, int64_t t
     auto block = 2 * w.group == WIDTH ? fixed_block<R, M, true> : fixed_block<R, M, false>;
     parallel((w.n + R - 1) / R, threads, [&](Tasks& tasks) {
         static thread_local Scratch scale_scratch;
-        float* scale = scale_scratch.get<float>(2 * R * groups);
-        float* offset = w.has_offset() ? scale + R * groups : nullptr;
+        float* converted = scale_scratch.get<float>(2 * R * groups);
+        float* offset = w.has_offset() ? converted + R * groups : nullptr;
         for (int64_t task; (task = tasks.next()) >= 0;) {
             const uint8_t* codes[R];
+            const float* scale[R];
             float result[R * M];
             for (int r = 0; r < R; r++) {
                 // Rows beyond the last repeat it.
                 int64_t n = task * R + r < w.n ? task * R + r : w.n - 1;
                 codes[r] = w.codes + n * w.row_bytes;
                 prefetch_scales(w, n + R);
-                scales(w, n, scale + r * groups);
-                if (offset) offsets(w, n, scale + r * groups, offset + r * groups);
+                scale[r] = scales_of(w, n, converted + r * groups);
+                if (offset) offsets(w, n, scale[r], offset + r * groups);
             }
             Ahead ahead{w.codes + (task + 1) * R * w.row_bytes, R * WIDTH};
             block(w, codes, ahead, in, scale, offset, result);

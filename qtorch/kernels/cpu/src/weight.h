@@ -106,6 +106,13 @@ inline void scales(const Weight& w, int64_t n, float* scale) {
     to_float((const char*)w.scale + at * size_of(w.scale_type), w.scale_type, w.groups, scale);
 }
 
+// The same, where they lie if they are in fp32, and else in `scratch`.
+inline const float* scales_of(const Weight& w, int64_t n, float* scratch) {
+    if (w.scale_type == FLOAT32) return (const float*)w.scale + w.scale_stride * n;
+    scales(w, n, scratch);
+    return scratch;
+}
+
 // Zero points of row n, one per group.
 inline void zeros(const Weight& w, int64_t n, float* zero) {
     int64_t at = w.scale_stride * n;
