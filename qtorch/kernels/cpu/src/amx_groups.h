@@ -7,6 +7,8 @@
 #pragma once
 
 #if defined(__AMX_INT8__)
+#include <type_traits>
+
 #include "int_tile.h"
 
 namespace {
@@ -152,10 +154,11 @@ void multiply_groups(const Weight& w, const Codes& x, const Output& y, int64_t t
                 int64_t by_group = (lines - 16 * by_row + count_g - 1) / count_g;
                 // The last panel first, which has the row of ones.
                 for (int64_t p = last; p >= 0; p--) {
-                    GroupBlock<Add, ZEROS, X_ZEROS>{codes, (const Unit*)panels.data + p * panels.panel + k * 4,
-                                           w.group, step, count_g, scale + g, zero + g, groups,
-                                           x_sums + g * lanes + p * LANES, lanes, rows.zero + p * LANES, ones + g * 16,
-                                           x.zero && p == last ? x.rows % LANES : -1, ahead, p == last ? by_group : 0}
+                    const Unit* panel = (const Unit*)panels.data + p * panels.panel + k * 4;
+                    int64_t lane = x.zero && p == last ? x.rows % LANES : -1;
+                    GroupBlock<Add, ZEROS, X_ZEROS>{codes, panel, w.group, step, count_g, scale + g, zero + g, groups,
+                                                    x_sums + g * lanes + p * LANES, lanes, rows.zero + p * LANES,
+                                                    ones + g * 16, lane, ahead, p == last ? by_group : 0}
                         .run(c + p * LANES, lanes);
                 }
             }

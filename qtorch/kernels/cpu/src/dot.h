@@ -144,8 +144,7 @@ void dot(const Weight& w, const DotInput& in, const Output& y, int64_t threads) 
     bool scale_sums = M <= 2 || w.group >= 256;
     // Rows are read where they lie, except for codes that have to be decoded, and the end of the last ones.
     bool nibbles = w.bits == 4 && w.k % (8 * LANES) == 0 && w.group % LANES == 0, direct = nibbles || (!w.bits && !w.center);
-    auto block = nibbles ? nibble_block<R, M>
-                         : (scale_sums ? dot_block<R, M, true> : dot_block<R, M, false>);
+    auto block = nibbles ? nibble_block<R, M> : scale_sums ? dot_block<R, M, true> : dot_block<R, M, false>;
     parallel((w.n + R - 1) / R, threads, [&](Tasks& tasks) {
         static thread_local Scratch code_scratch, scale_scratch;
         int8_t* decoded = code_scratch.get<int8_t>(R * ld);

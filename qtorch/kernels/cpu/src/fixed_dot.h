@@ -43,7 +43,9 @@ inline float fix_row(const float* x, int64_t k, int32_t center, int8_t* bytes, i
     for (int64_t i = 0; i < k; i += LANES) highs = larger(highs, (Floats)(load<Ints>(x + i) & 0x7fffffff));
     float high = largest(highs), scale = high ? high / 8323072.0f : 1;
     for (int64_t i = 0; i < k; i += LANES) {
-        Ints rest = to_ints(round_even(load<Floats>(x + i) * broadcast(1 / scale)));
+        Floats number = load<Floats>(x + i) * broadcast(1 / scale);
+        Floats half = (Floats)(((Ints)number & INT32_MIN) | (Ints)broadcast(0.5f));
+        Ints rest = to_ints(number + half);
         for (int64_t s = 2; s >= 0; s--) {
             Ints byte = rest << 24 >> 24;
             store_bytes(bytes + s * k + i, byte);

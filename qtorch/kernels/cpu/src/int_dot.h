@@ -249,9 +249,10 @@ void int_dot(const Weight& w, const IntDotInput& in, const Output& y, int64_t th
                     codes[r] = decoded + r * ld;
                     memcpy(decoded + r * ld, w.codes + n * w.row_bytes, w.bits ? w.k / 2 : w.k);
                 }
-                for (int i = r * COLUMNS; groups > 1 && i < (r + 1) * COLUMNS; i++) {
-                    if (i == r * COLUMNS) scales(w, n, row_scale);
-                    if (i == r * COLUMNS && w.zero) zeros(w, n, row_zero);
+                if (groups == 1) continue;  // see write_rows
+                scales(w, n, row_scale);
+                if (w.zero) zeros(w, n, row_zero);
+                for (int i = r * COLUMNS; i < (r + 1) * COLUMNS; i++) {
                     for (int64_t g = 0; g < groups; g++) scale[g * LENGTH + i] = row_scale[g];
                     for (int64_t g = 0; w.zero && g < groups; g++) zero[g * LENGTH + i] = row_zero[g] + shift;
                 }

@@ -51,6 +51,7 @@ static void multiply_codes(const Weight& w, const Codes& x, const Output& y, int
 static bool multiply_fixed(const Weight& w, const Input& x, const Output& y, int64_t threads) {
     static thread_local Scratch row_scratch, code_scratch, scale_scratch;
     bool few = fits_fixed_dot(w, x.rows), tiles = fills_tiles(w);
+    // Of those that follow, only the two above take other zero points than integers.
     bool real_zero = w.zero && (!w.zero_is_code || w.zero_type < INT32);
     if (!w.k || (real_zero && !few && !tiles)) return false;
     int64_t padded = round_up(w.k, LANES), ld = round_up(w.k, 64);
@@ -61,8 +62,9 @@ static bool multiply_fixed(const Weight& w, const Input& x, const Output& y, int
         int64_t wanted = slices_of(rows + m * padded, w.k, x.type);
         slices = !wanted || wanted > slices ? wanted : slices;
     }
-    if (!slices || (slices == 4 && real_zero && !tiles)) return false;
-    if (few && slices < 4) {
+    few = few && slices < 4;
+    if (!slices || (real_zero && !few && !tiles)) return false;
+    if (few) {
         multiply_fixed_dot(w, rows, padded, x.rows, y, threads);
         return true;
     }

@@ -1,0 +1,73 @@
+"""Weight-only int8 layers without compiled kernels, whose input goes through integer products in fixed point."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+import qtorch
+from qtorch import AffineQuantizedTensor, LinearSpec, QuantSpec
+from qtorch.kernels import cpu_features, fixed_point_mm, record_kernels
+
+pytestmark = [
+    pytest.mark.usefixtures("torch_kernels"),
+    pytest.mark.skipif(not cpu_features.has("vnni"), reason="needs a CPU that multiplies bytes"),
+]
+
+
+@pytest.fixture(scope="module")
+def weight() -> AffineQuantizedTensor:
+    return AffineQuantizedTensor.from_float(torch.randn(1030, 1024), LinearSpec(QuantSpec("int8", quant_min=-127)))
+
+
+def run(x: torch.Tensor, weight: AffineQuantizedTensor) -> tuple[torch.Tensor, bool]:
+    """The result, and whether integers were multiplied."""
+    with record_kernels() as ran:
+        y = functional.linear(x, weight)
+    assert ran[:2] == ["linear:weight_only_mm", "weight_only_mm"]
+    return y, "fixed_point_mm" in ran
+
+
+def error(y: torch.Tensor, x: torch.Tensor, weight: AffineQuantizedTensor) -> float:
+    """Largest error, relative to what the sums are made of."""
+    exact = weight.dequantize().double()
+    return float(((y.double() - x.double() @ exact.t()).abs() / (x.double().abs() @ exact.abs().t())).max())
+
+
+@pytest.mark.parametrize("rows", [1, 5, 128])
+def test_as_exact_as_fp32(rows, weight):
+    x = torch.randn(rows, 1024)
+    x[-1] *= 1e-6
+    y, fixed = run(x, weight)
+    assert fixed
+    assert 0 < error(y, x, weight) < 3e-7
+
+
+def test_rows_of_zeros(weight):
+    x = torch.randn(3, 1024)
+    x[1] = 0
+    y, fixed = run(x, weight)
+    assert fixed
+    assert not y[1].any()
+    assert y[0].any()
+
+
+@pytest.mark.parametrize("value", [1e5, torch.inf, torch.nan])
+def test_rows_that_do_not_fit(value, weight):
+    x = torch.randn(3, 1024)
+    x[1, 7] = value
+    y, fixed = run(x, weight)
+    assert not fixed
+    torch.testing.assert_close(y[::2], functional.linear(x[::2], weight.dequantize()), rtol=1e-4, atol=1e-3)
+    if value == 1e5:
+        assert error(y, x, weight) < 1e-6
+    else:
+        assert not torch.isfinite(y[1]).any()
+
+
+def test_only_where_it_is_faster(weight):
+    assert not run(torch.randn(129, 1024), weight)[1]
+    small = AffineQuantizedTensor.from_float(torch.randn(64, 1024), weight.scheme.spec)
+    assert not run(torch.randn(1, 1024), small)[1]
+    layer = torch.nn.Linear(1024, 1024)
+    qtorch.quantize_(layer, qtorch.int8_weight_only())
+    assert fixed_point_mm.fixed_point_mm(torch.randn(1, 1024).bfloat16(), layer.weight.qdata) is None
