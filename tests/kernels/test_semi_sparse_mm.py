@@ -16,7 +16,7 @@ from qtorch import (
     QuantSpec,
 )
 from qtorch import SemiSparseLayout as SemiSparse
-from qtorch.kernels import record_kernels, reference, semi_sparse_mm
+from qtorch.kernels import fixed_point_mm, record_kernels, reference, semi_sparse_mm
 from qtorch.primitives import ZeroPointDomain, compute_error, prune_2_4
 from qtorch.primitives.sparsity import pack_2_4
 
@@ -106,6 +106,7 @@ def test_slices(monkeypatch):
         semi_sparse_mm, "unpack_2_4", lambda packed, *args: rows.append(len(packed)) or unpack(packed, *args)
     )
     weight, x = prune_2_4(torch.randn(1100, 2048)), torch.randn(3, 2048)
+    monkeypatch.setattr(fixed_point_mm, "LEAST_CODES", weight.numel() + 1)  # the plain weight is cut into slices too
     for activation in (INTEGER_ACTIVATIONS[0], None):
         rows.clear()
         sparse = AffineQuantizedTensor.from_float(weight, LinearSpec(INT8, activation, layout=SemiSparse()))
