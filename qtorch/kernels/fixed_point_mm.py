@@ -22,12 +22,11 @@ SLICES = 3
 MAX_RATIO = 2.0**8
 """Largest number of a row over the mean magnitude; beyond it the others would lose their precision."""
 
-
 LEAST_CODES = 1 << 20
-"""Of a weight; with fewer, the calls take longer than the product. So do the sums of slices above one row for
-`COLUMNS_PER_ROW` columns (measured)."""
+"""Of a weight; with fewer, the calls take longer than the product (measured)."""
 
 COLUMNS_PER_ROW = 8
+"""Least columns for each row of the input; with fewer, adding up slices takes longer than the product (measured)."""
 
 
 def fixed_point_mm(x: Tensor, codes: Tensor) -> Tensor | None:

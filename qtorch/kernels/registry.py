@@ -8,6 +8,7 @@ emulates what the device lacks, is all that is left, that is said once per reaso
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -73,13 +74,14 @@ class Kernel:
     note: str
     emulates: bool
 
-    def __post_init__(self) -> None:
-        # Asked on each call.
-        object.__setattr__(self, "falls_back", self.is_reference or self.emulates)
-
     @property
     def is_reference(self) -> bool:
         return self.priority == REFERENCE
+
+    @functools.cached_property
+    def falls_back(self) -> bool:
+        """Whether running it is worth a word."""
+        return self.is_reference or self.emulates
 
     def __call__(self, *args: Any) -> Tensor:
         if recording() and not torch.compiler.is_compiling():
@@ -238,9 +240,7 @@ def lookup(op: str, scheme: Scheme, dtype: torch.dtype, device: str) -> Kernel:
     kernel = _chosen.get(problem)
     if kernel is None:
         kernel = _chosen[problem] = choose(problem)
-    if kernel.falls_back and (  # type: ignore[attr-defined]
-        config.strict or problem not in _reported
-    ):
+    if kernel.falls_back and (config.strict or problem not in _reported):
         _report_fallback(problem, kernel)
     return kernel
 

@@ -112,21 +112,9 @@ def _supports(problem: Problem) -> str | None:
 
 def _embedding(ids: Tensor, table: Any) -> Tensor:
     scheme = table.scheme
-    spec = scheme.weight
-    low, high = spec.code_range
-    y = cpu_embedding(
-        ids.reshape(-1),
-        table.qdata,
-        scheme.shape,
-        table.scale,
-        table.zero_point,
-        scheme.layout.packed_axis is not None,
-        spec.dtype.name,
-        float(low),
-        float(high),
-        spec.zero_point_domain.name,
-        scheme.dtype,
-    )
+    form = weight.form(scheme)
+    rows = ids.reshape(-1)
+    y = cpu_embedding(rows, table.qdata, scheme.shape, table.scale, table.zero_point, *form, scheme.dtype)
     return y.reshape(*ids.shape, scheme.shape[1])
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ...primitives.qdtype import qdtype
+from ...primitives.scheme import Scheme
 from ..registry import Problem, needs_matrix
 from .library import TYPES, missing
 
@@ -20,9 +22,11 @@ SIZES = {number: dtype.itemsize for dtype, number in TYPES.items()}
 class _Known(NamedTuple):
     """Fields of a weight, and what they were made of."""
 
-    tensors: tuple[weakref.ref[Tensor] | None, ...]
+    codes: weakref.ref[Tensor]
+    scale: weakref.ref[Tensor]
+    zero_point: weakref.ref[Tensor] | None
     pointers: tuple[int, ...]
-    form: tuple[Any, ...]
+    about: tuple[Any, ...]
     fields: tuple[float, ...] | None
 
 
@@ -49,17 +53,26 @@ def fields(
         dtype: name of a `QDType`.
         middle: code of a FLOAT zero point, (low + high + 1) / 2.
     """
-    key, form = id(codes), (shape, dtype, packed, domain, middle)
+    key, about = id(codes), (shape, dtype, packed, domain, middle)
     pointers = (codes.data_ptr(), scale.data_ptr(), 0 if zero_point is None else zero_point.data_ptr())
     known = _known.get(key)
-    if known is not None and known.form == form and known.pointers == pointers:
-        first, second, third = known.tensors
-        if first() is codes and second() is scale and (zero_point is None if third is None else third() is zero_point):  # type: ignore[misc]
-            return known.fields
-    made = _fields(codes, scale, zero_point, pointers, *form)
-    forget = lambda _: _known.pop(key, None)  # noqa: E731
-    third = None if zero_point is None else weakref.ref(zero_point)
-    _known[key] = _Known((weakref.ref(codes, forget), weakref.ref(scale), third), pointers, form, made)
+    if (
+        known is not None
+        and (known.about, known.pointers) == (about, pointers)
+        and known.codes() is codes
+        and known.scale() is scale
+        and (known.zero_point and known.zero_point()) is zero_point
+    ):
+        return known.fields
+    made = _fields(codes, scale, zero_point, pointers, *about)
+    _known[key] = _Known(
+        weakref.ref(codes, lambda _: _known.pop(key, None)),
+        weakref.ref(scale),
+        None if zero_point is None else weakref.ref(zero_point),
+        pointers,
+        about,
+        made,
+    )
     return made
 
 
@@ -124,6 +137,15 @@ def part(values: tuple[float, ...], start: int, stop: int) -> tuple[float, ...]:
         zero_type,
         *rest,
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def form(scheme: Scheme) -> tuple[bool, str, float, float, str]:
+    """What operators are told of a weight beside its tensors: packed, dtype, low, high and domain."""
+    spec = scheme.weight
+    low, high = spec.code_range
+    packed = scheme.layout.packed_axis is not None
+    return packed, spec.dtype.name, float(low), float(high), spec.zero_point_domain.name
 
 
 def split_bias(bias: Tensor | None, x: Tensor, n: int) -> tuple[Tensor | None, Tensor | None]:

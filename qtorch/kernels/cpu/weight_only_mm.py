@@ -9,7 +9,6 @@ of them, it runs on the dequantized weight: a slice at a time, or on a copy that
 
 from __future__ import annotations
 
-import functools
 import struct
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...primitives.scheme import Scheme
 from ..int8_scaled_mm import INTEGERS
 from ..library import note, opaque, recording
 from ..packed_weight_mm import packed_weight_mm
@@ -34,19 +32,7 @@ SLICE_BYTES = 8 << 20
 """Of a weight that is dequantized on each call: large enough for a fast product, small enough to stay in cache."""
 
 
-def _fake(
-    x: Tensor,
-    codes: Tensor,
-    n: int,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    packed: bool,
-    dtype: str,
-    low: float,
-    high: float,
-    domain: str,
-    bias: Tensor | None,
-) -> Tensor:
+def _fake(x: Tensor, codes: Tensor, n: int, *_: object) -> Tensor:
     return x.new_empty(x.shape[0], n)
 
 
@@ -157,20 +143,11 @@ def _supports(problem: Problem) -> str | None:
     return weight.supports(problem)
 
 
-@functools.lru_cache(maxsize=1024)
-def _form(scheme: Scheme) -> tuple[bool, str, float, float, str]:
-    """packed, dtype, low, high and domain."""
-    spec = scheme.weight
-    low, high = spec.code_range
-    packed = scheme.layout.packed_axis is not None
-    return packed, spec.dtype.name, float(low), float(high), spec.zero_point_domain.name
-
-
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
     n = scheme.shape[0]
     added, bias = weight.split_bias(bias, x, n)
-    form = _form(scheme)
+    form = weight.form(scheme)
     y = cpu_weight_only_mm(to_rows(x), quantized.qdata, n, quantized.dense_scale(), quantized.zero_point, *form, added)
     return from_rows(y, x, bias)
 

@@ -6,18 +6,19 @@
 // up in registers, 16 rows of the weight by 16 of x, while the tiles multiply the next groups.
 #pragma once
 
-#if defined(__AMX_INT8__)
 #include <type_traits>
 
 #include "int_tile.h"
 
 namespace {
 
-constexpr int64_t MAX_TILE_GROUP = 128;  // no sum over so few columns, or part of it, has more than 24 bits
-constexpr int GROUP_COLUMNS = 1024;      // decoded together
+#if defined(__AMX_INT8__)
+
+constexpr int GROUP_COLUMNS = 1024;  // decoded together
 constexpr int GROUP_LD = GROUP_COLUMNS + 64;
 
-inline bool has_tile_groups(const Weight& w) { return w.groups > 1 && w.group <= MAX_TILE_GROUP && w.group % AMX_STEP == 0; }
+// Whether the groups of the weight fill matrix tiles, of which even a few rows make good use.
+inline bool has_tile_groups(const Weight& w) { return w.groups > 1 && w.group <= FLOAT_GROUP && w.group % AMX_STEP == 0; }
 
 // How the sum of a group is added: as the reference does, where `zero` times x_sum comes off the sum, or with a rounding less
 // for weight-only layers, where `zero` has the factor of scale in it.
@@ -176,5 +177,11 @@ inline void multiply_groups_amx(const Weight& w, const Codes& x, const Output& y
     multiply(w, x, y, threads);
 }
 
-}  // namespace
+#else
+
+inline bool has_tile_groups(const Weight&) { return false; }
+inline void multiply_groups_amx(const Weight&, const Codes&, const Output&, int64_t) {}
+
 #endif
+
+}  // namespace

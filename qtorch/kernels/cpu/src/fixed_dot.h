@@ -39,9 +39,7 @@ INLINE Ints times_fixed(Ints codes, const Bytes (&x)[3], Ints shift) {
 
 // Bytes and shifts of a row of x (K), whole vectors of it, and its scale.
 inline float fix_row(const float* x, int64_t k, int32_t center, int8_t* bytes, int32_t* shifts) {
-    Floats highs = {};
-    for (int64_t i = 0; i < k; i += LANES) highs = larger(highs, (Floats)(load<Ints>(x + i) & 0x7fffffff));
-    float high = largest(highs), scale = high ? high / 8323072.0f : 1;
+    float high = largest_magnitude(x, k), scale = high ? high / 8323072.0f : 1;
     for (int64_t i = 0; i < k; i += LANES) {
         Floats number = load<Floats>(x + i) * broadcast(1 / scale);
         Floats half = (Floats)(((Ints)number & INT32_MIN) | (Ints)broadcast(0.5f));

@@ -177,25 +177,18 @@ void int_nibble_block(const Weight& w, const int8_t* const* codes, Ahead ahead, 
 }
 #endif
 
-// The results of `count` rows of a weight with one group each, from their sums of products.
+// The results of `count` rows of a weight with one group each, from their sums of products; x_sums, x_zero and x_scale (M).
 template <int R, int M, bool ONES>
-INLINE void write_rows(const Weight& w, const IntDotInput& in, const Output& y, int64_t start, int64_t count, int32_t shift,
-                       const int32_t* sums) {
+INLINE void write_rows(const Weight& w, const Output& y, int64_t rows, int64_t start, int64_t count, int32_t shift,
+                       const int32_t* sums, const int32_t* x_sums, const int32_t* x_zero, const float* x_scale) {
     constexpr int COLUMNS = M + ONES;
-    const Codes& x = in.codes;
-    int64_t rows = M / x.slices;
-    float scale[R], x_scale[M], result[M * R];
-    int32_t zero[R], x_zero[M], x_sum[M];
+    float scale[R], result[M * R];
+    int32_t zero[R];
     row_factors(w, start, count, scale, zero);
-    for (int64_t m = 0; m < M; m++) {
-        x_scale[m] = x.scale[m];
-        x_zero[m] = ONES ? x.zero[m] : 0;
-        x_sum[m] = in.sums[m] - (int32_t)w.k * x_zero[m];
-    }
     for (int64_t r = 0; r < count; r++, sums += COLUMNS) {
         float products[M];
         UNROLL for (int64_t m = 0; m < M; m++) {
-            int32_t exact = sums[m] - (zero[r] + shift) * x_sum[m] - (ONES ? x_zero[m] * sums[M] : 0);
+            int32_t exact = sums[m] - (zero[r] + shift) * x_sums[m] - (ONES ? x_zero[m] * sums[M] : 0);
             products[m] = (0 + (float)exact * scale[r]) * x_scale[m];
         }
         for (int64_t m = 0; m < rows; m++) {
@@ -262,7 +255,7 @@ void int_dot(const Weight& w, const IntDotInput& in, const Output& y, int64_t th
             block(w, codes, ahead, in, sums);
             int64_t count = w.n - task * R < R ? w.n - task * R : R, rows = M / in.codes.slices;
             if (groups == 1) {
-                write_rows<R, M, ONES>(w, in, y, task * R, count, shift, sums);
+                write_rows<R, M, ONES>(w, y, rows, task * R, count, shift, sums, x_sums, x_zero, x_scale);
                 continue;
             }
             for (int64_t i = 0; ONES && i < groups * LENGTH; i++)

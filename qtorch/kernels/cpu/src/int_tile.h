@@ -7,14 +7,17 @@
 
 namespace {
 
-// Panels of x (rows, ld), and their sums.
+constexpr int64_t FLOAT_GROUP = 128;  // no sum over so few columns, or part of it, has more than 24 bits
+
+// Whether anything comes off the sums of products.
+inline bool has_zeros(const Weight& w, const Codes& x) { return w.has_offset() || x.zero || TILE_SHIFT; }
+
+// Panels of x (rows, ld), and their sums if they are wanted.
 inline IntPanels int_panels(const Weight& w, const Codes& x, int64_t threads) {
     static thread_local Scratch row_scratch, panel_scratch, group_scratch;
     int64_t rows = x.rows + (x.zero ? 1 : 0), count = (rows + LANES - 1) / LANES, lanes = count * LANES;
     int32_t* sums = group_scratch.get<int32_t>(w.groups * lanes);
-    // Where neither has zero points, nothing is to be taken off.
-    bool wanted = w.has_offset() || x.zero || TILE_SHIFT;
-    parallel_for(wanted ? w.groups : 0, threads, [&](int64_t g) {
+    parallel_for(has_zeros(w, x) ? w.groups : 0, threads, [&](int64_t g) {
         for (int64_t m = 0; m < lanes; m++) {
             int32_t total = m < x.rows ? sum_codes(x.codes + m * x.ld + g * w.group, w.group) : 0;
             sums[g * lanes + m] = total - (m < x.rows && x.zero ? (int32_t)w.group * x.zero[m] : 0);
@@ -124,12 +127,10 @@ void add_group(const GroupSums& in, int64_t g, int64_t p, int64_t panels) {
 
 inline void multiply_int_tiles(const Weight& w, const Codes& x, const Output& y, int64_t threads) {
     IntPanels panels = int_panels(w, x, threads);
-    // Rows of results do not compete for the same lines of the cache.
     RowFactors factors(x, panels.count);
+    // Rows of results do not compete for the same lines of the cache.
     int64_t lanes = factors.lanes, ld = lanes + 16, groups = w.groups;
-    auto add = !w.zero && w.shift == 0 && !TILE_SHIFT && !x.zero ? add_group<SYMMETRIC>
-               // No sum over so few columns, or part of it, has more than 24 bits.
-               : w.group <= 128 ? add_group<SMALL> : add_group<LARGE>;
+    auto add = !has_zeros(w, x) ? add_group<SYMMETRIC> : w.group <= FLOAT_GROUP ? add_group<SMALL> : add_group<LARGE>;
     // Rows are read where they lie, in one piece, if matrix tiles can take them from there.
     bool direct = false;
 #if defined(__AMX_INT8__)

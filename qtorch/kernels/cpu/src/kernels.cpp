@@ -30,27 +30,16 @@ EXPORT int qtorch_ready() {
 #endif
 }
 
-// Whether the groups of the weight fill matrix tiles, of which even a few rows make good use.
-static bool fills_tiles(const Weight& w) {
-#if defined(__AMX_INT8__)
-    return has_tile_groups(w);
-#else
-    return false;
-#endif
-}
-
 static void multiply_codes(const Weight& w, const Codes& x, const Output& y, int64_t path, int64_t threads) {
-#if defined(__AMX_INT8__)
-    if (path == TILE && fills_tiles(w)) return multiply_groups_amx(w, x, y, threads);
-#endif
-    if (path == DOT) multiply_int_dot(w, x, y, threads);
+    if (path == TILE && has_tile_groups(w)) multiply_groups_amx(w, x, y, threads);
+    else if (path == DOT) multiply_int_dot(w, x, y, threads);
     else multiply_int_tiles(w, x, y, threads);
 }
 
 // Weight-only through integers, with x in fixed point. Gives false where that would not be as exact as fp32.
 static bool multiply_fixed(const Weight& w, const Input& x, const Output& y, int64_t threads) {
     static thread_local Scratch row_scratch, code_scratch, scale_scratch;
-    bool few = fits_fixed_dot(w, x.rows), tiles = fills_tiles(w);
+    bool few = fits_fixed_dot(w, x.rows), tiles = has_tile_groups(w);
     // Of those that follow, only the two above take other zero points than integers.
     bool real_zero = w.zero && (!w.zero_is_code || w.zero_type < INT32);
     if (!w.k || (real_zero && !few && !tiles)) return false;

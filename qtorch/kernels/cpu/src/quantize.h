@@ -109,10 +109,15 @@ inline int64_t slices_of(const float* x, int64_t k, int64_t type) {
     return apart <= two ? 2 : apart <= 8 ? 3 : apart <= 16 ? 4 : 0;
 }
 
-inline void slice_row(const float* x, int64_t k, int64_t m, const Codes& out) {
+// Of whole vectors.
+inline float largest_magnitude(const float* x, int64_t k) {
     Floats highs = {};
     for (int64_t i = 0; i < k; i += LANES) highs = larger(highs, (Floats)(load<Ints>(x + i) & 0x7fffffff));
-    float high = largest(highs), scale[4];
+    return largest(highs);
+}
+
+inline void slice_row(const float* x, int64_t k, int64_t m, const Codes& out) {
+    float high = largest_magnitude(x, k), scale[4];
     int64_t rows = out.rows / out.slices;
     for (int64_t s = 0; s < out.slices; s++) {
         scale[s] = s ? scale[s - 1] / 254 : high ? high / 127 : 1;

@@ -26,8 +26,7 @@ struct Weight {
     bool ends_within(int64_t r, int64_t length) const { return (n - 1 - r) * row_bytes < length; }
 };
 
-// Some bits of codes: those of `mask`, after a shift to the right, less `center`. Whole vectors are written, but none is read
-// beyond `end`.
+// put(i, bits) for each vector of `count` codes: those of `mask`, after a shift to the right. Nothing is read beyond `end`.
 template <class Put>
 INLINE void unpack(const uint8_t* from, const uint8_t* end, int64_t count, int right, uint8_t mask, const Put& put) {
     // Shifts of 16-bit lanes; the mask removes what came from the neighbour.
@@ -58,7 +57,7 @@ inline void decode(const Weight& w, int64_t n, int64_t k, int64_t length, int8_t
     for (; from < stop; from += run, item++) {
         int64_t start = from < k ? k - from : 0, count = (from + run < stop ? run : stop - from) - start;
         int8_t* to = out + from + start - k;
-        if (w.bits == 4) {
+        if (w.bits == 4) {  // as below, a quarter faster
             unpack(row + item / 2 * run + start, end, count, item % 2 * 4, 15, [&](int64_t i, Bytes v) { store(to + i, v - center); });
             continue;
         }
