@@ -17,6 +17,7 @@ import qtorch
 from benchmarks.common import interleaved_medians, machine, save
 from qtorch.dtypes import AffineQuantizedTensor
 from qtorch.kernels import int_matmul, quantize_int8_rowwise
+from qtorch.kernels.cpu import library
 from qtorch.kernels.int8_scaled_mm import int8_grouped_mm
 from qtorch.kernels.weight_only_mm import weight_only_mm
 from qtorch.quantize_api import WeightRecipe
@@ -87,7 +88,8 @@ def main() -> None:
         qtorch.int4_weight_only(group_size=32, layout=qtorch.PlainLayout()),
         qtorch.int8_dynamic_activation_int4_weight(layout=qtorch.PlainLayout()),
     ]
-    rows = [measure(recipe) for recipe in recipes]
+    with library.use(None):  # the arithmetic on plain tensors is that of torch's operators
+        rows = [measure(recipe) for recipe in recipes]
     print(machine())
     columns = ["float", "float, gradient", "kernel", "layer", "layer, gradient", "overhead"]
     print(f"{'us a call':66s}" + "".join(f"{name:>17s}" for name in columns))
