@@ -8,6 +8,23 @@ from dataclasses import dataclass
 from typing import Any
 
 
+class Generation:
+    """Counts changes of the settings and of all else that the choice of kernels depends on: what was found out for one
+    choice holds while `number` stays the same."""
+
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def end(self) -> None:
+        """Something has changed."""
+        self.number += 1
+
+
+generation = Generation()
+
+
 @dataclass
 class Config:
     """Process-wide switches.
@@ -24,6 +41,10 @@ class Config:
     strict: bool = False
     float_copy_bytes: int = 0
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        generation.end()
+
     @contextmanager
     def patch(self, **changes: Any) -> Iterator[Config]:
         """Change settings for the duration of a ``with`` block.
@@ -35,10 +56,12 @@ class Config:
             raise ValueError(f"qtorch.config has no setting {', '.join(unknown)}; it has {', '.join(vars(self))}")
         before = dict(vars(self))
         vars(self).update(changes)
+        generation.end()
         try:
             yield self
         finally:
             vars(self).update(before)
+            generation.end()
 
 
 config = Config()

@@ -67,11 +67,14 @@ class QuantizedTensor(torch.Tensor):
         spec_type: of the weight specs that a subclass is for.
         trains: it has a gradient, and a `linear`, a `conv` and an `embedding` of its own for that.
         scheme: metadata; hashable, without tensors.
+        prepared: left by a kernel: ``prepared(input, weight, bias)`` is F.linear, or None where that takes more than
+            the kernel's call. Asked in plain eager mode only, see `dtypes.functions.linear`; neither copied nor saved.
     """
 
     spec_type: ClassVar[type]
     trains: ClassVar[bool] = False
     scheme: Scheme
+    prepared: Callable[[Tensor, Tensor, Tensor | None], Tensor | None] | None = None
 
     @staticmethod
     def __new__(cls: type[Q], tensors: Mapping[str, Tensor | None], scheme: Scheme) -> Q:
@@ -220,7 +223,7 @@ class QuantizedTensor(torch.Tensor):
 
     def _extra_state(self) -> dict[str, Any]:
         """Attributes that the user, or a framework, has put on the tensor."""
-        own = {*self.tensor_names(self.scheme), "scheme", "_is_param"}
+        own = {*self.tensor_names(self.scheme), "scheme", "prepared", "_is_param"}
         return {name: value for name, value in vars(self).items() if name not in own}
 
     # --- operations ---

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..kernels.library import recording
 from ..kernels.registry import Kernel, lookup
 from ..primitives.scheme import Scheme
 from .affine_quantized_tensor import AffineQuantizedTensor
@@ -73,6 +74,16 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         TypeError: the input, not the weight, is quantized, or the input is not in floating point.
         ValueError: the shapes do not fit, or the input is on another device.
     """
+    if (
+        not torch.compiler.is_compiling()
+        and (prepared := getattr(weight, "prepared", None)) is not None
+        and type(input) is Tensor
+        and not (torch.is_grad_enabled() and (input.requires_grad or requires_grad(weight) or requires_grad(bias)))
+        and not torch._C._is_any_autocast_enabled()
+        and not (recording() or _dispatches)
+        and (y := prepared(input, weight, bias)) is not None
+    ):
+        return y
     if not isinstance(weight, QuantizedTensor) or isinstance(input, QuantizedTensor):
         raise TypeError(f"linear takes a float input and a quantized weight, got {kinds(input, weight)}")
     shape = weight.scheme.shape

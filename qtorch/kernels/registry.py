@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..config import config
+from ..config import config, generation
 from ..primitives.scheme import Scheme
 from ..primitives.spec import QuantSpec
 from .library import note, recording
@@ -172,7 +172,7 @@ def register(
         if any(k.op == op and k.name == kernel.name for k in _kernels):
             raise ValueError(f"register: {op} has a kernel named {kernel.name} already")
         _kernels.append(kernel)
-        _chosen.clear()
+        forget_choices()
         return function
 
     return decorate
@@ -188,12 +188,13 @@ def deregister(op: str, name: str) -> None:
     if not found:
         raise ValueError(f"deregister: {op} has no kernel named {name}")
     _kernels.remove(found[0])
-    _chosen.clear()
+    forget_choices()
 
 
 def forget_choices() -> None:
-    """Look everything up anew: what a kernel supports has changed."""
+    """Look everything up anew: which kernels there are, or what one supports, has changed."""
     _chosen.clear()
+    generation.end()
 
 
 def kernels(op: str) -> list[Kernel]:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from ...config import generation
+
 WAYS = {"dot": 0, "tile": 1, "amx": 2, "fixed": 3}
 """Ways of the compiled kernels, and their numbers in src/kernels.cpp."""
 
@@ -44,6 +46,7 @@ def load(path: str | Path) -> None:
                 raise ValueError(f"{path}: {key}: got {steps}, want [rows, way], the last with null")
     _choices.update(read)
     _find.cache_clear()
+    generation.end()
 
 
 @functools.cache
@@ -81,7 +84,9 @@ def force(way: str) -> Iterator[None]:
     if way not in (*WAYS, *OTHER_WAYS):
         raise ValueError(f"there is no way {way!r}; there are {', '.join((*WAYS, *OTHER_WAYS))}")
     _forced.append(way)
+    generation.end()
     try:
         yield
     finally:
         _forced.pop()
+        generation.end()

@@ -20,7 +20,7 @@ from ..registry import Problem, register
 from . import weight
 from .library import TYPES, library, threads
 
-_CALL = struct.Struct(f"={weight.FORMAT}8q")
+_CALL = struct.Struct("=8q")
 
 
 def _fake(
@@ -74,9 +74,9 @@ def cpu_embedding(
         IndexError: an id is not in [0, V).
     """
     n, k = shape
-    compiled = library()
-    fields = weight.fields(codes, scale, zero_point, (n, k), dtype, packed, domain, (low + high + 1) / 2)
-    if compiled is None or fields is None or ids.dtype not in (torch.int64, torch.int32):
+    compiled, middle = library(), (low + high + 1) / 2
+    fields = weight.CompiledWeight.of(codes, scale, zero_point, n, k, dtype, packed, domain, middle).fields
+    if compiled is None or not fields or ids.dtype not in (torch.int64, torch.int32):
         note("cpu_embedding.torch")
         rows, kind = codes.index_select(0, ids), qdtype(dtype)
         return dequantize_affine(
@@ -96,7 +96,7 @@ def cpu_embedding(
     y = torch.empty(count, k, dtype=output_dtype)
     indices = (ids.data_ptr(), ids.dtype == torch.int64, count)
     output = (y.data_ptr(), TYPES[output_dtype], k, 0)
-    wrong = compiled.embed(_CALL.pack(*fields, *indices, *output, threads()))
+    wrong = compiled.embed(weight.STRUCT.pack(*fields) + _CALL.pack(*indices, *output, threads()))
     if wrong >= 0:
         raise IndexError(f"embedding: index out of range: {int(ids[wrong])}, the table has {n} rows")
     return y

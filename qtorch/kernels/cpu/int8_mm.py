@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,13 +26,19 @@ from ..library import note, opaque, recording
 from ..quantize_rowwise import quantize_input
 from ..registry import Problem, register
 from ..rows import from_rows, to_rows
-from . import choices, weight
+from . import weight
 from .library import TYPES, library, threads
+from .product import Numerics, Product
 
 GROUP_MULTIPLE = 32
 """What the groups of a weight are multiples of."""
 
-_CALL = struct.Struct(f"={weight.FORMAT}11q2d4q")
+_CALL = struct.Struct("=11q2d4q")
+
+
+class _Product(Product):
+    __slots__ = ()
+    name, layout = "int8_mm", _CALL
 
 
 def _fake(
@@ -83,12 +90,11 @@ def cpu_int8_mm(
         bias: (N) in that dtype, or None.
     """
     m, k = x.shape
-    compiled = library()
-    fields = weight.fields(codes, ws, wz, (n, k), weight_dtype, packed)
-    way = "torch"
-    if compiled is not None and fields is not None:
-        way = choices.choose(compiled.instruction_set, choices.key_of("int8", packed, ws.shape[1] > 1, n * k), m)
-    if compiled is None or fields is None or way == "torch":
+    numerics = _numerics(quantizer)
+    about = (x.dtype, dtype, "int8", numerics)
+    product = _Product.of(codes, ws, wz, n, k, weight_dtype, packed, "INT", 0.0, *about)
+    compiled, way = product.compiled, product.way(m)
+    if compiled is None or way == "torch":
         note("cpu_int8_mm.torch")
         if xs is None:
             x, xs, xz = quantize_rows(x, quantizer)
@@ -99,28 +105,18 @@ def cpu_int8_mm(
         return y if bias is None else y.add_(bias)
     if recording():
         note(f"cpu_int8_mm.{compiled.instruction_set}.{way}")
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    y = torch.empty(m, n, dtype=dtype)
-    scale = zero = 0
-    low, high, asymmetric, smallest, largest = quantizer or (0, 0, 0, 0.0, 0.0)
+    x = x if x.stride(1) == 1 else x.contiguous()
     if xs is not None:
         xs = xs.float().expand(m, 1).contiguous()
         xz = None if xz is None else xz.to(torch.int32).expand(m, 1).contiguous()
-        scale, zero = xs.data_ptr(), 0 if xz is None else xz.data_ptr()
-    matrices = (
-        x.data_ptr(),
-        TYPES[x.dtype],
-        x.stride(0),
-        m,
-        y.data_ptr(),
-        TYPES[dtype],
-        n,
-        0 if bias is None else bias.data_ptr(),
-    )
-    numerics = (int(low), int(high), int(asymmetric), smallest, largest, scale, zero)
-    compiled.int8_mm(_CALL.pack(*fields, *matrices, *numerics, choices.WAYS[way], threads()))
-    return y
+        numerics = _numerics(quantizer, xs.data_ptr(), 0 if xz is None else xz.data_ptr())
+    return product.run(x, x.stride(0), m, (m, n), bias, way, numerics)
+
+
+def _numerics(quantizer: Sequence[float], scale: int = 0, zero_point: int = 0) -> Numerics:
+    """What the struct says of x: how to quantize it, or where its scales and zero points are."""
+    low, high, asymmetric, smallest, largest = quantizer or (0, 0, 0, 0.0, 0.0)
+    return int(low), int(high), int(asymmetric), smallest, largest, scale, zero_point
 
 
 def quantize_rows(x: Tensor, quantizer: list[float]) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -133,16 +129,14 @@ def quantize_rows(x: Tensor, quantizer: list[float]) -> tuple[Tensor, Tensor, Te
     if compiled is None:
         raise RuntimeError("quantize_rows needs the compiled kernels")
     m, k = x.shape
-    low, high, asymmetric, smallest, largest = quantizer
     x = x if x.stride(1) == 1 else x.contiguous()
     codes = torch.empty(m, k, dtype=torch.int8)
     scale = torch.empty(m, 1)
-    zero_point = torch.empty(m, 1, dtype=torch.int32) if asymmetric else None
-    no_weight = (0,) * 14 + (0.0,)
+    zero_point = torch.empty(m, 1, dtype=torch.int32) if quantizer[2] else None
+    no_weight = bytes(weight.STRUCT.size)
     matrices = (x.data_ptr(), TYPES[x.dtype], x.stride(0), m, codes.data_ptr(), TYPES[torch.int8], k, 0)
-    pointers = (scale.data_ptr(), 0 if zero_point is None else zero_point.data_ptr())
-    numerics = (int(low), int(high), int(asymmetric), smallest, largest)
-    compiled.quantize_rows(_CALL.pack(*no_weight, *matrices, *numerics, *pointers, 0, threads()))
+    numerics = _numerics(quantizer, scale.data_ptr(), 0 if zero_point is None else zero_point.data_ptr())
+    compiled.quantize_rows(no_weight + _CALL.pack(*matrices, *numerics, 0, threads()))
     return codes, scale, zero_point
 
 
@@ -222,6 +216,8 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
         x.dtype,
         added,
     )
+    if not torch.compiler.is_compiling() and quantizer:
+        _Product.prepare(quantized)
     return from_rows(y, x, bias)
 
 

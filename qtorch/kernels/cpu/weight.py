@@ -3,77 +3,81 @@
 from __future__ import annotations
 
 import functools
+import struct
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
+from ...config import generation
 from ...primitives.qdtype import qdtype
 from ...primitives.scheme import Scheme
 from ..registry import Problem, needs_matrix
 from .library import TYPES, missing
 
-FORMAT = "14qd"
+STRUCT = struct.Struct("=14qd")
 
 SIZES = {number: dtype.itemsize for dtype, number in TYPES.items()}
 """Bytes of an element by the number of its type."""
 
 
-class _Known(NamedTuple):
-    """Fields of a weight, and what they were made of."""
-
-    codes: weakref.ref[Tensor]
-    scale: weakref.ref[Tensor]
-    zero_point: weakref.ref[Tensor] | None
-    pointers: tuple[int, ...]
-    about: tuple[Any, ...]
-    fields: tuple[float, ...] | None
+W = TypeVar("W", bound="CompiledWeight")
 
 
-_known: dict[int, _Known] = {}
-"""By the identity of the codes, while they live: to ask the tensors on each call takes longer than a small layer."""
+class CompiledWeight:
+    """A weight as the compiled kernels read it: made once, while its tensors live and stay where they are.
 
+    To ask the tensors on each call takes longer than a small layer.
 
-def fields(
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    shape: tuple[int, int],
-    dtype: str,
-    packed: bool,
-    domain: str = "INT",
-    middle: float = 0.0,
-) -> tuple[float, ...] | None:
-    """Values of the struct; None if the tensors do not lie in memory as the kernels need them.
-
-    Args:
-        codes: (N, K) int8 or uint8, or with `packed` the result of `pack_codes` along K.
-        scale: (N, G) or (1, 1).  zero_point: like scale, or None.
-        shape: (N, K).
-        dtype: name of a `QDType`.
-        middle: code of a FLOAT zero point, (low + high + 1) / 2.
+    Attributes:
+        about: what it was made of beside tensors.
+        fields: values of the struct; none if the tensors do not lie in memory as the kernels need them.
     """
-    key, about = id(codes), (shape, dtype, packed, domain, middle)
-    pointers = (codes.data_ptr(), scale.data_ptr(), 0 if zero_point is None else zero_point.data_ptr())
-    known = _known.get(key)
-    if (
-        known is not None
-        and (known.about, known.pointers) == (about, pointers)
-        and known.codes() is codes
-        and known.scale() is scale
-        and (known.zero_point and known.zero_point()) is zero_point
-    ):
-        return known.fields
-    made = _fields(codes, scale, zero_point, pointers, *about)
-    _known[key] = _Known(
-        weakref.ref(codes, lambda _: _known.pop(key, None)),
-        weakref.ref(scale),
-        None if zero_point is None else weakref.ref(zero_point),
-        pointers,
-        about,
-        made,
-    )
-    return made
+
+    __slots__ = ("_codes", "_generation", "_pointers", "_scale", "_zero_point", "about", "fields")
+
+    _made: ClassVar[dict[int, Any]] = {}  # by the identity of the codes
+
+    def __init_subclass__(cls) -> None:
+        cls._made = {}
+
+    def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
+        """See `of`."""
+        made, key = self._made, id(codes)
+        self._codes = weakref.ref(codes, lambda _: made.pop(key, None))
+        self._scale = weakref.ref(scale)
+        self._zero_point = None if zero_point is None else weakref.ref(zero_point)
+        self._pointers = (codes.data_ptr(), scale.data_ptr(), 0 if zero_point is None else zero_point.data_ptr())
+        self._generation = generation.number
+        self.about = about
+        self.fields = _fields(codes, scale, zero_point, self._pointers, *about[:6])
+
+    @classmethod
+    def of(cls: type[W], codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> W:
+        """The weight that these tensors are.
+
+        Args:
+            codes: (N, K) int8 or uint8, or packed by `pack_codes` along K.
+            scale: (N, G) or (1, 1).  zero_point: like scale, or None.
+            about: N, K, the name of a `QDType`, whether codes are packed, the name of a `ZeroPointDomain`, the code of
+                a FLOAT zero point, (low + high + 1) / 2; and what a subclass adds.
+        """
+        found = cls._made.get(id(codes))
+        if found is None or found.about != about or not found.is_of(codes, scale, zero_point):
+            found = cls._made[id(codes)] = cls(codes, scale, zero_point, *about)
+        return found
+
+    def is_of(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> bool:
+        """Whether it was made of these tensors, none has moved since, and kernels are chosen as they were then."""
+        # In one piece, and without the help of functions: it is run on each call.
+        pointers = (codes.data_ptr(), scale.data_ptr(), 0 if zero_point is None else zero_point.data_ptr())
+        return (
+            self._codes() is codes
+            and self._scale() is scale
+            and (self._zero_point and self._zero_point()) is zero_point
+            and self._pointers == pointers
+            and self._generation == generation.number
+        )
 
 
 def _fields(
@@ -81,20 +85,21 @@ def _fields(
     scale: Tensor,
     zero_point: Tensor | None,
     pointers: tuple[int, ...],
-    shape: tuple[int, int],
+    n: int,
+    k: int,
     dtype: str,
     packed: bool,
     domain: str,
     middle: float,
-) -> tuple[float, ...] | None:
-    (n, k), kind = shape, qdtype(dtype)
+) -> tuple[float, ...]:
+    kind = qdtype(dtype)
     tensors = [scale] if zero_point is None else [scale, zero_point]
     if (
         codes.stride(1) != 1
         or (n > 1 and codes.stride(0) < codes.shape[1])
         or not all(t.is_contiguous() and t.dtype in TYPES for t in tensors)
     ):
-        return None
+        return ()
     half = 2 ** (kind.bits - 1)
     center = half if packed or not kind.is_signed else 0
     zero_code = 0 if kind.is_signed else half
@@ -151,8 +156,12 @@ def form(scheme: Scheme) -> tuple[bool, str, float, float, str]:
 def split_bias(bias: Tensor | None, x: Tensor, n: int) -> tuple[Tensor | None, Tensor | None]:
     """(what the kernels add, what is left to add): one of the two is None. A bias of another dtype is promoted as torch
     does."""
-    fits = bias is not None and bias.dtype == x.dtype and bias.shape == (n,) and bias.is_contiguous()
-    return (bias, None) if fits else (None, bias)
+    return (bias, None) if bias is not None and fits(bias, x, n) else (None, bias)
+
+
+def fits(bias: Tensor, x: Tensor, n: int) -> bool:
+    """Whether the kernels can add it to the product of x, n columns wide."""
+    return bias.dtype == x.dtype and bias.shape == (n,) and bias.is_contiguous()
 
 
 def supports(problem: Problem) -> str | None:

@@ -22,14 +22,24 @@ from ..packed_weight_mm import packed_weight_mm
 from ..registry import Problem, register
 from ..rows import from_rows, to_rows
 from ..weight_only_mm import weight_only_mm
-from . import choices, weight
+from . import weight
 from .float_copies import float_copy, wanted
-from .library import TYPES, Library, library, threads
+from .library import TYPES, Library, threads
+from .product import Product
 
-_CALL = struct.Struct(f"={weight.FORMAT}10q")
+_CALL = struct.Struct("=10q")
 
 SLICE_BYTES = 8 << 20
 """Of a weight that is dequantized on each call: large enough for a fast product, small enough to stay in cache."""
+
+
+class _Product(Product):
+    __slots__ = ()
+    name, layout = "weight_only_mm", _CALL
+
+    def find_way(self, rows: int) -> str:
+        """Also "copy": F.linear on a dequantized copy, if there is room for it."""
+        return "copy" if wanted() and self.choose(rows, " copied") == "float" else self.choose(rows)
 
 
 def _fake(x: Tensor, codes: Tensor, n: int, *_: object) -> Tensor:
@@ -68,20 +78,17 @@ def cpu_weight_only_mm(
         (M, N) in the dtype of x.
     """
     m, k = x.shape
-    compiled = library()
     middle = (low + high + 1) / 2
-    fields = weight.fields(codes, scale, zero_point, (n, k), dtype, packed, domain, middle)
-    way = "torch"
-    if compiled is not None and fields is not None:
-        key = choices.key_of(x.dtype, packed, scale.shape[1] > 1, n * k)
-        way = choices.choose(compiled.instruction_set, key, m)
-        if wanted() and choices.choose(compiled.instruction_set, f"{key} copied", m) == "float":
-            made = _Dequantized(compiled, fields, n, k, x.dtype)
-            copy = float_copy(codes, scale, zero_point, x.dtype, made.rows, n * k * x.element_size())
-            if copy is not None:
-                note("cpu_weight_only_mm.float_copy")
-                return functional.linear(x, copy, bias)
-    if compiled is None or fields is None or way == "torch":
+    product = _Product.of(codes, scale, zero_point, n, k, dtype, packed, domain, middle, x.dtype, x.dtype, x.dtype, ())
+    compiled, way = product.compiled, product.way(m)
+    if compiled is not None and way == "copy":
+        made = _Dequantized(compiled, product.fields, n, k, x.dtype)
+        copy = float_copy(codes, scale, zero_point, x.dtype, made.rows, n * k * x.element_size())
+        if copy is not None:
+            note("cpu_weight_only_mm.float_copy")
+            return functional.linear(x, copy, bias)
+        way = product.choose(m)
+    if compiled is None or way == "torch":
         note("cpu_weight_only_mm.torch")
         if packed:
             y = packed_weight_mm(x, codes, n, -1, scale, zero_point, dtype, low, high, domain)
@@ -91,15 +98,9 @@ def cpu_weight_only_mm(
     if recording():
         note(f"cpu_weight_only_mm.{compiled.instruction_set}.{way}")
     if way == "float":
-        return _multiply_slices(x, _Dequantized(compiled, fields, n, k, x.dtype), bias)
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    y = x.new_empty(m, n)
-    number = TYPES[x.dtype]
-    input = (x.data_ptr(), number, x.stride(0), m)
-    output = (y.data_ptr(), number, n, 0 if bias is None else bias.data_ptr())
-    compiled.weight_only_mm(_CALL.pack(*fields, *input, *output, choices.WAYS[way], threads()))
-    return y
+        return _multiply_slices(x, _Dequantized(compiled, product.fields, n, k, x.dtype), bias)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    return product.run(x, x.stride(0), m, (m, n), bias, way, ())
 
 
 class _Dequantized(NamedTuple):
@@ -117,7 +118,7 @@ class _Dequantized(NamedTuple):
         out = torch.empty(stop - start, self.k, dtype=self.dtype) if out is None else out
         fields = weight.part(self.fields, start, stop)
         output = (out.data_ptr(), TYPES[self.dtype], self.k, 0)
-        self.library.dequantize(_CALL.pack(*fields, 0, 0, 0, 0, *output, 0, threads()))
+        self.library.dequantize(weight.STRUCT.pack(*fields) + _CALL.pack(0, 0, 0, 0, *output, 0, threads()))
         return out
 
 
@@ -149,6 +150,8 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     added, bias = weight.split_bias(bias, x, n)
     form = weight.form(scheme)
     y = cpu_weight_only_mm(to_rows(x), quantized.qdata, n, quantized.dense_scale(), quantized.zero_point, *form, added)
+    if not torch.compiler.is_compiling():
+        _Product.prepare(quantized)
     return from_rows(y, x, bias)
 
 

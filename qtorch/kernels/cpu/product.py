@@ -1,0 +1,112 @@
+"""A weight and the compiled function that multiplies with it: all that a call needs beside its input.
+
+In a model whose weights stream through the caches, the Python that a layer runs has been pushed out of them since the
+layer before, and takes five to ten times as long as in a loop. So from its second call on a layer goes from `F.linear`
+straight to `Product.linear`, which looks at the input and at little else.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from . import choices
+from .choices import WAYS
+from .library import TYPES, library, threads
+from .weight import STRUCT, CompiledWeight, fits
+
+Numerics = tuple[float, ...]
+
+FEW_ROWS = 64
+"""Ways are kept for so many rows, not for every length of a prompt."""
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class Product(CompiledWeight):
+    """y (M, N) of inputs x (M, K) of one dtype; a subclass per compiled function.
+
+    A subclass gives the function's `name` in `Library`, and the `layout` of what its struct has after the weight:
+    pointer, type, row length and rows of x; pointer, type and row length of y; pointer of the bias; `numerics`; way;
+    threads.
+
+    Attributes:
+        source, dtype: dtypes of x and y.
+        compiled: the library, None if there is none or it does not take the weight.
+        numerics: what the function is told of how x is quantized.
+    """
+
+    __slots__ = ("_call", "_key", "_n", "_row", "_types", "_ways", "_weight", "compiled", "dtype", "numerics", "source")
+
+    name: ClassVar[str]
+    layout: ClassVar[struct.Struct]
+
+    def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
+        """See `of`; `about` goes on with the dtypes of x and y, what `choices` calls x, and numerics."""
+        super().__init__(codes, scale, zero_point, *about)
+        n, k, _, packed, _, _, self.source, self.dtype, kind, self.numerics = about
+        self.compiled = library() if self.fields else None
+        if self.compiled is not None:
+            self._call, self._weight = getattr(self.compiled, self.name), STRUCT.pack(*self.fields)
+        self._types = TYPES[self.source], TYPES[self.dtype]
+        self._n, self._row = n, (k,)
+        self._key = choices.key_of(kind, packed, scale.shape[1] > 1, n * k)
+        self._ways: dict[int, str] = {}
+
+    def way(self, rows: int) -> str:
+        """How this many rows are multiplied."""
+        way = self._ways.get(rows)
+        if way is None:
+            way = self.find_way(rows)
+            if rows <= FEW_ROWS:
+                self._ways[rows] = way
+        return way
+
+    def find_way(self, rows: int) -> str:
+        """The same, without memory."""
+        return self.choose(rows)
+
+    def choose(self, rows: int, suffix: str = "") -> str:
+        """By `choices`, for the name of the problem with a suffix; "torch" if nothing is compiled."""
+        compiled = self.compiled
+        return "torch" if compiled is None else choices.choose(compiled.instruction_set, self._key + suffix, rows)
+
+    def run(
+        self, x: Tensor, stride: int, rows: int, shape: Sequence[int], bias: Tensor | None, way: str, numerics: Numerics
+    ) -> Tensor:
+        """y in this shape, from x with `stride` elements from one row to the next, by one of `choices.WAYS`."""
+        y = x.new_empty(shape, dtype=self.dtype)
+        x_type, y_type = self._types
+        pointer = 0 if bias is None else bias.data_ptr()
+        of_call = self.layout.pack(
+            x.data_ptr(), x_type, stride, rows, y.data_ptr(), y_type, self._n, pointer, *numerics, WAYS[way], threads()
+        )
+        self._call(self._weight + of_call)
+        return y
+
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor | None:
+        """`F.linear` of x (..., K) with the weight that this was made of; None where that takes more than one call."""
+        shape = x.shape
+        if (
+            x.dtype is not self.dtype
+            or shape[-1:] != self._row
+            or not x.is_cpu
+            or not x.is_contiguous()
+            or not self.is_of(weight.qdata, weight.scale, weight.zero_point)
+            or not (bias is None or (type(bias) in _PLAIN and fits(bias, x, self._n)))
+        ):
+            return None
+        k = shape[-1]
+        rows = x.numel() // k
+        way = self.way(rows)
+        return self.run(x, k, rows, (*shape[:-1], self._n), bias, way, self.numerics) if way in WAYS else None
+
+    @classmethod
+    def prepare(cls, weight: Any) -> None:
+        """Let the next `F.linear` with this weight go straight to the product that the last one made."""
+        made = cls._made.get(id(weight.qdata))
+        if made is not None and made.source is made.dtype:
+            weight.prepared = made.linear

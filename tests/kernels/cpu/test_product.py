@@ -1,0 +1,279 @@
+"""What a layer keeps for its next call: when that runs, that it gives the same bits, and all that ends it."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import qtorch
+from qtorch.dtypes import (
+    deregister_aqt_quantized_linear_dispatch,
+    functions,
+    register_aqt_quantized_linear_dispatch,
+)
+from qtorch.kernels import record_kernels, registry
+from qtorch.kernels.cpu import choices, library
+from tests.kernels.cpu.builds import NEEDS_LIBRARY
+
+pytestmark = NEEDS_LIBRARY
+
+RECIPES = {
+    "int8": qtorch.int8_weight_only(),
+    "int4": qtorch.int4_weight_only(group_size=32),
+    "int8 dynamic": qtorch.int8_dynamic_activation_int8_weight(),
+    "int4, int8 dynamic": qtorch.int8_dynamic_activation_int4_weight(),
+}
+X = torch.randn(3, 96)
+
+
+def layer(recipe: str = "int8", dtype: torch.dtype = torch.float32, bias: bool = True) -> nn.Linear:
+    """One that has been called once."""
+    made = nn.Linear(96, 40, bias=bias, dtype=dtype).requires_grad_(False)
+    qtorch.quantize_(made, RECIPES[recipe])
+    made(X.to(dtype))
+    return made
+
+
+@pytest.fixture
+def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A name for each call that looks a kernel up."""
+    calls = []
+    found = functions.find_kernel
+    monkeypatch.setattr(functions, "find_kernel", lambda *args: calls.append("linear") or found(*args))
+    return calls
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_second_call_gives_the_bits_of_the_first(recipe, dtype, bias, long_ways):
+    with choices.force("tile"):
+        for shape in [(1,), (2,), (70,), (0,), (2, 3), (1, 1, 4), ()]:
+            model = layer(recipe, dtype, bias)
+            x = torch.randn(*shape, 96, dtype=dtype)
+            model.weight.prepared = None
+            first = model(x)
+            long_ways.clear()
+            second = model(x)
+            assert not long_ways
+            assert second.shape == (*shape, 40)
+            assert second.dtype == dtype
+            assert torch.equal(first, second)
+
+
+def test_a_matrix_product_has_no_second_call(long_ways):
+    weight = layer().weight
+    weight.prepared = None
+    assert torch.equal(X @ weight.t(), functional.linear(X, weight))
+
+
+def _move(model: nn.Linear) -> None:
+    model.weight.qdata.share_memory_()
+
+
+def _replace(model: nn.Linear) -> None:
+    model.weight.scale = model.weight.scale.clone()
+
+
+@pytest.mark.parametrize("change", [_move, _replace])
+def test_tensors_that_move_are_looked_at_again(change, long_ways):
+    model = layer()
+    wanted = model(X)
+    change(model)
+    long_ways.clear()
+    assert torch.equal(model(X), wanted)
+    assert long_ways == ["linear"]
+    assert torch.equal(model(X), wanted)
+    assert long_ways == ["linear"]
+
+
+def test_written_codes_are_read():
+    model, other = layer(bias=False), layer(bias=False)
+    with torch.no_grad():
+        model.weight.copy_(other.weight)
+    assert torch.equal(model(X), other(X))
+
+
+def _autocast(model: nn.Linear) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(X).dtype == torch.bfloat16
+
+
+def _gradient(model: nn.Linear) -> None:
+    x = X.clone().requires_grad_()
+    model(x).sum().backward()
+    torch.testing.assert_close(x.grad, model.weight.dequantize().sum(0).expand_as(x))
+
+
+def _gradient_of_bias(model: nn.Linear) -> None:
+    bias = model.bias.clone().requires_grad_()
+    functional.linear(X, model.weight, bias).sum().backward()
+    assert torch.equal(bias.grad, torch.full((40,), 3.0))
+
+
+def _gradient_of_weight(model: nn.Linear) -> None:
+    model.weight.requires_grad_()
+    with pytest.raises(RuntimeError, match="gradient of a frozen quantized weight"):
+        model(X).sum().backward()
+
+
+def _record(model: nn.Linear) -> None:
+    with record_kernels() as ran:
+        model(X)
+    assert ran[0] == "linear:cpu_weight_only_mm_plain"
+
+
+def _other_library(model: nn.Linear) -> None:
+    with library.use(None), record_kernels() as ran:
+        model(X)
+    assert ran[0] == "linear:weight_only_mm"
+
+
+def _other_dtype(model: nn.Linear) -> None:
+    y = functional.linear(X.bfloat16(), model.weight)
+    assert y.dtype == torch.bfloat16
+
+
+def _other_bias(model: nn.Linear) -> None:
+    y = functional.linear(X, model.weight, model.bias.double())
+    assert y.dtype == torch.float64
+
+
+def _strided(model: nn.Linear) -> None:
+    wanted = model(X)
+    assert torch.equal(model(X.t().contiguous().t()), wanted)
+
+
+def _subclass(model: nn.Linear) -> None:
+    with pytest.raises(TypeError, match="linear takes a float input"):
+        functional.linear(model.weight, model.weight)
+
+
+def _wrong_shape(model: nn.Linear) -> None:
+    with pytest.raises(ValueError, match=r"an input of shape \(3, 95\) does not fit"):
+        model(X[:, :95])
+
+
+def _scalar(model: nn.Linear) -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        model(torch.tensor(1.0))
+
+
+def _wrong_device(model: nn.Linear) -> None:
+    with pytest.raises(ValueError, match="the input is on meta"):
+        model(X.to("meta"))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        _autocast,
+        _gradient,
+        _gradient_of_bias,
+        _gradient_of_weight,
+        _record,
+        _other_library,
+        _other_dtype,
+        _other_bias,
+        _strided,
+        _subclass,
+        _wrong_shape,
+        _scalar,
+        _wrong_device,
+    ],
+)
+def test_what_takes_the_long_way(case):
+    """And the layer after it is as it was."""
+    model = layer()
+    wanted = model(X)
+    case(model)
+    assert torch.equal(model(X), wanted)
+
+
+def test_registered_code_comes_first(long_ways):
+    model = layer()
+
+    def always(*_: object) -> bool:
+        return True
+
+    register_aqt_quantized_linear_dispatch(always, lambda x, weight, bias: x.new_zeros(1))
+    try:
+        assert model(X).shape == (1,)
+    finally:
+        deregister_aqt_quantized_linear_dispatch(always)
+
+    @registry.register("linear", layout="plain", activation=(), device="cpu", priority=99, name="mine")
+    def mine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return x.new_zeros(2)
+
+    try:
+        assert model(X).shape == (2,)
+    finally:
+        registry.deregister("linear", "mine")
+    assert model(X).shape == (3, 40)
+
+
+@pytest.mark.parametrize("way", ["dot", "float", "torch"])
+def test_other_ways(way):
+    model = layer("int4")
+    wanted = model(X)
+    with choices.force(way):
+        torch.testing.assert_close(model(X), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(model(X), wanted, rtol=1e-5, atol=1e-5)
+        with record_kernels() as ran:
+            model(X)
+        assert any(name.endswith(f".{way}") for name in ran)
+
+
+def test_a_setting_ends_it(long_ways):
+    model = layer()
+    with qtorch.config.patch(float_copy_bytes=1 << 20):
+        model(X)
+    model(X)
+    assert long_ways == ["linear"] * 3
+    model(X)
+    assert long_ways == ["linear"] * 3
+    qtorch.config.strict = False
+    model(X)
+    assert long_ways == ["linear"] * 4
+
+
+def test_copies_have_none_of_it():
+    model = layer()
+    assert model.weight.prepared is not None
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other.weight.prepared is None
+        assert torch.equal(other(X), model(X))
+    assert "prepared" not in model.weight._extra_state()
+
+
+def test_it_keeps_nothing_alive():
+    model = layer()
+    codes, weight = weakref.ref(model.weight.qdata), weakref.ref(model.weight)
+    gc.disable()
+    try:
+        del model
+        assert codes() is None
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
+def test_compiled_after_a_call():
+    model = layer()
+    wanted = model(X)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with record_kernels() as ran:
+        torch.testing.assert_close(compiled(X), wanted)
+    assert ran[0] == "cpu_weight_only_mm", ran
+
+
+def test_vmap_is_refused_as_before():
+    model = layer()
+    with pytest.raises(RuntimeError):
+        torch.vmap(model)(X[None])
