@@ -6,8 +6,6 @@
 // up in registers, 16 rows of the weight by 16 of x, while the tiles multiply the next groups.
 #pragma once
 
-#include <type_traits>
-
 #include "int_tile.h"
 
 namespace {
@@ -20,20 +18,13 @@ constexpr int GROUP_LD = GROUP_COLUMNS + 64;
 // Whether the groups of the weight fill matrix tiles, of which even a few rows make good use.
 inline bool has_tile_groups(const Weight& w) { return w.groups > 1 && w.group <= FLOAT_GROUP && w.group % AMX_STEP == 0; }
 
-// How the sum of a group is added: as the reference does, where `zero` times x_sum comes off the sum, or with a rounding less
-// for weight-only layers, where `zero` has the factor of scale in it.
+// How the sum of a group is added: as the reference does, or with a rounding less for weight-only layers.
 struct Exactly {
     static INLINE Floats add(Floats to, Floats sum, Floats scale) { return to + sum * scale; }
-    static INLINE Floats add(Floats to, Floats sum, Floats scale, Floats zero, Floats x_sum) {
-        return add(to, fma(zero, x_sum, sum), scale);
-    }
 };
 
 struct Fused {
     static INLINE Floats add(Floats to, Floats sum, Floats scale) { return fma(sum, scale, to); }
-    static INLINE Floats add(Floats to, Floats sum, Floats scale, Floats zero, Floats x_sum) {
-        return add(fma(zero, x_sum, to), sum, scale);
-    }
 };
 
 // 16 rows of the weight and 16 of x, and some groups.
@@ -42,8 +33,8 @@ struct GroupBlock {
     const int8_t* codes;  // (16, GROUP_LD)
     const Unit* x;        // panel
     int64_t group, step, count;
-    // By row of the weight and group: scale, and what each of x_sums is multiplied with. By group and row of x: x_sums. By
-    // row of x: zero points. By group and row of the weight: sums of its codes, negative, which the row of ones gives.
+    // By row of the weight and group: scale, and zero point, negative. By group and row of x: x_sums. By row of x: zero
+    // points. By group and row of the weight: sums of its codes, negative, which the row of ones gives.
     const float *scale, *zero;
     int64_t groups;
     const float* x_sums;
@@ -105,20 +96,24 @@ struct GroupBlock {
         UNROLL for (int r = 0; r < 16; r++, s += groups, z += groups) {
             Floats sum = to_floats(load<Ints>(sums + r * LANES));
             if (X_ZEROS) sum = fma(broadcast(ones[g * 16 + r]), load<Floats>(x_zero), sum);
-            total[r] = ZEROS ? Add::add(total[r], sum, broadcast(*s), broadcast(*z), x_sum) : Add::add(total[r], sum, broadcast(*s));
+            if (ZEROS) sum = fma(broadcast(*z), x_sum, sum);
+            total[r] = Add::add(total[r], sum, broadcast(*s));
         }
     }
 };
 
+// x_sums (rows of the result, groups), for weight-only layers with zero points: sums of the input.
 template <class Add, bool ZEROS, bool X_ZEROS>
-void multiply_groups(const Weight& w, const Codes& x, const Output& y, int64_t threads) {
+void multiply_groups(const Weight& w, const Codes& x, const float* x_sums, const Output& y, int64_t threads) {
     static thread_local Scratch x_scratch;
-    IntPanels panels = int_panels(w, x, threads);
+    Weight products = w;
+    if (x_sums) products.zero = nullptr, products.shift = 0;
+    IntPanels panels = int_panels(products, x, threads);
     RowFactors rows(x, panels.count);
     int64_t lanes = rows.lanes, groups = w.groups, step = amx_step(w), last = panels.count - 1;
     int64_t together = GROUP_COLUMNS / w.group * w.group;
-    float* x_sums = x_scratch.get<float>(groups * lanes);
-    if (ZEROS) to_float(panels.sums, INT32, groups * lanes, x_sums);
+    float* x_code_sums = x_scratch.get<float>(groups * lanes);
+    if (ZEROS) to_float(panels.sums, INT32, groups * lanes, x_code_sums);
     parallel((w.n + 15) / 16, threads, [&](Tasks& tasks) {
         static thread_local Scratch code_scratch, factor_scratch, zero_scratch, sum_scratch;
         int8_t* codes = code_scratch.get<int8_t>(16 * GROUP_LD);
@@ -133,12 +128,10 @@ void multiply_groups(const Weight& w, const Codes& x, const Output& y, int64_t t
                 float *s = scale + r * groups, *z = zero + r * groups;
                 prefetch_scales(w, start + 16 + r);
                 scales(w, start + r, s);
-                if (ZEROS && std::is_same<Add, Fused>::value) {
-                    offsets(w, start + r, s, z);
-                } else if (ZEROS) {
-                    zeros(w, start + r, zero_codes);
-                    for (int64_t g = 0; g < groups; g++) z[g] = -zero_codes[g];
-                }
+                if (x_sums) offsets(w, start + r, s, z);
+                if (!ZEROS) continue;
+                zeros(w, start + r, zero_codes);
+                for (int64_t g = 0; g < groups; g++) z[g] = -zero_codes[g];
             }
             // 0 + -0 would not be -0.
             for (int64_t i = 0; i < 16 * lanes; i += LANES) store(c + i, broadcast(-0.0f));
@@ -158,12 +151,14 @@ void multiply_groups(const Weight& w, const Codes& x, const Output& y, int64_t t
                     const Unit* panel = (const Unit*)panels.data + p * panels.panel + k * 4;
                     int64_t lane = x.zero && p == last ? x.rows % LANES : -1;
                     GroupBlock<Add, ZEROS, X_ZEROS>{codes, panel, w.group, step, count_g, scale + g, zero + g, groups,
-                                                    x_sums + g * lanes + p * LANES, lanes, rows.zero + p * LANES,
+                                                    x_code_sums + g * lanes + p * LANES, lanes, rows.zero + p * LANES,
                                                     ones + g * 16, lane, ahead, p == last ? by_group : 0}
                         .run(c + p * LANES, lanes);
                 }
             }
             rows.finish(c, lanes, count);
+            for (int64_t r = 0; x_sums && r < count; r++)
+                for (int64_t m = 0; m < rows.count; m++) c[r * lanes + m] += inner(zero + r * groups, x_sums + m * groups, groups);
             y.write_transposed(rows.count, start, count, c, lanes);
         }
     });
@@ -171,16 +166,21 @@ void multiply_groups(const Weight& w, const Codes& x, const Output& y, int64_t t
 
 inline void multiply_groups_amx(const Weight& w, const Codes& x, const Output& y, int64_t threads) {
     bool shifted = w.has_offset();
-    auto multiply = x.slices > 1 ? (shifted ? multiply_groups<Fused, true, false> : multiply_groups<Fused, false, false>)
-                    : x.zero     ? (shifted ? multiply_groups<Exactly, true, true> : multiply_groups<Exactly, false, true>)
-                                 : (shifted ? multiply_groups<Exactly, true, false> : multiply_groups<Exactly, false, false>);
-    multiply(w, x, y, threads);
+    auto multiply = x.zero ? (shifted ? multiply_groups<Exactly, true, true> : multiply_groups<Exactly, false, true>)
+                           : (shifted ? multiply_groups<Exactly, true, false> : multiply_groups<Exactly, false, false>);
+    multiply(w, x, nullptr, y, threads);
+}
+
+// Weight-only: x in slices.
+inline void multiply_slices_amx(const Weight& w, const Codes& x, const float* x_sums, const Output& y, int64_t threads) {
+    multiply_groups<Fused, false, false>(w, x, x_sums, y, threads);
 }
 
 #else
 
 inline bool has_tile_groups(const Weight&) { return false; }
 inline void multiply_groups_amx(const Weight&, const Codes&, const Output&, int64_t) {}
+inline void multiply_slices_amx(const Weight&, const Codes&, const float*, const Output&, int64_t) {}
 
 #endif
 

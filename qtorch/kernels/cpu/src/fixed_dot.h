@@ -1,11 +1,11 @@
-// One or two rows of an input in fixed point, and packed 4-bit codes: dot products along K whose sums of four products stay
+// One or two rows of an input in fixed point, and packed 4-bit codes: dot products along K whose sums of a few products stay
 // where they are made, so that groups cost little.
 //
 //     x = scale (65536 q0 + 256 q1 + q2),    scale = max |x| / (127 * 65536),    q0, q1, q2 signed bytes
 //     y[m, n] = sum_g s[n, g] * (sum_{k in g} code[n, k] * x[m, k]) + sum_g offset[n, g] * (sum_{k in g} x[m, k])
 //
-// Four products of codes below 16 with all of x have less than 31 bits. What codes are shifted by, their center, is taken off
-// such sums, where it is exact.
+// Eight products of codes below 16 with all of x have less than 31 bits. What codes are shifted by, their center, is taken
+// off such sums, where it is exact.
 #pragma once
 
 #include "dot.h"
@@ -21,7 +21,7 @@ constexpr int FIXED_WIDTH = 4;  // rows of the weight that are multiplied togeth
 // Whole vectors of codes belong to one group, or to two of half a vector.
 inline bool fits_fixed_dot(const Weight& w, int64_t rows) {
     bool whole = w.group % WIDTH == 0 || (2 * w.group == WIDTH && WIDTH == 64);
-    return rows <= FIXED_MAX_ROWS && w.bits == 4 && w.k % (8 * WIDTH) == 0 && whole;
+    return rows <= FIXED_MAX_ROWS && w.n >= FIXED_WIDTH && w.bits == 4 && w.k % (8 * WIDTH) == 0 && whole;
 }
 
 struct FixedInput {
@@ -30,11 +30,16 @@ struct FixedInput {
     const float *scale, *sums;  // (M), and those of x (M, groups)
 };
 
-// Sums of four products each, less `shift`.
-INLINE Ints times_fixed(Ints codes, const Bytes (&x)[3], Ints shift) {
-    Ints sum = dot4(Ints{}, codes, (Ints)x[0]);
-    sum = dot4(sum << 8, codes, (Ints)x[1]);
-    return dot4((sum << 8) - shift, codes, (Ints)x[2]);
+// Sums of four products each, or of four of each of two vectors, less `shift`.
+template <int PER>
+INLINE Ints times_fixed(const Ints (&codes)[PER], const Bytes (&x)[3][PER], Ints shift) {
+    Ints sum = {};
+    UNROLL for (int digit = 0; digit < 3; digit++) {
+        if (digit) sum = sum << 8;
+        if (digit == 2) sum -= shift;
+        UNROLL for (int i = 0; i < PER; i++) sum = dot4(sum, codes[i], (Ints)x[digit][i]);
+    }
+    return sum;
 }
 
 // Bytes and shifts of a row of x (K), whole vectors of it, and its scale.
@@ -50,10 +55,10 @@ inline float fix_row(const float* x, int64_t k, int32_t center, int8_t* bytes, i
             rest = (rest - byte) >> 8;
         }
     }
-    const Ints centers = (Ints)(Bytes{} + (uint8_t)center);
+    const Ints centers[1] = {(Ints)(Bytes{} + (uint8_t)center)};
     for (int64_t i = 0; i < k; i += WIDTH) {
-        Bytes three[3];
-        for (int s = 0; s < 3; s++) three[s] = load<Bytes>(bytes + s * k + i);
+        Bytes three[3][1];
+        for (int s = 0; s < 3; s++) three[s][0] = load<Bytes>(bytes + s * k + i);
         store(shifts + i / 4, times_fixed(centers, three, Ints{}));
     }
     return scale;
@@ -68,88 +73,97 @@ INLINE Floats lane_scales(const float* scale) {
     return broadcast(*scale);
 }
 
-// One block of rows of the weight: scale[r] (groups), offset (R, groups), result (R, M).
-template <int R, int M, bool PAIRS>
-void fixed_block(const Weight& w, const uint8_t* const* codes, Ahead ahead, const FixedInput& in,
-                 const float* const* scale, const float* offset, float* result) {
-    constexpr int STEP = PAIRS ? 2 : 1;
+// Scales and offsets of some rows of the weight, by group, and what the rows are multiplied with.
+struct FixedRows {
+    const uint8_t* codes;
+    const float* scale;
+    int64_t scale_ld;     // from one row to the next
+    const float* offset;  // (R, groups), or null
+};
+
+// R rows of the weight, PER vectors of a group at a time; result (R, M).
+template <int R, int M, bool PAIRS, int PER>
+void fixed_block(const Weight& w, const FixedRows& rows, Ahead ahead, const FixedInput& in, float* result) {
+    constexpr int STEP = PAIRS ? 2 : 1, COLUMNS = PER * WIDTH, LINES = R * COLUMNS / 128;
     int64_t groups = w.groups, run = w.k / 8;
     const Bytes mask = Bytes{} + (uint8_t)15;
     Floats total[R][M] = {};
     for (int64_t start = 0; start < w.k; start += 2 * run) {
         GroupEdge first(start, STEP * w.group), second(start + run, STEP * w.group);
-        for (int64_t k = 0; k < run; k += WIDTH) {
-            ahead.fetch<R * WIDTH / 64, false>();
-            Bytes xs[M][3], ys[M][3];
-            Ints x_shift[M], y_shift[M];
-            UNROLL for (int m = 0; m < M; m++) {
-                x_shift[m] = load<Ints>(in.shifts + (m * w.k + start + k) / 4);
-                y_shift[m] = load<Ints>(in.shifts + (m * w.k + start + run + k) / 4);
-                UNROLL for (int s = 0; s < 3; s++) {
-                    const int8_t* x = in.bytes + (m * 3 + s) * w.k + start + k;
-                    xs[m][s] = load<Bytes>(x);
-                    ys[m][s] = load<Bytes>(x + run);
-                }
-            }
-            UNROLL for (int r = 0; r < R; r++) {
-                const float* s = scale[r];
-                Bytes bytes = load<Bytes>(codes[r] + start / 2 + k);
-                Ints low = (Ints)(bytes & mask), high = (Ints)((Bytes)((Shorts)bytes >> 4) & mask);
-                Floats low_scale = lane_scales<PAIRS>(s + STEP * first.group), high_scale = lane_scales<PAIRS>(s + STEP * second.group);
+        for (int64_t k = 0; k < run; k += COLUMNS) {
+            const uint8_t* codes = rows.codes + start / 2 + k;
+            // The low halves of bytes, then the high ones.
+            UNROLL for (int half = 0; half < 2; half++) {
+                const float* scale = rows.scale + STEP * (half ? second : first).group;
+                int64_t column = start + half * run + k;
                 UNROLL for (int m = 0; m < M; m++) {
-                    total[r][m] = fma(to_floats(times_fixed(low, xs[m], x_shift[m])), low_scale, total[r][m]);
-                    total[r][m] = fma(to_floats(times_fixed(high, ys[m], y_shift[m])), high_scale, total[r][m]);
+                    Bytes x[3][PER];
+                    Ints shift = {};
+                    UNROLL for (int i = 0; i < PER; i++) {
+                        UNROLL for (int s = 0; s < 3; s++) x[s][i] = load<Bytes>(in.bytes + (m * 3 + s) * w.k + column + i * WIDTH);
+                        shift += load<Ints>(in.shifts + (m * w.k + column + i * WIDTH) / 4);
+                    }
+                    UNROLL for (int r = 0; r < R; r++) {
+                        // One by one: many at once keep what is wanted now from coming.
+                        if (!m && r < LINES) ahead.fetch<1, false>();
+                        Ints c[PER];
+                        UNROLL for (int i = 0; i < PER; i++) {
+                            Bytes bytes = load<Bytes>(codes + r * w.row_bytes + i * WIDTH);
+                            c[i] = (Ints)((half ? (Bytes)((Shorts)bytes >> 4) : bytes) & mask);
+                        }
+                        Floats sum = to_floats(times_fixed(c, x, shift));
+                        total[r][m] = fma(sum, lane_scales<PAIRS>(scale + r * rows.scale_ld), total[r][m]);
+                    }
                 }
             }
-            first.pass(WIDTH);
-            second.pass(WIDTH);
+            first.pass(COLUMNS);
+            second.pass(COLUMNS);
         }
     }
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int m = 0; m < M; m++)
             result[r * M + m] = sum(total[r][m]) * in.scale[m];
-    for (int i = 0; offset && i < R * M; i++) result[i] += inner(offset + i / M * groups, in.sums + i % M * groups, groups);
+    for (int i = 0; rows.offset && i < R * M; i++)
+        result[i] += inner(rows.offset + i / M * groups, in.sums + i % M * groups, groups);
 }
 
 template <int M>
 void fixed_dot(const Weight& w, const FixedInput& in, const Output& y, int64_t threads) {
     constexpr int R = FIXED_WIDTH;
     int64_t groups = w.groups;
-    auto block = 2 * w.group == WIDTH ? fixed_block<R, M, true> : fixed_block<R, M, false>;
+    bool two = w.group % (2 * WIDTH) == 0 && w.k % (16 * WIDTH) == 0, converts = w.scale_type != FLOAT32;
+    auto block = 2 * w.group == WIDTH ? fixed_block<R, M, true, 1> : two ? fixed_block<R, M, false, 2> : fixed_block<R, M, false, 1>;
     parallel((w.n + R - 1) / R, threads, [&](Tasks& tasks) {
         static thread_local Scratch scale_scratch;
         float* converted = scale_scratch.get<float>(2 * R * groups);
         float* offset = w.has_offset() ? converted + R * groups : nullptr;
         for (int64_t task; (task = tasks.next()) >= 0;) {
-            const uint8_t* codes[R];
-            const float* scale[R];
-            float result[R * M];
+            // The last block begins earlier, so that it is whole.
+            int64_t start = task * R + R <= w.n ? task * R : w.n - R, skip = task * R - start;
+            const float* scale = converts ? converted : (const float*)w.scale + w.scale_stride * start;
+            int64_t scale_ld = converts ? groups : w.scale_stride;
             for (int r = 0; r < R; r++) {
-                // Rows beyond the last repeat it.
-                int64_t n = task * R + r < w.n ? task * R + r : w.n - 1;
-                codes[r] = w.codes + n * w.row_bytes;
-                prefetch_scales(w, n + R);
-                scale[r] = scales_of(w, n, converted + r * groups);
-                if (offset) offsets(w, n, scale[r], offset + r * groups);
+                prefetch_scales(w, start + r + R);
+                if (converts) scales(w, start + r, converted + r * groups);
+                if (offset) offsets(w, start + r, scale + r * scale_ld, offset + r * groups);
             }
-            Ahead ahead{w.codes + (task + 1) * R * w.row_bytes, R * WIDTH};
-            block(w, codes, ahead, in, scale, offset, result);
-            int64_t count = w.n - task * R < R ? w.n - task * R : R;
-            y.write_transposed(M, task * R, count, result, M);
+            float result[R * M];
+            Ahead ahead{w.codes + (task + 1) * R * w.row_bytes, 64};
+            block(w, {w.codes + start * w.row_bytes, scale, scale_ld, offset}, ahead, in, result);
+            y.write_transposed(M, task * R, R - skip, result + skip * M, M);
         }
     });
 }
 
-// x (rows, ld) is not changed.
-inline void multiply_fixed_dot(const Weight& w, const float* x, int64_t ld, int64_t rows, const Output& y, int64_t threads) {
-    static thread_local Scratch byte_scratch, shift_scratch, sum_scratch;
+// x (rows, ld) is not changed; sums (rows, groups), or null.
+inline void multiply_fixed_dot(const Weight& w, const float* x, int64_t ld, int64_t rows, const float* sums, const Output& y,
+                               int64_t threads) {
+    static thread_local Scratch byte_scratch, shift_scratch, scale_scratch;
     int32_t* shifts = shift_scratch.get<int32_t>(rows * w.k / 4);
     int8_t* bytes = byte_scratch.get<int8_t>(rows * 3 * w.k);
-    float *scale = sum_scratch.get<float>(rows * (w.groups + 1)), *sums = scale + rows;
-    for (int64_t m = 0; m < rows; m++) {
+    float* scale = scale_scratch.get<float>(rows);
+    for (int64_t m = 0; m < rows; m++)
         scale[m] = fix_row(x + m * ld, w.k, w.center, bytes + m * 3 * w.k, shifts + m * w.k / 4);
-        for (int64_t g = 0; w.has_offset() && g < w.groups; g++) sums[m * w.groups + g] = sum_of(x + m * ld + g * w.group, w.group);
-    }
     FixedInput in{bytes, shifts, scale, sums};
     (rows == 1 ? fixed_dot<1> : fixed_dot<2>)(w, in, y, threads);
 }
@@ -157,7 +171,7 @@ inline void multiply_fixed_dot(const Weight& w, const float* x, int64_t ld, int6
 #else
 
 inline bool fits_fixed_dot(const Weight&, int64_t) { return false; }
-inline void multiply_fixed_dot(const Weight&, const float*, int64_t, int64_t, const Output&, int64_t) {}
+inline void multiply_fixed_dot(const Weight&, const float*, int64_t, int64_t, const float*, const Output&, int64_t) {}
 
 #endif
 

@@ -69,13 +69,13 @@ INLINE void add_products(const int8_t* const* codes, int64_t k, int64_t columns,
     Bytes shift = Bytes{} + (uint8_t)128, tail = first_bytes(columns % WIDTH);
     int64_t stop = k + columns;
     for (; k < stop; k += WIDTH) {
-        ahead.fetch<R, false>();
         Bytes xs[M];
         UNROLL for (int m = 0; m < M; m++) {
             xs[m] = load<Bytes>(in.x + m * in.ld + k);
             if (k + WIDTH > stop) xs[m] &= tail;
         }
         UNROLL for (int r = 0; r < R; r++) {
+            ahead.fetch<1, false>();
             Ints c = (Ints)(load<Bytes>(codes[r] + k) ^ shift);
             UNROLL for (int m = 0; m < M; m++) total[r][m] = dot4(total[r][m], c, (Ints)xs[m]);
         }
@@ -152,7 +152,6 @@ void int_nibble_block(const Weight& w, const int8_t* const* codes, Ahead ahead, 
             int64_t stop = k + columns < run ? k + columns : run;
             Ints low[R][M] = {}, high[R][M] = {};
             for (; k < stop; k += WIDTH) {
-                ahead.fetch<R, false>();
                 bool whole = k + WIDTH <= stop;
                 Bytes tail = first_bytes(whole ? WIDTH : stop - k), xs[M], ys[M];
                 UNROLL for (int m = 0; m < M; m++) {
@@ -160,6 +159,7 @@ void int_nibble_block(const Weight& w, const int8_t* const* codes, Ahead ahead, 
                     ys[m] = load<Bytes>(x + m * in.ld + run + k) & tail;
                 }
                 UNROLL for (int r = 0; r < R; r++) {
+                    ahead.fetch<1, false>();
                     Bytes bytes = load<Bytes>(codes[r] + start / 2 + k);
                     Ints a = (Ints)(bytes & mask), b = (Ints)((Bytes)((Shorts)bytes >> 4) & mask);
                     UNROLL for (int m = 0; m < M; m++) {
@@ -251,7 +251,7 @@ void int_dot(const Weight& w, const IntDotInput& in, const Output& y, int64_t th
                 }
             }
             memset(sums, 0, groups * LENGTH * 4);
-            Ahead ahead{w.codes + (task + 1) * R * w.row_bytes, R * WIDTH * FACTORS / WIDTH};
+            Ahead ahead{w.codes + (task + 1) * R * w.row_bytes, FACTORS == WIDTH ? WIDTH : R * FACTORS};
             block(w, codes, ahead, in, sums);
             int64_t count = w.n - task * R < R ? w.n - task * R : R, rows = M / in.codes.slices;
             if (groups == 1) {

@@ -65,12 +65,14 @@ struct RowFactors {
 
     // Scales the sums c (rows, ld), and adds up slices.
     void finish(float* c, int64_t ld, int64_t rows) const {
-        for (int64_t r = 0; r < rows; r++, c += ld) {
-            for (int64_t m = 0; m < lanes; m += LANES) store(c + m, load<Floats>(c + m) * load<Floats>(scale + m));
-            for (int64_t m = 0; slices > 1 && m < count; m += LANES) {
-                Floats sum = load<Floats>(c + m);
-                for (int64_t s = 1; s < slices; s++) sum += load<Floats>(c + s * count + m);
-                store(c + m, sum);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t m = 0; m < lanes; m += LANES) store(c + r * ld + m, load<Floats>(c + r * ld + m) * load<Floats>(scale + m));
+        // Not row by row: what was just written cannot be read from another start.
+        for (int64_t r = 0; slices > 1 && r < rows; r++) {
+            for (int64_t m = 0; m < count; m += LANES) {
+                Floats sum = load<Floats>(c + r * ld + m);
+                for (int64_t s = 1; s < slices; s++) sum += load<Floats>(c + r * ld + s * count + m);
+                store(c + r * ld + m, sum);
             }
         }
     }

@@ -38,7 +38,7 @@ static void multiply_codes(const Weight& w, const Codes& x, const Output& y, int
 
 // Weight-only through integers, with x in fixed point. Gives false where that would not be as exact as fp32.
 static bool multiply_fixed(const Weight& w, const Input& x, const Output& y, int64_t threads) {
-    static thread_local Scratch row_scratch, code_scratch, scale_scratch;
+    static thread_local Scratch row_scratch, code_scratch, scale_scratch, sum_scratch;
     bool few = fits_fixed_dot(w, x.rows), tiles = has_tile_groups(w);
     // Of those that follow, only the two above take other zero points than integers.
     bool real_zero = w.zero && (!w.zero_is_code || w.zero_type < INT32);
@@ -53,14 +53,22 @@ static bool multiply_fixed(const Weight& w, const Input& x, const Output& y, int
     }
     few = few && slices < 4;
     if (!slices || (real_zero && !few && !tiles)) return false;
+    float* sums = nullptr;
+    if ((few || tiles) && w.has_offset()) {
+        sums = sum_scratch.get<float>(x.rows * w.groups);
+        parallel_for(x.rows, threads, [&](int64_t m) {
+            for (int64_t g = 0; g < w.groups; g++) sums[m * w.groups + g] = sum_of(rows + m * padded + g * w.group, w.group);
+        });
+    }
     if (few) {
-        multiply_fixed_dot(w, rows, padded, x.rows, y, threads);
+        multiply_fixed_dot(w, rows, padded, x.rows, sums, y, threads);
         return true;
     }
     int8_t* bytes = code_scratch.get<int8_t>(slices * x.rows * ld);
     Codes codes{bytes, ld, slices * x.rows, w.k, scale_scratch.get<float>(slices * x.rows), nullptr, slices};
     parallel_for(x.rows, threads, [&](int64_t m) { slice_row(rows + m * padded, w.k, m, codes); });
-    multiply_codes(w, codes, y, codes.rows <= DOT_MAX_ROWS && !tiles ? DOT : TILE, threads);
+    if (tiles) multiply_slices_amx(w, codes, sums, y, threads);
+    else multiply_codes(w, codes, y, codes.rows <= DOT_MAX_ROWS ? DOT : TILE, threads);
     return true;
 }
 

@@ -57,6 +57,19 @@ inline void decode(const Weight& w, int64_t n, int64_t k, int64_t length, int8_t
     for (; from < stop; from += run, item++) {
         int64_t start = from < k ? k - from : 0, count = (from + run < stop ? run : stop - from) - start;
         int8_t* to = out + from + start - k;
+        if (w.bits == 4 && item % 2 == 0 && !start && from + 2 * run <= stop && run % WIDTH == 0) {
+            // Both runs of the same bytes, which are read once.
+            const uint8_t* at = row + item / 2 * run;
+            const Bytes mask = Bytes{} + (uint8_t)15;
+            for (int64_t i = 0; i < run; i += WIDTH) {
+                Bytes v = load<Bytes>(at + i);
+                store(to + i, (v & mask) - center);
+                store(to + run + i, ((Bytes)((Shorts)v >> 4) & mask) - center);
+            }
+            from += run;
+            item++;
+            continue;
+        }
         if (w.bits == 4) {  // as below, a quarter faster
             unpack(row + item / 2 * run + start, end, count, item % 2 * 4, 15, [&](int64_t i, Bytes v) { store(to + i, v - center); });
             continue;
@@ -103,13 +116,6 @@ INLINE void prefetch_scales(const Weight& w, int64_t n) {
 inline void scales(const Weight& w, int64_t n, float* scale) {
     int64_t at = w.scale_stride * n;
     to_float((const char*)w.scale + at * size_of(w.scale_type), w.scale_type, w.groups, scale);
-}
-
-// The same, where they lie if they are in fp32, and else in `scratch`.
-inline const float* scales_of(const Weight& w, int64_t n, float* scratch) {
-    if (w.scale_type == FLOAT32) return (const float*)w.scale + w.scale_stride * n;
-    scales(w, n, scratch);
-    return scratch;
 }
 
 // Zero points of row n, one per group.
