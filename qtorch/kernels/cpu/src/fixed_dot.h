@@ -5,7 +5,8 @@
 //     y[m, n] = sum_g s[n, g] * (sum_{k in g} code[n, k] * x[m, k]) + sum_g offset[n, g] * (sum_{k in g} x[m, k])
 //
 // Eight products of codes below 16 with all of x have less than 31 bits. What codes are shifted by, their center, is taken
-// off such sums, where it is exact; or, if there are offsets, is a part of them.
+// off such sums, where it is exact; as a part of the offsets it would cost nothing, and ten times the error for inputs of one
+// sign.
 #pragma once
 
 #include "dot.h"
@@ -31,12 +32,12 @@ struct FixedInput {
 };
 
 // Sums of four products each, or of four of each of two vectors, less `shift`.
-template <bool SHIFTED, int PER>
+template <int PER>
 INLINE Ints times_fixed(const Ints (&codes)[PER], const Bytes (&x)[3][PER], Ints shift) {
     Ints sum = {};
     UNROLL for (int digit = 0; digit < 3; digit++) {
         if (digit) sum = sum << 8;
-        if (SHIFTED && digit == 2) sum -= shift;
+        if (digit == 2) sum -= shift;
         UNROLL for (int i = 0; i < PER; i++) sum = dot4(sum, codes[i], (Ints)x[digit][i]);
     }
     return sum;
@@ -59,7 +60,7 @@ inline float fix_row(const float* x, int64_t k, int32_t center, int8_t* bytes, i
     for (int64_t i = 0; i < k; i += WIDTH) {
         Bytes three[3][1];
         for (int s = 0; s < 3; s++) three[s][0] = load<Bytes>(bytes + s * k + i);
-        store(shifts + i / 4, times_fixed<false>(centers, three, Ints{}));
+        store(shifts + i / 4, times_fixed(centers, three, Ints{}));
     }
     return scale;
 }
@@ -82,7 +83,7 @@ struct FixedRows {
 };
 
 // R rows of the weight, PER vectors of a group at a time, or PAIRS of groups in one; result (R, M).
-template <int R, int M, bool PAIRS, int PER, bool SHIFTED>
+template <int R, int M, bool PAIRS, int PER>
 void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahead scales_ahead, const FixedInput& in,
                  float* result) {
     constexpr int STEP = PAIRS ? 2 : 1, COLUMNS = PER * WIDTH, LINES = R * COLUMNS / 128;
@@ -102,7 +103,7 @@ void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahea
                     Ints shift = {};
                     UNROLL for (int i = 0; i < PER; i++) {
                         UNROLL for (int s = 0; s < 3; s++) x[s][i] = load<Bytes>(in.bytes + (m * 3 + s) * w.k + column + i * WIDTH);
-                        if (SHIFTED) shift += load<Ints>(in.shifts + (m * w.k + column + i * WIDTH) / 4);
+                        shift += load<Ints>(in.shifts + (m * w.k + column + i * WIDTH) / 4);
                     }
                     UNROLL for (int r = 0; r < R; r++) {
                         // One by one: many at once keep what is wanted now from coming.
@@ -113,7 +114,7 @@ void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahea
                             Bytes bytes = load<Bytes>(codes + r * w.row_bytes + i * WIDTH);
                             c[i] = (Ints)((half ? (Bytes)((Shorts)bytes >> 4) : bytes) & mask);
                         }
-                        Floats sum = to_floats(times_fixed<SHIFTED>(c, x, shift));
+                        Floats sum = to_floats(times_fixed(c, x, shift));
                         total[r][m] = fma(sum, lane_scales<PAIRS>(scale + r * rows.scale_ld), total[r][m]);
                     }
                 }
@@ -129,21 +130,19 @@ void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahea
         result[i] += inner(rows.offset + i / M * groups, in.sums + i % M * groups, groups);
 }
 
-template <int M, bool SHIFTED>
+template <int M>
 void fixed_dot(const Weight& w, const FixedInput& in, const Output& y, int64_t threads) {
     constexpr int R = FIXED_WIDTH;
     bool pairs = 2 * w.group == WIDTH, two = w.group % (2 * WIDTH) == 0 && w.k % (16 * WIDTH) == 0;
-    auto block = pairs ? fixed_block<R, M, true, 1, SHIFTED>
-                 : two ? fixed_block<R, M, false, 2, SHIFTED>
-                       : fixed_block<R, M, false, 1, SHIFTED>;
-    Weight stored = w;
-    if (!SHIFTED) stored.shift -= w.center;
+    auto block = pairs ? fixed_block<R, M, true, 1>
+                 : two ? fixed_block<R, M, false, 2>
+                       : fixed_block<R, M, false, 1>;
     bool converts = w.scale_type != FLOAT32;
     int64_t groups = w.groups, scale_bytes = w.scale_stride * size_of(w.scale_type), steps = w.k / ((two ? 4 : 2) * WIDTH);
     parallel((w.n + R - 1) / R, threads, [&](Tasks& tasks) {
         static thread_local Scratch scale_scratch;
         float* converted = scale_scratch.get<float>(2 * R * groups);
-        float* offset = SHIFTED ? nullptr : converted + R * groups;
+        float* offset = w.has_offset() ? converted + R * groups : nullptr;
         for (int64_t task; (task = tasks.next()) >= 0;) {
             // The last block begins earlier, so that it is whole.
             int64_t start = task * R + R <= w.n ? task * R : w.n - R, skip = task * R - start;
@@ -151,7 +150,7 @@ void fixed_dot(const Weight& w, const FixedInput& in, const Output& y, int64_t t
             int64_t scale_ld = converts ? groups : w.scale_stride;
             for (int r = 0; r < R; r++) {
                 if (converts) scales(w, start + r, converted + r * groups);
-                if (offset) offsets(stored, start + r, scale + r * scale_ld, offset + r * groups);
+                if (offset) offsets(w, start + r, scale + r * scale_ld, offset + r * groups);
             }
             float result[R * M];
             Ahead codes_ahead{w.codes + (task + 1) * R * w.row_bytes, 64};
@@ -172,9 +171,7 @@ inline void multiply_fixed_dot(const Weight& w, const float* x, int64_t ld, int6
     for (int64_t m = 0; m < rows; m++)
         scale[m] = fix_row(x + m * ld, w.k, w.center, bytes + m * 3 * w.k, shifts + m * w.k / 4);
     FixedInput in{bytes, shifts, scale, sums};
-    auto dot = w.has_offset() ? (rows == 1 ? fixed_dot<1, false> : fixed_dot<2, false>)
-                              : (rows == 1 ? fixed_dot<1, true> : fixed_dot<2, true>);
-    dot(w, in, y, threads);
+    (rows == 1 ? fixed_dot<1> : fixed_dot<2>)(w, in, y, threads);
 }
 
 #else
