@@ -8,9 +8,10 @@ straight to `Product.linear`, which looks at the input and at little else.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from . import choices
@@ -20,10 +21,23 @@ from .weight import STRUCT, CompiledWeight, fits
 
 Numerics = tuple[float, ...]
 
+# What compiled graphs allocate with: it takes half the time of what goes through the dispatcher.
+_allocate: Callable[..., Tensor] | None = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
+
 FEW_ROWS = 64
 """Ways are kept for so many rows, not for every length of a prompt."""
 
 _PLAIN = (Tensor, nn.Parameter)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A contiguous tensor without values."""
+    if _allocate is None:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    strides: tuple[int, ...] = (1,)
+    for size in shape[:0:-1]:
+        strides = (strides[0] * max(size, 1), *strides)
+    return _allocate(shape, strides, dtype)
 
 
 class Product(CompiledWeight):
@@ -75,10 +89,17 @@ class Product(CompiledWeight):
         return "torch" if compiled is None else choices.choose(compiled.instruction_set, self._key + suffix, rows)
 
     def run(
-        self, x: Tensor, stride: int, rows: int, shape: Sequence[int], bias: Tensor | None, way: str, numerics: Numerics
+        self,
+        x: Tensor,
+        stride: int,
+        rows: int,
+        shape: tuple[int, ...],
+        bias: Tensor | None,
+        way: str,
+        numerics: Numerics,
     ) -> Tensor:
         """y in this shape, from x with `stride` elements from one row to the next, by one of `choices.WAYS`."""
-        y = x.new_empty(shape, dtype=self.dtype)
+        y = _empty(shape, self.dtype)
         x_type, y_type = self._types
         pointer = 0 if bias is None else bias.data_ptr()
         of_call = self.layout.pack(

@@ -17,7 +17,7 @@ from qtorch.dtypes import (
     register_aqt_quantized_linear_dispatch,
 )
 from qtorch.kernels import record_kernels, registry
-from qtorch.kernels.cpu import choices, library
+from qtorch.kernels.cpu import choices, library, product
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
 
 pytestmark = NEEDS_LIBRARY
@@ -277,3 +277,13 @@ def test_vmap_is_refused_as_before():
     model = layer()
     with pytest.raises(RuntimeError):
         torch.vmap(model)(X[None])
+
+
+@pytest.mark.parametrize("shape", [(4,), (0, 4), (2, 0, 3), (2, 3, 4)])
+def test_results_are_allocated_as_torch_does(shape, monkeypatch):
+    for _ in range(2):
+        made, like = product._empty(shape, torch.bfloat16), torch.empty(shape, dtype=torch.bfloat16)
+        assert (made.shape, made.stride(), made.dtype) == (like.shape, like.stride(), like.dtype)
+        with torch.inference_mode():
+            assert product._empty(shape, torch.float32).is_inference()
+        monkeypatch.setattr(product, "_allocate", None)
