@@ -84,21 +84,32 @@ INLINE __m512i next_slice(Floats& x) {
 // x to panels of 16 rows, [slice][panel][k / 2][row][2] bf16, and the sums of its groups, [group][row].
 inline void bfloat_panels(const Weight& w, const Input& x, int slices, uint16_t* out, float* sums, int64_t threads) {
     static thread_local Scratch row_scratch;
-    int64_t k32 = round_up(w.k, AMX_STEP), panels = (x.rows + 15) / 16;
-    float* rows = row_scratch.get<float>(panels * 16 * k32);
-    x.to_floats(w.k, rows, k32, threads);
-    memset(rows + x.rows * k32, 0, (panels * 16 - x.rows) * k32 * 4);
+    int64_t k32 = round_up(w.k, AMX_STEP), panels = (x.rows + 15) / 16, ld = x.stride;
+    const float* rows = (const float*)x.data;
+    if (x.type != FLOAT32 || w.k != k32) {
+        float* converted = row_scratch.get<float>(x.rows * k32);
+        x.to_floats(w.k, converted, k32, threads);
+        rows = converted;
+        ld = k32;
+    }
     if (sums) {
-        parallel_for(w.groups, threads, [&](int64_t g) {
-            for (int64_t m = 0; m < panels * 16; m++) sums[g * panels * 16 + m] = sum_of(rows + m * k32 + g * w.group, w.group);
+        parallel_for(panels, threads, [&](int64_t panel) {
+            for (int64_t m = panel * 16; m < panel * 16 + 16; m++)
+                for (int64_t g = 0; g < w.groups; g++)
+                    sums[g * panels * 16 + m] = m < x.rows ? sum_of(rows + m * ld + g * w.group, w.group) : 0;
         });
     }
-    parallel_for(panels * (k32 / AMX_STEP), threads, [&](int64_t task) {
-        int64_t panel = task % panels, k = task / panels * AMX_STEP;
+    int64_t steps = k32 / AMX_STEP;
+    parallel_for(panels * steps, threads, [&](int64_t task) {
+        int64_t panel = task / steps, k = task % steps * AMX_STEP;
         Ints pairs[3][16];
         for (int64_t m = 0; m < 16; m++) {
-            const float* p = rows + (panel * 16 + m) * k32 + k;
-            Floats low = load<Floats>(p), high = load<Floats>(p + 16);
+            Floats low = {}, high = {};
+            if (panel * 16 + m < x.rows) {
+                const float* p = rows + (panel * 16 + m) * ld + k;
+                low = load<Floats>(p);
+                high = load<Floats>(p + 16);
+            }
             for (int s = 0; s < slices; s++) {
                 // The upper halves of all 32 numbers, in order.
                 const __m512i order = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31,
