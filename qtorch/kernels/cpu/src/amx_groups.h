@@ -126,7 +126,6 @@ void multiply_groups(const Weight& w, const Codes& x, const float* x_sums, const
             int64_t start = task * 16, count = w.n - start < 16 ? w.n - start : 16;
             for (int64_t r = 0; r < count; r++) {
                 float *s = scale + r * groups, *z = zero + r * groups;
-                prefetch_scales(w, start + 16 + r);
                 scales(w, start + r, s);
                 if (x_sums) offsets(w, start + r, s, z);
                 if (!ZEROS) continue;
@@ -143,6 +142,7 @@ void multiply_groups(const Weight& w, const Codes& x, const float* x_sums, const
                 int64_t lines = 16 * columns * w.row_bytes / w.k / 64, by_row = lines / 48;
                 for (int64_t r = 0; r < count; r++) {
                     for (int64_t i = 0; i < by_row; i++, ahead += 64) prefetch<false>(ahead);
+                    prefetch_scales(w, start + 16 + r, g, count_g);
                     decode(w, start + r, k, columns, codes + r * GROUP_LD);
                 }
                 int64_t by_group = (lines - 16 * by_row + count_g - 1) / count_g;

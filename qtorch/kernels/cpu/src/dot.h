@@ -161,7 +161,7 @@ void dot(const Weight& w, const DotInput& in, const Output& y, int64_t threads) 
                     codes[r] = decoded + r * ld;
                     decode(w, n, 0, w.k, decoded + r * ld);
                 }
-                prefetch_scales(w, n + R);
+                prefetch_scales(w, n + R, 0, groups);
                 scales(w, n, scale + r * groups);
                 if (offset) offsets(w, n, scale + r * groups, offset + r * groups);
             }

@@ -106,10 +106,13 @@ INLINE void prefetch_codes(const Weight& w, int64_t n, int64_t k, int64_t length
     }
 }
 
-// Ask for the scales of row n.
-INLINE void prefetch_scales(const Weight& w, int64_t n) {
-    const char* from = (const char*)w.scale + w.scale_stride * n * size_of(w.scale_type);
-    for (int64_t i = 0; i < w.groups * size_of(w.scale_type); i += 64) prefetch(from + i);
+// Ask for scales and zero points of row n, from group g on.
+INLINE void prefetch_scales(const Weight& w, int64_t n, int64_t g, int64_t count) {
+    const char* from = (const char*)w.scale + (w.scale_stride * n + g) * size_of(w.scale_type);
+    for (int64_t i = 0; i < count * size_of(w.scale_type); i += 64) prefetch(from + i);
+    if (!w.zero) return;
+    from = (const char*)w.zero + (w.scale_stride * n + g) * size_of(w.zero_type);
+    for (int64_t i = 0; i < count * size_of(w.zero_type); i += 64) prefetch(from + i);
 }
 
 // Scales of row n, one per group.
