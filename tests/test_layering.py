@@ -12,6 +12,7 @@ TREES = {path.relative_to(ROOT): ast.parse(path.read_text()) for path in sorted(
 # Bottom up; a module or package imports only from those of lower rank. A package's own files import each other freely.
 RANK = {
     "config": 0,
+    "install": 0,
     "prepared_module": 0,
     "primitives": 1,
     "kernels": 2,
