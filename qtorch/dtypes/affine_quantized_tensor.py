@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..primitives.double_quant import dequantize_scale, scale_tensor_shapes
+from ..primitives.affine import ZeroPointDomain
+from ..primitives.double_quant import dequantize_scale
 from ..primitives.scheme import Scheme
 from ..primitives.spec import LinearSpec, QuantSpec
 from .base import QuantizedTensor
 from .layouts import Layout, PlainLayout
-from .layouts.base import Plain
+from .layouts.base import Plain, check_scheme
+from .layouts.inner_tensors import FLOATS, INTEGERS, Form, Forms, check_inner_tensors
 
 _BESIDE_LAYOUT = ("scale_scale", "scale_mean", "act_scale", "act_zero_point")
 """Inner tensors that are the same in every layout; each None where the scheme has no such thing."""
@@ -45,6 +47,11 @@ class AffineQuantizedTensor(QuantizedTensor):
     def tensor_names(cls, scheme: Scheme) -> tuple[str, ...]:
         names: tuple[str, ...] = scheme.layout.tensors
         return (*names, *_BESIDE_LAYOUT)
+
+    @classmethod
+    def forms(cls, scheme: Scheme) -> Forms:
+        check_scheme(scheme, QuantSpec)
+        return {**scheme.layout.forms(scheme), **_activation_forms(scheme)}
 
     @classmethod
     def from_float(
@@ -106,21 +113,10 @@ class AffineQuantizedTensor(QuantizedTensor):
         """From codes, and the other tensors as they are stored."""
         if linear.layout is None:
             linear = replace(linear, layout=PlainLayout())
-        weight = linear.weight
-        if codes.dtype != weight.dtype.storage:
-            raise ValueError(f"codes of {weight.dtype} are stored as {weight.dtype.storage}, got {codes.dtype}")
-        wanted = scale_tensor_shapes(weight.scale_shape(codes.shape), weight.scale_spec)
-        if weight.has_zero_point:
-            wanted["zero_point"] = wanted["scale"]
-        for name in ("scale", "zero_point", "scale_scale", "scale_mean"):
-            tensor, shape = others.get(name), wanted.get(name)
-            if (tensor is None) != (shape is None):
-                raise ValueError(f"{name} is {'missing' if tensor is None else 'given'}, the spec is {weight}")
-            if tensor is not None and tuple(tensor.shape) != shape:
-                raise ValueError(f"{name} of codes {tuple(codes.shape)} has shape {shape}, got {tuple(tensor.shape)}")
-        _check_activation(linear, others.get("act_scale"), others.get("act_zero_point"))
         scheme = Scheme(linear, tuple(codes.shape), dtype)
         linear.layout.check(scheme)
+        plain = {**PlainLayout().forms(scheme), **_activation_forms(scheme)}
+        check_inner_tensors({"qdata": codes, **others}, plain, scheme)
         packed = linear.layout.pack((codes, others["scale"], others.get("zero_point")), scheme)
         return cls({**{name: others.get(name) for name in _BESIDE_LAYOUT}, **packed}, scheme)
 
@@ -207,7 +203,7 @@ class AffineQuantizedTensor(QuantizedTensor):
     @classmethod
     def _from_pickled(cls, tensors: dict[str, Tensor], scheme: Scheme) -> AffineQuantizedTensor:
         if "codes" not in tensors:
-            return cls(tensors, scheme)
+            return super()._from_pickled(tensors, scheme)
         others = {name: tensor for name, tensor in tensors.items() if name != "codes"}
         return cls.from_canonical(tensors["codes"], others, scheme)
 
@@ -224,9 +220,9 @@ class AffineQuantizedTensor(QuantizedTensor):
     ) -> AffineQuantizedTensor:
         """The same weight, asking for its input to be quantized by `activation`: static if `act_scale` is given."""
         spec = replace(self.scheme.spec, activation=activation, static=act_scale is not None)
-        _check_activation(spec, act_scale, act_zero_point)
-        tensors = {**self.inner_tensors, "act_scale": act_scale, "act_zero_point": act_zero_point}
-        return type(self)(tensors, replace(self.scheme, spec=spec))
+        scheme, given = replace(self.scheme, spec=spec), {"act_scale": act_scale, "act_zero_point": act_zero_point}
+        check_inner_tensors(given, _activation_forms(scheme), scheme)
+        return type(self)({**self.inner_tensors, **given}, scheme)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         scheme = self.scheme
@@ -243,16 +239,14 @@ def _with_dense_scales(spec: LinearSpec) -> LinearSpec:
     return spec if spec.weight.scale_spec is None else replace(spec, weight=replace(spec.weight, scale_spec=None))
 
 
-def _check_activation(spec: LinearSpec, act_scale: Tensor | None, act_zero_point: Tensor | None) -> None:
-    if not spec.static and act_scale is None and act_zero_point is None:
-        return
-    wanted = {
-        "act_scale": (act_scale, spec.static),
-        "act_zero_point": (
-            act_zero_point,
-            spec.static and spec.activation is not None and spec.activation.has_zero_point,
-        ),
-    }
-    for name, (tensor, needed) in wanted.items():
-        if (tensor is not None) != needed:
-            raise ValueError(f"{name} is {'missing' if needed else 'given'}, the spec has {spec}")
+def _activation_forms(scheme: Scheme) -> dict[str, tuple[Form, ...]]:
+    """Of the tensors of a static activation: one scale for all of it, or for each block of its last axis."""
+    activation = scheme.activation
+    if not scheme.spec.static or activation is None:
+        return {}
+    shape = activation.scale_shape((1, *(scheme.codes_shape[-1:] or (1,))))
+    forms = {"act_scale": (Form(shape, FLOATS),)}
+    if activation.has_zero_point:
+        dtypes = FLOATS if activation.zero_point_domain is ZeroPointDomain.FLOAT else INTEGERS
+        forms["act_zero_point"] = (Form(shape, dtypes),)
+    return forms

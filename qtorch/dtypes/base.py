@@ -12,6 +12,7 @@ Whatever is in neither table is an error that names the operation; nothing is de
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ from ..kernels.im2col import Window
 from ..primitives.jsonable import from_json, to_json
 from ..primitives.scheme import Scheme
 from ..primitives.spec import LinearSpec, QuantSpec
+from .layouts.inner_tensors import Forms, check_inner_tensors, check_plain_tensors
 
 F = TypeVar("F", bound=Callable[..., Any])
 Q = TypeVar("Q", bound="QuantizedTensor")
@@ -65,6 +67,7 @@ class QuantizedTensor(torch.Tensor):
 
     Attributes:
         spec_type: of the weight specs that a subclass is for.
+        scheme_type: of its schemes.
         trains: it has a gradient, and a `linear`, a `conv` and an `embedding` of its own for that.
         scheme: metadata; hashable, without tensors.
         prepared: left by a kernel: ``prepared(input, weight, bias)`` is F.linear, or None where that takes more than
@@ -72,6 +75,7 @@ class QuantizedTensor(torch.Tensor):
     """
 
     spec_type: ClassVar[type]
+    scheme_type: ClassVar[type] = Scheme
     trains: ClassVar[bool] = False
     scheme: Scheme
     prepared: Callable[[Tensor, Tensor, Tensor | None], Tensor | None] | None = None
@@ -101,6 +105,30 @@ class QuantizedTensor(torch.Tensor):
     def tensor_names(cls, scheme: Scheme) -> tuple[str, ...]:
         """Names of the inner tensors, optional ones included."""
         raise NotImplementedError
+
+    @classmethod
+    def forms(cls, scheme: Any) -> Forms:
+        """What the inner tensors that a scheme has must be.
+
+        Raises:
+            ValueError: no tensor has this scheme: a block does not divide the shape, say.
+        """
+        raise NotImplementedError
+
+    def check_inner_tensors(self) -> None:
+        """Raise `ValueError` where the inner tensors are not those that the scheme says, whatever was done to them."""
+        scheme, tensors = self.scheme, vars(self)
+        forms = _forms(type(self), scheme)
+        # In one piece: it is run on each call of a layer.
+        for name in forms:
+            tensor = tensors[name]
+            for shape, dtypes in forms[name]:
+                if tensor is None or tensor.untyped_storage().nbytes() < tensor.nbytes:
+                    continue
+                if tensor.shape == shape and tensor.dtype in dtypes:
+                    break
+            else:
+                check_inner_tensors({name: tensor}, {name: forms[name]}, scheme)
 
     # --- what a subclass gives to the operations that all share ---
 
@@ -189,6 +217,9 @@ class QuantizedTensor(torch.Tensor):
     def __tensor_unflatten__(
         cls: type[Q], tensors: dict[str, Tensor], scheme: Scheme, outer_size: Any, outer_stride: Any
     ) -> Q:
+        # Of a compiler that traces, they are of its own types, with sizes that are symbols.
+        if all(type(tensor) is Tensor for tensor in tensors.values()):
+            check_inner_tensors(tensors, _forms(cls, scheme), scheme)
         return cls(tensors, scheme)
 
     def _stable_hash_for_caching(self) -> str:
@@ -219,12 +250,29 @@ class QuantizedTensor(torch.Tensor):
 
     @classmethod
     def _from_pickled(cls: type[Q], tensors: dict[str, Tensor], scheme: Scheme) -> Q:
+        """From `_pickled`, or from whatever a file has in its place.
+
+        Raises:
+            ValueError: the tensors are not those of the scheme.
+        """
+        check_inner_tensors(tensors, _forms(cls, scheme), scheme)
         return cls(tensors, scheme)
 
     def _extra_state(self) -> dict[str, Any]:
         """Attributes that the user, or a framework, has put on the tensor."""
-        own = {*self.tensor_names(self.scheme), "scheme", "prepared", "_is_param"}
-        return {name: value for name, value in vars(self).items() if name not in own}
+        return {name: value for name, value in vars(self).items() if not self._has_own(name)}
+
+    def _has_own(self, name: str) -> bool:
+        """Whether an attribute is the tensor's own, and no user's."""
+        own = {*self.tensor_names(self.scheme), "scheme", "_is_param"}
+        return name in own or hasattr(type(self), name)
+
+    def _check_state(self, state: Any) -> None:
+        """Raise `ValueError` where `state`, what a file has for `_extra_state`, is anything else."""
+        if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+            raise ValueError(f"its attributes must be a dict with names, got a {type(state).__name__}")
+        if taken := [name for name in state if self._has_own(name)]:
+            raise ValueError(f"it would replace {', '.join(taken)}, which {type(self).__name__} has itself")
 
     # --- operations ---
 
@@ -250,6 +298,18 @@ class QuantizedTensor(torch.Tensor):
         return result
 
 
+@functools.lru_cache(maxsize=4096)
+def _forms(cls: type[QuantizedTensor], scheme: Any) -> Forms:
+    """`forms` of a scheme that `cls` can have.
+
+    Raises:
+        ValueError: it cannot have it.
+    """
+    if type(scheme) is not cls.scheme_type:
+        raise ValueError(f"a {cls.__name__} has a {cls.scheme_type.__name__}, got {scheme!r}")
+    return cls.forms(scheme)
+
+
 def quantized_type(spec: Any) -> type[QuantizedTensor]:
     """The class for a weight's spec.
 
@@ -272,12 +332,24 @@ def rebuild(
     """Inverse of `QuantizedTensor.__reduce_ex__`: all that a pickle of a quantized tensor calls.
 
     The scheme is JSON text, so that checkpoints do not depend on where classes live or on the order of their fields.
+    Nothing that a file says is believed: the tensors have to be those of the scheme, and `state` adds attributes, but
+    replaces none that the tensor has.
+
+    Raises:
+        ValueError: the file does not hold a quantized tensor of this version of qtorch.
     """
-    if type_name not in _TYPES:
+    cls = _TYPES.get(type_name) if isinstance(type_name, str) else None
+    if cls is None:
         raise ValueError(f"the file holds a {type_name}, which this version of qtorch does not know")
-    result = _TYPES[type_name]._from_pickled(tensors, from_json(json.loads(scheme)))
+    try:
+        check_plain_tensors(tensors)
+        inner = {name: t.detach() if t is not None and t.requires_grad else t for name, t in tensors.items()}
+        result = cls._from_pickled(inner, from_json(json.loads(scheme)))  # type: ignore[arg-type]
+        result._check_state(state)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"the file holds a {type_name} that is damaged: {error}") from error
     if is_parameter:
-        result = torch.nn.Parameter(result, requires_grad)  # type: ignore[assignment]
+        result = torch.nn.Parameter(result, bool(requires_grad))  # type: ignore[assignment]
     elif requires_grad:
         result.requires_grad_()
     vars(result).update(state)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..primitives.codebook import NF4_TABLE
 from ..primitives.codebook_spec import CodebookSpec
-from ..primitives.double_quant import dequantize_scale, quantize_scale, scale_tensor_shapes
+from ..primitives.double_quant import dequantize_scale, quantize_scale
 from ..primitives.granularity import PerGroup
 from ..primitives.packing import can_pack_bits
 from ..primitives.qdtype import qdtype
@@ -24,6 +24,8 @@ from ..primitives.scheme import Scheme
 from ..primitives.spec import LinearSpec, QuantSpec
 from .base import QuantizedTensor
 from .layouts import Layout, PackedLayout, PlainLayout
+from .layouts.base import check_scheme
+from .layouts.inner_tensors import FLOATS, Form, Forms, check_inner_tensors
 
 _TENSORS = ("qdata", "scale", "table", "scale_scale", "scale_mean")
 
@@ -48,6 +50,13 @@ class LUTQuantizedTensor(QuantizedTensor):
     @classmethod
     def tensor_names(cls, scheme: Scheme) -> tuple[str, ...]:
         return _TENSORS
+
+    @classmethod
+    def forms(cls, scheme: Scheme) -> Forms:
+        check_scheme(scheme, CodebookSpec)
+        if scheme.activation is not None:
+            raise ValueError(f"a look-up table has no product with quantized activations, got {scheme.spec}")
+        return {**scheme.layout.forms(scheme), "table": _table_form(scheme)}
 
     @classmethod
     def from_float(
@@ -98,21 +107,10 @@ class LUTQuantizedTensor(QuantizedTensor):
         cls, codes: Tensor, others: dict[str, Tensor], linear: LinearSpec, dtype: torch.dtype
     ) -> LUTQuantizedTensor:
         """From codes, and the other inner tensors as they are stored."""
-        weight = cast(CodebookSpec, linear.weight)
-        if codes.dtype != torch.uint8:
-            raise ValueError(f"codes of {weight.dtype} are stored as torch.uint8, got {codes.dtype}")
-        scale_shape = weight.scale_shape(codes.shape)
-        size = 2**weight.dtype.bits
-        wanted = scale_tensor_shapes(scale_shape, weight.scale_spec)
-        wanted["table"] = (size,) if weight.table is not None else (*scale_shape, size)
-        if missing := sorted(wanted.keys() ^ others.keys()):
-            raise ValueError(f"{weight} has the tensors {', '.join(wanted)}, got {', '.join(others)}: {missing}")
-        for name, shape in wanted.items():
-            if tuple(others[name].shape) != shape:
-                got = tuple(others[name].shape)
-                raise ValueError(f"{name} of codes {tuple(codes.shape)} with {weight} has shape {shape}, got {got}")
         scheme = Scheme(linear, tuple(codes.shape), dtype)
         linear.layout.check(scheme)
+        plain = {**PlainLayout().forms(scheme), "table": _table_form(scheme)}
+        check_inner_tensors({"qdata": codes, **others}, plain, scheme)
         packed = linear.layout.pack((codes, others["scale"], None), scheme)
         return cls({**others, **packed}, scheme)
 
@@ -228,6 +226,13 @@ def to_nf4(tensor: Tensor, block_size: int = 64, scaler_block_size: int = 256) -
 def linear_nf4(input: Tensor, weight: Tensor) -> Tensor:
     """`F.linear` with an NF4 weight, under torchao's name; the gradient reaches the input."""
     return torch.nn.functional.linear(input, weight)
+
+
+def _table_form(scheme: Scheme) -> tuple[Form]:
+    weight: CodebookSpec = scheme.weight
+    size = 2**weight.dtype.bits
+    shape = (size,) if weight.table is not None else (*weight.scale_shape(scheme.codes_shape), size)
+    return (Form(shape, FLOATS),)
 
 
 def _linear_spec(spec: LinearSpec | CodebookSpec) -> LinearSpec:

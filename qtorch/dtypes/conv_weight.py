@@ -23,6 +23,7 @@ from ..primitives.scheme import Scheme
 from ..primitives.spec import LinearSpec, QuantSpec
 from .base import ATEN, QuantizedTensor, quantized_type
 from .layouts import Layout
+from .layouts.inner_tensors import Forms
 
 aten = torch.ops.aten
 
@@ -49,7 +50,14 @@ class ConvWeight(QuantizedTensor):
     views are errors; `matrix` has them.
     """
 
+    scheme_type = ConvScheme
     scheme: ConvScheme
+
+    @classmethod
+    def forms(cls, scheme: ConvScheme) -> Forms:
+        if len(scheme.shape) not in (3, 4, 5):
+            raise ValueError(f"the weight of a convolution has 3 to 5 dimensions, got shape {scheme.shape}")
+        return quantized_type(scheme.weight).forms(scheme.matrix)
 
     @classmethod
     def tensor_names(cls, scheme: Scheme) -> tuple[str, ...]:
@@ -125,7 +133,8 @@ class ConvWeight(QuantizedTensor):
 
     @classmethod
     def _from_pickled(cls, tensors: dict[str, Tensor], scheme: Scheme) -> ConvWeight:
-        assert isinstance(scheme, ConvScheme)
+        if not isinstance(scheme, ConvScheme):
+            raise ValueError(f"a ConvWeight has a ConvScheme, got {scheme!r}")
         return cls.of(quantized_type(scheme.weight)._from_pickled(tensors, scheme.matrix), scheme.shape)
 
     @classmethod

@@ -118,6 +118,8 @@ def _embedding(ids: Tensor, table: Tensor) -> Tensor:
     if not isinstance(table, QuantizedTensor):
         raise TypeError(f"embedding takes plain indices and a quantized table, got {kinds(ids, table)}")
     check_device("embedding", ids, table)
+    if not torch.compiler.is_compiling():
+        table.check_inner_tensors()
     return find_kernel("embedding", table.scheme, table.scheme.dtype, ids.device.type)(ids, table)
 
 

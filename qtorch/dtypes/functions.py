@@ -103,6 +103,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _run_linear(input: Tensor, weight: QuantizedTensor, bias: Tensor | None, device: str) -> Tensor:
+    if not torch.compiler.is_compiling():
+        weight.check_inner_tensors()
     if weight.trains:
         return weight.linear(input, bias)
     if _dispatches and isinstance(weight, AffineQuantizedTensor):

@@ -102,6 +102,11 @@ def has_cusparselt(codes: Tensor) -> bool:
     return not (codes.is_floating_point() and bool((codes.view(torch.uint8) == 0x80).any()))
 
 
+def compressed_shape(n: int, k: int) -> tuple[int, int]:
+    """Shape of what `compress_cusparselt` makes of codes (N, K)."""
+    return n + -n % _TILE, (k + -k % _TILE) // 8 * 5
+
+
 def compress_cusparselt(codes: Tensor) -> Tensor:
     """2:4 codes (N, K) in the order of cuSPARSELt: (N', 5/8 K') in their dtype, N' and K' multiples of 32."""
     n, k = codes.shape

@@ -26,6 +26,8 @@ aten = torch.ops.aten
 class FakeQuantizedWeight(TrainingWeight):
     """See the top of the file."""
 
+    training_type = QATSpec
+
     @property
     def qat_spec(self) -> QATSpec:
         """How it is fake-quantized."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..dtypes import AffineQuantizedTensor, Layout, QuantizedTensor
 from ..dtypes.layouts import LAYOUTS
+from ..dtypes.layouts.inner_tensors import Form, Forms
 from ..primitives import LinearSpec, QuantSpec
 from ..primitives.jsonable import jsonable
 from .gemm import Operand, quantize_operand
@@ -99,9 +100,21 @@ class TrainingScheme:
 
 
 class TrainingWeight(TrainableWeight):
-    """See the top of the file."""
+    """See the top of the file.
 
+    Attributes:
+        training_type: of the descriptions of training that a subclass has.
+    """
+
+    scheme_type = TrainingScheme
+    training_type: ClassVar[type] = TrainingSpec
     master: Tensor
+
+    @classmethod
+    def forms(cls, scheme: Any) -> Forms:
+        if not isinstance(scheme.training, cls.training_type):
+            raise ValueError(f"a {cls.__name__} has a {cls.training_type.__name__}, got {scheme.training!r}")
+        return {"master": (Form(scheme.shape, {scheme.dtype}),)}
 
     @staticmethod
     def __new__(cls: Any, tensors: Mapping[str, Tensor | None], scheme: Any) -> TrainingWeight:

@@ -97,9 +97,9 @@ def test_with_activation_shares_the_weight() -> None:
     assert static.qdata is dynamic.qdata is w.qdata
     assert torch.equal(static.with_activation(None), w)
     asymmetric = QuantSpec("int8", PerTensor(), ASYMMETRIC)
-    with pytest.raises(ValueError, match=r"act_zero_point is missing, the spec has .* static activation int8"):
+    with pytest.raises(ValueError, match=r"act_zero_point is missing: .* static activation int8"):
         w.with_activation(asymmetric, torch.ones(1, 1))
-    with pytest.raises(ValueError, match=r"act_zero_point is given, the spec has .* dynamic activation int8"):
+    with pytest.raises(ValueError, match=r"act_zero_point is given: .* dynamic activation int8"):
         w.with_activation(asymmetric, None, torch.zeros(1, 1, dtype=torch.int8))
 
 
@@ -173,9 +173,10 @@ def test_from_float_refuses() -> None:
         """\
 ValueError: block_size (1, 32) does not divide shape (4, 48): 48 % 32 along axis 1
 TypeError: from_float takes a floating-point tensor, got torch.int64
-ValueError: act_scale is missing, the spec has weight int8 PerRow() symmetric, static activation int8
-PerTensor() symmetric
-ValueError: act_scale is given, the spec has weight int8 PerRow() symmetric""",
+ValueError: act_scale is missing: a tensor of shape (32, 64) with weight int8 PerRow() symmetric, static
+activation int8 PerTensor() symmetric, PlainLayout() has one
+ValueError: act_scale is given: a tensor of shape (32, 64) with weight int8 PerRow() symmetric, PlainLayout()
+has none""",
     )
 
 
@@ -191,15 +192,20 @@ def test_from_plain_refuses() -> None:
         with pytest.raises(ValueError) as error:  # noqa: PT011
             AffineQuantizedTensor.from_plain(*plain, UINT4, torch.float32)
         texts.append(str(error.value))
-    with pytest.raises(ValueError, match="zero_point is given, the spec is int8"):
+    with pytest.raises(ValueError, match=r"zero_point is given: .* int8"):
         AffineQuantizedTensor.from_plain(*quantized("int8 row").plain()[:2], torch.zeros(32, 1), INT8, torch.float32)
     assert_expected_inline(
         "\n".join(fill(text, 110) for text in texts),
         """\
-codes of uint4 are stored as torch.uint8, got torch.int8
-scale of codes (4, 64) has shape (4, 2), got (4, 1)
-zero_point of codes (4, 64) has shape (4, 2), got (2, 2)
-zero_point is missing, the spec is uint4 PerGroup(group_size=32) asymmetric""",
+qdata of a tensor of shape (4, 64) with weight uint4 PerGroup(group_size=32) asymmetric, PlainLayout() has
+shape (4, 64) of torch.uint8, got (4, 64) of torch.int8
+scale of a tensor of shape (4, 64) with weight uint4 PerGroup(group_size=32) asymmetric, PlainLayout() has
+shape (4, 2) of floating point, got (4, 1) of torch.float32
+zero_point of a tensor of shape (4, 64) with weight uint4 PerGroup(group_size=32) asymmetric, PlainLayout()
+has shape (4, 2) of torch.int16 or torch.int32 or torch.int64 or torch.int8 or torch.uint8, got (2, 2) of
+torch.uint8
+zero_point is missing: a tensor of shape (4, 64) with weight uint4 PerGroup(group_size=32) asymmetric,
+PlainLayout() has one""",
     )
 
 

@@ -250,7 +250,7 @@ def test_canonical_names() -> None:
     assert sorted(stored) == [f"fc.weight_{name}" for name in names]
     assert stored["fc.weight_packed"].dtype == torch.int32
     del entry["tensors"]["table"]
-    with pytest.raises(ValueError, match=r"got scale, scale_scale, scale_mean: \['table'\]"):
+    with pytest.raises(ValueError, match=r"table is missing: .* NF4"):
         from_canonical(entry, stored.__getitem__)
 
 
@@ -366,9 +366,9 @@ def test_errors_name_what_they_got() -> None:
         LUTQuantizedTensor.from_float(torch.ones(2, 64), LinearSpec(SPECS["nf4"], QuantSpec("int8")))
     with pytest.raises(ValueError, match="no product with quantized activations, got int8"):
         w.with_activation(QuantSpec("int8"))
-    with pytest.raises(ValueError, match=r"table of codes \(32, 128\) with .* has shape \(32, 1, 4\), got \(4,\)"):
+    with pytest.raises(ValueError, match=r"table of .* has shape \(32, 1, 4\) of floating point, got \(4,\)"):
         w.with_plain((codes, scale, table[0, 0]))
-    with pytest.raises(ValueError, match=r"scale of codes .* has shape \(32, 1\), got \(1, 1\)"):
+    with pytest.raises(ValueError, match=r"scale of .* has shape \(32, 1\) of floating point, got \(1, 1\)"):
         w.with_plain((codes, scale[:1], table))
     with pytest.raises(ValueError, match=r"stored as torch\.uint8, got torch\.int8"):
         w.with_plain((codes.to(torch.int8), scale, table))

@@ -13,9 +13,11 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from ...primitives.affine import ZeroPointDomain
 from ...primitives.jsonable import jsonable
 from ...primitives.scheme import Scheme
 from ...primitives.spec import QuantSpec
+from .inner_tensors import FLOATS, INTEGERS, Form, Forms, scale_forms
 
 Plain = tuple[Tensor, Tensor, Tensor | None]
 """(codes in their storage dtype, scale, zero point or None), unpacked."""
@@ -42,6 +44,19 @@ class Layout:
     def unpack(self, tensors: dict[str, Tensor | None], scheme: Scheme) -> Plain:
         """Inverse of `pack`; every name of `tensors` is present."""
         raise NotImplementedError
+
+    def codes_forms(self, scheme: Scheme) -> tuple[Form, ...]:
+        """What the tensor named first must be: the packed codes of a tensor of this scheme."""
+        raise NotImplementedError
+
+    def forms(self, scheme: Scheme) -> Forms:
+        """What each tensor that `pack` gives must be. By default scales and zero points are beside the codes."""
+        weight, shape = scheme.weight, scheme.codes_shape
+        forms = {self.tensors[0]: self.codes_forms(scheme), **scale_forms(weight, shape)}
+        if weight.has_zero_point:
+            dtypes = FLOATS if weight.zero_point_domain is ZeroPointDomain.FLOAT else INTEGERS
+            forms["zero_point"] = (Form(weight.scale_shape(shape), dtypes),)
+        return forms
 
     def check_spec(self, weight: QuantSpec) -> None:
         """Raise `ValueError` where no tensor quantized so can be laid out so; every one can by default."""
@@ -85,3 +100,15 @@ def register_layout(cls: L) -> L:
         raise ValueError(f"register_layout: the name {cls.name!r} is taken by {LAYOUTS[cls.name]!r}")
     jsonable(cls)
     return cls
+
+
+def check_scheme(scheme: Scheme, spec_type: type) -> None:
+    """Raise `ValueError` where a scheme has a weight that is not described by a `spec_type`, or cannot be laid out as
+    it says."""
+    if not isinstance(scheme.weight, spec_type):
+        raise ValueError(f"takes a {spec_type.__name__}, got {scheme.weight!r}")
+    if not isinstance(scheme.layout, Layout):
+        raise ValueError(f"takes a layout such as PlainLayout(), got {scheme.layout!r}")
+    if any(size < 0 for size in scheme.shape):
+        raise ValueError(f"takes a shape without negative sizes, got {scheme.shape}")
+    scheme.layout.check(scheme)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from ...primitives.packing import can_pack_bits, pack_codes, unpack_codes
+from ...primitives.packing import can_pack_bits, pack_codes, packed_length, unpack_codes
 from ...primitives.scheme import Scheme
 from ...primitives.spec import QuantSpec
 from .base import Layout, Plain, register_layout
+from .inner_tensors import Form
 
 
 @register_layout
@@ -45,6 +47,11 @@ class PackedLayout(Layout):
         super().check(scheme)
         if len(scheme.shape) < -self.axis:
             raise ValueError(f"PackedLayout: a tensor of shape {scheme.shape} has no axis {self.axis}")
+
+    def codes_forms(self, scheme: Scheme) -> tuple[Form, ...]:
+        shape = list(scheme.codes_shape)
+        shape[self.axis] = packed_length(shape[self.axis], scheme.weight.dtype.bits)
+        return (Form(tuple(shape), {torch.uint8}),)
 
     def pack(self, plain: Plain, scheme: Scheme) -> dict[str, Tensor]:
         codes, scale, zero_point = plain

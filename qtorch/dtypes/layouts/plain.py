@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...primitives.scheme import Scheme
 from .base import Layout, Plain, register_layout
+from .inner_tensors import Form
 
 
 @register_layout
@@ -17,6 +18,9 @@ class PlainLayout(Layout):
 
     name = "plain"
     tensors = ("qdata", "scale", "zero_point")
+
+    def codes_forms(self, scheme: Scheme) -> tuple[Form, ...]:
+        return (Form(scheme.codes_shape, {scheme.weight.dtype.storage}),)
 
     def pack(self, plain: Plain, scheme: Scheme) -> dict[str, Tensor]:
         codes, scale, zero_point = plain

@@ -9,9 +9,18 @@ import torch
 from torch import Tensor
 
 from ...primitives.scheme import Scheme
-from ...primitives.sparsity import compress_cusparselt, decompress_cusparselt, has_cusparselt, pack_2_4, unpack_2_4
+from ...primitives.sparsity import (
+    compress_cusparselt,
+    compressed_shape,
+    decompress_cusparselt,
+    has_cusparselt,
+    pack_2_4,
+    packed_length_2_4,
+    unpack_2_4,
+)
 from ...primitives.spec import QuantSpec
 from .base import Layout, Plain, register_layout
+from .inner_tensors import Form
 
 
 @register_layout
@@ -56,6 +65,14 @@ class SemiSparseLayout(Layout):
 
     def packing(self, device: torch.device) -> Hashable:
         return "cusparselt" if device.type == "cuda" and self.axis == -1 else None
+
+    def codes_forms(self, scheme: Scheme) -> tuple[Form, ...]:
+        shape = list(scheme.codes_shape)
+        shape[self.axis] = packed_length_2_4(shape[self.axis])
+        forms = (Form(tuple(shape), {torch.uint8}),)
+        if len(shape) != 2 or self.axis != -1:
+            return forms
+        return (*forms, Form(compressed_shape(*scheme.codes_shape), {scheme.weight.dtype.storage}))
 
     def pack(self, plain: Plain, scheme: Scheme) -> dict[str, Tensor]:
         codes, scale, _ = plain

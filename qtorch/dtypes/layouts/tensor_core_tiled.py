@@ -20,6 +20,7 @@ from ...primitives.int4_tiling import cpu_packing, pack_cpu, pack_cuda, unpack_c
 from ...primitives.scheme import Scheme
 from ...primitives.spec import QuantSpec
 from .base import Layout, Plain, register_layout
+from .inner_tensors import FLOATS, Form, Forms
 
 GROUP_SIZES = (32, 64, 128, 256)
 
@@ -66,6 +67,25 @@ class TensorCoreTiledLayout(Layout):
         if block[0] != 1 or block[1] not in GROUP_SIZES:
             raise ValueError(f"{self} takes groups of 32, 64, 128 or 256 along a row, the weight has blocks of {block}")
 
+    def codes_forms(self, scheme: Scheme) -> tuple[Form, ...]:
+        (n, k), tiles = self._padded(scheme, cuda=True), self.inner_k_tiles
+        on_cuda = Form((n // 8, k // (16 * tiles), 32, tiles // 2), {torch.int32})
+        n, k = self._padded(scheme, cuda=False)
+        return Form((n, k // 2), {torch.uint8}), on_cuda
+
+    def forms(self, scheme: Scheme) -> Forms:
+        group = scheme.weight.block_size(scheme.shape)[1]
+        sizes = (self._padded(scheme, cuda) for cuda in (False, True))
+        both = tuple(Form((k // group, n, 2), FLOATS) for n, k in sizes)
+        return {"qdata": self.codes_forms(scheme), "scale_and_zero": both}
+
+    def _padded(self, scheme: Scheme, cuda: bool) -> tuple[int, int]:
+        """(N, K) as the packing of the device needs them."""
+        n, k = scheme.shape
+        if not cuda:
+            return n + -n % 64, k
+        return n + -n % 8, k + -k % math.lcm(16 * self.inner_k_tiles, scheme.weight.block_size(scheme.shape)[1])
+
     def packing(self, device: torch.device) -> Hashable:
         return self.inner_k_tiles if device.type == "cuda" else cpu_packing()
 
@@ -79,8 +99,8 @@ class TensorCoreTiledLayout(Layout):
         n, k = codes.shape
         group = scheme.weight.block_size(scheme.shape)[1]
         cuda = codes.device.type == "cuda"
-        rows = -n % (8 if cuda else 64)
-        columns = -k % math.lcm(16 * self.inner_k_tiles, group) if cuda else 0
+        padded = self._padded(scheme, cuda)
+        rows, columns = padded[0] - n, padded[1] - k
         codes = pad(codes, (0, columns, 0, rows))
         both = torch.stack([pad(t, (0, columns // group, 0, rows)).t() for t in (scale, zero_point)], -1)
         qdata = pack_cuda(codes, self.inner_k_tiles) if cuda else pack_cpu(codes, cpu_packing())

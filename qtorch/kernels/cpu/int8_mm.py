@@ -90,6 +90,7 @@ def cpu_int8_mm(
         bias: (N) in that dtype, or None.
     """
     m, k = x.shape
+    weight.check_bias(bias, dtype, n)
     numerics = _numerics(quantizer)
     about = (x.dtype, dtype, "int8", numerics)
     product = _Product.of(codes, ws, wz, n, k, weight_dtype, packed, "INT", 0.0, *about)

@@ -7,11 +7,14 @@ import struct
 import weakref
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
 from ...config import generation
+from ...primitives.packing import packed_length
 from ...primitives.qdtype import qdtype
 from ...primitives.scheme import Scheme
+from ..memory import is_backed
 from ..registry import Problem, needs_matrix
 from .library import TYPES, missing
 
@@ -25,7 +28,7 @@ W = TypeVar("W", bound="CompiledWeight")
 
 
 class CompiledWeight:
-    """A weight as the compiled kernels read it: made once, while its tensors live and stay where they are.
+    """A weight as the compiled kernels read it: made, and checked, once, while its tensors live and stay as they are.
 
     To ask the tensors on each call takes longer than a small layer.
 
@@ -34,7 +37,7 @@ class CompiledWeight:
         fields: values of the struct; none if the tensors do not lie in memory as the kernels need them.
     """
 
-    __slots__ = ("_codes", "_generation", "_pointers", "_scale", "_zero_point", "about", "fields")
+    __slots__ = ("_codes", "_generation", "_inference", "_scale", "_state", "_zero_point", "about", "fields")
 
     _made: ClassVar[dict[int, Any]] = {}  # by the identity of the codes
 
@@ -42,15 +45,23 @@ class CompiledWeight:
         cls._made = {}
 
     def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
-        """See `of`."""
+        """See `of`.
+
+        Raises:
+            ValueError: the tensors are not those of such a weight.
+        """
+        _check(codes, scale, zero_point, *about[:4])
         made, key = self._made, id(codes)
         self._codes = weakref.ref(codes, lambda _: made.pop(key, None))
         self._scale = weakref.ref(scale)
         self._zero_point = None if zero_point is None else weakref.ref(zero_point)
-        self._pointers = (codes.data_ptr(), scale.data_ptr(), 0 if zero_point is None else zero_point.data_ptr())
+        tensors = (codes, scale) if zero_point is None else (codes, scale, zero_point)
+        # Tensors of inference mode do not count what is done to them.
+        self._inference = any(t.is_inference() for t in tensors)
+        self._state = _inference_state(*tensors) if self._inference else _state(*tensors)
         self._generation = generation.number
         self.about = about
-        self.fields = _fields(codes, scale, zero_point, self._pointers, *about[:6])
+        self.fields = _fields(codes, scale, zero_point, *about[:6])
 
     @classmethod
     def of(cls: type[W], codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> W:
@@ -68,23 +79,59 @@ class CompiledWeight:
         return found
 
     def is_of(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> bool:
-        """Whether it was made of these tensors, none has moved since, and kernels are chosen as they were then."""
+        """Whether it was made of these tensors, none has moved or was written to since, and kernels are chosen as they
+        were then."""
         # In one piece, and without the help of functions: it is run on each call.
-        pointers = (codes.data_ptr(), scale.data_ptr(), 0 if zero_point is None else zero_point.data_ptr())
-        return (
-            self._codes() is codes
-            and self._scale() is scale
+        if not (
+            codes is self._codes()
+            and scale is self._scale()
+            and codes is not None
+            and scale is not None  # those of a weak reference that has died
             and (self._zero_point and self._zero_point()) is zero_point
-            and self._pointers == pointers
             and self._generation == generation.number
+        ):
+            return False
+        if self._inference:
+            state = _inference_state(*((codes, scale) if zero_point is None else (codes, scale, zero_point)))
+        elif zero_point is None:
+            state = codes.data_ptr(), codes._version, scale.data_ptr(), scale._version
+        else:
+            state = _state(codes, scale, zero_point)
+        return self._state == state
+
+
+def _state(*tensors: Tensor) -> tuple[Any, ...]:
+    """Where each lies, and how often it was changed: `resize_`, `t_` and their like count too."""
+    return tuple(value for t in tensors for value in (t.data_ptr(), t._version))
+
+
+def _inference_state(*tensors: Tensor) -> tuple[Any, ...]:
+    """The same of tensors that do not count changes."""
+    return tuple(value for t in tensors for value in (t.data_ptr(), t.shape, t.stride()))
+
+
+def _check(codes: Tensor, scale: Tensor, zero_point: Tensor | None, n: int, k: int, dtype: str, packed: bool) -> None:
+    """Raise `ValueError` where an address handed to the compiled kernels would have less behind it than they read."""
+    kind = qdtype(dtype)
+    wanted = (n, packed_length(k, kind.bits) if packed else k), torch.uint8 if packed else kind.storage
+    if (tuple(codes.shape), codes.dtype) != wanted:
+        raise ValueError(
+            f"the codes of a weight of shape {(n, k)} in {kind} have shape {wanted[0]} and dtype {wanted[1]}, got "
+            f"{tuple(codes.shape)} and {codes.dtype}"
         )
+    groups = scale.shape[1] if scale.dim() == 2 else 0
+    if not (groups and k % groups == 0 and scale.shape[0] == n) and scale.shape != (1, 1):
+        raise ValueError(f"the scale of a weight of shape {(n, k)} has shape (N, groups) or (1, 1), got {scale.shape}")
+    if zero_point is not None and zero_point.shape != scale.shape:
+        raise ValueError(f"a zero point has the shape of the scale, {tuple(scale.shape)}, got {zero_point.shape}")
+    if not (is_backed(codes) and is_backed(scale) and (zero_point is None or is_backed(zero_point))):
+        raise ValueError(f"a weight of shape {(n, k)} has tensors whose memory was given back by a resized storage")
 
 
 def _fields(
     codes: Tensor,
     scale: Tensor,
     zero_point: Tensor | None,
-    pointers: tuple[int, ...],
     n: int,
     k: int,
     dtype: str,
@@ -105,7 +152,7 @@ def _fields(
     zero_code = 0 if kind.is_signed else half
     groups = scale.shape[1]
     return (
-        pointers[0],
+        codes.data_ptr(),
         codes.stride(0),
         kind.bits if packed else 0,
         center,
@@ -113,10 +160,10 @@ def _fields(
         k,
         k // groups,
         groups,
-        pointers[1],
+        scale.data_ptr(),
         TYPES[scale.dtype],
         groups if scale.shape[0] > 1 else 0,
-        pointers[2],
+        0 if zero_point is None else zero_point.data_ptr(),
         0 if zero_point is None else TYPES[zero_point.dtype],
         domain != "FLOAT",
         zero_code - (middle if domain == "FLOAT" else 0.0),
@@ -162,6 +209,12 @@ def split_bias(bias: Tensor | None, x: Tensor, n: int) -> tuple[Tensor | None, T
 def fits(bias: Tensor, x: Tensor, n: int) -> bool:
     """Whether the kernels can add it to the product of x, n columns wide."""
     return bias.dtype == x.dtype and bias.shape == (n,) and bias.is_contiguous()
+
+
+def check_bias(bias: Tensor | None, dtype: torch.dtype, n: int) -> None:
+    """Raise `ValueError` where the kernels cannot add it to a result of this dtype, n columns wide."""
+    if bias is not None and not (bias.dtype == dtype and bias.shape == (n,) and bias.is_contiguous()):
+        raise ValueError(f"takes a contiguous bias of shape {(n,)} in {dtype}, got {tuple(bias.shape)} in {bias.dtype}")
 
 
 def supports(problem: Problem) -> str | None:

@@ -78,6 +78,7 @@ def cpu_weight_only_mm(
         (M, N) in the dtype of x.
     """
     m, k = x.shape
+    weight.check_bias(bias, x.dtype, n)
     middle = (low + high + 1) / 2
     product = _Product.of(codes, scale, zero_point, n, k, dtype, packed, domain, middle, x.dtype, x.dtype, x.dtype, ())
     compiled, way = product.compiled, product.way(m)

@@ -1,0 +1,186 @@
+"""The inner tensors of a quantized tensor are those that its scheme says: from a file, from a caller, and later on."""
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from qtorch import int4_weight_only, int8_dynamic_activation_int8_weight, int8_weight_only
+from qtorch.dtypes import QuantizedTensor, base
+from qtorch.dtypes.layouts.inner_tensors import check_inner_tensors
+from qtorch.quantize_api import WeightRecipe
+from tests.every_recipe import NAMES, make
+
+RECIPES = [
+    int8_weight_only(),
+    int4_weight_only(group_size=32),
+    int8_dynamic_activation_int8_weight(),
+]
+
+
+def quantized(recipe: WeightRecipe = RECIPES[0]) -> QuantizedTensor:
+    return recipe.apply(torch.randn(256, 256))  # type: ignore[return-value]
+
+
+class Crafted:
+    """Pickled as a call of `rebuild` with these arguments."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return base.rebuild, self.args
+
+
+def load(*args: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save({"weight": Crafted(*args)}, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)["weight"]
+
+
+def arguments(weight: QuantizedTensor, **changes: Any) -> list[Any]:
+    """Of `rebuild`, some changed by position or inner tensor."""
+    name, tensors, scheme, requires_grad, is_parameter, state = weight.__reduce_ex__(2)[1]
+    return [
+        changes.pop("type_name", name),
+        {**tensors, **changes.pop("tensors", {})},
+        changes.pop("scheme", scheme),
+        requires_grad,
+        is_parameter,
+        changes.pop("state", state),
+    ]
+
+
+def test_what_was_saved_loads() -> None:
+    for name in NAMES:
+        weight = make(name, 32).apply(torch.randn(64, 128))
+        assert torch.equal(load(*arguments(weight)), weight), name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("shape", ["[200000, 4096]", "[512, 256]", "[256, 512]", "[256]", "[-1, 256]"])
+def test_a_scheme_of_another_shape(recipe: WeightRecipe, shape: str) -> None:
+    weight = quantized(recipe)
+    scheme = weight.__reduce_ex__(2)[1][2].replace("[256, 256]", shape)
+    with pytest.raises(ValueError, match="damaged: "):
+        load(*arguments(weight, scheme=scheme))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scale": torch.empty(0, 1)},
+        {"scale": torch.ones(1, 1)},
+        {"scale": torch.ones(256, 1, dtype=torch.int32)},
+        {"scale": torch.sparse_coo_tensor(size=(256, 1))},
+        {"scale": None},
+        {"qdata": torch.empty(2, 2, dtype=torch.int8)},
+        {"qdata": torch.empty(256, 256, device="meta", dtype=torch.int8)},
+        {"more": torch.ones(1)},
+        {"qdata": "no tensor"},
+    ],
+    ids=lambda change: f"{next(iter(change))}-{next(iter(change.values()))!s:.30}",
+)
+def test_inner_tensors_of_another_kind(recipe: WeightRecipe, change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="damaged: "):
+        load(*arguments(quantized(recipe), tensors=change))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"qdata": torch.empty(1, 1, dtype=torch.int8)},
+        {"scheme": 1},
+        {"dequantize": 1},
+        {"prepared": 1},
+        {"__class__": 1},
+        {"shape": 1},
+        {1: 1},
+        [],
+    ],
+    ids=str,
+)
+def test_attributes_replace_nothing(state: Any) -> None:
+    with pytest.raises(ValueError, match="damaged: "):
+        load(*arguments(quantized(), state=state))
+
+
+def test_attributes_of_the_user_are_kept() -> None:
+    weight = quantized()
+    weight.tag = "mine"  # type: ignore[attr-defined]
+    assert load(*arguments(weight)).tag == "mine"
+    assert pickle.loads(pickle.dumps(weight)).tag == "mine"
+
+
+@pytest.mark.parametrize("type_name", ["LUTQuantizedTensor", "ConvWeight", "TrainingWeight", "QuantizedTensor", "?", 1])
+def test_another_type(type_name: Any) -> None:
+    with pytest.raises(ValueError, match="the file holds a"):
+        load(*arguments(quantized(), type_name=type_name))
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "resize codes": lambda w: w.qdata.resize_(0),
+    "resize scale": lambda w: w.scale.resize_(0),
+    "set codes": lambda w: w.qdata.set_(torch.empty(2, 2, dtype=w.qdata.dtype)),
+    "cut codes": lambda w: w.qdata.t_() if w.qdata.shape[0] != w.qdata.shape[1] else w.qdata.resize_(3, 3),
+    "other codes": lambda w: setattr(w, "qdata", w.qdata[:8].clone()),
+    "data of scale": lambda w: setattr(w.scale, "data", torch.ones(1, 1)),
+    "no scale": lambda w: setattr(w, "scale", None),
+}
+
+
+@pytest.mark.parametrize("calls", [0, 3])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_tensors_that_are_changed_later(recipe: WeightRecipe, change: str, calls: int) -> None:
+    """Also where a layer keeps what it made of them."""
+    weight, x = quantized(recipe), torch.randn(2, 256)
+    with torch.no_grad():
+        for _ in range(calls):
+            functional.linear(x, weight)
+        CHANGES[change](weight)
+        for call in (lambda: functional.linear(x, weight), lambda: functional.embedding(torch.tensor([255]), weight)):
+            with pytest.raises(ValueError, match=r"has shape|is missing|on meta"):
+                call()
+
+
+@pytest.mark.parametrize("calls", [0, 3])
+def test_memory_that_is_given_back(calls: int) -> None:
+    weight, x = quantized(), torch.randn(2, 256)
+    with torch.no_grad():
+        for _ in range(calls):
+            functional.linear(x, weight)
+        weight.qdata.untyped_storage().resize_(16)  # type: ignore[attr-defined]
+        with pytest.raises((ValueError, RuntimeError), match=r"storage|memory"):
+            functional.linear(x, weight)
+
+
+def test_operators_check_sizes_too() -> None:
+    """They may be called by themselves."""
+    x, codes, scale = torch.randn(2, 256), torch.zeros(256, 256, dtype=torch.int8), torch.ones(256, 1)
+    mm = torch.ops.qtorch.cpu_weight_only_mm
+    about = (False, "int8", -127.0, 127.0, "NONE")
+    mm(x, codes, 256, scale, None, *about, None)
+    wrong: list[tuple[Tensor, int, Tensor, Tensor | None]] = [
+        (codes, 512, scale, None),
+        (codes[:8], 256, scale, None),
+        (codes, 256, scale[:8], None),
+        (codes, 256, scale, torch.zeros(8)),
+    ]
+    for args in wrong:
+        with pytest.raises(ValueError, match="shape"):
+            mm(x, args[0], args[1], args[2], None, *about, args[3])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forms_are_those_of_what_layouts_pack(name: str) -> None:
+    weight = make(name, 32).apply(torch.randn(64, 128))
+    assert isinstance(weight, QuantizedTensor)
+    check_inner_tensors(weight.inner_tensors, type(weight).forms(weight.scheme), weight.scheme)
