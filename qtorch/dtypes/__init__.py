@@ -1,6 +1,6 @@
 """Quantized tensors: `AffineQuantizedTensor`, its layouts, and the operations on it."""
 
-from . import conv, embedding, ops, views
+from . import conv, embedding, ops, parameter, raw_memory, views
 from .affine_quantized_tensor import AffineQuantizedTensor
 from .base import QuantizedTensor, quantized_type
 from .codebook_tensor import LUTQuantizedTensor, NF4Tensor, linear_nf4, to_nf4
@@ -34,7 +34,9 @@ __all__ = [
     "embedding",
     "linear_nf4",
     "ops",
+    "parameter",
     "quantized_type",
+    "raw_memory",
     "register_aqt_quantized_linear_dispatch",
     "register_layout",
     "to_affine_quantized_floatx",

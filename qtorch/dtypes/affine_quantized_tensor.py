@@ -245,7 +245,7 @@ def _activation_forms(scheme: Scheme) -> dict[str, tuple[Form, ...]]:
     if not scheme.spec.static or activation is None:
         return {}
     shape = activation.scale_shape((1, *(scheme.codes_shape[-1:] or (1,))))
-    forms = {"act_scale": (Form(shape, FLOATS),)}
+    forms: dict[str, tuple[Form, ...]] = {"act_scale": (Form(shape, FLOATS),)}
     if activation.has_zero_point:
         dtypes = FLOATS if activation.zero_point_domain is ZeroPointDomain.FLOAT else INTEGERS
         forms["act_zero_point"] = (Form(shape, dtypes),)

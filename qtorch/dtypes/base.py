@@ -81,19 +81,38 @@ class QuantizedTensor(torch.Tensor):
     prepared: Callable[[Tensor, Tensor, Tensor | None], Tensor | None] | None = None
 
     @staticmethod
-    def __new__(cls: type[Q], tensors: Mapping[str, Tensor | None], scheme: Scheme) -> Q:
+    def __new__(
+        cls: type[Q],
+        tensors: Mapping[str, Tensor | None] | Q,
+        scheme: Scheme | None = None,
+        requires_grad: bool = False,
+    ) -> Q:
+        tensors, scheme = parts_of(cls, tensors, scheme)
         first = next(t for t in tensors.values() if t is not None)
         # Under inference mode a wrapper would be an inference tensor, which cannot be a view of a normal one.
         if torch.is_inference_mode_enabled() and not first.is_inference():
             with torch.inference_mode(False):
                 return cls.__new__(cls, tensors, scheme)
         device = first.device
-        return torch.Tensor._make_wrapper_subclass(cls, scheme.shape, dtype=scheme.dtype, device=device)
+        return without_memory(torch.Tensor._make_wrapper_subclass(cls, scheme.shape, dtype=scheme.dtype, device=device))
 
-    def __init__(self, tensors: Mapping[str, Tensor | None], scheme: Scheme) -> None:
-        self.scheme = scheme
-        for name in self.tensor_names(scheme):
+    def __init__(
+        self: Q,
+        tensors: Mapping[str, Tensor | None] | Q,
+        scheme: Scheme | None = None,
+        requires_grad: bool = False,
+    ) -> None:
+        """From inner tensors and their scheme; or, as frameworks make a parameter anew of its class and its data,
+        ``type(p)(data, requires_grad=...)``, a parameter of a quantized tensor."""
+        source = tensors
+        tensors, self.scheme = parts_of(type(self), tensors, scheme)
+        for name in self.tensor_names(self.scheme):
             setattr(self, name, tensors.get(name))
+        if isinstance(source, QuantizedTensor):
+            vars(self).update(source._extra_state())
+            self._is_param = True
+            if requires_grad and self.trains:
+                self.requires_grad_()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -310,6 +329,26 @@ def _forms(cls: type[QuantizedTensor], scheme: Any) -> Forms:
     return cls.forms(scheme)
 
 
+def parts_of(
+    cls: type[QuantizedTensor], tensors: Any, scheme: Scheme | None
+) -> tuple[Mapping[str, Tensor | None], Scheme]:
+    """Inner tensors and scheme from the arguments of a class."""
+    if scheme is not None:
+        return tensors, scheme
+    if not isinstance(tensors, cls):
+        raise TypeError(
+            f"{cls.__name__} takes inner tensors and a scheme, or a {cls.__name__}, got a {type(tensors).__name__}; "
+            f"{cls.__name__}.from_float quantizes a float tensor"
+        )
+    return tensors.inner_tensors, tensors.scheme
+
+
+def without_memory(wrapper: Tensor) -> Any:
+    """`wrapper`, which no tensor's memory is behind, made to raise where its address is asked for."""
+    torch._C._set_throw_on_mutable_data_ptr(wrapper)
+    return wrapper
+
+
 def quantized_type(spec: Any) -> type[QuantizedTensor]:
     """The class for a weight's spec.
 
@@ -344,7 +383,7 @@ def rebuild(
     try:
         check_plain_tensors(tensors)
         inner = {name: t.detach() if t is not None and t.requires_grad else t for name, t in tensors.items()}
-        result = cls._from_pickled(inner, from_json(json.loads(scheme)))  # type: ignore[arg-type]
+        result = cls._from_pickled(inner, from_json(json.loads(scheme)))
         result._check_state(state)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the file holds a {type_name} that is damaged: {error}") from error

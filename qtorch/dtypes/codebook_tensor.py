@@ -229,7 +229,7 @@ def linear_nf4(input: Tensor, weight: Tensor) -> Tensor:
 
 
 def _table_form(scheme: Scheme) -> tuple[Form]:
-    weight: CodebookSpec = scheme.weight
+    weight = cast(CodebookSpec, scheme.weight)
     size = 2**weight.dtype.bits
     shape = (size,) if weight.table is not None else (*weight.scale_shape(scheme.codes_shape), size)
     return (Form(shape, FLOATS),)

@@ -111,7 +111,7 @@ def _conv(
         raise TypeError(f"{name} takes a floating-point input, got {x.dtype}")
     check_device(name, x, weight)  # type: ignore[arg-type]
     if not torch.compiler.is_compiling():
-        weight.check_inner_tensors()  # type: ignore[union-attr]
+        weight.check_inner_tensors()  # type: ignore[attr-defined]
     if x.dim() == ndim + 1:
         return _conv(ndim, x.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
     x, window = prepare_conv(ndim, x, weight.scheme.shape, stride, padding, dilation, groups, name)  # type: ignore[attr-defined]

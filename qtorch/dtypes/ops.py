@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from ..primitives.scheme import Scheme
+from ..primitives.spec import QuantSpec
 from .base import QuantizedTensor, implements_aten, implements_function
 
 aten = torch.ops.aten
@@ -36,11 +38,10 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements_aten(aten.copy_.default)
 def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """In place from a quantized tensor of the same spec: its codes. From anything else: quantize it with this one's
-    spec. Into a plain tensor: the dequantized values."""
+    """In place from a quantized tensor of the same spec: its codes. From floats: quantize them with this one's spec.
+    From one of another spec, or into a plain tensor, numbers or their form would change without a word: an error."""
     target, source = args[0], args[1]
-    if not isinstance(target, QuantizedTensor):
-        return target.copy_(source.dequantize())
+    check_copy(target, source)
     if target.scheme.shape != tuple(source.shape):
         raise ValueError(f"copy_: the target has shape {target.scheme.shape}, the source {tuple(source.shape)}")
     _check_owns_its_scales(target)
@@ -50,11 +51,32 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
         source = source.to(target.device)  # in the packing of that device
     for name, inner in target.inner_tensors.items():
         inner.copy_(getattr(source, name))
-    _count_write(target)
+    count_write(target)
     return target
 
 
-def _count_write(target: QuantizedTensor) -> None:
+def check_copy(target: Tensor, source: Tensor) -> None:
+    """Raise `ValueError` where `target.copy_(source)` would dequantize a quantized tensor, or quantize it once more."""
+    if not isinstance(source, QuantizedTensor) or not isinstance(source.scheme, Scheme):
+        return  # floats, or a weight in training that holds them
+    into = "a float tensor"
+    if isinstance(target, QuantizedTensor):
+        into = f"one quantized as {target.scheme.weight}"
+        if same_numbers(target.scheme.weight, source.scheme.weight):
+            return
+    raise ValueError(
+        f"copy_ of a weight quantized as {source.scheme.weight} into {into} would change its numbers or lose its "
+        "codes; load_state_dict(..., assign=True) takes it as it is, .dequantize() makes floats of it first"
+    )
+
+
+def same_numbers(one: Any, other: Any) -> bool:
+    """Whether codes of one spec are codes of the other: all but the rounding of updates is the same."""
+    nearest = [spec.to_nearest() if isinstance(spec, QuantSpec) else spec for spec in (one, other)]
+    return bool(nearest[0] == nearest[1])
+
+
+def count_write(target: QuantizedTensor) -> None:
     """Below autograd torch counts no versions; what was made from the old numbers is told by them that it is stale."""
     base = target._base
     for tensor in (target, base) if isinstance(base, QuantizedTensor) else (target,):

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from ..dtypes import AffineQuantizedTensor, QuantizedTensor
+from ..dtypes.ops import check_copy, count_write, same_numbers
 from ..primitives import LinearSpec, QuantSpec
 from ..primitives.scheme import Scheme
 from .spec import GemmSpec, TrainingSpec
@@ -172,6 +173,7 @@ def _update_one(func: Any, args: Any, kwargs: Any, written: list[Any]) -> None:
         return
     if func in SCALINGS and (factor := _positive_scalar(args[1])) is not None and weights[0].scales()[1] is None:
         weights[0].scales()[0].mul_(factor)
+        count_write(weights[0])
         return
     if weights[0]._base is not None and weights[0].scheme.shape != weights[0]._base.shape:
         raise NotImplementedError(
@@ -206,6 +208,7 @@ def _store(weight: QuantizedTrainingWeight, source: Tensor) -> None:
     """Quantize `source` into `weight`, rounding as its spec says; codes of the same spec are copied."""
     if tuple(source.shape) != weight.scheme.shape:
         raise ValueError(f"copy_: the target has shape {weight.scheme.shape}, the source {tuple(source.shape)}")
+    check_copy(weight, source)
     if isinstance(source, AffineQuantizedTensor) and _same_codes(source.scheme, weight.scheme):
         new: QuantizedTensor = source
     else:
@@ -213,10 +216,11 @@ def _store(weight: QuantizedTrainingWeight, source: Tensor) -> None:
         new = _requantized(weight, values.to(weight.device))
     for name, inner in weight.inner_tensors.items():
         inner.copy_(getattr(new, name))
+    count_write(weight)
 
 
 def _same_codes(one: Scheme, other: Scheme) -> bool:
-    return one.weight.to_nearest() == other.weight.to_nearest() and one.layout == other.layout
+    return same_numbers(one.weight, other.weight) and one.layout == other.layout
 
 
 def _requantized(weight: QuantizedTrainingWeight, values: Tensor) -> QuantizedTrainingWeight:

@@ -7,7 +7,7 @@ give another `TrainingWeight`, all others a plain tensor. A product that would g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
 from ..dtypes import AffineQuantizedTensor, Layout, QuantizedTensor
+from ..dtypes.base import parts_of, without_memory
 from ..dtypes.layouts import LAYOUTS
 from ..dtypes.layouts.inner_tensors import Form, Forms
 from ..primitives import LinearSpec, QuantSpec
@@ -117,10 +118,10 @@ class TrainingWeight(TrainableWeight):
         return {"master": (Form(scheme.shape, {scheme.dtype}),)}
 
     @staticmethod
-    def __new__(cls: Any, tensors: Mapping[str, Tensor | None], scheme: Any) -> TrainingWeight:
-        master = tensors["master"]
+    def __new__(cls: Any, tensors: Any, scheme: Any = None, requires_grad: bool = False) -> TrainingWeight:
+        master = parts_of(cls, tensors, scheme)[0]["master"]
         assert master is not None
-        return torch.Tensor._make_wrapper_subclass(
+        wrapper = torch.Tensor._make_wrapper_subclass(
             cls,
             master.shape,
             strides=master.stride(),
@@ -128,6 +129,7 @@ class TrainingWeight(TrainableWeight):
             dtype=master.dtype,
             device=master.device,
         )
+        return without_memory(wrapper)
 
     @classmethod
     def tensor_names(cls, scheme: Any) -> tuple[str, ...]:

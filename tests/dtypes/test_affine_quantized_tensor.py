@@ -202,8 +202,7 @@ shape (4, 64) of torch.uint8, got (4, 64) of torch.int8
 scale of a tensor of shape (4, 64) with weight uint4 PerGroup(group_size=32) asymmetric, PlainLayout() has
 shape (4, 2) of floating point, got (4, 1) of torch.float32
 zero_point of a tensor of shape (4, 64) with weight uint4 PerGroup(group_size=32) asymmetric, PlainLayout()
-has shape (4, 2) of torch.int16 or torch.int32 or torch.int64 or torch.int8 or torch.uint8, got (2, 2) of
-torch.uint8
+has shape (4, 2) of integers, got (2, 2) of torch.uint8
 zero_point is missing: a tensor of shape (4, 64) with weight uint4 PerGroup(group_size=32) asymmetric,
 PlainLayout() has one""",
     )

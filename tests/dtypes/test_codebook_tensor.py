@@ -275,7 +275,8 @@ def test_copy_and_allocate(name: str) -> None:
     assert torch.equal(w.clone().copy_(x), wanted)
     assert torch.equal(w.clone().copy_(wanted), wanted)
     assert torch.equal(w.clone().copy_(wanted.to_layout(PlainLayout())), wanted)
-    assert torch.equal(torch.empty(32, 128).copy_(w), w.dequantize())
+    with pytest.raises(ValueError, match="into a float tensor"):
+        torch.empty(32, 128).copy_(w)
     assert not torch.zeros_like(w).dequantize().any()
     assert torch.empty_like(w, device="meta").shape == w.shape
 
@@ -370,12 +371,11 @@ def test_errors_name_what_they_got() -> None:
         w.with_plain((codes, scale, table[0, 0]))
     with pytest.raises(ValueError, match=r"scale of .* has shape \(32, 1\) of floating point, got \(1, 1\)"):
         w.with_plain((codes, scale[:1], table))
-    with pytest.raises(ValueError, match=r"stored as torch\.uint8, got torch\.int8"):
+    with pytest.raises(ValueError, match=r"of torch\.uint8, got \(32, 128\) of torch\.int8"):
         w.with_plain((codes.to(torch.int8), scale, table))
     with pytest.raises(ValueError, match="cuts blocks of 16"):
         quantized("nf4 single")[:, 8:24]
     with pytest.raises(ValueError, match="cat joins tensors quantized alike"):
         torch.cat([quantized("nf4"), quantized("nf4 single")])
-    with pytest.raises(RuntimeError, match="gradient of a frozen quantized weight"):
-        functional.linear(torch.ones(1, 128), nn.Parameter(w)).sum().backward()
+    assert not functional.linear(torch.ones(1, 128), nn.Parameter(w)).requires_grad
     assert replace(w.scheme) == w.scheme

@@ -136,9 +136,7 @@ def test_gradients_go_straight_through(name: str) -> None:
         results.append(torch.autograd.grad(y, leaves, torch.linspace(-1, 1, y.numel()).reshape(y.shape)))
     for got, wanted in zip(*results):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
-    y = functional.conv2d(x, nn.Parameter(weight), groups=2)
-    with pytest.raises(RuntimeError, match="the gradient of a frozen quantized weight was asked for"):
-        y.sum().backward()
+    assert not functional.conv2d(x, nn.Parameter(weight), groups=2).requires_grad
 
 
 @pytest.mark.parametrize("name", ["int8 row", "int8 row, int8 token"])

@@ -101,8 +101,7 @@ def test_a_lookup_reads_only_the_rows_asked_for() -> None:
 def test_the_table_is_frozen() -> None:
     table = nn.Parameter(quantized("int8 row"))
     for y in (functional.embedding(IDS, table), functional.embedding_bag(IDS, table, OFFSETS)):
-        with pytest.raises(RuntimeError, match="the gradient of a frozen quantized weight was asked for"):
-            y.sum().backward()
+        assert not y.requires_grad
 
 
 @pytest.mark.parametrize("name", ["int8 row", "uint4 group, packed", "nf4"])

@@ -39,7 +39,7 @@ def test_parameter(name: str) -> None:
         assert isinstance(p, AffineQuantizedTensor)
         assert not isinstance(w, nn.Parameter)
         assert (p.requires_grad, p.is_leaf, p.grad) == (False, True, None)
-    assert nn.Parameter(w).requires_grad
+    assert not nn.Parameter(w).requires_grad  # it is frozen
     assert nn.Parameter(w).requires_grad_(False).requires_grad is False
     assert not w.requires_grad
     assert not isinstance(nn.Parameter(w).detach(), nn.Parameter)
@@ -91,11 +91,16 @@ def test_load_state_dict_between_float_and_quantized(name: str) -> None:
     q.load_state_dict(plain.state_dict())
     assert torch.equal(q.weight, wanted)
     other = nn.Linear(64, 32)
-    other.load_state_dict(q.state_dict())
+    before = other.weight.clone()
+    with pytest.raises(RuntimeError, match=r'"weight".*into a float tensor.*assign=True'):
+        other.load_state_dict(q.state_dict())
     assert type(other.weight) is nn.Parameter
-    assert torch.equal(other.weight, wanted.dequantize())
+    assert torch.equal(other.weight, before)
     other.load_state_dict(q.state_dict(), assign=True)
     assert isinstance(other.weight, AffineQuantizedTensor)
+    assert not other.weight.requires_grad
+    with pytest.raises(RuntimeError, match=r'"weight".*into one quantized as.*assign=True'):
+        linear("uint4 group, packed" if name != "uint4 group" else "int8 row").load_state_dict(q.state_dict())
 
 
 @pytest.mark.parametrize("assign", [False, True])

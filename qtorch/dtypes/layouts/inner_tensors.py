@@ -51,7 +51,7 @@ def scale_forms(weight: Any, shape: Sequence[int]) -> dict[str, tuple[Form, ...]
     `CodebookSpec`; see `primitives.double_quant`."""
     spec = weight.scale_spec
     shapes = scale_tensor_shapes(weight.scale_shape(shape), spec)
-    forms = {name: (Form(shape, FLOATS),) for name, shape in shapes.items()}
+    forms: dict[str, tuple[Form, ...]] = {name: (Form(shape, FLOATS),) for name, shape in shapes.items()}
     return forms if spec is None else {**forms, "scale": (Form(shapes["scale"], {spec.dtype.storage}),)}
 
 

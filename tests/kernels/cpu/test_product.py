@@ -116,12 +116,6 @@ def _gradient_of_bias(model: nn.Linear) -> None:
     assert torch.equal(bias.grad, torch.full((40,), 3.0))
 
 
-def _gradient_of_weight(model: nn.Linear) -> None:
-    model.weight.requires_grad_()
-    with pytest.raises(RuntimeError, match="gradient of a frozen quantized weight"):
-        model(X).sum().backward()
-
-
 def _record(model: nn.Linear) -> None:
     with record_kernels() as ran:
         model(X)
@@ -175,7 +169,6 @@ def _wrong_device(model: nn.Linear) -> None:
         _autocast,
         _gradient,
         _gradient_of_bias,
-        _gradient_of_weight,
         _record,
         _other_library,
         _other_dtype,

@@ -1,0 +1,70 @@
+"""A quantized tensor as a parameter: what is assigned to its attributes, and how a new one is made of it.
+
+A frozen weight stays frozen: asked to require a gradient it says so once and does not, so that `nn.Parameter`,
+`load_state_dict(assign=True)` and `model.requires_grad_()` work on models that hold some.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .base import QuantizedTensor, implements_function
+
+
+@implements_function(Tensor.requires_grad_)
+def requires_grad_(tensor: QuantizedTensor, requires_grad: bool = True) -> QuantizedTensor:
+    """`Tensor.requires_grad_`; without effect on a frozen weight."""
+    with torch._C.DisableTorchFunctionSubclass():
+        # One that is being wrapped by `nn.Parameter`, whose default it is, asks for nothing.
+        if requires_grad and not tensor.trains:
+            if isinstance(tensor, nn.Parameter):
+                _warn_frozen()
+            requires_grad = False
+        return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+@implements_function(Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+def _set_requires_grad(tensor: QuantizedTensor, requires_grad: bool) -> None:
+    requires_grad_(tensor, requires_grad)
+
+
+def _warn_frozen() -> None:
+    warnings.warn(
+        "qtorch: a frozen quantized weight was asked to require a gradient, and does not; quantize_ with a recipe of "
+        "qtorch.training makes weights that train, dequantize_(model) float ones",
+        stacklevel=5,
+    )
+
+
+@implements_function(Tensor.data.__set__)  # type: ignore[attr-defined]
+def set_data(tensor: QuantizedTensor, data: Any) -> None:
+    """``tensor.data = data``: the inner tensors of a tensor of the same class; anything else, of the same shape, is
+    quantized as `copy_` does it.
+
+    Raises:
+        TypeError: `data` is not a tensor.
+        ValueError: its shape is another.
+    """
+    if not isinstance(data, Tensor):
+        raise TypeError(f".data takes a tensor, got a {type(data).__name__}")
+    if tuple(data.shape) != tuple(tensor.shape):
+        raise ValueError(
+            f".data of a {type(tensor).__name__} of shape {tuple(tensor.shape)} takes a tensor of that shape, got "
+            f"{tuple(data.shape)}"
+        )
+    with torch.no_grad():
+        if type(data) is type(tensor):
+            new = data.detach()
+        else:
+            new = tensor.detach().clone()
+            new.copy_(data)
+        assert isinstance(new, QuantizedTensor)
+        with torch._C.DisableTorchFunctionSubclass():
+            Tensor.data.__set__(tensor, new)  # type: ignore[attr-defined]
+        tensor.scheme, tensor.prepared = new.scheme, None
+        for name in new.tensor_names(new.scheme):
+            setattr(tensor, name, getattr(new, name))
