@@ -27,6 +27,7 @@ from ..kernels.im2col import Window
 from ..primitives.jsonable import from_json, to_json
 from ..primitives.scheme import Scheme
 from ..primitives.spec import LinearSpec, QuantSpec
+from ..primitives.transforms import run_on_constants, transforms_active
 from .layouts.inner_tensors import Forms, check_inner_tensors, check_plain_tensors
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -301,6 +302,8 @@ class QuantizedTensor(torch.Tensor):
         if handler is not None:
             return handler(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
+            if transforms_active() and all(isinstance(arg, cls) or not isinstance(arg, Tensor | list) for arg in args):
+                return run_on_constants(func, args, kwargs or {})  # a view, say: a quantized tensor again
             return func(*args, **(kwargs or {}))
 
     @classmethod

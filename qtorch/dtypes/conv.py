@@ -11,6 +11,7 @@ Gradients flow to the input and the bias, straight through the quantization of t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..kernels.conv import CONVOLUTIONS
 from ..kernels.im2col import Size, Window, multiply_windows, prepare_conv
 from ..kernels.registry import Problem
 from ..primitives.scheme import Scheme
+from ..primitives.transforms import one_by_one, run_whole, transforms_active, unwrapped_subclass
 from .base import QuantizedTensor, implements_function
 from .conv_weight import ConvScheme, ConvWeight
-from .functions import check_device, find_kernel, frozen_error, kinds, linear, requires_grad
+from .functions import check_device, find_kernel, frozen_error, kinds, linear, requires_grad, rows_are_independent
 from .layouts.plain import layout_for
 
 aten = torch.ops.aten
@@ -125,6 +128,9 @@ def _conv(
 
 
 def _differentiable(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -> Tensor:
+    if transforms_active():
+        y = run_whole(_differentiable, x, weight, None, window) if weight.trains else _Transformed.apply(x, weight, window)
+        return _with_bias(y, bias)
     if weight.trains:
         return _with_bias(weight.conv(x, window), bias)
     if torch.is_grad_enabled() and (x.requires_grad or requires_grad(weight) or requires_grad(bias)):
@@ -167,22 +173,49 @@ class _Conv(torch.autograd.Function):
             raise frozen_error(weight)
         grad_input = grad_bias = None
         if ctx.needs_input_grad[0]:
-            _, stride, padding, dilation, groups = ctx.window
-            like = grad.new_empty(1).expand(ctx.size)  # only its shape is read
-            values = weight.dequantize(grad.dtype)
-            grad_input = aten.convolution_backward.default(
-                grad,
-                like,
-                values,
-                None,
-                stride,
-                padding,
-                dilation,
-                False,
-                [0] * len(stride),
-                groups,
-                [True, False, False],
-            )[0]
+            grad_input = _grad_input(grad, weight, ctx.size, ctx.window)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum([0, *range(2, grad.dim())])
         return grad_input, None, grad_bias, None
+
+
+def _grad_input(grad: Tensor, weight: ConvWeight, size: Sequence[int], window: Window) -> Tensor:
+    _, stride, padding, dilation, groups = window
+    like = grad.new_empty(1).expand(size)  # only its shape is read
+    values, zero = weight.dequantize(grad.dtype), [0] * len(stride)
+    return aten.convolution_backward.default(
+        grad, like, values, None, stride, padding, dilation, False, zero, groups, [True, False, False]
+    )[0]
+
+
+class _Transformed(torch.autograd.Function):
+    """The convolution without bias with a frozen weight under the transforms of torch.func."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: ConvWeight, window: Window) -> Tensor:
+        return _run(x, weight, None, window)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.weight, ctx.size, ctx.window = unwrapped_subclass(inputs[1]), inputs[0].shape, inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.needs_input_grad[1]:
+            raise frozen_error(ctx.weight)
+        return _grad_input(grad_outputs[0], ctx.weight, ctx.size, ctx.window), None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], x: Tensor, weight: ConvWeight, window: Window
+    ) -> tuple[Tensor, int]:
+        if not rows_are_independent(weight.scheme):
+            return one_by_one(info, in_dims, _Transformed.apply, (x, weight, window))
+        x = x.movedim(in_dims[0], 0)
+        return _Transformed.apply(x.flatten(0, 1), weight, window).unflatten(0, x.shape[:2]), 0
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        return CONVOLUTIONS[len(ctx.window.kernel)](
+            tangents[0], ctx.weight.dequantize(tangents[0].dtype), None, *ctx.window[1:]
+        )

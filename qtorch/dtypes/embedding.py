@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..primitives.transforms import run_whole, transforms_active, unwrapped_subclass
 from .base import QuantizedTensor, implements_aten, implements_function
 from .functions import check_device, find_kernel, frozen_error, kinds, requires_grad
 
@@ -36,6 +37,10 @@ def embedding(
         ValueError: `max_norm`, which would rewrite the table.
     """
     _check_max_norm("embedding", max_norm)
+    if transforms_active():
+        options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        trains = isinstance(weight, QuantizedTensor) and weight.trains
+        return run_whole(embedding, input, weight, *options) if trains else _Transformed.apply(input, weight)
     if isinstance(weight, QuantizedTensor) and weight.trains:
         return weight.embedding(input, padding_idx=padding_idx, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
     if torch.is_grad_enabled() and requires_grad(weight):
@@ -107,6 +112,26 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         raise frozen_error(ctx.saved_tensors[0])
+
+
+class _Transformed(torch.autograd.Function):
+    """`embedding` from a frozen table under the transforms of torch.func."""
+
+    @staticmethod
+    def forward(input: Tensor, weight: QuantizedTensor) -> Tensor:
+        return _embedding(input, weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.weight = unwrapped_subclass(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        raise frozen_error(ctx.weight)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], input: Tensor, weight: QuantizedTensor) -> tuple[Tensor, int]:
+        return _Transformed.apply(input.movedim(in_dims[0], 0), weight), 0
 
 
 @implements_aten(aten.embedding.default)

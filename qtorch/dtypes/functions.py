@@ -21,6 +21,7 @@ from torch.nn import functional
 from ..kernels.library import recording
 from ..kernels.registry import Kernel, lookup
 from ..primitives.scheme import Scheme
+from ..primitives.transforms import are_active, one_by_one, run_whole, transforms_active, unwrapped_subclass
 from .affine_quantized_tensor import AffineQuantizedTensor
 from .base import QuantizedTensor, implements_aten, implements_function
 
@@ -78,6 +79,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         not torch.compiler.is_compiling()
         and (prepared := getattr(weight, "prepared", None)) is not None
         and type(input) is Tensor
+        and not are_active()
         and not (torch.is_grad_enabled() and (input.requires_grad or requires_grad(weight) or requires_grad(bias)))
         and not torch._C._is_any_autocast_enabled()
         and not (recording() or _dispatches)
@@ -103,6 +105,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _run_linear(input: Tensor, weight: QuantizedTensor, bias: Tensor | None, device: str) -> Tensor:
+    if transforms_active():
+        return run_whole(linear, input, weight, bias) if weight.trains else _Transformed.apply(input, weight, bias)
     if not torch.compiler.is_compiling():
         weight.check_inner_tensors()
     if weight.trains:
@@ -125,16 +129,58 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (weight,) = ctx.saved_tensors
-        (grad,) = grad_outputs
-        if ctx.needs_input_grad[1]:
-            raise frozen_error(weight)
-        grad_input = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_input = linear(grad, weight.with_activation(None).t())
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
-        return grad_input, None, grad_bias, None
+        return *_gradients(ctx, ctx.saved_tensors[0], grad_outputs[0]), None
+
+
+class _Transformed(torch.autograd.Function):
+    """`linear` of a frozen weight under the transforms of torch.func; all derivatives are `linear` again."""
+
+    @staticmethod
+    def forward(input: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+        return linear(input, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.weight = unwrapped_subclass(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, ctx.weight, grad_outputs[0])
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], input: Tensor, weight: QuantizedTensor, bias: Tensor | None
+    ) -> tuple[Tensor, int]:
+        of_input, _, of_bias = in_dims
+        if of_bias is not None or of_input is None or not rows_are_independent(weight.scheme):
+            return one_by_one(info, in_dims, linear, (input, weight, bias))
+        return linear(input.movedim(of_input, 0), weight, bias), 0
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor | None:
+        of_input, _, of_bias = tangents
+        y = None if of_input is None else linear(of_input, ctx.weight.with_activation(None))
+        return y if of_bias is None else of_bias if y is None else y + of_bias
+
+
+def rows_are_independent(scheme: Scheme) -> bool:
+    """Whether the quantization of a row of the input depends on that row alone."""
+    activation = scheme.activation
+    if activation is None or scheme.spec.static:
+        return True
+    return activation.granularity.pattern(2)[0] == 1 and activation.scale_spec is None
+
+
+def _gradients(ctx: Any, weight: QuantizedTensor, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+    """Of the input, the weight, which has none, and the bias."""
+    if ctx.needs_input_grad[1]:
+        raise frozen_error(weight)
+    grad_input = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        grad_input = linear(grad, weight.with_activation(None).t())
+    if ctx.needs_input_grad[2]:
+        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
+    return grad_input, None, grad_bias
 
 
 @implements_function(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)

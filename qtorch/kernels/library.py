@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..primitives.transforms import are_active, one_by_one
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _LIBRARY = torch.library.Library("qtorch", "FRAGMENT")
@@ -44,14 +46,27 @@ def opaque(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
         _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"qtorch::{name}", fake, lib=_LIBRARY)
         overload = getattr(torch.ops.qtorch, name).default
+        _LIBRARY.impl(name, functools.partial(_run_examples, overload), "FuncTorchBatched", with_keyset=True)
 
         @functools.wraps(function)
         def call(*args: Any) -> Any:
-            return overload(*args) if torch.compiler.is_compiling() else run(*args)
+            return overload(*args) if torch.compiler.is_compiling() or are_active() else run(*args)
 
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def _run_examples(overload: Any, keyset: Any, *args: Any) -> Any:
+    """An opaque operator under `torch.func.vmap`: one example at a time, since it may read memory, which batched
+    tensors do not have."""
+    from torch._functorch.autograd_function import custom_function_call_vmap_helper
+    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+        return one_by_one(info, in_dims, overload, args)
+
+    return custom_function_call_vmap_helper(retrieve_current_functorch_interpreter(), rule, overload, *args)
 
 
 def recording() -> bool:

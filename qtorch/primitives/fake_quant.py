@@ -15,6 +15,7 @@ from torch import Tensor
 from .affine import ZeroPointDomain, fake_quantize_blocks
 from .qdtype import QDType
 from .rounding import Rounding
+from .transforms import apply
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -34,7 +35,7 @@ class _StraightThrough(torch.autograd.Function):
 def straight_through(input: Tensor, result: Tensor, unclipped: Tensor | None = None) -> Tensor:
     """`result`, which stands for `input`, of the same shape; its gradient goes on to `input` where `unclipped`, a mask,
     or everywhere."""
-    return _StraightThrough.apply(input, result, unclipped)
+    return apply(_StraightThrough, input, result, unclipped)
 
 
 def fake_quantize_affine(

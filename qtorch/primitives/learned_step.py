@@ -25,6 +25,7 @@ from torch import Tensor
 from .affine import ZeroPointDomain, code_range, fake_quantize_blocks
 from .granularity import BlockView
 from .qdtype import QDType, qdtype
+from .transforms import apply
 
 
 class _LearnedStep(torch.autograd.Function):
@@ -108,8 +109,8 @@ def learned_step_fake_quantize(
         raise ValueError(f"learned steps are those of integer codes, got {kind.name}")
     low, high = code_range(kind, quant_min, quant_max)
     block = BlockView(input.shape, block_size).block
-    return _LearnedStep.apply(
-        input, scale, zero_point, block, kind.name, float(low), float(high), grad_scale, through_rounding
+    return apply(
+        _LearnedStep, input, scale, zero_point, block, kind.name, float(low), float(high), grad_scale, through_rounding
     )
 
 

@@ -29,7 +29,8 @@ class Scheme:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))
+        # A compiler that takes sizes for symbols is told that these are numbers: metadata cannot vary within a graph.
+        object.__setattr__(self, "shape", tuple(map(int, self.shape)))
         object.__setattr__(self, "_hash", hash((self.spec, self.shape, self.dtype)))
 
     def __hash__(self) -> int:

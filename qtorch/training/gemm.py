@@ -29,6 +29,7 @@ from ..kernels.quantize_rowwise import quantize_dynamic
 from ..kernels.weight_only_mm import weight_only_mm
 from ..primitives import QuantSpec, Rounding
 from ..primitives.granularity import granularity_of
+from ..primitives.transforms import run_whole, transforms_active
 from .guardrails import warn_of_few_tokens
 from .scale_gradient import with_scale_gradient
 from .spec import GemmSpec, TrainingSpec
@@ -158,6 +159,8 @@ def contraction(x: Tensor, w: Tensor, spec: TrainingSpec) -> Tensor:
     Returns:
         (M, N) in the dtype of x.
     """
+    if transforms_active():
+        return run_whole(contraction, x, w, spec)
     if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
         return _Contraction.apply(x, w, spec)
     return _output(x, w, spec)[0]

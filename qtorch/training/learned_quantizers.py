@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..primitives import MappingType, QuantSpec, learned_step_fake_quantize, lsq_grad_scale
+from ..primitives.transforms import apply
 from .quantizers import Quantizer, mean_of_ranks
 
 EMPTY = 1e-30
@@ -150,9 +151,9 @@ class LearnedStep(LearnedQuantizer):
         zero_point = self.initial_zero_point
         root = self.codes_above_zero(zero_point).sqrt()
         if self.shift is None:
-            return _LearnedScale.apply(self.log_scale, self.initial_scale, root, self.scale_dtype), zero_point
-        scale, zero_point = _LearnedQParams.apply(
-            self.log_scale, self.shift, self.initial_scale, zero_point, root, self.scale_dtype
+            return apply(_LearnedScale, self.log_scale, self.initial_scale, root, self.scale_dtype), zero_point
+        scale, zero_point = apply(
+            _LearnedQParams, self.log_scale, self.shift, self.initial_scale, zero_point, root, self.scale_dtype
         )
         return scale, zero_point
 

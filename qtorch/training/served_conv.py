@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from ..kernels.conv import CONVOLUTIONS
 from ..kernels.im2col import Window, both_ends, multiply_windows
+from ..primitives.transforms import apply
 from .gemm import Operand, multiply
 from .served_linear import signed
 from .spec import GemmSpec
@@ -44,7 +45,7 @@ def served_conv(
     if x is None or w is None:
         return CONVOLUTIONS[len(window.kernel)](x_hat, w_hat, bias, *window[1:])
     # A tuple within the arguments would hide its tensors from autograd.
-    return _IntegerConv.apply(x_hat, w_hat, bias, window, *signed(x), *w)
+    return apply(_IntegerConv, x_hat, w_hat, bias, window, *signed(x), *w)
 
 
 class _IntegerConv(torch.autograd.Function):

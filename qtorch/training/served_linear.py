@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from ..kernels.rows import from_rows, to_rows
 from ..primitives import LinearSpec, QuantSpec
+from ..primitives.transforms import apply
 from .gemm import Operand, multiply
 from .spec import GemmSpec
 
@@ -57,11 +58,11 @@ def served_linear(
         ValueError: codes of one side only, or codes that are no integers.
     """
     if x is None and w is None:
-        return _FloatProduct.apply(x_hat, w_hat, bias)
+        return apply(_FloatProduct, x_hat, w_hat, bias)
     if x is None or w is None or not (_is_integer(x.spec) and _is_integer(w.spec)):
         raise ValueError(f"served_linear: takes integer codes of both sides or of none, got {_kind(x)} and {_kind(w)}")
     # A tuple within the arguments would hide its tensors from autograd.
-    return _IntegerProduct.apply(x_hat, w_hat, bias, *signed(x), *w)
+    return apply(_IntegerProduct, x_hat, w_hat, bias, *signed(x), *w)
 
 
 def _kind(operand: Operand | None) -> str:

@@ -15,6 +15,7 @@ from torch.nn import functional
 from ..dtypes import QuantizedTensor
 from ..kernels.im2col import Window, multiply_windows, to_matrix
 from ..kernels.rows import from_rows, to_rows
+from ..primitives.transforms import apply
 from .gemm import contraction
 from .products import Product, einsum_by
 from .spec import TrainingSpec
@@ -76,7 +77,7 @@ class _Floats(torch.autograd.Function):
 
 def floats_of(weight: Tensor) -> Tensor:
     """A weight, plain or in training, as a plain tensor, differentiable."""
-    return _Floats.apply(weight) if isinstance(weight, TrainableWeight) else weight
+    return apply(_Floats, weight) if isinstance(weight, TrainableWeight) else weight
 
 
 def _einsum(equation: str, *operands: Any) -> Tensor:

@@ -80,7 +80,7 @@ class TrainingScheme:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "shape", tuple(map(int, self.shape)))
 
     @property
     def spec(self) -> LinearSpec | None:
@@ -178,7 +178,8 @@ class TrainingWeight(TrainableWeight):
         if func in PRODUCTS:
             raise NotImplementedError(
                 f"{func} with a weight in training would run in full precision; call F.linear, matmul or "
-                "qtorch.training.quantized_matmul or quantized_einsum"
+                "qtorch.training.quantized_matmul or quantized_einsum. Within torch.func, differentiate with respect to it "
+                "by torch.autograd.grad or backward(): torch.func.grad hides what it is"
             )
         weight = next((arg for arg in args if isinstance(arg, cls)), None)
         if weight is not None and weight is args[0] and is_narrow(weight.dtype) and func._schema.is_mutable:
