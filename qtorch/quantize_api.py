@@ -22,6 +22,7 @@ from .kernels.registry import choose
 from .prepared_module import PreparedModule
 from .primitives import LinearSpec, compute_error
 from .primitives.jsonable import jsonable
+from .primitives.outside_graphs import outside_graphs
 from .primitives.scheme import Scheme
 from .report import LayerReport, QuantizeReport
 from .targets import Filter, Target, find_targets
@@ -176,6 +177,7 @@ def __getattr__(name: str) -> Any:
 
 
 @torch.no_grad()
+@outside_graphs("quantize_ replaces the parameters of a model: call it before the compiled function")
 def quantize_(
     model: nn.Module,
     recipe: Recipe | Mapping[str, Recipe | None],
@@ -235,6 +237,7 @@ def quantize_(
 
 
 @torch.no_grad()
+@outside_graphs("dequantize_ replaces the parameters of a model: call it before the compiled function")
 def dequantize_(model: nn.Module) -> nn.Module:
     """Turn every quantized weight of `model` back into a float one, in place; what rounding took is gone.
 

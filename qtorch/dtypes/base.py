@@ -25,6 +25,7 @@ from torch import Tensor
 from ..kernels.graph_key import graph_key
 from ..kernels.im2col import Window
 from ..primitives.jsonable import from_json, to_json
+from ..primitives.outside_graphs import starts_no_graph
 from ..primitives.scheme import Scheme
 from ..primitives.spec import LinearSpec, QuantSpec
 from ..primitives.transforms import run_on_constants, transforms_active
@@ -297,6 +298,7 @@ class QuantizedTensor(torch.Tensor):
     # --- operations ---
 
     @classmethod
+    @starts_no_graph
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = FUNCTIONS.get(func)
         if handler is not None:

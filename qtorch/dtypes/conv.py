@@ -22,6 +22,7 @@ from torch.nn import functional
 from ..kernels.conv import CONVOLUTIONS
 from ..kernels.im2col import Size, Window, multiply_windows, prepare_conv
 from ..kernels.registry import Problem
+from ..primitives.outside_graphs import starts_no_graph
 from ..primitives.scheme import Scheme
 from ..primitives.transforms import one_by_one, run_whole, transforms_active, unwrapped_subclass
 from .base import QuantizedTensor, implements_function
@@ -129,7 +130,11 @@ def _conv(
 
 def _differentiable(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -> Tensor:
     if transforms_active():
-        y = run_whole(_differentiable, x, weight, None, window) if weight.trains else _Transformed.apply(x, weight, window)
+        y = (
+            run_whole(_differentiable, x, weight, None, window)
+            if weight.trains
+            else _Transformed.apply(x, weight, window)
+        )
         return _with_bias(y, bias)
     if weight.trains:
         return _with_bias(weight.conv(x, window), bias)
@@ -166,6 +171,7 @@ class _Conv(torch.autograd.Function):
         return _run(x, weight, bias, window)
 
     @staticmethod
+    @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
         (grad,) = grad_outputs
@@ -200,15 +206,14 @@ class _Transformed(torch.autograd.Function):
         ctx.weight, ctx.size, ctx.window = unwrapped_subclass(inputs[1]), inputs[0].shape, inputs[2]
 
     @staticmethod
+    @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.needs_input_grad[1]:
             raise frozen_error(ctx.weight)
         return _grad_input(grad_outputs[0], ctx.weight, ctx.size, ctx.window), None, None
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], x: Tensor, weight: ConvWeight, window: Window
-    ) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, weight: ConvWeight, window: Window) -> tuple[Tensor, int]:
         if not rows_are_independent(weight.scheme):
             return one_by_one(info, in_dims, _Transformed.apply, (x, weight, window))
         x = x.movedim(in_dims[0], 0)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..primitives.outside_graphs import starts_no_graph
 from ..primitives.transforms import run_whole, transforms_active, unwrapped_subclass
 from .base import QuantizedTensor, implements_aten, implements_function
 from .functions import check_device, find_kernel, frozen_error, kinds, requires_grad
@@ -110,6 +111,7 @@ class _Embedding(torch.autograd.Function):
         return _embedding(input, weight)
 
     @staticmethod
+    @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         raise frozen_error(ctx.saved_tensors[0])
 
@@ -126,6 +128,7 @@ class _Transformed(torch.autograd.Function):
         ctx.weight = unwrapped_subclass(inputs[1])
 
     @staticmethod
+    @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         raise frozen_error(ctx.weight)
 

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from ..kernels.library import recording
 from ..kernels.registry import Kernel, lookup
+from ..primitives.outside_graphs import starts_no_graph
 from ..primitives.scheme import Scheme
 from ..primitives.transforms import are_active, one_by_one, run_whole, transforms_active, unwrapped_subclass
 from .affine_quantized_tensor import AffineQuantizedTensor
@@ -128,6 +129,7 @@ class _Linear(torch.autograd.Function):
         return kernel(input, weight, bias)
 
     @staticmethod
+    @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         return *_gradients(ctx, ctx.saved_tensors[0], grad_outputs[0]), None
 
@@ -144,6 +146,7 @@ class _Transformed(torch.autograd.Function):
         ctx.weight = unwrapped_subclass(inputs[1])
 
     @staticmethod
+    @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         return _gradients(ctx, ctx.weight, grad_outputs[0])
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .affine import ZeroPointDomain, fake_quantize_blocks
+from .outside_graphs import starts_no_graph
 from .qdtype import QDType
 from .rounding import Rounding
 from .transforms import apply
@@ -26,6 +27,7 @@ class _StraightThrough(torch.autograd.Function):
         return result.view_as(result)
 
     @staticmethod
+    @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (unclipped,) = ctx.saved_tensors
         grad = grad_outputs[0].to(ctx.dtype)

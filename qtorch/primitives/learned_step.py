@@ -24,6 +24,7 @@ from torch import Tensor
 
 from .affine import ZeroPointDomain, code_range, fake_quantize_blocks
 from .granularity import BlockView
+from .outside_graphs import starts_no_graph
 from .qdtype import QDType, qdtype
 from .transforms import apply
 
@@ -51,6 +52,7 @@ class _LearnedStep(torch.autograd.Function):
         return fake_quantize_blocks(input, block, scale, code, qdtype(dtype), low, high, ZeroPointDomain.INT)[0]
 
     @staticmethod
+    @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
         input, scale, code = ctx.saved_tensors
         low, high = ctx.bounds

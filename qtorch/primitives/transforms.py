@@ -17,11 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import Function
 from torch.nn import Parameter
 
-are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether a transform of torch.func is active, in eager mode: 40 ns."""
+from .outside_graphs import starts_no_graph
+
+
+def are_active() -> bool:
+    """Whether a transform of torch.func, or forward-mode differentiation, is active, in eager mode."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
 def _are_active_constant() -> bool:
@@ -90,6 +97,7 @@ class _Whole(Function):
         ctx.others = [None if _is_plain(arg) else (arg,) for arg in inputs]
 
     @staticmethod
+    @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         tensors = iter(ctx.saved_tensors)
         function, *args = [next(tensors) if other is None else other[0] for other in ctx.others]
@@ -142,6 +150,7 @@ class _Gradients(Function):
         pass
 
     @staticmethod
+    @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         raise RuntimeError(
             "the second derivative of a layer in training was asked for (torch.func.hessian, grad of grad): its "

@@ -29,6 +29,7 @@ from ..kernels.quantize_rowwise import quantize_dynamic
 from ..kernels.weight_only_mm import weight_only_mm
 from ..primitives import QuantSpec, Rounding
 from ..primitives.granularity import granularity_of
+from ..primitives.outside_graphs import starts_no_graph
 from ..primitives.transforms import run_whole, transforms_active
 from .guardrails import warn_of_few_tokens
 from .scale_gradient import with_scale_gradient
@@ -212,6 +213,7 @@ class _Contraction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grad_outputs
         spec: TrainingSpec = ctx.spec

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..primitives import MappingType, QuantSpec, learned_step_fake_quantize, lsq_grad_scale
+from ..primitives.outside_graphs import starts_no_graph
 from ..primitives.transforms import apply
 from .quantizers import Quantizer, mean_of_ranks
 
@@ -213,6 +214,7 @@ class _LearnedScale(torch.autograd.Function):
         return scale
 
     @staticmethod
+    @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         scale, root = ctx.saved_tensors
         return grad_outputs[0] / (root * scale), None, None, None
@@ -237,6 +239,7 @@ class _LearnedQParams(torch.autograd.Function):
         return scale, zero_point
 
     @staticmethod
+    @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         scale, zero_point, initial, root = ctx.saved_tensors
         of_scale, of_zero_point = (grad / root for grad in grad_outputs)

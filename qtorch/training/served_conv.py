@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from ..kernels.conv import CONVOLUTIONS
 from ..kernels.im2col import Window, both_ends, multiply_windows
+from ..primitives.outside_graphs import starts_no_graph
 from ..primitives.transforms import apply
 from .gemm import Operand, multiply
 from .served_linear import signed
@@ -59,6 +60,7 @@ class _IntegerConv(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x_hat, w_hat = ctx.saved_tensors
         _, stride, padding, dilation, groups = ctx.window

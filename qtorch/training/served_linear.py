@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from ..kernels.rows import from_rows, to_rows
 from ..primitives import LinearSpec, QuantSpec
+from ..primitives.outside_graphs import starts_no_graph
 from ..primitives.transforms import apply
 from .gemm import Operand, multiply
 from .spec import GemmSpec
@@ -88,6 +89,7 @@ class _IntegerProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         return *_gradients(ctx, grad_outputs[0]), *(None,) * (2 * len(Operand._fields))
 
@@ -101,6 +103,7 @@ class _FloatProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         return _gradients(ctx, grad_outputs[0])
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 from ..dtypes import QuantizedTensor
 from ..kernels.im2col import Window, multiply_windows, to_matrix
 from ..kernels.rows import from_rows, to_rows
+from ..primitives.outside_graphs import starts_no_graph
 from ..primitives.transforms import apply
 from .gemm import contraction
 from .products import Product, einsum_by
@@ -59,6 +60,7 @@ class TrainableWeight(QuantizedTensor):
         return functional.embedding(ids, rows, **options)
 
     @classmethod
+    @starts_no_graph
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _FUNCTIONS:
             return _FUNCTIONS[func](*args, **(kwargs or {}))
@@ -71,6 +73,7 @@ class _Floats(torch.autograd.Function):
         return weight.floats().clone()
 
     @staticmethod
+    @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
         return grad_outputs[0]
 

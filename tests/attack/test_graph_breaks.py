@@ -1,0 +1,323 @@
+"""torch.compile where a graph cannot be whole: it gives what eager mode gives, and compiles no more than it must."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import qtorch
+from qtorch import quantize_
+from qtorch.quantize_api import RECIPES
+from tests.attack import every_training_recipe
+from tests.attack.every_training_recipe import TRAINING
+from tests.every_recipe import NAMES, make
+
+
+class InLoop(nn.Module):
+    """A break between layers that are called from the loop itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 64)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+            x = x.relu()
+        return x
+
+
+class DataDependent(InLoop):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if x.abs().sum().item() > 1e9:
+                x = x / 2
+        return x
+
+
+class Printing(InLoop):
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            print(i)
+        return x
+
+
+class Generator(InLoop):
+    def outputs(self, x: Tensor) -> Iterator[Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+            yield x
+
+    def forward(self, x: Tensor) -> Tensor:
+        *_, last = self.outputs(x)
+        return last
+
+
+class Try(InLoop):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            try:
+                x = layer(x)
+                torch._dynamo.graph_break()
+            finally:
+                x = x.relu()
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x).tanh()
+
+
+class Nested(nn.Module):
+    """Each block is a graph, the loop is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+class Products(InLoop):
+    """Products that are written out, and views of weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x @ layer.weight.t() + functional.linear(x, layer.weight)
+            torch._dynamo.graph_break()
+        return x
+
+
+MODULES = {cls.__name__: cls for cls in (InLoop, DataDependent, Printing, Generator, Try, Nested, Products)}
+
+
+def quantized(module: str, name: str) -> nn.Module:
+    model = MODULES[module]()
+    quantize_(model, every_training_recipe.make(name) if name in TRAINING else make(name, 32))
+    model(torch.randn(8, 64))
+    return model.eval()
+
+
+def compiled(model: nn.Module, how: str, backend: str) -> Callable[[Tensor], Tensor]:
+    if how == "torch.compile":
+        return torch.compile(model, backend=backend)
+    model.compile(backend=backend)
+    return model
+
+
+def check(model: nn.Module, how: str, backend: str) -> None:
+    inputs = [torch.randn(rows, 64) for rows in (4, 5, 7)]
+    wanted = [(model(x), *gradients(model, model, x)) for x in inputs]
+    run = compiled(model, how, backend)
+    for x, (y, *of_all) in zip(inputs, wanted, strict=True):
+        torch.testing.assert_close(run(x), y, rtol=1e-4, atol=1e-4)
+        for a, b in zip(gradients(run, model, x), of_all, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * float(b.abs().amax()))
+        with torch.no_grad():
+            torch.testing.assert_close(run(x), y, rtol=1e-4, atol=1e-4)
+
+
+def gradients(run: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    leaves = [x, *(parameter for parameter in model.parameters() if parameter.requires_grad)]
+    found = torch.autograd.grad(run(x).square().mean(), leaves, allow_unused=True)
+    return [gradient for gradient in found if gradient is not None]
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "m.compile"])
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("name", ["int8_dynamic_activation_int8_weight", "int8_mixed_precision_training"])
+def test_breaks(name: str, module: str, how: str) -> None:
+    check(quantized(module, name), how, "eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*NAMES, *TRAINING])
+def test_breaks_in_a_loop_for_every_recipe(name: str) -> None:
+    check(quantized("InLoop", name), "m.compile", "eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int4_weight_only", "qat"])
+@pytest.mark.parametrize("module", ["InLoop", "Nested"])
+def test_breaks_with_inductor(module: str, name: str) -> None:
+    check(quantized(module, name), "torch.compile", "inductor")
+
+
+@pytest.mark.parametrize("model", [nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64), nn.ReLU())], ids=["one", "many"])
+def test_builtin_module_compiled_in_place(model: nn.Module) -> None:
+    """torch starts no graph at the forward of its own modules; their products run in eager mode, as in floating point."""
+    quantize_(model, qtorch.int8_weight_only())
+    x = torch.randn(3, 64)
+    wanted = model(x)
+    counter = CompileCounterWithBackend("eager")
+    model.compile(backend=counter)
+    torch.testing.assert_close(model(x), wanted)
+    assert counter.frame_count == 0
+
+
+@pytest.mark.parametrize("kind", ["embedding", "conv"])
+def test_breaks_around_tables_and_convolutions(kind: str) -> None:
+    inner = nn.Embedding(30, 64) if kind == "embedding" else nn.Conv2d(32, 32, 3)
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = 0
+            for _ in range(2):
+                y = y + self.layer(x)
+                torch._dynamo.graph_break()
+            return y
+
+    model = Twice()
+    quantize_(model, {"layer": qtorch.int8_weight_only()})
+    x = torch.randint(0, 30, (3, 4)) if kind == "embedding" else torch.randn(2, 32, 6, 6)
+    wanted = model(x)
+    model.compile(backend="eager")
+    torch.testing.assert_close(model(x), wanted)
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_layers_of_several_shapes_compiled_in_place(name: str) -> None:
+    layers = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 32))
+    quantize_(layers, every_training_recipe.make(name))
+    x = torch.randn(64, 64)
+    layers(x)
+    layers.eval()
+    wanted = layers(x)
+    for layer in layers:
+        layer.compile(backend="aot_eager")
+    torch.testing.assert_close(layers(x), wanted, rtol=1e-4, atol=1e-4)
+    layers(x).square().mean().backward()
+
+
+@pytest.mark.parametrize(
+    "name", ["int8_weight_only", "int4_weight_only", "nf4_weight_only", "int8_weight_only_quantized_training"]
+)
+def test_weights_of_several_shapes_as_arguments(name: str) -> None:
+    """No parameters of a module, sizes of tensors become symbols on the second call; metadata is numbers."""
+    run = torch.compile(lambda x, w: x @ w.t(), backend="aot_eager", fullgraph=True)
+    for n, k in ((64, 64), (96, 64), (64, 96), (128, 128)):
+        layer = nn.Linear(k, n, bias=False)
+        quantize_(layer, every_training_recipe.make(name) if name in TRAINING else make(name, 32))
+        x = torch.randn(5, k)
+        weight = layer.weight.detach()
+        torch.testing.assert_close(run(x, weight), functional.linear(x, weight), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["int8_weight_only", "qat"])
+def test_training_step_with_breaks(name: str) -> None:
+    """backward() is run outside graphs too."""
+    model = quantized("InLoop", name)
+    head = nn.Linear(64, 1)
+    x = torch.randn(8, 64)
+
+    def step() -> Tensor:
+        loss = head(model(x.clone().requires_grad_())).square().mean()
+        loss.backward()
+        return loss
+
+    step()
+    wanted = head.weight.grad.clone()
+    head.weight.grad = None
+    torch.compile(step, backend="eager")()
+    torch.testing.assert_close(head.weight.grad, wanted)
+
+
+@pytest.mark.parametrize("dynamic", [True, None, "mark"])
+def test_one_graph_for_all_batch_sizes(dynamic: bool | str | None) -> None:
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
+    quantize_(model, qtorch.int8_dynamic_activation_int4_weight(group_size=32))
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(model, backend=counter, dynamic=True if dynamic is True else None, fullgraph=True)
+    for rows in (5, 6, 9, 17, 40):
+        x = torch.randn(rows, 64)
+        if dynamic == "mark":
+            torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-4)
+    assert counter.frame_count == (2 if dynamic is None else 1)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", ["int8_weight_only", "int8_dynamic_activation_int4_weight", *TRAINING])
+def test_checkpointing(name: str, use_reentrant: bool, is_compiled: bool) -> None:
+    if is_compiled and (use_reentrant or name not in ("int8_weight_only", "qat")):
+        pytest.skip("compiled: the checkpoints that the compiler supports, of one layer of each kind")
+    block = Block()
+    quantize_(block, every_training_recipe.make(name) if name in TRAINING else make(name, 32))
+    block(torch.randn(8, 64))
+    block.eval()
+    wanted = gradients(block, block, torch.randn(8, 64, generator=torch.Generator().manual_seed(1)))
+
+    def run(x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=use_reentrant)
+
+    used = torch.compile(run, backend="aot_eager") if is_compiled else run
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    used(x).square().mean().backward()
+    leaves = [x, *(parameter for parameter in block.parameters() if parameter.requires_grad)]
+    for a, b in zip([leaf.grad for leaf in leaves if leaf.grad is not None], wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+RECIPE = qtorch.int8_weight_only()
+
+
+@pytest.mark.parametrize(
+    "change", [lambda m: quantize_(m, RECIPE), qtorch.dequantize_], ids=["quantize_", "dequantize_"]
+)
+def test_quantizing_in_a_graph(change: Callable[[nn.Module], object]) -> None:
+    """Whole graphs refuse it by name; others break there, and go on with what it has made."""
+    model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(3, 64)
+    if change is qtorch.dequantize_:
+        quantize_(model, RECIPE)
+
+    def run(x: Tensor) -> Tensor:
+        change(model)
+        return model(x) + 1
+
+    before = type(model[0].weight)
+    with pytest.raises(Exception, match="replaces the parameters of a model: call it before the compiled function"):
+        torch.compile(run, backend="eager", fullgraph=True)(x)
+    assert type(model[0].weight) is before
+    y = torch.compile(run, backend="eager")(x)
+    assert type(model[0].weight) is not before
+    torch.testing.assert_close(y, model(x) + 1)
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_second_derivative_in_training_is_refused_by_name(name: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    quantize_(model, every_training_recipe.make(name))
+    model(torch.randn(8, 64))
+    x = torch.randn(8, 64, requires_grad=True)
+    (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable|second derivative"):
+        first.square().sum().backward()
+
+
+def test_training_recipes_are_all_here() -> None:
+    assert {*NAMES, *TRAINING, "convert"} >= {
+        name for name, cls in RECIPES.items() if cls.__module__.startswith("qtorch.")
+    }
