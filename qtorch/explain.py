@@ -12,6 +12,7 @@ from .dtypes import ConvWeight, QuantizedTensor
 from .dtypes.conv import CONVS, WINDOWS_NOTE, conv_problem
 from .dtypes.embedding import EMBEDDINGS
 from .kernels.registry import Problem, candidates, choose
+from .model_argument import check_model
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ def explain(module_or_weight: nn.Module | Tensor, x: Tensor | None = None) -> Ex
         An `Explanation` for a weight, `Explanations` for a module; print it.
 
     Raises:
+        TypeError: neither a module nor a tensor.
         ValueError: nothing in it is quantized.
     """
     if isinstance(module_or_weight, Tensor):
@@ -76,6 +78,7 @@ def explain(module_or_weight: nn.Module | Tensor, x: Tensor | None = None) -> Ex
                 f"explain: the weight is a plain {type(module_or_weight).__name__}, not a quantized tensor"
             )
         return _explain_weight("", module_or_weight, x, None)
+    check_model("explain", module_or_weight)
     found = []
     for prefix, module in module_or_weight.named_modules():
         for name, weight in module.named_parameters(prefix, recurse=False):

@@ -6,8 +6,10 @@ them; every registered one is an attribute of this module (``qtorch.quantize_api
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from contextlib import suppress
+from dataclasses import fields, replace
 from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
@@ -19,12 +21,16 @@ from .dtypes import ConvWeight, QuantizedTensor, quantized_type
 from .explain import problem_of
 from .kernels.im2col import from_matrix, to_matrix
 from .kernels.registry import choose
+from .model_argument import check_model
+from .model_size import get_model_size_in_bytes
+from .module_repr import show_quantized
 from .prepared_module import PreparedModule
 from .primitives import LinearSpec, compute_error
+from .primitives.granularity import IndivisibleError
 from .primitives.jsonable import jsonable
 from .primitives.outside_graphs import outside_graphs
 from .primitives.scheme import Scheme
-from .report import LayerReport, QuantizeReport
+from .report import QUANTIZED_BEFORE, LayerReport, QuantizeReport
 from .targets import Filter, Target, find_targets
 
 RECIPES: dict[str, type[Recipe]] = {}
@@ -72,7 +78,7 @@ class Recipe:
             self.check(matrix)
         except ValueError as error:
             seen = f"a convolution's weight {shape}, seen as the matrix {tuple(matrix.shape)}"
-            raise ValueError(f"{error} ({seen})") from error
+            raise type(error)(f"{error} ({seen})") from error
 
     def make(self, target: Target[Any], weight: Tensor) -> Any:
         """What takes the place of the parameter, `weight` its data; the modules are not changed. For the report it has
@@ -210,16 +216,21 @@ def quantize_(
         What was done to each weight, or why nothing was; print it.
 
     Raises:
-        ValueError: a weight cannot be quantized as asked (every such one is named), or an entry of the mapping is void.
-        TypeError: `recipe` is not a recipe.
+        ValueError: a weight cannot be quantized as asked (every such one is named), an entry of the mapping is void, or
+            there is no such device.
+        TypeError: `recipe` is not a recipe, or `model` is no module.
     """
+    check_model("quantize_", model)
     for given in recipe.values() if isinstance(recipe, Mapping) else [recipe]:
         _check_is_recipe(given, in_mapping=isinstance(recipe, Mapping))
+    _check_device(device)
     targets = find_targets(model, recipe, filter_fn)
     if not any(target.recipe for target in targets):
         raise ValueError(f"quantize_: nothing to quantize: {_why_nothing(targets)}")
     _place(targets)
     _check_targets(targets)
+    before = get_model_size_in_bytes(model)
+    elements = _elements(model, targets)
     rows = []
     for target in tqdm(targets, desc="quantize", disable=not progress):
         if target.recipe is None:
@@ -233,7 +244,11 @@ def quantize_(
             target.recipe.install(target, made)
     if device is not None and not dry_run:
         model.to(device)
-    return QuantizeReport(tuple(rows), dry_run)
+    for module in model.modules():
+        show_quantized(module)
+    report = QuantizeReport(tuple(rows), dry_run, *elements, before)
+    after = before - report.bytes_before + report.bytes_after if dry_run else get_model_size_in_bytes(model)
+    return replace(report, model_bytes_after=after)
 
 
 @torch.no_grad()
@@ -244,8 +259,10 @@ def dequantize_(model: nn.Module) -> nn.Module:
     Tied weights stay tied. The new parameters require gradients, as those of a new module do.
 
     Raises:
+        TypeError: `model` is no module.
         ValueError: nothing in the model is quantized.
     """
+    check_model("dequantize_", model)
     done: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -253,6 +270,7 @@ def dequantize_(model: nn.Module) -> nn.Module:
                 if id(parameter) not in done:
                     done[id(parameter)] = nn.Parameter(parameter.dequantize())
                 module._parameters[name] = done[id(parameter)]
+        show_quantized(module)
     if not done:
         raise ValueError(f"dequantize_: no weight of this {type(model).__name__} is quantized")
     return model
@@ -273,6 +291,29 @@ def _check_is_recipe(given: Any, in_mapping: bool) -> None:
     raise TypeError(f"quantize_: takes a recipe such as int8_weight_only(), got {given!r}{hint}")
 
 
+def _check_device(device: torch.device | str | None) -> None:
+    """Raise `ValueError` where no tensor can be on `device`."""
+    if device is None:
+        return
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"quantize_: device={str(device)!r} is not available here: {reason}; the model is unchanged"
+        ) from error
+
+
+def _elements(model: nn.Module, targets: list[Target[Recipe]]) -> tuple[int, int]:
+    """Of all parameters of `model`, and of those that are quantized already and no recipe was asked for."""
+    parameters = [parameter for parameter in model.parameters() if not nn.parameter.is_lazy(parameter)]
+    quantized = {id(parameter) for parameter in parameters if isinstance(parameter, QuantizedTensor)}
+    quantized |= {id(module.weight) for module in model.modules() if isinstance(module, PreparedModule)}
+    quantized -= {id(target.parameter) for target in targets if target.recipe is not None}
+    done = sum(parameter.numel() for parameter in parameters if id(parameter) in quantized)
+    return sum(parameter.numel() for parameter in parameters), done
+
+
 def _place(targets: list[Target[Recipe]]) -> None:
     asked = [target for target in targets if target.recipe is not None]
     for recipe in dict.fromkeys(target.recipe for target in asked):
@@ -283,7 +324,7 @@ def _place(targets: list[Target[Recipe]]) -> None:
 
 
 def _check_targets(targets: list[Target[Recipe]]) -> None:
-    problems = []
+    problems, indivisible = [], []
     for target in targets:
         if target.recipe is not None:
             try:
@@ -292,9 +333,28 @@ def _check_targets(targets: list[Target[Recipe]]) -> None:
                 target.recipe.check_target(target)
             except (ValueError, TypeError) as error:
                 problems.append(f"{target.asked.label}: {error}")
+                if isinstance(error, IndivisibleError):
+                    indivisible.append(target)
     if problems:
         more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise ValueError("quantize_: " + "\n".join(problems[:8]) + more + "\nthe model is unchanged")
+        entries = "; entries of a mapping that fit, to stand before others:\n" if indivisible else ""
+        entries += "\n".join(map(_entry_that_fits, indivisible))
+        raise ValueError("quantize_: " + "\n".join(problems[:8]) + more + "\nthe model is unchanged" + entries)
+
+
+def _entry_that_fits(target: Target[Recipe]) -> str:
+    """An entry of a mapping for a weight that the groups of its recipe do not divide."""
+    recipe, name = target.recipe, target.asked.label
+    asked = getattr(recipe, "group_size", None)
+    if isinstance(asked, int) and isinstance(recipe, WeightRecipe):
+        length = to_matrix(target.parameter).shape[-1] if target.asked.is_conv else target.parameter.shape[-1]
+        divisors = [size for size in range(8, min(asked, length) + 1) if length % size == 0]
+        for size in sorted(divisors, key=lambda size: (math.gcd(size, 32), size), reverse=True):
+            fitting = replace(recipe, group_size=size)  # type: ignore[call-arg]
+            with suppress(ValueError, TypeError):
+                fitting.check_target(target)
+                return f'"{name}": {fitting},  # or None'
+    return f'"{name}": None,'
 
 
 def _quantized(target: Target[Recipe], weight: Tensor, quantized: Any) -> LayerReport:
@@ -307,7 +367,7 @@ def _quantized(target: Target[Recipe], weight: Tensor, quantized: Any) -> LayerR
         tuple(weight.shape),
         "quantized",
         f"{target.recipe}",
-        weight.numel() * weight.element_size(),
+        weight.nbytes,
         quantized.nbytes,
         float(compute_error(weight, quantized.dequantize())),
         kernel,
@@ -320,7 +380,8 @@ def _skipped(target: Target[Recipe]) -> LayerReport:
     size = 0 if nn.parameter.is_lazy(parameter) else parameter.nbytes
     shape = () if nn.parameter.is_lazy(parameter) else tuple(parameter.shape)
     also = tuple(other.name for other in target.slots[1:])
-    return LayerReport(slot.name, shape, "skipped", slot.reason, size, size, also=also)
+    done = isinstance(parameter, QuantizedTensor) or isinstance(slot.module, PreparedModule)
+    return LayerReport(slot.name, shape, "skipped", QUANTIZED_BEFORE if done else slot.reason, size, size, also=also)
 
 
 def _why_nothing(targets: list[Target[Recipe]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -33,12 +34,30 @@ class LayerReport:
     also: tuple[str, ...] = ()
 
 
+QUANTIZED_BEFORE = "is quantized already"
+"""Why a weight was skipped that is not left in floating point."""
+
+LARGEST = 3
+"""Of what is left in floating point, so many are named."""
+
+
 @dataclass(frozen=True)
 class QuantizeReport:
-    """Result of `quantize_`; prints as a table, `to_json()` exports it."""
+    """Result of `quantize_`; prints as a line on the whole model and a table, `to_json()` exports it.
+
+    Attributes:
+        layers: every weight of two or more dimensions.
+        parameters: elements of all parameters of the model.
+        quantized_before: those in weights that were quantized before the call, and not touched by it.
+        model_bytes_before, model_bytes_after: of all parameters and buffers of the model.
+    """
 
     layers: tuple[LayerReport, ...]
     dry_run: bool = False
+    parameters: int = 0
+    quantized_before: int = 0
+    model_bytes_before: int = 0
+    model_bytes_after: int = 0
 
     @property
     def quantized(self) -> tuple[LayerReport, ...]:
@@ -58,6 +77,11 @@ class QuantizeReport:
         """Of the quantized weights, after."""
         return sum(layer.bytes_after for layer in self.quantized)
 
+    @property
+    def quantized_parameters(self) -> int:
+        """Elements of the model's parameters that are quantized now."""
+        return self.quantized_before + sum(math.prod(layer.shape) for layer in self.quantized)
+
     def to_json(self) -> dict[str, Any]:
         """JSON data: the layers, field by field, and the totals. An SQNR that is not finite (a weight that is exact, or
         all zero) is None: JSON has no such number."""
@@ -65,24 +89,53 @@ class QuantizeReport:
             "dry_run": self.dry_run,
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
+            "model_bytes_before": self.model_bytes_before,
+            "model_bytes_after": self.model_bytes_after,
+            "parameters": self.parameters,
+            "quantized_parameters": self.quantized_parameters,
             "layers": [_json_of(layer) for layer in self.layers],
         }
 
     def __str__(self) -> str:
         rows = [_row(layer) for layer in self.layers]
         table = format_table(("weight", "shape", "what", "bytes before", "after", "SQNR dB", "kernel"), rows)
-        return f"{table}\n{self._summary()}"
+        return f"{self._summary()}\n\n{table}\n{self._totals()}"
 
     def __repr__(self) -> str:
         return f"<QuantizeReport: {self._summary()}>"
 
     def _summary(self) -> str:
-        done, before, after = self.quantized, self.bytes_before, self.bytes_after
-        share = f" ({after / before:.1%})" if before else ""
+        share = f", {self._share(self.quantized_parameters)} of all parameters" if self.parameters else ""
+        left = f"; left in floating point: {', '.join(found)}" if (found := self._largest_left()) else ""
         return (
-            f"{'would quantize' if self.dry_run else 'quantized'} {len(done)} of {len(self.layers)} weights: "
-            f"{before:,} -> {after:,} bytes{share}"
+            f"{'would quantize' if self.dry_run else 'quantized'} {len(self.quantized)} of {len(self.layers)} weights"
+            f"{share}; the model: {_change(self.model_bytes_before, self.model_bytes_after)}{left}"
         )
+
+    def _totals(self) -> str:
+        return f"these {len(self.quantized)} weights: {_change(self.bytes_before, self.bytes_after)}"
+
+    def _largest_left(self) -> list[str]:
+        """The largest weights that are left in floating point, and why; those of equal name in all blocks as one."""
+        sizes: dict[tuple[str, str], int] = {}
+        for layer in self.skipped:
+            if layer.detail != QUANTIZED_BEFORE:
+                key = re.sub(r"(?<![^.])\d+(?![^.])", "*", layer.name), layer.detail
+                sizes[key] = sizes.get(key, 0) + math.prod(layer.shape)
+        large = sorted(sizes.items(), key=lambda item: -item[1])[:LARGEST]
+        return [
+            f"{name} ({self._share(size)}: {reason})"
+            for (name, reason), size in large
+            if self.parameters and size >= self.parameters / 100
+        ]
+
+    def _share(self, elements: int) -> str:
+        return f"{elements / self.parameters:.1%}"
+
+
+def _change(before: int, after: int) -> str:
+    share = f" ({after / before:.1%})" if before else ""
+    return f"{before:,} -> {after:,} bytes{share}"
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -22,8 +22,8 @@ R = TypeVar("R")
 
 Filter = Callable[[nn.Module, str], bool]
 
-UNSUPPORTED: tuple[type[nn.Module], ...] = (nn.modules.conv._ConvTransposeNd, nn.Bilinear)
-"""Modules whose weight no kernel takes."""
+UNSUPPORTED: tuple[type[nn.Module], ...] = (nn.modules.conv._ConvTransposeNd, nn.Bilinear, nn.RNNBase)
+"""Modules whose weights no kernel takes; `nn.LSTM` and its kin run fused kernels of their own on all of them."""
 
 _ANY_NAME = "qzqzq"
 """Stands for a name that a user's regular expression could match only by a wildcard."""
@@ -171,7 +171,10 @@ def _assign_by_name(slots: list[Slot[R]], recipes: Mapping[str, R | None], filte
         for key in found:
             matches[key] += 1
         if not found:
+            wildcard = next((key for key in recipes if _matches(key, slot)), None)
             slot.reason = "no entry of the mapping asks for it"
+            if wildcard is not None:
+                slot.reason = f"{wildcard!r} matches it by a wildcard alone; ask for it by name"
             continue
         wins[found[0]] += 1
         if filter_fn is not None and not filter_fn(slot.module, slot.module_name):
@@ -206,16 +209,22 @@ def _asks_for(key: str, slot: Slot[R]) -> bool:
     """An exact name asks for anything. A regular expression asks for linear layers, and for all other weights only if
     it names them: if it would still match with their own name replaced, a wildcard has matched."""
     names = {slot.name, slot.label}
-    if key in names:
-        return True
-    try:
-        pattern = re.compile(key)
-    except re.error:  # the exact name of another; see _check_keys
-        return False
-    return any(
-        pattern.fullmatch(name) and (slot.is_linear or not pattern.fullmatch(_with_own_name_replaced(name)))
+    return key in names or any(
+        _fully_matches(key, name) and (slot.is_linear or not _fully_matches(key, _with_own_name_replaced(name)))
         for name in names
     )
+
+
+def _matches(key: str, slot: Slot[R]) -> bool:
+    """Whether it is the name, or a regular expression that matches it, if only by a wildcard."""
+    return any(key == name or _fully_matches(key, name) for name in (slot.name, slot.label))
+
+
+def _fully_matches(key: str, name: str) -> bool:
+    try:
+        return re.fullmatch(key, name) is not None
+    except re.error:  # the exact name of another; see _check_keys
+        return False
 
 
 def _with_own_name_replaced(name: str) -> str:
@@ -229,6 +238,9 @@ def _describe_unmatched(keys: list[str], slots: list[Slot[R]]) -> str:
     labels = [slot.label for slot in slots]
     lines = []
     for key in keys:
+        if by_wildcard := [slot for slot in slots if _matches(key, slot)]:
+            lines.append(_describe_wildcard(key, by_wildcard))
+            continue
         inside = [slot for slot in slots if slot.label.startswith(f"{key}.")]
         hint = f"; for what is inside it, write {key + '.*'!r} as a regular expression" if inside else ""
         if inside and all(slot.obstacle for slot in inside):
@@ -238,6 +250,22 @@ def _describe_unmatched(keys: list[str], slots: list[Slot[R]]) -> str:
         )
     some = ", ".join(labels[:4]) + (", ..." if len(labels) > 4 else "")
     return f"quantize_: {'; '.join(lines)}. The model has {some or 'none'}"
+
+
+def _describe_wildcard(key: str, slots: list[Slot[R]]) -> str:
+    """What to write in place of a key that matches `slots`, none of them a linear layer, by a wildcard alone."""
+    some = ", ".join(slot.label for slot in slots[:4]) + (", ..." if len(slots) > 4 else "")
+    own = list(dict.fromkeys(slot.label.rpartition(".")[2] for slot in slots))
+    parents = {slot.label.rpartition(".")[0].rpartition(".")[2] for slot in slots}
+    names = own[0] if len(own) == 1 else f"({'|'.join(own)})"
+    inside = f"{parents.pop()}\\." if len(parents) == 1 and not next(iter(parents)).isdecimal() else ""
+    written = rf".*\.{inside}{names}"
+    if not all(_asks_for(written, slot) for slot in slots):
+        written = "|".join(re.escape(slot.label) for slot in slots[:4])
+    return (
+        f"{key!r} matches {some} by a wildcard alone, which reaches linear layers only; embeddings, convolutions and "
+        f'bare parameters, fused experts say, are asked for by their last name: r"{written}"'
+    )
 
 
 def _check_tied(target: Target[R]) -> None:

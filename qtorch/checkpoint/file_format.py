@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,13 @@ def slots(model: nn.Module) -> Iterator[tuple[str, Slot]]:
         for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
                 yield f"{prefix}.{attribute}" if prefix else attribute, (module, attribute, tensor)
+
+
+def is_of_torch_save(path: Path) -> bool:
+    """Whether a file is one of `torch.save`: a zip archive, or the pickle of old versions."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    return start == b"PK\x03\x04" or start[:1] == b"\x80"
 
 
 def checksum(tensor: Tensor) -> int:

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from ..dtypes import QuantizedTensor
 from ..dtypes.serialize import from_canonical
-from .file_format import FORMAT_VERSION, HEADER, HEADER_CHECKSUM, Slot, checksum, slots, text_checksum
+from ..model_argument import check_model
+from ..module_repr import show_quantized
+from .file_format import FORMAT_VERSION, HEADER, HEADER_CHECKSUM, Slot, checksum, is_of_torch_save, slots, text_checksum
 
 
 def load_quantized(
@@ -36,7 +38,9 @@ def load_quantized(
         FileNotFoundError: no such file.
         ValueError: the file is truncated, corrupted, of another version, or does not fit the model; it says which. The
             model is unchanged.
+        TypeError: `model` is no module.
     """
+    check_model("load_quantized", model)
     path = Path(path)
     with _Reader(path, verify) as reader:
         loaded = reader.read_all()
@@ -63,6 +67,8 @@ def load_quantized(
         new.append((module._parameters, attribute, parameters[source]))
     for table, attribute, tensor in new:
         table[attribute] = tensor
+    for module in model.modules():
+        show_quantized(module)
     return model
 
 
@@ -109,6 +115,11 @@ class _Reader:
         try:
             return safe_open(path, framework="pt")
         except (SafetensorError, OSError, ValueError) as error:
+            if is_of_torch_save(path):
+                raise ValueError(
+                    f"{path}: a file of torch.save, not of save_quantized; read it by "
+                    "model.load_state_dict(torch.load(path, weights_only=True), assign=True)"
+                ) from error
             raise ValueError(f"{path}: truncated, or not a safetensors file ({error})") from error
 
     def read(self, key: str) -> Tensor:

@@ -27,7 +27,19 @@ from ..primitives.scheme import Scheme
 from ..primitives.transforms import one_by_one, run_whole, transforms_active, unwrapped_subclass
 from .base import QuantizedTensor, implements_function
 from .conv_weight import ConvScheme, ConvWeight
-from .functions import check_device, find_kernel, frozen_error, kinds, linear, requires_grad, rows_are_independent
+from .functions import (
+    autocasts,
+    check_device,
+    check_dtype,
+    find_kernel,
+    frozen_error,
+    kinds,
+    multiply,
+    requires_grad,
+    rows_are_independent,
+    save_weight,
+    saved_weight,
+)
 from .layouts.plain import layout_for
 
 aten = torch.ops.aten
@@ -111,8 +123,7 @@ def _conv(
     takes = isinstance(weight, ConvWeight) or (isinstance(weight, QuantizedTensor) and weight.trains)
     if not takes or isinstance(x, QuantizedTensor):
         raise TypeError(f"{name} takes a float input and a ConvWeight, or one in training, got {kinds(x, weight)}")
-    if not x.is_floating_point():
-        raise TypeError(f"{name} takes a floating-point input, got {x.dtype}")
+    check_dtype(name, x, weight.scheme.dtype)  # type: ignore[attr-defined]
     check_device(name, x, weight)  # type: ignore[arg-type]
     if not torch.compiler.is_compiling():
         weight.check_inner_tensors()  # type: ignore[attr-defined]
@@ -120,7 +131,7 @@ def _conv(
         return _conv(ndim, x.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
     x, window = prepare_conv(ndim, x, weight.scheme.shape, stride, padding, dilation, groups, name)  # type: ignore[attr-defined]
     device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
+    if autocasts(device):
         x = x.to(torch.get_autocast_dtype(device))
         bias = None if bias is None else bias.to(x.dtype)
         with torch.autocast(device, enabled=False):
@@ -148,7 +159,7 @@ def _run(x: Tensor, weight: ConvWeight, bias: Tensor | None, window: Window) -> 
         return find_kernel("conv", weight.scheme, x.dtype, x.device.type)(x, weight, bias, window)
     matrices = [_of_group(weight, group, window.groups) for group in range(window.groups)]
     with torch.no_grad():
-        y = multiply_windows(x, window, lambda rows, group: linear(rows, matrices[group]))
+        y = multiply_windows(x, window, lambda rows, group: multiply(rows, matrices[group]))
     return _with_bias(y, bias)
 
 
@@ -166,20 +177,17 @@ def _of_group(weight: ConvWeight, group: int, groups: int) -> QuantizedTensor:
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: ConvWeight, bias: Tensor | None, window: Window) -> Tensor:
-        ctx.save_for_backward(weight)
+        save_weight(ctx, weight)
         ctx.size, ctx.window = x.shape, window
         return _run(x, weight, bias, window)
 
     @staticmethod
     @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (weight,) = ctx.saved_tensors
         (grad,) = grad_outputs
-        if ctx.needs_input_grad[1]:
-            raise frozen_error(weight)
         grad_input = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_input = _grad_input(grad, weight, ctx.size, ctx.window)
+            grad_input = _grad_input(grad, saved_weight(ctx), ctx.size, ctx.window)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum([0, *range(2, grad.dim())])
         return grad_input, None, grad_bias, None

@@ -14,7 +14,7 @@ from torch.nn import functional
 from ..primitives.outside_graphs import starts_no_graph
 from ..primitives.transforms import run_whole, transforms_active, unwrapped_subclass
 from .base import QuantizedTensor, implements_aten, implements_function
-from .functions import check_device, find_kernel, frozen_error, kinds, requires_grad
+from .functions import check_device, find_kernel, frozen_error, kinds
 
 aten = torch.ops.aten
 
@@ -44,8 +44,6 @@ def embedding(
         return run_whole(embedding, input, weight, *options) if trains else _Transformed.apply(input, weight)
     if isinstance(weight, QuantizedTensor) and weight.trains:
         return weight.embedding(input, padding_idx=padding_idx, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
-    if torch.is_grad_enabled() and requires_grad(weight):
-        return _Embedding.apply(input, weight)
     return _embedding(input, weight)
 
 
@@ -102,18 +100,6 @@ def embedding_bag(
         include_last_offset=include_last_offset,
     )
     return y if padding_idx is None else y[:-1]
-
-
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: QuantizedTensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return _embedding(input, weight)
-
-    @staticmethod
-    @starts_no_graph
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        raise frozen_error(ctx.saved_tensors[0])
 
 
 class _Transformed(torch.autograd.Function):

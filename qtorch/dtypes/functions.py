@@ -73,7 +73,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` with a quantized weight (N, K): input (..., K) -> (..., N), in the input's dtype.
 
     Raises:
-        TypeError: the input, not the weight, is quantized, or the input is not in floating point.
+        TypeError: the input, not the weight, is quantized; or the input's dtype is not that of the weight, outside
+            autocast.
         ValueError: the shapes do not fit, or the input is on another device.
     """
     if (
@@ -92,22 +93,22 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     shape = weight.scheme.shape
     if len(shape) != 2 or not input.dim() or input.shape[-1] != shape[1]:
         raise ValueError(f"linear: an input of shape {tuple(input.shape)} does not fit a weight of shape {shape}")
-    if not input.is_floating_point():
-        raise TypeError(f"linear takes a floating-point input, got {input.dtype}")
+    check_dtype("linear", input, weight.scheme.dtype)
     check_device("linear", input, weight)
     device = input.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
+    if autocasts(device):
         input = input.to(torch.get_autocast_dtype(device))
         bias = None if bias is None else bias.to(input.dtype)
         # What a kernel computes in fp32, the exact sum of integers say, is to stay in fp32.
         with torch.autocast(device, enabled=False):
-            return _run_linear(input, weight, bias, device)
-    return _run_linear(input, weight, bias, device)
+            return multiply(input, weight, bias)
+    return multiply(input, weight, bias)
 
 
-def _run_linear(input: Tensor, weight: QuantizedTensor, bias: Tensor | None, device: str) -> Tensor:
+def multiply(input: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` of an input that was checked, whatever its dtype: under autocast it is not that of the weight."""
     if transforms_active():
-        return run_whole(linear, input, weight, bias) if weight.trains else _Transformed.apply(input, weight, bias)
+        return run_whole(multiply, input, weight, bias) if weight.trains else _Transformed.apply(input, weight, bias)
     if not torch.compiler.is_compiling():
         weight.check_inner_tensors()
     if weight.trains:
@@ -116,7 +117,7 @@ def _run_linear(input: Tensor, weight: QuantizedTensor, bias: Tensor | None, dev
         for condition, implementation in _dispatches.items():
             if condition(input, weight, bias):
                 return implementation(input, weight, bias)
-    kernel = find_kernel("linear", weight.scheme, input.dtype, device)
+    kernel = find_kernel("linear", weight.scheme, input.dtype, input.device.type)
     if torch.is_grad_enabled() and (input.requires_grad or requires_grad(weight) or requires_grad(bias)):
         return _Linear.apply(input, weight, bias, kernel)
     return kernel(input, weight, bias)
@@ -125,13 +126,13 @@ def _run_linear(input: Tensor, weight: QuantizedTensor, bias: Tensor | None, dev
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: QuantizedTensor, bias: Tensor | None, kernel: Kernel) -> Tensor:
-        ctx.save_for_backward(weight)
+        save_weight(ctx, weight)
         return kernel(input, weight, bias)
 
     @staticmethod
     @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gradients(ctx, ctx.saved_tensors[0], grad_outputs[0]), None
+        return *_gradients(ctx, saved_weight(ctx), grad_outputs[0]), None
 
 
 class _Transformed(torch.autograd.Function):
@@ -139,7 +140,7 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def forward(input: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
-        return linear(input, weight, bias)
+        return multiply(input, weight, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -148,6 +149,8 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.needs_input_grad[1]:
+            raise frozen_error(ctx.weight)
         return _gradients(ctx, ctx.weight, grad_outputs[0])
 
     @staticmethod
@@ -156,13 +159,13 @@ class _Transformed(torch.autograd.Function):
     ) -> tuple[Tensor, int]:
         of_input, _, of_bias = in_dims
         if of_bias is not None or of_input is None or not rows_are_independent(weight.scheme):
-            return one_by_one(info, in_dims, linear, (input, weight, bias))
-        return linear(input.movedim(of_input, 0), weight, bias), 0
+            return one_by_one(info, in_dims, multiply, (input, weight, bias))
+        return multiply(input.movedim(of_input, 0), weight, bias), 0
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor | None:
         of_input, _, of_bias = tangents
-        y = None if of_input is None else linear(of_input, ctx.weight.with_activation(None))
+        y = None if of_input is None else multiply(of_input, ctx.weight.with_activation(None))
         return y if of_bias is None else of_bias if y is None else y + of_bias
 
 
@@ -176,11 +179,9 @@ def rows_are_independent(scheme: Scheme) -> bool:
 
 def _gradients(ctx: Any, weight: QuantizedTensor, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
     """Of the input, the weight, which has none, and the bias."""
-    if ctx.needs_input_grad[1]:
-        raise frozen_error(weight)
     grad_input = grad_bias = None
     if ctx.needs_input_grad[0]:
-        grad_input = linear(grad, weight.with_activation(None).t())
+        grad_input = multiply(grad, weight.with_activation(None).t())
     if ctx.needs_input_grad[2]:
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
     return grad_input, None, grad_bias
@@ -311,12 +312,54 @@ def check_device(op: str, input: Tensor, weight: QuantizedTensor) -> None:
         raise ValueError(f"{op}: the input is on {input.device}, the weight on {inner.device}")
 
 
+def autocasts(device: str) -> bool:
+    """Whether inputs on this type of device are cast for products."""
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
+def check_dtype(op: str, input: Tensor, dtype: torch.dtype) -> None:
+    """Raise `TypeError` where `input` is not in `dtype`, that of the weight, and autocast does not bring it there."""
+    if input.dtype == dtype:
+        return
+    if not input.is_floating_point():
+        raise TypeError(f"{op} takes a floating-point input, got {input.dtype}: input.to({dtype})")
+    if input.dtype == torch.float64:  # which autocast leaves alone
+        raise TypeError(
+            f"{op}: expected an input of dtype {dtype}, which the weight has, got {input.dtype}: input.to({dtype})"
+        )
+    if not autocasts(input.device.type):
+        raise TypeError(
+            f"{op}: expected an input of dtype {dtype}, which the weight has, got {input.dtype}: "
+            f"input.to({dtype}), model.to({input.dtype}), or torch.autocast"
+        )
+
+
 def frozen_error(weight: Tensor) -> RuntimeError:
-    """What to raise where the gradient of `weight` is asked for."""
+    """What to raise where a transform asks for the gradient of `weight`."""
     return RuntimeError(
-        f"the gradient of a frozen quantized weight was asked for ({weight!r}). Call requires_grad_(False) "
-        "on it to train what is around it, or dequantize_(model) to train the weight itself"
+        f"the gradient of a frozen quantized weight was asked for ({weight!r}). Differentiate by what is around it, or "
+        "dequantize_(model) to train the weight itself"
     )
+
+
+def save_weight(ctx: Any, weight: QuantizedTensor) -> None:
+    """Keep a frozen weight for the backward, by its inner tensors: while it is kept itself, no module could exchange it
+    (`model.to`)."""
+    if torch.compiler.is_compiling():
+        ctx.save_for_backward(weight)
+        ctx.weight = None
+        return
+    inner = weight.inner_tensors
+    ctx.save_for_backward(*inner.values())
+    ctx.weight = type(weight), tuple(inner), weight.scheme
+
+
+def saved_weight(ctx: Any) -> Any:
+    """Inverse of `save_weight`."""
+    if ctx.weight is None:
+        return ctx.saved_tensors[0]
+    kind, names, scheme = ctx.weight
+    return kind(dict(zip(names, ctx.saved_tensors)), scheme)
 
 
 def requires_grad(tensor: Tensor | None) -> bool:

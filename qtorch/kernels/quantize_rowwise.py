@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..primitives.affine import MappingType, ZeroPointDomain
+from ..primitives.affine import MappingType, ZeroPointDomain, check_floating_point
 from ..primitives.granularity import PerRow
 from ..primitives.qdtype import qdtype
 from ..primitives.rounding import Rounding
@@ -30,7 +30,11 @@ def quantize_int8_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         codes (M, K) int8, scale (M, 1) fp32; equal bit for bit to the primitives on the same spec.
+
+    Raises:
+        TypeError: x is not in floating point.
     """
+    check_floating_point("quantize_int8_rowwise", x)
     if gpu_features.runs_triton(x) and x.dim() == 2 and x.dtype in _FLOATS:
         codes, scale = cuda_quantize_rowwise(x, torch.int8)
         return codes, scale

@@ -81,7 +81,11 @@ def quantize_affine(
         quant_min, quant_max: narrower bounds than the type's own.
         zero_point_domain: see the equations at the top of the file.
         rounding, generator: see `round_to_integer`; floating-point codes round to nearest even.
+
+    Raises:
+        TypeError: `input` is not in floating point.
     """
+    check_floating_point("quantize_affine", input)
     view = BlockView(input.shape, block_size)
     low, high = code_range(output_dtype, quant_min, quant_max)
     codes = _real_codes(
@@ -119,6 +123,12 @@ def dequantize_affine(
     codes = kind.decode(view.split(input))
     code_bounds = code_range(input_dtype, quant_min, quant_max)
     return view.merge(_dequantize(view, codes, scale, zero_point, code_bounds, zero_point_domain)).to(output_dtype)
+
+
+def check_floating_point(function: str, input: Tensor) -> None:
+    """Raise `TypeError` where `input` holds no real numbers in floating point; the message names `function`."""
+    if not input.is_floating_point():
+        raise TypeError(f"{function} takes a floating-point tensor, got {input.dtype}: input.float()")
 
 
 def code_range(dtype: torch.dtype | QDType, quant_min: float | None, quant_max: float | None) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .affine import check_floating_point
 from .granularity import BlockView
 from .qparams import min_max
 
@@ -35,7 +36,11 @@ def choose_scale_codebook(input: Tensor, block_size: Sequence[int], scale_dtype:
     """The largest magnitude of each block, so that x / scale lies in [-1, 1]; of the scale's shape.
 
     At least the smallest normal number of `scale_dtype`: an all-zero block has a finite scale.
+
+    Raises:
+        TypeError: `input` is not in floating point.
     """
+    check_floating_point("choose_scale_codebook", input)
     low, high = min_max(input, block_size)
     info = torch.finfo(scale_dtype)
     return torch.maximum(-low, high).clamp(info.tiny, info.max).to(scale_dtype)
@@ -51,8 +56,10 @@ def quantize_codebook(input: Tensor, block_size: Sequence[int], scale: Tensor, t
         table: (L,), or one per block (*scale.shape, L); ascending, L at most 256.
 
     Raises:
+        TypeError: `input` is not in floating point.
         ValueError: the shape of `table` or `scale` does not fit.
     """
+    check_floating_point("quantize_codebook", input)
     view = BlockView(input.shape, block_size)
     _check_table(view, table)
     x = view.split(input).float() / view.split_scale(scale).float()
@@ -98,8 +105,10 @@ def kmeans_codebook(
         (..., 2^bits), fp32, ascending; zeros where n is 0.
 
     Raises:
+        TypeError: `input` is not in floating point.
         ValueError: `bits` out of range, or `importance` of another shape.
     """
+    check_floating_point("kmeans_codebook", input)
     if not 1 <= bits <= 8:
         raise ValueError(f"kmeans_codebook takes 1 to 8 bits, got {bits}")
     if importance is not None and importance.shape != input.shape:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .affine import ZeroPointDomain, fake_quantize_blocks
+from .affine import ZeroPointDomain, check_floating_point, fake_quantize_blocks
 from .outside_graphs import starts_no_graph
 from .qdtype import QDType
 from .rounding import Rounding
@@ -55,7 +55,7 @@ def fake_quantize_affine(
 ) -> Tensor:
     """`dequantize_affine(quantize_affine(input))` in the input's dtype, differentiable in `input` (straight-through).
 
-    Arguments as in `quantize_affine`.
+    Arguments and errors as in `quantize_affine`.
     """
     return fake_quantize_affine_cachemask(
         input,
@@ -85,6 +85,7 @@ def fake_quantize_affine_cachemask(
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`fake_quantize_affine` and the boolean mask of the elements that did not clip, through which gradients pass."""
+    check_floating_point("fake_quantize_affine", input)
     with torch.no_grad():
         result, unclipped = fake_quantize_blocks(
             input,

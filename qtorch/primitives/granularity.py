@@ -118,11 +118,16 @@ def granularity_of(pattern: Sequence[int]) -> Granularity:
     return PerBlock(pattern)
 
 
+class IndivisibleError(ValueError):
+    """Blocks do not divide a tensor."""
+
+
 def resolve_block(pattern: Sequence[int], shape: Sequence[int]) -> Block:
     """Replace -1 by the axis size and check that each block size divides its axis.
 
     Raises:
-        ValueError: the ranks differ, or a size does not divide its axis.
+        ValueError: the ranks differ.
+        IndivisibleError: a size does not divide its axis.
     """
     if len(pattern) != len(shape):
         raise ValueError(f"block_size {tuple(pattern)} has {len(pattern)} axes, the tensor has shape {tuple(shape)}")
@@ -130,7 +135,8 @@ def resolve_block(pattern: Sequence[int], shape: Sequence[int]) -> Block:
     for axis, (b, n) in enumerate(zip(block, shape, strict=True)):
         # An empty axis is its own block.
         if b != n and (b < 1 or n % b != 0):
-            raise ValueError(f"block_size {block} does not divide shape {tuple(shape)}: {n} % {b} along axis {axis}")
+            sizes = f"{n} % {b} along axis {axis}"
+            raise IndivisibleError(f"block_size {block} does not divide shape {tuple(shape)}: {sizes}")
     return block
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .affine import ZeroPointDomain, code_range, fake_quantize_blocks
+from .affine import ZeroPointDomain, check_floating_point, code_range, fake_quantize_blocks
 from .granularity import BlockView
 from .outside_graphs import starts_no_graph
 from .qdtype import QDType, qdtype
@@ -104,8 +104,10 @@ def learned_step_fake_quantize(
             al., arXiv 1805.06085, eq. 3, where a = s Q_P is learned, dx_hat/da = 1 where x >= a).
 
     Raises:
+        TypeError: `input` is not in floating point.
         ValueError: `quant_dtype` is no integer type; the bounds leave it; `scale` does not have one element per block.
     """
+    check_floating_point("learned_step_fake_quantize", input)
     kind = qdtype(quant_dtype)
     if kind.is_floating_point:
         raise ValueError(f"learned steps are those of integer codes, got {kind.name}")
@@ -133,6 +135,7 @@ def lsq_grad_scale(count: int, quant_max: float) -> float:
 
 def lsq_scale(input: Tensor, block_size: Sequence[int], quant_max: float) -> Tensor:
     """The initial step of each block, 2 mean|x| / sqrt(Q_P) (LSQ, section 2.1), fp32, of the scale's shape."""
+    check_floating_point("lsq_scale", input)
     view = BlockView(input.shape, block_size)
     magnitude = view.split(input.detach().float().abs())
     mean = magnitude.mean(view.dims, keepdim=True) if view.dims else magnitude

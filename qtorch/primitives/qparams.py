@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .affine import MappingType, ZeroPointDomain, code_range
+from .affine import MappingType, ZeroPointDomain, check_floating_point, code_range
 from .floatx import floor_to_power_of_two
 from .granularity import BlockView
 from .qdtype import QDType
@@ -51,8 +51,9 @@ def choose_qparams_affine(
 ) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point of each block of `input` from its minimum and maximum.
 
-    Arguments and result as in `choose_qparams_affine_with_min_max`.
+    Arguments, result and errors as in `choose_qparams_affine_with_min_max`.
     """
+    check_floating_point("choose_qparams_affine", input)
     low, high = min_max(input, block_size)
     return choose_qparams_affine_with_min_max(
         low,
@@ -104,8 +105,11 @@ def choose_qparams_affine_with_min_max(
         (scale, zero_point), zero_point None for the NONE domain.
 
     Raises:
+        TypeError: the range is not in floating point.
         ValueError: options that contradict each other.
     """
+    for extreme in (min_val, max_val):
+        check_floating_point("choose_qparams_affine_with_min_max", extreme)
     low_code, high_code = code_range(target_dtype, quant_min, quant_max)
     _check_options(mapping_type, zero_point_domain, preserve_zero)
     scale_dtype = scale_dtype or torch.float32

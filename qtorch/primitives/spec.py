@@ -16,6 +16,7 @@ from torch import Tensor
 from .affine import (
     MappingType,
     ZeroPointDomain,
+    check_floating_point,
     code_range,
     dequantize_affine,
     quantize_affine,
@@ -109,7 +110,12 @@ class QuantSpec:
         return scale_shape(shape, self.block_size(shape))
 
     def calibrate(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        """Range (min, max) that the codes of each block should cover, fp32, of the scale's shape."""
+        """Range (min, max) that the codes of each block should cover, fp32, of the scale's shape.
+
+        Raises:
+            TypeError: `input` is not in floating point.
+        """
+        check_floating_point("calibrate", input)
         return self.scale_rule.min_max(input, self)
 
     def choose_qparams_from_range(

@@ -15,8 +15,12 @@ def sub_byte_type(dtype: QDType | torch.dtype | str, kind: str, recipe: str) -> 
     """`dtype` as one of the types ``<kind>1`` to ``<kind>7``.
 
     Raises:
+        TypeError: a number of bits; the message says what to write.
         ValueError: it is none of them; the message names `recipe`.
     """
+    if isinstance(dtype, int):
+        hint = f": write torch.{kind}{dtype}" if 1 <= dtype <= 7 else ""
+        raise TypeError(f"{recipe} takes a dtype, torch.{kind}1 to torch.{kind}7, got {dtype}{hint}")
     found = qdtype(dtype)
     if found.name not in [f"{kind}{bits}" for bits in range(1, 8)]:
         raise ValueError(f"{recipe} takes {kind}1 to {kind}7, got {found.name}")

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from ..dtypes import AffineQuantizedTensor
 from ..dtypes.base import quantized_type
+from ..dtypes.functions import autocasts, check_dtype
 from ..kernels.rows import from_rows, to_rows
 from ..prepared_module import PreparedModule
 from ..primitives import LinearSpec, MappingType, PerRow, PerTensor, QuantSpec, ZeroPointDomain
@@ -65,7 +66,8 @@ class FakeQuantizedLayer(PreparedModule):
 
     def forward(self, input: Tensor) -> Tensor:
         device = input.device.type
-        if torch.is_autocast_enabled(device):
+        check_dtype(f"a {type(self).float_class.__name__} in training", input, self.weight.dtype)
+        if autocasts(device):
             input = input.to(torch.get_autocast_dtype(device))
             with torch.autocast(device, enabled=False):
                 return self._forward(input)

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from ..dtypes import AffineQuantizedTensor, QuantizedTensor
-from ..dtypes.functions import linear
+from ..dtypes.functions import multiply as multiply_served
 from ..kernels.cpu.int8_mm import GROUP_MULTIPLE, cpu_int8_mm
 from ..kernels.int8_block_mm import int8_block_mm, pad_to_blocks
 from ..kernels.int8_scaled_mm import int8_product
@@ -171,7 +171,7 @@ def _output(x: Tensor, w: Tensor, spec: TrainingSpec) -> tuple[Tensor, Operand, 
     """The forward matmul, and its operands."""
     if isinstance(w, AffineQuantizedTensor):  # held as codes: the kernel that serves them
         xq = quantize_operand(x, spec.output.lhs if spec.grad_weight.reuse_forward else None)
-        return linear(x, w.convert()), xq, Operand(w, w.shape[0])  # type: ignore[attr-defined]
+        return multiply_served(x, w.convert()), xq, Operand(w, w.shape[0])  # type: ignore[attr-defined]
     wq = _forward_weight(w, spec)
     xq = quantize_operand(x, spec.output.lhs, _block_length(spec.output.rhs))
     return multiply(xq, wq, spec.output, x.dtype), xq, wq
@@ -198,7 +198,9 @@ class _Contraction(torch.autograd.Function):
         ctx.x_dtype, ctx.w_dtype = x.dtype, w.dtype
         ctx.x_spec = ctx.w_spec = None
         held_x: tuple[Tensor | None, ...] = (x, None, None)
-        held_w: tuple[Tensor | None, ...] = (w, None, None)
+        # By another name: while a parameter is kept itself, no module could exchange it (`model.to`).
+        by_name = isinstance(w, QuantizedTensor) and not torch.compiler.is_compiling()
+        held_w: tuple[Tensor | None, ...] = (w.detach() if by_name else w, None, None)
         if spec.grad_weight.reuse_forward:
             held_x, ctx.x_spec = (xq.values, xq.scale, xq.zero_point), xq.spec
         # Quantizing the weight once more gives the codes of the forward, unless chance was part of them.
@@ -241,7 +243,7 @@ def _backward_matmul(
 ) -> Tensor:
     """g (A, C) times `other` (C, kept), the operand of the forward: quantized anew, or as `held` or quantized by it."""
     if gemm.reuse_forward and isinstance(other, AffineQuantizedTensor):
-        return linear(g, other.convert().with_activation(None).t()).to(dtype)  # type: ignore[attr-defined]
+        return multiply_served(g, other.convert().with_activation(None).t()).to(dtype)  # type: ignore[attr-defined]
     if gemm.reuse_forward:
         forward = held if held is not None else _forward_weight(other, spec)
         rhs = forward.transposed(kept)

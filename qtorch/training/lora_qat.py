@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..dtypes.functions import autocasts, check_dtype
 from ..prepared_module import PreparedModule
 from ..quantize_api import Recipe, WeightRecipe, register_recipe
 from ..targets import Target
@@ -99,7 +100,8 @@ class LoRALinear(PreparedModule, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         device = input.device.type
-        if torch.is_autocast_enabled(device):
+        check_dtype("a Linear in training", input, self.weight.dtype)
+        if autocasts(device):
             input = input.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
             bias = None if self.bias is None else self.bias.to(input.dtype)

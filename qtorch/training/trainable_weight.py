@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..dtypes import QuantizedTensor
+from ..dtypes.functions import check_dtype, multiply
 from ..kernels.im2col import Window, multiply_windows, to_matrix
 from ..kernels.rows import from_rows, to_rows
 from ..primitives.outside_graphs import starts_no_graph
@@ -49,7 +50,7 @@ class TrainableWeight(QuantizedTensor):
 
     def conv(self, input: Tensor, window: Window) -> Tensor:
         matrices = to_matrix(self).chunk(window.groups, 0)
-        return multiply_windows(input, window, lambda rows, group: functional.linear(rows, matrices[group]))
+        return multiply_windows(input, window, lambda rows, group: multiply(rows, matrices[group]))  # type: ignore[arg-type]
 
     def embedding(self, ids: Tensor, **options: Any) -> Tensor:
         """Rows of the weight as the forward quantizes it, in case the table is tied to a linear layer."""
@@ -89,6 +90,7 @@ def _einsum(equation: str, *operands: Any) -> Tensor:
     if len(operands) != 2:
         raise ValueError(f"einsum with a weight in training takes two operands, got {len(operands)}")
     lhs, rhs = operands
+    check_dtype("einsum", *((lhs, rhs.dtype) if isinstance(rhs, TrainableWeight) else (rhs, lhs.dtype)))
     if isinstance(rhs, TrainableWeight):
         return einsum_by(_product(rhs), equation, lhs, rhs)
     terms, arrow, result = equation.partition("->")

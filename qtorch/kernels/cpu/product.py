@@ -129,5 +129,6 @@ class Product(CompiledWeight):
     def prepare(cls, weight: Any) -> None:
         """Let the next `F.linear` with this weight go straight to the product that the last one made."""
         made = cls._made.get(id(weight.qdata))
-        if made is not None and made.source is made.dtype:
+        # Under autocast the input has another dtype than the weight; outside, that is an error.
+        if made is not None and made.source is made.dtype is weight.scheme.dtype:
             weight.prepared = made.linear

@@ -1,0 +1,95 @@
+"""Modules that hold quantized weights say so when they are printed, and refuse what would undo them.
+
+    Linear(in_features=512, out_features=2048, bias=True, weight=int8 PerRow() symmetric, 2048x512, 1,056,768 bytes)
+
+`nn.Module.__repr__` calls `extra_repr` of the instance. What stands there is an object that holds its module: as plain
+state it is copied and pickled with the module, whose copy gets one of its own. It reads the parameters when it is
+called, so that it never says what is no longer so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.utils import parametrize
+
+from .dtypes import QuantizedTensor
+
+
+class QuantizedRepr:
+    """`extra_repr` of one module: that of its class, and its quantized weights."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self) -> str:
+        own = type(self.module).extra_repr(self.module)
+        return ", ".join(filter(None, [own, *_weights(self.module)]))
+
+
+def _weights(module: nn.Module) -> list[str]:
+    parameters: dict[str, Any] = dict(module._parameters)
+    return [
+        f"{name}={_description(parameter)}, {'x'.join(map(str, parameter.shape))}, {parameter.nbytes:,} bytes"
+        for name, parameter in parameters.items()
+        if isinstance(parameter, QuantizedTensor)
+    ]
+
+
+def _description(weight: QuantizedTensor) -> str:
+    """What a weight is quantized to, or how it trains."""
+    training: Any = getattr(weight.scheme, "training", None)
+    if training is not None:
+        return f"in training by {training}"
+    spec = weight.scheme.spec
+    words = str(spec).removeprefix("weight ")
+    return f"in training, {words}" if weight.trains else words
+
+
+def show_quantized(module: nn.Module) -> None:
+    """Let `module` say what is quantized in it, if anything is; else as its class does."""
+    attributes = vars(module)
+    if any(isinstance(parameter, QuantizedTensor) for parameter in module._parameters.values()):
+        if "extra_repr" not in attributes:  # one that the user has put there stays
+            attributes["extra_repr"] = QuantizedRepr(module)
+    elif isinstance(attributes.get("extra_repr"), QuantizedRepr):
+        del attributes["extra_repr"]
+
+
+def _registered(module: nn.Module, name: str, parameter: Tensor | None) -> None:
+    """Called by torch where a module gets a parameter: by assignment, `load_state_dict(assign=True)` too."""
+    if isinstance(parameter, QuantizedTensor):
+        _refuse_reparametrization(module, name, parameter)
+        vars(module).setdefault("extra_repr", QuantizedRepr(module))
+
+
+def _refuse_reparametrization(module: nn.Module, name: str, parameter: QuantizedTensor) -> None:
+    """Raise `ValueError` where `parameter` becomes the source that a weight is computed from on each call: its results
+    are plain tensors, and the layer would go on in full precision. Weights are left, or put back, where they were."""
+    own, _, suffix = name.rpartition("_")
+    parameters: dict[str, Any] = module._parameters
+    if isinstance(module, parametrize.ParametrizationList):
+        what = "register_parametrization"
+    elif suffix == "orig" and own:
+        what = "torch.nn.utils.prune, or spectral_norm,"
+        parameters.setdefault(own, parameter)
+    elif suffix == "v" and f"{own}_g" in parameters:
+        what = "torch.nn.utils.weight_norm"
+        del parameters[f"{own}_g"]
+        parameters[own] = parameter
+    else:
+        return
+    state, hint = "quantized", ""
+    if parameter.trains:
+        state, hint = "in training", "; or train with lsq or scheduled_qat, which quantize what it computes"
+    raise ValueError(
+        f"{what} computes a weight from one that is {state}, as a plain tensor: the layer would leave low precision. "
+        f"Call it, and what makes it permanent (remove_parametrizations, prune.remove), before quantize_{hint}"
+    )
+
+
+register_module_parameter_registration_hook(_registered)
+torch.serialization.add_safe_globals([QuantizedRepr])
