@@ -350,7 +350,7 @@ def _entry_that_fits(target: Target[Recipe]) -> str:
         length = to_matrix(target.parameter).shape[-1] if target.asked.is_conv else target.parameter.shape[-1]
         divisors = [size for size in range(8, min(asked, length) + 1) if length % size == 0]
         for size in sorted(divisors, key=lambda size: (math.gcd(size, 32), size), reverse=True):
-            fitting = replace(recipe, group_size=size)  # type: ignore[call-arg]
+            fitting = replace(recipe, group_size=size)  # type: ignore[type-var]
             with suppress(ValueError, TypeError):
                 fitting.check_target(target)
                 return f'"{name}": {fitting},  # or None'

@@ -207,7 +207,7 @@ emulated_scaled_mm takes activations in floating-point codes""",  # noqa: E501
         warnings.simplefilter("error")
         nn.functional.linear(x, weight)
     with pytest.warns(UserWarning, match="bfloat16 input"):
-        nn.functional.linear(x.bfloat16(), weight)
+        nn.functional.linear(x.bfloat16(), weight.bfloat16())
 
 
 def test_explaining_a_fallback_does_not_warn() -> None:

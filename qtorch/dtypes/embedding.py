@@ -35,9 +35,12 @@ def embedding(
     """`F.embedding` from a quantized table (V, D): indices (...) -> (..., D), in the table's logical dtype.
 
     Raises:
+        TypeError: the indices are not int32 or int64.
         ValueError: `max_norm`, which would rewrite the table.
     """
     _check_max_norm("embedding", max_norm)
+    if input.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"embedding takes indices in int64 or int32, got {input.dtype}: ids.long()")
     if transforms_active():
         options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         trains = isinstance(weight, QuantizedTensor) and weight.trains
@@ -69,6 +72,7 @@ def embedding_bag(
         input: indices (B, L), or (I) with `offsets` (B), where each bag starts.
 
     Raises:
+        TypeError: the indices are not int32 or int64.
         ValueError: `max_norm`, which would rewrite the table; other shapes; a `padding_idx` outside the table; another
             mode.
     """

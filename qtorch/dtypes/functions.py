@@ -11,6 +11,7 @@ The weight itself is frozen.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -73,9 +74,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` with a quantized weight (N, K): input (..., K) -> (..., N), in the input's dtype.
 
     Raises:
-        TypeError: the input, not the weight, is quantized; or the input's dtype is not that of the weight, outside
-            autocast.
-        ValueError: the shapes do not fit, or the input is on another device.
+        TypeError: the input, not the weight, is quantized, or the input is not in floating point.
+        ValueError: the shapes do not fit, the input is on another device, or, outside autocast, in another dtype.
     """
     if (
         not torch.compiler.is_compiling()
@@ -317,20 +317,29 @@ def autocasts(device: str) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """A context in which inputs on this type of device are not cast."""
+    return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
+
+
 def check_dtype(op: str, input: Tensor, dtype: torch.dtype) -> None:
-    """Raise `TypeError` where `input` is not in `dtype`, that of the weight, and autocast does not bring it there."""
+    """Check that `input` is in `dtype`, that of the weight, or that autocast brings both to one.
+
+    Raises:
+        TypeError: it is not in floating point.
+        ValueError: it is in another floating-point dtype. No TypeError: the operator ``@`` would swallow the message.
+    """
     if input.dtype == dtype:
         return
     if not input.is_floating_point():
         raise TypeError(f"{op} takes a floating-point input, got {input.dtype}: input.to({dtype})")
-    if input.dtype == torch.float64:  # which autocast leaves alone
-        raise TypeError(
-            f"{op}: expected an input of dtype {dtype}, which the weight has, got {input.dtype}: input.to({dtype})"
-        )
-    if not autocasts(input.device.type):
-        raise TypeError(
+    # Autocast leaves fp64 alone.
+    double = input.dtype == torch.float64
+    if double or not autocasts(input.device.type):
+        hint = "" if double else f", model.to({input.dtype}), or torch.autocast"
+        raise ValueError(
             f"{op}: expected an input of dtype {dtype}, which the weight has, got {input.dtype}: "
-            f"input.to({dtype}), model.to({input.dtype}), or torch.autocast"
+            f"input.to({dtype}){hint}"
         )
 
 

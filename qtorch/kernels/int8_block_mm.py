@@ -35,6 +35,8 @@ def int8_block_mm(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: torch.d
         wq: (N, K) int8 codes.  ws: (N / bn, Gw) scale.  The larger of Gx and Gw is a multiple of the other.
         dtype: of the result, (M, N).
     """
+    if not (xq.numel() and wq.numel()):
+        return xs.new_zeros(xq.shape[0], wq.shape[0], dtype=dtype)
     groups = max(xs.shape[1], ws.shape[1])
     size = wq.shape[1] // groups
     x_scale = _of_each_row(xs, xq.shape[0], groups).unsqueeze(2)

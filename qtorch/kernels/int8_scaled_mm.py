@@ -53,6 +53,8 @@ def int8_grouped_mm(
         wq: (N, K) int8 or uint8 codes.  ws: (N, G) scale, K divisible by G.  wz: (N, G) zero point, or None.
         dtype: of the result, (M, N).
     """
+    if not wq.shape[1]:
+        return xs.new_zeros(xq.shape[0], wq.shape[0], dtype=dtype)
     if gpu_features.runs_triton(xq):
         from .cuda_int8_mm import cuda_int8_mm
 

@@ -27,6 +27,8 @@ def tile_scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype
         a_scale: (M / R, T) fp32.  b_scale: (N / S, T) fp32. Their sizes divide those of the matrices.
         dtype: of the result, (M, N).
     """
+    if not (a.numel() and b.numel()):
+        return a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)
     if gpu_features.runs_triton(a):
         from .triton.tile_scaled_mm import tile_scaled_mm as launch
 

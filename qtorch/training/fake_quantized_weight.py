@@ -59,7 +59,7 @@ class FakeQuantizedWeight(TrainingWeight):
             return functional.embedding(ids, fake_quantize_weight(self, spec)[0], **options)
         # Rows are gathered first: fewer to quantize.
         rows = functional.embedding(ids.reshape(-1), floats_of(self), **options)
-        return fake_quantize_weight(rows, spec)[0].reshape(*ids.shape, -1)
+        return fake_quantize_weight(rows, spec)[0].reshape(*ids.shape, self.shape[-1])
 
     def check_convert(self) -> None:
         self.qat_spec.recipe.check(self.master)

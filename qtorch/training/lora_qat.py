@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..dtypes.functions import autocasts, check_dtype
+from ..dtypes.functions import autocasts, check_dtype, without_autocast
 from ..prepared_module import PreparedModule
 from ..quantize_api import Recipe, WeightRecipe, register_recipe
 from ..targets import Target
@@ -95,7 +95,7 @@ class LoRALinear(PreparedModule, nn.Linear):
 
     def merged(self) -> Tensor:
         """w, differentiable in the adapters; under autocast too in the dtype of the weight."""
-        with torch.autocast(self.weight.device.type, enabled=False):
+        with without_autocast(self.weight.device.type):
             return torch.addmm(self.weight, self.lora_b, self.lora_a, alpha=self.lora_scale)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class LoRALinear(PreparedModule, nn.Linear):
         check_dtype("a Linear in training", input, self.weight.dtype)
         if autocasts(device):
             input = input.to(torch.get_autocast_dtype(device))
-        with torch.autocast(device, enabled=False):
+        with without_autocast(device):
             bias = None if self.bias is None else self.bias.to(input.dtype)
             return fake_quantized_linear(input, self.merged(), bias, self.qat_spec)
 

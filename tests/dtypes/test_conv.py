@@ -336,7 +336,7 @@ ValueError: padding is 'same', 'valid' or sizes, got 'reflect'
 ValueError: stride, padding and dilation take 1 or 2 sizes, got [1, 2, 3]
 ValueError: the kernel (4, 2), dilated by (9, 9), exceeds the padded input
 ValueError: conv1d takes an input of 2 or 3 axes and a weight of 3, got shapes (2, 32, 9, 8) and (8, 32, 4, 2)
-TypeError: conv2d takes a floating-point input, got torch.int64
+TypeError: conv2d takes a floating-point input, got torch.int64: input.to(torch.float32)
 TypeError: conv2d takes a float input and a ConvWeight, or one in training, got Tensor and AffineQuantizedTensor
 ValueError: conv2d: the input is on cpu, the weight on meta
 ValueError: a matrix of shape (8, 256) is no weight of shape (8, 3, 3, 3)

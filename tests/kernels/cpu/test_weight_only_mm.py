@@ -18,6 +18,7 @@ from qtorch import (
     ZeroPointDomain,
     compute_error,
 )
+from qtorch.dtypes.functions import multiply
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import choices, library, weight_only_mm
 from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
@@ -74,7 +75,7 @@ def test_against_exact_arithmetic(build, name, way):
                                 (37, torch.bfloat16)):  # fmt: skip
                 x = torch.randn(rows, weight.shape[1]).to(dtype)
                 with record_kernels() as ran:
-                    y = functional.linear(x, weight)
+                    y = multiply(x, weight)
                 assert ran[-1] == f"cpu_weight_only_mm.{build}.{way}"
                 assert y.dtype == dtype
                 # F.linear takes a weight that is rounded to the dtype, too.
@@ -116,10 +117,10 @@ def test_bias(build, way):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             x = torch.randn(9, 96).to(dtype)
             for b in (bias[:70].to(dtype), bias[::2].to(dtype), bias[:70]):
-                y = functional.linear(x, weight, b)
+                y = multiply(x, weight, b)
                 assert y.dtype == torch.promote_types(dtype, b.dtype)
                 # Within two roundings of the result.
-                torch.testing.assert_close(y, functional.linear(x, weight) + b, rtol=0, atol=40 * TOLERANCE[dtype])
+                torch.testing.assert_close(y, multiply(x, weight) + b, rtol=0, atol=40 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -135,7 +136,7 @@ def test_dequantized_slices(build, name, dtype, monkeypatch):
         for rows in (16, n):
             monkeypatch.setattr(weight_only_mm, "SLICE_BYTES", rows * k * dtype.itemsize)
             with library.use(build), choices.force("float"), record_kernels() as ran:
-                y = functional.linear(identity, weight)
+                y = multiply(identity, weight)
             assert ran[-1] == f"cpu_weight_only_mm.{build}.float"
             # A product and a sum, rounded once or twice, before they are rounded to the dtype.
             torch.testing.assert_close(y.t(), wanted, rtol=1.01 * torch.finfo(dtype).eps, atol=1e-6)

@@ -1,0 +1,509 @@
+"""Wrong arguments: the error says what was got, what is wanted and what to write instead; the model is unchanged."""
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
+
+import qtorch
+from qtorch import (
+    dequantize_,
+    int4_weight_only,
+    int8_dynamic_activation_int8_weight,
+    int8_weight_only,
+    load_quantized,
+    quantize_,
+    uintx_weight_only,
+)
+from qtorch.kernels import record_kernels
+from qtorch.primitives import (
+    MappingType,
+    QuantSpec,
+    choose_qparams_affine,
+    choose_qparams_affine_with_min_max,
+    fake_quantize_affine,
+    fake_quantize_affine_cachemask,
+    kmeans_codebook,
+    learned_step_fake_quantize,
+    lsq_scale,
+    quantize_affine,
+    quantize_codebook,
+)
+from qtorch.quantize_api import RECIPES, Recipe, WeightRecipe
+from qtorch.training import (
+    convert,
+    int8_mixed_precision_training,
+    int8_weight_only_quantized_training,
+    lsq,
+    qat,
+    scheduled_qat,
+)
+from tests import every_recipe
+from tests.quantize_model import same, state_of
+
+INT8 = int8_weight_only()
+OF_TRAINING = {
+    "qat": (INT8,),
+    "scheduled_qat": (int8_dynamic_activation_int8_weight(),),
+    "lora_qat": (INT8, 4),
+}
+TRAINING = [
+    cls(*OF_TRAINING.get(name, ()))
+    for name, cls in sorted(RECIPES.items())
+    if cls.__module__.startswith("qtorch.training.") and name != "convert"
+]
+EVERY = [*(every_recipe.make(name, 32) for name in every_recipe.NAMES), *TRAINING]
+every = pytest.mark.parametrize("recipe", EVERY, ids=str)
+
+
+def quantized(layer: nn.Module, recipe: Recipe, example: Tensor | None = None) -> nn.Module:
+    """`layer`, its weight by `recipe`; static scales have seen `example`."""
+    model = nn.Sequential(layer)
+    quantize_(model, {"0": recipe})
+    if example is not None and recipe.trains:
+        model.train()(example)
+    return model
+
+
+# --- inputs ---
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("quantize_affine", lambda x: quantize_affine(x, (1, 8), torch.ones(4, 1), None, torch.int8)),
+        ("choose_qparams_affine", lambda x: choose_qparams_affine(x, MappingType.SYMMETRIC, (1, 8), torch.int8)),
+        (
+            "choose_qparams_affine_with_min_max",
+            lambda x: choose_qparams_affine_with_min_max(x, x, MappingType.SYMMETRIC, (1, 1), torch.int8),
+        ),
+        ("fake_quantize_affine", lambda x: fake_quantize_affine(x, (1, 8), torch.ones(4, 1), None, torch.int8)),
+        (
+            "fake_quantize_affine",
+            lambda x: fake_quantize_affine_cachemask(x, (1, 8), torch.ones(4, 1), None, torch.int8),
+        ),
+        (
+            "learned_step_fake_quantize",
+            lambda x: learned_step_fake_quantize(x, (1, 8), torch.ones(4, 1), None, torch.int8),
+        ),
+        ("lsq_scale", lambda x: lsq_scale(x, (1, 8), 7)),
+        ("quantize_codebook", lambda x: quantize_codebook(x, (1, 8), torch.ones(4, 1), torch.arange(4.0))),
+        ("kmeans_codebook", lambda x: kmeans_codebook(x, 2)),
+        ("quantize_int8_rowwise", qtorch.kernels.quantize_int8_rowwise),
+        ("calibrate", QuantSpec("int8").choose_qparams),
+    ],
+)
+def test_primitives_take_floating_point(name: str, call: Callable[[Tensor], object], dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=rf"^{name} takes a floating-point tensor, got {dtype}: input\.float\(\)$"):
+        call(torch.ones(4, 8).to(dtype))
+
+
+@every
+def test_another_dtype_than_the_weight_is_an_error(recipe: Recipe) -> None:
+    """As for `nn.Linear`; under autocast the input is cast, but fp64 never is."""
+    x = torch.randn(2, 64)
+    model = quantized(nn.Linear(64, 64), recipe, x)
+    for dtype, wanted in {
+        torch.bfloat16: "expected an input of dtype torch.float32, which the weight has, got torch.bfloat16: "
+        "input.to(torch.float32), model.to(torch.bfloat16), or torch.autocast",
+        torch.float16: "got torch.float16: input.to(torch.float32), model.to(torch.float16), or torch.autocast",
+        torch.float64: "got torch.float64: input.to(torch.float32)",
+        torch.int64: "takes a floating-point input, got torch.int64: input.to(torch.float32)",
+    }.items():
+        with pytest.raises((ValueError, TypeError)) as caught:
+            model(x.to(dtype))
+        assert str(caught.value).endswith(wanted)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x).dtype == torch.bfloat16
+        assert model(x.bfloat16()).dtype == torch.bfloat16
+        with pytest.raises(ValueError, match=r"got torch\.float64"):
+            model(x.double())
+    assert model.to(torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"expected an input of dtype torch\.bfloat16"):
+        model(x)
+
+
+@every
+def test_another_dtype_than_the_weight_of_a_convolution(recipe: Recipe) -> None:
+    if recipe.name == "lora_qat":
+        pytest.skip("is for linear layers")
+    x = torch.randn(2, 32, 5, 5)
+    model = quantized(nn.Conv2d(32, 64, 3), recipe, x)
+    for dtype in (torch.bfloat16, torch.float64, torch.int64):
+        with pytest.raises((ValueError, TypeError), match=f"got {dtype}: input.to"):
+            model(x.to(dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("recipe", [INT8, qat(INT8), int8_weight_only_quantized_training()], ids=str)
+def test_another_dtype_in_every_product(recipe: Recipe) -> None:
+    weight = quantized(nn.Linear(64, 64), recipe)[0].weight
+    x = torch.randn(2, 64).bfloat16()
+    products = [lambda: x @ weight, lambda: torch.mm(x, weight.t()), lambda: torch.addmm(x[:1], x, weight.t())]
+    if recipe.trains:
+        products.append(lambda: torch.einsum("mk,nk->mn", x, weight))
+    for product in products:
+        with pytest.raises(ValueError, match=r"expected an input of dtype torch\.float32"):
+            product()
+
+
+@pytest.mark.parametrize("recipe", [INT8, int8_dynamic_activation_int8_weight()], ids=str)
+def test_a_product_kept_under_autocast_is_not_used_outside(recipe: Recipe) -> None:
+    model = quantized(nn.Linear(64, 64), recipe).requires_grad_(False)
+    x = torch.randn(2, 64)
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+    assert y.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="expected an input"):
+        model(x.bfloat16())
+    assert model(x).dtype == torch.float32
+
+
+def test_gradients_under_autocast() -> None:
+    """The weight is fp32, what it meets in the backward bf16."""
+    for recipe in (INT8, int8_mixed_precision_training(), int8_weight_only_quantized_training(), qat(INT8)):
+        model, x = quantized(nn.Linear(64, 64), recipe), torch.randn(4, 64, requires_grad=True)
+        if not recipe.trains:
+            model.requires_grad_(False)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        y.float().sum().backward()
+        assert x.grad.dtype == torch.float32
+        wanted = model[0].weight.dequantize().detach().sum(0).expand(4, -1)
+        assert 20 < qtorch.compute_error(wanted, x.grad) < 80
+
+
+@every
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64)])
+def test_empty_batch(recipe: Recipe, shape: tuple[int, ...]) -> None:
+    model = quantized(nn.Linear(64, 64), recipe, torch.randn(4, 64))
+    x = torch.zeros(shape, requires_grad=True)
+    with torch.no_grad():
+        assert model(x).shape == shape
+    y = model(x)
+    assert y.shape == shape
+    y.sum().backward()
+    assert x.grad.shape == shape
+    weight = model[0].weight
+    if recipe.trains and weight.requires_grad:
+        assert not weight.grad.any()
+
+
+@every
+def test_empty_batch_of_images(recipe: Recipe) -> None:
+    if recipe.name == "lora_qat":
+        pytest.skip("is for linear layers")
+    model = quantized(nn.Conv2d(32, 64, 3), recipe, torch.randn(2, 32, 5, 5))
+    x = torch.zeros(0, 32, 5, 5, requires_grad=True)
+    y = model(x)
+    assert y.shape == (0, 64, 3, 3)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+
+
+def takes_embeddings(recipe: Recipe) -> bool:
+    if isinstance(recipe, WeightRecipe) and not recipe.trains:
+        return recipe.linear_spec().activation is None
+    return recipe.name != "lora_qat"
+
+
+@pytest.mark.parametrize("recipe", filter(takes_embeddings, EVERY), ids=str)
+def test_indices(recipe: Recipe) -> None:
+    table = quantized(nn.Embedding(32, 64), recipe, torch.arange(4))
+    assert table(torch.zeros(0, dtype=torch.long)).shape == (0, 64)
+    assert table(torch.zeros(0, 3, dtype=torch.int32)).shape == (0, 3, 64)
+    with pytest.raises((TypeError, RuntimeError), match=r"(?i)indices"):
+        table(torch.zeros(3))
+    if recipe.name not in ("lsq", "scheduled_qat"):  # which are for nn.Embedding exactly
+        bag = quantized(nn.EmbeddingBag(32, 64, mode="sum"), recipe)
+        assert bag(torch.zeros(0, 3, dtype=torch.long)).shape == (0, 64)
+        with pytest.raises(
+            TypeError, match=r"embedding takes indices in int64 or int32, got torch.float32: ids.long\(\)"
+        ):
+            bag(torch.zeros(2, 3))
+
+
+@every
+def test_on_the_meta_device(recipe: Recipe) -> None:
+    model = quantized(nn.Linear(64, 64), recipe, torch.randn(4, 64)).eval().to("meta")
+    y = model(torch.zeros(2, 64, device="meta"))
+    assert (y.shape, y.device.type) == ((2, 64), "meta")
+    with pytest.raises(ValueError, match="meta"):
+        quantize_(nn.Linear(64, 64, device="meta"), recipe)
+
+
+# --- models ---
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM(8, 8), nn.GRU(8, 8), nn.RNN(8, 8), nn.Bilinear(8, 8, 8)], ids=str)
+@pytest.mark.parametrize("key", ["name", "pattern", "wildcard"])
+def test_layers_that_no_kernel_takes_are_refused_by_name(layer: nn.Module, key: str) -> None:
+    model = nn.ModuleDict({"fc": nn.Linear(8, 8), "layer": layer})
+    name = next(name for name, p in layer.named_parameters() if p.dim() > 1)
+    before = state_of(model)
+    if key == "wildcard":
+        assert [row.name for row in quantize_(model, {".*": INT8}, dry_run=True).quantized] == ["fc.weight"]
+    else:
+        with pytest.raises(ValueError, match=rf"layer\.{name}: is a parameter of {type(layer).__name__}, which has no"):
+            quantize_(model, {f"layer.{name}" if key == "name" else rf"layer\.{name}": INT8, ".*": INT8})
+    assert same(before, state_of(model))
+
+
+def test_recurrent_cells_and_attention_run_quantized_kernels() -> None:
+    cell, attention = nn.LSTMCell(32, 32).eval(), nn.MultiheadAttention(32, 2).eval()
+    x = torch.randn(3, 32)
+    for module, inputs, names in (
+        (cell, (x,), ["weight_ih", "weight_hh"]),
+        (attention, (x, x, x), ["in_proj_weight", "out_proj"]),
+    ):
+        wanted = module(*inputs)[0]
+        quantize_(module, dict.fromkeys(names, INT8))
+        with record_kernels() as ran, torch.no_grad():
+            y = module(*inputs)[0]
+        assert sum(name.startswith("linear:") for name in ran) >= 2
+        assert 25 < qtorch.compute_error(wanted, y) < 70
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        (
+            nn.Linear(8, 8).state_dict(),
+            "an nn.Module, got a OrderedDict, a state dict it seems; load it into its model",
+        ),
+        ([nn.Linear(8, 8)], "an nn.Module, got a list; give one model at a time"),
+        (None, "an nn.Module, got None"),
+        ("model.pt", "an nn.Module, got 'model.pt'; build the model first"),
+        (nn.Linear, "an nn.Module, got the class Linear; make one: Linear(...)"),
+    ],
+    ids=["state dict", "list", "none", "path", "class"],
+)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda model: quantize_(model, INT8),
+        dequantize_,
+        qtorch.explain,
+        qtorch.get_model_size_in_bytes,
+        lambda model: load_quantized(model, "no such file"),
+    ],
+    ids=["quantize_", "dequantize_", "explain", "get_model_size_in_bytes", "load_quantized"],
+)
+def test_no_model(function: Callable[[object], object], model: object, wanted: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        function(model)
+    assert wanted in str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "no_such_device"])
+def test_a_device_that_is_not_there(device: str) -> None:
+    model = nn.Linear(8, 8)
+    before = state_of(model)
+    with pytest.raises(ValueError, match=rf"device='{device}' is not available here: .*; the model is unchanged"):
+        quantize_(model, INT8, device=device)
+    assert same(before, state_of(model))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_no_cuda() -> None:
+    with pytest.raises(ValueError, match="device='cuda' is not available here: "):
+        quantize_(nn.Linear(8, 8), INT8, device="cuda")
+
+
+def test_a_number_of_bits_in_place_of_a_dtype() -> None:
+    with pytest.raises(TypeError, match=r"uint7, got 4: write torch\.uint4$"):
+        uintx_weight_only(4)
+    with pytest.raises(TypeError, match=r"got 4: write torch\.int4$"):
+        qtorch.intx_weight_only(4)
+    with pytest.raises(TypeError, match=r"got 9$"):
+        uintx_weight_only(9)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_file_of_torch_save(tmp_path, old: bool) -> None:
+    path = tmp_path / "model.pt"
+    torch.save(nn.Linear(8, 8).state_dict(), path, _use_new_zipfile_serialization=not old)
+    with pytest.raises(ValueError, match=r"model\.pt: a file of torch\.save.*torch\.load\(path, weights_only=True\)"):
+        load_quantized(nn.Linear(8, 8), path)
+
+
+# --- mappings ---
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(2, 32, 64))
+        self.down_proj = nn.Parameter(torch.randn(2, 32, 32))
+
+
+class Moe(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"fc": nn.Linear(32, 24), "experts": Experts()}) for _ in range(2))
+        self.head = nn.Linear(24, 8)
+
+
+def test_a_wildcard_that_reaches_no_linear_layer() -> None:
+    with pytest.raises(ValueError, match="by a wildcard alone, which reaches linear layers only") as caught:
+        quantize_(Moe(), {".*experts.*": INT8})
+    assert "matches layers.0.experts.gate_up_proj, layers.0.experts.down_proj, " in str(caught.value)
+    pattern = str(caught.value).partition('r"')[2].partition('"')[0]
+    assert pattern == r".*\.experts\.(gate_up_proj|down_proj)"
+    assert len(quantize_(Moe(), {pattern: INT8}).quantized) == 4
+
+
+def test_a_wildcard_that_reaches_some() -> None:
+    report = quantize_(Moe(), {".*": INT8}, dry_run=True)
+    assert {row.detail for row in report.skipped} == {"'.*' matches it by a wildcard alone; ask for it by name"}
+
+
+def test_a_group_that_does_not_divide_comes_with_the_entry_to_paste() -> None:
+    with pytest.raises(ValueError, match="does not divide") as caught:
+        quantize_(Moe(), int4_weight_only(group_size=32))
+    *_, unchanged, entry = str(caught.value).splitlines()
+    assert unchanged == "the model is unchanged; entries of a mapping that fit, to stand before others:"
+    assert entry == '"head": int4_weight_only(group_size=24),  # or None'
+    pasted = eval(f"{{{entry.partition('  #')[0]}}}", {"int4_weight_only": int4_weight_only})
+    assert len(quantize_(Moe(), {**pasted, ".*": int4_weight_only(group_size=32)}).quantized) == 3
+
+
+def test_no_group_divides() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(34, 8), "b": nn.Linear(32, 8)})
+    for recipe in (int4_weight_only(group_size=16), qtorch.mxfp4_weight_only()):
+        with pytest.raises(ValueError, match="does not divide") as caught:
+            quantize_(model, recipe)
+        entry = str(caught.value).splitlines()[-1]
+        assert entry in ('"a": None,', '"a": int4_weight_only(group_size=17),  # or None')
+
+
+# --- the report and repr ---
+
+
+def test_the_report_begins_with_the_whole_model() -> None:
+    model = Moe()
+    total = sum(p.numel() for p in model.parameters())
+    bytes_before = qtorch.get_model_size_in_bytes(model)
+    report = quantize_(model, INT8)
+    share = (2 * 24 * 32 + 8 * 24) / total
+    first = str(report).splitlines()[0]
+    assert first.startswith(
+        f"quantized 3 of 7 weights, {share:.1%} of all parameters; the model: {bytes_before:,} -> "
+        f"{qtorch.get_model_size_in_bytes(model):,} bytes ("
+    )
+    assert first.endswith(
+        f"; left in floating point: layers.*.experts.gate_up_proj ({2 * 4096 / total:.1%}: a bare parameter of "
+        f"Experts; ask for it by name), layers.*.experts.down_proj ({2 * 2048 / total:.1%}: a bare parameter of Experts; "
+        "ask for it by name)"
+    )
+    rest = quantize_(model, {r".*\.(gate_up_proj|down_proj)": INT8})
+    assert rest.quantized_parameters == total - 2 * 24 - 8
+    assert rest.model_bytes_after == qtorch.get_model_size_in_bytes(model)
+    assert "left in floating point" not in str(rest)
+
+
+def test_repr_says_what_is_quantized() -> None:
+    model = Moe()
+    floats = repr(model)
+    quantize_(model, {r".*\.gate_up_proj": int4_weight_only(group_size=32), "head": INT8})
+    head = "(head): Linear(in_features=24, out_features=8, bias=True, weight=int8 PerRow() symmetric, 8x24, 224 bytes)"
+    experts = "Experts(gate_up_proj=uint4 PerGroup(group_size=32) asymmetric, 2x32x64, 2,688 bytes)"
+    assert head in repr(model)
+    assert experts in repr(model)
+    copied = copy.deepcopy(model)
+    unpickled = pickle.loads(pickle.dumps(model))
+    loaded = Moe()
+    loaded.load_state_dict(model.state_dict(), assign=True)
+    for other in (copied, unpickled, loaded):
+        assert repr(other) == repr(model)
+        dequantize_(other)
+        assert repr(other) == floats
+    assert head in repr(model)
+    model.head.weight = nn.Parameter(torch.randn(8, 24))
+    assert "(head): Linear(in_features=24, out_features=8, bias=True)\n" in repr(model)
+
+
+def test_repr_of_loaded_compiled_and_trained(tmp_path) -> None:
+    model = nn.Sequential(nn.Linear(32, 32)).requires_grad_(False)
+    floats = repr(model)
+    quantize_(model, int8_mixed_precision_training())
+    assert "weight=in training by output int8" in repr(model)
+    quantize_(model, convert())
+    shown = repr(model)
+    assert "weight=int8 PerRow() symmetric, dynamic activation" in shown
+    qtorch.save_quantized(model, tmp_path / "m.safetensors")
+    fresh = nn.Sequential(nn.Linear(32, 32))
+    assert repr(load_quantized(fresh, tmp_path / "m.safetensors")) == shown
+    x = torch.randn(2, 32)
+    assert torch.compile(fresh, fullgraph=True, backend="aot_eager")(x).equal(model(x))
+    assert repr(dequantize_(fresh)) == floats
+
+
+def test_a_repr_of_the_users_own_stays() -> None:
+    model = nn.Linear(8, 8)
+    model.extra_repr = str
+    quantize_(model, INT8)
+    assert repr(model) == "Linear()"
+    dequantize_(model)
+    assert model.extra_repr is str
+
+
+# --- parametrizations ---
+
+REPARAMETRIZE = {
+    "parametrizations.weight_norm": parametrizations.weight_norm,
+    "parametrizations.spectral_norm": parametrizations.spectral_norm,
+    "parametrizations.orthogonal": parametrizations.orthogonal,
+    "register_parametrization": lambda layer: parametrize.register_parametrization(layer, "weight", Doubled()),
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    "weight_norm": weight_norm,
+    "spectral_norm": spectral_norm,
+}
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+@pytest.mark.parametrize("name", REPARAMETRIZE)
+@pytest.mark.parametrize("recipe", [int8_mixed_precision_training(), qat(INT8), INT8], ids=str)
+def test_parametrizations_of_a_weight_in_training_are_refused(recipe: Recipe, name: str) -> None:
+    """They would compute a plain tensor, and the layer leave low precision."""
+    layer = quantized(nn.Linear(32, 32), recipe)[0]
+    x, values = torch.randn(4, 32), layer.weight.dequantize().detach().clone()
+    wanted = layer(x)
+    if not recipe.trains and name == "weight_norm":
+        pytest.skip("torch takes the weight out of the layer before it reads it")
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+        REPARAMETRIZE[name](layer)
+    if recipe.trains and name in ("parametrizations.weight_norm", "register_parametrization", "prune", "weight_norm"):
+        assert "the layer would leave low precision" in str(caught.value)
+    assert sorted(layer._parameters) == ["bias", "weight"]
+    assert type(layer.weight).__name__ == type(quantized(nn.Linear(32, 32), recipe)[0].weight).__name__
+    assert torch.equal(layer.weight.dequantize(), values)
+    assert torch.equal(layer(x), wanted)
+
+
+@pytest.mark.parametrize(
+    "recipe", [lsq(weight_bits=4, activation_bits=8), scheduled_qat(INT8, start_step=0, freeze_step=10)], ids=str
+)
+def test_prepared_layers_quantize_what_a_parametrization_computes(recipe: Recipe) -> None:
+    x = torch.randn(4, 32)
+    model = quantized(nn.Linear(32, 32), recipe, x).eval()
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+    y = model(x)
+    weight = model[0].weight
+    assert 8 < qtorch.compute_error(functional.linear(x, weight, model[0].bias), y) < 60, "not that of the floats"
+    parametrize.remove_parametrizations(model[0], "weight")
+    quantize_(model, convert())
+    torch.testing.assert_close(model(x), y)
