@@ -338,7 +338,7 @@ def _check_targets(targets: list[Target[Recipe]]) -> None:
     if problems:
         more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
         entries = "; entries of a mapping that fit, to stand before others:\n" if indivisible else ""
-        entries += "\n".join(map(_entry_that_fits, indivisible))
+        entries += "\n".join(map(_entry_that_fits, indivisible[:8]))
         raise ValueError("quantize_: " + "\n".join(problems[:8]) + more + "\nthe model is unchanged" + entries)
 
 

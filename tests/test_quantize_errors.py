@@ -66,12 +66,16 @@ def test_refused_weights(change: Callable, recipe: Recipe, problem: str, options
     before = state_of(model)
     with pytest.raises(ValueError, match=r"^quantize_: ") as caught:
         quantize_(model, {"embed": INT8, ".*": recipe}, **options)
-    up, down, last = str(caught.value).removeprefix("quantize_: ").splitlines()
+    up, down, last, *entries = str(caught.value).removeprefix("quantize_: ").splitlines()
     assert up.startswith("up: ")
     assert down.startswith("down: ")
     assert problem in up
     assert problem in down
-    assert last == "the model is unchanged"
+    if "does not divide" in problem:
+        assert last == "the model is unchanged; entries of a mapping that fit, to stand before others:"
+        assert [entry.partition(":")[0] for entry in entries] == ['"up"', '"down"']
+    else:
+        assert (last, entries) == ("the model is unchanged", [])
     assert same(before, state_of(model))
 
 
@@ -91,7 +95,15 @@ quantize_: 0: block_size (1, 16) does not divide shape (24, 24): 24 % 16 along a
 6: block_size (1, 16) does not divide shape (24, 24): 24 % 16 along axis 1
 7: block_size (1, 16) does not divide shape (24, 24): 24 % 16 along axis 1
 ... and 2 more
-the model is unchanged""",
+the model is unchanged; entries of a mapping that fit, to stand before others:
+"0": int4_weight_only(group_size=8),  # or None
+"1": int4_weight_only(group_size=8),  # or None
+"2": int4_weight_only(group_size=8),  # or None
+"3": int4_weight_only(group_size=8),  # or None
+"4": int4_weight_only(group_size=8),  # or None
+"5": int4_weight_only(group_size=8),  # or None
+"6": int4_weight_only(group_size=8),  # or None
+"7": int4_weight_only(group_size=8),  # or None""",
     )
 
 

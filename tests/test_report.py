@@ -51,12 +51,14 @@ def test_table() -> None:
     assert_expected_inline(
         str(report_of(Tied())),
         """\
+quantized 2 of 3 weights, 90.4% of all parameters; the model: 22,656 -> 6,016 bytes (26.6%); left in floating point: embed.weight (9.0%: None for 'embed')
+
 weight                      shape    what                                   bytes before  after  SQNR dB  kernel
 --------------------------------------------------------------------------------------------------------------------------
 experts                     2x32x64  int4_weight_only(group_size=32)        16,384        2,688  21.9     packed_weight_mm
 embed.weight = head.weight  16x32    skipped: None for 'embed'              2,048
 fc.weight                   32x32    int8_dynamic_activation_int8_weight()  4,096         1,152  48.5     int8_scaled_mm
-quantized 2 of 3 weights: 20,480 -> 3,840 bytes (18.8%)""",  # noqa: E501
+these 2 weights: 20,480 -> 3,840 bytes (18.8%)""",  # noqa: E501
     )
 
 
@@ -64,18 +66,21 @@ def test_table_of_tied_weights_and_of_a_dry_run() -> None:
     assert_expected_inline(
         str(report_of(Tied(), int8_weight_only(), dry_run=True)),
         """\
+would quantize 2 of 3 weights, 27.1% of all parameters; the model: 22,656 -> 18,240 bytes (80.5%); left in floating point: experts (72.3%: a bare parameter of Tied; ask for it by name)
+
 weight                      shape    what                                                   bytes before  after  SQNR dB  kernel
 ----------------------------------------------------------------------------------------------------------------------------------------
 experts                     2x32x64  skipped: a bare parameter of Tied; ask for it by name  16,384
 head.weight = embed.weight  16x32    int8_weight_only()                                     2,048         576    44.9     weight_only_mm
 fc.weight                   32x32    int8_weight_only()                                     4,096         1,152  48.5     weight_only_mm
-would quantize 2 of 3 weights: 6,144 -> 1,728 bytes (28.1%)""",  # noqa: E501
+these 2 weights: 6,144 -> 1,728 bytes (28.1%)""",  # noqa: E501
     )
 
 
 def test_repr_is_the_summary() -> None:
     assert_expected_inline(
-        repr(report_of(Tied())), """<QuantizeReport: quantized 2 of 3 weights: 20,480 -> 3,840 bytes (18.8%)>"""
+        repr(report_of(Tied())),
+        """<QuantizeReport: quantized 2 of 3 weights, 90.4% of all parameters; the model: 22,656 -> 6,016 bytes (26.6%); left in floating point: embed.weight (9.0%: None for 'embed')>""",  # noqa: E501
     )
 
 
@@ -115,6 +120,10 @@ def test_json_round_trip() -> None:
  "dry_run": false,
  "bytes_before": 20480,
  "bytes_after": 3840,
+ "model_bytes_before": 22656,
+ "model_bytes_after": 6016,
+ "parameters": 5664,
+ "quantized_parameters": 5120,
  "layers": [
   {
    "name": "embed.weight",

@@ -401,8 +401,8 @@ def test_the_report_begins_with_the_whole_model() -> None:
     )
     assert first.endswith(
         f"; left in floating point: layers.*.experts.gate_up_proj ({2 * 4096 / total:.1%}: a bare parameter of "
-        f"Experts; ask for it by name), layers.*.experts.down_proj ({2 * 2048 / total:.1%}: a bare parameter of Experts; "
-        "ask for it by name)"
+        f"Experts; ask for it by name), layers.*.experts.down_proj ({2 * 2048 / total:.1%}: a bare parameter of "
+        "Experts; ask for it by name)"
     )
     rest = quantize_(model, {r".*\.(gate_up_proj|down_proj)": INT8})
     assert rest.quantized_parameters == total - 2 * 24 - 8

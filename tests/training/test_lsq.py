@@ -484,7 +484,7 @@ def test_the_model_is_unchanged_after_a_dry_run_or_an_error() -> None:
     dry = quantize_(model, convert(), dry_run=True)
     assert type(model[0]) is FakeQuantizedLinear
     assert model[0].input_quantizer.training
-    assert str(quantize_(model, convert())) == str(dry).replace("would quantize", "quantized")
+    assert quantize_(model, convert()).layers == dry.layers
     check_after = [type(m) for m in model]
     assert check_after == before[0]
     assert model[0].weight.scheme.layout == PackedLayout()
