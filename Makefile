@@ -47,7 +47,7 @@ format: $(DEV_ENV)  ## repair what the linter can repair, and format
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 
-bench: $(DEMO_ENV) $(QTORCH)  ## run every benchmarks/bench_*.py
+bench: $(DEV_ENV) $(QTORCH)  ## run every benchmarks/bench_*.py
 	@set -e; for file in benchmarks/bench_*.py; do \
 	    test -e "$$file" || { echo "There is no benchmarks/bench_*.py yet."; break; }; \
 	    echo "== $$file"; \

@@ -1,5 +1,6 @@
 """Everything static is in pyproject.toml; here the CPU kernels are compiled, where there is a compiler."""
 
+import logging
 import runpy
 import warnings
 from pathlib import Path
@@ -17,7 +18,9 @@ class BuildKernels(build_ext):
     """Libraries that Python does not import (ctypes loads them), so one build serves every version of Python."""
 
     def run(self) -> None:
-        for name, error in BUILD["build"](self._directory()).items():
+        # pip shows it with -v.
+        say = lambda line: self.announce(f"qtorch: {line}", logging.INFO)  # noqa: E731
+        for name, error in BUILD["build"](self._directory(), say=say).items():
             # Without them qtorch works, slower; it says so at first use.
             warnings.warn(f"the CPU kernels for {name} were not built: {error}", stacklevel=1)
 

@@ -1,7 +1,8 @@
-"""Compile the C++ kernels, once per instruction set: ``python -m qtorch.kernels.cpu``.
+"""Compile the C++ kernels, once per instruction set.
 
-setup.py does the same when it installs. The sources use no header of torch or Python, so one build serves every version
-of both; this file imports neither torch nor qtorch.
+setup.py does so when it installs, ``python -m qtorch.kernels.cpu`` when it is called, and `cache.py` at first use where
+neither has. The sources use no header of torch or Python, so one build serves every version of both; this file imports
+neither torch nor qtorch.
 """
 
 from __future__ import annotations
@@ -12,15 +13,20 @@ import platform
 import shlex
 import shutil
 import subprocess
-import sys
-from collections.abc import Collection, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCES = HERE / "src"
 LIBRARIES = Path(os.environ.get("QTORCH_CPU_LIBRARIES") or HERE / "lib")
-"""Where compiled libraries lie; QTORCH_CPU_LIBRARIES names another place, for builds with a sanitizer, say."""
+"""Where installing puts the libraries; QTORCH_CPU_LIBRARIES names another place, for builds with a sanitizer, say, and
+then no other is searched."""
+
+SECONDS = 900
+"""Most that the compiler may take for a library; it needs 10 to 40."""
 
 _AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mbmi2"
 FLAGS = {
@@ -51,8 +57,8 @@ def library_path(instruction_set: str, directory: Path = LIBRARIES) -> Path:
 
 
 def fingerprint() -> str:
-    """Identifies the sources, so that a library of other ones is never called."""
-    digest = hashlib.sha256()
+    """Identifies the sources and how they are compiled, so that a library of other ones is never called."""
+    digest = hashlib.sha256(repr((_COMMON, FLAGS)).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
@@ -66,57 +72,71 @@ def find_compiler() -> list[str] | None:
     return [found] if found else None
 
 
-def build(directory: Path = LIBRARIES, extra: Sequence[str] = (), names: Collection[str] = ()) -> dict[str, str]:
+def build(
+    directory: Path = LIBRARIES,
+    extra: Sequence[str] = (),
+    names: Collection[str] = (),
+    say: Callable[[str], object] = lambda line: None,
+) -> dict[str, str]:
     """Compile every library into `directory`.
 
     Args:
         extra: more compiler flags, such as those of a sanitizer.
         names: of the instruction sets; empty for all.
+        say: is told what is being compiled, and how long it took.
 
     Returns:
         What went wrong, by instruction set; empty if all is well.
     """
+    wanted = {name: flags for name, flags in instruction_sets().items() if not names or name in names}
     compiler = find_compiler()
     if compiler is None:
-        return dict.fromkeys(instruction_sets(), "there is no C++ compiler on the PATH")
-    directory.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = {}
-        for name, flags in instruction_sets().items():
-            if names and name not in names:
-                continue
-            command = [*compiler, *_COMMON.split(), *flags.split(), *extra]
-            jobs[name] = pool.submit(_compile, command, library_path(name, directory))
-    return {name: error for name, job in jobs.items() if (error := job.result())}
+        return dict.fromkeys(wanted, "there is no C++ compiler on the PATH")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return dict.fromkeys(wanted, str(error))
+    workers = min(len(wanted), os.cpu_count() or 1) or 1
+    say(f"compiling the CPU kernels for {', '.join(wanted)} with {compiler[0]}, {workers} at a time")
+
+    def job(name: str, flags: str) -> str:
+        start = time.perf_counter()
+        command = [*compiler, *_COMMON.split(), *flags.split(), *extra]
+        message = _compile(command, library_path(name, directory))
+        say(f"CPU kernels for {name}: {'not built' if message else f'{time.perf_counter() - start:.0f} s'}")
+        return message
+
+    with ThreadPoolExecutor(workers) as pool:
+        jobs = {name: pool.submit(job, name, flags) for name, flags in wanted.items()}
+    return {name: message for name, done in jobs.items() if (message := done.result())}
+
+
+def accepts(compiler: Sequence[str], flags: str) -> bool:
+    """Whether the compiler knows the flags of an instruction set; old ones do not know the newest."""
+    command = [*compiler, *flags.split(), "-fsyntax-only", "-x", "c++", os.devnull]
+    try:
+        return not subprocess.run(command, capture_output=True, check=False, timeout=60).returncode
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 def _compile(command: list[str], target: Path) -> str:
     """Empty, or the compiler's message."""
-    object_file, library = (target.with_suffix(f".{os.getpid()}.{kind}") for kind in ("o", "tmp"))
     define = f'-DQTORCH_FINGERPRINT="{fingerprint()}"'
-    steps = (
-        [*command, "-fopenmp", define, "-c", str(SOURCES / "kernels.cpp"), "-o", str(object_file)],
-        # Linked without -fopenmp, which would bring a second pool of threads beside torch's.
-        [*command, "-shared", str(object_file), "-o", str(library)],
-    )
     try:
-        for step in steps:
-            done = subprocess.run(step, capture_output=True, text=True, check=False)
-            if done.returncode:
-                return done.stderr.strip() or f"{step[0]} failed"
-        # In one step, under a new inode: the old library may be in use.
-        os.replace(library, target)
-    except OSError as error:
+        with tempfile.TemporaryDirectory(prefix=f"{target.stem}.", suffix=".tmp", dir=target.parent) as folder:
+            object_file, library = Path(folder, "kernels.o"), Path(folder, target.name)
+            steps = (
+                [*command, "-fopenmp", define, "-c", str(SOURCES / "kernels.cpp"), "-o", str(object_file)],
+                # Linked without -fopenmp, which would bring a second pool of threads beside torch's.
+                [*command, "-shared", str(object_file), "-o", str(library)],
+            )
+            for step in steps:
+                done = subprocess.run(step, capture_output=True, text=True, check=False, timeout=SECONDS)
+                if done.returncode:
+                    return done.stderr.strip() or f"{step[0]} failed"
+            # In one step, under a new inode: the old library may be in use, and another process may be writing one.
+            os.replace(library, target)
+    except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    finally:
-        object_file.unlink(missing_ok=True)
-        library.unlink(missing_ok=True)
     return ""
-
-
-def main() -> int:
-    """Build, and say what came of it."""
-    errors = build()
-    for name in instruction_sets():
-        sys.stdout.write(f"{name}: {errors.get(name, library_path(name))}\n")
-    return bool(errors)

@@ -1,7 +1,8 @@
 """The compiled kernels: which build is loaded, and how it is called.
 
-There is one library per instruction set (`build.py`); the best that this machine runs is loaded at first use. They take
-plain pointers in one struct, and share the threads of torch.
+There is one library per instruction set (`build.py`); the best that this machine runs is loaded at first use, from the
+folder beside this file, from an installed copy that a checkout shadows, or from the user's cache, into which it is
+compiled if it is nowhere (`cache.py`). They take plain pointers in one struct, and share the threads of torch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import ctypes
 import functools
 import os
 import re
+import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +21,8 @@ from pathlib import Path
 import torch
 
 from ..registry import forget_choices
-from .build import fingerprint, instruction_sets, library_path
+from . import cache
+from .build import HERE, LIBRARIES, fingerprint, instruction_sets, library_path
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int32: 3, torch.int8: 4, torch.uint8: 5}
 """Numbers of the dtypes, as in src/number.h."""
@@ -34,11 +38,13 @@ _NEEDS = {
 
 _forced: list[Library | str] = []
 _forked = False
+_choosing = threading.RLock()
 
 
 def _after_fork() -> None:
-    global _forked
+    global _forked, _choosing
     _forked = True
+    _choosing = threading.RLock()  # a thread of the parent may have held it
 
 
 if hasattr(os, "register_at_fork"):
@@ -48,16 +54,15 @@ if hasattr(os, "register_at_fork"):
 class Library:
     """A loaded build; its functions take a packed struct."""
 
-    def __init__(self, instruction_set: str) -> None:
-        path = library_path(instruction_set)
+    def __init__(self, instruction_set: str, path: Path) -> None:
         _share_threads()
         handle = ctypes.CDLL(str(path))
         handle.qtorch_fingerprint.restype = ctypes.c_char_p
         if handle.qtorch_fingerprint().decode() != fingerprint():
-            raise OSError(f"{path.name} is of other sources")
+            raise OSError(f"{path} is of other sources")
         if not handle.qtorch_ready():
             raise OSError(f"the system does not let this process use {instruction_set}")
-        self.instruction_set = instruction_set
+        self.instruction_set, self.path = instruction_set, path
         self.weight_only_mm = handle.qtorch_weight_only_mm
         self.int8_mm = handle.qtorch_int8_mm
         self.quantize_rows = handle.qtorch_quantize_rows
@@ -86,34 +91,78 @@ def runs_here(instruction_set: str) -> bool:
     return all(capabilities.get(name) for name in _NEEDS[instruction_set])
 
 
+def installed() -> list[Path]:
+    """Folders of libraries that installing made: the package's own, and those of copies that it shadows, which
+    ``python -m`` in a checkout does to what pip installed. QTORCH_CPU_LIBRARIES names the only one."""
+    if os.environ.get("QTORCH_CPU_LIBRARIES"):
+        return [LIBRARIES]
+    inside = LIBRARIES.relative_to(HERE.parents[2])
+    others = (Path(entry or ".", inside).absolute() for entry in sys.path)
+    return list(dict.fromkeys([LIBRARIES.absolute(), *filter(Path.is_dir, others)]))
+
+
 @functools.cache
-def _load(instruction_set: str) -> Library | str:
+def _load(path: Path, instruction_set: str) -> Library | str:
     """The library, or why it cannot be had."""
-    if not library_path(instruction_set).exists():
-        return "it is not built"
     try:
-        return Library(instruction_set)
+        return Library(instruction_set, path)
     except (OSError, AttributeError) as error:
         return str(error)
+
+
+def _installed(instruction_set: str) -> Library | str:
+    reason = "it is not built"
+    for directory in installed():
+        path = library_path(instruction_set, directory)
+        if path.exists():
+            found = _load(path, instruction_set)
+            if isinstance(found, Library):
+                return found
+            reason = found
+    return reason
+
+
+def _of_user(instruction_set: str, may_compile: bool) -> Library | str:
+    if os.environ.get("QTORCH_CPU_LIBRARIES"):
+        return ""
+    # A forked child compiles nothing: its parent's threads and locks are gone, and it may have little time.
+    look = cache.find_or_compile if may_compile and not _forked else cache.find
+    path, reason = look(instruction_set)
+    return _load(path, instruction_set) if path else reason
+
+
+def find(instruction_set: str) -> Library | str:
+    """The library of an instruction set, if there is one of these sources, or why there is none; compiles nothing."""
+    found = _installed(instruction_set)
+    if isinstance(found, str):
+        found = _of_user(instruction_set, may_compile=False) or found
+    return found
 
 
 @functools.cache
 def _best() -> Library | str:
     if os.environ.get("QTORCH_CPU_KERNELS") == "0":
         return "is switched off by QTORCH_CPU_KERNELS=0"
+    with _choosing:
+        return _choose()
+
+
+@functools.cache
+def _choose() -> Library | str:
     wanted = os.environ.get("QTORCH_CPU_ISA")
-    reasons = []
-    for name in [wanted] if wanted else reversed(instruction_sets()):
-        if name not in instruction_sets() or not runs_here(name):
-            reasons.append(f"{name}: this machine does not have it")
-            continue
-        found = _load(name)
-        if isinstance(found, Library):
-            return found
-        reasons.append(f"{name}: {found}")
+    names = [wanted] if wanted else list(reversed(instruction_sets()))
+    reasons = dict.fromkeys(names, "this machine does not have it")
+    names = [name for name in names if name in instruction_sets() and runs_here(name)]
+    # Installing tried to build all of them: what it could not build is not tried again.
+    for look in (_installed, functools.partial(_of_user, may_compile=True)):
+        for name in names:
+            found = look(name)
+            if isinstance(found, Library):
+                return found
+            reasons[name] = found or reasons[name]
     warnings.warn(
         "qtorch: the compiled CPU kernels are not there, so slower ones run; `python -m qtorch.kernels.cpu` "
-        f"compiles them ({'; '.join(reasons)})",
+        f"compiles them ({'; '.join(f'{name}: {reason}' for name, reason in reasons.items())})",
         stacklevel=2,
     )
     return "is not compiled: python -m qtorch.kernels.cpu"
@@ -147,7 +196,7 @@ def use(instruction_set: str | None) -> Iterator[None]:
     if instruction_set is not None:
         if instruction_set not in instruction_sets() or not runs_here(instruction_set):
             raise ValueError(f"this machine does not run {instruction_set}")
-        found = _load(instruction_set)
+        found = find(instruction_set)
         if isinstance(found, str):
             raise ValueError(f"{instruction_set}: {found}")
     _forced.append(found)

@@ -88,7 +88,7 @@ def test_libraries_of_other_sources_are_refused(monkeypatch):
         pytest.skip("nothing is built")
     monkeypatch.setattr(library, "fingerprint", lambda: "other")
     with pytest.raises(OSError, match="is of other sources"):
-        library.Library(loaded.instruction_set)
+        library.Library(loaded.instruction_set, loaded.path)
 
 
 def test_use_says_what_is_wrong():
