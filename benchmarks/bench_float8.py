@@ -9,9 +9,7 @@ import torch
 from torch.nn import functional
 
 import qtorch
-from benchmarks.gpu import DTYPE, ON_GPU, Row, copies, in_turn, measure, normal, report, sizes
-from qtorch.kernels.triton.quantize_tiles import quantize_tilewise
-from qtorch.kernels.triton.tile_scaled_mm import tile_scaled_mm
+from benchmarks.gpu import DTYPE, ON_GPU, Row, copies, in_turn, main, measure, normal, sizes
 
 TILE = 128 if ON_GPU else 32
 FLOAT8 = torch.float8_e4m3fn if ON_GPU else torch.int8
@@ -19,6 +17,9 @@ FLOAT8 = torch.float8_e4m3fn if ON_GPU else torch.int8
 
 
 def run() -> list[Row]:
+    from qtorch.kernels.triton.quantize_tiles import quantize_tilewise
+    from qtorch.kernels.triton.tile_scaled_mm import tile_scaled_mm
+
     rows: list[Row] = []
     for m, n, k in sizes([(16, 4096, 4096), (4096, 4096, 4096), (8192, 8192, 8192)], [(32, 32, 64)]):
         x = normal(m, k)
@@ -48,4 +49,4 @@ def _interleaved(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> tu
 
 
 if __name__ == "__main__":
-    report(run())
+    main(run, __doc__)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import qtorch
-from benchmarks.gpu import DEVICE, DTYPE, ON_GPU, Row, copies, in_turn, measure, normal, report, sizes
+from benchmarks.gpu import DEVICE, DTYPE, ON_GPU, Row, copies, in_turn, main, measure, normal, sizes
 from qtorch import ZeroPointDomain
 
 GROUP = 128 if ON_GPU else 32
@@ -88,4 +88,4 @@ def _other_libraries(m: int, n: int, k: int) -> dict[str, Callable[[Tensor], Any
 
 
 if __name__ == "__main__":
-    report(run())
+    main(run, __doc__)

@@ -10,14 +10,15 @@ from torch import Tensor
 from torch.nn import functional
 
 import qtorch
-from benchmarks.gpu import DTYPE, ON_GPU, Row, copies, in_turn, measure, normal, report, sizes
+from benchmarks.gpu import DTYPE, ON_GPU, Row, copies, in_turn, main, measure, normal, sizes
 from qtorch.kernels import quantize_int8_rowwise
-from qtorch.kernels.triton.int8_scaled_mm import int8_scaled_mm
 
 SHAPES = [(16, 4096, 4096), (256, 4096, 4096), (4096, 4096, 4096), (8192, 8192, 8192)]
 
 
 def run() -> list[Row]:
+    from qtorch.kernels.triton.int8_scaled_mm import int8_scaled_mm
+
     rows: list[Row] = []
     compiled = torch.compile(_int_mm, dynamic=False) if ON_GPU else None
     for m, n, k in sizes(SHAPES, [(5, 20, 33)]):
@@ -46,4 +47,4 @@ def _int_mm(xq: Tensor, wq: Tensor, xs: Tensor, ws: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
-    report(run())
+    main(run, __doc__)

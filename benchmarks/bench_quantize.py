@@ -9,11 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import DEVICE, ON_GPU, Row, measure, normal, report, sizes
-from qtorch.kernels.triton.quantize import quantize_rowwise
-from qtorch.kernels.triton.quantize_columns import quantize_columnwise
-from qtorch.kernels.triton.quantize_tiles import quantize_tilewise
-from qtorch.kernels.triton.stochastic_update import update_bf16, update_int8
+from benchmarks.gpu import DEVICE, ON_GPU, Row, main, measure, normal, sizes
 
 
 def _eager(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -22,6 +18,11 @@ def _eager(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def run() -> list[Row]:
+    from qtorch.kernels.triton.quantize import quantize_rowwise
+    from qtorch.kernels.triton.quantize_columns import quantize_columnwise
+    from qtorch.kernels.triton.quantize_tiles import quantize_tilewise
+    from qtorch.kernels.triton.stochastic_update import update_bf16, update_int8
+
     rows: list[Row] = []
     compiled = torch.compile(_eager, dynamic=False) if ON_GPU else _eager
     for m, k in sizes([(16, 4096), (4096, 4096), (8192, 8192), (16384, 14336)], [(20, 128)]):
@@ -49,4 +50,4 @@ def run() -> list[Row]:
 
 
 if __name__ == "__main__":
-    report(run())
+    main(run, __doc__)

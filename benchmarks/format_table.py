@@ -5,6 +5,7 @@ It takes some ten minutes: every recipe runs the sentence model of the demo over
 
 from __future__ import annotations
 
+import argparse
 import copy
 import io
 import statistics
@@ -173,6 +174,7 @@ def sentence_model() -> SentenceModel:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.manual_seed(0)
     normal = torch.randn(SHAPE).bfloat16()
     student = torch.distributions.StudentT(torch.tensor(4.0)).sample(SHAPE).bfloat16()

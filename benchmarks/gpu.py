@@ -5,6 +5,7 @@ Without a GPU the same code runs every candidate once, small, in Triton's interp
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import statistics
@@ -134,6 +135,13 @@ def _words(row: Row) -> str:
     if row.us is None or row.ratio is None:
         return f"{row.what} ran"
     return f"{row.what} {row.us:.1f} us ({row.ratio:.2f})"
+
+
+def main(run: Callable[[], list[Row]], description: str | None) -> None:
+    """The command line of a benchmark that has no options: measure and report."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    report(run())
 
 
 @functools.cache

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator
 
 import torch
@@ -16,10 +17,6 @@ from qtorch import LinearSpec, MappingType, PackedLayout, PerGroup, PerRow, Quan
 from qtorch.kernels import record_kernels, reference
 from qtorch.kernels.registry import Problem, choose
 from qtorch.kernels.tile_scaled_mm import tile_scaled_mm as tile_operator
-from qtorch.kernels.triton.int8_scaled_mm import int8_scaled_mm
-from qtorch.kernels.triton.quantize import quantize_rowwise
-from qtorch.kernels.triton.quantize_columns import quantize_columnwise
-from qtorch.kernels.triton.quantize_tiles import quantize_tilewise
 from qtorch.primitives import compute_error
 
 Check = tuple[str, Callable[[], str | None]]
@@ -84,6 +81,8 @@ def product_checks() -> Iterator[Check]:
 
 
 def _product(m: int, n: int, k: int, order: str) -> str | None:
+    from qtorch.kernels.triton.int8_scaled_mm import int8_scaled_mm
+
     codes = lambda *s: torch.randint(-128, 128, s, dtype=torch.int8, device=DEVICE)  # noqa: E731
     first, second = order.split(", ")
     a = codes(m, k) if first == "rows" else codes(k, m).t()
@@ -100,6 +99,9 @@ def quantizer_checks() -> Iterator[Check]:
 
 
 def _quantizers(m: int, k: int) -> str | None:
+    from qtorch.kernels.triton.quantize import quantize_rowwise
+    from qtorch.kernels.triton.quantize_columns import quantize_columnwise
+
     x = normal(m, k)
     scale, _ = TOKEN.choose_qparams(x)
     expected = TOKEN.quantize(x, scale, None)
@@ -126,6 +128,8 @@ def tile_checks() -> Iterator[Check]:
 
 
 def _tiles(dtype: torch.dtype, of_a: tuple[int, int], of_b: tuple[int, int]) -> str | None:
+    from qtorch.kernels.triton.quantize_tiles import quantize_tilewise
+
     m, n, k = (1024, 4096, 4096) if ON_GPU else (32, 32, 64)
     (a, a_scale), (b, b_scale) = (
         quantize_tilewise(x, t, dtype) for x, t in ((normal(m, k), of_a), (normal(n, k), of_b))
@@ -171,4 +175,5 @@ def run() -> list[str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     raise SystemExit(bool(run()))

@@ -8,13 +8,13 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import DOCS, RESULTS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Row = dict[str, Any]
 
@@ -38,6 +38,8 @@ def style(name: str, names: list[str]) -> dict[str, Any]:
 
 def of_float(axes: Axes) -> None:
     """A logarithmic axis of ratios, with a line at 1."""
+    from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
+
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(FixedLocator(TICKS))
@@ -49,6 +51,8 @@ def of_float(axes: Axes) -> None:
 
 def linear(rows: list[Row]) -> Figure:
     """Speed against the number of rows: a panel for each shape and dtype."""
+    from matplotlib.figure import Figure
+
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
     shapes = list(dict.fromkeys(tuple(row["shape"]) for row in rows))
     figure = Figure(figsize=(4 * len(shapes), 3.4 * len(dtypes) + 0.8), dpi=90, layout="constrained")
@@ -74,6 +78,8 @@ def linear(rows: list[Row]) -> Figure:
 
 def model(rows: list[Row]) -> Figure:
     """A group of bars for each workload and mode."""
+    from matplotlib.figure import Figure
+
     names = candidates(rows[0])
     figure = Figure(figsize=(1.9 * len(rows) + 1.5, 4.4), dpi=90, layout="constrained")
     axes = figure.subplots()

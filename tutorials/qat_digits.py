@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -77,6 +76,8 @@ class Digits:
 
     @classmethod
     def load(cls) -> Digits:
+        from sklearn.datasets import load_digits
+
         bunch = load_digits()
         x, y = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(bunch.target)
         order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
