@@ -43,6 +43,30 @@ def test_works_without_triton_and_without_a_gpu() -> None:
     )
 
 
+def test_everything_on_cpu_works_without_triton() -> None:
+    """Every recipe that serves, one that trains, and a compiled graph."""
+    run(
+        "import os, sys, warnings\n"
+        "warnings.filterwarnings('ignore')\n"
+        "os.environ['CUDA_VISIBLE_DEVICES'] = ''\n"
+        "sys.modules['triton'] = None\n"
+        "import qtorch, torch\n"
+        "from qtorch.training import convert, int8_mixed_precision_training, int8_weight_only_quantized_training\n"
+        "from tests.every_recipe import NAMES, make\n"
+        "x, linear = torch.ones(2, 256), lambda: torch.nn.Linear(256, 64)\n"
+        "for name in NAMES:\n"
+        "    qtorch.quantize_(layer := linear(), make(name, 32))\n"
+        "    assert layer(x).isfinite().all(), name\n"
+        "assert torch.equal(torch.compile(layer, backend='aot_eager', fullgraph=True)(x), layer(x))\n"
+        "for recipe in (int8_mixed_precision_training(), int8_weight_only_quantized_training()):\n"
+        "    qtorch.quantize_(layer := linear(), recipe)\n"
+        "    layer(x).sum().backward()\n"
+        "    torch.optim.SGD(layer.parameters(), 0.1).step()\n"
+        "    qtorch.quantize_(layer, convert())\n"
+        "    assert layer(x).isfinite().all()\n"
+    )
+
+
 def test_public_names() -> None:
     assert len(set(qtorch.__all__)) == len(qtorch.__all__)
     assert [name for name in qtorch.__all__ if not hasattr(qtorch, name)] == []

@@ -14,6 +14,7 @@ from qtorch.dtypes import deregister_aqt_quantized_linear_dispatch, register_aqt
 from qtorch.dtypes.functions import multiply
 from qtorch.kernels import record_kernels
 from tests.dtypes.specs import DTYPES, INT8, SPARSE, SPECS, WEIGHT_ONLY, quantized, values
+from tests.rounding import assert_same_product
 
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
 pytestmark = pytest.mark.usefixtures("torch_kernels")
@@ -88,9 +89,9 @@ def test_input_shapes(name: str, shape: tuple[int, ...]) -> None:
     for b in (None, bias):
         y, wanted = functional.linear(x, w, b), expected(x, w, b)
         assert y.shape == wanted.shape
-        torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-4)
+        assert_same_product(y, wanted, x, w.dequantize(), b)
     strided = torch.randn(*shape[:-1], 128)[..., ::2]
-    torch.testing.assert_close(functional.linear(strided, w), expected(strided, w), rtol=1e-5, atol=1e-4)
+    assert_same_product(functional.linear(strided, w), expected(strided, w), strided, w.dequantize())
 
 
 @pytest.fixture

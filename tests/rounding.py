@@ -1,0 +1,37 @@
+"""How far apart two ways to add up the same products may be, in any order of the additions, on any processor.
+
+A sum of n terms, each of them the product of two numbers, has an error of at most gamma(n) times the sum of their
+magnitudes, gamma(n) = n u / (1 - n u), with u half the machine epsilon (Higham, Accuracy and Stability of Numerical
+Algorithms, section 3.1). The order that a library takes depends on the processor, the threads and the shape.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EXTRA = 4
+"""Roundings beside those of the sum: of the codes times their scale, of scales applied afterwards, of the bias."""
+
+
+def gamma(terms: int, dtype: torch.dtype = torch.float32) -> float:
+    unit = torch.finfo(dtype).eps / 2
+    return terms * unit / (1 - terms * unit)
+
+
+def magnitude(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What the sums of x @ weight.t() are made of, (..., N), in fp64."""
+    size = x.double().abs() @ weight.double().abs().mT
+    return size if bias is None else size + bias.double().abs()
+
+
+def assert_same_product(
+    got: Tensor, wanted: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, roundings: int = 2
+) -> None:
+    """`got` and `wanted` are x @ weight.t() + bias, added up in fp32, and `roundings` times rounded to their dtype."""
+    assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+    bound = 2 * gamma(x.shape[-1] + EXTRA) * magnitude(x, weight, bias)
+    if got.dtype != torch.float32:
+        bound = bound + roundings * gamma(1, got.dtype) * (wanted.double().abs() + bound)
+    excess = (got.double() - wanted.double()).abs() - bound
+    assert bool((excess <= 0).all()), f"differs by {float(excess.max()):.3g} more than rounding can"
