@@ -20,9 +20,11 @@ class BuildKernels(build_ext):
     def run(self) -> None:
         # pip shows it with -v.
         say = lambda line: self.announce(f"qtorch: {line}", logging.INFO)  # noqa: E731
-        for name, error in BUILD["build"](self._directory(), say=say).items():
+        errors = BUILD["build"](self._directory(), say=say)
+        for error in dict.fromkeys(errors.values()):
+            names = ", ".join(name for name in errors if errors[name] == error)
             # Without them qtorch works, slower; it says so at first use.
-            warnings.warn(f"the CPU kernels for {name} were not built: {error}", stacklevel=1)
+            warnings.warn(f"the CPU kernels for {names} were not built: {error}", stacklevel=1)
 
     def _directory(self) -> Path:
         in_place = self.inplace or getattr(self, "editable_mode", False)

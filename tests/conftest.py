@@ -6,6 +6,8 @@ from collections.abc import Generator, Iterator
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 THREADS = max(1, (os.cpu_count() or 1) // WORKERS)
 os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
+# Tests compile no CPU kernels into the cache of whoever runs them.
+os.environ.setdefault("QTORCH_CPU_BUILD", "0")
 
 import pytest
 import torch

@@ -51,7 +51,7 @@ def find_or_compile(instruction_set: str) -> tuple[Path | None, str]:
     if found or reason:
         return found, reason
     if os.environ.get("QTORCH_CPU_BUILD") == "0":
-        return None, "it is not built, and QTORCH_CPU_BUILD=0 forbids to"
+        return None, "it is not built, and QTORCH_CPU_BUILD=0 forbids it"
     compiler = find_compiler()
     if compiler is None:
         return None, "it is not built, and there is no C++ compiler on the PATH"

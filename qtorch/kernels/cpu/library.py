@@ -96,9 +96,12 @@ def installed() -> list[Path]:
     ``python -m`` in a checkout does to what pip installed. QTORCH_CPU_LIBRARIES names the only one."""
     if os.environ.get("QTORCH_CPU_LIBRARIES"):
         return [LIBRARIES]
-    inside = LIBRARIES.relative_to(HERE.parents[2])
-    others = (Path(entry or ".", inside).absolute() for entry in sys.path)
-    return list(dict.fromkeys([LIBRARIES.absolute(), *filter(Path.is_dir, others)]))
+    own = HERE.parents[2].absolute()
+    # Behind the one that was imported, and not what depends on the directory that the process is in.
+    path = [Path(entry) for entry in sys.path if os.path.isabs(entry)]
+    behind = path[path.index(own) + 1 :] if own in path else path
+    copies = (entry / HERE.absolute().relative_to(own) / "lib" for entry in behind)
+    return list(dict.fromkeys([LIBRARIES.absolute(), *filter(Path.is_dir, copies)]))
 
 
 @functools.cache
@@ -160,9 +163,10 @@ def _choose() -> Library | str:
             if isinstance(found, Library):
                 return found
             reasons[name] = found or reasons[name]
+    why = {reason: ", ".join(name for name in reasons if reasons[name] == reason) for reason in reasons.values()}
     warnings.warn(
         "qtorch: the compiled CPU kernels are not there, so slower ones run; `python -m qtorch.kernels.cpu` "
-        f"compiles them ({'; '.join(f'{name}: {reason}' for name, reason in reasons.items())})",
+        f"compiles them ({'; '.join(f'{names}: {reason}' for reason, names in why.items())})",
         stacklevel=2,
     )
     return "is not compiled: python -m qtorch.kernels.cpu"

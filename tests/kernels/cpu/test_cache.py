@@ -228,6 +228,20 @@ def test_the_folder_without_a_setting(named, monkeypatch):
     assert cache.folder().is_relative_to(Path.home() / ".cache" / "qtorch")
 
 
+def test_the_command(checkout):
+    """Into the package, or with --user into the cache; the libraries are then found."""
+    command = "import sys\nfrom qtorch.kernels.cpu.__main__ import main\nsys.exit(main({}))"
+    in_package = build.library_path(checkout.instruction_set, checkout.root / "qtorch" / "kernels" / "cpu" / "lib")
+    for options, path in (["--user"], checkout.library()), ([], in_package):
+        out, error = checkout.run(command.format([*options, checkout.instruction_set]))
+        assert out.splitlines()[-1] == f"{checkout.instruction_set}: {path}"
+        assert error == ""
+        assert checkout.run(CXX="", PATH="")[0].split() == ["cpu_weight_only_mm", str(path)]
+    process = checkout.start(command.format(["sse9"]))
+    assert "no instruction set sse9 here; there are" in process.communicate(timeout=300)[1]
+    assert process.returncode == 2
+
+
 def test_a_named_folder_is_the_only_one(kept, monkeypatch, tmp_path):
     monkeypatch.setenv("QTORCH_CPU_LIBRARIES", str(tmp_path))
     monkeypatch.setattr(library, "LIBRARIES", tmp_path)
