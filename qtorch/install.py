@@ -10,9 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from functools import partial
 from operator import delitem, setitem
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
+
+T = TypeVar("T", bound=Tensor)
 
 REMOVED: Any = object()
 """As the value of a `Change`: the entry goes."""
@@ -61,6 +63,12 @@ def user_attributes(tensor: Tensor) -> dict[str, Any]:
     # Those of a subclass may be its own; quantized ones know which are not.
     own: Callable[[], dict[str, Any]] = getattr(tensor, "_extra_state", dict)
     return own()
+
+
+def keep_attributes(new: T, old: Tensor) -> T:
+    """`new`, which takes the place of `old`, with the `user_attributes` of `old`; none hides what `new` has itself."""
+    vars(new).update({name: value for name, value in user_attributes(old).items() if not hasattr(new, name)})
+    return new
 
 
 class _RolledBack:

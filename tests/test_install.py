@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import qtorch.install as module_under_test
-from qtorch.install import REMOVED, Change, all_or_nothing, install, user_attributes
+from qtorch import int8_weight_only
+from qtorch.install import REMOVED, Change, all_or_nothing, install, keep_attributes, user_attributes
 
 
 class Other(nn.Linear):
@@ -126,7 +127,14 @@ def test_interrupted_at_every_line(act: Callable[[nn.Sequential], None]) -> None
 
 
 def test_user_attributes() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    assert user_attributes(parameter) == {}
-    parameter.tag = "mine"
-    assert user_attributes(parameter) == {"tag": "mine"}
+    old = nn.Parameter(torch.ones(4, 4))
+    assert user_attributes(old) == {}
+    old.tag = "mine"
+    old.scale = old.plain = old.prepared = 3  # names that a quantized weight has itself
+    new = nn.Parameter(int8_weight_only().apply(old.detach()), requires_grad=False)
+    inner = new.inner_tensors
+    assert keep_attributes(new, old) is new
+    assert user_attributes(new) == {"tag": "mine"}
+    assert all(new.inner_tensors[name] is tensor for name, tensor in inner.items())
+    assert new.prepared is None
+    assert vars(keep_attributes(nn.Parameter(torch.ones(1)), new)) == {"tag": "mine"}

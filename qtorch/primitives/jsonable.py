@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+import json
+import types
+import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
+
+MAX_DEPTH = 64
+"""Of lists and objects in each other that `from_json` reads."""
 
 _CLASSES: dict[str, type] = {}
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -64,34 +71,101 @@ def to_json(value: Any) -> Any:
     raise TypeError(f"to_json: {type(value).__name__} has no JSON form; decorate the class with @jsonable")
 
 
+def parse_json(text: str) -> Any:
+    """JSON data of a text from outside.
+
+    Raises:
+        ValueError: it is no JSON, it is nested too deep, or an object has a key twice.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates)
+    except RecursionError as error:
+        raise ValueError("JSON that is nested too deep") from error
+
+
 def from_json(data: Any) -> Any:
     """Inverse of `to_json`; lists become tuples.
 
+    Args:
+        data: JSON data, from anywhere: whatever is wrong with it is a `ValueError`.
+
     Raises:
-        ValueError: an unknown type, or a field that this version does not know.
+        ValueError: an unknown type, a field that this version does not know, a value that a field does not take, NaN,
+            or data nested deeper than `MAX_DEPTH`.
     """
+    return _read(data, MAX_DEPTH)
+
+
+def _read(data: Any, depth: int) -> Any:
+    if depth < 0:
+        raise ValueError(f"from_json: the data is nested more than {MAX_DEPTH} deep")
     if isinstance(data, list | tuple):
-        return tuple(from_json(item) for item in data)
+        return tuple(_read(item, depth - 1) for item in data)
     if isinstance(data, str):
         return _read_string(data)
-    if not isinstance(data, dict):
-        return data
-    if "type" not in data:
-        return {key: from_json(item) for key, item in data.items()}
-    name = data["type"]
-    cls = _CLASSES.get(name)
-    if cls is None:
-        raise ValueError(f"from_json: unknown type {name!r}; known: {', '.join(sorted(_CLASSES))}")
-    values = {key: from_json(item) for key, item in data.items() if key != "type"}
+    if isinstance(data, dict):
+        values = {key: _read(item, depth - 1) for key, item in data.items() if key != "type"}
+        return _make(data["type"], values) if "type" in data else values
+    if data is not None and not isinstance(data, bool | int | float):
+        raise ValueError(f"from_json: takes JSON data, got a {type(data).__name__}")
+    if data != data:
+        raise ValueError("from_json: NaN is no value of a field")
+    return data
+
+
+def _make(name: Any, values: dict[Any, Any]) -> Any:
+    cls = _CLASSES.get(name) if isinstance(name, str) else None
+    if cls is None or not dataclasses.is_dataclass(cls):
+        raise ValueError(f"from_json: unknown type {name!r:.80}; known: {', '.join(sorted(_CLASSES))}")
     known = {f.name for f in dataclasses.fields(cls)}
-    if unknown := sorted(set(values) - known):
+    if unknown := sorted(map(str, values.keys() - known)):
         raise ValueError(
             f"from_json: {name} has no field {', '.join(unknown)}; the data was written by a newer version of qtorch"
         )
     try:
-        return cls(**values)
-    except TypeError as error:
+        made = cls(**values)
+        hash(made)
+    except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"from_json: {name} cannot be made from {sorted(values)}: {error}") from error
+    for field, hint in _field_types(cls).items():
+        value = getattr(made, field)
+        if not _fits(value, hint):
+            raise ValueError(f"from_json: {name} takes a {_word(hint)} as {field}, got {value!r:.80}")
+    return made
+
+
+@functools.cache
+def _field_types(cls: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotated type, for the annotations that fields of JSON-able classes have."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (types.UnionType, typing.Union):
+        return any(_fits(value, arg) for arg in args)
+    if origin is tuple and isinstance(value, tuple):
+        if args[1:] == (...,):
+            return all(_fits(item, args[0]) for item in value)
+        return len(value) == len(args) and all(map(_fits, value, args))
+    if hint in (int, float):
+        return isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
+    return isinstance(value, origin or hint)
+
+
+def _word(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {max(keys, key=keys.count)!r:.80} is there twice")
+    return found
 
 
 def _read_string(text: str) -> Any:

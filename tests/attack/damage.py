@@ -1,0 +1,254 @@
+"""Seeded damage: what an attacker, or a broken disk, makes of a file. The same seed makes the same damage.
+
+`mutate` changes a tree of JSON data where checksums can be made to fit again, `damage_bytes` changes bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Path = tuple[Any, ...]
+"""Keys and indices from the root of a tree to a node."""
+
+STRANGE: list[Callable[[], Any]] = [
+    lambda: None,
+    lambda: True,
+    lambda: False,
+    lambda: 0,
+    lambda: 1,
+    lambda: -1,
+    lambda: 7,
+    lambda: 2**31,
+    lambda: 2**63,
+    lambda: -(2**63) - 1,
+    lambda: 10**40,
+    lambda: 0.5,
+    lambda: 1e308,
+    lambda: float("nan"),
+    lambda: float("inf"),
+    lambda: "",
+    lambda: "x",
+    lambda: "../x",
+    lambda: "\0",
+    lambda: "é" * 300,
+    lambda: [],
+    lambda: {},
+    lambda: [[]],
+    lambda: [1, 2],
+    lambda: [-1, -1],
+    lambda: {"type": "PerGroup", "group_size": 32},
+    lambda: {"type": "Rounding"},
+    lambda: {"type": []},
+    lambda: {"type": "Scheme"},
+    lambda: {"a": {"b": []}},
+    lambda: "torch.int8",
+    lambda: "torch.float64",
+    lambda: "torch.complex64",
+    lambda: "QDType.int32",
+    lambda: "QDType.uint4",
+    lambda: "QDType.float8_e4m3fn",
+    lambda: "MappingType.ASYMMETRIC",
+    lambda: "ZeroPointDomain.FLOAT",
+    lambda: "Rounding.STOCHASTIC",
+    lambda: "torch.load",
+    lambda: "QDType.",
+    lambda: "weight",
+]
+"""Values to put in place of others: every type, bounds of numbers, names that mean something elsewhere."""
+
+
+def paths(tree: Any, at: Path = ()) -> Iterator[Path]:
+    """Of every node, the root included."""
+    yield at
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in items:
+        yield from paths(value, (*at, key))
+
+
+def node(tree: Any, path: Path) -> Any:
+    """The node at `path`."""
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+DEEP = {f"@nested {depth}": "[" * depth + "]" * depth for depth in (50, 900, 100_000)}
+"""What stands for lists nested so deep that Python code cannot handle them as trees, and their text."""
+
+
+def text_of(tree: Any) -> str:
+    """The JSON text of a tree that `mutate` has made."""
+    text = json.dumps(tree)
+    for name, nested in DEEP.items():
+        text = text.replace(json.dumps(name), nested)
+    return text
+
+
+class Mutator:
+    """Changes one place of a tree at a time."""
+
+    def __init__(self, tree: Any, rng: random.Random) -> None:
+        self.tree = copy.deepcopy(tree)
+        self.rng = rng
+
+    def pick(self, wanted: Callable[[Any], bool] = lambda value: True) -> Path | None:
+        """A node below the root for which `wanted` holds; a depth is chosen first, as most nodes are leaves."""
+        found = [path for path in paths(self.tree) if path and wanted(node(self.tree, path))]
+        if not found:
+            return None
+        depth = self.rng.choice(sorted({len(path) for path in found}))
+        return self.rng.choice([path for path in found if len(path) == depth])
+
+    def put(self, path: Path, value: Any) -> str:
+        node(self.tree, path[:-1])[path[-1]] = value
+        return f"{path} = {value!r:.60}"
+
+    # Each returns what it has done, or None where the tree has nothing for it.
+
+    def replace(self) -> str | None:
+        path = self.pick()
+        return None if path is None else self.put(path, self.rng.choice(STRANGE)())
+
+    def nudge(self) -> str | None:
+        """Another number."""
+        path = self.pick(lambda value: isinstance(value, int | float) and not isinstance(value, bool))
+        if path is None:
+            return None
+        value = node(self.tree, path)
+        others = [value + 1, value - 1, value * 2, -value, value * 2**32, value / 2, value // 2 if value else 3, 0]
+        return self.put(path, self.rng.choice(others))
+
+    def flip(self) -> str | None:
+        """Another boolean."""
+        path = self.pick(lambda value: isinstance(value, bool))
+        return None if path is None else self.put(path, not node(self.tree, path))
+
+    def respell(self) -> str | None:
+        """Another string: cut, doubled, or with another character."""
+        path = self.pick(lambda value: isinstance(value, str) and value != "")
+        if path is None:
+            return None
+        text = node(self.tree, path)
+        i = self.rng.randrange(len(text))
+        return self.put(path, self.rng.choice([text[:i], text * 2, f"{text[:i]}7{text[i + 1 :]}", text.upper()]))
+
+    def delete(self) -> str | None:
+        path = self.pick()
+        if path is None:
+            return None
+        del node(self.tree, path[:-1])[path[-1]]
+        return f"del {path}"
+
+    def duplicate(self) -> str | None:
+        path = self.pick()
+        if path is None:
+            return None
+        parent, value = node(self.tree, path[:-1]), copy.deepcopy(node(self.tree, path))
+        if isinstance(parent, list):
+            parent.insert(path[-1], value)
+        else:
+            parent[f"{path[-1]}2"] = value
+        return f"{path} twice"
+
+    def rename(self) -> str | None:
+        path = self.pick(lambda value: isinstance(value, dict) and bool(value))
+        if path is None:
+            return None
+        table = node(self.tree, path)
+        key = self.rng.choice(sorted(table))
+        new = self.rng.choice([f"{key}x", "", "weight", "type", "codes", "../x", key.upper()])
+        table[new] = table.pop(key)
+        return f"{path}: {key} -> {new}"
+
+    def swap(self) -> str | None:
+        """Two nodes of the same type."""
+        first = self.pick()
+        if first is None:
+            return None
+        kind = type(node(self.tree, first))
+        second = self.pick(lambda value: type(value) is kind)
+        assert second is not None
+        if first[: len(second)] == second or second[: len(first)] == first:
+            return None
+        a, b = node(self.tree, first), node(self.tree, second)
+        self.put(first, b)
+        self.put(second, a)
+        return f"{first} <-> {second}"
+
+    def copy(self) -> str | None:
+        """A node in place of another of the same type."""
+        first = self.pick()
+        if first is None:
+            return None
+        kind = type(node(self.tree, first))
+        second = self.pick(lambda value: type(value) is kind)
+        assert second is not None
+        return self.put(first, copy.deepcopy(node(self.tree, second)))
+
+    def nest(self) -> str | None:
+        path = self.pick()
+        if path is None:
+            return None
+        return self.put(path, self.rng.choice(list(DEEP)))
+
+    def reorder(self) -> str | None:
+        """The keys of an object in another order, which means nothing."""
+        path = self.pick(lambda value: isinstance(value, dict) and len(value) > 1)
+        if path is None:
+            return None
+        table = node(self.tree, path)
+        keys = list(table)
+        self.rng.shuffle(keys)
+        self.put(path, {key: table[key] for key in keys})
+        return f"{path}: in another order"
+
+
+MUTATIONS = [
+    *[Mutator.replace] * 3,
+    *[Mutator.nudge] * 3,
+    *[Mutator.copy] * 2,
+    *[Mutator.swap] * 2,
+    *[Mutator.delete] * 2,
+    Mutator.flip,
+    Mutator.respell,
+    Mutator.duplicate,
+    Mutator.rename,
+    Mutator.nest,
+    Mutator.reorder,
+]
+
+
+def mutate(tree: Any, rng: random.Random) -> tuple[Any, str]:
+    """A damaged copy of JSON data (an object or list at the root), and what was done to it: one to three changes.
+    `text_of` writes it."""
+    mutator = Mutator(tree, rng)
+    done: list[str] = []
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        change = rng.choice(MUTATIONS)(mutator)
+        if change is not None:
+            done.append(change)
+    return mutator.tree, "; ".join(done) or "nothing"
+
+
+def damage_bytes(data: bytes, rng: random.Random) -> tuple[bytes, str]:
+    """A damaged copy of `data`, and what was done to it: truncated, extended, or with other bytes somewhere."""
+    kind = rng.choice(["truncate", "extend", "flip", "overwrite", "zero", "shift"])
+    at = rng.randrange(len(data) + 1)
+    length = rng.choice([1, 4, 8, 64, 4096])
+    changed = bytearray(data)
+    if kind == "truncate":
+        del changed[at:]
+    elif kind == "extend":
+        changed += rng.randbytes(length)
+    elif kind == "flip" and data:
+        changed[at % len(data)] ^= 1 << rng.randrange(8)
+    elif kind == "shift":
+        del changed[at : at + length]
+    else:
+        changed[at : at + length] = rng.randbytes(length) if kind == "overwrite" else bytes(length)
+        del changed[len(data) :]
+    return bytes(changed), f"{kind} at {at}, {length} bytes"
