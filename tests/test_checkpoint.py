@@ -129,21 +129,24 @@ def test_tensors_that_share_memory(path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
-def test_memory_mapped(path: Path) -> None:
-    save_quantized(quantized(), path)
-    model = load_quantized(meta(), path)
+@pytest.mark.parametrize("mmap", [True, False])
+def test_memory_mapped(mmap: bool, path: Path) -> None:
+    saved = quantized()
+    save_quantized(saved, path)
+    model = load_quantized(meta(), path, mmap=mmap)
+    assert_same(model, saved)
     with open("/proc/self/maps") as maps:
         mapped = [line.split()[0] for line in maps if line.rstrip().endswith(str(path))]
     ranges = [tuple(int(end, 16) for end in item.split("-")) for item in mapped]
     for tensor in (model.fc.weight.qdata, model.fc.bias):
-        assert any(start <= tensor.data_ptr() < stop for start, stop in ranges)
+        assert any(start <= tensor.data_ptr() < stop for start, stop in ranges) == mmap
 
 
 @pytest.mark.parametrize("shard_size", [1, 2**30])
 def test_saving_over_the_file_that_is_mapped(shard_size: int, path: Path) -> None:
     saved = quantized()
     save_quantized(saved, path, max_shard_size=shard_size)
-    model = load_quantized(meta(), path)
+    model = load_quantized(meta(), path, mmap=True)
     save_quantized(model, path, max_shard_size=shard_size)
     assert_same(model, saved)
     assert_same(load_quantized(meta(), path), saved)

@@ -1,15 +1,13 @@
-"""The format of the files: what the header of the root is called, its version, and checksums."""
+"""The format of the files: what the header of the root is called, and checksums."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
-FORMAT_VERSION = 1
+from .tensor_file import data_of
 
 HEADER = "qtorch"
 """Metadata key of the header, JSON text."""
@@ -28,19 +26,12 @@ def slots(model: nn.Module) -> Iterator[tuple[str, Slot]]:
                 yield f"{prefix}.{attribute}" if prefix else attribute, (module, attribute, tensor)
 
 
-def is_of_torch_save(path: Path) -> bool:
-    """Whether a file is one of `torch.save`: a zip archive, or the pickle of old versions."""
-    with path.open("rb") as file:
-        start = file.read(4)
-    return start == b"PK\x03\x04" or start[:1] == b"\x80"
-
-
 def checksum(tensor: Tensor) -> int:
     """Of the data, the dtype and the shape."""
     kind = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, kind)
+    return zlib.crc32(data_of(tensor.contiguous()), kind)
 
 
 def text_checksum(text: str) -> str:
     """Of the header, as safetensors keeps metadata: in text."""
-    return str(zlib.crc32(text.encode()))
+    return str(zlib.crc32(text.encode(errors="surrogatepass")))

@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..dtypes import QuantizedTensor
 from ..dtypes.serialize import from_canonical
+from ..install import Change, install, keep_attributes
 from ..model_argument import check_model
 from ..module_repr import show_quantized
-from .file_format import FORMAT_VERSION, HEADER, HEADER_CHECKSUM, Slot, checksum, is_of_torch_save, slots, text_checksum
+from .file_format import HEADER, HEADER_CHECKSUM, checksum, slots, text_checksum
+from .fit import check_fits, check_names
+from .header import Header
+from .tensor_file import TensorFile
+
+_ATTEMPTS = 50
+"""To open a checkpoint that others are saved over."""
 
 
 def load_quantized(
-    model: nn.Module, path: str | os.PathLike[str], *, device: torch.device | str | None = None, verify: bool = True
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str | None = None,
+    verify: bool = True,
+    mmap: bool = False,
 ) -> nn.Module:
     """Fill `model`, on the meta device or not, quantized or not, from a file of `save_quantized`.
 
-    Everything is read and checked before the first weight is replaced. Tensors stay memory-mapped where they are not
-    moved or unpacked.
+    Everything is read and checked before the first weight is replaced, all are replaced in one step. A model that is
+    saved to the path in the meantime is not mixed with the one that is loaded. Float parameters require gradients as
+    the model's do, quantized ones do not; attributes of the model's parameters are kept.
 
     Args:
         device: where the weights go; by default where the model's are, the CPU for the meta device.
         verify: compare every tensor with its checksum.
+        mmap: leave tensors that are not moved or unpacked in the file, to be read when they are used. Only for a file
+            that nobody writes to or cuts short as long as the model lives: that would change its weights, or kill the
+            process. (`save_quantized` does not write to a file that is there, it puts another in its place.)
 
     Returns:
         `model`.
@@ -42,126 +55,121 @@ def load_quantized(
     """
     check_model("load_quantized", model)
     path = Path(path)
-    with _Reader(path, verify) as reader:
-        loaded = reader.read_all()
-        aliases: dict[str, str] = reader.header["aliases"]
     places = dict(slots(model))
-    _check_names(path, places, loaded.keys() | aliases.keys())
-    moved: dict[str, Tensor] = {}
-    parameters: dict[str, nn.Parameter] = {}
-    new: list[tuple[dict[str, Any], str, Tensor]] = []
-    for name, (module, attribute, old) in places.items():
-        source = aliases.get(name, name)
-        if source not in loaded:
-            continue
-        _check_shape(path, name, loaded[source], old)
-        if source not in moved:
-            moved[source] = loaded[source].to(device or ("cpu" if old.is_meta else old.device))
-        tensor = moved[source]
-        if not isinstance(old, nn.Parameter):
-            new.append((module._buffers, attribute, tensor))
-            continue
-        if source not in parameters:
-            frozen = isinstance(tensor, QuantizedTensor) or not tensor.is_floating_point()
-            parameters[source] = nn.Parameter(tensor, old.requires_grad and not frozen)
-        new.append((module._parameters, attribute, parameters[source]))
-    for table, attribute, tensor in new:
-        table[attribute] = tensor
+    with _open(path, verify, mmap) as checkpoint:
+        aliases = checkpoint.header.aliases
+        check_names(path, places, checkpoint.header.names)
+        loaded: dict[str, Tensor] = {}
+        changes: list[Change] = []
+        for name, slot in places.items():
+            module, attribute, old = slot
+            source = aliases.get(name, name)
+            if source not in checkpoint.header.names:
+                continue
+            if source not in loaded:
+                loaded[source] = checkpoint.tensor(source)
+                check_fits(path, name, slot, loaded[source])
+                loaded[source] = loaded[source].to(device or ("cpu" if old.is_meta else old.device))
+            tensor = loaded[source]
+            check_fits(path, name, slot, tensor)
+            if not isinstance(old, nn.Parameter):
+                buffer = tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
+                changes.append(Change(module._buffers, attribute, keep_attributes(buffer, old)))
+                continue
+            if not isinstance(tensor, nn.Parameter):
+                frozen = isinstance(tensor, QuantizedTensor) or not (tensor.is_floating_point() or tensor.is_complex())
+                loaded[source] = tensor = nn.Parameter(tensor, old.requires_grad and not frozen)
+            changes.append(Change(module._parameters, attribute, keep_attributes(tensor, old)))
+    install(changes)
     for module in model.modules():
         show_quantized(module)
     return model
 
 
-class _Reader:
-    """The root file and its shards, open, with the header parsed and the list of tensors checked."""
+def _open(path: Path, verify: bool, mmap: bool) -> _Checkpoint:
+    """The one that is at `path` now: where a save takes shards away while they are being opened, the new one."""
+    for attempt in range(_ATTEMPTS):
+        root = TensorFile(path)
+        try:
+            return _Checkpoint(root, verify, mmap)
+        except BaseException as error:
+            again = isinstance(error, ValueError) and attempt < _ATTEMPTS - 1 and root.is_replaced()
+            root.close()
+            if not again:
+                raise
+    raise AssertionError
 
-    def __init__(self, path: Path, verify: bool) -> None:
-        self.path = path
+
+class _Checkpoint:
+    """The root file and its shards, open, so that nobody can put others in their place; the header is checked."""
+
+    def __init__(self, root: TensorFile, verify: bool, mmap: bool) -> None:
+        self.path = root.path
         self.verify = verify
-        self.files: dict[str, Any] = {}
-        root = self._open(path)
-        metadata = root.metadata() or {}
-        if HEADER not in metadata:
-            raise ValueError(
-                f"{path}: a safetensors file, but not one of save_quantized (its header has no {HEADER!r})"
-            )
-        if metadata.get(HEADER_CHECKSUM) != text_checksum(metadata[HEADER]):
-            raise ValueError(f"{path}: its header is corrupted: it does not match its checksum")
-        self.header: dict[str, Any] = json.loads(metadata[HEADER])
-        version = self.header.get("version")
-        if version != FORMAT_VERSION:
-            raise ValueError(f"{path}: format version {version}; this qtorch reads version {FORMAT_VERSION}")
-        owners = dict.fromkeys(root.keys(), path)
-        self.files[str(path)] = root
-        for name, keys in self.header["shards"].items():
-            shard = path.with_name(name)
-            if not shard.exists():
-                raise ValueError(f"{path}: its shard {name} is missing")
-            self.files[str(shard)] = handle = self._open(shard)
-            owners.update({key: shard for key in keys if key in handle.keys()})  # noqa: SIM118
-        if missing := sorted(set(self.header["checksums"]) - set(owners)):
-            raise ValueError(f"{path}: missing key {', '.join(missing[:4])}")
-        self.owners = owners
+        self.mmap = mmap
+        self.header = _read_header(root)
+        self.owners: dict[str, TensorFile] = dict.fromkeys(root.stored, root)
+        self.files = [root]
+        try:
+            for name, keys in self.header.shards.items():
+                self._add_shard(name, keys)
+            if missing := sorted(set(self.header.stored) - self.owners.keys()):
+                raise ValueError(f"{self.path}: missing key {', '.join(missing[:4])}")
+        except BaseException:
+            for shard in self.files[1:]:
+                shard.close()
+            raise
 
-    def __enter__(self) -> _Reader:
+    def __enter__(self) -> _Checkpoint:
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self.files.clear()
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
-    def _open(self, path: Path) -> Any:
-        if not path.exists():
-            raise FileNotFoundError(f"{path}: no such file")
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
+
+    def _add_shard(self, name: str, keys: list[str]) -> None:
         try:
-            return safe_open(path, framework="pt")
-        except (SafetensorError, OSError, ValueError) as error:
-            if is_of_torch_save(path):
-                raise ValueError(
-                    f"{path}: a file of torch.save, not of save_quantized; read it by "
-                    "model.load_state_dict(torch.load(path, weights_only=True), assign=True)"
-                ) from error
-            raise ValueError(f"{path}: truncated, or not a safetensors file ({error})") from error
+            shard = TensorFile(self.path.with_name(name))
+        except FileNotFoundError as error:
+            raise ValueError(f"{self.path}: its shard {name} is missing") from error
+        self.files.append(shard)
+        for key in keys:
+            if key in self.owners:
+                raise ValueError(f"{self.path}: {key} is in it and in its shard {name}")
+            if key in shard.stored:
+                self.owners[key] = shard
 
-    def read(self, key: str) -> Tensor:
-        if key not in self.owners:
-            raise ValueError(f"{self.path}: missing key {key}")
-        owner = self.owners[key]
-        tensor: Tensor = self.files[str(owner)].get_tensor(key)
-        if self.verify and checksum(tensor) != self.header["checksums"][key]:
-            raise ValueError(f"{owner}: {key} is corrupted: its data does not match its checksum")
+    def tensor(self, name: str) -> Tensor:
+        """The parameter or buffer of this name, not of an alias."""
+        entry = self.header.quantized.get(name)
+        if entry is None:
+            return self._read(name)
+        # What a file or its data are to blame for names them already.
+        parts = {stored: self._read(stored) for stored in entry["tensors"].values()}
+        try:
+            return from_canonical(entry, parts.pop)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{self.path}: {name}: {error}") from error
+
+    def _read(self, key: str) -> Tensor:
+        file = self.owners[key]
+        read: Callable[[str], Tensor] = file.map if self.mmap else file.read
+        tensor = read(key)
+        if self.verify and checksum(tensor) != self.header.checksums[key]:
+            raise ValueError(f"{file.path}: {key} is corrupted: its data does not match its checksum")
         return tensor
 
-    def read_all(self) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {name: self.read(name) for name in self.header["plain"]}
-        for name, entry in self.header["quantized"].items():
-            parts = {stored: self.read(stored) for stored in entry["tensors"].values()}
-            try:
-                tensors[name] = from_canonical(entry, parts.__getitem__)
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{self.path}: {name}: {error}") from error
-        return tensors
 
-
-def _check_names(path: Path, slots: Mapping[str, Slot], found: set[str]) -> None:
-    problems = []
-    # A buffer that the file leaves out keeps the value it has, if it has one.
-    missing = [
-        name
-        for name, (_, _, tensor) in slots.items()
-        if name not in found and (isinstance(tensor, nn.Parameter) or tensor.is_meta)
-    ]
-    if missing:
-        problems.append(f"missing key {', '.join(missing[:4])}" + (", ..." if len(missing) > 4 else ""))
-    if unexpected := sorted(found - slots.keys()):
-        problems.append(f"unexpected key {', '.join(unexpected[:4])}" + (", ..." if len(unexpected) > 4 else ""))
-    if problems:
-        raise ValueError(f"{path}: {'; '.join(problems)}; the model is unchanged")
-
-
-def _check_shape(path: Path, name: str, new: Tensor, old: Tensor) -> None:
-    if nn.parameter.is_lazy(old):
-        raise ValueError(f"{path}: {name} of the model is not initialized yet; run the model once")
-    if new.shape != old.shape:
-        raise ValueError(
-            f"{path}: {name} has shape {tuple(new.shape)}, the model's has {tuple(old.shape)}; the model is unchanged"
-        )
+def _read_header(root: TensorFile) -> Header:
+    path, metadata = root.path, root.metadata
+    if HEADER not in metadata:
+        raise ValueError(f"{path}: a safetensors file, but not one of save_quantized (its header has no {HEADER!r})")
+    if metadata.get(HEADER_CHECKSUM) != text_checksum(metadata[HEADER]):
+        raise ValueError(f"{path}: its header is corrupted: it does not match its checksum")
+    try:
+        return Header.parse(metadata[HEADER])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import glob
 import json
 import os
@@ -13,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
 from ..dtypes import QuantizedTensor
 from ..dtypes.serialize import to_canonical
-from .file_format import FORMAT_VERSION, HEADER, HEADER_CHECKSUM, checksum, slots, text_checksum
+from .file_format import HEADER, HEADER_CHECKSUM, checksum, slots, text_checksum
+from .header import Header
+from .tensor_file import NAMES, write_tensors
 
 
 def save_quantized(
@@ -50,9 +49,9 @@ def save_quantized(
     root, *shards = _split(tensors, max_shard_size)
     token = secrets.token_hex(4)
     names = [f"{_stem(path)}-{token}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    header["shards"] = {name: list(shard) for name, shard in zip(names, shards, strict=True)}
-    header["checksums"] = {name: checksum(tensor) for name, tensor in tensors.items()}
-    text = json.dumps(header)
+    header.shards = {name: list(shard) for name, shard in zip(names, shards, strict=True)}
+    header.checksums = {name: checksum(tensor) for name, tensor in tensors.items()}
+    text = json.dumps(header.to_json())
     folder = path.with_name(f".{path.name}.{token}.tmp")
     folder.mkdir()
     try:
@@ -75,23 +74,23 @@ def _named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor
     return {name: tensor for name, (_, _, tensor) in slots(source)}
 
 
-def _canonical(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _canonical(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Header]:
     """All tensors to store, by stored name, and the header."""
     tensors: dict[str, Tensor] = {}
-    header: dict[str, Any] = {"version": FORMAT_VERSION, "plain": [], "quantized": {}, "aliases": {}}
+    header = Header()
     first_name: dict[Any, str] = {}
     for name, tensor in named.items():
         if problem := _problem(tensor):
             raise ValueError(f"save_quantized: {name} is {problem}")
         original = first_name.setdefault(_identity(tensor), name)
         if original != name:
-            header["aliases"][name] = original
+            header.aliases[name] = original
             continue
         if isinstance(tensor, QuantizedTensor):
-            stored, header["quantized"][name] = to_canonical(name, tensor)
+            stored, header.quantized[name] = to_canonical(name, tensor)
         else:
             stored = {name: tensor.resolve_conj().resolve_neg()}
-            header["plain"].append(name)
+            header.plain.append(name)
         if clash := stored.keys() & tensors.keys():
             raise ValueError(f"save_quantized: two tensors would be stored as {', '.join(clash)}")
         tensors |= {key: value.detach().cpu().contiguous() for key, value in stored.items()}
@@ -110,18 +109,9 @@ def _problem(value: Any) -> str | None:
         return None
     if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
         return f"a {type(value).__name__}, which has no canonical form"
-    if value.layout is not torch.strided or not _has_safetensors(value.dtype):
+    if value.layout is not torch.strided or value.dtype not in NAMES:
         return f"a {value.layout} tensor of {value.dtype}, which safetensors cannot hold"
     return None
-
-
-@functools.cache
-def _has_safetensors(dtype: torch.dtype) -> bool:
-    try:
-        save({"": torch.empty(0, dtype=dtype)})
-    except (KeyError, RuntimeError):
-        return False
-    return True
 
 
 def _identity(tensor: Tensor) -> Any:
@@ -162,19 +152,8 @@ def _remove_leftovers(path: Path, shards: list[str]) -> None:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write and flush to disk, with the permissions of a new file."""
-    # safetensors refuses tensors that share memory: all but the first, and views of a larger storage, become copies.
-    own: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage()
-        shared = storage.nbytes() != tensor.nbytes or storage.data_ptr() in seen
-        seen.add(storage.data_ptr())
-        own[name] = tensor.clone() if shared else tensor
+    """Write and flush to disk."""
     try:
-        save_file(own, path, {"format": "pt", **metadata})
-    except SafetensorError as error:
-        raise OSError(f"save_quantized: cannot write {path}: {error}") from error
-    path.chmod(path.parent.stat().st_mode & 0o666)
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
+        write_tensors(path, tensors, {"format": "pt", **metadata})
+    except OSError as error:
+        raise type(error)(error.errno, f"save_quantized: cannot write {path}: {error.strerror}") from error

@@ -13,9 +13,11 @@ Loading packs them again for the layout that the scheme names.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..primitives.jsonable import from_json, to_json
@@ -31,9 +33,17 @@ from ..primitives.qdtype import QDType
 from ..primitives.scheme import Scheme
 from .base import QuantizedTensor, quantized_type
 from .conv_weight import ConvScheme, ConvWeight
+from .layouts.base import check_layout
 
 Entry = dict[str, Any]
 """JSON data of one quantized tensor: its scheme, and which stored tensor is what."""
+
+PARTS = frozenset(
+    ("codes", "packed", "scale", "scale_scale", "scale_mean", "zero_point", "table", "act_scale", "act_zero_point")
+)
+"""What a stored tensor can be."""
+
+LOGICAL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def to_canonical(name: str, tensor: QuantizedTensor) -> tuple[dict[str, Tensor], Entry]:
@@ -42,7 +52,7 @@ def to_canonical(name: str, tensor: QuantizedTensor) -> tuple[dict[str, Tensor],
     dtype = tensor.scheme.weight.dtype
     parent, _, attribute = name.rpartition(".")
     input_name = (f"{parent}.input" if parent else "input") if attribute == "weight" else f"{name}_input"
-    packed = can_pack_bits(dtype) and codes.dim() > 0
+    packed = _is_packed(tensor.scheme)
     parts = {
         "packed" if packed else "codes": (
             f"{name}_packed" if packed else name,
@@ -60,23 +70,53 @@ def from_canonical(entry: Entry, read: Callable[[str], Tensor]) -> QuantizedTens
     """Inverse of `to_canonical`.
 
     Args:
-        entry: what `to_canonical` gave.
-        read: stored name -> tensor.
+        entry: what `to_canonical` gave, or anything from a file.
+        read: stored name -> tensor; asked once the scheme is found to be one.
 
     Raises:
         ValueError: the entry does not describe a quantized tensor, or the tensors do not fit it.
     """
+    check_entry(entry)
     scheme = from_json(entry["scheme"])
-    if not isinstance(scheme, Scheme):
-        raise ValueError(f"expected a Scheme, got {scheme!r}")
-    parts = {part: read(stored) for part, stored in entry["tensors"].items()}
-    if "packed" in parts:
-        parts["codes"] = _unpacked(parts.pop("packed"), scheme.weight.dtype, scheme.codes_shape[-1])
-    codes = parts.pop("codes")
+    _check_scheme(scheme)
+    names: dict[str, str] = entry["tensors"]
+    wanted = "packed" if _is_packed(scheme) else "codes"
+    if wanted not in names or not names.keys() <= PARTS - {"codes", "packed"} | {wanted}:
+        raise ValueError(f"its tensors are {', '.join(sorted(names))}; the codes of {scheme.weight} are {wanted!r}")
+    parts = {part: read(stored) for part, stored in names.items()}
+    codes = parts.pop(wanted)
+    if wanted == "packed":
+        codes = _unpacked(codes, scheme.weight.dtype, scheme.codes_shape[-1])
     if tuple(codes.shape) != scheme.codes_shape:
         raise ValueError(f"the codes have shape {tuple(codes.shape)}, the scheme {scheme.codes_shape}")
     kind = ConvWeight if isinstance(scheme, ConvScheme) else quantized_type(scheme.weight)
     return kind.from_canonical(codes, parts, scheme)
+
+
+def check_entry(entry: Any) -> None:
+    """Raise `ValueError` where `entry` has not the form that `to_canonical` gives; its scheme is not read."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("scheme"), dict):
+        raise ValueError("its entry has no scheme")
+    names = entry.get("tensors")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in [*names, *names.values()]):
+        raise ValueError("its entry has no names of tensors")
+
+
+def _check_scheme(scheme: Any) -> None:
+    if not isinstance(scheme, Scheme):
+        raise ValueError(f"expected a Scheme, got {scheme!r:.80}")
+    quantized_type(scheme.weight)
+    check_layout(scheme.layout)
+    if scheme.dtype not in LOGICAL_DTYPES:
+        raise ValueError(f"a quantized tensor has the dtype of floats, got {scheme.dtype}")
+    if not all(size >= 0 for size in scheme.shape) or math.prod(max(1, size) for size in scheme.shape) >= 2**63:
+        raise ValueError(f"no tensor has the shape {scheme.shape!r:.80}")
+    if isinstance(scheme, ConvScheme) and len(scheme.shape) < 3:
+        raise ValueError(f"the weight of a convolution has three dimensions or more, got {scheme.shape}")
+
+
+def _is_packed(scheme: Scheme) -> bool:
+    return can_pack_bits(scheme.weight.dtype) and len(scheme.codes_shape) > 0
 
 
 def _packed(codes: Tensor, dtype: QDType) -> Tensor:
@@ -84,4 +124,8 @@ def _packed(codes: Tensor, dtype: QDType) -> Tensor:
 
 
 def _unpacked(packed: Tensor, dtype: QDType, length: int) -> Tensor:
+    wanted = torch.int32 if can_pack(dtype) else torch.uint8
+    if packed.dtype != wanted or packed.dim() == 0:
+        shape = tuple(packed.shape)
+        raise ValueError(f"packed codes of {dtype} are rows of {wanted}, got {packed.dtype} of shape {shape}")
     return unpack_from_int32(packed, dtype, length) if can_pack(dtype) else unpack_codes(packed, dtype, length)

@@ -90,6 +90,12 @@ L = TypeVar("L", bound=type[Layout])
 LAYOUTS: dict[str, type[Layout]] = {}
 
 
+def check_layout(value: object) -> None:
+    """Raise `ValueError` where `value`, from a file say, is neither a layout nor None."""
+    if value is not None and type(value) not in LAYOUTS.values():
+        raise ValueError(f"a layout is one of {', '.join(cls.__name__ for cls in LAYOUTS.values())}, got {value!r:.80}")
+
+
 def register_layout(cls: L) -> L:
     """Class decorator: make a layout known by its name and readable from JSON.
 

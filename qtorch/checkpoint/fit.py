@@ -1,0 +1,70 @@
+"""What in a checkpoint fits which place of a model; everything else is an error that names file and place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from ..dtypes import ConvWeight, QuantizedTensor
+from ..dtypes.conv import CONVS
+from ..prepared_module import PreparedModule
+from .file_format import Slot
+
+FLOAT_ONLY: tuple[type[nn.Module], ...] = (
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.Bilinear,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.modules.batchnorm._NormBase,
+    nn.modules.conv._ConvTransposeNd,
+)
+"""Modules that no kernel runs with a quantized parameter."""
+
+
+def check_names(path: Path, slots: Mapping[str, Slot], found: set[str]) -> None:
+    """Raise `ValueError` where the model misses a name of the file, or the file one of the model."""
+    problems = []
+    # A buffer that the file leaves out keeps the value it has, if it has one.
+    missing = [
+        name
+        for name, (_, _, tensor) in slots.items()
+        if name not in found and (isinstance(tensor, nn.Parameter) or tensor.is_meta)
+    ]
+    if missing:
+        problems.append(f"missing key {', '.join(missing[:4])}" + (", ..." if len(missing) > 4 else ""))
+    if unexpected := sorted(found - slots.keys()):
+        problems.append(f"unexpected key {', '.join(unexpected[:4])}" + (", ..." if len(unexpected) > 4 else ""))
+    if problems:
+        raise ValueError(f"{path}: {'; '.join(problems)}; the model is unchanged")
+
+
+def check_fits(path: Path, name: str, slot: Slot, new: Tensor) -> None:
+    """Raise `ValueError` where `new` cannot take the place called `name`."""
+    if nn.parameter.is_lazy(slot[2]):
+        raise ValueError(f"{path}: {name} of the model is not initialized yet; run the model once")
+    if problem := _problem(slot, new):
+        raise ValueError(f"{path}: {name} {problem}; the model is unchanged")
+
+
+def _problem(slot: Slot, new: Tensor) -> str | None:
+    module, attribute, old = slot
+    if new.shape != old.shape:
+        return f"has shape {tuple(new.shape)}, the model's has {tuple(old.shape)}"
+    if not isinstance(old, nn.Parameter):
+        return "is quantized, but a buffer of the model" if isinstance(new, QuantizedTensor) else None
+    if not isinstance(new, QuantizedTensor):
+        kinds = [(tensor.is_floating_point(), tensor.is_complex()) for tensor in (new, old)]
+        return None if kinds[0] == kinds[1] else f"is {new.dtype}, the model's is {old.dtype}"
+    of_conv = attribute == "weight" and isinstance(module, CONVS)
+    if isinstance(new, ConvWeight) != of_conv:
+        what = "of a convolution" if isinstance(new, ConvWeight) else "of a linear layer"
+        return f"is quantized as the weight {what}, but the {attribute} of a {type(module).__name__}"
+    if isinstance(module, FLOAT_ONLY) or old.dim() < 2:
+        return f"is quantized, but the {attribute} of a {type(module).__name__}, which has no quantized kernel"
+    if isinstance(module, PreparedModule):
+        return "is quantized, but its layer is in training; finish that by convert() first, or build the model anew"
+    return None

@@ -1,0 +1,244 @@
+"""One file in the safetensors format: the length of a JSON header in 8 bytes, the header, the data of the tensors.
+
+The files are those of the safetensors library, which reads ours as we read its. It only maps files, by name: a file
+that is cut short kills a process that has it mapped, one that is overwritten changes its weights, and a name may stand
+for another file from one call to the next. Here a file is opened once, and read into memory unless asked otherwise.
+
+Tensors are written at multiples of 64 bytes, as torch allocates them, since products of matrices depend on it in the
+last bit. The format has no holes between tensors, so those whose size is no multiple of 64 come last.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..primitives.jsonable import parse_json
+
+ALIGNMENT = 64
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""The format's names of dtypes."""
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_METADATA = "__metadata__"
+_LENGTH_BYTES = 8
+_MAX_HEADER = 100_000_000
+"""Of the library."""
+
+_MAX_SIZE = 2**63
+"""Elements of a tensor, and more."""
+
+
+class Stored(NamedTuple):
+    """A tensor in a file: what it is, and the bytes from `start` to `stop` that hold it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a file and flush it to disk.
+
+    Args:
+        tensors: on the CPU, contiguous, of `DTYPES`.
+
+    Raises:
+        ValueError: a tensor has the name of the format's own entry.
+        OSError: the file cannot be written.
+    """
+    if _METADATA in tensors:
+        raise ValueError(f"{_METADATA} is a name that the format has taken")
+    order = sorted(tensors.items(), key=lambda item: (item[1].nbytes % ALIGNMENT != 0, -item[1].element_size()))
+    header: dict[str, Any] = {_METADATA: dict(metadata)}
+    stop = 0
+    for name, tensor in order:
+        start, stop = stop, stop + tensor.nbytes
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % ALIGNMENT)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(_LENGTH_BYTES, "little"))
+        file.write(text)
+        for _, tensor in order:
+            file.write(data_of(tensor))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def data_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, without a copy."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+class TensorFile:
+    """A file, open; its header is checked whole, so that no tensor reaches beyond the data or into another.
+
+    Attributes:
+        metadata: of the header.
+        stored: what it holds, by name.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is truncated, or in another format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._map: mmap.mmap | None = None
+        if path.exists() and not path.is_file():
+            raise self._error("it is no regular file")
+        try:
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{path}: no such file") from error
+        try:
+            self.metadata, self.stored = self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Tensors that are mapped stay so."""
+        self._file.close()
+
+    def is_replaced(self) -> bool:
+        """Whether the path is now that of another file."""
+        try:
+            return not os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
+
+    def read(self, name: str) -> Tensor:
+        """A tensor in memory of its own."""
+        stored = self.stored[name]
+        tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+        self._fill(data_of(tensor), stored.start)
+        if stored.dtype is torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
+            raise ValueError(f"{self.path}: {name} has bytes that are no booleans")
+        return tensor
+
+    def map(self, name: str) -> Tensor:
+        """A tensor that is read when it is used, from the file as it is then; a copy where it is not aligned."""
+        stored = self.stored[name]
+        if stored.start % ALIGNMENT or stored.start == stored.stop or stored.dtype is torch.bool:
+            return self.read(name)
+        if self._map is None:
+            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
+        if len(self._map) < stored.stop:
+            raise self._error("it has become shorter")
+        count = math.prod(stored.shape)
+        return torch.frombuffer(self._map, dtype=stored.dtype, count=count, offset=stored.start).view(stored.shape)
+
+    def _fill(self, buffer: memoryview, position: int) -> None:
+        self._file.seek(position)
+        while len(buffer):
+            count = self._file.readinto(buffer)
+            if not count:
+                raise self._error("it ends before its data does")
+            buffer = buffer[count:]
+
+    def _error(self, why: str) -> ValueError:
+        if is_of_torch_save(self.path):
+            return ValueError(
+                f"{self.path}: a file of torch.save, not of save_quantized; read it by "
+                "model.load_state_dict(torch.load(path, weights_only=True), assign=True)"
+            )
+        return ValueError(f"{self.path}: truncated, or not a safetensors file ({why})")
+
+    def _read_header(self) -> tuple[dict[str, str], dict[str, Stored]]:
+        size = os.fstat(self._file.fileno()).st_size
+        if size < _LENGTH_BYTES:
+            raise self._error(f"it has {size} bytes")
+        text = bytearray(_LENGTH_BYTES)
+        self._fill(memoryview(text), 0)
+        length = int.from_bytes(text, "little")
+        if length > min(_MAX_HEADER, size - _LENGTH_BYTES):
+            raise self._error(f"its header would have {length} bytes")
+        text = bytearray(length)
+        self._fill(memoryview(text), _LENGTH_BYTES)
+        try:
+            header = parse_json(text.decode())
+            return _parse(header, _LENGTH_BYTES + length, size)
+        except ValueError as error:
+            raise self._error(str(error)) from error
+
+
+def _parse(header: Any, begin: int, end: int) -> tuple[dict[str, str], dict[str, Stored]]:
+    """(metadata, tensors) of a header whose data is in the bytes from `begin` to `end` of the file.
+
+    Raises:
+        ValueError: it is none, or its tensors do not cover these bytes exactly.
+    """
+    if not isinstance(header, dict):
+        raise ValueError("its header is no object")
+    metadata = header.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"its {_METADATA} is no object of strings")
+    stored = {name: _stored(name, entry, begin) for name, entry in header.items()}
+    at = begin
+    for name, tensor in sorted(stored.items(), key=lambda item: item[1][2:]):
+        if tensor.start != at:
+            raise ValueError(f"the data of {name} begins at {tensor.start}, not at {at}")
+        at = tensor.stop
+    if at != end:
+        raise ValueError(f"the data ends at {at}, the file at {end}")
+    return metadata, stored
+
+
+def _stored(name: str, entry: Any, begin: int) -> Stored:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{name} is not described by dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"{name} has the dtype {dtype!r:.40}; known: {', '.join(DTYPES)}")
+    if not _are_sizes(shape) or math.prod(max(size, 1) for size in shape) >= _MAX_SIZE:
+        raise ValueError(f"{name} has the shape {shape!r:.80}")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise ValueError(f"{name} has the offsets {offsets!r:.80}")
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    if offsets[1] - offsets[0] != nbytes:
+        raise ValueError(f"{name} takes {nbytes} bytes, its offsets are {offsets!r:.80}")
+    return Stored(DTYPES[dtype], tuple(shape), begin + offsets[0], begin + offsets[1])
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def is_of_torch_save(path: Path) -> bool:
+    """Whether a file is one of `torch.save`: a zip archive, or the pickle of old versions."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    return start == b"PK\x03\x04" or start[:1] == b"\x80"
