@@ -1,0 +1,32 @@
+"""Every training recipe that is registered, called; a new one is in the matrix and among the pickles by itself."""
+
+import dataclasses
+
+import qtorch.training
+from qtorch import int8_dynamic_activation_int4_weight, int8_weight_only
+from qtorch.quantize_api import RECIPES, Recipe
+from qtorch.training import fully_quantized
+
+# Of recipes that need some.
+ARGUMENTS: dict[str, tuple] = {
+    "lora_qat": (int8_dynamic_activation_int4_weight(group_size=32), 4),
+    "mixed_precision_training": (fully_quantized(4, 8),),
+    "qat": (int8_dynamic_activation_int4_weight(group_size=32),),
+    "scheduled_qat": (int8_dynamic_activation_int4_weight(group_size=32),),
+}
+
+NAMES = [name for name in qtorch.training.RECIPE_NAMES if name != "convert"]
+
+# Beside the defaults.
+VARIANTS: dict[str, Recipe] = {
+    "qat of int8_weight_only": RECIPES["qat"](int8_weight_only()),
+    "lsq of int8_weight_only": RECIPES["lsq"](recipe=int8_weight_only()),
+}
+
+
+def make(name: str) -> Recipe:
+    """The recipe with its defaults, in groups of 32 if it has any."""
+    recipe = VARIANTS[name] if name in VARIANTS else RECIPES[name](*ARGUMENTS.get(name, ()))
+    if "group_size" in {field.name for field in dataclasses.fields(recipe)}:
+        recipe = dataclasses.replace(recipe, group_size=32)
+    return recipe
