@@ -23,7 +23,7 @@ UNFINISHED := $(VENV)/.unfinished
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check lint types format bench asan machines hooks clean distclean FORCE
+.PHONY: help demo test check lint types format bench asan fuzz machines hooks clean distclean FORCE
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -59,6 +59,9 @@ asan: $(DEV_ENV) $(QTORCH)  ## tests of the CPU kernels under the address and un
 
 machines: $(DEV_ENV) $(QTORCH)  ## the tests that compute, as on processors with fewer instructions
 	bash tests/machines.sh $(BIN)/python $(ARGS)
+
+fuzz: $(DEV_ENV) $(QTORCH)  ## damaged checkpoints and pickles: ARGS="COUNT FIRST_SEED"
+	$(BIN)/python -W ignore -m tests.attack.fuzz $(ARGS)
 
 hooks: $(DEV_ENV)  ## run the checks before every commit
 	$(BIN)/python -m pre_commit install

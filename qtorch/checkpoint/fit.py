@@ -67,4 +67,10 @@ def _problem(slot: Slot, new: Tensor) -> str | None:
         return f"is quantized, but the {attribute} of a {type(module).__name__}, which has no quantized kernel"
     if isinstance(module, PreparedModule):
         return "is quantized, but its layer is in training; finish that by convert() first, or build the model anew"
+    activation = new.scheme.activation
+    if activation is not None and attribute == "weight" and isinstance(module, (nn.Linear, *CONVS)):
+        try:
+            activation.block_size((1, new.scheme.codes_shape[-1]))
+        except ValueError as error:
+            return f"asks for an input quantized as {activation}, which it cannot be: {error}"
     return None

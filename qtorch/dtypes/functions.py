@@ -181,7 +181,7 @@ def _gradients(ctx: Any, weight: QuantizedTensor, grad: Tensor) -> tuple[Tensor 
     """Of the input, the weight, which has none, and the bias."""
     grad_input = grad_bias = None
     if ctx.needs_input_grad[0]:
-        grad_input = multiply(grad, weight.with_activation(None).t())
+        grad_input = multiply(grad, weight.with_activation(None).t())  # type: ignore[arg-type]
     if ctx.needs_input_grad[2]:
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
     return grad_input, None, grad_bias

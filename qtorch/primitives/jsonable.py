@@ -130,7 +130,7 @@ def _make(name: Any, values: dict[Any, Any]) -> Any:
     for field, hint in _field_types(cls).items():
         value = getattr(made, field)
         if not _fits(value, hint):
-            raise ValueError(f"from_json: {name} takes a {_word(hint)} as {field}, got {value!r:.80}")
+            raise ValueError(f"from_json: {name}.{field} is of the type {_word(hint)}, got {value!r:.80}")
     return made
 
 

@@ -1,7 +1,9 @@
 """The JSON codec of configuration objects."""
 
+import contextlib
 import enum
 import json
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from textwrap import fill
@@ -9,6 +11,8 @@ from textwrap import fill
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from qtorch.primitives import (
     AbsMaxRule,
@@ -32,7 +36,10 @@ from qtorch.primitives import (
     qdtype,
     to_json,
 )
-from qtorch.primitives.jsonable import jsonable
+from qtorch.primitives.jsonable import MAX_DEPTH, jsonable, parse_json
+from qtorch.primitives.scheme import Scheme
+from qtorch.primitives.spec import LinearSpec
+from tests.attack.damage import mutate, text_of
 
 GRANULARITIES = [PerTensor(), PerRow(), PerToken(), PerAxis(-1), PerGroup(32), PerBlock((1, -1))]
 RULES = [
@@ -138,3 +145,82 @@ def test_a_spec_with_unknown_dtype() -> None:
     data = to_json(QuantSpec("int8")) | {"dtype": "QDType.int99"}
     with pytest.raises(ValueError, match="int99 is not a quantized type"):
         from_json(data)
+
+
+# --- data from anywhere ---
+
+KEYS = st.one_of(st.just("type"), st.sampled_from(["dtype", "spec", "shape", "group_size", "table", "a"]))
+WORDS = st.sampled_from(["PerGroup", "QuantSpec", "Scheme", "Rounding", "QDType.int8", "torch.int8", "torch.nn", "x."])
+JSON_DATA = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), WORDS),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=4)),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(JSON_DATA)
+def test_any_data_is_read_or_refused(data: object) -> None:
+    with contextlib.suppress(ValueError):
+        json.dumps(to_json(from_json(data)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_damaged_data_is_read_or_refused(seed: int) -> None:
+    """What is read has a hash, a name and a JSON form."""
+    scale_spec = QuantSpec("int8", PerGroup(4), quant_min=-127)
+    spec = QuantSpec("int4", PerGroup(32), scale_rule=PercentileRule(99.0), scale_spec=scale_spec)
+    whole = to_json(Scheme(LinearSpec(spec, QuantSpec("int8")), (4, 64), torch.float32))
+    rng, read = random.Random(seed), 0
+    for _ in range(100):
+        damaged, _ = mutate(whole, rng)
+        try:
+            made = from_json(parse_json(text_of(damaged)))
+        except ValueError:
+            continue
+        read += 1
+        assert repr(made)
+        if isinstance(made, Scheme):
+            assert hash(made) == hash(from_json(to_json(made)))
+    assert 0 < read < 100
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"type": "PerGroup", "group_size": "32"}, "PerGroup cannot be made from"),
+        ({"type": "PerGroup", "group_size": 32.0}, "PerGroup.group_size is of the type int, got 32.0"),
+        ({"type": "PerGroup", "group_size": True}, "PerGroup.group_size is of the type int, got True"),
+        ({"type": "PerBlock", "sizes": [1, 2.5]}, r"PerBlock.sizes is of the type tuple\[int, ...\], got \(1, 2.5\)"),
+        ({"type": "PerAxis", "axis": []}, r"PerAxis.axis is of the type int, got \(\)"),
+        ({"type": "PerAxis", "axis": {}}, "PerAxis cannot be made from"),
+        ({"type": "FixedRangeRule", "low": float("nan"), "high": 1.0}, "NaN is no value"),
+        ({"type": "Rounding"}, "unknown type 'Rounding'"),
+        ({"type": ["PerRow"]}, r"unknown type \['PerRow'\]"),
+        ({"type": None}, "unknown type None"),
+        ({"type": "LinearSpec", "weight": None, "layout": {"a": [1]}}, "LinearSpec cannot be made from"),
+        ({1, 2}, "takes JSON data, got a set"),
+    ],
+)
+def test_what_is_refused(data: object, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^from_json: {message}"):
+        from_json(data)
+
+
+def test_depth() -> None:
+    def nested(depth: int) -> object:
+        tree: object = []
+        for _ in range(depth):
+            tree = [tree]
+        return tree
+
+    from_json(nested(MAX_DEPTH))
+    with pytest.raises(ValueError, match=f"from_json: the data is nested more than {MAX_DEPTH} deep"):
+        from_json(nested(MAX_DEPTH + 1))
+    with pytest.raises(ValueError, match="nested too deep"):
+        parse_json("[" * 100_000 + "]" * 100_000)
+
+
+def test_keys_that_are_there_twice() -> None:
+    assert parse_json('{"a": [1, {"b": 2}]}') == {"a": [1, {"b": 2}]}
+    with pytest.raises(ValueError, match="the key 'b' is there twice"):
+        parse_json('{"a": [1, {"b": 2, "c": 1, "b": 2}]}')

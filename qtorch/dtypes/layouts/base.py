@@ -91,8 +91,8 @@ LAYOUTS: dict[str, type[Layout]] = {}
 
 
 def check_layout(value: object) -> None:
-    """Raise `ValueError` where `value`, from a file say, is neither a layout nor None."""
-    if value is not None and type(value) not in LAYOUTS.values():
+    """Raise `ValueError` where `value`, from a file say, is no layout."""
+    if type(value) not in LAYOUTS.values():
         raise ValueError(f"a layout is one of {', '.join(cls.__name__ for cls in LAYOUTS.values())}, got {value!r:.80}")
 
 
