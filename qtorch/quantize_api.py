@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from .dtypes import ConvWeight, QuantizedTensor, quantized_type
 from .explain import problem_of
+from .install import Change, all_or_nothing, install, keep_attributes
 from .kernels.im2col import from_matrix, to_matrix
 from .kernels.registry import choose
 from .model_argument import check_model
@@ -32,6 +33,9 @@ from .primitives.outside_graphs import outside_graphs
 from .primitives.scheme import Scheme
 from .report import QUANTIZED_BEFORE, LayerReport, QuantizeReport
 from .targets import Filter, Target, find_targets
+
+CHUNK_BYTES = 1 << 30
+"""Of new weights that `quantize_` holds beside the old ones, before it replaces these."""
 
 RECIPES: dict[str, type[Recipe]] = {}
 
@@ -90,9 +94,15 @@ class Recipe:
             return ConvWeight.of(matrix, weight.shape)
         return from_matrix(matrix, weight.shape).contiguous()
 
+    def has_made(self, target: Target[Any]) -> bool:
+        """Whether the weight is what `make` would give already: an interrupted `quantize_` goes on after it."""
+        return False
+
     def install(self, target: Target[Any], made: Any) -> None:
-        """Put what `make` has made into the modules."""
+        """Put what `make` has made into the modules; where this fails `quantize_` undoes it. Attributes that were put on
+        the parameter are kept."""
         parameter = nn.Parameter(made, self.trains and target.parameter.requires_grad)
+        keep_attributes(parameter, target.parameter)
         for slot in target.slots:
             slot.module._parameters[slot.attribute] = parameter
 
@@ -158,6 +168,15 @@ class WeightRecipe(Recipe):
         spec = self.linear_spec()
         return quantized_type(spec.weight).from_float(self.prune(weight), spec)
 
+    def has_made(self, target: Target[Any]) -> bool:
+        weight: Any = target.parameter
+        if not isinstance(weight, QuantizedTensor) or weight.trains:
+            return False
+        made, spec, act_scale = weight.scheme.spec, self.linear_spec(), self.act_scale(weight.device)
+        same_layout = spec.layout is None or spec.layout == made.layout
+        same_scale = act_scale is None or torch.equal(act_scale, weight.act_scale)  # type: ignore[attr-defined]
+        return replace(spec, layout=made.layout) == made and same_layout and same_scale
+
 
 def register_recipe(name: str) -> Callable[[C], C]:
     """Class decorator of a frozen dataclass: make a recipe known as `name`, and readable from JSON.
@@ -195,7 +214,9 @@ def quantize_(
 ) -> QuantizeReport:
     """Quantize the weights of `model` in place.
 
-    Every weight is checked before the first one is changed: an error leaves the model as it was.
+    Every weight is checked, and quantized, before the first one is replaced: an error, or Ctrl-C, leaves the model as
+    it was. Where the new weights take more than `CHUNK_BYTES`, they are installed in chunks, each as a whole; after an
+    error between two of them, a second call with the same recipe goes on.
 
     Args:
         model: any module.
@@ -228,10 +249,12 @@ def quantize_(
     if not any(target.recipe for target in targets):
         raise ValueError(f"quantize_: nothing to quantize: {_why_nothing(targets)}")
     _place(targets)
+    _leave_what_is_done(targets)
     _check_targets(targets)
     before = get_model_size_in_bytes(model)
     elements = _elements(model, targets)
     rows = []
+    chunk = _Chunk()
     for target in tqdm(targets, desc="quantize", disable=not progress):
         if target.recipe is None:
             rows.append(_skipped(target))
@@ -241,11 +264,10 @@ def quantize_(
         made = target.recipe.make(target, weight)
         rows.append(_quantized(target, weight, made))
         if not dry_run:
-            target.recipe.install(target, made)
+            chunk.add(target, made)
+    chunk.install()
     if device is not None and not dry_run:
         model.to(device)
-    for module in model.modules():
-        show_quantized(module)
     report = QuantizeReport(tuple(rows), dry_run, *elements, before)
     after = before - report.bytes_before + report.bytes_after if dry_run else get_model_size_in_bytes(model)
     return replace(report, model_bytes_after=after)
@@ -264,16 +286,53 @@ def dequantize_(model: nn.Module) -> nn.Module:
     """
     check_model("dequantize_", model)
     done: dict[int, nn.Parameter] = {}
+    changes: list[Change] = []
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if isinstance(parameter, QuantizedTensor):
                 if id(parameter) not in done:
-                    done[id(parameter)] = nn.Parameter(parameter.dequantize())
-                module._parameters[name] = done[id(parameter)]
-        show_quantized(module)
+                    done[id(parameter)] = keep_attributes(nn.Parameter(parameter.dequantize()), parameter)
+                changes.append(Change(module._parameters, name, done[id(parameter)]))
     if not done:
         raise ValueError(f"dequantize_: no weight of this {type(model).__name__} is quantized")
+    with all_or_nothing(model.modules()):
+        install(changes)
+        for module in model.modules():
+            show_quantized(module)
     return model
+
+
+class _Chunk:
+    """Weights that are made and not yet installed."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[Target[Recipe], Any]] = []
+        self.size = 0
+
+    def add(self, target: Target[Recipe], made: Any) -> None:
+        """Keep one; and install all, where they take much memory."""
+        self.made.append((target, made))
+        self.size += made.nbytes
+        if self.size >= CHUNK_BYTES:
+            self.install()
+
+    def install(self) -> None:
+        """Put all into their modules, or none."""
+        modules = [module for target, _ in self.made for module in target.modules]
+        with all_or_nothing(modules):
+            for target, made in self.made:
+                assert target.recipe is not None
+                target.recipe.install(target, made)
+            for module in dict.fromkeys(modules):
+                show_quantized(module)
+        self.made, self.size = [], 0
+
+
+def _leave_what_is_done(targets: list[Target[Recipe]]) -> None:
+    for target in targets:
+        if target.recipe is not None and target.recipe.has_made(target):
+            for slot in target.slots:
+                slot.recipe = None
 
 
 def _word(value: Any) -> str:

@@ -114,16 +114,25 @@ def of_fc(change: Callable[[dict], object]) -> Callable[[dict], object]:
         ),
         (of_fc(lambda entry: entry["scheme"].update(shape=[-32, -32])), "fc.weight: no tensor has the shape (-32, -3"),
         (of_fc(lambda entry: entry["scheme"].update(shape=[2**70])), "fc.weight: no tensor has the shape (1180591"),
-        (of_fc(lambda entry: entry["scheme"].update(shape=[32, True])), "fc.weight: from_json: Scheme.shape is of the type tuple"),
+        (
+            of_fc(lambda entry: entry["scheme"].update(shape=[32, True])),
+            "fc.weight: from_json: Scheme.shape is of the type tuple",
+        ),
         (of_fc(lambda entry: entry["scheme"].update(shape=32)), "fc.weight: from_json: Scheme cannot be made from"),
         (of_fc(lambda entry: entry["scheme"].update(dtype="torch.int8")), "fc.weight: a quantized tensor has the dty"),
-        (of_fc(lambda entry: entry["scheme"].update(dtype=None)), "fc.weight: from_json: Scheme.dtype is of the type dtype"),
+        (
+            of_fc(lambda entry: entry["scheme"].update(dtype=None)),
+            "fc.weight: from_json: Scheme.dtype is of the type dtype",
+        ),
         (
             of_fc(lambda entry: entry["scheme"]["spec"].update(layout="PlainLayout")),
             "fc.weight: a layout is one of PackedLayout, PlainLayout",
         ),
         (of_fc(lambda entry: entry["scheme"]["spec"].update(weight=None)), "fc.weight: no quantized tensor has a None"),
-        (of_fc(lambda entry: entry["scheme"]["spec"].update(static=0)), "fc.weight: from_json: LinearSpec.static is of the type"),
+        (
+            of_fc(lambda entry: entry["scheme"]["spec"].update(static=0)),
+            "fc.weight: from_json: LinearSpec.static is of the type",
+        ),
         (
             of_fc(lambda entry: entry["scheme"].update(type="ConvScheme")),
             "fc.weight: the weight of a convolution has three dimensions or more, got (32, 32)",

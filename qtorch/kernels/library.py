@@ -66,7 +66,7 @@ def _run_examples(overload: Any, keyset: Any, *args: Any) -> Any:
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         return one_by_one(info, in_dims, overload, args)
 
-    return custom_function_call_vmap_helper(retrieve_current_functorch_interpreter(), rule, overload, *args)
+    return custom_function_call_vmap_helper(retrieve_current_functorch_interpreter(), rule, overload, *args)  # type: ignore[arg-type]
 
 
 def recording() -> bool:

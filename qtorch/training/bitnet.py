@@ -48,10 +48,12 @@ class BitnetWeight(TrainingWeight):
     and a step by `precompute_bitnet_scale_for_fsdp`.
     """
 
+    _precomputed: tuple[int, Tensor] | None = None
+
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any = None, outer_stride: Any = None, module: Any = None, mp_policy: Any = None
     ) -> tuple[tuple[Tensor, ...], Any]:
-        version, scale = vars(self).get("_precomputed", (None, None))
+        version, scale = self._precomputed or (None, self.master)
         if version != self.master._version:  # an optimizer step has passed since, or there is none
             scale = _global_mean([self.master], [outer_size.numel()], mesh)[0]
         dtype = (None if mp_policy is None else mp_policy.param_dtype) or self.master.dtype

@@ -34,6 +34,7 @@ class FakeQuantization:
     """What a module gets when it is prepared.
 
     Attributes:
+        recipe: that asks for it.
         spec: what its weight will be served with.
         weight_quantizer, input_quantizer: shared by the modules of a tied weight.
         schedule: copied for each.
@@ -41,6 +42,7 @@ class FakeQuantization:
         nbytes: of the weight and the state.
     """
 
+    recipe: Any
     spec: LinearSpec
     weight_quantizer: Quantizer
     input_quantizer: Quantizer | None
@@ -59,6 +61,7 @@ class FakeQuantizedLayer(PreparedModule):
     takes_activation: ClassVar[bool] = True
 
     weight: Tensor
+    recipe: Any
     linear_spec: LinearSpec
     weight_quantizer: Quantizer
     input_quantizer: Quantizer | None
@@ -86,6 +89,7 @@ class FakeQuantizedLayer(PreparedModule):
         """Exchange the class of `module`, and put the state into it."""
         module.__class__ = cls
         assert isinstance(module, cls)
+        module.recipe = made.recipe
         module.linear_spec = made.spec
         module.weight_quantizer = made.weight_quantizer
         module.input_quantizer = made.input_quantizer
@@ -93,7 +97,7 @@ class FakeQuantizedLayer(PreparedModule):
         module.train(module.training)
 
     def restore(self) -> None:
-        for name in ("weight_quantizer", "input_quantizer", "schedule", "linear_spec"):
+        for name in ("weight_quantizer", "input_quantizer", "schedule", "linear_spec", "recipe"):
             delattr(self, name)
         super().restore()
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ..dtypes import PackedLayout
 from ..primitives import LinearSpec, PerGroup, PerRow, QuantSpec, Rounding, qdtype
 from ..quantize_api import Recipe, register_recipe
+from ..targets import Target
 from .quantized_weight import QuantizedTrainingWeight
 from .recipe import check_trainable
 
@@ -26,6 +27,10 @@ class _QuantizedTraining(Recipe):
 
     def apply(self, weight: Tensor) -> Tensor:
         return QuantizedTrainingWeight.from_float(weight, self.linear_spec())
+
+    def has_made(self, target: Target[Any]) -> bool:
+        weight = target.parameter
+        return isinstance(weight, QuantizedTrainingWeight) and weight.scheme.weight == self.linear_spec().weight
 
 
 def _rounding(stochastic: bool) -> Rounding:

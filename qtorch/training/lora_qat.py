@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dtypes.functions import autocasts, check_dtype, without_autocast
+from ..install import keep_attributes
 from ..prepared_module import PreparedModule
 from ..quantize_api import Recipe, WeightRecipe, register_recipe
 from ..targets import Target
@@ -67,19 +68,33 @@ class LoRAQAT(Recipe):
         if self.rank > min(target.parameter.shape):
             raise ValueError(f"rank {self.rank} exceeds the weight's shape {tuple(target.parameter.shape)}")
 
+    def has_made(self, target: Target[Any]) -> bool:
+        layer = target.modules[0]
+        return (
+            isinstance(layer, LoRALinear)
+            and layer.qat_spec == QATSpec(self.recipe, self.compute_dtype)
+            and layer.lora_a.shape[0] == self.rank
+            and layer.lora_scale == self.scale
+        )
+
+    @property
+    def scale(self) -> float:
+        """alpha / r."""
+        return (self.rank if self.alpha is None else self.alpha) / self.rank
+
     def make(self, target: Target[Any], weight: Tensor) -> Tensor:
         return weight
 
     def install(self, target: Target[Any], made: Tensor) -> None:
         (module,) = target.modules
-        module.weight = nn.Parameter(made, requires_grad=False)
+        module.weight = keep_attributes(nn.Parameter(made, requires_grad=False), target.parameter)
         module.__class__ = LoRALinear
         assert isinstance(module, LoRALinear)
         n, k = made.shape
         module.lora_a = nn.Parameter(made.new_empty(self.rank, k))
         module.lora_b = nn.Parameter(made.new_zeros(n, self.rank))
         nn.init.kaiming_uniform_(module.lora_a, a=math.sqrt(5))
-        module.lora_scale = (self.rank if self.alpha is None else self.alpha) / self.rank
+        module.lora_scale = self.scale
         module.qat_spec = QATSpec(self.recipe, self.compute_dtype)
 
 

@@ -15,7 +15,7 @@ from ..prepared_module import PreparedModule
 from ..primitives import QuantSpec
 from ..quantize_api import WeightRecipe
 from ..targets import Target
-from .fake_quantized_layers import FakeQuantization, is_sharded, layer_for
+from .fake_quantized_layers import FakeQuantization, FakeQuantizedLayer, is_sharded, layer_for
 from .quantizers import Dynamic, Quantizer
 from .schedule import Schedule, check_steps
 
@@ -62,6 +62,9 @@ class ModuleRecipe(WeightRecipe):
             raise ValueError("is sharded; prepare the model before fully_shard")
         super().check_target(target)
 
+    def has_made(self, target: Target[Any]) -> bool:
+        return all(isinstance(m, FakeQuantizedLayer) and m.recipe == self for m in target.modules)
+
     def make(self, target: Target[Any], weight: Tensor) -> FakeQuantization:
         spec, module = self.linear_spec(), target.modules[0]
         layer = layer_for(module)
@@ -75,7 +78,7 @@ class ModuleRecipe(WeightRecipe):
         values = layer.from_matrix(module, of_weight.eval()(matrix).values, weight.shape)
         schedule = self.schedule()
         schedule = None if schedule is None else schedule.to(weight.device)
-        return FakeQuantization(spec, of_weight, of_input, schedule, values, nbytes)
+        return FakeQuantization(self, spec, of_weight, of_input, schedule, values, nbytes)
 
     def install(self, target: Target[Any], made: FakeQuantization) -> None:
         for module in target.modules:

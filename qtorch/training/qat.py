@@ -101,6 +101,10 @@ class QAT(Recipe):
     def apply(self, weight: Tensor) -> Tensor:
         return FakeQuantizedWeight.of(weight, QATSpec(self.recipe, self.compute_dtype))
 
+    def has_made(self, target: Target[Any]) -> bool:
+        weight = target.parameter
+        return isinstance(weight, FakeQuantizedWeight) and weight.qat_spec == QATSpec(self.recipe, self.compute_dtype)
+
     def make(self, target: Target[Any], weight: Tensor) -> Tensor:
         return self.apply(weight)  # that of a convolution keeps its shape
 

@@ -42,6 +42,8 @@ _RANK_STRIDE = 0x9E3779B97F4A7C15
 class QuantizedTrainingWeight(TrainableWeight, AffineQuantizedTensor):
     """See the top of the file. The rounding of its spec is that of its updates."""
 
+    _rank: int | None = None
+
     @classmethod
     def from_float(cls, input: Tensor, spec: Any, *args: Any) -> QuantizedTrainingWeight:
         """Quantize by rounding to nearest, whatever the rounding of updates."""
@@ -233,7 +235,7 @@ def _requantized(weight: QuantizedTrainingWeight, values: Tensor) -> QuantizedTr
 def _noise(weight: QuantizedTrainingWeight) -> torch.Generator | None:
     """The source of randomness: torch's default generator, so that `torch.manual_seed` reproduces a run; for a shard
     of FSDP one that starts there too, but differs from rank to rank."""
-    rank = vars(weight).get("_rank")
+    rank = weight._rank
     if rank is None:
         return None
     seed = int(torch.randint(2**62, ()))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ..quantize_api import Recipe, check_float_weight
+from ..targets import Target
 from .spec import TrainingSpec
 from .training_weight import TrainingWeight
 
@@ -35,6 +36,10 @@ class TrainingRecipe(Recipe):
 
     def apply(self, weight: Tensor) -> Tensor:
         return TrainingWeight.of(weight, self.training_spec())
+
+    def has_made(self, target: Target[Any]) -> bool:
+        weight = target.parameter
+        return isinstance(weight, TrainingWeight) and weight.scheme.training == self.training_spec()  # type: ignore[attr-defined]
 
 
 def check_trainable(weight: Tensor) -> None:

@@ -110,6 +110,7 @@ class TrainingWeight(TrainableWeight):
     scheme_type = TrainingScheme
     training_type: ClassVar[type] = TrainingSpec
     master: Tensor
+    _updates: int = 0
 
     @classmethod
     def forms(cls, scheme: Any) -> Forms:
@@ -193,7 +194,7 @@ class TrainingWeight(TrainableWeight):
 
     def _checked_update(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An in-place update of a 16-bit weight; see `warn_of_lost_updates`."""
-        updates = vars(self)["_updates"] = vars(self).get("_updates", 0) + 1
+        updates = vars(self)["_updates"] = self._updates + 1
         plain_args, plain_kwargs = tree_map_only(TrainingWeight, lambda w: w.master, (args, kwargs))
         # Weight decay, by mul_, vanishes in 16 bits at any common rate; that alone is no reason to warn.
         is_step = func not in (aten.copy_.default, aten.mul_.Tensor, aten.mul_.Scalar) and updates in CHECKED_UPDATES
