@@ -22,7 +22,7 @@ from torch.nn import functional
 from ..kernels.conv import CONVOLUTIONS
 from ..kernels.im2col import Size, Window, multiply_windows, prepare_conv
 from ..kernels.registry import Problem
-from ..primitives.outside_graphs import starts_no_graph
+from ..primitives.outside_graphs import refuse_jit_trace, starts_no_graph
 from ..primitives.scheme import Scheme
 from ..primitives.transforms import one_by_one, run_whole, transforms_active, unwrapped_subclass
 from .base import QuantizedTensor, implements_function
@@ -120,6 +120,7 @@ def _conv(
     groups: int,
 ) -> Tensor:
     name = f"conv{ndim}d"
+    refuse_jit_trace()
     takes = isinstance(weight, ConvWeight) or (isinstance(weight, QuantizedTensor) and weight.trains)
     if not takes or isinstance(x, QuantizedTensor):
         raise TypeError(f"{name} takes a float input and a ConvWeight, or one in training, got {kinds(x, weight)}")

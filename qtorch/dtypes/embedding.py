@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..primitives.outside_graphs import starts_no_graph
+from ..primitives.outside_graphs import refuse_jit_trace, starts_no_graph
 from ..primitives.transforms import run_whole, transforms_active, unwrapped_subclass
 from .base import QuantizedTensor, implements_aten, implements_function
 from .functions import check_device, find_kernel, frozen_error, kinds
@@ -39,6 +39,7 @@ def embedding(
         ValueError: `max_norm`, which would rewrite the table.
     """
     _check_max_norm("embedding", max_norm)
+    refuse_jit_trace()
     if input.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"embedding takes indices in int64 or int32, got {input.dtype}: ids.long()")
     if transforms_active():

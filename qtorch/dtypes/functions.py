@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from ..kernels.library import recording
 from ..kernels.registry import Kernel, lookup
-from ..primitives.outside_graphs import starts_no_graph
+from ..primitives.outside_graphs import refuse_jit_trace, starts_no_graph
 from ..primitives.scheme import Scheme
 from ..primitives.transforms import are_active, one_by_one, run_whole, transforms_active, unwrapped_subclass
 from .affine_quantized_tensor import AffineQuantizedTensor
@@ -84,10 +84,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         and not are_active()
         and not (torch.is_grad_enabled() and (input.requires_grad or requires_grad(weight) or requires_grad(bias)))
         and not torch._C._is_any_autocast_enabled()
-        and not (recording() or _dispatches)
+        and not (recording() or _dispatches or torch._C._get_tracing_state())
         and (y := prepared(input, weight, bias)) is not None
     ):
         return y
+    refuse_jit_trace()
     if not isinstance(weight, QuantizedTensor) or isinstance(input, QuantizedTensor):
         raise TypeError(f"linear takes a float input and a quantized weight, got {kinds(input, weight)}")
     shape = weight.scheme.shape

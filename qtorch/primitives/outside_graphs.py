@@ -26,6 +26,15 @@ def starts_no_graph(function: F) -> F:
     return function
 
 
+def refuse_jit_trace() -> None:
+    """Raise `TypeError` inside `torch.jit.trace`, which would record what a quantized layer gives as a constant."""
+    if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:
+        raise TypeError(
+            "torch.jit.trace would record the result of a quantized layer as a constant; use torch.export, or "
+            "dequantize_(model) first"
+        )
+
+
 def outside_graphs(reason: str) -> Callable[[F], F]:
     """Decorator: the function runs in eager mode, and a graph that meets it breaks, or under ``fullgraph=True`` is an
     error with `reason`."""

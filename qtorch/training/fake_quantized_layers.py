@@ -23,6 +23,7 @@ from ..dtypes.functions import autocasts, check_dtype
 from ..kernels.rows import from_rows, to_rows
 from ..prepared_module import PreparedModule
 from ..primitives import LinearSpec, MappingType, PerRow, PerTensor, QuantSpec, ZeroPointDomain
+from ..primitives.outside_graphs import refuse_jit_trace
 from .gemm import Operand
 from .quantizers import FakeQuantized, Quantizer
 from .schedule import Schedule
@@ -68,6 +69,7 @@ class FakeQuantizedLayer(PreparedModule):
     schedule: Schedule | None
 
     def forward(self, input: Tensor) -> Tensor:
+        refuse_jit_trace()
         device = input.device.type
         check_dtype(f"a {type(self).float_class.__name__} in training", input, self.weight.dtype)
         if autocasts(device):
@@ -231,6 +233,7 @@ class FakeQuantizedEmbedding(FakeQuantizedLayer, nn.Embedding):
             raise ValueError("an embedding with sparse=True has no dense gradient to learn from")
 
     def forward(self, input: Tensor) -> Tensor:
+        refuse_jit_trace()
         w = self.quantize_weight()
         self.advance()
         return functional.embedding(input, w.values, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..dtypes.functions import autocasts, check_dtype, without_autocast
 from ..install import keep_attributes
 from ..prepared_module import PreparedModule
+from ..primitives.outside_graphs import refuse_jit_trace
 from ..quantize_api import Recipe, WeightRecipe, register_recipe
 from ..targets import Target
 from .fake_quantized import QATSpec, fake_quantized_linear
@@ -114,6 +115,7 @@ class LoRALinear(PreparedModule, nn.Linear):
             return torch.addmm(self.weight, self.lora_b, self.lora_a, alpha=self.lora_scale)
 
     def forward(self, input: Tensor) -> Tensor:
+        refuse_jit_trace()
         device = input.device.type
         check_dtype("a Linear in training", input, self.weight.dtype)
         if autocasts(device):

@@ -56,8 +56,11 @@ def served_linear(
         w: there, codes of the weight, in the same way; a scale per row, group, block or tensor.
 
     Raises:
-        ValueError: codes of one side only, or codes that are no integers.
+        ValueError: another width of the input, codes of one side only, or codes that are no integers.
     """
+    if not x_hat.dim() or x_hat.shape[-1] != w_hat.shape[-1]:
+        shapes = tuple(x_hat.shape), tuple(w_hat.shape)
+        raise ValueError(f"linear: an input of shape {shapes[0]} does not fit a weight of shape {shapes[1]}")
     if x is None and w is None:
         return apply(_FloatProduct, x_hat, w_hat, bias)
     if x is None or w is None or not (_is_integer(x.spec) and _is_integer(w.spec)):
