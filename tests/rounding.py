@@ -25,13 +25,13 @@ def magnitude(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return size if bias is None else size + bias.double().abs()
 
 
-def assert_same_product(
-    got: Tensor, wanted: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, roundings: int = 2
-) -> None:
-    """`got` and `wanted` are x @ weight.t() + bias, added up in fp32, and `roundings` times rounded to their dtype."""
-    assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
-    bound = 2 * gamma(x.shape[-1] + EXTRA) * magnitude(x, weight, bias)
-    if got.dtype != torch.float32:
-        bound = bound + roundings * gamma(1, got.dtype) * (wanted.double().abs() + bound)
-    excess = (got.double() - wanted.double()).abs() - bound
+def assert_same_product(got: Tensor, wanted: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Both are x @ weight.t() + bias, added up in fp32."""
+    assert_same_sums(got, wanted, x.shape[-1], magnitude(x, weight, bias))
+
+
+def assert_same_sums(got: Tensor, wanted: Tensor, terms: int, size: Tensor) -> None:
+    """Both are sums of as many products, added up in fp32; the magnitudes of the products add up to `size`."""
+    assert (got.shape, got.dtype, wanted.dtype) == (wanted.shape, torch.float32, torch.float32)
+    excess = (got.double() - wanted.double()).abs() - 2 * gamma(terms + EXTRA) * size.double()
     assert bool((excess <= 0).all()), f"differs by {float(excess.max()):.3g} more than rounding can"

@@ -17,6 +17,7 @@ from qtorch.dtypes import ConvWeight, LUTQuantizedTensor
 from qtorch.kernels import im2col, record_kernels, reference
 from tests.dtypes.specs import SPECS, WEIGHT_ONLY, values
 from tests.dtypes.specs import quantized as quantized_matrix
+from tests.rounding import assert_same_sums
 
 INTEGERS = [name for name in SPECS if name not in WEIGHT_ONLY]
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -47,6 +48,11 @@ def operands(name: str, ndim: int, groups: int = 1) -> tuple[Tensor, ConvWeight,
         quantized(name, 8 * groups, 32, *kernel),
         torch.randn(8 * groups),
     )
+
+
+def magnitude(ndim: int, x: Tensor, weight: ConvWeight, bias: Tensor, **options) -> Tensor:
+    """What the sums of a convolution are made of, in fp64."""
+    return FUNCTIONS[ndim](x.double().abs(), weight.dequantize().double().abs(), bias.double().abs(), **options)
 
 
 def of_reference(
@@ -110,7 +116,7 @@ def test_weight_only(ndim: int, options: dict) -> None:
         y = FUNCTIONS[ndim](x, weight, bias, **options)
     assert ran == ["conv:dequantized_conv"]
     wanted = FUNCTIONS[ndim](x, weight.dequantize(), bias, **options)
-    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
+    assert_same_sums(y, wanted, weight.shape[1:].numel(), magnitude(ndim, x, weight, bias, **options))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -199,11 +205,12 @@ def test_other_inputs(name: str) -> None:
     x, weight, bias = operands(name, 2)
     y = functional.conv2d(x, weight, bias)
     assert y.is_contiguous()
-    torch.testing.assert_close(functional.conv2d(x[0], weight, bias), y[0], rtol=1e-5, atol=1e-5)
+    terms, size = weight.shape[1:].numel(), magnitude(2, x, weight, bias)
+    assert_same_sums(functional.conv2d(x[0], weight, bias), y[0], terms, size[0])
     assert functional.conv2d(x[:0], weight, bias).shape == (0, *y.shape[1:])
     last = functional.conv2d(x.contiguous(memory_format=torch.channels_last), weight, bias)
     assert last.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(last, y, rtol=1e-5, atol=1e-5)
+    assert_same_sums(last, y, terms, size)
     with torch.autocast("cpu", torch.bfloat16):
         low = functional.conv2d(x, weight, bias)
     assert low.dtype == torch.bfloat16
