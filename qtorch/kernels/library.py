@@ -66,7 +66,8 @@ def _run_examples(overload: Any, keyset: Any, *args: Any) -> Any:
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         return one_by_one(info, in_dims, overload, args)
 
-    return custom_function_call_vmap_helper(retrieve_current_functorch_interpreter(), rule, overload, *args)  # type: ignore[arg-type]
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    return custom_function_call_vmap_helper(interpreter, rule, overload, *args)
 
 
 def recording() -> bool:

@@ -1,9 +1,9 @@
 """Functions that `torch.compile` leaves out of its graphs.
 
-Where a graph cannot go on, at a `print` in a loop say, the compiler runs the rest of the function in Python, and starts a
-graph at each function that this calls. `__torch_function__`, which is traced as a part of a larger graph, is none to start
-at: it is one function for all weights, and would be compiled anew for each until the limit of recompilations is reached.
-So its products run in eager mode there, as those of plain `F.linear` do.
+Where a graph cannot go on, at a `print` in a loop say, the compiler runs the rest of the function in Python, and starts
+a graph at each function that this calls. `__torch_function__`, which is traced as a part of a larger graph, is none to
+start at: it is one function for all weights, and would be compiled anew for each until the limit of recompilations is
+reached. So its products run in eager mode there, as those of plain `F.linear` do.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def starts_no_graph(function: F) -> F:
-    """Decorator: what `torch.compile` meets outside a graph runs in eager mode, with all that it calls; within a graph it
-    is traced like any other function."""
+    """Decorator: met outside a graph, the function runs in eager mode, with all that it calls; within a graph it is
+    traced like any other."""
     # What torch._dynamo.skip_code does, and for the functions called; importing that takes 0.7 s.
     frames: Any = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP

@@ -1,8 +1,8 @@
 """Functions of this library under torch.func: vmap, grad, vjp, jacrev.
 
-torch transforms an `autograd.Function` that has a `setup_context`, which binds its arguments anew on each call, 20 us in
-eager mode; and it cannot see into kernels that read memory. So functions are written without, and where a transform is
-active `apply` and `run_whole` hand them over as one opaque function:
+torch transforms an `autograd.Function` that has a `setup_context`, which binds its arguments anew on each call, 20 us
+of eager mode; and it cannot see into kernels that read memory. So functions are written without one, and where a
+transform is active `apply` and `run_whole` hand them over as one opaque function:
 
     vmap        one example at a time, so that the result is that of a loop, also where a scale is shared by all rows
     gradient    by autograd, of the function run once more
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import Function
-from torch.nn import Parameter
 
 from .outside_graphs import starts_no_graph
 
@@ -117,7 +116,9 @@ class _Whole(Function):
 
 
 def _is_plain(arg: Any) -> bool:
-    return isinstance(arg, Tensor) and type(arg) in (Tensor, Parameter)
+    return isinstance(arg, Tensor) and not hasattr(
+        type(arg), "__tensor_flatten__"
+    )  # a compiler's fake tensors are plain
 
 
 def unwrapped_subclass(arg: Any) -> Any:
@@ -153,8 +154,9 @@ class _Gradients(Function):
     @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         raise RuntimeError(
-            "the second derivative of a layer in training was asked for (torch.func.hessian, grad of grad): its "
-            "gradient is computed by quantized products, which are differentiable once"
+            "the second derivative of a layer in training was asked for (torch.func.hessian, grad of grad; "
+            "torch.compile of torch.func.grad asks for it where parameters require a gradient: call that under "
+            "torch.no_grad()): its gradient is computed by quantized products, which are differentiable once"
         )
 
     @staticmethod

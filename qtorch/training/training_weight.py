@@ -179,8 +179,8 @@ class TrainingWeight(TrainableWeight):
         if func in PRODUCTS:
             raise NotImplementedError(
                 f"{func} with a weight in training would run in full precision; call F.linear, matmul or "
-                "qtorch.training.quantized_matmul or quantized_einsum. Within torch.func, differentiate with respect to it "
-                "by torch.autograd.grad or backward(): torch.func.grad hides what it is"
+                "qtorch.training.quantized_matmul or quantized_einsum. torch.func.grad with respect to such a weight "
+                "hides what it is: use torch.autograd.grad or backward()"
             )
         weight = next((arg for arg in args if isinstance(arg, cls)), None)
         if weight is not None and weight is args[0] and is_narrow(weight.dtype) and func._schema.is_mutable:

@@ -163,7 +163,7 @@ def test_breaks_with_inductor(module: str, name: str) -> None:
 
 @pytest.mark.parametrize("model", [nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64), nn.ReLU())], ids=["one", "many"])
 def test_builtin_module_compiled_in_place(model: nn.Module) -> None:
-    """torch starts no graph at the forward of its own modules; their products run in eager mode, as in floating point."""
+    """torch starts no graph at the forward of its own modules: their products run in eager mode, as float ones do."""
     quantize_(model, qtorch.int8_weight_only())
     x = torch.randn(3, 64)
     wanted = model(x)
@@ -313,7 +313,7 @@ def test_second_derivative_in_training_is_refused_by_name(name: str) -> None:
     model(torch.randn(8, 64))
     x = torch.randn(8, 64, requires_grad=True)
     (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable|second derivative"):
+    with pytest.raises(RuntimeError, match=r"once_differentiable|second derivative"):
         first.square().sum().backward()
 
 

@@ -140,7 +140,7 @@ def test_parameters_get_the_gradients_of_a_loop(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_forward_mode(name: str) -> None:
-    """The transposed derivative, which is linear in the output's: <J v, u> = <v, J' u>."""
+    """The transpose of reverse mode: <J v, u> = <v, J' u>."""
     model, x, v, u = model_of(name), torch.randn(3, 64), torch.randn(3, 64), torch.randn(3, 64)
     y, tangent = jvp(model, (x,), (v,))
     close(y, model(x))
@@ -161,7 +161,7 @@ def test_second_derivative_of_a_frozen_model(name: str) -> None:
 @pytest.mark.parametrize("name", TRAINING)
 def test_what_a_layer_in_training_does_not_have_is_named(name: str) -> None:
     model, x = model_of(name), torch.randn(64)
-    with pytest.raises(NotImplementedError, match="use torch.func.vjp or jacrev"):
+    with pytest.raises(NotImplementedError, match=r"use torch.func.vjp or jacrev"):
         jvp(model, (x,), (x,))
     with pytest.raises(RuntimeError, match="second derivative of a layer in training"):
         grad(lambda x: grad(energy(model))(x).square().sum())(x)
@@ -170,7 +170,7 @@ def test_what_a_layer_in_training_does_not_have_is_named(name: str) -> None:
 @pytest.mark.parametrize("name", ["int8_mixed_precision_training", "qat", "bitnet_training"])
 def test_gradient_of_a_weight_that_hides_its_recipe_is_refused(name: str) -> None:
     model, x = model_of(name), torch.randn(3, 64)
-    with pytest.raises(NotImplementedError, match="torch.autograd.grad or backward"):
+    with pytest.raises(NotImplementedError, match=r"torch.autograd.grad or backward"):
         grad(lambda state: functional_call(model, state, x).sum())(dict(model.named_parameters()))
 
 
@@ -264,3 +264,25 @@ def test_tangents_of_dual_tensors_are_not_lost() -> None:
     with torch.no_grad(), forward_ad.dual_level():
         tangent = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, v))).tangent
     close(tangent, jvp(layer, (x,), (v,))[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8_weight_only", "int8_dynamic_activation_int8_weight", "nf4_weight_only"])
+def test_compiled_transforms_of_frozen_models(name: str) -> None:
+    model, x = model_of(name), torch.randn(3, 5, 64)
+    for function in (vmap(model), grad(energy(model)), vmap(grad(energy(model)))):
+        torch.compiler.reset()
+        close(torch.compile(function, backend="aot_eager", fullgraph=True)(x), function(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8_mixed_precision_training", "qat"])
+def test_compiled_transforms_of_models_in_training(name: str) -> None:
+    """The compiler would also compile the gradient of what depends on parameters: a second derivative."""
+    model, x = model_of(name), torch.randn(3, 5, 64)
+    for function in (vmap(model), grad(energy(model)), vmap(grad(energy(model)))):
+        torch.compiler.reset()
+        with torch.no_grad():
+            close(torch.compile(function, backend="aot_eager", fullgraph=True)(x), function(x))
+    with pytest.raises(Exception, match=r"second derivative of a layer in training .* under torch.no_grad"):
+        torch.compile(grad(energy(model)), backend="aot_eager")(x)
