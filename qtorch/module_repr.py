@@ -2,13 +2,15 @@
 
     Linear(in_features=512, out_features=2048, bias=True, weight=int8 PerRow() symmetric, 2048x512, 1,056,768 bytes)
 
-`nn.Module.__repr__` calls `extra_repr` of the instance. What stands there is an object that holds its module: as plain
-state it is copied and pickled with the module, whose copy gets one of its own. It reads the parameters when it is
-called, so that it never says what is no longer so.
+`nn.Module.__repr__` calls `extra_repr` of the instance. What stands there is an object that knows its module: it is
+copied and pickled with it, so that a copy of the module gets one of its own. It reads the parameters when it is called,
+so that it never says what is no longer so; and it does not keep the module alive, so that a model that is deleted gives
+its memory back at once.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -23,11 +25,17 @@ class QuantizedRepr:
     """`extra_repr` of one module: that of its class, and its quantized weights."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        self._module = weakref.ref(module)
 
     def __call__(self) -> str:
-        own = type(self.module).extra_repr(self.module)
-        return ", ".join(filter(None, [own, *_weights(self.module)]))
+        module = self._module()
+        if module is None:  # a shallow copy of it is asked
+            return ""
+        return ", ".join(filter(None, [type(module).extra_repr(module), *_weights(module)]))
+
+    # Copies and pickles of a module put it in place before they come to what it holds.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return QuantizedRepr, (self._module(),)
 
 
 def _weights(module: nn.Module) -> list[str]:

@@ -82,7 +82,8 @@ class Recipe:
             self.check(matrix)
         except ValueError as error:
             seen = f"a convolution's weight {shape}, seen as the matrix {tuple(matrix.shape)}"
-            raise type(error)(f"{error} ({seen})") from error
+            kind = IndivisibleError if isinstance(error, IndivisibleError) else ValueError
+            raise kind(f"{error} ({seen})") from error
 
     def make(self, target: Target[Any], weight: Tensor) -> Any:
         """What takes the place of the parameter, `weight` its data; the modules are not changed. For the report it has

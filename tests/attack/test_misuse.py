@@ -1,7 +1,9 @@
 """Wrong arguments: the error says what was got, what is wanted and what to write instead; the model is unchanged."""
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -445,6 +447,19 @@ def test_repr_of_loaded_compiled_and_trained(tmp_path) -> None:
     x = torch.randn(2, 32)
     assert torch.compile(fresh, fullgraph=True, backend="aot_eager")(x).equal(model(x))
     assert repr(dequantize_(fresh)) == floats
+
+
+def test_a_model_that_shows_what_is_quantized_is_freed_when_it_is_deleted() -> None:
+    model = nn.Linear(32, 32)
+    quantize_(model, INT8)
+    assert "int8" in repr(model)
+    alive = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_repr_of_the_users_own_stays() -> None:

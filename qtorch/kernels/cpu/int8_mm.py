@@ -90,6 +90,9 @@ def cpu_int8_mm(
         bias: (N) in that dtype, or None.
     """
     m, k = x.shape
+    if not k:
+        zeros = x.new_zeros(m, n, dtype=dtype)
+        return zeros if bias is None else zeros.add_(bias)
     weight.check_bias(bias, dtype, n)
     numerics = _numerics(quantizer)
     about = (x.dtype, dtype, "int8", numerics)
