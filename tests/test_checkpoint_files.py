@@ -132,6 +132,7 @@ def run(script: str, *arguments: object) -> str:
     return subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True).stdout
 
 
+@pytest.mark.slow
 def test_what_happens_to_the_file_later(tmp_path: Path) -> None:
     """SIGBUS, where the file was mapped; so in a process of its own."""
     assert len(run(DAMAGED_LATER, tmp_path).splitlines()) == 6
@@ -155,6 +156,7 @@ print((memory("VmHWM") - before) / sum(p.nbytes for p in model.parameters()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
 def test_peak_memory(path: Path) -> None:
     """The model once, and a tensor."""
@@ -192,6 +194,7 @@ for mmap in (False, True):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", [107, 1007, 10_007])
 def test_a_mixtral_computes_the_same_bits(vocabulary: int, path: Path) -> None:
     """In fresh processes, with headers of different lengths: products depend on where tensors lie in memory."""

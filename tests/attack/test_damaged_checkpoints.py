@@ -20,6 +20,7 @@ COUNT = int(os.environ.get("QTORCH_FUZZ", "1000"))
 PARTS = 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_seed(part: int) -> None:
     """Clear errors, or models that run, the right one where a checksum tells; no crash, no half load."""

@@ -78,6 +78,7 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)])
 
 
+@pytest.mark.slow
 @needs_fork
 def test_killed_at_every_step(tmp_path: Path) -> None:
     """At every file that is written and every one that is moved into place."""
@@ -131,6 +132,7 @@ def process(script: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
             started.kill()
 
 
+@pytest.mark.slow
 @needs_fork
 @pytest.mark.parametrize("shard_size", [1, 2**30], ids=["shards", "one file"])
 def test_killed_at_any_time(shard_size: int, path: Path) -> None:
@@ -218,6 +220,7 @@ for limit in map(int, sys.argv[2].split(",")):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs limits of a process")
 @pytest.mark.parametrize("shard_size", [1, SMALL, 2**30])
 def test_files_cannot_grow(shard_size: int, path: Path) -> None:
