@@ -1,0 +1,251 @@
+"""Copies, moves, files, and parameters made again."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from qtorch import load_quantized, quantize_, save_quantized
+from qtorch.dtypes import QuantizedTensor
+from qtorch.prepared_module import PreparedModule
+from qtorch.training import TrainableWeight
+from tests.attack.operations import inputs, operation, outputs, same
+from tests.attack.subject import K, N, Subject
+
+GROUP = "Copies, moves and files"
+IN_TRAINING = r"in training|serving form|convert\(\)"
+
+
+def _warm(subject: Subject) -> nn.Linear:
+    layer = subject.layer().eval()
+    for _ in range(2):
+        outputs(layer)
+    return layer
+
+
+@operation(GROUP, "`copy.deepcopy(model)`")
+def deepcopy(subject: Subject) -> None:
+    layer = _warm(subject)
+    made = copy.deepcopy(layer)
+    same(outputs(made), outputs(layer), "a copy", 0)
+    _is_another(made, layer)
+
+
+def _through_a_file(layer: nn.Linear) -> nn.Linear:
+    """By torch's pickler: Python's own cannot write float8."""
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def _is_another(made: nn.Linear, layer: nn.Linear) -> None:
+    """What is written to one does not reach the other."""
+    before = outputs(layer)
+    with torch.no_grad():
+        weight = made.weight
+        inner = weight.inner_tensors.values() if isinstance(weight, QuantizedTensor) else [weight]
+        for tensor in inner:
+            tensor.zero_()
+    same(outputs(layer), before, "writing to a copy changes the original", 0)
+
+
+@operation(GROUP, "`torch.save(model)`, `torch.load(weights_only=False)`")
+def pickled(subject: Subject) -> None:
+    layer = _warm(subject)
+    made = _through_a_file(layer)
+    same(outputs(made), outputs(layer), "a copy", 0)
+    assert made.weight.requires_grad == layer.weight.requires_grad
+    _is_another(made, layer)
+
+
+@operation(GROUP, "`torch.save(state_dict)`, `torch.load`, `load_state_dict(assign=True)`")
+def saved_and_loaded(subject: Subject) -> None:
+    layer = _warm(subject)
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    made = subject.layer(2).eval()
+    made.load_state_dict(torch.load(file, weights_only=True), assign=True)
+    same(outputs(made), outputs(layer), "what was loaded", 0)
+    assert made.weight.requires_grad == layer.weight.requires_grad, "requires_grad has changed"
+
+
+@operation(GROUP, "`save_quantized`, `load_quantized`", refuses=IN_TRAINING)
+def saved_quantized(subject: Subject) -> None:
+    layer = _warm(subject)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        save_quantized(layer, path)
+        made = subject.layer(2).eval() if isinstance(layer, PreparedModule) else nn.Linear(K, N).eval()
+        load_quantized(made, path)
+        same(outputs(made), outputs(layer), "what was loaded", 0)
+        if not isinstance(layer, PreparedModule):
+            # Weights that train in codes are saved as those that serve.
+            assert subject.stochastic or not made.weight.requires_grad, "requires_grad has changed"
+
+
+@operation(GROUP, "`clone`, `detach`, `view_as`")
+def clone_and_detach(subject: Subject) -> None:
+    layer = _warm(subject)
+    wanted = outputs(layer)
+    for weight in (layer.weight.clone(), layer.weight.detach(), layer.weight.view(N, K), layer.weight.contiguous()):
+        assert type(weight.detach()) is type(layer.weight.detach())
+        made = copy.deepcopy(layer)
+        made._parameters["weight"] = nn.Parameter(weight.detach(), layer.weight.requires_grad)
+        same(outputs(made), wanted, "a copy", 0)
+
+
+@operation(GROUP, "`model.bfloat16()`, `model.float()`")
+def to_dtype_and_back(subject: Subject) -> None:
+    """Codes and scales stay; floats are rounded to bf16."""
+    layer = _warm(subject)
+    wanted = outputs(layer)
+    with torch.no_grad():
+        y = layer.bfloat16()(inputs(torch.bfloat16)[2])
+    assert y.dtype == torch.bfloat16
+    assert layer.weight.dtype == torch.bfloat16
+    assert layer.float().weight.dtype == torch.float32
+    floats = subject.trains and not subject.stochastic
+    same(outputs(layer), wanted, "there and back", 0.3 if floats else 0.01)
+
+
+@operation(GROUP, "`model.to('cpu')`, `float()`, `bfloat16()` while an output is alive")
+def moved_beside_an_output(subject: Subject) -> None:
+    layer = subject.layer()
+    y = layer(inputs()[1].requires_grad_())
+    layer.to("cpu")
+    layer.float()
+    layer.bfloat16()
+    layer.float()
+    assert layer.weight.dtype == torch.float32
+    y.sum().backward()
+
+
+@operation(GROUP, "`model.to('meta')`")
+def to_meta(subject: Subject) -> None:
+    layer = _warm(subject).to("meta")
+    assert layer.weight.is_meta
+    assert layer.weight.shape == (N, K)
+
+
+@operation(GROUP, "`share_memory_`, another process")
+def share_memory(subject: Subject) -> None:
+    layer = _warm(subject)
+    wanted = outputs(layer)
+    layer.share_memory()
+    assert layer.weight.is_shared()
+    same(outputs(layer), wanted, "in shared memory", 0)
+    from multiprocessing.reduction import ForkingPickler
+
+    import torch.multiprocessing  # registers how tensors reach another process
+
+    buffer = io.BytesIO()
+    ForkingPickler(buffer, 2).dump(layer.state_dict())
+    state = pickle.loads(buffer.getvalue())
+    made = subject.layer(2).eval()
+    made.load_state_dict(state, assign=True)
+    same(outputs(made), wanted, "sent", 0)
+
+
+@operation(GROUP, "`type(p)(p.data, requires_grad=...)`, as accelerate does")
+def made_again_by_its_class(subject: Subject) -> None:
+    layer = _warm(subject)
+    wanted, p = outputs(layer), layer.weight
+    made = type(p)(p.data, requires_grad=p.requires_grad)
+    assert type(made) is type(p)
+    assert made.requires_grad == p.requires_grad
+    layer._parameters["weight"] = made if isinstance(made, nn.Parameter) else nn.Parameter(made, p.requires_grad)
+    same(outputs(layer), wanted, "made again", 0)
+    vars(made)["tag"] = 1
+    kwargs = {name: value for name, value in vars(p).items() if name not in vars(type(p))}
+    assert set(kwargs) <= {*getattr(p, "inner_tensors", {}), *vars(p)}
+
+
+@operation(GROUP, "`nn.Parameter(p, requires_grad=False)`")
+def made_again_as_a_parameter(subject: Subject) -> None:
+    layer = _warm(subject)
+    wanted = outputs(layer)
+    made = nn.Parameter(layer.weight, requires_grad=False)
+    assert not made.requires_grad
+    layer._parameters["weight"] = made
+    same(outputs(layer), wanted, "made again", 0)
+
+
+@operation(GROUP, "attributes of a parameter: `quantize_`, `deepcopy`, `torch.save`, `load_quantized`")
+def attributes_survive(subject: Subject) -> None:
+    layer = subject.float_layer()
+    layer.weight.tag = "mine"
+    subject.quantize(layer)
+    assert getattr(layer.weight, "tag", None) == "mine", "lost by quantize_"
+    assert getattr(copy.deepcopy(layer).weight, "tag", None) == "mine", "lost by deepcopy"
+    assert getattr(_through_a_file(layer).weight, "tag", None) == "mine", "lost by torch.save"
+    if subject.trains:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        save_quantized(layer, path)
+        made = nn.Linear(K, N)
+        made.weight.tag = "of the model"
+        load_quantized(made, path)
+        assert getattr(made.weight, "tag", None) == "of the model", "lost by load_quantized"
+
+
+@operation(GROUP, "weights in two modules")
+def tied(subject: Subject) -> None:
+    if subject.name == "lora_qat":
+        return
+    model = nn.ModuleDict({"first": subject.float_layer(), "second": subject.float_layer(2)})
+    model["second"].weight = model["first"].weight
+    quantize_(model, subject.recipe)
+    assert model["first"].weight is model["second"].weight
+    made = copy.deepcopy(model)
+    assert made["first"].weight is made["second"].weight
+    if subject.trains and not isinstance(model["first"], PreparedModule):
+        made.to(torch.bfloat16)
+        assert made["first"].weight is made["second"].weight
+
+
+@operation(GROUP, "`convert()`, `dequantize_`", refuses=r"^quantize_: nothing to quantize")
+def back_to_floats(subject: Subject) -> None:
+    from qtorch import dequantize_
+    from qtorch.training import convert
+
+    layer = _warm(subject)
+    wanted = outputs(layer)
+    if subject.trains:
+        quantize_(layer, convert())
+        assert type(layer) is nn.Linear
+        same(outputs(layer), wanted, "converted", 2e-5)
+    if isinstance(layer.weight, QuantizedTensor):
+        dequantize_(layer)
+    assert not isinstance(layer.weight, QuantizedTensor | TrainableWeight)
+    same(outputs(layer), wanted, "in floating point", 0.6)
+
+
+@operation(GROUP, "`weight_norm`, `prune`", refuses=r"parametriz|weight_norm|prun|not implemented for|dequantize")
+def parametrized(subject: Subject) -> None:
+    """What is computed with is the quantized result, or it is refused by name; it never turns the recipe off."""
+    from torch.nn.utils import parametrize, prune
+
+    class Twice(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight * 2
+
+    layer = subject.layer().eval()
+    parametrize.register_parametrization(layer, "weight", Twice(), unsafe=True)
+    y = outputs(layer)
+    if isinstance(layer, PreparedModule):
+        return
+    wanted = subject.layer().eval()
+    values = 2 * subject.values()
+    same(y, outputs(subject.fresh(values, wanted)), "not the output of the quantized result", 0.4 * subject.stochastic + 2e-5)
+    pruned = subject.layer().eval()
+    prune.l1_unstructured(pruned, "weight", amount=0.5)
+    assert isinstance(pruned.weight, QuantizedTensor), "prune has turned the recipe off"

@@ -1,0 +1,284 @@
+"""Changes of a weight in place, by every public way: afterwards a layer computes what one made from the new numbers does.
+
+Each way is tried on a layer that was never called, on one that has been called until its kernel remembers it, and on
+one whose float copy is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+import qtorch
+from qtorch.dtypes import QuantizedTensor
+from qtorch.kernels.cpu import choices
+from qtorch.prepared_module import PreparedModule
+from qtorch.quantize_api import WeightRecipe
+from qtorch.training import TrainableWeight
+from tests.attack.operations import Operation, add, attempt, inputs, operation, outputs, same
+from tests.attack.subject import SUBJECTS, Subject
+
+GROUP = "Changes in place"
+
+FROZEN = r"2:4 sparse|frozen|not implemented for|copy_|dequantize|requires a|does not support|requantize|load_state_dict|assign"
+
+Way = Callable[[nn.Linear, Tensor, Subject], None]
+
+BEFORE = {"never called": (0, 0), "called before": (4, 0), "a float copy is kept": (4, 1 << 26)}
+"""(calls, `config.float_copy_bytes`)."""
+
+
+def _change(way: Way, values: Callable[[Tensor], Tensor], refuses: str | None, subject: Subject) -> None:
+    """`way` changes the weight to ``values(old)``."""
+    for state, (calls, memory) in BEFORE.items():
+        layer = subject.layer().eval()
+        pristine = copy.deepcopy(layer)
+        old = layer.weight.detach()
+        old = (old.dequantize() if isinstance(old, QuantizedTensor) else old).clone()
+        with _float_copies(memory, subject), torch.no_grad():
+            for _ in range(calls):
+                outputs(layer)
+            new = values(old)
+            attempt(functools.partial(way, layer, new, subject), layer, refuses)
+            for _ in range(2):
+                got = outputs(layer)
+            _is_that_of(layer, new, values, pristine, got, state, subject)
+
+
+@contextlib.contextmanager
+def _float_copies(memory: int, subject: Subject) -> Iterator[None]:
+    """Copies are kept wherever a kernel can keep them."""
+    forced = memory and subject.family in ("weight-only", "trains in codes")
+    with qtorch.config.patch(float_copy_bytes=memory), choices.force("float") if forced else contextlib.nullcontext():
+        yield
+
+
+def _is_that_of(
+    layer: nn.Linear,
+    new: Tensor,
+    values: Callable[[Tensor], Tensor],
+    pristine: nn.Linear,
+    got: list[Tensor],
+    state: str,
+    subject: Subject,
+) -> None:
+    with qtorch.config.patch(float_copy_bytes=0):
+        same(got, outputs(copy.deepcopy(layer)), f"{state}: not the output of a copy of it")
+        before = outputs(pristine)
+        wanted = outputs(subject.fresh(new, pristine))
+        if values is _to_other_row and (subject.stochastic or not subject.trains):  # the others keep their codes
+            wanted = [torch.cat([y[:, :1], y0[:, 1:]], 1) for y, y0 in zip(wanted, before)]
+        same(got, wanted, f"{state}: not the output of a layer with the new numbers", _bound(subject))
+    weight = layer.weight
+    assert tuple(weight.shape) == tuple(new.shape), f"{state}: its shape is {tuple(weight.shape)}"
+    assert weight.requires_grad == pristine.weight.requires_grad, f"{state}: requires_grad has changed"
+
+
+def _bound(subject: Subject) -> float:
+    return 0.4 if subject.stochastic else 2e-5
+
+
+# --- the ways ---
+
+
+def _copy_float(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
+    layer.weight.copy_(new)
+
+
+def _copy_quantized(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
+    layer.weight.copy_(_made(subject, new).weight)
+
+
+def _copy_detached(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
+    layer.weight.detach().copy_(new)
+
+
+def _data_copy(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
+    layer.weight.data.copy_(new)
+
+
+def _assign_data_float(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
+    layer.weight.data = new
+
+
+def _assign_data_quantized(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
+    layer.weight.data = _made(subject, new).weight.data
+
+
+def _add(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
+    layer.weight.add_(1.0)
+
+
+def _mul(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
+    layer.weight.mul_(2.0)
+
+
+def _set_row(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
+    layer.weight[0] = new[0]
+
+
+def _set_item(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
+    layer.weight[...] = new
+
+
+def _fill(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
+    layer.weight.fill_(0.5)
+
+
+def _zero(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
+    layer.weight.zero_()
+
+
+def _set_storage(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
+    layer.weight.set_(new)
+
+
+def _module_weight(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
+    weight = _made(subject, new).weight
+    layer.weight = nn.Parameter(weight.detach(), weight.requires_grad)
+
+
+def _load_quantized_state(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
+    layer.load_state_dict({**layer.state_dict(), "weight": _made(subject, new).state_dict()["weight"]})
+
+
+def _assign_quantized_state(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
+    state = {**layer.state_dict(), "weight": _made(subject, new).state_dict()["weight"]}
+    layer.load_state_dict(state, assign=True)
+
+
+def _load_float_state(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
+    layer.load_state_dict({**layer.state_dict(), "weight": new})
+
+
+def _made(subject: Subject, new: Tensor) -> nn.Linear:
+    return subject.fresh(new, subject.layer())
+
+
+def _to_other(old: Tensor) -> Tensor:
+    return torch.randn(old.shape, generator=torch.Generator().manual_seed(2)) / 3
+
+
+def _to_other_row(old: Tensor) -> Tensor:
+    return torch.cat([_to_other(old)[:1], old[1:]])
+
+
+WAYS: list[tuple[str, Way, Callable[[Tensor], Tensor], str | None]] = [
+    ("`p.copy_(x)`, x in floating point", _copy_float, _to_other, r"2:4 sparse"),
+    ("`p.copy_(q)`, q quantized alike", _copy_quantized, _to_other, None),
+    ("`p.detach().copy_(x)`", _copy_detached, _to_other, r"2:4 sparse"),
+    ("`p.data.copy_(x)`", _data_copy, _to_other, r"2:4 sparse"),
+    ("`p.data = x`, x in floating point", _assign_data_float, _to_other, FROZEN),
+    ("`p.data = q`, q quantized alike", _assign_data_quantized, _to_other, FROZEN),
+    ("`p.add_(1)`", _add, lambda old: old + 1, FROZEN),
+    ("`p.mul_(2)`", _mul, lambda old: old * 2, FROZEN),
+    ("`p[0] = x`", _set_row, _to_other_row, FROZEN),
+    ("`p[...] = x`", _set_item, _to_other, FROZEN),
+    ("`p.fill_(0.5)`", _fill, lambda old: torch.full_like(old, 0.5), FROZEN),
+    ("`p.zero_()`", _zero, torch.zeros_like, FROZEN),
+    ("`p.set_(x)`", _set_storage, _to_other, FROZEN),
+    ("`module.weight = nn.Parameter(q)`", _module_weight, _to_other, None),
+    ("`load_state_dict` of the same recipe", _load_quantized_state, _to_other, None),
+    ("`load_state_dict` of the same recipe, `assign=True`", _assign_quantized_state, _to_other, None),
+    ("`load_state_dict` of a float model", _load_float_state, _to_other, r"2:4 sparse|weight[\s\S]*(assign|dequantize|quantize_)"),
+]
+
+for _title, _way, _values, _refuses in WAYS:
+    _run = functools.partial(_change, _way, _values, _refuses)
+    add(_way.__name__.strip("_"), Operation(GROUP, _title, _run))
+
+
+# --- others ---
+
+
+@operation(GROUP, "`p.data = x` of another shape", refuses=r"shape|size|data")
+def assign_data_of_another_shape(subject: Subject) -> None:
+    layer = subject.layer()
+    attempt(lambda: setattr(layer.weight, "data", torch.zeros(3, 5)), layer, r"shape|size|data")
+    if isinstance(layer.weight, QuantizedTensor):
+        raise AssertionError(f"it is accepted, and the shape is {tuple(layer.weight.shape)}")
+
+
+@operation(GROUP, "`p.copy_(x)` with NaN in x", refuses=r"NaN|infinite|finite")
+def copy_of_nan(subject: Subject) -> None:
+    """A frozen weight refuses it; a training weight shows it."""
+    layer, values = subject.layer().eval(), subject.values(2)
+    if isinstance(subject.recipe, WeightRecipe):
+        values = subject.recipe.prune(values)
+    values[3, values[3].abs().argmax()] = float("nan")
+    with torch.no_grad():
+        attempt(lambda: layer.weight.copy_(values), layer, r"NaN|infinite|finite")
+    assert subject.trains, "it is accepted"
+    assert not bool(outputs(layer)[1].isfinite().all()), "no output says so"
+
+
+@operation(GROUP, "`load_state_dict` of another recipe", refuses=r"weight[\s\S]*(assign|dequantize)")
+def load_of_another_recipe(subject: Subject) -> None:
+    """Nothing is requantized silently."""
+    other = "int4_weight_only" if subject.name != "int4_weight_only" else "int8_weight_only"
+    state = next(one for one in SUBJECTS if one.name == other).layer(2).state_dict()
+    layer = subject.layer().eval()
+    state = {**layer.state_dict(), "weight": state["weight"]}
+    attempt(lambda: layer.load_state_dict(state), layer, r"weight[\s\S]*(assign|dequantize)")
+    raise AssertionError("it is accepted, and requantized")
+
+
+@operation(GROUP, "`optimizer.step()`", refuses=r"does not require|no gradient|frozen|empty parameter list")
+def optimizer_step(subject: Subject) -> None:
+    for memory in (0, 1 << 26):
+        layer = subject.layer()
+        with _float_copies(memory, subject):
+            optimizer = torch.optim.SGD([p for p in layer.parameters() if p.requires_grad], lr=50.0)
+            before = outputs(layer)
+            outputs(layer)
+            layer(inputs()[2]).square().mean().backward()
+            optimizer.step()
+            got = outputs(layer)
+            with qtorch.config.patch(float_copy_bytes=0):
+                same(got, outputs(copy.deepcopy(layer)), "not the output of a copy of it")
+            changed = float((got[2] - before[2]).norm() / before[2].norm())
+            assert changed > 1e-3, "nothing has changed"
+            if not subject.trains:
+                assert layer.weight.grad is None
+
+
+@operation(GROUP, "an optimizer's update with NaN")
+def optimizer_step_with_nan(subject: Subject) -> None:
+    """A training weight shows it; a frozen one has no part in it."""
+    layer = subject.layer()
+    if not layer.weight.requires_grad:
+        return
+    layer.weight.grad = torch.full(tuple(layer.weight.shape), float("nan"))
+    torch.optim.SGD([layer.weight], lr=0.1).step()
+    assert not bool(outputs(layer)[2].isfinite().any()), "the output is finite"
+
+
+@operation(GROUP, "`load_state_dict` of this model into a float one", refuses=r"weight[\s\S]*(assign|dequantize)")
+def load_into_a_float_model(subject: Subject) -> None:
+    state = subject.layer(2).state_dict()
+    layer = subject.float_layer()
+    if any(isinstance(value, QuantizedTensor) and not isinstance(value, TrainableWeight) for value in state.values()):
+        attempt(lambda: layer.load_state_dict(state), layer, r"weight[\s\S]*(assign|dequantize)")
+        raise AssertionError("it is accepted: the model is in floating point again")
+    # Weights in training are floats to a checkpoint; layers with a state of their own have keys that a float one lacks.
+    layer.load_state_dict(state, strict=not isinstance(subject.layer(), PreparedModule))
+
+
+@operation(GROUP, "`load_state_dict(assign=True)` into a float model")
+def assign_into_a_float_model(subject: Subject) -> None:
+    """The model is quantized then, and frozen weights stay frozen."""
+    source = subject.layer(2).eval()
+    if isinstance(source, PreparedModule):
+        return
+    layer = subject.float_layer().eval()
+    layer.load_state_dict(source.state_dict(), assign=True)
+    same(outputs(layer), outputs(source), "not the output of what was loaded", 0)
+    assert layer.weight.requires_grad == source.weight.requires_grad, "a frozen weight requires a gradient"
+    x = inputs()[1].requires_grad_()
+    layer(x).sum().backward()
+    assert x.grad is not None

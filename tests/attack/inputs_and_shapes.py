@@ -1,0 +1,146 @@
+"""What a layer is called with."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.attack.operations import inputs, operation, outputs, same
+from tests.attack.subject import K, N, Subject
+
+GROUP = "Inputs"
+
+
+@operation(GROUP, "NaN or Inf in a row")
+def not_finite_rows(subject: Subject) -> None:
+    """It is seen in that row's outputs, and in no other row."""
+    for value in (float("nan"), float("inf"), -float("inf")):
+        layer, x = subject.layer().eval(), inputs()[2]
+        with torch.no_grad():
+            clean = layer(x)
+            x[3, 5] = value
+            y = layer(x)
+        assert not bool(y[3].isfinite().any()), f"{value} in a row gives {float(y[3].nan_to_num().abs().max()):.3g}"
+        others = [row for row in range(len(x)) if row != 3]
+        if subject.name == "int8_tilewise_training":
+            others = [row for row in others if row >= 32]  # a tile of 32 rows shares a scale
+        assert bool(y[others].isfinite().all()), f"{value} in a row reaches other rows"
+        same([y[others]], [clean[others]], f"{value} in a row: other rows")
+
+
+@operation(GROUP, "no rows")
+def no_rows(subject: Subject) -> None:
+    layer = subject.layer().eval()
+    for shape in ((0, K), (2, 0, K)):
+        y = layer(torch.zeros(shape))
+        assert y.shape == (*shape[:-1], N)
+    layer.train()
+    x = torch.zeros(0, K, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None
+
+
+@operation(GROUP, "one vector, batches of any rank")
+def any_rank(subject: Subject) -> None:
+    layer = subject.layer().eval()
+    x = inputs()[2]
+    with torch.no_grad():
+        y = layer(x)
+        if subject.name != "int8_tilewise_training":  # whose scales are those of tiles of rows
+            same([layer(x[0])], [y[0]], "a vector", 0.05 if "nvfp4" in subject.name else 2e-5)
+        same([layer(x.reshape(2, 8, 4, K)).reshape(64, N)], [y], "a batch of rank 4")
+
+
+@operation(GROUP, "rows apart in memory")
+def strided_rows(subject: Subject) -> None:
+    layer, x = subject.layer().eval(), inputs()[2]
+    wide, tall = torch.zeros(64, 2 * K), torch.zeros(K, 64)
+    wide[:, :K], tall[:] = x, x.t()
+    with torch.no_grad():
+        same([layer(wide[:, :K]), layer(tall.t())], [layer(x)] * 2, "strided")
+        same([layer(x[:1].expand(64, K))], [layer(x[:1].repeat(64, 1))], "expanded")
+
+
+@operation(GROUP, "a scalar, another width", refuses=r"shape|dimension|width|columns")
+def wrong_shapes(subject: Subject) -> None:
+    """They are errors, on the first and on later calls."""
+    layer = subject.layer().eval()
+    for _ in range(3):
+        outputs(layer)
+        for shape in ((), (K - 1,), (3, K + 1), (3, 2 * K), (1, 2**20), (2, 3, K // 2)):
+            try:
+                y = layer(torch.zeros(()).expand(shape))
+            except (ValueError, RuntimeError, TypeError) as error:
+                assert str(error)
+                last = error
+            else:
+                raise AssertionError(f"an input of shape {shape} gives {tuple(y.shape)}")
+    raise last
+
+
+@operation(GROUP, "bf16 rows for an fp32 model", refuses=r"dtype|bfloat16|BFloat16")
+def another_dtype(subject: Subject) -> None:
+    layer = subject.layer().eval()
+    for _ in range(2):
+        outputs(layer)
+        y = layer(inputs(torch.bfloat16)[1])
+    raise AssertionError(f"it is accepted, and the output is {y.dtype}")
+
+
+@operation(GROUP, "float64 and integer rows", refuses=r"float64|double|Double|dtype|floating")
+def strange_dtypes(subject: Subject) -> None:
+    layer = subject.layer().eval()
+    for x in (torch.ones(3, K, dtype=torch.int64), torch.ones(3, K, dtype=torch.bool), torch.ones(3, K).double()):
+        try:
+            y = layer(x)
+        except (ValueError, TypeError, RuntimeError) as error:
+            last = error
+        else:
+            raise AssertionError(f"{x.dtype} is accepted, and gives {y.dtype}")
+    raise last
+
+
+@operation(GROUP, "rows on another device", refuses=r"device|meta")
+def another_device(subject: Subject) -> None:
+    y = subject.layer().eval()(torch.zeros(3, K, device="meta"))
+    raise AssertionError(f"it is accepted, and the output is on {y.device}")
+
+
+@operation(GROUP, "`torch.autocast`")
+def autocast(subject: Subject) -> None:
+    layer = subject.layer().eval()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(inputs()[1])
+    assert y.dtype == torch.bfloat16
+    with torch.no_grad():
+        same([y.float()], [layer(inputs()[1])], "under autocast", 0.05 if "4" not in subject.name else 0.3)
+
+
+@operation(GROUP, "`torch.inference_mode`")
+def inference_mode(subject: Subject) -> None:
+    layer = subject.layer().eval()
+    wanted = outputs(layer)
+    with torch.inference_mode():
+        same([layer(x) for x in inputs()], wanted, "under inference mode")
+    same(outputs(layer), wanted, "after inference mode")
+
+
+@operation(GROUP, "the gradient of the input")
+def gradient_of_the_input(subject: Subject) -> None:
+    layer, x = subject.layer(), inputs()[2].requires_grad_()
+    layer(x).square().sum().backward()
+    assert x.grad is not None
+    assert bool(x.grad.isfinite().all())
+    assert float(x.grad.norm()) > 0
+    assert (layer.weight.grad is not None) == layer.weight.requires_grad
+
+
+@operation(GROUP, "a bf16 model")
+def a_model_in_bf16(subject: Subject) -> None:
+    layer = subject.quantize(subject.float_layer().to(torch.bfloat16))
+    with torch.no_grad():
+        y = layer.eval()(inputs(torch.bfloat16)[2])
+    assert y.dtype == torch.bfloat16
+    wanted = nn.functional.linear(inputs()[2], subject.values(), subject.float_layer().bias)
+    error = float((y.float() - wanted).norm() / wanted.norm())
+    assert error < 0.75, f"relative error {error:.2g}"

@@ -1,0 +1,185 @@
+"""Installs that are interrupted at any line: the model is wholly old or can be gone on with, and every module runs."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from qtorch import dequantize_, load_quantized, quantize_, save_quantized
+from qtorch.dtypes import QuantizedTensor
+from qtorch.training import convert
+from tests.attack.operations import inputs, operation
+from tests.attack.subject import FEW, K, Subject
+
+GROUP = "Interruptions"
+
+FILES = ("quantize_api.py", "install.py", "prepared_module.py", "fake_quantized_layers.py", "lora_qat.py", "convert.py")
+FILES += ("module_recipe.py", "lsq.py", "scheduled_qat.py", "qat.py", "load.py", "batch_norm.py")
+"""Where models are changed: an interruption anywhere else is one at the line that called."""
+
+SAMPLE = 10
+"""Interruptions of a recipe that is not among the few; those have one at each line."""
+
+
+class Interruption(KeyboardInterrupt):
+    """What is raised."""
+
+
+def _at_line(number: int, call: Callable[[], Any]) -> int | None:
+    """Run `call` and raise at its line `number`, counted as they are run; None if it came to its end before that."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        name = Path(frame.f_code.co_filename)
+        if name.name not in FILES or "qtorch" not in name.parts:
+            return None
+        if event == "line":
+            count += 1
+            if count == number:
+                raise Interruption
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except Interruption:
+        return None
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def _lines(call: Callable[[], Any], subject: Subject) -> list[int]:
+    total = _at_line(0, call)
+    assert total is not None
+    assert total > 10, "nothing was traced"
+    numbers = list(range(1, total + 1))
+    # A line in a hundred may run many times in checks; the last ones are the install.
+    step = max(1, total // (150 if subject.name in FEW else SAMPLE))
+    return numbers[::step]
+
+
+def _model(subject: Subject) -> nn.Sequential:
+    first, second = subject.float_layer(), nn.Linear(subject.float_layer().out_features, 32)
+    return nn.Sequential(first, nn.Tanh(), second)
+
+
+def _runs(model: nn.Module, when: str) -> None:
+    x = inputs()[1]
+    for layer in (model[0], nn.Sequential(model[0], model[1], model[2])):
+        try:
+            with torch.no_grad():
+                y = layer(x)
+        except Exception as error:
+            raise AssertionError(f"{when}: a layer no longer runs: {type(error).__name__}: {error}") from error
+        assert bool(y.isfinite().all()), f"{when}: not finite"
+    repr(model)
+
+
+def _state(model: nn.Module) -> list[str]:
+    return [f"{type(module).__name__} {type(getattr(module, 'weight', None)).__name__}" for module in model]
+
+
+def _attack(subject: Subject, make: Callable[[], nn.Module], change: Callable[[nn.Module], Any]) -> None:
+    """Interrupt ``change(make())`` at each line; then every module runs, and the same call finishes."""
+    done = make()
+    change(done)
+    wanted = _state(done)
+    for number in _lines(lambda: change(make()), subject):
+        model = make()
+        old = _state(model)
+        _at_line(number, lambda model=model: change(model))
+        when = f"interrupted at line {number}"
+        states = _state(model)
+        assert all(state in (a, b) for state, a, b in zip(states, old, wanted)), f"{when}: a layer is half installed"
+        _runs(model, when)
+        if states != wanted:
+            try:
+                change(model)
+            except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+                raise AssertionError(f"{when}: the same call does not finish: {error}") from error
+        assert _state(model) == wanted, f"{when}: the same call does not finish the work"
+        _runs(model, f"{when}, and resumed")
+
+
+@operation(GROUP, "`quantize_`")
+def interrupted_quantize(subject: Subject) -> None:
+    _attack(subject, lambda: _model(subject), lambda model: quantize_(model, subject.recipe))
+
+
+@operation(GROUP, "`quantize_(model, convert())`")
+def interrupted_convert(subject: Subject) -> None:
+    if not subject.trains:
+        return
+    trained = subject.quantize(_model(subject))
+    _attack(subject, lambda: copy.deepcopy(trained), lambda model: quantize_(model, convert()))
+
+
+@operation(GROUP, "`dequantize_`")
+def interrupted_dequantize(subject: Subject) -> None:
+    quantized = subject.quantize(_model(subject))
+    if any(isinstance(p, QuantizedTensor) for p in quantized.parameters()):
+        _attack(subject, lambda: copy.deepcopy(quantized), lambda model: dequantize_(model))
+
+
+@operation(GROUP, "`load_quantized`")
+def interrupted_load(subject: Subject) -> None:
+    if subject.trains:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        save_quantized(subject.quantize(_model(subject)), path)
+        _attack(subject, lambda: _model(subject), lambda model: load_quantized(model, path))
+
+
+@operation(GROUP, "no memory for the third weight")
+def out_of_memory(subject: Subject) -> None:
+    """The model is as it was, or the same call goes on."""
+    made = 0
+    cls = type(subject.recipe.placed(0, 4))
+    original = cls.make
+
+    def make(self: Any, *args: Any) -> Any:
+        nonlocal made
+        made += 1
+        if made == 3:
+            raise MemoryError("no memory")
+        return original(self, *args)
+
+    model = nn.Sequential(*(nn.Linear(K, K) for _ in range(4)))
+    cls.make = make  # type: ignore[method-assign]
+    try:
+        quantize_(model, subject.recipe)
+    except MemoryError:
+        pass
+    else:
+        raise AssertionError("no error")
+    finally:
+        cls.make = original  # type: ignore[method-assign]
+    with torch.no_grad():
+        model(torch.randn(64, K))
+    quantize_(model, subject.recipe)
+    names = {(type(layer).__name__, type(layer.weight).__name__) for layer in model}
+    assert len(names) == 1, f"after the same call: {names}"
+    with torch.no_grad():
+        model(torch.randn(64, K))
+
+
+@operation(GROUP, "`quantize_` of a quantized model", refuses=r"already|in training|nothing to quantize")
+def quantize_again(subject: Subject) -> None:
+    """It says so and changes nothing, or there is nothing left to do."""
+    model = subject.quantize(_model(subject))
+    before = [p for p in model.parameters()]
+    try:
+        quantize_(model, subject.recipe)
+    finally:
+        assert all(a is b for a, b in zip(before, model.parameters(), strict=True)), "weights have changed"

@@ -1,0 +1,49 @@
+"""Every recipe under every operation: it works, or is refused by a clear error; no cell is wrong.
+
+A row fails too when docs/reference/behaviour.md says something else: `python -m tests.attack.matrix --write`.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from qtorch.quantize_api import RECIPES
+from tests.attack import matrix
+from tests.attack.operations import OPERATIONS, Operation, first_words
+from tests.attack.subject import FEW, SUBJECTS
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_no_cell_is_wrong(name: str) -> None:
+    operation = OPERATIONS[name]
+    outcomes = matrix.row(operation)
+    wrong = [f"{subject}: {outcome}" for subject, outcome in outcomes.items() if outcome.startswith("wrong")]
+    assert not wrong, f"{operation.title}: {len(wrong)} of {len(outcomes)} cells\n" + "\n".join(wrong)
+    assert matrix.line(operation, outcomes) in matrix.PAGE.read_text(), "python -m tests.attack.matrix --write"
+
+
+def test_every_recipe_is_a_column() -> None:
+    names = {name for name, cls in RECIPES.items() if cls.__module__.startswith("qtorch.")}
+    assert names - {"convert"} <= {subject.name for subject in SUBJECTS}
+    assert {subject.family for subject in SUBJECTS} == {subject.family for subject in SUBJECTS if subject.name in FEW} | {
+        "prepared layers"
+    }
+
+
+def test_an_outcome_is_one_of_three() -> None:
+    """A clear error that is not the one asked for, and every other exception, is wrong."""
+
+    def raising(error: Exception | None) -> Operation:
+        def run(subject: object) -> None:
+            if error is not None:
+                raise error
+
+        return Operation("", "", run, refuses="frozen")
+
+    subject = SUBJECTS[0]
+    assert raising(None).outcome(subject) == "works"
+    assert raising(ValueError("it is frozen")).outcome(subject) == "refused: it is frozen"
+    assert raising(ValueError("no")).outcome(subject) == "wrong: ValueError: no"
+    assert raising(KeyError("frozen")).outcome(subject) == "wrong: KeyError: 'frozen'"
+    assert raising(AssertionError("stale")).outcome(subject) == "wrong: stale"
+    assert first_words(ValueError("word " * 40)).endswith(" ...")

@@ -1,0 +1,138 @@
+"""torch.compile, torch.export and torch.func."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+import qtorch
+from tests.attack.operations import inputs, operation, outputs, same
+from tests.attack.subject import Subject
+
+GROUP = "Compiler and function transforms"
+
+
+def _bound(subject: Subject) -> float:
+    return 1e-4
+
+
+@operation(GROUP, "`torch.compile(fullgraph=True)`, `aot_eager`", few=True)
+def compiled(subject: Subject) -> None:
+    layer = subject.layer().eval()
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        same([run(x) for x in inputs()], outputs(layer), "compiled", _bound(subject))
+
+
+@operation(GROUP, "`model.compile()`", few=True)
+def compiled_in_place(subject: Subject) -> None:
+    layer = subject.layer().eval()
+    wanted = outputs(layer)
+    layer.compile(backend="aot_eager")
+    with torch.no_grad():
+        same([layer(x) for x in inputs()], wanted, "compiled", _bound(subject))
+
+
+class _Breaks(nn.Module):
+    """Layers in a loop, with a graph break in it."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            x = x + layer(x).sum(-1, keepdim=True).tanh()
+        return x
+
+
+@operation(GROUP, "a graph break inside a loop", few=True)
+def graph_break(subject: Subject) -> None:
+    model = _Breaks([subject.layer(seed) for seed in (1, 2)]).eval()
+    wanted = outputs(model)
+    model.compile(backend="aot_eager")
+    with torch.no_grad():
+        same([model(x) for x in inputs()], wanted, "compiled", _bound(subject))
+
+
+@operation(GROUP, "layers of two shapes, a step of training, compiled", few=True)
+def two_shapes(subject: Subject) -> None:
+    model = subject.model()
+    before = [x.clone() for x in outputs(model)]
+    model.compile(backend="aot_eager")
+    x = inputs()[2].requires_grad_()
+    model(x).square().mean().backward()
+    assert x.grad is not None
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if parameters:
+        torch.optim.SGD(parameters, lr=0.1).step()
+        assert float((model(inputs()[2]) - before[2]).norm()) > 0
+
+
+@operation(GROUP, "`quantize_` inside `torch.compile`", refuses=r"quantize_.*compile|compile.*quantize_", few=True)
+def quantize_inside(subject: Subject) -> None:
+    layer = subject.float_layer()
+
+    @torch.compile(backend="eager")
+    def run(x: Tensor) -> Tensor:
+        qtorch.quantize_(layer, subject.recipe)
+        return layer(x)
+
+    x = inputs()[1]
+    y = run(x)
+    assert not isinstance(layer.weight, nn.Linear)
+    assert y.shape == (3, layer.out_features)
+
+
+@operation(GROUP, "`torch.export.export`", few=True)
+def exported(subject: Subject) -> None:
+    layer = subject.layer().eval()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        program = torch.export.export(layer, (inputs()[1],))
+        same([program.module()(inputs()[1])], [layer(inputs()[1])], "exported", _bound(subject))
+
+
+@operation(GROUP, "`torch.func.functional_call`")
+def functional_call(subject: Subject) -> None:
+    layer, other = subject.layer().eval(), subject.layer(2).eval()
+    with torch.no_grad():
+        got = [torch.func.functional_call(layer, dict(other.state_dict()), (x,)) for x in inputs()]
+        own = [torch.func.functional_call(layer, dict(layer.named_parameters()), (x,)) for x in inputs()]
+    same(got, outputs(other), "called with the parameters of another")
+    same(own, outputs(layer), "called with its own")
+
+
+@operation(GROUP, "`torch.func.grad` to the input", refuses=r"torch\.func|functorch|vmap")
+def func_grad(subject: Subject) -> None:
+    layer, x = subject.layer().eval(), inputs()[1]
+    got = torch.func.grad(lambda x: layer(x).square().sum())(x)
+    leaf = x.clone().requires_grad_()
+    layer(leaf).square().sum().backward()
+    assert leaf.grad is not None
+    same([got], [leaf.grad], "the gradient")
+
+
+@operation(GROUP, "`torch.func.vmap`", refuses=r"torch\.func|functorch|vmap")
+def func_vmap(subject: Subject) -> None:
+    layer, x = subject.layer().eval(), inputs()[2].reshape(4, 16, -1)
+    with torch.no_grad():
+        got = torch.func.vmap(layer)(x)
+        wanted = torch.stack([layer(rows) for rows in x])
+    same([got], [wanted], "by vmap")
+
+
+@operation(GROUP, "`torch.utils.checkpoint`")
+def checkpointed(subject: Subject) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    layer = subject.layer().eval()
+    one, other = (inputs()[1].requires_grad_() for _ in range(2))
+    checkpoint(layer, one, use_reentrant=False).square().sum().backward()
+    layer(other).square().sum().backward()
+    assert one.grad is not None
+    assert other.grad is not None
+    same([one.grad], [other.grad], "the gradient")
