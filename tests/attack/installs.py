@@ -25,8 +25,8 @@ FILES = ("quantize_api.py", "install.py", "prepared_module.py", "fake_quantized_
 FILES += ("module_recipe.py", "lsq.py", "scheduled_qat.py", "qat.py", "load.py", "batch_norm.py")
 """Where models are changed: an interruption anywhere else is one at the line that called."""
 
-SAMPLE = 10
-"""Interruptions of a recipe that is not among the few; those have one at each line."""
+EACH, SAMPLE = 60, 6
+"""Interruptions, evenly apart, of a recipe that is among the few, and of one that is not."""
 
 
 class Interruption(KeyboardInterrupt):
@@ -63,9 +63,7 @@ def _lines(call: Callable[[], Any], subject: Subject) -> list[int]:
     assert total is not None
     assert total > 10, "nothing was traced"
     numbers = list(range(1, total + 1))
-    # A line in a hundred may run many times in checks; the last ones are the install.
-    step = max(1, total // (150 if subject.name in FEW else SAMPLE))
-    return numbers[::step]
+    return numbers[:: max(1, total // (EACH if subject.name in FEW else SAMPLE))]
 
 
 def _model(subject: Subject) -> nn.Sequential:
@@ -90,7 +88,7 @@ def _state(model: nn.Module) -> list[str]:
 
 
 def _attack(subject: Subject, make: Callable[[], nn.Module], change: Callable[[nn.Module], Any]) -> None:
-    """Interrupt ``change(make())`` at each line; then every module runs, and the same call finishes."""
+    """Interrupt ``change(make())`` at lines all over it; then every module runs, and the same call finishes."""
     done = make()
     change(done)
     wanted = _state(done)
