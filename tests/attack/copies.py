@@ -144,7 +144,7 @@ def share_memory(subject: Subject) -> None:
     same(outputs(layer), wanted, "in shared memory", 0)
     from multiprocessing.reduction import ForkingPickler
 
-    import torch.multiprocessing  # registers how tensors reach another process
+    import torch.multiprocessing  # noqa: F401  registers how tensors reach another process
 
     buffer = io.BytesIO()
     ForkingPickler(buffer, 2).dump(layer.state_dict())
@@ -244,8 +244,14 @@ def parametrized(subject: Subject) -> None:
     if isinstance(layer, PreparedModule):
         return
     wanted = subject.layer().eval()
+    bound = 0.4 * subject.stochastic + 2e-5
     values = 2 * subject.values()
-    same(y, outputs(subject.fresh(values, wanted)), "not the output of the quantized result", 0.4 * subject.stochastic + 2e-5)
+    same(
+        y,
+        outputs(subject.fresh(values, wanted)),
+        "not the output of the quantized result",
+        bound,
+    )
     pruned = subject.layer().eval()
     prune.l1_unstructured(pruned, "weight", amount=0.5)
     assert isinstance(pruned.weight, QuantizedTensor), "prune has turned the recipe off"

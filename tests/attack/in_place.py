@@ -1,4 +1,4 @@
-"""Changes of a weight in place, by every public way: afterwards a layer computes what one made from the new numbers does.
+"""Changes of a weight in place, by every public way: then a layer computes what one made from the new numbers does.
 
 Each way is tried on a layer that was never called, on one that has been called until its kernel remembers it, and on
 one whose float copy is kept.
@@ -25,7 +25,9 @@ from tests.attack.subject import SUBJECTS, Subject
 
 GROUP = "Changes in place"
 
-FROZEN = r"2:4 sparse|frozen|not implemented for|copy_|dequantize|requires a|does not support|requantize|load_state_dict|assign"
+FROZEN = r"2:4 sparse|frozen|not implemented for|copy_|dequantize|requires a|does not support|load_state_dict|assign"
+
+NAMES_A_WAY = r"weight[\s\S]*(assign|dequantize|quantize_)"
 
 Way = Callable[[nn.Linear, Tensor, Subject], None]
 
@@ -185,7 +187,12 @@ WAYS: list[tuple[str, Way, Callable[[Tensor], Tensor], str | None]] = [
     ("`module.weight = nn.Parameter(q)`", _module_weight, _to_other, None),
     ("`load_state_dict` of the same recipe", _load_quantized_state, _to_other, None),
     ("`load_state_dict` of the same recipe, `assign=True`", _assign_quantized_state, _to_other, None),
-    ("`load_state_dict` of a float model", _load_float_state, _to_other, r"2:4 sparse|weight[\s\S]*(assign|dequantize|quantize_)"),
+    (
+        "`load_state_dict` of a float model",
+        _load_float_state,
+        _to_other,
+        f"2:4 sparse|{NAMES_A_WAY}",
+    ),
 ]
 
 for _title, _way, _values, _refuses in WAYS:
@@ -217,14 +224,14 @@ def copy_of_nan(subject: Subject) -> None:
     assert not bool(outputs(layer)[1].isfinite().all()), "no output says so"
 
 
-@operation(GROUP, "`load_state_dict` of another recipe", refuses=r"weight[\s\S]*(assign|dequantize)")
+@operation(GROUP, "`load_state_dict` of another recipe", refuses=NAMES_A_WAY)
 def load_of_another_recipe(subject: Subject) -> None:
     """Nothing is requantized silently."""
     other = "int4_weight_only" if subject.name != "int4_weight_only" else "int8_weight_only"
     state = next(one for one in SUBJECTS if one.name == other).layer(2).state_dict()
     layer = subject.layer().eval()
     state = {**layer.state_dict(), "weight": state["weight"]}
-    attempt(lambda: layer.load_state_dict(state), layer, r"weight[\s\S]*(assign|dequantize)")
+    attempt(lambda: layer.load_state_dict(state), layer, NAMES_A_WAY)
     raise AssertionError("it is accepted, and requantized")
 
 
@@ -258,12 +265,12 @@ def optimizer_step_with_nan(subject: Subject) -> None:
     assert not bool(outputs(layer)[2].isfinite().any()), "the output is finite"
 
 
-@operation(GROUP, "`load_state_dict` of this model into a float one", refuses=r"weight[\s\S]*(assign|dequantize)")
+@operation(GROUP, "`load_state_dict` of this model into a float one", refuses=NAMES_A_WAY)
 def load_into_a_float_model(subject: Subject) -> None:
     state = subject.layer(2).state_dict()
     layer = subject.float_layer()
     if any(isinstance(value, QuantizedTensor) and not isinstance(value, TrainableWeight) for value in state.values()):
-        attempt(lambda: layer.load_state_dict(state), layer, r"weight[\s\S]*(assign|dequantize)")
+        attempt(lambda: layer.load_state_dict(state), layer, NAMES_A_WAY)
         raise AssertionError("it is accepted: the model is in floating point again")
     # Weights in training are floats to a checkpoint; layers with a state of their own have keys that a float one lacks.
     layer.load_state_dict(state, strict=not isinstance(subject.layer(), PreparedModule))

@@ -71,7 +71,6 @@ def wrong_shapes(subject: Subject) -> None:
             try:
                 y = layer(torch.zeros(()).expand(shape))
             except (ValueError, RuntimeError, TypeError) as error:
-                assert str(error)
                 last = error
             else:
                 raise AssertionError(f"an input of shape {shape} gives {tuple(y.shape)}")

@@ -176,7 +176,7 @@ def out_of_memory(subject: Subject) -> None:
 def quantize_again(subject: Subject) -> None:
     """It says so and changes nothing, or there is nothing left to do."""
     model = subject.quantize(_model(subject))
-    before = [p for p in model.parameters()]
+    before = list(model.parameters())
     try:
         quantize_(model, subject.recipe)
     finally:

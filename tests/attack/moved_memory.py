@@ -1,4 +1,4 @@
-"""Inner tensors that a caller changes after the weight was made: every case is (weight, tensor, change, calls before)."""
+"""Inner tensors that a caller changes after the weight was made; a case is (weight, tensor, change, calls before)."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _cases() -> list[Case]:
     found = []
     for name in SOURCES:
         weight = source(name)
-        if weight is None or "master" in weight.inner_tensors or weight.dim() != 2:
+        if weight is None or "master" in weight.inner_tensors or weight.dim() != 2 or not weight.is_floating_point():
             continue
         found += [
             Case(name, tensor, change, warm)

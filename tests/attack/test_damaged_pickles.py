@@ -1,4 +1,4 @@
-"""Pickles that were damaged, or made to do harm: `torch.load(weights_only=True)` refuses them, or what it gives is sound.
+"""Pickles that were damaged, or made to do harm: `torch.load(weights_only=True)` refuses them, or gives what is sound.
 
 QTORCH_FUZZ is the number of seeded cases; a failure names the command that repeats it.
 """
@@ -6,6 +6,7 @@ QTORCH_FUZZ is the number of seeded cases; a failure names the command that repe
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import pickle
@@ -127,7 +128,8 @@ def test_a_state_that_hides_what_was_checked(name: str) -> None:
     try:
         (loaded,) = load(crafted(original, state={name: tiny, "note": "mine"}))
     except (ValueError, TypeError) as error:
-        assert name in str(error)
+        if name not in str(error):
+            raise
         return
     assert isinstance(loaded, QuantizedTensor)
     assert loaded.note == "mine"
@@ -180,7 +182,7 @@ def _shrunk(file: bytes, index: int) -> bytes:
 def _set_one_element(data: bytes, index: int) -> bytes:
     """Opcodes: get the tensor, build it with (its storage, 0, (1, 1), (1, 1)), append it to the list that is on top."""
     operations = list(pickletools.genops(data))
-    following = list(zip(operations, operations[1:]))
+    following = list(itertools.pairwise(operations))
     # What torch remembers: the name of a storage, before it is fetched; a tensor, after an OrderedDict of its hooks.
     storages = [before[1] for before, (operation, *_) in following if operation.name == "BINPERSID"]
     made = [after[1] for (operation, *_), after in following if operation.name == "REDUCE"]
