@@ -107,14 +107,26 @@ class QuantizedTensor(torch.Tensor):
         """From inner tensors and their scheme; or, as frameworks make a parameter anew of its class and its data,
         ``type(p)(data, requires_grad=...)``, a parameter of a quantized tensor."""
         source = tensors
-        tensors, self.scheme = parts_of(type(self), tensors, scheme)
-        for name in self.tensor_names(self.scheme):
-            setattr(self, name, tensors.get(name))
+        tensors, scheme = parts_of(type(self), tensors, scheme)
+        own = vars(self)
+        own["scheme"] = scheme
+        for name in self.tensor_names(scheme):
+            own[name] = tensors.get(name)
         if isinstance(source, QuantizedTensor):
-            vars(self).update(source._extra_state())
+            own.update(source._extra_state())
             self._is_param = True
             if requires_grad and self.trains:
                 self.requires_grad_()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; methods stay what they are, also where a file says otherwise (`_set_obj_state` of torch).
+
+        Raises:
+            AttributeError: it would hide a method.
+        """
+        if name != "__class__" and callable(getattr(type(self), name, None)):
+            raise AttributeError(f"{type(self).__name__}.{name} is a method, which an attribute must not hide")
+        super().__setattr__(name, value)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -140,6 +152,7 @@ class QuantizedTensor(torch.Tensor):
         """Raise `ValueError` where the inner tensors are not those that the scheme says, whatever was done to them."""
         scheme, tensors = self.scheme, vars(self)
         forms = _forms(type(self), scheme)
+        device = None
         # In one piece: it is run on each call of a layer.
         for name in forms:
             tensor = tensors[name]
@@ -150,6 +163,10 @@ class QuantizedTensor(torch.Tensor):
                     break
             else:
                 check_inner_tensors({name: tensor}, {name: forms[name]}, scheme)
+            if device is None:
+                device = tensor.device
+            elif tensor.device != device:
+                check_plain_tensors(self.inner_tensors)
 
     # --- what a subclass gives to the operations that all share ---
 
@@ -194,6 +211,8 @@ class QuantizedTensor(torch.Tensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The plain float tensor, in the logical dtype unless `dtype` is given."""
+        if not torch.compiler.is_compiling():
+            self.check_inner_tensors()
         return self.scheme.weight.dequantize(*self.plain(), dtype or self.scheme.dtype)
 
     def linear(self, input: Tensor, bias: Tensor | None) -> Tensor:
@@ -386,6 +405,8 @@ def rebuild(
     if cls is None:
         raise ValueError(f"the file holds a {type_name}, which this version of qtorch does not know")
     try:
+        if not isinstance(requires_grad, bool) or not isinstance(is_parameter, bool):
+            raise ValueError(f"flags must be True or False, got {type(requires_grad)} and {type(is_parameter)}")
         check_plain_tensors(tensors)
         inner = {name: t.detach() if t is not None and t.requires_grad else t for name, t in tensors.items()}
         result = cls._from_pickled(inner, from_json(json.loads(scheme)))
@@ -393,7 +414,7 @@ def rebuild(
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the file holds a {type_name} that is damaged: {error}") from error
     if is_parameter:
-        result = torch.nn.Parameter(result, bool(requires_grad))  # type: ignore[assignment]
+        result = torch.nn.Parameter(result, requires_grad)  # type: ignore[assignment]
     elif requires_grad:
         result.requires_grad_()
     vars(result).update(state)

@@ -31,7 +31,16 @@ aten = torch.ops.aten
 @jsonable
 @dataclass(frozen=True, eq=False)
 class ConvScheme(Scheme):
-    """Scheme of a weight of this shape whose codes are those of a matrix."""
+    """Scheme of a weight of this shape, (N, C / groups, *kernel), whose codes are those of a matrix.
+
+    Raises:
+        ValueError: a shape that no convolution's weight has.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.shape) not in (3, 4, 5):
+            raise ValueError(f"the weight of a convolution has 3 to 5 dimensions, got shape {self.shape}")
 
     @property
     def matrix(self) -> Scheme:
@@ -55,8 +64,6 @@ class ConvWeight(QuantizedTensor):
 
     @classmethod
     def forms(cls, scheme: ConvScheme) -> Forms:
-        if len(scheme.shape) not in (3, 4, 5):
-            raise ValueError(f"the weight of a convolution has 3 to 5 dimensions, got shape {scheme.shape}")
         return quantized_type(scheme.weight).forms(scheme.matrix)
 
     @classmethod

@@ -28,7 +28,7 @@ from ..primitives.scale_rule import AbsMaxRule, MinMaxRule
 from ..quantize_api import WeightRecipe
 from .gemm import Operand
 from .served_conv import rows_of, served_conv
-from .served_linear import served_linear, sums_integers
+from .served_linear import check_width, served_linear, sums_integers
 from .trainable_weight import TrainableWeight, floats_of
 
 
@@ -93,7 +93,11 @@ def fake_quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None, sp
 
     Returns:
         (..., N) in the dtype of `input`.
+
+    Raises:
+        ValueError: the rows of input and weight are of other lengths.
     """
+    check_width(input, weight)
     dtype = spec.product_dtype
     w_hat, w = fake_quantize_weight(weight, spec, dtype, codes_do=True)
     x_hat, x = _fake_quantize_input(input, spec, dtype)

@@ -27,7 +27,7 @@ from ..primitives.outside_graphs import refuse_jit_trace
 from .gemm import Operand
 from .quantizers import FakeQuantized, Quantizer
 from .schedule import Schedule
-from .served_linear import served_linear, sums_integers
+from .served_linear import check_width, served_linear, sums_integers
 
 
 @dataclass
@@ -213,6 +213,7 @@ class FakeQuantizedLinear(FakeQuantizedLayer, nn.Linear):
     float_class = nn.Linear
 
     def _forward(self, input: Tensor) -> Tensor:
+        check_width(input, self.weight)
         rows = to_rows(input)
         x, w = self.quantize_input(rows), self.quantize_weight()
         self.advance()

@@ -58,15 +58,20 @@ def served_linear(
     Raises:
         ValueError: another width of the input, codes of one side only, or codes that are no integers.
     """
-    if not x_hat.dim() or x_hat.shape[-1] != w_hat.shape[-1]:
-        shapes = tuple(x_hat.shape), tuple(w_hat.shape)
-        raise ValueError(f"linear: an input of shape {shapes[0]} does not fit a weight of shape {shapes[1]}")
+    check_width(x_hat, w_hat)
     if x is None and w is None:
         return apply(_FloatProduct, x_hat, w_hat, bias)
     if x is None or w is None or not (_is_integer(x.spec) and _is_integer(w.spec)):
         raise ValueError(f"served_linear: takes integer codes of both sides or of none, got {_kind(x)} and {_kind(w)}")
     # A tuple within the arguments would hide its tensors from autograd.
     return apply(_IntegerProduct, x_hat, w_hat, bias, *signed(x), *w)
+
+
+def check_width(input: Tensor, weight: Tensor) -> None:
+    """Raise `ValueError` where the rows of `input` are not as long as those of `weight`."""
+    if not input.dim() or input.shape[-1] != weight.shape[-1]:
+        shapes = tuple(input.shape), tuple(weight.shape)
+        raise ValueError(f"linear: an input of shape {shapes[0]} does not fit a weight of shape {shapes[1]}")
 
 
 def _kind(operand: Operand | None) -> str:
