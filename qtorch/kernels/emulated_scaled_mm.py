@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .quantize_rowwise import quantize_input
+from .quantize_rowwise import dequantize_rows, quantize_input
 from .registry import Problem, QuantizedWeight, needs_matrix, register
 from .rows import from_rows, to_rows
 from .weight_only_mm import weight_only_mm
@@ -35,7 +35,7 @@ def emulated_scaled_mm(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) 
     scheme = weight.scheme
     assert scheme.activation is not None
     rows = to_rows(x)
-    quantized = scheme.activation.dequantize(*quantize_input(rows, weight))
+    quantized = dequantize_rows(scheme.activation, *quantize_input(rows, weight))
     codes, scale, zero_point = weight.plain()
     low, high = scheme.weight.code_range
     domain = scheme.weight.zero_point_domain.name

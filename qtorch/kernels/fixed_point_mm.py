@@ -31,7 +31,7 @@ COLUMNS_PER_ROW = 8
 
 def fixed_point_mm(x: Tensor, codes: Tensor) -> Tensor | None:
     """The equation above, or None where something else is better: another dtype or processor, a small weight, many
-    rows, rows in which a few numbers are far larger than the others, infinities.
+    rows, rows in which a few numbers are far larger than the others. NaN or infinities in a row make its results NaN.
 
     Args:
         x: (M, K) fp32.
@@ -46,11 +46,12 @@ def fixed_point_mm(x: Tensor, codes: Tensor) -> Tensor | None:
         return None
     size = x.abs()
     high = size.amax(1, keepdim=True)
-    fits = (high <= MAX_RATIO * size.mean(1, keepdim=True)) & (high < torch.inf) & ((high == 0) | (high > 2.0**-90))
+    lost = high * 0  # NaN for rows that are
+    fits = (high <= MAX_RATIO * size.mean(1, keepdim=True)) & ((high == 0) | (high > 2.0**-90)) | (lost != 0)
     if not bool(fits.all()):
         return None
     note("fixed_point_mm")
-    scale = torch.where(high == 0, 1.0, high / 127)
+    scale = torch.where(high == 0, 1.0, high / 127) + lost
     slices, scales, rest = [], [], x
     for _ in range(SLICES):
         q = (rest / scale).round_()

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from ..primitives.granularity import Granularity
 from .int_matmul import EXACT_SLICE, int_matmul
 from .library import opaque
-from .quantize_rowwise import quantize_dynamic
+from .quantize_rowwise import quantize_rows
 from .registry import Problem, QuantizedWeight, needs_matrix, register
 from .rows import from_rows, to_rows
 
@@ -108,5 +108,5 @@ def int8_block_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -
     spec = weight.scheme.activation
     assert spec is not None
     rows = to_rows(x)
-    xq, xs, _ = quantize_dynamic(pad_to_blocks(rows, spec.granularity), spec)
+    xq, xs, _ = quantize_rows(pad_to_blocks(rows, spec.granularity), spec)
     return from_rows(int8_block_mm(xq, xs, wq, ws, x.dtype)[: rows.shape[0]], x, bias)

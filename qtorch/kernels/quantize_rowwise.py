@@ -1,6 +1,8 @@
 """Quantization of an activation, one scale per row (token).
 
 scale[m] = max_k |x[m, k]| / 127,    q[m, k] = round(x[m, k] / scale[m])
+
+A row that holds a NaN or an infinity has a scale that is NaN or infinite; the others are as if it were zero.
 """
 
 from __future__ import annotations
@@ -8,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..primitives.affine import MappingType, ZeroPointDomain, check_floating_point
-from ..primitives.granularity import PerRow
+from ..primitives.affine import MappingType, ZeroPointDomain, check_floating_point, dequantize_affine
+from ..primitives.granularity import PerRow, block_of
+from ..primitives.non_finite import lost_rows, without_rows
 from ..primitives.qdtype import qdtype
 from ..primitives.rounding import Rounding
 from ..primitives.scale_rule import MinMaxRule
@@ -83,12 +86,67 @@ def quantize_input(x: Tensor, weight: QuantizedWeight) -> tuple[Tensor, Tensor, 
     if weight.scheme.spec.static:
         scale, zero_point = weight.act_scale, weight.act_zero_point
         assert scale is not None
-        return spec.quantize(x, scale, zero_point), scale, zero_point
-    return quantize_dynamic(x, spec)
+        return quantize_static(x, spec, scale, zero_point)
+    return quantize_rows(x, spec)
+
+
+Quantized = tuple[Tensor, Tensor, Tensor | None]
+
+
+def quantize_static(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> Quantized:
+    """(codes, scale, zero_point) of `x` (M, K) by a scale that is given. Where codes have no NaN the result has a scale
+    for each row, NaN for those that hold a NaN or an infinity."""
+    codes = spec.quantize(x, scale, zero_point)
+    if spec.dtype.has_nan:
+        return codes, scale, zero_point
+    return codes, *_of_rows(spec, scale, zero_point, lost_rows(x))
+
+
+def quantize_rows(x: Tensor, spec: QuantSpec) -> Quantized:
+    """`quantize_dynamic` of rows that have nothing to do with each other: where they share scales, those are chosen
+    from the rows that are finite, and the result has one for each row as that of `quantize_static` has."""
+    if not x.shape[0] or not _shares_scales(spec):
+        return quantize_dynamic(x, spec)
+    lost = lost_rows(x)
+    scale, zero_point = spec.choose_qparams(without_rows(x, lost))
+    codes = spec.quantize(x, scale, zero_point)
+    if spec.dtype.has_nan:
+        return codes, scale, zero_point
+    return codes, *_of_rows(spec, scale, zero_point, lost)
+
+
+def without_lost_rows(x: Tensor, spec: QuantSpec) -> Tensor:
+    """What the scales of `x` (M, K) are to be chosen from: where rows share them, zeros for those that are lost."""
+    return without_rows(x, lost_rows(x)) if x.shape[0] and _shares_scales(spec) else x
+
+
+def _shares_scales(spec: QuantSpec) -> bool:
+    """Whether the scales of a row of a matrix depend on other rows."""
+    return spec.granularity.pattern(2)[0] != 1 or spec.scale_spec is not None
+
+
+def _of_rows(spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, lost: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point for each row, from those of blocks of rows."""
+    rows = spec.granularity.pattern(2)[0]
+    if rows > 1:
+        scale = scale.repeat_interleave(rows, 0)
+        zero_point = None if zero_point is None else zero_point.repeat_interleave(rows, 0)
+    scale = scale.float() + lost
+    return scale, None if zero_point is None else zero_point.expand(scale.shape)
+
+
+def dequantize_rows(
+    spec: QuantSpec, codes: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Reals of `codes` (M, K); the blocks follow from the shape of the scale."""
+    low, high = spec.code_range
+    block = block_of(codes.shape, scale.shape)
+    return dequantize_affine(codes, block, scale, zero_point, spec.dtype, low, high, spec.zero_point_domain, dtype)
 
 
 def quantize_dynamic(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(codes, scale, zero_point) of `x` (M, K), its scale chosen from its values."""
+    """(codes, scale, zero_point) of `x` (M, K), its scale chosen from its values: NaN or infinite for a block that
+    holds such a value."""
     if _is_int8_rowwise(spec):
         return *quantize_int8_rowwise(x), None
     if gpu_features.runs_triton(x) and x.dtype in _FLOATS and _is_float8_rowwise(spec):

@@ -3,6 +3,9 @@
 Weight-only: dequantize in fp32, multiply in fp32. With quantized activations: the integer sums of each block of K
 exactly (in float64, which holds every int32), times the weight's scale and added up in fp32 in the order of the
 blocks, times the activation's scale.
+
+A NaN or an infinity in a row of the input gives NaN or infinities in all of that row's outputs, and changes no other
+row: see `quantize_rowwise`.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..primitives.granularity import block_of
-from .quantize_rowwise import quantize_input
+from .quantize_rowwise import dequantize_rows, quantize_input
 from .registry import REFERENCE, QuantizedWeight, register
 
 
@@ -33,7 +36,7 @@ def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
         if integers and len(scheme.shape) == 2:
             y = _integer_product(xq, xs, xz, codes, scale, zero_point)[:count].reshape(*x.shape[:-1], codes.shape[0])
             return _finish(y, bias, x.dtype)
-        x32 = scheme.activation.dequantize(xq, xs, xz)[:count].reshape(x.shape)
+        x32 = dequantize_rows(scheme.activation, xq, xs, xz)[:count].reshape(x.shape)
     else:
         x32 = x.float()
     y = torch.matmul(x32, spec.dequantize(codes, scale, zero_point).transpose(-2, -1))

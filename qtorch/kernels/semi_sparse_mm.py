@@ -19,7 +19,7 @@ from ..primitives.sparsity import decompress_cusparselt, unpack_2_4
 from .library import opaque
 from .packed_int8_mm import multiply_int8_slices, supports_rows
 from .packed_weight_mm import multiply_transposed_slices
-from .quantize_rowwise import quantize_input
+from .quantize_rowwise import dequantize_rows, quantize_input
 from .registry import needs_matrix, register
 from .rows import from_rows, to_rows
 from .weight_only_mm import multiply_slices
@@ -154,7 +154,7 @@ def semi_sparse_float8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) ->
     if qdata.dtype == xq.dtype and _per_row(ws, n) and _per_row(xs, xq.shape[0]) and xz is None:
         y = cusparselt_mm(xq, qdata, n) * ws.float().t() * xs.float()
     else:
-        x32 = scheme.activation.dequantize(xq, xs, xz)
+        x32 = dequantize_rows(scheme.activation, xq, xs, xz)
         y = semi_sparse_weight_mm(x32, qdata, n, scheme.layout.packed_axis, ws, scheme.weight.dtype.name)
     return from_rows(y.to(x.dtype), x, bias)
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from .granularity import BlockView
 from .jsonable import jsonable
+from .non_finite import with_non_finite
 from .qdtype import QDType, qdtype
 from .rounding import Rounding, round_to_integer
 
@@ -69,8 +70,9 @@ def quantize_affine(
     """Codes of `input`, same shape, in the storage dtype of `output_dtype` (int8 for int1..int8, uint8 for
     uint1..uint8).
 
-    The division by the scale is a multiplication by its fp32 reciprocal, as in torch's own quantizers. NaN has no code:
-    what it becomes is undefined.
+    The division by the scale is a multiplication by its fp32 reciprocal, as in torch's own quantizers. NaN and
+    infinities become NaN in float8; other types have no code for them, and what they become is undefined: the scale
+    tells (see `non_finite`).
 
     Args:
         input: fp32, fp16 or bf16, any shape.
@@ -88,10 +90,12 @@ def quantize_affine(
     check_floating_point("quantize_affine", input)
     view = BlockView(input.shape, block_size)
     low, high = code_range(output_dtype, quant_min, quant_max)
-    codes = _real_codes(
-        view, input.float(), scale, zero_point, output_dtype, (low, high), zero_point_domain, rounding, generator
-    )
-    return view.merge(qdtype(output_dtype).encode(codes.clamp(low, high), rounding, generator))
+    values, kind = input.float(), qdtype(output_dtype)
+    codes = _real_codes(view, values, scale, zero_point, kind, (low, high), zero_point_domain, rounding, generator)
+    codes = codes.clamp(low, high)
+    if kind.has_nan:
+        codes = with_non_finite(codes, view.split(values))
+    return view.merge(kind.encode(codes, rounding, generator))
 
 
 def dequantize_affine(
@@ -160,16 +164,18 @@ def fake_quantize_blocks(
     generator: torch.Generator | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize and dequantize without storing codes: (result in the input's dtype, mask of what did not clip).
+    """Quantize and dequantize without storing codes: (result in the input's dtype, mask of what did not clip). NaN and
+    infinities become NaN.
 
     Args:
         compute_dtype: of the arithmetic; only in fp32 is the result that of quantizing and dequantizing.
     """
     view = BlockView(input.shape, block_size)
     low, high = code_range(quant_dtype, quant_min, quant_max)
+    values = input.to(compute_dtype)
     codes = _real_codes(
         view,
-        input.to(compute_dtype),
+        values,
         scale,
         zero_point,
         quant_dtype,
@@ -178,12 +184,13 @@ def fake_quantize_blocks(
         rounding,
         generator,
     )
-    unclipped = (codes >= low) & (codes <= high)
-    codes = codes.clamp(low, high)
+    clipped = codes.clamp(low, high)
+    codes, unclipped = clipped, codes == clipped
     kind = qdtype(quant_dtype)
     if kind.is_floating_point:
         codes = kind.decode(kind.encode(codes.float(), rounding, generator))
     real = _dequantize(view, codes, scale, zero_point, (low, high), zero_point_domain)
+    real = with_non_finite(real, view.split(values))
     return view.merge(real).to(input.dtype), view.merge(unclipped)
 
 

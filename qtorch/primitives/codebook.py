@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .affine import check_floating_point
 from .granularity import BlockView
+from .non_finite import with_non_finite
 from .qparams import min_max
 
 # fmt: off
@@ -35,7 +36,8 @@ LLOYD_ITERATIONS = 20
 def choose_scale_codebook(input: Tensor, block_size: Sequence[int], scale_dtype: torch.dtype) -> Tensor:
     """The largest magnitude of each block, so that x / scale lies in [-1, 1]; of the scale's shape.
 
-    At least the smallest normal number of `scale_dtype`: an all-zero block has a finite scale.
+    At least the smallest normal number of `scale_dtype`: an all-zero block has a finite scale. NaN for one that holds a
+    NaN or an infinity.
 
     Raises:
         TypeError: `input` is not in floating point.
@@ -43,7 +45,8 @@ def choose_scale_codebook(input: Tensor, block_size: Sequence[int], scale_dtype:
     check_floating_point("choose_scale_codebook", input)
     low, high = min_max(input, block_size)
     info = torch.finfo(scale_dtype)
-    return torch.maximum(-low, high).clamp(info.tiny, info.max).to(scale_dtype)
+    highest = torch.maximum(-low, high)
+    return with_non_finite(highest.clamp(info.tiny, info.max), highest).to(scale_dtype)
 
 
 def quantize_codebook(input: Tensor, block_size: Sequence[int], scale: Tensor, table: Tensor) -> Tensor:

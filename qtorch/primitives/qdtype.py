@@ -41,6 +41,11 @@ class QDType:
     def is_signed(self) -> bool:
         return self.quant_min < 0
 
+    @property
+    def has_nan(self) -> bool:
+        """Whether a code stands for NaN."""
+        return self.is_floating_point and self.format is None
+
     def encode(
         self, values: Tensor, rounding: Rounding = Rounding.NEAREST_EVEN, generator: torch.Generator | None = None
     ) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from .affine import MappingType, ZeroPointDomain, check_floating_point, code_range
 from .floatx import floor_to_power_of_two
 from .granularity import BlockView
+from .non_finite import with_non_finite
 from .qdtype import QDType
 
 
@@ -88,7 +89,7 @@ def choose_qparams_affine_with_min_max(
     """Scale and zero point from the range of each block, as an observer records it.
 
     Args:
-        min_val, max_val: range of each block, the scale's shape, finite.
+        min_val, max_val: range of each block, the scale's shape. Where either is NaN or infinite, the scale is NaN.
         mapping_type: see `MappingType`.
         block_size: accepted for the common signature; the ranges are per block already.
         target_dtype: gives the range of codes unless `quant_min` / `quant_max` narrow it.
@@ -137,7 +138,8 @@ def choose_qparams_affine_with_min_max(
         largest = min(largest, torch.finfo(torch.bfloat16).max / ((high_code - low_code + 1) / 2))
     if scale_dtype is torch.float8_e8m0fnu:
         scale = _power_of_two_scale(scale, low, high, high_code, mapping_type)
-    scale = scale.clamp(min=max(limits.tiny, eps or 0.0), max=largest).to(scale_dtype)
+    scale = scale.clamp(min=max(limits.tiny, eps or 0.0), max=largest)
+    scale = with_non_finite(with_non_finite(scale, low.detach()), high.detach()).to(scale_dtype)
 
     if zero_point_domain is ZeroPointDomain.NONE:
         return scale, None

@@ -17,6 +17,7 @@ from .affine import MappingType
 from .granularity import BlockView
 from .jsonable import jsonable
 from .learned_step import lsq_scale
+from .non_finite import with_non_finite
 from .qparams import min_max
 from .rounding import Rounding
 
@@ -105,7 +106,7 @@ class FixedRangeRule(ScaleRule):
     def min_max(self, input: Tensor, spec: QuantSpec) -> MinMax:
         shape = BlockView(input.shape, spec.block_size(input.shape)).scale_shape
         full = torch.full(shape, self.low, dtype=torch.float32, device=input.device)
-        return full, torch.full_like(full, self.high)
+        return _with_non_finite(full, torch.full_like(full, self.high), input, spec)
 
 
 @jsonable
@@ -130,7 +131,7 @@ class PercentileRule(ScaleRule):
         k = min(int(tail * count), (count - 1) // 2)
         low = torch.kthvalue(blocks, k + 1, dim=-1).values
         high = torch.kthvalue(blocks, count - k, dim=-1).values
-        return low.reshape(shape), high.reshape(shape)
+        return _with_non_finite(low.reshape(shape), high.reshape(shape), input, spec)
 
 
 @jsonable
@@ -164,6 +165,12 @@ class MSERule(ScaleRule):
             best = torch.where(error < best_error, torch.full_like(best, factor), best)
             best_error = torch.minimum(error, best_error)
         return low * best, high * best
+
+
+def _with_non_finite(low: Tensor, high: Tensor, input: Tensor, spec: QuantSpec) -> MinMax:
+    """A range that leaves elements out, NaN for a block in which one of all is NaN or infinite."""
+    least, most = min_max(input, spec.block_size(input.shape))
+    return with_non_finite(low, least), with_non_finite(high, most)
 
 
 def elements_last(input: Tensor, spec: QuantSpec) -> tuple[Tensor, tuple[int, ...]]:

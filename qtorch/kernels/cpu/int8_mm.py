@@ -33,7 +33,7 @@ from .product import Numerics, Product
 GROUP_MULTIPLE = 32
 """What the groups of a weight are multiples of."""
 
-_CALL = struct.Struct("=11q2d4q")
+_CALL = struct.Struct("=12q2d4q")
 
 
 class _Product(Product):
@@ -81,8 +81,10 @@ def cpu_int8_mm(
 
     Args:
         x: (M, K) int8 codes; or fp32, bf16 or fp16, and then quantized here.
-        xs, xz: scale and zero point of codes, (M, 1) or (1, 1); None for floating point.
-        quantizer: of floating point: (low, high, asymmetric, smallest scale, largest scale); see `row_quantizer`.
+        xs, xz: scale and zero point, (M, 1) or (1, 1), of codes, or to quantize floating point with; None for a scale
+            that follows from each row.
+        quantizer: of floating point: (low, high, asymmetric, given, smallest scale, largest scale); see
+            `row_quantizer` and `static_quantizer`.
         codes: (N, K) int8 or uint8, or packed along K.
         ws, wz: (N, G), or (1, 1).
         weight_dtype: name of a `QDType`.
@@ -100,8 +102,9 @@ def cpu_int8_mm(
     compiled, way = product.compiled, product.way(m)
     if compiled is None or way == "torch":
         note("cpu_int8_mm.torch")
-        if xs is None:
-            x, xs, xz = quantize_rows(x, quantizer)
+        if x.dtype is not torch.int8:
+            x, xs, xz = quantize_rows(x, quantizer, xs, xz)
+        assert xs is not None
         if packed:
             y = torch_packed_mm.packed_int8_mm(x, xs, xz, codes, ws, wz, weight_dtype, dtype)
         else:
@@ -111,20 +114,29 @@ def cpu_int8_mm(
         note(f"cpu_int8_mm.{compiled.instruction_set}.{way}")
     x = x if x.stride(1) == 1 else x.contiguous()
     if xs is not None:
-        xs = xs.float().expand(m, 1).contiguous()
-        xz = None if xz is None else xz.to(torch.int32).expand(m, 1).contiguous()
+        xs, xz = _of_rows(xs, xz, m, writable=x.dtype is not torch.int8)
         numerics = _numerics(quantizer, xs.data_ptr(), 0 if xz is None else xz.data_ptr())
     return product.run(x, x.stride(0), m, (m, n), bias, way, numerics)
 
 
 def _numerics(quantizer: Sequence[float], scale: int = 0, zero_point: int = 0) -> Numerics:
     """What the struct says of x: how to quantize it, or where its scales and zero points are."""
-    low, high, asymmetric, smallest, largest = quantizer or (0, 0, 0, 0.0, 0.0)
-    return int(low), int(high), int(asymmetric), smallest, largest, scale, zero_point
+    low, high, asymmetric, given, smallest, largest = quantizer or (0, 0, 0, 0, 0.0, 0.0)
+    return int(low), int(high), int(asymmetric), int(given), smallest, largest, scale, zero_point
 
 
-def quantize_rows(x: Tensor, quantizer: list[float]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(codes, scale, zero_point) of the rows of x (M, K), as a `row_quantizer` says.
+def _of_rows(xs: Tensor, xz: Tensor | None, m: int, writable: bool) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point for each row; in memory of their own for a quantizer, which writes NaN into some scales."""
+    scale = xs.float().expand(m, 1)
+    scale = scale.clone(memory_format=torch.contiguous_format) if writable else scale.contiguous()
+    return scale, None if xz is None else xz.to(torch.int32).expand(m, 1).contiguous()
+
+
+def quantize_rows(
+    x: Tensor, quantizer: list[float], xs: Tensor | None = None, xz: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes, scale, zero_point) of the rows of x (M, K), as a `row_quantizer` says, or a `static_quantizer` with the
+    scale and zero point that are given.
 
     Raises:
         RuntimeError: there is no compiled library.
@@ -135,8 +147,10 @@ def quantize_rows(x: Tensor, quantizer: list[float]) -> tuple[Tensor, Tensor, Te
     m, k = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     codes = torch.empty(m, k, dtype=torch.int8)
-    scale = torch.empty(m, 1)
-    zero_point = torch.empty(m, 1, dtype=torch.int32) if quantizer[2] else None
+    if xs is not None:
+        scale, zero_point = _of_rows(xs, xz, m, writable=True)
+    else:
+        scale, zero_point = torch.empty(m, 1), torch.empty(m, 1, dtype=torch.int32) if quantizer[2] else None
     no_weight = bytes(weight.STRUCT.size)
     matrices = (x.data_ptr(), TYPES[x.dtype], x.stride(0), m, codes.data_ptr(), TYPES[torch.int8], k, 0)
     numerics = _numerics(quantizer, scale.data_ptr(), 0 if zero_point is None else zero_point.data_ptr())
@@ -146,7 +160,8 @@ def quantize_rows(x: Tensor, quantizer: list[float]) -> tuple[Tensor, Tensor, Te
 
 @functools.cache
 def row_quantizer(spec: QuantSpec) -> tuple[float, ...] | None:
-    """(low, high, asymmetric, smallest scale, largest scale) of a spec that the compiled quantizer follows, or None."""
+    """(low, high, asymmetric, given, smallest scale, largest scale) of a spec that the compiled quantizer follows, or
+    None."""
     symmetric = spec.mapping is MappingType.SYMMETRIC and not spec.has_zero_point
     asymmetric = spec.mapping is MappingType.ASYMMETRIC and spec.zero_point_domain.name == "INT"
     if (
@@ -161,7 +176,17 @@ def row_quantizer(spec: QuantSpec) -> tuple[float, ...] | None:
     low, high = spec.code_range
     limits = torch.finfo(torch.float32)
     largest = min(limits.max, torch.finfo(torch.bfloat16).max / ((high - low + 1) / 2))
-    return float(low), float(high), float(asymmetric), max(limits.tiny, spec.eps or 0.0), largest
+    return float(low), float(high), float(asymmetric), 0.0, max(limits.tiny, spec.eps or 0.0), largest
+
+
+@functools.cache
+def static_quantizer(spec: QuantSpec) -> tuple[float, ...] | None:
+    """The same of a spec whose scale and zero point are given."""
+    integers = spec.zero_point_domain.name != "FLOAT" or not spec.has_zero_point
+    if spec.dtype is not qdtype("int8") or not integers or spec.rounding is not Rounding.NEAREST_EVEN:
+        return None
+    low, high = spec.code_range
+    return float(low), float(high), 0.0, 1.0, 0.0, 0.0
 
 
 def _supports(problem: Problem) -> str | None:
@@ -202,8 +227,14 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     if torch.compiler.is_compiling() and _is_better_fused(scheme) and not _has_few_rows(x):
         return torch_mm.int8_scaled_mm(x, quantized, bias)
     rows = to_rows(x)
-    quantizer = None if scheme.spec.static else row_quantizer(scheme.activation)
-    xq, xs, xz = (rows, None, None) if quantizer else quantize_input(rows, quantized)
+    static = scheme.spec.static
+    quantizer = static_quantizer(scheme.activation) if static else row_quantizer(scheme.activation)
+    if quantizer is None:
+        xq, xs, xz = quantize_input(rows, quantized)
+    elif static:
+        xq, xs, xz = rows, quantized.act_scale, quantized.act_zero_point
+    else:
+        xq, xs, xz = rows, None, None
     packed = scheme.layout.packed_axis is not None
     added, bias = weight.split_bias(bias, x, scheme.shape[0])
     y = cpu_int8_mm(
@@ -220,7 +251,7 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
         x.dtype,
         added,
     )
-    if not torch.compiler.is_compiling() and quantizer:
+    if not torch.compiler.is_compiling() and quantizer and not static:
         _Product.prepare(quantized)
     return from_rows(y, x, bias)
 

@@ -3,7 +3,8 @@
     scale[m] = max((high - low) / 255, tiny),      low = min(min_k x[m, k], 0), high = max(max_k x[m, k], 0)
     zero[m]  = -128 - round(low / scale),          q[m, k] = clamp(round(x[m, k] * (1 / scale)) + zero, -128, 127)
 
-To the bit what the primitives give for an asymmetric mapping onto int8.
+To the bit what the primitives give for an asymmetric mapping onto int8; NaN is the scale of a row that holds a NaN or
+an infinity.
 """
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ..library import note
 from .arguments import FLOATS, check_device, check_matrix, next_power_of_two
-from .quantize import TINY, WHOLE_ROW
+from .quantize import TINY, WHOLE_ROW, magnitude_bits
 
 LARGEST_SCALE = torch.finfo(torch.bfloat16).max / 128
 """The outermost code may lie half a step beyond the range; it must not stand for infinity."""
@@ -41,9 +42,9 @@ def _quantize_rows_asymmetric(
     scale = tl.minimum(tl.maximum(scale, TINY), LARGEST_SCALE)
     zero = -128.0 - _round(tl.div_rn(low, scale))
     zero = tl.minimum(tl.maximum(zero, -128.0), 127.0)
-    # A row with a NaN has no scale, and its codes no meaning.
-    broken = tl.max((x != x).to(tl.int32), 1) > 0
-    scale = tl.where(broken, float("nan"), scale)
+    # Bits of infinity; those of NaN are above.
+    lost = tl.max(magnitude_bits(x), 1) >= 0x7F800000
+    scale = tl.where(lost, float("nan"), scale)
     q = _round(x * tl.div_rn(1.0, scale)[:, None]) + zero[:, None]
     q = tl.minimum(tl.maximum(q, -128.0), 127.0)
     tl.store(q_ptr + rows[:, None] * K + columns[None, :], q.to(tl.int8), mask=mask)

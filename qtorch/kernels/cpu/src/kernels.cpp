@@ -100,9 +100,10 @@ EXPORT void qtorch_weight_only_mm(const Call* call) {
 
 struct IntCall {
     Weight weight;
-    Input x;  // int8: codes already, with a scale and perhaps a zero point (int32) per row
+    Input x;  // int8: codes already
     Output y;
     Quantizer quantizer;
+    // Per row, of codes, or those that the quantizer is given; zero (int32) or null.
     float* scale;
     int32_t* zero;
     int64_t path, threads;
@@ -120,8 +121,10 @@ EXPORT void qtorch_int8_mm(const IntCall* call) {
             int64_t ld = round_up(w.k, 64);
             codes.codes = code_scratch.get<int8_t>(x.rows * ld);
             codes.ld = ld;
-            codes.scale = scale_scratch.get<float>(2 * x.rows);
-            codes.zero = call->quantizer.asymmetric ? (int32_t*)codes.scale + x.rows : nullptr;
+            if (!call->quantizer.given) {
+                codes.scale = scale_scratch.get<float>(2 * x.rows);
+                codes.zero = call->quantizer.asymmetric ? (int32_t*)codes.scale + x.rows : nullptr;
+            }
             quantize_rows(call->quantizer, x, codes, call->threads);
         }
         multiply_codes(w, codes, call->y.part(m), path, call->threads);

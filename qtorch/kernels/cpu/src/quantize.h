@@ -3,6 +3,9 @@
 //
 //     symmetric     scale = max |x| / ((high - low) / 2),    q = round(x / scale)
 //     asymmetric    scale = (max - min) / (high - low),    zero = low - round(min / scale),    q = round(x / scale) + zero
+//     given         q = round(x / scale) + zero
+//
+// Codes have no NaN and no infinity; the scale of a row that holds one is NaN, and so are all of its results.
 #pragma once
 
 #include "matrix.h"
@@ -10,9 +13,12 @@
 namespace {
 
 struct Quantizer {
-    int64_t low, high, asymmetric;
+    int64_t low, high, asymmetric, given;
     double smallest, largest;  // scale
 };
+
+// Magnitudes as integers are in the same order, with infinity and then NaN above all numbers.
+constexpr int32_t MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000;
 
 // An activation as codes (rows, ld), zero beyond its columns, with the zero points of its rows, or none. With more slices
 // than one, row m of it is the sum of rows m, m + rows / slices, ...
@@ -24,39 +30,43 @@ struct Codes {
     int64_t slices = 1;
 };
 
+// A scale that is given, and its zero point, are read where those of the result are written.
 inline void quantize_row(const Quantizer& q, const float* x, int64_t k, int64_t ld, int8_t* codes, float* scale_out,
                          int32_t* zero_out) {
     Floats lows = {}, highs = {};
-    Ints nan = {};
+    Ints lost = {};
     // Rows are padded with zeros, which the range contains.
     for (int64_t i = 0; i < k; i += LANES) {
         Floats v = load<Floats>(x + i);
         lows = smaller(lows, v);
         highs = larger(highs, v);
-        nan |= v != v;
+        lost |= ((Ints)v & MAGNITUDE) >= INFINITE;
     }
     float low = 0, high = 0;
     for (int i = 0; i < LANES; i++) {
         low = lows[i] < low ? lows[i] : low;
         high = highs[i] > high ? highs[i] : high;
     }
-    float scale, steps = q.high - q.low;
-    if (q.asymmetric) {
-        scale = (high - low) / steps;
-        if (__builtin_isinf(scale)) scale = high / steps - low / steps;
+    float scale, zero = 0, steps = q.high - q.low;
+    if (q.given) {
+        scale = *scale_out;
+        if (zero_out) zero = *zero_out;
     } else {
-        scale = (-low > high ? -low : high) / (steps / 2);
+        if (q.asymmetric) {
+            scale = (high - low) / steps;
+            if (__builtin_isinf(scale)) scale = high / steps - low / steps;
+        } else {
+            scale = (-low > high ? -low : high) / (steps / 2);
+        }
+        if (scale < (float)q.smallest) scale = q.smallest;
+        if (scale > (float)q.largest) scale = q.largest;
+        if (q.asymmetric) {
+            zero = (float)q.low - __builtin_rintf(low / scale);
+            zero = zero < q.low ? q.low : zero > q.high ? q.high : zero;
+            *zero_out = zero;
+        }
     }
-    if (scale < (float)q.smallest) scale = q.smallest;
-    if (scale > (float)q.largest) scale = q.largest;
-    float zero = 0;
-    if (q.asymmetric) {
-        zero = (float)q.low - __builtin_rintf(low / scale);
-        zero = zero < q.low ? q.low : zero > q.high ? q.high : zero;
-        *zero_out = zero;
-    }
-    // Codes have no NaN, the scale does.
-    *scale_out = sum(nan) ? __builtin_nanf("") : scale;
+    *scale_out = sum(lost) ? __builtin_nanf("") : scale;
     Floats inverse = broadcast(1.0f / scale), zeros = broadcast(zero);
     Floats least = broadcast(q.low), most = broadcast(q.high);
     for (int64_t i = 0; i < k; i += LANES) {
@@ -88,20 +98,21 @@ inline void quantize_rows(const Quantizer& q, const Input& x, const Codes& out, 
 //
 // Each is what the ones before have left over, rounded; three are as exact as fp32 is for the largest number. There are as
 // many as hold the geometric mean of the magnitudes, which a few large ones do not move, to 16 bits, or to three more than
-// the numbers of a 16-bit type have; or 0 where four do not, or where a number is infinite or none.
+// the numbers of a 16-bit type have; or 0 where four do not. A row that holds a NaN or an infinity asks for one, and gets NaN
+// for a scale.
 inline int64_t slices_of(const float* x, int64_t k, int64_t type) {
     Floats highs = {};
     Ints exponents = {}, count = {}, special = {};
     for (int64_t i = 0; i < k; i += LANES) {
-        Ints bits = load<Ints>(x + i) & 0x7fffffff;
+        Ints bits = load<Ints>(x + i) & MAGNITUDE;
         highs = larger(highs, (Floats)bits);
         exponents += bits >> 23;
         count -= bits > 0;
-        special |= bits >= 0x7f800000;
+        special |= bits >= INFINITE;
     }
     float high = largest(highs);
     int64_t two = type == BFLOAT16 ? 5 : type == FLOAT16 ? 2 : -1;
-    if (sum(special)) return 0;
+    if (sum(special)) return 1;
     if (high == 0) return two < 0 ? 3 : 2;
     // Scales of all slices are to be normal numbers.
     if (high < 0x1p-90f) return 0;
@@ -109,11 +120,12 @@ inline int64_t slices_of(const float* x, int64_t k, int64_t type) {
     return apart <= two ? 2 : apart <= 8 ? 3 : apart <= 16 ? 4 : 0;
 }
 
-// Of whole vectors.
+// Of whole vectors; NaN where one is NaN or infinite.
 inline float largest_magnitude(const float* x, int64_t k) {
-    Floats highs = {};
-    for (int64_t i = 0; i < k; i += LANES) highs = larger(highs, (Floats)(load<Ints>(x + i) & 0x7fffffff));
-    return largest(highs);
+    Ints highs = {};
+    for (int64_t i = 0; i < k; i += LANES) highs = larger(highs, load<Ints>(x + i) & MAGNITUDE);
+    int32_t high = largest(highs);
+    return high >= INFINITE ? __builtin_nanf("") : load<float>(&high);
 }
 
 inline void slice_row(const float* x, int64_t k, int64_t m, const Codes& out) {

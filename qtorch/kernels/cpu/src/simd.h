@@ -102,6 +102,10 @@ INLINE Floats larger(Floats a, Floats b) {
     return (Floats)(((Ints)a & (a > b)) | ((Ints)b & ~(a > b)));
 }
 
+INLINE Ints larger(Ints a, Ints b) {
+    return (a & (a > b)) | (b & ~(a > b));
+}
+
 // The LANES lowest bytes of all lanes.
 INLINE void store_bytes(int8_t* to, Ints a) {
 #if defined(__AVX512F__)
@@ -191,6 +195,12 @@ INLINE float sum(Floats a) {
 
 INLINE float largest(Floats a) {
     float high = a[0];
+    for (int i = 1; i < LANES; i++) high = a[i] > high ? a[i] : high;
+    return high;
+}
+
+INLINE int32_t largest(Ints a) {
+    int32_t high = a[0];
     for (int i = 1; i < LANES; i++) high = a[i] > high ? a[i] : high;
     return high;
 }
