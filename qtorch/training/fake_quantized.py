@@ -10,6 +10,7 @@ it would stay there.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,11 +19,12 @@ from torch import Tensor
 
 from ..kernels.im2col import Window, from_matrix, multiply_windows, to_matrix
 from ..kernels.int8_block_mm import pad_to_blocks
-from ..kernels.quantize_rowwise import quantize_dynamic
+from ..kernels.quantize_rowwise import dequantize_rows, quantize_rows, quantize_static, without_lost_rows
 from ..kernels.rows import to_rows
 from ..primitives import LinearSpec, QuantSpec
 from ..primitives.affine import fake_quantize_blocks
 from ..primitives.fake_quant import straight_through
+from ..primitives.granularity import block_of
 from ..primitives.jsonable import jsonable
 from ..primitives.scale_rule import AbsMaxRule, MinMaxRule
 from ..quantize_api import WeightRecipe
@@ -160,11 +162,12 @@ def _fake_quantize_input(input: Tensor, spec: QATSpec, dtype: torch.dtype | None
     with torch.no_grad():
         scale = spec.recipe.act_scale(input.device)
         if scale is not None:
-            codes = None if spec.compute_dtype else how.quantize(rows, scale, None)
+            if not spec.compute_dtype:
+                codes, scale, zero_point = quantize_static(rows, how, scale, None)
         elif spec.compute_dtype is None:
-            codes, scale, zero_point = quantize_dynamic(rows, how)
+            codes, scale, zero_point = quantize_rows(rows, how)
         else:
-            scale, zero_point = how.choose_qparams(rows)
+            scale, zero_point = how.choose_qparams(without_lost_rows(rows, how))
     leaves_some = spec.linear_spec.static or clips(how)
     x_hat, x = _stand_in(rows, rows, _Quantized(how, codes, scale, zero_point, leaves_some), spec, dtype, codes_do=True)
     return x_hat[:count, :length].reshape(input.shape), None if x is None else x._replace(kept=count)
@@ -193,10 +196,11 @@ def _stand_in(
     result = unclipped = None
     with torch.no_grad():
         if codes is not None:
-            result = how.dequantize(codes, scale, other, dtype or values.dtype)
+            dequantize = functools.partial(dequantize_rows, how) if isinstance(how, QuantSpec) else how.dequantize
+            result = dequantize(codes, scale, other, dtype or values.dtype)
         if codes is None or leaves_some:
             (low, high), domain = how.code_range, how.zero_point_domain
-            block, compute = how.block_size(values.shape), spec.compute_dtype or torch.float32
+            block, compute = block_of(values.shape, scale.shape), spec.compute_dtype or torch.float32
             by_blocks, mask = fake_quantize_blocks(
                 values, block, scale, other, how.dtype, low, high, domain, compute_dtype=compute
             )

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ..dtypes import ConvWeight, QuantizedTensor
 from ..kernels.im2col import Window, from_matrix, multiply_windows, prepare_conv, to_matrix
+from ..primitives.non_finite import with_non_finite
 from .fake_quantized_layers import LAYERS, FakeQuantizedLayer
 from .served_conv import rows_of, served_conv
 from .served_linear import served_linear
@@ -63,9 +64,17 @@ class FakeQuantizedConv(FakeQuantizedLayer):
         images = input.flatten(1)
         x, w = self.quantize_input(images), self.quantize_weight()
         of_x, of_w = self.operands(images, x, w)
-        of_x = None if of_x is None else of_x._replace(values=of_x.values.reshape(input.shape))
         values = self.from_matrix(self, w.values, self.weight.shape).to(input.dtype)
-        return served_conv(x.values.reshape(input.shape), values, bias, window, of_x, of_w)
+        if of_x is None:
+            return served_conv(x.values.reshape(input.shape), values, bias, window)
+        assert x.scale is not None
+        assert of_x.scale is not None
+        of_images = of_x.scale.reshape(-1, *(1,) * (input.dim() - 1))
+        # Windows have one scale; that of an image says whether it holds a NaN or an infinity.
+        codes, scale = of_x.values.reshape(input.shape), x.scale.detach()
+        of_x = of_x._replace(values=codes, scale=scale, zero_point=x.zero_point)
+        y = served_conv(x.values.reshape(input.shape), values, bias, window, of_x, of_w)
+        return with_non_finite(y, of_images.to(y.dtype))
 
     def _by_windows(self, input: Tensor, window: Window, bias: Tensor | None) -> Tensor:
         w = self.quantize_weight()

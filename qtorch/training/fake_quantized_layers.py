@@ -20,6 +20,7 @@ from torch.nn import functional
 from ..dtypes import AffineQuantizedTensor
 from ..dtypes.base import quantized_type
 from ..dtypes.functions import autocasts, check_dtype
+from ..kernels.quantize_rowwise import quantize_static
 from ..kernels.rows import from_rows, to_rows
 from ..prepared_module import PreparedModule
 from ..primitives import LinearSpec, MappingType, PerRow, PerTensor, QuantSpec, ZeroPointDomain
@@ -184,7 +185,7 @@ class FakeQuantizedLayer(PreparedModule):
 def _operand(matrix: Tensor, quantized: FakeQuantized, spec: QuantSpec) -> Operand:
     assert quantized.scale is not None
     scale, zero_point = quantized.scale.detach(), quantized.zero_point
-    codes = spec.quantize(matrix, scale, zero_point)
+    codes, scale, zero_point = quantize_static(matrix, spec, scale, zero_point)
     return Operand(codes, matrix.shape[0], scale, zero_point, spec)
 
 

@@ -25,7 +25,7 @@ from ..dtypes.functions import multiply as multiply_served
 from ..kernels.cpu.int8_mm import GROUP_MULTIPLE, cpu_int8_mm
 from ..kernels.int8_block_mm import int8_block_mm, pad_to_blocks
 from ..kernels.int8_scaled_mm import int8_product
-from ..kernels.quantize_rowwise import quantize_dynamic
+from ..kernels.quantize_rowwise import dequantize_rows, quantize_dynamic, quantize_rows
 from ..kernels.weight_only_mm import weight_only_mm
 from ..primitives import QuantSpec, Rounding
 from ..primitives.granularity import granularity_of
@@ -39,7 +39,8 @@ from .spec import GemmSpec, TrainingSpec
 class Operand(NamedTuple):
     """One side of a matmul, (kept, contracted): codes with their scale and zero point, or floats (spec None).
 
-    Quantized operands may be longer than `kept`: zeros complete their blocks.
+    Quantized operands may be longer than `kept`: zeros complete their blocks. The scale may have an element for each
+    row where its spec has one for several; see `quantize_rows`.
     """
 
     values: Tensor
@@ -65,14 +66,30 @@ class Operand(NamedTuple):
         if self.spec is None:
             return self.values.to(dtype)
         assert self.scale is not None
-        return self.spec.dequantize(self.values, self.scale, self.zero_point, dtype)
+        return dequantize_rows(self.spec, self.values, self.scale, self.zero_point, dtype)
+
+    def in_blocks(self) -> Operand:
+        """The same with a scale for each block of the spec, NaN where one of its rows has NaN."""
+        if self.spec is None or self.scale is None or self.spec.dtype.has_nan or not self.values.shape[0]:
+            return self
+        rows = self.spec.granularity.pattern(2)[0]
+        if rows == 1:
+            return self
+        blocks = (1, -1) if rows == -1 else (-1, rows)
+        zero_point = None if self.zero_point is None else self.zero_point.unflatten(0, blocks).select(1, 0)
+        return self._replace(scale=self.scale.unflatten(0, blocks).amax(1), zero_point=zero_point)
 
 
-def quantize_operand(x: Tensor, spec: QuantSpec | None, contracted: int = 1) -> Operand:
-    """`x` (kept, contracted) by `spec`, completed with zeros to whole blocks, and to a multiple of `contracted`."""
+def quantize_operand(x: Tensor, spec: QuantSpec | None, contracted: int = 1, tokens: bool = False) -> Operand:
+    """`x` (kept, contracted) by `spec`, completed with zeros to whole blocks, and to a multiple of `contracted`.
+
+    Args:
+        tokens: a NaN or an infinity in a row of x is to reach that row of a product, and no other.
+    """
     if spec is None:
         return Operand(x, x.shape[0])
-    codes, scale, zero_point = quantize_dynamic(pad_to_blocks(x, spec.granularity, contracted), spec)
+    quantize = quantize_rows if tokens else quantize_dynamic
+    codes, scale, zero_point = quantize(pad_to_blocks(x, spec.granularity, contracted), spec)
     return Operand(codes, x.shape[0], scale, zero_point, spec)
 
 
@@ -170,10 +187,10 @@ def contraction(x: Tensor, w: Tensor, spec: TrainingSpec) -> Tensor:
 def _output(x: Tensor, w: Tensor, spec: TrainingSpec) -> tuple[Tensor, Operand, Operand]:
     """The forward matmul, and its operands."""
     if isinstance(w, AffineQuantizedTensor):  # held as codes: the kernel that serves them
-        xq = quantize_operand(x, spec.output.lhs if spec.grad_weight.reuse_forward else None)
+        xq = quantize_operand(x, spec.output.lhs if spec.grad_weight.reuse_forward else None, tokens=True)
         return multiply_served(x, w.convert()), xq, Operand(w, w.shape[0])  # type: ignore[attr-defined]
     wq = _forward_weight(w, spec)
-    xq = quantize_operand(x, spec.output.lhs, _block_length(spec.output.rhs))
+    xq = quantize_operand(x, spec.output.lhs, _block_length(spec.output.rhs), tokens=True)
     return multiply(xq, wq, spec.output, x.dtype), xq, wq
 
 
@@ -202,6 +219,7 @@ class _Contraction(torch.autograd.Function):
         by_name = isinstance(w, QuantizedTensor) and not torch.compiler.is_compiling()
         held_w: tuple[Tensor | None, ...] = (w.detach() if by_name else w, None, None)
         if spec.grad_weight.reuse_forward:
+            xq = xq.in_blocks()
             held_x, ctx.x_spec = (xq.values, xq.scale, xq.zero_point), xq.spec
         # Quantizing the weight once more gives the codes of the forward, unless chance was part of them.
         if spec.grad_input.reuse_forward and _is_random(wq.spec) and not isinstance(w, AffineQuantizedTensor):
@@ -249,9 +267,9 @@ def _backward_matmul(
         rhs = forward.transposed(kept)
         if gemm.lhs is not None and gemm.accumulator_dtype is None:
             g, rhs = _fold_scale(g, rhs)
-        return multiply(quantize_operand(_lengthened(g, rhs), gemm.lhs), rhs, gemm, dtype)
+        return multiply(quantize_operand(_lengthened(g, rhs), gemm.lhs, tokens=True), rhs, gemm, dtype)
     rhs = quantize_operand(_floats(other).t(), gemm.rhs, _block_length(gemm.lhs))
-    return multiply(quantize_operand(g, gemm.lhs, _block_length(gemm.rhs)), rhs, gemm, dtype)
+    return multiply(quantize_operand(g, gemm.lhs, _block_length(gemm.rhs), tokens=True), rhs, gemm, dtype)
 
 
 def _fold_scale(g: Tensor, rhs: Operand) -> tuple[Tensor, Operand]:

@@ -146,7 +146,7 @@ class LearnedStep(LearnedQuantizer):
         if not observe:
             self.check_ready()
         elif not self._known_ready:
-            extremes = mean_of_ranks(self.spec.calibrate(x.detach()))
+            extremes = mean_of_ranks(self.calibrated(x))
             # A state that was loaded into the buffers is kept.
             self.start(*self._qparams_from_range(*extremes), self.initial_scale.isnan())
         zero_point = self.initial_zero_point

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.quantize_rowwise import without_lost_rows
 from ..prepared_module import QuantizationState
 from ..primitives import QuantSpec
 from ..primitives.affine import fake_quantize_blocks
@@ -68,6 +69,10 @@ class Quantizer(QuantizationState):
         """
         raise NotImplementedError
 
+    def calibrated(self, x: Tensor) -> MinMax:
+        """The range of `x` (M, K), of the shape of the scale, without rows that hold NaN or infinities."""
+        return self.spec.calibrate(without_lost_rows(x.detach(), self.spec))
+
     @property
     def is_static(self) -> bool:
         """Whether scales are kept from call to call."""
@@ -109,7 +114,7 @@ class Quantizer(QuantizationState):
                 it was not. None: they never are.
         """
         if self.observed is not None:
-            self.observed.append(self.spec.calibrate(x.detach()))
+            self.observed.append(self.calibrated(x))
             return FakeQuantized(x)
         scale, zero_point = self._held_or(self.qparams(x, self.training), frozen)
         if self.training and frozen is not None and self.held_scale is not None:
@@ -177,7 +182,10 @@ class Dynamic(Quantizer):
     """Scale and zero point from the values of each call, as the scheme chooses them when it serves."""
 
     def qparams(self, x: Tensor, observe: bool) -> tuple[Tensor, Tensor | None]:
-        return self.spec.choose_qparams(x.detach())
+        values = x.detach()
+        if isinstance(self.spec, QuantSpec):  # not a table
+            values = without_lost_rows(values, self.spec)
+        return self.spec.choose_qparams(values)
 
     def passes_gradient(self, unclipped: Tensor, frozen: Tensor | None) -> Tensor | None:
         # A scale that covers its block leaves out what rounds to one code more, which would stay there: see
@@ -232,7 +240,7 @@ class ObservedRange(Quantizer):
 
     def qparams(self, x: Tensor, observe: bool) -> tuple[Tensor, Tensor | None]:
         if observe:
-            self._observe(*mean_of_ranks(self.spec.calibrate(x.detach())))
+            self._observe(*mean_of_ranks(self.calibrated(x)))
         else:
             self.check_ready()
         return self.spec.choose_qparams_from_range(self.min_val, self.max_val)
