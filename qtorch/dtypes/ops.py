@@ -45,6 +45,8 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     if target.scheme.shape != tuple(source.shape):
         raise ValueError(f"copy_: the target has shape {target.scheme.shape}, the source {tuple(source.shape)}")
     _check_owns_its_scales(target)
+    if not target.trains:
+        _check_finite(target, source)
     if not isinstance(source, QuantizedTensor) or source.scheme.spec != target.scheme.spec:
         source = target.quantized_like(source)
     if source.device != target.device:
@@ -53,6 +55,19 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
         inner.copy_(getattr(source, name))
     count_write(target)
     return target
+
+
+def _check_finite(target: QuantizedTensor, source: Tensor) -> None:
+    """No code stands for NaN or infinity, and a frozen weight is not to have such scales."""
+    if source.is_meta or torch.compiler.is_compiling():
+        return
+    values = source.dequantize() if isinstance(source, QuantizedTensor) else source
+    if bool(values.isfinite().all()):
+        return
+    raise ValueError(
+        f"copy_ into a frozen weight of shape {target.scheme.shape} ({target.scheme.weight}): the source has values "
+        "that are NaN or infinite, which no code stands for; the weight is unchanged"
+    )
 
 
 def check_copy(target: Tensor, source: Tensor) -> None:
