@@ -59,7 +59,8 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 def _check_finite(target: QuantizedTensor, source: Tensor) -> None:
     """No code stands for NaN or infinity, and a frozen weight is not to have such scales."""
-    if source.is_meta or torch.compiler.is_compiling():
+    frozen = isinstance(source, QuantizedTensor) and not source.trains  # finite, as it was made
+    if frozen or source.is_meta or torch.compiler.is_compiling():
         return
     values = source.dequantize() if isinstance(source, QuantizedTensor) else source
     if bool(values.isfinite().all()):
