@@ -100,8 +100,8 @@ class Recipe:
         return False
 
     def install(self, target: Target[Any], made: Any) -> None:
-        """Put what `make` has made into the modules; where this fails `quantize_` undoes it. Attributes that were put on
-        the parameter are kept."""
+        """Put what `make` has made into the modules; where this fails `quantize_` undoes it. Attributes that the user
+        has put on the parameter are kept."""
         parameter = nn.Parameter(made, self.trains and target.parameter.requires_grad)
         keep_attributes(parameter, target.parameter)
         for slot in target.slots:
