@@ -31,6 +31,8 @@ class QuantizedRepr:
         module = self._module()
         if module is None:  # a shallow copy of it is asked
             return ""
+        if torch.compiler.is_compiling():  # torch.func.vmap asks for the name of what it maps; text is not traced
+            return type(module).extra_repr(module)
         return ", ".join(filter(None, [type(module).extra_repr(module), *_weights(module)]))
 
     # Copies and pickles of a module put it in place before they come to what it holds.

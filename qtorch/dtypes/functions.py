@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 from ..kernels.library import recording
 from ..kernels.registry import Kernel, lookup
 from ..primitives.outside_graphs import refuse_jit_trace, starts_no_graph
 from ..primitives.scheme import Scheme
-from ..primitives.transforms import are_active, one_by_one, run_whole, transforms_active, unwrapped_subclass
+from ..primitives.transforms import one_by_one, run_whole, transforms_active, unwrapped_subclass
 from .affine_quantized_tensor import AffineQuantizedTensor
 from .base import QuantizedTensor, implements_aten, implements_function
 
@@ -33,6 +34,8 @@ Condition = Callable[[Tensor, AffineQuantizedTensor, Tensor | None], bool]
 Implementation = Callable[[Tensor, AffineQuantizedTensor, Tensor | None], Tensor]
 
 _dispatches: dict[Condition, Implementation] = {}
+
+_functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def register_aqt_quantized_linear_dispatch(dispatch_condition: Condition, impl: Implementation) -> None:
@@ -81,7 +84,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         not torch.compiler.is_compiling()
         and (prepared := getattr(weight, "prepared", None)) is not None
         and type(input) is Tensor
-        and not are_active()
+        and not _functorch_is_active()
+        and forward_ad._current_level < 0
         and not (torch.is_grad_enabled() and (input.requires_grad or requires_grad(weight) or requires_grad(bias)))
         and not torch._C._is_any_autocast_enabled()
         and not (recording() or _dispatches or torch._C._get_tracing_state())
