@@ -24,9 +24,10 @@ RANK = {
     "report": 5,
     "targets": 5,
     "checkpoint": 5,
-    "quantize_api": 6,
-    "recipes": 7,
-    "training": 8,
+    "recipe": 6,
+    "quantize_api": 7,
+    "recipes": 8,
+    "training": 9,
     "__init__": 99,
 }
 

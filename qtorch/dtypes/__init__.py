@@ -1,6 +1,6 @@
 """Quantized tensors: `AffineQuantizedTensor`, its layouts, and the operations on it."""
 
-from . import conv, embedding, ops, parameter, raw_memory, views
+from . import conv, embedding, functions, ops, parameter, raw_memory, views
 from .affine_quantized_tensor import AffineQuantizedTensor
 from .base import QuantizedTensor, quantized_type
 from .codebook_tensor import LUTQuantizedTensor, NF4Tensor, linear_nf4, to_nf4
@@ -13,8 +13,8 @@ from .factories import (
     to_affine_quantized_intx_static,
     to_linear_activation_quantized,
 )
-from .functions import deregister_aqt_quantized_linear_dispatch, register_aqt_quantized_linear_dispatch
 from .layouts import Layout, PackedLayout, PlainLayout, SemiSparseLayout, TensorCoreTiledLayout, register_layout
+from .linear import deregister_aqt_quantized_linear_dispatch, register_aqt_quantized_linear_dispatch
 from .uintx_tensor import UintxTensor, to_uintx
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "conv",
     "deregister_aqt_quantized_linear_dispatch",
     "embedding",
+    "functions",
     "linear_nf4",
     "ops",
     "parameter",

@@ -11,8 +11,6 @@ Whatever is in neither table is an error that names the operation; nothing is de
 
 from __future__ import annotations
 
-import copy
-import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -24,12 +22,15 @@ from torch import Tensor
 
 from ..kernels.graph_key import graph_key
 from ..kernels.im2col import Window
-from ..primitives.jsonable import from_json, to_json
+from ..primitives.jsonable import to_json
 from ..primitives.outside_graphs import starts_no_graph
 from ..primitives.scheme import Scheme
 from ..primitives.spec import LinearSpec, QuantSpec
 from ..primitives.transforms import run_on_constants, transforms_active
+from .copying import Copied, forms_of, rebuild
 from .layouts.inner_tensors import Forms, check_inner_tensors, check_plain_tensors
+
+__all__ = ["ATEN", "FUNCTIONS", "QuantizedTensor", "rebuild"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 Q = TypeVar("Q", bound="QuantizedTensor")
@@ -40,7 +41,6 @@ ATEN: dict[Any, Callable[..., Any]] = {}
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """torch function or method -> replacement of the same signature."""
 
-_TYPES: dict[str, type[QuantizedTensor]] = {}
 _TYPE_OF_SPEC: dict[type, type[QuantizedTensor]] = {}
 
 
@@ -64,7 +64,7 @@ def implements_function(*functions: Any) -> Callable[[F], F]:
     return decorate
 
 
-class QuantizedTensor(torch.Tensor):
+class QuantizedTensor(Copied, torch.Tensor):
     """Base of the quantized tensor subclasses. Subclasses say in `tensor_names` which inner tensors a scheme has.
 
     Attributes:
@@ -73,7 +73,7 @@ class QuantizedTensor(torch.Tensor):
         trains: it has a gradient, and a `linear`, a `conv` and an `embedding` of its own for that.
         scheme: metadata; hashable, without tensors.
         prepared: left by a kernel: ``prepared(input, weight, bias)`` is F.linear, or None where that takes more than
-            the kernel's call. Asked in plain eager mode only, see `dtypes.functions.linear`; neither copied nor saved.
+            the kernel's call. Asked in plain eager mode only, see `dtypes.linear`; neither copied nor saved.
     """
 
     spec_type: ClassVar[type]
@@ -130,7 +130,6 @@ class QuantizedTensor(torch.Tensor):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _TYPES[cls.__name__] = cls
         if "spec_type" in vars(cls):
             _TYPE_OF_SPEC[cls.spec_type] = cls
 
@@ -151,7 +150,7 @@ class QuantizedTensor(torch.Tensor):
     def check_inner_tensors(self) -> None:
         """Raise `ValueError` where the inner tensors are not those that the scheme says, whatever was done to them."""
         scheme, tensors = self.scheme, vars(self)
-        forms = _forms(type(self), scheme)
+        forms = forms_of(type(self), scheme)
         device = None
         # In one piece: it is run on each call of a layer.
         for name in forms:
@@ -259,60 +258,13 @@ class QuantizedTensor(torch.Tensor):
     ) -> Q:
         # Of a compiler that traces, they are of its own types, with sizes that are symbols.
         if all(type(tensor) is Tensor for tensor in tensors.values()):
-            check_inner_tensors(tensors, _forms(cls, scheme), scheme)
+            check_inner_tensors(tensors, forms_of(cls, scheme), scheme)
         return cls(tensors, scheme)
 
     def _stable_hash_for_caching(self) -> str:
         inner = [(name, *map(str, (t.dtype, t.shape, t.stride(), t.device))) for name, t in self.inner_tensors.items()]
         parts = [type(self).__name__, graph_key(self.device.type), self.requires_grad, inner, to_json(self.scheme)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-    # --- copying, pickling, sharing between processes ---
-
-    def __deepcopy__(self: Q, memo: dict[int, Any]) -> Q:
-        if id(self) in memo:
-            return memo[id(self)]
-        with torch.no_grad():
-            result = _as_parameter_like(self.map_inner(lambda tensor: copy.deepcopy(tensor, memo)), self)
-        vars(result).update(copy.deepcopy(self._extra_state(), memo))
-        memo[id(self)] = result
-        return result
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        scheme = json.dumps(to_json(self.scheme))
-        state = self._extra_state()
-        is_parameter = isinstance(self, torch.nn.Parameter)
-        return rebuild, (type(self).__name__, self._pickled(), scheme, self.requires_grad, is_parameter, state)
-
-    def _pickled(self) -> dict[str, Tensor]:
-        """The tensors that a pickle holds."""
-        return self.inner_tensors
-
-    @classmethod
-    def _from_pickled(cls: type[Q], tensors: dict[str, Tensor], scheme: Scheme) -> Q:
-        """From `_pickled`, or from whatever a file has in its place.
-
-        Raises:
-            ValueError: the tensors are not those of the scheme.
-        """
-        check_inner_tensors(tensors, _forms(cls, scheme), scheme)
-        return cls(tensors, scheme)
-
-    def _extra_state(self) -> dict[str, Any]:
-        """Attributes that the user, or a framework, has put on the tensor."""
-        return {name: value for name, value in vars(self).items() if not self._has_own(name)}
-
-    def _has_own(self, name: str) -> bool:
-        """Whether an attribute is the tensor's own, and no user's."""
-        own = {*self.tensor_names(self.scheme), "scheme", "_is_param"}
-        return name in own or hasattr(type(self), name)
-
-    def _check_state(self, state: Any) -> None:
-        """Raise `ValueError` where `state`, what a file has for `_extra_state`, is anything else."""
-        if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-            raise ValueError(f"its attributes must be a dict with names, got a {type(state).__name__}")
-        if taken := [name for name in state if self._has_own(name)]:
-            raise ValueError(f"it would replace {', '.join(taken)}, which {type(self).__name__} has itself")
 
     # --- operations ---
 
@@ -339,18 +291,6 @@ class QuantizedTensor(torch.Tensor):
                 f"{func} is not implemented for {cls.__name__}; call .dequantize() first if you want a float tensor"
             )
         return result
-
-
-@functools.lru_cache(maxsize=4096)
-def _forms(cls: type[QuantizedTensor], scheme: Any) -> Forms:
-    """`forms` of a scheme that `cls` can have.
-
-    Raises:
-        ValueError: it cannot have it.
-    """
-    if type(scheme) is not cls.scheme_type:
-        raise ValueError(f"a {cls.__name__} has a {cls.scheme_type.__name__}, got {scheme!r}")
-    return cls.forms(scheme)
 
 
 def parts_of(
@@ -382,50 +322,3 @@ def quantized_type(spec: Any) -> type[QuantizedTensor]:
     if type(spec) not in _TYPE_OF_SPEC:
         raise ValueError(f"no quantized tensor has a {type(spec).__name__}: {spec!r}")
     return _TYPE_OF_SPEC[type(spec)]
-
-
-def rebuild(
-    type_name: str,
-    tensors: dict[str, Tensor],
-    scheme: str,
-    requires_grad: bool,
-    is_parameter: bool,
-    state: dict[str, Any],
-) -> QuantizedTensor:
-    """Inverse of `QuantizedTensor.__reduce_ex__`: all that a pickle of a quantized tensor calls.
-
-    The scheme is JSON text, so that checkpoints do not depend on where classes live or on the order of their fields.
-    Nothing that a file says is believed: the tensors have to be those of the scheme, and `state` adds attributes, but
-    replaces none that the tensor has.
-
-    Raises:
-        ValueError: the file does not hold a quantized tensor of this version of qtorch.
-    """
-    cls = _TYPES.get(type_name) if isinstance(type_name, str) else None
-    if cls is None:
-        raise ValueError(f"the file holds a {type_name}, which this version of qtorch does not know")
-    try:
-        if not isinstance(requires_grad, bool) or not isinstance(is_parameter, bool):
-            raise ValueError(f"flags must be True or False, got {type(requires_grad)} and {type(is_parameter)}")
-        check_plain_tensors(tensors)
-        inner = {name: t.detach() if t is not None and t.requires_grad else t for name, t in tensors.items()}
-        result = cls._from_pickled(inner, from_json(json.loads(scheme)))
-        result._check_state(state)
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"the file holds a {type_name} that is damaged: {error}") from error
-    if is_parameter:
-        result = torch.nn.Parameter(result, requires_grad)  # type: ignore[assignment]
-    elif requires_grad:
-        result.requires_grad_()
-    vars(result).update(state)
-    return result
-
-
-def _as_parameter_like(tensor: Q, original: Tensor) -> Q:
-    if isinstance(original, torch.nn.Parameter):
-        return torch.nn.Parameter(tensor, original.requires_grad)  # type: ignore[return-value]
-    tensor.requires_grad_(original.requires_grad)
-    return tensor
-
-
-torch.serialization.add_safe_globals([rebuild])

@@ -27,7 +27,8 @@ from ..primitives.scheme import Scheme
 from ..primitives.transforms import one_by_one, run_whole, transforms_active, unwrapped_subclass
 from .base import QuantizedTensor, implements_function
 from .conv_weight import ConvScheme, ConvWeight
-from .functions import (
+from .layouts.plain import layout_for
+from .linear import (
     autocasts,
     check_device,
     check_dtype,
@@ -40,7 +41,6 @@ from .functions import (
     save_weight,
     saved_weight,
 )
-from .layouts.plain import layout_for
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from ..primitives.outside_graphs import refuse_jit_trace, starts_no_graph
 from ..primitives.transforms import run_whole, transforms_active, unwrapped_subclass
 from .base import QuantizedTensor, implements_aten, implements_function
-from .functions import check_device, find_kernel, frozen_error, kinds
+from .linear import check_device, find_kernel, frozen_error, kinds
 
 aten = torch.ops.aten
 

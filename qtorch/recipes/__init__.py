@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-from ..quantize_api import RECIPES  # noqa: E402
+from ..recipe import RECIPES  # noqa: E402
 
 globals().update(RECIPES)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..dtypes import SemiSparseLayout
 from ..primitives import Granularity, LinearSpec, PerRow, PerTensor, QuantSpec, ZeroPointDomain, prune_2_4, qdtype
-from ..quantize_api import WeightRecipe, register_recipe
+from ..recipe import WeightRecipe, register_recipe
 
 
 @register_recipe("float8_dynamic_activation_float8_semi_sparse_weight")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..primitives import Granularity, LinearSpec, PerRow, QuantSpec, ZeroPointDomain
-from ..quantize_api import WeightRecipe, register_recipe
+from ..recipe import WeightRecipe, register_recipe
 from .float8_weight_only import float8_type, row_or_tensor
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ..dtypes import Layout, PackedLayout
 from ..primitives import LinearSpec, PerGroup, PerRow, QuantSpec, ZeroPointDomain, qdtype
-from ..quantize_api import WeightRecipe, register_recipe
+from ..recipe import WeightRecipe, register_recipe
 from .float8_weight_only import float8_type
 
 

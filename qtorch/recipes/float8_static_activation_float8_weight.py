@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..primitives import Granularity, LinearSpec, PerTensor, QuantSpec, ZeroPointDomain
-from ..quantize_api import register_recipe
+from ..recipe import register_recipe
 from .float8_weight_only import float8_type, row_or_tensor
 from .static_activation import StaticActivationRecipe
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..primitives import Granularity, LinearSpec, PerRow, PerTensor, QDType, QuantSpec, ZeroPointDomain, qdtype
-from ..quantize_api import WeightRecipe, register_recipe
+from ..recipe import WeightRecipe, register_recipe
 
 
 def float8_type(dtype: torch.dtype, recipe: str) -> QDType:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..dtypes import PackedLayout
 from ..primitives import LinearSpec, PerRow, QuantSpec, ZeroPointDomain, qdtype
 from ..primitives.floatx import FloatFormat
-from ..quantize_api import WeightRecipe, register_recipe
+from ..recipe import WeightRecipe, register_recipe
 
 
 @register_recipe("fpx_weight_only")

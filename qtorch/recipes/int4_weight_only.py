@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..dtypes import Layout, PackedLayout
 from ..primitives import LinearSpec, MappingType, MinMaxRule, PerGroup, QuantSpec, ScaleRule, ZeroPointDomain, qdtype
-from ..quantize_api import WeightRecipe, register_recipe
+from ..recipe import WeightRecipe, register_recipe
 from .intx_weight_only import rule_or_hqq
 
 

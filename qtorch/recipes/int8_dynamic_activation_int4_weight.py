@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..dtypes import Layout, PackedLayout
 from ..primitives import LinearSpec, MappingType, MinMaxRule, PerGroup, PerToken, QuantSpec, ScaleRule, qdtype
-from ..quantize_api import WeightRecipe, register_recipe
+from ..recipe import WeightRecipe, register_recipe
 
 
 @register_recipe("int8_dynamic_activation_int4_weight")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..dtypes import SemiSparseLayout
 from ..primitives import LinearSpec, prune_2_4
-from ..quantize_api import register_recipe
+from ..recipe import register_recipe
 from .int8_dynamic_activation_int8_weight import Int8DynamicActivationInt8Weight
 
 

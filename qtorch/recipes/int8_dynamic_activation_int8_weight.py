@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..primitives import LinearSpec, MappingType, PerRow, PerToken, QuantSpec, qdtype
-from ..quantize_api import WeightRecipe, register_recipe
+from ..recipe import WeightRecipe, register_recipe
 
 
 @register_recipe("int8_dynamic_activation_int8_weight")

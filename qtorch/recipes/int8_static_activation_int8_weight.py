@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..primitives import LinearSpec, PerRow, PerTensor, QuantSpec, qdtype
-from ..quantize_api import register_recipe
+from ..recipe import register_recipe
 from .static_activation import StaticActivationRecipe
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..primitives import LinearSpec, MinMaxRule, PerRow, QuantSpec, ScaleRule, qdtype
-from ..quantize_api import WeightRecipe, register_recipe
+from ..recipe import WeightRecipe, register_recipe
 
 
 @register_recipe("int8_weight_only")

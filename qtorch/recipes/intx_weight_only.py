@@ -8,7 +8,7 @@ import torch
 
 from ..dtypes import Layout, PackedLayout
 from ..primitives import HQQRule, LinearSpec, MappingType, MinMaxRule, PerGroup, QDType, QuantSpec, ScaleRule, qdtype
-from ..quantize_api import WeightRecipe, register_recipe
+from ..recipe import WeightRecipe, register_recipe
 
 
 def sub_byte_type(dtype: QDType | torch.dtype | str, kind: str, recipe: str) -> QDType:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..primitives import LinearSpec, PerGroup, PerRow, qdtype
 from ..primitives.codebook_spec import CodebookSpec
-from ..quantize_api import WeightRecipe, register_recipe
+from ..recipe import WeightRecipe, register_recipe
 
 
 @register_recipe("lut_weight_only")

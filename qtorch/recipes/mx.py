@@ -9,7 +9,7 @@ import torch
 
 from ..dtypes import PackedLayout
 from ..primitives import LinearSpec, PerGroup, QDType, QuantSpec, ZeroPointDomain, qdtype
-from ..quantize_api import WeightRecipe, register_recipe
+from ..recipe import WeightRecipe, register_recipe
 
 BLOCK = 32
 

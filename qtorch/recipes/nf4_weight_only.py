@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..dtypes.codebook_tensor import nf4_spec
 from ..primitives import LinearSpec
-from ..quantize_api import WeightRecipe, register_recipe
+from ..recipe import WeightRecipe, register_recipe
 
 
 @register_recipe("nf4_weight_only")

@@ -14,7 +14,7 @@ import torch
 
 from ..dtypes import PackedLayout
 from ..primitives import LinearSpec, PerGroup, PerTensor, QuantSpec, ZeroPointDomain, qdtype
-from ..quantize_api import WeightRecipe, register_recipe
+from ..recipe import WeightRecipe, register_recipe
 
 BLOCK = 16
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import AffineQuantizedTensor
-from ..quantize_api import WeightRecipe
+from ..recipe import WeightRecipe
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..primitives import (
     ZeroPointDomain,
     qdtype,
 )
-from ..quantize_api import WeightRecipe, register_recipe
+from ..recipe import WeightRecipe, register_recipe
 from .intx_weight_only import rule_or_hqq, sub_byte_type
 
 

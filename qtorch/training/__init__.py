@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-from ..quantize_api import RECIPES  # noqa: E402
+from ..recipe import RECIPES  # noqa: E402
 from .batch_norm import fold_batch_norm  # noqa: E402
 from .bitnet import precompute_bitnet_scale_for_fsdp  # noqa: E402
 from .calibrate import calibrate  # noqa: E402

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..primitives import AbsMeanRule, PerTensor, QuantSpec, qdtype
 from ..primitives.packing import pack_codes
 from ..primitives.scheme import Scheme
-from ..quantize_api import register_recipe
+from ..recipe import register_recipe
 from .quantized_weight import QuantizedTrainingWeight
 from .recipe import TrainingRecipe
 from .spec import GemmSpec, TrainingSpec, int8

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ..prepared_module import PreparedModule
-from ..quantize_api import Recipe, register_recipe
+from ..recipe import Recipe, register_recipe
 from ..targets import Target
 from .trainable_weight import TrainableWeight
 

@@ -27,7 +27,7 @@ from ..primitives.fake_quant import straight_through
 from ..primitives.granularity import block_of
 from ..primitives.jsonable import jsonable
 from ..primitives.scale_rule import AbsMaxRule, MinMaxRule
-from ..quantize_api import WeightRecipe
+from ..recipe import WeightRecipe
 from .gemm import Operand
 from .served_conv import rows_of, served_conv
 from .served_linear import check_width, served_linear, sums_integers

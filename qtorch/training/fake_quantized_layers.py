@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from ..dtypes import AffineQuantizedTensor
 from ..dtypes.base import quantized_type
-from ..dtypes.functions import autocasts, check_dtype
+from ..dtypes.linear import autocasts, check_dtype
 from ..kernels.quantize_rowwise import quantize_static
 from ..kernels.rows import from_rows, to_rows
 from ..prepared_module import PreparedModule

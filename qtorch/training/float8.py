@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..primitives import Granularity, PerRow, PerTensor
-from ..quantize_api import register_recipe
+from ..recipe import register_recipe
 from .recipe import TrainingRecipe
 from .spec import TrainingSpec, fully_quantized_float8
 

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from ..dtypes import AffineQuantizedTensor, QuantizedTensor
-from ..dtypes.functions import multiply as multiply_served
+from ..dtypes.linear import multiply as multiply_served
 from ..kernels.cpu.int8_mm import GROUP_MULTIPLE, cpu_int8_mm
 from ..kernels.int8_block_mm import int8_block_mm, pad_to_blocks
 from ..kernels.int8_scaled_mm import int8_product

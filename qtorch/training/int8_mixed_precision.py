@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..primitives import Rounding
 from ..primitives.jsonable import jsonable
-from ..quantize_api import register_recipe
+from ..recipe import register_recipe
 from .recipe import TrainingRecipe
 from .spec import GemmSpec, TrainingSpec, int8
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..dtypes import PackedLayout
 from ..primitives import LinearSpec, PerGroup, PerRow, QuantSpec, Rounding, qdtype
-from ..quantize_api import Recipe, register_recipe
+from ..recipe import Recipe, register_recipe
 from ..targets import Target
 from .quantized_weight import QuantizedTrainingWeight
 from .recipe import check_trainable

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..dtypes.functions import autocasts, check_dtype, without_autocast
+from ..dtypes.linear import autocasts, check_dtype, without_autocast
 from ..install import keep_attributes
 from ..prepared_module import PreparedModule
 from ..primitives.outside_graphs import refuse_jit_trace
-from ..quantize_api import Recipe, WeightRecipe, register_recipe
+from ..recipe import Recipe, WeightRecipe, register_recipe
 from ..targets import Target
 from .fake_quantized import QATSpec, fake_quantized_linear
 from .module_recipe import check_serves

@@ -28,7 +28,7 @@ from ..primitives import (
     ZeroPointDomain,
     qdtype,
 )
-from ..quantize_api import Recipe, WeightRecipe, register_recipe
+from ..recipe import Recipe, WeightRecipe, register_recipe
 from .learned_quantizers import LearnedClip, LearnedStep
 from .module_recipe import ModuleRecipe, check_serves
 from .quantizers import Dynamic, Quantizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..quantize_api import register_recipe
+from ..recipe import register_recipe
 from .recipe import TrainingRecipe
 from .spec import TrainingSpec, fully_quantized
 

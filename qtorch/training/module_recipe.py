@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..prepared_module import PreparedModule
 from ..primitives import QuantSpec
-from ..quantize_api import WeightRecipe
+from ..recipe import WeightRecipe
 from ..targets import Target
 from .fake_quantized_layers import FakeQuantization, FakeQuantizedLayer, is_sharded, layer_for
 from .quantizers import Dynamic, Quantizer

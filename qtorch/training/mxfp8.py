@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..primitives import qdtype
-from ..quantize_api import register_recipe
+from ..recipe import register_recipe
 from ..recipes.mx import mx_spec
 from .recipe import TrainingRecipe
 from .spec import GemmSpec, TrainingSpec

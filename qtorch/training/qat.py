@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..primitives import HQQRule, QuantSpec
-from ..quantize_api import Recipe, WeightRecipe, register_recipe
+from ..recipe import Recipe, WeightRecipe, register_recipe
 from ..targets import Target
 from .fake_quantized import QATSpec
 from .fake_quantized_weight import FakeQuantizedWeight

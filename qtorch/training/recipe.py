@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..quantize_api import Recipe, check_float_weight
+from ..recipe import Recipe, check_float_weight
 from ..targets import Target
 from .spec import TrainingSpec
 from .training_weight import TrainingWeight

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..primitives import LinearSpec, QuantSpec
-from ..quantize_api import WeightRecipe, register_recipe
+from ..recipe import WeightRecipe, register_recipe
 from .module_recipe import ModuleRecipe, check_serves
 from .quantizers import Dynamic, Fixed, ObservedRange, Quantizer
 

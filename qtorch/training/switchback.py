@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..primitives import PerTensor
-from ..quantize_api import register_recipe
+from ..recipe import register_recipe
 from .recipe import TrainingRecipe
 from .spec import GemmSpec, TrainingSpec, int8
 

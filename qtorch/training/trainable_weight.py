@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..dtypes import QuantizedTensor
-from ..dtypes.functions import check_dtype, multiply
+from ..dtypes.linear import check_dtype, multiply
 from ..kernels.im2col import Window, multiply_windows, to_matrix
 from ..kernels.rows import from_rows, to_rows
 from ..primitives.outside_graphs import starts_no_graph

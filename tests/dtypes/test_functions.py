@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, compute_error, config
 from qtorch.dtypes import deregister_aqt_quantized_linear_dispatch, register_aqt_quantized_linear_dispatch
-from qtorch.dtypes.functions import multiply
+from qtorch.dtypes.linear import multiply
 from qtorch.kernels import record_kernels
 from tests.dtypes.specs import DTYPES, INT8, SPARSE, SPECS, WEIGHT_ONLY, quantized, values
 from tests.rounding import assert_same_product

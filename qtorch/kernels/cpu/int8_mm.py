@@ -211,7 +211,7 @@ def _is_better_fused(scheme: Scheme) -> bool:
     return compiled is not None and compiled.instruction_set == "amx" and plain and one_group and not zero_points
 
 
-# A constant of the graph, as the choice of the kernel is; see `dtypes.functions`.
+# A constant of the graph, as the choice of the kernel is; see `dtypes.linear`.
 _is_better_fused._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -18,7 +18,7 @@ from qtorch import (
     int8_dynamic_activation_int8_weight,
     quantize_,
 )
-from qtorch.dtypes.functions import multiply
+from qtorch.dtypes.linear import multiply
 from qtorch.kernels import record_kernels, reference
 from qtorch.kernels.cpu import choices, int8_mm, library
 from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY

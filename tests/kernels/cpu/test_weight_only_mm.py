@@ -18,7 +18,7 @@ from qtorch import (
     ZeroPointDomain,
     compute_error,
 )
-from qtorch.dtypes.functions import multiply
+from qtorch.dtypes.linear import multiply
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import choices, library, weight_only_mm
 from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY

@@ -1,0 +1,136 @@
+"""Copies and pickles of quantized tensors.
+
+A pickle holds the name of the class, the inner tensors, the scheme as JSON text, and attributes of the user. Nothing
+that a file says is believed: see `rebuild`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..primitives.jsonable import from_json, to_json
+from .layouts.inner_tensors import Forms, check_inner_tensors, check_plain_tensors
+
+if TYPE_CHECKING:
+    from .base import QuantizedTensor
+
+_TYPES: dict[str, Any] = {}
+
+
+class Copied:
+    """What `QuantizedTensor` has for `copy`, `pickle` and `torch.save`; subclasses are known by their names."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _TYPES[cls.__name__] = cls
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        with torch.no_grad():
+            result = _as_parameter_like(self.map_inner(lambda tensor: copy.deepcopy(tensor, memo)), self)
+        vars(result).update(copy.deepcopy(self._extra_state(), memo))
+        memo[id(self)] = result
+        return result
+
+    def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
+        scheme = json.dumps(to_json(self.scheme))
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        arguments = (self._pickled(), scheme, self.requires_grad, is_parameter, self._extra_state())
+        return rebuild, (type(self).__name__, *arguments)
+
+    def _pickled(self: Any) -> dict[str, Tensor]:
+        """The tensors that a pickle holds."""
+        tensors: dict[str, Tensor] = self.inner_tensors
+        return tensors
+
+    @classmethod
+    def _from_pickled(cls: Any, tensors: dict[str, Tensor], scheme: Any) -> Any:
+        """From `_pickled`, or from whatever a file has in its place.
+
+        Raises:
+            ValueError: the tensors are not those of the scheme.
+        """
+        check_inner_tensors(tensors, forms_of(cls, scheme), scheme)
+        return cls(tensors, scheme)
+
+    def _extra_state(self) -> dict[str, Any]:
+        """Attributes that the user, or a framework, has put on the tensor."""
+        return {name: value for name, value in vars(self).items() if not self._has_own(name)}
+
+    def _has_own(self: Any, name: str) -> bool:
+        """Whether an attribute is the tensor's own, and no user's."""
+        own = {*self.tensor_names(self.scheme), "scheme", "_is_param"}
+        return name in own or hasattr(type(self), name)
+
+    def _check_state(self, state: Any) -> None:
+        """Raise `ValueError` where `state`, what a file has for `_extra_state`, is anything else."""
+        if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+            raise ValueError(f"its attributes must be a dict with names, got a {type(state).__name__}")
+        if taken := [name for name in state if self._has_own(name)]:
+            raise ValueError(f"it would replace {', '.join(taken)}, which {type(self).__name__} has itself")
+
+
+@functools.lru_cache(maxsize=4096)
+def forms_of(cls: type[QuantizedTensor], scheme: Any) -> Forms:
+    """`cls.forms` of a scheme that `cls` can have.
+
+    Raises:
+        ValueError: it cannot have it.
+    """
+    if type(scheme) is not cls.scheme_type:
+        raise ValueError(f"a {cls.__name__} has a {cls.scheme_type.__name__}, got {scheme!r}")
+    return cls.forms(scheme)
+
+
+def rebuild(
+    type_name: str,
+    tensors: dict[str, Tensor],
+    scheme: str,
+    requires_grad: bool,
+    is_parameter: bool,
+    state: dict[str, Any],
+) -> QuantizedTensor:
+    """Inverse of `Copied.__reduce_ex__`: all that a pickle of a quantized tensor calls.
+
+    The scheme is JSON text, so that checkpoints do not depend on where classes live or on the order of their fields.
+    The tensors have to be those of the scheme, and `state` adds attributes, but replaces none that the tensor has.
+
+    Raises:
+        ValueError: the file does not hold a quantized tensor of this version of qtorch.
+    """
+    cls = _TYPES.get(type_name) if isinstance(type_name, str) else None
+    if cls is None:
+        raise ValueError(f"the file holds a {type_name}, which this version of qtorch does not know")
+    try:
+        if not isinstance(requires_grad, bool) or not isinstance(is_parameter, bool):
+            raise ValueError(f"flags must be True or False, got {type(requires_grad)} and {type(is_parameter)}")
+        check_plain_tensors(tensors)
+        inner = {name: t.detach() if t is not None and t.requires_grad else t for name, t in tensors.items()}
+        result = cls._from_pickled(inner, from_json(json.loads(scheme)))
+        result._check_state(state)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"the file holds a {type_name} that is damaged: {error}") from error
+    if is_parameter:
+        result = torch.nn.Parameter(result, requires_grad)
+    elif requires_grad:
+        result.requires_grad_()
+    vars(result).update(state)
+    return result
+
+
+# What pickles of all versions call it.
+rebuild.__module__ = f"{__package__}.base"
+torch.serialization.add_safe_globals([rebuild])
+
+
+def _as_parameter_like(tensor: Any, original: Tensor) -> Any:
+    if isinstance(original, torch.nn.Parameter):
+        return torch.nn.Parameter(tensor, original.requires_grad)
+    return tensor.requires_grad_(original.requires_grad)

@@ -1,0 +1,269 @@
+"""`F.linear` with a quantized weight, routed to the kernel registry.
+
+Gradients flow to the input and the bias:
+
+    dL/dx = dL/dy @ dequantize(w)      (straight through the quantization of x)
+
+The weight itself is frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional
+
+from ..kernels.library import recording
+from ..kernels.registry import Kernel, lookup
+from ..primitives.outside_graphs import refuse_jit_trace, starts_no_graph
+from ..primitives.scheme import Scheme
+from ..primitives.transforms import one_by_one, run_whole, transforms_active, unwrapped_subclass
+from .affine_quantized_tensor import AffineQuantizedTensor
+from .base import QuantizedTensor, implements_function
+
+Condition = Callable[[Tensor, AffineQuantizedTensor, Tensor | None], bool]
+Implementation = Callable[[Tensor, AffineQuantizedTensor, Tensor | None], Tensor]
+
+_dispatches: dict[Condition, Implementation] = {}
+
+_functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def register_aqt_quantized_linear_dispatch(dispatch_condition: Condition, impl: Implementation) -> None:
+    """Let outside code run `F.linear` itself: `impl(input, weight, bias)` where `dispatch_condition` of the same holds.
+
+    Asked before the kernel registry, in the order of registration. A kernel for a scheme is better registered there
+    (`qtorch.kernels.register`): it is then looked up once instead of on each call, and explained.
+    """
+    _dispatches[dispatch_condition] = impl
+
+
+def deregister_aqt_quantized_linear_dispatch(dispatch_condition: Condition) -> None:
+    """Undo `register_aqt_quantized_linear_dispatch`.
+
+    Raises:
+        ValueError: that condition is not registered.
+    """
+    if _dispatches.pop(dispatch_condition, None) is None:
+        raise ValueError("deregister_aqt_quantized_linear_dispatch: no such dispatch condition")
+
+
+def _lookup_constant(op: str, scheme: Scheme, dtype: torch.dtype, device: str) -> Kernel:
+    """`lookup`, run by a compiler when it traces: the answer becomes a constant of the graph."""
+    return lookup(op, scheme, dtype, device)
+
+
+# What torch.compiler.assume_constant_result sets; calling that would import the compiler, 0.7 s, with qtorch.
+_lookup_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def find_kernel(op: str, scheme: Scheme, dtype: torch.dtype, device: str) -> Kernel:
+    """`lookup`, in eager mode and when a compiler traces."""
+    find = _lookup_constant if torch.compiler.is_compiling() else lookup
+    return find(op, scheme, dtype, device)
+
+
+@implements_function(functional.linear)
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` with a quantized weight (N, K): input (..., K) -> (..., N), in the input's dtype.
+
+    Raises:
+        TypeError: the input, not the weight, is quantized, or the input is not in floating point.
+        ValueError: the shapes do not fit, the input is on another device, or, outside autocast, in another dtype.
+    """
+    if (
+        not torch.compiler.is_compiling()
+        and (prepared := getattr(weight, "prepared", None)) is not None
+        and type(input) is Tensor
+        and not _functorch_is_active()
+        and forward_ad._current_level < 0
+        and not (torch.is_grad_enabled() and (input.requires_grad or requires_grad(weight) or requires_grad(bias)))
+        and not torch._C._is_any_autocast_enabled()
+        and not (recording() or _dispatches or torch._C._get_tracing_state())
+        and (y := prepared(input, weight, bias)) is not None
+    ):
+        return y
+    refuse_jit_trace()
+    if not isinstance(weight, QuantizedTensor) or isinstance(input, QuantizedTensor):
+        raise TypeError(f"linear takes a float input and a quantized weight, got {kinds(input, weight)}")
+    shape = weight.scheme.shape
+    if len(shape) != 2 or not input.dim() or input.shape[-1] != shape[1]:
+        raise ValueError(f"linear: an input of shape {tuple(input.shape)} does not fit a weight of shape {shape}")
+    check_dtype("linear", input, weight.scheme.dtype)
+    check_device("linear", input, weight)
+    device = input.device.type
+    if autocasts(device):
+        input = input.to(torch.get_autocast_dtype(device))
+        bias = None if bias is None else bias.to(input.dtype)
+        # What a kernel computes in fp32, the exact sum of integers say, is to stay in fp32.
+        with torch.autocast(device, enabled=False):
+            return multiply(input, weight, bias)
+    return multiply(input, weight, bias)
+
+
+def multiply(input: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` of an input that was checked, whatever its dtype: under autocast it is not that of the weight."""
+    if transforms_active():
+        return run_whole(multiply, input, weight, bias) if weight.trains else _Transformed.apply(input, weight, bias)
+    if not torch.compiler.is_compiling():
+        weight.check_inner_tensors()
+    if weight.trains:
+        return weight.linear(input, bias)
+    if _dispatches and isinstance(weight, AffineQuantizedTensor):
+        for condition, implementation in _dispatches.items():
+            if condition(input, weight, bias):
+                return implementation(input, weight, bias)
+    kernel = find_kernel("linear", weight.scheme, input.dtype, input.device.type)
+    if torch.is_grad_enabled() and (input.requires_grad or requires_grad(weight) or requires_grad(bias)):
+        return _Linear.apply(input, weight, bias, kernel)
+    return kernel(input, weight, bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: QuantizedTensor, bias: Tensor | None, kernel: Kernel) -> Tensor:
+        save_weight(ctx, weight)
+        return kernel(input, weight, bias)
+
+    @staticmethod
+    @starts_no_graph
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return *_gradients(ctx, saved_weight(ctx), grad_outputs[0]), None
+
+
+class _Transformed(torch.autograd.Function):
+    """`linear` of a frozen weight under the transforms of torch.func; all derivatives are `linear` again."""
+
+    @staticmethod
+    def forward(input: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+        return multiply(input, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.weight = unwrapped_subclass(inputs[1])
+
+    @staticmethod
+    @starts_no_graph
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.needs_input_grad[1]:
+            raise frozen_error(ctx.weight)
+        return _gradients(ctx, ctx.weight, grad_outputs[0])
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], input: Tensor, weight: QuantizedTensor, bias: Tensor | None
+    ) -> tuple[Tensor, int]:
+        of_input, _, of_bias = in_dims
+        if of_bias is not None or of_input is None or not rows_are_independent(weight.scheme):
+            return one_by_one(info, in_dims, multiply, (input, weight, bias))
+        return multiply(input.movedim(of_input, 0), weight, bias), 0
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor | None:
+        of_input, _, of_bias = tangents
+        y = None if of_input is None else multiply(of_input, ctx.weight.with_activation(None))
+        return y if of_bias is None else of_bias if y is None else y + of_bias
+
+
+def rows_are_independent(scheme: Scheme) -> bool:
+    """Whether the quantization of a row of the input depends on that row alone."""
+    activation = scheme.activation
+    if activation is None or scheme.spec.static:
+        return True
+    return activation.granularity.pattern(2)[0] == 1 and activation.scale_spec is None
+
+
+def _gradients(ctx: Any, weight: QuantizedTensor, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+    """Of the input, the weight, which has none, and the bias."""
+    grad_input = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        grad_input = multiply(grad, weight.with_activation(None).t())  # type: ignore[arg-type]
+    if ctx.needs_input_grad[2]:
+        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
+    return grad_input, None, grad_bias
+
+
+def check_device(op: str, input: Tensor, weight: QuantizedTensor) -> None:
+    """Raise `ValueError` where `input` and the data of `weight` are on different devices."""
+    # Asking the weight itself would be dispatched: 5 us. A meta weight, never loaded, would give garbage.
+    inner: Tensor = getattr(weight, weight.tensor_names(weight.scheme)[0])
+    if inner.device != input.device:
+        raise ValueError(f"{op}: the input is on {input.device}, the weight on {inner.device}")
+
+
+def autocasts(device: str) -> bool:
+    """Whether inputs on this type of device are cast for products."""
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """A context in which inputs on this type of device are not cast."""
+    return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
+
+
+def check_dtype(op: str, input: Tensor, dtype: torch.dtype) -> None:
+    """Check that `input` is in `dtype`, that of the weight, or that autocast brings both to one.
+
+    Raises:
+        TypeError: it is not in floating point.
+        ValueError: it is in another floating-point dtype. No TypeError: the operator ``@`` would swallow the message.
+    """
+    if input.dtype == dtype:
+        return
+    if not input.is_floating_point():
+        raise TypeError(f"{op} takes a floating-point input, got {input.dtype}: input.to({dtype})")
+    # Autocast leaves fp64 alone.
+    double = input.dtype == torch.float64
+    if double or not autocasts(input.device.type):
+        hint = "" if double else f", model.to({input.dtype}), or torch.autocast"
+        raise ValueError(
+            f"{op}: expected an input of dtype {dtype}, which the weight has, got {input.dtype}: "
+            f"input.to({dtype}){hint}"
+        )
+
+
+def frozen_error(weight: Tensor) -> RuntimeError:
+    """What to raise where a transform asks for the gradient of `weight`."""
+    return RuntimeError(
+        f"the gradient of a frozen quantized weight was asked for ({weight!r}). Differentiate by what is around it, or "
+        "dequantize_(model) to train the weight itself"
+    )
+
+
+def save_weight(ctx: Any, weight: QuantizedTensor) -> None:
+    """Keep a frozen weight for the backward, by its inner tensors: while it is kept itself, no module could exchange it
+    (`model.to`)."""
+    if torch.compiler.is_compiling():
+        ctx.save_for_backward(weight)
+        ctx.weight = None
+        return
+    inner = weight.inner_tensors
+    ctx.save_for_backward(*inner.values())
+    ctx.weight = type(weight), tuple(inner), weight.scheme
+
+
+def saved_weight(ctx: Any) -> Any:
+    """Inverse of `save_weight`."""
+    if ctx.weight is None:
+        return ctx.saved_tensors[0]
+    kind, names, scheme = ctx.weight
+    return kind(dict(zip(names, ctx.saved_tensors)), scheme)
+
+
+def requires_grad(tensor: Tensor | None) -> bool:
+    """Whether it is there and does."""
+    if tensor is None:
+        return False
+    # Without this, reading the property of a subclass is itself dispatched: 1 us.
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.requires_grad
+
+
+def kinds(*tensors: Any) -> str:
+    """What an error calls them."""
+    return " and ".join(type(tensor).__name__ for tensor in tensors)
