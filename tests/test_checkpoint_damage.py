@@ -169,9 +169,12 @@ def test_not_one_of_ours(path: Path) -> None:
         """model.safetensors: a safetensors file, but not one of save_quantized (its header has no 'qtorch')""",
     )
     assert error(nn.Linear(2, 2), path.with_name("none"), FileNotFoundError) == "none: no such file"
-    for data in (b"", b"\0" * 7, b"PK\3\4" + b"\0" * 99, b"\xff" * 99):
+    for data in (b"", b"\0" * 7, b"\x80" + b"\0" * 99, b"\xff" * 99):
         path.write_bytes(data)
         assert error(nn.Linear(2, 2), path).startswith(NOT_SAFETENSORS)
+    for zipped in (True, False):
+        torch.save(nn.Linear(2, 2).state_dict(), path, _use_new_zipfile_serialization=zipped)
+        assert error(nn.Linear(2, 2), path).startswith("model.safetensors: a file of torch.save, not of save_quantized")
 
 
 def test_wrong_data_and_wrong_header(path: Path) -> None:

@@ -118,7 +118,7 @@ class TensorFile:
         self.path = path
         self._map: mmap.mmap | None = None
         if path.exists() and not path.is_file():
-            raise self._error("it is no regular file")
+            raise ValueError(f"{path}: truncated, or not a safetensors file (it is no regular file)")
         try:
             self._file = open(path, "rb", buffering=0)  # noqa: SIM115
         except FileNotFoundError as error:
@@ -238,7 +238,6 @@ def _are_sizes(values: Any) -> bool:
 
 
 def is_of_torch_save(path: Path) -> bool:
-    """Whether a file is one of `torch.save`: a zip archive, or the pickle of old versions."""
+    """Whether a file is one of `torch.save`: a zip archive, or the pickle of a number with which old ones begin."""
     with path.open("rb") as file:
-        start = file.read(4)
-    return start == b"PK\x03\x04" or start[:1] == b"\x80"
+        return file.read(4) in (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
