@@ -135,7 +135,7 @@ def of_fc(change: Callable[[dict], object]) -> Callable[[dict], object]:
         ),
         (
             of_fc(lambda entry: entry["scheme"].update(type="ConvScheme")),
-            "fc.weight: the weight of a convolution has three dimensions or more, got (32, 32)",
+            "fc.weight: the weight of a convolution has 3 to 5 dimensions, got shape (32, 32)",
         ),
     ],
 )

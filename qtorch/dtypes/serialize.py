@@ -111,8 +111,6 @@ def _check_scheme(scheme: Any) -> None:
         raise ValueError(f"a quantized tensor has the dtype of floats, got {scheme.dtype}")
     if not all(size >= 0 for size in scheme.shape) or math.prod(max(1, size) for size in scheme.shape) >= 2**63:
         raise ValueError(f"no tensor has the shape {scheme.shape!r:.80}")
-    if isinstance(scheme, ConvScheme) and len(scheme.shape) < 3:
-        raise ValueError(f"the weight of a convolution has three dimensions or more, got {scheme.shape}")
 
 
 def _is_packed(scheme: Scheme) -> bool:
