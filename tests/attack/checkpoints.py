@@ -89,7 +89,7 @@ def saved(name: str, shard_size: int) -> Path:
 
 @functools.cache
 def _folder() -> Path:
-    # Of the process: it goes with the machine's temporary files where the process is killed.
+    # In the folder that `workers` removes.
     return Path(tempfile.mkdtemp(prefix="attack-"))
 
 

@@ -15,6 +15,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -31,8 +32,10 @@ ROOT = Path(__file__).parents[2]
 def failures(module: str, first: int, count: int) -> list[str]:
     """What fails of the cases `first` to `first + count - 1` of `module`, each with what reproduces it."""
     command = [sys.executable, "-m", "tests.attack.workers", module, str(first), str(count)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    # Processes that die leave their files behind.
+    with tempfile.TemporaryDirectory(prefix="attack-") as folder:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": folder}
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     lines = done.stdout.splitlines()
     if done.returncode or not lines or json.loads(lines[-1]) != count:
         raise RuntimeError(f"{' '.join(command)} did not finish (status {done.returncode}): {done.stdout[-2000:]}")
