@@ -134,4 +134,11 @@ def _products_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
         aten.bmm.default: bmm,
         aten.addmm.default: addmm,
     }
+    quantizes_input = any(isinstance(arg, QuantizedTensor) and arg.scheme.activation is not None for arg in args)
+    if quantizes_input and torch.is_grad_enabled() and any(isinstance(a, Tensor) and requires_grad(a) for a in args):
+        # torch's own formula would multiply the gradient by the same weight, and so quantize it as if it were an input.
+        raise NotImplementedError(
+            f"{func} with a weight that quantizes its input has no gradient here (inside torch.einsum, or an operation "
+            "like it): write the product as F.linear, matmul or bmm, or call it under torch.no_grad()"
+        )
     return by_overload[func](*args, **kwargs)

@@ -119,3 +119,12 @@ def test_lora_on_a_frozen_base_trains() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("name", [name for name in SPECS if name not in WEIGHT_ONLY])
+def test_einsum_with_a_quantized_input_has_no_gradient(name: str) -> None:
+    """torch would send the gradient through the quantization that is the input's: with a static scale it is clipped."""
+    w, x = quantized(name), torch.randn(3, 64)
+    with pytest.raises(NotImplementedError, match=r"write the product as F\.linear"):
+        torch.einsum("bk,nk->bn", x.clone().requires_grad_(), w)
+    assert compute_error(functional.linear(x, w), torch.einsum("bk,nk->bn", x, w)) > 100
