@@ -66,8 +66,8 @@ def _check_finite(target: QuantizedTensor, source: Tensor) -> None:
     if bool(values.isfinite().all()):
         return
     raise ValueError(
-        f"copy_ into a frozen weight of shape {target.scheme.shape} ({target.scheme.weight}): the source has values "
-        "that are NaN or infinite, which no code stands for; the weight is unchanged"
+        "copy_: the source has values that are NaN or infinite, which no code stands for; the frozen weight of shape "
+        f"{target.scheme.shape} ({target.scheme.weight}) is unchanged"
     )
 
 
