@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..primitives.jsonable import from_json, to_json
+from ..primitives.jsonable import from_json, parse_json, to_json
 from .layouts.inner_tensors import Forms, check_inner_tensors, check_plain_tensors
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def rebuild(
             raise ValueError(f"flags must be True or False, got {type(requires_grad)} and {type(is_parameter)}")
         check_plain_tensors(tensors)
         inner = {name: t.detach() if t is not None and t.requires_grad else t for name, t in tensors.items()}
-        result = cls._from_pickled(inner, from_json(json.loads(scheme)))
+        result = cls._from_pickled(inner, from_json(parse_json(scheme)))
         result._check_state(state)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the file holds a {type_name} that is damaged: {error}") from error

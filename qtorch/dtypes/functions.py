@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .base import QuantizedTensor, implements_aten, implements_function
-from .linear import kinds, linear
+from .linear import kinds, linear, requires_grad
 
 aten = torch.ops.aten
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -9,6 +10,18 @@ import torch
 
 from .jsonable import jsonable
 from .spec import LinearSpec, QuantSpec
+
+
+def constant_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """`shape` in integers. A compiler that takes sizes for symbols is told that these are numbers: metadata cannot vary
+    within a graph.
+
+    Raises:
+        ValueError: a size is no integer.
+    """
+    if not all(type(size) is int or isinstance(size, torch.SymInt) for size in shape):
+        raise ValueError(f"a shape has integers, got {shape!r}")
+    return tuple(map(int, shape))
 
 
 @jsonable
@@ -22,6 +35,9 @@ class Scheme:
         spec: how the tensor, and the activation that meets it, are quantized; its layout says how codes lie in memory.
         shape: logical shape.
         dtype: logical dtype, that of the tensor when dequantized.
+
+    Raises:
+        ValueError: the sizes of the shape are no integers.
     """
 
     spec: LinearSpec
@@ -29,8 +45,7 @@ class Scheme:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        # A compiler that takes sizes for symbols is told that these are numbers: metadata cannot vary within a graph.
-        object.__setattr__(self, "shape", tuple(map(int, self.shape)))
+        object.__setattr__(self, "shape", constant_shape(self.shape))
         object.__setattr__(self, "_hash", hash((self.spec, self.shape, self.dtype)))
 
     def __hash__(self) -> int:

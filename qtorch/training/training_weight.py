@@ -22,6 +22,7 @@ from ..dtypes.layouts import LAYOUTS
 from ..dtypes.layouts.inner_tensors import Form, Forms
 from ..primitives import LinearSpec, QuantSpec
 from ..primitives.jsonable import jsonable
+from ..primitives.scheme import constant_shape
 from .gemm import Operand, quantize_operand
 from .guardrails import is_narrow, warn_of_lost_updates
 from .spec import TrainingSpec
@@ -80,7 +81,7 @@ class TrainingScheme:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(map(int, self.shape)))
+        object.__setattr__(self, "shape", constant_shape(self.shape))
 
     @property
     def spec(self) -> LinearSpec | None:
