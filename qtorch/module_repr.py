@@ -11,7 +11,7 @@ its memory back at once.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -59,21 +59,38 @@ def _description(weight: QuantizedTensor) -> str:
     return f"in training, {words}" if weight.trains else words
 
 
+def refuse_jit_script() -> NoReturn:
+    """``__prepare_scriptable__`` of a module with quantized weights: `torch.jit.script` calls it first.
+
+    Raises:
+        TypeError: always. A script would run, but is saved without the codes.
+    """
+    raise TypeError("torch.jit.script cannot save quantized weights; use torch.export, or dequantize_(model) first")
+
+
 def show_quantized(module: nn.Module) -> None:
     """Let `module` say what is quantized in it, if anything is; else as its class does."""
     attributes = vars(module)
     if any(isinstance(parameter, QuantizedTensor) for parameter in module._parameters.values()):
-        if "extra_repr" not in attributes:  # one that the user has put there stays
-            attributes["extra_repr"] = QuantizedRepr(module)
-    elif isinstance(attributes.get("extra_repr"), QuantizedRepr):
+        _mark(module)
+        return
+    if isinstance(attributes.get("extra_repr"), QuantizedRepr):
         del attributes["extra_repr"]
+    if attributes.get("__prepare_scriptable__") is refuse_jit_script:
+        del attributes["__prepare_scriptable__"]
+
+
+def _mark(module: nn.Module) -> None:
+    """Put there what a module with quantized weights has; what the user has put there stays."""
+    vars(module).setdefault("extra_repr", QuantizedRepr(module))
+    vars(module).setdefault("__prepare_scriptable__", refuse_jit_script)
 
 
 def _registered(module: nn.Module, name: str, parameter: Tensor | None) -> None:
     """Called by torch where a module gets a parameter: by assignment, `load_state_dict(assign=True)` too."""
     if isinstance(parameter, QuantizedTensor):
         _refuse_reparametrization(module, name, parameter)
-        vars(module).setdefault("extra_repr", QuantizedRepr(module))
+        _mark(module)
 
 
 def _refuse_reparametrization(module: nn.Module, name: str, parameter: QuantizedTensor) -> None:
@@ -102,4 +119,4 @@ def _refuse_reparametrization(module: nn.Module, name: str, parameter: Quantized
 
 
 register_module_parameter_registration_hook(_registered)
-torch.serialization.add_safe_globals([QuantizedRepr])
+torch.serialization.add_safe_globals([QuantizedRepr, refuse_jit_script])
