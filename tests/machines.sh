@@ -24,11 +24,14 @@ amx     2 avx512  DEFAULT          amx         AUTO
 "
 known=$(awk 'NF { print $1 }' <<<"$table")
 failed=()
+# Graphs that torch.compile keeps are not told apart by these settings.
+graphs=$(mktemp -d)
+trap 'rm -rf "$graphs"' EXIT
 for machine in ${MACHINES:-$known}; do
     read -r _ threads aten onednn isa mkl < <(grep "^$machine " <<<"$table") || { echo "no $machine in" $known; exit 2; }
     "$python" -c 'import sys; from qtorch.kernels.cpu.library import runs_here; sys.exit(not runs_here(sys.argv[1]))' "$isa" ||
         { echo "== $machine: left out, this processor does not have $isa"; continue; }
-    settings=(OMP_NUM_THREADS="$threads" ATEN_CPU_CAPABILITY="$aten" ONEDNN_MAX_CPU_ISA="$onednn" QTORCH_CPU_ISA="$isa" MKL_CBWR="$mkl")
+    settings=(TORCHINDUCTOR_CACHE_DIR="$graphs/$machine" OMP_NUM_THREADS="$threads" ATEN_CPU_CAPABILITY="$aten" ONEDNN_MAX_CPU_ISA="$onednn" QTORCH_CPU_ISA="$isa" MKL_CBWR="$mkl")
     echo "== $machine: ${settings[*]}"
     env "${settings[@]}" "$python" -m pytest -n 0 -q -m "not slow" -p no:cacheprovider "$@" || failed+=("$machine")
 done
