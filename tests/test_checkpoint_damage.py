@@ -116,7 +116,7 @@ def of_fc(change: Callable[[dict], object]) -> Callable[[dict], object]:
         (of_fc(lambda entry: entry["scheme"].update(shape=[2**70])), "fc.weight: no tensor has the shape (1180591"),
         (
             of_fc(lambda entry: entry["scheme"].update(shape=[32, None])),
-            "fc.weight: from_json: Scheme cannot be made from",
+            "fc.weight: a shape has integers, got (32, None)",
         ),
         (of_fc(lambda entry: entry["scheme"].update(shape=32)), "fc.weight: from_json: Scheme cannot be made from"),
         (of_fc(lambda entry: entry["scheme"].update(dtype="torch.int8")), "fc.weight: a quantized tensor has the dty"),

@@ -181,4 +181,4 @@ def test_errors_name_the_layer() -> None:
         nf4_weight_only(0)
     quantize_(model, lut_weight_only(2))
     with pytest.raises(ValueError, match="is already quantized: LUTQuantizedTensor"):
-        quantize_(model, lut_weight_only(2))
+        quantize_(model, lut_weight_only(3))

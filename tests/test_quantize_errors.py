@@ -54,7 +54,7 @@ def with_weight(make: Callable[[Tensor], Tensor]) -> Callable[[nn.Linear], None]
         (lambda layer: nn.LazyLinear(64), INT8, "the weight is not initialized yet; run the model once"),
         (
             lambda layer: quantize_(layer, INT8) and None,
-            INT8,
+            int4_weight_only(group_size=32),
             "is already quantized: AffineQuantizedTensor(weight int8",
         ),
     ],

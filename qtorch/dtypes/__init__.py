@@ -1,6 +1,6 @@
 """Quantized tensors: `AffineQuantizedTensor`, its layouts, and the operations on it."""
 
-from . import conv, embedding, functions, ops, parameter, raw_memory, views
+from . import conv, einsum, embedding, functions, ops, parameter, raw_memory, views
 from .affine_quantized_tensor import AffineQuantizedTensor
 from .base import QuantizedTensor, quantized_type
 from .codebook_tensor import LUTQuantizedTensor, NF4Tensor, linear_nf4, to_nf4
@@ -31,6 +31,7 @@ __all__ = [
     "UintxTensor",
     "conv",
     "deregister_aqt_quantized_linear_dispatch",
+    "einsum",
     "embedding",
     "functions",
     "linear_nf4",

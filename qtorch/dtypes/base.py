@@ -122,10 +122,10 @@ class QuantizedTensor(Copied, torch.Tensor):
         """Set an attribute; methods stay what they are, also where a file says otherwise (`_set_obj_state` of torch).
 
         Raises:
-            AttributeError: it would hide a method.
+            TypeError: it would hide a method.
         """
         if name != "__class__" and callable(getattr(type(self), name, None)):
-            raise AttributeError(f"{type(self).__name__}.{name} is a method, which an attribute must not hide")
+            raise TypeError(f"{type(self).__name__}.{name} is a method, which an attribute must not hide")
         super().__setattr__(name, value)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

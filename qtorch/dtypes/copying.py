@@ -115,7 +115,7 @@ def rebuild(
         inner = {name: t.detach() if t is not None and t.requires_grad else t for name, t in tensors.items()}
         result = cls._from_pickled(inner, from_json(parse_json(scheme)))
         result._check_state(state)
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
         raise ValueError(f"the file holds a {type_name} that is damaged: {error}") from error
     if is_parameter:
         result = torch.nn.Parameter(result, requires_grad)

@@ -128,7 +128,7 @@ implements_function(functional.multi_head_attention_forward)(_inlined(functional
 
 @implements_aten(aten.mm.default, aten.bmm.default, aten.addmm.default)
 def _products_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Products that reach aten without passing a torch function of ours (inside einsum)."""
+    """Products that reach aten without passing a torch function of ours (inside tensordot)."""
     by_overload: dict[Any, Callable[..., Tensor]] = {
         aten.mm.default: mm,
         aten.bmm.default: bmm,
@@ -138,7 +138,7 @@ def _products_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
     if quantizes_input and torch.is_grad_enabled() and any(isinstance(a, Tensor) and requires_grad(a) for a in args):
         # torch's own formula would multiply the gradient by the same weight, and so quantize it as if it were an input.
         raise NotImplementedError(
-            f"{func} with a weight that quantizes its input has no gradient here (inside torch.einsum, or an operation "
-            "like it): write the product as F.linear, matmul or bmm, or call it under torch.no_grad()"
+            f"{func} with a weight that quantizes its input has no gradient here (inside torch.tensordot, say): "
+            "write the product as F.linear, matmul or bmm, or call it under torch.no_grad()"
         )
     return by_overload[func](*args, **kwargs)

@@ -1,19 +1,20 @@
 """The memory of a quantized tensor as such: it has none of its own, only its inner tensors have.
 
 What reads or writes memory behind the back of operators (NumPy, DLPack, pointers) would meet an address with nothing
-behind it. Here it is an error that says what to do. `untyped_storage` gives an object, which compilers describe; to use
-it is an error of torch's own (see `base.without_memory`).
+behind it. Here it is an error that says what to do.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from .base import FUNCTIONS
+from .base import FUNCTIONS, implements_function
 
 READERS: dict[str, Any] = {
     name: getattr(Tensor, name)
@@ -44,4 +45,27 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
 
 
 FUNCTIONS.update({method: _refusal(name) for name, method in READERS.items()})
+
+
+@implements_function(Tensor.untyped_storage)
+def untyped_storage(tensor: Tensor) -> Any:
+    """For torch itself, which describes storages when it traces, the one without memory (`base.without_memory`).
+
+    Raises:
+        TypeError: anybody else asks.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _package(frame) == "qtorch":
+        frame = frame.f_back
+    if _package(frame) != "torch":
+        _refusal("untyped_storage")(tensor)
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage()
+
+
+def _package(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name.partition(".")[0]
+
+
 FUNCTIONS[torch.Tensor.__cuda_array_interface__.__get__] = _refusal("__cuda_array_interface__")

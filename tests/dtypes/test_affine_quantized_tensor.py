@@ -131,7 +131,7 @@ def test_nbytes_is_what_is_kept(name: str) -> None:
 def test_repr() -> None:
     names = ["int8 row", "uint4 group, real zero", "float8 row", "int8 row, static int8"]
     texts = [repr(quantized(name, dtype=torch.bfloat16)) for name in names]
-    texts.append(repr(quantized("int8 tensor").requires_grad_()))
+    texts.append(repr(quantized("int8 tensor")))
     texts.append(f"{quantized('int8 block').to('meta')}")
     assert_expected_inline(
         "\n".join(texts).replace("(weight", "(\n    weight").replace(", layout", ",\n    layout"),
@@ -150,7 +150,7 @@ AffineQuantizedTensor(
     layout=PlainLayout(), shape=(32, 64), dtype=torch.bfloat16, device=cpu, 2,180 bytes)
 AffineQuantizedTensor(
     weight int8 PerTensor() symmetric,
-    layout=PlainLayout(), shape=(32, 64), dtype=torch.float32, device=cpu, 2,052 bytes, requires_grad=True)
+    layout=PlainLayout(), shape=(32, 64), dtype=torch.float32, device=cpu, 2,052 bytes)
 AffineQuantizedTensor(
     weight int8 PerBlock(sizes=(8, 16)) symmetric,
     layout=PlainLayout(), shape=(32, 64), dtype=torch.float32, device=meta, 2,112 bytes)""",
@@ -171,7 +171,7 @@ def test_from_float_refuses() -> None:
     assert_expected_inline(
         "\n".join(fill(text, 110) for text in texts),
         """\
-ValueError: block_size (1, 32) does not divide shape (4, 48): 48 % 32 along axis 1
+IndivisibleError: block_size (1, 32) does not divide shape (4, 48): 48 % 32 along axis 1
 TypeError: from_float takes a floating-point tensor, got torch.int64
 ValueError: act_scale is missing: a tensor of shape (32, 64) with weight int8 PerRow() symmetric, static
 activation int8 PerTensor() symmetric, PlainLayout() has one

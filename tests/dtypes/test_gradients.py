@@ -122,9 +122,19 @@ def test_lora_on_a_frozen_base_trains() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SPECS if name not in WEIGHT_ONLY])
-def test_einsum_with_a_quantized_input_has_no_gradient(name: str) -> None:
+def test_products_whose_gradient_would_be_quantized(name: str) -> None:
     """torch would send the gradient through the quantization that is the input's: with a static scale it is clipped."""
-    w, x = quantized(name), torch.randn(3, 64)
-    with pytest.raises(NotImplementedError, match=r"write the product as F\.linear"):
-        torch.einsum("bk,nk->bn", x.clone().requires_grad_(), w)
+    w, experts, x = quantized(name), quantized(name, 2, 32, 64), torch.randn(3, 64)
+    for equation, weight, lhs in [
+        ("bk,nk->bn", w, x),
+        ("nk,bk->nb", w, x),
+        ("bk,enk->ebn", experts, x),
+        ("ebk,enk->ebn", experts, torch.stack([x, 2 * x])),
+    ]:
+        order = (lambda a, b: (b, a)) if equation.startswith("nk") else (lambda a, b: (a, b))
+        got = gradients(lambda x, e=equation, q=weight, o=order: torch.einsum(e, *o(x, q)), lhs)
+        wanted = gradients(lambda x, e=equation, q=weight.dequantize(), o=order: torch.einsum(e, *o(x, q)), lhs)
+        torch.testing.assert_close(got, wanted)
     assert compute_error(functional.linear(x, w), torch.einsum("bk,nk->bn", x, w)) > 100
+    with pytest.raises(NotImplementedError, match=r"write the product as F\.linear"):
+        torch.tensordot(x.clone().requires_grad_(), w, ([1], [1]))

@@ -20,6 +20,7 @@ from qtorch import (
     load_quantized,
     save_quantized,
 )
+from qtorch.dtypes import copying
 from qtorch.primitives import prune_2_4
 from tests.dtypes.specs import FLOAT8, INT8, SPARSE, SPECS, quantized
 
@@ -164,7 +165,9 @@ def test_another_packing_is_made_on_the_way(monkeypatch: pytest.MonkeyPatch) -> 
     with monkeypatch.context() as patch:
         patch.setattr(SemiSparseLayout, "packing", lambda self, device: "cusparselt")
         patch.setattr(semi_sparse, "has_cusparselt", lambda codes: True)
+        patch.setattr(semi_sparse, "compressed_shape", lambda n, k: (n, k))
         patch.setattr(semi_sparse, "compress_cusparselt", lambda codes: codes.clone())
+        copying.forms_of.cache_clear()
         patch.setattr(semi_sparse, "decompress_cusparselt", lambda qdata, n, k: qdata[:n, :k])
         w = quantized("float8 row, 2:4")
         d = w.dequantize()
@@ -178,6 +181,7 @@ def test_another_packing_is_made_on_the_way(monkeypatch: pytest.MonkeyPatch) -> 
         assert torch.equal(functional.embedding(ids, w), d[ids])
         patch.setattr(SemiSparseLayout, "packing", lambda self, device: None if device.type == "cpu" else 1)
         assert same_bits(copy.deepcopy(w), w)
+    copying.forms_of.cache_clear()
 
 
 @pytest.mark.gpu

@@ -479,7 +479,8 @@ def test_the_model_is_unchanged_after_a_dry_run_or_an_error() -> None:
     with pytest.raises(ValueError, match=r"0: is in training; finish it by convert\(\) first"):
         quantize_(model, {"0": int8_weight_only()})
     with pytest.raises(ValueError, match=r"0: is in training; finish it by convert\(\) first"):
-        quantize_(model, {"0": lsq()})
+        quantize_(model, {"0": lsq(weight_bits=3)})
+    assert not quantize_(model, {"0": lsq()}).quantized
     calibrate(model, [torch.randn(8, 64)])
     dry = quantize_(model, convert(), dry_run=True)
     assert type(model[0]) is FakeQuantizedLinear

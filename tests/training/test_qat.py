@@ -387,7 +387,7 @@ def test_errors_name_the_module_and_leave_the_model() -> None:
     assert model[0].weight is before[0]
     quantize_(model[0], qat(qtorch.int8_weight_only()))
     with pytest.raises(ValueError, match="0: is already quantized: FakeQuantizedWeight"):
-        quantize_(model, qat(qtorch.int8_weight_only()))
+        quantize_(model, qat(qtorch.float8_weight_only()))
     with pytest.raises(ValueError, match="is on the meta device and has no values"):
         quantize_(nn.Linear(64, 8, device="meta"), qat(qtorch.int8_weight_only()))
 
