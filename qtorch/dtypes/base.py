@@ -147,21 +147,25 @@ class QuantizedTensor(Copied, torch.Tensor):
         """
         raise NotImplementedError
 
-    def check_inner_tensors(self) -> None:
-        """Raise `ValueError` where the inner tensors are not those that the scheme says, whatever was done to them."""
-        scheme, tensors = self.scheme, vars(self)
-        forms = forms_of(type(self), scheme)
+    def check_inner_tensors(self, memory: bool = True) -> None:
+        """Raise `ValueError` where the inner tensors are not those that the scheme says, whatever was done to them.
+
+        Args:
+            memory: also where they are on several devices, or their memory was given back.
+        """
+        tensors = vars(self)
+        scheme = tensors["scheme"]
         device = None
         # In one piece: it is run on each call of a layer.
-        for name in forms:
+        for name, alternatives in forms_of(type(self), scheme).items():
             tensor = tensors[name]
-            for shape, dtypes in forms[name]:
-                if tensor is None or tensor.untyped_storage().nbytes() < tensor.nbytes:
-                    continue
-                if tensor.shape == shape and tensor.dtype in dtypes:
-                    break
-            else:
-                check_inner_tensors({name: tensor}, {name: forms[name]}, scheme)
+            shape, dtypes = alternatives[0]
+            if tensor is None or tensor.shape != shape or tensor.dtype not in dtypes:
+                check_inner_tensors({name: tensor}, {name: alternatives}, scheme)
+            if not memory:
+                continue
+            if tensor.untyped_storage().nbytes() < tensor.nbytes:
+                check_inner_tensors({name: tensor}, {name: alternatives}, scheme)
             if device is None:
                 device = tensor.device
             elif tensor.device != device:

@@ -25,6 +25,7 @@ from ..primitives.scheme import Scheme
 from ..primitives.transforms import one_by_one, run_whole, transforms_active, unwrapped_subclass
 from .affine_quantized_tensor import AffineQuantizedTensor
 from .base import QuantizedTensor, implements_function
+from .copying import forms_of
 
 Condition = Callable[[Tensor, AffineQuantizedTensor, Tensor | None], bool]
 Implementation = Callable[[Tensor, AffineQuantizedTensor, Tensor | None], Tensor]
@@ -110,15 +111,17 @@ def multiply(input: Tensor, weight: QuantizedTensor, bias: Tensor | None = None)
     """`linear` of an input that was checked, whatever its dtype: under autocast it is not that of the weight."""
     if transforms_active():
         return run_whole(multiply, input, weight, bias) if weight.trains else _Transformed.apply(input, weight, bias)
-    if not torch.compiler.is_compiling():
-        weight.check_inner_tensors()
     if weight.trains:
+        if not torch.compiler.is_compiling():
+            weight.check_inner_tensors()
         return weight.linear(input, bias)
     if _dispatches and isinstance(weight, AffineQuantizedTensor):
         for condition, implementation in _dispatches.items():
             if condition(input, weight, bias):
                 return implementation(input, weight, bias)
     kernel = find_kernel("linear", weight.scheme, input.dtype, input.device.type)
+    if not torch.compiler.is_compiling():
+        weight.check_inner_tensors(not kernel.checks_memory)
     if torch.is_grad_enabled() and (input.requires_grad or requires_grad(weight) or requires_grad(bias)):
         return _Linear.apply(input, weight, bias, kernel)
     return kernel(input, weight, bias)
@@ -242,9 +245,11 @@ def save_weight(ctx: Any, weight: QuantizedTensor) -> None:
         ctx.save_for_backward(weight)
         ctx.weight = None
         return
-    inner = weight.inner_tensors
-    ctx.save_for_backward(*inner.values())
-    ctx.weight = type(weight), tuple(inner), weight.scheme
+    own, kind = vars(weight), type(weight)
+    scheme = own["scheme"]
+    names = forms_of(kind, scheme)
+    ctx.save_for_backward(*[own[name] for name in names])
+    ctx.weight = kind, names, scheme
 
 
 def saved_weight(ctx: Any) -> Any:

@@ -59,6 +59,8 @@ class Kernel:
         supports: further conditions; returns why not, or None.
         note: what a user should know when it runs (its accuracy, say); shown by `explain`.
         emulates: it does in floating point what the device has no instructions for; running it is falling back.
+        checks_memory: it looks whether the memory of the weight's tensors is there, on its device; others are asked to
+            run only where that was seen.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Kernel:
     supports: Callable[[Problem], str | None] | None
     note: str
     emulates: bool
+    checks_memory: bool
 
     @property
     def is_reference(self) -> bool:
@@ -146,6 +149,7 @@ def register(
     supports: Callable[[Problem], str | None] | None = None,
     note: str = "",
     emulates: bool = False,
+    checks_memory: bool = False,
     name: str | None = None,
 ) -> Callable[[F], F]:
     """Decorator: register an implementation of `op`; see `Kernel` for the arguments. The name is the function's.
@@ -168,6 +172,7 @@ def register(
             supports,
             note,
             emulates,
+            checks_memory,
         )
         if any(k.op == op and k.name == kernel.name for k in _kernels):
             raise ValueError(f"register: {op} has a kernel named {kernel.name} already")

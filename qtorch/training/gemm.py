@@ -215,9 +215,15 @@ class _Contraction(torch.autograd.Function):
         ctx.x_dtype, ctx.w_dtype = x.dtype, w.dtype
         ctx.x_spec = ctx.w_spec = None
         held_x: tuple[Tensor | None, ...] = (x, None, None)
-        # By another name: while a parameter is kept itself, no module could exchange it (`model.to`).
-        by_name = isinstance(w, QuantizedTensor) and not torch.compiler.is_compiling()
-        held_w: tuple[Tensor | None, ...] = (w.detach() if by_name else w, None, None)
+        ctx.codes = None
+        held_w: tuple[Tensor | None, ...] = (w, None, None)
+        if isinstance(w, QuantizedTensor) and not torch.compiler.is_compiling():
+            # By its inner tensors: while a parameter is kept itself, no module could exchange it (`model.to`).
+            if isinstance(w, AffineQuantizedTensor):
+                ctx.codes = type(w), w.scheme
+                held_w = (w.qdata, w.scale, w.zero_point)  # type: ignore[attr-defined]
+            else:
+                held_w = (_floats(w), None, None)
         if spec.grad_weight.reuse_forward:
             xq = xq.in_blocks()
             held_x, ctx.x_spec = (xq.values, xq.scale, xq.zero_point), xq.spec
@@ -238,6 +244,9 @@ class _Contraction(torch.autograd.Function):
         (g,) = grad_outputs
         spec: TrainingSpec = ctx.spec
         x, xs, xz, w, ws, wz = ctx.saved_tensors
+        if ctx.codes is not None and w is not None:
+            kind, scheme = ctx.codes
+            w, ws, wz = kind({"qdata": w, "scale": ws, "zero_point": wz}, scheme), None, None
         grad_x = grad_w = None
         m, k, n = ctx.sizes
         if ctx.needs_input_grad[0]:

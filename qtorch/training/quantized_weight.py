@@ -23,7 +23,7 @@ from ..dtypes.ops import check_copy, count_write, same_numbers
 from ..primitives import LinearSpec, QuantSpec
 from ..primitives.scheme import Scheme
 from .spec import GemmSpec, TrainingSpec
-from .trainable_weight import TrainableWeight
+from .trainable_weight import TrainableWeight, written_by
 
 aten = torch.ops.aten
 
@@ -69,7 +69,7 @@ class QuantizedTrainingWeight(TrainableWeight, AffineQuantizedTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         if any(isinstance(tensor, cls) for tensor in tree_iter(written)):
             _update(func, args, kwargs, written)
             return args[0] if isinstance(args[0], Tensor) else None
@@ -141,16 +141,6 @@ _READS = {
 """Arithmetic that reads the weight, for optimizers (L2 penalty, LAMB's norms); its results are plain tensors."""
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operator changes."""
-    found = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = kwargs.get(argument.name) if argument.kwarg_only or i >= len(args) else args[i]
-            found.append(value)
-    return found
-
-
 def _update(func: Any, args: Any, kwargs: Any, written: list[Any]) -> None:
     """Run an in-place operator on weights in codes, one weight at a time."""
     lists = [arg for arg in args if isinstance(arg, list | tuple) and any(isinstance(t, Tensor) for t in arg)]
@@ -161,7 +151,7 @@ def _update(func: Any, args: Any, kwargs: Any, written: list[Any]) -> None:
     for i in range(count):
         of_one = [[arg[i]] if isinstance(arg, list | tuple) and len(arg) == count else arg for arg in args]
         named = {k: [v[i]] if isinstance(v, list | tuple) and len(v) == count else v for k, v in kwargs.items()}
-        weights = _written(func, of_one, named)
+        weights = written_by(func, of_one, named)
         if any(isinstance(tensor, QuantizedTrainingWeight) for tensor in tree_iter(weights)):
             _update_one(func, of_one, named, weights)
         else:

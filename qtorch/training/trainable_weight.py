@@ -84,6 +84,16 @@ def floats_of(weight: Tensor) -> Tensor:
     return apply(_Floats, weight) if isinstance(weight, TrainableWeight) else weight
 
 
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operator changes."""
+    found = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name) if argument.kwarg_only or i >= len(args) else args[i]
+            found.append(value)
+    return found
+
+
 def _einsum(equation: str, *operands: Any) -> Tensor:
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])

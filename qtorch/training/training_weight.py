@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from ..dtypes import AffineQuantizedTensor, Layout, QuantizedTensor
 from ..dtypes.base import parts_of, without_memory
@@ -26,7 +26,7 @@ from ..primitives.scheme import constant_shape
 from .gemm import Operand, quantize_operand
 from .guardrails import is_narrow, warn_of_lost_updates
 from .spec import TrainingSpec
-from .trainable_weight import TrainableWeight
+from .trainable_weight import TrainableWeight, written_by
 
 aten = torch.ops.aten
 
@@ -188,6 +188,8 @@ class TrainingWeight(TrainableWeight):
             return weight._checked_update(func, args, kwargs)
         plain_args, plain_kwargs = tree_map_only(cls, lambda w: w.master, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
+        if func._schema.is_mutable:
+            _count_writes(func, plain_args, plain_kwargs)
         if func in KEEPS_TYPE and weight is not None:
             spec = weight._training_of_view(func, args)
             result = tree_map_only(Tensor, lambda tensor: cls.of(tensor, spec), result)
@@ -201,6 +203,7 @@ class TrainingWeight(TrainableWeight):
         is_step = func not in (aten.copy_.default, aten.mul_.Tensor, aten.mul_.Scalar) and updates in CHECKED_UPDATES
         before = self.master.clone() if is_step else None
         func(*plain_args, **plain_kwargs)
+        _count_writes(func, plain_args, plain_kwargs)
         if before is not None:
             wanted = func(before.float(), *plain_args[1:], **plain_kwargs)
             warn_of_lost_updates(before, self.master, wanted)
@@ -225,6 +228,15 @@ class TrainingWeight(TrainableWeight):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"{type(self).__name__}({self._training}, shape={tuple(self.shape)}, dtype={self.dtype}{grad})"
+
+
+def _count_writes(func: Any, args: Any, kwargs: Any) -> None:
+    """Below autograd torch counts no versions, by which a backward tells that what it has kept was written to."""
+    if torch.compiler.is_compiling():
+        return
+    for tensor in tree_iter(written_by(func, args, kwargs)):
+        if isinstance(tensor, Tensor) and not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
 
 
 def served(weight: Tensor, spec: TrainingSpec) -> Tensor:

@@ -265,5 +265,6 @@ for _layout in ("plain", "packed"):
         device="cpu",
         priority=30,
         supports=_supports,
+        checks_memory=True,
         name=f"cpu_int8_mm_{_layout}",
     )(_linear)

@@ -165,6 +165,7 @@ for _layout in ("plain", "packed"):
         device="cpu",
         priority=30,
         supports=_supports,
+        checks_memory=True,
         note="for many rows F.linear on the dequantized weight, where that is faster: made on each call, or kept "
         "within qtorch.config.float_copy_bytes",
         name=f"cpu_weight_only_mm_{_layout}",
