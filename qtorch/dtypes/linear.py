@@ -22,7 +22,7 @@ from ..kernels.library import recording
 from ..kernels.registry import Kernel, lookup
 from ..primitives.outside_graphs import refuse_jit_trace, starts_no_graph
 from ..primitives.scheme import Scheme
-from ..primitives.transforms import one_by_one, run_whole, transforms_active, unwrapped_subclass
+from ..primitives.transforms import are_active, one_by_one, run_whole, transforms_active, unwrapped_subclass
 from .affine_quantized_tensor import AffineQuantizedTensor
 from .base import QuantizedTensor, implements_function
 from .copying import forms_of
@@ -77,8 +77,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         TypeError: the input, not the weight, is quantized, or the input is not in floating point.
         ValueError: the shapes do not fit, the input is on another device, or, outside autocast, in another dtype.
     """
+    compiling = torch.compiler.is_compiling()
     if (
-        not torch.compiler.is_compiling()
+        not compiling
         and (prepared := getattr(weight, "prepared", None)) is not None
         and type(input) is Tensor
         and not _functorch_is_active()
@@ -89,16 +90,18 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         and (y := prepared(input, weight, bias)) is not None
     ):
         return y
-    refuse_jit_trace()
+    if not compiling and torch._C._get_tracing_state() is not None:
+        refuse_jit_trace()
     if not isinstance(weight, QuantizedTensor) or isinstance(input, QuantizedTensor):
         raise TypeError(f"linear takes a float input and a quantized weight, got {kinds(input, weight)}")
     shape = weight.scheme.shape
     if len(shape) != 2 or not input.dim() or input.shape[-1] != shape[1]:
         raise ValueError(f"linear: an input of shape {tuple(input.shape)} does not fit a weight of shape {shape}")
-    check_dtype("linear", input, weight.scheme.dtype)
+    if input.dtype is not weight.scheme.dtype:
+        check_dtype("linear", input, weight.scheme.dtype)
     check_device("linear", input, weight)
     device = input.device.type
-    if autocasts(device):
+    if (compiling or torch._C._is_any_autocast_enabled()) and autocasts(device):
         input = input.to(torch.get_autocast_dtype(device))
         bias = None if bias is None else bias.to(input.dtype)
         # What a kernel computes in fp32, the exact sum of integers say, is to stay in fp32.
@@ -109,10 +112,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def multiply(input: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
     """`linear` of an input that was checked, whatever its dtype: under autocast it is not that of the weight."""
-    if transforms_active():
+    compiling = torch.compiler.is_compiling()
+    if transforms_active() if compiling else are_active():
         return run_whole(multiply, input, weight, bias) if weight.trains else _Transformed.apply(input, weight, bias)
     if weight.trains:
-        if not torch.compiler.is_compiling():
+        if not compiling:
             weight.check_inner_tensors()
         return weight.linear(input, bias)
     if _dispatches and isinstance(weight, AffineQuantizedTensor):
@@ -120,7 +124,7 @@ def multiply(input: Tensor, weight: QuantizedTensor, bias: Tensor | None = None)
             if condition(input, weight, bias):
                 return implementation(input, weight, bias)
     kernel = find_kernel("linear", weight.scheme, input.dtype, input.device.type)
-    if not torch.compiler.is_compiling():
+    if not compiling:
         weight.check_inner_tensors(not kernel.checks_memory)
     if torch.is_grad_enabled() and (input.requires_grad or requires_grad(weight) or requires_grad(bias)):
         return _Linear.apply(input, weight, bias, kernel)

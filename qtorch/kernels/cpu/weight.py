@@ -217,7 +217,7 @@ def fits(bias: Tensor, x: Tensor, n: int) -> bool:
 
 def check_bias(bias: Tensor | None, dtype: torch.dtype, n: int) -> None:
     """Raise `ValueError` where the kernels cannot add it to a result of this dtype, n columns wide."""
-    if bias is not None and not (bias.dtype == dtype and bias.shape == (n,) and bias.is_contiguous()):
+    if bias is not None and not (bias.dtype is dtype and bias.shape == (n,) and bias.is_contiguous()):
         raise ValueError(f"takes a contiguous bias of shape {(n,)} in {dtype}, got {tuple(bias.shape)} in {bias.dtype}")
 
 
