@@ -68,7 +68,9 @@ class BitnetWeight(TrainingWeight):
         scheme, scale = metadata
         (qdata,) = all_gather_outputs
         if out is not None:  # its codes are the gathered memory itself
-            out.scale.copy_(scale.expand_as(out.scale))
+            # The numbers that the forward had: no change, for a backward that has kept them.
+            with torch.autograd._unsafe_preserve_version_counter(out.scale):
+                out.scale.copy_(scale.expand_as(out.scale))
             return None
         scales = scale.expand(scheme.shape[0], 1).contiguous()
         return QuantizedTrainingWeight({"qdata": qdata, "scale": scales}, scheme), all_gather_outputs
