@@ -150,7 +150,7 @@ def _differentiable(x: Tensor, weight: Any, bias: Tensor | None, window: Window)
         return _with_bias(y, bias)
     if weight.trains:
         return _with_bias(weight.conv(x, window), bias)
-    if torch.is_grad_enabled() and (x.requires_grad or requires_grad(weight) or requires_grad(bias)):
+    if torch.is_grad_enabled() and (x.requires_grad or requires_grad(bias)):
         return _Conv.apply(x, weight, bias, window)
     return _run(x, weight, bias, window)
 

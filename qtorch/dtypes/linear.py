@@ -84,7 +84,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         and type(input) is Tensor
         and not _functorch_is_active()
         and forward_ad._current_level < 0
-        and not (torch.is_grad_enabled() and (input.requires_grad or requires_grad(weight) or requires_grad(bias)))
+        and not (torch.is_grad_enabled() and (input.requires_grad or requires_grad(bias)))
         and not torch._C._is_any_autocast_enabled()
         and not (recording() or _dispatches or torch._C._get_tracing_state())
         and (y := prepared(input, weight, bias)) is not None
@@ -126,7 +126,7 @@ def multiply(input: Tensor, weight: QuantizedTensor, bias: Tensor | None = None)
     kernel = find_kernel("linear", weight.scheme, input.dtype, input.device.type)
     if not compiling:
         weight.check_inner_tensors(not kernel.checks_memory)
-    if torch.is_grad_enabled() and (input.requires_grad or requires_grad(weight) or requires_grad(bias)):
+    if torch.is_grad_enabled() and (input.requires_grad or requires_grad(bias)):
         return _Linear.apply(input, weight, bias, kernel)
     return kernel(input, weight, bias)
 

@@ -117,7 +117,7 @@ class Product(CompiledWeight):
             or not x.is_cpu
             or not x.is_contiguous()
             or not self.is_of(weight.qdata, weight.scale, weight.zero_point)
-            or not (bias is None or (type(bias) in _PLAIN and fits(bias, x, self._n)))
+            or not (bias is None or (type(bias) in _PLAIN and fits(bias, self.dtype, self._n)))
         ):
             return None
         k = shape[-1]

@@ -207,17 +207,17 @@ def form(scheme: Scheme) -> tuple[bool, str, float, float, str]:
 def split_bias(bias: Tensor | None, x: Tensor, n: int) -> tuple[Tensor | None, Tensor | None]:
     """(what the kernels add, what is left to add): one of the two is None. A bias of another dtype is promoted as torch
     does."""
-    return (bias, None) if bias is not None and fits(bias, x, n) else (None, bias)
+    return (bias, None) if bias is not None and fits(bias, x.dtype, n) else (None, bias)
 
 
-def fits(bias: Tensor, x: Tensor, n: int) -> bool:
-    """Whether the kernels can add it to the product of x, n columns wide."""
-    return bias.dtype == x.dtype and bias.shape == (n,) and bias.is_contiguous()
+def fits(bias: Tensor, dtype: torch.dtype, n: int) -> bool:
+    """Whether the kernels can add it to a result of this dtype, n columns wide."""
+    return bias.dtype == dtype and bias.shape == (n,) and bias.is_contiguous()
 
 
 def check_bias(bias: Tensor | None, dtype: torch.dtype, n: int) -> None:
     """Raise `ValueError` where the kernels cannot add it to a result of this dtype, n columns wide."""
-    if bias is not None and not (bias.dtype is dtype and bias.shape == (n,) and bias.is_contiguous()):
+    if bias is not None and not fits(bias, dtype, n):
         raise ValueError(f"takes a contiguous bias of shape {(n,)} in {dtype}, got {tuple(bias.shape)} in {bias.dtype}")
 
 
