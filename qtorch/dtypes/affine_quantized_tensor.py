@@ -219,6 +219,8 @@ class AffineQuantizedTensor(QuantizedTensor):
         act_zero_point: Tensor | None = None,
     ) -> AffineQuantizedTensor:
         """The same weight, asking for its input to be quantized by `activation`: static if `act_scale` is given."""
+        if activation is act_scale is self.scheme.activation is None:
+            return self
         spec = replace(self.scheme.spec, activation=activation, static=act_scale is not None)
         scheme, given = replace(self.scheme, spec=spec), {"act_scale": act_scale, "act_zero_point": act_zero_point}
         check_inner_tensors(given, _activation_forms(scheme), scheme)

@@ -84,12 +84,15 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         and type(input) is Tensor
         and not _functorch_is_active()
         and forward_ad._current_level < 0
-        and not (torch.is_grad_enabled() and (input.requires_grad or requires_grad(bias)))
         and not torch._C._is_any_autocast_enabled()
         and not (recording() or _dispatches or torch._C._get_tracing_state())
-        and (y := prepared(input, weight, bias)) is not None
     ):
-        return y
+        if torch.is_grad_enabled() and (input.requires_grad or requires_grad(bias)):
+            y = _Linear.apply(input, weight, bias, prepared)
+        else:
+            y = prepared(input, weight, bias)
+        if y is not None:
+            return y
     if not compiling and torch._C._get_tracing_state() is not None:
         refuse_jit_trace()
     if not isinstance(weight, QuantizedTensor) or isinstance(input, QuantizedTensor):
@@ -123,7 +126,8 @@ def multiply(input: Tensor, weight: QuantizedTensor, bias: Tensor | None = None)
         for condition, implementation in _dispatches.items():
             if condition(input, weight, bias):
                 return implementation(input, weight, bias)
-    kernel = find_kernel("linear", weight.scheme, input.dtype, input.device.type)
+    find = _lookup_constant if compiling else lookup
+    kernel = find("linear", weight.scheme, input.dtype, input.device.type)
     if not compiling:
         weight.check_inner_tensors(not kernel.checks_memory)
     if torch.is_grad_enabled() and (input.requires_grad or requires_grad(bias)):
@@ -133,9 +137,13 @@ def multiply(input: Tensor, weight: QuantizedTensor, bias: Tensor | None = None)
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: QuantizedTensor, bias: Tensor | None, kernel: Kernel) -> Tensor:
-        save_weight(ctx, weight)
-        return kernel(input, weight, bias)
+    def forward(
+        ctx: Any, input: Tensor, weight: QuantizedTensor, bias: Tensor | None, kernel: Callable[..., Tensor | None]
+    ) -> Tensor | None:
+        y = kernel(input, weight, bias)
+        if y is not None:
+            save_weight(ctx, weight)
+        return y
 
     @staticmethod
     @starts_no_graph
@@ -198,7 +206,8 @@ def _gradients(ctx: Any, weight: QuantizedTensor, grad: Tensor) -> tuple[Tensor 
 def check_device(op: str, input: Tensor, weight: QuantizedTensor) -> None:
     """Raise `ValueError` where `input` and the data of `weight` are on different devices."""
     # Asking the weight itself would be dispatched: 5 us. A meta weight, never loaded, would give garbage.
-    inner: Tensor = getattr(weight, weight.tensor_names(weight.scheme)[0])
+    own = vars(weight)
+    inner: Tensor = own[weight.tensor_names(own["scheme"])[0]]
     if inner.device != input.device:
         raise ValueError(f"{op}: the input is on {input.device}, the weight on {inner.device}")
 

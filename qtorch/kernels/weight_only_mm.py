@@ -74,10 +74,10 @@ def multiply_slices(
     `stop` may lie beyond the last row. Where the codes come from does not change the result.
     """
     n, k = shape
-    block = block_of(shape, scale.shape)
     y = x.new_empty(x.shape[0], n)
     # One multiplication a result instead of one a weight; not in fp16, where the sums of codes could overflow.
     scale_last = zero_point is None and scale.shape == (n, 1) and x.dtype != torch.float16
+    block = (1, k) if scale_last else block_of(shape, scale.shape)
     step = slice_length(x, k, block[0])
     for start in range(0, n, step):
         part = rows(start, start + step)

@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import qtorch
 from qtorch import quantize_
 from qtorch.quantize_api import RECIPES
-from tests.attack import every_training_recipe
-from tests.attack.every_training_recipe import TRAINING
+from tests.attack import training_recipes
 from tests.every_recipe import NAMES, make
 
 
@@ -110,7 +109,7 @@ MODULES = {cls.__name__: cls for cls in (InLoop, DataDependent, Printing, Genera
 
 def quantized(module: str, name: str) -> nn.Module:
     model = MODULES[module]()
-    quantize_(model, every_training_recipe.make(name) if name in TRAINING else make(name, 32))
+    quantize_(model, training_recipes.make(name) if name in training_recipes.NAMES else make(name, 32))
     model(torch.randn(8, 64))
     return model.eval()
 
@@ -149,7 +148,7 @@ def test_breaks(name: str, module: str, how: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*NAMES, *TRAINING])
+@pytest.mark.parametrize("name", [*NAMES, *training_recipes.NAMES])
 def test_breaks_in_a_loop_for_every_recipe(name: str) -> None:
     check(quantized("InLoop", name), "m.compile", "eager")
 
@@ -197,10 +196,10 @@ def test_breaks_around_tables_and_convolutions(kind: str) -> None:
     torch.testing.assert_close(model(x), wanted)
 
 
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", training_recipes.NAMES)
 def test_layers_of_several_shapes_compiled_in_place(name: str) -> None:
     layers = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 32))
-    quantize_(layers, every_training_recipe.make(name))
+    quantize_(layers, training_recipes.make(name))
     x = torch.randn(64, 64)
     layers(x)
     layers.eval()
@@ -219,7 +218,7 @@ def test_weights_of_several_shapes_as_arguments(name: str) -> None:
     run = torch.compile(lambda x, w: x @ w.t(), backend="aot_eager", fullgraph=True)
     for n, k in ((64, 64), (96, 64), (64, 96), (128, 128)):
         layer = nn.Linear(k, n, bias=False)
-        quantize_(layer, every_training_recipe.make(name) if name in TRAINING else make(name, 32))
+        quantize_(layer, training_recipes.make(name) if name in training_recipes.NAMES else make(name, 32))
         x = torch.randn(5, k)
         weight = layer.weight.detach()
         torch.testing.assert_close(run(x, weight), functional.linear(x, weight), rtol=1e-4, atol=1e-4)
@@ -260,12 +259,12 @@ def test_one_graph_for_all_batch_sizes(dynamic: bool | str | None) -> None:
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("name", ["int8_weight_only", "int8_dynamic_activation_int4_weight", *TRAINING])
+@pytest.mark.parametrize("name", ["int8_weight_only", "int8_dynamic_activation_int4_weight", *training_recipes.NAMES])
 def test_checkpointing(name: str, use_reentrant: bool, is_compiled: bool) -> None:
     if is_compiled and (use_reentrant or name not in ("int8_weight_only", "qat")):
         pytest.skip("compiled: the checkpoints that the compiler supports, of one layer of each kind")
     block = Block()
-    quantize_(block, every_training_recipe.make(name) if name in TRAINING else make(name, 32))
+    quantize_(block, training_recipes.make(name) if name in training_recipes.NAMES else make(name, 32))
     block(torch.randn(8, 64))
     block.eval()
     wanted = gradients(block, block, torch.randn(8, 64, generator=torch.Generator().manual_seed(1)))
@@ -306,10 +305,10 @@ def test_quantizing_in_a_graph(change: Callable[[nn.Module], object]) -> None:
     torch.testing.assert_close(y, model(x) + 1)
 
 
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", training_recipes.NAMES)
 def test_second_derivative_in_training_is_refused_by_name(name: str) -> None:
     model = nn.Sequential(nn.Linear(64, 64))
-    quantize_(model, every_training_recipe.make(name))
+    quantize_(model, training_recipes.make(name))
     model(torch.randn(8, 64))
     x = torch.randn(8, 64, requires_grad=True)
     (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
@@ -318,6 +317,6 @@ def test_second_derivative_in_training_is_refused_by_name(name: str) -> None:
 
 
 def test_training_recipes_are_all_here() -> None:
-    assert {*NAMES, *TRAINING, "convert"} >= {
+    assert {*NAMES, *training_recipes.NAMES, "convert"} >= {
         name for name, cls in RECIPES.items() if cls.__module__.startswith("qtorch.")
     }

@@ -81,7 +81,7 @@ class CompiledWeight:
     def is_of(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> bool:
         """Whether it was made of these tensors, none has moved or was written to since, and kernels are chosen as they
         were then."""
-        # In one piece, and without the help of functions: it is run on each call.
+        # In one piece, and without the help of functions such as `_state`: it is run on each call.
         if not (
             codes is self._codes()
             and scale is self._scale()
@@ -94,9 +94,16 @@ class CompiledWeight:
         if self._inference:
             state = _inference_state(*((codes, scale) if zero_point is None else (codes, scale, zero_point)))
         elif zero_point is None:
-            state = codes.data_ptr(), codes._version, scale.data_ptr(), scale._version
+            state = (codes.data_ptr(), codes._version, scale.data_ptr(), scale._version)
         else:
-            state = _state(codes, scale, zero_point)
+            state = (
+                codes.data_ptr(),
+                codes._version,
+                scale.data_ptr(),
+                scale._version,
+                zero_point.data_ptr(),
+                zero_point._version,
+            )
         return self._state == state
 
 

@@ -44,8 +44,8 @@ def layer(recipe: str = "int8", dtype: torch.dtype = torch.float32, bias: bool =
 def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A name for each call that looks a kernel up."""
     calls = []
-    found = linear.find_kernel
-    monkeypatch.setattr(linear, "find_kernel", lambda *args: calls.append("linear") or found(*args))
+    found = linear.lookup
+    monkeypatch.setattr(linear, "lookup", lambda *args: calls.append("linear") or found(*args))
     return calls
 
 
