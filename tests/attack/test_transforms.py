@@ -10,13 +10,12 @@ from torch.nn import functional
 
 import qtorch
 from qtorch import quantize_
-from tests.attack import every_training_recipe
-from tests.attack.every_training_recipe import TRAINING
+from tests.attack import training_recipes
 from tests.every_recipe import NAMES, make
 
 
 def recipe_of(name: str) -> object:
-    return every_training_recipe.make(name) if name in TRAINING else make(name, 32)
+    return training_recipes.make(name) if name in training_recipes.NAMES else make(name, 32)
 
 
 def model_of(name: str) -> nn.Module:
@@ -45,7 +44,7 @@ def gradient(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.autograd.grad(energy(model)(x), x)[0]
 
 
-every = pytest.mark.parametrize("name", [*NAMES, *TRAINING])
+every = pytest.mark.parametrize("name", [*NAMES, *training_recipes.NAMES])
 
 
 @every
@@ -124,7 +123,7 @@ def test_functional_call_compiled(name: str) -> None:
     close(compiled(dict(model.named_parameters()), x), model(x))
 
 
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", training_recipes.NAMES)
 def test_parameters_get_the_gradients_of_a_loop(name: str) -> None:
     model, x = model_of(name), torch.randn(3, 64)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -158,7 +157,7 @@ def test_second_derivative_of_a_frozen_model(name: str) -> None:
     close(hessian(smooth)(x[:4]), torch.autograd.functional.hessian(smooth, x[:4]))
 
 
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", training_recipes.NAMES)
 def test_what_a_layer_in_training_does_not_have_is_named(name: str) -> None:
     model, x = model_of(name), torch.randn(64)
     with pytest.raises(NotImplementedError, match=r"use torch.func.vjp or jacrev"):
@@ -175,7 +174,7 @@ def test_gradient_of_a_weight_that_hides_its_recipe_is_refused(name: str) -> Non
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("name", [*NAMES, *TRAINING])
+@pytest.mark.parametrize("name", [*NAMES, *training_recipes.NAMES])
 def test_convolutions(name: str, groups: int) -> None:
     model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, groups=groups), nn.ReLU())
     try:
