@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import qtorch
 from benchmarks.common import interleaved_medians, machine, save
-from qtorch.kernels.cpu import library
+from qtorch.kernels.cpu import compiled_library as library
 
 FOOTPRINT = 100 << 20
 

@@ -17,8 +17,8 @@ FLOAT8 = torch.float8_e4m3fn if ON_GPU else torch.int8
 
 
 def run() -> list[Row]:
-    from qtorch.kernels.triton.quantize_tiles import quantize_tilewise
-    from qtorch.kernels.triton.tile_scaled_mm import tile_scaled_mm
+    from qtorch.kernels.cuda.triton.quantize_tiles import quantize_tilewise
+    from qtorch.kernels.cuda.triton.tile_scaled_mm import tile_scaled_mm
 
     rows: list[Row] = []
     for m, n, k in sizes([(16, 4096, 4096), (4096, 4096, 4096), (8192, 8192, 8192)], [(32, 32, 64)]):

@@ -17,20 +17,20 @@ from benchmarks.gpu import DTYPE, Row, main, measure, normal, sizes
 
 def product(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Tensor:
     """(rows of a, rows of b) of two quantized operands, the contracted axis last in both."""
-    from qtorch.kernels.triton.int8_scaled_mm import int8_scaled_mm
+    from qtorch.kernels.cuda.triton.int8_scaled_mm import int8_scaled_mm
 
     return int8_scaled_mm(a[0], b[0].t(), a[1], b[1].t(), DTYPE)
 
 
 def forward(x: Tensor, w: Tensor) -> Tensor:
-    from qtorch.kernels.triton.quantize import quantize_rowwise
+    from qtorch.kernels.cuda.triton.quantize import quantize_rowwise
 
     return product(quantize_rowwise(x), quantize_rowwise(w))
 
 
 def backward(x: Tensor, w: Tensor, g: Tensor, seed: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    from qtorch.kernels.triton.quantize import quantize_rowwise
-    from qtorch.kernels.triton.quantize_columns import quantize_columnwise
+    from qtorch.kernels.cuda.triton.quantize import quantize_rowwise
+    from qtorch.kernels.cuda.triton.quantize_columns import quantize_columnwise
 
     grad_input = product(quantize_rowwise(g, seed=seed), quantize_columnwise(w))
     return grad_input, product(quantize_columnwise(g, seed=seed), quantize_columnwise(x))

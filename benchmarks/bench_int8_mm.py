@@ -17,7 +17,7 @@ SHAPES = [(16, 4096, 4096), (256, 4096, 4096), (4096, 4096, 4096), (8192, 8192, 
 
 
 def run() -> list[Row]:
-    from qtorch.kernels.triton.int8_scaled_mm import int8_scaled_mm
+    from qtorch.kernels.cuda.triton.int8_scaled_mm import int8_scaled_mm
 
     rows: list[Row] = []
     compiled = torch.compile(_int_mm, dynamic=False) if ON_GPU else None

@@ -18,10 +18,10 @@ def _eager(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def run() -> list[Row]:
-    from qtorch.kernels.triton.quantize import quantize_rowwise
-    from qtorch.kernels.triton.quantize_columns import quantize_columnwise
-    from qtorch.kernels.triton.quantize_tiles import quantize_tilewise
-    from qtorch.kernels.triton.stochastic_update import update_bf16, update_int8
+    from qtorch.kernels.cuda.triton.quantize import quantize_rowwise
+    from qtorch.kernels.cuda.triton.quantize_columns import quantize_columnwise
+    from qtorch.kernels.cuda.triton.quantize_tiles import quantize_tilewise
+    from qtorch.kernels.cuda.triton.stochastic_update import update_bf16, update_int8
 
     rows: list[Row] = []
     compiled = torch.compile(_eager, dynamic=False) if ON_GPU else _eager

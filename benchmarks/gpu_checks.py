@@ -14,9 +14,10 @@ from torch.nn import functional
 import qtorch
 from benchmarks.gpu import DEVICE, DTYPE, ON_GPU, normal, sizes
 from qtorch import LinearSpec, MappingType, PackedLayout, PerGroup, PerRow, QuantSpec, ZeroPointDomain
-from qtorch.kernels import record_kernels, reference
+from qtorch.kernels import record_kernels
+from qtorch.kernels.linear import reference
+from qtorch.kernels.ops.tile_scaled_mm import tile_scaled_mm as tile_operator
 from qtorch.kernels.registry import Problem, choose
-from qtorch.kernels.tile_scaled_mm import tile_scaled_mm as tile_operator
 from qtorch.primitives import compute_error
 
 Check = tuple[str, Callable[[], str | None]]
@@ -81,7 +82,7 @@ def product_checks() -> Iterator[Check]:
 
 
 def _product(m: int, n: int, k: int, order: str) -> str | None:
-    from qtorch.kernels.triton.int8_scaled_mm import int8_scaled_mm
+    from qtorch.kernels.cuda.triton.int8_scaled_mm import int8_scaled_mm
 
     codes = lambda *s: torch.randint(-128, 128, s, dtype=torch.int8, device=DEVICE)  # noqa: E731
     first, second = order.split(", ")
@@ -99,8 +100,8 @@ def quantizer_checks() -> Iterator[Check]:
 
 
 def _quantizers(m: int, k: int) -> str | None:
-    from qtorch.kernels.triton.quantize import quantize_rowwise
-    from qtorch.kernels.triton.quantize_columns import quantize_columnwise
+    from qtorch.kernels.cuda.triton.quantize import quantize_rowwise
+    from qtorch.kernels.cuda.triton.quantize_columns import quantize_columnwise
 
     x = normal(m, k)
     scale, _ = TOKEN.choose_qparams(x)
@@ -128,7 +129,7 @@ def tile_checks() -> Iterator[Check]:
 
 
 def _tiles(dtype: torch.dtype, of_a: tuple[int, int], of_b: tuple[int, int]) -> str | None:
-    from qtorch.kernels.triton.quantize_tiles import quantize_tilewise
+    from qtorch.kernels.cuda.triton.quantize_tiles import quantize_tilewise
 
     m, n, k = (1024, 4096, 4096) if ON_GPU else (32, 32, 64)
     (a, a_scale), (b, b_scale) = (

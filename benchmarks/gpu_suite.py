@@ -4,7 +4,7 @@
 
 Writes gpu_suite.json and gpu_suite.csv into --out (benchmarks/results), and with --write-docs a table into
 docs/performance.md. --autotune first tunes the launch configurations on the shapes measured (some minutes more) and
-saves them as a table for `qtorch/kernels/configs`. On a machine without a GPU everything runs small in Triton's
+saves them as a table for `qtorch/kernels/cuda/configs`. On a machine without a GPU everything runs small in Triton's
 interpreter, nothing is timed or written, and the exit status is 0.
 """
 

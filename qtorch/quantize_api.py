@@ -27,10 +27,10 @@ from .module_repr import show_quantized
 from .prepared_module import PreparedModule
 from .primitives import compute_error
 from .primitives.granularity import IndivisibleError
-from .primitives.outside_graphs import outside_graphs
 from .recipe import RECIPES, Recipe, WeightRecipe, check_float_weight, register_recipe
 from .report import QUANTIZED_BEFORE, LayerReport, QuantizeReport
 from .targets import Filter, Target, find_targets
+from .tracing.outside_graphs import outside_graphs
 
 __all__ = [
     "RECIPES",

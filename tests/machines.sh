@@ -29,7 +29,7 @@ graphs=$(mktemp -d)
 trap 'rm -rf "$graphs"' EXIT
 for machine in ${MACHINES:-$known}; do
     read -r _ threads aten onednn isa mkl < <(grep "^$machine " <<<"$table") || { echo "no $machine in" $known; exit 2; }
-    "$python" -c 'import sys; from qtorch.kernels.cpu.library import runs_here; sys.exit(not runs_here(sys.argv[1]))' "$isa" ||
+    "$python" -c 'import sys; from qtorch.kernels.cpu.compiled_library import runs_here; sys.exit(not runs_here(sys.argv[1]))' "$isa" ||
         { echo "== $machine: left out, this processor does not have $isa"; continue; }
     settings=(TORCHINDUCTOR_CACHE_DIR="$graphs/$machine" OMP_NUM_THREADS="$threads" ATEN_CPU_CAPABILITY="$aten" ONEDNN_MAX_CPU_ISA="$onednn" QTORCH_CPU_ISA="$isa" MKL_CBWR="$mkl")
     echo "== $machine: ${settings[*]}"

@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from qtorch import (
-    int8_weight_only,
-)
+from qtorch import int8_weight_only
 
 INT8 = int8_weight_only()
 

@@ -18,7 +18,7 @@ import qtorch
 from qtorch import int4_weight_only, int8_dynamic_activation_int8_weight, int8_weight_only, load_quantized, quantize_
 from qtorch import save_quantized as save
 from qtorch.dtypes import ConvWeight, QuantizedTensor
-from qtorch.training import lora_qat, qat
+from qtorch.training.quantization_aware.recipes import lora_qat, qat
 from tests.checkpoint_model import INT8, Model, contents, error, meta, quantized
 
 

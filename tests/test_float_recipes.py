@@ -25,7 +25,8 @@ from qtorch import (
     quantize_,
     save_quantized,
 )
-from qtorch.kernels import record_kernels, reference
+from qtorch.kernels import record_kernels
+from qtorch.kernels.linear import reference
 from qtorch.primitives import from_json, to_json
 from qtorch.quantize_api import Recipe
 

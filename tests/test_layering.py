@@ -88,7 +88,7 @@ def test_the_check_resolves_relative_imports() -> None:
     found = {(str(path), name) for path, node in nodes() for name in imported(path, node)}
     assert ("dtypes/layouts/base.py", "qtorch.primitives.scheme.Scheme") in found
     assert ("quantize_api.py", "qtorch.dtypes.QuantizedTensor") in found
-    assert ("kernels/int8_scaled_mm.py", "qtorch.kernels.int_matmul.int_matmul") in found
+    assert ("kernels/int8_scaled_mm.py", "qtorch.kernels.ops.int_matmul.int_matmul") in found
     assert ("dtypes/__init__.py", "qtorch.dtypes.ops") in found
 
 

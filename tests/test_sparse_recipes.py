@@ -18,7 +18,8 @@ from qtorch import (
     quantize_,
     save_quantized,
 )
-from qtorch.kernels import record_kernels, reference
+from qtorch.kernels import record_kernels
+from qtorch.kernels.linear import reference
 from qtorch.primitives import from_json, is_2_4, prune_2_4, to_json
 from qtorch.quantize_api import Recipe
 from tests.rounding import assert_same_product

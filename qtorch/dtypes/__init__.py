@@ -1,9 +1,10 @@
 """Quantized tensors: `AffineQuantizedTensor`, its layouts, and the operations on it."""
 
+from ..layouts import Layout, PackedLayout, PlainLayout, SemiSparseLayout, TensorCoreTiledLayout, register_layout
 from . import conv, einsum, embedding, functions, ops, parameter, raw_memory, views
-from .affine_quantized_tensor import AffineQuantizedTensor
+from .affine import AffineQuantizedTensor
 from .base import QuantizedTensor, quantized_type
-from .codebook_tensor import LUTQuantizedTensor, NF4Tensor, linear_nf4, to_nf4
+from .codebook import LUTQuantizedTensor, NF4Tensor, linear_nf4, to_nf4
 from .conv_weight import ConvWeight
 from .factories import (
     to_affine_quantized_floatx,
@@ -13,9 +14,8 @@ from .factories import (
     to_affine_quantized_intx_static,
     to_linear_activation_quantized,
 )
-from .layouts import Layout, PackedLayout, PlainLayout, SemiSparseLayout, TensorCoreTiledLayout, register_layout
 from .linear import deregister_aqt_quantized_linear_dispatch, register_aqt_quantized_linear_dispatch
-from .uintx_tensor import UintxTensor, to_uintx
+from .uintx import UintxTensor, to_uintx
 
 __all__ = [
     "AffineQuantizedTensor",

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from ..kernels.graph_key import graph_key
 from ..kernels.im2col import Window
+from ..layouts.inner_tensors import Forms, check_inner_tensors, check_plain_tensors
 from ..primitives.jsonable import to_json
-from ..primitives.outside_graphs import starts_no_graph
 from ..primitives.scheme import Scheme
 from ..primitives.spec import LinearSpec, QuantSpec
-from ..primitives.transforms import run_on_constants, transforms_active
+from ..tracing.function_transforms import run_on_constants, transforms_active
+from ..tracing.outside_graphs import starts_no_graph
 from .copying import Copied, forms_of, rebuild
-from .layouts.inner_tensors import Forms, check_inner_tensors, check_plain_tensors
 
 __all__ = ["ATEN", "FUNCTIONS", "QuantizedTensor", "rebuild"]
 

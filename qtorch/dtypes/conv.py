@@ -22,12 +22,12 @@ from torch.nn import functional
 from ..kernels.conv import CONVOLUTIONS
 from ..kernels.im2col import Size, Window, multiply_windows, prepare_conv
 from ..kernels.registry import Problem
-from ..primitives.outside_graphs import refuse_jit_trace, starts_no_graph
+from ..layouts.plain import layout_for
 from ..primitives.scheme import Scheme
-from ..primitives.transforms import one_by_one, run_whole, transforms_active, unwrapped_subclass
+from ..tracing.function_transforms import one_by_one, run_whole, transforms_active, unwrapped_subclass
+from ..tracing.outside_graphs import refuse_jit_trace, starts_no_graph
 from .base import QuantizedTensor, implements_function
 from .conv_weight import ConvScheme, ConvWeight
-from .layouts.plain import layout_for
 from .linear import (
     autocasts,
     check_device,

@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
 from ..kernels.im2col import from_matrix, to_matrix
+from ..layouts import Layout
+from ..layouts.inner_tensors import Forms
 from ..primitives.jsonable import jsonable
 from ..primitives.scheme import Scheme
 from ..primitives.spec import LinearSpec, QuantSpec
 from .base import ATEN, QuantizedTensor, quantized_type
-from .layouts import Layout
-from .layouts.inner_tensors import Forms
 
 aten = torch.ops.aten
 

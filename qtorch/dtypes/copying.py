@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..layouts.inner_tensors import Forms, check_inner_tensors, check_plain_tensors
 from ..primitives.jsonable import from_json, parse_json, to_json
-from .layouts.inner_tensors import Forms, check_inner_tensors, check_plain_tensors
 
 if TYPE_CHECKING:
     from .base import QuantizedTensor

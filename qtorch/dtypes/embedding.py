@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..primitives.outside_graphs import refuse_jit_trace, starts_no_graph
-from ..primitives.transforms import run_whole, transforms_active, unwrapped_subclass
+from ..tracing.function_transforms import run_whole, transforms_active, unwrapped_subclass
+from ..tracing.outside_graphs import refuse_jit_trace, starts_no_graph
 from .base import QuantizedTensor, implements_aten, implements_function
 from .linear import check_device, find_kernel, frozen_error, kinds
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..layouts import Layout, PackedLayout, PlainLayout
 from ..primitives.affine import MappingType, ZeroPointDomain
 from ..primitives.floatx import FloatFormat
 from ..primitives.granularity import PerBlock, PerRow
 from ..primitives.qdtype import QDType, qdtype
 from ..primitives.spec import LinearSpec, QuantSpec
-from .affine_quantized_tensor import AffineQuantizedTensor
-from .layouts import Layout, PackedLayout, PlainLayout
+from .affine import AffineQuantizedTensor
 
 
 def to_affine_quantized_intx(

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from ..kernels.library import recording
+from ..kernels.custom_ops import recording
 from ..kernels.registry import Kernel, lookup
-from ..primitives.outside_graphs import refuse_jit_trace, starts_no_graph
 from ..primitives.scheme import Scheme
-from ..primitives.transforms import are_active, one_by_one, run_whole, transforms_active, unwrapped_subclass
-from .affine_quantized_tensor import AffineQuantizedTensor
+from ..tracing.function_transforms import are_active, one_by_one, run_whole, transforms_active, unwrapped_subclass
+from ..tracing.outside_graphs import refuse_jit_trace, starts_no_graph
+from .affine import AffineQuantizedTensor
 from .base import QuantizedTensor, implements_function
 from .copying import forms_of
 

@@ -4,7 +4,7 @@ The tensors of a weight called ``layer.weight`` take their names from compressed
 
     layer.weight               codes of 8 bits
     layer.weight_packed        smaller codes: integers of 1, 2 and 4 bits in int32 words, as compressed-tensors has it;
-                               others in uint8 by `pack_bits` (see `primitives.packing`)
+                               others in uint8 by `pack_bits` (see `layouts.packed`)
     layer.weight_scale, layer.weight_zero_point, layer.weight_table, ...
     layer.input_scale, layer.input_zero_point     of a static activation
 
@@ -20,20 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..layouts.base import check_layout
+from ..layouts.packed import can_pack_bits, pack_codes, unpack_codes
 from ..primitives.jsonable import from_json, to_json
-from ..primitives.packing import (
-    can_pack,
-    can_pack_bits,
-    pack_codes,
-    pack_to_int32,
-    unpack_codes,
-    unpack_from_int32,
-)
 from ..primitives.qdtype import QDType
 from ..primitives.scheme import Scheme
 from .base import QuantizedTensor, quantized_type
 from .conv_weight import ConvScheme, ConvWeight
-from .layouts.base import check_layout
+from .int32_words import can_pack, pack_to_int32, unpack_from_int32
 
 Entry = dict[str, Any]
 """JSON data of one quantized tensor: its scheme, and which stored tensor is what."""

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from ..layouts.plain import layout_for
 from ..primitives.granularity import Granularity, granularity_of, reshaped_blocks
 from ..primitives.scheme import Scheme
 from .base import QuantizedTensor, implements_aten
-from .layouts.plain import layout_for
 
 aten = torch.ops.aten
 

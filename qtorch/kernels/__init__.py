@@ -3,20 +3,17 @@
 Every module of this package is imported here, so that a kernel is added by adding its file.
 """
 
-import importlib
-import pkgutil
+from ..discovery import import_modules
 
-for _module in pkgutil.iter_modules(__path__):
-    if not _module.ispkg:  # triton/ waits for the first launch; cpu/ is imported below
-        importlib.import_module(f"{__name__}.{_module.name}")
+import_modules(__name__, __path__)
 
-from .cpu.calibrate import calibrate_cpu  # noqa: E402
-from .int_matmul import int_matmul, int_scaled_matmul  # noqa: E402
-from .launch_config import LaunchConfig, autotune  # noqa: E402
-from .library import record_kernels  # noqa: E402
-from .quantize_rowwise import quantize_int8_rowwise  # noqa: E402
+from .cpu.measure_ways import calibrate_cpu  # noqa: E402
+from .cuda.launch_config import LaunchConfig, autotune  # noqa: E402
+from .custom_ops import record_kernels  # noqa: E402
+from .ops.int_matmul import int_matmul, int_scaled_matmul  # noqa: E402
+from .ops.quantize_rowwise import quantize_int8_rowwise  # noqa: E402
+from .ops.stochastic_update import stochastic_update_bf16_, stochastic_update_int8_  # noqa: E402
 from .registry import FallbackError, deregister, lookup, register  # noqa: E402
-from .stochastic_update import stochastic_update_bf16_, stochastic_update_int8_  # noqa: E402
 
 __all__ = [
     "FallbackError",

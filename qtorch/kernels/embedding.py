@@ -8,15 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional
 
+from ..layouts.packed import unpack_codes
+from ..layouts.semi_sparse import unpack_2_4
 from ..primitives.affine import dequantize_affine
 from ..primitives.codebook import dequantize_codebook
 from ..primitives.codebook_spec import CodebookSpec
 from ..primitives.granularity import block_of
-from ..primitives.packing import unpack_codes
-from ..primitives.sparsity import unpack_2_4
-from .lut_weight_mm import CodebookWeight
-from .registry import Problem, needs_matrix, register
+from .linear.lut_weight_only import CodebookWeight
+from .registry import REFERENCE, Problem, QuantizedWeight, needs_matrix, register
 
 NOTE = "on CPU it saves memory, not time"
 
@@ -87,3 +88,10 @@ def gather_lut_rows(ids: Tensor, weight: CodebookWeight) -> Tensor:
     table = table if table.dim() == 1 else table.index_select(0, block_ids)
     y = dequantize_codebook(codes, (1, columns), weight.dense_scale(block_ids), table, scheme.dtype)
     return y.reshape(*ids.shape, scheme.shape[1])
+
+
+@register("embedding", spec=None, priority=REFERENCE, name="reference")
+def embedding(ids: Tensor, weight: QuantizedWeight) -> Tensor:
+    """Dequantize the whole weight (V, D), then look up."""
+    codes, scale, zero_point = weight.plain()
+    return functional.embedding(ids, weight.scheme.weight.dequantize(codes, scale, zero_point, weight.scheme.dtype))

@@ -10,7 +10,7 @@ import functools
 import hashlib
 from pathlib import Path
 
-from .cpu.library import library
+from .cpu.compiled_library import library
 from .registry import names
 
 

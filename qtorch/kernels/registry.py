@@ -20,7 +20,7 @@ from torch import Tensor
 from ..config import config, generation
 from ..primitives.scheme import Scheme
 from ..primitives.spec import QuantSpec
-from .library import note, recording
+from .custom_ops import note, recording
 
 
 class QuantizedWeight(Protocol):

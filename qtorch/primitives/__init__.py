@@ -8,11 +8,20 @@ from .granularity import Granularity, PerAxis, PerBlock, PerGroup, PerRow, PerTe
 from .hqq import HQQRule
 from .jsonable import from_json, to_json
 from .learned_step import learned_step_fake_quantize, lsq_grad_scale, lsq_scale
+from .pruning import is_2_4, prune_2_4
 from .qdtype import QDType, qdtype
 from .qparams import choose_qparams_affine, choose_qparams_affine_with_min_max
 from .rounding import Rounding, round_to_integer
-from .scale_rule import AbsMaxRule, AbsMeanRule, FixedRangeRule, LSQRule, MinMaxRule, MSERule, PercentileRule, ScaleRule
-from .sparsity import is_2_4, prune_2_4
+from .scale_rules import (
+    AbsMaxRule,
+    AbsMeanRule,
+    FixedRangeRule,
+    LSQRule,
+    MinMaxRule,
+    MSERule,
+    PercentileRule,
+    ScaleRule,
+)
 from .spec import LinearSpec, QuantSpec
 from .sqnr import compute_error
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..tracing.function_transforms import apply
+from ..tracing.outside_graphs import starts_no_graph
 from .affine import ZeroPointDomain, check_floating_point, fake_quantize_blocks
-from .outside_graphs import starts_no_graph
 from .qdtype import QDType
 from .rounding import Rounding
-from .transforms import apply
 
 
 class _StraightThrough(torch.autograd.Function):

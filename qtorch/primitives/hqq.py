@@ -27,7 +27,7 @@ from .affine import MappingType, ZeroPointDomain
 from .granularity import PerGroup, PerRow
 from .jsonable import jsonable
 from .rounding import Rounding
-from .scale_rule import MinMax, MinMaxRule, ScaleRule, elements_last
+from .scale_rules import MinMax, MinMaxRule, ScaleRule, elements_last
 
 if TYPE_CHECKING:
     from .spec import QuantSpec

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..tracing.function_transforms import apply
+from ..tracing.outside_graphs import starts_no_graph
 from .affine import ZeroPointDomain, check_floating_point, code_range, fake_quantize_blocks
 from .granularity import BlockView
-from .outside_graphs import starts_no_graph
 from .qdtype import QDType, qdtype
-from .transforms import apply
 
 
 class _LearnedStep(torch.autograd.Function):

@@ -13,14 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .affine import (
-    MappingType,
-    ZeroPointDomain,
-    check_floating_point,
-    code_range,
-    dequantize_affine,
-    quantize_affine,
-)
+from .affine import MappingType, ZeroPointDomain, check_floating_point, code_range, dequantize_affine, quantize_affine
 from .double_quant import check_scale_spec, dequantize_scale, quantize_scale
 from .fake_quant import fake_quantize_affine
 from .granularity import Block, Granularity, PerBlock, PerGroup, PerRow, scale_shape
@@ -28,7 +21,7 @@ from .jsonable import jsonable
 from .qdtype import QDType, qdtype
 from .qparams import choose_qparams_affine_with_min_max
 from .rounding import Rounding
-from .scale_rule import MinMaxRule, ScaleRule
+from .scale_rules import MinMaxRule, ScaleRule
 
 
 @jsonable

@@ -4,12 +4,11 @@ Every module of this package is imported here, and every recipe it registers bec
 `qtorch`: a recipe is added by adding its file.
 """
 
-import importlib
-import pkgutil
 from typing import TYPE_CHECKING, Any
 
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+from ..discovery import import_modules
+
+import_modules(__name__, __path__)
 
 from ..recipe import RECIPES  # noqa: E402
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..dtypes.codebook_tensor import nf4_spec
+from ..dtypes.codebook import nf4_spec
 from ..primitives import LinearSpec
 from ..recipe import WeightRecipe, register_recipe
 

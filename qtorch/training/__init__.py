@@ -8,26 +8,25 @@ Every module of this package is imported here, and every recipe it registers bec
 `qtorch`: a recipe is added by adding its file.
 """
 
-import importlib
-import pkgutil
 from typing import TYPE_CHECKING, Any
 
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+from ..discovery import import_modules
+
+import_modules(__name__, __path__)
 
 from ..recipe import RECIPES  # noqa: E402
-from .batch_norm import fold_batch_norm  # noqa: E402
-from .bitnet import precompute_bitnet_scale_for_fsdp  # noqa: E402
-from .calibrate import calibrate  # noqa: E402
-from .conv import quantized_conv1d, quantized_conv2d, quantized_conv3d  # noqa: E402
-from .int8_mixed_precision import Int8MixedPrecisionTrainingConfig  # noqa: E402
-from .pact import clip_penalty, pact  # noqa: E402
-from .parameter_groups import parameter_groups  # noqa: E402
-from .products import quantized_einsum, quantized_matmul  # noqa: E402
-from .quantized_weight import QuantizedTrainingWeight  # noqa: E402
-from .spec import GemmSpec, TrainingSpec, fully_quantized, fully_quantized_float8  # noqa: E402
-from .trainable_weight import TrainableWeight  # noqa: E402
-from .training_weight import TrainingWeight  # noqa: E402
+from .engine.conv import quantized_conv1d, quantized_conv2d, quantized_conv3d  # noqa: E402
+from .engine.products import quantized_einsum, quantized_matmul  # noqa: E402
+from .engine.spec import GemmSpec, TrainingSpec, fully_quantized, fully_quantized_float8  # noqa: E402
+from .quantization_aware.calibrate import calibrate  # noqa: E402
+from .quantization_aware.fold_batch_norm import fold_batch_norm  # noqa: E402
+from .quantization_aware.parameter_groups import parameter_groups  # noqa: E402
+from .quantization_aware.recipes.pact import clip_penalty, pact  # noqa: E402
+from .recipes.bitnet import precompute_bitnet_scale_for_fsdp  # noqa: E402
+from .recipes.int8_mixed_precision import Int8MixedPrecisionTrainingConfig  # noqa: E402
+from .weights.base import TrainableWeight  # noqa: E402
+from .weights.codes import QuantizedTrainingWeight  # noqa: E402
+from .weights.master import TrainingWeight  # noqa: E402
 
 RECIPE_NAMES = sorted(name for name, cls in RECIPES.items() if cls.__module__.startswith(f"{__name__}."))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..prepared_module import PreparedModule
 from ..recipe import Recipe, register_recipe
 from ..targets import Target
-from .trainable_weight import TrainableWeight
+from .weights.base import TrainableWeight
 
 
 @register_recipe("convert")

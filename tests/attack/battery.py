@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from qtorch.dtypes import QuantizedTensor
 from qtorch.dtypes.conv_weight import ConvWeight
-from qtorch.kernels import reference
+from qtorch.kernels.linear import reference
 
 CLEAR = (ValueError, TypeError, RuntimeError, NotImplementedError)
 """Kinds of errors that say something to the caller."""

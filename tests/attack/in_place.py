@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import qtorch
 from qtorch.dtypes import QuantizedTensor
-from qtorch.kernels.cpu import choices
+from qtorch.kernels.cpu import ways as choices
 from qtorch.prepared_module import PreparedModule
 from qtorch.quantize_api import WeightRecipe
 from qtorch.training import TrainableWeight

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from qtorch.dtypes import QuantizedTensor
-from qtorch.kernels import reference
+from qtorch.kernels.linear import reference
 from tests.attack.battery import CLEAR, close
 from tests.attack.sources import SOURCES, source
 

@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, compute_error, load_quantized, nf4_weight_only, save_quantized
 from qtorch.dtypes import ConvWeight, LUTQuantizedTensor
-from qtorch.kernels import im2col, record_kernels, reference
+from qtorch.kernels import im2col, record_kernels
+from qtorch.kernels.linear import reference
 from tests.dtypes.specs import SPECS, WEIGHT_ONLY, values
 from tests.dtypes.specs import quantized as quantized_matrix
 from tests.rounding import assert_same_sums

@@ -7,7 +7,7 @@ import torch
 
 from qtorch import AffineQuantizedTensor, PlainLayout
 from qtorch.dtypes import Layout, register_layout
-from qtorch.dtypes.layouts import LAYOUTS
+from qtorch.layouts import LAYOUTS
 from qtorch.primitives import from_json, to_json
 from tests.dtypes.specs import SPECS, quantized
 

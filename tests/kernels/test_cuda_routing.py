@@ -8,7 +8,7 @@ from torch import nn
 
 import qtorch
 from qtorch import AffineQuantizedTensor, LinearSpec, PackedLayout, PerBlock, PerGroup, PerRow, QuantSpec
-from qtorch.kernels import gpu_features
+from qtorch.kernels import features
 from qtorch.kernels.registry import Problem, candidates, choose
 from qtorch.primitives import ZeroPointDomain
 
@@ -52,8 +52,8 @@ def without(monkeypatch):
     """Answer that a feature is missing."""
 
     def hide(feature):
-        there = gpu_features.missing
-        monkeypatch.setattr(gpu_features, "missing", lambda name: f"no {name}" if name == feature else there(name))
+        there = features.cuda_lacks
+        monkeypatch.setattr(features, "cuda_lacks", lambda name: f"no {name}" if name == feature else there(name))
 
     return hide
 
@@ -97,13 +97,13 @@ def test_what_they_refuse():
 
 
 def test_features(monkeypatch):
-    gpu_features._missing.cache_clear()
+    features._cuda_lacks.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert gpu_features.missing("float8") == "needs compute capability 8.9, the GPU has (8, 0)"
-    gpu_features._missing.cache_clear()
+    assert features.cuda_lacks("float8") == "needs compute capability 8.9, the GPU has (8, 0)"
+    features._cuda_lacks.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert gpu_features.missing("float8") is None
-    monkeypatch.setattr(gpu_features, "_importable", lambda name: False)
-    assert gpu_features.missing("triton") == "needs triton, which is not installed"
-    gpu_features._missing.cache_clear()
+    assert features.cuda_lacks("float8") is None
+    monkeypatch.setattr(features, "_importable", lambda name: False)
+    assert features.cuda_lacks("triton") == "needs triton, which is not installed"
+    features._cuda_lacks.cache_clear()

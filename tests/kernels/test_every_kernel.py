@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from qtorch import AffineQuantizedTensor
-from qtorch.dtypes.layouts import LAYOUTS
-from qtorch.kernels import record_kernels, reference
-from qtorch.kernels.cpu.library import missing as missing_library
+from qtorch.kernels import record_kernels
+from qtorch.kernels.cpu.compiled_library import missing as missing_library
+from qtorch.kernels.linear import reference
 from qtorch.kernels.registry import REFERENCE, Kernel, Problem, kernels
+from qtorch.layouts import LAYOUTS
 from qtorch.primitives import compute_error, prune_2_4
 from tests.kernels.test_linear import SCHEMES
 

@@ -6,12 +6,13 @@ from torch.nn import functional
 
 import qtorch
 from qtorch import AffineQuantizedTensor, LinearSpec, QuantSpec
-from qtorch.kernels import cpu_features, fixed_point_mm, record_kernels
+from qtorch.kernels import features, record_kernels
+from qtorch.kernels.ops import fixed_point_mm
 from tests.rounding import EXTRA, assert_same_product, gamma, magnitude
 
 pytestmark = [
     pytest.mark.usefixtures("torch_kernels"),
-    pytest.mark.skipif(not cpu_features.has("vnni"), reason="needs a CPU that multiplies bytes"),
+    pytest.mark.skipif(not features.cpu_has("vnni"), reason="needs a CPU that multiplies bytes"),
 ]
 
 

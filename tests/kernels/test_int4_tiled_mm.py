@@ -5,8 +5,9 @@ import torch
 from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PerGroup, QuantSpec, TensorCoreTiledLayout
-from qtorch.kernels import cpu_features, record_kernels, reference
-from qtorch.kernels.int4_tiled_mm import MAX_ROWS
+from qtorch.kernels import features, record_kernels
+from qtorch.kernels.linear import reference
+from qtorch.kernels.linear.int4_tiled import MAX_ROWS
 from qtorch.primitives import ZeroPointDomain, compute_error
 from tests.rounding import assert_same_product
 
@@ -23,7 +24,7 @@ def layer(dtype: torch.dtype, n: int = 72, k: int = 160, group: int = 32, rows: 
 @pytest.mark.parametrize("has_bf16", [True, False])
 @pytest.mark.parametrize("rows", [0, 1, MAX_ROWS[True], MAX_ROWS[True] + 1])
 def test_against_reference_and_float(dtype, has_bf16, rows, monkeypatch):
-    monkeypatch.setattr(cpu_features, "has", lambda feature: has_bf16)
+    monkeypatch.setattr(features, "cpu_has", lambda feature: has_bf16)
     x, weight, quantized, bias = layer(dtype, rows=rows)
     with record_kernels() as ran:
         y = functional.linear(x, quantized, bias)

@@ -5,9 +5,10 @@ import importlib
 import pytest
 import torch
 
-from qtorch.kernels import cpu_features, int_matmul, int_scaled_matmul, record_kernels
+from qtorch.kernels import features, int_scaled_matmul, record_kernels
+from qtorch.kernels.ops import int_matmul
 
-module = importlib.import_module("qtorch.kernels.int_matmul")
+module = importlib.import_module("qtorch.kernels.ops.int_matmul")
 
 SHAPES = [(1, 1, 1), (3, 1, 5), (3, 5, 7), (1, 1024, 4), (17, 1025, 3), (2, 4097, 33), (0, 8, 4), (4, 8, 0)]
 
@@ -43,7 +44,7 @@ def test_any_strides():
 
 @pytest.mark.parametrize("vnni", [True, False])
 def test_the_choice_follows_the_processor(vnni, monkeypatch):
-    monkeypatch.setattr(cpu_features, "has", lambda feature: vnni)
+    monkeypatch.setattr(features, "cpu_has", lambda feature: vnni)
     with record_kernels() as ran:
         int_matmul(random_codes(2, 8), random_codes(8, 2))
     assert ran == ["int_matmul", "int_matmul.vnni" if vnni else "int_matmul.sliced"]

@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
-from qtorch.kernels import LaunchConfig, autotune, launch_config, record_kernels
-from qtorch.kernels.launch_config import SHIPPED, Table, find, forced, launch
+from qtorch.kernels import LaunchConfig, autotune, record_kernels
+from qtorch.kernels.cuda import launch_config
+from qtorch.kernels.cuda.launch_config import SHIPPED, Table, find, forced, launch
 
 OPS = {"int8_scaled_mm", "intx_weight_mm", "int8_grouped_mm", "tile_scaled_mm"}
 

@@ -5,7 +5,8 @@ import torch
 from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PerBlock, PerGroup, PerRow, PerTensor, QuantSpec
-from qtorch.kernels import cpu_features, record_kernels, reference
+from qtorch.kernels import features, record_kernels
+from qtorch.kernels.linear import reference
 from qtorch.primitives import ZeroPointDomain, compute_error
 from tests.rounding import assert_same_product
 
@@ -126,8 +127,8 @@ def test_integer_results_do_not_depend_on_the_processor(name, monkeypatch):
     x, _, quantized, bias = layer(SCHEMES[name][0], k=2080)
     results = []
     # Without 8-bit dot products torch._int_mm saturates, so it is not to be forced where they are not.
-    for vnni in (cpu_features.has("vnni"), False):
-        monkeypatch.setattr(cpu_features, "has", lambda feature, vnni=vnni: vnni)
+    for vnni in (features.cpu_has("vnni"), False):
+        monkeypatch.setattr(features, "cpu_has", lambda feature, vnni=vnni: vnni)
         results.append(functional.linear(x, quantized, bias))
     assert torch.equal(*results)
 
@@ -136,7 +137,7 @@ def test_integer_results_do_not_depend_on_the_processor(name, monkeypatch):
 @pytest.mark.parametrize("has_bf16", [True, False])
 @pytest.mark.parametrize("rows, packed_with_bf16", [(1, True), (16, True), (17, False), (200, False)])
 def test_int8_weight_mm_chooses_by_rows_and_processor(dtype, has_bf16, rows, packed_with_bf16, monkeypatch):
-    monkeypatch.setattr(cpu_features, "has", lambda feature: has_bf16)
+    monkeypatch.setattr(features, "cpu_has", lambda feature: has_bf16)
     weight = torch.randn(40, 96, dtype=dtype)
     quantized = AffineQuantizedTensor.from_float(weight, INT8)
     x = torch.randn(rows, 96, dtype=dtype)

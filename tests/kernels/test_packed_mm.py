@@ -14,9 +14,10 @@ from qtorch import (
     PlainLayout,
     QuantSpec,
 )
-from qtorch.kernels import record_kernels, reference
+from qtorch.kernels import record_kernels
+from qtorch.kernels.linear import reference
+from qtorch.layouts.packed import pack_codes
 from qtorch.primitives import ZeroPointDomain, compute_error, qdtype
-from qtorch.primitives.packing import pack_codes
 from tests.rounding import assert_same_product
 
 # The kernels made of torch operators; tests/kernels/cpu has the compiled ones.
@@ -71,8 +72,8 @@ def test_transposed(spec, dtype):
 
 def test_slices(monkeypatch):
     """Several slices, the last one shorter; no more than a slice is ever unpacked."""
-    import qtorch.kernels.packed_int8_mm as int8
-    import qtorch.kernels.packed_weight_mm as weight_only
+    import qtorch.kernels.linear.packed_int8_scaled as int8
+    import qtorch.kernels.linear.packed_weight_only as weight_only
 
     rows = []
     for module in (int8, weight_only):

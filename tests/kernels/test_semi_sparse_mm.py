@@ -16,9 +16,12 @@ from qtorch import (
     QuantSpec,
 )
 from qtorch import SemiSparseLayout as SemiSparse
-from qtorch.kernels import fixed_point_mm, record_kernels, reference, semi_sparse_mm
+from qtorch.kernels import record_kernels
+from qtorch.kernels.linear import reference
+from qtorch.kernels.linear import semi_sparse as semi_sparse_mm
+from qtorch.kernels.ops import fixed_point_mm
+from qtorch.layouts.semi_sparse import pack_2_4
 from qtorch.primitives import ZeroPointDomain, compute_error, prune_2_4
-from qtorch.primitives.sparsity import pack_2_4
 from tests.rounding import assert_same_product
 
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
@@ -162,7 +165,7 @@ def cusparselt_in_plain_torch(monkeypatch):
         assert not dense.is_contiguous(), "B is column-major"
         return (codes.double() @ dense.double()).to(out_dtype)
 
-    from qtorch.dtypes.layouts import semi_sparse
+    from qtorch.layouts import semi_sparse
 
     monkeypatch.setattr(torch, "_cslt_compress", compress)
     monkeypatch.setattr(torch, "_cslt_sparse_mm", multiply)

@@ -4,13 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qtorch.primitives import (
-    Rounding,
-    ZeroPointDomain,
-    dequantize_affine,
-    qdtype,
-    quantize_affine,
-)
+from qtorch.primitives import Rounding, ZeroPointDomain, dequantize_affine, qdtype, quantize_affine
 
 PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
 

@@ -5,12 +5,7 @@ import torch
 import torch.ao.quantization.fx._decomposed  # registers quantized_decomposed
 from torch import Tensor
 
-from qtorch.primitives import (
-    MappingType,
-    choose_qparams_affine,
-    dequantize_affine,
-    quantize_affine,
-)
+from qtorch.primitives import MappingType, choose_qparams_affine, dequantize_affine, quantize_affine
 
 OPS = torch.ops.quantized_decomposed
 

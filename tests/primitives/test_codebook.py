@@ -8,24 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtorch import (
-    CodebookSpec,
-    MappingType,
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    QuantSpec,
-    compute_error,
-)
-from qtorch.primitives import (
-    NF4_TABLE,
-    dequantize_codebook,
-    from_json,
-    kmeans_codebook,
-    quantize_codebook,
-    to_json,
-)
+from qtorch import CodebookSpec, MappingType, PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, compute_error
+from qtorch.primitives import NF4_TABLE, dequantize_codebook, from_json, kmeans_codebook, quantize_codebook, to_json
 from qtorch.primitives.double_quant import dequantize_scale, quantize_scale
 from qtorch.primitives.granularity import BlockView
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from qtorch.dtypes.int32_words import pack_to_int32, unpack_from_int32
 from qtorch.primitives import (
     HQQRule,
     MappingType,
@@ -20,7 +21,6 @@ from qtorch.primitives import (
     compute_error,
     qdtype,
 )
-from qtorch.primitives.packing import pack_to_int32, unpack_from_int32
 
 SPECS = [
     QuantSpec("int8", PerTensor()),

@@ -10,22 +10,8 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qtorch.primitives import (
-    Granularity,
-    PerAxis,
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    PerToken,
-)
-from qtorch.primitives.granularity import (
-    BlockView,
-    block_of,
-    granularity_of,
-    resolve_block,
-    scale_shape,
-)
+from qtorch.primitives import Granularity, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
+from qtorch.primitives.granularity import BlockView, block_of, granularity_of, resolve_block, scale_shape
 
 PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from qtorch import AffineQuantizedTensor, PackedLayout, PerRow, QuantSpec, compute_error, quantize_
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import library
+from qtorch.kernels.cpu import compiled_library as library
 from qtorch.primitives import PerGroup
 from qtorch.quantize_api import Recipe
 from qtorch.training import (
@@ -31,7 +31,7 @@ from qtorch.training import (
     mxfp8_training,
     switchback_training,
 )
-from qtorch.training.spec import int8
+from qtorch.training.engine.spec import int8
 
 W4A8 = TrainingSpec(GemmSpec(int8(), QuantSpec("int4", PerGroup(32), quant_min=-7)))
 

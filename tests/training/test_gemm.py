@@ -12,8 +12,8 @@ from qtorch import MappingType, PerBlock, PerGroup, PerRow, PerTensor, QuantSpec
 from qtorch.kernels import record_kernels
 from qtorch.primitives import Rounding
 from qtorch.training import GemmSpec, TrainingSpec, TrainingWeight, fully_quantized, quantized_matmul
-from qtorch.training.gemm import contraction
-from qtorch.training.spec import float8, int8
+from qtorch.training.engine.contraction import contraction
+from qtorch.training.engine.spec import float8, int8
 from tests.training.reference import RECIPES, three_matmuls
 
 every_recipe = pytest.mark.parametrize("name", RECIPES)

@@ -13,10 +13,10 @@ from qtorch import quantize_
 from qtorch.training import (
     Int8MixedPrecisionTrainingConfig,
     float8_training,
-    guardrails,
     int8_mixed_precision_training,
     switchback_training,
 )
+from qtorch.training.engine import guardrails
 
 
 @pytest.fixture(autouse=True)

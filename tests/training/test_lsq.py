@@ -36,11 +36,13 @@ from qtorch import (
     uintx_weight_only,
 )
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import library
+from qtorch.kernels.cpu import compiled_library as library
 from qtorch.primitives import LSQRule, MappingType, MinMaxRule, from_json, to_json
-from qtorch.training import calibrate, clip_penalty, convert, lsq, pact, parameter_groups
-from qtorch.training.fake_quantized_layers import FakeQuantizedLinear
-from qtorch.training.learned_quantizers import LearnedClip, LearnedStep
+from qtorch.training import clip_penalty, convert
+from qtorch.training.quantization_aware import calibrate, parameter_groups
+from qtorch.training.quantization_aware.layers.linear import FakeQuantizedLinear
+from qtorch.training.quantization_aware.quantizers.learned import LearnedClip, LearnedStep
+from qtorch.training.quantization_aware.recipes import lsq, pact
 
 # Recipe, whether it sums integers, (lowest, highest) SQNR in dB of the served weight.
 RECIPES = [

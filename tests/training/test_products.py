@@ -10,13 +10,7 @@ from torch import Tensor
 
 from qtorch import compute_error
 from qtorch.kernels import record_kernels
-from qtorch.training import (
-    TrainingSpec,
-    fully_quantized,
-    fully_quantized_float8,
-    quantized_einsum,
-    quantized_matmul,
-)
+from qtorch.training import TrainingSpec, fully_quantized, fully_quantized_float8, quantized_einsum, quantized_matmul
 from tests.training.reference import three_matmuls
 
 MATMULS = [((5, 8), (8, 3)), ((2, 5, 8), (8, 3)), ((8,), (8, 3)), ((5, 8), (8,)), ((8,), (8,))] + [

@@ -18,12 +18,13 @@ from torch.nn import functional
 import qtorch
 from qtorch import compute_error, load_quantized, quantize_, save_quantized
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import library
+from qtorch.kernels.cpu import compiled_library as library
 from qtorch.primitives import PercentileRule, fake_quantize_affine, from_json, prune_2_4, to_json
 from qtorch.quantize_api import WeightRecipe
-from qtorch.training import TrainableWeight, convert, qat
-from qtorch.training.fake_quantized_weight import FakeQuantizedWeight
-from qtorch.training.served_linear import sums_integers
+from qtorch.training import TrainableWeight, convert
+from qtorch.training.quantization_aware.recipes import qat
+from qtorch.training.quantization_aware.served_linear import sums_integers
+from qtorch.training.quantization_aware.weight import FakeQuantizedWeight
 from tests.every_recipe import NAMES, make
 
 every_recipe = pytest.mark.parametrize("name", NAMES)

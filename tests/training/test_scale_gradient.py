@@ -12,8 +12,8 @@ from qtorch import PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, compute_err
 from qtorch.primitives import AbsMeanRule, Granularity
 from qtorch.primitives.granularity import BlockView
 from qtorch.training import GemmSpec, TrainingSpec, TrainingWeight, fully_quantized
-from qtorch.training.gemm import contraction
-from qtorch.training.spec import int8, integer
+from qtorch.training.engine.contraction import contraction
+from qtorch.training.engine.spec import int8, integer
 
 
 def fake(x: Tensor, spec: QuantSpec) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from qtorch import MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, QuantSpec
 from qtorch.primitives import from_json, to_json
 from qtorch.training import GemmSpec, TrainingSpec, fully_quantized, fully_quantized_float8
-from qtorch.training.spec import float8, int8, integer
+from qtorch.training.engine.spec import float8, int8, integer
 
 
 def test_defaults_are_full_precision() -> None:

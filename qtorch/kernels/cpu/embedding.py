@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...layouts.packed import unpack_codes
 from ...primitives.affine import ZeroPointDomain, dequantize_affine
-from ...primitives.packing import unpack_codes
 from ...primitives.qdtype import qdtype
-from ..int8_scaled_mm import INTEGERS
-from ..library import note, opaque
+from ..custom_ops import note, opaque
+from ..linear.int8_scaled import INTEGERS
 from ..registry import Problem, register
 from . import weight
-from .library import TYPES, library, threads
+from .compiled_library import TYPES, library, threads
 
 _CALL = struct.Struct("=8q")
 

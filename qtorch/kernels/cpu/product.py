@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from . import choices
-from .choices import WAYS
-from .library import TYPES, library, threads
+from . import ways as choices
+from .compiled_library import TYPES, library, threads
+from .ways import WAYS
 from .weight import STRUCT, CompiledWeight, fits
 
 Numerics = tuple[float, ...]

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ...config import generation
-from ...primitives.packing import packed_length
+from ...layouts.inner_tensors import is_backed
+from ...layouts.packed import packed_length
 from ...primitives.qdtype import qdtype
 from ...primitives.scheme import Scheme
-from ..memory import is_backed
 from ..registry import Problem, needs_matrix
-from .library import TYPES, missing
+from .compiled_library import TYPES, missing
 
 STRUCT = struct.Struct("=14qd")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qtorch.kernels.cpu import library
+from qtorch.kernels.cpu import compiled_library as library
 from qtorch.kernels.cpu.build import instruction_sets
 
 BUILDS = [

@@ -12,7 +12,7 @@ python=${1:-python}
 
 directory=$(mktemp -d)
 trap 'rm -rf "$directory"' EXIT
-sets=${SANITIZE_SETS:-$("$python" -c 'from qtorch.kernels.cpu.library import instruction_sets, runs_here
+sets=${SANITIZE_SETS:-$("$python" -c 'from qtorch.kernels.cpu.compiled_library import instruction_sets, runs_here
 print(*filter(runs_here, instruction_sets()))')}
 # shellcheck disable=SC2086
 "$python" - "$directory/all" $sets <<'PYTHON'

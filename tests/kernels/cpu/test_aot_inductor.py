@@ -8,7 +8,8 @@ from torch import nn
 
 import qtorch
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import build, library
+from qtorch.kernels.cpu import build
+from qtorch.kernels.cpu import compiled_library as library
 
 pytestmark = [
     pytest.mark.slow,

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import qtorch
-from qtorch.kernels.cpu import build, cache, library
+from qtorch.kernels.cpu import build, cache
+from qtorch.kernels.cpu import compiled_library as library
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
 
 pytestmark = [NEEDS_LIBRARY, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a POSIX system")]
@@ -46,7 +47,7 @@ def use():
     qtorch.quantize_(layer, qtorch.int8_weight_only())
     with qtorch.kernels.record_kernels() as ran:
         layer(torch.randn(3, 64))
-    found = qtorch.kernels.cpu.library.library()
+    found = qtorch.kernels.cpu.compiled_library.library()
     print(ran[-1].partition(".")[0], found and found.path, flush=True)
 """
 

@@ -19,7 +19,7 @@ from qtorch import (
     compute_error,
 )
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import library
+from qtorch.kernels.cpu import compiled_library as library
 from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
 from tests.kernels.cpu.test_weight_only_mm import ASYMMETRIC, SPECS, weights
 

@@ -11,7 +11,9 @@ from torch import nn
 
 import qtorch
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import choices, float_copies, library
+from qtorch.kernels.cpu import compiled_library as library
+from qtorch.kernels.cpu import float_copies
+from qtorch.kernels.cpu import ways as choices
 
 pytestmark = pytest.mark.skipif(library.library() is None, reason="nothing is built")
 

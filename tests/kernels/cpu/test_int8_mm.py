@@ -19,8 +19,11 @@ from qtorch import (
     quantize_,
 )
 from qtorch.dtypes.linear import multiply
-from qtorch.kernels import record_kernels, reference
-from qtorch.kernels.cpu import choices, int8_mm, library
+from qtorch.kernels import record_kernels
+from qtorch.kernels.cpu import compiled_library as library
+from qtorch.kernels.cpu import int8 as int8_mm
+from qtorch.kernels.cpu import ways as choices
+from qtorch.kernels.linear import reference
 from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
 
 ASYMMETRIC = MappingType.ASYMMETRIC

@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import qtorch
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import build, choices, library
+from qtorch.kernels.cpu import build
+from qtorch.kernels.cpu import compiled_library as library
+from qtorch.kernels.cpu import ways as choices
 from tests.kernels.cpu.builds import BUILDS
 
 ROOT = Path(qtorch.__file__).parents[1]
@@ -157,7 +159,7 @@ def test_threads_are_those_of_torch():
 
 
 def test_the_choices_cover_every_build():
-    choices.load(Path(choices.__file__).with_name("choices.json"))
+    choices.load(Path(choices.__file__).with_name("ways.json"))
     for name in build.FLAGS["x86_64"]:
         for kind in ("float32", "bfloat16", "float16", "int8"):
             for packed in (True, False):

@@ -11,13 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import qtorch
-from qtorch.dtypes import (
-    deregister_aqt_quantized_linear_dispatch,
-    linear,
-    register_aqt_quantized_linear_dispatch,
-)
+from qtorch.dtypes import deregister_aqt_quantized_linear_dispatch, linear, register_aqt_quantized_linear_dispatch
 from qtorch.kernels import record_kernels, registry
-from qtorch.kernels.cpu import choices, library, product
+from qtorch.kernels.cpu import compiled_library as library
+from qtorch.kernels.cpu import product
+from qtorch.kernels.cpu import ways as choices
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
 from tests.rounding import assert_same_product
 

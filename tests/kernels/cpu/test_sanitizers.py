@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from qtorch.kernels.cpu import build, library
+from qtorch.kernels.cpu import build
+from qtorch.kernels.cpu import compiled_library as library
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
 
 

@@ -20,7 +20,9 @@ from qtorch import (
 )
 from qtorch.dtypes.linear import multiply
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import choices, library, weight_only_mm
+from qtorch.kernels.cpu import compiled_library as library
+from qtorch.kernels.cpu import ways as choices
+from qtorch.kernels.cpu import weight_only as weight_only_mm
 from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
 from tests.rounding import EXTRA, gamma
 

@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qtorch.kernels.triton import (
+from qtorch.kernels.cuda.triton import (
     int8_grouped_mm,
     int8_scaled_mm,
     intx_weight_mm,

@@ -18,17 +18,17 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from qtorch.kernels.launch_config import LaunchConfig, forced
-from qtorch.kernels.triton.int8_grouped_mm import int8_grouped_mm
-from qtorch.kernels.triton.int8_scaled_mm import int8_scaled_mm
-from qtorch.kernels.triton.intx_weight_mm import intx_weight_mm
-from qtorch.kernels.triton.quantize import quantize_rowwise
-from qtorch.kernels.triton.quantize_asymmetric import quantize_rowwise_asymmetric
-from qtorch.kernels.triton.quantize_columns import quantize_columnwise
-from qtorch.kernels.triton.quantize_tiles import quantize_tilewise
-from qtorch.kernels.triton.stochastic_update import update_bf16, update_int8
-from qtorch.kernels.triton.tile_scaled_mm import tile_scaled_mm
-from qtorch.kernels.triton.transpose import transposed_copy
+from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
+from qtorch.kernels.cuda.triton.int8_grouped_mm import int8_grouped_mm
+from qtorch.kernels.cuda.triton.int8_scaled_mm import int8_scaled_mm
+from qtorch.kernels.cuda.triton.intx_weight_mm import intx_weight_mm
+from qtorch.kernels.cuda.triton.quantize import quantize_rowwise
+from qtorch.kernels.cuda.triton.quantize_asymmetric import quantize_rowwise_asymmetric
+from qtorch.kernels.cuda.triton.quantize_columns import quantize_columnwise
+from qtorch.kernels.cuda.triton.quantize_tiles import quantize_tilewise
+from qtorch.kernels.cuda.triton.stochastic_update import update_bf16, update_int8
+from qtorch.kernels.cuda.triton.tile_scaled_mm import tile_scaled_mm
+from qtorch.kernels.cuda.triton.transpose import transposed_copy
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SEED = torch.zeros(1, dtype=torch.int64)

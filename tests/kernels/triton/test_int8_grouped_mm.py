@@ -14,10 +14,11 @@ from qtorch import (
     PlainLayout,
     QuantSpec,
 )
-from qtorch.kernels import record_kernels, reference
-from qtorch.kernels.launch_config import LaunchConfig, forced
-from qtorch.kernels.quantize_rowwise import quantize_input
-from qtorch.kernels.triton.int8_grouped_mm import int8_grouped_mm
+from qtorch.kernels import record_kernels
+from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
+from qtorch.kernels.cuda.triton.int8_grouped_mm import int8_grouped_mm
+from qtorch.kernels.linear import reference
+from qtorch.kernels.ops.quantize_rowwise import quantize_input
 
 ASYMMETRIC, SYMMETRIC = MappingType.ASYMMETRIC, MappingType.SYMMETRIC
 ACTIVATIONS = {

@@ -13,9 +13,10 @@ from qtorch import (
     PlainLayout,
     QuantSpec,
 )
-from qtorch.kernels import record_kernels, reference
-from qtorch.kernels.launch_config import LaunchConfig, forced
-from qtorch.kernels.triton.intx_weight_mm import intx_weight_mm
+from qtorch.kernels import record_kernels
+from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
+from qtorch.kernels.cuda.triton.intx_weight_mm import intx_weight_mm
+from qtorch.kernels.linear import reference
 from qtorch.primitives import ZeroPointDomain, compute_error
 
 ASYMMETRIC = MappingType.ASYMMETRIC

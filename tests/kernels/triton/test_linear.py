@@ -7,10 +7,11 @@ import torch
 from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PackedLayout, PerGroup, PerRow, PerTensor, QuantSpec
-from qtorch.dtypes.layouts import LAYOUTS
-from qtorch.kernels import record_kernels, reference
-from qtorch.kernels.launch_config import LaunchConfig, forced
+from qtorch.kernels import record_kernels
+from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
+from qtorch.kernels.linear import reference
 from qtorch.kernels.registry import Problem, kernels
+from qtorch.layouts import LAYOUTS
 from qtorch.primitives import ZeroPointDomain, compute_error
 from tests.kernels.test_linear import SCHEMES
 

@@ -3,13 +3,8 @@
 import pytest
 import torch
 
-from qtorch.kernels import (
-    quantize_int8_rowwise,
-    record_kernels,
-    stochastic_update_bf16_,
-    stochastic_update_int8_,
-)
-from qtorch.kernels.triton.stochastic_update import update_bf16, update_int8
+from qtorch.kernels import quantize_int8_rowwise, record_kernels, stochastic_update_bf16_, stochastic_update_int8_
+from qtorch.kernels.cuda.triton.stochastic_update import update_bf16, update_int8
 
 
 def seed(device, value):

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import qtorch
-from qtorch.kernels import gpu_features
+from qtorch.kernels import features
 
 KERNELS = {
     qtorch.int8_weight_only(): ["cuda_weight_mm"],
@@ -35,7 +35,7 @@ def on_cuda(weight: Tensor) -> Tensor:
     return type(weight)(inner, weight.scheme)
 
 
-@pytest.mark.skipif(gpu_features.missing("triton") is not None, reason="needs triton")
+@pytest.mark.skipif(features.cuda_lacks("triton") is not None, reason="needs triton")
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("recipe", KERNELS, ids=str)
 def test_linear_is_one_graph_with_the_kernels_for_cuda(recipe, dynamic):

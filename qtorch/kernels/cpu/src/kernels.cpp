@@ -1,4 +1,4 @@
-// Entry points, called from qtorch/kernels/cpu/library.py. This file is compiled once per instruction set.
+// Entry points, called from qtorch/kernels/cpu/compiled_library.py. This file is compiled once per instruction set.
 #include "amx.h"
 #include "amx_groups.h"
 #include "dequantize.h"

@@ -5,7 +5,7 @@
 
 namespace {
 
-// As in qtorch/kernels/cpu/library.py.
+// As in qtorch/kernels/cpu/compiled_library.py.
 enum Type : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT32, INT8, UINT8 };
 
 INLINE float half_to_float(uint16_t bits) {

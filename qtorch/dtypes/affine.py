@@ -1,0 +1,254 @@
+"""AffineQuantizedTensor: a tensor stored as codes with scales and zero points.
+
+    w = (codes - zero_point) * scale            (see `primitives.affine` for the other domains)
+
+Its layout says how codes, scales and zero points lie in memory; its `LinearSpec` also says how it wants the activation
+that it meets quantized. A static activation scale is one more inner tensor, `act_scale`. Scales that are quantized
+themselves (see `primitives.double_quant`) have theirs beside them, `scale_scale`; views and slices of such a tensor
+hold their scales in fp32, the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layouts import Layout, PlainLayout
+from ..layouts.base import Plain, check_scheme
+from ..layouts.inner_tensors import FLOATS, INTEGERS, Form, Forms, check_inner_tensors
+from ..primitives.affine import ZeroPointDomain
+from ..primitives.double_quant import dequantize_scale
+from ..primitives.scheme import Scheme
+from ..primitives.spec import LinearSpec, QuantSpec
+from .base import QuantizedTensor
+
+_BESIDE_LAYOUT = ("scale_scale", "scale_mean", "act_scale", "act_zero_point")
+"""Inner tensors that are the same in every layout; each None where the scheme has no such thing."""
+
+
+class AffineQuantizedTensor(QuantizedTensor):
+    """See the top of the file. Make one with `from_float` or `from_plain`.
+
+    Invariants, for a tensor of shape S in blocks of B: codes have shape S; scale and zero_point have shape S / B.
+    """
+
+    spec_type = QuantSpec
+
+    scale_scale: Tensor | None
+    scale_mean: Tensor | None
+    act_scale: Tensor | None
+    act_zero_point: Tensor | None
+
+    @classmethod
+    def tensor_names(cls, scheme: Scheme) -> tuple[str, ...]:
+        names: tuple[str, ...] = scheme.layout.tensors
+        return (*names, *_BESIDE_LAYOUT)
+
+    @classmethod
+    def forms(cls, scheme: Scheme) -> Forms:
+        check_scheme(scheme, QuantSpec)
+        return {**scheme.layout.forms(scheme), **_activation_forms(scheme)}
+
+    @classmethod
+    def from_float(
+        cls,
+        input: Tensor,
+        spec: LinearSpec | QuantSpec,
+        act_scale: Tensor | None = None,
+        act_zero_point: Tensor | None = None,
+    ) -> AffineQuantizedTensor:
+        """Quantize `input` (any shape; fp32, fp16 or bf16), which also gives the logical dtype.
+
+        Args:
+            spec: how; a bare `QuantSpec` is a weight-only `LinearSpec` in the plain layout.
+            act_scale, act_zero_point: of a static activation.
+
+        Raises:
+            ValueError: a block does not divide the shape; a static spec without its scale.
+            TypeError: `input` is not in floating point.
+        """
+        if not input.is_floating_point():
+            raise TypeError(f"from_float takes a floating-point tensor, got {input.dtype}")
+        linear = spec if isinstance(spec, LinearSpec) else LinearSpec(spec)
+        weight = linear.weight
+        with torch.no_grad():
+            others, zero_point = weight.choose_stored_qparams(input)
+            codes = weight.quantize(input, dequantize_scale(others, weight.scale_spec), zero_point)
+            others |= {"zero_point": zero_point, "act_scale": act_scale, "act_zero_point": act_zero_point}
+            return cls._from_codes(codes, others, linear, input.dtype)
+
+    @classmethod
+    def from_plain(
+        cls,
+        codes: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        spec: LinearSpec | QuantSpec,
+        dtype: torch.dtype,
+        act_scale: Tensor | None = None,
+        act_zero_point: Tensor | None = None,
+    ) -> AffineQuantizedTensor:
+        """Wrap codes that are already there; the scales are kept as they are, whatever the `scale_spec`.
+
+        Args:
+            codes: in the storage dtype of the spec.
+            scale, zero_point: one element per block, of the rank of codes.
+            dtype: logical dtype.
+
+        Raises:
+            ValueError: a shape or dtype does not fit the spec.
+        """
+        linear = _with_dense_scales(spec if isinstance(spec, LinearSpec) else LinearSpec(spec))
+        others = {"scale": scale, "zero_point": zero_point, "act_scale": act_scale, "act_zero_point": act_zero_point}
+        return cls._from_codes(codes, others, linear, dtype)
+
+    @classmethod
+    def _from_codes(
+        cls, codes: Tensor, others: Mapping[str, Tensor | None], linear: LinearSpec, dtype: torch.dtype
+    ) -> AffineQuantizedTensor:
+        """From codes, and the other tensors as they are stored."""
+        if linear.layout is None:
+            linear = replace(linear, layout=PlainLayout())
+        scheme = Scheme(linear, tuple(codes.shape), dtype)
+        linear.layout.check(scheme)
+        plain = {**PlainLayout().forms(scheme), **_activation_forms(scheme)}
+        check_inner_tensors({"qdata": codes, **others}, plain, scheme)
+        packed = linear.layout.pack((codes, others["scale"], others.get("zero_point")), scheme)
+        return cls({**{name: others.get(name) for name in _BESIDE_LAYOUT}, **packed}, scheme)
+
+    def plain(self) -> Plain:
+        """(codes, scale in floating point, zero_point), unpacked; zero_point None where it is always zero."""
+        codes, scale, zero_point = self._unpacked()
+        return codes, scale if self.scale_scale is None else self.dense_scale(), zero_point
+
+    def _unpacked(self) -> Plain:
+        """`plain` with the scale as it is stored."""
+        layout = self.scheme.layout
+        return layout.unpack({name: getattr(self, name) for name in layout.tensors}, self.scheme)
+
+    def dense_scale(self, rows: Tensor | None = None) -> Tensor:
+        """The scale in floating point, of these rows of blocks or of all; of layouts that keep it beside the codes."""
+        if rows is None and self.scale_scale is None:
+            return self.scale  # type: ignore[attr-defined]
+        return dequantize_scale(self.inner_tensors, self.scheme.weight.scale_spec, rows)
+
+    def with_plain(self, plain: Plain, spec: LinearSpec | None = None) -> AffineQuantizedTensor:
+        """Other codes in the same layout, logical dtype and activation."""
+        codes, scale, zero_point = plain
+        spec = spec or self.scheme.spec
+        return type(self).from_plain(
+            codes, scale, zero_point, spec, self.scheme.dtype, self.act_scale, self.act_zero_point
+        )
+
+    def with_packed(self, qdata: Tensor, scale: Tensor, other: Tensor | None, scheme: Scheme) -> AffineQuantizedTensor:
+        """`with_plain` from codes that are packed for the layout of `scheme`; `other` is the zero point."""
+        names = (*scheme.layout.tensors, "act_scale", "act_zero_point")
+        values = (qdata, scale, other, self.act_scale, self.act_zero_point)
+        scheme = replace(scheme, spec=_with_dense_scales(scheme.spec))
+        return type(self)(dict(zip(names, values, strict=True)), scheme)
+
+    def quantized_like(self, source: Tensor) -> AffineQuantizedTensor:
+        """`source` with the spec, scale dtype, activation and layout of this tensor."""
+        spec = self.scheme.spec
+        activation = {"act_scale": self.act_scale, "act_zero_point": self.act_zero_point}
+        if isinstance(source, AffineQuantizedTensor) and source.scheme.weight == spec.weight:
+            codes, others = source.canonical()
+            return type(self)._from_codes(codes, others | activation, spec, source.scheme.dtype)
+        values = source.dequantize() if isinstance(source, QuantizedTensor) else source
+        values = values.to(self.device, self.scheme.dtype)
+        if spec.weight.scale_spec is None:
+            # The codes are those for the scale as it will be stored: after .to(dtype), not what the spec chooses now.
+            spec = replace(spec, weight=replace(spec.weight, scale_dtype=self.scales()[0].dtype))
+        result = type(self).from_float(values, spec, **activation)
+        return type(self)(result.inner_tensors, replace(result.scheme, spec=self.scheme.spec))
+
+    def canonical(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """(codes, the other tensors by name) as they are saved."""
+        codes, scale, zero_point = self._unpacked()
+        others = {"scale": scale, "zero_point": zero_point, **{name: getattr(self, name) for name in _BESIDE_LAYOUT}}
+        return codes, {name: tensor for name, tensor in others.items() if tensor is not None}
+
+    @classmethod
+    def from_canonical(cls, codes: Tensor, others: dict[str, Tensor], scheme: Scheme) -> AffineQuantizedTensor:
+        """Inverse of `canonical`."""
+        return cls._from_codes(codes, others, scheme.spec, scheme.dtype)
+
+    def scales(self) -> tuple[Tensor, Tensor | None]:
+        """(scale, zero_point), the scale in floating point, without unpacking codes where that can be avoided."""
+        if self.scheme.layout.packed_axis is None:
+            return self.plain()[1:]
+        return self.dense_scale(), self.zero_point  # type: ignore[attr-defined]
+
+    def moved(
+        self, device: torch.device, move: Callable[[Tensor], Tensor], dtype: torch.dtype
+    ) -> AffineQuantizedTensor:
+        layout = self.scheme.layout
+        # The meta device has no data to pack otherwise.
+        if "meta" in (device.type, self.device.type) or layout.packing(device) == layout.packing(self.device):
+            return super().moved(device, move, dtype)
+        codes, others = self.canonical()
+        moved = {name: move(tensor) for name, tensor in others.items()}
+        return type(self).from_canonical(move(codes), moved, replace(self.scheme, dtype=dtype))
+
+    def _pickled(self) -> dict[str, Tensor]:
+        if self.scheme.layout.packing(self.device) is None:
+            return self.inner_tensors
+        codes, others = self.canonical()
+        return {"codes": codes, **others}
+
+    @classmethod
+    def _from_pickled(cls, tensors: dict[str, Tensor], scheme: Scheme) -> AffineQuantizedTensor:
+        if "codes" not in tensors:
+            return super()._from_pickled(tensors, scheme)
+        others = {name: tensor for name, tensor in tensors.items() if name != "codes"}
+        return cls.from_canonical(tensors["codes"], others, scheme)
+
+    def to_layout(self, layout: Layout) -> AffineQuantizedTensor:
+        """The same numbers in another layout."""
+        scheme = replace(self.scheme, spec=replace(self.scheme.spec, layout=layout))
+        return type(self).from_canonical(*self.canonical(), scheme)
+
+    def with_activation(
+        self,
+        activation: QuantSpec | None,
+        act_scale: Tensor | None = None,
+        act_zero_point: Tensor | None = None,
+    ) -> AffineQuantizedTensor:
+        """The same weight, asking for its input to be quantized by `activation`: static if `act_scale` is given."""
+        if activation is act_scale is self.scheme.activation is None:
+            return self
+        spec = replace(self.scheme.spec, activation=activation, static=act_scale is not None)
+        scheme, given = replace(self.scheme, spec=spec), {"act_scale": act_scale, "act_zero_point": act_zero_point}
+        check_inner_tensors(given, _activation_forms(scheme), scheme)
+        return type(self)({**self.inner_tensors, **given}, scheme)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        scheme = self.scheme
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        # A compiler that traces, and logs what it does, has symbols for sizes; they take no format.
+        size = f"{self.nbytes:,}" if isinstance(self.nbytes, int) else str(self.nbytes)
+        return (
+            f"{type(self).__name__}({scheme.spec}, layout={scheme.layout}, shape={scheme.shape}, "
+            f"dtype={scheme.dtype}, device={self.device}, {size} bytes{grad})"
+        )
+
+
+def _with_dense_scales(spec: LinearSpec) -> LinearSpec:
+    return spec if spec.weight.scale_spec is None else replace(spec, weight=replace(spec.weight, scale_spec=None))
+
+
+def _activation_forms(scheme: Scheme) -> dict[str, tuple[Form, ...]]:
+    """Of the tensors of a static activation: one scale for all of it, or for each block of its last axis."""
+    activation = scheme.activation
+    if not scheme.spec.static or activation is None:
+        return {}
+    shape = activation.scale_shape((1, *(scheme.codes_shape[-1:] or (1,))))
+    forms: dict[str, tuple[Form, ...]] = {"act_scale": (Form(shape, FLOATS),)}
+    if activation.has_zero_point:
+        dtypes = FLOATS if activation.zero_point_domain is ZeroPointDomain.FLOAT else INTEGERS
+        forms["act_zero_point"] = (Form(shape, dtypes),)
+    return forms

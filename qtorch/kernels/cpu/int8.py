@@ -1,0 +1,270 @@
+"""Linear with int8 activations and integer weights, compiled: the equation and the bits of `int8_scaled_mm`.
+
+The activation is quantized in the same call, row by row, where its spec is one that rows alone decide.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...primitives.affine import MappingType
+from ...primitives.granularity import PerRow
+from ...primitives.qdtype import qdtype
+from ...primitives.rounding import Rounding
+from ...primitives.scale_rules import MinMaxRule
+from ...primitives.scheme import Scheme
+from ...primitives.spec import QuantSpec
+from ..custom_ops import note, opaque, recording
+from ..linear import int8_scaled, packed_int8_scaled
+from ..ops.int8_grouped_mm import int8_grouped_mm
+from ..ops.quantize_rowwise import quantize_input
+from ..registry import Problem, register
+from ..rows import from_rows, to_rows
+from . import weight
+from .compiled_library import TYPES, library, threads
+from .product import Numerics, Product
+
+GROUP_MULTIPLE = 32
+"""What the groups of a weight are multiples of."""
+
+_CALL = struct.Struct("=12q2d4q")
+
+
+class _Product(Product):
+    __slots__ = ()
+    name, layout = "int8_mm", _CALL
+
+
+def _fake(
+    x: Tensor,
+    xs: Tensor | None,
+    xz: Tensor | None,
+    quantizer: list[float],
+    codes: Tensor,
+    n: int,
+    ws: Tensor,
+    wz: Tensor | None,
+    packed: bool,
+    weight_dtype: str,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+) -> Tensor:
+    return x.new_empty(x.shape[0], n, dtype=dtype)
+
+
+@opaque(
+    "cpu_int8_mm(Tensor x, Tensor? xs, Tensor? xz, float[] quantizer, Tensor codes, SymInt n, Tensor ws, Tensor? wz, "
+    "bool packed, str weight_dtype, ScalarType dtype, Tensor? bias) -> Tensor",
+    _fake,
+)
+def cpu_int8_mm(
+    x: Tensor,
+    xs: Tensor | None,
+    xz: Tensor | None,
+    quantizer: list[float],
+    codes: Tensor,
+    n: int,
+    ws: Tensor,
+    wz: Tensor | None,
+    packed: bool,
+    weight_dtype: str,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+) -> Tensor:
+    """The equation, y (M, N).
+
+    Args:
+        x: (M, K) int8 codes; or fp32, bf16 or fp16, and then quantized here.
+        xs, xz: scale and zero point, (M, 1) or (1, 1), of codes, or to quantize floating point with; None for a scale
+            that follows from each row.
+        quantizer: of floating point: (low, high, asymmetric, given, smallest scale, largest scale); see
+            `row_quantizer` and `static_quantizer`.
+        codes: (N, K) int8 or uint8, or packed along K.
+        ws, wz: (N, G), or (1, 1).
+        weight_dtype: name of a `QDType`.
+        dtype: of the result.
+        bias: (N) in that dtype, or None.
+    """
+    m, k = x.shape
+    if not k:
+        zeros = x.new_zeros(m, n, dtype=dtype)
+        return zeros if bias is None else zeros.add_(bias)
+    weight.check_bias(bias, dtype, n)
+    numerics = _numerics(quantizer)
+    about = (x.dtype, dtype, "int8", numerics)
+    product = _Product.of(codes, ws, wz, n, k, weight_dtype, packed, "INT", 0.0, *about)
+    compiled, way = product.compiled, product.way(m)
+    if compiled is None or way == "torch":
+        note("cpu_int8_mm.torch")
+        if x.dtype is not torch.int8:
+            x, xs, xz = quantize_rows(x, quantizer, xs, xz)
+        assert xs is not None
+        if packed:
+            y = packed_int8_scaled.packed_int8_mm(x, xs, xz, codes, ws, wz, weight_dtype, dtype)
+        else:
+            y = int8_grouped_mm(x, xs, xz, codes, ws, wz, dtype)
+        return y if bias is None else y.add_(bias)
+    if recording():
+        note(f"cpu_int8_mm.{compiled.instruction_set}.{way}")
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if xs is not None:
+        xs, xz = _of_rows(xs, xz, m, writable=x.dtype is not torch.int8)
+        numerics = _numerics(quantizer, xs.data_ptr(), 0 if xz is None else xz.data_ptr())
+    return product.run(x, x.stride(0), m, (m, n), bias, way, numerics)
+
+
+def _numerics(quantizer: Sequence[float], scale: int = 0, zero_point: int = 0) -> Numerics:
+    """What the struct says of x: how to quantize it, or where its scales and zero points are."""
+    low, high, asymmetric, given, smallest, largest = quantizer or (0, 0, 0, 0, 0.0, 0.0)
+    return int(low), int(high), int(asymmetric), int(given), smallest, largest, scale, zero_point
+
+
+def _of_rows(xs: Tensor, xz: Tensor | None, m: int, writable: bool) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point for each row; in memory of their own for a quantizer, which writes NaN into some scales."""
+    scale = xs.float().expand(m, 1)
+    scale = scale.clone(memory_format=torch.contiguous_format) if writable else scale.contiguous()
+    return scale, None if xz is None else xz.to(torch.int32).expand(m, 1).contiguous()
+
+
+def quantize_rows(
+    x: Tensor, quantizer: list[float], xs: Tensor | None = None, xz: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes, scale, zero_point) of the rows of x (M, K), as a `row_quantizer` says, or a `static_quantizer` with the
+    scale and zero point that are given.
+
+    Raises:
+        RuntimeError: there is no compiled library.
+    """
+    compiled = library()
+    if compiled is None:
+        raise RuntimeError("quantize_rows needs the compiled kernels")
+    m, k = x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    codes = torch.empty(m, k, dtype=torch.int8)
+    if xs is not None:
+        scale, zero_point = _of_rows(xs, xz, m, writable=True)
+    else:
+        scale, zero_point = torch.empty(m, 1), torch.empty(m, 1, dtype=torch.int32) if quantizer[2] else None
+    no_weight = bytes(weight.STRUCT.size)
+    matrices = (x.data_ptr(), TYPES[x.dtype], x.stride(0), m, codes.data_ptr(), TYPES[torch.int8], k, 0)
+    numerics = _numerics(quantizer, scale.data_ptr(), 0 if zero_point is None else zero_point.data_ptr())
+    compiled.quantize_rows(no_weight + _CALL.pack(*matrices, *numerics, 0, threads()))
+    return codes, scale, zero_point
+
+
+@functools.cache
+def row_quantizer(spec: QuantSpec) -> tuple[float, ...] | None:
+    """(low, high, asymmetric, given, smallest scale, largest scale) of a spec that the compiled quantizer follows, or
+    None."""
+    symmetric = spec.mapping is MappingType.SYMMETRIC and not spec.has_zero_point
+    asymmetric = spec.mapping is MappingType.ASYMMETRIC and spec.zero_point_domain.name == "INT"
+    if (
+        spec.dtype is not qdtype("int8")
+        or not isinstance(spec.granularity, PerRow)
+        or not (symmetric or asymmetric)
+        or not isinstance(spec.scale_rule, MinMaxRule)
+        or spec.rounding is not Rounding.NEAREST_EVEN
+        or spec.scale_dtype not in (None, torch.float32)
+    ):
+        return None
+    low, high = spec.code_range
+    limits = torch.finfo(torch.float32)
+    largest = min(limits.max, torch.finfo(torch.bfloat16).max / ((high - low + 1) / 2))
+    return float(low), float(high), float(asymmetric), 0.0, max(limits.tiny, spec.eps or 0.0), largest
+
+
+@functools.cache
+def static_quantizer(spec: QuantSpec) -> tuple[float, ...] | None:
+    """The same of a spec whose scale and zero point are given."""
+    integers = spec.zero_point_domain.name != "FLOAT" or not spec.has_zero_point
+    if spec.dtype is not qdtype("int8") or not integers or spec.rounding is not Rounding.NEAREST_EVEN:
+        return None
+    low, high = spec.code_range
+    return float(low), float(high), 0.0, 1.0, 0.0, 0.0
+
+
+def _supports(problem: Problem) -> str | None:
+    if reason := int8_scaled.supports(problem) or weight.supports(problem):
+        return reason
+    if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"takes fp32, bf16 or fp16 activations, got {str(problem.dtype).removeprefix('torch.')}"
+    scheme = problem.scheme
+    group = scheme.weight.block_size(scheme.shape)[1]
+    if group != scheme.shape[1] and group % GROUP_MULTIPLE:
+        return f"takes groups of a multiple of {GROUP_MULTIPLE}, the weight has {group}"
+    return None
+
+
+def _is_better_fused(scheme: Scheme) -> bool:
+    """Whether a compiler does better with torch's own product, around which it fuses quantization and scales: for a
+    scale per row, where torch multiplies int8 on matrix tiles."""
+    compiled = library()
+    plain = scheme.layout.packed_axis is None and scheme.weight.dtype.storage == torch.int8
+    one_group = scheme.weight.scale_shape(scheme.shape)[1] == 1
+    zero_points = scheme.weight.has_zero_point or scheme.activation.has_zero_point  # type: ignore[union-attr]
+    return compiled is not None and compiled.instruction_set == "amx" and plain and one_group and not zero_points
+
+
+# A constant of the graph, as the choice of the kernel is; see `dtypes.linear`.
+_is_better_fused._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _has_few_rows(x: Tensor) -> bool:
+    """Whether there are at most 16, as far as a compiler knows without asking for it: no batch size becomes a guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(x.numel() <= 16 * x.shape[-1])
+
+
+def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
+    scheme = quantized.scheme
+    if torch.compiler.is_compiling() and _is_better_fused(scheme) and not _has_few_rows(x):
+        return int8_scaled.int8_scaled_mm(x, quantized, bias)
+    rows = to_rows(x)
+    static = scheme.spec.static
+    quantizer = static_quantizer(scheme.activation) if static else row_quantizer(scheme.activation)
+    if quantizer is None:
+        xq, xs, xz = quantize_input(rows, quantized)
+    elif static:
+        xq, xs, xz = rows, quantized.act_scale, quantized.act_zero_point
+    else:
+        xq, xs, xz = rows, None, None
+    packed = scheme.layout.packed_axis is not None
+    added, bias = weight.split_bias(bias, x, scheme.shape[0])
+    y = cpu_int8_mm(
+        xq,
+        xs,
+        xz,
+        list(quantizer or ()),
+        quantized.qdata,
+        scheme.shape[0],
+        quantized.dense_scale(),
+        quantized.zero_point,
+        packed,
+        scheme.weight.dtype.name,
+        x.dtype,
+        added,
+    )
+    if not torch.compiler.is_compiling() and quantizer and not static:
+        _Product.prepare(quantized)
+    return from_rows(y, x, bias)
+
+
+for _layout in ("plain", "packed"):
+    register(
+        "linear",
+        layout=_layout,
+        weight=int8_scaled.INTEGERS,
+        activation=("int8",),
+        device="cpu",
+        priority=30,
+        supports=_supports,
+        checks_memory=True,
+        name=f"cpu_int8_mm_{_layout}",
+    )(_linear)

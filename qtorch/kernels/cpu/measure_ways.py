@@ -1,0 +1,133 @@
+"""Measure on this machine which way is fastest for how many rows: `calibrate_cpu`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ...layouts.packed import pack_codes
+from ...primitives.qdtype import qdtype
+from . import ways as choices
+from .compiled_library import library
+from .int8 import cpu_int8_mm
+from .weight_only import cpu_weight_only_mm
+
+ROWS = {"small": (1, 2, 4, 8, 16, 32, 64, 256, 1024), "large": (1, 2, 4, 8, 12, 16, 32, 64, 256)}
+"""Numbers of rows that are measured, by size of the weight."""
+
+SIZES = {"small": 512, "large": 2048}
+"""Rows and columns of the weight."""
+
+COPIES = 8
+"""Weights that take turns, so that large ones come from memory as in a model."""
+
+ROUNDS = 5
+
+HOPELESS = 2.0
+"""A way that takes so many times the least in the first turn gets no other."""
+
+Steps = list[tuple[int | None, str]]
+
+
+def calibrate_cpu(path: str | Path) -> dict[str, Steps]:
+    """Time every way of multiplying on this machine, in about a minute, use the fastest from here on, and save them.
+
+    Args:
+        path: JSON file to write; the environment variable QTORCH_CPU_CHOICES makes later processes read it.
+
+    Returns:
+        For each kind of problem, (largest number of rows, way).
+
+    Raises:
+        RuntimeError: there are no compiled kernels.
+    """
+    compiled = library()
+    if compiled is None:
+        raise RuntimeError("calibrate_cpu measures the compiled kernels, and there are none")
+    ways = [way for way in choices.WAYS if way != "amx" or compiled.instruction_set == "amx"]
+    table: dict[str, Steps] = {}
+    for size, packed, grouped in itertools.product(SIZES, (False, True), (False, True)):
+        weights = _Weights(SIZES[size], packed, grouped)
+        inputs = [torch.randn(rows, SIZES[size]) for rows in ROWS[size]]
+        key = choices.key_of("int8", packed, grouped, SIZES[size] ** 2)
+        table[key] = _steps({len(x): _times(weights.calls(x, True, ["dot", "tile", "torch"])) for x in inputs})
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            times = {len(x): _times(weights.calls(x.to(dtype), False, [*ways, "float"])) for x in inputs}
+            key = choices.key_of(dtype, packed, grouped, SIZES[size] ** 2)
+            table[key], table[f"{key} copied"] = _steps(times, {"copy"}), _steps(times, {"float"})
+    Path(path).write_text(json.dumps({compiled.instruction_set: table}, indent=1) + "\n")
+    choices.load(path)
+    return table
+
+
+class _Weights:
+    """Random ones of a kind."""
+
+    def __init__(self, size: int, packed: bool, grouped: bool) -> None:
+        kind = qdtype("int4" if packed else "int8")
+        low, high = int(kind.quant_min), int(kind.quant_max)
+        codes = torch.randint(low, high + 1, (COPIES, size, size), dtype=torch.int8)
+        self.size, self.packed, self.kind, self.bounds = size, packed, kind, (float(low), float(high))
+        self.codes = pack_codes(codes, kind) if packed else codes
+        self.scale = torch.full((size, size // 128 if grouped else 1), 0.01)
+
+    def calls(self, x: Tensor, int8: bool, ways: list[str]) -> dict[str, Callable[[], Tensor]]:
+        """Multiply `x` with one of the weights after the other, by way; weight-only also with copies in floating point,
+        "copy"."""
+        turns = itertools.cycle(range(COPIES))
+        kind = (self.packed, self.kind.name)
+
+        def multiply(way: str) -> Tensor:
+            codes = self.codes[next(turns)]
+            with choices.force(way):
+                if not int8:
+                    return cpu_weight_only_mm(x, codes, self.size, self.scale, None, *kind, *self.bounds, "INT", None)
+                quantizer = [-127.0, 127.0, 0.0, 1e-30, 1e30]
+                return cpu_int8_mm(x, None, None, quantizer, codes, self.size, self.scale, None, *kind, x.dtype, None)
+
+        # Dot products read the weight once every eight rows.
+        ways = [way for way in ways if way != "dot" or len(x) <= 16]
+        found: dict[str, Callable[[], Tensor]] = {way: functools.partial(multiply, way) for way in ways}
+        if not int8:
+            floats = torch.randn(COPIES, self.size, self.size).to(x.dtype)
+            found["copy"] = lambda: functional.linear(x, floats[next(turns)])
+        return found
+
+
+def _times(calls: Mapping[str, Callable[[], Tensor]]) -> dict[str, float]:
+    """The least time of each call, in turns."""
+    times = dict.fromkeys(calls, float("inf"))
+    for turn in range(ROUNDS):
+        least = min(times.values())
+        for way, call in calls.items():
+            if turn and times[way] > HOPELESS * least:
+                continue
+            start = time.perf_counter()
+            call()
+            times[way] = min(times[way], time.perf_counter() - start)
+    return times
+
+
+def _steps(times: Mapping[int, Mapping[str, float]], without: Collection[str] = ()) -> Steps:
+    """The fastest way for each number of rows, neighbours of the same way joined; a single one that differs from both
+    its neighbours is noise. The time of a "copy" counts for "float"."""
+    ways = [min((way for way in of if way not in without), key=of.__getitem__) for of in times.values()]
+    ways = ["float" if way == "copy" else way for way in ways]
+    for i in range(1, len(ways) - 1):
+        if ways[i - 1] == ways[i + 1]:
+            ways[i] = ways[i - 1]
+    steps: Steps = []
+    for rows, way in zip(times, ways):
+        if steps and steps[-1][1] == way:
+            steps.pop()
+        steps.append((rows, way))
+    steps[-1] = (None, steps[-1][1])
+    return steps

@@ -1,0 +1,172 @@
+"""Linear with an integer weight and a floating-point activation, compiled.
+
+    y[m, n] = sum_k x[m, k] * dequantize(w)[n, k] + bias[n]
+
+The codes are read as the layout has them, and everything is added up in fp32. Which of the ways of src/ is taken
+depends on the number of rows, the size of the weight and the machine (`choices.py`). Where F.linear is faster than all
+of them, it runs on the dequantized weight: a slice at a time, or on a copy that `float_copies` keeps.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..custom_ops import note, opaque, recording
+from ..linear.int8_scaled import INTEGERS
+from ..linear.packed_weight_only import packed_weight_mm
+from ..ops.weight_only_mm import weight_only_mm
+from ..registry import Problem, register
+from ..rows import from_rows, to_rows
+from . import weight
+from .compiled_library import TYPES, Library, threads
+from .float_copies import float_copy, wanted
+from .product import Product
+
+_CALL = struct.Struct("=10q")
+
+SLICE_BYTES = 8 << 20
+"""Of a weight that is dequantized on each call: large enough for a fast product, small enough to stay in cache."""
+
+
+class _Product(Product):
+    __slots__ = ()
+    name, layout = "weight_only_mm", _CALL
+
+    def find_way(self, rows: int) -> str:
+        """Also "copy": F.linear on a dequantized copy, if there is room for it."""
+        return "copy" if wanted() and self.choose(rows, " copied") == "float" else self.choose(rows)
+
+
+def _fake(x: Tensor, codes: Tensor, n: int, *_: object) -> Tensor:
+    return x.new_empty(x.shape[0], n)
+
+
+@opaque(
+    "cpu_weight_only_mm(Tensor x, Tensor codes, SymInt n, Tensor scale, Tensor? zero_point, bool packed, str dtype, "
+    "float low, float high, str domain, Tensor? bias) -> Tensor",
+    _fake,
+)
+def cpu_weight_only_mm(
+    x: Tensor,
+    codes: Tensor,
+    n: int,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    packed: bool,
+    dtype: str,
+    low: float,
+    high: float,
+    domain: str,
+    bias: Tensor | None,
+) -> Tensor:
+    """The equation above.
+
+    Args:
+        x: (M, K) fp32, bf16 or fp16.
+        codes: (N, K) in the storage dtype of `dtype`, the name of a `QDType`; or packed along K.
+        scale, zero_point: (N, G), G groups of a row, or (1, 1).
+        low, high: bounds of the codes.
+        domain: name of a `ZeroPointDomain`.
+        bias: (N) in the dtype of x, or None.
+
+    Returns:
+        (M, N) in the dtype of x.
+    """
+    m, k = x.shape
+    weight.check_bias(bias, x.dtype, n)
+    middle = (low + high + 1) / 2
+    product = _Product.of(codes, scale, zero_point, n, k, dtype, packed, domain, middle, x.dtype, x.dtype, x.dtype, ())
+    compiled, way = product.compiled, product.way(m)
+    if compiled is not None and way == "copy":
+        made = _Dequantized(compiled, product.fields, n, k, x.dtype)
+        copy = float_copy(codes, scale, zero_point, x.dtype, made.rows, n * k * x.element_size())
+        if copy is not None:
+            note("cpu_weight_only_mm.float_copy")
+            return functional.linear(x, copy, bias)
+        way = product.choose(m)
+    if compiled is None or way == "torch":
+        note("cpu_weight_only_mm.torch")
+        if packed:
+            y = packed_weight_mm(x, codes, n, -1, scale, zero_point, dtype, low, high, domain)
+        else:
+            y = weight_only_mm(x, codes, scale, zero_point, dtype, low, high, domain)
+        return y if bias is None else y.add_(bias)
+    if recording():
+        note(f"cpu_weight_only_mm.{compiled.instruction_set}.{way}")
+    if way == "float":
+        return _multiply_slices(x, _Dequantized(compiled, product.fields, n, k, x.dtype), bias)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    return product.run(x, x.stride(0), m, (m, n), bias, way, ())
+
+
+class _Dequantized(NamedTuple):
+    """A weight (n, k) that `fields` describe, as floating-point numbers."""
+
+    library: Library
+    fields: tuple[float, ...]
+    n: int
+    k: int
+    dtype: torch.dtype
+
+    def rows(self, start: int = 0, stop: int | None = None, out: Tensor | None = None) -> Tensor:
+        """Rows from `start` to `stop`, all without; written into `out` if given."""
+        stop = self.n if stop is None else stop
+        out = torch.empty(stop - start, self.k, dtype=self.dtype) if out is None else out
+        fields = weight.part(self.fields, start, stop)
+        output = (out.data_ptr(), TYPES[self.dtype], self.k, 0)
+        self.library.dequantize(weight.STRUCT.pack(*fields) + _CALL.pack(0, 0, 0, 0, *output, 0, threads()))
+        return out
+
+
+def _multiply_slices(x: Tensor, made: _Dequantized, bias: Tensor | None) -> Tensor:
+    n, k = made.n, made.k
+    step = max(1, SLICE_BYTES // (k * x.element_size()))
+    if n <= step:
+        return functional.linear(x, made.rows(), bias)
+    y, memory = x.new_empty(x.shape[0], n), x.new_empty(step, k)
+    for start in range(0, n, step):
+        stop = min(start + step, n)
+        part = made.rows(start, stop, memory[: stop - start]).t()
+        if bias is None:
+            torch.mm(x, part, out=y[:, start:stop])
+        else:
+            torch.addmm(bias[start:stop], x, part, out=y[:, start:stop])
+    return y
+
+
+def _supports(problem: Problem) -> str | None:
+    if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"takes fp32, bf16 or fp16 activations, got {str(problem.dtype).removeprefix('torch.')}"
+    return weight.supports(problem)
+
+
+def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
+    scheme = quantized.scheme
+    n = scheme.shape[0]
+    added, bias = weight.split_bias(bias, x, n)
+    form = weight.form(scheme)
+    y = cpu_weight_only_mm(to_rows(x), quantized.qdata, n, quantized.dense_scale(), quantized.zero_point, *form, added)
+    if not torch.compiler.is_compiling():
+        _Product.prepare(quantized)
+    return from_rows(y, x, bias)
+
+
+for _layout in ("plain", "packed"):
+    register(
+        "linear",
+        layout=_layout,
+        weight=INTEGERS,
+        activation=(),
+        device="cpu",
+        priority=30,
+        supports=_supports,
+        checks_memory=True,
+        note="for many rows F.linear on the dequantized weight, where that is faster: made on each call, or kept "
+        "within qtorch.config.float_copy_bytes",
+        name=f"cpu_weight_only_mm_{_layout}",
+    )(_linear)

@@ -1,0 +1,102 @@
+"""`int8_scaled_mm` on CUDA, by Triton: int8 activations, integer weights of 1 to 8 bits, plain or packed.
+
+The equation, and the bits of the result, are those of `int8_scaled_mm`. One scale per output channel without zero
+points: one product in int32 (`triton/int8_scaled_mm.py`). Groups, zero points, packed codes: one product for each group
+(`triton/int8_grouped_mm.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...primitives.qdtype import qdtype
+from .. import features
+from ..custom_ops import note, opaque
+from ..linear.int8_scaled import INTEGERS, supports
+from ..ops.quantize_rowwise import quantize_input
+from ..registry import Problem, register
+from ..rows import from_rows, to_rows
+
+
+def _fake(
+    xq: Tensor,
+    xs: Tensor,
+    xz: Tensor | None,
+    qdata: Tensor,
+    ws: Tensor,
+    wz: Tensor | None,
+    weight_dtype: str,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    return xs.new_empty(xq.shape[0], qdata.shape[0], dtype=dtype)
+
+
+@opaque(
+    "cuda_int8_mm(Tensor xq, Tensor xs, Tensor? xz, Tensor qdata, Tensor ws, Tensor? wz, str weight_dtype, "
+    "Tensor? bias, ScalarType dtype) -> Tensor",
+    _fake,
+)
+def cuda_int8_mm(
+    xq: Tensor,
+    xs: Tensor,
+    xz: Tensor | None,
+    qdata: Tensor,
+    ws: Tensor,
+    wz: Tensor | None,
+    weight_dtype: str,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """See `int8_grouped_mm`.
+
+    Args:
+        xq, xs, xz, ws, wz: as there.
+        qdata: (N, K) codes of `weight_dtype`, a `QDType` name; or uint8, those codes packed by row.
+        bias: (N,), or None.
+        dtype: of the result, (M, N).
+    """
+    kind = qdtype(weight_dtype)
+    packed = qdata.shape[1] != xq.shape[1]
+    if not packed and qdata.dtype == torch.int8 and ws.shape[1] == 1 and wz is None:
+        from .triton.int8_scaled_mm import int8_scaled_mm
+
+        note("cuda_int8_mm.one_product")
+        return int8_scaled_mm(xq, qdata.t(), xs, ws.t(), dtype, bias, xz)
+    from .triton.int8_grouped_mm import int8_grouped_mm
+
+    note("cuda_int8_mm.grouped")
+    bits = kind.bits if packed else 8
+    return int8_grouped_mm(xq, xs, xz, qdata, ws, wz, bits, packed and kind.is_signed, dtype, bias)
+
+
+def _supports(problem: Problem) -> str | None:
+    layout = problem.scheme.layout
+    if layout.name not in ("plain", "packed"):
+        return f"reads the plain and the packed layout, the weight has {layout.name}"
+    if layout.packed_axis not in (None, -1):
+        return "takes codes packed along rows, this weight is transposed"
+    return features.cuda_lacks("triton") or supports(problem)
+
+
+@register(
+    "linear",
+    weight=INTEGERS,
+    activation=("int8",),
+    device="cuda",
+    priority=30,
+    supports=_supports,
+    name="cuda_int8_mm",
+)
+def cuda_int8_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    """Linear: quantize the activation, then the equation of `int8_scaled_mm`."""
+    rows = to_rows(x)
+    xq, xs, xz = quantize_input(rows, weight)
+    # A bias of another dtype decides that of the sum, so it is added outside.
+    fused = bias if bias is not None and bias.dtype == x.dtype else None
+    kind, scale = weight.scheme.weight.dtype.name, weight.dense_scale()
+    y = cuda_int8_mm(xq, xs, xz, weight.qdata, scale, weight.zero_point, kind, fused, x.dtype)
+    return from_rows(y, x, None if fused is not None else bias)

@@ -1,0 +1,255 @@
+"""Launch configurations of the GPU kernels: tables shipped per GPU, the nearest match, and tuning when asked.
+
+A table is a JSON file with named fields (`configs/`). Of a problem (op, dtype, M, N, K) the nearest entry is taken, by
+the distance |log2 M/M'| + |log2 N/N'| + |log2 K/K'|, with M rounded up to a power of two; of a GPU without a table,
+that of the same compute capability with the nearest number of multiprocessors, else `default.json`. Looking up takes a
+microsecond and nothing is ever timed unasked: tuning is `autotune`, or ``QTORCH_AUTOTUNE=1``. ``QTORCH_CONFIGS=file``
+names a table of one's own, which comes before the shipped ones and is where tuning writes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..custom_ops import note
+
+SHIPPED = Path(__file__).parent / "configs"
+
+Shape = tuple[int, int, int]
+Problem = tuple[str, str, Shape]
+"""(op, dtype, (M, N, K)), M a power of two."""
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How a kernel of tiles is launched.
+
+    Attributes:
+        block_m, block_n, block_k: the tile of a program; kernels round `block_k` down to what groups allow.
+        group_m: rows of tiles that share a band (see `tile_of`).
+        split_k: programs that share the contracted axis of a tile.
+        num_warps, num_stages: Triton's.
+        tma: fetch tiles by the copy engine, on GPUs that have one and for operands that allow it.
+        path: which of a kernel's ways, where it has several.
+    """
+
+    block_m: int = 16
+    block_n: int = 64
+    block_k: int = 64
+    group_m: int = 8
+    split_k: int = 1
+    num_warps: int = 4
+    num_stages: int = 3
+    tma: bool = False
+    path: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that are not at their default, for JSON."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+
+
+class Table:
+    """Entries of one GPU, read from a file.
+
+    Attributes:
+        gpu: its name as `torch.cuda.get_device_name` has it, ``""`` for any.
+        capability, multiprocessors: of that GPU.
+        measured: date of the measurement, None for reasoned values.
+        entries: the configuration of each problem.
+    """
+
+    def __init__(self, content: dict[str, Any], name: str) -> None:
+        self.name = name
+        self.gpu: str = content["gpu"]
+        self.capability = tuple(content["capability"])
+        self.multiprocessors: int = content["multiprocessors"]
+        self.measured: str | None = content["measured"]
+        self.entries: dict[Problem, LaunchConfig] = {}
+        for entry in content["configs"]:
+            entry = dict(entry)
+            problem = (entry.pop("op"), entry.pop("dtype"), (entry.pop("m"), entry.pop("n"), entry.pop("k")))
+            self.entries[problem] = LaunchConfig(**entry)
+
+    @staticmethod
+    def read(path: Path) -> Table:
+        return Table(json.loads(path.read_text()), path.stem)
+
+    def write(self, path: Path) -> None:
+        configs = [
+            {"op": op, "dtype": dtype, "m": m, "n": n, "k": k, **config.to_dict()}
+            for (op, dtype, (m, n, k)), config in sorted(self.entries.items(), key=lambda item: item[0])
+        ]
+        head = {"gpu": self.gpu, "capability": list(self.capability), "multiprocessors": self.multiprocessors}
+        lines = ",\n".join("  " + json.dumps(config) for config in configs)
+        text = json.dumps({**head, "measured": self.measured})[:-1] + f', "configs": [\n{lines}\n]}}\n'
+        path.write_text(text)
+
+    def nearest(self, op: str, dtype: str, shape: Shape) -> LaunchConfig | None:
+        """The entry of this op, of this dtype if there is one, at the least distance; None if the op has none."""
+        same = [(p, config) for p, config in self.entries.items() if p[0] == op]
+        same = [item for item in same if item[0][1] == dtype] or same
+        return min(same, key=lambda item: _distance(item[0][2], shape))[1] if same else None
+
+
+def _distance(a: Shape, b: Shape) -> float:
+    return sum(abs(math.log2(max(x, 1) / max(y, 1))) for x, y in zip(a, b, strict=True))
+
+
+@functools.cache
+def tables() -> list[Table]:
+    """The tables to ask for the current device, in order."""
+    found = [Table.read(path) for path in sorted(SHIPPED.glob("*.json"))]
+    default = [t for t in found if t.name == "default"]
+    own = _own_file()
+    mine = [Table.read(own)] if own is not None and own.exists() else []
+    if not torch.cuda.is_available():
+        return mine + default
+    properties = torch.cuda.get_device_properties()
+    capability = (properties.major, properties.minor)
+    exact = [t for t in found if t.gpu == properties.name]
+    alike = [t for t in found if t.capability == capability and t not in exact]
+    alike.sort(key=lambda t: abs(t.multiprocessors - properties.multi_processor_count))
+    return mine + (exact or alike[:1]) + default
+
+
+@functools.cache
+def _nearest(op: str, dtype: str, shape: Shape) -> LaunchConfig:
+    for table in tables():
+        if (config := table.nearest(op, dtype, shape)) is not None:
+            return config
+    return LaunchConfig()
+
+
+def _own_file() -> Path | None:
+    name = os.environ.get("QTORCH_CONFIGS")
+    return Path(name) if name else None
+
+
+# While tuning: what has been timed so far; None while not.
+_tuned: dict[Problem, LaunchConfig] | None = {} if os.environ.get("QTORCH_AUTOTUNE") == "1" else None
+_forced: list[LaunchConfig] = []
+
+
+def find(op: str, dtype: str, shape: Shape) -> LaunchConfig:
+    """The configuration for a problem: that forced, that tuned, or the nearest of the tables."""
+    if _forced:
+        return _forced[-1]
+    m, n, k = shape
+    bucket = (1 << max(0, m - 1).bit_length(), n, k)
+    if _tuned is not None and (config := _tuned.get((op, dtype, bucket))) is not None:
+        return config
+    return _nearest(op, dtype, bucket)
+
+
+def launch(
+    op: str,
+    dtype: str,
+    shape: Shape,
+    run: Callable[[LaunchConfig], None],
+    candidates: Iterable[LaunchConfig],
+    device: torch.device,
+) -> None:
+    """Run a kernel with the configuration of its problem; while tuning, time the candidates at its first call.
+
+    Args:
+        op, dtype: of the problem, as in the tables.
+        shape: (M, N, K).
+        run: launches, without side effects beyond its result.
+        candidates: what tuning tries.
+        device: of the tensors.
+    """
+    if _tuned is not None and not _forced and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        problem = (op, dtype, (1 << max(0, shape[0] - 1).bit_length(), *shape[1:]))
+        if problem not in _tuned:
+            _tuned[problem] = _fastest(run, [find(op, dtype, shape), *candidates])
+            if (own := _own_file()) is not None:
+                save_tuned(own)
+    config = find(op, dtype, shape)
+    note(f"triton.{op}" + (f".{config.path}" if config.path else ""))
+    run(config)
+
+
+def _fastest(run: Callable[[LaunchConfig], None], candidates: Iterable[LaunchConfig]) -> LaunchConfig:
+    """The candidate of the least median time; those that the GPU cannot run (registers, shared memory) drop out."""
+    from triton.runtime.errors import OutOfResources
+    from triton.testing import do_bench
+
+    times: dict[LaunchConfig, float] = {}
+    for config in dict.fromkeys(candidates):
+        try:
+            run(config)
+            times[config] = do_bench(lambda config=config: run(config), warmup=5, rep=25, return_mode="median")
+        except (OutOfResources, RuntimeError):
+            continue
+    if not times:
+        raise RuntimeError("no launch configuration runs on this GPU")
+    return min(times, key=times.__getitem__)
+
+
+@contextmanager
+def autotune(save_to: str | os.PathLike[str] | None = None) -> Iterator[dict[Problem, LaunchConfig]]:
+    """Within the ``with`` block, time the candidates of each GPU kernel at the first call with a new shape, and use the
+    fastest from then on: seconds for each shape. Gives the configurations found.
+
+    Args:
+        save_to: write them to this table when the block ends, beside those it has; name it in ``QTORCH_CONFIGS`` to use
+            them in later processes.
+    """
+    global _tuned
+    before = _tuned
+    _tuned = {} if before is None else before
+    try:
+        yield _tuned
+    finally:
+        if save_to is not None:
+            save_tuned(save_to)
+        found = _tuned
+        _tuned = before
+        if found:
+            own = tables()[0] if tables() and tables()[0].name == "tuned" else _new_table()
+            own.entries.update(found)
+            if own not in tables():
+                tables().insert(0, own)
+            _nearest.cache_clear()
+
+
+def save_tuned(path: str | os.PathLike[str]) -> None:
+    """Write what has been tuned to a table, beside the entries it has."""
+    table = Table.read(Path(path)) if Path(path).exists() else _new_table()
+    table.entries.update(_tuned or {})
+    table.write(Path(path))
+
+
+def _new_table() -> Table:
+    from datetime import date
+
+    content: dict[str, Any] = {"gpu": "", "capability": [], "multiprocessors": 0, "measured": None, "configs": []}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties()
+        content |= {
+            "gpu": properties.name,
+            "capability": [properties.major, properties.minor],
+            "multiprocessors": properties.multi_processor_count,
+            "measured": date.today().isoformat(),
+        }
+    return Table(content, "tuned")
+
+
+@contextmanager
+def forced(config: LaunchConfig | None = None, **changes: Any) -> Iterator[None]:
+    """Launch with this configuration, whatever the tables say, in the ``with`` block: for tests and measurements."""
+    _forced.append(LaunchConfig(**{**(asdict(config) if config else {}), **changes}))
+    try:
+        yield
+    finally:
+        _forced.pop()

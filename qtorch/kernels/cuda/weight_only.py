@@ -1,0 +1,97 @@
+"""Weight-only linear on CUDA, by Triton: integer weights of 1 to 8 bits, plain or packed.
+
+    y[m, n] = sum_k x[m, k] * dequantize(w)[n, k] + bias[n]
+
+Codes are read in the layouts as they are, packed ones packed; `triton/intx_weight_mm.py` has the ways it is computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...primitives.qdtype import qdtype
+from .. import features
+from ..custom_ops import opaque
+from ..linear.int8_scaled import INTEGERS
+from ..registry import Problem, needs_matrix, register
+from ..rows import from_rows, to_rows
+
+
+def _fake(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    dtype: str,
+    middle: float,
+    domain: str,
+    bias: Tensor | None,
+) -> Tensor:
+    return x.new_empty(x.shape[0], qdata.shape[0])
+
+
+@opaque(
+    "cuda_weight_mm(Tensor x, Tensor qdata, Tensor scale, Tensor? zero_point, str dtype, float middle, str domain, "
+    "Tensor? bias) -> Tensor",
+    _fake,
+)
+def cuda_weight_mm(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    dtype: str,
+    middle: float,
+    domain: str,
+    bias: Tensor | None,
+) -> Tensor:
+    """The equation above.
+
+    Args:
+        x: (M, K) fp32, fp16 or bf16.
+        qdata: (N, K) codes of `dtype`, a `QDType` name; or uint8, those codes packed by row.
+        scale: (N, groups) or (1, groups).  zero_point: like it, or None.
+        middle: of the code range, (low + high + 1) / 2.
+        domain: name of a `ZeroPointDomain`.
+        bias: (N,), or None.
+
+    Returns:
+        (M, N) in the dtype of x.
+    """
+    from .triton.intx_weight_mm import intx_weight_mm
+
+    kind, packed = qdtype(dtype), qdata.shape[1] != x.shape[1]
+    bits = kind.bits if packed else 8
+    offset = 2 ** (bits - 1) if packed and kind.is_signed else 0
+    return intx_weight_mm(x, qdata, scale, zero_point, bits, offset, middle, domain, bias)
+
+
+def _supports(problem: Problem) -> str | None:
+    scheme = problem.scheme
+    if reason := features.cuda_lacks("triton") or needs_matrix(problem):
+        return reason
+    if scheme.layout.name not in ("plain", "packed"):
+        return f"reads the plain and the packed layout, the weight has {scheme.layout.name}"
+    if scheme.layout.packed_axis not in (None, -1):
+        return "takes codes packed along rows, this weight is transposed"
+    if problem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"takes fp32, fp16 or bf16 activations, got {str(problem.dtype).removeprefix('torch.')}"
+    if scheme.weight.block_size(scheme.shape)[0] not in (1, scheme.shape[0]):
+        return f"takes a scale of its own for each output channel, or one for all, got {scheme.weight.granularity}"
+    return None
+
+
+@register(
+    "linear", weight=INTEGERS, activation=(), device="cuda", priority=30, supports=_supports, name="cuda_weight_mm"
+)
+def cuda_weight_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    """Linear with any weight-only integer scheme."""
+    spec = weight.scheme.weight
+    low, high = spec.code_range
+    fused = bias if bias is not None and bias.dtype == x.dtype else None
+    numerics = (spec.dtype.name, (low + high + 1) / 2, spec.zero_point_domain.name)
+    y = cuda_weight_mm(to_rows(x), weight.qdata, weight.dense_scale(), weight.zero_point, *numerics, fused)
+    return from_rows(y, x, None if fused is not None else bias)

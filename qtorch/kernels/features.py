@@ -1,0 +1,59 @@
+"""What this processor and this GPU can do, as far as the choice of a kernel depends on it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+
+import torch
+
+
+@functools.cache
+def cpu_has(feature: str) -> bool:
+    """Whether the CPU has `feature`: ``"vnni"`` (8-bit dot products) or ``"bf16"`` (AMX or AVX-512 bf16 products)."""
+    checks = {"vnni": ("_is_vnni_supported",), "bf16": ("_is_amx_tile_supported", "_is_avx512_bf16_supported")}
+    never: Callable[[], bool] = lambda: False  # noqa: E731
+    found = any(getattr(torch.cpu, check, never)() for check in checks[feature])
+    return found and (feature != "vnni" or _int_mm_is_exact())
+
+
+def _int_mm_is_exact() -> bool:
+    """Without these instructions, or told by ONEDNN_MAX_CPU_ISA not to use them, oneDNN adds pairs of products with
+    saturation in 16 bits: `torch._int_mm` is then wrong wherever codes are large."""
+    codes = torch.full((64, 256), 127, dtype=torch.int8)
+    return bool((torch._int_mm(codes, codes.t()) == 127 * 127 * 256).all())
+
+
+def cuda_lacks(feature: str) -> str | None:
+    """Why `feature` is not there, None if it is: ``"triton"``, or ``"float8"``, products of float8 (compute capability
+    8.9 and up). Without a GPU the answer is that of a current one."""
+    return _cuda_lacks(feature)
+
+
+# What torch.compiler.assume_constant_result sets: a compiler that traces takes the answer for a constant.
+cuda_lacks._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _cuda_lacks(feature: str) -> str | None:
+    if feature == "triton":
+        return None if _importable("triton") else "needs triton, which is not installed"
+    if torch.version.hip:
+        return "runs on CUDA"
+    if not torch.cuda.is_available():
+        return None
+    capability = torch.cuda.get_device_capability()
+    return None if capability >= (8, 9) else f"needs compute capability 8.9, the GPU has {capability}"
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ValueError:  # sys.modules has None there: it was blocked
+        return False
+
+
+def runs_triton(x: torch.Tensor) -> bool:
+    """Whether the Triton kernels take this tensor."""
+    return x.device.type == "cuda" and cuda_lacks("triton") is None

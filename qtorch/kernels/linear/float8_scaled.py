@@ -1,0 +1,108 @@
+"""Linear with float8 activations and weights on CUDA, by the tensor cores' float8 products (`torch._scaled_mm`).
+
+    y[m, n] = (sum_k xq[m, k] * wq[n, k]) * xs[m] * ws[n] + bias[n]
+
+Scales per token and output channel, or one of each. The sum has the precision of the hardware's float8 accumulator.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .. import features
+from ..custom_ops import opaque
+from ..ops.quantize_rowwise import quantize_input
+from ..registry import Problem, QuantizedWeight, needs_matrix, register
+from ..rows import from_rows, to_rows
+
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+def _fake(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: torch.dtype) -> Tensor:
+    return xs.new_empty(xq.shape[0], wq.shape[0], dtype=dtype)
+
+
+@opaque("float8_scaled_mm(Tensor xq, Tensor xs, Tensor wq, Tensor ws, ScalarType dtype) -> Tensor", _fake)
+def float8_scaled_mm(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: torch.dtype) -> Tensor:
+    """The equation above without bias.
+
+    Args:
+        xq: (M, K) float8.  xs: (M, 1) or (1, 1) fp32.
+        wq: (N, K) float8.  ws: (N, 1) or (1, 1) fp32.
+        dtype: of the result, (M, N).
+
+    Raises:
+        ValueError: codes that are not float8, or shapes that do not fit.
+    """
+    (m, k), n = xq.shape, wq.shape[0]
+    float8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+    if xq.dtype not in float8 or wq.dtype not in float8 or wq.shape[1] != k:
+        raise ValueError(
+            f"float8_scaled_mm takes float8 (M, K) and (N, K), got {tuple(xq.shape)} of {xq.dtype} and "
+            f"{tuple(wq.shape)} of {wq.dtype}"
+        )
+    if tuple(xs.shape) not in ((m, 1), (1, 1)) or tuple(ws.shape) not in ((n, 1), (1, 1)):
+        raise ValueError(
+            f"float8_scaled_mm takes scales (M, 1) or (1, 1) and (N, 1) or (1, 1), got {tuple(xs.shape)} and "
+            f"{tuple(ws.shape)} for M, N = {(m, n)}"
+        )
+    if not m or not n or not k:
+        return xs.new_zeros(m, n, dtype=dtype)
+    # Rows and columns of the operands in multiples of 16, zeros beyond; the weight column-major.
+    inner, columns = -k % 16, -n % 16
+    if inner or columns:
+        xq, wq = _padded(xq, 0, inner), _padded(wq, columns, inner)
+        ws = ws if ws.shape[0] == 1 else pad(ws, (0, 0, 0, columns), value=1.0)
+    xq, wt = xq.contiguous(), wq.contiguous().t()
+    by_rows = xs.numel() > 1 or ws.numel() > 1
+    if not by_rows:
+        y = torch._scaled_mm(xq, wt, xs.reshape(()), ws.reshape(()), out_dtype=dtype)
+    elif dtype == torch.bfloat16:
+        rows, of_columns = xs.expand(m, 1).contiguous(), ws.t().expand(1, n + columns).contiguous()
+        y = torch._scaled_mm(xq, wt, rows, of_columns, out_dtype=dtype)
+    else:
+        # Scales by rows come with bf16 results only.
+        one = xs.new_ones(())
+        y = (torch._scaled_mm(xq, wt, one, one, out_dtype=torch.float32) * ws.t() * xs).to(dtype)
+    return y[:, :n] if columns else y
+
+
+def _padded(codes: Tensor, rows: int, columns: int) -> Tensor:
+    return pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(codes.dtype)
+
+
+def _supports(problem: Problem) -> str | None:
+    scheme = problem.scheme
+    if reason := features.cuda_lacks("float8") or needs_matrix(problem):
+        return reason
+    assert scheme.activation is not None
+    wholes = ((1, -1), (-1, -1))
+    if scheme.weight.granularity.pattern(2) not in wholes or scheme.activation.granularity.pattern(2) not in wholes:
+        return (
+            f"takes scales of whole rows or tensors, got {scheme.weight.granularity} and "
+            f"{scheme.activation.granularity}"
+        )
+    if scheme.weight.dtype.name == scheme.activation.dtype.name == "float8_e5m2":
+        return "the hardware does not multiply float8_e5m2 by float8_e5m2"
+    if scheme.weight.has_zero_point or scheme.activation.has_zero_point:
+        return "takes symmetric codes"
+    return None
+
+
+@register(
+    "linear",
+    layout="plain",
+    weight=FLOAT8,
+    activation=FLOAT8,
+    device="cuda",
+    priority=30,
+    supports=_supports,
+    name="float8_scaled_mm",
+)
+def float8_scaled_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """Linear: quantize the activation, then the equation above."""
+    wq, ws, _ = weight.plain()
+    xq, xs, _ = quantize_input(to_rows(x), weight)
+    return from_rows(float8_scaled_mm(xq, xs, wq, ws, x.dtype), x, bias)

@@ -1,0 +1,97 @@
+"""Linear with a uint4 weight in the tiled layout, by the tinygemm kernels of torch.
+
+    y[m, n] = sum_k x[m, k] * ((q[n, k] - 8) * scale[n, k / group] + zero_point[n, k / group]) + bias[n]
+
+On CUDA `aten::_weight_int4pack_mm`, bf16, at any M. On CPU `aten::_weight_int4pack_mm_for_cpu` reads each code once and
+beats bf16 F.linear at small M; it loses at larger M to CPUs that multiply bf16 themselves, and in fp32 and fp16 it has
+no vectors. There, and on CUDA in other dtypes, slices of the weight are unpacked and dequantized.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...layouts.tensor_core_tiled import cpu_packing, unpack_cpu, unpack_cuda
+from ...primitives.qdtype import qdtype
+from .. import features
+from ..custom_ops import note, opaque
+from ..ops.weight_only_mm import multiply_slices
+from ..registry import Problem, register
+from ..rows import from_rows, to_rows
+
+MAX_ROWS = {True: 64, False: 1 << 30}
+"""Largest M for the packed product on CPU, by whether it has bf16 products."""
+
+ROW_TILE = 64
+"""Rows that are unpacked together: a multiple of the blocks of either device."""
+
+
+def _fake(x: Tensor, qdata: Tensor, scale_and_zero: Tensor, n: int, group: int) -> Tensor:
+    return x.new_empty(x.shape[0], n)
+
+
+@opaque("int4_tiled_mm(Tensor x, Tensor qdata, Tensor scale_and_zero, SymInt n, int group) -> Tensor", _fake)
+def int4_tiled_mm(x: Tensor, qdata: Tensor, scale_and_zero: Tensor, n: int, group: int) -> Tensor:
+    """The equation above without bias.
+
+    Args:
+        x: (M, K) floating point.
+        qdata, scale_and_zero: see `TensorCoreTiledLayout`, of the device of x, padded.
+        n: N.
+        group: columns that share a scale.
+
+    Returns:
+        (M, N) in the dtype of x.
+    """
+    m, k = x.shape
+    if m and x.device.type == "cuda" and x.dtype == torch.bfloat16:
+        note("int4_tiled_mm.int4pack")
+        columns = qdata.shape[1] * qdata.shape[3] * 32
+        x = pad(x, (0, columns - k)).contiguous()
+        return torch.ops.aten._weight_int4pack_mm(x, qdata, group, scale_and_zero.to(x.dtype))[:, :n].contiguous()
+    if m and x.device.type == "cpu" and x.dtype == torch.bfloat16 and m <= MAX_ROWS[features.cpu_has("bf16")]:
+        note("int4_tiled_mm.int4pack")
+        product = torch.ops.aten._weight_int4pack_mm_for_cpu
+        return product(x.contiguous(), qdata, group, scale_and_zero.to(x.dtype))[:, :n].contiguous()
+    scale, zero_point = scale_and_zero[: k // group, :n].transpose(0, 1).unbind(-1)
+    return multiply_slices(
+        x, (n, k), lambda a, b: _rows(qdata, a, min(b, n))[:, :k], scale, zero_point, qdtype("uint4"), 0, 15, "FLOAT"
+    )
+
+
+def _rows(qdata: Tensor, start: int, stop: int) -> Tensor:
+    """Codes of the rows from start to stop."""
+    first, last = start // ROW_TILE, -(-stop // ROW_TILE)
+    if qdata.dtype == torch.int32:
+        per_tile = ROW_TILE // 8
+        codes = unpack_cuda(qdata[first * per_tile : last * per_tile])
+    else:
+        codes = unpack_cpu(qdata[first * ROW_TILE : last * ROW_TILE], cpu_packing())
+    return codes[start - first * ROW_TILE : stop - first * ROW_TILE]
+
+
+def _supports(problem: Problem) -> str | None:
+    if problem.device not in ("cpu", "cuda") or torch.version.hip:
+        return "runs on CPU and CUDA"
+    return None
+
+
+@register(
+    "linear",
+    layout="tensor_core_tiled",
+    activation=(),
+    priority=10,
+    supports=_supports,
+    note="bf16 inputs: scales and zero points are rounded to bf16",
+    name="int4_tiled_mm",
+)
+def int4_tiled_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    """Linear with a weight in the tiled layout."""
+    n, k = weight.scheme.shape
+    group = weight.scheme.weight.block_size((n, k))[1]
+    y = int4_tiled_mm(to_rows(x), weight.qdata, weight.scale_and_zero, n, group)
+    return from_rows(y, x, bias)

@@ -1,0 +1,91 @@
+"""Linear with a weight of look-up tables and a floating-point activation, a slice of the weight at a time.
+
+    y[m, n] = sum_k x[m, k] * table[codes[n, k]] * scale[n, k] + bias[n]
+
+The slice stays in cache, so that no full copy of the weight is ever made. It is some rows of a weight packed along K;
+of one packed along N, the transposed weight of a backward, it is some columns, whose products are added up in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...layouts.packed import unpack_bits
+from ...primitives.codebook import dequantize_codebook
+from ...primitives.codebook_spec import CodebookSpec
+from ...primitives.granularity import block_of
+from ..custom_ops import opaque
+from ..ops.weight_only_mm import SLICE_BYTES
+from ..registry import QuantizedWeight, needs_matrix, register
+from ..rows import from_rows, to_rows
+
+
+class CodebookWeight(QuantizedWeight, Protocol):
+    """What a kernel may ask of a weight of look-up tables besides."""
+
+    qdata: Tensor
+    scale: Tensor
+    table: Tensor
+
+    def dense_scale(self, rows: Tensor | None = None) -> Tensor:
+        """The scale in floating point, of these rows of blocks; None: of all."""
+
+
+def _fake(x: Tensor, qdata: Tensor, scale: Tensor, table: Tensor, bits: int, axis: int, n: int) -> Tensor:
+    return x.new_empty(x.shape[0], n)
+
+
+@opaque(
+    "lut_weight_mm(Tensor x, Tensor qdata, Tensor scale, Tensor table, int bits, int axis, SymInt n) -> Tensor", _fake
+)
+def lut_weight_mm(x: Tensor, qdata: Tensor, scale: Tensor, table: Tensor, bits: int, axis: int, n: int) -> Tensor:
+    """The equation above without bias.
+
+    Args:
+        x: (M, K) floating point; the product runs in its dtype.
+        qdata: codes (N, K) of `bits` bits packed along `axis` by `pack_bits`; with 8 bits, one code a byte.
+        scale: one element per block of the weight; the blocks follow from its shape.
+        table: (L,), or one per block (*scale.shape, L).
+        axis: 0 or 1.
+
+    Returns:
+        (M, N) in the dtype of x.
+    """
+    shape = (n, x.shape[1])
+    if axis == 0:
+        # The rows of the transpose, which lie in memory as rows.
+        qdata, scale, shape = qdata.t(), scale.t(), shape[::-1]
+        table = table if table.dim() == 1 else table.transpose(0, 1)
+    block = block_of(shape, scale.shape)
+    rows, columns = shape
+    limit = SLICE_BYTES.get(x.device.type, 64 << 20) // max(1, columns * x.element_size())
+    step = max(1, limit // block[0]) * block[0]
+    # Sums of products are kept in fp32: in bf16 each would round.
+    y = x.new_zeros(x.shape[0], n, dtype=torch.float32) if axis == 0 else x.new_empty(x.shape[0], n)
+    for start in range(0, rows, step):
+        part = slice(start, min(start + step, rows))
+        own = slice(part.start // block[0], -(-part.stop // block[0])) if scale.shape[0] > 1 else slice(None)
+        codes = unpack_bits(qdata[part], bits, columns)
+        of_slice = (min(block[0], codes.shape[0]), block[1])
+        own_table = table if table.dim() == 1 else table[own]
+        weight = dequantize_codebook(codes, of_slice, scale[own], own_table, x.dtype)
+        if axis == 0:
+            y += torch.mm(x[:, part], weight)
+        else:
+            torch.mm(x, weight.t(), out=y[:, part])
+    return y.to(x.dtype)
+
+
+@register("linear", spec=CodebookSpec, activation=(), priority=10, supports=needs_matrix, name="lut_weight_mm")
+def lut_weight_linear(x: Tensor, weight: CodebookWeight, bias: Tensor | None) -> Tensor:
+    """Linear with any table."""
+    scheme = weight.scheme
+    packed_axis = scheme.layout.packed_axis
+    bits, axis = (8, 1) if packed_axis is None else (scheme.weight.dtype.bits, packed_axis + 2)
+    n = scheme.shape[0]
+    rows = to_rows(x)
+    y = lut_weight_mm(rows, weight.qdata, weight.dense_scale(), weight.table, bits, axis, n)
+    return from_rows(y, x, bias)

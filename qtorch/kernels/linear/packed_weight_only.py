@@ -1,0 +1,131 @@
+"""`weight_only_mm` for a weight in the packed layout: a slice is unpacked, dequantized and multiplied at a time.
+
+    y[m, n] = sum_k x[m, k] * dequantize(unpack(w))[n, k] + bias[n]
+
+A transposed weight, packed along n, is cut along k instead, and the products of the slices are added up in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layouts.packed import unpack_codes
+from ...primitives.affine import ZeroPointDomain, dequantize_affine
+from ...primitives.granularity import block_of
+from ...primitives.qdtype import QDType, qdtype
+from ..custom_ops import opaque
+from ..ops.weight_only_mm import multiply_slices, slice_length
+from ..registry import needs_matrix, register
+from ..rows import from_rows, to_rows
+
+
+def _fake(
+    x: Tensor,
+    qdata: Tensor,
+    n: int,
+    axis: int,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    dtype: str,
+    low: float,
+    high: float,
+    domain: str,
+) -> Tensor:
+    return x.new_empty(x.shape[0], n)
+
+
+@opaque(
+    "packed_weight_mm(Tensor x, Tensor qdata, SymInt n, int axis, Tensor scale, Tensor? zero_point, str dtype, "
+    "float low, float high, str domain) -> Tensor",
+    _fake,
+)
+def packed_weight_mm(
+    x: Tensor,
+    qdata: Tensor,
+    n: int,
+    axis: int,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    dtype: str,
+    low: float,
+    high: float,
+    domain: str,
+) -> Tensor:
+    """The equation above without bias.
+
+    Args:
+        x: (M, K) floating point; the product runs in its dtype.
+        qdata: uint8, the (N, K) codes packed along `axis`, -1 or -2.
+        n: N.
+        scale, zero_point, dtype, low, high, domain: see `weight_only_mm`.
+
+    Returns:
+        (M, N) in the dtype of x.
+    """
+    kind, k = qdtype(dtype), x.shape[1]
+    if axis == -1:
+        rows = lambda a, b: unpack_codes(qdata[a:b], kind, k)  # noqa: E731
+        return multiply_slices(x, (n, k), rows, scale, zero_point, kind, low, high, domain)
+    # The codes lie in memory as those of the matrix (K, N) that this one is a view of, so work on that.
+    columns = lambda a, b: unpack_codes(qdata.t()[a:b], kind, n)  # noqa: E731
+    return multiply_transposed_slices(x, n, columns, scale, zero_point, kind, low, high, domain)
+
+
+def multiply_transposed_slices(
+    x: Tensor,
+    n: int,
+    columns: Callable[[int, int], Tensor],
+    scale: Tensor,
+    zero_point: Tensor | None,
+    kind: QDType,
+    low: float,
+    high: float,
+    domain: str,
+) -> Tensor:
+    """`weight_only_mm.multiply_slices` for a weight (N, K) whose codes are given by ``columns(start, stop)``, those of
+    the transposed matrix, (stop - start, N); products in the dtype of x, their sums in fp32."""
+    k = x.shape[1]
+    block = block_of((n, k), scale.shape)
+    y = x.new_zeros(x.shape[0], n, dtype=torch.float32)
+    step = slice_length(x, n, block[1])
+    scale, zero_point = scale.t(), None if zero_point is None else zero_point.t()
+    for start in range(0, k, step):
+        part = columns(start, start + step)
+        of_slice = slice(start // block[1], (start + step) // block[1]) if scale.shape[0] > 1 else slice(None)
+        weight = dequantize_affine(
+            part,
+            (min(block[1], part.shape[0]), block[0]),
+            scale[of_slice],
+            None if zero_point is None else zero_point[of_slice],
+            kind,
+            low,
+            high,
+            ZeroPointDomain[domain],
+            x.dtype,
+        )
+        y += torch.mm(x[:, start : start + step], weight)
+    return y.to(x.dtype)
+
+
+@register(
+    "linear",
+    layout="packed",
+    activation=(),
+    priority=10,
+    supports=needs_matrix,
+    note="dequantizes on each call: on CPU it saves memory, not time",
+    name="packed_weight_mm",
+)
+def packed_weight_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    """Linear with any weight-only scheme in the packed layout."""
+    spec = weight.scheme.weight
+    low, high = spec.code_range
+    n = weight.scheme.shape[0]
+    axis = weight.scheme.layout.packed_axis
+    numerics = (spec.dtype.name, float(low), float(high), spec.zero_point_domain.name)
+    y = packed_weight_mm(to_rows(x), weight.qdata, n, axis, weight.dense_scale(), weight.zero_point, *numerics)
+    return from_rows(y, x, bias)

@@ -1,0 +1,175 @@
+"""Linear with a weight in the semi-sparse layout: 2:4 codes in int8 or float8.
+
+    y[m, n] = sum_k x[m, k] * dequantize(w)[n, k] + bias[n],   x quantized or not
+
+On CUDA, `torch._cslt_sparse_mm` multiplies quantized activations on the sparse tensor cores, which skip the zeros.
+Everywhere else a slice of the weight is unpacked and multiplied at a time, as for the packed layout: with int8
+activations that gives the same bits. There sparsity saves memory alone, and unpacking costs time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layouts.semi_sparse import decompress_cusparselt, unpack_2_4
+from ...primitives.qdtype import qdtype
+from ..custom_ops import opaque
+from ..ops.quantize_rowwise import dequantize_rows, quantize_input
+from ..ops.weight_only_mm import multiply_slices
+from ..registry import needs_matrix, register
+from ..rows import from_rows, to_rows
+from .packed_int8_scaled import multiply_int8_slices, supports_rows
+from .packed_weight_only import multiply_transposed_slices
+
+_NOTE = "on CPU it saves memory and costs time: codes are unpacked on each call"
+
+
+def _fake_cusparselt(xq: Tensor, qdata: Tensor, n: int) -> Tensor:
+    return xq.new_empty(xq.shape[0], n, dtype=torch.float32 if xq.is_floating_point() else torch.int32)
+
+
+@opaque("cusparselt_mm(Tensor xq, Tensor qdata, SymInt n) -> Tensor", _fake_cusparselt)
+def cusparselt_mm(xq: Tensor, qdata: Tensor, n: int) -> Tensor:
+    """Codes (M, K) times the compressed weight (N, K), on CUDA: (M, N), int32 and exact from int8, fp32 from float8.
+
+    cuSPARSELt takes multiples of 32 of N and K (the weight has them) and of 16 of M: pad with zeros.
+    """
+    m, k = xq.shape
+    columns, rows = qdata.shape[1] // 5 * 8, max(16, m + -m % 16)
+    x = xq.new_zeros(rows, columns)
+    x[:m, :k] = xq
+    wide = torch.float32 if xq.is_floating_point() else torch.int32
+    return torch._cslt_sparse_mm(qdata, x.t(), out_dtype=wide)[:n, :m].t().contiguous()
+
+
+def _fake_int8(xq: Tensor, xs: Tensor, xz: Tensor | None, qdata: Tensor, ws: Tensor, dtype: torch.dtype) -> Tensor:
+    return xs.new_empty(xq.shape[0], ws.shape[0], dtype=dtype)
+
+
+@opaque(
+    "semi_sparse_int8_mm(Tensor xq, Tensor xs, Tensor? xz, Tensor qdata, Tensor ws, ScalarType dtype) -> Tensor",
+    _fake_int8,
+)
+def semi_sparse_int8_mm(
+    xq: Tensor, xs: Tensor, xz: Tensor | None, qdata: Tensor, ws: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """See `int8_grouped_mm`; `qdata` holds the (N, K) codes, sparse along rows."""
+    n, k = ws.shape[0], xq.shape[1]
+    if _is_compressed(qdata):
+        codes = decompress_cusparselt(qdata, n, k)
+        return multiply_int8_slices(xq, xs, xz, lambda a, b: codes[a:b], ws, None, dtype)
+    return multiply_int8_slices(xq, xs, xz, lambda a, b: unpack_2_4(qdata[a:b], k, torch.int8), ws, None, dtype)
+
+
+def _fake_weight(x: Tensor, qdata: Tensor, n: int, axis: int, scale: Tensor, dtype: str) -> Tensor:
+    return x.new_empty(x.shape[0], n)
+
+
+@opaque(
+    "semi_sparse_weight_mm(Tensor x, Tensor qdata, SymInt n, int axis, Tensor scale, str dtype) -> Tensor",
+    _fake_weight,
+)
+def semi_sparse_weight_mm(x: Tensor, qdata: Tensor, n: int, axis: int, scale: Tensor, dtype: str) -> Tensor:
+    """The equation above without bias, for an input that is not quantized.
+
+    Args:
+        x: (M, K) floating point; the product runs in its dtype.
+        qdata: the (N, K) codes, sparse along `axis`, -1 or -2.
+        n: N.
+        scale: one element per block of the weight; the blocks follow from its shape.
+        dtype: name of the `QDType` of the codes.
+
+    Returns:
+        (M, N) in the dtype of x.
+    """
+    kind, k = qdtype(dtype), x.shape[1]
+    numerics = (kind, kind.quant_min, kind.quant_max, "NONE")
+    if axis != -1:
+        columns = lambda a, b: unpack_2_4(qdata.t()[a:b], n, kind.storage)  # noqa: E731
+        return multiply_transposed_slices(x, n, columns, scale, None, *numerics)
+    if _is_compressed(qdata):
+        codes = decompress_cusparselt(qdata, n, k)
+        rows = lambda a, b: codes[a:b]  # noqa: E731
+    else:
+        rows = lambda a, b: unpack_2_4(qdata[a:b], k, kind.storage)  # noqa: E731
+    return multiply_slices(x, (n, k), rows, scale, None, *numerics)
+
+
+def _is_compressed(qdata: Tensor) -> bool:
+    """By cuSPARSELt: then it has the dtype of the codes."""
+    return qdata.dtype != torch.uint8
+
+
+def _per_row(scale: Tensor, rows: int) -> bool:
+    """One scale a row, or one for all: it factors out of the sum over k."""
+    return scale.shape[1] == 1 and scale.shape[0] in (1, rows)
+
+
+@register(
+    "linear",
+    layout="semi_sparse",
+    weight=("int8",),
+    activation=("int8",),
+    priority=20,
+    supports=supports_rows,
+    note=_NOTE,
+)
+def semi_sparse_int8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    """Linear: quantize the activation, then the equation of `int8_scaled_mm`."""
+    xq, xs, xz = quantize_input(to_rows(x), weight)
+    qdata, ws = weight.qdata, weight.dense_scale()
+    if _is_compressed(qdata) and ws.shape[1] == 1 and xz is None:
+        y = (cusparselt_mm(xq, qdata, ws.shape[0]).float() * ws.float().t() * xs).to(x.dtype)
+    else:
+        y = semi_sparse_int8_mm(xq, xs, xz, qdata, ws, x.dtype)
+    return from_rows(y, x, bias)
+
+
+@register(
+    "linear",
+    layout="semi_sparse",
+    activation=("float8_e4m3fn",),
+    device="cuda",
+    priority=20,
+    supports=needs_matrix,
+)
+@register(
+    "linear",
+    layout="semi_sparse",
+    activation=("float8_e4m3fn",),
+    priority=10,
+    supports=needs_matrix,
+    note="emulated in fp32: the accuracy of the format, not its speed",
+    emulates=True,
+    name="emulated_semi_sparse_mm",
+)
+def semi_sparse_float8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    """Linear: quantize the activation, multiply the codes, then the scales in fp32."""
+    scheme, qdata, ws = weight.scheme, weight.qdata, weight.dense_scale()
+    xq, xs, xz = quantize_input(to_rows(x), weight)
+    n = scheme.shape[0]
+    if qdata.dtype == xq.dtype and _per_row(ws, n) and _per_row(xs, xq.shape[0]) and xz is None:
+        y = cusparselt_mm(xq, qdata, n) * ws.float().t() * xs.float()
+    else:
+        x32 = dequantize_rows(scheme.activation, xq, xs, xz)
+        y = semi_sparse_weight_mm(x32, qdata, n, scheme.layout.packed_axis, ws, scheme.weight.dtype.name)
+    return from_rows(y.to(x.dtype), x, bias)
+
+
+@register(
+    "linear",
+    layout="semi_sparse",
+    activation=(),
+    priority=10,
+    supports=needs_matrix,
+    note="unpacks and dequantizes on each call: it saves memory and costs time",
+)
+def semi_sparse_weight_only_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    """Linear with an input in floating point."""
+    scheme, ws = weight.scheme, weight.dense_scale()
+    axis, name = scheme.layout.packed_axis, scheme.weight.dtype.name
+    y = semi_sparse_weight_mm(to_rows(x), weight.qdata, scheme.shape[0], axis, ws, name)
+    return from_rows(y, x, bias)

@@ -1,0 +1,112 @@
+"""Linear with quantized activations and weights, accumulated in integers.
+
+    y[m, n] = (sum_g (sum_{k in g} (xq[m, k] - xz[m]) (wq[n, k] - wz[n, g])) * ws[n, g]) * xs[m] + bias[n]
+
+The inner sum is an exact int32; the outer one, over the groups g of the weight (one, for a scale per row), runs in
+fp32 in the order of the groups. So the result does not depend on the machine, and training with the same spec sees
+the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .. import features
+from ..custom_ops import opaque
+from .int_matmul import int_matmul
+
+WEIGHT_SLICE = 4 << 20
+"""Bytes of the weight that are made floating-point at a time, where it has groups."""
+
+
+RESULT_SLICE = 1 << 20
+"""Bytes of the result that the groups of such a slice add to at a time, to stay in cache."""
+
+
+EXACT_TERMS = 256
+"""Terms that fp32 can accumulate exactly when both factors are differences of 8-bit codes: 2^24 / (256 * 256)."""
+
+
+def _fake(
+    xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    return xs.new_empty(xq.shape[0], wq.shape[0], dtype=dtype)
+
+
+@opaque(
+    "int8_grouped_mm(Tensor xq, Tensor xs, Tensor? xz, Tensor wq, Tensor ws, Tensor? wz, ScalarType dtype) -> Tensor",
+    _fake,
+)
+def int8_grouped_mm(
+    xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The equation above without bias.
+
+    Args:
+        xq: (M, K) int8 codes.  xs: (M, 1) or (1, 1) scale.  xz: zero point like xs, or None.
+        wq: (N, K) int8 or uint8 codes.  ws: (N, G) scale, K divisible by G.  wz: (N, G) zero point, or None.
+        dtype: of the result, (M, N).
+    """
+    if not wq.shape[1]:
+        return xs.new_zeros(xq.shape[0], wq.shape[0], dtype=dtype)
+    if features.runs_triton(xq):
+        from ..cuda.int8_scaled import cuda_int8_mm
+
+        return cuda_int8_mm(xq, xs, xz, wq, ws, wz, "int8" if wq.dtype == torch.int8 else "uint8", None, dtype)
+    if ws.shape[1] == 1:
+        return _one_group(xq, xz, wq, wz).float().mul_(ws.float().t()).mul_(xs.float()).to(dtype)
+    # fp32 holds the sums of a short group exactly, fp64 those of any.
+    exact = torch.float32 if wq.shape[1] <= EXACT_TERMS * ws.shape[1] else torch.float64
+    x = xq.to(exact) if xz is None else xq.to(exact) - xz.to(exact)
+    y = xs.new_empty(xq.shape[0], wq.shape[0], dtype=torch.float32)
+    step = max(1, WEIGHT_SLICE // (exact.itemsize * wq.shape[1]))
+    for n in range(0, wq.shape[0], step):
+        channels = slice(n, n + step)
+        w = wq[channels].to(exact)
+        if wz is not None:
+            w = (w.unflatten(1, (ws.shape[1], -1)) - wz[channels].to(exact).unsqueeze(2)).flatten(1)
+        rows = max(1, RESULT_SLICE // (4 * w.shape[0]))
+        for m in range(0, xq.shape[0], rows):
+            y[m : m + rows, channels] = _sum_of_groups(x[m : m + rows], w, ws[channels].float())
+    return y.mul_(xs.float()).to(dtype)
+
+
+def _one_group(xq: Tensor, xz: Tensor | None, wq: Tensor, wz: Tensor | None) -> Tensor:
+    """sum_k (xq - xz) (wq - wz) in int32, (M, N), from the plain product of the codes and their sums."""
+    # Unsigned codes of 8 bits do not fit int8: shift them with their zero point, which leaves the difference as it was.
+    if wq.dtype == torch.uint8:
+        wz = wq.new_zeros(wq.shape[0], 1, dtype=torch.int32) if wz is None else wz.to(torch.int32)
+        wq, wz = (wq ^ 128).view(torch.int8), wz - 128
+    total = int_matmul(xq, wq.t())
+    if wz is not None:
+        total -= xq.sum(1, keepdim=True, dtype=torch.int32) * wz.to(torch.int32).t()
+    if xz is not None:
+        column_sums = wq.sum(1, dtype=torch.int32)
+        if wz is not None:
+            column_sums -= wq.shape[1] * wz.to(torch.int32)[:, 0]
+        total -= xz.to(torch.int32) * column_sums
+    return total
+
+
+def _sum_of_groups(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    """sum_g (sum_{k in g} x[m, k] * w[n, k]) * scale[n, g]: the inner sums exact, the outer one in fp32, in order.
+
+    Not by addcmul: whether that rounds once or twice depends on the processor.
+    """
+    groups = scale.shape[1]
+    pieces = zip(x.chunk(groups, 1), w.chunk(groups, 1), scale.t().contiguous(), strict=True)
+    parts = (torch.mm(xg, wg.t()).float().mul_(scale_g) for xg, wg, scale_g in pieces)
+    return functools.reduce(Tensor.add_, parts)
+
+
+def int8_product(
+    xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`int8_grouped_mm`, in pieces where a compiler can make use of them."""
+    if ws.shape[1] == 1 and wz is None and xz is None and wq.dtype == torch.int8 and not features.runs_triton(xs):
+        # One group: only the integer product is opaque, so that a compiler can fuse the rest.
+        return (int_matmul(xq, wq.t()).float() * ws.float().t() * xs.float()).to(dtype)
+    return int8_grouped_mm(xq, xs, xz, wq, ws, wz, dtype)

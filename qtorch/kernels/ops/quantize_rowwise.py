@@ -1,0 +1,188 @@
+"""Quantization of an activation, one scale per row (token).
+
+scale[m] = max_k |x[m, k]| / 127,    q[m, k] = round(x[m, k] / scale[m])
+
+A row that holds a NaN or an infinity has a scale that is NaN or infinite; the others are as if it were zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...primitives.affine import MappingType, ZeroPointDomain, check_floating_point, dequantize_affine
+from ...primitives.granularity import PerRow, block_of
+from ...primitives.non_finite import lost_rows, without_rows
+from ...primitives.qdtype import qdtype
+from ...primitives.rounding import Rounding
+from ...primitives.scale_rules import MinMaxRule
+from ...primitives.spec import QuantSpec
+from .. import features
+from ..custom_ops import opaque
+from ..registry import QuantizedWeight
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def quantize_int8_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 in [-127, 127], one fp32 scale per row.
+
+    Args:
+        x: (M, K) fp32, fp16 or bf16.
+
+    Returns:
+        codes (M, K) int8, scale (M, 1) fp32; equal bit for bit to the primitives on the same spec.
+
+    Raises:
+        TypeError: x is not in floating point.
+    """
+    check_floating_point("quantize_int8_rowwise", x)
+    if features.runs_triton(x) and x.dim() == 2 and x.dtype in _FLOATS:
+        codes, scale = cuda_quantize_rowwise(x, torch.int8)
+        return codes, scale
+    if x.shape[-1] == 0:
+        return x.to(torch.int8), x.new_full((*x.shape[:-1], 1), _TINY, dtype=torch.float32)
+    scale = (x.abs().amax(-1, keepdim=True).float() / 127.0).clamp(min=_TINY)
+    # |x / scale| <= 127 up to rounding, and 127 + rounding error still rounds to 127: there is nothing to clip.
+    return torch.round(x * (1.0 / scale)).to(torch.int8), scale
+
+
+def _fake(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[0], 1, dtype=torch.float32)
+
+
+@opaque("cuda_quantize_rowwise(Tensor x, ScalarType dtype) -> (Tensor, Tensor)", _fake)
+def cuda_quantize_rowwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The same by one kernel on CUDA, to int8 or float8; opaque to compilers, whose fp32 divisions round otherwise."""
+    if x.stride(1) != 1 and x.stride(0) == 1:
+        # A transposed view, as gradients of weights are made of: the same numbers, read along memory.
+        from ..cuda.triton.quantize_columns import quantize_columnwise
+
+        return quantize_columnwise(x.t(), dtype)
+    from ..cuda.triton.quantize import quantize_rowwise
+
+    codes, scale, _ = quantize_rowwise(x, dtype)
+    return codes, scale
+
+
+def _fake_asymmetric(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    codes, scale = _fake(x, torch.int8)
+    return codes, scale, torch.empty_like(scale, dtype=torch.int8)
+
+
+@opaque("cuda_quantize_asymmetric(Tensor x) -> (Tensor, Tensor, Tensor)", _fake_asymmetric)
+def cuda_quantize_asymmetric(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes (M, K), scale and zero point (M, 1) by one kernel on CUDA; see `triton/quantize_asymmetric.py`."""
+    from ..cuda.triton.quantize_asymmetric import quantize_rowwise_asymmetric
+
+    return quantize_rowwise_asymmetric(x)
+
+
+def quantize_input(x: Tensor, weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes, scale, zero_point) of the input `x` (M, K), as the weight wants it: its scale dynamic or static."""
+    spec = weight.scheme.activation
+    assert spec is not None
+    if weight.scheme.spec.static:
+        scale, zero_point = weight.act_scale, weight.act_zero_point
+        assert scale is not None
+        return quantize_static(x, spec, scale, zero_point)
+    return quantize_rows(x, spec)
+
+
+Quantized = tuple[Tensor, Tensor, Tensor | None]
+
+
+def quantize_static(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> Quantized:
+    """(codes, scale, zero_point) of `x` (M, K) by a scale that is given. Where codes have no NaN the result has a scale
+    for each row, NaN for those that hold a NaN or an infinity."""
+    codes = spec.quantize(x, scale, zero_point)
+    if spec.dtype.has_nan:
+        return codes, scale, zero_point
+    return codes, *_of_rows(spec, scale, zero_point, lost_rows(x))
+
+
+def quantize_rows(x: Tensor, spec: QuantSpec) -> Quantized:
+    """`quantize_dynamic` of rows that have nothing to do with each other: where they share scales, those are chosen
+    from the rows that are finite, and the result has one for each row as that of `quantize_static` has."""
+    if not x.shape[0] or not _shares_scales(spec):
+        return quantize_dynamic(x, spec)
+    lost = lost_rows(x)
+    scale, zero_point = spec.choose_qparams(without_rows(x, lost))
+    codes = spec.quantize(x, scale, zero_point)
+    if spec.dtype.has_nan:
+        return codes, scale, zero_point
+    return codes, *_of_rows(spec, scale, zero_point, lost)
+
+
+def without_lost_rows(x: Tensor, spec: QuantSpec) -> Tensor:
+    """What the scales of `x` (M, K) are to be chosen from: where rows share them, zeros for those that are lost."""
+    return without_rows(x, lost_rows(x)) if x.shape[0] and _shares_scales(spec) else x
+
+
+def _shares_scales(spec: QuantSpec) -> bool:
+    """Whether the scales of a row of a matrix depend on other rows."""
+    return spec.granularity.pattern(2)[0] != 1 or spec.scale_spec is not None
+
+
+def _of_rows(spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, lost: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point for each row, from those of blocks of rows."""
+    rows = spec.granularity.pattern(2)[0]
+    if rows > 1:
+        scale = scale.repeat_interleave(rows, 0)
+        zero_point = None if zero_point is None else zero_point.repeat_interleave(rows, 0)
+    scale = scale.float() + lost
+    return scale, None if zero_point is None else zero_point.expand(scale.shape)
+
+
+def dequantize_rows(
+    spec: QuantSpec, codes: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Reals of `codes` (M, K); the blocks follow from the shape of the scale."""
+    low, high = spec.code_range
+    block = block_of(codes.shape, scale.shape)
+    return dequantize_affine(codes, block, scale, zero_point, spec.dtype, low, high, spec.zero_point_domain, dtype)
+
+
+def quantize_dynamic(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes, scale, zero_point) of `x` (M, K), its scale chosen from its values: NaN or infinite for a block that
+    holds such a value."""
+    if _is_int8_rowwise(spec):
+        return *quantize_int8_rowwise(x), None
+    if features.runs_triton(x) and x.dtype in _FLOATS and _is_float8_rowwise(spec):
+        codes, scale = cuda_quantize_rowwise(x, spec.dtype.storage)
+        return codes, scale, None
+    if features.runs_triton(x) and x.dtype in _FLOATS and x.shape[1] <= 16384 and _is_int8_asymmetric(spec):
+        return cuda_quantize_asymmetric(x)
+    scale, zero_point = spec.choose_qparams(x)
+    return spec.quantize(x, scale, zero_point), scale, zero_point
+
+
+def _is_int8_rowwise(spec: QuantSpec) -> bool:
+    return spec.dtype is qdtype("int8") and spec.code_range == (-127, 127) and _is_absmax_rowwise(spec)
+
+
+def _is_float8_rowwise(spec: QuantSpec) -> bool:
+    whole = (spec.dtype.quant_min, spec.dtype.quant_max)
+    return spec.dtype.name in ("float8_e4m3fn", "float8_e5m2") and spec.code_range == whole and _is_absmax_rowwise(spec)
+
+
+def _is_int8_asymmetric(spec: QuantSpec) -> bool:
+    codes = spec.dtype is qdtype("int8") and spec.code_range == (-128, 127)
+    integers = spec.mapping is MappingType.ASYMMETRIC and spec.zero_point_domain is ZeroPointDomain.INT
+    return codes and integers and _has_default_rows(spec)
+
+
+def _is_absmax_rowwise(spec: QuantSpec) -> bool:
+    return spec.mapping is not MappingType.ASYMMETRIC and not spec.has_zero_point and _has_default_rows(spec)
+
+
+def _has_default_rows(spec: QuantSpec) -> bool:
+    """A scale per row from its extremes, rounding to nearest: nothing out of the ordinary."""
+    return (
+        isinstance(spec.granularity, PerRow)
+        and isinstance(spec.scale_rule, MinMaxRule)
+        and spec.rounding is Rounding.NEAREST_EVEN
+        and spec.scale_dtype in (None, torch.float32)
+        and spec.eps is None
+    )

@@ -1,0 +1,83 @@
+"""A weight update rounded stochastically, in place: training without a copy of the weight in higher precision.
+
+bf16:   w <- round(w + a u)                 to one of the two neighbours in bf16, unbiased
+int8:   w <- quantize(q s + a u)            by rows: s = max(max_k |q s + a u| / 127, tiny), q stochastic
+
+In one pass by Triton on CUDA, in torch elsewhere. Randomness is torch's default generator of the device, which a CUDA
+graph advances on each replay.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...primitives.rounding import Rounding, round_to_integer
+from .. import features
+from ..custom_ops import note
+
+
+def random_seed(device: torch.device) -> Tensor:
+    """A seed for Philox, drawn on the device: int64 (1,)."""
+    return torch.randint(1 << 62, (1,), device=device)
+
+
+@torch.no_grad()
+def stochastic_update_bf16_(weight: Tensor, update: Tensor, alpha: float) -> Tensor:
+    """weight += alpha * update, rounded stochastically.
+
+    Args:
+        weight: (M, K) bf16, changed in place and returned.
+        update: (M, K) floating point.
+        alpha: a number, minus the learning rate.
+
+    Raises:
+        ValueError: other dtypes or shapes.
+    """
+    if weight.dtype != torch.bfloat16 or weight.shape != update.shape or weight.dim() != 2:
+        raise ValueError(
+            f"stochastic_update_bf16_ takes a bf16 matrix and an update of its shape, got {tuple(weight.shape)} of "
+            f"{weight.dtype} and {tuple(update.shape)}"
+        )
+    if features.runs_triton(weight):
+        from ..cuda.triton.stochastic_update import update_bf16
+
+        note("stochastic_update_bf16_.triton")
+        update_bf16(weight, update, alpha, random_seed(weight.device))
+        return weight
+    value = weight.float() + alpha * update.float()
+    bits = value.view(torch.int32)
+    noise = torch.randint(1 << 16, bits.shape, dtype=torch.int32, device=bits.device)
+    # Infinity and NaN have no fraction to round.
+    return weight.copy_(torch.where(value.isfinite(), ((bits + noise) & -65536).view(torch.float32), value))
+
+
+@torch.no_grad()
+def stochastic_update_int8_(codes: Tensor, scale: Tensor, update: Tensor, alpha: float) -> None:
+    """codes * scale += alpha * update, with a new scale for each row and codes rounded stochastically.
+
+    Args:
+        codes: (M, K) int8, changed in place.
+        scale: (M, 1) fp32, changed in place.
+        update, alpha: see `stochastic_update_bf16_`.
+
+    Raises:
+        ValueError: other dtypes or shapes.
+    """
+    if codes.dtype != torch.int8 or codes.shape != update.shape or scale.shape != (*codes.shape[:1], 1):
+        raise ValueError(
+            f"stochastic_update_int8_ takes int8 codes (M, K), scales (M, 1) and an update (M, K), got "
+            f"{tuple(codes.shape)} of {codes.dtype}, {tuple(scale.shape)} and {tuple(update.shape)}"
+        )
+    if features.runs_triton(codes):
+        from ..cuda.triton.stochastic_update import update_int8
+
+        note("stochastic_update_int8_.triton")
+        update_int8(codes, scale, update, alpha, random_seed(codes.device))
+        return
+    if not codes.numel():
+        return
+    value = codes.float() * scale + alpha * update.float()
+    new = (value.abs().amax(1, keepdim=True) / 127.0).clamp(min=torch.finfo(torch.float32).tiny)
+    codes.copy_(round_to_integer(value * (1.0 / new), Rounding.STOCHASTIC).clamp(-127, 127))
+    scale.copy_(new)

@@ -1,0 +1,104 @@
+"""Linear with a quantized weight and a floating-point activation, by dequantizing a slice of the weight at a time.
+
+    y[m, n] = sum_k x[m, k] * dequantize(w)[n, k] + bias[n]
+
+The slice stays in cache, so that no full copy of the weight is ever made. int8 codes with a scale per row need no
+dequantizing where `fixed_point_mm` takes the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...primitives.affine import ZeroPointDomain, dequantize_affine
+from ...primitives.granularity import block_of
+from ...primitives.qdtype import QDType, qdtype
+from ..custom_ops import opaque
+from .fixed_point_mm import fixed_point_mm
+
+SLICE_BYTES = {"cpu": 4 << 20}
+"""Size of a dequantized slice by device type; elsewhere 64 MiB, enough to fill a GPU."""
+
+
+def _fake(
+    x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, low: float, high: float, domain: str
+) -> Tensor:
+    return x.new_empty(x.shape[0], codes.shape[0])
+
+
+@opaque(
+    "weight_only_mm(Tensor x, Tensor codes, Tensor scale, Tensor? zero_point, str dtype, float low, float high, "
+    "str domain) -> Tensor",
+    _fake,
+)
+def weight_only_mm(
+    x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, low: float, high: float, domain: str
+) -> Tensor:
+    """The equation above without bias.
+
+    Args:
+        x: (M, K) floating point; the product runs in its dtype.
+        codes: (N, K) in the storage dtype of `dtype`, the name of a `QDType`.
+        scale, zero_point: one element per block of the weight; the blocks follow from the scale's shape.
+        low, high: bounds of the codes.
+        domain: name of a `ZeroPointDomain`.
+
+    Returns:
+        (M, N) in the dtype of x.
+    """
+    if dtype == "int8" and zero_point is None and scale.shape == (len(codes), 1):
+        y = fixed_point_mm(x, codes)
+        if y is not None:
+            return y.mul_(scale.t())
+    return multiply_slices(x, codes.shape, lambda a, b: codes[a:b], scale, zero_point, qdtype(dtype), low, high, domain)
+
+
+def multiply_slices(
+    x: Tensor,
+    shape: Sequence[int],
+    rows: Callable[[int, int], Tensor],
+    scale: Tensor,
+    zero_point: Tensor | None,
+    kind: QDType,
+    low: float,
+    high: float,
+    domain: str,
+) -> Tensor:
+    """The equation above for a weight of this shape whose codes are given by ``rows(start, stop)``, a slice at a time.
+
+    `stop` may lie beyond the last row. Where the codes come from does not change the result.
+    """
+    n, k = shape
+    y = x.new_empty(x.shape[0], n)
+    # One multiplication a result instead of one a weight; not in fp16, where the sums of codes could overflow.
+    scale_last = zero_point is None and scale.shape == (n, 1) and x.dtype != torch.float16
+    block = (1, k) if scale_last else block_of(shape, scale.shape)
+    step = slice_length(x, k, block[0])
+    for start in range(0, n, step):
+        part = rows(start, start + step)
+        if scale_last:
+            weight = kind.decode(part).to(x.dtype) if kind.format else part.to(x.dtype)
+        else:
+            of_slice = slice(start // block[0], (start + step) // block[0]) if scale.shape[0] > 1 else slice(None)
+            weight = dequantize_affine(
+                part,
+                (min(block[0], part.shape[0]), block[1]),
+                scale[of_slice],
+                None if zero_point is None else zero_point[of_slice],
+                kind,
+                low,
+                high,
+                ZeroPointDomain[domain],
+                x.dtype,
+            )
+        torch.mm(x, weight.t(), out=y[:, start : start + step])
+    return y.mul_(scale.t().to(y.dtype)) if scale_last else y
+
+
+def slice_length(x: Tensor, length: int, block: int) -> int:
+    """Rows of `length` elements that a dequantized slice for the input `x` has: whole blocks, one at least."""
+    limit = SLICE_BYTES.get(x.device.type, 64 << 20)
+    return max(1, limit // max(1, length * x.element_size()) // block) * block

@@ -1,0 +1,270 @@
+"""Layers in training with the state of quantization in them: a quantizer for the weight, and one for the input.
+
+    y = product(x_hat, w_hat) + bias
+
+The value is what the converted layer computes (`served_linear`), bit for bit where it sums integers; the gradient is
+that of the float product of the fake-quantized operands. Another kind of layer is a subclass of `FakeQuantizedLayer`
+and an entry in `LAYERS`.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ....dtypes import AffineQuantizedTensor
+from ....dtypes.base import quantized_type
+from ....dtypes.linear import autocasts, check_dtype
+from ....kernels.ops.quantize_rowwise import quantize_static
+from ....kernels.rows import from_rows, to_rows
+from ....prepared_module import PreparedModule
+from ....primitives import LinearSpec, MappingType, PerRow, PerTensor, QuantSpec, ZeroPointDomain
+from ....tracing.outside_graphs import refuse_jit_trace
+from ...engine.contraction import Operand
+from ..quantizers.observed import FakeQuantized, Quantizer
+from ..schedule import Schedule
+from ..served_linear import check_width, served_linear, sums_integers
+
+
+@dataclass
+class FakeQuantization:
+    """What a module gets when it is prepared.
+
+    Attributes:
+        recipe: that asks for it.
+        spec: what its weight will be served with.
+        weight_quantizer, input_quantizer: shared by the modules of a tied weight.
+        schedule: copied for each.
+        values: the weight, fake-quantized.
+        nbytes: of the weight and the state.
+    """
+
+    recipe: Any
+    spec: LinearSpec
+    weight_quantizer: Quantizer
+    input_quantizer: Quantizer | None
+    schedule: Schedule | None
+    values: Tensor
+    nbytes: int
+
+    def dequantize(self) -> Tensor:
+        """For the report."""
+        return self.values
+
+
+class FakeQuantizedLayer(PreparedModule):
+    """Base of the layers; a subclass has the forward of its `float_class`."""
+
+    takes_activation: ClassVar[bool] = True
+
+    weight: Tensor
+    recipe: Any
+    linear_spec: LinearSpec
+    weight_quantizer: Quantizer
+    input_quantizer: Quantizer | None
+    schedule: Schedule | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        refuse_jit_trace()
+        device = input.device.type
+        check_dtype(f"a {type(self).float_class.__name__} in training", input, self.weight.dtype)
+        if autocasts(device):
+            input = input.to(torch.get_autocast_dtype(device))
+            with torch.autocast(device, enabled=False):
+                return self._forward(input)
+        return self._forward(input)
+
+    def _forward(self, input: Tensor) -> Tensor:
+        """`forward` outside autocast, which reaches the input and nothing else."""
+        raise NotImplementedError
+
+    @classmethod
+    def check(cls, module: nn.Module) -> None:
+        """Raise `ValueError` where a `float_class` cannot be prepared."""
+
+    @classmethod
+    def prepare(cls, module: nn.Module, made: FakeQuantization) -> None:
+        """Exchange the class of `module`, and put the state into it."""
+        module.__class__ = cls
+        assert isinstance(module, cls)
+        module.recipe = made.recipe
+        module.linear_spec = made.spec
+        module.weight_quantizer = made.weight_quantizer
+        module.input_quantizer = made.input_quantizer
+        module.schedule = copy.deepcopy(made.schedule)
+        module.train(module.training)
+
+    def restore(self) -> None:
+        for name in ("weight_quantizer", "input_quantizer", "schedule", "linear_spec", "recipe"):
+            delattr(self, name)
+        super().restore()
+
+    @classmethod
+    def to_matrix(cls, module: nn.Module, weight: Tensor) -> Tensor:
+        """`weight` of `module` as it is quantized: a matrix whose rows are the output features; differentiable."""
+        return weight
+
+    @classmethod
+    def from_matrix(cls, module: nn.Module, matrix: Tensor, shape: torch.Size) -> Tensor:
+        """Inverse of `to_matrix`, for a weight of this shape."""
+        return matrix
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.to_matrix(self, self.weight)
+
+    @property
+    def frozen(self) -> Tensor | None:
+        """Whether scales are held; see `Schedule`."""
+        return None if self.schedule is None else self.schedule.frozen
+
+    def quantize_input(self, input: Tensor) -> FakeQuantized:
+        """The input, fake-quantized as the schedule has it."""
+        if self.input_quantizer is None:
+            return FakeQuantized(input)
+        return self._scheduled(self.input_quantizer(input, self.frozen), input)
+
+    def quantize_weight(self) -> FakeQuantized:
+        """The matrix of the weight, fake-quantized as the schedule has it."""
+        matrix = self.matrix
+        return self._scheduled(self.weight_quantizer(matrix, self.frozen), matrix)
+
+    def _scheduled(self, quantized: FakeQuantized, values: Tensor) -> FakeQuantized:
+        if self.schedule is None or not self.training:
+            return quantized
+        # Their product is that of floats: a mixture of two has no codes.
+        return FakeQuantized(torch.where(self.schedule.active, quantized.values, values))
+
+    def advance(self) -> None:
+        """A pass is done."""
+        if self.schedule is not None and self.training:
+            self.schedule.advance()
+
+    def operands(self, rows: Tensor, x: FakeQuantized, w: FakeQuantized) -> tuple[Operand | None, Operand | None]:
+        """The codes of both sides, where they are multiplied as integers."""
+        if x.scale is None or w.scale is None or not sums_integers(self.linear_spec):
+            return None, None
+        assert self.input_quantizer is not None
+        of_input = _operand(rows.detach(), x, self.input_quantizer.spec)
+        return of_input, _operand(self.matrix.detach(), w, self.weight_quantizer.spec)
+
+    def check_convert(self) -> None:
+        if is_sharded(self.weight):
+            raise ValueError("is sharded; load its full state dict into the model in one piece, and convert that")
+        if self.input_quantizer is not None and not self.input_quantizer.is_ready:
+            raise ValueError("no input has been seen, so that there is no scale for it: train or calibrate first")
+        if not bool(torch.isfinite(self.matrix.detach()).all()):
+            raise ValueError("the weight has values that are NaN or infinite")
+
+    @torch.no_grad()
+    def served_weight(self) -> Tensor:
+        """Quantized by the scales that the forward in eval mode uses, with the layout of the spec."""
+        frozen, weight, spec = self.frozen, self.matrix.detach(), self.linear_spec
+        activation: dict[str, Tensor | None] = {}
+        if spec.static:
+            assert self.input_quantizer is not None
+            spec, activation = _static(spec, *self.input_quantizer.served(weight[:1], frozen))
+        if not isinstance(spec.weight, QuantSpec) or spec.weight.scale_spec is not None:
+            return quantized_type(spec.weight).from_float(weight, spec)
+        scale, zero_point = self.weight_quantizer.served(weight, frozen)
+        codes = spec.weight.quantize(weight, scale, zero_point)
+        if isinstance(spec.weight.granularity, PerTensor) and sums_integers(spec):
+            # What kernels that sum integers read.
+            spec = replace(spec, weight=spec.weight.with_granularity(PerRow()))
+            shape = spec.weight.scale_shape(codes.shape)
+            scale = scale.expand(shape).contiguous()
+            zero_point = None if zero_point is None else zero_point.expand(shape).contiguous()
+        return AffineQuantizedTensor.from_plain(codes, scale, zero_point, spec, weight.dtype, **activation)
+
+
+def _operand(matrix: Tensor, quantized: FakeQuantized, spec: QuantSpec) -> Operand:
+    assert quantized.scale is not None
+    scale, zero_point = quantized.scale.detach(), quantized.zero_point
+    codes, scale, zero_point = quantize_static(matrix, spec, scale, zero_point)
+    return Operand(codes, matrix.shape[0], scale, zero_point, spec)
+
+
+def _static(spec: LinearSpec, scale: Tensor, zero_point: Tensor | None) -> tuple[LinearSpec, dict[str, Tensor | None]]:
+    """The spec to serve a fixed activation scale with. A zero point becomes part of the bounds of the codes where int8
+    has room for that: products without one are faster, and their integers the same."""
+    activation = spec.activation
+    assert activation is not None
+    if zero_point is not None and not activation.dtype.is_floating_point:
+        shift, (low, high) = int(zero_point), activation.code_range
+        if activation.dtype.quant_min <= low - shift and high - shift <= activation.dtype.quant_max:
+            zero_point = None
+            activation = replace(
+                activation,
+                mapping=MappingType.SYMMETRIC,
+                zero_point_domain=ZeroPointDomain.NONE,
+                quant_min=low - shift,
+                quant_max=high - shift,
+            )
+    return replace(spec, activation=activation), {"act_scale": scale, "act_zero_point": zero_point}
+
+
+class FakeQuantizedLinear(FakeQuantizedLayer, nn.Linear):
+    """`nn.Linear` in training."""
+
+    float_class = nn.Linear
+
+    def _forward(self, input: Tensor) -> Tensor:
+        check_width(input, self.weight)
+        rows = to_rows(input)
+        x, w = self.quantize_input(rows), self.quantize_weight()
+        self.advance()
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        y = served_linear(x.values, w.values, bias, *self.operands(rows, x, w))
+        return from_rows(y, input, None)
+
+
+class FakeQuantizedEmbedding(FakeQuantizedLayer, nn.Embedding):
+    """`nn.Embedding` in training: rows of the fake-quantized table."""
+
+    float_class = nn.Embedding
+    takes_activation = False
+
+    @classmethod
+    def check(cls, module: nn.Module) -> None:
+        if module.sparse:
+            raise ValueError("an embedding with sparse=True has no dense gradient to learn from")
+
+    def forward(self, input: Tensor) -> Tensor:
+        refuse_jit_trace()
+        w = self.quantize_weight()
+        self.advance()
+        return functional.embedding(input, w.values, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+
+
+LAYERS: dict[type[nn.Module], type[FakeQuantizedLayer]] = {
+    cls.float_class: cls for cls in (FakeQuantizedLinear, FakeQuantizedEmbedding)
+}
+"""What each float module becomes; further kinds are in files of their own."""
+
+
+def is_sharded(weight: Tensor) -> bool:
+    """Whether it is a DTensor, of which each process has a part."""
+    return hasattr(weight, "_local_tensor")
+
+
+def layer_for(module: nn.Module) -> type[FakeQuantizedLayer]:
+    """The class that stands in for that of `module`.
+
+    Raises:
+        ValueError: there is none; subclasses may have a forward of their own, so that there is none for them.
+    """
+    cls = LAYERS.get(type(module))
+    if cls is None:
+        names = ", ".join(f"nn.{kind.__name__}" for kind in LAYERS)
+        raise ValueError(f"takes the weights of {names}, exactly these; this is one of {_name(type(module))}")
+    cls.check(module)
+    return cls
+
+
+def _name(cls: type[Any]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

@@ -1,0 +1,91 @@
+"""ModuleRecipe: a recipe whose state lives in the layers; it exchanges their class (`fake_quantized_layers`).
+
+A weight in several layers has one set of quantizers, which these layers share: as it is one weight, it is served by one
+set of scales.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ....prepared_module import PreparedModule
+from ....primitives import QuantSpec
+from ....recipe import WeightRecipe
+from ....targets import Target
+from ..layers.linear import FakeQuantization, FakeQuantizedLayer, is_sharded, layer_for
+from ..quantizers.observed import Dynamic, Quantizer
+from ..schedule import Schedule, check_steps
+
+
+class ModuleRecipe(WeightRecipe):
+    """Layers learn, or observe, the scales of `linear_spec()`; `convert()` serves them."""
+
+    trains: ClassVar[bool] = True
+
+    start_step: int
+    freeze_step: int | None
+
+    def __post_init__(self) -> None:
+        check_steps(self.start_step, self.freeze_step)
+        layout = self.linear_spec().layout
+        if layout is not None and not layout.any_codes:
+            raise ValueError(f"{self.name}: {self.linear_spec()} prunes its weights; layers are trained for dense ones")
+        super().__post_init__()
+
+    def weight_quantizer(self, spec: QuantSpec, weight: Tensor) -> Quantizer:
+        """For `weight`, which gives the state its start."""
+        return Dynamic(spec, spec.scale_shape(weight.shape), self.freezes)
+
+    def input_quantizer(self, spec: QuantSpec, static: bool) -> Quantizer:
+        """For the input of a layer."""
+        raise NotImplementedError
+
+    @property
+    def freezes(self) -> bool:
+        """Whether scales are held from some step on."""
+        return self.freeze_step is not None
+
+    def schedule(self) -> Schedule | None:
+        """A new one; None: fake-quantized from the first step to the last."""
+        return Schedule(self.start_step, self.freeze_step) if self.start_step or self.freezes else None
+
+    def check_target(self, target: Target[Any]) -> None:
+        for slot in target.slots:
+            if not isinstance(slot.module, PreparedModule):
+                layer_for(slot.module)
+            if slot.attribute != "weight":
+                raise ValueError(f"is no weight of a layer but its {slot.attribute}")
+        if is_sharded(target.parameter):
+            raise ValueError("is sharded; prepare the model before fully_shard")
+        super().check_target(target)
+
+    def has_made(self, target: Target[Any]) -> bool:
+        return all(isinstance(m, FakeQuantizedLayer) and m.recipe == self for m in target.modules)
+
+    def make(self, target: Target[Any], weight: Tensor) -> FakeQuantization:
+        spec, module = self.linear_spec(), target.modules[0]
+        layer = layer_for(module)
+        matrix = layer.to_matrix(module, weight)
+        if not any(layer_for(module).takes_activation for module in target.modules):
+            spec = replace(spec, activation=None, static=False)
+        of_input = None if spec.activation is None else self.input_quantizer(spec.activation, spec.static)
+        of_weight = self.weight_quantizer(spec.weight, matrix)
+        state = [quantizer.to(weight.device) for quantizer in (of_weight, of_input) if quantizer is not None]
+        nbytes = weight.nbytes + sum(t.nbytes for quantizer in state for t in quantizer.state_dict().values())
+        values = layer.from_matrix(module, of_weight.eval()(matrix).values, weight.shape)
+        schedule = self.schedule()
+        schedule = None if schedule is None else schedule.to(weight.device)
+        return FakeQuantization(self, spec, of_weight, of_input, schedule, values, nbytes)
+
+    def install(self, target: Target[Any], made: FakeQuantization) -> None:
+        for module in target.modules:
+            layer_for(module).prepare(module, made)
+
+
+def check_serves(recipe: Any, name: str) -> None:
+    """Raise `TypeError` where `recipe` is not one for inference; the message names `name`."""
+    if not isinstance(recipe, WeightRecipe) or recipe.trains:
+        raise TypeError(f"{name} takes an inference recipe such as int4_weight_only(), got {recipe!r}")

@@ -1,0 +1,140 @@
+"""Adapters under quantization-aware training: the base is frozen, what is fake-quantized is the merged weight.
+
+    w = w_base + (alpha / r) b a,   a (r, K), b (N, r),   y = x_hat @ w_hat.T + bias
+
+(Hu et al., arXiv 2106.09685, for the adapters.) So the converted weight has the adapters in it, with codes of its own:
+merging them into a base that was quantized before would round twice.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ....dtypes.linear import autocasts, check_dtype, without_autocast
+from ....install import keep_attributes
+from ....prepared_module import PreparedModule
+from ....recipe import Recipe, WeightRecipe, register_recipe
+from ....targets import Target
+from ....tracing.outside_graphs import refuse_jit_trace
+from ..fake_quantize import QATSpec, fake_quantized_linear
+from .base import check_serves
+
+
+@register_recipe("lora_qat")
+@dataclass(frozen=True)
+class LoRAQAT(Recipe):
+    """Layers, `nn.Linear` exactly, get `lora_a` and `lora_b` as parameters, and their weight no gradient; `convert()`
+    merges and quantizes. b starts at zero: the layer computes what the quantized base does.
+
+    Args:
+        recipe: for inference, what the merged weights become by `convert()`.
+        rank: r.
+        alpha: of the equation at the top of the file; None is the rank.
+        compute_dtype: see `qat`.
+
+    Raises:
+        TypeError: `recipe` is no inference recipe.
+        ValueError: a rank that is not positive, or an alpha that is not a positive number.
+    """
+
+    trains: ClassVar[bool] = True
+
+    recipe: WeightRecipe
+    rank: int
+    alpha: float | None = None
+    compute_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_serves(self.recipe, self.name)
+        if self.rank < 1:
+            raise ValueError(f"{self.name}: the rank of adapters is 1 or more, got {self.rank}")
+        if self.alpha is not None and not 0 < self.alpha < math.inf:
+            raise ValueError(f"{self.name}: alpha is a positive number, got {self.alpha}")
+
+    def check(self, weight: Tensor) -> None:
+        self.recipe.check(weight)
+
+    def check_target(self, target: Target[Any]) -> None:
+        super().check_target(target)
+        for slot in target.slots:
+            if type(slot.module) is not nn.Linear or slot.attribute != "weight":
+                raise ValueError(f"adapters are for nn.Linear, exactly; this is a parameter of {type(slot.module)}")
+        if len(target.modules) > 1:
+            raise ValueError(f"adapters are for one layer, the weight is shared by {len(target.modules)}")
+        if self.rank > min(target.parameter.shape):
+            raise ValueError(f"rank {self.rank} exceeds the weight's shape {tuple(target.parameter.shape)}")
+
+    def has_made(self, target: Target[Any]) -> bool:
+        layer = target.modules[0]
+        return (
+            isinstance(layer, LoRALinear)
+            and layer.qat_spec == QATSpec(self.recipe, self.compute_dtype)
+            and layer.lora_a.shape[0] == self.rank
+            and layer.lora_scale == self.scale
+        )
+
+    @property
+    def scale(self) -> float:
+        """alpha / r."""
+        return (self.rank if self.alpha is None else self.alpha) / self.rank
+
+    def make(self, target: Target[Any], weight: Tensor) -> Tensor:
+        return weight
+
+    def install(self, target: Target[Any], made: Tensor) -> None:
+        (module,) = target.modules
+        module.weight = keep_attributes(nn.Parameter(made, requires_grad=False), target.parameter)
+        module.__class__ = LoRALinear
+        assert isinstance(module, LoRALinear)
+        n, k = made.shape
+        module.lora_a = nn.Parameter(made.new_empty(self.rank, k))
+        module.lora_b = nn.Parameter(made.new_zeros(n, self.rank))
+        nn.init.kaiming_uniform_(module.lora_a, a=math.sqrt(5))
+        module.lora_scale = self.scale
+        module.qat_spec = QATSpec(self.recipe, self.compute_dtype)
+
+
+class LoRALinear(PreparedModule, nn.Linear):
+    """`nn.Linear` with adapters; see the top of the file."""
+
+    float_class = nn.Linear
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    lora_scale: float
+    qat_spec: QATSpec
+
+    def merged(self) -> Tensor:
+        """w, differentiable in the adapters; under autocast too in the dtype of the weight."""
+        with without_autocast(self.weight.device.type):
+            return torch.addmm(self.weight, self.lora_b, self.lora_a, alpha=self.lora_scale)
+
+    def forward(self, input: Tensor) -> Tensor:
+        refuse_jit_trace()
+        device = input.device.type
+        check_dtype("a Linear in training", input, self.weight.dtype)
+        if autocasts(device):
+            input = input.to(torch.get_autocast_dtype(device))
+        with without_autocast(device):
+            bias = None if self.bias is None else self.bias.to(input.dtype)
+            return fake_quantized_linear(input, self.merged(), bias, self.qat_spec)
+
+    def check_convert(self) -> None:
+        self.qat_spec.recipe.check(self.merged().detach())
+
+    @torch.no_grad()
+    def served_weight(self) -> Tensor:
+        return self.qat_spec.recipe.apply(self.merged())
+
+    def restore(self) -> None:
+        for name in ("lora_a", "lora_b", "lora_scale", "qat_spec"):
+            delattr(self, name)
+        super().restore()
+
+
+lora_qat = LoRAQAT

@@ -1,0 +1,112 @@
+"""Quantization-aware training for any inference recipe.
+
+quantize_(model, qat(int8_dynamic_activation_int4_weight()))
+...  # train as usual
+quantize_(model, convert())
+
+Prepared and converted weights are described by the same `LinearSpec`, that of the recipe: there is nothing to keep in
+step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ....primitives import HQQRule, QuantSpec
+from ....recipe import Recipe, WeightRecipe, register_recipe
+from ....targets import Target
+from ..fake_quantize import QATSpec
+from ..weight import FakeQuantizedWeight
+from .base import check_serves
+from .lora_qat import LoRAQAT
+from .scheduled_qat import ScheduledQAT
+
+
+@register_recipe("qat")
+@dataclass(frozen=True)
+class QAT(Recipe):
+    """Weights stay in floating point and are trained; layers compute what they will compute when converted: bit for
+    bit where the recipe sums integers (int8 activations), and up to the order of fp32 sums elsewhere. The codes of
+    weights are the same in all cases. Gradients pass straight through rounding (see `fake_quantized`).
+
+    It reaches what the recipe itself does: `nn.Linear`; by name embeddings, convolutions, bare matrices and fused
+    experts.
+
+    Args:
+        recipe: for inference, what the weights become by `convert()`.
+        compute_dtype: of the arithmetic of fake quantization. None is fp32, as that of the kernels that serve. A
+            dtype, that of the model say, is faster in bf16; products are then of fake-quantized floats, and conversion
+            changes numbers by the rounding of that dtype. For affine codes.
+        start_step, freeze_step, observer, momentum: a schedule, and observed ranges of static activations; see
+            `ScheduledQAT`. Their state is in the layers, whose class is exchanged.
+        lora_rank: train adapters of this rank instead of the weights, see `LoRAQAT`; 0 for none.
+        lora_alpha: weight of the adapters; None is their rank.
+
+    Raises:
+        TypeError: `recipe` is no inference recipe.
+        ValueError: `HQQRule`, a search for each new weight; a `compute_dtype` that is none, or with look-up tables.
+    """
+
+    trains: ClassVar[bool] = True
+
+    recipe: WeightRecipe
+    compute_dtype: torch.dtype | None = None
+    start_step: int = 0
+    freeze_step: int | None = None
+    observer: str | None = None
+    momentum: float = 0.01
+    lora_rank: int = 0
+    lora_alpha: float | None = None
+
+    def __post_init__(self) -> None:
+        check_serves(self.recipe, self.name)
+        linear = self.recipe.linear_spec()
+        if isinstance(linear.weight, QuantSpec) and isinstance(linear.weight.scale_rule, HQQRule):
+            raise ValueError(
+                f"qat: {self.recipe} would search its scales anew in each step, at some 25 times the cost of the "
+                "layer; train with scale_rule=MinMaxRule(), or by lsq(recipe=...), which starts from these scales"
+            )
+        if self.compute_dtype is not None:
+            if not self.compute_dtype.is_floating_point:
+                raise ValueError(f"qat: compute_dtype is a floating-point dtype or None, got {self.compute_dtype}")
+            for spec in (linear.weight, linear.activation):
+                if spec is not None and not isinstance(spec, QuantSpec):
+                    raise ValueError(f"qat: compute_dtype takes affine codes, {self.recipe} has {spec}")
+
+        if self._has_state:
+            if self.compute_dtype is not None:
+                raise ValueError("qat: compute_dtype is for training without a schedule or an observer")
+            if self.lora_rank:
+                raise ValueError("qat: adapters have no schedule and no observer; leave lora_rank out, or those")
+        self.placed(0, 1)
+
+    @property
+    def _has_state(self) -> bool:
+        return self.start_step != 0 or self.freeze_step is not None or self.observer is not None
+
+    def placed(self, index: int, count: int) -> Recipe:
+        if self._has_state:
+            return ScheduledQAT(self.recipe, self.start_step, self.freeze_step, self.observer, self.momentum)
+        if self.lora_rank or self.lora_alpha is not None:
+            return LoRAQAT(self.recipe, self.lora_rank, self.lora_alpha, self.compute_dtype)
+        return self
+
+    def check(self, weight: Tensor) -> None:
+        self.recipe.check(weight)
+
+    def apply(self, weight: Tensor) -> Tensor:
+        return FakeQuantizedWeight.of(weight, QATSpec(self.recipe, self.compute_dtype))
+
+    def has_made(self, target: Target[Any]) -> bool:
+        weight = target.parameter
+        return isinstance(weight, FakeQuantizedWeight) and weight.qat_spec == QATSpec(self.recipe, self.compute_dtype)
+
+    def make(self, target: Target[Any], weight: Tensor) -> Tensor:
+        return self.apply(weight)  # that of a convolution keeps its shape
+
+
+qat = QAT

@@ -1,0 +1,72 @@
+"""Quantization-aware training with a schedule, and with observed ranges: the state is in the layers.
+
+step < start_step       floating point
+step < freeze_step      fake quantization; scales follow the weights, observed ranges the data
+step >= freeze_step     fake quantization with the scales of the last step before it
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ....primitives import LinearSpec, QuantSpec
+from ....recipe import WeightRecipe, register_recipe
+from ..quantizers.observed import Dynamic, Fixed, ObservedRange, Quantizer
+from .base import ModuleRecipe, check_serves
+
+OBSERVERS = (None, "moving_average", "min_max")
+
+
+@register_recipe("scheduled_qat")
+@dataclass(frozen=True)
+class ScheduledQAT(ModuleRecipe):
+    """Layers, `nn.Linear`, `nn.Embedding` and convolutions exactly, are trained for `recipe`; see the top of the file.
+
+    Args:
+        recipe: for inference, what the weights become by `convert()`.
+        start_step, freeze_step: forward passes in training mode, of each layer; see `Schedule`.
+        observer: of recipes with static activations: None keeps the scale that the recipe gives;
+            ``"moving_average"`` and ``"min_max"`` choose it from the range of what passes in training, or in
+            `calibrate`.
+        momentum: of the moving average.
+
+    Raises:
+        TypeError: `recipe` is no inference recipe.
+        ValueError: steps that make no sense; an unknown observer, or one without static activations; weights by look-up
+            tables or pruned, or scales in codes of their own that are to freeze: these have no state here.
+    """
+
+    recipe: WeightRecipe
+    start_step: int = 0
+    freeze_step: int | None = None
+    observer: str | None = None
+    momentum: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_serves(self.recipe, self.name)
+        spec = self.recipe.linear_spec()
+        if not isinstance(spec.weight, QuantSpec):
+            raise ValueError(f"{self.name}: {self.recipe} has weights of {type(spec.weight).__name__}, not QuantSpec")
+        if self.freeze_step is not None and spec.weight.scale_spec is not None:
+            raise ValueError(f"{self.name}: the scales of {self.recipe} are codes, which cannot freeze one by one")
+        if self.observer not in OBSERVERS:
+            raise ValueError(f"{self.name}: observer is one of {OBSERVERS}, got {self.observer!r}")
+        if self.observer is not None and not spec.static:
+            raise ValueError(f"{self.name}: {self.recipe} has no static activations to observe")
+        super().__post_init__()
+
+    def linear_spec(self) -> LinearSpec:
+        return self.recipe.linear_spec()
+
+    def input_quantizer(self, spec: QuantSpec, static: bool) -> Quantizer:
+        if not static:
+            return Dynamic(spec, (1, 1))
+        if self.observer is None:
+            return Fixed(spec, torch.full((1, 1), self.recipe.scale))  # type: ignore[attr-defined]
+        momentum = None if self.observer == "min_max" else self.momentum
+        return ObservedRange(spec, (1, 1), self.freezes, momentum)
+
+
+scheduled_qat = ScheduledQAT

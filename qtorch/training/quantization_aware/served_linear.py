@@ -1,0 +1,130 @@
+"""served_linear: a linear layer with the value that will be served, and the gradient of fake quantization.
+
+    y          = product of the codes of x and w, scaled        where the recipe sums integers
+               = x_hat @ w_hat.T                                where it does not
+    dL/dx_hat  = g @ w_hat
+    dL/dw_hat  = g.T @ x_hat
+
+x_hat and w_hat are the reals that the codes stand for. Sums of integers are exact and the fp32 arithmetic around them
+has a fixed order, so that y is that of the converted weight bit for bit, whichever kernel and layout serve it. How
+x_hat and w_hat depend on x, w and learned scales is left to the differentiable fake quantization that made them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from ...kernels.rows import from_rows, to_rows
+from ...primitives import LinearSpec, QuantSpec
+from ...tracing.function_transforms import apply
+from ...tracing.outside_graphs import starts_no_graph
+from ..engine.contraction import Operand, multiply
+from ..engine.spec import GemmSpec
+
+
+def sums_integers(spec: LinearSpec) -> bool:
+    """Whether a layer of this spec adds up products of codes in int32; in floating point otherwise."""
+    return _is_integer(spec.weight) and _is_integer(spec.activation)
+
+
+def _is_integer(spec: QuantSpec | Any) -> bool:
+    if not isinstance(spec, QuantSpec) or spec.zero_point_domain.name == "FLOAT":
+        return False
+    return not spec.dtype.is_floating_point and spec.dtype.bits <= 8
+
+
+def served_linear(
+    x_hat: Tensor, w_hat: Tensor, bias: Tensor | None, x: Operand | None = None, w: Operand | None = None
+) -> Tensor:
+    """x (..., K) times w (N, K), plus bias (N): (..., N) in the dtype of x_hat; see the top of the file.
+
+    Differentiable in x_hat, w_hat and bias. Where `x` and `w` are given and no gradient is asked for, x_hat gives shape
+    and dtype only, and w_hat is not read: the input and the weight before quantization will do.
+
+    Args:
+        x_hat: (..., K), the input fake-quantized; the input itself where the recipe leaves it in floating point.
+        w_hat: (N, K), the weight fake-quantized.
+        x: where the recipe sums integers (`sums_integers`), codes (M, K) of the input's M rows, with their spec, scale
+            (M, 1) or (1, 1) and zero point: ``quantize_operand(to_rows(input), spec.activation)`` for a dynamic scale,
+            ``Operand(spec.activation.quantize(rows, scale, zero_point), M, scale, zero_point, spec.activation)``
+            for a static or learned one.
+        w: there, codes of the weight, in the same way; a scale per row, group, block or tensor.
+
+    Raises:
+        ValueError: another width of the input, codes of one side only, or codes that are no integers.
+    """
+    check_width(x_hat, w_hat)
+    if x is None and w is None:
+        return apply(_FloatProduct, x_hat, w_hat, bias)
+    if x is None or w is None or not (_is_integer(x.spec) and _is_integer(w.spec)):
+        raise ValueError(f"served_linear: takes integer codes of both sides or of none, got {_kind(x)} and {_kind(w)}")
+    # A tuple within the arguments would hide its tensors from autograd.
+    return apply(_IntegerProduct, x_hat, w_hat, bias, *signed(x), *w)
+
+
+def check_width(input: Tensor, weight: Tensor) -> None:
+    """Raise `ValueError` where the rows of `input` are not as long as those of `weight`."""
+    if not input.dim() or input.shape[-1] != weight.shape[-1]:
+        shapes = tuple(input.shape), tuple(weight.shape)
+        raise ValueError(f"linear: an input of shape {shapes[0]} does not fit a weight of shape {shapes[1]}")
+
+
+def _kind(operand: Operand | None) -> str:
+    return "none" if operand is None else str(operand.spec)
+
+
+def signed(x: Operand) -> Operand:
+    """Unsigned codes as signed ones, which is what products of integers take: shifted along with their zero point."""
+    if x.values.dtype != torch.uint8:
+        return x
+    assert x.scale is not None
+    zero_point = torch.zeros_like(x.scale) if x.zero_point is None else x.zero_point
+    return x._replace(values=(x.values ^ 128).view(torch.int8), zero_point=zero_point.to(torch.int32) - 128)
+
+
+class _IntegerProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_hat: Tensor, w_hat: Tensor, bias: Tensor | None, *operands: Any) -> Tensor:
+        ctx.save_for_backward(x_hat, w_hat)
+        size = len(Operand._fields)
+        y = multiply(Operand(*operands[:size]), Operand(*operands[size:]), GemmSpec(), x_hat.dtype)
+        return from_rows(y, x_hat, bias)
+
+    @staticmethod
+    @once_differentiable
+    @starts_no_graph
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return *_gradients(ctx, grad_outputs[0]), *(None,) * (2 * len(Operand._fields))
+
+
+class _FloatProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_hat: Tensor, w_hat: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_hat, w_hat)
+        # Under autocast, the activation has the dtype to compute in, and the weight its own.
+        return functional.linear(x_hat, w_hat.to(x_hat.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    @starts_no_graph
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, grad_outputs[0])
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Of x_hat, w_hat and bias."""
+    x_hat, w_hat = ctx.saved_tensors
+    of_x = of_w = of_bias = None
+    rows = to_rows(grad)
+    if ctx.needs_input_grad[0]:
+        of_x = torch.mm(rows, w_hat.to(grad.dtype)).reshape(x_hat.shape)
+    if ctx.needs_input_grad[1]:
+        of_w = torch.mm(rows.t(), to_rows(x_hat)).to(w_hat.dtype)
+    if ctx.needs_input_grad[2]:
+        of_bias = rows.sum(0)
+    return of_x, of_w, of_bias

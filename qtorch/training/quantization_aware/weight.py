@@ -1,0 +1,131 @@
+"""FakeQuantizedWeight: a parameter in floating point that computes as the quantized weight it will become.
+
+It is what `qat` makes: a `TrainingWeight` whose products have the value of the converted weight (`fake_quantized`). Its
+codes are those of the parameter as it is stored. A view of it (an expert, a transpose, some rows) knows how it lies in
+the parameter; a product with one whose codes would be others is an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ...kernels.im2col import Window
+from ..engine.spec import TrainingSpec
+from ..weights.base import floats_of
+from ..weights.master import TrainingWeight
+from .fake_quantize import QATSpec, fake_quantize_weight, fake_quantized_conv, fake_quantized_linear
+
+aten = torch.ops.aten
+
+
+class FakeQuantizedWeight(TrainingWeight):
+    """See the top of the file."""
+
+    training_type = QATSpec
+
+    @property
+    def qat_spec(self) -> QATSpec:
+        """How it is fake-quantized."""
+        return self.scheme.training  # type: ignore[attr-defined]
+
+    @property
+    def training_spec(self) -> TrainingSpec:
+        raise NotImplementedError(
+            "a weight in quantization-aware training has F.linear, matmul, bmm, grouped_mm, einsum along its last two "
+            "axes, and F.embedding; this is another product, or one with sums of it"
+        )
+
+    def linear(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        if self.qat_spec.partial:
+            raise ValueError(
+                f"a product with a part of a weight that converts to {self.qat_spec.linear_spec.weight}: its codes "
+                "depend on the rest of the weight; multiply the whole of it"
+            )
+        return fake_quantized_linear(input, self, bias, self.qat_spec)
+
+    def conv(self, input: Tensor, window: Window) -> Tensor:
+        return fake_quantized_conv(input, floats_of(self), self.qat_spec, window)
+
+    def embedding(self, ids: Tensor, **options: Any) -> Tensor:
+        spec = self.qat_spec
+        if spec.transposed or spec.partial:
+            raise ValueError("embedding takes the whole weight, this is a view of it")
+        if not spec.rows_are_independent:
+            return functional.embedding(ids, fake_quantize_weight(self, spec)[0], **options)
+        # Rows are gathered first: fewer to quantize.
+        rows = functional.embedding(ids.reshape(-1), floats_of(self), **options)
+        return fake_quantize_weight(rows, spec)[0].reshape(*ids.shape, self.shape[-1])
+
+    def check_convert(self) -> None:
+        self.qat_spec.recipe.check(self.master)
+
+    def convert(self) -> Tensor:
+        return self.qat_spec.recipe.apply(self.master.detach())
+
+    def _training_of_view(self, func: Any, args: Any) -> QATSpec:
+        return _of_view(self.qat_spec, func, args, self.master)
+
+    def _training_of_whole(self) -> QATSpec:
+        return self.qat_spec.of_whole()
+
+
+COPIES = {
+    aten.alias.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten._pin_memory.default,
+    aten._to_copy.default,
+}
+"""Operators whose result lies as their argument does."""
+
+CUTS = {
+    aten.chunk.default: 2,
+    aten.select.int: 1,
+    aten.slice.Tensor: 1,
+    aten.split.Tensor: 2,
+    aten.split_with_sizes.default: 2,
+    aten.unbind.int: 1,
+}
+"""Operators that take parts along one axis, and the position of the axis in their arguments; 0 if it is not given."""
+
+
+def _of_view(spec: QATSpec, func: Any, args: Any, weight: Tensor) -> QATSpec:
+    """The spec of what `func` makes of a weight, or view of one, of this spec; partial where it cannot be told."""
+    if func in COPIES:
+        return spec
+    ndim, part = weight.dim(), replace(spec, partial=True)
+    if func in CUTS:
+        axis = (args[CUTS[func]] if len(args) > CUTS[func] else 0) % ndim
+        row = ndim - 1 if spec.transposed else ndim - 2
+        drops_axis = func in (aten.select.int, aten.unbind.int)
+        whole = spec.rows_are_independent and (axis < ndim - 2 or (axis == row and not drops_axis))
+        return spec if whole else part
+    order = _order(func, args, ndim)
+    if order is None:
+        sizes = tuple(args[1]) if func in (aten.view.default, aten.as_strided.default) else ()
+        return spec if sizes == tuple(weight.shape) else part
+    if order[-2:] == [ndim - 2, ndim - 1]:
+        return spec
+    return replace(spec, transposed=not spec.transposed) if order[-2:] == [ndim - 1, ndim - 2] else part
+
+
+def _order(func: Any, args: Any, ndim: int) -> list[int] | None:
+    """The old axes in the order of the new, of an operator that permutes them."""
+    order = list(range(ndim))
+    if func is aten.permute.default:
+        return [axis % ndim for axis in args[1]]
+    if func is aten.t.default:
+        return order[::-1]
+    if func is aten.transpose.int:
+        a, b = (axis % ndim for axis in args[1:3])
+        order[a], order[b] = order[b], order[a]
+        return order
+    return None

@@ -1,0 +1,51 @@
+"""TrainingRecipe: a recipe that is described by a `TrainingSpec` and keeps weights in floating point."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ...recipe import Recipe, check_float_weight
+from ...targets import Target
+from ..engine.spec import TrainingSpec
+from ..weights.master import TrainingWeight
+
+
+class TrainingRecipe(Recipe):
+    """Weights stay in floating point; their matmuls run as `training_spec` says.
+
+    Raises:
+        ValueError: there is no such spec.
+    """
+
+    trains: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self.training_spec()
+
+    def training_spec(self) -> TrainingSpec:
+        raise NotImplementedError
+
+    def check(self, weight: Tensor) -> None:
+        check_trainable(weight)
+        spec = self.training_spec().output.rhs
+        if spec is not None:
+            # Training could complete blocks with zeros, but the weight would not convert.
+            spec.block_size(weight.shape)
+
+    def apply(self, weight: Tensor) -> Tensor:
+        return TrainingWeight.of(weight, self.training_spec())
+
+    def has_made(self, target: Target[Any]) -> bool:
+        weight = target.parameter
+        return isinstance(weight, TrainingWeight) and weight.scheme.training == self.training_spec()  # type: ignore[attr-defined]
+
+
+def check_trainable(weight: Tensor) -> None:
+    """Raise `ValueError` where `weight` is no float weight with values."""
+    check_float_weight(weight)
+    if weight.is_meta:
+        raise ValueError("the weight is on the meta device and has no values; materialize it first")
+    if weight.dim() != 2:
+        raise ValueError(f"takes matrices, this weight has shape {tuple(weight.shape)}")

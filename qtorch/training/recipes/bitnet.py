@@ -1,0 +1,105 @@
+"""BitNet b1.58: ternary weights and int8 activations (Ma et al., arXiv 2402.17764, section 2).
+
+    w_hat = s clamp(round(w / s), -1, 1),   s = mean |w|
+    y = x_hat @ w_hat.T,                    x_hat int8 with a scale per token
+
+Gradients pass straight through both: dx = g @ w_hat, dw = g.T @ x_hat. The model should have an RMSNorm before each
+linear layer, and none before attention and MLP blocks ("Training Tips, Code and FAQ" of the paper's authors);
+`quantize_` does not put them there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...layouts.packed import pack_codes
+from ...primitives import AbsMeanRule, PerTensor, QuantSpec, qdtype
+from ...primitives.scheme import Scheme
+from ...recipe import register_recipe
+from ..engine.spec import GemmSpec, TrainingSpec, int8
+from ..weights.codes import QuantizedTrainingWeight
+from ..weights.master import TrainingWeight
+from .base import TrainingRecipe
+
+TERNARY = QuantSpec(qdtype("int2"), PerTensor(), scale_rule=AbsMeanRule(), quant_min=-1, quant_max=1)
+
+
+@register_recipe("bitnet_training")
+@dataclass(frozen=True)
+class BitnetTraining(TrainingRecipe):
+    """See the top of the file. Converts to weights of 2 bits, packed, and int8 activations."""
+
+    def training_spec(self) -> TrainingSpec:
+        straight_through = GemmSpec(reuse_forward=True)
+        return TrainingSpec(GemmSpec(int8(), TERNARY), straight_through, straight_through)
+
+    def apply(self, weight: Tensor) -> Tensor:
+        return BitnetWeight.of(weight, self.training_spec())
+
+
+class BitnetWeight(TrainingWeight):
+    """A `TrainingWeight` whose shards, under FSDP2, are gathered as packed codes of 2 bits.
+
+    Their scale is the mean over all shards: one all-reduce for each weight and each gathering, or one for all weights
+    and a step by `precompute_bitnet_scale_for_fsdp`.
+    """
+
+    _precomputed: tuple[int, Tensor] | None = None
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any = None, outer_stride: Any = None, module: Any = None, mp_policy: Any = None
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        version, scale = self._precomputed or (None, self.master)
+        if version != self.master._version:  # an optimizer step has passed since, or there is none
+            scale = _global_mean([self.master], [outer_size.numel()], mesh)[0]
+        dtype = (None if mp_policy is None else mp_policy.param_dtype) or self.master.dtype
+        codes = TERNARY.quantize(self.master, scale.reshape(1, 1), None)
+        linear = self.training_spec.linear_spec
+        assert linear is not None
+        return (pack_codes(codes, TERNARY.dtype),), (Scheme(linear, tuple(outer_size), dtype), scale)
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        scheme, scale = metadata
+        (qdata,) = all_gather_outputs
+        if out is not None:  # its codes are the gathered memory itself
+            # The numbers that the forward had: no change, for a backward that has kept them.
+            with torch.autograd._unsafe_preserve_version_counter(out.scale):
+                out.scale.copy_(scale.expand_as(out.scale))
+            return None
+        scales = scale.expand(scheme.shape[0], 1).contiguous()
+        return QuantizedTrainingWeight({"qdata": qdata, "scale": scales}, scheme), all_gather_outputs
+
+
+@torch.no_grad()
+def precompute_bitnet_scale_for_fsdp(module: nn.Module) -> None:
+    """After each optimizer step: the scales of all BitNet weights of a model sharded by FSDP2, in a single all-reduce.
+
+    Without it each weight has its own, when it is gathered. Weights that are not sharded are left alone.
+    """
+    sharded = [p for p in module.parameters() if isinstance(getattr(p, "_local_tensor", None), BitnetWeight)]
+    if not sharded:
+        return
+    shards: list[BitnetWeight] = [p._local_tensor for p in sharded]  # type: ignore[attr-defined]
+    mesh = sharded[0].device_mesh  # type: ignore[attr-defined]
+    means = _global_mean([shard.master for shard in shards], [p.numel() for p in sharded], mesh)
+    for shard, mean in zip(shards, means, strict=True):
+        vars(shard)["_precomputed"] = (shard.master._version, mean)
+
+
+def _global_mean(shards: list[Tensor], counts: list[int], mesh: Any) -> Tensor:
+    """Mean magnitude of each tensor over all its shards, fp32, in one all-reduce."""
+    import torch.distributed as dist
+
+    sums = torch.stack([shard.float().abs().sum() for shard in shards])
+    # With a mesh of two axes, replicas hold equal shards: the last axis has all of them.
+    dist.all_reduce(sums, group=mesh.get_group(mesh.ndim - 1))
+    return (sums / torch.tensor(counts, device=sums.device)).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+bitnet_training = BitnetTraining

@@ -1,0 +1,77 @@
+"""Quantized training: weights live in int8 or int4, and every update of them rounds stochastically."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ...dtypes import PackedLayout
+from ...primitives import LinearSpec, PerGroup, PerRow, QuantSpec, Rounding, qdtype
+from ...recipe import Recipe, register_recipe
+from ...targets import Target
+from ..weights.codes import QuantizedTrainingWeight
+from .base import check_trainable
+
+
+class _QuantizedTraining(Recipe):
+    trains: ClassVar[bool] = True
+
+    def linear_spec(self) -> LinearSpec:
+        raise NotImplementedError
+
+    def check(self, weight: Tensor) -> None:
+        check_trainable(weight)
+        self.linear_spec().weight.block_size(weight.shape)
+
+    def apply(self, weight: Tensor) -> Tensor:
+        return QuantizedTrainingWeight.from_float(weight, self.linear_spec())
+
+    def has_made(self, target: Target[Any]) -> bool:
+        weight = target.parameter
+        return isinstance(weight, QuantizedTrainingWeight) and weight.scheme.weight == self.linear_spec().weight
+
+
+def _rounding(stochastic: bool) -> Rounding:
+    return Rounding.STOCHASTIC if stochastic else Rounding.NEAREST_EVEN
+
+
+@register_recipe("int8_weight_only_quantized_training")
+@dataclass(frozen=True)
+class Int8WeightOnlyQuantizedTraining(_QuantizedTraining):
+    """Weights in int8 with a scale per output channel, without a floating-point copy; matmuls in the precision of the
+    activations. Converts to the scheme of `int8_weight_only()`.
+
+    Args:
+        stochastic_rounding: of updates; rounding to nearest loses those smaller than half a step.
+    """
+
+    stochastic_rounding: bool = True
+
+    def linear_spec(self) -> LinearSpec:
+        rounding = _rounding(self.stochastic_rounding)
+        return LinearSpec(QuantSpec(qdtype("int8"), PerRow(), quant_min=-127, rounding=rounding))
+
+
+@register_recipe("int4_weight_only_quantized_training")
+@dataclass(frozen=True)
+class Int4WeightOnlyQuantizedTraining(_QuantizedTraining):
+    """Weights in int4, two in a byte, with a scale per group.
+
+    Args:
+        group_size: elements of a row that share a scale; it divides the row.
+        stochastic_rounding: of updates.
+    """
+
+    group_size: int = 32
+    stochastic_rounding: bool = True
+
+    def linear_spec(self) -> LinearSpec:
+        rounding = _rounding(self.stochastic_rounding)
+        spec = QuantSpec(qdtype("int4"), PerGroup(self.group_size), quant_min=-7, rounding=rounding)
+        return LinearSpec(spec, layout=PackedLayout())
+
+
+int8_weight_only_quantized_training = Int8WeightOnlyQuantizedTraining
+int4_weight_only_quantized_training = Int4WeightOnlyQuantizedTraining

@@ -1,0 +1,27 @@
+"""Training by a spec of one's own: the recipe of which the others are presets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...recipe import register_recipe
+from ..engine.spec import TrainingSpec, fully_quantized
+from .base import TrainingRecipe
+
+
+@register_recipe("mixed_precision_training")
+@dataclass(frozen=True)
+class MixedPrecisionTraining(TrainingRecipe):
+    """Weights in floating point, matmuls as `spec` says.
+
+    Args:
+        spec: of the three matmuls; `fully_quantized(fwd_bits=8, bwd_bits=8)` and its kin make some.
+    """
+
+    spec: TrainingSpec = fully_quantized()
+
+    def training_spec(self) -> TrainingSpec:
+        return self.spec
+
+
+mixed_precision_training = MixedPrecisionTraining

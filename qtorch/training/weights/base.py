@@ -1,0 +1,121 @@
+"""TrainableWeight: what the weights that a training recipe makes have in common.
+
+They are parameters with a gradient. `F.linear`, `matmul`, `einsum` and their kin run in the engine (`gemm`), with the
+three matmuls that the recipe asks for; `convert()` gives the weight that serves.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ...dtypes import QuantizedTensor
+from ...dtypes.linear import check_dtype, multiply
+from ...kernels.im2col import Window, multiply_windows, to_matrix
+from ...kernels.rows import from_rows, to_rows
+from ...tracing.function_transforms import apply
+from ...tracing.outside_graphs import starts_no_graph
+from ..engine.contraction import contraction
+from ..engine.products import Product, einsum_by
+from ..engine.spec import TrainingSpec
+
+
+class TrainableWeight(QuantizedTensor):
+    """Base of the weights in training."""
+
+    trains: ClassVar[bool] = True
+
+    @property
+    def training_spec(self) -> TrainingSpec:
+        """How the matmuls of this weight are quantized, the weight being their rhs."""
+        raise NotImplementedError
+
+    def floats(self) -> Tensor:
+        """The weight as a plain tensor, not differentiable."""
+        raise NotImplementedError
+
+    def convert(self) -> Tensor:
+        """The weight for inference."""
+        raise NotImplementedError
+
+    def check_convert(self) -> None:
+        """Raise `ValueError` where `convert` could not do its work."""
+
+    def linear(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        y = contraction(to_rows(input), self, self.training_spec)
+        return from_rows(y, input, bias)
+
+    def conv(self, input: Tensor, window: Window) -> Tensor:
+        matrices = to_matrix(self).chunk(window.groups, 0)
+        return multiply_windows(input, window, lambda rows, group: multiply(rows, matrices[group]))  # type: ignore[arg-type]
+
+    def embedding(self, ids: Tensor, **options: Any) -> Tensor:
+        """Rows of the weight as the forward quantizes it, in case the table is tied to a linear layer."""
+        rows = floats_of(self)
+        spec = self.training_spec.output.rhs
+        if spec is not None:
+            rows = spec.to_nearest().fake_quantize(rows)
+        return functional.embedding(ids, rows, **options)
+
+    @classmethod
+    @starts_no_graph
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FUNCTIONS:
+            return _FUNCTIONS[func](*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class _Floats(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: TrainableWeight) -> Tensor:
+        return weight.floats().clone()
+
+    @staticmethod
+    @starts_no_graph
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return grad_outputs[0]
+
+
+def floats_of(weight: Tensor) -> Tensor:
+    """A weight, plain or in training, as a plain tensor, differentiable."""
+    return apply(_Floats, weight) if isinstance(weight, TrainableWeight) else weight
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operator changes."""
+    found = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name) if argument.kwarg_only or i >= len(args) else args[i]
+            found.append(value)
+    return found
+
+
+def _einsum(equation: str, *operands: Any) -> Tensor:
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
+    if len(operands) != 2:
+        raise ValueError(f"einsum with a weight in training takes two operands, got {len(operands)}")
+    lhs, rhs = operands
+    check_dtype("einsum", *((lhs, rhs.dtype) if isinstance(rhs, TrainableWeight) else (rhs, lhs.dtype)))
+    if isinstance(rhs, TrainableWeight):
+        return einsum_by(_product(rhs), equation, lhs, rhs)
+    terms, arrow, result = equation.partition("->")
+    first, _, second = terms.partition(",")
+    return einsum_by(_product(lhs), f"{second},{first}{arrow}{result}", rhs, lhs)
+
+
+def _product(weight: TrainableWeight) -> Product:
+    """Of an input and a view of `weight`; sums over an axis of it are plain tensors."""
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        return b.linear(a, None) if isinstance(b, TrainableWeight) else contraction(a, b, weight.training_spec)
+
+    return run
+
+
+_FUNCTIONS = {torch.einsum: _einsum}
+"""Beside the products of `dtypes.functions`, which all come down to `linear`, and convolutions, to `conv`."""

@@ -1,0 +1,232 @@
+"""QuantizedTrainingWeight: a parameter that is held as codes, and trained.
+
+No floating-point copy of it exists. An update in place, `p.addcdiv_(m, v)` say, computes in fp32 one weight at a time
+and rounds stochastically into codes with a new scale:
+
+    w <- round(w' / s') s',   s' from w', the updated values      E[w] = w'
+
+so that updates smaller than a step still add up in expectation (Gupta et al., arXiv 1502.02551). The forward runs
+the kernel that serves the weight later; gradients are those of its dequantized values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from ...dtypes import AffineQuantizedTensor, QuantizedTensor
+from ...dtypes.ops import check_copy, count_write, same_numbers
+from ...primitives import LinearSpec, QuantSpec
+from ...primitives.scheme import Scheme
+from ..engine.spec import GemmSpec, TrainingSpec
+from .base import TrainableWeight, written_by
+
+aten = torch.ops.aten
+
+SCALINGS = {aten.mul_.Tensor, aten.mul_.Scalar, aten._foreach_mul_.Scalar}
+"""Updates that are exact on the scale: weight decay."""
+
+FUSED = {
+    getattr(aten, name).default for name in ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
+} | {aten._fused_sgd_.tensor_lr, aten._fused_adam_.tensor_lr, aten._fused_adamw_.tensor_lr}
+"""Updates that want all of their tensors in one dtype."""
+
+_RANK_STRIDE = 0x9E3779B97F4A7C15
+"""Odd, so that different ranks add different numbers to a seed."""
+
+
+class QuantizedTrainingWeight(TrainableWeight, AffineQuantizedTensor):
+    """See the top of the file. The rounding of its spec is that of its updates."""
+
+    _rank: int | None = None
+
+    @classmethod
+    def from_float(cls, input: Tensor, spec: Any, *args: Any) -> QuantizedTrainingWeight:
+        """Quantize by rounding to nearest, whatever the rounding of updates."""
+        linear = spec if isinstance(spec, LinearSpec) else LinearSpec(spec)
+        nearest = replace(linear, weight=linear.weight.to_nearest())
+        start = AffineQuantizedTensor.from_float(input, nearest)
+        return cls(start.inner_tensors, replace(start.scheme, spec=replace(linear, layout=start.scheme.layout)))
+
+    @property
+    def training_spec(self) -> TrainingSpec:
+        weight, activation = self.scheme.weight, self.scheme.activation
+        backward = GemmSpec(reuse_forward=True)
+        return TrainingSpec(GemmSpec(activation, weight), backward, GemmSpec() if activation is None else backward)
+
+    def floats(self) -> Tensor:
+        return self.dequantize()
+
+    def convert(self) -> AffineQuantizedTensor:
+        """The same codes, frozen."""
+        spec = replace(self.scheme.spec, weight=self.scheme.weight.to_nearest())
+        return AffineQuantizedTensor(self.inner_tensors, replace(self.scheme, spec=spec))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        written = written_by(func, args, kwargs)
+        if any(isinstance(tensor, cls) for tensor in tree_iter(written)):
+            _update(func, args, kwargs, written)
+            return args[0] if isinstance(args[0], Tensor) else None
+        if func in _LIKES:
+            like = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
+            return func(like, *args[1:], **{**kwargs, "memory_format": torch.contiguous_format})
+        if func is aten.new_zeros.default:
+            return args[0]._zeros(args[1])
+        if func is aten.as_strided.default and tuple(args[1]) == args[0].scheme.shape:
+            return super().__torch_dispatch__(aten.alias.default, types, args[:1])
+        if func in _READS or (func is aten.cat.default and not all(isinstance(part, cls) for part in args[0])):
+            plain_args, plain_kwargs = tree_map_only(cls, lambda w: w.dequantize(), (args, kwargs))
+            return func(*plain_args, **plain_kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _zeros(self, size: Any) -> QuantizedTrainingWeight:
+        """A weight of another size, of the same spec: FSDP2 pads shards to it."""
+        zeros = torch.zeros(tuple(size), dtype=self.scheme.dtype, device=self.device)
+        return self.from_float(zeros, self.scheme.spec)
+
+    # --- FSDP2: what is gathered are codes and scales ---
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any = None, outer_stride: Any = None, module: Any = None, mp_policy: Any = None
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        vars(self)["_rank"] = mesh.get_local_rank()
+        dtype = None if mp_policy is None else mp_policy.param_dtype
+        shape = (*(outer_size or self.shape)[:1], *self.shape[1:])
+        scheme = replace(self.scheme, shape=shape, dtype=dtype or self.scheme.dtype)
+        return tuple(self.inner_tensors.values()), (tuple(self.inner_tensors), scheme)
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        names, scheme = metadata
+        if out is not None:
+            return None  # its inner tensors are the gathered memory itself
+        return type(self)(dict(zip(names, all_gather_outputs, strict=True)), scheme), all_gather_outputs
+
+
+_LIKES = {getattr(aten, f"{name}_like").default for name in ("zeros", "ones", "full", "rand", "randn")}
+"""State of an optimizer, in floating point."""
+
+_READS = {
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.mul.Tensor,
+    aten.div.Tensor,
+    aten.abs.default,
+    aten.linalg_vector_norm.default,
+    aten.maximum.default,
+    aten.minimum.default,
+    aten.neg.default,
+    aten.pow.Tensor_Scalar,
+    aten.sign.default,
+    aten.sqrt.default,
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.mean.default,
+    aten.lerp.Scalar,
+    aten.isfinite.default,
+    aten.isnan.default,
+    aten._foreach_add.List,
+    aten._foreach_mul.Scalar,
+    aten._foreach_norm.Scalar,
+    aten._foreach_sub.List,
+    aten.ne.Scalar,
+}
+"""Arithmetic that reads the weight, for optimizers (L2 penalty, LAMB's norms); its results are plain tensors."""
+
+
+def _update(func: Any, args: Any, kwargs: Any, written: list[Any]) -> None:
+    """Run an in-place operator on weights in codes, one weight at a time."""
+    lists = [arg for arg in args if isinstance(arg, list | tuple) and any(isinstance(t, Tensor) for t in arg)]
+    count = max(map(len, lists), default=1)
+    if not lists or count == 1:
+        _update_one(func, args, kwargs, written)
+        return
+    for i in range(count):
+        of_one = [[arg[i]] if isinstance(arg, list | tuple) and len(arg) == count else arg for arg in args]
+        named = {k: [v[i]] if isinstance(v, list | tuple) and len(v) == count else v for k, v in kwargs.items()}
+        weights = written_by(func, of_one, named)
+        if any(isinstance(tensor, QuantizedTrainingWeight) for tensor in tree_iter(weights)):
+            _update_one(func, of_one, named, weights)
+        else:
+            func(*of_one, **named)
+
+
+def _update_one(func: Any, args: Any, kwargs: Any, written: list[Any]) -> None:
+    weights = [tensor for tensor in tree_iter(written) if isinstance(tensor, QuantizedTrainingWeight)]
+    if func is aten.copy_.default:
+        _store(args[0], args[1])
+        return
+    if func in SCALINGS and (factor := _positive_scalar(args[1])) is not None and weights[0].scales()[1] is None:
+        weights[0].scales()[0].mul_(factor)
+        count_write(weights[0])
+        return
+    if weights[0]._base is not None and weights[0].scheme.shape != weights[0]._base.shape:
+        raise NotImplementedError(
+            f"{func} on a part of a weight in {weights[0].scheme.weight.dtype}, which has scales for its rows; this "
+            "optimizer cannot update such a weight: torch.optim's SGD, Adam and AdamW can, which update it as a whole"
+        )
+    floats: dict[int, Tensor] = {}
+
+    def values_of(weight: QuantizedTrainingWeight) -> Tensor:
+        dtype = weight.scheme.dtype if func in FUSED else torch.float32
+        return floats.setdefault(id(weight), weight.dequantize(dtype))
+
+    plain_args, plain_kwargs = tree_map_only(QuantizedTrainingWeight, values_of, (args, kwargs))
+    try:
+        func(*plain_args, **plain_kwargs)
+    except NotImplementedError as error:
+        raise NotImplementedError(
+            f"an optimizer that updates by {func} cannot update a weight in {weights[0].scheme.weight.dtype}: {error}"
+        ) from error
+    for weight in weights:
+        _store(weight, floats[id(weight)])
+
+
+def _positive_scalar(value: Any) -> float | Tensor | None:
+    if isinstance(value, Tensor):
+        return value if value.dim() == 0 and bool(value > 0) else None
+    return value if value > 0 else None
+
+
+@torch.no_grad()
+def _store(weight: QuantizedTrainingWeight, source: Tensor) -> None:
+    """Quantize `source` into `weight`, rounding as its spec says; codes of the same spec are copied."""
+    if tuple(source.shape) != weight.scheme.shape:
+        raise ValueError(f"copy_: the target has shape {weight.scheme.shape}, the source {tuple(source.shape)}")
+    check_copy(weight, source)
+    if isinstance(source, AffineQuantizedTensor) and _same_codes(source.scheme, weight.scheme):
+        new: QuantizedTensor = source
+    else:
+        values = source.dequantize() if isinstance(source, QuantizedTensor) else source
+        new = _requantized(weight, values.to(weight.device))
+    for name, inner in weight.inner_tensors.items():
+        inner.copy_(getattr(new, name))
+    count_write(weight)
+
+
+def _same_codes(one: Scheme, other: Scheme) -> bool:
+    return same_numbers(one.weight, other.weight) and one.layout == other.layout
+
+
+def _requantized(weight: QuantizedTrainingWeight, values: Tensor) -> QuantizedTrainingWeight:
+    spec: QuantSpec = replace(weight.scheme.weight, scale_dtype=weight.scales()[0].dtype)
+    scale, zero_point = spec.choose_qparams(values)
+    codes = spec.quantize(values, scale, zero_point, _noise(weight))
+    return weight.with_plain((codes, scale, zero_point))  # type: ignore[return-value]
+
+
+def _noise(weight: QuantizedTrainingWeight) -> torch.Generator | None:
+    """The source of randomness: torch's default generator, so that `torch.manual_seed` reproduces a run; for a shard
+    of FSDP one that starts there too, but differs from rank to rank."""
+    rank = weight._rank
+    if rank is None:
+        return None
+    seed = int(torch.randint(2**62, ()))
+    return torch.Generator(weight.device).manual_seed((seed + rank * _RANK_STRIDE) % 2**63)

@@ -1,0 +1,265 @@
+"""TrainingWeight: a parameter in floating point whose matmuls run in low precision.
+
+It holds one plain tensor, `master`, and a `TrainingSpec`, or another description that has a `linear_spec`. To
+optimizers, checkpoints and all else but products it is that tensor: operations run on `master`; views, copies and moves
+give another `TrainingWeight`, all others a plain tensor. A product that would go past the engine is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from ...dtypes import AffineQuantizedTensor, Layout, QuantizedTensor
+from ...dtypes.base import parts_of, without_memory
+from ...layouts import LAYOUTS
+from ...layouts.inner_tensors import Form, Forms
+from ...primitives import LinearSpec, QuantSpec
+from ...primitives.jsonable import jsonable
+from ...primitives.scheme import constant_shape
+from ..engine.contraction import Operand, quantize_operand
+from ..engine.guardrails import is_narrow, warn_of_lost_updates
+from ..engine.spec import TrainingSpec
+from .base import TrainableWeight, written_by
+
+aten = torch.ops.aten
+
+KEEPS_TYPE = {
+    aten.alias.default,
+    aten.as_strided.default,
+    aten.chunk.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten.permute.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.squeeze.dim,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unbind.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten._pin_memory.default,
+    aten._to_copy.default,
+}
+"""Operators whose result is a weight in training again; `zeros_like`, the state of an optimizer, is none of them."""
+
+PRODUCTS = {
+    aten.addmm.default,
+    aten.baddbmm.default,
+    aten.bmm.default,
+    aten.convolution.default,
+    aten.linear.default,
+    aten.matmul.default,
+    aten.mm.default,
+    aten.mv.default,
+}
+
+CHECKED_UPDATES = (1, 2, 10, 100, 1000)
+"""The updates of a 16-bit weight that are looked at for loss in rounding; looking takes a copy of the weight."""
+
+
+@jsonable
+@dataclass(frozen=True)
+class TrainingScheme:
+    """Metadata of a `TrainingWeight`; as a scheme for kernels it is that of the weight that will serve."""
+
+    training: TrainingSpec | Any
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", constant_shape(self.shape))
+
+    @property
+    def spec(self) -> LinearSpec | None:
+        return self.training.linear_spec
+
+    @property
+    def weight(self) -> QuantSpec | None:
+        return None if self.spec is None else self.spec.weight
+
+    @property
+    def activation(self) -> QuantSpec | None:
+        return None if self.spec is None else self.spec.activation
+
+    @property
+    def layout(self) -> Layout:
+        spec = self.spec
+        return LAYOUTS["plain"]() if spec is None or spec.layout is None else spec.layout
+
+
+class TrainingWeight(TrainableWeight):
+    """See the top of the file.
+
+    Attributes:
+        training_type: of the descriptions of training that a subclass has.
+    """
+
+    scheme_type = TrainingScheme
+    training_type: ClassVar[type] = TrainingSpec
+    master: Tensor
+    _updates: int = 0
+
+    @classmethod
+    def forms(cls, scheme: Any) -> Forms:
+        if not isinstance(scheme.training, cls.training_type):
+            raise ValueError(f"a {cls.__name__} has a {cls.training_type.__name__}, got {scheme.training!r}")
+        return {"master": (Form(scheme.shape, {scheme.dtype}),)}
+
+    @staticmethod
+    def __new__(cls: Any, tensors: Any, scheme: Any = None, requires_grad: bool = False) -> TrainingWeight:
+        master = parts_of(cls, tensors, scheme)[0]["master"]
+        assert master is not None
+        wrapper = torch.Tensor._make_wrapper_subclass(
+            cls,
+            master.shape,
+            strides=master.stride(),
+            storage_offset=master.storage_offset(),
+            dtype=master.dtype,
+            device=master.device,
+        )
+        return without_memory(wrapper)
+
+    @classmethod
+    def tensor_names(cls, scheme: Any) -> tuple[str, ...]:
+        return ("master",)
+
+    @classmethod
+    def of(cls, master: Tensor, spec: TrainingSpec | Any) -> TrainingWeight:
+        """A weight in training that holds `master` itself."""
+        return cls({"master": master}, TrainingScheme(spec, tuple(master.shape), master.dtype))
+
+    @property
+    def training_spec(self) -> TrainingSpec:
+        return self.scheme.training  # type: ignore[attr-defined]
+
+    def floats(self) -> Tensor:
+        return self.master
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The master weight: nothing is lost by going back."""
+        return self.master.to(dtype or self.master.dtype)
+
+    def convert(self) -> Tensor:
+        return served(self.master.detach(), self.training_spec)
+
+    def canonical(self) -> tuple[Tensor, dict[str, Tensor]]:
+        raise ValueError("a weight in training has no serving form yet: quantize_(model, convert()), or torch.save it")
+
+    def map_inner(self, function: Callable[[Tensor], Tensor], scheme: Any = None) -> TrainingWeight:
+        return type(self).of(function(self.master), self._training)
+
+    @property
+    def _training(self) -> TrainingSpec | Any:
+        return self.scheme.training  # type: ignore[attr-defined]
+
+    def _training_of_view(self, func: Any, args: Any) -> TrainingSpec | Any:
+        """The description of what an operator of KEEPS_TYPE makes of this weight."""
+        return self._training
+
+    def _training_of_whole(self) -> TrainingSpec | Any:
+        """The description of the parameter that this weight is a shard of."""
+        return self._training
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if func in PRODUCTS:
+            raise NotImplementedError(
+                f"{func} with a weight in training would run in full precision; call F.linear, matmul or "
+                "qtorch.training.quantized_matmul or quantized_einsum. torch.func.grad with respect to such a weight "
+                "hides what it is: use torch.autograd.grad or backward()"
+            )
+        weight = next((arg for arg in args if isinstance(arg, cls)), None)
+        if weight is not None and weight is args[0] and is_narrow(weight.dtype) and func._schema.is_mutable:
+            return weight._checked_update(func, args, kwargs)
+        plain_args, plain_kwargs = tree_map_only(cls, lambda w: w.master, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        if func._schema.is_mutable:
+            _count_writes(func, plain_args, plain_kwargs)
+        if func in KEEPS_TYPE and weight is not None:
+            spec = weight._training_of_view(func, args)
+            result = tree_map_only(Tensor, lambda tensor: cls.of(tensor, spec), result)
+        return return_and_correct_aliasing(func, args, kwargs, result)
+
+    def _checked_update(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An in-place update of a 16-bit weight; see `warn_of_lost_updates`."""
+        updates = vars(self)["_updates"] = self._updates + 1
+        plain_args, plain_kwargs = tree_map_only(TrainingWeight, lambda w: w.master, (args, kwargs))
+        # Weight decay, by mul_, vanishes in 16 bits at any common rate; that alone is no reason to warn.
+        is_step = func not in (aten.copy_.default, aten.mul_.Tensor, aten.mul_.Scalar) and updates in CHECKED_UPDATES
+        before = self.master.clone() if is_step else None
+        func(*plain_args, **plain_kwargs)
+        _count_writes(func, plain_args, plain_kwargs)
+        if before is not None:
+            wanted = func(before.float(), *plain_args[1:], **plain_kwargs)
+            warn_of_lost_updates(before, self.master, wanted)
+        return self
+
+    # --- FSDP2: what is gathered is the master weight ---
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any = None, outer_stride: Any = None, module: Any = None, mp_policy: Any = None
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        dtype = None if mp_policy is None else mp_policy.param_dtype
+        return (self.master if dtype is None else self.master.to(dtype),), self._training_of_whole()
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        (master,) = all_gather_outputs
+        if out is not None:
+            return None  # its master is the gathered memory itself
+        return type(self).of(master, metadata), all_gather_outputs
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"{type(self).__name__}({self._training}, shape={tuple(self.shape)}, dtype={self.dtype}{grad})"
+
+
+def _count_writes(func: Any, args: Any, kwargs: Any) -> None:
+    """Below autograd torch counts no versions, by which a backward tells that what it has kept was written to."""
+    if torch.compiler.is_compiling():
+        return
+    for tensor in tree_iter(written_by(func, args, kwargs)):
+        if isinstance(tensor, Tensor) and not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+
+
+def served(weight: Tensor, spec: TrainingSpec) -> Tensor:
+    """`weight` (floats) as the forward of `spec` quantizes it, for inference; itself if the forward does not.
+
+    Raises:
+        ValueError: blocks do not divide the weight.
+    """
+    linear = spec.linear_spec
+    if linear is None or spec.output.rhs is None:
+        return weight
+    rhs = spec.output.rhs.to_nearest()
+    rhs.block_size(weight.shape)
+    if weight.dim() > 2:
+        raise ValueError(f"convert takes matrices, this weight has shape {tuple(weight.shape)}")
+    operand = quantize_operand(weight, rhs)
+    return of_codes(operand, linear, weight.dtype)
+
+
+def of_codes(operand: Operand, linear: LinearSpec, dtype: torch.dtype) -> QuantizedTensor:
+    """The quantized tensor of a weight's operand; a single scale is repeated where `linear` has one for each row."""
+    assert operand.scale is not None
+    shape = linear.weight.scale_shape(operand.values.shape)
+    scale = operand.scale.expand(shape).contiguous()
+    zero_point = None if operand.zero_point is None else operand.zero_point.expand(shape).contiguous()
+    return AffineQuantizedTensor.from_plain(operand.values, scale, zero_point, linear, dtype)
