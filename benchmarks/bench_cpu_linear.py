@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import qtorch
 from benchmarks.common import interleaved_medians, machine, save
-from qtorch.kernels.cpu import compiled_library as library
+from qtorch.kernels.cpu import compiled_library
 
 FOOTPRINT = 100 << 20
 
@@ -52,7 +52,7 @@ def turns(layers: list[nn.Module], x: Tensor, compiled: bool = True) -> Callable
     cycle = itertools.cycle(layers)
 
     def call() -> Tensor:
-        with contextlib.nullcontext() if compiled else library.use(None):
+        with contextlib.nullcontext() if compiled else compiled_library.use(None):
             return next(cycle)(x)
 
     return call
@@ -100,7 +100,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore", module="torchao")
     torch.set_num_threads(options.threads)
-    found = library.library()
+    found = compiled_library.library()
     print(machine(), found.instruction_set if found else "no compiled kernels")
     rows = []
     for dtype, shape in itertools.product(options.dtype, options.shapes):

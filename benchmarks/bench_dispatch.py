@@ -17,7 +17,7 @@ import qtorch
 from benchmarks.common import interleaved_medians, machine, save
 from qtorch.dtypes import AffineQuantizedTensor
 from qtorch.kernels import quantize_int8_rowwise
-from qtorch.kernels.cpu import compiled_library as library
+from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.ops import int_matmul
 from qtorch.kernels.ops.int8_grouped_mm import int8_grouped_mm
 from qtorch.kernels.ops.weight_only_mm import weight_only_mm
@@ -89,7 +89,7 @@ def main() -> None:
         qtorch.int4_weight_only(group_size=32, layout=qtorch.PlainLayout()),
         qtorch.int8_dynamic_activation_int4_weight(layout=qtorch.PlainLayout()),
     ]
-    with library.use(None):  # the arithmetic on plain tensors is that of torch's operators
+    with compiled_library.use(None):  # the arithmetic on plain tensors is that of torch's operators
         rows = [measure(recipe) for recipe in recipes]
     print(machine())
     columns = ["float", "float, gradient", "kernel", "layer", "layer, gradient", "overhead"]

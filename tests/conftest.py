@@ -52,7 +52,7 @@ def fresh_compiler() -> None:
 @pytest.fixture
 def torch_kernels() -> Iterator[None]:
     """No compiled kernels: those made of torch operators run."""
-    from qtorch.kernels.cpu import compiled_library as library
+    from qtorch.kernels.cpu import compiled_library
 
-    with library.use(None):
+    with compiled_library.use(None):
         yield

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import qtorch
 from qtorch.dtypes import QuantizedTensor
-from qtorch.kernels.cpu import ways as choices
+from qtorch.kernels.cpu import ways
 from qtorch.prepared_module import PreparedModule
 from qtorch.quantize_api import WeightRecipe
 from qtorch.training import TrainableWeight
@@ -56,7 +56,7 @@ def _change(way: Way, values: Callable[[Tensor], Tensor], refuses: str | None, s
 def _float_copies(memory: int, subject: Subject) -> Iterator[None]:
     """Copies are kept wherever a kernel can keep them."""
     forced = memory and subject.family in ("weight-only", "trains in codes")
-    with qtorch.config.patch(float_copy_bytes=memory), choices.force("float") if forced else contextlib.nullcontext():
+    with qtorch.config.patch(float_copy_bytes=memory), ways.force("float") if forced else contextlib.nullcontext():
         yield
 
 

@@ -30,8 +30,7 @@ from qtorch import (
     QuantSpec,
     quantize_,
 )
-from qtorch.kernels.cpu import compiled_library as library
-from qtorch.kernels.cpu import ways as choices
+from qtorch.kernels.cpu import compiled_library, ways
 from qtorch.kernels.linear import reference
 from qtorch.kernels.registry import Kernel, Problem, kernels
 from qtorch.layouts import LAYOUTS
@@ -61,7 +60,7 @@ def quiet() -> Iterator[None]:
 @pytest.fixture(params=["compiled", "torch"])
 def each_library(request: pytest.FixtureRequest) -> Iterator[None]:
     """With the compiled kernels, and without."""
-    with library.use(None) if request.param == "torch" else contextlib.nullcontext():
+    with compiled_library.use(None) if request.param == "torch" else contextlib.nullcontext():
         yield
 
 
@@ -211,7 +210,7 @@ def test_every_way(build: str, name: str, activation: str) -> None:
     for way in ("dot", "tile", "torch", *(() if ACTIVATIONS[activation] else ("amx", "fixed", "float"))):
         for rows, dtype in ((2, torch.float32), (19, torch.bfloat16)):
             x = (torch.randn(rows, 1024) + 0.3).to(dtype)
-            with library.use(build), choices.force(way):
+            with compiled_library.use(build), ways.force(way):
                 check_rows(functools.partial(functional.linear, weight=weight.to(dtype)), x, (way, rows, dtype))
 
 
@@ -224,7 +223,7 @@ def test_a_static_scale(build: str | None, zero_point: int | None) -> None:
     weight = AffineQuantizedTensor.from_float(
         torch.randn(37, 192), LinearSpec(WEIGHTS["int8 row"], activation, static=True), *given
     )
-    with library.use(build):
+    with compiled_library.use(build):
         for rows, dtype in ((1, torch.float32), (3, torch.bfloat16), (21, torch.float16)):
             x, typed = (3 * torch.randn(rows, 192)).to(dtype), weight.to(dtype)
             assert torch.equal(functional.linear(x, typed), reference.linear(x, typed, None))

@@ -17,8 +17,7 @@ from qtorch import (
 )
 from qtorch import SemiSparseLayout as SemiSparse
 from qtorch.kernels import record_kernels
-from qtorch.kernels.linear import reference
-from qtorch.kernels.linear import semi_sparse as semi_sparse_mm
+from qtorch.kernels.linear import reference, semi_sparse
 from qtorch.kernels.ops import fixed_point_mm
 from qtorch.layouts.semi_sparse import pack_2_4
 from qtorch.primitives import ZeroPointDomain, compute_error, prune_2_4
@@ -105,9 +104,9 @@ def test_transposed(weight, dtype):
 
 def test_slices(monkeypatch):
     """Several slices, the last one shorter; no more than a slice is ever unpacked."""
-    rows, unpack = [], semi_sparse_mm.unpack_2_4
+    rows, unpack = [], semi_sparse.unpack_2_4
     monkeypatch.setattr(
-        semi_sparse_mm, "unpack_2_4", lambda packed, *args: rows.append(len(packed)) or unpack(packed, *args)
+        semi_sparse, "unpack_2_4", lambda packed, *args: rows.append(len(packed)) or unpack(packed, *args)
     )
     weight, x = prune_2_4(torch.randn(1100, 2048)), torch.randn(3, 2048)
     monkeypatch.setattr(fixed_point_mm, "LEAST_CODES", weight.numel() + 1)  # the plain weight is cut into slices too

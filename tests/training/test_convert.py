@@ -11,7 +11,7 @@ from torch import nn
 
 from qtorch import AffineQuantizedTensor, PackedLayout, PerRow, QuantSpec, compute_error, quantize_
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library as library
+from qtorch.kernels.cpu import compiled_library
 from qtorch.primitives import PerGroup
 from qtorch.quantize_api import Recipe
 from qtorch.training import (
@@ -67,7 +67,7 @@ def trained(recipe: Recipe, dtype: torch.dtype = torch.float32) -> nn.Module:
 @pytest.fixture(params=["compiled", "torch"], autouse=True)
 def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
     """With the compiled CPU kernels, where there are any, and without."""
-    with library.use(None) if request.param == "torch" else nullcontext():
+    with compiled_library.use(None) if request.param == "torch" else nullcontext():
         yield request.param
 
 

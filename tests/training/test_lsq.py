@@ -36,7 +36,7 @@ from qtorch import (
     uintx_weight_only,
 )
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library as library
+from qtorch.kernels.cpu import compiled_library
 from qtorch.primitives import LSQRule, MappingType, MinMaxRule, from_json, to_json
 from qtorch.training import clip_penalty, convert
 from qtorch.training.quantization_aware import calibrate, parameter_groups
@@ -74,7 +74,7 @@ every_recipe = pytest.mark.parametrize(
 @pytest.fixture(params=["compiled", "compiled bfloat16", "torch"])
 def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     """Of the model; with the compiled CPU kernels, where there are any, and without."""
-    with library.use(None) if request.param == "torch" else nullcontext():
+    with compiled_library.use(None) if request.param == "torch" else nullcontext():
         yield torch.bfloat16 if request.param.endswith("bfloat16") else torch.float32
 
 

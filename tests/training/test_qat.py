@@ -18,7 +18,7 @@ from torch.nn import functional
 import qtorch
 from qtorch import compute_error, load_quantized, quantize_, save_quantized
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library as library
+from qtorch.kernels.cpu import compiled_library
 from qtorch.primitives import PercentileRule, fake_quantize_affine, from_json, prune_2_4, to_json
 from qtorch.quantize_api import WeightRecipe
 from qtorch.training import TrainableWeight, convert
@@ -41,7 +41,7 @@ def quiet() -> Iterator[None]:
 @pytest.fixture(params=["compiled", "torch"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
     """With the compiled CPU kernels, where there are any, and without."""
-    with library.use(None) if request.param == "torch" else nullcontext():
+    with compiled_library.use(None) if request.param == "torch" else nullcontext():
         yield request.param
 
 
@@ -326,7 +326,7 @@ def test_which_kernels_run(kernels: str) -> None:
         with record_kernels() as ran, torch.set_grad_enabled(grad):
             model(x)
         assert ran.count("cpu_int8_mm") == 2
-    if kernels == "torch" or library.library() is None:
+    if kernels == "torch" or compiled_library.library() is None:
         assert ran.count("int8_grouped_mm") == 2
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, PackedLayout, PerGroup, PerRow, PerTensor, QuantSpec, compute_error
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library as library
+from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.rows import to_rows
 from qtorch.primitives import LinearSpec, MappingType, ZeroPointDomain
 from qtorch.training.engine.contraction import Operand, quantize_operand
@@ -48,7 +48,7 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], 
 @pytest.fixture(params=["compiled", "torch"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
     """With the compiled CPU kernels, where there are any, and without."""
-    with library.use(None) if request.param == "torch" else nullcontext():
+    with compiled_library.use(None) if request.param == "torch" else nullcontext():
         yield request.param
 
 
@@ -99,7 +99,7 @@ def test_which_kernels_run(kernels: str) -> None:
             served(x, layer, DYNAMIC[name])
         assert ran[0] == kernel
         assert any(note.startswith("cpu_int8_mm.torch") for note in ran) == (
-            name == "int4 groups" and (kernels == "torch" or library.library() is None)
+            name == "int4 groups" and (kernels == "torch" or compiled_library.library() is None)
         )
 
 

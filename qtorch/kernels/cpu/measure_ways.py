@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ...layouts.packed import pack_codes
 from ...primitives.qdtype import qdtype
-from . import ways as choices
+from . import ways
 from .compiled_library import library
 from .int8 import cpu_int8_mm
 from .weight_only import cpu_weight_only_mm
@@ -52,19 +52,19 @@ def calibrate_cpu(path: str | Path) -> dict[str, Steps]:
     compiled = library()
     if compiled is None:
         raise RuntimeError("calibrate_cpu measures the compiled kernels, and there are none")
-    ways = [way for way in choices.WAYS if way != "amx" or compiled.instruction_set == "amx"]
+    there = [way for way in ways.WAYS if way != "amx" or compiled.instruction_set == "amx"]
     table: dict[str, Steps] = {}
     for size, packed, grouped in itertools.product(SIZES, (False, True), (False, True)):
         weights = _Weights(SIZES[size], packed, grouped)
         inputs = [torch.randn(rows, SIZES[size]) for rows in ROWS[size]]
-        key = choices.key_of("int8", packed, grouped, SIZES[size] ** 2)
+        key = ways.key_of("int8", packed, grouped, SIZES[size] ** 2)
         table[key] = _steps({len(x): _times(weights.calls(x, True, ["dot", "tile", "torch"])) for x in inputs})
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            times = {len(x): _times(weights.calls(x.to(dtype), False, [*ways, "float"])) for x in inputs}
-            key = choices.key_of(dtype, packed, grouped, SIZES[size] ** 2)
+            times = {len(x): _times(weights.calls(x.to(dtype), False, [*there, "float"])) for x in inputs}
+            key = ways.key_of(dtype, packed, grouped, SIZES[size] ** 2)
             table[key], table[f"{key} copied"] = _steps(times, {"copy"}), _steps(times, {"float"})
     Path(path).write_text(json.dumps({compiled.instruction_set: table}, indent=1) + "\n")
-    choices.load(path)
+    ways.load(path)
     return table
 
 
@@ -79,7 +79,7 @@ class _Weights:
         self.codes = pack_codes(codes, kind) if packed else codes
         self.scale = torch.full((size, size // 128 if grouped else 1), 0.01)
 
-    def calls(self, x: Tensor, int8: bool, ways: list[str]) -> dict[str, Callable[[], Tensor]]:
+    def calls(self, x: Tensor, int8: bool, names: list[str]) -> dict[str, Callable[[], Tensor]]:
         """Multiply `x` with one of the weights after the other, by way; weight-only also with copies in floating point,
         "copy"."""
         turns = itertools.cycle(range(COPIES))
@@ -87,15 +87,15 @@ class _Weights:
 
         def multiply(way: str) -> Tensor:
             codes = self.codes[next(turns)]
-            with choices.force(way):
+            with ways.force(way):
                 if not int8:
                     return cpu_weight_only_mm(x, codes, self.size, self.scale, None, *kind, *self.bounds, "INT", None)
                 quantizer = [-127.0, 127.0, 0.0, 1e-30, 1e30]
                 return cpu_int8_mm(x, None, None, quantizer, codes, self.size, self.scale, None, *kind, x.dtype, None)
 
         # Dot products read the weight once every eight rows.
-        ways = [way for way in ways if way != "dot" or len(x) <= 16]
-        found: dict[str, Callable[[], Tensor]] = {way: functools.partial(multiply, way) for way in ways}
+        names = [way for way in names if way != "dot" or len(x) <= 16]
+        found: dict[str, Callable[[], Tensor]] = {way: functools.partial(multiply, way) for way in names}
         if not int8:
             floats = torch.randn(COPIES, self.size, self.size).to(x.dtype)
             found["copy"] = lambda: functional.linear(x, floats[next(turns)])
@@ -119,13 +119,13 @@ def _times(calls: Mapping[str, Callable[[], Tensor]]) -> dict[str, float]:
 def _steps(times: Mapping[int, Mapping[str, float]], without: Collection[str] = ()) -> Steps:
     """The fastest way for each number of rows, neighbours of the same way joined; a single one that differs from both
     its neighbours is noise. The time of a "copy" counts for "float"."""
-    ways = [min((way for way in of if way not in without), key=of.__getitem__) for of in times.values()]
-    ways = ["float" if way == "copy" else way for way in ways]
-    for i in range(1, len(ways) - 1):
-        if ways[i - 1] == ways[i + 1]:
-            ways[i] = ways[i - 1]
+    best = [min((way for way in of if way not in without), key=of.__getitem__) for of in times.values()]
+    best = ["float" if way == "copy" else way for way in best]
+    for i in range(1, len(best) - 1):
+        if best[i - 1] == best[i + 1]:
+            best[i] = best[i - 1]
     steps: Steps = []
-    for rows, way in zip(times, ways):
+    for rows, way in zip(times, best):
         if steps and steps[-1][1] == way:
             steps.pop()
         steps.append((rows, way))

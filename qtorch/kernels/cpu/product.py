@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from . import ways as choices
+from . import ways
 from .compiled_library import TYPES, library, threads
 from .ways import WAYS
 from .weight import STRUCT, CompiledWeight, fits
@@ -67,7 +67,7 @@ class Product(CompiledWeight):
             self._call, self._weight = getattr(self.compiled, self.name), STRUCT.pack(*self.fields)
         self._types = TYPES[self.source], TYPES[self.dtype]
         self._n, self._row = n, (k,)
-        self._key = choices.key_of(kind, packed, scale.shape[1] > 1, n * k)
+        self._key = ways.key_of(kind, packed, scale.shape[1] > 1, n * k)
         self._ways: dict[int, str] = {}
 
     def way(self, rows: int) -> str:
@@ -86,7 +86,7 @@ class Product(CompiledWeight):
     def choose(self, rows: int, suffix: str = "") -> str:
         """By `choices`, for the name of the problem with a suffix; "torch" if nothing is compiled."""
         compiled = self.compiled
-        return "torch" if compiled is None else choices.choose(compiled.instruction_set, self._key + suffix, rows)
+        return "torch" if compiled is None else ways.choose(compiled.instruction_set, self._key + suffix, rows)
 
     def run(
         self,

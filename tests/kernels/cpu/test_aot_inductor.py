@@ -8,13 +8,12 @@ from torch import nn
 
 import qtorch
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import build
-from qtorch.kernels.cpu import compiled_library as library
+from qtorch.kernels.cpu import build, compiled_library
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(build.find_compiler() is None, reason="needs a C++ compiler"),
-    pytest.mark.skipif(library.library() is None, reason="nothing is built"),
+    pytest.mark.skipif(compiled_library.library() is None, reason="nothing is built"),
 ]
 
 KERNELS = {

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 import qtorch
-from qtorch.kernels.cpu import build, cache
-from qtorch.kernels.cpu import compiled_library as library
+from qtorch.kernels.cpu import build, cache, compiled_library
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
 
 pytestmark = [NEEDS_LIBRARY, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a POSIX system")]
@@ -56,7 +55,7 @@ class Checkout:
     """A copy of the sources without libraries, a cache, and a compiler."""
 
     def __init__(self, folder: Path) -> None:
-        found = library.library()
+        found = compiled_library.library()
         assert found is not None
         self.instruction_set, self.built = found.instruction_set, found.path
         self.root, self.cache, self.log = folder / "checkout", folder / "cache", folder / "log"
@@ -84,7 +83,7 @@ class Checkout:
     def compiled(self) -> int:
         return self.log.read_text().count("compiled") if self.log.exists() else 0
 
-    def library(self) -> Path:
+    def compiled_library(self) -> Path:
         folder = self.cache / "qtorch" / cache.folder().name
         return build.library_path(self.instruction_set, folder)
 
@@ -179,7 +178,7 @@ def test_what_cannot_be_compiled_is_said_once(environment, reason, checkout):
 @pytest.fixture
 def kept(tmp_path, monkeypatch) -> Path:
     """A library in the cache, as compiling leaves it."""
-    found = library.library()
+    found = compiled_library.library()
     assert found is not None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache.prepare(cache.folder()) == ""
@@ -248,6 +247,6 @@ def test_the_command(checkout):
 
 def test_a_named_folder_is_the_only_one(kept, monkeypatch, tmp_path):
     monkeypatch.setenv("QTORCH_CPU_LIBRARIES", str(tmp_path))
-    monkeypatch.setattr(library, "LIBRARIES", tmp_path)
-    assert library.installed() == [tmp_path]
-    assert library.find(kept.stem.removeprefix("libqtorch_")) == "it is not built"
+    monkeypatch.setattr(compiled_library, "LIBRARIES", tmp_path)
+    assert compiled_library.installed() == [tmp_path]
+    assert compiled_library.find(kept.stem.removeprefix("libqtorch_")) == "it is not built"

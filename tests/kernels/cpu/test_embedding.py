@@ -19,7 +19,7 @@ from qtorch import (
     compute_error,
 )
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library as library
+from qtorch.kernels.cpu import compiled_library
 from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
 from tests.kernels.cpu.test_weight_only_mm import ASYMMETRIC, SPECS, weights
 
@@ -41,7 +41,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def test_bits_of_the_dequantized_table(build, name, dtype):
     for weight in weights(SPECS[name], dtype):
         ids = torch.randint(0, weight.shape[0], (41,))
-        with library.use(build), record_kernels() as ran:
+        with compiled_library.use(build), record_kernels() as ran:
             rows = functional.embedding(ids, weight)
         layout = weight.scheme.layout.name
         assert ran == [f"embedding:cpu_embedding_{layout}", "cpu_embedding", f"cpu_embedding.{build}"]
@@ -53,7 +53,7 @@ def test_rows_longer_than_a_piece(build):
     for k in (2047, 2048, 2049, 5000):
         for layout in (None, PackedLayout()):
             weight = table(QuantSpec("uint4", PerRow(), ASYMMETRIC), (3, k), **({"layout": layout} if layout else {}))
-            with library.use(build):
+            with compiled_library.use(build):
                 assert same_bits(functional.embedding(torch.tensor([2, 0, 1]), weight), weight.dequantize()[[2, 0, 1]])
 
 
@@ -63,7 +63,7 @@ def test_rows_longer_than_a_piece(build):
 def test_types_of_scales_and_zero_points(build, scale, domain):
     mapping = MappingType.SYMMETRIC if domain is ZeroPointDomain.NONE else ASYMMETRIC
     weight = table(QuantSpec("int8", PerGroup(32), mapping, scale_dtype=scale, zero_point_domain=domain))
-    with library.use(build), record_kernels() as ran:
+    with compiled_library.use(build), record_kernels() as ran:
         rows = functional.embedding(torch.arange(30), weight)
     assert ran[-1] == f"cpu_embedding.{build}"
     assert same_bits(rows, weight.dequantize())
@@ -83,7 +83,7 @@ def test_ids_of_any_shape(build, dtype):
     weight = table(QuantSpec("int8"))
     expected = weight.dequantize()
     wide = torch.randint(0, 30, (6, 10), dtype=dtype)
-    with library.use(build), record_kernels() as ran:
+    with compiled_library.use(build), record_kernels() as ran:
         for ids in (wide, wide[2, 3], wide.t(), wide[:, ::3], wide[:1].expand(5, 10), wide[:0], wide.view(2, 3, 2, 5)):
             rows = functional.embedding(ids, weight)
             assert rows.shape == (*ids.shape, 64)
@@ -99,7 +99,7 @@ def test_ids_out_of_range(build, wrong, position):
     ids = torch.zeros(100, dtype=torch.int64)
     ids[position] = wrong
     match = f"index out of range: {wrong}, the table has 30 rows"
-    with library.use(build), record_kernels() as ran, pytest.raises(IndexError, match=match):
+    with compiled_library.use(build), record_kernels() as ran, pytest.raises(IndexError, match=match):
         functional.embedding(ids, weight)
     assert ran[-1] == f"cpu_embedding.{build}"
     with pytest.raises(IndexError):
@@ -125,7 +125,7 @@ def test_views_of_a_table(build):
     """Some rows, or some columns, which are read where they are."""
     weight = table(QuantSpec("int8"))
     for part in (weight[3:20], weight[5:6], weight[:, 7:40]):
-        with library.use(build), record_kernels() as ran:
+        with compiled_library.use(build), record_kernels() as ran:
             rows = functional.embedding(torch.tensor([0, part.shape[0] - 1]), part)
         assert ran[-1] == f"cpu_embedding.{build}"
         assert same_bits(rows, part.dequantize()[[0, -1]])
@@ -142,7 +142,7 @@ def test_torch_operators_give_the_same(spec, layout):
     compiled = torch.compile(lambda ids: functional.embedding(ids, weight), fullgraph=True)
     ids = torch.randint(0, 30, (4, 7))
     assert same_bits(compiled(ids), weight.dequantize()[ids])
-    with library.use(None), record_kernels() as ran:
+    with compiled_library.use(None), record_kernels() as ran:
         rows = torch.ops.qtorch.cpu_embedding(*arguments(ids.reshape(-1), weight))
     assert ran == ["cpu_embedding", "cpu_embedding.torch"]
     assert same_bits(rows, weight.dequantize()[ids.reshape(-1)])
@@ -163,7 +163,7 @@ def test_what_is_left_to_torch_operators():
         for weight in (blocks, double):
             functional.embedding(torch.arange(3), weight)
     assert ran == ["embedding:gather_rows"] * 2
-    with library.use(None), record_kernels() as ran:
+    with compiled_library.use(None), record_kernels() as ran:
         functional.embedding(torch.arange(3), table(QuantSpec("int8")))
     assert ran == ["embedding:gather_rows"]
 

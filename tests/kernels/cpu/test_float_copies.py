@@ -11,11 +11,9 @@ from torch import nn
 
 import qtorch
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library as library
-from qtorch.kernels.cpu import float_copies
-from qtorch.kernels.cpu import ways as choices
+from qtorch.kernels.cpu import compiled_library, float_copies, ways
 
-pytestmark = pytest.mark.skipif(library.library() is None, reason="nothing is built")
+pytestmark = pytest.mark.skipif(compiled_library.library() is None, reason="nothing is built")
 
 COPY = "cpu_weight_only_mm.float_copy"
 BYTES = 64 * 96 * 4
@@ -25,7 +23,7 @@ BYTES = 64 * 96 * 4
 def _copies():
     """Room for two, and the way that uses them."""
     float_copies.clear()
-    with qtorch.config.patch(float_copy_bytes=2 * BYTES), choices.force("float"):
+    with qtorch.config.patch(float_copy_bytes=2 * BYTES), ways.force("float"):
         yield
     float_copies.clear()
 
@@ -148,13 +146,13 @@ def test_explain_says_so():
 
 def test_only_where_it_is_faster(monkeypatch):
     """The second list of choices decides; without room the first."""
-    compiled = library.library()
-    key = choices.key_of(torch.float32, True, True, 64 * 96)
-    choices.choose(compiled.instruction_set, key, 1)
-    monkeypatch.setattr(choices, "_forced", [])
-    monkeypatch.setattr(choices, "_find", choices._find.__wrapped__)
+    compiled = compiled_library.library()
+    key = ways.key_of(torch.float32, True, True, 64 * 96)
+    ways.choose(compiled.instruction_set, key, 1)
+    monkeypatch.setattr(ways, "_forced", [])
+    monkeypatch.setattr(ways, "_find", ways._find.__wrapped__)
     table = {key: [[None, "dot"]], f"{key} copied": [[4, "tile"], [None, "float"]]}
-    monkeypatch.setitem(choices._choices, compiled.instruction_set, table)
+    monkeypatch.setitem(ways._choices, compiled.instruction_set, table)
     model = layer()
     assert runs(model, X[:4]).endswith(".dot")
     assert runs(model, X) == COPY

@@ -20,9 +20,7 @@ from qtorch import (
 )
 from qtorch.dtypes.linear import multiply
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library as library
-from qtorch.kernels.cpu import int8 as int8_mm
-from qtorch.kernels.cpu import ways as choices
+from qtorch.kernels.cpu import compiled_library, int8, ways
 from qtorch.kernels.linear import reference
 from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
 
@@ -59,7 +57,7 @@ def test_the_bits_of_the_reference(build, name, activation, way):
         weight = AffineQuantizedTensor.from_float(torch.randn(n, k), linear_spec)
         for rows, dtype in ((1, torch.float32), (3, torch.bfloat16), (8, torch.float16), (17, torch.float32)):
             x = (torch.randn(rows, k) + 0.3).to(dtype)
-            with library.use(build), choices.force(way), record_kernels() as ran:
+            with compiled_library.use(build), ways.force(way), record_kernels() as ran:
                 y = multiply(x, weight)
             assert ran[-1] == f"cpu_int8_mm.{build}.{way}"
             assert torch.equal(y, reference.linear(x, weight, None))
@@ -72,7 +70,7 @@ def test_every_number_of_rows(build, way):
     weight = AffineQuantizedTensor.from_float(torch.randn(50, 96), spec)
     x = torch.randn(600, 96)
     expected = reference.linear(x, weight, None)
-    with library.use(build), choices.force(way):
+    with compiled_library.use(build), ways.force(way):
         for rows in (*range(20), 31, 32, 33, 63, 64, 65, 255, 300, 512, 513, 600):
             assert torch.equal(functional.linear(x[:rows], weight), expected[:rows])
 
@@ -85,7 +83,7 @@ def test_the_largest_codes(build):
     weight = AffineQuantizedTensor.from_float(signs[:33], spec)
     x = signs[20:38]
     for way in ("dot", "tile"):
-        with library.use(build), choices.force(way):
+        with compiled_library.use(build), ways.force(way):
             assert torch.equal(functional.linear(x, weight), reference.linear(x, weight, None))
 
 
@@ -97,7 +95,7 @@ def test_bias(build, way):
         torch.randn(70, 96), LinearSpec(QuantSpec("int8"), ACTIVATIONS["symmetric"])
     )
     bias = torch.randn(140)
-    with library.use(build), choices.force(way):
+    with compiled_library.use(build), ways.force(way):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             x = torch.randn(9, 96).to(dtype)
             for b in (bias[:70].to(dtype), bias[::2].to(dtype), bias[:70]):
@@ -127,11 +125,11 @@ def test_zero_and_nan_inputs():
 def test_quantization_of_rows(build, activation, dtype):
     """Rows of every magnitude, bit for bit as the primitives have it."""
     spec = ACTIVATIONS[activation]
-    quantizer = int8_mm.row_quantizer(spec)
+    quantizer = int8.row_quantizer(spec)
     x = (torch.randn(37, 131) * torch.logspace(-30, 3, 37).unsqueeze(1)).to(dtype)
     x[3], x[5], x[6] = 0, x[5].abs(), -x[6].abs()
-    with library.use(build):
-        codes, scale, zero_point = int8_mm.quantize_rows(x, list(quantizer))
+    with compiled_library.use(build):
+        codes, scale, zero_point = int8.quantize_rows(x, list(quantizer))
     wanted_scale, wanted_zero_point = spec.choose_qparams(x)
     assert torch.equal(scale, wanted_scale)
     assert (zero_point is None) == (wanted_zero_point is None)
@@ -151,7 +149,7 @@ def test_compiled_with_dynamic_shapes():
 @NEEDS_LIBRARY
 def test_operator_is_well_formed():
     codes, scale = torch.randint(-127, 128, (12, 32), dtype=torch.int8), torch.rand(12, 1)
-    quantizer = list(int8_mm.row_quantizer(ACTIVATIONS["symmetric"]))
+    quantizer = list(int8.row_quantizer(ACTIVATIONS["symmetric"]))
     arguments = (torch.randn(3, 32), None, None, quantizer, codes, 12, scale, None, False, "int8", torch.float32, None)
     torch.library.opcheck(torch.ops.qtorch.cpu_int8_mm.default, arguments)
 
@@ -161,7 +159,7 @@ def test_a_compiler_fuses_around_the_product_of_matrix_tiles(build):
     layer = torch.nn.Linear(64, 32).requires_grad_(False)
     quantize_(layer, int8_dynamic_activation_int8_weight())
     x = torch.randn(40, 64)
-    with library.use(build):
+    with compiled_library.use(build):
         torch.compiler.reset()
         compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
         compiled(x)

@@ -14,9 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import qtorch
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import build
-from qtorch.kernels.cpu import compiled_library as library
-from qtorch.kernels.cpu import ways as choices
+from qtorch.kernels.cpu import build, compiled_library, ways
 from tests.kernels.cpu.builds import BUILDS
 
 ROOT = Path(qtorch.__file__).parents[1]
@@ -85,26 +83,26 @@ def test_a_compiler_that_fails(tmp_path, monkeypatch):
 
 def test_libraries_of_other_sources_are_refused(monkeypatch):
     """A checkout that moved on does not call what was built before."""
-    loaded = library.library()
+    loaded = compiled_library.library()
     if loaded is None:
         pytest.skip("nothing is built")
-    monkeypatch.setattr(library, "fingerprint", lambda: "other")
+    monkeypatch.setattr(compiled_library, "fingerprint", lambda: "other")
     with pytest.raises(OSError, match="is of other sources"):
-        library.Library(loaded.instruction_set, loaded.path)
+        compiled_library.Library(loaded.instruction_set, loaded.path)
 
 
 def test_use_says_what_is_wrong():
-    with pytest.raises(ValueError, match="does not run sse9"), library.use("sse9"):
+    with pytest.raises(ValueError, match="does not run sse9"), compiled_library.use("sse9"):
         pass
-    with pytest.raises(ValueError, match="no way 'guess'"), choices.force("guess"):
+    with pytest.raises(ValueError, match="no way 'guess'"), ways.force("guess"):
         pass
 
 
 def test_explain_names_the_kernel():
     model, text = layer(), "cpu_weight_only_mm_packed"
-    with library.use(None):
+    with compiled_library.use(None):
         assert f"not {text}: is switched off" in str(qtorch.explain(model))
-    if library.library() is not None:
+    if compiled_library.library() is not None:
         assert f"runs {text}" in str(qtorch.explain(model))
 
 
@@ -112,7 +110,7 @@ def test_explain_names_the_kernel():
 def test_calls_from_eight_threads(build):
     model = layer().requires_grad_(False)
     inputs = [torch.randn(rows, 256) for rows in (1, 2, 5, 9, 17, 40, 70, 3)]
-    with library.use(build), ThreadPoolExecutor(8) as pool:
+    with compiled_library.use(build), ThreadPoolExecutor(8) as pool:
         expected = [model(x) for x in inputs]
         for _ in range(5):
             for y, wanted in zip(pool.map(model, inputs * 4), expected * 4, strict=True):
@@ -137,7 +135,7 @@ class Embedded(Dataset):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_forked_workers():
     """The parent's threads do not exist in a child: to wait for them would be for ever."""
-    if library.library() is None:
+    if compiled_library.library() is None:
         pytest.skip("nothing is built")
     model, x = layer(), torch.randn(6, 40, 256)
     expected = model(x).detach()
@@ -159,28 +157,28 @@ def test_threads_are_those_of_torch():
 
 
 def test_the_choices_cover_every_build():
-    choices.load(Path(choices.__file__).with_name("ways.json"))
+    ways.load(Path(ways.__file__).with_name("ways.json"))
     for name in build.FLAGS["x86_64"]:
         for kind in ("float32", "bfloat16", "float16", "int8"):
             for packed in (True, False):
                 for grouped in (True, False):
-                    for elements in (1, choices.SMALL + 1):
-                        key = choices.key_of(kind, packed, grouped, elements)
+                    for elements in (1, ways.SMALL + 1):
+                        key = ways.key_of(kind, packed, grouped, elements)
                         for form in [key] if kind == "int8" else [key, f"{key} copied"]:
-                            assert choices.choose(name, form, 7) in (*choices.WAYS, *choices.OTHER_WAYS)
+                            assert ways.choose(name, form, 7) in (*ways.WAYS, *ways.OTHER_WAYS)
 
 
 def test_choices_of_a_file(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text('{"avx2": {"float32 plain rows small": [[4, "dot"]]}}')
     with pytest.raises(ValueError, match="the last with null"):
-        choices.load(path)
+        ways.load(path)
 
 
 def test_torch_way():
     model = layer()
-    if library.library() is None:
+    if compiled_library.library() is None:
         pytest.skip("nothing is built")
-    with choices.force("torch"), record_kernels() as ran:
+    with ways.force("torch"), record_kernels() as ran:
         model(torch.randn(3, 256))
     assert ran[-2:] == ["cpu_weight_only_mm.torch", "packed_weight_mm"]

@@ -13,9 +13,7 @@ from torch.nn import functional
 import qtorch
 from qtorch.dtypes import deregister_aqt_quantized_linear_dispatch, linear, register_aqt_quantized_linear_dispatch
 from qtorch.kernels import record_kernels, registry
-from qtorch.kernels.cpu import compiled_library as library
-from qtorch.kernels.cpu import product
-from qtorch.kernels.cpu import ways as choices
+from qtorch.kernels.cpu import compiled_library, product, ways
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
 from tests.rounding import assert_same_product
 
@@ -51,7 +49,7 @@ def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_second_call_gives_the_bits_of_the_first(recipe, dtype, bias, long_ways):
-    with choices.force("tile"):
+    with ways.force("tile"):
         for shape in [(1,), (2,), (70,), (0,), (2, 3), (1, 1, 4), ()]:
             model = layer(recipe, dtype, bias)
             x = torch.randn(*shape, 96, dtype=dtype)
@@ -122,7 +120,7 @@ def _record(model: nn.Linear) -> None:
 
 
 def _other_library(model: nn.Linear) -> None:
-    with library.use(None), record_kernels() as ran:
+    with compiled_library.use(None), record_kernels() as ran:
         model(X)
     assert ran[0] == "linear:weight_only_mm"
 
@@ -214,7 +212,7 @@ def test_registered_code_comes_first(long_ways):
 def test_other_ways(way):
     model = layer("int4")
     wanted = model(X)
-    with choices.force(way):
+    with ways.force(way):
         for _ in range(2):
             assert_same_product(model(X), wanted, X, model.weight.dequantize(), model.bias)
         with record_kernels() as ran:

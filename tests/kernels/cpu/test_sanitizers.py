@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qtorch.kernels.cpu import build
-from qtorch.kernels.cpu import compiled_library as library
+from qtorch.kernels.cpu import build, compiled_library
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
 
 
@@ -27,7 +26,7 @@ def has_sanitizers() -> bool:
 def test_no_errors():
     script = Path(__file__).with_name("sanitize.sh")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment["SANITIZE_SETS"] = library.library().instruction_set
+    environment["SANITIZE_SETS"] = compiled_library.library().instruction_set
     done = subprocess.run(
         ["bash", script, sys.executable], env=environment, capture_output=True, text=True, check=False
     )

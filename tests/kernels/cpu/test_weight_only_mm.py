@@ -20,9 +20,7 @@ from qtorch import (
 )
 from qtorch.dtypes.linear import multiply
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library as library
-from qtorch.kernels.cpu import ways as choices
-from qtorch.kernels.cpu import weight_only as weight_only_mm
+from qtorch.kernels.cpu import compiled_library, ways, weight_only
 from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
 from tests.rounding import EXTRA, gamma
 
@@ -74,11 +72,11 @@ def tolerance(way: str, dtype: torch.dtype, terms: int) -> float:
     return 2 * TOLERANCE[dtype] + gamma(terms + EXTRA) if way == "float" else TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("way", [*choices.WAYS, "float"])
+@pytest.mark.parametrize("way", [*ways.WAYS, "float"])
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("build", BUILDS)
 def test_against_exact_arithmetic(build, name, way):
-    with library.use(build), choices.force(way):
+    with compiled_library.use(build), ways.force(way):
         for weight in weights(SPECS[name]):
             for rows, dtype in ((1, torch.float32), (3, torch.bfloat16), (8, torch.float16), (17, torch.float32),
                                 (37, torch.bfloat16)):  # fmt: skip
@@ -90,14 +88,14 @@ def test_against_exact_arithmetic(build, name, way):
                 assert error(y, x, weight) < tolerance(way, dtype, weight.shape[1]), (weight, rows)
 
 
-@pytest.mark.parametrize("way", [*choices.WAYS, "float"])
+@pytest.mark.parametrize("way", [*ways.WAYS, "float"])
 @pytest.mark.parametrize("build", BUILDS)
 def test_every_number_of_rows(build, way):
     weight = AffineQuantizedTensor.from_float(
         torch.randn(50, 160), LinearSpec(QuantSpec("uint4", PerGroup(32), ASYMMETRIC), layout=PackedLayout())
     )
     x = torch.randn(600, 160)
-    with library.use(build), choices.force(way):
+    with compiled_library.use(build), ways.force(way):
         for rows in (*range(20), 31, 32, 33, 63, 64, 65, 255, 300, 512, 513, 600):
             y = functional.linear(x[:rows], weight)
             assert y.shape == (rows, 50)
@@ -109,19 +107,19 @@ def test_every_number_of_rows(build, way):
 def test_inputs_that_are_views(build):
     weight = AffineQuantizedTensor.from_float(torch.randn(50, 96), SPECS["int8 row"])
     wide, bias = torch.randn(9, 200), torch.randn(50)
-    with library.use(build):
+    with compiled_library.use(build):
         for x in (wide[:, 5:101], wide[::2, :96], torch.randn(96, 9).t(), wide[:1, :96].expand(7, 96)):
             torch.testing.assert_close(functional.linear(x, weight, bias), functional.linear(x.clone(), weight, bias))
         part = weight[3:20]
         assert error(functional.linear(wide[:, :96], part), wide[:, :96], part) < gamma(96 + EXTRA)
 
 
-@pytest.mark.parametrize("way", [*choices.WAYS, "float", "torch"])
+@pytest.mark.parametrize("way", [*ways.WAYS, "float", "torch"])
 @pytest.mark.parametrize("build", BUILDS)
 def test_bias(build, way):
     weight = AffineQuantizedTensor.from_float(torch.randn(70, 96), SPECS["int8 row"])
     bias = torch.randn(140)
-    with library.use(build), choices.force(way):
+    with compiled_library.use(build), ways.force(way):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             x = torch.randn(9, 96).to(dtype)
             for b in (bias[:70].to(dtype), bias[::2].to(dtype), bias[:70]):
@@ -142,8 +140,8 @@ def test_dequantized_slices(build, name, dtype, monkeypatch):
             continue
         identity, wanted = torch.eye(k, dtype=dtype), weight.dequantize(dtype)
         for rows in (16, n):
-            monkeypatch.setattr(weight_only_mm, "SLICE_BYTES", rows * k * dtype.itemsize)
-            with library.use(build), choices.force("float"), record_kernels() as ran:
+            monkeypatch.setattr(weight_only, "SLICE_BYTES", rows * k * dtype.itemsize)
+            with compiled_library.use(build), ways.force("float"), record_kernels() as ran:
                 y = multiply(identity, weight)
             assert ran[-1] == f"cpu_weight_only_mm.{build}.float"
             # A product and a sum, rounded once or twice, before they are rounded to the dtype.
@@ -157,8 +155,8 @@ def test_special_values(build):
     x = torch.ones(20, 96)
     x[3, 5], x[4, 7] = float("inf"), float("nan")
     x[5], x[6] = 1e34, 1e-30
-    for way in choices.WAYS:
-        with library.use(build), choices.force(way):
+    for way in ways.WAYS:
+        with compiled_library.use(build), ways.force(way):
             y = functional.linear(x, weight)
         assert (y[3] == float("inf")).all(), way
         assert y[4].isnan().all(), way
@@ -176,7 +174,7 @@ def test_fixed_point_keeps_small_numbers_beside_large_ones(build):
         x = torch.randn(20, 96)
         y = functional.linear(x, weight)
         x[:, 7] = outlier
-        with library.use(build), choices.force("fixed"):
+        with compiled_library.use(build), ways.force("fixed"):
             with_outlier = functional.linear(x, weight)
         assert compute_error(y, with_outlier) > 100, outlier
 
