@@ -16,8 +16,15 @@ from qtorch import (
     quantize_api,
 )
 from qtorch.quantize_api import Recipe
-from qtorch.training import bitnet_training, convert, int8_mixed_precision_training, int8_weight_only_quantized_training
-from qtorch.training.quantization_aware.recipes import lora_qat, lsq, qat
+from qtorch.training import (
+    bitnet_training,
+    convert,
+    int8_mixed_precision_training,
+    int8_weight_only_quantized_training,
+    lora_qat,
+    lsq,
+    qat,
+)
 
 SERVING: list[Recipe] = [
     int8_weight_only(),

@@ -18,7 +18,7 @@ import qtorch
 from qtorch import int4_weight_only, int8_dynamic_activation_int8_weight, int8_weight_only, load_quantized, quantize_
 from qtorch import save_quantized as save
 from qtorch.dtypes import ConvWeight, QuantizedTensor
-from qtorch.training.quantization_aware.recipes import lora_qat, qat
+from qtorch.training import lora_qat, qat
 from tests.checkpoint_model import INT8, Model, contents, error, meta, quantized
 
 
@@ -157,7 +157,7 @@ def test_requires_grad_and_attributes(mmap: bool, path: Path) -> None:
         for name, tensor in contents(model):
             tensor.tag = name
             if not isinstance(tensor, QuantizedTensor):
-                tensor.qdata = tensor.prepared = "mine"
+                tensor.qdata = tensor.fast_linear = "mine"
         model.fc.bias.requires_grad_(False)
         before = dict(contents(model))
         load_quantized(model, path, mmap=mmap)
@@ -167,7 +167,7 @@ def test_requires_grad_and_attributes(mmap: bool, path: Path) -> None:
             assert not tensor.requires_grad
             if isinstance(tensor, QuantizedTensor):
                 assert isinstance(tensor.qdata, Tensor)
-                assert tensor.prepared is None
+                assert tensor.fast_linear is None
     float_model = Model()
     save(float_model, path)
     model = Model()

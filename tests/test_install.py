@@ -130,11 +130,11 @@ def test_user_attributes() -> None:
     old = nn.Parameter(torch.ones(4, 4))
     assert user_attributes(old) == {}
     old.tag = "mine"
-    old.scale = old.plain = old.prepared = 3  # names that a quantized weight has itself
+    old.scale = old.plain = old.fast_linear = 3  # names that a quantized weight has itself
     new = nn.Parameter(int8_weight_only().apply(old.detach()), requires_grad=False)
     inner = new.inner_tensors
     assert keep_attributes(new, old) is new
     assert user_attributes(new) == {"tag": "mine"}
     assert all(new.inner_tensors[name] is tensor for name, tensor in inner.items())
-    assert new.prepared is None
+    assert new.fast_linear is None
     assert vars(keep_attributes(nn.Parameter(torch.ones(1)), new)) == {"tag": "mine"}

@@ -29,7 +29,7 @@ from torch.nn import functional
 from qtorch import LinearSpec, MappingType, PackedLayout, PerTensor, QuantSpec, convert, lsq, qat, quantize_
 from qtorch.primitives import MSERule
 from qtorch.quantize_api import Recipe, WeightRecipe, register_recipe
-from qtorch.training.quantization_aware import calibrate, parameter_groups
+from qtorch.training import calibrate, parameter_groups
 
 BITS = (8, 4, 3, 2)
 LAYERS = r"stem|head|blocks\.\d\.(conv1|conv2|shortcut)"

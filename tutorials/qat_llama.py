@@ -29,7 +29,7 @@ import qtorch
 from benchmarks import pretrain_llama
 from benchmarks.pretrain_llama import Text
 from qtorch.quantize_api import Recipe, WeightRecipe
-from qtorch.training.quantization_aware import parameter_groups
+from qtorch.training import parameter_groups
 
 
 @dataclass(frozen=True)

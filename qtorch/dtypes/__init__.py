@@ -14,7 +14,7 @@ from .factories import (
     to_affine_quantized_intx_static,
     to_linear_activation_quantized,
 )
-from .linear import deregister_aqt_quantized_linear_dispatch, register_aqt_quantized_linear_dispatch
+from .outside_dispatch import deregister_aqt_quantized_linear_dispatch, register_aqt_quantized_linear_dispatch
 from .uintx import UintxTensor, to_uintx
 
 __all__ = [

@@ -72,15 +72,14 @@ class QuantizedTensor(Copied, torch.Tensor):
         scheme_type: of its schemes.
         trains: it has a gradient, and a `linear`, a `conv` and an `embedding` of its own for that.
         scheme: metadata; hashable, without tensors.
-        prepared: left by a kernel: ``prepared(input, weight, bias)`` is F.linear, or None where that takes more than
-            the kernel's call. Asked in plain eager mode only, see `dtypes.linear`; neither copied nor saved.
+        fast_linear: left by a kernel for the calls that follow, see `fast_path`; neither copied nor saved.
     """
 
     spec_type: ClassVar[type]
     scheme_type: ClassVar[type] = Scheme
     trains: ClassVar[bool] = False
     scheme: Scheme
-    prepared: Callable[[Tensor, Tensor, Tensor | None], Tensor | None] | None = None
+    fast_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor | None] | None = None
 
     @staticmethod
     def __new__(

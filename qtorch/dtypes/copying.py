@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,14 +17,13 @@ from torch import Tensor
 from ..layouts.inner_tensors import Forms, check_inner_tensors, check_plain_tensors
 from ..primitives.jsonable import from_json, parse_json, to_json
 
-if TYPE_CHECKING:
-    from .base import QuantizedTensor
-
 _TYPES: dict[str, Any] = {}
 
 
 class Copied:
     """What `QuantizedTensor` has for `copy`, `pickle` and `torch.save`; subclasses are known by their names."""
+
+    scheme_type: ClassVar[type]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -78,7 +77,7 @@ class Copied:
 
 
 @functools.lru_cache(maxsize=4096)
-def forms_of(cls: type[QuantizedTensor], scheme: Any) -> Forms:
+def forms_of(cls: Any, scheme: Any) -> Forms:
     """`cls.forms` of a scheme that `cls` can have.
 
     Raises:
@@ -96,7 +95,7 @@ def rebuild(
     requires_grad: bool,
     is_parameter: bool,
     state: dict[str, Any],
-) -> QuantizedTensor:
+) -> Any:
     """Inverse of `Copied.__reduce_ex__`: all that a pickle of a quantized tensor calls.
 
     The scheme is JSON text, so that checkpoints do not depend on where classes live or on the order of their fields.

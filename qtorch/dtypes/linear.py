@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional
 
-from ..kernels.custom_ops import recording
 from ..kernels.registry import Kernel, lookup
 from ..primitives.scheme import Scheme
 from ..tracing.function_transforms import are_active, one_by_one, run_whole, transforms_active, unwrapped_subclass
@@ -26,32 +24,8 @@ from ..tracing.outside_graphs import refuse_jit_trace, starts_no_graph
 from .affine import AffineQuantizedTensor
 from .base import QuantizedTensor, implements_function
 from .copying import forms_of
-
-Condition = Callable[[Tensor, AffineQuantizedTensor, Tensor | None], bool]
-Implementation = Callable[[Tensor, AffineQuantizedTensor, Tensor | None], Tensor]
-
-_dispatches: dict[Condition, Implementation] = {}
-
-_functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-
-
-def register_aqt_quantized_linear_dispatch(dispatch_condition: Condition, impl: Implementation) -> None:
-    """Let outside code run `F.linear` itself: `impl(input, weight, bias)` where `dispatch_condition` of the same holds.
-
-    Asked before the kernel registry, in the order of registration. A kernel for a scheme is better registered there
-    (`qtorch.kernels.register`): it is then looked up once instead of on each call, and explained.
-    """
-    _dispatches[dispatch_condition] = impl
-
-
-def deregister_aqt_quantized_linear_dispatch(dispatch_condition: Condition) -> None:
-    """Undo `register_aqt_quantized_linear_dispatch`.
-
-    Raises:
-        ValueError: that condition is not registered.
-    """
-    if _dispatches.pop(dispatch_condition, None) is None:
-        raise ValueError("deregister_aqt_quantized_linear_dispatch: no such dispatch condition")
+from .fast_path import fast_linear_of
+from .outside_dispatch import dispatches
 
 
 def _lookup_constant(op: str, scheme: Scheme, dtype: torch.dtype, device: str) -> Kernel:
@@ -78,19 +52,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         ValueError: the shapes do not fit, the input is on another device, or, outside autocast, in another dtype.
     """
     compiling = torch.compiler.is_compiling()
-    if (
-        not compiling
-        and (prepared := getattr(weight, "prepared", None)) is not None
-        and type(input) is Tensor
-        and not _functorch_is_active()
-        and forward_ad._current_level < 0
-        and not torch._C._is_any_autocast_enabled()
-        and not (recording() or _dispatches or torch._C._get_tracing_state())
-    ):
+    if not compiling and (fast_linear := fast_linear_of(input, weight)) is not None:
         if torch.is_grad_enabled() and (input.requires_grad or requires_grad(bias)):
-            y = _Linear.apply(input, weight, bias, prepared)
+            y = _Linear.apply(input, weight, bias, fast_linear)
         else:
-            y = prepared(input, weight, bias)
+            y = fast_linear(input, weight, bias)
         if y is not None:
             return y
     if not compiling and torch._C._get_tracing_state() is not None:
@@ -122,8 +88,8 @@ def multiply(input: Tensor, weight: QuantizedTensor, bias: Tensor | None = None)
         if not compiling:
             weight.check_inner_tensors()
         return weight.linear(input, bias)
-    if _dispatches and isinstance(weight, AffineQuantizedTensor):
-        for condition, implementation in _dispatches.items():
+    if dispatches and isinstance(weight, AffineQuantizedTensor):
+        for condition, implementation in dispatches.items():
             if condition(input, weight, bias):
                 return implementation(input, weight, bias)
     find = _lookup_constant if compiling else lookup

@@ -65,6 +65,6 @@ def set_data(tensor: QuantizedTensor, data: Any) -> None:
         assert isinstance(new, QuantizedTensor)
         with torch._C.DisableTorchFunctionSubclass():
             Tensor.data.__set__(tensor, new)  # type: ignore[attr-defined]
-        tensor.scheme, tensor.prepared = new.scheme, None
+        tensor.scheme, tensor.fast_linear = new.scheme, None
         for name in new.tensor_names(new.scheme):
             setattr(tensor, name, getattr(new, name))

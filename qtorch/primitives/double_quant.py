@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .granularity import PerGroup, PerRow, PerTensor
-
-if TYPE_CHECKING:
-    from .spec import QuantSpec
+from .numerics import Numerics
 
 Tensors = Mapping[str, Tensor]
 
@@ -27,7 +24,7 @@ SCALE_TENSORS = ("scale", "scale_scale", "scale_mean")
 """Names of what stands for the scales: codes, their fp32 scale for each group, their fp32 mean; or `scale` alone."""
 
 
-def check_scale_spec(spec: QuantSpec | None) -> None:
+def check_scale_spec(spec: Numerics | None) -> None:
     """Raise `ValueError` where scales cannot be quantized by `spec`; None, not at all, is allowed."""
     if spec is None:
         return
@@ -35,7 +32,7 @@ def check_scale_spec(spec: QuantSpec | None) -> None:
         raise ValueError(f"scales are quantized in groups or as a whole, symmetric, and only once; got {spec}")
 
 
-def scale_tensor_shapes(scale_shape: Sequence[int], spec: QuantSpec | None) -> dict[str, tuple[int, ...]]:
+def scale_tensor_shapes(scale_shape: Sequence[int], spec: Numerics | None) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors that stand for scales of this shape, by name."""
     shapes: dict[str, tuple[int, ...]] = {"scale": tuple(scale_shape)}
     if spec is not None:
@@ -46,7 +43,7 @@ def scale_tensor_shapes(scale_shape: Sequence[int], spec: QuantSpec | None) -> d
     return shapes
 
 
-def quantize_scale(scale: Tensor, spec: QuantSpec | None) -> dict[str, Tensor]:
+def quantize_scale(scale: Tensor, spec: Numerics | None) -> dict[str, Tensor]:
     """The tensors that stand for `scale` (any shape, positive); `scale` itself where `spec` is None."""
     if spec is None:
         return {"scale": scale}
@@ -63,7 +60,7 @@ def quantize_scale(scale: Tensor, spec: QuantSpec | None) -> dict[str, Tensor]:
     return tensors if mean is None else {**tensors, "scale_mean": mean}
 
 
-def dequantize_scale(tensors: Tensors, spec: QuantSpec | None, rows: Tensor | None = None) -> Tensor:
+def dequantize_scale(tensors: Tensors, spec: Numerics | None, rows: Tensor | None = None) -> Tensor:
     """Inverse of `quantize_scale`, fp32, positive; of a scale so much smaller than others that its code is zero, as
     good as nothing is left.
 
@@ -88,12 +85,12 @@ def dequantize_scale(tensors: Tensors, spec: QuantSpec | None, rows: Tensor | No
     return scale.clamp(min=torch.finfo(torch.float32).tiny).reshape(of_rows.shape)
 
 
-def _group_size(count: int, spec: QuantSpec) -> int:
+def _group_size(count: int, spec: Numerics) -> int:
     size = spec.granularity.pattern(1)[0]
     return max(1, count) if size == -1 else size
 
 
-def _in_groups(flat: Tensor, spec: QuantSpec) -> Tensor:
+def _in_groups(flat: Tensor, spec: Numerics) -> Tensor:
     """(n,) -> (ceil(n / group), group), filled up with zeros, which change no absmax."""
     size = _group_size(flat.numel(), spec)
     missing = -flat.numel() % size

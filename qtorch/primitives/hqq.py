@@ -18,7 +18,6 @@ point moves, the mean of codes - (x - e) / scale; here the scale does too, which
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,11 +25,8 @@ from torch import Tensor
 from .affine import MappingType, ZeroPointDomain
 from .granularity import PerGroup, PerRow
 from .jsonable import jsonable
-from .rounding import Rounding
+from .numerics import Numerics
 from .scale_rules import MinMax, MinMaxRule, ScaleRule, elements_last
-
-if TYPE_CHECKING:
-    from .spec import QuantSpec
 
 CHUNK = 2**20
 """Elements whose ranges are searched together, or one block if that has more; it bounds the memory of the search."""
@@ -78,7 +74,7 @@ class HQQRule(ScaleRule):
                 f"got {self.iterations}, {self.starts} and {self.smallest}"
             )
 
-    def min_max(self, input: Tensor, spec: QuantSpec) -> MinMax:
+    def min_max(self, input: Tensor, spec: Numerics) -> MinMax:
         if spec.dtype.is_floating_point:
             raise ValueError(f"HQQRule: takes integer codes, got {spec.dtype.name}")
         if input.numel() == 0:
@@ -87,14 +83,14 @@ class HQQRule(ScaleRule):
         # Each block becomes a row; groups remain groups where that decides the dtype of the scale.
         row = PerGroup(-1) if isinstance(spec.granularity, PerGroup) and spec.scale_spec is None else PerRow()
         # The search compares errors, so it must not depend on chance.
-        spec = replace(spec, granularity=row, scale_rule=MinMaxRule(), rounding=Rounding.NEAREST_EVEN, scale_spec=None)
+        spec = replace(spec.with_granularity(row).to_nearest(), scale_spec=None)
         chunks = blocks.split(max(1, CHUNK // blocks.shape[1]))
         low, high = zip(*(self._search(chunk, spec) for chunk in chunks), strict=True)
         return torch.cat(low).reshape(shape), torch.cat(high).reshape(shape)
 
-    def _search(self, rows: Tensor, spec: QuantSpec) -> MinMax:
+    def _search(self, rows: Tensor, spec: Numerics) -> MinMax:
         """Ranges (rows, 1) of rows (rows, elements)."""
-        low, high = spec.calibrate(rows)
+        low, high = MinMaxRule().min_max(rows, spec)
         trials = _Trials(rows, spec, low, high, self.p)
         for step in range(self.starts):
             factor = 1 - (1 - self.smallest) * step / max(self.starts - 1, 1)
@@ -126,7 +122,7 @@ class _Trials:
         step: the scale of the range given first, (rows, 1); errors are measured in it, which keeps them from overflow.
     """
 
-    def __init__(self, rows: Tensor, spec: QuantSpec, low: Tensor, high: Tensor, p: float) -> None:
+    def __init__(self, rows: Tensor, spec: Numerics, low: Tensor, high: Tensor, p: float) -> None:
         self.rows, self.spec, self.p = rows, spec, p
         self.dtype = rows.dtype
         self.rows = rows.float()
@@ -148,7 +144,7 @@ class _Trials:
         return scale.float(), zero_point, codes.float(), residual
 
 
-def _fit(spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, codes: Tensor, error: Tensor) -> MinMax:
+def _fit(spec: Numerics, scale: Tensor, zero_point: Tensor | None, codes: Tensor, error: Tensor) -> MinMax:
     """Ranges (rows, 1) that stand for the scale and zero point of least squared error, the codes being given.
 
     Args:

@@ -7,8 +7,7 @@ turns them into scale and zero point. A new rule is a frozen dataclass with that
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,11 +17,8 @@ from .granularity import BlockView
 from .jsonable import jsonable
 from .learned_step import lsq_scale
 from .non_finite import with_non_finite
+from .numerics import Numerics
 from .qparams import min_max
-from .rounding import Rounding
-
-if TYPE_CHECKING:
-    from .spec import QuantSpec
 
 MinMax = tuple[Tensor, Tensor]
 
@@ -30,7 +26,7 @@ MinMax = tuple[Tensor, Tensor]
 class ScaleRule:
     """Base of the scale rules."""
 
-    def min_max(self, input: Tensor, spec: QuantSpec) -> MinMax:
+    def min_max(self, input: Tensor, spec: Numerics) -> MinMax:
         raise NotImplementedError
 
 
@@ -39,7 +35,7 @@ class ScaleRule:
 class MinMaxRule(ScaleRule):
     """The whole range of the block; under a symmetric mapping that is absmax."""
 
-    def min_max(self, input: Tensor, spec: QuantSpec) -> MinMax:
+    def min_max(self, input: Tensor, spec: Numerics) -> MinMax:
         return min_max(input, spec.block_size(input.shape))
 
 
@@ -48,7 +44,7 @@ class MinMaxRule(ScaleRule):
 class AbsMaxRule(ScaleRule):
     """[-a, a], a = max |x|, whatever the mapping."""
 
-    def min_max(self, input: Tensor, spec: QuantSpec) -> MinMax:
+    def min_max(self, input: Tensor, spec: Numerics) -> MinMax:
         low, high = min_max(input, spec.block_size(input.shape))
         bound = torch.maximum(-low, high)
         return -bound, bound
@@ -59,7 +55,7 @@ class AbsMaxRule(ScaleRule):
 class AbsMeanRule(ScaleRule):
     """scale = mean |x| (BitNet b1.58, arXiv 2402.17764, eq. 1-3, with codes in {-1, 0, 1})."""
 
-    def min_max(self, input: Tensor, spec: QuantSpec) -> MinMax:
+    def min_max(self, input: Tensor, spec: Numerics) -> MinMax:
         blocks, shape = elements_last(input, spec)
         low_code, high_code = spec.code_range
         mean = (
@@ -81,7 +77,7 @@ class LSQRule(ScaleRule):
     codes, and any other block as many below zero as above.
     """
 
-    def min_max(self, input: Tensor, spec: QuantSpec) -> MinMax:
+    def min_max(self, input: Tensor, spec: Numerics) -> MinMax:
         block, (low, high) = spec.block_size(input.shape), spec.code_range
         steps = high - low
         bound = lsq_scale(input, block, high - int((low + high + 1) / 2)) * (steps / 2)
@@ -103,7 +99,7 @@ class FixedRangeRule(ScaleRule):
         if not self.low < self.high:
             raise ValueError(f"a fixed range needs low < high, got [{self.low}, {self.high}]")
 
-    def min_max(self, input: Tensor, spec: QuantSpec) -> MinMax:
+    def min_max(self, input: Tensor, spec: Numerics) -> MinMax:
         shape = BlockView(input.shape, spec.block_size(input.shape)).scale_shape
         full = torch.full(shape, self.low, dtype=torch.float32, device=input.device)
         return _with_non_finite(full, torch.full_like(full, self.high), input, spec)
@@ -120,7 +116,7 @@ class PercentileRule(ScaleRule):
         if not 0 < self.percentile <= 100:
             raise ValueError(f"percentile must be in (0, 100], got {self.percentile}")
 
-    def min_max(self, input: Tensor, spec: QuantSpec) -> MinMax:
+    def min_max(self, input: Tensor, spec: Numerics) -> MinMax:
         blocks, shape = elements_last(input, spec)
         count = blocks.shape[-1]
         if blocks.numel() == 0:
@@ -150,10 +146,10 @@ class MSERule(ScaleRule):
         if self.steps < 2 or not 0 < self.smallest < 1:
             raise ValueError(f"needs steps >= 2 and 0 < smallest < 1, got {self.steps} and {self.smallest}")
 
-    def min_max(self, input: Tensor, spec: QuantSpec) -> MinMax:
+    def min_max(self, input: Tensor, spec: Numerics) -> MinMax:
         low, high = MinMaxRule().min_max(input, spec)
         # The search compares errors, so it must not depend on chance.
-        spec = replace(spec, rounding=Rounding.NEAREST_EVEN)
+        spec = spec.to_nearest()
         best, best_error = torch.ones_like(low), torch.full_like(low, float("inf"))
         for step in range(self.steps):
             factor = 1 - (1 - self.smallest) * step / (self.steps - 1)
@@ -167,13 +163,13 @@ class MSERule(ScaleRule):
         return low * best, high * best
 
 
-def _with_non_finite(low: Tensor, high: Tensor, input: Tensor, spec: QuantSpec) -> MinMax:
+def _with_non_finite(low: Tensor, high: Tensor, input: Tensor, spec: Numerics) -> MinMax:
     """A range that leaves elements out, NaN for a block in which one of all is NaN or infinite."""
     least, most = min_max(input, spec.block_size(input.shape))
     return with_non_finite(low, least), with_non_finite(high, most)
 
 
-def elements_last(input: Tensor, spec: QuantSpec) -> tuple[Tensor, tuple[int, ...]]:
+def elements_last(input: Tensor, spec: Numerics) -> tuple[Tensor, tuple[int, ...]]:
     """`input` as (blocks, elements of a block), and the shape of the scale."""
     view = BlockView(input.shape, spec.block_size(input.shape))
     x = view.split(input)

@@ -53,10 +53,10 @@ def whole(w: QuantizedTensor) -> None:
     for name, inner in w.inner_tensors.items():
         assert isinstance(inner, Tensor), f"{name} is a {type(inner).__name__}"
     for name in vars(w):
-        own = name in w.tensor_names(w.scheme) or name in ("scheme", "prepared", "_is_param")
+        own = name in w.tensor_names(w.scheme) or name in ("scheme", "fast_linear", "_is_param")
         hidden = not own and hasattr(type(w), name) and not hasattr(type(getattr(type(w), name)), "__set__")
         assert not hidden, f"the attribute {name} of its class is hidden"
-    assert w.prepared is None or callable(w.prepared)
+    assert w.fast_linear is None or callable(w.fast_linear)
     assert tuple(w.shape) == tuple(w.scheme.shape), f"its shape is {tuple(w.shape)}, its scheme says {w.scheme.shape}"
     assert w.dtype == w.scheme.dtype
 

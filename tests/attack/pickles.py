@@ -117,8 +117,8 @@ def table_of_tensors(arguments: Arguments, pick: random.Random) -> str:
     if what == "missing":
         del tensors[pick.choice(names)]
     elif what == "extra":
-        extra = ("scheme", "prepared", "dequantize", "zero_point", "act_scale", "act_zero_point", "table", "scale_mean")
-        tensors[pick.choice(["more", "scale_scale", "master", "__class__", *extra])] = torch.ones(1, 1)
+        extra = ("scheme", "fast_linear", "dequantize", "zero_point", "act_scale", "act_zero_point", "table")
+        tensors[pick.choice(["more", "scale_scale", "master", "__class__", "scale_mean", *extra])] = torch.ones(1, 1)
     elif what == "renamed":
         tensors[pick.choice(["scale", "scales", "qdata", "table"])] = tensors.pop(pick.choice(names))
     elif what == "swapped":
@@ -189,8 +189,21 @@ def flags(arguments: Arguments, pick: random.Random) -> str:
     return f"{'requires_grad' if which == REQUIRES_GRAD else 'is_parameter'} {arguments[which]!r}"
 
 
-HIDING = ("qdata", "scale", "zero_point", "master", "table", "scheme", "dequantize", "prepared", "__class__", "_made")
-HIDING += ("__dict__", "linear", "plain", "trains", "shape", "dtype", "data", "grad", "grad_fn", "_is_param", "t")
+HIDING = ("qdata", "scale", "zero_point", "master", "table", "scheme", "dequantize", "fast_linear", "__class__")
+HIDING += (
+    "_made",
+    "__dict__",
+    "linear",
+    "plain",
+    "trains",
+    "shape",
+    "dtype",
+    "data",
+    "grad",
+    "grad_fn",
+    "_is_param",
+    "t",
+)
 HIDING += ("requires_grad", "_base", "_version", "device", "_backward_hooks", "__torch_function__", "inner_tensors")
 
 

@@ -120,7 +120,7 @@ def test_scales_for_fewer_rows(recipe: qtorch.quantize_api.Recipe, rows: int) ->
         load(crafted(original, scale=original.scale[:rows].clone()))
 
 
-@pytest.mark.parametrize("name", ["qdata", "scale", "scheme", "dequantize", "prepared", "__class__", "plain"])
+@pytest.mark.parametrize("name", ["qdata", "scale", "scheme", "dequantize", "fast_linear", "__class__", "plain"])
 def test_a_state_that_hides_what_was_checked(name: str) -> None:
     """An attribute that users may set stays; others are refused, or left out."""
     original = weight(qtorch.int8_weight_only())

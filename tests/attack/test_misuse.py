@@ -37,8 +37,14 @@ from qtorch.primitives import (
     quantize_codebook,
 )
 from qtorch.quantize_api import RECIPES, Recipe, WeightRecipe
-from qtorch.training import convert, int8_mixed_precision_training, int8_weight_only_quantized_training
-from qtorch.training.quantization_aware.recipes import lsq, qat, scheduled_qat
+from qtorch.training import (
+    convert,
+    int8_mixed_precision_training,
+    int8_weight_only_quantized_training,
+    lsq,
+    qat,
+    scheduled_qat,
+)
 from tests import every_recipe
 from tests.quantize_model import same, state_of
 

@@ -37,9 +37,7 @@ from qtorch.layouts import LAYOUTS
 from qtorch.primitives import prune_2_4
 from qtorch.primitives.scale_rules import FixedRangeRule, PercentileRule
 from qtorch.quantize_api import RECIPES
-from qtorch.training import convert, fully_quantized
-from qtorch.training.quantization_aware import calibrate
-from qtorch.training.quantization_aware.recipes import lsq, qat, scheduled_qat
+from qtorch.training import calibrate, convert, fully_quantized, lsq, qat, scheduled_qat
 from tests.every_recipe import NAMES, make
 from tests.kernels.cpu.builds import BUILDS
 from tests.kernels.test_linear import SCHEMES

@@ -99,13 +99,13 @@ def test_inner_tensors_of_another_kind(recipe: WeightRecipe, change: dict[str, A
         {"qdata": torch.empty(1, 1, dtype=torch.int8)},
         {"scheme": 1},
         {"dequantize": 1},
-        {"prepared": 1},
+        {"fast_linear": 1},
         {"__class__": 1},
         {"shape": 1},
         {1: 1},
         [],
     ],
-    ids=["qdata", "scheme", "dequantize", "prepared", "class", "shape", "number", "list"],
+    ids=["qdata", "scheme", "dequantize", "fast_linear", "class", "shape", "number", "list"],
 )
 def test_attributes_replace_nothing(state: Any) -> None:
     with pytest.raises(ValueError, match="damaged: "):

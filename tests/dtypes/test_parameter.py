@@ -11,8 +11,7 @@ import qtorch
 from qtorch import int4_weight_only, int8_weight_only, lut_weight_only, quantize_
 from qtorch.dtypes import QuantizedTensor
 from qtorch.quantize_api import Recipe
-from qtorch.training import bitnet_training, int8_mixed_precision_training, int8_weight_only_quantized_training
-from qtorch.training.quantization_aware.recipes import qat
+from qtorch.training import bitnet_training, int8_mixed_precision_training, int8_weight_only_quantized_training, qat
 
 RECIPES: list[Recipe] = [
     int8_weight_only(),

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from qtorch import int8_dynamic_activation_int4_weight, quantize_
-from qtorch.training import bitnet_training, int8_mixed_precision_training, int8_weight_only_quantized_training
-from qtorch.training.quantization_aware.recipes import qat
+from qtorch.training import bitnet_training, int8_mixed_precision_training, int8_weight_only_quantized_training, qat
 
 RECIPES = (
     int8_mixed_precision_training(),

@@ -23,8 +23,8 @@ from qtorch.training import (
     int8_mixed_precision_training,
     int8_weight_only_quantized_training,
     precompute_bitnet_scale_for_fsdp,
+    qat,
 )
-from qtorch.training.quantization_aware.recipes import qat
 
 RECIPES = {
     "int8_mixed_precision": int8_mixed_precision_training(),

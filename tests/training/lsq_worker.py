@@ -19,9 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from qtorch import int8_static_activation_int8_weight, quantize_
 from qtorch.quantize_api import Recipe
-from qtorch.training import convert
-from qtorch.training.quantization_aware import calibrate, parameter_groups
-from qtorch.training.quantization_aware.recipes import lsq, qat
+from qtorch.training import calibrate, convert, lsq, parameter_groups, qat
 
 RECIPES = {
     "lsq": lsq(4, 4),

@@ -17,7 +17,7 @@ from qtorch import (
 from qtorch.dtypes import ConvWeight
 from qtorch.kernels import record_kernels
 from qtorch.primitives import PerTensor
-from qtorch.training.quantization_aware import calibrate
+from qtorch.training import calibrate
 
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 OPTIONS = [

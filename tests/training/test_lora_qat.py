@@ -12,8 +12,7 @@ from torch.nn import functional
 
 import qtorch
 from qtorch import AffineQuantizedTensor, compute_error, quantize_
-from qtorch.training import convert
-from qtorch.training.quantization_aware.recipes import qat
+from qtorch.training import convert, qat
 from qtorch.training.quantization_aware.recipes.lora_qat import LoRALinear, lora_qat
 
 RECIPES = [

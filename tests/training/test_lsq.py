@@ -38,11 +38,9 @@ from qtorch import (
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
 from qtorch.primitives import LSQRule, MappingType, MinMaxRule, from_json, to_json
-from qtorch.training import clip_penalty, convert
-from qtorch.training.quantization_aware import calibrate, parameter_groups
+from qtorch.training import calibrate, clip_penalty, convert, lsq, pact, parameter_groups
 from qtorch.training.quantization_aware.layers.linear import FakeQuantizedLinear
 from qtorch.training.quantization_aware.quantizers.learned import LearnedClip, LearnedStep
-from qtorch.training.quantization_aware.recipes import lsq, pact
 
 # Recipe, whether it sums integers, (lowest, highest) SQNR in dB of the served weight.
 RECIPES = [

@@ -21,8 +21,7 @@ from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
 from qtorch.primitives import PercentileRule, fake_quantize_affine, from_json, prune_2_4, to_json
 from qtorch.quantize_api import WeightRecipe
-from qtorch.training import TrainableWeight, convert
-from qtorch.training.quantization_aware.recipes import qat
+from qtorch.training import TrainableWeight, convert, qat
 from qtorch.training.quantization_aware.served_linear import sums_integers
 from qtorch.training.quantization_aware.weight import FakeQuantizedWeight
 from tests.every_recipe import NAMES, make

@@ -23,9 +23,7 @@ from qtorch import (
     quantize_,
 )
 from qtorch.primitives import from_json, to_json
-from qtorch.training import convert
-from qtorch.training.quantization_aware import calibrate
-from qtorch.training.quantization_aware.recipes import lsq, qat, scheduled_qat
+from qtorch.training import calibrate, convert, lsq, qat, scheduled_qat
 
 STATIC = int8_static_activation_int8_weight(0.03)
 STATIC_FLOAT8 = float8_static_activation_float8_weight(0.01)

@@ -131,4 +131,4 @@ class Product(CompiledWeight):
         made = cls._made.get(id(weight.qdata))
         # Under autocast the input has another dtype than the weight; outside, that is an error.
         if made is not None and made.source is made.dtype is weight.scheme.dtype:
-            vars(weight)["prepared"] = made.linear
+            vars(weight)["fast_linear"] = made.linear

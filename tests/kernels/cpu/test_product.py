@@ -53,7 +53,7 @@ def test_the_second_call_gives_the_bits_of_the_first(recipe, dtype, bias, long_w
         for shape in [(1,), (2,), (70,), (0,), (2, 3), (1, 1, 4), ()]:
             model = layer(recipe, dtype, bias)
             x = torch.randn(*shape, 96, dtype=dtype)
-            model.weight.prepared = None
+            model.weight.fast_linear = None
             first = model(x)
             long_ways.clear()
             second = model(x)
@@ -65,7 +65,7 @@ def test_the_second_call_gives_the_bits_of_the_first(recipe, dtype, bias, long_w
 
 def test_a_matrix_product_has_no_second_call(long_ways):
     weight = layer().weight
-    weight.prepared = None
+    weight.fast_linear = None
     assert torch.equal(X @ weight.t(), functional.linear(X, weight))
 
 
@@ -235,11 +235,11 @@ def test_a_setting_ends_it(long_ways):
 
 def test_copies_have_none_of_it():
     model = layer()
-    assert model.weight.prepared is not None
+    assert model.weight.fast_linear is not None
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert other.weight.prepared is None
+        assert other.weight.fast_linear is None
         assert torch.equal(other(X), model(X))
-    assert "prepared" not in model.weight._extra_state()
+    assert "fast_linear" not in model.weight._extra_state()
 
 
 def test_it_keeps_nothing_alive():

@@ -1,0 +1,34 @@
+"""`F.linear` of an `AffineQuantizedTensor` by code from outside, with torchao 0.6's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from .affine import AffineQuantizedTensor
+
+Condition = Callable[[Tensor, AffineQuantizedTensor, Tensor | None], bool]
+Implementation = Callable[[Tensor, AffineQuantizedTensor, Tensor | None], Tensor]
+
+dispatches: dict[Condition, Implementation] = {}
+"""In the order of registration."""
+
+
+def register_aqt_quantized_linear_dispatch(dispatch_condition: Condition, impl: Implementation) -> None:
+    """Let outside code run `F.linear` itself: `impl(input, weight, bias)` where `dispatch_condition` of the same holds.
+
+    Asked before the kernel registry, in the order of registration. A kernel for a scheme is better registered there
+    (`qtorch.kernels.register`): it is then looked up once instead of on each call, and explained.
+    """
+    dispatches[dispatch_condition] = impl
+
+
+def deregister_aqt_quantized_linear_dispatch(dispatch_condition: Condition) -> None:
+    """Undo `register_aqt_quantized_linear_dispatch`.
+
+    Raises:
+        ValueError: that condition is not registered.
+    """
+    if dispatches.pop(dispatch_condition, None) is None:
+        raise ValueError("deregister_aqt_quantized_linear_dispatch: this dispatch condition is not registered")
