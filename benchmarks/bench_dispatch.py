@@ -16,9 +16,8 @@ from torch.nn import functional
 import qtorch
 from benchmarks.common import interleaved_medians, machine, save
 from qtorch.dtypes import AffineQuantizedTensor
-from qtorch.kernels import quantize_int8_rowwise
+from qtorch.kernels import int_matmul, quantize_int8_rowwise
 from qtorch.kernels.cpu import compiled_library
-from qtorch.kernels.ops import int_matmul
 from qtorch.kernels.ops.int8_grouped_mm import int8_grouped_mm
 from qtorch.kernels.ops.weight_only_mm import weight_only_mm
 from qtorch.quantize_api import WeightRecipe

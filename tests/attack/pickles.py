@@ -118,7 +118,7 @@ def table_of_tensors(arguments: Arguments, pick: random.Random) -> str:
         del tensors[pick.choice(names)]
     elif what == "extra":
         extra = ("scheme", "fast_linear", "dequantize", "zero_point", "act_scale", "act_zero_point", "table")
-        tensors[pick.choice(["more", "scale_scale", "master", "__class__", "scale_mean", *extra])] = torch.ones(1, 1)
+        tensors[pick.choice(["more", "scale_scale", "scale_mean", "master", "__class__", *extra])] = torch.ones(1, 1)
     elif what == "renamed":
         tensors[pick.choice(["scale", "scales", "qdata", "table"])] = tensors.pop(pick.choice(names))
     elif what == "swapped":
@@ -190,21 +190,17 @@ def flags(arguments: Arguments, pick: random.Random) -> str:
 
 
 HIDING = ("qdata", "scale", "zero_point", "master", "table", "scheme", "dequantize", "fast_linear", "__class__")
+HIDING += ("__dict__", "linear", "plain", "trains", "shape", "dtype", "data", "grad", "grad_fn", "_is_param", "t")
 HIDING += (
     "_made",
-    "__dict__",
-    "linear",
-    "plain",
-    "trains",
-    "shape",
-    "dtype",
-    "data",
-    "grad",
-    "grad_fn",
-    "_is_param",
-    "t",
+    "requires_grad",
+    "_base",
+    "_version",
+    "device",
+    "_backward_hooks",
+    "__torch_function__",
+    "inner_tensors",
 )
-HIDING += ("requires_grad", "_base", "_version", "device", "_backward_hooks", "__torch_function__", "inner_tensors")
 
 
 def state(arguments: Arguments, pick: random.Random) -> str:

@@ -5,8 +5,7 @@ import importlib
 import pytest
 import torch
 
-from qtorch.kernels import features, int_scaled_matmul, record_kernels
-from qtorch.kernels.ops import int_matmul
+from qtorch.kernels import features, int_matmul, int_scaled_matmul, record_kernels
 
 module = importlib.import_module("qtorch.kernels.ops.int_matmul")
 

@@ -26,7 +26,7 @@ def test_equal_records_are_told_apart():
 
 
 def test_opaque_operators_are_recorded_from_compiled_graphs():
-    from qtorch.kernels.ops import int_matmul
+    from qtorch.kernels import int_matmul
 
     a = torch.randint(-9, 9, (3, 4), dtype=torch.int8)
     compiled = torch.compile(lambda a, b: int_matmul(a, b) + 1, fullgraph=True, backend="aot_eager")
