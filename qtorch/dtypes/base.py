@@ -3,8 +3,8 @@
 A quantized tensor is one level of wrapping around plain tensors (codes, scales, ...) and a `Scheme`, its metadata. To
 the outside it is a tensor of the scheme's shape and dtype. Operations reach it in two ways:
 
-    torch functions (`F.linear`, `torch.matmul`)    the table FUNCTIONS, before autograd
-    aten operators (`aten.slice`, `aten._to_copy`)  the table ATEN, below autograd
+    torch functions (`F.linear`, `torch.matmul`)    the table `dispatch.FUNCTIONS`, before autograd
+    aten operators (`aten.slice`, `aten._to_copy`)  the table `dispatch.ATEN`, below autograd
 
 Whatever is in neither table is an error that names the operation; nothing is dequantized behind the user's back.
 """
@@ -29,39 +29,13 @@ from ..primitives.spec import LinearSpec, QuantSpec
 from ..tracing.function_transforms import run_on_constants, transforms_active
 from ..tracing.outside_graphs import starts_no_graph
 from .copying import Copied, forms_of, rebuild
+from .dispatch import ATEN, FUNCTIONS
 
-__all__ = ["ATEN", "FUNCTIONS", "QuantizedTensor", "rebuild"]
+__all__ = ["QuantizedTensor", "rebuild"]
 
-F = TypeVar("F", bound=Callable[..., Any])
 Q = TypeVar("Q", bound="QuantizedTensor")
 
-ATEN: dict[Any, Callable[..., Any]] = {}
-"""aten overload -> handler(func, args, kwargs)."""
-
-FUNCTIONS: dict[Any, Callable[..., Any]] = {}
-"""torch function or method -> replacement of the same signature."""
-
 _TYPE_OF_SPEC: dict[type, type[QuantizedTensor]] = {}
-
-
-def implements_aten(*overloads: Any) -> Callable[[F], F]:
-    """Decorator: handle aten overloads with ``handler(func, args, kwargs)``."""
-
-    def decorate(handler: F) -> F:
-        ATEN.update(dict.fromkeys(overloads, handler))
-        return handler
-
-    return decorate
-
-
-def implements_function(*functions: Any) -> Callable[[F], F]:
-    """Decorator: run this function in place of torch functions of the same signature."""
-
-    def decorate(handler: F) -> F:
-        FUNCTIONS.update(dict.fromkeys(functions, handler))
-        return handler
-
-    return decorate
 
 
 class QuantizedTensor(Copied, torch.Tensor):

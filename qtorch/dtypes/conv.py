@@ -26,8 +26,9 @@ from ..layouts.plain import layout_for
 from ..primitives.scheme import Scheme
 from ..tracing.function_transforms import one_by_one, run_whole, transforms_active, unwrapped_subclass
 from ..tracing.outside_graphs import refuse_jit_trace, starts_no_graph
-from .base import QuantizedTensor, implements_function
+from .base import QuantizedTensor
 from .conv_weight import ConvScheme, ConvWeight
+from .dispatch import implements_function
 from .linear import (
     autocasts,
     check_device,

@@ -23,7 +23,8 @@ from ..layouts.inner_tensors import Forms
 from ..primitives.jsonable import jsonable
 from ..primitives.scheme import Scheme
 from ..primitives.spec import LinearSpec, QuantSpec
-from .base import ATEN, QuantizedTensor, quantized_type
+from .base import QuantizedTensor, quantized_type
+from .dispatch import ATEN
 
 aten = torch.ops.aten
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .base import QuantizedTensor, implements_function
+from .base import QuantizedTensor
+from .dispatch import implements_function
 from .linear import linear
 
 

@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from ..tracing.function_transforms import run_whole, transforms_active, unwrapped_subclass
 from ..tracing.outside_graphs import refuse_jit_trace, starts_no_graph
-from .base import QuantizedTensor, implements_aten, implements_function
+from .base import QuantizedTensor
+from .dispatch import implements_aten, implements_function
 from .linear import check_device, find_kernel, frozen_error, kinds
 
 aten = torch.ops.aten

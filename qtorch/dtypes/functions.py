@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .base import QuantizedTensor, implements_aten, implements_function
+from .base import QuantizedTensor
+from .dispatch import implements_aten, implements_function
 from .linear import kinds, linear, requires_grad
 
 aten = torch.ops.aten

@@ -22,8 +22,9 @@ from ..primitives.scheme import Scheme
 from ..tracing.function_transforms import are_active, one_by_one, run_whole, transforms_active, unwrapped_subclass
 from ..tracing.outside_graphs import refuse_jit_trace, starts_no_graph
 from .affine import AffineQuantizedTensor
-from .base import QuantizedTensor, implements_function
+from .base import QuantizedTensor
 from .copying import forms_of
+from .dispatch import implements_function
 from .fast_path import fast_linear_of
 from .outside_dispatch import dispatches
 

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from ..primitives.scheme import Scheme
 from ..primitives.spec import QuantSpec
-from .base import QuantizedTensor, implements_aten, implements_function
+from .base import QuantizedTensor
+from .dispatch import implements_aten, implements_function
 
 aten = torch.ops.aten
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import QuantizedTensor, implements_function
+from .base import QuantizedTensor
+from .dispatch import implements_function
 
 
 @implements_function(Tensor.requires_grad_)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .base import FUNCTIONS, implements_function
+from .dispatch import FUNCTIONS, implements_function
 
 READERS: dict[str, Any] = {
     name: getattr(Tensor, name)

@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from ..layouts.plain import layout_for
 from ..primitives.granularity import Granularity, granularity_of, reshaped_blocks
 from ..primitives.scheme import Scheme
-from .base import QuantizedTensor, implements_aten
+from .base import QuantizedTensor
+from .dispatch import implements_aten
 
 aten = torch.ops.aten
 

@@ -1,0 +1,34 @@
+"""Which torch functions and aten operators quantized tensors implement: two tables, filled by decorators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+ATEN: dict[Any, Callable[..., Any]] = {}
+"""aten overload -> handler(func, args, kwargs)."""
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+"""torch function or method -> replacement of the same signature."""
+
+
+def implements_aten(*overloads: Any) -> Callable[[F], F]:
+    """Decorator: handle aten overloads with ``handler(func, args, kwargs)``."""
+
+    def decorate(handler: F) -> F:
+        ATEN.update(dict.fromkeys(overloads, handler))
+        return handler
+
+    return decorate
+
+
+def implements_function(*functions: Any) -> Callable[[F], F]:
+    """Decorator: run this function in place of torch functions of the same signature."""
+
+    def decorate(handler: F) -> F:
+        FUNCTIONS.update(dict.fromkeys(functions, handler))
+        return handler
+
+    return decorate
