@@ -146,10 +146,10 @@ class AffineQuantizedTensor(QuantizedTensor):
 
     def with_packed(self, qdata: Tensor, scale: Tensor, other: Tensor | None, scheme: Scheme) -> AffineQuantizedTensor:
         """`with_plain` from codes that are packed for the layout of `scheme`; `other` is the zero point."""
-        names = (*scheme.layout.tensors, "act_scale", "act_zero_point")
-        values = (qdata, scale, other, self.act_scale, self.act_zero_point)
+        # Beside packed codes, the other tensors are those of the plain layout; see `Layout.packed_axis`.
+        of_layout = {scheme.layout.tensors[0]: qdata, "scale": scale, "zero_point": other}
         scheme = replace(scheme, spec=_with_dense_scales(scheme.spec))
-        return type(self)(dict(zip(names, values, strict=True)), scheme)
+        return type(self)({**of_layout, "act_scale": self.act_scale, "act_zero_point": self.act_zero_point}, scheme)
 
     def quantized_like(self, source: Tensor) -> AffineQuantizedTensor:
         """`source` with the spec, scale dtype, activation and layout of this tensor."""
