@@ -6,7 +6,7 @@ quantize_(model, int8_weight_only())
 
 from typing import TYPE_CHECKING, Any
 
-from . import recipes, training
+from . import calibration, recipes, training
 from .checkpoint import load_quantized, save_quantized
 from .config import config
 from .dtypes import (
@@ -37,6 +37,7 @@ from .quantize_api import dequantize_, quantize_
 from .recipes import *  # noqa: F403 (every recipe, by its name)
 from .report import QuantizeReport
 
+globals().update({name: getattr(calibration, name) for name in calibration.__all__})
 globals().update({name: getattr(training, name) for name in training.RECIPE_NAMES})
 
 if TYPE_CHECKING:
@@ -74,5 +75,6 @@ __all__ = [
     "quantize_",
     "save_quantized",
     *recipes.__all__,
+    *calibration.__all__,
     *training.RECIPE_NAMES,
 ]

@@ -7,7 +7,7 @@ A recipe says what becomes of a weight (`recipe.py`). Every registered one is an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -27,8 +27,9 @@ from .module_repr import show_quantized
 from .prepared_module import PreparedModule
 from .primitives import compute_error
 from .primitives.granularity import IndivisibleError
-from .recipe import RECIPES, Recipe, WeightRecipe, check_float_weight, register_recipe
+from .recipe import RECIPES, Data, Recipe, WeightRecipe, check_float_weight, register_recipe
 from .report import QUANTIZED_BEFORE, LayerReport, QuantizeReport
+from .statistics import Statistic, Statistics, collect
 from .targets import Filter, Target, find_targets
 from .tracing.outside_graphs import outside_graphs
 
@@ -104,6 +105,7 @@ def quantize_(
     _check_targets(targets)
     before = get_model_size_in_bytes(model)
     elements = _elements(model, targets)
+    statistics = _collect(model, targets)
     rows = []
     chunk = _Chunk()
     for target in tqdm(targets, desc="quantize", disable=not progress):
@@ -112,7 +114,7 @@ def quantize_(
             continue
         weight = target.parameter.detach()
         weight = weight if device is None else weight.to(device)
-        made = target.recipe.make(target, weight)
+        made = target.recipe.make(target, weight, statistics.get(target.parameter))
         rows.append(_quantized(target, weight, made))
         if not dry_run:
             chunk.add(target, made)
@@ -151,6 +153,18 @@ def dequantize_(model: nn.Module) -> nn.Module:
         for module in model.modules():
             show_quantized(module)
     return model
+
+
+def _collect(model: nn.Module, targets: list[Target[Recipe]]) -> dict[Tensor, Statistics]:
+    """The statistics that recipes ask for, one run of the model for all that share their data."""
+    wanted: dict[int, tuple[Data, dict[Tensor, Sequence[type[Statistic]]]]] = {}
+    for target in targets:
+        if target.recipe is not None and (data := target.recipe.data) is not None:
+            wanted.setdefault(id(data.batches), (data, {}))[1][target.parameter] = target.recipe.statistics
+    found: dict[Tensor, Statistics] = {}
+    for data, of_weights in wanted.values():
+        found.update(collect(model, data.batches, of_weights, data.forward))
+    return found
 
 
 class _Chunk:

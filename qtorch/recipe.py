@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from enum import Enum
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,19 @@ from .primitives import LinearSpec
 from .primitives.granularity import IndivisibleError
 from .primitives.jsonable import jsonable
 from .primitives.scheme import Scheme
+from .statistics import Statistic, Statistics
 from .targets import Target
 
 RECIPES: dict[str, type[Recipe]] = {}
 
 C = TypeVar("C", bound="type[Recipe]")
+
+
+class Data(NamedTuple):
+    """Batches of inputs of a model, and how it is called with one; see `statistics.run_batches`."""
+
+    batches: Iterable[Any]
+    forward: Callable[[nn.Module, Any], Any] | None = None
 
 
 class Recipe:
@@ -32,11 +40,18 @@ class Recipe:
         name: of the function that makes it.
         trains: the weights it makes keep their gradient; otherwise they are frozen.
         selects: types of the weights, or of the modules, that it is for, wherever they are; none for `nn.Linear`.
+        statistics: what `apply_calibrated` needs to know of the inputs of a weight, collected over `data`.
     """
 
     name: ClassVar[str]
     trains: ClassVar[bool] = False
     selects: ClassVar[tuple[type, ...]] = ()
+    statistics: ClassVar[tuple[type[Statistic], ...]] = ()
+
+    @property
+    def data(self) -> Data | None:
+        """What `quantize_` runs the model on before `make`; None for recipes that look at weights alone."""
+        return None
 
     def check(self, weight: Tensor) -> None:
         """Raise `ValueError` or `TypeError` where `apply` could not do its work; the weight is not changed."""
@@ -44,6 +59,10 @@ class Recipe:
 
     def apply(self, weight: Tensor) -> Tensor:
         """The new weight."""
+        raise NotImplementedError
+
+    def apply_calibrated(self, weight: Tensor, statistics: Statistics) -> Tensor:
+        """`apply` with the `statistics` that the recipe asks for."""
         raise NotImplementedError
 
     # What `quantize_` calls; a recipe that depends on the modules, or changes them, overrides these.
@@ -68,12 +87,18 @@ class Recipe:
             kind = IndivisibleError if isinstance(error, IndivisibleError) else ValueError
             raise kind(f"{error} ({seen})") from error
 
-    def make(self, target: Target[Any], weight: Tensor) -> Any:
+    def make(self, target: Target[Any], weight: Tensor, statistics: Statistics | None = None) -> Any:
         """What takes the place of the parameter, `weight` its data; the modules are not changed. For the report it has
-        `nbytes` and `dequantize()`."""
-        if not target.asked.is_conv:
-            return self.apply(weight)
-        matrix = self.apply(to_matrix(weight))
+        `nbytes` and `dequantize()`.
+
+        Args:
+            statistics: of the inputs of the weight, if the recipe asks for any.
+        """
+        is_conv = target.asked.is_conv
+        matrix = to_matrix(weight) if is_conv else weight
+        matrix = self.apply(matrix) if statistics is None else self.apply_calibrated(matrix, statistics)
+        if not is_conv:
+            return matrix
         if isinstance(matrix, QuantizedTensor) and not matrix.trains:
             return ConvWeight.of(matrix, weight.shape)
         return from_matrix(matrix, weight.shape).contiguous()
@@ -91,9 +116,9 @@ class Recipe:
             slot.module._parameters[slot.attribute] = parameter
 
     def __str__(self) -> str:
-        """The call that makes it, without what is left at its default."""
-        given = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
-        return f"{self.name}({', '.join(f'{name}={_word(value)}' for name, value in given)})"
+        """The call that makes it, without what is left at its default, and without data."""
+        shown = [f.name for f in fields(self) if f.repr and getattr(self, f.name) != f.default]  # type: ignore[arg-type]
+        return f"{self.name}({', '.join(f'{name}={_word(getattr(self, name))}' for name in shown)})"
 
 
 def check_float_weight(weight: Tensor) -> None:

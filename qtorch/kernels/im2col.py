@@ -116,6 +116,13 @@ def multiply_windows(x: Tensor, window: Window, multiply: Callable[[Tensor, int]
     return y if is_channels_last(x) else y.contiguous()
 
 
+def input_rows(x: Tensor, window: Window) -> Iterator[Tensor]:
+    """The windows of x (B, C, *sizes) as rows (M, T * C / groups), some at a time; those of all groups."""
+    for piece in _pieces(_windows(x, window)):
+        for of_group in piece.chunk(window.groups, -1):
+            yield of_group.reshape(-1, math.prod(window.kernel) * of_group.shape[-1])
+
+
 def _windows(x: Tensor, window: Window) -> Tensor:
     """(B, *positions, *kernel, C): the window of each output position, a view of the padded input."""
     x = functional.pad(x.movedim(1, -1).contiguous(), [0, 0, *both_ends(window.padding)])

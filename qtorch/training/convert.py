@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..prepared_module import PreparedModule
 from ..recipe import Recipe, register_recipe
+from ..statistics import Statistics
 from ..targets import Target
 from .weights.base import TrainableWeight
 
@@ -41,7 +42,7 @@ class Convert(Recipe):
         if not prepared:
             super().check_target(target)
 
-    def make(self, target: Target[Any], weight: Tensor) -> Tensor:
+    def make(self, target: Target[Any], weight: Tensor, statistics: Statistics | None = None) -> Tensor:
         prepared = _prepared(target)
         return prepared[0].served_weight() if prepared else super().make(target, weight)
 

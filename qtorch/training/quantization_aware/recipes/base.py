@@ -14,6 +14,7 @@ from torch import Tensor
 from ....prepared_module import PreparedModule
 from ....primitives import QuantSpec
 from ....recipe import WeightRecipe
+from ....statistics import Statistics
 from ....targets import Target
 from ..layers.linear import FakeQuantization, FakeQuantizedLayer, is_sharded, layer_for
 from ..quantizers.observed import Dynamic, Quantizer
@@ -65,7 +66,7 @@ class ModuleRecipe(WeightRecipe):
     def has_made(self, target: Target[Any]) -> bool:
         return all(isinstance(m, FakeQuantizedLayer) and m.recipe == self for m in target.modules)
 
-    def make(self, target: Target[Any], weight: Tensor) -> FakeQuantization:
+    def make(self, target: Target[Any], weight: Tensor, statistics: Statistics | None = None) -> FakeQuantization:
         spec, module = self.linear_spec(), target.modules[0]
         layer = layer_for(module)
         matrix = layer.to_matrix(module, weight)

@@ -19,6 +19,7 @@ from ....dtypes.linear import autocasts, check_dtype, without_autocast
 from ....install import keep_attributes
 from ....prepared_module import PreparedModule
 from ....recipe import Recipe, WeightRecipe, register_recipe
+from ....statistics import Statistics
 from ....targets import Target
 from ....tracing.outside_graphs import refuse_jit_trace
 from ..fake_quantize import QATSpec, fake_quantized_linear
@@ -83,7 +84,7 @@ class LoRAQAT(Recipe):
         """alpha / r."""
         return (self.rank if self.alpha is None else self.alpha) / self.rank
 
-    def make(self, target: Target[Any], weight: Tensor) -> Tensor:
+    def make(self, target: Target[Any], weight: Tensor, statistics: Statistics | None = None) -> Tensor:
         return weight
 
     def install(self, target: Target[Any], made: Tensor) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ....primitives import HQQRule, QuantSpec
 from ....recipe import Recipe, WeightRecipe, register_recipe
+from ....statistics import Statistics
 from ....targets import Target
 from ..fake_quantize import QATSpec
 from ..weight import FakeQuantizedWeight
@@ -105,7 +106,7 @@ class QAT(Recipe):
         weight = target.parameter
         return isinstance(weight, FakeQuantizedWeight) and weight.qat_spec == QATSpec(self.recipe, self.compute_dtype)
 
-    def make(self, target: Target[Any], weight: Tensor) -> Tensor:
+    def make(self, target: Target[Any], weight: Tensor, statistics: Statistics | None = None) -> Tensor:
         return self.apply(weight)  # that of a convolution keeps its shape
 
 

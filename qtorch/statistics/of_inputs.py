@@ -1,0 +1,99 @@
+"""Statistics of the inputs of a weight: their mean square, second moment, range, and the inputs themselves."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .base import Statistic
+
+
+class Sum(Statistic):
+    """Base of statistics that are a mean over rows: `of` gives the sum over some, and `mean` the quotient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total: Tensor | None = None
+
+    def of(self, rows: Tensor) -> Tensor:
+        """The sum over these rows, which are fp32."""
+        raise NotImplementedError
+
+    def update(self, rows: Tensor) -> None:
+        self._add(self.of(rows.float()), rows.shape[0])
+
+    def merge(self, other: Sum) -> None:
+        if other.total is not None:
+            self._add(other.total, other.rows)
+
+    def _add(self, total: Tensor, rows: int) -> None:
+        self.total = total if self.total is None else self.total.add_(total.to(self.total.device))
+        self.rows += rows
+
+    @property
+    def mean(self) -> Tensor:
+        """The sum over the number of rows.
+
+        Raises:
+            ValueError: no row was seen.
+        """
+        if self.total is None or not self.rows:
+            raise ValueError(f"{type(self).__name__}: no row was seen")
+        return self.total / self.rows
+
+
+class MeanSquare(Sum):
+    """E[x_k^2], (K,): the diagonal of `SecondMoment`, which is the importance of each column of the weight."""
+
+    def of(self, rows: Tensor) -> Tensor:
+        return rows.square().sum(0)
+
+
+class SecondMoment(Sum):
+    """E[x x^T], (K, K): half the Hessian of |X (W - Q)^T|^2 / M in each row of the weight (GPTQ, arXiv 2210.17323,
+    section 3)."""
+
+    def of(self, rows: Tensor) -> Tensor:
+        return rows.t() @ rows
+
+
+class Range(Statistic):
+    """The least and the largest of all inputs, `low` and `high`, 0-d fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low: Tensor = torch.tensor(torch.inf)
+        self.high: Tensor = torch.tensor(-torch.inf)
+
+    def update(self, rows: Tensor) -> None:
+        if rows.numel():
+            low, high = rows.aminmax()
+            self._widen(low.float(), high.float(), rows.shape[0])
+
+    def merge(self, other: Range) -> None:
+        self._widen(other.low, other.high, other.rows)
+
+    def _widen(self, low: Tensor, high: Tensor, rows: int) -> None:
+        self.low = torch.minimum(self.low.to(low.device), low)
+        self.high = torch.maximum(self.high.to(high.device), high)
+        self.rows += rows
+
+
+class Inputs(Statistic):
+    """The rows themselves, in the order seen and in their own dtype: `value` is (M, K)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[Tensor] = []
+
+    def update(self, rows: Tensor) -> None:
+        self.parts.append(rows.clone())
+        self.rows += rows.shape[0]
+
+    def merge(self, other: Inputs) -> None:
+        self.parts += other.parts
+        self.rows += other.rows
+
+    @property
+    def value(self) -> Tensor:
+        return torch.cat(self.parts)

@@ -1,0 +1,127 @@
+"""Statistics of the inputs of weights: equal to those of the whole data, however it is cut, merged or reached."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from qtorch.kernels.im2col import to_matrix
+from qtorch.statistics import Inputs, MeanSquare, Range, SecondMoment, Statistic, collect, run_batches
+from tests.rounding import gamma
+
+KINDS = [MeanSquare, SecondMoment, Range, Inputs]
+
+VALUES: dict[type[Statistic], Callable[[Tensor], list[Tensor]]] = {
+    MeanSquare: lambda x: [x.square().mean(0)],
+    SecondMoment: lambda x: [x.t() @ x / len(x)],
+    Range: lambda x: [x.min(), x.max()],
+    Inputs: lambda x: [x],
+}
+
+
+def values(statistic: Statistic) -> list[Tensor]:
+    if isinstance(statistic, Range):
+        return [statistic.low, statistic.high]
+    return [statistic.value] if isinstance(statistic, Inputs) else [statistic.mean]  # type: ignore[attr-defined]
+
+
+def check(statistic: Statistic, rows: Tensor) -> None:
+    assert statistic.rows == len(rows)
+    for got, wanted in zip(values(statistic), VALUES[type(statistic)](rows.double()), strict=True):
+        bound = gamma(len(rows) + 2) * float(rows.double().square().mean(0).amax().clamp(min=1))
+        torch.testing.assert_close(got.double(), wanted, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_add_up_to_the_whole(kind: type[Statistic]) -> None:
+    x, statistic, other = torch.randn(57, 8), kind(), kind()
+    for part in x[:40].split([1, 0, 29, 10]):
+        statistic.update(part)
+    other.update(x[40:])
+    statistic.merge(other)
+    check(statistic, x)
+
+
+@pytest.mark.parametrize("kind", [MeanSquare, SecondMoment])
+def test_a_mean_of_nothing_is_an_error(kind: type[MeanSquare]) -> None:
+    with pytest.raises(ValueError, match=f"{kind.__name__}: no row"):
+        _ = kind().mean
+
+
+class Looped(nn.Module):
+    """A layer that is called three times, once by the function, and one that is tied to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.other.weight = self.layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(self.other(self.layer(x)), self.layer.weight)
+
+
+def test_all_calls_of_a_looped_and_tied_weight_count() -> None:
+    model = Looped()
+    batches = [torch.randn(3, 5, 8), torch.randn(2, 8)]
+    found = collect(model, batches, {model.layer.weight: KINDS})[model.layer.weight]
+    with torch.no_grad():
+        first = [batch.reshape(-1, 8) for batch in batches]
+        second = [model.layer(x) for x in first]
+        rows = torch.cat([part for x, y in zip(first, second, strict=True) for part in (x, y, model.other(y))])
+    for statistic in found.values():
+        check(statistic, rows)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv1d(4, 6, 3, stride=2, padding=1), (2, 4, 9)),
+        (nn.Conv2d(4, 6, (3, 2), dilation=(2, 1), bias=False), (2, 4, 9, 7)),
+        (nn.Conv2d(4, 6, 3, padding="same"), (4, 8, 8)),
+        (nn.Conv3d(2, 3, 2), (1, 2, 4, 4, 4)),
+    ],
+)
+def test_windows_are_in_the_order_of_the_weight_as_a_matrix(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    found = collect(nn.Sequential(layer), [x], {layer.weight: [Inputs]})[layer.weight][Inputs]
+    assert isinstance(found, Inputs)
+    y = found.value @ to_matrix(layer.weight.detach()).t() + (0 if layer.bias is None else layer.bias.detach())
+    wanted = layer(x).detach()
+    wanted = wanted if wanted.dim() == layer.weight.dim() else wanted.unsqueeze(0)
+    torch.testing.assert_close(y.sort(0).values, wanted.movedim(1, -1).reshape(-1, y.shape[1]).sort(0).values)
+
+
+def test_the_model_stays_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.BatchNorm1d(8))
+    model[1].eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    collect(model, [torch.randn(4, 8)], {model[0].weight: [MeanSquare]})
+    assert [module.training for module in model] == [True, False, True]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ZeroDivisionError):
+        run_batches(model, (1 / 0 for _ in range(1)))
+    assert model.training
+
+
+def test_batches_of_every_kind() -> None:
+    seen = []
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor, scale: float = 1.0) -> None:
+            seen.append((tuple(x.shape), scale))
+
+    x = torch.randn(2, 3)
+    assert run_batches(Model(), [x, (x, 2.0), [x], {"x": x, "scale": 3.0}]) == 4
+    assert run_batches(Model(), [x], forward=lambda model, batch: model(batch, 4.0)) == 1
+    assert seen == [((2, 3), s) for s in (1.0, 2.0, 1.0, 3.0, 4.0)]
+
+
+def test_what_was_not_seen_is_an_error_that_names_it() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    wanted = {layer.weight: [MeanSquare] for layer in model}
+    with pytest.raises(ValueError, match=r"no input of 1\.weight was seen"):
+        collect(model, [torch.randn(1, 8)], wanted, forward=lambda model, batch: model[0](batch))
+    with pytest.raises(ValueError, match="at least one batch"):
+        collect(model, [], wanted)
