@@ -4,8 +4,6 @@ from qtorch import quantize_, int8_weight_only
 quantize_(model, int8_weight_only())
 """
 
-from typing import TYPE_CHECKING, Any
-
 from . import calibration, recipes, training
 from .checkpoint import load_quantized, save_quantized
 from .config import config
@@ -39,11 +37,6 @@ from .report import QuantizeReport
 
 globals().update({name: getattr(calibration, name) for name in calibration.__all__})
 globals().update({name: getattr(training, name) for name in training.RECIPE_NAMES})
-
-if TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any: ...
-
 
 __version__ = "0.1.0"
 

@@ -6,8 +6,6 @@ Every module of this package is imported here, and every recipe it registers bec
 `qtorch`: an algorithm is added by adding its file.
 """
 
-from typing import TYPE_CHECKING, Any
-
 from ..discovery import import_modules
 
 import_modules(__name__, __path__)
@@ -17,7 +15,3 @@ from ..recipe import RECIPES  # noqa: E402
 __all__ = sorted(name for name, cls in RECIPES.items() if cls.__module__.startswith(f"{__name__}."))
 
 globals().update({name: RECIPES[name] for name in __all__})
-
-if TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any: ...

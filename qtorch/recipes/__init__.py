@@ -4,8 +4,6 @@ Every module of this package is imported here, and every recipe it registers bec
 `qtorch`: a recipe is added by adding its file.
 """
 
-from typing import TYPE_CHECKING, Any
-
 from ..discovery import import_modules
 
 import_modules(__name__, __path__)
@@ -15,7 +13,3 @@ from ..recipe import RECIPES  # noqa: E402
 globals().update(RECIPES)
 
 __all__ = sorted(RECIPES)
-
-if TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any: ...

@@ -8,8 +8,6 @@ Every module of this package is imported here, and every recipe it registers bec
 `qtorch`: a recipe is added by adding its file.
 """
 
-from typing import TYPE_CHECKING, Any
-
 from ..discovery import import_modules
 
 import_modules(__name__, __path__)
@@ -54,7 +52,3 @@ __all__ = [
     "quantized_matmul",
     *RECIPE_NAMES,
 ]
-
-if TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any: ...

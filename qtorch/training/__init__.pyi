@@ -1,0 +1,76 @@
+"""Written by tools/stubs.py from the registry: `make stubs`."""
+# ruff: noqa
+
+from . import engine as engine
+from . import quantization_aware as quantization_aware
+from . import recipes as recipes
+from . import weights as weights
+from .convert import Convert as convert
+from .engine.conv import quantized_conv1d as quantized_conv1d
+from .engine.conv import quantized_conv2d as quantized_conv2d
+from .engine.conv import quantized_conv3d as quantized_conv3d
+from .engine.products import quantized_einsum as quantized_einsum
+from .engine.products import quantized_matmul as quantized_matmul
+from .engine.spec import GemmSpec as GemmSpec
+from .engine.spec import TrainingSpec as TrainingSpec
+from .engine.spec import fully_quantized as fully_quantized
+from .engine.spec import fully_quantized_float8 as fully_quantized_float8
+from .quantization_aware.calibrate import calibrate as calibrate
+from .quantization_aware.fold_batch_norm import fold_batch_norm as fold_batch_norm
+from .quantization_aware.parameter_groups import parameter_groups as parameter_groups
+from .quantization_aware.recipes.lora_qat import LoRAQAT as lora_qat
+from .quantization_aware.recipes.lsq import LSQ as lsq
+from .quantization_aware.recipes.pact import clip_penalty as clip_penalty
+from .quantization_aware.recipes.pact import pact as pact
+from .quantization_aware.recipes.qat import QAT as qat
+from .quantization_aware.recipes.scheduled_qat import ScheduledQAT as scheduled_qat
+from .recipes.bitnet import BitnetTraining as bitnet_training
+from .recipes.bitnet import precompute_bitnet_scale_for_fsdp as precompute_bitnet_scale_for_fsdp
+from .recipes.float8 import Float8Training as float8_training
+from .recipes.int8_mixed_precision import Int8MixedPrecisionTraining as int8_mixed_precision_training
+from .recipes.int8_mixed_precision import Int8MixedPrecisionTrainingConfig as Int8MixedPrecisionTrainingConfig
+from .recipes.int8_quantized import Int4WeightOnlyQuantizedTraining as int4_weight_only_quantized_training
+from .recipes.int8_quantized import Int8WeightOnlyQuantizedTraining as int8_weight_only_quantized_training
+from .recipes.int8_tilewise import Int8TilewiseTraining as int8_tilewise_training
+from .recipes.mixed_precision import MixedPrecisionTraining as mixed_precision_training
+from .recipes.mxfp8 import Mxfp8Training as mxfp8_training
+from .recipes.switchback import SwitchbackTraining as switchback_training
+from .weights.base import TrainableWeight as TrainableWeight
+from .weights.codes import QuantizedTrainingWeight as QuantizedTrainingWeight
+from .weights.master import TrainingWeight as TrainingWeight
+
+__all__ = [
+    "GemmSpec",
+    "Int8MixedPrecisionTrainingConfig",
+    "QuantizedTrainingWeight",
+    "TrainableWeight",
+    "TrainingSpec",
+    "TrainingWeight",
+    "bitnet_training",
+    "calibrate",
+    "clip_penalty",
+    "convert",
+    "float8_training",
+    "fold_batch_norm",
+    "fully_quantized",
+    "fully_quantized_float8",
+    "int4_weight_only_quantized_training",
+    "int8_mixed_precision_training",
+    "int8_tilewise_training",
+    "int8_weight_only_quantized_training",
+    "lora_qat",
+    "lsq",
+    "mixed_precision_training",
+    "mxfp8_training",
+    "pact",
+    "parameter_groups",
+    "precompute_bitnet_scale_for_fsdp",
+    "qat",
+    "quantized_conv1d",
+    "quantized_conv2d",
+    "quantized_conv3d",
+    "quantized_einsum",
+    "quantized_matmul",
+    "scheduled_qat",
+    "switchback_training",
+]
