@@ -35,7 +35,7 @@ class Config:
         float_copy_bytes: memory that dequantized copies of weights may take on CPU, in all, beside the weights. A copy
             is kept for a weight-only layer that meets so many rows that F.linear is faster than any kernel that reads
             codes; it is dropped with the weight, when the weight changes, and all of them when this is 0. By default
-            there are none: such a layer is dequantized on each call.
+            no copy is kept: such a layer is dequantized on each call.
     """
 
     strict: bool = False

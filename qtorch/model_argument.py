@@ -1,4 +1,4 @@
-"""The `model` argument of the functions that take one: what is none gets an error that says what to do."""
+"""The `model` argument of the functions that take one: anything else gets an error that says what to do."""
 
 from __future__ import annotations
 

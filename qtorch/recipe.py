@@ -156,7 +156,8 @@ class WeightRecipe(Recipe):
         return weight
 
     def act_scale(self, device: torch.device) -> Tensor | None:
-        """The scale of a static activation, (1, 1) fp32; None where it is computed on each call, or there is none."""
+        """The scale of a static activation, (1, 1) fp32; None where it is computed on each call, or
+        activations are not quantized."""
         return None
 
     def check(self, weight: Tensor) -> None:

@@ -31,7 +31,7 @@ _ANY_NAME = "qzqzq"
 
 @dataclass
 class Slot(Generic[R]):
-    """One place that holds a weight, and what was asked for it: a recipe, or why there is none."""
+    """One place that holds a weight, and what was asked for it: a recipe, or why there is no recipe."""
 
     module: nn.Module
     module_name: str
@@ -249,7 +249,7 @@ def _describe_unmatched(keys: list[str], slots: list[Slot[R]]) -> str:
             f"{key!r} matches no linear layer, embedding, convolution or parameter of two or more dimensions{hint}"
         )
     some = ", ".join(labels[:4]) + (", ..." if len(labels) > 4 else "")
-    return f"quantize_: {'; '.join(lines)}. The model has {some or 'none'}"
+    return f"quantize_: {'; '.join(lines)}. The model has {some or 'no such weight'}"
 
 
 def _describe_wildcard(key: str, slots: list[Slot[R]]) -> str:

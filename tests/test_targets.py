@@ -252,5 +252,5 @@ def test_a_vector_cannot_be_asked_for() -> None:
     assert_expected_inline(
         error({"weight": INT8}, nn.LayerNorm(8)),
         "quantize_: 'weight' matches no linear layer, embedding, convolution or parameter of two or more dimensions. "
-        "The model has none",
+        "The model has no such weight",
     )

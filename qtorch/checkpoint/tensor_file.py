@@ -110,7 +110,7 @@ class TensorFile:
         stored: what it holds, by name.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such file.
         ValueError: it is truncated, or in another format.
     """
 
@@ -199,7 +199,7 @@ def _parse(header: Any, begin: int, end: int) -> tuple[dict[str, str], dict[str,
     """(metadata, tensors) of a header whose data is in the bytes from `begin` to `end` of the file.
 
     Raises:
-        ValueError: it is none, or its tensors do not cover these bytes exactly.
+        ValueError: it is not a safetensors header, or its tensors do not cover these bytes exactly.
     """
     if not isinstance(header, dict):
         raise ValueError("its header is no object")

@@ -294,7 +294,7 @@ def quantized_type(spec: Any) -> type[QuantizedTensor]:
     """The class for a weight's spec.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no class is for such a spec.
     """
     if type(spec) not in _TYPE_OF_SPEC:
         raise ValueError(f"no quantized tensor has a {type(spec).__name__}: {spec!r}")

@@ -161,7 +161,7 @@ def rows_are_independent(scheme: Scheme) -> bool:
 
 
 def _gradients(ctx: Any, weight: QuantizedTensor, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
-    """Of the input, the weight, which has none, and the bias."""
+    """Gradients of the input, the weight (None: it is frozen) and the bias."""
     grad_input = grad_bias = None
     if ctx.needs_input_grad[0]:
         grad_input = multiply(grad, weight.with_activation(None).t())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The memory of a quantized tensor as such: it has none of its own, only its inner tensors have.
+"""The memory of a quantized tensor as such: only its inner tensors have memory.
 
 What reads or writes memory behind the back of operators (NumPy, DLPack, pointers) would meet an address with nothing
 behind it. Here it is an error that says what to do.

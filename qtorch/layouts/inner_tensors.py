@@ -76,7 +76,7 @@ def check_inner_tensors(tensors: Mapping[str, Any], forms: Forms, scheme: Any) -
             raise ValueError(f"{name} of {_described(scheme)} has no memory: its storage was resized")
     for name, tensor in tensors.items():
         if tensor is not None and name not in forms:
-            raise ValueError(f"{name} is given: {_described(scheme)} has none")
+            raise ValueError(f"{name} is given: {_described(scheme)} has no {name}")
 
 
 def check_plain_tensors(tensors: Mapping[str, Any]) -> None:

@@ -120,7 +120,7 @@ def packed_length_2_4(length: int) -> int:
 def pack_2_4(codes: Tensor, axis: int = -1) -> Tensor:
     """Pack 2:4 codes of 8 bits, in any dtype of one byte, along `axis` into uint8; format at the top of the file.
 
-    What counts as zero is a byte of zero bits; the negative zero of float8 is none.
+    A code counts as zero where its byte is zero; the negative zero of float8 does not.
 
     Raises:
         ValueError: a run of four has more than two codes that are not zero.

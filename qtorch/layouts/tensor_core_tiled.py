@@ -140,7 +140,7 @@ def cpu_packing() -> CpuPacking:
     """The packing of this processor, from an example.
 
     Raises:
-        NotImplementedError: it is none of those known.
+        NotImplementedError: the order is not one of the known ones.
     """
     with _disable_current_modes(), torch.inference_mode():
         codes = torch.arange(64 * 32, dtype=torch.int32).mul_(2654435761 % 2**31).bitwise_right_shift_(20) & 15

@@ -1,4 +1,4 @@
-"""NaN and infinities: most codes have none, so that scales carry them.
+"""NaN and infinities: most codes cannot represent them, so scales carry them.
 
 A block that holds a NaN or an infinity has NaN for a scale, and so does all that is computed with it. Where a scale is
 shared by the rows (tokens) of an input, or given, each row gets a copy of it, NaN for the rows that hold such a value:

@@ -108,7 +108,7 @@ def qdtype(dtype: QDType | torch.dtype | str) -> QDType:
 
     Raises:
         ValueError: no such quantized type.
-        TypeError: `dtype` is none of the accepted kinds.
+        TypeError: `dtype` is not one of the accepted kinds.
     """
     if isinstance(dtype, QDType):
         return dtype

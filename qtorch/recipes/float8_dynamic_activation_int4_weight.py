@@ -24,7 +24,7 @@ class Float8DynamicActivationInt4Weight(WeightRecipe):
         layout: how weights lie in memory.
 
     Raises:
-        ValueError: a group size that is none, or another dtype.
+        ValueError: a group size below 1, or another dtype.
     """
 
     group_size: int = 128

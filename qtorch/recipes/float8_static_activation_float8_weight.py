@@ -23,7 +23,7 @@ class Float8StaticActivationFloat8Weight(StaticActivationRecipe):
         granularity: of the weight: `PerTensor()`, or `PerRow()`, a scale per output channel.
 
     Raises:
-        TypeError, ValueError: a scale that is none, another dtype or granularity.
+        TypeError, ValueError: the scale is not a positive number; another dtype or granularity.
     """
 
     activation_dtype: torch.dtype = torch.float8_e4m3fn

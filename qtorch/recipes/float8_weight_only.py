@@ -14,7 +14,7 @@ def float8_type(dtype: torch.dtype, recipe: str) -> QDType:
     """`dtype` as one of the float8 types.
 
     Raises:
-        ValueError: it is none of them; the message names `recipe`.
+        ValueError: it is not one of them; the message names `recipe`.
     """
     found = qdtype(dtype)
     if not found.name.startswith("float8_"):

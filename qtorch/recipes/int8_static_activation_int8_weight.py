@@ -19,7 +19,7 @@ class Int8StaticActivationInt8Weight(StaticActivationRecipe):
         scale: of the activation; its largest magnitude over 127.
 
     Raises:
-        TypeError, ValueError: a scale that is none.
+        TypeError, ValueError: the scale is not a positive number.
     """
 
     def linear_spec(self) -> LinearSpec:

@@ -16,7 +16,7 @@ def sub_byte_type(dtype: QDType | torch.dtype | str, kind: str, recipe: str) -> 
 
     Raises:
         TypeError: a number of bits; the message says what to write.
-        ValueError: it is none of them; the message names `recipe`.
+        ValueError: it is not one of them; the message names `recipe`.
     """
     if isinstance(dtype, int):
         hint = f": write torch.{kind}{dtype}" if 1 <= dtype <= 7 else ""

@@ -20,7 +20,7 @@ class LUTWeightOnly(WeightRecipe):
             must divide the row. A table costs 16 * 2^bits bits: in groups of 64, 2 bits a weight with 3-bit codes.
 
     Raises:
-        ValueError: other bits, or a group size that is none.
+        ValueError: other bits, or a group size below 1 that is not -1.
     """
 
     bits: int = 4

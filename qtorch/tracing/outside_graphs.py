@@ -1,9 +1,9 @@
 """Functions that `torch.compile` leaves out of its graphs.
 
-Where a graph cannot go on, at a `print` in a loop say, the compiler runs the rest of the function in Python, and starts
-a graph at each function that this calls. `__torch_function__`, which is traced as a part of a larger graph, is none to
-start at: it is one function for all weights, and would be compiled anew for each until the limit of recompilations is
-reached. So its products run in eager mode there, as those of plain `F.linear` do.
+Where a graph has to break, at a `print` in a loop say, the compiler runs the rest of the function in Python, and starts
+a new graph at each function that this calls. `__torch_function__` must not be such a function: it is one function for
+all weights, and would be compiled anew for each of them until the limit of recompilations is reached. So the products
+of quantized weights run in eager mode there, as those of plain `F.linear` do.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ TypeError: from_float takes a floating-point tensor, got torch.int64
 ValueError: act_scale is missing: a tensor of shape (32, 64) with weight int8 PerRow() symmetric, static
 activation int8 PerTensor() symmetric, PlainLayout() has one
 ValueError: act_scale is given: a tensor of shape (32, 64) with weight int8 PerRow() symmetric, PlainLayout()
-has none""",
+has no act_scale""",
     )
 
 
