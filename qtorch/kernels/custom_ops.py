@@ -1,9 +1,12 @@
-"""Operators of the ``qtorch::`` namespace, and a record of what ran.
+"""Operators of the ``qtorch::`` namespace, their implementations per device, and a record of what ran.
 
 An opaque operator is a Python function that chooses by shape (GEMV or GEMM, how to slice). In eager mode it is called
 directly; `torch.compile` and `torch.export` see one operator with a fake implementation, so that no choice becomes a
 guard and no batch size a recompilation. `Library.define` + `impl` costs about 15 us less a call than
 `torch.library.custom_op`.
+
+`implement` adds a device's own implementation, from a file of that device; this is the only place that asks which
+device a tensor is on. `by_device` makes the same possible for a function that a compiler is to see through.
 """
 
 from __future__ import annotations
@@ -18,31 +21,28 @@ import torch
 from ..tracing.function_transforms import are_active, one_by_one
 
 F = TypeVar("F", bound=Callable[..., Any])
+Function = Callable[..., Any]
 
 _LIBRARY = torch.library.Library("qtorch", "FRAGMENT")
+_implementations: dict[str, dict[str, Function]] = {}  # by operation, then by device type
+_opaque: dict[str, Function] = {}
 _records: list[list[str]] = []
 
 
-def opaque(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
-    """Decorator: register a function of plain tensors as ``torch.ops.qtorch.<name>`` with this schema.
+def opaque(fake: Function) -> Callable[[F], F]:
+    """Decorator: register a function as ``torch.ops.qtorch.<name>``, with the schema that its annotations say.
 
     Args:
-        schema: ``"name(Tensor a, ...) -> Tensor"``.
-        fake: gives an empty result of the right shape, dtype and device.
+        fake: takes the same arguments, and gives an empty result of the right shape, dtype and device.
+
+    The first argument of the function is a tensor: its device decides which implementation runs.
     """
-    name = schema.partition("(")[0]
 
     def decorate(function: F) -> F:
-        @functools.wraps(function)
-        def run(*args: Any) -> Any:
-            if _records:
-                note(name)
-            if torch._C._is_any_autocast_enabled():
-                with torch._C._DisableAutocast():  # in a backward pass inside it
-                    return function(*args)
-            return function(*args)
-
-        _LIBRARY.define(schema)
+        name = function.__name__
+        _opaque[name] = function
+        run = _runner(name, function, _devices_of(name))
+        _LIBRARY.define(torch.library.infer_schema(function, op_name=name, mutates_args=()))
         _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"qtorch::{name}", fake, lib=_LIBRARY)
         overload = getattr(torch.ops.qtorch, name).default
@@ -55,6 +55,78 @@ def opaque(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def by_device(function: F) -> F:
+    """Decorator: a function, its first argument a tensor, that devices can have implementations of their own of.
+
+    A compiler traces the implementation of the device, where it would see an opaque operator as one node.
+    """
+    own = _devices_of(function.__name__)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return own.get(args[0].device.type, function)(*args)
+
+    return call  # type: ignore[return-value]
+
+
+def implement(name: str, device: str, *, where: bool = True) -> Callable[[F], F]:
+    """Decorator: what the operation of this name, opaque or `by_device`, runs on a type of device (``"cuda"``).
+
+    Args:
+        where: whether this process can run it; otherwise nothing is registered.
+
+    Raises:
+        ValueError: there is no such operation, or the device has an implementation of it.
+    """
+
+    def decorate(function: F) -> F:
+        if name not in _implementations:
+            raise ValueError(f"implement: there is no operation named {name}")
+        own = _implementations[name]
+        if where:
+            if device in own:
+                raise ValueError(f"implement: {name} has an implementation for {device} already")
+            own[device] = function
+            if name in _opaque:
+                _LIBRARY.impl(name, _runner(name, function, {}), device.upper())
+        return function
+
+    return decorate
+
+
+def portable(operation: F) -> F:
+    """The code of an operation for devices without an implementation of their own."""
+    return operation.__wrapped__  # type: ignore[attr-defined]
+
+
+def implementations() -> list[str]:
+    """``"operation@device"`` of all that `implement` has registered."""
+    return [f"{name}@{device}" for name, own in _implementations.items() for device in own]
+
+
+def _devices_of(name: str) -> dict[str, Function]:
+    """The table of a new operation: implementations by device type."""
+    if name in _implementations:
+        raise ValueError(f"there is an operation named {name} already")
+    return _implementations.setdefault(name, {})
+
+
+def _runner(name: str, function: Function, own: dict[str, Function]) -> Function:
+    """What runs an opaque operator: the implementation that `own` has for the device, or else `function`."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        if _records:
+            note(name)
+        chosen = own.get(args[0].device.type, function) if own else function
+        if torch._C._is_any_autocast_enabled():
+            with torch._C._DisableAutocast():  # in a backward pass inside it
+                return chosen(*args)
+        return chosen(*args)
+
+    return run
 
 
 def _run_examples(overload: Any, keyset: Any, *args: Any) -> Any:

@@ -52,8 +52,3 @@ def _importable(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ValueError:  # sys.modules has None there: it was blocked
         return False
-
-
-def runs_triton(x: torch.Tensor) -> bool:
-    """Whether the Triton kernels take this tensor."""
-    return x.device.type == "cuda" and cuda_lacks("triton") is None

@@ -11,13 +11,14 @@ import hashlib
 from pathlib import Path
 
 from .cpu.compiled_library import library
+from .custom_ops import implementations
 from .registry import names
 
 
 def graph_key(device: str) -> str:
     """Differs where one `F.linear` on a type of device may become different graphs."""
     compiled = library() if device == "cpu" else None
-    return " ".join([_sources(), "" if compiled is None else compiled.instruction_set, *names()])
+    return " ".join([_sources(), "" if compiled is None else compiled.instruction_set, *names(), *implementations()])
 
 
 @functools.cache

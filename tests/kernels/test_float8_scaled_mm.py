@@ -6,8 +6,8 @@ from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, LinearSpec, PerRow, PerTensor, QuantSpec
 from qtorch.kernels import record_kernels
+from qtorch.kernels.cuda.float8_scaled import float8_scaled_mm
 from qtorch.kernels.linear import reference
-from qtorch.kernels.linear.float8_scaled import float8_scaled_mm
 from qtorch.primitives import ZeroPointDomain, compute_error
 
 NONE = ZeroPointDomain.NONE

@@ -6,6 +6,7 @@ y[i] = dequantize(w)[ids[i]]
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,31 +24,11 @@ from .compiled_library import TYPES, library, threads
 _CALL = struct.Struct("=8q")
 
 
-def _fake(
-    ids: Tensor,
-    codes: Tensor,
-    shape: tuple[int, int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    packed: bool,
-    dtype: str,
-    low: float,
-    high: float,
-    domain: str,
-    output_dtype: torch.dtype,
-) -> Tensor:
-    return ids.new_empty(ids.shape[0], shape[1], dtype=output_dtype)
-
-
-@opaque(
-    "cpu_embedding(Tensor ids, Tensor codes, SymInt[] shape, Tensor scale, Tensor? zero_point, bool packed, str dtype, "
-    "float low, float high, str domain, ScalarType output_dtype) -> Tensor",
-    _fake,
-)
+@opaque(lambda ids, codes, shape, *rest: ids.new_empty(ids.shape[0], shape[1], dtype=rest[-1]))
 def cpu_embedding(
     ids: Tensor,
     codes: Tensor,
-    shape: tuple[int, int],
+    shape: Sequence[int],
     scale: Tensor,
     zero_point: Tensor | None,
     packed: bool,

@@ -20,9 +20,9 @@ from ...primitives.rounding import Rounding
 from ...primitives.scale_rules import MinMaxRule
 from ...primitives.scheme import Scheme
 from ...primitives.spec import QuantSpec
-from ..custom_ops import note, opaque, recording
+from ..custom_ops import implement, note, opaque, portable, recording
 from ..linear import int8_scaled, packed_int8_scaled
-from ..ops.int8_grouped_mm import int8_grouped_mm
+from ..ops.int8_grouped_mm import int8_grouped_mm, int8_product
 from ..ops.quantize_rowwise import quantize_input
 from ..registry import Problem, register
 from ..rows import from_rows, to_rows
@@ -41,28 +41,7 @@ class _Product(Product):
     name, layout = "int8_mm", _CALL
 
 
-def _fake(
-    x: Tensor,
-    xs: Tensor | None,
-    xz: Tensor | None,
-    quantizer: list[float],
-    codes: Tensor,
-    n: int,
-    ws: Tensor,
-    wz: Tensor | None,
-    packed: bool,
-    weight_dtype: str,
-    dtype: torch.dtype,
-    bias: Tensor | None,
-) -> Tensor:
-    return x.new_empty(x.shape[0], n, dtype=dtype)
-
-
-@opaque(
-    "cpu_int8_mm(Tensor x, Tensor? xs, Tensor? xz, float[] quantizer, Tensor codes, SymInt n, Tensor ws, Tensor? wz, "
-    "bool packed, str weight_dtype, ScalarType dtype, Tensor? bias) -> Tensor",
-    _fake,
-)
+@opaque(lambda x, xs, xz, quantizer, codes, n, *rest: x.new_empty(x.shape[0], n, dtype=rest[-2]))
 def cpu_int8_mm(
     x: Tensor,
     xs: Tensor | None,
@@ -117,6 +96,17 @@ def cpu_int8_mm(
         xs, xz = _of_rows(xs, xz, m, writable=x.dtype is not torch.int8)
         numerics = _numerics(quantizer, xs.data_ptr(), 0 if xz is None else xz.data_ptr())
     return product.run(x, x.stride(0), m, (m, n), bias, way, numerics)
+
+
+@implement("int8_product", "cpu")
+def compiled_product(
+    xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None, group: int, dtype: torch.dtype
+) -> Tensor:
+    """See `int8_product`: compiled for groups; one group leaves a compiler something to fuse."""
+    if group % GROUP_MULTIPLE:
+        return portable(int8_product)(xq, xs, xz, wq, ws, wz, group, dtype)
+    kind = "int8" if wq.dtype == torch.int8 else "uint8"
+    return cpu_int8_mm(xq, xs, xz, [], wq, wq.shape[0], ws.contiguous(), wz, False, kind, dtype, None)
 
 
 def _numerics(quantizer: Sequence[float], scale: int = 0, zero_point: int = 0) -> Numerics:

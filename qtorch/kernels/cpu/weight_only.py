@@ -42,15 +42,7 @@ class _Product(Product):
         return "copy" if wanted() and self.choose(rows, " copied") == "float" else self.choose(rows)
 
 
-def _fake(x: Tensor, codes: Tensor, n: int, *_: object) -> Tensor:
-    return x.new_empty(x.shape[0], n)
-
-
-@opaque(
-    "cpu_weight_only_mm(Tensor x, Tensor codes, SymInt n, Tensor scale, Tensor? zero_point, bool packed, str dtype, "
-    "float low, float high, str domain, Tensor? bias) -> Tensor",
-    _fake,
-)
+@opaque(lambda x, codes, n, *_: x.new_empty(x.shape[0], n))
 def cpu_weight_only_mm(
     x: Tensor,
     codes: Tensor,

@@ -14,32 +14,17 @@ from torch import Tensor
 
 from ...primitives.qdtype import qdtype
 from .. import features
-from ..custom_ops import note, opaque
+from ..custom_ops import implement, note, opaque
 from ..linear.int8_scaled import INTEGERS, supports
+from ..ops.int8_grouped_mm import int8_grouped_mm
 from ..ops.quantize_rowwise import quantize_input
 from ..registry import Problem, register
 from ..rows import from_rows, to_rows
 
-
-def _fake(
-    xq: Tensor,
-    xs: Tensor,
-    xz: Tensor | None,
-    qdata: Tensor,
-    ws: Tensor,
-    wz: Tensor | None,
-    weight_dtype: str,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    return xs.new_empty(xq.shape[0], qdata.shape[0], dtype=dtype)
+_HAS_TRITON = features.cuda_lacks("triton") is None
 
 
-@opaque(
-    "cuda_int8_mm(Tensor xq, Tensor xs, Tensor? xz, Tensor qdata, Tensor ws, Tensor? wz, str weight_dtype, "
-    "Tensor? bias, ScalarType dtype) -> Tensor",
-    _fake,
-)
+@opaque(lambda xq, xs, xz, qdata, *rest: xs.new_empty(xq.shape[0], qdata.shape[0], dtype=rest[-1]))
 def cuda_int8_mm(
     xq: Tensor,
     xs: Tensor,
@@ -66,11 +51,29 @@ def cuda_int8_mm(
 
         note("cuda_int8_mm.one_product")
         return int8_scaled_mm(xq, qdata.t(), xs, ws.t(), dtype, bias, xz)
-    from .triton.int8_grouped_mm import int8_grouped_mm
+    from .triton.int8_grouped_mm import int8_grouped_mm as launch
 
     note("cuda_int8_mm.grouped")
     bits = kind.bits if packed else 8
-    return int8_grouped_mm(xq, xs, xz, qdata, ws, wz, bits, packed and kind.is_signed, dtype, bias)
+    return launch(xq, xs, xz, qdata, ws, wz, bits, packed and kind.is_signed, dtype, bias)
+
+
+@implement("int8_grouped_mm", "cuda", where=_HAS_TRITON)
+def triton_grouped_mm(
+    xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """See `int8_grouped_mm`."""
+    if not wq.shape[1]:
+        return xs.new_zeros(xq.shape[0], wq.shape[0], dtype=dtype)
+    return cuda_int8_mm(xq, xs, xz, wq, ws, wz, "int8" if wq.dtype == torch.int8 else "uint8", None, dtype)
+
+
+@implement("int8_product", "cuda", where=_HAS_TRITON)
+def triton_product(
+    xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None, group: int, dtype: torch.dtype
+) -> Tensor:
+    """See `int8_product`: in one kernel, with nothing left to fuse."""
+    return int8_grouped_mm(xq, xs, xz, wq, ws, wz, dtype)
 
 
 def _supports(problem: Problem) -> str | None:

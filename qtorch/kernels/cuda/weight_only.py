@@ -20,24 +20,7 @@ from ..registry import Problem, needs_matrix, register
 from ..rows import from_rows, to_rows
 
 
-def _fake(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    dtype: str,
-    middle: float,
-    domain: str,
-    bias: Tensor | None,
-) -> Tensor:
-    return x.new_empty(x.shape[0], qdata.shape[0])
-
-
-@opaque(
-    "cuda_weight_mm(Tensor x, Tensor qdata, Tensor scale, Tensor? zero_point, str dtype, float middle, str domain, "
-    "Tensor? bias) -> Tensor",
-    _fake,
-)
+@opaque(lambda x, qdata, *_: x.new_empty(x.shape[0], qdata.shape[0]))
 def cuda_weight_mm(
     x: Tensor,
     qdata: Tensor,

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from ...layouts.tensor_core_tiled import cpu_packing, unpack_cpu, unpack_cuda
 from ...primitives.qdtype import qdtype
 from .. import features
-from ..custom_ops import note, opaque
+from ..custom_ops import implement, note, opaque, portable
 from ..ops.weight_only_mm import multiply_slices
 from ..registry import Problem, register
 from ..rows import from_rows, to_rows
@@ -30,11 +30,7 @@ ROW_TILE = 64
 """Rows that are unpacked together: a multiple of the blocks of either device."""
 
 
-def _fake(x: Tensor, qdata: Tensor, scale_and_zero: Tensor, n: int, group: int) -> Tensor:
-    return x.new_empty(x.shape[0], n)
-
-
-@opaque("int4_tiled_mm(Tensor x, Tensor qdata, Tensor scale_and_zero, SymInt n, int group) -> Tensor", _fake)
+@opaque(lambda x, qdata, scale_and_zero, n, group: x.new_empty(x.shape[0], n))
 def int4_tiled_mm(x: Tensor, qdata: Tensor, scale_and_zero: Tensor, n: int, group: int) -> Tensor:
     """The equation above without bias.
 
@@ -47,20 +43,32 @@ def int4_tiled_mm(x: Tensor, qdata: Tensor, scale_and_zero: Tensor, n: int, grou
     Returns:
         (M, N) in the dtype of x.
     """
-    m, k = x.shape
-    if m and x.device.type == "cuda" and x.dtype == torch.bfloat16:
-        note("int4_tiled_mm.int4pack")
-        columns = qdata.shape[1] * qdata.shape[3] * 32
-        x = pad(x, (0, columns - k)).contiguous()
-        return torch.ops.aten._weight_int4pack_mm(x, qdata, group, scale_and_zero.to(x.dtype))[:, :n].contiguous()
-    if m and x.device.type == "cpu" and x.dtype == torch.bfloat16 and m <= MAX_ROWS[features.cpu_has("bf16")]:
-        note("int4_tiled_mm.int4pack")
-        product = torch.ops.aten._weight_int4pack_mm_for_cpu
-        return product(x.contiguous(), qdata, group, scale_and_zero.to(x.dtype))[:, :n].contiguous()
+    k = x.shape[1]
     scale, zero_point = scale_and_zero[: k // group, :n].transpose(0, 1).unbind(-1)
     return multiply_slices(
         x, (n, k), lambda a, b: _rows(qdata, a, min(b, n))[:, :k], scale, zero_point, qdtype("uint4"), 0, 15, "FLOAT"
     )
+
+
+@implement("int4_tiled_mm", "cuda")
+def tinygemm_cuda(x: Tensor, qdata: Tensor, scale_and_zero: Tensor, n: int, group: int) -> Tensor:
+    """See `int4_tiled_mm`."""
+    if not x.shape[0] or x.dtype != torch.bfloat16:
+        return portable(int4_tiled_mm)(x, qdata, scale_and_zero, n, group)
+    note("int4_tiled_mm.int4pack")
+    columns = qdata.shape[1] * qdata.shape[3] * 32
+    x = pad(x, (0, columns - x.shape[1])).contiguous()
+    return torch.ops.aten._weight_int4pack_mm(x, qdata, group, scale_and_zero.to(x.dtype))[:, :n].contiguous()
+
+
+@implement("int4_tiled_mm", "cpu")
+def tinygemm_cpu(x: Tensor, qdata: Tensor, scale_and_zero: Tensor, n: int, group: int) -> Tensor:
+    """See `int4_tiled_mm`."""
+    if not 0 < x.shape[0] <= MAX_ROWS[features.cpu_has("bf16")] or x.dtype != torch.bfloat16:
+        return portable(int4_tiled_mm)(x, qdata, scale_and_zero, n, group)
+    note("int4_tiled_mm.int4pack")
+    product = torch.ops.aten._weight_int4pack_mm_for_cpu
+    return product(x.contiguous(), qdata, group, scale_and_zero.to(x.dtype))[:, :n].contiguous()
 
 
 def _rows(qdata: Tensor, start: int, stop: int) -> Tensor:

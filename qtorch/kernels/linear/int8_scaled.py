@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..ops.int8_grouped_mm import int8_product
+from ..ops.int8_grouped_mm import fusible_int8_mm
 from ..ops.quantize_rowwise import quantize_input
 from ..registry import Problem, QuantizedWeight, needs_matrix, register
 from ..rows import from_rows, to_rows
@@ -50,4 +50,4 @@ def int8_scaled_mm(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> T
     wq, ws, wz = weight.plain()
     rows = to_rows(x)
     xq, xs, xz = quantize_input(rows, weight)
-    return from_rows(int8_product(xq, xs, xz, wq, ws, wz, x.dtype), x, bias)
+    return from_rows(fusible_int8_mm(xq, xs, xz, wq, ws, wz, x.dtype), x, bias)

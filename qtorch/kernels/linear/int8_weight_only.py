@@ -22,11 +22,7 @@ MAX_ROWS = {True: 16, False: 1 << 30}
 """Largest M for the packed product, by whether the CPU has bf16 products."""
 
 
-def _fake(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], codes.shape[0])
-
-
-@opaque("int8_weight_mm(Tensor x, Tensor codes, Tensor scale) -> Tensor", _fake)
+@opaque(lambda x, codes, scale: x.new_empty(x.shape[0], codes.shape[0]))
 def int8_weight_mm(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """The equation above without bias.
 

@@ -34,13 +34,7 @@ class CodebookWeight(QuantizedWeight, Protocol):
         """The scale in floating point, of these rows of blocks; None: of all."""
 
 
-def _fake(x: Tensor, qdata: Tensor, scale: Tensor, table: Tensor, bits: int, axis: int, n: int) -> Tensor:
-    return x.new_empty(x.shape[0], n)
-
-
-@opaque(
-    "lut_weight_mm(Tensor x, Tensor qdata, Tensor scale, Tensor table, int bits, int axis, SymInt n) -> Tensor", _fake
-)
+@opaque(lambda x, qdata, scale, table, bits, axis, n: x.new_empty(x.shape[0], n))
 def lut_weight_mm(x: Tensor, qdata: Tensor, scale: Tensor, table: Tensor, bits: int, axis: int, n: int) -> Tensor:
     """The equation above without bias.
 

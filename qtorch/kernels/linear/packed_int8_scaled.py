@@ -21,24 +21,7 @@ from ..rows import from_rows, to_rows
 from .int8_scaled import INTEGERS, supports
 
 
-def _fake(
-    xq: Tensor,
-    xs: Tensor,
-    xz: Tensor | None,
-    qdata: Tensor,
-    ws: Tensor,
-    wz: Tensor | None,
-    weight_dtype: str,
-    dtype: torch.dtype,
-) -> Tensor:
-    return xs.new_empty(xq.shape[0], qdata.shape[0], dtype=dtype)
-
-
-@opaque(
-    "packed_int8_mm(Tensor xq, Tensor xs, Tensor? xz, Tensor qdata, Tensor ws, Tensor? wz, str weight_dtype, "
-    "ScalarType dtype) -> Tensor",
-    _fake,
-)
+@opaque(lambda xq, xs, xz, qdata, *rest: xs.new_empty(xq.shape[0], qdata.shape[0], dtype=rest[-1]))
 def packed_int8_mm(
     xq: Tensor,
     xs: Tensor,

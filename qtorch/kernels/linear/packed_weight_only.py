@@ -23,26 +23,7 @@ from ..registry import needs_matrix, register
 from ..rows import from_rows, to_rows
 
 
-def _fake(
-    x: Tensor,
-    qdata: Tensor,
-    n: int,
-    axis: int,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    dtype: str,
-    low: float,
-    high: float,
-    domain: str,
-) -> Tensor:
-    return x.new_empty(x.shape[0], n)
-
-
-@opaque(
-    "packed_weight_mm(Tensor x, Tensor qdata, SymInt n, int axis, Tensor scale, Tensor? zero_point, str dtype, "
-    "float low, float high, str domain) -> Tensor",
-    _fake,
-)
+@opaque(lambda x, qdata, n, *_: x.new_empty(x.shape[0], n))
 def packed_weight_mm(
     x: Tensor,
     qdata: Tensor,

@@ -27,11 +27,12 @@ from .packed_weight_only import multiply_transposed_slices
 _NOTE = "on CPU it saves memory and costs time: codes are unpacked on each call"
 
 
-def _fake_cusparselt(xq: Tensor, qdata: Tensor, n: int) -> Tensor:
-    return xq.new_empty(xq.shape[0], n, dtype=torch.float32 if xq.is_floating_point() else torch.int32)
+def _wide(xq: Tensor) -> torch.dtype:
+    """What the products of such codes add up to."""
+    return torch.float32 if xq.is_floating_point() else torch.int32
 
 
-@opaque("cusparselt_mm(Tensor xq, Tensor qdata, SymInt n) -> Tensor", _fake_cusparselt)
+@opaque(lambda xq, qdata, n: xq.new_empty(xq.shape[0], n, dtype=_wide(xq)))
 def cusparselt_mm(xq: Tensor, qdata: Tensor, n: int) -> Tensor:
     """Codes (M, K) times the compressed weight (N, K), on CUDA: (M, N), int32 and exact from int8, fp32 from float8.
 
@@ -41,18 +42,10 @@ def cusparselt_mm(xq: Tensor, qdata: Tensor, n: int) -> Tensor:
     columns, rows = qdata.shape[1] // 5 * 8, max(16, m + -m % 16)
     x = xq.new_zeros(rows, columns)
     x[:m, :k] = xq
-    wide = torch.float32 if xq.is_floating_point() else torch.int32
-    return torch._cslt_sparse_mm(qdata, x.t(), out_dtype=wide)[:n, :m].t().contiguous()
+    return torch._cslt_sparse_mm(qdata, x.t(), out_dtype=_wide(xq))[:n, :m].t().contiguous()
 
 
-def _fake_int8(xq: Tensor, xs: Tensor, xz: Tensor | None, qdata: Tensor, ws: Tensor, dtype: torch.dtype) -> Tensor:
-    return xs.new_empty(xq.shape[0], ws.shape[0], dtype=dtype)
-
-
-@opaque(
-    "semi_sparse_int8_mm(Tensor xq, Tensor xs, Tensor? xz, Tensor qdata, Tensor ws, ScalarType dtype) -> Tensor",
-    _fake_int8,
-)
+@opaque(lambda xq, xs, xz, qdata, ws, dtype: xs.new_empty(xq.shape[0], ws.shape[0], dtype=dtype))
 def semi_sparse_int8_mm(
     xq: Tensor, xs: Tensor, xz: Tensor | None, qdata: Tensor, ws: Tensor, dtype: torch.dtype
 ) -> Tensor:
@@ -64,14 +57,7 @@ def semi_sparse_int8_mm(
     return multiply_int8_slices(xq, xs, xz, lambda a, b: unpack_2_4(qdata[a:b], k, torch.int8), ws, None, dtype)
 
 
-def _fake_weight(x: Tensor, qdata: Tensor, n: int, axis: int, scale: Tensor, dtype: str) -> Tensor:
-    return x.new_empty(x.shape[0], n)
-
-
-@opaque(
-    "semi_sparse_weight_mm(Tensor x, Tensor qdata, SymInt n, int axis, Tensor scale, str dtype) -> Tensor",
-    _fake_weight,
-)
+@opaque(lambda x, qdata, n, *_: x.new_empty(x.shape[0], n))
 def semi_sparse_weight_mm(x: Tensor, qdata: Tensor, n: int, axis: int, scale: Tensor, dtype: str) -> Tensor:
     """The equation above without bias, for an input that is not quantized.
 

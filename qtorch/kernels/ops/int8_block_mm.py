@@ -19,11 +19,7 @@ from ..custom_ops import opaque
 from .int_matmul import EXACT_SLICE, int_matmul
 
 
-def _fake(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: torch.dtype) -> Tensor:
-    return xs.new_empty(xq.shape[0], wq.shape[0], dtype=dtype)
-
-
-@opaque("int8_block_mm(Tensor xq, Tensor xs, Tensor wq, Tensor ws, ScalarType dtype) -> Tensor", _fake)
+@opaque(lambda xq, xs, wq, ws, dtype: xs.new_empty(xq.shape[0], wq.shape[0], dtype=dtype))
 def int8_block_mm(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: torch.dtype) -> Tensor:
     """The equation above without bias.
 

@@ -14,8 +14,7 @@ import functools
 import torch
 from torch import Tensor
 
-from .. import features
-from ..custom_ops import opaque
+from ..custom_ops import by_device, opaque
 from .int_matmul import int_matmul
 
 WEIGHT_SLICE = 4 << 20
@@ -30,16 +29,7 @@ EXACT_TERMS = 256
 """Terms that fp32 can accumulate exactly when both factors are differences of 8-bit codes: 2^24 / (256 * 256)."""
 
 
-def _fake(
-    xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    return xs.new_empty(xq.shape[0], wq.shape[0], dtype=dtype)
-
-
-@opaque(
-    "int8_grouped_mm(Tensor xq, Tensor xs, Tensor? xz, Tensor wq, Tensor ws, Tensor? wz, ScalarType dtype) -> Tensor",
-    _fake,
-)
+@opaque(lambda xq, xs, xz, wq, ws, wz, dtype: xs.new_empty(xq.shape[0], wq.shape[0], dtype=dtype))
 def int8_grouped_mm(
     xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -52,10 +42,6 @@ def int8_grouped_mm(
     """
     if not wq.shape[1]:
         return xs.new_zeros(xq.shape[0], wq.shape[0], dtype=dtype)
-    if features.runs_triton(xq):
-        from ..cuda.int8_scaled import cuda_int8_mm
-
-        return cuda_int8_mm(xq, xs, xz, wq, ws, wz, "int8" if wq.dtype == torch.int8 else "uint8", None, dtype)
     if ws.shape[1] == 1:
         return _one_group(xq, xz, wq, wz).float().mul_(ws.float().t()).mul_(xs.float()).to(dtype)
     # fp32 holds the sums of a short group exactly, fp64 those of any.
@@ -102,11 +88,23 @@ def _sum_of_groups(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
     return functools.reduce(Tensor.add_, parts)
 
 
-def int8_product(
+def fusible_int8_mm(
     xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """`int8_grouped_mm`, in pieces where a compiler can make use of them."""
-    if ws.shape[1] == 1 and wz is None and xz is None and wq.dtype == torch.int8 and not features.runs_triton(xs):
+    if ws.shape[1] == 1 and wz is None and xz is None and wq.dtype == torch.int8:
         # One group: only the integer product is opaque, so that a compiler can fuse the rest.
         return (int_matmul(xq, wq.t()).float() * ws.float().t() * xs.float()).to(dtype)
     return int8_grouped_mm(xq, xs, xz, wq, ws, wz, dtype)
+
+
+@by_device
+def int8_product(
+    xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None, group: int, dtype: torch.dtype
+) -> Tensor:
+    """`int8_grouped_mm` for a weight that was quantized just now, as training does, by the fastest code of the device.
+
+    Args:
+        group: columns of a group, -1 for all; said, since a compiler would guard on a size that it has to ask for.
+    """
+    return fusible_int8_mm(xq, xs, xz, wq, ws, wz, dtype)

@@ -10,21 +10,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...primitives.affine import MappingType, ZeroPointDomain, check_floating_point, dequantize_affine
+from ...primitives.affine import MappingType, check_floating_point, dequantize_affine
 from ...primitives.granularity import PerRow, block_of
 from ...primitives.non_finite import lost_rows, without_rows
 from ...primitives.qdtype import qdtype
 from ...primitives.rounding import Rounding
 from ...primitives.scale_rules import MinMaxRule
 from ...primitives.spec import QuantSpec
-from .. import features
-from ..custom_ops import opaque
+from ..custom_ops import by_device
 from ..registry import QuantizedWeight
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _TINY = torch.finfo(torch.float32).tiny
 
 
+@by_device
 def quantize_int8_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
     """Symmetric int8 in [-127, 127], one fp32 scale per row.
 
@@ -38,45 +37,11 @@ def quantize_int8_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
         TypeError: x is not in floating point.
     """
     check_floating_point("quantize_int8_rowwise", x)
-    if features.runs_triton(x) and x.dim() == 2 and x.dtype in _FLOATS:
-        codes, scale = cuda_quantize_rowwise(x, torch.int8)
-        return codes, scale
     if x.shape[-1] == 0:
         return x.to(torch.int8), x.new_full((*x.shape[:-1], 1), _TINY, dtype=torch.float32)
     scale = (x.abs().amax(-1, keepdim=True).float() / 127.0).clamp(min=_TINY)
     # |x / scale| <= 127 up to rounding, and 127 + rounding error still rounds to 127: there is nothing to clip.
     return torch.round(x * (1.0 / scale)).to(torch.int8), scale
-
-
-def _fake(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[0], 1, dtype=torch.float32)
-
-
-@opaque("cuda_quantize_rowwise(Tensor x, ScalarType dtype) -> (Tensor, Tensor)", _fake)
-def cuda_quantize_rowwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same by one kernel on CUDA, to int8 or float8; opaque to compilers, whose fp32 divisions round otherwise."""
-    if x.stride(1) != 1 and x.stride(0) == 1:
-        # A transposed view, as gradients of weights are made of: the same numbers, read along memory.
-        from ..cuda.triton.quantize_columns import quantize_columnwise
-
-        return quantize_columnwise(x.t(), dtype)
-    from ..cuda.triton.quantize import quantize_rowwise
-
-    codes, scale, _ = quantize_rowwise(x, dtype)
-    return codes, scale
-
-
-def _fake_asymmetric(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    codes, scale = _fake(x, torch.int8)
-    return codes, scale, torch.empty_like(scale, dtype=torch.int8)
-
-
-@opaque("cuda_quantize_asymmetric(Tensor x) -> (Tensor, Tensor, Tensor)", _fake_asymmetric)
-def cuda_quantize_asymmetric(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (M, K), scale and zero point (M, 1) by one kernel on CUDA; see `triton/quantize_asymmetric.py`."""
-    from ..cuda.triton.quantize_asymmetric import quantize_rowwise_asymmetric
-
-    return quantize_rowwise_asymmetric(x)
 
 
 def quantize_input(x: Tensor, weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -144,40 +109,26 @@ def dequantize_rows(
     return dequantize_affine(codes, block, scale, zero_point, spec.dtype, low, high, spec.zero_point_domain, dtype)
 
 
+@by_device
 def quantize_dynamic(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor | None]:
     """(codes, scale, zero_point) of `x` (M, K), its scale chosen from its values: NaN or infinite for a block that
     holds such a value."""
     if _is_int8_rowwise(spec):
         return *quantize_int8_rowwise(x), None
-    if features.runs_triton(x) and x.dtype in _FLOATS and _is_float8_rowwise(spec):
-        codes, scale = cuda_quantize_rowwise(x, spec.dtype.storage)
-        return codes, scale, None
-    if features.runs_triton(x) and x.dtype in _FLOATS and x.shape[1] <= 16384 and _is_int8_asymmetric(spec):
-        return cuda_quantize_asymmetric(x)
     scale, zero_point = spec.choose_qparams(x)
     return spec.quantize(x, scale, zero_point), scale, zero_point
 
 
 def _is_int8_rowwise(spec: QuantSpec) -> bool:
-    return spec.dtype is qdtype("int8") and spec.code_range == (-127, 127) and _is_absmax_rowwise(spec)
+    return spec.dtype is qdtype("int8") and spec.code_range == (-127, 127) and is_absmax_rowwise(spec)
 
 
-def _is_float8_rowwise(spec: QuantSpec) -> bool:
-    whole = (spec.dtype.quant_min, spec.dtype.quant_max)
-    return spec.dtype.name in ("float8_e4m3fn", "float8_e5m2") and spec.code_range == whole and _is_absmax_rowwise(spec)
+def is_absmax_rowwise(spec: QuantSpec) -> bool:
+    """Whether a row has one scale, from its largest magnitude, and no zero point."""
+    return spec.mapping is not MappingType.ASYMMETRIC and not spec.has_zero_point and has_default_rows(spec)
 
 
-def _is_int8_asymmetric(spec: QuantSpec) -> bool:
-    codes = spec.dtype is qdtype("int8") and spec.code_range == (-128, 127)
-    integers = spec.mapping is MappingType.ASYMMETRIC and spec.zero_point_domain is ZeroPointDomain.INT
-    return codes and integers and _has_default_rows(spec)
-
-
-def _is_absmax_rowwise(spec: QuantSpec) -> bool:
-    return spec.mapping is not MappingType.ASYMMETRIC and not spec.has_zero_point and _has_default_rows(spec)
-
-
-def _has_default_rows(spec: QuantSpec) -> bool:
+def has_default_rows(spec: QuantSpec) -> bool:
     """A scale per row from its extremes, rounding to nearest: nothing out of the ordinary."""
     return (
         isinstance(spec.granularity, PerRow)

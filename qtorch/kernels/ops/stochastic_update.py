@@ -3,7 +3,7 @@
 bf16:   w <- round(w + a u)                 to one of the two neighbours in bf16, unbiased
 int8:   w <- quantize(q s + a u)            by rows: s = max(max_k |q s + a u| / 127, tiny), q stochastic
 
-In one pass by Triton on CUDA, in torch elsewhere. Randomness is torch's default generator of the device, which a CUDA
+CUDA has implementations of its own, in one pass. Randomness is torch's default generator of the device, which a CUDA
 graph advances on each replay.
 """
 
@@ -13,13 +13,7 @@ import torch
 from torch import Tensor
 
 from ...primitives.rounding import Rounding, round_to_integer
-from .. import features
-from ..custom_ops import note
-
-
-def random_seed(device: torch.device) -> Tensor:
-    """A seed for Philox, drawn on the device: int64 (1,)."""
-    return torch.randint(1 << 62, (1,), device=device)
+from ..custom_ops import by_device
 
 
 @torch.no_grad()
@@ -39,17 +33,18 @@ def stochastic_update_bf16_(weight: Tensor, update: Tensor, alpha: float) -> Ten
             f"stochastic_update_bf16_ takes a bf16 matrix and an update of its shape, got {tuple(weight.shape)} of "
             f"{weight.dtype} and {tuple(update.shape)}"
         )
-    if features.runs_triton(weight):
-        from ..cuda.triton.stochastic_update import update_bf16
+    update_bf16(weight, update, alpha)
+    return weight
 
-        note("stochastic_update_bf16_.triton")
-        update_bf16(weight, update, alpha, random_seed(weight.device))
-        return weight
+
+@by_device
+def update_bf16(weight: Tensor, update: Tensor, alpha: float) -> None:
+    """The update itself, of arguments that fit."""
     value = weight.float() + alpha * update.float()
     bits = value.view(torch.int32)
     noise = torch.randint(1 << 16, bits.shape, dtype=torch.int32, device=bits.device)
     # Infinity and NaN have no fraction to round.
-    return weight.copy_(torch.where(value.isfinite(), ((bits + noise) & -65536).view(torch.float32), value))
+    weight.copy_(torch.where(value.isfinite(), ((bits + noise) & -65536).view(torch.float32), value))
 
 
 @torch.no_grad()
@@ -69,14 +64,13 @@ def stochastic_update_int8_(codes: Tensor, scale: Tensor, update: Tensor, alpha:
             f"stochastic_update_int8_ takes int8 codes (M, K), scales (M, 1) and an update (M, K), got "
             f"{tuple(codes.shape)} of {codes.dtype}, {tuple(scale.shape)} and {tuple(update.shape)}"
         )
-    if features.runs_triton(codes):
-        from ..cuda.triton.stochastic_update import update_int8
+    if codes.numel():
+        update_int8(codes, scale, update, alpha)
 
-        note("stochastic_update_int8_.triton")
-        update_int8(codes, scale, update, alpha, random_seed(codes.device))
-        return
-    if not codes.numel():
-        return
+
+@by_device
+def update_int8(codes: Tensor, scale: Tensor, update: Tensor, alpha: float) -> None:
+    """The update itself, of arguments that fit."""
     value = codes.float() * scale + alpha * update.float()
     new = (value.abs().amax(1, keepdim=True) / 127.0).clamp(min=torch.finfo(torch.float32).tiny)
     codes.copy_(round_to_integer(value * (1.0 / new), Rounding.STOCHASTIC).clamp(-127, 127))

@@ -1,8 +1,8 @@
-"""Product of int8 or float8 matrices with a scale for each tile of either; and the quantization of a matrix in tiles.
+"""Product of int8 or float8 matrices with a scale for each tile of either.
 
     c[m, n] = sum_t (sum_{k in t} a[m, k] * b[n, k]) * bs[n / S, t] * as[m / R, t]
 
-By Triton on CUDA, tile by tile in torch elsewhere. The sums of int8 are exact, so that the bits are the same.
+Tile by tile in torch; CUDA has an implementation of its own. The sums of int8 are exact, so that the bits are the same.
 """
 
 from __future__ import annotations
@@ -10,15 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import features
-from ..custom_ops import note, opaque
+from ..custom_ops import opaque
 
 
-def _fake(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
-
-
-@opaque("tile_scaled_mm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, ScalarType dtype) -> Tensor", _fake)
+@opaque(lambda a, b, a_scale, b_scale, dtype: a.new_empty(a.shape[0], b.shape[0], dtype=dtype))
 def tile_scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The equation above.
 
@@ -29,11 +24,6 @@ def tile_scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype
     """
     if not (a.numel() and b.numel()):
         return a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)
-    if features.runs_triton(a):
-        from ..cuda.triton.tile_scaled_mm import tile_scaled_mm as launch
-
-        note("tile_scaled_mm.triton")
-        return launch(a, b, a_scale, b_scale, dtype)
     tiles, m, n = a_scale.shape[1], a.shape[0], b.shape[0]
     rows, columns = a_scale.repeat_interleave(m // a_scale.shape[0], 0), b_scale.repeat_interleave(n // len(b_scale), 0)
     # fp64 holds the sums of int8 exactly, and those of float8 well enough.

@@ -23,17 +23,7 @@ SLICE_BYTES = {"cpu": 4 << 20}
 """Size of a dequantized slice by device type; elsewhere 64 MiB, enough to fill a GPU."""
 
 
-def _fake(
-    x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, low: float, high: float, domain: str
-) -> Tensor:
-    return x.new_empty(x.shape[0], codes.shape[0])
-
-
-@opaque(
-    "weight_only_mm(Tensor x, Tensor codes, Tensor scale, Tensor? zero_point, str dtype, float low, float high, "
-    "str domain) -> Tensor",
-    _fake,
-)
+@opaque(lambda x, codes, *_: x.new_empty(x.shape[0], codes.shape[0]))
 def weight_only_mm(
     x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, low: float, high: float, domain: str
 ) -> Tensor:

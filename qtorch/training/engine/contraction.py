@@ -22,7 +22,6 @@ from torch.nn.functional import pad
 
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor
 from ...dtypes.linear import multiply as multiply_served
-from ...kernels.cpu.int8 import GROUP_MULTIPLE, cpu_int8_mm
 from ...kernels.ops.int8_block_mm import int8_block_mm, pad_to_blocks
 from ...kernels.ops.int8_grouped_mm import int8_product
 from ...kernels.ops.quantize_rowwise import dequantize_rows, quantize_dynamic, quantize_rows
@@ -142,11 +141,7 @@ def _integer_product(lhs: Operand, rhs: Operand, dtype: torch.dtype) -> Tensor:
     assert xs is not None
     assert ws is not None
     assert rhs.spec is not None
-    if lhs.values.device.type == "cpu" and rhs.spec.granularity.pattern(2)[1] % GROUP_MULTIPLE == 0:
-        # Compiled where it can be.
-        name, n = rhs.spec.dtype.name, rhs.values.shape[0]
-        return cpu_int8_mm(lhs.values, xs, xz, [], rhs.values, n, ws.contiguous(), wz, False, name, dtype, None)
-    return int8_product(lhs.values, xs, xz, rhs.values, ws, wz, dtype)
+    return int8_product(lhs.values, xs, xz, rhs.values, ws, wz, rhs.spec.granularity.pattern(2)[1], dtype)
 
 
 def _of_rows(operand: Operand, scale: Tensor | None) -> Tensor | None:

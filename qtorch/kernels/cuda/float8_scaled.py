@@ -20,11 +20,7 @@ from ..rows import from_rows, to_rows
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
 
-def _fake(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: torch.dtype) -> Tensor:
-    return xs.new_empty(xq.shape[0], wq.shape[0], dtype=dtype)
-
-
-@opaque("float8_scaled_mm(Tensor xq, Tensor xs, Tensor wq, Tensor ws, ScalarType dtype) -> Tensor", _fake)
+@opaque(lambda xq, xs, wq, ws, dtype: xs.new_empty(xq.shape[0], wq.shape[0], dtype=dtype))
 def float8_scaled_mm(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: torch.dtype) -> Tensor:
     """The equation above without bias.
 

@@ -1,0 +1,20 @@
+"""`tile_scaled_mm` on CUDA, by Triton."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import features
+from ..custom_ops import implement, note
+
+
+@implement("tile_scaled_mm", "cuda", where=features.cuda_lacks("triton") is None)
+def triton_tile_scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """See `tile_scaled_mm`."""
+    from .triton.tile_scaled_mm import tile_scaled_mm
+
+    if not (a.numel() and b.numel()):
+        return a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)
+    note("tile_scaled_mm.triton")
+    return tile_scaled_mm(a, b, a_scale, b_scale, dtype)

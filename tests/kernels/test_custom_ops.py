@@ -1,0 +1,172 @@
+"""Opaque operators, their implementations per device, and the record of what ran."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import qtorch
+from qtorch.kernels import int_matmul, record_kernels
+from qtorch.kernels.custom_ops import (
+    _implementations,
+    _opaque,
+    by_device,
+    implement,
+    implementations,
+    note,
+    opaque,
+    portable,
+)
+
+KERNELS = Path(qtorch.__file__).parent / "kernels"
+
+
+def test_records_nest_and_end():
+    with record_kernels() as outer:
+        note("a")
+        with record_kernels() as inner:
+            note("b")
+        note("c")
+    note("d")
+    assert outer == ["a", "b", "c"]
+    assert inner == ["b"]
+
+
+def test_equal_records_are_told_apart():
+    with record_kernels() as outer:
+        with record_kernels():
+            pass
+        note("a")
+    assert outer == ["a"]
+
+
+def test_opaque_operators_are_recorded_from_compiled_graphs():
+    a = torch.randint(-9, 9, (3, 4), dtype=torch.int8)
+    compiled = torch.compile(lambda a, b: int_matmul(a, b) + 1, fullgraph=True, backend="aot_eager")
+    with record_kernels() as ran:
+        result = compiled(a, a.t())
+    assert "int_matmul" in ran
+    assert torch.equal(result, int_matmul(a, a.t()) + 1)
+
+
+# Operations of this file, each with an implementation for a device that stands for another one.
+
+
+@opaque(lambda x, times: torch.empty_like(x))
+def _test_scale(x: Tensor, times: int) -> Tensor:
+    return x * times
+
+
+@implement("_test_scale", "cpu")
+def _scale_on_cpu(x: Tensor, times: int) -> Tensor:
+    note("_test_scale.cpu")
+    return portable(_test_scale)(x, times) + 1
+
+
+@by_device
+def _test_shift(x: Tensor, by: float) -> Tensor:
+    return x + by
+
+
+@implement("_test_shift", "cpu")
+def _shift_on_cpu(x: Tensor, by: float) -> Tensor:
+    return x - by
+
+
+def routes(function, *args):
+    """The result of an operation called directly, by way of the dispatcher, and compiled."""
+    yield function(*args)
+    if function is _test_scale:
+        yield torch.ops.qtorch._test_scale(*args)
+    torch._dynamo.reset()
+    yield torch.compile(lambda *args: function(*args) * 1, fullgraph=True, backend="aot_eager")(*args)
+
+
+def test_an_operation_runs_the_implementation_of_the_device():
+    x = torch.arange(3.0)
+    for result in routes(_test_scale, x, 2):
+        assert torch.equal(result, x * 2 + 1)
+    for result in routes(_test_shift, x, 2.0):
+        assert torch.equal(result, x - 2)
+    with record_kernels() as ran:
+        _test_scale(x, 2)
+        torch.ops.qtorch._test_scale(x, 2)
+    assert ran == ["_test_scale", "_test_scale.cpu"] * 2
+
+
+def test_other_devices_run_the_portable_code():
+    x = torch.arange(3.0, device="meta")
+    with record_kernels() as ran:
+        assert _test_scale(x, 2).is_meta
+    assert ran == ["_test_scale"]
+    assert portable(_test_shift)(torch.ones(1), 2.0).item() == 3
+
+
+def test_implementations_are_listed_once():
+    assert {"_test_scale@cpu", "_test_shift@cpu", "int8_product@cpu"} <= set(implementations())
+    assert len(implementations()) == len(set(implementations()))
+
+
+def test_what_implement_refuses():
+    with pytest.raises(ValueError, match="no operation named nothing"):
+        implement("nothing", "cpu")(_scale_on_cpu)
+    with pytest.raises(ValueError, match="_test_scale has an implementation for cpu already"):
+        implement("_test_scale", "cpu")(_scale_on_cpu)
+    implement("_test_scale", "cpu", where=False)(_scale_on_cpu)
+    with pytest.raises(ValueError, match="an operation named _test_scale already"):
+        opaque(torch.empty_like)(portable(_test_scale))
+
+
+TYPES = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Optional[Tensor]",
+    "int": "int",
+    "float": "float",
+    "bool": "bool",
+    "str": "str",
+    "torch.dtype": "int",  # its number
+    "Sequence[int]": "List[int]",
+    "list[float]": "List[float]",
+}
+
+
+@pytest.mark.parametrize("name", sorted(_opaque))
+def test_the_schema_of_an_operator_is_its_signature(name):
+    """And so is that of each of its implementations."""
+    schema = getattr(torch.ops.qtorch, name).default._schema
+    for function in (_opaque[name], *_implementations[name].values()):
+        parameters = inspect.signature(function).parameters.values()
+        assert [p.name for p in parameters] == [a.name for a in schema.arguments]
+        assert [TYPES[p.annotation] for p in parameters] == [
+            str(a.type).replace("SymInt", "int") for a in schema.arguments
+        ]
+    assert len(schema.returns) == str(inspect.signature(function).return_annotation).count("Tensor")
+
+
+@pytest.mark.parametrize("folder", ["ops", "linear"])
+def test_portable_code_knows_no_device_of_its_own(folder):
+    """It imports neither triton nor the files of a device, and asks for neither: those register themselves."""
+    wrong = []
+    for path in sorted((KERNELS / folder).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Attribute | ast.Name):
+                names = [node.attr if isinstance(node, ast.Attribute) else node.id]
+            wrong += [f"{path.name}:{node.lineno} {name}" for name in names if is_foreign(name)]
+    assert not wrong
+
+
+def is_foreign(name):
+    parts = name.lstrip(".").split(".")
+    return bool({"triton", "cuda_lacks", "runs_triton"} & set(parts)) or (
+        name.startswith(".") and parts[0] in ("cuda", "cpu")
+    )
