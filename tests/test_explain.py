@@ -52,10 +52,8 @@ def test_weight() -> None:
         """\
 linear, float32 input on cpu, weight uint4 PerGroup(group_size=16) asymmetric, PackedLayout()
   runs packed_weight_mm (dequantizes on each call: on CPU it saves memory, not time)
-  not cpu_int8_mm_packed: needs quantized activations, the scheme is weight-only
-  not cpu_int8_mm_plain: reads the plain layout, the weight has packed
-  not cpu_weight_only_mm_packed: is switched off
-  not cpu_weight_only_mm_plain: reads the plain layout, the weight has packed
+  not cpu_int8_mm: needs quantized activations, the scheme is weight-only
+  not cpu_weight_only_mm: is switched off
   not cuda_int8_mm: runs on cuda, the input is on cpu
   not cuda_weight_mm: runs on cuda, the input is on cpu
   not float8_scaled_mm: reads the plain layout, the weight has packed
@@ -83,18 +81,15 @@ def test_model() -> None:
         """\
 embed.weight: embedding, float32 input on cpu, weight int8 PerRow() symmetric, PlainLayout()
   runs gather_rows (on CPU it saves memory, not time)
-  not cpu_embedding_packed: reads the packed layout, the weight has plain
-  not cpu_embedding_plain: is switched off
+  not cpu_embedding: is switched off
   not gather_lut_rows: takes a CodebookSpec, the weight has a QuantSpec
   not gather_packed_rows: reads the packed layout, the weight has plain
   not gather_semi_sparse_rows: reads the semi_sparse layout, the weight has plain
   not reference: comes after it
 first.weight: linear, float32 input on cpu, weight int8 PerRow() symmetric, dynamic activation int8 PerToken() symmetric, PlainLayout()
   runs int8_scaled_mm (where the weight has groups, on CPU it saves memory, not time)
-  not cpu_int8_mm_packed: reads the packed layout, the weight has plain
-  not cpu_int8_mm_plain: is switched off
-  not cpu_weight_only_mm_packed: reads the packed layout, the weight has plain
-  not cpu_weight_only_mm_plain: is weight-only, the scheme quantizes activations
+  not cpu_int8_mm: is switched off
+  not cpu_weight_only_mm: is weight-only, the scheme quantizes activations
   not cuda_int8_mm: runs on cuda, the input is on cpu
   not cuda_weight_mm: runs on cuda, the input is on cpu
   not float8_scaled_mm: runs on cuda, the input is on cpu
@@ -194,8 +189,8 @@ def test_fallback_warns_once_for_each_reason() -> None:
         """\
 qtorch:
 linear on a cpu float32 input with weight int8 PerBlock(sizes=(2, 11)) symmetric, dynamic activation int8 PerToken() symmetric, layout PlainLayout() runs the reference implementation, correct but slow:
-cpu_int8_mm_plain takes a scale of its own for each output channel, the weight has PerBlock(sizes=(2, 11));
-cpu_weight_only_mm_plain is weight-only, the scheme quantizes activations;
+cpu_int8_mm takes a scale of its own for each output channel, the weight has PerBlock(sizes=(2, 11));
+cpu_weight_only_mm is weight-only, the scheme quantizes activations;
 int8_block_mm takes activations in blocks along the contracted axis, the scheme has PerToken();
 int8_scaled_mm takes a scale of its own for each output channel, the weight has PerBlock(sizes=(2, 11));
 int8_weight_mm is weight-only, the scheme quantizes activations;

@@ -50,7 +50,7 @@ class Kernel:
     Attributes:
         name, op: its own name, and the operation it implements (``"linear"``, ``"embedding"``).
         function: takes the operation's arguments with the quantized weight in its place.
-        layout: name of the layout it reads, None for any.
+        layout: names of the layouts it reads, None for any.
         spec: kind of the weight's spec, None for any: what tells affine codes from those of look-up tables.
         weight: names of the weight dtypes it takes, None for any.
         activation: names of the activation dtypes it takes; empty for weight-only, None for any.
@@ -66,7 +66,7 @@ class Kernel:
     name: str
     op: str
     function: Callable[..., Tensor]
-    layout: str | None
+    layout: Collection[str] | None
     spec: type | None
     weight: Collection[str] | None
     activation: Collection[str] | None
@@ -94,13 +94,14 @@ class Kernel:
     def is_near(self, problem: Problem) -> bool:
         """Whether it reads the weight's layout, on the input's device: its reason to reject is worth a message."""
         layout, device = problem.scheme.layout.name, problem.device
-        return not self.is_reference and self.layout in (None, layout) and self.device in (None, device)
+        reads = self.layout is None or layout in self.layout
+        return not self.is_reference and reads and self.device in (None, device)
 
     def rejects(self, problem: Problem) -> str | None:
         """Why this kernel cannot take the problem; None if it can."""
         scheme = problem.scheme
-        if self.layout not in (None, scheme.layout.name):
-            return f"reads the {self.layout} layout, the weight has {scheme.layout.name}"
+        if self.layout is not None and scheme.layout.name not in self.layout:
+            return f"reads the {_either(self.layout)} layout, the weight has {scheme.layout.name}"
         if self.device not in (None, problem.device):
             return f"runs on {self.device}, the input is on {problem.device}"
         if self.spec is not None and not isinstance(scheme.weight, self.spec):
@@ -140,7 +141,7 @@ def needs_matrix(problem: Problem) -> str | None:
 def register(
     op: str,
     *,
-    layout: str | None = None,
+    layout: str | Collection[str] | None = None,
     spec: type | None = QuantSpec,
     weight: Collection[str] | None = None,
     activation: Collection[str] | None = None,
@@ -154,6 +155,8 @@ def register(
 ) -> Callable[[F], F]:
     """Decorator: register an implementation of `op`; see `Kernel` for the arguments. The name is the function's.
 
+    A single layout may be given by its name alone.
+
     Raises:
         ValueError: the name is taken for this operation.
     """
@@ -163,7 +166,7 @@ def register(
             name or function.__name__,
             op,
             function,
-            layout,
+            (layout,) if isinstance(layout, str) else layout,
             spec,
             weight,
             activation,

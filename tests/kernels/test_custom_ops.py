@@ -170,3 +170,13 @@ def is_foreign(name):
     return bool({"triton", "cuda_lacks", "runs_triton"} & set(parts)) or (
         name.startswith(".") and parts[0] in ("cuda", "cpu")
     )
+
+
+def test_kernels_do_not_compare_layouts_by_name():
+    """`register` says which layouts a kernel reads, and the registry looks."""
+    wrong = [
+        str(path.relative_to(KERNELS))
+        for path in sorted(KERNELS.rglob("*.py"))
+        if path.name != "registry.py" and "layout.name" in path.read_text()
+    ]
+    assert not wrong

@@ -48,11 +48,14 @@ def test_a_kernel_that_rejects_is_passed_over(weight, kernel, torch_kernels):
     kernel("picky", priority=90, supports=lambda problem: "is picky")
     kernel("elsewhere", priority=80, device="cuda")
     kernel("other layout", priority=70, layout="tiled")
+    kernel("other layouts", priority=65, layout=("tiled", "packed"))
+    kernel("two layouts", priority=5, layout=("plain", "packed"))
     kernel("other weight", priority=60, weight=("int4", "int2"))
     kernel("dynamic", priority=50, activation=("int8",))
     problem = Problem("linear", weight.scheme, torch.float32, "cpu")
     assert choose(problem).name == "weight_only_mm"
-    shown = {"picky", "elsewhere", "other layout", "other weight", "dynamic", "int8_weight_mm", "weight_only_mm"}
+    mine = {"picky", "elsewhere", "other layout", "other layouts", "two layouts", "other weight", "dynamic"}
+    shown = mine | {"int8_weight_mm", "weight_only_mm"}
     reasons = [f"{k.name}: {reason}" for k, reason in candidates(problem) if k.name in shown]
     assert candidates(problem)[-1][0].name == "reference"
     assert_expected_inline(
@@ -61,10 +64,12 @@ def test_a_kernel_that_rejects_is_passed_over(weight, kernel, torch_kernels):
 picky: is picky
 elsewhere: runs on cuda, the input is on cpu
 other layout: reads the tiled layout, the weight has plain
+other layouts: reads the packed or tiled layout, the weight has plain
 other weight: takes int2 or int4 weights, this one is int8
 dynamic: needs quantized activations, the scheme is weight-only
 int8_weight_mm: takes bf16 or fp16 activations, got float32
-weight_only_mm: None""",
+weight_only_mm: None
+two layouts: None""",
     )
 
 

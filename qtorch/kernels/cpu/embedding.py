@@ -91,22 +91,19 @@ def _supports(problem: Problem) -> str | None:
     return weight.supports(problem)
 
 
+@register(
+    "embedding",
+    layout=("plain", "packed"),
+    weight=INTEGERS,
+    device="cpu",
+    priority=30,
+    supports=_supports,
+    note="saves memory; and time, only for many long rows in fp32",
+    name="cpu_embedding",
+)
 def _embedding(ids: Tensor, table: Any) -> Tensor:
     scheme = table.scheme
     form = weight.form(scheme)
     rows = ids.reshape(-1)
     y = cpu_embedding(rows, table.qdata, scheme.shape, table.scale, table.zero_point, *form, scheme.dtype)
     return y.reshape(*ids.shape, scheme.shape[1])
-
-
-for _layout in ("plain", "packed"):
-    register(
-        "embedding",
-        layout=_layout,
-        weight=INTEGERS,
-        device="cpu",
-        priority=30,
-        supports=_supports,
-        note="saves memory; and time, only for many long rows in fp32",
-        name=f"cpu_embedding_{_layout}",
-    )(_embedding)

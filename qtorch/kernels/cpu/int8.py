@@ -212,6 +212,17 @@ def _has_few_rows(x: Tensor) -> bool:
     return statically_known_true(x.numel() <= 16 * x.shape[-1])
 
 
+@register(
+    "linear",
+    layout=("plain", "packed"),
+    weight=int8_scaled.INTEGERS,
+    activation=("int8",),
+    device="cpu",
+    priority=30,
+    supports=_supports,
+    checks_memory=True,
+    name="cpu_int8_mm",
+)
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
     if torch.compiler.is_compiling() and _is_better_fused(scheme) and not _has_few_rows(x):
@@ -244,17 +255,3 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     if not torch.compiler.is_compiling() and quantizer and not static:
         _Product.prepare(quantized)
     return from_rows(y, x, bias)
-
-
-for _layout in ("plain", "packed"):
-    register(
-        "linear",
-        layout=_layout,
-        weight=int8_scaled.INTEGERS,
-        activation=("int8",),
-        device="cpu",
-        priority=30,
-        supports=_supports,
-        checks_memory=True,
-        name=f"cpu_int8_mm_{_layout}",
-    )(_linear)

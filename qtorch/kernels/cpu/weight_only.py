@@ -137,6 +137,19 @@ def _supports(problem: Problem) -> str | None:
     return weight.supports(problem)
 
 
+@register(
+    "linear",
+    layout=("plain", "packed"),
+    weight=INTEGERS,
+    activation=(),
+    device="cpu",
+    priority=30,
+    supports=_supports,
+    checks_memory=True,
+    note="for many rows F.linear on the dequantized weight, where that is faster: made on each call, or kept "
+    "within qtorch.config.float_copy_bytes",
+    name="cpu_weight_only_mm",
+)
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
     n = scheme.shape[0]
@@ -146,19 +159,3 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     if not torch.compiler.is_compiling():
         _Product.prepare(quantized)
     return from_rows(y, x, bias)
-
-
-for _layout in ("plain", "packed"):
-    register(
-        "linear",
-        layout=_layout,
-        weight=INTEGERS,
-        activation=(),
-        device="cpu",
-        priority=30,
-        supports=_supports,
-        checks_memory=True,
-        note="for many rows F.linear on the dequantized weight, where that is faster: made on each call, or kept "
-        "within qtorch.config.float_copy_bytes",
-        name=f"cpu_weight_only_mm_{_layout}",
-    )(_linear)

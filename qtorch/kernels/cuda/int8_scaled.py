@@ -77,16 +77,14 @@ def triton_product(
 
 
 def _supports(problem: Problem) -> str | None:
-    layout = problem.scheme.layout
-    if layout.name not in ("plain", "packed"):
-        return f"reads the plain and the packed layout, the weight has {layout.name}"
-    if layout.packed_axis not in (None, -1):
+    if problem.scheme.layout.packed_axis not in (None, -1):
         return "takes codes packed along rows, this weight is transposed"
     return features.cuda_lacks("triton") or supports(problem)
 
 
 @register(
     "linear",
+    layout=("plain", "packed"),
     weight=INTEGERS,
     activation=("int8",),
     device="cuda",

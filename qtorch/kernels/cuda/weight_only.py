@@ -56,8 +56,6 @@ def _supports(problem: Problem) -> str | None:
     scheme = problem.scheme
     if reason := features.cuda_lacks("triton") or needs_matrix(problem):
         return reason
-    if scheme.layout.name not in ("plain", "packed"):
-        return f"reads the plain and the packed layout, the weight has {scheme.layout.name}"
     if scheme.layout.packed_axis not in (None, -1):
         return "takes codes packed along rows, this weight is transposed"
     if problem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -68,7 +66,14 @@ def _supports(problem: Problem) -> str | None:
 
 
 @register(
-    "linear", weight=INTEGERS, activation=(), device="cuda", priority=30, supports=_supports, name="cuda_weight_mm"
+    "linear",
+    layout=("plain", "packed"),
+    weight=INTEGERS,
+    activation=(),
+    device="cuda",
+    priority=30,
+    supports=_supports,
+    name="cuda_weight_mm",
 )
 def cuda_weight_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear with any weight-only integer scheme."""

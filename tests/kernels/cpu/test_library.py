@@ -44,7 +44,7 @@ def layer() -> nn.Linear:
 def test_switched_off():
     done = run(LAYER, QTORCH_CPU_KERNELS="0")
     assert "['linear:weight_only_mm', 'weight_only_mm']" in done.stdout
-    assert "cpu_weight_only_mm_plain: is switched off by QTORCH_CPU_KERNELS=0" in done.stdout
+    assert "cpu_weight_only_mm: is switched off by QTORCH_CPU_KERNELS=0" in done.stdout
     assert done.stderr == ""
 
 
@@ -99,7 +99,7 @@ def test_use_says_what_is_wrong():
 
 
 def test_explain_names_the_kernel():
-    model, text = layer(), "cpu_weight_only_mm_packed"
+    model, text = layer(), "cpu_weight_only_mm"
     with compiled_library.use(None):
         assert f"not {text}: is switched off" in str(qtorch.explain(model))
     if compiled_library.library() is not None:

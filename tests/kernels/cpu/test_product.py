@@ -116,7 +116,7 @@ def _gradient_of_bias(model: nn.Linear) -> None:
 def _record(model: nn.Linear) -> None:
     with record_kernels() as ran:
         model(X)
-    assert ran[0] == "linear:cpu_weight_only_mm_plain"
+    assert ran[0] == "linear:cpu_weight_only_mm"
 
 
 def _other_library(model: nn.Linear) -> None:
