@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..config import config, generation
+from ..config import config
+from ..generation import generation
 from ..primitives.scheme import Scheme
 from ..primitives.spec import QuantSpec
 from .custom_ops import note, recording

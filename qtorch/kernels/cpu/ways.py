@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ...config import generation
+from ...generation import generation
 
 WAYS = {"dot": 0, "tile": 1, "amx": 2, "fixed": 3}
 """Ways of the compiled kernels, and their numbers in src/kernels.cpp."""

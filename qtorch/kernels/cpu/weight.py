@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from ...config import generation
+from ...generation import generation
 from ...layouts.inner_tensors import is_backed
 from ...layouts.packed import packed_length
 from ...primitives.qdtype import qdtype
