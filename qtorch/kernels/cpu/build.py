@@ -59,7 +59,7 @@ def library_path(instruction_set: str, directory: Path = LIBRARIES) -> Path:
 def fingerprint() -> str:
     """Identifies the sources and how they are compiled, so that a library of other ones is never called."""
     digest = hashlib.sha256(repr((_COMMON, FLAGS)).encode())
-    for path in sorted(SOURCES.iterdir()):
+    for path in sorted(path for path in SOURCES.iterdir() if path.suffix in (".h", ".cpp")):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -9,7 +9,7 @@
 // sign.
 #pragma once
 
-#include "dot.h"
+#include "float_dot.h"
 #include "quantize.h"
 
 namespace {

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "amx.h"
+#include "float_tile.h"
 #include "int_dot.h"
-#include "tile.h"
 
 namespace {
 

@@ -5,7 +5,7 @@
 // The inner sum comes from that of the plain products, and from the sums of either operand.
 #pragma once
 
-#include "dot.h"
+#include "float_dot.h"
 #include "quantize.h"
 
 namespace {

@@ -1,22 +1,24 @@
 // Entry points, called from qtorch/kernels/cpu/compiled_library.py. This file is compiled once per instruction set.
-#include "amx.h"
-#include "amx_groups.h"
 #include "dequantize.h"
-#include "dot.h"
 #include "embed.h"
 #include "fixed_dot.h"
+#include "float_amx.h"
+#include "float_dot.h"
+#include "float_tile.h"
+#include "int_amx.h"
+#include "int_dot.h"
 #include "int_tile.h"
-#include "tile.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-enum Path : int64_t { DOT, TILE, AMX, FIXED };
+// As in qtorch/kernels/cpu/ways.py.
+enum Way : int64_t { DOT, TILE, AMX, FIXED };
 
 struct Call {
     Weight weight;
     Input x;
     Output y;
-    int64_t path, threads;
+    int64_t way, threads;
 };
 
 EXPORT const char* qtorch_fingerprint() { return QTORCH_FINGERPRINT; }
@@ -30,9 +32,9 @@ EXPORT int qtorch_ready() {
 #endif
 }
 
-static void multiply_codes(const Weight& w, const Codes& x, const Output& y, int64_t path, int64_t threads) {
-    if (path == TILE && has_tile_groups(w)) multiply_groups_amx(w, x, y, threads);
-    else if (path == DOT) multiply_int_dot(w, x, y, threads);
+static void multiply_codes(const Weight& w, const Codes& x, const Output& y, int64_t way, int64_t threads) {
+    if (way == TILE && has_tile_groups(w)) multiply_groups_amx(w, x, y, threads);
+    else if (way == DOT) multiply_int_dot(w, x, y, threads);
     else multiply_int_tiles(w, x, y, threads);
 }
 
@@ -76,9 +78,9 @@ EXPORT void qtorch_weight_only_mm(const Call* call) {
     const Weight& w = call->weight;
     int64_t rows = call->x.rows;
     if (!w.n) return;
-    // The other paths work on whole vectors of a group.
+    // The other ways work on whole vectors of a group.
     bool whole = w.group == w.k || w.group % AMX_STEP == 0;
-    int64_t chosen = whole && w.k ? call->path : TILE;
+    int64_t chosen = whole && w.k ? call->way : TILE;
 #if defined(__AMX_BF16__)
     constexpr int64_t OTHERWISE = AMX;
 #else
@@ -89,11 +91,11 @@ EXPORT void qtorch_weight_only_mm(const Call* call) {
     for (int64_t m = 0; m < rows; m += step) {
         Input x = call->x.part(m, rows - m < step ? rows - m : step);
         Output y = call->y.part(m);
-        int64_t path = chosen == FIXED && !multiply_fixed(w, x, y, call->threads) ? OTHERWISE : chosen;
-        if (path == DOT) multiply_dot(w, x, y, call->threads);
-        if (path == TILE) multiply_tiles(w, x, y, call->threads);
+        int64_t way = chosen == FIXED && !multiply_fixed(w, x, y, call->threads) ? OTHERWISE : chosen;
+        if (way == DOT) multiply_dot(w, x, y, call->threads);
+        if (way == TILE) multiply_tiles(w, x, y, call->threads);
 #if defined(__AMX_BF16__)
-        if (path == AMX) multiply_amx(w, x, y, call->threads);
+        if (way == AMX) multiply_amx(w, x, y, call->threads);
 #endif
     }
 }
@@ -106,14 +108,14 @@ struct IntCall {
     // Per row, of codes, or those that the quantizer is given; zero (int32) or null.
     float* scale;
     int32_t* zero;
-    int64_t path, threads;
+    int64_t way, threads;
 };
 
 // Groups are whole rows, or multiples of AMX_STEP columns.
 EXPORT void qtorch_int8_mm(const IntCall* call) {
     static thread_local Scratch code_scratch, scale_scratch;
     const Weight& w = call->weight;
-    int64_t rows = call->x.rows, path = call->path, step = path == DOT ? DOT_MAX_ROWS : MAX_CHUNK;
+    int64_t rows = call->x.rows, way = call->way, step = way == DOT ? DOT_MAX_ROWS : MAX_CHUNK;
     for (int64_t m = 0; m < rows; m += step) {
         Input x = call->x.part(m, rows - m < step ? rows - m : step);
         Codes codes{(int8_t*)x.data, x.stride, x.rows, w.k, call->scale + m, call->zero ? call->zero + m : nullptr};
@@ -127,7 +129,7 @@ EXPORT void qtorch_int8_mm(const IntCall* call) {
             }
             quantize_rows(call->quantizer, x, codes, call->threads);
         }
-        multiply_codes(w, codes, call->y.part(m), path, call->threads);
+        multiply_codes(w, codes, call->y.part(m), way, call->threads);
     }
 }
 

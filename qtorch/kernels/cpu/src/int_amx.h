@@ -6,6 +6,7 @@
 // up in registers, 16 rows of the weight by 16 of x, while the tiles multiply the next groups.
 #pragma once
 
+#include "amx.h"
 #include "int_tile.h"
 
 namespace {
