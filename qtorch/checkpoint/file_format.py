@@ -14,11 +14,11 @@ HEADER = "qtorch"
 
 HEADER_CHECKSUM = "qtorch.crc32"
 
-Slot = tuple[nn.Module, str, Tensor]
+Place = tuple[nn.Module, str, Tensor]
 """A place that holds a parameter or buffer: (module, attribute, tensor)."""
 
 
-def slots(model: nn.Module) -> Iterator[tuple[str, Slot]]:
+def places_of(model: nn.Module) -> Iterator[tuple[str, Place]]:
     """Every place that holds a parameter or buffer: (full name, (module, attribute, tensor))."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..dtypes import ConvWeight, QuantizedTensor
 from ..dtypes.conv import CONVS
 from ..prepared_module import PreparedModule
-from .file_format import Slot
+from .file_format import Place
 
 FLOAT_ONLY: tuple[type[nn.Module], ...] = (
     nn.LayerNorm,
@@ -25,33 +25,33 @@ FLOAT_ONLY: tuple[type[nn.Module], ...] = (
 """Modules that no kernel runs with a quantized parameter."""
 
 
-def check_names(path: Path, slots: Mapping[str, Slot], found: set[str]) -> None:
+def check_names(path: Path, places: Mapping[str, Place], found: set[str]) -> None:
     """Raise `ValueError` where the model misses a name of the file, or the file one of the model."""
     problems = []
     # A buffer that the file leaves out keeps the value it has, if it has one.
     missing = [
         name
-        for name, (_, _, tensor) in slots.items()
+        for name, (_, _, tensor) in places.items()
         if name not in found and (isinstance(tensor, nn.Parameter) or tensor.is_meta)
     ]
     if missing:
         problems.append(f"missing key {', '.join(missing[:4])}" + (", ..." if len(missing) > 4 else ""))
-    if unexpected := sorted(found - slots.keys()):
+    if unexpected := sorted(found - places.keys()):
         problems.append(f"unexpected key {', '.join(unexpected[:4])}" + (", ..." if len(unexpected) > 4 else ""))
     if problems:
         raise ValueError(f"{path}: {'; '.join(problems)}; the model is unchanged")
 
 
-def check_fits(path: Path, name: str, slot: Slot, new: Tensor) -> None:
+def check_fits(path: Path, name: str, place: Place, new: Tensor) -> None:
     """Raise `ValueError` where `new` cannot take the place called `name`."""
-    if nn.parameter.is_lazy(slot[2]):
+    if nn.parameter.is_lazy(place[2]):
         raise ValueError(f"{path}: {name} of the model is not initialized yet; run the model once")
-    if problem := _problem(slot, new):
+    if problem := _problem(place, new):
         raise ValueError(f"{path}: {name} {problem}; the model is unchanged")
 
 
-def _problem(slot: Slot, new: Tensor) -> str | None:
-    module, attribute, old = slot
+def _problem(place: Place, new: Tensor) -> str | None:
+    module, attribute, old = place
     if new.shape != old.shape:
         return f"has shape {tuple(new.shape)}, the model's has {tuple(old.shape)}"
     if not isinstance(old, nn.Parameter):

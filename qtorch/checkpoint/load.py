@@ -14,7 +14,7 @@ from ..dtypes.serialize import from_canonical
 from ..install import Change, install, keep_attributes
 from ..model_argument import check_model
 from ..module_repr import show_quantized
-from .file_format import HEADER, HEADER_CHECKSUM, checksum, slots, text_checksum
+from .file_format import HEADER, HEADER_CHECKSUM, checksum, places_of, text_checksum
 from .fit import check_fits, check_names
 from .header import Header
 from .tensor_file import TensorFile
@@ -55,23 +55,23 @@ def load_quantized(
     """
     check_model("load_quantized", model)
     path = Path(path)
-    places = dict(slots(model))
+    places = dict(places_of(model))
     with _open(path, verify, mmap) as checkpoint:
         aliases = checkpoint.header.aliases
         check_names(path, places, checkpoint.header.names)
         loaded: dict[str, Tensor] = {}
         changes: list[Change] = []
-        for name, slot in places.items():
-            module, attribute, old = slot
+        for name, place in places.items():
+            module, attribute, old = place
             source = aliases.get(name, name)
             if source not in checkpoint.header.names:
                 continue
             if source not in loaded:
                 loaded[source] = checkpoint.tensor(source)
-                check_fits(path, name, slot, loaded[source])
+                check_fits(path, name, place, loaded[source])
                 loaded[source] = loaded[source].to(device or ("cpu" if old.is_meta else old.device))
             tensor = loaded[source]
-            check_fits(path, name, slot, tensor)
+            check_fits(path, name, place, tensor)
             if not isinstance(old, nn.Parameter):
                 buffer = tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
                 changes.append(Change(module._buffers, attribute, keep_attributes(buffer, old)))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..dtypes import QuantizedTensor
 from ..dtypes.serialize import to_canonical
-from .file_format import HEADER, HEADER_CHECKSUM, checksum, slots, text_checksum
+from .file_format import HEADER, HEADER_CHECKSUM, checksum, places_of, text_checksum
 from .header import Header
 from .tensor_file import NAMES, write_tensors
 
@@ -71,7 +71,7 @@ def _named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor
     for name, module in source.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ValueError(f"save_quantized: {name or 'the model'} has extra state, which safetensors cannot hold")
-    return {name: tensor for name, (_, _, tensor) in slots(source)}
+    return {name: tensor for name, (_, _, tensor) in places_of(source)}
 
 
 def _canonical(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Header]:

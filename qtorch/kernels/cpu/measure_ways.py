@@ -1,4 +1,4 @@
-"""Measure on this machine which way is fastest for how many rows: `calibrate_cpu`."""
+"""Measure on this machine which way is fastest for how many rows: `measure_cpu_ways`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HOPELESS = 2.0
 Steps = list[tuple[int | None, str]]
 
 
-def calibrate_cpu(path: str | Path) -> dict[str, Steps]:
+def measure_cpu_ways(path: str | Path) -> dict[str, Steps]:
     """Time every way of multiplying on this machine, in about a minute, use the fastest from here on, and save them.
 
     Args:
@@ -51,7 +51,7 @@ def calibrate_cpu(path: str | Path) -> dict[str, Steps]:
     """
     compiled = library()
     if compiled is None:
-        raise RuntimeError("calibrate_cpu measures the compiled kernels, and there are none")
+        raise RuntimeError("measure_cpu_ways measures the compiled kernels, and there are none")
     there = [way for way in ways.WAYS if way != "amx" or compiled.instruction_set == "amx"]
     table: dict[str, Steps] = {}
     for size, packed, grouped in itertools.product(SIZES, (False, True), (False, True)):
@@ -90,7 +90,7 @@ class _Weights:
             with ways.force(way):
                 if not int8:
                     return cpu_weight_only_mm(x, codes, self.size, self.scale, None, *kind, *self.bounds, "INT", None)
-                quantizer = [-127.0, 127.0, 0.0, 1e-30, 1e30]
+                quantizer = [-127.0, 127.0, 0.0, 0.0, 1e-30, 1e30]
                 return cpu_int8_mm(x, None, None, quantizer, codes, self.size, self.scale, None, *kind, x.dtype, None)
 
         # Dot products read the weight once every eight rows.

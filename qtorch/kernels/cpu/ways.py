@@ -1,7 +1,7 @@
 """Which way of multiplying is taken for how many rows: measured, per instruction set, kind and size of weight, dtype.
 
 `ways.json` has, for each of those, a list of (largest number of rows, way); of weight-only layers a second one,
-"copied", for where a dequantized copy of the weight may be kept (see `float_copies`). `calibrate_cpu` measures them
+"copied", for where a dequantized copy of the weight may be kept (see `float_copies`). `measure_cpu_ways` measures them
 anew; the file that it writes is used where QTORCH_CPU_CHOICES names it, or after `load`.
 """
 
@@ -34,7 +34,7 @@ _forced: list[str] = []
 
 
 def load(path: str | Path) -> None:
-    """Use the choices of a file that `calibrate_cpu` wrote; those for instruction sets that it lacks stay.
+    """Use the choices of a file that `measure_cpu_ways` wrote; those for instruction sets that it lacks stay.
 
     Raises:
         ValueError: the file has something else.

@@ -26,7 +26,7 @@ from ..custom_ops import note
 SHIPPED = Path(__file__).parent / "configs"
 
 Shape = tuple[int, int, int]
-Problem = tuple[str, str, Shape]
+LaunchKey = tuple[str, str, Shape]
 """(op, dtype, (M, N, K)), M a power of two."""
 
 
@@ -74,7 +74,7 @@ class Table:
         self.capability = tuple(content["capability"])
         self.multiprocessors: int = content["multiprocessors"]
         self.measured: str | None = content["measured"]
-        self.entries: dict[Problem, LaunchConfig] = {}
+        self.entries: dict[LaunchKey, LaunchConfig] = {}
         for entry in content["configs"]:
             entry = dict(entry)
             problem = (entry.pop("op"), entry.pop("dtype"), (entry.pop("m"), entry.pop("n"), entry.pop("k")))
@@ -136,7 +136,7 @@ def _own_file() -> Path | None:
 
 
 # While tuning: what has been timed so far; None while not.
-_tuned: dict[Problem, LaunchConfig] | None = {} if os.environ.get("QTORCH_AUTOTUNE") == "1" else None
+_tuned: dict[LaunchKey, LaunchConfig] | None = {} if os.environ.get("QTORCH_AUTOTUNE") == "1" else None
 _forced: list[LaunchConfig] = []
 
 
@@ -197,7 +197,7 @@ def _fastest(run: Callable[[LaunchConfig], None], candidates: Iterable[LaunchCon
 
 
 @contextmanager
-def autotune(save_to: str | os.PathLike[str] | None = None) -> Iterator[dict[Problem, LaunchConfig]]:
+def autotune(save_to: str | os.PathLike[str] | None = None) -> Iterator[dict[LaunchKey, LaunchConfig]]:
     """Within the ``with`` block, time the candidates of each GPU kernel at the first call with a new shape, and use the
     fastest from then on: seconds for each shape. Gives the configurations found.
 
