@@ -5,7 +5,6 @@ y[i] = dequantize(w)[ids[i]]
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,8 +19,9 @@ from ..linear.int8_scaled import INTEGERS
 from ..registry import Problem, register
 from . import weight
 from .compiled_library import TYPES, library, threads
+from .structs import EmbedCall, Ids, Output, Weight, struct_of
 
-_CALL = struct.Struct("=8q")
+_pack_weight, _pack_call = struct_of(Weight).pack, struct_of(EmbedCall).pack
 
 
 @opaque(lambda ids, codes, shape, *rest: ids.new_empty(ids.shape[0], shape[1], dtype=rest[-1]))
@@ -57,7 +57,7 @@ def cpu_embedding(
     n, k = shape
     compiled, middle = library(), (low + high + 1) / 2
     fields = weight.CompiledWeight.of(codes, scale, zero_point, n, k, dtype, packed, domain, middle).fields
-    if compiled is None or not fields or ids.dtype not in (torch.int64, torch.int32):
+    if compiled is None or fields is None or ids.dtype not in (torch.int64, torch.int32):
         note("cpu_embedding.torch")
         rows, kind = codes.index_select(0, ids), qdtype(dtype)
         return dequantize_affine(
@@ -75,9 +75,9 @@ def cpu_embedding(
     ids = ids.contiguous()
     count = ids.shape[0]
     y = torch.empty(count, k, dtype=output_dtype)
-    indices = (ids.data_ptr(), ids.dtype == torch.int64, count)
-    output = (y.data_ptr(), TYPES[output_dtype], k, 0)
-    wrong = compiled.embed(weight.STRUCT.pack(*fields) + _CALL.pack(*indices, *output, threads()))
+    indices = Ids(ids.data_ptr(), ids.dtype == torch.int64, count)
+    output = Output(y.data_ptr(), TYPES[output_dtype], k, bias=0)
+    wrong = compiled.embed(_pack_weight(*fields) + _pack_call(*indices, *output, threads()))
     if wrong >= 0:
         raise IndexError(f"embedding: index out of range: {int(ids[wrong])}, the table has {n} rows")
     return y

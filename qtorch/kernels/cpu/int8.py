@@ -6,7 +6,6 @@ The activation is quantized in the same call, row by row, where its spec is one 
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,17 +27,16 @@ from ..registry import Problem, register
 from ..rows import from_rows, to_rows
 from . import weight
 from .compiled_library import TYPES, library, threads
-from .product import Numerics, Product
+from .compiled_linear import CompiledLinear, Numerics
+from .structs import Input, IntCall, Output, Quantizer, Weight, pack, struct_of
 
 GROUP_MULTIPLE = 32
 """What the groups of a weight are multiples of."""
 
-_CALL = struct.Struct("=12q2d4q")
 
-
-class _Product(Product):
+class _Int8Linear(CompiledLinear):
     __slots__ = ()
-    name, layout = "int8_mm", _CALL
+    name, call = "int8_mm", IntCall
 
 
 @opaque(lambda x, xs, xz, quantizer, codes, n, *rest: x.new_empty(x.shape[0], n, dtype=rest[-2]))
@@ -77,8 +75,8 @@ def cpu_int8_mm(
     weight.check_bias(bias, dtype, n)
     numerics = _numerics(quantizer)
     about = (x.dtype, dtype, "int8", numerics)
-    product = _Product.of(codes, ws, wz, n, k, weight_dtype, packed, "INT", 0.0, *about)
-    compiled, way = product.compiled, product.way(m)
+    layer = _Int8Linear.of(codes, ws, wz, n, k, weight_dtype, packed, "INT", 0.0, *about)
+    compiled, way = layer.compiled, layer.way(m)
     if compiled is None or way == "torch":
         note("cpu_int8_mm.torch")
         if x.dtype is not torch.int8:
@@ -95,7 +93,7 @@ def cpu_int8_mm(
     if xs is not None:
         xs, xz = _of_rows(xs, xz, m, writable=x.dtype is not torch.int8)
         numerics = _numerics(quantizer, xs.data_ptr(), 0 if xz is None else xz.data_ptr())
-    return product.run(x, x.stride(0), m, (m, n), bias, way, numerics)
+    return layer.run(x, x.stride(0), m, (m, n), bias, way, numerics)
 
 
 @implement("int8_product", "cpu")
@@ -111,8 +109,12 @@ def compiled_product(
 
 def _numerics(quantizer: Sequence[float], scale: int = 0, zero_point: int = 0) -> Numerics:
     """What the struct says of x: how to quantize it, or where its scales and zero points are."""
+    return *_quantizer_of(quantizer), scale, zero_point
+
+
+def _quantizer_of(quantizer: Sequence[float]) -> Quantizer:
     low, high, asymmetric, given, smallest, largest = quantizer or (0, 0, 0, 0, 0.0, 0.0)
-    return int(low), int(high), int(asymmetric), int(given), smallest, largest, scale, zero_point
+    return Quantizer(int(low), int(high), int(asymmetric), int(given), smallest, largest)
 
 
 def _of_rows(xs: Tensor, xz: Tensor | None, m: int, writable: bool) -> tuple[Tensor, Tensor | None]:
@@ -141,10 +143,16 @@ def quantize_rows(
         scale, zero_point = _of_rows(xs, xz, m, writable=True)
     else:
         scale, zero_point = torch.empty(m, 1), torch.empty(m, 1, dtype=torch.int32) if quantizer[2] else None
-    no_weight = bytes(weight.STRUCT.size)
-    matrices = (x.data_ptr(), TYPES[x.dtype], x.stride(0), m, codes.data_ptr(), TYPES[torch.int8], k, 0)
-    numerics = _numerics(quantizer, scale.data_ptr(), 0 if zero_point is None else zero_point.data_ptr())
-    compiled.quantize_rows(no_weight + _CALL.pack(*matrices, *numerics, 0, threads()))
+    call = IntCall(
+        x=Input(x.data_ptr(), TYPES[x.dtype], x.stride(0), m),
+        y=Output(codes.data_ptr(), TYPES[torch.int8], k, bias=0),
+        quantizer=_quantizer_of(quantizer),
+        scale=scale.data_ptr(),
+        zero=0 if zero_point is None else zero_point.data_ptr(),
+        way=0,
+        threads=threads(),
+    )
+    compiled.quantize_rows(bytes(struct_of(Weight).size) + pack(call))
     return codes, scale, zero_point
 
 
@@ -253,5 +261,5 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
         added,
     )
     if not torch.compiler.is_compiling() and quantizer and not static:
-        _Product.prepare(quantized)
+        _Int8Linear.prepare(quantized)
     return from_rows(y, x, bias)

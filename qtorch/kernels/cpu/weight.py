@@ -1,9 +1,8 @@
-"""A quantized weight as the compiled kernels read it: the struct `Weight` of src/weight.h."""
+"""A quantized weight as the compiled kernels read it: a `structs.Weight`, made and checked once."""
 
 from __future__ import annotations
 
 import functools
-import struct
 import weakref
 from typing import Any, ClassVar, TypeVar
 
@@ -17,8 +16,7 @@ from ...primitives.qdtype import qdtype
 from ...primitives.scheme import Scheme
 from ..registry import Problem, needs_matrix
 from .compiled_library import TYPES, missing
-
-STRUCT = struct.Struct("=14qd")
+from .structs import Weight
 
 SIZES = {number: dtype.itemsize for dtype, number in TYPES.items()}
 """Bytes of an element by the number of its type."""
@@ -34,7 +32,7 @@ class CompiledWeight:
 
     Attributes:
         about: what it was made of beside tensors.
-        fields: values of the struct; none if the tensors do not lie in memory as the kernels need them.
+        fields: the struct; None if the tensors do not lie in memory as the kernels need them.
     """
 
     __slots__ = ("_codes", "_generation", "_inference", "_scale", "_state", "_zero_point", "about", "fields")
@@ -149,7 +147,7 @@ def _fields(
     packed: bool,
     domain: str,
     middle: float,
-) -> tuple[float, ...]:
+) -> Weight | None:
     kind = qdtype(dtype)
     tensors = [scale] if zero_point is None else [scale, zero_point]
     if (
@@ -157,48 +155,38 @@ def _fields(
         or (n > 1 and codes.stride(0) < codes.shape[1])
         or not all(t.is_contiguous() and t.dtype in TYPES for t in tensors)
     ):
-        return ()
+        return None
     half = 2 ** (kind.bits - 1)
     center = half if packed or not kind.is_signed else 0
     zero_code = 0 if kind.is_signed else half
     groups = scale.shape[1]
-    return (
-        codes.data_ptr(),
-        codes.stride(0),
-        kind.bits if packed else 0,
-        center,
-        n,
-        k,
-        k // groups,
-        groups,
-        scale.data_ptr(),
-        TYPES[scale.dtype],
-        groups if scale.shape[0] > 1 else 0,
-        0 if zero_point is None else zero_point.data_ptr(),
-        0 if zero_point is None else TYPES[zero_point.dtype],
-        domain != "FLOAT",
-        zero_code - (middle if domain == "FLOAT" else 0.0),
+    return Weight(
+        codes=codes.data_ptr(),
+        row_bytes=codes.stride(0),
+        bits=kind.bits if packed else 0,
+        center=center,
+        n=n,
+        k=k,
+        group=k // groups,
+        groups=groups,
+        scale=scale.data_ptr(),
+        scale_type=TYPES[scale.dtype],
+        scale_stride=groups if scale.shape[0] > 1 else 0,
+        zero=0 if zero_point is None else zero_point.data_ptr(),
+        zero_type=0 if zero_point is None else TYPES[zero_point.dtype],
+        zero_is_code=domain != "FLOAT",
+        shift=zero_code - (middle if domain == "FLOAT" else 0.0),
     )
 
 
-def part(values: tuple[float, ...], start: int, stop: int) -> tuple[float, ...]:
-    """The struct of rows `start` to `stop` of the weight whose struct has these values."""
-    codes, row_bytes, bits, center, _, k, group, groups, scale, scale_type, stride, zero, zero_type, *rest = values
-    return (
-        codes + start * row_bytes,
-        row_bytes,
-        bits,
-        center,
-        stop - start,
-        k,
-        group,
-        groups,
-        scale + start * stride * SIZES[int(scale_type)],
-        scale_type,
-        stride,
-        zero and zero + start * stride * SIZES[int(zero_type)],
-        zero_type,
-        *rest,
+def part(whole: Weight, start: int, stop: int) -> Weight:
+    """The struct of rows `start` to `stop` of a weight."""
+    skipped = start * whole.scale_stride
+    return whole._replace(
+        codes=whole.codes + start * whole.row_bytes,
+        n=stop - start,
+        scale=whole.scale + skipped * SIZES[whole.scale_type],
+        zero=whole.zero and whole.zero + skipped * SIZES[whole.zero_type],
     )
 
 

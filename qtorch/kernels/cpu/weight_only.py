@@ -9,7 +9,6 @@ of them, it runs on the dequantized weight: a slice at a time, or on a copy that
 
 from __future__ import annotations
 
-import struct
 from typing import Any, NamedTuple
 
 import torch
@@ -24,18 +23,17 @@ from ..registry import Problem, register
 from ..rows import from_rows, to_rows
 from . import weight
 from .compiled_library import TYPES, Library, threads
+from .compiled_linear import CompiledLinear
 from .float_copies import float_copy, wanted
-from .product import Product
-
-_CALL = struct.Struct("=10q")
+from .structs import NO_INPUT, Call, Output, Weight, pack
 
 SLICE_BYTES = 8 << 20
 """Of a weight that is dequantized on each call: large enough for a fast product, small enough to stay in cache."""
 
 
-class _Product(Product):
+class _WeightOnlyLinear(CompiledLinear):
     __slots__ = ()
-    name, layout = "weight_only_mm", _CALL
+    name, call = "weight_only_mm", Call
 
     def find_way(self, rows: int) -> str:
         """Also "copy": F.linear on a dequantized copy, if there is room for it."""
@@ -72,15 +70,17 @@ def cpu_weight_only_mm(
     m, k = x.shape
     weight.check_bias(bias, x.dtype, n)
     middle = (low + high + 1) / 2
-    product = _Product.of(codes, scale, zero_point, n, k, dtype, packed, domain, middle, x.dtype, x.dtype, x.dtype, ())
-    compiled, way = product.compiled, product.way(m)
+    layer = _WeightOnlyLinear.of(
+        codes, scale, zero_point, n, k, dtype, packed, domain, middle, x.dtype, x.dtype, x.dtype, ()
+    )
+    compiled, way = layer.compiled, layer.way(m)
     if compiled is not None and way == "copy":
-        made = _Dequantized(compiled, product.fields, n, k, x.dtype)
+        made = _Dequantized(compiled, layer.fields, n, k, x.dtype)
         copy = float_copy(codes, scale, zero_point, x.dtype, made.rows, n * k * x.element_size())
         if copy is not None:
             note("cpu_weight_only_mm.float_copy")
             return functional.linear(x, copy, bias)
-        way = product.choose(m)
+        way = layer.choose(m)
     if compiled is None or way == "torch":
         note("cpu_weight_only_mm.torch")
         if packed:
@@ -91,16 +91,16 @@ def cpu_weight_only_mm(
     if recording():
         note(f"cpu_weight_only_mm.{compiled.instruction_set}.{way}")
     if way == "float":
-        return _multiply_slices(x, _Dequantized(compiled, product.fields, n, k, x.dtype), bias)
+        return _multiply_slices(x, _Dequantized(compiled, layer.fields, n, k, x.dtype), bias)
     x = x if x.stride(1) == 1 else x.contiguous()
-    return product.run(x, x.stride(0), m, (m, n), bias, way, ())
+    return layer.run(x, x.stride(0), m, (m, n), bias, way, ())
 
 
 class _Dequantized(NamedTuple):
     """A weight (n, k) that `fields` describe, as floating-point numbers."""
 
     library: Library
-    fields: tuple[float, ...]
+    fields: Weight | None
     n: int
     k: int
     dtype: torch.dtype
@@ -109,9 +109,10 @@ class _Dequantized(NamedTuple):
         """Rows from `start` to `stop`, all without; written into `out` if given."""
         stop = self.n if stop is None else stop
         out = torch.empty(stop - start, self.k, dtype=self.dtype) if out is None else out
-        fields = weight.part(self.fields, start, stop)
-        output = (out.data_ptr(), TYPES[self.dtype], self.k, 0)
-        self.library.dequantize(weight.STRUCT.pack(*fields) + _CALL.pack(0, 0, 0, 0, *output, 0, threads()))
+        output = Output(out.data_ptr(), TYPES[self.dtype], self.k, bias=0)
+        assert self.fields is not None
+        call = Call(x=NO_INPUT, y=output, way=0, threads=threads())
+        self.library.dequantize(pack(weight.part(self.fields, start, stop)) + pack(call))
         return out
 
 
@@ -157,5 +158,5 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     form = weight.form(scheme)
     y = cpu_weight_only_mm(to_rows(x), quantized.qdata, n, quantized.dense_scale(), quantized.zero_point, *form, added)
     if not torch.compiler.is_compiling():
-        _Product.prepare(quantized)
+        _WeightOnlyLinear.prepare(quantized)
     return from_rows(y, x, bias)

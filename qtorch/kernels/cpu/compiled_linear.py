@@ -2,12 +2,11 @@
 
 In a model whose weights stream through the caches, the Python that a layer runs has been pushed out of them since the
 layer before, and takes five to ten times as long as in a loop. So from its second call on a layer goes from `F.linear`
-straight to `Product.linear`, which looks at the input and at little else.
+straight to `CompiledLinear.linear`, which looks at the input and at little else.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -16,8 +15,9 @@ from torch import Tensor, nn
 
 from . import ways
 from .compiled_library import TYPES, library, threads
+from .structs import pack, struct_of
 from .ways import WAYS
-from .weight import STRUCT, CompiledWeight, fits
+from .weight import CompiledWeight, fits
 
 Numerics = tuple[float, ...]
 
@@ -40,12 +40,11 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return _allocate(shape, strides, dtype)
 
 
-class Product(CompiledWeight):
+class CompiledLinear(CompiledWeight):
     """y (M, N) of inputs x (M, K) of one dtype; a subclass per compiled function.
 
-    A subclass gives the function's `name` in `Library`, and the `layout` of what its struct has after the weight:
-    pointer, type, row length and rows of x; pointer, type and row length of y; pointer of the bias; `numerics`; way;
-    threads.
+    A subclass gives the function's `name` in `Library`, and the struct that it takes after the weight, which has `x`,
+    `y`, the values of `numerics`, `way` and `threads`.
 
     Attributes:
         source, dtype: dtypes of x and y.
@@ -53,10 +52,23 @@ class Product(CompiledWeight):
         numerics: what the function is told of how x is quantized.
     """
 
-    __slots__ = ("_call", "_key", "_n", "_row", "_types", "_ways", "_weight", "compiled", "dtype", "numerics", "source")
+    __slots__ = (
+        "_call",
+        "_key",
+        "_n",
+        "_pack",
+        "_row",
+        "_types",
+        "_ways",
+        "_weight",
+        "compiled",
+        "dtype",
+        "numerics",
+        "source",
+    )
 
     name: ClassVar[str]
-    layout: ClassVar[struct.Struct]
+    call: ClassVar[type]
 
     def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
         """See `of`; `about` goes on with the dtypes of x and y, what `choices` calls x, and numerics."""
@@ -64,7 +76,8 @@ class Product(CompiledWeight):
         n, k, _, packed, _, _, self.source, self.dtype, kind, self.numerics = about
         self.compiled = library() if self.fields else None
         if self.compiled is not None:
-            self._call, self._weight = getattr(self.compiled, self.name), STRUCT.pack(*self.fields)
+            self._call, self._weight = getattr(self.compiled, self.name), pack(self.fields)
+        self._pack = struct_of(self.call).pack
         self._types = TYPES[self.source], TYPES[self.dtype]
         self._n, self._row = n, (k,)
         self._key = ways.key_of(kind, packed, scale.shape[1] > 1, n * k)
@@ -102,7 +115,8 @@ class Product(CompiledWeight):
         y = _empty(shape, self.dtype)
         x_type, y_type = self._types
         pointer = 0 if bias is None else bias.data_ptr()
-        of_call = self.layout.pack(
+        # By position, in the order of the fields: to make the tuple takes longer than all else here.
+        of_call = self._pack(
             x.data_ptr(), x_type, stride, rows, y.data_ptr(), y_type, self._n, pointer, *numerics, WAYS[way], threads()
         )
         self._call(self._weight + of_call)

@@ -1,0 +1,123 @@
+"""The structs that the compiled kernels take, field for field as src/ declares them.
+
+A call hands over the bytes of a `Weight` and then those of a call, all fields 8 bytes long. A field that is a struct
+in C++ is one here.
+"""
+
+import functools
+import struct
+from typing import Any, NamedTuple, get_type_hints
+
+
+class Weight(NamedTuple):
+    """src/weight.h. Pointers are addresses, types are numbers of `compiled_library.TYPES`."""
+
+    codes: int
+    row_bytes: int
+    bits: int
+    center: int
+    n: int
+    k: int
+    group: int
+    groups: int
+    scale: int
+    scale_type: int
+    scale_stride: int
+    zero: int
+    zero_type: int
+    zero_is_code: int
+    shift: float
+
+
+class Input(NamedTuple):
+    """src/matrix.h"""
+
+    data: int
+    type: int
+    stride: int
+    rows: int
+
+
+class Output(NamedTuple):
+    """src/matrix.h"""
+
+    data: int
+    type: int
+    n: int
+    bias: int
+
+
+class Quantizer(NamedTuple):
+    """src/quantize.h"""
+
+    low: int
+    high: int
+    asymmetric: int
+    given: int
+    smallest: float
+    largest: float
+
+
+class Ids(NamedTuple):
+    """src/embed.h"""
+
+    data: int
+    is_64_bit: int
+    count: int  # type: ignore[assignment]  # hides a method of tuples
+
+
+class Call(NamedTuple):
+    """src/kernels.cpp, without the weight that comes first; so the two below."""
+
+    x: Input
+    y: Output
+    way: int
+    threads: int
+
+
+class IntCall(NamedTuple):
+    """For int8 activations."""
+
+    x: Input
+    y: Output
+    quantizer: Quantizer
+    scale: int
+    zero: int
+    way: int
+    threads: int
+
+
+class EmbedCall(NamedTuple):
+    """For rows of an embedding."""
+
+    ids: Ids
+    y: Output
+    threads: int
+
+
+NO_INPUT = Input(0, 0, 0, 0)
+
+
+@functools.cache
+def struct_of(kind: Any) -> struct.Struct:
+    """The bytes of a struct, from its fields in order."""
+    return struct.Struct("=" + _formats(kind))
+
+
+def pack(values: Any) -> bytes:
+    """The bytes of one of the above."""
+    kind: Any = type(values)
+    return struct_of(kind).pack(*_flat(values))
+
+
+def _formats(kind: type) -> str:
+    formats = {int: "q", float: "d"}
+    return "".join(formats.get(of_field) or _formats(of_field) for of_field in get_type_hints(kind).values())
+
+
+def _flat(values: Any) -> Any:
+    for value in values:
+        if isinstance(value, tuple):
+            yield from value
+        else:
+            yield value

@@ -1,0 +1,50 @@
+"""The structs handed to C++ have the fields that C++ declares, in the same order."""
+
+import re
+from typing import get_type_hints
+
+import pytest
+
+from qtorch.kernels.cpu import structs
+from qtorch.kernels.cpu.build import SOURCES
+
+SIZE = 8
+DECLARED = "".join(re.sub(r"//.*", "", path.read_text()) for path in SOURCES.glob("*.[ch]*"))
+
+
+def declared(name: str) -> list[tuple[str, str]]:
+    """(name, type) of the fields of a C++ struct; its methods come last."""
+    body = re.search(rf"struct {name} {{(.*?)\n}};", DECLARED, re.S).group(1)
+    fields = []
+    for statement in body.split(";"):
+        if "(" in statement:
+            break
+        if found := re.fullmatch(r"\s*(?:const )?(\w+)(\*?) (\w+(?:, \w+)*)\s*", statement):
+            kind, pointer, names = found.groups()
+            fields += [(field, "pointer" if pointer else kind) for field in names.split(", ")]
+        else:
+            assert not statement.strip(), statement
+    return fields
+
+
+@pytest.mark.parametrize("name", ["Weight", "Input", "Output", "Quantizer", "Ids", "Call", "IntCall", "EmbedCall"])
+def test_fields_are_those_of_the_source(name):
+    fields = declared(name)
+    if name.endswith("Call"):
+        assert fields.pop(0) == ("weight", "Weight")
+    ours = get_type_hints(getattr(structs, name))
+    assert [field for field, _ in fields] == list(ours)
+    for field, kind in fields:
+        expected = {"int64_t": int, "double": float, "pointer": int}.get(kind) or getattr(structs, kind)
+        assert ours[field] is expected, field
+    assert structs.struct_of(getattr(structs, name)).size == SIZE * len(list(flat(ours)))
+
+
+def flat(hints):
+    for hint in hints.values():
+        yield from flat(get_type_hints(hint)) if hasattr(hint, "_fields") else [hint]
+
+
+def test_bytes():
+    call = structs.Call(x=structs.Input(1, 2, 3, 4), y=structs.Output(5, 6, 7, 8), way=9, threads=10)
+    assert structs.pack(call) == b"".join(i.to_bytes(8, "little") for i in range(1, 11))
