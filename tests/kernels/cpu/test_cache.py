@@ -83,7 +83,7 @@ class Checkout:
     def compiled(self) -> int:
         return self.log.read_text().count("compiled") if self.log.exists() else 0
 
-    def compiled_library(self) -> Path:
+    def library(self) -> Path:
         folder = self.cache / "qtorch" / cache.folder().name
         return build.library_path(self.instruction_set, folder)
 
