@@ -1,4 +1,4 @@
-"""Convolution with a quantized weight and a floating-point activation: dequantize the weight, then torch's own.
+"""Convolution with a quantized weight and a floating-point activation: dequantize the weight, then call torch.
 
     y = conv(x, dequantize(w)) + bias
 
@@ -26,10 +26,14 @@ CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d
     note="dequantizes the weight on each call: it saves memory, not time",
 )
 def dequantized_conv(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, window: Window) -> Tensor:
-    """x (B, C, *sizes), a weight that shows as (N, C / groups, *kernel) and is held as a matrix: (B, N, *positions), in
-    the dtype of x."""
+    """(B, N, *positions) in the dtype of x.
+
+    Args:
+        x: (B, C, *sizes).
+        weight: of shape (N, C / groups, *kernel), stored as a matrix.
+    """
     values = from_matrix(weight.scheme.weight.dequantize(*weight.plain(), x.dtype), weight.scheme.shape)
-    if not is_channels_last(x):  # else the result would be, which not all that reads it may take
+    if not is_channels_last(x):  # else the result would be channels-last, which its readers may not support
         values = values.contiguous()
     _, stride, padding, dilation, groups = window
     return CONVOLUTIONS[len(window.kernel)](x, values, bias, stride, padding, dilation, groups)

@@ -5,8 +5,8 @@ directly; `torch.compile` and `torch.export` see one operator with a fake implem
 guard and no batch size a recompilation. `Library.define` + `impl` costs about 15 us less a call than
 `torch.library.custom_op`.
 
-`implement` adds a device's own implementation, from a file of that device; this is the only place that asks which
-device a tensor is on. `by_device` makes the same possible for a function that a compiler is to see through.
+`implement` registers an implementation for one type of device, in a file of that device. `by_device` allows the same
+for a function that a compiler traces.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _records: list[list[str]] = []
 
 
 def opaque(fake: Function) -> Callable[[F], F]:
-    """Decorator: register a function as ``torch.ops.qtorch.<name>``, with the schema that its annotations say.
+    """Decorator: register a function as ``torch.ops.qtorch.<name>``; its schema follows from its annotations.
 
     Args:
-        fake: takes the same arguments, and gives an empty result of the right shape, dtype and device.
+        fake: takes the same arguments and returns an empty result of the right shape, dtype and device.
 
-    The first argument of the function is a tensor: its device decides which implementation runs.
+    The first argument of the function is a tensor. Its device selects the implementation.
     """
 
     def decorate(function: F) -> F:
@@ -58,9 +58,9 @@ def opaque(fake: Function) -> Callable[[F], F]:
 
 
 def by_device(function: F) -> F:
-    """Decorator: a function, its first argument a tensor, that devices can have implementations of their own of.
+    """Decorator: let `implement` replace the function on a type of device, that of its first argument, a tensor.
 
-    A compiler traces the implementation of the device, where it would see an opaque operator as one node.
+    A compiler traces the implementation, unlike that of an opaque operator.
     """
     own = _devices_of(function.__name__)
 
@@ -72,18 +72,19 @@ def by_device(function: F) -> F:
 
 
 def implement(name: str, device: str, *, where: bool = True) -> Callable[[F], F]:
-    """Decorator: what the operation of this name, opaque or `by_device`, runs on a type of device (``"cuda"``).
+    """Decorator: implement an operation, `opaque` or `by_device`, for a type of device such as ``"cuda"``.
 
     Args:
-        where: whether this process can run it; otherwise nothing is registered.
+        name: of the operation, which is that of its function.
+        where: whether this process can run the implementation; if not, it is not registered.
 
     Raises:
-        ValueError: there is no such operation, or the device has an implementation of it.
+        ValueError: no operation has that name, or it already has an implementation for the device.
     """
 
     def decorate(function: F) -> F:
         if name not in _implementations:
-            raise ValueError(f"implement: there is no operation named {name}")
+            raise ValueError(f"implement: no operation is named {name}")
         own = _implementations[name]
         if where:
             if device in own:
@@ -97,7 +98,7 @@ def implement(name: str, device: str, *, where: bool = True) -> Callable[[F], F]
 
 
 def portable(operation: F) -> F:
-    """The code of an operation for devices without an implementation of their own."""
+    """The function that runs an operation on devices without an implementation."""
     return operation.__wrapped__  # type: ignore[attr-defined]
 
 
@@ -107,14 +108,14 @@ def implementations() -> list[str]:
 
 
 def _devices_of(name: str) -> dict[str, Function]:
-    """The table of a new operation: implementations by device type."""
+    """Enter a new operation; its implementations by device type."""
     if name in _implementations:
-        raise ValueError(f"there is an operation named {name} already")
+        raise ValueError(f"an operation is named {name} already")
     return _implementations.setdefault(name, {})
 
 
 def _runner(name: str, function: Function, own: dict[str, Function]) -> Function:
-    """What runs an opaque operator: the implementation that `own` has for the device, or else `function`."""
+    """The eager call of an opaque operator: the implementation in `own` for the device, else `function`."""
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
@@ -130,8 +131,8 @@ def _runner(name: str, function: Function, own: dict[str, Function]) -> Function
 
 
 def _run_examples(overload: Any, keyset: Any, *args: Any) -> Any:
-    """An opaque operator under `torch.func.vmap`: one example at a time, since it may read memory, which batched
-    tensors do not have."""
+    """An opaque operator under `torch.func.vmap`: one example at a time, because it may read memory and batched tensors
+    have no memory."""
     from torch._functorch.autograd_function import custom_function_call_vmap_helper
     from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 

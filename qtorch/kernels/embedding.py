@@ -1,4 +1,4 @@
-"""Embedding: gather the rows asked for, then dequantize only those.
+"""Embedding: gather the requested rows, then dequantize only those.
 
 y[i] = dequantize(w)[ids[i]]
 """
@@ -36,7 +36,7 @@ def _supports_rows(problem: Problem) -> str | None:
 
 @register("embedding", layout="packed", priority=10, supports=_supports_rows, note=NOTE)
 def gather_packed_rows(ids: Tensor, weight: Any) -> Tensor:
-    """`gather_rows` of a weight in the packed layout: only the rows asked for are unpacked."""
+    """`gather_rows` of a weight in the packed layout: only the requested rows are unpacked."""
     rows = weight.qdata.index_select(0, ids.reshape(-1))
     codes = unpack_codes(rows, weight.scheme.weight.dtype, weight.scheme.shape[1])
     return _dequantize_rows(ids, codes, weight)
@@ -44,8 +44,8 @@ def gather_packed_rows(ids: Tensor, weight: Any) -> Tensor:
 
 @register("embedding", layout="semi_sparse", priority=10, supports=_supports_rows)
 def gather_semi_sparse_rows(ids: Tensor, weight: Any) -> Tensor:
-    """`gather_rows` of a weight in the semi-sparse layout: only the rows asked for are unpacked, except on CUDA, whose
-    compressed form has no rows."""
+    """`gather_rows` of a weight in the semi-sparse layout: only the requested rows are unpacked, except on CUDA, where
+    the compressed form has no rows."""
     flat = ids.reshape(-1)
     if weight.scheme.layout.can_view(weight.qdata):
         rows = weight.qdata.index_select(0, flat)
@@ -56,7 +56,7 @@ def gather_semi_sparse_rows(ids: Tensor, weight: Any) -> Tensor:
 
 
 def _dequantize_rows(ids: Tensor, codes: Tensor, weight: Any) -> Tensor:
-    """Of the codes of the rows `ids`."""
+    """Dequantize `codes`, those of the rows `ids`."""
     scheme, zero_point = weight.scheme, weight.zero_point
     rows, columns = block_of(scheme.shape, weight.scale.shape)
     block_ids = ids.reshape(-1) // rows

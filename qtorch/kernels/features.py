@@ -1,4 +1,4 @@
-"""What this processor and this GPU can do, as far as the choice of a kernel depends on it."""
+"""Features of the CPU and the GPU that the choice of a kernel depends on."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def cpu_has(feature: str) -> bool:
 
 
 def _int_mm_is_exact() -> bool:
-    """Without these instructions, or told by ONEDNN_MAX_CPU_ISA not to use them, oneDNN adds pairs of products with
-    saturation in 16 bits: `torch._int_mm` is then wrong wherever codes are large."""
+    """Whether `torch._int_mm` is exact. Without VNNI, or if ONEDNN_MAX_CPU_ISA forbids it, oneDNN adds pairs of
+    products in 16 bits, and large codes saturate."""
     codes = torch.full((64, 256), 127, dtype=torch.int8)
     return bool((torch._int_mm(codes, codes.t()) == 127 * 127 * 256).all())
 
 
 def cuda_lacks(feature: str) -> str | None:
-    """Why `feature` is not there, None if it is: ``"triton"``, or ``"float8"``, products of float8 (compute capability
-    8.9 and up). Without a GPU the answer is that of a current one."""
+    """Why a feature is missing, None if it is available: ``"triton"``, or ``"float8"``, float8 products (compute
+    capability 8.9 and up). Without a GPU, the answer is that for a recent GPU."""
     return _cuda_lacks(feature)
 
 
-# What torch.compiler.assume_constant_result sets: a compiler that traces takes the answer for a constant.
+# As torch.compiler.assume_constant_result does: the answer is a constant of a compiled graph.
 cuda_lacks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -50,5 +50,5 @@ def _cuda_lacks(feature: str) -> str | None:
 def _importable(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ValueError:  # sys.modules has None there: it was blocked
+    except ValueError:  # sys.modules maps the name to None: the import is blocked
         return False

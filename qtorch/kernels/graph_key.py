@@ -1,7 +1,7 @@
-"""What a compiled graph depends on beside its inputs, for the keys of torch's caches of graphs on disk.
+"""What a compiled graph depends on besides its inputs: a part of the keys of torch's graph caches on disk.
 
-torch identifies a graph by the operations before they are lowered: `F.linear` of a quantized weight. What that becomes
-is for this library to say, of this version, with the kernels that there are.
+torch identifies a graph by its operations before lowering, such as `F.linear` of a quantized weight. How qtorch lowers
+them depends on its version and on the registered kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .registry import names
 
 
 def graph_key(device: str) -> str:
-    """Differs where one `F.linear` on a type of device may become different graphs."""
+    """A string that differs whenever `F.linear` on this type of device may be lowered differently."""
     compiled = library() if device == "cpu" else None
     return " ".join([_sources(), "" if compiled is None else compiled.instruction_set, *names(), *implementations()])
 

@@ -2,9 +2,9 @@
 
     y[b, n, p] = sum_{c, t} x[b, c, stride p + dilation t - padding] w[n, c, t]
 
-Each output position p of an image has one row, (kernel position t, input channel c), so that a scale per row is one for
-each window; the weight is a matrix (N, T * C), so that a scale per row is one for each output channel, and groups run
-along the channels. Channels come last because they are gathered ten times as fast so: whole pixels are copied.
+Each output position p of an image is one row, indexed by (kernel position t, input channel c): a scale per row is one
+per window. The weight is a matrix (N, T * C): a scale per row is one per output channel, and groups run along the
+channels. Channels come last because whole pixels are then copied, which is ten times as fast.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch.nn import functional
 Size = int | Sequence[int]
 
 WINDOW_BYTES = 4 << 20
-"""Of the windows that are gathered at a time."""
+"""Size of the windows that are gathered at a time."""
 
 
 class Window(NamedTuple):
-    """What a convolution reads for one output position, one number for each axis of an image; `padding` is that of
-    either end."""
+    """What a convolution reads for one output position, one number per axis of an image. `padding` is added at both
+    ends."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -52,10 +52,10 @@ def prepare_conv(
         weight: the shape (N, C / groups, *kernel).
 
     Returns:
-        x, padded where ``padding='same'`` takes more at one end than at the other; the window.
+        x, padded where ``padding='same'`` needs more at one end than at the other; the window.
 
     Raises:
-        ValueError: what does not fit.
+        ValueError: the arguments do not fit each other.
     """
     if len(weight) != ndim + 2 or x.dim() != ndim + 2:
         raise ValueError(
@@ -106,8 +106,8 @@ def multiply_windows(x: Tensor, window: Window, multiply: Callable[[Tensor, int]
     Returns:
         (B, N, *positions); channels last where x is, else contiguous.
 
-    In eager mode and without gradients, `WINDOW_BYTES` of windows are gathered at a time. A compiler fuses gathering
-    into what is done with the rows.
+    In eager mode without gradients, `WINDOW_BYTES` of windows are gathered at a time. A compiler fuses gathering with
+    what follows.
     """
     windows = _windows(x, window)
     pieces = [windows] if torch.compiler.is_compiling() or torch.is_grad_enabled() else _pieces(windows)
@@ -138,7 +138,7 @@ def both_ends(padding: Sequence[int]) -> list[int]:
 
 
 def _pieces(windows: Tensor) -> Iterator[Tensor]:
-    """Whole images, or where one is too large, parts of it along its first axis; in order."""
+    """The windows in pieces of at most `WINDOW_BYTES`: whole images, or parts of one along its first axis; in order."""
     limit = WINDOW_BYTES // windows.element_size()
     of_image = max(1, math.prod(windows.shape[1:]))
     if of_image <= limit:
@@ -162,7 +162,7 @@ def _joined(parts: list[Tensor], axis: int) -> Tensor:
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Whether x (B, C, *sizes) lies in memory so, and not as (B, C, *sizes) too."""
+    """Whether x (B, C, *sizes) is contiguous in channels-last order and in that order only."""
     if x.dim() not in (4, 5) or x.is_contiguous():
         return False
     return x.is_contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)

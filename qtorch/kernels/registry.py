@@ -1,9 +1,9 @@
 """The kernel registry: which implementation runs for an operation on a quantized weight, and why.
 
-An implementation registers itself, in its own file, with what it needs; `lookup` asks every candidate once per problem
-and remembers the answer. The reference implementation accepts everything and comes last. When it, or a kernel that
-emulates what the device lacks, is all that is left, that is said once per reason, or is an error under
-``qtorch.config.strict``.
+Each implementation registers itself, in its own file, with its requirements. `lookup` asks every candidate once per
+problem and caches the answer. The reference implementation accepts every problem and has the lowest priority. When only
+the reference, or a kernel that emulates instructions which the device lacks, accepts a problem, the registry warns once
+per reason, or raises under ``qtorch.config.strict``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .custom_ops import note, recording
 
 
 class QuantizedWeight(Protocol):
-    """What a kernel may ask of a weight, beside the plain inner tensors that its layout names."""
+    """The attributes of a weight that a kernel may use, besides the inner tensors that its layout names."""
 
     scheme: Scheme
     act_scale: Tensor | None
@@ -59,9 +59,10 @@ class Kernel:
         priority: the highest that accepts a problem runs.
         supports: further conditions; returns why not, or None.
         note: what a user should know when it runs (its accuracy, say); shown by `explain`.
-        emulates: it does in floating point what the device has no instructions for; running it is falling back.
-        checks_memory: it looks whether the memory of the weight's tensors is there, on its device; others are asked to
-            run only where that was seen.
+        emulates: it computes in floating point, because the device has no instructions for the format. Running it
+            counts as a fallback.
+        checks_memory: it checks that the memory of the weight's tensors exists on its device. Other kernels run only
+            after the caller has checked.
     """
 
     name: str
@@ -84,7 +85,7 @@ class Kernel:
 
     @functools.cached_property
     def falls_back(self) -> bool:
-        """Whether running it is worth a word."""
+        """Whether running it is reported as a fallback."""
         return self.is_reference or self.emulates
 
     def __call__(self, *args: Any) -> Tensor:
@@ -134,7 +135,7 @@ class FallbackError(RuntimeError):
 
 
 def needs_matrix(problem: Problem) -> str | None:
-    """A condition that most kernels share, for `supports`: a 2-d weight."""
+    """A condition for `supports` that most kernels share: the weight is 2-d."""
     shape = problem.scheme.shape
     return None if len(shape) == 2 else f"takes a 2-d weight, this one has shape {shape}"
 
@@ -191,7 +192,7 @@ def deregister(op: str, name: str) -> None:
     """Remove a kernel.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: no kernel has that name.
     """
     found = [k for k in _kernels if k.op == op and k.name == name]
     if not found:
@@ -201,7 +202,7 @@ def deregister(op: str, name: str) -> None:
 
 
 def forget_choices() -> None:
-    """Look everything up anew: which kernels there are, or what one supports, has changed."""
+    """Clear the cached choices: a kernel was added or removed, or what one supports has changed."""
     _chosen.clear()
     generation.end()
 
@@ -212,7 +213,7 @@ def kernels(op: str) -> list[Kernel]:
 
 
 def names() -> list[str]:
-    """Of all kernels, with their operations."""
+    """``"operation:kernel"`` of all kernels."""
     return [f"{kernel.op}:{kernel.name}" for kernel in _kernels]
 
 
@@ -222,7 +223,7 @@ def candidates(problem: Problem) -> list[tuple[Kernel, str | None]]:
 
 
 def choose(problem: Problem) -> Kernel:
-    """The best kernel that accepts the problem, without a word about falling back.
+    """The best kernel that accepts the problem; a fallback is not reported.
 
     Raises:
         RuntimeError: two kernels of the same priority accept it.

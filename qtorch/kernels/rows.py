@@ -1,4 +1,4 @@
-"""A layer's input of any rank as the rows of a matrix, and its result in the input's shape."""
+"""Reshape a layer's input of any rank to a matrix, and its result back."""
 
 from __future__ import annotations
 

@@ -113,12 +113,12 @@ def test_implementations_are_listed_once():
 
 
 def test_what_implement_refuses():
-    with pytest.raises(ValueError, match="no operation named nothing"):
+    with pytest.raises(ValueError, match="no operation is named nothing"):
         implement("nothing", "cpu")(_scale_on_cpu)
     with pytest.raises(ValueError, match="_test_scale has an implementation for cpu already"):
         implement("_test_scale", "cpu")(_scale_on_cpu)
     implement("_test_scale", "cpu", where=False)(_scale_on_cpu)
-    with pytest.raises(ValueError, match="an operation named _test_scale already"):
+    with pytest.raises(ValueError, match="an operation is named _test_scale already"):
         opaque(torch.empty_like)(portable(_test_scale))
 
 

@@ -1,9 +1,9 @@
-"""Compiled kernels of the user: built at first use where the package has none, and kept for the next process.
+"""The user's cache of compiled kernels: built at first use if the package has no library, and kept for later processes.
 
     $XDG_CACHE_HOME/qtorch/cpu-<platform>-<fingerprint>/libqtorch_<instruction set>.so        (~/.cache by default)
 
-To load a library is to run its code: the folders are made with mode 0700, and nothing is loaded from a place that
-another user could have written to.
+Loading a library runs its code: the folders are created with mode 0700, and nothing is loaded from a place that another
+user could have written to.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def folder() -> Path:
-    """Where libraries of these sources are kept for this user.
+    """The folder of this user's libraries of these sources.
 
     Raises:
         RuntimeError: the user has no home directory.
@@ -34,7 +34,7 @@ def folder() -> Path:
 
 
 def find(instruction_set: str) -> tuple[Path | None, str]:
-    """The library of an instruction set; or none, and why, which is empty if it was never built."""
+    """(path, reason): the library of an instruction set; or None and why, empty if it was never built."""
     try:
         path = library_path(instruction_set, folder())
     except RuntimeError:
@@ -46,7 +46,7 @@ def find(instruction_set: str) -> tuple[Path | None, str]:
 
 
 def find_or_compile(instruction_set: str) -> tuple[Path | None, str]:
-    """The library of an instruction set, compiled if it never was, by this process or another one; or none, and why."""
+    """`find`, but compile a library that was never built, in this process or by waiting for another that does."""
     found, reason = find(instruction_set)
     if found or reason:
         return found, reason
@@ -80,7 +80,7 @@ def find_or_compile(instruction_set: str) -> tuple[Path | None, str]:
 
 
 def prepare(directory: Path) -> str:
-    """Make the folder; why it cannot be made or may not be used, empty if it can."""
+    """Create the folder. Returns why it cannot be created or used, empty if it can."""
     if not hasattr(os, "geteuid"):
         return "compiled kernels cannot be kept for a user on this system"
     try:
@@ -92,7 +92,7 @@ def prepare(directory: Path) -> str:
 
 
 def distrust(directory: Path, *files: Path) -> str:
-    """Why nothing may be loaded from the folder; empty if it may.
+    """Why libraries in the folder may not be loaded; empty if they may.
 
     The folder, the one above it and the files have to be this user's own and writable by nobody else. The folders
     above these, in which another user could exchange them, have to be this user's or root's, and writable by nobody
@@ -117,7 +117,7 @@ def distrust(directory: Path, *files: Path) -> str:
 
 
 def _shared(status: os.stat_result) -> bool:
-    """Whether others can write to it. The group of a user alone, as many systems make it, is no other."""
+    """Whether other users can write to it. A group whose only member is the user does not count as others."""
     if status.st_mode & 0o002 or not status.st_mode & 0o020:
         return bool(status.st_mode & 0o002)
     import grp
@@ -132,8 +132,8 @@ def _shared(status: os.stat_result) -> bool:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold the lock file; the system releases it when a process dies. Where files cannot be locked, two processes may
-    compile the same library: then the one that ends last replaces the other's, whole."""
+    """Hold the lock file, which the system releases when a process dies. Where files cannot be locked, two processes
+    may compile the same library; the last one replaces the file atomically."""
     import fcntl
 
     with path.open("w") as file:

@@ -1,8 +1,9 @@
 """The compiled kernels: which build is loaded, and how it is called.
 
-There is one library per instruction set (`build.py`); the best that this machine runs is loaded at first use, from the
-folder beside this file, from an installed copy that a checkout shadows, or from the user's cache, into which it is
-compiled if it is nowhere (`cache.py`). They take plain pointers in one struct, and share the threads of torch.
+There is one library per instruction set (`build.py`). The best one that this machine runs is loaded at first use: from
+the folder beside this file, from an installed copy that a checkout shadows, or from the user's cache, where it is
+compiled if it exists nowhere (`cache.py`). Its functions take plain pointers in one struct (`structs.py`) and use
+torch's threads.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Library:
 
 
 def _share_threads() -> None:
-    """Make the OpenMP runtime that torch has loaded known to our libraries, which are linked to none."""
+    """Make the OpenMP runtime that torch has loaded visible to our libraries, which are linked without one."""
     try:
         maps = Path("/proc/self/maps").read_text()
         found = re.findall(r"\S*/lib(?:gomp|iomp5|omp)[-.\w]*", maps)
@@ -92,12 +93,12 @@ def runs_here(instruction_set: str) -> bool:
 
 
 def installed() -> list[Path]:
-    """Folders of libraries that installing made: the package's own, and those of copies that it shadows, which
-    ``python -m`` in a checkout does to what pip installed. QTORCH_CPU_LIBRARIES names the only one."""
+    """Folders of libraries made at installation: that of this package, and those of the copies that it shadows, as a
+    checkout shadows what pip installed. QTORCH_CPU_LIBRARIES names a single folder instead."""
     if os.environ.get("QTORCH_CPU_LIBRARIES"):
         return [LIBRARIES]
     own = HERE.parents[2].absolute()
-    # Behind the one that was imported, and not what depends on the directory that the process is in.
+    # Only entries after the imported copy, and none that depends on the working directory.
     path = [Path(entry) for entry in sys.path if os.path.isabs(entry)]
     behind = path[path.index(own) + 1 :] if own in path else path
     copies = (entry / HERE.absolute().relative_to(own) / "lib" for entry in behind)
@@ -106,7 +107,7 @@ def installed() -> list[Path]:
 
 @functools.cache
 def _load(path: Path, instruction_set: str) -> Library | str:
-    """The library, or why it cannot be had."""
+    """The library, or why it cannot be loaded."""
     try:
         return Library(instruction_set, path)
     except (OSError, AttributeError) as error:
@@ -128,14 +129,14 @@ def _installed(instruction_set: str) -> Library | str:
 def _of_user(instruction_set: str, may_compile: bool) -> Library | str:
     if os.environ.get("QTORCH_CPU_LIBRARIES"):
         return ""
-    # A forked child compiles nothing: its parent's threads and locks are gone, and it may have little time.
+    # A forked child does not compile: it lacks its parent's threads and locks, and may have little time.
     look = cache.find_or_compile if may_compile and not _forked else cache.find
     path, reason = look(instruction_set)
     return _load(path, instruction_set) if path else reason
 
 
 def find(instruction_set: str) -> Library | str:
-    """The library of an instruction set, if there is one of these sources, or why there is none; compiles nothing."""
+    """The library of an instruction set if one of these sources exists, else why not; nothing is compiled."""
     found = _installed(instruction_set)
     if isinstance(found, str):
         found = _of_user(instruction_set, may_compile=False) or found
@@ -156,7 +157,7 @@ def _choose() -> Library | str:
     names = [wanted] if wanted else list(reversed(instruction_sets()))
     reasons = dict.fromkeys(names, "this machine does not have it")
     names = [name for name in names if name in instruction_sets() and runs_here(name)]
-    # Installing tried to build all of them: what it could not build is not tried again.
+    # Installation tried to build all of them; those that failed are not tried again.
     for look in (_installed, functools.partial(_of_user, may_compile=True)):
         for name in names:
             found = look(name)
@@ -173,13 +174,13 @@ def _choose() -> Library | str:
 
 
 def library() -> Library | None:
-    """The library in use, None if there is none; `missing` says why."""
+    """The library in use, or None; `missing` says why."""
     found = _found()
     return found if isinstance(found, Library) else None
 
 
 def missing() -> str | None:
-    """Why there is no library; None if there is one."""
+    """Why no library is in use; None if one is."""
     found = _found()
     return found if isinstance(found, str) else None
 
@@ -190,7 +191,7 @@ def _found() -> Library | str:
 
 @contextmanager
 def use(instruction_set: str | None) -> Iterator[None]:
-    """Run the build for `instruction_set`, or with None no compiled kernel, inside the ``with`` block; for tests and
+    """Use the library for `instruction_set`, or with None no compiled kernel, inside the ``with`` block; for tests and
     measurements.
 
     Raises:
@@ -213,5 +214,5 @@ def use(instruction_set: str | None) -> Iterator[None]:
 
 
 def threads() -> int:
-    """Threads that a kernel may use: torch's; one in a forked child, which has none of its parent's pool."""
+    """Threads that a kernel may use: torch's; in a forked child one, because it lacks its parent's pool."""
     return 1 if _forked else torch.get_num_threads()

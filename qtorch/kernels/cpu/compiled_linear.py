@@ -1,8 +1,8 @@
-"""A weight and the compiled function that multiplies with it: all that a call needs beside its input.
+"""A weight and the compiled function that multiplies with it: all that a call needs besides its input.
 
-In a model whose weights stream through the caches, the Python that a layer runs has been pushed out of them since the
-layer before, and takes five to ten times as long as in a loop. So from its second call on a layer goes from `F.linear`
-straight to `CompiledLinear.linear`, which looks at the input and at little else.
+Where the weights of a model stream through the caches, they evict the Python code that layers run, which then takes
+five to ten times as long as in a loop. So from the second call of a layer on, `F.linear` calls `CompiledLinear.linear`
+at once, which checks the input and little else.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from .weight import CompiledWeight, fits
 
 Numerics = tuple[float, ...]
 
-# What compiled graphs allocate with: it takes half the time of what goes through the dispatcher.
+# The allocator of compiled graphs: it takes half the time of one that goes through the dispatcher.
 _allocate: Callable[..., Tensor] | None = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
 
 FEW_ROWS = 64
-"""Ways are kept for so many rows, not for every length of a prompt."""
+"""The way is cached for up to this many rows, not for every length of a prompt."""
 
 _PLAIN = (Tensor, nn.Parameter)
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A contiguous tensor without values."""
+    """A contiguous, uninitialized tensor."""
     if _allocate is None:
         return torch.empty(shape, dtype=dtype, device="cpu")
     strides: tuple[int, ...] = (1,)
@@ -41,15 +41,15 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class CompiledLinear(CompiledWeight):
-    """y (M, N) of inputs x (M, K) of one dtype; a subclass per compiled function.
+    """y (M, N) for inputs x (M, K) of one dtype; one subclass per compiled function.
 
-    A subclass gives the function's `name` in `Library`, and the struct that it takes after the weight, which has `x`,
-    `y`, the values of `numerics`, `way` and `threads`.
+    A subclass has the function's `name` in `Library`, and `call`, the struct that the function takes after the weight:
+    `x`, `y`, the values of `numerics`, `way` and `threads`.
 
     Attributes:
         source, dtype: dtypes of x and y.
-        compiled: the library, None if there is none or it does not take the weight.
-        numerics: what the function is told of how x is quantized.
+        compiled: the library, None if it is missing or does not accept the weight.
+        numerics: fields of the struct that say how x is quantized.
     """
 
     __slots__ = (
@@ -71,7 +71,7 @@ class CompiledLinear(CompiledWeight):
     call: ClassVar[type]
 
     def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
-        """See `of`; `about` goes on with the dtypes of x and y, what `choices` calls x, and numerics."""
+        """See `of`; the last of `about` are the dtypes of x and y, the name of x in `ways`, and numerics."""
         super().__init__(codes, scale, zero_point, *about)
         n, k, _, packed, _, _, self.source, self.dtype, kind, self.numerics = about
         self.compiled = library() if self.fields else None
@@ -84,7 +84,7 @@ class CompiledLinear(CompiledWeight):
         self._ways: dict[int, str] = {}
 
     def way(self, rows: int) -> str:
-        """How this many rows are multiplied."""
+        """The way for this many rows."""
         way = self._ways.get(rows)
         if way is None:
             way = self.find_way(rows)
@@ -93,11 +93,11 @@ class CompiledLinear(CompiledWeight):
         return way
 
     def find_way(self, rows: int) -> str:
-        """The same, without memory."""
+        """The way for this many rows, looked up."""
         return self.choose(rows)
 
     def choose(self, rows: int, suffix: str = "") -> str:
-        """By `choices`, for the name of the problem with a suffix; "torch" if nothing is compiled."""
+        """As `ways` has it for this kind of weight, with a suffix to its name; "torch" if nothing is compiled."""
         compiled = self.compiled
         return "torch" if compiled is None else ways.choose(compiled.instruction_set, self._key + suffix, rows)
 
@@ -111,11 +111,11 @@ class CompiledLinear(CompiledWeight):
         way: str,
         numerics: Numerics,
     ) -> Tensor:
-        """y in this shape, from x with `stride` elements from one row to the next, by one of `choices.WAYS`."""
+        """y in this shape, from x whose rows are `stride` elements apart, by one of `ways.WAYS`."""
         y = _empty(shape, self.dtype)
         x_type, y_type = self._types
         pointer = 0 if bias is None else bias.data_ptr()
-        # By position, in the order of the fields: to make the tuple takes longer than all else here.
+        # By position, in the order of the struct's fields: making the named tuple would take four times as long.
         of_call = self._pack(
             x.data_ptr(), x_type, stride, rows, y.data_ptr(), y_type, self._n, pointer, *numerics, WAYS[way], threads()
         )
@@ -123,7 +123,7 @@ class CompiledLinear(CompiledWeight):
         return y
 
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor | None:
-        """`F.linear` of x (..., K) with the weight that this was made of; None where that takes more than one call."""
+        """`F.linear` of x (..., K) with the weight that this was made from; None if one compiled call cannot do it."""
         shape = x.shape
         if (
             x.dtype is not self.dtype
@@ -141,8 +141,8 @@ class CompiledLinear(CompiledWeight):
 
     @classmethod
     def prepare(cls, weight: Any) -> None:
-        """Let the next `F.linear` with this weight go straight to the product that the last one made."""
+        """Let the next `F.linear` with this weight call `linear` of what the last one made at once."""
         made = cls._made.get(id(weight.qdata))
-        # Under autocast the input has another dtype than the weight; outside, that is an error.
+        # Only under autocast may the dtype of the input differ from that of the weight.
         if made is not None and made.source is made.dtype is weight.scheme.dtype:
             vars(weight)["fast_linear"] = made.linear

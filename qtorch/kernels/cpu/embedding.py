@@ -1,4 +1,4 @@
-"""Embedding, compiled: the equation and the bits of `gather_rows`.
+"""Embedding, compiled: the equation and the exact results of `gather_rows`.
 
 y[i] = dequantize(w)[ids[i]]
 """

@@ -1,8 +1,8 @@
 """Dequantized copies of weights, kept within `qtorch.config.float_copy_bytes`.
 
-For layers that are faster in floating point. A copy belongs to the tensor of codes that it was made from: it goes when
-that goes, and is not used once that, its scale or its zero point was written to. Nothing of it is in the weight, so
-that it is never saved, moved or copied along.
+They serve layers that are faster in floating point. A copy belongs to the tensor of codes that it was made from: it is
+freed with that tensor, and not used after the codes, scale or zero point were written to. The weight holds no reference
+to its copy, so it is never saved, moved or copied with the weight.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Entry(NamedTuple):
 
 
 _entries: dict[_Key, _Entry] = {}
-_lock = threading.RLock()  # the callback of a weak reference comes at any time, in any thread
+_lock = threading.RLock()  # the callback of a weak reference may run at any time, in any thread
 
 
 def _after_fork() -> None:
@@ -41,7 +41,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def wanted() -> bool:
-    """Whether there may be copies; those of a limit that is 0 by then are dropped."""
+    """Whether the limit allows copies; existing ones are dropped if it is 0 now."""
     if config.float_copy_bytes <= 0 and _entries:
         clear()
     return config.float_copy_bytes > 0
@@ -50,11 +50,11 @@ def wanted() -> bool:
 def float_copy(
     codes: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype, make: Callable[[], Tensor], size: int
 ) -> Tensor | None:
-    """The copy in `dtype` of the weight that these tensors are, from `make` at the first call; None where it, of `size`
-    bytes, would exceed the limit."""
+    """The copy in `dtype` of the weight with these tensors, made by `make` at the first call; None if its `size` in
+    bytes would exceed the limit."""
     tensors = (codes, scale) if zero_point is None else (codes, scale, zero_point)
     if any(tensor.is_inference() for tensor in tensors):
-        return None  # writing to them leaves no trace
+        return None  # their versions do not count writes
     versions = tuple(tensor._version for tensor in tensors)
     key = (id(codes), dtype)
     found = _entries.get(key)
@@ -70,7 +70,7 @@ def float_copy(
 
 
 def used() -> int:
-    """Bytes that all copies take."""
+    """Bytes of all copies."""
     return sum(entry.copy.nbytes for entry in list(_entries.values()))
 
 

@@ -1,6 +1,6 @@
-"""Linear with int8 activations and integer weights, compiled: the equation and the bits of `int8_scaled_mm`.
+"""Linear with int8 activations and integer weights, compiled: the equation and the exact results of `int8_scaled_mm`.
 
-The activation is quantized in the same call, row by row, where its spec is one that rows alone decide.
+The activation is quantized in the same call if its spec quantizes each row by itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .compiled_linear import CompiledLinear, Numerics
 from .structs import Input, IntCall, Output, Quantizer, Weight, pack, struct_of
 
 GROUP_MULTIPLE = 32
-"""What the groups of a weight are multiples of."""
+"""The size of the groups of a weight is a multiple of this."""
 
 
 class _Int8Linear(CompiledLinear):
@@ -57,10 +57,10 @@ def cpu_int8_mm(
     """The equation, y (M, N).
 
     Args:
-        x: (M, K) int8 codes; or fp32, bf16 or fp16, and then quantized here.
-        xs, xz: scale and zero point, (M, 1) or (1, 1), of codes, or to quantize floating point with; None for a scale
-            that follows from each row.
-        quantizer: of floating point: (low, high, asymmetric, given, smallest scale, largest scale); see
+        x: (M, K) int8 codes; or fp32, bf16 or fp16, which is quantized here.
+        xs, xz: scale and zero point, (M, 1) or (1, 1), of the codes or to quantize x with; None to choose them from
+            each row.
+        quantizer: for x in floating point: (low, high, asymmetric, given, smallest scale, largest scale); see
             `row_quantizer` and `static_quantizer`.
         codes: (N, K) int8 or uint8, or packed along K.
         ws, wz: (N, G), or (1, 1).
@@ -100,7 +100,7 @@ def cpu_int8_mm(
 def compiled_product(
     xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None, group: int, dtype: torch.dtype
 ) -> Tensor:
-    """See `int8_product`: compiled for groups; one group leaves a compiler something to fuse."""
+    """See `int8_product`: compiled for a weight with groups; with one, torch operators, which a compiler can fuse."""
     if group % GROUP_MULTIPLE:
         return portable(int8_product)(xq, xs, xz, wq, ws, wz, group, dtype)
     kind = "int8" if wq.dtype == torch.int8 else "uint8"
@@ -108,7 +108,7 @@ def compiled_product(
 
 
 def _numerics(quantizer: Sequence[float], scale: int = 0, zero_point: int = 0) -> Numerics:
-    """What the struct says of x: how to quantize it, or where its scales and zero points are."""
+    """The fields of the struct about x: how to quantize it, and the addresses of its scales and zero points."""
     return *_quantizer_of(quantizer), scale, zero_point
 
 
@@ -118,7 +118,7 @@ def _quantizer_of(quantizer: Sequence[float]) -> Quantizer:
 
 
 def _of_rows(xs: Tensor, xz: Tensor | None, m: int, writable: bool) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point for each row; in memory of their own for a quantizer, which writes NaN into some scales."""
+    """Scale and zero point for each row; `writable` if a quantizer may write NaN into the scales."""
     scale = xs.float().expand(m, 1)
     scale = scale.clone(memory_format=torch.contiguous_format) if writable else scale.contiguous()
     return scale, None if xz is None else xz.to(torch.int32).expand(m, 1).contiguous()
@@ -127,11 +127,11 @@ def _of_rows(xs: Tensor, xz: Tensor | None, m: int, writable: bool) -> tuple[Ten
 def quantize_rows(
     x: Tensor, quantizer: list[float], xs: Tensor | None = None, xz: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(codes, scale, zero_point) of the rows of x (M, K), as a `row_quantizer` says, or a `static_quantizer` with the
-    scale and zero point that are given.
+    """(codes, scale, zero_point) of the rows of x (M, K), by a `row_quantizer`, or by a `static_quantizer` with the
+    given scale and zero point.
 
     Raises:
-        RuntimeError: there is no compiled library.
+        RuntimeError: no compiled library is in use.
     """
     compiled = library()
     if compiled is None:
@@ -158,8 +158,8 @@ def quantize_rows(
 
 @functools.cache
 def row_quantizer(spec: QuantSpec) -> tuple[float, ...] | None:
-    """(low, high, asymmetric, given, smallest scale, largest scale) of a spec that the compiled quantizer follows, or
-    None."""
+    """(low, high, asymmetric, given, smallest scale, largest scale) for a spec with dynamic scales; None if the
+    compiled quantizer does not support it."""
     symmetric = spec.mapping is MappingType.SYMMETRIC and not spec.has_zero_point
     asymmetric = spec.mapping is MappingType.ASYMMETRIC and spec.zero_point_domain.name == "INT"
     if (
@@ -179,7 +179,7 @@ def row_quantizer(spec: QuantSpec) -> tuple[float, ...] | None:
 
 @functools.cache
 def static_quantizer(spec: QuantSpec) -> tuple[float, ...] | None:
-    """The same of a spec whose scale and zero point are given."""
+    """`row_quantizer` for a spec whose scale and zero point are given."""
     integers = spec.zero_point_domain.name != "FLOAT" or not spec.has_zero_point
     if spec.dtype is not qdtype("int8") or not integers or spec.rounding is not Rounding.NEAREST_EVEN:
         return None
@@ -200,8 +200,8 @@ def _supports(problem: Problem) -> str | None:
 
 
 def _is_better_fused(scheme: Scheme) -> bool:
-    """Whether a compiler does better with torch's own product, around which it fuses quantization and scales: for a
-    scale per row, where torch multiplies int8 on matrix tiles."""
+    """Whether a compiled graph is faster with torch's own product, which the compiler fuses with quantization and
+    scales: with a scale per row, where torch multiplies int8 on matrix tiles."""
     compiled = library()
     plain = scheme.layout.packed_axis is None and scheme.weight.dtype.storage == torch.int8
     one_group = scheme.weight.scale_shape(scheme.shape)[1] == 1
@@ -209,12 +209,12 @@ def _is_better_fused(scheme: Scheme) -> bool:
     return compiled is not None and compiled.instruction_set == "amx" and plain and one_group and not zero_points
 
 
-# A constant of the graph, as the choice of the kernel is; see `dtypes.linear`.
+# A constant of the graph, like the choice of the kernel; see `dtypes.linear`.
 _is_better_fused._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _has_few_rows(x: Tensor) -> bool:
-    """Whether there are at most 16, as far as a compiler knows without asking for it: no batch size becomes a guard."""
+    """Whether a compiler knows, without a guard on the batch size, that there are at most 16 rows."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(x.numel() <= 16 * x.shape[-1])

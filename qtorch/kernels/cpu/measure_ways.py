@@ -1,4 +1,4 @@
-"""Measure on this machine which way is fastest for how many rows: `measure_cpu_ways`."""
+"""`measure_cpu_ways`: measure which way is fastest for how many rows on this machine."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from .int8 import cpu_int8_mm
 from .weight_only import cpu_weight_only_mm
 
 ROWS = {"small": (1, 2, 4, 8, 16, 32, 64, 256, 1024), "large": (1, 2, 4, 8, 12, 16, 32, 64, 256)}
-"""Numbers of rows that are measured, by size of the weight."""
+"""Numbers of rows to measure, by size of the weight."""
 
 SIZES = {"small": 512, "large": 2048}
 """Rows and columns of the weight."""
 
 COPIES = 8
-"""Weights that take turns, so that large ones come from memory as in a model."""
+"""Weights used in turn, so that large ones are read from memory as in a model."""
 
 ROUNDS = 5
 
 HOPELESS = 2.0
-"""A way that takes so many times the least in the first turn gets no other."""
+"""A way that takes this many times the least time in the first round is not measured again."""
 
 Steps = list[tuple[int | None, str]]
 
 
 def measure_cpu_ways(path: str | Path) -> dict[str, Steps]:
-    """Time every way of multiplying on this machine, in about a minute, use the fastest from here on, and save them.
+    """Time every way of multiplying on this machine, which takes about a minute; use and save the fastest ones.
 
     Args:
         path: JSON file to write; the environment variable QTORCH_CPU_CHOICES makes later processes read it.
@@ -47,11 +47,11 @@ def measure_cpu_ways(path: str | Path) -> dict[str, Steps]:
         For each kind of problem, (largest number of rows, way).
 
     Raises:
-        RuntimeError: there are no compiled kernels.
+        RuntimeError: no compiled kernels are in use.
     """
     compiled = library()
     if compiled is None:
-        raise RuntimeError("measure_cpu_ways measures the compiled kernels, and there are none")
+        raise RuntimeError("measure_cpu_ways measures the compiled kernels, which are missing")
     there = [way for way in ways.WAYS if way != "amx" or compiled.instruction_set == "amx"]
     table: dict[str, Steps] = {}
     for size, packed, grouped in itertools.product(SIZES, (False, True), (False, True)):
@@ -69,7 +69,7 @@ def measure_cpu_ways(path: str | Path) -> dict[str, Steps]:
 
 
 class _Weights:
-    """Random ones of a kind."""
+    """Random weights of one kind."""
 
     def __init__(self, size: int, packed: bool, grouped: bool) -> None:
         kind = qdtype("int4" if packed else "int8")
@@ -93,7 +93,7 @@ class _Weights:
                 quantizer = [-127.0, 127.0, 0.0, 0.0, 1e-30, 1e30]
                 return cpu_int8_mm(x, None, None, quantizer, codes, self.size, self.scale, None, *kind, x.dtype, None)
 
-        # Dot products read the weight once every eight rows.
+        # Dot products read the whole weight for every eight rows.
         names = [way for way in names if way != "dot" or len(x) <= 16]
         found: dict[str, Callable[[], Tensor]] = {way: functools.partial(multiply, way) for way in names}
         if not int8:
@@ -103,7 +103,7 @@ class _Weights:
 
 
 def _times(calls: Mapping[str, Callable[[], Tensor]]) -> dict[str, float]:
-    """The least time of each call, in turns."""
+    """The least time of each call, over rounds in which they take turns."""
     times = dict.fromkeys(calls, float("inf"))
     for turn in range(ROUNDS):
         least = min(times.values())
@@ -117,8 +117,8 @@ def _times(calls: Mapping[str, Callable[[], Tensor]]) -> dict[str, float]:
 
 
 def _steps(times: Mapping[int, Mapping[str, float]], without: Collection[str] = ()) -> Steps:
-    """The fastest way for each number of rows, neighbours of the same way joined; a single one that differs from both
-    its neighbours is noise. The time of a "copy" counts for "float"."""
+    """The fastest way for each number of rows, joined where neighbours agree. A single one that differs from both of
+    its neighbours is taken for noise. The time of "copy" counts as "float"."""
     best = [min((way for way in of if way not in without), key=of.__getitem__) for of in times.values()]
     best = ["float" if way == "copy" else way for way in best]
     for i in range(1, len(best) - 1):

@@ -1,8 +1,9 @@
-"""Which way of multiplying is taken for how many rows: measured, per instruction set, kind and size of weight, dtype.
+"""Which way of multiplying runs for how many rows: a measured table.
 
-`ways.json` has, for each of those, a list of (largest number of rows, way); of weight-only layers a second one,
-"copied", for where a dequantized copy of the weight may be kept (see `float_copies`). `measure_cpu_ways` measures them
-anew; the file that it writes is used where QTORCH_CPU_CHOICES names it, or after `load`.
+`ways.json` has a list of (largest number of rows, way) per instruction set, kind and size of the weight, and dtype.
+Weight-only layers have a second list, "copied", which applies where a dequantized copy of the weight may be kept (see
+`float_copies`). `measure_cpu_ways` repeats the measurement and writes such a file, which QTORCH_CPU_CHOICES or `load`
+selects.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ WAYS = {"dot": 0, "tile": 1, "amx": 2, "fixed": 3}
 """Ways of the compiled kernels, and their numbers in src/kernels.cpp."""
 
 OTHER_WAYS = ("torch", "float")
-"""The kernels made of torch operators, and F.linear on the weight that a compiled kernel has dequantized."""
+"""The kernels made of torch operators, and F.linear on a weight that a compiled kernel dequantized."""
 
 SMALL = 1 << 20
-"""Elements of a weight that counts as small: it, and most of what it is multiplied with, stays in cache."""
+"""Most elements of a small weight, which stays in cache together with most of what it is multiplied with."""
 
-Choices = dict[str, dict[str, list[tuple[int | None, str]]]]
+Table = dict[str, dict[str, list[tuple[int | None, str]]]]
 
-_choices: Choices = {}
+_choices: Table = {}
 _forced: list[str] = []
 
 
 def load(path: str | Path) -> None:
-    """Use the choices of a file that `measure_cpu_ways` wrote; those for instruction sets that it lacks stay.
+    """Use the table of a file that `measure_cpu_ways` wrote; instruction sets that it lacks keep theirs.
 
     Raises:
-        ValueError: the file has something else.
+        ValueError: the file is not such a table.
     """
     read = json.loads(Path(path).read_text())
     for table in read.values():
@@ -51,8 +52,7 @@ def load(path: str | Path) -> None:
 
 @functools.cache
 def key_of(activation: str | torch.dtype, packed: bool, grouped: bool, elements: int) -> str:
-    """Name of a kind of problem: dtype of the activation, int8 or that of a weight-only layer; form and size of the
-    weight."""
+    """Key of the table: dtype of the activation (int8, or that of a weight-only layer), form and size of the weight."""
     name, size = str(activation).removeprefix("torch."), "small" if elements <= SMALL else "large"
     return f"{name} {'packed' if packed else 'plain'} {'groups' if grouped else 'rows'} {size}"
 
@@ -76,10 +76,10 @@ def _find(instruction_set: str, key: str, rows: int) -> str:
 
 @contextmanager
 def force(way: str) -> Iterator[None]:
-    """Take this way inside the ``with`` block, for tests and measurements.
+    """Use this way inside the ``with`` block, for tests and measurements.
 
     Raises:
-        ValueError: there is no such way.
+        ValueError: no way has that name.
     """
     if way not in (*WAYS, *OTHER_WAYS):
         raise ValueError(f"there is no way {way!r}; there are {', '.join((*WAYS, *OTHER_WAYS))}")

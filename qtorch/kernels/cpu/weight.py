@@ -26,13 +26,13 @@ W = TypeVar("W", bound="CompiledWeight")
 
 
 class CompiledWeight:
-    """A weight as the compiled kernels read it: made, and checked, once, while its tensors live and stay as they are.
+    """A weight as the compiled kernels read it, made and checked once. It is valid while its tensors exist unchanged.
 
-    To ask the tensors on each call takes longer than a small layer.
+    Checking the tensors on each call would take longer than a small layer.
 
     Attributes:
-        about: what it was made of beside tensors.
-        fields: the struct; None if the tensors do not lie in memory as the kernels need them.
+        about: what it was made from besides tensors.
+        fields: the struct; None if the kernels cannot read the tensors as they lie in memory.
     """
 
     __slots__ = ("_codes", "_generation", "_inference", "_scale", "_state", "_zero_point", "about", "fields")
@@ -54,7 +54,7 @@ class CompiledWeight:
         self._scale = weakref.ref(scale)
         self._zero_point = None if zero_point is None else weakref.ref(zero_point)
         tensors = (codes, scale) if zero_point is None else (codes, scale, zero_point)
-        # Tensors of inference mode do not count what is done to them.
+        # Tensors of inference mode do not count writes.
         self._inference = any(t.is_inference() for t in tensors)
         self._state = _inference_state(*tensors) if self._inference else _state(*tensors)
         self._generation = generation.number
@@ -63,7 +63,7 @@ class CompiledWeight:
 
     @classmethod
     def of(cls: type[W], codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> W:
-        """The weight that these tensors are.
+        """The weight with these tensors, made at the first call.
 
         Args:
             codes: (N, K) int8 or uint8, or packed by `pack_codes` along K.
@@ -77,14 +77,14 @@ class CompiledWeight:
         return found
 
     def is_of(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> bool:
-        """Whether it was made of these tensors, none has moved or was written to since, and kernels are chosen as they
-        were then."""
-        # In one piece, and without the help of functions such as `_state`: it is run on each call.
+        """Whether it was made from these tensors, they have neither moved nor been written to since, and the choice of
+        kernels has not changed."""
+        # Written out, without calling `_state`: this runs on each call.
         if not (
             codes is self._codes()
             and scale is self._scale()
             and codes is not None
-            and scale is not None  # those of a weak reference that has died
+            and scale is not None  # a dead weak reference returns None
             and (self._zero_point and self._zero_point()) is zero_point
             and self._generation == generation.number
         ):
@@ -106,17 +106,17 @@ class CompiledWeight:
 
 
 def _state(*tensors: Tensor) -> tuple[Any, ...]:
-    """Where each lies, and how often it was changed: `resize_`, `t_` and their like count too."""
+    """Address and version of each tensor; `resize_`, `t_` and the like change the version too."""
     return tuple(value for t in tensors for value in (t.data_ptr(), t._version))
 
 
 def _inference_state(*tensors: Tensor) -> tuple[Any, ...]:
-    """The same of tensors that do not count changes."""
+    """`_state` for tensors of inference mode, which have no version."""
     return tuple(value for t in tensors for value in (t.data_ptr(), t.shape, t.stride()))
 
 
 def _check(codes: Tensor, scale: Tensor, zero_point: Tensor | None, n: int, k: int, dtype: str, packed: bool) -> None:
-    """Raise `ValueError` where an address handed to the compiled kernels would have less behind it than they read."""
+    """Raise `ValueError` if the compiled kernels would read beyond the memory of a tensor."""
     kind = qdtype(dtype)
     wanted = (n, packed_length(k, kind.bits) if packed else k), torch.uint8 if packed else kind.storage
     if (tuple(codes.shape), codes.dtype) != wanted:
@@ -192,7 +192,7 @@ def part(whole: Weight, start: int, stop: int) -> Weight:
 
 @functools.lru_cache(maxsize=1024)
 def form(scheme: Scheme) -> tuple[bool, str, float, float, str]:
-    """What operators are told of a weight beside its tensors: packed, dtype, low, high and domain."""
+    """Arguments of operators about a weight besides its tensors: packed, dtype, low, high and domain."""
     spec = scheme.weight
     low, high = spec.code_range
     packed = scheme.layout.packed_axis is not None
@@ -200,24 +200,24 @@ def form(scheme: Scheme) -> tuple[bool, str, float, float, str]:
 
 
 def split_bias(bias: Tensor | None, x: Tensor, n: int) -> tuple[Tensor | None, Tensor | None]:
-    """(what the kernels add, what is left to add): one of the two is None. A bias of another dtype is promoted as torch
-    does."""
+    """(bias that the kernel adds, bias that the caller adds afterwards); one of the two is None. A bias of another
+    dtype is added afterwards, with torch's type promotion."""
     return (bias, None) if bias is not None and fits(bias, x.dtype, n) else (None, bias)
 
 
 def fits(bias: Tensor, dtype: torch.dtype, n: int) -> bool:
-    """Whether the kernels can add it to a result of this dtype, n columns wide."""
+    """Whether the kernels can add the bias to a result of this dtype with n columns."""
     return bias.dtype == dtype and bias.shape == (n,) and bias.is_contiguous()
 
 
 def check_bias(bias: Tensor | None, dtype: torch.dtype, n: int) -> None:
-    """Raise `ValueError` where the kernels cannot add it to a result of this dtype, n columns wide."""
+    """Raise `ValueError` if the kernels cannot add the bias to a result of this dtype with n columns."""
     if bias is not None and not fits(bias, dtype, n):
         raise ValueError(f"takes a contiguous bias of shape {(n,)} in {dtype}, got {tuple(bias.shape)} in {bias.dtype}")
 
 
 def supports(problem: Problem) -> str | None:
-    """What all compiled kernels ask of a weight; why not, or None."""
+    """Why no compiled kernel supports the weight, or None."""
     if reason := needs_matrix(problem):
         return reason
     scheme = problem.scheme

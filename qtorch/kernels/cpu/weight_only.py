@@ -2,9 +2,9 @@
 
     y[m, n] = sum_k x[m, k] * dequantize(w)[n, k] + bias[n]
 
-The codes are read as the layout has them, and everything is added up in fp32. Which of the ways of src/ is taken
-depends on the number of rows, the size of the weight and the machine (`choices.py`). Where F.linear is faster than all
-of them, it runs on the dequantized weight: a slice at a time, or on a copy that `float_copies` keeps.
+The kernels read the codes as the layout stores them and accumulate in fp32. Which way of src/ runs depends on the
+number of rows, the size of the weight and the machine (`ways.py`). Where F.linear is faster than all of them, it runs
+on the dequantized weight: a slice at a time, or a copy that `float_copies` keeps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .float_copies import float_copy, wanted
 from .structs import NO_INPUT, Call, Output, Weight, pack
 
 SLICE_BYTES = 8 << 20
-"""Of a weight that is dequantized on each call: large enough for a fast product, small enough to stay in cache."""
+"""Bytes of a weight that are dequantized at a time: enough for a fast product, and few enough to stay in cache."""
 
 
 class _WeightOnlyLinear(CompiledLinear):
@@ -36,7 +36,7 @@ class _WeightOnlyLinear(CompiledLinear):
     name, call = "weight_only_mm", Call
 
     def find_way(self, rows: int) -> str:
-        """Also "copy": F.linear on a dequantized copy, if there is room for it."""
+        """Also "copy": F.linear on a dequantized copy, if copies are allowed."""
         return "copy" if wanted() and self.choose(rows, " copied") == "float" else self.choose(rows)
 
 
@@ -97,7 +97,7 @@ def cpu_weight_only_mm(
 
 
 class _Dequantized(NamedTuple):
-    """A weight (n, k) that `fields` describe, as floating-point numbers."""
+    """A weight (n, k), described by `fields`, as floating-point numbers."""
 
     library: Library
     fields: Weight | None
@@ -106,7 +106,7 @@ class _Dequantized(NamedTuple):
     dtype: torch.dtype
 
     def rows(self, start: int = 0, stop: int | None = None, out: Tensor | None = None) -> Tensor:
-        """Rows from `start` to `stop`, all without; written into `out` if given."""
+        """Rows `start` to `stop`, by default all, written into `out` if given."""
         stop = self.n if stop is None else stop
         out = torch.empty(stop - start, self.k, dtype=self.dtype) if out is None else out
         output = Output(out.data_ptr(), TYPES[self.dtype], self.k, bias=0)

@@ -3,9 +3,9 @@
     x[m, k] = sum_s xs[m] / 254^s * q[s, m, k],    xs[m] = max_k |x[m, k]| / 127,    q int8
     y[m, n] = sum_s xs[m] / 254^s * (sum_k q[s, m, k] * c[n, k])
 
-The input is in fixed point: each slice is what the ones before have left over, rounded, and the sums in brackets are
-exact. Three slices are as exact as fp32 is for the largest number of a row. The compiled kernels do the same
-(cpu/src/quantize.h); no weight is converted.
+The input is written in fixed point: each slice is the rounded remainder of the slices before it. The sums in brackets
+are exact. Three slices are as accurate as fp32 is for the largest number of a row. The compiled kernels do the same
+(cpu/src/quantize.h). The weight is not converted.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from .int_matmul import int_matmul
 SLICES = 3
 
 MAX_RATIO = 2.0**8
-"""Largest number of a row over the mean magnitude; beyond it the others would lose their precision."""
+"""Most that the largest number of a row may exceed the mean magnitude; beyond it the small ones lose precision."""
 
 LEAST_CODES = 1 << 20
-"""Of a weight; with fewer, the calls take longer than the product (measured)."""
+"""Least codes of a weight; with fewer, the calls take longer than the product (measured)."""
 
 COLUMNS_PER_ROW = 8
-"""Least columns for each row of the input; with fewer, adding up slices takes longer than the product (measured)."""
+"""Least columns per row of the input; with fewer, adding up slices takes longer than the product (measured)."""
 
 
 def fixed_point_mm(x: Tensor, codes: Tensor) -> Tensor | None:
-    """The equation above, or None where something else is better: another dtype or processor, a small weight, many
-    rows, rows in which a few numbers are far larger than the others. NaN or infinities in a row make its results NaN.
+    """The equation above, or None where another method is better: for other dtypes or processors, small weights, many
+    rows, and rows in which a few numbers are far larger than the others. A NaN or an infinity in a row makes its
+    results NaN.
 
     Args:
         x: (M, K) fp32.
@@ -46,7 +47,7 @@ def fixed_point_mm(x: Tensor, codes: Tensor) -> Tensor | None:
         return None
     size = x.abs()
     high = size.amax(1, keepdim=True)
-    lost = high * 0  # NaN for rows that are
+    lost = high * 0  # NaN for rows that hold a NaN or an infinity
     fits = (high <= MAX_RATIO * size.mean(1, keepdim=True)) & ((high == 0) | (high > 2.0**-90)) | (lost != 0)
     if not bool(fits.all()):
         return None

@@ -60,5 +60,5 @@ def pad_to_blocks(x: Tensor, granularity: Granularity, columns: int = 1) -> Tens
     if rows == inner == 1:
         return x
     missing = (-x.shape[0] % rows, -x.shape[1] % inner)
-    # A compiled graph takes any number of rows, and so asks for none.
+    # A compiled graph accepts any number of rows, so it must not depend on `missing`.
     return pad(x, (0, missing[1], 0, missing[0])) if torch.compiler.is_compiling() or any(missing) else x

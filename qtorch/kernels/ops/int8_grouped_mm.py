@@ -18,11 +18,11 @@ from ..custom_ops import by_device, opaque
 from .int_matmul import int_matmul
 
 WEIGHT_SLICE = 4 << 20
-"""Bytes of the weight that are made floating-point at a time, where it has groups."""
+"""Bytes of a grouped weight that are converted to floating point at a time."""
 
 
 RESULT_SLICE = 1 << 20
-"""Bytes of the result that the groups of such a slice add to at a time, to stay in cache."""
+"""Bytes of the result that the groups of such a slice are added to at a time, so that they stay in cache."""
 
 
 EXACT_TERMS = 256
@@ -62,7 +62,7 @@ def int8_grouped_mm(
 
 def _one_group(xq: Tensor, xz: Tensor | None, wq: Tensor, wz: Tensor | None) -> Tensor:
     """sum_k (xq - xz) (wq - wz) in int32, (M, N), from the plain product of the codes and their sums."""
-    # Unsigned codes of 8 bits do not fit int8: shift them with their zero point, which leaves the difference as it was.
+    # Unsigned 8-bit codes do not fit int8: shift codes and zero point by 128; their difference does not change.
     if wq.dtype == torch.uint8:
         wz = wq.new_zeros(wq.shape[0], 1, dtype=torch.int32) if wz is None else wz.to(torch.int32)
         wq, wz = (wq ^ 128).view(torch.int8), wz - 128
@@ -91,7 +91,7 @@ def _sum_of_groups(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
 def fusible_int8_mm(
     xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """`int8_grouped_mm`, in pieces where a compiler can make use of them."""
+    """`int8_grouped_mm`, as torch operators where a compiler can fuse them."""
     if ws.shape[1] == 1 and wz is None and xz is None and wq.dtype == torch.int8:
         # One group: only the integer product is opaque, so that a compiler can fuse the rest.
         return (int_matmul(xq, wq.t()).float() * ws.float().t() * xs.float()).to(dtype)
@@ -102,9 +102,10 @@ def fusible_int8_mm(
 def int8_product(
     xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None, group: int, dtype: torch.dtype
 ) -> Tensor:
-    """`int8_grouped_mm` for a weight that was quantized just now, as training does, by the fastest code of the device.
+    """`int8_grouped_mm` of operands quantized for this product only, as in training, by the device's fastest code.
 
     Args:
-        group: columns of a group, -1 for all; said, since a compiler would guard on a size that it has to ask for.
+        group: columns per group, -1 for a single group. It is an argument because a compiler would guard on a size
+            read from a tensor.
     """
     return fusible_int8_mm(xq, xs, xz, wq, ws, wz, dtype)

@@ -4,8 +4,8 @@
 
 On a CPU with 8-bit dot products (VNNI, AMX) `torch._int_mm` is fast; without them it is some 50 times slower than fp32,
 and saturates. There the result is assembled from fp32 products over slices of K: a slice of 1024 terms of at most
-128 * 128 stays within 2^24, where fp32 holds every integer, so each partial sum is exact. CUDA has implementations of
-its own.
+128 * 128 stays within 2^24, where fp32 holds every integer, so each partial sum is exact. `cuda/int_matmul.py` has the
+implementations for CUDA.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def int_matmul(a: Tensor, b: Tensor) -> Tensor:
     check_int8_matrices(a, b)
     if a.is_cpu and features.cpu_has("vnni"):
         note("int_matmul.vnni")
-        # Of a transposed column, both strides are 1, and torch takes that for a row length.
+        # Both strides of a transposed column are 1, which torch mistakes for the row length.
         return torch._int_mm(a, b.flatten().unsqueeze(0) if b.shape[0] == 1 else b)
     return _sliced(a, b)
 

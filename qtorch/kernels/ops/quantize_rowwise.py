@@ -2,7 +2,7 @@
 
 scale[m] = max_k |x[m, k]| / 127,    q[m, k] = round(x[m, k] / scale[m])
 
-A row that holds a NaN or an infinity has a scale that is NaN or infinite; the others are as if it were zero.
+A row that holds a NaN or an infinity has a scale that is NaN or infinite; it does not affect the other rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def quantize_int8_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_input(x: Tensor, weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(codes, scale, zero_point) of the input `x` (M, K), as the weight wants it: its scale dynamic or static."""
+    """(codes, scale, zero_point) of the input `x` (M, K), quantized as the weight's scheme says, dynamic or static."""
     spec = weight.scheme.activation
     assert spec is not None
     if weight.scheme.spec.static:
@@ -59,8 +59,8 @@ Quantized = tuple[Tensor, Tensor, Tensor | None]
 
 
 def quantize_static(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> Quantized:
-    """(codes, scale, zero_point) of `x` (M, K) by a scale that is given. Where codes have no NaN the result has a scale
-    for each row, NaN for those that hold a NaN or an infinity."""
+    """(codes, scale, zero_point) of `x` (M, K) with the given scale. If the code dtype has no NaN, the result has a
+    scale per row, NaN for rows that hold a NaN or an infinity."""
     codes = spec.quantize(x, scale, zero_point)
     if spec.dtype.has_nan:
         return codes, scale, zero_point
@@ -68,8 +68,8 @@ def quantize_static(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tenso
 
 
 def quantize_rows(x: Tensor, spec: QuantSpec) -> Quantized:
-    """`quantize_dynamic` of rows that have nothing to do with each other: where they share scales, those are chosen
-    from the rows that are finite, and the result has one for each row as that of `quantize_static` has."""
+    """`quantize_dynamic` of independent rows: scales that rows share are chosen from the finite rows. The result has a
+    scale per row, like that of `quantize_static`."""
     if not x.shape[0] or not _shares_scales(spec):
         return quantize_dynamic(x, spec)
     lost = lost_rows(x)
@@ -81,7 +81,7 @@ def quantize_rows(x: Tensor, spec: QuantSpec) -> Quantized:
 
 
 def without_lost_rows(x: Tensor, spec: QuantSpec) -> Tensor:
-    """What the scales of `x` (M, K) are to be chosen from: where rows share them, zeros for those that are lost."""
+    """The values that the scales of `x` (M, K) are chosen from: if rows share scales, non-finite rows are zeroed."""
     return without_rows(x, lost_rows(x)) if x.shape[0] and _shares_scales(spec) else x
 
 
@@ -103,7 +103,7 @@ def _of_rows(spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, lost: Te
 def dequantize_rows(
     spec: QuantSpec, codes: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Reals of `codes` (M, K); the blocks follow from the shape of the scale."""
+    """The real numbers that `codes` (M, K) stand for; the blocks follow from the shape of the scale."""
     low, high = spec.code_range
     block = block_of(codes.shape, scale.shape)
     return dequantize_affine(codes, block, scale, zero_point, spec.dtype, low, high, spec.zero_point_domain, dtype)
@@ -129,7 +129,7 @@ def is_absmax_rowwise(spec: QuantSpec) -> bool:
 
 
 def has_default_rows(spec: QuantSpec) -> bool:
-    """A scale per row from its extremes, rounding to nearest: nothing out of the ordinary."""
+    """Whether scales are per row, from its extremes, in fp32, and codes are rounded to nearest."""
     return (
         isinstance(spec.granularity, PerRow)
         and isinstance(spec.scale_rule, MinMaxRule)

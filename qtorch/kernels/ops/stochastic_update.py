@@ -3,8 +3,8 @@
 bf16:   w <- round(w + a u)                 to one of the two neighbours in bf16, unbiased
 int8:   w <- quantize(q s + a u)            by rows: s = max(max_k |q s + a u| / 127, tiny), q stochastic
 
-CUDA has implementations of its own, in one pass. Randomness is torch's default generator of the device, which a CUDA
-graph advances on each replay.
+On CUDA it is one pass (`cuda/stochastic_update.py`). Random numbers come from torch's default generator of the device,
+which a CUDA graph advances on each replay.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def stochastic_update_bf16_(weight: Tensor, update: Tensor, alpha: float) -> Ten
 
 @by_device
 def update_bf16(weight: Tensor, update: Tensor, alpha: float) -> None:
-    """The update itself, of arguments that fit."""
+    """`stochastic_update_bf16_` of arguments that are checked already."""
     value = weight.float() + alpha * update.float()
     bits = value.view(torch.int32)
     noise = torch.randint(1 << 16, bits.shape, dtype=torch.int32, device=bits.device)
-    # Infinity and NaN have no fraction to round.
+    # Infinity and NaN are not rounded.
     weight.copy_(torch.where(value.isfinite(), ((bits + noise) & -65536).view(torch.float32), value))
 
 
@@ -70,7 +70,7 @@ def stochastic_update_int8_(codes: Tensor, scale: Tensor, update: Tensor, alpha:
 
 @by_device
 def update_int8(codes: Tensor, scale: Tensor, update: Tensor, alpha: float) -> None:
-    """The update itself, of arguments that fit."""
+    """`stochastic_update_int8_` of arguments that are checked already."""
     value = codes.float() * scale + alpha * update.float()
     new = (value.abs().amax(1, keepdim=True) / 127.0).clamp(min=torch.finfo(torch.float32).tiny)
     codes.copy_(round_to_integer(value * (1.0 / new), Rounding.STOCHASTIC).clamp(-127, 127))

@@ -2,7 +2,7 @@
 
     c[m, n] = sum_t (sum_{k in t} a[m, k] * b[n, k]) * bs[n / S, t] * as[m / R, t]
 
-Tile by tile in torch; CUDA has an implementation of its own. The sums of int8 are exact, so that the bits are the same.
+Computed tile by tile; on CUDA by Triton (`cuda/tile_scaled_mm.py`). The sums of int8 are exact, so the bits agree.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def tile_scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype
         return a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)
     tiles, m, n = a_scale.shape[1], a.shape[0], b.shape[0]
     rows, columns = a_scale.repeat_interleave(m // a_scale.shape[0], 0), b_scale.repeat_interleave(n // len(b_scale), 0)
-    # fp64 holds the sums of int8 exactly, and those of float8 well enough.
+    # fp64 holds the sums of int8 exactly; fp32 is accurate enough for float8.
     wide = torch.float64 if a.dtype == torch.int8 else torch.float32
     total = a.new_zeros(m, n, dtype=torch.float32)
     for tile, (at, bt) in enumerate(zip(a.to(wide).chunk(tiles, 1), b.to(wide).chunk(tiles, 1), strict=True)):

@@ -2,8 +2,8 @@
 
     y[m, n] = sum_k x[m, k] * dequantize(w)[n, k] + bias[n]
 
-The slice stays in cache, so that no full copy of the weight is ever made. int8 codes with a scale per row need no
-dequantizing where `fixed_point_mm` takes the input.
+The slice stays in cache, and no full copy of the weight is made. int8 codes with a scale per row are not dequantized
+where `fixed_point_mm` accepts the input.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def multiply_slices(
     high: float,
     domain: str,
 ) -> Tensor:
-    """The equation above for a weight of this shape whose codes are given by ``rows(start, stop)``, a slice at a time.
+    """The equation above for a weight of this shape whose codes are read by ``rows(start, stop)``, a slice at a time.
 
     `stop` may lie beyond the last row. Where the codes come from does not change the result.
     """
     n, k = shape
     y = x.new_empty(x.shape[0], n)
-    # One multiplication a result instead of one a weight; not in fp16, where the sums of codes could overflow.
+    # Scale each result instead of each weight; not in fp16, where the sums of codes could overflow.
     scale_last = zero_point is None and scale.shape == (n, 1) and x.dtype != torch.float16
     block = (1, k) if scale_last else block_of(shape, scale.shape)
     step = slice_length(x, k, block[0])
@@ -89,6 +89,6 @@ def multiply_slices(
 
 
 def slice_length(x: Tensor, length: int, block: int) -> int:
-    """Rows of `length` elements that a dequantized slice for the input `x` has: whole blocks, one at least."""
+    """Rows of `length` elements in a dequantized slice for the input `x`: whole blocks, at least one."""
     limit = SLICE_BYTES.get(x.device.type, 64 << 20)
     return max(1, limit // max(1, length * x.element_size()) // block) * block
