@@ -1,4 +1,4 @@
-"""What serves CUDA: Triton kernels for shared operations and for `F.linear`, one a file."""
+"""Kernels for CUDA, most by Triton: of shared operations and of `F.linear`, one per file."""
 
 from ...discovery import import_modules
 

@@ -46,7 +46,7 @@ def float8_scaled_mm(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: torc
         )
     if not m or not n or not k:
         return xs.new_zeros(m, n, dtype=dtype)
-    # Rows and columns of the operands in multiples of 16, zeros beyond; the weight column-major.
+    # Pad K and N to multiples of 16 with zeros; the weight has to be column-major.
     inner, columns = -k % 16, -n % 16
     if inner or columns:
         xq, wq = _padded(xq, 0, inner), _padded(wq, columns, inner)
@@ -59,7 +59,7 @@ def float8_scaled_mm(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: torc
         rows, of_columns = xs.expand(m, 1).contiguous(), ws.t().expand(1, n + columns).contiguous()
         y = torch._scaled_mm(xq, wt, rows, of_columns, out_dtype=dtype)
     else:
-        # Scales by rows come with bf16 results only.
+        # Scales by rows are supported for bf16 results only.
         one = xs.new_ones(())
         y = (torch._scaled_mm(xq, wt, one, one, out_dtype=torch.float32) * ws.t() * xs).to(dtype)
     return y[:, :n] if columns else y

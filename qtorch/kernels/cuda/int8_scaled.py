@@ -72,7 +72,7 @@ def triton_grouped_mm(
 def triton_product(
     xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None, group: int, dtype: torch.dtype
 ) -> Tensor:
-    """See `int8_product`: in one kernel, with nothing left to fuse."""
+    """See `int8_product`: one kernel does all of it."""
     return int8_grouped_mm(xq, xs, xz, wq, ws, wz, dtype)
 
 
@@ -96,7 +96,7 @@ def cuda_int8_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation, then the equation of `int8_scaled_mm`."""
     rows = to_rows(x)
     xq, xs, xz = quantize_input(rows, weight)
-    # A bias of another dtype decides that of the sum, so it is added outside.
+    # A bias of another dtype changes that of the sum, so it is added outside.
     fused = bias if bias is not None and bias.dtype == x.dtype else None
     kind, scale = weight.scheme.weight.dtype.name, weight.dense_scale()
     y = cuda_int8_mm(xq, xs, xz, weight.qdata, scale, weight.zero_point, kind, fused, x.dtype)

@@ -1,10 +1,10 @@
 """Launch configurations of the GPU kernels: tables shipped per GPU, the nearest match, and tuning when asked.
 
-A table is a JSON file with named fields (`configs/`). Of a problem (op, dtype, M, N, K) the nearest entry is taken, by
-the distance |log2 M/M'| + |log2 N/N'| + |log2 K/K'|, with M rounded up to a power of two; of a GPU without a table,
-that of the same compute capability with the nearest number of multiprocessors, else `default.json`. Looking up takes a
-microsecond and nothing is ever timed unasked: tuning is `autotune`, or ``QTORCH_AUTOTUNE=1``. ``QTORCH_CONFIGS=file``
-names a table of one's own, which comes before the shipped ones and is where tuning writes.
+A table is a JSON file with named fields (`configs/`). For (op, dtype, M, N, K) the nearest entry is used, by the
+distance |log2 M/M'| + |log2 N/N'| + |log2 K/K'|, with M rounded up to a power of two. A GPU without a table uses that
+of the same compute capability with the nearest number of multiprocessors, else `default.json`. A look-up takes a
+microsecond. Nothing is timed unless asked for, by `autotune` or ``QTORCH_AUTOTUNE=1``. ``QTORCH_CONFIGS=file`` names a
+table of one's own, which precedes the shipped ones; tuning writes to it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LaunchConfig:
         split_k: programs that share the contracted axis of a tile.
         num_warps, num_stages: Triton's.
         tma: fetch tiles by the copy engine, on GPUs that have one and for operands that allow it.
-        path: which of a kernel's ways, where it has several.
+        path: which variant of a kernel, where it has several.
     """
 
     block_m: int = 16
@@ -64,7 +64,7 @@ class Table:
     Attributes:
         gpu: its name as `torch.cuda.get_device_name` has it, ``""`` for any.
         capability, multiprocessors: of that GPU.
-        measured: date of the measurement, None for reasoned values.
+        measured: date of the measurement, None for values that are not measured.
         entries: the configuration of each problem.
     """
 
@@ -135,13 +135,13 @@ def _own_file() -> Path | None:
     return Path(name) if name else None
 
 
-# While tuning: what has been timed so far; None while not.
+# While tuning, the configurations found so far; else None.
 _tuned: dict[LaunchKey, LaunchConfig] | None = {} if os.environ.get("QTORCH_AUTOTUNE") == "1" else None
 _forced: list[LaunchConfig] = []
 
 
 def find(op: str, dtype: str, shape: Shape) -> LaunchConfig:
-    """The configuration for a problem: that forced, that tuned, or the nearest of the tables."""
+    """The configuration for a problem: the forced one, the tuned one, or the nearest of the tables."""
     if _forced:
         return _forced[-1]
     m, n, k = shape
@@ -180,7 +180,7 @@ def launch(
 
 
 def _fastest(run: Callable[[LaunchConfig], None], candidates: Iterable[LaunchConfig]) -> LaunchConfig:
-    """The candidate of the least median time; those that the GPU cannot run (registers, shared memory) drop out."""
+    """The candidate of the least median time, without those that the GPU cannot run (registers, shared memory)."""
     from triton.runtime.errors import OutOfResources
     from triton.testing import do_bench
 

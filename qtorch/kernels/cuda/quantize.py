@@ -30,7 +30,7 @@ def cuda_quantize_rowwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
     """Symmetric codes (M, K), int8 or float8, and scale (M, 1); opaque to compilers, whose fp32 divisions round
     otherwise."""
     if x.stride(1) != 1 and x.stride(0) == 1:
-        # A transposed view, as gradients of weights are made of: the same numbers, read along memory.
+        # A transposed view, from which gradients of weights are made: the same numbers, read in memory order.
         from .triton.quantize_columns import quantize_columnwise
 
         return quantize_columnwise(x.t(), dtype)

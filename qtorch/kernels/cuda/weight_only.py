@@ -2,7 +2,7 @@
 
     y[m, n] = sum_k x[m, k] * dequantize(w)[n, k] + bias[n]
 
-Codes are read in the layouts as they are, packed ones packed; `triton/intx_weight_mm.py` has the ways it is computed.
+Codes are read as the layout stores them; `triton/intx_weight_mm.py` has the variants of the computation.
 """
 
 from __future__ import annotations

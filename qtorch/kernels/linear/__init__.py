@@ -1,4 +1,4 @@
-"""What serves `F.linear` on any device, in torch operators. Every module of this package is imported here."""
+"""Kernels for `F.linear` in torch operators, for any device. Every module of this package is imported here."""
 
 from ...discovery import import_modules
 

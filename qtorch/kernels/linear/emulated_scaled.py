@@ -2,8 +2,8 @@
 
     y[m, n] = sum_k dequantize(quantize(x))[m, k] * dequantize(w)[n, k] + bias[n]
 
-The products are those of the codes, in fp32; the result has the accuracy of the format, not its speed. Any layout will
-do: it is unpacked on each call.
+The real numbers of the codes are multiplied in fp32: the result has the accuracy of the format, but not its speed. The
+kernel reads any layout, and unpacks it on each call.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     y[m, n] = sum_k x[m, k] * ((q[n, k] - 8) * scale[n, k / group] + zero_point[n, k / group]) + bias[n]
 
-On CUDA `aten::_weight_int4pack_mm`, bf16, at any M. On CPU `aten::_weight_int4pack_mm_for_cpu` reads each code once and
-beats bf16 F.linear at small M; it loses at larger M to CPUs that multiply bf16 themselves, and in fp32 and fp16 it has
-no vectors. There, and on CUDA in other dtypes, slices of the weight are unpacked and dequantized.
+On CUDA `aten::_weight_int4pack_mm` runs for bf16 at any M. On CPU `aten::_weight_int4pack_mm_for_cpu` reads each code
+once and is faster than bf16 F.linear at small M. At larger M it is slower on CPUs with bf16 products, and for fp32 and
+fp16 it is not vectorized. In these cases, and on CUDA for other dtypes, slices of the weight are unpacked and
+dequantized.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def tinygemm_cpu(x: Tensor, qdata: Tensor, scale_and_zero: Tensor, n: int, group
 
 
 def _rows(qdata: Tensor, start: int, stop: int) -> Tensor:
-    """Codes of the rows from start to stop."""
+    """The codes of rows `start` to `stop`."""
     first, last = start // ROW_TILE, -(-stop // ROW_TILE)
     if qdata.dtype == torch.int32:
         per_tile = ROW_TILE // 8

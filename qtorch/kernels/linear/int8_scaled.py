@@ -3,7 +3,7 @@
     y[m, n] = (sum_g (sum_{k in g} (xq[m, k] - xz[m]) (wq[n, k] - wz[n, g])) * ws[n, g]) * xs[m] + bias[n]
 
 The inner sum is an exact int32; the outer one, over the groups g of the weight (one, for a scale per row), runs in
-fp32 in the order of the groups. So the result does not depend on the machine, and training with the same spec sees
+fp32 in the order of the groups. So the result does not depend on the machine, and training with the same spec gets
 the same bits.
 """
 

@@ -3,7 +3,7 @@
     y[m, n] = (sum_k x[m, k] * wq[n, k]) * ws[n] + bias[n]
 
 `aten::_weight_int8pack_mm` reads the int8 codes once, without a dequantized copy, and beats bf16 F.linear by 2 to 3
-times at small M. It loses at larger M, the sooner the faster the CPU multiplies bf16 itself (measured:
+times at small M. At larger M it is slower, from the fewer rows on the faster the CPU multiplies bf16 (measured:
 docs/performance.md).
 """
 

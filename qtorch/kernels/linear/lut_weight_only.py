@@ -2,8 +2,8 @@
 
     y[m, n] = sum_k x[m, k] * table[codes[n, k]] * scale[n, k] + bias[n]
 
-The slice stays in cache, so that no full copy of the weight is ever made. It is some rows of a weight packed along K;
-of one packed along N, the transposed weight of a backward, it is some columns, whose products are added up in fp32.
+The slice stays in cache, and no full copy of the weight is made. A slice is some rows of a weight packed along K. Of a
+weight packed along N, as the transposed one of a backward pass is, it is some columns, and products are added in fp32.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ..rows import from_rows, to_rows
 
 
 class CodebookWeight(QuantizedWeight, Protocol):
-    """What a kernel may ask of a weight of look-up tables besides."""
+    """The further attributes of a weight of look-up tables that a kernel may use."""
 
     qdata: Tensor
     scale: Tensor
     table: Tensor
 
     def dense_scale(self, rows: Tensor | None = None) -> Tensor:
-        """The scale in floating point, of these rows of blocks; None: of all."""
+        """The scale in floating point, of these rows of blocks or of all."""
 
 
 @opaque(lambda x, qdata, scale, table, bits, axis, n: x.new_empty(x.shape[0], n))
@@ -50,14 +50,14 @@ def lut_weight_mm(x: Tensor, qdata: Tensor, scale: Tensor, table: Tensor, bits: 
     """
     shape = (n, x.shape[1])
     if axis == 0:
-        # The rows of the transpose, which lie in memory as rows.
+        # Work on the transpose, whose rows are contiguous in memory.
         qdata, scale, shape = qdata.t(), scale.t(), shape[::-1]
         table = table if table.dim() == 1 else table.transpose(0, 1)
     block = block_of(shape, scale.shape)
     rows, columns = shape
     limit = SLICE_BYTES.get(x.device.type, 64 << 20) // max(1, columns * x.element_size())
     step = max(1, limit // block[0]) * block[0]
-    # Sums of products are kept in fp32: in bf16 each would round.
+    # Products are accumulated in fp32, because bf16 would round each sum.
     y = x.new_zeros(x.shape[0], n, dtype=torch.float32) if axis == 0 else x.new_empty(x.shape[0], n)
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))

@@ -46,13 +46,13 @@ def multiply_int8_slices(
     wz: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`int8_grouped_mm` with a weight whose codes are given by ``rows(start, stop)``, a slice at a time.
+    """`int8_grouped_mm` with a weight whose codes are read by ``rows(start, stop)``, a slice at a time.
 
     `stop` may lie beyond the last row. Where the codes come from does not change the result.
     """
     n = ws.shape[0]
     y = xs.new_empty(xq.shape[0], n, dtype=dtype)
-    # Unpacked codes take a byte; where the weight has groups they become fp32 next, a slice of them in one go.
+    # An unpacked code takes a byte; for a weight with groups the slice is converted to fp32 next, as a whole.
     step = max(1, WEIGHT_SLICE // (4 * max(1, xq.shape[1])))
     for start in range(0, n, step):
         stop = start + step

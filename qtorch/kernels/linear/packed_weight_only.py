@@ -51,7 +51,7 @@ def packed_weight_mm(
     if axis == -1:
         rows = lambda a, b: unpack_codes(qdata[a:b], kind, k)  # noqa: E731
         return multiply_slices(x, (n, k), rows, scale, zero_point, kind, low, high, domain)
-    # The codes lie in memory as those of the matrix (K, N) that this one is a view of, so work on that.
+    # This matrix is a view of one of shape (K, N), whose rows are contiguous in memory: work on that.
     columns = lambda a, b: unpack_codes(qdata.t()[a:b], kind, n)  # noqa: E731
     return multiply_transposed_slices(x, n, columns, scale, zero_point, kind, low, high, domain)
 
@@ -67,7 +67,7 @@ def multiply_transposed_slices(
     high: float,
     domain: str,
 ) -> Tensor:
-    """`weight_only_mm.multiply_slices` for a weight (N, K) whose codes are given by ``columns(start, stop)``, those of
+    """`weight_only_mm.multiply_slices` for a weight (N, K) whose codes are read by ``columns(start, stop)``, those of
     the transposed matrix, (stop - start, N); products in the dtype of x, their sums in fp32."""
     k = x.shape[1]
     block = block_of((n, k), scale.shape)

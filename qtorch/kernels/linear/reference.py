@@ -1,4 +1,4 @@
-"""The definition of correct, for every scheme, layout and device: plain arithmetic, no concern for speed.
+"""The reference: it defines the correct result for every scheme, layout and device, without regard to speed.
 
 Weight-only: dequantize in fp32, multiply in fp32. With quantized activations: the integer sums of each block of K
 exactly (in float64, which holds every int32), times the weight's scale and added up in fp32 in the order of the
@@ -30,7 +30,7 @@ def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     if scheme.activation is not None:
         rows = x.reshape(-1, x.shape[-1])
         count = rows.shape[0]
-        # Blocks of activations may span rows; zeros complete the last one.
+        # A block of activations may span rows; the last one is completed with zeros.
         missing = -count % max(scheme.activation.granularity.pattern(2)[0], 1)
         xq, xs, xz = quantize_input(functional.pad(rows, (0, 0, 0, missing)), weight)
         if integers and len(scheme.shape) == 2:

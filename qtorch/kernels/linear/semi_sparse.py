@@ -4,7 +4,7 @@
 
 On CUDA, `torch._cslt_sparse_mm` multiplies quantized activations on the sparse tensor cores, which skip the zeros.
 Everywhere else a slice of the weight is unpacked and multiplied at a time, as for the packed layout: with int8
-activations that gives the same bits. There sparsity saves memory alone, and unpacking costs time.
+activations that gives the same bits. There sparsity saves memory only, and unpacking costs time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NOTE = "on CPU it saves memory and costs time: codes are unpacked on each call"
 
 
 def _wide(xq: Tensor) -> torch.dtype:
-    """What the products of such codes add up to."""
+    """The dtype that products of such codes are accumulated in."""
     return torch.float32 if xq.is_floating_point() else torch.int32
 
 
@@ -85,12 +85,12 @@ def semi_sparse_weight_mm(x: Tensor, qdata: Tensor, n: int, axis: int, scale: Te
 
 
 def _is_compressed(qdata: Tensor) -> bool:
-    """By cuSPARSELt: then it has the dtype of the codes."""
+    """Whether it is compressed by cuSPARSELt, and so has the dtype of the codes."""
     return qdata.dtype != torch.uint8
 
 
 def _per_row(scale: Tensor, rows: int) -> bool:
-    """One scale a row, or one for all: it factors out of the sum over k."""
+    """Whether there is one scale per row or one in all, which factors out of the sum over k."""
     return scale.shape[1] == 1 and scale.shape[0] in (1, rows)
 
 

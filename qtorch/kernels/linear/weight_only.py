@@ -2,8 +2,8 @@
 
     y[m, n] = sum_k x[m, k] * dequantize(w)[n, k] + bias[n]
 
-The slice stays in cache, so that no full copy of the weight is ever made. int8 codes with a scale per row need no
-dequantizing where `fixed_point_mm` takes the input.
+The slice stays in cache, and no full copy of the weight is made. int8 codes with a scale per row are not dequantized
+where `fixed_point_mm` accepts the input.
 """
 
 from __future__ import annotations

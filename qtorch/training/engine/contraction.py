@@ -4,11 +4,11 @@
     grad_input   dx[m, k] = sum_n g[m, n] w[n, k]
     grad_weight  dw[n, k] = sum_m g[m, n] x[m, k]
 
-All three are `multiply(lhs, rhs)`, with the contracted axis last in both operands. Rounding is passed straight through:
-a gradient is that of the full-precision contraction, computed by quantized matmuls.
+All three are `multiply(lhs, rhs)`, with the contracted axis last in both operands. Gradients use the straight-through
+estimator: they are those of the full-precision contraction, computed by quantized matmuls.
 
-Operands are quantized and multiplied by the functions that serve a model, so that what was trained is what is served:
-bit for bit where sums are exact integers.
+Operands are quantized and multiplied by the same functions as in inference, so that the converted model gives the same
+results: bit for bit where sums are exact integers.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from .spec import GemmSpec, TrainingSpec
 class Operand(NamedTuple):
     """One side of a matmul, (kept, contracted): codes with their scale and zero point, or floats (spec None).
 
-    Quantized operands may be longer than `kept`: zeros complete their blocks. The scale may have an element for each
-    row where its spec has one for several; see `quantize_rows`.
+    Quantized operands may have more rows than `kept`: their blocks are padded with zeros. The scale may have an element
+    per row where its spec has one for several rows; see `quantize_rows`.
     """
 
     values: Tensor
@@ -53,7 +53,7 @@ class Operand(NamedTuple):
         return self.spec is not None and not self.spec.dtype.is_floating_point and self.spec.dtype.bits <= 8
 
     def transposed(self, kept: int) -> Operand:
-        """The same numbers, contracted along the other axis, of which the first `kept` indices are no padding."""
+        """The transposed operand; the first `kept` indices of its rows are not padding."""
         if self.spec is None:
             return Operand(self.values.t(), kept)
         assert self.scale is not None
@@ -68,7 +68,7 @@ class Operand(NamedTuple):
         return dequantize_rows(self.spec, self.values, self.scale, self.zero_point, dtype)
 
     def in_blocks(self) -> Operand:
-        """The same with a scale for each block of the spec, NaN where one of its rows has NaN."""
+        """The operand with a scale for each block of the spec, NaN if one of its rows has NaN."""
         if self.spec is None or self.scale is None or self.spec.dtype.has_nan or not self.values.shape[0]:
             return self
         rows = self.spec.granularity.pattern(2)[0]
@@ -80,10 +80,10 @@ class Operand(NamedTuple):
 
 
 def quantize_operand(x: Tensor, spec: QuantSpec | None, contracted: int = 1, tokens: bool = False) -> Operand:
-    """`x` (kept, contracted) by `spec`, completed with zeros to whole blocks, and to a multiple of `contracted`.
+    """Quantize `x` (kept, contracted) by `spec`, padded with zeros to whole blocks and to a multiple of `contracted`.
 
     Args:
-        tokens: a NaN or an infinity in a row of x is to reach that row of a product, and no other.
+        tokens: rows are independent: a NaN or an infinity in a row of x affects that row of a product only.
     """
     if spec is None:
         return Operand(x, x.shape[0])
@@ -108,14 +108,14 @@ def multiply(lhs: Operand, rhs: Operand, gemm: GemmSpec, dtype: torch.dtype) -> 
     elif rhs.spec is None:
         result = torch.mm(lhs.dequantize(torch.float32), rhs.values.float().t()).to(dtype)
     else:
-        # As the kernels that serve: the activation in fp32 if it has codes, in its own dtype if not.
+        # As in inference: the activation in fp32 if it is quantized, else in its own dtype.
         x = lhs.values if lhs.spec is None else lhs.dequantize(torch.float32)
         result = _dequantizing_product(x, rhs).to(dtype)
     return result[: lhs.kept, : rhs.kept]
 
 
 def _of_equal_length(lhs: Operand, rhs: Operand) -> tuple[Operand, Operand]:
-    """A float gets zeros against those that complete the blocks of the other operand."""
+    """Pad an operand in floating point to the length of the other one, which has whole blocks."""
     if lhs.spec is None:
         return lhs._replace(values=_lengthened(lhs.values, rhs)), rhs
     if rhs.spec is None:
@@ -124,7 +124,7 @@ def _of_equal_length(lhs: Operand, rhs: Operand) -> tuple[Operand, Operand]:
 
 
 def _lengthened(x: Tensor, other: Operand) -> Tensor:
-    """`x`, floats, as long as `other` along the contracted axis."""
+    """`x` in floating point, padded to the length of `other` along the contracted axis."""
     if other.spec is None or max(other.spec.granularity.pattern(2)) <= 1:
         return x
     missing = other.values.shape[1] - x.shape[1]
@@ -145,7 +145,7 @@ def _integer_product(lhs: Operand, rhs: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def _of_rows(operand: Operand, scale: Tensor | None) -> Tensor | None:
-    """A scale, or zero point, with one row for each row of codes."""
+    """A scale or zero point, expanded to one row per row of codes."""
     if scale is None or scale.shape[0] == operand.values.shape[0]:
         return scale
     if scale.shape[0] == 1:
@@ -181,7 +181,7 @@ def contraction(x: Tensor, w: Tensor, spec: TrainingSpec) -> Tensor:
 
 def _output(x: Tensor, w: Tensor, spec: TrainingSpec) -> tuple[Tensor, Operand, Operand]:
     """The forward matmul, and its operands."""
-    if isinstance(w, AffineQuantizedTensor):  # held as codes: the kernel that serves them
+    if isinstance(w, AffineQuantizedTensor):  # stored as codes: multiplied as in inference
         xq = quantize_operand(x, spec.output.lhs if spec.grad_weight.reuse_forward else None, tokens=True)
         return multiply_served(x, w.convert()), xq, Operand(w, w.shape[0])  # type: ignore[attr-defined]
     wq = _forward_weight(w, spec)
@@ -213,7 +213,7 @@ class _Contraction(torch.autograd.Function):
         ctx.codes = None
         held_w: tuple[Tensor | None, ...] = (w, None, None)
         if isinstance(w, QuantizedTensor) and not torch.compiler.is_compiling():
-            # By its inner tensors: while a parameter is kept itself, no module could exchange it (`model.to`).
+            # Save the inner tensors: a saved parameter could not be exchanged by its module (`model.to`).
             if isinstance(w, AffineQuantizedTensor):
                 ctx.codes = type(w), w.scheme
                 held_w = (w.qdata, w.scale, w.zero_point)  # type: ignore[attr-defined]
@@ -222,7 +222,7 @@ class _Contraction(torch.autograd.Function):
         if spec.grad_weight.reuse_forward:
             xq = xq.in_blocks()
             held_x, ctx.x_spec = (xq.values, xq.scale, xq.zero_point), xq.spec
-        # Quantizing the weight once more gives the codes of the forward, unless chance was part of them.
+        # Quantizing the weight again gives the codes of the forward, unless rounding is stochastic.
         if spec.grad_input.reuse_forward and _is_random(wq.spec) and not isinstance(w, AffineQuantizedTensor):
             held_w, ctx.w_spec = (wq.values, wq.scale, wq.zero_point), wq.spec
         needs_x, needs_w = x.requires_grad, w.requires_grad
@@ -263,7 +263,7 @@ class _Contraction(torch.autograd.Function):
 def _backward_matmul(
     g: Tensor, other: Tensor, held: Operand | None, spec: TrainingSpec, gemm: GemmSpec, kept: int, dtype: torch.dtype
 ) -> Tensor:
-    """g (A, C) times `other` (C, kept), the operand of the forward: quantized anew, or as `held` or quantized by it."""
+    """g (A, C) times `other` (C, kept), an operand of the forward: quantized again, or as the forward quantized it."""
     if gemm.reuse_forward and isinstance(other, AffineQuantizedTensor):
         return multiply_served(g, other.convert().with_activation(None).t()).to(dtype)  # type: ignore[attr-defined]
     if gemm.reuse_forward:
@@ -277,7 +277,7 @@ def _backward_matmul(
 
 
 def _fold_scale(g: Tensor, rhs: Operand) -> tuple[Tensor, Operand]:
-    """A scale (1, C) for each contracted index goes to the other operand: sum_c g (q s) = sum_c (g s) q."""
+    """Multiply a scale (1, C) per contracted index into the other operand: sum_c g (q s) = sum_c (g s) q."""
     assert rhs.spec is not None
     assert rhs.scale is not None
     if rhs.spec.granularity.pattern(2) != (-1, 1):

@@ -1,4 +1,4 @@
-"""Warnings, each given once, about training that runs but does not do what was hoped."""
+"""Warnings, each given once, about training that runs but is unlikely to learn well or be fast."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _given: set[str] = set()
 
 
 def warn_once(topic: str, message: str) -> None:
-    """Warn, unless something on the same topic was said before."""
+    """Warn, unless there was a warning on the same topic before."""
     if topic not in _given:
         _given.add(topic)
         warnings.warn(f"qtorch: {message}", stacklevel=3)
 
 
 def warn_of_few_tokens(tokens: int, grad_weight: GemmSpec) -> None:
-    """The gradient of a weight is a sum over tokens, and so is its rounding noise."""
+    """Warn if the gradient of a weight, a sum over tokens, has too few of them to average out the rounding noise."""
     lhs = grad_weight.lhs
     if lhs is not None and not lhs.dtype.is_floating_point and tokens < FEW_TOKENS:
         warn_once(
@@ -37,7 +37,7 @@ def warn_of_few_tokens(tokens: int, grad_weight: GemmSpec) -> None:
 
 
 def warn_of_lost_updates(before: Tensor, after: Tensor, wanted: Tensor) -> None:
-    """`after` should be `wanted` (fp32), rounded to the 16 bits of `before`."""
+    """Warn if rounding `wanted` (fp32) to the 16 bits of `before` loses many updates; `after` is the rounded weight."""
     moved = wanted != before.float()
     count = int(moved.sum())
     lost = int((moved & (after == before)).sum())

@@ -1,7 +1,7 @@
 """Any contraction of two tensors through the engine: `quantized_matmul`, `quantized_einsum`.
 
-Each is brought to matrices, (kept, contracted) on either side, and then is `gemm.contraction`. The gradient of the left
-operand is the spec's `grad_input`, that of the right one its `grad_weight`.
+Each is reduced to products of matrices, (kept, contracted) on either side, by `contraction`. The gradient of the left
+operand is computed by the spec's `grad_input`, that of the right one by its `grad_weight`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The gradient that a dynamic scale passes on to the elements it is chosen from.
+"""The gradient that a dynamic scale passes to the elements it is chosen from.
 
 An operand is multiplied as x_hat = s q, s = max |x| / Q, q = round(x / s). Passing rounding straight through, with s
 held fixed, dL/dx = dL/dx_hat. With s a function of x, the elements of largest magnitude in a block also get

@@ -4,9 +4,9 @@
     grad_input   dx[m, k] = sum_n g[m, n] w[n, k]      lhs g     rhs w.T     contracts n, the output features
     grad_weight  dw[n, k] = sum_m g[m, n] x[m, k]      lhs g.T   rhs x.T     contracts m, the tokens
 
-A granularity is that of the operand as it enters its matmul: a matrix (kept axis, contracted axis). So `PerRow()` is a
-scale for each index that is kept, whichever axis of the tensor that is; scales of the forward are of no use to the
-backward, which contracts other axes, except where `reuse_forward` says how.
+A granularity refers to the operand as it enters its matmul: a matrix (kept axis, contracted axis). So `PerRow()` is a
+scale per kept index, whichever axis of the tensor that is. The backward contracts other axes and cannot use the scales
+of the forward, except with `reuse_forward`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class GemmSpec:
     Args:
         lhs, rhs: specs of the operands, None for full precision. A power-of-two scale is ``scale_dtype=float8_e8m0fnu``
             there, stochastic rounding ``rounding=Rounding.STOCHASTIC``.
-        reuse_forward: of a backward matmul: rhs is the operand of the forward as the forward quantized it, transposed,
-            instead of being quantized anew. Its scales are then multiplied into the other operand before that is
-            quantized, where they vary along the contracted axis. `rhs` stays None.
-        accumulator_dtype: None is int32 for integers and fp32 for floating-point codes; a float dtype
-            dequantizes first and multiplies in it.
-        output_dtype: None is that of the input, or of the weight for its gradient.
+        reuse_forward: for a backward matmul: rhs is the forward's operand as the forward quantized it, transposed,
+            instead of quantized again. Where its scales vary along the contracted axis, they are multiplied into the
+            other operand before that is quantized. `rhs` stays None.
+        accumulator_dtype: None means int32 for integers and fp32 for floating-point codes; with a float dtype, operands
+            are dequantized first and multiplied in it.
+        output_dtype: None means that of the input, or of the weight for its gradient.
 
     Raises:
         ValueError: a scale that varies along the contracted axis, which no accumulator can honour; `reuse_forward`
@@ -114,8 +114,8 @@ class TrainingSpec:
 
     @property
     def linear_spec(self) -> LinearSpec | None:
-        """What the forward becomes when training is over, None where it is in full precision: weights keep their codes,
-        at their true size, and activations are quantized as they were.
+        """The spec for inference after training, None where the forward is in full precision: weights keep their codes,
+        at their true size, and activations are quantized as in training.
 
         A weight with a single scale keeps it once for each row, which is what integer kernels read; a rounding that was
         stochastic is to nearest.
@@ -168,7 +168,7 @@ def _check_reuse(spec: QuantSpec, lhs: QuantSpec, name: str, axis: str) -> None:
 
 
 def int8(granularity: Granularity = PerRow(), rounding: Rounding = Rounding.NEAREST_EVEN) -> QuantSpec:
-    """Symmetric int8 in [-127, 127]: what the inference recipes use, so that a trained weight is a served one."""
+    """Symmetric int8 in [-127, 127], as in the inference recipes, so that a trained weight can be served as it is."""
     return integer(8, granularity, rounding)
 
 
@@ -177,7 +177,7 @@ def integer(bits: int, granularity: Granularity = PerRow(), rounding: Rounding =
     if not 2 <= bits <= 8:
         raise ValueError(f"integers for matmuls have 2 to 8 bits, got {bits}")
     highest = 2 ** (bits - 1) - 1
-    # int8 leaves quant_max at its default, as the recipes for inference do: equal specs are equal kernels.
+    # int8 leaves quant_max at its default, as the recipes for inference do, so that the specs are equal.
     return QuantSpec(qdtype(f"int{bits}"), granularity, quant_min=-highest, rounding=rounding)
 
 

@@ -14,7 +14,7 @@ struct Ids {
     int64_t operator[](int64_t i) const { return is_64_bit ? ((const int64_t*)data)[i] : ((const int32_t*)data)[i]; }
 };
 
-// Ask for what `dequantize_row` will read: rows lie anywhere, which no processor foresees.
+// Prefetch what `dequantize_row` will read: the hardware cannot predict which rows come next.
 INLINE void prefetch_row(const Weight& w, int64_t n) {
     int64_t length = w.bits ? (w.k + 7) / 8 * w.bits : w.k, at = n * w.scale_stride;
     for (int64_t i = 0; i < length; i += 64) prefetch(w.codes + n * w.row_bytes + i);

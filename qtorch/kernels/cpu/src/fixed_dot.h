@@ -1,5 +1,5 @@
-// One or two rows of an input in fixed point, and packed 4-bit codes: dot products along K whose sums of a few products stay
-// where they are made, so that groups cost little.
+// One or two rows of an input in fixed point, and packed 4-bit codes: dot products along K. Sums of a few products stay in the
+// lanes in which they are computed, so that groups cost little.
 //
 //     x = scale (65536 q0 + 256 q1 + q2),    scale = max |x| / (127 * 65536),    q0, q1, q2 signed bytes
 //     y[m, n] = sum_g s[n, g] * (sum_{k in g} code[n, k] * x[m, k]) + sum_g offset[n, g] * (sum_{k in g} x[m, k])
@@ -106,7 +106,7 @@ void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahea
                         shift += load<Ints>(in.shifts + (m * w.k + column + i * WIDTH) / 4);
                     }
                     UNROLL for (int r = 0; r < R; r++) {
-                        // One by one: many at once keep what is wanted now from coming.
+                        // One line at a time: many prefetches at once delay the loads that are needed now.
                         if (!m && r < LINES) codes_ahead.fetch<1, false>();
                         if (!m && !half && r == R / 2) scales_ahead.fetch<1>();
                         Ints c[PER];

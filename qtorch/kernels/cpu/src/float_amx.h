@@ -213,10 +213,10 @@ struct AmxBlock {
     // 32 rows, `length` columns that have one scale, and one or two panels of x: added to c.
     template <int PANELS>
     INLINE void multiply_block(const uint16_t* a, const uint16_t* b, int64_t length, const float* s, float* to) {
-        static constexpr float ONES[32] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+        const float one = 1;
         if (PANELS == 2 && x.is_bfloat()) return add_bfloat(a, b, x.panel, length, to, ld);
         multiply_bfloat<PANELS>(a, b, x.panel, x.slices, x.slice, length, products);
-        if (x.is_bfloat()) add_scaled<PANELS>(products, ONES, 1, to, ld);
+        if (x.is_bfloat()) add_scaled<PANELS>(products, &one, 0, to, ld);
         else add_scaled<PANELS>(products, s, w.groups, to, ld);
     }
 

@@ -33,7 +33,7 @@ inline float inner(const float* a, const float* b, int64_t length) {
     return sum(total) + rest;
 }
 
-// Memory that the next block will read, fetched a piece at a time while this one is multiplied.
+// Prefetches the memory of the next block, a piece at a time, while this one is multiplied.
 struct Ahead {
     const uint8_t* p;
     int64_t step;  // bytes per LANES columns
@@ -142,7 +142,7 @@ void dot(const Weight& w, const DotInput& in, const Output& y, int64_t threads) 
     constexpr int R = dot_width(M);
     int64_t groups = w.groups, ld = round_up(w.k, 64) + 64;
     bool scale_sums = M <= 2 || w.group >= 256;
-    // Rows are read where they lie, except for codes that have to be decoded, and the end of the last ones.
+    // Rows are read in place, except for codes that have to be decoded, and rows near the end of the tensor.
     bool nibbles = w.bits == 4 && w.k % (8 * LANES) == 0 && w.group % LANES == 0, direct = nibbles || (!w.bits && !w.center);
     auto block = nibbles ? nibble_block<R, M> : scale_sums ? dot_block<R, M, true> : dot_block<R, M, false>;
     parallel((w.n + R - 1) / R, threads, [&](Tasks& tasks) {

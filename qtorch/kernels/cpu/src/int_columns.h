@@ -23,7 +23,7 @@ struct Columns {
     int64_t ld, k, count;  // from column k of x on
 };
 
-// Each way has: rows of a block (INT_ROWS), columns that are decoded together (INT_COLUMNS), panels that are multiplied
+// Each of these has: rows of a block (INT_ROWS), columns that are decoded together (INT_COLUMNS), panels that are multiplied
 // together (INT_PANELS), what is added to a code (TILE_SHIFT), a decoded code and a unit of a panel, and
 //
 //     decode_row            columns of row n

@@ -39,7 +39,7 @@ inline int32_t sum_codes(const int8_t* codes, int64_t count) {
     return total;
 }
 
-// What meets the codes of the weight: bytes where the machine multiplies those, else the same in fp32, whose sums of up
+// x as it is multiplied with the codes of the weight: bytes where the machine multiplies bytes, else fp32, whose sums of up
 // to 2^24 / (128 * 128) products are exact.
 #if defined(HAS_VNNI)
 using Factor = int8_t;

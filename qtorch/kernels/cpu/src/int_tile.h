@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t FLOAT_GROUP = 128;  // no sum over so few columns, or part of it, has more than 24 bits
 
-// Whether anything comes off the sums of products.
+// Whether zero points are subtracted from the sums of products.
 inline bool has_zeros(const Weight& w, const Codes& x) { return w.has_offset() || x.zero || TILE_SHIFT; }
 
 // Panels of x (rows, ld), and their sums if they are wanted.
@@ -133,7 +133,7 @@ inline void multiply_int_tiles(const Weight& w, const Codes& x, const Output& y,
     // Rows of results do not compete for the same lines of the cache.
     int64_t lanes = factors.lanes, ld = lanes + 16, groups = w.groups;
     auto add = !has_zeros(w, x) ? add_group<SYMMETRIC> : w.group <= FLOAT_GROUP ? add_group<SMALL> : add_group<LARGE>;
-    // Rows are read where they lie, in one piece, if matrix tiles can take them from there.
+    // Rows are read in place, in one piece, if matrix tiles can load them from there.
     bool direct = false;
 #if defined(__AMX_INT8__)
     direct = !w.bits && !w.center && w.group % amx_step(w) == 0;

@@ -1,12 +1,13 @@
-// Threads: those of torch's OpenMP pool. Work is handed out in runs of tasks, so that a slow core gets less of it, and what
-// a task fetches ahead for the next one is mostly for its own core.
+// Threads: those of torch's OpenMP pool. Work is assigned in runs of consecutive tasks: a slow core gets fewer of them, and
+// rows that a task prefetches for the next one mostly land in the cache of the core that uses them. Assigned one at a time,
+// they would land in another core's cache.
 #pragma once
 
 #include <cstdint>
 
 namespace {
 
-// What a thread takes its tasks from.
+// The tasks of a thread.
 class Tasks {
 public:
     Tasks(int64_t count, int64_t run, int64_t* taken) : count_(count), run_(run), taken_(taken) {}
@@ -27,11 +28,11 @@ private:
 // Runs body(tasks) on up to `threads` threads; each calls tasks.next() until it gives -1.
 template <class Body>
 void parallel(int64_t count, int64_t threads, const Body& body) {
-    constexpr int64_t RUNS = 8;  // for each thread, or more; short ones, so that none waits for long
+    constexpr int64_t RUNS = 8;  // for each thread, or more: short runs, so that no thread waits long for another
     int64_t taken = 0, run = count / (threads * RUNS);
     run = run < 1 ? 1 : run > 16 ? 16 : run;
     if (threads > count) threads = count;
-    // Without this, a forked child would ask the pool of its parent, whose threads it does not have.
+    // A forked child must not use OpenMP: it lacks the threads of its parent's pool.
     if (threads <= 1) {
         Tasks tasks(count, run, &taken);
         body(tasks);

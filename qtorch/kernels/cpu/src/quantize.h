@@ -20,7 +20,7 @@ struct Quantizer {
 // Magnitudes as integers are in the same order, with infinity and then NaN above all numbers.
 constexpr int32_t MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000;
 
-// An activation as codes (rows, ld), zero beyond its columns, with the zero points of its rows, or none. With more slices
+// An activation as codes (rows, ld), zero beyond its columns, with the zero points of its rows, or null. With more slices
 // than one, row m of it is the sum of rows m, m + rows / slices, ...
 struct Codes {
     int8_t* codes;
@@ -30,7 +30,7 @@ struct Codes {
     int64_t slices = 1;
 };
 
-// A scale that is given, and its zero point, are read where those of the result are written.
+// A given scale and zero point are read from where the results are written.
 inline void quantize_row(const Quantizer& q, const float* x, int64_t k, int64_t ld, int8_t* codes, float* scale_out,
                          int32_t* zero_out) {
     Floats lows = {}, highs = {};

@@ -8,7 +8,7 @@
 namespace {
 
 struct Weight {
-    const uint8_t* codes;  // int8 or uint8 (N, K), or packed by `pack_bits`; see primitives/packing.py
+    const uint8_t* codes;  // int8 or uint8 (N, K), or packed by `pack_bits`; see layouts/packed.py
     int64_t row_bytes;     // from one row to the next
     int64_t bits;          // of a packed code; 0 where each has a byte
     int64_t center;        // what is subtracted from a stored code, read as unsigned; 0: it is signed
@@ -91,7 +91,7 @@ inline void decode(const Weight& w, int64_t n, int64_t k, int64_t length, int8_t
     }
 }
 
-// Ask for what `decode` will read.
+// Prefetch what `decode` will read.
 INLINE void prefetch_codes(const Weight& w, int64_t n, int64_t k, int64_t length) {
     const uint8_t* row = w.codes + n * w.row_bytes;
     if (!w.bits) {
@@ -106,7 +106,7 @@ INLINE void prefetch_codes(const Weight& w, int64_t n, int64_t k, int64_t length
     }
 }
 
-// Ask for scales and zero points of row n, from group g on.
+// Prefetch scales and zero points of row n, from group g on.
 INLINE void prefetch_scales(const Weight& w, int64_t n, int64_t g, int64_t count) {
     const char* from = (const char*)w.scale + (w.scale_stride * n + g) * size_of(w.scale_type);
     for (int64_t i = 0; i < count * size_of(w.scale_type); i += 64) prefetch(from + i);
