@@ -1,5 +1,5 @@
-"""Triton kernels for CUDA: the kernel and its launcher, one operation a file.
+"""Triton kernels for CUDA: the kernel and its launcher, one operation per file.
 
-Nothing here is imported with qtorch. The operation's file in `qtorch.kernels` imports the launcher when it first runs
+`import qtorch` imports nothing here. A file of `qtorch.kernels.cuda` imports the launcher when the operation first runs
 on CUDA. With ``TRITON_INTERPRET=1`` set before triton is imported, the launchers take CPU tensors.
 """

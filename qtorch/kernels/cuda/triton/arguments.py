@@ -1,4 +1,4 @@
-"""Checks of a launcher's arguments, made before anything is launched, and what it launches with."""
+"""Checks of a launcher's arguments before the launch, and sizes of blocks."""
 
 import os
 
@@ -9,7 +9,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_device(op: str, **tensors: Tensor | None) -> None:
-    """All on one device that Triton can use.
+    """Check that all tensors are on one device that Triton can use.
 
     Raises:
         ValueError: they are not.
@@ -25,7 +25,7 @@ def check_device(op: str, **tensors: Tensor | None) -> None:
 
 
 def check_matrix(op: str, name: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """A 2-d tensor of one of these dtypes.
+    """Check that a tensor is 2-d and has one of these dtypes.
 
     Raises:
         ValueError: it is not.
@@ -36,7 +36,7 @@ def check_matrix(op: str, name: str, x: Tensor, dtypes: tuple[torch.dtype, ...])
 
 
 def check_shape(op: str, name: str, x: Tensor | None, *shapes: tuple[int, ...]) -> None:
-    """One of these shapes, or None.
+    """Check that a tensor has one of these shapes, or is None.
 
     Raises:
         ValueError: another.

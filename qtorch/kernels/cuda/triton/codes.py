@@ -1,11 +1,11 @@
-"""Integer codes in registers: out of the packed layout, and into floating point.
+"""Integer codes in registers: unpacking, and conversion to floating point.
 
-`primitives.packing.pack_bits` cuts a row of 8 G codes into 8 segments of G. A code has parts of 4, 2 and 1 bits, the
+`layouts.packed.pack_bits` cuts a row of 8 G codes into 8 segments of G. A code has parts of 4, 2 and 1 bits, the
 binary digits of its width; part p of segment j is in row j // (8/p) of the p rows of bytes of that part, at bit
 p (j % (8/p)). So a tile of bytes gives tiles of codes of several segments: with 4 bits two, G apart along K.
 
-LLVM takes packed bytes apart one by one. On a GPU (ASM) the bytes of a register are converted together, those of 4 and
-8 bits; the interpreter, which has no assembler, takes the portable way to the same numbers.
+LLVM unpacks the bytes of a register one at a time. On a GPU, inline assembly (ASM) converts all of them together, for
+codes of 4 and 8 bits; the interpreter has no assembler, and computes the same numbers by portable code.
 """
 
 import triton

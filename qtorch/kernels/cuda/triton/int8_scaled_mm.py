@@ -3,10 +3,10 @@
     c[m, n] = (sum_k a[m, k] * b[k, n] - az[m] * sum_k b[k, n]) * as[m] * bs[n] + bias[n]
 
 The sum is an exact int32. The products with the scales are made in fp32 in this order, and the result is rounded to its
-dtype before the bias is added, as the CPU kernels do: the bits are theirs.
+dtype before the bias is added, as in the CPU kernels, so that the bits agree.
 
-wgmma takes int8 operands with the contracted axis last only, so that is how they are fast: `a` row-major, `b`
-column-major. Of others a transposed copy is made, where the product is large enough to pay for it.
+wgmma supports int8 operands with the contracted axis last only, so a row-major `a` and a column-major `b` are fast.
+Other operands are copied to that order if the product is large enough to pay for the copy.
 """
 
 import torch
@@ -145,7 +145,7 @@ def int8_scaled_mm(
         dtype: of the result: fp32, fp16 or bf16; int32 without scales.
         bias: (N,) floating point, or None.
         row_zero: zero point of a, like `row_scale`, any integer dtype; or None.
-        column_sum: (N,) int32, the sums of b over k; made here where there is a `row_zero` and none is given.
+        column_sum: (N,) int32, the sums of b over k; computed here if `row_zero` is given and it is not.
 
     Returns:
         (M, N) in `dtype`.
@@ -177,7 +177,7 @@ def int8_scaled_mm(
         a = a if a.stride(1) == 1 else transposed_copy(a.t())
         b = b if b.stride(0) == 1 else transposed_copy(b).t()
 
-    # Where an argument is missing, any pointer will do: nothing is read through it.
+    # For a missing argument any pointer will do, because it is not read.
     given = {"rows": row_scale, "columns": column_scale, "zeros": row_zero, "sums": column_sum, "bias": bias}
     extra = tuple(c if t is None else t for t in given.values())
     rows, columns, zeros = (extra[i] for i in range(3))

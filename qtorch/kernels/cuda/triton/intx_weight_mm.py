@@ -5,7 +5,7 @@
     w[n, k] = (q - z) * s             with z and s of the group of k,    z = 0 without zero points
     w[n, k] = (q - middle) * s + z    with floating-point zero points
 
-Three ways, chosen by M in the launch configuration:
+Three variants, chosen by M in the launch configuration:
 
 "mv"    one row of x: each program multiplies a few rows of the weight, without tensor cores.
 "mm"    tensor cores. The weight is the left operand, y' = w x', so that codes go from registers into the products and a
@@ -221,7 +221,7 @@ def intx_weight_mm(
         scale: (N, groups) or (1, groups), groups dividing K.
         zero_point: like `scale`, or None.
         bits: 1 to 8.
-        offset: what is added to signed codes before they are packed, 2^(bits-1); else 0.
+        offset: added to signed codes before they are packed, 2^(bits-1); else 0.
         middle: of the code range, used in the FLOAT domain.
         domain: name of a `ZeroPointDomain`.
         bias: (N,), added to the rounded result; or None.
