@@ -1,4 +1,4 @@
-"""Reshape a layer's input of any rank to a matrix, and its result back."""
+"""Rows of matrices: a layer's input of any rank, its result in the input's shape, and scales that rows share."""
 
 from __future__ import annotations
 
@@ -15,3 +15,10 @@ def from_rows(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     if bias is not None:
         y = y + bias
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def scale_per_row(scale: Tensor, rows: int) -> Tensor:
+    """A scale, or zero point, (R, G) of R equal blocks of `rows` rows, one block for a scale per tensor: (rows, G)."""
+    if scale.shape[0] == rows:
+        return scale
+    return scale.expand(rows, -1) if scale.shape[0] == 1 else scale.repeat_interleave(rows // scale.shape[0], 0)

@@ -97,7 +97,7 @@ def test_gradients_are_those_of_fake_quantization(options: dict) -> None:
         ends = layer._reversed_padding_repeated_twice
         padded, padding = functional.pad(x, ends, mode=layer.padding_mode), 0
     x_hat = layer.quantize_input(padded.flatten(1)).values.reshape(padded.shape)
-    w_hat = layer.from_matrix(layer, layer.quantize_weight().values, layer.weight.shape)
+    w_hat = layer.from_matrix(layer, layer.quantize_weight(layer.matrix).values, layer.weight.shape)
     z = functional.conv2d(x_hat, w_hat, layer.bias, layer.stride, padding, layer.dilation, layer.groups)
     assert compute_error(z, y) > 100
     for name, a, b in zip(["input", *names], got, torch.autograd.grad(z, [x, *leaves], grad)):

@@ -26,6 +26,7 @@ from ...kernels.ops.int8_block_mm import int8_block_mm, pad_to_blocks
 from ...kernels.ops.int8_grouped_mm import int8_product
 from ...kernels.ops.quantize_rowwise import dequantize_rows, quantize_dynamic, quantize_rows
 from ...kernels.ops.weight_only_mm import weight_only_mm
+from ...kernels.rows import scale_per_row
 from ...primitives import QuantSpec, Rounding
 from ...primitives.granularity import granularity_of
 from ...tracing.function_transforms import run_whole, transforms_active
@@ -66,6 +67,13 @@ class Operand(NamedTuple):
             return self.values.to(dtype)
         assert self.scale is not None
         return dequantize_rows(self.spec, self.values, self.scale, self.zero_point, dtype)
+
+    def scales_per_row(self) -> tuple[Tensor, Tensor | None]:
+        """Scale and zero point with a row for each row of codes."""
+        assert self.scale is not None
+        rows = self.values.shape[0]
+        zero_point = None if self.zero_point is None else scale_per_row(self.zero_point, rows)
+        return scale_per_row(self.scale, rows), zero_point
 
     def in_blocks(self) -> Operand:
         """The operand with a scale for each block of the spec, NaN if one of its rows has NaN."""
@@ -136,21 +144,9 @@ def _integer_product(lhs: Operand, rhs: Operand, dtype: torch.dtype) -> Tensor:
     assert rhs.scale is not None
     if lhs.scale.shape[1] > 1:
         return int8_block_mm(lhs.values, lhs.scale, rhs.values, rhs.scale, dtype)
-    xs, xz = _of_rows(lhs, lhs.scale), _of_rows(lhs, lhs.zero_point)
-    ws, wz = _of_rows(rhs, rhs.scale), _of_rows(rhs, rhs.zero_point)
-    assert xs is not None
-    assert ws is not None
+    (xs, xz), (ws, wz) = lhs.scales_per_row(), rhs.scales_per_row()
     assert rhs.spec is not None
     return int8_product(lhs.values, xs, xz, rhs.values, ws, wz, rhs.spec.granularity.pattern(2)[1], dtype)
-
-
-def _of_rows(operand: Operand, scale: Tensor | None) -> Tensor | None:
-    """A scale or zero point, expanded to one row per row of codes."""
-    if scale is None or scale.shape[0] == operand.values.shape[0]:
-        return scale
-    if scale.shape[0] == 1:
-        return scale.expand(operand.values.shape[0], -1)
-    return scale.repeat_interleave(operand.values.shape[0] // scale.shape[0], 0)
 
 
 def _dequantizing_product(x: Tensor, rhs: Operand) -> Tensor:

@@ -1,215 +1,213 @@
-"""Fake quantization of a layer: its operands as the reals that their codes will stand for, with a gradient.
+"""Fake quantization of a layer: its operands as the reals that their codes stand for, with a gradient.
 
     w_hat = dequantize(quantize(w)),   x_hat = dequantize(quantize(x)),   y = served_linear(x_hat, w_hat)
 
-Rounding is passed straight through (Bengio et al., arXiv 1308.3432): dL/dw = dL/dw_hat, and 0 where w is clipped, by a
-static scale or one that a rule puts below the largest magnitude. Scales are constants to the gradient. One that covers
-its block clips nothing: what the rounding of a power of two leaves outside it is passed through, for with no gradient
-it would stay there.
+Every layer in quantization-aware training takes this path. A `Quantization` chooses the scales: from the values of each
+call (`QATSpec`), or with state (`FakeQuantizedLayer`). `fake_quantize` makes x_hat and the codes of one operand;
+`fake_quantized_linear` and `fake_quantized_conv` multiply two of them.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ...kernels.im2col import Window, from_matrix, multiply_windows, to_matrix
-from ...kernels.ops.int8_block_mm import pad_to_blocks
-from ...kernels.ops.quantize_rowwise import dequantize_rows, quantize_rows, quantize_static, without_lost_rows
-from ...kernels.rows import to_rows
-from ...primitives import LinearSpec, QuantSpec
+from ...kernels.im2col import Window, from_matrix, multiply_windows
+from ...kernels.ops.quantize_rowwise import dequantize_rows, quantize_static
+from ...kernels.rows import from_rows, to_rows
+from ...primitives import QuantSpec
 from ...primitives.affine import fake_quantize_blocks
 from ...primitives.fake_quant import straight_through
 from ...primitives.granularity import block_of
-from ...primitives.jsonable import jsonable
+from ...primitives.non_finite import with_non_finite
 from ...primitives.scale_rules import AbsMaxRule, MinMaxRule
-from ...recipe import WeightRecipe
 from ..engine.contraction import Operand
-from ..weights.base import TrainableWeight, floats_of
 from .served_conv import rows_of, served_conv
-from .served_linear import check_width, served_linear, sums_integers
+from .served_linear import check_width, served_linear
 
 
-@jsonable
-@dataclass(frozen=True)
-class QATSpec:
-    """How a weight is fake-quantized in training, and what it converts to.
+class Scaled(NamedTuple):
+    """What a matrix is quantized by.
 
-    Args:
-        recipe: for inference; see `qat`.
-        compute_dtype: see `qat`.
-        transposed: of a view of a weight: its last two axes are those of the weight, exchanged.
-        partial: of a view: it lacks parts of what its codes depend on.
+    Attributes:
+        other: the zero point, or the table of a `CodebookSpec`.
+        codes: where they are known already; they are those of fp32 arithmetic.
     """
 
-    recipe: WeightRecipe
-    compute_dtype: torch.dtype | None = None
-    transposed: bool = False
-    partial: bool = False
+    spec: QuantSpec | Any
+    scale: Tensor
+    other: Tensor | None = None
+    codes: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        # Made once: it is read on each call, and by compilers that trace it.
-        object.__setattr__(self, "_linear_spec", self.recipe.linear_spec())
 
-    @property
-    def linear_spec(self) -> LinearSpec:
-        return self._linear_spec  # type: ignore[attr-defined]
+class FakeQuantized(NamedTuple):
+    """One operand of a product.
 
-    @property
-    def sums_integers(self) -> bool:
-        """Whether layers add up products of codes, and not of what they stand for."""
-        return self.compute_dtype is None and sums_integers(self.linear_spec)
+    Attributes:
+        values: x_hat, differentiable. Where codes are multiplied and no gradient is asked for, only its shape and dtype
+            are read, and it may be x.
+        codes: where products of codes are added up; None where the product is that of `values`.
+        scaled: what gave them; None where `values` is x.
+    """
+
+    values: Tensor
+    codes: Operand | None = None
+    scaled: Scaled | None = None
+
+
+class Quantization(Protocol):
+    """How a layer quantizes its operands."""
 
     @property
     def product_dtype(self) -> torch.dtype | None:
-        """In which floats are multiplied, None for their own: fp32, as kernels do that dequantize activations."""
-        widens = self.compute_dtype is None and self.linear_spec.activation is not None
-        return torch.float32 if widens and not self.sums_integers else None
+        """The dtype in which floats are multiplied; None for their own."""
 
     @property
-    def rows_are_independent(self) -> bool:
-        """Whether the codes of a row depend on that row alone."""
-        weight = self.linear_spec.weight
-        return weight.granularity.pattern(2)[0] == 1 and weight.scale_spec is None
+    def precedes_windows(self) -> bool:
+        """Whether a convolution quantizes an image before it gathers the windows: there is one scale for all of it, or
+        the input stays in floating point."""
 
-    def of_whole(self) -> QATSpec:
-        """Of the weight that this one is a view of."""
-        return replace(self, transposed=False, partial=False)
+    def quantize_input(self, rows: Tensor) -> FakeQuantized:
+        """`rows` (M, K), fake-quantized."""
 
-    def __str__(self) -> str:
-        views = [name for name in ("transposed", "partial") if getattr(self, name)]
-        return " ".join([f"qat({self.recipe})", *views])
+    def quantize_weight(self, matrix: Tensor) -> FakeQuantized:
+        """`matrix` (N, K), fake-quantized; it may be a weight in training."""
 
 
-def fake_quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None, spec: QATSpec) -> Tensor:
+def fake_quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None, quantization: Quantization) -> Tensor:
     """`F.linear` with the value that the converted weight will give, differentiable in all three.
 
     Args:
         input: (..., K) floating point.
         weight: (N, K) floating point, plain or in training.
-        bias: (N) or None.
+        bias: (N) or None, in the dtype of `input`.
 
     Returns:
         (..., N) in the dtype of `input`.
 
     Raises:
-        ValueError: the rows of input and weight are of other lengths.
+        ValueError: the rows of `input` and `weight` have different lengths.
     """
     check_width(input, weight)
-    dtype = spec.product_dtype
-    w_hat, w = fake_quantize_weight(weight, spec, dtype, codes_do=True)
-    x_hat, x = _fake_quantize_input(input, spec, dtype)
-    if dtype is None:
-        return served_linear(x_hat, w_hat, bias, x, w)
-    y = served_linear(x_hat, w_hat, None).to(input.dtype)
-    return y if bias is None else y + bias
+    x, w = quantization.quantize_input(to_rows(input)), quantization.quantize_weight(weight)
+    if quantization.product_dtype is None:
+        return from_rows(served_linear(x.values, w.values, bias, x.codes, w.codes), input, None)
+    return from_rows(served_linear(x.values, w.values, None).to(input.dtype), input, bias)
 
 
-def fake_quantized_conv(input: Tensor, weight: Tensor, spec: QATSpec, window: Window) -> Tensor:
-    """The convolution without bias of an input (B, C, *sizes), as `fake_quantized_linear` of its windows.
+def fake_quantized_conv(
+    input: Tensor, matrix: Tensor, bias: Tensor | None, quantization: Quantization, window: Window
+) -> Tensor:
+    """The convolution of an input (B, C, *sizes), with the value that the converted weight will give.
 
     Args:
-        weight: (N, C / groups, *kernel) floating point.
+        matrix: (N, T * C / groups), the weight as `to_matrix` makes it.
+        bias: (N) or None, in the dtype of `input`.
     """
-    dtype = spec.product_dtype
-    w_hat, w = fake_quantize_weight(to_matrix(weight), spec, dtype, codes_do=True)
-    if spec.linear_spec.activation is None:
-        return served_conv(input, from_matrix(w_hat, weight.shape).contiguous().to(input.dtype), None, window)
-    parts = w_hat.chunk(window.groups)
+    if quantization.precedes_windows:
+        return _conv_of_images(input, matrix, bias, quantization, window)
+    w = quantization.quantize_weight(matrix)
+    parts = w.values.chunk(window.groups)
 
     def run(rows: Tensor, group: int) -> Tensor:
-        x_hat, x = _fake_quantize_input(rows, spec, dtype)
-        of_w = None if w is None else rows_of(w, group, window.groups)
-        return served_linear(x_hat, parts[group], None, x, of_w).to(input.dtype)
+        x = quantization.quantize_input(rows)
+        of_w = None if w.codes is None else rows_of(w.codes, group, window.groups)
+        return served_linear(x.values, parts[group], None, x.codes, of_w).to(input.dtype)
 
-    return multiply_windows(input, window, run)
+    y = multiply_windows(input, window, run)
+    return y if bias is None else y + bias.reshape(-1, *(1,) * len(window.kernel))
 
 
-def fake_quantize_weight(
-    weight: Tensor, spec: QATSpec, dtype: torch.dtype | None = None, codes_do: bool = False
-) -> tuple[Tensor, Operand | None]:
-    """`weight`, plain or in training, fake-quantized, in `dtype` or its own; and its codes, if those are multiplied.
+def _conv_of_images(
+    input: Tensor, matrix: Tensor, bias: Tensor | None, quantization: Quantization, window: Window
+) -> Tensor:
+    images = input.flatten(1)
+    x, w = quantization.quantize_input(images), quantization.quantize_weight(matrix)
+    x_hat = input if x.values is images else x.values.reshape(input.shape)
+    kernel = (matrix.shape[0], input.shape[1] // window.groups, *window.kernel)
+    w_hat = from_matrix(w.values, kernel).contiguous().to(input.dtype)
+    if x.codes is None:
+        return served_conv(x_hat, w_hat, bias, window)
+    assert x.scaled is not None
+    assert x.codes.scale is not None
+    # Windows have one scale; that of an image says whether it holds a NaN or an infinity.
+    of_images = x.codes.scale.reshape(-1, *(1,) * (input.dim() - 1))
+    codes = x.codes._replace(
+        values=x.codes.values.reshape(input.shape), scale=x.scaled.scale, zero_point=x.scaled.other
+    )
+    y = served_conv(x_hat, w_hat, bias, window, codes, w.codes)
+    return with_non_finite(y, of_images.to(y.dtype))
+
+
+def fake_quantize(values: Tensor, scaled: Scaled, x_hat: Callable[[], Tensor], multiplied: bool) -> FakeQuantized:
+    """Fake-quantize one operand, `values` (rows, K).
 
     Args:
-        codes_do: where there are codes, the first is for the gradient alone: without one it is `weight` itself.
+        x_hat: makes the reals that the codes stand for, with their gradient: `straight_through_rounding`, or that of
+            learned scales.
+        multiplied: the product is one of codes. Then x_hat is for the gradient alone, and not made without one.
     """
-    if spec.transposed:
-        w_hat, w = fake_quantize_weight(weight.transpose(-2, -1), spec.of_whole(), dtype, codes_do)
-        return w_hat.transpose(-2, -1), None if w is None else w.transposed(weight.shape[-2])
-    if spec.recipe.prunes:
-        weight = spec.recipe.prune(floats_of(weight))
-    how = spec.linear_spec.weight
-    with torch.no_grad():
-        values = weight.floats() if isinstance(weight, TrainableWeight) else weight
-        scale, other = how.choose_qparams(values)
-        codes = None if spec.compute_dtype else how.quantize(values, scale, other)
-    return _stand_in(weight, values, _Quantized(how, codes, scale, other, clips(how)), spec, dtype, codes_do)
+    codes = None
+    if multiplied:
+        with torch.no_grad():
+            codes = _operand(values, scaled)
+        if not torch.is_grad_enabled():
+            return FakeQuantized(values, codes, scaled)
+    return FakeQuantized(x_hat(), codes, scaled)
 
 
-def _fake_quantize_input(input: Tensor, spec: QATSpec, dtype: torch.dtype | None) -> tuple[Tensor, Operand | None]:
-    """The same for the input of a layer; the codes are those of its rows."""
-    how = spec.linear_spec.activation
-    if how is None:
-        return input, None
-    rows = to_rows(input)
-    count, length = rows.shape
-    rows = pad_to_blocks(rows, how.granularity)
-    codes = zero_point = None
-    with torch.no_grad():
-        scale = spec.recipe.act_scale(input.device)
-        if scale is not None:
-            if not spec.compute_dtype:
-                codes, scale, zero_point = quantize_static(rows, how, scale, None)
-        elif spec.compute_dtype is None:
-            codes, scale, zero_point = quantize_rows(rows, how)
-        else:
-            scale, zero_point = how.choose_qparams(without_lost_rows(rows, how))
-    leaves_some = spec.linear_spec.static or clips(how)
-    x_hat, x = _stand_in(rows, rows, _Quantized(how, codes, scale, zero_point, leaves_some), spec, dtype, codes_do=True)
-    return x_hat[:count, :length].reshape(input.shape), None if x is None else x._replace(kept=count)
+def _operand(values: Tensor, scaled: Scaled) -> Operand:
+    spec, scale, other, codes = scaled
+    if codes is None:
+        codes, scale, other = quantize_static(values, spec, scale, other)
+    return Operand(codes, values.shape[0], scale, other, spec)
 
 
-class _Quantized(NamedTuple):
-    """Codes (None: not those of fp32 arithmetic), scale, and zero point or table of a tensor; and whether it may have
-    elements outside the range of the codes."""
+def straight_through_rounding(
+    input: Tensor,
+    values: Tensor,
+    scaled: Scaled,
+    mask: Callable[[Tensor], Tensor | None] | None,
+    dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The reals that the codes of a tensor stand for. Their gradient is passed straight through rounding (Bengio et
+    al., arXiv 1308.3432): dL/dx = dL/dx_hat. Scales are constants to it.
 
-    spec: QuantSpec | Any
-    codes: Tensor | None
-    scale: Tensor
-    other: Tensor | None
-    clips: bool
-
-
-def _stand_in(
-    input: Tensor, values: Tensor, quantized: _Quantized, spec: QATSpec, dtype: torch.dtype | None, codes_do: bool
-) -> tuple[Tensor, Operand | None]:
-    """What `values` are quantized to, with a gradient to `input`, whose values they are; and the codes, if those are
-    multiplied."""
-    how, codes, scale, other, leaves_some = quantized
-    operand = Operand(codes, values.shape[0], scale, other, how) if codes is not None and spec.sums_integers else None
-    if codes_do and operand is not None and not torch.is_grad_enabled():
-        return values, operand
-    result = unclipped = None
+    Args:
+        input: gets the gradient; a plain tensor or a weight in training.
+        values: those of `input`, a plain tensor.
+        mask: from a mask of the elements that are not clipped to one of those that get the gradient, or None for all;
+            None: all do, whatever is clipped.
+        dtype: of the result; None for that of `values`.
+        compute_dtype: of the arithmetic, where there are no codes.
+    """
+    spec, scale, other, codes = scaled
+    result = passes = None
     with torch.no_grad():
         if codes is not None:
-            dequantize = functools.partial(dequantize_rows, how) if isinstance(how, QuantSpec) else how.dequantize
+            dequantize = functools.partial(dequantize_rows, spec) if isinstance(spec, QuantSpec) else spec.dequantize
             result = dequantize(codes, scale, other, dtype or values.dtype)
-        if codes is None or leaves_some:
-            (low, high), domain = how.code_range, how.zero_point_domain
-            block, compute = block_of(values.shape, scale.shape), spec.compute_dtype or torch.float32
-            by_blocks, mask = fake_quantize_blocks(
-                values, block, scale, other, how.dtype, low, high, domain, compute_dtype=compute
+        if codes is None or mask is not None:
+            (low, high), domain = spec.code_range, spec.zero_point_domain
+            block = block_of(values.shape, scale.shape)
+            by_blocks, unclipped = fake_quantize_blocks(
+                values, block, scale, other, spec.dtype, low, high, domain, compute_dtype=compute_dtype
             )
             result = by_blocks if result is None else result
-            unclipped = mask if leaves_some else None
+            passes = None if mask is None else mask(unclipped)
     assert result is not None
-    return straight_through(input, result, unclipped), operand
+    return straight_through(input, result, passes)
 
 
 def clips(spec: QuantSpec | Any) -> bool:
-    """Whether the scale of a block is meant to leave elements outside the range of the codes."""
+    """Whether the scale of a block is meant to leave elements outside the range of the codes.
+
+    One that covers its block clips nothing: what the rounding of a power of two leaves outside gets its gradient, for
+    without one it would stay there.
+    """
     return isinstance(spec, QuantSpec) and not isinstance(spec.scale_rule, MinMaxRule | AbsMaxRule)

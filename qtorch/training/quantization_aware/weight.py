@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...kernels.im2col import Window
+from ...kernels.im2col import Window, to_matrix
 from ..engine.spec import TrainingSpec
 from ..weights.base import floats_of
 from ..weights.master import TrainingWeight
-from .fake_quantize import QATSpec, fake_quantize_weight, fake_quantized_conv, fake_quantized_linear
+from .fake_quantize import fake_quantized_conv, fake_quantized_linear
+from .qat_spec import QATSpec
 
 aten = torch.ops.aten
 
@@ -49,17 +50,17 @@ class FakeQuantizedWeight(TrainingWeight):
         return fake_quantized_linear(input, self, bias, self.qat_spec)
 
     def conv(self, input: Tensor, window: Window) -> Tensor:
-        return fake_quantized_conv(input, floats_of(self), self.qat_spec, window)
+        return fake_quantized_conv(input, to_matrix(floats_of(self)), None, self.qat_spec, window)
 
     def embedding(self, ids: Tensor, **options: Any) -> Tensor:
         spec = self.qat_spec
         if spec.transposed or spec.partial:
             raise ValueError("embedding takes the whole weight, this is a view of it")
         if not spec.rows_are_independent:
-            return functional.embedding(ids, fake_quantize_weight(self, spec)[0], **options)
+            return functional.embedding(ids, spec.weight_values(self), **options)
         # Rows are gathered first: fewer to quantize.
         rows = functional.embedding(ids.reshape(-1), floats_of(self), **options)
-        return fake_quantize_weight(rows, spec)[0].reshape(*ids.shape, self.shape[-1])
+        return spec.weight_values(rows).reshape(*ids.shape, self.shape[-1])
 
     def check_convert(self) -> None:
         self.qat_spec.recipe.check(self.master)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...kernels.rows import scale_per_row
 from ...layouts.packed import pack_codes
 from ...primitives import AbsMeanRule, PerTensor, QuantSpec, qdtype
 from ...primitives.scheme import Scheme
@@ -72,7 +73,7 @@ class BitnetWeight(TrainingWeight):
             with torch.autograd._unsafe_preserve_version_counter(out.scale):
                 out.scale.copy_(scale.expand_as(out.scale))
             return None
-        scales = scale.expand(scheme.shape[0], 1).contiguous()
+        scales = scale_per_row(scale.reshape(1, 1), scheme.shape[0]).contiguous()
         return QuantizedTrainingWeight({"qdata": qdata, "scale": scales}, scheme), all_gather_outputs
 
 

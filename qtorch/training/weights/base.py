@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...dtypes import QuantizedTensor
+from ...dtypes import AffineQuantizedTensor, QuantizedTensor
 from ...dtypes.linear import check_dtype, multiply
 from ...kernels.im2col import Window, multiply_windows, to_matrix
-from ...kernels.rows import from_rows, to_rows
+from ...kernels.rows import from_rows, scale_per_row, to_rows
+from ...primitives import LinearSpec
 from ...tracing.function_transforms import apply
 from ...tracing.outside_graphs import starts_no_graph
 from ..engine.contraction import contraction
@@ -82,6 +83,21 @@ class _Floats(torch.autograd.Function):
 def floats_of(weight: Tensor) -> Tensor:
     """A weight, plain or in training, as a plain tensor, differentiable."""
     return apply(_Floats, weight) if isinstance(weight, TrainableWeight) else weight
+
+
+def of_codes(
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    spec: LinearSpec,
+    dtype: torch.dtype,
+    **activation: Tensor | None,
+) -> AffineQuantizedTensor:
+    """The weight for inference of these codes (N, K); a single scale is repeated where `spec` has one for each row."""
+    rows = spec.weight.scale_shape(codes.shape)[0]
+    scale = scale_per_row(scale, rows).contiguous()
+    zero_point = None if zero_point is None else scale_per_row(zero_point, rows).contiguous()
+    return AffineQuantizedTensor.from_plain(codes, scale, zero_point, spec, dtype, **activation)
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:

@@ -16,17 +16,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from ...dtypes import AffineQuantizedTensor, Layout, QuantizedTensor
+from ...dtypes import Layout
 from ...dtypes.base import parts_of, without_memory
 from ...layouts import LAYOUTS
 from ...layouts.inner_tensors import Form, Forms
 from ...primitives import LinearSpec, QuantSpec
 from ...primitives.jsonable import jsonable
 from ...primitives.scheme import constant_shape
-from ..engine.contraction import Operand, quantize_operand
+from ..engine.contraction import quantize_operand
 from ..engine.guardrails import is_narrow, warn_of_lost_updates
 from ..engine.spec import TrainingSpec
-from .base import TrainableWeight, written_by
+from .base import TrainableWeight, of_codes, written_by
 
 aten = torch.ops.aten
 
@@ -252,14 +252,6 @@ def served(weight: Tensor, spec: TrainingSpec) -> Tensor:
     rhs.block_size(weight.shape)
     if weight.dim() > 2:
         raise ValueError(f"convert takes matrices, this weight has shape {tuple(weight.shape)}")
-    operand = quantize_operand(weight, rhs)
-    return of_codes(operand, linear, weight.dtype)
-
-
-def of_codes(operand: Operand, linear: LinearSpec, dtype: torch.dtype) -> QuantizedTensor:
-    """The quantized tensor of a weight's operand; a single scale is repeated where `linear` has one for each row."""
-    assert operand.scale is not None
-    shape = linear.weight.scale_shape(operand.values.shape)
-    scale = operand.scale.expand(shape).contiguous()
-    zero_point = None if operand.zero_point is None else operand.zero_point.expand(shape).contiguous()
-    return AffineQuantizedTensor.from_plain(operand.values, scale, zero_point, linear, dtype)
+    codes, _, scale, zero_point, _ = quantize_operand(weight, rhs)
+    assert scale is not None
+    return of_codes(codes, scale, zero_point, linear, weight.dtype)

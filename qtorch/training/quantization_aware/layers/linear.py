@@ -17,18 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ....dtypes import AffineQuantizedTensor
 from ....dtypes.base import quantized_type
 from ....dtypes.linear import autocasts, check_dtype
-from ....kernels.ops.quantize_rowwise import quantize_static
-from ....kernels.rows import from_rows, to_rows
 from ....prepared_module import PreparedModule
 from ....primitives import LinearSpec, MappingType, PerRow, PerTensor, QuantSpec, ZeroPointDomain
 from ....tracing.outside_graphs import refuse_jit_trace
-from ...engine.contraction import Operand
-from ..quantizers.observed import FakeQuantized, Quantizer
+from ...weights.base import of_codes
+from ..fake_quantize import FakeQuantized, fake_quantized_linear
+from ..quantizers.observed import Quantizer
 from ..schedule import Schedule
-from ..served_linear import check_width, served_linear, sums_integers
+from ..served_linear import sums_integers
 
 
 @dataclass
@@ -123,35 +121,42 @@ class FakeQuantizedLayer(PreparedModule):
         """Whether scales are held; see `Schedule`."""
         return None if self.schedule is None else self.schedule.frozen
 
-    def quantize_input(self, input: Tensor) -> FakeQuantized:
-        """The input, fake-quantized as the schedule has it."""
-        if self.input_quantizer is None:
-            return FakeQuantized(input)
-        return self._scheduled(self.input_quantizer(input, self.frozen), input)
+    @property
+    def product_dtype(self) -> torch.dtype | None:
+        return None
 
-    def quantize_weight(self) -> FakeQuantized:
-        """The matrix of the weight, fake-quantized as the schedule has it."""
-        matrix = self.matrix
-        return self._scheduled(self.weight_quantizer(matrix, self.frozen), matrix)
+    @property
+    def precedes_windows(self) -> bool:
+        return self.input_quantizer is None or self.input_quantizer.is_static
+
+    def quantize_input(self, rows: Tensor) -> FakeQuantized:
+        if self.input_quantizer is None:
+            return FakeQuantized(rows)
+        return self._scheduled(self.input_quantizer(rows, self.frozen, self._multiplies_codes), rows)
+
+    def quantize_weight(self, matrix: Tensor) -> FakeQuantized:
+        return self._scheduled(self.weight_quantizer(matrix, self.frozen, self._multiplies_codes), matrix)
+
+    @property
+    def _multiplies_codes(self) -> bool:
+        """Whether products are those of codes: not while `calibrate` looks at the input in floating point."""
+        looks = self.input_quantizer is not None and self.input_quantizer.observed is not None
+        return sums_integers(self.linear_spec) and not looks and not self._mixes
+
+    @property
+    def _mixes(self) -> bool:
+        """Whether operands go from floats to fake-quantized ones by a schedule: a mixture has no codes."""
+        return self.schedule is not None and self.training
 
     def _scheduled(self, quantized: FakeQuantized, values: Tensor) -> FakeQuantized:
-        if self.schedule is None or not self.training:
+        if self.schedule is None or not self._mixes:
             return quantized
-        # Their product is that of floats: a mixture of two has no codes.
         return FakeQuantized(torch.where(self.schedule.active, quantized.values, values))
 
     def advance(self) -> None:
         """A pass is done."""
         if self.schedule is not None and self.training:
             self.schedule.advance()
-
-    def operands(self, rows: Tensor, x: FakeQuantized, w: FakeQuantized) -> tuple[Operand | None, Operand | None]:
-        """The codes of both sides, where they are multiplied as integers."""
-        if x.scale is None or w.scale is None or not sums_integers(self.linear_spec):
-            return None, None
-        assert self.input_quantizer is not None
-        of_input = _operand(rows.detach(), x, self.input_quantizer.spec)
-        return of_input, _operand(self.matrix.detach(), w, self.weight_quantizer.spec)
 
     def check_convert(self) -> None:
         if is_sharded(self.weight):
@@ -176,17 +181,7 @@ class FakeQuantizedLayer(PreparedModule):
         if isinstance(spec.weight.granularity, PerTensor) and sums_integers(spec):
             # What kernels that sum integers read.
             spec = replace(spec, weight=spec.weight.with_granularity(PerRow()))
-            shape = spec.weight.scale_shape(codes.shape)
-            scale = scale.expand(shape).contiguous()
-            zero_point = None if zero_point is None else zero_point.expand(shape).contiguous()
-        return AffineQuantizedTensor.from_plain(codes, scale, zero_point, spec, weight.dtype, **activation)
-
-
-def _operand(matrix: Tensor, quantized: FakeQuantized, spec: QuantSpec) -> Operand:
-    assert quantized.scale is not None
-    scale, zero_point = quantized.scale.detach(), quantized.zero_point
-    codes, scale, zero_point = quantize_static(matrix, spec, scale, zero_point)
-    return Operand(codes, matrix.shape[0], scale, zero_point, spec)
+        return of_codes(codes, scale, zero_point, spec, weight.dtype, **activation)
 
 
 def _static(spec: LinearSpec, scale: Tensor, zero_point: Tensor | None) -> tuple[LinearSpec, dict[str, Tensor | None]]:
@@ -214,13 +209,10 @@ class FakeQuantizedLinear(FakeQuantizedLayer, nn.Linear):
     float_class = nn.Linear
 
     def _forward(self, input: Tensor) -> Tensor:
-        check_width(input, self.weight)
-        rows = to_rows(input)
-        x, w = self.quantize_input(rows), self.quantize_weight()
-        self.advance()
         bias = None if self.bias is None else self.bias.to(input.dtype)
-        y = served_linear(x.values, w.values, bias, *self.operands(rows, x, w))
-        return from_rows(y, input, None)
+        y = fake_quantized_linear(input, self.weight, bias, self)
+        self.advance()
+        return y
 
 
 class FakeQuantizedEmbedding(FakeQuantizedLayer, nn.Embedding):
@@ -236,7 +228,7 @@ class FakeQuantizedEmbedding(FakeQuantizedLayer, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         refuse_jit_trace()
-        w = self.quantize_weight()
+        w = self.quantize_weight(self.weight)
         self.advance()
         return functional.embedding(input, w.values, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
 

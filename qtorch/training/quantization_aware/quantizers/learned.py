@@ -39,9 +39,7 @@ class LearnedQuantizer(Quantizer):
         super().__init__(spec, shape, freezes)
         self.scale_dtype, self.through_rounding, self.count = scale_dtype, through_rounding, count
 
-    def fake_quantize(
-        self, x: Tensor, scale: Tensor, zero_point: Tensor | None, frozen: Tensor | None = None
-    ) -> Tensor:
+    def x_hat(self, x: Tensor, scale: Tensor, zero_point: Tensor | None, frozen: Tensor | None = None) -> Tensor:
         spec = self.spec
         count = self.count or x.numel() // max(x.shape[0], 1)
         return learned_step_fake_quantize(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,21 +22,10 @@ from torch import Tensor
 from ....kernels.ops.quantize_rowwise import without_lost_rows
 from ....prepared_module import QuantizationState
 from ....primitives import QuantSpec
-from ....primitives.affine import fake_quantize_blocks
-from ....primitives.fake_quant import straight_through
 from ....primitives.learned_step import zero_point_code
-from ..fake_quantize import clips
+from ..fake_quantize import FakeQuantized, Scaled, clips, fake_quantize, straight_through_rounding
 
 MinMax = tuple[Tensor, Tensor]
-
-
-class FakeQuantized(NamedTuple):
-    """x_hat, differentiable, and what gives its codes: `spec.quantize(x, scale, zero_point)`; scale None where x_hat is
-    x itself."""
-
-    values: Tensor
-    scale: Tensor | None = None
-    zero_point: Tensor | None = None
 
 
 class Quantizer(QuantizationState):
@@ -106,12 +95,13 @@ class Quantizer(QuantizationState):
         self.set_range(*mean_of_ranks(_mean(observed)))
         return True
 
-    def forward(self, x: Tensor, frozen: Tensor | None = None) -> FakeQuantized:
-        """Fake-quantize `x`.
+    def forward(self, x: Tensor, frozen: Tensor | None = None, multiplied: bool = False) -> FakeQuantized:
+        """Fake-quantize `x` (rows, K).
 
         Args:
             frozen: a boolean of no dimensions; where it is true, the scales are those of the last call in training when
                 it was not. None: they never are.
+            multiplied: the product is one of codes.
         """
         if self.observed is not None:
             self.observed.append(self.calibrated(x))
@@ -122,7 +112,12 @@ class Quantizer(QuantizationState):
                 self.held_scale.copy_(scale)
                 if zero_point is not None and self.held_zero_point is not None:
                     self.held_zero_point.copy_(zero_point)
-        return FakeQuantized(self.fake_quantize(x, scale, zero_point, frozen), scale, self._code(zero_point))
+        scaled = Scaled(self.spec, scale.detach(), self._code(zero_point))
+
+        def x_hat() -> Tensor:
+            return self.x_hat(x, scale, zero_point, frozen)
+
+        return fake_quantize(x.detach(), scaled, x_hat, multiplied)
 
     @torch.no_grad()
     def served(self, x: Tensor, frozen: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -149,17 +144,13 @@ class Quantizer(QuantizationState):
             return zero_point
         return zero_point_code(zero_point.detach().float(), *self.spec.code_range).to(self.spec.dtype.storage)
 
-    def fake_quantize(
-        self, x: Tensor, scale: Tensor, zero_point: Tensor | None, frozen: Tensor | None = None
-    ) -> Tensor:
-        """x_hat by these."""
-        spec = self.spec
-        block = spec.block_size(x.shape)
-        with torch.no_grad():
-            values, unclipped = fake_quantize_blocks(
-                x, block, scale, zero_point, spec.dtype, spec.quant_min, spec.quant_max, spec.zero_point_domain
-            )
-        return straight_through(x, values, self.passes_gradient(unclipped, frozen))
+    def x_hat(self, x: Tensor, scale: Tensor, zero_point: Tensor | None, frozen: Tensor | None = None) -> Tensor:
+        """What `x` stands for, with its gradient."""
+
+        def mask(unclipped: Tensor) -> Tensor | None:
+            return self.passes_gradient(unclipped, frozen)
+
+        return straight_through_rounding(x, x.detach(), Scaled(self.spec, scale, zero_point), mask)
 
     def passes_gradient(self, unclipped: Tensor, frozen: Tensor | None) -> Tensor | None:
         """A mask of the elements that get the gradient of x_hat; None for all."""

@@ -22,7 +22,8 @@ from ....recipe import Recipe, WeightRecipe, register_recipe
 from ....statistics import Statistics
 from ....targets import Target
 from ....tracing.outside_graphs import refuse_jit_trace
-from ..fake_quantize import QATSpec, fake_quantized_linear
+from ..fake_quantize import fake_quantized_linear
+from ..qat_spec import QATSpec
 from .base import check_serves
 
 

@@ -20,7 +20,7 @@ from ....primitives import HQQRule, QuantSpec
 from ....recipe import Recipe, WeightRecipe, register_recipe
 from ....statistics import Statistics
 from ....targets import Target
-from ..fake_quantize import QATSpec
+from ..qat_spec import QATSpec
 from ..weight import FakeQuantizedWeight
 from .base import check_serves
 from .lora_qat import LoRAQAT
