@@ -38,7 +38,7 @@ FLOORS: list[list[str]] = [
     ["kernels/cpu", "kernels/cuda"],
     ["kernels/graph_key"],
     ["kernels"],
-    ["dtypes/copying", "dtypes/dispatch", "dtypes/int32_words"],
+    ["dtypes/autocast", "dtypes/copying", "dtypes/dispatch", "dtypes/int32_words"],
     ["dtypes/base"],
     ["dtypes/affine", "dtypes/codebook", "dtypes/conv_weight", "dtypes/ops", "dtypes/parameter", "dtypes/raw_memory"],
     ["dtypes/factories", "dtypes/outside_dispatch", "dtypes/serialize", "dtypes/uintx", "dtypes/views"],

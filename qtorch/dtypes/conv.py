@@ -11,13 +11,12 @@ Gradients flow to the input and the bias, straight through the quantization of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ..kernels.conv import CONVOLUTIONS
 from ..kernels.im2col import Size, Window, multiply_windows, prepare_conv
@@ -26,11 +25,11 @@ from ..layouts.plain import layout_for
 from ..primitives.scheme import Scheme
 from ..tracing.function_transforms import one_by_one, run_whole, transforms_active, unwrapped_subclass
 from ..tracing.outside_graphs import refuse_jit_trace, starts_no_graph
+from .autocast import cast_for_product
 from .base import QuantizedTensor
 from .conv_weight import ConvScheme, ConvWeight
 from .dispatch import implements_function
 from .linear import (
-    autocasts,
     check_device,
     check_dtype,
     find_kernel,
@@ -54,46 +53,53 @@ WINDOWS_NOTE = (
 """What to know of a product that is a convolution."""
 
 
-@implements_function(functional.conv1d)
-def conv1d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: Size | str = 0,
-    dilation: Size = 1,
-    groups: int = 1,
-) -> Tensor:
-    """`F.conv1d` with a `ConvWeight` (N, C / groups, T): input (B, C, L) or (C, L)."""
-    return _conv(1, input, weight, bias, stride, padding, dilation, groups)
+class Convolution(Protocol):
+    """The signature of `F.conv1d`, `F.conv2d` and `F.conv3d`."""
+
+    def __call__(
+        self,
+        input: Tensor,
+        weight: Any,
+        bias: Tensor | None = None,
+        stride: Size = 1,
+        padding: Size | str = 0,
+        dilation: Size = 1,
+        groups: int = 1,
+    ) -> Tensor: ...
 
 
-@implements_function(functional.conv2d)
-def conv2d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: Size | str = 0,
-    dilation: Size = 1,
-    groups: int = 1,
-) -> Tensor:
-    """`F.conv2d` with a `ConvWeight` (N, C / groups, T, T): input (B, C, H, W) or (C, H, W)."""
-    return _conv(2, input, weight, bias, stride, padding, dilation, groups)
+def convolution(
+    ndim: int,
+    name: str,
+    run: Callable[[Tensor, Any, Tensor | None, Window], Tensor],
+    checked_shape: Callable[[str, Tensor, Any], Sequence[int]] = lambda name, input, weight: weight.shape,
+) -> Convolution:
+    """A convolution of images with `ndim` axes. It takes what torch's takes: an input with or without a batch axis, and
+    all spellings of the sizes.
 
+    Args:
+        name: of the function in errors.
+        run: ``run(input, weight, bias, window)`` of a batch of images.
+        checked_shape: ``checked_shape(name, input, weight)`` checks the two and returns the shape of the weight.
+    """
 
-@implements_function(functional.conv3d)
-def conv3d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: Size | str = 0,
-    dilation: Size = 1,
-    groups: int = 1,
-) -> Tensor:
-    """`F.conv3d` with a `ConvWeight` (N, C / groups, T, T, T): input (B, C, D, H, W) or (C, D, H, W)."""
-    return _conv(3, input, weight, bias, stride, padding, dilation, groups)
+    def conv(
+        input: Tensor,
+        weight: Any,
+        bias: Tensor | None = None,
+        stride: Size = 1,
+        padding: Size | str = 0,
+        dilation: Size = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        shape = checked_shape(name, input, weight)
+        if input.dim() == ndim + 1:
+            return conv(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
+        input, window = prepare_conv(ndim, input, shape, stride, padding, dilation, groups, name)
+        return run(input, weight, bias, window)
+
+    conv.__name__ = conv.__qualname__ = name
+    return conv
 
 
 def conv_problem(scheme: Scheme, groups: int, dtype: torch.dtype, device: str) -> Problem:
@@ -110,35 +116,25 @@ def conv_problem(scheme: Scheme, groups: int, dtype: torch.dtype, device: str) -
     return Problem("linear", matrix, dtype, device)
 
 
-def _conv(
-    ndim: int,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Size,
-    padding: Size | str,
-    dilation: Size,
-    groups: int,
-) -> Tensor:
-    name = f"conv{ndim}d"
+def _checked_shape(name: str, input: Tensor, weight: Any) -> Sequence[int]:
     refuse_jit_trace()
     takes = isinstance(weight, ConvWeight) or (isinstance(weight, QuantizedTensor) and weight.trains)
-    if not takes or isinstance(x, QuantizedTensor):
-        raise TypeError(f"{name} takes a float input and a ConvWeight, or one in training, got {kinds(x, weight)}")
-    check_dtype(name, x, weight.scheme.dtype)  # type: ignore[attr-defined]
-    check_device(name, x, weight)  # type: ignore[arg-type]
+    if not takes or isinstance(input, QuantizedTensor):
+        raise TypeError(f"{name} takes a float input and a ConvWeight, or one in training, got {kinds(input, weight)}")
+    shape: tuple[int, ...] = weight.scheme.shape
+    check_dtype(name, input, weight.scheme.dtype)
+    check_device(name, input, weight)
     if not torch.compiler.is_compiling():
-        weight.check_inner_tensors()  # type: ignore[attr-defined]
-    if x.dim() == ndim + 1:
-        return _conv(ndim, x.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
-    x, window = prepare_conv(ndim, x, weight.scheme.shape, stride, padding, dilation, groups, name)  # type: ignore[attr-defined]
-    device = x.device.type
-    if autocasts(device):
-        x = x.to(torch.get_autocast_dtype(device))
-        bias = None if bias is None else bias.to(x.dtype)
-        with torch.autocast(device, enabled=False):
-            return _differentiable(x, weight, bias, window)
-    return _differentiable(x, weight, bias, window)
+        weight.check_inner_tensors()
+    return shape
+
+
+def _run_conv(input: Tensor, weight: Any, bias: Tensor | None, window: Window) -> Tensor:
+    return cast_for_product(_differentiable, input, weight, bias, window)
+
+
+for _ndim, _function in CONVOLUTIONS.items():
+    implements_function(_function)(convolution(_ndim, f"conv{_ndim}d", _run_conv, _checked_shape))
 
 
 def _differentiable(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -> Tensor:
@@ -148,9 +144,9 @@ def _differentiable(x: Tensor, weight: Any, bias: Tensor | None, window: Window)
             if weight.trains
             else _Transformed.apply(x, weight, window)
         )
-        return _with_bias(y, bias)
+        return with_bias(y, bias)
     if weight.trains:
-        return _with_bias(weight.conv(x, window), bias)
+        return with_bias(weight.conv(x, window), bias)
     if torch.is_grad_enabled() and (x.requires_grad or requires_grad(bias)):
         return _Conv.apply(x, weight, bias, window)
     return _run(x, weight, bias, window)
@@ -162,10 +158,11 @@ def _run(x: Tensor, weight: ConvWeight, bias: Tensor | None, window: Window) -> 
     matrices = [_of_group(weight, group, window.groups) for group in range(window.groups)]
     with torch.no_grad():
         y = multiply_windows(x, window, lambda rows, group: multiply(rows, matrices[group]))
-    return _with_bias(y, bias)
+    return with_bias(y, bias)
 
 
-def _with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
+def with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
+    """The result (B, N, *positions) of a convolution, plus its bias (N)."""
     return y if bias is None else y + bias.reshape(-1, *(1,) * (y.dim() - 2))
 
 

@@ -10,7 +10,6 @@ The weight itself is frozen.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from ..primitives.scheme import Scheme
 from ..tracing.function_transforms import are_active, one_by_one, run_whole, transforms_active, unwrapped_subclass
 from ..tracing.outside_graphs import refuse_jit_trace, starts_no_graph
 from .affine import AffineQuantizedTensor
+from .autocast import autocasts, cast_for_product
 from .base import QuantizedTensor
 from .copying import forms_of
 from .dispatch import implements_function
@@ -70,14 +70,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if input.dtype is not weight.scheme.dtype:
         check_dtype("linear", input, weight.scheme.dtype)
     check_device("linear", input, weight)
-    device = input.device.type
-    if (compiling or torch._C._is_any_autocast_enabled()) and autocasts(device):
-        input = input.to(torch.get_autocast_dtype(device))
-        bias = None if bias is None else bias.to(input.dtype)
-        # What a kernel computes in fp32, the exact sum of integers say, is to stay in fp32.
-        with torch.autocast(device, enabled=False):
-            return multiply(input, weight, bias)
-    return multiply(input, weight, bias)
+    return cast_for_product(multiply, input, weight, bias)
 
 
 def multiply(input: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
@@ -177,16 +170,6 @@ def check_device(op: str, input: Tensor, weight: QuantizedTensor) -> None:
     inner: Tensor = own[weight.tensor_names(own["scheme"])[0]]
     if inner.device != input.device:
         raise ValueError(f"{op}: the input is on {input.device}, the weight on {inner.device}")
-
-
-def autocasts(device: str) -> bool:
-    """Whether inputs on this type of device are cast for products."""
-    return device != "meta" and torch.is_autocast_enabled(device)
-
-
-def without_autocast(device: str) -> AbstractContextManager[Any]:
-    """A context in which inputs on this type of device are not cast."""
-    return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
 
 
 def check_dtype(op: str, input: Tensor, dtype: torch.dtype) -> None:

@@ -6,70 +6,58 @@ window; the weight is a matrix (N, T * C), so that a scale per row is one for ea
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor
 
-from ...kernels.im2col import Size, multiply_windows, prepare_conv, to_matrix
+from ...dtypes.conv import convolution, with_bias
+from ...kernels.im2col import Size, Window, multiply_windows, to_matrix
 from .contraction import contraction
 from .spec import TrainingSpec
 
 
-def quantized_conv1d(
-    input: Tensor,
-    weight: Tensor,
-    spec: TrainingSpec,
-    bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: Size | str = 0,
-    dilation: Size = 1,
-    groups: int = 1,
-) -> Tensor:
-    """`F.conv1d`: input (B, C, L) or (C, L), weight (N, C / groups, T)."""
-    return _conv(1, input, weight, spec, bias, stride, padding, dilation, groups)
+class QuantizedConvolution(Protocol):
+    """`F.conv1d`, `F.conv2d` or `F.conv3d` with the spec of its three matmuls."""
+
+    def __call__(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        spec: TrainingSpec,
+        bias: Tensor | None = None,
+        stride: Size = 1,
+        padding: Size | str = 0,
+        dilation: Size = 1,
+        groups: int = 1,
+    ) -> Tensor: ...
 
 
-def quantized_conv2d(
-    input: Tensor,
-    weight: Tensor,
-    spec: TrainingSpec,
-    bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: Size | str = 0,
-    dilation: Size = 1,
-    groups: int = 1,
-) -> Tensor:
-    """`F.conv2d`: input (B, C, H, W) or (C, H, W), weight (N, C / groups, T, T)."""
-    return _conv(2, input, weight, spec, bias, stride, padding, dilation, groups)
-
-
-def quantized_conv3d(
-    input: Tensor,
-    weight: Tensor,
-    spec: TrainingSpec,
-    bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: Size | str = 0,
-    dilation: Size = 1,
-    groups: int = 1,
-) -> Tensor:
-    """`F.conv3d`: input (B, C, D, H, W) or (C, D, H, W), weight (N, C / groups, T, T, T)."""
-    return _conv(3, input, weight, spec, bias, stride, padding, dilation, groups)
-
-
-def _conv(
-    ndim: int,
-    x: Tensor,
-    weight: Tensor,
-    spec: TrainingSpec,
-    bias: Tensor | None,
-    stride: Size,
-    padding: Size | str,
-    dilation: Size,
-    groups: int,
-) -> Tensor:
-    if x.dim() == ndim + 1:
-        return _conv(ndim, x.unsqueeze(0), weight, spec, bias, stride, padding, dilation, groups).squeeze(0)
+def _quantized(ndim: int, axes: str) -> QuantizedConvolution:
     name = f"quantized_conv{ndim}d"
-    x, window = prepare_conv(ndim, x, weight.shape, stride, padding, dilation, groups, name)
-    matrices = to_matrix(weight).chunk(groups, 0)
-    y = multiply_windows(x, window, lambda rows, group: contraction(rows, matrices[group], spec))
-    return y if bias is None else y + bias.reshape(-1, *(1,) * ndim)
+
+    def conv(
+        input: Tensor,
+        weight: Tensor,
+        spec: TrainingSpec,
+        bias: Tensor | None = None,
+        stride: Size = 1,
+        padding: Size | str = 0,
+        dilation: Size = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        def run(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+            matrices = to_matrix(weight).chunk(window.groups, 0)
+            y = multiply_windows(x, window, lambda rows, group: contraction(rows, matrices[group], spec))
+            return with_bias(y, bias)
+
+        return convolution(ndim, name, run)(input, weight, bias, stride, padding, dilation, groups)
+
+    conv.__name__ = conv.__qualname__ = name
+    kernel = ", ".join(["T"] * ndim)
+    conv.__doc__ = f"`F.conv{ndim}d`: input (B, C, {axes}) or (C, {axes}), weight (N, C / groups, {kernel})."
+    return conv
+
+
+quantized_conv1d = _quantized(1, "L")
+quantized_conv2d = _quantized(2, "H, W")
+quantized_conv3d = _quantized(3, "D, H, W")

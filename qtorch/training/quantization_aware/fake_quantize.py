@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ...dtypes.conv import with_bias
 from ...kernels.im2col import Window, from_matrix, multiply_windows
 from ...kernels.ops.quantize_rowwise import dequantize_rows, quantize_static
 from ...kernels.rows import from_rows, to_rows
@@ -84,7 +85,7 @@ def fake_quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None, qu
     Args:
         input: (..., K) floating point.
         weight: (N, K) floating point, plain or in training.
-        bias: (N) or None, in the dtype of `input`.
+        bias: (N) or None.
 
     Returns:
         (..., N) in the dtype of `input`.
@@ -93,6 +94,7 @@ def fake_quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None, qu
         ValueError: the rows of `input` and `weight` have different lengths.
     """
     check_width(input, weight)
+    bias = None if bias is None else bias.to(input.dtype)
     x, w = quantization.quantize_input(to_rows(input)), quantization.quantize_weight(weight)
     if quantization.product_dtype is None:
         return from_rows(served_linear(x.values, w.values, bias, x.codes, w.codes), input, None)
@@ -106,8 +108,9 @@ def fake_quantized_conv(
 
     Args:
         matrix: (N, T * C / groups), the weight as `to_matrix` makes it.
-        bias: (N) or None, in the dtype of `input`.
+        bias: (N) or None.
     """
+    bias = None if bias is None else bias.to(input.dtype)
     if quantization.precedes_windows:
         return _conv_of_images(input, matrix, bias, quantization, window)
     w = quantization.quantize_weight(matrix)
@@ -119,7 +122,7 @@ def fake_quantized_conv(
         return served_linear(x.values, parts[group], None, x.codes, of_w).to(input.dtype)
 
     y = multiply_windows(input, window, run)
-    return y if bias is None else y + bias.reshape(-1, *(1,) * len(window.kernel))
+    return with_bias(y, bias)
 
 
 def _conv_of_images(

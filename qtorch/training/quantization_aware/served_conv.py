@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from ...dtypes.conv import with_bias
 from ...kernels.conv import CONVOLUTIONS
 from ...kernels.im2col import Window, both_ends, multiply_windows
 from ...tracing.function_transforms import apply
@@ -56,7 +57,7 @@ class _IntegerConv(torch.autograd.Function):
         ctx.window, ctx.channels = window, None if bias is None else bias.shape
         size = len(Operand._fields)
         y = _product(Operand(*operands[:size]), Operand(*operands[size:]), window, x_hat.dtype)
-        return y if bias is None else y + bias.reshape(-1, *(1,) * len(window.kernel))
+        return with_bias(y, bias)
 
     @staticmethod
     @once_differentiable

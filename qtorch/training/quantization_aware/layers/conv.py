@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ....dtypes import ConvWeight, QuantizedTensor
-from ....kernels.im2col import Window, from_matrix, prepare_conv, to_matrix
+from ....dtypes.conv import convolution
+from ....kernels.im2col import Window, from_matrix, to_matrix
 from ..fake_quantize import fake_quantized_conv
 from .linear import LAYERS, FakeQuantizedLayer
 
@@ -26,7 +27,6 @@ class FakeQuantizedConv(FakeQuantizedLayer):
     dilation: tuple[int, ...]
     groups: int
     padding_mode: Any
-    bias: Tensor | None
 
     @classmethod
     def to_matrix(cls, module: nn.Module, weight: Tensor) -> Tensor:
@@ -41,19 +41,19 @@ class FakeQuantizedConv(FakeQuantizedLayer):
         assert isinstance(matrix, QuantizedTensor)
         return ConvWeight.of(matrix, self.weight.shape)
 
-    def _forward(self, input: Tensor) -> Tensor:
-        ndim = self.weight.dim() - 2
-        if input.dim() == ndim + 1:
-            return self._forward(input.unsqueeze(0)).squeeze(0)
+    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         padding: Any = self.padding
         if self.padding_mode != "zeros":
             ends: Any = self._reversed_padding_repeated_twice
             input, padding = functional.pad(input, ends, mode=self.padding_mode), 0
-        name, shape = f"conv{ndim}d", self.weight.shape
-        input, window = prepare_conv(ndim, input, shape, self.stride, padding, self.dilation, self.groups, name)
-        y = self.convolve(input, window, None if self.bias is None else self.bias.to(input.dtype))
+        ndim = weight.dim() - 2
+        conv = convolution(ndim, f"conv{ndim}d", self._convolve)
+        y = conv(input, weight, bias, self.stride, padding, self.dilation, self.groups)
         self.advance()
         return y
+
+    def _convolve(self, input: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+        return self.convolve(input, window, bias)
 
     def convolve(self, input: Tensor, window: Window, bias: Tensor | None) -> Tensor:
         """The convolution of the fake-quantized operands."""

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ....dtypes.autocast import cast_for_product
 from ....dtypes.base import quantized_type
-from ....dtypes.linear import autocasts, check_dtype
+from ....dtypes.linear import check_dtype
 from ....prepared_module import PreparedModule
 from ....primitives import LinearSpec, MappingType, PerRow, PerTensor, QuantSpec, ZeroPointDomain
 from ....tracing.outside_graphs import refuse_jit_trace
@@ -61,6 +62,7 @@ class FakeQuantizedLayer(PreparedModule):
     takes_activation: ClassVar[bool] = True
 
     weight: Tensor
+    bias: Any
     recipe: Any
     linear_spec: LinearSpec
     weight_quantizer: Quantizer
@@ -69,16 +71,11 @@ class FakeQuantizedLayer(PreparedModule):
 
     def forward(self, input: Tensor) -> Tensor:
         refuse_jit_trace()
-        device = input.device.type
         check_dtype(f"a {type(self).float_class.__name__} in training", input, self.weight.dtype)
-        if autocasts(device):
-            input = input.to(torch.get_autocast_dtype(device))
-            with torch.autocast(device, enabled=False):
-                return self._forward(input)
-        return self._forward(input)
+        return cast_for_product(self.product, input, self.weight, self.bias)
 
-    def _forward(self, input: Tensor) -> Tensor:
-        """`forward` outside autocast, which reaches the input and nothing else."""
+    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`forward` outside autocast, which casts the input and the bias and nothing else."""
         raise NotImplementedError
 
     @classmethod
@@ -208,9 +205,8 @@ class FakeQuantizedLinear(FakeQuantizedLayer, nn.Linear):
 
     float_class = nn.Linear
 
-    def _forward(self, input: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(input.dtype)
-        y = fake_quantized_linear(input, self.weight, bias, self)
+    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = fake_quantized_linear(input, weight, bias, self)
         self.advance()
         return y
 

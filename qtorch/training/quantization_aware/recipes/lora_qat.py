@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ....dtypes.linear import autocasts, check_dtype, without_autocast
+from ....dtypes.autocast import cast_for_product, without_autocast
+from ....dtypes.linear import check_dtype
 from ....install import keep_attributes
 from ....prepared_module import PreparedModule
 from ....recipe import Recipe, WeightRecipe, register_recipe
@@ -118,13 +119,8 @@ class LoRALinear(PreparedModule, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         refuse_jit_trace()
-        device = input.device.type
         check_dtype("a Linear in training", input, self.weight.dtype)
-        if autocasts(device):
-            input = input.to(torch.get_autocast_dtype(device))
-        with without_autocast(device):
-            bias = None if self.bias is None else self.bias.to(input.dtype)
-            return fake_quantized_linear(input, self.merged(), bias, self.qat_spec)
+        return cast_for_product(fake_quantized_linear, input, self.merged(), self.bias, self.qat_spec)
 
     def check_convert(self) -> None:
         self.qat_spec.recipe.check(self.merged().detach())
