@@ -1,8 +1,8 @@
 """Modules in training: a float module whose class was exchanged for one that fake-quantizes.
 
 What training adds to it (learned scales, observed ranges, adapters) are ordinary parameters and buffers of it and of
-its submodules; `weight` keeps its name and is a plain parameter. `convert()` gives it the served weight and its class
-back.
+its submodules; `weight` keeps its name and is a plain parameter. `convert()` gives it the weight for inference and
+its class back.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class PreparedModule(nn.Module):
     float_class: ClassVar[type[nn.Module]]
 
     def check_convert(self) -> None:
-        """Raise `ValueError` where `served_weight` could not do its work."""
+        """Raise `ValueError` where `convert` could not do its work."""
 
-    def served_weight(self) -> Tensor:
+    def convert(self) -> Tensor:
         """The weight for inference, codes and scales as the forward has them."""
         raise NotImplementedError
 

@@ -19,6 +19,9 @@ from ..primitives.jsonable import from_json, parse_json, to_json
 
 _TYPES: dict[str, Any] = {}
 
+FORMER_NAMES = {"TrainingWeight": "MasterWeight", "QuantizedTrainingWeight": "CodesWeight"}
+"""What older pickles call a class, and its name today."""
+
 
 class Copied:
     """What `QuantizedTensor` has for `copy`, `pickle` and `torch.save`; subclasses are known by their names."""
@@ -104,7 +107,7 @@ def rebuild(
     Raises:
         ValueError: the file does not hold a quantized tensor of this version of qtorch.
     """
-    cls = _TYPES.get(type_name) if isinstance(type_name, str) else None
+    cls = _TYPES.get(FORMER_NAMES.get(type_name, type_name)) if isinstance(type_name, str) else None
     if cls is None:
         raise ValueError(f"the file holds a {type_name}, which this version of qtorch does not know")
     try:

@@ -1,6 +1,6 @@
 """Affine quantization: q = round(x / scale) + zero_point, and back.
 
-Four stages, each usable alone: calibrate (the range of each block), choose the scale and zero point, quantize,
+Four stages, each usable alone: choose the range of each block, choose the scale and zero point, quantize,
 dequantize. Names and argument order are torchao 0.6's. Where torch has the same operation
 (`torch.ops.quantized_decomposed.*`, `torch.fake_quantize_per_tensor_affine`, ...), results are equal bit for bit on
 fp32.

@@ -44,7 +44,7 @@ class QuantSpec:
         scale_spec: how the scales are quantized themselves (see `double_quant`); None keeps them as they are. It needs
             a mapping without zero points.
 
-    The stages, each on its own: `calibrate`, `choose_qparams_from_range`, `quantize`, `dequantize`.
+    The stages, each on its own: `choose_range`, `choose_qparams_from_range`, `quantize`, `dequantize`.
     """
 
     dtype: QDType
@@ -102,13 +102,13 @@ class QuantSpec:
         """Shape of the scale of a tensor of this shape."""
         return scale_shape(shape, self.block_size(shape))
 
-    def calibrate(self, input: Tensor) -> tuple[Tensor, Tensor]:
+    def choose_range(self, input: Tensor) -> tuple[Tensor, Tensor]:
         """Range (min, max) that the codes of each block should cover, fp32, of the scale's shape.
 
         Raises:
             TypeError: `input` is not in floating point.
         """
-        check_floating_point("calibrate", input)
+        check_floating_point("choose_range", input)
         return self.scale_rule.min_max(input, self)
 
     def choose_qparams_from_range(
@@ -147,11 +147,11 @@ class QuantSpec:
 
     def choose_qparams(self, input: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scale and zero point of each block of `input`."""
-        return self.choose_qparams_from_range(*self.calibrate(input), input.dtype)
+        return self.choose_qparams_from_range(*self.choose_range(input), input.dtype)
 
     def choose_stored_qparams(self, input: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
         """`choose_qparams` with the scale as it is stored: the tensors of `quantize_scale`."""
-        return self._stored_qparams(*self.calibrate(input), input.dtype)
+        return self._stored_qparams(*self.choose_range(input), input.dtype)
 
     def quantize(
         self, input: Tensor, scale: Tensor, zero_point: Tensor | None, generator: torch.Generator | None = None

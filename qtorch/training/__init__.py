@@ -22,17 +22,22 @@ from .quantization_aware.parameter_groups import parameter_groups  # noqa: E402
 from .quantization_aware.recipes.pact import clip_penalty, pact  # noqa: E402
 from .recipes.bitnet import precompute_bitnet_scale_for_fsdp  # noqa: E402
 from .recipes.int8_mixed_precision import Int8MixedPrecisionTrainingConfig  # noqa: E402
-from .weights.base import TrainableWeight  # noqa: E402
-from .weights.codes import QuantizedTrainingWeight  # noqa: E402
-from .weights.master import TrainingWeight  # noqa: E402
+from .weights.base import TrainingWeight  # noqa: E402
+from .weights.codes import CodesWeight  # noqa: E402
+from .weights.master import MasterWeight  # noqa: E402
+
+# Their former names.
+TrainableWeight, QuantizedTrainingWeight = TrainingWeight, CodesWeight
 
 RECIPE_NAMES = sorted(name for name, cls in RECIPES.items() if cls.__module__.startswith(f"{__name__}."))
 
 globals().update({name: RECIPES[name] for name in RECIPE_NAMES})
 
 __all__ = [
+    "CodesWeight",
     "GemmSpec",
     "Int8MixedPrecisionTrainingConfig",
+    "MasterWeight",
     "QuantizedTrainingWeight",
     "TrainableWeight",
     "TrainingSpec",

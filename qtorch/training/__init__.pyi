@@ -35,13 +35,17 @@ from .recipes.int8_tilewise import Int8TilewiseTraining as int8_tilewise_trainin
 from .recipes.mixed_precision import MixedPrecisionTraining as mixed_precision_training
 from .recipes.mxfp8 import Mxfp8Training as mxfp8_training
 from .recipes.switchback import SwitchbackTraining as switchback_training
-from .weights.base import TrainableWeight as TrainableWeight
-from .weights.codes import QuantizedTrainingWeight as QuantizedTrainingWeight
-from .weights.master import TrainingWeight as TrainingWeight
+from .weights.base import TrainingWeight as TrainableWeight
+from .weights.base import TrainingWeight as TrainingWeight
+from .weights.codes import CodesWeight as CodesWeight
+from .weights.codes import CodesWeight as QuantizedTrainingWeight
+from .weights.master import MasterWeight as MasterWeight
 
 __all__ = [
+    "CodesWeight",
     "GemmSpec",
     "Int8MixedPrecisionTrainingConfig",
+    "MasterWeight",
     "QuantizedTrainingWeight",
     "TrainableWeight",
     "TrainingSpec",

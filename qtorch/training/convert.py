@@ -11,7 +11,7 @@ from ..prepared_module import PreparedModule
 from ..recipe import Recipe, register_recipe
 from ..statistics import Statistics
 from ..targets import Target
-from .weights.base import TrainableWeight
+from .weights.base import TrainingWeight
 
 
 @register_recipe("convert")
@@ -24,15 +24,15 @@ class Convert(Recipe):
     Modules whose class was exchanged for training get theirs back. Weights that no recipe has touched are left alone.
     """
 
-    selects: ClassVar[tuple[type, ...]] = (TrainableWeight, PreparedModule)
+    selects: ClassVar[tuple[type, ...]] = (TrainingWeight, PreparedModule)
 
     def check(self, weight: Tensor) -> None:
-        if not isinstance(weight, TrainableWeight):
+        if not isinstance(weight, TrainingWeight):
             raise ValueError(f"convert takes weights in training, this is a {type(weight).__name__}")
         weight.check_convert()
 
     def apply(self, weight: Tensor) -> Tensor:
-        assert isinstance(weight, TrainableWeight)
+        assert isinstance(weight, TrainingWeight)
         return weight.convert()
 
     def check_target(self, target: Target[Any]) -> None:
@@ -44,7 +44,7 @@ class Convert(Recipe):
 
     def make(self, target: Target[Any], weight: Tensor, statistics: Statistics | None = None) -> Tensor:
         prepared = _prepared(target)
-        return prepared[0].served_weight() if prepared else super().make(target, weight)
+        return prepared[0].convert() if prepared else super().make(target, weight)
 
     def install(self, target: Target[Any], made: Tensor) -> None:
         for module in _prepared(target):

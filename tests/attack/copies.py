@@ -14,7 +14,7 @@ from torch import nn
 from qtorch import load_quantized, quantize_, save_quantized
 from qtorch.dtypes import QuantizedTensor
 from qtorch.prepared_module import PreparedModule
-from qtorch.training import TrainableWeight
+from qtorch.training import TrainingWeight
 from tests.attack.operations import Refused, inputs, operation, outputs, same
 from tests.attack.subject import K, N, Subject
 
@@ -233,7 +233,7 @@ def back_to_floats(subject: Subject) -> None:
         same(outputs(layer), wanted, "converted", 2e-5)
     if isinstance(layer.weight, QuantizedTensor):
         dequantize_(layer)
-    assert not isinstance(layer.weight, QuantizedTensor | TrainableWeight)
+    assert not isinstance(layer.weight, QuantizedTensor | TrainingWeight)
     same(outputs(layer), wanted, "in floating point", 0.6)
 
 

@@ -19,7 +19,7 @@ from qtorch.dtypes import QuantizedTensor
 from qtorch.kernels.cpu import ways
 from qtorch.prepared_module import PreparedModule
 from qtorch.quantize_api import WeightRecipe
-from qtorch.training import TrainableWeight
+from qtorch.training import TrainingWeight
 from tests.attack.operations import Operation, add, attempt, inputs, operation, outputs, same
 from tests.attack.subject import SUBJECTS, Subject
 
@@ -269,7 +269,7 @@ def optimizer_step_with_nan(subject: Subject) -> None:
 def load_into_a_float_model(subject: Subject) -> None:
     state = subject.layer(2).state_dict()
     layer = subject.float_layer()
-    if any(isinstance(value, QuantizedTensor) and not isinstance(value, TrainableWeight) for value in state.values()):
+    if any(isinstance(value, QuantizedTensor) and not isinstance(value, TrainingWeight) for value in state.values()):
         attempt(lambda: layer.load_state_dict(state), layer, NAMES_A_WAY)
         raise AssertionError("it is accepted: the model is in floating point again")
     # Weights in training are floats to a checkpoint; layers with a state of their own have keys that a float one lacks.

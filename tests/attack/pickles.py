@@ -95,8 +95,8 @@ def damaged(seed: int) -> tuple[str, bytes]:
 
 
 def type_name(arguments: Arguments, pick: random.Random) -> str:
-    names = ["AffineQuantizedTensor", "LUTQuantizedTensor", "UintxTensor", "ConvWeight", "TrainingWeight"]
-    names += ["FakeQuantizedWeight", "QuantizedTrainingWeight", "BitnetWeight", "TrainableWeight", "QuantizedTensor"]
+    names = ["AffineQuantizedTensor", "LUTQuantizedTensor", "UintxTensor", "ConvWeight", "MasterWeight"]
+    names += ["FakeQuantizedWeight", "CodesWeight", "BitnetWeight", "TrainingWeight", "QuantizedTensor"]
     names += ["Parameter", "Tensor", "dict", ""]
     arguments[TYPE_NAME] = pick.choice([*names, *names, None, 3, ["AffineQuantizedTensor"], {}])
     return f"type name {arguments[TYPE_NAME]!r}"

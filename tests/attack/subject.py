@@ -14,7 +14,7 @@ from qtorch.dtypes import QuantizedTensor
 from qtorch.prepared_module import PreparedModule
 from qtorch.primitives.codebook_spec import CodebookSpec
 from qtorch.quantize_api import Recipe, WeightRecipe
-from qtorch.training import QuantizedTrainingWeight, TrainableWeight
+from qtorch.training import CodesWeight, TrainingWeight
 from tests import every_recipe
 from tests.attack import training_recipes
 
@@ -40,7 +40,7 @@ class Subject:
     @property
     def stochastic(self) -> bool:
         """Weights live in codes, and what is written to them is rounded stochastically."""
-        return isinstance(self.layer().weight, QuantizedTrainingWeight)
+        return isinstance(self.layer().weight, CodesWeight)
 
     def values(self, seed: int = 1) -> Tensor:
         """A float weight (N, K)."""
@@ -92,8 +92,8 @@ class Subject:
         weight = self.layer().weight
         if isinstance(self.layer(), PreparedModule):
             return "prepared layers"
-        if isinstance(weight, TrainableWeight):
-            kinds = {"QuantizedTrainingWeight": "trains in codes", "FakeQuantizedWeight": "qat"}
+        if isinstance(weight, TrainingWeight):
+            kinds = {"CodesWeight": "trains in codes", "FakeQuantizedWeight": "qat"}
             return kinds.get(type(weight).__name__, "trains in float")
         assert isinstance(weight, QuantizedTensor)
         assert isinstance(self.recipe, WeightRecipe)

@@ -98,7 +98,7 @@ def quantized(layer: nn.Module, recipe: Recipe, example: Tensor | None = None) -
         ("quantize_codebook", lambda x: quantize_codebook(x, (1, 8), torch.ones(4, 1), torch.arange(4.0))),
         ("kmeans_codebook", lambda x: kmeans_codebook(x, 2)),
         ("quantize_int8_rowwise", qtorch.kernels.quantize_int8_rowwise),
-        ("calibrate", QuantSpec("int8").choose_qparams),
+        ("choose_range", QuantSpec("int8").choose_qparams),
     ],
 )
 def test_primitives_take_floating_point(name: str, call: Callable[[Tensor], object], dtype: torch.dtype) -> None:

@@ -119,7 +119,7 @@ def test_attributes_of_the_user_are_kept() -> None:
     assert pickle.loads(pickle.dumps(weight)).tag == "mine"
 
 
-@pytest.mark.parametrize("type_name", ["LUTQuantizedTensor", "ConvWeight", "TrainingWeight", "QuantizedTensor", "?", 1])
+@pytest.mark.parametrize("type_name", ["LUTQuantizedTensor", "ConvWeight", "MasterWeight", "QuantizedTensor", "?", 1])
 def test_another_type(type_name: Any) -> None:
     with pytest.raises(ValueError, match="the file holds a"):
         load(*arguments(quantized(), type_name=type_name))

@@ -165,17 +165,17 @@ def test_chunks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> Non
     x = student_t(8, 64).bfloat16()
     spec = spec_of("uint3", ASYMMETRIC, FLOAT)
     spec = replace(spec, scale_rule=HQQRule())
-    whole = spec.calibrate(x)
+    whole = spec.choose_range(x)
     for size in (1, 32, 160):
         monkeypatch.setattr(hqq, "CHUNK", size)
-        assert all(map(torch.equal, spec.calibrate(x), whole))
+        assert all(map(torch.equal, spec.choose_range(x), whole))
 
 
 def test_stochastic_rounding_does_not_make_the_range_random() -> None:
     spec = replace(spec_of("uint3", ASYMMETRIC, INT), scale_rule=HQQRule(), rounding=Rounding.STOCHASTIC)
     x = normal(8, 64)
-    wanted = replace(spec, rounding=Rounding.NEAREST_EVEN).calibrate(x)
-    assert all(map(torch.equal, spec.calibrate(x), wanted))
+    wanted = replace(spec, rounding=Rounding.NEAREST_EVEN).choose_range(x)
+    assert all(map(torch.equal, spec.choose_range(x), wanted))
 
 
 @every_kind
@@ -184,7 +184,7 @@ def test_stochastic_rounding_does_not_make_the_range_random() -> None:
 def test_constant_blocks(value: float, dtype: torch.dtype, mapping: MappingType, domain: ZeroPointDomain) -> None:
     spec = replace(spec_of("int4", mapping, domain), scale_rule=HQQRule())
     x = torch.full((2, 64), value, dtype=dtype)
-    low, high = spec.calibrate(x)
+    low, high = spec.choose_range(x)
     assert low.isfinite().all()
     assert high.isfinite().all()
     # The scale of groups has the input's dtype, 8 bits of it in bf16.
@@ -244,7 +244,7 @@ def test_json() -> None:
         (lambda: HQQRule(starts=0), "starts >= 1 and 0 < smallest < 1, got 20, 0 and 0.5"),
         (lambda: HQQRule(smallest=1.0), "got 20, 8 and 1.0"),
         (
-            lambda: QuantSpec("float8_e4m3fn", scale_rule=HQQRule()).calibrate(normal(2, 32)),
+            lambda: QuantSpec("float8_e4m3fn", scale_rule=HQQRule()).choose_range(normal(2, 32)),
             "HQQRule: takes integer codes, got float8_e4m3fn",
         ),
     ],

@@ -56,7 +56,7 @@ def squared_error(x: Tensor, spec: QuantSpec) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_range_is_fp32_of_the_scales_shape(dtype: torch.dtype, granularity: Granularity, rule: ScaleRule) -> None:
     spec = QuantSpec("int8", granularity, scale_rule=rule)
-    low, high = spec.calibrate(data(8, 48).to(dtype))
+    low, high = spec.choose_range(data(8, 48).to(dtype))
     assert low.dtype == high.dtype == torch.float32
     assert low.shape == high.shape == spec.scale_shape((8, 48))
     assert (low < high).all()
@@ -120,7 +120,7 @@ def test_mse_is_better_where_there_are_outliers() -> None:
 def test_mse_of_a_range_that_must_not_shrink_is_min_max() -> None:
     x = torch.tensor([[-7.5, 7.5] * 8])
     spec = QuantSpec("uint4", PerRow(), MappingType.ASYMMETRIC, scale_rule=MSERule())
-    assert all(map(torch.equal, spec.calibrate(x), MinMaxRule().min_max(x, spec)))
+    assert all(map(torch.equal, spec.choose_range(x), MinMaxRule().min_max(x, spec)))
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)

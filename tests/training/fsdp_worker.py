@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from qtorch import compute_error, int8_dynamic_activation_int4_weight, quantize_
 from qtorch.kernels import record_kernels
 from qtorch.training import (
-    QuantizedTrainingWeight,
-    TrainingWeight,
+    CodesWeight,
+    MasterWeight,
     bitnet_training,
     int8_mixed_precision_training,
     int8_weight_only_quantized_training,
@@ -61,7 +61,7 @@ def main(name: str) -> None:
         if isinstance(layer, nn.Linear):
             fully_shard(layer)
     fully_shard(model)
-    kind = QuantizedTrainingWeight if name == "int8_weights" else TrainingWeight
+    kind = CodesWeight if name == "int8_weights" else MasterWeight
     assert all(isinstance(p.to_local(), kind) for p in model.parameters() if p.dim() == 2)
 
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, whole)]

@@ -10,8 +10,8 @@ from torch.nn import functional
 from qtorch import compute_error
 from qtorch.kernels import record_kernels
 from qtorch.training import (
+    MasterWeight,
     TrainingSpec,
-    TrainingWeight,
     fully_quantized,
     quantized_conv1d,
     quantized_conv2d,
@@ -83,7 +83,7 @@ def test_without_a_batch() -> None:
 
 def test_a_weight_in_training() -> None:
     x, w, b = operands(2)
-    weight = torch.nn.Parameter(TrainingWeight.of(w, fully_quantized()))
+    weight = torch.nn.Parameter(MasterWeight.of(w, fully_quantized()))
     y = functional.conv2d(x, weight, b, padding=1)
     assert torch.equal(y, quantized_conv2d(x, w, fully_quantized(), b, padding=1))
     y.sum().backward()

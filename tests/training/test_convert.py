@@ -17,8 +17,8 @@ from qtorch.quantize_api import Recipe
 from qtorch.training import (
     GemmSpec,
     Int8MixedPrecisionTrainingConfig,
-    TrainableWeight,
     TrainingSpec,
+    TrainingWeight,
     bitnet_training,
     convert,
     float8_training,
@@ -83,7 +83,7 @@ def test_equal_bit_for_bit(recipe: Recipe, dtype: torch.dtype, kernels: str) -> 
     weight = model[0].weight
     kernel, codes, bits = SERVED[recipe]
     assert weight.scheme.weight.dtype.name == codes
-    assert not isinstance(weight, TrainableWeight)
+    assert not isinstance(weight, TrainingWeight)
     assert weight.nbytes == weight.numel() * bits // 8 + weight.scales()[0].nbytes
     for x, y in zip(inputs, wanted):
         with record_kernels() as ran:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from qtorch import MappingType, PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, compute_error
 from qtorch.kernels import record_kernels
 from qtorch.primitives import Rounding
-from qtorch.training import GemmSpec, TrainingSpec, TrainingWeight, fully_quantized, quantized_matmul
+from qtorch.training import GemmSpec, MasterWeight, TrainingSpec, fully_quantized, quantized_matmul
 from qtorch.training.engine.contraction import contraction
 from qtorch.training.engine.spec import float8, int8
 from tests.training.reference import RECIPES, three_matmuls
@@ -259,7 +259,7 @@ def test_codes_that_chance_has_made_are_reused_not_remade() -> None:
     """grad_input multiplies by the very codes of the forward."""
     spec = TrainingSpec(GemmSpec(None, int8(rounding=Rounding.STOCHASTIC)), GemmSpec(reuse_forward=True))
     w = torch.randn(8, 8)
-    for weight in (w.requires_grad_(), nn.Parameter(TrainingWeight.of(w.detach(), spec))):
+    for weight in (w.requires_grad_(), nn.Parameter(MasterWeight.of(w.detach(), spec))):
         x = torch.eye(8, requires_grad=True)
         y = contraction(x, weight, spec)
         y.backward(torch.eye(8))
@@ -308,5 +308,5 @@ def test_a_weight_on_the_left() -> None:
 
 def test_the_wrapper_is_one_level_deep() -> None:
     w = layer("int8").weight
-    assert isinstance(w, TrainingWeight)
+    assert isinstance(w, MasterWeight)
     assert type(w.master) is Tensor

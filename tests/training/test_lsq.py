@@ -221,7 +221,7 @@ def test_the_first_batch_or_calibration_starts_activations() -> None:
     assert calibrate(calibrated, batches) == 2
     other(batches[0])
     spec = other[0].input_quantizer.spec
-    ranges = [spec.calibrate(x)[1] for x in batches]
+    ranges = [spec.choose_range(x)[1] for x in batches]
     for model, high in ((calibrated, sum(ranges) / 2), (other, ranges[0])):
         torch.testing.assert_close(model[0].input_quantizer.initial_scale, high * 2 / 15)
     start = other[0].input_quantizer.initial_scale.clone()
@@ -544,14 +544,14 @@ def test_learned_clips_follow_the_weight() -> None:
     quantize_(layer, lsq(recipe=uintx_weight_only("uint4", 32), weights="clip"))
     quantizer = layer.weight_quantizer
     assert isinstance(quantizer, LearnedClip)
-    scale, zero_point = quantizer.served(layer.weight)
-    doubled, same = quantizer.served(layer.weight.detach() * 2)
+    scale, zero_point = quantizer.converted_qparams(layer.weight)
+    doubled, same = quantizer.converted_qparams(layer.weight.detach() * 2)
     torch.testing.assert_close(doubled, 2 * scale)
     assert torch.equal(same, zero_point)
     with torch.no_grad():
         quantizer.log_clip.fill_(-0.5)
         quantizer.log_clip_low.fill_(-0.5)
-    torch.testing.assert_close(quantizer.served(layer.weight)[0], scale * torch.tensor(-0.5).exp())
+    torch.testing.assert_close(quantizer.converted_qparams(layer.weight)[0], scale * torch.tensor(-0.5).exp())
     layer(torch.randn(4, 64)).square().sum().backward()
     assert quantizer.log_clip.grad.count_nonzero() > 12
     assert quantizer.log_clip_low.grad.count_nonzero() > 12

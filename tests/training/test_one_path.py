@@ -77,7 +77,7 @@ def test_same_numbers(kind: str, recipe: WeightRecipe) -> None:
 def test_same_functions(make, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = prepared(kind, make(RECIPES[0]))
     operands = count_calls("_operand", monkeypatch)
-    products = count_calls("served_linear", monkeypatch)
+    products = count_calls("converted_linear", monkeypatch)
     model(x)
     groups = 1 if kind == "linear" else 2
     assert len(products) == groups

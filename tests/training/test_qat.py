@@ -21,8 +21,8 @@ from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
 from qtorch.primitives import PercentileRule, fake_quantize_affine, from_json, prune_2_4, to_json
 from qtorch.quantize_api import WeightRecipe
-from qtorch.training import TrainableWeight, convert, qat
-from qtorch.training.quantization_aware.served_linear import sums_integers
+from qtorch.training import TrainingWeight, convert, qat
+from qtorch.training.quantization_aware.converted_linear import sums_integers
 from qtorch.training.quantization_aware.weight import FakeQuantizedWeight
 from tests.every_recipe import NAMES, make
 
@@ -77,7 +77,7 @@ def test_converted_equals_prepared(name: str, dtype: torch.dtype, kernels: str, 
     with_gradient = [model(x) for x in inputs]
     quantize_(model, convert())
     for i, master in zip((0, 2), masters):
-        assert not isinstance(model[i].weight, TrainableWeight)
+        assert not isinstance(model[i].weight, TrainingWeight)
         assert model[i].weight.scheme == recipe.apply(master).scheme
         for mine, theirs in zip(codes(model[i].weight), codes(recipe.apply(master)), strict=True):
             assert torch.equal(mine, theirs)

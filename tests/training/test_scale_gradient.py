@@ -11,7 +11,7 @@ from torch import Tensor
 from qtorch import PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, compute_error
 from qtorch.primitives import AbsMeanRule, Granularity
 from qtorch.primitives.granularity import BlockView
-from qtorch.training import GemmSpec, TrainingSpec, TrainingWeight, fully_quantized
+from qtorch.training import GemmSpec, MasterWeight, TrainingSpec, fully_quantized
 from qtorch.training.engine.contraction import contraction
 from qtorch.training.engine.spec import int8, integer
 
@@ -29,7 +29,7 @@ def operand_gradients(
     x: Tensor, w: Tensor, g: Tensor, spec: TrainingSpec, wrapped: bool = False
 ) -> tuple[Tensor, Tensor]:
     x = x.clone().requires_grad_()
-    weight = torch.nn.Parameter(TrainingWeight.of(w.clone(), spec) if wrapped else w.clone())
+    weight = torch.nn.Parameter(MasterWeight.of(w.clone(), spec) if wrapped else w.clone())
     contraction(x, weight, spec).backward(g)
     return x.grad, weight.grad
 

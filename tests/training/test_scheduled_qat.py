@@ -75,11 +75,11 @@ def test_float_then_fake_quantized_then_frozen(recipe, integers: bool) -> None:
     train(model, 2)
     layer, x = model[0], torch.randn(9, 64)
     frozen = None if layer.schedule is None else layer.schedule.frozen
-    scale = layer.weight_quantizer.served(layer.weight, frozen)[0]
+    scale = layer.weight_quantizer.converted_qparams(layer.weight, frozen)[0]
     weight = layer.weight.detach().clone()
     train(model, 2, seed=1)
     assert not torch.equal(layer.weight, weight)
-    again = layer.weight_quantizer.served(layer.weight, frozen)[0]
+    again = layer.weight_quantizer.converted_qparams(layer.weight, frozen)[0]
     assert torch.equal(scale, again) or recipe.freeze_step is None
     model.eval()
     with torch.no_grad():

@@ -20,9 +20,9 @@ from qtorch.primitives import from_json, to_json
 from qtorch.quantize_api import RECIPES as REGISTERED
 from qtorch.quantize_api import Recipe
 from qtorch.training import (
+    CodesWeight,
     Int8MixedPrecisionTrainingConfig,
-    QuantizedTrainingWeight,
-    TrainableWeight,
+    MasterWeight,
     TrainingWeight,
     bitnet_training,
     convert,
@@ -98,7 +98,7 @@ def test_weights_train_and_everything_else_is_left(recipe: Recipe) -> None:
     report = quantize_(made, recipe)
     assert len(report.quantized) == 2
     assert all(
-        isinstance(made[i].weight, TrainableWeight | nn.Parameter) and made[i].weight.requires_grad for i in (0, 2)
+        isinstance(made[i].weight, TrainingWeight | nn.Parameter) and made[i].weight.requires_grad for i in (0, 2)
     )
     assert made[0].bias is bias
     frozen = model(None).requires_grad_(False)
@@ -202,7 +202,7 @@ def test_optimizers(recipe: Recipe, kind: type, how: dict[str, bool]) -> None:
     """A step moves each weight as it moves a float weight of the same value and gradient."""
     made = model(recipe)
     twins = [
-        nn.Parameter(p.detach().dequantize() if isinstance(p, TrainableWeight) else p.detach().clone())
+        nn.Parameter(p.detach().dequantize() if isinstance(p, TrainingWeight) else p.detach().clone())
         for p in made.parameters()
     ]
     made(torch.randn(40, 64)).square().sum().backward()
@@ -212,11 +212,11 @@ def test_optimizers(recipe: Recipe, kind: type, how: dict[str, bool]) -> None:
     for parameters in (list(made.parameters()), twins):
         kind(parameters, **options, **how).step()
     for twin, p in zip(twins, made.parameters()):
-        if isinstance(p, QuantizedTrainingWeight):
+        if isinstance(p, CodesWeight):
             step = p.scales()[0].max()
             assert (p.dequantize() - twin).abs().max() < 1.01 * step * (2 if kind is torch.optim.AdamW else 1)
         else:
-            torch.testing.assert_close(p.floats() if isinstance(p, TrainableWeight) else p, twin, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(p.floats() if isinstance(p, TrainingWeight) else p, twin, rtol=1e-6, atol=1e-7)
 
 
 @every_recipe
@@ -328,7 +328,7 @@ def test_errors_leave_the_model_as_it_was() -> None:
         float8_training("blockwise")
     assert made[0].weight is before
     trained = model(int8_mixed_precision_training())
-    with pytest.raises(ValueError, match="0: is already quantized: TrainingWeight"):
+    with pytest.raises(ValueError, match="0: is already quantized: MasterWeight"):
         quantize_(trained, float8_training())
 
 
@@ -355,8 +355,8 @@ def test_convert_takes_what_was_trained_and_nothing_else() -> None:
     other = made[1].weight
     report = quantize_(made, convert())
     assert [layer.name for layer in report.quantized] == ["0.weight"]
-    assert report.skipped[0].detail == "no TrainableWeight or PreparedModule"
+    assert report.skipped[0].detail == "no TrainingWeight or PreparedModule"
     assert made[1].weight is other
-    assert not isinstance(made[0].weight, TrainingWeight)
+    assert not isinstance(made[0].weight, MasterWeight)
     with pytest.raises(ValueError, match="nothing to quantize"):
         quantize_(made, convert())

@@ -163,7 +163,7 @@ def contraction(x: Tensor, w: Tensor, spec: TrainingSpec) -> Tensor:
 
     Args:
         x: (M, K) floating point.
-        w: (N, K) floating point, or a weight that trains (`TrainableWeight`).
+        w: (N, K) floating point, or a weight that trains (`TrainingWeight`).
 
     Returns:
         (M, N) in the dtype of x.

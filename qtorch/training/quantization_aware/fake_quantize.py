@@ -1,6 +1,6 @@
 """Fake quantization of a layer: its operands as the reals that their codes stand for, with a gradient.
 
-    w_hat = dequantize(quantize(w)),   x_hat = dequantize(quantize(x)),   y = served_linear(x_hat, w_hat)
+    w_hat = dequantize(quantize(w)),   x_hat = dequantize(quantize(x)),   y = converted_linear(x_hat, w_hat)
 
 Every layer in quantization-aware training takes this path. A `Quantization` chooses the scales: from the values of each
 call (`QATSpec`), or with state (`FakeQuantizedLayer`). `fake_quantize` makes x_hat and the codes of one operand;
@@ -27,8 +27,8 @@ from ...primitives.granularity import block_of
 from ...primitives.non_finite import with_non_finite
 from ...primitives.scale_rules import AbsMaxRule, MinMaxRule
 from ..engine.contraction import Operand
-from .served_conv import rows_of, served_conv
-from .served_linear import check_width, served_linear
+from .converted_conv import converted_conv, rows_of
+from .converted_linear import check_width, converted_linear
 
 
 class Scaled(NamedTuple):
@@ -97,8 +97,8 @@ def fake_quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None, qu
     bias = None if bias is None else bias.to(input.dtype)
     x, w = quantization.quantize_input(to_rows(input)), quantization.quantize_weight(weight)
     if quantization.product_dtype is None:
-        return from_rows(served_linear(x.values, w.values, bias, x.codes, w.codes), input, None)
-    return from_rows(served_linear(x.values, w.values, None).to(input.dtype), input, bias)
+        return from_rows(converted_linear(x.values, w.values, bias, x.codes, w.codes), input, None)
+    return from_rows(converted_linear(x.values, w.values, None).to(input.dtype), input, bias)
 
 
 def fake_quantized_conv(
@@ -119,7 +119,7 @@ def fake_quantized_conv(
     def run(rows: Tensor, group: int) -> Tensor:
         x = quantization.quantize_input(rows)
         of_w = None if w.codes is None else rows_of(w.codes, group, window.groups)
-        return served_linear(x.values, parts[group], None, x.codes, of_w).to(input.dtype)
+        return converted_linear(x.values, parts[group], None, x.codes, of_w).to(input.dtype)
 
     y = multiply_windows(input, window, run)
     return with_bias(y, bias)
@@ -134,7 +134,7 @@ def _conv_of_images(
     kernel = (matrix.shape[0], input.shape[1] // window.groups, *window.kernel)
     w_hat = from_matrix(w.values, kernel).contiguous().to(input.dtype)
     if x.codes is None:
-        return served_conv(x_hat, w_hat, bias, window)
+        return converted_conv(x_hat, w_hat, bias, window)
     assert x.scaled is not None
     assert x.codes.scale is not None
     # Windows have one scale; that of an image says whether it holds a NaN or an infinity.
@@ -142,7 +142,7 @@ def _conv_of_images(
     codes = x.codes._replace(
         values=x.codes.values.reshape(input.shape), scale=x.scaled.scale, zero_point=x.scaled.other
     )
-    y = served_conv(x_hat, w_hat, bias, window, codes, w.codes)
+    y = converted_conv(x_hat, w_hat, bias, window, codes, w.codes)
     return with_non_finite(y, of_images.to(y.dtype))
 
 

@@ -13,9 +13,9 @@ from ...kernels.ops.quantize_rowwise import quantize_rows, quantize_static, with
 from ...primitives import LinearSpec, QuantSpec
 from ...primitives.jsonable import jsonable
 from ...recipe import WeightRecipe
-from ..weights.base import TrainableWeight, floats_of
+from ..weights.base import TrainingWeight, floats_of
+from .converted_linear import sums_integers
 from .fake_quantize import FakeQuantized, Scaled, clips, fake_quantize, straight_through_rounding
-from .served_linear import sums_integers
 
 
 @jsonable
@@ -84,7 +84,7 @@ class QATSpec:
             weight = self.recipe.prune(floats_of(weight))
         spec = self.linear_spec.weight
         with torch.no_grad():
-            values = weight.floats() if isinstance(weight, TrainableWeight) else weight
+            values = weight.floats() if isinstance(weight, TrainingWeight) else weight
             scale, other = spec.choose_qparams(values)
             codes = None if self.compute_dtype else spec.quantize(values, scale, other)
         return self._fake_quantize(weight, values, Scaled(spec, scale, other, codes), clips(spec), dtype, multiplied)

@@ -1,6 +1,6 @@
 """FakeQuantizedWeight: a parameter in floating point that computes as the quantized weight it will become.
 
-It is what `qat` makes: a `TrainingWeight` whose products have the value of the converted weight (`fake_quantized`). Its
+It is what `qat` makes: a `MasterWeight` whose products have the value of the converted weight (`fake_quantized`). Its
 codes are those of the parameter as it is stored. A view of it (an expert, a transpose, some rows) knows how it lies in
 the parameter; a product with one whose codes would be others is an error.
 """
@@ -17,14 +17,14 @@ from torch.nn import functional
 from ...kernels.im2col import Window, to_matrix
 from ..engine.spec import TrainingSpec
 from ..weights.base import floats_of
-from ..weights.master import TrainingWeight
+from ..weights.master import MasterWeight
 from .fake_quantize import fake_quantized_conv, fake_quantized_linear
 from .qat_spec import QATSpec
 
 aten = torch.ops.aten
 
 
-class FakeQuantizedWeight(TrainingWeight):
+class FakeQuantizedWeight(MasterWeight):
     """See the top of the file."""
 
     training_type = QATSpec

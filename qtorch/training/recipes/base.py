@@ -9,7 +9,7 @@ from torch import Tensor
 from ...recipe import Recipe, check_float_weight
 from ...targets import Target
 from ..engine.spec import TrainingSpec
-from ..weights.master import TrainingWeight
+from ..weights.master import MasterWeight
 
 
 class TrainingRecipe(Recipe):
@@ -35,11 +35,11 @@ class TrainingRecipe(Recipe):
             spec.block_size(weight.shape)
 
     def apply(self, weight: Tensor) -> Tensor:
-        return TrainingWeight.of(weight, self.training_spec())
+        return MasterWeight.of(weight, self.training_spec())
 
     def has_made(self, target: Target[Any]) -> bool:
         weight = target.parameter
-        return isinstance(weight, TrainingWeight) and weight.scheme.training == self.training_spec()  # type: ignore[attr-defined]
+        return isinstance(weight, MasterWeight) and weight.scheme.training == self.training_spec()  # type: ignore[attr-defined]
 
 
 def check_trainable(weight: Tensor) -> None:

@@ -22,8 +22,8 @@ from ...primitives import AbsMeanRule, PerTensor, QuantSpec, qdtype
 from ...primitives.scheme import Scheme
 from ...recipe import register_recipe
 from ..engine.spec import GemmSpec, TrainingSpec, int8
-from ..weights.codes import QuantizedTrainingWeight
-from ..weights.master import TrainingWeight
+from ..weights.codes import CodesWeight
+from ..weights.master import MasterWeight
 from .base import TrainingRecipe
 
 TERNARY = QuantSpec(qdtype("int2"), PerTensor(), scale_rule=AbsMeanRule(), quant_min=-1, quant_max=1)
@@ -42,8 +42,8 @@ class BitnetTraining(TrainingRecipe):
         return BitnetWeight.of(weight, self.training_spec())
 
 
-class BitnetWeight(TrainingWeight):
-    """A `TrainingWeight` whose shards, under FSDP2, are gathered as packed codes of 2 bits.
+class BitnetWeight(MasterWeight):
+    """A `MasterWeight` whose shards, under FSDP2, are gathered as packed codes of 2 bits.
 
     Their scale is the mean over all shards: one all-reduce for each weight and each gathering, or one for all weights
     and a step by `precompute_bitnet_scale_for_fsdp`.
@@ -74,7 +74,7 @@ class BitnetWeight(TrainingWeight):
                 out.scale.copy_(scale.expand_as(out.scale))
             return None
         scales = scale_per_row(scale.reshape(1, 1), scheme.shape[0]).contiguous()
-        return QuantizedTrainingWeight({"qdata": qdata, "scale": scales}, scheme), all_gather_outputs
+        return CodesWeight({"qdata": qdata, "scale": scales}, scheme), all_gather_outputs
 
 
 @torch.no_grad()

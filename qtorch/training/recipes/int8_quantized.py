@@ -11,7 +11,7 @@ from ...dtypes import PackedLayout
 from ...primitives import LinearSpec, PerGroup, PerRow, QuantSpec, Rounding, qdtype
 from ...recipe import Recipe, register_recipe
 from ...targets import Target
-from ..weights.codes import QuantizedTrainingWeight
+from ..weights.codes import CodesWeight
 from .base import check_trainable
 
 
@@ -26,11 +26,11 @@ class _QuantizedTraining(Recipe):
         self.linear_spec().weight.block_size(weight.shape)
 
     def apply(self, weight: Tensor) -> Tensor:
-        return QuantizedTrainingWeight.from_float(weight, self.linear_spec())
+        return CodesWeight.from_float(weight, self.linear_spec())
 
     def has_made(self, target: Target[Any]) -> bool:
         weight = target.parameter
-        return isinstance(weight, QuantizedTrainingWeight) and weight.scheme.weight == self.linear_spec().weight
+        return isinstance(weight, CodesWeight) and weight.scheme.weight == self.linear_spec().weight
 
 
 def _rounding(stochastic: bool) -> Rounding:

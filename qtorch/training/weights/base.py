@@ -1,4 +1,4 @@
-"""TrainableWeight: what the weights that a training recipe makes have in common.
+"""TrainingWeight: what the weights that a training recipe makes have in common.
 
 They are parameters with a gradient. `F.linear`, `matmul`, `einsum` and their kin run in the engine (`gemm`), with the
 three matmuls that the recipe asks for; `convert()` gives the weight that serves.
@@ -24,7 +24,7 @@ from ..engine.products import Product, einsum_by
 from ..engine.spec import TrainingSpec
 
 
-class TrainableWeight(QuantizedTensor):
+class TrainingWeight(QuantizedTensor):
     """Base of the weights in training."""
 
     trains: ClassVar[bool] = True
@@ -71,7 +71,7 @@ class TrainableWeight(QuantizedTensor):
 
 class _Floats(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: TrainableWeight) -> Tensor:
+    def forward(ctx: Any, weight: TrainingWeight) -> Tensor:
         return weight.floats().clone()
 
     @staticmethod
@@ -82,7 +82,7 @@ class _Floats(torch.autograd.Function):
 
 def floats_of(weight: Tensor) -> Tensor:
     """A weight, plain or in training, as a plain tensor, differentiable."""
-    return apply(_Floats, weight) if isinstance(weight, TrainableWeight) else weight
+    return apply(_Floats, weight) if isinstance(weight, TrainingWeight) else weight
 
 
 def of_codes(
@@ -116,19 +116,19 @@ def _einsum(equation: str, *operands: Any) -> Tensor:
     if len(operands) != 2:
         raise ValueError(f"einsum with a weight in training takes two operands, got {len(operands)}")
     lhs, rhs = operands
-    check_dtype("einsum", *((lhs, rhs.dtype) if isinstance(rhs, TrainableWeight) else (rhs, lhs.dtype)))
-    if isinstance(rhs, TrainableWeight):
+    check_dtype("einsum", *((lhs, rhs.dtype) if isinstance(rhs, TrainingWeight) else (rhs, lhs.dtype)))
+    if isinstance(rhs, TrainingWeight):
         return einsum_by(_product(rhs), equation, lhs, rhs)
     terms, arrow, result = equation.partition("->")
     first, _, second = terms.partition(",")
     return einsum_by(_product(lhs), f"{second},{first}{arrow}{result}", rhs, lhs)
 
 
-def _product(weight: TrainableWeight) -> Product:
+def _product(weight: TrainingWeight) -> Product:
     """Of an input and a view of `weight`; sums over an axis of it are plain tensors."""
 
     def run(a: Tensor, b: Tensor) -> Tensor:
-        return b.linear(a, None) if isinstance(b, TrainableWeight) else contraction(a, b, weight.training_spec)
+        return b.linear(a, None) if isinstance(b, TrainingWeight) else contraction(a, b, weight.training_spec)
 
     return run
 

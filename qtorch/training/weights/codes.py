@@ -1,4 +1,4 @@
-"""QuantizedTrainingWeight: a parameter that is held as codes, and trained.
+"""CodesWeight: a parameter that is held as codes, and trained.
 
 No floating-point copy of it exists. An update in place, `p.addcdiv_(m, v)` say, computes in fp32 one weight at a time
 and rounds stochastically into codes with a new scale:
@@ -23,7 +23,7 @@ from ...dtypes.ops import check_copy, count_write, same_numbers
 from ...primitives import LinearSpec, QuantSpec
 from ...primitives.scheme import Scheme
 from ..engine.spec import GemmSpec, TrainingSpec
-from .base import TrainableWeight, written_by
+from .base import TrainingWeight, written_by
 
 aten = torch.ops.aten
 
@@ -39,13 +39,13 @@ _RANK_STRIDE = 0x9E3779B97F4A7C15
 """Odd, so that different ranks add different numbers to a seed."""
 
 
-class QuantizedTrainingWeight(TrainableWeight, AffineQuantizedTensor):
+class CodesWeight(TrainingWeight, AffineQuantizedTensor):
     """See the top of the file. The rounding of its spec is that of its updates."""
 
     _rank: int | None = None
 
     @classmethod
-    def from_float(cls, input: Tensor, spec: Any, *args: Any) -> QuantizedTrainingWeight:
+    def from_float(cls, input: Tensor, spec: Any, *args: Any) -> CodesWeight:
         """Quantize by rounding to nearest, whatever the rounding of updates."""
         linear = spec if isinstance(spec, LinearSpec) else LinearSpec(spec)
         nearest = replace(linear, weight=linear.weight.to_nearest())
@@ -85,7 +85,7 @@ class QuantizedTrainingWeight(TrainableWeight, AffineQuantizedTensor):
             return func(*plain_args, **plain_kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _zeros(self, size: Any) -> QuantizedTrainingWeight:
+    def _zeros(self, size: Any) -> CodesWeight:
         """A weight of another size, of the same spec: FSDP2 pads shards to it."""
         zeros = torch.zeros(tuple(size), dtype=self.scheme.dtype, device=self.device)
         return self.from_float(zeros, self.scheme.spec)
@@ -152,14 +152,14 @@ def _update(func: Any, args: Any, kwargs: Any, written: list[Any]) -> None:
         of_one = [[arg[i]] if isinstance(arg, list | tuple) and len(arg) == count else arg for arg in args]
         named = {k: [v[i]] if isinstance(v, list | tuple) and len(v) == count else v for k, v in kwargs.items()}
         weights = written_by(func, of_one, named)
-        if any(isinstance(tensor, QuantizedTrainingWeight) for tensor in tree_iter(weights)):
+        if any(isinstance(tensor, CodesWeight) for tensor in tree_iter(weights)):
             _update_one(func, of_one, named, weights)
         else:
             func(*of_one, **named)
 
 
 def _update_one(func: Any, args: Any, kwargs: Any, written: list[Any]) -> None:
-    weights = [tensor for tensor in tree_iter(written) if isinstance(tensor, QuantizedTrainingWeight)]
+    weights = [tensor for tensor in tree_iter(written) if isinstance(tensor, CodesWeight)]
     if func is aten.copy_.default:
         _store(args[0], args[1])
         return
@@ -174,11 +174,11 @@ def _update_one(func: Any, args: Any, kwargs: Any, written: list[Any]) -> None:
         )
     floats: dict[int, Tensor] = {}
 
-    def values_of(weight: QuantizedTrainingWeight) -> Tensor:
+    def values_of(weight: CodesWeight) -> Tensor:
         dtype = weight.scheme.dtype if func in FUSED else torch.float32
         return floats.setdefault(id(weight), weight.dequantize(dtype))
 
-    plain_args, plain_kwargs = tree_map_only(QuantizedTrainingWeight, values_of, (args, kwargs))
+    plain_args, plain_kwargs = tree_map_only(CodesWeight, values_of, (args, kwargs))
     try:
         func(*plain_args, **plain_kwargs)
     except NotImplementedError as error:
@@ -196,7 +196,7 @@ def _positive_scalar(value: Any) -> float | Tensor | None:
 
 
 @torch.no_grad()
-def _store(weight: QuantizedTrainingWeight, source: Tensor) -> None:
+def _store(weight: CodesWeight, source: Tensor) -> None:
     """Quantize `source` into `weight`, rounding as its spec says; codes of the same spec are copied."""
     if tuple(source.shape) != weight.scheme.shape:
         raise ValueError(f"copy_: the target has shape {weight.scheme.shape}, the source {tuple(source.shape)}")
@@ -215,14 +215,14 @@ def _same_codes(one: Scheme, other: Scheme) -> bool:
     return same_numbers(one.weight, other.weight) and one.layout == other.layout
 
 
-def _requantized(weight: QuantizedTrainingWeight, values: Tensor) -> QuantizedTrainingWeight:
+def _requantized(weight: CodesWeight, values: Tensor) -> CodesWeight:
     spec: QuantSpec = replace(weight.scheme.weight, scale_dtype=weight.scales()[0].dtype)
     scale, zero_point = spec.choose_qparams(values)
     codes = spec.quantize(values, scale, zero_point, _noise(weight))
     return weight.with_plain((codes, scale, zero_point))  # type: ignore[return-value]
 
 
-def _noise(weight: QuantizedTrainingWeight) -> torch.Generator | None:
+def _noise(weight: CodesWeight) -> torch.Generator | None:
     """The source of randomness: torch's default generator, so that `torch.manual_seed` reproduces a run; for a shard
     of FSDP one that starts there too, but differs from rank to rank."""
     rank = weight._rank

@@ -1,8 +1,8 @@
-"""TrainingWeight: a parameter in floating point whose matmuls run in low precision.
+"""MasterWeight: a parameter in floating point whose matmuls run in low precision.
 
 It holds one plain tensor, `master`, and a `TrainingSpec`, or another description that has a `linear_spec`. To
 optimizers, checkpoints and all else but products it is that tensor: operations run on `master`; views, copies and moves
-give another `TrainingWeight`, all others a plain tensor. A product that would go past the engine is an error.
+give another `MasterWeight`, all others a plain tensor. A product that would go past the engine is an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...primitives.scheme import constant_shape
 from ..engine.contraction import quantize_operand
 from ..engine.guardrails import is_narrow, warn_of_lost_updates
 from ..engine.spec import TrainingSpec
-from .base import TrainableWeight, of_codes, written_by
+from .base import TrainingWeight, of_codes, written_by
 
 aten = torch.ops.aten
 
@@ -74,7 +74,7 @@ CHECKED_UPDATES = (1, 2, 10, 100, 1000)
 @jsonable
 @dataclass(frozen=True)
 class TrainingScheme:
-    """Metadata of a `TrainingWeight`; as a scheme for kernels it is that of the weight that will serve."""
+    """Metadata of a `MasterWeight`; as a scheme for kernels it is that of the weight that will serve."""
 
     training: TrainingSpec | Any
     shape: tuple[int, ...]
@@ -101,7 +101,7 @@ class TrainingScheme:
         return LAYOUTS["plain"]() if spec is None or spec.layout is None else spec.layout
 
 
-class TrainingWeight(TrainableWeight):
+class MasterWeight(TrainingWeight):
     """See the top of the file.
 
     Attributes:
@@ -120,7 +120,7 @@ class TrainingWeight(TrainableWeight):
         return {"master": (Form(scheme.shape, {scheme.dtype}),)}
 
     @staticmethod
-    def __new__(cls: Any, tensors: Any, scheme: Any = None, requires_grad: bool = False) -> TrainingWeight:
+    def __new__(cls: Any, tensors: Any, scheme: Any = None, requires_grad: bool = False) -> MasterWeight:
         master = parts_of(cls, tensors, scheme)[0]["master"]
         assert master is not None
         wrapper = torch.Tensor._make_wrapper_subclass(
@@ -138,7 +138,7 @@ class TrainingWeight(TrainableWeight):
         return ("master",)
 
     @classmethod
-    def of(cls, master: Tensor, spec: TrainingSpec | Any) -> TrainingWeight:
+    def of(cls, master: Tensor, spec: TrainingSpec | Any) -> MasterWeight:
         """A weight in training that holds `master` itself."""
         return cls({"master": master}, TrainingScheme(spec, tuple(master.shape), master.dtype))
 
@@ -154,12 +154,27 @@ class TrainingWeight(TrainableWeight):
         return self.master.to(dtype or self.master.dtype)
 
     def convert(self) -> Tensor:
-        return served(self.master.detach(), self.training_spec)
+        """The master weight as the forward quantizes it; itself, plain, if the forward does not.
+
+        Raises:
+            ValueError: blocks do not divide the weight.
+        """
+        weight, spec = self.master.detach(), self.training_spec
+        linear = spec.linear_spec
+        if linear is None or spec.output.rhs is None:
+            return weight
+        rhs = spec.output.rhs.to_nearest()
+        rhs.block_size(weight.shape)
+        if weight.dim() > 2:
+            raise ValueError(f"convert takes matrices, this weight has shape {tuple(weight.shape)}")
+        codes, _, scale, zero_point, _ = quantize_operand(weight, rhs)
+        assert scale is not None
+        return of_codes(codes, scale, zero_point, linear, weight.dtype)
 
     def canonical(self) -> tuple[Tensor, dict[str, Tensor]]:
         raise ValueError("a weight in training has no serving form yet: quantize_(model, convert()), or torch.save it")
 
-    def map_inner(self, function: Callable[[Tensor], Tensor], scheme: Any = None) -> TrainingWeight:
+    def map_inner(self, function: Callable[[Tensor], Tensor], scheme: Any = None) -> MasterWeight:
         return type(self).of(function(self.master), self._training)
 
     @property
@@ -198,7 +213,7 @@ class TrainingWeight(TrainableWeight):
     def _checked_update(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An in-place update of a 16-bit weight; see `warn_of_lost_updates`."""
         updates = vars(self)["_updates"] = self._updates + 1
-        plain_args, plain_kwargs = tree_map_only(TrainingWeight, lambda w: w.master, (args, kwargs))
+        plain_args, plain_kwargs = tree_map_only(MasterWeight, lambda w: w.master, (args, kwargs))
         # Weight decay, by mul_, vanishes in 16 bits at any common rate; that alone is no reason to warn.
         is_step = func not in (aten.copy_.default, aten.mul_.Tensor, aten.mul_.Scalar) and updates in CHECKED_UPDATES
         before = self.master.clone() if is_step else None
@@ -237,21 +252,3 @@ def _count_writes(func: Any, args: Any, kwargs: Any) -> None:
     for tensor in tree_iter(written_by(func, args, kwargs)):
         if isinstance(tensor, Tensor) and not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
-
-
-def served(weight: Tensor, spec: TrainingSpec) -> Tensor:
-    """`weight` (floats) as the forward of `spec` quantizes it, for inference; itself if the forward does not.
-
-    Raises:
-        ValueError: blocks do not divide the weight.
-    """
-    linear = spec.linear_spec
-    if linear is None or spec.output.rhs is None:
-        return weight
-    rhs = spec.output.rhs.to_nearest()
-    rhs.block_size(weight.shape)
-    if weight.dim() > 2:
-        raise ValueError(f"convert takes matrices, this weight has shape {tuple(weight.shape)}")
-    codes, _, scale, zero_point, _ = quantize_operand(weight, rhs)
-    assert scale is not None
-    return of_codes(codes, scale, zero_point, linear, weight.dtype)

@@ -36,8 +36,8 @@ class FakeQuantizedConv(FakeQuantizedLayer):
     def from_matrix(cls, module: nn.Module, matrix: Tensor, shape: torch.Size) -> Tensor:
         return from_matrix(matrix, shape).contiguous()
 
-    def served_weight(self) -> Tensor:
-        matrix = super().served_weight()
+    def convert(self) -> Tensor:
+        matrix = super().convert()
         assert isinstance(matrix, QuantizedTensor)
         return ConvWeight.of(matrix, self.weight.shape)
 

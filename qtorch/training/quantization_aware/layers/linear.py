@@ -2,7 +2,7 @@
 
     y = product(x_hat, w_hat) + bias
 
-The value is what the converted layer computes (`served_linear`), bit for bit where it sums integers; the gradient is
+The value is what the converted layer computes (`converted_linear`), bit for bit where it sums integers; the gradient is
 that of the float product of the fake-quantized operands. Another kind of layer is a subclass of `FakeQuantizedLayer`
 and an entry in `LAYERS`.
 """
@@ -24,10 +24,10 @@ from ....prepared_module import PreparedModule
 from ....primitives import LinearSpec, MappingType, PerRow, PerTensor, QuantSpec, ZeroPointDomain
 from ....tracing.outside_graphs import refuse_jit_trace
 from ...weights.base import of_codes
+from ..converted_linear import sums_integers
 from ..fake_quantize import FakeQuantized, fake_quantized_linear
-from ..quantizers.observed import Quantizer
+from ..quantizers.base import Quantizer
 from ..schedule import Schedule
-from ..served_linear import sums_integers
 
 
 @dataclass
@@ -164,16 +164,16 @@ class FakeQuantizedLayer(PreparedModule):
             raise ValueError("the weight has values that are NaN or infinite")
 
     @torch.no_grad()
-    def served_weight(self) -> Tensor:
+    def convert(self) -> Tensor:
         """Quantized by the scales that the forward in eval mode uses, with the layout of the spec."""
         frozen, weight, spec = self.frozen, self.matrix.detach(), self.linear_spec
         activation: dict[str, Tensor | None] = {}
         if spec.static:
             assert self.input_quantizer is not None
-            spec, activation = _static(spec, *self.input_quantizer.served(weight[:1], frozen))
+            spec, activation = _static(spec, *self.input_quantizer.converted_qparams(weight[:1], frozen))
         if not isinstance(spec.weight, QuantSpec) or spec.weight.scale_spec is not None:
             return quantized_type(spec.weight).from_float(weight, spec)
-        scale, zero_point = self.weight_quantizer.served(weight, frozen)
+        scale, zero_point = self.weight_quantizer.converted_qparams(weight, frozen)
         codes = spec.weight.quantize(weight, scale, zero_point)
         if isinstance(spec.weight.granularity, PerTensor) and sums_integers(spec):
             # What kernels that sum integers read.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ....primitives import MappingType, QuantSpec, learned_step_fake_quantize, lsq_grad_scale
 from ....tracing.function_transforms import apply
 from ....tracing.outside_graphs import starts_no_graph
-from .observed import Quantizer, mean_of_ranks
+from .base import Quantizer, mean_of_ranks
 
 EMPTY = 1e-30
 """Scales below it are those of blocks that are all zero."""
@@ -144,7 +144,7 @@ class LearnedStep(LearnedQuantizer):
         if not observe:
             self.check_ready()
         elif not self._known_ready:
-            extremes = mean_of_ranks(self.calibrated(x))
+            extremes = mean_of_ranks(self.choose_range(x))
             # A state that was loaded into the buffers is kept.
             self.start(*self._qparams_from_range(*extremes), self.initial_scale.isnan())
         zero_point = self.initial_zero_point
@@ -178,7 +178,7 @@ class LearnedClip(LearnedQuantizer):
 
     def qparams(self, x: Tensor, observe: bool) -> tuple[Tensor, Tensor | None]:
         spec = self.spec
-        low, high = spec.calibrate(x.detach())
+        low, high = spec.choose_range(x.detach())
         of_high = self.log_clip.exp()
         of_low = of_high if self.log_clip_low is None else torch.exp(self.log_clip_low)
         low, high = low.clamp(max=0) * of_low, high.clamp(min=0) * of_high

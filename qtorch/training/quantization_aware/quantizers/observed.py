@@ -1,172 +1,17 @@
-"""Fake quantizers with state: the modules by which a layer in training quantizes its weight and its input.
-
-    Dynamic        scale and zero point from the values of each call
-    Fixed          given
-    ObservedRange  from a range that is observed: a moving average, or the extremes
-    LearnedStep    learned; these are in `learned_quantizers`
-    LearnedClip
-
-Each has a `QuantSpec`, and gives with x_hat the scale and zero point that will be served. Their parameters and buffers
-are fp32, in models of any dtype.
-"""
+"""Quantizers whose scales come from values: of each call, of the past, or given."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ....kernels.ops.quantize_rowwise import without_lost_rows
-from ....prepared_module import QuantizationState
 from ....primitives import QuantSpec
-from ....primitives.learned_step import zero_point_code
-from ..fake_quantize import FakeQuantized, Scaled, clips, fake_quantize, straight_through_rounding
-
-MinMax = tuple[Tensor, Tensor]
-
-
-class Quantizer(QuantizationState):
-    """Base of the quantizers.
-
-    Args:
-        spec: how; its scale rule gives the range of a tensor.
-        shape: of the scale.
-        freezes: it may be asked to hold its scales; see `forward`.
-    """
-
-    held_scale: Tensor | None
-    held_zero_point: Tensor | None
-
-    def __init__(self, spec: QuantSpec, shape: Sequence[int], freezes: bool = False) -> None:
-        super().__init__()
-        self.spec = spec
-        # Ranges of batches, while `calibrate` looks at data.
-        self.observed: list[MinMax] | None = None
-        self._known_ready = False
-        held = torch.full(tuple(shape), math.nan)
-        self.register_buffer("held_scale", held if freezes else None)
-        self.register_buffer("held_zero_point", held.clone() if freezes and spec.has_zero_point else None)
-
-    def qparams(self, x: Tensor, observe: bool) -> tuple[Tensor, Tensor | None]:
-        """Scale and zero point, of the shape of the scale; differentiable in what is learned.
-
-        Args:
-            observe: learn from `x` what is learned by looking.
-        """
-        raise NotImplementedError
-
-    def calibrated(self, x: Tensor) -> MinMax:
-        """The range of `x` (M, K), of the shape of the scale, without rows that hold NaN or infinities."""
-        return self.spec.calibrate(without_lost_rows(x.detach(), self.spec))
-
-    @property
-    def is_static(self) -> bool:
-        """Whether scales are kept from call to call."""
-        return False
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether there is a scale; static ones need data first."""
-        return True
-
-    def check_ready(self) -> None:
-        """Raise `ValueError` where there is no scale yet; looked at until there is one, and not when compiled."""
-        if self._known_ready or torch.compiler.is_compiling():
-            return
-        if not self.is_ready:
-            raise ValueError("no scale yet: train on a batch, or call qtorch.training.calibrate(model, batches)")
-        self._known_ready = True
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._known_ready = all(not t.is_meta for t in self.buffers()) and self.is_ready
-
-    def set_range(self, low: Tensor, high: Tensor) -> None:
-        """Start from this range of reals, of the shape of the scale."""
-
-    def end_observation(self) -> bool:
-        """Start from the mean of the ranges that were observed; whether there were any."""
-        observed, self.observed = self.observed, None
-        if not observed:
-            return False
-        self.set_range(*mean_of_ranks(_mean(observed)))
-        return True
-
-    def forward(self, x: Tensor, frozen: Tensor | None = None, multiplied: bool = False) -> FakeQuantized:
-        """Fake-quantize `x` (rows, K).
-
-        Args:
-            frozen: a boolean of no dimensions; where it is true, the scales are those of the last call in training when
-                it was not. None: they never are.
-            multiplied: the product is one of codes.
-        """
-        if self.observed is not None:
-            self.observed.append(self.calibrated(x))
-            return FakeQuantized(x)
-        scale, zero_point = self._held_or(self.qparams(x, self.training), frozen)
-        if self.training and frozen is not None and self.held_scale is not None:
-            with torch.no_grad():
-                self.held_scale.copy_(scale)
-                if zero_point is not None and self.held_zero_point is not None:
-                    self.held_zero_point.copy_(zero_point)
-        scaled = Scaled(self.spec, scale.detach(), self._code(zero_point))
-
-        def x_hat() -> Tensor:
-            return self.x_hat(x, scale, zero_point, frozen)
-
-        return fake_quantize(x.detach(), scaled, x_hat, multiplied)
-
-    @torch.no_grad()
-    def served(self, x: Tensor, frozen: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Scale and zero point as `forward` in eval mode has them, in the dtypes in which they are stored beside codes
-        of `x`."""
-        scale, zero_point = self._held_or(self.qparams(x, observe=False), frozen)
-        dtype = self.spec.stored_scale_dtype(x.dtype)
-        zero_point = self._code(zero_point)
-        if zero_point is not None and zero_point.is_floating_point():
-            zero_point = zero_point.to(dtype)
-        return scale.to(dtype), zero_point
-
-    def _held_or(self, qparams: tuple[Tensor, Tensor | None], frozen: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        scale, zero_point = qparams
-        if frozen is None or self.held_scale is None:
-            return scale, zero_point
-        scale = torch.where(frozen, self.held_scale, scale.float())
-        if zero_point is not None and self.held_zero_point is not None:
-            zero_point = torch.where(frozen, self.held_zero_point, zero_point.float())
-        return scale, zero_point
-
-    def _code(self, zero_point: Tensor | None) -> Tensor | None:
-        if zero_point is None or self.spec.zero_point_domain.name == "FLOAT":
-            return zero_point
-        return zero_point_code(zero_point.detach().float(), *self.spec.code_range).to(self.spec.dtype.storage)
-
-    def x_hat(self, x: Tensor, scale: Tensor, zero_point: Tensor | None, frozen: Tensor | None = None) -> Tensor:
-        """What `x` stands for, with its gradient."""
-
-        def mask(unclipped: Tensor) -> Tensor | None:
-            return self.passes_gradient(unclipped, frozen)
-
-        return straight_through_rounding(x, x.detach(), Scaled(self.spec, scale, zero_point), mask)
-
-    def passes_gradient(self, unclipped: Tensor, frozen: Tensor | None) -> Tensor | None:
-        """A mask of the elements that get the gradient of x_hat; None for all."""
-        return unclipped
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Moves; but `.to(torch.bfloat16)` leaves scales in fp32."""
-
-        def move(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
-
-        return super()._apply(move, recurse)
-
-    def extra_repr(self) -> str:
-        return str(self.spec)
+from ..fake_quantize import clips
+from .base import Quantizer, mean_of_ranks
 
 
 class Dynamic(Quantizer):
@@ -231,7 +76,7 @@ class ObservedRange(Quantizer):
 
     def qparams(self, x: Tensor, observe: bool) -> tuple[Tensor, Tensor | None]:
         if observe:
-            self._observe(*mean_of_ranks(self.calibrated(x)))
+            self._observe(*mean_of_ranks(self.choose_range(x)))
         else:
             self.check_ready()
         return self.spec.choose_qparams_from_range(self.min_val, self.max_val)
@@ -246,20 +91,3 @@ class ObservedRange(Quantizer):
             torch.where(first, low, torch.lerp(self.min_val, low, self.momentum)),
             torch.where(first, high, torch.lerp(self.max_val, high, self.momentum)),
         )
-
-
-def _mean(ranges: list[MinMax]) -> MinMax:
-    low, high = zip(*ranges, strict=True)
-    return torch.stack(low).mean(0), torch.stack(high).mean(0)
-
-
-def mean_of_ranks(extremes: MinMax) -> MinMax:
-    """The mean over the processes that train together, so that all start alike."""
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
-        return extremes
-    both = torch.stack(extremes)
-    dist.all_reduce(both)
-    low, high = both / dist.get_world_size()
-    return low, high

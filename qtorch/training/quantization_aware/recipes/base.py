@@ -17,7 +17,8 @@ from ....recipe import WeightRecipe
 from ....statistics import Statistics
 from ....targets import Target
 from ..layers.linear import FakeQuantization, FakeQuantizedLayer, is_sharded, layer_for
-from ..quantizers.observed import Dynamic, Quantizer
+from ..quantizers.base import Quantizer
+from ..quantizers.observed import Dynamic
 from ..schedule import Schedule, check_steps
 
 
@@ -86,7 +87,7 @@ class ModuleRecipe(WeightRecipe):
             layer_for(module).prepare(module, made)
 
 
-def check_serves(recipe: Any, name: str) -> None:
+def check_inference_recipe(recipe: Any, name: str) -> None:
     """Raise `TypeError` where `recipe` is not one for inference; the message names `name`."""
     if not isinstance(recipe, WeightRecipe) or recipe.trains:
         raise TypeError(f"{name} takes an inference recipe such as int4_weight_only(), got {recipe!r}")

@@ -25,7 +25,7 @@ from ....targets import Target
 from ....tracing.outside_graphs import refuse_jit_trace
 from ..fake_quantize import fake_quantized_linear
 from ..qat_spec import QATSpec
-from .base import check_serves
+from .base import check_inference_recipe
 
 
 @register_recipe("lora_qat")
@@ -53,7 +53,7 @@ class LoRAQAT(Recipe):
     compute_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        check_serves(self.recipe, self.name)
+        check_inference_recipe(self.recipe, self.name)
         if self.rank < 1:
             raise ValueError(f"{self.name}: the rank of adapters is 1 or more, got {self.rank}")
         if self.alpha is not None and not 0 < self.alpha < math.inf:
@@ -126,7 +126,7 @@ class LoRALinear(PreparedModule, nn.Linear):
         self.qat_spec.recipe.check(self.merged().detach())
 
     @torch.no_grad()
-    def served_weight(self) -> Tensor:
+    def convert(self) -> Tensor:
         return self.qat_spec.recipe.apply(self.merged())
 
     def restore(self) -> None:

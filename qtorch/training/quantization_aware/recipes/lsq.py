@@ -29,9 +29,10 @@ from ....primitives import (
     qdtype,
 )
 from ....recipe import Recipe, WeightRecipe, register_recipe
+from ..quantizers.base import Quantizer
 from ..quantizers.learned import LearnedClip, LearnedStep
-from ..quantizers.observed import Dynamic, Quantizer
-from .base import ModuleRecipe, check_serves
+from ..quantizers.observed import Dynamic
+from .base import ModuleRecipe, check_inference_recipe
 
 LEAST_SQUARES = MSERule(steps=9, smallest=0.2)
 """Where steps start. The papers' `LSQRule()` is some 4 times too coarse at 8 bits."""
@@ -99,7 +100,7 @@ class LSQ(ModuleRecipe):
         super().__post_init__()
 
     def _check_recipe(self, recipe: WeightRecipe) -> None:
-        check_serves(recipe, "lsq")
+        check_inference_recipe(recipe, "lsq")
         own = ("weight_bits", "activation_bits", "granularity", "edge_bits", "weight_init")
         if given := [name for name in own if getattr(self, name) != getattr(LSQ, name)]:
             raise ValueError(f"lsq: {given[0]} is what {recipe} says; leave it out")

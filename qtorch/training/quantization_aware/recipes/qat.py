@@ -22,7 +22,7 @@ from ....statistics import Statistics
 from ....targets import Target
 from ..qat_spec import QATSpec
 from ..weight import FakeQuantizedWeight
-from .base import check_serves
+from .base import check_inference_recipe
 from .lora_qat import LoRAQAT
 from .scheduled_qat import ScheduledQAT
 
@@ -64,7 +64,7 @@ class QAT(Recipe):
     lora_alpha: float | None = None
 
     def __post_init__(self) -> None:
-        check_serves(self.recipe, self.name)
+        check_inference_recipe(self.recipe, self.name)
         linear = self.recipe.linear_spec()
         if isinstance(linear.weight, QuantSpec) and isinstance(linear.weight.scale_rule, HQQRule):
             raise ValueError(

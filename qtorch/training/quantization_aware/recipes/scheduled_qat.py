@@ -13,8 +13,9 @@ import torch
 
 from ....primitives import LinearSpec, QuantSpec
 from ....recipe import WeightRecipe, register_recipe
-from ..quantizers.observed import Dynamic, Fixed, ObservedRange, Quantizer
-from .base import ModuleRecipe, check_serves
+from ..quantizers.base import Quantizer
+from ..quantizers.observed import Dynamic, Fixed, ObservedRange
+from .base import ModuleRecipe, check_inference_recipe
 
 OBSERVERS = (None, "moving_average", "min_max")
 
@@ -45,7 +46,7 @@ class ScheduledQAT(ModuleRecipe):
     momentum: float = 0.01
 
     def __post_init__(self) -> None:
-        check_serves(self.recipe, self.name)
+        check_inference_recipe(self.recipe, self.name)
         spec = self.recipe.linear_spec()
         if not isinstance(spec.weight, QuantSpec):
             raise ValueError(f"{self.name}: {self.recipe} has weights of {type(spec.weight).__name__}, not QuantSpec")

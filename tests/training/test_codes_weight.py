@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qtorch import quantize_
 from qtorch.training import (
-    QuantizedTrainingWeight,
+    CodesWeight,
     int4_weight_only_quantized_training,
     int8_weight_only_quantized_training,
 )
@@ -20,7 +20,7 @@ RECIPES = [int8_weight_only_quantized_training(), int4_weight_only_quantized_tra
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 
 
-def weight(recipe: object = RECIPES[0], n: int = 32, k: int = 64) -> QuantizedTrainingWeight:
+def weight(recipe: object = RECIPES[0], n: int = 32, k: int = 64) -> CodesWeight:
     return recipe.apply(torch.randn(n, k))
 
 
@@ -121,16 +121,16 @@ def test_memory_one_weight_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A foreach update of many weights holds the float values of one."""
     alive: list[weakref.ref] = []
     most = 0
-    dequantize = QuantizedTrainingWeight.dequantize
+    dequantize = CodesWeight.dequantize
 
-    def counted(self: QuantizedTrainingWeight, dtype: torch.dtype | None = None) -> Tensor:
+    def counted(self: CodesWeight, dtype: torch.dtype | None = None) -> Tensor:
         nonlocal most
         values = dequantize(self, dtype)
         alive.append(weakref.ref(values))
         most = max(most, sum(ref() is not None for ref in alive))
         return values
 
-    monkeypatch.setattr(QuantizedTrainingWeight, "dequantize", counted)
+    monkeypatch.setattr(CodesWeight, "dequantize", counted)
     weights = [weight() for _ in range(8)]
     torch._foreach_addcdiv_(weights, [torch.ones(32, 64)] * 8, [torch.ones(32, 64)] * 8, -1e-3)
     assert len(alive) == 8

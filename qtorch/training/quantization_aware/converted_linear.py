@@ -1,4 +1,4 @@
-"""served_linear: a linear layer with the value that will be served, and the gradient of fake quantization.
+"""converted_linear: a linear layer with the value that will be served, and the gradient of fake quantization.
 
     y          = product of the codes of x and w, scaled        where the recipe sums integers
                = x_hat @ w_hat.T                                where it does not
@@ -38,7 +38,7 @@ def _is_integer(spec: QuantSpec | Any) -> bool:
     return not spec.dtype.is_floating_point and spec.dtype.bits <= 8
 
 
-def served_linear(
+def converted_linear(
     x_hat: Tensor, w_hat: Tensor, bias: Tensor | None, x: Operand | None = None, w: Operand | None = None
 ) -> Tensor:
     """x (..., K) times w (N, K), plus bias (N): (..., N) in the dtype of x_hat; see the top of the file.
@@ -62,7 +62,9 @@ def served_linear(
     if x is None and w is None:
         return apply(_FloatProduct, x_hat, w_hat, bias)
     if x is None or w is None or not (_is_integer(x.spec) and _is_integer(w.spec)):
-        raise ValueError(f"served_linear: takes integer codes of both sides or of none, got {_kind(x)} and {_kind(w)}")
+        raise ValueError(
+            f"converted_linear: takes integer codes of both sides or of none, got {_kind(x)} and {_kind(w)}"
+        )
     # A tuple within the arguments would hide its tensors from autograd.
     return apply(_IntegerProduct, x_hat, w_hat, bias, *signed(x), *w)
 

@@ -1,6 +1,6 @@
-"""served_conv: a convolution with the value that will be served, and the gradient of fake quantization.
+"""converted_conv: a convolution with the value that will be served, and the gradient of fake quantization.
 
-As `served_linear`, for an input that is quantized before its windows are gathered: with one scale for all of it.
+As `converted_linear`, for an input that is quantized before its windows are gathered: with one scale for all of it.
 
     y          = sums of products of the codes, scaled     where the recipe sums integers
                = conv(x_hat, w_hat)                        where it does not
@@ -23,12 +23,12 @@ from ...tracing.function_transforms import apply
 from ...tracing.outside_graphs import starts_no_graph
 from ..engine.contraction import Operand, multiply
 from ..engine.spec import GemmSpec
-from .served_linear import signed
+from .converted_linear import signed
 
 aten = torch.ops.aten
 
 
-def served_conv(
+def converted_conv(
     x_hat: Tensor,
     w_hat: Tensor,
     bias: Tensor | None,

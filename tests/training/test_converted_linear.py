@@ -1,4 +1,4 @@
-"""served_linear: bit for bit what the converted layer gives, with the gradient of explicit fake quantization."""
+"""converted_linear: bit for bit what the converted layer gives, with the gradient of explicit fake quantization."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.rows import to_rows
 from qtorch.primitives import LinearSpec, MappingType, ZeroPointDomain
 from qtorch.training.engine.contraction import Operand, quantize_operand
-from qtorch.training.quantization_aware.served_linear import served_linear, sums_integers
+from qtorch.training.quantization_aware.converted_linear import converted_linear, sums_integers
 
 ASYMMETRIC = MappingType.ASYMMETRIC
 INT8 = QuantSpec("int8", PerRow(), quant_min=-127)
@@ -60,7 +60,9 @@ def weight_operand(weight: Tensor, spec: QuantSpec) -> Operand:
 def served(x: Tensor, layer: nn.Linear, spec: LinearSpec) -> Tensor:
     w = weight_operand(layer.weight.detach(), spec.weight)
     of_x = quantize_operand(to_rows(x.detach()), spec.activation)
-    return served_linear(spec.activation.fake_quantize(x), spec.weight.fake_quantize(layer.weight), layer.bias, of_x, w)
+    return converted_linear(
+        spec.activation.fake_quantize(x), spec.weight.fake_quantize(layer.weight), layer.bias, of_x, w
+    )
 
 
 @pytest.mark.usefixtures("kernels")
@@ -87,7 +89,7 @@ def test_equal_with_a_static_scale(spec: LinearSpec, dtype: torch.dtype) -> None
     scale, zero_point = spec.activation.choose_qparams(0.7 * to_rows(x))
     weight = AffineQuantizedTensor.from_float(layer.weight, spec, scale, zero_point)
     of_x = Operand(spec.activation.quantize(to_rows(x), scale, zero_point), 35, scale, zero_point, spec.activation)
-    y = served_linear(x, layer.weight, layer.bias, of_x, weight_operand(layer.weight.detach(), spec.weight))
+    y = converted_linear(x, layer.weight, layer.bias, of_x, weight_operand(layer.weight.detach(), spec.weight))
     with torch.no_grad():
         assert torch.equal(y, functional.linear(x, weight, layer.bias))
 
@@ -120,7 +122,7 @@ def test_gradients_are_those_of_explicit_fake_quantization(spec: LinearSpec, dty
 def test_without_codes_it_is_a_linear_layer() -> None:
     layer, x = nn.Linear(64, 96), torch.randn(3, 5, 64, requires_grad=True)
     inputs = [x, layer.weight, layer.bias]
-    y = served_linear(*inputs)
+    y = converted_linear(*inputs)
     assert torch.equal(y, layer(x))
     g = torch.randn_like(y)
     for a, b in zip(torch.autograd.grad(y, inputs, g), torch.autograd.grad(layer(x), inputs, g)):
@@ -130,7 +132,7 @@ def test_without_codes_it_is_a_linear_layer() -> None:
 def test_a_narrow_input_meets_a_wide_weight() -> None:
     """As under autocast."""
     layer, x = nn.Linear(64, 96), torch.randn(5, 64).bfloat16().requires_grad_()
-    y = served_linear(x, layer.weight, layer.bias.bfloat16())
+    y = converted_linear(x, layer.weight, layer.bias.bfloat16())
     y.sum().backward()
     assert (y.dtype, x.grad.dtype, layer.weight.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
 
@@ -162,6 +164,6 @@ def test_codes_of_one_side_are_an_error() -> None:
     layer, x = nn.Linear(64, 96), torch.randn(5, 64)
     w = weight_operand(layer.weight.detach(), INT8)
     with pytest.raises(ValueError, match="takes integer codes of both sides or of none, got none and int8"):
-        served_linear(x, layer.weight, None, None, w)
+        converted_linear(x, layer.weight, None, None, w)
     with pytest.raises(ValueError, match="of both sides or of none, got None and int8"):
-        served_linear(x, layer.weight, None, Operand(x, 5), w)
+        converted_linear(x, layer.weight, None, Operand(x, 5), w)
