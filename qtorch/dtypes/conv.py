@@ -1,10 +1,10 @@
 """Convolutions with a quantized weight.
 
-Weight-only ones are the operation ``conv`` of the kernel registry. With quantized activations, the windows of the input
-are gathered into rows, and are the input of a linear layer with the weight's matrix, or that of each group: all that
-holds for linear layers, the choice of kernels too, holds for them. A scale per token is one for each window.
+Weight-only convolutions are the operation ``conv`` of the kernel registry. With quantized activations, the windows of
+the input are gathered into rows, the input of a linear layer with the matrix of the weight, or of each group. Kernels
+are chosen as for linear layers. A scale per token is one for each window.
 
-Each group is a product of its own; with many small groups, as depthwise, weight-only is faster.
+Each group is a product of its own: with many small groups, as in depthwise convolutions, weight-only is faster.
 
 Gradients flow to the input and the bias, straight through the quantization of the input; the weight is frozen.
 """
@@ -103,7 +103,7 @@ def convolution(
 
 
 def conv_problem(scheme: Scheme, groups: int, dtype: torch.dtype, device: str) -> Problem:
-    """What is looked up for a weight (N, C / groups, *kernel), one that serves or is in training: a whole convolution
+    """The problem to look up for a weight (N, C / groups, *kernel), for inference or in training: a whole convolution
     if it is weight-only, else the product with the windows of one group."""
     spec = replace(scheme.spec, layout=scheme.layout)
     shown = ConvScheme(spec, scheme.shape, scheme.dtype)

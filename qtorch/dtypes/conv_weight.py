@@ -76,7 +76,7 @@ class ConvWeight(QuantizedTensor):
         """`matrix` (N, K) as a weight of this shape (N, ...), K elements for each of the N."""
         scheme = ConvScheme(matrix.scheme.spec, tuple(shape), matrix.scheme.dtype)
         if scheme.codes_shape != matrix.scheme.shape:
-            raise ValueError(f"a matrix of shape {matrix.scheme.shape} is no weight of shape {scheme.shape}")
+            raise ValueError(f"a matrix of shape {matrix.scheme.shape} does not hold a weight of shape {scheme.shape}")
         return cls(matrix.inner_tensors, scheme)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""convert: from weights in training to weights that serve."""
+"""convert: from weights in training to weights for inference."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from .weights.base import TrainingWeight
 @register_recipe("convert")
 @dataclass(frozen=True)
 class Convert(Recipe):
-    """Every weight in training, wherever it is, becomes the weight for inference that its recipe has trained for: the
-    codes that the forward has multiplied by, at their true size. The model computes what it computed in training:
-    bit for bit where sums are integers, and to the last bit of the same kernel elsewhere.
+    """Replace every weight in training by the weight for inference that its recipe has trained it for: the codes that
+    the forward multiplied by, at their true size. The model computes what it computed in training: the same bits where
+    sums are integers, and elsewhere the same up to the rounding of sums, which is equal where the same kernel runs.
 
-    Modules whose class was exchanged for training get theirs back. Weights that no recipe has touched are left alone.
+    Modules whose class was exchanged for training get their own class back. Weights in floating point that no training
+    recipe has changed stay as they are.
     """
 
     selects: ClassVar[tuple[type, ...]] = (TrainingWeight, PreparedModule)

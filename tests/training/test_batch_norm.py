@@ -127,9 +127,9 @@ def test_errors_leave_the_model_alone() -> None:
     assert_expected_inline(
         "\n".join(texts),
         """\
-fold_batch_norm: 2 is no nn.BatchNorm1d, 2d or 3d but a ReLU
-fold_batch_norm: 2 is no nn.Conv1d, 2d or 3d but a ReLU
+fold_batch_norm: 2 is not an nn.BatchNorm1d, 2d or 3d but a ReLU
+fold_batch_norm: 2 is not an nn.Conv1d, 2d or 3d but a ReLU
 fold_batch_norm: 0 has 8 channels, 4 has 6
 fold_batch_norm: 3 has 6 channels, 1 has 8
-fold_batch_norm: nothing is no nn.Conv1d, 2d or 3d but a NoneType""",
+fold_batch_norm: nothing is not an nn.Conv1d, 2d or 3d but a NoneType""",
     )

@@ -163,7 +163,7 @@ def test_what_sums_integers() -> None:
 def test_codes_of_one_side_are_an_error() -> None:
     layer, x = nn.Linear(64, 96), torch.randn(5, 64)
     w = weight_operand(layer.weight.detach(), INT8)
-    with pytest.raises(ValueError, match="takes integer codes of both sides or of none, got none and int8"):
+    with pytest.raises(ValueError, match="takes integer codes of both sides or of neither, got no codes and int8"):
         converted_linear(x, layer.weight, None, None, w)
-    with pytest.raises(ValueError, match="of both sides or of none, got None and int8"):
+    with pytest.raises(ValueError, match="of both sides or of neither, got None and int8"):
         converted_linear(x, layer.weight, None, Operand(x, 5), w)

@@ -496,9 +496,9 @@ def test_what_is_refused() -> None:
         with pytest.raises(ValueError, match="is 2 to 8"):
             lsq(*bits)
     for recipe, message in (
-        (float8_weight_only(), "are no integers"),
-        (nf4_weight_only(), "are no integers"),
-        (nvfp4_weight_only(), "are no integers"),
+        (float8_weight_only(), "are not integers"),
+        (nf4_weight_only(), "are not integers"),
+        (nvfp4_weight_only(), "are not integers"),
         (int8_dynamic_activation_int8_semi_sparse_weight(), "prunes its weights"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""converted_conv: a convolution with the value that will be served, and the gradient of fake quantization.
+"""converted_conv: a convolution with the value of the converted layer, and the gradient of fake quantization.
 
 As `converted_linear`, for an input that is quantized before its windows are gathered: with one scale for all of it.
 
@@ -76,7 +76,7 @@ class _IntegerConv(torch.autograd.Function):
 def _product(x: Operand, w: Operand, window: Window, dtype: torch.dtype) -> Tensor:
     codes = x.values
     if x.zero_point is not None and any(window.padding):
-        # The code of zero, which is what the kernels that serve make of the zeros around an image.
+        # The code of zero, as inference has it for the zeros around an image.
         ends, shift = both_ends(window.padding), x.zero_point.to(torch.int16).reshape(())
         codes = (functional.pad(codes.to(torch.int16) - shift, ends) + shift).to(codes.dtype)
         window = window._replace(padding=(0,) * len(window.padding))

@@ -1,4 +1,4 @@
-"""converted_linear: a linear layer with the value that will be served, and the gradient of fake quantization.
+"""converted_linear: a linear layer with the value of the converted layer, and the gradient of fake quantization.
 
     y          = product of the codes of x and w, scaled        where the recipe sums integers
                = x_hat @ w_hat.T                                where it does not
@@ -6,8 +6,8 @@
     dL/dw_hat  = g.T @ x_hat
 
 x_hat and w_hat are the reals that the codes stand for. Sums of integers are exact and the fp32 arithmetic around them
-has a fixed order, so that y is that of the converted weight bit for bit, whichever kernel and layout serve it. How
-x_hat and w_hat depend on x, w and learned scales is left to the differentiable fake quantization that made them.
+has a fixed order, so that y has the same bits as with the converted weight, in any layout and by any kernel. The
+gradients of x, w and learned scales follow by the differentiable fake quantization that made x_hat and w_hat.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def converted_linear(
 ) -> Tensor:
     """x (..., K) times w (N, K), plus bias (N): (..., N) in the dtype of x_hat; see the top of the file.
 
-    Differentiable in x_hat, w_hat and bias. Where `x` and `w` are given and no gradient is asked for, x_hat gives shape
-    and dtype only, and w_hat is not read: the input and the weight before quantization will do.
+    Differentiable in x_hat, w_hat and bias. Where `x` and `w` are given and no gradient is asked for, only the shapes
+    of x_hat and w_hat and the dtype of x_hat are read: they may be the input and the weight before quantization.
 
     Args:
         x_hat: (..., K), the input fake-quantized; the input itself where the recipe leaves it in floating point.
@@ -56,14 +56,14 @@ def converted_linear(
         w: there, codes of the weight, in the same way; a scale per row, group, block or tensor.
 
     Raises:
-        ValueError: another width of the input, codes of one side only, or codes that are no integers.
+        ValueError: the rows of x_hat and w_hat differ in length; codes of one side only, or not of integers.
     """
     check_width(x_hat, w_hat)
     if x is None and w is None:
         return apply(_FloatProduct, x_hat, w_hat, bias)
     if x is None or w is None or not (_is_integer(x.spec) and _is_integer(w.spec)):
         raise ValueError(
-            f"converted_linear: takes integer codes of both sides or of none, got {_kind(x)} and {_kind(w)}"
+            f"converted_linear takes integer codes of both sides or of neither, got {_kind(x)} and {_kind(w)}"
         )
     # A tuple within the arguments would hide its tensors from autograd.
     return apply(_IntegerProduct, x_hat, w_hat, bias, *signed(x), *w)
@@ -77,11 +77,11 @@ def check_width(input: Tensor, weight: Tensor) -> None:
 
 
 def _kind(operand: Operand | None) -> str:
-    return "none" if operand is None else str(operand.spec)
+    return "no codes" if operand is None else str(operand.spec)
 
 
 def signed(x: Operand) -> Operand:
-    """Unsigned codes as signed ones, which is what products of integers take: shifted along with their zero point."""
+    """Codes that products of integers take: unsigned ones become signed, shifted together with their zero point."""
     if x.values.dtype != torch.uint8:
         return x
     assert x.scale is not None

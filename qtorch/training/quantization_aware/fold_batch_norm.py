@@ -1,4 +1,4 @@
-"""Batch normalization folded into the convolution before it, for serving and for quantization-aware training.
+"""Batch normalization folded into the convolution before it, for inference and for quantization-aware training.
 
     gamma (conv(x, w) + b - mean) / sigma + beta  =  conv(x, w f) + (b - mean) f + beta,
     f = gamma / sigma,   sigma = sqrt(var + eps)
@@ -124,8 +124,8 @@ def fold_batch_norm(
         The names of what was folded.
 
     Raises:
-        ValueError: a name is none of such a module, the channels differ, a normalization has no running statistics, or
-            a module is in several pairs. The model is unchanged.
+        ValueError: a name is not that of a convolution or a normalization, the channels differ, a normalization has no
+            running statistics, or a module is in several pairs. The model is unchanged.
     """
     found = _adjacent(model) if pairs is None else list(pairs.items())
     modules = dict(model.named_modules())
@@ -163,9 +163,9 @@ def _check_pair(conv_name: str, norm_name: str, modules: Mapping[str, nn.Module]
     conv: Any = modules.get(conv_name)
     norm: Any = modules.get(norm_name)
     if type(conv) not in CONVS:
-        raise ValueError(f"fold_batch_norm: {conv_name} is no nn.Conv1d, 2d or 3d but a {type(conv).__name__}")
+        raise ValueError(f"fold_batch_norm: {conv_name} is not an nn.Conv1d, 2d or 3d but a {type(conv).__name__}")
     if type(norm) not in NORMS:
-        raise ValueError(f"fold_batch_norm: {norm_name} is no nn.BatchNorm1d, 2d or 3d but a {type(norm).__name__}")
+        raise ValueError(f"fold_batch_norm: {norm_name} is not an nn.BatchNorm1d, 2d or 3d but a {type(norm).__name__}")
     if type(conv.weight) is not nn.Parameter:
         raise ValueError(f"fold_batch_norm: the weight of {conv_name} is quantized; fold first")
     if conv.out_channels != norm.num_features:

@@ -1,5 +1,5 @@
-"""QATSpec: fake quantization without state. Scales are chosen from the values of each call, as the recipe does when it
-serves; a static scale is that of the recipe."""
+"""QATSpec: fake quantization without state. Scales are chosen from the values of each call, as in inference; a static
+scale is given by the recipe."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class QATSpec:
     Args:
         recipe: for inference; see `qat`.
         compute_dtype: see `qat`.
-        transposed: of a view of a weight: its last two axes are those of the weight, exchanged.
-        partial: of a view: it lacks parts of what its codes depend on.
+        transposed: this describes a view of a weight whose last two axes are exchanged.
+        partial: this describes a view that lacks a part of the weight on which its codes depend.
     """
 
     recipe: WeightRecipe

@@ -11,8 +11,8 @@ from ...prepared_module import QuantizationState
 class Schedule(QuantizationState):
     """Counts the forward passes of its layer in training mode, in a buffer: a compiled graph does not change with it.
 
-    In eval mode the layer computes what it would serve, whatever the step. Passes that are run again for checkpointed
-    activations count again, and so does each batch of several whose gradients are added up.
+    In eval mode the layer computes what the converted layer would, whatever the step. Passes that are run again for
+    checkpointed activations count again, and so does each batch of several whose gradients are added up.
 
     Args:
         start_step: passes in floating point before fake quantization begins.
@@ -46,7 +46,7 @@ class Schedule(QuantizationState):
 
 
 def check_steps(start_step: int, freeze_step: int | None) -> None:
-    """Raise `ValueError` where a schedule makes no sense."""
+    """Raise `ValueError` if a step is negative, or scales freeze before they are used."""
     if start_step < 0:
         raise ValueError(f"start_step is {start_step}; it must not be negative")
     if freeze_step is not None and freeze_step <= start_step:

@@ -1,8 +1,8 @@
 """FakeQuantizedWeight: a parameter in floating point that computes as the quantized weight it will become.
 
-It is what `qat` makes: a `MasterWeight` whose products have the value of the converted weight (`fake_quantized`). Its
-codes are those of the parameter as it is stored. A view of it (an expert, a transpose, some rows) knows how it lies in
-the parameter; a product with one whose codes would be others is an error.
+`qat` makes it: a `MasterWeight` whose products have the value of the converted weight (`fake_quantize`). Its codes are
+those of the parameter as it is stored. A view of it (an expert, a transpose, some rows) knows its place in it.
+A product with a view whose codes would differ from those of the parameter raises an error.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class FakeQuantizedWeight(MasterWeight):
     @property
     def training_spec(self) -> TrainingSpec:
         raise NotImplementedError(
-            "a weight in quantization-aware training has F.linear, matmul, bmm, grouped_mm, einsum along its last two "
-            "axes, and F.embedding; this is another product, or one with sums of it"
+            "a weight in quantization-aware training takes F.linear, matmul, bmm, grouped_mm, einsum along its last "
+            "two axes, and F.embedding; this is another product, or a product with sums of the weight"
         )
 
     def linear(self, input: Tensor, bias: Tensor | None) -> Tensor:
@@ -85,7 +85,7 @@ COPIES = {
     aten._pin_memory.default,
     aten._to_copy.default,
 }
-"""Operators whose result lies as their argument does."""
+"""Operators whose result has the axes of their argument."""
 
 CUTS = {
     aten.chunk.default: 2,
@@ -99,7 +99,7 @@ CUTS = {
 
 
 def _of_view(spec: QATSpec, func: Any, args: Any, weight: Tensor) -> QATSpec:
-    """The spec of what `func` makes of a weight, or view of one, of this spec; partial where it cannot be told."""
+    """The spec of the result of `func` on a weight or view of this spec; partial where that cannot be told."""
     if func in COPIES:
         return spec
     ndim, part = weight.dim(), replace(spec, partial=True)
@@ -119,7 +119,7 @@ def _of_view(spec: QATSpec, func: Any, args: Any, weight: Tensor) -> QATSpec:
 
 
 def _order(func: Any, args: Any, ndim: int) -> list[int] | None:
-    """The old axes in the order of the new, of an operator that permutes them."""
+    """The order in which an operator permutes the axes; None if `func` is another operator."""
     order = list(range(ndim))
     if func is aten.permute.default:
         return [axis % ndim for axis in args[1]]

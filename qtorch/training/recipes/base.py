@@ -1,4 +1,4 @@
-"""TrainingRecipe: a recipe that is described by a `TrainingSpec` and keeps weights in floating point."""
+"""TrainingRecipe: a recipe that a `TrainingSpec` describes, and that keeps weights in floating point."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TrainingRecipe(Recipe):
     """Weights stay in floating point; their matmuls run as `training_spec` says.
 
     Raises:
-        ValueError: there is no such spec.
+        ValueError: `training_spec` does.
     """
 
     trains: ClassVar[bool] = True
@@ -43,7 +43,7 @@ class TrainingRecipe(Recipe):
 
 
 def check_trainable(weight: Tensor) -> None:
-    """Raise `ValueError` where `weight` is no float weight with values."""
+    """Raise `ValueError` unless `weight` is a float matrix with values."""
     check_float_weight(weight)
     if weight.is_meta:
         raise ValueError("the weight is on the meta device and has no values; materialize it first")

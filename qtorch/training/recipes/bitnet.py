@@ -4,8 +4,8 @@
     y = x_hat @ w_hat.T,                    x_hat int8 with a scale per token
 
 Gradients pass straight through both: dx = g @ w_hat, dw = g.T @ x_hat. The model should have an RMSNorm before each
-linear layer, and none before attention and MLP blocks ("Training Tips, Code and FAQ" of the paper's authors);
-`quantize_` does not put them there.
+linear layer, and no norms before attention and MLP blocks ("Training Tips, Code and FAQ" of the paper's authors);
+`quantize_` does not change them.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class BitnetTraining(TrainingRecipe):
 class BitnetWeight(MasterWeight):
     """A `MasterWeight` whose shards, under FSDP2, are gathered as packed codes of 2 bits.
 
-    Their scale is the mean over all shards: one all-reduce for each weight and each gathering, or one for all weights
-    and a step by `precompute_bitnet_scale_for_fsdp`.
+    The scale is the mean over all shards: one all-reduce each time a weight is gathered, or one a step for all weights
+    by `precompute_bitnet_scale_for_fsdp`.
     """
 
     _precomputed: tuple[int, Tensor] | None = None
@@ -55,7 +55,7 @@ class BitnetWeight(MasterWeight):
         self, mesh: Any, outer_size: Any = None, outer_stride: Any = None, module: Any = None, mp_policy: Any = None
     ) -> tuple[tuple[Tensor, ...], Any]:
         version, scale = self._precomputed or (None, self.master)
-        if version != self.master._version:  # an optimizer step has passed since, or there is none
+        if version != self.master._version:  # an optimizer step has passed since, or no scale was computed ahead
             scale = _global_mean([self.master], [outer_size.numel()], mesh)[0]
         dtype = (None if mp_policy is None else mp_policy.param_dtype) or self.master.dtype
         codes = TERNARY.quantize(self.master, scale.reshape(1, 1), None)
@@ -81,7 +81,7 @@ class BitnetWeight(MasterWeight):
 def precompute_bitnet_scale_for_fsdp(module: nn.Module) -> None:
     """After each optimizer step: the scales of all BitNet weights of a model sharded by FSDP2, in a single all-reduce.
 
-    Without it each weight has its own, when it is gathered. Weights that are not sharded are left alone.
+    Without this call each weight takes an all-reduce when it is gathered. Weights that are not sharded are left alone.
     """
     sharded = [p for p in module.parameters() if isinstance(getattr(p, "_local_tensor", None), BitnetWeight)]
     if not sharded:

@@ -1,4 +1,4 @@
-"""JetFire: int8 with a scale for each square tile, which serve forward and backward alike."""
+"""JetFire: int8 with a scale for each square tile; forward and backward use the same tiles."""
 
 from __future__ import annotations
 

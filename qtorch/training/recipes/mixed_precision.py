@@ -1,4 +1,4 @@
-"""Training by a spec of one's own: the recipe of which the others are presets."""
+"""Training by a spec of your own. The other recipes are presets of this one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class MixedPrecisionTraining(TrainingRecipe):
     """Weights in floating point, matmuls as `spec` says.
 
     Args:
-        spec: of the three matmuls; `fully_quantized(fwd_bits=8, bwd_bits=8)` and its kin make some.
+        spec: of the three matmuls. `fully_quantized(fwd_bits=8, bwd_bits=8)` and `fully_quantized_float8()` make one.
     """
 
     spec: TrainingSpec = fully_quantized()

@@ -13,9 +13,9 @@ from .base import TrainingRecipe
 @register_recipe("switchback_training")
 @dataclass(frozen=True)
 class SwitchbackTraining(TrainingRecipe):
-    """Activations and gradients in int8 with a scale per row, weights in int8 with one scale, whose codes serve the
-    forward and the backward (Wortsman et al., arXiv 2304.13013, algorithm 1). The gradient of a weight sums over many
-    more terms than the other two matmuls, so it stays in full precision.
+    """Activations and gradients in int8 with a scale per row, weights in int8 with one scale; forward and
+    backward use the same codes (Wortsman et al., arXiv 2304.13013, algorithm 1). The gradient of a weight sums over
+    many more terms than the other two matmuls, so it stays in full precision.
     """
 
     def training_spec(self) -> TrainingSpec:

@@ -1,7 +1,7 @@
-"""TrainingWeight: what the weights that a training recipe makes have in common.
+"""TrainingWeight: base of the weights that training recipes make.
 
-They are parameters with a gradient. `F.linear`, `matmul`, `einsum` and their kin run in the engine (`gemm`), with the
-three matmuls that the recipe asks for; `convert()` gives the weight that serves.
+They are parameters with a gradient. `F.linear`, `matmul`, `einsum` and related functions run in the engine
+(`engine.contraction`), with the three matmuls that the recipe asks for. `convert()` returns the weight for inference.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TrainingWeight(QuantizedTensor):
         raise NotImplementedError
 
     def check_convert(self) -> None:
-        """Raise `ValueError` where `convert` could not do its work."""
+        """Raise `ValueError` if this weight cannot be converted."""
 
     def linear(self, input: Tensor, bias: Tensor | None) -> Tensor:
         y = contraction(to_rows(input), self, self.training_spec)
@@ -54,7 +54,7 @@ class TrainingWeight(QuantizedTensor):
         return multiply_windows(input, window, lambda rows, group: multiply(rows, matrices[group]))  # type: ignore[arg-type]
 
     def embedding(self, ids: Tensor, **options: Any) -> Tensor:
-        """Rows of the weight as the forward quantizes it, in case the table is tied to a linear layer."""
+        """Rows of the weight as the forward quantizes it: the table may be tied to a linear layer."""
         rows = floats_of(self)
         spec = self.training_spec.output.rhs
         if spec is not None:
@@ -125,7 +125,7 @@ def _einsum(equation: str, *operands: Any) -> Tensor:
 
 
 def _product(weight: TrainingWeight) -> Product:
-    """Of an input and a view of `weight`; sums over an axis of it are plain tensors."""
+    """The product of an input and a view of `weight`. A sum over an axis of the weight is a plain tensor."""
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         return b.linear(a, None) if isinstance(b, TrainingWeight) else contraction(a, b, weight.training_spec)
@@ -134,4 +134,4 @@ def _product(weight: TrainingWeight) -> Product:
 
 
 _FUNCTIONS = {torch.einsum: _einsum}
-"""Beside the products of `dtypes.functions`, which all come down to `linear`, and convolutions, to `conv`."""
+"""Functions beside the products of `dtypes.functions`, which call `linear`, and convolutions, which call `conv`."""

@@ -1,12 +1,12 @@
-"""CodesWeight: a parameter that is held as codes, and trained.
+"""CodesWeight: a parameter that is held as codes and trained.
 
-No floating-point copy of it exists. An update in place, `p.addcdiv_(m, v)` say, computes in fp32 one weight at a time
+It has no floating-point copy. An update in place, `p.addcdiv_(m, v)` say, computes in fp32 one weight at a time
 and rounds stochastically into codes with a new scale:
 
     w <- round(w' / s') s',   s' from w', the updated values      E[w] = w'
 
 so that updates smaller than a step still add up in expectation (Gupta et al., arXiv 1502.02551). The forward runs
-the kernel that serves the weight later; gradients are those of its dequantized values.
+the kernel of the converted weight; gradients are those of the dequantized values.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from .base import TrainingWeight, written_by
 aten = torch.ops.aten
 
 SCALINGS = {aten.mul_.Tensor, aten.mul_.Scalar, aten._foreach_mul_.Scalar}
-"""Updates that are exact on the scale: weight decay."""
+"""Updates that can be applied to the scale, exactly: weight decay."""
 
 FUSED = {
     getattr(aten, name).default for name in ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
 } | {aten._fused_sgd_.tensor_lr, aten._fused_adam_.tensor_lr, aten._fused_adamw_.tensor_lr}
-"""Updates that want all of their tensors in one dtype."""
+"""Updates that take all of their tensors in one dtype."""
 
 _RANK_STRIDE = 0x9E3779B97F4A7C15
 """Odd, so that different ranks add different numbers to a seed."""
 
 
 class CodesWeight(TrainingWeight, AffineQuantizedTensor):
-    """See the top of the file. The rounding of its spec is that of its updates."""
+    """See the top of the file. The rounding of its spec applies to its updates."""
 
     _rank: int | None = None
 
@@ -90,7 +90,7 @@ class CodesWeight(TrainingWeight, AffineQuantizedTensor):
         zeros = torch.zeros(tuple(size), dtype=self.scheme.dtype, device=self.device)
         return self.from_float(zeros, self.scheme.spec)
 
-    # --- FSDP2: what is gathered are codes and scales ---
+    # --- FSDP2 gathers codes and scales ---
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any = None, outer_stride: Any = None, module: Any = None, mp_policy: Any = None

@@ -1,8 +1,9 @@
 """MasterWeight: a parameter in floating point whose matmuls run in low precision.
 
-It holds one plain tensor, `master`, and a `TrainingSpec`, or another description that has a `linear_spec`. To
-optimizers, checkpoints and all else but products it is that tensor: operations run on `master`; views, copies and moves
-give another `MasterWeight`, all others a plain tensor. A product that would go past the engine is an error.
+It holds one plain tensor, `master`, and a `TrainingSpec`, or another description that has a `linear_spec`. All
+operations except products run on `master`, so that optimizers and checkpoints see an ordinary parameter. Views, copies
+and moves return another `MasterWeight`; all other operations return a plain tensor. A product that does not run in the
+engine raises an error.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ KEEPS_TYPE = {
     aten._pin_memory.default,
     aten._to_copy.default,
 }
-"""Operators whose result is a weight in training again; `zeros_like`, the state of an optimizer, is none of them."""
+"""Operators whose result is a weight in training. `zeros_like`, which makes the state of an optimizer, is not here."""
 
 PRODUCTS = {
     aten.addmm.default,
@@ -68,13 +69,13 @@ PRODUCTS = {
 }
 
 CHECKED_UPDATES = (1, 2, 10, 100, 1000)
-"""The updates of a 16-bit weight that are looked at for loss in rounding; looking takes a copy of the weight."""
+"""The updates of a 16-bit weight that are checked for loss in rounding. A check copies the weight."""
 
 
 @jsonable
 @dataclass(frozen=True)
 class TrainingScheme:
-    """Metadata of a `MasterWeight`; as a scheme for kernels it is that of the weight that will serve."""
+    """Metadata of a `MasterWeight`. Kernels read it as the scheme of the converted weight."""
 
     training: TrainingSpec | Any
     shape: tuple[int, ...]
@@ -105,7 +106,7 @@ class MasterWeight(TrainingWeight):
     """See the top of the file.
 
     Attributes:
-        training_type: of the descriptions of training that a subclass has.
+        training_type: the type of `scheme.training` that a subclass takes.
     """
 
     scheme_type = TrainingScheme
@@ -150,7 +151,7 @@ class MasterWeight(TrainingWeight):
         return self.master
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The master weight: nothing is lost by going back."""
+        """The master weight itself, which holds all of its precision."""
         return self.master.to(dtype or self.master.dtype)
 
     def convert(self) -> Tensor:
@@ -172,7 +173,7 @@ class MasterWeight(TrainingWeight):
         return of_codes(codes, scale, zero_point, linear, weight.dtype)
 
     def canonical(self) -> tuple[Tensor, dict[str, Tensor]]:
-        raise ValueError("a weight in training has no serving form yet: quantize_(model, convert()), or torch.save it")
+        raise ValueError("a weight in training is not converted yet: quantize_(model, convert()), or torch.save it")
 
     def map_inner(self, function: Callable[[Tensor], Tensor], scheme: Any = None) -> MasterWeight:
         return type(self).of(function(self.master), self._training)
@@ -182,7 +183,7 @@ class MasterWeight(TrainingWeight):
         return self.scheme.training  # type: ignore[attr-defined]
 
     def _training_of_view(self, func: Any, args: Any) -> TrainingSpec | Any:
-        """The description of what an operator of KEEPS_TYPE makes of this weight."""
+        """The description of the result of an operator of KEEPS_TYPE on this weight."""
         return self._training
 
     def _training_of_whole(self) -> TrainingSpec | Any:
@@ -214,7 +215,7 @@ class MasterWeight(TrainingWeight):
         """An in-place update of a 16-bit weight; see `warn_of_lost_updates`."""
         updates = vars(self)["_updates"] = self._updates + 1
         plain_args, plain_kwargs = tree_map_only(MasterWeight, lambda w: w.master, (args, kwargs))
-        # Weight decay, by mul_, vanishes in 16 bits at any common rate; that alone is no reason to warn.
+        # Weight decay, by mul_, vanishes in 16 bits at any common rate: no warning for that alone.
         is_step = func not in (aten.copy_.default, aten.mul_.Tensor, aten.mul_.Scalar) and updates in CHECKED_UPDATES
         before = self.master.clone() if is_step else None
         func(*plain_args, **plain_kwargs)
@@ -224,7 +225,7 @@ class MasterWeight(TrainingWeight):
             warn_of_lost_updates(before, self.master, wanted)
         return self
 
-    # --- FSDP2: what is gathered is the master weight ---
+    # --- FSDP2 gathers the master weight ---
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any = None, outer_stride: Any = None, module: Any = None, mp_policy: Any = None
@@ -246,7 +247,7 @@ class MasterWeight(TrainingWeight):
 
 
 def _count_writes(func: Any, args: Any, kwargs: Any) -> None:
-    """Below autograd torch counts no versions, by which a backward tells that what it has kept was written to."""
+    """Count a write to the inner tensors: below autograd torch does not, and a backward checks these counts."""
     if torch.compiler.is_compiling():
         return
     for tensor in tree_iter(written_by(func, args, kwargs)):

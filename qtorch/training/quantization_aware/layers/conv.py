@@ -1,7 +1,7 @@
-"""Convolutions in training with the state of quantization in them; see `fake_quantized_layers`.
+"""Convolutions in training with the state of quantization in them; see `layers.linear`.
 
 An input with one scale is quantized first, and its codes are gathered. Where scales are dynamic, each window has one of
-its own, and is quantized after it is gathered, as it is when the weight serves.
+its own, and is quantized after it is gathered, as in inference.
 """
 
 from __future__ import annotations

@@ -32,11 +32,11 @@ from ..schedule import Schedule
 
 @dataclass
 class FakeQuantization:
-    """What a module gets when it is prepared.
+    """What `prepare` puts into a module.
 
     Attributes:
-        recipe: that asks for it.
-        spec: what its weight will be served with.
+        recipe: the one that made this.
+        spec: of the converted layer.
         weight_quantizer, input_quantizer: shared by the modules of a tied weight.
         schedule: copied for each.
         values: the weight, fake-quantized.
@@ -159,13 +159,13 @@ class FakeQuantizedLayer(PreparedModule):
         if is_sharded(self.weight):
             raise ValueError("is sharded; load its full state dict into the model in one piece, and convert that")
         if self.input_quantizer is not None and not self.input_quantizer.is_ready:
-            raise ValueError("no input has been seen, so that there is no scale for it: train or calibrate first")
+            raise ValueError("no input has been seen, so its scale is not known: train, or calibrate(model, batches)")
         if not bool(torch.isfinite(self.matrix.detach()).all()):
             raise ValueError("the weight has values that are NaN or infinite")
 
     @torch.no_grad()
     def convert(self) -> Tensor:
-        """Quantized by the scales that the forward in eval mode uses, with the layout of the spec."""
+        """The weight quantized by the scales that the forward uses in eval mode, in the layout of the spec."""
         frozen, weight, spec = self.frozen, self.matrix.detach(), self.linear_spec
         activation: dict[str, Tensor | None] = {}
         if spec.static:
@@ -176,14 +176,15 @@ class FakeQuantizedLayer(PreparedModule):
         scale, zero_point = self.weight_quantizer.converted_qparams(weight, frozen)
         codes = spec.weight.quantize(weight, scale, zero_point)
         if isinstance(spec.weight.granularity, PerTensor) and sums_integers(spec):
-            # What kernels that sum integers read.
+            # Kernels that sum integers read a scale for each row.
             spec = replace(spec, weight=spec.weight.with_granularity(PerRow()))
         return of_codes(codes, scale, zero_point, spec, weight.dtype, **activation)
 
 
 def _static(spec: LinearSpec, scale: Tensor, zero_point: Tensor | None) -> tuple[LinearSpec, dict[str, Tensor | None]]:
-    """The spec to serve a fixed activation scale with. A zero point becomes part of the bounds of the codes where int8
-    has room for that: products without one are faster, and their integers the same."""
+    """The spec of the converted layer for a fixed activation scale, and the tensors of that scale. Where int8 has room
+    for it, the zero point becomes part of the bounds of the codes: products without one are faster, and their integers
+    the same."""
     activation = spec.activation
     assert activation is not None
     if zero_point is not None and not activation.dtype.is_floating_point:
@@ -244,7 +245,7 @@ def layer_for(module: nn.Module) -> type[FakeQuantizedLayer]:
     """The class that stands in for that of `module`.
 
     Raises:
-        ValueError: there is none; subclasses may have a forward of their own, so that there is none for them.
+        ValueError: no class stands in for it. A subclass is refused: it may have a forward of their own.
     """
     cls = LAYERS.get(type(module))
     if cls is None:

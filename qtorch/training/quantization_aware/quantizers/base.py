@@ -32,9 +32,9 @@ class Quantizer(QuantizationState):
     """Base of the quantizers.
 
     Args:
-        spec: how; its scale rule gives the range of a tensor.
+        spec: of the codes. Its scale rule chooses the range of a tensor.
         shape: of the scale.
-        freezes: it may be asked to hold its scales; see `forward`.
+        freezes: whether scales can be held from some step on; see `forward`.
     """
 
     held_scale: Tensor | None
@@ -54,7 +54,7 @@ class Quantizer(QuantizationState):
         """Scale and zero point, of the shape of the scale; differentiable in what is learned.
 
         Args:
-            observe: learn from `x` what is learned by looking.
+            observe: update observed ranges from `x`, and start learned scales from it if they have not started.
         """
         raise NotImplementedError
 
@@ -73,7 +73,7 @@ class Quantizer(QuantizationState):
         return True
 
     def check_ready(self) -> None:
-        """Raise `ValueError` where there is no scale yet; looked at until there is one, and not when compiled."""
+        """Raise `ValueError` if there is no scale yet. Not checked in compiled graphs, nor once there has been one."""
         if self._known_ready or torch.compiler.is_compiling():
             return
         if not self.is_ready:
@@ -88,7 +88,7 @@ class Quantizer(QuantizationState):
         """Start from this range of reals, of the shape of the scale."""
 
     def end_observation(self) -> bool:
-        """Start from the mean of the ranges that were observed; whether there were any."""
+        """Start from the mean of the ranges that were observed. Returns whether there were any."""
         observed, self.observed = self.observed, None
         if not observed:
             return False
@@ -121,8 +121,7 @@ class Quantizer(QuantizationState):
 
     @torch.no_grad()
     def converted_qparams(self, x: Tensor, frozen: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Scale and zero point as `forward` in eval mode has them, in the dtypes in which they are stored beside codes
-        of `x`."""
+        """Scale and zero point of `forward` in eval mode, in the dtypes in which the converted weight stores them."""
         scale, zero_point = self._held_or(self.qparams(x, observe=False), frozen)
         dtype = self.spec.stored_scale_dtype(x.dtype)
         zero_point = self._code(zero_point)
@@ -145,7 +144,7 @@ class Quantizer(QuantizationState):
         return zero_point_code(zero_point.detach().float(), *self.spec.code_range).to(self.spec.dtype.storage)
 
     def x_hat(self, x: Tensor, scale: Tensor, zero_point: Tensor | None, frozen: Tensor | None = None) -> Tensor:
-        """What `x` stands for, with its gradient."""
+        """The reals that the codes of `x` stand for, with their gradient."""
 
         def mask(unclipped: Tensor) -> Tensor | None:
             return self.passes_gradient(unclipped, frozen)
@@ -157,7 +156,7 @@ class Quantizer(QuantizationState):
         return unclipped
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Moves; but `.to(torch.bfloat16)` leaves scales in fp32."""
+        """Moves tensors to devices; `.to(torch.bfloat16)` leaves scales in fp32."""
 
         def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)

@@ -22,7 +22,7 @@ class LearnedQuantizer(Quantizer):
     """Base of the two: gradients of scale and zero point by `primitives.learned_step`.
 
     Args:
-        scale_dtype: that scales are served in.
+        scale_dtype: of the scales of the converted weight.
         through_rounding: False is the gradient of PACT: only what clips moves the scale.
         count: N of the gradient scale; None is the elements of one example.
     """

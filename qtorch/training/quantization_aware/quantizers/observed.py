@@ -15,7 +15,7 @@ from .base import Quantizer, mean_of_ranks
 
 
 class Dynamic(Quantizer):
-    """Scale and zero point from the values of each call, as the scheme chooses them when it serves."""
+    """Scale and zero point from the values of each call, as in inference."""
 
     def qparams(self, x: Tensor, observe: bool) -> tuple[Tensor, Tensor | None]:
         values = x.detach()
@@ -24,8 +24,7 @@ class Dynamic(Quantizer):
         return self.spec.choose_qparams(values)
 
     def passes_gradient(self, unclipped: Tensor, frozen: Tensor | None) -> Tensor | None:
-        # A scale that covers its block leaves out what rounds to one code more, which would stay there: see
-        # `fake_quantized`. One that is held covers nothing.
+        # Where the scale covers its block, all elements get a gradient: see `clips`. A scale that is held may clip.
         if clips(self.spec):
             return unclipped
         return None if frozen is None else unclipped | ~frozen

@@ -1,7 +1,7 @@
-"""ModuleRecipe: a recipe whose state lives in the layers; it exchanges their class (`fake_quantized_layers`).
+"""ModuleRecipe: a recipe whose state is in the layers. It exchanges their class for one of `layers`.
 
-A weight in several layers has one set of quantizers, which these layers share: as it is one weight, it is served by one
-set of scales.
+A weight in several layers has one set of quantizers, which these layers share: the
+converted weight has one set of scales.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..schedule import Schedule, check_steps
 
 
 class ModuleRecipe(WeightRecipe):
-    """Layers learn, or observe, the scales of `linear_spec()`; `convert()` serves them."""
+    """Layers learn, or observe, the scales of `linear_spec()`; the converted weights keep them."""
 
     trains: ClassVar[bool] = True
 
@@ -59,7 +59,7 @@ class ModuleRecipe(WeightRecipe):
             if not isinstance(slot.module, PreparedModule):
                 layer_for(slot.module)
             if slot.attribute != "weight":
-                raise ValueError(f"is no weight of a layer but its {slot.attribute}")
+                raise ValueError(f"is the {slot.attribute} of a layer, not its weight")
         if is_sharded(target.parameter):
             raise ValueError("is sharded; prepare the model before fully_shard")
         super().check_target(target)
@@ -88,6 +88,6 @@ class ModuleRecipe(WeightRecipe):
 
 
 def check_inference_recipe(recipe: Any, name: str) -> None:
-    """Raise `TypeError` where `recipe` is not one for inference; the message names `name`."""
+    """Raise `TypeError` unless `recipe` is a recipe for inference. `name` is that of the caller, for the message."""
     if not isinstance(recipe, WeightRecipe) or recipe.trains:
         raise TypeError(f"{name} takes an inference recipe such as int4_weight_only(), got {recipe!r}")

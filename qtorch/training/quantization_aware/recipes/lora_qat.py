@@ -3,7 +3,7 @@
     w = w_base + (alpha / r) b a,   a (r, K), b (N, r),   y = x_hat @ w_hat.T + bias
 
 (Hu et al., arXiv 2106.09685, for the adapters.) So the converted weight has the adapters in it, with codes of its own:
-merging them into a base that was quantized before would round twice.
+merging them into a quantized base would round twice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LoRAQAT(Recipe):
         compute_dtype: see `qat`.
 
     Raises:
-        TypeError: `recipe` is no inference recipe.
+        TypeError: `recipe` is not an inference recipe.
         ValueError: a rank that is not positive, or an alpha that is not a positive number.
     """
 

@@ -70,7 +70,7 @@ class LSQ(ModuleRecipe):
             points) from where it would put them; dynamic activation scales stay dynamic, static ones are learned.
 
     Raises:
-        TypeError: `recipe` is no inference recipe.
+        TypeError: `recipe` is not an inference recipe.
         ValueError: bits out of range; `recipe` together with what it says itself, or without integer weights.
     """
 
@@ -167,7 +167,7 @@ class LSQ(ModuleRecipe):
 def check_learnable(spec: QuantSpec, what: str) -> None:
     """Raise `ValueError` where steps of `spec` cannot be learned; the message begins with `what`."""
     if not isinstance(spec, QuantSpec) or spec.dtype.is_floating_point:
-        raise ValueError(f"{what} are no integers: {spec}")
+        raise ValueError(f"{what} are not integers: {spec}")
     if spec.zero_point_domain is ZeroPointDomain.FLOAT:
         raise ValueError(f"{what} have zero points in floating point; learned ones are codes: {spec}")
     if spec.scale_spec is not None or not (spec.scale_dtype or torch.float32).itemsize > 1:

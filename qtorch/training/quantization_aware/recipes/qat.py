@@ -32,24 +32,25 @@ from .scheduled_qat import ScheduledQAT
 class QAT(Recipe):
     """Weights stay in floating point and are trained; layers compute what they will compute when converted: bit for
     bit where the recipe sums integers (int8 activations), and up to the order of fp32 sums elsewhere. The codes of
-    weights are the same in all cases. Gradients pass straight through rounding (see `fake_quantized`).
+    weights are the same in all cases. Gradients pass straight through rounding.
 
     It reaches what the recipe itself does: `nn.Linear`; by name embeddings, convolutions, bare matrices and fused
     experts.
 
     Args:
         recipe: for inference, what the weights become by `convert()`.
-        compute_dtype: of the arithmetic of fake quantization. None is fp32, as that of the kernels that serve. A
+        compute_dtype: of the arithmetic of fake quantization. None is fp32, as in the kernels for inference. A
             dtype, that of the model say, is faster in bf16; products are then of fake-quantized floats, and conversion
             changes numbers by the rounding of that dtype. For affine codes.
         start_step, freeze_step, observer, momentum: a schedule, and observed ranges of static activations; see
             `ScheduledQAT`. Their state is in the layers, whose class is exchanged.
-        lora_rank: train adapters of this rank instead of the weights, see `LoRAQAT`; 0 for none.
+        lora_rank: train adapters of this rank instead of the weights, see `LoRAQAT`; 0 trains the weights.
         lora_alpha: weight of the adapters; None is their rank.
 
     Raises:
-        TypeError: `recipe` is no inference recipe.
-        ValueError: `HQQRule`, a search for each new weight; a `compute_dtype` that is none, or with look-up tables.
+        TypeError: `recipe` is not an inference recipe.
+        ValueError: `HQQRule`, which would search anew in each step; a `compute_dtype` that is not in floating point, or
+            one together with look-up tables.
     """
 
     trains: ClassVar[bool] = True

@@ -34,7 +34,7 @@ class ScheduledQAT(ModuleRecipe):
         momentum: of the moving average.
 
     Raises:
-        TypeError: `recipe` is no inference recipe.
+        TypeError: `recipe` is not an inference recipe.
         ValueError: steps that make no sense; an unknown observer, or one without static activations; weights by look-up
             tables or pruned, or scales in codes of their own that are to freeze: these have no state here.
     """
