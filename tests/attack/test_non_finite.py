@@ -9,7 +9,6 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -33,14 +32,13 @@ from qtorch import (
 from qtorch.kernels.cpu import compiled_library, ways
 from qtorch.kernels.linear import reference
 from qtorch.kernels.registry import Kernel, Problem, kernels
-from qtorch.layouts import LAYOUTS
 from qtorch.primitives import prune_2_4
 from qtorch.primitives.scale_rules import FixedRangeRule, PercentileRule
 from qtorch.quantize_api import RECIPES
 from qtorch.training import calibrate, convert, fully_quantized, lsq, qat, scheduled_qat
 from tests.every_recipe import NAMES, make
 from tests.kernels.cpu.builds import BUILDS
-from tests.kernels.test_linear import SCHEMES
+from tests.kernels.every_scheme import in_every_layout, weights_of_every_scheme
 
 VALUES = [math.nan, math.inf, -math.inf]
 K, N = 256, 64
@@ -162,18 +160,10 @@ EXTRA_SCHEMES = {
 }
 
 
-def weights(dtype: torch.dtype) -> Iterator[tuple[str, AffineQuantizedTensor]]:
+def weights(dtype: torch.dtype) -> list[tuple[str, AffineQuantizedTensor]]:
     """A weight of every scheme in every layout that takes it."""
-    specs = {name: spec for name, (spec, *_) in SCHEMES.items()} | EXTRA_SCHEMES
-    for name, spec in specs.items():
-        for layout in LAYOUTS.values():
-            values = torch.randn(64, 192).to(dtype)
-            if not layout.any_codes:
-                values = prune_2_4(values)
-            try:
-                yield f"{name}, {layout.name}", AffineQuantizedTensor.from_float(values, replace(spec, layout=layout()))
-            except (ValueError, TypeError):
-                continue
+    extra = [named for name, spec in EXTRA_SCHEMES.items() for named in in_every_layout(name, spec, dtype)]
+    return weights_of_every_scheme(dtype) + extra
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,46 +1,26 @@
 """Every registered kernel of `linear` against the reference, on every scheme and layout that it accepts.
 
-A new kernel or layout is covered here by itself.
+A new kernel, layout, recipe or number format is covered here by itself.
 """
-
-from dataclasses import replace
 
 import pytest
 import torch
 
-from qtorch import AffineQuantizedTensor
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu.compiled_library import missing as missing_library
 from qtorch.kernels.linear import reference
 from qtorch.kernels.registry import REFERENCE, Kernel, Problem, kernels
-from qtorch.layouts import LAYOUTS
-from qtorch.primitives import compute_error, prune_2_4
-from tests.kernels.test_linear import SCHEMES
+from qtorch.primitives import compute_error
+from tests.kernels.every_scheme import weights_of_every_scheme
 
 KERNELS = [k for k in kernels("linear") if k.priority != REFERENCE and k.device in (None, "cpu")]
-
-
-def weights(dtype: torch.dtype) -> list[tuple[str, AffineQuantizedTensor]]:
-    """A weight of every scheme in every layout that takes it."""
-    made = []
-    for name, (spec, *_) in SCHEMES.items():
-        for layout in LAYOUTS.values():
-            values = torch.randn(64, 192).to(dtype)
-            if not layout.any_codes:
-                values = prune_2_4(values)
-            try:
-                weight = AffineQuantizedTensor.from_float(values, replace(spec, layout=layout()))
-            except (ValueError, TypeError):
-                continue
-            made.append((f"{name}, {layout.name}", weight))
-    return made
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_against_the_reference(kernel: Kernel, dtype: torch.dtype) -> None:
     x, bias = torch.randn(3, 7, 192).to(dtype), torch.randn(64).to(dtype)
-    for name, weight in weights(dtype):
+    for name, weight in weights_of_every_scheme(dtype):
         if kernel.rejects(Problem("linear", weight.scheme, dtype, "cpu")) is not None:
             continue
         with record_kernels() as ran:
@@ -59,7 +39,7 @@ def test_against_the_reference(kernel: Kernel, dtype: torch.dtype) -> None:
 def test_no_kernel_is_left_out() -> None:
     taken = set()
     for dtype in (torch.float32, torch.bfloat16):
-        for _, weight in weights(dtype):
+        for _, weight in weights_of_every_scheme(dtype):
             taken |= {k.name for k in KERNELS if k.rejects(Problem("linear", weight.scheme, dtype, "cpu")) is None}
     # Kernels of other tensor types have tests of their own.
     missing = {k.name for k in KERNELS} - taken
