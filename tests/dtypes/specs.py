@@ -1,4 +1,7 @@
-"""The schemes that these tests run over, and a tensor of each."""
+"""The schemes that these tests run over, a new layout among them by itself, and a tensor of each."""
+
+import contextlib
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,7 +19,9 @@ from qtorch import (
     SemiSparseLayout,
     ZeroPointDomain,
 )
+from qtorch.layouts import LAYOUTS
 from qtorch.primitives import prune_2_4
+from qtorch.primitives.scheme import Scheme
 
 ASYMMETRIC = MappingType.ASYMMETRIC
 INT8 = QuantSpec("int8", quant_min=-127)
@@ -47,14 +52,37 @@ SPECS = {
     "float8 row, 2:4": LinearSpec(FLOAT8, layout=SemiSparseLayout()),
     "int8 row, static int8": LinearSpec(INT8, QuantSpec("int8", PerTensor()), static=True),
 }
-SPARSE = [name for name, spec in SPECS.items() if spec.layout == SemiSparseLayout()]
+
+
+def in_other_layouts() -> dict[str, LinearSpec]:
+    """Those above without a layout, in each registered layout that none of them has."""
+    # Tiles have tests of their own: they take few shapes.
+    known = {"plain", "tensor_core_tiled", *(spec.layout.name for spec in SPECS.values() if spec.layout)}
+    found = {}
+    for layout in [cls() for name, cls in LAYOUTS.items() if name not in known]:
+        for name, spec in SPECS.items():
+            if spec.layout is None:
+                with contextlib.suppress(ValueError):
+                    layout.check(Scheme(replace(spec, layout=layout), (32, 64), torch.float32))
+                    found[f"{name}, {layout.name}"] = replace(spec, layout=layout)
+    return found
+
+
+OTHER_LAYOUTS = in_other_layouts()
+SPECS |= OTHER_LAYOUTS
+SPARSE = [name for name, spec in SPECS.items() if spec.layout is not None and not spec.layout.any_codes]
 PACKED = [name for name, spec in SPECS.items() if spec.layout == PackedLayout()]
 WEIGHT_ONLY = [name for name, spec in SPECS.items() if spec.activation is None]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+def same_numbers(name: str) -> str:
+    """The scheme above that has the same numbers as this one, which may be in another layout."""
+    return name.removesuffix(f", {SPECS[name].layout.name}") if name in OTHER_LAYOUTS else name
+
+
 def values(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal numbers, pruned if the layout of the scheme `SPECS[name]` is sparse."""
+    """Normal numbers, pruned if the layout of the scheme `SPECS[name]` takes no others."""
     normal = torch.randn(shape or (32, 64), dtype=dtype)
     return prune_2_4(normal) if name in SPARSE else normal
 

@@ -13,7 +13,8 @@ from qtorch import AffineQuantizedTensor, compute_error, config
 from qtorch.dtypes import deregister_aqt_quantized_linear_dispatch, register_aqt_quantized_linear_dispatch
 from qtorch.dtypes.linear import multiply
 from qtorch.kernels import record_kernels
-from tests.dtypes.specs import DTYPES, INT8, SPARSE, SPECS, WEIGHT_ONLY, quantized, values
+from qtorch.kernels.registry import Problem, choose
+from tests.dtypes.specs import DTYPES, INT8, SPARSE, SPECS, WEIGHT_ONLY, quantized, same_numbers, values
 from tests.rounding import assert_same_product
 
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
@@ -58,6 +59,8 @@ def linear_kernel(w: AffineQuantizedTensor, dtype: torch.dtype) -> str:
     if w.scheme.layout.name == "semi_sparse":
         weight_only = w.scheme.activation is None
         return "linear:semi_sparse_weight_only_mm" if weight_only else "linear:semi_sparse_int8_scaled_mm"
+    if w.scheme.layout.name != "plain":  # a layout that is not named here
+        return f"linear:{choose(Problem('linear', w.scheme, dtype, 'cpu')).name}"
     if w.scheme.activation is not None:
         return "linear:int8_scaled_mm"
     per_channel = w.scheme.weight.dtype.name == "int8" and tuple(w.scale.shape) == (w.shape[0], 1)
@@ -78,7 +81,7 @@ def test_linear(name: str, dtype: torch.dtype) -> None:
     assert type(y) is Tensor
     close = {torch.float32: 120, torch.float16: 64, torch.bfloat16: 46}[dtype]
     assert compute_error(expected(x, w, bias), y) > close
-    low, high = SQNR[name]
+    low, high = SQNR[same_numbers(name)]
     assert low < compute_error(functional.linear(x.float(), float_weight.float()), (y - bias).float()) < high
 
 
