@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from qtorch.quantize_api import RECIPES, WeightRecipe
+from qtorch.quantize_api import RECIPES, Recipe, WeightRecipe
 
 # Of recipes that need some.
 ARGUMENTS: dict[str, tuple] = {
@@ -26,5 +26,14 @@ def has_group_size(recipe: WeightRecipe) -> bool:
     return "group_size" in {field.name for field in dataclasses.fields(recipe)}
 
 
-NAMES = sorted(name for name, cls in RECIPES.items() if cls.__module__.startswith("qtorch.recipes."))
+def is_of_users(cls: type[Recipe]) -> bool:
+    """Whether a file of a user registered the recipe: neither qtorch, nor a test or a tutorial."""
+    return cls.__module__.partition(".")[0] not in ("qtorch", "tests", "tutorials")
+
+
+NAMES = sorted(
+    name
+    for name, cls in RECIPES.items()
+    if cls.__module__.startswith("qtorch.recipes.") or (is_of_users(cls) and issubclass(cls, WeightRecipe))
+)
 WEIGHT_ONLY = [name for name in NAMES if make(name).linear_spec().activation is None]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import qtorch
 from qtorch import PerGroup, explain, quantize_
 from qtorch.kernels import FallbackError, record_kernels, registry
+from qtorch.quantize_api import RECIPES
 from tests.every_recipe import NAMES, WEIGHT_ONLY, has_group_size, make
 from tests.quantize_model import same, state_of
 
@@ -58,7 +59,9 @@ def model(first: int, second: int, dtype: torch.dtype = torch.float32) -> nn.Seq
 def test_bytes_are_those_of_the_formula(name: str) -> None:
     layer = nn.Linear(K, N, dtype=torch.bfloat16)
     report = quantize_(layer, make(name, 32))
-    assert layer.weight.nbytes == report.bytes_after == BYTES[name]
+    # A recipe that is not of qtorch has no formula here.
+    assert layer.weight.nbytes == report.bytes_after == BYTES.get(name, report.bytes_after)
+    assert name in BYTES or not RECIPES[name].__module__.startswith("qtorch.")
 
 
 @pytest.mark.parametrize("name", GROUPED)

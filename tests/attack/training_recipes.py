@@ -4,8 +4,9 @@ import dataclasses
 
 import qtorch.training
 from qtorch import int8_dynamic_activation_int4_weight, int8_weight_only
-from qtorch.quantize_api import RECIPES, Recipe
+from qtorch.quantize_api import RECIPES, Recipe, WeightRecipe
 from qtorch.training import fully_quantized
+from tests.every_recipe import is_of_users
 
 # Of recipes that need some.
 ARGUMENTS: dict[str, tuple] = {
@@ -16,6 +17,7 @@ ARGUMENTS: dict[str, tuple] = {
 }
 
 NAMES = [name for name in qtorch.training.RECIPE_NAMES if name != "convert"]
+NAMES += sorted(name for name, cls in RECIPES.items() if is_of_users(cls) and not issubclass(cls, WeightRecipe))
 
 # Beside the defaults.
 VARIANTS: dict[str, Recipe] = {

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.extending.pages import run_tests_with
+from tests.extending.pages import FOLDER, run_file, run_tests_with
 
 HERE = "tests/extending"
 HAS_GPU = torch.cuda.is_available()
@@ -57,3 +57,61 @@ def test_layout(tmp_path: Path) -> None:
             assert any(f"{scheme}, nibbles" in name for name in ids), (file, scheme)
     assert passed(found, "test_exact", "nibbles") > 100
     assert len(found) > 400
+
+
+@pytest.mark.slow
+def test_recipe(tmp_path: Path) -> None:
+    found = run_tests_with(
+        "recipe",
+        tmp_path,
+        f"{HERE}/use_recipe.py",
+        "tests/test_every_recipe.py",
+        "tests/training/test_gemm.py",
+        "tests/training/test_training_recipes.py",
+        "-k=use_recipe or int6",
+    )
+    assert passed(found, "test_inference") == 3
+    assert passed(found, "test_bytes_are_those_of_the_formula", "int8_dynamic_activation_int6_weight") == 1
+    assert passed(found, "test_recipes", "int6_weight_training") == 3
+    assert passed(found, "test_the_error_against_float_is_bounded_on_both_sides", "int6_weight_training") == 1
+    assert passed(found, "test_weights_train_and_everything_else_is_left", "int6_weight_training") == 1
+    # Named as skipped or passed, none failed: `run_tests_with` has asserted that.
+    assert len(found) > 40
+
+
+@pytest.mark.slow
+def test_number_format(tmp_path: Path) -> None:
+    found = run_tests_with(
+        "number_format",
+        tmp_path,
+        f"{HERE}/use_number_format.py",
+        "tests/primitives/test_floatx.py",
+        "tests/primitives/test_scale_rule.py",
+        "tests/test_every_recipe.py",
+        "-k=use_number_format or float7 or RootMeanSquareRule",
+    )
+    assert passed(found, "test_a_quantized_layer") == 2
+    for test in ("test_every_code", "test_every_midpoint_goes_to_the_even_code", "test_it_saturates"):
+        assert passed(found, test, "[float7_e3m3]") == 1
+    assert passed(found, "test_a_range_is_fp32_of_the_scales_shape", "RootMeanSquareRule") == 15
+    assert passed(found, "test_empty_tensors", "RootMeanSquareRule") == 3
+    assert passed(found, "test_bytes_are_those_of_the_formula", "[float7_weight_only]") == 1
+
+
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        ("kernel", "runs my_float5_linear"),
+        ("layout", "runs nibbles_weight_mm"),
+        ("recipe", "loss of the converted model 0.0"),
+        ("number_format", "SQNR 3"),
+    ],
+)
+def test_the_file_runs_as_a_program(page: str, said: str, tmp_path: Path) -> None:
+    if page == "kernel":
+        pytest.importorskip("triton")
+    assert said in run_file(page, tmp_path)
+
+
+def test_every_page_is_tested() -> None:
+    assert {path.stem for path in FOLDER.glob("*.md")} == {"kernel", "layout", "recipe", "number_format"}

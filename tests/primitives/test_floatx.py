@@ -9,6 +9,7 @@ import torch
 from qtorch import PerGroup, PerRow, QuantSpec, ZeroPointDomain
 from qtorch.primitives import MappingType, Rounding, compute_error, qdtype
 from qtorch.primitives.floatx import FloatFormat, floor_to_power_of_two
+from qtorch.primitives.qdtype import QDTYPES
 
 # name: (format, largest value, smallest normal, smallest subnormal): OCP Microscaling specification v1.0, table 1
 FORMATS = {
@@ -18,6 +19,12 @@ FORMATS = {
     "float5_e3m1": (FloatFormat(3, 1), 24.0, 0.25, 0.125),
     "float4_e2m1": (FloatFormat(2, 1), 6.0, 1.0, 0.5),
     "float3_e2m0": (FloatFormat(2, 0), 4.0, 1.0, 1.0),
+}
+# And those that a user has registered.
+FORMATS |= {
+    dtype.name: (form, form.max, 2.0 ** (2 - 2 ** (form.ebits - 1)), 2.0 ** (2 - 2 ** (form.ebits - 1) - form.mbits))
+    for dtype in QDTYPES.values()
+    if (form := dtype.format) is not None and dtype.name not in FORMATS
 }
 every_format = pytest.mark.parametrize("name", FORMATS)
 

@@ -35,6 +35,8 @@ RULES = [
     PercentileRule(90),
     MSERule(5),
     HQQRule(iterations=3, starts=2),
+    # And those that a user has defined.
+    *(rule() for rule in ScaleRule.__subclasses__() if rule.__module__.partition(".")[0] not in ("qtorch", "tests")),
 ]
 GRANULARITIES = [PerTensor(), PerRow(), PerAxis(-1), PerGroup(16), PerBlock((4, 16))]
 

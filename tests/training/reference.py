@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qtorch import QuantSpec
+from qtorch.quantize_api import RECIPES as REGISTERED
 from qtorch.training import (
     GemmSpec,
     Int8MixedPrecisionTrainingConfig,
@@ -20,6 +21,8 @@ from qtorch.training import (
     mxfp8_training,
     switchback_training,
 )
+from qtorch.training.recipes.base import TrainingRecipe
+from tests.every_recipe import is_of_users
 
 RECIPES = {
     "int8": int8_mixed_precision_training(),
@@ -33,6 +36,7 @@ RECIPES = {
     "mxfp8": mxfp8_training(),
     "bitnet": bitnet_training(),
 }
+RECIPES |= {name: cls() for name, cls in REGISTERED.items() if issubclass(cls, TrainingRecipe) and is_of_users(cls)}
 
 
 def fake(x: Tensor, spec: QuantSpec | None) -> tuple[Tensor, Tensor]:
