@@ -104,7 +104,7 @@ def test_number_format(tmp_path: Path) -> None:
         ("kernel", "runs my_float5_linear"),
         ("layout", "runs nibbles_weight_mm"),
         ("recipe", "loss of the converted model 0.0"),
-        ("number_format", "SQNR 3"),
+        ("number_format", "SQNR "),
     ],
 )
 def test_the_file_runs_as_a_program(page: str, said: str, tmp_path: Path) -> None:
