@@ -10,9 +10,9 @@ A linear layer that trains multiplies three times:
     grad_weight  dw = g.T @ x      backward
 
 `ByHand` is a weight that does all three itself, in an autograd function of ten lines: x in 8 bits and w in 4 bits
-forward, g in 8 bits backward. `SPEC` says the same in a `TrainingSpec`, which the engine of qtorch runs on integers. The
-tutorial compares the two, product by product, and then trains the same network in floating point, by hand, and by the
-spec.
+forward, g in 8 bits backward. `SPEC` says the same in a `TrainingSpec`, which the engine of qtorch runs on integers.
+The tutorial compares the two, product by product, and then trains the same network in floating point, by hand, and by
+the spec.
 """
 
 from __future__ import annotations
