@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--no-torchao", dest="torchao", action="store_false")
     parser.add_argument("--small", action="store_true", help="tiny models, to see that it runs")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/cpu_model.json")
-    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/performance.md")
+    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/performance/results.md")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", module="torchao")
     torch.set_num_threads(options.threads)

@@ -62,11 +62,11 @@ def save(name: str, rows: list[dict[str, Any]]) -> None:
     (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 
 
-DOCS = Path(__file__).parent.parent / "docs" / "performance.md"
+DOCS = Path(__file__).parent.parent / "docs" / "performance" / "results.md"
 
 
 def write_docs(name: str, text: str) -> None:
-    """Put `text` into docs/performance.md, between the marks ``<!-- name: begin -->`` and ``<!-- name: end -->``."""
+    """Put `text` into the page of results, between the marks ``<!-- name: begin -->`` and ``<!-- name: end -->``."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     page = DOCS.read_text()
     before, after = page.partition(begin)[0], page.partition(end)[2]

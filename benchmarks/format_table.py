@@ -1,4 +1,4 @@
-"""Writes docs/formats.md: size, accuracy and support of every format. `python -m benchmarks.format_table`
+"""Writes docs/reference/formats.md: size, accuracy and support of every format. `python -m benchmarks.format_table`
 
 It takes some ten minutes: every recipe runs the sentence model of the demo over a thousand pairs of texts.
 """
@@ -189,7 +189,7 @@ def main() -> None:
     for recipe in RECIPES:
         text += support_row(recipe)
         print(text.splitlines()[-1], flush=True)
-    (Path(__file__).parent.parent / "docs" / "formats.md").write_text(text)
+    (Path(__file__).parent.parent / "docs" / "reference" / "formats.md").write_text(text)
 
 
 if __name__ == "__main__":

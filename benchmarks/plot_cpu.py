@@ -1,5 +1,5 @@
-"""Draws the results of bench_cpu_linear and bench_cpu_model: `python -m benchmarks.plot_cpu` writes docs/cpu_linear.png
-and docs/cpu_model.png, of those whose results are there.
+"""Draws the results of bench_cpu_linear and bench_cpu_model, where they exist: `python -m benchmarks.plot_cpu` writes
+docs/performance/cpu_linear.png and docs/performance/cpu_model.png.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The text is, by default, the source of Python's standard library, read as bytes;
 depend on the seed and the step alone, so that every recipe sees the same ones.
 
     python -m benchmarks.pretrain_llama --recipe int8_mixed_precision [--size 2M] [--steps 600] [--resume]
-    python -m benchmarks.pretrain_llama --plot docs/training.png      of all runs in benchmarks/results/pretrain_llama
+    python -m benchmarks.pretrain_llama --plot curves.png             of all runs in benchmarks/results/pretrain_llama
 
 Each run writes a CSV: step, tokens, training loss, validation loss, tokens a second, peak memory in MB.
 """

@@ -1,6 +1,6 @@
 """A small ResNet on handwritten digits, in fewer and fewer bits: after training, in training, and with learned steps.
 
-    python -m tutorials.qat_digits              the table, and docs/qat_digits.png; a few minutes
+    python -m tutorials.qat_digits              the table, and docs/guides/qat_digits.png; a few minutes
     python -m tutorials.qat_digits --short      a few batches of each, to see that it runs
 
 The images are scikit-learn's, 8 x 8 pixels; nothing is downloaded. Weights and activations of all layers but the first
@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[float]]:
     parser.add_argument(
         "--epochs", type=int, default=25, help="of each training with quantization; half of those in floating point"
     )
-    parser.add_argument("--plot", type=Path, default=Path(__file__).parents[1] / "docs" / "qat_digits.png")
+    parser.add_argument("--plot", type=Path, default=Path(__file__).parents[1] / "docs" / "guides" / "qat_digits.png")
     options = parser.parse_args(arguments)
     bits, limit, seeds = ((8, 2), 8, 1) if options.short else (BITS, None, options.seeds)
     data, table = Digits.load(), {"float": [0.0] * len(bits)}

@@ -17,7 +17,7 @@ from qtorch.kernels import record_kernels
 @pytest.fixture
 def results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where everything is written instead of the repository."""
-    page = tmp_path / "performance.md"
+    page = tmp_path / "results.md"
     page.write_text("before\n<!-- cpu_model: begin -->\nold\n<!-- cpu_model: end -->\nafter\n")
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     monkeypatch.setattr(common, "DOCS", page)
@@ -31,7 +31,7 @@ def test_small_form(results: Path, monkeypatch: pytest.MonkeyPatch):
     rows = json.loads((results / "cpu_model.json").read_text())["rows"]
     assert [row["what"] for row in rows] == ["decoder, prefill 32", "decoder, decode 1"]
     assert all(row[name] > 0 for row in rows for name in ("float ms", *bench_cpu_model.RECIPES))
-    page = (results / "performance.md").read_text()
+    page = (results / "results.md").read_text()
     assert page.startswith("before\n<!-- cpu_model: begin -->\n| | decoder, prefill 32, eager, float32 |")
     assert "old" not in page
     assert page.endswith("<!-- cpu_model: end -->\nafter\n")

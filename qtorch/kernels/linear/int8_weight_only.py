@@ -4,7 +4,7 @@
 
 `aten::_weight_int8pack_mm` reads the int8 codes once, without a dequantized copy, and beats bf16 F.linear by 2 to 3
 times at small M. At larger M it is slower, from the fewer rows on the faster the CPU multiplies bf16 (measured:
-docs/performance.md).
+docs/performance/how_it_works.md).
 """
 
 from __future__ import annotations
