@@ -1,0 +1,79 @@
+"""Every Python snippet of the README and the docs runs.
+
+The blocks of a page run from top to bottom in one namespace, in an empty folder. Each block of the README runs by itself,
+in a fresh interpreter. A block that cannot run is marked by ``<!-- skip: next "reason" -->`` above it, and counted here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import unittest
+import warnings
+from pathlib import Path
+
+import pytest
+
+from .pages import PAGES, README, ROOT, blocks, name
+
+SKIPPED = {
+    # Blocks that are left out, or are where a package is missing.
+    "docs/guides/transformers_and_peft.md": 3,  # need peft
+}
+
+
+def python_blocks(page: Path) -> int:
+    return sum(block.language == "python" for block in blocks(page.read_text()))
+
+
+WITH_PYTHON = [page for page in PAGES if python_blocks(page)]
+
+
+@pytest.mark.parametrize("page", [page for page in WITH_PYTHON if page != README], ids=name)
+def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sybil = pytest.importorskip("sybil")
+    markdown = pytest.importorskip("sybil.parsers.markdown")
+    monkeypatch.chdir(tmp_path)
+    document = sybil.Sybil([markdown.PythonCodeBlockParser(), markdown.SkipParser()]).parse(page)
+    document.namespace["importlib"] = importlib  # for conditions of skips
+    for example in document.examples():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                example.evaluate()
+            except unittest.SkipTest as reason:
+                assert str(reason), f"{name(page)}:{example.line}: a skip says why"
+
+
+@pytest.mark.parametrize("index", range(python_blocks(README)))
+def test_readme(index: int, tmp_path: Path) -> None:
+    text = README.read_text()
+    everything = blocks(text)
+    position = [i for i, block in enumerate(everything) if block.language == "python"][index]
+    block = everything[position]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-c", block.text]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60)
+    assert done.returncode == 0, f"README.md:{block.line}\n{done.stderr}"
+    for output in everything[position + 1 : position + 2]:
+        if output.language == "text" and not text[block.end : output.start].strip():
+            # Kernels differ between machines; the first line does not.
+            assert done.stdout.splitlines()[0] == output.text.splitlines()[0]
+
+
+def test_skips_are_counted() -> None:
+    found = {name(page): page.read_text().count("<!-- skip: next") for page in PAGES}
+    assert {page: count for page, count in found.items() if count} == SKIPPED
+
+
+def test_fences_say_what_they_are() -> None:
+    """A block of Python that does not say so would not run."""
+    silent = [
+        f"{name(page)}:{block.line}"
+        for page in PAGES
+        for block in blocks(page.read_text())
+        if not block.language and any(line.startswith(("import ", "from ")) for line in block.text.splitlines())
+    ]
+    assert silent == []
