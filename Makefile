@@ -23,7 +23,7 @@ UNFINISHED := $(VENV)/.unfinished
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check lint types format stubs bench asan fuzz machines hooks clean distclean FORCE
+.PHONY: help demo test check docs lint types format stubs bench asan fuzz machines hooks clean distclean FORCE
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -33,6 +33,10 @@ demo: $(DEMO_ENV) $(QTORCH)  ## run examples/demo.py
 
 test: $(DEV_ENV) $(QTORCH)  ## run every test
 	$(BIN)/python -m pytest $(ARGS)
+
+docs: $(DEV_ENV) $(QTORCH)  ## build the website into docs/_build/html; a warning is an error
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html $(ARGS)
+	@echo "docs/_build/html/index.html"
 
 check: lint types  ## all checks that run no code: lint, types
 
@@ -70,7 +74,7 @@ hooks: $(DEV_ENV)  ## run the checks before every commit
 	$(BIN)/python -m pre_commit install
 
 clean:  ## remove caches, builds and demo outputs; the environment stays
-	rm -rf build dist *.egg-info examples/out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info docs/_build examples/out .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## as clean, and remove the environment

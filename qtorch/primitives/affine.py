@@ -34,10 +34,11 @@ from .rounding import Rounding, round_to_integer
 class MappingType(enum.Enum):
     """How a range [min, max] of reals maps to the range of codes.
 
-    SYMMETRIC: zero in the middle; scale = max(-min, max) / ((quant_max - quant_min) / 2).
-    SYMMETRIC_NO_CLIPPING_ERR: zero in the middle; scale = max(min / quant_min, max / quant_max), both ends counted from
-        the code of zero, so that neither clips although the codes reach one further below zero than above.
-    ASYMMETRIC: the ends meet; scale = (max - min) / (quant_max - quant_min).
+    Attributes:
+        SYMMETRIC: zero in the middle; scale = max(-min, max) / ((quant_max - quant_min) / 2).
+        SYMMETRIC_NO_CLIPPING_ERR: zero in the middle; scale = max(min / quant_min, max / quant_max), both ends counted
+            from the code of zero, so that neither clips although the codes reach one further below zero than above.
+        ASYMMETRIC: the ends meet; scale = (max - min) / (quant_max - quant_min).
     """
 
     SYMMETRIC = "symmetric"

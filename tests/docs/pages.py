@@ -10,7 +10,12 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 PAGES = sorted(
-    [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(p for p in DOCS.rglob("*.md") if "_build" not in p.parts)]
+    [
+        README,
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "CHANGELOG.md",
+        *(p for p in DOCS.rglob("*.md") if "_build" not in p.parts),
+    ]
 )
 
 FENCE = re.compile(r"^(?P<fence>```+)(?P<language>[^\n`]*)\n(?P<text>.*?)^(?P=fence)[ \t]*$", re.M | re.S)
