@@ -55,7 +55,7 @@ class Recipes(SphinxDirective):
 
 
 def plain_words(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Docstrings are plain text with `code`: outside of it, characters that mean something in reStructuredText are text."""
+    """Docstrings are plain text with `code`: outside of it, no character is a mark of reStructuredText."""
     for i, line in enumerate(lines):
         parts = re.split(r"(`+[^`]*`+)", line)
         parts[::2] = [re.sub(r"[*|]|(?<=\w)_(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
@@ -63,5 +63,6 @@ def plain_words(app: Sphinx, what: str, name: str, obj: object, options: object,
 
 
 def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
     app.add_directive("recipes", Recipes)
     app.connect("autodoc-process-docstring", plain_words, priority=400)  # before napoleon, whose markup stays
