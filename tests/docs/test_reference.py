@@ -11,9 +11,8 @@ from qtorch.quantize_api import RECIPES
 
 from .pages import DOCS, ROOT
 
-OWN = [
-    name for name, recipe in RECIPES.items() if recipe.__module__.startswith(("qtorch.recipes.", "qtorch.training."))
-]
+PACKAGES = ("qtorch.recipes.", "qtorch.calibration.", "qtorch.training.")
+OWN = [name for name, recipe in RECIPES.items() if recipe.__module__.startswith(PACKAGES)]
 
 
 @pytest.mark.parametrize("name", OWN)
