@@ -69,12 +69,15 @@ Made by `python -m benchmarks.format_table`; torch {torch}.
 
 ## Size and accuracy
 
-Bits per weight include scales, zero points and tables, as they are in memory, for a bf16 weight of 1024 x 1024. SQNR is
-that of the dequantized weight, in dB (6 dB are a factor of 2 in error): of numbers from a normal distribution; from a
-Student t distribution with 4 degrees of freedom, which has outliers; and of the sentence model all-MiniLM-L6-v2, the
-mean of its {layers} linear layers. Its quality, with these layers quantized, is that of retrieval over {pairs} pairs
-from the docstrings of Python's standard library: the mean reciprocal rank as a share of the float model's, recall@1
-(float: {recall:.1%}), and the mean cosine to the float model's embeddings.
+Bits per weight include scales, zero points and tables as they are stored in memory, for a bf16 weight of 1024 x 1024.
+
+The SQNR columns compare the dequantized weight with the float one, in dB (6 dB more is half the error), for three
+sources of weights: a normal distribution; a Student t distribution with 4 degrees of freedom, which has outliers; and
+the sentence model all-MiniLM-L6-v2 (mean of its {layers} linear layers).
+
+The last three columns measure this model with these layers quantized, in retrieval over {pairs} pairs from the
+docstrings of Python's standard library: the mean reciprocal rank as a share of the float model's, recall@1
+(float: {recall:.1%}), and the mean cosine similarity to the float model's embeddings.
 
 | recipe | bits | normal | t(4) | model | MRR | recall@1 | cosine |
 |---|---|---|---|---|---|---|---|
@@ -83,9 +86,10 @@ from the docstrings of Python's standard library: the mean reciprocal rank as a 
 SUPPORT = """
 ## Where they run
 
-The kernels that `F.linear` runs with a bf16 input on CPU and on CUDA; `qtorch.explain` says it for others, and why. And
-whether a layer gives the same output under `torch.compile(fullgraph=True)`, after `save_quantized` and `load_quantized`
-(safetensors) and after `torch.save` and `torch.load(weights_only=True)`, each tried.
+The kernels that `F.linear` runs with a bf16 input on CPU and on CUDA; `qtorch.explain` says it for other inputs, and
+why. The last three columns were tried for each recipe: a layer gives the same output under
+`torch.compile(fullgraph=True)`, after `save_quantized` and `load_quantized` (safetensors), and after `torch.save` and
+`torch.load(weights_only=True)`.
 
 | recipe | CPU | CUDA | compile | safetensors | weights-only |
 |---|---|---|---|---|---|
