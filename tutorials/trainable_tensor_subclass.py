@@ -30,7 +30,7 @@ from torch.nn import functional
 import qtorch
 from qtorch import PerRow, QuantSpec, compute_error
 from qtorch.quantize_api import register_recipe
-from qtorch.training import GemmSpec, TrainingSpec, TrainingWeight
+from qtorch.training import GemmSpec, MasterWeight, TrainingSpec
 from qtorch.training.recipes.base import TrainingRecipe
 
 X = QuantSpec("int8", PerRow(), quant_min=-127)
@@ -63,7 +63,7 @@ class ThreeProducts(torch.autograd.Function):
         return grad_input, grad_weight
 
 
-class ByHand(TrainingWeight):
+class ByHand(MasterWeight):
     """A weight that trains. Optimizers, checkpoints and `state_dict` see the float tensor that it holds; only products
     come here."""
 

@@ -10,6 +10,6 @@ import_modules(__name__, __path__)
 
 from ..recipe import RECIPES  # noqa: E402
 
-globals().update(RECIPES)
+__all__ = sorted(name for name, cls in RECIPES.items() if cls.__module__.startswith(f"{__name__}."))
 
-__all__ = sorted(RECIPES)
+globals().update({name: RECIPES[name] for name in __all__})

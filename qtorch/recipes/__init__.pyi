@@ -1,7 +1,6 @@
 """Written by tools/stubs.py from the registry: `make stubs`."""
 # ruff: noqa
 
-from ..calibration.importance_weighted import ImportanceWeighted as importance_weighted
 from .float8_dynamic_activation_float8_semi_sparse_weight import Float8DynamicActivationFloat8SemiSparseWeight as float8_dynamic_activation_float8_semi_sparse_weight
 from .float8_dynamic_activation_float8_weight import Float8DynamicActivationFloat8Weight as float8_dynamic_activation_float8_weight
 from .float8_dynamic_activation_int4_weight import Float8DynamicActivationInt4Weight as float8_dynamic_activation_int4_weight
@@ -33,7 +32,6 @@ __all__ = [
     "float8_static_activation_float8_weight",
     "float8_weight_only",
     "fpx_weight_only",
-    "importance_weighted",
     "int4_weight_only",
     "int8_dynamic_activation_int4_weight",
     "int8_dynamic_activation_int8_semi_sparse_weight",
