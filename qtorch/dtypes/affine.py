@@ -2,10 +2,10 @@
 
     w = (codes - zero_point) * scale            (see `primitives.affine` for the other domains)
 
-Its layout says how codes, scales and zero points lie in memory; its `LinearSpec` also says how it wants the activation
-that it meets quantized. A static activation scale is one more inner tensor, `act_scale`. Scales that are quantized
-themselves (see `primitives.double_quant`) have theirs beside them, `scale_scale`; views and slices of such a tensor
-hold their scales in fp32, the same numbers.
+The layout defines how codes, scales and zero points are stored; the `LinearSpec` also says how the activation is
+quantized. A static activation scale is one more inner tensor, `act_scale`. With double quantization (see
+`primitives.double_quant`) the scales have scales of their own, `scale_scale`; views and slices of such a tensor hold
+the same scales, dequantized to fp32.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ..primitives.spec import LinearSpec, QuantSpec
 from .base import QuantizedTensor
 
 _BESIDE_LAYOUT = ("scale_scale", "scale_mean", "act_scale", "act_zero_point")
-"""Inner tensors that are the same in every layout; each None where the scheme has no such thing."""
+"""Inner tensors that are the same in every layout; None if the scheme does not have them."""
 
 
 class AffineQuantizedTensor(QuantizedTensor):
-    """See the top of the file. Make one with `from_float` or `from_plain`.
+    """A tensor stored as codes with scales and zero points. Make one with `from_float` or `from_plain`.
 
-    Invariants, for a tensor of shape S in blocks of B: codes have shape S; scale and zero_point have shape S / B.
+    For a tensor of shape S in blocks of shape B, codes have shape S, scale and zero_point have shape S / B.
     """
 
     spec_type = QuantSpec
@@ -64,11 +64,11 @@ class AffineQuantizedTensor(QuantizedTensor):
         """Quantize `input` (any shape; fp32, fp16 or bf16), which also gives the logical dtype.
 
         Args:
-            spec: how; a bare `QuantSpec` is a weight-only `LinearSpec` in the plain layout.
+            spec: how to quantize; a `QuantSpec` alone is a weight-only `LinearSpec` in the plain layout.
             act_scale, act_zero_point: of a static activation.
 
         Raises:
-            ValueError: a block does not divide the shape; a static spec without its scale.
+            ValueError: a block does not divide the shape, or a static spec has no `act_scale`.
             TypeError: `input` is not in floating point.
         """
         if not input.is_floating_point():
@@ -92,11 +92,11 @@ class AffineQuantizedTensor(QuantizedTensor):
         act_scale: Tensor | None = None,
         act_zero_point: Tensor | None = None,
     ) -> AffineQuantizedTensor:
-        """Wrap codes that are already there; the scales are kept as they are, whatever the `scale_spec`.
+        """Wrap existing codes and scales; the scales are not quantized, even if the spec has a `scale_spec`.
 
         Args:
             codes: in the storage dtype of the spec.
-            scale, zero_point: one element per block, of the rank of codes.
+            scale, zero_point: one element per block, with as many axes as `codes`.
             dtype: logical dtype.
 
         Raises:
@@ -110,7 +110,7 @@ class AffineQuantizedTensor(QuantizedTensor):
     def _from_codes(
         cls, codes: Tensor, others: Mapping[str, Tensor | None], linear: LinearSpec, dtype: torch.dtype
     ) -> AffineQuantizedTensor:
-        """From codes, and the other tensors as they are stored."""
+        """Make a tensor from unpacked codes and the other inner tensors in their stored form."""
         if linear.layout is None:
             linear = replace(linear, layout=PlainLayout())
         scheme = Scheme(linear, tuple(codes.shape), dtype)
@@ -121,23 +121,23 @@ class AffineQuantizedTensor(QuantizedTensor):
         return cls({**{name: others.get(name) for name in _BESIDE_LAYOUT}, **packed}, scheme)
 
     def plain(self) -> Plain:
-        """(codes, scale in floating point, zero_point), unpacked; zero_point None where it is always zero."""
+        """(codes, scale in floating point, zero_point), unpacked; zero_point is None if it is always zero."""
         codes, scale, zero_point = self._unpacked()
         return codes, scale if self.scale_scale is None else self.dense_scale(), zero_point
 
     def _unpacked(self) -> Plain:
-        """`plain` with the scale as it is stored."""
+        """`plain` with the scale in its stored form, which may be quantized."""
         layout = self.scheme.layout
         return layout.unpack({name: getattr(self, name) for name in layout.tensors}, self.scheme)
 
     def dense_scale(self, rows: Tensor | None = None) -> Tensor:
-        """The scale in floating point, of these rows of blocks or of all; of layouts that keep it beside the codes."""
+        """The scale in floating point, of the given rows of blocks or of all, in layouts that store it as a tensor."""
         if rows is None and self.scale_scale is None:
             return self.scale  # type: ignore[attr-defined]
         return dequantize_scale(self.inner_tensors, self.scheme.weight.scale_spec, rows)
 
     def with_plain(self, plain: Plain, spec: LinearSpec | None = None) -> AffineQuantizedTensor:
-        """Other codes in the same layout, logical dtype and activation."""
+        """A tensor of these codes, scales and zero points, with the same layout, logical dtype and activation."""
         codes, scale, zero_point = plain
         spec = spec or self.scheme.spec
         return type(self).from_plain(
@@ -145,14 +145,14 @@ class AffineQuantizedTensor(QuantizedTensor):
         )
 
     def with_packed(self, qdata: Tensor, scale: Tensor, other: Tensor | None, scheme: Scheme) -> AffineQuantizedTensor:
-        """`with_plain` from codes that are packed for the layout of `scheme`; `other` is the zero point."""
-        # Beside packed codes, the other tensors are those of the plain layout; see `Layout.packed_axis`.
+        """`with_plain` from codes that are already packed for the layout of `scheme`; `other` is the zero point."""
+        # A layout with a packed axis stores the other tensors like the plain layout; see `Layout.packed_axis`.
         of_layout = {scheme.layout.tensors[0]: qdata, "scale": scale, "zero_point": other}
         scheme = replace(scheme, spec=_with_dense_scales(scheme.spec))
         return type(self)({**of_layout, "act_scale": self.act_scale, "act_zero_point": self.act_zero_point}, scheme)
 
     def quantized_like(self, source: Tensor) -> AffineQuantizedTensor:
-        """`source` with the spec, scale dtype, activation and layout of this tensor."""
+        """`source` quantized with the spec, scale dtype, activation and layout of this tensor."""
         spec = self.scheme.spec
         activation = {"act_scale": self.act_scale, "act_zero_point": self.act_zero_point}
         if isinstance(source, AffineQuantizedTensor) and source.scheme.weight == spec.weight:
@@ -161,7 +161,7 @@ class AffineQuantizedTensor(QuantizedTensor):
         values = source.dequantize() if isinstance(source, QuantizedTensor) else source
         values = values.to(self.device, self.scheme.dtype)
         if spec.weight.scale_spec is None:
-            # The codes are those for the scale as it will be stored: after .to(dtype), not what the spec chooses now.
+            # Codes must fit the scale as it will be stored, in its present dtype, which .to may have changed.
             spec = replace(spec, weight=replace(spec.weight, scale_dtype=self.scales()[0].dtype))
         result = type(self).from_float(values, spec, **activation)
         return type(self)(result.inner_tensors, replace(result.scheme, spec=self.scheme.spec))
@@ -178,7 +178,7 @@ class AffineQuantizedTensor(QuantizedTensor):
         return cls._from_codes(codes, others, scheme.spec, scheme.dtype)
 
     def scales(self) -> tuple[Tensor, Tensor | None]:
-        """(scale, zero_point), the scale in floating point, without unpacking codes where that can be avoided."""
+        """(scale, zero_point), the scale in floating point, without unpacking codes if possible."""
         if self.scheme.layout.packed_axis is None:
             return self.plain()[1:]
         return self.dense_scale(), self.zero_point  # type: ignore[attr-defined]
@@ -187,7 +187,7 @@ class AffineQuantizedTensor(QuantizedTensor):
         self, device: torch.device, move: Callable[[Tensor], Tensor], dtype: torch.dtype
     ) -> AffineQuantizedTensor:
         layout = self.scheme.layout
-        # The meta device has no data to pack otherwise.
+        # On the meta device there is no data to repack.
         if "meta" in (device.type, self.device.type) or layout.packing(device) == layout.packing(self.device):
             return super().moved(device, move, dtype)
         codes, others = self.canonical()
@@ -218,7 +218,7 @@ class AffineQuantizedTensor(QuantizedTensor):
         act_scale: Tensor | None = None,
         act_zero_point: Tensor | None = None,
     ) -> AffineQuantizedTensor:
-        """The same weight, asking for its input to be quantized by `activation`: static if `act_scale` is given."""
+        """The same weight, with its input quantized by `activation`: statically if `act_scale` is given."""
         if activation is act_scale is self.scheme.activation is None:
             return self
         spec = replace(self.scheme.spec, activation=activation, static=act_scale is not None)
@@ -229,7 +229,7 @@ class AffineQuantizedTensor(QuantizedTensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         scheme = self.scheme
         grad = ", requires_grad=True" if self.requires_grad else ""
-        # A compiler that traces, and logs what it does, has symbols for sizes; they take no format.
+        # A compiler that logs what it traces has symbolic sizes, which take no format.
         size = f"{self.nbytes:,}" if isinstance(self.nbytes, int) else str(self.nbytes)
         return (
             f"{type(self).__name__}({scheme.spec}, layout={scheme.layout}, shape={scheme.shape}, "
@@ -242,7 +242,7 @@ def _with_dense_scales(spec: LinearSpec) -> LinearSpec:
 
 
 def _activation_forms(scheme: Scheme) -> dict[str, tuple[Form, ...]]:
-    """Of the tensors of a static activation: one scale for all of it, or for each block of its last axis."""
+    """Forms of the tensors of a static activation: one scale for the activation, or one per block of its last axis."""
     activation = scheme.activation
     if not scheme.spec.static or activation is None:
         return {}

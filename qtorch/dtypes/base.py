@@ -1,12 +1,12 @@
-"""QuantizedTensor: what every quantized tensor subclass needs, generated from the names of its inner tensors.
+"""QuantizedTensor: the base class of quantized tensors.
 
-A quantized tensor is one level of wrapping around plain tensors (codes, scales, ...) and a `Scheme`, its metadata. To
-the outside it is a tensor of the scheme's shape and dtype. Operations reach it in two ways:
+A quantized tensor wraps plain inner tensors (codes, scales, ...) and a `Scheme`, its metadata. It behaves as a tensor
+of the shape and dtype of the scheme. Operations reach it in two ways:
 
     torch functions (`F.linear`, `torch.matmul`)    the table `dispatch.FUNCTIONS`, before autograd
     aten operators (`aten.slice`, `aten._to_copy`)  the table `dispatch.ATEN`, below autograd
 
-Whatever is in neither table is an error that names the operation; nothing is dequantized behind the user's back.
+An operation in neither table raises an error that names it; nothing is dequantized silently.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _TYPE_OF_SPEC: dict[type, type[QuantizedTensor]] = {}
 
 
 class QuantizedTensor(Copied, torch.Tensor):
-    """Base of the quantized tensor subclasses. Subclasses say in `tensor_names` which inner tensors a scheme has.
+    """Base class of quantized tensors. A subclass names its inner tensors in `tensor_names`.
 
     Attributes:
-        spec_type: of the weight specs that a subclass is for.
-        scheme_type: of its schemes.
-        trains: it has a gradient, and a `linear`, a `conv` and an `embedding` of its own for that.
+        spec_type: class of the weight specs that the subclass stores.
+        scheme_type: class of its schemes.
+        trains: whether it can require a gradient; such a class implements `linear`, `conv` and `embedding`.
         scheme: metadata; hashable, without tensors.
-        fast_linear: left by a kernel for the calls that follow, see `fast_path`; neither copied nor saved.
+        fast_linear: function that a kernel sets for the next calls, see `fast_path`; neither copied nor saved.
     """
 
     spec_type: ClassVar[type]
@@ -77,8 +77,10 @@ class QuantizedTensor(Copied, torch.Tensor):
         scheme: Scheme | None = None,
         requires_grad: bool = False,
     ) -> None:
-        """From inner tensors and their scheme; or, as frameworks make a parameter anew of its class and its data,
-        ``type(p)(data, requires_grad=...)``, a parameter of a quantized tensor."""
+        """Make a tensor from inner tensors and their scheme, or a parameter from a quantized tensor.
+
+        The second is for frameworks that call ``type(p)(data, requires_grad=...)`` to make a parameter like `p`.
+        """
         source = tensors
         tensors, scheme = parts_of(type(self), tensors, scheme)
         own = vars(self)
@@ -92,13 +94,13 @@ class QuantizedTensor(Copied, torch.Tensor):
                 self.requires_grad_()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; methods stay what they are, also where a file says otherwise (`_set_obj_state` of torch).
+        """Set an attribute, which must not hide a method; `_set_obj_state` of torch sets attributes from a file.
 
         Raises:
-            TypeError: it would hide a method.
+            TypeError: the attribute has the name of a method.
         """
         if name != "__class__" and callable(getattr(type(self), name, None)):
-            raise TypeError(f"{type(self).__name__}.{name} is a method, which an attribute must not hide")
+            raise TypeError(f"{type(self).__name__}.{name} is a method; an attribute of that name would hide it")
         super().__setattr__(name, value)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -113,23 +115,23 @@ class QuantizedTensor(Copied, torch.Tensor):
 
     @classmethod
     def forms(cls, scheme: Any) -> Forms:
-        """What the inner tensors that a scheme has must be.
+        """The shapes and dtypes that the inner tensors of a scheme must have, by name.
 
         Raises:
-            ValueError: no tensor has this scheme: a block does not divide the shape, say.
+            ValueError: the scheme is invalid; for example, a block does not divide the shape.
         """
         raise NotImplementedError
 
     def check_inner_tensors(self, memory: bool = True) -> None:
-        """Raise `ValueError` where the inner tensors are not those that the scheme says, whatever was done to them.
+        """Raise `ValueError` if the inner tensors do not match the scheme.
 
         Args:
-            memory: also where they are on several devices, or their memory was given back.
+            memory: also check that they are on one device and that their storages have not been freed.
         """
         tensors = vars(self)
         scheme = tensors["scheme"]
         device = None
-        # In one piece: it is run on each call of a layer.
+        # Written without helpers for speed: it runs on each call of a layer.
         for name, alternatives in forms_of(type(self), scheme).items():
             tensor = tensors[name]
             shape, dtypes = alternatives[0]
@@ -144,40 +146,42 @@ class QuantizedTensor(Copied, torch.Tensor):
             elif tensor.device != device:
                 check_plain_tensors(self.inner_tensors)
 
-    # --- what a subclass gives to the operations that all share ---
+    # --- implemented by subclasses, used by the shared operations ---
 
     @classmethod
     def from_float(cls: type[Q], input: Tensor, spec: Any) -> Q:
-        """Quantize `input` by a `LinearSpec`, or the spec of a weight alone."""
+        """Quantize `input` by a `LinearSpec` or by the spec of the weight alone."""
         raise NotImplementedError
 
     def plain(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(codes, scale, zero point or table), unpacked: what the spec's `dequantize` takes."""
+        """(codes, scale, zero point or table), unpacked: the arguments of the spec's `dequantize`."""
         raise NotImplementedError
 
     def scales(self) -> tuple[Tensor, Tensor | None]:
-        """(scale, what else there is per block or None), without unpacking codes where that can be avoided. The second
-        may have further axes after those of the scale."""
+        """(scale, other tensor per block or None), without unpacking codes if possible.
+
+        The second, zero points or tables, may have further axes after those of the scale.
+        """
         raise NotImplementedError
 
     def with_plain(self: Q, plain: tuple[Tensor, Tensor, Tensor | None], spec: LinearSpec | None = None) -> Q:
-        """Other codes, with `scales`, in the same layout and logical dtype."""
+        """A tensor of these codes and scales, by default in the same layout, with the same logical dtype."""
         raise NotImplementedError
 
     def with_packed(self: Q, qdata: Tensor, scale: Tensor, other: Tensor | None, scheme: Scheme) -> Q:
-        """`with_plain` from codes that are packed for the layout of `scheme`."""
+        """`with_plain` from codes that are already packed for the layout of `scheme`."""
         raise NotImplementedError
 
     def with_activation(self: Q, activation: QuantSpec | None) -> Q:
-        """The same weight, asking for its input to be quantized by `activation`."""
+        """The same weight, with its input quantized by `activation`."""
         raise NotImplementedError
 
     def quantized_like(self: Q, source: Tensor) -> Q:
-        """`source`, in floating point or quantized, with the spec, scale dtype and layout of this tensor."""
+        """`source`, a float or quantized tensor, quantized with the spec, scale dtype and layout of this tensor."""
         raise NotImplementedError
 
     def canonical(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """(codes, the other tensors by name) as they are saved, whatever the layout."""
+        """(codes, the other tensors by name) in the form in which they are saved, the same for every layout."""
         raise NotImplementedError
 
     @classmethod
@@ -192,15 +196,15 @@ class QuantizedTensor(Copied, torch.Tensor):
         return self.scheme.weight.dequantize(*self.plain(), dtype or self.scheme.dtype)
 
     def linear(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """`F.linear` of a weight that trains."""
+        """`F.linear` with this weight, for classes that train."""
         raise NotImplementedError
 
     def conv(self, input: Tensor, window: Window) -> Tensor:
-        """The convolution, without bias, of an input (B, C, *sizes) with a weight that trains."""
+        """The convolution, without bias, of an input (B, C, *sizes) with this weight, for classes that train."""
         raise NotImplementedError
 
     def embedding(self, ids: Tensor, **options: Any) -> Tensor:
-        """`F.embedding` of a weight that trains."""
+        """`F.embedding` with this table, for classes that train."""
         raise NotImplementedError
 
     @property
@@ -210,18 +214,18 @@ class QuantizedTensor(Copied, torch.Tensor):
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def map_inner(self: Q, function: Callable[[Tensor], Tensor], scheme: Scheme | None = None) -> Q:
-        """The same kind of tensor with `function` applied to each inner tensor."""
+        """A tensor of the same class with `function` applied to each inner tensor."""
         return type(self)(
             {name: function(tensor) for name, tensor in self.inner_tensors.items()}, scheme or self.scheme
         )
 
     def moved(self: Q, device: torch.device, move: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Q:
-        """On `device`, where `move` takes a tensor, with the logical dtype `dtype`."""
+        """The tensor on `device`, to which `move` moves an inner tensor, with the logical dtype `dtype`."""
         return self.map_inner(move, replace(self.scheme, dtype=dtype))
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes that the inner tensors take."""
+        """Size of the inner tensors in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.inner_tensors.values())
 
     # --- torch.compile, torch.export ---
@@ -233,7 +237,7 @@ class QuantizedTensor(Copied, torch.Tensor):
     def __tensor_unflatten__(
         cls: type[Q], tensors: dict[str, Tensor], scheme: Scheme, outer_size: Any, outer_stride: Any
     ) -> Q:
-        # Of a compiler that traces, they are of its own types, with sizes that are symbols.
+        # While a compiler traces, they are fake tensors with symbolic sizes, which are not checked.
         if all(type(tensor) is Tensor for tensor in tensors.values()):
             check_inner_tensors(tensors, forms_of(cls, scheme), scheme)
         return cls(tensors, scheme)
@@ -253,7 +257,7 @@ class QuantizedTensor(Copied, torch.Tensor):
             return handler(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             if transforms_active() and all(isinstance(arg, cls) or not isinstance(arg, Tensor | list) for arg in args):
-                return run_on_constants(func, args, kwargs or {})  # a view, say: a quantized tensor again
+                return run_on_constants(func, args, kwargs or {})  # a view, for example: a quantized tensor again
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -261,7 +265,7 @@ class QuantizedTensor(Copied, torch.Tensor):
         handler = ATEN.get(func)
         if handler is not None:
             return handler(func, args, kwargs or {})
-        # Under inference mode composite operators (aten.linear, aten.flatten) arrive whole.
+        # Under inference mode composite operators (aten.linear, aten.flatten) arrive without being decomposed.
         result = func.decompose(*args, **(kwargs or {}))
         if result is NotImplemented:
             raise NotImplementedError(
@@ -273,7 +277,7 @@ class QuantizedTensor(Copied, torch.Tensor):
 def parts_of(
     cls: type[QuantizedTensor], tensors: Any, scheme: Scheme | None
 ) -> tuple[Mapping[str, Tensor | None], Scheme]:
-    """Inner tensors and scheme from the arguments of a class."""
+    """Inner tensors and scheme from the arguments of a constructor."""
     if scheme is not None:
         return tensors, scheme
     if not isinstance(tensors, cls):
@@ -285,16 +289,16 @@ def parts_of(
 
 
 def without_memory(wrapper: Tensor) -> Any:
-    """`wrapper`, which no tensor's memory is behind, made to raise where its address is asked for."""
+    """Make `wrapper`, which has no memory, raise when its address is read."""
     torch._C._set_throw_on_mutable_data_ptr(wrapper)
     return wrapper
 
 
 def quantized_type(spec: Any) -> type[QuantizedTensor]:
-    """The class for a weight's spec.
+    """The class of the tensors that are quantized by `spec`.
 
     Raises:
-        ValueError: no class is for such a spec.
+        ValueError: no class stores such a spec.
     """
     if type(spec) not in _TYPE_OF_SPEC:
         raise ValueError(f"no quantized tensor has a {type(spec).__name__}: {spec!r}")

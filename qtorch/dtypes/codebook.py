@@ -2,8 +2,8 @@
 
     w = table[codes] * scale            (see `primitives.codebook`)
 
-One table is shared (NF4) or each block has its own (k-means). Under double quantization the scales are codes themselves
-(see `primitives.double_quant`); views and slices of such a tensor hold their scales in fp32, the same numbers.
+One table is shared (NF4) or each block has its own (k-means). With double quantization the scales are quantized too
+(see `primitives.double_quant`); views and slices of such a tensor hold the same scales, dequantized to fp32.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _TENSORS = ("qdata", "scale", "table", "scale_scale", "scale_mean")
 
 
 class LUTQuantizedTensor(QuantizedTensor):
-    """See the top of the file. Make one with `from_float` or `from_plain`.
+    """A tensor stored as indices into look-up tables. Make one with `from_float` or `from_plain`.
 
     Attributes:
-        qdata: codes, as the layout has them: packed to their true bits along one axis, or a byte each.
-        scale: one element per block; codes where `scale_scale` and `scale_mean` are not None.
-        table: (L,), or one per block (*scale.shape, L).
+        qdata: codes in the form of the layout: packed to their true size along one axis, or one byte each.
+        scale: one element per block; quantized if `scale_scale` and `scale_mean` are not None.
+        table: (L,), or one per block, (*scale.shape, L).
     """
 
     spec_type = CodebookSpec
@@ -65,10 +65,10 @@ class LUTQuantizedTensor(QuantizedTensor):
         """Quantize `input` (any shape; fp32, fp16 or bf16), which also gives the logical dtype.
 
         Args:
-            importance: of each element, same shape, for k-means: the diagonal of a Hessian, say.
+            importance: weight of each element in k-means, of the same shape: the diagonal of a Hessian, for example.
 
         Raises:
-            ValueError: a block does not divide the shape, or the spec is not one of look-up tables.
+            ValueError: a block does not divide the shape, or the spec is not a `CodebookSpec`.
             TypeError: `input` is not in floating point.
         """
         if not input.is_floating_point():
@@ -87,12 +87,12 @@ class LUTQuantizedTensor(QuantizedTensor):
     def from_plain(
         cls, codes: Tensor, scale: Tensor, table: Tensor, spec: LinearSpec | CodebookSpec, dtype: torch.dtype
     ) -> LUTQuantizedTensor:
-        """Wrap codes that are already there; the scales are kept as they are, whatever the `scale_spec`.
+        """Wrap existing codes and scales; the scales are not quantized, even if the spec has a `scale_spec`.
 
         Args:
             codes: uint8.
-            scale: one element per block, floating point, of the rank of codes.
-            table: the shared one, (L,), or one per block, (*scale.shape, L).
+            scale: one element per block, floating point, with as many axes as `codes`.
+            table: one shared table (L,), or one per block (*scale.shape, L).
             dtype: logical dtype.
 
         Raises:
@@ -106,7 +106,7 @@ class LUTQuantizedTensor(QuantizedTensor):
     def _from_codes(
         cls, codes: Tensor, others: dict[str, Tensor], linear: LinearSpec, dtype: torch.dtype
     ) -> LUTQuantizedTensor:
-        """From codes, and the other inner tensors as they are stored."""
+        """Make a tensor from unpacked codes and the other inner tensors in their stored form."""
         scheme = Scheme(linear, tuple(codes.shape), dtype)
         linear.layout.check(scheme)
         plain = {**PlainLayout().forms(scheme), "table": _table_form(scheme)}
@@ -116,7 +116,7 @@ class LUTQuantizedTensor(QuantizedTensor):
 
     @property
     def codebook(self) -> CodebookSpec:
-        """How it is quantized."""
+        """The spec of the weight."""
         return cast(CodebookSpec, self.scheme.weight)
 
     def plain(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,19 +125,19 @@ class LUTQuantizedTensor(QuantizedTensor):
         return self.scheme.layout.unpack(tensors, self.scheme)[0], self.dense_scale(), self.table
 
     def dense_scale(self, rows: Tensor | None = None) -> Tensor:
-        """The scale in floating point, of these rows of blocks; None: of all."""
+        """The scale in floating point, of the given rows of blocks, or of all if `rows` is None."""
         if rows is None and self.scale_scale is None:
             return self.scale
         return dequantize_scale(self.inner_tensors, self.codebook.scale_spec, rows)
 
     def scales(self) -> tuple[Tensor, Tensor | None]:
-        """What there is per block: (scale, tables), tables None where one is shared."""
+        """The tensors per block: (scale, tables), or (scale, None) if one table is shared."""
         return self.dense_scale(), None if self.codebook.table is not None else self.table
 
     def with_plain(
         self, plain: tuple[Tensor, Tensor, Tensor | None], spec: LinearSpec | None = None
     ) -> LUTQuantizedTensor:
-        """Other codes, scales and tables (None: the shared one) with the same logical dtype."""
+        """A tensor of these codes, scales and tables (None: the table of this one), in the same logical dtype."""
         codes, scale, table = plain
         table = self.table if table is None else table
         return type(self).from_plain(codes, scale, table, spec or self.scheme.spec, self.scheme.dtype)
@@ -150,7 +150,7 @@ class LUTQuantizedTensor(QuantizedTensor):
         return type(self)(tensors, scheme)
 
     def quantized_like(self, source: Tensor) -> LUTQuantizedTensor:
-        """`source` with the spec, scale dtype and layout of this tensor."""
+        """`source` quantized with the spec, scale dtype and layout of this tensor."""
         spec = self.scheme.spec
         if isinstance(source, LUTQuantizedTensor) and source.scheme.weight == spec.weight:
             others = {name: tensor for name, tensor in source.inner_tensors.items() if name != "qdata"}
@@ -176,7 +176,7 @@ class LUTQuantizedTensor(QuantizedTensor):
         return type(self)._from_codes(codes, others, replace(self.scheme.spec, layout=layout), self.scheme.dtype)
 
     def with_activation(self, activation: QuantSpec | None) -> LUTQuantizedTensor:
-        """Itself; as for affine weights, but activations stay in floating point.
+        """Return the tensor itself: a product with a look-up table takes activations in floating point only.
 
         Raises:
             ValueError: `activation` is not None.
@@ -189,7 +189,7 @@ class LUTQuantizedTensor(QuantizedTensor):
     def from_tensor(
         cls, input_tensor: Tensor, block_size: int = 64, scaler_block_size: int = 256
     ) -> LUTQuantizedTensor:
-        """NF4 with double quantization, under the name and arguments of torchao's `NF4Tensor`; see `to_nf4`."""
+        """`to_nf4`, with the name and arguments of torchao's `NF4Tensor.from_tensor`."""
         return to_nf4(input_tensor, block_size, scaler_block_size)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -206,7 +206,8 @@ NF4Tensor = LUTQuantizedTensor
 
 
 def nf4_spec(block_size: int = 64, scaler_block_size: int | None = 256) -> CodebookSpec:
-    """NF4 in blocks of the last axis; scales in int8 in blocks of their own, or as they are (None)."""
+    """Spec of NF4 in blocks of the last axis, with scales in int8 in blocks of `scaler_block_size`, or not quantized
+    if that is None."""
     scale_spec = None
     if scaler_block_size is not None:
         scale_spec = QuantSpec(qdtype("int8"), PerGroup(scaler_block_size), quant_min=-127)
@@ -214,17 +215,17 @@ def nf4_spec(block_size: int = 64, scaler_block_size: int | None = 256) -> Codeb
 
 
 def to_nf4(tensor: Tensor, block_size: int = 64, scaler_block_size: int = 256) -> LUTQuantizedTensor:
-    """Quantize to NF4 with double quantization, as QLoRA has it.
+    """Quantize to NF4 with double quantization, as in QLoRA.
 
     Args:
-        block_size: elements of a row that share a scale; it must divide the row.
-        scaler_block_size: scales that share a scale of their own.
+        block_size: elements of a row that share a scale; it must divide the length of a row.
+        scaler_block_size: number of scales that are quantized with one scale.
     """
     return LUTQuantizedTensor.from_float(tensor, nf4_spec(block_size, scaler_block_size))
 
 
 def linear_nf4(input: Tensor, weight: Tensor) -> Tensor:
-    """`F.linear` with an NF4 weight, under torchao's name; the gradient reaches the input."""
+    """`F.linear` with an NF4 weight, under torchao's name; it is differentiable with respect to the input."""
     return torch.nn.functional.linear(input, weight)
 
 

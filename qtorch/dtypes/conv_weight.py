@@ -1,8 +1,8 @@
 """ConvWeight: the quantized weight of a convolution, (N, C / groups, *kernel), held as the matrix (N, T * C / groups).
 
-Codes, scales and layout are those of the matrix, T being the product of the kernel's sizes, so that every scheme of a
-linear layer is one of a convolution: a scale for each output channel, or groups along (kernel position, channel).
-`kernels.im2col` has the order.
+Codes, scales and layout are those of the matrix, T being the product of the kernel's sizes, so a convolution can have
+every scheme of a linear layer: a scale per output channel, or groups along (kernel position, channel).
+`kernels.im2col` defines the order of the elements.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ aten = torch.ops.aten
 @jsonable
 @dataclass(frozen=True, eq=False)
 class ConvScheme(Scheme):
-    """Scheme of a weight of this shape, (N, C / groups, *kernel), whose codes are those of a matrix.
+    """Scheme of a convolution's weight (N, C / groups, *kernel), whose codes are those of a matrix.
 
     Raises:
-        ValueError: a shape that no convolution's weight has.
+        ValueError: the shape does not have 3 to 5 dimensions.
     """
 
     def __post_init__(self) -> None:
@@ -54,10 +54,10 @@ class ConvScheme(Scheme):
 
 
 class ConvWeight(QuantizedTensor):
-    """See the top of the file. Make one with `of` or `from_float`.
+    """The quantized weight of a convolution, held as a matrix. Make one with `of` or `from_float`.
 
-    It can be copied, moved and saved as any quantized tensor, and cut along its first axis, the output channels. Other
-    views are errors; `matrix` has them.
+    It can be copied, moved and saved like any quantized tensor, and sliced along its first axis, the output channels.
+    Other views raise an error; take them of `matrix`.
     """
 
     scheme_type = ConvScheme
@@ -73,10 +73,13 @@ class ConvWeight(QuantizedTensor):
 
     @classmethod
     def of(cls, matrix: QuantizedTensor, shape: Sequence[int]) -> ConvWeight:
-        """`matrix` (N, K) as a weight of this shape (N, ...), K elements for each of the N."""
+        """`matrix` (N, K) as a weight of shape (N, ...) with K elements per output channel."""
         scheme = ConvScheme(matrix.scheme.spec, tuple(shape), matrix.scheme.dtype)
         if scheme.codes_shape != matrix.scheme.shape:
-            raise ValueError(f"a matrix of shape {matrix.scheme.shape} does not hold a weight of shape {scheme.shape}")
+            raise ValueError(
+                f"a matrix of shape {matrix.scheme.shape} does not fit a weight of shape {scheme.shape}, which takes "
+                f"{scheme.codes_shape}"
+            )
         return cls(matrix.inner_tensors, scheme)
 
     @classmethod
@@ -87,7 +90,7 @@ class ConvWeight(QuantizedTensor):
 
     @property
     def matrix(self) -> QuantizedTensor:
-        """(N, K), sharing all its tensors."""
+        """The weight as a matrix (N, K) that shares its inner tensors."""
         scheme = self.scheme.matrix
         return quantized_type(scheme.weight)(self.inner_tensors, scheme)
 
@@ -96,19 +99,19 @@ class ConvWeight(QuantizedTensor):
         return self.matrix.plain()
 
     def scales(self) -> tuple[Tensor, Tensor | None]:
-        """Those of the matrix."""
+        """The scales of the matrix."""
         return self.matrix.scales()
 
     def with_plain(self, plain: tuple[Tensor, Tensor, Tensor | None], spec: LinearSpec | None = None) -> ConvWeight:
-        """Other codes and scales of the matrix."""
+        """A weight of the same shape with these codes and scales of the matrix."""
         return self._with(self.matrix.with_plain(plain, spec))
 
     def with_activation(self, activation: QuantSpec | None) -> ConvWeight:
-        """The same weight, asking for its windows to be quantized by `activation`."""
+        """The same weight, with its input windows quantized by `activation`."""
         return self._with(self.matrix.with_activation(activation))
 
     def quantized_like(self, source: Tensor) -> ConvWeight:
-        """`source`, of this shape, with the spec, scale dtype and layout of this tensor."""
+        """`source`, of the same shape, quantized with the spec, scale dtype and layout of this tensor."""
         matrix = source.matrix if isinstance(source, ConvWeight) else to_matrix(source)
         return self._with(self.matrix.quantized_like(matrix))
 
@@ -169,7 +172,7 @@ AS_A_WHOLE = {
     aten._pin_memory.default,
     aten._to_copy.default,
 }
-"""Handled as for any quantized tensor."""
+"""Operators handled as for any quantized tensor."""
 
 AXIS_ARGUMENT = {
     aten.index_select.default: 1,
@@ -177,7 +180,7 @@ AXIS_ARGUMENT = {
     aten.split.Tensor: 2,
     aten.split_with_sizes.default: 2,
 }
-"""Which argument of these is the axis that they cut."""
+"""Position of the axis among the arguments of the operators that slice along one."""
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
@@ -190,6 +193,6 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
             result = tree_map_only(QuantizedTensor, lambda m: ConvWeight.of(m, (m.scheme.shape[0], *shape[1:])), parts)
             return result if isinstance(result, list) else return_and_correct_aliasing(func, args, kwargs, result)
     raise NotImplementedError(
-        f"{func} is not implemented for the weight of a convolution, which is cut along its first axis only; "
+        f"{func} is not implemented for the weight of a convolution, which can be sliced along its first axis only; "
         "call .dequantize() first if you want a float tensor"
     )

@@ -1,7 +1,7 @@
 """Copies and pickles of quantized tensors.
 
-A pickle holds the name of the class, the inner tensors, the scheme as JSON text, and attributes of the user. Nothing
-that a file says is believed: see `rebuild`.
+A pickle holds the name of the class, the inner tensors, the scheme as JSON text, and the user's attributes. `rebuild`
+validates all of them when it loads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORMER_NAMES = {"TrainingWeight": "MasterWeight", "QuantizedTrainingWeight": "Co
 
 
 class Copied:
-    """What `QuantizedTensor` has for `copy`, `pickle` and `torch.save`; subclasses are known by their names."""
+    """Mixin of `QuantizedTensor` for `copy`, `pickle` and `torch.save`; it registers subclasses by name."""
 
     scheme_type: ClassVar[type]
 
@@ -54,7 +54,7 @@ class Copied:
 
     @classmethod
     def _from_pickled(cls: Any, tensors: dict[str, Tensor], scheme: Any) -> Any:
-        """From `_pickled`, or from whatever a file has in its place.
+        """Inverse of `_pickled`, which validates tensors from a file.
 
         Raises:
             ValueError: the tensors are not those of the scheme.
@@ -63,16 +63,16 @@ class Copied:
         return cls(tensors, scheme)
 
     def _extra_state(self) -> dict[str, Any]:
-        """Attributes that the user, or a framework, has put on the tensor."""
+        """Attributes that the user or a framework has set on the tensor."""
         return {name: value for name, value in vars(self).items() if not self._has_own(name)}
 
     def _has_own(self: Any, name: str) -> bool:
-        """Whether an attribute is the tensor's own, and no user's."""
+        """Whether an attribute belongs to the class or its inner tensors rather than to the user."""
         own = {*self.tensor_names(self.scheme), "scheme", "_is_param"}
         return name in own or hasattr(type(self), name)
 
     def _check_state(self, state: Any) -> None:
-        """Raise `ValueError` where `state`, what a file has for `_extra_state`, is anything else."""
+        """Raise `ValueError` if `state`, loaded from a file, is not a valid `_extra_state`."""
         if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
             raise ValueError(f"its attributes must be a dict with names, got a {type(state).__name__}")
         if taken := [name for name in state if self._has_own(name)]:
@@ -81,10 +81,10 @@ class Copied:
 
 @functools.lru_cache(maxsize=4096)
 def forms_of(cls: Any, scheme: Any) -> Forms:
-    """`cls.forms` of a scheme that `cls` can have.
+    """`cls.forms(scheme)`, cached.
 
     Raises:
-        ValueError: it cannot have it.
+        ValueError: `scheme` is not of the type that `cls` takes.
     """
     if type(scheme) is not cls.scheme_type:
         raise ValueError(f"a {cls.__name__} has a {cls.scheme_type.__name__}, got {scheme!r}")
@@ -99,10 +99,10 @@ def rebuild(
     is_parameter: bool,
     state: dict[str, Any],
 ) -> Any:
-    """Inverse of `Copied.__reduce_ex__`: all that a pickle of a quantized tensor calls.
+    """Rebuild a quantized tensor from a pickle: the inverse of `Copied.__reduce_ex__`, and the only function it calls.
 
     The scheme is JSON text, so that checkpoints do not depend on where classes live or on the order of their fields.
-    The tensors have to be those of the scheme, and `state` adds attributes, but replaces none that the tensor has.
+    The tensors must match the scheme, and `state` may add attributes but not replace those that the tensor has.
 
     Raises:
         ValueError: the file does not hold a quantized tensor of this version of qtorch.
@@ -127,7 +127,7 @@ def rebuild(
     return result
 
 
-# What pickles of all versions call it.
+# Pickles of all versions refer to it by this module.
 rebuild.__module__ = f"{__package__}.base"
 torch.serialization.add_safe_globals([rebuild])
 

@@ -1,4 +1,4 @@
-"""Which torch functions and aten operators quantized tensors implement: two tables, filled by decorators."""
+"""Tables of the torch functions and aten operators that quantized tensors implement, filled by decorators."""
 
 from __future__ import annotations
 

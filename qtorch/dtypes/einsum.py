@@ -1,7 +1,7 @@
-"""`torch.einsum` of two operands, by products of matrices.
+"""`torch.einsum` of two operands, computed by matrix products.
 
-A frozen weight that quantizes its input needs this: torch's own gradient of the products inside would multiply by the
-same weight, and so quantize the gradient as if it were an input.
+A frozen weight that quantizes its input needs this: the gradient of torch's own products would multiply by the same
+weight, and so quantize the gradient like an input.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .linear import linear
 
 @implements_function(torch.einsum)
 def einsum(equation: str, *operands: Any) -> Tensor:
-    """`torch.einsum` with quantized operands; of two, one of which quantizes its input, by `linear`.
+    """`torch.einsum` with quantized operands; it calls `linear` if one of two operands quantizes its input.
 
     Raises:
-        ValueError: an equation of two such operands with an ellipsis, or that contracts no axis; the shapes do not fit.
+        ValueError: the shapes do not fit; or, with such an operand, the equation has an ellipsis or contracts no axis.
     """
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
@@ -39,7 +39,7 @@ def einsum(equation: str, *operands: Any) -> Tensor:
 
 
 class _Axes(NamedTuple):
-    """The letters of an einsum, by what becomes of them."""
+    """The letters of an einsum, by the role of their axes."""
 
     batch: str
     lhs: str
@@ -74,7 +74,7 @@ def einsum_by(product: Product, equation: str, lhs: Tensor, rhs: Tensor) -> Tens
 
 
 def batched(lhs: Tensor, rhs: Tensor, product: Product) -> Tensor:
-    """(B, M, K) and (B, N, K) -> (B, M, N)."""
+    """`product` of each pair of matrices: (B, M, K) and (B, N, K) -> (B, M, N)."""
     if not lhs.shape[0]:
         return lhs.new_zeros(0, lhs.shape[1], rhs.shape[1])
     return torch.stack([product(a, b) for a, b in zip(lhs.unbind(0), rhs.unbind(0), strict=True)])
@@ -103,7 +103,7 @@ def _parse(equation: str) -> tuple[_Axes, str, str]:
         result=result,
     )
     if not axes.contracted:
-        raise ValueError(f"einsum: {equation!r} contracts no axis; there is no sum to quantize for")
+        raise ValueError(f"einsum: {equation!r} contracts no axis; a quantized product needs one")
     return axes, left, right
 
 

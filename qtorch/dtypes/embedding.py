@@ -1,6 +1,6 @@
-"""Look-ups in a quantized table, routed to the kernel registry: rows, and sums, means and maxima of bags of rows.
+"""`F.embedding` and `F.embedding_bag` from a quantized table, routed to the kernel registry.
 
-Only the rows asked for are dequantized. The table is frozen; the weights of a bag's rows get their gradient.
+Only the requested rows are dequantized. The table is frozen; `per_sample_weights` get their gradient.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """`F.embedding_bag` from a quantized table (V, D): the rows are gathered in floating point, then put in bags.
+    """`F.embedding_bag` from a quantized table (V, D): gather the rows in floating point, then reduce each bag.
 
         y[b] = sum_{i in bag b} per_sample_weights[i] * dequantize(w)[input[i]]    or their mean, or their maximum
 
@@ -75,8 +75,8 @@ def embedding_bag(
 
     Raises:
         TypeError: the indices are not int32 or int64.
-        ValueError: `max_norm`, which would rewrite the table; other shapes; a `padding_idx` outside the table; another
-            mode.
+        ValueError: `max_norm`, which would rewrite the table; shapes that do not fit; a `padding_idx` outside the
+            table; an unknown mode.
     """
     _check_max_norm("embedding_bag", max_norm)
     _check_bags(input, offsets, per_sample_weights)
@@ -87,8 +87,8 @@ def embedding_bag(
         include_last_offset = False
     index = torch.arange(ids.shape[0], dtype=ids.dtype, device=ids.device)
     if padding_idx is not None:
-        # All padding goes into one more bag, the last, which is cut off. Told of a padding_idx, torch would take the
-        # number of rows gathered for a constant, and a compiled graph serve one number of indices.
+        # Padding goes into one more bag, the last, which is dropped. Given a padding_idx, torch would make the number
+        # of rows gathered a constant of a compiled graph.
         padding = ids == _row(padding_idx, weight)
         index = padding.byte().argsort(stable=True)
         scales = None if scales is None else scales[index]
@@ -145,7 +145,7 @@ def _embedding(ids: Tensor, table: Tensor) -> Tensor:
 
 def _check_max_norm(op: str, max_norm: float | None) -> None:
     if max_norm is not None:
-        raise ValueError(f"{op}: max_norm rewrites the table, which a quantized one does not allow")
+        raise ValueError(f"{op}: max_norm would rewrite the table, and a quantized table is frozen; leave it out")
 
 
 def _check_bags(input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> None:
@@ -163,7 +163,7 @@ def _check_bags(input: Tensor, offsets: Tensor | None, per_sample_weights: Tenso
 
 
 def _row(padding_idx: int, table: Tensor) -> int:
-    """`padding_idx`, which may be counted from the end."""
+    """The row of `padding_idx`, which may be counted from the end."""
     size = table.shape[0]
     if not -size <= padding_idx < size:
         raise ValueError(f"embedding_bag: padding_idx {padding_idx} is not in a table of {size} rows")

@@ -1,4 +1,4 @@
-"""Making quantized tensors by hand, under the names and argument orders of torchao 0.6."""
+"""Functions that make quantized tensors, with the names and argument orders of torchao 0.6."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def to_affine_quantized_intx(
 ) -> AffineQuantizedTensor:
     """Quantize a float tensor to integer codes with scales chosen from its blocks.
 
-    `zero_point_dtype` is accepted for the common signature: zero points are kept in the storage dtype of the codes, or
-    in the scale's for the FLOAT domain, without loss.
+    `zero_point_dtype` is accepted for compatibility and ignored: zero points are stored, without loss, in the storage
+    dtype of the codes, or in the dtype of the scale for the FLOAT domain.
     """
     spec = QuantSpec(
         target_dtype,  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def to_affine_quantized_intx_static(
     zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
     _layout: Layout = PlainLayout(),
 ) -> AffineQuantizedTensor:
-    """Quantize a float tensor with scales and zero points that are given, one element per block."""
+    """Quantize a float tensor with given scales and zero points, one element per block."""
     spec = QuantSpec(
         target_dtype,  # type: ignore[arg-type]
         PerBlock(tuple(block_size)),
@@ -104,19 +104,18 @@ def to_affine_quantized_floatx_static(
     target_dtype: torch.dtype | QDType,
     _layout: Layout = PlainLayout(),
 ) -> AffineQuantizedTensor:
-    """Quantize a float tensor to floating-point codes with scales that are given, one element per block."""
+    """Quantize a float tensor to floating-point codes with given scales, one element per block."""
     return to_affine_quantized_intx_static(input_float, scale, None, block_size, target_dtype, _layout=_layout)
 
 
 def to_affine_quantized_fpx(input_float: Tensor, ebits: int, mbits: int) -> AffineQuantizedTensor:
-    """Quantize a float tensor to small floating-point codes with a sign, `ebits` exponent and `mbits` mantissa bits,
-    a scale per row, packed to their size.
+    """Quantize a float tensor to small floating-point codes, with one scale per row, packed to their true size.
 
-    torchao has `(input_float, _layout)` with the bits in a `FloatxTensorCoreLayout(ebits, mbits)`; here a layout does
-    not say what the codes mean, so that they are arguments of their own.
+    A code has a sign, `ebits` exponent and `mbits` mantissa bits. torchao takes `(input_float, _layout)` with the bits
+    in a `FloatxTensorCoreLayout(ebits, mbits)`; here a layout does not define the format of the codes.
 
     Raises:
-        ValueError: another format than (3, 2), (2, 3), (2, 2), (3, 1), (2, 1) or (2, 0).
+        ValueError: the format is not (3, 2), (2, 3), (2, 2), (3, 1), (2, 1) or (2, 0).
     """
     dtype = qdtype(FloatFormat(ebits, mbits).name)
     spec = QuantSpec(dtype, PerRow(), zero_point_domain=ZeroPointDomain.NONE)
@@ -129,7 +128,7 @@ def to_linear_activation_quantized(
     act_scale: Tensor | None = None,
     act_zero_point: Tensor | None = None,
 ) -> AffineQuantizedTensor:
-    """The same weight, asking for its input to be quantized by `activation` on each call, or with a fixed `act_scale`.
+    """The same weight, with its input quantized by `activation`: on each call, or with a fixed `act_scale`.
 
     Raises:
         TypeError: `weight` is not quantized, or `activation` is not a `QuantSpec` (a callable could not be saved,

@@ -1,14 +1,14 @@
-"""The fast path of `F.linear`: from the second call of a layer on, straight to the compiled kernel.
+"""The fast path of `F.linear`: from its second call on, a layer calls the compiled kernel directly.
 
-`F.linear` with a quantized weight asks which kernel runs, checks shapes, dtypes, devices and the memory of the weight,
-and may have to do with autocast, torch.func, a tracer or an open record of kernels. For a small layer that takes longer
-than the product. So a kernel that can be called again with nothing but pointers leaves a function on the weight:
+`F.linear` with a quantized weight looks up the kernel, checks shapes, dtypes, devices and the memory of the weight, and
+handles autocast, torch.func, tracers and open records of kernels. For a small layer that takes longer than the product.
+So a kernel that can be called again with pointers alone sets a function on the weight:
 
-    weight.fast_linear(input, weight, bias)  ->  the result, or None where this call takes more than the kernel's call
+    weight.fast_linear(input, weight, bias)  ->  the result, or None if this call needs the full path
 
-The function checks what may change from call to call: the input's dtype, width and device, the bias, and that the
-tensors of the weight lie where they lay and were not written to. `fast_linear_of` gives it where no other mechanism
-takes part in the call. It is neither copied nor saved.
+The function checks what may change between calls: the dtype, width and device of the input, the bias, and whether the
+inner tensors were moved or written to. `fast_linear_of` returns it unless another mechanism takes part in the call. It
+is neither copied nor saved.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_ac
 
 
 def fast_linear_of(input: Any, weight: Any) -> FastLinear | None:
-    """What the kernel of the last call has left on `weight`, or None where this call has to go the whole way.
+    """The function that the last kernel set on `weight`, or None if this call needs the full path.
 
-    In eager mode only: a compiler that traces takes the whole way.
+    For eager mode only: a compiler traces the full path.
     """
     fast_linear: FastLinear | None = getattr(weight, "fast_linear", None)
     if (

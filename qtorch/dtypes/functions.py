@@ -1,7 +1,7 @@
-"""Matrix products with a quantized operand: `matmul`, `bmm`, `addmm` and their kin.
+"""Matrix products with a quantized operand: `matmul`, `mm`, `bmm`, `addmm` and `grouped_mm`.
 
-Every product becomes `linear(input, weight)`: the contraction runs along the last axis of both, so that a weight used
-the other way around is transposed first, which moves no data.
+Every product becomes `linear(input, weight)`, which contracts the last axis of both. A weight that is to be contracted
+along another axis is transposed first, which moves no data.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def mm(input: Tensor, mat2: Tensor) -> Tensor:
     """`torch.mm` with one quantized operand.
 
     Raises:
-        ValueError: not two matrices, or their shapes do not fit.
+        ValueError: an operand is not a matrix, or the shapes do not fit.
     """
     if input.dim() != 2 or mat2.dim() != 2:
         raise ValueError(f"mm takes matrices, got shapes {tuple(input.shape)} and {tuple(mat2.shape)}")
@@ -61,7 +61,7 @@ def mm(input: Tensor, mat2: Tensor) -> Tensor:
 
 @implements_function(torch.bmm, torch.Tensor.bmm)
 def bmm(input: Tensor, mat2: Tensor) -> Tensor:
-    """`torch.bmm` with quantized matrices (E, K, N), experts fused into one parameter: (E, M, K) -> (E, M, N).
+    """`torch.bmm` with quantized matrices (E, K, N), such as experts in one parameter: (E, M, K) -> (E, M, N).
 
     Raises:
         ValueError: the shapes do not fit.
@@ -85,11 +85,13 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`F.grouped_mm` of rows (S, K), sorted by expert, and quantized matrices (E, K, N): rows offs[e - 1] to offs[e]
-    meet matrix e, those after the last are zero. It reads `offs`, so `torch.compile` breaks its graph here.
+    """`F.grouped_mm` of rows (S, K), sorted by expert, and quantized matrices (E, K, N).
+
+    Rows offs[e - 1] to offs[e] are multiplied by matrix e; the result is zero after the last offset. The values of
+    `offs` are read, so `torch.compile` breaks its graph here.
 
     Raises:
-        ValueError: other shapes, or a bias.
+        ValueError: the shapes do not fit, `offs` is missing, or a bias is given.
     """
     shape = mat_b.shape
     if not isinstance(mat_b, QuantizedTensor) or mat_a.dim() != 2 or offs is None or bias is not None:
@@ -116,20 +118,21 @@ def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: 
 
 
 def _inlined(function: Any) -> FunctionType:
-    """A copy of a Python function of torch that does not go to `__torch_function__`, so that what it calls does."""
+    """A copy of a Python function of torch that runs its body, and so dispatches the functions that it calls, instead
+    of being dispatched to `__torch_function__` itself."""
     names = {**function.__globals__, "has_torch_function": lambda _: False}
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 
-# Its products are `F.linear` then: with a gradient of ours, and whatever the strides of the input.
+# Its products are then calls of our `F.linear`, which has its own gradient and takes inputs of any strides.
 implements_function(functional.multi_head_attention_forward)(_inlined(functional.multi_head_attention_forward))
 
 
 @implements_aten(aten.mm.default, aten.bmm.default, aten.addmm.default)
 def _products_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Products that reach aten without passing a torch function of ours (inside tensordot)."""
+    """Handle products that reach aten without a call of a torch function of this file (inside torch.tensordot)."""
     by_overload: dict[Any, Callable[..., Tensor]] = {
         aten.mm.default: mm,
         aten.bmm.default: bmm,
@@ -137,7 +140,7 @@ def _products_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
     }
     quantizes_input = any(isinstance(arg, QuantizedTensor) and arg.scheme.activation is not None for arg in args)
     if quantizes_input and torch.is_grad_enabled() and any(isinstance(a, Tensor) and requires_grad(a) for a in args):
-        # torch's own formula would multiply the gradient by the same weight, and so quantize it as if it were an input.
+        # torch's formula would multiply the gradient by the same weight, and so quantize it like an input.
         raise NotImplementedError(
             f"{func} with a weight that quantizes its input has no gradient here (inside torch.tensordot, say): "
             "write the product as F.linear, matmul or bmm, or call it under torch.no_grad()"

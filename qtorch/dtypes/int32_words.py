@@ -16,7 +16,7 @@ _WORD = 32
 
 
 def can_pack(dtype: QDType) -> bool:
-    """Whether codes of this type fill a word exactly."""
+    """Whether codes of this type are stored in int32 words: integers of 1, 2 or 4 bits."""
     return not dtype.is_floating_point and dtype.bits < 8 and _WORD % dtype.bits == 0
 
 

@@ -30,16 +30,16 @@ from .outside_dispatch import dispatches
 
 
 def _lookup_constant(op: str, scheme: Scheme, dtype: torch.dtype, device: str) -> Kernel:
-    """`lookup`, run by a compiler when it traces: the answer becomes a constant of the graph."""
+    """`lookup`, which a compiler runs while it traces, so that the kernel becomes a constant of the graph."""
     return lookup(op, scheme, dtype, device)
 
 
-# What torch.compiler.assume_constant_result sets; calling that would import the compiler, 0.7 s, with qtorch.
+# As torch.compiler.assume_constant_result does; calling it would import the compiler with qtorch, which takes 0.7 s.
 _lookup_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def find_kernel(op: str, scheme: Scheme, dtype: torch.dtype, device: str) -> Kernel:
-    """`lookup`, in eager mode and when a compiler traces."""
+    """`lookup`, in eager mode and while a compiler traces."""
     find = _lookup_constant if torch.compiler.is_compiling() else lookup
     return find(op, scheme, dtype, device)
 
@@ -49,7 +49,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` with a quantized weight (N, K): input (..., K) -> (..., N), in the input's dtype.
 
     Raises:
-        TypeError: the input, not the weight, is quantized, or the input is not in floating point.
+        TypeError: the input is quantized, the weight is not, or the input is not in floating point.
         ValueError: the shapes do not fit, the input is on another device, or, outside autocast, in another dtype.
     """
     compiling = torch.compiler.is_compiling()
@@ -74,7 +74,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def multiply(input: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
-    """`linear` of an input that was checked, whatever its dtype: under autocast it is not that of the weight."""
+    """`linear` of a checked input, which under autocast need not have the dtype of the weight."""
     compiling = torch.compiler.is_compiling()
     if transforms_active() if compiling else are_active():
         return run_whole(multiply, input, weight, bias) if weight.trains else _Transformed.apply(input, weight, bias)
@@ -112,7 +112,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Transformed(torch.autograd.Function):
-    """`linear` of a frozen weight under the transforms of torch.func; all derivatives are `linear` again."""
+    """`linear` with a frozen weight under the transforms of torch.func; all its derivatives call `linear`."""
 
     @staticmethod
     def forward(input: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
@@ -164,8 +164,8 @@ def _gradients(ctx: Any, weight: QuantizedTensor, grad: Tensor) -> tuple[Tensor 
 
 
 def check_device(op: str, input: Tensor, weight: QuantizedTensor) -> None:
-    """Raise `ValueError` where `input` and the data of `weight` are on different devices."""
-    # Asking the weight itself would be dispatched: 5 us. A meta weight, never loaded, would give garbage.
+    """Raise `ValueError` if `input` and the data of `weight` are on different devices."""
+    # Reading weight.device would be dispatched, which takes 5 us. A meta weight, never loaded, would give garbage.
     own = vars(weight)
     inner: Tensor = own[weight.tensor_names(own["scheme"])[0]]
     if inner.device != input.device:
@@ -173,17 +173,17 @@ def check_device(op: str, input: Tensor, weight: QuantizedTensor) -> None:
 
 
 def check_dtype(op: str, input: Tensor, dtype: torch.dtype) -> None:
-    """Check that `input` is in `dtype`, that of the weight, or that autocast brings both to one.
+    """Check that `input` has `dtype`, the dtype of the weight, or that autocast casts both.
 
     Raises:
         TypeError: it is not in floating point.
-        ValueError: it is in another floating-point dtype. No TypeError: the operator ``@`` would swallow the message.
+        ValueError: it has another floating-point dtype. Not a TypeError, whose message the operator ``@`` would hide.
     """
     if input.dtype == dtype:
         return
     if not input.is_floating_point():
         raise TypeError(f"{op} takes a floating-point input, got {input.dtype}: input.to({dtype})")
-    # Autocast leaves fp64 alone.
+    # Autocast does not cast fp64.
     double = input.dtype == torch.float64
     if double or not autocasts(input.device.type):
         hint = "" if double else f", model.to({input.dtype}), or torch.autocast"
@@ -194,16 +194,15 @@ def check_dtype(op: str, input: Tensor, dtype: torch.dtype) -> None:
 
 
 def frozen_error(weight: Tensor) -> RuntimeError:
-    """What to raise where a transform asks for the gradient of `weight`."""
+    """The error to raise when a transform requests the gradient of `weight`."""
     return RuntimeError(
-        f"the gradient of a frozen quantized weight was asked for ({weight!r}). Differentiate by what is around it, or "
-        "dequantize_(model) to train the weight itself"
+        f"the gradient of a frozen quantized weight was requested ({weight!r}). Differentiate with respect to other "
+        "tensors, or call dequantize_(model) to train the weight itself"
     )
 
 
 def save_weight(ctx: Any, weight: QuantizedTensor) -> None:
-    """Keep a frozen weight for the backward, by its inner tensors: while it is kept itself, no module could exchange it
-    (`model.to`)."""
+    """Save a frozen weight for the backward by its inner tensors: `model.to` could not swap a weight that is saved."""
     if torch.compiler.is_compiling():
         ctx.save_for_backward(weight)
         ctx.weight = None
@@ -216,7 +215,7 @@ def save_weight(ctx: Any, weight: QuantizedTensor) -> None:
 
 
 def saved_weight(ctx: Any) -> Any:
-    """Inverse of `save_weight`."""
+    """The weight that `save_weight` saved."""
     if ctx.weight is None:
         return ctx.saved_tensors[0]
     kind, names, scheme = ctx.weight
@@ -224,14 +223,14 @@ def saved_weight(ctx: Any) -> Any:
 
 
 def requires_grad(tensor: Tensor | None) -> bool:
-    """Whether it is there and does."""
+    """Whether the tensor is given and requires a gradient."""
     if tensor is None:
         return False
-    # Without this, reading the property of a subclass is itself dispatched: 1 us.
+    # Without this, reading the property of a subclass is dispatched, which takes 1 us.
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.requires_grad
 
 
 def kinds(*tensors: Any) -> str:
-    """What an error calls them."""
+    """The types of `tensors`, for error messages."""
     return " and ".join(type(tensor).__name__ for tensor in tensors)

@@ -1,4 +1,4 @@
-"""aten operators on a quantized tensor as a whole: copy, move, convert, compare, allocate."""
+"""aten operators that copy, move, convert, compare or allocate whole quantized tensors."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def _clone(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements_aten(aten._to_copy.default)
 def _to_copy(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """`.to(...)`. The logical dtype changes what `dequantize` and kernels give; codes and scales stay as they are, so
-    that a move or a conversion there and back changes no number."""
+    """`.to(...)`: move the inner tensors, and set the logical dtype, which is that of the results of kernels and of
+    `dequantize`. Codes and scales keep their dtypes, so a move or conversion and back changes no number."""
     tensor: QuantizedTensor = args[0]
     dtype = _logical_dtype(tensor, kwargs)
     kwargs.pop("memory_format", None)
@@ -39,8 +39,10 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements_aten(aten.copy_.default)
 def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """In place from a quantized tensor of the same spec: its codes. From floats: quantize them with this one's spec.
-    From one of another spec, or into a plain tensor, numbers or their form would change without a word: an error."""
+    """Copy the codes of a quantized tensor of the same spec, or quantize floats with the spec of the target.
+
+    A copy from another spec, or into a plain tensor, would change the numbers or their form silently: it is an error.
+    """
     target, source = args[0], args[1]
     check_copy(target, source)
     if target.scheme.shape != tuple(source.shape):
@@ -51,7 +53,7 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     if not isinstance(source, QuantizedTensor) or source.scheme.spec != target.scheme.spec:
         source = target.quantized_like(source)
     if source.device != target.device:
-        source = source.to(target.device)  # in the packing of that device
+        source = source.to(target.device)  # packs the codes for that device
     for name, inner in target.inner_tensors.items():
         inner.copy_(getattr(source, name))
     count_write(target)
@@ -59,42 +61,43 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _check_finite(target: QuantizedTensor, source: Tensor) -> None:
-    """No code stands for NaN or infinity, and a frozen weight is not to have such scales."""
-    frozen = isinstance(source, QuantizedTensor) and not source.trains  # finite, as it was made
+    """Raise `ValueError` if `source` has NaN or infinite values, which would make such scales in a frozen weight."""
+    frozen = isinstance(source, QuantizedTensor) and not source.trains  # checked when it was quantized
     if frozen or source.is_meta or torch.compiler.is_compiling():
         return
     values = source.dequantize() if isinstance(source, QuantizedTensor) else source
     if bool(values.isfinite().all()):
         return
     raise ValueError(
-        "copy_: the source has values that are NaN or infinite, which no code stands for; the frozen weight of shape "
-        f"{target.scheme.shape} ({target.scheme.weight}) is unchanged"
+        "copy_: the source has values that are NaN or infinite, which no code represents; the frozen weight of "
+        f"shape {target.scheme.shape} ({target.scheme.weight}) is unchanged"
     )
 
 
 def check_copy(target: Tensor, source: Tensor) -> None:
-    """Raise `ValueError` where `target.copy_(source)` would dequantize a quantized tensor, or quantize it once more."""
+    """Raise `ValueError` if `target.copy_(source)` would dequantize a quantized tensor, or quantize it once more."""
     if not isinstance(source, QuantizedTensor) or not isinstance(source.scheme, Scheme):
-        return  # floats, or a weight in training that holds them
+        return  # a float tensor, or a weight in training, which holds floats
     into = "a float tensor"
     if isinstance(target, QuantizedTensor):
-        into = f"one quantized as {target.scheme.weight}"
+        into = f"a weight quantized as {target.scheme.weight}"
         if same_numbers(target.scheme.weight, source.scheme.weight):
             return
     raise ValueError(
         f"copy_ of a weight quantized as {source.scheme.weight} into {into} would change its numbers or lose its "
-        "codes; load_state_dict(..., assign=True) takes it as it is, .dequantize() makes floats of it first"
+        "codes; use load_state_dict(..., assign=True) to keep it quantized, or .dequantize() it first"
     )
 
 
 def same_numbers(one: Any, other: Any) -> bool:
-    """Whether codes of one spec are codes of the other: all but the rounding of updates is the same."""
+    """Whether codes of two specs stand for the same numbers: the specs differ at most in the rounding of updates."""
     nearest = [spec.to_nearest() if isinstance(spec, QuantSpec) else spec for spec in (one, other)]
     return bool(nearest[0] == nearest[1])
 
 
 def count_write(target: QuantizedTensor) -> None:
-    """Below autograd torch counts no versions; what was made from the old numbers is told by them that it is stale."""
+    """Bump the versions of the inner tensors, so that caches made from the old numbers are rebuilt; torch does not do
+    so below autograd."""
     base = target._base
     for tensor in (target, base) if isinstance(base, QuantizedTensor) else (target,):
         for inner in tensor.inner_tensors.values():
@@ -103,6 +106,7 @@ def count_write(target: QuantizedTensor) -> None:
 
 
 def _check_owns_its_scales(target: QuantizedTensor) -> None:
+    """Raise `ValueError` if a write into the view `target` would miss its base, or change scales outside the view."""
     base = target._base
     if not isinstance(base, QuantizedTensor):
         return
@@ -111,7 +115,7 @@ def _check_owns_its_scales(target: QuantizedTensor) -> None:
         if name not in of_base or inner.untyped_storage()._cdata != of_base[name].untyped_storage()._cdata:
             raise ValueError(
                 f"copy_ into a part of shape {target.scheme.shape} of a tensor of shape {base.scheme.shape} would not "
-                f"reach it: the part has a {name} of its own ({base!r}); copy_ into the whole tensor"
+                f"change that tensor: the part has its own {name} ({base!r}); copy_ into the whole tensor"
             )
     scale, base_scale = target.scales()[0], base.scales()[0]
     if scale.numel() * base.numel() != base_scale.numel() * target.numel():
@@ -141,7 +145,7 @@ def _zeros_like(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements_aten(aten.equal.default)
 def _equal(func: Any, args: Any, kwargs: Any) -> bool:
-    """Same values, whatever the codes."""
+    """Whether the dequantized values are equal; codes and scales may differ."""
     return torch.equal(_dequantized(args[0]), _dequantized(args[1]))
 
 
@@ -178,10 +182,10 @@ def _is_shared(tensor: QuantizedTensor) -> bool:
 
 
 def _logical_dtype(tensor: QuantizedTensor, kwargs: dict[str, Any]) -> torch.dtype:
-    """Takes `dtype` out of the arguments of a conversion or an allocation."""
+    """Remove `dtype` from the arguments of a conversion or an allocation, and return it."""
     dtype: torch.dtype = kwargs.pop("dtype", None) or tensor.scheme.dtype
     if dtype != tensor.scheme.dtype and (not dtype.is_floating_point or dtype.itemsize < 2):
-        raise TypeError(f"{type(tensor).__name__}: {dtype} is no floating-point dtype of 16 bits or more")
+        raise TypeError(f"{type(tensor).__name__} takes a floating-point dtype of 16 bits or more, got {dtype}")
     return dtype
 
 

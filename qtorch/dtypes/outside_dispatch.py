@@ -1,4 +1,4 @@
-"""`F.linear` of an `AffineQuantizedTensor` by code from outside, with torchao 0.6's names."""
+"""Registration of external implementations of `F.linear` for an `AffineQuantizedTensor`, with torchao 0.6's names."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ dispatches: dict[Condition, Implementation] = {}
 
 
 def register_aqt_quantized_linear_dispatch(dispatch_condition: Condition, impl: Implementation) -> None:
-    """Let outside code run `F.linear` itself: `impl(input, weight, bias)` where `dispatch_condition` of the same holds.
+    """Call `impl(input, weight, bias)` for `F.linear` whenever `dispatch_condition(input, weight, bias)` is true.
 
-    Asked before the kernel registry, in the order of registration. A kernel for a scheme is better registered there
-    (`qtorch.kernels.register`): it is then looked up once instead of on each call, and explained.
+    Conditions are tested before the kernel registry, in the order of registration. Prefer to register a kernel for a
+    scheme (`qtorch.kernels.register`): it is looked up once instead of on each call, and `explain` shows it.
     """
     dispatches[dispatch_condition] = impl
 

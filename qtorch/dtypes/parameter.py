@@ -1,7 +1,7 @@
-"""A quantized tensor as a parameter: what is assigned to its attributes, and how a new one is made of it.
+"""Quantized tensors as parameters: assignment to `requires_grad` and `data`.
 
-A frozen weight stays frozen: asked to require a gradient it says so once and does not, so that `nn.Parameter`,
-`load_state_dict(assign=True)` and `model.requires_grad_()` work on models that hold some.
+A frozen weight stays frozen: `requires_grad_()` warns and has no effect, so that `nn.Parameter`,
+`load_state_dict(assign=True)` and `model.requires_grad_()` work on models with quantized weights.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .dispatch import implements_function
 
 @implements_function(Tensor.requires_grad_)
 def requires_grad_(tensor: QuantizedTensor, requires_grad: bool = True) -> QuantizedTensor:
-    """`Tensor.requires_grad_`; without effect on a frozen weight."""
+    """`Tensor.requires_grad_`, without effect on a frozen weight."""
     with torch._C.DisableTorchFunctionSubclass():
-        # One that is being wrapped by `nn.Parameter`, whose default it is, asks for nothing.
+        # No warning for a tensor that `nn.Parameter` is wrapping: requires_grad=True is its default.
         if requires_grad and not tensor.trains:
             if isinstance(tensor, nn.Parameter):
                 _warn_frozen()
@@ -35,20 +35,19 @@ def _set_requires_grad(tensor: QuantizedTensor, requires_grad: bool) -> None:
 
 def _warn_frozen() -> None:
     warnings.warn(
-        "qtorch: a frozen quantized weight was asked to require a gradient, and does not; quantize_ with a recipe of "
-        "qtorch.training makes weights that train, dequantize_(model) float ones",
+        "qtorch: requires_grad has no effect, a frozen quantized weight stays frozen; call quantize_ with a recipe of "
+        "qtorch.training to train it in low precision, or dequantize_(model) first",
         stacklevel=5,
     )
 
 
 @implements_function(Tensor.data.__set__)  # type: ignore[attr-defined]
 def set_data(tensor: QuantizedTensor, data: Any) -> None:
-    """``tensor.data = data``: the inner tensors of a tensor of the same class; anything else, of the same shape, is
-    quantized as `copy_` does it.
+    """``tensor.data = data``: take the inner tensors of a tensor of the same class; quantize others as `copy_` does.
 
     Raises:
         TypeError: `data` is not a tensor.
-        ValueError: its shape is another.
+        ValueError: `data` has another shape.
     """
     if not isinstance(data, Tensor):
         raise TypeError(f".data takes a tensor, got a {type(data).__name__}")

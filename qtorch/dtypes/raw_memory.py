@@ -1,7 +1,7 @@
-"""The memory of a quantized tensor as such: only its inner tensors have memory.
+"""Errors for direct access to the memory of a quantized tensor, which only its inner tensors have.
 
-What reads or writes memory behind the back of operators (NumPy, DLPack, pointers) would meet an address with nothing
-behind it. Here it is an error that says what to do.
+Code that reads or writes memory without an operator (NumPy, DLPack, pointers) would get an invalid address. It gets an
+error that says what to do instead.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ READERS: dict[str, Any] = {
         "tolist",
     )
 }
-"""Methods that hand out or use the memory of a tensor."""
+"""Methods that return or use the memory of a tensor."""
 
 
 def _refusal(name: str) -> Callable[..., NoReturn]:
     def refuse(tensor: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
             f"{name}: a {type(tensor).__name__} has no memory of its own; .dequantize() gives a float tensor, "
-            "qtorch.save_quantized writes quantized ones, and .inner_tensors has their codes and scales"
+            "qtorch.save_quantized saves quantized tensors, and .inner_tensors has the codes and scales"
         )
 
     return refuse
@@ -49,10 +49,10 @@ FUNCTIONS.update({method: _refusal(name) for name, method in READERS.items()})
 
 @implements_function(Tensor.untyped_storage)
 def untyped_storage(tensor: Tensor) -> Any:
-    """For torch itself, which describes storages when it traces, the one without memory (`base.without_memory`).
+    """The storage without memory (`base.without_memory`), for torch itself, which describes storages when it traces.
 
     Raises:
-        TypeError: anybody else asks.
+        TypeError: the caller is not torch.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and _package(frame) == "qtorch":

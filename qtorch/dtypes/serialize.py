@@ -3,12 +3,12 @@
 The tensors of a weight called ``layer.weight`` take their names from compressed-tensors:
 
     layer.weight               codes of 8 bits
-    layer.weight_packed        smaller codes: integers of 1, 2 and 4 bits in int32 words, as compressed-tensors has it;
+    layer.weight_packed        smaller codes: integers of 1, 2 and 4 bits in int32 words, as in compressed-tensors;
                                others in uint8 by `pack_bits` (see `layouts.packed`)
     layer.weight_scale, layer.weight_zero_point, layer.weight_table, ...
     layer.input_scale, layer.input_zero_point     of a static activation
 
-Loading packs them again for the layout that the scheme names.
+Loading packs the codes again for the layout that the scheme names.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from .conv_weight import ConvScheme, ConvWeight
 from .int32_words import can_pack, pack_to_int32, unpack_from_int32
 
 Entry = dict[str, Any]
-"""JSON data of one quantized tensor: its scheme, and which stored tensor is what."""
+"""JSON data of one quantized tensor: its scheme, and the stored name of each of its parts."""
 
 PARTS = frozenset(
     ("codes", "packed", "scale", "scale_scale", "scale_mean", "zero_point", "table", "act_scale", "act_zero_point")
 )
-"""What a stored tensor can be."""
+"""The parts of a quantized tensor that can be stored."""
 
 LOGICAL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -64,8 +64,8 @@ def from_canonical(entry: Entry, read: Callable[[str], Tensor]) -> QuantizedTens
     """Inverse of `to_canonical`.
 
     Args:
-        entry: what `to_canonical` gave, or anything from a file.
-        read: stored name -> tensor; asked once the scheme is found to be one.
+        entry: an entry that `to_canonical` returned, or data from a file, which is validated.
+        read: stored name -> tensor; called after the scheme has been validated.
 
     Raises:
         ValueError: the entry does not describe a quantized tensor, or the tensors do not fit it.
@@ -88,7 +88,7 @@ def from_canonical(entry: Entry, read: Callable[[str], Tensor]) -> QuantizedTens
 
 
 def check_entry(entry: Any) -> None:
-    """Raise `ValueError` where `entry` has not the form that `to_canonical` gives; its scheme is not read."""
+    """Raise `ValueError` if `entry` does not have the form that `to_canonical` returns; its scheme is not parsed."""
     if not isinstance(entry, dict) or not isinstance(entry.get("scheme"), dict):
         raise ValueError("its entry has no scheme")
     names = entry.get("tensors")

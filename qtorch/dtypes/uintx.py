@@ -1,7 +1,7 @@
 """UintxTensor: integers from 0 to 2^bits - 1, packed to their true size.
 
-torchao's name for packed codes. Here packing is a layout, so that it is an affine quantized tensor with a scale of 1:
-what it dequantizes to are the codes, in uint8.
+torchao has such a class for packed codes. Here packing is a layout, so the class is an affine quantized tensor with a
+scale of 1 that dequantizes to its codes, in uint8.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .affine import AffineQuantizedTensor
 
 
 class UintxTensor(AffineQuantizedTensor):
-    """See the top of the file. Make one with `to_uintx`."""
+    """Unsigned integers of 1 to 7 bits, packed to their true size. Make one with `to_uintx`."""
 
     @classmethod
     def from_uint8(cls, int_data: Tensor, dtype: torch.dtype | QDType | str, pack_dim: int = -1) -> UintxTensor:
@@ -29,7 +29,7 @@ class UintxTensor(AffineQuantizedTensor):
 
         Raises:
             TypeError: `int_data` is not uint8.
-            ValueError: another dtype, a number that it does not hold, no such dimension.
+            ValueError: `dtype` is not one of these, cannot hold a number, or `pack_dim` does not exist.
         """
         kind = qdtype(dtype)
         if kind.name not in [f"uint{bits}" for bits in range(1, 8)]:
@@ -49,7 +49,7 @@ class UintxTensor(AffineQuantizedTensor):
         return result
 
     def get_plain(self) -> Tensor:
-        """The numbers, unpacked: uint8, of the tensor's shape."""
+        """The numbers, unpacked: uint8, in the shape of the tensor."""
         return self.plain()[0]
 
 

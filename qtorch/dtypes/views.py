@@ -1,14 +1,14 @@
-"""Views and selections of a quantized tensor: exact, or an error that says what would be.
+"""Views and selections of a quantized tensor: exact, or an error that says what is allowed.
 
-Codes, scales and what else there is per block (zero points; tables, which have one axis more) are cut and reshaped
-together. What may happen to an axis depends on how its blocks lie:
+Codes, scales, and zero points or tables are sliced and reshaped together. The block size along an axis decides which
+slices of the axis are allowed:
 
-    one element a block      anything
-    the whole axis a block   any part of it; the scale stays
-    blocks of b elements     parts that start and end on a block, or lie inside one
+    one element              any slice
+    the whole axis           any slice; the scale is unchanged
+    b elements               slices that start and end at block boundaries, or lie inside one block
 
-Codes that are packed along one axis stay packed where that axis stays whole; otherwise they are unpacked, and packed
-again. A view that the layout cannot hold is in the plain layout.
+Packed codes stay packed if the view keeps the packed axis whole; otherwise they are unpacked and packed again. A view
+that the layout cannot hold gets the plain layout.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Tensor:
         if other.scheme.dtype != first.scheme.dtype:
             raise ValueError(f"cat joins tensors of one dtype, got {first.scheme.dtype} and {other.scheme.dtype}")
     if first.scheme.spec.static:
-        raise ValueError("cat: each tensor has an activation scale of its own")
+        raise ValueError("cat cannot join weights with static activation scales, which differ; dequantize() them first")
     axis %= len(first.scheme.shape)
     if _pattern(first)[axis] == -1:
         raise ValueError(f"cat along axis {axis}: one scale spans the axis ({first.scheme.weight}); dequantize() first")
@@ -137,7 +137,9 @@ def _index_select(func: Any, args: Any, kwargs: Any) -> Tensor:
     axis %= len(tensor.scheme.shape)
     block, length = _block(tensor)[axis], tensor.scheme.shape[axis]
     if block not in (1, length):
-        raise ValueError(f"index_select along axis {axis} cuts blocks of {block} ({tensor.scheme.weight})")
+        raise ValueError(
+            f"index_select along axis {axis} cuts blocks of {block} ({tensor.scheme.weight}); dequantize() first"
+        )
     scale, zero_point = tensor.scales()
     after = (*tensor.scheme.shape[:axis], index.shape[0], *tensor.scheme.shape[axis + 1 :])
     codes = _codes(tensor, lambda codes: codes.index_select(axis, index), after, axis)
@@ -218,7 +220,7 @@ def _reshape(tensor: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
     shape = tensor.scheme.shape
     codes = _reshaped_codes(tensor, size)
     if not codes.numel():
-        # No element has a scale, so that any blocks will do.
+        # Without elements, blocks of any size are right.
         empty = None if zero_point is None else zero_point.new_empty((*codes.shape, *zero_point.shape[len(shape) :]))
         return _rebuilt(tensor, codes, scale.new_empty(codes.shape), empty, [1] * codes.dim())
     pattern = reshaped_blocks(shape, _block(tensor), codes.shape)
@@ -246,7 +248,7 @@ def _block(tensor: QuantizedTensor) -> tuple[int, ...]:
 
 
 class _Packed(NamedTuple):
-    """Codes that stay packed, and what they are the codes of."""
+    """Codes that stay packed, and the shape that they have unpacked."""
 
     qdata: Tensor
     shape: tuple[int, ...]
@@ -261,7 +263,7 @@ class _Packed(NamedTuple):
 def _codes(
     tensor: QuantizedTensor, view: Callable[[Tensor], Tensor], shape: Sequence[int], axis: int | None = None
 ) -> Tensor | _Packed:
-    """A view of the codes, of this shape; packed if they are and the view leaves that axis whole: it cuts `axis`."""
+    """A view of the codes, of this shape; they stay packed unless the view slices their packed axis (`axis`)."""
     layout = tensor.scheme.layout
     qdata = getattr(tensor, layout.tensors[0])
     if not layout.can_view(qdata) or (axis is not None and axis - len(tensor.scheme.shape) == layout.packed_axis):
@@ -287,7 +289,7 @@ def _rebuilt(
     pattern: Sequence[int],
     packed_axis: int | None = None,
 ) -> QuantizedTensor:
-    """`tensor` with other codes and scales; `packed_axis` is where that axis of its layout is now."""
+    """`tensor` with other codes and scales, in blocks of `pattern`; `packed_axis` is the new one of its layout."""
     spec = tensor.scheme.spec
     if not _says(spec.weight.granularity, pattern):
         spec = replace(spec, weight=spec.weight.with_granularity(granularity_of(pattern)))

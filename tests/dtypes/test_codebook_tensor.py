@@ -213,7 +213,7 @@ def test_a_part_has_its_scales_in_floating_point() -> None:
     part = w[:4]
     assert (w.scale.dtype, part.scale.dtype) == (torch.int8, torch.float32)
     assert (w.codebook.scale_spec is None, part.codebook.scale_spec is None) == (False, True)
-    with pytest.raises(ValueError, match=r"copy_ into a part .* the part has a scale of its own"):
+    with pytest.raises(ValueError, match=r"copy_ into a part .* the part has its own scale"):
         part.copy_(torch.ones(4, 128))
 
 

@@ -348,9 +348,9 @@ ValueError: conv1d takes an input of 2 or 3 axes and a weight of 3, got shapes (
 TypeError: conv2d takes a floating-point input, got torch.int64: input.to(torch.float32)
 TypeError: conv2d takes a float input and a ConvWeight, or one in training, got Tensor and AffineQuantizedTensor
 ValueError: conv2d: the input is on cpu, the weight on meta
-ValueError: a matrix of shape (8, 256) does not hold a weight of shape (8, 3, 3, 3)
-NotImplementedError: aten.transpose.int is not implemented for the weight of a convolution, which is cut along its first axis only; call .dequantize() first if you want a float tensor
-NotImplementedError: aten.slice.Tensor is not implemented for the weight of a convolution, which is cut along its first axis only; call .dequantize() first if you want a float tensor
+ValueError: a matrix of shape (8, 256) does not fit a weight of shape (8, 3, 3, 3), which takes (8, 27)
+NotImplementedError: aten.transpose.int is not implemented for the weight of a convolution, which can be sliced along its first axis only; call .dequantize() first if you want a float tensor
+NotImplementedError: aten.slice.Tensor is not implemented for the weight of a convolution, which can be sliced along its first axis only; call .dequantize() first if you want a float tensor
 ValueError: linear: an input of shape (2, 32, 9, 8) does not fit a weight of shape (8, 32, 4, 2)""",  # noqa: E501
     )
     assert repr(weight).startswith("ConvWeight(shape=(8, 32, 4, 2), held as AffineQuantizedTensor(weight int8")

@@ -174,7 +174,7 @@ def test_what_does_not_fit_says_so() -> None:
     assert_expected_inline(
         "\n".join(texts),
         """\
-ValueError: embedding_bag: max_norm rewrites the table, which a quantized one does not allow
+ValueError: embedding_bag: max_norm would rewrite the table, and a quantized table is frozen; leave it out
 ValueError: embedding_bag: padding_idx 32 is not in a table of 32 rows
 ValueError: embedding_bag takes indices (B, L), or (I) with offsets (B), got indices of shape (8,) and no offsets
 ValueError: embedding_bag takes indices (B, L), or (I) with offsets (B), got indices of shape (2, 4) and offsets of shape (5,)

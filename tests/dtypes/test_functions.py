@@ -221,7 +221,7 @@ ValueError: bmm: an input of shape (1, 3, 64) does not fit matrices of shape (2,
 ValueError: bmm: an input of shape (3, 64) does not fit matrices of shape (64, 32)
 ValueError: mm takes matrices, got shapes (1, 3, 64) and (64, 32)
 ValueError: embedding: the input is on cpu, the weight on meta
-ValueError: embedding: max_norm rewrites the table, which a quantized one does not allow""",
+ValueError: embedding: max_norm would rewrite the table, and a quantized table is frozen; leave it out""",
     )
 
 

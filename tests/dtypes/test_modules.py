@@ -99,7 +99,7 @@ def test_load_state_dict_between_float_and_quantized(name: str) -> None:
     other.load_state_dict(q.state_dict(), assign=True)
     assert isinstance(other.weight, AffineQuantizedTensor)
     assert not other.weight.requires_grad
-    with pytest.raises(RuntimeError, match=r'"weight".*into one quantized as.*assign=True'):
+    with pytest.raises(RuntimeError, match=r'"weight".*into a weight quantized as.*assign=True'):
         linear("uint4 group, packed" if name != "uint4 group" else "int8 row").load_state_dict(q.state_dict())
 
 

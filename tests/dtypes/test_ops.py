@@ -80,7 +80,7 @@ def test_copy_from_another_spec_is_refused(name: str) -> None:
     other = "int8 tensor" if name.startswith("float8 row") else "float8 row"
     w, source = quantized(name), AffineQuantizedTensor.from_float(values(name), SPECS[other])
     before = w.clone()
-    with pytest.raises(ValueError, match=r"copy_ of a weight quantized as .* into one quantized as .*dequantize\(\)"):
+    with pytest.raises(ValueError, match=r"copy_ of a weight quantized as .* into a weight quantized as .*dequantize\(\)"):
         w.copy_(source)
     assert identical(w, before)
     wanted = AffineQuantizedTensor.from_float(source.dequantize(), w.scheme.spec, w.act_scale)
@@ -195,12 +195,12 @@ def test_to_a_dtype_that_is_not_for_reals() -> None:
     assert_expected_inline(
         "\n".join(fill(text, 110) for text in texts),
         """\
-AffineQuantizedTensor: torch.int8 is no floating-point dtype of 16 bits or more
-AffineQuantizedTensor: torch.int64 is no floating-point dtype of 16 bits or more
-AffineQuantizedTensor: torch.complex64 is no floating-point dtype of 16 bits or more
-AffineQuantizedTensor: torch.float8_e4m3fn is no floating-point dtype of 16 bits or more
-AffineQuantizedTensor: torch.int32 is no floating-point dtype of 16 bits or more
-AffineQuantizedTensor: torch.bool is no floating-point dtype of 16 bits or more""",
+AffineQuantizedTensor takes a floating-point dtype of 16 bits or more, got torch.int8
+AffineQuantizedTensor takes a floating-point dtype of 16 bits or more, got torch.int64
+AffineQuantizedTensor takes a floating-point dtype of 16 bits or more, got torch.complex64
+AffineQuantizedTensor takes a floating-point dtype of 16 bits or more, got torch.float8_e4m3fn
+AffineQuantizedTensor takes a floating-point dtype of 16 bits or more, got torch.int32
+AffineQuantizedTensor takes a floating-point dtype of 16 bits or more, got torch.bool""",
     )
 
 

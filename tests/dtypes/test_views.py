@@ -185,7 +185,7 @@ the slice 4:12:1 along axis 0 cuts blocks of 8 (int8 PerBlock(sizes=(8, 16)) sym
 or dequantize() first
 a view of shape (2048,) of a tensor of shape (32, 64) cuts across its blocks (int8 PerBlock(sizes=(8, 16))
 symmetric); dequantize() first
-index_select along axis 0 cuts blocks of 8 (int8 PerBlock(sizes=(8, 16)) symmetric)
+index_select along axis 0 cuts blocks of 8 (int8 PerBlock(sizes=(8, 16)) symmetric); dequantize() first
 split: sizes [8, 8] do not add up to the 32 of axis 0
 cat along axis 1: one scale spans the axis (int8 PerRow() symmetric); dequantize() first
 cat joins tensors quantized alike, got AffineQuantizedTensor(weight int8 PerRow() symmetric,
@@ -193,7 +193,7 @@ layout=PlainLayout(), shape=(32, 64), dtype=torch.float32, device=cpu, 2,176 byt
 AffineQuantizedTensor(weight uint4 PerGroup(group_size=32) asymmetric, layout=PlainLayout(), shape=(32, 64),
 dtype=torch.float32, device=cpu, 2,368 bytes)
 cat joins tensors of one dtype, got torch.float32 and torch.float16
-cat: each tensor has an activation scale of its own""",
+cat cannot join weights with static activation scales, which differ; dequantize() them first""",
     )
 
 
