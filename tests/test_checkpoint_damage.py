@@ -116,13 +116,13 @@ def of_fc(change: Callable[[dict], object]) -> Callable[[dict], object]:
         (of_fc(lambda entry: entry["scheme"].update(shape=[2**70])), "fc.weight: no tensor has the shape (1180591"),
         (
             of_fc(lambda entry: entry["scheme"].update(shape=[32, None])),
-            "fc.weight: a shape has integers, got (32, None)",
+            "fc.weight: a shape takes integers, got (32, None)",
         ),
         (of_fc(lambda entry: entry["scheme"].update(shape=32)), "fc.weight: from_json: Scheme cannot be made from"),
         (of_fc(lambda entry: entry["scheme"].update(dtype="torch.int8")), "fc.weight: a quantized tensor has the dty"),
         (
             of_fc(lambda entry: entry["scheme"].update(dtype=None)),
-            "fc.weight: from_json: Scheme.dtype is of the type dtype",
+            "fc.weight: from_json: Scheme.dtype takes a dtype",
         ),
         (
             of_fc(lambda entry: entry["scheme"]["spec"].update(layout="PlainLayout")),
@@ -131,7 +131,7 @@ def of_fc(change: Callable[[dict], object]) -> Callable[[dict], object]:
         (of_fc(lambda entry: entry["scheme"]["spec"].update(weight=None)), "fc.weight: no quantized tensor has a None"),
         (
             of_fc(lambda entry: entry["scheme"]["spec"].update(static=0)),
-            "fc.weight: from_json: LinearSpec.static is of the type",
+            "fc.weight: from_json: LinearSpec.static takes a",
         ),
         (
             of_fc(lambda entry: entry["scheme"].update(type="ConvScheme")),
@@ -151,8 +151,8 @@ def test_edited_header(change: Callable[[dict], object], message: str, path: Pat
     ("text", "message"),
     [
         ("", "its header is no JSON: "),
-        ("[" * 100_000 + "]" * 100_000, "its header is no JSON: JSON that is nested too deep"),
-        ('{"version": 1, "version": 1}', "its header is no JSON: the key 'version' is there twice"),
+        ("[" * 100_000 + "]" * 100_000, "its header is no JSON: the JSON is nested too deep"),
+        ('{"version": 1, "version": 1}', "its header is no JSON: the key 'version' occurs twice"),
         ("[]", "its header is wrong: its header is no object"),
         ('{"version": 1' + "0" * 5000 + "}", "its header is no JSON: "),
     ],

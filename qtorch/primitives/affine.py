@@ -1,11 +1,10 @@
 """Affine quantization: q = round(x / scale) + zero_point, and back.
 
-Four stages, each usable alone: choose the range of each block, choose the scale and zero point, quantize,
-dequantize. Names and argument order are torchao 0.6's. Where torch has the same operation
-(`torch.ops.quantized_decomposed.*`, `torch.fake_quantize_per_tensor_affine`, ...), results are equal bit for bit on
-fp32.
+Quantization has four stages, each usable alone: choose the range of each block, choose the scale and zero
+point, quantize, dequantize. Names and argument orders are those of torchao 0.6. Where torch has the same operation
+(`torch.ops.quantized_decomposed.*`, `torch.fake_quantize_per_tensor_affine`, ...), results on fp32 are bit-identical.
 
-All arithmetic is in fp32 whatever the dtype of the input. Scales have the rank of the input (see `granularity`).
+All arithmetic is in fp32, for inputs of any dtype. Scales have as many axes as the input (see `granularity`).
 
     domain   quantize                                            dequantize
     INT      clamp(round(x / scale) + zero_point)                (q - zero_point) * scale
@@ -36,9 +35,9 @@ class MappingType(enum.Enum):
 
     Attributes:
         SYMMETRIC: zero in the middle; scale = max(-min, max) / ((quant_max - quant_min) / 2).
-        SYMMETRIC_NO_CLIPPING_ERR: zero in the middle; scale = max(min / quant_min, max / quant_max), both ends counted
-            from the code of zero, so that neither clips although the codes reach one further below zero than above.
-        ASYMMETRIC: the ends meet; scale = (max - min) / (quant_max - quant_min).
+        SYMMETRIC_NO_CLIPPING_ERR: zero in the middle; scale = max(min / quant_min, max / quant_max), with codes counted
+            from that of zero, so that neither end clips although there is one more code below zero than above.
+        ASYMMETRIC: min and max map to quant_min and quant_max; scale = (max - min) / (quant_max - quant_min).
     """
 
     SYMMETRIC = "symmetric"
@@ -48,7 +47,7 @@ class MappingType(enum.Enum):
 
 @jsonable
 class ZeroPointDomain(enum.Enum):
-    """What a zero point is: a code (INT), a real number (FLOAT), or absent (NONE). Equations at the top of the file."""
+    """Whether a zero point is a code (INT), a real number (FLOAT) or absent (NONE); see the top of the file."""
 
     INT = "int"
     FLOAT = "float"
@@ -72,8 +71,8 @@ def quantize_affine(
     uint1..uint8).
 
     The division by the scale is a multiplication by its fp32 reciprocal, as in torch's own quantizers. NaN and
-    infinities become NaN in float8; other types have no code for them, and what they become is undefined: the scale
-    tells (see `non_finite`).
+    infinities become NaN in float8. Other types have no code for them: their codes are undefined, and the scale is NaN
+    instead (see `non_finite`).
 
     Args:
         input: fp32, fp16 or bf16, any shape.
@@ -81,7 +80,7 @@ def quantize_affine(
         scale: one element per block.
         zero_point: one element per block, or None for zero.
         output_dtype: type of the codes.
-        quant_min, quant_max: narrower bounds than the type's own.
+        quant_min, quant_max: narrower bounds of the codes than those of the type.
         zero_point_domain: see the equations at the top of the file.
         rounding, generator: see `round_to_integer`; floating-point codes round to nearest even.
 
@@ -114,8 +113,8 @@ def dequantize_affine(
 
     Args:
         input: codes in the storage dtype of `input_dtype`.
-        block_size, scale, zero_point, input_dtype, quant_min, quant_max, zero_point_domain: as they were quantized
-            with.
+        block_size, scale, zero_point, input_dtype, quant_min, quant_max, zero_point_domain: as in the call of
+            `quantize_affine`.
         output_dtype: a floating-point dtype.
 
     Raises:
@@ -131,23 +130,24 @@ def dequantize_affine(
 
 
 def check_floating_point(function: str, input: Tensor) -> None:
-    """Raise `TypeError` where `input` holds no real numbers in floating point; the message names `function`."""
+    """Raise `TypeError` if `input` is not in floating point; the message names `function`."""
     if not input.is_floating_point():
         raise TypeError(f"{function} takes a floating-point tensor, got {input.dtype}: input.float()")
 
 
 def code_range(dtype: torch.dtype | QDType, quant_min: float | None, quant_max: float | None) -> tuple[float, float]:
-    """Bounds of the codes: the type's own, narrowed by those given.
+    """Bounds of the codes: those of the type, narrowed by the given ones.
 
     Raises:
-        ValueError: the bounds given are empty or leave the type's range.
+        ValueError: the given bounds are empty or exceed those of the type.
     """
     kind = qdtype(dtype)
     low = kind.quant_min if quant_min is None else quant_min
     high = kind.quant_max if quant_max is None else quant_max
     if not kind.quant_min <= low < high <= kind.quant_max:
         raise ValueError(
-            f"quant_min={low}, quant_max={high} is no range within {kind.name}'s [{kind.quant_min}, {kind.quant_max}]"
+            f"quant_min={low}, quant_max={high} is not a range within {kind.name}'s "
+            f"[{kind.quant_min}, {kind.quant_max}]"
         )
     return low, high
 
@@ -165,11 +165,12 @@ def fake_quantize_blocks(
     generator: torch.Generator | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize and dequantize without storing codes: (result in the input's dtype, mask of what did not clip). NaN and
-    infinities become NaN.
+    """Quantize and dequantize without storing codes: (result in the input's dtype, mask of unclipped elements).
+
+    NaN and infinities become NaN.
 
     Args:
-        compute_dtype: of the arithmetic; only in fp32 is the result that of quantizing and dequantizing.
+        compute_dtype: of the arithmetic; the result equals that of quantizing and dequantizing only in fp32.
     """
     view = BlockView(input.shape, block_size)
     low, high = code_range(quant_dtype, quant_min, quant_max)
@@ -206,7 +207,7 @@ def _real_codes(
     rounding: Rounding,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Codes before they are clipped, in the dtype of `input` and the split view; those of integer types rounded."""
+    """Codes before clipping, rounded for integer types, in the dtype of `input` and the split view."""
     x = view.split(input)
     s = view.split_scale(scale).to(x.dtype)
     z = None if zero_point is None else view.split_scale(zero_point).to(x.dtype)

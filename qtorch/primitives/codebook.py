@@ -1,10 +1,10 @@
-"""Look-up-table quantization: a code is the index of the nearest of a few values.
+"""Look-up-table quantization: a code is the index of the nearest value in a table.
 
     quantize      code = argmin_i |x / scale - table[i]|
     dequantize    x = table[code] * scale
 
-The table is shared by all blocks (NF4) or each block has its own (k-means). It ascends, so that the nearest entry is
-found by comparing with the midpoints; a value right in the middle goes to the lower entry. Arithmetic is in fp32.
+The table is shared by all blocks (NF4) or each block has its own (k-means). Its values ascend, so the nearest entry is
+found by comparing with the midpoints; a value at a midpoint goes to the lower entry. Arithmetic is in fp32.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ LLOYD_ITERATIONS = 20
 
 
 def choose_scale_codebook(input: Tensor, block_size: Sequence[int], scale_dtype: torch.dtype) -> Tensor:
-    """The largest magnitude of each block, so that x / scale lies in [-1, 1]; of the scale's shape.
+    """The largest magnitude of each block, in the shape of the scale, so that x / scale lies in [-1, 1].
 
-    At least the smallest normal number of `scale_dtype`: an all-zero block has a finite scale. NaN for one that holds a
+    It is at least the smallest normal number of `scale_dtype`, also for an all-zero block, and NaN for a block with a
     NaN or an infinity.
 
     Raises:
@@ -50,7 +50,7 @@ def choose_scale_codebook(input: Tensor, block_size: Sequence[int], scale_dtype:
 
 
 def quantize_codebook(input: Tensor, block_size: Sequence[int], scale: Tensor, table: Tensor) -> Tensor:
-    """Codes of `input`, same shape, in uint8; ties go to the lower entry. What NaN becomes is undefined.
+    """Codes of `input`, same shape, in uint8; ties go to the lower entry. The code of a NaN is undefined.
 
     Args:
         input: fp32, fp16 or bf16, any shape.
@@ -81,7 +81,7 @@ def dequantize_codebook(
     _check_table(view, table)
     index = view.split(codes).int()
     if table.dim() > 1:
-        # One flat table of all blocks; each block's begins at a multiple of L.
+        # The tables of all blocks are one flat table, in which each begins at a multiple of L.
         starts = torch.arange(0, table.numel(), table.shape[-1], device=codes.device, dtype=torch.int32)
         index = index + view.split_scale(starts)
     values = table.reshape(-1).float().index_select(0, index.reshape(-1)).reshape(index.shape)
@@ -91,17 +91,17 @@ def dequantize_codebook(
 def kmeans_codebook(
     input: Tensor, bits: int, importance: Tensor | None = None, iterations: int = LLOYD_ITERATIONS
 ) -> Tensor:
-    """The table of 2^bits values with the least (weighted) squared error for each row, by Lloyd's algorithm.
+    """Fit a table of 2^bits values to each row by Lloyd's algorithm, for the least (weighted) squared error.
 
-    It starts from quantiles, is deterministic, and its error never grows from one iteration to the next. An entry that
-    no value is nearest to moves to an end of the cluster with the largest error, so that few distinct values are found
-    exactly. In one dimension a cluster is an interval of the sorted values, so that an iteration is a binary search for
-    its ends and a difference of running sums.
+    The algorithm starts from quantiles, is deterministic, and never increases the error. An entry with an empty cluster
+    moves to an end of the cluster with the largest error, so that a row of few distinct values is represented exactly.
+    In one dimension a cluster is an interval of the sorted values, so an iteration is a binary search for its ends and
+    a difference of running sums.
 
     Args:
         input: (..., n): one table for each of the leading indices.
         bits: 1 to 8.
-        importance: of each element, same shape, not negative; all equal by default.
+        importance: weight of each element, same shape, not negative; all equal by default.
         iterations: 0 gives the quantiles.
 
     Returns:
@@ -127,13 +127,13 @@ def kmeans_codebook(
     table = _quantiles(x, w, size)
     for _ in range(iterations):
         middles = (table[..., 1:] + table[..., :-1]) / 2
-        # Ties go to the lower entry: the values up to and including the middle are below it.
+        # Ties go to the lower entry: a value equal to the midpoint belongs to the cluster below it.
         ends = torch.searchsorted(x, middles, right=True)
         ends = torch.nn.functional.pad(torch.nn.functional.pad(ends, (1, 0)), (0, 1), value=x.shape[-1])
         mass, total, squares = (t.gather(-1, ends).diff(dim=-1) for t in sums)
         lowest = x.gather(-1, ends[..., :-1].clamp(max=x.shape[-1] - 1))
         highest = x.gather(-1, (ends[..., 1:] - 1).clamp(min=0))
-        # Differences of running sums are inexact where the cluster weighs little.
+        # Differences of running sums are inexact for clusters of small weight.
         mean = (total / mass).clamp(lowest, highest)
         table = torch.where(mass > 0, mean, table)
         error = torch.where(mass > 0, squares - total * mean, 0.0)
@@ -143,16 +143,16 @@ def kmeans_codebook(
         better = (mass.gather(-1, unused) == 0) & (error.gather(-1, worst) > 0)
         moved = torch.where(high - center > center - low, high, low)
         table = table.scatter(-1, unused, torch.where(better, moved, table.gather(-1, unused))).sort(-1).values
-    # A mean of equal numbers may round to either side of them.
+    # A mean of equal numbers may be rounded up or down, which could break the order.
     return table.float().cummax(-1).values
 
 
 def _quantiles(x: Tensor, w: Tensor, size: int) -> Tensor:
-    """Quantiles (i + 1/2) / size of sorted values after their density has been raised to the power 1/3: the density of
-    the best many-valued table (Panter and Dite, 1951), where the plain quantiles leave the tails to one entry.
+    """Quantiles (i + 1/2) / size of sorted values, with respect to their density raised to the power 1/3.
 
-    With gaps d between neighbours the density is w / d, and the mass of a gap d (w / d)^(1/3) = w^(1/3) d^(2/3), half
-    of it at either end.
+    That is the density of the optimal table of many values (Panter and Dite, 1951); plain quantiles would leave the
+    tails to one entry. With gaps d between neighbours the density is w / d, and the mass of a gap is
+    d (w / d)^(1/3) = w^(1/3) d^(2/3), half of it at either end.
     """
     gaps = x.diff(dim=-1) ** (2 / 3)
     before, after = (torch.nn.functional.pad(gaps, pad) for pad in ((1, 0), (0, 1)))

@@ -1,4 +1,4 @@
-"""CodebookSpec: how a tensor is quantized with look-up tables; what `QuantSpec` is to affine quantization."""
+"""CodebookSpec: how a tensor is quantized with look-up tables, the counterpart of `QuantSpec`."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from .qdtype import QDType, qdtype
 from .spec import QuantSpec
 
 _KMEANS_ELEMENTS = 1 << 24
-"""Elements that k-means takes at a time: it needs about 40 bytes for each."""
+"""Number of elements that k-means processes at a time; it needs about 40 bytes for each."""
 
 
 @jsonable
 @dataclass(frozen=True)
 class CodebookSpec:
-    """How one tensor is quantized. Hashable, JSON-able.
+    """How one tensor is quantized with look-up tables. Hashable, JSON-able.
 
     Args:
         dtype: unsigned type of the codes, uint1 to uint8; the table has 2^bits entries.
-        granularity: which elements share a scale, and a table of their own unless there is a shared one.
-        table: values of the table that all blocks share, ascending; None: k-means for each block.
+        granularity: which elements share a scale, and a table unless all share one.
+        table: ascending values of the table that all blocks share, or None for k-means in each block.
         iterations: of k-means.
-        scale_dtype: dtype of the scales; None is fp32 for rows and tensors, the tensor's own dtype for groups.
-        scale_spec: how the scales are quantized themselves (see `double_quant`); None keeps them as they are.
+        scale_dtype: dtype of the scales; None is fp32 for rows and tensors, the dtype of the tensor for groups.
+        scale_spec: how the scales are quantized (see `double_quant`); None leaves them in floating point.
 
     Raises:
-        ValueError: the codes are not unsigned integers, the table does not fit them, or scales cannot be quantized so.
+        ValueError: the codes are not unsigned integers, the table does not fit them, or `scale_spec` is not allowed.
     """
 
     dtype: QDType
@@ -83,15 +83,15 @@ class CodebookSpec:
         return choose_scale_codebook(input, self.block_size(input.shape), scale_dtype)
 
     def choose_table(self, input: Tensor, scale: Tensor, importance: Tensor | None = None) -> Tensor:
-        """The shared table, fp32; or that of each block, fp16, whose 11 bits are plenty in units of the scale.
+        """The shared table, fp32, or a table per block, fp16: its values are at most 1, so 11 bits are precise enough.
 
         Args:
-            scale: as it will be stored.
-            importance: of each element, same shape as `input`, for k-means.
+            scale: the scale as it will be stored.
+            importance: weight of each element in k-means, same shape as `input`.
         """
         if self.table is not None:
             if importance is not None:
-                raise ValueError(f"importance weights k-means; the table of {self} is fixed")
+                raise ValueError(f"importance is for k-means, the table of {self} is fixed; leave it out")
             return torch.tensor(self.table, dtype=torch.float32, device=input.device)
         view = BlockView(input.shape, self.block_size(input.shape))
         x = _blocks_last(view, view.split(input).float() / view.split_scale(scale).float())
@@ -105,7 +105,7 @@ class CodebookSpec:
         return table.reshape(*view.scale_shape, table.shape[1])
 
     def choose_qparams(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale, as it will be read back, and table: what `quantize` takes."""
+        """Scale, after quantization by `scale_spec`, and table: the arguments of `quantize`."""
         scale = dequantize_scale(quantize_scale(self.choose_scale(input), self.scale_spec), self.scale_spec)
         return scale, self.choose_table(input, scale)
 
@@ -120,7 +120,7 @@ class CodebookSpec:
         return dequantize_codebook(codes, self.block_size(codes.shape), scale, table, output_dtype)
 
     def with_granularity(self, granularity: Granularity) -> CodebookSpec:
-        """The same numerics in other blocks."""
+        """The same spec with another granularity."""
         return replace(self, granularity=granularity)
 
     def __str__(self) -> str:

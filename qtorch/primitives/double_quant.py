@@ -1,10 +1,10 @@
-"""Double quantization: the scales of a tensor quantized themselves, by a spec of their own.
+"""Double quantization: the scales of a tensor are quantized too, by a spec of their own.
 
     scale = codes * scale_scale + scale_mean
 
-Its groups run over all the scales of the tensor in row-major order; the last may be shorter. The mean is taken off
-where the codes are integers, which have the same step near zero as far from it (QLoRA, arXiv 2305.14314, section 3). It
-is not where they are floating-point numbers, whose step grows with them (NVFP4: e4m3, one fp32 scale for the tensor).
+Its groups run over all the scales of the tensor in row-major order; the last may be shorter. The mean is subtracted if
+the codes are integers, whose step is the same everywhere (QLoRA, arXiv 2305.14314, section 3), and not if they are
+floating-point numbers, whose step grows with their magnitude (NVFP4: e4m3, one fp32 scale for the tensor).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .numerics import Numerics
 Tensors = Mapping[str, Tensor]
 
 SCALE_TENSORS = ("scale", "scale_scale", "scale_mean")
-"""Names of what stands for the scales: codes, their fp32 scale for each group, their fp32 mean; or `scale` alone."""
+"""Names of the tensors of quantized scales: codes, their fp32 scale per group, their fp32 mean; or `scale` alone."""
 
 
 def check_scale_spec(spec: Numerics | None) -> None:
-    """Raise `ValueError` where scales cannot be quantized by `spec`; None, not at all, is allowed."""
+    """Raise `ValueError` if scales cannot be quantized by `spec`; None, no quantization, is allowed."""
     if spec is None:
         return
     if not isinstance(spec.granularity, PerGroup | PerTensor) or spec.has_zero_point or spec.scale_spec is not None:
@@ -33,7 +33,7 @@ def check_scale_spec(spec: Numerics | None) -> None:
 
 
 def scale_tensor_shapes(scale_shape: Sequence[int], spec: Numerics | None) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors that stand for scales of this shape, by name."""
+    """Shapes by name of the tensors that represent scales of this shape."""
     shapes: dict[str, tuple[int, ...]] = {"scale": tuple(scale_shape)}
     if spec is not None:
         count = math.prod(scale_shape)
@@ -44,7 +44,7 @@ def scale_tensor_shapes(scale_shape: Sequence[int], spec: Numerics | None) -> di
 
 
 def quantize_scale(scale: Tensor, spec: Numerics | None) -> dict[str, Tensor]:
-    """The tensors that stand for `scale` (any shape, positive); `scale` itself where `spec` is None."""
+    """The tensors that represent `scale` (any shape, positive): `scale` itself if `spec` is None."""
     if spec is None:
         return {"scale": scale}
     flat = scale.reshape(-1).float()
@@ -61,8 +61,9 @@ def quantize_scale(scale: Tensor, spec: Numerics | None) -> dict[str, Tensor]:
 
 
 def dequantize_scale(tensors: Tensors, spec: Numerics | None, rows: Tensor | None = None) -> Tensor:
-    """Inverse of `quantize_scale`, fp32, positive; of a scale so much smaller than others that its code is zero, as
-    good as nothing is left.
+    """Inverse of `quantize_scale`, in fp32.
+
+    A scale that is so small that its code is zero becomes the smallest normal number, since scales are positive.
 
     Args:
         rows: indices (R,) along the first axis; None for all.
@@ -91,8 +92,8 @@ def _group_size(count: int, spec: Numerics) -> int:
 
 
 def _in_groups(flat: Tensor, spec: Numerics) -> Tensor:
-    """(n,) -> (ceil(n / group), group), filled up with zeros, which change no absmax."""
+    """(n,) -> (ceil(n / group), group), padded with zeros, which do not change the absmax of a group."""
     size = _group_size(flat.numel(), spec)
     missing = -flat.numel() % size
-    # Float8 has no pad; its zero is the zero byte.
+    # torch cannot pad float8.
     return torch.cat([flat, flat.new_zeros(missing)]).reshape(-1, size) if missing else flat.reshape(-1, size)

@@ -1,4 +1,4 @@
-"""Fake quantization: quantize and dequantize in one go, with the straight-through gradient.
+"""Fake quantization: quantize and dequantize in one function, with the straight-through gradient.
 
 y      = dequantize(quantize(x))
 dL/dx  = dL/dy where x did not clip, 0 elsewhere
@@ -35,8 +35,8 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def straight_through(input: Tensor, result: Tensor, unclipped: Tensor | None = None) -> Tensor:
-    """`result`, which stands for `input`, of the same shape; its gradient goes on to `input` where `unclipped`, a mask,
-    or everywhere."""
+    """Return `result`, an approximation of `input` of the same shape, whose gradient is passed to `input`: everywhere,
+    or where the mask `unclipped` is true."""
     return apply(_StraightThrough, input, result, unclipped)
 
 
@@ -53,7 +53,7 @@ def fake_quantize_affine(
     rounding: Rounding = Rounding.NEAREST_EVEN,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """`dequantize_affine(quantize_affine(input))` in the input's dtype, differentiable in `input` (straight-through).
+    """`dequantize_affine(quantize_affine(input))` in the dtype of `input`, with the straight-through gradient.
 
     Arguments and errors as in `quantize_affine`.
     """
@@ -84,7 +84,7 @@ def fake_quantize_affine_cachemask(
     rounding: Rounding = Rounding.NEAREST_EVEN,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`fake_quantize_affine` and the boolean mask of the elements that did not clip, through which gradients pass."""
+    """`fake_quantize_affine`, and the boolean mask of the elements that did not clip, which receive gradients."""
     check_floating_point("fake_quantize_affine", input)
     with torch.no_grad():
         result, unclipped = fake_quantize_blocks(

@@ -1,12 +1,12 @@
-"""Small floating-point formats: encode to and decode from codes of 3 to 8 bits.
+"""Small floating-point formats: encoding to and decoding from codes of 3 to 8 bits.
 
-A format has a sign bit, e exponent bits with bias 2^(e-1) - 1, and m mantissa bits; no infinities and no NaN, as in the
-OCP Microscaling specification v1.0, section 5.3. A code is ``sign << (e + m) | exponent << m | mantissa``, in a uint8:
+A format has a sign bit, e exponent bits with bias 2^(e-1) - 1, and m mantissa bits, but no infinities and no NaN, as in
+the OCP Microscaling specification v1.0, section 5.3. A code is ``sign << (e + m) | exponent << m | mantissa`` in uint8:
 
     value = (-1)^sign * 2^(exponent - bias) * (1 + mantissa / 2^m)      exponent > 0
     value = (-1)^sign * 2^(1 - bias) * (mantissa / 2^m)                 exponent = 0
 
-The magnitudes are in the order of their codes, so both directions are look-ups in the table of magnitudes.
+Magnitudes ascend with their codes, so both directions are look-ups in the table of magnitudes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .rounding import Rounding
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A format of `ebits` exponent and `mbits` mantissa bits."""
+    """A floating-point format with a sign, `ebits` exponent and `mbits` mantissa bits."""
 
     ebits: int
     mbits: int
@@ -33,7 +33,7 @@ class FloatFormat:
 
     @property
     def name(self) -> str:
-        """``"float4_e2m1"``, as the OCP specification writes it."""
+        """The name of the format, such as ``"float4_e2m1"``, as in the OCP specification."""
         return f"float{self.bits}_e{self.ebits}m{self.mbits}"
 
     @functools.cached_property
@@ -53,7 +53,7 @@ class FloatFormat:
 
     @functools.cached_property
     def _last_of_code(self) -> tuple[float, ...]:
-        """The largest fp32 magnitude that rounds to each code but the last: a tie goes to the even code."""
+        """The largest fp32 magnitude that rounds to each code except the last; a tie goes to the even code."""
         limits = []
         for code, (low, high) in enumerate(zip(self.magnitudes, self.magnitudes[1:], strict=False)):
             middle = torch.tensor((low + high) / 2)
@@ -66,9 +66,9 @@ class FloatFormat:
         """Codes (uint8) of `x` (fp32, any shape), saturating.
 
         Args:
-            rounding: to the nearest value, ties to the even code; or stochastically between the two neighbours, so that
-                the expectation is x.
-            generator: source of the randomness.
+            rounding: to the nearest value, ties to the even code; or stochastically to one of the two neighbours, so
+                that the expectation is x.
+            generator: source of the random numbers.
         """
         magnitude = x.abs().clamp(max=self.max)
         if rounding is Rounding.NEAREST_EVEN:
@@ -89,6 +89,6 @@ class FloatFormat:
 
 
 def floor_to_power_of_two(x: Tensor) -> Tensor:
-    """The largest power of two that is not above `x` (fp32, positive, normal); zero for zero and subnormals."""
+    """The largest power of two not above `x` (fp32, positive, normal); zero for zero and subnormals."""
     exponent_bits = 0x7F800000
     return (x.contiguous().view(torch.int32) & exponent_bits).view(torch.float32)

@@ -1,11 +1,11 @@
 """Granularity: which elements share a scale, and the block arithmetic that follows from it.
 
-A granularity becomes a *block*: one size per axis, ``-1`` meaning the whole axis. The scale has the rank of its tensor
-and one element per block:
+A granularity defines a *block*: one size per axis, ``-1`` meaning the whole axis. The scale has as many axes as its
+tensor and one element per block:
 
     scale.shape[i] = input.shape[i] / block[i]
 
-so that per row of a (N, K) weight the block is (1, K) and the scale (N, 1); groups of 32 give (1, 32) and (N, K / 32).
+For a weight (N, K), `PerRow` gives blocks (1, K) and a scale (N, 1), groups of 32 give (1, 32) and (N, K / 32).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Block = tuple[int, ...]
 
 
 class Granularity:
-    """Base of the granularity words. `pattern(ndim)` gives the block, with -1 for a whole axis."""
+    """Base class of granularities. `pattern(ndim)` gives the block, with -1 for a whole axis."""
 
     def pattern(self, ndim: int) -> Block:
         raise NotImplementedError
 
     def block(self, shape: Sequence[int]) -> Block:
-        """The block of a tensor of this shape, every size resolved.
+        """The block of a tensor of this shape, without -1.
 
         Raises:
             ValueError: a block size does not divide its axis.
@@ -48,7 +48,7 @@ class PerTensor(Granularity):
 @jsonable
 @dataclass(frozen=True)
 class PerRow(Granularity):
-    """One scale per row, a row being the last axis: per output channel of a (N, K) weight."""
+    """One scale per row, which is the last axis: per output channel of a weight (N, K)."""
 
     def pattern(self, ndim: int) -> Block:
         return (1,) * (ndim - 1) + (-1,) * min(ndim, 1)
@@ -57,13 +57,13 @@ class PerRow(Granularity):
 @jsonable
 @dataclass(frozen=True)
 class PerToken(PerRow):
-    """`PerRow` under the name that activations use: one scale per token."""
+    """One scale per token: `PerRow` under the name that is usual for activations."""
 
 
 @jsonable
 @dataclass(frozen=True)
 class PerAxis(Granularity):
-    """One scale per index along `axis`: per output channel of a convolution is ``PerAxis(0)``."""
+    """One scale per index along `axis`; ``PerAxis(0)`` is per output channel of a convolution."""
 
     axis: int = 0
 
@@ -107,7 +107,7 @@ class PerBlock(Granularity):
 
 
 def granularity_of(pattern: Sequence[int]) -> Granularity:
-    """The word for a block pattern, `PerBlock` where no word says it."""
+    """The granularity that a block pattern stands for: `PerBlock` if no other one has this pattern."""
     pattern = tuple(pattern)
     ndim = len(pattern)
     for word in (PerTensor(), PerRow()):
@@ -119,15 +119,15 @@ def granularity_of(pattern: Sequence[int]) -> Granularity:
 
 
 class IndivisibleError(ValueError):
-    """Blocks do not divide a tensor."""
+    """The error for blocks that do not divide a tensor."""
 
 
 def resolve_block(pattern: Sequence[int], shape: Sequence[int]) -> Block:
     """Replace -1 by the axis size and check that each block size divides its axis.
 
     Raises:
-        ValueError: the ranks differ.
-        IndivisibleError: a size does not divide its axis.
+        ValueError: the numbers of axes differ.
+        IndivisibleError: a block size does not divide its axis.
     """
     if len(pattern) != len(shape):
         raise ValueError(f"block_size {tuple(pattern)} has {len(pattern)} axes, the tensor has shape {tuple(shape)}")
@@ -146,14 +146,14 @@ def scale_shape(shape: Sequence[int], block: Block) -> Block:
 
 
 def block_of(shape: Sequence[int], scale: Sequence[int]) -> Block:
-    """The block that a scale of shape `scale` implies: granularity follows from the shape of the scale."""
+    """The block that follows from the shape of the tensor and the shape of its scale."""
     return tuple(1 if s == n else n // s for n, s in zip(shape, scale, strict=True))
 
 
 class BlockView:
-    """A tensor of shape `shape` seen in blocks: `split(x)` and `split_scale(s)` broadcast against each other.
+    """View of a tensor of shape `shape` in blocks, in which `split(x)` and `split_scale(s)` broadcast.
 
-    Axes that a block covers wholly, or not at all, stay as they are; an axis of n elements in blocks of b becomes the
+    Axes with blocks of one element, or of the whole axis, are unchanged; an axis of n elements in blocks of b becomes
     two axes (n / b, b). `dims` are the axes of the split view that lie inside a block.
     """
 
@@ -184,7 +184,7 @@ class BlockView:
         return x if len(self._split) == len(self.shape) else x.reshape(self._split)
 
     def split_scale(self, scale: Tensor) -> Tensor:
-        """Accepts any shape with one element per block, torchao's scales without the reduced axes included.
+        """The scale, of any shape with one element per block (torchao leaves out reduced axes), in the split view.
 
         Raises:
             ValueError: the number of elements is not the number of blocks.
@@ -202,8 +202,10 @@ class BlockView:
 
 
 def reshaped_blocks(shape: Sequence[int], block: Block, new_shape: Sequence[int]) -> list[int] | None:
-    """The blocks of a tensor after a row-major reshape, -1 for a whole axis; None where elements that share a scale do
-    not fill whole axes of the new shape and then a whole fraction of one more."""
+    """The blocks of a tensor after a row-major reshape, -1 for a whole axis, or None if the reshape cuts across blocks.
+
+    The elements that share a scale must fill whole axes of the new shape and an integer fraction of one more.
+    """
     pattern: list[int] = []
     for old_axes, new_sizes in _matching_axes(shape, new_shape):
         run = _run_length([shape[a] for a in old_axes], [block[a] for a in old_axes])
@@ -238,7 +240,7 @@ def _matching_axes(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[in
 
 
 def _run_length(sizes: Sequence[int], blocks: Sequence[int]) -> int | None:
-    """Consecutive elements that share a scale in row-major order, or None where the blocks are not such runs."""
+    """Number of consecutive elements in row-major order that share a scale, or None if blocks are not contiguous."""
     run, open_ended = 1, True
     for n, b in zip(reversed(sizes), reversed(blocks), strict=True):
         if not open_ended and b != 1:
@@ -249,7 +251,7 @@ def _run_length(sizes: Sequence[int], blocks: Sequence[int]) -> int | None:
 
 
 def _run_blocks(sizes: Sequence[int], run: int) -> list[int] | None:
-    """Block sizes that make runs of `run` elements, -1 for a whole axis; None where that takes a fraction."""
+    """Block sizes whose blocks are runs of `run` elements, -1 for a whole axis, or None if there are none."""
     blocks: list[int] = []
     for n in reversed(sizes):
         if run % n == 0:

@@ -1,18 +1,18 @@
-"""HQQ: the range of a block by half-quadratic optimization, from the weights alone.
+"""HQQ: choose the range of a block by half-quadratic optimization, from the weights alone.
 
-With the residual r = x - dequantize(quantize(x)), the rule looks for the scale and the zero point of least
+With the residual r = x - dequantize(quantize(x)), the rule minimizes over the scale and the zero point
 
     mean |r|^p                                                         over the block
 
-by introducing e, the part of the residual that is left to outliers, and alternating
+It introduces e, the part of the residual that is attributed to outliers, and alternates
 
     e              = shrink_p(r, beta) = sign(r) * max(|r| - |r|^(p - 1) / beta, 0)
     (scale, zero)  = least squares of x - e on the codes               beta grows by kappa
 
 with r and e in steps of the min-max scale.
 
-Source: H. Badri, A. Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023. There only the zero
-point moves, the mean of codes - (x - e) / scale; here the scale does too, which is worth more.
+Source: H. Badri, A. Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023. The paper updates only
+the zero point, to the mean of codes - (x - e) / scale; here the scale is updated too, which gains more.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from .numerics import Numerics
 from .scale_rules import MinMax, MinMaxRule, ScaleRule, elements_last
 
 CHUNK = 2**20
-"""Elements whose ranges are searched together, or one block if that has more; it bounds the memory of the search."""
+"""Number of elements searched at a time, at least one block, to limit the memory of the search."""
 
 
 @jsonable
 @dataclass(frozen=True)
 class HQQRule(ScaleRule):
-    """The range of least mean |x - dequantize(quantize(x))|^p, per block, found as the top of this file says.
+    """The range with the least mean |x - dequantize(quantize(x))|^p per block, by half-quadratic optimization.
 
     The search starts at [min, max] times the best of `starts` factors from 1 down to `smallest`. Every iterate is
-    judged by what would be stored (scale and zero point rounded and clipped), and the best of all is kept, so that the
-    result is never worse than `MinMaxRule`'s. It does not depend on chance. Scales that are quantized themselves
-    (`scale_spec`) are rounded after the search, for that ties blocks to each other.
+    evaluated as it would be stored (scale and zero point rounded and clipped), and the best one is kept, so the result
+    is never worse than that of `MinMaxRule`. The search is deterministic. Double quantization (`scale_spec`) rounds the
+    scales after the search, since it couples blocks.
 
-    The default p is 2, least squares: in whole models smaller ones mostly clip too much. p < 1 is the paper's.
+    The default is p = 2, least squares: in whole models a smaller p mostly clips too much. The paper uses p < 1.
 
     Args:
-        p: power of the error, in (0, 2]; 2 is best SQNR, less lets outliers clip.
-        beta: weight that ties e to the residual, in the first iteration; greater beta leaves more to outliers.
+        p: power of the error, in (0, 2]; 2 maximizes the SQNR, a smaller p lets outliers clip.
+        beta: weight that ties e to the residual in the first iteration; a greater beta attributes more to outliers.
         kappa: factor by which beta grows with each iteration.
         iterations: updates of scale and zero point.
-        starts: factors tried; 1 is [min, max] alone.
-        smallest: least factor, in (0, 1).
+        starts: number of factors tried; 1 is [min, max] alone.
+        smallest: the smallest factor, in (0, 1).
 
     Raises:
-        ValueError: a number out of its range; on use, codes that are not integers.
+        ValueError: a number is out of its range, or, when used, the codes are not integers.
     """
 
     p: float = 2.0
@@ -80,9 +80,9 @@ class HQQRule(ScaleRule):
         if input.numel() == 0:
             return MinMaxRule().min_max(input, spec)
         blocks, shape = elements_last(input, spec)
-        # Each block becomes a row; groups remain groups where that decides the dtype of the scale.
+        # Each block becomes a row; groups stay groups, since the granularity decides the default dtype of the scale.
         row = PerGroup(-1) if isinstance(spec.granularity, PerGroup) and spec.scale_spec is None else PerRow()
-        # The search compares errors, so it must not depend on chance.
+        # The search compares errors, so it must not round stochastically.
         spec = replace(spec.with_granularity(row).to_nearest(), scale_spec=None)
         chunks = blocks.split(max(1, CHUNK // blocks.shape[1]))
         low, high = zip(*(self._search(chunk, spec) for chunk in chunks), strict=True)
@@ -119,7 +119,7 @@ class _Trials:
 
     Attributes:
         low, high: the best range, (rows, 1).
-        step: the scale of the range given first, (rows, 1); errors are measured in it, which keeps them from overflow.
+        step: the scale of the first range, (rows, 1), the unit of errors, so that they cannot overflow.
     """
 
     def __init__(self, rows: Tensor, spec: Numerics, low: Tensor, high: Tensor, p: float) -> None:
@@ -131,7 +131,7 @@ class _Trials:
         self.loss = torch.full_like(low, float("inf"))
 
     def add(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Try a range: (scale, zero_point, codes, residual), all but the zero point in fp32."""
+        """Evaluate a range; returns (scale, zero_point, codes, residual), all but the zero point in fp32."""
         spec = self.spec
         scale, zero_point = spec.choose_qparams_from_range(low, high, self.dtype)
         codes = spec.quantize(self.rows, scale, zero_point)
@@ -145,12 +145,12 @@ class _Trials:
 
 
 def _fit(spec: Numerics, scale: Tensor, zero_point: Tensor | None, codes: Tensor, error: Tensor) -> MinMax:
-    """Ranges (rows, 1) that stand for the scale and zero point of least squared error, the codes being given.
+    """Ranges (rows, 1) whose scale and zero point have the least squared error for fixed codes.
 
     Args:
-        scale, zero_point: those that gave the codes, (rows, 1).
+        scale, zero_point: those with which `codes` were quantized, (rows, 1).
         codes: (rows, elements), fp32.
-        error: what is to be added to the dequantized codes, in units of `scale`, (rows, elements).
+        error: target minus dequantized codes, in units of `scale`, (rows, elements).
     """
     low_code, high_code = spec.code_range
     real_zero = spec.zero_point_domain is ZeroPointDomain.FLOAT

@@ -1,8 +1,8 @@
 """Frozen configuration objects as JSON: one codec for specs, granularities, rules, layouts and recipes.
 
-A dataclass decorated with `jsonable` is written as ``{"type": <class name>, <field>: <value>, ...}`` with every field
-spelled out, so that a default that changes later does not change what an old file means. Enumerations and dtypes are
-written as dotted strings (``"MappingType.SYMMETRIC"``, ``"torch.bfloat16"``).
+A dataclass decorated with `jsonable` is written as ``{"type": <class name>, <field>: <value>, ...}`` with all fields,
+so that a later change of a default does not change the meaning of old files. Enumerations and dtypes are written as
+dotted strings (``"MappingType.SYMMETRIC"``, ``"torch.bfloat16"``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 T = TypeVar("T")
 
 MAX_DEPTH = 64
-"""Of lists and objects in each other that `from_json` reads."""
+"""Nesting depth of lists and objects that `from_json` accepts."""
 
 _CLASSES: dict[str, type] = {}
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -72,22 +72,22 @@ def to_json(value: Any) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """JSON data of a text from outside.
+    """Parse JSON text from an untrusted source.
 
     Raises:
-        ValueError: it is no JSON, it is nested too deep, or an object has a key twice.
+        ValueError: the text is not JSON, is nested too deep, or an object has a key twice.
     """
     try:
         return json.loads(text, object_pairs_hook=_without_duplicates)
     except RecursionError as error:
-        raise ValueError("JSON that is nested too deep") from error
+        raise ValueError("the JSON is nested too deep") from error
 
 
 def from_json(data: Any) -> Any:
     """Inverse of `to_json`; lists become tuples.
 
     Args:
-        data: JSON data, from anywhere: whatever is wrong with it is a `ValueError`.
+        data: JSON data, which may be untrusted: any error in it raises `ValueError`.
 
     Raises:
         ValueError: an unknown type, a field that this version does not know, a value that a field does not take, NaN,
@@ -109,7 +109,7 @@ def _read(data: Any, depth: int) -> Any:
     if data is not None and not isinstance(data, bool | int | float):
         raise ValueError(f"from_json: takes JSON data, got a {type(data).__name__}")
     if data != data:
-        raise ValueError("from_json: NaN is no value of a field")
+        raise ValueError("from_json: a field has the value NaN, which is not allowed")
     return data
 
 
@@ -130,7 +130,7 @@ def _make(name: Any, values: dict[Any, Any]) -> Any:
     for field, hint in _field_types(cls).items():
         value = getattr(made, field)
         if not _fits(value, hint):
-            raise ValueError(f"from_json: {name}.{field} is of the type {_word(hint)}, got {value!r:.80}")
+            raise ValueError(f"from_json: {name}.{field} takes a {_word(hint)}, got {value!r:.80}")
     return made
 
 
@@ -141,7 +141,7 @@ def _field_types(cls: type) -> dict[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of an annotated type, for the annotations that fields of JSON-able classes have."""
+    """Whether a value has an annotated type; it supports the annotations in the fields of JSON-able classes."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True
@@ -164,7 +164,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {max(keys, key=keys.count)!r:.80} is there twice")
+        raise ValueError(f"the key {max(keys, key=keys.count)!r:.80} occurs twice")
     return found
 
 

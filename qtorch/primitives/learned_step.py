@@ -1,5 +1,5 @@
-"""Fake quantization with scales and zero points that are learned: LSQ (Esser et al., arXiv 1902.08153, eq. 1-3) and
-LSQ+ (Bhalgat et al., arXiv 2004.09576, eq. 3-6).
+"""Fake quantization with learned scales and zero points: LSQ (Esser et al., arXiv 1902.08153, eq. 1-3) and LSQ+
+(Bhalgat et al., arXiv 2004.09576, eq. 3-6).
 
     v = x / s,   q = clamp(round(v) + z, Qn, Qp),   x_hat = (q - z) s
 
@@ -8,9 +8,9 @@ LSQ+ (Bhalgat et al., arXiv 2004.09576, eq. 3-6).
     dx_hat/ds                   round(v) - v                 q - z
     dx_hat/dz                   0                            -s
 
-Rounding counts as the identity plus a constant (straight-through): these are the derivatives of what is left, and those
-of `torch._fake_quantize_learnable_per_tensor_affine` and `_per_channel_affine`. Learned zero points are real numbers;
-z is the nearest code.
+Rounding is treated as the identity plus a constant (straight-through). The derivatives are those of
+`torch._fake_quantize_learnable_per_tensor_affine` and `_per_channel_affine`. Learned zero points are real numbers; z is
+the nearest code.
 """
 
 from __future__ import annotations
@@ -88,29 +88,31 @@ def learned_step_fake_quantize(
     grad_scale: float = 1.0,
     through_rounding: bool = True,
 ) -> Tensor:
-    """x_hat of the shape and dtype of `input`, differentiable in `input`, `scale` and `zero_point`; equal to
-    `dequantize_affine(quantize_affine(input))` with the INT domain. Equations at the top of the file.
+    """Fake-quantize `input`, with gradients for `input`, `scale` and `zero_point`: x_hat, in its shape and dtype.
+
+    It equals `dequantize_affine(quantize_affine(input))` with the INT domain. Equations at the top of the file.
 
     Args:
         input: fp32, fp16 or bf16, any shape.
         block_size: elements that share a scale, one size per axis, -1 for a whole axis.
         scale: positive, one element per block; its gradient is summed over the block.
-        zero_point: like `scale`, in floating point if it is learned, rounded and clamped to a code here; integer codes
-            if it is not; None for zero.
+        zero_point: shaped like `scale`; learned ones are in floating point, and rounded and clamped to a code here,
+            others are integer codes; None for zero.
         quant_dtype: an integer type.
-        quant_min, quant_max: narrower bounds than the type's own: -Q_N and Q_P of the paper.
-        grad_scale: what the gradients of `scale` and `zero_point` are multiplied by; see `lsq_grad_scale`.
-        through_rounding: False leaves round(v) - v out: only elements that clip move the scale, as in PACT (Choi et
-            al., arXiv 1805.06085, eq. 3, where a = s Q_P is learned, dx_hat/da = 1 where x >= a).
+        quant_min, quant_max: narrower bounds than those of the type: -Q_N and Q_P of the paper.
+        grad_scale: factor of the gradients of `scale` and `zero_point`; see `lsq_grad_scale`.
+        through_rounding: False omits round(v) - v, so that only elements that clip change the scale, as in PACT (Choi
+            et al., arXiv 1805.06085, eq. 3, where a = s Q_P is learned, dx_hat/da = 1 where x >= a).
 
     Raises:
         TypeError: `input` is not in floating point.
-        ValueError: `quant_dtype` is no integer type; the bounds leave it; `scale` does not have one element per block.
+        ValueError: `quant_dtype` is not an integer type, the bounds exceed it, or `scale` does not have one element per
+            block.
     """
     check_floating_point("learned_step_fake_quantize", input)
     kind = qdtype(quant_dtype)
     if kind.is_floating_point:
-        raise ValueError(f"learned steps are those of integer codes, got {kind.name}")
+        raise ValueError(f"learned_step_fake_quantize takes an integer type, got {kind.name}")
     low, high = code_range(kind, quant_min, quant_max)
     block = BlockView(input.shape, block_size).block
     return apply(
@@ -119,22 +121,22 @@ def learned_step_fake_quantize(
 
 
 def zero_point_code(zero_point: Tensor, low: float, high: float) -> Tensor:
-    """The code that a learned zero point stands for, nearest and within bounds, in its own dtype; codes as they are."""
+    """The code of a learned zero point: the nearest one within bounds, in the same dtype; codes are returned as is."""
     return torch.round(zero_point).clamp(low, high) if zero_point.is_floating_point() else zero_point
 
 
 def lsq_grad_scale(count: int, quant_max: float) -> float:
-    """1 / sqrt(N Q_P) (LSQ, section 2.2): with it the relative updates of a step and of its weights are of one size.
+    """1 / sqrt(N Q_P) (LSQ, section 2.2), which makes the relative updates of steps and weights similar in size.
 
     Args:
-        count: N, elements that share the step; for activations, those of one example or batch.
-        quant_max: Q_P, the largest code counted from that of zero.
+        count: N, the number of elements that share the step; for activations, those of one example or batch.
+        quant_max: Q_P, the largest code, counted from that of zero.
     """
     return 1 / math.sqrt(max(count, 1) * max(quant_max, 1))
 
 
 def lsq_scale(input: Tensor, block_size: Sequence[int], quant_max: float) -> Tensor:
-    """The initial step of each block, 2 mean|x| / sqrt(Q_P) (LSQ, section 2.1), fp32, of the scale's shape."""
+    """The initial step of each block, 2 mean|x| / sqrt(Q_P) (LSQ, section 2.1), fp32, in the shape of the scale."""
     check_floating_point("lsq_scale", input)
     view = BlockView(input.shape, block_size)
     magnitude = view.split(input.detach().float().abs())

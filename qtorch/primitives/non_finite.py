@@ -1,8 +1,8 @@
 """NaN and infinities: most codes cannot represent them, so scales carry them.
 
-A block that holds a NaN or an infinity has NaN for a scale, and so does all that is computed with it. Where a scale is
-shared by the rows (tokens) of an input, or given, each row gets a copy of it, NaN for the rows that hold such a value:
-the other rows stay as they are. Types that have a NaN, the float8 ones, need no copies: their codes are NaN.
+The scale of a block with a NaN or an infinity is NaN, and so is all that is computed with it. If the rows (tokens) of
+an input share a scale, or the scale is given, each row gets a copy of it, which is NaN for rows with such a value; the
+other rows are not affected. The float8 types have a NaN and need no copies: their codes are NaN.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from torch import Tensor
 
 
 def with_non_finite(values: Tensor, source: Tensor) -> Tensor:
-    """`values`, and NaN where `source`, of a shape that broadcasts to theirs, is NaN or infinite. Zeros keep their sign
-    where it is that of `source`."""
+    """`values`, with NaN where `source`, which broadcasts to their shape, is NaN or infinite.
+
+    A negative zero keeps its sign if that of `source` is negative too.
+    """
     if torch.compiler.is_compiling():  # for inductor, zero times anything is zero
         return torch.where(source.abs() < torch.inf, values, torch.nan)
     return torch.add(values, source, alpha=0)
 
 
 def lost_rows(x: Tensor) -> Tensor:
-    """(M, 1) fp32: NaN for each row of `x` (M, K) that holds a NaN or an infinity, 0 for all others."""
+    """Column (M, 1) in fp32: NaN for each row of `x` (M, K) with a NaN or an infinity, 0 for all others."""
     if x.shape[1] == 0:
         return x.new_zeros(x.shape[0], 1, dtype=torch.float32)
     # `isfinite` and norms of rows are ten times as slow on CPU.
@@ -29,5 +31,5 @@ def lost_rows(x: Tensor) -> Tensor:
 
 
 def without_rows(x: Tensor, lost: Tensor) -> Tensor:
-    """`x` (M, K) with zeros for the rows that `lost_rows` names."""
+    """`x` (M, K) with zeros in the rows that are NaN in `lost`, the result of `lost_rows`."""
     return torch.where(lost == 0, x, 0)

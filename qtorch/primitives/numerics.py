@@ -1,4 +1,4 @@
-"""Numerics: what scale rules and double quantization read of a `QuantSpec`, which stands above them and holds both."""
+"""Numerics: the part of `QuantSpec` that scale rules and double quantization need; it breaks their import cycle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ N = TypeVar("N", bound="Numerics")
 
 
 class Numerics(Protocol):
-    """The part of `QuantSpec` that does not depend on how ranges are chosen; see there."""
+    """Protocol of the part of `QuantSpec` that does not depend on how ranges are chosen; see there."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 

@@ -8,13 +8,13 @@ from torch.nn.functional import pad
 
 
 def prune_2_4(weight: Tensor) -> Tensor:
-    """Keep the two largest magnitudes of each four along the last axis, the first ones of equals; the rest is zero.
+    """Keep the two largest magnitudes of each four elements along the last axis, and set the rest to zero.
 
-    A last run of less than four is one of four that ends in zeros.
+    Of equal magnitudes the first are kept. A last run of less than four is padded with zeros.
     """
     fours = runs_of_four(weight)
     magnitudes = fours.abs().unbind(-1)
-    # Kept is what fewer than two beat: larger ones, and equal ones before it.
+    # An element is kept if fewer than two others are larger, or equal and before it.
     kept = []
     for i, x in enumerate(magnitudes):
         beats = [y >= x if j < i else y > x for j, y in enumerate(magnitudes) if j != i]
@@ -23,7 +23,7 @@ def prune_2_4(weight: Tensor) -> Tensor:
 
 
 def is_2_4(tensor: Tensor) -> bool:
-    """Whether at most two elements of each four along the last axis are not zero."""
+    """Whether at most two of each four elements along the last axis are not zero."""
     return not bool((runs_of_four(tensor) != 0).sum(-1).gt(2).any())
 
 

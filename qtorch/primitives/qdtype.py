@@ -1,6 +1,6 @@
-"""QDType: the numbers a quantized code can take, one object per type.
+"""QDType: the type of a code, one object per type, with the bounds of its codes.
 
-AQT's insight: the disputes over 127, 127.5 and 128 end when the bounds of the code are a table, so here they are.
+The bounds are a table, as in AQT, which settles whether a scale divides by 127, 127.5 or 128.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class QDType:
     Attributes:
         name: ``"int4"``, ``"uint8"``, ``"float8_e4m3fn"``, ...
         bits: width of one code.
-        quant_min, quant_max: smallest and largest code, as integers for integer types.
+        quant_min, quant_max: smallest and largest code; integers for integer types.
         storage: torch dtype that holds one unpacked code per element.
         is_floating_point: codes are floating-point numbers.
-        format: of floating-point codes that torch has no dtype for; their storage is a uint8 of bits.
+        format: of floating-point codes without a torch dtype, whose bits are stored in uint8.
     """
 
     name: str
@@ -43,19 +43,19 @@ class QDType:
 
     @property
     def has_nan(self) -> bool:
-        """Whether a code stands for NaN."""
+        """Whether the type has a code for NaN."""
         return self.is_floating_point and self.format is None
 
     def encode(
         self, values: Tensor, rounding: Rounding = Rounding.NEAREST_EVEN, generator: torch.Generator | None = None
     ) -> Tensor:
-        """Storage of fp32 `values`, which are within the bounds, and for integer types whole already.
+        """Codes, in the storage dtype, of fp32 `values` within the bounds, which integer types need rounded.
 
         Args:
-            rounding, generator: of floating-point types; those that torch has a dtype for round to nearest even only.
+            rounding, generator: for floating-point types; those with a torch dtype round to nearest even only.
 
         Raises:
-            ValueError: stochastic rounding to a type that lacks it.
+            ValueError: the type does not support this rounding.
         """
         if self.format is not None:
             return self.format.encode(values, rounding, generator)
@@ -73,7 +73,7 @@ class QDType:
     def __json__(self) -> str:
         return f"QDType.{self.name}"
 
-    # Copies and pickles of a type are the type itself.
+    # Types are compared by identity, so a copy or a loaded pickle has to be the same object.
     def __reduce__(self) -> tuple[Any, ...]:
         return qdtype, (self.name,)
 
@@ -96,7 +96,7 @@ def _small_float_types() -> list[QDType]:
 
 
 QDTYPES: dict[str, QDType] = {t.name: t for t in [*_integer_types(), *_float8_types(), *_small_float_types()]}
-# int32 and int16 are no storage formats; they serve bit-exact comparison with torch's own primitives.
+# int32 and int16 are not storage formats; tests use them for bit-exact comparison with torch's own primitives.
 QDTYPES |= {
     name: QDType(name, torch.iinfo(dt).bits, torch.iinfo(dt).min, torch.iinfo(dt).max, dt)
     for name, dt in (("int16", torch.int16), ("int32", torch.int32))
@@ -104,10 +104,10 @@ QDTYPES |= {
 
 
 def qdtype(dtype: QDType | torch.dtype | str) -> QDType:
-    """The `QDType` for a torch dtype (``torch.int4``), a name (``"int4"``) or itself.
+    """The `QDType` of a torch dtype (``torch.int4``) or a name (``"int4"``); a `QDType` is returned as is.
 
     Raises:
-        ValueError: no such quantized type.
+        ValueError: there is no such quantized type.
         TypeError: `dtype` is not one of the accepted kinds.
     """
     if isinstance(dtype, QDType):

@@ -3,7 +3,7 @@
     symmetric    scale = max(-min, max) / ((quant_max - quant_min) / 2)
     asymmetric   scale = (max - min) / (quant_max - quant_min),   zero_point = quant_min - round(min / scale)
 
-Ranges are extended to include zero; see `MappingType` and `ZeroPointDomain` for the rest. All of it in fp32.
+Ranges are extended to include zero; see `MappingType` and `ZeroPointDomain` for the other cases. Arithmetic is in fp32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .qdtype import QDType
 
 
 def min_max(input: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Smallest and largest element of each block, fp32, of the scale's shape; zeros where a block is empty."""
+    """Smallest and largest element of each block, fp32, in the shape of the scale; zeros if blocks are empty."""
     view = BlockView(input.shape, block_size)
     if input.numel() == 0:
         zeros = torch.zeros(view.scale_shape, dtype=torch.float32, device=input.device)
@@ -52,7 +52,7 @@ def choose_qparams_affine(
 ) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point of each block of `input` from its minimum and maximum.
 
-    Arguments, result and errors as in `choose_qparams_affine_with_min_max`.
+    Arguments, result and errors are those of `choose_qparams_affine_with_min_max`.
     """
     check_floating_point("choose_qparams_affine", input)
     low, high = min_max(input, block_size)
@@ -89,17 +89,17 @@ def choose_qparams_affine_with_min_max(
     """Scale and zero point from the range of each block, as an observer records it.
 
     Args:
-        min_val, max_val: range of each block, the scale's shape. Where either is NaN or infinite, the scale is NaN.
+        min_val, max_val: range of each block, in the shape of the scale; NaN or infinite ones make the scale NaN.
         mapping_type: see `MappingType`.
-        block_size: accepted for the common signature; the ranges are per block already.
-        target_dtype: gives the range of codes unless `quant_min` / `quant_max` narrow it.
+        block_size: accepted for compatibility and ignored; the ranges are per block already.
+        target_dtype: defines the range of codes, which `quant_min` and `quant_max` can narrow.
         eps: smallest scale; by default the smallest normal number of `scale_dtype`, so that an all-zero block has a
             finite scale and stays exactly zero while small weights keep their precision.
-        scale_dtype: fp32 by default. The scale is rounded to it here, before anything is quantized with it;
+        scale_dtype: fp32 by default. The scale is rounded to it before anything is quantized with it;
             `torch.float8_e8m0fnu` gives powers of two (see `_power_of_two_scale`).
         zero_point_dtype: int32 for the INT domain, fp32 for FLOAT.
-        preserve_zero: extend the range to include zero, so that 0.0 is a code (FLOAT, asymmetric: is within half a
-            step of one). False needs the FLOAT domain.
+        preserve_zero: extend the range to include zero, so that 0.0 has a code (FLOAT, asymmetric: within half a step).
+            False needs the FLOAT domain.
         zero_point_domain: see `ZeroPointDomain`; NONE gives no zero point.
 
     Returns:
@@ -129,12 +129,12 @@ def choose_qparams_affine_with_min_max(
     else:
         steps = float(high_code - low_code)
         scale = (high - low) / steps
-        # The difference of two huge numbers overflows where that of their quotients does not.
+        # The difference of two huge numbers may overflow, that of their quotients does not.
         scale = torch.where(scale.isinf(), high / steps - low / steps, scale)
     limits = torch.finfo(scale_dtype)
     largest = limits.max
     if mapping_type is not MappingType.SYMMETRIC_NO_CLIPPING_ERR:
-        # The outermost code may lie half a step beyond the range; it must not stand for infinity.
+        # The outermost code may lie half a step beyond the range; it must not dequantize to infinity.
         largest = min(largest, torch.finfo(torch.bfloat16).max / ((high_code - low_code + 1) / 2))
     if scale_dtype is torch.float8_e8m0fnu:
         scale = _power_of_two_scale(scale, low, high, high_code, mapping_type)
@@ -157,8 +157,12 @@ def choose_qparams_affine_with_min_max(
 
 
 def _power_of_two_scale(scale: Tensor, low: Tensor, high: Tensor, high_code: float, mapping: MappingType) -> Tensor:
-    """Symmetric: 2^(floor(log2(absmax)) - floor(log2(high_code))), OCP Microscaling specification v1.0, section 6.3;
-    absmax may clip, by less than the largest code's last binade. Asymmetric: the next power of two, nothing clips."""
+    """Round scales to powers of two.
+
+    Symmetric: 2^(floor(log2(absmax)) - floor(log2(high_code))), OCP Microscaling specification v1.0, section 6.3;
+    absmax may clip, by less than the last binade of the largest code. Asymmetric: the next power of two, without
+    clipping.
+    """
     if mapping is not MappingType.ASYMMETRIC:
         largest_power = 2.0 ** (math.frexp(high_code)[1] - 1)
         return floor_to_power_of_two(torch.maximum(-low, high)) / largest_power

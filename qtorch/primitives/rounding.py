@@ -1,4 +1,4 @@
-"""Rounding to integers: to nearest, ties to even; or stochastic."""
+"""Rounding to integers: to the nearest, ties to even, or stochastic."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def round_to_integer(
     else:
         noise = torch.rand(x.shape, dtype=dtype, device=x.device, generator=generator)
     floor = torch.floor(x)
-    # Comparing with the fraction, instead of floor(x + u), keeps large x exact: x + u may round up to the next integer.
+    # floor(x + u) would be wrong for large x, where x + u may round up to the next integer.
     return floor + (noise < x.to(dtype) - floor).to(x.dtype)

@@ -1,7 +1,7 @@
-"""Scale rules: from the elements of a block to the range [min, max] that its codes should cover.
+"""Scale rules: choose the range [min, max] that the codes of a block should cover from its elements.
 
-A rule answers `min_max(input, spec)` with two fp32 tensors of the scale's shape; `choose_qparams_affine_with_min_max`
-turns them into scale and zero point. A new rule is a frozen dataclass with that method.
+A rule implements `min_max(input, spec)`, which returns two fp32 tensors in the shape of the scale;
+`choose_qparams_affine_with_min_max` turns them into scale and zero point. A new rule is a frozen dataclass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MinMax = tuple[Tensor, Tensor]
 
 
 class ScaleRule:
-    """Base of the scale rules."""
+    """Base class of scale rules."""
 
     def min_max(self, input: Tensor, spec: Numerics) -> MinMax:
         raise NotImplementedError
@@ -33,7 +33,7 @@ class ScaleRule:
 @jsonable
 @dataclass(frozen=True)
 class MinMaxRule(ScaleRule):
-    """The whole range of the block; under a symmetric mapping that is absmax."""
+    """The whole range of the block; with a symmetric mapping, that is [-absmax, absmax]."""
 
     def min_max(self, input: Tensor, spec: Numerics) -> MinMax:
         return min_max(input, spec.block_size(input.shape))
@@ -42,7 +42,7 @@ class MinMaxRule(ScaleRule):
 @jsonable
 @dataclass(frozen=True)
 class AbsMaxRule(ScaleRule):
-    """[-a, a], a = max |x|, whatever the mapping."""
+    """[-a, a] with a = max |x|, for every mapping."""
 
     def min_max(self, input: Tensor, spec: Numerics) -> MinMax:
         low, high = min_max(input, spec.block_size(input.shape))
@@ -53,7 +53,7 @@ class AbsMaxRule(ScaleRule):
 @jsonable
 @dataclass(frozen=True)
 class AbsMeanRule(ScaleRule):
-    """scale = mean |x| (BitNet b1.58, arXiv 2402.17764, eq. 1-3, with codes in {-1, 0, 1})."""
+    """The range for which scale = mean |x| (BitNet b1.58, arXiv 2402.17764, eq. 1-3, with codes in {-1, 0, 1})."""
 
     def min_max(self, input: Tensor, spec: Numerics) -> MinMax:
         blocks, shape = elements_last(input, spec)
@@ -71,10 +71,10 @@ class AbsMeanRule(ScaleRule):
 @jsonable
 @dataclass(frozen=True)
 class LSQRule(ScaleRule):
-    """scale = 2 mean |x| / sqrt(Q_P), where learned step sizes start (Esser et al., arXiv 1902.08153, section 2.1).
+    """The range for which scale = 2 mean |x| / sqrt(Q_P), the initial step of LSQ (arXiv 1902.08153, section 2.1).
 
-    Q_P is the number of codes above that of zero. An asymmetric mapping gives a block without negative elements all
-    codes, and any other block as many below zero as above.
+    Q_P is the number of codes above that of zero. With an asymmetric mapping a block without negative elements uses all
+    codes; any other block uses as many below zero as above.
     """
 
     def min_max(self, input: Tensor, spec: Numerics) -> MinMax:
@@ -90,7 +90,7 @@ class LSQRule(ScaleRule):
 @jsonable
 @dataclass(frozen=True)
 class FixedRangeRule(ScaleRule):
-    """The range [low, high] whatever the data: softmax outputs in [0, 1], a clip learned elsewhere."""
+    """The fixed range [low, high] for any data, such as [0, 1] for softmax outputs, or a learned clip."""
 
     low: float
     high: float
@@ -108,7 +108,7 @@ class FixedRangeRule(ScaleRule):
 @jsonable
 @dataclass(frozen=True)
 class PercentileRule(ScaleRule):
-    """The range without its outermost (1 - p/100) / 2 on either side: outliers clip, the bulk gets finer steps."""
+    """The range without the outermost (1 - p/100) / 2 of the elements on either side, so that outliers clip."""
 
     percentile: float = 99.9
 
@@ -133,10 +133,10 @@ class PercentileRule(ScaleRule):
 @jsonable
 @dataclass(frozen=True)
 class MSERule(ScaleRule):
-    """Shrink [min, max] by the factor in [smallest, 1] that makes |x - dequantize(quantize(x))|^2 least, per block.
+    """Shrink [min, max] by the factor in [smallest, 1] that minimizes |x - dequantize(quantize(x))|^2, per block.
 
-    `steps` factors are tried, 1 included, so that the result is never worse than `MinMaxRule`. Least squared error is
-    best SQNR.
+    `steps` factors are tried, 1 included, so the result is never worse than that of `MinMaxRule`. The least squared
+    error is the best SQNR.
     """
 
     steps: int = 41
@@ -148,7 +148,7 @@ class MSERule(ScaleRule):
 
     def min_max(self, input: Tensor, spec: Numerics) -> MinMax:
         low, high = MinMaxRule().min_max(input, spec)
-        # The search compares errors, so it must not depend on chance.
+        # The search compares errors, so it must not round stochastically.
         spec = spec.to_nearest()
         best, best_error = torch.ones_like(low), torch.full_like(low, float("inf"))
         for step in range(self.steps):
@@ -164,13 +164,13 @@ class MSERule(ScaleRule):
 
 
 def _with_non_finite(low: Tensor, high: Tensor, input: Tensor, spec: Numerics) -> MinMax:
-    """A range that leaves elements out, NaN for a block in which one of all is NaN or infinite."""
+    """`low` and `high`, with NaN for blocks with a NaN or an infinity, which a rule that skips elements may miss."""
     least, most = min_max(input, spec.block_size(input.shape))
     return with_non_finite(low, least), with_non_finite(high, most)
 
 
 def elements_last(input: Tensor, spec: Numerics) -> tuple[Tensor, tuple[int, ...]]:
-    """`input` as (blocks, elements of a block), and the shape of the scale."""
+    """`input` in the shape (blocks, elements of a block), and the shape of the scale."""
     view = BlockView(input.shape, spec.block_size(input.shape))
     x = view.split(input)
     kept = [d for d in range(x.dim()) if d not in view.dims]

@@ -1,4 +1,4 @@
-"""Scheme: everything about a quantized tensor but its data."""
+"""Scheme: the metadata of a quantized tensor."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from .spec import LinearSpec, QuantSpec
 
 
 def constant_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """`shape` in integers. A compiler that takes sizes for symbols is told that these are numbers: metadata cannot vary
-    within a graph.
+    """`shape` as integers; symbolic sizes of a compiler become constants, since metadata cannot vary within a graph.
 
     Raises:
-        ValueError: a size is no integer.
+        ValueError: a size is not an integer.
     """
     if not all(type(size) is int or isinstance(size, torch.SymInt) for size in shape):
-        raise ValueError(f"a shape has integers, got {shape!r}")
+        raise ValueError(f"a shape takes integers, got {shape!r}")
     return tuple(map(int, shape))
 
 
@@ -29,15 +28,15 @@ def constant_shape(shape: Sequence[int]) -> tuple[int, ...]:
 class Scheme:
     """Metadata of a quantized tensor: hashable, JSON-able, no tensors and no callables.
 
-    It is the key by which kernels are chosen, so its hash is computed once.
+    Kernels are looked up by it, so its hash is computed once.
 
     Args:
-        spec: how the tensor, and the activation that meets it, are quantized; its layout says how codes lie in memory.
+        spec: how the tensor and its activation are quantized, and the layout of the codes.
         shape: logical shape.
-        dtype: logical dtype, that of the tensor when dequantized.
+        dtype: logical dtype, that of the dequantized tensor.
 
     Raises:
-        ValueError: the sizes of the shape are no integers.
+        ValueError: a size of the shape is not an integer.
     """
 
     spec: LinearSpec
@@ -57,7 +56,7 @@ class Scheme:
 
     @property
     def codes_shape(self) -> tuple[int, ...]:
-        """Shape of the codes; that of the tensor, except where it shows a matrix in another one."""
+        """Shape of the codes: that of the tensor, unless a subclass stores them as a matrix."""
         return self.shape
 
     @property

@@ -352,7 +352,7 @@ def test_importance_is_for_kmeans() -> None:
     weighted = LUTQuantizedTensor.from_float(x, SPECS["2 bits row"], importance)
     errors = [(importance * (x - w.dequantize()).square()).sum() for w in (plain, weighted)]
     assert errors[1] < 0.95 * errors[0]
-    with pytest.raises(ValueError, match="importance weights k-means; the table of uint4 NF4"):
+    with pytest.raises(ValueError, match="importance is for k-means, the table of uint4 NF4"):
         LUTQuantizedTensor.from_float(x, SPECS["nf4"], importance)
 
 

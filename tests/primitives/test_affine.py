@@ -236,8 +236,8 @@ def test_error_texts() -> None:
         """\
 block: block_size (1, 3) does not divide shape (2, 8): 8 % 3 along axis 1
 rank: block_size (8,) has 1 axes, the tensor has shape (2, 8)
-range: quant_min=-129, quant_max=127 is no range within int8's [-128, 127]
-empty: quant_min=9, quant_max=3 is no range within uint4's [0, 15]
+range: quant_min=-129, quant_max=127 is not a range within int8's [-128, 127]
+empty: quant_min=9, quant_max=3 is not a range within uint4's [0, 15]
 no zero: an asymmetric mapping needs a zero point: zero_point_domain is NONE
 preserve: preserve_zero=False needs zero_point_domain FLOAT, got INT
 storage: codes of int4 are stored as torch.int8, got torch.uint8

@@ -188,12 +188,12 @@ def test_damaged_data_is_read_or_refused(seed: int) -> None:
     ("data", "message"),
     [
         ({"type": "PerGroup", "group_size": "32"}, "PerGroup cannot be made from"),
-        ({"type": "PerGroup", "group_size": 32.0}, "PerGroup.group_size is of the type int, got 32.0"),
-        ({"type": "PerGroup", "group_size": True}, "PerGroup.group_size is of the type int, got True"),
-        ({"type": "PerBlock", "sizes": [1, 2.5]}, r"PerBlock.sizes is of the type tuple\[int, ...\], got \(1, 2.5\)"),
-        ({"type": "PerAxis", "axis": []}, r"PerAxis.axis is of the type int, got \(\)"),
+        ({"type": "PerGroup", "group_size": 32.0}, "PerGroup.group_size takes a int, got 32.0"),
+        ({"type": "PerGroup", "group_size": True}, "PerGroup.group_size takes a int, got True"),
+        ({"type": "PerBlock", "sizes": [1, 2.5]}, r"PerBlock.sizes takes a tuple\[int, ...\], got \(1, 2.5\)"),
+        ({"type": "PerAxis", "axis": []}, r"PerAxis.axis takes a int, got \(\)"),
         ({"type": "PerAxis", "axis": {}}, "PerAxis cannot be made from"),
-        ({"type": "FixedRangeRule", "low": float("nan"), "high": 1.0}, "NaN is no value"),
+        ({"type": "FixedRangeRule", "low": float("nan"), "high": 1.0}, "a field has the value NaN"),
         ({"type": "Rounding"}, "unknown type 'Rounding'"),
         ({"type": ["PerRow"]}, r"unknown type \['PerRow'\]"),
         ({"type": None}, "unknown type None"),
@@ -222,5 +222,5 @@ def test_depth() -> None:
 
 def test_keys_that_are_there_twice() -> None:
     assert parse_json('{"a": [1, {"b": 2}]}') == {"a": [1, {"b": 2}]}
-    with pytest.raises(ValueError, match="the key 'b' is there twice"):
+    with pytest.raises(ValueError, match="the key 'b' occurs twice"):
         parse_json('{"a": [1, {"b": 2, "c": 1, "b": 2}]}')

@@ -211,7 +211,7 @@ def test_scales_of_the_paper() -> None:
 
 
 def test_codes_in_floating_point_are_refused() -> None:
-    with pytest.raises(ValueError, match="learned steps are those of integer codes, got float8_e4m3fn"):
+    with pytest.raises(ValueError, match="learned_step_fake_quantize takes an integer type, got float8_e4m3fn"):
         learned_step_fake_quantize(data(4), (-1,), torch.ones(1), None, qdtype("float8_e4m3fn"))
 
 
