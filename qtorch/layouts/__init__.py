@@ -1,4 +1,4 @@
-"""Layouts, one a file. Every module of this package is imported here."""
+"""Layouts, one per file. Every module of this package is imported here."""
 
 from ..discovery import import_modules
 

@@ -1,8 +1,8 @@
-"""Layout: how the codes, scales and zero points of a quantized tensor lie in memory.
+"""Layout: how the codes, scales and zero points of a quantized tensor are stored in memory.
 
 A layout is a stateless bijection, ``unpack(pack(codes, scale, zero_point)) == (codes, scale, zero_point)`` exactly, and
-knows no operations. A new layout is one file in this folder: a frozen dataclass with a name of its own, decorated with
-`register_layout`.
+implements no operations. To add a layout, add a file to this folder with a frozen dataclass that has a unique name and
+is decorated with `register_layout`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Plain = tuple[Tensor, Tensor, Tensor | None]
 
 
 class Layout:
-    """Base of the layouts.
+    """Base class of layouts.
 
     Attributes:
-        name: what kernels ask for.
-        tensors: names of the inner tensors that `pack` gives; those it leaves out are None.
-        any_codes: it holds whatever codes a scheme that it takes can have. Otherwise a view that has to unpack them is
-            in the plain layout.
+        name: the name by which kernels select layouts.
+        tensors: names of the inner tensors that `pack` returns; those it leaves out are None.
+        any_codes: whether it can hold all codes of the schemes that it accepts. Otherwise a view that has to unpack the
+            codes gets the plain layout.
     """
 
     name: ClassVar[str]
@@ -46,11 +46,11 @@ class Layout:
         raise NotImplementedError
 
     def codes_forms(self, scheme: Scheme) -> tuple[Form, ...]:
-        """What the tensor named first must be: the packed codes of a tensor of this scheme."""
+        """The forms that the first tensor of `tensors`, the packed codes, may have for this scheme."""
         raise NotImplementedError
 
     def forms(self, scheme: Scheme) -> Forms:
-        """What each tensor that `pack` gives must be. By default scales and zero points are beside the codes."""
+        """The forms of the tensors that `pack` returns. By default scales and zero points are separate tensors."""
         weight, shape = scheme.weight, scheme.codes_shape
         forms = {self.tensors[0]: self.codes_forms(scheme), **scale_forms(weight, shape)}
         if weight.has_zero_point:
@@ -59,29 +59,34 @@ class Layout:
         return forms
 
     def check_spec(self, weight: QuantSpec) -> None:
-        """Raise `ValueError` where no tensor quantized so can be laid out so; every one can by default."""
+        """Raise `ValueError` if the layout cannot hold tensors quantized by this spec; by default it can."""
 
     def check(self, scheme: Scheme) -> None:
-        """Raise `ValueError` where a tensor of this scheme cannot be laid out so."""
+        """Raise `ValueError` if the layout cannot hold a tensor of this scheme."""
         self.check_spec(scheme.weight)
 
     def packing(self, device: torch.device) -> Hashable:
-        """What the packed form depends on beside the scheme, None for nothing: tensors move to a device of another
-        packing by unpacking, and are pickled unpacked."""
+        """Key of the packed form on `device`, or None if the form does not depend on the device.
+
+        Tensors are unpacked to be moved to a device with another key, and to be pickled unless the key is None.
+        """
         return None
 
     @property
     def packed_axis(self) -> int | None:
-        """The axis, counted from the end, that the tensor named first is packed along; along all others it can be cut
-        and moved as the codes can, with the other tensors as they are in the plain layout. None: it cannot."""
+        """The axis, counted from the end, along which the first tensor is packed, or None if it cannot be viewed.
+
+        Along the other axes the packed codes can be sliced and permuted like codes. The other tensors are those of the
+        plain layout.
+        """
         return None
 
     def can_view(self, qdata: Tensor) -> bool:
-        """Whether this tensor, the one named first, does lie along `packed_axis`: the packing of a device may not."""
+        """Whether `qdata`, the first tensor, is packed along `packed_axis`; the packing of a device may differ."""
         return self.packed_axis is not None
 
     def with_packed_axis(self, axis: int) -> Layout:
-        """The layout of such a tensor after the packed axis has moved."""
+        """The layout after a view has moved the packed axis to `axis`."""
         raise NotImplementedError
 
 
@@ -91,16 +96,16 @@ LAYOUTS: dict[str, type[Layout]] = {}
 
 
 def check_layout(value: object) -> None:
-    """Raise `ValueError` where `value`, from a file say, is no layout."""
+    """Raise `ValueError` if `value`, which may come from a file, is not a layout."""
     if type(value) not in LAYOUTS.values():
         raise ValueError(f"a layout is one of {', '.join(cls.__name__ for cls in LAYOUTS.values())}, got {value!r:.80}")
 
 
 def register_layout(cls: L) -> L:
-    """Class decorator: make a layout known by its name and readable from JSON.
+    """Class decorator: register a layout under its name and make it readable from JSON.
 
     Raises:
-        ValueError: another layout has the name.
+        ValueError: another layout has the same name.
     """
     if LAYOUTS.setdefault(cls.name, cls) is not cls:
         raise ValueError(f"register_layout: the name {cls.name!r} is taken by {LAYOUTS[cls.name]!r}")
@@ -109,8 +114,7 @@ def register_layout(cls: L) -> L:
 
 
 def check_scheme(scheme: Scheme, spec_type: type) -> None:
-    """Raise `ValueError` where a scheme has a weight that is not described by a `spec_type`, or cannot be laid out as
-    it says."""
+    """Raise `ValueError` if the weight spec is not a `spec_type`, or the layout or shape of `scheme` is invalid."""
     if not isinstance(scheme.weight, spec_type):
         raise ValueError(f"takes a {spec_type.__name__}, got {scheme.weight!r}")
     if not isinstance(scheme.layout, Layout):

@@ -1,8 +1,8 @@
-"""What the inner tensors of a quantized tensor must be: their names, shapes and dtypes follow from its scheme.
+"""Validation of the inner tensors of a quantized tensor, whose names, shapes and dtypes follow from its scheme.
 
-Kernels take sizes from the scheme and addresses from the inner tensors, so that both must agree. All that comes from
-outside, a pickle, a checkpoint, codes that a caller gives, passes `check_inner_tensors`, and each call does that goes
-through `F.linear`, `F.embedding` or a convolution: whatever was done to the tensors since, no kernel reads past them.
+Kernels take sizes from the scheme and addresses from the inner tensors, so both must agree. `check_inner_tensors`
+checks whatever comes from a pickle, a checkpoint or a caller, and each call of `F.linear`, `F.embedding` or a
+convolution, so that no kernel reads past tensors that were changed in the meantime.
 """
 
 from __future__ import annotations
@@ -18,20 +18,15 @@ from ..primitives.double_quant import scale_tensor_shapes
 FLOATS = frozenset(
     dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype.is_floating_point
 )
-"""Dtypes that scales, tables and zero points in floating point may have."""
+"""Dtypes allowed for scales, tables and zero points in floating point."""
 
 
 INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})
-"""Dtypes that zero points in the units of codes may have."""
+"""Dtypes allowed for zero points that are codes."""
 
 
 class Form(NamedTuple):
-    """What one inner tensor must be.
-
-    Attributes:
-        shape: its shape.
-        dtypes: the dtypes that it may have.
-    """
+    """Required shape and allowed dtypes of one inner tensor."""
 
     shape: Sequence[int]
     dtypes: Collection[torch.dtype]
@@ -43,12 +38,14 @@ class Form(NamedTuple):
 
 
 Forms = Mapping[str, tuple[Form, ...]]
-"""By name, the alternatives for each inner tensor that a scheme has; no other may be there."""
+"""The allowed forms of each inner tensor of a scheme, by name; there may be no other tensors."""
 
 
 def scale_forms(weight: Any, shape: Sequence[int]) -> dict[str, tuple[Form, ...]]:
-    """Of the tensors that stand for the scales of a tensor of this shape quantized by `weight`, a `QuantSpec` or a
-    `CodebookSpec`; see `primitives.double_quant`."""
+    """Forms of the tensors that represent the scales of a tensor of this shape, quantized by `weight`.
+
+    `weight` is a `QuantSpec` or a `CodebookSpec`; see `primitives.double_quant`.
+    """
     spec = weight.scale_spec
     shapes = scale_tensor_shapes(weight.scale_shape(shape), spec)
     forms: dict[str, tuple[Form, ...]] = {name: (Form(shape, FLOATS),) for name, shape in shapes.items()}
@@ -56,12 +53,12 @@ def scale_forms(weight: Any, shape: Sequence[int]) -> dict[str, tuple[Form, ...]
 
 
 def check_inner_tensors(tensors: Mapping[str, Any], forms: Forms, scheme: Any) -> None:
-    """Raise `ValueError` where `tensors` are not, by name, what `forms` asks for.
+    """Raise `ValueError` if `tensors` do not have the names, shapes and dtypes of `forms`.
 
     Args:
         tensors: by name; None counts as missing.
-        forms: of `scheme`.
-        scheme: for the message.
+        forms: the forms of `scheme`.
+        scheme: shown in the error message.
     """
     for name, alternatives in forms.items():
         tensor = tensors.get(name)
@@ -80,8 +77,7 @@ def check_inner_tensors(tensors: Mapping[str, Any], forms: Forms, scheme: Any) -
 
 
 def check_plain_tensors(tensors: Mapping[str, Any]) -> None:
-    """Raise `ValueError` where a value, what a file or a caller gives, is neither None nor a plain strided tensor, or
-    they are on several devices."""
+    """Raise `ValueError` if a value is neither None nor a plain strided tensor, or they are on several devices."""
     devices = {}
     for name, tensor in tensors.items():
         if tensor is None:
@@ -99,7 +95,7 @@ def _described(scheme: Any) -> str:
 
 
 def is_backed(tensor: Tensor) -> bool:
-    """Whether its storage holds all of its elements: `untyped_storage().resize_` may have taken some away."""
+    """Whether the storage holds all elements of the tensor; `untyped_storage().resize_` can shrink it."""
     size = tensor.untyped_storage().nbytes()
     if size >= (tensor.storage_offset() + tensor.numel()) * tensor.itemsize and tensor.is_contiguous():
         return True

@@ -1,13 +1,13 @@
 """PackedLayout: codes of less than 8 bits, packed to their true size along one axis.
 
-`pack_bits` takes codes of 1 to 8 bits along any axis. The axis is padded to 8 G codes; the code at j G + g is item j of
-group g, so that each group is 8 codes and becomes `bits` bytes. A code is cut into parts of 4, 2 and 1 bits, the binary
+`pack_bits` packs codes of 1 to 8 bits along any axis. The axis is padded to 8 G codes; the code at j G + g is item j of
+group g, so each group has 8 codes and becomes `bits` bytes. A code is split into parts of 4, 2 and 1 bits, the binary
 digits of its width, the low part first; a part of p bits fills p bytes of the group:
 
     packed[i G + g] = sum_s part[(i 8/p + s) G + g] << (p s),    0 <= i < p,  0 <= s < 8/p
 
-and the parts follow each other. Items that share a byte are G apart in memory, not neighbours, and no part straddles
-two bytes: packing and unpacking are shifts and masks of whole contiguous runs, which vectorize.
+and the parts follow one after the other. Items that share a byte are G apart in memory, and no part straddles two
+bytes, so packing and unpacking are shifts and masks of contiguous runs, which vectorize.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from .inner_tensors import Form
 @register_layout
 @dataclass(frozen=True, repr=False)
 class PackedLayout(Layout):
-    """Codes in uint8 at their true size (see `pack_bits`), signed ones offset; scale and zero point beside
-    them.
+    """Codes packed in uint8 at their true size (see `pack_bits`), signed ones offset; scale and zero point separate.
 
     Args:
-        axis: the one codes are packed along, counted from the end. A transposed view has it elsewhere than last.
+        axis: the axis along which codes are packed, counted from the end. Transposed views have another than the last.
 
     Raises:
         ValueError: `axis` is not negative.
@@ -44,7 +43,7 @@ class PackedLayout(Layout):
 
     def __post_init__(self) -> None:
         if self.axis >= 0:
-            raise ValueError(f"PackedLayout: the axis is counted from the end, got {self.axis}")
+            raise ValueError(f"PackedLayout: axis is counted from the end and must be negative, got {self.axis}")
 
     def __repr__(self) -> str:
         return "PackedLayout()" if self.axis == -1 else f"PackedLayout(axis={self.axis})"
@@ -86,7 +85,7 @@ _GROUP = 8
 
 
 def packed_length(length: int, bits: int) -> int:
-    """Bytes that `pack_bits` makes of `length` codes."""
+    """Number of bytes into which `pack_bits` packs `length` codes."""
     return -(-length // _GROUP) * bits
 
 
@@ -121,7 +120,7 @@ def unpack_bits(packed: Tensor, bits: int, length: int, axis: int = -1, dtype: t
     """Inverse of `pack_bits`: the first `length` codes along `axis`.
 
     Raises:
-        ValueError: `bits` is not 1 to 8, or `packed` is not of the size that `length` codes take.
+        ValueError: `bits` is not 1 to 8, or `packed` does not have the size of `length` codes.
     """
     _check_bits(bits)
     axis %= packed.dim()
@@ -140,7 +139,7 @@ def unpack_bits(packed: Tensor, bits: int, length: int, axis: int = -1, dtype: t
         first += part
         mask = 2**part - 1
         items = [(byte >> (part * s)) & mask for s in range(_GROUP // part - 1)]
-        # Nothing is above the topmost item.
+        # The topmost item needs no mask.
         items.append(byte >> (_GROUP - part))
         value = torch.stack(items, axis + 1).flatten(axis, axis + 2)
         codes = value if codes is None else codes | (value << low)
@@ -149,7 +148,7 @@ def unpack_bits(packed: Tensor, bits: int, length: int, axis: int = -1, dtype: t
 
 
 def can_pack_bits(dtype: QDType) -> bool:
-    """Whether `pack_codes` makes codes of this type smaller: less than 8 bits in a byte."""
+    """Whether `pack_codes` makes codes of this type smaller: they have less than 8 bits and are stored in a byte."""
     return dtype.bits < _GROUP and dtype.storage in (torch.int8, torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""PlainLayout: one code per element, as the primitives give them."""
+"""PlainLayout: unpacked codes, scale and zero point, as the primitives return them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .inner_tensors import Form
 @register_layout
 @dataclass(frozen=True)
 class PlainLayout(Layout):
-    """Codes in int8 or uint8 (one byte an element, whatever their bits), scale and zero point beside them."""
+    """Unpacked codes in their storage dtype, one per element, with scale and zero point as separate tensors."""
 
     name = "plain"
     tensors = ("qdata", "scale", "zero_point")
@@ -32,7 +32,7 @@ class PlainLayout(Layout):
 
 
 def layout_for(scheme: Scheme) -> Layout:
-    """The layout of the scheme, or the plain one where it cannot hold every such tensor."""
+    """The layout of the scheme, or the plain layout if it cannot hold every tensor of the scheme."""
     if not scheme.layout.any_codes:
         return PlainLayout()
     try:

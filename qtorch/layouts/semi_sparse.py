@@ -1,14 +1,14 @@
-"""SemiSparseLayout: codes of 8 bits that are 2:4 sparse along one axis, at 5 bits each.
+"""SemiSparseLayout: 8-bit codes that are 2:4 sparse along one axis, stored at 5 bits per element.
 
-`pack_2_4` works on any device. The axis is padded to 16 G codes, 4 G runs of four. A run keeps two codes a, b and their
-positions i < j in it; where fewer are not zero, the first zeros fill up. Along the axis come
+`pack_2_4` works on any device. The axis is padded to 16 G codes, 4 G runs of four. A run stores two codes a, b and
+their positions i < j; if fewer than two are not zero, the first zeros are stored too. Along the axis come
 
     a of every run (4 G bytes), b of every run (4 G), `pack_bits` of i of every run and j of every run (2 G)
 
-and a run is the little-endian word a << 8 i | b << 8 j: unpacking is shifts of whole contiguous runs, which vectorize.
+and a run is the little-endian word a << 8 i | b << 8 j, so unpacking is shifts of contiguous runs, which vectorize.
 
-`compress_cusparselt`, for the sparse tensor cores of CUDA devices: the order of cuSPARSELt, which it does not document,
-of the same size, for a matrix padded to multiples of 32.
+`compress_cusparselt` packs for the sparse tensor cores of CUDA devices, in the undocumented order of cuSPARSELt, to the
+same size, a matrix padded to multiples of 32.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from .packed import pack_bits, unpack_bits
 @register_layout
 @dataclass(frozen=True, repr=False)
 class SemiSparseLayout(Layout):
-    """int8 or float8_e4m3fn codes of which each run of four has at most two that are not zero, and the scale beside
-    them. Packed, they are uint8 bytes along the axis; for a matrix on a CUDA device with sparse
-    tensor cores, sparse along its rows, the order of cuSPARSELt, in the dtype of the codes.
+    """int8 or float8_e4m3fn codes with at most two that are not zero in each run of four, packed; scale separate.
+
+    Packed codes are uint8, or, for a matrix that is sparse along its rows on a CUDA device with sparse tensor cores, in
+    the order of cuSPARSELt and the dtype of the codes.
 
     Args:
-        axis: the one codes are sparse along, counted from the end. A transposed view has it elsewhere than last.
+        axis: the axis along which codes are sparse, counted from the end. Transposed views have another than the last.
 
     Raises:
         ValueError: `axis` is not negative.
@@ -113,14 +114,14 @@ _TILE = 32
 
 
 def packed_length_2_4(length: int) -> int:
-    """Bytes that `pack_2_4` makes of `length` codes."""
+    """Number of bytes into which `pack_2_4` packs `length` codes."""
     return -(-length // _GROUP) * 10
 
 
 def pack_2_4(codes: Tensor, axis: int = -1) -> Tensor:
-    """Pack 2:4 codes of 8 bits, in any dtype of one byte, along `axis` into uint8; format at the top of the file.
+    """Pack 2:4 sparse codes in any one-byte dtype along `axis` into uint8; format at the top of the file.
 
-    A code counts as zero where its byte is zero; the negative zero of float8 does not.
+    A code is zero if its byte is zero, so the negative zero of float8 is not.
 
     Raises:
         ValueError: a run of four has more than two codes that are not zero.
@@ -130,7 +131,7 @@ def pack_2_4(codes: Tensor, axis: int = -1) -> Tensor:
     if not codes.is_meta and (broken := int((nonzero.sum(-1) > 2).sum())):
         raise ValueError(
             f"codes of shape {tuple(codes.shape)} are not 2:4 sparse along axis {axis}: {broken} of "
-            f"{fours.numel() // 4} runs of four have more than two that are not zero; prune_2_4 makes them so"
+            f"{fours.numel() // 4} runs of four have more than two that are not zero; prune the weight with prune_2_4"
         )
     which = (nonzero * nonzero.new_tensor([1, 2, 4, 8], dtype=torch.uint8)).sum(-1)
     positions = torch.tensor(_POSITIONS, device=codes.device)[which]
@@ -143,7 +144,7 @@ def unpack_2_4(packed: Tensor, length: int, dtype: torch.dtype, axis: int = -1) 
     """Inverse of `pack_2_4`: the first `length` codes along `axis`, in a dtype of one byte.
 
     Raises:
-        ValueError: `packed` is not of the size that `length` codes take.
+        ValueError: `packed` does not have the size of `length` codes.
     """
     if packed.shape[axis] != packed_length_2_4(length):
         raise ValueError(
@@ -159,23 +160,23 @@ def unpack_2_4(packed: Tensor, length: int, dtype: torch.dtype, axis: int = -1) 
 
 
 def has_cusparselt(codes: Tensor) -> bool:
-    """Whether cuSPARSELt can hold these codes, int8 or float8_e4m3fn, on their device, and give them back."""
+    """Whether cuSPARSELt supports the device of these codes (int8 or float8_e4m3fn) and restores them exactly."""
     if codes.device.type != "cuda" or codes.dim() != 2 or torch.version.hip or not codes.numel():
         return False
     oldest = (8, 9) if codes.is_floating_point() else (8, 0)
     if torch.cuda.get_device_capability(codes.device) < oldest or not torch.backends.cusparselt.is_available():
         return False
-    # Decompressing multiplies, which turns a negative zero into a positive one.
+    # Decompression is a product, which turns a negative zero into a positive one.
     return not (codes.is_floating_point() and bool((codes.view(torch.uint8) == 0x80).any()))
 
 
 def compressed_shape(n: int, k: int) -> tuple[int, int]:
-    """Shape of what `compress_cusparselt` makes of codes (N, K)."""
+    """Shape of the result of `compress_cusparselt` for codes (N, K)."""
     return n + -n % _TILE, (k + -k % _TILE) // 8 * 5
 
 
 def compress_cusparselt(codes: Tensor) -> Tensor:
-    """2:4 codes (N, K) in the order of cuSPARSELt: (N', 5/8 K') in their dtype, N' and K' multiples of 32."""
+    """Pack 2:4 codes (N, K) in the order of cuSPARSELt: (N', 5/8 K') in their dtype, N' and K' multiples of 32."""
     n, k = codes.shape
     padded = torch.zeros(n + -n % _TILE, k + -k % _TILE, dtype=codes.dtype, device=codes.device)
     padded[:n, :k] = codes
@@ -183,7 +184,7 @@ def compress_cusparselt(codes: Tensor) -> Tensor:
 
 
 def decompress_cusparselt(compressed: Tensor, n: int, k: int) -> Tensor:
-    """Inverse of `compress_cusparselt`, by the product with the identity, which is exact: codes (N, K)."""
+    """Inverse of `compress_cusparselt`, computed as an exact product with the identity: codes (N, K)."""
     identity = torch.eye(k + -k % _TILE, device=compressed.device).to(compressed.dtype)
     wide = torch.float16 if compressed.is_floating_point() else torch.int32
     codes = torch._cslt_sparse_mm(compressed, identity.t(), out_dtype=wide)
@@ -191,7 +192,7 @@ def decompress_cusparselt(compressed: Tensor, n: int, k: int) -> Tensor:
 
 
 def _positions(which: int) -> list[int]:
-    """The two positions that are kept of a run whose elements that are not zero are the bits of `which`."""
+    """The two positions stored for a run, given the bit mask `which` of its elements that are not zero."""
     return sorted(sorted(range(4), key=lambda i: not which >> i & 1)[:2])
 
 

@@ -1,16 +1,16 @@
-"""TensorCoreTiledLayout: 4-bit codes in the order in which the tinygemm kernels of torch read them.
+"""TensorCoreTiledLayout: 4-bit codes in the order of torch's tinygemm kernels.
 
     w[n, k] = (q[n, k] - 8) * scale[n, k / group] + zero_point[n, k / group]
 
-The packings are equal to what `aten._convert_weight_to_int4pack` (CUDA) and `aten._convert_weight_to_int4pack_for_cpu`
-give (sources: pytorch, aten/src/ATen/native/cuda/int4mm.cu and cpu/int4mm_kernel.cpp), but any device can make either.
+The packings equal those of `aten._convert_weight_to_int4pack` (CUDA) and `aten._convert_weight_to_int4pack_for_cpu`
+(sources: pytorch, aten/src/ATen/native/cuda/int4mm.cu and cpu/int4mm_kernel.cpp), but any device can compute either.
 
 CUDA: tiles of 8 rows and 32 columns are int32 words of eight codes, one for each lane t of a warp; `inner_k_tiles` / 2
 words of a lane lie together: (N / 8, K / (16 inner_k_tiles), 32, inner_k_tiles / 2). Of row n of a tile and its column
 k = 16 a + 8 b + 2 c + d, the code is in nibble 4 d + 2 a + b of lane 4 n + c.
 
-CPU: blocks of B rows, each a (K, B / 2) matrix of bytes of two codes, seen as (N, K / 2). The rows that share a byte
-are B / 2 apart where the processor has vectors for it, and neighbours elsewhere; B is 64 with AVX-512, 32 with AVX2.
+CPU: blocks of B rows, each a (K, B / 2) matrix of bytes of two codes, viewed as (N, K / 2). The rows that share a byte
+are B / 2 apart on processors with vector instructions for it, else neighbours; B is 64 with AVX-512, 32 with AVX2.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ GROUP_SIZES = (32, 64, 128, 256)
 @register_layout
 @dataclass(frozen=True)
 class TensorCoreTiledLayout(Layout):
-    """uint4 codes in groups of 32, 64, 128 or 256 along the rows of a matrix, zero points in the FLOAT domain; on CUDA
-    and CPU. The packing is that of the device; `scale_and_zero` is (K / group, N, 2), in the dtype of the scale. N and
-    K are padded as the device needs.
+    """uint4 codes packed for tinygemm: groups of 32, 64, 128 or 256 along the rows of a matrix, FLOAT zero points.
+
+    The packing is that of the device, CUDA or CPU, with N and K padded as it requires; `scale_and_zero` is
+    (K / group, N, 2), in the dtype of the scale.
 
     Args:
-        inner_k_tiles: of the CUDA packing: 2, 4 or 8.
+        inner_k_tiles: parameter of the CUDA packing: 2, 4 or 8.
 
     Raises:
-        ValueError: another `inner_k_tiles`.
+        ValueError: `inner_k_tiles` is not 2, 4 or 8.
     """
 
     name = "tensor_core_tiled"
@@ -90,7 +91,7 @@ class TensorCoreTiledLayout(Layout):
         return {"qdata": self.codes_forms(scheme), "scale_and_zero": both}
 
     def _padded(self, scheme: Scheme, cuda: bool) -> tuple[int, int]:
-        """(N, K) as the packing of the device needs them."""
+        """(N, K) padded to the multiples that the packing of the device requires."""
         n, k = scheme.shape
         if not cuda:
             return n + -n % 64, k
@@ -121,7 +122,7 @@ class TensorCoreTiledLayout(Layout):
         assert qdata is not None
         assert both is not None
         n, k = scheme.shape
-        # A packed tensor says itself which packing it has.
+        # The dtype of a packed tensor tells its packing.
         codes = unpack_cuda(qdata) if qdata.dtype == torch.int32 else unpack_cpu(qdata, cpu_packing())
         groups = scheme.weight.scale_shape(scheme.shape)[1]
         scale, zero_point = both[:groups, :n].unbind(-1)
@@ -129,7 +130,7 @@ class TensorCoreTiledLayout(Layout):
 
 
 class CpuPacking(NamedTuple):
-    """Rows in a block, and whether its halves share bytes (else its neighbours do)."""
+    """Number of rows in a block, and whether rows of its two halves share bytes, instead of neighbouring rows."""
 
     block: int
     halves: bool
@@ -137,7 +138,7 @@ class CpuPacking(NamedTuple):
 
 @functools.cache
 def cpu_packing() -> CpuPacking:
-    """The packing of this processor, from an example.
+    """The packing of this processor, found by packing an example.
 
     Raises:
         NotImplementedError: the order is not one of the known ones.
@@ -162,7 +163,7 @@ def pack_cpu(codes: Tensor, packing: CpuPacking) -> Tensor:
 
 
 def unpack_cpu(packed: Tensor, packing: CpuPacking) -> Tensor:
-    """Inverse of `pack_cpu`; also of a run of whole blocks."""
+    """Inverse of `pack_cpu`, which also takes a slice of whole blocks."""
     block, halves = packing
     n, k = packed.shape[0], packed.shape[1] * 2
     pairs = packed.reshape(n // block, k, block // 2).transpose(1, 2)

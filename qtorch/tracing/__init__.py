@@ -1,1 +1,1 @@
-"""How the functions of this library meet `torch.compile`, `torch.jit` and the transforms of `torch.func`."""
+"""Support for `torch.compile`, `torch.jit` and the transforms of `torch.func`."""

@@ -1,13 +1,13 @@
-"""Functions of this library under torch.func: vmap, grad, vjp, jacrev.
+"""Support of torch.func transforms (vmap, grad, vjp, jacrev) for the functions of this library.
 
-torch transforms an `autograd.Function` that has a `setup_context`, which binds its arguments anew on each call, 20 us
-of eager mode; and it cannot see into kernels that read memory. So functions are written without one, and where a
-transform is active `apply` and `run_whole` hand them over as one opaque function:
+torch can transform an `autograd.Function` only if it has a `setup_context`, which costs 20 us on each eager call, and
+it cannot see into kernels that read memory. So functions are written without one, and while a transform is active
+`apply` and `run_whole` pass them to torch as one opaque function:
 
-    vmap        one example at a time, so that the result is that of a loop, also where a scale is shared by all rows
-    gradient    by autograd, of the function run once more
+    vmap        runs one example at a time, so that the result is that of a loop even if all rows share a scale
+    gradient    runs the function once more under autograd
 
-A second derivative, and forward mode (jvp, jacfwd), is an error that says so.
+Second derivatives and forward mode (jvp, jacfwd) raise an error that says so.
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ from .outside_graphs import starts_no_graph
 
 
 def are_active() -> bool:
-    """Whether a transform of torch.func, or forward-mode differentiation, is active, in eager mode."""
+    """Whether a transform of torch.func or forward-mode differentiation is active; for eager mode."""
     if torch._C._are_functorch_transforms_active():
         return True
     return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
 def _are_active_constant() -> bool:
-    """`are_active`, run by a compiler when it traces; it guards on the transforms itself."""
+    """`are_active`, which a compiler evaluates while it traces; its guards cover the active transforms."""
     return are_active()
 
 
-# As torch.compiler.assume_constant_result does: called by name, it would leave a node in every graph.
+# As torch.compiler.assume_constant_result does; calling that function would leave a node in every graph.
 _are_active_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def transforms_active() -> bool:
-    """`are_active`, in eager mode and when a compiler traces."""
+    """`are_active`, in eager mode and while a compiler traces."""
     return _are_active_constant() if torch.compiler.is_compiling() else are_active()
 
 
 def apply(function: type[Function], *args: Any) -> Any:
-    """``function.apply(*args)``, under transforms too."""
+    """``function.apply(*args)``, which also works under transforms."""
     return run_whole(function.apply, *args) if transforms_active() else function.apply(*args)
 
 
 def run_whole(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)`` under transforms: see the top of the file.
+    """``function(*args)`` as one opaque function under transforms; see the top of the file.
 
     Args:
-        function: differentiable by autograd; it returns a tensor, or a tuple of tensors.
-        args: tensors, of which those in floating point may be differentiated, and other values; a tensor within one of
-            these is a constant.
+        function: differentiable by autograd; it returns a tensor or a tuple of tensors.
+        args: tensors, which are differentiable if in floating point, and other values; tensors inside these are
+            constants.
     """
     return _Whole.apply(function, *args)
 
 
 def run_on_constants(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """``function(*args, **kwargs)`` of tensors that no transform has wrapped, outside of all transforms, which would
-    wrap its result."""
+    """Run ``function(*args, **kwargs)``, whose tensors no transform has wrapped, outside of all transforms, so that its
+    result is not wrapped either."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     with temporarily_clear_interpreter_stack():
@@ -70,7 +70,7 @@ def run_on_constants(function: Callable[..., Any], args: Sequence[Any], kwargs: 
 
 
 def one_by_one(info: Any, in_dims: Sequence[Any], function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
-    """What the `vmap` of a `Function` returns, from ``function(*args)`` of each example."""
+    """The return value of the `vmap` of a `Function`, computed as ``function(*args)`` for each example."""
     batched = [isinstance(arg, Tensor) and dim is not None for arg, dim in zip(args, in_dims, strict=True)]
     results = []
     for i in range(info.batch_size):
@@ -85,7 +85,7 @@ def one_by_one(info: Any, in_dims: Sequence[Any], function: Callable[..., Any], 
 class _Whole(Function):
     @staticmethod
     def forward(function: Callable[..., Any], *args: Any) -> Any:
-        # `_Whole.apply` is itself a function of subclasses, and what it calls is past their `__torch_function__`.
+        # torch disables `__torch_function__` inside `_Whole.apply`; the function needs it.
         with torch._C._EnableTorchFunction():
             return function(*args)
 
@@ -122,8 +122,10 @@ def _is_plain(arg: Any) -> bool:
 
 
 def unwrapped_subclass(arg: Any) -> Any:
-    """A tensor subclass without what transforms wrap around it, whose class is `Tensor`; all else as it is. A context
-    has to hold it as an attribute: `saved_tensors` would wrap it."""
+    """A tensor subclass without the wrappers of transforms; other values are returned as is.
+
+    An autograd context has to hold it as an attribute, since `saved_tensors` would wrap it again.
+    """
     inner = arg
     while isinstance(inner, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(inner):
         inner = torch._C._functorch.get_unwrapped(inner)
@@ -131,7 +133,7 @@ def unwrapped_subclass(arg: Any) -> Any:
 
 
 class _Gradients(Function):
-    """Of ``function(*args)`` in each of `args`, or None where that is not `needed`."""
+    """The gradients of ``function(*args)`` for each of `args`, None for those that are not `needed`."""
 
     @staticmethod
     def forward(
@@ -154,9 +156,9 @@ class _Gradients(Function):
     @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         raise RuntimeError(
-            "the second derivative of a layer in training was asked for (torch.func.hessian, grad of grad; "
-            "torch.compile of torch.func.grad asks for it where parameters require a gradient: call that under "
-            "torch.no_grad()): its gradient is computed by quantized products, which are differentiable once"
+            "the second derivative of a layer in training is not defined (torch.func.hessian, grad of grad): its "
+            "gradient is computed by quantized products, which are differentiable once. torch.compile of "
+            "torch.func.grad requests it if parameters require a gradient: call that under torch.no_grad()"
         )
 
     @staticmethod

@@ -80,7 +80,7 @@ def test_copy_from_another_spec_is_refused(name: str) -> None:
     other = "int8 tensor" if name.startswith("float8 row") else "float8 row"
     w, source = quantized(name), AffineQuantizedTensor.from_float(values(name), SPECS[other])
     before = w.clone()
-    with pytest.raises(ValueError, match=r"copy_ of a weight quantized as .* into a weight quantized as .*dequantize\(\)"):
+    with pytest.raises(ValueError, match=r"copy_ of a weight quantized as .* into a weight quantized .*dequantize\(\)"):
         w.copy_(source)
     assert identical(w, before)
     wanted = AffineQuantizedTensor.from_float(source.dequantize(), w.scheme.spec, w.act_scale)

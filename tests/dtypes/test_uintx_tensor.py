@@ -85,5 +85,5 @@ def test_what_it_refuses() -> None:
     for dim in (2, -3):
         with pytest.raises(ValueError, match=rf"data of shape \(4, 8\) has no dimension {dim}"):
             to_uintx(data, torch.uint3, dim)
-    with pytest.raises(TypeError, match=r"UintxTensor takes a floating-point dtype of 16 bits or more, got torch\.int32"):
+    with pytest.raises(TypeError, match=r"UintxTensor takes a floating-point dtype .*, got torch\.int32"):
         to_uintx(data, torch.uint3).to(torch.int32)
