@@ -1,9 +1,9 @@
-"""Recipes that look at data, one algorithm a file: see `statistics` for what they may ask for.
+"""Recipes that use calibration data, one algorithm per file; `statistics` lists what they can request.
 
     quantize_(model, importance_weighted(lut_weight_only(bits=3), batches))
 
 Every module of this package is imported here, and every recipe it registers becomes a name of this package and of
-`qtorch`: an algorithm is added by adding its file.
+`qtorch`, so adding a file adds an algorithm.
 """
 
 from ..discovery import import_modules

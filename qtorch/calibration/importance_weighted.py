@@ -1,9 +1,11 @@
-"""Look-up tables fitted to the elements of a weight that matter: k-means weighted by the inputs they meet.
+"""importance_weighted: look-up tables fitted by k-means that weights each column by its inputs.
 
-    least   sum_k E[x_k^2] (w[n, k] - table[code[n, k]] * scale[n])^2
+It minimizes
 
-is the error of the layer's output for inputs whose elements are not correlated (SqueezeLLM, arXiv 2306.07629, section
-4.1, with the layer's inputs in place of the loss's gradients).
+    sum_k E[x_k^2] (w[n, k] - table[code[n, k]] * scale[n])^2
+
+which is the error of the output of the layer for inputs with uncorrelated elements (SqueezeLLM, arXiv 2306.07629,
+section 4.1, with the inputs of the layer in place of the gradients of the loss).
 """
 
 from __future__ import annotations
@@ -23,16 +25,16 @@ from ..statistics import MeanSquare, Statistic, Statistics
 @register_recipe("importance_weighted")
 @dataclass(frozen=True)
 class ImportanceWeighted(WeightRecipe):
-    """`recipe` with tables that k-means fits under the mean square of each input, E[x_k^2], over `batches`.
+    """`recipe` with tables fitted by k-means weighted by the mean square of each input, E[x_k^2], over `batches`.
 
     Args:
-        recipe: one whose tables k-means chooses: `lut_weight_only`.
-        batches: inputs of the model; a mapping is given as keyword arguments, a tuple or list as arguments, all else as
-            the only one.
-        forward: called as ``forward(model, batch)`` instead.
+        recipe: a recipe whose tables are fitted by k-means: `lut_weight_only`.
+        batches: inputs of the model; a mapping is passed as keyword arguments, a tuple or list as arguments, any other
+            value as the only one.
+        forward: called as ``forward(model, batch)`` instead of the model.
 
     Raises:
-        ValueError: the tables of the recipe are not chosen by k-means.
+        ValueError: the tables of the recipe are not fitted by k-means.
     """
 
     statistics: ClassVar[tuple[type[Statistic], ...]] = (MeanSquare,)
@@ -46,8 +48,8 @@ class ImportanceWeighted(WeightRecipe):
         weight = self.linear_spec().weight
         if not isinstance(weight, CodebookSpec) or weight.table is not None:
             raise ValueError(
-                f"importance_weighted: k-means chooses no table in {self.recipe}; use a recipe such as "
-                "lut_weight_only(bits=3)"
+                f"importance_weighted takes a recipe whose tables are fitted by k-means, such as "
+                f"lut_weight_only(bits=3), got {self.recipe}"
             )
 
     def linear_spec(self) -> LinearSpec:

@@ -1,4 +1,4 @@
-"""What recipes may ask to be told about the inputs of weights, and its collection over batches of data."""
+"""Statistics of the inputs of weights that recipes can request, and their collection over batches of data."""
 
 from .base import Statistic, Statistics
 from .batches import run_batches

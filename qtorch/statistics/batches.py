@@ -1,4 +1,4 @@
-"""A model run on batches of data, to be looked at."""
+"""Running a model on batches of data to observe it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import nn
 def run_batches(
     model: nn.Module, batches: Iterable[Any], forward: Callable[[nn.Module, Any], Any] | None = None
 ) -> int:
-    """Run `model` in eval mode, without gradients, on each batch; then put each module back into the mode it was in.
+    """Run `model` in eval mode, without gradients, on each batch; then restore the mode of each module.
 
     Args:
-        batches: a mapping is given as keyword arguments, a tuple or list as arguments, all else as the only one.
-        forward: called as ``forward(model, batch)`` instead.
+        batches: a mapping is passed as keyword arguments, a tuple or list as arguments, others as the only argument.
+        forward: called as ``forward(model, batch)`` instead of the model.
 
     Returns:
         The number of batches.

@@ -1,7 +1,7 @@
-"""collect: run a model on batches and hand the inputs of its weights to the statistics that were asked for.
+"""collect: run a model on batches and pass the inputs of its weights to the requested statistics.
 
-A function mode sees each `F.linear` and convolution of the model whose weight is a parameter that was asked for,
-whatever module calls it and however often: a layer that is called in a loop, or shared, has the inputs of all calls.
+A function mode sees each `F.linear` and convolution whose weight is one of the requested parameters, in any module, so
+a layer that is shared or called in a loop gets the inputs of all calls.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def collect(
     Args:
         model: run in eval mode, without gradients; it is not changed.
         batches, forward: see `run_batches`.
-        wanted: for each parameter of `model`, which statistics.
+        wanted: the statistics to collect for each parameter of `model`.
 
     Returns:
         For each parameter, its statistics by class.
 
     Raises:
-        ValueError: there is no batch, or a weight multiplied nothing: no `F.linear` and no convolution with it ran.
+        ValueError: there is no batch, or no `F.linear` and no convolution with one of the weights ran.
     """
     found: dict[Tensor, Statistics] = {p: {kind: kind() for kind in kinds} for p, kinds in wanted.items()}
     with _Recorder(found):
@@ -46,8 +46,8 @@ def collect(
     if unseen:
         names = [name for name, p in model.named_parameters() if p in unseen]
         raise ValueError(
-            f"calibration: no input of {', '.join(names)} was seen: F.linear and convolutions are, products that are "
-            "written out are not; leave these weights to a recipe that needs no data"
+            f"calibration: no input of {', '.join(names)} was seen; only those of F.linear and convolutions are. Use a "
+            "recipe that needs no data for these weights"
         )
     return found
 
@@ -86,7 +86,7 @@ def _windows(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Iterator[Tensor]:
-    """Rows of a convolution's windows, in the order of its weight as a matrix; those of all groups."""
+    """The windows of a convolution as rows, of all groups, in the order of its weight viewed as a matrix."""
     ndim = _NDIM[func]
     batched = input if input.dim() == ndim + 2 else input.unsqueeze(0)
     return input_rows(*prepare_conv(ndim, batched, weight.shape, stride, padding, dilation, groups, func.__name__))

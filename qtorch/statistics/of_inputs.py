@@ -9,14 +9,14 @@ from .base import Statistic
 
 
 class Sum(Statistic):
-    """Base of statistics that are a mean over rows: `of` gives the sum over some, and `mean` the quotient."""
+    """Base class of statistics that are a mean over rows: `of` returns the sum over some rows, `mean` the mean."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total: Tensor | None = None
 
     def of(self, rows: Tensor) -> Tensor:
-        """The sum over these rows, which are fp32."""
+        """The sum over these rows, which are in fp32."""
         raise NotImplementedError
 
     def update(self, rows: Tensor) -> None:
@@ -32,7 +32,7 @@ class Sum(Statistic):
 
     @property
     def mean(self) -> Tensor:
-        """The sum over the number of rows.
+        """The mean over all rows seen.
 
         Raises:
             ValueError: no row was seen.
@@ -43,22 +43,24 @@ class Sum(Statistic):
 
 
 class MeanSquare(Sum):
-    """E[x_k^2], (K,): the diagonal of `SecondMoment`, which is the importance of each column of the weight."""
+    """E[x_k^2], (K,): the diagonal of `SecondMoment`, the importance of each column of the weight."""
 
     def of(self, rows: Tensor) -> Tensor:
         return rows.square().sum(0)
 
 
 class SecondMoment(Sum):
-    """E[x x^T], (K, K): half the Hessian of |X (W - Q)^T|^2 / M in each row of the weight (GPTQ, arXiv 2210.17323,
-    section 3)."""
+    """E[x x^T], (K, K): half the Hessian of |X (W - Q)^T|^2 / M with respect to each row of the weight.
+
+    Source: GPTQ, arXiv 2210.17323, section 3.
+    """
 
     def of(self, rows: Tensor) -> Tensor:
         return rows.t() @ rows
 
 
 class Range(Statistic):
-    """The least and the largest of all inputs, `low` and `high`, 0-d fp32."""
+    """The smallest and the largest of all inputs, `low` and `high`, 0-d fp32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +82,7 @@ class Range(Statistic):
 
 
 class Inputs(Statistic):
-    """The rows themselves, in the order seen and in their own dtype: `value` is (M, K)."""
+    """The rows themselves, in the order seen and in their own dtype: `value`, (M, K)."""
 
     def __init__(self) -> None:
         super().__init__()
