@@ -216,8 +216,8 @@ def test_a_mixtral_computes_the_same_bits(vocabulary: int, path: Path) -> None:
         ({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, "the data ends at "),
         ({"x": {"dtype": "F32", "shape": [2]}}, "x is not described by dtype, shape and data_offsets"),
         ({"x": 3}, "x is not described by dtype, shape and data_offsets"),
-        ([], "its header is no object"),
-        ({"__metadata__": {"a": 1}}, "its __metadata__ is no object of strings"),
+        ([], "its header is not an object"),
+        ({"__metadata__": {"a": 1}}, "its __metadata__ is not an object of strings"),
         (
             {
                 "x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
@@ -243,7 +243,7 @@ def test_booleans_that_are_none(path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:-2] + b"\x02\x00")
     for mmap in (True, False):
-        with pytest.raises(ValueError, match="mask has bytes that are no booleans"):
+        with pytest.raises(ValueError, match="mask has bytes that are not booleans"):
             load_quantized(module, path, verify=False, mmap=mmap)
 
 
@@ -251,13 +251,13 @@ def test_booleans_that_are_none(path: Path) -> None:
 def test_what_is_no_file(kind: str, path: Path) -> None:
     path.mkdir() if kind == "folder" else os.mkfifo(path)
     with pytest.raises(
-        ValueError, match=r"model\.safetensors: truncated, or not a safetensors file \(it is no regular"
+        ValueError, match=r"model\.safetensors: truncated, or not a safetensors file \(it is not a regular"
     ):
         load_quantized(nn.Linear(2, 2), path)
 
 
 def test_a_name_that_the_format_has_taken(path: Path) -> None:
-    with pytest.raises(ValueError, match="__metadata__ is a name that the format has taken"):
+    with pytest.raises(ValueError, match="__metadata__ is reserved by the format"):
         save_quantized({"__metadata__": torch.zeros(1)}, path)
     assert not list(path.parent.iterdir())
 

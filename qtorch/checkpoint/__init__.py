@@ -1,9 +1,9 @@
-"""save_quantized / load_quantized: quantized models on disk, in safetensors.
+"""save_quantized / load_quantized: save and load quantized models in safetensors files.
 
-The file at `path` is the root: it holds the first tensors and, in its header, everything else there is to know. Above
-`max_shard_size` the other tensors are in shards beside it, which the header names. All files are written in a folder
-of their own; the shards are moved into place under new names, the root last. So whenever the process dies, `path` is
-either the old checkpoint, whole, or the new one; the next save removes what was left behind.
+The file at `path` is the root: it holds the first tensors and, in its header, the metadata of the checkpoint. Above
+`max_shard_size` the other tensors are in shards in the same folder, which the header names. All files are written to a
+temporary folder; then the shards are moved into place under new names, and the root last. So if the process dies,
+`path` is either the complete old checkpoint or the new one; the next save removes leftover files.
 """
 
 from .load import load_quantized

@@ -1,4 +1,4 @@
-"""The format of the files: what the header of the root is called, and checksums."""
+"""The format of checkpoints: keys of the header, slots of a model, and checksums."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def places_of(model: nn.Module) -> Iterator[tuple[str, Place]]:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Of the data, the dtype and the shape."""
+    """crc32 of the data, the dtype and the shape of a tensor."""
     kind = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     return zlib.crc32(data_of(tensor.contiguous()), kind)
 
 
 def text_checksum(text: str) -> str:
-    """Of the header, as safetensors keeps metadata: in text."""
+    """crc32 of the header, as text, since safetensors metadata are strings."""
     return str(zlib.crc32(text.encode(errors="surrogatepass")))

@@ -1,4 +1,4 @@
-"""What in a checkpoint fits which place of a model; everything else is an error that names file and place."""
+"""Checks that a checkpoint fits a model; errors name the file and the parameter or buffer."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ FLOAT_ONLY: tuple[type[nn.Module], ...] = (
     nn.modules.batchnorm._NormBase,
     nn.modules.conv._ConvTransposeNd,
 )
-"""Modules that no kernel runs with a quantized parameter."""
+"""Modules without a kernel for quantized parameters."""
 
 
 def check_names(path: Path, places: Mapping[str, Place], found: set[str]) -> None:
     """Raise `ValueError` where the model misses a name of the file, or the file one of the model."""
     problems = []
-    # A buffer that the file leaves out keeps the value it has, if it has one.
+    # A buffer that is not in the file keeps its value, if it has one.
     missing = [
         name
         for name, (_, _, tensor) in places.items()

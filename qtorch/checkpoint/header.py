@@ -1,13 +1,13 @@
-"""The header of a checkpoint: what its tensors are, JSON text in the metadata of the root file.
+"""The header of a checkpoint: JSON text in the metadata of the root file that describes its tensors.
 
     version     FORMAT_VERSION
-    plain       names of tensors that are stored as they are
-    quantized   name -> entry: the scheme, and which stored tensor is what (`dtypes.serialize`)
+    plain       names of tensors that are not quantized
+    quantized   name -> entry: the scheme, and the stored name of each part (`dtypes.serialize`)
     aliases     further name of a tensor -> its name in one of the two above
-    shards      name of a file beside the root -> names of the tensors stored there
+    shards      name of a file in the folder of the root -> names of the tensors stored there
     checksums   stored name -> crc32
 
-A file may come from anywhere: `Header.parse` checks all of this, so that what uses it need not.
+Files may be untrusted: `Header.parse` validates all of this, so that its users need not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FORMAT_VERSION = 1
 
 @dataclass
 class Header:
-    """See the top of the file."""
+    """The contents of a header; see the top of the file."""
 
     plain: list[str] = field(default_factory=list)
     quantized: dict[str, Entry] = field(default_factory=dict)
@@ -42,13 +42,13 @@ class Header:
         """Inverse of `json.dumps(header.to_json())`.
 
         Raises:
-            ValueError: it is of another version, or not such a header; the message has no file name.
+            ValueError: the text is not a valid header of this version; the message does not name the file.
         """
         try:
             data = parse_json(text)
         except ValueError as error:
-            raise ValueError(f"its header is no JSON: {error}") from error
-        _require(isinstance(data, dict), "its header is no object")
+            raise ValueError(f"its header is not JSON: {error}") from error
+        _require(isinstance(data, dict), "its header is not an object")
         version = data.get("version")
         if type(version) is not int or version != FORMAT_VERSION:
             raise ValueError(f"format version {version!r:.40}; this qtorch reads version {FORMAT_VERSION}")
@@ -65,7 +65,7 @@ class Header:
 
     @property
     def names(self) -> set[str]:
-        """Of all parameters and buffers."""
+        """Names of all parameters and buffers."""
         return {*self.plain, *self.quantized, *self.aliases}
 
     def _check_names(self) -> None:
@@ -73,26 +73,26 @@ class Header:
         _refuse("names more than one tensor", _repeated([*self.plain, *self.quantized, *self.aliases]))
         _refuse("is used more than once", _repeated(stored))
         _refuse("has no checksum", set(stored) - self.checksums.keys())
-        _refuse("has a checksum, but no use", self.checksums.keys() - set(stored))
+        _refuse("has a checksum, but is not used", self.checksums.keys() - set(stored))
         _refuse("is in more than one shard", _repeated(key for keys in self.shards.values() for key in keys))
-        _refuse("is in a shard, but has no use", {key for keys in self.shards.values() for key in keys} - set(stored))
-        _refuse("is no name of a file beside it", {name for name in self.shards if not _is_file_name(name)})
+        _refuse("is in a shard, but is not used", {key for keys in self.shards.values() for key in keys} - set(stored))
+        _refuse("is not the name of a file in its folder", {name for name in self.shards if not _is_file_name(name)})
         tensors = {*self.plain, *self.quantized}
         for name, source in self.aliases.items():
             _require(source in tensors, f"{name} is another name of {source!r:.80}, which is missing")
 
 
 def _check_types(plain: Any, quantized: Any, aliases: Any, shards: Any, checksums: Any) -> None:
-    _require(_is_list_of_names(plain), "plain is no list of names")
+    _require(_is_list_of_names(plain), "plain is not a list of names")
     for part, value in {"quantized": quantized, "aliases": aliases, "shards": shards, "checksums": checksums}.items():
-        _require(isinstance(value, dict), f"{part} is no object")
+        _require(isinstance(value, dict), f"{part} is not an object")
     for name, entry in quantized.items():
         try:
             check_entry(entry)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
     for name, source in aliases.items():
-        _require(isinstance(source, str), f"{name} is another name of {source!r:.80}, which is no name")
+        _require(isinstance(source, str), f"{name} is another name of {source!r:.80}, which is not a name")
     for name, keys in shards.items():
         _require(_is_list_of_names(keys), f"the shard {name} has no list of names")
     for name, checksum in checksums.items():
@@ -104,7 +104,7 @@ def _is_list_of_names(value: Any) -> bool:
 
 
 def _is_file_name(name: str) -> bool:
-    """Without a folder: a header names no file elsewhere."""
+    """Whether `name` is the name of a file without a folder; a header must not name files in other folders."""
     return name not in ("", ".", "..") and "\0" not in name and os.path.basename(name) == name
 
 

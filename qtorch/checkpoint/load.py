@@ -1,4 +1,4 @@
-"""Reading a checkpoint: all of it is checked before the model changes."""
+"""Loading a checkpoint: all of it is checked before the model changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .header import Header
 from .tensor_file import TensorFile
 
 _ATTEMPTS = 50
-"""To open a checkpoint that others are saved over."""
+"""Number of attempts to open a checkpoint that is replaced meanwhile."""
 
 
 def load_quantized(
@@ -31,27 +31,26 @@ def load_quantized(
     verify: bool = True,
     mmap: bool = False,
 ) -> nn.Module:
-    """Fill `model`, on the meta device or not, quantized or not, from a file of `save_quantized`.
+    """Load a file of `save_quantized` into `model`, which may be on the meta device or quantized already.
 
-    Everything is read and checked before the first weight is replaced, all are replaced in one step. A model that is
-    saved to the path in the meantime is not mixed with the one that is loaded. Float parameters require gradients as
-    the model's do, quantized ones do not; attributes of the model's parameters are kept.
+    Everything is read and checked before the first weight is replaced, and all are replaced in one step. A concurrent
+    save to the same path is never mixed with the checkpoint that is loaded. Float parameters keep `requires_grad` of
+    the model, quantized ones are frozen; attributes of the parameters of the model are kept.
 
     Args:
-        device: where the weights go; by default where the model's are, the CPU for the meta device.
+        device: device of the loaded weights; by default that of the weight replaced, the CPU for the meta device.
         verify: compare every tensor with its checksum.
-        mmap: leave tensors that are not moved or unpacked in the file, to be read when they are used. Only for a file
-            that nobody writes to or cuts short as long as the model lives: that would change its weights, or kill the
-            process. (`save_quantized` does not write to a file that is there, it puts another in its place.)
+        mmap: map tensors that are not moved or unpacked, so that they are read from the file when used. Writing to or
+            truncating the file while the model is in use would change its weights or kill the process.
+            (`save_quantized` replaces an existing file, it does not write to it.)
 
     Returns:
         `model`.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: the file is truncated, corrupted, of another version, or does not fit the model; it says which. The
-            model is unchanged.
-        TypeError: `model` is no module.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is truncated, corrupted, of another version, or does not fit the model, which is unchanged.
+        TypeError: `model` is not a module.
     """
     check_model("load_quantized", model)
     path = Path(path)
@@ -87,7 +86,7 @@ def load_quantized(
 
 
 def _open(path: Path, verify: bool, mmap: bool) -> _Checkpoint:
-    """The one that is at `path` now: where a save takes shards away while they are being opened, the new one."""
+    """Open the checkpoint at `path`, and try again if a save replaces it and removes its shards meanwhile."""
     for attempt in range(_ATTEMPTS):
         root = TensorFile(path)
         try:
@@ -101,7 +100,7 @@ def _open(path: Path, verify: bool, mmap: bool) -> _Checkpoint:
 
 
 class _Checkpoint:
-    """The root file and its shards, open, so that nobody can put others in their place; the header is checked."""
+    """The root file and its shards, kept open so that a save cannot replace them, and the validated header."""
 
     def __init__(self, root: TensorFile, verify: bool, mmap: bool) -> None:
         self.path = root.path
@@ -143,11 +142,11 @@ class _Checkpoint:
                 self.owners[key] = shard
 
     def tensor(self, name: str) -> Tensor:
-        """The parameter or buffer of this name, not of an alias."""
+        """The parameter or buffer of this name, which must not be an alias."""
         entry = self.header.quantized.get(name)
         if entry is None:
             return self._read(name)
-        # What a file or its data are to blame for names them already.
+        # Errors of `_read` name the file and the tensor already.
         parts = {stored: self._read(stored) for stored in entry["tensors"].values()}
         try:
             return from_canonical(entry, parts.pop)

@@ -1,4 +1,4 @@
-"""Writing a checkpoint."""
+"""Saving a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def save_quantized(
     *,
     max_shard_size: int = 5 * 2**30,
 ) -> None:
-    """Write a model, or a state dict, with its quantized weights.
+    """Save a model, or a state dict, with its quantized weights.
 
-    Of a model, buffers that are not part of its state dict are saved too, so that one built on the meta device can be
-    filled whole. Tied weights are written once. One process at a time may save to a path.
+    Buffers of a model that are not part of its state dict are saved too, so that a model built on the meta device can
+    be loaded completely. Tied weights are saved once. Only one process at a time may save to a path.
 
     Args:
-        path: name of the file, ``model.safetensors`` say.
-        max_shard_size: bytes above which a further file is begun.
+        path: name of the file, such as ``model.safetensors``.
+        max_shard_size: maximum size of a file in bytes, unless one tensor is larger.
 
     Raises:
-        ValueError: something in it is not a tensor with data, or has a dtype that safetensors lacks, or names clash.
-        OSError: the files cannot be written; those of an earlier save are as they were.
+        ValueError: a value is not a tensor with data, has a dtype that safetensors lacks, or two names clash.
+        OSError: the files cannot be written; those of an earlier save are unchanged.
     """
     path = Path(path)
     if path.is_dir():
@@ -98,7 +98,7 @@ def _canonical(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Header]:
 
 
 def _problem(value: Any) -> str | None:
-    """What keeps a value out of the file."""
+    """Why a value cannot be saved, or None."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}, not a tensor"
     if nn.parameter.is_lazy(value):
@@ -115,7 +115,7 @@ def _problem(value: Any) -> str | None:
 
 
 def _identity(tensor: Tensor) -> Any:
-    """Equal for two names of the same data, in the same form."""
+    """A key that is equal for tensors that share their data and have the same form."""
     if isinstance(tensor, QuantizedTensor):
         return tensor.scheme, *[_identity(inner) for inner in tensor.inner_tensors.values()]
     if tensor.numel() == 0:
@@ -137,12 +137,12 @@ def _split(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]
 
 
 def _stem(path: Path) -> str:
-    """What the names of its shards begin with, and those of no other path's."""
+    """The prefix of the names of shards, which differs for every path."""
     return path.stem if path.suffix == ".safetensors" else f"{path.name}."
 
 
 def _remove_leftovers(path: Path, shards: list[str]) -> None:
-    """Shards of former saves, and what saves that were killed have left."""
+    """Remove the shards of former saves, and temporary folders of saves that were killed."""
     token = "[0-9a-f]" * 8
     for stale in path.parent.glob(f"{glob.escape(_stem(path))}-{token}-[0-9]*-of-[0-9]*.safetensors"):
         if stale.name not in shards:
@@ -152,7 +152,7 @@ def _remove_leftovers(path: Path, shards: list[str]) -> None:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write and flush to disk."""
+    """Write a file and flush it to disk."""
     try:
         write_tensors(path, tensors, {"format": "pt", **metadata})
     except OSError as error:

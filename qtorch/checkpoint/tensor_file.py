@@ -1,11 +1,11 @@
-"""One file in the safetensors format: the length of a JSON header in 8 bytes, the header, the data of the tensors.
+"""A file in the safetensors format: the length of a JSON header in 8 bytes, the header, the data of the tensors.
 
-The files are those of the safetensors library, which reads ours as we read its. It only maps files, by name: a file
-that is cut short kills a process that has it mapped, one that is overwritten changes its weights, and a name may stand
-for another file from one call to the next. Here a file is opened once, and read into memory unless asked otherwise.
+The files are compatible with the safetensors library, which only maps files, by name: truncating a mapped file kills
+the process, overwriting it changes the weights, and a name may refer to another file from one call to the next. Here a
+file is opened once, and read into memory unless `map` is called.
 
-Tensors are written at multiples of 64 bytes, as torch allocates them, since products of matrices depend on it in the
-last bit. The format has no holes between tensors, so those whose size is no multiple of 64 come last.
+Tensors are written at multiples of 64 bytes, as torch allocates them, since the last bit of matrix products depends on
+the alignment. The format has no gaps between tensors, so those whose size is not a multiple of 64 come last.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-"""The format's names of dtypes."""
+"""Names of the dtypes in the format."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _METADATA = "__metadata__"
 _LENGTH_BYTES = 8
 _MAX_HEADER = 100_000_000
-"""Of the library."""
+"""The limit of the safetensors library."""
 
 _MAX_SIZE = 2**63
-"""Elements of a tensor, and more."""
+"""No tensor has this many elements."""
 
 
 class Stored(NamedTuple):
-    """A tensor in a file: what it is, and the bytes from `start` to `stop` that hold it."""
+    """A tensor in a file: its dtype and shape, and the bytes from `start` to `stop` that hold its data."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -72,14 +72,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """Write a file and flush it to disk.
 
     Args:
-        tensors: on the CPU, contiguous, of `DTYPES`.
+        tensors: contiguous, on the CPU, in dtypes of `DTYPES`.
 
     Raises:
-        ValueError: a tensor has the name of the format's own entry.
+        ValueError: a tensor has the name that the format reserves for metadata.
         OSError: the file cannot be written.
     """
     if _METADATA in tensors:
-        raise ValueError(f"{_METADATA} is a name that the format has taken")
+        raise ValueError(f"{_METADATA} is reserved by the format; rename the tensor")
     order = sorted(tensors.items(), key=lambda item: (item[1].nbytes % ALIGNMENT != 0, -item[1].element_size()))
     header: dict[str, Any] = {_METADATA: dict(metadata)}
     stop = 0
@@ -103,22 +103,22 @@ def data_of(tensor: Tensor) -> memoryview:
 
 
 class TensorFile:
-    """A file, open; its header is checked whole, so that no tensor reaches beyond the data or into another.
+    """An open file with a validated header: no tensor reaches beyond the data or overlaps another.
 
     Attributes:
-        metadata: of the header.
-        stored: what it holds, by name.
+        metadata: the metadata of the header.
+        stored: the tensors, by name.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is truncated, or in another format.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is truncated or in another format.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._map: mmap.mmap | None = None
         if path.exists() and not path.is_file():
-            raise ValueError(f"{path}: truncated, or not a safetensors file (it is no regular file)")
+            raise ValueError(f"{path}: truncated, or not a safetensors file (it is not a regular file)")
         try:
             self._file = open(path, "rb", buffering=0)  # noqa: SIM115
         except FileNotFoundError as error:
@@ -130,27 +130,27 @@ class TensorFile:
             raise
 
     def close(self) -> None:
-        """Tensors that are mapped stay so."""
+        """Close the file; mapped tensors stay valid."""
         self._file.close()
 
     def is_replaced(self) -> bool:
-        """Whether the path is now that of another file."""
+        """Whether the path now refers to another file."""
         try:
             return not os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
         except FileNotFoundError:
             return False
 
     def read(self, name: str) -> Tensor:
-        """A tensor in memory of its own."""
+        """Read a tensor into memory."""
         stored = self.stored[name]
         tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         self._fill(data_of(tensor), stored.start)
         if stored.dtype is torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
-            raise ValueError(f"{self.path}: {name} has bytes that are no booleans")
+            raise ValueError(f"{self.path}: {name} has bytes that are not booleans")
         return tensor
 
     def map(self, name: str) -> Tensor:
-        """A tensor that is read when it is used, from the file as it is then; a copy where it is not aligned."""
+        """A tensor mapped from the file, which is read when it is used; a copy if it is not aligned."""
         stored = self.stored[name]
         if stored.start % ALIGNMENT or stored.start == stored.stop or stored.dtype is torch.bool:
             return self.read(name)
@@ -199,13 +199,13 @@ def _parse(header: Any, begin: int, end: int) -> tuple[dict[str, str], dict[str,
     """(metadata, tensors) of a header whose data is in the bytes from `begin` to `end` of the file.
 
     Raises:
-        ValueError: it is not a safetensors header, or its tensors do not cover these bytes exactly.
+        ValueError: `header` is not a safetensors header, or its tensors do not cover these bytes exactly.
     """
     if not isinstance(header, dict):
-        raise ValueError("its header is no object")
+        raise ValueError("its header is not an object")
     metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError(f"its {_METADATA} is no object of strings")
+        raise ValueError(f"its {_METADATA} is not an object of strings")
     stored = {name: _stored(name, entry, begin) for name, entry in header.items()}
     at = begin
     for name, tensor in sorted(stored.items(), key=lambda item: item[1][2:]):
@@ -238,6 +238,6 @@ def _are_sizes(values: Any) -> bool:
 
 
 def is_of_torch_save(path: Path) -> bool:
-    """Whether a file is one of `torch.save`: a zip archive, or the pickle of a number with which old ones begin."""
+    """Whether a file is one of `torch.save`: a zip archive, or, in the old format, a file that begins with a pickle."""
     with path.open("rb") as file:
         return file.read(4) in (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
