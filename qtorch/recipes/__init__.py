@@ -1,7 +1,7 @@
-"""Recipes for inference, one a file.
+"""Recipes for inference, one per file.
 
 Every module of this package is imported here, and every recipe it registers becomes a name of this package and of
-`qtorch`: a recipe is added by adding its file.
+`qtorch`, so adding a file adds a recipe.
 """
 
 from ..discovery import import_modules

@@ -15,14 +15,15 @@ from ..recipe import WeightRecipe, register_recipe
 @register_recipe("float8_dynamic_activation_float8_semi_sparse_weight")
 @dataclass(frozen=True)
 class Float8DynamicActivationFloat8SemiSparseWeight(WeightRecipe):
-    """Weights and activations in float8_e4m3fn, the weight pruned to 2:4 first, as by
-    `int8_dynamic_activation_int8_semi_sparse_weight`, and packed at 5 bits an element.
+    """Weights and activations in float8_e4m3fn, the weights pruned to 2:4 and packed at 5 bits per element.
+
+    Weights are pruned as by `int8_dynamic_activation_int8_semi_sparse_weight`.
 
     Args:
         granularity: `PerRow()`, a scale per output channel and per token; `PerTensor()`, one of each.
 
     Raises:
-        ValueError: another granularity.
+        ValueError: the granularity is neither.
     """
 
     prunes: ClassVar[bool] = True

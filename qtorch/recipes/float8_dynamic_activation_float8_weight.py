@@ -21,7 +21,7 @@ class Float8DynamicActivationFloat8Weight(WeightRecipe):
         activation_dtype, weight_dtype: float8 dtypes of torch.
 
     Raises:
-        ValueError: another granularity or dtype.
+        ValueError: the granularity or a dtype is not one of these.
     """
 
     granularity: Granularity = PerRow()

@@ -15,16 +15,17 @@ from .float8_weight_only import float8_type
 @register_recipe("float8_dynamic_activation_int4_weight")
 @dataclass(frozen=True)
 class Float8DynamicActivationInt4Weight(WeightRecipe):
-    """Weights in 4 bits per group of input channels, symmetric; activations in float8 per token, their scales computed
-    on each call.
+    """Weights in symmetric int4 per group of input channels, activations in float8 per token.
+
+    The scales of the activations are computed on each call.
 
     Args:
         group_size: elements of a row that share a scale; -1 for the whole row. It must divide the row.
         activation_dtype: a float8 dtype of torch.
-        layout: how weights lie in memory.
+        layout: how weights are stored in memory.
 
     Raises:
-        ValueError: a group size below 1, or another dtype.
+        ValueError: the group size is below 1 and not -1, or the dtype is not float8.
     """
 
     group_size: int = 128

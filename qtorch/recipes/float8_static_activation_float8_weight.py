@@ -1,4 +1,4 @@
-"""float8 weights and float8 activations with a scale that is given."""
+"""float8 weights and float8 activations with a given scale."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .static_activation import StaticActivationRecipe
 @register_recipe("float8_static_activation_float8_weight")
 @dataclass(frozen=True)
 class Float8StaticActivationFloat8Weight(StaticActivationRecipe):
-    """Weights and activations in float8, the activations of a layer with one fixed scale; see `StaticActivationRecipe`.
+    """Weights and activations in float8, with one fixed scale for the activations; see `StaticActivationRecipe`.
 
     Args:
-        scale: of the activation; its largest magnitude over the largest code, 448 for float8_e4m3fn.
+        scale: of the activation: its largest magnitude divided by the largest code, 448 for float8_e4m3fn.
         activation_dtype, weight_dtype: float8 dtypes of torch.
         granularity: of the weight: `PerTensor()`, or `PerRow()`, a scale per output channel.
 
     Raises:
-        TypeError, ValueError: the scale is not a positive number; another dtype or granularity.
+        TypeError, ValueError: the scale is not a positive number, or a dtype or the granularity is not one of these.
     """
 
     activation_dtype: torch.dtype = torch.float8_e4m3fn

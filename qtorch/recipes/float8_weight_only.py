@@ -11,10 +11,10 @@ from ..recipe import WeightRecipe, register_recipe
 
 
 def float8_type(dtype: torch.dtype, recipe: str) -> QDType:
-    """`dtype` as one of the float8 types.
+    """The `QDType` of `dtype`, which must be a float8 type.
 
     Raises:
-        ValueError: it is not one of them; the message names `recipe`.
+        ValueError: it is not; the message names `recipe`.
     """
     found = qdtype(dtype)
     if not found.name.startswith("float8_"):
@@ -23,7 +23,7 @@ def float8_type(dtype: torch.dtype, recipe: str) -> QDType:
 
 
 def row_or_tensor(granularity: Granularity, recipe: str) -> Granularity:
-    """`granularity`, which is `PerRow()` or `PerTensor()`.
+    """`granularity`, which must be `PerRow()` or `PerTensor()`.
 
     Raises:
         ValueError: it is neither; the message names `recipe`.
@@ -36,14 +36,14 @@ def row_or_tensor(granularity: Granularity, recipe: str) -> Granularity:
 @register_recipe("float8_weight_only")
 @dataclass(frozen=True)
 class Float8WeightOnly(WeightRecipe):
-    """Weights in float8, the largest code at the largest magnitude of a channel.
+    """Weights in float8, with the largest magnitude of a channel at the largest code.
 
     Args:
         dtype: a float8 dtype of torch.
         granularity: which elements share a scale.
 
     Raises:
-        ValueError: another dtype.
+        ValueError: the dtype is not float8.
     """
 
     dtype: torch.dtype = torch.float8_e4m3fn

@@ -13,13 +13,13 @@ from ..recipe import WeightRecipe, register_recipe
 @register_recipe("fpx_weight_only")
 @dataclass(frozen=True)
 class FpxWeightOnly(WeightRecipe):
-    """Weights in floating point with a sign, `ebits` exponent and `mbits` mantissa bits.
+    """Weights in a floating-point format with a sign, `ebits` exponent and `mbits` mantissa bits.
 
     Args:
         ebits, mbits: (3, 2), (2, 3), (2, 2), (3, 1), (2, 1) or (2, 0).
 
     Raises:
-        ValueError: another format.
+        ValueError: the format is not one of these.
     """
 
     ebits: int

@@ -13,18 +13,18 @@ from .intx_weight_only import rule_or_hqq
 @register_recipe("int4_weight_only")
 @dataclass(frozen=True)
 class Int4WeightOnly(WeightRecipe):
-    """Weights in 4 bits, asymmetric, a scale and a zero point per group of input channels.
+    """Weights in asymmetric 4-bit codes, with a scale and a zero point per group of input channels.
 
     Args:
         group_size: elements of a row that share a scale; -1 for the whole row. It must divide the row.
-        zero_point_domain: INT, codes; FLOAT, the convention of the tinygemm kernels.
+        zero_point_domain: INT, zero points are codes; FLOAT, the convention of the tinygemm kernels.
         scale_rule: how the range of a group is chosen.
-        layout: how weights lie in memory: `PackedLayout()`, half a byte a code; `TensorCoreTiledLayout()`, the same for
-            the tinygemm kernels, which needs the FLOAT domain and groups of 32, 64, 128 or 256.
+        layout: how weights are stored in memory: `PackedLayout()`, half a byte per code; `TensorCoreTiledLayout()`, the
+            same for the tinygemm kernels, which needs the FLOAT domain and groups of 32, 64, 128 or 256.
         use_hqq: short for `scale_rule=HQQRule()`.
 
     Raises:
-        ValueError: a layout that cannot hold such weights; use_hqq and another scale rule.
+        ValueError: the layout cannot hold such weights, or use_hqq is given with another scale rule.
     """
 
     group_size: int = 128

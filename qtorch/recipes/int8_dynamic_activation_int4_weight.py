@@ -19,7 +19,7 @@ class Int8DynamicActivationInt4Weight(WeightRecipe):
         mapping_type: of the weights.
         act_mapping_type: of the activations; SYMMETRIC uses codes in [-127, 127].
         scale_rule: how the range of a weight group is chosen.
-        layout: how weights lie in memory.
+        layout: how weights are stored in memory.
     """
 
     group_size: int = 32

@@ -16,10 +16,10 @@ from .int8_dynamic_activation_int8_weight import Int8DynamicActivationInt8Weight
 @register_recipe("int8_dynamic_activation_int8_semi_sparse_weight")
 @dataclass(frozen=True)
 class Int8DynamicActivationInt8SemiSparseWeight(Int8DynamicActivationInt8Weight):
-    """`int8_dynamic_activation_int8_weight` of the weight pruned to 2:4, packed at 5 bits an element.
+    """`int8_dynamic_activation_int8_weight` with weights pruned to 2:4 and packed at 5 bits per element.
 
-    The two largest magnitudes of each four along a row are kept, and scales chosen for those. A dense weight loses much
-    by it (an SQNR of 7 to 9 dB is left); one that was trained to be 2:4 sparse loses nothing.
+    The two largest magnitudes of each four elements along a row are kept, and scales are chosen for those. A dense
+    weight becomes inaccurate (SQNR of 7 to 9 dB); one that was trained to be 2:4 sparse loses nothing.
 
     Args:
         act_mapping_type: SYMMETRIC, codes in [-127, 127]; ASYMMETRIC, [-128, 127] with a zero point per token.

@@ -1,4 +1,4 @@
-"""int8 weights and int8 activations with a scale that is given, accumulated in int32."""
+"""int8 weights and int8 activations with a given scale, accumulated in int32."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from .static_activation import StaticActivationRecipe
 @register_recipe("int8_static_activation_int8_weight")
 @dataclass(frozen=True)
 class Int8StaticActivationInt8Weight(StaticActivationRecipe):
-    """Weights in int8 per output channel, activations in int8 with one fixed scale for a layer, both in [-127, 127];
-    see `StaticActivationRecipe`.
+    """Weights in int8 per output channel, activations in int8 with one fixed scale; see `StaticActivationRecipe`.
+
+    Codes of both are in [-127, 127].
 
     Args:
-        scale: of the activation; its largest magnitude over 127.
+        scale: of the activation: its largest magnitude divided by 127.
 
     Raises:
         TypeError, ValueError: the scale is not a positive number.

@@ -11,7 +11,7 @@ from ..recipe import WeightRecipe, register_recipe
 @register_recipe("int8_weight_only")
 @dataclass(frozen=True)
 class Int8WeightOnly(WeightRecipe):
-    """Weights in int8, symmetric, [-127, 127], one fp32 scale per output channel: about a quarter of fp32.
+    """Weights in symmetric int8, codes in [-127, 127], with one fp32 scale per output channel: a quarter of fp32.
 
     Args:
         scale_rule: how the range of a channel is chosen.

@@ -12,11 +12,11 @@ from ..recipe import WeightRecipe, register_recipe
 
 
 def sub_byte_type(dtype: QDType | torch.dtype | str, kind: str, recipe: str) -> QDType:
-    """`dtype` as one of the types ``<kind>1`` to ``<kind>7``.
+    """The `QDType` of `dtype`, which must be one of ``<kind>1`` to ``<kind>7``.
 
     Raises:
-        TypeError: a number of bits; the message says what to write.
-        ValueError: it is not one of them; the message names `recipe`.
+        TypeError: `dtype` is a number of bits; the message says what to write instead.
+        ValueError: it is another type; the message names `recipe`.
     """
     if isinstance(dtype, int):
         hint = f": write torch.{kind}{dtype}" if 1 <= dtype <= 7 else ""
@@ -28,10 +28,10 @@ def sub_byte_type(dtype: QDType | torch.dtype | str, kind: str, recipe: str) -> 
 
 
 def rule_or_hqq(rule: ScaleRule, use_hqq: bool, recipe: str) -> ScaleRule:
-    """`rule`, or `HQQRule()` where `use_hqq` asks for it.
+    """`rule`, or `HQQRule()` if `use_hqq`.
 
     Raises:
-        ValueError: both are given; the message names `recipe`.
+        ValueError: `use_hqq` and another rule are given; the message names `recipe`.
     """
     if not use_hqq:
         return rule
@@ -43,18 +43,18 @@ def rule_or_hqq(rule: ScaleRule, use_hqq: bool, recipe: str) -> ScaleRule:
 @register_recipe("intx_weight_only")
 @dataclass(frozen=True)
 class IntxWeightOnly(WeightRecipe):
-    """Weights in 1 to 7 bits, a scale per group of input channels, and a zero point unless the mapping is symmetric.
+    """Weights in 1 to 7 bits, with a scale per group of input channels, and a zero point if asymmetric.
 
     Args:
-        dtype: ``torch.int1`` to ``torch.int7``, or their names. Symmetric, int1 has the two values 0 and -scale.
+        dtype: ``torch.int1`` to ``torch.int7``, or their names. Symmetric int1 has the two values 0 and -scale.
         group_size: elements of a row that share a scale; -1 for the whole row. It must divide the row.
         mapping_type: SYMMETRIC, zero in the middle, SYMMETRIC_NO_CLIPPING_ERR or ASYMMETRIC.
         scale_rule: how the range of a group is chosen.
-        layout: how weights lie in memory; `PackedLayout()` takes the true size of the codes.
+        layout: how weights are stored in memory; `PackedLayout()` packs codes to their true size.
         use_hqq: short for `scale_rule=HQQRule()`.
 
     Raises:
-        ValueError: another dtype; use_hqq and another scale rule.
+        ValueError: the dtype is not one of these, or use_hqq is given with another scale rule.
     """
 
     dtype: QDType | torch.dtype | str

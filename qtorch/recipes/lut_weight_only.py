@@ -12,15 +12,15 @@ from ..recipe import WeightRecipe, register_recipe
 @register_recipe("lut_weight_only")
 @dataclass(frozen=True)
 class LUTWeightOnly(WeightRecipe):
-    """Weights as the nearest of 2^bits values, chosen for each group by k-means.
+    """Weights as indices into tables of 2^bits values, fitted to each group by k-means.
 
     Args:
         bits: 2 to 4.
         group_size: elements of a row that share a scale and a table of 2^bits fp16 values; -1 for the whole row. It
-            must divide the row. A table costs 16 * 2^bits bits: in groups of 64, 2 bits a weight with 3-bit codes.
+            must divide the row. A table takes 16 * 2^bits bits: in groups of 64, 2 bits per weight with 3-bit codes.
 
     Raises:
-        ValueError: other bits, or a group size below 1 that is not -1.
+        ValueError: `bits` is not 2 to 4, or the group size is below 1 and not -1.
     """
 
     bits: int = 4

@@ -15,7 +15,7 @@ BLOCK = 32
 
 
 def mx_spec(dtype: QDType) -> QuantSpec:
-    """Elements of `dtype` that share an e8m0 scale in blocks of 32."""
+    """Spec of elements of `dtype` in blocks of 32 that share an e8m0 scale."""
     none = ZeroPointDomain.NONE
     return QuantSpec(dtype, PerGroup(BLOCK), zero_point_domain=none, scale_dtype=torch.float8_e8m0fnu)
 
@@ -57,7 +57,7 @@ class Mxfp4WeightOnly(_Mx):
 @register_recipe("mxfp8_dynamic_activation_mxfp8_weight")
 @dataclass(frozen=True)
 class Mxfp8DynamicActivationMxfp8Weight(Mxfp8WeightOnly):
-    """Weights and activations in MXFP8 (e4m3), the activations' scales computed on each call."""
+    """Weights and activations in MXFP8 (e4m3), with activation scales computed on each call."""
 
     quantizes_activations = True
 
@@ -65,7 +65,7 @@ class Mxfp8DynamicActivationMxfp8Weight(Mxfp8WeightOnly):
 @register_recipe("mxfp4_dynamic_activation_mxfp4_weight")
 @dataclass(frozen=True)
 class Mxfp4DynamicActivationMxfp4Weight(Mxfp4WeightOnly):
-    """Weights and activations in MXFP4 (e2m1), the activations' scales computed on each call."""
+    """Weights and activations in MXFP4 (e2m1), with activation scales computed on each call."""
 
     quantizes_activations = True
 

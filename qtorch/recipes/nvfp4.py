@@ -2,7 +2,7 @@
 
     w = e2m1 code * e4m3 scale of the block * scale of the tensor,    scale of the tensor = absmax / (6 * 448)
 
-so that the block with the largest element has the largest e4m3 scale.
+so the block with the largest element has the largest e4m3 scale.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BLOCK = 16
 
 
 def nvfp4_spec() -> QuantSpec:
-    """Elements in e2m1, their scales in e4m3."""
+    """Spec of elements in e2m1 with scales in e4m3."""
     none = ZeroPointDomain.NONE
     scale_spec = QuantSpec(qdtype(torch.float8_e4m3fn), PerTensor(), zero_point_domain=none)
     return QuantSpec(qdtype("float4_e2m1"), PerGroup(BLOCK), zero_point_domain=none, scale_spec=scale_spec)
@@ -29,7 +29,7 @@ def nvfp4_spec() -> QuantSpec:
 @register_recipe("nvfp4_weight_only")
 @dataclass(frozen=True)
 class Nvfp4WeightOnly(WeightRecipe):
-    """Weights in NVFP4: 4.5 bits a weight."""
+    """Weights in NVFP4, 4.5 bits per weight."""
 
     quantizes_activations: ClassVar[bool] = False
 
@@ -41,8 +41,10 @@ class Nvfp4WeightOnly(WeightRecipe):
 @register_recipe("nvfp4_dynamic_activation_nvfp4_weight")
 @dataclass(frozen=True)
 class Nvfp4DynamicActivationNvfp4Weight(Nvfp4WeightOnly):
-    """Weights and activations in NVFP4, the activations' scales computed on each call, that of the tensor from the
-    whole batch."""
+    """Weights and activations in NVFP4, with activation scales computed on each call.
+
+    The fp32 scale of an activation is computed from the whole batch.
+    """
 
     quantizes_activations = True
 

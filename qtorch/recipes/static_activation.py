@@ -1,4 +1,4 @@
-"""What the recipes with static activations share: the scale of the activation is given, not computed on each call."""
+"""Base class of recipes with static activations, whose scale is given instead of computed on each call."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ..recipe import WeightRecipe
 
 @dataclass(frozen=True)
 class StaticActivationRecipe(WeightRecipe):
-    """Activations as codes x / scale, with one scale for every call; what exceeds the range of the codes is clipped.
+    """Activations quantized with a fixed scale; values beyond the range of the codes are clipped.
 
-    Each layer has a scale of its own: give `quantize_` a mapping from names to recipes.
+    Layers usually need different scales: pass a mapping from names to recipes to `quantize_`.
 
     Args:
-        scale: of the activation, the largest magnitude it should hold over the largest code; a number, or a tensor of
+        scale: of the activation: its largest expected magnitude divided by the largest code; a number, or a tensor of
             one element.
 
     Raises:
         TypeError: `scale` is neither.
-        ValueError: `scale` is not positive and finite, or no normal number in fp32.
+        ValueError: `scale` is not positive, finite and a normal number in fp32.
     """
 
     scale: float
@@ -48,7 +48,7 @@ def _number(scale: Any, recipe: str) -> float:
         got = f"a tensor of shape {tuple(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
         raise TypeError(f"{recipe}: scale is a number or a tensor of one element, got {got}")
     value, fp32 = float(scale), torch.finfo(torch.float32)
-    # Smaller ones have no finite inverse.
+    # Smaller numbers have no finite inverse.
     if not fp32.tiny <= value <= fp32.max:
         raise ValueError(f"{recipe}: scale is positive, finite and a normal number in fp32, got {scale}")
     return value

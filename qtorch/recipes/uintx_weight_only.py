@@ -25,18 +25,18 @@ from .intx_weight_only import rule_or_hqq, sub_byte_type
 @register_recipe("uintx_weight_only")
 @dataclass(frozen=True)
 class UIntxWeightOnly(WeightRecipe):
-    """Weights in 1 to 7 bits, asymmetric, a scale and a zero point per group of input channels.
+    """Weights in 1 to 7 bits, asymmetric, with a scale and a zero point per group of input channels.
 
     Args:
         dtype: ``torch.uint1`` to ``torch.uint7``, or their names.
         group_size: elements of a row that share a scale; -1 for the whole row. It must divide the row.
         scale_rule: how the range of a group is chosen.
-        layout: how weights lie in memory; `PackedLayout()` takes the true size of the codes.
-        zero_point_domain: INT, codes; FLOAT, real numbers, which let the range of a group lie anywhere.
+        layout: how weights are stored in memory; `PackedLayout()` packs codes to their true size.
+        zero_point_domain: INT, zero points are codes; FLOAT, real numbers, so the range of a group need not include 0.
         use_hqq: short for `scale_rule=HQQRule()`.
 
     Raises:
-        ValueError: another dtype; use_hqq and another scale rule.
+        ValueError: the dtype is not one of these, or use_hqq is given with another scale rule.
     """
 
     dtype: QDType | torch.dtype | str
