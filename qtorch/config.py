@@ -15,12 +15,12 @@ class Config:
     """Process-wide switches.
 
     Attributes:
-        strict: falling back to the reference implementation, or to the emulation of a format that the device cannot
-            multiply, is an error instead of a warning.
-        float_copy_bytes: memory that dequantized copies of weights may take on CPU, in all, beside the weights. A copy
-            is kept for a weight-only layer that meets so many rows that F.linear is faster than any kernel that reads
-            codes; it is dropped with the weight, when the weight changes, and all of them when this is 0. By default
-            no copy is kept: such a layer is dequantized on each call.
+        strict: raise an error instead of a warning when falling back to the reference implementation, or to emulation
+            of a format that the device cannot multiply.
+        float_copy_bytes: memory in bytes that dequantized copies of weights may take on CPU, in total, in addition to
+            the weights. A copy is kept for a weight-only layer whose inputs have so many rows that F.linear is faster
+            than any kernel that reads codes; it is dropped when the weight changes or is deleted. At 0, the default, no
+            copies are kept: such a layer is dequantized on each call.
     """
 
     strict: bool = False
@@ -35,7 +35,7 @@ class Config:
         """Change settings for the duration of a ``with`` block.
 
         Raises:
-            ValueError: no such setting.
+            ValueError: there is no such setting.
         """
         if unknown := sorted(set(changes) - set(vars(self))):
             raise ValueError(f"qtorch.config has no setting {', '.join(unknown)}; it has {', '.join(vars(self))}")

@@ -1,4 +1,4 @@
-"""Import of every module of a package: what adds a kernel, layout or recipe by adding its file."""
+"""Import of every module of a package, so that adding a file adds a kernel, layout or recipe."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Iterable
 
 
 def import_modules(package: str, path: Iterable[str]) -> None:
-    """Import every module of `package`, whose ``__path__`` is `path`, and every package in it, in order of their names;
-    but no ``__main__``."""
+    """Import every module and package in `package`, whose ``__path__`` is `path`, by name, except ``__main__``."""
     for module in pkgutil.iter_modules(path):
         if module.name != "__main__":
             importlib.import_module(f"{package}.{module.name}")

@@ -1,4 +1,4 @@
-"""explain: which kernel runs for a quantized weight, and why each other one does not."""
+"""explain: which kernel runs for a quantized weight, and why the others do not."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .model_argument import check_model
 
 @dataclass(frozen=True)
 class Explanation:
-    """What runs for one weight.
+    """The kernel that runs for one weight.
 
     Attributes:
-        name: of the weight within the module asked about; empty for a bare weight.
-        problem: what was looked up.
+        name: name of the weight within the module; empty for a bare weight.
+        problem: the problem for which a kernel was looked up.
         kernel: name of the kernel that runs.
-        note: what to know about it.
-        rejected: (kernel, reason) for every other one.
+        note: remarks on the kernel.
+        rejected: (kernel, reason) for every other kernel.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Explanation:
 
 
 class Explanations(tuple[Explanation, ...]):
-    """Explanations of all quantized weights of a module; prints one after the other."""
+    """The explanations of all quantized weights of a module, printed one after the other."""
 
     def __str__(self) -> str:
         return "\n".join(str(explanation) for explanation in self)
@@ -59,7 +59,7 @@ def explain(module_or_weight: nn.Module, x: Tensor | None = None) -> Explanation
 
 
 def explain(module_or_weight: nn.Module | Tensor, x: Tensor | None = None) -> Explanation | Explanations:
-    """Say which kernel runs.
+    """Explain which kernel runs for a quantized weight, and why the others do not.
 
     Args:
         module_or_weight: a quantized weight, a layer that holds one, or a whole model.
@@ -69,8 +69,8 @@ def explain(module_or_weight: nn.Module | Tensor, x: Tensor | None = None) -> Ex
         An `Explanation` for a weight, `Explanations` for a module; print it.
 
     Raises:
-        TypeError: neither a module nor a tensor.
-        ValueError: nothing in it is quantized.
+        TypeError: the argument is neither a module nor a tensor.
+        ValueError: no weight of it is quantized.
     """
     if isinstance(module_or_weight, Tensor):
         if not isinstance(module_or_weight, QuantizedTensor):
@@ -90,7 +90,7 @@ def explain(module_or_weight: nn.Module | Tensor, x: Tensor | None = None) -> Ex
 
 
 def problem_of(weight: QuantizedTensor, module: nn.Module | None, dtype: torch.dtype, device: str) -> Problem:
-    """What is looked up for a weight of `module`; fused experts (3-d) run as linear layers, one by one."""
+    """The problem that is looked up for a weight of `module`; fused experts (3-d) run as separate linear layers."""
     if isinstance(weight, ConvWeight) or (isinstance(module, CONVS) and weight.trains):
         return conv_problem(weight.scheme, getattr(module, "groups", 1), dtype, device)
     op = "embedding" if isinstance(module, EMBEDDINGS) else "linear"

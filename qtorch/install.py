@@ -1,7 +1,7 @@
-"""Changing a model in one step: an exception at any point, Ctrl-C too, leaves the old model or the new one.
+"""Atomic changes of a model: after an exception at any point, also Ctrl-C, the model is the old one or the new one.
 
-`install` replaces entries of tables (parameters, buffers, attributes of modules). What takes more than that, such as
-exchanging the class of a module, runs inside `all_or_nothing`. Make first what is to be installed, then install it.
+`install` replaces entries of tables (parameters, buffers, attributes of modules). Other changes, such as replacing the
+class of a module, run inside `all_or_nothing`. Create all new values before installing them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 T = TypeVar("T", bound=Tensor)
 
 REMOVED: Any = object()
-"""As the value of a `Change`: the entry goes."""
+"""Value of a `Change` that removes the entry."""
 
 TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-"""Attributes of a module that hold its parts."""
+"""Attributes of a module that hold its parameters, buffers and submodules."""
 
 
 class Change(NamedTuple):
@@ -34,7 +34,7 @@ class Change(NamedTuple):
 def install(changes: Iterable[Change]) -> None:
     """Make all changes, or none.
 
-    They run as one call into the interpreter's C code, in which no signal is handled: Ctrl-C comes before or after.
+    They run as one call into C code of the interpreter, which handles no signals: Ctrl-C takes effect before or after.
     """
     changes = list(changes)
     tables = {id(table): table for table, _, _ in changes}
@@ -47,32 +47,34 @@ def install(changes: Iterable[Change]) -> None:
 
 
 def all_or_nothing(modules: Iterable[nn.Module]) -> _RolledBack:
-    """Context manager: an exception inside gives these modules back their classes, attributes, parameters, buffers and
-    submodules as they were. What is changed inside those, the data of a tensor say, stays changed.
+    """Context manager that restores these modules if an exception leaves the block.
+
+    It restores their classes, attributes, parameters, buffers and submodules, but not what was changed inside those,
+    such as the data of a tensor.
 
     Args:
-        modules: all that the block changes.
+        modules: all modules that the block changes.
     """
     return _RolledBack([undo for module in dict.fromkeys(modules) for undo in _states(module)])
 
 
 def user_attributes(tensor: Tensor) -> dict[str, Any]:
-    """Attributes that the user, or a framework, has put on a parameter or buffer, for the one that takes its place."""
+    """Attributes that the user or a framework has set on a parameter or buffer."""
     if type(tensor) in (Tensor, nn.Parameter, nn.Buffer):
         return dict(vars(tensor))
-    # Those of a subclass may be its own; quantized ones know which are not.
+    # Attributes of other subclasses may be internal; quantized tensors know which ones the user has set.
     own: Callable[[], dict[str, Any]] = getattr(tensor, "_extra_state", dict)
     return own()
 
 
 def keep_attributes(new: T, old: Tensor) -> T:
-    """`new`, which takes the place of `old`, with the `user_attributes` of `old`; none hides what `new` has itself."""
+    """Copy the `user_attributes` of `old` to `new`, which replaces it, except those that `new` has itself."""
     vars(new).update({name: value for name, value in user_attributes(old).items() if not hasattr(new, name)})
     return new
 
 
 class _RolledBack:
-    """Runs `undo` where its block is left by an exception."""
+    """Context manager that runs `undo` if an exception leaves its block."""
 
     def __init__(self, undo: Sequence[Sequence[partial[Any]]]) -> None:
         self.undo = [step for steps in undo for step in steps]
@@ -90,7 +92,7 @@ def _run(steps: list[partial[Any]]) -> None:
 
 
 def _contents(table: Any) -> list[partial[Any]]:
-    """Give a dict or set its entries back, in their order."""
+    """Steps that restore the entries of a dict or set, in their order."""
     return [partial(table.clear), partial(table.update, table.copy())]
 
 

@@ -1,4 +1,4 @@
-"""The `model` argument of the functions that take one: anything else gets an error that says what to do."""
+"""Validation of `model` arguments, with errors that say what to pass instead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def check_model(function: str, model: Any) -> None:
-    """Raise `TypeError` where `model` is no module; the message names `function`."""
+    """Raise `TypeError` if `model` is not a module; the message names `function`."""
     if isinstance(model, nn.Module):
         return
     what, hint = f"a {type(model).__name__}", ""

@@ -1,4 +1,4 @@
-"""How much memory the tensors of a model take."""
+"""The memory that the tensors of a model take."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from .model_argument import check_model
 
 
 def get_model_size_in_bytes(model: nn.Module, ignore_embeddings: bool = False) -> int:
-    """Bytes of all parameters and buffers of `model`, each counted once; of quantized ones, what they take packed, with
-    scales; of what is not initialized yet, nothing.
+    """Size in bytes of all parameters and buffers of `model`, each counted once.
+
+    Quantized tensors count with their packed codes and scales, uninitialized ones not at all.
 
     Args:
         ignore_embeddings: leave out the tables of `nn.Embedding` and `nn.EmbeddingBag`, unless a head shares them.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
     """
     check_model("get_model_size_in_bytes", model)
     sizes = {}

@@ -1,11 +1,10 @@
-"""Modules that hold quantized weights say so when they are printed, and refuse what would undo them.
+"""Modules with quantized weights show them when printed, and refuse operations that would dequantize them.
 
     Linear(in_features=512, out_features=2048, bias=True, weight=int8 PerRow() symmetric, 2048x512, 1,056,768 bytes)
 
-`nn.Module.__repr__` calls `extra_repr` of the instance. What stands there is an object that knows its module: it is
-copied and pickled with it, so that a copy of the module gets one of its own. It reads the parameters when it is called,
-so that it never says what is no longer so; and it does not keep the module alive, so that a model that is deleted gives
-its memory back at once.
+`nn.Module.__repr__` calls `extra_repr` of the instance, which is set to a `QuantizedRepr`. It is copied and pickled
+with its module, so that a copy of the module gets its own; it reads the parameters when it is called, so that it is
+never outdated; and its reference to the module is weak, so that the memory of a deleted model is freed at once.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from .dtypes import QuantizedTensor
 
 
 class QuantizedRepr:
-    """`extra_repr` of one module: that of its class, and its quantized weights."""
+    """`extra_repr` of one module: that of its class, followed by its quantized weights."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
 
     def __call__(self) -> str:
         module = self._module()
-        if module is None:  # a shallow copy of it is asked
+        if module is None:  # called on a shallow copy of a deleted module
             return ""
-        if torch.compiler.is_compiling():  # torch.func.vmap asks for the name of what it maps; text is not traced
+        if torch.compiler.is_compiling():  # torch.func.vmap reads the name of what it maps; text cannot be traced
             return type(module).extra_repr(module)
         return ", ".join(filter(None, [type(module).extra_repr(module), *_weights(module)]))
 
-    # Copies and pickles of a module put it in place before they come to what it holds.
+    # A copy or pickle of a module contains this object before the attributes of the module are set.
     def __reduce__(self) -> tuple[Any, ...]:
         return QuantizedRepr, (self._module(),)
 
@@ -50,7 +49,7 @@ def _weights(module: nn.Module) -> list[str]:
 
 
 def _description(weight: QuantizedTensor) -> str:
-    """What a weight is quantized to, or how it trains."""
+    """The spec of a weight, or how it trains."""
     training: Any = getattr(weight.scheme, "training", None)
     if training is not None:
         return f"in training by {training}"
@@ -60,16 +59,16 @@ def _description(weight: QuantizedTensor) -> str:
 
 
 def refuse_jit_script() -> NoReturn:
-    """``__prepare_scriptable__`` of a module with quantized weights: `torch.jit.script` calls it first.
+    """``__prepare_scriptable__`` of a module with quantized weights, which `torch.jit.script` calls first.
 
     Raises:
-        TypeError: always. A script would run, but is saved without the codes.
+        TypeError: always. A script would run, but be saved without the codes.
     """
     raise TypeError("torch.jit.script cannot save quantized weights; use torch.export, or dequantize_(model) first")
 
 
 def show_quantized(module: nn.Module) -> None:
-    """Let `module` say what is quantized in it, if anything is; else as its class does."""
+    """Show the quantized weights of `module` when it is printed, or restore the repr of its class if it has none."""
     attributes = vars(module)
     if any(isinstance(parameter, QuantizedTensor) for parameter in module._parameters.values()):
         _mark(module)
@@ -81,21 +80,24 @@ def show_quantized(module: nn.Module) -> None:
 
 
 def _mark(module: nn.Module) -> None:
-    """Put there what a module with quantized weights has; what the user has put there stays."""
+    """Set the attributes of a module with quantized weights; those that the user has set are kept."""
     vars(module).setdefault("extra_repr", QuantizedRepr(module))
     vars(module).setdefault("__prepare_scriptable__", refuse_jit_script)
 
 
 def _registered(module: nn.Module, name: str, parameter: Tensor | None) -> None:
-    """Called by torch where a module gets a parameter: by assignment, `load_state_dict(assign=True)` too."""
+    """Hook that torch calls when a parameter is set on a module, also by `load_state_dict(assign=True)`."""
     if isinstance(parameter, QuantizedTensor):
         _refuse_reparametrization(module, name, parameter)
         _mark(module)
 
 
 def _refuse_reparametrization(module: nn.Module, name: str, parameter: QuantizedTensor) -> None:
-    """Raise `ValueError` where `parameter` becomes the source that a weight is computed from on each call: its results
-    are plain tensors, and the layer would go on in full precision. Weights are left, or put back, where they were."""
+    """Raise `ValueError` if a reparametrization makes `parameter` the source from which a weight is computed.
+
+    The computed weight would be a plain tensor, and the layer would run in full precision. The weight of the module is
+    unchanged, or restored.
+    """
     own, _, suffix = name.rpartition("_")
     parameters: dict[str, Any] = module._parameters
     if isinstance(module, parametrize.ParametrizationList):

@@ -1,4 +1,4 @@
-"""Modules in training: a float module whose class was exchanged for one that fake-quantizes.
+"""Modules in training: float modules whose class was replaced by one that fake-quantizes.
 
 What training adds to it (learned scales, observed ranges, adapters) are ordinary parameters and buffers of it and of
 its submodules; `weight` keeps its name and is a plain parameter. `convert()` gives it the weight for inference and
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 
 class PreparedModule(nn.Module):
-    """Base of the classes that stand in for float ones.
+    """Base class of the classes that replace those of float modules during training.
 
     Attributes:
-        float_class: what it was, and will be again.
+        float_class: the class of the float module.
     """
 
     float_class: ClassVar[type[nn.Module]]
@@ -29,9 +29,9 @@ class PreparedModule(nn.Module):
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Remove what training has added, and take the float class back."""
+        """Remove what training has added, and restore the float class."""
         self.__class__ = self.float_class  # type: ignore[assignment]
 
 
 class QuantizationState(nn.Module):
-    """Parameters and buffers that belong to quantization, not to the model: no recipe reaches them."""
+    """Module of parameters and buffers that belong to quantization; recipes do not quantize them."""

@@ -1,6 +1,6 @@
 """quantize_: turn the weights of a model into quantized tensors, in place.
 
-A recipe says what becomes of a weight (`recipe.py`). Every registered one is an attribute of this module
+A recipe (`recipe.py`) defines how a weight is quantized. Every registered recipe is an attribute of this module
 (``qtorch.quantize_api.int8_weight_only``).
 """
 
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 CHUNK_BYTES = 1 << 30
-"""Of new weights that `quantize_` holds beside the old ones, before it replaces these."""
+"""Size of the new weights that `quantize_` holds in addition to the old ones before it installs them."""
 
 
 def __getattr__(name: str) -> Any:
@@ -66,19 +66,19 @@ def quantize_(
 ) -> QuantizeReport:
     """Quantize the weights of `model` in place.
 
-    Every weight is checked, and quantized, before the first one is replaced: an error, or Ctrl-C, leaves the model as
-    it was. Where the new weights take more than `CHUNK_BYTES`, they are installed in chunks, each as a whole; after an
-    error between two of them, a second call with the same recipe goes on.
+    Every weight is checked and quantized before the first one is replaced: after an error or Ctrl-C the model is
+    unchanged. If the new weights take more than `CHUNK_BYTES`, they are installed in chunks, each atomically; after an
+    error between two chunks, a second call with the same recipe continues.
 
     Args:
         model: any module.
         recipe: one recipe for every `nn.Linear`; or an ordered mapping from names to recipes, None to leave a weight
             alone. A key is a fully-qualified name (of a linear layer, an embedding, a convolution or a 2-d or 3-d
             parameter) or a regular expression that must match the whole name; the first key that matches wins.
-            Embeddings, convolutions and bare parameters, fused experts say, are reached by a key that names them, not
-            by a wildcard alone. The weight of a convolution is quantized as a matrix, (output channels, kernel
+            Embeddings, convolutions and bare parameters, such as fused experts, need a key that names them; a wildcard
+            alone does not match them. The weight of a convolution is quantized as a matrix, (output channels, kernel
             positions * input channels).
-        filter_fn: (module, fully-qualified name) -> bool; asked for each `nn.Linear`, `nn.Embedding`,
+        filter_fn: (module, fully-qualified name) -> bool; called for each `nn.Linear`, `nn.Embedding`,
             `nn.EmbeddingBag` and `nn.Conv1d` to `nn.Conv3d`.
         device: move each weight there before it is quantized, and the rest of the model at the end, so that the peak on
             that device is the quantized model and one layer.
@@ -86,12 +86,12 @@ def quantize_(
         progress: show a progress bar.
 
     Returns:
-        What was done to each weight, or why nothing was; print it.
+        A report of what was done to each weight, or why it was skipped; print it.
 
     Raises:
-        ValueError: a weight cannot be quantized as asked (every such one is named), an entry of the mapping is void, or
-            there is no such device.
-        TypeError: `recipe` is not a recipe, or `model` is no module.
+        ValueError: weights cannot be quantized by their recipe (all are named), an entry of the mapping has no effect,
+            or there is no such device.
+        TypeError: `recipe` is not a recipe, or `model` is not a module.
     """
     check_model("quantize_", model)
     for given in recipe.values() if isinstance(recipe, Mapping) else [recipe]:
@@ -129,13 +129,13 @@ def quantize_(
 @torch.no_grad()
 @outside_graphs("dequantize_ replaces the parameters of a model: call it before the compiled function")
 def dequantize_(model: nn.Module) -> nn.Module:
-    """Turn every quantized weight of `model` back into a float one, in place; what rounding took is gone.
+    """Dequantize every quantized weight of `model` in place; rounding errors remain.
 
-    Tied weights stay tied. The new parameters require gradients, as those of a new module do.
+    Tied weights stay tied. The new parameters require gradients, like those of a new module.
 
     Raises:
-        TypeError: `model` is no module.
-        ValueError: nothing in the model is quantized.
+        TypeError: `model` is not a module.
+        ValueError: no weight of the model is quantized.
     """
     check_model("dequantize_", model)
     done: dict[int, nn.Parameter] = {}
@@ -156,7 +156,7 @@ def dequantize_(model: nn.Module) -> nn.Module:
 
 
 def _collect(model: nn.Module, targets: list[Target[Recipe]]) -> dict[Tensor, Statistics]:
-    """The statistics that recipes ask for, one run of the model for all that share their data."""
+    """Collect the statistics that recipes request, in one run of the model for all recipes that share their data."""
     wanted: dict[int, tuple[Data, dict[Tensor, Sequence[type[Statistic]]]]] = {}
     for target in targets:
         if target.recipe is not None and (data := target.recipe.data) is not None:
@@ -168,21 +168,21 @@ def _collect(model: nn.Module, targets: list[Target[Recipe]]) -> dict[Tensor, St
 
 
 class _Chunk:
-    """Weights that are made and not yet installed."""
+    """New weights that are not installed yet."""
 
     def __init__(self) -> None:
         self.made: list[tuple[Target[Recipe], Any]] = []
         self.size = 0
 
     def add(self, target: Target[Recipe], made: Any) -> None:
-        """Keep one; and install all, where they take much memory."""
+        """Add a weight, and install all if they take `CHUNK_BYTES` or more."""
         self.made.append((target, made))
         self.size += made.nbytes
         if self.size >= CHUNK_BYTES:
             self.install()
 
     def install(self) -> None:
-        """Put all into their modules, or none."""
+        """Install all weights in their modules, or none."""
         modules = [module for target, _ in self.made for module in target.modules]
         with all_or_nothing(modules):
             for target, made in self.made:
@@ -210,7 +210,7 @@ def _check_is_recipe(given: Any, in_mapping: bool) -> None:
 
 
 def _check_device(device: torch.device | str | None) -> None:
-    """Raise `ValueError` where no tensor can be on `device`."""
+    """Raise `ValueError` if no tensor can be on `device`."""
     if device is None:
         return
     try:
@@ -223,7 +223,7 @@ def _check_device(device: torch.device | str | None) -> None:
 
 
 def _elements(model: nn.Module, targets: list[Target[Recipe]]) -> tuple[int, int]:
-    """Of all parameters of `model`, and of those that are quantized already and no recipe was asked for."""
+    """Number of elements of all parameters of `model`, and of those that are quantized already and get no recipe."""
     parameters = [parameter for parameter in model.parameters() if not nn.parameter.is_lazy(parameter)]
     quantized = {id(parameter) for parameter in parameters if isinstance(parameter, QuantizedTensor)}
     quantized |= {id(module.weight) for module in model.modules() if isinstance(module, PreparedModule)}
@@ -261,7 +261,7 @@ def _check_targets(targets: list[Target[Recipe]]) -> None:
 
 
 def _entry_that_fits(target: Target[Recipe]) -> str:
-    """An entry of a mapping for a weight that the groups of its recipe do not divide."""
+    """A mapping entry that works for a weight that the groups of its recipe do not divide."""
     recipe, name = target.recipe, target.asked.label
     asked = getattr(recipe, "group_size", None)
     if isinstance(asked, int) and isinstance(recipe, WeightRecipe):

@@ -1,4 +1,4 @@
-"""Recipe: what becomes of a weight. Recipes register themselves under the name of the function that makes them."""
+"""Recipe: how a weight is quantized. Recipes are registered under the name of the function that makes them."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ C = TypeVar("C", bound="type[Recipe]")
 
 
 class Data(NamedTuple):
-    """Batches of inputs of a model, and how it is called with one; see `statistics.run_batches`."""
+    """Batches of inputs of a model, and how to call it with one; see `statistics.run_batches`."""
 
     batches: Iterable[Any]
     forward: Callable[[nn.Module, Any], Any] | None = None
 
 
 class Recipe:
-    """What becomes of a weight: a frozen dataclass, printable, comparable, JSON-able.
+    """How a weight is quantized: a frozen dataclass, printable, comparable, JSON-able.
 
     Attributes:
-        name: of the function that makes it.
-        trains: the weights it makes keep their gradient; otherwise they are frozen.
-        selects: types of the weights, or of the modules, that it is for, wherever they are; none for `nn.Linear`.
-        statistics: what `apply_calibrated` needs to know of the inputs of a weight, collected over `data`.
+        name: name of the function that makes it.
+        trains: whether the new weights require gradients; otherwise they are frozen.
+        selects: types of the weights, or of their modules, to which it applies; empty for `nn.Linear`.
+        statistics: the statistics of the inputs of a weight that `apply_calibrated` needs, collected over `data`.
     """
 
     name: ClassVar[str]
@@ -50,11 +50,11 @@ class Recipe:
 
     @property
     def data(self) -> Data | None:
-        """What `quantize_` runs the model on before `make`; None for recipes that look at weights alone."""
+        """The data on which `quantize_` runs the model before `make`; None for recipes that need weights only."""
         return None
 
     def check(self, weight: Tensor) -> None:
-        """Raise `ValueError` or `TypeError` where `apply` could not do its work; the weight is not changed."""
+        """Raise `ValueError` or `TypeError` if `apply` would fail; the weight is not changed."""
         raise NotImplementedError
 
     def apply(self, weight: Tensor) -> Tensor:
@@ -62,13 +62,13 @@ class Recipe:
         raise NotImplementedError
 
     def apply_calibrated(self, weight: Tensor, statistics: Statistics) -> Tensor:
-        """`apply` with the `statistics` that the recipe asks for."""
+        """`apply` with the `statistics` that the recipe requests."""
         raise NotImplementedError
 
-    # What `quantize_` calls; a recipe that depends on the modules, or changes them, overrides these.
+    # `quantize_` calls these; a recipe that depends on the modules, or changes them, overrides them.
 
     def placed(self, index: int, count: int) -> Recipe:
-        """The recipe for the weight `index` of the `count` that it was asked for, in the order of the model."""
+        """The recipe for weight `index` of the `count` weights that this one applies to, in the order of the model."""
         return self
 
     def check_target(self, target: Target[Any]) -> None:
@@ -88,11 +88,12 @@ class Recipe:
             raise kind(f"{error} ({seen})") from error
 
     def make(self, target: Target[Any], weight: Tensor, statistics: Statistics | None = None) -> Any:
-        """What takes the place of the parameter, `weight` its data; the modules are not changed. For the report it has
-        `nbytes` and `dequantize()`.
+        """Make the replacement of the parameter, whose data is `weight`, without changing the modules.
+
+        It must have `nbytes`, and `dequantize()` for the report.
 
         Args:
-            statistics: of the inputs of the weight, if the recipe asks for any.
+            statistics: of the inputs of the weight, if the recipe requests any.
         """
         is_conv = target.asked.is_conv
         matrix = to_matrix(weight) if is_conv else weight
@@ -104,25 +105,27 @@ class Recipe:
         return from_matrix(matrix, weight.shape).contiguous()
 
     def has_made(self, target: Target[Any]) -> bool:
-        """Whether the weight is what `make` would give already: an interrupted `quantize_` goes on after it."""
+        """Whether the weight is already the result of `make`, so that an interrupted `quantize_` can continue."""
         return False
 
     def install(self, target: Target[Any], made: Any) -> None:
-        """Put what `make` has made into the modules; where this fails `quantize_` undoes it. Attributes that the user
-        has put on the parameter are kept."""
+        """Install the result of `make` in the modules; `quantize_` undoes it after an error.
+
+        Attributes that the user has set on the parameter are kept.
+        """
         parameter = nn.Parameter(made, self.trains and target.parameter.requires_grad)
         keep_attributes(parameter, target.parameter)
         for slot in target.slots:
             slot.module._parameters[slot.attribute] = parameter
 
     def __str__(self) -> str:
-        """The call that makes it, without what is left at its default, and without data."""
+        """The call that makes the recipe, without default arguments and without data."""
         shown = [f.name for f in fields(self) if f.repr and getattr(self, f.name) != f.default]  # type: ignore[arg-type]
         return f"{self.name}({', '.join(f'{name}={_word(getattr(self, name))}' for name in shown)})"
 
 
 def check_float_weight(weight: Tensor) -> None:
-    """Raise `ValueError` where `weight` is not one in floating point, initialized and not quantized."""
+    """Raise `ValueError` unless `weight` is initialized, in floating point and not quantized."""
     if nn.parameter.is_lazy(weight):
         raise ValueError("the weight is not initialized yet; run the model once")
     if isinstance(weight, QuantizedTensor):
@@ -132,13 +135,13 @@ def check_float_weight(weight: Tensor) -> None:
 
 
 class WeightRecipe(Recipe):
-    """A recipe for inference that is described by a `LinearSpec` alone.
+    """A recipe for inference that is defined by a `LinearSpec`.
 
     Attributes:
-        prunes: it drops elements of the weight first.
+        prunes: whether it prunes the weight first.
 
     Raises:
-        ValueError: there is no such spec.
+        ValueError: the arguments do not make a valid spec.
     """
 
     prunes: ClassVar[bool] = False
@@ -152,12 +155,11 @@ class WeightRecipe(Recipe):
         raise NotImplementedError
 
     def prune(self, weight: Tensor) -> Tensor:
-        """`weight` with zeros in place of what the recipe drops before it quantizes, if `prunes`; differentiable."""
+        """`weight` with zeros for the elements that the recipe prunes before it quantizes; differentiable."""
         return weight
 
     def act_scale(self, device: torch.device) -> Tensor | None:
-        """The scale of a static activation, (1, 1) fp32; None where it is computed on each call, or
-        activations are not quantized."""
+        """The scale of a static activation, (1, 1) fp32, or None if there is none."""
         return None
 
     def check(self, weight: Tensor) -> None:
@@ -189,10 +191,10 @@ class WeightRecipe(Recipe):
 
 
 def register_recipe(name: str) -> Callable[[C], C]:
-    """Class decorator of a frozen dataclass: make a recipe known as `name`, and readable from JSON.
+    """Class decorator: register a frozen dataclass as the recipe `name` and make it readable from JSON.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: another recipe has the same name.
     """
 
     def decorate(cls: C) -> C:

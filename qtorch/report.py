@@ -11,16 +11,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One weight.
+    """The report on one weight.
 
     Attributes:
-        name: fully-qualified name of the parameter; `also` are the other names of a tied one.
+        name: fully-qualified name of the parameter; `also` has the other names of a tied one.
         shape: logical shape.
         action: ``"quantized"`` or ``"skipped"``.
         detail: the recipe, or why it was skipped.
         bytes_before, bytes_after: size of the weight, scales included.
-        sqnr: of the quantized weight against the float one, dB; None if skipped.
-        kernel: what will run; None if skipped.
+        sqnr: SQNR of the quantized weight against the float one, in dB; None if skipped.
+        kernel: name of the kernel that will run; None if skipped.
     """
 
     name: str
@@ -35,21 +35,21 @@ class LayerReport:
 
 
 QUANTIZED_BEFORE = "is quantized already"
-"""Why a weight was skipped that is not left in floating point."""
+"""Reason for skipping a weight that was quantized before."""
 
 LARGEST = 3
-"""Of what is left in floating point, so many are named."""
+"""Number of weights left in floating point that the summary names."""
 
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """Result of `quantize_`; prints as a line on the whole model and a table, `to_json()` exports it.
+    """Result of `quantize_`, printed as a summary of the model and a table; `to_json()` exports it.
 
     Attributes:
-        layers: every weight of two or more dimensions.
-        parameters: elements of all parameters of the model.
-        quantized_before: those in weights that were quantized before the call, and not touched by it.
-        model_bytes_before, model_bytes_after: of all parameters and buffers of the model.
+        layers: reports on all weights of two or more dimensions.
+        parameters: number of elements of all parameters of the model.
+        quantized_before: number of elements of weights that were quantized before the call and not changed by it.
+        model_bytes_before, model_bytes_after: size of all parameters and buffers of the model.
     """
 
     layers: tuple[LayerReport, ...]
@@ -69,22 +69,24 @@ class QuantizeReport:
 
     @property
     def bytes_before(self) -> int:
-        """Of the quantized weights, before."""
+        """Size of the quantized weights before the call."""
         return sum(layer.bytes_before for layer in self.quantized)
 
     @property
     def bytes_after(self) -> int:
-        """Of the quantized weights, after."""
+        """Size of the quantized weights after the call."""
         return sum(layer.bytes_after for layer in self.quantized)
 
     @property
     def quantized_parameters(self) -> int:
-        """Elements of the model's parameters that are quantized now."""
+        """Number of elements of the model's parameters that are quantized now."""
         return self.quantized_before + sum(math.prod(layer.shape) for layer in self.quantized)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON data: the layers, field by field, and the totals. An SQNR that is not finite (a weight that is exact, or
-        all zero) is None: JSON has no such number."""
+        """JSON data: the fields of all layers, and the totals.
+
+        An SQNR that is not finite (of an exact or all-zero weight) is None, since JSON has no such numbers.
+        """
         return {
             "dry_run": self.dry_run,
             "bytes_before": self.bytes_before,
@@ -116,7 +118,7 @@ class QuantizeReport:
         return f"these {len(self.quantized)} weights: {_change(self.bytes_before, self.bytes_after)}"
 
     def _largest_left(self) -> list[str]:
-        """The largest weights that are left in floating point, and why; those of equal name in all blocks as one."""
+        """The largest weights left in floating point, and why; weights of the same name in all blocks count as one."""
         sizes: dict[tuple[str, str], int] = {}
         for layer in self.skipped:
             if layer.detail != QUANTIZED_BEFORE:
@@ -139,7 +141,7 @@ def _change(before: int, after: int) -> str:
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns padded to their widest cell, a rule under the header."""
+    """A text table with columns padded to their widest cell and a line under the header."""
     table = [list(header), *[list(row) for row in rows]]
     widths = [max(len(row[i]) for row in table) for i in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]

@@ -1,7 +1,7 @@
-"""Which weights of a model a recipe, or a mapping of names to recipes, applies to.
+"""Targets: the weights of a model to which a recipe, or a mapping of names to recipes, applies.
 
-A *slot* is one place that holds a parameter: a module and an attribute name. Tied weights are one parameter in several
-slots; they form one `Target`, are quantized once and stay tied.
+A *slot* is a place that holds a parameter: a module and an attribute name. A tied weight is one parameter in several
+slots; it is one `Target`, is quantized once and stays tied.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ R = TypeVar("R")
 Filter = Callable[[nn.Module, str], bool]
 
 UNSUPPORTED: tuple[type[nn.Module], ...] = (nn.modules.conv._ConvTransposeNd, nn.Bilinear, nn.RNNBase)
-"""Modules whose weights no kernel takes; `nn.LSTM` and its kin run fused kernels of their own on all of them."""
+"""Modules without quantized kernels; `nn.LSTM`, `nn.GRU` and `nn.RNN` run fused kernels on all their weights."""
 
 _ANY_NAME = "qzqzq"
-"""Stands for a name that a user's regular expression could match only by a wildcard."""
+"""Placeholder for a name that a user's regular expression can match only by a wildcard."""
 
 
 @dataclass
 class Slot(Generic[R]):
-    """One place that holds a weight, and what was asked for it: a recipe, or why there is no recipe."""
+    """A place that holds a weight, with its recipe or the reason why it has none."""
 
     module: nn.Module
     module_name: str
@@ -54,7 +54,7 @@ class Slot(Generic[R]):
         return isinstance(self.module, EMBEDDINGS) and self.attribute == "weight"
 
     def is_one_of(self, types: tuple[type, ...]) -> bool:
-        """Whether the parameter, or the module that it is the weight of, is of one of these types."""
+        """Whether the parameter, or the module whose weight it is, has one of these types."""
         return isinstance(self.parameter, types) or (self.attribute == "weight" and isinstance(self.module, types))
 
     @property
@@ -63,12 +63,12 @@ class Slot(Generic[R]):
 
     @property
     def is_layer(self) -> bool:
-        """A weight that its module alone gives a meaning."""
+        """Whether it is the weight of a linear layer, embedding or convolution, rather than a bare parameter."""
         return self.is_linear or self.is_embedding or self.is_conv
 
     @property
     def obstacle(self) -> str | None:
-        """Why it cannot be quantized, whatever the recipe."""
+        """Why no recipe can quantize the weight, or None."""
         if isinstance(self.module, parametrize.ParametrizationList):
             return "is parametrized; call torch.nn.utils.parametrize.remove_parametrizations first"
         if isinstance(self.module, UNSUPPORTED):
@@ -79,13 +79,13 @@ class Slot(Generic[R]):
 
     @property
     def label(self) -> str:
-        """What a user calls it: the module of a layer's weight, the full name of a bare parameter."""
+        """The name for messages: that of the module for the weight of a layer, else that of the parameter."""
         return self.module_name if self.is_layer and self.module_name else self.name
 
 
 @dataclass
 class Target(Generic[R]):
-    """One weight, in all the slots that share it, and its recipe (None: leave it)."""
+    """One weight with all the slots that share it, and its recipe (None to leave it alone)."""
 
     slots: list[Slot[R]] = field(default_factory=list)
 
@@ -95,12 +95,12 @@ class Target(Generic[R]):
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Those that hold it, each once."""
+        """The modules that hold the weight, without duplicates."""
         return list(dict.fromkeys(slot.module for slot in self.slots))
 
     @property
     def asked(self) -> Slot[R]:
-        """The slot that a recipe was asked for, else the first."""
+        """The slot with a recipe, or the first slot."""
         return next((slot for slot in self.slots if slot.recipe is not None), self.slots[0])
 
     @property
@@ -109,15 +109,15 @@ class Target(Generic[R]):
 
 
 def find_targets(model: nn.Module, recipe: R | Mapping[str, R | None], filter_fn: Filter | None) -> list[Target[R]]:
-    """Every weight of two or more dimensions, with what is to be done to it.
+    """All weights of two or more dimensions, each with its recipe or the reason why it has none.
 
     Args:
-        recipe: one recipe for every `nn.Linear`, or for every weight, or weight of a module, of the types that it
-            `selects`; or an ordered mapping; see `quantize_`.
-        filter_fn: (module, fully-qualified name) -> bool, asked for each `nn.Linear`, embedding and convolution.
+        recipe: one recipe, for every `nn.Linear` or for the types of weights and modules that it `selects`; or an
+            ordered mapping; see `quantize_`.
+        filter_fn: (module, fully-qualified name) -> bool, called for each `nn.Linear`, embedding and convolution.
 
     Raises:
-        ValueError: an entry of the mapping matches nothing or is never reached; tied weights are asked for differently.
+        ValueError: an entry of the mapping matches nothing or is never reached, or a tied weight has several recipes.
     """
     slots: list[Slot[R]] = _slots(model)
     if isinstance(recipe, Mapping):
@@ -138,7 +138,7 @@ def _slots(model: nn.Module) -> list[Slot[R]]:
         if isinstance(module, QuantizationState):
             continue
         for attribute, parameter in module._parameters.items():
-            # Parameters that are not materialized yet have no shape; the recipe's check will say so.
+            # Parameters that are not materialized yet have no shape; `check` of the recipe raises for them.
             if parameter is not None and (nn.parameter.is_lazy(parameter) or parameter.dim() >= 2):
                 found.append(Slot(module, module_name, attribute, parameter))
     return found
@@ -206,8 +206,11 @@ def _check_keys(keys: Iterable[str], slots: list[Slot[R]]) -> None:
 
 
 def _asks_for(key: str, slot: Slot[R]) -> bool:
-    """An exact name asks for anything. A regular expression asks for linear layers, and for all other weights only if
-    it names them: if it would still match with their own name replaced, a wildcard has matched."""
+    """Whether a key selects a slot.
+
+    An exact name selects any weight. A regular expression selects linear layers, and other weights only if it names
+    them: if it still matches with their last name replaced by a placeholder, only a wildcard has matched.
+    """
     names = {slot.name, slot.label}
     return key in names or any(
         _fully_matches(key, name) and (slot.is_linear or not _fully_matches(key, _with_own_name_replaced(name)))
@@ -216,19 +219,19 @@ def _asks_for(key: str, slot: Slot[R]) -> bool:
 
 
 def _matches(key: str, slot: Slot[R]) -> bool:
-    """Whether it is the name, or a regular expression that matches it, if only by a wildcard."""
+    """Whether the key is the name of the slot, or a regular expression that matches it, even by a wildcard alone."""
     return any(key == name or _fully_matches(key, name) for name in (slot.name, slot.label))
 
 
 def _fully_matches(key: str, name: str) -> bool:
     try:
         return re.fullmatch(key, name) is not None
-    except re.error:  # the exact name of another; see _check_keys
+    except re.error:  # a key that is the exact name of another slot; see _check_keys
         return False
 
 
 def _with_own_name_replaced(name: str) -> str:
-    """``a.embed`` and ``a.embed.weight``: the name of a parameter called weight is its module's."""
+    """Replace the last name by the placeholder: ``embed`` in both ``a.embed`` and ``a.embed.weight``."""
     own = name.removesuffix(".weight")
     parent, dot, _ = own.rpartition(".")
     return parent + dot + _ANY_NAME + name[len(own) :]
@@ -253,7 +256,7 @@ def _describe_unmatched(keys: list[str], slots: list[Slot[R]]) -> str:
 
 
 def _describe_wildcard(key: str, slots: list[Slot[R]]) -> str:
-    """What to write in place of a key that matches `slots`, none of them a linear layer, by a wildcard alone."""
+    """Message for a key that matches `slots`, none of them a linear layer, by a wildcard alone."""
     some = ", ".join(slot.label for slot in slots[:4]) + (", ..." if len(slots) > 4 else "")
     own = list(dict.fromkeys(slot.label.rpartition(".")[2] for slot in slots))
     parents = {slot.label.rpartition(".")[0].rpartition(".")[2] for slot in slots}
@@ -263,8 +266,8 @@ def _describe_wildcard(key: str, slots: list[Slot[R]]) -> str:
     if not all(_asks_for(written, slot) for slot in slots):
         written = "|".join(re.escape(slot.label) for slot in slots[:4])
     return (
-        f"{key!r} matches {some} by a wildcard alone, which reaches linear layers only; embeddings, convolutions and "
-        f'bare parameters, fused experts say, are asked for by their last name: r"{written}"'
+        f"{key!r} matches {some} by a wildcard alone, which selects linear layers only; embeddings, convolutions and "
+        f'bare parameters, such as fused experts, are selected by their last name: r"{written}"'
     )
 
 
@@ -272,4 +275,4 @@ def _check_tied(target: Target[R]) -> None:
     asked = {slot.label: slot.recipe for slot in target.slots if slot.recipe is not None or slot.refused}
     if len(set(asked.values())) > 1:
         what = ", ".join(f"{label}: {recipe}" for label, recipe in asked.items())
-        raise ValueError(f"quantize_: one tied weight is asked for in different ways: {what}")
+        raise ValueError(f"quantize_: a tied weight takes one recipe, got different ones: {what}")

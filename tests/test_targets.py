@@ -191,7 +191,7 @@ def test_tied_weights_are_one_target() -> None:
 
 @pytest.mark.parametrize("other", [INT4, None], ids=str)
 def test_tied_weights_asked_for_differently(other: object) -> None:
-    wanted = f"quantize_: one tied weight is asked for in different ways: embed: int8_weight_only(), head: {other}"
+    wanted = f"quantize_: a tied weight takes one recipe, got different ones: embed: int8_weight_only(), head: {other}"
     assert error({"embed": INT8, "head": other}, Model(tied=True)) == wanted
 
 
