@@ -1,11 +1,13 @@
-"""Invalidation of what was found out for one choice of kernels, when settings or kernels change."""
+"""Invalidation of cached choices of kernels when settings or kernels change."""
 
 from __future__ import annotations
 
 
 class Generation:
-    """Counts changes of the settings and of all else that the choice of kernels depends on: what was found out for one
-    choice holds while `number` stays the same."""
+    """Counter of changes of the settings and of all else that the choice of kernels depends on.
+
+    Cached choices are valid as long as `number` is unchanged.
+    """
 
     __slots__ = ("number",)
 
@@ -13,7 +15,7 @@ class Generation:
         self.number = 0
 
     def end(self) -> None:
-        """Something has changed."""
+        """Invalidate cached choices, after a change."""
         self.number += 1
 
 

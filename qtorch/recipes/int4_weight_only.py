@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..dtypes import Layout, PackedLayout
-from ..primitives import LinearSpec, MappingType, MinMaxRule, PerGroup, QuantSpec, ScaleRule, ZeroPointDomain, qdtype
+from ..primitives import LinearSpec, MinMaxRule, ScaleRule, ZeroPointDomain, qdtype
 from ..recipe import WeightRecipe, register_recipe
-from .intx_weight_only import rule_or_hqq
+from .intx_weight_only import rule_or_hqq, unsigned_spec
 
 
 @register_recipe("int4_weight_only")
@@ -34,15 +34,8 @@ class Int4WeightOnly(WeightRecipe):
     use_hqq: bool = False
 
     def linear_spec(self) -> LinearSpec:
-        weight = QuantSpec(
-            qdtype("uint4"),
-            PerGroup(self.group_size),
-            MappingType.ASYMMETRIC,
-            self.zero_point_domain,
-            rule_or_hqq(self.scale_rule, self.use_hqq, self.name),
-            preserve_zero=self.zero_point_domain is not ZeroPointDomain.FLOAT,
-        )
-        return LinearSpec(weight, layout=self.layout)
+        rule = rule_or_hqq(self.scale_rule, self.use_hqq, self.name)
+        return unsigned_spec(qdtype("uint4"), self.group_size, self.zero_point_domain, rule, self.layout)
 
 
 int4_weight_only = Int4WeightOnly

@@ -7,7 +7,18 @@ from dataclasses import dataclass
 import torch
 
 from ..dtypes import Layout, PackedLayout
-from ..primitives import HQQRule, LinearSpec, MappingType, MinMaxRule, PerGroup, QDType, QuantSpec, ScaleRule, qdtype
+from ..primitives import (
+    HQQRule,
+    LinearSpec,
+    MappingType,
+    MinMaxRule,
+    PerGroup,
+    QDType,
+    QuantSpec,
+    ScaleRule,
+    ZeroPointDomain,
+    qdtype,
+)
 from ..recipe import WeightRecipe, register_recipe
 
 
@@ -38,6 +49,16 @@ def rule_or_hqq(rule: ScaleRule, use_hqq: bool, recipe: str) -> ScaleRule:
     if rule not in (MinMaxRule(), HQQRule()):
         raise ValueError(f"{recipe}: use_hqq=True is scale_rule=HQQRule(), got scale_rule={rule!r} too")
     return HQQRule()
+
+
+def unsigned_spec(
+    dtype: QDType, group_size: int, domain: ZeroPointDomain, rule: ScaleRule, layout: Layout
+) -> LinearSpec:
+    """Unsigned codes in groups, with zero points; in the FLOAT domain the range of a group need not include zero."""
+    preserve_zero = domain is not ZeroPointDomain.FLOAT
+    group = PerGroup(group_size)
+    weight = QuantSpec(dtype, group, MappingType.ASYMMETRIC, domain, rule, preserve_zero=preserve_zero)
+    return LinearSpec(weight, layout=layout)
 
 
 @register_recipe("intx_weight_only")

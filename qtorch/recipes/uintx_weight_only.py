@@ -9,17 +9,14 @@ import torch
 from ..dtypes import Layout, PackedLayout
 from ..primitives import (
     LinearSpec,
-    MappingType,
     MinMaxRule,
-    PerGroup,
     QDType,
-    QuantSpec,
     ScaleRule,
     ZeroPointDomain,
     qdtype,
 )
 from ..recipe import WeightRecipe, register_recipe
-from .intx_weight_only import rule_or_hqq, sub_byte_type
+from .intx_weight_only import rule_or_hqq, sub_byte_type, unsigned_spec
 
 
 @register_recipe("uintx_weight_only")
@@ -51,15 +48,8 @@ class UIntxWeightOnly(WeightRecipe):
         super().__post_init__()
 
     def linear_spec(self) -> LinearSpec:
-        weight = QuantSpec(
-            qdtype(self.dtype),
-            PerGroup(self.group_size),
-            MappingType.ASYMMETRIC,
-            self.zero_point_domain,
-            rule_or_hqq(self.scale_rule, self.use_hqq, self.name),
-            preserve_zero=self.zero_point_domain is not ZeroPointDomain.FLOAT,
-        )
-        return LinearSpec(weight, layout=self.layout)
+        rule = rule_or_hqq(self.scale_rule, self.use_hqq, self.name)
+        return unsigned_spec(qdtype(self.dtype), self.group_size, self.zero_point_domain, rule, self.layout)
 
 
 uintx_weight_only = UIntxWeightOnly

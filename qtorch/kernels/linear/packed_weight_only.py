@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from ...layouts.packed import unpack_codes
-from ...primitives.affine import ZeroPointDomain, dequantize_affine
 from ...primitives.granularity import block_of
 from ...primitives.qdtype import QDType, qdtype
 from ..custom_ops import opaque
-from ..ops.weight_only_mm import multiply_slices, slice_length
+from ..ops.weight_only_mm import dequantize_slice, multiply_slices, slice_length
 from ..registry import needs_matrix, register
 from ..rows import from_rows, to_rows
 
@@ -70,24 +69,14 @@ def multiply_transposed_slices(
     """`weight_only_mm.multiply_slices` for a weight (N, K) whose codes are read by ``columns(start, stop)``, those of
     the transposed matrix, (stop - start, N); products in the dtype of x, their sums in fp32."""
     k = x.shape[1]
-    block = block_of((n, k), scale.shape)
+    block = block_of((n, k), scale.shape)[::-1]
     y = x.new_zeros(x.shape[0], n, dtype=torch.float32)
-    step = slice_length(x, n, block[1])
+    step = slice_length(x, n, block[0])
     scale, zero_point = scale.t(), None if zero_point is None else zero_point.t()
     for start in range(0, k, step):
         part = columns(start, start + step)
-        of_slice = slice(start // block[1], (start + step) // block[1]) if scale.shape[0] > 1 else slice(None)
-        weight = dequantize_affine(
-            part,
-            (min(block[1], part.shape[0]), block[0]),
-            scale[of_slice],
-            None if zero_point is None else zero_point[of_slice],
-            kind,
-            low,
-            high,
-            ZeroPointDomain[domain],
-            x.dtype,
-        )
+        stop = start + step
+        weight = dequantize_slice(part, start, stop, block, scale, zero_point, kind, low, high, domain, x.dtype)
         y += torch.mm(x[:, start : start + step], weight)
     return y.to(x.dtype)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...primitives.affine import ZeroPointDomain, dequantize_affine
-from ...primitives.granularity import block_of
+from ...primitives.granularity import Block, block_of
 from ...primitives.qdtype import QDType, qdtype
 from ..custom_ops import opaque
 from .fixed_point_mm import fixed_point_mm
@@ -72,20 +72,39 @@ def multiply_slices(
         if scale_last:
             weight = kind.decode(part).to(x.dtype) if kind.format else part.to(x.dtype)
         else:
-            of_slice = slice(start // block[0], (start + step) // block[0]) if scale.shape[0] > 1 else slice(None)
-            weight = dequantize_affine(
-                part,
-                (min(block[0], part.shape[0]), block[1]),
-                scale[of_slice],
-                None if zero_point is None else zero_point[of_slice],
-                kind,
-                low,
-                high,
-                ZeroPointDomain[domain],
-                x.dtype,
+            weight = dequantize_slice(
+                part, start, start + step, block, scale, zero_point, kind, low, high, domain, x.dtype
             )
         torch.mm(x, weight.t(), out=y[:, start : start + step])
     return y.mul_(scale.t().to(y.dtype)) if scale_last else y
+
+
+def dequantize_slice(
+    part: Tensor,
+    start: int,
+    stop: int,
+    block: Block,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    kind: QDType,
+    low: float,
+    high: float,
+    domain: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Reals of `part`, the codes of the rows from `start` to `stop` of a matrix quantized in blocks of `block`."""
+    of_slice = slice(start // block[0], stop // block[0]) if scale.shape[0] > 1 else slice(None)
+    return dequantize_affine(
+        part,
+        (min(block[0], part.shape[0]), block[1]),
+        scale[of_slice],
+        None if zero_point is None else zero_point[of_slice],
+        kind,
+        low,
+        high,
+        ZeroPointDomain[domain],
+        dtype,
+    )
 
 
 def slice_length(x: Tensor, length: int, block: int) -> int:
