@@ -42,6 +42,7 @@ def test_layout(tmp_path: Path) -> None:
         "layout",
         tmp_path,
         f"{HERE}/use_layout.py",
+        "tests/layouts",
         "tests/dtypes",
         "tests/kernels/test_every_kernel.py",
         "-k=use_layout or nibbles",
