@@ -41,12 +41,13 @@ path, found = list(sys.path), {}
 for file in json.loads(sys.argv[1]):
     out, status, module = io.StringIO(), "no exit", file.removesuffix(".py").replace("/", ".")
     sys.argv = [file, "--help"]
-    sys.modules.pop(module, None)  # another one may have imported it
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         try:
             if file.startswith("examples/"):  # run by path, with modules beside it
                 sys.path.insert(0, "examples")
                 runpy.run_path(file, run_name="__main__")
+            elif module in sys.modules:  # another one has imported it; what it registers, it registers once
+                sys.modules[module].main()
             else:
                 runpy.run_module(module, run_name="__main__")
         except SystemExit as error:
