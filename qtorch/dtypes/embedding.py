@@ -138,9 +138,10 @@ def _embedding(ids: Tensor, table: Tensor) -> Tensor:
     if not isinstance(table, QuantizedTensor):
         raise TypeError(f"embedding takes plain indices and a quantized table, got {kinds(ids, table)}")
     check_device("embedding", ids, table)
+    kernel = find_kernel("embedding", table.scheme, table.scheme.dtype, ids.device.type)
     if not torch.compiler.is_compiling():
-        table.check_inner_tensors()
-    return find_kernel("embedding", table.scheme, table.scheme.dtype, ids.device.type)(ids, table)
+        table.check_inner_tensors(not kernel.checks_memory)
+    return kernel(ids, table)
 
 
 def _check_max_norm(op: str, max_norm: float | None) -> None:

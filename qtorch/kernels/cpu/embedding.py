@@ -98,6 +98,7 @@ def _supports(problem: Problem) -> str | None:
     device="cpu",
     priority=30,
     supports=_supports,
+    checks_memory=True,
     note="saves memory; and time, only for many long rows in fp32",
     name="cpu_embedding",
 )
