@@ -115,7 +115,7 @@ def test_what_it_cannot_hold() -> None:
         quantized("int8 row").to_layout(PackedLayout())
     with pytest.raises(ValueError, match=r"of shape \(4,\) has no axis -2"):
         AffineQuantizedTensor.from_float(torch.randn(4), LinearSpec(QuantSpec("int4"), layout=PackedLayout(-2)))
-    with pytest.raises(ValueError, match="counted from the end, got 0"):
+    with pytest.raises(ValueError, match="counted from the end and must be negative, got 0"):
         PackedLayout(0)
     assert (repr(PackedLayout()), repr(PackedLayout(-2))) == ("PackedLayout()", "PackedLayout(axis=-2)")
 
