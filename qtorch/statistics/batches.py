@@ -42,5 +42,5 @@ def run_batches(
         for module, mode in training:
             module.training = mode
     if not count:
-        raise ValueError("calibration needs at least one batch, got none")
+        raise ValueError("calibrate: there is no batch; calibration needs at least one batch")
     return count

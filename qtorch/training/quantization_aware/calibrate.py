@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...statistics import run_batches
 from .layers.linear import FakeQuantizedLayer
 
 
@@ -33,24 +34,12 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> int:
     quantizers = [quantizer for quantizer in inputs if quantizer is not None and quantizer.is_static]
     if not quantizers:
         raise ValueError("calibrate: no layer of the model is prepared with static scales of its input")
-    training, count = model.training, 0
-    model.eval()
     for quantizer in quantizers:
         quantizer.observed = []
     try:
-        for count, batch in enumerate(batches, 1):  # noqa: B007
-            if isinstance(batch, Mapping):
-                model(**batch)
-            elif isinstance(batch, tuple | list):
-                model(*batch)
-            else:
-                model(batch)
+        run_batches(model, batches)
     except BaseException:
         for quantizer in quantizers:
             quantizer.observed = None
         raise
-    finally:
-        model.train(training)
-    if not count:
-        raise ValueError("calibrate: there is no batch")
     return sum(quantizer.end_observation() for quantizer in quantizers)
