@@ -49,7 +49,7 @@ FLOORS: list[list[str]] = [
     ["explain", "model_size", "module_repr", "targets"],
     ["checkpoint/tensor_file"],
     ["checkpoint/file_format"],
-    ["checkpoint/fit", "checkpoint/header"],
+    ["checkpoint/fit", "checkpoint/header", "checkpoint/source"],
     ["checkpoint"],
     ["statistics/base", "statistics/batches"],
     ["statistics"],

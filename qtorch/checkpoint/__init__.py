@@ -4,8 +4,11 @@ The file at `path` is the root: it holds the first tensors and, in its header, t
 `max_shard_size` the other tensors are in shards in the same folder, which the header names. All files are written to a
 temporary folder; then the shards are moved into place under new names, and the root last. So if the process dies,
 `path` is either the complete old checkpoint or the new one; the next save removes leftover files.
+
+Checkpoints of other packages are read by the same function: each of their formats is a `Source` (`source.py`).
 """
 
+from . import qtorch_source  # noqa: F401 (registers the format)
 from .load import load_quantized
 from .save import save_quantized
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ FLOAT_ONLY: tuple[type[nn.Module], ...] = (
 """Modules without a kernel for quantized parameters."""
 
 
-def check_names(path: Path, places: Mapping[str, Place], found: set[str]) -> None:
+def check_names(path: Path, places: Mapping[str, Place], found: Set[str]) -> None:
     """Raise `ValueError` where the model misses a name of the file, or the file one of the model."""
     problems = []
     # A buffer that is not in the file keeps its value, if it has one.

@@ -70,9 +70,7 @@ def from_canonical(entry: Entry, read: Callable[[str], Tensor]) -> QuantizedTens
     Raises:
         ValueError: the entry does not describe a quantized tensor, or the tensors do not fit it.
     """
-    check_entry(entry)
-    scheme = from_json(entry["scheme"])
-    _check_scheme(scheme)
+    scheme = scheme_of(entry)
     names: dict[str, str] = entry["tensors"]
     wanted = "packed" if _is_packed(scheme) else "codes"
     if wanted not in names or not names.keys() <= PARTS - {"codes", "packed"} | {wanted}:
@@ -96,7 +94,14 @@ def check_entry(entry: Any) -> None:
         raise ValueError("its entry has no names of tensors")
 
 
-def _check_scheme(scheme: Any) -> None:
+def scheme_of(entry: Any) -> Scheme:
+    """The validated scheme of an entry.
+
+    Raises:
+        ValueError: the entry does not describe a quantized tensor.
+    """
+    check_entry(entry)
+    scheme = from_json(entry["scheme"])
     if not isinstance(scheme, Scheme):
         raise ValueError(f"expected a Scheme, got {scheme!r:.80}")
     quantized_type(scheme.weight)
@@ -105,6 +110,7 @@ def _check_scheme(scheme: Any) -> None:
         raise ValueError(f"a quantized tensor has the dtype of floats, got {scheme.dtype}")
     if not all(size >= 0 for size in scheme.shape) or math.prod(max(1, size) for size in scheme.shape) >= 2**63:
         raise ValueError(f"no tensor has the shape {scheme.shape!r:.80}")
+    return scheme
 
 
 def _is_packed(scheme: Scheme) -> bool:
