@@ -20,7 +20,6 @@ from torch import Tensor
 from ..layouts import Layout, PlainLayout
 from ..layouts.base import Plain, check_scheme
 from ..layouts.inner_tensors import FLOATS, INTEGERS, Form, Forms, check_inner_tensors
-from ..primitives.affine import ZeroPointDomain
 from ..primitives.double_quant import dequantize_scale
 from ..primitives.scheme import Scheme
 from ..primitives.spec import LinearSpec, QuantSpec
@@ -249,6 +248,6 @@ def _activation_forms(scheme: Scheme) -> dict[str, tuple[Form, ...]]:
     shape = activation.scale_shape((1, *(scheme.codes_shape[-1:] or (1,))))
     forms: dict[str, tuple[Form, ...]] = {"act_scale": (Form(shape, FLOATS),)}
     if activation.has_zero_point:
-        dtypes = FLOATS if activation.zero_point_domain is ZeroPointDomain.FLOAT else INTEGERS
+        dtypes = FLOATS if activation.zero_point_domain.is_real else INTEGERS
         forms["act_zero_point"] = (Form(shape, dtypes),)
     return forms

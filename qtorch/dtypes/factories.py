@@ -33,7 +33,7 @@ def to_affine_quantized_intx(
     """Quantize a float tensor to integer codes with scales chosen from its blocks.
 
     `zero_point_dtype` is accepted for compatibility and ignored: zero points are stored, without loss, in the storage
-    dtype of the codes, or in the dtype of the scale for the FLOAT domain.
+    dtype of the codes, or in the dtype of the scale where they are real numbers.
     """
     spec = QuantSpec(
         target_dtype,  # type: ignore[arg-type]

@@ -13,7 +13,6 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from ..primitives.affine import ZeroPointDomain
 from ..primitives.jsonable import jsonable
 from ..primitives.scheme import Scheme
 from ..primitives.spec import QuantSpec
@@ -54,7 +53,7 @@ class Layout:
         weight, shape = scheme.weight, scheme.codes_shape
         forms = {self.tensors[0]: self.codes_forms(scheme), **scale_forms(weight, shape)}
         if weight.has_zero_point:
-            dtypes = FLOATS if weight.zero_point_domain is ZeroPointDomain.FLOAT else INTEGERS
+            dtypes = FLOATS if weight.zero_point_domain.is_real else INTEGERS
             forms["zero_point"] = (Form(weight.scale_shape(shape), dtypes),)
         return forms
 

@@ -6,12 +6,16 @@ point, quantize, dequantize. Names and argument orders are those of torchao 0.6.
 
 All arithmetic is in fp32, for inputs of any dtype. Scales have as many axes as the input (see `granularity`).
 
-    domain   quantize                                            dequantize
-    INT      clamp(round(x / scale) + zero_point)                (q - zero_point) * scale
-    NONE     clamp(round(x / scale))                             q * scale
-    FLOAT    clamp(round((x - zero_point) / scale + middle))     (q - middle) * scale + zero_point
+    domain       quantize                                            dequantize
+    INT          clamp(round(x / scale) + zero_point)                (q - zero_point) * scale
+    NONE         clamp(round(x / scale))                             q * scale
+    FLOAT        clamp(round((x - zero_point) / scale + middle))     (q - middle) * scale + zero_point
+    OFFSET       clamp(round((x - zero_point) / scale))              q * scale + zero_point
+    FRACTIONAL   clamp(round(x / scale + zero_point))                (q - zero_point) * scale
 
-with middle = (quant_min + quant_max + 1) / 2; FLOAT is the convention of the tinygemm int4 kernels.
+with middle = (quant_min + quant_max + 1) / 2. FLOAT is the convention of the tinygemm int4 kernels, OFFSET that of GGUF
+and MLX, FRACTIONAL that of HQQ. In the last three, zero points are real numbers. Each operation rounds once; none are
+fused.
 """
 
 from __future__ import annotations
@@ -47,11 +51,35 @@ class MappingType(enum.Enum):
 
 @jsonable
 class ZeroPointDomain(enum.Enum):
-    """Whether a zero point is a code (INT), a real number (FLOAT) or absent (NONE); see the top of the file."""
+    """What a zero point is; the equations are at the top of the file.
+
+    Attributes:
+        INT: an integer, the code of zero.
+        FLOAT: the real number that the code in the middle of the range stands for.
+        NONE: absent; the code of zero is 0.
+        OFFSET: the real number that the code 0 stands for.
+        FRACTIONAL: the code of zero, a real number that need not be an integer.
+    """
 
     INT = "int"
     FLOAT = "float"
     NONE = "none"
+    OFFSET = "offset"
+    FRACTIONAL = "fractional"
+
+    @property
+    def is_real(self) -> bool:
+        """Whether zero points are real numbers, kept in floating point."""
+        return self in (ZeroPointDomain.FLOAT, ZeroPointDomain.OFFSET, ZeroPointDomain.FRACTIONAL)
+
+    @property
+    def adds_zero_point(self) -> bool:
+        """Whether zero points are added to scaled codes, so that a range of codes need not include zero."""
+        return self in (ZeroPointDomain.FLOAT, ZeroPointDomain.OFFSET)
+
+    def zero_point_code(self, low: float, high: float) -> float:
+        """The code that stands for the zero point in the domains that add it, given the bounds of the codes."""
+        return (low + high + 1) / 2 if self is ZeroPointDomain.FLOAT else 0.0
 
 
 def quantize_affine(
@@ -211,10 +239,12 @@ def _real_codes(
     x = view.split(input)
     s = view.split_scale(scale).to(x.dtype)
     z = None if zero_point is None else view.split_scale(zero_point).to(x.dtype)
-    if domain is ZeroPointDomain.FLOAT and z is not None:
-        codes = (x - (z - s * ((bounds[0] + bounds[1] + 1) / 2))) / s
+    if domain.adds_zero_point and z is not None:
+        codes = (x - (z - s * domain.zero_point_code(*bounds))) / s
     else:
         codes = x * (1.0 / s)
+    if domain is ZeroPointDomain.FRACTIONAL and z is not None:
+        codes = codes + z
     if not qdtype(dtype).is_floating_point:
         codes = round_to_integer(codes, rounding, generator)
     return codes + z if domain is ZeroPointDomain.INT and z is not None else codes
@@ -233,6 +263,6 @@ def _dequantize(
     if zero_point is None or domain is ZeroPointDomain.NONE:
         return codes * s
     z = view.split_scale(zero_point).to(codes.dtype)
-    if domain is ZeroPointDomain.INT:
-        return (codes - z) * s
-    return (codes - (bounds[0] + bounds[1] + 1) / 2) * s + z
+    if domain.adds_zero_point:
+        return (codes - domain.zero_point_code(*bounds)) * s + z
+    return (codes - z) * s

@@ -153,19 +153,20 @@ def _fit(spec: Numerics, scale: Tensor, zero_point: Tensor | None, codes: Tensor
         error: target minus dequantized codes, in units of `scale`, (rows, elements).
     """
     low_code, high_code = spec.code_range
-    real_zero = spec.zero_point_domain is ZeroPointDomain.FLOAT
+    domain = spec.zero_point_domain
     zero: Tensor | float = 0.0
     if zero_point is not None:
-        zero = (low_code + high_code + 1) / 2 if real_zero else zero_point.float()
+        zero = domain.zero_point_code(low_code, high_code) if domain.adds_zero_point else zero_point.float()
     wanted = codes - zero + error
     if spec.mapping is MappingType.ASYMMETRIC:
         mean_code, mean = codes.mean(1, keepdim=True), wanted.mean(1, keepdim=True)
         slope = _slope(codes - mean_code, wanted - mean)
-        if real_zero:
+        if domain.adds_zero_point:
             assert zero_point is not None
             middle = zero_point.float() + scale * (mean + slope * (zero - mean_code))
             return middle + scale * slope * (low_code - zero), middle + scale * slope * (high_code - zero)
-        zero = torch.round(mean_code - mean / slope).clamp(low_code, high_code)
+        zero = mean_code - mean / slope
+        zero = (zero if domain is ZeroPointDomain.FRACTIONAL else torch.round(zero)).clamp(low_code, high_code)
     slope = _slope(codes - zero, wanted)
     if spec.mapping is MappingType.SYMMETRIC:
         bound = scale * slope * ((high_code - low_code) / 2)

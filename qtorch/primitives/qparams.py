@@ -97,9 +97,9 @@ def choose_qparams_affine_with_min_max(
             finite scale and stays exactly zero while small weights keep their precision.
         scale_dtype: fp32 by default. The scale is rounded to it before anything is quantized with it;
             `torch.float8_e8m0fnu` gives powers of two (see `_power_of_two_scale`).
-        zero_point_dtype: int32 for the INT domain, fp32 for FLOAT.
-        preserve_zero: extend the range to include zero, so that 0.0 has a code (FLOAT, asymmetric: within half a step).
-            False needs the FLOAT domain.
+        zero_point_dtype: int32 for the INT domain, fp32 for those of real numbers.
+        preserve_zero: extend the range to include zero, so that 0.0 has a code (asymmetric with real zero points:
+            within half a step). False needs the FLOAT or OFFSET domain.
         zero_point_domain: see `ZeroPointDomain`; NONE gives no zero point.
 
     Returns:
@@ -136,6 +136,9 @@ def choose_qparams_affine_with_min_max(
     if mapping_type is not MappingType.SYMMETRIC_NO_CLIPPING_ERR:
         # The outermost code may lie half a step beyond the range; it must not dequantize to infinity.
         largest = min(largest, torch.finfo(torch.bfloat16).max / ((high_code - low_code + 1) / 2))
+    if zero_point_domain is ZeroPointDomain.OFFSET:
+        # The product of a code and the scale must not be infinite; ranges that would need more clip.
+        largest = min(largest, torch.finfo(torch.bfloat16).max / max(-low_code, high_code))
     if scale_dtype is torch.float8_e8m0fnu:
         scale = _power_of_two_scale(scale, low, high, high_code, mapping_type)
     scale = scale.clamp(min=max(limits.tiny, eps or 0.0), max=largest)
@@ -143,17 +146,26 @@ def choose_qparams_affine_with_min_max(
 
     if zero_point_domain is ZeroPointDomain.NONE:
         return scale, None
-    if zero_point_domain is ZeroPointDomain.FLOAT:
-        if mapping_type is MappingType.ASYMMETRIC:
-            zero_point = low + scale.float() * (middle - low_code)
-        else:
-            zero_point = torch.zeros_like(low)
+    if zero_point_domain.is_real:
+        zero_point = _real_zero_point(scale.float(), low, low_code, middle, mapping_type, zero_point_domain)
         return scale, zero_point.to(zero_point_dtype or torch.float32)
     if mapping_type is MappingType.ASYMMETRIC:
         zero_point = (low_code - torch.round(low / scale.float())).clamp(low_code, high_code)
     else:
         zero_point = torch.full_like(low, int(middle))
     return scale, zero_point.to(zero_point_dtype or torch.int32)
+
+
+def _real_zero_point(
+    scale: Tensor, low: Tensor, low_code: float, middle: float, mapping: MappingType, domain: ZeroPointDomain
+) -> Tensor:
+    """Zero points that are real numbers: asymmetric, `low` is at `low_code`; symmetric, zero is at `middle`."""
+    asymmetric = mapping is MappingType.ASYMMETRIC
+    if domain is ZeroPointDomain.FRACTIONAL:
+        return low_code - low / scale if asymmetric else torch.full_like(low, int(middle))
+    if domain is ZeroPointDomain.FLOAT:
+        return low + scale * (middle - low_code) if asymmetric else torch.zeros_like(low)
+    return low - scale * low_code if asymmetric else -scale * int(middle)
 
 
 def _power_of_two_scale(scale: Tensor, low: Tensor, high: Tensor, high_code: float, mapping: MappingType) -> Tensor:
@@ -173,5 +185,5 @@ def _power_of_two_scale(scale: Tensor, low: Tensor, high: Tensor, high_code: flo
 def _check_options(mapping: MappingType, domain: ZeroPointDomain, preserve_zero: bool) -> None:
     if mapping is MappingType.ASYMMETRIC and domain is ZeroPointDomain.NONE:
         raise ValueError("an asymmetric mapping needs a zero point: zero_point_domain is NONE")
-    if not preserve_zero and domain is not ZeroPointDomain.FLOAT:
-        raise ValueError(f"preserve_zero=False needs zero_point_domain FLOAT, got {domain.name}")
+    if not preserve_zero and not domain.adds_zero_point:
+        raise ValueError(f"preserve_zero=False needs zero_point_domain FLOAT or OFFSET, got {domain.name}")

@@ -40,7 +40,7 @@ class QuantSpec:
         rounding: `Rounding` of the codes.
         eps: smallest scale; None is the smallest normal number of the scale's dtype.
         quant_min, quant_max: narrower bounds than the type's own (symmetric int8 in [-127, 127]).
-        preserve_zero: 0.0 is a code; False needs the FLOAT domain.
+        preserve_zero: 0.0 is a code; False needs the FLOAT or OFFSET domain.
         scale_spec: how the scales are quantized themselves (see `double_quant`); None keeps them as they are. It needs
             a mapping without zero points.
 
@@ -69,9 +69,9 @@ class QuantSpec:
         code_range(self.dtype, self.quant_min, self.quant_max)
         if self.mapping is MappingType.ASYMMETRIC and self.zero_point_domain is ZeroPointDomain.NONE:
             raise ValueError("QuantSpec: an asymmetric mapping needs a zero point: zero_point_domain is NONE")
-        if not self.preserve_zero and self.zero_point_domain is not ZeroPointDomain.FLOAT:
+        if not self.preserve_zero and not self.zero_point_domain.adds_zero_point:
             raise ValueError(
-                f"QuantSpec: preserve_zero=False needs the FLOAT domain, got {self.zero_point_domain.name}"
+                f"QuantSpec: preserve_zero=False needs the FLOAT or OFFSET domain, got {self.zero_point_domain.name}"
             )
         check_scale_spec(self.scale_spec)
         if self.scale_spec is not None and self.has_zero_point:

@@ -17,7 +17,8 @@ class Int4WeightOnly(WeightRecipe):
 
     Args:
         group_size: elements of a row that share a scale; -1 for the whole row. It must divide the row.
-        zero_point_domain: INT, zero points are codes; FLOAT, the convention of the tinygemm kernels.
+        zero_point_domain: INT, zero points are codes; FLOAT, the convention of the tinygemm kernels; see
+            `ZeroPointDomain` for others.
         scale_rule: how the range of a group is chosen.
         layout: how weights are stored in memory: `PackedLayout()`, half a byte per code; `TensorCoreTiledLayout()`, the
             same for the tinygemm kernels, which needs the FLOAT domain and groups of 32, 64, 128 or 256.

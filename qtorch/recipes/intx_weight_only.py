@@ -54,8 +54,9 @@ def rule_or_hqq(rule: ScaleRule, use_hqq: bool, recipe: str) -> ScaleRule:
 def unsigned_spec(
     dtype: QDType, group_size: int, domain: ZeroPointDomain, rule: ScaleRule, layout: Layout
 ) -> LinearSpec:
-    """Unsigned codes in groups, with zero points; in the FLOAT domain the range of a group need not include zero."""
-    preserve_zero = domain is not ZeroPointDomain.FLOAT
+    """Unsigned codes in groups, with zero points; in domains that add those, the range of a group need not include
+    zero."""
+    preserve_zero = not domain.adds_zero_point
     group = PerGroup(group_size)
     weight = QuantSpec(dtype, group, MappingType.ASYMMETRIC, domain, rule, preserve_zero=preserve_zero)
     return LinearSpec(weight, layout=layout)

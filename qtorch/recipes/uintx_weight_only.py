@@ -29,7 +29,8 @@ class UIntxWeightOnly(WeightRecipe):
         group_size: elements of a row that share a scale; -1 for the whole row. It must divide the row.
         scale_rule: how the range of a group is chosen.
         layout: how weights are stored in memory; `PackedLayout()` packs codes to their true size.
-        zero_point_domain: INT, zero points are codes; FLOAT, real numbers, so the range of a group need not include 0.
+        zero_point_domain: INT, zero points are codes; FLOAT or OFFSET, real numbers, so the range of a group need not
+            include 0.
         use_hqq: short for `scale_rule=HQQRule()`.
 
     Raises:

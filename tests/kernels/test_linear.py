@@ -32,6 +32,18 @@ SCHEMES = {
         18,
         26,
     ),
+    "uint4 offset": (
+        LinearSpec(QuantSpec("uint4", PerGroup(32), ASYMMETRIC, ZeroPointDomain.OFFSET, preserve_zero=False)),
+        "weight_only_mm",
+        18,
+        26,
+    ),
+    "uint4 fractional zero": (
+        LinearSpec(QuantSpec("uint4", PerGroup(32), ASYMMETRIC, ZeroPointDomain.FRACTIONAL)),
+        "weight_only_mm",
+        18,
+        26,
+    ),
     "int4 block": (LinearSpec(QuantSpec("int4", PerBlock((8, 16)))), "weight_only_mm", 14, 24),
     "float8 row": (
         LinearSpec(QuantSpec("float8_e4m3fn", zero_point_domain=ZeroPointDomain.NONE)),

@@ -26,7 +26,7 @@ def test_quantize_undoes_dequantize(code: str, scale: float, zero_point: int, do
         codes = torch.arange(kind.quant_min, kind.quant_max + 1).to(kind.storage).reshape(1, -1)
     s = torch.tensor([[scale]])
     z = torch.tensor([[kind.quant_min + zero_point % span]])
-    if domain is ZeroPointDomain.FLOAT:
+    if domain.adds_zero_point:
         z = z * s
     block = tuple(codes.shape)
     real = dequantize_affine(codes, block, s, z, code, zero_point_domain=domain)

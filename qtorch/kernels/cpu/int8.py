@@ -180,7 +180,7 @@ def row_quantizer(spec: QuantSpec) -> tuple[float, ...] | None:
 @functools.cache
 def static_quantizer(spec: QuantSpec) -> tuple[float, ...] | None:
     """`row_quantizer` for a spec whose scale and zero point are given."""
-    integers = spec.zero_point_domain.name != "FLOAT" or not spec.has_zero_point
+    integers = not spec.zero_point_domain.is_real or not spec.has_zero_point
     if spec.dtype is not qdtype("int8") or not integers or spec.rounding is not Rounding.NEAREST_EVEN:
         return None
     low, high = spec.code_range

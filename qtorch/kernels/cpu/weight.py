@@ -12,6 +12,7 @@ from torch import Tensor
 from ...generation import generation
 from ...layouts.inner_tensors import is_backed
 from ...layouts.packed import packed_length
+from ...primitives.affine import ZeroPointDomain
 from ...primitives.qdtype import qdtype
 from ...primitives.scheme import Scheme
 from ..registry import Problem, needs_matrix
@@ -174,7 +175,7 @@ def _fields(
         scale_stride=groups if scale.shape[0] > 1 else 0,
         zero=0 if zero_point is None else zero_point.data_ptr(),
         zero_type=0 if zero_point is None else TYPES[zero_point.dtype],
-        zero_is_code=domain != "FLOAT",
+        zero_is_code=not ZeroPointDomain[domain].adds_zero_point,
         shift=zero_code - (middle if domain == "FLOAT" else 0.0),
     )
 

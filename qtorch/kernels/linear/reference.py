@@ -26,7 +26,7 @@ def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     codes, scale, zero_point = weight.plain()
     spec = scheme.weight
     integers = scheme.activation is not None and not scheme.activation.dtype.is_floating_point
-    integers = integers and not spec.dtype.is_floating_point and spec.zero_point_domain.name != "FLOAT"
+    integers = integers and not spec.dtype.is_floating_point and not spec.zero_point_domain.is_real
     if scheme.activation is not None:
         rows = x.reshape(-1, x.shape[-1])
         count = rows.shape[0]

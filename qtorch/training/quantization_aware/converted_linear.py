@@ -33,7 +33,7 @@ def sums_integers(spec: LinearSpec) -> bool:
 
 
 def _is_integer(spec: QuantSpec | Any) -> bool:
-    if not isinstance(spec, QuantSpec) or spec.zero_point_domain.name == "FLOAT":
+    if not isinstance(spec, QuantSpec) or spec.zero_point_domain.is_real:
         return False
     return not spec.dtype.is_floating_point and spec.dtype.bits <= 8
 

@@ -26,6 +26,8 @@ from tests.rounding import EXTRA, gamma
 
 ASYMMETRIC = MappingType.ASYMMETRIC
 REAL_ZERO = {"mapping": ASYMMETRIC, "zero_point_domain": ZeroPointDomain.FLOAT, "preserve_zero": False}
+OFFSET = {**REAL_ZERO, "zero_point_domain": ZeroPointDomain.OFFSET}
+FRACTIONAL = {"mapping": ASYMMETRIC, "zero_point_domain": ZeroPointDomain.FRACTIONAL}
 SPECS = {
     "int8 row": QuantSpec("int8", quant_min=-127),
     "int8 tensor": QuantSpec("int8", PerTensor()),
@@ -35,6 +37,11 @@ SPECS = {
     "uint4 group 128": QuantSpec("uint4", PerGroup(128), ASYMMETRIC),
     "uint4 group 32, real zero": QuantSpec("uint4", PerGroup(32), **REAL_ZERO),
     "uint4 narrow, real zero": QuantSpec("uint4", PerGroup(64), **REAL_ZERO, quant_max=12),
+    "uint4 group 32, offset": QuantSpec("uint4", PerGroup(32), **OFFSET),
+    "int5 row, offset": QuantSpec("int5", PerRow(), ASYMMETRIC, ZeroPointDomain.OFFSET),
+    "uint8 group 32, offset": QuantSpec("uint8", PerGroup(32), **OFFSET),
+    "uint4 group 64, fractional": QuantSpec("uint4", PerGroup(64), **FRACTIONAL),
+    "int8 row, fractional": QuantSpec("int8", PerRow(), **FRACTIONAL),
     "int4 row": QuantSpec("int4", PerRow()),
     "int4 group 10": QuantSpec("int4", PerGroup(10)),
     **{f"int{bits}": QuantSpec(f"int{bits}", PerGroup(64)) for bits in (2, 3, 5, 6, 7)},

@@ -73,6 +73,10 @@ def test_dtypes_and_domains(dtype, way, device):
     for spec in (
         QuantSpec("uint4", PerGroup(64), ASYMMETRIC),
         QuantSpec("uint4", PerGroup(64), ASYMMETRIC, ZeroPointDomain.FLOAT, preserve_zero=False),
+        QuantSpec("uint4", PerGroup(64), ASYMMETRIC, ZeroPointDomain.OFFSET, preserve_zero=False),
+        QuantSpec("int5", PerGroup(32), ASYMMETRIC, ZeroPointDomain.OFFSET),
+        QuantSpec("uint4", PerGroup(64), ASYMMETRIC, ZeroPointDomain.FRACTIONAL),
+        QuantSpec("int8", PerGroup(8), ASYMMETRIC, ZeroPointDomain.FRACTIONAL),
         QuantSpec("int4", PerGroup(128)),
         QuantSpec("int8", PerGroup(32), zero_point_domain=none),
         QuantSpec("uint8", PerRow(), ASYMMETRIC),

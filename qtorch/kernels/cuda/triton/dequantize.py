@@ -32,6 +32,8 @@ def _dequantize(
                 zero = tl.load(zero_ptr + n_in[:, None] * stride_zn + group * stride_zg).to(tl.float32)
             if ZERO == 1:
                 w = to_float(codes, zero + OFFSET, BITS, tl.float32) * scale
+            elif ZERO == 3:
+                w = (to_float(codes, OFFSET, BITS, tl.float32) - zero) * scale
             elif ZERO == 2:
                 w = to_float(codes, OFFSET + MIDDLE, BITS, tl.float32) * scale + zero
             else:

@@ -2,8 +2,9 @@
 
     y[m, n] = sum_k x[m, k] * w[n, k] + bias[n]
 
-    w[n, k] = (q - z) * s             with z and s of the group of k,    z = 0 without zero points
-    w[n, k] = (q - middle) * s + z    with floating-point zero points
+    w[n, k] = (q - z) * s             with z and s of the group of k,    z = 0 without zero points        (ZERO 1)
+    w[n, k] = (q - middle) * s + z    with z added to scaled codes, FLOAT; in the OFFSET domain, middle = 0    (2)
+    w[n, k] = q * s - z * s           with z a code that is a real number, FRACTIONAL                          (3)
 
 Three variants, chosen by M in the launch configuration:
 
@@ -103,19 +104,21 @@ def _weight_mm(
                 scale = tl.load(scale_ptr + n_in[:, None] * stride_sn + group[None, :] * stride_sg)
                 if ZERO:
                     zero = tl.load(zero_ptr + n_in[:, None] * stride_zn + group[None, :] * stride_zg)
+            if ZERO == 3:
+                zero = -(zero.to(tl.float32) * scale.to(tl.float32))
             if ZERO == 1:
                 code_zero = (zero.to(tl.float32) + OFFSET).to(dtype)
-            elif ZERO == 2:
+            elif ZERO >= 2:
                 code_zero = tl.full([1, 1], OFFSET + MIDDLE, dtype)
             else:
                 code_zero = tl.full([1, 1], OFFSET, dtype)
             w = unpack_floats(q_ptrs + g, in_segment[None, :], G, unit, s, code_zero, ZERO, BITS, not EVEN, ASM, dtype)
             if SCALE_PRODUCT:
                 acc += tl.dot(w, x, input_precision=PRECISION) * scale.to(tl.float32)
-                if ZERO == 2:
+                if ZERO >= 2:
                     acc += zero.to(tl.float32) * tl.sum(x.to(tl.float32), 0)[None, :]
             else:
-                if ZERO == 2:
+                if ZERO >= 2:
                     w = (w.to(tl.float32) * scale.to(tl.float32) + zero.to(tl.float32)).to(dtype)
                 else:
                     w = w * scale.to(dtype)
@@ -179,9 +182,11 @@ def _weight_mv(
                 scale = tl.load(scale_ptr + n_in * stride_sn + group * stride_sg).to(tl.float32)
                 if ZERO:
                     zero = tl.load(zero_ptr + n_in * stride_zn + group * stride_zg).to(tl.float32)
+                if ZERO == 3:
+                    zero = -(zero * scale)
                 if ZERO == 1:
                     code_zero = (zero + OFFSET).to(exact)
-                elif ZERO == 2:
+                elif ZERO >= 2:
                     code_zero = tl.full([1, 1, 1], OFFSET + MIDDLE, exact)
                 else:
                     code_zero = tl.full([1, 1, 1], OFFSET, exact)
@@ -189,11 +194,11 @@ def _weight_mv(
                 product = w.to(tl.float32) * x
                 if ONE_GROUP:
                     acc += tl.sum(product, 2) * scale.reshape(BLOCK_N, BLOCK_K // RUN)
-                    if ZERO == 2:
+                    if ZERO >= 2:
                         acc += tl.sum(x, 2) * zero.reshape(BLOCK_N, BLOCK_K // RUN)
                 else:
                     acc += tl.sum(product * scale, 2)
-                    if ZERO == 2:
+                    if ZERO >= 2:
                         acc += tl.sum(x * zero, 2)
     y = tl.sum(acc, 1).to(y_ptr.dtype.element_ty)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

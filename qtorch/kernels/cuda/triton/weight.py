@@ -8,7 +8,8 @@ from .arguments import check_matrix, check_shape, power_of_two_divisor
 SMALLEST_TILE = 32
 """Of the contracted axis: with groups that allow less, scales are gathered for each code."""
 
-ZEROS = {"NONE": 0, "INT": 1, "FLOAT": 2}
+ZEROS = {"NONE": 0, "INT": 1, "FLOAT": 2, "OFFSET": 2, "FRACTIONAL": 3}
+"""ZERO of the kernels by the name of a `ZeroPointDomain`; see `intx_weight_mm`."""
 
 
 class WeightArguments:
@@ -58,8 +59,9 @@ class WeightArguments:
         self.steps = steps
         # A row in one group is any group that is long enough: kernels are compiled for each size.
         group = self.group if self.groups > 1 else 1 << 30
+        middle = middle if domain == "FLOAT" else 0.0
         self.numerics = {"GROUP": group, "BITS": bits, "OFFSET": float(offset), "MIDDLE": float(middle), "ZERO": zero}
-        self.key = "float_zero" if zero == 2 else "int"
+        self.key = "float_zero" if zero >= 2 else "int"
 
     def tile(self, wanted: int) -> tuple[int, bool, bool]:
         """(BLOCK_K, whether a tile lies in one group, whether no mask is needed)."""

@@ -139,7 +139,7 @@ class Quantizer(QuantizationState):
         return scale, zero_point
 
     def _code(self, zero_point: Tensor | None) -> Tensor | None:
-        if zero_point is None or self.spec.zero_point_domain.name == "FLOAT":
+        if zero_point is None or self.spec.zero_point_domain.is_real:
             return zero_point
         return zero_point_code(zero_point.detach().float(), *self.spec.code_range).to(self.spec.dtype.storage)
 

@@ -25,7 +25,6 @@ from ....primitives import (
     PerTensor,
     QuantSpec,
     ScaleRule,
-    ZeroPointDomain,
     qdtype,
 )
 from ....recipe import Recipe, WeightRecipe, register_recipe
@@ -168,7 +167,7 @@ def check_learnable(spec: QuantSpec, what: str) -> None:
     """Raise `ValueError` where steps of `spec` cannot be learned; the message begins with `what`."""
     if not isinstance(spec, QuantSpec) or spec.dtype.is_floating_point:
         raise ValueError(f"{what} are not integers: {spec}")
-    if spec.zero_point_domain is ZeroPointDomain.FLOAT:
+    if spec.zero_point_domain.is_real:
         raise ValueError(f"{what} have zero points in floating point; learned ones are codes: {spec}")
     if spec.scale_spec is not None or not (spec.scale_dtype or torch.float32).itemsize > 1:
         raise ValueError(f"{what} have scales in few bits, which cannot be learned: {spec}")
