@@ -5,6 +5,7 @@ quantize_(model, int8_weight_only())
 """
 
 from . import calibration, recipes, training
+from . import formats as _formats  # noqa: F401 (registers the formats of other packages)
 from .checkpoint import load_quantized, save_quantized
 from .config import config
 from .dtypes import (

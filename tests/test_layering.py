@@ -51,6 +51,7 @@ FLOORS: list[list[str]] = [
     ["checkpoint/file_format"],
     ["checkpoint/fit", "checkpoint/header", "checkpoint/source"],
     ["checkpoint"],
+    ["formats"],
     ["statistics/base", "statistics/batches"],
     ["statistics"],
     ["recipe"],

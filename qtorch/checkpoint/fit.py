@@ -25,8 +25,12 @@ FLOAT_ONLY: tuple[type[nn.Module], ...] = (
 """Modules without a kernel for quantized parameters."""
 
 
-def check_names(path: Path, places: Mapping[str, Place], found: Set[str]) -> None:
-    """Raise `ValueError` where the model misses a name of the file, or the file one of the model."""
+def check_names(path: Path, places: Mapping[str, Place], found: Set[str], note: str = "") -> None:
+    """Raise `ValueError` where the model misses a name of the file, or the file one of the model.
+
+    Args:
+        note: where the names of the file come from; the message ends with it.
+    """
     problems = []
     # A buffer that is not in the file keeps its value, if it has one.
     missing = [
@@ -39,7 +43,8 @@ def check_names(path: Path, places: Mapping[str, Place], found: Set[str]) -> Non
     if unexpected := sorted(found - places.keys()):
         problems.append(f"unexpected key {', '.join(unexpected[:4])}" + (", ..." if len(unexpected) > 4 else ""))
     if problems:
-        raise ValueError(f"{path}: {'; '.join(problems)}; the model is unchanged")
+        problems.append("the model is unchanged")
+        raise ValueError(f"{path}: {'; '.join(problems + [note] * bool(note))}")
 
 
 def check_fits(path: Path, name: str, place: Place, new: Tensor) -> None:

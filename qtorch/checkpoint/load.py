@@ -50,7 +50,7 @@ def load_quantized(
     path = Path(path)
     places = dict(places_of(model))
     with open_source(path, verify=verify, mmap=mmap) as source:
-        check_names(path, places, source.names)
+        check_names(path, places, source.names, source.note)
         loaded: dict[str, Tensor] = {}
         changes: list[Change] = []
         for name, place in places.items():

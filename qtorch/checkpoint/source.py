@@ -44,12 +44,14 @@ class Source(ABC):
         path: the file or folder.
         names: names of all parameters and buffers, aliases included.
         aliases: further name of a tensor -> its name.
+        note: where names come from, for the error where they are not those of a model; may be empty.
     """
 
     format: ClassVar[str]
     path: Path
     names: Set[str]
     aliases: Mapping[str, str] = {}
+    note: str = ""
 
     @classmethod
     @abstractmethod

@@ -1,0 +1,7 @@
+"""GGUF, the files of llama.cpp: read exactly, and kept packed.
+
+`container.py` reads the header, `blocks.py` the blocks of each type, `names.py` has the names of transformers, and
+`permute.py` undoes the order of rows. The package `gguf` is not needed.
+"""
+
+from . import source  # noqa: F401 (registers the format)

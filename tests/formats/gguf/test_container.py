@@ -1,0 +1,182 @@
+"""The header of GGUF: files of gguf's own writer, and damaged ones, whose errors name the file."""
+
+from __future__ import annotations
+
+import random
+import struct
+import time
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+pytest.importorskip("gguf")
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType
+
+import qtorch
+from qtorch.checkpoint.source import open_source
+from qtorch.formats.gguf.container import GgufFile
+from tests.formats.gguf.random_blocks import QUANTIZED, random_bytes, write
+
+METADATA = {
+    "a.string": "text with ü",
+    "a.float": 0.5,
+    "a.list": [1, 2, 3],
+    "a.list_of_strings": [f"token {i}" for i in range(300)],
+    "general.alignment": 64,
+}
+
+
+def file(path: Path, names: tuple[str, ...] = ("Q4_K", "Q8_0", "IQ4_NL")) -> Path:
+    tensors = {}
+    for name in names:
+        number, kind = QUANTIZED[name]
+        tensors[f"{name}.weight"] = random_bytes(kind, (4, 256)), GGMLQuantizationType(number)
+    tensors["bias"] = np.arange(12, dtype=np.float32).reshape(3, 4), None
+    return write(path, tensors, "other", METADATA)
+
+
+def test_as_gguf_reads_it(tmp_path: Path) -> None:
+    path = file(tmp_path / "x.gguf")
+    ours, theirs = GgufFile(path), gguf.GGUFReader(path)
+    assert ours.tensors.keys() == {tensor.name for tensor in theirs.tensors}
+    for tensor in theirs.tensors:
+        info = ours.tensors[tensor.name]
+        assert info == (int(tensor.tensor_type), tuple(tensor.shape.tolist())[::-1], tensor.data_offset)
+        assert ours.read(tensor.name, 0, tensor.n_bytes).numpy().tobytes() == tensor.data.tobytes()
+    # Vocabularies are not kept.
+    assert ours.metadata == {**METADATA, "general.architecture": "other", "a.list_of_strings": None}
+    ours.close()
+
+
+def header(*, magic: bytes = b"GGUF", version: int = 3, tensors: int = 1, entries: int = 0, rest: bytes = b"") -> bytes:
+    return magic + struct.pack("<IQQ", version, tensors, entries) + rest
+
+
+def info(name: bytes = b"w", shape: tuple[int, ...] = (32,), kind: int = 8, offset: int = 0) -> bytes:
+    sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+    return struct.pack("<Q", len(name)) + name + sizes + struct.pack("<IQ", kind, offset)
+
+
+HUGE = 2**62
+STRING = struct.pack("<Q", 1) + b"k" + struct.pack("<I", 8)
+ARRAY = struct.pack("<Q", 1) + b"k" + struct.pack("<I", 9)
+DAMAGED = {
+    "empty": (b"GGUF", "its header would have 4 bytes more, the file has 0"),
+    "version": (header(version=4, rest=info()), "version 4; read are 2 and 3"),
+    "big-endian": (header(version=3 << 24, rest=info()), "big-endian, which is not read"),
+    "tensors": (header(tensors=HUGE, rest=info()), r"its header would have \d+ bytes more"),
+    "entries": (header(entries=HUGE, rest=info()), r"its header would have \d+ bytes more"),
+    "a long string": (header(entries=1, rest=STRING + struct.pack("<Q", HUGE) + info()), "would have .* bytes more"),
+    "a string without end": (
+        header(entries=1, rest=STRING + struct.pack("<Q", 90) + info()),
+        "would have 90 bytes more",
+    ),
+    "not UTF-8": (header(rest=info(b"\xff\xfe")), "can't decode"),
+    "a long array": (header(entries=1, rest=ARRAY + struct.pack("<IQ", 4, HUGE) + info()), "an array would have"),
+    "an array of strings": (
+        header(entries=1, rest=ARRAY + struct.pack("<IQ", 8, HUGE) + info()),
+        "an array would have",
+    ),
+    "nested": (
+        header(entries=1, rest=ARRAY + struct.pack("<IQ", 9, 1) * 5 + struct.pack("<IQ", 4, 0) + info()),
+        "nested more than 4 times",
+    ),
+    "a type of value": (header(entries=1, rest=ARRAY[:-4] + struct.pack("<I", 13) + info()), "a value has the type 13"),
+    "items": (
+        header(entries=1, rest=ARRAY + struct.pack("<IQ", 77, 1) + info() * 2),
+        "items of an array have the type 77",
+    ),
+    "no axes": (header(rest=info(shape=()) + bytes(64)), "'w' has 0 axes"),
+    "many axes": (header(rest=info(shape=(1,) * 5)), "'w' has 5 axes"),
+    "a huge shape": (header(rest=info(shape=(2**40, 2**40))), "'w' has the shape"),
+    "twice": (header(tensors=2, rest=info() + info()), "it has two tensors 'w'"),
+    "an odd offset": (header(rest=info(offset=7)), "the offset 7 of w is not a multiple of 32"),
+    "alignment": (
+        header(entries=1, rest=struct.pack("<Q", 17) + b"general.alignment" + struct.pack("<II", 4, 48) + info()),
+        "general.alignment is a power of two, got 48",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_headers(name: str, tmp_path: Path) -> None:
+    data, message = DAMAGED[name]
+    path = tmp_path / "x.gguf"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"x\.gguf: truncated, or not a GGUF file \(.*{message}"):
+        open_source(path)
+
+
+BEYOND = {
+    "of the file": (info(shape=(32, 1000)), "truncated: the data of w ends at 34"),
+    "of numbers": (info(shape=(2**40, 2**20), kind=0, offset=2**40), "truncated: the data of w ends at"),
+    "by its offset": (info(offset=2**63 - 32), "truncated: the data of w ends at"),
+    "type": (info(kind=1000), r"w \(w\): it has the type 1000; known are F32"),
+    "row": (info(shape=(33,)), r"w \(w\): rows of Q8_0 have a multiple of 32 elements, got the shape \(33,\)"),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_data_beyond_the_end(name: str, tmp_path: Path) -> None:
+    rest, message = BEYOND[name]
+    path = tmp_path / "x.gguf"
+    path.write_bytes(header(rest=rest) + bytes(64))
+    with open_source(path) as source, pytest.raises(ValueError, match=rf"x\.gguf: {message}"):
+        source.tensor("w")
+
+
+def problem_of(path: Path) -> str | None:
+    """The message of the error that reading all of a file raises."""
+    try:
+        with open_source(path) as source:
+            for name in sorted(source.names):
+                source.contents(name)
+                source.tensor(name)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_damage_at_random(tmp_path: Path) -> None:
+    """Cut short anywhere, or with bytes changed: ValueError with the name of the file, at once, or other numbers."""
+    whole = file(tmp_path / "whole.gguf").read_bytes()
+    path, numbers, errors = tmp_path / "damaged.gguf", random.Random(0), 0
+    started = time.monotonic()
+    for attempt in range(400):
+        data = bytearray(whole)
+        if attempt % 2:
+            for _ in range(numbers.choice((1, 2, 8))):
+                data[numbers.randrange(4, 24 if attempt % 4 == 1 else 5000)] = numbers.choice((0, 1, 127, 255))
+        else:
+            del data[numbers.randrange(4, len(data) - 64) :]
+        path.write_bytes(data)
+        if message := problem_of(path):
+            errors += 1
+            assert message.startswith(f"{path}: "), message
+        else:
+            assert attempt % 2, "a file without its end has been read"
+    assert errors > 200
+    assert time.monotonic() - started < 60
+
+
+def test_an_error_leaves_the_model(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    number, kind = QUANTIZED["Q8_0"]
+    model = nn.Linear(64, 8)
+    before = model.weight
+    data = random_bytes(kind, (8, 64)), GGMLQuantizationType(number)
+    write(path, {"weight": data, "bias": (np.zeros(9, np.float32), None)}, "other")
+    with pytest.raises(ValueError, match=r"x\.gguf: bias has shape \(9,\), the model's has \(8,\)"):
+        qtorch.load_quantized(model, path)
+    write(path, {"blk.0.attn_q.weight": data}, "starcoder")
+    message = (
+        r"x\.gguf: missing key weight, bias; unexpected key blk.0.attn_q.weight; the model is unchanged; tensors have "
+        "their names of llama.cpp, since the architecture 'starcoder' is not one of llama, qwen2"
+    )
+    with pytest.raises(ValueError, match=message):
+        qtorch.load_quantized(model, path)
+    assert model.weight is before
