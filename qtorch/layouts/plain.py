@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..primitives.qdtype import QDType
 from ..primitives.scheme import Scheme
 from .base import Layout, Plain, register_layout
 from .inner_tensors import Form
+from .packed import PackedLayout, can_pack_bits
 
 
 @register_layout
@@ -29,6 +31,11 @@ class PlainLayout(Layout):
 
     def unpack(self, tensors: dict[str, Tensor | None], scheme: Scheme) -> Plain:
         return tensors["qdata"], tensors["scale"], tensors["zero_point"]  # type: ignore[return-value]
+
+
+def smallest_layout(dtype: QDType) -> Layout:
+    """The layout in which codes of this type take the fewest bytes: packed to their true size if they have any."""
+    return PackedLayout() if can_pack_bits(dtype) else PlainLayout()
 
 
 def layout_for(scheme: Scheme) -> Layout:

@@ -25,7 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...dtypes import AffineQuantizedTensor, LUTQuantizedTensor, PackedLayout, PlainLayout
+from ...dtypes import AffineQuantizedTensor, LUTQuantizedTensor
+from ...layouts.plain import smallest_layout
 from ...primitives import CodebookSpec, LinearSpec, MappingType, PerGroup, QuantSpec, ZeroPointDomain, qdtype
 from ...primitives.scheme import Scheme
 
@@ -115,7 +116,7 @@ class BlockType(NamedTuple):
 
 
 def _linear_spec(spec: QuantSpec | CodebookSpec) -> LinearSpec:
-    return LinearSpec(spec, layout=PackedLayout() if spec.dtype.bits < 8 else PlainLayout())
+    return LinearSpec(spec, layout=smallest_layout(spec.dtype))
 
 
 def _fields(blocks: Tensor, *sizes: int) -> tuple[Tensor, ...]:
