@@ -4,8 +4,8 @@
 
 The layout defines how codes, scales and zero points are stored; the `LinearSpec` also says how the activation is
 quantized. A static activation scale is one more inner tensor, `act_scale`. With double quantization (see
-`primitives.double_quant`) the scales have scales of their own, `scale_scale`; views and slices of such a tensor hold
-the same scales, dequantized to fp32.
+`primitives.double_quant`) the scales have scales of their own, `scale_scale`, and zero points that are quantized too
+have `zero_point_scale`; views and slices of such a tensor hold the same numbers, dequantized to fp32.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 from ..layouts import Layout, PlainLayout
 from ..layouts.base import Plain, check_scheme
 from ..layouts.inner_tensors import FLOATS, INTEGERS, Form, Forms, check_inner_tensors
-from ..primitives.double_quant import dequantize_scale
+from ..primitives.double_quant import dequantize_scale, dequantize_zero_point
 from ..primitives.scheme import Scheme
 from ..primitives.spec import LinearSpec, QuantSpec
 from .base import QuantizedTensor
 
-_BESIDE_LAYOUT = ("scale_scale", "scale_mean", "act_scale", "act_zero_point")
+_BESIDE_LAYOUT = ("scale_scale", "scale_mean", "zero_point_scale", "act_scale", "act_zero_point")
 """Inner tensors that are the same in every layout; None if the scheme does not have them."""
 
 
@@ -39,6 +39,7 @@ class AffineQuantizedTensor(QuantizedTensor):
 
     scale_scale: Tensor | None
     scale_mean: Tensor | None
+    zero_point_scale: Tensor | None
     act_scale: Tensor | None
     act_zero_point: Tensor | None
 
@@ -76,7 +77,7 @@ class AffineQuantizedTensor(QuantizedTensor):
         weight = linear.weight
         with torch.no_grad():
             others, zero_point = weight.choose_stored_qparams(input)
-            codes = weight.quantize(input, dequantize_scale(others, weight.scale_spec), zero_point)
+            codes = weight.quantize(input, *weight.dense_qparams(others, zero_point))
             others |= {"zero_point": zero_point, "act_scale": act_scale, "act_zero_point": act_zero_point}
             return cls._from_codes(codes, others, linear, input.dtype)
 
@@ -91,7 +92,7 @@ class AffineQuantizedTensor(QuantizedTensor):
         act_scale: Tensor | None = None,
         act_zero_point: Tensor | None = None,
     ) -> AffineQuantizedTensor:
-        """Wrap existing codes and scales; the scales are not quantized, even if the spec has a `scale_spec`.
+        """Wrap existing codes, scales and zero points, which are not quantized, even if the spec has a `scale_spec`.
 
         Args:
             codes: in the storage dtype of the spec.
@@ -122,7 +123,9 @@ class AffineQuantizedTensor(QuantizedTensor):
     def plain(self) -> Plain:
         """(codes, scale in floating point, zero_point), unpacked; zero_point is None if it is always zero."""
         codes, scale, zero_point = self._unpacked()
-        return codes, scale if self.scale_scale is None else self.dense_scale(), zero_point
+        if self.scale_scale is None:
+            return codes, scale, zero_point
+        return codes, self.dense_scale(), self.dense_zero_point()
 
     def _unpacked(self) -> Plain:
         """`plain` with the scale in its stored form, which may be quantized."""
@@ -134,6 +137,15 @@ class AffineQuantizedTensor(QuantizedTensor):
         if rows is None and self.scale_scale is None:
             return self.scale  # type: ignore[attr-defined]
         return dequantize_scale(self.inner_tensors, self.scheme.weight.scale_spec, rows)
+
+    def dense_zero_point(self, rows: Tensor | None = None) -> Tensor | None:
+        """The zero point, of the given rows of blocks or of all, in layouts that store it as a tensor."""
+        zero_point: Tensor | None = self.zero_point  # type: ignore[attr-defined]
+        if self.zero_point_scale is not None:
+            spec = self.scheme.weight.scale_spec
+            assert spec is not None
+            return dequantize_zero_point(self.inner_tensors, spec, rows)
+        return zero_point if zero_point is None or rows is None else zero_point.index_select(0, rows)
 
     def with_plain(self, plain: Plain, spec: LinearSpec | None = None) -> AffineQuantizedTensor:
         """A tensor of these codes, scales and zero points, with the same layout, logical dtype and activation."""
@@ -180,7 +192,7 @@ class AffineQuantizedTensor(QuantizedTensor):
         """(scale, zero_point), the scale in floating point, without unpacking codes if possible."""
         if self.scheme.layout.packed_axis is None:
             return self.plain()[1:]
-        return self.dense_scale(), self.zero_point  # type: ignore[attr-defined]
+        return self.dense_scale(), self.dense_zero_point()
 
     def moved(
         self, device: torch.device, move: Callable[[Tensor], Tensor], dtype: torch.dtype

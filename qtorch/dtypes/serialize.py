@@ -33,7 +33,18 @@ Entry = dict[str, Any]
 """JSON data of one quantized tensor: its scheme, and the stored name of each of its parts."""
 
 PARTS = frozenset(
-    ("codes", "packed", "scale", "scale_scale", "scale_mean", "zero_point", "table", "act_scale", "act_zero_point")
+    (
+        "codes",
+        "packed",
+        "scale",
+        "scale_scale",
+        "scale_mean",
+        "zero_point",
+        "zero_point_scale",
+        "table",
+        "act_scale",
+        "act_zero_point",
+    )
 )
 """The parts of a quantized tensor that can be stored."""
 

@@ -57,7 +57,7 @@ def gather_semi_sparse_rows(ids: Tensor, weight: Any) -> Tensor:
 
 def _dequantize_rows(ids: Tensor, codes: Tensor, weight: Any) -> Tensor:
     """Dequantize `codes`, those of the rows `ids`."""
-    scheme, zero_point = weight.scheme, weight.zero_point
+    scheme = weight.scheme
     rows, columns = block_of(scheme.shape, weight.scale.shape)
     block_ids = ids.reshape(-1) // rows
     low, high = scheme.weight.code_range
@@ -65,7 +65,7 @@ def _dequantize_rows(ids: Tensor, codes: Tensor, weight: Any) -> Tensor:
         codes,
         (1, columns),
         weight.dense_scale(block_ids),
-        None if zero_point is None else zero_point.index_select(0, block_ids),
+        weight.dense_zero_point(block_ids),
         scheme.weight.dtype,
         low,
         high,

@@ -54,6 +54,10 @@ class Layout:
         forms = {self.tensors[0]: self.codes_forms(scheme), **scale_forms(weight, shape)}
         if weight.has_zero_point:
             dtypes = FLOATS if weight.zero_point_domain.is_real else INTEGERS
+            if weight.quantizes_zero_points:
+                assert weight.scale_spec is not None
+                dtypes = frozenset({weight.scale_spec.dtype.storage})
+                forms["zero_point_scale"] = forms["scale_scale"]
             forms["zero_point"] = (Form(weight.scale_shape(shape), dtypes),)
         return forms
 

@@ -6,7 +6,7 @@ where a tensor lives and which kernel runs must not change numbers, so they are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from .affine import MappingType, ZeroPointDomain, check_floating_point, code_range, dequantize_affine, quantize_affine
-from .double_quant import check_scale_spec, dequantize_scale, quantize_scale
+from .double_quant import (
+    check_scale_spec,
+    dequantize_scale,
+    dequantize_zero_point,
+    only_multiplies,
+    quantize_scale,
+    quantize_zero_point,
+)
 from .fake_quant import fake_quantize_affine
 from .granularity import Block, Granularity, PerBlock, PerGroup, PerRow, scale_shape
 from .jsonable import jsonable
@@ -42,7 +49,7 @@ class QuantSpec:
         quant_min, quant_max: narrower bounds than the type's own (symmetric int8 in [-127, 127]).
         preserve_zero: 0.0 is a code; False needs the FLOAT or OFFSET domain.
         scale_spec: how the scales are quantized themselves (see `double_quant`); None keeps them as they are. It needs
-            a mapping without zero points.
+            a mapping without zero points, or the OFFSET domain, whose zero points are then quantized too.
 
     The stages, each on its own: `choose_range`, `choose_qparams_from_range`, `quantize`, `dequantize`.
     """
@@ -74,8 +81,11 @@ class QuantSpec:
                 f"QuantSpec: preserve_zero=False needs the FLOAT or OFFSET domain, got {self.zero_point_domain.name}"
             )
         check_scale_spec(self.scale_spec)
-        if self.scale_spec is not None and self.has_zero_point:
-            raise ValueError(f"QuantSpec: quantized scales need a mapping without zero points, got {self}")
+        if self.scale_spec is not None and self.has_zero_point and not self.quantizes_zero_points:
+            raise ValueError(
+                f"QuantSpec: quantized scales need a mapping without zero points, or zero points of the OFFSET domain "
+                f"and a scale_spec of integers of the NONE domain, got {self}"
+            )
 
     @property
     def code_range(self) -> tuple[float, float]:
@@ -89,6 +99,12 @@ class QuantSpec:
             return False
         low, high = self.code_range
         return self.mapping is MappingType.ASYMMETRIC or int((low + high + 1) / 2) != 0
+
+    @property
+    def quantizes_zero_points(self) -> bool:
+        """Whether `scale_spec` quantizes the zero points as well."""
+        offset = self.zero_point_domain is ZeroPointDomain.OFFSET
+        return offset and self.has_zero_point and only_multiplies(self.scale_spec)
 
     def block_size(self, shape: Sequence[int]) -> Block:
         """Elements that share a scale in a tensor of this shape, per axis.
@@ -116,7 +132,13 @@ class QuantSpec:
     ) -> tuple[Tensor, Tensor | None]:
         """Scale and zero point from ranges, the scale as `scale_spec` leaves it; zero_point is None where it is always
         zero (see `has_zero_point`)."""
-        tensors, zero_point = self._stored_qparams(min_val, max_val, input_dtype)
+        return self.dense_qparams(*self._stored_qparams(min_val, max_val, input_dtype))
+
+    def dense_qparams(self, tensors: Mapping[str, Tensor], zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Scale and zero point from the form in which they are stored, that of `choose_stored_qparams`."""
+        if zero_point is not None and self.quantizes_zero_points:
+            assert self.scale_spec is not None
+            zero_point = dequantize_zero_point({**tensors, "zero_point": zero_point}, self.scale_spec)
         return dequantize_scale(tensors, self.scale_spec), zero_point
 
     def _stored_qparams(
@@ -138,7 +160,14 @@ class QuantSpec:
             self.preserve_zero,
             self.zero_point_domain,
         )
-        return quantize_scale(scale, self.scale_spec), zero_point if self.has_zero_point else None
+        tensors = quantize_scale(scale, self.scale_spec)
+        if zero_point is None or not self.has_zero_point:
+            return tensors, None
+        if not self.quantizes_zero_points:
+            return tensors, zero_point
+        assert self.scale_spec is not None
+        of_zero_point = quantize_zero_point(zero_point, self.scale_spec)
+        return {**tensors, "zero_point_scale": of_zero_point["zero_point_scale"]}, of_zero_point["zero_point"]
 
     def stored_scale_dtype(self, input_dtype: torch.dtype) -> torch.dtype:
         """Dtype that scales are kept in, before `scale_spec` quantizes them."""
@@ -150,7 +179,7 @@ class QuantSpec:
         return self.choose_qparams_from_range(*self.choose_range(input), input.dtype)
 
     def choose_stored_qparams(self, input: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
-        """`choose_qparams` with the scale as it is stored: the tensors of `quantize_scale`."""
+        """`choose_qparams` as it is stored: the tensors of `quantize_scale`, and of `quantize_zero_point` the scale."""
         return self._stored_qparams(*self.choose_range(input), input.dtype)
 
     def quantize(

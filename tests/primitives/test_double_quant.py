@@ -1,14 +1,24 @@
 """Scales that are quantized themselves: accuracy, shapes, rows, and what a spec refuses."""
 
+import copy
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+import qtorch
 from qtorch import MappingType, PerGroup, PerRow, PerTensor, QuantSpec, ZeroPointDomain, compute_error
+from qtorch.kernels import record_kernels
 from qtorch.primitives import from_json, to_json
-from qtorch.primitives.double_quant import dequantize_scale, quantize_scale, scale_tensor_shapes
+from qtorch.primitives.double_quant import (
+    dequantize_scale,
+    dequantize_zero_point,
+    quantize_scale,
+    quantize_zero_point,
+    scale_tensor_shapes,
+)
 
 NONE = ZeroPointDomain.NONE
 INT8 = QuantSpec("int8", PerGroup(256), quant_min=-127)
@@ -101,7 +111,7 @@ def test_what_is_refused() -> None:
     for scale_spec in (QuantSpec("int8", PerRow()), QuantSpec("uint8", PerGroup(256)), NVFP4):
         with pytest.raises(ValueError, match="scales are quantized in groups or as a whole, symmetric, and only once"):
             QuantSpec("int4", PerGroup(32), scale_spec=scale_spec)
-    with pytest.raises(ValueError, match="quantized scales need a mapping without zero points, got uint4"):
+    with pytest.raises(ValueError, match=r"quantized scales need a mapping without zero points, or .* got uint4"):
         QuantSpec("uint4", PerGroup(32), MappingType.ASYMMETRIC, scale_spec=INT8)
 
 
@@ -110,3 +120,70 @@ def test_traces_in_one_graph() -> None:
     compiled = torch.compile(NVFP4.fake_quantize, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), NVFP4.fake_quantize(x))
     assert math.isfinite(float(compute_error(x, compiled(x))))
+
+
+MULTIPLES = QuantSpec("uint6", PerGroup(8), zero_point_domain=NONE)
+OFFSETS = QuantSpec("uint4", PerGroup(32), MappingType.ASYMMETRIC, ZeroPointDomain.OFFSET, scale_spec=MULTIPLES)
+
+
+def test_multiples_may_be_zero_or_negative() -> None:
+    """Integers of the NONE domain have no mean and no least value: as they are in GGUF."""
+    spec = QuantSpec("int6", PerGroup(4), zero_point_domain=NONE)
+    codes, scale = torch.tensor([[-32, 0, 1, 31, 5, 6, 7, 0]], dtype=torch.int8), torch.tensor([-0.5, 2.0])
+    wanted = codes.float() * scale.repeat_interleave(4)
+    assert scale_tensor_shapes((1, 8), spec).keys() == {"scale", "scale_scale"}
+    assert torch.equal(dequantize_scale({"scale": codes, "scale_scale": scale}, spec), wanted)
+    rows = dequantize_scale({"scale": codes, "scale_scale": scale}, spec, torch.tensor([0, 0]))
+    assert torch.equal(rows, wanted.expand(2, 8))
+    # Scales that codes are chosen with are not zero.
+    assert bool((quantize_scale(torch.tensor([[1e-30, 1.0, 0.5, 0.2]]), spec)["scale"] > 0).all())
+
+
+@pytest.mark.parametrize("shape", [(64, 16), (7, 100), (3, 1), (0, 3)], ids=str)
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_zero_points_there_and_back(sign: int, shape: tuple[int, ...]) -> None:
+    zero_point = sign * torch.rand(shape)
+    tensors = quantize_zero_point(zero_point, MULTIPLES)
+    y = dequantize_zero_point(tensors, MULTIPLES)
+    assert y.shape == zero_point.shape
+    # Half a step of 63.
+    assert bool(((y - zero_point).abs() <= 0.5001 / 63).all())
+    rows = torch.randint(shape[0], (5,)) if shape[0] else torch.arange(0)
+    assert torch.equal(dequantize_zero_point(tensors, MULTIPLES, rows), y[rows])
+
+
+def test_a_tensor_with_quantized_zero_points(tmp_path: Path) -> None:
+    x = torch.randn(64, 512)
+    for layout in (qtorch.PlainLayout(), qtorch.PackedLayout()):
+        weight = qtorch.AffineQuantizedTensor.from_float(x, qtorch.LinearSpec(OFFSETS, layout=layout))
+        dense = qtorch.AffineQuantizedTensor.from_float(x, replace(OFFSETS, scale_spec=None))
+        real = weight.dequantize()
+        assert compute_error(x, dense.dequantize()) - 1.5 < compute_error(x, real) < 30
+        assert weight.zero_point.dtype == torch.uint8
+        codes, scale, zero_point = weight.plain()
+        assert torch.equal(real, codes * scale.repeat_interleave(32, 1) + zero_point.repeat_interleave(32, 1))
+        assert torch.equal(OFFSETS.fake_quantize(x), real)
+        rows = torch.tensor([5, 63, 5])
+        for view, wanted in ((weight[3:9], real[3:9]), (weight.t(), real.t()), (weight[:, 32:96], real[:, 32:96])):
+            assert torch.equal(view.dequantize(), wanted)
+        assert torch.equal(torch.nn.functional.embedding(rows, weight), real[rows])
+        y = torch.randn(3, 512)
+        with record_kernels() as ran:
+            product = torch.nn.functional.linear(y, weight)
+        assert ran[0] in ("linear:cpu_weight_only_mm", f"linear:{'packed_' * (layout.name == 'packed')}weight_only_mm")
+        assert compute_error(y @ real.T, product) > 100
+        model = torch.nn.Linear(512, 64, bias=False)
+        model.weight = torch.nn.Parameter(weight, requires_grad=False)
+        qtorch.save_quantized(model, tmp_path / "x.safetensors")
+        other = qtorch.load_quantized(torch.nn.Linear(512, 64, bias=False), tmp_path / "x.safetensors")
+        assert torch.equal(other.weight.dequantize(), real)
+        assert torch.equal(copy.deepcopy(weight).dequantize(), real)
+
+
+def test_a_product_with_quantized_zero_points_compiles() -> None:
+    weight = qtorch.AffineQuantizedTensor.from_float(
+        torch.randn(64, 256), qtorch.LinearSpec(OFFSETS, layout=qtorch.PackedLayout())
+    )
+    y = torch.randn(3, 256)
+    compiled = torch.compile(lambda x: torch.nn.functional.linear(x, weight), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(y), torch.nn.functional.linear(y, weight))

@@ -1,4 +1,4 @@
-"""The types of GGUF: how a block of bytes becomes codes, scales and offsets. Each type is an entry of `TYPES`.
+"""Blocks of GGUF decoded: from bytes to codes, scales and offsets, all blocks of a tensor at a time.
 
 A block holds 32 or 256 consecutive elements of a row. With d, m and dmin in fp16, and sc and mn integers of few bits,
 
@@ -10,113 +10,33 @@ A block holds 32 or 256 consecutive elements of a row. With d, m and dmin in fp1
     IQ4_NL, IQ4_XS                w = table[q] * d,                w = table[q] * (d * sc)
     MXFP4                         w = q * 2^(e - 127)              q in e2m1
 
-Products of d and sc have 19 significant bits at most, so they are kept in fp32; other scales stay in fp16. Everything
-that `gguf.quants.dequantize` computes is then one product, and one sum, of the same fp32 numbers.
+Scales stay as they are stored: d, m and dmin in fp16, sc and mn as codes of scales (`QuantSpec.scale_spec`), a byte
+each. Everything that `gguf.quants.dequantize` computes is computed with the same numbers in fp32, in the same order.
 
 Source: ggml/src/ggml-quants.c and ggml-common.h.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...dtypes import AffineQuantizedTensor, LUTQuantizedTensor
-from ...layouts.plain import smallest_layout
-from ...primitives import CodebookSpec, LinearSpec, MappingType, PerGroup, QuantSpec, ZeroPointDomain, qdtype
-from ...primitives.scheme import Scheme
-
 K = 256
 """Elements of a super-block."""
 
-IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""The values of the codes of IQ4_NL and IQ4_XS."""
-
 
 class Parts(NamedTuple):
-    """Blocks, decoded: codes (blocks, size), scales and zero points (blocks, groups)."""
+    """Blocks, decoded: codes (blocks, size), scales and zero points (blocks, groups), and where those are codes, their
+    scales (blocks, 1)."""
 
     codes: Tensor
     scale: Tensor
     zero_point: Tensor | None = None
-
-
-class BlockType(NamedTuple):
-    """A type of GGUF.
-
-    Attributes:
-        name: as in llama.cpp.
-        size: elements of a block.
-        nbytes: bytes of a block.
-        spec: of its tensors: a `QuantSpec` or `CodebookSpec`, None for plain numbers and for what cannot be kept.
-        decode: from bytes (blocks, nbytes), uint8.
-        dtype: of plain numbers.
-    """
-
-    name: str
-    size: int
-    nbytes: int
-    spec: QuantSpec | CodebookSpec | None = None
-    decode: Callable[[Tensor], Parts] | None = None
-    dtype: torch.dtype | None = None
-
-    def row_bytes(self, shape: Sequence[int]) -> int:
-        """Bytes of a row of a tensor of this shape.
-
-        Raises:
-            ValueError: a row is not whole blocks.
-        """
-        if shape[-1] % self.size:
-            raise ValueError(
-                f"rows of {self.name} have a multiple of {self.size} elements, got the shape {tuple(shape)}"
-            )
-        return shape[-1] // self.size * self.nbytes
-
-    def tensor_bytes(self, shape: Sequence[int]) -> int:
-        """Bytes of a tensor of this shape."""
-        return math.prod(shape[:-1]) * self.row_bytes(shape)
-
-    def scheme(self, shape: Sequence[int]) -> Scheme | None:
-        """The scheme of a tensor of this shape; None if it is stored as plain numbers.
-
-        Raises:
-            ValueError: no spec holds such a tensor exactly.
-        """
-        if self.dtype is not None:
-            return None
-        if self.spec is None:
-            raise ValueError(f"it is stored as {self.name}, which no spec of this package can hold exactly")
-        return Scheme(_linear_spec(self.spec), tuple(shape), torch.float32)
-
-    def tensor(self, data: Tensor, shape: Sequence[int]) -> Tensor:
-        """The tensor of this shape from its bytes, uint8: quantized, with logical dtype fp32, or plain numbers.
-
-        Raises:
-            ValueError: no spec holds it exactly.
-        """
-        shape = tuple(shape)
-        if self.dtype is not None:
-            return data.view(self.dtype).reshape(shape)
-        scheme = self.scheme(shape)
-        assert scheme is not None
-        assert self.decode is not None
-        parts = self.decode(data.reshape(-1, self.nbytes))
-        codes = parts.codes.reshape(shape)
-        scales = (*shape[:-1], shape[-1] // self.size * parts.scale.shape[1])
-        scale = parts.scale.reshape(scales)
-        if isinstance(self.spec, CodebookSpec):
-            table = torch.tensor(self.spec.table, dtype=torch.float32)
-            return LUTQuantizedTensor.from_plain(codes, scale, table, scheme.spec, scheme.dtype)
-        zero = None if parts.zero_point is None else parts.zero_point.reshape(scales)
-        return AffineQuantizedTensor.from_plain(codes, scale, zero, scheme.spec, scheme.dtype)
-
-
-def _linear_spec(spec: QuantSpec | CodebookSpec) -> LinearSpec:
-    return LinearSpec(spec, layout=smallest_layout(spec.dtype))
+    scale_scale: Tensor | None = None
+    zero_point_scale: Tensor | None = None
 
 
 def _fields(blocks: Tensor, *sizes: int) -> tuple[Tensor, ...]:
@@ -165,20 +85,17 @@ def _q8_0(blocks: Tensor) -> Parts:
     return Parts(qs.view(torch.int8), _halves(d))
 
 
-def _scaled(d: Tensor, integers: Tensor) -> Tensor:
-    return _halves(d).float() * integers.float()
-
-
 def _q2_k(blocks: Tensor) -> Parts:
     scales, qs, d, dmin = _fields(blocks, K // 16, K // 4, 2, 2)
-    return Parts(_items(qs, 2, 32), _scaled(d, scales & 15), -_scaled(dmin, scales >> 4))
+    return Parts(_items(qs, 2, 32), scales & 15, scales >> 4, _halves(d), -_halves(dmin))
 
 
 def _q3_k(blocks: Tensor) -> Parts:
     high, qs, low_scales, high_scales, d = _fields(blocks, K // 8, K // 4, 8, 4, 2)
     scales = _items(low_scales, 4, 8) | _items(high_scales, 2, 4) << 4
     # The third bit is set where nothing is subtracted.
-    return Parts(_signed(_items(qs, 2, 32) | _items(high, 1, 32) << 2, 4), _scaled(d, _signed(scales, 32)))
+    codes = _signed(_items(qs, 2, 32) | _items(high, 1, 32) << 2, 4)
+    return Parts(codes, _signed(scales, 32), scale_scale=_halves(d))
 
 
 def _scales_and_mins(field: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,19 +110,19 @@ def _scales_and_mins(field: Tensor) -> tuple[Tensor, Tensor]:
 def _q4_k(blocks: Tensor) -> Parts:
     d, dmin, field, qs = _fields(blocks, 2, 2, 12, K // 2)
     scales, mins = _scales_and_mins(field)
-    return Parts(_items(qs, 4, 32), _scaled(d, scales), -_scaled(dmin, mins))
+    return Parts(_items(qs, 4, 32), scales, mins, _halves(d), -_halves(dmin))
 
 
 def _q5_k(blocks: Tensor) -> Parts:
     d, dmin, field, qh, qs = _fields(blocks, 2, 2, 12, K // 8, K // 2)
     scales, mins = _scales_and_mins(field)
-    return Parts(_items(qs, 4, 32) | _items(qh, 1, 32) << 4, _scaled(d, scales), -_scaled(dmin, mins))
+    return Parts(_items(qs, 4, 32) | _items(qh, 1, 32) << 4, scales, mins, _halves(d), -_halves(dmin))
 
 
 def _q6_k(blocks: Tensor) -> Parts:
     ql, qh, scales, d = _fields(blocks, K // 2, K // 4, K // 16, 2)
     codes = _signed(_items(ql, 4, 64) | _items(qh, 2, 32) << 4, 32)
-    return Parts(codes, _scaled(d, scales.view(torch.int8)))
+    return Parts(codes, scales.view(torch.int8), scale_scale=_halves(d))
 
 
 def _tq1_0(blocks: Tensor) -> Parts:
@@ -231,7 +148,7 @@ def _iq4_nl(blocks: Tensor) -> Parts:
 def _iq4_xs(blocks: Tensor) -> Parts:
     d, high, low, qs = _fields(blocks, 2, 2, K // 64, K // 2)
     scales = _signed(_items(low, 4, 1) | _items(high, 2, 1) << 4, 32)
-    return Parts(_items(qs, 4, 16), _scaled(d, scales))
+    return Parts(_items(qs, 4, 16), scales, scale_scale=_halves(d))
 
 
 def _mxfp4(blocks: Tensor) -> Parts:
@@ -241,69 +158,21 @@ def _mxfp4(blocks: Tensor) -> Parts:
     return Parts(_items(qs, 4, 16), e.contiguous().view(torch.float8_e8m0fnu))
 
 
-def _scaled_codes(dtype: str, group: int, scale: torch.dtype = torch.float16) -> QuantSpec:
-    return QuantSpec(qdtype(dtype), PerGroup(group), zero_point_domain=ZeroPointDomain.NONE, scale_dtype=scale)
-
-
-def _with_offset(dtype: str, group: int, scale: torch.dtype = torch.float16) -> QuantSpec:
-    offset = ZeroPointDomain.OFFSET
-    return QuantSpec(
-        qdtype(dtype), PerGroup(group), MappingType.ASYMMETRIC, offset, scale_dtype=scale, preserve_zero=False
-    )
-
-
-def _of_table(scale: torch.dtype) -> CodebookSpec:
-    return CodebookSpec(qdtype("uint4"), PerGroup(32), IQ4_TABLE, scale_dtype=scale)
-
-
-_TERNARY = QuantSpec(qdtype("uint2"), PerGroup(K), MappingType.ASYMMETRIC, scale_dtype=torch.float16)
-_FP32 = torch.float32
-
-TYPES = {
-    0: BlockType("F32", 1, 4, dtype=torch.float32),
-    1: BlockType("F16", 1, 2, dtype=torch.float16),
-    2: BlockType("Q4_0", 32, 18, _scaled_codes("int4", 32), _q4_0),
-    3: BlockType("Q4_1", 32, 20, _with_offset("uint4", 32), _q4_1),
-    6: BlockType("Q5_0", 32, 22, _scaled_codes("int5", 32), _q5_0),
-    7: BlockType("Q5_1", 32, 24, _with_offset("uint5", 32), _q5_1),
-    8: BlockType("Q8_0", 32, 34, _scaled_codes("int8", 32), _q8_0),
-    9: BlockType("Q8_1", 32, 40),
-    10: BlockType("Q2_K", K, 84, _with_offset("uint2", 16, _FP32), _q2_k),
-    11: BlockType("Q3_K", K, 110, _scaled_codes("int3", 16, _FP32), _q3_k),
-    12: BlockType("Q4_K", K, 144, _with_offset("uint4", 32, _FP32), _q4_k),
-    13: BlockType("Q5_K", K, 176, _with_offset("uint5", 32, _FP32), _q5_k),
-    14: BlockType("Q6_K", K, 210, _scaled_codes("int6", 16, _FP32), _q6_k),
-    15: BlockType("Q8_K", K, 292),
-    16: BlockType("IQ2_XXS", K, 66),
-    17: BlockType("IQ2_XS", K, 74),
-    18: BlockType("IQ3_XXS", K, 98),
-    19: BlockType("IQ1_S", K, 50),
-    20: BlockType("IQ4_NL", 32, 18, _of_table(torch.float16), _iq4_nl),
-    21: BlockType("IQ3_S", K, 110),
-    22: BlockType("IQ2_S", K, 82),
-    23: BlockType("IQ4_XS", K, 136, _of_table(_FP32), _iq4_xs),
-    24: BlockType("I8", 1, 1, dtype=torch.int8),
-    25: BlockType("I16", 1, 2, dtype=torch.int16),
-    26: BlockType("I32", 1, 4, dtype=torch.int32),
-    27: BlockType("I64", 1, 8, dtype=torch.int64),
-    28: BlockType("F64", 1, 8, dtype=torch.float64),
-    29: BlockType("IQ1_M", K, 56),
-    30: BlockType("BF16", 1, 2, dtype=torch.bfloat16),
-    34: BlockType("TQ1_0", K, 54, _scaled_codes("int2", K), _tq1_0),
-    35: BlockType("TQ2_0", K, 66, _TERNARY, _tq2_0),
-    39: BlockType("MXFP4", 32, 17, _scaled_codes("float4_e2m1", 32, torch.float8_e8m0fnu), _mxfp4),
-    40: BlockType("NVFP4", 64, 36),
-    41: BlockType("Q1_0", 128, 18),
+DECODERS: dict[str, Callable[[Tensor], Parts]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "TQ1_0": _tq1_0,
+    "TQ2_0": _tq2_0,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }
-"""Every type of ggml, by its number."""
-
-
-def block_type(number: int) -> BlockType:
-    """The type with this number.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if number not in TYPES:
-        raise ValueError(f"it has the type {number}; known are {', '.join(kind.name for kind in TYPES.values())}")
-    return TYPES[number]
+"""From bytes (blocks, bytes of a block), uint8, by the name of the type."""

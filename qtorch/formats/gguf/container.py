@@ -6,7 +6,7 @@
     data        from the next multiple of general.alignment on; offsets count from there
 
 A string is its length (uint64) and its bytes; an array is the type of its items, their number (uint64), the items. All
-numbers are little-endian. Source: ggml/docs/gguf.md.
+numbers are little-endian. Source: the specification of GGUF in the repository of ggml.
 
 The package `gguf` has a reader. It trusts the file (a damaged length makes it loop over 2^60 items, or fail with an
 error of numpy), maps it, and makes an object for each token of the vocabulary; so the header is parsed here.
@@ -46,7 +46,7 @@ class Info(NamedTuple):
     """A tensor as the header describes it.
 
     Attributes:
-        type: number of its type; see `blocks.TYPES`.
+        type: number of its type; see `block_types.TYPES`.
         shape: in torch's order, the last axis contiguous.
         offset: of its data in the file.
     """

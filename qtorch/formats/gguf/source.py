@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoint.source import Contents, Source, register_source
-from .blocks import BlockType, block_type
+from .block_types import BlockType, block_type
 from .container import MAGIC, GgufFile
 from .names import Parameter, names_of
 from .permute import undo_permutation

@@ -156,7 +156,8 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     n = scheme.shape[0]
     added, bias = weight.split_bias(bias, x, n)
     form = weight.form(scheme)
-    y = cpu_weight_only_mm(to_rows(x), quantized.qdata, n, quantized.dense_scale(), quantized.zero_point, *form, added)
+    scale, zero_point = quantized.dense_scale(), quantized.dense_zero_point()
+    y = cpu_weight_only_mm(to_rows(x), quantized.qdata, n, scale, zero_point, *form, added)
     if not torch.compiler.is_compiling():
         _WeightOnlyLinear.prepare(quantized)
     return from_rows(y, x, bias)

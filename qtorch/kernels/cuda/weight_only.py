@@ -81,5 +81,5 @@ def cuda_weight_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     low, high = spec.code_range
     fused = bias if bias is not None and bias.dtype == x.dtype else None
     numerics = (spec.dtype.name, (low + high + 1) / 2, spec.zero_point_domain.name)
-    y = cuda_weight_mm(to_rows(x), weight.qdata, weight.dense_scale(), weight.zero_point, *numerics, fused)
+    y = cuda_weight_mm(to_rows(x), weight.qdata, weight.dense_scale(), weight.dense_zero_point(), *numerics, fused)
     return from_rows(y, x, None if fused is not None else bias)

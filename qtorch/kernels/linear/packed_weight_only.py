@@ -97,5 +97,5 @@ def packed_weight_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     n = weight.scheme.shape[0]
     axis = weight.scheme.layout.packed_axis
     numerics = (spec.dtype.name, float(low), float(high), spec.zero_point_domain.name)
-    y = packed_weight_mm(to_rows(x), weight.qdata, n, axis, weight.dense_scale(), weight.zero_point, *numerics)
+    y = packed_weight_mm(to_rows(x), weight.qdata, n, axis, weight.dense_scale(), weight.dense_zero_point(), *numerics)
     return from_rows(y, x, bias)

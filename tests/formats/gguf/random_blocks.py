@@ -10,9 +10,9 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from qtorch.formats.gguf.blocks import TYPES, BlockType
+from qtorch.formats.gguf.block_types import TYPES, BlockType
 
-QUANTIZED = {kind.name: (number, kind) for number, kind in TYPES.items() if kind.decode is not None}
+QUANTIZED = {kind.name: (number, kind) for number, kind in TYPES.items() if kind.spec is not None}
 
 HALVES = {
     "Q2_K": (80, 82),

@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType
 import qtorch
 from qtorch.checkpoint.source import open_source
 from qtorch.dtypes import QuantizedTensor
-from qtorch.formats.gguf.blocks import TYPES
+from qtorch.formats.gguf.block_types import TYPES
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu.compiled_library import library
 from tests.formats.gguf.random_blocks import QUANTIZED, random_bytes, write
@@ -31,13 +31,13 @@ BITS = {
     "Q5_0": 5.5,
     "Q5_1": 6.0,
     "Q8_0": 8.5,
-    "Q2_K": 6.0,
-    "Q3_K": 5.0,
-    "Q4_K": 6.0,
-    "Q5_K": 7.0,
-    "Q6_K": 8.0,
+    "Q2_K": 3.125,
+    "Q3_K": 3.5625,
+    "Q4_K": 4.625,
+    "Q5_K": 5.625,
+    "Q6_K": 6.5625,
     "IQ4_NL": 4.5,
-    "IQ4_XS": 5.0,
+    "IQ4_XS": 4.3125,
     "TQ1_0": 2.0625,
     "TQ2_0": 2.09375,
     "MXFP4": 4.25,
