@@ -50,6 +50,8 @@ FLOORS: list[list[str]] = [
     ["checkpoint/tensor_file"],
     ["checkpoint/file_format"],
     ["checkpoint/fit", "checkpoint/header", "checkpoint/source"],
+    ["checkpoint/hf_folder"],
+    ["checkpoint/folder_source"],
     ["checkpoint"],
     ["formats"],
     ["statistics/base", "statistics/batches"],

@@ -76,7 +76,7 @@ class Header:
         _refuse("has a checksum, but is not used", self.checksums.keys() - set(stored))
         _refuse("is in more than one shard", _repeated(key for keys in self.shards.values() for key in keys))
         _refuse("is in a shard, but is not used", {key for keys in self.shards.values() for key in keys} - set(stored))
-        _refuse("is not the name of a file in its folder", {name for name in self.shards if not _is_file_name(name)})
+        _refuse("is not the name of a file in its folder", {name for name in self.shards if not is_file_name(name)})
         tensors = {*self.plain, *self.quantized}
         for name, source in self.aliases.items():
             _require(source in tensors, f"{name} is another name of {source!r:.80}, which is missing")
@@ -103,7 +103,7 @@ def _is_list_of_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def _is_file_name(name: str) -> bool:
+def is_file_name(name: str) -> bool:
     """Whether `name` is the name of a file without a folder; a header must not name files in other folders."""
     return name not in ("", ".", "..") and "\0" not in name and os.path.basename(name) == name
 

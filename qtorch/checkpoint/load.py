@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from ..dtypes import QuantizedTensor
 from ..install import Change, install, keep_attributes
 from ..model_argument import check_model
 from ..module_repr import show_quantized
-from .file_format import places_of
+from .file_format import Place, places_of
 from .fit import check_fits, check_names
 from .source import open_source
 
@@ -25,7 +26,10 @@ def load_quantized(
     verify: bool = True,
     mmap: bool = False,
 ) -> nn.Module:
-    """Load a file of `save_quantized` into `model`, which may be on the meta device or quantized already.
+    """Load a checkpoint into `model`, which may be on the meta device or quantized already.
+
+    The checkpoint is a file of `save_quantized`, a folder of transformers, or a checkpoint of another package
+    (`qtorch.formats`), whose weights stay packed.
 
     Everything is read and checked before the first weight is replaced, and all are replaced in one step. A concurrent
     save to the same path is never mixed with the checkpoint that is loaded. Float parameters keep `requires_grad` of
@@ -43,19 +47,22 @@ def load_quantized(
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the file is truncated, corrupted, of another version, or does not fit the model, which is unchanged.
+        ValueError: the file is truncated, corrupted, of another version or an unknown format, cannot be represented
+            exactly, or does not fit the model, which is unchanged.
         TypeError: `model` is not a module.
     """
     check_model("load_quantized", model)
     path = Path(path)
     places = dict(places_of(model))
     with open_source(path, verify=verify, mmap=mmap) as source:
-        check_names(path, places, source.names, source.note)
+        aliases = {**_shared(places, source.names), **source.aliases}
+        absent = {name for name in source.optional if name not in places}
+        check_names(path, places, (source.names | aliases.keys()) - absent, source.note)
         loaded: dict[str, Tensor] = {}
         changes: list[Change] = []
         for name, place in places.items():
             module, attribute, old = place
-            stored = source.aliases.get(name, name)
+            stored = aliases.get(name, name)
             if stored not in source.names:
                 continue
             if stored not in loaded:
@@ -76,3 +83,13 @@ def load_quantized(
     for module in model.modules():
         show_quantized(module)
     return model
+
+
+def _shared(places: Mapping[str, Place], names: Set[str]) -> dict[str, str]:
+    """Names that the file lacks, because their parameter has another name in the model, which the file has.
+
+    transformers writes a tied parameter once.
+    """
+    found = {id(places[name][2]): name for name in sorted(names & places.keys())}
+    missing = [(name, id(tensor)) for name, (_, _, tensor) in places.items() if name not in names]
+    return {name: found[key] for name, key in missing if key in found}

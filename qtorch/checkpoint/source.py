@@ -45,6 +45,7 @@ class Source(ABC):
         names: names of all parameters and buffers, aliases included.
         aliases: further name of a tensor -> its name.
         note: where names come from, for the error where they are not those of a model; may be empty.
+        optional: names that a model need not have, since their values are those of a model without them.
     """
 
     format: ClassVar[str]
@@ -52,6 +53,7 @@ class Source(ABC):
     names: Set[str]
     aliases: Mapping[str, str] = {}
     note: str = ""
+    optional: Set[str] = frozenset()
 
     @classmethod
     @abstractmethod

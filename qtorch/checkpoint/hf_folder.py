@@ -1,0 +1,190 @@
+"""A folder of transformers: config.json, and tensors in one safetensors file or in the shards that an index names.
+
+    config.json                          optional; says by `quantization_config` how the weights are quantized
+    model.safetensors                    or any other single *.safetensors
+    model.safetensors.index.json         {"weight_map": {tensor: file}, ...}, with the files that it names beside it
+
+The files may be untrusted: an index names files of its own folder only, every header is validated by `TensorFile`, and
+a tensor that two files hold, or that is missing from its file, is an error. Nothing of this depends on transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..primitives.jsonable import parse_json
+from .header import is_file_name
+from .tensor_file import Stored, TensorFile
+
+CONFIG = "config.json"
+INDEX_SUFFIX = ".safetensors.index.json"
+SUFFIX = ".safetensors"
+
+MAX_JSON = 100_000_000
+"""Bytes of a JSON file."""
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+"""Dtypes that a configuration may name as those of the model."""
+
+
+class HFFolder:
+    """The open files of a folder, with validated headers; a context manager.
+
+    Args:
+        path: the folder, its index, or one safetensors file, whose configuration is read from the folder that it is in.
+
+    Attributes:
+        path: as given.
+        root: the folder.
+        config: contents of config.json; empty if there is none.
+        metadata: metadata of all the files; a later file wins.
+        files: the open files.
+        stored: dtype, shape and place of every tensor, by name.
+
+    Raises:
+        FileNotFoundError: there are no such files.
+        ValueError: a file is damaged, or the files contradict each other; the message names the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.root = path if path.is_dir() else path.parent
+        self.config = self.json(CONFIG) or {}
+        self.metadata: dict[str, str] = {}
+        self.files: list[TensorFile] = []
+        self._owners: dict[str, TensorFile] = {}
+        root = find_root(path)
+        if root is None:
+            raise FileNotFoundError(f"{path}: no {SUFFIX} file, or several without an index that names them")
+        try:
+            if root.name.endswith(".json"):
+                self._open_shards(root)
+            else:
+                self._open(root)
+        except BaseException:
+            self.close()
+            raise
+        self.stored: Mapping[str, Stored] = {name: file.stored[name] for name, file in self._owners.items()}
+
+    def __enter__(self) -> HFFolder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; mapped tensors stay valid."""
+        for file in self.files:
+            file.close()
+
+    @property
+    def quantization_config(self) -> Mapping[str, Any]:
+        """How the weights are quantized, from config.json; empty if it does not say.
+
+        Raises:
+            ValueError: it is not an object.
+        """
+        keys = ("quantization_config", "compression_config")
+        found: Any = next((config[key] for config in self._configs() for key in keys if config.get(key)), {})
+        if not isinstance(found, dict):
+            raise ValueError(f"{self.root / CONFIG}: quantization_config is {found!r:.80}, not an object")
+        return found
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the model by config.json, None if it names none."""
+        names = [config.get(key) for config in self._configs() for key in ("dtype", "torch_dtype")]
+        known = [DTYPES.get(name.removeprefix("torch.")) for name in names if isinstance(name, str)]
+        return next((dtype for dtype in known if dtype is not None), None)
+
+    def _configs(self) -> list[dict[str, Any]]:
+        """config.json, and the part of it on the language model of a model of images and text."""
+        of_text = self.config.get("text_config")
+        return [self.config, of_text] if isinstance(of_text, dict) else [self.config]
+
+    def nbytes(self, name: str) -> int:
+        """Bytes that a tensor takes in its file."""
+        stored = self.stored[name]
+        return stored.stop - stored.start
+
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._owners[name].path
+
+    def read(self, name: str, *, mmap: bool = False) -> Tensor:
+        """A tensor, read into memory or, with `mmap`, mapped from its file where it is aligned."""
+        file = self._owners[name]
+        return file.map(name) if mmap else file.read(name)
+
+    def json(self, name: str) -> dict[str, Any] | None:
+        """The object in a JSON file of the folder, None if there is no such file.
+
+        Raises:
+            ValueError: the file does not hold a JSON object.
+        """
+        return read_json(self.root / name)
+
+    def _open(self, path: Path) -> TensorFile:
+        file = TensorFile(path)
+        self.files.append(file)
+        for name in file.stored:
+            if name in self._owners:
+                raise ValueError(f"{path}: {name} is in it and in {self._owners[name].path.name}")
+            self._owners[name] = file
+        self.metadata |= file.metadata
+        return file
+
+    def _open_shards(self, index: Path) -> None:
+        weight_map = (read_json(index) or {}).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{index}: it has no weight_map")
+        for file in weight_map.values():
+            if not isinstance(file, str) or not is_file_name(file):
+                raise ValueError(f"{index}: {file!r:.80} is not the name of a file in its folder")
+        for shard in sorted(set(weight_map.values())):
+            try:
+                self._open(self.root / shard)
+            except FileNotFoundError as error:
+                raise ValueError(f"{index}: its shard {shard} is missing") from error
+        for name, shard in weight_map.items():
+            owner = self._owners.get(name)
+            if owner is None or owner.path.name != shard:
+                raise ValueError(f"{index}: {name} is not in {shard}")
+
+
+def find_root(path: Path) -> Path | None:
+    """The index or the single safetensors file of a folder, `path` itself if it is one; None if there is neither."""
+    if not path.is_dir():
+        return path if path.is_file() and path.name.endswith((SUFFIX, INDEX_SUFFIX)) else None
+    for pattern in (INDEX_SUFFIX, SUFFIX):
+        named = path / f"model{pattern}"
+        if named.is_file():
+            return named
+        found = sorted(path.glob(f"*{pattern}"))
+        if len(found) == 1:
+            return found[0]
+    return None
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file, which may be untrusted; None if there is no such file.
+
+    Raises:
+        ValueError: the file does not hold a JSON object.
+    """
+    if not path.is_file():
+        return None
+    if path.stat().st_size > MAX_JSON:
+        raise ValueError(f"{path}: it has {path.stat().st_size} bytes; a JSON file has at most {MAX_JSON}")
+    try:
+        data = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: it is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: it holds a {type(data).__name__}, not an object")
+    return data
