@@ -4,8 +4,7 @@ from qtorch import quantize_, int8_weight_only
 quantize_(model, int8_weight_only())
 """
 
-from . import calibration, recipes, training
-from . import formats as _formats  # noqa: F401 (registers the formats of other packages)
+from . import calibration, formats, recipes, training  # noqa: F401 (formats registers formats of checkpoints)
 from .checkpoint import load_quantized, save_quantized
 from .config import config
 from .dtypes import (

@@ -95,6 +95,11 @@ class FolderSource(Source):
         """Stored tensors that are no parameters of the model, such as scales of activations."""
         return set()
 
+    def optional(self) -> Set[str]:
+        """Biases of quantized weights that are zero; some packages store one for every layer."""
+        biases = {f"{name.rpartition('.')[0]}.bias" for name in self.weights} & self.folder.stored.keys()
+        return {name for name in biases if not self.folder.read(name).any()}
+
     def contents(self, name: str) -> Contents:
         weight = self.weights.get(name)
         if weight is None:

@@ -56,7 +56,7 @@ def load_quantized(
     places = dict(places_of(model))
     with open_source(path, verify=verify, mmap=mmap) as source:
         aliases = {**_shared(places, source.names), **source.aliases}
-        absent = {name for name in source.optional if name not in places}
+        absent = {name for name in source.optional() if name not in places}
         check_names(path, places, (source.names | aliases.keys()) - absent, source.note)
         loaded: dict[str, Tensor] = {}
         changes: list[Change] = []

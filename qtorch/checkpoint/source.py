@@ -45,7 +45,6 @@ class Source(ABC):
         names: names of all parameters and buffers, aliases included.
         aliases: further name of a tensor -> its name.
         note: where names come from, for the error where they are not those of a model; may be empty.
-        optional: names that a model need not have, since their values are those of a model without them.
     """
 
     format: ClassVar[str]
@@ -53,7 +52,6 @@ class Source(ABC):
     names: Set[str]
     aliases: Mapping[str, str] = {}
     note: str = ""
-    optional: Set[str] = frozenset()
 
     @classmethod
     @abstractmethod
@@ -84,6 +82,10 @@ class Source(ABC):
         Raises:
             ValueError: its data is damaged; the message names the file and the tensor.
         """
+
+    def optional(self) -> Set[str]:
+        """Names that a model need not have, because it computes the same without them: biases that are zero."""
+        return frozenset()
 
     @abstractmethod
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Checkpoint formats of other packages, one file or folder for each; each registers a `Source`.
+"""Checkpoints of other packages, one format a file: each is a `Source`, which `load_quantized` reads.
 
-Every module of this package is imported here, so adding a file adds a format.
+Every module of this package is imported here, which registers the formats.
 """
 
 from ..discovery import import_modules

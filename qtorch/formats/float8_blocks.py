@@ -1,0 +1,89 @@
+"""Weights in float8 codes with a scale for each block, row or tensor, as several formats store them.
+
+w = q * s
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.folder_source import FolderSource, Parts, StoredWeight
+from ..primitives.granularity import Granularity, PerRow, PerTensor
+from .blocks import Cut, check_stored, symmetric_spec, weight_only
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+
+
+def block_weight(source: FolderSource, name: str, scale: str, block: Sequence[int]) -> StoredWeight:
+    """A weight (..., O, I) with scales (..., O / block[0], I / block[1]), or (..., O / block[0], 1, I / block[1], 1).
+
+    The last block of an axis may be shorter.
+
+    A scale is copied to each of its rows, so that it is one of a group in a row, for which there are kernels: at 128
+    elements a group, 3 % of the bytes of the weight.
+
+    Raises:
+        ValueError: the tensors do not fit; the message names the file and the tensor.
+    """
+    folder = source.folder
+    ndim = len(folder.stored[name].shape) if name in folder.stored else 2
+    check_stored(folder, name, FLOAT8, [None] * max(ndim, 2))
+    shape = folder.stored[name].shape
+    *outer, outputs, inputs = shape
+    blocks = (*outer, -(-outputs // block[0]), -(-inputs // block[1]))
+    is_4d = scale in folder.stored and len(folder.stored[scale].shape) == len(blocks) + 2
+    check_stored(folder, scale, SCALES, (*outer, blocks[-2], 1, blocks[-1], 1) if is_4d else blocks)
+    try:
+        cut = Cut.of(inputs, block[1])
+    except ValueError as error:
+        raise ValueError(f"{folder.file_of(name)}: {name}: {error}") from error
+
+    def read() -> Parts:
+        scales = exact_scale(folder.read(scale)).reshape(blocks)
+        rows = scales.repeat_interleave(block[0], -2).narrow(-2, 0, outputs)
+        return folder.read(name, mmap=source.mmap), {"scale": cut.copies(rows, -1).contiguous()}
+
+    return _weight(source, name, scale, cut.granularity, read)
+
+
+def tensor_or_row_weight(source: FolderSource, name: str, scale: str) -> StoredWeight:
+    """A weight (..., O, I) with one scale, or (O) or (O, 1) scales.
+
+    Raises:
+        ValueError: the tensors do not fit; the message names the file and the tensor.
+    """
+    folder = source.folder
+    ndim = len(folder.stored[name].shape) if name in folder.stored else 2
+    check_stored(folder, name, FLOAT8, [None] * max(ndim, 2))
+    shape = folder.stored[name].shape
+    stored = folder.stored[scale].shape if scale in folder.stored else ()
+    count = 1
+    for size in stored:
+        count *= size
+    per_row = count != 1 and stored in (shape[:-1], (*shape[:-1], 1))
+    check_stored(folder, scale, SCALES, stored if per_row or count == 1 else (1,))
+
+    def read() -> Parts:
+        scales = exact_scale(folder.read(scale))
+        wanted = (*shape[:-1], 1) if per_row else (1,) * len(shape)
+        return folder.read(name, mmap=source.mmap), {"scale": scales.reshape(wanted)}
+
+    return _weight(source, name, scale, PerRow() if per_row else PerTensor(), read)
+
+
+def exact_scale(scale: Tensor) -> Tensor:
+    """A scale in fp32, which represents the other dtypes exactly."""
+    return scale.float()
+
+
+def _weight(
+    source: FolderSource, name: str, scale: str, granularity: Granularity, read: Callable[[], Parts]
+) -> StoredWeight:
+    stored = source.folder.stored[name]
+    spec = symmetric_spec(stored.dtype, granularity, torch.float32)
+    scheme = weight_only(spec, stored.shape, source.folder.dtype or torch.bfloat16)
+    return StoredWeight((name, scale), scheme, read)
