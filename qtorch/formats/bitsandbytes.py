@@ -119,7 +119,7 @@ class BitsAndBytesSource(FolderSource):
         try:
             state = _state(folder, stored_state)
             count = math.prod(state.shape)
-            cut = Cut.of(state.shape[-1], state.blocksize) if count >= state.blocksize else Cut(*state.shape[-1:] * 3)
+            cut = Cut.of(state.shape[-1], state.blocksize, flattened=True)
         except ValueError as error:
             raise ValueError(f"{folder.file_of(stored_state)}: {name}: {error}") from error
         blocks = -(-count // state.blocksize)

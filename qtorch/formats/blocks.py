@@ -37,13 +37,16 @@ class Cut(NamedTuple):
     part: int
 
     @classmethod
-    def of(cls, size: int, block: int, smallest: int = SMALLEST_PART) -> Cut:
+    def of(cls, size: int, block: int, *, flattened: bool = False, smallest: int = SMALLEST_PART) -> Cut:
         """The largest parts that divide the block and the axis.
+
+        Args:
+            flattened: blocks run over the flattened tensor, so that one may hold elements of several rows.
 
         Raises:
             ValueError: the parts are smaller than `smallest`, and than the axis.
         """
-        part = math.gcd(size, block) if block < size else size
+        part = math.gcd(size, block) if flattened or block < size else size
         if part < min(smallest, size):
             raise ValueError(
                 f"groups of {block} in rows of {size} end inside rows; equal groups would have {part} elements, and "

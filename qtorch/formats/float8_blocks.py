@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.folder_source import FolderSource, Parts, StoredWeight
-from ..primitives.granularity import Granularity, PerRow, PerTensor
+from ..primitives.granularity import Granularity, PerRow, PerTensor, granularity_of
 from .blocks import Cut, check_stored, symmetric_spec, weight_only
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -22,9 +22,6 @@ def block_weight(source: FolderSource, name: str, scale: str, block: Sequence[in
     """A weight (..., O, I) with scales (..., O / block[0], I / block[1]), or (..., O / block[0], 1, I / block[1], 1).
 
     The last block of an axis may be shorter.
-
-    A scale is copied to each of its rows, so that it is one of a group in a row, for which there are kernels: at 128
-    elements a group, 3 % of the bytes of the weight.
 
     Raises:
         ValueError: the tensors do not fit; the message names the file and the tensor.
@@ -38,16 +35,16 @@ def block_weight(source: FolderSource, name: str, scale: str, block: Sequence[in
     is_4d = scale in folder.stored and len(folder.stored[scale].shape) == len(blocks) + 2
     check_stored(folder, scale, SCALES, (*outer, blocks[-2], 1, blocks[-1], 1) if is_4d else blocks)
     try:
-        cut = Cut.of(inputs, block[1])
+        rows, columns = Cut.of(outputs, block[0], smallest=1), Cut.of(inputs, block[1])
     except ValueError as error:
         raise ValueError(f"{folder.file_of(name)}: {name}: {error}") from error
 
     def read() -> Parts:
-        scales = exact_scale(folder.read(scale)).reshape(blocks)
-        rows = scales.repeat_interleave(block[0], -2).narrow(-2, 0, outputs)
-        return folder.read(name, mmap=source.mmap), {"scale": cut.copies(rows, -1).contiguous()}
+        scales = columns.copies(rows.copies(exact_scale(folder.read(scale)).reshape(blocks), -2), -1)
+        return folder.read(name, mmap=source.mmap), {"scale": scales.contiguous()}
 
-    return _weight(source, name, scale, cut.granularity, read)
+    parts = (-1 if cut.part == cut.size else cut.part for cut in (rows, columns))
+    return _weight(source, name, scale, granularity_of((1,) * len(outer) + tuple(parts)), read)
 
 
 def tensor_or_row_weight(source: FolderSource, name: str, scale: str) -> StoredWeight:

@@ -13,6 +13,7 @@ from qtorch import int8_weight_only, load_quantized, quantize_, save_quantized
 from qtorch.checkpoint.folder_source import FloatFolder
 from qtorch.checkpoint.hf_folder import HFFolder
 from qtorch.checkpoint.source import open_source
+from tests.formats.folders import write
 
 
 class Tied(nn.Module):
@@ -22,22 +23,6 @@ class Tied(nn.Module):
         self.body = nn.Linear(16, 16)
         self.head = nn.Linear(16, 8, bias=False)
         self.head.weight = self.embed.weight
-
-
-def write(folder: Path, tensors: dict[str, Tensor], shards: int = 1, config: Any = None) -> Path:
-    """A folder as transformers writes it."""
-    folder.mkdir(exist_ok=True)
-    names = sorted(tensors)
-    parts = [names[i::shards] for i in range(shards)]
-    files = [f"model-{i:05}-of-{shards:05}.safetensors" for i in range(shards)] if shards > 1 else ["model.safetensors"]
-    for file, part in zip(files, parts, strict=True):
-        save_file({name: tensors[name].contiguous() for name in part}, folder / file, {"format": "pt"})
-    if shards > 1:
-        weight_map = {name: file for file, part in zip(files, parts, strict=True) for name in part}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    if config is not None:
-        (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def tensors() -> dict[str, Tensor]:

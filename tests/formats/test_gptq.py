@@ -1,0 +1,216 @@
+"""GPTQ and AutoRound against a decoder in plain loops, written from the formats."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.formats.folders import check, load, plain_tensors, quantized_config, to_dtype, write
+
+OUTPUTS, INPUTS = 32, 96
+
+
+def bit(words: list[int], position: int) -> int:
+    return (words[position // 32] >> (position % 32)) & 1
+
+
+def dense(words: list[int], bits: int) -> list[int]:
+    """The codes in a row of words, whose bits follow each other from word to word."""
+    count = len(words) * 32 // bits
+    return [sum(bit(words, j * bits + k) << k for k in range(bits)) for j in range(count)]
+
+
+def planar(words: list[int], bits: int) -> list[int]:
+    """GPTQModel's gptq_p: for every 32 codes, the words of their low bits, then of their high bits."""
+    planes = {2: [2], 3: [2, 1], 4: [4], 5: [4, 1], 6: [4, 2], 7: [4, 2, 1], 8: [8]}[bits]
+    codes = []
+    for block in range(0, len(words), bits):
+        values, at, low = [0] * 32, block, 0
+        for width in planes:
+            for j, part in enumerate(dense(words[at : at + width], width)):
+                values[j] |= part << low
+            at, low = at + width, low + width
+        codes += values
+    return codes
+
+
+def unsigned(row: Tensor) -> list[int]:
+    return [int(word) % 2**32 for word in row]
+
+
+def random_words(*shape: int) -> Tensor:
+    return torch.randint(-(2**31), 2**31, shape, dtype=torch.int64).to(torch.int32)
+
+
+def layer(bits: int, groups: int, dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
+    return {
+        "layer.qweight": random_words(INPUTS * bits // 32, OUTPUTS),
+        "layer.qzeros": random_words(groups, OUTPUTS * bits // 32),
+        "layer.scales": (torch.rand(groups, OUTPUTS) + 0.01).to(dtype),
+        **plain_tensors(INPUTS, dtype),
+    }
+
+
+def decoded(tensors: dict[str, Tensor], bits: int, group: int, plus: int, unpack=dense) -> Tensor:  # type: ignore[no-untyped-def]
+    scales = tensors["layer.scales"].tolist()
+    zeros = [unpack(unsigned(row), bits) for row in tensors["layer.qzeros"]]
+    values = []
+    for o in range(OUTPUTS):
+        codes = unpack(unsigned(tensors["layer.qweight"][:, o]), bits)
+        values.append([scales[i // group][o] * (codes[i] - zeros[i // group][o] - plus) for i in range(INPUTS)])
+    return to_dtype(values, tensors["layer.scales"].dtype)
+
+
+def without_largest(tensors: dict[str, Tensor], bits: int) -> dict[str, Tensor]:
+    """The same with stored zero points below the largest, the lowest bit of each code cleared."""
+    keep = sum(1 << k for k in range(32 * bits) if k % bits)
+    masks = [(keep >> (32 * w)) % 2**32 for w in range(bits)]
+    words = tensors["layer.qzeros"].shape[1]
+    mask = torch.tensor([masks[w % bits] for w in range(words)], dtype=torch.int64).to(torch.int32)
+    return {**tensors, "layer.qzeros": tensors["layer.qzeros"] & mask}
+
+
+@pytest.mark.parametrize("group", [32, 96])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+def test_gptq(version: str, bits: int, group: int, tmp_path: Path) -> None:
+    tensors = without_largest(layer(bits, INPUTS // group), bits)
+    tensors["layer.g_idx"] = torch.arange(INPUTS, dtype=torch.int32) // group
+    size = -1 if group == INPUTS else group
+    config = quantized_config("gptq", bits=bits, group_size=size, checkpoint_format=version)
+    folder = write(tmp_path / "model", tensors, 2, config)
+    wanted = decoded(tensors, bits, group, plus=int(version == "gptq"))
+    check(folder, wanted, "cpu_weight_only_mm", bits + 24 / group)
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+def test_planes_of_gptqmodel(bits: int, tmp_path: Path) -> None:
+    tensors = layer(bits, 3)
+    config = quantized_config("gptq", bits=bits, group_size=32, checkpoint_format="gptq_p")
+    folder = write(tmp_path / "model", tensors, 1, config)
+    check(folder, decoded(tensors, bits, 32, 0, planar), "cpu_weight_only_mm", bits + 24 / 32)
+
+
+def test_the_last_group_may_be_shorter(tmp_path: Path) -> None:
+    """Groups of 64 in rows of 96: parts of 32, with copies of the scale."""
+    tensors = layer(4, 2)
+    config = quantized_config("gptq", bits=4, group_size=64, checkpoint_format="gptq_v2")
+    weight = check(write(tmp_path / "model", tensors, 1, config), decoded(tensors, 4, 64, 0), "cpu_weight_only_mm", 5)
+    assert weight.scheme.weight.granularity.group_size == 32
+
+
+def test_layers_of_other_widths_and_groups(tmp_path: Path) -> None:
+    """GPTQModel's `dynamic`: the shapes say what a layer has."""
+    tensors = layer(8, 3)
+    config = quantized_config(
+        "gptq", bits=4, group_size=96, checkpoint_format="gptq_v2", dynamic={"layer": {"bits": 8, "group_size": 32}}
+    )
+    check(write(tmp_path / "model", tensors, 1, config), decoded(tensors, 8, 32, 0), "cpu_weight_only_mm", 9)
+
+
+def test_the_configuration_gives_the_dtype(tmp_path: Path) -> None:
+    """bfloat16 models have scales in float16."""
+    tensors = layer(4, 3)
+    config = quantized_config("gptq", "bfloat16", bits=4, group_size=32, checkpoint_format="gptq_v2")
+    folder = write(tmp_path / "model", tensors, 1, config)
+    weight = load(folder, (OUTPUTS, INPUTS))
+    assert weight.dequantize().dtype is torch.bfloat16
+    assert weight.inner_tensors["scale"].dtype is torch.float16
+    exact = decoded({**tensors, "layer.scales": tensors["layer.scales"].float()}, 4, 32, 0)
+    assert torch.equal(weight.dequantize(), exact.to(torch.bfloat16))
+
+
+PACKINGS = {"auto_round:auto_gptq": 1, "auto_round:gptq": 1, "auto_round": 0, "auto_round:gptqmodel": 0}
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_auto_round(packing: str, tmp_path: Path) -> None:
+    tensors = without_largest(layer(4, 3), 4)
+    config = quantized_config("auto-round", bits=4, group_size=32, packing_format=packing)
+    folder = write(tmp_path / "model", tensors, 1, config)
+    check(folder, decoded(tensors, 4, 32, PACKINGS[packing]), "cpu_weight_only_mm", 4.75)
+
+
+def test_auto_round_names_what_it_cannot_read(tmp_path: Path) -> None:
+    config = quantized_config("auto-round", bits=4, group_size=32, packing_format="auto_round:llm_compressor")
+    folder = write(tmp_path / "model", layer(4, 3), 1, config)
+    with pytest.raises(ValueError, match=r"model: packing_format is 'auto_round:llm_compressor', which is not read"):
+        load(folder, (OUTPUTS, INPUTS))
+
+
+def test_a_bias_of_zeros_may_be_left_out(tmp_path: Path) -> None:
+    """AutoGPTQ stored one for every layer, also where the model has none."""
+    tensors = {**layer(4, 3), "layer.bias": torch.zeros(OUTPUTS, dtype=torch.float16)}
+    config = quantized_config("gptq", bits=4, group_size=32, checkpoint_format="gptq_v2")
+    load(write(tmp_path / "model", tensors, 1, config), (OUTPUTS, INPUTS))
+    tensors["layer.bias"][0] = 1
+    with pytest.raises(ValueError, match=r"unexpected key layer.bias"):
+        load(write(tmp_path / "model", tensors, 1, config), (OUTPUTS, INPUTS))
+
+
+def v1(tmp_path: Path, tensors: dict[str, Tensor], **more: object) -> Path:
+    config = quantized_config("gptq", bits=4, group_size=32, checkpoint_format="gptq", **more)
+    return write(tmp_path / "model", tensors, 1, config)
+
+
+def test_a_zero_point_that_readers_disagree_about_is_refused(tmp_path: Path) -> None:
+    tensors = without_largest(layer(4, 3), 4)
+    tensors["layer.qzeros"][1, 1] |= 0xF
+    with pytest.raises(ValueError, match=r"model.safetensors: layer.weight: a zero point is stored as 15; in the form"):
+        load(v1(tmp_path, tensors), (OUTPUTS, INPUTS))
+
+
+def test_gptqmodel_borrows_between_zero_points(tmp_path: Path) -> None:
+    """It subtracts whole words, so 0 - 1 borrows from the neighbour; adding the word gives all of them back."""
+    tensors = layer(4, 3)
+    zeros = torch.randint(0, 16, (3, OUTPUTS))
+    zeros[0, :3] = torch.tensor([0, 5, 0])
+    words = (zeros.reshape(3, -1, 8) << (4 * torch.arange(8))).sum(-1)
+    tensors["layer.qzeros"] = (words - 0x11111111).to(torch.int32)
+    true = {**tensors, "layer.qzeros": words.to(torch.int32)}
+    weight = load(v1(tmp_path, tensors, meta={"quantizer": ["gptqmodel:4.0.0"]}), (OUTPUTS, INPUTS))
+    assert torch.equal(weight.dequantize(), decoded(true, 4, 32, 0))
+
+
+def test_desc_act_is_refused_by_name(tmp_path: Path) -> None:
+    tensors = without_largest(layer(4, 3), 4)
+    tensors["layer.g_idx"] = (torch.arange(INPUTS, dtype=torch.int32) // 32)[torch.randperm(INPUTS)]
+    with pytest.raises(ValueError, match=r"layer.weight: g_idx groups inputs out of order \(desc_act=True\)"):
+        load(v1(tmp_path, tensors), (OUTPUTS, INPUTS))
+    tensors["layer.g_idx"] = torch.full((INPUTS,), 2**31 - 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"layer.weight: g_idx groups inputs out of order"):
+        load(v1(tmp_path, tensors), (OUTPUTS, INPUTS))
+
+
+DAMAGE = {
+    "no scales": ({"layer.scales": None}, "layer.scales is missing"),
+    "no zero points": ({"layer.qzeros": None}, "layer.qzeros is missing"),
+    "codes in int64": ({"layer.qweight": torch.zeros(12, OUTPUTS, dtype=torch.int64)}, "layer.qweight has shape"),
+    "codes in 3-d": ({"layer.qweight": torch.zeros(1, 12, OUTPUTS, dtype=torch.int32)}, "layer.qweight has shape"),
+    "too many scales": ({"layer.scales": torch.ones(3, OUTPUTS + 1).half()}, "layer.scales has shape"),
+    "no such width": ({"layer.qzeros": torch.zeros(3, 5, dtype=torch.int32)}, "no packing of codes of 2, 3, 4, 8 bits"),
+    "no such groups": (
+        {"layer.scales": torch.ones(7, OUTPUTS).half(), "layer.qzeros": torch.zeros(7, 4, dtype=torch.int32)},
+        "rows of 96 have 7 groups; the group_size of the configuration is 32",
+    ),
+    "another g_idx": ({"layer.g_idx": torch.zeros(95, dtype=torch.int32)}, "layer.g_idx has shape"),
+    "also a float weight": ({"layer.weight": torch.zeros(OUTPUTS, INPUTS)}, "layer.weight is stored quantized and in"),
+    "empty": ({"layer.qweight": torch.zeros(0, 0, dtype=torch.int32)}, "layer.scales has shape"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named(name: str, tmp_path: Path) -> None:
+    change, says = DAMAGE[name]
+    merged: dict[str, Tensor | None] = {**layer(4, 3), **change}
+    folder = v1(tmp_path, {key: tensor for key, tensor in merged.items() if tensor is not None})
+    with pytest.raises(ValueError, match=f"model.*{says}"):
+        load(folder, (OUTPUTS, INPUTS))
+
+
+@pytest.mark.parametrize("checkpoint_format", ["marlin", "bitblas"])
+def test_packings_of_devices_are_refused_by_name(checkpoint_format: str, tmp_path: Path) -> None:
+    config = quantized_config("gptq", bits=4, group_size=32, checkpoint_format=checkpoint_format)
+    with pytest.raises(ValueError, match=f"checkpoint_format is '{checkpoint_format}', which is not read; known: gptq"):
+        load(write(tmp_path / "model", layer(4, 3), 1, config), (OUTPUTS, INPUTS))

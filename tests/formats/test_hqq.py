@@ -1,0 +1,131 @@
+"""HQQ against a decoder in plain loops, written from its packing."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.formats.folders import check, load, plain_tensors, quantized_config, to_dtype, write
+
+OUTPUTS, INPUTS = 32, 64
+PACKINGS = {
+    8: "8bit_u8",
+    6: "8bit_u8",
+    5: "8bit_u8",
+    4: "4bit_u8",
+    3: "3bit_32",
+    2: "2bit_u8",
+    1.58: "2bit_u8",
+    1: "1bit_u8",
+}
+WIDTHS = {"8bit_u8": 8, "4bit_u8": 4, "3bit_32": 3, "2bit_u8": 2, "1bit_u8": 1}
+
+
+def text(value: str) -> Tensor:
+    return torch.tensor([ord(character) for character in value], dtype=torch.uint8)
+
+
+def layer(
+    bits: float, group: int = 32, dtype: torch.dtype = torch.float16, shape: tuple[int, int] = (OUTPUTS, INPUTS)
+) -> dict[str, Tensor]:
+    """What HQQLinear.state_dict returns, with random codes."""
+    groups = shape[0] * shape[1] // group
+    packing = PACKINGS[bits]
+    if packing == "3bit_32":
+        codes = torch.randint(0, 2**30, (-(-groups // 10), group), dtype=torch.int32)
+    elif packing == "8bit_u8":
+        codes = torch.randint(0, 2 ** int(bits), (groups, group), dtype=torch.uint8)
+    else:
+        codes = torch.randint(0, 256, (groups * WIDTHS[packing] // 8, group), dtype=torch.uint8)
+    settings = {
+        "nbits": torch.tensor(bits, dtype=torch.float32 if bits == 1.58 else torch.int32),
+        "group_size": torch.tensor(group, dtype=torch.int32),
+        "shape": torch.tensor(shape),
+        "axis": torch.tensor(1, dtype=torch.int32),
+        "packing": text(packing),
+        "unpack_view_dtype": text("torch.uint8"),
+        "compute_dtype": text(str(dtype)),
+        **{key: torch.tensor(0, dtype=torch.uint8) for key in ("view_as_float", "quant_scale", "quant_zero")},
+        **{key: torch.tensor(0, dtype=torch.uint8) for key in ("offload_meta", "round_zero")},
+        **{key: torch.tensor(1, dtype=torch.uint8) for key in ("encoded_state_dict", "stores_quant_config")},
+        **{key: torch.tensor(1, dtype=torch.uint8) for key in ("channel_wise", "optimize")},
+    }
+    parts = {"W_q": codes, "scale": (torch.rand(groups, 1) + 0.01).to(dtype), **settings}
+    parts["zero"] = (torch.rand(groups, 1) * 2**bits).to(dtype)
+    return {**{f"layer.{key}": part for key, part in parts.items()}, **plain_tensors(shape[1], dtype)}
+
+
+def decoded(tensors: dict[str, Tensor], dtype: torch.dtype, shape: tuple[int, int] = (OUTPUTS, INPUTS)) -> Tensor:
+    packing = "".join(chr(c) for c in tensors["layer.packing"])
+    width = WIDTHS[packing]
+    per_word = 10 if packing == "3bit_32" else 8 // width
+    words = tensors["layer.W_q"].tolist()
+    scale, zero = tensors["layer.scale"].double().tolist(), tensors["layer.zero"].double().tolist()
+    flat = []
+    for g in range(len(scale)):
+        part, row = divmod(g, len(words))
+        shift = width * (per_word - 1 - part)
+        flat += [(((word >> shift) & (2**width - 1)) - zero[g][0]) * scale[g][0] for word in words[row]]
+    return to_dtype([flat[o * shape[1] : (o + 1) * shape[1]] for o in range(shape[0])], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", PACKINGS)
+def test_hqq(bits: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = layer(bits, dtype=dtype)
+    folder = write(tmp_path / "model", tensors, 2, quantized_config("hqq", str(dtype).removeprefix("torch.")))
+    width = 2 if bits == 1.58 else int(bits)
+    check(folder, decoded(tensors, dtype), "cpu_weight_only_mm", width + 1)
+
+
+@pytest.mark.parametrize(("group", "part"), [(64, 64), (128, 64), (96, 32)])
+def test_groups_of_several_rows(group: int, part: int, tmp_path: Path) -> None:
+    """HQQ groups the flattened weight."""
+    tensors = layer(4, group, shape=(48, 64))
+    weight = load(write(tmp_path / "model", tensors, 1, quantized_config("hqq")), (48, 64))
+    assert torch.equal(weight.dequantize(), decoded(tensors, torch.float16, (48, 64)))
+    assert weight.scheme.weight.block_size((48, 64)) == (1, part)
+
+
+def test_codes_viewed_as_floats(tmp_path: Path) -> None:
+    """view_as_float, for FSDP."""
+    tensors = layer(4)
+    wanted = decoded(tensors, torch.float16)
+    tensors["layer.W_q"] = tensors["layer.W_q"].view(torch.float16)
+    tensors["layer.view_as_float"] = torch.tensor(1, dtype=torch.uint8)
+    weight = load(write(tmp_path / "model", tensors, 1, quantized_config("hqq")), (OUTPUTS, INPUTS))
+    assert torch.equal(weight.dequantize(), wanted)
+
+
+DAMAGE = {
+    "the other axis": ({"axis": torch.tensor(0)}, "has axis=0, groups of elements of many rows; quantize with axis=1"),
+    "quantized zero points": ({"quant_zero": torch.tensor(1)}, "has quantized scales or zero points"),
+    "an unknown packing": ({"packing": text("4bit_i32")}, "codes of 4 bits in the packing '4bit_i32'"),
+    "no packing": ({"packing": None}, "layer.packing is missing"),
+    "too many bits": ({"nbits": torch.tensor(5)}, "codes of 5 bits in the packing '4bit_u8'"),
+    "another shape": ({"shape": torch.tensor([OUTPUTS, 2 * INPUTS])}, "layer.W_q has 1024 bytes"),
+    "a huge shape": ({"shape": torch.tensor([2**40, 2**40])}, "layer.W_q has 1024 bytes"),
+    "a negative shape": ({"shape": torch.tensor([-1, -1])}, r"has the shape \(-1, -1\)"),
+    "few zero points": ({"zero": torch.ones(63, 1).half()}, "layer.zero has shape"),
+    "no scales": ({"scale": None}, "layer.scale is missing"),
+    "no groups": ({"scale": torch.ones(0, 1).half(), "zero": torch.ones(0, 1).half()}, "2048 codes are not 0 groups"),
+    "a large setting": ({"axis": torch.zeros(10_000)}, "layer.axis has 40000 bytes, which is no setting"),
+    "a setting that is NaN": ({"axis": torch.tensor(float("nan"))}, "not a number"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named(name: str, tmp_path: Path) -> None:
+    change, says = DAMAGE[name]
+    merged = {**layer(4), **{f"layer.{key}": tensor for key, tensor in change.items()}}
+    tensors = {key: tensor for key, tensor in merged.items() if tensor is not None}
+    with pytest.raises(ValueError, match=f"model.*{says}"):
+        load(write(tmp_path / "model", tensors, 1, quantized_config("hqq")), (OUTPUTS, INPUTS))
+
+
+def test_codes_beyond_their_width_are_named(tmp_path: Path) -> None:
+    tensors = layer(5)
+    tensors["layer.W_q"][1, 1] = 32
+    with pytest.raises(ValueError, match=r"layer.weight: one of its codes is 32, which has more than 5 bits"):
+        load(write(tmp_path / "model", tensors, 1, quantized_config("hqq")), (OUTPUTS, INPUTS))
