@@ -16,17 +16,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..checkpoint.folder_source import FolderSource, Parts, StoredWeight
+from ..checkpoint.folder_source import FolderSource, Parts, Seen, StoredWeight
 from ..checkpoint.hf_folder import HFFolder
 from ..checkpoint.source import register_source
-from .bit_stream import unpack_dense
 from .blocks import FLOATS, Cut, block_of_groups, check_stored, group_sizes, integer_spec, weight_only, with_suffix
 
 BITS = 4
 PER_WORD = 8
+_SETTINGS = "quant_config.json"
+"""The configuration of former versions, where config.json has none."""
 
-NIBBLE_OF_OUTPUT = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The inverse of the order at the top of the file."""
+_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The nibble of each output of a word: the inverse of the order at the top of the file."""
 
 
 @register_source
@@ -36,8 +37,14 @@ class AwqSource(FolderSource):
     format = "awq"
     methods = ("awq",)
 
+    @classmethod
+    def matches(cls, seen: Seen) -> bool:
+        if seen.method:
+            return seen.method in cls.methods
+        return _SETTINGS in seen.files and any(name.endswith(".qweight") for name in seen.names)
+
     def find_weights(self) -> dict[str, StoredWeight]:
-        config = self.folder.quantization_config
+        config = self.folder.quantization_config or self.folder.json(_SETTINGS) or {}
         version = str(config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm")
         if version.lower() != "gemm":
             raise ValueError(
@@ -86,13 +93,14 @@ def _read(folder: HFFolder, name: str, cut: Cut) -> Parts:
     codes = _unpack(folder.read(f"{name}.qweight"))
     zeros = _unpack(folder.read(f"{name}.qzeros"))
     scale = folder.read(f"{name}.scales").t()
-    return codes.t().contiguous(), {
+    return codes, {
         "scale": cut.copies(scale, 1).contiguous(),
-        "zero_point": cut.copies(zeros.t(), 1).contiguous(),
+        "zero_point": cut.copies(zeros, 1).contiguous(),
     }
 
 
 def _unpack(words: Tensor) -> Tensor:
-    """int32 (..., W) -> uint8 (..., 8 W), outputs in order."""
-    nibbles = unpack_dense(words, BITS, words.shape[-1] * PER_WORD).unflatten(-1, (-1, PER_WORD))
-    return nibbles[..., list(NIBBLE_OF_OUTPUT)].flatten(-2)
+    """int32 (I, W) -> uint8 (8 W, I), outputs in order."""
+    rows = words.t().contiguous()
+    codes = [((rows >> (BITS * nibble)) & 0xF).to(torch.uint8) for nibble in _NIBBLES]
+    return torch.stack(codes, 1).flatten(0, 1)

@@ -26,6 +26,9 @@ def unpack_dense(words: Tensor, bits: int, length: int) -> Tensor:
     data = words.contiguous().view(torch.uint8)
     if data.shape[-1] * 8 < length * bits:
         raise ValueError(f"{length} codes of {bits} bits take {length * bits} bits, a row has {data.shape[-1] * 8}")
+    if 8 % bits == 0:
+        codes = [(data >> low) & (2**bits - 1) for low in range(0, 8, bits)]
+        return (torch.stack(codes, -1).flatten(-2) if bits < 8 else data)[..., :length]
     groups = -(-length // _CODES)
     missing = groups * bits - data.shape[-1]
     if missing > 0:

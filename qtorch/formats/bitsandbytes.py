@@ -55,10 +55,11 @@ def _fp4_table() -> tuple[float, ...]:
     return (*sorted({value + 0.0 for value in _fp4_values().tolist()}), 2.0)
 
 
-def _fp4_codes() -> Tensor:
-    """Code of bitsandbytes -> index into `_fp4_table`."""
+def _fp4_bytes() -> Tensor:
+    """Byte of two codes of bitsandbytes -> byte of two indices into `_fp4_table`."""
     table = _fp4_table()
-    return torch.tensor([table.index(value + 0.0) for value in _fp4_values().tolist()], dtype=torch.uint8)
+    codes = torch.tensor([table.index(value + 0.0) for value in _fp4_values().tolist()], dtype=torch.uint8)
+    return ((codes << 4).reshape(-1, 1) | codes).reshape(-1)
 
 
 TABLES = {"nf4": NF4_TABLE, "fp4": _fp4_table()}
@@ -147,9 +148,10 @@ def _read(folder: HFFolder, name: str, state: QuantState, cut: Cut) -> Parts:
     if not torch.equal(folder.read(f"{name}.quant_map"), values):
         raise ValueError(f"its quant_map is not the table of {state.quant_type}; quantize the original model")
     count = math.prod(state.shape)
-    codes = unpack_nibbles(folder.read(name).reshape(-1).view(torch.uint8), high_first=True)[:count]
+    packed = folder.read(name).reshape(-1).view(torch.uint8)
     if state.quant_type == "fp4":
-        codes = _fp4_codes()[codes.int()]
+        packed = _fp4_bytes().index_select(0, packed.int())
+    codes = unpack_nibbles(packed, high_first=True)[:count]
     # Parts divide rows and blocks alike, so they are in the order of blocks.
     scale = _absmax(folder, name, state).repeat_interleave(state.blocksize // cut.part)[: count // cut.part]
     return codes.reshape(state.shape), {

@@ -4,9 +4,10 @@
     weight_scale_inv   (O / 128, I / 128), fp32 or e8m0; despite its name a factor
     w = q * weight_scale_inv
 
-Also weights with one `weight_scale`, or one for each row, as vLLM's quantization "fp8" reads them. Activations, which
-the formats quantize on each call or by `input_scale`, stay in floating point. Source: deepseek-ai/DeepSeek-V3
-`inference/fp8_cast_bf16.py`.
+Also weights with one `weight_scale`, or one for each row, as vLLM's quantization "fp8" and FBGEMM ("fbgemm_fp8") store
+them. Activations, which the formats quantize on each call or by `input_scale`, stay in floating point.
+
+Source: deepseek-ai/DeepSeek-V3 `inference/fp8_cast_bf16.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .float8_blocks import block_weight, tensor_or_row_weight
 
 _BLOCKS = "_scale_inv"
 _WHOLE = ".weight_scale"
-_NOT_PARAMETERS = (".input_scale", ".k_scale", ".v_scale", ".q_scale", ".activation_scale")
+_NOT_PARAMETERS = (".input_scale", ".input_scale_ub", ".k_scale", ".v_scale", ".q_scale", ".activation_scale")
 
 
 @register_source
@@ -26,7 +27,7 @@ class DeepseekFp8Source(FolderSource):
     """A folder of DeepSeek, or of transformers' FineGrainedFP8Config."""
 
     format = "fp8"
-    methods = ("fp8",)
+    methods = ("fp8", "fbgemm_fp8")
 
     def find_weights(self) -> dict[str, StoredWeight]:
         block = self.folder.quantization_config.get("weight_block_size") or [128, 128]

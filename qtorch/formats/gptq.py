@@ -19,13 +19,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checkpoint.folder_source import FolderSource, Parts, StoredWeight
+from ..checkpoint.folder_source import FolderSource, Parts, Seen, StoredWeight
 from ..checkpoint.hf_folder import HFFolder
 from ..checkpoint.source import register_source
 from .bit_stream import unpack_dense, unpack_planar
 from .blocks import FLOATS, Cut, block_of_groups, check_stored, group_sizes, integer_spec, weight_only, with_suffix
 
 _WORD = 32
+_SETTINGS = "quantize_config.json"
+"""The configuration of AutoGPTQ, where config.json has none."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,17 @@ class GptqSource(FolderSource):
     format = "gptq"
     methods = ("gptq", "gptqmodel")
 
+    @classmethod
+    def matches(cls, seen: Seen) -> bool:
+        if seen.method:
+            return seen.method in cls.methods
+        return _SETTINGS in seen.files and any(name.endswith(".qweight") for name in seen.names)
+
     def find_weights(self) -> dict[str, StoredWeight]:
-        config = self.folder.quantization_config or self.folder.json("quantize_config.json") or {}
+        config = self.folder.quantization_config or self.folder.json(_SETTINGS) or {}
         name = str(config.get("checkpoint_format") or config.get("format") or "gptq")
+        if config.get("is_marlin_format"):
+            name = "marlin"
         if name not in FORMATS:
             raise ValueError(
                 f"{self.path}: checkpoint_format is {name!r:.40}, which is not read; known: {', '.join(FORMATS)}. "

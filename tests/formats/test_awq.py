@@ -1,5 +1,6 @@
 """AWQ against the converter of compressed-tensors, and against plain loops."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,12 @@ def test_damage_is_named(name: str, tmp_path: Path) -> None:
     del tensors[f"layer.{name}"]
     with pytest.raises(ValueError, match=f"model: layer.{name} is missing"):
         load(write(tmp_path / "model", tensors, 1, config()), (OUTPUTS, INPUTS))
+
+
+def test_the_configuration_of_former_versions(tmp_path: Path) -> None:
+    tensors = layer()
+    wanted = load(write(tmp_path / "new", tensors, 1, config()), (OUTPUTS, INPUTS)).dequantize()
+    folder = write(tmp_path / "model", tensors, 1, {"torch_dtype": "float16"})
+    settings = {"zero_point": True, "q_group_size": GROUP, "w_bit": 4, "version": "GEMM"}
+    (folder / "quant_config.json").write_text(json.dumps(settings))
+    assert torch.equal(load(folder, (OUTPUTS, INPUTS)).dequantize(), wanted)

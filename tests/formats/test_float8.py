@@ -59,7 +59,7 @@ def test_scales_that_are_powers_of_two(tmp_path: Path) -> None:
     check(write(tmp_path / "model", tensors, 1, config), wanted, "weight_only_mm", 8.1)
 
 
-@pytest.mark.parametrize("method", ["fp8", "modelopt"])
+@pytest.mark.parametrize("method", ["fp8", "fbgemm_fp8", "modelopt"])
 @pytest.mark.parametrize("shape", [(), (1,), (32,), (32, 1)])
 def test_one_scale_for_the_tensor_or_for_each_row(method: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     codes, scale = e4m3(32, 64), torch.rand(shape) + 0.1

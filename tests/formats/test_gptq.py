@@ -1,5 +1,6 @@
 """GPTQ and AutoRound against a decoder in plain loops, written from the formats."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -214,3 +215,11 @@ def test_packings_of_devices_are_refused_by_name(checkpoint_format: str, tmp_pat
     config = quantized_config("gptq", bits=4, group_size=32, checkpoint_format=checkpoint_format)
     with pytest.raises(ValueError, match=f"checkpoint_format is '{checkpoint_format}', which is not read; known: gptq"):
         load(write(tmp_path / "model", layer(4, 3), 1, config), (OUTPUTS, INPUTS))
+
+
+def test_the_configuration_of_autogptq(tmp_path: Path) -> None:
+    """In a file of its own, where config.json says nothing."""
+    tensors = without_largest(layer(4, 3), 4)
+    folder = write(tmp_path / "model", tensors, 1, {"torch_dtype": "float16"})
+    (folder / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32, "desc_act": False}))
+    assert torch.equal(load(folder, (OUTPUTS, INPUTS)).dequantize(), decoded(tensors, 4, 32, 1))
