@@ -3,7 +3,7 @@
 A tensor of class C called ``layer.weight`` is stored as ``layer._weight_qdata``, ``layer._weight_scale``, ..., and the
 metadata of the file has its class and attributes as JSON, under its name.
 
-    Int8Tensor, IntxUnpackedToInt8Tensor   int8 codes, (q - z) * s
+    Int8Tensor, IntxUnpackedToInt8Tensor   int8 codes, (q - z) * s; z is a code or a real number
     Int4Tensor                             two signed codes in a byte, the low nibble first; q * s + z
     Float8Tensor                           float8 codes, q * s
     MXTensor                               float8 codes, or two of e2m1 in a byte; e8m0 scales, q * s
@@ -173,10 +173,10 @@ def _integers(entry: Entry, kind: str) -> StoredWeight:
     blocks = tuple(n // b for n, b in zip(shape, block, strict=True))
     granularity = granularity_of([-1 if b == n else b for n, b in zip(shape, block, strict=True)])
     scale_dtype = entry.check("scale", FLOATS, blocks)
-    asymmetric = "zero_point" in entry.tensors
-    if asymmetric:
-        entry.check("zero_point", (torch.int8, *FLOATS), blocks)
-        spec = QuantSpec(qdtype(kind), granularity, MappingType.ASYMMETRIC, scale_dtype=scale_dtype)
+    if "zero_point" in entry.tensors:
+        of_codes = entry.check("zero_point", (torch.int8, *FLOATS), blocks) is torch.int8
+        domain = ZeroPointDomain.INT if of_codes else ZeroPointDomain.FRACTIONAL
+        spec = QuantSpec(qdtype(kind), granularity, MappingType.ASYMMETRIC, domain, scale_dtype=scale_dtype)
     else:
         spec = symmetric_spec(kind, granularity, scale_dtype)
 
@@ -185,13 +185,8 @@ def _integers(entry: Entry, kind: str) -> StoredWeight:
         low, high = spec.code_range
         if codes.numel() and not low <= int(codes.min()) <= int(codes.max()) <= high:
             raise ValueError(f"its codes reach from {int(codes.min())} to {int(codes.max())}, those of {kind} do not")
-        others = {"scale": entry.folder.read(entry.tensors["scale"])}
-        if asymmetric:
-            stored = entry.folder.read(entry.tensors["zero_point"])
-            others["zero_point"] = stored.to(torch.int8)
-            if not torch.equal(others["zero_point"].to(stored.dtype), stored):
-                raise ValueError("its zero points are not integers; quantize the original model")
-        return codes, others
+        parts = [part for part in ("scale", "zero_point") if part in entry.tensors]
+        return codes, {part: entry.folder.read(entry.tensors[part]) for part in parts}
 
     return entry.weight(spec, shape, entry.dtype(), read)
 
