@@ -4,7 +4,7 @@ from qtorch import quantize_, int8_weight_only
 quantize_(model, int8_weight_only())
 """
 
-from . import calibration, formats, recipes, training  # noqa: F401 (formats registers formats of checkpoints)
+from . import calibration, formats, integrations, recipes, training  # noqa: F401 (they register what they hold)
 from .checkpoint import load_quantized, save_quantized
 from .config import config
 from .dtypes import (

@@ -5,6 +5,7 @@ from . import calibration as calibration
 from . import checkpoint as checkpoint
 from . import dtypes as dtypes
 from . import formats as formats
+from . import integrations as integrations
 from . import kernels as kernels
 from . import layouts as layouts
 from . import primitives as primitives

@@ -38,6 +38,7 @@ FLOORS: list[list[str]] = [
     ["kernels/cpu", "kernels/cuda"],
     ["kernels/graph_key"],
     ["kernels"],
+    ["dtypes/caller"],
     ["dtypes/autocast", "dtypes/copying", "dtypes/dispatch", "dtypes/int32_words"],
     ["dtypes/base"],
     ["dtypes/affine", "dtypes/codebook", "dtypes/conv_weight", "dtypes/ops", "dtypes/parameter", "dtypes/raw_memory"],
@@ -79,6 +80,12 @@ FLOORS: list[list[str]] = [
     ["training/quantization_aware"],
     ["training/convert"],
     ["training"],
+    ["integrations/accelerate", "integrations/distributed", "integrations/peft/experts", "integrations/peft/merging"],
+    ["integrations/peft/variants"],
+    ["integrations/peft/layers"],
+    ["integrations/peft"],
+    ["integrations/wrappers"],
+    ["integrations"],
     ["__init__"],
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}

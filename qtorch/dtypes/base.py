@@ -28,6 +28,7 @@ from ..primitives.scheme import Scheme
 from ..primitives.spec import LinearSpec, QuantSpec
 from ..tracing.function_transforms import run_on_constants, transforms_active
 from ..tracing.outside_graphs import starts_no_graph
+from .caller import calling_package
 from .copying import Copied, forms_of, rebuild
 from .dispatch import ATEN, FUNCTIONS
 
@@ -36,6 +37,13 @@ __all__ = ["QuantizedTensor", "rebuild"]
 Q = TypeVar("Q", bound="QuantizedTensor")
 
 _TYPE_OF_SPEC: dict[type, type[QuantizedTensor]] = {}
+
+
+HINTS = {
+    "peft": ". For adapters whose layers were made before the weight was quantized, call "
+    "qtorch.integrations.peft.prepare_for_adapters(model, gradient_checkpointing=False)",
+}
+"""Package that calls an operator that is not implemented -> what to do there."""
 
 
 class QuantizedTensor(Copied, torch.Tensor):
@@ -270,6 +278,7 @@ class QuantizedTensor(Copied, torch.Tensor):
         if result is NotImplemented:
             raise NotImplementedError(
                 f"{func} is not implemented for {cls.__name__}; call .dequantize() first if you want a float tensor"
+                + HINTS.get(calling_package(), "")
             )
         return result
 

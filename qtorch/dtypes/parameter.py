@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import QuantizedTensor
+from .caller import calling_package
 from .dispatch import implements_function
 
 
@@ -41,6 +42,15 @@ def _warn_frozen() -> None:
     )
 
 
+def _warn_cast(old: torch.dtype, new: torch.dtype) -> None:
+    """Say what `peft.prepare_model_for_kbit_training` does to a model whose quantization it does not know."""
+    warnings.warn(
+        f"qtorch: PEFT casts this quantized model from {old} to {new}, and prepare_model_for_kbit_training leaves "
+        "gradient checkpointing off; call qtorch.integrations.peft.prepare_for_adapters(model) in its place",
+        stacklevel=4,
+    )
+
+
 @implements_function(Tensor.data.__set__)  # type: ignore[attr-defined]
 def set_data(tensor: QuantizedTensor, data: Any) -> None:
     """``tensor.data = data``: take the inner tensors of a tensor of the same class; quantize others as `copy_` does.
@@ -63,6 +73,8 @@ def set_data(tensor: QuantizedTensor, data: Any) -> None:
             new = tensor.detach().clone()
             new.copy_(data)
         assert isinstance(new, QuantizedTensor)
+        if new.scheme.dtype != tensor.scheme.dtype and calling_package() == "peft":
+            _warn_cast(tensor.scheme.dtype, new.scheme.dtype)
         with torch._C.DisableTorchFunctionSubclass():
             Tensor.data.__set__(tensor, new)  # type: ignore[attr-defined]
         tensor.scheme, tensor.fast_linear = new.scheme, None

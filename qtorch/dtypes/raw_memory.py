@@ -6,14 +6,14 @@ error that says what to do instead.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from .base import QuantizedTensor
+from .caller import calling_package
 from .dispatch import FUNCTIONS, implements_function
 
 READERS: dict[str, Any] = {
@@ -23,7 +23,6 @@ READERS: dict[str, Any] = {
         "__dlpack__",
         "__dlpack_device__",
         "apply_",
-        "data_ptr",
         "map2_",
         "map_",
         "numpy",
@@ -34,17 +33,40 @@ READERS: dict[str, Any] = {
 """Methods that return or use the memory of a tensor."""
 
 
+HINTS = {
+    "accelerate": "; to keep weights on disk, call qtorch.integrations.accelerate.disk_offload or dispatch_model in "
+    "place of accelerate's",
+}
+"""Package that calls -> what to write instead."""
+
+
 def _refusal(name: str) -> Callable[..., NoReturn]:
     def refuse(tensor: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
             f"{name}: a {type(tensor).__name__} has no memory of its own; .dequantize() gives a float tensor, "
             "qtorch.save_quantized saves quantized tensors, and .inner_tensors has the codes and scales"
+            + HINTS.get(calling_package(), "")
         )
 
     return refuse
 
 
 FUNCTIONS.update({method: _refusal(name) for name, method in READERS.items()})
+
+IDENTIFIERS = frozenset({"accelerate", "peft"})
+"""Packages that compare addresses to find out which parameters are one (tied weights), and read nothing from them."""
+
+
+@implements_function(Tensor.data_ptr)
+def data_ptr(tensor: QuantizedTensor) -> int:
+    """The address of the first inner tensor, for `IDENTIFIERS`: equal for tied weights, 0 on the meta device.
+
+    Raises:
+        TypeError: the caller is another package.
+    """
+    if calling_package() not in IDENTIFIERS:
+        _refusal("data_ptr")(tensor)
+    return next(iter(tensor.inner_tensors.values())).data_ptr()
 
 
 @implements_function(Tensor.untyped_storage)
@@ -54,18 +76,10 @@ def untyped_storage(tensor: Tensor) -> Any:
     Raises:
         TypeError: the caller is not torch.
     """
-    frame = sys._getframe(1)
-    while frame.f_back is not None and _package(frame) == "qtorch":
-        frame = frame.f_back
-    if _package(frame) != "torch":
+    if calling_package() != "torch":
         _refusal("untyped_storage")(tensor)
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.untyped_storage()
-
-
-def _package(frame: FrameType) -> str:
-    name: str = frame.f_globals.get("__name__", "")
-    return name.partition(".")[0]
 
 
 FUNCTIONS[torch.Tensor.__cuda_array_interface__.__get__] = _refusal("__cuda_array_interface__")

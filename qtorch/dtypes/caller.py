@@ -1,0 +1,19 @@
+"""Which package is calling: for the few answers and messages that depend on it."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+OWN = "qtorch"
+
+
+def calling_package() -> str:
+    """The name of the package whose code has called this one; empty if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        package: str = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package != OWN:
+            return package
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,73 @@
+"""DistributedDataParallel around a model with frozen quantized weights, such as the base of adapters.
+
+At its start it sends all parameters of rank 0 to the others, joined to one flat tensor; quantized tensors cannot be
+joined. So it is told to leave them out, and their inner tensors are sent here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..dtypes import QuantizedTensor
+from ..dtypes.ops import count_write
+from ..primitives.jsonable import to_json
+
+
+def ignore_frozen(replica: DistributedDataParallel, module: nn.Module) -> None:
+    """Exclude the frozen quantized weights of `module` from what `replica`, in construction, sends, and send them.
+
+    Raises:
+        ValueError: the weights of another rank are quantized differently.
+    """
+    parameters: Iterable[tuple[str, Any]] = module.named_parameters(remove_duplicate=False)
+    frozen = {
+        name: parameter
+        for name, parameter in parameters
+        if isinstance(parameter, QuantizedTensor) and not parameter.trains
+    }
+    replica.parameters_to_ignore.update(frozen)
+    if _sends_at_start():
+        _check_schemes_are_equal(frozen, replica.process_group)
+        for parameter in dict.fromkeys(frozen.values()):
+            for inner in parameter.inner_tensors.values():
+                _send(inner, replica.process_group)
+            count_write(parameter)
+
+
+def _sends_at_start() -> bool:
+    """The argument `init_sync` of the constructor that is running; with False, no rank waits for another."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not DistributedDataParallel.__init__.__code__:
+        frame = frame.f_back
+    return frame is None or bool(frame.f_locals.get("init_sync", True))
+
+
+def _check_schemes_are_equal(frozen: dict[str, QuantizedTensor], group: dist.ProcessGroup) -> None:
+    digest = hashlib.sha256()
+    for name, parameter in frozen.items():
+        digest.update(f"{name} {to_json(parameter.scheme)} {list(parameter.inner_tensors)}".encode())
+    device = next(iter(frozen.values())).device
+    own = torch.tensor(list(digest.digest()), dtype=torch.uint8, device=device)
+    all_of_them = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(all_of_them, own, group=group)
+    if not all(torch.equal(own, other) for other in all_of_them):
+        raise ValueError(
+            "DistributedDataParallel: the weights of this rank are quantized differently from those of another rank; "
+            "quantize or load the same model on every rank"
+        )
+
+
+def _send(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Replace the elements of `tensor` by those of rank 0. Bytes are sent, so that every dtype can be."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    dist.broadcast(flat, group=group, group_src=0)
+    tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))

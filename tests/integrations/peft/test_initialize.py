@@ -1,0 +1,198 @@
+"""Adapters initialized from the base weight: by the error of quantization, and by what PEFT has itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+peft = pytest.importorskip("peft")
+
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+
+from qtorch import quantize_
+from qtorch.dtypes import QuantizedTensor
+from qtorch.integrations.peft import initialize_from_quantization_error
+
+from .models import RECIPES, TARGETS, base_of, llama, moe, output, quantized_llama
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+WEIGHT = f"{Q_PROJ}.weight"
+
+
+def delta_of(model: Any, layer: str) -> Tensor:
+    return model.get_submodule(f"base_model.model.{layer}").get_delta_weight("default").detach()
+
+
+def tail(error: Tensor, rank: int) -> float:
+    """The relative error of the best approximation of that rank."""
+    singular = torch.linalg.svdvals(error)
+    return float(singular[..., rank:].square().sum().sqrt() / singular.square().sum().sqrt())
+
+
+@pytest.mark.parametrize("recipe", ["int4", "nf4"])
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"lora_alpha": 3}])
+def test_linear_layers(recipe: str, options: dict[str, Any]) -> None:
+    original, rank = llama(), 8
+    base = quantized_llama(recipe)
+    model = get_peft_model(base, LoraConfig(r=rank, target_modules=TARGETS, **options)).eval()
+    error = (output(base) - output(original)).norm()
+    left = initialize_from_quantization_error(model, original)
+    assert len(left) == 3
+    weight = original.state_dict()[WEIGHT]
+    of_base = weight - base_of(model, Q_PROJ).weight.dequantize()
+    best = tail(of_base, rank)
+    assert 0 < best < 0.95
+    assert left[WEIGHT] == pytest.approx(best, rel=1e-3)
+    assert float((of_base - delta_of(model, Q_PROJ)).norm() / of_base.norm()) == pytest.approx(best, rel=1e-3)
+    assert (output(model) - output(original)).norm() < 0.97 * error
+    assert all(p.requires_grad for n, p in model.named_parameters() if "lora_" in n)
+
+
+def test_rank_of_the_whole_matrix_gives_the_float_weight() -> None:
+    original = llama()
+    model = get_peft_model(quantized_llama("int4"), LoraConfig(r=80, target_modules=["q_proj"])).eval()
+    left = initialize_from_quantization_error(model, original.state_dict())
+    assert left[WEIGHT] < 1e-4
+    total = base_of(model, Q_PROJ).weight.dequantize() + delta_of(model, Q_PROJ)
+    torch.testing.assert_close(total, original.state_dict()[WEIGHT], rtol=0, atol=1e-6)
+
+
+def test_iterations_of_loftq_change_the_base() -> None:
+    original = llama()
+    model = get_peft_model(quantized_llama("nf4"), LoraConfig(r=8, target_modules=TARGETS)).eval()
+    one = initialize_from_quantization_error(model, original)
+    before = base_of(model, Q_PROJ).weight.dequantize()
+    five = initialize_from_quantization_error(model, original, iterations=5)
+    weight = base_of(model, Q_PROJ).weight
+    assert isinstance(weight, QuantizedTensor)
+    assert not torch.equal(weight.dequantize(), before)
+    assert sum(five.values()) < sum(one.values())
+    of_all = original.state_dict()[WEIGHT] - weight.dequantize() - delta_of(model, Q_PROJ)
+    before_error = (original.state_dict()[WEIGHT] - before).norm()
+    assert float(of_all.norm() / before_error) == pytest.approx(five[WEIGHT], rel=1e-3)
+
+
+def test_batches_lower_the_error_of_the_outputs() -> None:
+    torch.manual_seed(0)
+    original = nn.Sequential(nn.Linear(64, 48, bias=False))
+    base = nn.Sequential(nn.Linear(64, 48, bias=False))
+    base.load_state_dict(original.state_dict())
+    quantize_(base, RECIPES["int4"])
+    x = torch.randn(256, 64) * torch.logspace(-2, 1, 64)
+    errors = []
+    for batches in (None, [x]):
+        model = get_peft_model(base, LoraConfig(r=4, target_modules=["0"])).eval()
+        left = initialize_from_quantization_error(model, original, batches=batches)
+        assert left.keys() == {"0.weight"}
+        errors.append((model(x) - original(x)).norm().item())
+        base = model.unload()
+    assert errors[1] < 0.8 * errors[0]
+
+
+class Others(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 64)
+        self.conv = nn.Conv2d(32, 32, 3)
+
+
+def test_embeddings_and_convolutions() -> None:
+    torch.manual_seed(0)
+    original, base = Others(), Others()
+    base.load_state_dict(original.state_dict())
+    quantize_(base, {"table": RECIPES["int4"], "conv": RECIPES["int4"]})
+    model = get_peft_model(base, LoraConfig(r=8, target_modules=["table", "conv"], lora_alpha=3))
+    left = initialize_from_quantization_error(model, original)
+    for name in ("table", "conv"):
+        weight = original.get_submodule(name).weight
+        error = (weight - base_of(model, name).weight.dequantize()).detach()
+        assert left[f"{name}.weight"] == pytest.approx(tail(error.flatten(1), 8), rel=1e-3)
+        got = float((error - delta_of(model, name)).norm() / error.norm())
+        assert got == pytest.approx(left[f"{name}.weight"], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_fused_experts(name: str) -> None:
+    original, base = moe(name), moe(name)
+    quantize_(base, {r".*\.experts\.(gate_up_proj|down_proj)": RECIPES["int4"]})
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    model = get_peft_model(base, LoraConfig(r=8, target_parameters=targets)).eval()
+    left = initialize_from_quantization_error(model, original)
+    prefix = "model.layers.0.mlp.experts"
+    assert left.keys() == {f"{prefix}.gate_up_proj", f"{prefix}.down_proj"}
+    for layer in (model.get_submodule(f"base_model.model.{prefix}{below}") for below in ("", ".base_layer")):
+        weight = original.state_dict()[f"{prefix}.{layer.parameter_name}"]
+        error = weight - layer.get_param().dequantize()
+        got = float((error - layer.get_delta_weight("default").detach()).norm() / error.norm())
+        assert got == pytest.approx(tail(error, 8), rel=1e-3)
+
+
+def test_dora_starts_at_the_float_weight() -> None:
+    original = llama()
+    model = get_peft_model(quantized_llama("int4"), LoraConfig(r=64, target_modules=["q_proj"], use_dora=True)).eval()
+    initialize_from_quantization_error(model, original)
+    model.merge_adapter()
+    torch.testing.assert_close(base_of(model, Q_PROJ).weight, original.state_dict()[WEIGHT], rtol=0, atol=1e-5)
+
+
+def test_errors_leave_the_model_as_it_was() -> None:
+    original = llama()
+    model = get_peft_model(quantized_llama("int4"), LoraConfig(r=4, target_modules=TARGETS))
+    before = output(model.eval())
+    state = original.state_dict()
+    with pytest.raises(ValueError, match=rf"no '{WEIGHT}'"):
+        initialize_from_quantization_error(model, {k: v for k, v in state.items() if k != WEIGHT})
+    with pytest.raises(ValueError, match="has shape"):
+        initialize_from_quantization_error(model, {**state, WEIGHT: torch.zeros(2, 2)})
+    with pytest.raises(ValueError, match="no LoRA layer with an adapter 'x'"):
+        initialize_from_quantization_error(model, original, "x")
+    with pytest.raises(ValueError, match="no LoRA layer"):
+        initialize_from_quantization_error(original, original)
+    for options in ({"iterations": 0}, {"iterations": 2, "batches": [1]}):
+        with pytest.raises(ValueError, match="iterations must be"):
+            initialize_from_quantization_error(model, original, **options)
+    assert torch.equal(output(model), before)
+    model.merge_adapter()
+    with pytest.raises(ValueError, match="unmerge_adapter first"):
+        initialize_from_quantization_error(model, original)
+
+
+def test_loftq_of_peft_is_refused() -> None:
+    config = LoraConfig(target_modules=["q_proj"], init_lora_weights="loftq", loftq_config={"loftq_bits": 4})
+    with pytest.raises(ValueError, match="initialize_from_quantization_error"):
+        get_peft_model(quantized_llama("int4"), config)
+
+
+@pytest.mark.parametrize("recipe", ["int8", "nf4"])
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+def test_residuals_are_quantized_again(recipe: str, init: str, tmp_path: Path) -> None:
+    """PiSSA and OLoRA move a part of the base weight to the adapter; what is left keeps its kind of codes."""
+    before = output(quantized_llama(recipe))
+    base = quantized_llama(recipe)
+    codes = base.model.layers[0].self_attn.q_proj.weight
+    torch.manual_seed(0)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init)).eval()
+    weight = base_of(model, Q_PROJ).weight
+    assert isinstance(weight, QuantizedTensor)
+    assert weight.scheme == codes.scheme
+    assert not torch.equal(weight.dequantize(), codes.dequantize())
+    total = weight.dequantize() + delta_of(model, Q_PROJ)
+    largest = (total - codes.dequantize()).abs().max() / codes.dequantize().abs().max()
+    assert 0 < largest < (0.02 if recipe == "int8" else 0.3)
+    assert (output(model) - before).abs().max() < 0.3
+    if init != "pissa_niter_4":  # it has random numbers in it
+        model.save_pretrained(tmp_path)
+        loaded = PeftModel.from_pretrained(quantized_llama(recipe), tmp_path)
+        assert torch.equal(output(loaded), output(model))
+
+
+@pytest.mark.parametrize("init", ["gaussian", "orthogonal", "eva", "mica"])
+def test_initializations_that_leave_the_base(init: str) -> None:
+    base = quantized_llama("int8")
+    weight = base.model.layers[0].self_attn.q_proj.weight
+    get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init))
+    assert base.model.layers[0].self_attn.q_proj.get_base_layer().weight is weight

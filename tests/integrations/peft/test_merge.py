@@ -1,0 +1,301 @@
+"""Adapters on linear layers: training, files, disabling, merging, unmerging."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+peft = pytest.importorskip("peft")
+
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+
+from qtorch import AffineQuantizedTensor, dequantize_, load_quantized, quantize_, save_quantized
+from qtorch.dtypes import QuantizedTensor
+from qtorch.integrations.peft import prepare_for_adapters, requantize_merged
+
+from .models import IDS, RECIPES, adapted, base_of, llama, output, quantized_llama, randomized
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+KINDS = pytest.mark.parametrize("recipe", RECIPES)
+
+
+@KINDS
+@pytest.mark.parametrize("dora", [False, True])
+def test_merged_output_is_that_of_the_adapter(recipe: str, dora: bool) -> None:
+    model = adapted(quantized_llama(recipe), use_dora=dora)
+    before = base_of(model, Q_PROJ).weight
+    y = output(model)
+    with model.disable_adapter():
+        change = (output(model) - y).abs().max()
+    model.merge_adapter()
+    merged = base_of(model, Q_PROJ).weight
+    assert type(merged) is nn.Parameter
+    assert not merged.requires_grad
+    # int8_dynamic: a float weight does not round its inputs any more.
+    tolerance = 2e-2 if recipe == "int8_dynamic" else 1e-5
+    torch.testing.assert_close(output(model), y, rtol=0, atol=tolerance)
+    assert change > 0.1
+    model.unmerge_adapter()
+    assert base_of(model, Q_PROJ).weight is before
+    assert torch.equal(output(model), y)
+
+
+@KINDS
+def test_merge_and_unload(recipe: str) -> None:
+    model = adapted(quantized_llama(recipe))
+    y = output(model)
+    merged = model.merge_and_unload(safe_merge=True)
+    assert isinstance(merged.model.layers[0].self_attn.k_proj.weight, QuantizedTensor)  # has no adapter
+    torch.testing.assert_close(output(merged), y, rtol=0, atol=2e-2 if recipe == "int8_dynamic" else 1e-5)
+    # From here it is quantized like any model.
+    quantize_(merged, {"lm_head": None, r".*": RECIPES[recipe]})
+    assert isinstance(merged.model.layers[0].self_attn.q_proj.weight, QuantizedTensor)
+
+
+BOUNDS = {"int8": (1e-4, 1e-2), "int8_dynamic": (1e-4, 1.5e-2), "int4": (3e-3, 8e-2), "nf4": (3e-3, 0.12)}
+"""What rounding the merged weight to codes changes in logits that are below 0.6."""
+
+
+@KINDS
+@pytest.mark.parametrize("safe", [False, True])
+def test_requantized(recipe: str, safe: bool) -> None:
+    model = adapted(quantized_llama(recipe))
+    scheme = base_of(model, Q_PROJ).weight.scheme
+    y = output(model)
+    with requantize_merged():
+        model.merge_adapter(safe_merge=safe)
+    weight = base_of(model, Q_PROJ).weight
+    assert isinstance(weight, QuantizedTensor)
+    assert weight.scheme == scheme
+    low, high = BOUNDS[recipe]
+    assert low < (output(model) - y).abs().max() < high
+    model.unmerge_adapter()
+    assert torch.equal(output(model), y)
+
+
+def test_requantized_codes_are_the_nearest() -> None:
+    model = adapted(quantized_llama("int8"))
+    layer = model.get_submodule(f"base_model.model.{Q_PROJ}")
+    exact = layer.get_base_layer().weight.dequantize() + layer.get_delta_weight("default")
+    with requantize_merged():
+        merged = model.merge_and_unload().model.layers[0].self_attn.q_proj.weight
+    assert isinstance(merged, AffineQuantizedTensor)
+    error = (merged.dequantize() - exact).abs() / merged.dense_scale()
+    assert 0.4 < error.max() <= 0.5 + 1e-4
+
+
+def test_bf16_merges_in_fp32() -> None:
+    model = adapted(quantized_llama("int8", torch.bfloat16), lora_alpha=4)
+    layer = model.get_submodule(f"base_model.model.{Q_PROJ}")
+    weight = layer.get_base_layer().weight
+    delta = layer.get_delta_weight("default")
+    expected = (weight.dequantize(torch.float32) + delta).to(torch.bfloat16)
+    model.merge_adapter()
+    assert torch.equal(layer.get_base_layer().weight, expected)
+
+
+def test_two_adapters_merge_one_after_the_other() -> None:
+    model = adapted(quantized_llama("int4"))
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
+    randomized(model)
+    model.base_model.set_adapter(["default", "other"])
+    y, codes = output(model), base_of(model, Q_PROJ).weight.inner_tensors
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.merge_adapter(["default"])
+        model.merge_adapter(["other"])
+    apart = output(model)
+    model.unmerge_adapter()
+    model.merge_adapter()
+    assert torch.equal(output(model), apart)
+    model.unmerge_adapter()
+    assert torch.equal(output(model), y)
+    assert all(torch.equal(codes[name], t) for name, t in base_of(model, Q_PROJ).weight.inner_tensors.items())
+
+
+def test_bias_of_the_adapter_is_merged_and_unmerged_exactly() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).bfloat16()
+    quantize_(model, RECIPES["int8"])
+    bias = model[0].bias.detach().clone()
+    model = randomized(get_peft_model(model, LoraConfig(r=4, target_modules=["0"], lora_bias=True)), 0.3)
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    y = model(x)
+    for safe in (False, True):
+        model.merge_adapter(safe_merge=safe)
+        base = model.base_model.model[0].get_base_layer()
+        assert base.bias.dtype == torch.bfloat16
+        assert not torch.equal(base.bias, bias)
+        torch.testing.assert_close(model(x), y, rtol=0.05, atol=0.05)
+        model.unmerge_adapter()
+        assert torch.equal(base.bias, bias)
+        assert torch.equal(model(x), y)
+
+
+def test_safe_merge_of_a_broken_adapter_changes_nothing() -> None:
+    model = adapted(quantized_llama("int8"))
+    y = output(model)
+    layer = model.get_submodule(f"base_model.model.{Q_PROJ}")
+    good = layer.lora_B["default"].weight.data.clone()
+    layer.lora_B["default"].weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="NaNs detected"):
+        model.merge_adapter(safe_merge=True)
+    with requantize_merged(), pytest.raises(ValueError, match="NaN or infinite values in the merged weights"):
+        layer.merge()
+    assert not layer.merged
+    layer.lora_B["default"].weight.data = good
+    assert torch.equal(output(model), y)
+
+
+def test_merged_weights_follow_casts() -> None:
+    model = adapted(quantized_llama("int8"))
+    model.merge_adapter()
+    model.to(torch.bfloat16)
+    model.unmerge_adapter()
+    weight = base_of(model, Q_PROJ).weight
+    assert isinstance(weight, QuantizedTensor)
+    assert weight.dtype == torch.bfloat16
+    assert output(model).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("recipe", ["int8", "int8_dynamic", "nf4"])
+def test_training_and_files(recipe: str, tmp_path: Path) -> None:
+    base = quantized_llama(recipe)
+    save_quantized(base, tmp_path / "base.safetensors")
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert len(trained) == 4
+    optimizer = torch.optim.AdamW(trained, lr=2e-2)
+    codes = {k: v.clone() for k, v in base_of(model, Q_PROJ).weight.inner_tensors.items()}
+    losses = []
+    model.train()
+    for _ in range(5):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.05
+    assert all(torch.equal(codes[k], v) for k, v in base_of(model, Q_PROJ).weight.inner_tensors.items())
+    y = output(model.eval())
+    model.save_pretrained(tmp_path / "adapter")
+    assert {f.name for f in (tmp_path / "adapter").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+
+    fresh = load_quantized(llama(), tmp_path / "base.safetensors")
+    for options in ({}, {"low_cpu_mem_usage": True}):
+        loaded = PeftModel.from_pretrained(copy.deepcopy(fresh), tmp_path / "adapter", **options)
+        assert torch.equal(output(loaded), y)
+        loaded.merge_adapter()
+        loaded.unmerge_adapter()
+        assert torch.equal(output(loaded), y)
+
+
+def test_copies_and_pickles_of_layers() -> None:
+    model = adapted(quantized_llama("int4"))
+    y = output(model)
+    model.merge_adapter()
+    other = copy.deepcopy(model)
+    other.unmerge_adapter()
+    assert torch.equal(output(other), y)
+    assert model.get_submodule(f"base_model.model.{Q_PROJ}").merged
+    file = io.BytesIO()
+    torch.save(model.get_submodule(f"base_model.model.{Q_PROJ}"), file)
+    file.seek(0)
+    layer = torch.load(file, weights_only=False)
+    layer.unmerge()
+    assert isinstance(layer.get_base_layer().weight, QuantizedTensor)
+
+
+def test_weights_quantized_after_get_peft_model() -> None:
+    model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj"]))
+    quantize_(model, {r".*q_proj\.base_layer": RECIPES["int8"]})
+    randomized(model)
+    y = output(model)
+    with pytest.raises(NotImplementedError, match=r"prepare_for_adapters\(model"):
+        model.merge_adapter()
+    prepare_for_adapters(model, gradient_checkpointing=False)
+    model.merge_adapter()
+    torch.testing.assert_close(output(model), y)
+    assert [n for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n] == []
+    assert any(p.requires_grad for p in model.parameters())
+
+
+def test_float_models_keep_peft_classes() -> None:
+    model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj"]))
+    assert type(model.get_submodule(f"base_model.model.{Q_PROJ}")) is peft.tuners.lora.Linear
+
+
+def test_dequantized_models_merge_as_float_ones() -> None:
+    model = adapted(quantized_llama("int8"))
+    y = output(model)
+    merged = dequantize_(model).merge_and_unload()
+    torch.testing.assert_close(output(merged), y, rtol=0, atol=1e-5)
+
+
+def test_add_adapter_of_transformers() -> None:
+    base = quantized_llama("int8")
+    before = output(base)
+    base.add_adapter(LoraConfig(r=4, target_modules=["q_proj"]))
+    randomized(base)
+    assert not torch.equal(output(base), before)
+    base.disable_adapters()
+    assert torch.equal(output(base), before)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.LoHaConfig(r=4, target_modules=["q_proj"]),
+        peft.LoKrConfig(r=4, target_modules=["q_proj"]),
+        peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
+        peft.AdaLoraConfig(r=4, target_modules=["q_proj"], total_step=10),
+        peft.OFTConfig(r=0, oft_block_size=16, target_modules=["q_proj"]),
+        peft.VeraConfig(r=4, target_modules=["q_proj"]),
+    ],
+    ids=lambda config: config.peft_type.value,
+)
+def test_other_adapters(config: peft.PeftConfig) -> None:
+    base = quantized_llama("int8")
+    plain = output(base)
+    model = get_peft_model(base, config)
+    torch.manual_seed(3)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += torch.randn_like(parameter) * 0.1
+    y = output(model.eval())
+    assert (y - plain).abs().max() > 1e-4
+    model.merge_adapter()
+    torch.testing.assert_close(output(model), y, rtol=0, atol=1e-5)
+    model.unmerge_adapter()
+    assert torch.equal(output(model), y)
+
+
+def test_modules_to_save_refuses_a_frozen_weight() -> None:
+    model = llama()
+    quantize_(model, RECIPES["int8"])
+    with pytest.raises(ValueError, match="modules_to_save trains a copy"):
+        get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    model = quantized_llama("int8")
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    assert model.lm_head.modules_to_save["default"].weight.requires_grad
+
+
+def test_multihead_attention_is_refused() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(64, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.attention(x, x, x)[0]
+
+    model = Block()
+    quantize_(model, {"attention.in_proj_weight": RECIPES["int8"]})
+    with pytest.raises(ValueError, match=r"LoRA on nn\.MultiheadAttention"):
+        get_peft_model(model, LoraConfig(r=4, target_modules=["attention"]))

@@ -1,0 +1,198 @@
+"""accelerate moves quantized weights of every class between devices, the CPU and the disk; numbers stay the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+accelerate = pytest.importorskip("accelerate")
+
+from accelerate import cpu_offload, dispatch_model, init_empty_weights
+from accelerate.hooks import remove_hook_from_submodules
+from accelerate.utils import compute_module_sizes, set_module_tensor_to_device
+from torch import Tensor, nn
+
+from qtorch import (
+    int4_weight_only,
+    int8_dynamic_activation_int8_semi_sparse_weight,
+    int8_dynamic_activation_int8_weight,
+    int8_weight_only,
+    load_quantized,
+    nf4_weight_only,
+    quantize_,
+    save_quantized,
+    uintx_weight_only,
+)
+from qtorch.dtypes import AffineQuantizedTensor, ConvWeight, LUTQuantizedTensor, QuantizedTensor
+from qtorch.integrations import accelerate as ours
+
+RECIPES = {
+    "int8": int8_weight_only(),
+    "int4": int4_weight_only(group_size=32),
+    "int8_dynamic": int8_dynamic_activation_int8_weight(),
+    "nf4": nf4_weight_only(group_size=32),
+    "uint3": uintx_weight_only(torch.uint3, group_size=32),
+    "semi_sparse": int8_dynamic_activation_int8_semi_sparse_weight(),
+}
+KINDS = pytest.mark.parametrize("recipe", RECIPES)
+
+
+class Model(nn.Module):
+    """Every kind of weight, two of them tied, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(48, 64)
+        self.block = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+        self.conv = nn.Conv1d(64, 64, 1)
+        self.norm = nn.BatchNorm1d(64)
+        self.head = nn.Linear(64, 48, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.block(self.embedding(ids))
+        return self.head(self.norm(self.conv(x.mT)).mT)
+
+
+IDS = torch.arange(12).reshape(2, 6)
+
+
+def quantized(recipe: str) -> tuple[Model, Tensor]:
+    torch.manual_seed(0)
+    model = Model().eval()
+    recipes = {"embedding": RECIPES["int8" if "dynamic" in recipe or "sparse" in recipe else recipe]}
+    quantize_(model, {**recipes, "conv": RECIPES[recipe], r"block\..*": RECIPES[recipe]})
+    with torch.no_grad():
+        return model, model(IDS)
+
+
+def output(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(IDS)
+
+
+def weights(model: nn.Module) -> dict[str, Any]:
+    return {name: p for name, p in model.named_parameters() if isinstance(p, QuantizedTensor)}
+
+
+def test_every_class_is_here() -> None:
+    found = {type(p) for recipe in RECIPES for p in weights(quantized(recipe)[0]).values()}
+    assert found == {AffineQuantizedTensor, LUTQuantizedTensor, ConvWeight}
+
+
+@KINDS
+def test_cpu_offload(recipe: str) -> None:
+    model, y = quantized(recipe)
+    schemes = {name: weight.scheme for name, weight in weights(model).items()}
+    cpu_offload(model, "cpu")
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert all(isinstance(p, QuantizedTensor) for p in (model.block[0].weight, model.conv.weight))
+    for _ in range(2):
+        assert torch.equal(output(model), y)
+    assert model.block[0].weight.is_meta
+    remove_hook_from_submodules(model)
+    assert torch.equal(output(model), y)
+    # accelerate gives tied weights back one by one, float ones too.
+    back = {name: weight.scheme for name, weight in weights(model).items() if name != "head.weight"}
+    assert back == schemes
+
+
+@KINDS
+@pytest.mark.parametrize("buffers", [False, True])
+def test_disk_offload(recipe: str, buffers: bool, tmp_path: Path) -> None:
+    model, y = quantized(recipe)
+    assert ours.disk_offload(model, tmp_path / "offloaded", offload_buffers=buffers) is model
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert [f.name for f in (tmp_path / "offloaded").iterdir()] == [ours.WEIGHTS_FILE]
+    for _ in range(2):
+        assert torch.equal(output(model), y)
+    assert model.block[0].weight.is_meta
+
+
+@KINDS
+def test_dispatch_model(recipe: str, tmp_path: Path) -> None:
+    """Hooks on the CPU, as for devices."""
+    model, y = quantized(recipe)
+    dispatch_model(model, dict.fromkeys(["embedding", "block", "conv", "norm", "head"], "cpu"), force_hooks=True)
+    assert torch.equal(output(model), y)
+    assert model.head.weight is model.embedding.weight
+
+    model, y = quantized(recipe)
+    places = {"embedding": "cpu", "block": "disk", "conv": "disk", "norm": "cpu", "head": "cpu"}
+    assert ours.dispatch_model(model, places, offload_dir=tmp_path) is model
+    assert model.block[0].weight.is_meta
+    assert not model.embedding.weight.is_meta
+    for _ in range(2):
+        assert torch.equal(output(model), y)
+
+
+@KINDS
+def test_set_module_tensor_to_device(recipe: str) -> None:
+    model, y = quantized(recipe)
+    for name, weight in weights(model).items():
+        set_module_tensor_to_device(model, name, "meta")
+        moved = model.get_submodule(name.rpartition(".")[0]).weight
+        assert type(moved) is type(weight)
+        assert moved.is_meta
+        with pytest.raises(ValueError, match="we need a `value`"):
+            set_module_tensor_to_device(model, name, "cpu")
+        set_module_tensor_to_device(model, name, "cpu", value=weight)
+        back = model.get_submodule(name.rpartition(".")[0]).weight
+        assert back.scheme == weight.scheme
+        assert all(torch.equal(t, weight.inner_tensors[key]) for key, t in back.inner_tensors.items())
+    assert torch.equal(output(model), y)
+
+
+def test_set_module_tensor_to_device_changes_the_logical_dtype() -> None:
+    model, _ = quantized("int4")
+    weight = model.block[0].weight
+    set_module_tensor_to_device(model, "block.0.weight", "cpu", value=weight, dtype=torch.bfloat16)
+    assert model.block[0].weight.dtype == torch.bfloat16
+    assert torch.equal(model.block[0].weight.dequantize(torch.float32), weight.dequantize(torch.float32))
+
+
+@KINDS
+def test_offloaded_models_are_saved_again(recipe: str, tmp_path: Path) -> None:
+    model, y = quantized(recipe)
+    cpu_offload(model, "cpu")
+    output(model)
+    with pytest.raises(ValueError, match="meta device"):
+        ours.disk_offload(model, tmp_path)
+    remove_hook_from_submodules(model)
+    save_quantized(model, tmp_path / "model.safetensors")
+    with init_empty_weights():
+        fresh = Model().eval()
+    fresh.head.weight = fresh.embedding.weight
+    load_quantized(fresh, tmp_path / "model.safetensors")
+    assert torch.equal(output(fresh), y)
+
+
+def test_weights_on_disk_are_a_mapping(tmp_path: Path) -> None:
+    model, _ = quantized("int4")
+    path = tmp_path / "model.safetensors"
+    save_quantized(model, path)
+    on_disk = ours.WeightsOnDisk(path, verify=True)
+    assert set(on_disk) == set(model.state_dict())
+    assert len(on_disk) == len(model.state_dict())
+    assert torch.equal(on_disk["head.weight"], model.head.weight)
+    assert torch.equal(on_disk["norm.running_var"], model.norm.running_var)
+    with pytest.raises(KeyError):
+        on_disk["missing"]
+    on_disk.close()
+
+
+def test_accelerate_s_own_files_are_refused(tmp_path: Path) -> None:
+    model, _ = quantized("int8")
+    with pytest.raises(TypeError, match=r"qtorch\.integrations\.accelerate\.disk_offload"):
+        accelerate.disk_offload(model, tmp_path)
+    with pytest.raises(ValueError, match="offload_dir="):
+        ours.dispatch_model(model, {"": "disk"})
+
+
+def test_sizes_by_accelerate() -> None:
+    """It counts elements times the logical dtype, so its maps are on the safe side."""
+    model, _ = quantized("int8")
+    assert compute_module_sizes(model)["block.0.weight"] >= model.block[0].weight.nbytes
