@@ -14,6 +14,7 @@ peft = pytest.importorskip("peft")
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from qtorch import AffineQuantizedTensor, dequantize_, load_quantized, quantize_, save_quantized
 from qtorch.dtypes import QuantizedTensor
@@ -274,6 +275,33 @@ def test_other_adapters(config: peft.PeftConfig) -> None:
     torch.testing.assert_close(output(model), y, rtol=0, atol=1e-5)
     model.unmerge_adapter()
     assert torch.equal(output(model), y)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_transposed_weights_of_gpt2(dora: bool) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=128, n_embd=64, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    base = GPT2LMHeadModel(config).eval()
+    quantize_(base, {r".*\.(c_attn|c_proj|c_fc)\.weight": RECIPES["int4"]})
+    plain = output(base)
+    model = adapted(base, target_modules=["c_attn"], use_dora=dora, fan_in_fan_out=True)
+    y = output(model)
+    assert (y - plain).abs().max() > 1e-2
+    model.merge_adapter()
+    torch.testing.assert_close(output(model), y, rtol=0, atol=1e-5)
+    model.unmerge_adapter()
+    assert torch.equal(output(model), y)
+
+
+def test_batches_of_several_adapters() -> None:
+    model = adapted(quantized_llama("int8"))
+    model.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj"]))
+    randomized(model)
+    with torch.no_grad():
+        mixed = model(input_ids=IDS, adapter_names=["default", "other"]).logits
+    for row, name in enumerate(("default", "other")):
+        model.set_adapter(name)
+        torch.testing.assert_close(mixed[row], output(model)[row], rtol=0, atol=1e-6)
 
 
 def test_modules_to_save_refuses_a_frozen_weight() -> None:
