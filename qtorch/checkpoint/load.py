@@ -13,6 +13,7 @@ from ..dtypes import QuantizedTensor
 from ..install import Change, install, keep_attributes
 from ..model_argument import check_model
 from ..module_repr import show_quantized
+from .experts import fuse_experts
 from .file_format import Place, places_of
 from .fit import check_fits, check_names
 from .source import open_source
@@ -54,7 +55,8 @@ def load_quantized(
     check_model("load_quantized", model)
     path = Path(path)
     places = dict(places_of(model))
-    with open_source(path, verify=verify, mmap=mmap) as source:
+    with open_source(path, verify=verify, mmap=mmap) as opened:
+        source = fuse_experts(opened, places)
         aliases = {**_shared(places, source.names), **source.aliases}
         absent = {name for name in source.optional() if name not in places}
         check_names(path, places, (source.names | aliases.keys()) - absent, source.note)

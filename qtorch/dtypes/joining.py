@@ -1,0 +1,160 @@
+"""Joining matrices into one tensor with more axes, and cutting it into matrices again, without a change of any number.
+
+transformers keeps the experts of a layer in one parameter of shape (experts, rows, columns), whose rows may be those of
+two projections one after the other; checkpoints keep one matrix per expert and projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..primitives.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor
+from ..primitives.scheme import Scheme
+from .base import QuantizedTensor
+
+_OF_ROWS = (PerRow, PerGroup)
+"""Granularities whose blocks lie in one row, so that they say the same of a matrix and of a stack of matrices."""
+
+_OF_SCALES = ("scale_scale", "scale_mean")
+
+_SHARED = ("act_scale", "act_zero_point", *_OF_SCALES)
+"""Parts that all matrices of a joined tensor share."""
+
+_Canonical = tuple[Tensor, dict[str, Tensor]]
+
+
+def join(matrices: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Stack over the outer sequence of the concatenation, by rows, over the inner one.
+
+    Args:
+        matrices: E sequences of P matrices (rows, columns) each, all plain or all quantized alike.
+
+    Returns:
+        A tensor of shape (E, sum of the rows, columns), quantized if the matrices are.
+
+    Raises:
+        ValueError: the matrices differ in their dtype or quantization, or in the scale of their static activations.
+    """
+    flat = [matrix for parts in matrices for matrix in parts]
+    first = flat[0]
+    if not isinstance(first, QuantizedTensor):
+        if any(isinstance(matrix, QuantizedTensor) for matrix in flat):
+            raise ValueError("some of the matrices are quantized and some are not")
+        return torch.stack([_cat(parts) for parts in matrices])
+    for matrix in flat:
+        if not isinstance(matrix, QuantizedTensor):
+            raise ValueError("some of the matrices are quantized and some are not")
+        if (matrix.scheme.spec, matrix.scheme.dtype) != (first.scheme.spec, first.scheme.dtype):
+            raise ValueError(f"the matrices are not quantized alike: {first.scheme.spec} and {matrix.scheme.spec}")
+    return _join_quantized(matrices)  # type: ignore[arg-type]
+
+
+def _join_quantized(matrices: Sequence[Sequence[QuantizedTensor]]) -> QuantizedTensor:
+    first = matrices[0][0]
+    weight = first.scheme.weight
+    canonical = [[matrix.canonical() for matrix in parts] for parts in matrices]
+    flat = [others for parts in canonical for _, others in parts]
+    if any(not torch.equal(others[name], flat[0][name]) for name in _activation(flat[0]) for others in flat):
+        raise ValueError("the static activations of the matrices have different scales")
+    if weight.scale_spec is not None and not _share_scales(weight.scale_spec.granularity, flat):
+        canonical = [[_with_dense_scale(matrix) for matrix in parts] for parts in matrices]
+        flat = [others for parts in canonical for _, others in parts]
+        weight = replace(weight, scale_spec=None)
+    weight = joined_weight(weight, [matrix.scheme.shape for parts in matrices for matrix in parts])
+    codes = torch.stack([_cat([codes for codes, _ in parts]) for parts in canonical])
+    joined = {
+        name: value if _is_shared(name, weight) else torch.stack([_cat([o[name] for _, o in row]) for row in canonical])
+        for name, value in flat[0].items()
+    }
+    scheme = Scheme(replace(first.scheme.spec, weight=weight), tuple(codes.shape), first.scheme.dtype)
+    return type(first).from_canonical(codes, joined, scheme)
+
+
+def joined_weight(weight: Any, shapes: Sequence[Sequence[int]]) -> Any:
+    """The spec of `join` of matrices of these shapes that are quantized by `weight`.
+
+    Raises:
+        ValueError: the matrices differ in the size of their blocks.
+    """
+    if isinstance(weight.granularity, _OF_ROWS):
+        return weight
+    blocks = {weight.block_size(shape) for shape in shapes}
+    if len(blocks) > 1:
+        raise ValueError(f"the blocks of the matrices differ: {sorted(blocks)}")
+    return replace(weight, granularity=PerBlock((1, *blocks.pop())))
+
+
+def cut(tensor: Tensor, parts: int) -> list[list[Tensor]]:
+    """Inverse of `join`: for each index of the first axis, `parts` matrices with the same number of rows.
+
+    Raises:
+        ValueError: the tensor does not have three axes, or its rows, or the blocks that share a scale, do not divide
+            into `parts`.
+    """
+    if tensor.dim() != 3 or tensor.shape[1] % parts:
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} has no {parts} matrices for each of its first axis")
+    if not isinstance(tensor, QuantizedTensor):
+        return [list(matrix.chunk(parts)) for matrix in tensor]
+    weight = tensor.scheme.weight
+    codes, others = tensor.canonical()
+    if weight.scale_spec is not None and not isinstance(weight.scale_spec.granularity, PerTensor):
+        codes, others = _with_dense_scale(tensor)
+        weight = replace(weight, scale_spec=None)
+    count, all_rows, columns = codes.shape
+    rows, block = all_rows // parts, weight.block_size(codes.shape)
+    if block[1] != all_rows and rows % block[1]:
+        raise ValueError(f"its {parts} matrices of {rows} rows cut through the blocks {block} that share a scale")
+    if not isinstance(weight.granularity, _OF_ROWS):
+        weight = replace(weight, granularity=_of_matrix((min(block[1], rows), block[2]), (rows, columns)))
+    scheme = Scheme(replace(tensor.scheme.spec, weight=weight), (rows, columns), tensor.scheme.dtype)
+
+    def matrix(index: int, part: int) -> Tensor:
+        found = {
+            name: value if _is_shared(name, weight) else _piece(value, index, part, parts)
+            for name, value in others.items()
+        }
+        return type(tensor).from_canonical(codes[index].chunk(parts)[part].contiguous(), found, scheme)
+
+    return [[matrix(index, part) for part in range(parts)] for index in range(count)]
+
+
+def _piece(value: Tensor, index: int, part: int, parts: int) -> Tensor:
+    """The piece of a tensor with one element per block; one that spans an axis belongs to all of its pieces."""
+    matrix = value[index if value.shape[0] > 1 else 0]
+    return matrix.chunk(parts)[part] if matrix.shape[0] > 1 else matrix
+
+
+def _of_matrix(block: tuple[int, int], shape: tuple[int, int]) -> Granularity:
+    return PerTensor() if block == shape else PerBlock(block)
+
+
+def _is_shared(name: str, weight: Any) -> bool:
+    return name in _SHARED or (name == "table" and weight.table is not None)
+
+
+def _activation(others: dict[str, Tensor]) -> list[str]:
+    return [name for name in others if name.startswith("act_")]
+
+
+def _share_scales(granularity: Granularity, parts: Sequence[dict[str, Tensor]]) -> bool:
+    """Whether the scales of all matrices are quantized with one common scale, so that they can be joined."""
+    first = parts[0]
+    return isinstance(granularity, PerTensor) and all(
+        torch.equal(others[name], first[name]) for others in parts for name in _OF_SCALES if name in first
+    )
+
+
+def _with_dense_scale(matrix: QuantizedTensor) -> _Canonical:
+    """`canonical` with the scale as the numbers that its codes stand for."""
+    codes, others = matrix.canonical()
+    dense = {name: value for name, value in others.items() if name not in _OF_SCALES}
+    return codes, {**dense, "scale": matrix.scales()[0]}
+
+
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors))
