@@ -51,7 +51,7 @@ FLOORS: list[list[str]] = [
     ["explain", "model_size", "module_repr", "targets"],
     ["checkpoint/tensor_file"],
     ["checkpoint/file_format"],
-    ["checkpoint/fit", "checkpoint/header", "checkpoint/save_format", "checkpoint/source"],
+    ["checkpoint/fit", "checkpoint/header", "checkpoint/save_format", "checkpoint/source", "checkpoint/to_save"],
     ["checkpoint/experts", "checkpoint/hf_folder"],
     ["checkpoint/folder_source"],
     ["checkpoint"],

@@ -14,6 +14,9 @@ HEADER = "qtorch"
 
 HEADER_CHECKSUM = "qtorch.crc32"
 
+OWN_FORMAT = "qtorch"
+"""The name of this format."""
+
 Place = tuple[nn.Module, str, Tensor]
 """A place that holds a parameter or buffer: (module, attribute, tensor)."""
 

@@ -11,20 +11,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..dtypes import QuantizedTensor
 from ..dtypes.serialize import to_canonical
-from .file_format import HEADER, HEADER_CHECKSUM, checksum, places_of, text_checksum
+from .file_format import HEADER, HEADER_CHECKSUM, OWN_FORMAT, checksum, places_of, text_checksum
 from .header import Header
-from .tensor_file import NAMES, write_tensors
+from .save_folder import save_folder
+from .to_save import identity, problem_of, write_file
 
 
 def save_quantized(
     model_or_state_dict: nn.Module | Mapping[str, Tensor],
     path: str | os.PathLike[str],
     *,
+    format: str = OWN_FORMAT,
     max_shard_size: int = 5 * 2**30,
 ) -> None:
     """Save a model, or a state dict, with its quantized weights.
@@ -33,13 +34,18 @@ def save_quantized(
     be loaded completely. Tied weights are saved once. Only one process at a time may save to a path.
 
     Args:
-        path: name of the file, such as ``model.safetensors``.
+        path: name of the file, such as ``model.safetensors``; of a folder for the formats of other packages.
+        format: ``"qtorch"``, which keeps everything; or a format of another package, which refuses what it cannot hold:
+            ``"compressed-tensors"``, a folder that vLLM serves (see docs/guides/vllm.md).
         max_shard_size: maximum size of a file in bytes, unless one tensor is larger.
 
     Raises:
         ValueError: a value is not a tensor with data, has a dtype that safetensors lacks, or two names clash.
         OSError: the files cannot be written; those of an earlier save are unchanged.
     """
+    if format != OWN_FORMAT:
+        save_folder(model_or_state_dict, path, format, max_shard_size=max_shard_size)
+        return
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"save_quantized: {path} is a folder; give the name of a file in it")
@@ -56,8 +62,8 @@ def save_quantized(
     folder.mkdir()
     try:
         for name, shard in zip(names, shards, strict=True):
-            _write(folder / name, shard, {})
-        _write(folder / path.name, root, {HEADER: text, HEADER_CHECKSUM: text_checksum(text)})
+            write_file(folder / name, shard, {})
+        write_file(folder / path.name, root, {HEADER: text, HEADER_CHECKSUM: text_checksum(text)})
         for name in [*names, path.name]:
             os.replace(folder / name, path.with_name(name))
     finally:
@@ -80,9 +86,9 @@ def _canonical(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Header]:
     header = Header()
     first_name: dict[Any, str] = {}
     for name, tensor in named.items():
-        if problem := _problem(tensor):
+        if problem := problem_of(tensor):
             raise ValueError(f"save_quantized: {name} is {problem}")
-        original = first_name.setdefault(_identity(tensor), name)
+        original = first_name.setdefault(identity(tensor), name)
         if original != name:
             header.aliases[name] = original
             continue
@@ -95,33 +101,6 @@ def _canonical(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Header]:
             raise ValueError(f"save_quantized: two tensors would be stored as {', '.join(clash)}")
         tensors |= {key: value.detach().cpu().contiguous() for key, value in stored.items()}
     return tensors, header
-
-
-def _problem(value: Any) -> str | None:
-    """Why a value cannot be saved, or None."""
-    if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}, not a tensor"
-    if nn.parameter.is_lazy(value):
-        return "not initialized yet; run the model once"
-    if value.is_meta:
-        return "on the meta device"
-    if isinstance(value, QuantizedTensor):
-        return None
-    if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
-        return f"a {type(value).__name__}, which has no canonical form"
-    if value.layout is not torch.strided or value.dtype not in NAMES:
-        return f"a {value.layout} tensor of {value.dtype}, which safetensors cannot hold"
-    return None
-
-
-def _identity(tensor: Tensor) -> Any:
-    """A key that is equal for tensors that share their data and have the same form."""
-    if isinstance(tensor, QuantizedTensor):
-        return tensor.scheme, *[_identity(inner) for inner in tensor.inner_tensors.values()]
-    if tensor.numel() == 0:
-        return id(tensor)
-    bits = tensor.is_conj(), tensor.is_neg()
-    return tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), *bits
 
 
 def _split(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
@@ -149,11 +128,3 @@ def _remove_leftovers(path: Path, shards: list[str]) -> None:
             stale.unlink(missing_ok=True)
     for folder in path.parent.glob(f".{glob.escape(path.name)}.{token}.tmp"):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a file and flush it to disk."""
-    try:
-        write_tensors(path, tensors, {"format": "pt", **metadata})
-    except OSError as error:
-        raise type(error)(error.errno, f"save_quantized: cannot write {path}: {error.strerror}") from error

@@ -19,6 +19,8 @@ class Float8DynamicActivationFloat8Weight(WeightRecipe):
     Args:
         granularity: `PerRow()`, a scale per output channel and per token; `PerTensor()`, one of each.
         activation_dtype, weight_dtype: float8 dtypes of torch.
+        scale_dtype: dtype of the scales of the weight; None is fp32. That of the model, so that engines which round
+            scales to it compute with the same numbers (see docs/guides/vllm.md).
 
     Raises:
         ValueError: the granularity or a dtype is not one of these.
@@ -27,11 +29,13 @@ class Float8DynamicActivationFloat8Weight(WeightRecipe):
     granularity: Granularity = PerRow()
     activation_dtype: torch.dtype = torch.float8_e4m3fn
     weight_dtype: torch.dtype = torch.float8_e4m3fn
+    scale_dtype: torch.dtype | None = None
 
     def linear_spec(self) -> LinearSpec:
         none = ZeroPointDomain.NONE
         granularity = row_or_tensor(self.granularity, self.name)
-        weight = QuantSpec(float8_type(self.weight_dtype, self.name), granularity, zero_point_domain=none)
+        dtype = float8_type(self.weight_dtype, self.name)
+        weight = QuantSpec(dtype, granularity, zero_point_domain=none, scale_dtype=self.scale_dtype)
         activation = QuantSpec(float8_type(self.activation_dtype, self.name), granularity, zero_point_domain=none)
         return LinearSpec(weight, activation)
 

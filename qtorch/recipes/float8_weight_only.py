@@ -41,6 +41,8 @@ class Float8WeightOnly(WeightRecipe):
     Args:
         dtype: a float8 dtype of torch.
         granularity: which elements share a scale.
+        scale_dtype: dtype of the scales of the weight; None is fp32. That of the model, so that engines which round
+            scales to it compute with the same numbers (see docs/guides/vllm.md).
 
     Raises:
         ValueError: the dtype is not float8.
@@ -48,10 +50,12 @@ class Float8WeightOnly(WeightRecipe):
 
     dtype: torch.dtype = torch.float8_e4m3fn
     granularity: Granularity = PerRow()
+    scale_dtype: torch.dtype | None = None
 
     def linear_spec(self) -> LinearSpec:
         dtype = float8_type(self.dtype, self.name)
-        return LinearSpec(QuantSpec(dtype, self.granularity, zero_point_domain=ZeroPointDomain.NONE))
+        none, scale_dtype = ZeroPointDomain.NONE, self.scale_dtype
+        return LinearSpec(QuantSpec(dtype, self.granularity, zero_point_domain=none, scale_dtype=scale_dtype))
 
 
 float8_weight_only = Float8WeightOnly

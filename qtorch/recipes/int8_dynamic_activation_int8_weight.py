@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from ..primitives import LinearSpec, MappingType, PerRow, PerToken, QuantSpec, qdtype
 from ..recipe import WeightRecipe, register_recipe
 
@@ -15,13 +17,16 @@ class Int8DynamicActivationInt8Weight(WeightRecipe):
 
     Args:
         act_mapping_type: SYMMETRIC, codes in [-127, 127]; ASYMMETRIC, [-128, 127] with a zero point per token.
+        scale_dtype: dtype of the scales of the weight; None is fp32. That of the model, so that engines which round
+            scales to it compute with the same numbers (see docs/guides/vllm.md).
     """
 
     act_mapping_type: MappingType = MappingType.SYMMETRIC
+    scale_dtype: torch.dtype | None = None
 
     def linear_spec(self) -> LinearSpec:
         symmetric = self.act_mapping_type is not MappingType.ASYMMETRIC
-        weight = QuantSpec(qdtype("int8"), PerRow(), quant_min=-127)
+        weight = QuantSpec(qdtype("int8"), PerRow(), scale_dtype=self.scale_dtype, quant_min=-127)
         lowest = -127 if symmetric else None
         activation = QuantSpec(qdtype("int8"), PerToken(), self.act_mapping_type, quant_min=lowest)
         return LinearSpec(weight, activation)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from ..primitives import LinearSpec, PerRow, PerTensor, QuantSpec, qdtype
 from ..recipe import register_recipe
 from .static_activation import StaticActivationRecipe
@@ -18,13 +20,17 @@ class Int8StaticActivationInt8Weight(StaticActivationRecipe):
 
     Args:
         scale: of the activation: its largest magnitude divided by 127.
+        scale_dtype: dtype of the scales of the weight; None is fp32. That of the model, so that engines which round
+            scales to it compute with the same numbers (see docs/guides/vllm.md).
 
     Raises:
         TypeError, ValueError: the scale is not a positive number.
     """
 
+    scale_dtype: torch.dtype | None = None
+
     def linear_spec(self) -> LinearSpec:
-        weight = QuantSpec(qdtype("int8"), PerRow(), quant_min=-127)
+        weight = QuantSpec(qdtype("int8"), PerRow(), scale_dtype=self.scale_dtype, quant_min=-127)
         activation = QuantSpec(qdtype("int8"), PerTensor(), quant_min=-127)
         return LinearSpec(weight, activation, static=True)
 

@@ -7,16 +7,29 @@ so the block with the largest element has the largest e4m3 scale.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from ..dtypes import PackedLayout
+from ..dtypes import AffineQuantizedTensor, PackedLayout
 from ..primitives import LinearSpec, PerGroup, PerTensor, QuantSpec, ZeroPointDomain, qdtype
+from ..primitives.double_quant import dequantize_scale
+from ..primitives.scheme import Scheme
 from ..recipe import WeightRecipe, register_recipe
+from ..targets import Target
 
 BLOCK = 16
+
+_LARGEST = 6 * 448
+"""The largest number at a scale of 1: an element of 6 in a block with a scale of 448."""
+
+_HALF = 0.5
+
+_SMALLEST_SCALE = 2.0**-9
+"""The smallest positive number of float8_e4m3fn."""
 
 
 def nvfp4_spec() -> QuantSpec:
@@ -29,13 +42,63 @@ def nvfp4_spec() -> QuantSpec:
 @register_recipe("nvfp4_weight_only")
 @dataclass(frozen=True)
 class Nvfp4WeightOnly(WeightRecipe):
-    """Weights in NVFP4, 4.5 bits per weight."""
+    """Weights in NVFP4, 4.5 bits per weight.
+
+    Args:
+        tensor_scale: the fp32 scale of the tensor; None takes absmax / 2688. Layers that an engine joins have to share
+            it, and a power of two is exact in files that hold its inverse (see docs/guides/vllm.md).
+
+    Raises:
+        ValueError: `tensor_scale` is not positive and finite.
+    """
 
     quantizes_activations: ClassVar[bool] = False
+
+    tensor_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        scale, fp32 = self.tensor_scale, torch.finfo(torch.float32)
+        if scale is not None and not fp32.tiny <= scale <= fp32.max:
+            raise ValueError(f"{self.name}: tensor_scale is positive, finite and a normal number in fp32, got {scale}")
+        super().__post_init__()
 
     def linear_spec(self) -> LinearSpec:
         activation = nvfp4_spec() if self.quantizes_activations else None
         return LinearSpec(nvfp4_spec(), activation, layout=PackedLayout())
+
+    def apply(self, weight: Tensor) -> Tensor:
+        if self.tensor_scale is None:
+            return super().apply(weight)
+        linear = self.linear_spec()
+        spec, scale_type = linear.weight, qdtype(torch.float8_e4m3fn)
+        dense, _ = replace(spec, scale_spec=None, scale_dtype=torch.float32).choose_qparams(weight)
+        scaled = (dense / self.tensor_scale).clamp(_SMALLEST_SCALE, scale_type.quant_max)
+        scales = {
+            "scale": scaled.to(scale_type.storage),
+            "scale_scale": torch.tensor([self.tensor_scale], dtype=torch.float32, device=weight.device),
+        }
+        codes = spec.quantize(weight, dequantize_scale(scales, spec.scale_spec), None)
+        scheme = Scheme(linear, tuple(weight.shape), weight.dtype)
+        return AffineQuantizedTensor.from_canonical(codes, scales, scheme)
+
+    def has_made(self, target: Target[Any]) -> bool:
+        if not super().has_made(target):
+            return False
+        found: Any = target.parameter
+        return self.tensor_scale is None or bool((found.scale_scale == self.tensor_scale).all())
+
+
+def shared_tensor_scale(absmax: float) -> float:
+    """The smallest power of two that is large enough as the scale of tensors with this largest magnitude.
+
+    Powers of two multiply and divide exactly. They use at least half of the range of the scales of blocks, whose
+    relative precision is the same everywhere.
+    """
+    least = absmax / _LARGEST
+    if not least > 0:
+        return 1.0
+    mantissa, exponent = math.frexp(least)
+    return 2.0 ** max(-126, exponent - 1 if mantissa == _HALF else exponent)
 
 
 @register_recipe("nvfp4_dynamic_activation_nvfp4_weight")

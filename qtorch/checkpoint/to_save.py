@@ -1,0 +1,48 @@
+"""What every format asks of the tensors that it saves, and the writing of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..dtypes import QuantizedTensor
+from .tensor_file import NAMES, write_tensors
+
+
+def problem_of(value: Any) -> str | None:
+    """Why a value cannot be saved, or None."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}, not a tensor"
+    if nn.parameter.is_lazy(value):
+        return "not initialized yet; run the model once"
+    if value.is_meta:
+        return "on the meta device"
+    if isinstance(value, QuantizedTensor):
+        return None
+    if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
+        return f"a {type(value).__name__}, which has no canonical form"
+    if value.layout is not torch.strided or value.dtype not in NAMES:
+        return f"a {value.layout} tensor of {value.dtype}, which safetensors cannot hold"
+    return None
+
+
+def identity(tensor: Tensor) -> Any:
+    """A key that is equal for tensors that share their data and have the same form."""
+    if isinstance(tensor, QuantizedTensor):
+        return tensor.scheme, *[identity(inner) for inner in tensor.inner_tensors.values()]
+    if tensor.numel() == 0:
+        return id(tensor)
+    bits = tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), *bits
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a file and flush it to disk."""
+    try:
+        write_tensors(path, tensors, {"format": "pt", **metadata})
+    except OSError as error:
+        raise type(error)(error.errno, f"save_quantized: cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,8 @@
+"""compressed-tensors, the format of vLLM and llm-compressor: read by `load_quantized`, written by `save_quantized`.
+
+    save_quantized(model, folder, format="compressed-tensors")
+
+The package itself is not imported.
+"""
+
+from . import save, source  # noqa: F401 (register the format)

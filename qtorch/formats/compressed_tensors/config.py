@@ -1,0 +1,123 @@
+"""`quantization_config` of config.json, as compressed-tensors writes it; it may be untrusted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .scheme import FORMATS, Args, Group
+
+METHOD = "compressed-tensors"
+
+MIXED = "mixed-precision"
+
+VERSION = "0.20.0"
+"""The version of the package whose files those of this package equal; from 0.18 on codes are packed densely."""
+
+_DENSE_SINCE = (0, 18)
+_MAX_PATTERN = 2000
+"""Length of a regular expression in a file."""
+
+
+@dataclass
+class Config:
+    """How the layers of a checkpoint are quantized.
+
+    Attributes:
+        groups: (targets, group) pairs in the order of the file. A target is the name of a module, a regular expression
+            after ``re:``, which matches from the beginning of the name, or the name of a class of modules.
+        version: of the package that wrote the file, None if it is not known.
+        kv_cache: the KV cache is quantized too.
+        notes: what is left out, for people.
+    """
+
+    groups: list[tuple[list[str], Group]] = field(default_factory=list)
+    version: tuple[int, ...] | None = None
+    kv_cache: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def packs_densely(self) -> bool | None:
+        """Whether codes may straddle words, by the version; None if it is not known."""
+        return None if self.version is None else self.version >= _DENSE_SINCE
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> Config:
+        """
+        Raises:
+            ValueError: the configuration is not valid, or needs what this package cannot represent; the message does
+                not name the file.
+        """
+        made = cls(version=_version(data.get("version")), kv_cache=data.get("kv_cache_scheme") is not None)
+        _refuse_transforms(data)
+        overall = data.get("format")
+        groups = data.get("config_groups")
+        if not isinstance(groups, Mapping):
+            raise ValueError(f"config_groups is {groups!r:.80}, not an object")
+        for name, entry in groups.items():
+            try:
+                made.groups.append(_group(entry, overall))
+            except ValueError as error:
+                raise ValueError(f"config_groups, {name}: {error}") from error
+            if entry.get("output_activations") is not None:
+                made.notes.append(f"the outputs of {name}, which stay in floating point")
+        return made
+
+    def group_of(self, module: str) -> list[Group]:
+        """The groups that a module may be in: the one that names it, or else all that name a class of modules."""
+        for targets, group in self.groups:
+            if module in targets:
+                return [group]
+        for targets, group in self.groups:
+            if any(target.startswith("re:") and re.match(target[3:], module) for target in targets):
+                return [group]
+        return [group for targets, group in self.groups if any(map(_is_class, targets))]
+
+
+def _is_class(target: str) -> bool:
+    return target.isidentifier() and target[0].isupper()
+
+
+def _version(value: Any) -> tuple[int, ...] | None:
+    found = re.match(r"(\d{1,6})\.(\d{1,6})", value) if isinstance(value, str) else None
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def _refuse_transforms(data: Mapping[str, Any]) -> None:
+    sparsity = data.get("sparsity_config") or {}
+    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") not in (None, "dense"):
+        raise ValueError(f"sparsity_config has the format {sparsity['format']!r:.40}; sparse files are not read")
+    transforms = data.get("transform_config") or {}
+    if isinstance(transforms, Mapping) and transforms.get("config_groups"):
+        raise ValueError("transform_config rotates the activations, which the layers here do not; the file is not read")
+
+
+def _group(entry: Any, overall: Any) -> tuple[list[str], Group]:
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"is {entry!r:.80}, not an object with targets and weights")
+    targets = entry.get("targets")
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise ValueError(f"targets is {targets!r:.80}, not a list of names")
+    for target in targets:
+        if target.startswith("re:"):
+            _check_pattern(target[3:])
+    format = entry.get("format")
+    if format is None and overall != MIXED:
+        format = overall
+    if format not in (None, "dense", *FORMATS):
+        raise ValueError(f"the format {format!r:.40} is not read; known are {', '.join((*FORMATS, MIXED))}")
+    weights, inputs = entry.get("weights"), entry.get("input_activations")
+    return targets, Group(
+        None if weights is None else Args.parse(weights), None if inputs is None else Args.parse(inputs), format
+    )
+
+
+def _check_pattern(pattern: str) -> None:
+    if len(pattern) > _MAX_PATTERN:
+        raise ValueError(f"a target is a regular expression of {len(pattern)} characters")
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"the target {pattern!r:.80} is not a regular expression: {error}") from error
