@@ -16,6 +16,7 @@ from .dtypes import (
     TensorCoreTiledLayout,
 )
 from .explain import explain
+from .formats.compressed_tensors import recipes_for_vllm
 from .model_size import get_model_size_in_bytes
 from .primitives import (
     CodebookSpec,
@@ -66,6 +67,7 @@ __all__ = [
     "get_model_size_in_bytes",
     "load_quantized",
     "quantize_",
+    "recipes_for_vllm",
     "save_quantized",
     *recipes.__all__,
     *calibration.__all__,

@@ -20,6 +20,7 @@ from .config import config as config
 from .dtypes.affine import AffineQuantizedTensor as AffineQuantizedTensor
 from .dtypes.codebook import LUTQuantizedTensor as LUTQuantizedTensor
 from .explain import explain as explain
+from .formats.compressed_tensors.serving import recipes_for_vllm as recipes_for_vllm
 from .layouts.packed import PackedLayout as PackedLayout
 from .layouts.plain import PlainLayout as PlainLayout
 from .layouts.semi_sparse import SemiSparseLayout as SemiSparseLayout
@@ -140,6 +141,7 @@ __all__ = [
     "nvfp4_weight_only",
     "qat",
     "quantize_",
+    "recipes_for_vllm",
     "save_quantized",
     "scheduled_qat",
     "switchback_training",
