@@ -110,10 +110,8 @@ class CompressedTensorsSource(FolderSource):
         raise errors[0]
 
     def _of_group(self, stored: Stored, group: Group, config: Config) -> tuple[StoredWeight, str]:
-        activation, static, note = activation_spec(group.input_activations)
         weight, shape, read = decode(stored, group, config.packs_densely)
-        if static and "input_scale" not in stored:
-            raise ValueError("its inputs are quantized with a fixed scale, but there is no input_scale")
+        activation, static, note = activation_spec(group.input_activations, shape[1])
         asymmetric = static and activation is not None and activation.has_zero_point
         used = ["input_scale"] * static + ["input_zero_point"] * asymmetric
         if missing := [name for name in used if name not in stored]:

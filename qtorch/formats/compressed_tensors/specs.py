@@ -191,40 +191,48 @@ def _granularity(args: Args, shape: tuple[int, int]) -> Granularity:
     raise ValueError(f"weights by {args.strategy} are not known")
 
 
-def activation_spec(args: Args | None) -> tuple[QuantSpec | None, bool, str]:
+def activation_spec(args: Args | None, columns: int) -> tuple[QuantSpec | None, bool, str]:
     """(spec of the input of a layer or None, whether it is static, what is left out).
 
     An input whose quantization has no equal here stays in floating point; the third item says so, else it is empty.
+
+    Args:
+        columns: length of a row of the input.
     """
     if args is None:
         return None, False, ""
     left_out = f"{args.type}{args.num_bits} by {args.strategy}"
-    if args.strategy == "tensor_group" or args.dynamic == "local":
-        return None, False, f"{left_out}, with a measured scale for the tensor"
-    granularity = _ACTIVATIONS.get((args.type, args.strategy))
-    if args.strategy == "group" and args.group_size == MX_GROUP and args.scale_dtype == _E8M0_NAME:
-        name = {8: "float8_e4m3fn", 4: "float4_e2m1"}.get(args.num_bits)
-        if args.type == "float" and name is not None:
-            spec = QuantSpec(qdtype(name), PerGroup(MX_GROUP), zero_point_domain=_NONE, scale_dtype=_E8M0)
-            return spec, False, ""
+    dtype = _ACTIVATION_DTYPES.get((args.type, args.num_bits))
+    granularity = _activation_granularity(args, columns)
     static = not args.dynamic
-    if granularity is None or args.num_bits != 8 or (static and args.strategy != "tensor"):
+    if dtype is None or granularity is None or (static and args.strategy != "tensor"):
         return None, False, left_out
     if args.type == "float":
         if not args.symmetric:
             return None, False, f"{left_out}, asymmetric"
-        return QuantSpec(qdtype("float8_e4m3fn"), granularity, zero_point_domain=_NONE), static, ""
+        is_mx = args.strategy == "group" and args.group_size == MX_GROUP and args.scale_dtype == _E8M0_NAME
+        if args.num_bits == 4 and not is_mx:
+            return None, False, left_out
+        spec = QuantSpec(qdtype(dtype), granularity, zero_point_domain=_NONE, scale_dtype=_E8M0 if is_mx else None)
+        return spec, static, ""
     if args.symmetric:
-        return QuantSpec(qdtype("int8"), granularity, quant_min=-127), static, ""
-    return QuantSpec(qdtype("int8"), granularity, MappingType.ASYMMETRIC), static, ""
+        return QuantSpec(qdtype(dtype), granularity, quant_min=-127), static, ""
+    return QuantSpec(qdtype(dtype), granularity, MappingType.ASYMMETRIC), static, ""
 
 
-_ACTIVATIONS: dict[tuple[str, str], Granularity] = {
-    ("int", "token"): PerToken(),
-    ("int", "tensor"): PerTensor(),
-    ("float", "token"): PerRow(),
-    ("float", "tensor"): PerTensor(),
-}
+_ACTIVATION_DTYPES = {("int", 8): "int8", ("float", 8): "float8_e4m3fn", ("float", 4): "float4_e2m1"}
+
+
+def _activation_granularity(args: Args, columns: int) -> Granularity | None:
+    if args.dynamic == "local":
+        return None  # a part of the scale was measured
+    if args.strategy == "token":
+        return PerToken() if args.type == "int" else PerRow()
+    if args.strategy == "tensor":
+        return PerTensor()
+    if args.strategy == "group" and args.group_size is not None and columns % args.group_size == 0:
+        return PerGroup(args.group_size)
+    return None
 
 
 def linear_spec(weight: QuantSpec, activation: QuantSpec | None, static: bool) -> LinearSpec:

@@ -1,0 +1,174 @@
+"""The package decompresses our files to our numbers, and we read its files as the numbers that it decompresses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from qtorch import explain, load_quantized, save_quantized
+from qtorch.dtypes import QuantizedTensor
+from tests.formats.compressed_tensors import judge
+from tests.formats.compressed_tensors.cases import CASES, GROUPS, Case
+
+SHAPES = {"wide": (64, 192), "narrow": (33, 32)}
+"""The second has rows whose packed codes end inside a word, or take as many words in both packings."""
+
+OLD_VERSION = os.environ.get("COMPRESSED_TENSORS_0_17", "/tmp/ct17")
+"""A folder with version 0.17: pip install --no-deps --target FOLDER compressed-tensors==0.17.0 loguru"""
+
+needs_old_version = pytest.mark.skipif(
+    not Path(OLD_VERSION, "compressed_tensors").is_dir(), reason=f"no compressed-tensors 0.17 in {OLD_VERSION}"
+)
+
+
+def model_of(dtype: torch.dtype) -> nn.ModuleDict:
+    return nn.ModuleDict({name: nn.Linear(columns, rows, bias=False) for name, (rows, columns) in SHAPES.items()}).to(
+        dtype
+    )
+
+
+def quantized(case: Case) -> nn.ModuleDict:
+    torch.manual_seed(0)
+    model = model_of(case.dtype)
+    if "PerBlock" in case.id:
+        del model["narrow"]
+    for module in model.values():
+        with torch.no_grad():
+            rows = torch.linspace(0.1, 2, module.weight.shape[0]).reshape(-1, 1)
+            made = case.make(torch.randn(module.weight.shape) * rows)
+        module.weight = nn.Parameter(made, requires_grad=False)
+    return model
+
+
+def write(case: Case, folder: Path) -> nn.ModuleDict:
+    model = quantized(case)
+    save_quantized(model, folder, format="compressed-tensors")
+    return model
+
+
+def check_equal(model: nn.ModuleDict, floats: dict[str, Tensor]) -> None:
+    """The numbers of the package, in its dtype: that of the scale, or bfloat16."""
+    assert floats.keys() == {f"{name}.weight" for name in model}
+    for name, module in model.items():
+        found = floats[f"{name}.weight"]
+        assert isinstance(module.weight, QuantizedTensor)
+        assert torch.equal(module.weight.dequantize(found.dtype), found)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_the_package_reads_what_is_written(case: Case, tmp_path: Path) -> None:
+    model = write(case, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]
+    assert config["format"] == case.format
+    check_equal(model, judge.decompress(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_what_is_written_is_read_again(case: Case, tmp_path: Path) -> None:
+    model = write(case, tmp_path / "model")
+    again = model_of(case.dtype)
+    for name in again.keys() - model.keys():
+        del again[name]
+    load_quantized(again, tmp_path / "model")
+    for name, module in model.items():
+        read = again[name].weight
+        assert isinstance(read, QuantizedTensor)
+        assert read.scheme.dtype is case.dtype
+        assert torch.equal(read.dequantize(), module.weight.dequantize())
+        scales = 3 * read.shape[0] if "PerTensor" in case.id else 8
+        assert read.nbytes <= module.weight.nbytes + scales  # stays packed
+        assert explain(read).kernel == explain(module.weight).kernel
+        x = torch.randn(3, read.shape[1]).to(case.dtype)
+        assert torch.equal(again[name](x), module(x))
+
+
+def config_of(word: str) -> dict[str, Any]:
+    format, weights = GROUPS[word]
+    # The package has weights in bytes only together with quantized inputs.
+    dynamic = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True}
+    inputs = {**dynamic, "type": weights["type"]} if format in ("int-quantized", "float-quantized") else None
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": format}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": [],
+    }
+
+
+def floats_of(word: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    wide = torch.randn(64, 192)
+    if "beyond the edge" in word:
+        return {"wide.weight": wide[:48].to(dtype)}
+    if "blocks" in word:
+        return {"wide.weight": wide.to(dtype)}
+    return {"wide.weight": wide.to(dtype), "narrow.weight": (torch.randn(33, 32) + 0.3).to(dtype)}
+
+
+def read(folder: Path, floats: dict[str, Tensor]) -> nn.ModuleDict:
+    names = {name.removesuffix(".weight"): weight.shape for name, weight in floats.items()}
+    model = nn.ModuleDict({name: nn.Linear(shape[1], shape[0], bias=False) for name, shape in names.items()})
+    load_quantized(model, folder)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("word", GROUPS)
+def test_what_the_package_writes_is_read(word: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    floats = floats_of(word, dtype)
+    judge.compress(floats, config_of(word), tmp_path / "model")
+    model = read(tmp_path / "model", floats)
+    check_equal(model, judge.decompress(tmp_path / "model"))
+    for name, module in model.items():
+        # Something was quantized.
+        assert not torch.equal(module.weight.dequantize(torch.float32), floats[f"{name}.weight"].float())
+
+
+def ask_old_version(task: str, source: Path, target: Path) -> None:
+    target.mkdir()
+    environment = {**os.environ, "PYTHONPATH": OLD_VERSION, "TORCHDYNAMO_DISABLE": "1"}
+    program = [sys.executable, "-W", "ignore", judge.__file__, task, str(source), str(target)]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1].startswith("0.17.")
+
+
+@needs_old_version
+def test_version_0_17_reads_what_is_written(tmp_path: Path) -> None:
+    """But for codes of 3, 5, 6 and 7 bits, which vLLM reads as they are packed since version 0.18."""
+    straddling = [case for case in CASES if any(f"int{bits}," in str(case.recipe) for bits in (3, 5, 6, 7))]
+    models = {}
+    (tmp_path / "folders").mkdir()
+    for number, case in enumerate(CASES):
+        if case not in straddling:
+            models[number] = write(case, tmp_path / "folders" / f"{number:03d}")
+    ask_old_version("decompress", tmp_path / "folders", tmp_path / "floats")
+    assert len(models) == len(CASES) - len(straddling) > 20
+    for number, model in models.items():
+        check_equal(model, load_file(tmp_path / "floats" / f"{number:03d}.safetensors"))
+
+
+@needs_old_version
+def test_what_version_0_17_writes_is_read(tmp_path: Path) -> None:
+    (tmp_path / "floats").mkdir()
+    given = {}
+    for number, word in enumerate(GROUPS):
+        if "beyond the edge" in word:
+            continue  # this version guesses the size of blocks from the shapes, and guesses these wrong
+        given[number] = floats_of(word, torch.bfloat16)
+        save_file(
+            given[number], tmp_path / "floats" / f"{number:03d}.safetensors", {"config": json.dumps(config_of(word))}
+        )
+    ask_old_version("compress", tmp_path / "floats", tmp_path / "folders")
+    for number, floats in given.items():
+        folder = tmp_path / "folders" / f"{number:03d}"
+        check_equal(read(folder, floats), load_file(folder.with_suffix(".safetensors")))
