@@ -85,8 +85,8 @@ def _write_configs(model: Any, folder: Path) -> dict[str, Any]:
     return {**contents, **dtype}
 
 
-def _named_tensors(source: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor once, by its first name; buffers only if they are part of the state dict."""
+def _named_tensors(source: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]]:
+    """(name, tensor, first name of the tensor) of what is in the state dict."""
     if isinstance(source, nn.Module):
         kept = source.state_dict(keep_vars=True).keys()
         named = {name: tensor for name, (_, _, tensor) in places_of(source) if name in kept}
@@ -96,8 +96,7 @@ def _named_tensors(source: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[s
     for name, tensor in named.items():
         if problem := problem_of(tensor):
             raise ValueError(f"save_quantized: {name} is {problem}")
-        if seen.setdefault(identity(tensor), name) == name:
-            yield name, tensor
+        yield name, tensor, seen.setdefault(identity(tensor), name)
 
 
 def _write_tensors(source: Any, format: SaveFormat, folder: Path, limit: int) -> None:
@@ -111,7 +110,10 @@ def _write_tensors(source: Any, format: SaveFormat, folder: Path, limit: int) ->
         write_file(folder / _shard(len(shards), 0), pending, {})
         pending.clear()
 
-    for name, tensor in _named_tensors(source):
+    for name, tensor, original in _named_tensors(source):
+        if name != original:
+            format.alias(name, original)
+            continue
         for key, value in format.store(name, tensor.detach()).items():
             if key in seen:
                 raise ValueError(f"save_quantized: two tensors would be stored as {key}")

@@ -21,8 +21,8 @@ C = TypeVar("C", bound="type[SaveFormat]")
 class SaveFormat(ABC):
     """One checkpoint that is being written in a format.
 
-    The caller passes every parameter and buffer to `store` once, in any order, writes what it returns to safetensors
-    files, and puts `config()` into config.json as `quantization_config` at the end.
+    The caller passes every parameter and buffer to `store` once, in any order, and further names of it to `alias`,
+    writes what `store` returns to safetensors files, and puts `config()` into config.json as `quantization_config` at the end.
 
     Args:
         config: contents of the config.json of the model; empty for a model without.
@@ -42,6 +42,13 @@ class SaveFormat(ABC):
 
         Raises:
             ValueError: the format cannot hold the tensor; the message names it and says what to write instead.
+        """
+
+    def alias(self, name: str, original: str) -> None:  # noqa: B027 (optional)
+        """Take note that `name` is another name of the tensor that was stored as `original`, and is not stored itself.
+
+        Raises:
+            ValueError: the format cannot say so.
         """
 
     @abstractmethod

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...checkpoint.experts import expert_names, is_fused, split_experts
 from ...checkpoint.save_format import SaveFormat, register_save_format
-from ...dtypes import QuantizedTensor
+from ...dtypes import ConvWeight, QuantizedTensor
 from .config import METHOD, MIXED, VERSION
 from .encode import encode
 from .groups import check_joined, config_groups, ignored
@@ -28,6 +28,8 @@ from .vllm import EMBEDDING, EXPERTS, LINEAR, SCALES_IN_THE_DTYPE_OF_THE_MODEL, 
 _EXPERT = re.compile(r".+\.experts\.\d+\.[^.]+")
 _EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe", "word_embeddings", "shared", "embeddings")
 """Last names of modules that are tables of embeddings."""
+
+_HEAD = "lm_head"
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,16 @@ class CompressedTensorsFormat(SaveFormat):
         prefix = f"{module}." if module else ""
         return {f"{prefix}{key}": value for key, value in tensors.items()}
 
+    def alias(self, name: str, original: str) -> None:
+        names = [expert_names(self.model_config).in_checkpoint(each).rpartition(".")[0] for each in (name, original)]
+        if names[1] in self.quantized:
+            raise ValueError(
+                f"{name} is tied to {original}, which is quantized; vLLM ties weights in floating point only: quantize "
+                "neither, or untie them"
+            )
+        if names[1] in self.floats:
+            self.floats.append(names[0])
+
     def config(self) -> dict[str, Any]:
         check_joined({name: asdict(saved) for name, saved in self.quantized.items()}, self.floats)
         groups = config_groups({name: saved.group for name, saved in self.quantized.items()})
@@ -92,8 +104,13 @@ class CompressedTensorsFormat(SaveFormat):
             "config_groups": {
                 f"group_{index}": group.to_json(targets) for index, (group, targets) in enumerate(groups)
             },
-            "ignore": ignored(self.floats),
+            "ignore": ignored([*self.floats, *self._tied_head()]),
         }
+
+    def _tied_head(self) -> list[str]:
+        """The head of a model whose files do not hold it."""
+        is_tied = self.model_config.get("tie_word_embeddings") is True and _HEAD not in self.quantized
+        return [_HEAD] if is_tied else []
 
     def progress(self) -> Any:
         return {"quantized": {name: asdict(saved) for name, saved in self.quantized.items()}, "floats": self.floats}
@@ -118,7 +135,7 @@ def _args(data: Mapping[str, Any]) -> Args:
 
 
 def _saved(module: str, tensor: QuantizedTensor) -> tuple[Saved, dict[str, Tensor]]:
-    if tensor.dim() != 2:
+    if tensor.dim() != 2 and not isinstance(tensor, ConvWeight):
         raise ValueError(f"has shape {tuple(tensor.shape)}; the schemes are for matrices")
     group, scheme = serve(module, tensor)
     if scheme in SCALES_IN_THE_DTYPE_OF_THE_MODEL:

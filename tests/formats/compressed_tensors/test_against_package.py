@@ -17,6 +17,8 @@ from qtorch.dtypes import QuantizedTensor
 from tests.formats.compressed_tensors import judge
 from tests.formats.compressed_tensors.cases import CASES, GROUPS, Case
 
+pytest.importorskip("compressed_tensors")
+
 SHAPES = {"wide": (64, 192), "narrow": (33, 32)}
 """The second has rows whose packed codes end inside a word, or take as many words in both packings."""
 
@@ -143,6 +145,7 @@ def ask_old_version(task: str, source: Path, target: Path) -> None:
 
 
 @needs_old_version
+@pytest.mark.slow
 def test_version_0_17_reads_what_is_written(tmp_path: Path) -> None:
     """But for codes of 3, 5, 6 and 7 bits, which vLLM reads as they are packed since version 0.18."""
     straddling = [case for case in CASES if any(f"int{bits}," in str(case.recipe) for bits in (3, 5, 6, 7))]
@@ -158,6 +161,7 @@ def test_version_0_17_reads_what_is_written(tmp_path: Path) -> None:
 
 
 @needs_old_version
+@pytest.mark.slow
 def test_what_version_0_17_writes_is_read(tmp_path: Path) -> None:
     (tmp_path / "floats").mkdir()
     given = {}

@@ -1,0 +1,302 @@
+"""What a saved folder says, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qtorch import (
+    MappingType,
+    QuantSpec,
+    ZeroPointDomain,
+    float8_weight_only,
+    fpx_weight_only,
+    int4_weight_only,
+    int8_dynamic_activation_int8_semi_sparse_weight,
+    int8_dynamic_activation_int8_weight,
+    int8_static_activation_int8_weight,
+    int8_weight_only,
+    intx_weight_only,
+    load_quantized,
+    lut_weight_only,
+    mxfp6_weight_only,
+    nf4_weight_only,
+    nvfp4_dynamic_activation_nvfp4_weight,
+    nvfp4_weight_only,
+    quantize_,
+    save_quantized,
+)
+from qtorch.checkpoint.save_format import SAVE_FORMATS, save_format
+from qtorch.dtypes import AffineQuantizedTensor, QuantizedTensor
+from qtorch.recipe import Recipe
+
+FORMAT = "compressed-tensors"
+INT4 = intx_weight_only("int4", group_size=32)
+INT8 = int8_weight_only(scale_dtype=torch.bfloat16)
+
+
+class Layer(nn.Module):
+    """A layer with the names of Llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = nn.ModuleDict({f"{name}_proj": nn.Linear(64, 64, bias=False) for name in "qkvo"})
+        self.mlp = nn.ModuleDict({f"{name}_proj": nn.Linear(64, 64, bias=False) for name in ("gate", "up", "down")})
+        self.norm = nn.RMSNorm(64)
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed_tokens = nn.Embedding(32, 64)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.lm_head = nn.Linear(64, 32, bias=False)
+        self.to(torch.bfloat16)
+
+
+def saved(model: nn.Module, folder: Path, **options: Any) -> dict[str, Any]:
+    save_quantized(model, folder, format=FORMAT, **options)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return config
+
+
+def weights(config: dict[str, Any]) -> list[tuple[list[str], int]]:
+    return [(group["targets"], group["weights"]["num_bits"]) for group in config["config_groups"].values()]
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(floats(a), floats(b)) for a, b in pairs)
+
+
+def floats(tensor: Tensor) -> Tensor:
+    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+
+
+def test_one_scheme_names_the_class_and_what_is_left_out(tmp_path: Path) -> None:
+    model = Model()
+    quantize_(model, {r"layers\..*": INT4})
+    config = saved(model, tmp_path / "model")
+    assert weights(config) == [(["Linear"], 4)]
+    assert config["ignore"] == ["embed_tokens", "lm_head"]
+    assert (config["format"], config["quantization_status"]) == ("pack-quantized", "compressed")
+    again = Model()
+    load_quantized(again, tmp_path / "model")
+    assert same(model, again)
+
+
+def test_a_quantized_head_is_named(tmp_path: Path) -> None:
+    """vLLM's class for it is not called Linear."""
+    model = Model()
+    quantize_(model, INT4)
+    config = saved(model, tmp_path / "model")
+    assert weights(config) == [(["Linear", "lm_head"], 4)]
+    assert config["ignore"] == ["embed_tokens"]
+
+
+def test_an_embedding_is_named(tmp_path: Path) -> None:
+    model = Model()
+    quantize_(model, {r"layers\..*": INT4, "embed_tokens": INT4})
+    assert weights(saved(model, tmp_path / "model")) == [(["Linear", "embed_tokens"], 4)]
+    again = Model()
+    load_quantized(again, tmp_path / "model")
+    assert same(model, again)
+    assert isinstance(again.embed_tokens.weight, QuantizedTensor)
+
+
+def test_several_schemes_name_every_module(tmp_path: Path) -> None:
+    """A class among the targets would take the modules that vLLM joins, whichever group names their parts."""
+    model = Model(2)
+    quantize_(model, {r"layers\..*mlp.*": INT4, r"layers\..*attn.*": int8_dynamic_activation_int8_weight()})
+    config = saved(model, tmp_path / "model")
+    assert config["format"] == "mixed-precision"
+    assert sorted(group["format"] for group in config["config_groups"].values()) == ["int-quantized", "pack-quantized"]
+    targets = [target for names, _ in weights(config) for target in names]
+    assert "Linear" not in targets
+    assert set(targets) == {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} - {
+        "lm_head"
+    }
+    again = Model(2)
+    load_quantized(again, tmp_path / "model")
+    assert same(model, again)
+
+
+@pytest.mark.parametrize("joined", [("self_attn.q_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")])
+def test_modules_that_vllm_joins_must_agree(joined: tuple[str, str], tmp_path: Path) -> None:
+    first, second = (f"layers.0.{name}" for name in joined)
+    model = Model()
+    quantize_(model, {second: INT8, r"layers\..*": INT4})
+    with pytest.raises(ValueError, match=f"{first} and {second} differ in their quantization"):
+        saved(model, tmp_path / "model")
+    model = Model()
+    quantize_(model, {second: None, r"layers\..*": INT4})
+    with pytest.raises(ValueError, match=f"{first} and {second}: one of them is not quantized"):
+        saved(model, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+def test_joined_modules_share_static_scales(tmp_path: Path) -> None:
+    """vLLM takes the largest of the scales of an input; the others would change."""
+    model = Model()
+    second = int8_static_activation_int8_weight(0.02)
+    quantize_(model, {r".*v_proj": second, r"layers\..*": int8_static_activation_int8_weight(0.01)})
+    with pytest.raises(ValueError, match=r"q_proj and .*v_proj differ in their scale of the input"):
+        saved(model, tmp_path / "model")
+
+
+def test_joined_modules_share_the_scale_of_nvfp4(tmp_path: Path) -> None:
+    model = Model()
+    quantize_(model, {r".*up_proj": nvfp4_weight_only(2.0**-9), r"layers\..*": nvfp4_weight_only(2.0**-10)})
+    with pytest.raises(ValueError, match=r"gate_proj and .*up_proj differ in their scale of the tensor"):
+        saved(model, tmp_path / "model")
+
+
+REFUSED: list[tuple[Recipe, str]] = [
+    (nf4_weight_only(), "look-up tables"),
+    (lut_weight_only(), "look-up tables"),
+    (int4_weight_only(group_size=32, zero_point_domain=ZeroPointDomain.FLOAT), "zero points of the domain FLOAT"),
+    (intx_weight_only("int1", group_size=32), "integers of 2 to 8 bits, these have 1"),
+    (int8_dynamic_activation_int8_semi_sparse_weight(), "is sparse"),
+    (fpx_weight_only(3, 2), "codes of float6_e3m2"),
+    (mxfp6_weight_only(), "codes of float6_e2m3"),
+    (float8_weight_only(torch.float8_e5m2), "codes of float8_e5m2"),
+    (nvfp4_dynamic_activation_nvfp4_weight(), "computed from the whole batch; vLLM wants one that was measured"),
+    (nvfp4_weight_only(tensor_scale=2.6884532417170703e-05), "choose a power of two"),
+    (int8_weight_only(), r"quantize with scale_dtype=torch.bfloat16, or quantize_\(model, recipes_for_vllm"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "why"), REFUSED, ids=[str(recipe) for recipe, _ in REFUSED])
+def test_what_no_scheme_serves_is_refused_by_name(recipe: Recipe, why: str, tmp_path: Path) -> None:
+    model = nn.ModuleDict({"block": nn.ModuleDict({"proj": nn.Linear(64, 64, bias=False)})}).to(torch.bfloat16)
+    quantize_(model, recipe)
+    with pytest.raises(ValueError, match=rf"block\.proj\.weight: .*{why}"):
+        saved(model, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+def test_convolutions_and_bare_parameters_are_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv1d(16, 16, 2))
+    quantize_(model, {"0": int8_weight_only()})
+    with pytest.raises(ValueError, match=r"0\.weight: is the weight of a convolution"):
+        saved(model, tmp_path / "model")
+    bare = nn.Module()
+    bare.table = nn.Parameter(torch.randn(4, 16, 16))
+    quantize_(bare, {"table": int8_weight_only()})
+    with pytest.raises(ValueError, match="table is quantized, but not the weight of a module"):
+        saved(bare, tmp_path / "model")
+
+
+def test_zero_points_that_are_not_codes_are_refused() -> None:
+    spec = QuantSpec(torch.int4, mapping=MappingType.ASYMMETRIC)  # type: ignore[arg-type]
+    weight = AffineQuantizedTensor.from_float(torch.randn(16, 32), spec)
+    codes, scale, zero_point = weight.plain()
+    assert zero_point is not None
+    far = AffineQuantizedTensor.from_plain(codes, scale, zero_point + 9, spec, torch.float32)
+    with pytest.raises(ValueError, match=r"a\.weight: has zero points beyond its codes of 4 bits"):
+        save_format(FORMAT).store("a.weight", far)
+
+
+@pytest.mark.parametrize("limit", [1, 20_000, 2**30])
+def test_shards(limit: int, tmp_path: Path) -> None:
+    model = Model(2)
+    quantize_(model, {r"layers\..*": INT4})
+    folder = tmp_path / "model"
+    saved(model, folder, max_shard_size=limit)
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert (files == ["model.safetensors"]) == (limit == 2**30)
+    if limit != 2**30:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert set(index["weight_map"].values()) == set(files)
+        assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    again = Model(2)
+    load_quantized(again, folder)
+    assert same(model, again)
+
+
+def test_an_existing_folder_is_replaced(tmp_path: Path) -> None:
+    model = Model()
+    quantize_(model, {r"layers\..*": INT4})
+    folder = tmp_path / "model"
+    saved(model, folder, max_shard_size=1)
+    (folder / "tokenizer.json").write_text("{}")
+    saved(model, folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    again = Model()
+    load_quantized(again, folder)
+    assert same(model, again)
+
+
+def test_a_failed_save_leaves_the_folder(tmp_path: Path) -> None:
+    model = Model()
+    quantize_(model, {r"layers\..*": INT4})
+    folder = tmp_path / "model"
+    saved(model, folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    bad = Model()
+    quantize_(bad, {r"layers\..*": nf4_weight_only()})
+    with pytest.raises(ValueError, match="look-up tables"):
+        saved(bad, folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_paths(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match="file is a file; format 'compressed-tensors' is written to a folder"):
+        saved(Model(), tmp_path / "file")
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        saved(Model(), tmp_path / "none" / "model")
+    with pytest.raises(ValueError, match="format 'gguf-ish' is not known; known are 'qtorch', 'compressed-tensors'"):
+        save_quantized(Model(), tmp_path / "model", format="gguf-ish")
+    assert FORMAT in SAVE_FORMATS
+
+
+def test_a_state_dict_and_a_float_model(tmp_path: Path) -> None:
+    model = Model()
+    config = saved(model, tmp_path / "floats")
+    assert config["config_groups"] == {}
+    quantize_(model, {r"layers\..*": INT4})
+    save_quantized(model.state_dict(), tmp_path / "state", format=FORMAT)
+    again = Model()
+    load_quantized(again, tmp_path / "state")
+    assert same(model, again)
+
+
+def test_a_checkpoint_is_continued() -> None:
+    """As after a kill: another object continues from the progress, which is JSON."""
+    model = Model(2)
+    quantize_(model, {r"layers\..*mlp.*": INT4, r"layers\..*attn.*": INT8})
+    tensors = list(model.state_dict().items())
+    whole = save_format(FORMAT)
+    for name, tensor in tensors:
+        whole.store(name, tensor)
+    begun = save_format(FORMAT)
+    for name, tensor in tensors[:7]:
+        begun.store(name, tensor)
+    continued = save_format(FORMAT)
+    continued.resume(json.loads(json.dumps(begun.progress())))
+    for name, tensor in tensors[7:]:
+        continued.store(name, tensor)
+    assert continued.config() == whole.config()
+    with pytest.raises(ValueError, match="not the progress of a compressed-tensors checkpoint"):
+        continued.resume({"quantized": 3})
+
+
+def test_tied_weights(tmp_path: Path) -> None:
+    """A tied head is not stored, and has to be ignored all the same; vLLM ties floats only."""
+    model = Model()
+    model.lm_head.weight = model.embed_tokens.weight
+    quantize_(model, {r"layers\..*": INT4})
+    assert saved(model, tmp_path / "model")["ignore"] == ["embed_tokens", "lm_head"]
+    streamed = save_format(FORMAT, {"tie_word_embeddings": True})
+    streamed.store("embed_tokens.weight", model.embed_tokens.weight)
+    assert streamed.config()["ignore"] == ["embed_tokens", "lm_head"]
+    quantize_(model, {"embed_tokens": INT4})
+    with pytest.raises(ValueError, match=r"lm_head\.weight is tied to embed_tokens\.weight, which is quantized"):
+        saved(model, tmp_path / "tied")

@@ -1,0 +1,192 @@
+"""transformers, with compressed-tensors, loads what is written; and `load_quantized` what it has."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qtorch import (
+    dequantize_,
+    explain,
+    float8_dynamic_activation_float8_weight,
+    float8_weight_only,
+    int4_weight_only,
+    int8_dynamic_activation_int4_weight,
+    int8_dynamic_activation_int8_weight,
+    int8_weight_only,
+    intx_weight_only,
+    load_quantized,
+    mxfp4_weight_only,
+    mxfp8_weight_only,
+    nvfp4_weight_only,
+    quantize_,
+    recipes_for_vllm,
+    save_quantized,
+)
+from qtorch.dtypes import QuantizedTensor
+from qtorch.recipe import WeightRecipe
+from tests.formats.compressed_tensors import judge
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("compressed_tensors")
+
+IDS = torch.arange(1, 13).reshape(1, 12)
+
+
+def llama(**options: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, **heads, **options)
+    return transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def qwen3_moe() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 96, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = transformers.Qwen3MoeConfig(**sizes, **heads, **experts)
+    return transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def mixtral() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads)).to(torch.bfloat16).eval()
+
+
+def floats(model: nn.Module) -> dict[str, Tensor]:
+    named = model.named_parameters()
+    return {name: value.dequantize() if isinstance(value, QuantizedTensor) else value for name, value in named}
+
+
+def quantized(model: Any, recipe: WeightRecipe, folder: Path) -> Any:
+    quantize_(model, recipes_for_vllm(model, recipe))
+    save_quantized(model, folder, format="compressed-tensors")
+    return model
+
+
+def generate(model: Any) -> Tensor:
+    generated: Tensor = model.generate(IDS, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    return generated
+
+
+WEIGHT_ONLY = [
+    int8_weight_only(),
+    intx_weight_only("int4", group_size=32),
+    intx_weight_only("int3", group_size=32),
+    float8_weight_only(),
+    mxfp4_weight_only(),
+    mxfp8_weight_only(),
+    nvfp4_weight_only(),
+]
+DYNAMIC = [
+    int8_dynamic_activation_int8_weight(),
+    int8_dynamic_activation_int4_weight(),
+    float8_dynamic_activation_float8_weight(),
+]
+
+
+@pytest.mark.parametrize("recipe", [*WEIGHT_ONLY, *DYNAMIC], ids=str)
+def test_from_pretrained_has_the_same_numbers(recipe: WeightRecipe, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    model = quantized(llama(), recipe, folder)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    loaded(IDS)  # decompresses
+    theirs = floats(loaded)
+    for name, value in floats(model).items():
+        assert torch.equal(theirs[name], value), name
+    if recipe in WEIGHT_ONLY:
+        # The same weights, and kernels of torch on both sides: the same numbers to the last bit.
+        dequantized = llama()
+        load_quantized(dequantized, folder)
+        dequantize_(dequantized)
+        with torch.no_grad():
+            difference = (loaded(IDS).logits - dequantized(IDS).logits).abs().max()
+            own = (loaded(IDS).logits - model(IDS).logits).abs().max()
+        # Sums in bf16 in another order: logits of about 0.5, with 8 bits, after two layers.
+        assert float(difference) <= 2**-6
+        assert float(own) <= 2**-6
+
+
+def test_asymmetric_weights_need_dequantize(tmp_path: Path) -> None:
+    """compressed-tensors 0.20 makes parameters for unpacked zero points; its decompression is right."""
+    folder = tmp_path / "model"
+    model = quantized(llama(), int4_weight_only(group_size=32), folder)
+    config = transformers.CompressedTensorsConfig(dequantize=True)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
+    theirs = floats(loaded)
+    for name, value in floats(model).items():
+        assert torch.equal(theirs[name], value), name
+
+
+@pytest.mark.parametrize("make", [qwen3_moe, mixtral])
+@pytest.mark.parametrize(
+    "recipe", [int8_weight_only(), intx_weight_only("int4", group_size=32), mxfp4_weight_only()], ids=str
+)
+def test_experts_are_written_one_by_one(make: Any, recipe: WeightRecipe, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    model = quantized(make(), recipe, folder)
+    assert isinstance(model.model.layers[0].mlp.experts.gate_up_proj, QuantizedTensor)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    loaded(IDS)
+    theirs = floats(loaded)
+    for name, value in floats(model).items():
+        assert torch.equal(theirs[name], value), name
+
+
+EXPERTS = [int8_weight_only(), float8_weight_only(), nvfp4_weight_only(), int4_weight_only(group_size=32), DYNAMIC[2]]
+
+
+@pytest.mark.parametrize(
+    ("make", "recipe"),
+    [
+        *[pytest.param(llama, each, id=f"llama {each}") for each in (*WEIGHT_ONLY, *DYNAMIC, EXPERTS[3])],
+        *[pytest.param(make, each, id=f"{make.__name__} {each}") for make in (qwen3_moe, mixtral) for each in EXPERTS],
+    ],
+)
+def test_load_quantized_is_the_model_that_was_saved(make: Any, recipe: WeightRecipe, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    if make is not llama and recipe == float8_weight_only():
+        with pytest.raises(ValueError, match=r"experts\.0\..*vLLM has no scheme for weights float8 per channel"):
+            quantized(make(), recipe, folder)
+        return
+    model = quantized(make(), recipe, folder)
+    again = make()
+    load_quantized(again, folder)
+    assert [each.kernel for each in explain(again)] == [each.kernel for each in explain(model)]
+    assert torch.equal(generate(again), generate(model))
+    decompressed = judge.decompress(folder)
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    ignored = [name for name in config["ignore"] if not name.startswith("re:")]
+    assert "lm_head" in ignored
+    assert "model.embed_tokens" in ignored
+    assert not decompressed.keys() & {f"{name}.weight" for name in ignored}
+    assert len(decompressed) == {llama: 14, qwen3_moe: 16, mixtral: 16}[make]
+
+
+def test_names_of_mixtral_in_the_file(tmp_path: Path) -> None:
+    quantized(mixtral(), int8_weight_only(), tmp_path / "model")
+    names = judge.decompress(tmp_path / "model").keys()
+    assert "model.layers.0.block_sparse_moe.experts.3.w1.weight" in names
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert "model.layers.0.block_sparse_moe.gate" in config["quantization_config"]["ignore"]
+    assert config["architectures"] == ["MixtralForCausalLM"]
+    assert config["dtype"] == "bfloat16"
+    assert (tmp_path / "model" / "generation_config.json").is_file()
+
+
+def test_tied_weights(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    model = quantized(llama(tie_word_embeddings=True), intx_weight_only("int4", group_size=32), folder)
+    again = llama(tie_word_embeddings=True)
+    load_quantized(again, folder)
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    assert torch.equal(generate(again), generate(model))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
