@@ -17,6 +17,7 @@ from .dtypes import (
 )
 from .explain import explain
 from .formats.compressed_tensors import recipes_for_vllm
+from .integrations import watch_imports as _watch_imports
 from .model_size import get_model_size_in_bytes
 from .primitives import (
     CodebookSpec,
@@ -38,6 +39,8 @@ from .report import QuantizeReport
 
 globals().update({name: getattr(calibration, name) for name in calibration.__all__})
 globals().update({name: getattr(training, name) for name in training.RECIPE_NAMES})
+
+_watch_imports()
 
 __version__ = "0.1.0"
 

@@ -21,6 +21,7 @@ from .explain import problem_of
 from .install import Change, all_or_nothing, install, keep_attributes
 from .kernels.im2col import to_matrix
 from .kernels.registry import choose
+from .listeners import tell
 from .model_argument import check_model
 from .model_size import get_model_size_in_bytes
 from .module_repr import show_quantized
@@ -121,6 +122,8 @@ def quantize_(
     chunk.install()
     if device is not None and not dry_run:
         model.to(device)
+    if not dry_run:
+        tell(model, {slot.name: target.recipe for target in targets if target.recipe for slot in target.slots})
     report = QuantizeReport(tuple(rows), dry_run, *elements, before)
     after = before - report.bytes_before + report.bytes_after if dry_run else get_model_size_in_bytes(model)
     return replace(report, model_bytes_after=after)
@@ -152,6 +155,7 @@ def dequantize_(model: nn.Module) -> nn.Module:
         install(changes)
         for module in model.modules():
             show_quantized(module)
+    tell(model)
     return model
 
 

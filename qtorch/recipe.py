@@ -162,7 +162,8 @@ class WeightRecipe(Recipe):
         """The scale of a static activation, (1, 1) fp32, or None if there is none."""
         return None
 
-    def check(self, weight: Tensor) -> None:
+    def check_form(self, weight: Tensor) -> None:
+        """`check` of everything but the values; `weight` may be on the meta device."""
         check_float_weight(weight)
         if weight.dim() < 2:
             raise ValueError(f"takes weights of two or more dimensions, this one has shape {tuple(weight.shape)}")
@@ -170,6 +171,9 @@ class WeightRecipe(Recipe):
         spec.weight.block_size(weight.shape)
         if spec.layout is not None:
             spec.layout.check(Scheme(spec, tuple(weight.shape), weight.dtype))
+
+    def check(self, weight: Tensor) -> None:
+        self.check_form(weight)
         if weight.is_meta:
             raise ValueError("the weight is on the meta device and has no values to quantize; load it first")
         if not bool(torch.isfinite(weight).all()):

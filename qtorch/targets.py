@@ -211,10 +211,14 @@ def _asks_for(key: str, slot: Slot[R]) -> bool:
     An exact name selects any weight. A regular expression selects linear layers, and other weights only if it names
     them: if it still matches with their last name replaced by a placeholder, only a wildcard has matched.
     """
-    names = {slot.name, slot.label}
-    return key in names or any(
-        _fully_matches(key, name) and (slot.is_linear or not _fully_matches(key, _with_own_name_replaced(name)))
-        for name in names
+    return (slot.is_linear and _matches(key, slot)) or is_asked_by_name(key, slot)
+
+
+def is_asked_by_name(key: str, slot: Slot[R]) -> bool:
+    """Whether a key selects a slot by its exact or its last name, rather than by a wildcard alone."""
+    return any(
+        key == name or (_fully_matches(key, name) and not _fully_matches(key, _with_own_name_replaced(name)))
+        for name in (slot.name, slot.label)
     )
 
 

@@ -13,7 +13,7 @@ TREES = {path.relative_to(ROOT): ast.parse(path.read_text()) for path in sorted(
 # imports only from lower floors; files that share a folder's name here import each other, but not in a circle. The face
 # of a package (`__init__`) stands with the highest of its files. A new kernel, layout, recipe needs no entry.
 FLOORS: list[list[str]] = [
-    ["discovery", "generation", "install", "model_argument", "prepared_module", "report", "tracing"],
+    ["discovery", "generation", "install", "listeners", "model_argument", "prepared_module", "report", "tracing"],
     ["config"],
     ["primitives/jsonable", "primitives/non_finite", "primitives/pruning", "primitives/sqnr"],
     ["primitives/granularity", "primitives/rounding"],
@@ -87,7 +87,14 @@ FLOORS: list[list[str]] = [
     ["integrations/peft/variants"],
     ["integrations/peft/layers"],
     ["integrations/peft"],
-    ["integrations/wrappers"],
+    ["integrations/after_import", "integrations/wrappers"],
+    ["integrations/transformers/config"],
+    ["integrations/transformers/plan", "integrations/transformers/renaming"],
+    ["integrations/transformers/saved_state", "integrations/transformers/stored_weights"],
+    ["integrations/transformers/conversions", "integrations/transformers/training_state"],
+    ["integrations/transformers/quantizer"],
+    ["integrations/transformers/attach", "integrations/transformers/model_card"],
+    ["integrations/transformers"],
     ["integrations"],
     ["__init__"],
 ]

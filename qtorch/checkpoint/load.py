@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..dtypes import QuantizedTensor
 from ..install import Change, install, keep_attributes
+from ..listeners import tell
 from ..model_argument import check_model
 from ..module_repr import show_quantized
 from .experts import fuse_experts
@@ -84,6 +85,7 @@ def load_quantized(
     install(changes)
     for module in model.modules():
         show_quantized(module)
+    tell(model)
     return model
 
 

@@ -26,6 +26,7 @@ SKIPPED = {
     "docs/guides/gguf.md": 2,  # need gguf
     "docs/guides/accelerate.md": 1,  # needs accelerate
     "docs/guides/peft.md": 5,  # need peft
+    "docs/guides/transformers.md": 1,  # needs accelerate
 }
 
 

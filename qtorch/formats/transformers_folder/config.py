@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from ...primitives.jsonable import to_json
+from ...primitives.jsonable import from_json, to_json
 
 QUANT_METHOD = "qtorch"
 
@@ -28,13 +29,25 @@ def quantization_config(recipe: Any = None, names: Names = "model", **more: Any)
 
 
 def recipe_json(recipe: Any) -> Any:
-    """A recipe, or a mapping to recipes, as JSON data; a recipe with data or functions becomes its text."""
-    if isinstance(recipe, dict):
-        return {name: recipe_json(each) for name, each in recipe.items()}
+    """A recipe as JSON data, a mapping as a list of pairs, whose order counts; a recipe with data becomes its text."""
+    if isinstance(recipe, Mapping):
+        return [[name, recipe_json(each)] for name, each in recipe.items()]
+    if getattr(recipe, "data", None) is not None:
+        return str(recipe)
     try:
         return to_json(recipe)
     except TypeError:
         return str(recipe)
+
+
+def read_recipe(data: Any) -> Any:
+    """Inverse of `recipe_json`; text, and what this version does not know, stay as they are."""
+    if isinstance(data, list) and all(isinstance(item, list | tuple) and len(item) == 2 for item in data):
+        return {name: read_recipe(each) for name, each in data}
+    try:
+        return from_json(data) if isinstance(data, dict) else data
+    except ValueError:
+        return data
 
 
 def is_ours(config: Any) -> bool:

@@ -1,0 +1,68 @@
+"""after_import: import one module right after another one has been imported, without importing that one.
+
+If that one is imported already, it happens at once. Otherwise a finder at the front of `sys.meta_path` waits for the
+name: it asks the other finders for it, and adds a step to the loader that they return. After that step it removes
+itself. Python holds the lock of a module while it loads it, so the step runs in one thread, once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def after_import(name: str, follower: str) -> None:
+    """Import the module `follower` now if the module `name` is imported, else right after it is.
+
+    If that fails, a warning says so, and the import of `name` succeeds.
+    """
+    if name in sys.modules:
+        _follow(name, follower)
+    elif not any(isinstance(finder, _Watch) and finder.follower == follower for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watch(name, follower))
+
+
+class _Watch(MetaPathFinder):
+    """The finder that waits for `name`."""
+
+    def __init__(self, name: str, follower: str) -> None:
+        self.name = name
+        self.follower = follower
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        others = [finder for finder in sys.meta_path if finder is not self]
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            self._add_step(spec.loader)
+        return spec
+
+    def _add_step(self, loader: Any) -> None:
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            # A new list: another thread that iterates over the old one would skip a finder.
+            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
+            _follow(self.name, self.follower)
+
+        loader.exec_module = exec_module
+
+
+def _follow(name: str, follower: str) -> None:
+    try:
+        importlib.import_module(follower)
+    except Exception as error:
+        warnings.warn(
+            f"{follower} does not work with this version of {name.partition('.')[0]}: {type(error).__name__}: {error}",
+            stacklevel=2,
+        )

@@ -1,0 +1,109 @@
+"""QtorchConfig: the argument `quantization_config` of `from_pretrained`, and the entry of that name in config.json."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers.quantizers.auto import register_quantization_config
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ...formats.transformers_folder.config import (
+    QUANT_METHOD,
+    VERSION,
+    Names,
+    quantization_config,
+    read_recipe,
+    recipe_json,
+)
+from ...recipe import Recipe
+
+
+@register_quantization_config(QUANT_METHOD)
+class QtorchConfig(QuantizationConfigMixin):
+    """How `from_pretrained` quantizes a model while it loads it.
+
+    Args:
+        recipe: as in `quantize_`: a recipe for every `nn.Linear`, or an ordered mapping from names to recipes.
+        modules_to_not_convert: names of modules that stay in floating point, as transformers matches them: from the
+            start of a name, as a regular expression, or as its end. None: the output layer, tied weights and the last
+            module, unless the mapping asks for them by name.
+        names, model_dtype, base_model, training, version: written by `save_pretrained`, and read again.
+
+    Raises:
+        TypeError: `recipe` is neither a recipe nor a mapping to recipes, or there is an unknown argument.
+        ValueError: the folder was written by a newer version of qtorch.
+    """
+
+    quant_method: Any
+
+    def __init__(
+        self,
+        recipe: Recipe | Mapping[str, Recipe | None] | Any = None,
+        modules_to_not_convert: Sequence[str] | None = None,
+        *,
+        names: Names = "model",
+        model_dtype: str | None = None,
+        base_model: str | None = None,
+        training: Sequence[Any] = (),
+        version: int = VERSION,
+        quant_method: str = QUANT_METHOD,
+    ) -> None:
+        if version != VERSION:
+            raise ValueError(
+                f"the folder has version {version!r:.40} of the format; this qtorch reads version {VERSION}"
+            )
+        self.quant_method = quant_method
+        self.recipe = dict(recipe) if isinstance(recipe, Mapping) and "type" not in recipe else read_recipe(recipe)
+        self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
+        self.names = names
+        # Not "dtype": transformers turns the values of keys of that name into dtypes.
+        self.model_dtype = model_dtype
+        self.base_model = None if base_model is None else name_on_hub(base_model)
+        # JSON data until it is used: recipes in files of newer versions must not keep others from loading.
+        self.training: list[tuple[Any, list[str]]] = [(each, list(of)) for each, of in training]
+
+    @property
+    def is_recipe(self) -> bool:
+        """Whether `recipe` can quantize a model, rather than being text, or None."""
+        given = self.recipe.values() if isinstance(self.recipe, dict) else [self.recipe]
+        return bool(given) and all(isinstance(each, Recipe) or (each is None and len(given) > 1) for each in given)
+
+    def trained(self) -> dict[str, Recipe]:
+        """Name of each weight in training -> its recipe.
+
+        Raises:
+            ValueError: a recipe is not known to this version.
+        """
+        found: dict[str, Recipe] = {}
+        for data, names in self.training:
+            recipe = read_recipe(data)
+            if not isinstance(recipe, Recipe):
+                raise ValueError(
+                    f"the weights {', '.join(names[:4])} are in training by {data!r:.200}, which is unknown"
+                )
+            found |= dict.fromkeys(names, recipe)
+        return found
+
+    def set_trained(self, recipes: Mapping[str, Recipe]) -> None:
+        """Inverse of `trained`."""
+        groups: dict[Recipe, list[str]] = {}
+        for name, recipe in recipes.items():
+            groups.setdefault(recipe, []).append(name)
+        self.training = [(recipe_json(recipe), names) for recipe, names in groups.items()]
+
+    def to_dict(self) -> dict[str, Any]:
+        more: dict[str, Any] = {"modules_to_not_convert": self.modules_to_not_convert, "model_dtype": self.model_dtype}
+        if self.base_model:
+            more["base_model"] = self.base_model
+        if self.training:
+            more["training"] = [[recipe, names] for recipe, names in self.training]
+        return quantization_config(self.recipe, self.names, **more)
+
+
+def name_on_hub(name: str | None) -> str | None:
+    """`name` if it is the name of a model on the Hub, "organization/model"; None for folders."""
+    is_name = name is not None and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII) is not None
+    return name if is_name and not Path(str(name)).exists() else None

@@ -1,0 +1,86 @@
+"""StoredWeights: the quantized tensors of a folder that `from_pretrained` loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...checkpoint.fit import check_fits
+from ...checkpoint.tensor_file import ALIGNMENT, TensorFile
+from ...dtypes import AffineQuantizedTensor, QuantizedTensor
+from ...dtypes.serialize import from_canonical
+from ...formats.transformers_folder import Index, cast
+from ...training.weights.codes import CodesWeight
+from .config import QtorchConfig
+
+MARKER = "marker"
+"""The part that stands for the marker, which is no tensor of the entry."""
+
+
+class StoredWeights:
+    """What the headers of the files say.
+
+    Attributes:
+        index: the entries of all files.
+        owners: key in a file -> (name of the parameter, part).
+        others: keys in the files that are not parts of quantized parameters -> the file.
+
+    Raises:
+        ValueError: the files are not safetensors, or their headers not valid.
+    """
+
+    def __init__(self, files: Sequence[str], config: QtorchConfig, dtype: torch.dtype) -> None:
+        self.index = Index()
+        self.config = config
+        self.dtype = dtype
+        keys: dict[str, Path] = {}
+        for path in map(Path, files):
+            file = TensorFile(path)
+            file.close()
+            keys |= dict.fromkeys(file.stored, path)
+            try:
+                self.index.add(Index.parse(file.metadata))
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
+        parts = self.index.owners()
+        if missing := sorted(parts.keys() - keys.keys()):
+            raise ValueError(f"{files[0]}: missing key {', '.join(missing[:4])}")
+        markers = {name: (name, MARKER) for name in self.index.quantized if name not in parts}
+        self.owners: dict[str, tuple[str, str]] = {**markers, **parts}
+        self.others = {key: path for key, path in keys.items() if key not in self.owners}
+
+    def parameter(self, name: str, parts: Mapping[str, Tensor], model: nn.Module, place: str) -> nn.Parameter:
+        """The parameter `place` of `model` from its stored parts.
+
+        Args:
+            name: its name in the files.
+
+        Raises:
+            ValueError: the parts are not valid, or do not fit the model.
+        """
+        entry = self.index.quantized[name]
+        by_key = {key: aligned(parts[part]) for part, key in entry["tensors"].items() if part in parts}
+        tensor = from_canonical(entry, by_key.__getitem__)
+        path, _, attribute = place.rpartition(".")
+        module: Any = model.get_submodule(path)
+        check_fits(Path(name), place, (module, attribute, module._parameters[attribute]), tensor)
+        # Weights of another dtype than the saved model had keep theirs.
+        if self.config.model_dtype in (None, str(tensor.dtype).removeprefix("torch.")):
+            tensor = cast(tensor, self.dtype)
+        if name in self.config.trained() and isinstance(tensor, AffineQuantizedTensor):
+            return nn.Parameter(CodesWeight(tensor.inner_tensors, tensor.scheme), requires_grad=True)
+        return nn.Parameter(tensor, requires_grad=False)
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor where torch would allocate it: files of other packages do not align it, and products depend on it."""
+    return tensor.clone() if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT else tensor
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether a parameter of the model is quantized, or in training."""
+    return any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())

@@ -1,0 +1,154 @@
+"""A model that `quantize_` changed after loading knows how to save itself, and how to become float again."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from qtorch import dequantize_, load_quantized, quantize_, save_quantized
+from qtorch.integrations.transformers import QtorchConfig
+from tests.every_recipe import NAMES, make
+from tests.integrations.transformers.tiny_models import CASES, EXPERTS, I4, I8, assert_same, build, quantized_names
+
+X = torch.arange(6)[None]
+
+
+def test_attributes() -> None:
+    model = build("llama")
+    quantize_(model, I8)
+    assert model.is_quantized
+    assert model.quantization_method == "qtorch"
+    assert model.config.quantization_config is model.hf_quantizer.quantization_config
+    assert model.config.quantization_config.recipe == I8
+    assert (model.hf_quantizer.is_trainable, model.hf_quantizer.is_qat_trainable) == (True, False)
+    assert model.hf_quantizer.is_compileable
+
+
+def test_dry_run_and_errors_attach_nothing() -> None:
+    model = build("llama")
+    quantize_(model, I8, dry_run=True)
+    with pytest.raises(ValueError, match="matches no"):
+        quantize_(model, {"nowhere": I8})
+    assert getattr(model, "hf_quantizer", None) is None
+    assert not hasattr(model.config, "quantization_config")
+
+
+def test_a_second_call_comes_before_the_first_in_the_recipe() -> None:
+    model = build("llama")
+    quantize_(model, I4)
+    quantize_(model, {"model.embed_tokens": I8})
+    assert model.config.quantization_config.recipe == {"model.embed_tokens.weight": I8, r".*": I4}
+
+
+@pytest.mark.parametrize("how", ["dequantize_", "model.dequantize"])
+def test_dequantize(tmp_path: Path, how: str) -> None:
+    model = build("tied_llama")
+    quantize_(model, {"model.embed_tokens": I8, "lm_head": I8, r".*": I4})
+    wanted = model(X).logits
+    model.save_pretrained(tmp_path / "q")
+    if how == "dequantize_":
+        dequantize_(model)
+    else:
+        model.dequantize()
+    assert model.is_quantized is False
+    assert getattr(model, "hf_quantizer", None) is None
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    torch.testing.assert_close(model(X).logits, wanted, rtol=1e-4, atol=1e-4)
+    model.save_pretrained(tmp_path / "float")
+    assert "quantization_config" not in (tmp_path / "float" / "config.json").read_text()
+    assert_same(type(model).from_pretrained(tmp_path / "float"), model)
+
+
+def test_dequantize_of_a_loaded_model(tmp_path: Path) -> None:
+    model = build("llama")
+    quantize_(model, I8)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).dequantize(dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    assert not quantized_names(loaded)
+
+
+def test_a_part_that_is_quantized_alone_is_saved(tmp_path: Path) -> None:
+    model = build("llama")
+    quantize_(model.model.layers[0], I8)
+    assert getattr(model, "hf_quantizer", None) is None
+    model.save_pretrained(tmp_path)
+    assert len(quantized_names(model)) == 7
+    assert_same(type(model).from_pretrained(tmp_path), model)
+
+
+def test_a_model_of_load_quantized_is_saved(tmp_path: Path) -> None:
+    model = build("mixtral")
+    quantize_(model, {EXPERTS: I8, r".*": I4})
+    save_quantized(model, tmp_path / "own.safetensors")
+    loaded = load_quantized(build("mixtral"), tmp_path / "own.safetensors")
+    loaded.save_pretrained(tmp_path / "folder")
+    assert_same(CASES["mixtral"].kind.from_pretrained(tmp_path / "folder"), model)
+
+
+def test_a_copy_has_a_quantizer_of_its_own(tmp_path: Path) -> None:
+    model = build("llama")
+    quantize_(model, I8)
+    other = copy.deepcopy(model)
+    dequantize_(other)
+    assert model.hf_quantizer is not None
+    model.save_pretrained(tmp_path)
+    assert_same(type(model).from_pretrained(tmp_path), model)
+
+
+def test_quantizing_a_loaded_model_further(tmp_path: Path) -> None:
+    model = build("llama")
+    quantize_(model, {"lm_head": None, r".*": I8})
+    model.save_pretrained(tmp_path / "one")
+    loaded = type(model).from_pretrained(tmp_path / "one")
+    quantize_(loaded, {"lm_head": I4})
+    loaded.save_pretrained(tmp_path / "two")
+    again = type(model).from_pretrained(tmp_path / "two")
+    assert_same(again, loaded)
+    assert "lm_head.weight" in quantized_names(again)
+
+
+def test_float_models_are_saved_as_ever(tmp_path: Path) -> None:
+    model = build("mixtral")
+    model.save_pretrained(tmp_path)
+    assert not (tmp_path / "README.md").exists()
+    assert_same(type(model).from_pretrained(tmp_path), model)
+
+
+def test_models_that_share_a_config(tmp_path: Path) -> None:
+    one = build("llama")
+    other = type(one)(one.config)
+    quantize_(one, I8)
+    other.save_pretrained(tmp_path / "float")
+    one.save_pretrained(tmp_path / "quantized")
+    assert "qtorch" not in (tmp_path / "float" / "config.json").read_text()
+    assert_same(type(one).from_pretrained(tmp_path / "float"), other)
+    assert_same(type(one).from_pretrained(tmp_path / "quantized"), one)
+
+
+def test_experts_are_not_compileable() -> None:
+    model = build("mixtral")
+    quantize_(model, {EXPERTS: I8})
+    assert not model.hf_quantizer.is_compileable
+    quantize_(dense := build("mixtral"), {r".*q_proj": I8})
+    assert dense.hf_quantizer.is_compileable
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_reach_adapters_through_every_recipe(name: str) -> None:
+    """What `is_trainable` promises: the gradient of the input is that of the dequantized weight."""
+    layer = torch.nn.Linear(64, 64, bias=False)
+    quantize_(layer, make(name, 32))
+    x = torch.randn(3, 64, requires_grad=True)
+    given = torch.randn(3, 64)
+    layer(x).backward(given)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, given @ layer.weight.dequantize(), rtol=1e-3, atol=1e-3)
+
+
+def test_config_of_a_newer_version_is_refused() -> None:
+    with pytest.raises(ValueError, match="version 2"):
+        QtorchConfig(version=2)

@@ -1,0 +1,53 @@
+"""Folders whose names are those of an older checkpoint, as a writer that builds no model leaves them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+
+from qtorch import quantize_
+from qtorch.dtypes import QuantizedTensor
+from qtorch.formats.transformers_folder import Index, quantization_config, stored
+from tests.integrations.transformers.tiny_models import I8, assert_same, build
+
+
+def rewrite(folder: Path, names: list[str]) -> None:
+    """Quantize the tensors of these names in the files, and leave all others as they are."""
+    file = folder / "model.safetensors"
+    tensors, index = load_file(file), Index()
+    for name in names:
+        weight = I8.apply(tensors.pop(name))
+        assert isinstance(weight, QuantizedTensor)
+        parts, index.quantized[name] = stored(name, weight)
+        tensors |= parts
+    save_file(tensors, file, {"format": "pt", **index.to_metadata()})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = quantization_config(I8, names="checkpoint")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_float_experts_are_fused_beside_quantized_layers(tmp_path: Path) -> None:
+    model = build("mixtral")
+    model.save_pretrained(tmp_path)
+    before = load_file(tmp_path / "model.safetensors")
+    assert any(name.endswith("experts.0.w1.weight") for name in before)
+    names = [name for name in before if name.endswith(("q_proj.weight", "o_proj.weight", ".gate.weight"))]
+    rewrite(tmp_path, names)
+    loaded = type(model).from_pretrained(tmp_path)
+    quantize_(model, {r".*\.(q_proj|o_proj)": I8, r".*\.gate\.weight": I8})
+    assert_same(loaded, model)
+    x = torch.arange(6)[None]
+    assert torch.equal(loaded(x).logits, model(x).logits)
+
+
+def test_experts_that_are_quantized_one_by_one_are_refused(tmp_path: Path) -> None:
+    model = build("mixtral")
+    model.save_pretrained(tmp_path)
+    rewrite(tmp_path, [name for name in load_file(tmp_path / "model.safetensors") if ".w1." in name])
+    with pytest.raises(ValueError, match="quantize that as a whole"):
+        type(model).from_pretrained(tmp_path)

@@ -1,0 +1,131 @@
+"""What `from_pretrained(quantization_config=...)` chooses, refuses and reports."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from qtorch import importance_weighted, int4_weight_only, int8_weight_only, lut_weight_only, quantize_
+from qtorch.integrations.transformers import QtorchConfig
+from qtorch.training import convert, int8_mixed_precision_training, lsq, qat
+from tests.integrations.transformers.tiny_models import CASES, I4, I8, assert_same, build, quantized_names
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    build("llama").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def load(folder: Path, *args: Any, name: str = "llama", **kwargs: Any) -> Any:
+    return CASES[name].kind.from_pretrained(folder, quantization_config=QtorchConfig(*args, **kwargs))
+
+
+def test_one_recipe_takes_linear_layers_without_the_head(folder: Path) -> None:
+    model = load(folder, I8)
+    names = {name.rpartition(".")[0].rpartition(".")[2] for name in quantized_names(model)}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_what_a_mapping_names_is_quantized_though_the_default_leaves_it(folder: Path) -> None:
+    assert quantized_names(load(folder, {"lm_head": I8})) == {"lm_head.weight"}
+
+
+def test_modules_to_not_convert_replaces_the_default(folder: Path) -> None:
+    model = load(folder, I8, modules_to_not_convert=[r".*\.self_attn", "mlp.up_proj"])
+    reasons = {row.name: row.detail for row in model.hf_quantizer.report.skipped}
+    assert quantized_names(model) == {
+        "lm_head.weight",
+        "model.layers.0.mlp.gate_proj.weight",
+        "model.layers.0.mlp.down_proj.weight",
+    }
+    assert reasons["model.layers.0.self_attn.q_proj.weight"] == "modules_to_not_convert"
+    assert "embedding" in reasons["model.embed_tokens.weight"]
+
+
+def test_modules_to_not_convert_wins_over_a_name(folder: Path) -> None:
+    recipe = {"lm_head": I8, r".*": I4}
+    assert "lm_head.weight" not in quantized_names(load(folder, recipe, modules_to_not_convert=["lm_head"]))
+
+
+def test_the_report_has_sizes_and_kernels(folder: Path) -> None:
+    report = load(folder, I8).hf_quantizer.report
+    wanted = quantize_(build("llama"), {"lm_head": None, r".*": I8})
+    rows = {row.name: row for row in report.quantized}
+    for row in wanted.quantized:
+        mine = rows[row.name]
+        assert (mine.bytes_before, mine.bytes_after, mine.kernel) == (row.bytes_before, row.bytes_after, row.kernel)
+        assert mine.sqnr is None
+    assert report.model_bytes_after == wanted.model_bytes_after
+    assert report.model_bytes_before == wanted.model_bytes_before
+    assert report.quantized_parameters == wanted.quantized_parameters
+
+
+def test_experts_that_stay_float_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build("mixtral").save_pretrained(tmp_path)
+    load(tmp_path, I8, name="mixtral")
+    assert "experts.gate_up_proj" in caplog.text
+
+
+def test_dtype(folder: Path) -> None:
+    kind = CASES["llama"].kind
+    model = kind.from_pretrained(folder, quantization_config=QtorchConfig(I8), dtype=torch.bfloat16)
+    wanted = kind.from_pretrained(folder, dtype=torch.bfloat16)
+    quantize_(wanted, {"lm_head": None, r".*": I8})
+    assert_same(model, wanted)
+
+
+def test_recipes_that_train_prepare_the_model(folder: Path) -> None:
+    for recipe in (int8_mixed_precision_training(), qat(I8), lsq()):
+        model = load(folder, recipe)
+        assert model.hf_quantizer.is_qat_trainable
+        wanted = build("llama")
+        quantize_(wanted, {"lm_head": None, r".*": recipe})
+        x = torch.arange(6)[None]
+        model.train()(x)
+        wanted.train()(x)
+        model.eval()
+        wanted.eval()
+        assert torch.equal(model(x).logits, wanted(x).logits)
+        quantize_(model, convert())
+        assert not model.hf_quantizer.is_qat_trainable
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (None, "recipe is a recipe"),
+        ("int8", "recipe is a recipe"),
+        (convert(), "call quantize_ after loading"),
+        (importance_weighted(lut_weight_only(bits=3), [torch.arange(6)[None]]), "load the model in floating point"),
+        (int4_weight_only(group_size=48), r"q_proj.*48"),
+        ({"nowhere": I8}, "'nowhere' matches no"),
+        ({"model.embed_tokens": I8, r"model\.embed.*": I4}, "taken by entries before it"),
+    ],
+)
+def test_what_is_refused(folder: Path, recipe: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        load(folder, recipe)
+
+
+def test_a_tied_weight_takes_one_recipe(tmp_path: Path) -> None:
+    build("tied_llama").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="a tied weight takes one recipe"):
+        load(tmp_path, {"lm_head": I8, "model.embed_tokens": I4}, name="tied_llama")
+
+
+def test_nothing_left_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="no weight of LlamaForCausalLM is left"):
+        load(folder, I8, modules_to_not_convert=["model", "lm_head"])
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="issues during automatic conversion"):
+        load(tmp_path, int8_weight_only())

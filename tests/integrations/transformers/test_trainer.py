@@ -1,0 +1,141 @@
+"""`Trainer` saves, resumes and loads models in training; losses of a resumed run are those of an uninterrupted one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("accelerate")
+
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from qtorch import int8_dynamic_activation_int4_weight, int8_weight_only, quantize_
+from qtorch.training import (
+    convert,
+    int8_mixed_precision_training,
+    int8_weight_only_quantized_training,
+    lora_qat,
+    lsq,
+    qat,
+    scheduled_qat,
+)
+from tests.integrations.transformers.tiny_models import I8, TEXT, assert_same
+
+INT4 = int8_dynamic_activation_int4_weight(group_size=32)
+RECIPES: dict[str, Any] = {
+    "int8_mixed_precision": int8_mixed_precision_training(),
+    "int8_weights": int8_weight_only_quantized_training(),
+    "qat": qat(INT4),
+    "scheduled_qat": scheduled_qat(INT4, start_step=1, freeze_step=5),
+    "lora_qat": lora_qat(INT4, rank=2),
+    "lsq": lsq(weight_bits=4, activation_bits=8),
+}
+
+
+class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def prepared(recipe: Any, tied: bool) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**TEXT, tie_word_embeddings=tied))
+    quantize_(model, recipe)
+    return model
+
+
+def trainer_of(model: Any, folder: Path) -> Trainer:
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=6,
+        save_steps=3,
+        logging_steps=1,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=1,
+    )
+    return Trainer(model, arguments, train_dataset=Sentences())
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    [
+        ("int8_mixed_precision", False),
+        ("int8_weights", True),
+        ("qat", False),
+        ("lsq", True),
+        pytest.param("int8_mixed_precision", True, marks=pytest.mark.slow),
+        pytest.param("int8_weights", False, marks=pytest.mark.slow),
+        pytest.param("qat", True, marks=pytest.mark.slow),
+        pytest.param("scheduled_qat", False, marks=pytest.mark.slow),
+        # Its adapters are not for embeddings, so its head is untied.
+        pytest.param("lora_qat", False, marks=pytest.mark.slow),
+        pytest.param("lsq", False, marks=pytest.mark.slow),
+    ],
+)
+def test_train_resume_load_convert(tmp_path: Path, name: str, tied: bool) -> None:
+    whole = trainer_of(prepared(RECIPES[name], tied), tmp_path / "run")
+    whole.train()
+    assert len(set(losses(whole))) == 6
+
+    resumed = trainer_of(prepared(RECIPES[name], tied), tmp_path / "run")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    assert losses(resumed) == losses(whole)
+    model: Any = resumed.model
+    assert_same(model, whole.model)  # type: ignore[arg-type]
+
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-6")
+    x = torch.arange(6)[None]
+    assert_same(loaded, model)
+    assert torch.equal(loaded(x).logits, model.eval()(x).logits)
+    assert loaded.hf_quantizer.is_qat_trainable
+    assert {n for n, p in loaded.named_parameters() if p.requires_grad} == {
+        n for n, p in model.named_parameters() if p.requires_grad
+    }
+
+    for each in (loaded, model):
+        quantize_(each, convert())
+    assert_same(loaded, model)
+    loaded.save_pretrained(tmp_path / "served")
+    served = LlamaForCausalLM.from_pretrained(tmp_path / "served")
+    assert_same(served, loaded)
+    assert not served.hf_quantizer.is_qat_trainable
+
+
+def test_a_model_for_inference_is_not_trained_without_adapters(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="purely quantized"):
+        trainer_of(prepared(I8, False), tmp_path)
+
+
+def test_a_checkpoint_does_not_load_into_a_float_model(tmp_path: Path) -> None:
+    trainer_of(prepared(int8_weight_only_quantized_training(), False), tmp_path).train()
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**TEXT))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        trainer_of(model, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_a_checkpoint_does_not_load_into_a_model_that_is_quantized_otherwise(tmp_path: Path) -> None:
+    trainer_of(prepared(int8_weight_only_quantized_training(), False), tmp_path).train()
+    other = prepared({r".*\.mlp\..*": int8_weight_only_quantized_training()}, False)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        trainer_of(other, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_the_recipe_of_the_training_stays_after_convert() -> None:
+    model = prepared(qat(int8_weight_only()), False)
+    quantize_(model, convert())
+    assert model.config.quantization_config.recipe == qat(int8_weight_only())
