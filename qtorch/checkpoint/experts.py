@@ -174,7 +174,10 @@ class _Fused(Source):
         used = {*renamed.values(), *(name for rows in fused.values() for row in rows for name in row)}
         self.names = {*fused, *renamed, *(source.names - used)}
         self.aliases = source.aliases
-        self.optional = source.optional
+        self.note = source.note
+
+    def optional(self) -> Set[str]:
+        return self.source.optional()
 
     @classmethod
     def recognizes(cls, path: Path) -> bool:
