@@ -22,8 +22,8 @@ class SaveFormat(ABC):
     """One checkpoint that is being written in a format.
 
     The caller passes every parameter and buffer to `store` once, in any order, and further names of it to `alias`,
-    writes what `store` returns to safetensors files, and puts `config()` into config.json as `quantization_config` at the
-    end.
+    writes what `store` returns to safetensors files, and at the end puts `config()` into config.json as
+    `quantization_config`.
 
     Args:
         config: contents of the config.json of the model; empty for a model without.

@@ -165,7 +165,6 @@ REFUSED: list[tuple[Recipe, str]] = [
     (mxfp6_weight_only(), "codes of float6_e2m3"),
     (float8_weight_only(torch.float8_e5m2), "codes of float8_e5m2"),
     (nvfp4_dynamic_activation_nvfp4_weight(), "computed from the whole batch; vLLM wants one that was measured"),
-    (nvfp4_weight_only(tensor_scale=2.6884532417170703e-05), "choose a power of two"),
     (int8_weight_only(), r"quantize with scale_dtype=torch.bfloat16, or quantize_\(model, recipes_for_vllm"),
 ]
 

@@ -19,6 +19,7 @@ from qtorch import (
     save_quantized,
 )
 from qtorch.dtypes import QuantizedTensor
+from qtorch.formats.compressed_tensors.nvfp4 import divisor_of, multiplier_of
 from qtorch.recipe import WeightRecipe
 from qtorch.recipes.nvfp4 import shared_tensor_scale
 from tests.formats.compressed_tensors.test_save import Model, floats, same
@@ -96,6 +97,38 @@ def test_nvfp4_with_a_given_scale() -> None:
     assert 0.01 < errors[0] < 1.1 * errors[1]
     # Groups below the smallest scale become zero, as does what is below half the smallest number.
     assert not floats(made)[3:5].any()
+
+
+def test_a_scale_of_nvfp4_without_an_exact_inverse_is_refused(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"proj": nn.Linear(64, 64, bias=False)})
+    with torch.no_grad():
+        # Scales of groups with all the mantissas.
+        model["proj"].weight.copy_(torch.randn(64, 64) * torch.linspace(0.01, 0.2, 64).reshape(-1, 1))
+    quantize_(model, nvfp4_weight_only(tensor_scale=9.836715616984293e-05))
+    with pytest.raises(
+        ValueError, match=r"proj\.weight: has the scale 9\.83.*-05 for the tensor.* choose a power of two"
+    ):
+        save_quantized(model, tmp_path / "model", format="compressed-tensors")
+
+
+def test_divisors_and_multipliers() -> None:
+    scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    torch.manual_seed(0)
+    found = 0
+    for _ in range(100):
+        multiplier = torch.rand(()) * 1e-4 + 1e-6
+        try:
+            divisor = divisor_of(multiplier, scales)
+        except ValueError:
+            continue
+        found += 1
+        assert torch.equal(scales.float() / divisor, scales.float() * multiplier)
+        back = multiplier_of(divisor, scales)
+        assert back is not None
+        assert torch.equal(back, multiplier)
+    assert 5 < found < 60  # some have one, most do not
+    for exponent in (-126, -20, 0, 20, 126):
+        assert float(divisor_of(torch.tensor(2.0**exponent), scales)) == 2.0**-exponent
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan"), 1e-40])
