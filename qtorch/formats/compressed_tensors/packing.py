@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 WORD = 32
+BYTE = 8
 
 
 def dense_words(length: int, bits: int) -> int:
@@ -29,6 +30,13 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack codes (R, C), uint8, densely into int32 words (R, ceil(C * bits / 32))."""
     rows, length = codes.shape
     words = dense_words(length, bits)
+    if BYTE % bits == 0:
+        each = BYTE // bits
+        spread = torch.nn.functional.pad(codes, (0, words * WORD // bits - length))
+        packed = spread[:, ::each].clone(memory_format=torch.contiguous_format)
+        for i in range(1, each):
+            packed |= spread[:, i::each] << (bits * i)
+        return packed.view(torch.int32)
     groups = -(-length // WORD)
     spread = torch.nn.functional.pad(codes, (0, groups * WORD - length)).reshape(rows, groups, WORD)
     packed = torch.zeros(rows, groups, bits, dtype=torch.int64, device=codes.device)
@@ -46,6 +54,10 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
     """Inverse of `pack`: codes (R, length) in uint8."""
     rows, words = packed.shape
+    if BYTE % bits == 0:
+        stored = packed.contiguous().view(torch.uint8)
+        parts = [(stored >> (bits * i)) & (2**bits - 1) for i in range(BYTE // bits)]
+        return torch.stack(parts, -1).reshape(rows, words * WORD // bits)[:, :length].contiguous()
     groups = -(-length // WORD)
     spread = torch.nn.functional.pad(packed, (0, groups * bits - words)).reshape(rows, groups, bits)
     codes = torch.empty(rows, groups, WORD, dtype=torch.uint8, device=packed.device)
