@@ -6,6 +6,7 @@ from . import checkpoint as checkpoint
 from . import dtypes as dtypes
 from . import formats as formats
 from . import integrations as integrations
+from . import export as export
 from . import kernels as kernels
 from . import layouts as layouts
 from . import primitives as primitives

@@ -1,7 +1,7 @@
 """Quantized tensors: `AffineQuantizedTensor`, its layouts, and the operations on it."""
 
 from ..layouts import Layout, PackedLayout, PlainLayout, SemiSparseLayout, TensorCoreTiledLayout, register_layout
-from . import conv, einsum, embedding, functions, ops, parameter, raw_memory, views
+from . import conv, einsum, embedding, functions, ops, parameter, raw_memory, traced_views, views
 from .affine import AffineQuantizedTensor
 from .base import QuantizedTensor, quantized_type
 from .codebook import LUTQuantizedTensor, NF4Tensor, linear_nf4, to_nf4
@@ -49,5 +49,6 @@ __all__ = [
     "to_linear_activation_quantized",
     "to_nf4",
     "to_uintx",
+    "traced_views",
     "views",
 ]

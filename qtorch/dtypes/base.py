@@ -30,7 +30,7 @@ from ..tracing.function_transforms import run_on_constants, transforms_active
 from ..tracing.outside_graphs import starts_no_graph
 from .caller import calling_package
 from .copying import Copied, forms_of, rebuild
-from .dispatch import ATEN, FUNCTIONS
+from .dispatch import ATEN, FUNCTIONS, TRACED_VIEWS
 
 __all__ = ["QuantizedTensor", "rebuild"]
 
@@ -263,6 +263,8 @@ class QuantizedTensor(Copied, torch.Tensor):
         handler = FUNCTIONS.get(func)
         if handler is not None:
             return handler(*args, **(kwargs or {}))
+        if func in TRACED_VIEWS and args[0].scheme.layout.traces_views and torch.compiler.is_compiling():
+            return TRACED_VIEWS[func](*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             if transforms_active() and all(isinstance(arg, cls) or not isinstance(arg, Tensor | list) for arg in args):
                 return run_on_constants(func, args, kwargs or {})  # a view, for example: a quantized tensor again

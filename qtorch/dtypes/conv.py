@@ -153,7 +153,7 @@ def _differentiable(x: Tensor, weight: Any, bias: Tensor | None, window: Window)
 
 
 def _run(x: Tensor, weight: ConvWeight, bias: Tensor | None, window: Window) -> Tensor:
-    if weight.scheme.activation is None:
+    if weight.scheme.activation is None or weight.scheme.layout.whole_convolutions:
         return find_kernel("conv", weight.scheme, x.dtype, x.device.type)(x, weight, bias, window)
     matrices = [_of_group(weight, group, window.groups) for group in range(window.groups)]
     with torch.no_grad():

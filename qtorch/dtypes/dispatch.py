@@ -14,6 +14,10 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """torch function or method -> replacement of the same signature."""
 
 
+TRACED_VIEWS: dict[Any, Callable[..., Any]] = {}
+"""torch function -> what runs in its place on a portable weight while torch.export traces; see `traced_views`."""
+
+
 def implements_aten(*overloads: Any) -> Callable[[F], F]:
     """Decorator: handle aten overloads with ``handler(func, args, kwargs)``."""
 
@@ -29,6 +33,16 @@ def implements_function(*functions: Any) -> Callable[[F], F]:
 
     def decorate(handler: F) -> F:
         FUNCTIONS.update(dict.fromkeys(functions, handler))
+        return handler
+
+    return decorate
+
+
+def implements_traced_view(*functions: Any) -> Callable[[F], F]:
+    """Decorator: run this function in place of torch functions of the same signature, see `TRACED_VIEWS`."""
+
+    def decorate(handler: F) -> F:
+        TRACED_VIEWS.update(dict.fromkeys(functions, handler))
         return handler
 
     return decorate

@@ -35,7 +35,7 @@ aten = torch.ops.aten
 @implements_aten(aten.t.default)
 def _t(func: Any, args: Any, kwargs: Any) -> Tensor:
     ndim = len(args[0].scheme.shape)
-    return _view_result(func, args, kwargs, _permute(args[0], tuple(reversed(range(ndim)))))
+    return _view_result(func, args, kwargs, permute(args[0], tuple(reversed(range(ndim)))))
 
 
 @implements_aten(aten.transpose.int)
@@ -43,17 +43,17 @@ def _transpose(func: Any, args: Any, kwargs: Any) -> Tensor:
     tensor, first, second = args
     axes = list(range(len(tensor.scheme.shape)))
     axes[first], axes[second] = axes[second], axes[first]
-    return _view_result(func, args, kwargs, _permute(tensor, axes))
+    return _view_result(func, args, kwargs, permute(tensor, axes))
 
 
 @implements_aten(aten.permute.default)
 def _permute_aten(func: Any, args: Any, kwargs: Any) -> Tensor:
-    return _view_result(func, args, kwargs, _permute(*args))
+    return _view_result(func, args, kwargs, permute(*args))
 
 
 @implements_aten(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _view(func: Any, args: Any, kwargs: Any) -> Tensor:
-    return _view_result(func, args, kwargs, _reshape(args[0], args[1]))
+    return _view_result(func, args, kwargs, reshape(args[0], args[1]))
 
 
 @implements_aten(aten.unsqueeze.default)
@@ -61,7 +61,7 @@ def _unsqueeze(func: Any, args: Any, kwargs: Any) -> Tensor:
     tensor, axis = args
     shape = list(tensor.scheme.shape)
     shape.insert(axis % (len(shape) + 1), 1)
-    return _view_result(func, args, kwargs, _reshape(tensor, shape))
+    return _view_result(func, args, kwargs, reshape(tensor, shape))
 
 
 @implements_aten(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
@@ -70,12 +70,12 @@ def _squeeze(func: Any, args: Any, kwargs: Any) -> Tensor:
     given = range(len(shape)) if len(args) == 1 else args[1] if isinstance(args[1], list) else [args[1]]
     axes = [axis % len(shape) for axis in given]
     kept = [n for axis, n in enumerate(shape) if n != 1 or axis not in axes]
-    return _view_result(func, args, kwargs, _reshape(args[0], kept))
+    return _view_result(func, args, kwargs, reshape(args[0], kept))
 
 
 @implements_aten(aten.slice.Tensor)
 def _slice(func: Any, args: Any, kwargs: Any) -> Tensor:
-    return _view_result(func, args, kwargs, _cut(*args, **kwargs))
+    return _view_result(func, args, kwargs, cut(*args, **kwargs))
 
 
 @implements_aten(aten.select.int)
@@ -86,8 +86,8 @@ def _select(func: Any, args: Any, kwargs: Any) -> Tensor:
     index = index + shape[axis] if index < 0 else index
     if not 0 <= index < shape[axis]:
         raise IndexError(f"index {index} is out of range for axis {axis} of shape {shape}")
-    row = _cut(tensor, axis, index, index + 1, 1)
-    return _view_result(func, args, kwargs, _reshape(row, [n for i, n in enumerate(shape) if i != axis]))
+    row = cut(tensor, axis, index, index + 1, 1)
+    return _view_result(func, args, kwargs, reshape(row, [n for i, n in enumerate(shape) if i != axis]))
 
 
 @implements_aten(aten.split.Tensor, aten.split_with_sizes.default)
@@ -100,7 +100,7 @@ def _split(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     if sum(sizes) != length:
         raise ValueError(f"split: sizes {list(sizes)} do not add up to the {length} of axis {axis}")
     ends = itertools.accumulate(sizes)
-    return [_cut(tensor, axis, end - size, end, 1) for size, end in zip(sizes, ends, strict=True)]
+    return [cut(tensor, axis, end - size, end, 1) for size, end in zip(sizes, ends, strict=True)]
 
 
 @implements_aten(aten.unbind.int)
@@ -164,7 +164,8 @@ def _index(func: Any, args: Any, kwargs: Any) -> Tensor:
     return tensor.index_select(axis, positions[index])
 
 
-def _permute(tensor: QuantizedTensor, axes: Sequence[int]) -> QuantizedTensor:
+def permute(tensor: QuantizedTensor, axes: Sequence[int]) -> QuantizedTensor:
+    """The tensor with its axes in another order."""
     axes = tuple(axis % len(axes) for axis in axes)
     scale, zero_point = tensor.scales()
     zero_point = None if zero_point is None else zero_point.permute((*axes, *range(len(axes), zero_point.dim())))
@@ -176,9 +177,14 @@ def _permute(tensor: QuantizedTensor, axes: Sequence[int]) -> QuantizedTensor:
     return _rebuilt(tensor, codes, scale.permute(axes), zero_point, [pattern[axis] for axis in axes], packed_axis)
 
 
-def _cut(
+def cut(
     tensor: QuantizedTensor, axis: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
 ) -> QuantizedTensor:
+    """The slice start:stop:step along `axis`.
+
+    Raises:
+        ValueError: it cuts blocks.
+    """
     shape = tensor.scheme.shape
     axis %= len(shape)
     length = shape[axis]
@@ -213,7 +219,7 @@ def _narrow(tensor: Tensor, axis: int, start: int, stop: int, step: int) -> Tens
     return aten.slice.Tensor(tensor, axis, start, stop, step)
 
 
-def _reshape(tensor: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
+def reshape(tensor: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
     """Row-major reshape: each run of elements that share a scale must fill whole axes of the new shape, then a whole
     fraction of one more."""
     scale, zero_point = tensor.scales()

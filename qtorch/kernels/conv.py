@@ -8,10 +8,13 @@ Convolutions with quantized activations are products of windows (see `im2col`), 
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.nn import functional
 
 from .im2col import Window, from_matrix, is_channels_last
+from .ops.portable import dequantized_weight, fake_quantized
 from .registry import QuantizedWeight, register
 
 CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
@@ -37,3 +40,19 @@ def dequantized_conv(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, wi
         values = values.contiguous()
     _, stride, padding, dilation, groups = window
     return CONVOLUTIONS[len(window.kernel)](x, values, bias, stride, padding, dilation, groups)
+
+
+@register(
+    "conv",
+    layout="portable",
+    spec=None,
+    priority=100,
+    note="operators of torch alone, for export: it dequantizes the weight on each call",
+)
+def portable_conv(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -> Tensor:
+    """`dequantized_conv` by operators of torch alone; a static activation is quantized and dequantized before it."""
+    _, stride, padding, dilation, groups = window
+    values = dequantized_weight(weight, x.dtype)
+    values = values if values.dim() > 2 else from_matrix(values, weight.scheme.shape).contiguous()
+    real = x if weight.scheme.activation is None else fake_quantized(x, weight).to(x.dtype)
+    return CONVOLUTIONS[len(window.kernel)](real, values, bias, stride, padding, dilation, groups)

@@ -17,6 +17,7 @@ from ..primitives.codebook import dequantize_codebook
 from ..primitives.codebook_spec import CodebookSpec
 from ..primitives.granularity import block_of
 from .linear.lut_weight_only import CodebookWeight
+from .ops.portable import dequantize_portably
 from .registry import REFERENCE, Problem, QuantizedWeight, needs_matrix, register
 
 NOTE = "on CPU it saves memory, not time"
@@ -87,6 +88,29 @@ def gather_lut_rows(ids: Tensor, weight: CodebookWeight) -> Tensor:
     block_ids = flat // rows
     table = table if table.dim() == 1 else table.index_select(0, block_ids)
     y = dequantize_codebook(codes, (1, columns), weight.dense_scale(block_ids), table, scheme.dtype)
+    return y.reshape(*ids.shape, scheme.shape[1])
+
+
+@register("embedding", layout="portable", spec=None, priority=100, supports=needs_matrix, note=NOTE)
+def gather_portable_rows(ids: Tensor, weight: Any) -> Tensor:
+    """`gather_rows` of a weight in the portable layout, by operators of torch alone."""
+    scheme = weight.scheme
+    if isinstance(scheme.weight, CodebookSpec):
+        return gather_lut_rows(ids, weight)
+    if scheme.weight.scale_spec is not None:
+        return gather_rows(ids, weight)
+    codes, scale, zero_point = weight.plain()
+    rows, columns = block_of(scheme.shape, scale.shape)
+    flat = ids.reshape(-1)
+    block_ids = flat if rows == 1 else flat // rows
+    y = dequantize_portably(
+        scheme.weight,
+        (1, columns),
+        codes.index_select(0, flat),
+        scale.index_select(0, block_ids),
+        None if zero_point is None else zero_point.index_select(0, block_ids),
+        scheme.dtype,
+    )
     return y.reshape(*ids.shape, scheme.shape[1])
 
 

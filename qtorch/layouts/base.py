@@ -30,11 +30,13 @@ class Layout:
         tensors: names of the inner tensors that `pack` returns; those it leaves out are None.
         any_codes: whether it can hold all codes of the schemes that it accepts. Otherwise a view that has to unpack the
             codes gets the plain layout.
+        traces_views: whether torch.export sees views of the inner tensors; see `dtypes.traced_views`.
     """
 
     name: ClassVar[str]
     tensors: ClassVar[tuple[str, ...]]
     any_codes: ClassVar[bool] = True
+    traces_views: ClassVar[bool] = False
 
     def pack(self, plain: Plain, scheme: Scheme) -> dict[str, Tensor]:
         """Inner tensors by name."""
@@ -74,6 +76,11 @@ class Layout:
         Tensors are unpacked to be moved to a device with another key, and to be pickled unless the key is None.
         """
         return None
+
+    @property
+    def whole_convolutions(self) -> bool:
+        """Whether kernels of ``conv`` take this layout even if the input is quantized; others take its windows."""
+        return False
 
     @property
     def packed_axis(self) -> int | None:

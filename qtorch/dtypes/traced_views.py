@@ -1,0 +1,95 @@
+"""Views of a portable weight while torch.export traces, as torch functions rather than as aten operators.
+
+`qtorch.export.portable` makes its weights inside the traced function, of the tensors of the trace. The modes of the
+trace know those, and no class that wraps them, so that an aten operator on a wrapper would end in an error. These
+functions cut and permute the inner tensors, which are traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import QuantizedTensor
+from .conv_weight import ConvWeight
+from .dispatch import implements_traced_view
+from .views import cut, permute, reshape
+
+
+@implements_traced_view(Tensor.t, torch.t, Tensor.T.__get__)  # type: ignore[attr-defined]
+def _t(tensor: QuantizedTensor) -> QuantizedTensor:
+    return permute(tensor, tuple(reversed(range(len(tensor.scheme.shape)))))
+
+
+@implements_traced_view(Tensor.mT.__get__)  # type: ignore[attr-defined]
+def _mt(tensor: QuantizedTensor) -> QuantizedTensor:
+    return _transpose(tensor, -2, -1)
+
+
+@implements_traced_view(Tensor.transpose, torch.transpose)
+def _transpose(tensor: QuantizedTensor, dim0: int, dim1: int) -> QuantizedTensor:
+    axes = list(range(len(tensor.scheme.shape)))
+    axes[dim0], axes[dim1] = axes[dim1], axes[dim0]
+    return permute(tensor, axes)
+
+
+@implements_traced_view(Tensor.select, torch.select)
+def _select(tensor: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
+    shape = tensor.scheme.shape
+    dim %= len(shape)
+    start = index % shape[dim]
+    return reshape(_slice(tensor, dim, start, start + 1), [n for axis, n in enumerate(shape) if axis != dim])
+
+
+@implements_traced_view(Tensor.narrow, torch.narrow)
+def _narrow(tensor: QuantizedTensor, dim: int, start: int, length: int) -> QuantizedTensor:
+    return _slice(tensor, dim, start, start + length)
+
+
+@implements_traced_view(Tensor.unbind, torch.unbind)
+def _unbind(tensor: QuantizedTensor, dim: int = 0) -> tuple[QuantizedTensor, ...]:
+    return tuple(_select(tensor, dim, index) for index in range(tensor.scheme.shape[dim]))
+
+
+@implements_traced_view(Tensor.split, torch.split)
+def _split(
+    tensor: QuantizedTensor, split_size_or_sections: int | Sequence[int], dim: int = 0
+) -> tuple[QuantizedTensor, ...]:
+    length, size = tensor.scheme.shape[dim], split_size_or_sections
+    sizes = [min(size, length - start) for start in range(0, length, size)] if isinstance(size, int) else size
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return tuple(_slice(tensor, dim, end - size, end) for end, size in zip(ends, sizes, strict=True))
+
+
+@implements_traced_view(Tensor.chunk, torch.chunk)
+def _chunk(tensor: QuantizedTensor, chunks: int, dim: int = 0) -> tuple[QuantizedTensor, ...]:
+    return _split(tensor, -(-tensor.scheme.shape[dim] // chunks), dim)
+
+
+@implements_traced_view(Tensor.__getitem__)
+def _getitem(tensor: QuantizedTensor, index: Any) -> QuantizedTensor:
+    """Integers and slices, one for each of the first axes."""
+    axis = 0
+    for part in index if isinstance(index, tuple) else (index,):
+        if isinstance(part, int):
+            tensor = _select(tensor, axis, part)
+        elif isinstance(part, slice):
+            tensor = _slice(tensor, axis, part.start, part.stop, part.step or 1)
+            axis += 1
+        else:
+            raise NotImplementedError(
+                f"while torch.export traces, a portable weight is indexed by integers and slices, got {part!r:.80}"
+            )
+    return tensor
+
+
+def _slice(tensor: QuantizedTensor, axis: int, start: int | None, stop: int | None, step: int = 1) -> QuantizedTensor:
+    if not isinstance(tensor, ConvWeight):
+        return cut(tensor, axis, start, stop, step)
+    if axis % len(tensor.scheme.shape) != 0:
+        raise NotImplementedError("the weight of a convolution can be sliced along its first axis only")
+    matrix = cut(tensor.matrix, 0, start, stop, step)
+    return ConvWeight.of(matrix, (matrix.scheme.shape[0], *tensor.scheme.shape[1:]))

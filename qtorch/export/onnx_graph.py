@@ -1,0 +1,191 @@
+"""Changes of an ONNX graph of a portable model: weights at their true size, and operators that runtimes fuse.
+
+DequantizeLinear of codes of at most 4 bits    the codes become INT4 or UINT4
+Transpose(DequantizeLinear(codes))             the codes are stored transposed, as products read them
+MatMul(Cast(codes), Cast(codes)) in int32      MatMulInteger
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..primitives.qdtype import QDType
+
+
+class Weights:
+    """The codes of weights in a graph, found by the names of their initializers.
+
+    Args:
+        graph: an `onnx_ir.Graph`, changed in place.
+        codes: types of the codes, by the names of the initializers.
+    """
+
+    def __init__(self, graph: Any, codes: Mapping[str, QDType]) -> None:
+        import onnx_ir
+
+        self.ir: Any = onnx_ir
+        self.graph = graph
+        self.codes = {name: kind for name, kind in codes.items() if name in graph.initializers}
+
+    def rewrite(self) -> None:
+        """Make all changes."""
+        for node in list(self.graph):
+            if node.op_type == "DequantizeLinear" and node.inputs[0].name in self.codes:
+                self._tidy(node)
+            elif node.op_type == "MatMul":
+                self._multiply_integers(node)
+        for name, kind in self.codes.items():
+            self._narrow(self.graph.initializers[name], kind)
+
+    def missing(self) -> list[str]:
+        """Names of codes that the graph does not hold as codes any more."""
+        wide = {name: self.graph.initializers.get(name) for name in self.codes}
+        return [name for name, value in wide.items() if value is None or value.dtype.itemsize > 1]
+
+    def _tidy(self, node: Any) -> None:
+        """Make scale and zero point of a DequantizeLinear initializers; store them transposed if that is how they are
+        read."""
+        codes = node.inputs[0]
+        scale, zero_point = (_constant(value) for value in (*node.inputs, None)[1:3])
+        assert scale is not None, "scales of a portable weight are constants"
+        users = _users(node.outputs[0])
+        transposed = len(codes.shape) == 2 and len(_users(codes)) == 1 and all(map(_reads_transposed, users))
+        if transposed:
+            self._set(codes, codes.const_value.numpy().T)
+            scale, zero_point = scale.T, None if zero_point is None else zero_point.T
+            node.attributes["axis"] = self.ir.AttrInt64("axis", 1 - node.attributes["axis"].as_int())
+            node.outputs[0].shape = self.ir.Shape(reversed(node.outputs[0].shape.dims))
+            self._read_untransposed(node.outputs[0], users)
+        prefix = codes.name.removesuffix("_qdata")
+        node.replace_input_with(1, self._initializer(f"{prefix}_scale", scale.astype(np.float32)))
+        if zero_point is not None and zero_point.any():
+            # Of the type of the codes, which `_narrow` may change.
+            value = self._initializer(f"{prefix}_zero_point", zero_point.astype(codes.dtype.numpy()))
+            if self.codes[codes.name].bits <= 4:
+                self._set(value, value.const_value.numpy(), self._small(codes))
+            _resize(node, 3, value)
+        else:
+            _resize(node, 2)
+
+    def _read_untransposed(self, values: Any, users: Iterable[Any]) -> None:
+        for user in users:
+            if user.op_type == "Gemm":
+                user.attributes["transB"] = self.ir.AttrInt64("transB", 0)
+                continue
+            self.ir.convenience.replace_all_uses_with(user.outputs[0], values)
+            self.graph.remove(user, safe=True)
+
+    def _multiply_integers(self, node: Any) -> None:
+        """MatMulInteger in place of a MatMul in int32 of an input (M, K) and the codes (N, K), transposed."""
+        left, right = node.inputs
+        x, transpose = _uncast(left), right.producer()
+        if x is None or transpose is None or transpose.op_type != "Transpose":
+            return
+        codes = _uncast(transpose.inputs[0])
+        if codes is None or codes.name not in self.codes or len(codes.shape) != 2:
+            return
+        inputs = [x, codes]
+        alone = len(_users(codes)) == 1
+        if alone and self.codes[codes.name].bits == 8 and codes.dtype == self.ir.DataType.INT8:
+            # Processors without 8-bit dot products add pairs of uint8 * int8 products in 16 bits, which may saturate;
+            # runtimes compute uint8 * uint8 exactly everywhere.
+            self._set(codes, (codes.const_value.numpy() ^ -128).view(np.uint8).T, self.ir.DataType.UINT8)
+            inputs += [None, self._initializer(f"{codes.name}_zero_point", np.array(128, np.uint8))]
+            self._replace(node, inputs)
+            return
+        turned = self.ir.node("Transpose", [codes], {"perm": [1, 0]})
+        turned.outputs[0].dtype = codes.dtype
+        self.graph.insert_before(node, turned)
+        self._replace(node, [x, turned.outputs[0]])
+
+    def _replace(self, node: Any, inputs: list[Any]) -> None:
+        product = self.ir.node("MatMulInteger", inputs)
+        self.graph.insert_before(node, product)
+        old, new = node.outputs[0], product.outputs[0]
+        new.dtype, new.shape, new.name = old.dtype, old.shape, f"{old.name}_integer"
+        self.ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+        self.graph.remove(node, safe=True)
+
+    def _narrow(self, codes: Any, kind: QDType) -> None:
+        """Store codes of at most 4 bits as INT4 or UINT4; operators that do not take those read a cast to 8 bits."""
+        if kind.bits > 4 or codes.const_value.dtype.itemsize < 1:
+            return
+        wide = codes.dtype
+        self._set(codes, codes.const_value.numpy(), self._small(codes))
+        others = [use for use in codes.uses() if use.node.op_type not in ("Cast", "DequantizeLinear")]
+        if not others:
+            return
+        cast = self.ir.node("Cast", [codes], {"to": wide.value})
+        cast.outputs[0].dtype, cast.outputs[0].shape = wide, codes.shape
+        self.graph.insert_before(next(iter(self.graph)), cast)
+        for use in others:
+            use.node.replace_input_with(use.idx, cast.outputs[0])
+
+    def _small(self, codes: Any) -> Any:
+        types = self.ir.DataType
+        return types.INT4 if codes.dtype in (types.INT8, types.INT4) else types.UINT4
+
+    def _set(self, value: Any, array: np.ndarray, dtype: Any = None) -> None:
+        """Give an initializer other data, in `dtype` if given."""
+        dtype = dtype or value.dtype
+        array = np.ascontiguousarray(array).astype(dtype.numpy())
+        value.const_value = self.ir.tensor(array, dtype=dtype, name=value.name)
+        value.dtype, value.shape = dtype, value.const_value.shape
+
+    def _initializer(self, name: str, array: np.ndarray) -> Any:
+        """An initializer of this name and data; the one that is there already if its data is equal."""
+        while (found := self.graph.initializers.get(name)) is not None:
+            old = found.const_value.numpy()
+            if old.dtype == array.dtype and old.shape == array.shape and (old == array).all():
+                return found
+            name += "_"
+        tensor = self.ir.tensor(np.ascontiguousarray(array), name=name)
+        value = self.ir.Value(
+            name=name, shape=self.ir.Shape(array.shape), type=self.ir.TensorType(tensor.dtype), const_value=tensor
+        )
+        self.graph.register_initializer(value)
+        return value
+
+
+def _users(value: Any) -> list[Any]:
+    return [use.node for use in value.uses()]
+
+
+def _reads_transposed(node: Any) -> bool:
+    if node.op_type == "Gemm":
+        turned = node.attributes.get("transB")
+        return turned is not None and turned.as_int() == 1 and len(_users(node.inputs[1])) == 1
+    return node.op_type == "Transpose" and list(node.attributes["perm"].as_ints()) == [1, 0]
+
+
+def _resize(node: Any, count: int, last: Any = None) -> None:
+    """Give `node` `count` inputs, the last of them `last` if given."""
+    node.resize_inputs(count)
+    if last is not None:
+        node.replace_input_with(count - 1, last)
+
+
+def _constant(value: Any) -> np.ndarray | None:
+    """The data of an initializer, also behind casts and reshapes; None if `value` is None or is computed."""
+    if value is None:
+        return None
+    if value.const_value is not None:
+        data: np.ndarray = value.const_value.numpy()
+        return data
+    node = value.producer()
+    if node is None or node.op_type not in ("Cast", "CastLike", "Identity"):
+        return None
+    # The values of scales and zero points are the same in every type that they are cast to.
+    return _constant(node.inputs[0])
+
+
+def _uncast(value: Any) -> Any:
+    """The 8-bit integers that `value` is a cast of, in int32; None if it is not."""
+    node = value.producer()
+    if node is None or node.op_type != "Cast" or value.dtype is None or value.dtype.name != "INT32":
+        return None
+    source = node.inputs[0]
+    return source if source.dtype is not None and source.dtype.name in ("INT8", "UINT8") else None
