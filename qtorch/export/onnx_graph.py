@@ -93,7 +93,11 @@ class Weights:
             # Processors without 8-bit dot products add pairs of uint8 * int8 products in 16 bits, which may saturate;
             # runtimes compute uint8 * uint8 exactly everywhere.
             self._set(codes, (codes.const_value.numpy() ^ -128).view(np.uint8).T, self.ir.DataType.UINT8)
-            inputs += [None, self._initializer(f"{codes.name}_zero_point", np.array(128, np.uint8))]
+            # OpenVINO takes no zero point of the weight without one of the input.
+            inputs += [
+                self._initializer("zero_point_of_inputs", np.zeros((), x.dtype.numpy())),
+                self._initializer("zero_point_of_weights", np.array(128, np.uint8)),
+            ]
             self._replace(node, inputs)
             return
         turned = self.ir.node("Transpose", [codes], {"perm": [1, 0]})

@@ -39,7 +39,7 @@ def operators(program: torch.export.ExportedProgram) -> list[str]:
     return [node.target.__name__ for node in program.graph.nodes if node.op == "call_function"]
 
 
-@pytest.mark.parametrize("activations", ["integer", "qdq"])
+@pytest.mark.parametrize("activations", ["integer", pytest.param("qdq", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", every_recipe.NAMES)
 def test_every_recipe(name: str, activations: str) -> None:
     model = made(Mlp)
@@ -213,6 +213,7 @@ def test_the_model_is_not_changed_and_floats_are_shared() -> None:
     assert set(dict(ready.named_buffers())) == {"up.weight_qdata", "up.weight_scale"}
 
 
+@pytest.mark.slow
 def test_a_saved_program_runs_without_qtorch(tmp_path: Path) -> None:
     model = made(Mlp)
     quantize_(model, {"up": qtorch.int8_dynamic_activation_int4_weight(), "down": qtorch.nf4_weight_only()})
