@@ -227,7 +227,7 @@ def test_codes_of_all_values_survive(tmp_path: Path) -> None:
 def test_errors(tmp_path: Path) -> None:
     model = made(Mlp)
     quantize_(model, {"up": qtorch.mxfp4_dynamic_activation_mxfp4_weight()})
-    with pytest.raises(ValueError, match="up.weight quantizes its input to float4_e2m1"):
+    with pytest.raises(ValueError, match=r"up\.weight quantizes its input to float4_e2m1"):
         qtorch.export.onnx(model, (torch.randn(2, 64),), tmp_path / "model.onnx")
     with pytest.raises(ValueError, match="opset_version is 18"):
         qtorch.export.onnx(model, (torch.randn(2, 64),), opset_version=18)
