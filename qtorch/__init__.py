@@ -5,6 +5,7 @@ quantize_(model, int8_weight_only())
 """
 
 from . import calibration, formats, integrations, recipes, training  # noqa: F401 (they register what they hold)
+from . import compat as compat
 from . import export as export
 from .checkpoint import load_quantized, save_quantized
 from .config import config

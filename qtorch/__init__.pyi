@@ -3,6 +3,7 @@
 
 from . import calibration as calibration
 from . import checkpoint as checkpoint
+from . import compat as compat
 from . import dtypes as dtypes
 from . import formats as formats
 from . import integrations as integrations

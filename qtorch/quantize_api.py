@@ -28,7 +28,7 @@ from .module_repr import show_quantized
 from .prepared_module import PreparedModule
 from .primitives import compute_error
 from .primitives.granularity import IndivisibleError
-from .recipe import RECIPES, Data, Recipe, WeightRecipe, check_float_weight, register_recipe
+from .recipe import FOREIGN, RECIPES, Data, Recipe, WeightRecipe, check_float_weight, register_recipe
 from .report import QUANTIZED_BEFORE, LayerReport, QuantizeReport
 from .statistics import Statistic, Statistics, collect
 from .targets import Filter, Target, find_targets
@@ -207,6 +207,9 @@ def _leave_what_is_done(targets: list[Target[Recipe]]) -> None:
 def _check_is_recipe(given: Any, in_mapping: bool) -> None:
     if isinstance(given, Recipe) or (given is None and in_mapping):
         return
+    describe = FOREIGN.get(type(given).__module__.partition(".")[0])
+    if describe is not None:
+        raise TypeError(f"quantize_: takes a recipe of qtorch, got {describe(given)}")
     hint = ""
     if isinstance(given, type) and issubclass(given, Recipe):
         hint = f"; call it: {given.name}()"

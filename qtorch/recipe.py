@@ -23,6 +23,9 @@ from .targets import Target
 
 RECIPES: dict[str, type[Recipe]] = {}
 
+FOREIGN: dict[str, Callable[[Any], str]] = {}
+"""Name of another package -> function that says what its configuration object is here, a clause of an error."""
+
 C = TypeVar("C", bound="type[Recipe]")
 
 

@@ -23,7 +23,8 @@ def make(name: str, group_size: int | None = None) -> WeightRecipe:
 
 
 def has_group_size(recipe: WeightRecipe) -> bool:
-    return "group_size" in {field.name for field in dataclasses.fields(recipe)}
+    """Whether its weights are in groups by default."""
+    return getattr(recipe, "group_size", None) is not None
 
 
 def is_of_users(cls: type[Recipe]) -> bool:

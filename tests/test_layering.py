@@ -97,6 +97,9 @@ FLOORS: list[list[str]] = [
     ["integrations/transformers/quantizer"],
     ["integrations/transformers/attach", "integrations/transformers/model_card"],
     ["integrations/transformers"],
+    ["compat/torchao/arguments"],
+    ["compat/torchao"],
+    ["compat"],
     ["integrations"],
     ["__init__"],
 ]

@@ -1,4 +1,4 @@
-"""int8 weights, one scale per output channel; activations stay in floating point."""
+"""int8 weights, one scale per output channel or per group; activations stay in floating point."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..primitives import LinearSpec, MinMaxRule, PerRow, QuantSpec, ScaleRule, qdtype
+from ..primitives import LinearSpec, MinMaxRule, PerGroup, PerRow, QuantSpec, ScaleRule, qdtype
 from ..recipe import WeightRecipe, register_recipe
 
 
@@ -17,16 +17,20 @@ class Int8WeightOnly(WeightRecipe):
 
     Args:
         scale_rule: how the range of a channel is chosen.
-        scale_dtype: dtype of the scales of the weight; None is fp32. That of the model, so that engines which round
-            scales to it compute with the same numbers (see docs/guides/vllm.md).
+        group_size: elements of a row that share a scale, which then has the dtype of the weight; None for the whole
+            row. It must divide the row.
+        scale_dtype: dtype of the scales of the weight; None is fp32 for rows. That of the model, so that engines which
+            round scales to it compute with the same numbers (see docs/guides/vllm.md).
     """
 
     scale_rule: ScaleRule = MinMaxRule()
+    group_size: int | None = None
     scale_dtype: torch.dtype | None = None
 
     def linear_spec(self) -> LinearSpec:
+        blocks = PerRow() if self.group_size is None else PerGroup(self.group_size)
         rule, scale_dtype = self.scale_rule, self.scale_dtype
-        return LinearSpec(QuantSpec(qdtype("int8"), PerRow(), scale_rule=rule, scale_dtype=scale_dtype, quant_min=-127))
+        return LinearSpec(QuantSpec(qdtype("int8"), blocks, scale_rule=rule, scale_dtype=scale_dtype, quant_min=-127))
 
 
 int8_weight_only = Int8WeightOnly

@@ -1,0 +1,164 @@
+"""For users of torchao: its names and arguments, which return recipes of qtorch.
+
+    from qtorch.compat.torchao import Int4WeightOnlyConfig, quantize_
+    quantize_(model, Int4WeightOnlyConfig(group_size=32))
+
+The functions of torchao 0.6 and 0.7 (`int4_weight_only(layout=..., use_hqq=...)`), the configurations of 0.18
+(`Int4WeightOnlyConfig`, `FqnToConfig`, ...), and the other public names of 0.6 that have an equivalent. An argument
+without one raises a `ValueError`. torchao need not be installed.
+"""
+
+from torch import nn
+
+from ...dtypes import (
+    AffineQuantizedTensor,
+    PlainLayout,
+    SemiSparseLayout,
+    TensorCoreTiledLayout,
+    UintxTensor,
+    linear_nf4,
+    to_affine_quantized_floatx,
+    to_affine_quantized_floatx_static,
+    to_affine_quantized_fpx,
+    to_affine_quantized_intx,
+    to_affine_quantized_intx_static,
+    to_linear_activation_quantized,
+    to_nf4,
+    to_uintx,
+)
+from ...kernels import int_matmul as safe_int_mm
+from ...kernels import int_scaled_matmul
+from ...model_size import get_model_size_in_bytes
+from ...primitives import (
+    MappingType,
+    PerAxis,
+    PerBlock,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    PerToken,
+    ZeroPointDomain,
+    choose_qparams_affine,
+    choose_qparams_affine_with_min_max,
+    compute_error,
+    dequantize_affine,
+    fake_quantize_affine,
+    quantize_affine,
+)
+from ...quantize_api import quantize_
+from ...training import Int8MixedPrecisionTrainingConfig
+from .configs import (
+    AOPerModuleConfig,
+    Float8DynamicActivationFloat8WeightConfig,
+    Float8DynamicActivationInt4WeightConfig,
+    Float8StaticActivationFloat8WeightConfig,
+    Float8WeightOnlyConfig,
+    FqnToConfig,
+    Int4WeightOnlyConfig,
+    Int8DynamicActivationInt4WeightConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8DynamicActivationIntxWeightConfig,
+    Int8StaticActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    IntxWeightOnlyConfig,
+    ModuleFqnToConfig,
+    MXDynamicActivationMXWeightConfig,
+    NF4WeightOnlyConfig,
+    NVFP4DynamicActivationNVFP4WeightConfig,
+    NVFP4WeightOnlyConfig,
+    QATConfig,
+    UIntxWeightOnlyConfig,
+)
+from .equivalents import equivalent
+from .functions import (
+    float8_dynamic_activation_float8_weight,
+    float8_static_activation_float8_weight,
+    float8_weight_only,
+    fpx_weight_only,
+    int4_weight_only,
+    int8_dynamic_activation_int4_weight,
+    int8_dynamic_activation_int8_semi_sparse_weight,
+    int8_dynamic_activation_int8_weight,
+    int8_weight_only,
+    uintx_weight_only,
+)
+
+PlainLayoutType, SemiSparseLayoutType, TensorCoreTiledLayoutType = PlainLayout, SemiSparseLayout, TensorCoreTiledLayout
+"""Their names in torchao 0.6."""
+
+
+def unwrap_tensor_subclass(model: nn.Module, filter_fn: object = None) -> nn.Module:
+    """Return the model as it is: `torch.compile` and `torch.export` take quantized tensors."""
+    return model
+
+
+__all__ = [
+    "AOPerModuleConfig",
+    "AffineQuantizedTensor",
+    "Float8DynamicActivationFloat8WeightConfig",
+    "Float8DynamicActivationInt4WeightConfig",
+    "Float8StaticActivationFloat8WeightConfig",
+    "Float8WeightOnlyConfig",
+    "FqnToConfig",
+    "Int4WeightOnlyConfig",
+    "Int8DynamicActivationInt4WeightConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "Int8DynamicActivationIntxWeightConfig",
+    "Int8MixedPrecisionTrainingConfig",
+    "Int8StaticActivationInt8WeightConfig",
+    "Int8WeightOnlyConfig",
+    "IntxWeightOnlyConfig",
+    "MXDynamicActivationMXWeightConfig",
+    "MappingType",
+    "ModuleFqnToConfig",
+    "NF4WeightOnlyConfig",
+    "NVFP4DynamicActivationNVFP4WeightConfig",
+    "NVFP4WeightOnlyConfig",
+    "PerAxis",
+    "PerBlock",
+    "PerGroup",
+    "PerRow",
+    "PerTensor",
+    "PerToken",
+    "PlainLayout",
+    "PlainLayoutType",
+    "QATConfig",
+    "SemiSparseLayout",
+    "SemiSparseLayoutType",
+    "TensorCoreTiledLayout",
+    "TensorCoreTiledLayoutType",
+    "UIntxWeightOnlyConfig",
+    "UintxTensor",
+    "ZeroPointDomain",
+    "choose_qparams_affine",
+    "choose_qparams_affine_with_min_max",
+    "compute_error",
+    "dequantize_affine",
+    "equivalent",
+    "fake_quantize_affine",
+    "float8_dynamic_activation_float8_weight",
+    "float8_static_activation_float8_weight",
+    "float8_weight_only",
+    "fpx_weight_only",
+    "get_model_size_in_bytes",
+    "int4_weight_only",
+    "int8_dynamic_activation_int4_weight",
+    "int8_dynamic_activation_int8_semi_sparse_weight",
+    "int8_dynamic_activation_int8_weight",
+    "int8_weight_only",
+    "int_scaled_matmul",
+    "linear_nf4",
+    "quantize_",
+    "quantize_affine",
+    "safe_int_mm",
+    "to_affine_quantized_floatx",
+    "to_affine_quantized_floatx_static",
+    "to_affine_quantized_fpx",
+    "to_affine_quantized_intx",
+    "to_affine_quantized_intx_static",
+    "to_linear_activation_quantized",
+    "to_nf4",
+    "to_uintx",
+    "uintx_weight_only",
+    "unwrap_tensor_subclass",
+]

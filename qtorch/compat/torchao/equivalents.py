@@ -1,0 +1,45 @@
+"""What a configuration object of torchao is in qtorch: for the error of `quantize_` that is given one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ...recipe import FOREIGN, Recipe
+from . import configs
+
+
+def equivalent(config: Any) -> Recipe | dict[str, Recipe | None]:
+    """The recipe, or mapping, of a configuration object of torchao, of the names and fields of version 0.18.
+
+    Raises:
+        ValueError: it has no equivalent.
+    """
+    kind = type(config).__name__
+    function = getattr(configs, kind, None) if kind.endswith("Config") else None
+    if function is None:
+        raise ValueError(f"{kind} has no equivalent in qtorch")
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init}
+    for name in ("fqn_to_config", "module_fqn_to_config"):
+        if name in fields:
+            inner = fields[name].items()
+            fields[name] = {key: None if value is None else equivalent(value) for key, value in inner}
+    if kind == "QATConfig" and fields.get("base_config") is not None:
+        fields["base_config"] = equivalent(fields["base_config"])
+    made: Recipe | dict[str, Recipe | None] = function(**fields)
+    return made
+
+
+def describe(config: Any) -> str:
+    """The call that makes the equivalent, or why there is none, as a clause of an error message."""
+    try:
+        found = equivalent(config)
+    except (ValueError, TypeError) as error:
+        return f"torchao's {type(config).__name__}, which has no equivalent: {error}"
+    if isinstance(found, dict):
+        entries = ", ".join(f"{key!r}: {value}" for key, value in found.items())
+        return f"torchao's {type(config).__name__}; its equivalent is {{{entries}}}"
+    return f"torchao's {type(config).__name__}; its equivalent is {found}"
+
+
+FOREIGN["torchao"] = describe

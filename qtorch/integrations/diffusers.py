@@ -1,0 +1,274 @@
+"""diffusers (0.42 is tested): `from_pretrained` and `save_pretrained` of models that qtorch quantizes.
+
+    import qtorch.integrations.diffusers
+    model = UNet2DModel.from_pretrained(path, quantization_config=QtorchConfig(int8_weight_only()))
+
+Importing it registers the method "qtorch" in the tables of diffusers, which has no other way. Each weight is quantized
+as soon as it is read, so that the float model is never in memory as a whole. Files hold plain tensors (see
+`dtypes.serialize`) and JSON in the metadata of each shard.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from diffusers import ModelMixin
+from diffusers.quantizers import auto
+from diffusers.quantizers.base import DiffusersQuantizer
+from diffusers.quantizers.quantization_config import QuantizationConfigMixin
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from ..dtypes import QuantizedTensor
+from ..dtypes.serialize import Entry, check_entry, from_canonical, to_canonical
+from ..module_repr import show_quantized
+from ..primitives.jsonable import from_json, parse_json, to_json
+from ..quantize_api import dequantize_
+from ..recipe import Recipe
+from ..targets import Target, find_targets
+
+METADATA = "qtorch.tensors"
+"""Key of the metadata of a file: JSON of the entries of its quantized tensors, by name."""
+
+
+class Method(str, Enum):
+    """The name of the method, an enum because diffusers reads its `value`."""
+
+    QTORCH = "qtorch"
+
+
+class QtorchConfig(QuantizationConfigMixin):
+    """The argument `quantization_config` of `from_pretrained`, and the entry of that name in config.json.
+
+    Args:
+        recipe: as in `quantize_`: a recipe for every `nn.Linear`, or an ordered mapping from names to recipes, which
+            also reaches convolutions and embeddings.
+        modules_to_not_convert: parts of names; a weight whose name has one of them stays in floating point.
+
+    Raises:
+        TypeError: `recipe` is neither.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | Mapping[str, Recipe | None] | Any = None,
+        modules_to_not_convert: Sequence[str] = (),
+        quant_method: str = Method.QTORCH.value,
+    ) -> None:
+        self.quant_method: Any = Method(quant_method)
+        self.recipe = _read(recipe)
+        self.modules_to_not_convert = list(modules_to_not_convert)
+
+    def to_dict(self) -> dict[str, Any]:
+        recipe = self.recipe
+        data: Any = (
+            [[key, _data(value)] for key, value in recipe.items()] if isinstance(recipe, dict) else _data(recipe)
+        )
+        skipped = self.modules_to_not_convert
+        return {"quant_method": Method.QTORCH.value, "recipe": data, "modules_to_not_convert": skipped}
+
+
+def _data(recipe: Recipe | None) -> Any:
+    return None if recipe is None else to_json(recipe)
+
+
+def _read(given: Any) -> Recipe | dict[str, Recipe | None] | None:
+    """A recipe or mapping, from itself or from the data of a config.json."""
+    if isinstance(given, list):
+        return {key: None if data is None else _read_one(data) for key, data in given}
+    if isinstance(given, Mapping) and "type" not in given:
+        return {key: None if value is None else _read_one(value) for key, value in given.items()}
+    return None if given is None else _read_one(given)
+
+
+def _read_one(given: Any) -> Recipe:
+    recipe = from_json(given) if isinstance(given, dict) else given
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"QtorchConfig takes a recipe such as int8_weight_only() or a mapping, got {recipe!r:.80}")
+    return recipe
+
+
+class QtorchQuantizer(DiffusersQuantizer):
+    """What diffusers calls while it loads and saves a model."""
+
+    use_keep_in_fp32_modules = True
+
+    def __init__(self, quantization_config: QtorchConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.targets: dict[str, Target[Recipe]] = {}
+        self.entries: dict[str, Entry] = {}
+        self.waiting: dict[str, Tensor] = {}
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Raise `ValueError` for weights on disk, which are read as one tensor each."""
+        device_map = kwargs.get("device_map")
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            raise ValueError("qtorch: quantized weights cannot be offloaded to disk; use a device_map without 'disk'")
+
+    def adjust_target_dtype(self, torch_dtype: torch.dtype) -> torch.dtype:
+        return torch.int8
+
+    @property
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    @property
+    def supports_parallel_loading(self) -> bool:
+        return False  # the tensors of a weight may be in two shards
+
+    # --- a model in floating point ---
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        config: Any = self.quantization_config
+        if self.pre_quantized:
+            return
+        if config.recipe is None:
+            raise ValueError("QtorchConfig: a model in floating point needs a recipe: QtorchConfig(int8_weight_only())")
+        kept = [*config.modules_to_not_convert, *(kwargs.get("keep_in_fp32_modules") or ())]
+        for target in find_targets(model, config.recipe, None):
+            names = [slot.name for slot in target.slots]
+            if target.recipe is None or any(part in name for part in kept for name in names):
+                continue
+            if target.recipe.data is not None or target.recipe.trains:
+                raise ValueError(
+                    f"QtorchConfig: {target.recipe} cannot be applied while loading: load the model in floating point, "
+                    "then call quantize_"
+                )
+            self.targets.update(dict.fromkeys(names, target))
+        if not self.targets:
+            raise ValueError(f"QtorchConfig: no weight of {type(model).__name__} is left to quantize")
+
+    def check_if_quantized_param(
+        self, model: Any, param_value: Tensor, param_name: str, state_dict: dict[str, Any], **kwargs: Any
+    ) -> bool:
+        return param_name in (self.entries if self.pre_quantized else self.targets)
+
+    def create_quantized_param(
+        self,
+        model: Any,
+        param_value: Tensor,
+        param_name: str,
+        target_device: torch.device,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Install a weight, which is quantized here unless the file holds it so."""
+        weight = param_value.to(target_device)
+        if not isinstance(weight, QuantizedTensor):
+            weight = self._quantized(param_name, weight)
+        parent, _, attribute = param_name.rpartition(".")
+        model.get_submodule(parent)._parameters[attribute] = nn.Parameter(weight, requires_grad=False)
+
+    def _quantized(self, name: str, weight: Tensor) -> Tensor:
+        slot = self.targets[name].asked
+        target: Target[Recipe] = Target([type(slot)(**{**vars(slot), "parameter": nn.Parameter(weight, False)})])
+        assert target.recipe is not None
+        try:
+            target.recipe.check_target(target)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"QtorchConfig: {name}: {error}") from error
+        made: Tensor = target.recipe.make(target, weight)
+        return made
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        for module in model.modules():
+            show_quantized(module)
+
+    # --- a quantized model: its files ---
+
+    def get_state_dict_and_metadata(
+        self, state_dict: dict[str, Any], safe_serialization: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Plain tensors, and the metadata that describes them.
+
+        Raises:
+            ValueError: the format is not safetensors, or a weight is in training.
+        """
+        if not safe_serialization:
+            raise ValueError("qtorch: a quantized model is saved as safetensors: safe_serialization=True")
+        plain: dict[str, Tensor] = {}
+        entries: dict[str, Entry] = {}
+        seen: set[int] = set()
+        for name, tensor in state_dict.items():
+            if not isinstance(tensor, QuantizedTensor):
+                plain[name] = tensor
+                continue
+            if tensor.trains:
+                raise ValueError(f"qtorch: {name} is in training; call quantize_(model, convert()) first")
+            tensors, entries[name] = to_canonical(name, tensor)
+            for key, part in tensors.items():  # safetensors refuses tensors that share memory, as tied weights do
+                plain[key] = part.clone() if part.data_ptr() in seen else part
+                seen.add(part.data_ptr())
+        return plain, {METADATA: json.dumps(entries)}
+
+    def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
+        """The names of the parameters, given those of the tensors in the files."""
+        if not self.pre_quantized:
+            return loaded_keys
+        for path in checkpoint_files:
+            with safe_open(path, framework="pt") as file:
+                entries = parse_json((file.metadata() or {}).get(METADATA, "{}"))
+            for name, entry in entries.items():
+                check_entry(entry)
+                self.entries[name] = entry
+        if not self.entries:
+            raise ValueError(
+                f"{checkpoint_files[0]}: config.json says it is quantized by qtorch, its metadata does not"
+            )
+        parts = {stored for entry in self.entries.values() for stored in entry["tensors"].values()}
+        return [*(key for key in loaded_keys if key not in parts), *self.entries]
+
+    def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The tensors of one file, those of a weight put together; they wait for those that are in another file."""
+        if not self.entries:
+            return state_dict
+        parts = {stored for entry in self.entries.values() for stored in entry["tensors"].values()}
+        found = {key: tensor for key, tensor in state_dict.items() if key not in parts}
+        self.waiting.update({key: tensor for key, tensor in state_dict.items() if key in parts})
+        for name, entry in self.entries.items():
+            if all(stored in self.waiting for stored in entry["tensors"].values()):
+                found[name] = from_canonical(entry, self.waiting.pop)
+        return found
+
+    def _dequantize(self, model: Any) -> Any:
+        dequantize_(model)
+        model.register_to_config(quantization_config=None)
+        return model
+
+
+def attach(model: ModelMixin) -> ModelMixin:
+    """Let `model`, which `quantize_` has quantized, save itself by `save_pretrained`.
+
+    Models that `from_pretrained` has quantized do not need it.
+
+    Raises:
+        TypeError: `model` is not a model of diffusers.
+        ValueError: no weight of the model is quantized.
+    """
+    if not isinstance(model, ModelMixin):
+        raise TypeError(f"attach takes a model of diffusers, got a {type(model).__name__}")
+    if not any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters()):
+        raise ValueError(f"attach: no weight of this {type(model).__name__} is quantized; call quantize_ first")
+    config = QtorchConfig()
+    quantizer: Any = QtorchQuantizer(config, pre_quantized=True)
+    model.hf_quantizer = quantizer
+    model.is_quantized = True
+    model.quantization_method = config.quant_method
+    model.register_to_config(quantization_config=config)  # type: ignore[attr-defined]
+    return model
+
+
+auto.AUTO_QUANTIZER_MAPPING[Method.QTORCH.value] = QtorchQuantizer
+auto.AUTO_QUANTIZATION_CONFIG_MAPPING[Method.QTORCH.value] = QtorchConfig

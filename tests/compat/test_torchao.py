@@ -1,0 +1,229 @@
+"""`qtorch.compat.torchao`: torchao's names and arguments, and what `quantize_` says to its objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import qtorch
+from qtorch import MappingType, PackedLayout, PerAxis, PerGroup, PerRow, PerTensor, TensorCoreTiledLayout, quantize_
+from qtorch.compat import torchao as ao
+from qtorch.compat.torchao import configs
+
+FLOAT = qtorch.ZeroPointDomain.FLOAT
+TILED = TensorCoreTiledLayout()
+
+EQUIVALENT = [
+    (ao.int8_weight_only(), qtorch.int8_weight_only()),
+    (ao.int8_weight_only(group_size=32, set_inductor_config=False), qtorch.int8_weight_only(group_size=32)),
+    (ao.int4_weight_only(group_size=64), qtorch.int4_weight_only(64, FLOAT, layout=TILED)),
+    (
+        ao.int4_weight_only(32, layout_type=PackedLayout(), use_hqq=True),
+        qtorch.int4_weight_only(32, FLOAT, layout=PackedLayout(), use_hqq=True),
+    ),
+    (ao.int8_dynamic_activation_int8_weight(), qtorch.int8_dynamic_activation_int8_weight()),
+    (
+        ao.int8_dynamic_activation_int8_weight(layout=ao.SemiSparseLayout()),
+        qtorch.int8_dynamic_activation_int8_semi_sparse_weight(),
+    ),
+    (
+        ao.int8_dynamic_activation_int4_weight(64, mapping_type=MappingType.ASYMMETRIC),
+        qtorch.int8_dynamic_activation_int4_weight(64, MappingType.ASYMMETRIC),
+    ),
+    (ao.float8_weight_only(torch.float8_e5m2), qtorch.float8_weight_only(torch.float8_e5m2)),
+    (ao.float8_dynamic_activation_float8_weight(), qtorch.float8_dynamic_activation_float8_weight(PerTensor())),
+    (
+        ao.float8_dynamic_activation_float8_weight(granularity=(PerRow(), PerRow())),
+        qtorch.float8_dynamic_activation_float8_weight(PerRow()),
+    ),
+    (
+        ao.float8_static_activation_float8_weight(torch.tensor([0.5])),
+        qtorch.float8_static_activation_float8_weight(0.5),
+    ),
+    (ao.uintx_weight_only(torch.uint3, 32, -1, True), qtorch.uintx_weight_only("uint3", 32, use_hqq=True)),
+    (ao.fpx_weight_only(3, 2), qtorch.fpx_weight_only(3, 2)),
+    (ao.Int8WeightOnlyConfig(), qtorch.int8_weight_only()),
+    (ao.Int8WeightOnlyConfig(granularity=PerGroup(16)), qtorch.int8_weight_only(group_size=16)),
+    (ao.Int4WeightOnlyConfig(group_size=32), qtorch.int4_weight_only(32)),
+    (
+        ao.Int4WeightOnlyConfig(int4_packing_format="tile_packed_to_4d", int4_choose_qparams_algorithm="hqq"),
+        qtorch.int4_weight_only(128, FLOAT, layout=TILED, use_hqq=True),
+    ),
+    (ao.Int8DynamicActivationInt8WeightConfig(version=1), qtorch.int8_dynamic_activation_int8_weight()),
+    (
+        ao.Int8DynamicActivationIntxWeightConfig(torch.int4, PerGroup(64)),
+        qtorch.int8_dynamic_activation_int4_weight(64),
+    ),
+    (
+        ao.Int8DynamicActivationIntxWeightConfig(torch.int8, PerAxis(0)),
+        qtorch.int8_dynamic_activation_int8_weight(MappingType.ASYMMETRIC),
+    ),
+    (ao.Int8DynamicActivationInt4WeightConfig(64), qtorch.int8_dynamic_activation_int4_weight(64)),
+    (ao.Int8StaticActivationInt8WeightConfig(torch.tensor(0.25)), qtorch.int8_static_activation_int8_weight(0.25)),
+    (ao.IntxWeightOnlyConfig(torch.int3, PerGroup(64)), qtorch.intx_weight_only("int3", 64)),
+    (ao.IntxWeightOnlyConfig(), qtorch.int8_weight_only()),
+    (ao.UIntxWeightOnlyConfig(64, 5), qtorch.uintx_weight_only("uint5", 64)),
+    (ao.Float8WeightOnlyConfig(), qtorch.float8_weight_only()),
+    (
+        ao.Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()),
+        qtorch.float8_dynamic_activation_float8_weight(),
+    ),
+    (
+        ao.Float8DynamicActivationFloat8WeightConfig(packing_format="sparse_2d_data_2d_metadata"),
+        qtorch.float8_dynamic_activation_float8_semi_sparse_weight(),
+    ),
+    (
+        ao.Float8StaticActivationFloat8WeightConfig(act_quant_scale=torch.tensor(0.5)),
+        qtorch.float8_static_activation_float8_weight(0.5),
+    ),
+    (ao.Float8DynamicActivationInt4WeightConfig(), qtorch.float8_dynamic_activation_int4_weight()),
+    (ao.MXDynamicActivationMXWeightConfig(), qtorch.mxfp8_dynamic_activation_mxfp8_weight()),
+    (ao.NVFP4DynamicActivationNVFP4WeightConfig(), qtorch.nvfp4_dynamic_activation_nvfp4_weight()),
+    (ao.NVFP4WeightOnlyConfig(), qtorch.nvfp4_weight_only()),
+    (ao.NF4WeightOnlyConfig(), qtorch.nf4_weight_only()),
+    (ao.QATConfig(ao.Int4WeightOnlyConfig()), qtorch.qat(qtorch.int4_weight_only())),
+    (ao.QATConfig(step="convert"), qtorch.training.convert()),
+]
+
+
+@pytest.mark.parametrize(("made", "expected"), EQUIVALENT, ids=lambda each: str(each))
+def test_equivalents(made: qtorch.recipe.Recipe, expected: qtorch.recipe.Recipe) -> None:
+    assert made == expected
+
+
+def test_names_of_a_mapping_come_first() -> None:
+    config = ao.FqnToConfig(
+        OrderedDict(
+            {
+                "re:.*up": ao.Int8WeightOnlyConfig(),
+                "_default": ao.Int4WeightOnlyConfig(32),
+                "0": None,
+            }
+        )
+    )
+    assert config == {"0": None, ".*up": qtorch.int8_weight_only(), ".*": qtorch.int4_weight_only(32)}
+    assert list(config) == ["0", ".*up", ".*"]
+    model = nn.ModuleDict({"0": nn.Linear(64, 64), "up": nn.Linear(64, 64), "down": nn.Linear(64, 64)})
+    ao.quantize_(model, config)
+    assert [type(model[name].weight).__name__ for name in model] == [
+        "Parameter",
+        "AffineQuantizedTensor",
+        "AffineQuantizedTensor",
+    ]
+    assert ao.ModuleFqnToConfig is ao.FqnToConfig
+
+
+def test_int8_in_groups() -> None:
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(64, 16))
+    x, expected = torch.randn(3, 64), layer[0].weight.detach().clone()
+    quantize_(layer, ao.int8_weight_only(group_size=16))
+    weight = layer[0].weight
+    assert weight.scales()[0].shape == (16, 4)
+    error = (weight.dequantize() - expected).abs()
+    assert 0 < error.max() <= 0.51 * weight.scales()[0].max()
+    torch.testing.assert_close(layer(x), nn.functional.linear(x, weight.dequantize(), layer[0].bias))
+
+
+REFUSED = [
+    (lambda: ao.int8_dynamic_activation_int8_weight(weight_only_decode=True), "weight_only_decode=True has no equi"),
+    (lambda: ao.int4_weight_only(layout=ao.SemiSparseLayout()), "layout=SemiSparseLayout.* has no equivalent"),
+    (lambda: ao.int4_weight_only(layout=TILED, layout_type=TILED), "layout and layout_type are two names"),
+    (lambda: ao.uintx_weight_only("uint4", pack_dim=0), "pack_dim=0 has no equivalent"),
+    (lambda: ao.Int4WeightOnlyConfig(int4_packing_format="preshuffled"), "'preshuffled' has no equivalent"),
+    (lambda: ao.Int8StaticActivationInt8WeightConfig(), "act_quant_scale=None has no equivalent"),
+    (lambda: ao.Int8StaticActivationInt8WeightConfig(torch.rand(4, 1)), "is one number"),
+    (lambda: ao.IntxWeightOnlyConfig(scale_dtype=torch.bfloat16), "scale_dtype=torch.bfloat16 has no equivalent"),
+    (lambda: ao.IntxWeightOnlyConfig(granularity=PerTensor()), r"granularity=PerTensor\(\) has no equivalent"),
+    (lambda: ao.Int8DynamicActivationIntxWeightConfig(torch.int2), "weight_dtype=torch.int2 has no equivalent"),
+    (lambda: ao.Float8DynamicActivationFloat8WeightConfig(activation_value_ub=1.0), "activation_value_ub=1.0"),
+    (lambda: ao.MXDynamicActivationMXWeightConfig(block_size=16), "block_size=16 has no equivalent"),
+    (lambda: ao.QATConfig(activation_config=object()), "activation_config=.*base_config="),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED, ids=[message[:30] for _, message in REFUSED])
+def test_what_has_no_equivalent_says_so(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def of_torchao(cls: type) -> type:
+    """The class as if torchao had defined it."""
+    cls.__module__ = "torchao.quantization.quant_api"
+    return cls
+
+
+@of_torchao
+class Int4PackingFormat(str, enum.Enum):
+    PLAIN = "plain"
+    PRESHUFFLED = "preshuffled"
+
+
+@of_torchao
+@dataclasses.dataclass
+class Int4WeightOnlyConfig:
+    group_size: int = 128
+    set_inductor_config: bool = True
+    int4_packing_format: Int4PackingFormat = Int4PackingFormat.PLAIN
+
+
+@of_torchao
+@dataclasses.dataclass
+class FqnToConfig:
+    fqn_to_config: dict[str, Any]
+
+
+@of_torchao
+@dataclasses.dataclass
+class AWQConfig:
+    step: str = "prepare"
+
+
+def test_objects_of_torchao_are_named() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    weight = model[0].weight
+    with pytest.raises(TypeError, match=r"Int4WeightOnlyConfig; its equivalent is int4_weight_only\(group_size=32\)"):
+        quantize_(model, Int4WeightOnlyConfig(32))  # type: ignore[arg-type]
+    mapping = FqnToConfig({"re:a": Int4WeightOnlyConfig(), "b": None})
+    with pytest.raises(TypeError, match=r"its equivalent is \{'b': None, 'a': int4_weight_only\(\)\}"):
+        quantize_(model, mapping)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"AWQConfig, which has no equivalent: AWQConfig has no equivalent in qtorch"):
+        quantize_(model, AWQConfig())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"int4_packing_format=<Int4PackingFormat\.PRESHUFFLED"):
+        quantize_(model, {"0": Int4WeightOnlyConfig(32, int4_packing_format=Int4PackingFormat.PRESHUFFLED)})  # type: ignore[dict-item]
+    assert model[0].weight is weight
+
+
+def test_against_torchao() -> None:
+    """The package itself: every configuration here has its arguments, and its objects are understood."""
+    pytest.importorskip("torchao")
+    import torchao.quantization as real
+
+    missing = []
+    for name in configs.__dict__:
+        theirs = getattr(real, name, None)
+        if not name.endswith("Config") or theirs is None:
+            continue
+        ours = inspect.signature(getattr(configs, name)).parameters
+        missing += [f"{name}.{each}" for each in inspect.signature(theirs).parameters if each not in ours]
+    assert missing == []
+    objects = [
+        (real.Int4WeightOnlyConfig(group_size=32), qtorch.int4_weight_only(32)),
+        (real.Int8WeightOnlyConfig(), qtorch.int8_weight_only()),
+        (real.Int8DynamicActivationInt8WeightConfig(), qtorch.int8_dynamic_activation_int8_weight()),
+        (real.IntxWeightOnlyConfig(torch.int3, real.PerGroup(32)), qtorch.intx_weight_only("int3", 32)),
+        (real.Float8WeightOnlyConfig(), qtorch.float8_weight_only()),
+        (real.Int8DynamicActivationIntxWeightConfig(torch.int4), qtorch.int8_dynamic_activation_int4_weight()),
+    ]
+    for config, recipe in objects:
+        assert ao.equivalent(config) == recipe
+    mapping = real.FqnToConfig(OrderedDict({"a": real.Int8WeightOnlyConfig(), "re:b": None}))
+    assert ao.equivalent(mapping) == {"a": qtorch.int8_weight_only(), "b": None}
