@@ -64,12 +64,15 @@ class QtorchConfig(QuantizationConfigMixin):
         self.modules_to_not_convert = list(modules_to_not_convert)
 
     def to_dict(self) -> dict[str, Any]:
-        recipe = self.recipe
-        data: Any = (
-            [[key, _data(value)] for key, value in recipe.items()] if isinstance(recipe, dict) else _data(recipe)
-        )
+        """The entry of config.json; a mapping becomes a list of pairs, whose order counts."""
+        given = self.recipe
+        recipe: Any = [[key, _data(value)] for key, value in given.items()] if isinstance(given, dict) else _data(given)
         skipped = self.modules_to_not_convert
-        return {"quant_method": Method.QTORCH.value, "recipe": data, "modules_to_not_convert": skipped}
+        return {"quant_method": Method.QTORCH.value, "recipe": recipe, "modules_to_not_convert": skipped}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What diffusers shows."""
+        return self.to_dict()
 
 
 def _data(recipe: Recipe | None) -> Any:
@@ -163,13 +166,15 @@ class QtorchQuantizer(DiffusersQuantizer):
         target_device: torch.device,
         *args: Any,
         **kwargs: Any,
-    ) -> None:
+    ) -> nn.Parameter:
         """Install a weight, which is quantized here unless the file holds it so."""
         weight = param_value.to(target_device)
         if not isinstance(weight, QuantizedTensor):
             weight = self._quantized(param_name, weight)
         parent, _, attribute = param_name.rpartition(".")
-        model.get_submodule(parent)._parameters[attribute] = nn.Parameter(weight, requires_grad=False)
+        parameter = nn.Parameter(weight, requires_grad=False)
+        model.get_submodule(parent)._parameters[attribute] = parameter
+        return parameter
 
     def _quantized(self, name: str, weight: Tensor) -> Tensor:
         slot = self.targets[name].asked
@@ -244,11 +249,13 @@ class QtorchQuantizer(DiffusersQuantizer):
 
     def _dequantize(self, model: Any) -> Any:
         dequantize_(model)
-        model.register_to_config(quantization_config=None)
+        # register_to_config can add entries, not remove one.
+        kept = {name: value for name, value in model._internal_dict.items() if name != "quantization_config"}
+        model._internal_dict = type(model._internal_dict)(kept)
         return model
 
 
-def attach(model: ModelMixin) -> ModelMixin:
+def attach(model: Any) -> Any:
     """Let `model`, which `quantize_` has quantized, save itself by `save_pretrained`.
 
     Models that `from_pretrained` has quantized do not need it.
@@ -259,15 +266,15 @@ def attach(model: ModelMixin) -> ModelMixin:
     """
     if not isinstance(model, ModelMixin):
         raise TypeError(f"attach takes a model of diffusers, got a {type(model).__name__}")
-    if not any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters()):
+    own: Any = model
+    if not any(isinstance(parameter, QuantizedTensor) for parameter in own.parameters()):
         raise ValueError(f"attach: no weight of this {type(model).__name__} is quantized; call quantize_ first")
     config = QtorchConfig()
-    quantizer: Any = QtorchQuantizer(config, pre_quantized=True)
-    model.hf_quantizer = quantizer
-    model.is_quantized = True
-    model.quantization_method = config.quant_method
-    model.register_to_config(quantization_config=config)  # type: ignore[attr-defined]
-    return model
+    own.hf_quantizer = QtorchQuantizer(config, pre_quantized=True)
+    own.is_quantized = True
+    own.quantization_method = config.quant_method
+    own.register_to_config(quantization_config=config)
+    return own
 
 
 auto.AUTO_QUANTIZER_MAPPING[Method.QTORCH.value] = QtorchQuantizer
