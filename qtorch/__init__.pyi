@@ -5,9 +5,9 @@ from . import calibration as calibration
 from . import checkpoint as checkpoint
 from . import compat as compat
 from . import dtypes as dtypes
+from . import export as export
 from . import formats as formats
 from . import integrations as integrations
-from . import export as export
 from . import kernels as kernels
 from . import layouts as layouts
 from . import primitives as primitives
