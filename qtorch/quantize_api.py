@@ -26,8 +26,8 @@ from .model_argument import check_model
 from .model_size import get_model_size_in_bytes
 from .module_repr import show_quantized
 from .prepared_module import PreparedModule
-from .primitives import compute_error
 from .primitives.granularity import IndivisibleError
+from .quantization_error import quantization_error
 from .recipe import FOREIGN, RECIPES, Data, Recipe, WeightRecipe, check_float_weight, register_recipe
 from .report import QUANTIZED_BEFORE, LayerReport, QuantizeReport
 from .statistics import Statistic, Statistics, collect
@@ -294,7 +294,7 @@ def _quantized(target: Target[Recipe], weight: Tensor, quantized: Any) -> LayerR
         f"{target.recipe}",
         weight.nbytes,
         quantized.nbytes,
-        float(compute_error(weight, quantized.dequantize())),
+        quantization_error(weight, quantized),
         kernel,
         tuple(other.name for other in target.slots if other is not slot),
     )

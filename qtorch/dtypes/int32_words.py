@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..primitives.qdtype import QDType
+from ..primitives.slices import in_slices
 
 _WORD = 32
 
@@ -28,19 +29,28 @@ def pack_to_int32(codes: Tensor, dtype: QDType) -> Tensor:
     """
     if dtype.is_floating_point or _WORD % dtype.bits:
         raise ValueError(f"pack_to_int32 takes integers of 1, 2, 4 or 8 bits, got {dtype}")
+    return in_slices(lambda part: _pack(part, dtype), codes, axes=codes.dim() - 1)
+
+
+def _pack(codes: Tensor, dtype: QDType) -> Tensor:
     per_word = _WORD // dtype.bits
-    length = codes.shape[-1]
-    words = -(-length // per_word)
-    offset = -int(dtype.quant_min)
-    unsigned = torch.nn.functional.pad(codes.to(torch.int64) + offset, (0, words * per_word - length))
-    shifts = torch.arange(0, _WORD, dtype.bits, device=codes.device)
-    packed = (unsigned.unflatten(-1, (words, per_word)) << shifts).sum(-1)
-    # Words of 2^31 and above wrap around to negative int32.
-    return packed.to(torch.int32)
+    unsigned = codes.view(torch.uint8) + -int(dtype.quant_min) if dtype.is_signed else codes
+    padded = torch.nn.functional.pad(unsigned, (0, -codes.shape[-1] % per_word))
+    # Two codes of `bits` bits, in the halves of an integer, become one of 2 * bits bits in its lower half.
+    flat, bits = padded.reshape(-1), dtype.bits
+    while bits < 8:
+        pairs = flat.view(torch.int16)
+        flat = (pairs | (pairs >> (8 - bits))).to(torch.uint8)
+        bits *= 2
+    return flat.view(torch.int32).reshape(*codes.shape[:-1], padded.shape[-1] // per_word)
 
 
 def unpack_from_int32(packed: Tensor, dtype: QDType, length: int) -> Tensor:
     """Inverse of `pack_to_int32`: the first `length` codes of each row, in the storage dtype."""
+    return in_slices(lambda part: _unpack(part, dtype, length), packed, axes=packed.dim() - 1)
+
+
+def _unpack(packed: Tensor, dtype: QDType, length: int) -> Tensor:
     shifts = torch.arange(0, _WORD, dtype.bits, device=packed.device, dtype=torch.int32)
     codes = (packed.unsqueeze(-1) >> shifts) & (2**dtype.bits - 1)
     return (codes.flatten(-2)[..., :length] + int(dtype.quant_min)).to(dtype.storage)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..primitives.qdtype import QDType
 from ..primitives.scheme import Scheme
+from ..primitives.slices import in_slices
 from ..primitives.spec import QuantSpec
 from .base import Layout, Plain, register_layout
 from .inner_tensors import Form
@@ -99,6 +100,10 @@ def pack_bits(codes: Tensor, bits: int, axis: int = -1) -> Tensor:
     if bits == _GROUP:
         return codes.to(torch.uint8)
     axis %= codes.dim()
+    return in_slices(lambda part: _pack(part, bits, axis), codes, axes=axis)
+
+
+def _pack(codes: Tensor, bits: int, axis: int) -> Tensor:
     length = codes.shape[axis]
     groups = -(-length // _GROUP)
     x = codes.to(torch.uint8)
@@ -132,7 +137,11 @@ def unpack_bits(packed: Tensor, bits: int, length: int, axis: int = -1, dtype: t
             f"{length} codes of {bits} bits take {groups * bits} bytes, axis {axis} of {tuple(packed.shape)} has "
             f"{packed.shape[axis]}"
         )
-    parts = packed.unflatten(axis, (bits, groups))
+    return in_slices(lambda part: _unpack(part, bits, length, axis).to(dtype), packed, axes=axis)
+
+
+def _unpack(packed: Tensor, bits: int, length: int, axis: int) -> Tensor:
+    parts = packed.unflatten(axis, (bits, -1))
     codes, first = None, 0
     for low, part in _parts(bits):
         byte = parts.narrow(axis, first, part)
@@ -144,7 +153,7 @@ def unpack_bits(packed: Tensor, bits: int, length: int, axis: int = -1, dtype: t
         value = torch.stack(items, axis + 1).flatten(axis, axis + 2)
         codes = value if codes is None else codes | (value << low)
     assert codes is not None
-    return codes.narrow(axis, 0, length).to(dtype)
+    return codes.narrow(axis, 0, length)
 
 
 def can_pack_bits(dtype: QDType) -> bool:

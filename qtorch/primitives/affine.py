@@ -31,6 +31,7 @@ from .jsonable import jsonable
 from .non_finite import with_non_finite
 from .qdtype import QDType, qdtype
 from .rounding import Rounding, round_to_integer
+from .slices import in_slices
 
 
 @jsonable
@@ -118,12 +119,17 @@ def quantize_affine(
     check_floating_point("quantize_affine", input)
     view = BlockView(input.shape, block_size)
     low, high = code_range(output_dtype, quant_min, quant_max)
-    values, kind = input.float(), qdtype(output_dtype)
-    codes = _real_codes(view, values, scale, zero_point, kind, (low, high), zero_point_domain, rounding, generator)
-    codes = codes.clamp(low, high)
-    if kind.has_nan:
-        codes = with_non_finite(codes, view.split(values))
-    return view.merge(kind.encode(codes, rounding, generator))
+    kind = qdtype(output_dtype)
+
+    def quantize(x: Tensor, s: Tensor, z: Tensor | None) -> Tensor:
+        x = x.float()
+        codes = _real_codes(x, s, z, kind, (low, high), zero_point_domain, rounding, generator).clamp(low, high)
+        return kind.encode(with_non_finite(codes, x) if kind.has_nan else codes, rounding, generator)
+
+    x, s, z = view.split(input), view.split_scale(scale), _split_scale(view, zero_point)
+    # Random numbers are drawn for the whole tensor at once.
+    codes = in_slices(quantize, x, s, z, axes=x.dim()) if rounding is Rounding.NEAREST_EVEN else quantize(x, s, z)
+    return view.merge(codes)
 
 
 def dequantize_affine(
@@ -152,9 +158,15 @@ def dequantize_affine(
     if input.dtype != kind.storage:
         raise ValueError(f"codes of {input_dtype} are stored as {kind.storage}, got {input.dtype}")
     view = BlockView(input.shape, block_size)
-    codes = kind.decode(view.split(input))
-    code_bounds = code_range(input_dtype, quant_min, quant_max)
-    return view.merge(_dequantize(view, codes, scale, zero_point, code_bounds, zero_point_domain)).to(output_dtype)
+    bounds = code_range(input_dtype, quant_min, quant_max)
+
+    def dequantize(codes: Tensor, s: Tensor, z: Tensor | None) -> Tensor:
+        return _dequantize(kind.decode(codes), s, z, bounds, zero_point_domain).to(output_dtype)
+
+    codes = view.split(input)
+    return view.merge(
+        in_slices(dequantize, codes, view.split_scale(scale), _split_scale(view, zero_point), axes=codes.dim())
+    )
 
 
 def check_floating_point(function: str, input: Tensor) -> None:
@@ -202,31 +214,24 @@ def fake_quantize_blocks(
     """
     view = BlockView(input.shape, block_size)
     low, high = code_range(quant_dtype, quant_min, quant_max)
-    values = input.to(compute_dtype)
-    codes = _real_codes(
-        view,
-        values,
-        scale,
-        zero_point,
-        quant_dtype,
-        (low, high),
-        zero_point_domain,
-        rounding,
-        generator,
-    )
+    values = view.split(input.to(compute_dtype))
+    s, z = view.split_scale(scale), _split_scale(view, zero_point)
+    codes = _real_codes(values, s, z, quant_dtype, (low, high), zero_point_domain, rounding, generator)
     clipped = codes.clamp(low, high)
     codes, unclipped = clipped, codes == clipped
     kind = qdtype(quant_dtype)
     if kind.is_floating_point:
         codes = kind.decode(kind.encode(codes.float(), rounding, generator))
-    real = _dequantize(view, codes, scale, zero_point, (low, high), zero_point_domain)
-    real = with_non_finite(real, view.split(values))
+    real = with_non_finite(_dequantize(codes, s, z, (low, high), zero_point_domain), values)
     return view.merge(real).to(input.dtype), view.merge(unclipped)
 
 
+def _split_scale(view: BlockView, zero_point: Tensor | None) -> Tensor | None:
+    return None if zero_point is None else view.split_scale(zero_point)
+
+
 def _real_codes(
-    view: BlockView,
-    input: Tensor,
+    x: Tensor,
     scale: Tensor,
     zero_point: Tensor | None,
     dtype: torch.dtype | QDType,
@@ -235,10 +240,9 @@ def _real_codes(
     rounding: Rounding,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Codes before clipping, rounded for integer types, in the dtype of `input` and the split view."""
-    x = view.split(input)
-    s = view.split_scale(scale).to(x.dtype)
-    z = None if zero_point is None else view.split_scale(zero_point).to(x.dtype)
+    """Codes before clipping, rounded for integer types, in the dtype of `x`; all arguments in the split view."""
+    s = scale.to(x.dtype)
+    z = None if zero_point is None else zero_point.to(x.dtype)
     if domain.adds_zero_point and z is not None:
         codes = (x - (z - s * domain.zero_point_code(*bounds))) / s
     else:
@@ -251,18 +255,13 @@ def _real_codes(
 
 
 def _dequantize(
-    view: BlockView,
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    bounds: tuple[float, float],
-    domain: ZeroPointDomain,
+    codes: Tensor, scale: Tensor, zero_point: Tensor | None, bounds: tuple[float, float], domain: ZeroPointDomain
 ) -> Tensor:
-    """Reals of codes in the split view, in their dtype."""
-    s = view.split_scale(scale).to(codes.dtype)
+    """Reals of codes, in their dtype; all arguments in the split view."""
+    s = scale.to(codes.dtype)
     if zero_point is None or domain is ZeroPointDomain.NONE:
         return codes * s
-    z = view.split_scale(zero_point).to(codes.dtype)
+    z = zero_point.to(codes.dtype)
     if domain.adds_zero_point:
         return (codes - domain.zero_point_code(*bounds)) * s + z
     return (codes - z) * s

@@ -18,6 +18,7 @@ from .affine import check_floating_point
 from .granularity import BlockView
 from .non_finite import with_non_finite
 from .qparams import min_max
+from .slices import in_slices
 
 # fmt: off
 NF4_TABLE = (
@@ -65,11 +66,21 @@ def quantize_codebook(input: Tensor, block_size: Sequence[int], scale: Tensor, t
     check_floating_point("quantize_codebook", input)
     view = BlockView(input.shape, block_size)
     _check_table(view, table)
-    x = view.split(input).float() / view.split_scale(scale).float()
     middles = (table[..., 1:].float() + table[..., :-1].float()) / 2
-    codes = torch.zeros_like(x, dtype=torch.uint8)
-    for middle in middles.unbind(-1):
-        codes += x > (middle if middle.dim() == 0 else view.split_scale(middle))
+    middles = middles if table.dim() == 1 else _split_table(view, middles)
+
+    def quantize(x: Tensor, s: Tensor, middles: Tensor) -> Tensor:
+        x = x.float() / s.float()
+        codes = torch.zeros_like(x, dtype=torch.uint8)
+        for middle in middles.unbind(-1):
+            codes += x > middle
+        return codes
+
+    x, s = view.split(input), view.split_scale(scale)
+    if table.dim() == 1:
+        codes = in_slices(lambda x, s: quantize(x, s, middles), x, s, axes=x.dim())
+    else:
+        codes = in_slices(quantize, x, s, middles, axes=x.dim())
     return view.merge(codes)
 
 
@@ -79,13 +90,20 @@ def dequantize_codebook(
     """Reals of `codes`, same shape, in `output_dtype`; arguments as in `quantize_codebook`."""
     view = BlockView(codes.shape, block_size)
     _check_table(view, table)
-    index = view.split(codes).int()
+    flat = table.reshape(-1).float()
+    starts = None
     if table.dim() > 1:
         # The tables of all blocks are one flat table, in which each begins at a multiple of L.
         starts = torch.arange(0, table.numel(), table.shape[-1], device=codes.device, dtype=torch.int32)
-        index = index + view.split_scale(starts)
-    values = table.reshape(-1).float().index_select(0, index.reshape(-1)).reshape(index.shape)
-    return view.merge(values.mul_(view.split_scale(scale).float()).to(output_dtype))
+        starts = view.split_scale(starts)
+
+    def dequantize(index: Tensor, s: Tensor, starts: Tensor | None) -> Tensor:
+        index = index.int() if starts is None else index.int() + starts
+        values = flat.index_select(0, index.reshape(-1)).reshape(index.shape)
+        return values.mul_(s.float()).to(output_dtype)
+
+    index = view.split(codes)
+    return view.merge(in_slices(dequantize, index, view.split_scale(scale), starts, axes=index.dim()))
 
 
 def kmeans_codebook(
@@ -160,6 +178,11 @@ def _quantiles(x: Tensor, w: Tensor, size: int) -> Tensor:
     steps = (torch.arange(size, device=x.device, dtype=x.dtype) + 0.5) / size
     positions = torch.searchsorted(mass, mass[..., -1:] * steps)
     return x.gather(-1, positions.clamp(max=x.shape[-1] - 1))
+
+
+def _split_table(view: BlockView, table: Tensor) -> Tensor:
+    """Tables (*scale.shape, L) in the split view, which has L as one more axis."""
+    return torch.stack([view.split_scale(entry) for entry in table.unbind(-1)], -1)
 
 
 def _check_table(view: BlockView, table: Tensor) -> None:
