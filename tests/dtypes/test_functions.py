@@ -146,7 +146,7 @@ def test_fused_experts(name: str, stored: str) -> None:
     weights = experts.transpose(1, 2) if stored == "(E, N, K)" else experts
     with record_kernels() as ran:
         got = torch.bmm(x, weights)
-    by_reference = experts.scheme.activation is not None and stored == "(E, K, N)"
+    by_reference = experts.scheme.activation is not None and stored == "(E, K, N)" and not name.endswith("portable")
     assert ran[0] == ("linear:reference" if by_reference else linear_kernel(experts[0], torch.float32))
     assert len([name for name in ran if name.startswith("linear:")]) == 4
     wanted = torch.stack([expected(x[e], weights[e].t()) for e in range(4)])
