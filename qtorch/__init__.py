@@ -36,6 +36,7 @@ from .primitives import (
     compute_error,
 )
 from .quantize_api import dequantize_, quantize_
+from .quantize_checkpoint import convert_checkpoint, quantize_checkpoint
 from .recipes import *  # noqa: F403 (every recipe, by its name)
 from .report import QuantizeReport
 
@@ -67,11 +68,13 @@ __all__ = [
     "ZeroPointDomain",
     "compute_error",
     "config",
+    "convert_checkpoint",
     "dequantize_",
     "explain",
     "get_model_size_in_bytes",
     "load_quantized",
     "quantize_",
+    "quantize_checkpoint",
     "recipes_for_vllm",
     "save_quantized",
     *recipes.__all__,

@@ -13,6 +13,7 @@ from . import layouts as layouts
 from . import primitives as primitives
 from . import recipes as recipes
 from . import statistics as statistics
+from . import streaming as streaming
 from . import tracing as tracing
 from . import training as training
 from .calibration.importance_weighted import ImportanceWeighted as importance_weighted
@@ -42,6 +43,8 @@ from .primitives.spec import QuantSpec as QuantSpec
 from .primitives.sqnr import compute_error as compute_error
 from .quantize_api import dequantize_ as dequantize_
 from .quantize_api import quantize_ as quantize_
+from .quantize_checkpoint import convert_checkpoint as convert_checkpoint
+from .quantize_checkpoint import quantize_checkpoint as quantize_checkpoint
 from .recipes.float8_dynamic_activation_float8_semi_sparse_weight import Float8DynamicActivationFloat8SemiSparseWeight as float8_dynamic_activation_float8_semi_sparse_weight
 from .recipes.float8_dynamic_activation_float8_weight import Float8DynamicActivationFloat8Weight as float8_dynamic_activation_float8_weight
 from .recipes.float8_dynamic_activation_int4_weight import Float8DynamicActivationInt4Weight as float8_dynamic_activation_int4_weight
@@ -105,6 +108,7 @@ __all__ = [
     "compute_error",
     "config",
     "convert",
+    "convert_checkpoint",
     "dequantize_",
     "explain",
     "float8_dynamic_activation_float8_semi_sparse_weight",
@@ -143,6 +147,7 @@ __all__ = [
     "nvfp4_weight_only",
     "qat",
     "quantize_",
+    "quantize_checkpoint",
     "recipes_for_vllm",
     "save_quantized",
     "scheduled_qat",

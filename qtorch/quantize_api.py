@@ -95,8 +95,7 @@ def quantize_(
         TypeError: `recipe` is not a recipe, or `model` is not a module.
     """
     check_model("quantize_", model)
-    for given in recipe.values() if isinstance(recipe, Mapping) else [recipe]:
-        _check_is_recipe(given, in_mapping=isinstance(recipe, Mapping))
+    check_are_recipes("quantize_", recipe)
     _check_device(device)
     targets = find_targets(model, recipe, filter_fn)
     if not any(target.recipe for target in targets):
@@ -111,12 +110,12 @@ def quantize_(
     chunk = _Chunk()
     for target in tqdm(targets, desc="quantize", disable=not progress):
         if target.recipe is None:
-            rows.append(_skipped(target))
+            rows.append(skipped_row(target))
             continue
         weight = target.parameter.detach()
         weight = weight if device is None else weight.to(device)
         made = target.recipe.make(target, weight, statistics.get(target.parameter))
-        rows.append(_quantized(target, weight, made))
+        rows.append(quantized_row(target, weight, made))
         if not dry_run:
             chunk.add(target, made)
     chunk.install()
@@ -204,16 +203,19 @@ def _leave_what_is_done(targets: list[Target[Recipe]]) -> None:
                 slot.recipe = None
 
 
-def _check_is_recipe(given: Any, in_mapping: bool) -> None:
-    if isinstance(given, Recipe) or (given is None and in_mapping):
-        return
-    describe = FOREIGN.get(type(given).__module__.partition(".")[0])
-    if describe is not None:
-        raise TypeError(f"quantize_: takes a recipe of qtorch, got {describe(given)}")
-    hint = ""
-    if isinstance(given, type) and issubclass(given, Recipe):
-        hint = f"; call it: {given.name}()"
-    raise TypeError(f"quantize_: takes a recipe such as int8_weight_only(), got {given!r}{hint}")
+def check_are_recipes(function: str, recipe: Any) -> None:
+    """Raise `TypeError`, which names `function`, unless `recipe` is a recipe, or a mapping to recipes and None."""
+    in_mapping = isinstance(recipe, Mapping)
+    for given in recipe.values() if in_mapping else [recipe]:
+        if isinstance(given, Recipe) or (given is None and in_mapping):
+            continue
+        describe = FOREIGN.get(type(given).__module__.partition(".")[0])
+        if describe is not None:
+            raise TypeError(f"{function}: takes a recipe of qtorch, got {describe(given)}")
+        hint = ""
+        if isinstance(given, type) and issubclass(given, Recipe):
+            hint = f"; call it: {given.name}()"
+        raise TypeError(f"{function}: takes a recipe such as int8_weight_only(), got {given!r}{hint}")
 
 
 def _check_device(device: torch.device | str | None) -> None:
@@ -282,7 +284,8 @@ def _entry_that_fits(target: Target[Recipe]) -> str:
     return f'"{name}": None,'
 
 
-def _quantized(target: Target[Recipe], weight: Tensor, quantized: Any) -> LayerReport:
+def quantized_row(target: Target[Recipe], weight: Tensor, quantized: Any) -> LayerReport:
+    """The report on `weight`, of which `quantized` was made."""
     slot = target.asked
     kernel = None
     if isinstance(quantized, QuantizedTensor) and quantized.scheme.spec is not None:
@@ -300,7 +303,8 @@ def _quantized(target: Target[Recipe], weight: Tensor, quantized: Any) -> LayerR
     )
 
 
-def _skipped(target: Target[Recipe]) -> LayerReport:
+def skipped_row(target: Target[Recipe]) -> LayerReport:
+    """The report on a weight that is left alone."""
     slot, parameter = target.slots[0], target.parameter
     size = 0 if nn.parameter.is_lazy(parameter) else parameter.nbytes
     shape = () if nn.parameter.is_lazy(parameter) else tuple(parameter.shape)

@@ -107,7 +107,7 @@ def _write_tensors(source: Any, format: SaveFormat, folder: Path, limit: int) ->
 
     def write() -> None:
         shards.append(list(pending))
-        write_file(folder / _shard(len(shards), 0), pending, {})
+        write_file(folder / _shard(len(shards), 0), pending, format.metadata(pending))
         pending.clear()
 
     for name, tensor, original in _named_tensors(source):

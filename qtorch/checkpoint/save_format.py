@@ -7,7 +7,7 @@ format=name)`` writes it, and so does `quantize_checkpoint`, which never has the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
@@ -60,6 +60,10 @@ class SaveFormat(ABC):
             ValueError: weights that have to be quantized alike are not; the message names them.
         """
 
+    def metadata(self, keys: Iterable[str]) -> dict[str, str]:
+        """Metadata of a file with the stored tensors `keys`; by default none."""
+        return {}
+
     @abstractmethod
     def progress(self) -> Any:
         """JSON data of what was stored so far, for `resume`."""
@@ -67,6 +71,8 @@ class SaveFormat(ABC):
     @abstractmethod
     def resume(self, progress: Any) -> None:
         """Continue a checkpoint that another object of this class has begun, from its `progress`.
+
+        The next tensor that `store` gets may be one that it had got already.
 
         Raises:
             ValueError: `progress` is not of this format.

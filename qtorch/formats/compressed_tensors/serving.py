@@ -52,8 +52,8 @@ def recipes_for_vllm(model: nn.Module, recipe: Recipe | Mapping[str, Recipe | No
             given = recipe if given is None and is_fused(asked.name) and target.parameter.dim() == 3 else given
         if given is not None:
             chosen[_key(asked)] = given, target.parameter
-    scales = _tensor_scales(chosen)
-    return {name: _adapted(given, weight.dtype, scales.get(name)) for name, (given, weight) in chosen.items()}
+    scales = tensor_scales(chosen)
+    return {name: adapted(given, weight.dtype, scales.get(name)) for name, (given, weight) in chosen.items()}
 
 
 def _key(slot: Slot[Recipe]) -> str:
@@ -69,13 +69,13 @@ def _is_left_out(model: nn.Module, target: Target[Recipe]) -> bool:
     )
 
 
-def _adapted(recipe: Recipe, dtype: torch.dtype, tensor_scale: float | None) -> Recipe:
+def adapted(recipe: Recipe, dtype: torch.dtype, tensor_scale: float | None) -> Recipe:
     """The recipe, and those that it holds, with the options that make its weights exact."""
     changes: dict[str, Any] = {}
     for name in [field.name for field in fields(recipe)]:  # type: ignore[arg-type]
         value = getattr(recipe, name)
         if isinstance(value, Recipe):
-            changes[name] = _adapted(value, dtype, tensor_scale)
+            changes[name] = adapted(value, dtype, tensor_scale)
         elif name == "scale_dtype" and value is None and dtype in _HALVES:
             changes[name] = dtype
         elif name == "tensor_scale" and value is None and tensor_scale is not None:
@@ -84,20 +84,21 @@ def _adapted(recipe: Recipe, dtype: torch.dtype, tensor_scale: float | None) -> 
     return replace(recipe, **changes) if changes else recipe  # type: ignore[type-var]
 
 
-def _tensor_scales(chosen: Mapping[str, tuple[Recipe, Tensor]]) -> dict[str, float]:
+def tensor_scales(chosen: Mapping[str, tuple[Recipe, Tensor]]) -> dict[str, float]:
     """The scale of every tensor in NVFP4, shared by those that vLLM joins."""
     absmax = {
         name: float(weight.detach().abs().max()) if weight.numel() else 0.0
         for name, (recipe, weight) in chosen.items()
-        if _is_nvfp4(recipe) and not weight.is_meta
+        if is_nvfp4(recipe) and not weight.is_meta
     }
     return {name: shared_tensor_scale(max(absmax.get(other, 0.0) for other in joined_with(name))) for name in absmax}
 
 
-def _is_nvfp4(recipe: Any) -> bool:
+def is_nvfp4(recipe: Any) -> bool:
+    """Whether a recipe, or one that it holds, makes NVFP4 weights."""
     if isinstance(recipe, Nvfp4WeightOnly):
         return True
-    return is_dataclass(recipe) and any(_is_nvfp4(getattr(recipe, field.name)) for field in fields(recipe))
+    return is_dataclass(recipe) and any(is_nvfp4(getattr(recipe, field.name)) for field in fields(recipe))
 
 
 def joined_with(module: str) -> Iterable[str]:

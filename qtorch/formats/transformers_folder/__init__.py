@@ -7,7 +7,7 @@ model.safetensors                or shards that model.safetensors.index.json nam
     metadata "qtorch.transformers"                    see `Index`
 """
 
-from . import source  # noqa: F401 (registers the format)
+from . import save, source  # noqa: F401 (they register the format)
 from .config import QUANT_METHOD, quantization_config
 from .names import Index, cast, stored
 

@@ -1,0 +1,101 @@
+"""Which recipe each tensor of a checkpoint gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.experts import is_fused
+from ..checkpoint.source import Contents, Source
+from ..formats.compressed_tensors.config import METHOD
+from ..formats.compressed_tensors.serving import adapted, is_nvfp4, tensor_scales
+from ..recipe import Recipe, WeightRecipe
+from ..targets import Target, find_targets
+from .skeleton import is_head_or_router, skeleton
+
+_HEAD = "a head or a router; ask for it by name"
+
+
+def assign(
+    contents: Mapping[str, Contents],
+    recipe: Recipe | Mapping[str, Recipe | None],
+    source: Source,
+    config: Mapping[str, Any],
+    format: str,
+) -> dict[str, Target[Recipe]]:
+    """The target of each weight of two or more axes that is not quantized, by its name.
+
+    Args:
+        contents: what is stored under each name.
+        recipe: see `quantize_checkpoint`.
+        source: for the largest magnitudes of weights in NVFP4, if engines join them.
+        config: contents of config.json.
+        format: in which the weights will be stored: recipes are completed as engines need it.
+
+    Raises:
+        ValueError: a weight cannot have its recipe, or an entry of the mapping has no effect.
+    """
+    floats = {name: of for name, of in contents.items() if of.scheme is None}
+    model = skeleton(floats, config.get("model_type"))
+    targets: list[Target[Recipe]] = find_targets(model, recipe, None)
+    for target in targets:
+        slot = target.asked
+        if not isinstance(recipe, Mapping) and slot.is_linear and is_head_or_router(slot.module_name):
+            slot.recipe, slot.reason = None, _HEAD
+    chosen = [target for target in targets if target.recipe is not None]
+    if not chosen:
+        raise ValueError("quantize_checkpoint: nothing to quantize: no linear layer in floating point")
+    _place(chosen)
+    if format == METHOD:
+        _complete(chosen, source)
+    problems = [problem for target in chosen if (problem := _problem(target))]
+    if problems:
+        more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise ValueError("quantize_checkpoint: " + "\n".join(problems[:8]) + more + "\nnothing is written")
+    return {target.slots[0].name: target for target in targets}
+
+
+def _place(chosen: list[Target[Recipe]]) -> None:
+    """Let recipes that treat the first and the last weights in a way of their own know where they are."""
+    for recipe in dict.fromkeys(target.recipe for target in chosen):
+        assert recipe is not None
+        group = [target for target in chosen if target.recipe == recipe]
+        for index, target in enumerate(group):
+            target.asked.recipe = recipe.placed(index, len(group))
+
+
+def _complete(chosen: list[Target[Recipe]], source: Source) -> None:
+    """What `recipes_for_vllm` does for a model."""
+    by_name: dict[str, tuple[Recipe, Tensor]] = {}
+    for target in chosen:
+        recipe, slot = target.recipe, target.asked
+        assert recipe is not None
+        absmax = source.tensor(slot.name).abs().max().reshape(1) if is_nvfp4(recipe) else torch.zeros(1)
+        by_name[slot.label] = recipe, absmax
+    scales = tensor_scales(by_name)
+    for target in chosen:
+        slot = target.asked
+        assert slot.recipe is not None
+        slot.recipe = adapted(slot.recipe, slot.parameter.dtype, scales.get(slot.label))
+
+
+def _problem(target: Target[Recipe]) -> str | None:
+    recipe, slot = target.recipe, target.asked
+    assert recipe is not None
+    shape = tuple(slot.parameter.shape)
+    if recipe.data is not None:
+        return f"{slot.label}: {recipe} runs the model on data; use quantize_"
+    if recipe.trains or not isinstance(recipe, WeightRecipe):
+        return f"{slot.label}: {recipe} is not a recipe for inference; use quantize_"
+    if len(shape) > 3 or (len(shape) == 3 and not is_fused(slot.name)):
+        return f"{slot.label}: has shape {shape}; the weights of convolutions need their layer: use quantize_"
+    try:
+        # Without values, all but the check of the values.
+        recipe.check(nn.Parameter(torch.empty(0, *shape[1:], dtype=slot.parameter.dtype), requires_grad=False))
+        recipe.linear_spec().weight.block_size(shape)
+    except (ValueError, TypeError) as error:
+        return f"{slot.label}: {error}"
+    return None

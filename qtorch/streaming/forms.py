@@ -1,0 +1,204 @@
+"""Forms: what a streamed checkpoint becomes, a file in the own format or a folder in a format of another package.
+
+A form says which plain tensors stand for a parameter, and completes the files at the end. Whatever it learns from the
+tensors is JSON data, so that another process can continue.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..checkpoint.file_format import HEADER, HEADER_CHECKSUM, OWN_FORMAT, text_checksum
+from ..checkpoint.header import Header
+from ..checkpoint.hf_folder import CONFIG, read_json
+from ..checkpoint.save_format import SaveFormat, save_format
+from ..dtypes import QuantizedTensor
+from ..dtypes.serialize import to_canonical
+from .companions import copy_companions
+from .part_file import PartFile
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_ROOM_FOR_A_TENSOR = 700
+"""Bytes of header for a parameter that is not quantized, beside its name."""
+
+_ROOM_FOR_A_WEIGHT = 2600
+"""Bytes of header for a quantized parameter, beside its names; if it takes more, its file is copied once."""
+
+
+class Form(ABC):
+    """How a checkpoint is written."""
+
+    @abstractmethod
+    def store(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """The plain tensors, by stored name, that stand for the parameter or buffer `name`."""
+
+    @abstractmethod
+    def room(self, names: Sequence[str], is_first: bool) -> int:
+        """Bytes for the header of a file, given the names of the parameters that may be in it."""
+
+    @abstractmethod
+    def finish_file(self, file: PartFile) -> bool:
+        """Complete a file that gets no more tensors, unless that has to wait for all; whether it is complete."""
+
+    @abstractmethod
+    def finish(self, files: Sequence[PartFile], target: Path) -> None:
+        """Complete all files and move them to `target`, in one step as far as readers see; may be repeated."""
+
+    @abstractmethod
+    def progress(self) -> Any:
+        """JSON data of what was stored, for `resume`."""
+
+    @abstractmethod
+    def resume(self, progress: Any) -> None:
+        """Continue from `progress`; the next tensor to be stored may be in it already."""
+
+
+class OwnForm(Form):
+    """A file of `save_quantized` with its shards; the root is the first file.
+
+    Args:
+        aliases: further names of tensors.
+        token: part of the names of shards, of 8 hexadecimal digits.
+    """
+
+    def __init__(self, aliases: Mapping[str, str], token: str) -> None:
+        self.header = Header(aliases=dict(aliases))
+        self.plain: dict[str, None] = {}
+        self.token = token
+
+    def store(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if isinstance(tensor, QuantizedTensor):
+            stored, self.header.quantized[name] = to_canonical(name, tensor)
+            return stored
+        self.plain[name] = None
+        return {name: tensor}
+
+    def room(self, names: Sequence[str], is_first: bool) -> int:
+        return _room(names, _ROOM_FOR_A_WEIGHT if is_first else _ROOM_FOR_A_TENSOR)
+
+    def finish_file(self, file: PartFile) -> bool:
+        if file.path.name == file_name(0):
+            return False
+        file.finish({})
+        return True
+
+    def finish(self, files: Sequence[PartFile], target: Path) -> None:
+        root, *shards = files
+        self.header.plain = list(self.plain)
+        stem = target.stem if target.suffix == ".safetensors" else f"{target.name}."
+        count = len(shards)
+        names = [f"{stem}-{self.token}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        self.header.shards = {
+            name: [tensor.name for tensor in shard.written] for name, shard in zip(names, shards, strict=True)
+        }
+        self.header.checksums = {tensor.name: tensor.crc32 for file in files for tensor in file.written}
+        text = json.dumps(self.header.to_json())
+        for shard in shards:
+            shard.finish({})
+        root.finish({HEADER: text, HEADER_CHECKSUM: text_checksum(text)})
+        for name, shard in [*zip(names, shards, strict=True), (target.name, root)]:
+            if shard.path.exists():
+                os.replace(shard.path, target.with_name(name))
+
+    def progress(self) -> Any:
+        return {"plain": list(self.plain), "quantized": self.header.quantized}
+
+    def resume(self, progress: Any) -> None:
+        self.plain, self.header.quantized = dict.fromkeys(progress["plain"]), progress["quantized"]
+
+
+class FolderForm(Form):
+    """A folder with config.json, weights, and the other files of the source.
+
+    Args:
+        format: name of a `SaveFormat`.
+        source: path of the source.
+        recipe: for `quantization_config`, in formats that have it there.
+    """
+
+    def __init__(self, format: str, source: Path, recipe: Any) -> None:
+        self.source = source if source.is_dir() else source.parent
+        config = read_json(self.source / CONFIG) or {}
+        self.config = {key: value for key, value in config.items() if key not in ("quantization_config",)}
+        self.format: SaveFormat = save_format(format, self.config)
+        for name, value in {"recipe": recipe, "names": "checkpoint"}.items():
+            if hasattr(self.format, name):
+                setattr(self.format, name, value)
+
+    def store(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        return self.format.store(name, tensor)
+
+    def room(self, names: Sequence[str], is_first: bool) -> int:
+        return _room(names, _ROOM_FOR_A_WEIGHT)
+
+    def finish_file(self, file: PartFile) -> bool:
+        file.finish(self.format.metadata([tensor.name for tensor in file.written]))
+        return True
+
+    def finish(self, files: Sequence[PartFile], target: Path) -> None:
+        folder = files[0].path.parent
+        if not folder.exists():  # it has been renamed
+            return
+        places: dict[str, str] = {}
+        count = len(files)
+        kept = set()
+        for number, file in enumerate(files, 1):
+            name = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE
+            if not (folder / name).exists():
+                self.finish_file(file)
+                os.replace(file.path, folder / name)
+            places |= dict.fromkeys((tensor.name for tensor in file.written), name)
+            kept.add(name)
+        if count > 1:
+            total = sum(file.nbytes for file in files)
+            _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+            kept.add(INDEX)
+        _write_json(folder / CONFIG, {**self.config, "quantization_config": self.format.config()})
+        kept |= {CONFIG, *copy_companions(self.source, folder)}
+        for path in folder.iterdir():
+            if path.name not in kept:
+                path.unlink()
+        folder.rename(target)
+
+    def progress(self) -> Any:
+        return self.format.progress()
+
+    def resume(self, progress: Any) -> None:
+        self.format.resume(progress)
+
+
+def form_of(format: str, source: Path, aliases: Mapping[str, str], recipe: Any, arguments: Any) -> Form:
+    """The form of a checkpoint in `format`.
+
+    Args:
+        arguments: JSON data; the names of shards in the own format follow from it.
+    """
+    if format != OWN_FORMAT:
+        return FolderForm(format, source, recipe)
+    return OwnForm(aliases, hashlib.sha256(json.dumps(arguments, sort_keys=True).encode()).hexdigest()[:8])
+
+
+def file_name(number: int) -> str:
+    """The name of a file until the number of files is known."""
+    return f"{number:05d}.safetensors"
+
+
+def _room(names: Sequence[str], of_each: int) -> int:
+    return 1000 + sum(of_each + 12 * len(name) for name in names)
+
+
+def _write_json(path: Path, data: Any) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(data, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,107 @@
+"""quantize_checkpoint: its memory is bounded by one tensor, and a process that is killed is continued by the next.
+
+QTORCH_CHECKPOINT_MB=2048 and QTORCH_KILLS=20 make the checkpoint and the number of kills larger.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.float_checkpoints import save_shards
+
+ROOT = Path(__file__).parents[2]
+PROCESS = [sys.executable, "-m", "tests.attack.quantize_checkpoint_process"]
+MEGABYTES = int(os.environ.get("QTORCH_CHECKPOINT_MB", "256"))
+KILLS = int(os.environ.get("QTORCH_KILLS", "3"))
+
+pytestmark = pytest.mark.slow
+
+
+def random_folder(folder: Path, megabytes: int, largest: int) -> Path:
+    """A checkpoint of this size in bf16, in weights of `largest` bytes and smaller tensors."""
+    columns = 1024
+    rows = largest // (2 * columns)
+    count = megabytes * 2**20 // largest
+    torch.manual_seed(0)
+    tensors = {f"layers.{i}.proj.weight": torch.randn(rows, columns, dtype=torch.bfloat16) for i in range(count)}
+    tensors |= {f"layers.{i}.norm.weight": torch.randn(33, dtype=torch.bfloat16) for i in range(count)}
+    return save_shards(tensors, folder, 4)
+
+
+def start(src: Path, dst: Path, format: str, limit: int) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*PROCESS, str(src), str(dst), format, str(limit)], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux")
+@pytest.mark.parametrize("format", ["qtorch", "transformers"])
+def test_memory_is_that_of_one_tensor(format: str, tmp_path: Path) -> None:
+    largest = 32 * 2**20
+    source = random_folder(tmp_path / "float", MEGABYTES, largest)
+    process = start(source, tmp_path / ("q.safetensors" if format == "qtorch" else "q"), format, 1 << 40)
+    said, _ = process.communicate(timeout=900)
+    assert process.returncode == 0
+    grown = int(said.split()[-1])
+    print(f"{MEGABYTES} MiB in weights of {largest >> 20} MiB: memory grew by {grown / 2**20:.0f} MiB")
+    # The tensor in bf16, a byte for each of its codes and half a byte packed, twice; then slices, and the header.
+    assert grown < 2.5 * largest + 32 * 2**20
+
+
+@pytest.mark.parametrize("format", ["qtorch", "compressed-tensors"])
+def test_killed_and_continued(format: str, tmp_path: Path) -> None:
+    source = random_folder(tmp_path / "float", MEGABYTES // 4, 2**20)
+    name = "q.safetensors" if format == "qtorch" else "q"
+    chance = random.Random(0)
+    limit = 8 * 2**20
+
+    (tmp_path / "wanted").mkdir()
+    started = start(source, tmp_path / "wanted" / name, format, limit)
+    assert started.stdout is not None
+    started.stdout.readline()
+    begin = time.monotonic()
+    started.communicate(timeout=900)
+    seconds = time.monotonic() - begin
+    assert started.returncode == 0
+    wanted = files(tmp_path / "wanted")
+
+    killed = 0
+    for _ in range(KILLS):
+        folder = tmp_path / "killed"
+        folder.mkdir()
+        for _attempt in range(50):
+            process = start(source, folder / name, format, limit)
+            assert process.stdout is not None
+            process.stdout.readline()
+            try:
+                process.communicate(timeout=chance.uniform(0.0, 1.2 * seconds) + 0.01)
+                break
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+                killed += 1
+                # What is there is complete, or not there.
+                complete = (folder / name).exists()
+                assert not complete or files(folder).keys() >= wanted.keys()
+                if complete and not (folder / f".{name}.partial").exists():
+                    break
+        assert (folder / name).exists()
+        assert files(folder) == wanted
+        shutil.rmtree(folder)
+    print(f"killed {killed} times")
+    assert killed >= KILLS
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(found)}

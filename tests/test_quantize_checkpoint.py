@@ -1,0 +1,429 @@
+"""quantize_checkpoint writes what quantize_ and save_quantized write, without the model, and survives being killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import qtorch
+from qtorch import convert_checkpoint, load_quantized, quantize_, quantize_checkpoint, save_quantized
+from qtorch.checkpoint.source import open_source
+from qtorch.checkpoint.tensor_file import TensorFile
+from qtorch.dtypes import QuantizedTensor
+from qtorch.streaming import companions, forms, part_file, partial
+from tests.float_checkpoints import Decoder, decoder, save_shards
+
+RECIPES = [
+    qtorch.int4_weight_only(group_size=32),
+    qtorch.int8_weight_only(),
+    qtorch.int8_dynamic_activation_int4_weight(group_size=32),
+    qtorch.nf4_weight_only(),
+    qtorch.float8_weight_only(),
+    qtorch.nvfp4_weight_only(),
+]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return save_shards(decoder().state_dict(), tmp_path / "float", 3)
+
+
+def stored(path: Path) -> dict[str, Tensor]:
+    """All stored tensors of a checkpoint with its shards."""
+    with open_source(path) as opened:
+        files = opened.files  # type: ignore[attr-defined]
+        return {name: file.read(name) for file in files for name in file.stored}
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert (tensor.dtype, tensor.shape) == (wanted[name].dtype, wanted[name].shape), name
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), wanted[name].reshape(-1).view(torch.uint8)), name
+
+
+def expected(path: Path, recipe: object) -> dict[str, Tensor]:
+    """What quantize_ and save_quantized write; quantize_checkpoint leaves the head alone."""
+    model = decoder()
+    quantize_(model, recipe, lambda module, name: isinstance(module, torch.nn.Linear) and name != "lm_head")
+    save_quantized(model, path)
+    return stored(path)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_the_stored_tensors_are_equal(recipe: object, source: Path, tmp_path: Path) -> None:
+    report = quantize_checkpoint(source, tmp_path / "q.safetensors", recipe)
+    assert_same(stored(tmp_path / "q.safetensors"), expected(tmp_path / "wanted.safetensors", recipe))
+    assert {layer.name for layer in report.quantized} == {
+        "odd.weight",
+        *(f"layers.{i}.{name}.weight" for i in range(2) for name in ("q_proj", "down_proj")),
+    }
+    assert all(10 < layer.sqnr < 60 for layer in report.quantized)
+    reasons = {layer.name: layer.detail for layer in report.skipped}
+    assert "head" in reasons["lm_head.weight"]
+    assert "embedding" in reasons["embed_tokens.weight"]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_the_report_is_that_of_quantize_(source: Path, tmp_path: Path) -> None:
+    recipe = {r"layers\..*": qtorch.int8_weight_only(), "embed_tokens": qtorch.int4_weight_only(group_size=32)}
+    found = quantize_checkpoint(source, tmp_path / "q.safetensors", recipe)
+    wanted = quantize_(decoder(), recipe)
+    assert set(found.quantized) == set(wanted.quantized)
+    assert found.quantized_parameters == wanted.quantized_parameters
+    assert found.model_bytes_before == wanted.model_bytes_before
+    assert found.model_bytes_after == wanted.model_bytes_after
+
+
+def test_it_loads_into_the_model(source: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(source, tmp_path / "q.safetensors", {".*": qtorch.int8_weight_only()})
+    with torch.device("meta"):
+        model = Decoder()
+    load_quantized(model, tmp_path / "q.safetensors")
+    wanted = decoder()
+    quantize_(wanted, qtorch.int8_weight_only())
+    assert isinstance(model.lm_head.weight, QuantizedTensor)
+    assert torch.equal(model.lm_head.weight.dequantize(), wanted.lm_head.weight.dequantize())
+    assert torch.equal(model.steps, wanted.steps)
+
+
+@pytest.mark.parametrize("limit", [1, 4000, 20_000])
+def test_shards(limit: int, source: Path, tmp_path: Path) -> None:
+    recipe = qtorch.int4_weight_only(group_size=32)
+    quantize_checkpoint(source, tmp_path / "q.safetensors", recipe, max_shard_size=limit)
+    found = sorted(path.name for path in tmp_path.glob("q*.safetensors"))
+    assert len(found) > 1
+    assert_same(stored(tmp_path / "q.safetensors"), expected(tmp_path / "wanted.safetensors", recipe))
+    for name in found:
+        sizes = [of.stop - of.start for of in TensorFile(tmp_path / name).stored.values()]
+        assert sum(sizes) <= max(limit, 20_000)
+
+
+def test_data_begin_at_multiples_of_64_where_they_can(source: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(source, tmp_path / "q.safetensors", qtorch.nf4_weight_only())
+    of_file = TensorFile(tmp_path / "q.safetensors").stored
+    assert any((of.stop - of.start) % 64 for of in of_file.values())
+    for name, of in of_file.items():
+        assert of.start % of.dtype.itemsize == 0, name
+        assert of.start % 64 == 0 or (of.stop - of.start) % 64, name
+    assert load_file(tmp_path / "q.safetensors").keys() == of_file.keys()
+
+
+def test_a_header_without_room(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms, "_room", lambda names, of_each: 10)
+    quantize_checkpoint(source, tmp_path / "q.safetensors", qtorch.nf4_weight_only(), max_shard_size=9000)
+    wanted = expected(tmp_path / "wanted.safetensors", qtorch.nf4_weight_only())
+    assert_same(stored(tmp_path / "q.safetensors"), wanted)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_single_file(tmp_path: Path) -> None:
+    save_file(decoder().state_dict(), tmp_path / "float.safetensors")
+    quantize_checkpoint(tmp_path / "float.safetensors", tmp_path / "q.safetensors", qtorch.int8_weight_only())
+    wanted = expected(tmp_path / "wanted.safetensors", qtorch.int8_weight_only())
+    assert_same(stored(tmp_path / "q.safetensors"), wanted)
+
+
+def test_dry_run(source: Path, tmp_path: Path) -> None:
+    recipe = qtorch.int8_weight_only()
+    tried = quantize_checkpoint(source, tmp_path / "q.safetensors", recipe, dry_run=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["float"]
+    done = quantize_checkpoint(source, tmp_path / "q.safetensors", recipe)
+    assert (tried.dry_run, tried.layers) == (True, done.layers)
+
+
+def test_what_is_quantized_already_is_kept(source: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(source, tmp_path / "a.safetensors", {r".*q_proj": qtorch.int8_weight_only()})
+    report = quantize_checkpoint(tmp_path / "a.safetensors", tmp_path / "b.safetensors", qtorch.nf4_weight_only())
+    model = decoder()
+    quantize_(model, {r".*q_proj": qtorch.int8_weight_only(), "lm_head": None, ".*": qtorch.nf4_weight_only()})
+    save_quantized(model, tmp_path / "wanted.safetensors")
+    assert_same(stored(tmp_path / "b.safetensors"), stored(tmp_path / "wanted.safetensors"))
+    assert sum(layer.detail == "is quantized already" for layer in report.layers) == 2
+
+
+def test_experts(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    experts = {
+        f"layers.0.mlp.experts.{i}.{name}.weight": torch.randn(shape)
+        for i in range(4)
+        for name, shape in {"gate_proj": (32, 64), "up_proj": (32, 64), "down_proj": (64, 32)}.items()
+    }
+
+    def of(index: int, name: str) -> Tensor:
+        return experts[f"layers.0.mlp.experts.{index}.{name}_proj.weight"]
+
+    tensors = {**experts, "layers.0.mlp.gate.weight": torch.randn(4, 64)}
+    folder = save_shards(tensors, tmp_path / "float", 2, {"model_type": "qwen3_moe"})
+    quantize_checkpoint(folder, tmp_path / "q.safetensors", qtorch.int4_weight_only(group_size=32))
+
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([torch.nn.Module()])
+    model.layers[0].mlp = torch.nn.Module()
+    model.layers[0].mlp.gate = torch.nn.Linear(64, 4, bias=False)
+    model.layers[0].mlp.experts = torch.nn.Module()
+    fused = {
+        "gate_up_proj": torch.stack(
+            [
+                torch.cat([experts[f"layers.0.mlp.experts.{i}.{n}_proj.weight"] for n in ("gate", "up")])
+                for i in range(4)
+            ]
+        ),
+        "down_proj": torch.stack([experts[f"layers.0.mlp.experts.{i}.down_proj.weight"] for i in range(4)]),
+    }
+    for name, value in fused.items():
+        model.layers[0].mlp.experts.register_parameter(name, torch.nn.Parameter(value))
+    load_quantized(model, tmp_path / "q.safetensors")
+    recipe = qtorch.int4_weight_only(group_size=32)
+    for name, value in fused.items():
+        found = getattr(model.layers[0].mlp.experts, name)
+        assert torch.equal(found.dequantize(), recipe.apply(value).dequantize())
+    assert not isinstance(model.layers[0].mlp.gate.weight, QuantizedTensor)
+    # The matrices of all experts in one tensor: by name only, as in quantize_.
+    save_file({**fused_names(fused), "head.weight": torch.randn(8, 64)}, tmp_path / "fused.safetensors")
+    report = quantize_checkpoint(
+        tmp_path / "fused.safetensors", tmp_path / "f.safetensors", {r".*\.(gate_up|down)_proj": recipe}
+    )
+    assert len(report.quantized) == 2
+    assert torch.equal(
+        open_source(tmp_path / "f.safetensors").tensor("mlp.experts.down_proj").dequantize(),
+        recipe.apply(fused["down_proj"]).dequantize(),
+    )
+
+
+def fused_names(fused: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"mlp.experts.{name}": value for name, value in fused.items()}
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_folder_of_transformers(shards: bool, source: Path, tmp_path: Path) -> None:
+    recipe = qtorch.int4_weight_only(group_size=32)
+    limit = 9000 if shards else 1 << 30
+    quantize_checkpoint(source, tmp_path / "q", recipe, format="transformers", max_shard_size=limit)
+    names = {path.name for path in (tmp_path / "q").iterdir()}
+    assert {"config.json", "tokenizer.json"} < names
+    assert ("model.safetensors.index.json" in names) == shards == (len(names) > 3)
+    assert "README.md" not in names
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    assert config["model_type"] == "test"
+    assert config["quantization_config"]["quant_method"] == "qtorch"
+    assert config["quantization_config"]["names"] == "checkpoint"
+    model = decoder(seed=1)
+    load_quantized(model, tmp_path / "q")
+    wanted = decoder()
+    quantize_(wanted, {"lm_head": None, ".*": recipe})
+    for name, parameter in wanted.named_parameters():
+        found = model.get_parameter(name)
+        assert type(found) is type(parameter), name
+        both = [p.dequantize() if isinstance(p, QuantizedTensor) else p for p in (found, parameter)]
+        assert torch.equal(*both), name
+
+
+@pytest.mark.parametrize(
+    "recipe", [qtorch.int8_weight_only(), qtorch.int4_weight_only(group_size=32), qtorch.nvfp4_weight_only()], ids=str
+)
+def test_compressed_tensors(recipe: object, source: Path, tmp_path: Path) -> None:
+    mapping = {r"layers\..*": recipe}
+    quantize_checkpoint(source, tmp_path / "q", mapping, format="compressed-tensors")
+    model = decoder()
+    quantize_(model, qtorch.recipes_for_vllm(model, mapping))
+    save_quantized(model, tmp_path / "wanted", format="compressed-tensors")
+    assert_same(load_file(tmp_path / "q" / "model.safetensors"), load_file(tmp_path / "wanted" / "model.safetensors"))
+    configs = [
+        json.loads((tmp_path / name / "config.json").read_text())["quantization_config"] for name in ("q", "wanted")
+    ]
+    for config in configs:
+        config["ignore"] = sorted(config["ignore"])
+        config["config_groups"] = {
+            key: {**g, "targets": sorted(g["targets"])} for key, g in config["config_groups"].items()
+        }
+    assert configs[0] == configs[1]
+
+
+def test_convert(source: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(source, tmp_path / "q.safetensors", qtorch.int4_weight_only(group_size=32))
+    convert_checkpoint(tmp_path / "q.safetensors", tmp_path / "folder", format="transformers")
+    convert_checkpoint(tmp_path / "folder", tmp_path / "again.safetensors", max_shard_size=8000)
+    assert_same(stored(tmp_path / "again.safetensors"), stored(tmp_path / "q.safetensors"))
+
+
+def test_ties_of_a_source(tmp_path: Path) -> None:
+    model = decoder()
+    model.lm_head.weight = model.embed_tokens.weight
+    save_quantized(model, tmp_path / "float.safetensors")
+    quantize_checkpoint(tmp_path / "float.safetensors", tmp_path / "q.safetensors", qtorch.int8_weight_only())
+    tied = decoder()
+    tied.lm_head.weight = tied.embed_tokens.weight
+    load_quantized(tied, tmp_path / "q.safetensors")
+    assert tied.lm_head.weight is tied.embed_tokens.weight
+
+
+# --- errors ---
+
+
+def test_an_existing_target(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "q.safetensors").write_text("mine")
+    with pytest.raises(FileExistsError, match="remove it, or give another name"):
+        quantize_checkpoint(source, tmp_path / "q.safetensors", qtorch.int8_weight_only())
+    assert (tmp_path / "q.safetensors").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "error"),
+    [
+        (qtorch.int8_weight_only, {}, r"int8_weight_only\(\)"),
+        (qtorch.int4_weight_only(group_size=48), {}, "does not divide"),
+        ({"nothing": qtorch.int8_weight_only()}, {}, "matches no linear layer"),
+        (qtorch.qat(qtorch.int8_weight_only()), {}, "use quantize_"),
+        (qtorch.int8_weight_only(), {"format": "gguff"}, "is not known; known are 'qtorch'"),
+        (qtorch.int8_weight_only(), {"dst": "folder"}, "is a file, such as folder.safetensors"),
+        (qtorch.int8_weight_only(), {"dst": "none/q.safetensors"}, "there is no folder"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_wrong_arguments(recipe: object, options: dict[str, str], error: str, source: Path, tmp_path: Path) -> None:
+    dst = tmp_path / options.pop("dst", "q.safetensors")
+    with pytest.raises((ValueError, TypeError, OSError), match=error):
+        quantize_checkpoint(source, dst, recipe, **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["float"]
+
+
+def test_a_weight_with_nan(tmp_path: Path) -> None:
+    model = decoder()
+    model.layers[1].q_proj.weight.data[0, 0] = torch.nan
+    folder = save_shards(model.state_dict(), tmp_path / "float", 1)
+    with pytest.raises(ValueError, match=r"layers.1.q_proj.weight: has 1 values of 4096 that are NaN"):
+        quantize_checkpoint(folder, tmp_path / "q.safetensors", qtorch.int8_weight_only())
+    assert not (tmp_path / "q.safetensors").exists()
+
+
+def test_conv1d_of_gpt2_is_left_alone(tmp_path: Path) -> None:
+    tensors = {"h.0.attn.c_attn.weight": torch.randn(32, 96), "other.weight": torch.randn(32, 32)}
+    folder = save_shards(tensors, tmp_path / "float", 1, {"model_type": "gpt2"})
+    report = quantize_checkpoint(folder, tmp_path / "q.safetensors", qtorch.int8_weight_only())
+    assert [layer.name for layer in report.quantized] == ["other.weight"]
+
+
+# --- being interrupted ---
+
+
+class Interruption(Exception):
+    pass
+
+
+STRIDE = {"qtorch": 7, "transformers": 13, "compressed-tensors": 17}
+"""The test of each format stops at every 7th, 13th, 17th step."""
+
+
+@pytest.mark.parametrize("format", ["qtorch", "transformers", "compressed-tensors"])
+def test_any_interruption_is_continued(
+    format: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stop at every step that changes the disk, and continue once."""
+    monkeypatch.setattr(partial, "JOURNAL_BYTES", 1)
+    monkeypatch.setattr(partial, "_DATA_PER_JOURNAL", 0)
+    recipe = qtorch.int4_weight_only(group_size=32)
+    target = tmp_path / ("q.safetensors" if format == "qtorch" else "q")
+
+    def run() -> qtorch.QuantizeReport:
+        return quantize_checkpoint(source, target, recipe, format=format, max_shard_size=6000)
+
+    wanted_report = run()
+    wanted = _files(tmp_path)
+    _clean(tmp_path)
+    steps = _count_steps(monkeypatch, run)
+    assert steps > 30
+    _clean(tmp_path)
+    for stop in range(0, steps, STRIDE[format]):
+        with monkeypatch.context() as patch:
+            _stop_at(patch, stop)
+            with pytest.raises(Interruption):
+                run()
+        assert run() == wanted_report
+        assert _files(tmp_path) == wanted
+        _clean(tmp_path)
+
+
+def _steps(patch: pytest.MonkeyPatch, before: object) -> None:
+    """Call `before` before each step that changes the disk."""
+
+    def watched(function: object) -> object:
+        def call(*args: object, **kwargs: object) -> object:
+            before()
+            return function(*args, **kwargs)
+
+        return call
+
+    patch.setattr(os, "replace", watched(os.replace))
+    patch.setattr(os, "fsync", watched(os.fsync))
+    patch.setattr(shutil, "rmtree", watched(shutil.rmtree))
+    patch.setattr(Path, "rename", watched(Path.rename))
+    patch.setattr(companions.shutil, "copyfile", watched(shutil.copyfile))
+    patch.setattr(part_file.PartFile, "write", watched(part_file.PartFile.write))
+    patch.setattr(part_file, "_write_header", watched(part_file._write_header))
+
+
+def _count_steps(monkeypatch: pytest.MonkeyPatch, run: object) -> int:
+    count = 0
+
+    def more() -> None:
+        nonlocal count
+        count += 1
+
+    with monkeypatch.context() as patch:
+        _steps(patch, more)
+        run()
+    return count
+
+
+def _stop_at(patch: pytest.MonkeyPatch, step: int) -> None:
+    left = step
+
+    def check() -> None:
+        nonlocal left
+        if left == 0:
+            raise Interruption
+        left -= 1
+
+    _steps(patch, check)
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    """All files but those of the source."""
+    found = {path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()}
+    return {str(name): path.read_bytes() for name, path in found.items() if name.parts[0] != "float"}
+
+
+def _clean(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name != "float":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def test_other_arguments_start_anew(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partial, "JOURNAL_BYTES", 1)
+    target = tmp_path / "q.safetensors"
+    with monkeypatch.context() as patch:
+        _stop_at(patch, 20)
+        with pytest.raises(Interruption):
+            quantize_checkpoint(source, target, qtorch.int4_weight_only(group_size=32))
+    assert (tmp_path / ".q.safetensors.partial" / "journal.json").exists()
+    quantize_checkpoint(source, target, qtorch.int8_weight_only())
+    assert_same(stored(target), expected(tmp_path / "wanted.safetensors", qtorch.int8_weight_only()))
+
+
+def test_two_processes(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "q.safetensors"
+    form = forms.form_of("qtorch", source, {}, None, {})
+    with (
+        partial.Partial(target, {}, form, [], 1 << 30),
+        pytest.raises(BlockingIOError, match="another process is writing it"),
+    ):
+        quantize_checkpoint(source, target, qtorch.int8_weight_only())
