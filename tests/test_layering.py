@@ -54,7 +54,7 @@ FLOORS: list[list[str]] = [
     ["checkpoint/tensor_file"],
     ["checkpoint/file_format"],
     ["checkpoint/fit", "checkpoint/header", "checkpoint/save_format", "checkpoint/source", "checkpoint/to_save"],
-    ["checkpoint/experts", "checkpoint/hf_folder"],
+    ["checkpoint/canonical_source", "checkpoint/experts", "checkpoint/hf_folder"],
     ["checkpoint/folder_source"],
     ["checkpoint"],
     ["formats"],

@@ -7,18 +7,18 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..dtypes.serialize import from_canonical, scheme_of
+from .canonical_source import CanonicalSource
 from .file_format import HEADER, HEADER_CHECKSUM, checksum, text_checksum
 from .header import Header
-from .source import Contents, Source, register_source
-from .tensor_file import TensorFile
+from .source import register_source
+from .tensor_file import Stored, TensorFile
 
 _ATTEMPTS = 50
 """Number of attempts to open a checkpoint that is replaced meanwhile."""
 
 
 @register_source
-class QtorchSource(Source):
+class QtorchSource(CanonicalSource):
     """The root file and its shards, kept open so that a save cannot replace them, and the validated header."""
 
     format = "qtorch"
@@ -49,6 +49,7 @@ class QtorchSource(Source):
         self.header = _read_header(root)
         self.names = self.header.names
         self.aliases = self.header.aliases
+        self.entries = self.header.quantized
         self.owners: dict[str, TensorFile] = dict.fromkeys(root.stored, root)
         self.files = [root]
         try:
@@ -77,31 +78,10 @@ class QtorchSource(Source):
             if key in shard.stored:
                 self.owners[key] = shard
 
-    def contents(self, name: str) -> Contents:
-        entry = self.header.quantized.get(name)
-        stored = [name] if entry is None else list(entry["tensors"].values())
-        infos = [self.owners[key].stored[key] for key in stored]
-        nbytes = sum(info.stop - info.start for info in infos)
-        if entry is None:
-            return Contents(infos[0].shape, infos[0].dtype, nbytes)
-        try:
-            scheme = scheme_of(entry)
-        except ValueError as error:
-            raise ValueError(f"{self.path}: {name}: {error}") from error
-        return Contents(scheme.shape, scheme.dtype, nbytes, scheme)
+    def stored(self, key: str) -> Stored:
+        return self.owners[key].stored[key]
 
-    def tensor(self, name: str) -> Tensor:
-        entry = self.header.quantized.get(name)
-        if entry is None:
-            return self._read(name)
-        # Errors of `_read` name the file and the tensor already.
-        parts = {stored: self._read(stored) for stored in entry["tensors"].values()}
-        try:
-            return from_canonical(entry, parts.pop)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{self.path}: {name}: {error}") from error
-
-    def _read(self, key: str) -> Tensor:
+    def read(self, key: str) -> Tensor:
         file = self.owners[key]
         read: Callable[[str], Tensor] = file.map if self.mmap else file.read
         tensor = read(key)

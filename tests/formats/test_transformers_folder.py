@@ -124,11 +124,11 @@ def test_damage_is_reported(tmp_path: Path, change: Any, words: str) -> None:
         load_quantized(build(), tmp_path / "m")
 
 
-@pytest.mark.parametrize("name", ["../m/model.safetensors", "/etc/passwd", "config.json", "..", "a\0.safetensors"])
+@pytest.mark.parametrize("name", ["../m/model.safetensors", "/etc/passwd", "..", "a\0.safetensors"])
 def test_the_index_names_no_other_files(tmp_path: Path, name: str) -> None:
     write(quantized(), tmp_path / "m", 2)
     (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"0.bias": name}}))
-    with pytest.raises(ValueError, match="not the name of a safetensors file in its folder"):
+    with pytest.raises(ValueError, match="not the name of a file in its folder"):
         load_quantized(build(), tmp_path / "m")
 
 
@@ -139,5 +139,5 @@ def test_a_missing_shard_and_a_contradiction(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"describe 2\.weight in different ways"):
         load_quantized(build(), tmp_path / "m")
     first.unlink()
-    with pytest.raises(ValueError, match="one of its files is missing"):
+    with pytest.raises(ValueError, match=r"its shard .* is missing"):
         load_quantized(build(), tmp_path / "m")
