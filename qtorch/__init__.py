@@ -4,6 +4,10 @@ from qtorch import quantize_, int8_weight_only
 quantize_(model, int8_weight_only())
 """
 
+from .cli import answer_without_torch
+
+answer_without_torch()
+
 from . import calibration, formats, integrations, recipes, training  # noqa: F401 (they register what they hold)
 from . import compat as compat
 from . import export as export

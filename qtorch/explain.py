@@ -106,8 +106,18 @@ def _explain_weight(name: str, weight: QuantizedTensor, x: Tensor | None, module
         device = x.device.type
         dtype = x.dtype if x.is_floating_point() else dtype
     problem = problem_of(weight, module, dtype, device)
+    of_windows = isinstance(weight, ConvWeight) and problem.op == "linear"
+    return explain_problem(problem, name, WINDOWS_NOTE if of_windows else "")
+
+
+def explain_problem(problem: Problem, name: str = "", remark: str = "") -> Explanation:
+    """The explanation for a problem, without a weight.
+
+    Args:
+        name: for the explanation.
+        remark: precedes the note of the kernel.
+    """
     kernel = choose(problem)
     rejected = [(k.name, r or "comes after it") for k, r in candidates(problem) if k is not kernel]
-    of_windows = isinstance(weight, ConvWeight) and problem.op == "linear"
-    note = "; ".join(filter(None, [WINDOWS_NOTE if of_windows else "", kernel.note]))
+    note = "; ".join(filter(None, [remark, kernel.note]))
     return Explanation(name, problem, kernel.name, note, tuple(rejected))

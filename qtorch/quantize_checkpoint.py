@@ -79,7 +79,7 @@ def quantize_checkpoint(
     """
     check_are_recipes("quantize_checkpoint", recipe)
     src, dst = Path(src), Path(dst)
-    _check_format("quantize_checkpoint", format, dst)
+    _check_paths("quantize_checkpoint", src, format, dst)
     with open_any(src) as source:
         names, contents = _contents(source)
         targets = assign(contents, recipe, source, model_config(src), format)
@@ -114,7 +114,7 @@ def convert_checkpoint(
     Arguments and errors are those of `quantize_checkpoint`.
     """
     src, dst = Path(src), Path(dst)
-    _check_format("convert_checkpoint", format, dst)
+    _check_paths("convert_checkpoint", src, format, dst)
     with open_any(src) as source:
         names, contents = _contents(source)
         arguments = {"call": "convert_checkpoint"}
@@ -122,7 +122,9 @@ def convert_checkpoint(
         _rewrite(source, names, contents, dst, keep, format, max_shard_size, progress, False, arguments)
 
 
-def _check_format(function: str, format: str, dst: Path) -> None:
+def _check_paths(function: str, src: Path, format: str, dst: Path) -> None:
+    if not src.exists():
+        raise FileNotFoundError(f"{src}: no such file")
     if format != OWN_FORMAT and format not in SAVE_FORMATS:
         known = ", ".join(map(repr, [OWN_FORMAT, *sorted(SAVE_FORMATS)]))
         raise ValueError(f"{function}: format {format!r} is not known; known are {known}")

@@ -106,7 +106,8 @@ FLOORS: list[list[str]] = [
     ["compat/torchao"],
     ["compat"],
     ["integrations"],
-    ["__init__"],
+    ["cli"],
+    ["__init__", "__main__"],
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 

@@ -1,0 +1,84 @@
+"""Arguments that several subcommands share, and what they print."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+FORMATS = ("qtorch", "transformers", "compressed-tensors")
+"""Formats that can be written. (Their registry needs torch.)"""
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+class UsageError(ValueError):
+    """Arguments that contradict each other, or do not name what they have to name."""
+
+
+def add_recipe(parser: argparse.ArgumentParser, required: bool) -> None:
+    """The arguments that `recipes.asked_recipe` reads."""
+    group = parser.add_mutually_exclusive_group(required=required)
+    group.add_argument(
+        "--recipe", metavar="NAME", help="a recipe for all linear layers: int4_weight_only, int8_weight_only(), ..."
+    )
+    group.add_argument(
+        "--config", type=Path, metavar="FILE", help='JSON with a recipe for each name: {"lm_head": null, ".*": "..."}'
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="an argument of the recipe: group_size=32"
+    )
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say what is written."""
+    parser.add_argument("--format", choices=FORMATS, help="of what is written; see above")
+    parser.add_argument(
+        "--max-shard-size", type=size, default=5 * 2**30, metavar="SIZE", help="of a file, such as 2GB; default 5GiB"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def size(text: str) -> int:
+    """A number of bytes: 1000, 500MB, 2GiB."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?", text.strip().upper())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 2GiB")
+    return int(float(found[1]) * _UNITS[found[2] or ""])
+
+
+def format_of(arguments: argparse.Namespace) -> str:
+    """The format asked for; by default that of a folder of transformers for such a folder, else the own one."""
+    if arguments.format is not None:
+        return str(arguments.format)
+    return "transformers" if (arguments.src / "config.json").is_file() else "qtorch"
+
+
+def shows_progress(arguments: argparse.Namespace) -> bool:
+    """Whether to show a progress bar: on a terminal."""
+    return not arguments.quiet and sys.stderr.isatty()
+
+
+def use_threads(arguments: argparse.Namespace) -> None:
+    """Set the number of threads of torch."""
+    if arguments.threads is not None:
+        import torch
+
+        torch.set_num_threads(arguments.threads)
+
+
+def show(arguments: argparse.Namespace, data: Any, text: str) -> None:
+    """Print `data` as JSON, or `text`."""
+    print(json.dumps(data, indent=1) if arguments.json else text)
+
+
+def in_words(nbytes: float) -> str:
+    """A number of bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(nbytes) < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"

@@ -1,0 +1,95 @@
+"""Measure the linear layers of a checkpoint on this machine, float against quantized.
+
+Each shape is measured once, with random numbers, for several numbers of rows (tokens). The weights are the quantized
+ones of the checkpoint, or with --recipe those that the recipe would make of its float ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from .arguments import add_recipe, show, use_threads
+from .explain import DTYPES
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("path", type=Path, metavar="FILE|FOLDER")
+    add_recipe(parser, required=False)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 256], metavar="N", help="default 1 16 256")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the input; by default that of the weights")
+    parser.add_argument("--device", default="cpu", help="default cpu")
+    parser.add_argument("--seconds", type=float, default=0.3, help="for each figure; default 0.3")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the subcommand."""
+    import torch
+
+    from ..dtypes import quantized_type
+    from ..report import format_table
+    from .schemes import matrices
+
+    use_threads(arguments)
+    kinds: dict[Any, list[str]] = {}
+    for name, op, scheme in matrices(arguments):
+        if op == "linear":
+            kinds.setdefault(scheme, []).append(name)
+    data: list[dict[str, Any]] = []
+    for scheme, names in kinds.items():
+        dtype = scheme.dtype if arguments.dtype is None else getattr(torch, arguments.dtype)
+        weight = torch.randn(scheme.shape, dtype=dtype, device=arguments.device)
+        given = {}
+        if scheme.spec.static:
+            given["act_scale"] = torch.full((1, 1), 0.02, device=arguments.device)
+        quantized = quantized_type(scheme.weight).from_float(weight, scheme.spec, **given)
+        for rows in arguments.rows:
+            x = torch.randn(rows, scheme.shape[-1], dtype=dtype, device=arguments.device)
+            times = _medians(x, {"float_us": weight, "quantized_us": quantized}, arguments.seconds)
+            speed = times["float_us"] / times["quantized_us"]
+            about = {"weights": len(names), "shape": list(scheme.shape), "scheme": str(scheme.spec), "rows": rows}
+            data.append({**about, **times, "speed": speed})
+    cells = [
+        (
+            "x".join(map(str, row["shape"])),
+            str(row["weights"]),
+            row["scheme"],
+            str(row["rows"]),
+            f"{row['float_us']:.0f}",
+            f"{row['quantized_us']:.0f}",
+            f"{row['speed']:.2f}",
+        )
+        for row in data
+    ]
+    show(
+        arguments,
+        data,
+        format_table(("shape", "layers", "quantized", "rows", "float us", "quantized us", "speed"), cells),
+    )
+
+
+def _medians(x: Any, weights: dict[str, Any], seconds: float) -> dict[str, float]:
+    """Microseconds of `F.linear` with each weight; they take turns, so that a disturbance hits both."""
+    import statistics
+    import time
+
+    import torch
+
+    def once(weight: Any) -> float:
+        start = time.perf_counter()
+        torch.nn.functional.linear(x, weight)
+        if x.device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) * 1e6
+
+    found: dict[str, list[float]] = {name: [] for name in weights}
+    with torch.no_grad():
+        for weight in weights.values():
+            once(weight)
+        end = time.perf_counter() + seconds * len(weights)
+        while not found["float_us"] or time.perf_counter() < end:
+            for name, weight in weights.items():
+                found[name].append(once(weight))
+    return {name: statistics.median(times) for name, times in found.items()}

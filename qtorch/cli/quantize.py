@@ -1,0 +1,49 @@
+"""Quantize a checkpoint.
+
+SRC is a folder of transformers, a safetensors file, or any checkpoint that `qtorch inspect` reads. It is read tensor by
+tensor: the model is not built, and need not fit into memory. If the command is interrupted, the same command continues.
+
+DST depends on the format:
+  transformers          a folder that from_pretrained loads, with the tokenizer and the configuration of SRC;
+                        the default if SRC is a folder with a config.json
+  compressed-tensors    a folder that vLLM serves
+  qtorch                a safetensors file that qtorch.load_quantized reads
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from .arguments import UsageError, add_recipe, add_target, format_of, show, shows_progress, use_threads
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("src", type=Path, metavar="SRC")
+    parser.add_argument("dst", type=Path, nargs="?", metavar="DST", help="not needed with --dry-run")
+    add_recipe(parser, required=True)
+    add_target(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the report, write nothing")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the subcommand."""
+    from ..quantize_checkpoint import quantize_checkpoint
+    from .recipes import asked_recipe
+
+    if arguments.dst is None and not arguments.dry_run:
+        raise UsageError("DST is missing; only --dry-run does without")
+    use_threads(arguments)
+    format = format_of(arguments)
+    default = Path("quantized.safetensors" if format == "qtorch" else "quantized")
+    report = quantize_checkpoint(
+        arguments.src,
+        arguments.dst or default,
+        asked_recipe(arguments),
+        format=format,
+        max_shard_size=arguments.max_shard_size,
+        progress=shows_progress(arguments),
+        dry_run=arguments.dry_run,
+    )
+    show(arguments, {"format": format, **report.to_json()}, str(report))

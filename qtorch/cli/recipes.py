@@ -1,0 +1,176 @@
+"""Recipes as text: ``int4_weight_only(group_size=32)``, the form in which reports print them.
+
+Only literals and constructors of this package are evaluated: recipes, scale rules, layouts, granularities, specs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import enum
+import json
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..primitives import jsonable
+from ..primitives.jsonable import from_json
+from ..recipe import RECIPES, Recipe
+from .arguments import UsageError
+
+
+def asked_recipe(arguments: argparse.Namespace) -> Recipe | dict[str, Recipe | None]:
+    """What ``--recipe``, ``--set`` and ``--config`` ask for.
+
+    Raises:
+        UsageError: they name no recipe, or arguments that it does not have.
+    """
+    if arguments.config is not None:
+        if arguments.set:
+            raise UsageError("--set belongs to --recipe; write the arguments into the file of --config")
+        return read_config(arguments.config)
+    return read_recipe(arguments.recipe, arguments.set)
+
+
+def read_recipe(text: str, settings: list[str] | None = None) -> Recipe:
+    """The recipe that `text` stands for, with the arguments of `settings`, each ``name=value``.
+
+    Raises:
+        UsageError: there is no such recipe, or it does not take these arguments.
+    """
+    name, keywords = text.strip(), {}
+    positional: list[Any] = []
+    if "(" in name:
+        call = _parsed(name)
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            raise UsageError(f"{text!r} is not a recipe such as int4_weight_only(group_size=32)")
+        name = call.func.id
+        positional = [_value(argument) for argument in call.args]
+        keywords = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
+    if name not in RECIPES:
+        raise UsageError(f"there is no recipe {name!r}; known are {', '.join(sorted(RECIPES))}")
+    for setting in settings or []:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise UsageError(f"--set takes NAME=VALUE, got {setting!r}")
+        keywords[key.strip()] = _value(_parsed(value.strip()))
+    return _make(RECIPES[name], positional, keywords, name)
+
+
+def read_config(path: Path) -> dict[str, Recipe | None]:
+    """A mapping from names to recipes, from a JSON file.
+
+    A value is null, a recipe as text, or an object: ``{"recipe": "int4_weight_only", "group_size": 32}``, or JSON data
+    of `to_json`.
+
+    Raises:
+        UsageError: the file holds something else.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UsageError(f"{path}: no such file") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: is not JSON: {error}") from error
+    if not isinstance(data, dict) or not data:
+        raise UsageError(f'{path}: holds no object such as {{"lm_head": null, ".*": "int8_weight_only"}}')
+    found = {}
+    for name, value in data.items():
+        try:
+            found[name] = _of_json(value)
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"{path}: {name}: {error}") from error
+    return found
+
+
+def _of_json(value: Any) -> Recipe | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return read_recipe(value)
+    if isinstance(value, dict) and "recipe" in value:
+        rest = {key: argument for key, argument in value.items() if key != "recipe"}
+        given = {
+            key: _value(_parsed(argument)) if isinstance(argument, str) else argument for key, argument in rest.items()
+        }
+        if value["recipe"] not in RECIPES:
+            raise UsageError(f"there is no recipe {value['recipe']!r}")
+        return _make(RECIPES[value["recipe"]], [], given, value["recipe"])
+    made = from_json(value)
+    if not isinstance(made, Recipe):
+        raise UsageError(f"is no recipe: {value!r:.80}")
+    return made
+
+
+def _parsed(text: str) -> ast.expr:
+    try:
+        return ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError):
+        return ast.Constant(text)
+
+
+def _value(node: ast.expr) -> Any:
+    """The value of a literal, of a name of this package or of torch, or of a call of a constructor of this package."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        keywords = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
+        return _make(_constructor(node.func.id), [_value(argument) for argument in node.args], keywords, node.func.id)
+    if isinstance(node, ast.Name):
+        # The name of a member of an enumeration, or of a dtype; the type of the argument decides.
+        return _Word(node.id)
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return _member(node.value.id, node.attr)
+    try:
+        return ast.literal_eval(node)
+    except ValueError as error:
+        raise UsageError(f"cannot read {ast.unparse(node)!r}: write a number, a text, or a call") from error
+
+
+class _Word(str):
+    """A bare name."""
+
+
+def _member(owner: str, name: str) -> Any:
+    if owner == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+        return getattr(torch, name)
+    kind = jsonable._CLASSES.get(owner)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
+        return kind[name]
+    raise UsageError(f"there is no {owner}.{name}")
+
+
+def _constructor(name: str) -> Callable[..., Any]:
+    found = RECIPES.get(name) or jsonable._CLASSES.get(name)
+    if found is None:
+        raise UsageError(f"there is no recipe, rule, layout or granularity {name!r}")
+    return found
+
+
+def _make(kind: Callable[..., Any], positional: list[Any], keywords: dict[str, Any], name: str) -> Any:
+    try:
+        hints = typing.get_type_hints(kind)
+    except NameError:
+        hints = {}
+    given = {key: _fitted(value, hints.get(key)) for key, value in keywords.items()}
+    plain = [_fitted(value, hint) for value, hint in zip(positional, [*hints.values(), *[None] * len(positional)])]
+    try:
+        return kind(*plain, **given)
+    except TypeError as error:
+        text = str(error).replace(f"{getattr(kind, '__name__', name)}.__init__()", f"{name}()")
+        raise UsageError(text) from error
+    except ValueError as error:
+        raise UsageError(f"{name}: {error}") from error
+
+
+def _fitted(value: Any, hint: Any) -> Any:
+    """A bare name as what the argument takes: a member of an enumeration, a dtype, or text."""
+    if not isinstance(value, _Word):
+        return value
+    for kind in (hint, *typing.get_args(hint)):
+        if isinstance(kind, type) and issubclass(kind, enum.Enum) and value in kind.__members__:
+            return kind[value]
+        if kind is torch.dtype and isinstance(getattr(torch, value, None), torch.dtype):
+            return getattr(torch, value)
+    return str(value)

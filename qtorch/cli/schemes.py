@@ -1,0 +1,71 @@
+"""The quantized matrices of a checkpoint, or those that a recipe would make of it, without their data."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from .. import formats  # noqa: F401 (registers the formats)
+from ..checkpoint.source import Contents, Source
+from ..primitives.scheme import Scheme
+from ..recipe import WeightRecipe
+from ..streaming.assignment import assign
+from ..streaming.sources import model_config, open_any
+from .arguments import UsageError
+from .recipes import asked_recipe
+
+
+class Matrix(NamedTuple):
+    """A weight with its scheme, and the operation that it serves."""
+
+    name: str
+    op: str
+    scheme: Scheme
+
+
+def matrices(arguments: argparse.Namespace) -> list[Matrix]:
+    """The quantized weights of ``arguments.path``, as they are or as the recipe of the command line makes them.
+
+    Raises:
+        UsageError: no weight is quantized, and no recipe is given.
+    """
+    with open_any(arguments.path) as source:
+        contents = {name: source.contents(name) for name in sorted(source.names - source.aliases.keys())}
+        found = [
+            Matrix(name, "linear", _of_matrix(of.scheme)) for name, of in contents.items() if of.scheme is not None
+        ]
+        if arguments.recipe is not None or arguments.config is not None:
+            found += _assigned(arguments, source, contents)
+    if not found:
+        raise UsageError(f"{arguments.path}: no weight is quantized; give a --recipe")
+    return sorted(found)
+
+
+def _assigned(arguments: argparse.Namespace, source: Source, contents: Mapping[str, Contents]) -> list[Matrix]:
+    targets = assign(contents, asked_recipe(arguments), source, model_config(arguments.path), "qtorch")
+    found = []
+    for name, target in targets.items():
+        if isinstance(target.recipe, WeightRecipe):
+            of = contents[name]
+            op = "embedding" if target.asked.is_embedding else "linear"
+            found.append(Matrix(name, op, _made(target.recipe, tuple(of.shape[-2:]), of.dtype)))
+    return found
+
+
+@functools.lru_cache
+def _made(recipe: WeightRecipe, shape: tuple[int, ...], dtype: torch.dtype) -> Scheme:
+    """The scheme of a weight that a recipe makes, found by making a few rows of it."""
+    rows = recipe.linear_spec().weight.block_size(shape)[0]
+    made = recipe.apply(torch.zeros(rows, shape[1], dtype=dtype))
+    scheme: Scheme = made.scheme  # type: ignore[attr-defined]
+    return replace(scheme, shape=shape)
+
+
+def _of_matrix(scheme: Scheme) -> Scheme:
+    """Fused experts run as separate linear layers."""
+    return replace(scheme, shape=tuple(scheme.shape[-2:]))

@@ -1,0 +1,108 @@
+"""Recipes as text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import qtorch
+from qtorch.cli.arguments import UsageError, size
+from qtorch.cli.recipes import read_config, read_recipe
+from qtorch.primitives import HQQRule, MSERule
+from qtorch.primitives.jsonable import to_json
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "wanted"),
+    [
+        ("int4_weight_only", [], qtorch.int4_weight_only()),
+        ("int4_weight_only()", ["group_size=32"], qtorch.int4_weight_only(group_size=32)),
+        ("int4_weight_only(32)", [], qtorch.int4_weight_only(32)),
+        ("int4_weight_only(group_size=-1)", [], qtorch.int4_weight_only(group_size=-1)),
+        ("int4_weight_only", ["use_hqq=True"], qtorch.int4_weight_only(use_hqq=True)),
+        (
+            "int4_weight_only",
+            ["zero_point_domain=FLOAT", "layout=TensorCoreTiledLayout()"],
+            qtorch.int4_weight_only(
+                zero_point_domain=qtorch.ZeroPointDomain.FLOAT, layout=qtorch.TensorCoreTiledLayout()
+            ),
+        ),
+        (
+            "int4_weight_only(zero_point_domain=ZeroPointDomain.FLOAT)",
+            [],
+            qtorch.int4_weight_only(zero_point_domain=qtorch.ZeroPointDomain.FLOAT),
+        ),
+        ("int8_weight_only", ["scale_rule=MSERule(steps=9)"], qtorch.int8_weight_only(scale_rule=MSERule(steps=9))),
+        ("int8_weight_only(scale_dtype=torch.bfloat16)", [], qtorch.int8_weight_only(scale_dtype=torch.bfloat16)),
+        ("int8_weight_only", ["scale_dtype=bfloat16"], qtorch.int8_weight_only(scale_dtype=torch.bfloat16)),
+        ("fpx_weight_only(3, 2)", [], qtorch.fpx_weight_only(3, 2)),
+        ("qat(int8_weight_only())", [], qtorch.qat(qtorch.int8_weight_only())),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_text(text: str, settings: list[str], wanted: object) -> None:
+    assert read_recipe(text, settings) == wanted
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        qtorch.int4_weight_only(group_size=32, scale_rule=HQQRule()),
+        qtorch.uintx_weight_only(torch.uint3),
+        qtorch.intx_weight_only(torch.int3),
+        qtorch.nf4_weight_only(double_quantize=False),
+        qtorch.int8_dynamic_activation_int4_weight(),
+    ],
+    ids=str,
+)
+def test_what_a_report_prints_is_read(recipe: object) -> None:
+    assert read_recipe(str(recipe)) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("int4", "there is no recipe 'int4'; known are "),
+        ("print('x')", "there is no recipe 'print'"),
+        ("int4_weight_only(group_size=open('x'))", "there is no recipe, rule, layout or granularity 'open'"),
+        ("int4_weight_only(layout=os.system)", "there is no os.system"),
+        ("int4_weight_only(size=3)", r"int4_weight_only\(\).* argument 'size'|argument 'size'"),
+        ("int4_weight_only(group_size=0)", "int4_weight_only: group_size is 0"),
+        ("int4_weight_only(group_size=[x for x in ()])", "cannot read"),
+    ],
+)
+def test_errors(text: str, error: str) -> None:
+    with pytest.raises(UsageError, match=error):
+        read_recipe(text)
+
+
+def test_config(tmp_path: Path) -> None:
+    given = {
+        "lm_head": None,
+        "a": "int8_weight_only",
+        "b": {"recipe": "int4_weight_only", "group_size": 64, "zero_point_domain": "FLOAT"},
+        "c": to_json(qtorch.nf4_weight_only()),
+    }
+    path = tmp_path / "recipes.json"
+    path.write_text(json.dumps(given))
+    assert read_config(path) == {
+        "lm_head": None,
+        "a": qtorch.int8_weight_only(),
+        "b": qtorch.int4_weight_only(group_size=64, zero_point_domain=qtorch.ZeroPointDomain.FLOAT),
+        "c": qtorch.nf4_weight_only(),
+    }
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"a": 3}', '{"a": {"recipe": "x"}}', '{"a": "int4"}'])
+def test_wrong_config(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipes.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=r"recipes\.json"):
+        read_config(path)
+
+
+def test_sizes() -> None:
+    assert [size(text) for text in ("10", "2kB", "1.5MB", "5GiB", "3 g")] == [10, 2000, 1_500_000, 5 * 2**30, 3 * 10**9]
