@@ -3,6 +3,7 @@
 
 from . import calibration as calibration
 from . import checkpoint as checkpoint
+from . import cli as cli
 from . import compat as compat
 from . import dtypes as dtypes
 from . import export as export
