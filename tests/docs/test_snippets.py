@@ -1,4 +1,4 @@
-"""Every Python snippet of the README and the docs runs.
+"""Every Python snippet of the README and the docs runs, and every `qtorch` command in a block of bash.
 
 The blocks of a page run from top to bottom in one namespace, in an empty folder. Each block of the README runs by
 itself, in a fresh interpreter. Those of docs/extending are whole files, which tests/extending runs. A block that cannot
@@ -11,13 +11,17 @@ import contextlib
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 import unittest
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from qtorch.cli import main
 
 from .pages import PAGES, README, ROOT, blocks, name
 
@@ -44,12 +48,20 @@ def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     sybil = pytest.importorskip("sybil")
     markdown = pytest.importorskip("sybil.parsers.markdown")
     monkeypatch.chdir(tmp_path)
-    document = sybil.Sybil([markdown.PythonCodeBlockParser(), markdown.SkipParser()]).parse(page)
+    commands = markdown.CodeBlockParser(language="bash", evaluator=run_commands)
+    document = sybil.Sybil([markdown.PythonCodeBlockParser(), commands, markdown.SkipParser()]).parse(page)
     document.namespace["importlib"] = importlib  # for conditions of skips
     for example in document.examples():
         with warnings.catch_warnings(), contextlib.suppress(unittest.SkipTest):
             warnings.simplefilter("ignore")
             example.evaluate()
+
+
+def run_commands(example: Any) -> None:
+    """Run the lines of a block that call `qtorch`."""
+    for line in example.parsed.splitlines():
+        if line.startswith("qtorch "):
+            assert main(shlex.split(line)[1:]) == 0, line
 
 
 @pytest.mark.parametrize("index", range(python_blocks(README)))
