@@ -44,7 +44,7 @@ from .quantize_checkpoint import convert_checkpoint, quantize_checkpoint
 from .recipes import *  # noqa: F403 (every recipe, by its name)
 from .report import QuantizeReport
 
-globals().update({name: getattr(calibration, name) for name in calibration.__all__})
+globals().update({name: getattr(calibration, name) for name in calibration.RECIPE_NAMES})
 globals().update({name: getattr(training, name) for name in training.RECIPE_NAMES})
 
 _watch_imports()
@@ -82,6 +82,6 @@ __all__ = [
     "recipes_for_vllm",
     "save_quantized",
     *recipes.__all__,
-    *calibration.__all__,
+    *calibration.RECIPE_NAMES,
     *training.RECIPE_NAMES,
 ]

@@ -1,6 +1,7 @@
 """Written by tools/stubs.py from the registry: `make stubs`."""
 # ruff: noqa
 
+from . import blockwise as blockwise
 from . import calibration as calibration
 from . import checkpoint as checkpoint
 from . import cli as cli
@@ -17,6 +18,7 @@ from . import statistics as statistics
 from . import streaming as streaming
 from . import tracing as tracing
 from . import training as training
+from .calibration.calibrated import CalibratedRecipe as calibrated
 from .calibration.importance_weighted import ImportanceWeighted as importance_weighted
 from .checkpoint.load import load_quantized as load_quantized
 from .checkpoint.save import save_quantized as save_quantized
@@ -106,6 +108,7 @@ __all__ = [
     "TensorCoreTiledLayout",
     "ZeroPointDomain",
     "bitnet_training",
+    "calibrated",
     "compute_error",
     "config",
     "convert",

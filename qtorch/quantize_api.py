@@ -10,12 +10,14 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from .blockwise import Wanted, quantize_in_order
 from .dtypes import QuantizedTensor
 from .explain import problem_of
 from .install import Change, all_or_nothing, install, keep_attributes
@@ -28,9 +30,9 @@ from .module_repr import show_quantized
 from .prepared_module import PreparedModule
 from .primitives.granularity import IndivisibleError
 from .quantization_error import quantization_error
-from .recipe import FOREIGN, RECIPES, Data, Recipe, WeightRecipe, check_float_weight, register_recipe
+from .recipe import FOREIGN, RECIPES, Calibrated, Recipe, WeightRecipe, check_float_weight, register_recipe
 from .report import QUANTIZED_BEFORE, LayerReport, QuantizeReport
-from .statistics import Statistic, Statistics, collect
+from .statistics import Data, Statistic, Statistics, collect
 from .targets import Filter, Target, find_targets
 from .tracing.outside_graphs import outside_graphs
 
@@ -106,6 +108,7 @@ def quantize_(
     before = get_model_size_in_bytes(model)
     elements = _elements(model, targets)
     statistics = _collect(model, targets)
+    calibrated = _calibrate_in_order(model, targets)
     rows = []
     chunk = _Chunk()
     for target in tqdm(targets, desc="quantize", disable=not progress):
@@ -114,8 +117,12 @@ def quantize_(
             continue
         weight = target.parameter.detach()
         weight = weight if device is None else weight.to(device)
-        made = target.recipe.make(target, weight, statistics.get(target.parameter))
-        rows.append(quantized_row(target, weight, made))
+        if target.parameter in calibrated:
+            made, calibration = calibrated.pop(target.parameter)
+            made = made if device is None else made.to(device)
+        else:
+            made, calibration = target.recipe.make(target, weight, statistics.get(target.parameter)), None
+        rows.append(replace(quantized_row(target, weight, made), calibration=calibration))
         if not dry_run:
             chunk.add(target, made)
     chunk.install()
@@ -162,12 +169,32 @@ def _collect(model: nn.Module, targets: list[Target[Recipe]]) -> dict[Tensor, St
     """Collect the statistics that recipes request, in one run of the model for all recipes that share their data."""
     wanted: dict[int, tuple[Data, dict[Tensor, Sequence[type[Statistic]]]]] = {}
     for target in targets:
-        if target.recipe is not None and (data := target.recipe.data) is not None:
-            wanted.setdefault(id(data.batches), (data, {}))[1][target.parameter] = target.recipe.statistics
+        recipe = target.recipe
+        if recipe is not None and not recipe.in_order and (data := recipe.data) is not None:
+            wanted.setdefault(id(data.batches), (data, {}))[1][target.parameter] = recipe.statistics
     found: dict[Tensor, Statistics] = {}
     for data, of_weights in wanted.values():
-        found.update(collect(model, data.batches, of_weights, data.forward))
+        found.update(collect(model, data, of_weights))
     return found
+
+
+def _calibrate_in_order(model: nn.Module, targets: list[Target[Recipe]]) -> dict[Tensor, Calibrated]:
+    """The weights of the recipes that quantize in the order of the model, made."""
+    wanted, data = [], []
+    for target in targets:
+        if target.recipe is not None and target.recipe.in_order:
+            assert target.recipe.data is not None
+            data.append(target.recipe.data)
+            slots = [(slot.module, slot.attribute) for slot in target.slots]
+            make = partial(target.recipe.make_in_order, target, target.parameter.detach())
+            wanted.append(Wanted(target.parameter, slots, target.recipe.statistics, make))
+    if not wanted:
+        return {}
+    if any(other.batches is not data[0].batches for other in data):
+        raise ValueError(
+            "quantize_: recipes that calibrate in the order of the model take the same data; the model is unchanged"
+        )
+    return quantize_in_order(model, wanted, data[0])
 
 
 class _Chunk:
@@ -242,11 +269,14 @@ def _elements(model: nn.Module, targets: list[Target[Recipe]]) -> tuple[int, int
 
 
 def _place(targets: list[Target[Recipe]]) -> None:
-    asked = [target for target in targets if target.recipe is not None]
-    for recipe in dict.fromkeys(target.recipe for target in asked):
-        group = [target for target in asked if target.recipe == recipe]
+    groups: dict[Any, list[Target[Recipe]]] = {}
+    for target in targets:
+        if target.recipe is not None:
+            # Recipes compare without their data.
+            data = target.recipe.data
+            groups.setdefault((target.recipe, data and id(data.batches)), []).append(target)
+    for (recipe, _), group in groups.items():
         for index, target in enumerate(group):
-            assert recipe is not None
             target.asked.recipe = recipe.placed(index, len(group))
 
 

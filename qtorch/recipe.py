@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -18,7 +18,8 @@ from .primitives import LinearSpec
 from .primitives.granularity import IndivisibleError
 from .primitives.jsonable import jsonable
 from .primitives.scheme import Scheme
-from .statistics import Statistic, Statistics
+from .report import CalibrationReport
+from .statistics import Data, Statistic, Statistics
 from .targets import Target
 
 RECIPES: dict[str, type[Recipe]] = {}
@@ -29,11 +30,15 @@ FOREIGN: dict[str, Callable[[Any], str]] = {}
 C = TypeVar("C", bound="type[Recipe]")
 
 
-class Data(NamedTuple):
-    """Batches of inputs of a model, and how to call it with one; see `statistics.run_batches`."""
+ExpertStatistics = Mapping[int, Statistics]
+"""The statistics of each matrix of a weight (E, N, K), by its index; those of experts without inputs are missing."""
 
-    batches: Iterable[Any]
-    forward: Callable[[nn.Module, Any], Any] | None = None
+
+class Calibrated(NamedTuple):
+    """A weight made by `Recipe.calibrate`, and what the report says about it."""
+
+    weight: Tensor
+    report: CalibrationReport
 
 
 class Recipe:
@@ -44,12 +49,15 @@ class Recipe:
         trains: whether the new weights require gradients; otherwise they are frozen.
         selects: types of the weights, or of their modules, to which it applies; empty for `nn.Linear`.
         statistics: the statistics of the inputs of a weight that `apply_calibrated` needs, collected over `data`.
+        in_order: weights are quantized in the order in which the model runs, each with the inputs that it meets in the
+            model as quantized so far (see `blockwise`); otherwise all at once, with those of the float model.
     """
 
     name: ClassVar[str]
     trains: ClassVar[bool] = False
     selects: ClassVar[tuple[type, ...]] = ()
     statistics: ClassVar[tuple[type[Statistic], ...]] = ()
+    in_order: ClassVar[bool] = False
 
     @property
     def data(self) -> Data | None:
@@ -66,6 +74,15 @@ class Recipe:
 
     def apply_calibrated(self, weight: Tensor, statistics: Statistics) -> Tensor:
         """`apply` with the `statistics` that the recipe requests."""
+        raise NotImplementedError
+
+    def calibrate(self, weight: Tensor, statistics: Statistics | ExpertStatistics) -> Calibrated:
+        """`apply` with statistics, for recipes that quantize `in_order`.
+
+        Args:
+            weight: (N, K), or (E, N, K) with the statistics of each expert.
+            statistics: empty for a weight that was not used.
+        """
         raise NotImplementedError
 
     # `quantize_` calls these; a recipe that depends on the modules, or changes them, overrides them.
@@ -98,10 +115,20 @@ class Recipe:
         Args:
             statistics: of the inputs of the weight, if the recipe requests any.
         """
-        is_conv = target.asked.is_conv
-        matrix = to_matrix(weight) if is_conv else weight
+        matrix = to_matrix(weight) if target.asked.is_conv else weight
         matrix = self.apply(matrix) if statistics is None else self.apply_calibrated(matrix, statistics)
-        if not is_conv:
+        return self._of_matrix(target, weight, matrix)
+
+    def make_in_order(
+        self, target: Target[Any], weight: Tensor, statistics: Statistics | ExpertStatistics
+    ) -> Calibrated:
+        """`make` for recipes that quantize `in_order`."""
+        matrix, report = self.calibrate(to_matrix(weight) if target.asked.is_conv else weight, statistics)
+        return Calibrated(self._of_matrix(target, weight, matrix), report)
+
+    def _of_matrix(self, target: Target[Any], weight: Tensor, matrix: Tensor) -> Tensor:
+        """The new weight in the form of its module, a convolution's from the matrix that it was seen as."""
+        if not target.asked.is_conv:
             return matrix
         if isinstance(matrix, QuantizedTensor) and not matrix.trains:
             return ConvWeight.of(matrix, weight.shape)

@@ -10,6 +10,29 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class CalibrationReport:
+    """How a weight was calibrated.
+
+    The errors are |X (W - Q)^T|^2 / |X W^T|^2 on the calibration inputs X.
+
+    Attributes:
+        method: the algorithm that chose the codes, or why it was not used.
+        tokens: number of input rows seen; of experts, the smallest.
+        error: of the quantized weight.
+        nearest_error: of rounding to nearest.
+        damping: the largest that was used.
+        seconds: time for the weight, without running the model.
+    """
+
+    method: str
+    tokens: int
+    error: float
+    nearest_error: float
+    damping: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class LayerReport:
     """The report on one weight.
 
@@ -21,6 +44,7 @@ class LayerReport:
         bytes_before, bytes_after: size of the weight, scales included.
         sqnr: SQNR of the quantized weight against the float one, in dB; None if skipped.
         kernel: name of the kernel that will run; None if skipped.
+        calibration: for recipes that quantize with data in the order of the model.
     """
 
     name: str
@@ -32,6 +56,7 @@ class LayerReport:
     sqnr: float | None = None
     kernel: str | None = None
     also: tuple[str, ...] = ()
+    calibration: CalibrationReport | None = None
 
 
 QUANTIZED_BEFORE = "is quantized already"

@@ -1,6 +1,6 @@
 """Recipes that use calibration data, one algorithm per file; `statistics` lists what they can request.
 
-    quantize_(model, importance_weighted(lut_weight_only(bits=3), batches))
+    quantize_(model, gptq(int4_weight_only(), batches))
 
 Every module of this package is imported here, and every recipe it registers becomes a name of this package and of
 `qtorch`, so adding a file adds an algorithm.
@@ -11,7 +11,12 @@ from ..discovery import import_modules
 import_modules(__name__, __path__)
 
 from ..recipe import RECIPES  # noqa: E402
+from .auto import auto  # noqa: E402
+from .gptq import gptq  # noqa: E402
+from .rounding import Descent, FloatTarget, Gptq, Nearest, Rounding, ScaleRefit  # noqa: E402
 
-__all__ = sorted(name for name, cls in RECIPES.items() if cls.__module__.startswith(f"{__name__}."))
+RECIPE_NAMES = sorted(name for name, cls in RECIPES.items() if cls.__module__.startswith(f"{__name__}."))
 
-globals().update({name: RECIPES[name] for name in __all__})
+__all__ = ["Descent", "FloatTarget", "Gptq", "Nearest", "Rounding", "ScaleRefit", "auto", "gptq", *RECIPE_NAMES]
+
+globals().update({name: RECIPES[name] for name in RECIPE_NAMES})

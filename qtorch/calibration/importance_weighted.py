@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ..dtypes import LUTQuantizedTensor
 from ..primitives import CodebookSpec, LinearSpec
-from ..recipe import Data, WeightRecipe, register_recipe
-from ..statistics import MeanSquare, Statistic, Statistics
+from ..recipe import WeightRecipe, register_recipe
+from ..statistics import Data, MeanSquare, Statistic, Statistics
 
 
 @register_recipe("importance_weighted")

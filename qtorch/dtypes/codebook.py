@@ -107,6 +107,7 @@ class LUTQuantizedTensor(QuantizedTensor):
         cls, codes: Tensor, others: dict[str, Tensor], linear: LinearSpec, dtype: torch.dtype
     ) -> LUTQuantizedTensor:
         """Make a tensor from unpacked codes and the other inner tensors in their stored form."""
+        linear = _linear_spec(linear)
         scheme = Scheme(linear, tuple(codes.shape), dtype)
         linear.layout.check(scheme)
         plain = {**PlainLayout().forms(scheme), "table": _table_form(scheme)}

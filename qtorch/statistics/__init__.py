@@ -1,8 +1,22 @@
 """Statistics of the inputs of weights that recipes can request, and their collection over batches of data."""
 
 from .base import Statistic, Statistics
-from .batches import run_batches
+from .batches import Data, run_batches
 from .collect import collect
-from .of_inputs import Inputs, MeanSquare, Range, SecondMoment
+from .of_inputs import Inputs, MeanSquare, Moments, Range, SecondMoment
+from .uses import Use, UseRecorder
 
-__all__ = ["Inputs", "MeanSquare", "Range", "SecondMoment", "Statistic", "Statistics", "collect", "run_batches"]
+__all__ = [
+    "Data",
+    "Inputs",
+    "MeanSquare",
+    "Moments",
+    "Range",
+    "SecondMoment",
+    "Statistic",
+    "Statistics",
+    "Use",
+    "UseRecorder",
+    "collect",
+    "run_batches",
+]

@@ -9,7 +9,7 @@ A new statistic is a subclass; a recipe lists it in `Recipe.statistics` and `Rec
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -20,8 +20,11 @@ class Statistic:
     """Base class of statistics of the inputs of one weight.
 
     Attributes:
+        paired: it takes the inputs of the float model beside those of the model as quantized so far.
         rows: number of rows seen so far.
     """
+
+    paired: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.rows = 0

@@ -1,23 +1,83 @@
-"""Running a model on batches of data to observe it."""
+"""Calibration data, and running a model on it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+Forward = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """Batches of inputs of a model, and how to call it with one.
+
+    Attributes:
+        batches: a mapping is passed as keyword arguments, a tuple or list as arguments, others as the only argument.
+        forward: called as ``forward(model, batch)`` instead of the model.
+        mask: batch -> (sequences, tokens), true or 1 for tokens that count; by default the ``attention_mask`` of a
+            mapping.
+    """
+
+    batches: Iterable[Any]
+    forward: Forward | None = None
+    mask: Callable[[Any], Tensor] | None = None
+
+    def call(self, model: nn.Module, batch: Any) -> Any:
+        """Run `model` on one batch."""
+        if self.forward is not None:
+            return self.forward(model, batch)
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        if isinstance(batch, tuple | list):
+            return model(*batch)
+        return model(batch)
+
+    def mask_of(self, batch: Any) -> Tensor | None:
+        """The tokens that count, bool, or None if all do."""
+        mask = self.mask(batch) if self.mask is not None else None
+        if self.mask is None and isinstance(batch, Mapping):
+            mask = batch.get("attention_mask")
+        return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+    def checked(self) -> list[Any]:
+        """All batches.
+
+        Raises:
+            ValueError: there is no batch.
+        """
+        batches = list(self.batches)
+        if not batches:
+            raise ValueError("calibrate: there is no batch; calibration needs at least one batch")
+        return batches
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """In eval mode and without the caches of generation; afterwards each module has its own mode again."""
+    training = [(module, module.training) for module in model.modules()]
+    config = getattr(model, "config", None)
+    use_cache = getattr(config, "use_cache", None)
+    if use_cache:
+        config.use_cache = False  # type: ignore[union-attr]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training:
+            module.training = mode
+        if use_cache:
+            config.use_cache = use_cache  # type: ignore[union-attr]
 
 
 @torch.no_grad()
-def run_batches(
-    model: nn.Module, batches: Iterable[Any], forward: Callable[[nn.Module, Any], Any] | None = None
-) -> int:
+def run_batches(model: nn.Module, data: Data) -> int:
     """Run `model` in eval mode, without gradients, on each batch; then restore the mode of each module.
-
-    Args:
-        batches: a mapping is passed as keyword arguments, a tuple or list as arguments, others as the only argument.
-        forward: called as ``forward(model, batch)`` instead of the model.
 
     Returns:
         The number of batches.
@@ -25,22 +85,10 @@ def run_batches(
     Raises:
         ValueError: there is no batch.
     """
-    training = [(module, module.training) for module in model.modules()]
     count = 0
-    model.eval()
-    try:
-        for count, batch in enumerate(batches, 1):  # noqa: B007
-            if forward is not None:
-                forward(model, batch)
-            elif isinstance(batch, Mapping):
-                model(**batch)
-            elif isinstance(batch, tuple | list):
-                model(*batch)
-            else:
-                model(batch)
-    finally:
-        for module, mode in training:
-            module.training = mode
+    with eval_mode(model):
+        for count, batch in enumerate(data.batches, 1):  # noqa: B007
+            data.call(model, batch)
     if not count:
         raise ValueError("calibrate: there is no batch; calibration needs at least one batch")
     return count

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -57,6 +59,37 @@ class SecondMoment(Sum):
 
     def of(self, rows: Tensor) -> Tensor:
         return rows.t() @ rows
+
+
+class Moments(SecondMoment):
+    """`SecondMoment` of the inputs x~ of the model as quantized so far, and their products with those, x, in floats.
+
+    Attributes:
+        paired: the rows seen in both models.
+    """
+
+    paired: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cross_total: Tensor | None = None
+
+    def update_pair(self, rows: Tensor, of_float: Tensor) -> None:
+        """Add inputs x~ (M, K) of the quantized model and those of the float model, x, of the same tokens."""
+        self.update(rows)
+        total = of_float.float().t() @ rows.float()
+        self.cross_total = total if self.cross_total is None else self.cross_total.add_(total)
+
+    def merge(self, other: Sum) -> None:
+        super().merge(other)
+        if isinstance(other, Moments) and other.cross_total is not None:
+            total = other.cross_total
+            self.cross_total = total if self.cross_total is None else self.cross_total.add_(total)
+
+    @property
+    def cross(self) -> Tensor | None:
+        """E[x x~^T], (K, K); None if the float model was not run."""
+        return None if self.cross_total is None else self.cross_total / self.rows
 
 
 class Range(Statistic):

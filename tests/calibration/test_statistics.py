@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from qtorch.kernels.im2col import to_matrix
-from qtorch.statistics import Inputs, MeanSquare, Range, SecondMoment, Statistic, collect, run_batches
+from qtorch.statistics import Data, Inputs, MeanSquare, Range, SecondMoment, Statistic, collect, run_batches
 from tests.rounding import gamma
 
 KINDS = [MeanSquare, SecondMoment, Range, Inputs]
@@ -65,7 +65,7 @@ class Looped(nn.Module):
 def test_all_calls_of_a_looped_and_tied_weight_count() -> None:
     model = Looped()
     batches = [torch.randn(3, 5, 8), torch.randn(2, 8)]
-    found = collect(model, batches, {model.layer.weight: KINDS})[model.layer.weight]
+    found = collect(model, Data(batches), {model.layer.weight: KINDS})[model.layer.weight]
     with torch.no_grad():
         first = [batch.reshape(-1, 8) for batch in batches]
         second = [model.layer(x) for x in first]
@@ -85,7 +85,7 @@ def test_all_calls_of_a_looped_and_tied_weight_count() -> None:
 )
 def test_windows_are_in_the_order_of_the_weight_as_a_matrix(layer: nn.Module, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
-    found = collect(nn.Sequential(layer), [x], {layer.weight: [Inputs]})[layer.weight][Inputs]
+    found = collect(nn.Sequential(layer), Data([x]), {layer.weight: [Inputs]})[layer.weight][Inputs]
     assert isinstance(found, Inputs)
     y = found.value @ to_matrix(layer.weight.detach()).t() + (0 if layer.bias is None else layer.bias.detach())
     wanted = layer(x).detach()
@@ -97,11 +97,11 @@ def test_the_model_stays_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.BatchNorm1d(8))
     model[1].eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    collect(model, [torch.randn(4, 8)], {model[0].weight: [MeanSquare]})
+    collect(model, Data([torch.randn(4, 8)]), {model[0].weight: [MeanSquare]})
     assert [module.training for module in model] == [True, False, True]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with pytest.raises(ZeroDivisionError):
-        run_batches(model, (1 / 0 for _ in range(1)))
+        run_batches(model, Data(1 / 0 for _ in range(1)))
     assert model.training
 
 
@@ -113,8 +113,8 @@ def test_batches_of_every_kind() -> None:
             seen.append((tuple(x.shape), scale))
 
     x = torch.randn(2, 3)
-    assert run_batches(Model(), [x, (x, 2.0), [x], {"x": x, "scale": 3.0}]) == 4
-    assert run_batches(Model(), [x], forward=lambda model, batch: model(batch, 4.0)) == 1
+    assert run_batches(Model(), Data([x, (x, 2.0), [x], {"x": x, "scale": 3.0}])) == 4
+    assert run_batches(Model(), Data([x], lambda model, batch: model(batch, 4.0))) == 1
     assert seen == [((2, 3), s) for s in (1.0, 2.0, 1.0, 3.0, 4.0)]
 
 
@@ -122,6 +122,6 @@ def test_what_was_not_seen_is_an_error_that_names_it() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     wanted = {layer.weight: [MeanSquare] for layer in model}
     with pytest.raises(ValueError, match=r"no input of 1\.weight was seen"):
-        collect(model, [torch.randn(1, 8)], wanted, forward=lambda model, batch: model[0](batch))
+        collect(model, Data([torch.randn(1, 8)], lambda model, batch: model[0](batch)), wanted)
     with pytest.raises(ValueError, match="at least one batch"):
-        collect(model, [], wanted)
+        collect(model, Data([]), wanted)

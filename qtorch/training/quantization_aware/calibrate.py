@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...statistics import run_batches
+from ...statistics import Data, run_batches
 from .layers.linear import FakeQuantizedLayer
 
 
@@ -37,7 +37,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> int:
     for quantizer in quantizers:
         quantizer.observed = []
     try:
-        run_batches(model, batches)
+        run_batches(model, Data(batches))
     except BaseException:
         for quantizer in quantizers:
             quantizer.observed = None

@@ -1,0 +1,206 @@
+"""Quantize the weights of a model in the order in which they run, each with the inputs that it will meet.
+
+The inputs of a weight come from the model as quantized so far, beside those of the float model where they are asked for.
+Memory holds the inputs of one block, not of all: see `streams`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..statistics import Statistic, Statistics, Use, UseRecorder
+from ..statistics.batches import Data, eval_mode
+from .streams import Call, StopForward, Stream, needed_outputs
+from .trace import Stage, Unit, trace
+
+Key = tuple[int, int | None]
+"""(id of a parameter, expert or None)."""
+
+M = TypeVar("M", bound="tuple[Tensor, Any]")
+
+Slots = Sequence[tuple[nn.Module, str]]
+
+
+@dataclass
+class Wanted(Generic[M]):
+    """A weight to be quantized.
+
+    Attributes:
+        weight: the float parameter.
+        slots: the (module, attribute) that hold it.
+        statistics: what `make` takes.
+        make: (statistics of the whole weight, or of each expert) -> the quantized weight, and anything beside it.
+    """
+
+    weight: nn.Parameter
+    slots: Slots
+    statistics: Sequence[type[Statistic]]
+    make: Callable[[Statistics | dict[int, Statistics]], M]
+
+
+@torch.no_grad()
+def quantize_in_order(
+    model: nn.Module, wanted: Sequence[Wanted[M]], data: Data, blocks: Sequence[nn.Module] | None = None
+) -> dict[Tensor, M]:
+    """What `make` returns for each weight, by float parameter; the model is unchanged in the end.
+
+    Raises:
+        ValueError: there is no batch.
+    """
+    return _InOrder(model, wanted, data).run(blocks)
+
+
+class _InOrder(Generic[M]):
+    def __init__(self, model: nn.Module, wanted: Sequence[Wanted[M]], data: Data) -> None:
+        self.model = model
+        self.wanted = {id(item.weight): item for item in wanted}
+        self.data = data
+        self.paired = any(kind.paired for item in wanted for kind in item.statistics)
+        self.made: dict[Tensor, M] = {}
+
+    def run(self, blocks: Sequence[nn.Module] | None) -> dict[Tensor, M]:
+        with eval_mode(self.model), self._restored():
+            self.batches = self.data.checked()
+            weights = [item.weight for item in self.wanted.values()]
+            units = trace(self.model, lambda: self._forward(0), weights, blocks)
+            found = [unit.block for unit in units if unit.block is not None]
+            keep = needed_outputs(self._forward, found)
+            count = len(self.batches)
+            self.quantized = Stream(self._forward, found, count, keep)
+            self.of_float = Stream(self._forward, found, count, keep)
+            for unit in units:
+                self._calibrate(unit)
+        return self.made
+
+    def _forward(self, batch: int) -> Any:
+        return self.data.call(self.model, self.batches[batch])
+
+    def _calibrate(self, unit: Unit) -> None:
+        block = unit.block
+        if block is None:
+            calls, of_float = None, None
+        else:
+            calls = self.quantized.calls(block)
+            with self._floats():
+                of_float = self.of_float.calls(block) if self.paired else None
+        for stage in unit.stages:
+            self._quantize(stage, self._statistics(stage, block, calls, of_float))
+        if block is not None and calls is not None:
+            self.quantized.finish(block, calls)
+            if of_float is not None:
+                with self._floats():
+                    self.of_float.finish(block, of_float)
+
+    def _statistics(
+        self, stage: Stage, block: nn.Module | None, calls: list[Call] | None, of_float: list[Call] | None
+    ) -> dict[Key, Statistics]:
+        kinds = dict.fromkeys(kind for weight in stage.weights for kind in self.wanted[id(weight)].statistics)
+        if not kinds:
+            return {}
+        first = id(stage.weights[0])
+        found: dict[Key, Statistics] = {}
+        for batch in range(len(self.batches)):
+            rows = self._rows(stage, self.quantized, block, calls, batch)
+            if of_float is None and not (self.paired and block is None):
+                pairs: dict[Key, list[Tensor]] = {}
+            else:
+                with self._floats():
+                    pairs = self._rows(stage, self.of_float, block, of_float, batch)
+            for key, parts in rows.items():
+                if stage.once and key[0] != first:
+                    continue
+                statistics = found.setdefault(key, {kind: kind() for kind in kinds})
+                _update(statistics, parts, pairs.get(key, []))
+        if stage.once:
+            shared = found.get((first, None), {})
+            return {(id(weight), None): shared for weight in stage.weights if shared}
+        return found
+
+    def _rows(
+        self, stage: Stage, stream: Stream, block: nn.Module | None, calls: list[Call] | None, batch: int
+    ) -> dict[Key, list[Tensor]]:
+        """The inputs of the weights of a stage in one batch."""
+        found: dict[Key, list[Tensor]] = {}
+        left = {id(weight) for weight in stage.weights}
+        mask = self.data.mask_of(self.batches[batch])
+
+        def seen(use: Use) -> None:
+            if use.transposed:
+                return
+            key = (id(use.weight), use.expert)
+            if not stage.once or key[0] == id(stage.weights[0]):
+                found.setdefault(key, []).extend(part.clone() for part in _unpadded(use, mask))
+            left.discard(id(use.weight))
+            if stage.once and not left:
+                raise StopForward
+
+        with UseRecorder(stage.weights, seen):
+            try:
+                if block is None or calls is None:
+                    stream.run_rest(batch)
+                else:
+                    block(*calls[batch].args, **calls[batch].kwargs)
+            except StopForward:
+                pass
+        return found
+
+    def _quantize(self, stage: Stage, found: Mapping[Key, Statistics]) -> None:
+        for weight in stage.weights:
+            item = self.wanted[id(weight)]
+            experts = {key[1]: value for key, value in found.items() if key[0] == id(weight) and key[1] is not None}
+            made = item.make(experts if experts else found.get((id(weight), None), {}))
+            self.made[item.weight] = made
+            parameter = nn.Parameter(made[0], False)
+            for module, attribute in item.slots:
+                module._parameters[attribute] = parameter
+
+    @contextmanager
+    def _floats(self) -> Iterator[None]:
+        """With the float weights in place."""
+        now = [
+            (module, attribute, module._parameters[attribute])
+            for item in self.wanted.values()
+            for module, attribute in item.slots
+        ]
+        for item in self.wanted.values():
+            for module, attribute in item.slots:
+                module._parameters[attribute] = item.weight
+        try:
+            yield
+        finally:
+            for module, attribute, parameter in now:
+                module._parameters[attribute] = parameter
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for item in self.wanted.values():
+                for module, attribute in item.slots:
+                    module._parameters[attribute] = item.weight
+
+
+def _unpadded(use: Use, mask: Tensor | None) -> Iterator[Tensor]:
+    """The rows of an input, without those of padded tokens where its first axes are those of the mask."""
+    for rows in use.rows():
+        if mask is not None and len(rows) == mask.numel() and use.expert is None:
+            yield rows[mask.reshape(-1).to(rows.device)]
+        else:
+            yield rows
+
+
+def _update(statistics: Statistics, parts: list[Tensor], of_float: list[Tensor]) -> None:
+    matches = [a.shape for a in parts] == [b.shape for b in of_float]
+    for statistic in statistics.values():
+        for index, rows in enumerate(parts):
+            if statistic.paired and matches:
+                statistic.update_pair(rows, of_float[index])  # type: ignore[attr-defined]
+            else:
+                statistic.update(rows)

@@ -1,0 +1,29 @@
+"""auto: the combination of algorithms that lost least in our measurements (docs/guides/calibration)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..recipe import WeightRecipe
+from .calibrated import CalibratedRecipe
+from .rounding import Descent, FloatTarget, Gptq, ScaleRefit
+
+
+def auto(
+    recipe: WeightRecipe,
+    batches: Iterable[Any],
+    *,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    mask: Callable[[Any], Tensor] | None = None,
+    strict: bool = False,
+) -> CalibratedRecipe:
+    """GPTQ against the outputs of the float model, then coordinate descent and scale refits in turn.
+
+    Args:
+        recipe, batches, forward, mask, strict: see `calibrated`.
+    """
+    refine = (Descent(), ScaleRefit(), Descent(), ScaleRefit(), Descent())
+    return CalibratedRecipe(recipe, batches, FloatTarget(), Gptq(), refine, forward=forward, mask=mask, strict=strict)

@@ -1,0 +1,126 @@
+"""Grid: the values that the elements of a weight can take once its scales are chosen, and the codes taken so far.
+
+The algorithms of this package choose codes column by column, and need no more of a number format than the nearest value
+of a column: integers, low-bit floats and look-up tables are rounded by the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dtypes import QuantizedTensor, quantized_type
+from ...primitives import CodebookSpec, LinearSpec, PerBlock, QuantSpec
+from ...primitives.affine import ZeroPointDomain
+from ...primitives.double_quant import dequantize_scale, quantize_scale
+from ...primitives.scheme import Scheme
+
+
+@dataclass
+class Grid:
+    """The values that a weight (N, K) can take under `spec`, and its codes.
+
+    Attributes:
+        spec: of the weight.
+        dtype: logical dtype of the weight.
+        stored: the tensors of the scale, as they are stored (see `primitives.double_quant`).
+        other: zero points (one per block), tables, or None.
+        codes: (N, K), in the storage dtype of the spec.
+    """
+
+    spec: QuantSpec | CodebookSpec
+    dtype: torch.dtype
+    stored: Mapping[str, Tensor]
+    other: Tensor | None
+    codes: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, spec: Any, dtype: torch.dtype, importance: Tensor | None = None) -> Grid:
+        """The grid that `spec` chooses for `weight` (N, K), with the nearest codes.
+
+        Args:
+            dtype: logical dtype of the quantized weight, which also is that of the scales of groups.
+            importance: (K,), for tables that are fitted by k-means.
+        """
+        weight = weight.to(dtype)
+        other: Tensor | None
+        if isinstance(spec, CodebookSpec):
+            stored = quantize_scale(spec.choose_scale(weight), spec.scale_spec)
+            weights = None if importance is None or spec.table is not None else importance.expand_as(weight)
+            other = spec.choose_table(weight, dequantize_scale(stored, spec.scale_spec), weights)
+        else:
+            stored, other = spec.choose_stored_qparams(weight)
+        grid = cls(spec, dtype, stored, other, torch.empty(0))
+        grid.codes = spec.quantize(weight, grid.scale, other)
+        return grid
+
+    @property
+    def scale(self) -> Tensor:
+        """The scale in floating point, one element per block."""
+        return dequantize_scale(self.stored, self.spec.scale_spec)
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """Rows and columns of a block."""
+        return tuple(self.spec.block_size(self.codes.shape))
+
+    def values(self) -> Tensor:
+        """(N, K) fp32: what the codes stand for."""
+        return self.spec.dequantize(self.codes, self.scale, self.other)  # type: ignore[arg-type]
+
+    def with_scale(self, scale: Tensor) -> Grid:
+        """The same codes with another scale, rounded to the form in which scales are stored."""
+        stored = quantize_scale(scale.to(self.scale.dtype), self.spec.scale_spec)
+        return replace(self, stored=stored)
+
+    def copy(self) -> Grid:
+        """A grid with codes of its own."""
+        return replace(self, codes=self.codes.clone())
+
+    def columns(self) -> Columns:
+        """The grid seen as columns; scales are taken as they are now."""
+        return Columns(self)
+
+    def linear_terms(self) -> tuple[Tensor, Tensor]:
+        """(multipliers, offsets), (N, K) fp32: value = multiplier * scale + offset for each element."""
+        ones, spec = torch.ones_like(self.scale, dtype=torch.float32), self.spec
+        if isinstance(spec, QuantSpec) and spec.zero_point_domain is not ZeroPointDomain.INT and self.other is not None:
+            zeros = torch.zeros_like(ones)
+            offset = spec.dequantize(self.codes, zeros, self.other)
+            at_one = spec.dequantize(self.codes, ones, torch.zeros_like(self.other))
+            return at_one, offset
+        multiplier = spec.dequantize(self.codes, ones, self.other)  # type: ignore[arg-type]
+        return multiplier, torch.zeros_like(multiplier)
+
+    def quantized(self, linear: LinearSpec) -> QuantizedTensor:
+        """The codes as a quantized tensor."""
+        name = "table" if isinstance(self.spec, CodebookSpec) else "zero_point"
+        others = dict(self.stored) | ({} if self.other is None else {name: self.other})
+        scheme = Scheme(linear, tuple(self.codes.shape), self.dtype)
+        return quantized_type(linear.weight).from_canonical(self.codes, others, scheme)
+
+
+class Columns:
+    """Nearest values of single columns of a grid."""
+
+    def __init__(self, grid: Grid) -> None:
+        rows, self.width = grid.block[0], grid.block[1]
+        # One element is one block here.
+        granularity = PerBlock((1, 1))
+        self.spec: Any = replace(grid.spec, granularity=granularity, scale_spec=None)
+        self.scale = grid.scale.repeat_interleave(rows, 0)
+        other = grid.other
+        self.shared = other is not None and other.dim() == 1  # one table for all blocks
+        self.other = other if other is None or self.shared else other.repeat_interleave(rows, 0)
+
+    def nearest(self, column: int, values: Tensor) -> tuple[Tensor, Tensor]:
+        """(codes, what they stand for in fp32), both (N,), nearest to `values` (N,) in this column."""
+        group = slice(column // self.width, column // self.width + 1)
+        scale = self.scale[:, group]
+        other = self.other if self.other is None or self.shared else self.other[:, group]
+        codes = self.spec.quantize(values.unsqueeze(1), scale, other)
+        return codes.squeeze(1), self.spec.dequantize(codes, scale, other).squeeze(1)

@@ -1,0 +1,50 @@
+"""The error of the output of a layer as a quadratic form of the error of its weight.
+
+For inputs X (M, K) and the error D = W - Q (N, K) of the weight,
+
+    |X W^T - X Q^T|^2 / M = sum_n d_n H d_n^T = tr(D H D^T),    H = X^T X / M
+
+H is singular where inputs are linearly dependent, so it is damped: H + damping * mean(diag H) * I.
+
+Source: GPTQ, arXiv 2210.17323, section 3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+RETRIES = 6
+"""Each retry damps ten times as much."""
+
+
+def loss(error: Tensor, moment: Tensor) -> Tensor:
+    """tr(D H D^T) by rows, (N,), for an error (N, K) and a second moment (K, K)."""
+    return ((error @ moment) * error).sum(1)
+
+
+def damped(moment: Tensor, damping: float) -> Tensor:
+    """H + damping * mean(diag H) * I; 1 on the diagonal for inputs that are always zero."""
+    result = moment.float().clone()
+    diagonal = result.diagonal()
+    added = damping * diagonal.mean()
+    diagonal[diagonal == 0] = 1.0 if float(added) == 0 else 0.0
+    diagonal += added
+    return result
+
+
+def factor(moment: Tensor, damping: float) -> tuple[Tensor, Tensor, float]:
+    """(damped H, its lower Cholesky factor, the damping used), with more damping where the factorization fails.
+
+    Raises:
+        ValueError: H is not finite, or far from positive semi-definite.
+    """
+    if not bool(torch.isfinite(moment).all()):
+        raise ValueError("the second moment of the inputs is not finite: the calibration data gives NaN or infinities")
+    for _ in range(RETRIES):
+        result = damped(moment, damping)
+        lower, failed = torch.linalg.cholesky_ex(result)
+        if not int(failed):
+            return result, lower, damping
+        damping = max(damping, 1e-4) * 10
+    raise ValueError(f"the second moment of the inputs is not positive definite, even with damping {damping / 10:g}")

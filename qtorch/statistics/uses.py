@@ -1,0 +1,150 @@
+"""Uses: which weights are multiplied by which inputs, as a model runs.
+
+A function mode sees the products that torch offers, whoever calls them: linear layers, convolutions, bare parameters,
+experts one by one or all at once. A weight is recognized by its memory, so a view of it (an expert, the transpose, some
+rows) is a use of it too; a copy (a cast, `contiguous()`) is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from ..kernels.im2col import input_rows, prepare_conv
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One product of an input with a weight.
+
+    Attributes:
+        weight: the parameter.
+        expert: index into a weight (E, N, K) of which only one matrix is used; None for a whole matrix (N, K).
+        input: the tensor that the caller gave; weights of one input share statistics.
+        rows: the inputs as rows (M, K), in pieces.
+        transposed: the sum runs over the last axis but one of the weight instead of the last.
+    """
+
+    weight: Tensor
+    expert: int | None
+    input: Tensor
+    rows: Callable[[], Iterable[Tensor]]
+    transposed: bool = False
+
+
+class UseRecorder(TorchFunctionMode):
+    """Call `seen` with each `Use` of one of `weights`.
+
+    Args:
+        weights: plain parameters; others are not looked at.
+    """
+
+    def __init__(self, weights: Iterable[Tensor], seen: Callable[[Use], None]) -> None:
+        super().__init__()
+        self.owners = {weight.untyped_storage().data_ptr(): weight for weight in weights}
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        product = PRODUCTS.get(func)
+        if product is not None:
+            for use in product(self.owner, *args, **kwargs):
+                self.seen(use)
+        return func(*args, **kwargs)
+
+    def owner(self, tensor: Any) -> Tensor | None:
+        """The parameter that `tensor` is, or is a view of."""
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
+            return None
+        return self.owners.get(tensor.untyped_storage().data_ptr())
+
+
+Owner = Callable[[Any], "Tensor | None"]
+
+
+def _matrix_uses(weight: Tensor, view: Tensor, input: Tensor, batched: bool) -> Iterator[Use]:
+    """Uses of `view` (N, K), or (E, N, K) with inputs (E, M, K) where `batched`, of a parameter."""
+    stride = view.stride()
+    transposed = weight.shape[-2] > 1 and weight.shape[-1] > 1 and stride[-1] != weight.stride(-1)
+    size = weight.shape[-2] * weight.shape[-1]
+    first = (view.storage_offset() - weight.storage_offset()) // size if weight.dim() == 3 else None
+    matrices = enumerate(input) if batched else [(0, input)]
+    for index, rows in matrices:
+        expert = None if first is None else first + index
+        rows = rows.detach()
+        yield Use(weight, expert, input, lambda rows=rows: [rows.reshape(-1, rows.shape[-1])], transposed)  # type: ignore[misc]
+
+
+def _linear(owner: Owner, input: Tensor, weight: Tensor, bias: Any = None) -> Iterator[Use]:
+    parameter = owner(weight)
+    if parameter is not None:
+        yield from _matrix_uses(parameter, weight, input, False)
+
+
+def _matmul(owner: Owner, a: Tensor, b: Tensor, **_: Any) -> Iterator[Use]:
+    of_a, of_b = owner(a), owner(b)
+    if of_b is not None and b.dim() >= 2:
+        batched = b.dim() == 3
+        if not batched or a.dim() == 3:
+            yield from _matrix_uses(of_b, b.transpose(-1, -2), a, batched)
+    elif of_a is not None and a.dim() >= 2 and b.dim() >= 2:
+        batched = a.dim() == 3
+        if not batched or b.dim() == 3:
+            yield from _matrix_uses(of_a, a, b.transpose(-1, -2), batched)
+
+
+def _addmm(owner: Owner, bias: Tensor, a: Tensor, b: Tensor, **_: Any) -> Iterator[Use]:
+    yield from _matmul(owner, a, b)
+
+
+def _grouped_mm(owner: Owner, a: Tensor, b: Tensor, offs: Tensor | None = None, **_: Any) -> Iterator[Use]:
+    parameter = owner(b)
+    if parameter is None or offs is None or b.dim() != 3 or a.dim() != 2:
+        return
+    start = 0
+    for expert, stop in enumerate(offs.tolist()):
+        for use in _matrix_uses(parameter, b[expert].transpose(-1, -2), a[start:stop], False):
+            yield Use(parameter, use.expert, a, use.rows, use.transposed)
+        start = stop
+
+
+def _conv(ndim: int) -> Callable[..., Iterator[Use]]:
+    def uses(
+        owner: Owner,
+        input: Tensor,
+        weight: Tensor,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Iterator[Use]:
+        parameter = owner(weight)
+        if parameter is None:
+            return
+        batched = input if input.dim() == ndim + 2 else input.unsqueeze(0)
+        prepared = prepare_conv(ndim, batched.detach(), weight.shape, stride, padding, dilation, groups, f"conv{ndim}d")
+        yield Use(parameter, None, input, lambda: input_rows(*prepared))
+
+    return uses
+
+
+PRODUCTS: dict[Any, Callable[..., Iterator[Use]]] = {
+    functional.linear: _linear,
+    functional.conv1d: _conv(1),
+    functional.conv2d: _conv(2),
+    functional.conv3d: _conv(3),
+    **dict.fromkeys((torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm), _matmul),
+    Tensor.__matmul__: _matmul,
+    **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), _addmm),
+    **dict.fromkeys(
+        (f for f in (getattr(torch, "_grouped_mm", None), getattr(functional, "grouped_mm", None)) if f), _grouped_mm
+    ),
+}
+"""torch function -> (owner, *its arguments) -> the uses of weights in a call of it."""

@@ -1,0 +1,197 @@
+"""The rounding algorithms: identities of their equations, for integers, low-bit floats and look-up tables alike."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import qtorch
+from qtorch.calibration.rounding import Descent, FloatTarget, Gptq, Grid, Nearest, ScaleRefit, damped, loss
+from qtorch.primitives import MappingType, PerGroup, PerTensor, QuantSpec, ZeroPointDomain
+
+ROWS, COUNT = 24, 64
+
+SPECS = {
+    "int4": qtorch.int4_weight_only(group_size=32).linear_spec().weight,
+    "int2": qtorch.intx_weight_only("int2", group_size=16).linear_spec().weight,
+    "int3 asymmetric": QuantSpec(torch.uint3, PerGroup(16), MappingType.ASYMMETRIC),
+    "uint4 float zero point": QuantSpec(
+        torch.uint4, PerGroup(16), MappingType.ASYMMETRIC, ZeroPointDomain.FLOAT, preserve_zero=False
+    ),
+    "int8 rows": qtorch.int8_weight_only().linear_spec().weight,
+    "int8 tensor": replace(qtorch.int8_weight_only().linear_spec().weight, granularity=PerTensor()),
+    "nf4": qtorch.nf4_weight_only().linear_spec().weight,
+    "k-means": qtorch.lut_weight_only(bits=3).linear_spec().weight,
+    "fp6": qtorch.fpx_weight_only(3, 2).linear_spec().weight,
+    "mxfp4": qtorch.mxfp4_weight_only().linear_spec().weight,
+    "nvfp4": qtorch.nvfp4_weight_only().linear_spec().weight,
+}
+
+every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+
+
+def inputs(rows: int = 400, count: int = COUNT, seed: int = 0) -> Tensor:
+    """Correlated inputs."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(count, count, generator=generator) / count**0.5
+    return torch.randn(rows, count, generator=generator) @ mixing + 0.1 * torch.randn(rows, count, generator=generator)
+
+
+def moment_of(x: Tensor) -> Tensor:
+    return x.t() @ x / len(x)
+
+
+def weights(rows: int = ROWS, count: int = COUNT) -> Tensor:
+    return torch.randn(rows, count, generator=torch.Generator().manual_seed(1))
+
+
+@every_spec
+def test_the_error_of_the_output_falls_with_each_algorithm(spec: QuantSpec) -> None:
+    w, h = weights(), moment_of(inputs())
+    grid = Grid.of(w, spec, w.dtype, h.diagonal())
+    nearest = loss(w - grid.values(), h).sum()
+    damping = Gptq().round(w, h, grid)
+    by_gptq = loss(w - grid.values(), damped(h, damping))
+    assert 0 < by_gptq.sum() < 0.9 * nearest
+    descended = Descent().refine(w, damped(h, damping), grid)
+    by_descent = loss(w - descended.values(), damped(h, damping))
+    # Sums of COUNT^2 products in fp32.
+    slack = 1 + COUNT**2 * torch.finfo(torch.float32).eps
+    assert (by_descent <= by_gptq * slack).all()
+    assert by_descent.sum() < by_gptq.sum()
+    refitted = ScaleRefit().refine(w, damped(h, damping), descended)
+    by_refit = loss(w - refitted.values(), damped(h, damping))
+    assert (by_refit <= by_descent * slack).all()
+
+
+@every_spec
+def test_the_tensor_holds_the_values_of_the_grid(spec: QuantSpec) -> None:
+    w, h = weights(), moment_of(inputs())
+    for dtype in (torch.float32, torch.bfloat16):
+        grid = Grid.of(w.to(dtype), spec, dtype, h.diagonal())
+        Gptq().round(w.to(dtype).float(), h, grid)
+        made = grid.quantized(qtorch.LinearSpec(spec))
+        assert made.dtype == dtype
+        assert torch.equal(made.dequantize(torch.float32), grid.values())
+
+
+@every_spec
+def test_uncorrelated_inputs_of_one_size_round_to_nearest(spec: QuantSpec) -> None:
+    w = weights()
+    for h in (3.0 * torch.eye(COUNT), torch.zeros(COUNT, COUNT)):
+        grid = Grid.of(w, spec, w.dtype, torch.ones(COUNT))
+        nearest = grid.codes.clone()
+        Gptq().round(w, h, grid)
+        assert torch.equal(grid.codes, nearest)
+        Nearest().round(w, h, grid)
+        assert torch.equal(grid.codes, nearest)
+
+
+def unclipped() -> QuantSpec:
+    """int8 for which no code is clipped: errors are at most half a scale."""
+    return QuantSpec(torch.int8, PerTensor(), eps=0.05)
+
+
+def test_the_loss_is_the_sum_of_the_squared_errors_of_the_columns() -> None:
+    """sum_j e_j^2 = tr(D H D^T), at most the sum of (s / 2)^2 / U_jj^2 where no code is clipped."""
+    w, h = 0.5 * weights(), moment_of(inputs())
+    grid = Grid.of(w, unclipped(), w.dtype)
+    assert float(grid.scale) == pytest.approx(0.05)
+    damping = Gptq(act_order=False).round(w, h, grid)
+    assert (grid.codes.abs() < 120).all()
+    full = damped(h, damping).double()
+    upper = torch.linalg.cholesky(torch.linalg.inv(full), upper=True)
+    rest, total = w.double().clone(), torch.zeros(ROWS, dtype=torch.float64)
+    values = grid.values().double()
+    for j in range(COUNT):
+        error = (rest[:, j] - values[:, j]) / upper[j, j]
+        rest[:, j:] -= error[:, None] * upper[j, j:]
+        total += error**2
+    torch.testing.assert_close(loss(w.double() - values, full), total, rtol=1e-9, atol=0)
+    bound = (0.05**2 / 4 / upper.diagonal().square()).sum()
+    assert (total <= bound * 1.001).all()
+    assert (total > 0).all()
+
+
+def test_it_is_optimal_brain_quantization_in_a_fixed_order() -> None:
+    """Against its definition: after each column, the best values of all later ones, by solving for them."""
+    count = 12
+    w, h = weights(8, count), moment_of(inputs(count=count)).double()
+    spec = QuantSpec(torch.int4, PerGroup(4))
+    grid = Grid.of(w, spec, w.dtype)
+    damping = Gptq(act_order=False).round(w, h.float(), grid)
+    full = damped(h.float(), damping).double()
+    values, columns = w.double().clone(), grid.columns()
+    for j in range(count):
+        free = slice(j + 1, count)
+        _, found = columns.nearest(j, values[:, j].float())
+        assert torch.equal(found, grid.values()[:, j])
+        change = found.double() - values[:, j]
+        # The inverse of H of the columns j and later gives the step of the others that costs least.
+        inverse = torch.linalg.inv(full[j:, j:])
+        values[:, free] += change[:, None] * inverse[0, 1:] / inverse[0, 0]
+        values[:, j] = found.double()
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 32, 200])
+def test_blocks_change_no_code(block_size: int) -> None:
+    w, h = weights().double().float(), moment_of(inputs())
+    spec = SPECS["int3 asymmetric"]
+    grids = [Grid.of(w, spec, w.dtype) for _ in range(2)]
+    Gptq(block_size=COUNT).round(w, h, grids[0])
+    Gptq(block_size=block_size).round(w, h, grids[1])
+    # A sum in another order may move a value over the border between two codes, and what follows from it.
+    assert (grids[0].codes == grids[1].codes).float().mean() > 0.98
+    whole, blocked = (float(loss(w - grid.values(), h).sum()) for grid in grids)
+    assert blocked == pytest.approx(whole, rel=0.02)
+
+
+def test_permuted_inputs_permute_the_codes() -> None:
+    w, h = weights(), moment_of(inputs())
+    order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(2))
+    spec = qtorch.int8_weight_only().linear_spec().weight
+    grid, permuted = Grid.of(w, spec, w.dtype), Grid.of(w[:, order], spec, w.dtype)
+    Gptq().round(w, h, grid)
+    Gptq().round(w[:, order], h[order][:, order], permuted)
+    assert (permuted.codes == grid.codes[:, order]).float().mean() > 0.98
+
+
+def test_the_target_differs_from_the_float_output_by_a_constant() -> None:
+    """|X W^T - X~ Q^T|^2 = |X~ (W* - Q)^T|^2 + constant, for every Q."""
+    w = weights().double()
+    x = inputs().double()
+    seen = x + 0.1 * inputs(seed=5).double()
+    h, g = seen.t() @ seen / len(x), x.t() @ seen / len(x)
+    target = FloatTarget(damping=0.0).of(w, h, g).double()
+    constants = []
+    for seed in range(3):
+        q = torch.randn(ROWS, COUNT, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        constants.append(float((x @ w.t() - seen @ q.t()).square().sum() - (seen @ (target - q).t()).square().sum()))
+    scale = float((x @ w.t()).square().sum())
+    assert max(constants) - min(constants) < 1e-4 * scale
+    assert torch.equal(FloatTarget(strength=0.0).of(w, h, g), w.float())
+    assert not torch.equal(target.float(), w.float())
+
+
+def test_a_singular_moment_is_damped_until_it_factors() -> None:
+    w, x = weights(), inputs()[:, :1] * torch.ones(COUNT)
+    h = moment_of(x)
+    grid = Grid.of(w, SPECS["int4"], w.dtype)
+    assert Gptq(damping=0.0).round(w, h, grid) > 0
+    assert torch.isfinite(grid.values()).all()
+    with pytest.raises(ValueError, match="not finite"):
+        Gptq().round(w, h * torch.nan, grid)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Gptq(damping=-1.0), "damping is 0 or more"),
+        (lambda: Gptq(block_size=0), "block_size 1 or more"),
+        (lambda: FloatTarget(strength=2.0), r"strength lies in \[0, 1\]"),
+    ],
+)
+def test_arguments_are_checked(make: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()  # type: ignore[operator]
