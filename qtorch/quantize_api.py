@@ -19,19 +19,17 @@ from tqdm import tqdm
 
 from .blockwise import Wanted, quantize_in_order
 from .dtypes import QuantizedTensor
-from .explain import problem_of
 from .install import Change, all_or_nothing, install, keep_attributes
 from .kernels.im2col import to_matrix
-from .kernels.registry import choose
 from .listeners import tell
 from .model_argument import check_model
 from .model_size import get_model_size_in_bytes
 from .module_repr import show_quantized
 from .prepared_module import PreparedModule
 from .primitives.granularity import IndivisibleError
-from .quantization_error import quantization_error
 from .recipe import FOREIGN, RECIPES, Calibrated, Recipe, WeightRecipe, check_float_weight, register_recipe
-from .report import QUANTIZED_BEFORE, LayerReport, QuantizeReport
+from .report import QuantizeReport
+from .report_rows import quantized_row, skipped_row, why_nothing
 from .statistics import Data, Statistic, Statistics, collect
 from .targets import Filter, Target, find_targets
 from .tracing.outside_graphs import outside_graphs
@@ -101,7 +99,7 @@ def quantize_(
     _check_device(device)
     targets = find_targets(model, recipe, filter_fn)
     if not any(target.recipe for target in targets):
-        raise ValueError(f"quantize_: nothing to quantize: {_why_nothing(targets)}")
+        raise ValueError(f"quantize_: nothing to quantize: {why_nothing(targets)}")
     _place(targets)
     _leave_what_is_done(targets)
     _check_targets(targets)
@@ -312,39 +310,3 @@ def _entry_that_fits(target: Target[Recipe]) -> str:
                 fitting.check_target(target)
                 return f'"{name}": {fitting},  # or None'
     return f'"{name}": None,'
-
-
-def quantized_row(target: Target[Recipe], weight: Tensor, quantized: Any) -> LayerReport:
-    """The report on `weight`, of which `quantized` was made."""
-    slot = target.asked
-    kernel = None
-    if isinstance(quantized, QuantizedTensor) and quantized.scheme.spec is not None:
-        kernel = choose(problem_of(quantized, slot.module, weight.dtype, weight.device.type)).name
-    return LayerReport(
-        slot.name,
-        tuple(weight.shape),
-        "quantized",
-        f"{target.recipe}",
-        weight.nbytes,
-        quantized.nbytes,
-        quantization_error(weight, quantized),
-        kernel,
-        tuple(other.name for other in target.slots if other is not slot),
-    )
-
-
-def skipped_row(target: Target[Recipe]) -> LayerReport:
-    """The report on a weight that is left alone."""
-    slot, parameter = target.slots[0], target.parameter
-    size = 0 if nn.parameter.is_lazy(parameter) else parameter.nbytes
-    shape = () if nn.parameter.is_lazy(parameter) else tuple(parameter.shape)
-    also = tuple(other.name for other in target.slots[1:])
-    done = isinstance(parameter, QuantizedTensor) or isinstance(slot.module, PreparedModule)
-    return LayerReport(slot.name, shape, "skipped", QUANTIZED_BEFORE if done else slot.reason, size, size, also=also)
-
-
-def _why_nothing(targets: list[Target[Recipe]]) -> str:
-    slots = [target.asked for target in targets]
-    if not slots:
-        return "the model has no weight of two or more dimensions"
-    return "; ".join(f"{slot.name}: {slot.reason}" for slot in slots[:4]) + ("; ..." if len(slots) > 4 else "")

@@ -22,9 +22,10 @@ from .checkpoint.save_format import SAVE_FORMATS
 from .checkpoint.source import Contents, Source
 from .dtypes import QuantizedTensor
 from .formats.transformers_folder.config import recipe_json
-from .quantize_api import check_are_recipes, quantized_row, skipped_row
+from .quantize_api import check_are_recipes
 from .recipe import Recipe
 from .report import QUANTIZED_BEFORE, LayerReport, QuantizeReport
+from .report_rows import quantized_row, skipped_row
 from .streaming.assignment import assign
 from .streaming.forms import form_of
 from .streaming.partial import Partial, is_left_over, remove

@@ -64,6 +64,7 @@ FLOORS: list[list[str]] = [
     ["statistics"],
     ["blockwise"],
     ["recipe"],
+    ["report_rows"],
     ["quantize_api"],
     ["calibration/rounding/grid"],
     ["calibration/rounding/base", "calibration/rounding/quadratic"],

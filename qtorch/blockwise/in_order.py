@@ -1,7 +1,7 @@
 """Quantize the weights of a model in the order in which they run, each with the inputs that it will meet.
 
-The inputs of a weight come from the model as quantized so far, beside those of the float model where they are asked for.
-Memory holds the inputs of one block, not of all: see `streams`.
+The inputs come from the model as quantized so far, beside those of the float model where they are asked for. Memory
+holds the inputs of one block, not of all: see `streams`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ norms, a decoder that reads an encoder) happens as it always does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -73,11 +73,8 @@ class Stream:
             found.append(Call(*tree_map(_copied, (args, kwargs))))
             raise StopForward
 
-        with replaced_forwards({**self._returning(batch), block: record}):
-            try:
-                self.run(batch)
-            except StopForward:
-                pass
+        with replaced_forwards({**self._returning(batch), block: record}), suppress(StopForward):
+            self.run(batch)
         return found[0]
 
     def finish(self, block: nn.Module, calls: Sequence[Call]) -> None:

@@ -1,7 +1,7 @@
 """Trace: one run of a model that finds its blocks, and in which order its weights are used.
 
-A block is a module that a forward calls once, such as a layer of a transformer; the blocks of a model are the members of
-its outermost lists of modules. What follows the last block, or stands before the first, belongs to no block.
+A block is a module that a forward calls once, such as a layer of a transformer: the blocks of a model are the members
+of its outermost lists of modules. What follows the last block, or stands before the first, belongs to no block.
 """
 
 from __future__ import annotations

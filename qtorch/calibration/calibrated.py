@@ -1,8 +1,8 @@
 """calibrated: a recipe whose codes are chosen by the output of the layer on data, in the order of the model.
 
-The weights of a block are rounded one after the other, each with the inputs that it meets once the weights before it are
-quantized. A rounding algorithm chooses codes on the grid of the recipe, by default GPTQ on the target W*; refinements
-improve them. `gptq(recipe, batches)` is the common case.
+Weights are rounded one after the other, each with the inputs that it meets once those before it are quantized. A
+rounding algorithm chooses codes on the grid of the recipe, by default GPTQ on the target W*; refinements improve them.
+`gptq(recipe, batches)` and `auto(recipe, batches)` are the common cases.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..primitives import LinearSpec
 from ..recipe import Calibrated, ExpertStatistics, WeightRecipe, register_recipe
 from ..report import CalibrationReport
 from ..statistics import Data, Moments, SecondMoment, Statistic, Statistics
-from .rounding import FloatTarget, Gptq, Grid, Nearest, Refinement, Rounding, damped, loss
+from .rounding import FloatTarget, Gptq, Grid, Refinement, Rounding, damped, loss
 
 
 @register_recipe("calibrated")

@@ -42,12 +42,12 @@ class UseRecorder(TorchFunctionMode):
     """Call `seen` with each `Use` of one of `weights`.
 
     Args:
-        weights: plain parameters; others are not looked at.
+        weights: the parameters. A quantized one has no memory of its own, so views of it are not recognized.
     """
 
     def __init__(self, weights: Iterable[Tensor], seen: Callable[[Use], None]) -> None:
         super().__init__()
-        self.owners = {weight.untyped_storage().data_ptr(): weight for weight in weights}
+        self.owners = {_key(weight): weight for weight in weights}
         self.seen = seen
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,9 +60,13 @@ class UseRecorder(TorchFunctionMode):
 
     def owner(self, tensor: Any) -> Tensor | None:
         """The parameter that `tensor` is, or is a view of."""
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
-            return None
-        return self.owners.get(tensor.untyped_storage().data_ptr())
+        return self.owners.get(_key(tensor)) if isinstance(tensor, Tensor) and tensor.numel() else None
+
+
+def _key(tensor: Tensor) -> tuple[str, int]:
+    """What a tensor shares with its views, or is alone in having where it has no memory."""
+    has_memory = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+    return ("memory", tensor.untyped_storage().data_ptr()) if has_memory else ("object", id(tensor))
 
 
 Owner = Callable[[Any], "Tensor | None"]
@@ -70,8 +74,7 @@ Owner = Callable[[Any], "Tensor | None"]
 
 def _matrix_uses(weight: Tensor, view: Tensor, input: Tensor, batched: bool) -> Iterator[Use]:
     """Uses of `view` (N, K), or (E, N, K) with inputs (E, M, K) where `batched`, of a parameter."""
-    stride = view.stride()
-    transposed = weight.shape[-2] > 1 and weight.shape[-1] > 1 and stride[-1] != weight.stride(-1)
+    transposed = min(weight.shape[-2:]) > 1 and view.stride(-1) != weight.stride(-1)
     size = weight.shape[-2] * weight.shape[-1]
     first = (view.storage_offset() - weight.storage_offset()) // size if weight.dim() == 3 else None
     matrices = enumerate(input) if batched else [(0, input)]

@@ -61,7 +61,7 @@ def by_hand(model: Model, data: list[Tensor], target: FloatTarget | None) -> Mod
         seen: dict[str, list[Tensor]] = {"ours": [], "float": []}
         for kind, which in (("ours", model), ("float", floats)):
             hook = which.get_submodule(name).register_forward_pre_hook(
-                lambda module, args, kind=kind: seen[kind].append(args[0].reshape(-1, args[0].shape[-1]))
+                lambda module, args, kind=kind, seen=seen: seen[kind].append(args[0].reshape(-1, args[0].shape[-1]))
             )
             for x in data:
                 which(x)
@@ -137,7 +137,8 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
 def test_a_dry_run_changes_nothing() -> None:
     model = Model()
     report = quantize_(model, gptq(INT3, batches()), dry_run=True)
-    assert report.dry_run and len(report.quantized) == 11
+    assert report.dry_run
+    assert len(report.quantized) == 11
     assert not any(isinstance(parameter, AffineQuantizedTensor) for parameter in model.parameters())
 
 
@@ -178,7 +179,8 @@ def test_a_looped_and_tied_weight_is_quantized_once_with_all_its_inputs() -> Non
     model = Looped()
     report = quantize_(model, gptq(INT3, [torch.randn(5, 32)]))
     (layer,) = report.quantized
-    assert layer.also and layer.calibration is not None
+    assert layer.also
+    assert layer.calibration is not None
     assert layer.calibration.tokens == 4 * 5
     assert model.head.weight is model.layer.weight
 

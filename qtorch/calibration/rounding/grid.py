@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ...dtypes import QuantizedTensor, quantized_type
 from ...primitives import CodebookSpec, LinearSpec, PerBlock, QuantSpec
-from ...primitives.affine import ZeroPointDomain
 from ...primitives.double_quant import dequantize_scale, quantize_scale
 from ...primitives.scheme import Scheme
 
@@ -88,7 +87,7 @@ class Grid:
     def linear_terms(self) -> tuple[Tensor, Tensor]:
         """(multipliers, offsets), (N, K) fp32: value = multiplier * scale + offset for each element."""
         ones, spec = torch.ones_like(self.scale, dtype=torch.float32), self.spec
-        if isinstance(spec, QuantSpec) and spec.zero_point_domain is not ZeroPointDomain.INT and self.other is not None:
+        if isinstance(spec, QuantSpec) and spec.zero_point_domain.adds_zero_point and self.other is not None:
             zeros = torch.zeros_like(ones)
             offset = spec.dequantize(self.codes, zeros, self.other)
             at_one = spec.dequantize(self.codes, ones, torch.zeros_like(self.other))

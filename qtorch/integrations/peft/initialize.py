@@ -19,8 +19,7 @@ from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper, _ConvNd
 from torch import Tensor, nn
 
 from ...model_argument import check_model
-from ...statistics import collect
-from ...statistics.of_inputs import MeanSquare
+from ...statistics import Data, MeanSquare, collect
 from .layers import OnQuantized, floats, replace_parameters
 from .merging import requantized
 
@@ -66,7 +65,7 @@ def initialize_from_quantization_error(
     norms: dict[str, Tensor] = {}
     if batches is not None:
         bases = {name: layer.get_base_layer().weight for name, layer in layers.items() if _is_linear(layer)}
-        found = collect(peft_model, batches, dict.fromkeys(bases.values(), (MeanSquare,)), forward)
+        found = collect(peft_model, Data(batches, forward), dict.fromkeys(bases.values(), (MeanSquare,)))
         seen: dict[str, Any] = {name: found[base][MeanSquare] for name, base in bases.items()}
         norms = {name: statistic.mean.sqrt() for name, statistic in seen.items()}
     return {
