@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -106,17 +106,17 @@ class _InOrder(Generic[M]):
         first = id(stage.weights[0])
         found: dict[Key, Statistics] = {}
         for batch in range(len(self.batches)):
-            rows = self._rows(stage, self.quantized, block, calls, batch)
-            if of_float is None and not (self.paired and block is None):
-                pairs: dict[Key, list[Tensor]] = {}
-            else:
+            seen, pair = self._rows(stage, self.quantized, block, calls, batch), _Seen()
+            if of_float is not None or (self.paired and block is None):
                 with self._floats():
-                    pairs = self._rows(stage, self.of_float, block, of_float, batch)
-            for key, parts in rows.items():
+                    pair = self._rows(stage, self.of_float, block, of_float, batch)
+            for key, parts in seen.rows.items():
                 if stage.once and key[0] != first:
                     continue
                 statistics = found.setdefault(key, {kind: kind() for kind in kinds})
-                _update(statistics, parts, pairs.get(key, []))
+                _update(statistics, parts, pair.rows.get(key, []))
+                if seen.residual is not None and pair.residual is not None:
+                    _update_residual(statistics, parts[0], pair.residual - seen.residual)
         if stage.once:
             shared = found.get((first, None), {})
             return {(id(weight), None): shared for weight in stage.weights if shared}
@@ -124,23 +124,28 @@ class _InOrder(Generic[M]):
 
     def _rows(
         self, stage: Stage, stream: Stream, block: nn.Module | None, calls: list[Call] | None, batch: int
-    ) -> dict[Key, list[Tensor]]:
+    ) -> _Seen:
         """The inputs of the weights of a stage in one batch."""
-        found: dict[Key, list[Tensor]] = {}
+        found = _Seen()
         left = {id(weight) for weight in stage.weights}
         mask = self.data.mask_of(self.batches[batch])
+        follows = stage.adds and self.paired
 
         def seen(use: Use) -> None:
             if use.transposed:
                 return
             key = (id(use.weight), use.expert)
             if not stage.once or key[0] == id(stage.weights[0]):
-                found.setdefault(key, []).extend(part.clone() for part in _unpadded(use, mask))
+                found.rows.setdefault(key, []).extend(part.clone() for part in _unpadded(use, mask))
             left.discard(id(use.weight))
-            if stage.once and not left:
+            if stage.once and not left and not follows:
                 raise StopForward
 
-        with UseRecorder(stage.weights, seen):
+        def added(weight: Tensor, residual: Tensor) -> None:
+            found.residual = _without_padding(residual.detach().reshape(-1, residual.shape[-1]), mask).clone()
+            raise StopForward
+
+        with UseRecorder(stage.weights, seen, added if follows else None):
             try:
                 if block is None or calls is None:
                     stream.run_rest(batch)
@@ -187,13 +192,24 @@ class _InOrder(Generic[M]):
                     module._parameters[attribute] = item.weight
 
 
+@dataclass
+class _Seen:
+    """The rows that the weights of a stage have met in one batch, and the residual that the output is added to."""
+
+    rows: dict[Key, list[Tensor]] = field(default_factory=dict)
+    residual: Tensor | None = None
+
+
 def _unpadded(use: Use, mask: Tensor | None) -> Iterator[Tensor]:
     """The rows of an input, without those of padded tokens where its first axes are those of the mask."""
     for rows in use.rows():
-        if mask is not None and len(rows) == mask.numel() and use.expert is None:
-            yield rows[mask.reshape(-1).to(rows.device)]
-        else:
-            yield rows
+        yield rows if use.expert is not None else _without_padding(rows, mask)
+
+
+def _without_padding(rows: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None or len(rows) != mask.numel():
+        return rows
+    return rows[mask.reshape(-1).to(rows.device)]
 
 
 def _update(statistics: Statistics, parts: list[Tensor], of_float: list[Tensor]) -> None:
@@ -204,3 +220,9 @@ def _update(statistics: Statistics, parts: list[Tensor], of_float: list[Tensor])
                 statistic.update_pair(rows, of_float[index])  # type: ignore[attr-defined]
             else:
                 statistic.update(rows)
+
+
+def _update_residual(statistics: Statistics, rows: Tensor, error: Tensor) -> None:
+    for statistic in statistics.values():
+        if statistic.paired and len(rows) == len(error):
+            statistic.update_residual(rows, error)  # type: ignore[attr-defined]

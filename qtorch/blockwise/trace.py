@@ -26,10 +26,12 @@ class Stage:
     Attributes:
         weights: the parameters.
         once: each of them is used once in a forward, as a whole.
+        adds: it is one weight, and its output is added to a residual.
     """
 
     weights: list[Tensor]
     once: bool = True
+    adds: bool = False
 
 
 @dataclass
@@ -56,7 +58,11 @@ def trace(
     """
     calls = _Calls(model)
     uses: list[tuple[int, Use]] = []
-    with calls, UseRecorder(weights, lambda use: uses.append((calls.count, use))):
+    added: list[int] = []
+    recorder = UseRecorder(
+        weights, lambda use: uses.append((calls.count, use)), lambda weight, _: added.append(id(weight))
+    )
+    with calls, recorder:
         run()
     if blocks is None:
         blocks = _find_blocks(model, calls, weights)
@@ -78,6 +84,8 @@ def trace(
     units[0].stages = _stages(early, [use for _, use in uses])
     late = [weight for weight in outside if not any(weight is other for other in early)]
     units[-1].stages = _stages(late, [use for _, use in uses])
+    for stage in (stage for unit in units for stage in unit.stages):
+        stage.adds = stage.once and len(stage.weights) == 1 and added.count(id(stage.weights[0])) == 1
     return [unit for unit in units if unit.stages or unit.block is not None]
 
 

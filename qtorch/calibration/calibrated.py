@@ -100,7 +100,13 @@ class CalibratedRecipe(WeightRecipe):
         moment, spec = moments.mean.to(weight.device), self.linear_spec()
         goal = weight.float()
         if self.target is not None and isinstance(moments, Moments) and moments.cross is not None:
-            goal = self.target.of(goal, moment, moments.cross.to(weight.device))
+            residual = moments.residual
+            goal = self.target.of(
+                goal,
+                moment,
+                moments.cross.to(weight.device),
+                None if residual is None else residual.to(weight.device),
+            )
         grid = Grid.of(goal, spec.weight, weight.dtype, moment.diagonal())
         nearest = _relative(goal - grid.values(), moment, goal)
         damping = self.rounding.round(goal, moment, grid)

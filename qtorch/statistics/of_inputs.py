@@ -73,23 +73,38 @@ class Moments(SecondMoment):
     def __init__(self) -> None:
         super().__init__()
         self.cross_total: Tensor | None = None
+        self.residual_total: Tensor | None = None
 
     def update_pair(self, rows: Tensor, of_float: Tensor) -> None:
         """Add inputs x~ (M, K) of the quantized model and those of the float model, x, of the same tokens."""
         self.update(rows)
-        total = of_float.float().t() @ rows.float()
-        self.cross_total = total if self.cross_total is None else self.cross_total.add_(total)
+        self.cross_total = _sum(self.cross_total, of_float.float().t() @ rows.float())
+
+    def update_residual(self, rows: Tensor, error: Tensor) -> None:
+        """Add r - r~ (M, N), what the residual stream of the quantized model lacks, of the same tokens as x~ (M, K)."""
+        self.residual_total = _sum(self.residual_total, error.float().t() @ rows.float())
 
     def merge(self, other: Sum) -> None:
         super().merge(other)
-        if isinstance(other, Moments) and other.cross_total is not None:
-            total = other.cross_total
-            self.cross_total = total if self.cross_total is None else self.cross_total.add_(total)
+        if isinstance(other, Moments):
+            self.cross_total = _sum(self.cross_total, other.cross_total)
+            self.residual_total = _sum(self.residual_total, other.residual_total)
 
     @property
     def cross(self) -> Tensor | None:
         """E[x x~^T], (K, K); None if the float model was not run."""
         return None if self.cross_total is None else self.cross_total / self.rows
+
+    @property
+    def residual(self) -> Tensor | None:
+        """E[(r - r~) x~^T], (N, K); None if the output of the layer is not added to anything."""
+        return None if self.residual_total is None else self.residual_total / self.rows
+
+
+def _sum(total: Tensor | None, added: Tensor | None) -> Tensor | None:
+    if total is None or added is None:
+        return added if total is None else total
+    return total.add_(added)
 
 
 class Range(Statistic):

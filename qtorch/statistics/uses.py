@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..kernels.im2col import input_rows, prepare_conv
 
@@ -43,20 +44,50 @@ class UseRecorder(TorchFunctionMode):
 
     Args:
         weights: the parameters. A quantized one has no memory of its own, so views of it are not recognized.
+        added: called as ``added(weight, residual)`` where the output of a product is added to another tensor of its
+            shape, as at the end of a residual branch.
     """
 
-    def __init__(self, weights: Iterable[Tensor], seen: Callable[[Use], None]) -> None:
+    def __init__(
+        self,
+        weights: Iterable[Tensor],
+        seen: Callable[[Use], None],
+        added: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> None:
         super().__init__()
         self.owners = {_key(weight): weight for weight in weights}
         self.seen = seen
+        self.added = added
+        self.outputs: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         product = PRODUCTS.get(func)
+        output = None
         if product is not None:
             for use in product(self.owner, *args, **kwargs):
+                self.count += 1
+                output = (self.count, use.weight) if use.expert is None and not use.transposed else None
                 self.seen(use)
-        return func(*args, **kwargs)
+        if self.added is None:
+            return func(*args, **kwargs)
+        if func in ADDITIONS and len(args) == 2 and not kwargs:
+            self._add(*args)
+        result = func(*args, **kwargs)
+        if func in SAME_VALUES and args and isinstance(args[0], Tensor):
+            output = self.outputs.get(args[0])
+        if output is not None and isinstance(result, Tensor):
+            self.outputs[result] = output
+        return result
+
+    def _add(self, a: Any, b: Any) -> None:
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and self.added is not None:
+            products = [(self.outputs[x], y) for x, y in ((a, b), (b, a)) if x in self.outputs]
+            if products:
+                # Of two products, the later one: the other one is quantized before.
+                (_, weight), residual = max(products, key=lambda product: product[0][0])
+                self.added(weight, residual)
 
     def owner(self, tensor: Any) -> Tensor | None:
         """The parameter that `tensor` is, or is a view of."""
@@ -151,3 +182,9 @@ PRODUCTS: dict[Any, Callable[..., Iterator[Use]]] = {
     ),
 }
 """torch function -> (owner, *its arguments) -> the uses of weights in a call of it."""
+
+ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, Tensor.__iadd__}
+"""torch functions (a, b) -> a + b."""
+
+SAME_VALUES = {functional.dropout, torch.dropout, Tensor.view, Tensor.reshape, Tensor.to, Tensor.contiguous}
+"""torch functions of which the result has, in eval mode, the elements of the first argument in the same order."""

@@ -69,8 +69,20 @@ def by_hand(model: Model, data: list[Tensor], target: FloatTarget | None) -> Mod
         rows = sum(len(part) for part in seen["ours"])
         h = sum(part.t() @ part for part in seen["ours"]) / rows
         g = sum(a.t() @ b for a, b in zip(seen["float"], seen["ours"], strict=True)) / rows
+        d = None
+        if name.endswith("down"):
+            streams: dict[str, list[Tensor]] = {"ours": [], "float": []}
+            for kind, which in (("ours", model), ("float", floats)):
+                hook = which.get_submodule(name[: -len(".down")]).register_forward_pre_hook(
+                    lambda module, args, kind=kind, streams=streams: streams[kind].append(args[0].reshape(-1, 32))
+                )
+                for x in data:
+                    which(x)
+                hook.remove()
+            errors = [a - b for a, b in zip(streams["float"], streams["ours"], strict=True)]
+            d = sum(a.t() @ b for a, b in zip(errors, seen["ours"], strict=True)) / rows
         weight = floats.get_submodule(name).weight.detach()
-        goal = weight if target is None else target.of(weight, h, g)
+        goal = weight if target is None else target.of(weight, h, g, d)
         grid = Grid.of(goal, spec.weight, weight.dtype)
         Gptq().round(goal, h, grid)
         done[name] = nn.Parameter(grid.quantized(spec), False)
@@ -82,7 +94,7 @@ def by_hand(model: Model, data: list[Tensor], target: FloatTarget | None) -> Mod
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("target", [None, FloatTarget()], ids=["gptq", "float target"])
+@pytest.mark.parametrize("target", [None, FloatTarget(residual=False), FloatTarget()], ids=["gptq", "float target", "residual"])
 def test_each_weight_meets_the_inputs_of_the_quantized_model(target: FloatTarget | None) -> None:
     torch.manual_seed(0)
     model, data = Model(), batches()
