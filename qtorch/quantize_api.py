@@ -116,7 +116,7 @@ def quantize_(
         weight = target.parameter.detach()
         weight = weight if device is None else weight.to(device)
         if target.parameter in calibrated:
-            made, calibration = calibrated.pop(target.parameter)
+            made, calibration, _ = calibrated.pop(target.parameter)
             made = made if device is None else made.to(device)
         else:
             made, calibration = target.recipe.make(target, weight, statistics.get(target.parameter)), None
@@ -185,7 +185,7 @@ def _calibrate_in_order(model: nn.Module, targets: list[Target[Recipe]]) -> dict
             data.append(target.recipe.data)
             slots = [(slot.module, slot.attribute) for slot in target.slots]
             make = partial(target.recipe.make_in_order, target, target.parameter.detach())
-            wanted.append(Wanted(target.parameter, slots, target.recipe.statistics, make))
+            wanted.append(Wanted(target.parameter, slots, target.recipe.statistics, make, target.recipe.learner))
     if not wanted:
         return {}
     if any(other.batches is not data[0].batches for other in data):

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .blockwise import BlockLearner
 from .dtypes import ConvWeight, QuantizedTensor, quantized_type
 from .install import keep_attributes
 from .kernels.im2col import from_matrix, to_matrix
@@ -35,10 +36,17 @@ ExpertStatistics = Mapping[int, Statistics]
 
 
 class Calibrated(NamedTuple):
-    """A weight made by `Recipe.calibrate`, and what the report says about it."""
+    """A weight made by `Recipe.make_in_order`.
+
+    Attributes:
+        weight: the quantized weight.
+        report: how it was made.
+        learnable: what `Recipe.learner` needs to change it, or None.
+    """
 
     weight: Tensor
     report: CalibrationReport
+    learnable: Any = None
 
 
 class Recipe:
@@ -60,6 +68,11 @@ class Recipe:
     in_order: ClassVar[bool] = False
 
     @property
+    def learner(self) -> BlockLearner | None:
+        """What improves the weights of a block together, for recipes that quantize `in_order`."""
+        return None
+
+    @property
     def data(self) -> Data | None:
         """The data on which `quantize_` runs the model before `make`; None for recipes that need weights only."""
         return None
@@ -74,15 +87,6 @@ class Recipe:
 
     def apply_calibrated(self, weight: Tensor, statistics: Statistics) -> Tensor:
         """`apply` with the `statistics` that the recipe requests."""
-        raise NotImplementedError
-
-    def calibrate(self, weight: Tensor, statistics: Statistics | ExpertStatistics) -> Calibrated:
-        """`apply` with statistics, for recipes that quantize `in_order`.
-
-        Args:
-            weight: (N, K), or (E, N, K) with the statistics of each expert.
-            statistics: empty for a weight that was not used.
-        """
         raise NotImplementedError
 
     # `quantize_` calls these; a recipe that depends on the modules, or changes them, overrides them.
@@ -122,9 +126,12 @@ class Recipe:
     def make_in_order(
         self, target: Target[Any], weight: Tensor, statistics: Statistics | ExpertStatistics
     ) -> Calibrated:
-        """`make` for recipes that quantize `in_order`."""
-        matrix, report = self.calibrate(to_matrix(weight) if target.asked.is_conv else weight, statistics)
-        return Calibrated(self._of_matrix(target, weight, matrix), report)
+        """`make` for recipes that quantize `in_order`.
+
+        Args:
+            statistics: of the whole weight, or of each expert of a weight (E, N, K); empty if it was not used.
+        """
+        raise NotImplementedError
 
     def _of_matrix(self, target: Target[Any], weight: Tensor, matrix: Tensor) -> Tensor:
         """The new weight in the form of its module, a convolution's from the matrix that it was seen as."""

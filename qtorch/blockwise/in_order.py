@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from ..statistics import Statistic, Statistics, Use, UseRecorder
 from ..statistics.batches import Data, eval_mode
+from .block_run import BlockLearner, BlockRun, weight_names
 from .streams import Call, StopForward, Stream, needed_outputs
 from .trace import Stage, Unit, trace
 
 Key = tuple[int, int | None]
 """(id of a parameter, expert or None)."""
 
-M = TypeVar("M", bound="tuple[Tensor, Any]")
+M = TypeVar("M", bound="tuple[Any, ...]")
 
 Slots = Sequence[tuple[nn.Module, str]]
 
@@ -36,12 +37,14 @@ class Wanted(Generic[M]):
         slots: the (module, attribute) that hold it.
         statistics: what `make` takes.
         make: (statistics of the whole weight, or of each expert) -> the quantized weight, and anything beside it.
+        learner: improves the weights of a block that have an equal one.
     """
 
     weight: nn.Parameter
     slots: Slots
     statistics: Sequence[type[Statistic]]
     make: Callable[[Statistics | dict[int, Statistics]], M]
+    learner: BlockLearner | None = None
 
 
 @torch.no_grad()
@@ -61,7 +64,8 @@ class _InOrder(Generic[M]):
         self.model = model
         self.wanted = {id(item.weight): item for item in wanted}
         self.data = data
-        self.paired = any(kind.paired for item in wanted for kind in item.statistics)
+        self.learns = any(item.learner is not None for item in wanted)
+        self.paired = self.learns or any(kind.paired for item in wanted for kind in item.statistics)
         self.made: dict[Tensor, M] = {}
 
     def run(self, blocks: Sequence[nn.Module] | None) -> dict[Tensor, M]:
@@ -92,10 +96,28 @@ class _InOrder(Generic[M]):
         for stage in unit.stages:
             self._quantize(stage, self._statistics(stage, block, calls, of_float))
         if block is not None and calls is not None:
-            self.quantized.finish(block, calls)
             if of_float is not None:
                 with self._floats():
                     self.of_float.finish(block, of_float)
+            if self.learns:
+                self._learn(block, calls)
+            self.quantized.finish(block, calls)
+
+    def _learn(self, block: nn.Module, calls: list[Call]) -> None:
+        """Improve the weights of a block, whose stages are done, against its outputs in the float model."""
+        current = {id(module._parameters[name]): item for item in self.wanted.values() for module, name in item.slots}
+        names = weight_names(block, {key: item.weight for key, item in current.items() if item.weight in self.made})
+        masks = [self.data.mask_of(batch) for batch in self.batches]
+        run = BlockRun(block, calls, self.of_float.outputs[block], masks, names)
+        learners: list[BlockLearner] = []
+        for weight in names:
+            learner = self.wanted[id(weight)].learner
+            if learner is not None and learner not in learners:
+                learners.append(learner)
+        for learner in learners:
+            mine = {weight: self.made[weight] for weight in names if self.wanted[id(weight)].learner == learner}
+            for weight, made in learner.learn_block(run, mine).items():
+                self._place(self.wanted[id(weight)], made)
 
     def _statistics(
         self, stage: Stage, block: nn.Module | None, calls: list[Call] | None, of_float: list[Call] | None
@@ -159,11 +181,13 @@ class _InOrder(Generic[M]):
         for weight in stage.weights:
             item = self.wanted[id(weight)]
             experts = {key[1]: value for key, value in found.items() if key[0] == id(weight) and key[1] is not None}
-            made = item.make(experts if experts else found.get((id(weight), None), {}))
-            self.made[item.weight] = made
-            parameter = nn.Parameter(made[0], False)
-            for module, attribute in item.slots:
-                module._parameters[attribute] = parameter
+            self._place(item, item.make(experts if experts else found.get((id(weight), None), {})))
+
+    def _place(self, item: Wanted[M], made: M) -> None:
+        self.made[item.weight] = made
+        parameter = nn.Parameter(made[0], False)
+        for module, attribute in item.slots:
+            module._parameters[attribute] = parameter
 
     @contextmanager
     def _floats(self) -> Iterator[None]:

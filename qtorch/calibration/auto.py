@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..recipe import WeightRecipe
 from .calibrated import CalibratedRecipe
-from .rounding import Descent, FloatTarget, Gptq, ScaleRefit
+from .rounding import AutoRound, Descent, FloatTarget, Gptq, ScaleRefit
 
 
 def auto(
@@ -18,12 +18,24 @@ def auto(
     *,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     mask: Callable[[Any], Tensor] | None = None,
+    learn: AutoRound | None = AutoRound(),
     strict: bool = False,
 ) -> CalibratedRecipe:
-    """GPTQ against the outputs of the float model, then coordinate descent and scale refits in turn.
+    """GPTQ against the outputs of the float model, coordinate descent and scale refits in turn, then AutoRound.
 
     Args:
+        learn: None leaves out AutoRound, which takes most of the time.
         recipe, batches, forward, mask, strict: see `calibrated`.
     """
     refine = (Descent(), ScaleRefit(), Descent(), ScaleRefit(), Descent())
-    return CalibratedRecipe(recipe, batches, FloatTarget(), Gptq(), refine, forward=forward, mask=mask, strict=strict)
+    return CalibratedRecipe(
+        recipe,
+        batches,
+        FloatTarget(),
+        rounding=Gptq(),
+        refine=refine,
+        learn=learn,
+        forward=forward,
+        mask=mask,
+        strict=strict,
+    )

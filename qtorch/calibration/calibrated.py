@@ -7,19 +7,22 @@ rounding algorithm chooses codes on the grid of the recipe, by default GPTQ on t
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from ..blockwise import BlockLearner
+from ..kernels.im2col import from_matrix, to_matrix
 from ..primitives import LinearSpec
 from ..recipe import Calibrated, ExpertStatistics, WeightRecipe, register_recipe
-from ..report import CalibrationReport
 from ..statistics import Data, Moments, SecondMoment, Statistic, Statistics
-from .rounding import FloatTarget, Gptq, Grid, Refinement, Rounding, damped, loss
+from ..targets import Target
+from .block_learner import AutoRoundLearner, LearnableWeight
+from .rounded_matrix import RoundedMatrix, combined_report, round_matrix
+from .rounding import AutoRound, FloatTarget, Gptq, Grid, Refinement, Rounding, ScaleSearch
 
 
 @register_recipe("calibrated")
@@ -32,8 +35,10 @@ class CalibratedRecipe(WeightRecipe):
         batches: inputs of the model; a mapping is passed as keyword arguments, a tuple or list as arguments, any other
             value as the only one.
         target: what is rounded: the weight whose output is that of the float model, or None for the weight itself.
+        scales: searches the scales before; None keeps those of the recipe.
         rounding: how the first codes are chosen.
         refine: what improves them, in this order.
+        learn: what improves all weights of a block together, after the others; it takes most of the time.
         forward: called as ``forward(model, batch)`` instead of the model.
         mask: batch -> (sequences, tokens), 1 for tokens that count; by default the ``attention_mask`` of a mapping.
         strict: raise `ValueError` for a weight that would be rounded without data.
@@ -46,8 +51,10 @@ class CalibratedRecipe(WeightRecipe):
     recipe: WeightRecipe
     batches: Iterable[Any] = field(repr=False, compare=False)
     target: FloatTarget | None = FloatTarget()
+    scales: ScaleSearch | None = None
     rounding: Rounding = Gptq()
     refine: tuple[Refinement, ...] = ()
+    learn: AutoRound | None = None
     forward: Callable[[nn.Module, Any], Any] | None = field(default=None, repr=False, compare=False)
     mask: Callable[[Any], Tensor] | None = field(default=None, repr=False, compare=False)
     strict: bool = False
@@ -77,71 +84,51 @@ class CalibratedRecipe(WeightRecipe):
     def apply(self, weight: Tensor) -> Tensor:
         return self.recipe.apply(weight)
 
-    def calibrate(self, weight: Tensor, statistics: Statistics | ExpertStatistics) -> Calibrated:
-        if weight.dim() == 2:
-            return self._calibrate_matrix(weight, statistics)  # type: ignore[arg-type]
-        made = [self._calibrate_matrix(matrix, statistics.get(index, {})) for index, matrix in enumerate(weight)]  # type: ignore[call-overload]
-        reports = [report for _, report in made]
-        stacked = torch.cat([tensor.unsqueeze(0) for tensor, _ in made])
-        return Calibrated(stacked, _combined(reports))
+    @property
+    def learner(self) -> BlockLearner | None:
+        return None if self.learn is None else AutoRoundLearner(self.learn)
 
-    @torch.no_grad()
-    def _calibrate_matrix(self, weight: Tensor, statistics: Statistics) -> Calibrated:
-        begun = time.perf_counter()
+    def make_in_order(
+        self, target: Target[Any], weight: Tensor, statistics: Statistics | ExpertStatistics
+    ) -> Calibrated:
+        """The quantized weight: of a matrix, of a convolution as a matrix, or of experts matrix by matrix."""
+        matrix = to_matrix(weight) if target.asked.is_conv else weight
+        if matrix.dim() == 2:
+            rounded = [self._round(matrix, statistics)]  # type: ignore[arg-type]
+        else:
+            rounded = [self._round(part, statistics.get(index, {})) for index, part in enumerate(matrix)]  # type: ignore[call-overload]
+
+        def as_parameter(parts: Sequence[Tensor]) -> Tensor:
+            whole = parts[0] if matrix.dim() == 2 else torch.stack(list(parts))
+            return from_matrix(whole, weight.shape) if target.asked.is_conv else whole
+
+        def quantized(grids: Sequence[Grid]) -> Tensor:
+            made = [self._quantized(grid) for grid in grids]
+            whole = made[0] if matrix.dim() == 2 else torch.cat([part.unsqueeze(0) for part in made])
+            return self._of_matrix(target, weight, whole)
+
+        learnable = None if self.learn is None else LearnableWeight(rounded, as_parameter, quantized)
+        report = combined_report([part.report for part in rounded])
+        return Calibrated(quantized([part.grid for part in rounded]), report, learnable)
+
+    def _round(self, weight: Tensor, statistics: Statistics) -> RoundedMatrix:
         moments = statistics.get(self.statistics[0])
         if not isinstance(moments, SecondMoment) or not moments.rows:
-            if self.strict:
-                raise ValueError(
-                    "calibrated: the weight was not used by any batch; leave out strict=True to round it to nearest"
-                )
-            return Calibrated(
-                self.recipe.apply(weight), CalibrationReport("nearest: not used by the data", 0, 0, 0, 0, 0)
+            moments = None
+        if self.strict and moments is None:
+            raise ValueError(
+                "calibrated: the weight was not used by any batch; leave out strict=True to round it to nearest"
             )
-        moment, spec = moments.mean.to(weight.device), self.linear_spec()
-        goal = weight.float()
-        if self.target is not None and isinstance(moments, Moments) and moments.cross is not None:
-            residual = moments.residual
-            goal = self.target.of(
-                goal,
-                moment,
-                moments.cross.to(weight.device),
-                None if residual is None else residual.to(weight.device),
-            )
-        grid = Grid.of(goal, spec.weight, weight.dtype, moment.diagonal())
-        nearest = _relative(goal - grid.values(), moment, goal)
-        damping = self.rounding.round(goal, moment, grid)
-        for step in self.refine:
-            grid = step.refine(goal, damped(moment, damping), grid)
-        error = _relative(goal - grid.values(), moment, goal)
+        return round_matrix(
+            weight, moments, self.linear_spec().weight, self.target, self.scales, self.rounding, self.refine
+        )
+
+    def _quantized(self, grid: Grid) -> Tensor:
+        spec = self.linear_spec()
         made = grid.quantized(spec)
-        if self.recipe.linear_spec().static:
-            made = made.with_activation(spec.activation, self.recipe.act_scale(weight.device))  # type: ignore[call-arg]
-        words = [type(self.rounding).__name__.lower(), *(type(step).__name__.lower() for step in self.refine)]
-        seconds = time.perf_counter() - begun
-        return Calibrated(made, CalibrationReport(" + ".join(words), moments.rows, error, nearest, damping, seconds))
-
-
-def _relative(error: Tensor, moment: Tensor, weight: Tensor) -> float:
-    return float(loss(error, moment).sum() / loss(weight, moment).sum().clamp(min=torch.finfo(torch.float32).tiny))
-
-
-def _combined(reports: list[CalibrationReport]) -> CalibrationReport:
-    """The report on a weight of experts."""
-    counted = [report for report in reports if report.tokens]
-    if not counted:
-        return reports[0]
-    method = counted[0].method
-    if missing := len(reports) - len(counted):
-        method += f"; {missing} of {len(reports)} experts to nearest: not used by the data"
-    return replace(
-        counted[0],
-        method=method,
-        tokens=min(report.tokens for report in reports),
-        error=sum(report.error for report in counted) / len(counted),
-        nearest_error=sum(report.nearest_error for report in counted) / len(counted),
-        damping=max(report.damping for report in counted),
-        seconds=sum(report.seconds for report in reports),
-    )
+        if spec.static:
+            made = made.with_activation(spec.activation, self.recipe.act_scale(grid.codes.device))  # type: ignore[call-arg]
+        return made
 
 
 calibrated = CalibratedRecipe

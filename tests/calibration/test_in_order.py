@@ -94,7 +94,9 @@ def by_hand(model: Model, data: list[Tensor], target: FloatTarget | None) -> Mod
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("target", [None, FloatTarget(residual=False), FloatTarget()], ids=["gptq", "float target", "residual"])
+@pytest.mark.parametrize(
+    "target", [None, FloatTarget(residual=False), FloatTarget()], ids=["gptq", "float target", "residual"]
+)
 def test_each_weight_meets_the_inputs_of_the_quantized_model(target: FloatTarget | None) -> None:
     torch.manual_seed(0)
     model, data = Model(), batches()

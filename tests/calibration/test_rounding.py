@@ -7,8 +7,20 @@ import torch
 from torch import Tensor
 
 import qtorch
-from qtorch.calibration.rounding import Descent, FloatTarget, Gptq, Grid, Nearest, ScaleRefit, damped, loss
+from qtorch.calibration.rounding import (
+    Descent,
+    FloatTarget,
+    Gptq,
+    Grid,
+    Nearest,
+    ScaleRefit,
+    ScaleSearch,
+    damped,
+    four_over_six,
+    loss,
+)
 from qtorch.primitives import MappingType, PerGroup, PerTensor, QuantSpec, ZeroPointDomain
+from qtorch.primitives.scale_rules import elements_last
 
 ROWS, COUNT = 24, 64
 
@@ -195,3 +207,43 @@ def test_a_singular_moment_is_damped_until_it_factors() -> None:
 def test_arguments_are_checked(make: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()  # type: ignore[operator]
+
+
+# --- scale search ---
+
+
+def block_errors(grid: Grid, weight: Tensor, importance: Tensor) -> Tensor:
+    blocks, _ = elements_last((weight - grid.values()).square() * importance, grid.spec)  # type: ignore[arg-type]
+    return blocks.sum(-1)
+
+
+@every_spec
+@pytest.mark.parametrize("search", [ScaleSearch(), four_over_six()], ids=["importance", "four over six"])
+def test_a_scale_search_never_raises_the_error_of_a_block(spec: QuantSpec, search: ScaleSearch) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(ROWS, COUNT), inputs() * torch.logspace(-1, 1, COUNT)
+    moment = x.t() @ x / len(x)
+    grid = Grid.of(weight, spec, weight.dtype)
+    found = search.search(weight, moment, grid)
+    importance = moment.diagonal() if search.importance else torch.ones(COUNT)
+    before, after = block_errors(grid, weight, importance), block_errors(found, weight, importance)
+    assert float(after.sum()) > 0
+    if spec.scale_spec is None:
+        assert bool((after <= before).all())
+    else:
+        # The scale of the scales is chosen anew, which moves those of all blocks by up to half a step of theirs.
+        assert float(after.sum()) < 1.02 * float(before.sum())
+
+
+def test_four_over_six_helps_nvfp4() -> None:
+    torch.manual_seed(0)
+    weight, moment = torch.randn(64, 256), torch.eye(256)
+    grid = Grid.of(weight, SPECS["nvfp4"], weight.dtype)
+    found = four_over_six().search(weight, moment, grid)
+    before, after = (float((weight - g.values()).square().sum()) for g in (grid, found))
+    assert 0.5 * before < after < 0.95 * before
+
+
+def test_a_scale_search_takes_positive_factors() -> None:
+    with pytest.raises(ValueError, match="factors are positive"):
+        ScaleSearch(factors=(1.0, 0.0))

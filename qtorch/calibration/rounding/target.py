@@ -6,7 +6,7 @@ With X the inputs of a layer in the float model, X~ those in the model as quanti
 
 so any algorithm that rounds W* with H rounds against the outputs of the float model. H is damped.
 
-Where the output of the layer is added to a residual stream, R in the float model and R~ in the quantized one, the sum can
+Where the output of the layer is added to a residual stream, R in the float model and R~ in the quantized one, it can
 make up for what the stream lacks, too: W* gains (R - R~)^T X~ H^-1.
 """
 

@@ -4,8 +4,8 @@
 
 By the theorem of Eckart, Young and Mirsky that is the truncated singular value decomposition. With one iteration this
 is LoftQ (Li et al. 2023, arXiv:2310.08659, algorithm 1 with T = 1) and ZeroQuant-V2's low rank compensation (Yao et al.
-2023, arXiv:2303.08302). With mean squares of the inputs it is QERA-approx (Zhang et al. 2024, arXiv:2410.06040): the
-decomposition of (W - Q) diag(d), d_i = sqrt(E[x_i^2]), then A is divided by d.
+2023, arXiv:2303.08302). With the second moment of the inputs, H = E[x x^T] = L L^T, it is QERA-exact (Zhang et al.
+2024, arXiv:2410.06040): (W - Q) L is decomposed, and A L^-1 takes the place of A. |X (W - Q - s B A)^T| is then least.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper, _ConvNd
 from torch import Tensor, nn
 
+from ...calibration.rounding.quadratic import factor
 from ...model_argument import check_model
-from ...statistics import Data, MeanSquare, collect
+from ...statistics import Data, SecondMoment, collect
 from .layers import OnQuantized, floats, replace_parameters
 from .merging import requantized
+
+_DAMPING = 1e-4
+"""Of the second moment, relative to the mean of its diagonal: inputs that are always zero say nothing."""
 
 
 @torch.no_grad()
@@ -42,7 +46,7 @@ def initialize_from_quantization_error(
             a time.
         iterations: above 1, LoftQ's alternation: the base is quantized again from W - s B A, and so on. It changes the
             codes of the base, which then has to be saved with the adapter.
-        batches: inputs of the model. With them the error of the *outputs* of linear layers is made small (QERA-approx);
+        batches: inputs of the model. With them the error of the *outputs* of linear layers is made small (QERA-exact);
             they are run once through the quantized model. Not together with `iterations`.
         forward: ``forward(model, batch)``, how to call the model with a batch, as for calibration.
 
@@ -62,14 +66,14 @@ def initialize_from_quantization_error(
     weights = float_weights.state_dict() if isinstance(float_weights, nn.Module) else float_weights
     for name, layer in layers.items():
         _check(name, layer, weights)
-    norms: dict[str, Tensor] = {}
+    roots: dict[str, Tensor] = {}
     if batches is not None:
         bases = {name: layer.get_base_layer().weight for name, layer in layers.items() if _is_linear(layer)}
-        found = collect(peft_model, Data(batches, forward), dict.fromkeys(bases.values(), (MeanSquare,)))
-        seen: dict[str, Any] = {name: found[base][MeanSquare] for name, base in bases.items()}
-        norms = {name: statistic.mean.sqrt() for name, statistic in seen.items()}
+        found = collect(peft_model, Data(batches, forward), dict.fromkeys(bases.values(), (SecondMoment,)))
+        seen: dict[str, Any] = {name: found[base][SecondMoment] for name, base in bases.items()}
+        roots = {name: factor(statistic.mean, _DAMPING)[1] for name, statistic in seen.items()}
     return {
-        name: _initialize(layer, adapter_name, weights[name], iterations, norms.get(name))
+        name: _initialize(layer, adapter_name, weights[name], iterations, roots.get(name))
         for name, layer in layers.items()
     }
 
@@ -102,7 +106,7 @@ def _check(name: str, layer: Any, weights: Mapping[str, Tensor]) -> None:
         raise ValueError(f"float_weights: {name} has shape {tuple(weights[name].shape)}, the quantized weight {shape}")
 
 
-def _initialize(layer: Any, adapter: str, weight: Tensor, iterations: int, norms: Tensor | None) -> float:
+def _initialize(layer: Any, adapter: str, weight: Tensor, iterations: int, root: Tensor | None) -> float:
     """Initialize one layer, and return the relative error that is left."""
     base: Any = _base(layer)
     weight = weight.detach().to(base.device, torch.float32)
@@ -112,7 +116,7 @@ def _initialize(layer: Any, adapter: str, weight: Tensor, iterations: int, norms
         if iteration:
             base = requantized(base, weight - delta)
             error = weight - base.dequantize(torch.float32)
-        delta = _set_factors(layer, adapter, error, norms)
+        delta = _set_factors(layer, adapter, error, root)
     if iterations > 1:
         replace_parameters(layer.get_base_layer(), {_parameter_name(layer): base})
     if layer.use_dora.get(adapter):
@@ -121,7 +125,7 @@ def _initialize(layer: Any, adapter: str, weight: Tensor, iterations: int, norms
     return float((error - delta).norm() / before.norm().clamp_min(torch.finfo(torch.float32).tiny))
 
 
-def _set_factors(layer: Any, adapter: str, error: Tensor, norms: Tensor | None) -> Tensor:
+def _set_factors(layer: Any, adapter: str, error: Tensor, root: Tensor | None) -> Tensor:
     """Set A and B of a layer to the decomposition of `error`, and return s B A in the shape of the weight."""
     rank, scaling = layer.r[adapter], layer.scaling[adapter]
     if isinstance(layer, Embedding):
@@ -140,23 +144,27 @@ def _set_factors(layer: Any, adapter: str, error: Tensor, norms: Tensor | None) 
             stored, delta = (of_a.reshape(a.shape), of_b.permute(1, 2, 0).reshape(b.shape)), left @ right
         else:
             matrix = error.T if layer.fan_in_fan_out else error
-            left, right = _decompose(matrix, rank, norms)
+            left, right = _decompose(matrix, rank, root)
             stored, delta = (right, left), (left @ right).T if layer.fan_in_fan_out else left @ right
     a.copy_(stored[0] / scaling**0.5)
     b.copy_(stored[1] / scaling**0.5)
     return delta
 
 
-def _decompose(error: Tensor, rank: int, norms: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(left, right), (..., M, R) and (..., R, N), whose product is the best of that rank; zeros beyond min(M, N)."""
-    scale = torch.ones(error.shape[-1], device=error.device)
-    if norms is not None:
-        scale = norms.to(error.device, torch.float32)
-        scale = scale.clamp_min(1e-4 * float(scale.max()) or 1.0)  # an input that is always zero says nothing
-    u, s, v = torch.linalg.svd(error * scale, full_matrices=False)
-    root = s[..., :rank].sqrt()
-    left, right = u[..., :rank] * root.unsqueeze(-2), root.unsqueeze(-1) * v[..., :rank, :] / scale
-    missing = rank - root.shape[-1]
+def _decompose(error: Tensor, rank: int, root: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(left, right), (..., M, R) and (..., R, N), whose product is the best of that rank; zeros beyond min(M, N).
+
+    Args:
+        root: L (N, N), lower triangular, if the product is to be the best for inputs with E[x x^T] = L L^T.
+    """
+    if root is not None:
+        root = root.to(error.device)
+    u, s, v = torch.linalg.svd(error if root is None else error @ root, full_matrices=False)
+    values = s[..., :rank].sqrt()
+    left, right = u[..., :rank] * values.unsqueeze(-2), values.unsqueeze(-1) * v[..., :rank, :]
+    if root is not None:
+        right = torch.linalg.solve_triangular(root, right, upper=False, left=False)
+    missing = rank - values.shape[-1]
     if missing > 0:
         left = nn.functional.pad(left, (0, missing))
         right = nn.functional.pad(right, (0, 0, 0, missing))

@@ -1,0 +1,226 @@
+"""Calibration of two small models, weight-only and asymmetric: how much of what rounding to nearest costs is recovered.
+
+minilm   the sentence model of the demo, calibrated on 256 docstrings. Mean cosine to the float model's embeddings of
+         600 other texts, and the mean reciprocal rank (MRR) on 1,000 pairs as a share of the float model's.
+llama    the Llama of 1M parameters of `tutorials.qat_llama`, calibrated on 128 x 128 bytes. Perplexity a byte, and the
+         KL divergence from the float model.
+
+    python -m benchmarks.bench_calibration [--models llama minilm] [--seeds 3] [--methods ...] [--save]
+
+A seed draws the calibration data. With `--save` each row is written to results/calibration.json as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import qtorch
+from benchmarks.common import RESULTS, machine
+from qtorch.calibration import FloatTarget, auto, calibrated, gptq
+from qtorch.primitives import HQQRule, MSERule
+from qtorch.recipe import Recipe
+
+Method = Callable[[Any, Any, dict[str, Any]], Recipe]
+
+METHODS: dict[str, Method] = {
+    "nearest": lambda recipe, data, options: recipe,
+    "mse": lambda recipe, data, options: with_rule(recipe, MSERule()),
+    "hqq": lambda recipe, data, options: with_rule(recipe, HQQRule()),
+    "gptq": lambda recipe, data, options: gptq(recipe, data, **options),
+    "target": lambda recipe, data, options: calibrated(recipe, data, target=FloatTarget(residual=False), **options),
+    "target, residual": lambda recipe, data, options: calibrated(recipe, data, **options),
+    "auto": lambda recipe, data, options: auto(recipe, data, **options),
+}
+"""Name -> (recipe, data, options of `calibrated`) -> what `quantize_` gets."""
+
+
+def with_rule(recipe: Any, rule: Any) -> Any:
+    return qtorch.uintx_weight_only(recipe.dtype, recipe.group_size, scale_rule=rule)
+
+
+class Task:
+    """A model, data for calibration, and how it is judged."""
+
+    configurations: tuple[tuple[int, int], ...]
+    """(bits, group_size)."""
+
+    def model(self) -> nn.Module:
+        raise NotImplementedError
+
+    def data(self, seed: int) -> tuple[Any, dict[str, Any]]:
+        """Batches, and options of `calibrated`."""
+        raise NotImplementedError
+
+    def judge(self, model: nn.Module) -> dict[str, float]:
+        raise NotImplementedError
+
+    @staticmethod
+    def is_quantized(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Linear)
+
+
+class MiniLM(Task):
+    configurations = ((4, 128), (3, 32), (2, 32))
+
+    def __init__(self) -> None:
+        from examples import sentence_model, sentence_pairs
+
+        self.tools = sentence_model
+        self.float = sentence_model.pretrained_encoder()
+        self.pairs = sentence_pairs.docstring_pairs(4000, seed=1)
+        self.count = len(self.pairs)
+        judged = self.pairs[-1000:]
+        texts = [pair.query for pair in judged] + [pair.document for pair in judged]
+        self.batches = sentence_model.tokenized_batches(texts, 32)
+        self.embeddings = sentence_model.embed(self.float, self.batches)
+        self.few = torch.cat([torch.arange(300), torch.arange(1000, 1300)])
+        self.mrr = sentence_model.quality(self.embeddings, self.embeddings).mrr
+
+    def model(self) -> nn.Module:
+        return copy.deepcopy(self.float)
+
+    def texts(self, seed: int) -> list[str]:
+        order = torch.randperm(self.count - 1000, generator=torch.Generator().manual_seed(seed))[:256]
+        return [self.pairs[index].document for index in order.tolist()]
+
+    def data(self, seed: int) -> tuple[Any, dict[str, Any]]:
+        batches = self.tools.tokenized_batches(self.texts(seed), 16)
+        return [{"ids": batch.ids, "mask": batch.mask} for batch in batches], {"mask": lambda batch: batch["mask"]}
+
+    def judge(self, model: nn.Module) -> dict[str, float]:
+        found = self.tools.embed(model, self.batches)
+        cosine = self.tools.mean_cosine(found[self.few], self.embeddings[self.few])
+        return {"cosine": cosine, "mrr": self.tools.quality(found, self.embeddings).mrr / self.mrr}
+
+
+class MiniLMOnCode(MiniLM):
+    """Calibrated on other text than it is judged on: source code."""
+
+    configurations = ((3, 32),)
+
+    def texts(self, seed: int) -> list[str]:
+        from benchmarks.pretrain_llama import read_text
+
+        code = bytes(read_text(None, limit=16 << 20).train.tolist()).decode(errors="replace")
+        starts = torch.randint(len(code) - 500, (256,), generator=torch.Generator().manual_seed(seed)).tolist()
+        return [code[start : start + 500] for start in starts]
+
+
+class Llama(Task):
+    configurations = ((3, 32), (2, 32))
+
+    def __init__(self, path: Path) -> None:
+        from benchmarks import pretrain_llama
+        from tutorials import qat_llama
+
+        self.run = run = qat_llama.Run()
+        self.text = pretrain_llama.read_text(None, limit=64 << 20)
+        torch.manual_seed(0)
+        self.float = pretrain_llama.make_model(run.size, run.length, extra_norms=False)
+        if path.exists():
+            self.float.load_state_dict(torch.load(path, weights_only=True))
+        else:
+            qat_llama.train(self.float, self.text, run, 0, run.steps, run.lr)
+            qat_llama.train(self.float, self.text, run, run.steps, run.more_steps, run.more_lr)
+            torch.save(self.float.state_dict(), path)
+        self.float.eval().requires_grad_(False)
+        self.batches = self.text.validation_batches(run.batches, 2 * run.rows, run.length)
+        self.logits = self._logits(self.float)
+
+    @torch.no_grad()
+    def _logits(self, model: nn.Module) -> list[Tensor]:
+        return [model(inputs).logits.flatten(0, 1).log_softmax(-1) for inputs, _ in self.batches]
+
+    def model(self) -> nn.Module:
+        return copy.deepcopy(self.float)
+
+    def data(self, seed: int) -> tuple[Any, dict[str, Any]]:
+        ids = self.text.batch(1000 + seed, 0, 128, self.run.length)[0]
+        return [{"input_ids": part} for part in ids.split(8)], {}
+
+    def judge(self, model: nn.Module) -> dict[str, float]:
+        found = self._logits(model.eval())
+        targets = [targets.flatten() for _, targets in self.batches]
+        loss = sum(float(nn.functional.nll_loss(a, b)) for a, b in zip(found, targets, strict=True)) / len(targets)
+        kl = [float((f.exp() * (f - q)).sum(-1).mean()) for f, q in zip(self.logits, found, strict=True)]
+        return {"perplexity": math.exp(loss), "kl": sum(kl) / len(kl)}
+
+    @staticmethod
+    def is_quantized(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Linear) and "head" not in name
+
+
+TASKS: Mapping[str, Callable[[Path], Task]] = {
+    "minilm": lambda folder: MiniLM(),
+    "minilm on code": lambda folder: MiniLMOnCode(),
+    "llama": lambda folder: Llama(folder / "llama.pt"),
+}
+
+
+def rows(task: Task, methods: Iterable[str], seeds: int, only: Iterable[tuple[int, int]]) -> Iterable[dict[str, Any]]:
+    """One row for each configuration, method and seed; methods without data have one seed."""
+    yield {"method": "float", **task.judge(task.model())}
+    for bits, group_size in only or task.configurations:
+        recipe = qtorch.uintx_weight_only(f"uint{bits}", group_size=group_size)
+        for method in methods:
+            for seed in range(seeds):
+                data, options = task.data(seed)
+                made = METHODS[method](recipe, data, options)
+                model = task.model()
+                begun = time.perf_counter()
+                qtorch.quantize_(model, made, task.is_quantized)
+                seconds = time.perf_counter() - begun
+                row = {"bits": bits, "group_size": group_size, "method": method, "seed": seed, "seconds": seconds}
+                yield {**row, **task.judge(model)}
+                if not made.in_order:
+                    break
+
+
+def show(row: Mapping[str, Any]) -> str:
+    return "  ".join(
+        f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--only", nargs="+", default=[], metavar="BITS:GROUP", help="configurations, such as 3:32")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where the trained Llama is kept")
+    parser.add_argument("--save", action="store_true", help="write results/calibration.json")
+    args = parser.parse_args()
+    only = [tuple(map(int, text.split(":"))) for text in args.only]
+    path = RESULTS / "calibration.json"
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.models:
+            task = TASKS[name](args.folder or Path(folder))
+            for found in rows(task, args.methods, args.seeds, only):  # type: ignore[arg-type]
+                row = {"model": name, **found}
+                print(show(row), flush=True)
+                if args.save:
+                    merge(path, row)
+
+
+def merge(path: Path, row: Mapping[str, Any]) -> None:
+    """Put a row into the file, in the place of an older one of the same kind."""
+    stored = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    keys = ("model", "bits", "group_size", "method", "seed")
+    others = [old for old in stored["rows"] if any(old.get(key) != row.get(key) for key in keys)]
+    path.write_text(json.dumps({"machine": machine(), "rows": [*others, row]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Rounding one matrix: the target, the codes, the refinements, and the report on them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..primitives import CodebookSpec, QuantSpec
+from ..report import CalibrationReport
+from ..statistics import Moments, SecondMoment
+from .rounding import FloatTarget, Grid, Refinement, Rounding, ScaleSearch, damped, loss
+
+
+@dataclass(frozen=True, eq=False)
+class RoundedMatrix:
+    """A matrix on a grid.
+
+    Attributes:
+        grid: codes and scales.
+        goal: (N, K) fp32, what was rounded: W, or the float target W*.
+        moment: (K, K), E[x x^T]; None if the data did not use the matrix.
+        report: how the codes were chosen.
+    """
+
+    grid: Grid
+    goal: Tensor
+    moment: Tensor | None
+    report: CalibrationReport
+
+    def best_values(self) -> Tensor:
+        """(N, K): for each element the value that is best given all others, q_j + ((W - Q) H)_j / H_jj."""
+        values = self.grid.values()
+        if self.moment is None:
+            return values
+        moment = damped(self.moment, self.report.damping)
+        return values + (self.goal - values) @ moment / moment.diagonal()
+
+    def with_grid(self, grid: Grid, method: str) -> RoundedMatrix:
+        """Another grid, found by `method` starting from this one."""
+        error = 0.0 if self.moment is None else relative_loss(self.goal - grid.values(), self.moment, self.goal)
+        report = replace(self.report, method=f"{self.report.method} + {method}", error=error)
+        return replace(self, grid=grid, report=report)
+
+
+@torch.no_grad()
+def round_matrix(
+    weight: Tensor,
+    moments: SecondMoment | None,
+    spec: QuantSpec | CodebookSpec,
+    target: FloatTarget | None,
+    scales: ScaleSearch | None,
+    rounding: Rounding,
+    refine: Sequence[Refinement],
+) -> RoundedMatrix:
+    """Round `weight` (N, K); to nearest if there are no `moments` of its inputs."""
+    begun = time.perf_counter()
+    goal = weight.float()
+    if moments is None:
+        report = CalibrationReport("nearest: not used by the data", 0, 0, 0, 0, 0)
+        return RoundedMatrix(Grid.of(goal, spec, weight.dtype), goal, None, report)
+    moment = moments.mean.to(weight.device)
+    if target is not None and isinstance(moments, Moments) and moments.cross is not None:
+        residual = moments.residual
+        residual = None if residual is None else residual.to(weight.device)
+        goal = target.of(goal, moment, moments.cross.to(weight.device), residual)
+    grid = Grid.of(goal, spec, weight.dtype, moment.diagonal())
+    nearest = relative_loss(goal - grid.values(), moment, goal)
+    if scales is not None:
+        grid = scales.search(goal, moment, grid)
+    damping = rounding.round(goal, moment, grid)
+    for step in refine:
+        grid = step.refine(goal, damped(moment, damping), grid)
+    error = relative_loss(goal - grid.values(), moment, goal)
+    steps = [*([] if scales is None else [scales]), rounding, *refine]
+    method = " + ".join(type(step).__name__.lower() for step in steps)
+    seconds = time.perf_counter() - begun
+    return RoundedMatrix(grid, goal, moment, CalibrationReport(method, moments.rows, error, nearest, damping, seconds))
+
+
+def relative_loss(error: Tensor, moment: Tensor, weight: Tensor) -> float:
+    """tr(D H D^T) / tr(W H W^T)."""
+    return float(loss(error, moment).sum() / loss(weight, moment).sum().clamp(min=torch.finfo(torch.float32).tiny))
+
+
+def combined_report(reports: Sequence[CalibrationReport]) -> CalibrationReport:
+    """The report on a weight of several matrices, such as the experts of a layer."""
+    counted = [report for report in reports if report.tokens]
+    if not counted or len(reports) == 1:
+        return reports[0]
+    method = counted[0].method
+    if missing := len(reports) - len(counted):
+        method += f"; {missing} of {len(reports)} experts to nearest: not used by the data"
+    return replace(
+        counted[0],
+        method=method,
+        tokens=min(report.tokens for report in reports),
+        error=sum(report.error for report in counted) / len(counted),
+        nearest_error=sum(report.nearest_error for report in counted) / len(counted),
+        damping=max(report.damping for report in counted),
+        seconds=sum(report.seconds for report in reports),
+    )

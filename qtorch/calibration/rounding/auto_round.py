@@ -1,0 +1,168 @@
+"""AutoRound: rounding and scales of all weights of a block, learned by signed gradient descent on the block's output.
+
+With t the values that are rounded, in units of the scale, and V and f learned,
+
+    q = (clip(round(t + V) + z) - z) * s f,        |V| <= 1/2,   |f - 1| <= 1/2
+
+and x <- x - lr sign(dL/dx) for both, with lr falling linearly to zero. Gradients pass straight through `round`, so that
+of f is that of a learned step size. Learning starts from codes that were chosen before, V = 0 and f = 1.
+
+Source: AutoRound, arXiv 2309.05516, section 3; the start from other codes than the nearest ones is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...primitives import QuantSpec
+from ...primitives.jsonable import jsonable
+from ...primitives.qdtype import qdtype
+from .grid import Grid
+
+MOST = 0.5
+"""By which V, and f - 1, are bounded."""
+
+_INSIDE = 0.499
+
+
+@dataclass(frozen=True, eq=False)
+class Learnable:
+    """A weight whose codes have been chosen, and what is needed to change them.
+
+    Attributes:
+        grids: its codes and scales; several for the matrices of experts.
+        values: (N, K) of each grid, what the codes were chosen for.
+        as_parameter: the same number of matrices (N, K) -> the parameter that they stand for.
+    """
+
+    grids: Sequence[Grid]
+    values: Sequence[Tensor]
+    as_parameter: Callable[[Sequence[Tensor]], Tensor]
+
+    @property
+    def has_own_scales(self) -> bool:
+        """Whether the codes are integers, and each row has scales of its own that are not quantized themselves."""
+        spec = self.grids[0].spec
+        if not isinstance(spec, QuantSpec) or qdtype(spec.dtype).is_floating_point or spec.scale_spec is not None:
+            return False
+        return self.grids[0].block[0] == 1 and not spec.zero_point_domain.adds_zero_point
+
+
+class LearnedGrid:
+    """The codes and scales of one weight while they are learned: t + V is at first nearest to the code it has."""
+
+    def __init__(self, grid: Grid, values: Tensor) -> None:
+        self.grid, self.width = grid, grid.block[1]
+        self.low, self.high = (float(code) for code in grid.spec.code_range)  # type: ignore[union-attr]
+        self.scale = grid.scale.float()
+        codes = grid.codes.float()
+        self.zeros = self._spread(torch.zeros_like(self.scale) if grid.other is None else grid.other.float())
+        distance = values.float() / self._spread(self.scale) + self.zeros - codes
+        # Whatever lies behind the first or the last code is rounded to it.
+        beyond = ((codes == self.high) & (distance > 0)) | ((codes == self.low) & (distance < 0))
+        self.base = codes + torch.where(beyond, distance, distance.clamp(-_INSIDE, _INSIDE))
+        self.offset = torch.zeros_like(codes, requires_grad=True)
+        self.factor = torch.zeros_like(self.scale, requires_grad=True)
+
+    def _spread(self, of_groups: Tensor) -> Tensor:
+        return of_groups.repeat_interleave(self.width, 1)
+
+    def _codes(self) -> Tensor:
+        moved = self.base + self.offset
+        return (moved + (moved.round() - moved).detach()).clamp(self.low, self.high)
+
+    def weight(self) -> Tensor:
+        """(N, K) in the logical dtype, with gradients."""
+        scale = self._spread(self.scale * (1 + self.factor))
+        return ((self._codes() - self.zeros) * scale).to(self.grid.dtype)
+
+    @torch.no_grad()
+    def learned(self) -> Grid:
+        """The codes and scales as they are stored."""
+        grid = self.grid.copy()
+        grid.codes = self._codes().to(grid.codes.dtype)
+        return grid.with_scale(self.scale * (1 + self.factor))
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[Tensor], rates: Sequence[float]) -> None:
+        """One step of signed gradient descent on V and f."""
+        for learned, gradient, rate in zip((self.offset, self.factor), gradients, rates, strict=True):
+            learned.sub_(gradient.sign(), alpha=rate).clamp_(-MOST, MOST)
+
+
+@jsonable
+@dataclass(frozen=True)
+class AutoRound:
+    """Signed gradient descent on the rounding and the scales of all weights of a block.
+
+    Args:
+        iterations: steps, each on one batch.
+        lr: first step of V; by default 1 / iterations.
+        scale_lr: first step of f; by default a tenth of that of V.
+        seed: of the order of the batches.
+
+    Raises:
+        ValueError: `iterations` is less than 1.
+    """
+
+    iterations: int = 200
+    lr: float | None = None
+    scale_lr: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.iterations < 1:
+            raise ValueError(f"auto_round: iterations is 1 or more, got {self.iterations}")
+
+    def learn(
+        self, weights: Mapping[Tensor, Learnable], loss: Callable[[int, Mapping[Tensor, Tensor]], Tensor], count: int
+    ) -> dict[Tensor, list[Grid]]:
+        """What was learned, by weight; nothing if the error over all batches is not lower than before.
+
+        Args:
+            weights: float weight -> where learning starts.
+            loss: (batch, float weight -> what replaces it) -> the error of the block.
+            count: number of batches.
+        """
+        learned = {
+            weight: [LearnedGrid(grid, values) for grid, values in zip(start.grids, start.values, strict=True)]
+            for weight, start in weights.items()
+            if start.has_own_scales
+        }
+        if not learned:
+            return {}
+
+        def total() -> float:
+            with torch.no_grad():
+                values = {
+                    weight: weights[weight].as_parameter([grid.learned().values().to(weight.dtype) for grid in grids])
+                    for weight, grids in learned.items()
+                }
+                return sum(float(loss(batch, values)) for batch in range(count))
+
+        before = total()
+        every = [grid for grids in learned.values() for grid in grids]
+        leaves = [leaf for grid in every for leaf in (grid.offset, grid.factor)]
+        lr = 1 / self.iterations if self.lr is None else self.lr
+        rates = (lr, lr / 10 if self.scale_lr is None else self.scale_lr)
+        generator = torch.Generator().manual_seed(self.seed)
+        order: list[int] = []
+        for iteration in range(self.iterations):
+            order = order or torch.randperm(count, generator=generator).tolist()
+            with torch.enable_grad():
+                values = {w: weights[w].as_parameter([grid.weight() for grid in grids]) for w, grids in learned.items()}
+                error = loss(order.pop(), values)
+                gradients = torch.autograd.grad(error, leaves, allow_unused=True, materialize_grads=True)
+            left = 1 - iteration / self.iterations
+            for index, grid in enumerate(every):
+                grid.step(gradients[2 * index : 2 * index + 2], [rate * left for rate in rates])
+        if total() >= before:
+            return {}
+        return {weight: [grid.learned() for grid in grids] for weight, grids in learned.items()}
+
+
+auto_round = AutoRound
