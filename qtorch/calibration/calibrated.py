@@ -119,9 +119,8 @@ class CalibratedRecipe(WeightRecipe):
             raise ValueError(
                 "calibrated: the weight was not used by any batch; leave out strict=True to round it to nearest"
             )
-        return round_matrix(
-            weight, moments, self.linear_spec().weight, self.target, self.scales, self.rounding, self.refine
-        )
+        spec = self.linear_spec().weight
+        return round_matrix(weight, moments, spec, self.target, self.scales, self.rounding, self.refine)
 
     def _quantized(self, grid: Grid) -> Tensor:
         spec = self.linear_spec()

@@ -2,9 +2,9 @@
 
     f = argmin_f sum_k h_k (w_k - dequantize(quantize(w_k; f s)))^2        over the elements k of the block
 
-with h_k = E[x_k^2] of the inputs, or 1. Factors below 1 clip. Above 1 they help floating-point codes, whose largest steps
-are far apart: with f = 6/4 the largest element of a block of e2m1 becomes 4 instead of 6, and what lies near it gets
-finer steps ("four over six", arXiv 2512.02010).
+with h_k = E[x_k^2] of the inputs, or 1. Factors below 1 clip. Above 1 they help floating-point codes, whose largest
+steps are far apart: with f = 6/4 the largest element of a block of e2m1 becomes 4 instead of 6, and what lies near it
+gets finer steps ("four over six", arXiv 2512.02010).
 
 Clipping by these weights before GPTQ made a small Llama worse (docs/guides/calibration), so it is never a default.
 """
