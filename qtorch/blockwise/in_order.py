@@ -105,6 +105,7 @@ class _InOrder(Generic[M]):
             return {}
         first = id(stage.weights[0])
         found: dict[Key, Statistics] = {}
+        common: dict[tuple[int, type[Statistic]], Statistic] = {}
         for batch in range(len(self.batches)):
             rows = self._rows(stage, self.quantized, block, calls, batch)
             if of_float is None and not (self.paired and block is None):
@@ -115,8 +116,13 @@ class _InOrder(Generic[M]):
             for key, parts in rows.items():
                 if stage.once and key[0] != first:
                     continue
-                statistics = found.setdefault(key, {kind: kind() for kind in kinds})
-                _update(statistics, parts, pairs.get(key, []))
+                if key not in found:
+                    found[key] = {
+                        kind: kind() if kind.per_expert else common.setdefault((key[0], kind), kind()) for kind in kinds
+                    }
+                _update(found[key], parts, pairs.get(key, []))
+            for statistic in {id(s): s for statistics in found.values() for s in statistics.values()}.values():
+                statistic.end_batch()
         if stage.once:
             shared = found.get((first, None), {})
             return {(id(weight), None): shared for weight in stage.weights if shared}
