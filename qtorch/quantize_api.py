@@ -229,10 +229,17 @@ def _leave_what_is_done(targets: list[Target[Recipe]]) -> None:
 
 
 def check_are_recipes(function: str, recipe: Any) -> None:
-    """Raise `TypeError`, which names `function`, unless `recipe` is a recipe, or a mapping to recipes and None."""
+    """Raise `TypeError`, which names `function`, unless `recipe` is a recipe, or a mapping to recipes and None; and
+    `ValueError` for a recipe that is not complete."""
     in_mapping = isinstance(recipe, Mapping)
     for given in recipe.values() if in_mapping else [recipe]:
-        if isinstance(given, Recipe) or (given is None and in_mapping):
+        if given is None and in_mapping:
+            continue
+        if isinstance(given, Recipe):
+            try:
+                given.check_complete()
+            except ValueError as error:
+                raise ValueError(f"{function}: {error}") from error
             continue
         describe = FOREIGN.get(type(given).__module__.partition(".")[0])
         if describe is not None:

@@ -77,6 +77,9 @@ class Recipe:
         """The data on which `quantize_` runs the model before `make`; None for recipes that need weights only."""
         return None
 
+    def check_complete(self) -> None:
+        """Raise `ValueError` if the recipe lacks something that neither the weight nor its data has."""
+
     def check(self, weight: Tensor) -> None:
         """Raise `ValueError` or `TypeError` if `apply` would fail; the weight is not changed."""
         raise NotImplementedError
@@ -196,8 +199,21 @@ class WeightRecipe(Recipe):
         return weight
 
     def act_scale(self, device: torch.device) -> Tensor | None:
-        """The scale of a static activation, (1, 1) fp32, or None if there is none."""
+        """The scale of a static activation, (1, 1) fp32, or None: there is no such activation, or data has to tell."""
         return None
+
+    @property
+    def lacks_scale(self) -> bool:
+        """Whether it has static activations whose scale only data can tell."""
+        return self.linear_spec().static and self.act_scale(torch.device("cpu")) is None
+
+    def check_complete(self) -> None:
+        if self.lacks_scale:
+            raise ValueError(
+                f"{self} has no scale of the activation. Let data choose one for each layer, calibrated({self}, "
+                f'batches) or observed({self}, batches); in training, qat({self}, observer="moving_average"); or '
+                "give the recipe the scale that you know"
+            )
 
     def check_form(self, weight: Tensor) -> None:
         """`check` of everything but the values; `weight` may be on the meta device."""

@@ -18,18 +18,20 @@ class CalibrationReport:
     Attributes:
         method: the algorithm that chose the codes, or why it was not used.
         tokens: number of input rows seen; of experts, the smallest.
-        error: of the quantized weight.
-        nearest_error: of rounding to nearest.
+        error: of the quantized weight; None if it was not measured.
+        nearest_error: of rounding to nearest; None if it was not measured.
         damping: the largest that was used.
         seconds: time for the weight, without running the model.
+        input_range: (low, high) that the codes of a static activation represent, if data chose it.
     """
 
     method: str
     tokens: int
-    error: float
-    nearest_error: float
+    error: float | None
+    nearest_error: float | None
     damping: float
     seconds: float
+    input_range: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)

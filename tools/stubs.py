@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-PACKAGES = ("qtorch", "qtorch.calibration", "qtorch.recipes", "qtorch.training")
+PACKAGES = ("qtorch", "qtorch.calibration", "qtorch.calibration.observers", "qtorch.recipes", "qtorch.training")
 
 HEAD = '"""Written by tools/stubs.py from the registry: `make stubs`."""\n# ruff: noqa\n\n'
 

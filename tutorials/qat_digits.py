@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from qtorch import LinearSpec, MappingType, PackedLayout, PerTensor, QuantSpec, convert, lsq, qat, quantize_
+from qtorch.calibration import moving_average
 from qtorch.primitives import MSERule
 from qtorch.quantize_api import Recipe, WeightRecipe, register_recipe
 from qtorch.training import calibrate, parameter_groups
@@ -141,7 +142,7 @@ def with_ptq(model: nn.Module, bits: int, data: Digits) -> nn.Module:
 
 def with_qat(model: nn.Module, bits: int, data: Digits, epochs: int, limit: int | None) -> nn.Module:
     def recipe(bits: int) -> Recipe:
-        return qat(FewBits(bits), observer="moving_average", momentum=0.1)
+        return qat(FewBits(bits), observer=moving_average(0.1))
 
     quantize_(model, {"stem|head": recipe(8), LAYERS: recipe(bits)})
     calibrate(model, data.train_x.split(256))

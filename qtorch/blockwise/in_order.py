@@ -127,6 +127,7 @@ class _InOrder(Generic[M]):
             return {}
         first = id(stage.weights[0])
         found: dict[Key, Statistics] = {}
+        common: dict[tuple[int, type[Statistic]], Statistic] = {}
         for batch in range(len(self.batches)):
             seen, pair = self._rows(stage, self.quantized, block, calls, batch), _Seen()
             if of_float is not None or (self.paired and block is None):
@@ -135,10 +136,15 @@ class _InOrder(Generic[M]):
             for key, parts in seen.rows.items():
                 if stage.once and key[0] != first:
                     continue
-                statistics = found.setdefault(key, {kind: kind() for kind in kinds})
-                _update(statistics, parts, pair.rows.get(key, []))
+                if key not in found:
+                    found[key] = {
+                        kind: kind() if kind.per_expert else common.setdefault((key[0], kind), kind()) for kind in kinds
+                    }
+                _update(found[key], parts, pair.rows.get(key, []))
                 if seen.residual is not None and pair.residual is not None:
-                    _update_residual(statistics, parts[0], pair.residual - seen.residual)
+                    _update_residual(found[key], parts[0], pair.residual - seen.residual)
+            for statistic in {id(s): s for statistics in found.values() for s in statistics.values()}.values():
+                statistic.end_batch()
         if stage.once:
             shared = found.get((first, None), {})
             return {(id(weight), None): shared for weight in stage.weights if shared}

@@ -1,6 +1,7 @@
 """Recipes that use calibration data, one algorithm per file; `statistics` lists what they can request.
 
     quantize_(model, gptq(int4_weight_only(), batches))
+    quantize_(model, observed(int8_static_activation_int8_weight(), batches))
 
 Every module of this package is imported here, and every recipe it registers becomes a name of this package and of
 `qtorch`, so adding a file adds an algorithm.
@@ -13,10 +14,26 @@ import_modules(__name__, __path__)
 from ..recipe import RECIPES  # noqa: E402
 from .auto import auto  # noqa: E402
 from .gptq import gptq  # noqa: E402
+from .observed import observed  # noqa: E402
+from .observers import OBSERVER_NAMES, OBSERVERS, Observer  # noqa: E402
 from .rounding import Descent, FloatTarget, Gptq, Nearest, Rounding, ScaleRefit  # noqa: E402
 
 RECIPE_NAMES = sorted(name for name, cls in RECIPES.items() if cls.__module__.startswith(f"{__name__}."))
 
-__all__ = ["Descent", "FloatTarget", "Gptq", "Nearest", "Rounding", "ScaleRefit", "auto", "gptq", *RECIPE_NAMES]
+__all__ = [
+    "Descent",
+    "FloatTarget",
+    "Gptq",
+    "Nearest",
+    "Observer",
+    "Rounding",
+    "ScaleRefit",
+    "auto",
+    "gptq",
+    "observed",
+    *OBSERVER_NAMES,
+    *RECIPE_NAMES,
+]
 
 globals().update({name: RECIPES[name] for name in RECIPE_NAMES})
+globals().update({name: OBSERVERS[name] for name in OBSERVER_NAMES})

@@ -1,11 +1,19 @@
 """Written by tools/stubs.py from the registry: `make stubs`."""
 # ruff: noqa
 
+from . import observers as observers
 from . import rounding as rounding
 from .auto import auto as auto
 from .calibrated import CalibratedRecipe as calibrated
 from .gptq import gptq as gptq
 from .importance_weighted import ImportanceWeighted as importance_weighted
+from .observed import observed as observed
+from .observers.base import Observer as Observer
+from .observers.entropy import EntropyObserver as entropy
+from .observers.min_max import MinMaxObserver as min_max
+from .observers.moving_average import MovingAverageObserver as moving_average
+from .observers.mse import MSEObserver as mse
+from .observers.percentile import PercentileObserver as percentile
 from .rounding.base import Nearest as Nearest
 from .rounding.base import Rounding as Rounding
 from .rounding.descent import Descent as Descent
@@ -18,10 +26,17 @@ __all__ = [
     "FloatTarget",
     "Gptq",
     "Nearest",
+    "Observer",
     "Rounding",
     "ScaleRefit",
     "auto",
     "calibrated",
+    "entropy",
     "gptq",
     "importance_weighted",
+    "min_max",
+    "moving_average",
+    "mse",
+    "observed",
+    "percentile",
 ]

@@ -8,7 +8,7 @@ rounding algorithm chooses codes on the grid of the recipe, by default GPTQ on t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,8 +21,10 @@ from ..recipe import Calibrated, ExpertStatistics, WeightRecipe, register_recipe
 from ..statistics import Data, Moments, SecondMoment, Statistic, Statistics
 from ..targets import Target
 from .block_learner import AutoRoundLearner, LearnableWeight
+from .observers import Observer, observer_of
 from .rounded_matrix import RoundedMatrix, combined_report, round_matrix
-from .rounding import AutoRound, FloatTarget, Gptq, Grid, Refinement, Rounding, ScaleSearch
+from .rounding import AutoRound, FloatTarget, Gptq, Grid, Nearest, Refinement, Rounding, ScaleSearch
+from .static_activation import StaticActivation, without_scale
 
 
 @register_recipe("calibrated")
@@ -39,12 +41,16 @@ class CalibratedRecipe(WeightRecipe):
         rounding: how the first codes are chosen.
         refine: what improves them, in this order.
         learn: what improves all weights of a block together, after the others; it takes most of the time.
+        observer: how the scale of a static activation is chosen, from the inputs of the model as quantized so far: an
+            observer, or the word for one; None is `mse()`. Weights with one input have one scale, and so have the
+            experts of one parameter. For recipes that leave the scale out.
         forward: called as ``forward(model, batch)`` instead of the model.
         mask: batch -> (sequences, tokens), 1 for tokens that count; by default the ``attention_mask`` of a mapping.
         strict: raise `ValueError` for a weight that would be rounded without data.
 
     Raises:
-        ValueError: the recipe prunes weights or changes their scales itself.
+        ValueError: the recipe prunes weights or changes their scales itself; an observer for a recipe without static
+            activations, or with a scale of its own.
     """
 
     in_order: ClassVar[bool] = True
@@ -55,6 +61,7 @@ class CalibratedRecipe(WeightRecipe):
     rounding: Rounding = Gptq()
     refine: tuple[Refinement, ...] = ()
     learn: AutoRound | None = None
+    observer: Observer | str | None = None
     forward: Callable[[nn.Module, Any], Any] | None = field(default=None, repr=False, compare=False)
     mask: Callable[[Any], Tensor] | None = field(default=None, repr=False, compare=False)
     strict: bool = False
@@ -65,14 +72,43 @@ class CalibratedRecipe(WeightRecipe):
             raise ValueError(f"calibrated takes a recipe for inference such as int4_weight_only(), got {self.recipe}")
         if self.recipe.prunes:
             raise ValueError(f"calibrated: {self.recipe} prunes weights, which is not calibrated; use it without data")
+        if self.observer is not None:
+            object.__setattr__(self, "observer", observer_of(self.observer, "calibrated"))
+            if not self.lacks_scale:
+                raise ValueError(
+                    f"calibrated: {self.recipe} leaves no scale of a static activation to an observer; a recipe that "
+                    "does is int8_static_activation_int8_weight()"
+                )
         super().__post_init__()
 
     def linear_spec(self) -> LinearSpec:
         return self.recipe.linear_spec()
 
     @property
+    def lacks_scale(self) -> bool:
+        return self.recipe.lacks_scale
+
+    def check_complete(self) -> None:
+        """Data has the scales."""
+
+    @property
+    def _observer(self) -> Observer:
+        return observer_of(self.observer or "mse", "calibrated")
+
+    @property
+    def _only_observes(self) -> bool:
+        """Whether weights are rounded to nearest, and data says no more than the range of their inputs."""
+        plain = self.target is None and self.scales is None and isinstance(self.rounding, Nearest) and not self.refine
+        return self.lacks_scale and plain and self.learn is None
+
+    @property
+    def _moments(self) -> type[SecondMoment]:
+        return SecondMoment if self.target is None else Moments
+
+    @property
     def statistics(self) -> tuple[type[Statistic], ...]:  # type: ignore[override]
-        return (SecondMoment,) if self.target is None else (Moments,)
+        of_weights = () if self._only_observes else (self._moments,)
+        return (*of_weights, self._observer.statistic) if self.lacks_scale else of_weights
 
     @property
     def data(self) -> Data:
@@ -88,46 +124,53 @@ class CalibratedRecipe(WeightRecipe):
     def learner(self) -> BlockLearner | None:
         return None if self.learn is None else AutoRoundLearner(self.learn)
 
+    @torch.no_grad()
     def make_in_order(
         self, target: Target[Any], weight: Tensor, statistics: Statistics | ExpertStatistics
     ) -> Calibrated:
         """The quantized weight: of a matrix, of a convolution as a matrix, or of experts matrix by matrix."""
         matrix = to_matrix(weight) if target.asked.is_conv else weight
-        if matrix.dim() == 2:
-            rounded = [self._round(matrix, statistics)]  # type: ignore[arg-type]
-        else:
-            rounded = [self._round(part, statistics.get(index, {})) for index, part in enumerate(matrix)]  # type: ignore[call-overload]
+        try:
+            activation = self._activation(matrix, statistics)
+            if matrix.dim() == 2:
+                rounded = [self._round(matrix, statistics)]  # type: ignore[arg-type]
+            else:
+                rounded = [self._round(part, statistics.get(index, {})) for index, part in enumerate(matrix)]  # type: ignore[call-overload]
+        except ValueError as error:
+            raise ValueError(f"quantize_: {target.asked.label}: {error}; the model is unchanged") from error
+        spec = without_scale(self.linear_spec())
 
         def as_parameter(parts: Sequence[Tensor]) -> Tensor:
             whole = parts[0] if matrix.dim() == 2 else torch.stack(list(parts))
             return from_matrix(whole, weight.shape) if target.asked.is_conv else whole
 
         def quantized(grids: Sequence[Grid]) -> Tensor:
-            made = [self._quantized(grid) for grid in grids]
-            whole = made[0] if matrix.dim() == 2 else torch.cat([part.unsqueeze(0) for part in made])
-            return self._of_matrix(target, weight, whole)
+            made = [grid.quantized(spec) for grid in grids]
+            whole: Any = made[0] if matrix.dim() == 2 else torch.cat([part.unsqueeze(0) for part in made])
+            return self._of_matrix(target, weight, whole if activation is None else activation.attached(whole))
 
-        learnable = None if self.learn is None else LearnableWeight(rounded, as_parameter, quantized)
         report = combined_report([part.report for part in rounded])
+        if activation is not None:
+            tokens = activation.rows if self._only_observes else report.tokens
+            report = replace(report, tokens=tokens, input_range=activation.range)
+        learnable = None if self.learn is None else LearnableWeight(rounded, as_parameter, quantized)
         return Calibrated(quantized([part.grid for part in rounded]), report, learnable)
 
-    def _round(self, weight: Tensor, statistics: Statistics) -> RoundedMatrix:
-        moments = statistics.get(self.statistics[0])
-        if not isinstance(moments, SecondMoment) or not moments.rows:
-            moments = None
-        if self.strict and moments is None:
-            raise ValueError(
-                "calibrated: the weight was not used by any batch; leave out strict=True to round it to nearest"
-            )
-        spec = self.linear_spec().weight
-        return round_matrix(weight, moments, spec, self.target, self.scales, self.rounding, self.refine)
+    def _activation(self, weight: Tensor, statistics: Statistics | ExpertStatistics) -> StaticActivation | None:
+        if self.lacks_scale:
+            return StaticActivation.observed(self.recipe, self._observer, statistics, weight)
+        return StaticActivation.given_by(self.recipe, weight.device)
 
-    def _quantized(self, grid: Grid) -> Tensor:
-        spec = self.linear_spec()
-        made = grid.quantized(spec)
-        if spec.static:
-            made = made.with_activation(spec.activation, self.recipe.act_scale(grid.codes.device))  # type: ignore[call-arg]
-        return made
+    def _round(self, weight: Tensor, statistics: Statistics) -> RoundedMatrix:
+        spec = self.linear_spec().weight
+        if self._only_observes:
+            return RoundedMatrix.nearest(weight, spec, "nearest")
+        moments = statistics.get(self._moments)
+        if isinstance(moments, SecondMoment) and moments.rows:
+            return round_matrix(weight, moments, spec, self.target, self.scales, self.rounding, self.refine)
+        if self.strict:
+            raise ValueError("the weight was not used by any batch; leave out strict=True to round it to nearest")
+        return RoundedMatrix.nearest(weight, spec, "nearest: not used by the data")
 
 
 calibrated = CalibratedRecipe

@@ -31,6 +31,12 @@ class RoundedMatrix:
     moment: Tensor | None
     report: CalibrationReport
 
+    @classmethod
+    def nearest(cls, weight: Tensor, spec: QuantSpec | CodebookSpec, method: str) -> RoundedMatrix:
+        """`weight` rounded to nearest without data, because of what `method` says."""
+        report = CalibrationReport(method, 0, None, None, 0, 0)
+        return cls(Grid.of(weight, spec, weight.dtype), weight.float(), None, report)
+
     def best_values(self) -> Tensor:
         """(N, K): for each element the value that is best given all others, q_j + ((W - Q) H)_j / H_jj."""
         values = self.grid.values()
@@ -41,7 +47,7 @@ class RoundedMatrix:
 
     def with_grid(self, grid: Grid, method: str) -> RoundedMatrix:
         """Another grid, found by `method` starting from this one."""
-        error = 0.0 if self.moment is None else relative_loss(self.goal - grid.values(), self.moment, self.goal)
+        error = None if self.moment is None else relative_loss(self.goal - grid.values(), self.moment, self.goal)
         report = replace(self.report, method=f"{self.report.method} + {method}", error=error)
         return replace(self, grid=grid, report=report)
 
@@ -49,19 +55,16 @@ class RoundedMatrix:
 @torch.no_grad()
 def round_matrix(
     weight: Tensor,
-    moments: SecondMoment | None,
+    moments: SecondMoment,
     spec: QuantSpec | CodebookSpec,
     target: FloatTarget | None,
     scales: ScaleSearch | None,
     rounding: Rounding,
     refine: Sequence[Refinement],
 ) -> RoundedMatrix:
-    """Round `weight` (N, K); to nearest if there are no `moments` of its inputs."""
+    """Round `weight` (N, K) for inputs with these `moments`."""
     begun = time.perf_counter()
     goal = weight.float()
-    if moments is None:
-        report = CalibrationReport("nearest: not used by the data", 0, 0, 0, 0, 0)
-        return RoundedMatrix(Grid.of(goal, spec, weight.dtype), goal, None, report)
     moment = moments.mean.to(weight.device)
     if target is not None and isinstance(moments, Moments) and moments.cross is not None:
         residual = moments.residual
@@ -98,8 +101,8 @@ def combined_report(reports: Sequence[CalibrationReport]) -> CalibrationReport:
         counted[0],
         method=method,
         tokens=min(report.tokens for report in reports),
-        error=sum(report.error for report in counted) / len(counted),
-        nearest_error=sum(report.nearest_error for report in counted) / len(counted),
+        error=sum(report.error or 0.0 for report in counted) / len(counted),
+        nearest_error=sum(report.nearest_error or 0.0 for report in counted) / len(counted),
         damping=max(report.damping for report in counted),
         seconds=sum(report.seconds for report in reports),
     )

@@ -30,6 +30,12 @@ def lost_rows(x: Tensor) -> Tensor:
     return with_non_finite(torch.zeros_like(highest), highest)
 
 
+def finite_rows(x: Tensor) -> Tensor:
+    """The rows of `x` (M, K) without a NaN or an infinity; `x` itself if all are."""
+    kept = lost_rows(x).squeeze(1) == 0
+    return x if bool(kept.all()) else x[kept]
+
+
 def without_rows(x: Tensor, lost: Tensor) -> Tensor:
     """`x` (M, K) with zeros in the rows that are NaN in `lost`, the result of `lost_rows`."""
     return torch.where(lost == 0, x, 0)

@@ -1,4 +1,4 @@
-"""float8 weights and float8 activations with a given scale."""
+"""float8 weights and float8 activations with a fixed scale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Float8StaticActivationFloat8Weight(StaticActivationRecipe):
     """Weights and activations in float8, with one fixed scale for the activations; see `StaticActivationRecipe`.
 
     Args:
-        scale: of the activation: its largest magnitude divided by the largest code, 448 for float8_e4m3fn.
+        scale: of the activation: its largest magnitude divided by the largest code, 448 for float8_e4m3fn; None:
+            from data.
         activation_dtype, weight_dtype: float8 dtypes of torch.
         granularity: of the weight: `PerTensor()`, or `PerRow()`, a scale per output channel.
         scale_dtype: dtype of the scales of the weight; None is fp32. That of the model, so that engines which round

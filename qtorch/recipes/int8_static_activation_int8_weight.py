@@ -1,4 +1,4 @@
-"""int8 weights and int8 activations with a given scale, accumulated in int32."""
+"""int8 weights and int8 activations with a fixed scale, accumulated in int32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Int8StaticActivationInt8Weight(StaticActivationRecipe):
     Codes of both are in [-127, 127].
 
     Args:
-        scale: of the activation: its largest magnitude divided by 127.
+        scale: of the activation: its largest magnitude divided by 127; None: from data.
         scale_dtype: dtype of the scales of the weight; None is fp32. That of the model, so that engines which round
             scales to it compute with the same numbers (see docs/guides/vllm.md).
 

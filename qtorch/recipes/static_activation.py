@@ -1,4 +1,4 @@
-"""Base class of recipes with static activations, whose scale is given instead of computed on each call."""
+"""Base class of recipes with static activations, whose scale is fixed instead of computed on each call."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ from ..recipe import WeightRecipe
 class StaticActivationRecipe(WeightRecipe):
     """Activations quantized with a fixed scale; values beyond the range of the codes are clipped.
 
-    Layers usually need different scales: pass a mapping from names to recipes to `quantize_`.
+    Layers need different scales: leave the scale out, and `calibrated` or `observed` choose one for each from data.
 
     Args:
         scale: of the activation: its largest expected magnitude divided by the largest code; a number, or a tensor of
-            one element.
+            one element. None: from data.
 
     Raises:
         TypeError: `scale` is neither.
         ValueError: `scale` is not positive, finite and a normal number in fp32.
     """
 
-    scale: float
+    scale: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "scale", _number(self.scale, self.name))
+        if self.scale is not None:
+            object.__setattr__(self, "scale", _number(self.scale, self.name))
         super().__post_init__()
 
-    def act_scale(self, device: torch.device) -> Tensor:
-        return torch.full((1, 1), self.scale, dtype=torch.float32, device=device)
+    def act_scale(self, device: torch.device) -> Tensor | None:
+        return None if self.scale is None else torch.full((1, 1), self.scale, dtype=torch.float32, device=device)
 
     def apply(self, weight: Tensor) -> Tensor:
+        self.check_complete()
         return AffineQuantizedTensor.from_float(weight, self.linear_spec(), self.act_scale(weight.device))
 
 

@@ -3,11 +3,15 @@
 from .base import Statistic, Statistics
 from .batches import Data, run_batches
 from .collect import collect
-from .of_inputs import Inputs, MeanSquare, Moments, Range, SecondMoment
+from .histogram import Histogram
+from .of_inputs import Inputs, MeanSquare, Moments, SecondMoment
+from .ranges import BatchRanges, Range
 from .uses import Use, UseRecorder
 
 __all__ = [
+    "BatchRanges",
     "Data",
+    "Histogram",
     "Inputs",
     "MeanSquare",
     "Moments",

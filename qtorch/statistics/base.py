@@ -21,10 +21,12 @@ class Statistic:
 
     Attributes:
         paired: it takes the inputs of the float model beside those of the model as quantized so far.
+        per_expert: each matrix of a weight (E, N, K) has one of its own; otherwise they have one together.
         rows: number of rows seen so far.
     """
 
     paired: ClassVar[bool] = False
+    per_expert: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.rows = 0
@@ -32,6 +34,9 @@ class Statistic:
     def update(self, rows: Tensor) -> None:
         """Add inputs (M, K), in floating point."""
         raise NotImplementedError
+
+    def end_batch(self) -> None:
+        """Called after the last rows of each batch."""
 
     def merge(self: S, other: S) -> None:
         """Add all rows that `other` has seen."""

@@ -76,8 +76,11 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def run_batches(model: nn.Module, data: Data) -> int:
+def run_batches(model: nn.Module, data: Data, after_each: Callable[[], None] | None = None) -> int:
     """Run `model` in eval mode, without gradients, on each batch; then restore the mode of each module.
+
+    Args:
+        after_each: called after each batch.
 
     Returns:
         The number of batches.
@@ -89,6 +92,8 @@ def run_batches(model: nn.Module, data: Data) -> int:
     with eval_mode(model):
         for count, batch in enumerate(data.batches, 1):  # noqa: B007
             data.call(model, batch)
+            if after_each is not None:
+                after_each()
     if not count:
         raise ValueError("calibrate: there is no batch; calibration needs at least one batch")
     return count

@@ -41,8 +41,13 @@ def collect(
             for statistic in found[use.weight].values():
                 statistic.update(rows)
 
+    def end_batch() -> None:
+        for statistics in found.values():
+            for statistic in statistics.values():
+                statistic.end_batch()
+
     with UseRecorder(found, seen):
-        run_batches(model, data)
+        run_batches(model, data, end_batch)
     unseen = {p for p, statistics in found.items() if any(not s.rows for s in statistics.values())}
     if unseen:
         names = [name for name, p in model.named_parameters() if p in unseen]

@@ -1,4 +1,4 @@
-"""Statistics of the inputs of a weight: their mean square, second moment, range, and the inputs themselves."""
+"""Statistics of the inputs of a weight: their mean square, second moment, and the inputs themselves."""
 
 from __future__ import annotations
 
@@ -105,28 +105,6 @@ def _sum(total: Tensor | None, added: Tensor | None) -> Tensor | None:
     if total is None or added is None:
         return added if total is None else total
     return total.add_(added)
-
-
-class Range(Statistic):
-    """The smallest and the largest of all inputs, `low` and `high`, 0-d fp32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.low: Tensor = torch.tensor(torch.inf)
-        self.high: Tensor = torch.tensor(-torch.inf)
-
-    def update(self, rows: Tensor) -> None:
-        if rows.numel():
-            low, high = rows.aminmax()
-            self._widen(low.float(), high.float(), rows.shape[0])
-
-    def merge(self, other: Range) -> None:
-        self._widen(other.low, other.high, other.rows)
-
-    def _widen(self, low: Tensor, high: Tensor, rows: int) -> None:
-        self.low = torch.minimum(self.low.to(low.device), low)
-        self.high = torch.maximum(self.high.to(high.device), high)
-        self.rows += rows
 
 
 class Inputs(Statistic):

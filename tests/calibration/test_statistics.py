@@ -1,5 +1,6 @@
 """Statistics of the inputs of weights: equal to those of the whole data, however it is cut, merged or reached."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -8,7 +9,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from qtorch.kernels.im2col import to_matrix
-from qtorch.statistics import Data, Inputs, MeanSquare, Range, SecondMoment, Statistic, collect, run_batches
+from qtorch.statistics import (
+    BatchRanges,
+    Data,
+    Histogram,
+    Inputs,
+    MeanSquare,
+    Range,
+    SecondMoment,
+    Statistic,
+    collect,
+    run_batches,
+)
 from tests.rounding import gamma
 
 KINDS = [MeanSquare, SecondMoment, Range, Inputs]
@@ -48,6 +60,82 @@ def test_batches_add_up_to_the_whole(kind: type[Statistic]) -> None:
 def test_a_mean_of_nothing_is_an_error(kind: type[MeanSquare]) -> None:
     with pytest.raises(ValueError, match=f"{kind.__name__}: no row"):
         _ = kind().mean
+
+
+def counts_by_hand(x: Tensor, histogram: Histogram) -> Tensor:
+    edges = (torch.arange(8193, dtype=torch.float64) - 4096) * histogram.width
+    return torch.tensor(torch.histogram(x.double().flatten(), edges).hist.tolist()).long()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e30, 1e-42, 0.0])
+def test_a_histogram_is_that_of_all_rows_together(scale: float) -> None:
+    """Its range doubles as larger values come; parts in any order, merged, and one pass give the same bits."""
+    x = torch.randn(60, 8) * torch.logspace(0, 3, 60).unsqueeze(1) * scale
+    whole = Histogram()
+    whole.update(x)
+    assert whole.counts is not None
+    assert int(whole.counts.sum()) == x.numel()
+    assert torch.equal(whole.counts, counts_by_hand(x, whole))
+    if scale >= 1e-3:
+        assert 2048 * whole.width <= x.abs().max() < 4096 * whole.width
+    for order in (torch.arange(60), torch.arange(59, -1, -1)):
+        one, other = Histogram(), Histogram()
+        for part in x[order[:40]].split([1, 0, 29, 10]):
+            one.update(part)
+        other.update(x[order[40:]])
+        for a, b in ((one, other), (other, one)):
+            merged = copy.deepcopy(a)
+            merged.merge(b)
+            assert torch.equal(merged.counts, whole.counts)
+            assert (merged.rows, merged.width) == (60, whole.width)
+            assert (merged.low, merged.high) == (x.min(), x.max())
+
+
+def test_a_histogram_has_the_values_to_half_a_bin() -> None:
+    x = torch.randn(300, 8).clamp(min=-0.5)
+    histogram = Histogram()
+    histogram.merge(Histogram())
+    with pytest.raises(ValueError, match="Histogram: no row was seen"):
+        histogram.occupied()
+    histogram.update(x.bfloat16())
+    histogram.merge(Histogram())
+    values, counts = histogram.occupied()
+    assert bool((counts > 0).all())
+    again = values.repeat_interleave(counts.long())
+    assert (again - x.bfloat16().float().flatten().sort().values).abs().max() <= histogram.width / 2
+    assert histogram.low <= values[0] <= values[-1] <= histogram.high
+
+
+@pytest.mark.parametrize("kind", [Range, BatchRanges, Histogram])
+def test_rows_that_are_not_finite_do_not_count(kind: type[Range]) -> None:
+    x, statistic = torch.randn(5, 4), kind()
+    for row, value in ((1, torch.nan), (3, torch.inf), (4, -torch.inf)):
+        x[row, 2] = value
+    statistic.update(x)
+    statistic.update(x[1:2])
+    statistic.end_batch()
+    assert statistic.rows == 2
+    low, high = (statistic.lows[0], statistic.highs[0]) if kind is BatchRanges else (statistic.low, statistic.high)
+    assert (low, high) == (x[[0, 2]].min(), x[[0, 2]].max())
+
+
+def test_ranges_are_those_of_batches_not_of_calls() -> None:
+    model = Looped()
+    batches = [torch.randn(3, 5, 8) * scale for scale in (1, 5, 2)]
+    found = collect(model, Data(batches), {model.layer.weight: [BatchRanges]})[model.layer.weight][BatchRanges]
+    assert isinstance(found, BatchRanges)
+    assert len(found.highs) == 3
+    with torch.no_grad():
+        for x, high in zip(batches, found.highs, strict=True):
+            y = model.layer(x)
+            assert high == torch.cat([x, y, model.other(y)]).max()
+    other = BatchRanges()
+    other.update(torch.ones(2, 3))
+    other.end_batch()
+    other.end_batch()
+    rows = found.rows
+    found.merge(other)
+    assert (len(found.lows), found.lows[-1], found.rows) == (4, 1, rows + 2)
 
 
 class Looped(nn.Module):

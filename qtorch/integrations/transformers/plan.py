@@ -128,6 +128,8 @@ _SKIPPED = "modules_to_not_convert"
 
 def _check_recipe(recipe: Recipe | None) -> None:
     """Raise `ValueError` for a recipe that takes more than the float weight."""
+    if recipe is not None:
+        recipe.check_complete()
     if recipe is not None and (recipe.data is not None or recipe.statistics):
         raise ValueError(f"QtorchConfig: {recipe} needs data: load the model in floating point, then call quantize_")
     if recipe is not None and recipe.selects:

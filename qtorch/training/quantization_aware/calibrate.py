@@ -15,7 +15,8 @@ from .layers.linear import FakeQuantizedLayer
 @torch.no_grad()
 def calibrate(model: nn.Module, batches: Iterable[Any]) -> int:
     """Run `model` in eval mode on each batch, with the inputs of its layers in floating point, and start the scales of
-    these inputs, observed or learned, from the mean of the ranges that their scale rule finds.
+    these inputs: observed ones where their observer says, learned ones from the mean of the ranges that their scale
+    rule finds in the batches.
 
     Scales that training has moved start anew. In several processes all see their own batches and start alike. Before
     `fully_shard`: the parameters of a sharded model are not there to be set.
@@ -35,9 +36,15 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> int:
     if not quantizers:
         raise ValueError("calibrate: no layer of the model is prepared with static scales of its input")
     for quantizer in quantizers:
-        quantizer.observed = []
+        quantizer.observed = quantizer.new_statistic()
+
+    def end_batch() -> None:
+        for quantizer in quantizers:
+            if quantizer.observed is not None:
+                quantizer.observed.end_batch()
+
     try:
-        run_batches(model, Data(batches))
+        run_batches(model, Data(batches), end_batch)
     except BaseException:
         for quantizer in quantizers:
             quantizer.observed = None

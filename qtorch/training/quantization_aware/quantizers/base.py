@@ -23,6 +23,7 @@ from ....kernels.ops.quantize_rowwise import without_lost_rows
 from ....prepared_module import QuantizationState
 from ....primitives import QuantSpec
 from ....primitives.learned_step import zero_point_code
+from ....statistics import Statistic
 from ..fake_quantize import FakeQuantized, Scaled, fake_quantize, straight_through_rounding
 
 MinMax = tuple[Tensor, Tensor]
@@ -43,8 +44,8 @@ class Quantizer(QuantizationState):
     def __init__(self, spec: QuantSpec, shape: Sequence[int], freezes: bool = False) -> None:
         super().__init__()
         self.spec = spec
-        # Ranges of batches, while `calibrate` looks at data.
-        self.observed: list[MinMax] | None = None
+        # What is seen, while `calibrate` looks at data.
+        self.observed: Statistic | None = None
         self._known_ready = False
         held = torch.full(tuple(shape), math.nan)
         self.register_buffer("held_scale", held if freezes else None)
@@ -84,16 +85,21 @@ class Quantizer(QuantizationState):
         super()._load_from_state_dict(*args, **kwargs)
         self._known_ready = all(not t.is_meta for t in self.buffers()) and self.is_ready
 
-    def set_range(self, low: Tensor, high: Tensor) -> None:
-        """Start from this range of reals, of the shape of the scale."""
+    def new_statistic(self) -> Statistic:
+        """What `calibrate` collects of x (M, K)."""
+        raise NotImplementedError
+
+    def set_observed(self, seen: Any) -> None:
+        """Start from a `new_statistic` that has seen rows."""
+        raise NotImplementedError
 
     def end_observation(self) -> bool:
-        """Start from the mean of the ranges that were observed. Returns whether there were any."""
-        observed, self.observed = self.observed, None
-        if not observed:
-            return False
-        self.set_range(*mean_of_ranks(_mean(observed)))
-        return True
+        """Start from what was observed in all processes that train together. Returns whether there was anything."""
+        assert self.observed is not None
+        seen, self.observed = of_all_ranks(self.observed), None
+        if seen.rows:
+            self.set_observed(seen)
+        return bool(seen.rows)
 
     def forward(self, x: Tensor, frozen: Tensor | None = None, multiplied: bool = False) -> FakeQuantized:
         """Fake-quantize `x` (rows, K).
@@ -104,7 +110,7 @@ class Quantizer(QuantizationState):
             multiplied: the product is one of codes.
         """
         if self.observed is not None:
-            self.observed.append(self.choose_range(x))
+            self.observed.update(x.detach())
             return FakeQuantized(x)
         scale, zero_point = self._held_or(self.qparams(x, self.training), frozen)
         if self.training and frozen is not None and self.held_scale is not None:
@@ -168,9 +174,18 @@ class Quantizer(QuantizationState):
         return str(self.spec)
 
 
-def _mean(ranges: list[MinMax]) -> MinMax:
-    low, high = zip(*ranges, strict=True)
-    return torch.stack(low).mean(0), torch.stack(high).mean(0)
+def of_all_ranks(seen: Statistic) -> Statistic:
+    """What the processes that train together have seen, merged in their order."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return seen
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, seen)
+    for other in parts[1:]:
+        parts[0].merge(other)
+    merged: Statistic = parts[0]
+    return merged
 
 
 def mean_of_ranks(extremes: MinMax) -> MinMax:

@@ -9,13 +9,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....kernels.ops.quantize_rowwise import without_lost_rows
 from ....primitives import MappingType, QuantSpec, learned_step_fake_quantize, lsq_grad_scale
+from ....statistics import Statistic
 from ....tracing.function_transforms import apply
 from ....tracing.outside_graphs import starts_no_graph
-from .base import Quantizer, mean_of_ranks
+from .base import MinMax, Quantizer, mean_of_ranks
 
 EMPTY = 1e-30
 """Scales below it are those of blocks that are all zero."""
+
+
+class RuleRanges(Statistic):
+    """The range that the scale rule of `spec` finds in each piece of data, of the shape of the scale."""
+
+    def __init__(self, spec: QuantSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.ranges: list[Tensor] = []
+
+    def update(self, rows: Tensor) -> None:
+        self.ranges.append(torch.stack(self.spec.choose_range(without_lost_rows(rows, self.spec))))
+        self.rows += len(rows)
+
+    def merge(self, other: RuleRanges) -> None:
+        self.ranges += other.ranges
+        self.rows += other.rows
+
+    def mean(self) -> MinMax:
+        low, high = torch.stack(self.ranges).mean(0)
+        return low, high
 
 
 class LearnedQuantizer(Quantizer):
@@ -105,9 +128,12 @@ class LearnedStep(LearnedQuantizer):
     def is_ready(self) -> bool:
         return not bool(self.initial_scale.isnan().any())
 
+    def new_statistic(self) -> Statistic:
+        return RuleRanges(self.spec)
+
     @torch.no_grad()
-    def set_range(self, low: Tensor, high: Tensor) -> None:
-        self.start(*self._qparams_from_range(low, high))
+    def set_observed(self, seen: RuleRanges) -> None:
+        self.start(*self._qparams_from_range(*seen.mean()))
 
     def _qparams_from_range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None]:
         spec = self.spec

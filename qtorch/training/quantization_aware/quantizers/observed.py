@@ -8,10 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ....calibration.observers import Observer
 from ....kernels.ops.quantize_rowwise import without_lost_rows
 from ....primitives import QuantSpec
+from ....primitives.qparams import min_max
+from ....statistics import Statistic
 from ..fake_quantize import clips
-from .base import Quantizer, mean_of_ranks
+from .base import MinMax, Quantizer, mean_of_ranks
 
 
 class Dynamic(Quantizer):
@@ -44,20 +47,15 @@ class Fixed(Quantizer):
 
 
 class ObservedRange(Quantizer):
-    """Scale and zero point from the range of what has passed in training.
-
-    Args:
-        momentum: of a moving average, r <- r + momentum (range of the batch - r); None for the extremes of all batches.
-    """
+    """Scale and zero point from a range that an observer chooses: from what `calibrate` shows it, and, where the
+    observer follows, from each batch in training."""
 
     min_val: Tensor
     max_val: Tensor
 
-    def __init__(
-        self, spec: QuantSpec, shape: Sequence[int], freezes: bool = False, momentum: float | None = 0.01
-    ) -> None:
+    def __init__(self, spec: QuantSpec, shape: Sequence[int], freezes: bool, observer: Observer) -> None:
         super().__init__(spec, shape, freezes)
-        self.momentum = momentum
+        self.observer = observer
         self.register_buffer("min_val", torch.full(tuple(shape), math.nan))
         self.register_buffer("max_val", torch.full(tuple(shape), math.nan))
 
@@ -69,24 +67,25 @@ class ObservedRange(Quantizer):
     def is_ready(self) -> bool:
         return not bool(self.min_val.isnan().any())
 
-    def set_range(self, low: Tensor, high: Tensor) -> None:
-        self.min_val.copy_(low)
-        self.max_val.copy_(high)
+    def new_statistic(self) -> Statistic:
+        return self.observer.statistic()
+
+    def set_observed(self, seen: Statistic) -> None:
+        self._set_range(self.observer.range(seen, self.spec))
 
     def qparams(self, x: Tensor, observe: bool) -> tuple[Tensor, Tensor | None]:
-        if observe:
-            self._observe(*mean_of_ranks(self.choose_range(x)))
+        if observe and self.observer.follows:
+            self._follow(x)
         else:
             self.check_ready()
         return self.spec.choose_qparams_from_range(self.min_val, self.max_val)
 
     @torch.no_grad()
-    def _observe(self, low: Tensor, high: Tensor) -> None:
-        if self.momentum is None:
-            self.set_range(torch.fmin(self.min_val, low), torch.fmax(self.max_val, high))
-            return
-        first = self.min_val.isnan()
-        self.set_range(
-            torch.where(first, low, torch.lerp(self.min_val, low, self.momentum)),
-            torch.where(first, high, torch.lerp(self.max_val, high, self.momentum)),
-        )
+    def _follow(self, x: Tensor) -> None:
+        rows = without_lost_rows(x.detach(), self.spec)
+        batch = mean_of_ranks(min_max(rows, self.spec.block_size(rows.shape)))
+        self._set_range(self.observer.follow((self.min_val, self.max_val), batch))
+
+    def _set_range(self, extremes: MinMax) -> None:
+        self.min_val.copy_(extremes[0])
+        self.max_val.copy_(extremes[1])

@@ -37,6 +37,9 @@ class ModuleRecipe(WeightRecipe):
             raise ValueError(f"{self.name}: {self.linear_spec()} prunes its weights; layers are trained for dense ones")
         super().__post_init__()
 
+    def check_complete(self) -> None:
+        """Scales that the recipe does not give are learned, or observed."""
+
     def weight_quantizer(self, spec: QuantSpec, weight: Tensor) -> Quantizer:
         """For `weight`, which gives the state its start."""
         return Dynamic(spec, spec.scale_shape(weight.shape), self.freezes)

@@ -59,6 +59,9 @@ class LoRAQAT(Recipe):
         if self.alpha is not None and not 0 < self.alpha < math.inf:
             raise ValueError(f"{self.name}: alpha is a positive number, got {self.alpha}")
 
+    def check_complete(self) -> None:
+        self.recipe.check_complete()
+
     def check(self, weight: Tensor) -> None:
         self.recipe.check(weight)
 

@@ -157,9 +157,9 @@ class LSQ(ModuleRecipe):
             offset=self.activation_offset and spec.has_zero_point,
             through_rounding=self.activations == "step",
         )
-        scale = getattr(self.recipe, "scale", None)
+        scale = None if self.recipe is None else self.recipe.act_scale(torch.device("cpu"))
         if scale is not None:
-            quantizer.start(torch.full((1, 1), scale))
+            quantizer.start(scale)
         return quantizer
 
 

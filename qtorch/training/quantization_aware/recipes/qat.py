@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ....calibration.observers import Observer, observer_of
 from ....primitives import HQQRule, QuantSpec
 from ....recipe import Recipe, WeightRecipe, register_recipe
 from ....statistics import Statistics
@@ -42,8 +43,8 @@ class QAT(Recipe):
         compute_dtype: of the arithmetic of fake quantization. None is fp32, as in the kernels for inference. A
             dtype, that of the model say, is faster in bf16; products are then of fake-quantized floats, and conversion
             changes numbers by the rounding of that dtype. For affine codes.
-        start_step, freeze_step, observer, momentum: a schedule, and observed ranges of static activations; see
-            `ScheduledQAT`. Their state is in the layers, whose class is exchanged.
+        start_step, freeze_step, observer: a schedule, and observed ranges of static activations; see `ScheduledQAT`.
+            Their state is in the layers, whose class is exchanged.
         lora_rank: train adapters of this rank instead of the weights, see `LoRAQAT`; 0 trains the weights.
         lora_alpha: weight of the adapters; None is their rank.
 
@@ -59,8 +60,7 @@ class QAT(Recipe):
     compute_dtype: torch.dtype | None = None
     start_step: int = 0
     freeze_step: int | None = None
-    observer: str | None = None
-    momentum: float = 0.01
+    observer: Observer | str | None = None
     lora_rank: int = 0
     lora_alpha: float | None = None
 
@@ -84,6 +84,8 @@ class QAT(Recipe):
                 raise ValueError("qat: compute_dtype is for training without a schedule or an observer")
             if self.lora_rank:
                 raise ValueError("qat: adapters have no schedule and no observer; leave lora_rank out, or those")
+        if self.observer is not None:
+            object.__setattr__(self, "observer", observer_of(self.observer, self.name))
         self.placed(0, 1)
 
     @property
@@ -92,10 +94,14 @@ class QAT(Recipe):
 
     def placed(self, index: int, count: int) -> Recipe:
         if self._has_state:
-            return ScheduledQAT(self.recipe, self.start_step, self.freeze_step, self.observer, self.momentum)
+            return ScheduledQAT(self.recipe, self.start_step, self.freeze_step, self.observer)
         if self.lora_rank or self.lora_alpha is not None:
             return LoRAQAT(self.recipe, self.lora_rank, self.lora_alpha, self.compute_dtype)
         return self
+
+    def check_complete(self) -> None:
+        if self.observer is None:
+            self.recipe.check_complete()
 
     def check(self, weight: Tensor) -> None:
         self.recipe.check(weight)

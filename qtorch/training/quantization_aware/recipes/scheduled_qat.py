@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ....calibration.observers import Observer, observer_of
 from ....primitives import LinearSpec, QuantSpec
 from ....recipe import WeightRecipe, register_recipe
 from ..quantizers.base import Quantizer
 from ..quantizers.observed import Dynamic, Fixed, ObservedRange
 from .base import ModuleRecipe, check_inference_recipe
-
-OBSERVERS = (None, "moving_average", "min_max")
 
 
 @register_recipe("scheduled_qat")
@@ -28,22 +27,21 @@ class ScheduledQAT(ModuleRecipe):
     Args:
         recipe: for inference, what the weights become by `convert()`.
         start_step, freeze_step: forward passes in training mode, of each layer; see `Schedule`.
-        observer: of recipes with static activations: None keeps the scale that the recipe gives;
-            ``"moving_average"`` and ``"min_max"`` choose it from the range of what passes in training, or in
-            `calibrate`.
-        momentum: of the moving average.
+        observer: of recipes with static activations: None keeps the scale that the recipe gives; an observer, or the
+            word for one with its defaults, chooses it from what passes in `qtorch.training.calibrate`.
+            ``moving_average()`` and ``min_max()`` follow what passes in training too; the range of the others stays.
 
     Raises:
         TypeError: `recipe` is not an inference recipe.
-        ValueError: steps that make no sense; an unknown observer, or one without static activations; weights by look-up
+        ValueError: steps that make no sense; an unknown observer, or one without static
+            activations; weights by look-up
             tables or pruned, or scales in codes of their own that are to freeze: these have no state here.
     """
 
     recipe: WeightRecipe
     start_step: int = 0
     freeze_step: int | None = None
-    observer: str | None = None
-    momentum: float = 0.01
+    observer: Observer | str | None = None
 
     def __post_init__(self) -> None:
         check_inference_recipe(self.recipe, self.name)
@@ -52,11 +50,15 @@ class ScheduledQAT(ModuleRecipe):
             raise ValueError(f"{self.name}: {self.recipe} has weights of {type(spec.weight).__name__}, not QuantSpec")
         if self.freeze_step is not None and spec.weight.scale_spec is not None:
             raise ValueError(f"{self.name}: the scales of {self.recipe} are codes, which cannot freeze one by one")
-        if self.observer not in OBSERVERS:
-            raise ValueError(f"{self.name}: observer is one of {OBSERVERS}, got {self.observer!r}")
-        if self.observer is not None and not spec.static:
-            raise ValueError(f"{self.name}: {self.recipe} has no static activations to observe")
+        if self.observer is not None:
+            object.__setattr__(self, "observer", observer_of(self.observer, self.name))
+            if not spec.static:
+                raise ValueError(f"{self.name}: {self.recipe} has no static activations to observe")
         super().__post_init__()
+
+    def check_complete(self) -> None:
+        if self.observer is None:
+            self.recipe.check_complete()
 
     def linear_spec(self) -> LinearSpec:
         return self.recipe.linear_spec()
@@ -65,9 +67,10 @@ class ScheduledQAT(ModuleRecipe):
         if not static:
             return Dynamic(spec, (1, 1))
         if self.observer is None:
-            return Fixed(spec, torch.full((1, 1), self.recipe.scale))  # type: ignore[attr-defined]
-        momentum = None if self.observer == "min_max" else self.momentum
-        return ObservedRange(spec, (1, 1), self.freezes, momentum)
+            scale = self.recipe.act_scale(torch.device("cpu"))
+            assert scale is not None
+            return Fixed(spec, scale)
+        return ObservedRange(spec, (1, 1), self.freezes, observer_of(self.observer, self.name))
 
 
 scheduled_qat = ScheduledQAT

@@ -1,0 +1,89 @@
+"""Observer: how the range of an activation is chosen from what was seen of it.
+
+An observer names a statistic, which is collected while the model runs on data, and turns it into a range; the
+`QuantSpec` of the activation turns that into scale and zero point. A new observer is a file with a frozen dataclass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor
+
+from ...primitives import QuantSpec
+from ...primitives.jsonable import jsonable
+from ...statistics import Statistic
+
+OBSERVERS: dict[str, type[Observer]] = {}
+"""By the word for which `qat(observer=...)` and `calibrated(observer=...)` take them."""
+
+MinMax = tuple[Tensor, Tensor]
+
+O = TypeVar("O", bound="type[Observer]")  # noqa: E741
+
+
+class Observer:
+    """Base class of observers: frozen dataclasses, printable, comparable, JSON-able.
+
+    Attributes:
+        name: the function that makes it, and the word for it with its default arguments.
+        statistic: what is collected of the inputs.
+        follows: in training, the range changes with each batch (see `follow`); otherwise it stays as it was chosen by
+            `qtorch.training.calibrate`.
+    """
+
+    name: ClassVar[str]
+    statistic: ClassVar[type[Statistic]]
+    follows: ClassVar[bool] = False
+
+    def range(self, seen: Any, spec: QuantSpec) -> MinMax:
+        """The range (low, high) to represent, 0-d fp32.
+
+        Args:
+            seen: a `statistic` that has seen at least one row.
+            spec: of the activation, with one scale for the tensor.
+        """
+        raise NotImplementedError
+
+    def follow(self, now: MinMax, batch: MinMax) -> MinMax:
+        """The range after a batch in training whose own is `batch`; `now` is NaN before the first. Of any shape."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        """The call that makes it, without default arguments."""
+        shown = [f.name for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
+        return f"{self.name}({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+
+def register_observer(name: str) -> Callable[[O], O]:
+    """Class decorator: register a frozen dataclass as the observer `name` and make it readable from JSON.
+
+    Raises:
+        ValueError: another observer has the same name.
+    """
+
+    def decorate(cls: O) -> O:
+        if OBSERVERS.setdefault(name, cls) is not cls:
+            raise ValueError(f"register_observer: {name!r} is taken by {OBSERVERS[name]!r}")
+        cls.name = name
+        jsonable(cls)
+        return cls
+
+    return decorate
+
+
+def observer_of(given: Any, caller: str) -> Observer:
+    """The observer that `given`, an observer or the word for one, stands for.
+
+    Raises:
+        ValueError: it is neither; the message begins with `caller`.
+    """
+    if isinstance(given, Observer):
+        return given
+    if isinstance(given, str) and given in OBSERVERS:
+        return OBSERVERS[given]()
+    words = ", ".join(sorted(OBSERVERS))
+    called = f"; call it: {given.name}()" if isinstance(given, type) and issubclass(given, Observer) else ""
+    raise ValueError(f"{caller}: observer is an observer such as mse(), or a word of {words}; got {given!r}{called}")
