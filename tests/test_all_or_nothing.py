@@ -81,7 +81,7 @@ def test_interrupted_while_weights_are_made(recipe: Recipe, monkeypatch: pytest.
     made = model()
     before = contents(made)
     with monkeypatch.context() as patch:
-        interrupt(patch, quantize_api, "_quantized", 3)
+        interrupt(patch, quantize_api, "quantized_row", 3)
         with pytest.raises(KeyboardInterrupt):
             quantize_(made, recipe)
     assert contents(made) == before
@@ -107,7 +107,7 @@ def test_goes_on_after_what_is_done(recipe: Recipe, monkeypatch: pytest.MonkeyPa
     whole.load_state_dict(made.state_dict())
     monkeypatch.setattr(quantize_api, "CHUNK_BYTES", 1)
     with monkeypatch.context() as patch:
-        interrupt(patch, quantize_api, "_quantized", 3)
+        interrupt(patch, quantize_api, "quantized_row", 3)
         with pytest.raises(KeyboardInterrupt):
             quantize_(made, recipe)
     started = kinds(made)

@@ -103,7 +103,8 @@ def test_explain() -> None:
         str(explain(layer)),
         """\
 weight: conv, float32 input on cpu, weight int8 PerRow() symmetric, PlainLayout()
-  runs dequantized_conv (dequantizes the weight on each call: it saves memory, not time)""",
+  runs dequantized_conv (dequantizes the weight on each call: it saves memory, not time)
+  not portable_conv: reads the portable layout, the weight has plain""",
     )
 
 

@@ -52,6 +52,7 @@ def test_weight() -> None:
         """\
 linear, float32 input on cpu, weight uint4 PerGroup(group_size=16) asymmetric, PackedLayout()
   runs packed_weight_mm (dequantizes on each call: on CPU it saves memory, not time)
+  not portable_linear: reads the portable layout, the weight has packed
   not cpu_int8_mm: needs quantized activations, the scheme is weight-only
   not cpu_weight_only_mm: is switched off
   not cuda_int8_mm: runs on cuda, the input is on cpu
@@ -81,6 +82,7 @@ def test_model() -> None:
         """\
 embed.weight: embedding, float32 input on cpu, weight int8 PerRow() symmetric, PlainLayout()
   runs gather_rows (on CPU it saves memory, not time)
+  not gather_portable_rows: reads the portable layout, the weight has plain
   not cpu_embedding: is switched off
   not gather_lut_rows: takes a CodebookSpec, the weight has a QuantSpec
   not gather_packed_rows: reads the packed layout, the weight has plain
@@ -88,6 +90,7 @@ embed.weight: embedding, float32 input on cpu, weight int8 PerRow() symmetric, P
   not reference: comes after it
 first.weight: linear, float32 input on cpu, weight int8 PerRow() symmetric, dynamic activation int8 PerToken() symmetric, PlainLayout()
   runs int8_scaled_mm (where the weight has groups, on CPU it saves memory, not time)
+  not portable_linear: reads the portable layout, the weight has plain
   not cpu_int8_mm: is switched off
   not cpu_weight_only_mm: is weight-only, the scheme quantizes activations
   not cuda_int8_mm: runs on cuda, the input is on cpu

@@ -47,7 +47,7 @@ def kill_after(function, calls):
     def killing(*args):
         nonlocal calls
         if not calls:
-            if function is checkpoint.save.write_tensors.__wrapped__:
+            if function is checkpoint.save.write_file.__wrapped__:
                 Path(args[0]).write_bytes(b"half a fi")
             os.kill(os.getpid(), signal.SIGKILL)
         calls -= 1
@@ -60,7 +60,7 @@ for step in range(6):
     folder.mkdir()
     qtorch.save_quantized(model(0.0), folder / "model.safetensors", max_shard_size=1)
     if not (child := os.fork()):
-        checkpoint.save.write_tensors = kill_after(checkpoint.save.write_tensors, step if step < 3 else 99)
+        checkpoint.save.write_file = kill_after(checkpoint.save.write_file, step if step < 3 else 99)
         os.replace = kill_after(os.replace, step - 3 if step >= 3 else 99)
         qtorch.save_quantized(model(1.0), folder / "model.safetensors", max_shard_size=1)
         os._exit(0)
@@ -178,7 +178,7 @@ def value_at(path: Path) -> int:
 # --- errors ---
 
 
-@pytest.mark.parametrize("step", ["write_tensors", "os.replace", "os.fsync"])
+@pytest.mark.parametrize("step", ["write_file", "os.replace", "os.fsync"])
 @pytest.mark.parametrize("times", [0, 1, 2])
 def test_failure_while_saving(step: str, times: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = quantized()
@@ -282,4 +282,4 @@ def test_full_disk(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_device_that_is_full() -> None:
     with pytest.raises(OSError, match="No space left on device"):
-        checkpoint.save.write_tensors(Path("/dev/full"), {"x": torch.zeros(1)}, {})
+        checkpoint.save.write_file(Path("/dev/full"), {"x": torch.zeros(1)}, {})
