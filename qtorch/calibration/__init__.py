@@ -14,9 +14,25 @@ from ..recipe import RECIPES  # noqa: E402
 from .auto import auto  # noqa: E402
 from .gptq import gptq  # noqa: E402
 from .rounding import Descent, FloatTarget, Gptq, Nearest, Rounding, ScaleRefit  # noqa: E402
+from .transforms import Awq, Smooth, Transform, awq, smooth  # noqa: E402
 
 RECIPE_NAMES = sorted(name for name, cls in RECIPES.items() if cls.__module__.startswith(f"{__name__}."))
 
-__all__ = ["Descent", "FloatTarget", "Gptq", "Nearest", "Rounding", "ScaleRefit", "auto", "gptq", *RECIPE_NAMES]
+__all__ = [
+    "Awq",
+    "Descent",
+    "FloatTarget",
+    "Gptq",
+    "Nearest",
+    "Rounding",
+    "ScaleRefit",
+    "Smooth",
+    "Transform",
+    "auto",
+    "awq",
+    "gptq",
+    "smooth",
+    *RECIPE_NAMES,
+]
 
 globals().update({name: RECIPES[name] for name in RECIPE_NAMES})

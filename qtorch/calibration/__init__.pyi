@@ -2,6 +2,7 @@
 # ruff: noqa
 
 from . import rounding as rounding
+from . import transforms as transforms
 from .auto import auto as auto
 from .calibrated import CalibratedRecipe as calibrated
 from .gptq import gptq as gptq
@@ -12,16 +13,26 @@ from .rounding.descent import Descent as Descent
 from .rounding.gptq import Gptq as Gptq
 from .rounding.scale_refit import ScaleRefit as ScaleRefit
 from .rounding.target import FloatTarget as FloatTarget
+from .transforms.awq import Awq as Awq
+from .transforms.awq import Awq as awq
+from .transforms.base import Transform as Transform
+from .transforms.smooth import Smooth as Smooth
+from .transforms.smooth import Smooth as smooth
 
 __all__ = [
+    "Awq",
     "Descent",
     "FloatTarget",
     "Gptq",
     "Nearest",
     "Rounding",
     "ScaleRefit",
+    "Smooth",
+    "Transform",
     "auto",
+    "awq",
     "calibrated",
     "gptq",
     "importance_weighted",
+    "smooth",
 ]

@@ -8,7 +8,7 @@ rounding algorithm chooses codes on the grid of the recipe, by default GPTQ on t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from ..primitives import LinearSpec
 from ..recipe import Calibrated, ExpertStatistics, WeightRecipe, register_recipe
-from ..report import CalibrationReport
+from ..report import CalibrationReport, TransformReport
 from ..statistics import Data, Moments, SecondMoment, Statistic, Statistics
+from ..targets import Target
 from .rounding import FloatTarget, Gptq, Grid, Refinement, Rounding, damped, loss
+from .transforms import Transform, run_transforms
 
 
 @register_recipe("calibrated")
@@ -34,9 +36,11 @@ class CalibratedRecipe(WeightRecipe):
         target: what is rounded: the weight whose output is that of the float model, or None for the weight itself.
         rounding: how the first codes are chosen.
         refine: what improves them, in this order.
+        transforms: of the float weights of the whole model, in this order, before any is rounded.
         forward: called as ``forward(model, batch)`` instead of the model.
         mask: batch -> (sequences, tokens), 1 for tokens that count; by default the ``attention_mask`` of a mapping.
-        strict: raise `ValueError` for a weight that would be rounded without data.
+        strict: raise `ValueError` for a weight that would be rounded without data, and for a transform that cannot be
+            done or has to be undone.
 
     Raises:
         ValueError: the recipe prunes weights or changes their scales itself.
@@ -51,9 +55,13 @@ class CalibratedRecipe(WeightRecipe):
     forward: Callable[[nn.Module, Any], Any] | None = field(default=None, repr=False, compare=False)
     mask: Callable[[Any], Tensor] | None = field(default=None, repr=False, compare=False)
     strict: bool = False
+    transforms: tuple[Transform, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "refine", tuple(self.refine))
+        object.__setattr__(self, "transforms", tuple(self.transforms))
+        if self.transforms and isinstance(self.batches, Iterator):
+            object.__setattr__(self, "batches", list(self.batches))  # they are read more than once
         if not isinstance(self.recipe, WeightRecipe) or isinstance(self.recipe, CalibratedRecipe):
             raise ValueError(f"calibrated takes a recipe for inference such as int4_weight_only(), got {self.recipe}")
         if self.recipe.prunes:
@@ -73,6 +81,14 @@ class CalibratedRecipe(WeightRecipe):
 
     def check(self, weight: Tensor) -> None:
         self.recipe.check(weight)
+
+    def transform(self, model: nn.Module, targets: Sequence[Target[Any]]) -> tuple[TransformReport, ...]:
+        recipes = {}
+        for target in targets:
+            recipe = target.recipe.recipe if isinstance(target.recipe, CalibratedRecipe) else target.recipe
+            if isinstance(recipe, WeightRecipe) and not target.asked.is_conv:
+                recipes.update({slot.name: recipe for slot in target.slots})
+        return run_transforms(self.transforms, model, self.data, recipes, self.strict)
 
     def apply(self, weight: Tensor) -> Tensor:
         return self.recipe.apply(weight)

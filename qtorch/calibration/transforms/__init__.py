@@ -1,0 +1,13 @@
+"""Transforms of the float weights of a model before they are rounded, one a file.
+
+    calibrated(recipe, data, transforms=[smooth()])
+
+They change no output of the model: places where channels can be scaled are found in the graph of `torch.export`, tried
+with numbers, and left alone where the outputs change (docs/guides/transforms.md).
+"""
+
+from .awq import Awq, awq
+from .base import Transform, run_transforms
+from .smooth import Smooth, smooth
+
+__all__ = ["Awq", "Smooth", "Transform", "awq", "run_transforms", "smooth"]
