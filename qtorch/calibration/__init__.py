@@ -14,23 +14,27 @@ from ..recipe import RECIPES  # noqa: E402
 from .auto import auto  # noqa: E402
 from .gptq import gptq  # noqa: E402
 from .rounding import Descent, FloatTarget, Gptq, Nearest, Rounding, ScaleRefit  # noqa: E402
-from .transforms import Awq, Smooth, Transform, awq, smooth  # noqa: E402
+from .transforms import Awq, Clip, Rotate, Smooth, Transform, awq, clip, rotate, smooth  # noqa: E402
 
 RECIPE_NAMES = sorted(name for name, cls in RECIPES.items() if cls.__module__.startswith(f"{__name__}."))
 
 __all__ = [
     "Awq",
+    "Clip",
     "Descent",
     "FloatTarget",
     "Gptq",
     "Nearest",
+    "Rotate",
     "Rounding",
     "ScaleRefit",
     "Smooth",
     "Transform",
     "auto",
     "awq",
+    "clip",
     "gptq",
+    "rotate",
     "smooth",
     *RECIPE_NAMES,
 ]

@@ -16,15 +16,21 @@ from .rounding.target import FloatTarget as FloatTarget
 from .transforms.awq import Awq as Awq
 from .transforms.awq import Awq as awq
 from .transforms.base import Transform as Transform
+from .transforms.clip import Clip as Clip
+from .transforms.clip import Clip as clip
+from .transforms.rotate import Rotate as Rotate
+from .transforms.rotate import Rotate as rotate
 from .transforms.smooth import Smooth as Smooth
 from .transforms.smooth import Smooth as smooth
 
 __all__ = [
     "Awq",
+    "Clip",
     "Descent",
     "FloatTarget",
     "Gptq",
     "Nearest",
+    "Rotate",
     "Rounding",
     "ScaleRefit",
     "Smooth",
@@ -32,7 +38,9 @@ __all__ = [
     "auto",
     "awq",
     "calibrated",
+    "clip",
     "gptq",
     "importance_weighted",
+    "rotate",
     "smooth",
 ]

@@ -303,3 +303,9 @@ RULES: dict[str, Rule] = {
     ),
 }
 """Name of an operation -> its rule."""
+
+MOVES_VALUES = {name for name, rule in RULES.items() if rule is _moved} | {
+    f"aten.{name}" for name in ("to.dtype", "to.dtype_layout", "to.device", "type_as.default", "dropout.default")
+}
+MOVES_VALUES |= {f"aten.{name}.default" for name in ("clone", "contiguous", "detach", "alias")} | {str(getitem)}
+"""Operations that change no element."""

@@ -128,14 +128,14 @@ def search_scales(
     work: Work, transform: str, candidates: Callable[[Group], Iterable[Candidate]], tokens: int
 ) -> list[TransformReport]:
     """Scale each fold of a model by the best of its candidates, and report each of them."""
-    folds, refusals, wrong = work.found
+    folds = work.folds
     reports = [
         TransformReport(transform, item.name, "not done", item.reason, item.consumers)
-        for item in refusals
+        for item in work.refusals
         if not set(item.consumers).isdisjoint(work.recipes)
     ]
     message = "the outputs of the model change with these scales"
-    reports += [TransformReport(transform, fold.name, "reverted", message, tuple(fold.consumers)) for fold in wrong]
+    wrong = [TransformReport(transform, fold.name, "reverted", message, tuple(fold.consumers)) for fold in work.wrong]
     wanted = {name: work.parameters[name] for fold in folds for name in fold.consumers if name in work.recipes}
     inputs = collect_inputs(work.model, work.data, work.batches, wanted.values(), tokens)
     by_name: dict[tuple[str, int | None], WeightInputs] = {}
@@ -160,7 +160,7 @@ def search_scales(
                 _rescale(consumer.inputs, by)
     for name in _reverted(work, before, chosen):
         done[name] = TransformReport(transform, name, "reverted", message, done[name].consumers)
-    return [*reports, *done.values()]
+    return [*reports, *wrong, *done.values()]
 
 
 def _best(transform: str, group: Group, candidates: Iterable[Candidate]) -> tuple[Tensor | None, TransformReport]:

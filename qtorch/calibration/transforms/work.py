@@ -54,17 +54,35 @@ class Work:
         return outputs(self.model, self.data, self.batches[0])
 
     @cached_property
-    def found(self) -> tuple[list[Fold], list[Refusal], list[Fold]]:
-        """(the folds of weights that will be quantized, places that cannot be scaled, folds that were wrong).
+    def _found(self) -> tuple[list[Fold], list[Refusal]]:
+        return find_folds(self.graph)
 
-        Each fold has been tried: with random powers of two as scales, which round nothing, the outputs are the same.
-        """
-        folds, refusals = find_folds(self.graph)
-        folds = [fold for fold in folds if not fold.consumers.keys().isdisjoint(self.recipes)]
+    @property
+    def all_folds(self) -> list[Fold]:
+        """All folds of the model, not tried."""
+        return self._found[0]
+
+    @property
+    def refusals(self) -> list[Refusal]:
+        """Places that cannot be scaled."""
+        return self._found[1]
+
+    @cached_property
+    def wrong(self) -> list[Fold]:
+        """Folds that change the outputs, with random powers of two as scales, which round nothing."""
         wrong: list[Fold] = []
-        for chunk in self._chunks(folds):
+        for chunk in self._chunks(self._wanted):
             wrong += find_wrong(chunk, self._differ)
-        return [fold for fold in folds if fold not in wrong], refusals, wrong
+        return wrong
+
+    @property
+    def folds(self) -> list[Fold]:
+        """The folds of weights that will be quantized, each tried."""
+        return [fold for fold in self._wanted if fold not in self.wrong]
+
+    @property
+    def _wanted(self) -> list[Fold]:
+        return [fold for fold in self.all_folds if not fold.consumers.keys().isdisjoint(self.recipes)]
 
     def _chunks(self, folds: Sequence[Fold]) -> list[list[Fold]]:
         chunks: list[list[Fold]] = [[]]
