@@ -24,7 +24,7 @@ FLOORS: list[list[str]] = [
     ["primitives/codebook", "primitives/double_quant", "primitives/scale_rules"],
     ["primitives/hqq"],
     ["primitives/spec"],
-    ["primitives/codebook_spec", "primitives/scheme"],
+    ["primitives/codebook_spec", "primitives/rotated_spec", "primitives/scheme"],
     ["primitives"],
     ["layouts/inner_tensors"],
     ["layouts/base"],

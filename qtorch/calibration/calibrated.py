@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..primitives import LinearSpec
+from ..primitives import LinearSpec, RotatedSpec
 from ..recipe import Calibrated, ExpertStatistics, WeightRecipe, register_recipe
 from ..report import CalibrationReport, TransformReport
 from ..statistics import Data, Moments, SecondMoment, Statistic, Statistics
@@ -117,7 +117,11 @@ class CalibratedRecipe(WeightRecipe):
         goal = weight.float()
         if self.target is not None and isinstance(moments, Moments) and moments.cross is not None:
             goal = self.target.of(goal, moment, moments.cross.to(weight.device))
-        grid = Grid.of(goal, spec.weight, weight.dtype, moment.diagonal())
+        if isinstance(spec.weight, RotatedSpec):
+            # Codes are chosen for the rotated weight, which meets rotated inputs.
+            goal = spec.weight.rotated(goal)
+            moment = spec.weight.rotated(spec.weight.rotated(moment).t())
+        grid = Grid.of(goal, getattr(spec.weight, "unrotated", spec.weight), weight.dtype, moment.diagonal())
         nearest = _relative(goal - grid.values(), moment, goal)
         damping = self.rounding.round(goal, moment, grid)
         for step in self.refine:
