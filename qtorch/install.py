@@ -7,7 +7,8 @@ class of a module, run inside `all_or_nothing`. Create all new values before ins
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import delitem, setitem
 from typing import Any, NamedTuple, TypeVar
@@ -56,6 +57,16 @@ def all_or_nothing(modules: Iterable[nn.Module]) -> _RolledBack:
         modules: all modules that the block changes.
     """
     return _RolledBack([undo for module in dict.fromkeys(modules) for undo in _states(module)])
+
+
+@contextmanager
+def restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore these modules in any case, as `all_or_nothing` does after an exception."""
+    undo = all_or_nothing(modules).undo
+    try:
+        yield
+    finally:
+        _run(undo)
 
 
 def user_attributes(tensor: Tensor) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from .report_rows import quantized_row, skipped_row, why_nothing
 from .statistics import Data, Statistic, Statistics, collect
 from .targets import Filter, Target, find_targets
 from .tracing.outside_graphs import outside_graphs
+from .transformed import transformed
 
 __all__ = [
     "RECIPES",
@@ -105,30 +106,31 @@ def quantize_(
     _check_targets(targets)
     before = get_model_size_in_bytes(model)
     elements = _elements(model, targets)
-    statistics = _collect(model, targets)
-    calibrated = _calibrate_in_order(model, targets)
-    rows = []
-    chunk = _Chunk()
-    for target in tqdm(targets, desc="quantize", disable=not progress):
-        if target.recipe is None:
-            rows.append(skipped_row(target))
-            continue
-        weight = target.parameter.detach()
-        weight = weight if device is None else weight.to(device)
-        if target.parameter in calibrated:
-            made, calibration, _ = calibrated.pop(target.parameter)
-            made = made if device is None else made.to(device)
-        else:
-            made, calibration = target.recipe.make(target, weight, statistics.get(target.parameter)), None
-        rows.append(replace(quantized_row(target, weight, made), calibration=calibration))
-        if not dry_run:
-            chunk.add(target, made)
-    chunk.install()
+    with transformed(model, targets, keep=not dry_run) as transforms:
+        statistics = _collect(model, targets)
+        calibrated = _calibrate_in_order(model, targets)
+        rows = []
+        chunk = _Chunk()
+        for target in tqdm(targets, desc="quantize", disable=not progress):
+            if target.recipe is None:
+                rows.append(skipped_row(target))
+                continue
+            weight = target.parameter.detach()
+            weight = weight if device is None else weight.to(device)
+            if target.parameter in calibrated:
+                made, calibration, _ = calibrated.pop(target.parameter)
+                made = made if device is None else made.to(device)
+            else:
+                made, calibration = target.recipe.make(target, weight, statistics.get(target.parameter)), None
+            rows.append(replace(quantized_row(target, weight, made), calibration=calibration))
+            if not dry_run:
+                chunk.add(target, made)
+        chunk.install()
     if device is not None and not dry_run:
         model.to(device)
     if not dry_run:
         tell(model, {slot.name: target.recipe for target in targets if target.recipe for slot in target.slots})
-    report = QuantizeReport(tuple(rows), dry_run, *elements, before)
+    report = QuantizeReport(tuple(rows), dry_run, *elements, before, transforms=transforms)
     after = before - report.bytes_before + report.bytes_after if dry_run else get_model_size_in_bytes(model)
     return replace(report, model_bytes_after=after)
 

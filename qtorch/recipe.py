@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -19,7 +19,7 @@ from .primitives import LinearSpec
 from .primitives.granularity import IndivisibleError
 from .primitives.jsonable import jsonable
 from .primitives.scheme import Scheme
-from .report import CalibrationReport
+from .report import CalibrationReport, TransformReport
 from .statistics import Data, Statistic, Statistics
 from .targets import Target
 
@@ -59,6 +59,7 @@ class Recipe:
         statistics: the statistics of the inputs of a weight that `apply_calibrated` needs, collected over `data`.
         in_order: weights are quantized in the order in which the model runs, each with the inputs that it meets in the
             model as quantized so far (see `blockwise`); otherwise all at once, with those of the float model.
+        transforms: of the float weights of the whole model, before any is quantized; see `transform`.
     """
 
     name: ClassVar[str]
@@ -66,6 +67,7 @@ class Recipe:
     selects: ClassVar[tuple[type, ...]] = ()
     statistics: ClassVar[tuple[type[Statistic], ...]] = ()
     in_order: ClassVar[bool] = False
+    transforms: Sequence[Any] = ()
 
     @property
     def learner(self) -> BlockLearner | None:
@@ -90,6 +92,14 @@ class Recipe:
 
     def apply_calibrated(self, weight: Tensor, statistics: Statistics) -> Tensor:
         """`apply` with the `statistics` that the recipe requests."""
+        raise NotImplementedError
+
+    def transform(self, model: nn.Module, targets: Sequence[Target[Any]]) -> tuple[TransformReport, ...]:
+        """Replace float parameters of `model` by those that `transforms` make; `quantize_` undoes it after an error.
+
+        Args:
+            targets: all weights, each with its recipe or None.
+        """
         raise NotImplementedError
 
     # `quantize_` calls these; a recipe that depends on the modules, or changes them, overrides them.

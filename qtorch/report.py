@@ -35,6 +35,31 @@ class CalibrationReport:
 
 
 @dataclass(frozen=True)
+class TransformReport:
+    """What a transform did in one place of the model.
+
+    The errors are |X W^T - Q(X) Q(W)^T|^2 / |X W^T|^2 with weights rounded to nearest, the mean over the layers there.
+
+    Attributes:
+        transform: its name.
+        name: of the parameter whose channels were to be changed; empty for the whole model.
+        action: ``"scaled"``, ``"rotated"``, ``"clipped"``, ``"unchanged"``, ``"not done"`` or ``"reverted"``, after
+            the outputs of the model turned out to change.
+        detail: how it was changed, or why not.
+        consumers: the parameters that make up for it.
+        error_before, error_after: None where no error was computed.
+    """
+
+    transform: str
+    name: str
+    action: str
+    detail: str
+    consumers: tuple[str, ...] = ()
+    error_before: float | None = None
+    error_after: float | None = None
+
+
+@dataclass(frozen=True)
 class LayerReport:
     """The report on one weight.
 
@@ -77,6 +102,7 @@ class QuantizeReport:
         parameters: number of elements of all parameters of the model.
         quantized_before: number of elements of weights that were quantized before the call and not changed by it.
         model_bytes_before, model_bytes_after: size of all parameters and buffers of the model.
+        transforms: what was changed in the float weights before they were quantized.
     """
 
     layers: tuple[LayerReport, ...]
@@ -85,6 +111,7 @@ class QuantizeReport:
     quantized_before: int = 0
     model_bytes_before: int = 0
     model_bytes_after: int = 0
+    transforms: tuple[TransformReport, ...] = ()
 
     @property
     def quantized(self) -> tuple[LayerReport, ...]:
@@ -123,12 +150,13 @@ class QuantizeReport:
             "parameters": self.parameters,
             "quantized_parameters": self.quantized_parameters,
             "layers": [_json_of(layer) for layer in self.layers],
+            "transforms": [{**asdict(item), "consumers": list(item.consumers)} for item in self.transforms],
         }
 
     def __str__(self) -> str:
         rows = [_row(layer) for layer in self.layers]
         table = format_table(("weight", "shape", "what", "bytes before", "after", "SQNR dB", "kernel"), rows)
-        return f"{self._summary()}\n\n{table}\n{self._totals()}"
+        return f"{self._summary()}\n\n{table}\n{self._totals()}{self._transformed()}"
 
     def __repr__(self) -> str:
         return f"<QuantizeReport: {self._summary()}>"
@@ -143,6 +171,21 @@ class QuantizeReport:
 
     def _totals(self) -> str:
         return f"these {len(self.quantized)} weights: {_change(self.bytes_before, self.bytes_after)}"
+
+    def _transformed(self) -> str:
+        if not self.transforms:
+            return ""
+        rows = [
+            (
+                item.transform,
+                item.name,
+                f"{item.action}: {item.detail}",
+                "" if item.error_before is None else f"{item.error_before:.3g}",
+                "" if item.error_after is None else f"{item.error_after:.3g}",
+            )
+            for item in self.transforms
+        ]
+        return "\n\n" + format_table(("transform", "of", "what", "error before", "after"), rows)
 
     def _largest_left(self) -> list[str]:
         """The largest weights left in floating point, and why; weights of the same name in all blocks count as one."""

@@ -139,9 +139,11 @@ def test_json_round_trip() -> None:
    "kernel": null,
    "also": [
     "head.weight"
-   ]
+   ],
+   "calibration": null
   }
- ]
+ ],
+ "transforms": []
 }""",
     )
 

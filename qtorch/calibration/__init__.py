@@ -17,20 +17,30 @@ from .gptq import gptq  # noqa: E402
 from .observed import observed  # noqa: E402
 from .observers import OBSERVER_NAMES, OBSERVERS, Observer  # noqa: E402
 from .rounding import Descent, FloatTarget, Gptq, Nearest, Rounding, ScaleRefit  # noqa: E402
+from .transforms import Awq, Clip, Rotate, Smooth, Transform, awq, clip, rotate, smooth  # noqa: E402
 
 RECIPE_NAMES = sorted(name for name, cls in RECIPES.items() if cls.__module__.startswith(f"{__name__}."))
 
 __all__ = [
+    "Awq",
+    "Clip",
     "Descent",
     "FloatTarget",
     "Gptq",
     "Nearest",
     "Observer",
+    "Rotate",
     "Rounding",
     "ScaleRefit",
+    "Smooth",
+    "Transform",
     "auto",
+    "awq",
+    "clip",
     "gptq",
     "observed",
+    "rotate",
+    "smooth",
     *OBSERVER_NAMES,
     *RECIPE_NAMES,
 ]

@@ -7,7 +7,7 @@ rounding algorithm chooses codes on the grid of the recipe, by default GPTQ on t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from ..blockwise import BlockLearner
 from ..kernels.im2col import from_matrix, to_matrix
-from ..primitives import LinearSpec
+from ..primitives import LinearSpec, RotatedSpec
 from ..recipe import Calibrated, ExpertStatistics, WeightRecipe, register_recipe
+from ..report import TransformReport
 from ..statistics import Data, Moments, SecondMoment, Statistic, Statistics
 from ..targets import Target
 from .block_learner import AutoRoundLearner, LearnableWeight
@@ -25,6 +26,7 @@ from .observers import Observer, observer_of
 from .rounded_matrix import RoundedMatrix, combined_report, round_matrix
 from .rounding import AutoRound, FloatTarget, Gptq, Grid, Nearest, Refinement, Rounding, ScaleSearch
 from .static_activation import StaticActivation, without_scale
+from .transforms import Transform, run_transforms
 
 
 @register_recipe("calibrated")
@@ -44,9 +46,11 @@ class CalibratedRecipe(WeightRecipe):
         observer: how the scale of a static activation is chosen, from the inputs of the model as quantized so far: an
             observer, or the word for one; None is `mse()`. Weights with one input have one scale, and so have the
             experts of one parameter. For recipes that leave the scale out.
+        transforms: of the float weights of the whole model, in this order, before any is rounded.
         forward: called as ``forward(model, batch)`` instead of the model.
         mask: batch -> (sequences, tokens), 1 for tokens that count; by default the ``attention_mask`` of a mapping.
-        strict: raise `ValueError` for a weight that would be rounded without data.
+        strict: raise `ValueError` for a weight that would be rounded without data, and for a transform that cannot be
+            done or has to be undone.
 
     Raises:
         ValueError: the recipe prunes weights or changes their scales itself; an observer for a recipe without static
@@ -65,9 +69,13 @@ class CalibratedRecipe(WeightRecipe):
     forward: Callable[[nn.Module, Any], Any] | None = field(default=None, repr=False, compare=False)
     mask: Callable[[Any], Tensor] | None = field(default=None, repr=False, compare=False)
     strict: bool = False
+    transforms: tuple[Transform, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "refine", tuple(self.refine))
+        object.__setattr__(self, "transforms", tuple(self.transforms))
+        if self.transforms and isinstance(self.batches, Iterator):
+            object.__setattr__(self, "batches", list(self.batches))  # they are read more than once
         if not isinstance(self.recipe, WeightRecipe) or isinstance(self.recipe, CalibratedRecipe):
             raise ValueError(f"calibrated takes a recipe for inference such as int4_weight_only(), got {self.recipe}")
         if self.recipe.prunes:
@@ -117,6 +125,14 @@ class CalibratedRecipe(WeightRecipe):
     def check(self, weight: Tensor) -> None:
         self.recipe.check(weight)
 
+    def transform(self, model: nn.Module, targets: Sequence[Target[Any]]) -> tuple[TransformReport, ...]:
+        recipes = {}
+        for target in targets:
+            recipe = target.recipe.recipe if isinstance(target.recipe, CalibratedRecipe) else target.recipe
+            if isinstance(recipe, WeightRecipe) and not target.asked.is_conv:
+                recipes.update({slot.name: recipe for slot in target.slots})
+        return run_transforms(self.transforms, model, self.data, recipes, self.strict)
+
     def apply(self, weight: Tensor) -> Tensor:
         return self.recipe.apply(weight)
 
@@ -153,7 +169,9 @@ class CalibratedRecipe(WeightRecipe):
         if activation is not None:
             tokens = activation.rows if self._only_observes else report.tokens
             report = replace(report, tokens=tokens, input_range=activation.range)
-        learnable = None if self.learn is None else LearnableWeight(rounded, as_parameter, quantized)
+        learnable = None
+        if self.learn is not None and not isinstance(spec.weight, RotatedSpec):
+            learnable = LearnableWeight(rounded, as_parameter, quantized)
         return Calibrated(quantized([part.grid for part in rounded]), report, learnable)
 
     def _activation(self, weight: Tensor, statistics: Statistics | ExpertStatistics) -> StaticActivation | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..primitives import CodebookSpec, QuantSpec
+from ..primitives import CodebookSpec, QuantSpec, RotatedSpec
 from ..report import CalibrationReport
 from ..statistics import Moments, SecondMoment
 from .rounding import FloatTarget, Grid, Refinement, Rounding, ScaleSearch, damped, loss
@@ -35,6 +35,8 @@ class RoundedMatrix:
     def nearest(cls, weight: Tensor, spec: QuantSpec | CodebookSpec, method: str) -> RoundedMatrix:
         """`weight` rounded to nearest without data, because of what `method` says."""
         report = CalibrationReport(method, 0, None, None, 0, 0)
+        if isinstance(spec, RotatedSpec):
+            weight, spec = spec.rotated(weight), spec.unrotated
         return cls(Grid.of(weight, spec, weight.dtype), weight.float(), None, report)
 
     def best_values(self) -> Tensor:
@@ -70,6 +72,9 @@ def round_matrix(
         residual = moments.residual
         residual = None if residual is None else residual.to(weight.device)
         goal = target.of(goal, moment, moments.cross.to(weight.device), residual)
+    if isinstance(spec, RotatedSpec):
+        # Codes are chosen for the rotated weight, which meets rotated inputs.
+        goal, moment, spec = spec.rotated(goal), spec.rotated(spec.rotated(moment).t()), spec.unrotated
     grid = Grid.of(goal, spec, weight.dtype, moment.diagonal())
     nearest = relative_loss(goal - grid.values(), moment, goal)
     if scales is not None:

@@ -311,6 +311,7 @@ def quantized_type(spec: Any) -> type[QuantizedTensor]:
     Raises:
         ValueError: no class stores such a spec.
     """
-    if type(spec) not in _TYPE_OF_SPEC:
-        raise ValueError(f"no quantized tensor has a {type(spec).__name__}: {spec!r}")
-    return _TYPE_OF_SPEC[type(spec)]
+    for kind in type(spec).__mro__:
+        if kind in _TYPE_OF_SPEC:
+            return _TYPE_OF_SPEC[kind]
+    raise ValueError(f"no quantized tensor has a {type(spec).__name__}: {spec!r}")

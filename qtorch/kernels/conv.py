@@ -27,6 +27,7 @@ CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d
     activation=(),
     priority=10,
     note="dequantizes the weight on each call: it saves memory, not time",
+    rotated=True,
 )
 def dequantized_conv(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, window: Window) -> Tensor:
     """(B, N, *positions) in the dtype of x.

@@ -114,7 +114,7 @@ def gather_portable_rows(ids: Tensor, weight: Any) -> Tensor:
     return y.reshape(*ids.shape, scheme.shape[1])
 
 
-@register("embedding", spec=None, priority=REFERENCE, name="reference")
+@register("embedding", spec=None, priority=REFERENCE, rotated=True, name="reference")
 def embedding(ids: Tensor, weight: QuantizedWeight) -> Tensor:
     """Dequantize the whole weight (V, D), then look up."""
     codes, scale, zero_point = weight.plain()

@@ -63,6 +63,7 @@ class Kernel:
             counts as a fallback.
         checks_memory: it checks that the memory of the weight's tensors exists on its device. Other kernels run only
             after the caller has checked.
+        rotated: it takes weights and activations whose blocks are rotated (see `RotatedSpec`).
     """
 
     name: str
@@ -78,6 +79,7 @@ class Kernel:
     note: str
     emulates: bool
     checks_memory: bool
+    rotated: bool
 
     @property
     def is_reference(self) -> bool:
@@ -108,6 +110,8 @@ class Kernel:
             return f"runs on {self.device}, the input is on {problem.device}"
         if self.spec is not None and not isinstance(scheme.weight, self.spec):
             return f"takes a {self.spec.__name__}, the weight has a {type(scheme.weight).__name__}"
+        if getattr(scheme.weight, "rotation", 0) and not self.rotated:
+            return "takes no rotated codes"
         if self.weight is not None and scheme.weight.dtype.name not in self.weight:
             return f"takes {_either(self.weight)} weights, this one is {scheme.weight.dtype.name}"
         if self.activation is not None:
@@ -153,6 +157,7 @@ def register(
     note: str = "",
     emulates: bool = False,
     checks_memory: bool = False,
+    rotated: bool = False,
     name: str | None = None,
 ) -> Callable[[F], F]:
     """Decorator: register an implementation of `op`; see `Kernel` for the arguments. The name is the function's.
@@ -178,6 +183,7 @@ def register(
             note,
             emulates,
             checks_memory,
+            rotated,
         )
         if any(k.op == op and k.name == kernel.name for k in _kernels):
             raise ValueError(f"register: {op} has a kernel named {kernel.name} already")

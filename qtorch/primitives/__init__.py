@@ -11,6 +11,7 @@ from .learned_step import learned_step_fake_quantize, lsq_grad_scale, lsq_scale
 from .pruning import is_2_4, prune_2_4
 from .qdtype import QDType, qdtype
 from .qparams import choose_qparams_affine, choose_qparams_affine_with_min_max
+from .rotated_spec import RotatedSpec
 from .rounding import Rounding, round_to_integer
 from .scale_rules import (
     AbsMaxRule,
@@ -47,6 +48,7 @@ __all__ = [
     "PercentileRule",
     "QDType",
     "QuantSpec",
+    "RotatedSpec",
     "Rounding",
     "ScaleRule",
     "ZeroPointDomain",

@@ -106,6 +106,16 @@ class QuantSpec:
         offset = self.zero_point_domain is ZeroPointDomain.OFFSET
         return offset and self.has_zero_point and only_multiplies(self.scale_spec)
 
+    @property
+    def rotation(self) -> int:
+        """Size of the Hadamard matrix by which blocks are multiplied before they are quantized (see `RotatedSpec`)."""
+        return 0
+
+    @property
+    def unrotated(self) -> QuantSpec:
+        """The spec by which the rotated values are quantized."""
+        return self
+
     def block_size(self, shape: Sequence[int]) -> Block:
         """Elements that share a scale in a tensor of this shape, per axis.
 
@@ -260,7 +270,7 @@ class LinearSpec:
         layout: a layout object, None for the plain layout.
 
     Raises:
-        ValueError: static without an activation.
+        ValueError: static without an activation, or an activation that is not rotated as the weight is.
     """
 
     weight: QuantSpec | Any
@@ -271,6 +281,8 @@ class LinearSpec:
     def __post_init__(self) -> None:
         if self.static and self.activation is None:
             raise ValueError("LinearSpec: a static activation scale needs an activation spec")
+        if self.activation is not None and self.activation.rotation != getattr(self.weight, "rotation", 0):
+            raise ValueError("LinearSpec: the activation has to be rotated as the weight is, in blocks of one size")
 
     def __str__(self) -> str:
         if self.activation is None:

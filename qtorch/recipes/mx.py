@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import torch
 
 from ..dtypes import PackedLayout
-from ..primitives import LinearSpec, PerGroup, QDType, QuantSpec, ZeroPointDomain, qdtype
+from ..primitives import LinearSpec, PerGroup, QDType, QuantSpec, RotatedSpec, ZeroPointDomain, qdtype
 from ..recipe import WeightRecipe, register_recipe
 
 BLOCK = 32
@@ -65,9 +65,22 @@ class Mxfp8DynamicActivationMxfp8Weight(Mxfp8WeightOnly):
 @register_recipe("mxfp4_dynamic_activation_mxfp4_weight")
 @dataclass(frozen=True)
 class Mxfp4DynamicActivationMxfp4Weight(Mxfp4WeightOnly):
-    """Weights and activations in MXFP4 (e2m1), with activation scales computed on each call."""
+    """Weights and activations in MXFP4 (e2m1), with activation scales computed on each call.
+
+    Args:
+        rotated: multiply each block of 32 weights, and of the activation on each call, by a Hadamard matrix before it
+            is quantized (see `RotatedSpec`): outliers are spread over their block.
+    """
 
     quantizes_activations = True
+    rotated: bool = False
+
+    def linear_spec(self) -> LinearSpec:
+        spec = super().linear_spec()
+        if not self.rotated:
+            return spec
+        rotated = RotatedSpec(**{f.name: getattr(spec.weight, f.name) for f in fields(spec.weight)})
+        return replace(spec, weight=rotated, activation=rotated)
 
 
 mxfp8_weight_only = Mxfp8WeightOnly

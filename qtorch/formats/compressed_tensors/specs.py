@@ -54,6 +54,8 @@ def args_of(tensor: QuantizedTensor) -> tuple[Args, Args | None]:
         raise ValueError(f"is quantized with look-up tables of {scheme.weight.dtype}; no scheme has any")
     if tensor.trains or not isinstance(scheme.weight, QuantSpec):
         raise ValueError(f"is a {type(tensor).__name__}; finish the training by convert() first")
+    if scheme.weight.rotation:
+        raise ValueError(f"has rotated blocks ({scheme.weight}); no scheme has a rotation of blocks in its kernel")
     if not scheme.layout.any_codes:
         raise ValueError(f"is sparse, {scheme.layout}; no scheme of vLLM serves sparse weights")
     inputs = None if scheme.activation is None else _of_activation(scheme.activation, scheme.spec.static)

@@ -29,6 +29,7 @@ def _supports(problem: Problem) -> str | None:
     supports=_supports,
     note="emulated in fp32: the accuracy of the format, not its speed",
     emulates=True,
+    rotated=True,
 )
 def emulated_scaled_mm(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Linear with any scheme whose activation is in floating-point codes."""

@@ -19,7 +19,7 @@ from ..ops.quantize_rowwise import dequantize_rows, quantize_input
 from ..registry import REFERENCE, QuantizedWeight, register
 
 
-@register("linear", spec=None, priority=REFERENCE, name="reference")
+@register("linear", spec=None, priority=REFERENCE, rotated=True, name="reference")
 def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """x (..., K) times a weight (N, K), or (E, N, K) with x (E, M, K); plus bias (N)."""
     scheme = weight.scheme
@@ -39,6 +39,8 @@ def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
         x32 = dequantize_rows(scheme.activation, xq, xs, xz)[:count].reshape(x.shape)
     else:
         x32 = x.float()
+    # The rotations of the weight and of the activation cancel.
+    spec = spec if scheme.activation is None else spec.unrotated
     y = torch.matmul(x32, spec.dequantize(codes, scale, zero_point).transpose(-2, -1))
     return _finish(y, bias, x.dtype)
 

@@ -38,6 +38,8 @@ class QATSpec:
     def __post_init__(self) -> None:
         # Made once: it is read on each call, and by compilers that trace it.
         object.__setattr__(self, "_linear_spec", self.recipe.linear_spec())
+        if getattr(self.linear_spec.weight, "rotation", 0):
+            raise ValueError(f"qat: {self.recipe} rotates blocks, which is not trained; leave rotated=True out")
 
     @property
     def linear_spec(self) -> LinearSpec:

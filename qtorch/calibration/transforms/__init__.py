@@ -1,0 +1,15 @@
+"""Transforms of the float weights of a model before they are rounded, one a file.
+
+    calibrated(recipe, data, transforms=[smooth()])
+
+They change no output of the model (but `clip`, which says so): places where channels can be scaled are found in the
+graph of `torch.export`, tried with numbers, and left alone where the outputs change (docs/guides/transforms.md).
+"""
+
+from .awq import Awq, awq
+from .base import Transform, run_transforms
+from .clip import Clip, clip
+from .rotate import Rotate, rotate
+from .smooth import Smooth, smooth
+
+__all__ = ["Awq", "Clip", "Rotate", "Smooth", "Transform", "awq", "clip", "rotate", "run_transforms", "smooth"]

@@ -1,0 +1,104 @@
+"""Folds: places of a model where the channels of a tensor can be scaled without a change of its outputs.
+
+    norm(x) * t -> (W / t) norm(x) t         rows of W_1 times t, columns of W_2 divided by t
+
+They are found in the graph of the model, from each parameter (see `propagation`); no model is known by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .graph import ModelGraph, shape_of
+from .labels import axis_labels, factors, ids
+from .parameters import Parameters, computing_dtype
+from .propagation import Propagation
+from .rules import rule_of
+
+
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """Scales t_1 .. t_n that may be multiplied into some parameters and out of others.
+
+    Attributes:
+        name: of the parameter whose channels are multiplied.
+        scales: n.
+        free: (n,) bool; the others have to be 1.
+        labels: name of a parameter -> by which scale each element is multiplied (see `labels`).
+        shifts: name of a parameter -> c where the model multiplies by (c + parameter).
+    """
+
+    name: str
+    scales: int
+    free: Tensor
+    labels: Mapping[str, Tensor]
+    shifts: Mapping[str, float]
+
+    @property
+    def consumers(self) -> dict[str, Tensor]:
+        """The parameters that are divided, with their labels."""
+        return {name: labels for name, labels in self.labels.items() if bool((labels < 0).any())}
+
+    def values(self, parameters: Parameters, scales: Tensor) -> dict[str, Tensor]:
+        """The new values of the parameters, in fp32 (fp64 for those in fp64).
+
+        Args:
+            scales: (n,), positive.
+        """
+        made = {}
+        for name, labels in self.labels.items():
+            old = parameters[name].detach()
+            dtype, shift = computing_dtype(old.dtype), self.shifts.get(name, 0.0)
+            by = factors(labels, torch.where(self.free, scales.cpu().to(dtype), 1)).to(old.device)
+            made[name] = (old.to(dtype) + shift) * by - shift
+        return made
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A parameter whose channels cannot be scaled, and why."""
+
+    name: str
+    reason: str
+    consumers: tuple[str, ...]
+
+
+def find_folds(graph: ModelGraph) -> tuple[list[Fold], list[Refusal]]:
+    """All folds of a model, in the order of the model; and the parameters that feed linear layers but have none."""
+    folds, refusals = [], []
+    for name, nodes in graph.uses.items():
+        shape = shape_of(nodes[0])
+        refusal: Refusal | None = None
+        for axis in range(len(shape or ())):
+            assert shape is not None
+            if shape[axis] < 2:
+                continue
+            found = Propagation(graph, rule_of, name, axis_labels(shape, axis)).run()
+            fold = _fold(name, shape[axis], found)
+            if fold is not None:
+                folds.append(fold)
+                break
+            divided = tuple(key for key, labels in found.scaled.items() if bool((labels < 0).any()))
+            if divided and refusal is None:
+                refusal = Refusal(name, next(iter(found.blocked.values())), divided)
+        else:
+            if refusal is not None:
+                refusals.append(refusal)
+    return folds, refusals
+
+
+def _fold(name: str, scales: int, found: Propagation) -> Fold | None:
+    kept = {key: labels for key, given in found.scaled.items() if (labels := found.kept(given)) is not None}
+    free = torch.zeros(scales, dtype=torch.bool)
+    divided: set[int] = set()
+    for labels in kept.values():
+        divided |= ids(labels[labels < 0])
+    useful = sorted(found.free & divided)
+    if not useful:
+        return None
+    free[torch.tensor(useful) - 1] = True
+    return Fold(name, scales, free, kept, found.shifts)

@@ -1,0 +1,91 @@
+"""Inputs of the weights that a fold divides: the extent of each channel over all tokens, and some of the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...statistics import Data, Use, UseRecorder
+from ...statistics.batches import eval_mode
+
+TOKENS = 512
+"""Rows of each input that searches compute with."""
+
+
+@dataclass(eq=False)
+class WeightInputs:
+    """The inputs of one matrix.
+
+    Attributes:
+        largest: (K,), max |x_k| over all rows.
+        total: (K,), sum of |x_k|.
+        count: number of rows.
+        parts: some of the rows.
+    """
+
+    largest: Tensor
+    total: Tensor
+    count: int = 0
+    parts: list[Tensor] = field(default_factory=list)
+
+    @property
+    def mean(self) -> Tensor:
+        """(K,), mean |x_k|."""
+        return self.total / max(self.count, 1)
+
+    @property
+    def rows(self) -> Tensor:
+        """(M, K) in fp32 (fp64 in a model in fp64)."""
+        rows = torch.cat(self.parts)
+        return rows if rows.dtype == torch.float64 else rows.float()
+
+
+Key = tuple[int, "int | None"]
+"""(id of a parameter, expert or None)."""
+
+
+@torch.no_grad()
+def collect_inputs(
+    model: nn.Module, data: Data, batches: Collection[Any], weights: Collection[Tensor], tokens: int = TOKENS
+) -> dict[Key, WeightInputs]:
+    """The inputs of these parameters over all batches, without padded tokens.
+
+    Args:
+        tokens: number of rows that are kept of each input, spread over the batches.
+    """
+    each = -(-tokens // max(len(batches), 1))
+    found: dict[Key, WeightInputs] = {}
+    # Weights with the same input share its rows; holding the input keeps its id from being reused.
+    taken: dict[tuple[int, int | None], tuple[Tensor, Tensor, Tensor, Tensor, int]] = {}
+    mask: Tensor | None = None
+
+    def seen(use: Use) -> None:
+        key = id(use.input), use.expert
+        if key not in taken:
+            rows = torch.cat([part.detach() for part in use.rows()])
+            if mask is not None and use.expert is None and len(rows) == mask.numel():
+                rows = rows[mask.reshape(-1).to(rows.device)]
+            if not len(rows):
+                return
+            size = rows.abs()
+            some = rows[torch.linspace(0, len(rows) - 1, min(each, len(rows)), device=rows.device).round().long()]
+            taken[key] = use.input, size.amax(0).float(), size.float().sum(0), some.clone(), len(rows)
+        _, largest, total, some, count = taken[key]
+        of = found.setdefault(
+            (id(use.weight), use.expert), WeightInputs(torch.zeros_like(largest), torch.zeros_like(total))
+        )
+        of.largest, of.total = torch.maximum(of.largest, largest), of.total + total
+        of.count += count
+        of.parts.append(some)
+
+    with eval_mode(model):
+        for batch in batches:
+            mask = data.mask_of(batch)
+            with UseRecorder(weights, seen):
+                data.call(model, batch)
+            taken.clear()
+    return found

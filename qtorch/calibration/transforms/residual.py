@@ -1,0 +1,309 @@
+"""The residual stream of a model: what has to be rotated so that all its readers and writers see rotated vectors.
+
+A tensor x is rotated if it is replaced by x Q along its last axis. Starting from the embedding, everything that a
+rotated tensor is added to has to be rotated, too, back to the parameter that writes it; norms of x by its mean square
+pass a rotation if they have no weights of their own; linear layers take it back. Anything else cannot be rotated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .graph import ModelGraph, shape_of
+from .labels import axis_labels
+from .propagation import VIEWS
+
+
+class CannotRotate(Exception):
+    """The residual stream cannot be rotated; the message says why."""
+
+
+class ResidualStream:
+    """The residual stream that starts at the first embedding.
+
+    Attributes:
+        size: number of channels.
+        axes: name of a parameter -> the axes along which it is rotated.
+        norms: parameters by which normalized vectors are multiplied; they have to be 1.
+    """
+
+    def __init__(self, graph: ModelGraph) -> None:
+        """Raises `CannotRotate`."""
+        self.graph = graph
+        self.rotated: set[fx.Node] = set()
+        self.squares: set[fx.Node] = set()
+        self.norms: dict[str, None] = {}
+        self.seen: dict[str, dict[fx.Node, set[int]]] = {}
+        self.waiting: list[fx.Node] = []
+        first = next((node for node in graph.nodes if str(node.target) == "aten.embedding.default"), None)
+        shape = shape_of(first)
+        if first is None or shape is None:
+            raise CannotRotate("the model has no embedding")
+        self.size = shape[-1]
+        self.require(first)
+        while self.waiting:
+            node = self.waiting.pop()
+            for user in list(node.users):
+                self._read(user)
+        self.axes = {name: self._agreed(name) for name in self.seen}
+
+    def require(self, node: Any) -> None:
+        """Have a tensor rotated, by rotating what writes it."""
+        if node in self.rotated:
+            return
+        if not isinstance(node, fx.Node) or (shape_of(node) or (0,))[-1] != self.size:
+            raise CannotRotate(f"{node} is added to it")
+        self.rotated.add(node)
+        self.waiting.append(node)
+        if self._parameter(node, -1, node):
+            return
+        write = WRITERS.get(_name(node))
+        if write is None:
+            raise CannotRotate(f"{node.name} ({_name(node)}) writes into it")
+        write(self, node)
+
+    def _read(self, node: fx.Node) -> None:
+        read = READERS.get(_name(node))
+        if read is None:
+            raise CannotRotate(f"{node.name} ({_name(node)}) reads it")
+        read(self, node)
+
+    def _pass(self, node: fx.Node) -> None:
+        """The output of a node is rotated as its inputs are."""
+        if node not in self.rotated:
+            self.rotated.add(node)
+            self.waiting.append(node)
+
+    def _parameter(self, node: Any, axis: int, user: fx.Node) -> bool:
+        """Rotate the parameter that a node is a view of, along an axis of the view; False if it is none."""
+        shape = shape_of(node)
+        if shape is None:
+            return False
+        labels = axis_labels(shape, axis)
+        while node not in self.graph.parameters:
+            inverse = VIEWS.get(_name(node)) if isinstance(node, fx.Node) else None
+            if inverse is None:
+                return False
+            labels, node = inverse(labels, *node.args[1:]), node.args[0]
+        (found,) = [index for index, size in enumerate(labels.shape) if size > 1]
+        self.seen.setdefault(self.graph.parameters[node], {}).setdefault(user, set()).add(found)
+        return True
+
+    def _agreed(self, name: str) -> set[int]:
+        """The axes along which all uses of a parameter rotate it."""
+        uses: set[fx.Node] = set()
+        for node in self.graph.uses[name]:
+            pending = list(node.users)
+            while pending:
+                user = pending.pop()
+                if _name(user) in VIEWS and user not in self.seen[name]:
+                    pending += user.users
+                elif _name(user) not in IGNORED:
+                    uses.add(user)
+        wanted = list(self.seen[name].values())
+        if uses != set(self.seen[name]) or any(axes != wanted[0] for axes in wanted):
+            raise CannotRotate(f"{name} is also used where it is not rotated")
+        return wanted[0]
+
+    def neutral(self, node: Any) -> bool:
+        """Whether a node is the weight of a norm, which then has to be folded away."""
+        while isinstance(node, fx.Node) and node not in self.graph.parameters:
+            scalar = _name(node) == "aten.add.Tensor" and not isinstance(node.args[1], fx.Node)
+            if not scalar and _name(node) not in VIEWS:
+                return False
+            node = node.args[0]
+        if not isinstance(node, fx.Node) or shape_of(node) != (self.size,):
+            return False
+        self.norms[self.graph.parameters[node]] = None
+        return True
+
+
+def _name(node: Any) -> str:
+    return str(node.target) if isinstance(node, fx.Node) else ""
+
+
+def _is_scale(node: Any) -> bool:
+    """Whether a factor is one number for each vector."""
+    shape = shape_of(node)
+    return not isinstance(node, fx.Node) or (shape is not None and (not shape or shape[-1] == 1))
+
+
+def _write_product(weight: int, bias: int, transposed: bool) -> Callable[[ResidualStream, fx.Node], None]:
+    """A product with a parameter, given by the places of the weight and the bias in the arguments."""
+
+    def write(s: ResidualStream, node: fx.Node) -> None:
+        if not s._parameter(node.args[weight], -1 if transposed else -2, node):
+            raise CannotRotate(f"{node.name} ({_name(node)}) writes into it")
+        given = node.args[bias] if 0 <= bias < len(node.args) else None
+        if given is not None and not s._parameter(given, -1, node):
+            raise CannotRotate(f"the bias of {node.name} is no parameter")
+
+    return write
+
+
+def _read_product(input: int, weight: int, transposed: bool) -> Callable[[ResidualStream, fx.Node], None]:
+    def read(s: ResidualStream, node: fx.Node) -> None:
+        rotated = [source for source in node.all_input_nodes if source in s.rotated and source is node.args[input]]
+        if not rotated or not s._parameter(node.args[weight], -2 if transposed else -1, node):
+            raise CannotRotate(f"{node.name} ({_name(node)}) reads it")
+
+    return read
+
+
+def _write_embedding(s: ResidualStream, node: fx.Node) -> None:
+    if not s._parameter(node.args[0], -1, node):
+        raise CannotRotate(f"{node.name} is no embedding of a parameter")
+
+
+def _write_sum(s: ResidualStream, node: fx.Node) -> None:
+    for operand in node.args[:2]:
+        if operand != 0:
+            s.require(operand)
+
+
+def _write_scaled(s: ResidualStream, node: fx.Node) -> None:
+    a, b = node.args[:2]
+    if not _is_scale(b):
+        a, b = b, a
+    if not _is_scale(b) or ("div" in _name(node) and a is not node.args[0]):
+        raise CannotRotate(f"{node.name} ({_name(node)}) writes into it")
+    s.require(a)
+
+
+def _write_moved(s: ResidualStream, node: fx.Node) -> None:
+    source = node.args[0]
+    if not _keeps_vectors(node):
+        raise CannotRotate(f"{node.name} ({_name(node)}) writes into it")
+    s.require(source)
+
+
+def _read_sum(s: ResidualStream, node: fx.Node) -> None:
+    _write_sum(s, node)
+    s._pass(node)
+
+
+def _read_scaled(s: ResidualStream, node: fx.Node) -> None:
+    a, b = node.args[:2]
+    if a is b and "mul" in _name(node):
+        s.squares.add(node)
+        _read_squares(s, node)
+        return
+    if b in s.rotated:
+        a, b = b, a
+    divides_by = "div" in _name(node) and a is not node.args[0]
+    if divides_by or b in s.rotated or not (_is_scale(b) or s.neutral(b)):
+        raise CannotRotate(f"{node.name} ({_name(node)}) reads it")
+    s._pass(node)
+
+
+def _read_power(s: ResidualStream, node: fx.Node) -> None:
+    if "pow" in _name(node) and node.args[1] != 2:
+        raise CannotRotate(f"{node.name} ({_name(node)}) reads it")
+    _read_squares(s, node)
+
+
+def _read_squares(s: ResidualStream, node: fx.Node) -> None:
+    """Squares are summed over the last axis, and nothing else is done with them."""
+    for user in node.users:
+        if _name(user) in IGNORED:
+            continue
+        axes: Any = user.args[1] if len(user.args) > 1 else None
+        if _name(user) not in ("aten.mean.dim", "aten.sum.dim_IntList") or not _is_last(axes, user):
+            raise CannotRotate(f"{user.name} ({_name(user)}) reads squares of it")
+
+
+def _is_last(axes: Any, node: fx.Node) -> bool:
+    shape = shape_of(node.args[0])
+    return shape is not None and isinstance(axes, list | tuple) and [a % len(shape) for a in axes] == [len(shape) - 1]
+
+
+def _read_norm(s: ResidualStream, node: fx.Node) -> None:
+    weight = node.args[2] if len(node.args) > 2 else None
+    if list(node.args[1]) != [s.size] or (weight is not None and not s.neutral(weight)):  # type: ignore[arg-type]
+        raise CannotRotate(f"{node.name} ({_name(node)}) reads it")
+    s._pass(node)
+
+
+def _read_vector_norm(s: ResidualStream, node: fx.Node) -> None:
+    if node.args[1:2] not in ((), (2,), (2.0,)) or not _is_last(node.args[2] if len(node.args) > 2 else None, node):
+        raise CannotRotate(f"{node.name} ({_name(node)}) reads it")
+
+
+def _read_dtype(s: ResidualStream, node: fx.Node) -> None:
+    """x.type_as(y) does not read the values of y."""
+    if node.args[0] in s.rotated:
+        s._pass(node)
+
+
+def _read_moved(s: ResidualStream, node: fx.Node) -> None:
+    if node.args[0] not in s.rotated or not _keeps_vectors(node):
+        raise CannotRotate(f"{node.name} ({_name(node)}) reads it")
+    s._pass(node)
+
+
+def _keeps_vectors(node: fx.Node) -> bool:
+    """Whether an operation on a tensor leaves the vectors along its last axis as they are, or sums them."""
+    source, shape, after = node.args[0], shape_of(node.args[0]), shape_of(node)
+    if shape is None or after is None or _name(node) in SAME:
+        return shape is not None and after == shape
+    if _name(node) == "aten.sum.dim_IntList":
+        axes: Any = node.args[1]
+        return all(axis % len(shape) != len(shape) - 1 for axis in axes)
+    if _name(node) == "aten.index.Tensor":
+        indexes: Any = node.args[1]
+        return len(indexes) < len(shape) and all(isinstance(index, fx.Node | None) for index in indexes)
+    labels = axis_labels(shape, -1).expand(shape)
+    function: Any = torch.reshape if "view" in _name(node) else node.target
+    if any(other is not source for other in node.all_input_nodes):
+        return False
+    moved = function(labels, *node.args[1:], **node.kwargs)
+    return tuple(moved.shape) == after and bool((moved == axis_labels(after, -1)).all())
+
+
+def _nothing(s: ResidualStream, node: fx.Node) -> None:
+    """Values are not read."""
+
+
+IGNORED = {f"aten.{name}" for name in ("_assert_tensor_metadata.default", "zeros_like.default", "empty_like.default")}
+IGNORED |= {f"aten.{name}" for name in ("new_zeros.default", "new_ones.default", "new_empty.default", "sym_size.int")}
+SAME = {f"aten.{name}.default" for name in ("dropout", "clone", "contiguous", "detach", "alias", "type_as")}
+SAME |= {f"aten.to.{name}" for name in ("dtype", "dtype_layout", "device")}
+MOVES = {f"aten.{name}.default" for name in ("view", "reshape", "expand", "unsqueeze", "permute")}
+MOVES |= {"aten.slice.Tensor", "aten.select.int", "aten.transpose.int", "aten.sum.dim_IntList", "aten.index.Tensor"}
+MOVES |= {"aten.flatten.using_ints", "aten.squeeze.dim"}
+SUMS = ("aten.add.Tensor", "aten.sub.Tensor", "aten.add_.Tensor")
+SCALED = ("aten.mul.Tensor", "aten.div.Tensor")
+GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
+
+WRITERS: dict[str, Callable[[ResidualStream, fx.Node], None]] = {
+    "aten.embedding.default": _write_embedding,
+    "aten.linear.default": _write_product(1, 2, False),
+    "aten.addmm.default": _write_product(2, 0, True),
+    "aten.matmul.default": _write_product(1, -1, True),
+    **dict.fromkeys(GROUPED, _write_product(1, -1, True)),
+    **dict.fromkeys(SUMS, _write_sum),
+    **dict.fromkeys(SCALED, _write_scaled),
+    **dict.fromkeys(SAME | MOVES, _write_moved),
+}
+"""Name of an operation -> what has to be rotated for its output to be."""
+
+READERS: dict[str, Callable[[ResidualStream, fx.Node], None]] = {
+    "aten.linear.default": _read_product(0, 1, False),
+    "aten.addmm.default": _read_product(1, 2, True),
+    "aten.matmul.default": _read_product(0, 1, True),
+    **dict.fromkeys(GROUPED, _read_product(0, 1, True)),
+    **dict.fromkeys(SUMS, _read_sum),
+    **dict.fromkeys(SCALED, _read_scaled),
+    "aten.pow.Tensor_Scalar": _read_power,
+    "aten.square.default": _read_power,
+    "aten.linalg_vector_norm.default": _read_vector_norm,
+    "aten.rms_norm.default": _read_norm,
+    **dict.fromkeys(SAME | MOVES, _read_moved),
+    "aten.type_as.default": _read_dtype,
+    **dict.fromkeys(IGNORED, _nothing),
+}
+"""Name of an operation -> what becomes of a rotated input."""

@@ -1,0 +1,311 @@
+"""Rules: how an operation passes on the scales of its inputs, in the form that `Propagation` takes.
+
+An operation without a rule blocks all scales that reach it. A rule may be wrong for an unusual model: folds are
+verified numerically before they are used (see `verify`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from .graph import shape_of
+from .labels import aligned, compact
+from .propagation import Labels, Propagation, Rule
+
+
+def rule_of(node: fx.Node) -> Rule:
+    """The rule of the operation of a node."""
+    name = str(node.target).replace("_.", ".", 1) if in_place(node) else str(node.target)
+    if name in RULES:
+        return _checked(RULES[name]) if in_place(node) else RULES[name]
+    if "grouped_mm" in name:
+        return _grouped_mm
+    if node.target is getitem:
+        return _item
+    return _unknown
+
+
+def in_place(node: fx.Node) -> bool:
+    """Whether an operation writes into its first argument."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _checked(rule: Rule) -> Rule:
+    """A rule for the operation in place: the scales of what is written into must not change."""
+
+    def checked(p: Propagation, node: fx.Node) -> Labels:
+        result = rule(p, node)
+        before = p.labels(node.args[0])
+        if before is None or not isinstance(result, Tensor) or not _equal(before, result):
+            p.block(before, _feeds(node))
+            p.block(result, _feeds(node))
+            return None
+        return result
+
+    return checked
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    fitting = aligned(a, b.dim())
+    return fitting is not None and bool((fitting == b).all())
+
+
+def _feeds(node: fx.Node) -> str:
+    """The reason of a block."""
+    if node.op == "output":
+        return "is an output of the model"
+    return f"feeds {getattr(node.target, '__name__', node.target)} ({node.name})"
+
+
+def _unknown(p: Propagation, node: fx.Node) -> None:
+    for source in node.all_input_nodes:
+        p.block(p.at.get(source), _feeds(node))
+
+
+def _ignored(p: Propagation, node: fx.Node) -> None:
+    """Nothing depends on the values of the inputs."""
+
+
+def _same(p: Propagation, node: fx.Node) -> Labels:
+    """A homogeneous function, f(s x) = s f(x), of each element; other arguments are not scaled."""
+    for other in node.all_input_nodes[1:]:
+        if other is not node.args[0]:
+            p.block(p.at.get(other), _feeds(node))
+    return p.labels(node.args[0])
+
+
+def _moved(p: Propagation, node: fx.Node) -> Labels:
+    """An operation that moves elements: it moves their labels."""
+    if any(shape_of(source) is None for source in node.all_input_nodes):
+        _unknown(p, node)
+        return None
+
+    def full(source: fx.Node) -> Tensor:
+        shape, labels = shape_of(source), p.labels(source)
+        assert shape is not None
+        return torch.zeros((), dtype=torch.int32).expand(shape) if labels is None else labels.expand(shape)
+
+    function: Any = torch.reshape if "view" in str(node.target) else node.target
+    moved = function(*map_arg(node.args, full), **map_arg(node.kwargs, full))
+    if isinstance(moved, tuple | list):
+        return [compact(part) if bool(part.any()) else None for part in moved]
+    return compact(moved)
+
+
+def _item(p: Propagation, node: fx.Node) -> Labels:
+    parts, index = p.at.get(node.args[0]), node.args[1]  # type: ignore[arg-type]
+    return parts[index] if isinstance(parts, list) and isinstance(index, int) else None
+
+
+def _multiplied(p: Propagation, node: fx.Node) -> Labels:
+    a, b = p.labels(node.args[0]), p.labels(node.args[1])
+    if a is not None and b is not None:
+        p.block(a, _feeds(node))
+        p.block(b, _feeds(node))
+        return None
+    return _fitting(p, node, b if a is None else a)
+
+
+def _divided(p: Propagation, node: fx.Node) -> Labels:
+    p.block(p.labels(node.args[1]), _feeds(node))
+    return _fitting(p, node, p.labels(node.args[0]))
+
+
+def _fitting(p: Propagation, node: fx.Node, labels: Tensor | None) -> Labels:
+    """Labels broadcast to the output of a node."""
+    shape = shape_of(node)
+    if labels is None or shape is None:
+        p.block(labels, _feeds(node))
+        return None
+    return aligned(labels, len(shape))
+
+
+def _added(p: Propagation, node: fx.Node) -> Labels:
+    a, b = node.args[0], node.args[1]
+    of_a, of_b = p.labels(a), p.labels(b)
+    if of_a is None:
+        a, b, of_a, of_b = b, a, of_b, of_a
+    if not isinstance(b, fx.Node):
+        if b == 0 or (isinstance(b, int | float) and "add" in str(node.target) and p.shift(a, float(b))):  # type: ignore[arg-type]
+            return _fitting(p, node, of_a)
+        p.block(of_a, _feeds(node))
+        return None
+    labels = _fitting(p, node, of_a)
+    p.want(b, of_b, labels, _feeds(node))  # type: ignore[arg-type]
+    return labels
+
+
+def _masked(p: Propagation, node: fx.Node) -> Labels:
+    if node.args[2] != 0:
+        _unknown(p, node)
+        return None
+    return _same(p, node)
+
+
+def _indexed(p: Propagation, node: fx.Node) -> Labels:
+    """Some rows: x[index], or x[:, index], with labels that the indexed axes have nothing to do with."""
+    labels, shape = p.labels(node.args[0]), shape_of(node)
+    indexes: Any = node.args[1]
+    where = [axis for axis, index in enumerate(indexes) if index is not None]
+    if labels is None or shape is None or any(labels.shape[axis] != 1 for axis in where):
+        _unknown(p, node)
+        return None
+    if where != list(range(where[0], where[-1] + 1)):
+        _unknown(p, node)
+        return None
+    after = labels.shape[where[-1] + 1 :]
+    before = labels.shape[: where[0]]
+    return labels.reshape(*before, *(1,) * (len(shape) - len(before) - len(after)), *after)
+
+
+def _normalized(p: Propagation, node: fx.Node) -> Labels:
+    """A norm with a weight: its output is scaled as the weight; its bias has to be, too."""
+    x, weight = node.args[0], _argument(node, 2)
+    bias = _argument(node, 3) if "layer_norm" in str(node.target) else None
+    p.block(p.labels(x), _feeds(node))
+    labels = p.labels(weight)
+    if isinstance(bias, fx.Node):
+        if labels is None:
+            p.block(p.labels(bias), _feeds(node))
+        else:
+            p.want(bias, p.labels(bias), labels, _feeds(node))
+    return None if labels is None else _fitting(p, node, labels)
+
+
+def _argument(node: fx.Node, index: int) -> Any:
+    return node.args[index] if len(node.args) > index else None
+
+
+def _linear(p: Propagation, node: fx.Node) -> Labels:
+    return _product(p, node, node.args[0], node.args[1], _argument(node, 2), transposed=False)
+
+
+def _addmm(p: Propagation, node: fx.Node) -> Labels:
+    if any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
+        _unknown(p, node)
+        return None
+    return _product(p, node, node.args[1], node.args[2], node.args[0], transposed=True)
+
+
+def _grouped_mm(p: Propagation, node: fx.Node) -> Labels:
+    for other in node.all_input_nodes:
+        if other is not node.args[0] and other is not node.args[1]:
+            p.block(p.at.get(other), _feeds(node))
+    return _product(p, node, node.args[0], node.args[1], None, transposed=True)
+
+
+def _matmul(p: Propagation, node: fx.Node) -> Labels:
+    a, b = node.args[0], node.args[1]
+    if p.is_parameter(b):
+        return _product(p, node, a, b, None, transposed=True)
+    of_a, of_b = p.labels(a), p.labels(b)
+    shape = shape_of(node)
+    summed = (of_a is not None and of_a.shape[-1] != 1) or (of_b is not None and of_b.shape[-2:-1] != (1,))
+    if shape is None or summed or (of_a is not None and of_b is not None):
+        _unknown(p, node)
+        return None
+    return _fitting(p, node, of_b if of_a is None else of_a)
+
+
+def _product(p: Propagation, node: fx.Node, x: Any, weight: Any, bias: Any, transposed: bool) -> Labels:
+    """x W^T + b: columns of W are divided by what x is multiplied by; the rows of W and b scale the output.
+
+    Args:
+        transposed: the weight is given as W^T.
+    """
+
+    def turned(labels: Tensor | None) -> Tensor | None:
+        return labels if labels is None or not transposed else labels.transpose(-1, -2)
+
+    reason = _feeds(node)
+    of_x, of_weight, shape = p.labels(x), turned(p.labels(weight)), shape_of(weight)
+    if shape is None or (of_x is not None and any(size != 1 for size in of_x.shape[:-1])):
+        _unknown(p, node)
+        return None
+    wanted = None if of_x is None else -of_x.reshape((1,) * (len(shape) - 1) + (of_x.shape[-1],))
+    of_rows = of_columns = None
+    if of_weight is not None:
+        rows, columns = of_weight.shape[-2:]
+        if columns == 1:
+            of_rows = of_weight
+        elif rows == 1:
+            of_columns = of_weight
+        else:
+            p.block(of_weight, reason)
+            return None
+        if any(size != 1 for size in of_weight.shape[:-2]):
+            p.block(of_weight, reason)
+            return None
+    if of_rows is not None and wanted is not None:
+        p.block(wanted, reason)
+        p.block(of_rows, reason)
+        return None
+    if wanted is not None or of_columns is not None:
+        p.want(weight, turned(of_columns), turned(wanted), reason)
+    labels = None if of_rows is None else of_rows.reshape(-1)
+    if isinstance(bias, fx.Node):
+        of_bias = p.labels(bias)
+        if labels is not None:
+            p.want(bias, of_bias, labels, reason)
+        else:
+            p.block(of_bias, reason)
+    return None if labels is None else _fitting(p, node, labels)
+
+
+def _attention(p: Propagation, node: fx.Node) -> Labels:
+    """softmax(q k^T) v: scales of the channels of v pass."""
+    for other in node.all_input_nodes:
+        if other is not node.args[2]:
+            p.block(p.at.get(other), _feeds(node))
+    labels, shape = p.labels(node.args[2]), shape_of(node)
+    if labels is None or shape is None or labels.dim() < 2 or labels.shape[-2] != 1:
+        _unknown(p, node)
+        return None
+    if node.kwargs.get("enable_gqa") and labels.dim() > 2 and labels.shape[-3] != 1:
+        labels = labels.repeat_interleave(shape[-3] // labels.shape[-3], -3)
+    return _fitting(p, node, labels)
+
+
+def _table(rules: dict[Callable[..., Any], str]) -> dict[str, Rule]:
+    return {f"aten.{name}": rule for rule, names in rules.items() for name in names.split()}
+
+
+RULES: dict[str, Rule] = {
+    "output": _unknown,
+    **_table(
+        {
+            _ignored: "_assert_tensor_metadata.default empty_like.default zeros_like.default ones_like.default "
+            "new_zeros.default new_ones.default new_empty.default sym_size.int",
+            _same: "relu.default leaky_relu.default neg.default abs.default dropout.default clone.default "
+            "contiguous.default detach.default alias.default lift_fresh_copy.default to.dtype to.dtype_layout "
+            "to.device type_as.default mul.Scalar div.Scalar",
+            _moved: "view.default reshape.default _unsafe_view.default flatten.using_ints unflatten.int t.default "
+            "transpose.int permute.default movedim.int unsqueeze.default squeeze.dim squeeze.default expand.default "
+            "repeat.default repeat_interleave.self_int slice.Tensor select.int split.Tensor split_with_sizes.default "
+            "chunk.default unbind.int cat.default stack.default narrow.default expand_as.default",
+            _multiplied: "mul.Tensor",
+            _divided: "div.Tensor",
+            _added: "add.Tensor sub.Tensor",
+            _masked: "masked_fill.Scalar",
+            _indexed: "index.Tensor",
+            _normalized: "layer_norm.default rms_norm.default",
+            _linear: "linear.default",
+            _addmm: "addmm.default",
+            _matmul: "matmul.default mm.default bmm.default",
+            _attention: "scaled_dot_product_attention.default",
+        }
+    ),
+}
+"""Name of an operation -> its rule."""
+
+MOVES_VALUES = {name for name, rule in RULES.items() if rule is _moved} | {
+    f"aten.{name}" for name in ("to.dtype", "to.dtype_layout", "to.device", "type_as.default", "dropout.default")
+}
+MOVES_VALUES |= {f"aten.{name}.default" for name in ("clone", "contiguous", "detach", "alias")} | {str(getitem)}
+"""Operations that change no element."""

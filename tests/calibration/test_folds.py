@@ -1,0 +1,241 @@
+"""Folds: scales that leave the outputs of a model are found in its graph, and nothing else is."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import qtorch
+from qtorch import quantize_
+from qtorch.calibration import Nearest, calibrated, smooth
+from qtorch.calibration.transforms import rules
+from qtorch.calibration.transforms.folds import Fold, find_folds
+from qtorch.calibration.transforms.graph import ModelGraph
+from qtorch.calibration.transforms.parameters import Parameters
+from qtorch.calibration.transforms.verify import difference, find_wrong, outputs
+from qtorch.statistics import Data
+from tests.calibration.transform_models import (
+    HIDDEN,
+    KV_HEADS,
+    WIDTH,
+    PreNorm,
+    RmsNorm,
+    of_transformers,
+    randomize,
+    tokens,
+)
+
+KV = KV_HEADS * 8
+
+
+def folds_of(model: nn.Module, batch: Any) -> tuple[dict[str, Fold], dict[str, str]]:
+    folds, refusals = find_folds(ModelGraph(model, Data([batch]), batch))
+    return {fold.name: fold for fold in folds}, {item.name: item.reason for item in refusals}
+
+
+def change(model: nn.Module, batch: Any, folds: list[Fold]) -> float:
+    """The relative change of the outputs by random scales in all folds, and that they do change the parameters."""
+    data, generator = Data([batch]), torch.Generator().manual_seed(0)
+    before = outputs(model, data, batch)
+    parameters = Parameters(model)
+    for fold in folds:
+        scales = torch.rand(fold.scales, generator=generator, dtype=torch.float64) * 3 + 0.2
+        values = fold.values(parameters, scales)
+        for name, value in values.items():
+            assert not torch.equal(value, parameters[name].to(value.dtype)), name
+        parameters.replace(values)
+    return difference(before, outputs(model, data, batch))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"shift": 1.0}, {"repeat": True}, {"gated": True}, {"fused": True}],
+    ids=["plain", "1 + w", "repeated k, v", "q and gate in one", "gate and up in one"],
+)
+def test_folds_of_a_pre_norm_model_are_exact(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, (batch, _) = PreNorm(**options).double().eval(), tokens()
+    folds, refusals = folds_of(model, batch)
+    up = "mlp.gate_up" if options.get("fused") else "mlp.up"
+    wanted = {f"blocks.{i}.{name}.weight" for i in (0, 1) for name in ("norm1", "norm2", "attention.v", up)}
+    assert folds.keys() == wanted | {"norm.weight"}
+    assert refusals == {}
+    for name, fold in folds.items():
+        free = {"v": KV, "up": HIDDEN, "gate_up": HIDDEN}.get(name.split(".")[-2], WIDTH)
+        assert int(fold.free.sum()) == free
+    if options.get("fused"):
+        assert not folds["blocks.0.mlp.gate_up.weight"].free[:HIDDEN].any()  # the gate passes silu
+    assert set(folds["blocks.0.norm1.weight"].consumers) == {f"blocks.0.attention.{n}.weight" for n in "qkv"}
+    assert change(model, batch, list(folds.values())) < 1e-10
+
+
+MODELS = {
+    "llama": (5, []),
+    "qwen2_moe": (6, []),
+    "gemma": (4, ["model.norm.weight"]),  # the head is tied to the embedding
+    "gpt2": (3, ["transformer.ln_f.weight"]),
+    "t5": (10, ["encoder.final_layer_norm.weight", "decoder.final_layer_norm.weight"]),
+    "vit": (4, []),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers(name: str) -> None:
+    make, batch = of_transformers()[name]
+    torch.manual_seed(0)
+    model = randomize(make())
+    if name != "qwen2_moe":  # torch's grouped_mm does not take fp64
+        model = model.double()
+        batch = {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
+    folds, refusals = folds_of(model, batch)
+    assert (len(folds), list(refusals)) == MODELS[name]
+    # Norms of Llama, Qwen, Gemma and T5 compute in fp32.
+    assert change(model, batch, list(folds.values())) < (1e-10 if name in ("gpt2", "vit") else 5e-6)
+
+
+def test_experts_and_router_of_a_norm_are_all_divided() -> None:
+    make, batch = of_transformers()["qwen2_moe"]
+    folds, _ = folds_of(make().eval(), batch)
+    consumers = folds["model.layers.0.post_attention_layernorm.weight"].consumers
+    names = {name.removeprefix("model.layers.0.mlp.") for name in consumers}
+    shared = {f"shared_expert.{name}_proj.weight" for name in ("gate", "up")} | {"shared_expert_gate.weight"}
+    assert names == shared | {"gate.weight", "experts.gate_up_proj"}
+    assert "model.layers.0.mlp.experts.gate_up_proj" in folds
+
+
+class OneNorm(nn.Module):
+    """A norm, a linear layer, and what else a test wants to do with the output of the norm."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.norm, self.first, self.second = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.embed = nn.Embedding(8, WIDTH)
+        self.register_buffer("matrix", torch.randn(WIDTH, WIDTH))
+        if how == "tied to an embedding":
+            self.first.weight = nn.Parameter(torch.randn(8, WIDTH))
+            self.first.bias = None
+            self.embed.weight = self.first.weight
+        if how == "tied to another input":
+            self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        match self.how:
+            case "residual":
+                return y + self.first(y)
+            case "tied to an embedding":
+                return self.first(y) + self.embed(x[..., 0].long().abs() % 8).sum()
+            case "tied to another input":
+                return self.first(y) + self.second(x)
+            case "a buffer":
+                return self.first(y) + y @ self.matrix
+            case "an output":
+                return torch.cat([self.first(y), y], -1)
+            case "a norm":
+                return self.first(y) + self.second(functional.normalize(y, dim=-1))
+            case "in place":
+                total = torch.zeros_like(x)
+                total += y
+                return self.first(y) + total
+            case "some channels":
+                return self.first(y) + torch.tanh(y[..., :1])
+            case _:
+                return self.first(y) + self.second(y)
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["residual", "tied to an embedding", "tied to another input", "a buffer", "an output", "a norm", "in place"],
+)
+def test_a_norm_with_a_reader_that_is_not_divided_is_not_folded(how: str) -> None:
+    model, x = OneNorm(how), torch.randn(3, 5, WIDTH)
+    folds, refusals = folds_of(model, x)
+    assert folds == {}
+    assert "norm.weight" in refusals
+    whole, _ = folds_of(OneNorm("two layers"), x)
+    assert set(whole["norm.weight"].consumers) == {"first.weight", "second.weight"}
+
+
+def test_channels_that_something_else_reads_keep_their_scale() -> None:
+    model, x = randomize(OneNorm("some channels")).double(), torch.randn(3, 5, WIDTH).double()
+    folds, _ = folds_of(model, x)
+    assert folds["norm.weight"].free.tolist() == [False] + [True] * (WIDTH - 1)
+    assert change(model, x, list(folds.values())) < 1e-10
+
+
+class Looped(nn.Module):
+    """One layer twice, and a head with the same input as the second time."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+        if tied:
+            self.head.weight = self.layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + torch.tanh(self.layer(self.norm(x)))
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_shared_norm_is_folded_where_all_its_uses_agree(tied: bool) -> None:
+    model, x = randomize(Looped(tied)).double(), torch.randn(3, WIDTH).double()
+    folds, _ = folds_of(model, x)
+    assert set(folds["norm.weight"].consumers) == ({"layer.weight"} if tied else {"layer.weight", "head.weight"})
+    assert change(model, x, list(folds.values())) < 1e-10
+
+
+def test_relu_between_layers() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(16, 8), nn.GELU()).double()
+    x = torch.randn(5, 8).double()
+    folds, _ = folds_of(model.eval(), x)
+    assert list(folds) == ["0.weight"]
+    assert set(folds["0.weight"].labels) == {"0.weight", "0.bias", "3.weight"}
+    assert change(model, x, list(folds.values())) < 1e-10
+
+
+class ByExp(RmsNorm):
+    """The weight is not a factor: scales cannot go into it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.normalize(x, dim=-1) * self.weight.exp()
+
+
+def test_an_unknown_norm_is_left_alone() -> None:
+    folds, _ = folds_of(nn.Sequential(ByExp(), nn.Linear(WIDTH, WIDTH)), torch.randn(3, WIDTH))
+    assert folds == {}
+
+
+def test_a_wrong_fold_is_undone_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that takes GELU for a homogeneous function: the numbers say otherwise."""
+    monkeypatch.setitem(rules.RULES, "aten.gelu.default", rules.RULES["aten.relu.default"])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).eval()
+    x = torch.randn(64, 8) * torch.linspace(0.1, 10, 8)
+    before, weight = copy.deepcopy(model), model[1].weight
+    recipe = qtorch.int8_dynamic_activation_int8_weight()
+    options = {"target": None, "rounding": Nearest(), "transforms": [smooth()]}
+    with pytest.raises(ValueError, match=r"1\.weight: the outputs of the model change"):
+        quantize_(model, calibrated(recipe, [x], strict=True, **options))
+    assert model[1].weight is weight
+    report = quantize_(model, calibrated(recipe, [x], **options))
+    actions = {item.name: item.action for item in report.transforms}
+    assert actions["1.weight"] == "reverted"
+    assert actions["0.weight"] in ("scaled", "unchanged")
+    assert "reverted: the outputs of the model change" in str(report)
+    # With the fold, scales from 1/4 to 4 would have changed the output by more than that of int8.
+    assert 30 < qtorch.compute_error(before(x), model(x)) < 60
+
+
+def test_bisection_finds_what_is_wrong() -> None:
+    for wrong in ([], [3], [0, 9], list(range(10))):
+        assert find_wrong(range(10), lambda some, wrong=wrong: any(item in wrong for item in some)) == wrong
+    together = find_wrong(range(4), lambda some: {1, 2} <= set(some))
+    assert together == [0, 1, 2, 3]
