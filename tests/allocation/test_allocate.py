@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import qtorch
 from qtorch import allocate, int4_weight_only, int8_weight_only, intx_weight_only, quantize_
 from qtorch.allocation import Allocation, pictures
 from qtorch.allocation import allocation as allocation_file
