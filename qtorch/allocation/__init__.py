@@ -4,10 +4,12 @@
     quantize_(model, allocation)
 
 `items` finds the weights, `sizes` and `timing` say what each candidate costs, `scores` what it loses, and `knapsack`
-chooses; `swaps` tries exchanges on the quantized model. The result is an `Allocation`, with a report.
+chooses; `swaps` tries exchanges on the quantized model. The result is an `Allocation`, with a report. `fastest` chooses
+by measured time alone.
 """
 
 from .allocate import allocate
 from .allocation import Allocation
+from .fastest import fastest
 
-__all__ = ["Allocation", "allocate"]
+__all__ = ["Allocation", "allocate", "fastest"]

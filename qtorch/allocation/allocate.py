@@ -19,7 +19,7 @@ from .budget import Budget
 from .items import Candidates, Item, find_items
 from .knapsack import Frontier
 from .outputs import Loss
-from .report import FLOATING_POINT, Row
+from .report import Row, candidate_name
 from .scores import Scores, score_weights
 from .sizes import nbytes_under
 from .swaps import Divergence, improve
@@ -174,7 +174,7 @@ def _rows(
             tuple(slot.name for slot in item.target.slots if slot is not item.target.asked),
             tuple(item.parameter.shape),
             item.matrix.numel(),
-            tuple(FLOATING_POINT if candidate is None else str(candidate) for candidate in item.candidates),
+            tuple(map(candidate_name, item.candidates)),
             tuple(sizes[index]),
             tuple(scores[index].values),
             options[index],

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..report import format_table
 
 FLOATING_POINT = "floating point"
 """The name of the candidate None."""
+
+
+def candidate_name(candidate: Any) -> str:
+    """A candidate as text."""
+    return FLOATING_POINT if candidate is None else str(candidate)
 
 
 @dataclass(frozen=True)

@@ -57,19 +57,22 @@ def measure(items: Sequence[Item], rows: int) -> list[list[int]]:
             "candidates, or give a budget in bits or bytes"
         )
     known: dict[Any, list[int]] = {}
-    found = []
-    for item in items:
-        weight = item.parameter.detach()
-        key = (tuple(weight.shape), weight.dtype, weight.device, item.candidates)
-        if key not in known:
-            known[key] = _measured(item, weight, rows)
-        found.append(known[key])
-    return found
+    return [product_times(item, rows, known) for item in items]
 
 
-def _measured(item: Item, weight: Tensor, rows: int) -> list[int]:
-    x = torch.randn(rows, weight.shape[-1], dtype=weight.dtype, device=weight.device)
-    return [round(ns) for ns in interleaved_medians([_product(x, weight, each) for each in item.candidates])]
+def product_times(item: Item, rows: int, known: dict[Any, list[int]] | None = None) -> list[int]:
+    """Nanoseconds of a product of (rows, K) with a weight under each of its candidates.
+
+    Args:
+        known: what has been measured, by shape; what is missing is added.
+    """
+    known = {} if known is None else known
+    weight = item.parameter.detach()
+    key = (tuple(weight.shape), weight.dtype, weight.device, item.candidates, rows)
+    if key not in known:
+        x = torch.randn(rows, weight.shape[-1], dtype=weight.dtype, device=weight.device)
+        known[key] = [round(ns) for ns in interleaved_medians([_product(x, weight, each) for each in item.candidates])]
+    return known[key]
 
 
 def _product(x: Tensor, weight: Tensor, candidate: Candidate) -> Callable[[], None]:
