@@ -153,5 +153,11 @@ class AllocationReport:
         )
 
     def notes(self) -> list[str]:
-        """What did not fit."""
-        return [f"{row.name}: {recipe} does not fit: {why}" for row in self.rows for recipe, why in row.unfit]
+        """What did not fit, and which weights have no influence."""
+        notes = [f"{row.name}: {recipe} does not fit: {why}" for row in self.rows for recipe, why in row.unfit]
+        for row in self.rows:
+            if row.tokens and not any(row.scores) and any(name != FLOATING_POINT for name in row.candidates):
+                notes.append(
+                    f"{row.name}: the outputs that were looked at do not depend on it; forward= or loss= says which are"
+                )
+        return notes

@@ -223,6 +223,25 @@ def test_candidates_that_do_not_fit_are_left_out_and_said() -> None:
         allocate(model, recipes[:1], "13 bits")
 
 
+def test_a_weight_without_influence_is_said() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.a(x), self.b(x)
+
+    torch.manual_seed(0)
+    model, data = Two(), [torch.randn(4, 16)]
+    allocation = allocate(model, CANDIDATES, "5 bits", data)
+    assert allocation["b"] == INT[2]
+    assert "b: the outputs that were looked at do not depend on it; forward= or loss=" in str(allocation)
+    both = allocate(model, CANDIDATES, "5 bits", data, forward=lambda model, x: torch.cat(model(x), -1))
+    assert "do not depend" not in str(both)
+    assert both.score > allocation.score
+
+
 def test_errors(data: list[Tensor]) -> None:
     model = Model(1)
     with pytest.raises(TypeError, match=r"candidates is a list of recipes, got .*write \[int8_weight_only\(\)\]"):

@@ -65,9 +65,7 @@ def test_a_least_sqnr(known_times: list[tuple[int, ...]]) -> None:
     wanted, got = (nn.functional.linear(x, w).detach() for w in (model.a.weight, INT8.apply(model.a.weight.detach())))
     assert 0 < score == pytest.approx(float((got - wanted).square().sum() / wanted.square().sum()), rel=1e-2)
     assert dict(fastest(model, [None, INT4], x, filter_fn=used, min_sqnr=80)) == {"a": None, "b": None}
-    with pytest.raises(
-        ValueError, match=r"a: no candidate has an SQNR of min_sqnr=80 dB, the best has [\d.]+;"
-    ):
+    with pytest.raises(ValueError, match=r"a: no candidate has an SQNR of min_sqnr=80 dB, the best has [\d.]+;"):
         fastest(model, [INT4, INT8], x, filter_fn=used, min_sqnr=80)
 
 

@@ -65,9 +65,7 @@ def autoquant(
         ValueError: `example_input` is missing, or an argument has no equivalent.
     """
     if example_input is None:
-        raise refuse(
-            "autoquant", "example_input", None, "give an input of the model to measure with"
-        )
+        raise refuse("autoquant", "example_input", None, "give an input of the model to measure with")
     only("autoquant", "manual", manual, (False,))
     if mode is not None and list(mode)[:1] != ["interpolate"]:
         raise refuse("autoquant", "mode", mode, "layers are timed as they run; leave it out")
