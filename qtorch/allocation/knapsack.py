@@ -58,7 +58,8 @@ class Frontier:
             if len(kept) > states:
                 kept = _best_of_intervals(kept, cost, states)
             self.cost, self.value = cost[kept], value[kept]
-            self.steps.append((kept // len(of_options), kept % len(of_options)))
+            parents, chosen = np.divmod(kept, len(of_options))
+            self.steps.append((parents.astype(np.int32), chosen.astype(np.int16)))
 
     def __len__(self) -> int:
         return len(self.cost)

@@ -57,7 +57,9 @@ def _bits(allocation: AllocationReport) -> bytes:
     figure, axes = _figure(1.2 + 0.19 * len(rows))
     for index, kind in enumerate(kinds):
         mine = [i for i, row in enumerate(rows) if row.candidates[row.chosen] == kind]
-        axes.barh(mine, [rows[i].bits(rows[i].chosen) for i in mine], color=colormaps["tab10"](index % 10), label=kind)
+        if mine:
+            bits = [rows[i].bits(rows[i].chosen) for i in mine]
+            axes.barh(mine, bits, color=colormaps["tab10"](index % 10), label=kind)
     axes.axvline(allocation.bits, color="black", linewidth=0.8, linestyle="--", label=f"mean {allocation.bits:.3f}")
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=7)
     axes.set_ylim(len(rows) - 0.4, -0.6)
