@@ -40,6 +40,9 @@ from tutorials.qat_llama import SHORT, Run, is_quantized, perplexity, train
 
 Recipes = dict[str, Recipe]
 
+CALIBRATED = {"gptq": gptq, "auto": auto}
+WITH_CALIBRATION = ("uniform 3", "allocate", "allocate, scores by GPTQ")
+
 
 def candidates(group_size: int) -> dict[int, Any]:
     return {bits: intx_weight_only(f"int{bits}", group_size, MappingType.ASYMMETRIC) for bits in (2, 3, 4)}
@@ -106,7 +109,7 @@ class Judge:
         return {"bits": 8 * report.bytes_after / elements, "kl": statistics.mean(divergences), "perplexity": ppl}
 
 
-def measure(run: Run, path: Path | None, seeds: int, folder: Path | None) -> list[dict[str, Any]]:
+def measure(run: Run, path: Path | None, seeds: int, folder: Path | None, roundings: list[str]) -> list[dict[str, Any]]:
     text = pretrain_llama.read_text(None, limit=1 << 20 if run is SHORT else 64 << 20)
     model = trained(run, text, path)
     judge = Judge(model, text, run)
@@ -129,34 +132,35 @@ def measure(run: Run, path: Path | None, seeds: int, folder: Path | None) -> lis
         "allocate, bytes of ends 4": (grouped, large, {}),
         "allocate, rows": (by_row, "3.0 bits", {}),
     }
-    rows = []
     count, part = (128, 16) if run is not SHORT else (8, 2)
-    for seed in range(seeds):
-        data = list(text.batch(1000 + seed, 0, count, run.length)[0].split(part))
-        chosen: dict[str, Any] = dict(fixed)
-        seconds = dict.fromkeys(fixed, 0.0)
+    texts = [list(text.batch(1000 + seed, 0, count, run.length)[0].split(part)) for seed in range(seeds)]
+    chosen: list[dict[str, Any]] = []
+    seconds: list[dict[str, float]] = []
+    rows = []
+
+    def add(name: str, rounding: str, seed: int, recipes: Any) -> None:
+        found = judge(recipes)
+        row = {"method": name, "rounding": rounding, "seed": seed, **found}
+        rows.append({**row, "seconds": seconds[seed].get(name, 0.0), "predicted": getattr(recipes, "score", None)})
+        print(f"{name:28s}{rounding:10s}{seed:3d}" + "".join(f"{found[key]:11.5f}" for key in found), flush=True)
+
+    for seed, data in enumerate(texts):
+        chosen.append({**fixed})
+        seconds.append({})
         for name, (recipes, budget, options) in ways.items():
             start = time.perf_counter()
-            chosen[name] = allocate(model, list(recipes.values()), budget, data, filter_fn=is_quantized, **options)
-            seconds[name] = time.perf_counter() - start
+            made = allocate(model, list(recipes.values()), budget, data, filter_fn=is_quantized, **options)
+            seconds[seed][name] = time.perf_counter() - start
+            chosen[seed][name] = made
         if folder is not None and seed == 0:
-            chosen["allocate"].save(folder)
-        for name, of_weights in chosen.items():
-            for rounding, wrap in {"nearest": None, "gptq": gptq, "auto": auto}.items():
-                if wrap is None:
-                    if seed and name in fixed:
-                        continue
-                    found = judge(of_weights)
-                else:
-                    if name not in ("uniform 3", "ends 4, middle 2-3", "allocate", "allocate, scores by GPTQ"):
-                        continue
-                    if wrap is auto and name == "allocate, scores by GPTQ":
-                        continue
-                    found = judge({key: wrap(recipe, data) for key, recipe in of_weights.items()})
-                predicted = getattr(of_weights, "score", None) if wrap is None else None
-                row = {"method": name, "rounding": rounding, "seed": seed, **found, "seconds": seconds[name]}
-                rows.append({**row, "predicted": predicted})
-                print(f"{name:28s}{rounding:10s}{seed:3d}" + "".join(f"{found[k]:11.5f}" for k in found), flush=True)
+            chosen[0]["allocate"].save(folder)
+        for name, of_weights in chosen[seed].items():
+            if not seed or name not in fixed:
+                add(name, "nearest", seed, of_weights)
+    for rounding, wrap in CALIBRATED.items():
+        for seed, data in enumerate(texts):
+            for name in WITH_CALIBRATION if rounding in roundings else ():
+                add(name, rounding, seed, {key: wrap(each, data) for key, each in chosen[seed][name].items()})
     return rows
 
 
@@ -188,9 +192,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="file of the trained model: read, or written if it does not exist")
     parser.add_argument("--report", type=Path, help="folder for the report of the first allocation")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--roundings", nargs="*", default=list(CALIBRATED), choices=CALIBRATED, help="beside nearest")
     options = parser.parse_args()
     print(machine())
-    rows = measure(SHORT if options.short else Run(), options.model, options.seeds, options.report)
+    rows = measure(SHORT if options.short else Run(), options.model, options.seeds, options.report, options.roundings)
     print(summary(rows))
     if options.save:
         save("allocation", rows)

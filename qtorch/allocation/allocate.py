@@ -68,7 +68,7 @@ def allocate(
         filter_fn: (module, name) -> bool, as for `quantize_`.
         forward: called as ``forward(model, batch)`` instead of the model.
         mask: batch -> (sequences, tokens), 1 for tokens that count; by default the ``attention_mask`` of a mapping.
-        gradients: False for G = I, without a backward pass.
+        gradients: False for G = I / tr(W H W^T), relative errors of the outputs of layers, without a backward pass.
         loss: ``"logits"`` for a model whose output is a tensor of logits; or (output, batch) -> sum of the losses of
             independent samples. By default the cross entropy of labels sampled from the model where the output has
             ``logits``, else the sum of the outputs with random signs.
@@ -157,7 +157,7 @@ def _measure(data: Data | None, gradients: bool, loss: Loss | str | None) -> str
     if data is None:
         return "relative squared error"
     if not gradients:
-        return "squared error of outputs of layers"
+        return "relative squared error of outputs of layers"
     return "loss of a row of outputs" if callable(loss) else "divergence of a row of outputs"
 
 

@@ -4,7 +4,8 @@
 
 with the inputs x of the weight, and G_n the sum of the squared gradients of output n over all rows (see
 `statistics.output_gradients`), divided by the number of rows of the model's output: the expected divergence of a row.
-Without gradients G = I; without data the score is |D|^2 / (2 |W|^2).
+Without gradients G = I / tr(W H W^T), so that the score is half the relative error of the outputs of the layer: errors
+of layers whose outputs differ in size cannot be compared otherwise. Without data it is |D|^2 / (2 |W|^2).
 
 One H is kept at a time: weights are scored in the order in which the model runs, by the engine of `blockwise`.
 """
@@ -159,7 +160,7 @@ def _score(
     weight, kind = item.matrix, activation_error(candidate)
     whole = None if rounding is not None else _nearest(candidate, weight)
     total = sum(of_one[SecondMoment].rows for of_one in of_matrices.values())
-    score = 0.0
+    score = size = 0.0
     for expert, statistics in of_matrices.items():
         matrix = (weight if expert is None else weight[expert]).float()
         seen_moment = statistics[SecondMoment]
@@ -173,7 +174,8 @@ def _score(
         if kind is not None:
             errors = errors + quadratic(quantized, statistics[kind].mean.to(matrix.device))  # type: ignore[attr-defined]
         score += float((importance * errors).sum()) / 2
-    return score
+        size += float((importance * quadratic(matrix, moment)).sum())
+    return score if seen.rows else score / (size or 1.0)
 
 
 def _nearest(candidate: WeightRecipe, weight: Tensor) -> Tensor:
@@ -212,7 +214,8 @@ def _table_score(item: Item, candidate: WeightRecipe | None, seen: Seen, counts:
     if seen.rows:
         squares = seen.recorder.tables.get(id(item.parameter))
         importance = importance * 0 if squares is None else squares.to(weight.device) / seen.rows
-    return float(frequencies @ errors @ importance) / 2
+    size = 1.0 if seen.rows else float(frequencies @ weight.square() @ importance) or 1.0
+    return float(frequencies @ errors @ importance) / 2 / size
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ class Mlp(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
 
-def test_without_gradients_it_is_the_error_of_the_output_of_the_layer() -> None:
+def test_without_gradients_it_is_the_relative_error_of_the_output_of_the_layer() -> None:
     torch.manual_seed(0)
     model, data = Mlp(), batches(5, 16)
     items, found = scores_of(model, data, gradients=False)
@@ -57,8 +57,9 @@ def test_without_gradients_it_is_the_error_of_the_output_of_the_layer() -> None:
         weight, rows = item.matrix, inputs[item.name]
         for candidate, value in zip((INT2, INT4), scores.values):
             error = weight - candidate.apply(weight).dequantize()
-            direct = (rows @ error.t()).square().sum() / len(rows) / 2
-            assert value == pytest.approx(form(error, rows.t() @ rows / len(rows), torch.ones(len(weight))), rel=1e-4)
+            direct = (rows @ error.t()).square().sum() / (rows @ weight.t()).square().sum() / 2
+            moment, ones = rows.t() @ rows / len(rows), torch.ones(len(weight))
+            assert value == pytest.approx(form(error, moment, ones) / form(weight, moment, ones) / 2, rel=1e-4)
             assert value == pytest.approx(float(direct), rel=1e-4)
         assert 0 == scores.values[2] < scores.values[1] < scores.values[0]
         assert scores.tokens == 15
@@ -94,7 +95,9 @@ def test_rounding_by_gptq() -> None:
     grid = Grid.of(items[0].matrix, INT2.linear_spec().weight, torch.float32)
     Gptq().round(items[0].matrix, moment, grid)
     error = items[0].matrix - grid.values()
-    assert found[0].values[0] == pytest.approx(form(error, moment, torch.ones(24)), rel=1e-3)
+    ones = torch.ones(24)
+    size = 2 * form(items[0].matrix, moment, ones)
+    assert found[0].values[0] == pytest.approx(form(error, moment, ones) / size, rel=1e-3)
     assert all(0 < a.values[0] < b.values[0] for a, b in zip(found, nearest))
 
 
@@ -108,7 +111,8 @@ def test_quantized_activations_count() -> None:
         quantized = copy.deepcopy(model)
         qtorch.quantize_(quantized, {"a": candidate})
         x = torch.cat(data)
-        direct = (model.a(x) - quantized.a(x)).detach().square().sum() / len(x) / 2
+        direct = (model.a(x) - quantized.a(x)).detach().square().sum() / 2
+        direct /= functional.linear(x, items[0].matrix).square().sum()
         # Errors of weight and input are taken as uncorrelated.
         assert value == pytest.approx(float(direct), rel=0.1)
     assert found[0].values[1] > 1.2 * found[0].values[0]
@@ -179,11 +183,14 @@ def test_experts_are_one_item_with_inputs_of_their_own(kind: Callable[..., nn.Mo
     model, data = kind(4, 24, 16), batches(12, 16)
     _, found = scores_of(model, data, {"weight": [INT2]}, gradients=gradients)
     error = model.weight.detach() - INT2.apply(model.weight.detach()).dequantize()
-    x, direct = torch.stack(data), 0.0
+    x, direct, size = torch.stack(data), 0.0, 0.0
     for expert in range(3):
         rows = x[:, expert::3].flatten(0, 1)
         # Signs as gradients: the sum of squares is the number of rows.
-        direct += form(error[expert], rows.t() @ rows / len(rows), torch.full((24,), 1 / 3))
+        moment, thirds = rows.t() @ rows / len(rows), torch.full((24,), 1 / 3)
+        direct += form(error[expert], moment, thirds)
+        size += 2 * form(model.weight[expert].detach(), moment, thirds)
+    direct = direct if gradients else direct / size
     assert found[0].values[0] == pytest.approx(direct, rel=1e-4)
     assert found[0].tokens == 36
 
@@ -232,7 +239,8 @@ def test_a_tied_table_has_the_errors_of_both_uses() -> None:
     counts = torch.bincount(torch.cat(data).flatten(), minlength=20).float()
     items = find_items(apart, {"embed": [INT2]}, None)
     (plain,) = score_weights(items, apart, Data(data), gradients=False)
-    assert plain.values[0] == pytest.approx(float(counts @ error.square().sum(1)) / float(counts.sum()) / 2, rel=1e-4)
+    squares, sizes = (each.detach().square().sum(1) for each in (error, apart.embed.weight))
+    assert plain.values[0] == pytest.approx(float(counts @ squares / (counts @ sizes)) / 2, rel=1e-4)
 
 
 def test_outputs_may_be_changed_in_place() -> None:
