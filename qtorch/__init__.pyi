@@ -1,6 +1,7 @@
 """Written by tools/stubs.py from the registry: `make stubs`."""
 # ruff: noqa
 
+from . import allocation as allocation
 from . import blockwise as blockwise
 from . import calibration as calibration
 from . import checkpoint as checkpoint
@@ -18,6 +19,7 @@ from . import statistics as statistics
 from . import streaming as streaming
 from . import tracing as tracing
 from . import training as training
+from .allocation.allocate import allocate as allocate
 from .calibration.calibrated import CalibratedRecipe as calibrated
 from .calibration.importance_weighted import ImportanceWeighted as importance_weighted
 from .checkpoint.load import load_quantized as load_quantized
@@ -107,6 +109,7 @@ __all__ = [
     "SemiSparseLayout",
     "TensorCoreTiledLayout",
     "ZeroPointDomain",
+    "allocate",
     "bitnet_training",
     "calibrated",
     "compute_error",

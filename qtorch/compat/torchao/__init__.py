@@ -47,6 +47,13 @@ from ...primitives import (
 )
 from ...quantize_api import quantize_
 from ...training import Int8MixedPrecisionTrainingConfig
+from .autoquant import (
+    ALL_AUTOQUANT_CLASS_LIST,
+    DEFAULT_AUTOQUANT_CLASS_LIST,
+    DEFAULT_INT4_AUTOQUANT_CLASS_LIST,
+    OTHER_AUTOQUANT_CLASS_LIST,
+    autoquant,
+)
 from .configs import (
     AOPerModuleConfig,
     Float8DynamicActivationFloat8WeightConfig,
@@ -93,6 +100,10 @@ def unwrap_tensor_subclass(model: nn.Module, filter_fn: object = None) -> nn.Mod
 
 
 __all__ = [
+    "ALL_AUTOQUANT_CLASS_LIST",
+    "DEFAULT_AUTOQUANT_CLASS_LIST",
+    "DEFAULT_INT4_AUTOQUANT_CLASS_LIST",
+    "OTHER_AUTOQUANT_CLASS_LIST",
     "AOPerModuleConfig",
     "AffineQuantizedTensor",
     "Float8DynamicActivationFloat8WeightConfig",
@@ -130,6 +141,7 @@ __all__ = [
     "UIntxWeightOnlyConfig",
     "UintxTensor",
     "ZeroPointDomain",
+    "autoquant",
     "choose_qparams_affine",
     "choose_qparams_affine_with_min_max",
     "compute_error",
