@@ -1,5 +1,7 @@
-"""Calibration in the order in which a model runs, one block at a time."""
+"""Calibration in the order of the model, one block at a time."""
 
+from . import fingerprint
 from .in_order import Wanted, quantize_in_order
+from .progress import Progress, Resumable
 
-__all__ = ["Wanted", "quantize_in_order"]
+__all__ = ["Progress", "Resumable", "Wanted", "fingerprint", "quantize_in_order"]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..statistics import Statistic, Statistics, Use, UseRecorder
 from ..statistics.batches import Data, eval_mode
+from .progress import Progress
 from .streams import Call, StopForward, Stream, needed_outputs
 from .trace import Stage, Unit, trace
 
@@ -46,23 +47,33 @@ class Wanted(Generic[M]):
 
 @torch.no_grad()
 def quantize_in_order(
-    model: nn.Module, wanted: Sequence[Wanted[M]], data: Data, blocks: Sequence[nn.Module] | None = None
+    model: nn.Module,
+    wanted: Sequence[Wanted[M]],
+    data: Data,
+    blocks: Sequence[nn.Module] | None = None,
+    progress: Progress[M] | None = None,
 ) -> dict[Tensor, M]:
     """What `make` returns for each weight, by float parameter; the model is unchanged in the end.
+
+    Args:
+        blocks: the blocks; by default they are found.
+        progress: what an earlier call has done already, and where this one keeps what it does.
 
     Raises:
         ValueError: there is no batch.
     """
-    return _InOrder(model, wanted, data).run(blocks)
+    return _InOrder(model, wanted, data, Progress() if progress is None else progress).run(blocks)
 
 
 class _InOrder(Generic[M]):
-    def __init__(self, model: nn.Module, wanted: Sequence[Wanted[M]], data: Data) -> None:
+    def __init__(self, model: nn.Module, wanted: Sequence[Wanted[M]], data: Data, progress: Progress[M]) -> None:
         self.model = model
         self.wanted = {id(item.weight): item for item in wanted}
         self.data = data
         self.paired = any(kind.paired for item in wanted for kind in item.statistics)
         self.made: dict[Tensor, M] = {}
+        self.progress = progress
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def run(self, blocks: Sequence[nn.Module] | None) -> dict[Tensor, M]:
         with eval_mode(self.model), self._restored():
@@ -72,11 +83,34 @@ class _InOrder(Generic[M]):
             found = [unit.block for unit in units if unit.block is not None]
             keep = needed_outputs(self._forward, found)
             count = len(self.batches)
-            self.quantized = Stream(self._forward, found, count, keep)
-            self.of_float = Stream(self._forward, found, count, keep)
-            for unit in units:
+            streams = [
+                Stream(self._forward, found, count, keep, self.progress.stream(n)) for n in ("quantized", "float")
+            ]
+            self.quantized, self.of_float = streams
+            for index, unit in enumerate(units):
+                if index < self.progress.done:
+                    self._take_over(unit, self.progress.load(index))
+                    continue
                 self._calibrate(unit)
+                names = {self.names[id(weight)]: weight for stage in unit.stages for weight in stage.weights}
+                made = {name: self.made[weight] for name, weight in names.items()}
+                for name, value in self.progress.finish(index, made).items():
+                    self._install(names[name], value)
+                for stream in streams:
+                    stream.forget()
+            for stream in streams:
+                stream.clear()
         return self.made
+
+    def _take_over(self, unit: Unit, made: Mapping[str, M]) -> None:
+        """A unit that an earlier call has done."""
+        for stage in unit.stages:
+            for weight in stage.weights:
+                self._install(weight, made[self.names[id(weight)]])
+        if unit.block is not None:
+            self.quantized.skip(unit.block)
+            if self.paired:
+                self.of_float.skip(unit.block)
 
     def _forward(self, batch: int) -> Any:
         return self.data.call(self.model, self.batches[batch])
@@ -98,7 +132,7 @@ class _InOrder(Generic[M]):
                     self.of_float.finish(block, of_float)
 
     def _statistics(
-        self, stage: Stage, block: nn.Module | None, calls: list[Call] | None, of_float: list[Call] | None
+        self, stage: Stage, block: nn.Module | None, calls: Sequence[Call] | None, of_float: Sequence[Call] | None
     ) -> dict[Key, Statistics]:
         kinds = dict.fromkeys(kind for weight in stage.weights for kind in self.wanted[id(weight)].statistics)
         if not kinds:
@@ -123,7 +157,7 @@ class _InOrder(Generic[M]):
         return found
 
     def _rows(
-        self, stage: Stage, stream: Stream, block: nn.Module | None, calls: list[Call] | None, batch: int
+        self, stage: Stage, stream: Stream, block: nn.Module | None, calls: Sequence[Call] | None, batch: int
     ) -> dict[Key, list[Tensor]]:
         """The inputs of the weights of a stage in one batch."""
         found: dict[Key, list[Tensor]] = {}
@@ -154,11 +188,15 @@ class _InOrder(Generic[M]):
         for weight in stage.weights:
             item = self.wanted[id(weight)]
             experts = {key[1]: value for key, value in found.items() if key[0] == id(weight) and key[1] is not None}
-            made = item.make(experts if experts else found.get((id(weight), None), {}))
-            self.made[item.weight] = made
-            parameter = nn.Parameter(made[0], False)
-            for module, attribute in item.slots:
-                module._parameters[attribute] = parameter
+            self._install(weight, item.make(experts if experts else found.get((id(weight), None), {})))
+
+    def _install(self, weight: Tensor, made: M) -> None:
+        """Let the model run with what was made of a weight."""
+        item = self.wanted[id(weight)]
+        self.made[item.weight] = made
+        parameter = nn.Parameter(made[0], False)
+        for module, attribute in item.slots:
+            module._parameters[attribute] = parameter
 
     @contextmanager
     def _floats(self) -> Iterator[None]:

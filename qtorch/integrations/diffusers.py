@@ -3,8 +3,8 @@
     model = UNet2DModel.from_pretrained(path, quantization_config=QtorchConfig(int8_weight_only()))
 
 This file registers the method "qtorch" in the tables of diffusers, which has no other way; `import qtorch` has it
-imported after diffusers. Each weight is quantized as soon as it is read, so that the float model is never in memory as a
-whole. Files hold plain tensors (see `dtypes.serialize`) and JSON in the metadata of each shard.
+imported after diffusers. Each weight is quantized as soon as it is read, so that the float model is never in memory as
+a whole. Files hold plain tensors (see `dtypes.serialize`) and JSON in the metadata of each shard.
 """
 
 from __future__ import annotations
