@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..statistics import Statistic, Statistics, Use, UseRecorder
+from ..statistics import Missed, Statistic, Statistics, Use, UseRecorder
 from ..statistics.batches import Data, eval_mode
 from .progress import Progress
 from .streams import Call, StopForward, Stream, needed_outputs
@@ -72,6 +72,7 @@ class _InOrder(Generic[M]):
         self.data = data
         self.paired = any(kind.paired for item in wanted for kind in item.statistics)
         self.made: dict[Tensor, M] = {}
+        self.transposed: set[int] = set()
         self.progress = progress
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
 
@@ -81,7 +82,7 @@ class _InOrder(Generic[M]):
             weights = [item.weight for item in self.wanted.values()]
             units = trace(self.model, lambda: self._forward(0), weights, blocks)
             found = [unit.block for unit in units if unit.block is not None]
-            keep = needed_outputs(self._forward, found)
+            keep = needed_outputs(self.model, self._forward, found)
             count = len(self.batches)
             streams = [
                 Stream(self._forward, found, count, keep, self.progress.stream(n)) for n in ("quantized", "float")
@@ -166,6 +167,7 @@ class _InOrder(Generic[M]):
 
         def seen(use: Use) -> None:
             if use.transposed:
+                self.transposed.add(id(use.weight))
                 return
             key = (id(use.weight), use.expert)
             if not stage.once or key[0] == id(stage.weights[0]):
@@ -188,7 +190,14 @@ class _InOrder(Generic[M]):
         for weight in stage.weights:
             item = self.wanted[id(weight)]
             experts = {key[1]: value for key, value in found.items() if key[0] == id(weight) and key[1] is not None}
-            self._install(weight, item.make(experts if experts else found.get((id(weight), None), {})))
+            of_whole: Statistics = found.get((id(weight), None)) or {Missed: Missed(self._why(weight))}
+            self._install(weight, item.make(experts if experts else of_whole))
+
+    def _why(self, weight: Tensor) -> str:
+        """Why there are no statistics of a weight."""
+        if id(weight) in self.transposed:
+            return "it is stored as (inputs, outputs), and its groups are those of outputs"
+        return "no product of the data with it was seen"
 
     def _install(self, weight: Tensor, made: M) -> None:
         """Let the model run with what was made of a weight."""

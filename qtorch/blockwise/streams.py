@@ -143,16 +143,20 @@ class _Calls(Sequence[Call]):
         return self.stream.call(self.block, batch)
 
 
-def needed_outputs(run: Run, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+def needed_outputs(model: nn.Module, run: Run, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """The blocks whose outputs have to be kept: none if each block depends on the one before only, or else all.
 
     It is found by experiment on the first batch: the inputs of each block with and without the outputs of all others.
     """
-    lasts = _lasts(blocks)
+    lasts = _lasts(model, blocks)
     every, few = Stream(run, blocks, 1, blocks), Stream(run, blocks, 1, lasts)
     for block in blocks:
-        calls, others = every.calls(block), few.calls(block)
-        if not _equal(calls[0], others[0]):
+        calls = every.calls(block)
+        try:
+            same = _equal(calls[0], few.call(block, 0))
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError):
+            same = False  # outputs of another block do not even fit
+        if not same:
             return list(blocks)
         outputs = [block(*calls[0].args, **calls[0].kwargs)]
         every.skip(block, outputs)
@@ -161,9 +165,10 @@ def needed_outputs(run: Run, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     return lasts
 
 
-def _lasts(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The last blocks of runs of one class: the last layer of an encoder, for example."""
-    return [a for a, b in zip(blocks, [*blocks[1:], None]) if type(a) is not type(b)]
+def _lasts(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The last blocks of their lists: the last layer of an encoder, for example."""
+    parents = {id(child): parent for parent in model.modules() for child in parent.children()}
+    return [a for a, b in zip(blocks, [*blocks[1:], model]) if parents.get(id(a)) is not parents.get(id(b))]
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..primitives import LinearSpec
 from ..recipe import Calibrated, ExpertStatistics, WeightRecipe, register_recipe
 from ..report import CalibrationReport
-from ..statistics import Data, Moments, SecondMoment, Statistic, Statistics
+from ..statistics import Data, Missed, Moments, SecondMoment, Statistic, Statistics
 from .rounding import FloatTarget, Gptq, Grid, Refinement, Rounding, damped, loss
 
 
@@ -80,7 +80,10 @@ class CalibratedRecipe(WeightRecipe):
     def calibrate(self, weight: Tensor, statistics: Statistics | ExpertStatistics) -> Calibrated:
         if weight.dim() == 2:
             return self._calibrate_matrix(weight, statistics)  # type: ignore[arg-type]
-        made = [self._calibrate_matrix(matrix, statistics.get(index, {})) for index, matrix in enumerate(weight)]  # type: ignore[call-overload]
+        # Where no expert has statistics, `Missed` stands for all.
+        others: Any = statistics if Missed in statistics else {}
+        of_experts: ExpertStatistics = {} if others else statistics  # type: ignore[assignment]
+        made = [self._calibrate_matrix(matrix, of_experts.get(index, others)) for index, matrix in enumerate(weight)]
         reports = [report for _, report in made]
         stacked = torch.cat([tensor.unsqueeze(0) for tensor, _ in made])
         return Calibrated(stacked, _combined(reports))
@@ -90,13 +93,14 @@ class CalibratedRecipe(WeightRecipe):
         begun = time.perf_counter()
         moments = statistics.get(self.statistics[0])
         if not isinstance(moments, SecondMoment) or not moments.rows:
+            missed = statistics.get(Missed)
+            reason = missed.reason if isinstance(missed, Missed) else "not used by the data"
             if self.strict:
                 raise ValueError(
-                    "calibrated: the weight was not used by any batch; leave out strict=True to round it to nearest"
+                    f"calibrated: the weight cannot be calibrated: {reason}; leave out strict=True to round it to "
+                    "nearest"
                 )
-            return Calibrated(
-                self.recipe.apply(weight), CalibrationReport("nearest: not used by the data", 0, 0, 0, 0, 0)
-            )
+            return Calibrated(self.recipe.apply(weight), CalibrationReport(f"nearest: {reason}", 0, 0, 0, 0, 0))
         moment, spec = moments.mean.to(weight.device), self.linear_spec()
         goal = weight.float()
         if self.target is not None and isinstance(moments, Moments) and moments.cross is not None:

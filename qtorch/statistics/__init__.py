@@ -1,6 +1,6 @@
 """Statistics of the inputs of weights that recipes can request, and their collection over batches of data."""
 
-from .base import Statistic, Statistics
+from .base import Missed, Statistic, Statistics
 from .batches import Data, run_batches
 from .collect import collect
 from .of_inputs import Inputs, MeanSquare, Moments, Range, SecondMoment
@@ -10,6 +10,7 @@ __all__ = [
     "Data",
     "Inputs",
     "MeanSquare",
+    "Missed",
     "Moments",
     "Range",
     "SecondMoment",
