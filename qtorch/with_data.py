@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .blockwise import Progress, Resumable, Wanted, fingerprint, quantize_in_order
+from .blockwise import Resumable, Wanted, fingerprint, quantize_in_order
 from .recipe import Calibrated, Recipe
 from .report import CalibrationReport
 from .statistics import Data, Statistic, Statistics, collect
@@ -81,11 +81,14 @@ def wanted_of(target: Target[Recipe]) -> Wanted[Calibrated]:
     return Wanted(target.parameter, slots, target.recipe.statistics, make)
 
 
-def progress_in(folder: Path, targets: Sequence[Target[Recipe]], data: Data, weights: str) -> Progress[Calibrated]:
+def progress_in(
+    folder: Path, targets: Sequence[Target[Recipe]], data: Data, weights: str, *, anew: bool = False
+) -> Resumable[Calibrated]:
     """The progress of a calibration that is kept in `folder`.
 
     Args:
         weights: fingerprint of the weights.
+        anew: begin anew if the folder holds that of something else.
 
     Raises:
         ValueError: the folder holds that of something else.
@@ -96,7 +99,7 @@ def progress_in(folder: Path, targets: Sequence[Target[Recipe]], data: Data, wei
         "data": fingerprint.of_data(data),
         "recipe": fingerprint.of_json(recipes),
     }
-    return Resumable(folder, parts, _encoded, _decoded)
+    return Resumable(folder, parts, _encoded, _decoded, anew=anew)
 
 
 def _encoded(made: Calibrated) -> tuple[Tensor, Any]:

@@ -19,6 +19,7 @@ from ..statistics.batches import Data, eval_mode
 from .progress import Progress
 from .streams import Call, StopForward, Stream, needed_outputs
 from .trace import Stage, Unit, trace
+from .weights import Weights
 
 Key = tuple[int, int | None]
 """(id of a parameter, expert or None)."""
@@ -52,21 +53,26 @@ def quantize_in_order(
     data: Data,
     blocks: Sequence[nn.Module] | None = None,
     progress: Progress[M] | None = None,
+    weights: Weights | None = None,
 ) -> dict[Tensor, M]:
     """What `make` returns for each weight, by float parameter; the model is unchanged in the end.
 
     Args:
         blocks: the blocks; by default they are found.
         progress: what an earlier call has done already, and where this one keeps what it does.
+        weights: where the float weights are, by default in memory. If they are streamed, what is made of the weights of
+            blocks is with `progress` only.
 
     Raises:
         ValueError: there is no batch.
     """
-    return _InOrder(model, wanted, data, Progress() if progress is None else progress).run(blocks)
+    return _InOrder(model, wanted, data, progress or Progress(), weights or Weights()).run(blocks)
 
 
 class _InOrder(Generic[M]):
-    def __init__(self, model: nn.Module, wanted: Sequence[Wanted[M]], data: Data, progress: Progress[M]) -> None:
+    def __init__(
+        self, model: nn.Module, wanted: Sequence[Wanted[M]], data: Data, progress: Progress[M], weights: Weights
+    ) -> None:
         self.model = model
         self.wanted = {id(item.weight): item for item in wanted}
         self.data = data
@@ -74,6 +80,7 @@ class _InOrder(Generic[M]):
         self.made: dict[Tensor, M] = {}
         self.transposed: set[int] = set()
         self.progress = progress
+        self.weights = weights
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def run(self, blocks: Sequence[nn.Module] | None) -> dict[Tensor, M]:
@@ -89,25 +96,36 @@ class _InOrder(Generic[M]):
             ]
             self.quantized, self.of_float = streams
             for index, unit in enumerate(units):
+                stays = self.weights.stay or unit.block is None
                 if index < self.progress.done:
-                    self._take_over(unit, self.progress.load(index))
+                    self._take_over(unit, self.progress.load(index) if stays else None)
                     continue
-                self._calibrate(unit)
-                names = {self.names[id(weight)]: weight for stage in unit.stages for weight in stage.weights}
-                made = {name: self.made[weight] for name, weight in names.items()}
-                for name, value in self.progress.finish(index, made).items():
-                    self._install(names[name], value)
+                with self.weights.loaded(unit.block):
+                    self._calibrate(unit)
+                self._finish(index, len(units), unit, stays)
                 for stream in streams:
                     stream.forget()
             for stream in streams:
                 stream.clear()
         return self.made
 
-    def _take_over(self, unit: Unit, made: Mapping[str, M]) -> None:
+    def _finish(self, index: int, count: int, unit: Unit, stays: bool) -> None:
+        """Hand over what was made in a unit, and let the model run with it, or let it go."""
+        names = {self.names[id(weight)]: weight for stage in unit.stages for weight in stage.weights}
+        made = {name: self.made.pop(weight) for name, weight in names.items()}
+        made = dict(self.progress.finish(index, count, made))
+        for name, weight in names.items():
+            if stays:
+                self._install(weight, made[name])
+                continue
+            for module, attribute in self.wanted[id(weight)].slots:
+                module._parameters[attribute] = self.wanted[id(weight)].weight
+
+    def _take_over(self, unit: Unit, made: Mapping[str, M] | None) -> None:
         """A unit that an earlier call has done."""
-        for stage in unit.stages:
-            for weight in stage.weights:
-                self._install(weight, made[self.names[id(weight)]])
+        for weight in [] if made is None else [weight for stage in unit.stages for weight in stage.weights]:
+            assert made is not None
+            self._install(weight, made[self.names[id(weight)]])
         if unit.block is not None:
             self.quantized.skip(unit.block)
             if self.paired:

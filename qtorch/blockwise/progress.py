@@ -53,8 +53,8 @@ class Progress(Generic[M]):
         """What was made in a unit that is done, by the name of the weight."""
         raise NotImplementedError
 
-    def finish(self, unit: int, made: Mapping[str, M]) -> Mapping[str, M]:
-        """Take note that a unit is done; returns what was made of it, as `load` would."""
+    def finish(self, unit: int, units: int, made: Mapping[str, M]) -> Mapping[str, M]:
+        """Take note that a unit, of `units`, is done; returns what was made of it, as `load` would."""
         return made
 
 
@@ -66,6 +66,10 @@ class Resumable(Progress[M]):
         fingerprint: part (weights, data, ...) -> text that differs if that part does.
         encode: what was made -> (the weight, JSON data).
         decode: the inverse.
+        anew: begin anew, instead of an error, if the folder holds the progress of something else.
+
+    Attributes:
+        complete: all units are done.
 
     Raises:
         FileNotFoundError: there is no folder for `folder`.
@@ -79,9 +83,13 @@ class Resumable(Progress[M]):
         fingerprint: Mapping[str, str],
         encode: Callable[[M], tuple[Tensor, Any]],
         decode: Callable[[Tensor, Any], M],
+        *,
+        anew: bool = False,
     ) -> None:
+        self.anew = anew
         self.folder, self.fingerprint = folder, {**fingerprint, "version of qtorch": _version()}
         self.encode, self.decode = encode, decode
+        self._sources: dict[int, QtorchSource] = {}
         if not folder.absolute().parent.is_dir():
             raise FileNotFoundError(f"resume: there is no folder {folder.absolute().parent}")
         folder.mkdir(exist_ok=True)
@@ -96,6 +104,8 @@ class Resumable(Progress[M]):
         return self
 
     def __exit__(self, *error: object) -> None:
+        for source in self._sources.values():
+            source.close()
         os.close(self._lock)
 
     @property
@@ -108,6 +118,7 @@ class Resumable(Progress[M]):
 
     def _read(self) -> list[dict[str, Any]]:
         journal = read_journal(self._journal)
+        self.complete = False
         if journal is None:
             if others := sorted(path.name for path in self.folder.iterdir() if not _is_ours(path.name)):
                 raise ValueError(
@@ -115,6 +126,9 @@ class Resumable(Progress[M]):
                 )
             return []
         theirs = journal.get("fingerprint", {})
+        if self.anew and (journal.get("version") != VERSION or theirs != self.fingerprint):
+            self._journal.unlink()
+            return []
         if journal.get("version") != VERSION or theirs != self.fingerprint:
             differs = [part for part, text in self.fingerprint.items() if theirs.get(part) != text] or ["format"]
             raise ValueError(
@@ -122,10 +136,18 @@ class Resumable(Progress[M]):
                 "was begun with, name a new folder, or remove this one to start anew"
             )
         rows: list[dict[str, Any]] = journal["units"]
+        self.complete = journal["complete"]
         return rows
 
     def stream(self, name: str) -> Kept:
         return OnDisk(self.folder, name)
+
+    def made(self, name: str) -> M:
+        """What was made of one weight."""
+        unit = next(index for index, rows in enumerate(self.rows) if name in rows)
+        if unit not in self._sources:
+            self._sources[unit] = QtorchSource.open(self._path(unit), verify=True, mmap=False)
+        return self.decode(self._sources[unit].tensor(name), self.rows[unit][name])
 
     def _path(self, unit: int) -> Path:
         return self.folder / f"unit-{unit:05d}.safetensors"
@@ -137,12 +159,16 @@ class Resumable(Progress[M]):
         with QtorchSource.open(self._path(unit), verify=True, mmap=False) as source:
             return {name: self.decode(source.tensor(name), row) for name, row in rows.items()}
 
-    def finish(self, unit: int, made: Mapping[str, M]) -> dict[str, M]:
+    def finish(self, unit: int, units: int, made: Mapping[str, M]) -> dict[str, M]:
         encoded = {name: self.encode(value) for name, value in made.items()}
         if encoded:
             save_quantized({name: weight for name, (weight, _) in encoded.items()}, self._path(unit))
         rows = [*self.rows, {name: row for name, (_, row) in encoded.items()}]
-        write_journal(self._journal, {"version": VERSION, "fingerprint": self.fingerprint, "units": rows})
+        self.complete = len(rows) == units
+        write_journal(
+            self._journal,
+            {"version": VERSION, "fingerprint": self.fingerprint, "complete": self.complete, "units": rows},
+        )
         self.rows = rows
         # As a process that continues would have it, whatever the form of what was made.
         return self.load(unit)
