@@ -7,17 +7,16 @@ A recipe (`recipe.py`) defines how a weight is quantized. Every registered recip
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
-from .blockwise import Wanted, quantize_in_order
 from .dtypes import QuantizedTensor
 from .install import Change, all_or_nothing, install, keep_attributes
 from .kernels.im2col import to_matrix
@@ -27,13 +26,13 @@ from .model_size import get_model_size_in_bytes
 from .module_repr import show_quantized
 from .prepared_module import PreparedModule
 from .primitives.granularity import IndivisibleError
-from .recipe import FOREIGN, RECIPES, Calibrated, Recipe, WeightRecipe, check_float_weight, register_recipe
+from .recipe import FOREIGN, RECIPES, Recipe, WeightRecipe, check_float_weight, register_recipe
 from .report import QuantizeReport
 from .report_rows import quantized_row, skipped_row, why_nothing
-from .statistics import Data, Statistic, Statistics, collect
 from .targets import Filter, Target, find_targets
 from .tracing.outside_graphs import outside_graphs
 from .transformed import transformed
+from .with_data import made_in_order, statistics_of
 
 __all__ = [
     "RECIPES",
@@ -65,6 +64,7 @@ def quantize_(
     device: torch.device | str | None = None,
     dry_run: bool = False,
     progress: bool = False,
+    resume: str | os.PathLike[str] | None = None,
 ) -> QuantizeReport:
     """Quantize the weights of `model` in place.
 
@@ -86,13 +86,16 @@ def quantize_(
             that device is the quantized model and one layer.
         dry_run: report what would be done; change nothing.
         progress: show a progress bar.
+        resume: a folder, for recipes that calibrate in the order of the model. What is done is kept there, block by
+            block; if the process dies, the same call with the same model, recipe and data continues, and gives the
+            same bits. The folder stays until you remove it.
 
     Returns:
         A report of what was done to each weight, or why it was skipped; print it.
 
     Raises:
         ValueError: weights cannot be quantized by their recipe (all are named), an entry of the mapping has no effect,
-            or there is no such device.
+            there is no such device, or the folder `resume` is that of other weights, another recipe or other data.
         TypeError: `recipe` is not a recipe, or `model` is not a module.
     """
     check_model("quantize_", model)
@@ -107,8 +110,8 @@ def quantize_(
     before = get_model_size_in_bytes(model)
     elements = _elements(model, targets)
     with transformed(model, targets, keep=not dry_run) as transforms:
-        statistics = _collect(model, targets)
-        calibrated = _calibrate_in_order(model, targets)
+        statistics = statistics_of(model, targets)
+        calibrated = made_in_order(model, targets, resume)
         rows = []
         chunk = _Chunk()
         for target in tqdm(targets, desc="quantize", disable=not progress):
@@ -163,38 +166,6 @@ def dequantize_(model: nn.Module) -> nn.Module:
             show_quantized(module)
     tell(model)
     return model
-
-
-def _collect(model: nn.Module, targets: list[Target[Recipe]]) -> dict[Tensor, Statistics]:
-    """Collect the statistics that recipes request, in one run of the model for all recipes that share their data."""
-    wanted: dict[int, tuple[Data, dict[Tensor, Sequence[type[Statistic]]]]] = {}
-    for target in targets:
-        recipe = target.recipe
-        if recipe is not None and not recipe.in_order and (data := recipe.data) is not None:
-            wanted.setdefault(id(data.batches), (data, {}))[1][target.parameter] = recipe.statistics
-    found: dict[Tensor, Statistics] = {}
-    for data, of_weights in wanted.values():
-        found.update(collect(model, data, of_weights))
-    return found
-
-
-def _calibrate_in_order(model: nn.Module, targets: list[Target[Recipe]]) -> dict[Tensor, Calibrated]:
-    """The weights of the recipes that quantize in the order of the model, made."""
-    wanted, data = [], []
-    for target in targets:
-        if target.recipe is not None and target.recipe.in_order:
-            assert target.recipe.data is not None
-            data.append(target.recipe.data)
-            slots = [(slot.module, slot.attribute) for slot in target.slots]
-            make = partial(target.recipe.make_in_order, target, target.parameter.detach())
-            wanted.append(Wanted(target.parameter, slots, target.recipe.statistics, make, target.recipe.learner))
-    if not wanted:
-        return {}
-    if any(other.batches is not data[0].batches for other in data):
-        raise ValueError(
-            "quantize_: recipes that calibrate in the order of the model take the same data; the model is unchanged"
-        )
-    return quantize_in_order(model, wanted, data[0])
 
 
 class _Chunk:

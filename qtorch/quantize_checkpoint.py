@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from . import formats  # noqa: F401 (registers the formats)
@@ -24,9 +24,10 @@ from .dtypes import QuantizedTensor
 from .formats.transformers_folder.config import recipe_json
 from .quantize_api import check_are_recipes
 from .recipe import Recipe
-from .report import QUANTIZED_BEFORE, LayerReport, QuantizeReport
+from .report import QUANTIZED_BEFORE, CalibrationReport, LayerReport, QuantizeReport
 from .report_rows import quantized_row, skipped_row
 from .streaming.assignment import assign
+from .streaming.calibrated import CalibratedWeights, calibrates
 from .streaming.forms import form_of
 from .streaming.partial import Partial, is_left_over, remove
 from .streaming.sources import identity_of, model_config, open_any
@@ -46,6 +47,7 @@ def quantize_checkpoint(
     max_shard_size: int = 5 * 2**30,
     progress: bool = False,
     dry_run: bool = False,
+    model: nn.Module | None = None,
 ) -> QuantizeReport:
     """Quantize the weights of a checkpoint, tensor by tensor, without building the model.
 
@@ -66,6 +68,10 @@ def quantize_checkpoint(
         max_shard_size: maximum size of a file in bytes, unless one tensor is larger.
         progress: show a progress bar.
         dry_run: quantize, but write nothing.
+        model: for recipes that calibrate in the order of the model, such as ``gptq(int4_weight_only(), batches)``: a
+            model whose parameters are on the meta device; by default transformers builds that of config.json. One
+            block of it is in memory at a time. What is done is kept in ``.<name of dst>.calibration`` until `dst` is
+            complete; the outputs of blocks on the data are there, too.
 
     Returns:
         A report of what was done to each weight; print it.
@@ -85,6 +91,9 @@ def quantize_checkpoint(
         names, contents = _contents(source)
         targets = assign(contents, recipe, source, model_config(src), format)
 
+        chosen = {name: target for name, target in targets.items() if calibrates(target)}
+        calibrated = CalibratedWeights(source, chosen, dst, model) if chosen and not dry_run else None
+
         def quantize(name: str, tensor: Tensor) -> tuple[Tensor, LayerReport | None]:
             target = targets.get(name)
             if isinstance(tensor, QuantizedTensor):
@@ -95,10 +104,21 @@ def quantize_checkpoint(
                 return tensor, None
             if target.recipe is None:
                 return tensor, skipped_row(target)
+            if calibrated is not None and name in chosen:
+                made, report = calibrated.weight(name)
+                return made, replace(quantized_row(target, tensor, made), calibration=report)
             return _quantized(name, tensor, target)
 
         arguments = {"recipe": recipe_json(recipe), "call": "quantize_checkpoint"}
-        rows = _rewrite(source, names, contents, dst, quantize, format, max_shard_size, progress, dry_run, arguments)
+        try:
+            rows = _rewrite(
+                source, names, contents, dst, quantize, format, max_shard_size, progress, dry_run, arguments
+            )
+            if calibrated is not None:
+                calibrated.remove()
+        finally:
+            if calibrated is not None:
+                calibrated.close()
     return _report(rows, contents, dry_run)
 
 
@@ -208,7 +228,8 @@ def _write_row(row: LayerReport) -> dict[str, Any]:
 
 def _read_row(data: dict[str, Any]) -> LayerReport:
     row = LayerReport(**data)
-    return replace(row, shape=tuple(row.shape), also=tuple(row.also))
+    calibration = data["calibration"] and CalibrationReport(**data["calibration"])
+    return replace(row, shape=tuple(row.shape), also=tuple(row.also), calibration=calibration)
 
 
 def _report(rows: list[LayerReport], contents: Mapping[str, Contents], dry_run: bool) -> QuantizeReport:

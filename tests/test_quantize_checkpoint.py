@@ -14,10 +14,11 @@ from torch import Tensor
 
 import qtorch
 from qtorch import convert_checkpoint, load_quantized, quantize_, quantize_checkpoint, save_quantized
+from qtorch.checkpoint import part_file
 from qtorch.checkpoint.source import open_source
 from qtorch.checkpoint.tensor_file import TensorFile
 from qtorch.dtypes import QuantizedTensor
-from qtorch.streaming import companions, forms, part_file, partial
+from qtorch.streaming import companions, forms, partial
 from tests.float_checkpoints import Decoder, decoder, save_shards
 
 RECIPES = [

@@ -1,6 +1,8 @@
-"""Calibration in the order in which a model runs, one block at a time."""
+"""Calibration in the order of the model, one block at a time."""
 
+from . import fingerprint
 from .block_run import BlockLearner, BlockRun
 from .in_order import Wanted, quantize_in_order
+from .progress import Progress, Resumable
 
-__all__ = ["BlockLearner", "BlockRun", "Wanted", "quantize_in_order"]
+__all__ = ["BlockLearner", "BlockRun", "Progress", "Resumable", "Wanted", "fingerprint", "quantize_in_order"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ class BlockRun:
     Args:
         block: with quantized weights in place.
         calls: its arguments in the model as quantized so far, of each batch.
-        outputs: its outputs in the float model, of each batch.
+        output: batch -> its output in the float model.
         masks: tokens that count, of each batch; None if all do.
         names: weight that can be replaced -> its names in the block.
     """
@@ -27,11 +27,11 @@ class BlockRun:
         self,
         block: nn.Module,
         calls: Sequence[Call],
-        outputs: Sequence[Any],
+        output: Callable[[int], Any],
         masks: Sequence[Tensor | None],
         names: Mapping[Tensor, Sequence[str]],
     ) -> None:
-        self.block, self.calls, self.outputs, self.masks, self.names = block, calls, outputs, masks, names
+        self.block, self.calls, self.output, self.masks, self.names = block, calls, output, masks, names
         self.count = len(calls)
 
     def loss(self, batch: int, weights: Mapping[Tensor, Tensor]) -> Tensor:
@@ -44,7 +44,7 @@ class BlockRun:
         # A block may write into its inputs.
         args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tuple(self.calls[batch]))
         output = functional_call(self.block, named, args, kwargs)
-        found, wanted = _first(output), _first(self.outputs[batch])
+        found, wanted = _first(output), _first(self.output(batch))
         error = (found - wanted).float()
         mask = self.masks[batch]
         if mask is not None and tuple(error.shape[: mask.dim()]) == tuple(mask.shape):

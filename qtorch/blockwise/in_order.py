@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..statistics import Statistic, Statistics, Use, UseRecorder
+from ..statistics import Missed, Statistic, Statistics, Use, UseRecorder
 from ..statistics.batches import Data, eval_mode
 from .block_run import BlockLearner, BlockRun, weight_names
+from .progress import Progress
 from .streams import Call, StopForward, Stream, needed_outputs
 from .trace import Stage, Unit, trace
+from .weights import Weights
 
 Key = tuple[int, int | None]
 """(id of a parameter, expert or None)."""
@@ -49,24 +52,41 @@ class Wanted(Generic[M]):
 
 @torch.no_grad()
 def quantize_in_order(
-    model: nn.Module, wanted: Sequence[Wanted[M]], data: Data, blocks: Sequence[nn.Module] | None = None
+    model: nn.Module,
+    wanted: Sequence[Wanted[M]],
+    data: Data,
+    blocks: Sequence[nn.Module] | None = None,
+    progress: Progress[M] | None = None,
+    weights: Weights | None = None,
 ) -> dict[Tensor, M]:
     """What `make` returns for each weight, by float parameter; the model is unchanged in the end.
+
+    Args:
+        blocks: the blocks; by default they are found.
+        progress: what an earlier call has done already, and where this one keeps what it does.
+        weights: where the float weights are, by default in memory. If they are streamed, what is made of the weights of
+            blocks is with `progress` only.
 
     Raises:
         ValueError: there is no batch.
     """
-    return _InOrder(model, wanted, data).run(blocks)
+    return _InOrder(model, wanted, data, progress or Progress(), weights or Weights()).run(blocks)
 
 
 class _InOrder(Generic[M]):
-    def __init__(self, model: nn.Module, wanted: Sequence[Wanted[M]], data: Data) -> None:
+    def __init__(
+        self, model: nn.Module, wanted: Sequence[Wanted[M]], data: Data, progress: Progress[M], weights: Weights
+    ) -> None:
         self.model = model
         self.wanted = {id(item.weight): item for item in wanted}
         self.data = data
         self.learns = any(item.learner is not None for item in wanted)
         self.paired = self.learns or any(kind.paired for item in wanted for kind in item.statistics)
         self.made: dict[Tensor, M] = {}
+        self.transposed: set[int] = set()
+        self.progress = progress
+        self.weights = weights
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def run(self, blocks: Sequence[nn.Module] | None) -> dict[Tensor, M]:
         with eval_mode(self.model), self._restored():
@@ -74,13 +94,47 @@ class _InOrder(Generic[M]):
             weights = [item.weight for item in self.wanted.values()]
             units = trace(self.model, lambda: self._forward(0), weights, blocks)
             found = [unit.block for unit in units if unit.block is not None]
-            keep = needed_outputs(self._forward, found)
+            keep = needed_outputs(self.model, self._forward, found)
             count = len(self.batches)
-            self.quantized = Stream(self._forward, found, count, keep)
-            self.of_float = Stream(self._forward, found, count, keep)
-            for unit in units:
-                self._calibrate(unit)
+            streams = [
+                Stream(self._forward, found, count, keep, self.progress.stream(n)) for n in ("quantized", "float")
+            ]
+            self.quantized, self.of_float = streams
+            for index, unit in enumerate(units):
+                stays = self.weights.stay or unit.block is None
+                if index < self.progress.done:
+                    self._take_over(unit, self.progress.load(index) if stays else None)
+                    continue
+                with self.weights.loaded(unit.block):
+                    self._calibrate(unit)
+                self._finish(index, len(units), unit, stays)
+                for stream in streams:
+                    stream.forget()
+            for stream in streams:
+                stream.clear()
         return self.made
+
+    def _finish(self, index: int, count: int, unit: Unit, stays: bool) -> None:
+        """Hand over what was made in a unit, and let the model run with it, or let it go."""
+        names = {self.names[id(weight)]: weight for stage in unit.stages for weight in stage.weights}
+        made = {name: self.made.pop(weight) for name, weight in names.items()}
+        made = dict(self.progress.finish(index, count, made))
+        for name, weight in names.items():
+            if stays:
+                self._install(weight, made[name])
+                continue
+            for module, attribute in self.wanted[id(weight)].slots:
+                module._parameters[attribute] = self.wanted[id(weight)].weight
+
+    def _take_over(self, unit: Unit, made: Mapping[str, M] | None) -> None:
+        """A unit that an earlier call has done."""
+        for weight in [] if made is None else [weight for stage in unit.stages for weight in stage.weights]:
+            assert made is not None
+            self._install(weight, made[self.names[id(weight)]])
+        if unit.block is not None:
+            self.quantized.skip(unit.block)
+            if self.paired:
+                self.of_float.skip(unit.block)
 
     def _forward(self, batch: int) -> Any:
         return self.data.call(self.model, self.batches[batch])
@@ -103,12 +157,13 @@ class _InOrder(Generic[M]):
                 self._learn(block, calls)
             self.quantized.finish(block, calls)
 
-    def _learn(self, block: nn.Module, calls: list[Call]) -> None:
+    def _learn(self, block: nn.Module, calls: Sequence[Call]) -> None:
         """Improve the weights of a block, whose stages are done, against its outputs in the float model."""
         current = {id(module._parameters[name]): item for item in self.wanted.values() for module, name in item.slots}
         names = weight_names(block, {key: item.weight for key, item in current.items() if item.weight in self.made})
         masks = [self.data.mask_of(batch) for batch in self.batches]
-        run = BlockRun(block, calls, self.of_float.outputs[block], masks, names)
+        index = self.of_float.blocks.index(block)
+        run = BlockRun(block, calls, partial(self.of_float.kept.read, index), masks, names)
         learners: list[BlockLearner] = []
         for weight in names:
             learner = self.wanted[id(weight)].learner
@@ -117,10 +172,10 @@ class _InOrder(Generic[M]):
         for learner in learners:
             mine = {weight: self.made[weight] for weight in names if self.wanted[id(weight)].learner == learner}
             for weight, made in learner.learn_block(run, mine).items():
-                self._place(self.wanted[id(weight)], made)
+                self._install(weight, made)
 
     def _statistics(
-        self, stage: Stage, block: nn.Module | None, calls: list[Call] | None, of_float: list[Call] | None
+        self, stage: Stage, block: nn.Module | None, calls: Sequence[Call] | None, of_float: Sequence[Call] | None
     ) -> dict[Key, Statistics]:
         kinds = dict.fromkeys(kind for weight in stage.weights for kind in self.wanted[id(weight)].statistics)
         if not kinds:
@@ -151,7 +206,7 @@ class _InOrder(Generic[M]):
         return found
 
     def _rows(
-        self, stage: Stage, stream: Stream, block: nn.Module | None, calls: list[Call] | None, batch: int
+        self, stage: Stage, stream: Stream, block: nn.Module | None, calls: Sequence[Call] | None, batch: int
     ) -> _Seen:
         """The inputs of the weights of a stage in one batch."""
         found = _Seen()
@@ -161,6 +216,7 @@ class _InOrder(Generic[M]):
 
         def seen(use: Use) -> None:
             if use.transposed:
+                self.transposed.add(id(use.weight))
                 return
             key = (id(use.weight), use.expert)
             if not stage.once or key[0] == id(stage.weights[0]):
@@ -187,9 +243,18 @@ class _InOrder(Generic[M]):
         for weight in stage.weights:
             item = self.wanted[id(weight)]
             experts = {key[1]: value for key, value in found.items() if key[0] == id(weight) and key[1] is not None}
-            self._place(item, item.make(experts if experts else found.get((id(weight), None), {})))
+            of_whole: Statistics = found.get((id(weight), None)) or {Missed: Missed(self._why(weight))}
+            self._install(weight, item.make(experts if experts else of_whole))
 
-    def _place(self, item: Wanted[M], made: M) -> None:
+    def _why(self, weight: Tensor) -> str:
+        """Why there are no statistics of a weight."""
+        if id(weight) in self.transposed:
+            return "it is stored as (inputs, outputs), and its groups are those of outputs"
+        return "no product of the data with it was seen"
+
+    def _install(self, weight: Tensor, made: M) -> None:
+        """Let the model run with what was made of a weight."""
+        item = self.wanted[id(weight)]
         self.made[item.weight] = made
         parameter = nn.Parameter(made[0], False)
         for module, attribute in item.slots:

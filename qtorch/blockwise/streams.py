@@ -7,13 +7,15 @@ norms, a decoder that reads an encoder) happens as it always does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
+
+from .kept import InMemory, Kept
 
 
 class StopForward(Exception):
@@ -51,19 +53,23 @@ class Stream:
         blocks: in the order in which they run.
         count: number of batches.
         keep: the blocks whose outputs later parts of the model need, beside those of the block before.
+        kept: where outputs are kept.
     """
 
-    def __init__(self, run: Run, blocks: Sequence[nn.Module], count: int, keep: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, run: Run, blocks: Sequence[nn.Module], count: int, keep: Sequence[nn.Module], kept: Kept | None = None
+    ) -> None:
         self.run = run
         self.blocks = list(blocks)
         self.count = count
         self.keep = set(keep)
-        self.outputs: dict[nn.Module, list[Any]] = {}
-        self.done: list[nn.Module] = []
+        self.kept = InMemory() if kept is None else kept
+        self.done = 0
 
-    def calls(self, block: nn.Module) -> list[Call]:
-        """The arguments of `block`, of each batch."""
-        return [self.call(block, batch) for batch in range(self.count)]
+    def calls(self, block: nn.Module) -> Sequence[Call]:
+        """The arguments of `block`, of each batch; computed when they are asked for if outputs are not in memory."""
+        calls = _Calls(self, block)
+        return list(calls) if self.kept.in_memory else calls
 
     def call(self, block: nn.Module, batch: int) -> Call:
         """The arguments of `block` in one batch."""
@@ -77,13 +83,27 @@ class Stream:
             self.run(batch)
         return found[0]
 
-    def finish(self, block: nn.Module, calls: Sequence[Call]) -> None:
-        """Run `block` on all batches and keep its outputs."""
-        self.outputs[block] = [block(*call.args, **call.kwargs) for call in calls]
-        for other in self.done:
-            if other not in self.keep:
-                self.outputs.pop(other, None)
-        self.done.append(block)
+    def finish(self, block: nn.Module, calls: Iterable[Call]) -> None:
+        """Run `block` on all batches and keep its outputs; blocks are finished in their order."""
+        self.skip(block, (block(*call.args, **call.kwargs) for call in calls))
+
+    def skip(self, block: nn.Module, outputs: Iterable[Any] | None = None) -> None:
+        """Take these outputs, or those that are kept, for those of `block`."""
+        assert block is self.blocks[self.done]
+        if outputs is not None:
+            self.kept.write(self.done, outputs)
+        self.done += 1
+
+    def forget(self) -> None:
+        """Drop the outputs that nothing needs any more."""
+        for index, block in enumerate(self.blocks[: max(0, self.done - 1)]):
+            if block not in self.keep:
+                self.kept.drop(index)
+
+    def clear(self) -> None:
+        """Drop all outputs."""
+        for index in range(len(self.blocks)):
+            self.kept.drop(index)
 
     def run_rest(self, batch: int) -> None:
         """Run the model on one batch with the outputs of the blocks that are done."""
@@ -92,34 +112,63 @@ class Stream:
 
     def _returning(self, batch: int) -> dict[nn.Module, Callable[..., Any]]:
         """Forwards of the blocks that are done: a block whose outputs were not kept returns those of the next."""
+        read: dict[int, Any] = {}
+
+        def output(index: int) -> Any:
+            if index not in read:
+                read[index] = self.kept.read(index, batch)
+            return tree_map(_copied, read[index])
+
         forwards: dict[nn.Module, Callable[..., Any]] = {}
-        output: Any = None
-        for block in reversed(self.done):
-            if block in self.outputs:
-                output = self.outputs[block][batch]
-            forwards[block] = lambda *args, _output=output, **kwargs: tree_map(_copied, _output)
+        source = self.done - 1
+        for index in reversed(range(self.done)):
+            if self.kept.has(index):
+                source = index
+            forwards[self.blocks[index]] = lambda *args, _source=source, **kwargs: output(_source)
         return forwards
 
 
-def needed_outputs(run: Run, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+class _Calls(Sequence[Call]):
+    """The arguments of a block, computed when they are asked for."""
+
+    def __init__(self, stream: Stream, block: nn.Module) -> None:
+        self.stream, self.block = stream, block
+
+    def __len__(self) -> int:
+        return self.stream.count
+
+    def __getitem__(self, batch: Any) -> Any:
+        if not 0 <= batch < len(self):
+            raise IndexError(batch)
+        return self.stream.call(self.block, batch)
+
+
+def needed_outputs(model: nn.Module, run: Run, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """The blocks whose outputs have to be kept: none if each block depends on the one before only, or else all.
 
     It is found by experiment on the first batch: the inputs of each block with and without the outputs of all others.
     """
-    lasts = _lasts(blocks)
+    lasts = _lasts(model, blocks)
     every, few = Stream(run, blocks, 1, blocks), Stream(run, blocks, 1, lasts)
     for block in blocks:
-        calls, others = every.calls(block), few.calls(block)
-        if not _equal(calls[0], others[0]):
+        calls = every.calls(block)
+        try:
+            same = _equal(calls[0], few.call(block, 0))
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError):
+            same = False  # outputs of another block do not even fit
+        if not same:
             return list(blocks)
-        every.finish(block, calls)
-        few.finish(block, calls)
+        outputs = [block(*calls[0].args, **calls[0].kwargs)]
+        every.skip(block, outputs)
+        few.skip(block, outputs)
+        few.forget()
     return lasts
 
 
-def _lasts(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The last blocks of runs of one class: the last layer of an encoder, for example."""
-    return [a for a, b in zip(blocks, [*blocks[1:], None]) if type(a) is not type(b)]
+def _lasts(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The last blocks of their lists: the last layer of an encoder, for example."""
+    parents = {id(child): parent for parent in model.modules() for child in parent.children()}
+    return [a for a, b in zip(blocks, [*blocks[1:], model]) if parents.get(id(a)) is not parents.get(id(b))]
 
 
 def _equal(a: Any, b: Any) -> bool:

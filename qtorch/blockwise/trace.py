@@ -155,11 +155,20 @@ def _find_blocks(model: nn.Module, calls: _Calls, weights: Sequence[Tensor]) -> 
     return []
 
 
-def _outermost(module: nn.Module, kind: type[nn.Module], calls: _Calls) -> list[Any]:
+def candidates(model: nn.Module) -> list[nn.Module]:
+    """The modules that are blocks if a run shows that each of them is called once."""
+    for kind in CONTAINERS:
+        if found := [member for container in _outermost(model, kind) for member in container]:
+            return found
+    return []
+
+
+def _outermost(module: nn.Module, kind: type[nn.Module], calls: _Calls | None = None) -> list[Any]:
     found: list[Any] = []
     for child in module.children():
         members = list(child.children())
-        if isinstance(child, kind) and len(members) >= 2 and all(calls.once(member) for member in members):
+        fits = calls is None or all(calls.once(member) for member in members)
+        if isinstance(child, kind) and len(members) >= 2 and fits:
             found.append(child)
         else:
             found += _outermost(child, kind, calls)

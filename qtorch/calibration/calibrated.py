@@ -19,7 +19,7 @@ from ..kernels.im2col import from_matrix, to_matrix
 from ..primitives import LinearSpec, RotatedSpec
 from ..recipe import Calibrated, ExpertStatistics, WeightRecipe, register_recipe
 from ..report import TransformReport
-from ..statistics import Data, Moments, SecondMoment, Statistic, Statistics
+from ..statistics import Data, Missed, Moments, SecondMoment, Statistic, Statistics
 from ..targets import Target
 from .block_learner import AutoRoundLearner, LearnableWeight
 from .observers import Observer, observer_of
@@ -151,7 +151,10 @@ class CalibratedRecipe(WeightRecipe):
             if matrix.dim() == 2:
                 rounded = [self._round(matrix, statistics)]  # type: ignore[arg-type]
             else:
-                rounded = [self._round(part, statistics.get(index, {})) for index, part in enumerate(matrix)]  # type: ignore[call-overload]
+                # Where no expert has statistics, `Missed` stands for all.
+                others: Any = statistics if Missed in statistics else {}
+                of_experts: Any = {} if others else statistics
+                rounded = [self._round(part, of_experts.get(index, others)) for index, part in enumerate(matrix)]
         except ValueError as error:
             raise ValueError(f"quantize_: {target.asked.label}: {error}; the model is unchanged") from error
         spec = without_scale(self.linear_spec())
@@ -186,9 +189,11 @@ class CalibratedRecipe(WeightRecipe):
         moments = statistics.get(self._moments)
         if isinstance(moments, SecondMoment) and moments.rows:
             return round_matrix(weight, moments, spec, self.target, self.scales, self.rounding, self.refine)
+        missed = statistics.get(Missed)
+        reason = missed.reason if isinstance(missed, Missed) else "not used by the data"
         if self.strict:
-            raise ValueError("the weight was not used by any batch; leave out strict=True to round it to nearest")
-        return RoundedMatrix.nearest(weight, spec, "nearest: not used by the data")
+            raise ValueError(f"the weight cannot be calibrated: {reason}; leave out strict=True to round it to nearest")
+        return RoundedMatrix.nearest(weight, spec, f"nearest: {reason}")
 
 
 calibrated = CalibratedRecipe

@@ -144,7 +144,7 @@ def fuse_experts(source: Source, wanted: Iterable[str]) -> Source:
             if (other := convention.in_checkpoint(name)) != name and other in source.names:
                 renamed[name] = other
                 break
-    return _Fused(source, fused, renamed) if fused or renamed else source
+    return FusedSource(source, fused, renamed) if fused or renamed else source
 
 
 def _matrices_of(name: str, convention: ExpertNames, stored: Set[str]) -> list[list[str]]:
@@ -162,8 +162,13 @@ def _matrices_of(name: str, convention: ExpertNames, stored: Set[str]) -> list[l
         matrices.append(row)
 
 
-class _Fused(Source):
-    """A Source with fused experts; see `fuse_experts`."""
+class FusedSource(Source):
+    """A Source with fused experts; see `fuse_experts`.
+
+    Attributes:
+        fused: name in the model -> the stored names of the matrices of each expert.
+        renamed: name in the model -> stored name.
+    """
 
     def __init__(self, source: Source, fused: Mapping[str, list[list[str]]], renamed: Mapping[str, str]) -> None:
         self.source = source

@@ -12,6 +12,9 @@ from typing import Any
 FORMATS = ("qtorch", "transformers", "compressed-tensors")
 """Formats that can be written. (Their registry needs torch.)"""
 
+METHODS = ("auto", "gptq")
+"""Methods of calibration. (Their table needs torch.)"""
+
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 

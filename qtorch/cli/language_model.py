@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch import nn
 
 from ..checkpoint.load import load_quantized
 from ..quantize_api import quantize_
+from ..streaming.meta_model import meta_model
 from ..streaming.sources import model_config
 from .arguments import UsageError
 from .recipes import asked_recipe
@@ -48,32 +47,7 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
 def _load_packed(path: Path, folder: Path, dtype: torch.dtype | None) -> Any:
     """The model with the weights of any format, which stay packed; transformers does not read them."""
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    dtype = dtype or getattr(config, "dtype", None) or torch.float32
-    with _parameters_on_meta():
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return load_quantized(model, path, device="cpu")
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Parameters that modules register have no memory; buffers, which files lack, have."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.to("meta"), param.requires_grad)
-        register(self, name, param)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    return load_quantized(meta_model(folder, dtype), path, device="cpu")
 
 
 @torch.no_grad()

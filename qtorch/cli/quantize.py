@@ -8,6 +8,9 @@ DST depends on the format:
                         the default if SRC is a folder with a config.json
   compressed-tensors    a folder that vLLM serves
   qtorch                a safetensors file that qtorch.load_quantized reads
+
+With --calibrate the codes are chosen by the outputs on texts. SRC is a folder with a tokenizer, and transformers builds
+the model, of which one block at a time is in memory.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .arguments import UsageError, add_recipe, add_target, format_of, show, shows_progress, use_threads
+from .arguments import METHODS, UsageError, add_recipe, add_target, format_of, show, shows_progress, use_threads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dst", type=Path, nargs="?", metavar="DST", help="not needed with --dry-run")
     add_recipe(parser, required=True)
     add_target(parser)
+    calibration = parser.add_argument_group("calibration")
+    calibration.add_argument("--calibrate", type=Path, metavar="FILE|FOLDER", help="a text file, or a folder of them")
+    calibration.add_argument("--method", choices=METHODS, default="auto", help="default auto; gptq takes less time")
+    calibration.add_argument(
+        "--calibrate-tokens", type=int, default=65536, metavar="N", help="tokens that are used; default 65536"
+    )
+    calibration.add_argument(
+        "--calibrate-length", type=int, default=512, metavar="N", help="tokens of a sequence; default 512"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the report, write nothing")
 
 
@@ -35,12 +47,17 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.dst is None and not arguments.dry_run:
         raise UsageError("DST is missing; only --dry-run does without")
     use_threads(arguments)
+    recipe = asked_recipe(arguments)
+    if arguments.calibrate is not None:
+        from .calibration import calibrated
+
+        recipe = calibrated(arguments, recipe)
     format = format_of(arguments)
     default = Path("quantized.safetensors" if format == "qtorch" else "quantized")
     report = quantize_checkpoint(
         arguments.src,
         arguments.dst or default,
-        asked_recipe(arguments),
+        recipe,
         format=format,
         max_shard_size=arguments.max_shard_size,
         progress=shows_progress(arguments),

@@ -1,6 +1,6 @@
 """Statistics of the inputs of weights that recipes can request, and their collection over batches of data."""
 
-from .base import Statistic, Statistics
+from .base import Missed, Statistic, Statistics
 from .batches import Data, run_batches
 from .collect import collect
 from .histogram import Histogram
@@ -14,6 +14,7 @@ __all__ = [
     "Histogram",
     "Inputs",
     "MeanSquare",
+    "Missed",
     "Moments",
     "Range",
     "SecondMoment",

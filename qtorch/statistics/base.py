@@ -43,5 +43,17 @@ class Statistic:
         raise NotImplementedError
 
 
+class Missed(Statistic):
+    """In place of the statistics of a weight that has none: why.
+
+    Attributes:
+        reason: a clause, such as "the data does not use it".
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__()
+        self.reason = reason
+
+
 Statistics = dict[type[Statistic], Statistic]
 """The requested statistics of one weight, by class."""

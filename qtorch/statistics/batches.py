@@ -61,18 +61,19 @@ class Data:
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """In eval mode and without the caches of generation; afterwards each module has its own mode again."""
     training = [(module, module.training) for module in model.modules()]
-    config = getattr(model, "config", None)
-    use_cache = getattr(config, "use_cache", None)
-    if use_cache:
-        config.use_cache = False  # type: ignore[union-attr]
+    # The decoder of an encoder-decoder model has a configuration of its own.
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    caching = {id(config): config for config in configs if getattr(config, "use_cache", None) is True}.values()
+    for config in caching:
+        config.use_cache = False
     model.eval()
     try:
         yield
     finally:
         for module, mode in training:
             module.training = mode
-        if use_cache:
-            config.use_cache = use_cache  # type: ignore[union-attr]
+        for config in caching:
+            config.use_cache = True
 
 
 @torch.no_grad()

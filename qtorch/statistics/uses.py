@@ -39,6 +39,14 @@ class Use:
     transposed: bool = False
 
 
+_MOVES = [0]
+
+
+def memory_has_moved() -> None:
+    """Tell the recorders that parameters have other memory than before."""
+    _MOVES[0] += 1
+
+
 class UseRecorder(TorchFunctionMode):
     """Call `seen` with each `Use` of one of `weights`.
 
@@ -55,11 +63,16 @@ class UseRecorder(TorchFunctionMode):
         added: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
         super().__init__()
-        self.owners = {_key(weight): weight for weight in weights}
+        self.weights = list(weights)
         self.seen = seen
         self.added = added
         self.outputs: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.count = 0
+        self._find()
+
+    def _find(self) -> None:
+        self.owners = {_key(weight): weight for weight in self.weights}
+        self.moves = _MOVES[0]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -91,6 +104,8 @@ class UseRecorder(TorchFunctionMode):
 
     def owner(self, tensor: Any) -> Tensor | None:
         """The parameter that `tensor` is, or is a view of."""
+        if self.moves != _MOVES[0]:
+            self._find()
         return self.owners.get(_key(tensor)) if isinstance(tensor, Tensor) and tensor.numel() else None
 
 

@@ -1,7 +1,6 @@
 """Rewriting a checkpoint tensor by tensor, without the model: the parts of `quantize_checkpoint`.
 
 skeleton      a model without data, made from names and shapes, for which recipes are looked up
-part_file     a safetensors file that grows by one tensor at a time
 forms         what is written: the own format, or a folder in a format of another package
 partial       the unfinished checkpoint on disk, and its journal
 companions    the other files of a folder: configuration, tokenizer

@@ -86,7 +86,7 @@ def _problem(target: Target[Recipe]) -> str | None:
     recipe, slot = target.recipe, target.asked
     assert recipe is not None
     shape = tuple(slot.parameter.shape)
-    if recipe.data is not None:
+    if recipe.data is not None and not recipe.in_order:
         return f"{slot.label}: {recipe} runs the model on data; use quantize_"
     if recipe.trains or not isinstance(recipe, WeightRecipe):
         return f"{slot.label}: {recipe} is not a recipe for inference; use quantize_"

@@ -19,11 +19,11 @@ from torch import Tensor
 from ..checkpoint.file_format import HEADER, HEADER_CHECKSUM, OWN_FORMAT, text_checksum
 from ..checkpoint.header import Header
 from ..checkpoint.hf_folder import CONFIG, read_json
+from ..checkpoint.part_file import PartFile
 from ..checkpoint.save_format import SaveFormat, save_format
 from ..dtypes import QuantizedTensor
 from ..dtypes.serialize import to_canonical
 from .companions import copy_companions
-from .part_file import PartFile
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

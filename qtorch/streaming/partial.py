@@ -10,7 +10,6 @@ enough that writing it takes no time. What follows in the files is cut off by wh
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -19,9 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..primitives.jsonable import parse_json
+from ..checkpoint.journal import lock, read_journal, write_journal
+from ..checkpoint.part_file import PartFile
 from .forms import Form, file_name
-from .part_file import PartFile
 
 JOURNAL_BYTES = 1 << 26
 """Bytes of data after which the journal is written, or more if it is long itself."""
@@ -57,9 +56,9 @@ class Partial:
         self._stored: set[str] = set()
         self._since_journal = self._journal_size = 0
         self.folder.mkdir(exist_ok=True)
-        self._lock = _lock(self.folder / "lock", target)
+        self._lock = lock(self.folder / "lock", target)
         try:
-            journal = _read(self.folder / "journal.json")
+            journal = read_journal(self.folder / "journal.json")
             if journal is not None and journal.get("arguments") == arguments and journal.get("version") == _VERSION:
                 self._continue(journal)
             else:
@@ -125,14 +124,8 @@ class Partial:
             "files": [file.to_json() for file in self.files],
             "form": self.form.progress(),
         }
-        text = json.dumps(data)
-        new = self.folder / "journal.new"
-        with open(new, "w", encoding="utf-8", errors="surrogatepass") as file_of_text:
-            file_of_text.write(text)
-            file_of_text.flush()
-            os.fsync(file_of_text.fileno())
-        os.replace(new, self.folder / "journal.json")
-        self._since_journal, self._journal_size = 0, len(text)
+        self._journal_size = write_journal(self.folder / "journal.json", data)
+        self._since_journal = 0
 
     def finish(self) -> None:
         """Move the complete checkpoint to its target, and remove the folder."""
@@ -151,33 +144,12 @@ def folder_of(target: Path) -> Path:
 
 def is_left_over(target: Path, arguments: Any) -> bool:
     """Whether a process died after `target` was complete, and before its folder was removed."""
-    journal = _read(folder_of(target) / "journal.json")
+    journal = read_journal(folder_of(target) / "journal.json")
     return journal is not None and journal.get("arguments") == arguments
 
 
 def remove(target: Path) -> list[Any]:
     """Remove the folder that was left over; the rows in its journal."""
-    rows: list[Any] = _read(folder_of(target) / "journal.json")["rows"]
+    rows: list[Any] = read_journal(folder_of(target) / "journal.json")["rows"]
     shutil.rmtree(folder_of(target), ignore_errors=True)
     return rows
-
-
-def _read(path: Path) -> Any:
-    try:
-        return parse_json(path.read_text(encoding="utf-8", errors="surrogatepass"))
-    except (FileNotFoundError, ValueError):
-        return None
-
-
-def _lock(path: Path, target: Path) -> int:
-    number = os.open(path, os.O_RDWR | os.O_CREAT)
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        return number
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(number)
-        raise BlockingIOError(f"{target}: another process is writing it") from error
-    return number

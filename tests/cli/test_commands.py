@@ -85,6 +85,64 @@ def test_shards(llama: Path, tmp_path: Path, command: Command) -> None:
     assert len(list((tmp_path / "q").glob("model-*-of-*.safetensors"))) > 1
 
 
+@pytest.mark.parametrize("method", ["gptq", pytest.param("auto", marks=pytest.mark.slow)])
+def test_quantize_calibrated(method: str, llama: Path, tmp_path: Path, command: Command) -> None:
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    from qtorch.calibration.methods import METHODS
+    from qtorch.calibration.texts import token_batches
+
+    text = text_file(tmp_path)
+    data = ("--calibrate", text, "--method", method, "--calibrate-length", "32", "--calibrate-tokens", "100")
+    said = json.loads(command("quantize", llama, tmp_path / "q", *INT4, *data, "--json"))
+    rows = [row for row in said["layers"] if row["action"] == "quantized"]
+    assert len(rows) == 14
+    assert {row["calibration"]["tokens"] for row in rows} == {100}
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    batches = token_batches([text.read_text()], tokenizer, length=32, tokens=100)
+    wanted = LlamaForCausalLM.from_pretrained(llama)
+    qtorch.quantize_(wanted, {"lm_head": None, ".*": METHODS[method](qtorch.int4_weight_only(group_size=32), batches)})
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "q")
+    for name, parameter in loaded.named_parameters():
+        theirs = wanted.get_parameter(name)
+        if isinstance(parameter, QuantizedTensor):
+            assert torch.equal(parameter.dequantize(), theirs.dequantize())
+    ids = torch.arange(3, 40)[None]
+    assert torch.equal(loaded(ids).logits, wanted(ids).logits)
+
+
+def test_calibrated_for_vllm_and_from_a_folder_of_texts(llama: Path, tmp_path: Path, command: Command) -> None:
+    (tmp_path / "texts").mkdir()
+    text_file(tmp_path / "texts")
+    (tmp_path / "texts" / "more.md").write_text("w1 w2 w3")
+    (tmp_path / "texts" / "picture.png").write_bytes(b"\x89")
+    data = ("--calibrate", tmp_path / "texts", "--method", "gptq")
+    said = command("quantize", llama, tmp_path / "q", *INT4, *data, "--format", "compressed-tensors")
+    assert said.startswith("quantized 14 of 16 weights")
+    said = json.loads(command("quantize", llama, "--dry-run", *INT4, *data, "--json"))
+    assert said["dry_run"]
+    assert len([row for row in said["layers"] if row["action"] == "quantized"]) == 14
+
+
+def test_what_calibration_needs(llama: Path, tmp_path: Path, command: Command) -> None:
+    text = text_file(tmp_path)
+    qtorch.save_quantized(decoder(), tmp_path / "float.safetensors")
+    for source, path, words in (
+        (tmp_path / "float.safetensors", text, "no folder of transformers"),
+        (llama, tmp_path / "nowhere", "no such file or folder"),
+        (llama, tmp_path / "empty.txt", "there is no text"),
+    ):
+        (tmp_path / "empty.txt").write_text(" ")
+        assert words in command("quantize", source, tmp_path / "q", *INT4, "--calibrate", path, status=2)
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text((llama / "config.json").read_text())
+    (tmp_path / "bare" / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
+    assert "has no tokenizer" in command(
+        "quantize", tmp_path / "bare", tmp_path / "q", *INT4, "--calibrate", text, status=2
+    )
+    assert not (tmp_path / "q").exists()
+
+
 # --- inspect ---
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ...calibration.methods import Method, with_data
 from ...formats.transformers_folder.config import (
     QUANT_METHOD,
     VERSION,
@@ -30,6 +32,10 @@ class QtorchConfig(QuantizationConfigMixin):
         modules_to_not_convert: names of modules that stay in floating point, as transformers matches them: from the
             start of a name, as a regular expression, or as its end. None: the output layer, tied weights and the last
             module, unless the mapping asks for them by name.
+        calibration: data on which the weights are calibrated when all are loaded, in floating point: batches that the
+            model takes, or a list of texts, for which the tokenizer of the model is loaded. It is not saved.
+        calibration_method: ``"auto"``, ``"gptq"``, or a function (recipe, batches) -> recipe.
+        calibration_length: tokens of a piece of a text.
         names, model_dtype, base_model, training, version: written by `save_pretrained`, and read again.
 
     Raises:
@@ -44,6 +50,9 @@ class QtorchConfig(QuantizationConfigMixin):
         recipe: Recipe | Mapping[str, Recipe | None] | Any = None,
         modules_to_not_convert: Sequence[str] | None = None,
         *,
+        calibration: Iterable[Any] | None = None,
+        calibration_method: Method = "auto",
+        calibration_length: int = 512,
         names: Names = "model",
         model_dtype: str | None = None,
         base_model: str | None = None,
@@ -58,6 +67,9 @@ class QtorchConfig(QuantizationConfigMixin):
         self.quant_method = quant_method
         self.recipe = dict(recipe) if isinstance(recipe, Mapping) and "type" not in recipe else read_recipe(recipe)
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
+        self.calibration = calibration
+        self.calibration_method = calibration_method
+        self.calibration_length = calibration_length
         self.names = names
         # Not "dtype": transformers turns the values of keys of that name into dtypes.
         self.model_dtype = model_dtype
@@ -70,6 +82,16 @@ class QtorchConfig(QuantizationConfigMixin):
         """Whether `recipe` can quantize a model, rather than being text, or None."""
         given = self.recipe.values() if isinstance(self.recipe, dict) else [self.recipe]
         return bool(given) and all(isinstance(each, Recipe) or (each is None and len(given) > 1) for each in given)
+
+    def calibrated(self, batches: Iterable[Any]) -> Any:
+        """The recipe, or the mapping, that is calibrated on `batches` if there is data for it."""
+        return self.recipe if self.calibration is None else with_data(self.recipe, batches, self.calibration_method)
+
+    def without_data(self) -> QtorchConfig:
+        """A copy that does not hold the data."""
+        new = copy(self)
+        new.calibration = None
+        return new
 
     def trained(self) -> dict[str, Recipe]:
         """Name of each weight in training -> its recipe.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from ...calibration.texts import are_texts, on_device, token_batches
 from ...explain import problem_of
 from ...kernels.im2col import to_matrix
 from ...kernels.registry import choose
@@ -26,6 +27,8 @@ class Plan:
     Attributes:
         targets: the weights to quantize while they are loaded, by every name that they have.
         trained: those that are loaded in floating point, since they are to be trained: recipe by name.
+        calibrated: those that are loaded in floating point, since their recipes run the model on data.
+        batches: the data of `QtorchConfig(calibration=...)`, which is filled in when the model is loaded.
 
     Raises:
         ValueError: recipes do not fit (all are named), or cannot be applied while loading.
@@ -36,9 +39,11 @@ class Plan:
             raise ValueError(
                 f"QtorchConfig: recipe is a recipe, or a mapping from names to recipes; got {config.recipe!r:.80}"
             )
-        for recipe in config.recipe.values() if isinstance(config.recipe, dict) else [config.recipe]:
+        self.batches: list[Any] = []
+        given = config.calibrated(self.batches)
+        for recipe in given.values() if isinstance(given, dict) else [given]:
             _check_recipe(recipe)
-        self._all = _tied(find_targets(model, config.recipe, None), model)
+        self._all = _tied(find_targets(model, given, None), model)
         skipped = HfQuantizer.get_modules_to_not_convert(
             model, config.modules_to_not_convert, sorted(model._keep_in_fp32_modules or ())
         )
@@ -53,9 +58,12 @@ class Plan:
                 assert recipe is not None
                 target.asked.recipe = recipe.placed(index, len(group))
         _check(asked)
-        self.trained = {target.asked.name: target.recipe for target in asked if target.recipe and target.recipe.trains}
+        recipes = {target.asked.name: target.recipe for target in asked if target.recipe is not None}
+        self.trained = {name: recipe for name, recipe in recipes.items() if recipe.trains}
+        self.calibrated = {name: recipe for name, recipe in recipes.items() if recipe.data is not None}
+        later = self.trained.keys() | self.calibrated.keys()
         self.targets = {
-            slot.name: target for target in asked if target.asked.name not in self.trained for slot in target.slots
+            slot.name: target for target in asked if target.asked.name not in later for slot in target.slots
         }
         self._rows = {id(target): _skipped(target) for target in self._all}
 
@@ -82,13 +90,51 @@ class Plan:
         )
         return made
 
+    def calibrate(self, model: Any, config: QtorchConfig) -> None:
+        """Quantize the weights whose recipes run the model on data; it is loaded.
+
+        Raises:
+            ValueError: texts are given for a model that takes more than one, or its folder has no tokenizer.
+        """
+        from ...quantize_api import quantize_
+
+        if not self.calibrated:
+            return
+        if config.calibration is not None:
+            batches = batches_of(model, config.calibration, config.calibration_length)
+            self.batches[:] = [on_device(batch, model.device) for batch in batches]
+        done = {row.name: row for row in quantize_(model, self.calibrated).quantized}
+        for key, row in self._rows.items():
+            self._rows[key] = done.get(row.name, row)
+
     def report(self, model: nn.Module) -> QuantizeReport:
-        """What has been done; there are no SQNRs, since the float weights are gone."""
+        """What has been done; weights quantized while loading have no SQNR, since the float weights are gone."""
         rows = tuple(self._rows.values())
         size = get_model_size_in_bytes(model)
         saved = sum(row.bytes_before - row.bytes_after for row in rows if row.action == "quantized")
         elements = sum(parameter.numel() for parameter in model.parameters())
         return QuantizeReport(rows, False, elements, 0, size + saved, size)
+
+
+def batches_of(model: Any, data: Iterable[Any], length: int) -> Iterable[Any]:
+    """Batches for a model, of texts with the tokenizer of its folder."""
+    if not are_texts(data):
+        return data
+    if getattr(model.config, "is_encoder_decoder", False) or model.main_input_name != "input_ids":
+        raise ValueError(
+            f"QtorchConfig: {type(model).__name__} takes more than a text; give calibration= batches, such as "
+            "[dict(input_ids=..., decoder_input_ids=...)]"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"QtorchConfig: calibration= is texts, and {model.name_or_path} has no tokenizer; give batches of tokens: "
+            f"{str(error).partition(chr(10))[0]}"
+        ) from error
+    return token_batches(data, tokenizer, length=length)
 
 
 def _tied(targets: list[Target[Recipe]], model: Any) -> list[Target[Recipe]]:
@@ -127,11 +173,9 @@ _SKIPPED = "modules_to_not_convert"
 
 
 def _check_recipe(recipe: Recipe | None) -> None:
-    """Raise `ValueError` for a recipe that takes more than the float weight."""
+    """Raise `ValueError` for a recipe that takes something else than the float weight."""
     if recipe is not None:
         recipe.check_complete()
-    if recipe is not None and (recipe.data is not None or recipe.statistics):
-        raise ValueError(f"QtorchConfig: {recipe} needs data: load the model in floating point, then call quantize_")
     if recipe is not None and recipe.selects:
         raise ValueError(f"QtorchConfig: {recipe} changes weights that are quantized: call quantize_ after loading")
 

@@ -102,6 +102,8 @@ class QtorchHfQuantizer(HfQuantizer):
             )
         self.trained = prepare(model, self._plan, self._stored, self.quantization_config)
         if self._plan is not None:
+            self._plan.calibrate(model, self.quantization_config)
+            self.quantization_config = model.config.quantization_config = self.quantization_config.without_data()
             self.report = self._plan.report(model)
             logger.info(str(self.report))
             left = [row.name for row in self.report.skipped if row.detail.startswith("a bare parameter")]

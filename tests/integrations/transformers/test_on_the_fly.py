@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from qtorch import importance_weighted, int4_weight_only, int8_weight_only, lut_weight_only, quantize_
+from qtorch import int4_weight_only, int8_weight_only, quantize_
 from qtorch.integrations.transformers import QtorchConfig
 from qtorch.training import convert, int8_mixed_precision_training, lsq, qat
 from tests.integrations.transformers.tiny_models import CASES, I4, I8, assert_same, build, quantized_names
@@ -100,7 +100,6 @@ def test_recipes_that_train_prepare_the_model(folder: Path) -> None:
         (None, "recipe is a recipe"),
         ("int8", "recipe is a recipe"),
         (convert(), "call quantize_ after loading"),
-        (importance_weighted(lut_weight_only(bits=3), [torch.arange(6)[None]]), "load the model in floating point"),
         (int4_weight_only(group_size=48), r"q_proj.*48"),
         ({"nowhere": I8}, "'nowhere' matches no"),
         ({"model.embed_tokens": I8, r"model\.embed.*": I4}, "taken by entries before it"),

@@ -18,8 +18,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from torch import Tensor
 
-from ..checkpoint.file_format import checksum
-from ..checkpoint.tensor_file import ALIGNMENT, DTYPES, NAMES, data_of
+from .file_format import checksum
+from .tensor_file import ALIGNMENT, DTYPES, NAMES, data_of
 
 _LENGTH_BYTES = 8
 _LARGEST_ROOM = 1 << 26

@@ -1,0 +1,110 @@
+"""The part of `quantize_` that runs the model on data, for recipes that ask for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from .blockwise import Resumable, Wanted, fingerprint, quantize_in_order
+from .recipe import Calibrated, Recipe
+from .report import CalibrationReport
+from .statistics import Data, Statistic, Statistics, collect
+from .targets import Target
+
+
+def statistics_of(model: nn.Module, targets: Sequence[Target[Recipe]]) -> dict[Tensor, Statistics]:
+    """The statistics that recipes request, from one run of the model for all recipes that share their data."""
+    wanted: dict[int, tuple[Data, dict[Tensor, Sequence[type[Statistic]]]]] = {}
+    for target in targets:
+        recipe = target.recipe
+        if recipe is not None and not recipe.in_order and (data := recipe.data) is not None:
+            wanted.setdefault(id(data.batches), (data, {}))[1][target.parameter] = recipe.statistics
+    found: dict[Tensor, Statistics] = {}
+    for data, of_weights in wanted.values():
+        found.update(collect(model, data, of_weights))
+    return found
+
+
+def made_in_order(
+    model: nn.Module, targets: Sequence[Target[Recipe]], resume: str | os.PathLike[str] | None = None
+) -> dict[Tensor, Calibrated]:
+    """The weights of the recipes that quantize in the order of the model, made.
+
+    Args:
+        resume: folder for what is done already; see `quantize_`.
+
+    Raises:
+        ValueError: they do not share their data, or `resume` is given and there is no such recipe.
+    """
+    chosen = [target for target in targets if target.recipe is not None and target.recipe.in_order]
+    if not chosen:
+        if resume is not None:
+            raise ValueError(
+                "quantize_: resume= is for recipes that calibrate in the order of the model, such as "
+                "gptq(int4_weight_only(), batches); leave it out"
+            )
+        return {}
+    data = shared_data(chosen)
+    wanted = [wanted_of(target) for target in chosen]
+    if resume is None:
+        return quantize_in_order(model, wanted, data)
+    data = replace(data, batches=data.checked())
+    with progress_in(Path(resume), chosen, data, fingerprint.of_weights(model)) as progress:
+        return quantize_in_order(model, wanted, data, progress=progress)
+
+
+def shared_data(targets: Sequence[Target[Recipe]]) -> Data:
+    """The data of these targets.
+
+    Raises:
+        ValueError: not all have the same.
+    """
+    found = [target.recipe.data for target in targets if target.recipe is not None]
+    if found[0] is None or any(other is None or other.batches is not found[0].batches for other in found):
+        raise ValueError(
+            "quantize_: recipes that calibrate in the order of the model take the same data; the model is unchanged"
+        )
+    return found[0]
+
+
+def wanted_of(target: Target[Recipe]) -> Wanted[Calibrated]:
+    """What is to be made of a target."""
+    assert target.recipe is not None
+    slots = [(slot.module, slot.attribute) for slot in target.slots]
+    make = partial(target.recipe.make_in_order, target, target.parameter.detach())
+    return Wanted(target.parameter, slots, target.recipe.statistics, make, target.recipe.learner)
+
+
+def progress_in(
+    folder: Path, targets: Sequence[Target[Recipe]], data: Data, weights: str, *, anew: bool = False
+) -> Resumable[Calibrated]:
+    """The progress of a calibration that is kept in `folder`.
+
+    Args:
+        weights: fingerprint of the weights.
+        anew: begin anew if the folder holds that of something else.
+
+    Raises:
+        ValueError: the folder holds that of something else.
+    """
+    recipes = {target.asked.name: str(target.recipe) for target in targets}
+    parts = {
+        "weights": weights,
+        "data": fingerprint.of_data(data),
+        "recipe": fingerprint.of_json(recipes),
+    }
+    return Resumable(folder, parts, _encoded, _decoded, anew=anew)
+
+
+def _encoded(made: Calibrated) -> tuple[Tensor, Any]:
+    return made.weight, asdict(made.report)
+
+
+def _decoded(weight: Tensor, row: Any) -> Calibrated:
+    return Calibrated(weight, CalibrationReport(**row))

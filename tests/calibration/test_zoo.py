@@ -1,0 +1,216 @@
+"""Models of transformers of many kinds: `auto` calibrates every weight that is multiplied, or says why it does not."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+hf = pytest.importorskip("transformers")
+
+import qtorch
+from qtorch import quantize_
+from qtorch.calibration import auto, gptq
+from qtorch.targets import find_targets
+from tests.calibration.test_resume import assert_same, bits
+
+INT4 = qtorch.intx_weight_only("int4", group_size=16)
+TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+def tokens(length: int = 12) -> Tensor:
+    return torch.randint(3, 60, (2, length))
+
+
+def text() -> dict[str, Tensor]:
+    return {"input_ids": tokens(), "attention_mask": torch.ones(2, 12, dtype=torch.long)}
+
+
+class Kind(NamedTuple):
+    """A model, a batch of its data, and the weights of two or more axes that no product has: names -> why."""
+
+    model: Any
+    config: Any
+    batch: Callable[[], dict[str, Tensor]]
+    left: str = r".*embed.*"
+    missed: str = "(?!)"
+
+
+ZOO: dict[str, Kind] = {
+    "mixtral": Kind(hf.MixtralForCausalLM, hf.MixtralConfig(**TEXT, num_local_experts=3), text),
+    "qwen2_moe": Kind(
+        hf.Qwen2MoeForCausalLM,
+        hf.Qwen2MoeConfig(
+            **TEXT,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=32,
+            num_experts=4,
+            num_experts_per_tok=2,
+        ),
+        text,
+    ),
+    "gpt2": Kind(
+        hf.GPT2LMHeadModel,
+        hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2),
+        text,
+        r".*\.wpe\.weight",
+        r".*\.(c_attn|c_proj|c_fc)\.weight",
+    ),
+    "t5": Kind(
+        hf.T5ForConditionalGeneration,
+        hf.T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0),
+        lambda: {**text(), "decoder_input_ids": tokens(7)},
+        r".*\.relative_attention_bias\.weight",
+    ),
+    "vit": Kind(
+        hf.ViTForImageClassification,
+        hf.ViTConfig(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            image_size=16,
+            patch_size=4,
+            num_labels=5,
+        ),
+        lambda: {"pixel_values": torch.randn(2, 3, 16, 16)},
+        r".*(cls_token|position_embeddings)",
+    ),
+    "mamba": Kind(
+        hf.MambaForCausalLM,
+        hf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=16, time_step_rank=16),
+        text,
+        # Its convolution reads the memory of the weight: no quantized one can take its place.
+        r".*(A_log|conv1d\.weight)",
+    ),
+    "whisper": Kind(
+        hf.WhisperForConditionalGeneration,
+        hf.WhisperConfig(
+            vocab_size=64,
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=32,
+            decoder_ffn_dim=32,
+            num_mel_bins=16,
+            max_source_positions=16,
+            max_target_positions=32,
+            decoder_start_token_id=1,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+        lambda: {"input_features": torch.randn(2, 16, 32), "decoder_input_ids": tokens(7)},
+        r".*embed_positions\.weight",
+    ),
+}
+
+
+def built(name: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    torch.manual_seed(0)
+    kind = ZOO[name]
+    return kind.model(kind.config).eval(), [kind.batch() for _ in range(3)]
+
+
+def recipes(name: str, model: nn.Module, recipe: Any) -> dict[str, Any]:
+    """Ask for every weight but those that no product has."""
+    targets = find_targets(model, recipe, None)
+    slots = [target.asked for target in targets if not any(_is_left(name, slot.name) for slot in target.slots)]
+    return {slot.name: recipe for slot in slots}
+
+
+def _is_left(name: str, weight: str) -> bool:
+    return re.fullmatch(ZOO[name].left, weight) is not None
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", list(ZOO))
+def test_every_weight_is_calibrated_or_its_row_says_why(name: str) -> None:
+    model, data = built(name)
+    with torch.no_grad():
+        wanted = model(**data[0]).logits
+    asked = recipes(name, model, auto(INT4, data))
+    report = quantize_(model, asked)
+    assert len(report.quantized) == len(asked)
+    for row in report.skipped:
+        assert _is_left(name, row.name), row.name
+    for row in report.quantized:
+        of = row.calibration
+        assert of is not None, row.name
+        if re.fullmatch(ZOO[name].missed, row.name):
+            assert of.method.startswith("nearest: it is stored as (inputs, outputs)"), row.name
+            assert of.tokens == 0
+        else:
+            assert of.method.startswith("gptq"), (row.name, of.method)
+            assert of.tokens > 0, row.name
+            assert 0 < of.error < of.nearest_error, row.name
+    with torch.no_grad():
+        error = (model(**data[0]).logits - wanted).norm() / wanted.norm()
+    assert 0 < float(error) < 0.5
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_strict_refuses_what_would_be_rounded_to_nearest() -> None:
+    model, data = built("gpt2")
+    with pytest.raises(ValueError, match="stored as \\(inputs, outputs\\)"):
+        quantize_(model, {"transformer.h.0.attn.c_attn.weight": gptq(INT4, data, strict=True)})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["t5", "mixtral"])
+def test_outputs_of_its_blocks_are_kept_on_disk(name: str, tmp_path: Path) -> None:
+    """Blocks that return biases of positions beside hidden states, a decoder that reads an encoder, fused experts."""
+    model, data = built(name)
+    other, _ = built(name)
+    recipe = gptq(INT4, data)
+    quantize_(model, recipes(name, model, recipe))
+    asked = recipes(name, other, recipe)
+    calls = 0
+
+    def dying(model: nn.Module, batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 40:
+            raise ZeroDivisionError
+        return model(**batch)
+
+    dies = {key: gptq(INT4, data, forward=dying) for key in asked}
+    with pytest.raises(ZeroDivisionError):
+        quantize_(other, dies, resume=tmp_path / "kept")
+    assert list((tmp_path / "kept").glob("unit-*"))
+    quantize_(other, dies, resume=tmp_path / "kept")
+    assert_same(bits(other), bits(model))
+
+
+class Transposed(nn.Module):
+    """Experts as (experts, inputs, outputs)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 32, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([x @ self.weight[0], x @ self.weight[1]])
+
+
+def test_transposed_experts_are_rounded_to_nearest_and_the_report_says_so() -> None:
+    torch.manual_seed(0)
+    model = Transposed()
+    weight = model.weight.detach().clone()
+    report = quantize_(model, {"weight": auto(INT4, [torch.randn(20, 32)])})
+    (row,) = report.quantized
+    assert row.calibration is not None
+    assert "stored as (inputs, outputs)" in row.calibration.method
+    assert torch.equal(model.weight.dequantize(), INT4.apply(weight).dequantize())
