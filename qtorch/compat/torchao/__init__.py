@@ -70,6 +70,7 @@ from .configs import (
     UIntxWeightOnlyConfig,
 )
 from .equivalents import equivalent
+from .from_observers import from_observers
 from .functions import (
     float8_dynamic_activation_float8_weight,
     float8_static_activation_float8_weight,
@@ -81,6 +82,12 @@ from .functions import (
     int8_dynamic_activation_int8_weight,
     int8_weight_only,
     uintx_weight_only,
+)
+from .observers import (
+    AffineQuantizedMinMaxObserver,
+    AffineQuantizedObserverBase,
+    LinearActivationWeightObservedTensor,
+    insert_observers_,
 )
 
 PlainLayoutType, SemiSparseLayoutType, TensorCoreTiledLayoutType = PlainLayout, SemiSparseLayout, TensorCoreTiledLayout
@@ -94,6 +101,8 @@ def unwrap_tensor_subclass(model: nn.Module, filter_fn: object = None) -> nn.Mod
 
 __all__ = [
     "AOPerModuleConfig",
+    "AffineQuantizedMinMaxObserver",
+    "AffineQuantizedObserverBase",
     "AffineQuantizedTensor",
     "Float8DynamicActivationFloat8WeightConfig",
     "Float8DynamicActivationInt4WeightConfig",
@@ -108,6 +117,7 @@ __all__ = [
     "Int8StaticActivationInt8WeightConfig",
     "Int8WeightOnlyConfig",
     "IntxWeightOnlyConfig",
+    "LinearActivationWeightObservedTensor",
     "MXDynamicActivationMXWeightConfig",
     "MappingType",
     "ModuleFqnToConfig",
@@ -140,7 +150,9 @@ __all__ = [
     "float8_static_activation_float8_weight",
     "float8_weight_only",
     "fpx_weight_only",
+    "from_observers",
     "get_model_size_in_bytes",
+    "insert_observers_",
     "int4_weight_only",
     "int8_dynamic_activation_int4_weight",
     "int8_dynamic_activation_int8_semi_sparse_weight",
