@@ -131,7 +131,7 @@ FLOORS: list[list[str]] = [
     ["integrations/transformers/quantizer"],
     ["integrations/transformers/attach", "integrations/transformers/model_card"],
     ["integrations/transformers"],
-    ["compat/torchao/arguments"],
+    ["compat/torchao/arguments", "compat/torchao/observers"],
     ["compat/torchao"],
     ["compat"],
     ["integrations"],

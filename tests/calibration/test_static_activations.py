@@ -258,6 +258,20 @@ def test_a_recipe_of_ones_own_with_a_zero_point(mapping: MappingType, tmp_path: 
     assert all(least < error < least + 9 for error in errors), errors
 
 
+def test_an_asymmetric_recipe() -> None:
+    """Behind the GELU of the transformer nothing is below -0.17."""
+    recipe, floats = int8_static_activation_int8_weight(act_mapping_type=MappingType.ASYMMETRIC), transformer()
+    assert from_json(json.loads(json.dumps(to_json(recipe)))) == recipe
+    model, x = quantized(transformer, observed(recipe, batches(4))), torch.cat(batches(4, seed=9))
+    assert model[1].down.weight.act_zero_point.item() < -100
+    symmetric = quantized(transformer, observed(INT8, batches(4)))
+    assert compute_error(floats(x), symmetric(x)) - 1 < compute_error(floats(x), model(x)) < 55
+    # The scale of the input of `down` is half as large.
+    assert model[1].down.weight.act_scale < 0.6 * symmetric[1].down.weight.act_scale
+    with pytest.raises(ValueError, match="an asymmetric activation has a zero point too"):
+        int8_static_activation_int8_weight(0.1, act_mapping_type=MappingType.ASYMMETRIC)
+
+
 @both
 def test_saved_and_loaded(recipe: WeightRecipe, tmp_path: Path) -> None:
     model, x = quantized(transformer, calibrated(recipe, batches())), batches(1, seed=3)[0]

@@ -77,6 +77,7 @@ from .configs import (
     UIntxWeightOnlyConfig,
 )
 from .equivalents import equivalent
+from .from_observers import from_observers
 from .functions import (
     float8_dynamic_activation_float8_weight,
     float8_static_activation_float8_weight,
@@ -88,6 +89,12 @@ from .functions import (
     int8_dynamic_activation_int8_weight,
     int8_weight_only,
     uintx_weight_only,
+)
+from .observers import (
+    AffineQuantizedMinMaxObserver,
+    AffineQuantizedObserverBase,
+    LinearActivationWeightObservedTensor,
+    insert_observers_,
 )
 
 PlainLayoutType, SemiSparseLayoutType, TensorCoreTiledLayoutType = PlainLayout, SemiSparseLayout, TensorCoreTiledLayout
@@ -105,6 +112,8 @@ __all__ = [
     "DEFAULT_INT4_AUTOQUANT_CLASS_LIST",
     "OTHER_AUTOQUANT_CLASS_LIST",
     "AOPerModuleConfig",
+    "AffineQuantizedMinMaxObserver",
+    "AffineQuantizedObserverBase",
     "AffineQuantizedTensor",
     "Float8DynamicActivationFloat8WeightConfig",
     "Float8DynamicActivationInt4WeightConfig",
@@ -119,6 +128,7 @@ __all__ = [
     "Int8StaticActivationInt8WeightConfig",
     "Int8WeightOnlyConfig",
     "IntxWeightOnlyConfig",
+    "LinearActivationWeightObservedTensor",
     "MXDynamicActivationMXWeightConfig",
     "MappingType",
     "ModuleFqnToConfig",
@@ -152,7 +162,9 @@ __all__ = [
     "float8_static_activation_float8_weight",
     "float8_weight_only",
     "fpx_weight_only",
+    "from_observers",
     "get_model_size_in_bytes",
+    "insert_observers_",
     "int4_weight_only",
     "int8_dynamic_activation_int4_weight",
     "int8_dynamic_activation_int8_semi_sparse_weight",

@@ -89,13 +89,15 @@ def group_size_of(function: str, argument: str, value: Any) -> int:
     raise refuse(function, argument, value, "weights are quantized per row, PerAxis(0), or per group")
 
 
-def scale_of(function: str, argument: str, value: Any) -> float:
-    """The number that a scale of one element is.
+def scale_of(function: str, argument: str, value: Any) -> float | None:
+    """The number that a scale of one element is; None, where there is none, is a recipe that takes it from data.
 
     Raises:
-        ValueError: it has more elements, or is missing.
+        ValueError: it has more elements.
     """
-    if value is None or (isinstance(value, torch.Tensor) and value.numel() != 1):
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
         raise refuse(function, argument, value, "the scale of a static activation is one number")
     return float(value)
 

@@ -110,7 +110,7 @@ def float8_dynamic_activation_float8_weight(
 
 
 def float8_static_activation_float8_weight(
-    scale: torch.Tensor | float,
+    scale: torch.Tensor | float | None = None,
     activation_dtype: torch.dtype = E4M3,
     weight_dtype: torch.dtype = E4M3,
     granularity: Any = None,
