@@ -27,20 +27,17 @@ def interleaved_medians(
     candidates: Sequence[Callable[[], Any]], turns: int = TURNS, seconds: float = SECONDS
 ) -> list[float]:
     """Median time of one call of each function, in nanoseconds."""
-    calls = []
     for function in candidates:
         for _ in range(3):
             function()
-        start = time.perf_counter_ns()
-        function()
-        calls.append(max(1, int(seconds * 1e9 / max(time.perf_counter_ns() - start, 100))))
     times: list[list[float]] = [[] for _ in candidates]
     for _ in range(turns):
         for index, function in enumerate(candidates):
-            start = time.perf_counter_ns()
-            for _ in range(calls[index]):
+            calls, start = 0, time.perf_counter_ns()
+            while not calls or time.perf_counter_ns() - start < seconds * 1e9:
                 function()
-            times[index].append((time.perf_counter_ns() - start) / calls[index])
+                calls += 1
+            times[index].append((time.perf_counter_ns() - start) / calls)
     return [statistics.median(of_one) for of_one in times]
 
 
