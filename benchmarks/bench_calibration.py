@@ -79,29 +79,35 @@ class MiniLM(Task):
         self.tools = sentence_model
         self.float = sentence_model.pretrained_encoder()
         self.pairs = sentence_pairs.docstring_pairs(4000, seed=1)
-        self.count = len(self.pairs)
+        judged = self.pairs[300:600]
+        texts = [pair.query for pair in judged] + [pair.document for pair in judged]
+        self.few = sentence_model.tokenized_batches(texts, 32)
+        self.few_embeddings = sentence_model.embed(self.float, self.few)
         judged = self.pairs[-1000:]
         texts = [pair.query for pair in judged] + [pair.document for pair in judged]
         self.batches = sentence_model.tokenized_batches(texts, 32)
         self.embeddings = sentence_model.embed(self.float, self.batches)
-        self.few = torch.cat([torch.arange(300), torch.arange(1000, 1300)])
         self.mrr = sentence_model.quality(self.embeddings, self.embeddings).mrr
 
     def model(self) -> nn.Module:
         return copy.deepcopy(self.float)
 
     def texts(self, seed: int) -> list[str]:
-        order = torch.randperm(self.count - 1000, generator=torch.Generator().manual_seed(seed))[:256]
-        return [self.pairs[index].document for index in order.tolist()]
+        chosen = self.pairs[:256]
+        if seed:
+            others = self.pairs[600:-1000]
+            order = torch.randperm(len(others), generator=torch.Generator().manual_seed(seed))[:256]
+            chosen = [others[index] for index in order.tolist()]
+        return [pair.document for pair in chosen]
 
     def data(self, seed: int) -> tuple[Any, dict[str, Any]]:
         batches = self.tools.tokenized_batches(self.texts(seed), 16)
         return [{"ids": batch.ids, "mask": batch.mask} for batch in batches], {"mask": lambda batch: batch["mask"]}
 
     def judge(self, model: nn.Module) -> dict[str, float]:
-        found = self.tools.embed(model, self.batches)
-        cosine = self.tools.mean_cosine(found[self.few], self.embeddings[self.few])
-        return {"cosine": cosine, "mrr": self.tools.quality(found, self.embeddings).mrr / self.mrr}
+        cosine = self.tools.mean_cosine(self.tools.embed(model, self.few), self.few_embeddings)
+        mrr = self.tools.quality(self.tools.embed(model, self.batches), self.embeddings).mrr
+        return {"cosine": cosine, "mrr": mrr / self.mrr}
 
 
 class MiniLMOnCode(MiniLM):

@@ -18,13 +18,13 @@ def auto(
     *,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     mask: Callable[[Any], Tensor] | None = None,
-    learn: AutoRound | None = AutoRound(),
+    learn: AutoRound | None = None,
     strict: bool = False,
 ) -> CalibratedRecipe:
-    """GPTQ against the outputs of the float model, coordinate descent and scale refits in turn, then AutoRound.
+    """GPTQ against the outputs of the float model, then coordinate descent and scale refits in turn.
 
     Args:
-        learn: None leaves out AutoRound, which takes most of the time.
+        learn: `AutoRound()` improves all weights of a block together in the end; it takes several times as long.
         recipe, batches, forward, mask, strict: see `calibrated`.
     """
     refine = (Descent(), ScaleRefit(), Descent(), ScaleRefit(), Descent())
