@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..recipe import WeightRecipe
 from .calibrated import CalibratedRecipe
-from .rounding import AutoRound, Descent, FloatTarget, Gptq, ScaleRefit
+from .rounding import AutoRound, Descent, FloatTarget, Gptq, ScaleRefit, ScaleSearch
 
 
 def auto(
@@ -23,6 +23,8 @@ def auto(
 ) -> CalibratedRecipe:
     """GPTQ against the outputs of the float model, then coordinate descent and scale refits in turn.
 
+    All of it is done with the scales of the recipe and with those of a search, and each row takes the better one.
+
     Args:
         learn: `AutoRound()` improves all weights of a block together in the end; it takes several times as long.
         recipe, batches, forward, mask, strict: see `calibrated`.
@@ -32,6 +34,7 @@ def auto(
         recipe,
         batches,
         FloatTarget(),
+        scales=ScaleSearch(),
         rounding=Gptq(),
         refine=refine,
         learn=learn,

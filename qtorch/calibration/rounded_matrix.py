@@ -77,16 +77,31 @@ def round_matrix(
         goal, moment, spec = spec.rotated(goal), spec.rotated(spec.rotated(moment).t()), spec.unrotated
     grid = Grid.of(goal, spec, weight.dtype, moment.diagonal())
     nearest = relative_loss(goal - grid.values(), moment, goal)
-    if scales is not None:
-        grid = scales.search(goal, moment, grid)
-    damping = rounding.round(goal, moment, grid)
-    for step in refine:
-        grid = step.refine(goal, damped(moment, damping), grid)
+    starts = [grid] if scales is None else scales.starts(goal, moment, grid)
+    found = []
+    for start in starts:
+        damping = rounding.round(goal, moment, start)
+        for step in refine:
+            start = step.refine(goal, damped(moment, damping), start)
+        found.append(start)
+    grid = found[0] if len(found) == 1 else best_rows(goal, moment, found)
     error = relative_loss(goal - grid.values(), moment, goal)
     steps = [*([] if scales is None else [scales]), rounding, *refine]
     method = " + ".join(type(step).__name__.lower() for step in steps)
     seconds = time.perf_counter() - begun
     return RoundedMatrix(grid, goal, moment, CalibrationReport(method, moments.rows, error, nearest, damping, seconds))
+
+
+def best_rows(goal: Tensor, moment: Tensor, grids: Sequence[Grid]) -> Grid:
+    """Each row from the grid with the least error of its output; the whole of one if rows share scales or tables."""
+    errors = torch.stack([loss(goal - grid.values(), moment) for grid in grids])
+    if not grids[0].has_own_rows:
+        return grids[int(errors.sum(1).argmin())]
+    best = errors.argmin(0)
+    found = grids[0]
+    for index, grid in enumerate(grids[1:], 1):
+        found = found.with_rows(best == index, grid)
+    return found
 
 
 def relative_loss(error: Tensor, moment: Tensor, weight: Tensor) -> float:

@@ -76,6 +76,18 @@ class Grid:
         stored = quantize_scale(scale.to(self.scale.dtype), self.spec.scale_spec)
         return replace(self, stored=stored)
 
+    @property
+    def has_own_rows(self) -> bool:
+        """Whether each row has scales, and zero points, that no other row shares."""
+        return isinstance(self.spec, QuantSpec) and self.block[0] == 1 and self.spec.scale_spec is None
+
+    def with_rows(self, rows: Tensor, of: Grid) -> Grid:
+        """Some rows, (N,) bool, from another grid of the same spec; for grids that have their own rows."""
+        rows = rows.unsqueeze(1)
+        other = None if self.other is None or of.other is None else torch.where(rows, of.other, self.other)
+        stored = {name: torch.where(rows, of.stored[name], tensor) for name, tensor in self.stored.items()}
+        return replace(self, stored=stored, other=other, codes=torch.where(rows, of.codes, self.codes))
+
     def copy(self) -> Grid:
         """A grid with codes of its own."""
         return replace(self, codes=self.codes.clone())

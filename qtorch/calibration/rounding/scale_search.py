@@ -6,7 +6,9 @@ with h_k = E[x_k^2] of the inputs, or 1. Factors below 1 clip. Above 1 they help
 steps are far apart: with f = 6/4 the largest element of a block of e2m1 becomes 4 instead of 6, and what lies near it
 gets finer steps ("four over six", arXiv 2512.02010).
 
-Clipping by these weights before GPTQ made a small Llama worse (docs/guides/calibration), so it is never a default.
+GPTQ moves what it rounds, so scales that are best for rounding to nearest may clip too much for it: they made a small
+Llama worse. With `compare`, codes are therefore chosen with the searched scales and with those of the recipe, and each
+row takes the better of the two.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ class ScaleSearch:
     Args:
         factors: tried in this order; 1 is always tried first.
         importance: weight the error by the mean squares of the inputs.
+        compare: choose codes with both scales, and take the better row.
 
     Raises:
         ValueError: a factor is not positive.
@@ -36,11 +39,17 @@ class ScaleSearch:
 
     factors: tuple[float, ...] = tuple(1 - 0.7 * step / 40 for step in range(1, 41))
     importance: bool = True
+    compare: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "factors", tuple(self.factors))
         if not self.factors or min(self.factors) <= 0:
             raise ValueError(f"scale_search: factors are positive, got {self.factors}")
+
+    def starts(self, weight: Tensor, moment: Tensor, grid: Grid) -> list[Grid]:
+        """The grids with which codes are to be chosen."""
+        found = self.search(weight, moment, grid)
+        return [grid, found] if self.compare else [found]
 
     def search(self, weight: Tensor, moment: Tensor, grid: Grid) -> Grid:
         """`grid` with the best scales, as they are stored, and the nearest codes.
