@@ -66,6 +66,7 @@ FLOORS: list[list[str]] = [
     ["blockwise/fingerprint", "blockwise/kept"],
     ["blockwise/progress", "blockwise/streams", "blockwise/trace"],
     ["blockwise/weights"],
+    ["blockwise/in_order"],
     ["blockwise"],
     ["recipe"],
     ["report_rows", "with_data"],
