@@ -139,7 +139,8 @@ def test_json_round_trip() -> None:
    "kernel": null,
    "also": [
     "head.weight"
-   ]
+   ],
+   "calibration": null
   }
  ]
 }""",
