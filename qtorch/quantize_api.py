@@ -32,7 +32,7 @@ from .report_rows import quantized_row, skipped_row, why_nothing
 from .targets import Filter, Target, find_targets
 from .tracing.outside_graphs import outside_graphs
 from .transformed import transformed
-from .with_data import made_in_order, statistics_of
+from .with_data import estimate_of, made_in_order, statistics_of
 
 __all__ = [
     "RECIPES",
@@ -84,7 +84,8 @@ def quantize_(
             `nn.EmbeddingBag` and `nn.Conv1d` to `nn.Conv3d`.
         device: move each weight there before it is quantized, and the rest of the model at the end, so that the peak on
             that device is the quantized model and one layer.
-        dry_run: report what would be done; change nothing.
+        dry_run: report what would be done; change nothing. Recipes that calibrate in the order of the model are not
+            run: the report has an `estimate` of the memory and the time that they will take.
         progress: show a progress bar.
         resume: a folder, for recipes that calibrate in the order of the model. What is done is kept there, block by
             block; if the process dies, the same call with the same model, recipe and data continues, and gives the
@@ -111,7 +112,8 @@ def quantize_(
     elements = _elements(model, targets)
     with transformed(model, targets, keep=not dry_run) as transforms:
         statistics = statistics_of(model, targets)
-        calibrated = made_in_order(model, targets, resume)
+        expected = estimate_of(model, targets) if dry_run else None
+        calibrated = {} if dry_run else made_in_order(model, targets, resume)
         rows = []
         chunk = _Chunk()
         for target in tqdm(targets, desc="quantize", disable=not progress):
@@ -133,7 +135,7 @@ def quantize_(
         model.to(device)
     if not dry_run:
         tell(model, {slot.name: target.recipe for target in targets if target.recipe for slot in target.slots})
-    report = QuantizeReport(tuple(rows), dry_run, *elements, before, transforms=transforms)
+    report = QuantizeReport(tuple(rows), dry_run, *elements, before, transforms=transforms, estimate=expected)
     after = before - report.bytes_before + report.bytes_after if dry_run else get_model_size_in_bytes(model)
     return replace(report, model_bytes_after=after)
 

@@ -67,7 +67,7 @@ def quantize_checkpoint(
         format: ``"qtorch"``, ``"transformers"`` or ``"compressed-tensors"``, as for `save_quantized`.
         max_shard_size: maximum size of a file in bytes, unless one tensor is larger.
         progress: show a progress bar.
-        dry_run: quantize, but write nothing.
+        dry_run: quantize, but write nothing; recipes that calibrate round to nearest then.
         model: for recipes that calibrate in the order of the model, such as ``gptq(int4_weight_only(), batches)``: a
             model whose parameters are on the meta device; by default transformers builds that of config.json. One
             block of it is in memory at a time. What is done is kept in ``.<name of dst>.calibration`` until `dst` is

@@ -60,6 +60,38 @@ class TransformReport:
 
 
 @dataclass(frozen=True)
+class CalibrationEstimate:
+    """What a calibration in the order of the model will take, beside the model and its new weights.
+
+    Attributes:
+        batches, blocks: of the data and the model; without blocks the whole model runs for each group of weights.
+        statistics_bytes: the largest statistics at a time: (K, K) fp32 for each distinct input, twice with the target.
+        work_bytes: what rounding the largest weight takes.
+        stream_bytes: inputs and outputs of a block on all batches; on disk with ``resume=``.
+        seconds: on this machine as it is now, from one weight; right within a factor of about two.
+    """
+
+    batches: int
+    blocks: int
+    statistics_bytes: int
+    work_bytes: int
+    stream_bytes: int
+    seconds: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """All of these together. What one forward of a block takes in between is not counted."""
+        return self.statistics_bytes + self.work_bytes + self.stream_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"calibration on {self.batches} batches in {self.blocks} blocks: about {self.peak_bytes:,} bytes beside "
+            f"the model ({self.statistics_bytes:,} statistics, {self.work_bytes:,} rounding, {self.stream_bytes:,} "
+            f"inputs and outputs of blocks), about {self.seconds:.0f} s"
+        )
+
+
+@dataclass(frozen=True)
 class LayerReport:
     """The report on one weight.
 
@@ -103,6 +135,8 @@ class QuantizeReport:
         quantized_before: number of elements of weights that were quantized before the call and not changed by it.
         model_bytes_before, model_bytes_after: size of all parameters and buffers of the model.
         transforms: what was changed in the float weights before they were quantized.
+        estimate: of a dry run with recipes that calibrate in the order of the model; then bytes and SQNRs are those of
+            rounding to nearest.
     """
 
     layers: tuple[LayerReport, ...]
@@ -112,6 +146,7 @@ class QuantizeReport:
     model_bytes_before: int = 0
     model_bytes_after: int = 0
     transforms: tuple[TransformReport, ...] = ()
+    estimate: CalibrationEstimate | None = None
 
     @property
     def quantized(self) -> tuple[LayerReport, ...]:
@@ -141,7 +176,9 @@ class QuantizeReport:
 
         An SQNR that is not finite (of an exact or all-zero weight) is None, since JSON has no such numbers.
         """
+        more = {} if self.estimate is None else {"estimate": asdict(self.estimate)}
         return {
+            **more,
             "dry_run": self.dry_run,
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
@@ -156,7 +193,8 @@ class QuantizeReport:
     def __str__(self) -> str:
         rows = [_row(layer) for layer in self.layers]
         table = format_table(("weight", "shape", "what", "bytes before", "after", "SQNR dB", "kernel"), rows)
-        return f"{self._summary()}\n\n{table}\n{self._totals()}{self._transformed()}"
+        estimate = "" if self.estimate is None else f"\n{self.estimate}"
+        return f"{self._summary()}{estimate}\n\n{table}\n{self._totals()}{self._transformed()}"
 
     def __repr__(self) -> str:
         return f"<QuantizeReport: {self._summary()}>"

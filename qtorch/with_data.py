@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .blockwise import Resumable, Wanted, fingerprint, quantize_in_order
+from .blockwise import Resumable, Wanted, estimate, fingerprint, quantize_in_order
 from .recipe import Calibrated, Recipe
-from .report import CalibrationReport
+from .report import CalibrationEstimate, CalibrationReport
 from .statistics import Data, Statistic, Statistics, collect
 from .targets import Target
 
@@ -57,6 +57,14 @@ def made_in_order(
     data = replace(data, batches=data.checked())
     with progress_in(Path(resume), chosen, data, fingerprint.of_weights(model)) as progress:
         return quantize_in_order(model, wanted, data, progress=progress)
+
+
+def estimate_of(model: nn.Module, targets: Sequence[Target[Recipe]]) -> CalibrationEstimate | None:
+    """What the recipes that quantize in the order of the model will take; None without such recipes."""
+    chosen = [target for target in targets if target.recipe is not None and target.recipe.in_order]
+    if not chosen:
+        return None
+    return estimate(model, [wanted_of(target) for target in chosen], shared_data(chosen))
 
 
 def shared_data(targets: Sequence[Target[Recipe]]) -> Data:

@@ -71,6 +71,7 @@ FLOORS: list[list[str]] = [
     ["blockwise/fingerprint", "blockwise/kept"],
     ["blockwise/progress", "blockwise/streams", "blockwise/trace"],
     ["blockwise/block_run", "blockwise/weights"],
+    ["blockwise/in_order"],
     ["blockwise"],
     ["recipe"],
     ["report_rows", "transformed", "with_data"],

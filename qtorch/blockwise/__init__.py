@@ -2,7 +2,17 @@
 
 from . import fingerprint
 from .block_run import BlockLearner, BlockRun
+from .estimate import estimate
 from .in_order import Wanted, quantize_in_order
 from .progress import Progress, Resumable
 
-__all__ = ["BlockLearner", "BlockRun", "Progress", "Resumable", "Wanted", "fingerprint", "quantize_in_order"]
+__all__ = [
+    "BlockLearner",
+    "BlockRun",
+    "Progress",
+    "Resumable",
+    "Wanted",
+    "estimate",
+    "fingerprint",
+    "quantize_in_order",
+]

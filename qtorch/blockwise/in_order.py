@@ -70,10 +70,12 @@ def quantize_in_order(
     Raises:
         ValueError: there is no batch.
     """
-    return _InOrder(model, wanted, data, progress or Progress(), weights or Weights()).run(blocks)
+    return InOrder(model, wanted, data, progress or Progress(), weights or Weights()).run(blocks)
 
 
-class _InOrder(Generic[M]):
+class InOrder(Generic[M]):
+    """One run of `quantize_in_order`."""
+
     def __init__(
         self, model: nn.Module, wanted: Sequence[Wanted[M]], data: Data, progress: Progress[M], weights: Weights
     ) -> None:
@@ -89,15 +91,15 @@ class _InOrder(Generic[M]):
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def run(self, blocks: Sequence[nn.Module] | None) -> dict[Tensor, M]:
-        with eval_mode(self.model), self._restored():
+        with eval_mode(self.model), self.restored():
             self.batches = self.data.checked()
             weights = [item.weight for item in self.wanted.values()]
-            units = trace(self.model, lambda: self._forward(0), weights, blocks)
+            units = trace(self.model, lambda: self.forward(0), weights, blocks)
             found = [unit.block for unit in units if unit.block is not None]
-            keep = needed_outputs(self.model, self._forward, found)
+            keep = needed_outputs(self.model, self.forward, found)
             count = len(self.batches)
             streams = [
-                Stream(self._forward, found, count, keep, self.progress.stream(n)) for n in ("quantized", "float")
+                Stream(self.forward, found, count, keep, self.progress.stream(n)) for n in ("quantized", "float")
             ]
             self.quantized, self.of_float = streams
             for index, unit in enumerate(units):
@@ -136,7 +138,8 @@ class _InOrder(Generic[M]):
             if self.paired:
                 self.of_float.skip(unit.block)
 
-    def _forward(self, batch: int) -> Any:
+    def forward(self, batch: int) -> Any:
+        """Run the model on a batch."""
         return self.data.call(self.model, self.batches[batch])
 
     def _calibrate(self, unit: Unit) -> None:
@@ -148,7 +151,7 @@ class _InOrder(Generic[M]):
             with self._floats():
                 of_float = self.of_float.calls(block) if self.paired else None
         for stage in unit.stages:
-            self._quantize(stage, self._statistics(stage, block, calls, of_float))
+            self._quantize(stage, self.statistics(stage, block, calls, of_float))
         if block is not None and calls is not None:
             if of_float is not None:
                 with self._floats():
@@ -174,9 +177,10 @@ class _InOrder(Generic[M]):
             for weight, made in learner.learn_block(run, mine).items():
                 self._install(weight, made)
 
-    def _statistics(
+    def statistics(
         self, stage: Stage, block: nn.Module | None, calls: Sequence[Call] | None, of_float: Sequence[Call] | None
     ) -> dict[Key, Statistics]:
+        """The statistics of the weights of a stage, over all batches."""
         kinds = dict.fromkeys(kind for weight in stage.weights for kind in self.wanted[id(weight)].statistics)
         if not kinds:
             return {}
@@ -278,7 +282,8 @@ class _InOrder(Generic[M]):
                 module._parameters[attribute] = parameter
 
     @contextmanager
-    def _restored(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
+        """With the float weights in place in the end."""
         try:
             yield
         finally:

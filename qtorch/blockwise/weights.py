@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -138,6 +140,7 @@ class Streamed(Weights):
             if not self.users[id(parameter)]:
                 parameter.data = _nothing(parameter)
         memory_has_moved()
+        _give_back_memory()
 
     def _load(self, parameter: nn.Parameter) -> None:
         value = self.read(self.names[id(parameter)])
@@ -148,6 +151,22 @@ class Streamed(Weights):
             )
         parameter.data = value.to(parameter.dtype)
         memory_has_moved()
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """The function of the C library of Linux, None elsewhere."""
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return None
+
+
+def _give_back_memory() -> None:
+    """Give the pages of freed tensors back to the system; else each block leaves some in the heap of the C library."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
 
 
 def _nothing(tensor: Tensor) -> Tensor:

@@ -48,8 +48,7 @@ class Gptq(Rounding):
     def round(self, weight: Tensor, moment: Tensor, grid: Grid) -> float:
         count = weight.shape[1]
         order = moment.diagonal().argsort(descending=True, stable=True) if self.act_order else torch.arange(count)
-        _, lower, damping = factor(moment[order][:, order], self.damping)
-        upper = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+        damping, upper = self._factor(moment, order)
         rest = weight.float()[:, order].t().contiguous()  # columns as rows, which are contiguous
         columns, places = grid.columns(), order.tolist()
         for start in range(0, count, self.block_size):
@@ -64,3 +63,14 @@ class Gptq(Rounding):
                 block[i + 1 :].addr_(factors[i, i + 1 :], errors[i], alpha=-1)
             rest[stop:].addmm_(upper[start:stop, stop:].t(), errors, alpha=-1)
         return damping
+
+    def _factor(self, moment: Tensor, order: Tensor) -> tuple[float, Tensor]:
+        """The damping used, and U of the damped H with its columns in this order.
+
+        Of the matrices (K, K), which are the largest of all, at most three are in memory beside H.
+        """
+        _, lower, damping = factor(moment[order][:, order], self.damping)
+        del _
+        inverse = torch.cholesky_inverse(lower)
+        del lower
+        return damping, torch.linalg.cholesky(inverse, upper=True)
