@@ -47,6 +47,7 @@ __all__ = [
     "auto",
     "awq",
     "calibrated",
+    "clip",
     "entropy",
     "gptq",
     "importance_weighted",
@@ -55,9 +56,6 @@ __all__ = [
     "mse",
     "observed",
     "percentile",
-    "clip",
-    "gptq",
-    "importance_weighted",
     "rotate",
     "smooth",
 ]
