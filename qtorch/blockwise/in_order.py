@@ -174,6 +174,9 @@ class InOrder(Generic[M]):
                     continue
                 statistics = found.setdefault(key, {kind: kind() for kind in kinds})
                 _update(statistics, parts, pairs.get(key, []))
+        for statistics in found.values():
+            for statistic in statistics.values():
+                statistic.close()
         if stage.once:
             shared = found.get((first, None), {})
             return {(id(weight), None): shared for weight in stage.weights if shared}

@@ -33,6 +33,9 @@ class Statistic:
         """Add inputs (M, K), in floating point."""
         raise NotImplementedError
 
+    def close(self) -> None:
+        """No row will be added: what is in memory may become what is asked for."""
+
     def merge(self: S, other: S) -> None:
         """Add all rows that `other` has seen."""
         raise NotImplementedError
