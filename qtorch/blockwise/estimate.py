@@ -27,8 +27,8 @@ from .streams import Stream, needed_outputs
 from .trace import Stage, Unit, trace
 from .weights import Weights
 
-_WORK = 5
-"""Matrices (K, K) that a rounding algorithm holds: the moment, its permuted and damped copies, and two factors."""
+_WORK = 3
+"""Matrices (K, K) that a rounding algorithm holds beside the moment: damped and permuted, and two factors."""
 
 _COPIES = 5
 """Matrices (N, K) in fp32: the target, the weight as rows, its values, codes, errors."""

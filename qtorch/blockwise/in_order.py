@@ -202,8 +202,10 @@ class InOrder(Generic[M]):
                 _update(found[key], parts, pair.rows.get(key, []))
                 if seen.residual is not None and pair.residual is not None:
                     _update_residual(found[key], parts[0], pair.residual - seen.residual)
-            for statistic in {id(s): s for statistics in found.values() for s in statistics.values()}.values():
+            for statistic in _each(found):
                 statistic.end_batch()
+        for statistic in _each(found):
+            statistic.close()
         if stage.once:
             shared = found.get((first, None), {})
             return {(id(weight), None): shared for weight in stage.weights if shared}
@@ -326,3 +328,8 @@ def _update_residual(statistics: Statistics, rows: Tensor, error: Tensor) -> Non
     for statistic in statistics.values():
         if statistic.paired and len(rows) == len(error):
             statistic.update_residual(rows, error)  # type: ignore[attr-defined]
+
+
+def _each(found: Mapping[Key, Statistics]) -> list[Statistic]:
+    """All statistics, those that weights share once."""
+    return list({id(statistic): statistic for of_weight in found.values() for statistic in of_weight.values()}.values())

@@ -38,6 +38,9 @@ class Statistic:
     def end_batch(self) -> None:
         """Called after the last rows of each batch."""
 
+    def close(self) -> None:
+        """No row will be added: what is in memory may become what is asked for."""
+
     def merge(self: S, other: S) -> None:
         """Add all rows that `other` has seen."""
         raise NotImplementedError

@@ -16,6 +16,12 @@ class Sum(Statistic):
     def __init__(self) -> None:
         super().__init__()
         self.total: Tensor | None = None
+        self.closed = False
+
+    def close(self) -> None:
+        if self.total is not None and self.rows and not self.closed:
+            self.total.div_(self.rows)  # the mean, without a second matrix (K, K)
+        self.closed = True
 
     def of(self, rows: Tensor) -> Tensor:
         """The sum over these rows, which are in fp32."""
@@ -24,11 +30,17 @@ class Sum(Statistic):
     def update(self, rows: Tensor) -> None:
         self._add(self.of(rows.float()), rows.shape[0])
 
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError(f"{type(self).__name__}: is closed; collect a new statistic for more rows")
+
     def merge(self, other: Sum) -> None:
+        other._check_open()
         if other.total is not None:
             self._add(other.total, other.rows)
 
     def _add(self, total: Tensor, rows: int) -> None:
+        self._check_open()
         self.total = total if self.total is None else self.total.add_(total.to(self.total.device))
         self.rows += rows
 
@@ -41,7 +53,7 @@ class Sum(Statistic):
         """
         if self.total is None or not self.rows:
             raise ValueError(f"{type(self).__name__}: no row was seen")
-        return self.total / self.rows
+        return self.total if self.closed else self.total / self.rows
 
 
 class MeanSquare(Sum):
@@ -75,6 +87,11 @@ class Moments(SecondMoment):
         self.cross_total: Tensor | None = None
         self.residual_total: Tensor | None = None
 
+    def close(self) -> None:
+        if self.cross_total is not None and self.rows and not self.closed:
+            self.cross_total.div_(self.rows)
+        super().close()
+
     def update_pair(self, rows: Tensor, of_float: Tensor) -> None:
         """Add inputs x~ (M, K) of the quantized model and those of the float model, x, of the same tokens."""
         self.update(rows)
@@ -93,7 +110,9 @@ class Moments(SecondMoment):
     @property
     def cross(self) -> Tensor | None:
         """E[x x~^T], (K, K); None if the float model was not run."""
-        return None if self.cross_total is None else self.cross_total / self.rows
+        if self.cross_total is None or self.closed:
+            return self.cross_total
+        return self.cross_total / self.rows
 
     @property
     def residual(self) -> Tensor | None:

@@ -31,7 +31,11 @@ def meta_model(folder: Path, dtype: torch.dtype | None = None) -> Any:
         import transformers
     except ImportError as error:
         raise ImportError(f"{folder}: building the model needs transformers: pip install transformers") from error
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, KeyError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{folder}: transformers cannot build the model; give model=. It says: {reason}") from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     dtype = dtype or getattr(config, "dtype", None) or torch.float32

@@ -213,3 +213,18 @@ def test_what_was_not_seen_is_an_error_that_names_it() -> None:
         collect(model, Data([torch.randn(1, 8)], lambda model, batch: model[0](batch)), wanted)
     with pytest.raises(ValueError, match="at least one batch"):
         collect(model, Data([]), wanted)
+
+
+@pytest.mark.parametrize("kind", [MeanSquare, SecondMoment])
+def test_a_closed_statistic_has_the_same_mean_and_takes_no_more_rows(kind: type[MeanSquare]) -> None:
+    statistic, x = kind(), torch.randn(12, 8)
+    statistic.update(x)
+    mean = statistic.mean.clone()
+    for _ in range(2):
+        statistic.close()
+        assert torch.equal(statistic.mean, mean)
+        assert statistic.mean is statistic.total
+    with pytest.raises(ValueError, match="is closed"):
+        statistic.update(x)
+    with pytest.raises(ValueError, match="is closed"):
+        kind().merge(statistic)

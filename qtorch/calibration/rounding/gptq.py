@@ -67,9 +67,9 @@ class Gptq(Rounding):
     def _factor(self, moment: Tensor, order: Tensor) -> tuple[float, Tensor]:
         """The damping used, and U of the damped H with its columns in this order.
 
-        Of the matrices (K, K), which are the largest of all, at most three are in memory beside H.
+        Of the matrices (K, K), which are the largest of all, two are in memory beside H.
         """
-        _, lower, damping = factor(moment[order][:, order], self.damping)
+        _, lower, damping = factor(moment, self.damping, order)
         del _
         inverse = torch.cholesky_inverse(lower)
         del lower

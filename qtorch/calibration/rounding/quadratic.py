@@ -33,8 +33,11 @@ def damped(moment: Tensor, damping: float) -> Tensor:
     return result
 
 
-def factor(moment: Tensor, damping: float) -> tuple[Tensor, Tensor, float]:
+def factor(moment: Tensor, damping: float, order: Tensor | None = None) -> tuple[Tensor, Tensor, float]:
     """(damped H, its lower Cholesky factor, the damping used), with more damping where the factorization fails.
+
+    Args:
+        order: (K,) int64: of H with its rows and columns in this order.
 
     Raises:
         ValueError: H is not finite, or far from positive semi-definite.
@@ -43,6 +46,8 @@ def factor(moment: Tensor, damping: float) -> tuple[Tensor, Tensor, float]:
         raise ValueError("the second moment of the inputs is not finite: the calibration data gives NaN or infinities")
     for _ in range(RETRIES):
         result = damped(moment, damping)
+        if order is not None:
+            result = result[order.unsqueeze(1), order]
         lower, failed = torch.linalg.cholesky_ex(result)
         if not int(failed):
             return result, lower, damping
