@@ -70,7 +70,7 @@ FLOORS: list[list[str]] = [
     ["calibration/observers"],
     ["blockwise/fingerprint", "blockwise/kept"],
     ["blockwise/progress", "blockwise/streams", "blockwise/trace"],
-    ["blockwise/block_run", "blockwise/weights"],
+    ["blockwise/block_run", "blockwise/rows", "blockwise/weights"],
     ["blockwise/in_order"],
     ["blockwise"],
     ["recipe"],

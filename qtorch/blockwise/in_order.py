@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -19,12 +19,10 @@ from ..statistics import Missed, Statistic, Statistics, Use, UseRecorder
 from ..statistics.batches import Data, eval_mode
 from .block_run import BlockLearner, BlockRun, weight_names
 from .progress import Progress
+from .rows import Key, Seen, each_of, unpadded, update, update_residual, without_padding
 from .streams import Call, StopForward, Stream, needed_outputs
 from .trace import Stage, Unit, trace
 from .weights import Weights
-
-Key = tuple[int, int | None]
-"""(id of a parameter, expert or None)."""
 
 M = TypeVar("M", bound="tuple[Any, ...]")
 
@@ -188,7 +186,7 @@ class InOrder(Generic[M]):
         found: dict[Key, Statistics] = {}
         common: dict[tuple[int, type[Statistic]], Statistic] = {}
         for batch in range(len(self.batches)):
-            seen, pair = self._rows(stage, self.quantized, block, calls, batch), _Seen()
+            seen, pair = self._rows(stage, self.quantized, block, calls, batch), Seen()
             if of_float is not None or (self.paired and block is None):
                 with self._floats():
                     pair = self._rows(stage, self.of_float, block, of_float, batch)
@@ -199,12 +197,12 @@ class InOrder(Generic[M]):
                     found[key] = {
                         kind: kind() if kind.per_expert else common.setdefault((key[0], kind), kind()) for kind in kinds
                     }
-                _update(found[key], parts, pair.rows.get(key, []))
+                update(found[key], parts, pair.rows.get(key, []))
                 if seen.residual is not None and pair.residual is not None:
-                    _update_residual(found[key], parts[0], pair.residual - seen.residual)
-            for statistic in _each(found):
+                    update_residual(found[key], parts[0], pair.residual - seen.residual)
+            for statistic in each_of(found):
                 statistic.end_batch()
-        for statistic in _each(found):
+        for statistic in each_of(found):
             statistic.close()
         if stage.once:
             shared = found.get((first, None), {})
@@ -213,9 +211,9 @@ class InOrder(Generic[M]):
 
     def _rows(
         self, stage: Stage, stream: Stream, block: nn.Module | None, calls: Sequence[Call] | None, batch: int
-    ) -> _Seen:
+    ) -> Seen:
         """The inputs of the weights of a stage in one batch."""
-        found = _Seen()
+        found = Seen()
         left = {id(weight) for weight in stage.weights}
         mask = self.data.mask_of(self.batches[batch])
         follows = stage.adds and self.paired
@@ -226,13 +224,13 @@ class InOrder(Generic[M]):
                 return
             key = (id(use.weight), use.expert)
             if not stage.once or key[0] == id(stage.weights[0]):
-                found.rows.setdefault(key, []).extend(part.clone() for part in _unpadded(use, mask))
+                found.rows.setdefault(key, []).extend(part.clone() for part in unpadded(use, mask))
             left.discard(id(use.weight))
             if stage.once and not left and not follows:
                 raise StopForward
 
         def added(weight: Tensor, residual: Tensor) -> None:
-            found.residual = _without_padding(residual.detach().reshape(-1, residual.shape[-1]), mask).clone()
+            found.residual = without_padding(residual.detach().reshape(-1, residual.shape[-1]), mask).clone()
             raise StopForward
 
         with UseRecorder(stage.weights, seen, added if follows else None):
@@ -292,44 +290,3 @@ class InOrder(Generic[M]):
             for item in self.wanted.values():
                 for module, attribute in item.slots:
                     module._parameters[attribute] = item.weight
-
-
-@dataclass
-class _Seen:
-    """The rows that the weights of a stage have met in one batch, and the residual that the output is added to."""
-
-    rows: dict[Key, list[Tensor]] = field(default_factory=dict)
-    residual: Tensor | None = None
-
-
-def _unpadded(use: Use, mask: Tensor | None) -> Iterator[Tensor]:
-    """The rows of an input, without those of padded tokens where its first axes are those of the mask."""
-    for rows in use.rows():
-        yield rows if use.expert is not None else _without_padding(rows, mask)
-
-
-def _without_padding(rows: Tensor, mask: Tensor | None) -> Tensor:
-    if mask is None or len(rows) != mask.numel():
-        return rows
-    return rows[mask.reshape(-1).to(rows.device)]
-
-
-def _update(statistics: Statistics, parts: list[Tensor], of_float: list[Tensor]) -> None:
-    matches = [a.shape for a in parts] == [b.shape for b in of_float]
-    for statistic in statistics.values():
-        for index, rows in enumerate(parts):
-            if statistic.paired and matches:
-                statistic.update_pair(rows, of_float[index])  # type: ignore[attr-defined]
-            else:
-                statistic.update(rows)
-
-
-def _update_residual(statistics: Statistics, rows: Tensor, error: Tensor) -> None:
-    for statistic in statistics.values():
-        if statistic.paired and len(rows) == len(error):
-            statistic.update_residual(rows, error)  # type: ignore[attr-defined]
-
-
-def _each(found: Mapping[Key, Statistics]) -> list[Statistic]:
-    """All statistics, those that weights share once."""
-    return list({id(statistic): statistic for of_weight in found.values() for statistic in of_weight.values()}.values())

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ..blockwise import BlockLearner
+from ..dtypes import quantized_type
 from ..kernels.im2col import from_matrix, to_matrix
 from ..primitives import LinearSpec, RotatedSpec
 from ..recipe import Calibrated, ExpertStatistics, WeightRecipe, register_recipe
-from ..report import TransformReport
+from ..report import CalibrationReport, TransformReport
 from ..statistics import Data, Missed, Moments, SecondMoment, Statistic, Statistics
 from ..targets import Target
 from .block_learner import AutoRoundLearner, LearnableWeight
@@ -39,9 +40,9 @@ class CalibratedRecipe(WeightRecipe):
         batches: inputs of the model; a mapping is passed as keyword arguments, a tuple or list as arguments, any other
             value as the only one.
         target: what is rounded: the weight whose output is that of the float model, or None for the weight itself.
-        scales: searches the scales before; None keeps those of the recipe.
         rounding: how the first codes are chosen.
         refine: what improves them, in this order.
+        scales: searches the scales before; None keeps those of the recipe.
         learn: what improves all weights of a block together, after the others; it takes most of the time.
         observer: how the scale of a static activation is chosen, from the inputs of the model as quantized so far: an
             observer, or the word for one; None is `mse()`. Weights with one input have one scale, and so have the
@@ -61,9 +62,9 @@ class CalibratedRecipe(WeightRecipe):
     recipe: WeightRecipe
     batches: Iterable[Any] = field(repr=False, compare=False)
     target: FloatTarget | None = FloatTarget()
-    scales: ScaleSearch | None = None
     rounding: Rounding = Gptq()
     refine: tuple[Refinement, ...] = ()
+    scales: ScaleSearch | None = None
     learn: AutoRound | None = None
     observer: Observer | str | None = None
     forward: Callable[[nn.Module, Any], Any] | None = field(default=None, repr=False, compare=False)
@@ -148,6 +149,8 @@ class CalibratedRecipe(WeightRecipe):
         matrix = to_matrix(weight) if target.asked.is_conv else weight
         try:
             activation = self._activation(matrix, statistics)
+            if activation is not None and self._only_observes:
+                return self._observed(target, weight, matrix, activation)
             if matrix.dim() == 2:
                 rounded = [self._round(matrix, statistics)]  # type: ignore[arg-type]
             else:
@@ -170,12 +173,20 @@ class CalibratedRecipe(WeightRecipe):
 
         report = combined_report([part.report for part in rounded])
         if activation is not None:
-            tokens = activation.rows if self._only_observes else report.tokens
-            report = replace(report, tokens=tokens, input_range=activation.range)
+            report = replace(report, input_range=activation.range)
         learnable = None
         if self.learn is not None and not isinstance(spec.weight, RotatedSpec):
             learnable = LearnableWeight(rounded, as_parameter, quantized)
         return Calibrated(quantized([part.grid for part in rounded]), report, learnable)
+
+    def _observed(
+        self, target: Target[Any], weight: Tensor, matrix: Tensor, activation: StaticActivation
+    ) -> Calibrated:
+        """The weight rounded to nearest, for inputs in the range that was observed."""
+        spec = self.linear_spec()
+        made: Any = quantized_type(spec.weight).from_float(matrix, without_scale(spec))
+        report = CalibrationReport("nearest", activation.rows, None, None, 0, 0, activation.range)
+        return Calibrated(self._of_matrix(target, weight, activation.attached(made)), report)
 
     def _activation(self, weight: Tensor, statistics: Statistics | ExpertStatistics) -> StaticActivation | None:
         if self.lacks_scale:
@@ -184,8 +195,6 @@ class CalibratedRecipe(WeightRecipe):
 
     def _round(self, weight: Tensor, statistics: Statistics) -> RoundedMatrix:
         spec = self.linear_spec().weight
-        if self._only_observes:
-            return RoundedMatrix.nearest(weight, spec, "nearest")
         moments = statistics.get(self._moments)
         if isinstance(moments, SecondMoment) and moments.rows:
             return round_matrix(weight, moments, spec, self.target, self.scales, self.rounding, self.refine)

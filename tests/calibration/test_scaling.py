@@ -142,7 +142,7 @@ def test_the_model_is_whole_again(how: str, monkeypatch: pytest.MonkeyPatch) -> 
             seen.append(model.blocks[0].norm1.weight is not before["blocks.0.norm1.weight"])
             raise Stop
 
-        monkeypatch.setattr(type(rounded(W8A8, data)), "calibrate", failing)
+        monkeypatch.setattr(type(rounded(W8A8, data)), "make_in_order", failing)
         with pytest.raises(Stop):
             quantize_(model, rounded(W8A8, data, QUICK))
         assert seen == [True]  # the transforms were in place

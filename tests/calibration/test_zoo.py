@@ -153,7 +153,7 @@ def test_every_weight_is_calibrated_or_its_row_says_why(name: str) -> None:
             assert of.method.startswith("nearest: it is stored as (inputs, outputs)"), row.name
             assert of.tokens == 0
         else:
-            assert of.method.startswith("gptq"), (row.name, of.method)
+            assert of.method.startswith("scalesearch + gptq"), (row.name, of.method)
             assert of.tokens > 0, row.name
             assert 0 < of.error < of.nearest_error, row.name
     with torch.no_grad():

@@ -1,13 +1,15 @@
-"""AutoRound: rounding and scales of all weights of a block, learned by signed gradient descent on the block's output.
+"""AutoRound: rounding and scales of all weights of a block, learned by gradient descent on the block's output.
 
 With t the values that are rounded, in units of the scale, and V and f learned,
 
-    q = (clip(round(t + V) + z) - z) * s f,        |V| <= 1/2,   |f - 1| <= 1/2
+    q = (clip(round(t + V) + z) - z) * s (1 + f),        |V|, |f| <= 1/2
 
-and x <- x - lr sign(dL/dx) for both, with lr falling linearly to zero. Gradients pass straight through `round`, so that
-of f is that of a learned step size. Learning starts from codes that were chosen before, V = 0 and f = 1.
+and for both, x <- x - lr m, with m the running mean of dL/dx divided by its root mean square in the weight, and lr
+falling linearly to zero. Gradients pass straight through `round`, so that of f is that of a learned step size. Learning
+starts from codes that were chosen before, at V = f = 0.
 
-Source: AutoRound, arXiv 2309.05516, section 3; the start from other codes than the nearest ones is ours.
+Source: AutoRound, arXiv 2309.05516, section 3. There m is the sign of the gradient. From the codes of GPTQ signs raised
+the error of the output (docs/guides/calibration): they move all elements as far as the few that matter.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ from ...primitives.qdtype import qdtype
 from .grid import Grid
 
 MOST = 0.5
-"""By which V, and f - 1, are bounded."""
+"""By which V and f are bounded."""
 
 _INSIDE = 0.499
+_MOMENTUM = 0.9
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +70,7 @@ class LearnedGrid:
         self.base = codes + torch.where(beyond, distance, distance.clamp(-_INSIDE, _INSIDE))
         self.offset = torch.zeros_like(codes, requires_grad=True)
         self.factor = torch.zeros_like(self.scale, requires_grad=True)
+        self.means = [torch.zeros_like(self.offset), torch.zeros_like(self.factor)]
 
     def _spread(self, of_groups: Tensor) -> Tensor:
         return of_groups.repeat_interleave(self.width, 1)
@@ -89,20 +93,23 @@ class LearnedGrid:
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], rates: Sequence[float]) -> None:
-        """One step of signed gradient descent on V and f."""
-        for learned, gradient, rate in zip((self.offset, self.factor), gradients, rates, strict=True):
-            learned.sub_(gradient.sign(), alpha=rate).clamp_(-MOST, MOST)
+        """One step of gradient descent on V and f."""
+        learned = (self.offset, self.factor)
+        for x, mean, gradient, rate in zip(learned, self.means, gradients, rates, strict=True):
+            size = gradient.square().mean().sqrt().clamp_min(torch.finfo(gradient.dtype).tiny)
+            mean.lerp_(gradient / size, 1 - _MOMENTUM)
+            x.sub_(mean, alpha=rate).clamp_(-MOST, MOST)
 
 
 @jsonable
 @dataclass(frozen=True)
 class AutoRound:
-    """Signed gradient descent on the rounding and the scales of all weights of a block.
+    """Gradient descent on the rounding and the scales of all weights of a block.
 
     Args:
         iterations: steps, each on one batch.
-        lr: first step of V; by default 1 / iterations.
-        scale_lr: first step of f; by default a tenth of that of V.
+        lr: first step of V, in units of the scale.
+        scale_lr: first step of f.
         seed: of the order of the batches.
 
     Raises:
@@ -110,8 +117,8 @@ class AutoRound:
     """
 
     iterations: int = 200
-    lr: float | None = None
-    scale_lr: float | None = None
+    lr: float = 1e-3
+    scale_lr: float = 3e-3
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -147,8 +154,7 @@ class AutoRound:
         before = total()
         every = [grid for grids in learned.values() for grid in grids]
         leaves = [leaf for grid in every for leaf in (grid.offset, grid.factor)]
-        lr = 1 / self.iterations if self.lr is None else self.lr
-        rates = (lr, lr / 10 if self.scale_lr is None else self.scale_lr)
+        rates = (self.lr, self.scale_lr)
         generator = torch.Generator().manual_seed(self.seed)
         order: list[int] = []
         for iteration in range(self.iterations):
