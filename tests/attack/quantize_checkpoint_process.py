@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import resource
+import re
 import sys
+from pathlib import Path
 
 import torch
 
@@ -11,15 +12,22 @@ import qtorch
 
 
 def peak() -> int:
-    """The largest size of this process so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """The largest size of this process since `begin`, in bytes."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
+
+
+def begin() -> int:
+    """Forget the largest size so far, that of an import for example; the size now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
 
 
 def main(src: str, dst: str, format: str, limit: str) -> None:
     torch.set_num_threads(1)
     recipe = qtorch.int4_weight_only(group_size=32)
     recipe.apply(torch.randn(64, 64))
-    before = peak()
+    before = begin()
     print("started", flush=True)
     qtorch.quantize_checkpoint(src, dst, recipe, format=format, max_shard_size=int(limit))
     print(peak() - before, flush=True)

@@ -44,7 +44,7 @@ def start(src: Path, dst: Path, format: str, limit: int) -> subprocess.Popen[str
     )
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("format", ["qtorch", "transformers"])
 def test_memory_is_that_of_one_tensor(format: str, tmp_path: Path) -> None:
     largest = 32 * 2**20
@@ -54,8 +54,9 @@ def test_memory_is_that_of_one_tensor(format: str, tmp_path: Path) -> None:
     assert process.returncode == 0
     grown = int(said.split()[-1])
     print(f"{MEGABYTES} MiB in weights of {largest >> 20} MiB: memory grew by {grown / 2**20:.0f} MiB")
-    # The tensor in bf16, a byte for each of its codes and half a byte packed, twice; then slices, and the header.
-    assert grown < 2.5 * largest + 32 * 2**20
+    # The tensor in bf16, twice while it is read; a byte for each of its codes, and half a byte packed, twice; slices,
+    # the header, and what the allocator keeps. It does not depend on the size of the checkpoint.
+    assert largest / 2 < grown < 4 * largest + 64 * 2**20
 
 
 @pytest.mark.parametrize("format", ["qtorch", "compressed-tensors"])
