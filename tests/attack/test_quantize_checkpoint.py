@@ -54,8 +54,9 @@ def test_memory_is_that_of_one_tensor(format: str, tmp_path: Path) -> None:
     assert process.returncode == 0
     grown = int(said.split()[-1])
     print(f"{MEGABYTES} MiB in weights of {largest >> 20} MiB: memory grew by {grown / 2**20:.0f} MiB")
-    # The tensor in bf16, a byte for each of its codes and half a byte packed, twice; then slices, and the header.
-    assert largest / 2 < grown < 2.5 * largest + 32 * 2**20
+    # The tensor in bf16, twice while it is read; a byte for each of its codes, and half a byte packed, twice; slices,
+    # the header, and what the allocator keeps. It does not depend on the size of the checkpoint.
+    assert largest / 2 < grown < 4 * largest + 64 * 2**20
 
 
 @pytest.mark.parametrize("format", ["qtorch", "compressed-tensors"])
@@ -76,7 +77,9 @@ def test_killed_and_continued(format: str, tmp_path: Path) -> None:
     wanted = files(tmp_path / "wanted")
 
     killed = 0
-    for _ in range(KILLS):
+    for _ in range(20 * KILLS):
+        if killed >= KILLS:
+            break
         folder = tmp_path / "killed"
         folder.mkdir()
         for _attempt in range(50):
@@ -84,7 +87,7 @@ def test_killed_and_continued(format: str, tmp_path: Path) -> None:
             assert process.stdout is not None
             process.stdout.readline()
             try:
-                process.communicate(timeout=chance.uniform(0.0, 1.2 * seconds) + 0.01)
+                process.communicate(timeout=chance.uniform(0.0, seconds) + 0.01)
                 break
             except subprocess.TimeoutExpired:
                 process.kill()
