@@ -16,12 +16,23 @@ from .auto import auto  # noqa: E402
 from .gptq import gptq  # noqa: E402
 from .observed import observed  # noqa: E402
 from .observers import OBSERVER_NAMES, OBSERVERS, Observer  # noqa: E402
-from .rounding import Descent, FloatTarget, Gptq, Nearest, Rounding, ScaleRefit  # noqa: E402
+from .rounding import (  # noqa: E402
+    AutoRound,
+    Descent,
+    FloatTarget,
+    Gptq,
+    Nearest,
+    Rounding,
+    ScaleRefit,
+    ScaleSearch,
+    four_over_six,
+)
 from .transforms import Awq, Clip, Rotate, Smooth, Transform, awq, clip, rotate, smooth  # noqa: E402
 
 RECIPE_NAMES = sorted(name for name, cls in RECIPES.items() if cls.__module__.startswith(f"{__name__}."))
 
 __all__ = [
+    "AutoRound",
     "Awq",
     "Clip",
     "Descent",
@@ -32,11 +43,13 @@ __all__ = [
     "Rotate",
     "Rounding",
     "ScaleRefit",
+    "ScaleSearch",
     "Smooth",
     "Transform",
     "auto",
     "awq",
     "clip",
+    "four_over_six",
     "gptq",
     "observed",
     "rotate",

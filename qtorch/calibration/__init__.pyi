@@ -15,11 +15,14 @@ from .observers.min_max import MinMaxObserver as min_max
 from .observers.moving_average import MovingAverageObserver as moving_average
 from .observers.mse import MSEObserver as mse
 from .observers.percentile import PercentileObserver as percentile
+from .rounding.auto_round import AutoRound as AutoRound
 from .rounding.base import Nearest as Nearest
 from .rounding.base import Rounding as Rounding
 from .rounding.descent import Descent as Descent
 from .rounding.gptq import Gptq as Gptq
 from .rounding.scale_refit import ScaleRefit as ScaleRefit
+from .rounding.scale_search import ScaleSearch as ScaleSearch
+from .rounding.scale_search import four_over_six as four_over_six
 from .rounding.target import FloatTarget as FloatTarget
 from .transforms.awq import Awq as Awq
 from .transforms.awq import Awq as awq
@@ -32,6 +35,7 @@ from .transforms.smooth import Smooth as Smooth
 from .transforms.smooth import Smooth as smooth
 
 __all__ = [
+    "AutoRound",
     "Awq",
     "Clip",
     "Descent",
@@ -42,6 +46,7 @@ __all__ = [
     "Rotate",
     "Rounding",
     "ScaleRefit",
+    "ScaleSearch",
     "Smooth",
     "Transform",
     "auto",
@@ -49,6 +54,7 @@ __all__ = [
     "calibrated",
     "clip",
     "entropy",
+    "four_over_six",
     "gptq",
     "importance_weighted",
     "min_max",

@@ -317,6 +317,6 @@ def test_second_derivative_in_training_is_refused_by_name(name: str) -> None:
 
 
 def test_training_recipes_are_all_here() -> None:
-    assert {*NAMES, *training_recipes.NAMES, *qtorch.calibration.__all__, "convert"} >= {
+    assert {*NAMES, *training_recipes.NAMES, *qtorch.calibration.__all__, "convert", "from_observers"} >= {
         name for name, cls in RECIPES.items() if cls.__module__.startswith("qtorch.")
     }
