@@ -26,9 +26,9 @@ from ..calibration.rounding import Grid, Rounding
 from ..calibration.rounding import loss as quadratic
 from ..dtypes import QuantizedTensor
 from ..recipe import WeightRecipe
-from ..statistics import Data, SecondMoment, Statistic, Statistics
+from ..statistics import Data, Key, SecondMoment, Statistic, Statistics
 from ..statistics.batches import eval_mode
-from ..statistics.output_gradients import Key, OutputGradients, without_parameter_gradients
+from ..statistics.output_gradients import OutputGradients, without_parameter_gradients
 from .activations import activation_error
 from .items import Item
 from .outputs import Loss, Rows

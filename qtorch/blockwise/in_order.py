@@ -15,11 +15,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..statistics import Missed, Statistic, Statistics, Use, UseRecorder
+from ..statistics import Key, Missed, Statistic, Statistics, Use, UseRecorder, without_padding
 from ..statistics.batches import Data, eval_mode
 from .block_run import BlockLearner, BlockRun, weight_names
 from .progress import Progress
-from .rows import Key, Seen, each_of, unpadded, update, update_residual, without_padding
+from .rows import Seen, each_of, update, update_residual
 from .streams import Call, StopForward, Stream, needed_outputs
 from .trace import Stage, Unit, trace
 from .weights import Weights
@@ -222,9 +222,9 @@ class InOrder(Generic[M]):
             if use.transposed:
                 self.transposed.add(id(use.weight))
                 return
-            key = (id(use.weight), use.expert)
+            key = use.key
             if not stage.once or key[0] == id(stage.weights[0]):
-                found.rows.setdefault(key, []).extend(part.clone() for part in unpadded(use, mask))
+                found.rows.setdefault(key, []).extend(part.clone() for part in use.unpadded(mask))
             left.discard(id(use.weight))
             if stage.once and not left and not follows:
                 raise StopForward

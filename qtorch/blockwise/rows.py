@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..statistics import Statistic, Statistics, Use
-
-Key = tuple[int, int | None]
-"""(id of a parameter, expert or None)."""
+from ..statistics import Key, Statistic, Statistics
 
 
 @dataclass
@@ -19,19 +16,6 @@ class Seen:
 
     rows: dict[Key, list[Tensor]] = field(default_factory=dict)
     residual: Tensor | None = None
-
-
-def unpadded(use: Use, mask: Tensor | None) -> Iterator[Tensor]:
-    """The rows of an input, without those of padded tokens where its first axes are those of the mask."""
-    for rows in use.rows():
-        yield rows if use.expert is not None else without_padding(rows, mask)
-
-
-def without_padding(rows: Tensor, mask: Tensor | None) -> Tensor:
-    """The rows of tokens that count; all of them if they are not those of the mask."""
-    if mask is None or len(rows) != mask.numel():
-        return rows
-    return rows[mask.reshape(-1).to(rows.device)]
 
 
 def update(statistics: Statistics, parts: list[Tensor], of_float: list[Tensor]) -> None:

@@ -81,8 +81,9 @@ def round_matrix(
     found = []
     for start in starts:
         damping = rounding.round(goal, moment, start)
+        refined = damped(moment, damping) if refine else moment
         for step in refine:
-            start = step.refine(goal, damped(moment, damping), start)
+            start = step.refine(goal, refined, start)
         found.append(start)
     grid = found[0] if len(found) == 1 else best_rows(goal, moment, found)
     error = relative_loss(goal - grid.values(), moment, goal)

@@ -6,13 +6,14 @@ from .collect import collect
 from .histogram import Histogram
 from .of_inputs import Inputs, MeanSquare, Moments, SecondMoment
 from .ranges import BatchRanges, Range
-from .uses import Use, UseRecorder
+from .uses import Key, Use, UseRecorder, without_padding
 
 __all__ = [
     "BatchRanges",
     "Data",
     "Histogram",
     "Inputs",
+    "Key",
     "MeanSquare",
     "Missed",
     "Moments",
@@ -24,4 +25,5 @@ __all__ = [
     "UseRecorder",
     "collect",
     "run_batches",
+    "without_padding",
 ]

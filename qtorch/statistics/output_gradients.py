@@ -22,10 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .uses import PRODUCTS, Use, UseRecorder
-
-Key = tuple[int, "int | None"]
-"""(id of a parameter, index of the matrix of a weight (E, N, K), or None)."""
+from .uses import PRODUCTS, Key, Use, UseRecorder
 
 
 class OutputGradients(UseRecorder):
@@ -90,7 +87,7 @@ class OutputGradients(UseRecorder):
     def _add(self, uses: Sequence[Use], squares: Iterator[Tensor]) -> None:
         for use, square in zip(uses, squares, strict=True):
             if not use.transposed:
-                _accumulate(self.squares, (id(use.weight), use.expert), square)
+                _accumulate(self.squares, use.key, square)
 
 
 def _accumulate(found: dict[Any, Tensor], key: Any, square: Tensor) -> None:

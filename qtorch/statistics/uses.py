@@ -19,6 +19,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..kernels.im2col import input_rows, prepare_conv
 
+Key = tuple[int, "int | None"]
+"""(id of a parameter, index of the matrix of a weight (E, N, K), or None)."""
+
 
 @dataclass(frozen=True, eq=False)
 class Use:
@@ -37,6 +40,23 @@ class Use:
     input: Tensor
     rows: Callable[[], Iterable[Tensor]]
     transposed: bool = False
+
+    @property
+    def key(self) -> Key:
+        """What of which weight is used."""
+        return id(self.weight), self.expert
+
+    def unpadded(self, mask: Tensor | None) -> Iterator[Tensor]:
+        """The rows, without those of padded tokens where they are those of the mask; an expert has rows of its own."""
+        for rows in self.rows():
+            yield rows if self.expert is not None else without_padding(rows, mask)
+
+
+def without_padding(rows: Tensor, mask: Tensor | None) -> Tensor:
+    """The rows of tokens that count; all of them if they are not those of the mask."""
+    if mask is None or len(rows) != mask.numel():
+        return rows
+    return rows[mask.reshape(-1).to(rows.device)]
 
 
 _MOVES = [0]

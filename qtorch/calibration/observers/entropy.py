@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ...primitives import MappingType, QuantSpec
-from ...statistics import Histogram, Statistic
-from .base import MinMax, Observer, register_observer
-from .search import best_range, quantized
+from ...statistics import Histogram
+from .base import MinMax, register_observer
+from .search import RangeSearch, best_range, quantized
 
 
 @register_observer("entropy")
 @dataclass(frozen=True, repr=False)
-class EntropyObserver(Observer):
+class EntropyObserver(RangeSearch):
     """The range, among shrunken extremes, with the least Kullback-Leibler divergence KL(P || Q) over bins.
 
     P is the histogram inside the range, with what lies outside added to the outermost bins that are not empty. Q is the
@@ -36,14 +35,8 @@ class EntropyObserver(Observer):
         ValueError: an argument is out of range.
     """
 
-    statistic: ClassVar[type[Statistic]] = Histogram
-
     steps: int = 128
     smallest: float = 0.0625
-
-    def __post_init__(self) -> None:
-        if self.steps < 2 or not 0 < self.smallest < 1:
-            raise ValueError(f"entropy: needs steps >= 2 and 0 < smallest < 1, got {self.steps} and {self.smallest}")
 
     def range(self, seen: Histogram, spec: QuantSpec) -> MinMax:
         values, counts = magnitudes(seen) if spec.mapping is not MappingType.ASYMMETRIC else seen.occupied()

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from ...primitives import QuantSpec
-from ...statistics import Histogram, Statistic
-from .base import MinMax, Observer, register_observer
-from .search import best_range, quantized
+from ...statistics import Histogram
+from .base import MinMax, register_observer
+from .search import RangeSearch, best_range, quantized
 
 
 @register_observer("mse")
 @dataclass(frozen=True, repr=False)
-class MSEObserver(Observer):
+class MSEObserver(RangeSearch):
     """The range, among shrunken extremes, with the least
 
         sum over bins of count * (x - dequantize(quantize(x)))^2
@@ -29,15 +28,6 @@ class MSEObserver(Observer):
     Raises:
         ValueError: an argument is out of range.
     """
-
-    statistic: ClassVar[type[Statistic]] = Histogram
-
-    steps: int = 100
-    smallest: float = 0.1
-
-    def __post_init__(self) -> None:
-        if self.steps < 2 or not 0 < self.smallest < 1:
-            raise ValueError(f"mse: needs steps >= 2 and 0 < smallest < 1, got {self.steps} and {self.smallest}")
 
     def range(self, seen: Histogram, spec: QuantSpec) -> MinMax:
         values, counts = seen.occupied()

@@ -1,21 +1,47 @@
-"""Search for the range that scores best, among those that shrink the extremes of what was seen."""
+"""Observers that search for the range that scores best, among those that shrink the extremes of what was seen."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ...primitives import MappingType, PerRow, QuantSpec
-from .base import MinMax
+from ...statistics import Histogram, Statistic
+from .base import MinMax, Observer
 
 Score = Callable[[Tensor, Tensor], Tensor]
 """(lows (C,), highs (C,)) -> (C,), the smallest is best."""
 
 ROUNDS = 2
 """In which the two ends of an asymmetric range are moved, one after the other."""
+
+
+@dataclass(frozen=True, repr=False)
+class RangeSearch(Observer):
+    """Base class of observers that try `steps` factors from 1 to `smallest`.
+
+    Args:
+        steps: number of factors, 2 or more.
+        smallest: the last of them, above 0 and below 1.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    statistic: ClassVar[type[Statistic]] = Histogram
+
+    steps: int = 100
+    smallest: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.steps < 2 or not 0 < self.smallest < 1:
+            raise ValueError(
+                f"{self.name}: needs steps >= 2 and 0 < smallest < 1, got {self.steps} and {self.smallest}"
+            )
 
 
 def best_range(low: Tensor, high: Tensor, spec: QuantSpec, steps: int, smallest: float, score: Score) -> MinMax:

@@ -39,5 +39,5 @@ class Nearest(Rounding):
     """Each element to its nearest value."""
 
     def round(self, weight: Tensor, moment: Tensor, grid: Grid) -> float:
-        grid.codes = grid.spec.quantize(weight.to(grid.dtype), grid.scale, grid.other)  # type: ignore[arg-type]
+        grid.codes = grid.nearest(weight)
         return 0.0

@@ -54,8 +54,12 @@ class Grid:
         else:
             stored, other = spec.choose_stored_qparams(weight)
         grid = cls(spec, dtype, stored, other, torch.empty(0))
-        grid.codes = spec.quantize(weight, grid.scale, other)
+        grid.codes = grid.nearest(weight)
         return grid
+
+    def nearest(self, weight: Tensor) -> Tensor:
+        """The codes nearest to `weight` (N, K)."""
+        return self.spec.quantize(weight.to(self.dtype), self.scale, self.other)  # type: ignore[arg-type]
 
     @property
     def scale(self) -> Tensor:

@@ -62,13 +62,13 @@ class ScaleSearch:
         best, best_error = grid.scale, self._errors(weight, grid, importance)
         for factor in self.factors:
             candidate = grid.with_scale(grid.scale.float() * factor)
-            candidate.codes = _nearest(weight, candidate)
+            candidate.codes = candidate.nearest(weight)
             error = self._errors(weight, candidate, importance)
             better = error < best_error
             best = torch.where(better, candidate.scale, best)
             best_error = torch.where(better, error, best_error)
         found = grid.with_scale(best)
-        found.codes = _nearest(weight, found)
+        found.codes = found.nearest(weight)
         return found
 
     def _errors(self, weight: Tensor, grid: Grid, importance: Tensor | None) -> Tensor:
@@ -83,10 +83,6 @@ class ScaleSearch:
 def four_over_six() -> ScaleSearch:
     """For e2m1 codes: the largest element of a block may become 4 instead of 6."""
     return ScaleSearch(factors=(1.5,), importance=False)
-
-
-def _nearest(weight: Tensor, grid: Grid) -> Tensor:
-    return grid.spec.quantize(weight.to(grid.dtype), grid.scale, grid.other)  # type: ignore[arg-type]
 
 
 scale_search = ScaleSearch

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...statistics import Data, Use, UseRecorder
+from ...statistics import Data, Key, Use, UseRecorder
 from ...statistics.batches import eval_mode
 
 TOKENS = 512
@@ -44,10 +44,6 @@ class WeightInputs:
         return rows if rows.dtype == torch.float64 else rows.float()
 
 
-Key = tuple[int, "int | None"]
-"""(id of a parameter, expert or None)."""
-
-
 @torch.no_grad()
 def collect_inputs(
     model: nn.Module, data: Data, batches: Collection[Any], weights: Collection[Tensor], tokens: int = TOKENS
@@ -60,24 +56,20 @@ def collect_inputs(
     each = -(-tokens // max(len(batches), 1))
     found: dict[Key, WeightInputs] = {}
     # Weights with the same input share its rows; holding the input keeps its id from being reused.
-    taken: dict[tuple[int, int | None], tuple[Tensor, Tensor, Tensor, Tensor, int]] = {}
+    taken: dict[Key, tuple[Tensor, Tensor, Tensor, Tensor, int]] = {}
     mask: Tensor | None = None
 
     def seen(use: Use) -> None:
         key = id(use.input), use.expert
         if key not in taken:
-            rows = torch.cat([part.detach() for part in use.rows()])
-            if mask is not None and use.expert is None and len(rows) == mask.numel():
-                rows = rows[mask.reshape(-1).to(rows.device)]
+            rows = torch.cat([part.detach() for part in use.unpadded(mask)])
             if not len(rows):
                 return
             size = rows.abs()
             some = rows[torch.linspace(0, len(rows) - 1, min(each, len(rows)), device=rows.device).round().long()]
             taken[key] = use.input, size.amax(0).float(), size.float().sum(0), some.clone(), len(rows)
         _, largest, total, some, count = taken[key]
-        of = found.setdefault(
-            (id(use.weight), use.expert), WeightInputs(torch.zeros_like(largest), torch.zeros_like(total))
-        )
+        of = found.setdefault(use.key, WeightInputs(torch.zeros_like(largest), torch.zeros_like(total)))
         of.largest, of.total = torch.maximum(of.largest, largest), of.total + total
         of.count += count
         of.parts.append(some)
