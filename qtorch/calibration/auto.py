@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..recipe import WeightRecipe
 from .calibrated import CalibratedRecipe
 from .rounding import AutoRound, Descent, FloatTarget, Gptq, ScaleRefit, ScaleSearch
+from .transforms import Transform
 
 
 def auto(
@@ -19,6 +20,7 @@ def auto(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     mask: Callable[[Any], Tensor] | None = None,
     learn: AutoRound | None = None,
+    transforms: Sequence[Transform] = (),
     strict: bool = False,
 ) -> CalibratedRecipe:
     """GPTQ against the outputs of the float model, then coordinate descent and scale refits in turn.
@@ -27,7 +29,7 @@ def auto(
 
     Args:
         learn: `AutoRound()` improves all weights of a block together in the end; it takes several times as long.
-        recipe, batches, forward, mask, strict: see `calibrated`.
+        recipe, batches, forward, mask, transforms, strict: see `calibrated`.
     """
     refine = (Descent(), ScaleRefit(), Descent(), ScaleRefit(), Descent())
     return CalibratedRecipe(
@@ -38,6 +40,7 @@ def auto(
         rounding=Gptq(),
         refine=refine,
         learn=learn,
+        transforms=tuple(transforms),
         forward=forward,
         mask=mask,
         strict=strict,

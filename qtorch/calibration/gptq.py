@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..recipe import WeightRecipe
 from .calibrated import CalibratedRecipe
 from .rounding import Gptq
+from .transforms import Transform
 
 
 @overload
@@ -26,6 +27,7 @@ def gptq(
     block_size: int = ...,
     forward: Callable[[nn.Module, Any], Any] | None = ...,
     mask: Callable[[Any], Tensor] | None = ...,
+    transforms: Sequence[Transform] = ...,
     strict: bool = ...,
 ) -> CalibratedRecipe: ...
 

@@ -1,6 +1,7 @@
 """smooth and awq: scales searched on data, never worse than none, and the model around them."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ from torch import Tensor, nn
 
 import qtorch
 from qtorch import quantize_
-from qtorch.calibration import Nearest, Transform, awq, calibrated, gptq, smooth
+from qtorch.calibration import Nearest, Transform, auto, awq, calibrated, gptq, smooth
 from qtorch.calibration.transforms.inputs import collect_inputs
 from qtorch.calibration.transforms.verify import difference, outputs
+from qtorch.recipe import Recipe
 from qtorch.statistics import Data
 from tests.calibration.transform_models import PreNorm, of_transformers, randomize, tokens
 
@@ -94,13 +96,14 @@ def test_awq_lessens_the_error_of_three_bits() -> None:
     assert 0 < errors[1] < 0.97 * errors[0]
 
 
-def test_transforms_go_before_any_rounding() -> None:
+@pytest.mark.parametrize("calibrate", [gptq, auto])
+def test_transforms_go_before_any_rounding(calibrate: Callable[..., Recipe]) -> None:
     torch.manual_seed(0)
     model, data = planted(PreNorm(1), 8.0).eval(), tokens(2)
     errors = []
     for transforms in ((), (awq(ratios=5),)):
         quantized = copy.deepcopy(model)
-        report = quantize_(quantized, gptq(INT3, data, transforms=transforms))
+        report = quantize_(quantized, calibrate(INT3, data, transforms=transforms))
         assert all(layer.calibration is not None for layer in report.quantized)
         errors.append(error(model, quantized))
     assert 0 < errors[1] < errors[0]
