@@ -2,7 +2,7 @@
 
 Each row of blocks keeps the same number of them, so all rows take the same time, and what is kept is a dense matrix:
 
-    qdata     (N, K') codes of the kept blocks side by side, K' = kept * block_size; packed if they have less than 8 bits
+    qdata     (N, K') codes of the kept blocks side by side, K' = kept * block_size; fewer than 8 bits are packed
     scale     that of (N, K')
     columns   (N / block_size, kept) int32: the column of blocks of each, in ascending order
 
@@ -72,8 +72,8 @@ class BlockSparseLayout(Layout):
         whole = columns == shape[1] and rows in (1, shape[0])
         if not whole and (rows != 1 or size % columns):
             raise ValueError(
-                f"BlockSparseLayout: takes scales per row, per tensor, or per group of a divisor of {size} columns, the "
-                f"weight has {scheme.weight.granularity}"
+                f"BlockSparseLayout: takes scales per row, per tensor, or per group of a divisor of {size} columns, "
+                f"the weight has {scheme.weight.granularity}"
             )
 
     def kept(self, scheme: Scheme) -> int:
@@ -103,7 +103,7 @@ class BlockSparseLayout(Layout):
         kind = scheme.weight.dtype
         return {
             "qdata": pack_codes(stored, kind) if can_pack_bits(kind) else stored,
-            "scale": scale if scale.shape[1] == 1 else gather_blocks(scale, columns, self._groups(scheme)),
+            "scale": gather_blocks(scale, columns, groups) if (groups := self._groups(scheme)) else scale,
             "columns": columns,
         }
 
@@ -115,13 +115,13 @@ class BlockSparseLayout(Layout):
         kind, size = scheme.weight.dtype, self.block_size
         stored = unpack_codes(qdata, kind, columns.shape[1] * size) if can_pack_bits(kind) else qdata
         codes = scatter_blocks(stored.view(torch.uint8), columns, size, scheme.shape[1], 0).view(kind.storage)
-        if scale.shape[1] > 1:
-            groups, smallest = self._groups(scheme), torch.finfo(scale.dtype).tiny
+        if groups := self._groups(scheme):
+            smallest = torch.finfo(scale.dtype).tiny
             scale = scatter_blocks(scale, columns, groups, groups * scheme.shape[1] // size, smallest)
         return codes, scale, None
 
     def _groups(self, scheme: Scheme) -> int:
-        """Scales along the row of a block."""
+        """Scales along the row of a block; 0 where blocks share them."""
         return self.block_size // scheme.weight.block_size(scheme.shape)[1]
 
     def _columns(self, codes: Tensor, scheme: Scheme) -> Tensor:

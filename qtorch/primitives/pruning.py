@@ -13,14 +13,18 @@ def prune_2_4(weight: Tensor) -> Tensor:
 
     Of equal magnitudes the first are kept. A last run of less than four is padded with zeros.
     """
-    fours = runs_of_four(weight)
-    magnitudes = fours.abs().unbind(-1)
+    return torch.where(mask_2_4(weight.detach().abs()), weight, 0)
+
+
+def mask_2_4(importance: Tensor) -> Tensor:
+    """Which elements are among the two most important, the first of equal ones, of each four along the last axis."""
+    fours = runs_of_four(importance).unbind(-1)
     # An element is kept if fewer than two others are larger, or equal and before it.
     kept = []
-    for i, x in enumerate(magnitudes):
-        beats = [y >= x if j < i else y > x for j, y in enumerate(magnitudes) if j != i]
+    for i, x in enumerate(fours):
+        beats = [y >= x if j < i else y > x for j, y in enumerate(fours) if j != i]
         kept.append(torch.stack(beats).sum(0, dtype=torch.uint8) < 2)
-    return torch.where(torch.stack(kept, -1), fours, 0).flatten(-2)[..., : weight.shape[-1]].contiguous()
+    return torch.stack(kept, -1).flatten(-2)[..., : importance.shape[-1]]
 
 
 def is_2_4(tensor: Tensor) -> bool:
@@ -38,7 +42,7 @@ def kept_blocks(blocks: int, sparsity: float) -> int:
     return max(1, round(blocks * (1 - sparsity)))
 
 
-def block_mask(importance: Tensor, block_size: int, sparsity: float) -> Tensor:
+def mask_blocks(importance: Tensor, block_size: int, sparsity: float) -> Tensor:
     """Which elements of a matrix are in the blocks that `prune_blocks` keeps, (N, K) bool.
 
     Args:
@@ -68,4 +72,4 @@ def prune_blocks(weight: Tensor, block_size: int, sparsity: float) -> Tensor:
     Raises:
         ValueError: blocks do not divide the matrix.
     """
-    return torch.where(block_mask(weight.detach().float().square(), block_size, sparsity), weight, 0)
+    return torch.where(mask_blocks(weight.detach().float().square(), block_size, sparsity), weight, 0)

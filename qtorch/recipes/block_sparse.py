@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..layouts import BlockSparseLayout
-from ..primitives import LinearSpec, prune_blocks
+from ..primitives import LinearSpec, mask_blocks
 from ..recipe import WeightRecipe, register_recipe
 
 
@@ -49,8 +49,8 @@ class BlockSparse(WeightRecipe):
     def linear_spec(self) -> LinearSpec:
         return replace(self.recipe.linear_spec(), layout=BlockSparseLayout(self.block_size, self.sparsity))
 
-    def prune(self, weight: Tensor) -> Tensor:
-        return prune_blocks(weight, self.block_size, self.sparsity)
+    def kept(self, importance: Tensor) -> Tensor:
+        return mask_blocks(importance, self.block_size, self.sparsity)
 
 
 block_sparse = BlockSparse

@@ -100,7 +100,7 @@ def _check_columns(columns: Tensor, n: int, k: int) -> None:
     size = n // max(rows, 1)
     if columns.dtype != torch.int32 or not columns.is_contiguous() or rows * size != n or k % size or not kept:
         raise ValueError(
-            f"the columns of blocks of a weight of shape {(n, k)} are contiguous int32, one row for each row of blocks, "
+            f"the columns of blocks of a weight of shape {(n, k)} are contiguous int32, a row for each row of blocks, "
             f"got {tuple(columns.shape)} {columns.dtype}"
         )
     lowest, highest = torch.aminmax(columns)

@@ -85,7 +85,8 @@ def _multiply_rows_of_blocks(
     product: Callable[[Tensor, Tensor, slice], Tensor],
     dtype: torch.dtype,
 ) -> Tensor:
-    """`product` of the columns of x (M, K) that a row of blocks reads, its codes, and which rows of the weight it has."""
+    """y (M, N) by ``product(columns, codes, rows)`` for each row of blocks: what it reads of x (M, K), its codes,
+    and which rows of the weight they are."""
     n, (rows, kept) = qdata.shape[0], columns.shape
     size = n // rows
     blocks = x.unflatten(1, (-1, size))
@@ -97,7 +98,9 @@ def _multiply_rows_of_blocks(
     return y
 
 
-@register("linear", layout="block_sparse", weight=INTEGERS, activation=("int8",), priority=20, supports=supports_integers)
+@register(
+    "linear", layout="block_sparse", weight=INTEGERS, activation=("int8",), priority=20, supports=supports_integers
+)
 def block_sparse_int8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation, then the equation."""
     xq, xs, xz = quantize_input(to_rows(x), weight)
