@@ -122,7 +122,8 @@ class BlockSparseLayout(Layout):
 
     def _groups(self, scheme: Scheme) -> int:
         """Scales along the row of a block; 0 where blocks share them."""
-        return self.block_size // scheme.weight.block_size(scheme.shape)[1]
+        columns = scheme.weight.block_size(scheme.shape)[1]
+        return 0 if columns == scheme.shape[1] else self.block_size // columns
 
     def _columns(self, codes: Tensor, scheme: Scheme) -> Tensor:
         """The columns of the blocks to keep, (rows of blocks, kept) int32.
