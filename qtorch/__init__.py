@@ -16,6 +16,7 @@ from .checkpoint import load_quantized, save_quantized
 from .config import config
 from .dtypes import (
     AffineQuantizedTensor,
+    BlockSparseLayout,
     LUTQuantizedTensor,
     PackedLayout,
     PlainLayout,
@@ -54,6 +55,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AffineQuantizedTensor",
+    "BlockSparseLayout",
     "CodebookSpec",
     "LUTQuantizedTensor",
     "LinearSpec",

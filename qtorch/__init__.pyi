@@ -29,6 +29,7 @@ from .dtypes.affine import AffineQuantizedTensor as AffineQuantizedTensor
 from .dtypes.codebook import LUTQuantizedTensor as LUTQuantizedTensor
 from .explain import explain as explain
 from .formats.compressed_tensors.serving import recipes_for_vllm as recipes_for_vllm
+from .layouts.block_sparse import BlockSparseLayout as BlockSparseLayout
 from .layouts.packed import PackedLayout as PackedLayout
 from .layouts.plain import PlainLayout as PlainLayout
 from .layouts.semi_sparse import SemiSparseLayout as SemiSparseLayout
@@ -50,6 +51,7 @@ from .quantize_api import dequantize_ as dequantize_
 from .quantize_api import quantize_ as quantize_
 from .quantize_checkpoint import convert_checkpoint as convert_checkpoint
 from .quantize_checkpoint import quantize_checkpoint as quantize_checkpoint
+from .recipes.block_sparse import BlockSparse as block_sparse
 from .recipes.float8_dynamic_activation_float8_semi_sparse_weight import Float8DynamicActivationFloat8SemiSparseWeight as float8_dynamic_activation_float8_semi_sparse_weight
 from .recipes.float8_dynamic_activation_float8_weight import Float8DynamicActivationFloat8Weight as float8_dynamic_activation_float8_weight
 from .recipes.float8_dynamic_activation_int4_weight import Float8DynamicActivationInt4Weight as float8_dynamic_activation_int4_weight
@@ -92,6 +94,7 @@ from .training.recipes.switchback import SwitchbackTraining as switchback_traini
 __version__: str
 __all__ = [
     "AffineQuantizedTensor",
+    "BlockSparseLayout",
     "CodebookSpec",
     "LUTQuantizedTensor",
     "LinearSpec",
@@ -111,6 +114,7 @@ __all__ = [
     "ZeroPointDomain",
     "allocate",
     "bitnet_training",
+    "block_sparse",
     "calibrated",
     "compute_error",
     "config",

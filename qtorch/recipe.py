@@ -188,7 +188,7 @@ class WeightRecipe(Recipe):
     """A recipe for inference that is defined by a `LinearSpec`.
 
     Attributes:
-        prunes: whether it prunes the weight first.
+        prunes: whether it prunes the weight first; then it has `kept`.
 
     Raises:
         ValueError: the arguments do not make a valid spec.
@@ -204,9 +204,13 @@ class WeightRecipe(Recipe):
     def linear_spec(self) -> LinearSpec:
         raise NotImplementedError
 
+    def kept(self, importance: Tensor) -> Tensor:
+        """Which elements remain, bool, given the importance of each, (N, K) not negative; for recipes that prune."""
+        raise NotImplementedError
+
     def prune(self, weight: Tensor) -> Tensor:
         """`weight` with zeros for the elements that the recipe prunes before it quantizes; differentiable."""
-        return weight
+        return torch.where(self.kept(weight.detach().float().square()), weight, 0) if self.prunes else weight
 
     def act_scale(self, device: torch.device) -> Tensor | None:
         """The scale of a static activation, (1, 1) fp32, or None: there is no such activation, or data has to tell."""

@@ -32,9 +32,13 @@ def is_of_users(cls: type[Recipe]) -> bool:
     return cls.__module__.partition(".")[0] not in ("qtorch", "tests", "tutorials")
 
 
+OTHERS = ("block_sparse",)
+"""Have tests of their own: they take a recipe, and few shapes."""
+
 NAMES = sorted(
     name
     for name, cls in RECIPES.items()
-    if cls.__module__.startswith("qtorch.recipes.") or (is_of_users(cls) and issubclass(cls, WeightRecipe))
+    if name not in OTHERS
+    and (cls.__module__.startswith("qtorch.recipes.") or (is_of_users(cls) and issubclass(cls, WeightRecipe)))
 )
 WEIGHT_ONLY = [name for name in NAMES if make(name).linear_spec().activation is None]

@@ -53,17 +53,24 @@ def test_weight() -> None:
 linear, float32 input on cpu, weight uint4 PerGroup(group_size=16) asymmetric, PackedLayout()
   runs packed_weight_mm (dequantizes on each call: on CPU it saves memory, not time)
   not portable_linear: reads the portable layout, the weight has packed
+  not cpu_block_sparse_int8_mm: reads the block_sparse layout, the weight has packed
+  not cpu_block_sparse_weight_only_mm: reads the block_sparse layout, the weight has packed
   not cpu_int8_mm: needs quantized activations, the scheme is weight-only
   not cpu_weight_only_mm: is switched off
+  not cuda_block_sparse_int8_mm: reads the block_sparse layout, the weight has packed
+  not cuda_block_sparse_weight_mm: reads the block_sparse layout, the weight has packed
   not cuda_int8_mm: runs on cuda, the input is on cpu
   not cuda_weight_mm: runs on cuda, the input is on cpu
   not float8_scaled_mm: reads the plain layout, the weight has packed
+  not block_sparse_int8_scaled_mm: reads the block_sparse layout, the weight has packed
   not int8_block_mm: reads the plain layout, the weight has packed
   not int8_scaled_mm: reads the plain layout, the weight has packed
   not int8_weight_mm: reads the plain layout, the weight has packed
   not packed_int8_scaled_mm: needs quantized activations, the scheme is weight-only
   not semi_sparse_float8_scaled_mm: reads the semi_sparse layout, the weight has packed
   not semi_sparse_int8_scaled_mm: reads the semi_sparse layout, the weight has packed
+  not block_sparse_weight_only_mm: reads the block_sparse layout, the weight has packed
+  not emulated_block_sparse_mm: reads the block_sparse layout, the weight has packed
   not emulated_semi_sparse_mm: reads the semi_sparse layout, the weight has packed
   not int4_tiled_mm: reads the tensor_core_tiled layout, the weight has packed
   not lut_weight_mm: takes a CodebookSpec, the weight has a QuantSpec
@@ -91,16 +98,23 @@ embed.weight: embedding, float32 input on cpu, weight int8 PerRow() symmetric, P
 first.weight: linear, float32 input on cpu, weight int8 PerRow() symmetric, dynamic activation int8 PerToken() symmetric, PlainLayout()
   runs int8_scaled_mm (where the weight has groups, on CPU it saves memory, not time)
   not portable_linear: reads the portable layout, the weight has plain
+  not cpu_block_sparse_int8_mm: reads the block_sparse layout, the weight has plain
+  not cpu_block_sparse_weight_only_mm: reads the block_sparse layout, the weight has plain
   not cpu_int8_mm: is switched off
   not cpu_weight_only_mm: is weight-only, the scheme quantizes activations
+  not cuda_block_sparse_int8_mm: reads the block_sparse layout, the weight has plain
+  not cuda_block_sparse_weight_mm: reads the block_sparse layout, the weight has plain
   not cuda_int8_mm: runs on cuda, the input is on cpu
   not cuda_weight_mm: runs on cuda, the input is on cpu
   not float8_scaled_mm: runs on cuda, the input is on cpu
+  not block_sparse_int8_scaled_mm: reads the block_sparse layout, the weight has plain
   not int8_block_mm: takes activations in blocks along the contracted axis, the scheme has PerToken()
   not int8_weight_mm: is weight-only, the scheme quantizes activations
   not packed_int8_scaled_mm: reads the packed layout, the weight has plain
   not semi_sparse_float8_scaled_mm: reads the semi_sparse layout, the weight has plain
   not semi_sparse_int8_scaled_mm: reads the semi_sparse layout, the weight has plain
+  not block_sparse_weight_only_mm: reads the block_sparse layout, the weight has plain
+  not emulated_block_sparse_mm: reads the block_sparse layout, the weight has plain
   not emulated_semi_sparse_mm: reads the semi_sparse layout, the weight has plain
   not int4_tiled_mm: reads the tensor_core_tiled layout, the weight has plain
   not lut_weight_mm: takes a CodebookSpec, the weight has a QuantSpec

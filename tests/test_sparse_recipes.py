@@ -1,4 +1,8 @@
-"""Recipes that prune to 2:4 before they quantize."""
+"""Recipes that prune, to 2:4 or by blocks, before they quantize."""
+
+import copy
+import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,19 +13,26 @@ from qtorch import (
     PerGroup,
     PerTensor,
     SemiSparseLayout,
+    block_sparse,
     compute_error,
     float8_dynamic_activation_float8_semi_sparse_weight,
     float8_dynamic_activation_float8_weight,
+    int4_weight_only,
+    int8_dynamic_activation_int4_weight,
     int8_dynamic_activation_int8_semi_sparse_weight,
     int8_dynamic_activation_int8_weight,
+    int8_static_activation_int8_weight,
+    int8_weight_only,
+    intx_weight_only,
     load_quantized,
     quantize_,
     save_quantized,
 )
+from qtorch.calibration import Descent, ScaleRefit, calibrated, gptq
 from qtorch.kernels import record_kernels
 from qtorch.kernels.linear import reference
-from qtorch.primitives import from_json, is_2_4, prune_2_4, to_json
-from qtorch.quantize_api import Recipe
+from qtorch.primitives import from_json, is_2_4, prune_2_4, prune_blocks, to_json
+from qtorch.quantize_api import Recipe, WeightRecipe
 from tests.rounding import assert_same_product
 
 INT8 = int8_dynamic_activation_int8_semi_sparse_weight()
@@ -163,3 +174,67 @@ def test_names_and_errors() -> None:
     model.weight[3, 5] = float("inf")
     with pytest.raises(ValueError, match="has 1 values of 5760 that are NaN or infinite"):
         quantize_(model, INT8)
+
+
+BASES = [
+    int8_weight_only(),
+    int8_dynamic_activation_int8_weight(),
+    int8_dynamic_activation_int4_weight(group_size=32),
+    intx_weight_only("int4", group_size=32),
+]
+
+
+@pytest.mark.parametrize("base", BASES, ids=str)
+def test_blocks_are_dropped_and_the_rest_is_quantized(base: WeightRecipe, tmp_path: Path) -> None:
+    """A weight that is sparse in blocks already loses what the dense recipe loses; files and copies hold the same."""
+    model = nn.Sequential(nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 64)).requires_grad_(False)
+    for index in (0, 2):
+        model[index].weight.copy_(prune_blocks(model[index].weight, 32, 0.75))
+    recipe, dense = block_sparse(base, sparsity=0.75, block_size=32), copy.deepcopy(model)
+    x = torch.randn(5, 256)
+    y = model(x)
+    report = quantize_(model, recipe)
+    quantize_(dense, base)
+    assert all(row.kernel.find("block_sparse") >= 0 for row in report.quantized)
+    assert model[0].weight.nbytes < 0.3 * dense[0].weight.nbytes
+    assert torch.equal(model[0].weight.dequantize(), dense[0].weight.dequantize())
+    assert compute_error(dense(x), model(x)) > 60
+    assert compute_error(y, dense(x)) - 1 < compute_error(y, model(x)) < 60
+    save_quantized(model, tmp_path / "model")
+    loaded = load_quantized(nn.Sequential(nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 64)), tmp_path / "model")
+    for other in (loaded, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(x), model(x))
+        assert torch.equal(other[0].weight.columns, model[0].weight.columns)
+
+
+@pytest.mark.parametrize("base", [*BASES[1:3], None], ids=str)
+def test_pruning_on_data_loses_less(base: WeightRecipe | None) -> None:
+    """By the second moment of the inputs, with what remains making up for what is dropped."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).requires_grad_(False)
+    mixed = torch.randn(64, 64) * torch.logspace(0, -2, 64)
+    batches, x = [torch.randn(64, 64) @ mixed for _ in range(4)], torch.randn(128, 64) @ mixed
+    recipe = INT8 if base is None else block_sparse(base, sparsity=0.5, block_size=32)
+    errors = []
+    for used in (recipe, gptq(recipe, batches), calibrated(recipe, batches, refine=[Descent(), ScaleRefit()])):
+        quantized = copy.deepcopy(model)
+        report = quantize_(quantized, used)
+        errors.append(float((quantized(x) - model(x)).norm() / model(x).norm()))
+    assert report.quantized[0].calibration is not None
+    assert report.quantized[0].calibration.method == "prune + gptq + descent + scalerefit"
+    assert 0.01 < errors[2] < errors[1] < 0.9 * errors[0]
+    if base is None:
+        assert is_2_4(quantized[0].weight.dequantize())
+
+
+def test_what_cannot_be_sparse_in_blocks() -> None:
+    for base, message in (
+        (int8_static_activation_int8_weight(0.1), "static activation"),
+        (INT8, "takes a recipe for inference"),
+        (int4_weight_only(group_size=32), "without zero point"),
+        (block_sparse(int8_weight_only()), "takes a recipe for inference"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            block_sparse(base)
+    with pytest.raises(ValueError, match="blocks of 64 x 64 do not divide a weight"):
+        quantize_(nn.Linear(96, 64), block_sparse(int8_weight_only()))

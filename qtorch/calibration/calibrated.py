@@ -54,7 +54,7 @@ class CalibratedRecipe(WeightRecipe):
             done or has to be undone.
 
     Raises:
-        ValueError: the recipe prunes weights or changes their scales itself; an observer for a recipe without static
+        ValueError: `learn` for a recipe that prunes weights; an observer for a recipe without static
             activations, or with a scale of its own.
     """
 
@@ -79,8 +79,8 @@ class CalibratedRecipe(WeightRecipe):
             object.__setattr__(self, "batches", list(self.batches))  # they are read more than once
         if not isinstance(self.recipe, WeightRecipe) or isinstance(self.recipe, CalibratedRecipe):
             raise ValueError(f"calibrated takes a recipe for inference such as int4_weight_only(), got {self.recipe}")
-        if self.recipe.prunes:
-            raise ValueError(f"calibrated: {self.recipe} prunes weights, which is not calibrated; use it without data")
+        if self.recipe.prunes and self.learn is not None:
+            raise ValueError(f"calibrated: {self.recipe} prunes weights, which learn={self.learn} does not keep zero")
         if self.observer is not None:
             object.__setattr__(self, "observer", observer_of(self.observer, "calibrated"))
             if not self.lacks_scale:
@@ -184,7 +184,7 @@ class CalibratedRecipe(WeightRecipe):
     ) -> Calibrated:
         """The weight rounded to nearest, for inputs in the range that was observed."""
         spec = self.linear_spec()
-        made: Any = quantized_type(spec.weight).from_float(matrix, without_scale(spec))
+        made: Any = quantized_type(spec.weight).from_float(self.recipe.prune(matrix), without_scale(spec))
         report = CalibrationReport("nearest", activation.rows, None, None, 0, 0, activation.range)
         return Calibrated(self._of_matrix(target, weight, activation.attached(made)), report)
 
@@ -197,12 +197,13 @@ class CalibratedRecipe(WeightRecipe):
         spec = self.linear_spec().weight
         moments = statistics.get(self._moments)
         if isinstance(moments, SecondMoment) and moments.rows:
-            return round_matrix(weight, moments, spec, self.target, self.scales, self.rounding, self.refine)
+            kept = self.recipe.kept if self.recipe.prunes else None
+            return round_matrix(weight, moments, spec, self.target, self.scales, self.rounding, self.refine, kept)
         missed = statistics.get(Missed)
         reason = missed.reason if isinstance(missed, Missed) else "not used by the data"
         if self.strict:
             raise ValueError(f"the weight cannot be calibrated: {reason}; leave out strict=True to round it to nearest")
-        return RoundedMatrix.nearest(weight, spec, f"nearest: {reason}")
+        return RoundedMatrix.nearest(self.recipe.prune(weight), spec, f"nearest: {reason}")
 
 
 calibrated = CalibratedRecipe

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..primitives import CodebookSpec, QuantSpec, RotatedSpec
 from ..report import CalibrationReport
 from ..statistics import Moments, SecondMoment
-from .rounding import FloatTarget, Grid, Refinement, Rounding, ScaleSearch, damped, loss
+from .rounding import FloatTarget, Grid, Refinement, Rounding, ScaleSearch, damped, loss, saliency
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +63,13 @@ def round_matrix(
     scales: ScaleSearch | None,
     rounding: Rounding,
     refine: Sequence[Refinement],
+    kept: Callable[[Tensor], Tensor] | None = None,
 ) -> RoundedMatrix:
-    """Round `weight` (N, K) for inputs with these `moments`."""
+    """Round `weight` (N, K) for inputs with these `moments`.
+
+    Args:
+        kept: importance -> which elements are not pruned; see `WeightRecipe.kept`.
+    """
     begun = time.perf_counter()
     goal = weight.float()
     moment = moments.mean.to(weight.device)
@@ -75,7 +80,8 @@ def round_matrix(
     if isinstance(spec, RotatedSpec):
         # Codes are chosen for the rotated weight, which meets rotated inputs.
         goal, moment, spec = spec.rotated(goal), spec.rotated(spec.rotated(moment).t()), spec.unrotated
-    grid = Grid.of(goal, spec, weight.dtype, moment.diagonal())
+    mask = None if kept is None else kept(saliency(goal, moment))
+    grid = Grid.of(goal, spec, weight.dtype, moment.diagonal(), mask)
     nearest = relative_loss(goal - grid.values(), moment, goal)
     starts = [grid] if scales is None else scales.starts(goal, moment, grid)
     found = []
@@ -88,7 +94,8 @@ def round_matrix(
     grid = found[0] if len(found) == 1 else best_rows(goal, moment, found)
     error = relative_loss(goal - grid.values(), moment, goal)
     steps = [*([] if scales is None else [scales]), rounding, *refine]
-    method = " + ".join(type(step).__name__.lower() for step in steps)
+    names = [*([] if kept is None else ["prune"]), *(type(step).__name__.lower() for step in steps)]
+    method = " + ".join(names)
     seconds = time.perf_counter() - begun
     return RoundedMatrix(grid, goal, moment, CalibrationReport(method, moments.rows, error, nearest, damping, seconds))
 

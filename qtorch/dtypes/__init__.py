@@ -1,6 +1,14 @@
 """Quantized tensors: `AffineQuantizedTensor`, its layouts, and the operations on it."""
 
-from ..layouts import Layout, PackedLayout, PlainLayout, SemiSparseLayout, TensorCoreTiledLayout, register_layout
+from ..layouts import (
+    BlockSparseLayout,
+    Layout,
+    PackedLayout,
+    PlainLayout,
+    SemiSparseLayout,
+    TensorCoreTiledLayout,
+    register_layout,
+)
 from . import conv, einsum, embedding, functions, ops, parameter, raw_memory, traced_views, views
 from .affine import AffineQuantizedTensor
 from .base import QuantizedTensor, quantized_type
@@ -19,6 +27,7 @@ from .uintx import UintxTensor, to_uintx
 
 __all__ = [
     "AffineQuantizedTensor",
+    "BlockSparseLayout",
     "ConvWeight",
     "LUTQuantizedTensor",
     "Layout",

@@ -8,7 +8,7 @@ from .granularity import Granularity, PerAxis, PerBlock, PerGroup, PerRow, PerTe
 from .hqq import HQQRule
 from .jsonable import from_json, to_json
 from .learned_step import learned_step_fake_quantize, lsq_grad_scale, lsq_scale
-from .pruning import is_2_4, prune_2_4
+from .pruning import is_2_4, mask_2_4, mask_blocks, prune_2_4, prune_blocks
 from .qdtype import QDType, qdtype
 from .qparams import choose_qparams_affine, choose_qparams_affine_with_min_max
 from .rotated_spec import RotatedSpec
@@ -65,7 +65,10 @@ __all__ = [
     "learned_step_fake_quantize",
     "lsq_grad_scale",
     "lsq_scale",
+    "mask_2_4",
+    "mask_blocks",
     "prune_2_4",
+    "prune_blocks",
     "qdtype",
     "quantize_affine",
     "quantize_codebook",

@@ -1,4 +1,5 @@
-"""2:4 semi-structured sparsity: of each run of four along an axis, at most two elements are not zero."""
+"""Pruning to a structure that kernels skip: 2:4, of each run of four along an axis at most two elements are not zero;
+or blocks, of which each row of blocks keeps as many."""
 
 from __future__ import annotations
 
@@ -12,14 +13,18 @@ def prune_2_4(weight: Tensor) -> Tensor:
 
     Of equal magnitudes the first are kept. A last run of less than four is padded with zeros.
     """
-    fours = runs_of_four(weight)
-    magnitudes = fours.abs().unbind(-1)
+    return torch.where(mask_2_4(weight.detach().abs()), weight, 0)
+
+
+def mask_2_4(importance: Tensor) -> Tensor:
+    """Which elements are among the two most important, the first of equal ones, of each four along the last axis."""
+    fours = runs_of_four(importance).unbind(-1)
     # An element is kept if fewer than two others are larger, or equal and before it.
     kept = []
-    for i, x in enumerate(magnitudes):
-        beats = [y >= x if j < i else y > x for j, y in enumerate(magnitudes) if j != i]
+    for i, x in enumerate(fours):
+        beats = [y >= x if j < i else y > x for j, y in enumerate(fours) if j != i]
         kept.append(torch.stack(beats).sum(0, dtype=torch.uint8) < 2)
-    return torch.where(torch.stack(kept, -1), fours, 0).flatten(-2)[..., : weight.shape[-1]].contiguous()
+    return torch.stack(kept, -1).flatten(-2)[..., : importance.shape[-1]]
 
 
 def is_2_4(tensor: Tensor) -> bool:
@@ -30,3 +35,41 @@ def is_2_4(tensor: Tensor) -> bool:
 def runs_of_four(tensor: Tensor, multiple: int = 4) -> Tensor:
     """(..., K) -> (..., runs, 4), K padded with zeros to a multiple."""
     return pad(tensor, (0, -tensor.shape[-1] % multiple)).unflatten(-1, (-1, 4))
+
+
+def kept_blocks(blocks: int, sparsity: float) -> int:
+    """How many of `blocks` blocks remain when this share is dropped: the nearest number, at least one."""
+    return max(1, round(blocks * (1 - sparsity)))
+
+
+def mask_blocks(importance: Tensor, block_size: int, sparsity: float) -> Tensor:
+    """Which elements of a matrix are in the blocks that `prune_blocks` keeps, (N, K) bool.
+
+    Args:
+        importance: (N, K) not negative; the importance of a block is the sum of that of its elements.
+
+    Raises:
+        ValueError: blocks do not divide the matrix.
+    """
+    if importance.dim() != 2 or any(size % block_size for size in importance.shape):
+        raise ValueError(
+            f"blocks of {block_size} x {block_size} do not divide a matrix of shape {tuple(importance.shape)}"
+        )
+    blocks = importance.unflatten(1, (-1, block_size)).unflatten(0, (-1, block_size)).sum((1, 3), dtype=torch.float32)
+    best = blocks.argsort(dim=1, descending=True, stable=True)[:, : kept_blocks(blocks.shape[1], sparsity)]
+    mask = torch.zeros_like(blocks, dtype=torch.bool).scatter_(1, best, True)
+    return mask.repeat_interleave(block_size, 0).repeat_interleave(block_size, 1)
+
+
+def prune_blocks(weight: Tensor, block_size: int, sparsity: float) -> Tensor:
+    """Keep the blocks with the largest norms in each row of blocks, and set the rest to zero; differentiable.
+
+    Args:
+        weight: (N, K).
+        block_size: rows and columns of a block.
+        sparsity: share of the blocks that is dropped; see `kept_blocks`.
+
+    Raises:
+        ValueError: blocks do not divide the matrix.
+    """
+    return torch.where(mask_blocks(weight.detach().float().square(), block_size, sparsity), weight, 0)

@@ -1,6 +1,7 @@
 """Written by tools/stubs.py from the registry: `make stubs`."""
 # ruff: noqa
 
+from .block_sparse import BlockSparse as block_sparse
 from .float8_dynamic_activation_float8_semi_sparse_weight import Float8DynamicActivationFloat8SemiSparseWeight as float8_dynamic_activation_float8_semi_sparse_weight
 from .float8_dynamic_activation_float8_weight import Float8DynamicActivationFloat8Weight as float8_dynamic_activation_float8_weight
 from .float8_dynamic_activation_int4_weight import Float8DynamicActivationInt4Weight as float8_dynamic_activation_int4_weight
@@ -26,6 +27,7 @@ from .nvfp4 import Nvfp4WeightOnly as nvfp4_weight_only
 from .uintx_weight_only import UIntxWeightOnly as uintx_weight_only
 
 __all__ = [
+    "block_sparse",
     "float8_dynamic_activation_float8_semi_sparse_weight",
     "float8_dynamic_activation_float8_weight",
     "float8_dynamic_activation_int4_weight",

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..dtypes import SemiSparseLayout
-from ..primitives import Granularity, LinearSpec, PerRow, PerTensor, QuantSpec, ZeroPointDomain, prune_2_4, qdtype
+from ..primitives import Granularity, LinearSpec, PerRow, PerTensor, QuantSpec, ZeroPointDomain, mask_2_4, qdtype
 from ..recipe import WeightRecipe, register_recipe
 
 
@@ -39,8 +39,8 @@ class Float8DynamicActivationFloat8SemiSparseWeight(WeightRecipe):
         codes = QuantSpec(qdtype("float8_e4m3fn"), self.granularity, zero_point_domain=ZeroPointDomain.NONE)
         return LinearSpec(codes, codes, layout=SemiSparseLayout())
 
-    def prune(self, weight: Tensor) -> Tensor:
-        return prune_2_4(weight)
+    def kept(self, importance: Tensor) -> Tensor:
+        return mask_2_4(importance)
 
 
 float8_dynamic_activation_float8_semi_sparse_weight = Float8DynamicActivationFloat8SemiSparseWeight

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..dtypes import SemiSparseLayout
-from ..primitives import LinearSpec, prune_2_4
+from ..primitives import LinearSpec, mask_2_4
 from ..recipe import register_recipe
 from .int8_dynamic_activation_int8_weight import Int8DynamicActivationInt8Weight
 
@@ -30,8 +30,8 @@ class Int8DynamicActivationInt8SemiSparseWeight(Int8DynamicActivationInt8Weight)
     def linear_spec(self) -> LinearSpec:
         return replace(super().linear_spec(), layout=SemiSparseLayout())
 
-    def prune(self, weight: Tensor) -> Tensor:
-        return prune_2_4(weight)
+    def kept(self, importance: Tensor) -> Tensor:
+        return mask_2_4(importance)
 
 
 int8_dynamic_activation_int8_semi_sparse_weight = Int8DynamicActivationInt8SemiSparseWeight

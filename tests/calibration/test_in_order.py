@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import qtorch
 from qtorch import quantize_
-from qtorch.calibration import auto, calibrated, gptq
+from qtorch.calibration import AutoRound, auto, calibrated, gptq
 from qtorch.calibration.rounding import FloatTarget, Gptq, Grid
 from qtorch.dtypes import AffineQuantizedTensor
 
@@ -249,8 +249,8 @@ def test_experts_have_inputs_of_their_own(kind: Callable[[], Experts]) -> None:
 def test_what_cannot_be_calibrated_is_named() -> None:
     with pytest.raises(ValueError, match="takes a recipe for inference"):
         calibrated(gptq(INT3, []), [])
-    with pytest.raises(ValueError, match="prunes"):
-        gptq(qtorch.int8_dynamic_activation_int8_semi_sparse_weight(), [])
+    with pytest.raises(ValueError, match="prunes weights, which learn="):
+        auto(qtorch.int8_dynamic_activation_int8_semi_sparse_weight(), [], learn=AutoRound())
     with pytest.raises(ValueError, match="takes a recipe and batches"):
         gptq(INT3)
     with pytest.raises(ValueError, match="take the same data"):

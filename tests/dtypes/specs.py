@@ -56,8 +56,13 @@ SPECS = {
 
 def in_other_layouts() -> dict[str, LinearSpec]:
     """Those above without a layout, in each registered layout that none of them has."""
-    # Tiles have tests of their own: they take few shapes.
-    known = {"plain", "tensor_core_tiled", *(spec.layout.name for spec in SPECS.values() if spec.layout)}
+    # Tiles and blocks have tests of their own: they take few shapes.
+    known = {
+        "plain",
+        "tensor_core_tiled",
+        "block_sparse",
+        *(spec.layout.name for spec in SPECS.values() if spec.layout),
+    }
     found = {}
     for layout in [cls() for name, cls in LAYOUTS.items() if name not in known]:
         for name, spec in SPECS.items():

@@ -5,7 +5,7 @@ from .base import Nearest, Refinement, Rounding
 from .descent import Descent
 from .gptq import Gptq
 from .grid import Grid
-from .quadratic import damped, loss
+from .quadratic import damped, loss, saliency
 from .scale_refit import ScaleRefit
 from .scale_search import ScaleSearch, four_over_six
 from .target import FloatTarget
@@ -25,4 +25,5 @@ __all__ = [
     "damped",
     "four_over_six",
     "loss",
+    "saliency",
 ]

@@ -29,6 +29,7 @@ class Grid:
         stored: the tensors of the scale, as they are stored (see `primitives.double_quant`).
         other: zero points (one per block), tables, or None.
         codes: (N, K), in the storage dtype of the spec.
+        kept: (N, K) bool, which elements may differ from zero; None: all.
     """
 
     spec: QuantSpec | CodebookSpec
@@ -36,16 +37,25 @@ class Grid:
     stored: Mapping[str, Tensor]
     other: Tensor | None
     codes: Tensor
+    kept: Tensor | None = None
 
     @classmethod
-    def of(cls, weight: Tensor, spec: Any, dtype: torch.dtype, importance: Tensor | None = None) -> Grid:
+    def of(
+        cls,
+        weight: Tensor,
+        spec: Any,
+        dtype: torch.dtype,
+        importance: Tensor | None = None,
+        kept: Tensor | None = None,
+    ) -> Grid:
         """The grid that `spec` chooses for `weight` (N, K), with the nearest codes.
 
         Args:
             dtype: logical dtype of the quantized weight, which also is that of the scales of groups.
             importance: (K,), for tables that are fitted by k-means.
+            kept: (N, K) bool, the elements that are not pruned.
         """
-        weight = weight.to(dtype)
+        weight = (weight if kept is None else torch.where(kept, weight, 0)).to(dtype)
         other: Tensor | None
         if isinstance(spec, CodebookSpec):
             stored = quantize_scale(spec.choose_scale(weight), spec.scale_spec)
@@ -53,12 +63,13 @@ class Grid:
             other = spec.choose_table(weight, dequantize_scale(stored, spec.scale_spec), weights)
         else:
             stored, other = spec.choose_stored_qparams(weight)
-        grid = cls(spec, dtype, stored, other, torch.empty(0))
+        grid = cls(spec, dtype, stored, other, torch.empty(0), kept)
         grid.codes = grid.nearest(weight)
         return grid
 
     def nearest(self, weight: Tensor) -> Tensor:
-        """The codes nearest to `weight` (N, K)."""
+        """The codes nearest to `weight` (N, K), zeros where it is pruned."""
+        weight = weight if self.kept is None else torch.where(self.kept, weight, 0)
         return self.spec.quantize(weight.to(self.dtype), self.scale, self.other)  # type: ignore[arg-type]
 
     @property
@@ -131,9 +142,12 @@ class Columns:
         other = grid.other
         self.shared = other is not None and other.dim() == 1  # one table for all blocks
         self.other = other if other is None or self.shared else other.repeat_interleave(rows, 0)
+        self.kept = grid.kept
 
     def nearest(self, column: int, values: Tensor) -> tuple[Tensor, Tensor]:
         """(codes, what they stand for in fp32), both (N,), nearest to `values` (N,) in this column."""
+        if self.kept is not None:
+            values = torch.where(self.kept[:, column], values, 0)
         group = slice(column // self.width, column // self.width + 1)
         scale = self.scale[:, group]
         other = self.other if self.other is None or self.shared else self.other[:, group]

@@ -14,6 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+PRUNING_DAMPING = 0.01
+"""Of H, where it says which elements matter."""
+
 RETRIES = 6
 """Each retry damps ten times as much."""
 
@@ -53,3 +56,12 @@ def factor(moment: Tensor, damping: float, order: Tensor | None = None) -> tuple
             return result, lower, damping
         damping = max(damping, 1e-4) * 10
     raise ValueError(f"the second moment of the inputs is not positive definite, even with damping {damping / 10:g}")
+
+
+def saliency(weight: Tensor, moment: Tensor) -> Tensor:
+    """w^2 / (H^-1)_jj, (N, K): how much the error grows if an element becomes zero and all others make up for it.
+
+    Source: Optimal Brain Surgeon; SparseGPT, arXiv 2301.00774, section 3.
+    """
+    _, lower, _ = factor(moment, PRUNING_DAMPING)
+    return weight.float().square() / torch.cholesky_inverse(lower).diagonal()

@@ -67,7 +67,7 @@ class Ids(NamedTuple):
 
 
 class Call(NamedTuple):
-    """src/kernels.cpp, without the weight that comes first; so the two below."""
+    """src/kernels.cpp, without the weight that comes first; so the three below."""
 
     x: Input
     y: Output
@@ -84,6 +84,20 @@ class IntCall(NamedTuple):
     scale: int
     zero: int
     way: int
+    threads: int
+
+
+class BlockCall(NamedTuple):
+    """For block-sparse weights."""
+
+    x: Input
+    y: Output
+    columns: int
+    size: int
+    kept: int
+    k: int
+    scale: int
+    zero: int
     threads: int
 
 

@@ -21,6 +21,18 @@ template <class Code>
 struct Columns {
     const Code* codes;
     int64_t ld, k, count;  // from column k of x on
+    const int32_t* blocks = nullptr;  // or these blocks of columns of x
+    int64_t block_size = INT64_MAX;
+
+    // body(first, column of x, count) for each run of columns that follow one another in x.
+    template <class Body>
+    INLINE void each_run(const Body& body) const {
+        for (int64_t i = 0; i < count;) {
+            int64_t length = count - i < block_size ? count - i : block_size;
+            body(i, blocks ? blocks[i / block_size] * block_size : k + i, length);
+            i += length;
+        }
+    }
 };
 
 // Each of these has: rows of a block (INT_ROWS), columns that are decoded together (INT_COLUMNS), panels that are multiplied
@@ -39,7 +51,7 @@ using Code = int8_t;
 using Unit = uint32_t;
 
 // Columns of a matrix tile.
-inline int64_t amx_step(const Weight& w) { return w.group % 64 && w.group != w.k ? 32 : 64; }
+inline int64_t amx_step(const Weight& w) { return w.group == w.k || w.group % 64 == 0 ? 64 : w.group % 32 == 0 ? 32 : 16; }
 
 inline void decode_row(const Weight& w, int64_t n, int64_t k, int64_t columns, Code* out) {
     decode(w, n, k, columns, out);
@@ -49,7 +61,6 @@ inline void decode_row(const Weight& w, int64_t n, int64_t k, int64_t columns, C
 template <int V>
 void multiply_columns(const Weight& w, const Columns<Code>& a, const IntPanels& x, int64_t p, int32_t* total, int64_t ld,
                       bool add) {
-    const Unit* b = (const Unit*)x.data + p * x.panel + a.k * 4;
     int64_t step = amx_step(w), lower = 16 * a.ld;
     if (add) {
         load_tile<0>(total, ld * 4);
@@ -62,20 +73,24 @@ void multiply_columns(const Weight& w, const Columns<Code>& a, const IntPanels& 
         zero_tile<2>();
         zero_tile<3>();
     }
-    for (int64_t k = 0; k < a.count; k += step) {
-        // Far enough for memory; decoded codes are in the cache.
-        if (a.ld != INT_LD)
-            for (int r = 0; r < 32; r++) prefetch(a.codes + r * a.ld + k + 8 * step);
-        load_tile<4>(a.codes + k, a.ld);
-        load_tile<6>(b + k * 4, 64);
-        multiply_bytes<0, 4, 6>();
-        load_tile<5>(a.codes + lower + k, a.ld);
-        multiply_bytes<2, 5, 6>();
-        if (V == 1) continue;
-        load_tile<7>(b + x.panel + k * 4, 64);
-        multiply_bytes<1, 4, 7>();
-        multiply_bytes<3, 5, 7>();
-    }
+    a.each_run([&](int64_t first, int64_t column, int64_t count) {
+        const Code* codes = a.codes + first;
+        const Unit* b = (const Unit*)x.data + p * x.panel + column * 4;
+        for (int64_t k = 0; k < count; k += step) {
+            // Far enough for memory; decoded codes are in the cache.
+            if (a.ld != INT_LD)
+                for (int r = 0; r < 32; r++) prefetch(codes + r * a.ld + k + 8 * step);
+            load_tile<4>(codes + k, a.ld);
+            load_tile<6>(b + k * 4, 64);
+            multiply_bytes<0, 4, 6>();
+            load_tile<5>(codes + lower + k, a.ld);
+            multiply_bytes<2, 5, 6>();
+            if (V == 1) continue;
+            load_tile<7>(b + x.panel + k * 4, 64);
+            multiply_bytes<1, 4, 7>();
+            multiply_bytes<3, 5, 7>();
+        }
+    });
     store_tile<0>(total, ld * 4);
     store_tile<2>(total + 16 * ld, ld * 4);
     if (V == 2) store_tile<1>(total + 16, ld * 4);
@@ -100,23 +115,25 @@ inline void decode_row(const Weight& w, int64_t n, int64_t k, int64_t columns, C
 template <int V>
 void multiply_columns(const Weight&, const Columns<Code>& a, const IntPanels& x, int64_t p, int32_t* to, int64_t ld, bool add) {
     constexpr int R = SUMS / V;
-    const Unit* b = (const Unit*)x.data + p * x.panel + a.k / 4 * LANES;
-    for (int64_t first = 0; first < INT_ROWS; first += R, to += R * ld) {
-        const Code* codes = a.codes + first * a.ld;
+    for (int64_t row = 0; row < INT_ROWS; row += R, to += R * ld) {
         Ints total[R][V] = {};
         if (add) {
             UNROLL for (int r = 0; r < R; r++)
                 UNROLL for (int v = 0; v < V; v++) total[r][v] = load<Ints>(to + r * ld + v * LANES);
         }
-        for (int64_t k = 0; k < (a.count + 3) / 4; k++) {
-            Ints xs[V];
-            UNROLL for (int v = 0; v < V; v++) xs[v] = load<Ints>(b + v * x.panel + k * LANES);
-            UNROLL for (int r = 0; r < R; r++) {
-                // Unsigned times signed bytes.
-                Ints c = Ints{} + load<int32_t>(codes + r * INT_LD + 4 * k);
-                UNROLL for (int v = 0; v < V; v++) total[r][v] = dot4(total[r][v], c, xs[v]);
+        a.each_run([&](int64_t first, int64_t column, int64_t count) {
+            const Code* codes = a.codes + row * a.ld + first;
+            const Unit* b = (const Unit*)x.data + p * x.panel + column / 4 * LANES;
+            for (int64_t k = 0; k < (count + 3) / 4; k++) {
+                Ints xs[V];
+                UNROLL for (int v = 0; v < V; v++) xs[v] = load<Ints>(b + v * x.panel + k * LANES);
+                UNROLL for (int r = 0; r < R; r++) {
+                    // Unsigned times signed bytes.
+                    Ints c = Ints{} + load<int32_t>(codes + r * INT_LD + 4 * k);
+                    UNROLL for (int v = 0; v < V; v++) total[r][v] = dot4(total[r][v], c, xs[v]);
+                }
             }
-        }
+        });
         UNROLL for (int r = 0; r < R; r++)
             UNROLL for (int v = 0; v < V; v++) store(to + r * ld + v * LANES, total[r][v]);
     }
@@ -141,10 +158,12 @@ inline void decode_row(const Weight& w, int64_t n, int64_t k, int64_t columns, C
 template <int V>
 void multiply_columns(const Weight&, const Columns<Code>& a, const IntPanels& x, int64_t p, int32_t* to, int64_t ld, bool add) {
     constexpr int R = SUMS / V;
-    const Unit* b = (const Unit*)x.data + p * x.panel + a.k * LANES;
     alignas(64) float sums[R * V * LANES];
-    for (int64_t first = 0; first < INT_ROWS; first += R, to += R * ld) {
-        multiply_tile<R, V>(a.codes + first * a.ld, b, x.panel, a.count, sums, V * LANES, false);
+    for (int64_t row = 0; row < INT_ROWS; row += R, to += R * ld) {
+        a.each_run([&](int64_t first, int64_t column, int64_t count) {
+            const Unit* b = (const Unit*)x.data + p * x.panel + column * LANES;
+            multiply_tile<R, V>(a.codes + row * a.ld + first, b, x.panel, count, sums, V * LANES, first > 0);
+        });
         UNROLL for (int r = 0; r < R; r++) {
             UNROLL for (int v = 0; v < V; v++) {
                 Ints exact = to_ints(load<Floats>(sums + (r * V + v) * LANES));

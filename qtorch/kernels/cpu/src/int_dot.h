@@ -58,12 +58,18 @@ struct IntDotInput {
     int64_t ld;
     const int32_t* sums;  // (M, groups) of x
     const Codes& codes;
+    const int32_t* blocks = nullptr;  // the weight has these blocks of columns of x only
+    int64_t block_size = INT64_MAX;
+
+    // The column of x that is multiplied with column k of the weight.
+    INLINE int64_t column(int64_t k) const { return blocks ? blocks[k / block_size] * block_size + k % block_size : k; }
 };
 
-// total[r][m] += sum over `columns` (1 to EXACT_COLUMNS) of codes[r] and x[m].
+// total[r][m] += sum over `columns` (1 to EXACT_COLUMNS) of codes[r], from k on, and x[m], from `column` on.
 template <int R, int M>
-INLINE void add_products(const int8_t* const* codes, int64_t k, int64_t columns, const IntDotInput& in, Ahead& ahead,
-                         Ints (&total)[R][M]) {
+INLINE void add_products(const int8_t* const* codes, int64_t k, int64_t column, int64_t columns, const IntDotInput& in,
+                         Ahead& ahead, Ints (&total)[R][M]) {
+    const Factor* x = in.x + column - k;
 #if defined(HAS_VNNI)
     // Half a vector is left of groups of 32.
     Bytes shift = Bytes{} + (uint8_t)128, tail = first_bytes(columns % WIDTH);
@@ -71,7 +77,7 @@ INLINE void add_products(const int8_t* const* codes, int64_t k, int64_t columns,
     for (; k < stop; k += WIDTH) {
         Bytes xs[M];
         UNROLL for (int m = 0; m < M; m++) {
-            xs[m] = load<Bytes>(in.x + m * in.ld + k);
+            xs[m] = load<Bytes>(x + m * in.ld + k);
             if (k + WIDTH > stop) xs[m] &= tail;
         }
         UNROLL for (int r = 0; r < R; r++) {
@@ -86,7 +92,7 @@ INLINE void add_products(const int8_t* const* codes, int64_t k, int64_t columns,
         ahead.fetch<(R * LANES + 63) / 64>();
         UNROLL for (int r = 0; r < R; r++) {
             Floats c = to_floats(widen(codes[r] + i));
-            UNROLL for (int m = 0; m < M; m++) part[r][m] = fma(c, load<Floats>(in.x + m * in.ld + i), part[r][m]);
+            UNROLL for (int m = 0; m < M; m++) part[r][m] = fma(c, load<Floats>(x + m * in.ld + i), part[r][m]);
         }
     }
     UNROLL for (int r = 0; r < R; r++)
@@ -130,9 +136,11 @@ template <int R, int M>
 void int_dot_block(const Weight& w, const int8_t* const* codes, Ahead ahead, const IntDotInput& in, int32_t* sums) {
     for (int64_t g = 0; g < w.groups; g++) {
         Ints total[R][M] = {};
-        for (int64_t i = 0; i < w.group; i += EXACT_COLUMNS) {
-            int64_t columns = w.group - i < EXACT_COLUMNS ? w.group - i : EXACT_COLUMNS;
-            add_products<R, M>(codes, g * w.group + i, columns, in, ahead, total);
+        constexpr int64_t MOST = EXACT_COLUMNS;
+        int64_t most = in.block_size < MOST ? in.block_size : MOST;
+        for (int64_t i = 0; i < w.group; i += most) {
+            int64_t columns = w.group - i < most ? w.group - i : most, k = g * w.group + i;
+            add_products<R, M>(codes, k, in.column(k), columns, in, ahead, total);
         }
         add_sums(total, sums + g * RESULTS<R, M>);
     }
@@ -288,7 +296,7 @@ template <int M, bool ONES>
 void int_dot(const Weight& w, const IntDotInput& in, const Output& y, int64_t threads) {
     constexpr int COLUMNS = M + ONES;
 #if defined(HAS_VNNI)
-    if (w.bits == 4 && w.k % 8 == 0) {
+    if (w.bits == 4 && w.k % 8 == 0 && !in.blocks) {
         constexpr int R = int_dot_width(2 * COLUMNS);
         return int_dot<R, M, ONES>(w, in, y, threads, true, w.center, int_nibble_block<R, COLUMNS>);
     }
@@ -297,24 +305,32 @@ void int_dot(const Weight& w, const IntDotInput& in, const Output& y, int64_t th
     int_dot<R, M, ONES>(w, in, y, threads, !w.bits && !w.center, CODE_SHIFT, int_dot_block<R, COLUMNS>);
 }
 
-inline void multiply_int_dot(const Weight& w, const Codes& x, const Output& y, int64_t threads) {
-    static thread_local Scratch factor_scratch, group_scratch;
-    int64_t ld = round_up(w.k, 64), rows = x.rows;
-    Factor* factors = factor_scratch.get<Factor>((rows + 1) * ld);
-    int32_t* sums = group_scratch.get<int32_t>(rows * w.groups);
-    for (int64_t i = 0; i < rows * w.groups; i++)
-        sums[i] = sum_codes(x.codes + i / w.groups * x.ld + i % w.groups * w.group, w.group);
-    memset(factors, 0, (rows + 1) * ld * sizeof(Factor));
-    for (int64_t m = 0; m < rows; m++)
-        for (int64_t k = 0; k < w.k; k++) factors[m * ld + k] = x.codes[m * x.ld + k];
-    for (int64_t k = 0; k < w.k; k++) factors[rows * ld + k] = 1;
-    IntDotInput in{factors, ld, sums, x};
+// The same for in.codes.rows rows of x, at most DOT_MAX_ROWS.
+inline void multiply_int_dot(const Weight& w, const IntDotInput& in, const Output& y, int64_t threads) {
     using Multiply = void (*)(const Weight&, const IntDotInput&, const Output&, int64_t);
     static constexpr Multiply PLAIN[] = {int_dot<1, false>, int_dot<2, false>, int_dot<3, false>, int_dot<4, false>,
                                          int_dot<5, false>, int_dot<6, false>, int_dot<7, false>, int_dot<8, false>};
     static constexpr Multiply WITH_ONES[] = {int_dot<1, true>, int_dot<2, true>, int_dot<3, true>, int_dot<4, true>,
                                              int_dot<5, true>, int_dot<6, true>, int_dot<7, true>, int_dot<8, true>};
-    (x.zero ? WITH_ONES : PLAIN)[rows - 1](w, in, y, threads);
+    (in.codes.zero ? WITH_ONES : PLAIN)[in.codes.rows - 1](w, in, y, threads);
+}
+
+// x of k columns with the sums of its groups.
+inline IntDotInput int_dot_input(const Codes& x, int64_t k, int64_t group) {
+    static thread_local Scratch factor_scratch, group_scratch;
+    int64_t ld = round_up(k, 64), rows = x.rows, groups = k / group;
+    Factor* factors = factor_scratch.get<Factor>((rows + 1) * ld);
+    int32_t* sums = group_scratch.get<int32_t>(rows * groups);
+    for (int64_t i = 0; i < rows * groups; i++) sums[i] = sum_codes(x.codes + i / groups * x.ld + i % groups * group, group);
+    memset(factors, 0, (rows + 1) * ld * sizeof(Factor));
+    for (int64_t m = 0; m < rows; m++)
+        for (int64_t i = 0; i < k; i++) factors[m * ld + i] = x.codes[m * x.ld + i];
+    for (int64_t i = 0; i < k; i++) factors[rows * ld + i] = 1;
+    return {factors, ld, sums, x};
+}
+
+inline void multiply_int_dot(const Weight& w, const Codes& x, const Output& y, int64_t threads) {
+    multiply_int_dot(w, int_dot_input(x, w.k, w.group), y, threads);
 }
 
 }  // namespace

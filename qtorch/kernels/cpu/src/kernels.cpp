@@ -1,4 +1,5 @@
 // Entry points, called from qtorch/kernels/cpu/compiled_library.py. This file is compiled once per instruction set.
+#include "block_sparse.h"
 #include "dequantize.h"
 #include "embed.h"
 #include "fixed_dot.h"
@@ -130,6 +131,34 @@ EXPORT void qtorch_int8_mm(const IntCall* call) {
             quantize_rows(call->quantizer, x, codes, call->threads);
         }
         multiply_codes(w, codes, call->y.part(m), way, call->threads);
+    }
+}
+
+struct BlockCall {
+    Weight weight;  // what is stored, (n, kept * size)
+    Input x;        // (rows, k); int8: codes
+    Output y;
+    Blocks blocks;
+    int64_t k;
+    // Of codes, per row; zero or null.
+    float* scale;
+    int32_t* zero;
+    int64_t threads;
+};
+
+EXPORT void qtorch_block_sparse_mm(const BlockCall* call) {
+    int64_t rows = call->x.rows, step = rows <= DOT_MAX_ROWS ? DOT_MAX_ROWS : MAX_CHUNK;
+    for (int64_t m = 0; m < rows; m += step) {
+        Input x = call->x.part(m, rows - m < step ? rows - m : step);
+        Output y = call->y.part(m);
+        if (x.type == INT8) {
+            Codes codes{(int8_t*)x.data, x.stride, x.rows, call->k, call->scale + m, call->zero ? call->zero + m : nullptr};
+            auto multiply = x.rows <= DOT_MAX_ROWS ? multiply_blocks_int_dot : multiply_blocks_int_tiles;
+            multiply(call->weight, call->blocks, call->k, codes, y, call->threads);
+            continue;
+        }
+        multiply_blocks_float(call->weight, call->blocks, x, y, call->threads);
+        spread_non_finite(x, call->k, y);
     }
 }
 

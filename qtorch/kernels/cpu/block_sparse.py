@@ -1,0 +1,178 @@
+"""Linear with a block-sparse integer weight, compiled: the equation of `linear/block_sparse.py`.
+
+With int8 activations the sums are exact in int32, and the result has the bits of the dense weight's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layouts.packed import can_pack_bits
+from ..custom_ops import note, opaque, recording
+from ..linear.block_sparse import block_sparse_int8_mm, block_sparse_weight_mm
+from ..linear.int8_scaled import INTEGERS
+from ..linear.int8_scaled import supports as supports_integers
+from ..ops.quantize_rowwise import quantize_input
+from ..registry import Problem, register
+from ..rows import from_rows, to_rows
+from . import weight
+from .compiled_library import TYPES, library, missing, threads
+from .int8 import quantize_rows, row_quantizer
+from .structs import BlockCall, Input, Output, pack
+from .weight import CompiledWeight
+
+BLOCK_MULTIPLE = 16
+"""The size of a block is a multiple of this."""
+
+
+@opaque(lambda x, xs, xz, codes, columns, n, *rest: x.new_empty(x.shape[0], n, dtype=rest[-2]))
+def cpu_block_sparse_mm(
+    x: Tensor,
+    xs: Tensor | None,
+    xz: Tensor | None,
+    codes: Tensor,
+    columns: Tensor,
+    n: int,
+    scale: Tensor,
+    packed: bool,
+    weight_dtype: str,
+    low: float,
+    high: float,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+) -> Tensor:
+    """The equation, y (M, N).
+
+    Args:
+        x: (M, K) int8 codes, or fp32, bf16 or fp16.
+        xs, xz: scale and zero point of codes, (M, 1) or (1, 1).
+        codes, columns, scale: those of `BlockSparseLayout`.
+        n: N.
+        packed: whether the codes are packed.
+        weight_dtype: name of a `QDType`; low, high: bounds of the codes.
+        dtype: of the result.
+        bias: (N) in that dtype, or None.
+
+    Raises:
+        ValueError: `columns` is not an index of the columns of x.
+    """
+    m, k = x.shape
+    weight.check_bias(bias, dtype, n)
+    rows, kept = columns.shape
+    size = n // rows
+    _check_columns(columns, n, k)
+    stored = CompiledWeight.of(codes, scale, None, n, kept * size, weight_dtype, packed, "NONE", 0.0)
+    compiled = library() if stored.fields else None
+    if compiled is None:
+        note("cpu_block_sparse_mm.torch")
+        if xs is not None:
+            y = block_sparse_int8_mm(x, xs, xz, codes, columns, scale, weight_dtype, dtype)
+        else:
+            y = block_sparse_weight_mm(x, codes, columns, scale, weight_dtype, low, high)
+        return y if bias is None else y.add_(bias)
+    if recording():
+        note(f"cpu_block_sparse_mm.{compiled.instruction_set}")
+    x = x if x.stride(1) == 1 else x.contiguous()
+    y = torch.empty(m, n, dtype=dtype)
+    scales = None if xs is None else xs.float().expand(m, 1).contiguous()
+    zeros = None if xz is None else xz.to(torch.int32).expand(m, 1).contiguous()
+    call = BlockCall(
+        x=Input(x.data_ptr(), TYPES[x.dtype], x.stride(0), m),
+        y=Output(y.data_ptr(), TYPES[dtype], n, bias=0 if bias is None else bias.data_ptr()),
+        columns=columns.data_ptr(),
+        size=size,
+        kept=kept,
+        k=k,
+        scale=0 if scales is None else scales.data_ptr(),
+        zero=0 if zeros is None else zeros.data_ptr(),
+        threads=threads(),
+    )
+    compiled.block_sparse_mm(pack(stored.fields) + pack(call))
+    return y
+
+
+def _check_columns(columns: Tensor, n: int, k: int) -> None:
+    """Raise `ValueError` unless these are columns of square blocks of a weight (n, k)."""
+    rows, kept = columns.shape
+    size = n // max(rows, 1)
+    if columns.dtype != torch.int32 or not columns.is_contiguous() or rows * size != n or k % size or not kept:
+        raise ValueError(
+            f"the columns of blocks of a weight of shape {(n, k)} are contiguous int32, a row for each row of blocks, "
+            f"got {tuple(columns.shape)} {columns.dtype}"
+        )
+    lowest, highest = torch.aminmax(columns)
+    if int(lowest) < 0 or int(highest) >= k // size:
+        raise ValueError(
+            f"a weight of shape {(n, k)} has {k // size} columns of blocks, got {int(lowest)} to {int(highest)}"
+        )
+
+
+def _quantized(x: Tensor, quantized: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes, scale, zero point) of the rows of x."""
+    quantizer = row_quantizer(quantized.scheme.activation)
+    if quantizer is None or torch.compiler.is_compiling() or library() is None:
+        return quantize_input(x, quantized)
+    return quantize_rows(x, list(quantizer))
+
+
+def _supports(problem: Problem) -> str | None:
+    scheme = problem.scheme
+    if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"takes fp32, bf16 or fp16 activations, got {str(problem.dtype).removeprefix('torch.')}"
+    if scheme.activation is not None and (reason := supports_integers(problem)):
+        return reason
+    layout: Any = scheme.layout
+    group = scheme.weight.block_size(scheme.shape)[1]
+    if layout.block_size % BLOCK_MULTIPLE or (group != scheme.shape[1] and group % BLOCK_MULTIPLE):
+        return (
+            f"takes blocks and groups of a multiple of {BLOCK_MULTIPLE}, the weight has {layout.block_size} and {group}"
+        )
+    return missing()
+
+
+@register(
+    "linear",
+    layout="block_sparse",
+    weight=INTEGERS,
+    activation=("int8",),
+    device="cpu",
+    priority=30,
+    supports=_supports,
+    name="cpu_block_sparse_int8_mm",
+)
+@register(
+    "linear",
+    layout="block_sparse",
+    weight=INTEGERS,
+    activation=(),
+    device="cpu",
+    priority=30,
+    supports=_supports,
+    name="cpu_block_sparse_weight_only_mm",
+)
+def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
+    scheme, rows = quantized.scheme, to_rows(x)
+    spec, xs, xz = scheme.weight, None, None
+    if scheme.activation is not None:
+        rows, xs, xz = _quantized(rows, quantized)
+    added, bias = weight.split_bias(bias, x, scheme.shape[0])
+    low, high = spec.code_range
+    y = cpu_block_sparse_mm(
+        rows,
+        xs,
+        xz,
+        quantized.qdata,
+        quantized.columns,
+        scheme.shape[0],
+        quantized.scale,
+        can_pack_bits(spec.dtype),
+        spec.dtype.name,
+        float(low),
+        float(high),
+        x.dtype,
+        added,
+    )
+    return from_rows(y, x, bias)

@@ -1,0 +1,86 @@
+"""Linear with a block-sparse integer weight on CUDA, by Triton: the equation of `linear/block_sparse.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layouts.packed import can_pack_bits
+from ...primitives.qdtype import qdtype
+from .. import features
+from ..custom_ops import opaque
+from ..linear.int8_scaled import INTEGERS
+from ..linear.int8_scaled import supports as supports_integers
+from ..ops.quantize_rowwise import quantize_input
+from ..registry import Problem, needs_matrix, register
+from ..rows import from_rows, to_rows
+
+
+@opaque(lambda x, xs, xz, qdata, columns, ws, kind, dtype, bias: x.new_empty(x.shape[0], qdata.shape[0], dtype=dtype))
+def cuda_block_sparse_mm(
+    x: Tensor,
+    xs: Tensor | None,
+    xz: Tensor | None,
+    qdata: Tensor,
+    columns: Tensor,
+    ws: Tensor,
+    weight_dtype: str,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+) -> Tensor:
+    """See `cpu_block_sparse_mm`."""
+    from .triton.block_sparse_mm import block_sparse_mm
+
+    kind = qdtype(weight_dtype)
+    bits = kind.bits if can_pack_bits(kind) else 8
+    y = block_sparse_mm(x, xs, xz, qdata, columns, ws, bits, kind.is_signed, dtype, bias)
+    # Columns of x that no block reads count as well: 0 times NaN is NaN.
+    return y if xs is not None else y.masked_fill_(~torch.isfinite(x).all(1, keepdim=True), torch.nan)
+
+
+def _supports(problem: Problem) -> str | None:
+    scheme = problem.scheme
+    if reason := features.cuda_lacks("triton") or needs_matrix(problem):
+        return reason
+    if scheme.activation is not None and (reason := supports_integers(problem)):
+        return reason
+    if problem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"takes fp32, fp16 or bf16 activations, got {str(problem.dtype).removeprefix('torch.')}"
+    size, shape = scheme.layout.block_size, scheme.shape
+    rows, group = scheme.weight.block_size(shape)
+    if rows != 1 or size not in (32, 64, 128) or group < 32:
+        return f"takes blocks of 32, 64 or 128 with scales per row or groups of 32 or more, got {size} and {group}"
+    return None
+
+
+@register(
+    "linear",
+    layout="block_sparse",
+    weight=INTEGERS,
+    activation=("int8",),
+    device="cuda",
+    priority=30,
+    supports=_supports,
+    name="cuda_block_sparse_int8_mm",
+)
+@register(
+    "linear",
+    layout="block_sparse",
+    weight=INTEGERS,
+    activation=(),
+    device="cuda",
+    priority=30,
+    supports=_supports,
+    name="cuda_block_sparse_weight_mm",
+)
+def cuda_block_sparse_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    """Linear with an integer weight, and the input quantized or not."""
+    rows, xs, xz = to_rows(x), None, None
+    if weight.scheme.activation is not None:
+        rows, xs, xz = quantize_input(rows, weight)
+    fused = bias if bias is not None and bias.dtype == x.dtype else None
+    kind = weight.scheme.weight.dtype.name
+    y = cuda_block_sparse_mm(rows, xs, xz, weight.qdata, weight.columns, weight.scale, kind, x.dtype, fused)
+    return from_rows(y, x, None if fused is not None else bias)

@@ -1,0 +1,150 @@
+"""Integer weights in blocks most of which are dropped, times int8 or floating-point activations.
+
+    y[m, n] = (sum_g (sum_{k in g} (x[m, c(k)] - xz[m]) w[n, k]) * ws[n, g]) * xs[m] + bias[n]
+
+k runs over what is stored of row n, and c(k) is the column of x that it belongs to; without xs, x is not quantized.
+With int8 the inner sum is an exact int32; the outer one is in fp32, in order, without fused multiply-add. The weight is
+the left operand, as in int8_grouped_mm.py. A program has the rows of one row of blocks.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch_config import LaunchConfig, launch
+from .arguments import FLOATS, check_device, check_matrix, check_shape
+from .codes import unpack_int8
+
+CANDIDATES = [
+    LaunchConfig(m, 64, 64, num_warps=warps, num_stages=stages)
+    for m, warps in ((16, 4), (32, 4), (64, 4), (128, 4), (128, 8))
+    for stages in (3, 4, 5)
+]
+"""What `autotune` tries; rows and columns of a step are those of a block."""
+
+
+@triton.jit
+def _block_sparse_mm(
+    x_ptr, q_ptr, y_ptr, columns_ptr, scale_ptr, x_scale_ptr, x_zero_ptr, bias_ptr, M, N, KEPT, G,
+    stride_xm, stride_xk, stride_qn, stride_sn, stride_sg, stride_xs, stride_xz,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, GROUPED: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr,
+    INTEGERS: tl.constexpr, INPUT_ZERO: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    sums: tl.constexpr = tl.int32 if INTEGERS else tl.float32
+    row = tl.program_id(0)
+    n = (row * SIZE + tl.arange(0, SIZE)).to(tl.int64)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Rows beyond the last are read as others, and not stored.
+    m_in = (m % M).to(tl.int64)
+    inner = tl.arange(0, GROUP)
+    q_ptrs = q_ptr + n[:, None] * stride_qn
+    x_ptrs = x_ptr + m_in[None, :] * stride_xm + inner[:, None] * stride_xk
+    total = tl.zeros([SIZE, BLOCK_M], tl.float32)
+    part = tl.zeros([SIZE, BLOCK_M], sums)
+    sum_w = tl.zeros([SIZE], tl.int32)
+    x_zero = tl.load(x_zero_ptr + m_in * stride_xz).to(tl.int32) if INPUT_ZERO else tl.zeros([BLOCK_M], tl.int32)
+    for block in range(KEPT):
+        column = tl.load(columns_ptr + row * KEPT + block) * SIZE
+        for group in tl.static_range(SIZE // GROUP):
+            k = block * SIZE + group * GROUP + inner
+            segment = k // G
+            pointers = q_ptrs + (k - segment * G)[None, :]
+            w = unpack_int8(pointers, None, G, segment[None, :], BITS, OFFSET, False, ASM)
+            x = tl.load(x_ptrs + (column + group * GROUP) * stride_xk)
+            if INTEGERS:
+                part = tl.dot(w, x, part, out_dtype=tl.int32)
+            else:
+                part = tl.dot(w.to(x.dtype), x, part, input_precision="ieee")
+            if INPUT_ZERO:
+                sum_w += tl.sum(w.to(tl.int32), 1)
+            if GROUPED:
+                if INPUT_ZERO:
+                    part -= sum_w[:, None] * x_zero[None, :]
+                    sum_w = tl.zeros([SIZE], tl.int32)
+                at = scale_ptr + n * stride_sn + (block * (SIZE // GROUP) + group) * stride_sg
+                total += part.to(tl.float32) * tl.load(at).to(tl.float32)[:, None]
+                part = tl.zeros([SIZE, BLOCK_M], sums)
+    if not GROUPED:
+        if INPUT_ZERO:
+            part -= sum_w[:, None] * x_zero[None, :]
+        total += part.to(tl.float32) * tl.load(scale_ptr + n * stride_sn).to(tl.float32)[:, None]
+    if INTEGERS:
+        total *= tl.load(x_scale_ptr + m_in * stride_xs).to(tl.float32)[None, :]
+    y = total.to(y_ptr.dtype.element_ty)
+    if BIAS:
+        bias = tl.load(bias_ptr + n)[:, None]
+        y = (y.to(tl.float32) + bias.to(tl.float32)).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + m[None, :].to(tl.int64) * N + n[:, None], y, mask=m[None, :] < M)
+
+
+def block_sparse_mm(
+    x: Tensor,
+    xs: Tensor | None,
+    xz: Tensor | None,
+    qdata: Tensor,
+    columns: Tensor,
+    ws: Tensor,
+    bits: int,
+    signed: bool,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The equation at the top of the file.
+
+    Args:
+        x: (M, K) int8 codes, or fp32, fp16 or bf16; any strides.
+        xs: (M, 1) or (1, 1) scale of codes.  xz: zero point like it, or None.
+        qdata, columns, ws: those of `BlockSparseLayout`; blocks of 32, 64 or 128, groups of 32 or more. The values of
+            `columns` are not checked here.
+        bits: 1 to 8; fewer than 8 are packed.
+        signed: whether packed codes are signed, and so offset by 2^(bits-1).
+        dtype: of the result: fp32, fp16 or bf16.
+        bias: (N,), added to the rounded result; or None.
+
+    Returns:
+        (M, N).
+
+    Raises:
+        ValueError: other dtypes, shapes or devices.
+    """
+    op = "block_sparse_mm"
+    check_matrix(op, "x", x, (torch.int8,) if xs is not None else FLOATS)
+    check_matrix(op, "qdata", qdata, (torch.uint8,) if bits < 8 else (torch.int8,))
+    check_matrix(op, "columns", columns, (torch.int32,))
+    (m, k), n, (rows, kept) = x.shape, qdata.shape[0], columns.shape
+    size = n // max(rows, 1)
+    if size not in (32, 64, 128) or rows * size != n or k % size:
+        raise ValueError(f"{op} takes blocks of 32, 64 or 128, got {rows} rows of blocks for N, K = {(n, k)}")
+    stored = kept * size
+    segment = stored if bits == 8 else -(-stored // 8)
+    check_shape(op, "qdata", qdata, (n, stored if bits == 8 else segment * bits))
+    groups = ws.shape[-1]
+    group = stored // groups if groups > 1 else size
+    check_shape(op, "ws", ws, (n, 1), (n, stored // 32), (n, stored // 64), (n, stored // 128))
+    if size % group or group < 32:
+        raise ValueError(f"{op}: groups of 32 or more divide a block of {size}, got {group}")
+    check_shape(op, "xs", xs, (m, 1), (1, 1))
+    check_shape(op, "xz", xz, (m, 1), (1, 1))
+    check_shape(op, "bias", bias, (n,))
+    check_device(op, x=x, xs=xs, xz=xz, qdata=qdata, columns=columns, ws=ws, bias=bias)
+    y = x.new_empty(m, n, dtype=dtype)
+    if not y.numel():
+        return y
+    qdata, columns = qdata.contiguous(), columns.contiguous()
+    offset = 2 ** (bits - 1) if bits < 8 and signed else 0
+    x_scale = ws if xs is None else xs
+    x_zero = x_scale if xz is None else xz
+    steps = (*x.stride(), qdata.stride(0), *ws.stride(),
+             *(t.stride(0) if t.shape[0] > 1 else 0 for t in (x_scale, x_zero)))  # fmt: skip
+
+    def run(config: LaunchConfig) -> None:
+        _block_sparse_mm[(rows, triton.cdiv(m, config.block_m))](
+            x, qdata, y, columns, ws, x_scale, x_zero, y if bias is None else bias, m, n, kept, segment, *steps,
+            SIZE=size, GROUP=group, GROUPED=groups > 1, BITS=bits, OFFSET=offset, INTEGERS=xs is not None,
+            INPUT_ZERO=xz is not None, BIAS=bias is not None, ASM=x.device.type == "cuda", BLOCK_M=config.block_m,
+            num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    launch(op, f"int{bits}", (m, n, k), run, CANDIDATES, x.device)
+    return y

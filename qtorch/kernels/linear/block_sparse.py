@@ -1,0 +1,142 @@
+"""Linear with a weight in the block-sparse layout, in torch operators: the blocks of zeros are skipped.
+
+For a row of blocks i with the columns of blocks J(i),
+
+    y[:, i] = sum_{j in J(i)} x[:, j] w[i, j]^T
+
+so those columns of x are gathered, and multiplied with what is stored of the row, which is a dense matrix. With int8
+activations the result has the bits of the dense weight's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layouts.packed import can_pack_bits, unpack_codes
+from ...primitives.granularity import block_of
+from ...primitives.qdtype import QDType, qdtype
+from ..custom_ops import opaque
+from ..ops.int8_grouped_mm import int8_grouped_mm
+from ..ops.quantize_rowwise import dequantize_rows, quantize_input
+from ..ops.weight_only_mm import dequantize_slice
+from ..registry import Problem, needs_matrix, register
+from ..rows import from_rows, to_rows
+from .int8_scaled import INTEGERS
+from .int8_scaled import supports as supports_integers
+
+
+@opaque(lambda xq, xs, xz, qdata, columns, ws, kind, dtype: xs.new_empty(xq.shape[0], qdata.shape[0], dtype=dtype))
+def block_sparse_int8_mm(
+    xq: Tensor,
+    xs: Tensor,
+    xz: Tensor | None,
+    qdata: Tensor,
+    columns: Tensor,
+    ws: Tensor,
+    weight_dtype: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """See `int8_grouped_mm`; `qdata`, `columns` and `ws` are those of `BlockSparseLayout`.
+
+    Args:
+        weight_dtype: name of the `QDType` of the codes.
+    """
+    kind = qdtype(weight_dtype)
+
+    def product(x: Tensor, codes: Tensor, rows: slice) -> Tensor:
+        scale = ws if ws.shape[0] == 1 else ws[rows]
+        return int8_grouped_mm(x, xs, xz, codes, scale, None, dtype)
+
+    return _multiply_rows_of_blocks(xq, qdata, columns, kind, product, dtype)
+
+
+@opaque(lambda x, qdata, *_: x.new_empty(x.shape[0], qdata.shape[0]))
+def block_sparse_weight_mm(
+    x: Tensor, qdata: Tensor, columns: Tensor, scale: Tensor, dtype: str, low: float, high: float
+) -> Tensor:
+    """The equation without bias, for an input that is not quantized: (M, N) in its dtype.
+
+    Args:
+        x: (M, K).
+        qdata, columns, scale: those of `BlockSparseLayout`.
+        dtype: name of the `QDType` of the codes; `low` and `high` are their bounds.
+    """
+    kind = qdtype(dtype)
+
+    def product(x: Tensor, codes: Tensor, rows: slice) -> Tensor:
+        block = block_of((qdata.shape[0], x.shape[1]), scale.shape)
+        numerics = (kind, low, high, "NONE", x.dtype)
+        return x @ dequantize_slice(codes, rows.start, rows.stop, block, scale, None, *numerics).t()
+
+    y = _multiply_rows_of_blocks(x, qdata, columns, kind, product, x.dtype)
+    # Columns of x that no block reads count as well: 0 times NaN is NaN.
+    return y.masked_fill_(~torch.isfinite(x).all(1, keepdim=True), torch.nan)
+
+
+def _multiply_rows_of_blocks(
+    x: Tensor,
+    qdata: Tensor,
+    columns: Tensor,
+    kind: QDType,
+    product: Callable[[Tensor, Tensor, slice], Tensor],
+    dtype: torch.dtype,
+) -> Tensor:
+    """y (M, N) by ``product(columns, codes, rows)`` for each row of blocks: what it reads of x (M, K), its codes,
+    and which rows of the weight they are."""
+    n, (rows, kept) = qdata.shape[0], columns.shape
+    size = n // rows
+    blocks = x.unflatten(1, (-1, size))
+    y = x.new_empty(x.shape[0], n, dtype=dtype)
+    for i in range(rows):
+        part = slice(i * size, (i + 1) * size)
+        codes = unpack_codes(qdata[part], kind, kept * size) if can_pack_bits(kind) else qdata[part]
+        y[:, part] = product(blocks.index_select(1, columns[i]).flatten(1), codes, part)
+    return y
+
+
+@register(
+    "linear", layout="block_sparse", weight=INTEGERS, activation=("int8",), priority=20, supports=supports_integers
+)
+def block_sparse_int8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    """Linear: quantize the activation, then the equation."""
+    xq, xs, xz = quantize_input(to_rows(x), weight)
+    kind = weight.scheme.weight.dtype.name
+    y = block_sparse_int8_mm(xq, xs, xz, weight.qdata, weight.columns, weight.scale, kind, x.dtype)
+    return from_rows(y, x, bias)
+
+
+def _numerics(weight: Any) -> tuple[str, float, float]:
+    spec = weight.scheme.weight
+    low, high = spec.code_range
+    return spec.dtype.name, float(low), float(high)
+
+
+def _without_activation(problem: Problem) -> str | None:
+    return "takes quantized activations" if problem.scheme.activation is None else None
+
+
+@register(
+    "linear",
+    layout="block_sparse",
+    priority=10,
+    supports=lambda problem: _without_activation(problem) or needs_matrix(problem),
+    note="emulated in fp32: the accuracy of the format, not its speed",
+    emulates=True,
+)
+def emulated_block_sparse_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    """Linear: quantize and dequantize the activation, then the equation in fp32."""
+    quantized = quantize_input(to_rows(x), weight)
+    x32 = dequantize_rows(weight.scheme.activation, *quantized)
+    y = block_sparse_weight_mm(x32, weight.qdata, weight.columns, weight.scale, *_numerics(weight))
+    return from_rows(y.to(x.dtype), x, bias)
+
+
+@register("linear", layout="block_sparse", activation=(), priority=10, supports=needs_matrix)
+def block_sparse_weight_only_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    """Linear with an input in floating point."""
+    y = block_sparse_weight_mm(to_rows(x), weight.qdata, weight.columns, weight.scale, *_numerics(weight))
+    return from_rows(y, x, bias)
