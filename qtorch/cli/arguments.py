@@ -34,6 +34,12 @@ def add_recipe(parser: argparse.ArgumentParser, required: bool) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="an argument of the recipe: group_size=32"
     )
+    parser.add_argument(
+        "--targets",
+        default="linear",
+        metavar="KIND[,KIND]",
+        help="what the recipe reaches: linear (the default), all, experts, embedding, ...",
+    )
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:

@@ -12,12 +12,13 @@ import torch
 
 from .. import formats  # noqa: F401 (registers the formats)
 from ..checkpoint.source import Contents, Source
+from ..dtypes.matrix_weight import MatrixScheme
 from ..primitives.scheme import Scheme
 from ..recipe import WeightRecipe
 from ..streaming.assignment import assign
 from ..streaming.sources import model_config, open_any
 from .arguments import UsageError
-from .recipes import asked_recipe
+from .recipes import asked_recipe, asked_targets
 
 
 class Matrix(NamedTuple):
@@ -47,13 +48,15 @@ def matrices(arguments: argparse.Namespace) -> list[Matrix]:
 
 
 def _assigned(arguments: argparse.Namespace, source: Source, contents: Mapping[str, Contents]) -> list[Matrix]:
-    targets = assign(contents, asked_recipe(arguments), source, model_config(arguments.path), "qtorch")
+    targets = assign(
+        contents, asked_recipe(arguments), source, model_config(arguments.path), "qtorch", asked_targets(arguments)
+    )
     found = []
     for name, target in targets.items():
         if isinstance(target.recipe, WeightRecipe):
             of = contents[name]
             op = "embedding" if target.asked.is_embedding else "linear"
-            found.append(Matrix(name, op, _made(target.recipe, tuple(of.shape[-2:]), of.dtype)))
+            found.append(Matrix(name, op, _made(target.recipe, target.kind.matrix_shape(of.shape)[-2:], of.dtype)))
     return found
 
 
@@ -68,4 +71,6 @@ def _made(recipe: WeightRecipe, shape: tuple[int, ...], dtype: torch.dtype) -> S
 
 def _of_matrix(scheme: Scheme) -> Scheme:
     """Fused experts run as separate linear layers."""
+    if isinstance(scheme, MatrixScheme):
+        scheme = scheme.matrix
     return replace(scheme, shape=tuple(scheme.shape[-2:]))

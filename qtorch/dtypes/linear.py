@@ -27,6 +27,7 @@ from .copying import forms_of
 from .dispatch import implements_function
 from .fast_path import fast_linear_of
 from .outside_dispatch import dispatches
+from .transposed_weight import TransposedWeight, as_view
 
 
 def _lookup_constant(op: str, scheme: Scheme, dtype: torch.dtype, device: str) -> Kernel:
@@ -64,6 +65,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         refuse_jit_trace()
     if not isinstance(weight, QuantizedTensor) or isinstance(input, QuantizedTensor):
         raise TypeError(f"linear takes a float input and a quantized weight, got {kinds(input, weight)}")
+    if isinstance(weight, TransposedWeight):
+        weight = as_view(weight)
+        assert isinstance(weight, QuantizedTensor)
     shape = weight.scheme.shape
     if len(shape) != 2 or not input.dim() or input.shape[-1] != shape[1]:
         raise ValueError(f"linear: an input of shape {tuple(input.shape)} does not fit a weight of shape {shape}")

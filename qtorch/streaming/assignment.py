@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.experts import is_fused
 from ..checkpoint.source import Contents, Source
 from ..formats.compressed_tensors.config import METHOD
 from ..formats.compressed_tensors.serving import adapted, is_nvfp4, tensor_scales
 from ..recipe import Recipe, WeightRecipe
-from ..targets import Target, find_targets
+from ..targets import Reach, Target, find_targets
 from .skeleton import is_head_or_router, skeleton
 
 _HEAD = "a head or a router; ask for it by name"
@@ -25,6 +24,7 @@ def assign(
     source: Source,
     config: Mapping[str, Any],
     format: str,
+    reach: Reach = "linear",
 ) -> dict[str, Target[Recipe]]:
     """The target of each weight of two or more axes that is not quantized, by its name.
 
@@ -34,16 +34,22 @@ def assign(
         source: for the largest magnitudes of weights in NVFP4, if engines join them.
         config: contents of config.json.
         format: in which the weights will be stored: recipes are completed as engines need it.
+        reach: see the argument `targets` of `quantize_`.
 
     Raises:
         ValueError: a weight cannot have its recipe, or an entry of the mapping has no effect.
     """
     floats = {name: of for name, of in contents.items() if of.scheme is None}
     model = skeleton(floats, config.get("model_type"))
-    targets: list[Target[Recipe]] = find_targets(model, recipe, None)
+    targets: list[Target[Recipe]] = find_targets(model, recipe, None, reach)
     for target in targets:
         slot = target.asked
-        if not isinstance(recipe, Mapping) and slot.is_linear and is_head_or_router(slot.module_name):
+        if (
+            not isinstance(recipe, Mapping)
+            and reach != "all"
+            and slot.is_linear
+            and is_head_or_router(slot.module_name)
+        ):
             slot.recipe, slot.reason = None, _HEAD
     chosen = [target for target in targets if target.recipe is not None]
     if not chosen:
@@ -90,12 +96,13 @@ def _problem(target: Target[Recipe]) -> str | None:
         return f"{slot.label}: {recipe} runs the model on data; use quantize_"
     if recipe.trains or not isinstance(recipe, WeightRecipe):
         return f"{slot.label}: {recipe} is not a recipe for inference; use quantize_"
-    if len(shape) > 3 or (len(shape) == 3 and not is_fused(slot.name)):
+    if len(shape) > 3 or (len(shape) == 3 and slot.kind.name != "experts"):
         return f"{slot.label}: has shape {shape}; the weights of convolutions need their layer: use quantize_"
+    matrix = slot.kind.matrix_shape(shape)
     try:
         # Without values, all but the check of the values.
-        recipe.check(nn.Parameter(torch.empty(0, *shape[1:], dtype=slot.parameter.dtype), requires_grad=False))
-        recipe.linear_spec().weight.block_size(shape)
+        recipe.check(nn.Parameter(torch.empty(0, *matrix[1:], dtype=slot.parameter.dtype), requires_grad=False))
+        recipe.linear_spec().weight.block_size(matrix)
     except (ValueError, TypeError) as error:
         return f"{slot.label}: {error}"
     return None

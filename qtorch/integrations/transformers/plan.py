@@ -12,7 +12,6 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ...calibration.texts import are_texts, on_device, token_batches
 from ...explain import problem_of
-from ...kernels.im2col import to_matrix
 from ...kernels.registry import choose
 from ...model_size import get_model_size_in_bytes
 from ...recipe import Recipe, WeightRecipe
@@ -43,7 +42,7 @@ class Plan:
         given = config.calibrated(self.batches)
         for recipe in given.values() if isinstance(given, dict) else [given]:
             _check_recipe(recipe)
-        self._all = _tied(find_targets(model, given, None), model)
+        self._all = _tied(find_targets(model, given, None, config.targets), model)
         skipped = HfQuantizer.get_modules_to_not_convert(
             model, config.modules_to_not_convert, sorted(model._keep_in_fp32_modules or ())
         )
@@ -185,12 +184,12 @@ def _check(targets: Sequence[Target[Recipe]]) -> None:
     for target in targets:
         recipe = target.recipe
         assert recipe is not None
-        if obstacle := next(filter(None, (slot.obstacle for slot in target.slots)), None):
+        if obstacle := target.obstacle:
             problems.append(f"{target.asked.label}: {obstacle}")
         elif isinstance(recipe, WeightRecipe) and not recipe.trains:
             parameter = target.parameter.detach()
             try:
-                recipe.check_form(to_matrix(parameter) if target.asked.is_conv else parameter)
+                recipe.check_form(target.kind.view(parameter))
             except (ValueError, TypeError) as error:
                 problems.append(f"{target.asked.label}: {error}")
     if problems := list(dict.fromkeys(problems)):
