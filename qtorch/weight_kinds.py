@@ -80,6 +80,8 @@ UNKNOWN = WeightKind("")
 LINEAR = WeightKind("linear", is_layer=True)
 LINEAR_IN_OUT = WeightKind("linear", TransposedWeight, is_layer=True)
 """Of a linear layer that stores its weight as (inputs, outputs)."""
+BLOCKS_IN_OUT = WeightKind("linear", TransposedWeight)
+"""Of a linear layer with a block-diagonal matrix, whose blocks are (blocks, inputs, outputs)."""
 EXPERTS = WeightKind("experts")
 """Of all experts of a layer, (E, N, K), or (E * N, K)."""
 EXPERTS_IN_OUT = WeightKind("experts", TransposedWeight)
@@ -130,24 +132,15 @@ BY_CLASS_NAME: Mapping[str, Mapping[str, WeightKind]] = {
     "DbrxExpertGLU": {"w1": EXPERTS, "v1": EXPERTS, "w2": EXPERTS_IN_OUT},
     "LongcatFlashExperts": {"gate_up_proj": EXPERTS, "down_proj": EXPERTS},
     "Step3p7Experts": {"gate_up_proj": EXPERTS, "down_proj": EXPERTS},
+    "RecurrentGemmaRglru": {"input_gate_weight": BLOCKS_IN_OUT, "recurrent_gate_weight": BLOCKS_IN_OUT},
+    "GroupedLinearLayer": {"weight": BLOCKS_IN_OUT},
+    "WhisperPositionalEmbedding": {"weight": WeightKind("", is_layer=True, obstacle="is a table that is indexed")},
 }
 """Modules of transformers that store weights as (inputs, outputs), or the experts of a layer in one parameter, without
-saying so: name of the class -> parameter -> kind."""
+saying so, or that use a table in a way of their own: name of the class -> parameter -> kind."""
 
 PROJECTIONS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
 """Parameters of the modules that the decorator `use_experts_implementation` of transformers has marked."""
-
-
-@register_weight_kind
-def _of_transformers(module: nn.Module, attribute: str) -> WeightKind | None:
-    for cls in type(module).__mro__:
-        if cls.__name__ in BY_CLASS_NAME and not cls.__module__.startswith("torch."):
-            return BY_CLASS_NAME[cls.__name__].get(attribute)
-    transposed = getattr(module, "is_transposed", None)
-    marked = isinstance(transposed, bool) and isinstance(getattr(module, "is_concatenated", None), bool)
-    if marked and attribute in PROJECTIONS:
-        return EXPERTS_IN_OUT if transposed else EXPERTS
-    return None
 
 
 WITHOUT_KERNEL: tuple[type[nn.Module], ...] = (
@@ -179,6 +172,18 @@ def _of_torch(module: nn.Module, attribute: str) -> WeightKind | None:
         return WeightKind("embedding", is_layer=True, obstacle=why)
     if isinstance(module, CONVS):
         return CONVOLUTION
+    return None
+
+
+@register_weight_kind
+def _of_transformers(module: nn.Module, attribute: str) -> WeightKind | None:
+    for cls in type(module).__mro__:
+        if cls.__name__ in BY_CLASS_NAME and not cls.__module__.startswith("torch."):
+            return BY_CLASS_NAME[cls.__name__].get(attribute)
+    transposed = getattr(module, "is_transposed", None)
+    marked = isinstance(transposed, bool) and isinstance(getattr(module, "is_concatenated", None), bool)
+    if marked and attribute in PROJECTIONS:
+        return EXPERTS_IN_OUT if transposed else EXPERTS
     return None
 
 
