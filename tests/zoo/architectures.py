@@ -115,12 +115,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         moe_intermediate_size=32,
         moe_shared_expert_intermediate_size=32,
         head_dim=16,
-        compiles=False,
     ),
     "granite_moe": _decoder("GraniteMoe", num_local_experts=4, num_experts_per_tok=2),
-    "jetmoe": _decoder(
-        "JetMoe", kv_channels=16, num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=1, compiles=False
-    ),
+    "jetmoe": _decoder("JetMoe", kv_channels=16, num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=1),
     "dbrx": Architecture(
         "DbrxForCausalLM",
         "DbrxConfig",
