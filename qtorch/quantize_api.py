@@ -6,10 +6,8 @@ A recipe (`recipe.py`) defines how a weight is quantized. Every registered recip
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +18,8 @@ from tqdm import tqdm
 from .dtypes import QuantizedTensor
 from .install import Change, all_or_nothing, install, keep_attributes
 from .listeners import tell
+from .misfit import OnMisfit, coarser
+from .misfit import choose as choose_fitting
 from .model_argument import check_model
 from .model_size import get_model_size_in_bytes
 from .module_repr import show_quantized
@@ -57,10 +57,11 @@ def __getattr__(name: str) -> Any:
 @outside_graphs("quantize_ replaces the parameters of a model: call it before the compiled function")
 def quantize_(
     model: nn.Module,
-    recipe: Recipe | Mapping[str, Recipe | None],
+    recipe: Recipe | Mapping[str, Recipe | tuple[Recipe | None, ...] | None],
     filter_fn: Filter | None = None,
     *,
     targets: Reach = "linear",
+    on_misfit: OnMisfit = "error",
     device: torch.device | str | None = None,
     dry_run: bool = False,
     progress: bool = False,
@@ -77,9 +78,10 @@ def quantize_(
         recipe: one recipe for every weight that `targets` reaches; or an ordered mapping from names to recipes, None to
             leave a weight alone. A key is a fully-qualified name (of a linear layer, an embedding, a convolution or a
             2-d or 3-d parameter) or a regular expression that must match the whole name; the first key that matches
-            wins. A wildcard alone matches what `targets` reaches; all other weights need a key that names them. A
-            weight is quantized as the matrix (outputs, inputs), whichever way around its module stores it; that of a
-            convolution as (output channels, kernel positions * input channels).
+            wins. A tuple of recipes stands for the first of them that fits the weight. A wildcard alone matches what
+            `targets` reaches; all other weights need a key that names them. A weight is quantized as the matrix
+            (outputs, inputs), whichever way around its module stores it; that of a convolution as (output channels,
+            kernel positions * input channels).
         filter_fn: (module, fully-qualified name) -> bool; called for each weight that `targets` reaches, and for each
             embedding and convolution.
         targets: what the recipe, or a wildcard, reaches:
@@ -92,6 +94,13 @@ def quantize_(
 
             Routers, which choose among experts, are tiny and stay in floating point, except for ``"all"`` and by name.
             A head that is tied to an embedding is a linear layer: both are quantized, as one weight.
+        on_misfit: what becomes of a weight whose contracted axis the groups of its recipe do not divide:
+
+            - ``"error"``: an error that names all such weights, and the entries of a mapping that fit;
+            - ``"pad"``: the last group is completed with zeros, see `PaddedWeight`; for recipes without data;
+            - ``"coarser"``: another group size, the largest up to that of the recipe that divides the axis (multiples
+              of 32, 16 and 8 come first), else one scale for the whole row; for recipes with a ``group_size``;
+            - ``"skip"``: it stays in floating point, and the report says why.
         device: move each weight there before it is quantized, and the rest of the model at the end, so that the peak on
             that device is the quantized model and one layer.
         dry_run: report what would be done; change nothing. Recipes that calibrate in the order of the model are not
@@ -113,7 +122,8 @@ def quantize_(
     check_model("quantize_", model)
     check_are_recipes("quantize_", recipe)
     _check_device(device)
-    found = find_targets(model, recipe, filter_fn, targets)
+    found: list[Target[Any]] = find_targets(model, recipe, filter_fn, targets)
+    choose_fitting(found, on_misfit)
     if not any(target.recipe for target in found):
         raise ValueError(f"quantize_: nothing to quantize: {why_nothing(found)}")
     _place(found)
@@ -218,7 +228,7 @@ def check_are_recipes(function: str, recipe: Any) -> None:
     """Raise `TypeError`, which names `function`, unless `recipe` is a recipe, or a mapping to recipes and None; and
     `ValueError` for a recipe that is not complete."""
     in_mapping = isinstance(recipe, Mapping)
-    for given in recipe.values() if in_mapping else [recipe]:
+    for given in _recipes_in(recipe) if in_mapping else [recipe]:
         if given is None and in_mapping:
             continue
         if isinstance(given, Recipe):
@@ -234,6 +244,11 @@ def check_are_recipes(function: str, recipe: Any) -> None:
         if isinstance(given, type) and issubclass(given, Recipe):
             hint = f"; call it: {given.name}()"
         raise TypeError(f"{function}: takes a recipe such as int8_weight_only(), got {given!r}{hint}")
+
+
+def _recipes_in(mapping: Mapping[str, Any]) -> list[Any]:
+    """The recipes of a mapping, those of tuples one by one."""
+    return [each for given in mapping.values() for each in (given if given and isinstance(given, tuple) else (given,))]
 
 
 def _check_device(device: torch.device | str | None) -> None:
@@ -285,7 +300,11 @@ def _check_targets(targets: list[Target[Recipe]]) -> None:
                     indivisible.append(target)
     if problems:
         more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
-        entries = "; entries of a mapping that fit, to stand before others:\n" if indivisible else ""
+        entries = (
+            '; on_misfit="coarser" chooses another group size for such weights, "pad" completes the last group, and '
+            '"skip" leaves them; entries of a mapping that fit, to stand before others:\n'
+        )
+        entries = entries if indivisible else ""
         entries += "\n".join(map(_entry_that_fits, indivisible[:8]))
         raise ValueError("quantize_: " + "\n".join(problems[:8]) + more + "\nthe model is unchanged" + entries)
 
@@ -293,13 +312,6 @@ def _check_targets(targets: list[Target[Recipe]]) -> None:
 def _entry_that_fits(target: Target[Recipe]) -> str:
     """A mapping entry that works for a weight that the groups of its recipe do not divide."""
     recipe, name = target.recipe, target.asked.label
-    asked = getattr(recipe, "group_size", None)
-    if isinstance(asked, int) and isinstance(recipe, WeightRecipe):
-        length = target.kind.matrix_shape(target.parameter.shape)[-1]
-        divisors = [size for size in range(8, min(asked, length) + 1) if length % size == 0]
-        for size in sorted(divisors, key=lambda size: (math.gcd(size, 32), size), reverse=True):
-            fitting = replace(recipe, group_size=size)  # type: ignore[type-var]
-            with suppress(ValueError, TypeError):
-                fitting.check_target(target)
-                return f'"{name}": {fitting},  # or None'
-    return f'"{name}": None,'
+    assert recipe is not None
+    fitting = coarser(target, recipe)
+    return f'"{name}": {fitting},  # or None' if fitting is not recipe else f'"{name}": None,'

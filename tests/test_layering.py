@@ -80,7 +80,7 @@ FLOORS: list[list[str]] = [
     ["blockwise/in_order"],
     ["blockwise"],
     ["recipe"],
-    ["report_rows", "transformed", "with_data"],
+    ["misfit", "report_rows", "transformed", "with_data"],
     ["quantize_api"],
     ["calibration/rounding/grid"],
     ["calibration/rounding/base", "calibration/rounding/quadratic"],

@@ -16,7 +16,7 @@ from .factories import (
 )
 from .matrix_weight import MatrixWeight
 from .outside_dispatch import deregister_aqt_quantized_linear_dispatch, register_aqt_quantized_linear_dispatch
-from .transposed_weight import TransposedWeight
+from .transposed_weight import PaddedWeight, TransposedWeight
 from .uintx import UintxTensor, to_uintx
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "MatrixWeight",
     "NF4Tensor",
     "PackedLayout",
+    "PaddedWeight",
     "PlainLayout",
     "QuantizedTensor",
     "SemiSparseLayout",

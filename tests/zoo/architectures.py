@@ -244,7 +244,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         "MambaConfig",
         {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 16, "time_step_rank": 16},
         generates=False,
-        compiles=False,
     ),
     "mamba2": Architecture(
         "Mamba2ForCausalLM",
@@ -261,14 +260,12 @@ ARCHITECTURES: dict[str, Architecture] = {
             **SPECIAL,
         },
         generates=False,
-        compiles=False,
     ),
     "recurrent_gemma": _decoder(
-        "RecurrentGemma", False, False, lru_width=32, attention_window_size=8, num_hidden_layers=3, head_dim=16
+        "RecurrentGemma", False, lru_width=32, attention_window_size=8, num_hidden_layers=3, head_dim=16
     ),
     "jamba": _decoder(
         "Jamba",
-        False,
         False,
         num_experts=4,
         num_experts_per_tok=2,
