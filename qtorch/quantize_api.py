@@ -300,11 +300,8 @@ def _check_targets(targets: list[Target[Recipe]]) -> None:
                     indivisible.append(target)
     if problems:
         more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
-        entries = (
-            '; on_misfit="coarser" chooses another group size for such weights, "pad" completes the last group, and '
-            '"skip" leaves them; entries of a mapping that fit, to stand before others:\n'
-        )
-        entries = entries if indivisible else ""
+        entries = '; on_misfit="coarser" accepts them; entries of a mapping that fit, to stand before'
+        entries = f"{entries} others:\n" if indivisible else ""
         entries += "\n".join(map(_entry_that_fits, indivisible[:8]))
         raise ValueError("quantize_: " + "\n".join(problems[:8]) + more + "\nthe model is unchanged" + entries)
 

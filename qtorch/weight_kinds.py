@@ -208,7 +208,8 @@ def kind_in(module: nn.Module, name: str, attribute: str, modules: Container[str
     """`kind_of` a parameter of the module called `name`; those of routers are of the kind ``"router"``."""
     kind = kind_of(module, attribute)
     parameter = getattr(module, attribute)
-    if kind is UNKNOWN and parameter.dim() > 2 and parameter.numel() == max(parameter.shape):
+    lazy = nn.parameter.is_lazy(parameter)
+    if kind is UNKNOWN and not lazy and parameter.dim() > 2 and parameter.numel() == max(parameter.shape):
         return replace(kind, obstacle=f"has shape {tuple(parameter.shape)}, a vector: it scales elements one by one")
     multiplied = kind.name == "linear" or (kind is UNKNOWN and attribute == "weight")
     return replace(kind, name="router") if multiplied and is_router(name, modules) else kind
