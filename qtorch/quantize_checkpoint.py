@@ -22,6 +22,7 @@ from .checkpoint.save_format import SAVE_FORMATS
 from .checkpoint.source import Contents, Source
 from .dtypes import QuantizedTensor
 from .formats.transformers_folder.config import recipe_json
+from .misfit import OnMisfit
 from .quantize_api import check_are_recipes
 from .recipe import Recipe
 from .report import QUANTIZED_BEFORE, CalibrationReport, LayerReport, QuantizeReport
@@ -44,6 +45,7 @@ def quantize_checkpoint(
     recipe: Recipe | Mapping[str, Recipe | None],
     *,
     targets: Reach = "linear",
+    on_misfit: OnMisfit = "error",
     format: str = OWN_FORMAT,
     max_shard_size: int = 5 * 2**30,
     progress: bool = False,
@@ -66,6 +68,7 @@ def quantize_checkpoint(
             is stored are told by names and ``config.json`` (see `streaming.skeleton`). One recipe leaves heads
             (``lm_head``) and routers alone; ask for them by name, or with ``targets="all"``.
         targets: what the recipe reaches, a word or some as for `quantize_`.
+        on_misfit: as for `quantize_`.
         format: ``"qtorch"``, ``"transformers"`` or ``"compressed-tensors"``, as for `save_quantized`.
         max_shard_size: maximum size of a file in bytes, unless one tensor is larger.
         progress: show a progress bar.
@@ -91,7 +94,7 @@ def quantize_checkpoint(
     _check_paths("quantize_checkpoint", src, format, dst)
     with open_any(src) as source:
         names, contents = _contents(source)
-        assigned = assign(contents, recipe, source, model_config(src), format, targets)
+        assigned = assign(contents, recipe, source, model_config(src), format, targets, on_misfit)
 
         chosen = {name: target for name, target in assigned.items() if calibrates(target)}
         calibrated = CalibratedWeights(source, chosen, dst, model) if chosen and not dry_run else None
@@ -114,6 +117,8 @@ def quantize_checkpoint(
         arguments = {"recipe": recipe_json(recipe), "call": "quantize_checkpoint"}
         if targets != "linear":
             arguments["targets"] = targets if isinstance(targets, str) else sorted(targets)
+        if on_misfit != "error":
+            arguments["on_misfit"] = on_misfit
         try:
             rows = _rewrite(
                 source, names, contents, dst, quantize, format, max_shard_size, progress, dry_run, arguments

@@ -40,6 +40,12 @@ def add_recipe(parser: argparse.ArgumentParser, required: bool) -> None:
         metavar="KIND[,KIND]",
         help="what the recipe reaches: linear (the default), all, experts, embedding, ...",
     )
+    parser.add_argument(
+        "--on-misfit",
+        default="error",
+        choices=("error", "pad", "coarser", "skip"),
+        help="what becomes of weights that groups do not divide; default error",
+    )
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:

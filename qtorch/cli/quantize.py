@@ -59,6 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.dst or default,
         recipe,
         targets=asked_targets(arguments),
+        on_misfit=arguments.on_misfit,
         format=format,
         max_shard_size=arguments.max_shard_size,
         progress=shows_progress(arguments),

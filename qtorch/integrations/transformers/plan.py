@@ -13,6 +13,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from ...calibration.texts import are_texts, on_device, token_batches
 from ...explain import problem_of
 from ...kernels.registry import choose
+from ...misfit import choose as choose_fitting
 from ...model_size import get_model_size_in_bytes
 from ...recipe import Recipe, WeightRecipe
 from ...report import LayerReport, QuantizeReport
@@ -48,6 +49,7 @@ class Plan:
         )
         for target in self._all:
             _skip(target, skipped, config)
+        choose_fitting(self._all, config.on_misfit, _check_form)
         asked = [target for target in self._all if target.recipe is not None]
         if not asked:
             raise ValueError(f"QtorchConfig: no weight of {type(model).__name__} is left to quantize")
@@ -179,6 +181,12 @@ def _check_recipe(recipe: Recipe | None) -> None:
         raise ValueError(f"QtorchConfig: {recipe} changes weights that are quantized: call quantize_ after loading")
 
 
+def _check_form(recipe: Recipe, target: Target[Recipe]) -> None:
+    """Raise `ValueError` or `TypeError` for a recipe for inference that does not fit the shape of a weight."""
+    if isinstance(recipe, WeightRecipe) and not recipe.trains:
+        recipe.check_form(target.kind.view(target.parameter.detach()))
+
+
 def _check(targets: Sequence[Target[Recipe]]) -> None:
     problems = []
     for target in targets:
@@ -186,12 +194,11 @@ def _check(targets: Sequence[Target[Recipe]]) -> None:
         assert recipe is not None
         if obstacle := target.obstacle:
             problems.append(f"{target.asked.label}: {obstacle}")
-        elif isinstance(recipe, WeightRecipe) and not recipe.trains:
-            parameter = target.parameter.detach()
-            try:
-                recipe.check_form(target.kind.view(parameter))
-            except (ValueError, TypeError) as error:
-                problems.append(f"{target.asked.label}: {error}")
+            continue
+        try:
+            _check_form(recipe, target)
+        except (ValueError, TypeError) as error:
+            problems.append(f"{target.asked.label}: {error}")
     if problems := list(dict.fromkeys(problems)):
         more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ValueError("QtorchConfig: " + "\n".join(problems[:8]) + more)
