@@ -24,6 +24,7 @@ from .dtypes import (
     TensorCoreTiledLayout,
 )
 from .explain import explain
+from .find_uses import find_uses
 from .formats.compressed_tensors import recipes_for_vllm
 from .integrations import watch_imports as _watch_imports
 from .model_size import get_model_size_in_bytes
@@ -45,6 +46,7 @@ from .quantize_api import dequantize_, quantize_
 from .quantize_checkpoint import convert_checkpoint, quantize_checkpoint
 from .recipes import *  # noqa: F403 (every recipe, by its name)
 from .report import QuantizeReport
+from .weight_kinds import register_weight_kind
 
 globals().update({name: getattr(calibration, name) for name in calibration.RECIPE_NAMES})
 globals().update({name: getattr(training, name) for name in training.RECIPE_NAMES})
@@ -79,11 +81,13 @@ __all__ = [
     "convert_checkpoint",
     "dequantize_",
     "explain",
+    "find_uses",
     "get_model_size_in_bytes",
     "load_quantized",
     "quantize_",
     "quantize_checkpoint",
     "recipes_for_vllm",
+    "register_weight_kind",
     "save_quantized",
     *recipes.__all__,
     *calibration.RECIPE_NAMES,

@@ -28,6 +28,7 @@ from .config import config as config
 from .dtypes.affine import AffineQuantizedTensor as AffineQuantizedTensor
 from .dtypes.codebook import LUTQuantizedTensor as LUTQuantizedTensor
 from .explain import explain as explain
+from .find_uses import find_uses as find_uses
 from .formats.compressed_tensors.serving import recipes_for_vllm as recipes_for_vllm
 from .layouts.block_sparse import BlockSparseLayout as BlockSparseLayout
 from .layouts.packed import PackedLayout as PackedLayout
@@ -90,6 +91,7 @@ from .training.recipes.int8_tilewise import Int8TilewiseTraining as int8_tilewis
 from .training.recipes.mixed_precision import MixedPrecisionTraining as mixed_precision_training
 from .training.recipes.mxfp8 import Mxfp8Training as mxfp8_training
 from .training.recipes.switchback import SwitchbackTraining as switchback_training
+from .weight_kinds import register_weight_kind as register_weight_kind
 
 __version__: str
 __all__ = [
@@ -122,6 +124,7 @@ __all__ = [
     "convert_checkpoint",
     "dequantize_",
     "explain",
+    "find_uses",
     "float8_dynamic_activation_float8_semi_sparse_weight",
     "float8_dynamic_activation_float8_weight",
     "float8_dynamic_activation_int4_weight",
@@ -160,6 +163,7 @@ __all__ = [
     "quantize_",
     "quantize_checkpoint",
     "recipes_for_vllm",
+    "register_weight_kind",
     "save_quantized",
     "scheduled_qat",
     "switchback_training",

@@ -8,7 +8,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from .dtypes import ConvWeight, QuantizedTensor
+from .dtypes import ConvWeight, PaddedWeight, QuantizedTensor
 from .dtypes.conv import CONVS, WINDOWS_NOTE, conv_problem
 from .dtypes.embedding import EMBEDDINGS
 from .kernels.registry import Problem, candidates, choose
@@ -94,7 +94,7 @@ def problem_of(weight: QuantizedTensor, module: nn.Module | None, dtype: torch.d
     if isinstance(weight, ConvWeight) or (isinstance(module, CONVS) and weight.trains):
         return conv_problem(weight.scheme, getattr(module, "groups", 1), dtype, device)
     op = "embedding" if isinstance(module, EMBEDDINGS) else "linear"
-    matrix: Any = weight
+    matrix: Any = weight.matrix if isinstance(weight, PaddedWeight) else weight
     while len(matrix.scheme.shape) > 2:
         matrix = matrix.select(0, 0)
     return Problem(op, matrix.scheme, dtype, device)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dtypes import ConvWeight, QuantizedTensor
+from .dtypes import MatrixWeight, QuantizedTensor, TransposedWeight
 from .primitives import compute_error
 from .primitives.slices import needs_slices, slice_elements
 from .primitives.sqnr import combined_norms, norms, sqnr
@@ -20,7 +20,9 @@ def quantization_error(weight: Tensor, quantized: Any) -> float:
         weight: the float weight.
         quantized: a quantized tensor of the same shape, or anything that has `dequantize`.
     """
-    plain = isinstance(quantized, QuantizedTensor) and not quantized.trains and not isinstance(quantized, ConvWeight)
+    if isinstance(quantized, TransposedWeight) and not quantized.scheme.padding:
+        weight, quantized = weight.mT, quantized.matrix
+    plain = isinstance(quantized, QuantizedTensor) and not quantized.trains and not isinstance(quantized, MatrixWeight)
     if not plain or not needs_slices(weight):
         return float(compute_error(weight, quantized.dequantize()))
     spec, dtype = quantized.scheme.weight, quantized.scheme.dtype

@@ -6,10 +6,8 @@ A recipe (`recipe.py`) defines how a weight is quantized. Every registered recip
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +17,9 @@ from tqdm import tqdm
 
 from .dtypes import QuantizedTensor
 from .install import Change, all_or_nothing, install, keep_attributes
-from .kernels.im2col import to_matrix
 from .listeners import tell
+from .misfit import OnMisfit, coarser
+from .misfit import choose as choose_fitting
 from .model_argument import check_model
 from .model_size import get_model_size_in_bytes
 from .module_repr import show_quantized
@@ -29,7 +28,7 @@ from .primitives.granularity import IndivisibleError
 from .recipe import FOREIGN, RECIPES, Recipe, WeightRecipe, check_float_weight, register_recipe
 from .report import QuantizeReport
 from .report_rows import quantized_row, skipped_row, why_nothing
-from .targets import Filter, Target, find_targets
+from .targets import Filter, Reach, Target, find_targets
 from .tracing.outside_graphs import outside_graphs
 from .transformed import transformed
 from .with_data import estimate_of, made_in_order, statistics_of
@@ -58,9 +57,11 @@ def __getattr__(name: str) -> Any:
 @outside_graphs("quantize_ replaces the parameters of a model: call it before the compiled function")
 def quantize_(
     model: nn.Module,
-    recipe: Recipe | Mapping[str, Recipe | None],
+    recipe: Recipe | Mapping[str, Recipe | tuple[Recipe | None, ...] | None],
     filter_fn: Filter | None = None,
     *,
+    targets: Reach = "linear",
+    on_misfit: OnMisfit = "error",
     device: torch.device | str | None = None,
     dry_run: bool = False,
     progress: bool = False,
@@ -74,14 +75,32 @@ def quantize_(
 
     Args:
         model: any module.
-        recipe: one recipe for every `nn.Linear`; or an ordered mapping from names to recipes, None to leave a weight
-            alone. A key is a fully-qualified name (of a linear layer, an embedding, a convolution or a 2-d or 3-d
-            parameter) or a regular expression that must match the whole name; the first key that matches wins.
-            Embeddings, convolutions and bare parameters, such as fused experts, need a key that names them; a wildcard
-            alone does not match them. The weight of a convolution is quantized as a matrix, (output channels, kernel
-            positions * input channels).
-        filter_fn: (module, fully-qualified name) -> bool; called for each `nn.Linear`, `nn.Embedding`,
-            `nn.EmbeddingBag` and `nn.Conv1d` to `nn.Conv3d`.
+        recipe: one recipe for every weight that `targets` reaches; or an ordered mapping from names to recipes, None to
+            leave a weight alone. A key is a fully-qualified name (of a linear layer, an embedding, a convolution or a
+            2-d or 3-d parameter) or a regular expression that must match the whole name; the first key that matches
+            wins. A tuple of recipes stands for the first of them that fits the weight. A wildcard alone matches what
+            `targets` reaches; all other weights need a key that names them. A weight is quantized as the matrix
+            (outputs, inputs), whichever way around its module stores it; that of a convolution as (output channels,
+            kernel positions * input channels).
+        filter_fn: (module, fully-qualified name) -> bool; called for each weight that `targets` reaches, and for each
+            embedding and convolution.
+        targets: what the recipe, or a wildcard, reaches:
+
+            - ``"linear"``: what multiplies like a linear layer: `nn.Linear`, `Conv1D` of transformers, the projections
+              of `nn.MultiheadAttention`, and the experts of a mixture in one parameter;
+            - ``"all"``: embeddings, convolutions and routers, too;
+            - one or some of the kinds ``"experts"``, ``"attention"``, ``"convolution"``, ``"embedding"``, ``"router"``;
+            - what `find_uses(model, *inputs)` returns: every parameter that took part in a product, along one axis.
+
+            Routers, which choose among experts, are tiny and stay in floating point, except for ``"all"`` and by name.
+            A head that is tied to an embedding is a linear layer: both are quantized, as one weight.
+        on_misfit: what becomes of a weight whose contracted axis the groups of its recipe do not divide:
+
+            - ``"error"``: an error that names all such weights, and the entries of a mapping that fit;
+            - ``"pad"``: the last group is completed with zeros, see `PaddedWeight`; for recipes without data;
+            - ``"coarser"``: another group size, the largest up to that of the recipe that divides the axis (multiples
+              of 32, 16 and 8 come first), else one scale for the whole row; for recipes with a ``group_size``;
+            - ``"skip"``: it stays in floating point, and the report says why.
         device: move each weight there before it is quantized, and the rest of the model at the end, so that the peak on
             that device is the quantized model and one layer.
         dry_run: report what would be done; change nothing. Recipes that calibrate in the order of the model are not
@@ -96,27 +115,29 @@ def quantize_(
 
     Raises:
         ValueError: weights cannot be quantized by their recipe (all are named), an entry of the mapping has no effect,
-            there is no such device, or the folder `resume` is that of other weights, another recipe or other data.
+            `targets` is unknown, there is no such device, or the folder `resume` is that of other weights, another
+            recipe or other data.
         TypeError: `recipe` is not a recipe, or `model` is not a module.
     """
     check_model("quantize_", model)
     check_are_recipes("quantize_", recipe)
     _check_device(device)
-    targets = find_targets(model, recipe, filter_fn)
-    if not any(target.recipe for target in targets):
-        raise ValueError(f"quantize_: nothing to quantize: {why_nothing(targets)}")
-    _place(targets)
-    _leave_what_is_done(targets)
-    _check_targets(targets)
+    found: list[Target[Any]] = find_targets(model, recipe, filter_fn, targets)
+    choose_fitting(found, on_misfit)
+    if not any(target.recipe for target in found):
+        raise ValueError(f"quantize_: nothing to quantize: {why_nothing(found)}")
+    _place(found)
+    _leave_what_is_done(found)
+    _check_targets(found)
     before = get_model_size_in_bytes(model)
-    elements = _elements(model, targets)
-    with transformed(model, targets, keep=not dry_run) as transforms:
-        statistics = statistics_of(model, targets)
-        expected = estimate_of(model, targets) if dry_run else None
-        calibrated = {} if dry_run else made_in_order(model, targets, resume)
+    elements = _elements(model, found)
+    with transformed(model, found, keep=not dry_run) as transforms:
+        statistics = statistics_of(model, found)
+        expected = estimate_of(model, found) if dry_run else None
+        calibrated = {} if dry_run else made_in_order(model, found, resume)
         rows = []
         chunk = _Chunk()
-        for target in tqdm(targets, desc="quantize", disable=not progress):
+        for target in tqdm(found, desc="quantize", disable=not progress):
             if target.recipe is None:
                 rows.append(skipped_row(target))
                 continue
@@ -134,7 +155,7 @@ def quantize_(
     if device is not None and not dry_run:
         model.to(device)
     if not dry_run:
-        tell(model, {slot.name: target.recipe for target in targets if target.recipe for slot in target.slots})
+        tell(model, {slot.name: target.recipe for target in found if target.recipe for slot in target.slots})
     report = QuantizeReport(tuple(rows), dry_run, *elements, before, transforms=transforms, estimate=expected)
     after = before - report.bytes_before + report.bytes_after if dry_run else get_model_size_in_bytes(model)
     return replace(report, model_bytes_after=after)
@@ -207,7 +228,7 @@ def check_are_recipes(function: str, recipe: Any) -> None:
     """Raise `TypeError`, which names `function`, unless `recipe` is a recipe, or a mapping to recipes and None; and
     `ValueError` for a recipe that is not complete."""
     in_mapping = isinstance(recipe, Mapping)
-    for given in recipe.values() if in_mapping else [recipe]:
+    for given in _recipes_in(recipe) if in_mapping else [recipe]:
         if given is None and in_mapping:
             continue
         if isinstance(given, Recipe):
@@ -223,6 +244,11 @@ def check_are_recipes(function: str, recipe: Any) -> None:
         if isinstance(given, type) and issubclass(given, Recipe):
             hint = f"; call it: {given.name}()"
         raise TypeError(f"{function}: takes a recipe such as int8_weight_only(), got {given!r}{hint}")
+
+
+def _recipes_in(mapping: Mapping[str, Any]) -> list[Any]:
+    """The recipes of a mapping, those of tuples one by one."""
+    return [each for given in mapping.values() for each in (given if given and isinstance(given, tuple) else (given,))]
 
 
 def _check_device(device: torch.device | str | None) -> None:
@@ -265,7 +291,7 @@ def _check_targets(targets: list[Target[Recipe]]) -> None:
     for target in targets:
         if target.recipe is not None:
             try:
-                if obstacle := next(filter(None, (slot.obstacle for slot in target.slots)), None):
+                if obstacle := target.obstacle:
                     raise ValueError(obstacle)
                 target.recipe.check_target(target)
             except (ValueError, TypeError) as error:
@@ -274,7 +300,8 @@ def _check_targets(targets: list[Target[Recipe]]) -> None:
                     indivisible.append(target)
     if problems:
         more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
-        entries = "; entries of a mapping that fit, to stand before others:\n" if indivisible else ""
+        entries = '; on_misfit="coarser" accepts them; entries of a mapping that fit, to stand before'
+        entries = f"{entries} others:\n" if indivisible else ""
         entries += "\n".join(map(_entry_that_fits, indivisible[:8]))
         raise ValueError("quantize_: " + "\n".join(problems[:8]) + more + "\nthe model is unchanged" + entries)
 
@@ -282,13 +309,6 @@ def _check_targets(targets: list[Target[Recipe]]) -> None:
 def _entry_that_fits(target: Target[Recipe]) -> str:
     """A mapping entry that works for a weight that the groups of its recipe do not divide."""
     recipe, name = target.recipe, target.asked.label
-    asked = getattr(recipe, "group_size", None)
-    if isinstance(asked, int) and isinstance(recipe, WeightRecipe):
-        length = to_matrix(target.parameter).shape[-1] if target.asked.is_conv else target.parameter.shape[-1]
-        divisors = [size for size in range(8, min(asked, length) + 1) if length % size == 0]
-        for size in sorted(divisors, key=lambda size: (math.gcd(size, 32), size), reverse=True):
-            fitting = replace(recipe, group_size=size)  # type: ignore[type-var]
-            with suppress(ValueError, TypeError):
-                fitting.check_target(target)
-                return f'"{name}": {fitting},  # or None'
-    return f'"{name}": None,'
+    assert recipe is not None
+    fitting = coarser(target, recipe)
+    return f'"{name}": {fitting},  # or None' if fitting is not recipe else f'"{name}": None,'

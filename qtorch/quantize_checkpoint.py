@@ -22,6 +22,7 @@ from .checkpoint.save_format import SAVE_FORMATS
 from .checkpoint.source import Contents, Source
 from .dtypes import QuantizedTensor
 from .formats.transformers_folder.config import recipe_json
+from .misfit import OnMisfit
 from .quantize_api import check_are_recipes
 from .recipe import Recipe
 from .report import QUANTIZED_BEFORE, CalibrationReport, LayerReport, QuantizeReport
@@ -31,7 +32,7 @@ from .streaming.calibrated import CalibratedWeights, calibrates
 from .streaming.forms import form_of
 from .streaming.partial import Partial, is_left_over, remove
 from .streaming.sources import identity_of, model_config, open_any
-from .targets import Target
+from .targets import Reach, Target
 
 VERSION = 1
 
@@ -43,6 +44,8 @@ def quantize_checkpoint(
     dst: str | os.PathLike[str],
     recipe: Recipe | Mapping[str, Recipe | None],
     *,
+    targets: Reach = "linear",
+    on_misfit: OnMisfit = "error",
     format: str = OWN_FORMAT,
     max_shard_size: int = 5 * 2**30,
     progress: bool = False,
@@ -60,10 +63,12 @@ def quantize_checkpoint(
             are quantized already are kept.
         dst: a new file for the own format, a new folder for the others, which also gets the configuration and the
             tokenizer of `src`.
-        recipe: one recipe for the linear layers, or an ordered mapping from names to recipes as for `quantize_`. A
-            linear layer is what has a `weight` of two axes; embeddings are told by name (see `streaming.skeleton`).
-            One recipe leaves heads (``lm_head``) and routers alone; ask for them by name. The experts of a mixture are
-            linear layers if each has its own matrices; the matrix of all experts of a layer needs a key that names it.
+        recipe: one recipe, or an ordered mapping from names to recipes as for `quantize_`. A linear layer is what has a
+            `weight` of two axes; embeddings, the experts of a mixture in one parameter, and which way around a weight
+            is stored are told by names and ``config.json`` (see `streaming.skeleton`). One recipe leaves heads
+            (``lm_head``) and routers alone; ask for them by name, or with ``targets="all"``.
+        targets: what the recipe reaches, a word or some as for `quantize_`.
+        on_misfit: as for `quantize_`.
         format: ``"qtorch"``, ``"transformers"`` or ``"compressed-tensors"``, as for `save_quantized`.
         max_shard_size: maximum size of a file in bytes, unless one tensor is larger.
         progress: show a progress bar.
@@ -89,13 +94,13 @@ def quantize_checkpoint(
     _check_paths("quantize_checkpoint", src, format, dst)
     with open_any(src) as source:
         names, contents = _contents(source)
-        targets = assign(contents, recipe, source, model_config(src), format)
+        assigned = assign(contents, recipe, source, model_config(src), format, targets, on_misfit)
 
-        chosen = {name: target for name, target in targets.items() if calibrates(target)}
+        chosen = {name: target for name, target in assigned.items() if calibrates(target)}
         calibrated = CalibratedWeights(source, chosen, dst, model) if chosen and not dry_run else None
 
         def quantize(name: str, tensor: Tensor) -> tuple[Tensor, LayerReport | None]:
-            target = targets.get(name)
+            target = assigned.get(name)
             if isinstance(tensor, QuantizedTensor):
                 size = contents[name].nbytes
                 shape = tuple(tensor.shape)
@@ -110,6 +115,10 @@ def quantize_checkpoint(
             return _quantized(name, tensor, target)
 
         arguments = {"recipe": recipe_json(recipe), "call": "quantize_checkpoint"}
+        if targets != "linear":
+            arguments["targets"] = targets if isinstance(targets, str) else sorted(targets)
+        if on_misfit != "error":
+            arguments["on_misfit"] = on_misfit
         try:
             rows = _rewrite(
                 source, names, contents, dst, quantize, format, max_shard_size, progress, dry_run, arguments
@@ -168,7 +177,7 @@ def _quantized(name: str, tensor: Tensor, target: Target[Recipe]) -> tuple[Tenso
     recipe = target.recipe
     assert recipe is not None
     try:
-        recipe.check(tensor)
+        recipe.check(target.kind.view(tensor))
     except (ValueError, TypeError) as error:
         raise type(error)(f"quantize_checkpoint: {name}: {error}") from error
     made = recipe.make(target, tensor)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .blockwise import BlockLearner
-from .dtypes import ConvWeight, QuantizedTensor, quantized_type
+from .dtypes import QuantizedTensor, quantized_type
 from .install import keep_attributes
-from .kernels.im2col import from_matrix, to_matrix
 from .prepared_module import PreparedModule
 from .primitives import LinearSpec
 from .primitives.granularity import IndivisibleError
@@ -22,6 +21,7 @@ from .primitives.scheme import Scheme
 from .report import CalibrationReport, TransformReport
 from .statistics import Data, Statistic, Statistics
 from .targets import Target
+from .weight_kinds import WeightKind
 
 RECIPES: dict[str, type[Recipe]] = {}
 
@@ -55,7 +55,8 @@ class Recipe:
     Attributes:
         name: name of the function that makes it.
         trains: whether the new weights require gradients; otherwise they are frozen.
-        selects: types of the weights, or of their modules, to which it applies; empty for `nn.Linear`.
+        selects: types of the weights, or of their modules, to which it applies; empty for those that
+            `targets` of `quantize_` reaches.
         statistics: the statistics of the inputs of a weight that `apply_calibrated` needs, collected over `data`.
         in_order: weights are quantized in the order in which the model runs, each with the inputs that it meets in the
             model as quantized so far (see `blockwise`); otherwise all at once, with those of the float model.
@@ -102,6 +103,10 @@ class Recipe:
         """
         raise NotImplementedError
 
+    def declines(self, kind: WeightKind) -> str | None:
+        """Why weights of a kind stay in floating point unless they are asked for by name; None if they do not."""
+        return None
+
     # `quantize_` calls these; a recipe that depends on the modules, or changes them, overrides them.
 
     def placed(self, index: int, count: int) -> Recipe:
@@ -113,16 +118,17 @@ class Recipe:
         for slot in target.slots:
             if isinstance(slot.module, PreparedModule):
                 raise ValueError("is in training; finish it by convert() first")
-        if not target.asked.is_conv or nn.parameter.is_lazy(target.parameter):
+        kind = target.kind
+        if kind.held is None or nn.parameter.is_lazy(target.parameter):
             self.check(target.parameter)
             return
-        shape, matrix = tuple(target.parameter.shape), to_matrix(target.parameter.detach())
+        shape, matrix = tuple(target.parameter.shape), kind.view(target.parameter.detach())
         try:
             self.check(matrix)
         except ValueError as error:
-            seen = f"a convolution's weight {shape}, seen as the matrix {tuple(matrix.shape)}"
-            kind = IndivisibleError if isinstance(error, IndivisibleError) else ValueError
-            raise kind(f"{error} ({seen})") from error
+            what = "a convolution's weight" if kind.is_conv else "a weight stored as (inputs, outputs)"
+            raised = IndivisibleError if isinstance(error, IndivisibleError) else ValueError
+            raise raised(f"{error} ({what} {shape}, seen as the matrix {tuple(matrix.shape)})") from error
 
     def make(self, target: Target[Any], weight: Tensor, statistics: Statistics | None = None) -> Any:
         """Make the replacement of the parameter, whose data is `weight`, without changing the modules.
@@ -132,9 +138,9 @@ class Recipe:
         Args:
             statistics: of the inputs of the weight, if the recipe requests any.
         """
-        matrix = to_matrix(weight) if target.asked.is_conv else weight
+        matrix = target.kind.to_matrix(weight)
         matrix = self.apply(matrix) if statistics is None else self.apply_calibrated(matrix, statistics)
-        return self._of_matrix(target, weight, matrix)
+        return target.kind.from_matrix(matrix, weight.shape)
 
     def make_in_order(
         self, target: Target[Any], weight: Tensor, statistics: Statistics | ExpertStatistics
@@ -145,14 +151,6 @@ class Recipe:
             statistics: of the whole weight, or of each expert of a weight (E, N, K); empty if it was not used.
         """
         raise NotImplementedError
-
-    def _of_matrix(self, target: Target[Any], weight: Tensor, matrix: Tensor) -> Tensor:
-        """The new weight in the form of its module, a convolution's from the matrix that it was seen as."""
-        if not target.asked.is_conv:
-            return matrix
-        if isinstance(matrix, QuantizedTensor) and not matrix.trains:
-            return ConvWeight.of(matrix, weight.shape)
-        return from_matrix(matrix, weight.shape).contiguous()
 
     def has_made(self, target: Target[Any]) -> bool:
         """Whether the weight is already the result of `make`, so that an interrupted `quantize_` can continue."""

@@ -1,146 +1,77 @@
 """Targets: the weights of a model to which a recipe, or a mapping of names to recipes, applies.
 
-A *slot* is a place that holds a parameter: a module and an attribute name. A tied weight is one parameter in several
-slots; it is one `Target`, is quantized once and stays tied.
+A recipe reaches kinds of weights (`reach`), a key of a mapping also what it names.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from torch import nn
-from torch.nn.utils import parametrize
 
-from .dtypes.conv import CONVS
-from .dtypes.embedding import EMBEDDINGS
 from .prepared_module import QuantizationState
+from .reach import Reach, find_reach, unreached_by
+from .slots import Slot, Target
+from .weight_kinds import kind_in
+
+__all__ = ["Filter", "Reach", "Slot", "Target", "find_targets", "is_asked_by_name"]
 
 R = TypeVar("R")
 
 Filter = Callable[[nn.Module, str], bool]
 
-UNSUPPORTED: tuple[type[nn.Module], ...] = (nn.modules.conv._ConvTransposeNd, nn.Bilinear, nn.RNNBase)
-"""Modules without quantized kernels; `nn.LSTM`, `nn.GRU` and `nn.RNN` run fused kernels on all their weights."""
 
 _ANY_NAME = "qzqzq"
 """Placeholder for a name that a user's regular expression can match only by a wildcard."""
 
 
-@dataclass
-class Slot(Generic[R]):
-    """A place that holds a weight, with its recipe or the reason why it has none."""
-
-    module: nn.Module
-    module_name: str
-    attribute: str
-    parameter: nn.Parameter
-    recipe: R | None = None
-    reason: str = ""
-    refused: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"{self.module_name}.{self.attribute}" if self.module_name else self.attribute
-
-    @property
-    def is_linear(self) -> bool:
-        return isinstance(self.module, nn.Linear) and self.attribute == "weight"
-
-    @property
-    def is_embedding(self) -> bool:
-        return isinstance(self.module, EMBEDDINGS) and self.attribute == "weight"
-
-    def is_one_of(self, types: tuple[type, ...]) -> bool:
-        """Whether the parameter, or the module whose weight it is, has one of these types."""
-        return isinstance(self.parameter, types) or (self.attribute == "weight" and isinstance(self.module, types))
-
-    @property
-    def is_conv(self) -> bool:
-        return isinstance(self.module, CONVS) and self.attribute == "weight"
-
-    @property
-    def is_layer(self) -> bool:
-        """Whether it is the weight of a linear layer, embedding or convolution, rather than a bare parameter."""
-        return self.is_linear or self.is_embedding or self.is_conv
-
-    @property
-    def obstacle(self) -> str | None:
-        """Why no recipe can quantize the weight, or None."""
-        if isinstance(self.module, parametrize.ParametrizationList):
-            return "is parametrized; call torch.nn.utils.parametrize.remove_parametrizations first"
-        if isinstance(self.module, UNSUPPORTED):
-            return f"is a parameter of {type(self.module).__name__}, which has no quantized kernel"
-        if self.is_embedding and self.module.max_norm is not None:
-            return f"is the table of an {type(self.module).__name__} with max_norm, which rewrites the table"
-        return None
-
-    @property
-    def label(self) -> str:
-        """The name for messages: that of the module for the weight of a layer, else that of the parameter."""
-        return self.module_name if self.is_layer and self.module_name else self.name
-
-
-@dataclass
-class Target(Generic[R]):
-    """One weight with all the slots that share it, and its recipe (None to leave it alone)."""
-
-    slots: list[Slot[R]] = field(default_factory=list)
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        return self.slots[0].parameter
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The modules that hold the weight, without duplicates."""
-        return list(dict.fromkeys(slot.module for slot in self.slots))
-
-    @property
-    def asked(self) -> Slot[R]:
-        """The slot with a recipe, or the first slot."""
-        return next((slot for slot in self.slots if slot.recipe is not None), self.slots[0])
-
-    @property
-    def recipe(self) -> R | None:
-        return self.asked.recipe
-
-
-def find_targets(model: nn.Module, recipe: R | Mapping[str, R | None], filter_fn: Filter | None) -> list[Target[R]]:
+def find_targets(
+    model: nn.Module,
+    recipe: R | Mapping[str, R | None],
+    filter_fn: Filter | None,
+    targets: Reach = "linear",
+) -> list[Target[R]]:
     """All weights of two or more dimensions, each with its recipe or the reason why it has none.
 
     Args:
-        recipe: one recipe, for every `nn.Linear` or for the types of weights and modules that it `selects`; or an
-            ordered mapping; see `quantize_`.
-        filter_fn: (module, fully-qualified name) -> bool, called for each `nn.Linear`, embedding and convolution.
+        recipe: one recipe, for all weights that `targets` reaches or for the types of weights and modules that it
+            `selects`; or an ordered mapping; see `quantize_`.
+        filter_fn: (module, fully-qualified name) -> bool, called for each weight that `targets` reaches, and for
+            embeddings and convolutions.
+        targets: see `quantize_`.
 
     Raises:
-        ValueError: an entry of the mapping matches nothing or is never reached, or a tied weight has several recipes.
+        ValueError: an entry of the mapping matches nothing or is never reached, a tied weight has several recipes, or
+            `targets` is unknown.
     """
     slots: list[Slot[R]] = _slots(model)
+    find_reach(slots, targets)
     if isinstance(recipe, Mapping):
         _assign_by_name(slots, recipe, filter_fn)
     else:
         _assign_by_kind(slots, recipe, filter_fn)
-    targets: dict[int, Target[R]] = {}
+    found: dict[int, Target[R]] = {}
     for slot in slots:
-        targets.setdefault(id(slot.parameter), Target()).slots.append(slot)
-    for target in targets.values():
+        found.setdefault(id(slot.parameter), Target()).slots.append(slot)
+    for target in found.values():
         _check_tied(target)
-    return list(targets.values())
+    return list(found.values())
 
 
 def _slots(model: nn.Module) -> list[Slot[R]]:
+    modules = [*model.named_modules(remove_duplicate=False)]
+    names = {name for name, _ in modules}
     found: list[Slot[R]] = []
-    for module_name, module in model.named_modules(remove_duplicate=False):
+    for module_name, module in modules:
         if isinstance(module, QuantizationState):
             continue
         for attribute, parameter in module._parameters.items():
             # Parameters that are not materialized yet have no shape; `check` of the recipe raises for them.
             if parameter is not None and (nn.parameter.is_lazy(parameter) or parameter.dim() >= 2):
-                found.append(Slot(module, module_name, attribute, parameter))
+                kind = kind_in(module, module_name, attribute, names)
+                found.append(Slot(module, module_name, attribute, parameter, kind=kind))
     return found
 
 
@@ -151,11 +82,8 @@ def _assign_by_kind(slots: list[Slot[R]], recipe: R, filter_fn: Filter | None) -
             slot.reason = slot.obstacle
         elif selects and not slot.is_one_of(selects):
             slot.reason = f"no {' or '.join(kind.__name__ for kind in selects)}"
-        elif not selects and not slot.is_layer:
-            slot.reason = f"a bare parameter of {type(slot.module).__name__}; ask for it by name"
-        elif not selects and filter_fn is None and not slot.is_linear:
-            what = "an embedding" if slot.is_embedding else "a convolution"
-            slot.reason = f"{what}; ask for it by name or with filter_fn"
+        elif not selects and (reason := unreached_by(slot, recipe)) and not (filter_fn and slot.is_filtered):
+            slot.reason = reason
         elif filter_fn is not None and not filter_fn(slot.module, slot.module_name):
             slot.reason = "filter_fn"
         else:
@@ -167,14 +95,15 @@ def _assign_by_name(slots: list[Slot[R]], recipes: Mapping[str, R | None], filte
     wins = dict(matches)
     _check_keys(recipes, slots)
     for slot in slots:
-        found = [key for key in recipes if _asks_for(key, slot)]
+        found = [key for key, recipe in recipes.items() if _asks_for(key, slot, recipe)]
         for key in found:
             matches[key] += 1
         if not found:
             wildcard = next((key for key in recipes if _matches(key, slot)), None)
             slot.reason = "no entry of the mapping asks for it"
             if wildcard is not None:
-                slot.reason = f"{wildcard!r} matches it by a wildcard alone; ask for it by name"
+                why = unreached_by(slot, recipes[wildcard])
+                slot.reason = f"{wildcard!r} matches it by a wildcard alone, and it is {why}"
             continue
         wins[found[0]] += 1
         if filter_fn is not None and not filter_fn(slot.module, slot.module_name):
@@ -205,13 +134,13 @@ def _check_keys(keys: Iterable[str], slots: list[Slot[R]]) -> None:
                 raise ValueError(f"quantize_: {key!r} is neither a name nor a regular expression: {error}") from error
 
 
-def _asks_for(key: str, slot: Slot[R]) -> bool:
+def _asks_for(key: str, slot: Slot[R], recipe: R | None = None) -> bool:
     """Whether a key selects a slot.
 
-    An exact name selects any weight. A regular expression selects linear layers, and other weights only if it names
-    them: if it still matches with their last name replaced by a placeholder, only a wildcard has matched.
+    An exact name selects any weight. A regular expression selects what `targets` reaches, and other weights only if it
+    names them: if it still matches with their last name replaced by a placeholder, only a wildcard has matched.
     """
-    return (slot.is_linear and _matches(key, slot)) or is_asked_by_name(key, slot)
+    return (not unreached_by(slot, recipe) and _matches(key, slot)) or is_asked_by_name(key, slot)
 
 
 def is_asked_by_name(key: str, slot: Slot[R]) -> bool:
@@ -260,7 +189,7 @@ def _describe_unmatched(keys: list[str], slots: list[Slot[R]]) -> str:
 
 
 def _describe_wildcard(key: str, slots: list[Slot[R]]) -> str:
-    """Message for a key that matches `slots`, none of them a linear layer, by a wildcard alone."""
+    """Message for a key that matches `slots`, none of which `targets` reaches, by a wildcard alone."""
     some = ", ".join(slot.label for slot in slots[:4]) + (", ..." if len(slots) > 4 else "")
     own = list(dict.fromkeys(slot.label.rpartition(".")[2] for slot in slots))
     parents = {slot.label.rpartition(".")[0].rpartition(".")[2] for slot in slots}
@@ -270,8 +199,8 @@ def _describe_wildcard(key: str, slots: list[Slot[R]]) -> str:
     if not all(_asks_for(written, slot) for slot in slots):
         written = "|".join(re.escape(slot.label) for slot in slots[:4])
     return (
-        f"{key!r} matches {some} by a wildcard alone, which selects linear layers only; embeddings, convolutions and "
-        f'bare parameters, such as fused experts, are selected by their last name: r"{written}"'
+        f"{key!r} matches {some} by a wildcard alone, which selects what multiplies like a linear layer; routers, "
+        f'embeddings, convolutions and bare parameters are selected by their last name: r"{written}"'
     )
 
 

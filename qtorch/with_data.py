@@ -26,8 +26,9 @@ def statistics_of(model: nn.Module, targets: Sequence[Target[Recipe]]) -> dict[T
         if recipe is not None and not recipe.in_order and (data := recipe.data) is not None:
             wanted.setdefault(id(data.batches), (data, {}))[1][target.parameter] = recipe.statistics
     found: dict[Tensor, Statistics] = {}
+    transposed = {id(target.parameter) for target in targets if target.kind.is_transposed}
     for data, of_weights in wanted.values():
-        found.update(collect(model, data, of_weights))
+        found.update(collect(model, data, of_weights, transposed))
     return found
 
 
@@ -86,7 +87,8 @@ def wanted_of(target: Target[Recipe]) -> Wanted[Calibrated]:
     assert target.recipe is not None
     slots = [(slot.module, slot.attribute) for slot in target.slots]
     make = partial(target.recipe.make_in_order, target, target.parameter.detach())
-    return Wanted(target.parameter, slots, target.recipe.statistics, make, target.recipe.learner)
+    transposed = target.kind.is_transposed
+    return Wanted(target.parameter, slots, target.recipe.statistics, make, target.recipe.learner, transposed)
 
 
 def progress_in(

@@ -118,7 +118,7 @@ def test_errors_name_the_layer() -> None:
         f"{first.value}\n\n{second.value}",
         """\
 quantize_: 0: block_size (1, 32) does not divide shape (8, 27): 27 % 32 along axis 1 (a convolution's weight (8, 3, 3, 3), seen as the matrix (8, 27))
-the model is unchanged; entries of a mapping that fit, to stand before others:
+the model is unchanged; on_misfit="coarser" accepts them; entries of a mapping that fit, to stand before others:
 "0": int4_weight_only(group_size=27),  # or None
 
 quantize_: 1.weight: is a parameter of ConvTranspose2d, which has no quantized kernel

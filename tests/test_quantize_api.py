@@ -92,7 +92,7 @@ def encoder() -> Built:
 @every_case
 @pytest.mark.parametrize(
     ("build", "layers"),
-    [(llama, 2 * 7 + 1), (bert, 2 * 6 + 1), (encoder, 2 * 3)],
+    [(llama, 2 * 7 + 1), (bert, 2 * 6 + 1), (encoder, 2 * 4)],
     ids=lambda v: getattr(v, "__name__", v),
 )
 def test_architecture(

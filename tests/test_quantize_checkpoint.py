@@ -305,11 +305,25 @@ def test_a_weight_with_nan(tmp_path: Path) -> None:
     assert not (tmp_path / "q.safetensors").exists()
 
 
-def test_conv1d_of_gpt2_is_left_alone(tmp_path: Path) -> None:
+def test_conv1d_of_gpt2_is_quantized_along_its_inputs(tmp_path: Path) -> None:
     tensors = {"h.0.attn.c_attn.weight": torch.randn(32, 96), "other.weight": torch.randn(32, 32)}
     folder = save_shards(tensors, tmp_path / "float", 1, {"model_type": "gpt2"})
     report = quantize_checkpoint(folder, tmp_path / "q.safetensors", qtorch.int8_weight_only())
-    assert [layer.name for layer in report.quantized] == ["other.weight"]
+    assert [layer.name for layer in report.quantized] == ["h.0.attn.c_attn.weight", "other.weight"]
+    model = torch.nn.Module()
+    model.h = torch.nn.ModuleList([torch.nn.Module()])
+    model.h[0].attn = torch.nn.Module()
+    model.h[0].attn.c_attn, model.other = Conv1D(), torch.nn.Linear(32, 32, bias=False)
+    load_quantized(model, tmp_path / "q.safetensors")
+    made = model.h[0].attn.c_attn.weight
+    wanted = qtorch.int8_weight_only().apply(tensors["h.0.attn.c_attn.weight"].mT.contiguous())
+    assert torch.equal(made.dequantize(), wanted.dequantize().mT)
+
+
+class Conv1D(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(32, 96))
 
 
 # --- being interrupted ---

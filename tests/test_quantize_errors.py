@@ -68,7 +68,7 @@ def test_refused_weights(change: Callable, recipe: Recipe, problem: str, options
     assert problem in up
     assert problem in down
     if "does not divide" in problem:
-        assert last == "the model is unchanged; entries of a mapping that fit, to stand before others:"
+        assert last.startswith('the model is unchanged; on_misfit="coarser" accepts them; entries of a map')
         assert [entry.partition(":")[0] for entry in entries] == ['"up"', '"down"']
     else:
         assert (last, entries) == ("the model is unchanged", [])
@@ -91,7 +91,7 @@ quantize_: 0: block_size (1, 16) does not divide shape (24, 24): 24 % 16 along a
 6: block_size (1, 16) does not divide shape (24, 24): 24 % 16 along axis 1
 7: block_size (1, 16) does not divide shape (24, 24): 24 % 16 along axis 1
 ... and 2 more
-the model is unchanged; entries of a mapping that fit, to stand before others:
+the model is unchanged; on_misfit="coarser" accepts them; entries of a mapping that fit, to stand before others:
 "0": int4_weight_only(group_size=8),  # or None
 "1": int4_weight_only(group_size=8),  # or None
 "2": int4_weight_only(group_size=8),  # or None
@@ -130,7 +130,7 @@ def test_not_a_recipe(recipe: object) -> None:
     [
         (nn.ReLU(), INT8, None, "the model has no weight of two or more dimensions"),
         (nn.LayerNorm(8), INT8, None, "the model has no weight of two or more dimensions"),
-        (nn.Embedding(4, 8), INT8, None, "weight: an embedding; ask for it by name or with filter_fn"),
+        (nn.Embedding(4, 8), INT8, None, 'weight: an embedding; ask for it by name, or with targets="all"'),
         (nn.Linear(8, 8), INT8, lambda module, name: False, "weight: filter_fn"),
         (nn.Linear(8, 8), {}, None, "weight: no entry of the mapping asks for it"),
         (nn.Linear(8, 8), {"weight": None}, None, "weight: None for 'weight'"),

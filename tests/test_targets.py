@@ -66,10 +66,11 @@ def test_every_other_weight_says_why_not() -> None:
     assert_expected_inline(
         "\n".join(f"{slot.name}: {slot.reason}" for slot in skipped),
         """\
-embed.weight: an embedding; ask for it by name or with filter_fn
+embed.weight: an embedding; ask for it by name, or with targets="all"
 blocks.0.experts: a bare parameter of Block; ask for it by name
 blocks.1.experts: a bare parameter of Block; ask for it by name
-conv.weight: a convolution; ask for it by name or with filter_fn""",
+conv.weight: a convolution; ask for it by name, or with targets="all"
+""".rstrip(),
     )
 
 

@@ -90,7 +90,7 @@ def allocate(
     limit_of = Budget.of(budget)
     if isinstance(loss, str) and loss != "logits":
         raise ValueError(f'allocate: loss is "logits" or a function, got {loss!r}')
-    items = find_items(model, candidates, filter_fn)
+    items = find_items(model, candidates, filter_fn, experts=not limit_of.is_time)
     sizes = [[nbytes_under(candidate, item.matrix) for candidate in item.candidates] for item in items]
     elements = sum(item.matrix.numel() for item in items)
     rest = get_model_size_in_bytes(model) - sum(item.matrix.numel() * item.matrix.element_size() for item in items)

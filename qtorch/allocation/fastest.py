@@ -65,8 +65,8 @@ def fastest(
         ValueError: a weight is not of a linear layer, is not used by the example, or no candidate reaches `min_sqnr`.
     """
     check_model("fastest", model)
-    items = find_items(model, candidates, filter_fn)
-    if others := [item.name for item in items if not item.target.asked.is_linear]:
+    items = find_items(model, candidates, filter_fn, experts=False)
+    if others := [item.name for item in items if not item.is_product]:
         raise ValueError(f"fastest: takes linear layers, got {', '.join(others[:4])}; leave them out of the candidates")
     seen = _inputs(items, model, Data([example], forward))
     if missing := [item.name for item in items if not seen[item.parameter].rows]:
@@ -97,7 +97,7 @@ def _inputs(items: Sequence[Item], model: nn.Module, data: Data) -> dict[Tensor,
 
 
 def _row(item: Item, inputs: Inputs, min_sqnr: float | None, known: dict[Any, list[int]]) -> Row:
-    weight = item.parameter.detach()
+    weight = item.matrix
     times = [sum(of_use) for of_use in zip(*(product_times(item, rows, known) for rows in inputs.rows))]
     assert inputs.sample is not None
     errors = [_error(item, option, inputs.sample) for option in range(len(item.candidates))]
@@ -125,7 +125,7 @@ def _row(item: Item, inputs: Inputs, min_sqnr: float | None, known: dict[Any, li
 
 def _error(item: Item, option: int, x: Tensor) -> tuple[float, float]:
     """(relative squared error, SQNR in dB) of the outputs of a layer."""
-    candidate, weight = item.candidates[option], item.parameter.detach()
+    candidate, weight = item.candidates[option], item.matrix
     if candidate is None:
         return 0.0, float("inf")
     wanted = functional.linear(x, weight)

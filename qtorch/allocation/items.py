@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..kernels.im2col import to_matrix
 from ..recipe import Recipe, WeightRecipe
 from ..targets import Filter, Target, find_targets
 
@@ -45,24 +44,33 @@ class Item:
         return self.target.parameter
 
     @property
+    def is_product(self) -> bool:
+        """Whether the model multiplies by it as one linear layer does."""
+        return self.target.kind.name in ("linear", "attention")
+
+    @property
     def matrix(self) -> Tensor:
-        """The weight as it is quantized: (N, K) or (E, N, K); a convolution as a matrix."""
+        """The weight as it is quantized: (N, K) or (E, N, K); a convolution, or a weight stored (K, N), as such."""
         weight = self.parameter.detach()
-        return to_matrix(weight) if self.target.asked.is_conv else weight
+        return self.target.kind.to_matrix(weight)
 
 
-def find_items(model: nn.Module, candidates: Candidates, filter_fn: Filter | None) -> list[Item]:
+def find_items(
+    model: nn.Module, candidates: Candidates, filter_fn: Filter | None, *, experts: bool = True
+) -> list[Item]:
     """The weights that the candidates are for.
 
     Args:
         candidates: recipes for every linear layer, or an ordered mapping from names or regular expressions to recipes,
             as for `quantize_`.
+        experts: whether experts in one parameter are among them that no mapping asks for.
 
     Raises:
         TypeError: a candidate is no recipe for inference.
         ValueError: a candidate takes data, no candidate fits a weight, or there is no weight.
     """
     given: Any
+    by_name = isinstance(candidates, Mapping)
     if isinstance(candidates, Mapping):
         given = {name: None if found is None else _checked(found) for name, found in candidates.items()}
     else:
@@ -70,7 +78,7 @@ def find_items(model: nn.Module, candidates: Candidates, filter_fn: Filter | Non
     items, problems = [], []
     targets: list[Target[tuple[Candidate, ...]]] = find_targets(model, given, filter_fn)
     for target in targets:
-        if target.recipe is None:
+        if target.recipe is None or (target.kind.name == "experts" and not experts and not by_name):
             continue
         item = _item(target)
         items.append(item)
@@ -104,7 +112,7 @@ def _checked(candidates: Any) -> tuple[Candidate, ...]:
 
 def _item(target: Target[tuple[Candidate, ...]]) -> Item:
     assert target.recipe is not None
-    if obstacle := next(filter(None, (slot.obstacle for slot in target.slots)), None):
+    if obstacle := target.obstacle:
         return Item(target, (), (("every recipe", obstacle),))
     fitting, unfit = [], []
     for candidate in target.recipe:

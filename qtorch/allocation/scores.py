@@ -74,7 +74,9 @@ def score_weights(
         for candidate in item.candidates:
             if candidate is not None and (kind := activation_error(candidate)) is not None:
                 kinds[kind] = None
-        wanted.append(Wanted(item.parameter, slots, list(kinds), partial(_scored, item, seen, rounding)))
+        make = partial(_scored, item, seen, rounding)
+        transposed = item.target.kind.is_transposed
+        wanted.append(Wanted(item.parameter, slots, list(kinds), make, transposed=transposed))
     made = quantize_in_order(model, wanted, data)
     found = [made[item.parameter][1] for item in items]
     _fill_unseen(items, found)
@@ -102,7 +104,8 @@ def _watch_outputs(
     items: Sequence[Item], model: nn.Module, data: Data, gradients: bool, loss: Loss | str | None, seed: int
 ) -> Seen:
     """Run the model on all batches, forward and, for gradients, backward."""
-    recorder = OutputGradients([item.parameter for item in items])
+    transposed = {id(item.parameter) for item in items if item.target.kind.is_transposed}
+    recorder = OutputGradients([item.parameter for item in items], transposed)
     generator = torch.Generator().manual_seed(seed)
     rows, batches = 0, 0
     with eval_mode(model), without_parameter_gradients(model), torch.set_grad_enabled(gradients):

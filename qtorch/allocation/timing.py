@@ -48,7 +48,7 @@ def measure(items: Sequence[Item], rows: int) -> list[list[int]]:
     Raises:
         ValueError: an item is not the weight of a linear layer.
     """
-    if others := [item.name for item in items if not item.target.asked.is_linear]:
+    if others := [item.name for item in items if not item.is_product]:
         raise ValueError(
             f"allocate: a budget of time is for linear layers, got {', '.join(others[:4])}; leave them out of the "
             "candidates, or give a budget in bits or bytes"
@@ -64,7 +64,7 @@ def product_times(item: Item, rows: int, known: dict[Any, list[int]] | None = No
         known: what has been measured, by shape; what is missing is added.
     """
     known = {} if known is None else known
-    weight = item.parameter.detach()
+    weight = item.matrix
     key = (tuple(weight.shape), weight.dtype, weight.device, item.candidates, rows)
     if key not in known:
         x = torch.randn(rows, weight.shape[-1], dtype=weight.dtype, device=weight.device)

@@ -48,7 +48,7 @@ def estimate(model: nn.Module, wanted: Sequence[Wanted[Any]], data: Data) -> Cal
         begun = time.perf_counter()
         engine.forward(0)
         of_forward = time.perf_counter() - begun
-        units = trace(model, lambda: engine.forward(0), weights)
+        units = trace(model, lambda: engine.forward(0), weights, transposed=engine.transposed)
         blocks = [unit.block for unit in units if unit.block is not None]
         keep = needed_outputs(model, engine.forward, blocks)
         output = _output_bytes(engine, blocks)

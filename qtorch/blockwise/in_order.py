@@ -39,6 +39,7 @@ class Wanted(Generic[M]):
         statistics: what `make` takes.
         make: (statistics of the whole weight, or of each expert) -> the quantized weight, and anything beside it.
         learner: improves the weights of a block that have an equal one.
+        transposed: whether it is stored as (K, N).
     """
 
     weight: nn.Parameter
@@ -46,6 +47,7 @@ class Wanted(Generic[M]):
     statistics: Sequence[type[Statistic]]
     make: Callable[[Statistics | dict[int, Statistics]], M]
     learner: BlockLearner | None = None
+    transposed: bool = False
 
 
 @torch.no_grad()
@@ -83,7 +85,8 @@ class InOrder(Generic[M]):
         self.learns = any(item.learner is not None for item in wanted)
         self.paired = self.learns or any(kind.paired for item in wanted for kind in item.statistics)
         self.made: dict[Tensor, M] = {}
-        self.transposed: set[int] = set()
+        self.transposed = {id(item.weight) for item in wanted if item.transposed}
+        self.across: set[int] = set()
         self.progress = progress
         self.weights = weights
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -92,7 +95,7 @@ class InOrder(Generic[M]):
         with eval_mode(self.model), self.restored():
             self.batches = self.data.checked()
             weights = [item.weight for item in self.wanted.values()]
-            units = trace(self.model, lambda: self.forward(0), weights, blocks)
+            units = trace(self.model, lambda: self.forward(0), weights, blocks, self.transposed)
             found = [unit.block for unit in units if unit.block is not None]
             keep = needed_outputs(self.model, self.forward, found)
             count = len(self.batches)
@@ -220,7 +223,7 @@ class InOrder(Generic[M]):
 
         def seen(use: Use) -> None:
             if use.transposed:
-                self.transposed.add(id(use.weight))
+                self.across.add(id(use.weight))
                 return
             key = use.key
             if not stage.once or key[0] == id(stage.weights[0]):
@@ -233,7 +236,7 @@ class InOrder(Generic[M]):
             found.residual = without_padding(residual.detach().reshape(-1, residual.shape[-1]), mask).clone()
             raise StopForward
 
-        with UseRecorder(stage.weights, seen, added if follows else None):
+        with UseRecorder(stage.weights, seen, added if follows else None, self.transposed):
             try:
                 if block is None or calls is None:
                     stream.run_rest(batch)
@@ -252,8 +255,8 @@ class InOrder(Generic[M]):
 
     def _why(self, weight: Tensor) -> str:
         """Why there are no statistics of a weight."""
-        if id(weight) in self.transposed:
-            return "it is stored as (inputs, outputs), and its groups are those of outputs"
+        if id(weight) in self.across:
+            return "products sum over another axis than the one along which it is quantized (see register_weight_kind)"
         return "no product of the data with it was seen"
 
     def _install(self, weight: Tensor, made: M) -> None:

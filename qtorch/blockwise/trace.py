@@ -6,7 +6,7 @@ of its outermost lists of modules. What follows the last block, or stands before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,7 @@ def trace(
     run: Callable[[], Any],
     weights: Sequence[Tensor],
     blocks: Sequence[nn.Module] | None = None,
+    transposed: Container[int] = (),
 ) -> list[Unit]:
     """The units of a model in the order in which they run.
 
@@ -55,12 +56,13 @@ def trace(
         run: runs the model on one batch.
         weights: the parameters to be quantized.
         blocks: the blocks; by default they are found.
+        transposed: ids of the weights that are stored as (K, N).
     """
     calls = _Calls(model)
     uses: list[tuple[int, Use]] = []
     added: list[int] = []
     recorder = UseRecorder(
-        weights, lambda use: uses.append((calls.count, use)), lambda weight, _: added.append(id(weight))
+        weights, lambda use: uses.append((calls.count, use)), lambda weight, _: added.append(id(weight)), transposed
     )
     with calls, recorder:
         run()

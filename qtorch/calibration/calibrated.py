@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ..blockwise import BlockLearner
 from ..dtypes import quantized_type
-from ..kernels.im2col import from_matrix, to_matrix
 from ..primitives import LinearSpec, RotatedSpec
 from ..recipe import Calibrated, ExpertStatistics, WeightRecipe, register_recipe
 from ..report import CalibrationReport, TransformReport
@@ -146,7 +145,7 @@ class CalibratedRecipe(WeightRecipe):
         self, target: Target[Any], weight: Tensor, statistics: Statistics | ExpertStatistics
     ) -> Calibrated:
         """The quantized weight: of a matrix, of a convolution as a matrix, or of experts matrix by matrix."""
-        matrix = to_matrix(weight) if target.asked.is_conv else weight
+        matrix = target.kind.to_matrix(weight)
         try:
             activation = self._activation(matrix, statistics)
             if activation is not None and self._only_observes:
@@ -164,12 +163,12 @@ class CalibratedRecipe(WeightRecipe):
 
         def as_parameter(parts: Sequence[Tensor]) -> Tensor:
             whole = parts[0] if matrix.dim() == 2 else torch.stack(list(parts))
-            return from_matrix(whole, weight.shape) if target.asked.is_conv else whole
+            return target.kind.from_matrix(whole, weight.shape)
 
         def quantized(grids: Sequence[Grid]) -> Tensor:
             made = [grid.quantized(spec) for grid in grids]
             whole: Any = made[0] if matrix.dim() == 2 else torch.cat([part.unsqueeze(0) for part in made])
-            return self._of_matrix(target, weight, whole if activation is None else activation.attached(whole))
+            return target.kind.from_matrix(whole if activation is None else activation.attached(whole), weight.shape)
 
         report = combined_report([part.report for part in rounded])
         if activation is not None:
@@ -186,7 +185,7 @@ class CalibratedRecipe(WeightRecipe):
         spec = self.linear_spec()
         made: Any = quantized_type(spec.weight).from_float(self.recipe.prune(matrix), without_scale(spec))
         report = CalibrationReport("nearest", activation.rows, None, None, 0, 0, activation.range)
-        return Calibrated(self._of_matrix(target, weight, activation.attached(made)), report)
+        return Calibrated(target.kind.from_matrix(activation.attached(made), weight.shape), report)
 
     def _activation(self, weight: Tensor, statistics: Statistics | ExpertStatistics) -> StaticActivation | None:
         if self.lacks_scale:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from ..dtypes import ConvWeight, QuantizedTensor
-from ..dtypes.conv import CONVS
+from ..dtypes import ConvWeight, QuantizedTensor, TransposedWeight
 from ..prepared_module import PreparedModule
+from ..weight_kinds import UNKNOWN, kind_of
 from .file_format import Place
 
 FLOAT_ONLY: tuple[type[nn.Module], ...] = (
@@ -64,16 +64,19 @@ def _problem(place: Place, new: Tensor) -> str | None:
     if not isinstance(new, QuantizedTensor):
         kinds = [(tensor.is_floating_point(), tensor.is_complex()) for tensor in (new, old)]
         return None if kinds[0] == kinds[1] else f"is {new.dtype}, the model's is {old.dtype}"
-    of_conv = attribute == "weight" and isinstance(module, CONVS)
-    if isinstance(new, ConvWeight) != of_conv:
+    kind = kind_of(module, attribute)
+    if isinstance(new, ConvWeight) != kind.is_conv:
         what = "of a convolution" if isinstance(new, ConvWeight) else "of a linear layer"
         return f"is quantized as the weight {what}, but the {attribute} of a {type(module).__name__}"
+    if isinstance(new, TransposedWeight) and not kind.is_transposed and kind is not UNKNOWN:
+        what = "a weight that is stored as (inputs, outputs)"
+        return f"is quantized as {what}, but the {attribute} of a {type(module).__name__}"
     if isinstance(module, FLOAT_ONLY) or old.dim() < 2:
         return f"is quantized, but the {attribute} of a {type(module).__name__}, which has no quantized kernel"
     if isinstance(module, PreparedModule):
         return "is quantized, but its layer is in training; finish that by convert() first, or build the model anew"
     activation = new.scheme.activation
-    if activation is not None and attribute == "weight" and isinstance(module, (nn.Linear, *CONVS)):
+    if activation is not None and (kind.is_layer or isinstance(new, TransposedWeight)):
         try:
             activation.block_size((1, new.scheme.codes_shape[-1]))
         except ValueError as error:

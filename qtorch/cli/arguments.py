@@ -34,6 +34,18 @@ def add_recipe(parser: argparse.ArgumentParser, required: bool) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="an argument of the recipe: group_size=32"
     )
+    parser.add_argument(
+        "--targets",
+        default="linear",
+        metavar="KIND[,KIND]",
+        help="what the recipe reaches: linear (the default), all, experts, embedding, ...",
+    )
+    parser.add_argument(
+        "--on-misfit",
+        default="error",
+        choices=("error", "pad", "coarser", "skip"),
+        help="what becomes of weights that groups do not divide; default error",
+    )
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Run the subcommand."""
     from ..quantize_checkpoint import quantize_checkpoint
-    from .recipes import asked_recipe
+    from .recipes import asked_recipe, asked_targets
 
     if arguments.dst is None and not arguments.dry_run:
         raise UsageError("DST is missing; only --dry-run does without")
@@ -58,6 +58,8 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.src,
         arguments.dst or default,
         recipe,
+        targets=asked_targets(arguments),
+        on_misfit=arguments.on_misfit,
         format=format,
         max_shard_size=arguments.max_shard_size,
         progress=shows_progress(arguments),

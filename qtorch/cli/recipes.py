@@ -22,6 +22,12 @@ from ..recipe import RECIPES, Recipe
 from .arguments import UsageError
 
 
+def asked_targets(arguments: argparse.Namespace) -> str | list[str]:
+    """The argument `targets` of `quantize_` that the command line asks for."""
+    words: list[str] = arguments.targets.split(",")
+    return words[0] if len(words) == 1 else words
+
+
 def asked_recipe(arguments: argparse.Namespace) -> Recipe | dict[str, Recipe | None]:
     """What ``--recipe``, ``--set`` and ``--config`` ask for.
 

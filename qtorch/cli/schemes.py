@@ -6,18 +6,20 @@ import argparse
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import formats  # noqa: F401 (registers the formats)
 from ..checkpoint.source import Contents, Source
+from ..dtypes.matrix_weight import MatrixScheme
+from ..misfit import Padded
 from ..primitives.scheme import Scheme
 from ..recipe import WeightRecipe
 from ..streaming.assignment import assign
 from ..streaming.sources import model_config, open_any
 from .arguments import UsageError
-from .recipes import asked_recipe
+from .recipes import asked_recipe, asked_targets
 
 
 class Matrix(NamedTuple):
@@ -47,13 +49,18 @@ def matrices(arguments: argparse.Namespace) -> list[Matrix]:
 
 
 def _assigned(arguments: argparse.Namespace, source: Source, contents: Mapping[str, Contents]) -> list[Matrix]:
-    targets = assign(contents, asked_recipe(arguments), source, model_config(arguments.path), "qtorch")
+    config, reach = model_config(arguments.path), asked_targets(arguments)
+    targets = assign(contents, asked_recipe(arguments), source, config, "qtorch", reach, arguments.on_misfit)
     found = []
     for name, target in targets.items():
-        if isinstance(target.recipe, WeightRecipe):
-            of = contents[name]
+        recipe: Any = target.recipe
+        of = contents[name]
+        rows, columns = target.kind.matrix_shape(of.shape)[-2:]
+        if isinstance(recipe, Padded):
+            recipe, columns = recipe.recipe, columns + recipe.padding
+        if isinstance(recipe, WeightRecipe):
             op = "embedding" if target.asked.is_embedding else "linear"
-            found.append(Matrix(name, op, _made(target.recipe, tuple(of.shape[-2:]), of.dtype)))
+            found.append(Matrix(name, op, _made(recipe, (rows, columns), of.dtype)))
     return found
 
 
@@ -68,4 +75,6 @@ def _made(recipe: WeightRecipe, shape: tuple[int, ...], dtype: torch.dtype) -> S
 
 def _of_matrix(scheme: Scheme) -> Scheme:
     """Fused experts run as separate linear layers."""
+    if isinstance(scheme, MatrixScheme):
+        scheme = scheme.matrix
     return replace(scheme, shape=tuple(scheme.shape[-2:]))

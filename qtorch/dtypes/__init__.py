@@ -22,7 +22,9 @@ from .factories import (
     to_affine_quantized_intx_static,
     to_linear_activation_quantized,
 )
+from .matrix_weight import MatrixWeight
 from .outside_dispatch import deregister_aqt_quantized_linear_dispatch, register_aqt_quantized_linear_dispatch
+from .transposed_weight import PaddedWeight, TransposedWeight
 from .uintx import UintxTensor, to_uintx
 
 __all__ = [
@@ -31,12 +33,15 @@ __all__ = [
     "ConvWeight",
     "LUTQuantizedTensor",
     "Layout",
+    "MatrixWeight",
     "NF4Tensor",
     "PackedLayout",
+    "PaddedWeight",
     "PlainLayout",
     "QuantizedTensor",
     "SemiSparseLayout",
     "TensorCoreTiledLayout",
+    "TransposedWeight",
     "UintxTensor",
     "conv",
     "deregister_aqt_quantized_linear_dispatch",

@@ -27,7 +27,7 @@ from ..tracing.function_transforms import one_by_one, run_whole, transforms_acti
 from ..tracing.outside_graphs import refuse_jit_trace, starts_no_graph
 from .autocast import cast_for_product
 from .base import QuantizedTensor
-from .conv_weight import ConvScheme, ConvWeight
+from .conv_weight import ConvScheme, ConvWeight, as_conv_weight
 from .dispatch import implements_function
 from .linear import (
     check_device,
@@ -92,6 +92,7 @@ def convolution(
         dilation: Size = 1,
         groups: int = 1,
     ) -> Tensor:
+        weight = as_conv_weight(weight)
         shape = checked_shape(name, input, weight)
         if input.dim() == ndim + 1:
             return conv(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)

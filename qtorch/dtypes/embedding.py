@@ -16,6 +16,7 @@ from ..tracing.outside_graphs import refuse_jit_trace, starts_no_graph
 from .base import QuantizedTensor
 from .dispatch import implements_aten, implements_function
 from .linear import check_device, find_kernel, frozen_error, kinds
+from .transposed_weight import PaddedWeight, TransposedWeight, as_view, padded_matrix
 
 aten = torch.ops.aten
 
@@ -43,6 +44,10 @@ def embedding(
     refuse_jit_trace()
     if input.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"embedding takes indices in int64 or int32, got {input.dtype}: ids.long()")
+    if isinstance(weight, PaddedWeight):
+        if isinstance(weight, TransposedWeight):
+            return embedding(input, as_view(weight))
+        return embedding(input, padded_matrix(weight))[..., : weight.scheme.shape[-1]]
     if transforms_active():
         options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         trains = isinstance(weight, QuantizedTensor) and weight.trains

@@ -17,18 +17,21 @@ from torch.nn import functional
 from .base import QuantizedTensor
 from .dispatch import implements_aten, implements_function
 from .linear import kinds, linear, requires_grad
+from .transposed_weight import contracted
 
 aten = torch.ops.aten
 
 
 @implements_function(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
-def matmul(input: Tensor, other: Tensor) -> Tensor:
+def matmul(input: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
     """`torch.matmul` with one quantized operand: 2-d against a tensor of any rank, or 3-d against 3-d.
 
     Raises:
         TypeError: both operands are quantized.
         ValueError: the shapes do not fit.
     """
+    if out is not None:
+        return _into(out, matmul(input, other))
     if isinstance(input, QuantizedTensor):
         if isinstance(other, QuantizedTensor):
             raise TypeError("matmul of two quantized tensors: dequantize() one of them")
@@ -38,7 +41,7 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
     if not isinstance(other, QuantizedTensor):
         raise TypeError(f"matmul takes a quantized operand, got {kinds(input, other)}")
     if len(other.scheme.shape) == 2:
-        return linear(input, other.t())
+        return linear(input, contracted(other))
     return bmm(input, other)
 
 
@@ -48,7 +51,7 @@ def _rmatmul(other: Tensor, input: Tensor) -> Tensor:
 
 
 @implements_function(torch.mm, torch.Tensor.mm)
-def mm(input: Tensor, mat2: Tensor) -> Tensor:
+def mm(input: Tensor, mat2: Tensor, *, out: Tensor | None = None) -> Tensor:
     """`torch.mm` with one quantized operand.
 
     Raises:
@@ -56,7 +59,7 @@ def mm(input: Tensor, mat2: Tensor) -> Tensor:
     """
     if input.dim() != 2 or mat2.dim() != 2:
         raise ValueError(f"mm takes matrices, got shapes {tuple(input.shape)} and {tuple(mat2.shape)}")
-    return matmul(input, mat2)
+    return _into(out, matmul(input, mat2))
 
 
 @implements_function(torch.bmm, torch.Tensor.bmm)
@@ -113,11 +116,32 @@ def grouped_mm(
 def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """beta * input + alpha * (mat1 @ mat2), mat2 quantized."""
     if isinstance(mat2, QuantizedTensor) and beta == 1 and alpha == 1 and input.dim() == 1:
-        return linear(mat1, mat2.t(), input)
-    return beta * input + alpha * matmul(mat1, mat2)
+        return linear(mat1, contracted(mat2), input)
+    return beta * input + alpha * mm(mat1, mat2)
 
 
-def _inlined(function: Any) -> FunctionType:
+@implements_function(torch.baddbmm, torch.Tensor.baddbmm)
+def baddbmm(
+    input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None
+) -> Tensor:
+    """beta * input + alpha * bmm(batch1, batch2), one of the two quantized."""
+    y = alpha * bmm(batch1, batch2)
+    # With beta = 0, torch ignores NaN in `input`.
+    return _into(out, y if beta == 0 else beta * input + y)
+
+
+def _into(out: Tensor | None, result: Tensor) -> Tensor:
+    """`result`, written into `out` where the caller gives one, as the functions of torch do."""
+    if out is None:
+        return result
+    if isinstance(out, QuantizedTensor):
+        raise TypeError("out= takes a plain tensor, got a quantized one")
+    if out.shape != result.shape:
+        out.resize_(result.shape)
+    return out.copy_(result)
+
+
+def inlined(function: Any) -> FunctionType:
     """A copy of a Python function of torch that runs its body, and so dispatches the functions that it calls, instead
     of being dispatched to `__torch_function__` itself."""
     names = {**function.__globals__, "has_torch_function": lambda _: False}
@@ -127,16 +151,17 @@ def _inlined(function: Any) -> FunctionType:
 
 
 # Its products are then calls of our `F.linear`, which has its own gradient and takes inputs of any strides.
-implements_function(functional.multi_head_attention_forward)(_inlined(functional.multi_head_attention_forward))
+implements_function(functional.multi_head_attention_forward)(inlined(functional.multi_head_attention_forward))
 
 
-@implements_aten(aten.mm.default, aten.bmm.default, aten.addmm.default)
+@implements_aten(aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
 def _products_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Handle products that reach aten without a call of a torch function of this file (inside torch.tensordot)."""
     by_overload: dict[Any, Callable[..., Tensor]] = {
         aten.mm.default: mm,
         aten.bmm.default: bmm,
         aten.addmm.default: addmm,
+        aten.baddbmm.default: baddbmm,
     }
     quantizes_input = any(isinstance(arg, QuantizedTensor) and arg.scheme.activation is not None for arg in args)
     if quantizes_input and torch.is_grad_enabled() and any(isinstance(a, Tensor) and requires_grad(a) for a in args):

@@ -27,6 +27,7 @@ from .copying import forms_of
 from .dispatch import implements_function
 from .fast_path import fast_linear_of
 from .outside_dispatch import dispatches
+from .transposed_weight import PaddedWeight, TransposedWeight, as_view, padded_matrix
 
 
 def _lookup_constant(op: str, scheme: Scheme, dtype: torch.dtype, device: str) -> Kernel:
@@ -64,6 +65,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         refuse_jit_trace()
     if not isinstance(weight, QuantizedTensor) or isinstance(input, QuantizedTensor):
         raise TypeError(f"linear takes a float input and a quantized weight, got {kinds(input, weight)}")
+    if isinstance(weight, PaddedWeight):
+        return _linear_padded(input, weight, bias)
     shape = weight.scheme.shape
     if len(shape) != 2 or not input.dim() or input.shape[-1] != shape[1]:
         raise ValueError(f"linear: an input of shape {tuple(input.shape)} does not fit a weight of shape {shape}")
@@ -71,6 +74,18 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         check_dtype("linear", input, weight.scheme.dtype)
     check_device("linear", input, weight)
     return cast_for_product(multiply, input, weight, bias)
+
+
+def _linear_padded(input: Tensor, weight: PaddedWeight, bias: Tensor | None) -> Tensor:
+    """`linear` with a weight that is held as the matrix of another shape."""
+    shape = weight.scheme.shape
+    if len(shape) != 2 or not input.dim() or input.shape[-1] != shape[1]:
+        raise ValueError(f"linear: an input of shape {tuple(input.shape)} does not fit a weight of shape {shape}")
+    if isinstance(weight, TransposedWeight):  # the sum runs over the rows of the matrix
+        y = linear(input, padded_matrix(weight.t()).t() if weight.scheme.padding else as_view(weight))  # type: ignore[arg-type]
+        y = y[..., : shape[0]]
+        return y if bias is None else y + bias
+    return linear(functional.pad(input, (0, weight.scheme.padding)), padded_matrix(weight), bias)
 
 
 def multiply(input: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:

@@ -26,8 +26,8 @@ from ..primitives.jsonable import from_json, to_json
 from ..primitives.qdtype import QDType
 from ..primitives.scheme import Scheme
 from .base import QuantizedTensor, quantized_type
-from .conv_weight import ConvScheme, ConvWeight
 from .int32_words import can_pack, pack_to_int32, unpack_from_int32
+from .matrix_weight import type_of_scheme
 
 Entry = dict[str, Any]
 """JSON data of one quantized tensor: its scheme, and the stored name of each of its parts."""
@@ -92,8 +92,7 @@ def from_canonical(entry: Entry, read: Callable[[str], Tensor]) -> QuantizedTens
         codes = _unpacked(codes, scheme.weight.dtype, scheme.codes_shape[-1])
     if tuple(codes.shape) != scheme.codes_shape:
         raise ValueError(f"the codes have shape {tuple(codes.shape)}, the scheme {scheme.codes_shape}")
-    kind = ConvWeight if isinstance(scheme, ConvScheme) else quantized_type(scheme.weight)
-    return kind.from_canonical(codes, parts, scheme)
+    return type_of_scheme(scheme).from_canonical(codes, parts, scheme)
 
 
 def check_entry(entry: Any) -> None:

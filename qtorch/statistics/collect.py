@@ -5,7 +5,7 @@ A layer that is shared or called in a loop gets the inputs of all calls (see `us
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ def collect(
     model: nn.Module,
     data: Data,
     wanted: Mapping[Tensor, Sequence[type[Statistic]]],
+    transposed: Collection[int] = (),
 ) -> dict[Tensor, Statistics]:
     """Statistics of the inputs of weights, over all batches.
 
@@ -25,6 +26,7 @@ def collect(
         model: run in eval mode, without gradients; it is not changed.
         data: the batches, and how to call the model.
         wanted: the statistics to collect for each parameter of `model`.
+        transposed: ids of the parameters that are stored as (K, N), with inputs of size K.
 
     Returns:
         For each parameter, its statistics by class.
@@ -46,7 +48,7 @@ def collect(
             for statistic in statistics.values():
                 statistic.end_batch()
 
-    with UseRecorder(found, seen):
+    with UseRecorder(found, seen, transposed=transposed):
         run_batches(model, data, end_batch)
     unseen = {p for p, statistics in found.items() if any(not s.rows for s in statistics.values())}
     if unseen:

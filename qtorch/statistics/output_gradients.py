@@ -14,7 +14,7 @@ Source of the factorization: K-FAC, arXiv 1503.05671, section 3, with the diagon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .uses import PRODUCTS, Key, Use, UseRecorder
+from .uses import Key, Use, UseRecorder
 
 
 class OutputGradients(UseRecorder):
@@ -38,8 +38,8 @@ class OutputGradients(UseRecorder):
         uses: number of products with each weight, by its id.
     """
 
-    def __init__(self, weights: Sequence[Tensor]) -> None:
-        super().__init__(weights, lambda use: None)
+    def __init__(self, weights: Sequence[Tensor], transposed: Container[int] = ()) -> None:
+        super().__init__(weights, lambda use: None, transposed=transposed)
         self.squares: dict[Key, Tensor] = {}
         self.tables: dict[int, Tensor] = {}
         self.frequencies: dict[int, Tensor] = {}
@@ -49,8 +49,7 @@ class OutputGradients(UseRecorder):
         kwargs = kwargs or {}
         if func is functional.embedding:
             return self._embedding(func, args, kwargs)
-        product = PRODUCTS.get(func)
-        found = list(product(self.owner, *args, **kwargs)) if product is not None else []
+        found = list(self.uses_in(func, args, kwargs))
         output = func(*args, **kwargs)
         if not found:
             return output

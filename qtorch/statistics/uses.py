@@ -7,8 +7,8 @@ rows) is a use of it too; a copy (a cast, `contiguous()`) is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..dtypes.functions import inlined
 from ..kernels.im2col import input_rows, prepare_conv
 
 Key = tuple[int, "int | None"]
@@ -32,7 +33,8 @@ class Use:
         expert: index into a weight (E, N, K) of which only one matrix is used; None for a whole matrix (N, K).
         input: the tensor that the caller gave; weights of one input share statistics.
         rows: the inputs as rows (M, K), in pieces.
-        transposed: the sum runs over the last axis but one of the weight instead of the last.
+        transposed: the sum runs over another axis than such products do: the last but one of a weight (N, K), or the
+            last of one that is stored as (K, N).
     """
 
     weight: Tensor
@@ -72,6 +74,7 @@ class UseRecorder(TorchFunctionMode):
 
     Args:
         weights: the parameters. A quantized one has no memory of its own, so views of it are not recognized.
+        transposed: ids of the parameters that are stored as (K, N): products sum over their last axis but one.
         added: called as ``added(weight, residual)`` where the output of a product is added to another tensor of its
             shape, as at the end of a residual branch.
     """
@@ -81,8 +84,10 @@ class UseRecorder(TorchFunctionMode):
         weights: Iterable[Tensor],
         seen: Callable[[Use], None],
         added: Callable[[Tensor, Tensor], None] | None = None,
+        transposed: Container[int] = (),
     ) -> None:
         super().__init__()
+        self.transposed = transposed
         self.weights = list(weights)
         self.seen = seen
         self.added = added
@@ -96,13 +101,14 @@ class UseRecorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        product = PRODUCTS.get(func)
+        if func in INLINED:
+            with self:
+                return INLINED[func](*args, **kwargs)
         output = None
-        if product is not None:
-            for use in product(self.owner, *args, **kwargs):
-                self.count += 1
-                output = (self.count, use.weight) if use.expert is None and not use.transposed else None
-                self.seen(use)
+        for use in self.uses_in(func, args, kwargs):
+            self.count += 1
+            output = (self.count, use.weight) if use.expert is None and not use.transposed else None
+            self.seen(use)
         if self.added is None:
             return func(*args, **kwargs)
         if func in ADDITIONS and len(args) == 2 and not kwargs:
@@ -113,6 +119,13 @@ class UseRecorder(TorchFunctionMode):
         if output is not None and isinstance(result, Tensor):
             self.outputs[result] = output
         return result
+
+    def uses_in(self, func: Any, args: Any, kwargs: Any) -> Iterator[Use]:
+        """The uses of weights in a call of a torch function."""
+        product = PRODUCTS.get(func)
+        for use in product(self.owner, *args, **kwargs) if product is not None else ():
+            stored_so = id(use.weight) in self.transposed
+            yield replace(use, transposed=not use.transposed) if stored_so else use
 
     def _add(self, a: Any, b: Any) -> None:
         if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and self.added is not None:
@@ -183,6 +196,33 @@ def _grouped_mm(owner: Owner, a: Tensor, b: Tensor, offs: Tensor | None = None, 
         start = stop
 
 
+def _einsum(owner: Owner, equation: Any, *operands: Any) -> Iterator[Use]:
+    """Of two operands whose product sums over one of the last two axes of a parameter of two or three axes."""
+    operands = tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
+    terms, arrow, result = str(equation).replace(" ", "").partition("->")
+    names = terms.split(",")
+    if len(operands) != 2 or len(names) != 2 or not arrow or "." in terms:
+        return
+    for weight, input, of_weight, of_input in (
+        (operands[1], operands[0], names[1], names[0]),
+        (operands[0], operands[1], names[0], names[1]),
+    ):
+        parameter = owner(weight)
+        contracted = [letter for letter in of_weight if letter in of_input and letter not in result]
+        batch = "".join(letter for letter in of_weight if letter in of_input and letter in result)
+        if parameter is None or len(contracted) != 1 or len(of_weight) not in (2, 3):
+            continue
+        position = of_weight.index(contracted[0]) - len(of_weight)
+        if position == -3 or batch != of_weight[: len(of_weight) - 2]:
+            return
+        view = weight if position == -1 else weight.transpose(-1, -2)
+        rest = [letter for letter in of_input if letter not in batch and letter != contracted[0]]
+        rows = input.permute([of_input.index(letter) for letter in [*batch, *rest, *contracted]])
+        rows = rows.reshape(*(rows.shape[:1] if batch else ()), -1, rows.shape[-1])
+        yield from _matrix_uses(parameter, view, rows, bool(batch))
+        return
+
+
 def _conv(ndim: int) -> Callable[..., Iterator[Use]]:
     def uses(
         owner: Owner,
@@ -211,12 +251,16 @@ PRODUCTS: dict[Any, Callable[..., Iterator[Use]]] = {
     functional.conv3d: _conv(3),
     **dict.fromkeys((torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm), _matmul),
     Tensor.__matmul__: _matmul,
+    torch.einsum: _einsum,
     **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), _addmm),
     **dict.fromkeys(
         (f for f in (getattr(torch, "_grouped_mm", None), getattr(functional, "grouped_mm", None)) if f), _grouped_mm
     ),
 }
 """torch function -> (owner, *its arguments) -> the uses of weights in a call of it."""
+
+INLINED = {functional.multi_head_attention_forward: inlined(functional.multi_head_attention_forward)}
+"""Functions of torch in Python -> a copy whose products are seen one by one."""
 
 ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, Tensor.__iadd__}
 """torch functions (a, b) -> a + b."""

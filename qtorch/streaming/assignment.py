@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..checkpoint.experts import is_fused
 from ..checkpoint.source import Contents, Source
 from ..formats.compressed_tensors.config import METHOD
 from ..formats.compressed_tensors.serving import adapted, is_nvfp4, tensor_scales
+from ..misfit import OnMisfit, choose
 from ..recipe import Recipe, WeightRecipe
-from ..targets import Target, find_targets
+from ..targets import Reach, Target, find_targets
 from .skeleton import is_head_or_router, skeleton
 
 _HEAD = "a head or a router; ask for it by name"
@@ -25,6 +25,8 @@ def assign(
     source: Source,
     config: Mapping[str, Any],
     format: str,
+    reach: Reach = "linear",
+    on_misfit: OnMisfit = "error",
 ) -> dict[str, Target[Recipe]]:
     """The target of each weight of two or more axes that is not quantized, by its name.
 
@@ -34,17 +36,24 @@ def assign(
         source: for the largest magnitudes of weights in NVFP4, if engines join them.
         config: contents of config.json.
         format: in which the weights will be stored: recipes are completed as engines need it.
+        reach, on_misfit: see the arguments `targets` and `on_misfit` of `quantize_`.
 
     Raises:
         ValueError: a weight cannot have its recipe, or an entry of the mapping has no effect.
     """
     floats = {name: of for name, of in contents.items() if of.scheme is None}
     model = skeleton(floats, config.get("model_type"))
-    targets: list[Target[Recipe]] = find_targets(model, recipe, None)
+    targets: list[Target[Recipe]] = find_targets(model, recipe, None, reach)
     for target in targets:
         slot = target.asked
-        if not isinstance(recipe, Mapping) and slot.is_linear and is_head_or_router(slot.module_name):
+        if (
+            not isinstance(recipe, Mapping)
+            and reach != "all"
+            and slot.is_linear
+            and is_head_or_router(slot.module_name)
+        ):
             slot.recipe, slot.reason = None, _HEAD
+    choose(targets, on_misfit, _check)
     chosen = [target for target in targets if target.recipe is not None]
     if not chosen:
         raise ValueError("quantize_checkpoint: nothing to quantize: no linear layer in floating point")
@@ -83,19 +92,22 @@ def _complete(chosen: list[Target[Recipe]], source: Source) -> None:
 
 
 def _problem(target: Target[Recipe]) -> str | None:
-    recipe, slot = target.recipe, target.asked
-    assert recipe is not None
-    shape = tuple(slot.parameter.shape)
-    if recipe.data is not None and not recipe.in_order:
-        return f"{slot.label}: {recipe} runs the model on data; use quantize_"
-    if recipe.trains or not isinstance(recipe, WeightRecipe):
-        return f"{slot.label}: {recipe} is not a recipe for inference; use quantize_"
-    if len(shape) > 3 or (len(shape) == 3 and not is_fused(slot.name)):
-        return f"{slot.label}: has shape {shape}; the weights of convolutions need their layer: use quantize_"
+    assert target.recipe is not None
     try:
-        # Without values, all but the check of the values.
-        recipe.check(nn.Parameter(torch.empty(0, *shape[1:], dtype=slot.parameter.dtype), requires_grad=False))
-        recipe.linear_spec().weight.block_size(shape)
+        _check(target.recipe, target)
     except (ValueError, TypeError) as error:
-        return f"{slot.label}: {error}"
+        return f"{target.asked.label}: {error}"
     return None
+
+
+def _check(recipe: Recipe, target: Target[Recipe]) -> None:
+    """Raise `ValueError` or `TypeError` unless the recipe can quantize a tensor of this shape without its module."""
+    slot, shape = target.asked, tuple(target.parameter.shape)
+    if recipe.data is not None and not recipe.in_order:
+        raise ValueError(f"{recipe} runs the model on data; use quantize_")
+    if recipe.trains or not isinstance(recipe, WeightRecipe):
+        raise ValueError(f"{recipe} is not a recipe for inference; use quantize_")
+    if len(shape) > 3 or (len(shape) == 3 and slot.kind.name != "experts"):
+        raise ValueError(f"has shape {shape}; the weights of convolutions need their layer: use quantize_")
+    matrix = slot.kind.matrix_shape(shape)
+    recipe.check_form(torch.empty(matrix, dtype=slot.parameter.dtype, device="meta"))

@@ -143,7 +143,9 @@ class CalibratedWeights:
                 parameter = parameters[name]
                 assert target.recipe is not None
                 make = _making(target, parameter, name)
-                wanted.append(Wanted(parameter, slots[id(parameter)], target.recipe.statistics, make))
+                transposed = target.kind.is_transposed
+                places = slots[id(parameter)]
+                wanted.append(Wanted(parameter, places, target.recipe.statistics, make, transposed=transposed))
             quantize_in_order(model, wanted, data, progress=progress, weights=weights)
 
 
@@ -152,7 +154,7 @@ def _making(target: Target[Recipe], parameter: nn.Parameter, name: str) -> Calla
         recipe, weight = target.recipe, parameter.detach()
         assert recipe is not None
         try:
-            recipe.check(weight)
+            recipe.check(target.kind.view(weight))
         except (ValueError, TypeError) as error:
             raise type(error)(f"quantize_checkpoint: {name}: {error}") from error
         return recipe.make_in_order(target, weight, statistics)

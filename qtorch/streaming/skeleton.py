@@ -3,9 +3,10 @@
 Only names and shapes are known. Tensors called ``*.weight`` with two axes are the weights of `nn.Linear`, except
 
 - tables: the last name of the module contains "embed" or is one of `TABLES`; they become `nn.Embedding`;
-- matrices of the transposed linear layer `Conv1D` of transformers, in models of `CONV1D_MODELS`;
+- matrices of the transposed linear layer `Conv1D` of transformers, in models of `CONV1D_MODELS`.
 
-and all other tensors are bare parameters. As in `quantize_`, tables and bare parameters get a recipe only by name.
+Tensors with the experts of a layer get a module that `weight_kinds` knows, and all other tensors are bare parameters,
+which get a recipe only by name, as in `quantize_`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 import torch
 from torch import nn
 
+from ..checkpoint.experts import is_fused
 from ..checkpoint.source import Contents
 
 TABLES = frozenset({"wte", "wpe", "shared", "relative_attention_bias", "codebook"})
@@ -26,7 +28,32 @@ HEADS_AND_ROUTERS = frozenset({"lm_head", "embed_out", "score", "classifier", "g
 CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})
 """Values of `model_type` whose linear layers are `Conv1D`, with weights (in features, out features)."""
 
+TRANSPOSED_EXPERTS = frozenset({"aria", "aria_text", "gpt_oss", "llama4", "llama4_text", "openai_privacy_filter"})
+"""Values of `model_type` whose experts are stored as (experts, in features, out features)."""
+
 _CONV1D = re.compile(r"(?:.+\.)?(?:c_attn|c_proj|c_fc|q_attn)\.weight")
+
+
+class Conv1D(nn.Module):
+    """Stands for that of transformers, by whose name its weight is known."""
+
+
+class JetMoeParallelExperts(nn.Module):
+    """Experts in one tensor ``weight``."""
+
+
+class DbrxExpertGLU(nn.Module):
+    """Experts in the matrices ``w1``, ``v1`` and ``w2``."""
+
+
+class FusedExperts(nn.Module):
+    """Experts in the tensors ``gate_up_proj``, ``down_proj``, ..., marked as transformers does."""
+
+    is_concatenated = True
+
+    def __init__(self, is_transposed: bool) -> None:
+        super().__init__()
+        self.is_transposed = is_transposed
 
 
 def skeleton(tensors: dict[str, Contents], model_type: str | None = None) -> nn.Module:
@@ -40,14 +67,19 @@ def skeleton(tensors: dict[str, Contents], model_type: str | None = None) -> nn.
     modules: dict[str, nn.Module] = {"": root}
     for name, contents in tensors.items():
         path, _, attribute = name.rpartition(".")
-        if attribute == "weight" and path and (module := _layer(name, contents, model_type)) is not None:
+        if path in modules:
+            continue
+        module = _experts(name, contents, model_type)
+        if module is None and attribute == "weight" and path:
+            module = _layer(name, contents, model_type)
+        if module is not None:
             modules[path] = module
     for path in list(modules):
         _connect(modules, path)
     for name, contents in tensors.items():
         path, _, attribute = name.rpartition(".")
         owner = _connect(modules, path)
-        if attribute != "weight" or type(owner) is nn.Module:
+        if attribute not in owner._parameters:
             owner._parameters[attribute] = _parameter(contents)
     return root
 
@@ -57,13 +89,25 @@ def is_head_or_router(module_name: str) -> bool:
     return module_name.rpartition(".")[2] in HEADS_AND_ROUTERS
 
 
+def _experts(name: str, contents: Contents, model_type: str | None) -> nn.Module | None:
+    """The module of a tensor that holds the experts of a layer, or None."""
+    path, _, attribute = name.rpartition(".")
+    if len(contents.shape) == 3 and is_fused(name):
+        return FusedExperts(model_type in TRANSPOSED_EXPERTS)
+    if len(contents.shape) == 3 and attribute == "weight" and path.endswith((".input_linear", ".output_linear")):
+        return JetMoeParallelExperts()
+    if model_type == "dbrx" and path.endswith(".experts.mlp") and attribute in ("w1", "v1", "w2"):
+        return DbrxExpertGLU()
+    return None
+
+
 def _layer(name: str, contents: Contents, model_type: str | None) -> nn.Module | None:
     """The layer whose weight has this name, or None for a bare parameter."""
     module = name.rpartition(".")[0].rpartition(".")[2]
     if len(contents.shape) != 2 or not contents.dtype.is_floating_point:
         return None
     if model_type in CONV1D_MODELS and _CONV1D.fullmatch(name):
-        return None
+        return Conv1D()
     rows, columns = contents.shape
     if module not in HEADS_AND_ROUTERS and ("embed" in module or module in TABLES):
         layer: nn.Module = nn.Embedding(rows, columns, device="meta")

@@ -46,9 +46,9 @@ class Consumer:
         """The relative error of the output with inputs multiplied by these scales (n,), and the weight divided."""
         rows = self.rows
         by = torch.cat([scales.new_ones(1), scales]).to(rows)[self.channels.to(rows.device)]
-        divided = self.weight.to(rows.dtype) / (by.unsqueeze(1) if self.transposed else by)
+        divided = self._by_rows(self.weight).to(rows.dtype) / by
         rounded = Grid.of(divided, self.recipe.linear_spec().weight, self.weight.dtype).values().to(rows.dtype)
-        got = self._quantized(rows * by) @ self._by_rows(rounded).t()
+        got = self._quantized(rows * by) @ rounded.t()
         return float((got - self.wanted).square().sum() / self.energy)
 
     @cached_property
@@ -84,7 +84,7 @@ class Consumer:
     def relative_magnitude(self) -> Tensor:
         """(K,), mean over rows of |w| / max |w| of its group, as AWQ measures weights."""
         weight = self._by_rows(self.weight).detach().abs().float()
-        size = self.recipe.linear_spec().weight.block_size(weight.shape)[-1] if not self.transposed else weight.shape[1]
+        size = self.recipe.linear_spec().weight.block_size(weight.shape)[-1]
         groups = weight.unflatten(1, (-1, size))
         return (groups / groups.amax(-1, keepdim=True).clamp(min=1e-12)).flatten(1).mean(0)
 

@@ -57,7 +57,7 @@ def recipes_for_vllm(model: nn.Module, recipe: Recipe | Mapping[str, Recipe | No
 
 
 def _key(slot: Slot[Recipe]) -> str:
-    return slot.module_name if slot.is_layer and slot.module_name else slot.name
+    return slot.module_name if slot.kind.is_layer and slot.module_name else slot.name
 
 
 def _is_left_out(model: nn.Module, target: Target[Recipe]) -> bool:

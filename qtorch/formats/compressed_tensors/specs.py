@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...dtypes import ConvWeight, PackedLayout, QuantizedTensor
+from ...dtypes import ConvWeight, PackedLayout, PaddedWeight, QuantizedTensor, TransposedWeight
 from ...primitives import (
     CodebookSpec,
     Granularity,
@@ -49,6 +49,9 @@ def args_of(tensor: QuantizedTensor) -> tuple[Args, Args | None]:
     """
     if isinstance(tensor, ConvWeight):
         raise ValueError("is the weight of a convolution; the schemes are for linear layers and embeddings")
+    if isinstance(tensor, PaddedWeight):
+        how = "stored as (inputs, outputs)" if isinstance(tensor, TransposedWeight) else "held with a padded last group"
+        raise ValueError(f"is {how}; the schemes are for weights (outputs, inputs) that groups divide")
     scheme = tensor.scheme
     if isinstance(scheme.weight, CodebookSpec):
         raise ValueError(f"is quantized with look-up tables of {scheme.weight.dtype}; no scheme has any")

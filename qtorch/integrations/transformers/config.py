@@ -20,6 +20,7 @@ from ...formats.transformers_folder.config import (
     read_recipe,
     recipe_json,
 )
+from ...misfit import OnMisfit
 from ...recipe import Recipe
 
 
@@ -28,7 +29,9 @@ class QtorchConfig(QuantizationConfigMixin):
     """How `from_pretrained` quantizes a model while it loads it.
 
     Args:
-        recipe: as in `quantize_`: a recipe for every `nn.Linear`, or an ordered mapping from names to recipes.
+        recipe: as in `quantize_`: one recipe, or an ordered mapping from names to recipes.
+        targets: what the recipe reaches, a word or some as for `quantize_`.
+        on_misfit: as for `quantize_`.
         modules_to_not_convert: names of modules that stay in floating point, as transformers matches them: from the
             start of a name, as a regular expression, or as its end. None: the output layer, tied weights and the last
             module, unless the mapping asks for them by name.
@@ -50,6 +53,8 @@ class QtorchConfig(QuantizationConfigMixin):
         recipe: Recipe | Mapping[str, Recipe | None] | Any = None,
         modules_to_not_convert: Sequence[str] | None = None,
         *,
+        targets: str | Sequence[str] = "linear",
+        on_misfit: OnMisfit = "error",
         calibration: Iterable[Any] | None = None,
         calibration_method: Method = "auto",
         calibration_length: int = 512,
@@ -67,6 +72,8 @@ class QtorchConfig(QuantizationConfigMixin):
         self.quant_method = quant_method
         self.recipe = dict(recipe) if isinstance(recipe, Mapping) and "type" not in recipe else read_recipe(recipe)
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
+        self.targets = targets if isinstance(targets, str) else list(targets)
+        self.on_misfit: OnMisfit = on_misfit
         self.calibration = calibration
         self.calibration_method = calibration_method
         self.calibration_length = calibration_length
@@ -118,6 +125,10 @@ class QtorchConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         more: dict[str, Any] = {"modules_to_not_convert": self.modules_to_not_convert, "model_dtype": self.model_dtype}
+        if self.targets != "linear":
+            more["targets"] = self.targets
+        if self.on_misfit != "error":
+            more["on_misfit"] = self.on_misfit
         if self.base_model:
             more["base_model"] = self.base_model
         if self.training:

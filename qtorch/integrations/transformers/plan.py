@@ -12,8 +12,8 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ...calibration.texts import are_texts, on_device, token_batches
 from ...explain import problem_of
-from ...kernels.im2col import to_matrix
 from ...kernels.registry import choose
+from ...misfit import choose as choose_fitting
 from ...model_size import get_model_size_in_bytes
 from ...recipe import Recipe, WeightRecipe
 from ...report import LayerReport, QuantizeReport
@@ -43,12 +43,13 @@ class Plan:
         given = config.calibrated(self.batches)
         for recipe in given.values() if isinstance(given, dict) else [given]:
             _check_recipe(recipe)
-        self._all = _tied(find_targets(model, given, None), model)
+        self._all = _tied(find_targets(model, given, None, config.targets), model)
         skipped = HfQuantizer.get_modules_to_not_convert(
             model, config.modules_to_not_convert, sorted(model._keep_in_fp32_modules or ())
         )
         for target in self._all:
             _skip(target, skipped, config)
+        choose_fitting(self._all, config.on_misfit, _check_form)
         asked = [target for target in self._all if target.recipe is not None]
         if not asked:
             raise ValueError(f"QtorchConfig: no weight of {type(model).__name__} is left to quantize")
@@ -180,19 +181,24 @@ def _check_recipe(recipe: Recipe | None) -> None:
         raise ValueError(f"QtorchConfig: {recipe} changes weights that are quantized: call quantize_ after loading")
 
 
+def _check_form(recipe: Recipe, target: Target[Recipe]) -> None:
+    """Raise `ValueError` or `TypeError` for a recipe for inference that does not fit the shape of a weight."""
+    if isinstance(recipe, WeightRecipe) and not recipe.trains:
+        recipe.check_form(target.kind.view(target.parameter.detach()))
+
+
 def _check(targets: Sequence[Target[Recipe]]) -> None:
     problems = []
     for target in targets:
         recipe = target.recipe
         assert recipe is not None
-        if obstacle := next(filter(None, (slot.obstacle for slot in target.slots)), None):
+        if obstacle := target.obstacle:
             problems.append(f"{target.asked.label}: {obstacle}")
-        elif isinstance(recipe, WeightRecipe) and not recipe.trains:
-            parameter = target.parameter.detach()
-            try:
-                recipe.check_form(to_matrix(parameter) if target.asked.is_conv else parameter)
-            except (ValueError, TypeError) as error:
-                problems.append(f"{target.asked.label}: {error}")
+            continue
+        try:
+            _check_form(recipe, target)
+        except (ValueError, TypeError) as error:
+            problems.append(f"{target.asked.label}: {error}")
     if problems := list(dict.fromkeys(problems)):
         more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ValueError("QtorchConfig: " + "\n".join(problems[:8]) + more)

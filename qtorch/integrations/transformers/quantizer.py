@@ -106,11 +106,6 @@ class QtorchHfQuantizer(HfQuantizer):
             self.quantization_config = model.config.quantization_config = self.quantization_config.without_data()
             self.report = self._plan.report(model)
             logger.info(str(self.report))
-            left = [row.name for row in self.report.skipped if row.detail.startswith("a bare parameter")]
-            if left and not isinstance(self.quantization_config.recipe, dict):
-                logger.warning(
-                    f"qtorch left bare parameters in floating point; ask for them by name: {', '.join(left[:4])}"
-                )
         self._plan = self._stored = None
         self.watch(model)
         for module in model.modules():

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...recipe import Recipe, check_float_weight
 from ...targets import Target
+from ...weight_kinds import WeightKind
 from ..engine.spec import TrainingSpec
 from ..weights.master import MasterWeight
 
@@ -27,6 +28,9 @@ class TrainingRecipe(Recipe):
     def training_spec(self) -> TrainingSpec:
         raise NotImplementedError
 
+    def declines(self, kind: WeightKind) -> str | None:
+        return declines_experts(self, kind)
+
     def check(self, weight: Tensor) -> None:
         check_trainable(weight)
         spec = self.training_spec().output.rhs
@@ -40,6 +44,11 @@ class TrainingRecipe(Recipe):
     def has_made(self, target: Target[Any]) -> bool:
         weight = target.parameter
         return isinstance(weight, MasterWeight) and weight.scheme.training == self.training_spec()  # type: ignore[attr-defined]
+
+
+def declines_experts(recipe: Recipe, kind: WeightKind) -> str | None:
+    """`Recipe.declines` of recipes that take matrices."""
+    return f"experts in one parameter, and {recipe.name} takes matrices" if kind.name == "experts" else None
 
 
 def check_trainable(weight: Tensor) -> None:

@@ -11,8 +11,9 @@ from ...dtypes import PackedLayout
 from ...primitives import LinearSpec, PerGroup, PerRow, QuantSpec, Rounding, qdtype
 from ...recipe import Recipe, register_recipe
 from ...targets import Target
+from ...weight_kinds import WeightKind
 from ..weights.codes import CodesWeight
-from .base import check_trainable
+from .base import check_trainable, declines_experts
 
 
 class _QuantizedTraining(Recipe):
@@ -20,6 +21,18 @@ class _QuantizedTraining(Recipe):
 
     def linear_spec(self) -> LinearSpec:
         raise NotImplementedError
+
+    def declines(self, kind: WeightKind) -> str | None:
+        return self._refuses(kind) or declines_experts(self, kind)
+
+    def check_target(self, target: Target[Any]) -> None:
+        if (reason := self._refuses(target.kind)) is not None:
+            raise ValueError(f"is {reason}")
+        super().check_target(target)
+
+    def _refuses(self, kind: WeightKind) -> str | None:
+        """Updates of codes go along their rows in memory."""
+        return f"stored as (inputs, outputs), which {self.name} does not train" if kind.is_transposed else None
 
     def check(self, weight: Tensor) -> None:
         check_trainable(weight)

@@ -64,10 +64,23 @@ def test_the_report_has_sizes_and_kernels(folder: Path) -> None:
     assert report.quantized_parameters == wanted.quantized_parameters
 
 
-def test_experts_that_stay_float_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_experts_are_reached_and_routers_are_not(tmp_path: Path) -> None:
     build("mixtral").save_pretrained(tmp_path)
-    load(tmp_path, I8, name="mixtral")
-    assert "experts.gate_up_proj" in caplog.text
+    model = load(tmp_path, I8, name="mixtral")
+    rows = {row.name: row for row in model.hf_quantizer.report.layers}
+    assert rows["model.layers.0.mlp.experts.gate_up_proj"].action == "quantized"
+    assert rows["model.layers.0.mlp.gate.weight"].detail.startswith("a router")
+
+
+@pytest.mark.parametrize("targets", ["all", ["linear", "embedding"]], ids=str)
+def test_targets(targets: object, folder: Path, tmp_path: Path) -> None:
+    model = CASES["llama"].kind.from_pretrained(folder, quantization_config=QtorchConfig(I8, targets=targets))
+    rows = {row.name: row for row in model.hf_quantizer.report.layers}
+    assert rows["model.embed_tokens.weight"].action == "quantized"
+    model.save_pretrained(tmp_path / "again")
+    again = CASES["llama"].kind.from_pretrained(tmp_path / "again")
+    assert again.config.quantization_config.targets == targets
+    assert_same(again, model)
 
 
 def test_dtype(folder: Path) -> None:

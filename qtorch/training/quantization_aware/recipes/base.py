@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ....prepared_module import PreparedModule
 from ....primitives import QuantSpec
-from ....recipe import WeightRecipe
+from ....recipe import Recipe, WeightRecipe
 from ....statistics import Statistics
 from ....targets import Target
+from ....weight_kinds import WeightKind
 from ..layers.linear import FakeQuantization, FakeQuantizedLayer, is_sharded, layer_for
 from ..quantizers.base import Quantizer
 from ..quantizers.observed import Dynamic
@@ -57,6 +58,9 @@ class ModuleRecipe(WeightRecipe):
         """A new one; None: fake-quantized from the first step to the last."""
         return Schedule(self.start_step, self.freeze_step) if self.start_step or self.freezes else None
 
+    def declines(self, kind: WeightKind) -> str | None:
+        return declines_other_layers(self, kind)
+
     def check_target(self, target: Target[Any]) -> None:
         for slot in target.slots:
             if not isinstance(slot.module, PreparedModule):
@@ -88,6 +92,13 @@ class ModuleRecipe(WeightRecipe):
     def install(self, target: Target[Any], made: FakeQuantization) -> None:
         for module in target.modules:
             layer_for(module).prepare(module, made)
+
+
+def declines_other_layers(recipe: Recipe, kind: WeightKind) -> str | None:
+    """`Recipe.declines` of recipes that exchange the class of a layer."""
+    if kind.is_layer and not kind.is_transposed:
+        return None
+    return f"no weight of nn.Linear, and {recipe.name} exchanges the class of layers"
 
 
 def check_inference_recipe(recipe: Any, name: str) -> None:

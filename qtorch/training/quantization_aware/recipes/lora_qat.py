@@ -23,9 +23,10 @@ from ....recipe import Recipe, WeightRecipe, register_recipe
 from ....statistics import Statistics
 from ....targets import Target
 from ....tracing.outside_graphs import refuse_jit_trace
+from ....weight_kinds import WeightKind
 from ..fake_quantize import fake_quantized_linear
 from ..qat_spec import QATSpec
-from .base import check_inference_recipe
+from .base import check_inference_recipe, declines_other_layers
 
 
 @register_recipe("lora_qat")
@@ -61,6 +62,9 @@ class LoRAQAT(Recipe):
 
     def check_complete(self) -> None:
         self.recipe.check_complete()
+
+    def declines(self, kind: WeightKind) -> str | None:
+        return declines_other_layers(self, kind)
 
     def check(self, weight: Tensor) -> None:
         self.recipe.check(weight)

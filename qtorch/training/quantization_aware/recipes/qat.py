@@ -21,6 +21,7 @@ from ....primitives import HQQRule, QuantSpec
 from ....recipe import Recipe, WeightRecipe, register_recipe
 from ....statistics import Statistics
 from ....targets import Target
+from ....weight_kinds import WeightKind
 from ..qat_spec import QATSpec
 from ..weight import FakeQuantizedWeight
 from .base import check_inference_recipe
@@ -35,8 +36,8 @@ class QAT(Recipe):
     bit where the recipe sums integers (int8 activations), and up to the order of fp32 sums elsewhere. The codes of
     weights are the same in all cases. Gradients pass straight through rounding.
 
-    It reaches what the recipe itself does: `nn.Linear`; by name embeddings, convolutions, bare matrices and fused
-    experts.
+    It reaches what the recipe itself does: what multiplies like a linear layer; by name embeddings, convolutions and
+    bare matrices.
 
     Args:
         recipe: for inference, what the weights become by `convert()`.
@@ -103,6 +104,10 @@ class QAT(Recipe):
         if self.observer is None:
             self.recipe.check_complete()
 
+    def declines(self, kind: WeightKind) -> str | None:
+        placed = self.placed(0, 1)
+        return None if placed is self else placed.declines(kind)
+
     def check(self, weight: Tensor) -> None:
         self.recipe.check(weight)
 
@@ -111,9 +116,12 @@ class QAT(Recipe):
 
     def has_made(self, target: Target[Any]) -> bool:
         weight = target.parameter
-        return isinstance(weight, FakeQuantizedWeight) and weight.qat_spec == QATSpec(self.recipe, self.compute_dtype)
+        wanted = QATSpec(self.recipe, self.compute_dtype)
+        return isinstance(weight, FakeQuantizedWeight) and weight.qat_spec.of_whole() == wanted
 
     def make(self, target: Target[Any], weight: Tensor, statistics: Statistics | None = None) -> Tensor:
+        if target.kind.is_transposed:
+            return super().make(target, weight)
         return self.apply(weight)  # that of a convolution keeps its shape
 
 

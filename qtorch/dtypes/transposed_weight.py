@@ -1,0 +1,260 @@
+"""Quantized weights that are held as matrices of other axes: transposed, or with columns of zeros at the end.
+
+    TransposedWeight   (..., K, N), held as (..., N, K + padding)
+    PaddedWeight       (..., N, K), held as (..., N, K + padding)
+
+Some modules store their weights as (inputs, outputs): `Conv1D` of transformers, the experts of GPT-OSS and Llama 4.
+Codes, scales and groups run along K all the same: the weight is held as a linear layer holds it, whatever its layout.
+Products transpose it back, which moves no data and gives the matrix itself.
+
+Where groups do not divide K, the matrix has more columns, of zeros, up to the next group, and products pad their input
+with as many zeros: exact, in every kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map_only
+
+from ..primitives.jsonable import jsonable
+from .base import QuantizedTensor
+from .dispatch import ATEN
+from .matrix_weight import AS_A_WHOLE, MatrixScheme, MatrixWeight
+
+aten = torch.ops.aten
+
+
+@jsonable
+@dataclass(frozen=True, eq=False)
+class PaddedScheme(MatrixScheme):
+    """Scheme of a weight (..., N, K) that is held as (..., N, K + padding).
+
+    Raises:
+        ValueError: the shape has fewer than two dimensions, or the padding is negative.
+    """
+
+    padding: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # As part of the hash of the scheme: kernels are looked up by it.
+        object.__setattr__(self, "_hash", hash((self.spec, self.shape, self.dtype, self.padding)))
+        if len(self.shape) < 2 or type(self.padding) is not int or self.padding < 0:
+            raise ValueError(
+                f"a {type(self).__name__} has two or more dimensions and a padding of zero or more, got shape "
+                f"{self.shape} and {self.padding!r:.40}"
+            )
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) and self.padding == other.padding  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return super().__hash__()
+
+    @property
+    def codes_shape(self) -> tuple[int, ...]:
+        return *self.shape[:-1], self.shape[-1] + self.padding
+
+
+@jsonable
+@dataclass(frozen=True, eq=False)
+class TransposedScheme(PaddedScheme):
+    """Scheme of a weight (..., K, N) that is held as (..., N, K + padding)."""
+
+    __hash__ = PaddedScheme.__hash__
+
+    @property
+    def codes_shape(self) -> tuple[int, ...]:
+        return *self.shape[:-2], self.shape[-1], self.shape[-2] + self.padding
+
+
+class PaddedWeight(MatrixWeight):
+    """A quantized weight (..., N, K) that is held as (..., N, K + padding). Make one with `of`.
+
+    Its views are exact, or an error, as for any quantized tensor: those that only select or cut give such a weight
+    again, its transpose is a `TransposedWeight`. Its last axis stays whole.
+    """
+
+    scheme_type = PaddedScheme
+    scheme: PaddedScheme
+
+    @classmethod
+    def of(cls, matrix: QuantizedTensor, shape: Sequence[int]) -> Any:
+        """`matrix`, whose columns beyond those of the weight are zeros, as a weight of shape `shape`."""
+        columns = shape[-2] if cls is TransposedWeight else shape[-1]
+        padding = matrix.scheme.shape[-1] - columns
+        scheme = cls.scheme_type(matrix.scheme.spec, tuple(shape), matrix.scheme.dtype, max(0, padding))
+        if scheme.codes_shape != matrix.scheme.shape:
+            raise ValueError(
+                f"a matrix of shape {matrix.scheme.shape} does not fit a weight of shape {scheme.shape}, which takes "
+                f"{scheme.codes_shape}"
+            )
+        return cls(matrix.inner_tensors, scheme)
+
+    @staticmethod
+    def to_matrix(weight: Tensor) -> Tensor:
+        return weight
+
+    def quantized_like(self, source: Tensor) -> Any:
+        if isinstance(source, type(self)):
+            return self._with(self.matrix.quantized_like(source.matrix))
+        return self._with(self.matrix.quantized_like(functional.pad(self.to_matrix(source), (0, self.scheme.padding))))
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The plain float tensor, in the logical dtype unless `dtype` is given."""
+        values = self.matrix.dequantize(dtype)
+        return self._logical(values[..., : values.shape[-1] - self.scheme.padding]).contiguous()
+
+    @staticmethod
+    def _logical(values: Tensor) -> Tensor:
+        """Values (..., N, K) in the order of the axes of the weight."""
+        return values
+
+    @classmethod
+    def _transpose(cls, matrix: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
+        """The weight of this shape, whose last two axes are those of this one exchanged."""
+        transposed: QuantizedTensor = TransposedWeight.of(matrix, shape)
+        return transposed
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is aten.constant_pad_nd.default and list(args[1]) == [0, args[0].scheme.padding]:
+            return args[0].new_matrix()
+        if func in AS_A_WHOLE or func not in ATEN:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        kwargs = kwargs or {}
+        weight = args[0]
+        if isinstance(weight, PaddedWeight):
+            if _transposes(func, args):
+                shape = weight.scheme.shape
+                return weight._transpose(weight.new_matrix(), (*shape[:-2], shape[-1], shape[-2]))
+            if func in AXIS and not _drops_an_axis_of_the_matrix(func, args, kwargs):
+                return _cut(func, args, kwargs)
+            if func is aten.index.Tensor and len(args[1]) <= len(weight.scheme.shape) - 2:
+                return _like(weight, func(weight.matrix, args[1]))
+            if func in VIEWS and tuple(args[1][-2:]) == weight.scheme.shape[-2:]:
+                matrix = func(weight.matrix, [*args[1][:-2], *weight.scheme.codes_shape[-2:]])
+                return return_and_correct_aliasing(func, args, kwargs, _like(weight, matrix))
+        args, kwargs = tree_map_only(PaddedWeight, as_view, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+class TransposedWeight(PaddedWeight):
+    """A quantized weight (..., K, N) that is held as (..., N, K + padding). Make one with `of` or `from_float`.
+
+    Views are as of a `PaddedWeight`. Without padding its transpose is `matrix`, and views that it cannot hold are views
+    of the transposed matrix.
+    """
+
+    scheme_type = TransposedScheme
+    scheme: TransposedScheme
+
+    @staticmethod
+    def to_matrix(weight: Tensor) -> Tensor:
+        return weight.mT.contiguous()
+
+    @staticmethod
+    def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
+        return matrix.mT
+
+    @staticmethod
+    def _logical(values: Tensor) -> Tensor:
+        return values.mT
+
+    @classmethod
+    def _transpose(cls, matrix: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
+        return matrix if matrix.scheme.shape == tuple(shape) else PaddedWeight.of(matrix, shape)
+
+
+def as_view(weight: PaddedWeight) -> Tensor:
+    """The weight as a view of its matrix, of the class that the matrix has.
+
+    Raises:
+        ValueError: it is padded.
+    """
+    if weight.scheme.padding:
+        raise ValueError(
+            f"a view that cuts the contracted axis of {weight!r}, whose last group is padded; dequantize() it first"
+        )
+    return weight.matrix.transpose(-2, -1) if isinstance(weight, TransposedWeight) else weight.matrix
+
+
+def contracted(weight: Tensor) -> Tensor:
+    """The transpose of `weight`, a quantized tensor of two axes: what `F.linear` takes in place of ``x @ weight``."""
+    if isinstance(weight, TransposedWeight) and not weight.scheme.padding and not torch.compiler.is_compiling():
+        return weight.matrix
+    return weight.t()
+
+
+def padded_matrix(weight: PaddedWeight) -> Tensor:
+    """`matrix`, also while a compiler traces: the weight with zeros at the end of its rows."""
+    if torch.compiler.is_compiling():
+        return functional.pad(weight, (0, weight.scheme.padding))
+    return weight.matrix
+
+
+VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+
+AXIS = {
+    aten.index_select.default: 1,
+    aten.select.int: 1,
+    aten.slice.Tensor: 1,
+    aten.split.Tensor: 2,
+    aten.split_with_sizes.default: 2,
+    aten.unbind.int: 1,
+}
+"""Operators that select or cut along one axis -> its position among the arguments; 0 if it is not given."""
+
+
+def _transposes(func: Any, args: Any) -> bool:
+    """Whether an operator exchanges the last two axes of its first argument and does nothing else."""
+    ndim = len(args[0].scheme.shape)
+    if func is aten.t.default:
+        return True
+    if func is aten.transpose.int:
+        return {args[1] % ndim, args[2] % ndim} == {ndim - 2, ndim - 1}
+    order = [*range(ndim - 2), ndim - 1, ndim - 2]
+    return func is aten.permute.default and [axis % ndim for axis in args[1]] == order
+
+
+def _axis(func: Any, args: Any, kwargs: Any) -> int:
+    position = AXIS[func]
+    axis: int = args[position] if len(args) > position else kwargs.get("dim", 0)
+    return axis % len(args[0].scheme.shape)
+
+
+def _drops_an_axis_of_the_matrix(func: Any, args: Any, kwargs: Any) -> bool:
+    drops = func in (aten.select.int, aten.unbind.int)
+    return drops and _axis(func, args, kwargs) >= len(args[0].scheme.shape) - 2
+
+
+def _cut(func: Any, args: Any, kwargs: Any) -> Any:
+    """A part of a weight: of its matrix, along the axis that stands for that of the weight."""
+    weight, position = args[0], AXIS[func]
+    ndim = len(weight.scheme.shape)
+    axis = _axis(func, args, kwargs)
+    if isinstance(weight, TransposedWeight):
+        axis = {ndim - 2: ndim - 1, ndim - 1: ndim - 2}.get(axis, axis)
+    if axis == ndim - 1 and weight.scheme.padding:
+        return func(as_view(weight), *args[1:], **kwargs)
+    rest = {name: value for name, value in kwargs.items() if name != "dim"}
+    found = func(weight.matrix, *args[1:position], axis, *args[position + 1 :], **rest)
+    result = tree_map_only(QuantizedTensor, lambda matrix: _like(weight, matrix), found)
+    if isinstance(result, list) or func is aten.index_select.default:
+        return result
+    return return_and_correct_aliasing(func, args, kwargs, result)
+
+
+def _like(weight: PaddedWeight, matrix: Any) -> Any:
+    """`matrix`, a part of that of `weight`, as such a weight."""
+    *rest, rows, columns = matrix.scheme.shape
+    columns -= weight.scheme.padding
+    shape = (*rest, columns, rows) if isinstance(weight, TransposedWeight) else (*rest, rows, columns)
+    return type(weight).of(matrix, shape)

@@ -1,0 +1,208 @@
+"""Weights that are stored as (inputs, outputs): their numbers are those of the transposed linear layer."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import qtorch
+from qtorch import explain, quantize_
+from qtorch.dtypes import QuantizedTensor, TransposedWeight
+from qtorch.kernels.cpu import compiled_library
+from qtorch.kernels.custom_ops import record_kernels
+from qtorch.recipe import WeightRecipe
+
+RECIPES: list[WeightRecipe] = [
+    qtorch.int8_weight_only(),
+    qtorch.int4_weight_only(group_size=32),
+    qtorch.int8_dynamic_activation_int8_weight(),
+    qtorch.int8_dynamic_activation_int4_weight(),
+    qtorch.nf4_weight_only(group_size=32),
+    qtorch.lut_weight_only(bits=3),
+    qtorch.mxfp4_weight_only(),
+    qtorch.nvfp4_weight_only(),
+]
+
+EACH = pytest.mark.parametrize("recipe", RECIPES, ids=str)
+
+
+def pair(recipe: WeightRecipe, *shape: int) -> tuple[TransposedWeight, Tensor]:
+    """A weight (..., K, N), and the weight (..., N, K) of the linear layer that it stands for."""
+    torch.manual_seed(0)
+    weight = torch.randn(shape)
+    matrix = recipe.apply(weight.mT.contiguous())
+    assert isinstance(matrix, QuantizedTensor)
+    return TransposedWeight.of(matrix, shape), matrix
+
+
+class InOut(nn.Module):
+    """As `Conv1D` of transformers."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight, False), nn.Parameter(torch.randn(weight.shape[-1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+@EACH
+def test_products_are_those_of_the_linear_layer(recipe: WeightRecipe) -> None:
+    weight, matrix = pair(recipe, 64, 96)
+    x, bias = torch.randn(5, 64), torch.randn(96)
+    wanted = functional.linear(x, matrix)
+    assert torch.equal(x @ weight, wanted)
+    assert torch.equal(torch.mm(x, weight), wanted)
+    assert torch.equal(functional.linear(x, weight.t()), wanted)
+    assert torch.equal(functional.linear(x, weight.mT), wanted)
+    assert torch.equal(torch.addmm(bias, x, weight), functional.linear(x, matrix, bias))
+    torch.testing.assert_close(torch.addmm(bias, x, weight, beta=2, alpha=3), 2 * bias + 3 * wanted)
+    out = torch.empty(0)
+    assert torch.mm(x, weight, out=out) is out
+    assert torch.equal(out, wanted)
+    assert torch.equal(weight.dequantize(), matrix.dequantize().mT)
+
+
+@EACH
+def test_experts(recipe: WeightRecipe) -> None:
+    weight, matrix = pair(recipe, 3, 64, 96)
+    x = torch.randn(3, 5, 64)
+    wanted = torch.stack([functional.linear(rows, matrix[e]) for e, rows in enumerate(x)])  # type: ignore[arg-type]
+    assert torch.equal(torch.bmm(x, weight), wanted)
+    torch.testing.assert_close(torch.baddbmm(torch.ones(3, 1, 96), x, weight), wanted + 1)
+    torch.testing.assert_close(torch.baddbmm(torch.full((3, 1, 96), torch.nan), x, weight, beta=0), wanted)
+    assert torch.equal(x[1] @ weight[1], wanted[1])
+    gathered = weight[torch.tensor([2, 0])]
+    assert isinstance(gathered, TransposedWeight)
+    assert torch.equal(torch.bmm(x[[2, 0]], gathered), wanted[[2, 0]])
+
+
+def test_parts() -> None:
+    """What only selects or cuts is held as the weight is; other views are views of the transposed matrix."""
+    weight, _ = pair(qtorch.int4_weight_only(group_size=32), 3, 64, 96)
+    floats = weight.dequantize()
+    for part, wanted in (
+        (weight[1:], floats[1:]),
+        (weight[:, 32:], floats[:, 32:]),
+        (weight[..., 5:7], floats[..., 5:7]),
+        (weight.chunk(2, -1)[1], floats.chunk(2, -1)[1]),
+        (weight.unbind(0)[2], floats[2]),
+    ):
+        assert isinstance(part, TransposedWeight)
+        assert torch.equal(part.dequantize(), wanted)
+    assert torch.equal(weight.reshape(1, 3, 64, 96).dequantize(), floats.reshape(1, 3, 64, 96))
+    with pytest.raises(ValueError, match="cuts blocks of 32"):
+        weight[:, 16:48]
+
+
+@EACH
+def test_copies_and_files(recipe: WeightRecipe) -> None:
+    weight, _ = pair(recipe, 64, 96)
+    file = io.BytesIO()
+    torch.save(weight, file)
+    file.seek(0)
+    found = [
+        copy.deepcopy(weight),
+        weight.clone(),
+        weight.to("cpu", torch.float32),
+        torch.load(file, weights_only=True),
+    ]
+    if all(inner.dtype.itemsize > 1 or not inner.is_floating_point() for inner in weight.inner_tensors.values()):
+        found.append(pickle.loads(pickle.dumps(weight)))  # torch has no pickle of tensors in float8
+    for other in found:
+        assert isinstance(other, TransposedWeight)
+        assert torch.equal(other.dequantize(), weight.dequantize())
+    assert weight.to(torch.bfloat16).dequantize().dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(compiled_library.library() is None, reason="nothing is built")
+@pytest.mark.parametrize(
+    ("recipe", "kernel"),
+    [
+        (qtorch.int8_weight_only(), "cpu_weight_only_mm"),
+        (qtorch.int4_weight_only(group_size=32), "cpu_weight_only_mm"),
+        (qtorch.int8_dynamic_activation_int8_weight(), "cpu_int8_mm"),
+        (qtorch.int8_dynamic_activation_int4_weight(), "cpu_int8_mm"),
+    ],
+    ids=str,
+)
+def test_the_compiled_kernels_run_and_their_fast_path(recipe: WeightRecipe, kernel: str) -> None:
+    weight, _ = pair(recipe, 64, 96)
+    layer, x = InOut(weight), torch.randn(5, 64)
+    assert [each.kernel for each in explain(layer)] == [kernel]
+    with record_kernels() as ran:
+        wanted = layer(x)
+    assert ran[:2] == [f"linear:{kernel}", kernel]
+    assert torch.equal(layer(x), wanted)
+    assert layer.weight.matrix.fast_linear is not None  # type: ignore[union-attr]
+    # New numbers, in place or not, are those that the next call multiplies by.
+    other, _ = pair(recipe, 64, 96)
+    with torch.no_grad():
+        layer.weight.copy_(torch.zeros(64, 96))
+    assert torch.equal(layer(x), layer.bias.expand(5, 96))
+    layer.weight.data = other
+    assert torch.equal(layer(x), wanted)
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:3], ids=str)
+def test_compiled_as_one_graph(recipe: WeightRecipe) -> None:
+    weight, _ = pair(recipe, 64, 96)
+    layer, x = InOut(weight), torch.randn(5, 64)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_gradients_flow_to_input_and_bias() -> None:
+    weight, matrix = pair(qtorch.int8_weight_only(), 64, 96)
+    layer, x = InOut(weight), torch.randn(5, 64, requires_grad=True)
+    layer(x).square().sum().backward()
+    y = layer(x).detach()
+    torch.testing.assert_close(x.grad, 2 * y @ matrix.dequantize())
+    torch.testing.assert_close(layer.bias.grad, 2 * y.sum(0))
+
+
+def test_a_linear_layer_takes_it_with_the_axes_that_it_has() -> None:
+    weight, matrix = pair(qtorch.int8_weight_only(), 64, 64)
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(functional.linear(x, weight), x @ matrix.dequantize())
+
+
+@pytest.mark.parametrize("wrap", [qtorch.int8_mixed_precision_training, qtorch.qat], ids=lambda f: f.name)
+def test_training_along_the_contracted_axis(wrap: type) -> None:
+    """A layer that is stored (inputs, outputs) trains and converts as the linear layer of the same numbers."""
+    torch.manual_seed(0)
+    transformers = pytest.importorskip("transformers.pytorch_utils")
+    recipe = wrap() if wrap is not qtorch.qat else wrap(qtorch.int8_dynamic_activation_int8_weight())
+    layer, linear = transformers.Conv1D(96, 64), nn.Linear(64, 96)
+    linear.weight.data, linear.bias.data = layer.weight.detach().mT.contiguous(), layer.bias.detach().clone()
+    x = torch.randn(16, 64)
+    outputs = []
+    for module in (layer, linear):
+        quantize_(module, recipe)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(x).square().mean().backward()
+            optimizer.step()
+        trained = module(x)
+        quantize_(module, qtorch.convert())
+        assert torch.equal(module(x), trained)
+        outputs.append(trained)
+    assert isinstance(layer.weight, TransposedWeight)
+    torch.testing.assert_close(*outputs)
+    assert not torch.equal(outputs[0], functional.linear(x, torch.zeros(96, 64)))
+
+
+def test_codes_are_not_trained_the_other_way_around() -> None:
+    transformers = pytest.importorskip("transformers.pytorch_utils")
+    layer = transformers.Conv1D(96, 64)
+    for recipe in (qtorch.int8_weight_only_quantized_training(), qtorch.lsq()):
+        with pytest.raises(ValueError, match=r"stored as \(inputs, outputs\)|exchanges the class of layers"):
+            quantize_(layer, recipe)
+        with pytest.raises(ValueError, match=r"stored as \(inputs, outputs\)|exactly these; this is one of"):
+            quantize_(layer, {"weight": recipe})
+    assert type(layer.weight) is nn.Parameter
