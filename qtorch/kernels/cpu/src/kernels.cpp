@@ -1,4 +1,5 @@
 // Entry points, called from qtorch/kernels/cpu/compiled_library.py. This file is compiled once per instruction set.
+#include "attention.h"
 #include "dequantize.h"
 #include "embed.h"
 #include "fixed_dot.h"
@@ -154,4 +155,9 @@ struct EmbedCall {
 // Rows `ids` of the weight in floating point: y (count, k). Gives the first index of an id out of range, or -1.
 EXPORT int64_t qtorch_embed(const EmbedCall* call) {
     return embed(call->weight, call->ids, call->y, call->threads);
+}
+
+// See attention.h.
+EXPORT void qtorch_attention(const attention::Attention* call) {
+    attention::attend(*call);
 }
