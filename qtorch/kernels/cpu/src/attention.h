@@ -54,6 +54,14 @@ inline float exp_negative(float x) {
     return exp_negative(broadcast(x))[0];
 }
 
+INLINE float most_of(Floats a) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)a);
+#else
+    return largest(a);
+#endif
+}
+
 // tanh(x), to 4 units in the last place.
 INLINE Floats tanh_of(Floats x) {
     Floats size = (Floats)((Ints)x & 0x7fffffff), square = x * x;
@@ -67,16 +75,29 @@ INLINE Floats tanh_of(Floats x) {
     return (Floats)(((Ints)near & small) | ((Ints)far & ~small));
 }
 
-// Sums of products of `count` rows of codes with R rows of q, to out + r * BLOCK; what is beyond them to a multiple of
-// LANES is written.
+// Rows of codes in memory. While they are read, those at `next` are fetched: the hardware sees too little of each block
+// to fetch ahead.
+struct Rows {
+    const uint8_t *rows, *next;
+    int64_t stride, bytes, count;
+
+    INLINE void fetch(int64_t t) const {
+        if (next) for (int64_t i = 0; i < bytes; i += 64) prefetch(next + t * stride + i);
+    }
+};
+
+// Sums of products of rows of codes with R rows of q, to out + r * BLOCK; what is beyond them to a multiple of LANES is
+// written.
 template <int FORMAT, int R>
-void dot_rows(const uint8_t* codes, int64_t stride, int64_t bytes, int64_t count, const float* q, int64_t ld, float* out) {
+void dot_rows(const Rows& in, const float* q, int64_t ld, float* out) {
+    const auto [codes, next, stride, bytes, count] = in;
     int64_t units = bytes / UNIT_BYTES<FORMAT>, rest = bytes % UNIT_BYTES<FORMAT>;
     for (int64_t t = 0; t < count; t += LANES) {
         Floats sums[R][LANES];
         for (int64_t i = 0; i < LANES; i++) {
             // Behind the last row, it is read again.
             const uint8_t* row = codes + (t + i < count ? t + i : count - 1) * stride;
+            if (t + i < count) in.fetch(t + i);
             Floats a[R] = {}, b[R] = {};
             auto add = [&](const Unit<FORMAT>& unit, int64_t u) {
                 UNROLL for (int r = 0; r < R; r++) {
@@ -92,13 +113,17 @@ void dot_rows(const uint8_t* codes, int64_t stride, int64_t bytes, int64_t count
     }
 }
 
-// Adds to R rows of y the sums of `count` rows of codes times weights w + r * BLOCK.
+// Adds to R rows of y the sums of units of rows of codes times weights w + r * BLOCK.
 template <int FORMAT, int R, int U>
-INLINE void add_units(const uint8_t* codes, int64_t stride, int64_t rest, int64_t count, const float* w, float* y, int64_t ld) {
+INLINE void add_units(const Rows& in, int64_t first, int64_t rest, const float* w, float* y, int64_t ld) {
+    const uint8_t* codes = in.rows + first * UNIT_BYTES<FORMAT>;
+    const int64_t stride = in.stride, count = in.count;
+    y += 2 * first * LANES;
     Floats sums[R][2 * U];
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int u = 0; u < 2 * U; u++) sums[r][u] = load<Floats>(y + r * ld + u * LANES);
     for (int64_t t = 0; t < count; t++) {
         const uint8_t* row = codes + t * stride;
+        if (!first) in.fetch(t);
         UNROLL for (int u = 0; u < U; u++) {
             auto add = [&](const Unit<FORMAT>& unit) {
                 UNROLL for (int r = 0; r < R; r++) {
@@ -115,18 +140,16 @@ INLINE void add_units(const uint8_t* codes, int64_t stride, int64_t rest, int64_
 }
 
 template <int FORMAT, int R>
-void add_rows(const uint8_t* codes, int64_t stride, int64_t bytes, int64_t count, const float* w, float* y, int64_t ld) {
+void add_rows(const Rows& in, const float* w, float* y, int64_t ld) {
     constexpr int U = REGISTERS >= 32 ? 2 : 1;
-    int64_t units = bytes / UNIT_BYTES<FORMAT>, rest = bytes % UNIT_BYTES<FORMAT>, u = 0;
-    for (; u + U <= units; u += U)
-        add_units<FORMAT, R, U>(codes + u * UNIT_BYTES<FORMAT>, stride, 0, count, w, y + 2 * u * LANES, ld);
-    for (; u < units; u++)
-        add_units<FORMAT, R, 1>(codes + u * UNIT_BYTES<FORMAT>, stride, 0, count, w, y + 2 * u * LANES, ld);
-    if (rest) add_units<FORMAT, R, 1>(codes + u * UNIT_BYTES<FORMAT>, stride, rest, count, w, y + 2 * u * LANES, ld);
+    int64_t units = in.bytes / UNIT_BYTES<FORMAT>, rest = in.bytes % UNIT_BYTES<FORMAT>, u = 0;
+    for (; u + U <= units; u += U) add_units<FORMAT, R, U>(in, u, 0, w, y, ld);
+    for (; u < units; u++) add_units<FORMAT, R, 1>(in, u, 0, w, y, ld);
+    if (rest) add_units<FORMAT, R, 1>(in, u, rest, w, y, ld);
 }
 
-using DotRows = void (*)(const uint8_t*, int64_t, int64_t, int64_t, const float*, int64_t, float*);
-using AddRows = void (*)(const uint8_t*, int64_t, int64_t, int64_t, const float*, float*, int64_t);
+using DotRows = void (*)(const Rows&, const float*, int64_t, float*);
+using AddRows = void (*)(const Rows&, const float*, float*, int64_t);
 
 // For 1, 2 and 4 rows.
 struct Products {
@@ -192,7 +215,7 @@ public:
         for (int64_t t = count_; t < whole; t++) score[t] = -INFINITY;
         Floats most = broadcast(-INFINITY);
         for (int64_t t = 0; t < whole; t += LANES) most = larger(load<Floats>(score + t), most);
-        float high = largest(most), before = running.high[r];
+        float high = most_of(most), before = running.high[r];
         high = high > before ? high : before;
         Floats less = broadcast(high == -INFINITY ? 0 : high), total = {};
         for (int64_t t = 0; t < whole; t += LANES) {
@@ -238,10 +261,16 @@ public:
     Part(const Attention& call, const Cached& keys, const Cached& values, int64_t at, int64_t b, int64_t h)
         : call_(call), keys_(keys), values_(values), at_(at), b_(b), h_(h), rows_(call.group * call.rows) {
         static thread_local Scratch query_scratch, scaled_scratch, sum_scratch;
+        static thread_local Scratch slot_scratch;
+        slots_ = slot_scratch.get<int32_t>(keys.width);
+        for (int64_t d = 0; d < keys.width; d++) slots_[d] = slot_of(keys, d);
         ld_ = slots_of(keys);
         query_ = query_scratch.get<float>(rows_ * ld_);
         sums_ = sum_scratch.get<float>(rows_);
-        scaled_ = keys.block ? scaled_scratch.get<float>(rows_ * ld_ + rows_ + 2 * keys.width) : nullptr;
+        // Slots without a channel stay zero.
+        int64_t numbers = (rows_ + 3) * ld_ + round_up(rows_, 16);
+        scaled_ = keys.block ? scaled_scratch.get<float>(numbers) : nullptr;
+        if (scaled_) memset(scaled_, 0, numbers * sizeof *scaled_);
         load_queries();
     }
 
@@ -253,7 +282,7 @@ public:
                 count = left < count ? left : count;
                 if (t == first || t % keys_.block == 0) scale_queries(t);
             }
-            block(t, count, running);
+            block(t, count, stop, running);
         }
     }
 
@@ -271,7 +300,7 @@ private:
             sums_[r] = 0;
             for (int64_t d = 0; d < width; d++) {
                 float x = row[d] * (float)call_.scaling;
-                query_[r * ld_ + slot_of(keys_, d)] = x;
+                query_[r * ld_ + slots_[d]] = x;
                 sums_[r] += x;
             }
         }
@@ -280,46 +309,59 @@ private:
     // Queries times the scales of the channels in the block of token t; their products with the zeros.
     void scale_queries(int64_t t) {
         int64_t width = keys_.width, at = keys_.scale_at(b_, h_, t);
-        float *constant = scaled_ + rows_ * ld_, *scale = constant + rows_, *zero = scale + width;
-        scales_of(keys_, keys_.scale, at, width, scale);
-        if (keys_.zero) scales_of(keys_, keys_.zero, at, width, zero);
-        memset(scaled_, 0, rows_ * ld_ * sizeof *scaled_);
-        float unit = keys_.format == FLOAT8 ? FLOAT8_UNIT : 1;
+        float *constant = scaled_ + rows_ * ld_, *scale = constant + round_up(rows_, 16), *zero = scale + ld_;
+        float* ordered = zero + ld_;
+        auto spread = [&](const void* numbers, float unit, float* out) {
+            scales_of(keys_, numbers, at, width, ordered);
+            for (int64_t d = 0; d < width; d++) out[slots_[d]] = ordered[d] * unit;
+        };
+        spread(keys_.scale, keys_.format == FLOAT8 ? FLOAT8_UNIT : 1, scale);
+        if (keys_.zero) spread(keys_.zero, 1, zero);
         for (int64_t r = 0; r < rows_; r++) {
-            constant[r] = 0;
-            for (int64_t d = 0; d < width; d++) {
-                int64_t slot = r * ld_ + slot_of(keys_, d);
-                scaled_[slot] = query_[slot] * (scale[d] * unit);
-                if (keys_.zero) constant[r] += query_[slot] * zero[d];
+            Floats total = {};
+            for (int64_t i = 0; i < ld_; i += LANES) {
+                Floats q = load<Floats>(query_ + r * ld_ + i);
+                store(scaled_ + r * ld_ + i, q * load<Floats>(scale + i));
+                if (keys_.zero) total = fma(q, load<Floats>(zero + i), total);
             }
+            constant[r] = sum(total);
         }
     }
 
-    void block(int64_t t, int64_t count, const Running& running) {
-        float scale[BLOCK], zero[BLOCK], weight[BLOCK], offset[BLOCK];
+    void block(int64_t t, int64_t count, int64_t stop, const Running& running) {
+        alignas(64) float scale[BLOCK], zero[BLOCK], weight[BLOCK], offset[BLOCK];
         bool of_tokens = keys_.scale && !keys_.block;
         if (of_tokens) load_scales(keys_, t, count, scale, zero);
         if (values_.scale) load_scales(values_, t, count, weight, offset);
         const Products &of_keys = products_of(keys_.format), &of_values = products_of(values_.format);
         const float* query = keys_.block ? scaled_ : query_;
         const float* constant = scaled_ + rows_ * ld_;
+        // The keys of the next block are fetched with the values of this one.
+        int64_t more = stop - t - count < count ? 0 : count;
         const uint8_t *k = keys_.rows(b_, h_, t), *v = values_.rows(b_, h_, t);
+        Rows of_k{k, v, keys_.code_token, keys_.row_bytes(), count};
+        Rows of_v{v, more ? k + more * keys_.code_token : nullptr, values_.code_token, values_.row_bytes(), count};
         Block scores(call_, b_, h_, t, count, at_);
         for (int64_t r = 0, some; r < rows_; r += some) {
             int kind = rows_ - r >= TILE_ROWS ? 2 : rows_ - r >= 2 ? 1 : 0;
             some = 1 << kind;
             alignas(64) float score[TILE_ROWS * BLOCK];
-            of_keys.dot[kind](k, keys_.code_token, keys_.row_bytes(), count, query + r * ld_, ld_, score);
+            of_keys.dot[kind](of_k, query + r * ld_, ld_, score);
             for (int64_t i = 0; i < some; i++) {
                 float* row = score + i * BLOCK;
-                if (of_tokens) for (int64_t j = 0; j < count; j++) row[j] *= scale[j];
-                if (of_tokens && keys_.zero) for (int64_t j = 0; j < count; j++) row[j] += zero[j] * sums_[r + i];
-                if (keys_.block && keys_.zero) for (int64_t j = 0; j < count; j++) row[j] += constant[r + i];
+                Floats sum = broadcast(sums_[r + i]), add = broadcast(keys_.block && keys_.zero ? constant[r + i] : 0);
+                for (int64_t j = 0; j < count; j += LANES) {
+                    Floats x = load<Floats>(row + j);
+                    if (of_tokens) x *= load<Floats>(scale + j);
+                    x = of_tokens && keys_.zero ? fma(load<Floats>(zero + j), sum, x) : x + add;
+                    store(row + j, x);
+                }
                 scores.softmax(r + i, row, running);
                 running.constant[r + i] += weigh(row, count, weight, offset);
             }
             float* y = running.y + r * running.ld;
-            of_values.add[kind](v, values_.code_token, values_.row_bytes(), count, score, y, running.ld);
+            of_values.add[kind](of_v, score, y, running.ld);
+            of_k.next = of_v.next = nullptr;
         }
     }
 
@@ -332,19 +374,22 @@ private:
 
     // Probabilities, -1 where hidden, become the weights of codes; gives their sum with the zeros of the values.
     float weigh(float* p, int64_t count, const float* scale, const float* zero) const {
-        float constant = 0;
-        for (int64_t j = 0; j < count; j++) {
-            bool seen = !(p[j] < 0);
-            if (seen && values_.zero) constant += p[j] * zero[j];
-            p[j] = !seen ? 0 : values_.scale ? p[j] * scale[j] : p[j];
+        Floats constant = {};
+        for (int64_t j = 0; j < count; j += LANES) {
+            Floats x = load<Floats>(p + j);
+            Ints seen = ~(x < Floats{});
+            if (values_.zero) constant += (Floats)((Ints)(x * load<Floats>(zero + j)) & seen);
+            if (values_.scale) x *= load<Floats>(scale + j);
+            store(p + j, (Floats)((Ints)x & seen));
         }
-        return constant;
+        return sum(constant);
     }
 
     const Attention& call_;
     const Cached &keys_, &values_;
     int64_t at_, b_, h_, rows_, ld_;
     float *query_, *scaled_, *sums_;
+    int32_t* slots_;
 };
 
 // Joins the parts of a head of keys, and writes the results of its queries.
