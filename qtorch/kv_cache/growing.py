@@ -1,0 +1,62 @@
+"""GrowingTensor: a tensor that is appended to along its tokens, in memory that doubles when it is full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+SMALLEST = 64
+"""Tokens for which memory is taken at least."""
+
+
+class GrowingTensor:
+    """A tensor (B, H, T, X) of growing T.
+
+    `torch.cat` would copy all tokens for each new one. Here a token is copied twice on average, however many there are,
+    and up to half of the memory waits for more.
+    """
+
+    def __init__(self) -> None:
+        self.memory: Tensor | None = None
+        self.length = 0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens for which there is memory."""
+        return 0 if self.memory is None else self.memory.shape[2]
+
+    @property
+    def used(self) -> Tensor:
+        """The tensor, a view of its memory."""
+        if self.memory is None:
+            raise ValueError("the cache has no tokens yet")
+        return self.memory.narrow(2, 0, self.length)
+
+    def append(self, more: Tensor) -> None:
+        """Append tokens (B, H, t, X)."""
+        length = self.length + more.shape[2]
+        if length > self.capacity:
+            before = self.memory
+            self.memory = _empty_like(more, max(length, 2 * self.capacity, SMALLEST))
+            if before is not None:
+                self.memory.narrow(2, 0, self.length).copy_(before.narrow(2, 0, self.length))
+        assert self.memory is not None
+        self.memory.narrow(2, self.length, more.shape[2]).copy_(more)
+        self.length = length
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` tokens; their memory stays."""
+        self.length = length
+
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Replace the tensor by a function of it that leaves the number of tokens."""
+        if self.memory is not None:
+            changed, capacity = function(self.used), self.capacity
+            self.memory = _empty_like(changed, capacity)
+            self.used.copy_(changed)
+
+
+def _empty_like(x: Tensor, tokens: int) -> Tensor:
+    return torch.empty(*x.shape[:2], tokens, x.shape[3], dtype=x.dtype, device=x.device)
