@@ -9,9 +9,8 @@ along the channels if they have 4 bits. A scale belongs to a token of a head, (B
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -46,26 +45,23 @@ class CacheForm:
         dtype: a name in `TOKENS`.
         block: consecutive tokens in which each channel of the keys has a scale; 0: each token of a head has one.
         scale_dtype: dtype in which scales and zero points are kept.
+        values, keys: how each is quantized.
+        is_packed: two codes share a byte.
     """
 
     dtype: str
     block: int = 0
     scale_dtype: torch.dtype = torch.float32
+    values: QuantSpec = field(init=False, repr=False, compare=False)
+    keys: QuantSpec = field(init=False, repr=False, compare=False)
+    is_packed: bool = field(init=False, repr=False, compare=False)
 
-    @functools.cached_property
-    def values(self) -> QuantSpec:
-        """How values are quantized."""
-        return replace(TOKENS[self.dtype], scale_dtype=self.scale_dtype)
-
-    @functools.cached_property
-    def keys(self) -> QuantSpec:
-        """How keys are quantized."""
-        return self.values.with_granularity(PerBlock((self.block, 1))) if self.block else self.values
-
-    @functools.cached_property
-    def is_packed(self) -> bool:
-        """Whether two codes share a byte."""
-        return smallest_layout(self.values.dtype).name == PackedLayout.name
+    def __post_init__(self) -> None:
+        values = replace(TOKENS[self.dtype], scale_dtype=self.scale_dtype)
+        object.__setattr__(self, "values", values)
+        keys = values.with_granularity(PerBlock((self.block, 1))) if self.block else values
+        object.__setattr__(self, "keys", keys)
+        object.__setattr__(self, "is_packed", smallest_layout(values.dtype).name == PackedLayout.name)
 
     def stored(self, width: int, keys: bool) -> dict[str, tuple[int, torch.dtype, int]]:
         """Length of the last axis, dtype, and tokens to one index of the token axis, for each tensor of `Parts`."""

@@ -70,7 +70,7 @@ class GrowingKV(KVStore):
             old.append(more)
 
     def _quantize(self, keys: Tensor, values: Tensor) -> None:
-        for stored, parts in zip((self.keys, self.values), self.spec.form.quantize(keys, values), strict=True):
+        for stored, parts in zip((self.keys, self.values), self.form.quantize(keys, values), strict=True):
             for tensor, part in zip(stored, parts, strict=True):
                 tensor.append(part)
 
@@ -92,7 +92,7 @@ class GrowingKV(KVStore):
             for recent, x in zip(self.recent, floats, strict=True):
                 recent.append(x.narrow(2, whole, left - whole))
         for stored, of_keys in ((self.keys, True), (self.values, False)):
-            for tensor, (_, _, each) in zip(stored, self.spec.form.stored(1, of_keys).values(), strict=True):
+            for tensor, (_, _, each) in zip(stored, self.form.stored(1, of_keys).values(), strict=True):
                 tensor.crop(whole // each)
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +52,7 @@ class KVCacheSpec:
         if self.scale_dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"KVCacheSpec: scale_dtype is fp32, bf16 or fp16, got {self.scale_dtype}")
 
-    @functools.cached_property
+    @property
     def form(self) -> CacheForm:
         """What kernels know of it."""
         return CacheForm(self.dtype, self.block if self.keys == "channel" else 0, self.scale_dtype)
@@ -61,9 +60,9 @@ class KVCacheSpec:
     @property
     def step(self) -> int:
         """Tokens that are quantized together."""
-        return self.form.block or 1
+        return self.block if self.keys == "channel" else 1
 
     @property
     def kept(self) -> int:
         """The number of latest tokens, at least, that stay in floating point."""
-        return self.form.block if self.recent is None else self.recent
+        return (self.block if self.keys == "channel" else 0) if self.recent is None else self.recent

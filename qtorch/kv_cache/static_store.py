@@ -49,7 +49,7 @@ class StaticKV(KVStore):
     def initialize(self, keys: Tensor, values: Tensor) -> None:
         """Take the memory for keys and values like these (B, H, any, D)."""
         self.note_form(keys, values)
-        device, form = keys.device, self.spec.form
+        device, form = keys.device, self.form
         made = []
         for width, of_keys in zip(self.widths, (True, False), strict=True):
             forms = form.stored(width, of_keys).values()
@@ -67,7 +67,7 @@ class StaticKV(KVStore):
         if keys.is_cpu and not torch.compiler.is_compiling() and int(self.length) + count > self.max_length:
             raise ValueError(f"a static cache of {self.max_length} tokens has {int(self.length)}, got {count} more")
         positions = torch.arange(count, device=keys.device) + self.length
-        of_keys, of_values = self.spec.form.quantize(keys.detach(), values.detach())
+        of_keys, of_values = self.form.quantize(keys.detach(), values.detach())
         for stored, part in zip((*self.keys, *self.values), (*of_keys, *of_values), strict=True):
             stored.index_copy_(2, positions, part)
         self.length.add_(count)

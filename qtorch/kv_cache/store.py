@@ -23,7 +23,7 @@ class KVStore(ABC):
     """
 
     def __init__(self, spec: KVCacheSpec) -> None:
-        self.spec = spec
+        self.spec, self.form = spec, spec.form
         self.dtype, self.device = torch.float32, torch.device("cpu")
         self.widths = (0, 0)
 
@@ -77,7 +77,7 @@ class KVStore(ABC):
         """
         keys, values, recent, length = self.parts()
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        form = self.spec.form
+        form = self.form
         arguments = (form.dtype, form.block, self.widths[1], float(scaling), float(softcap or 0), causal)
         out = kv_attention(query.detach(), list(keys), list(values), list(recent), length, mask, sinks, *arguments)
         return NoGradient.apply(out, query) if torch.is_grad_enabled() and query.requires_grad else out
@@ -85,7 +85,7 @@ class KVStore(ABC):
     def dequantize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values (B, H, T, D) in floating point; of a static store also those of tokens that are not there."""
         keys, values, recent, _ = self.parts()
-        dtype, form = dtype or self.dtype, self.spec.form
+        dtype, form = dtype or self.dtype, self.form
         floats = [
             form.dequantize(part, width, dtype, of_keys)
             for part, width, of_keys in ((keys, self.widths[0], True), (values, self.widths[1], False))

@@ -54,7 +54,7 @@ class KVAttention(NamedTuple):
 
 
 def _empty_result(query: Tensor, keys: Any, values: Any, recent: Any, *rest: Any) -> Tensor:
-    return query.new_empty(*query.shape[:3], rest[6])
+    return query.new_empty(*query.shape[:3], rest[5])
 
 
 @opaque(_empty_result)
