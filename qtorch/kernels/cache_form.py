@@ -9,17 +9,17 @@ along the channels if they have 4 bits. A scale belongs to a token of a head, (B
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from ..layouts.packed import PackedLayout, pack_codes, packed_length, unpack_codes
+from ..layouts.packed import PackedLayout, packed_length, unpack_codes
 from ..layouts.plain import smallest_layout
 from ..primitives.affine import MappingType, ZeroPointDomain
 from ..primitives.granularity import PerBlock, PerToken
-from ..primitives.non_finite import with_non_finite
 from ..primitives.qdtype import qdtype
 from ..primitives.spec import QuantSpec
 
@@ -73,29 +73,6 @@ class CacheForm:
         of_zeros = {"zero_point": scales} if self.values.has_zero_point else {}
         return {"codes": (row, codes, 1), "scale": scales, **of_zeros}
 
-    def quantize(self, keys: Tensor, values: Tensor) -> tuple[Parts, Parts]:
-        """Codes and scales of keys and values (B, H, T, D), T a multiple of `block`.
-
-        A token with a NaN or an infinity has a scale that is NaN, and changes no other token: where tokens share the
-        scales of their keys, the scale of its value is NaN.
-        """
-        lost = None
-        if self.block:
-            lost = with_non_finite(torch.zeros_like(keys[..., :1], dtype=torch.float32), keys.abs().amax(-1, True).float())
-            keys = torch.where(lost == 0, keys, 0)
-        of_values = self._quantize(self.values, values, lost)
-        return self._quantize(self.keys, keys, None), of_values
-
-    def _quantize(self, spec: QuantSpec, x: Tensor, lost: Tensor | None) -> Parts:
-        scale, zero_point = spec.choose_qparams(x)
-        codes = spec.quantize(x, scale, zero_point)
-        codes = pack_codes(codes, spec.dtype) if self.is_packed else codes
-        if codes.dtype is not torch.int8:
-            codes = codes.view(torch.uint8)  # float8 lacks operations that move codes
-        if lost is not None:
-            scale = (scale.float() + lost).to(scale.dtype)
-        return (codes, scale) if zero_point is None else (codes, scale, zero_point)
-
     def dequantize(self, parts: Sequence[Tensor], width: int, dtype: torch.dtype, keys: bool) -> Tensor:
         """The numbers (B, H, T, width) of keys or values; computed in fp32, given in `dtype`."""
         spec = self.keys if keys else self.values
@@ -105,3 +82,7 @@ class CacheForm:
         elif spec.dtype.storage is not codes.dtype:
             codes = codes.view(spec.dtype.storage)
         return spec.dequantize(codes, scale, parts[2] if len(parts) > 2 else None, dtype)
+
+
+cache_form = functools.cache(CacheForm)
+"""The form of these arguments, made once."""

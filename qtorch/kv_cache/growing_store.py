@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.cache_form import Parts
+from ..kernels.ops.quantize_tokens import quantize_keys_and_values
 from .growing import GrowingTensor
 from .spec import KVCacheSpec
 from .store import KVStore
@@ -70,7 +71,7 @@ class GrowingKV(KVStore):
             old.append(more)
 
     def _quantize(self, keys: Tensor, values: Tensor) -> None:
-        for stored, parts in zip((self.keys, self.values), self.form.quantize(keys, values), strict=True):
+        for stored, parts in zip((self.keys, self.values), quantize_keys_and_values(keys, values, self.form), strict=True):
             for tensor, part in zip(stored, parts, strict=True):
                 tensor.append(part)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.cache_form import Parts
+from ..kernels.ops.quantize_tokens import quantize_keys_and_values
 from .spec import KVCacheSpec
 from .store import KVStore
 
@@ -67,7 +68,7 @@ class StaticKV(KVStore):
         if keys.is_cpu and not torch.compiler.is_compiling() and int(self.length) + count > self.max_length:
             raise ValueError(f"a static cache of {self.max_length} tokens has {int(self.length)}, got {count} more")
         positions = torch.arange(count, device=keys.device) + self.length
-        of_keys, of_values = self.form.quantize(keys.detach(), values.detach())
+        of_keys, of_values = quantize_keys_and_values(keys.detach(), values.detach(), self.form)
         for stored, part in zip((*self.keys, *self.values), (*of_keys, *of_values), strict=True):
             stored.index_copy_(2, positions, part)
         self.length.add_(count)

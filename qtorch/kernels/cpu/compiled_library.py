@@ -69,7 +69,10 @@ class Library:
         self.quantize_rows = handle.qtorch_quantize_rows
         self.dequantize = handle.qtorch_dequantize
         self.attention = handle.qtorch_attention
-        for function in (self.weight_only_mm, self.int8_mm, self.quantize_rows, self.dequantize, self.attention):
+        self.quantize_tokens = handle.qtorch_quantize_tokens
+        for function in (self.weight_only_mm, self.int8_mm, self.quantize_rows, self.dequantize):
+            function.argtypes, function.restype = [ctypes.c_char_p], None
+        for function in (self.attention, self.quantize_tokens):
             function.argtypes, function.restype = [ctypes.c_char_p], None
         self.embed = handle.qtorch_embed
         self.embed.argtypes, self.embed.restype = [ctypes.c_char_p], ctypes.c_int64

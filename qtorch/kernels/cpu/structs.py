@@ -144,6 +144,28 @@ class Attention(NamedTuple):
     threads: int
 
 
+class Tokens(NamedTuple):
+    """src/quantize_tokens.h"""
+
+    data: int
+    type: int
+    step_batch: int
+    step_head: int
+    step_token: int
+    batch: int
+    heads: int
+    tokens: int
+    width: int
+    format: int
+    codes: int
+    scale: int
+    zero: int
+    scale_type: int
+    smallest: float
+    largest: float
+    threads: int
+
+
 NO_INPUT = Input(0, 0, 0, 0)
 
 

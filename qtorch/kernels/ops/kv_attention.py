@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ...layouts.plain import smallest_layout
 from ...primitives.scheme import Scheme
 from ...primitives.spec import LinearSpec
-from ..cache_form import CacheForm
+from ..cache_form import CacheForm, cache_form
 from ..custom_ops import opaque
 from ..registry import REFERENCE, Problem, lookup, register
 
@@ -102,8 +102,6 @@ def kv_attention(
 def _first(parts: Sequence[Tensor], count: int) -> list[Tensor]:
     return [part.narrow(2, 0, count) for part in parts]
 
-
-cache_form = functools.cache(CacheForm)
 
 
 @functools.cache

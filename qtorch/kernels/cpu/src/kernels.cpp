@@ -9,6 +9,7 @@
 #include "int_amx.h"
 #include "int_dot.h"
 #include "int_tile.h"
+#include "quantize_tokens.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -160,4 +161,9 @@ EXPORT int64_t qtorch_embed(const EmbedCall* call) {
 // See attention.h.
 EXPORT void qtorch_attention(const attention::Attention* call) {
     attention::attend(*call);
+}
+
+// See quantize_tokens.h.
+EXPORT void qtorch_quantize_tokens(const attention::Tokens* call) {
+    attention::quantize_tokens(*call);
 }
