@@ -37,12 +37,11 @@ class GrowingTensor:
     def append(self, more: Tensor) -> None:
         """Append tokens (B, H, t, X)."""
         length = self.length + more.shape[2]
-        if length > self.capacity:
+        if self.memory is None or length > self.capacity:
             before = self.memory
             self.memory = _empty_like(more, max(length, 2 * self.capacity, SMALLEST))
             if before is not None:
                 self.memory.narrow(2, 0, self.length).copy_(before.narrow(2, 0, self.length))
-        assert self.memory is not None
         self.memory.narrow(2, self.length, more.shape[2]).copy_(more)
         self.length = length
 

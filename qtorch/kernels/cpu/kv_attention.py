@@ -44,6 +44,7 @@ def _supports(problem: Problem) -> str | None:
 def cpu_kv_attention(call: KVAttention) -> Tensor:
     """See `kv_attention`."""
     check_call(call)
+    call = call.cut()
     query, compiled, form = call.query, library(), call.form
     batch, all_heads, rows, width = query.shape
     heads = call.values[0].shape[1]

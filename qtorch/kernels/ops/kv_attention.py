@@ -23,17 +23,20 @@ from ..cache_form import CacheForm, cache_form
 from ..custom_ops import opaque
 from ..registry import REFERENCE, Problem, lookup, register
 
+FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+
 FOLDED_ROWS = 16
 """Up to this many tokens, the queries of a head of keys become rows of one matrix: a mask is repeated for them."""
 
 
 class KVAttention(NamedTuple):
-    """The arguments of a kernel; see `kv_attention`. Tensors of `keys` and `values` end with the last token."""
+    """The arguments of a kernel; see `kv_attention`."""
 
     query: Tensor
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
     recent: Sequence[Tensor]
+    used: Tensor | None
     mask: Tensor | None
     sinks: Tensor | None
     form: CacheForm
@@ -51,6 +54,14 @@ class KVAttention(NamedTuple):
     def length(self) -> int:
         """All tokens."""
         return self.tokens + (self.recent[0].shape[2] if self.recent else 0)
+
+    def cut(self) -> KVAttention:
+        """The same with the tokens in use alone; reads their number on the host."""
+        if self.used is None:
+            return self
+        used = int(self.used)
+        keys, values = ([part.narrow(2, 0, used) for part in parts] for parts in (self.keys, self.values))
+        return self._replace(keys=keys, values=values, used=None)
 
 
 def _empty_result(query: Tensor, keys: Any, values: Any, recent: Any, *rest: Any) -> Tensor:
@@ -79,7 +90,8 @@ def kv_attention(
         query: (B, H G, M, D) in floating point.
         keys, values: `Parts` of a `CacheForm`, of T tokens; values have `width` channels.
         recent: keys (B, H, R, D) and values (B, H, R, width) of the tokens that follow, in floating point; or nothing.
-        length: of the T tokens, the number that is in use, a tensor of one integer; None: all of them.
+        length: of the T tokens, the number that is in use, a tensor of one int64 on their device, without recent ones;
+            None: all of them.
         mask: (B or 1, H G or 1, M, at least T + R), bool (True: the token is seen) or numbers to add.
         sinks: (H G), logits of tokens without values.
         dtype, block: of the `CacheForm`.
@@ -91,16 +103,9 @@ def kv_attention(
     Returns:
         (B, H G, M, width) in the query's dtype. Queries that see no token get zeros.
     """
-    if length is not None:
-        used = int(length)
-        keys, values = _first(keys, used), _first(values, used)
     form = cache_form(dtype, block, values[1].dtype)
     kernel = lookup("kv_attention", scheme_of(form, query.shape[-1]), query.dtype, query.device.type)
-    return kernel(KVAttention(query, keys, values, recent, mask, sinks, form, width, scaling, softcap, causal))
-
-
-def _first(parts: Sequence[Tensor], count: int) -> list[Tensor]:
-    return [part.narrow(2, 0, count) for part in parts]
+    return kernel(KVAttention(query, keys, values, recent, length, mask, sinks, form, width, scaling, softcap, causal))
 
 
 
@@ -130,49 +135,55 @@ def check_call(call: KVAttention) -> None:
         if len(parts) != len(stored):
             raise ValueError(f"kv_attention: {name} are {', '.join(stored)}, got {len(parts)} tensors")
         for part, (what, (row, dtype, each)) in zip(parts, stored.items(), strict=True):
-            _check(f"{what} of the {name}", part, query.device, (batch, heads, -(-tokens // each), row), {dtype})
+            _check(what, name, part, query.device, (batch, heads, -(-tokens // each), row), {dtype})
             if part.stride() != parts[-1].stride() and what == "scale":
                 raise ValueError(f"kv_attention: scale and zero point of the {name} differ in their strides")
-    floats = {torch.float32, torch.bfloat16, torch.float16}
     for name, part, width in zip(("keys", "values"), call.recent, (key_width, call.width), strict=False):
-        _check(f"recent {name}", part, query.device, (batch, heads, call.length - tokens, width), floats)
+        _check("recent", name, part, query.device, (batch, heads, call.length - tokens, width), FLOATS)
     if query.shape[0] != batch or query.shape[1] % heads:
         raise ValueError(f"kv_attention: queries {tuple(query.shape)} do not fit {batch} x {heads} heads of keys")
     if call.mask is not None:
         some = tuple(call.mask.shape)
         fits = len(some) == 4 and all(a in (1, b) for a, b in zip(some, query.shape[:3], strict=False))
-        if not fits or some[3] < call.length or call.mask.dtype not in floats | {torch.bool}:
+        if not fits or some[3] < call.length or call.mask.dtype not in FLOATS | {torch.bool}:
             wanted = f"{tuple(query.shape[:3])} or 1 each, and at least {call.length} tokens"
             raise ValueError(f"kv_attention: a mask has {wanted}, bool or in floating point, got {some}")
+    if call.used is not None and (call.used.shape != () or call.used.dtype != torch.int64 or call.recent):
+        raise ValueError("kv_attention: a length is one int64, and there are no recent tokens behind it")
     if call.sinks is not None and tuple(call.sinks.shape) != (query.shape[1],):
         raise ValueError(f"kv_attention: sinks have shape ({query.shape[1]},), got {tuple(call.sinks.shape)}")
 
 
 def _check(
-    name: str, x: Tensor, device: torch.device, shape: tuple[int, ...], dtypes: Collection[torch.dtype]
+    what: str,
+    of: str,
+    x: Tensor,
+    device: torch.device,
+    shape: tuple[int, ...],
+    dtypes: Collection[torch.dtype],
 ) -> None:
-    if tuple(x.shape) != shape or x.dtype not in dtypes or x.device != device:
+    if x.shape != shape or x.dtype not in dtypes or x.device != device:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(
-            f"kv_attention: {name} must be {shape} {wanted} on {device}, got {tuple(x.shape)} {x.dtype} on {x.device}"
+            f"kv_attention: {what} of the {of} must be {shape} {wanted} on {device}, got {tuple(x.shape)} {x.dtype} on "
+            f"{x.device}"
         )
     # Scales of tokens are read as one row.
-    axis = 2 if x.shape[3] == 1 else 3
-    if x.numel() and x.shape[axis] > 1 and x.stride(axis) != 1:
-        raise ValueError(f"kv_attention: rows of the {name} are not contiguous")
+    axis = 2 if shape[3] == 1 else 3
+    if shape[axis] > 1 and x.stride(axis) != 1 and x.numel():
+        raise ValueError(f"kv_attention: {what} of the {of} must be contiguous along axis {axis}, strides {x.stride()}")
 
 
 @register("kv_attention", priority=REFERENCE, name="reference")
 def attend_portably(call: KVAttention) -> Tensor:
     """The equation in fp32, on dequantized keys and values of one head after the other."""
-    return torch.cat(
-        [attend(query.float(), k, v, *rest) for query, k, v, *rest in _heads(call, torch.float32)], 1
-    ).to(call.query.dtype)
+    heads = [attend(query.float(), *rest) for query, *rest in _heads(call.cut(), torch.float32)]
+    return torch.cat(heads, 1).to(call.query.dtype)
 
 
 def attend_by_heads(call: KVAttention) -> Tensor:
     """`attend_portably` in the dtype of the queries: what is fastest for many of them."""
-    return torch.cat([attend(*arguments) for arguments in _heads(call, call.query.dtype)], 1)
+    return torch.cat([attend(*arguments) for arguments in _heads(call.cut(), call.query.dtype)], 1)
 
 
 def _heads(call: KVAttention, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
