@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..layouts.packed import PackedLayout, packed_length, unpack_codes
-from ..layouts.plain import smallest_layout
+from ..layouts.packed import can_pack_bits, packed_length, unpack_codes
 from ..primitives.affine import MappingType, ZeroPointDomain
 from ..primitives.granularity import PerBlock, PerToken
 from ..primitives.qdtype import qdtype
@@ -61,7 +60,7 @@ class CacheForm:
         object.__setattr__(self, "values", values)
         keys = values.with_granularity(PerBlock((self.block, 1))) if self.block else values
         object.__setattr__(self, "keys", keys)
-        object.__setattr__(self, "is_packed", smallest_layout(values.dtype).name == PackedLayout.name)
+        object.__setattr__(self, "is_packed", can_pack_bits(values.dtype))
 
     def stored(self, width: int, keys: bool) -> dict[str, tuple[int, torch.dtype, int]]:
         """Length of the last axis, dtype, and tokens to one index of the token axis, for each tensor of `Parts`."""

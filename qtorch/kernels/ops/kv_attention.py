@@ -230,7 +230,7 @@ def attend(
             )
         folded = query.reshape(batch, heads, group * rows, width)
         if mask is not None:
-            mask = mask.expand(-1, all_heads, -1, -1).reshape(-1, heads, group * rows, tokens)
+            mask = mask.expand(-1, all_heads, rows, -1).reshape(-1, heads, group * rows, tokens)
         out = F.scaled_dot_product_attention(folded, keys, values, mask, scale=scaling)
         return out.reshape(batch, all_heads, rows, -1)
     scores = query.reshape(batch, heads, group * rows, width) @ keys.mT * scaling

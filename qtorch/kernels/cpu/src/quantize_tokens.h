@@ -19,9 +19,10 @@ struct Tokens {
     int64_t type, step_batch, step_head, step_token;  // in elements; rows are contiguous
     int64_t batch, heads, tokens, width;
     int64_t format;
-    uint8_t* codes;       // contiguous, as are the others
-    void *scale, *zero;
-    int64_t scale_type;   // of zero too
+    uint8_t* codes;  // contiguous, as are the others
+    void* scale;
+    void* zero;
+    int64_t scale_type;        // of zero too
     double smallest, largest;  // scale
     int64_t threads;
 };
