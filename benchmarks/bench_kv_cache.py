@@ -1,12 +1,12 @@
 """The quantized KV cache: attention of one new token, growth, memory, decoding, perplexity.
 
-attention    32 heads of queries on 8 heads of keys, 128 channels, fp32; one token with its queries. Peers: SDPA whose query
-             heads are folded into rows, which is the fastest way in torch; SDPA with `enable_gqa`; what transformers calls,
-             with and without a mask; transformers' own fp8 cache, a whole step (its others need quanto or hqq)
+attention    one new token: 32 heads of queries on 8 of keys, 128 channels, fp32. Peers: SDPA with query heads folded
+             into rows, the fastest way in torch; SDPA with `enable_gqa`; what transformers calls, with and without a
+             mask; transformers' own fp8 cache, a whole step (its other ones need quanto or hqq)
 growth       one more token behind many: memory that doubles, and `torch.cat`
 decode       a Llama with random weights, tokens a second after a prompt
-perplexity   the Llama of 1M parameters of `tutorials.qat_llama`; tokens after the first 16 are fed in chunks of 8, so that
-             they read the cache
+perplexity   the Llama of 1M parameters of `tutorials.qat_llama`; tokens after the first 16 are fed in chunks of 8, so
+             that they read the cache
 
     python -m benchmarks.bench_kv_cache [attention growth decode perplexity] [--threads 1] [--llama llama.pt] [--save]
 """
@@ -138,7 +138,9 @@ def decode(prompt: int, rounds: int) -> list[dict[str, Any]]:
     model = LlamaForCausalLM(config).eval()
     ids = torch.randint(0, 1024, (1, prompt))
     makers: dict[str, Callable[[], Any]] = {"float": lambda: DynamicCache(config=config)}
-    makers |= {name: (lambda spec=spec: quantized_cache(model, spec)) for name, spec in SPECS.items() if "," not in name}
+    makers |= {
+        name: (lambda spec=spec: quantized_cache(model, spec)) for name, spec in SPECS.items() if "," not in name
+    }
     candidates: dict[str, Callable[[], Any]] = {}
     for name, make in makers.items():
         model.set_attn_implementation("sdpa") if name == "float" else use_quantized_attention(model)

@@ -25,9 +25,7 @@ from ..primitives.spec import QuantSpec
 # 4-bit codes have zero points: the keys of many models are far from zero.
 TOKENS = {
     "int8": QuantSpec(qdtype("int8"), PerToken(), quant_min=-127, quant_max=127),
-    "int4": QuantSpec(
-        qdtype("uint4"), PerToken(), MappingType.ASYMMETRIC, ZeroPointDomain.OFFSET, preserve_zero=False
-    ),
+    "int4": QuantSpec(qdtype("uint4"), PerToken(), MappingType.ASYMMETRIC, ZeroPointDomain.OFFSET, preserve_zero=False),
     "float8_e4m3fn": QuantSpec(qdtype("float8_e4m3fn"), PerToken()),
 }
 """Name of a format -> how a token of a head is quantized."""

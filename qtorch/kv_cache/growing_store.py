@@ -18,8 +18,8 @@ class GrowingKV(KVStore):
     """The keys and values of one layer, which grow; see `KVStore`.
 
     The latest tokens stay in floating point as long as `KVCacheSpec` says, and until they fill a block whose keys share
-    scales. Tokens in codes are never quantized again, with one exception: where `crop` cuts a block of keys, what is left
-    of it becomes floating point, and part of a new block.
+    scales. Tokens in codes are never quantized again, with one exception: where `crop` cuts a block of keys, what is
+    left of it becomes floating point, and part of a new block.
 
     Args:
         spec: how tokens are quantized.
@@ -71,7 +71,9 @@ class GrowingKV(KVStore):
             old.append(more)
 
     def _quantize(self, keys: Tensor, values: Tensor) -> None:
-        for stored, parts in zip((self.keys, self.values), quantize_keys_and_values(keys, values, self.form), strict=True):
+        for stored, parts in zip(
+            (self.keys, self.values), quantize_keys_and_values(keys, values, self.form), strict=True
+        ):
             for tensor, part in zip(stored, parts, strict=True):
                 tensor.append(part)
 

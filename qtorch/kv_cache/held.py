@@ -1,8 +1,8 @@
 """Held: keys or values in a cache, as they travel through a layer of a model to its attention function.
 
-The layers of transformers hand what `Cache.update` gives them to the attention function, and most look at no more than its
-shape on the way. So codes can travel in a small object that is no tensor. If a model does use it as a tensor, it becomes
-one: the dequantized keys or values.
+The layers of transformers hand what `Cache.update` gives them to the attention function, and most look at no more than
+its shape on the way. So codes can travel in a small object that is no tensor. If a model does use it as a tensor, it
+becomes one: the dequantized keys or values.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class StaticKV(KVStore):
         super().__init__(spec)
         if spec.step > 1 or spec.kept:
             raise ValueError(
-                f'a static cache quantizes each token when it comes: keys="token" and no recent tokens, got {spec}; leave '
-                "max_length out for a cache that grows"
+                f'a static cache quantizes each token when it comes: keys="token" and no recent tokens, got {spec}; '
+                "leave max_length out for a cache that grows"
             )
         if max_length < 1:
             raise ValueError(f"max_length is positive, got {max_length}")
@@ -42,7 +42,7 @@ class StaticKV(KVStore):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        return (*self.values[0].shape[:2], self.max_length) if self.values else (0, 0, 0)  # type: ignore[return-value]
+        return (*self.values[0].shape[:2], self.max_length) if self.values else (0, 0, 0)
 
     def parts(self) -> tuple[Parts, Parts, Sequence[Tensor], Tensor | None]:
         return self.keys, self.values, (), self.length

@@ -27,8 +27,8 @@ def set_attention(model: Any) -> Any:
         model.set_attn_implementation(NAME)
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
         raise ValueError(
-            f"use_quantized_attention: {type(model).__name__} does not call transformers' attention functions. A quantized "
-            "cache works with it as it is, and gives it floats"
+            f"use_quantized_attention: {type(model).__name__} does not call transformers' attention functions. "
+            "A quantized cache works with it as it is, and gives it floats"
         )
     return model
 
@@ -73,7 +73,7 @@ def attention(
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         out = attend(query, key, value, mask, s_aux, scaling, float(softcap or 0), causal)
         return out.transpose(1, 2).contiguous(), None
-    return sdpa_attention_forward(  # type: ignore[no-any-return]
+    return sdpa_attention_forward(
         module,
         query,
         key,
@@ -87,9 +87,7 @@ def attention(
     )
 
 
-def _with_bias(
-    mask: Tensor | None, bias: Tensor | None, rows: int, tokens: int, query: Tensor
-) -> Tensor | None:
+def _with_bias(mask: Tensor | None, bias: Tensor | None, rows: int, tokens: int, query: Tensor) -> Tensor | None:
     """Mask and bias as one mask; without a mask, each query sees the tokens up to its own, the last all."""
     if bias is None:
         return mask

@@ -52,8 +52,8 @@ def _layers(config: Any, mapping: dict[str, Any], plain: type, quantized: Any, *
     ]
     if not any(mapping[kind] is plain for kind in types):
         raise ValueError(
-            f"quantized_cache: {type(config).__name__} has layers {', '.join(sorted(set(types)))}, none of full attention; "
-            "use the cache that transformers makes"
+            f"quantized_cache: {type(config).__name__} has layers {', '.join(sorted(set(types)))}, none of full "
+            "attention; use the cache that transformers makes"
         )
     return layers
 
@@ -147,7 +147,7 @@ class _Quantized:
         return f"{type(self).__name__}({self.store.spec})"
 
 
-class QuantizedLayer(_Quantized, DynamicLayer):  # type: ignore[misc]
+class QuantizedLayer(_Quantized, DynamicLayer):
     """A layer of `QuantizedDynamicCache`."""
 
     def __init__(self, config: Any, spec: KVCacheSpec) -> None:
@@ -181,7 +181,7 @@ class QuantizedLayer(_Quantized, DynamicLayer):  # type: ignore[misc]
         self.is_initialized = False
 
 
-class QuantizedStaticLayer(_Quantized, StaticLayer):  # type: ignore[misc]
+class QuantizedStaticLayer(_Quantized, StaticLayer):
     """A layer of `QuantizedStaticCache`."""
 
     def __init__(self, config: Any, spec: KVCacheSpec, max_length: int) -> None:
@@ -191,7 +191,7 @@ class QuantizedStaticLayer(_Quantized, StaticLayer):  # type: ignore[misc]
         self.is_empty = True  # known to Python, unlike the length: a graph of the prompt is another one anyway
 
     @property
-    def cumulative_length(self) -> Tensor:
+    def cumulative_length(self) -> Tensor:  # type: ignore[override]
         """The number of tokens, a tensor."""
         return self.store.length
 

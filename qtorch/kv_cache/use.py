@@ -16,8 +16,8 @@ Model = TypeVar("Model")
 def quantized_cache(model: Any, spec: KVCacheSpec | str = "int8", max_length: int | None = None) -> Any:
     """A `Cache` of transformers that holds keys and values in codes: ``generate(..., past_key_values=cache)``.
 
-    Layers of full attention are quantized. Layers with a sliding window, linear attention and whatever else has a layer of
-    its own in transformers stay as transformers makes them; a model all of whose layers do is refused. The
+    Layers of full attention are quantized. Layers with a sliding window, linear attention and whatever else has a layer
+    of its own in transformers stay as transformers makes them; a model all of whose layers do is refused. The
     cross-attention of an encoder-decoder model, which is written once, stays in floating point.
 
     The first tokens of an empty cache attend to themselves in floating point; all later ones read codes. With
@@ -27,7 +27,8 @@ def quantized_cache(model: Any, spec: KVCacheSpec | str = "int8", max_length: in
     Args:
         model: a model of transformers, or its config.
         spec: how tokens are quantized; a string is the `dtype` of a `KVCacheSpec`.
-        max_length: tokens for which a static cache has room, for `torch.compile` in one graph; None: a cache that grows.
+        max_length: tokens for which a static cache has room, for `torch.compile` in one graph; None: a cache that
+            grows.
 
     Returns:
         A `DynamicCache`, a `StaticCache` or an `EncoderDecoderCache`.
@@ -44,8 +45,8 @@ def quantized_cache(model: Any, spec: KVCacheSpec | str = "int8", max_length: in
 def use_quantized_attention(model: Model) -> Model:
     """Let a model of transformers read quantized caches directly, without dequantizing them.
 
-    Sets the model's attention implementation to ``"qtorch"``. Where keys are not in codes (no cache, another cache, layers
-    that stay in floating point) it does what ``"sdpa"`` does, and what ``"eager"`` does for soft caps and sinks.
+    Sets the model's attention implementation to ``"qtorch"``. Where keys are not in codes (no cache, another cache,
+    layers that stay in floating point) it does what ``"sdpa"`` does, and what ``"eager"`` does for soft caps and sinks.
     ``model.set_attn_implementation("sdpa")`` undoes it.
 
     Args:

@@ -47,7 +47,8 @@ def codes(store):
 def test_codes_are_those_of_the_primitives(spec):
     store, keys, values = filled(spec, 7, 1, 1, 30, 1)
     in_codes = (40 - spec.kept) // spec.step * spec.step
-    assert store.length == 40 and store.tokens == in_codes
+    assert store.length == 40
+    assert store.tokens == in_codes
     wanted = quantize_keys_and_values(keys[:, :, :in_codes], values[:, :, :in_codes], spec.form)
     for part, expected in zip(codes(store), (*wanted[0], *wanted[1]), strict=True):
         assert torch.equal(part, expected)
@@ -116,7 +117,8 @@ def test_operations_on_the_batch(spec):
         change(store)
         assert all(torch.equal(a, b) for a, b in zip(store.dequantize(), wanted, strict=True))
         store.append(*tokens(2, batch=wanted[0].shape[0]))
-        assert store.length == 24 and store.shape == (wanted[0].shape[0], 3, 24)
+        assert store.length == 24
+        assert store.shape == (wanted[0].shape[0], 3, 24)
 
 
 @EVERY_SPEC
@@ -132,7 +134,7 @@ def test_crop(spec, length):
         assert torch.equal(old[:, :, : new.shape[2]], new)
     store.append(*tokens(9))
     for a, b in zip(store.dequantize(), before, strict=True):
-        # Of a block that was cut, what is left is rounded a second time; recent tokens are rounded when they are not any more.
+        # What is left of a block that was cut is rounded a second time, and recent tokens are rounded by and by.
         close = 0.5 if spec.kept else 0
         assert float((a[:, :, :length] - b[:, :, :length]).abs().max() if length else 0) <= close
 
@@ -144,7 +146,8 @@ def test_copies_are_independent(spec):
         before = store.dequantize()
         assert all(torch.equal(a, b) for a, b in zip(copied.dequantize(), before, strict=True))
         copied.append(*tokens(4))
-        assert copied.length == 27 and store.length == 23
+        assert copied.length == 27
+        assert store.length == 23
         assert all(torch.equal(a, b) for a, b in zip(store.dequantize(), before, strict=True))
 
 
@@ -193,7 +196,8 @@ def test_static_is_the_same(dtype):
             static.append(*tokens(12))
         static.reset()
         growing.reset()
-        assert int(static.length) == 0 and static.keys[0].data_ptr() == address
+        assert int(static.length) == 0
+        assert static.keys[0].data_ptr() == address
 
 
 def test_half_precision():
@@ -204,7 +208,9 @@ def test_half_precision():
             keys, values = store.dequantize()
             assert keys.dtype == values.dtype == dtype
             query = torch.randn(2, 3, 1, 20, dtype=dtype)
-            wanted = F.scaled_dot_product_attention(query.float(), *(x.float() for x in store.dequantize(torch.float32)))
+            wanted = F.scaled_dot_product_attention(
+                query.float(), *(x.float() for x in store.dequantize(torch.float32))
+            )
             assert torch.allclose(store.attend(query).float(), wanted, rtol=0, atol=2 * torch.finfo(dtype).eps * 4)
 
 

@@ -111,7 +111,11 @@ def test_beams():
     for spec in (KVCacheSpec("int8"), KVCacheSpec("int8", keys="channel", block=4)):
         options = {**GREEDY, "num_beams": 3, "max_new_tokens": 10, "num_return_sequences": 2}
         found = model.generate(
-            ids, past_key_values=quantized_cache(model, spec), return_dict_in_generate=True, output_scores=True, **options
+            ids,
+            past_key_values=quantized_cache(model, spec),
+            return_dict_in_generate=True,
+            output_scores=True,
+            **options,
         )
         assert found.sequences.shape == (4, 19)
         # The score of each sequence is that of the float model for it.
@@ -157,15 +161,21 @@ def test_continued_conversation():
         more = torch.cat([ids, torch.randint(1, 64, (1, 5))], 1)
         with record_kernels() as ran:
             found = model.generate(more, max_new_tokens=6, **GREEDY, past_key_values=other)
-        assert "kv_attention" in ran and found.shape == (1, 23)
+        assert "kv_attention" in ran
+        assert found.shape == (1, 23)
         assert (cache.get_seq_length(), other.get_seq_length()) == (12, 22)
 
 
 def test_operations_of_the_cache():
     model, ids = build("llama"), torch.randint(1, 64, (2, 12))
     cache = quantized_cache(model, KVCacheSpec("int8", keys="channel", block=4))
-    assert cache.get_seq_length() == 0 and len(cache) == 2 and cache.get_max_length() == -1
-    assert cache.batch_size == -1 and not cache.is_initialized and not cache.is_compileable and cache.is_croppable
+    assert cache.get_seq_length() == 0
+    assert len(cache) == 2
+    assert cache.get_max_length() == -1
+    assert cache.batch_size == -1
+    assert not cache.is_initialized
+    assert not cache.is_compileable
+    assert cache.is_croppable
     cache.reorder_cache(torch.tensor([0]))
     model(ids, past_key_values=cache)
     before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
@@ -176,7 +186,8 @@ def test_operations_of_the_cache():
     cache.reorder_cache(torch.tensor([1, 0]))
     assert cache.batch_size == 2
     for layer, (keys, values) in zip(cache.layers, before, strict=True):
-        assert torch.equal(layer.keys, keys.flip(0)) and torch.equal(layer.values, values.flip(0))
+        assert torch.equal(layer.keys, keys.flip(0))
+        assert torch.equal(layer.values, values.flip(0))
     cache.crop(-3)
     cache.crop(0)
     assert cache.get_seq_length() == 9
@@ -194,7 +205,9 @@ def test_operations_of_the_cache():
 def test_static_cache():
     model, ids = build("llama"), torch.randint(1, 64, (2, 12))
     cache = quantized_cache(model, "int4", max_length=30)
-    assert cache.is_compileable and cache.get_max_length() == 30 and cache.get_seq_length() == 0
+    assert cache.is_compileable
+    assert cache.get_max_length() == 30
+    assert cache.get_seq_length() == 0
     model(ids, past_key_values=cache)
     assert int(cache.get_seq_length()) == 12
     first = [layer.keys[:, :, :12].clone() for layer in cache.layers]
@@ -232,7 +245,8 @@ def test_bfloat16():
     model = build("llama").bfloat16()
     with record_kernels() as ran:
         found = logits(model, ids, quantized_cache(model, "int8"), 8)
-    assert "kv_attention" in ran and found.dtype is torch.bfloat16
+    assert "kv_attention" in ran
+    assert found.dtype is torch.bfloat16
     assert float((found.float() - wanted).abs().max() / wanted.std()) < 0.2
 
 
@@ -276,7 +290,9 @@ def test_encoder_decoder():
         assert ran.count("kv_attention") == 12
         error = (torch.cat(parts, 1) - wanted)[:, 4:].abs().max() / wanted.std()
         assert 1e-7 < float(error) < 0.02
-        found = model.generate(**given, max_new_tokens=8, do_sample=False, past_key_values=quantized_cache(model, "int4"))
+        found = model.generate(
+            **given, max_new_tokens=8, do_sample=False, past_key_values=quantized_cache(model, "int4")
+        )
         assert found.shape[0] == 2
 
 

@@ -58,7 +58,7 @@ def cpu_kv_attention(call: KVAttention) -> Tensor:
     values = _cached(FORMATS[form.values.dtype.name], call.values, call.width, 0)
     recent = [_with_whole_rows(x.to(query.dtype)) for x in call.recent]
     of_recent = [_cached(TYPES[x.dtype], [x], x.shape[3], 0) for x in recent] or [NO_ROWS, NO_ROWS]
-    of_mask = (0,) * 5
+    of_mask: tuple[int, ...] = (0,) * 5
     if mask is not None:
         mask = _with_whole_rows(mask.view(torch.uint8) if mask.dtype is torch.bool else mask)
         steps = [0 if size == 1 else step for size, step in zip(mask.shape[:3], mask.stride()[:3], strict=True)]

@@ -108,7 +108,6 @@ def kv_attention(
     return kernel(KVAttention(query, keys, values, recent, length, mask, sinks, form, width, scaling, softcap, causal))
 
 
-
 @functools.cache
 def scheme_of(form: CacheForm, width: int) -> Scheme:
     """The keys of a token, or of a block of tokens, as a scheme, by which kernels are looked up."""

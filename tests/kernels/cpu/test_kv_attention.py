@@ -37,7 +37,9 @@ def problem(form, shape, dtype=torch.float32, mask=None, softcap=0.0, sinks=Fals
         None: lambda: None,
         "bool": lambda: torch.rand(batch, 1, rows, tokens + recent) > 0.3,
         "float": lambda: torch.randn(1, heads * group, rows, tokens + recent + 3).masked_fill(torch.rand(()) > 2, 0),
-        "-inf": lambda: torch.randn(batch, 1, 1, tokens + recent).sign().log().nan_to_num(-torch.inf, neginf=-torch.inf),
+        "-inf": lambda: (
+            torch.randn(batch, 1, 1, tokens + recent).sign().log().nan_to_num(-torch.inf, neginf=-torch.inf)
+        ),
     }
     return KVAttention(
         query,
@@ -76,7 +78,8 @@ def assert_close(call, got):
     bound = float(values.abs().max()) * (2 * score + 4 * gamma(call.length + 16)) + 1e-6
     if call.query.dtype is not torch.float32:
         bound += float(values.abs().max()) * torch.finfo(call.query.dtype).eps
-    assert got.shape == wanted.shape and got.dtype == call.query.dtype
+    assert got.shape == wanted.shape
+    assert got.dtype == call.query.dtype
     assert float((got.double() - wanted.double()).abs().max()) <= bound
 
 
@@ -194,7 +197,9 @@ def test_error_is_that_of_the_codes(build):
 @pytest.mark.parametrize("build", BUILDS)
 def test_tokens_are_quantized_to_the_bits_of_the_primitives(build, dtype):
     floats = (torch.float32, torch.bfloat16, torch.float16)
-    for scale_dtype, x_dtype, width in zip(floats * 3, [each for each in floats for _ in floats], itertools.cycle((128, 20, 13, 1))):
+    for scale_dtype, x_dtype, width in zip(
+        floats * 3, [each for each in floats for _ in floats], itertools.cycle((128, 20, 13, 1))
+    ):
         form = cache_form(dtype, 0, scale_dtype)
         for factor, shift in ((1, 0), (1e-3, 1), (1e3, 0), (1e-40, 0), (0, 0)):
             x = (torch.randn(2, 5, 3, width) * factor + shift).to(x_dtype).transpose(1, 2)

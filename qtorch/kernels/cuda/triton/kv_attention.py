@@ -2,9 +2,9 @@
 
     y[m] = sum_t p[m, t] v[t],    p[m] = softmax_t(scaling * q[m] . k[t] + mask[m, t])
 
-A program reads a part of the tokens and writes its sums, their weights and the largest score; torch joins the parts (flash
-decoding). Scales of tokens are multiplied into scores and weights, so that codes go into the products as they are; in
-bf16 and fp16 all of them are exact. Bytes with two codes are two tiles, whose channels the query is read for.
+A program reads a part of the tokens and writes its sums, their weights and the largest score; torch joins the parts
+(flash decoding). Scales of tokens are multiplied into scores and weights, so that codes go into the products as they
+are; in bf16 and fp16 all of them are exact. Bytes with two codes are two tiles, whose channels the query is read for.
 """
 
 from typing import Any
@@ -19,6 +19,7 @@ from ...ops.kv_attention import KVAttention
 from .arguments import check_device, next_power_of_two
 
 FORMATS = {"int8": 0, "uint4": 1, "float8_e4m3fn": 2, "floats": 3}
+MASKS = {None: 0, torch.uint8: 1, torch.float32: 2, torch.bfloat16: 2, torch.float16: 2}
 BLOCK_T = 64
 PROGRAMS = 264
 """Programs that keep a large GPU busy."""
@@ -122,10 +123,40 @@ def _kv_attention(
         k_at = k_ptr + b * stride_kb + h * stride_kh + at[:, None].to(tl.int64) * stride_kt + byte[None, :]
         codes = tl.load(k_at, mask=k_mask, other=0)
         ks, kz = ks_ptr + b * stride_ksb + h * stride_ksh, kz_ptr + b * stride_ksb + h * stride_ksh
-        k = _key_tile(codes, ks, kz, stride_kst, at, block, channel, inside, seen[:, None], FORMAT, False, PER_CHANNEL, ZERO, dtype)
+        k = _key_tile(
+            codes,
+            ks,
+            kz,
+            stride_kst,
+            at,
+            block,
+            channel,
+            inside,
+            seen[:, None],
+            FORMAT,
+            False,
+            PER_CHANNEL,
+            ZERO,
+            dtype,
+        )
         score = tl.dot(q, k.T, input_precision=PRECISION)
         if FORMAT == 1:
-            k = _key_tile(codes, ks, kz, stride_kst, at, block, up, up_inside, seen[:, None], FORMAT, True, PER_CHANNEL, ZERO, dtype)
+            k = _key_tile(
+                codes,
+                ks,
+                kz,
+                stride_kst,
+                at,
+                block,
+                up,
+                up_inside,
+                seen[:, None],
+                FORMAT,
+                True,
+                PER_CHANNEL,
+                ZERO,
+                dtype,
+            )
             score = tl.dot(q_up, k.T, score, input_precision=PRECISION)
         if FORMAT != 3 and not PER_CHANNEL:
             score *= tl.load(ks + at * stride_kst, mask=seen, other=0.0).to(tl.float32)[None, :]
@@ -165,15 +196,23 @@ def _kv_attention(
         codes = tl.load(v_at, mask=v_mask, other=0)
         y = tl.dot(p.to(dtype), _numbers(codes, FORMAT, False, dtype), y * factor[:, None], input_precision=PRECISION)
         if FORMAT == 1:
-            y_up = tl.dot(p.to(dtype), _numbers(codes, FORMAT, True, dtype), y_up * factor[:, None], input_precision=PRECISION)
+            y_up = tl.dot(
+                p.to(dtype), _numbers(codes, FORMAT, True, dtype), y_up * factor[:, None], input_precision=PRECISION
+            )
     at = (head * parts + first_part + tl.program_id(1)) * (group * rows) + row
     tl.store(high_ptr + at, high, mask=there)
     tl.store(sum_ptr + at, total, mask=there)
     channel, inside = _channels(v_byte, v_run, v_width, FORMAT, False)
-    tl.store(y_ptr + at[:, None] * v_width + channel[None, :], y + constant[:, None], mask=there[:, None] & inside[None, :])
+    tl.store(
+        y_ptr + at[:, None] * v_width + channel[None, :], y + constant[:, None], mask=there[:, None] & inside[None, :]
+    )
     if FORMAT == 1:
         channel, inside = _channels(v_byte, v_run, v_width, FORMAT, True)
-        tl.store(y_ptr + at[:, None] * v_width + channel[None, :], y_up + constant[:, None], mask=there[:, None] & inside[None, :])
+        tl.store(
+            y_ptr + at[:, None] * v_width + channel[None, :],
+            y_up + constant[:, None],
+            mask=there[:, None] & inside[None, :],
+        )
 
 
 def kv_attention(call: KVAttention) -> Tensor:
@@ -200,7 +239,9 @@ def kv_attention(call: KVAttention) -> Tensor:
     parts = of_codes + bool(call.recent)
     new = lambda *shape: torch.empty(batch, heads, parts, all_rows, *shape, dtype=torch.float32, device=query.device)  # noqa: E731
     sums, high, total = new(call.width), new(), new()
-    steps = [0] * 3 if mask is None else [0 if n == 1 else s for n, s in zip(mask.shape, mask.stride(), strict=True)][:3]
+    steps = (
+        [0] * 3 if mask is None else [0 if n == 1 else s for n, s in zip(mask.shape, mask.stride(), strict=True)][:3]
+    )
 
     def launch(kind: str, keys: Any, values: Any, tokens: int, part: int, first: int, count: int, before: int) -> None:
         k_run, v_run = (triton.cdiv(size, 8) for size in (width, call.width))
@@ -215,7 +256,7 @@ def kv_attention(call: KVAttention) -> Tensor:
             max(form.block, 1), call.scaling, call.softcap or 1.0, *query.stride()[:3], *keys[0].stride()[:3],
             *values[0].stride()[:3], *(keys[1].stride()[:3] if scaled else (0, 0, 0)),
             *(values[1].stride()[:3] if scaled else (0, 0, 0)), *steps,
-            FORMATS[kind], scaled and form.block > 0, zero, 0 if mask is None else 1 if mask.dtype is torch.uint8 else 2,
+            FORMATS[kind], scaled and form.block > 0, zero, MASKS[None if mask is None else mask.dtype],
             used, call.softcap != 0, call.causal and rows > 1, "ieee" if query.dtype is torch.float32 else "tf32",
             block_m, BLOCK_T, max(16, next_power_of_two(k_row)), max(16, next_power_of_two(v_row)), num_warps=4,
         )  # fmt: skip
@@ -230,7 +271,7 @@ def kv_attention(call: KVAttention) -> Tensor:
 
 
 def _join(call: KVAttention, sums: Tensor, high: Tensor, total: Tensor) -> Tensor:
-    """The result from the parts: sums (B, H, parts, rows, width), largest scores and sums of weights (B, H, parts, rows)."""
+    """The result of parts: sums (B, H, parts, rows, width), largest scores and sums of weights (B, H, parts, rows)."""
     batch, all_heads, rows, _ = call.query.shape
     highest = high.amax(2, keepdim=True)
     if call.sinks is not None:
