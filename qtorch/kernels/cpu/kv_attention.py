@@ -18,7 +18,7 @@ FORMATS = {"int8": TYPES[torch.int8], "uint4": 16, "float8_e4m3fn": 17}
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-MANY_ROWS = 64
+MANY_ROWS = 256
 """From this many queries of a head of keys on, dequantizing and multiplying matrices is faster."""
 
 NO_ROWS = Cached(*[0] * len(Cached._fields))

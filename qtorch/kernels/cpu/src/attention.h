@@ -32,7 +32,7 @@ struct Attention {
     int64_t threads;
 };
 
-constexpr int64_t PART = 1024;  // tokens
+constexpr int64_t PART = 1024, PARTS = 32;  // tokens of a part, or more, so that there are as many parts at most
 constexpr int64_t BLOCK = 64;   // tokens; a multiple of LANES
 constexpr int64_t TILE_ROWS = 4;
 
@@ -431,7 +431,10 @@ inline void attend(const Attention& call) {
     static thread_local Scratch scratch;
     constexpr int64_t THREAD_PRODUCTS = 1 << 18;  // that are worth waking a thread for
     int64_t heads = call.batch * call.heads, rows = call.group * call.rows;
-    int64_t of_codes = (call.tokens + PART - 1) / PART, of_recent = (call.recent + PART - 1) / PART;
+    // Sums, and so their bits, do not depend on the number of threads.
+    int64_t length = round_up((call.tokens + PARTS - 1) / PARTS, BLOCK);
+    length = length < PART ? PART : length;
+    int64_t of_codes = (call.tokens + length - 1) / length, of_recent = (call.recent + length - 1) / length;
     int64_t parts = of_codes + of_recent, ld = slots_of(call.values);
     if (call.recent && slots_of(call.recent_values) > ld) ld = slots_of(call.recent_values);
     int64_t size = Running::size(rows, ld);
@@ -443,8 +446,8 @@ inline void attend(const Attention& call) {
         Running running(memory + task * size, rows, ld);
         running.clear();
         bool recent = part >= of_codes;
-        int64_t first = (recent ? part - of_codes : part) * PART, count = recent ? call.recent : call.tokens;
-        int64_t stop = first + PART < count ? first + PART : count;
+        int64_t first = (recent ? part - of_codes : part) * length, count = recent ? call.recent : call.tokens;
+        int64_t stop = first + length < count ? first + length : count;
         if (recent) Part(call, call.recent_keys, call.recent_values, call.tokens, b, h).run(first, stop, running);
         else Part(call, call.keys, call.values, 0, b, h).run(first, stop, running);
     });
