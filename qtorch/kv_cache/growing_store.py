@@ -98,6 +98,17 @@ class GrowingKV(KVStore):
             for tensor, (_, _, each) in zip(stored, self.form.stored(1, of_keys).values(), strict=True):
                 tensor.crop(whole // each)
 
+    def drop(self, count: int) -> None:
+        """Remove the first `count` tokens.
+
+        Raises:
+            ValueError: the spec's tokens share scales or stay in floating point, or there are fewer tokens.
+        """
+        if self.spec.step > 1 or self.spec.kept or not 0 <= count <= self.length:
+            raise ValueError(f"drop: removes up to {self.length} tokens, each with scales of its own, got {count}")
+        for tensor in (*self.keys, *self.values):
+            tensor.drop(count)
+
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         for tensor in (*self.keys, *self.values, *self.recent):
             tensor.change(function)

@@ -31,14 +31,15 @@ class Held:
     Attributes:
         store: holds the codes.
         fresh: keys and values in floating point, if they are the first of the cache.
+        tokens: how many of the latest tokens it stands for.
     """
 
-    def __init__(self, store: KVStore, index: int, fresh: tuple[Tensor, Tensor] | None) -> None:
-        self.store, self.index, self.fresh = store, index, fresh
+    def __init__(self, store: KVStore, index: int, fresh: tuple[Tensor, Tensor] | None, tokens: int) -> None:
+        self.store, self.index, self.fresh, self.tokens = store, index, fresh, tokens
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self.store.shape, self.store.widths[self.index]))
+        return torch.Size((*self.store.shape[:2], self.tokens, self.store.widths[self.index]))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,10 +52,11 @@ class Held:
     def floats(self) -> Tensor:
         """The dequantized tensor."""
         say_once("the model computes with the keys or values before it calls its attention function")
-        return self.store.dequantize()[self.index]
+        floats = self.store.dequantize()[self.index]
+        return floats.narrow(2, floats.shape[2] - self.tokens, self.tokens)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("store", "index", "fresh"):
+        if name.startswith("__") or name in ("store", "index", "fresh", "tokens"):
             raise AttributeError(name)
         return getattr(self.floats(), name)
 

@@ -57,6 +57,7 @@ class KVStore(ABC):
         causal: bool = False,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        last: int | None = None,
     ) -> Tensor:
         """Attention of queries on all keys and values: softmax(scaling * q k^T + mask) v.
 
@@ -67,6 +68,7 @@ class KVStore(ABC):
             causal: the last query sees all tokens, each one before it one token less.
             softcap: products become softcap * tanh(product / softcap).
             sinks: (Hq), logits of tokens without values, which take part in the softmax.
+            last: the latest tokens only, of a store whose tokens all are in codes with scales of their own.
 
         Returns:
             (B, Hq, M, D of the values) in the query's dtype; zeros for queries that see no token. It has no gradient:
@@ -76,6 +78,8 @@ class KVStore(ABC):
             ValueError: shapes do not fit.
         """
         keys, values, recent, length = self.parts()
+        if last is not None and last < self.shape[2]:
+            keys, values = _last(keys, last), _last(values, last)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         form = self.form
         arguments = (form.dtype, form.block, self.widths[1], float(scaling), float(softcap or 0), causal)
@@ -130,6 +134,10 @@ class KVStore(ABC):
                 f"the cache holds ({batch}, {heads}, tokens, {self.widths}) {before[1]} on {before[2]}; got keys "
                 f"{tuple(keys.shape)} {keys.dtype} and values {tuple(values.shape)} {values.dtype} on {keys.device}"
             )
+
+
+def _last(parts: Parts, count: int) -> Parts:
+    return tuple(part.narrow(2, part.shape[2] - count, count) for part in parts)
 
 
 class NoGradient(torch.autograd.Function):

@@ -54,9 +54,9 @@ def attention(
     rows = query.shape[2]
     if isinstance(key, Held) and isinstance(value, Held) and key.fresh is None and not dropout:
         store: KVStore = key.store
-        mask = _with_bias(attention_mask, position_bias, rows, store.shape[2], query)
+        mask = _with_bias(attention_mask, position_bias, rows, key.tokens, query)
         causal = mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        out = store.attend(query, mask, scaling, causal=causal, softcap=softcap, sinks=s_aux)
+        out = store.attend(query, mask, scaling, causal=causal, softcap=softcap, sinks=s_aux, last=key.tokens)
         return out.transpose(1, 2).contiguous(), None
     if isinstance(key, Held) and isinstance(value, Held) and key.fresh is not None:
         key, value = key.fresh

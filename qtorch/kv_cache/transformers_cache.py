@@ -14,6 +14,7 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
+    DynamicSlidingWindowLayer,
     EncoderDecoderCache,
     StaticCache,
     StaticLayer,
@@ -43,17 +44,17 @@ def make_cache(model: Any, spec: KVCacheSpec, max_length: int | None) -> Any:
     return EncoderDecoderCache(cache, other)
 
 
-def _layers(config: Any, mapping: dict[str, Any], plain: type, quantized: Any, **more: Any) -> list[Any]:
-    """Layers as transformers makes them, those of full attention by `quantized`."""
+def _layers(config: Any, mapping: dict[str, Any], quantized: dict[type, Any], **more: Any) -> list[Any]:
+    """Layers as transformers makes them, those of some classes by a function of their arguments."""
     types, arguments = get_layer_types_and_kwargs(config)
     layers = [
-        quantized() if mapping[kind] is plain else mapping[kind](**more, **given)
+        quantized.get(mapping[kind], mapping[kind])(**more, **given)
         for kind, given in zip(types, arguments, strict=True)
     ]
-    if not any(mapping[kind] is plain for kind in types):
+    if not any(isinstance(layer, _Quantized) for layer in layers):
         raise ValueError(
-            f"quantized_cache: {type(config).__name__} has layers {', '.join(sorted(set(types)))}, none of full "
-            "attention; use the cache that transformers makes"
+            f"quantized_cache: {type(config).__name__} has layers {', '.join(sorted(set(types)))}, none of "
+            "which can be quantized so; use the cache that transformers makes"
         )
     return layers
 
@@ -62,7 +63,10 @@ class QuantizedDynamicCache(DynamicCache):
     """A cache that grows, for models with this config of a decoder; see `quantized_cache`."""
 
     def __init__(self, config: Any, spec: KVCacheSpec) -> None:
-        layers = _layers(config, DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer, lambda: QuantizedLayer(config, spec))
+        quantized: dict[type, Any] = {DynamicLayer: lambda: QuantizedLayer(config, spec)}
+        if spec.step == 1 and not spec.kept:
+            quantized[DynamicSlidingWindowLayer] = lambda **given: QuantizedSlidingLayer(config, spec, **given)
+        layers = _layers(config, DYNAMIC_LAYER_TYPE_MAPPING, quantized)
         Cache.__init__(self, layers=layers)
 
 
@@ -70,8 +74,8 @@ class QuantizedStaticCache(StaticCache):
     """A cache of fixed size; see `quantized_cache`."""
 
     def __init__(self, config: Any, spec: KVCacheSpec, max_length: int) -> None:
-        make = lambda: QuantizedStaticLayer(config, spec, max_length)  # noqa: E731
-        layers = _layers(config, STATIC_LAYER_TYPE_MAPPING, StaticLayer, make, max_cache_len=max_length)
+        make = lambda max_cache_len: QuantizedStaticLayer(config, spec, max_cache_len)  # noqa: E731
+        layers = _layers(config, STATIC_LAYER_TYPE_MAPPING, {StaticLayer: make}, max_cache_len=max_length)
         Cache.__init__(self, layers=layers)
 
 
@@ -82,12 +86,13 @@ class _Quantized:
     config: Any
     is_initialized: bool
 
-    def _given(self, fresh: tuple[Tensor, Tensor] | None) -> tuple[Any, Any]:
-        """Codes if the model's attention reads them, else floats."""
+    def _given(self, fresh: tuple[Tensor, Tensor] | None, tokens: int) -> tuple[Any, Any]:
+        """The latest tokens: codes if the model's attention reads them, else floats."""
         if self.config._attn_implementation == NAME:
-            return Held(self.store, 0, fresh), Held(self.store, 1, fresh)
+            return Held(self.store, 0, fresh, tokens), Held(self.store, 1, fresh, tokens)
         say_once("call qtorch.kv_cache.use_quantized_attention(model), so that attention reads codes")
-        return fresh or self.store.dequantize()
+        keys, values = fresh or self.store.dequantize()
+        return keys[:, :, -tokens:], values[:, :, -tokens:]
 
     @property
     def keys(self) -> Any:
@@ -164,7 +169,7 @@ class QuantizedLayer(_Quantized, DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.store.append(key_states, value_states)
-        return self._given(fresh)
+        return self._given(fresh, self.store.length)
 
     def get_seq_length(self) -> int:
         return int(self.store.length)
@@ -179,6 +184,51 @@ class QuantizedLayer(_Quantized, DynamicLayer):
     def reset(self) -> None:
         self.store.reset()
         self.is_initialized = False
+
+
+class QuantizedSlidingLayer(_Quantized, DynamicSlidingWindowLayer):
+    """A layer of `QuantizedDynamicCache` that keeps the latest `sliding_window - 1` tokens."""
+
+    def __init__(self, config: Any, spec: KVCacheSpec, sliding_window: int, **kwargs: Any) -> None:
+        self.config, self.store = config, GrowingKV(spec)
+        super().__init__(sliding_window, **kwargs)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Append tokens (B, H, t, D). While the past is recorded (see transformers), `crop` drops what is too old."""
+        count = key_states.shape[2]
+        fresh = (key_states, value_states) if self.cumulative_length == 0 else None
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if not self.record_past:
+            self._slide()
+        self.store.append(key_states, value_states)
+        self.cumulative_length += count
+        visible = self.store.length if fresh else min(self.store.length, self.sliding_window - 1 + count)
+        return self._given(fresh, visible)
+
+    def _slide(self) -> None:
+        self.store.drop(max(0, self.store.length - self.sliding_window + 1))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens, and those that are too old."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
+        if not self.is_initialized:
+            return
+        if self.cumulative_length >= self.sliding_window and not self.record_past and tokens_to_remove:
+            raise RuntimeError("a layer with a full sliding window is cropped only after activate_past_recording()")
+        count = min(-tokens_to_remove, self.store.length)
+        self.store.crop(self.store.length - count)
+        self.cumulative_length -= count
+        self._slide()
+
+    def reset(self) -> None:
+        self.store.reset()
+        self.cumulative_length, self.is_initialized = 0, False
 
 
 class QuantizedStaticLayer(_Quantized, StaticLayer):
@@ -212,7 +262,7 @@ class QuantizedStaticLayer(_Quantized, StaticLayer):
         self.store.append(key_states, value_states)
         if fresh is not None and self.config._attn_implementation != NAME:
             fresh = None  # its attention expects as many tokens as the mask has
-        return self._given(fresh)
+        return self._given(fresh, self.max_cache_len)
 
     def get_seq_length(self) -> Any:
         return self.store.length if self.is_initialized else 0

@@ -78,6 +78,26 @@ def test_memory_doubles():
     assert store.reserved_bytes == 1024 * (20 + 17 + 2 * 4)
 
 
+def test_dropped_tokens_give_back_their_memory():
+    store, keys = GrowingKV(KVCacheSpec()), []
+    for _ in range(300):
+        k, v = tokens(1, batch=1, heads=1)
+        store.drop(max(0, store.length - 40))
+        store.append(k, v)
+        keys.append(k)
+        exact = torch.cat(keys[-41:], 2)
+        assert torch.allclose(store.dequantize()[0], exact, rtol=0, atol=0.02)
+    assert (store.length, store.keys[0].capacity) == (41, 128)
+    query = torch.randn(1, 1, 1, 20)
+    alone = GrowingKV(KVCacheSpec())
+    alone.append(torch.cat(keys[-7:], 2), store.dequantize()[1][:, :, -7:])
+    assert torch.allclose(store.attend(query, last=7), alone.attend(query), rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="removes up to 41 tokens"):
+        store.drop(42)
+    with pytest.raises(ValueError, match="each with scales of its own"):
+        filled(KVCacheSpec(recent=2), 20)[0].drop(1)
+
+
 def test_bytes():
     """Of 128 channels: a scale of 4 bytes for 128 codes; two codes a byte, with zero points."""
     for spec, each in (

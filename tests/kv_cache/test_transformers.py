@@ -29,6 +29,7 @@ MODELS = {
     "qwen2_sliding": lambda: hf.Qwen2ForCausalLM(
         hf.Qwen2Config(**TEXT, **SLIDING, use_sliding_window=True, max_window_layers=1)
     ),
+    "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**TEXT, sliding_window=8)),
     "gemma2": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**TEXT, **SLIDING, head_dim=16, query_pre_attn_scalar=16)),
     "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**TEXT, **SLIDING, head_dim=24)),
     "gpt_oss": lambda: hf.GptOssForCausalLM(
@@ -60,12 +61,13 @@ def test_logits_are_near_those_without_a_cache(name):
     ids = torch.randint(0, 64, (2, 24))
     wanted = build(name, quantized=False)(ids).logits
     model = build(name)
-    for spec, most in (
+    specs = [
         (KVCacheSpec("int8"), 0.02),
         (KVCacheSpec("int4"), 0.2),
         (KVCacheSpec("float8_e4m3fn"), 0.08),
         (KVCacheSpec("int4", keys="channel", block=4, recent=0), 0.2),
-    ):
+    ]
+    for spec, most in specs[:3] if name == "mistral" else specs:
         with record_kernels() as ran, warnings.catch_warnings():
             warnings.simplefilter("error")  # nothing is dequantized
             found = logits(model, ids, quantized_cache(model, spec), 12)
@@ -92,6 +94,8 @@ def test_floats_and_codes_agree(name):
 @EVERY_MODEL
 @pytest.mark.parametrize("max_length", [None, 40])
 def test_generate(name, max_length):
+    if name == "mistral" and max_length:
+        pytest.skip("static layers with a window stay in floating point")
     model, ids = build(name), torch.randint(1, 64, (2, 9))
     wanted = model.generate(ids, max_new_tokens=16, **GREEDY, output_logits=True, return_dict_in_generate=True)
     cache = quantized_cache(model, "int8", max_length)
@@ -124,9 +128,11 @@ def test_beams():
         assert torch.allclose(picked, found.sequences_scores, rtol=0, atol=0.02)
 
 
-def test_prompt_lookup_crops():
-    model, ids = build("llama"), torch.randint(1, 8, (1, 20))
-    for spec in (KVCacheSpec("int8"), KVCacheSpec("int8", keys="channel", block=4, recent=1)):
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_prompt_lookup_crops(name):
+    model, ids = build(name), torch.randint(1, 8, (1, 20))
+    channel = KVCacheSpec("int8", keys="channel", block=4, recent=1)
+    for spec in (KVCacheSpec("int8"), *([channel] if name != "mistral" else [])):
         wanted = model.generate(ids, max_new_tokens=20, **GREEDY, past_key_values=quantized_cache(model, spec))
         found = model.generate(
             ids, max_new_tokens=20, prompt_lookup_num_tokens=4, **GREEDY, past_key_values=quantized_cache(model, spec)
@@ -325,8 +331,9 @@ def test_what_is_refused():
     with pytest.raises(TypeError, match="takes a model of transformers or its config"):
         quantized_cache(torch.nn.Linear(2, 2))
     sliding = hf.MistralConfig(**TEXT, sliding_window=8)
-    with pytest.raises(ValueError, match="sliding_attention, none of full attention"):
-        quantized_cache(sliding)
+    for spec, max_length in ((KVCacheSpec(keys="channel"), None), (KVCacheSpec(recent=4), None), (KVCacheSpec(), 9)):
+        with pytest.raises(ValueError, match="sliding_attention, none of which can be quantized"):
+            quantized_cache(sliding, spec, max_length)
     with pytest.raises(ValueError, match="static cache quantizes each token"):
         quantized_cache(hf.LlamaConfig(**TEXT), KVCacheSpec(keys="channel"), max_length=8)
     assert quantized_cache(hf.MistralConfig(**TEXT, sliding_window=None)).get_seq_length() == 0
