@@ -11,6 +11,7 @@ answer_without_torch()
 from . import calibration, formats, integrations, recipes, training  # noqa: F401 (they register what they hold)
 from . import compat as compat
 from . import export as export
+from . import kv_cache as kv_cache
 from .allocation import allocate
 from .checkpoint import load_quantized, save_quantized
 from .config import config

@@ -131,6 +131,7 @@ TYPES = {
     "str": "str",
     "torch.dtype": "int",  # its number
     "Sequence[int]": "List[int]",
+    "Sequence[Tensor]": "List[Tensor]",
     "list[float]": "List[float]",
 }
 

@@ -15,9 +15,10 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import get_type_hints
 
 import torch
 
@@ -52,8 +53,27 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+Runs = Callable[[bytes], None]
+Counts = Callable[[bytes], int]
+
+
 class Library:
     """A loaded build; its functions take a packed struct."""
+
+    weight_only_mm: Runs
+    int8_mm: Runs
+    experts_mm: Runs
+    experts_int8_mm: Runs
+    block_sparse_mm: Runs
+    conv: Runs
+    conv_pool: Runs
+    attention: Runs
+    quantize_rows: Runs
+    quantize_tokens: Runs
+    dequantize: Runs
+    embed: Counts
+    conv_pack: Counts
+    conv_codes: Counts
 
     def __init__(self, instruction_set: str, path: Path) -> None:
         _share_threads()
@@ -64,21 +84,11 @@ class Library:
         if not handle.qtorch_ready():
             raise OSError(f"the system does not let this process use {instruction_set}")
         self.instruction_set, self.path = instruction_set, path
-        self.weight_only_mm = handle.qtorch_weight_only_mm
-        self.int8_mm = handle.qtorch_int8_mm
-        self.quantize_rows = handle.qtorch_quantize_rows
-        self.dequantize = handle.qtorch_dequantize
-        self.block_sparse_mm = handle.qtorch_block_sparse_mm
-        for function in (
-            self.weight_only_mm,
-            self.int8_mm,
-            self.quantize_rows,
-            self.dequantize,
-            self.block_sparse_mm,
-        ):
-            function.argtypes, function.restype = [ctypes.c_char_p], None
-        self.embed = handle.qtorch_embed
-        self.embed.argtypes, self.embed.restype = [ctypes.c_char_p], ctypes.c_int64
+        for name, function_type in get_type_hints(Library).items():
+            function = getattr(handle, f"qtorch_{name}")
+            function.argtypes = [ctypes.c_char_p]
+            function.restype = ctypes.c_int64 if function_type is Counts else None
+            setattr(self, name, function)
 
 
 def _share_threads() -> None:

@@ -109,6 +109,77 @@ class EmbedCall(NamedTuple):
     threads: int
 
 
+class Cached(NamedTuple):
+    """src/cached_rows.h. Strides of codes are in bytes, those of scales and zeros in elements."""
+
+    codes: int
+    format: int
+    width: int
+    code_batch: int
+    code_head: int
+    code_token: int
+    scale: int
+    zero: int
+    scale_type: int
+    scale_batch: int
+    scale_head: int
+    scale_token: int
+    block: int
+
+
+class Attention(NamedTuple):
+    """src/attention.h"""
+
+    keys: Cached
+    values: Cached
+    recent_keys: Cached
+    recent_values: Cached
+    batch: int
+    heads: int
+    group: int
+    rows: int
+    tokens: int
+    recent: int
+    query: int
+    query_type: int
+    query_batch: int
+    query_head: int
+    query_row: int
+    out: int
+    mask: int
+    mask_type: int
+    mask_batch: int
+    mask_head: int
+    mask_row: int
+    sinks: int
+    causal: int
+    scaling: float
+    softcap: float
+    threads: int
+
+
+class Tokens(NamedTuple):
+    """src/quantize_tokens.h"""
+
+    data: int
+    type: int
+    step_batch: int
+    step_head: int
+    step_token: int
+    batch: int
+    heads: int
+    tokens: int
+    width: int
+    format: int
+    codes: int
+    scale: int
+    zero: int
+    scale_type: int
+    smallest: float
+    largest: float
+    threads: int
+
+
 NO_INPUT = Input(0, 0, 0, 0)
 
 

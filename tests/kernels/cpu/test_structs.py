@@ -27,7 +27,11 @@ def declared(name: str) -> list[tuple[str, str]]:
     return fields
 
 
-@pytest.mark.parametrize("name", ["Weight", "Input", "Output", "Quantizer", "Ids", "Call", "IntCall", "EmbedCall"])
+NAMES = ["Weight", "Input", "Output", "Quantizer", "Ids", "Call", "IntCall", "EmbedCall"]
+OF_CACHES = ["Cached", "Attention", "Tokens"]
+
+
+@pytest.mark.parametrize("name", NAMES + OF_CACHES)
 def test_fields_are_those_of_the_source(name):
     fields = declared(name)
     if name.endswith("Call"):

@@ -18,10 +18,12 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from qtorch.kernels.cache_form import TOKENS, cache_form
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.cuda.triton.int8_grouped_mm import int8_grouped_mm
 from qtorch.kernels.cuda.triton.int8_scaled_mm import int8_scaled_mm
 from qtorch.kernels.cuda.triton.intx_weight_mm import intx_weight_mm
+from qtorch.kernels.cuda.triton.kv_attention import kv_attention
 from qtorch.kernels.cuda.triton.quantize import quantize_rowwise
 from qtorch.kernels.cuda.triton.quantize_asymmetric import quantize_rowwise_asymmetric
 from qtorch.kernels.cuda.triton.quantize_columns import quantize_columnwise
@@ -29,6 +31,7 @@ from qtorch.kernels.cuda.triton.quantize_tiles import quantize_tilewise
 from qtorch.kernels.cuda.triton.stochastic_update import update_bf16, update_int8
 from qtorch.kernels.cuda.triton.tile_scaled_mm import tile_scaled_mm
 from qtorch.kernels.cuda.triton.transpose import transposed_copy
+from qtorch.kernels.ops.kv_attention import KVAttention
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SEED = torch.zeros(1, dtype=torch.int64)
@@ -51,9 +54,33 @@ def codes(*shape: int, dtype: torch.dtype = torch.int8) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
+def attentions() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """On caches of every format."""
+    for name, block, dtype in itertools.product(TOKENS, (0, 32), (BF16, FP32)):
+        form, tokens, width = cache_form(name, block), 64, 40
+        parts = [
+            [
+                torch.zeros(1, 2, tokens // each, row, dtype=kind)
+                for row, kind, each in form.stored(width, keys).values()
+            ]
+            for keys in (True, False)
+        ]
+        query, seen = torch.ones(1, 4, 1, width, dtype=dtype), torch.ones(1, 1, 1, tokens, dtype=torch.bool)
+        recent = [torch.ones(1, 2, 5, width, dtype=dtype)] * 2
+        # Every second with all that there is, the others with nothing.
+        whole = block > 0
+        more = [torch.ones(1, 1, 1, tokens + 5)] if whole else [seen]
+        used = None if whole else torch.tensor(tokens)
+        call = KVAttention(
+            query, *parts, recent if whole else [], used, *more, None, form, width, 0.1, 5.0 * whole, whole
+        )
+        yield f"kv_attention {name} {block} {dtype}", lambda call=call: kv_attention(call)
+
+
 def launches() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Name and call of every launch."""
     whole = "--all" in sys.argv
+    yield from attentions()
     for m, n, k in ((1, 1, 1), (1, 64, 256), (5, 33, 100), (64, 128, 512)) if whole else ((1, 1, 40),):
         size = f"{m} x {n} x {k}"
         a, b = codes(m, k), codes(n, k).t()

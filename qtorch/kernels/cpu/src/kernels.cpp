@@ -1,5 +1,6 @@
 // Entry points, called from qtorch/kernels/cpu/compiled_library.py. This file is compiled once per instruction set.
 #include "block_sparse.h"
+#include "attention.h"
 #include "dequantize.h"
 #include "embed.h"
 #include "fixed_dot.h"
@@ -9,6 +10,7 @@
 #include "int_amx.h"
 #include "int_dot.h"
 #include "int_tile.h"
+#include "quantize_tokens.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -183,4 +185,14 @@ struct EmbedCall {
 // Rows `ids` of the weight in floating point: y (count, k). Gives the first index of an id out of range, or -1.
 EXPORT int64_t qtorch_embed(const EmbedCall* call) {
     return embed(call->weight, call->ids, call->y, call->threads);
+}
+
+// See attention.h.
+EXPORT void qtorch_attention(const attention::Attention* call) {
+    attention::attend(*call);
+}
+
+// See quantize_tokens.h.
+EXPORT void qtorch_quantize_tokens(const attention::Tokens* call) {
+    attention::quantize_tokens(*call);
 }

@@ -1,0 +1,109 @@
+"""Attention on keys and values in codes, compiled: each code is read once for all queries of its head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..custom_ops import note
+from ..ops.kv_attention import KVAttention, attend_by_heads, check_call
+from ..registry import Problem, register
+from .compiled_library import TYPES, library, missing, threads
+from .structs import Attention, Cached, struct_of
+
+FORMATS = {"int8": TYPES[torch.int8], "uint4": 16, "float8_e4m3fn": 17}
+"""Numbers of the formats, as in src/cached_rows.h."""
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+MANY_ROWS = 256
+"""From this many queries of a head of keys on, dequantizing and multiplying matrices is faster."""
+
+NO_ROWS = Cached(*[0] * len(Cached._fields))
+
+_pack = struct_of(Attention).pack
+
+
+def _supports(problem: Problem) -> str | None:
+    if problem.dtype not in FLOATS:
+        return f"takes fp32, bf16 or fp16 queries, these are {str(problem.dtype).removeprefix('torch.')}"
+    return missing()
+
+
+@register(
+    "kv_attention",
+    layout=("plain", "packed"),
+    weight=FORMATS,
+    activation=(),
+    device="cpu",
+    priority=30,
+    supports=_supports,
+)
+def cpu_kv_attention(call: KVAttention) -> Tensor:
+    """See `kv_attention`."""
+    check_call(call)
+    call = call.cut()
+    query, compiled, form = call.query, library(), call.form
+    batch, all_heads, rows, width = query.shape
+    heads = call.values[0].shape[1]
+    group = all_heads // heads
+    if compiled is None or group * rows >= MANY_ROWS or not call.length or not query.numel() or not call.width:
+        note("kv_attention.dequantized")
+        return attend_by_heads(call)
+    note(f"kv_attention.{compiled.instruction_set}")
+    query, mask, sinks = _with_whole_rows(query), call.mask, call.sinks
+    keys = _cached(FORMATS[form.keys.dtype.name], call.keys, width, form.block)
+    values = _cached(FORMATS[form.values.dtype.name], call.values, call.width, 0)
+    recent = [_with_whole_rows(x.to(query.dtype)) for x in call.recent]
+    of_recent = [_cached(TYPES[x.dtype], [x], x.shape[3], 0) for x in recent] or [NO_ROWS, NO_ROWS]
+    of_mask: tuple[int, ...] = (0,) * 5
+    if mask is not None:
+        mask = _with_whole_rows(mask.view(torch.uint8) if mask.dtype is torch.bool else mask)
+        steps = [0 if size == 1 else step for size, step in zip(mask.shape[:3], mask.stride()[:3], strict=True)]
+        of_mask = (mask.data_ptr(), TYPES[mask.dtype], *steps)
+    if sinks is not None:
+        sinks = sinks.detach().float().contiguous()
+    out = torch.empty(batch, all_heads, rows, call.width, dtype=query.dtype)
+    # By position, in the order of the fields: making the named tuple would take several times as long.
+    compiled.attention(
+        _pack(
+            *keys,
+            *values,
+            *of_recent[0],
+            *of_recent[1],
+            batch,
+            heads,
+            group,
+            rows,
+            call.tokens,
+            call.length - call.tokens,
+            query.data_ptr(),
+            TYPES[query.dtype],
+            *query.stride()[:3],
+            out.data_ptr(),
+            *of_mask,
+            0 if sinks is None else sinks.data_ptr(),
+            call.causal and rows > 1,
+            call.scaling,
+            call.softcap,
+            threads(),
+        )
+    )
+    return out
+
+
+def _with_whole_rows(x: Tensor) -> Tensor:
+    """The tensor, its last axis contiguous."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _cached(kind: int, parts: Sequence[Tensor], width: int, block: int) -> tuple[int, ...]:
+    """The fields of a `Cached`."""
+    codes, size = parts[0], parts[0].element_size()
+    steps = [size * step for step in codes.stride()[:3]]
+    if len(parts) == 1:
+        return codes.data_ptr(), kind, width, *steps, 0, 0, 0, 0, 0, 0, 0
+    scale, zero = parts[1], parts[2].data_ptr() if len(parts) > 2 else 0
+    return codes.data_ptr(), kind, width, *steps, scale.data_ptr(), zero, TYPES[scale.dtype], *scale.stride()[:3], block

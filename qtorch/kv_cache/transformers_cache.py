@@ -1,0 +1,272 @@
+"""Caches of transformers whose layers of full attention hold codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    STATIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    StaticCache,
+    StaticLayer,
+    get_layer_types_and_kwargs,
+)
+
+from .growing_store import GrowingKV
+from .held import Held, say_once
+from .spec import KVCacheSpec
+from .static_store import StaticKV
+from .transformers_attention import NAME
+
+
+def make_cache(model: Any, spec: KVCacheSpec, max_length: int | None) -> Any:
+    """See `quantized_cache`."""
+    config = model.config if isinstance(model, PreTrainedModel) else model
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"quantized_cache takes a model of transformers or its config, got {type(model).__name__}")
+    decoder = config.get_text_config(decoder=True)
+    if max_length is None:
+        cache: Any = QuantizedDynamicCache(decoder, spec)
+    else:
+        cache = QuantizedStaticCache(decoder, spec, max_length)
+    if not config.is_encoder_decoder:
+        return cache
+    other = DynamicCache() if max_length is None else StaticCache(config=decoder, max_cache_len=max_length)
+    return EncoderDecoderCache(cache, other)
+
+
+def _layers(config: Any, mapping: dict[str, Any], quantized: dict[type, Any], **more: Any) -> list[Any]:
+    """Layers as transformers makes them, those of some classes by a function of their arguments."""
+    types, arguments = get_layer_types_and_kwargs(config)
+    layers = [
+        quantized.get(mapping[kind], mapping[kind])(**more, **given)
+        for kind, given in zip(types, arguments, strict=True)
+    ]
+    if not any(isinstance(layer, _Quantized) for layer in layers):
+        raise ValueError(
+            f"quantized_cache: {type(config).__name__} has layers {', '.join(sorted(set(types)))}, none of "
+            "which can be quantized so; use the cache that transformers makes"
+        )
+    return layers
+
+
+class QuantizedDynamicCache(DynamicCache):
+    """A cache that grows, for models with this config of a decoder; see `quantized_cache`."""
+
+    def __init__(self, config: Any, spec: KVCacheSpec) -> None:
+        quantized: dict[type, Any] = {DynamicLayer: lambda: QuantizedLayer(config, spec)}
+        if spec.step == 1 and not spec.kept:
+            quantized[DynamicSlidingWindowLayer] = lambda **given: QuantizedSlidingLayer(config, spec, **given)
+        layers = _layers(config, DYNAMIC_LAYER_TYPE_MAPPING, quantized)
+        Cache.__init__(self, layers=layers)
+
+
+class QuantizedStaticCache(StaticCache):
+    """A cache of fixed size; see `quantized_cache`."""
+
+    def __init__(self, config: Any, spec: KVCacheSpec, max_length: int) -> None:
+        make = lambda max_cache_len: QuantizedStaticLayer(config, spec, max_cache_len)  # noqa: E731
+        layers = _layers(config, STATIC_LAYER_TYPE_MAPPING, {StaticLayer: make}, max_cache_len=max_length)
+        Cache.__init__(self, layers=layers)
+
+
+class _Quantized:
+    """What both kinds of layers share: the store, and what the model is given."""
+
+    store: Any
+    config: Any
+    is_initialized: bool
+
+    def _given(self, fresh: tuple[Tensor, Tensor] | None, tokens: int) -> tuple[Any, Any]:
+        """The latest tokens: codes if the model's attention reads them, else floats."""
+        if self.config._attn_implementation == NAME:
+            return Held(self.store, 0, fresh, tokens), Held(self.store, 1, fresh, tokens)
+        say_once("call qtorch.kv_cache.use_quantized_attention(model), so that attention reads codes")
+        keys, values = fresh or self.store.dequantize()
+        return keys[:, :, -tokens:], values[:, :, -tokens:]
+
+    @property
+    def keys(self) -> Any:
+        """Dequantized, for whoever looks at them; None if there are none."""
+        return self.store.dequantize()[0] if self.is_initialized else None
+
+    @keys.setter
+    def keys(self, value: None) -> None:
+        """transformers sets it to None before there are any."""
+
+    @property
+    def values(self) -> Any:
+        """As `keys`."""
+        return self.store.dequantize()[1] if self.is_initialized else None
+
+    @values.setter
+    def values(self, value: None) -> None:
+        """As of `keys`."""
+
+    @property
+    def batch_size(self) -> int:
+        if not self.is_initialized:
+            raise AttributeError("batch_size")
+        return int(self.store.shape[0])
+
+    @batch_size.setter
+    def batch_size(self, value: int) -> None:
+        """transformers writes down what the store knows."""
+
+    def offload(self) -> None:
+        """Move everything to the CPU."""
+        if self.is_initialized:
+            self.store.to("cpu")
+
+    def prefetch(self) -> None:
+        """Move everything back to the device of the model."""
+        if self.is_initialized and self.store.device != self.device:  # type: ignore[attr-defined]
+            self.store.to(self.device)  # type: ignore[attr-defined]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Beam search: row i goes on from row `beam_idx[i]`."""
+        if self.is_initialized:
+            self.store.reorder(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        if self.is_initialized:
+            self.store.repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows."""
+        if self.is_initialized:
+            rows = torch.arange(self.batch_size, device=indices.device)[indices]
+            self.store.reorder(rows)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.store.spec})"
+
+
+class QuantizedLayer(_Quantized, DynamicLayer):
+    """A layer of `QuantizedDynamicCache`."""
+
+    def __init__(self, config: Any, spec: KVCacheSpec) -> None:
+        self.config, self.store = config, GrowingKV(spec)
+        super().__init__()
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Append tokens (B, H, t, D)."""
+        fresh = (key_states, value_states) if self.get_seq_length() == 0 else None
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.store.append(key_states, value_states)
+        return self._given(fresh, self.store.length)
+
+    def get_seq_length(self) -> int:
+        return int(self.store.length)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
+        if tokens_to_remove and self.is_initialized:
+            self.store.crop(max(0, self.store.length + tokens_to_remove))
+
+    def reset(self) -> None:
+        self.store.reset()
+        self.is_initialized = False
+
+
+class QuantizedSlidingLayer(_Quantized, DynamicSlidingWindowLayer):
+    """A layer of `QuantizedDynamicCache` that keeps the latest `sliding_window - 1` tokens."""
+
+    def __init__(self, config: Any, spec: KVCacheSpec, sliding_window: int, **kwargs: Any) -> None:
+        self.config, self.store = config, GrowingKV(spec)
+        super().__init__(sliding_window, **kwargs)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Append tokens (B, H, t, D). While the past is recorded (see transformers), `crop` drops what is too old."""
+        count = key_states.shape[2]
+        fresh = (key_states, value_states) if self.cumulative_length == 0 else None
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if not self.record_past:
+            self._slide()
+        self.store.append(key_states, value_states)
+        self.cumulative_length += count
+        visible = self.store.length if fresh else min(self.store.length, self.sliding_window - 1 + count)
+        return self._given(fresh, visible)
+
+    def _slide(self) -> None:
+        self.store.drop(max(0, self.store.length - self.sliding_window + 1))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens, and those that are too old."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
+        if not self.is_initialized:
+            return
+        if self.cumulative_length >= self.sliding_window and not self.record_past and tokens_to_remove:
+            raise RuntimeError("a layer with a full sliding window is cropped only after activate_past_recording()")
+        count = min(-tokens_to_remove, self.store.length)
+        self.store.crop(self.store.length - count)
+        self.cumulative_length -= count
+        self._slide()
+
+    def reset(self) -> None:
+        self.store.reset()
+        self.cumulative_length, self.is_initialized = 0, False
+
+
+class QuantizedStaticLayer(_Quantized, StaticLayer):
+    """A layer of `QuantizedStaticCache`."""
+
+    def __init__(self, config: Any, spec: KVCacheSpec, max_length: int) -> None:
+        self.config, self.store = config, StaticKV(spec, max_length)
+        CacheLayerMixin.__init__(self)
+        self.max_cache_len = max_length
+        self.is_empty = True  # known to Python, unlike the length: a graph of the prompt is another one anyway
+
+    @property
+    def cumulative_length(self) -> Tensor:  # type: ignore[override]
+        """The number of tokens, a tensor."""
+        return self.store.length
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.store.initialize(key_states, value_states)
+        if not torch.compiler.is_compiling():
+            for tensor in (*self.store.keys, *self.store.values, self.store.length):
+                torch._dynamo.mark_static_address(tensor)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Append tokens (B, H, t, D)."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        fresh = (key_states, value_states) if self.is_empty and key_states.shape[2] > 1 else None
+        self.is_empty = False
+        self.store.append(key_states, value_states)
+        if fresh is not None and self.config._attn_implementation != NAME:
+            fresh = None  # its attention expects as many tokens as the mask has
+        return self._given(fresh, self.max_cache_len)
+
+    def get_seq_length(self) -> Any:
+        return self.store.length if self.is_initialized else 0
+
+    def reset(self) -> None:
+        self.store.reset()
+        self.is_empty = True

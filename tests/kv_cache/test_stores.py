@@ -1,0 +1,290 @@
+"""Growing and static stores on plain tensors: codes that never change, operations on the batch, errors."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from qtorch.kernels import record_kernels
+from qtorch.kernels.cache_form import TOKENS
+from qtorch.kernels.ops.quantize_tokens import quantize_keys_and_values
+from qtorch.kv_cache import GrowingKV, KVCacheSpec, StaticKV, explain_attention
+
+SPECS = [
+    *(KVCacheSpec(dtype) for dtype in TOKENS),
+    KVCacheSpec("int8", recent=5),
+    *(KVCacheSpec(dtype, keys="channel", block=4) for dtype in TOKENS),
+    KVCacheSpec("int4", keys="channel", block=8, recent=3, scale_dtype=torch.float16),
+]
+NAMES = [f"{spec.dtype}-{spec.keys}-{spec.kept}" for spec in SPECS]
+EVERY_SPEC = pytest.mark.parametrize("spec", SPECS, ids=NAMES)
+
+
+def tokens(count, width=20, batch=2, heads=3):
+    return torch.randn(batch, heads, count, width), torch.randn(batch, heads, count, width - 3)
+
+
+def filled(spec, *counts):
+    """A store to which as many tokens were appended at a time, and all tokens."""
+    store, keys, values = GrowingKV(spec), [], []
+    for count in counts:
+        k, v = tokens(count)
+        store.append(k, v)
+        keys.append(k)
+        values.append(v)
+    return store, torch.cat(keys, 2), torch.cat(values, 2)
+
+
+def codes(store):
+    keys, values, _, _ = store.parts()
+    return [part.clone() for part in (*keys, *values)]
+
+
+@EVERY_SPEC
+def test_codes_are_those_of_the_primitives(spec):
+    store, keys, values = filled(spec, 7, 1, 1, 30, 1)
+    in_codes = (40 - spec.kept) // spec.step * spec.step
+    assert store.length == 40
+    assert store.tokens == in_codes
+    wanted = quantize_keys_and_values(keys[:, :, :in_codes], values[:, :, :in_codes], spec.form)
+    for part, expected in zip(codes(store), (*wanted[0], *wanted[1]), strict=True):
+        assert torch.equal(part, expected)
+    for found, exact in zip(store.dequantize(), (keys, values), strict=True):
+        assert torch.equal(found[:, :, in_codes:], exact[:, :, in_codes:])
+        assert 0 < float((found - exact).abs().max()) < 0.6
+
+
+@EVERY_SPEC
+def test_appending_changes_no_code(spec):
+    store, _, _ = filled(spec, 40)
+    for _ in range(30):
+        before = codes(store)
+        store.append(*tokens(3))
+        for old, new in zip(before, codes(store), strict=True):
+            assert torch.equal(old, new[:, :, : old.shape[2]])
+
+
+def test_memory_doubles():
+    store, addresses = GrowingKV(KVCacheSpec()), []
+    for _ in range(1000):
+        store.append(*tokens(1, batch=1, heads=1))
+        addresses.append(store.keys[0].memory.data_ptr())
+    assert len(set(addresses)) <= 5  # 64, 128, ... 1024
+    assert store.keys[0].capacity == 1024
+    assert store.nbytes == 1000 * (20 + 17 + 2 * 4)
+    assert store.reserved_bytes == 1024 * (20 + 17 + 2 * 4)
+
+
+def test_dropped_tokens_give_back_their_memory():
+    store, keys = GrowingKV(KVCacheSpec()), []
+    for _ in range(300):
+        k, v = tokens(1, batch=1, heads=1)
+        store.drop(max(0, store.length - 40))
+        store.append(k, v)
+        keys.append(k)
+        exact = torch.cat(keys[-41:], 2)
+        assert torch.allclose(store.dequantize()[0], exact, rtol=0, atol=0.02)
+    assert (store.length, store.keys[0].capacity) == (41, 128)
+    query = torch.randn(1, 1, 1, 20)
+    alone = GrowingKV(KVCacheSpec())
+    alone.append(torch.cat(keys[-7:], 2), store.dequantize()[1][:, :, -7:])
+    assert torch.allclose(store.attend(query, last=7), alone.attend(query), rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="removes up to 41 tokens"):
+        store.drop(42)
+    with pytest.raises(ValueError, match="each with scales of its own"):
+        filled(KVCacheSpec(recent=2), 20)[0].drop(1)
+
+
+def test_bytes():
+    """Of 128 channels: a scale of 4 bytes for 128 codes; two codes a byte, with zero points."""
+    for spec, each in (
+        (KVCacheSpec("int8"), 132),
+        (KVCacheSpec("int4"), 72),
+        (KVCacheSpec("int4", scale_dtype=torch.float16), 68),
+        (KVCacheSpec("float8_e4m3fn"), 132),
+    ):
+        store = GrowingKV(spec)
+        store.append(torch.randn(1, 2, 50, 128), torch.randn(1, 2, 50, 128))
+        assert store.nbytes == 2 * 2 * 50 * each
+
+
+@EVERY_SPEC
+def test_attention_is_that_of_the_dequantized_tokens(spec):
+    store, _, _ = filled(spec, 33, 1, 1)
+    keys, values = store.dequantize()
+    for heads, rows in ((3, 1), (12, 1), (6, 4), (9, 30)):
+        query = torch.randn(2, heads, rows, 20)
+        with record_kernels() as ran:
+            found = store.attend(query, causal=True)
+        mask = torch.ones(rows, 35, dtype=torch.bool).tril(35 - rows)
+        wanted = F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
+        assert ran[0] == "kv_attention"
+        assert torch.allclose(found, wanted, rtol=0, atol=2e-5)
+
+
+@EVERY_SPEC
+def test_operations_on_the_batch(spec):
+    for change, expected in (
+        (lambda store: store.reorder(torch.tensor([1, 1, 0])), lambda x: x[[1, 1, 0]]),
+        (lambda store: store.repeat_interleave(2), lambda x: x.repeat_interleave(2, 0)),
+        (lambda store: store.to("cpu"), lambda x: x),
+    ):
+        store, _, _ = filled(spec, 21, 1)
+        wanted = [expected(x) for x in store.dequantize()]
+        change(store)
+        assert all(torch.equal(a, b) for a, b in zip(store.dequantize(), wanted, strict=True))
+        store.append(*tokens(2, batch=wanted[0].shape[0]))
+        assert store.length == 24
+        assert store.shape == (wanted[0].shape[0], 3, 24)
+
+
+@EVERY_SPEC
+@pytest.mark.parametrize("length", [0, 1, 17, 38, 40])
+def test_crop(spec, length):
+    store, _, _ = filled(spec, 33, 7)
+    before, kept = store.dequantize(), codes(store)
+    store.crop(length)
+    assert store.length == length
+    for a, b in zip(store.dequantize(), before, strict=True):
+        assert torch.equal(a, b[:, :, :length])
+    for old, new in zip(kept, codes(store), strict=True):
+        assert torch.equal(old[:, :, : new.shape[2]], new)
+    store.append(*tokens(9))
+    for a, b in zip(store.dequantize(), before, strict=True):
+        # What is left of a block that was cut is rounded a second time, and recent tokens are rounded by and by.
+        close = 0.5 if spec.kept else 0
+        assert float((a[:, :, :length] - b[:, :, :length]).abs().max() if length else 0) <= close
+
+
+@EVERY_SPEC
+def test_copies_are_independent(spec):
+    store, _, _ = filled(spec, 20, 3)
+    for copied in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
+        before = store.dequantize()
+        assert all(torch.equal(a, b) for a, b in zip(copied.dequantize(), before, strict=True))
+        copied.append(*tokens(4))
+        assert copied.length == 27
+        assert store.length == 23
+        assert all(torch.equal(a, b) for a, b in zip(store.dequantize(), before, strict=True))
+
+
+@EVERY_SPEC
+def test_nan_stays_in_its_token_and_head(spec):
+    store = GrowingKV(spec)
+    keys, values = tokens(24)
+    keys[0, 1, 5, 2], values[1, 2, 9, 4] = torch.nan, torch.inf
+    store.append(keys, values)
+    store.append(*tokens(1))
+    keys, values = store.dequantize()
+    hit = keys.isnan().any(-1) | values.isnan().any(-1)
+    wanted = torch.zeros(2, 3, 25, dtype=torch.bool)
+    wanted[0, 1, 5] = wanted[1, 2, 9] = True
+    assert torch.equal(hit, wanted)
+    result = store.attend(torch.randn(2, 3, 1, 20))
+    rows = torch.zeros(2, 3, dtype=torch.bool)
+    rows[0, 1] = rows[1, 2] = True
+    assert torch.equal(result.isnan().all(-1).squeeze(-1), rows)
+    assert result[~rows].isfinite().all()
+
+
+def test_reset_forgets():
+    store, _, _ = filled(SPECS[0], 20)
+    store.reset()
+    assert store.length == 0
+    with pytest.raises(ValueError, match="no tokens yet"):
+        store.attend(torch.randn(2, 3, 1, 20))
+    store.append(*tokens(4, width=32))
+    assert store.shape == (2, 3, 4)
+
+
+@pytest.mark.parametrize("dtype", TOKENS)
+def test_static_is_the_same(dtype):
+    spec = KVCacheSpec(dtype)
+    growing, static = GrowingKV(spec), StaticKV(spec, 40)
+    query = torch.randn(2, 6, 1, 20)
+    for _ in range(2):
+        for count in (7, 1, 1, 20):
+            k, v = tokens(count)
+            growing.append(k, v)
+            static.append(k, v)
+            assert torch.equal(growing.attend(query), static.attend(query))
+        address = static.keys[0].data_ptr()
+        with pytest.raises(ValueError, match="a static cache of 40 tokens has 29, got 12 more"):
+            static.append(*tokens(12))
+        static.reset()
+        growing.reset()
+        assert int(static.length) == 0
+        assert static.keys[0].data_ptr() == address
+
+
+def test_half_precision():
+    for dtype in (torch.bfloat16, torch.float16):
+        for spec in SPECS:
+            store = GrowingKV(spec)
+            store.append(*(x.to(dtype) for x in tokens(20)))
+            keys, values = store.dequantize()
+            assert keys.dtype == values.dtype == dtype
+            query = torch.randn(2, 3, 1, 20, dtype=dtype)
+            wanted = F.scaled_dot_product_attention(
+                query.float(), *(x.float() for x in store.dequantize(torch.float32))
+            )
+            assert torch.allclose(store.attend(query).float(), wanted, rtol=0, atol=2 * torch.finfo(dtype).eps * 4)
+
+
+def test_no_gradient():
+    store, _, _ = filled(SPECS[0], 20)
+    query = torch.randn(2, 3, 1, 20, requires_grad=True)
+    with pytest.raises(RuntimeError, match="has no gradient"):
+        store.attend(query).sum().backward()
+    with torch.no_grad():
+        assert not store.attend(query).requires_grad
+
+
+def test_errors():
+    store, _, _ = filled(SPECS[0], 20)
+    for k, v in ((*tokens(1, heads=2),), tokens(1, width=24), (tokens(1)[0].double(), tokens(1)[1].double())):
+        with pytest.raises(ValueError, match=r"the cache holds \(2, 3, tokens, \(20, 17\)\)"):
+            store.append(k, v)
+    assert store.length == 20
+    with pytest.raises(ValueError, match="the cache has 20 tokens, got 21"):
+        store.crop(21)
+    for wrong, message in (
+        ({"dtype": "int5"}, "dtype is one of int8, int4, float8_e4m3fn"),
+        ({"keys": "head"}, '"token" or "channel"'),
+        ({"block": 0}, "block is positive"),
+        ({"recent": -1}, "recent not negative"),
+        ({"scale_dtype": torch.int8}, "scale_dtype is fp32, bf16 or fp16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            KVCacheSpec(**wrong)
+    for spec in (KVCacheSpec(keys="channel"), KVCacheSpec(recent=1)):
+        with pytest.raises(ValueError, match="a static cache quantizes each token when it comes"):
+            StaticKV(spec, 10)
+    with pytest.raises(ValueError, match="max_length is positive"):
+        StaticKV(KVCacheSpec(), 0)
+
+
+def test_spec():
+    assert KVCacheSpec(torch.float8_e4m3fn).dtype == "float8_e4m3fn"
+    assert (KVCacheSpec().kept, KVCacheSpec(keys="channel", block=16).kept) == (0, 16)
+    assert len({KVCacheSpec(), KVCacheSpec("int8"), KVCacheSpec("int4")}) == 2
+
+
+def test_explanation():
+    explanation = explain_attention("int4", head_dim=64)
+    assert explanation.kernel in ("cpu_kv_attention", "reference")
+    assert "uint4" in str(explanation)
+    assert dict(explain_attention(device="cuda").rejected)["cpu_kv_attention"] == "runs on cpu, the input is on cuda"
+
+
+def test_reference_is_said_once(torch_kernels):
+    store = GrowingKV(KVCacheSpec("int8"))
+    store.append(*tokens(11, width=44))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            store.attend(torch.randn(2, 3, 1, 44))
+    assert len([w for w in caught if "kv_attention" in str(w.message)]) <= 1
