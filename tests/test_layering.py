@@ -34,6 +34,7 @@ FLOORS: list[list[str]] = [
     ["kernels/registry"],
     ["kernels/ops"],
     ["kernels/conv", "kernels/linear"],
+    ["kernels/image_conv"],
     ["kernels/embedding"],
     ["kernels/cpu", "kernels/cuda"],
     ["kernels/graph_key"],

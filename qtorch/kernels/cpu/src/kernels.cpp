@@ -1,4 +1,5 @@
 // Entry points, called from qtorch/kernels/cpu/compiled_library.py. This file is compiled once per instruction set.
+#include "conv_call.h"
 #include "dequantize.h"
 #include "embed.h"
 #include "fixed_dot.h"
@@ -154,4 +155,18 @@ struct EmbedCall {
 // Rows `ids` of the weight in floating point: y (count, k). Gives the first index of an id out of range, or -1.
 EXPORT int64_t qtorch_embed(const EmbedCall* call) {
     return embed(call->weight, call->ids, call->y, call->threads);
+}
+
+// Bytes of a packed weight; see ConvPackCall.
+EXPORT int64_t qtorch_conv_pack(const ConvPackCall* call) {
+    return pack_conv(*call);
+}
+
+// Whether there is a NaN or an infinity under a given scale.
+EXPORT int64_t qtorch_conv_codes(const ConvCodesCall* call) {
+    return quantize_images(*call);
+}
+
+EXPORT void qtorch_conv(const ConvCall* call) {
+    run_conv(*call);
 }
