@@ -24,6 +24,7 @@ from .dtypes import (
 )
 from .explain import explain
 from .formats.compressed_tensors import recipes_for_vllm
+from .fusion import fuse_convolutions
 from .integrations import watch_imports as _watch_imports
 from .model_size import get_model_size_in_bytes
 from .primitives import (
@@ -77,6 +78,7 @@ __all__ = [
     "convert_checkpoint",
     "dequantize_",
     "explain",
+    "fuse_convolutions",
     "get_model_size_in_bytes",
     "load_quantized",
     "quantize_",

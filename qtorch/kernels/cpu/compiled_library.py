@@ -70,8 +70,9 @@ class Library:
         self.dequantize = handle.qtorch_dequantize
         for function in (self.weight_only_mm, self.int8_mm, self.quantize_rows, self.dequantize):
             function.argtypes, function.restype = [ctypes.c_char_p], None
-        self.conv = handle.qtorch_conv
-        self.conv.argtypes, self.conv.restype = [ctypes.c_char_p], None
+        self.conv, self.conv_pool = handle.qtorch_conv, handle.qtorch_conv_pool
+        for function in (self.conv, self.conv_pool):
+            function.argtypes, function.restype = [ctypes.c_char_p], None
         self.embed = handle.qtorch_embed
         self.conv_pack, self.conv_codes = handle.qtorch_conv_pack, handle.qtorch_conv_codes
         for function in (self.embed, self.conv_pack, self.conv_codes):

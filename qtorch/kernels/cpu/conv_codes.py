@@ -75,7 +75,14 @@ class CodesForm(NamedTuple):
 
 
 def quantize_images(
-    library: Library, x: Tensor, form: CodesForm, quantizer: Quantizer, shift: int, scale: Tensor, zero: Tensor
+    library: Library,
+    x: Tensor,
+    form: CodesForm,
+    quantizer: Quantizer,
+    shift: int,
+    scale: Tensor,
+    zero: Tensor,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, bool]:
     """(codes, whether there is a NaN or an infinity under given scales).
 
@@ -83,9 +90,10 @@ def quantize_images(
         x: (B, C, H, W) fp32, bf16 or fp16.
         shift: from codes to bytes: 128 for signed ones.
         scale, zero: fp32 and int32, one element each if the quantizer is given them; else (B), written to.
+        out: `form.nbytes` bytes, or None for new ones.
     """
     x, channels_last = _dense(x)
-    codes = torch.empty(form.nbytes, dtype=torch.uint8)
+    codes = torch.empty(form.nbytes, dtype=torch.uint8) if out is None else out
     height, width = form.border
     call = ConvCodesCall(
         x.data_ptr(),

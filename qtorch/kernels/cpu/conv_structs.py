@@ -103,3 +103,23 @@ class ConvCall(NamedTuple):
     packed: int
     finish: ConvFinish
     threads: int
+
+
+class ConvPoolCall(NamedTuple):
+    """src/conv_pool.h"""
+
+    x: int
+    out: int
+    images: int
+    channels: int
+    height: int
+    width: int
+    out_h: int
+    out_w: int
+    kernel_h: int
+    kernel_w: int
+    stride_h: int
+    stride_w: int
+    padding_h: int
+    padding_w: int
+    threads: int

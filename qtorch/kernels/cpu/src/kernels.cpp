@@ -170,3 +170,7 @@ EXPORT int64_t qtorch_conv_codes(const ConvCodesCall* call) {
 EXPORT void qtorch_conv(const ConvCall* call) {
     run_conv(*call);
 }
+
+EXPORT void qtorch_conv_pool(const ConvPoolCall* call) {
+    pool_images(*call);
+}
