@@ -20,15 +20,16 @@ struct ConvCodesCall {
     int64_t threads;
 };
 
-// What rounds numbers to bytes.
+// What rounds numbers to bytes: clamping before rounding gives what clamping after it would.
 struct CodeMaker {
-    Floats inverse, zeros, least, most;
+    Floats inverse, least, most;
+    Ints zeros;
 
     CodeMaker(const Quantizer& q, float scale, int32_t zero, int64_t shift)
-        : inverse(broadcast(1.0f / scale)), zeros(broadcast(zero + shift)), least(broadcast(q.low + shift)),
-          most(broadcast(q.high + shift)) {}
+        : inverse(broadcast(1.0f / scale)), least(broadcast(q.low - zero)), most(broadcast(q.high - zero)),
+          zeros(Ints{} + (int32_t)(zero + shift)) {}
 
-    INLINE Ints of(Floats x) const { return to_ints(smaller(larger(round_even(x * inverse) + zeros, least), most)); }
+    INLINE Ints of(Floats x) const { return round_to_ints(smaller(larger(x * inverse, least), most)) + zeros; }
 };
 
 struct Extremes {

@@ -35,6 +35,23 @@ INLINE void round_through(float* values, int64_t type, int64_t count) {
     to_float(rounded, type, count, values);
 }
 
+// The first `count` lanes, or all if there are more.
+INLINE Floats load_first(const float* from, int64_t count) {
+    if (count >= LANES) return load<Floats>(from);
+    float lanes[LANES] = {};
+    memcpy(lanes, from, count * 4);
+    return load<Floats>(lanes);
+}
+
+INLINE void store_first(float* to, Floats values, int64_t count) {
+    if (count >= LANES) return store(to, values);
+#if defined(__AVX512F__)
+    _mm512_mask_storeu_ps(to, (__mmask16)((1u << count) - 1), (__m512)values);
+#else
+    memcpy(to, &values, count * 4);
+#endif
+}
+
 // A strip of pixels of one image, and the features of a block.
 struct ConvStrip {
     int64_t image, start, count;
@@ -53,10 +70,40 @@ inline void write_planes(const ConvShape& s, const ConvFinish& f, const ConvStri
             transpose(rows);
             char* to = (char*)f.out + ((strip.image * s.all_features() + block.first + c) * area + strip.start + p) * size;
             for (int64_t i = 0; i < channels; i++) {
-                float one[LANES];
-                store(one, rows[i]);
-                from_float(one, f.type, pixels, to + i * area * size);
+                if (f.type == FLOAT32) store_first((float*)(to + i * area * size), rows[i], pixels);
+                else from_float((const float*)&rows[i], f.type, pixels, to + i * area * size);
             }
+        }
+    }
+}
+
+// What is done with each vector of features.
+struct FinishVector {
+    Floats scale, bias;
+    Ints less;
+};
+
+// Codes alone: the clamp is one of codes, since rounding keeps the order.
+inline void finish_codes(const ConvShape& s, const ConvFinish& f, const ConvStrip& strip, const ConvBlock& block,
+                         const FinishVector* about, Floats x_scale, const int32_t* sums, int64_t ld) {
+    CodeMaker make({f.code_low, f.code_high, 0, 1, 0, 0}, f.code_scale, f.code_zero, 0);
+    make.least = larger(broadcast(f.low) * make.inverse, make.least);
+    make.least = smaller(to_floats(round_to_ints(make.least)), make.most);
+    make.most = smaller(broadcast(f.high) * make.inverse, make.most);
+    make.most = larger(to_floats(round_to_ints(make.most)), make.least);
+    int64_t whole = block.count / LANES, tail = block.count % LANES;
+    uint8_t* image = f.codes + strip.image * f.code_image + block.first;
+    for (int64_t i = 0, h = strip.start / s.out_w, w = strip.start % s.out_w; i < strip.count; i++, sums += ld) {
+        uint8_t* to = image + h * f.code_row + w * f.code_pixel;
+        if (++w == s.out_w) w = 0, h++;
+        auto codes = [&](int64_t v) {
+            return make.of(to_floats(load<Ints>(sums + v * LANES) - about[v].less) * about[v].scale * x_scale + about[v].bias);
+        };
+        for (int64_t v = 0; v < whole; v++) store_bytes((int8_t*)to + v * LANES, codes(v));
+        if (tail) {
+            int8_t last[LANES];
+            store_bytes(last, codes(whole));
+            memcpy(to + whole * LANES, last, tail);
         }
     }
 }
@@ -70,46 +117,41 @@ inline void finish_strip(const ConvShape& s, const ConvFinish& f, const ConvStri
     alignas(64) float bias[CONV_BLOCK + LANES] = {};
     bool clamps = f.low > -__builtin_inf() || f.high < __builtin_inf(), rounds = f.type != FLOAT32;
     if (f.bias) to_float((const char*)f.bias + block.first * size_of(f.type), f.type, block.count, bias);
+    FinishVector about[CONV_BLOCK / LANES];
+    for (int64_t v = 0; v < vectors; v++) {
+        int64_t n = block.first + v * LANES;
+        about[v] = {load<Floats>(f.scale + n), load<Floats>(bias + v * LANES), zero * load<Ints>(f.sums + n)};
+    }
+    if (f.codes && !f.out && !f.other && f.bias) return finish_codes(s, f, strip, block, about, x_scale, sums, ld);
     float* values = (float*)sums;
     int64_t pixel = strip.image * s.pixels() + strip.start, features = s.all_features();
-    for (int64_t v = 0; v < vectors; v++) {
-        Ints less = zero * load<Ints>(f.sums + block.first + v * LANES);
-        Floats scale = load<Floats>(f.scale + block.first + v * LANES), more = load<Floats>(bias + v * LANES);
-        for (int64_t i = 0; i < strip.count; i++) {
-            Floats y = to_floats(load<Ints>(sums + i * ld + v * LANES) - less) * scale * x_scale;
-            if (f.bias && !rounds) y += more;
-            store(values + i * ld + v * LANES, y);
+    bool direct = f.out && f.channels_last && !rounds;
+    for (int64_t i = 0; i < strip.count; i++) {
+        float* row = values + i * ld;
+        for (int64_t v = 0; v < vectors; v++)
+            store(row + v * LANES, to_floats(load<Ints>(sums + i * ld + v * LANES) - about[v].less) * about[v].scale * x_scale);
+        if (f.bias) {
+            if (rounds) round_through(row, f.type, block.count);
+            for (int64_t v = 0; v < vectors; v++) store(row + v * LANES, load<Floats>(row + v * LANES) + about[v].bias);
+        }
+        if (!f.other && !clamps && !direct) continue;
+        const float* other = f.other + (pixel + i) * features + block.first;
+        float* to = (float*)f.out + (pixel + i) * features + block.first;
+        for (int64_t v = 0; v < vectors; v++) {
+            Floats y = load<Floats>(row + v * LANES);
+            int64_t count = block.count - v * LANES;
+            if (f.other) y += load_first(other + v * LANES, count);
+            if (clamps) y = smaller(larger(y, low), high);
+            store(row + v * LANES, y);
+            if (direct) store_first(to + v * LANES, y, count);
         }
     }
-    if (f.bias && rounds) {
-        for (int64_t i = 0; i < strip.count; i++) {
-            round_through(values + i * ld, f.type, block.count);
-            for (int64_t v = 0; v < vectors; v++)
-                store(values + i * ld + v * LANES, load<Floats>(values + i * ld + v * LANES) + load<Floats>(bias + v * LANES));
-        }
-    }
-    if (f.other || clamps) {
-        for (int64_t i = 0; i < strip.count; i++) {
-            const float* other = f.other + (pixel + i) * features + block.first;
-            for (int64_t v = 0; v < vectors; v++) {
-                float* to = values + i * ld + v * LANES;
-                Floats y = load<Floats>(to);
-                if (f.other) {
-                    Floats more = {};
-                    if (block.count - v * LANES >= LANES) more = load<Floats>(other + v * LANES);
-                    else memcpy(&more, other + v * LANES, (block.count - v * LANES) * 4);
-                    y += more;
-                }
-                store(to, smaller(larger(y, low), high));
-            }
-        }
-    }
-    if (f.out && f.channels_last) {
+    if (f.out && !f.channels_last) {
+        write_planes(s, f, strip, block, values, ld);
+    } else if (f.out && !direct) {
         char* to = (char*)f.out + (pixel * features + block.first) * size_of(f.type);
         for (int64_t i = 0; i < strip.count; i++)
             from_float(values + i * ld, f.type, block.count, to + i * features * size_of(f.type));
-    } else if (f.out) {
-        write_planes(s, f, strip, block, values, ld);
     }
     if (!f.codes) return;
     CodeMaker make({f.code_low, f.code_high, 0, 1, 0, 0}, f.code_scale, f.code_zero, 0);
