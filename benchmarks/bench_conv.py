@@ -1,6 +1,6 @@
 """Networks of convolutions on this CPU: 224x224, one image, against torch and ONNX Runtime, in one interleaved run.
 
-    python -m benchmarks.bench_conv [--nets resnet18 mobilenet] [--threads 1 2] [--rounds 15] [--save]
+    python -m benchmarks.bench_conv [--nets resnet18 mobilenet] [--threads 1 2] [--rounds 15] [--save] [--write-docs]
 
 Figures are milliseconds, medians of interleaved turns, and speeds relative to the faster of torch's two memory formats.
 ONNX Runtime quantizes the same network itself, statically: unsigned activations, signed weights per channel.
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import qtorch
-from benchmarks.common import interleaved_medians, machine, save
+from benchmarks.common import interleaved_medians, machine, save, write_docs
 from benchmarks.conv_nets import MobileNetV2, ResNet18
 from qtorch.calibration import observed
 from qtorch.primitives.granularity import PerAxis
@@ -33,9 +33,9 @@ NETS: dict[str, Callable[[], nn.Module]] = {"resnet18": ResNet18, "mobilenet": M
 Call = Callable[[], Any]
 
 
-def is_conv(module: nn.Module, name: str) -> bool:
-    """Filter of `quantize_`: convolutions only."""
-    return isinstance(module, nn.Conv2d)
+def multiplies(module: nn.Module, name: str) -> bool:
+    """Filter of `quantize_`: all layers that multiply."""
+    return isinstance(module, nn.Conv2d | nn.Linear)
 
 
 def onnx_sessions(net: nn.Module, x: Tensor, batches: list[Tensor], threads: int) -> dict[str, Call]:
@@ -79,9 +79,9 @@ def onnx_sessions(net: nn.Module, x: Tensor, batches: list[Tensor], threads: int
 
 
 def quantized(net: nn.Module, recipe: Any) -> nn.Module:
-    """A copy whose convolutions are quantized."""
+    """A copy whose layers are quantized."""
     model = copy.deepcopy(net)
-    qtorch.quantize_(model, recipe, is_conv)
+    qtorch.quantize_(model, recipe, multiplies)
     return model
 
 
@@ -97,22 +97,52 @@ def candidates(net: nn.Module, x: Tensor, batches: list[Tensor], threads: int) -
     traced = torch.jit.optimize_for_inference(torch.jit.freeze(torch.jit.trace(net, x)))
     of_last = copy.deepcopy(net).to(memory_format=torch.channels_last)
     calls: dict[str, Call] = {
-        "float, contiguous": lambda: net(x),
-        "float, channels last": lambda: of_last(last),
+        "torch": lambda: net(x),
+        "torch, channels last": lambda: of_last(last),
         "torch.jit": lambda: traced(x),
         **onnx_sessions(net, x, batches, threads),
     }
     for name, model in models.items():
-        calls[f"{name}"] = lambda model=model: model(x)
+        calls[name] = lambda model=model: model(x)
         calls[f"{name}, channels last"] = lambda model=model: model(last)
-    if hasattr(qtorch, "fuse_convolutions"):
-        fused = qtorch.fuse_convolutions(models["static"], x)
-        calls["static, fused"] = lambda: fused(x)
-    with torch.no_grad():
-        wanted = net(x)
-        for name, model in models.items():
-            print(f"  {name}: {qtorch.compute_error(wanted, model(x)):.1f} dB")
+    for name in ("static", "dynamic, per image"):
+        fused = qtorch.fuse_convolutions(models[name], x)
+        calls[f"{name}, fused"] = lambda fused=fused: fused(x)
+    for name, model in models.items():
+        print(f"  {name}: {qtorch.compute_error(net(x), model(x)):.1f} dB")
     return calls
+
+
+def measure(name: str, threads: int, size: int, rounds: int) -> dict[str, float]:
+    """Milliseconds of each candidate."""
+    torch.manual_seed(0)
+    net = NETS[name]().eval()
+    x = torch.randn(1, 3, size, size)
+    batches = [torch.randn(1, 3, size, size) for _ in range(3)]
+    calls = candidates(net, x, batches, threads)
+    times = interleaved_medians(calls, rounds, 0.05)
+    # A change of the setting makes all others prepare their weights anew: copies have a run of their own.
+    few = {word: calls[word] for word in ("torch", "torch, channels last")}
+    few |= {f"{word}, copies": calls[word] for word in ("weight-only", "weight-only, channels last")}
+    with qtorch.config.patch(float_copy_bytes=1 << 30):
+        copies = interleaved_medians(few, rounds, 0.05)
+    shift = times["torch, channels last"] / copies["torch, channels last"]
+    times |= {word: time * shift for word, time in copies.items() if word not in times}
+    return {word: time / 1000 for word, time in times.items()}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The table for docs/performance/results.md."""
+    names = [key for key in rows[0] if key not in ("net", "threads")]
+    heads = [f"{row['net']}, {row['threads']} thread{'s' * (row['threads'] > 1)}" for row in rows]
+    lines = ["| | " + " | ".join(heads) + " |", "|---" * (len(rows) + 1) + "|"]
+    for name in names:
+        cells = [
+            f"{row[name]:.1f} ({min(row['torch'], row['torch, channels last']) / row[name]:.2f})" if name in row else ""
+            for row in rows
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 @torch.inference_mode(False)
@@ -123,6 +153,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("--write-docs", action="store_true", help="also write the table of docs/performance/results.md")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -131,19 +162,17 @@ def main() -> None:
         torch.set_num_threads(threads)
         print(machine())
         for name in options.nets:
-            torch.manual_seed(0)
-            net = NETS[name]().eval()
-            x = torch.randn(1, 3, options.size, options.size)
-            batches = [torch.randn(1, 3, options.size, options.size) for _ in range(3)]
-            with torch.no_grad():
-                times = interleaved_medians(candidates(net, x, batches, threads), options.rounds, 0.05)
-            best = min(times["float, contiguous"], times["float, channels last"])
             print(f"{name}, {threads} threads")
+            with torch.no_grad():
+                times = measure(name, threads, options.size, options.rounds)
+            best = min(times["torch"], times["torch, channels last"])
             for candidate, time in times.items():
-                print(f"  {candidate:32} {time / 1000:8.2f} ms  {best / time:5.2f}x")
-            rows.append({"net": name, "threads": threads, **{k: round(v / 1000, 3) for k, v in times.items()}})
+                print(f"  {candidate:36} {time:8.2f} ms  {best / time:5.2f}x")
+            rows.append({"net": name, "threads": threads, **{k: round(v, 3) for k, v in times.items()}})
     if options.save:
         save("conv", rows)
+    if options.write_docs:
+        write_docs("conv", table(rows))
 
 
 if __name__ == "__main__":

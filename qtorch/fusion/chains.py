@@ -16,6 +16,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from ..dtypes import ConvWeight
+from ..kernels.cpu.conv import conv_quantizer
+from ..kernels.cpu.structs import Quantizer
 from ..kernels.im2col import Window
 from ..kernels.registry import lookup
 
@@ -24,18 +26,25 @@ Shapes = Mapping[fx.Node, tuple[int, ...]]
 
 
 class Numerics(NamedTuple):
-    """How an input is quantized: numbers of bytes without a sign.
+    """How an input is quantized.
 
     Attributes:
+        scale, zero: static ones; a scale of 0 is chosen for each image.
+        quantizer: see `cpu_conv`.
+        shift: from codes to bytes without a sign.
         groups: whose channels are padded one by one; 1 for convolutions that need none of that.
     """
 
     scale: float
     zero: int
-    low: int
-    high: int
+    quantizer: Quantizer
     shift: int
     groups: int
+
+    @property
+    def static(self) -> bool:
+        """Whether the scale is known before the values are."""
+        return self.scale > 0
 
 
 @dataclass(frozen=True)
@@ -89,11 +98,11 @@ def why_not(module: nn.Module) -> str | None:
         return f"is a {type(module).__name__}, not an nn.Conv2d"
     if not isinstance(weight, ConvWeight) or weight.trains:
         return "its weight is not quantized for inference"
-    if not weight.scheme.spec.static:
-        return "its activation has no static scale"
+    if weight.scheme.activation is None:
+        return "its activation is not quantized"
     kernel = lookup("conv", weight.scheme, weight.scheme.dtype, weight.device.type)
     if kernel.name != "cpu_conv":
-        return f"{kernel.name} runs it, not the compiled kernel for codes"
+        return f"{kernel.name} runs it, and not the compiled kernel for a static scale or one for each image"
     if weight.scheme.dtype is not torch.float32:
         return f"computes in {weight.scheme.dtype}, not in fp32"
     if module.padding_mode != "zeros" or (module.padding == "same" and _odd(module)):
@@ -130,13 +139,17 @@ def numerics_of(conv: nn.Conv2d) -> Numerics:
     """How its input is quantized."""
     weight: Any = conv.weight
     spec = weight.scheme.activation
-    low, high = (int(end) for end in spec.code_range)
-    shift = 0 if spec.dtype.storage is torch.uint8 else 128
-    zero = 0 if weight.act_zero_point is None else int(weight.act_zero_point)
+    static = weight.scheme.spec.static
+    found = conv_quantizer(spec, static)
+    assert found is not None
+    (low, high, asymmetric, given, smallest, largest), shift = found
+    quantizer = Quantizer(int(low), int(high), int(asymmetric), int(given), smallest, largest)
+    scale = float(weight.act_scale) if static else 0.0
+    zero = int(weight.act_zero_point) if static and weight.act_zero_point is not None else 0
     of_group = conv.in_channels // conv.groups
     depthwise = conv.groups == conv.in_channels == conv.out_channels
     groups = 1 if depthwise or of_group % 4 == 0 else conv.groups
-    return Numerics(float(weight.act_scale), zero, low, high, shift, groups)
+    return Numerics(scale, zero, quantizer, shift, groups)
 
 
 def _follow(node: fx.Node, conv: Any, modules: Mapping[str, Any], shapes: Shapes, taken: set[fx.Node]) -> Chain:

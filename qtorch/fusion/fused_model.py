@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from ..generation import generation
 from ..kernels.cpu.compiled_library import library, missing, threads
 from ..kernels.im2col import is_channels_last
 from ..model_argument import check_model
@@ -69,8 +68,9 @@ class FusedModel(nn.Module):
         try:
             run = Run(work, dict(zip(plan.placeholders, args, strict=True)), self._modules_by_name)
             with torch.no_grad():
-                for step in plan.steps:
+                for step, done in zip(plan.steps, plan.last_reads, strict=True):
                     step.run(run)
+                    work.release(done)
             return fx.node.map_arg(plan.output, lambda node: run.values[node])
         except NotFinite:
             return self.model(*args)
@@ -105,7 +105,7 @@ class FusedModel(nn.Module):
             return plan
 
     def _stamp_of(self, names: tuple[str, ...]) -> Any:
-        stamp: list[Any] = [generation.number]
+        stamp: list[Any] = [library()]
         for name in names:
             parameters = self._modules_by_name[name]._parameters
             weight, bias = vars(parameters["weight"]), parameters["bias"]
@@ -154,10 +154,11 @@ def plan_of(model: nn.Module, examples: tuple[Any, ...]) -> Plan:
 def fuse_convolutions(model: nn.Module, *example_inputs: Any) -> FusedModel:
     """A model whose convolutions hand codes to each other, for inference on CPU.
 
-    It takes convolutions with static activations in 8 bits (`int8_static_activation_int8_weight`). Bias, addition of a
-    shortcut, ReLU or clamp, and the codes of the next convolution are one pass over the sums of a convolution. The
-    codes are those that the next convolution would make of its input, and what is added stays in floating point: the
-    outputs are those of the unfused model, bit for bit.
+    It takes convolutions with activations in 8 bits: static ones (`int8_static_activation_int8_weight`), or with a
+    scale for each image (`int8_dynamic_activation_int8_weight(act_granularity=PerAxis(0))`). Bias, addition of a
+    shortcut, ReLU or clamp, and for static ones the codes of the next convolution, are one pass over the sums.
+    The codes are those that the next convolution would make of its input, and what is added stays in floating point:
+    the outputs are those of the unfused model, bit for bit.
 
     Fold batch normalization before `quantize_`, by `qtorch.training.fold_batch_norm`.
 

@@ -22,6 +22,7 @@ class Plan:
     placeholders: nodes of the inputs.
     output: the arguments of the output.
     steps: in order.
+    last_reads: by step, the values whose reals nothing reads after it.
     fused, skipped: see `FusionReport`.
     """
 
@@ -42,8 +43,8 @@ class Plan:
         for node in graph.nodes:
             if node in ends:
                 chain = ends[node]
-                # The first that asks gets its codes at once; channels padded by groups are made from the reals.
-                written = next((n for n in readers.get(node, ()) if n.groups == 1), None)
+                # The first static reader gets its codes at once; other codes are made from the reals.
+                written = next((n for n in readers.get(node, ()) if n.static and n.groups == 1), None)
                 others = [n for n in readers.get(node, ()) if n != written]
                 real = node in reals or bool(others)
                 border = borders[node, written] if written else (0, 0)
@@ -60,6 +61,16 @@ class Plan:
                 self.steps.append(PlainStep(node, modules))
             self.steps += [EncodeStep(node, n, borders[node, n]) for n in readers.get(node, ())]
         self.fused = tuple(fused)
+        self.last_reads = _last_reads(self.steps)
+
+
+def _last_reads(steps: Sequence[Step]) -> list[list[fx.Node]]:
+    """By step: the values whose reals nothing reads after it."""
+    last = {node: i for i, step in enumerate(steps) for node in step.reads()}
+    found: list[list[fx.Node]] = [[] for _ in steps]
+    for node, i in last.items():
+        found[i].append(node)
+    return found
 
 
 def _nodes_of(chain: Chain) -> list[fx.Node]:

@@ -6,7 +6,7 @@ their calls, made at the first run. What leaves the fused part is in memory of i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from ..kernels.cpu.compiled_library import TYPES, Library, threads
 from ..kernels.cpu.conv_codes import Border, CodesForm, quantize_images
 from ..kernels.cpu.conv_structs import ConvCall, ConvFinish, ConvPoolCall
 from ..kernels.cpu.conv_weight import CompiledConv, shape_of
-from ..kernels.cpu.structs import Quantizer, pack
+from ..kernels.cpu.structs import pack
 from ..kernels.custom_ops import note, recording
 from ..kernels.im2col import Window
 from ..kernels.image_conv import result_shape
@@ -30,10 +30,23 @@ class NotFinite(Exception):
 
 
 class Held(NamedTuple):
-    """Codes in a workspace."""
+    """Codes in a workspace, with their scale and zero point: one element each, or one for each image."""
 
     codes: Tensor
     form: CodesForm
+    scale: Tensor
+    zero: Tensor
+
+    @classmethod
+    def of(cls, form: CodesForm, numerics: Numerics) -> Held:
+        """Codes of zeros."""
+        count = 1 if numerics.static else form.images
+        return cls(
+            torch.full((form.nbytes,), numerics.zero + numerics.shift, dtype=torch.uint8),
+            form,
+            torch.full((count,), numerics.scale, dtype=torch.float32),
+            torch.full((count,), numerics.zero, dtype=torch.int32),
+        )
 
 
 class Workspace:
@@ -48,6 +61,23 @@ class Workspace:
         self.codes: dict[CodesKey, Held] = {}
         self.reals: dict[fx.Node, Tensor] = {}
         self.calls: dict[Any, Any] = {}
+        self._free: list[Tensor] = []
+        self._used: dict[fx.Node, Tensor] = {}
+
+    def new_real(self, node: fx.Node, shape: Sequence[int]) -> Tensor:
+        """Memory for a value, (B, C, H, W) channels last: that of values which are read no more, if there is any."""
+        images, channels, height, width = shape
+        size = images * channels * height * width
+        fits = [memory for memory in self._free if memory.numel() >= size]
+        memory = min(fits, key=Tensor.numel) if fits else torch.empty(size)
+        self._free = [m for m in self._free if m is not memory]
+        self._used[node] = memory
+        real = self.reals[node] = memory[:size].view(images, height, width, channels).permute(0, 3, 1, 2)
+        return real
+
+    def release(self, nodes: Sequence[fx.Node]) -> None:
+        """These values are read no more."""
+        self._free += [self._used.pop(node) for node in nodes if node in self._used]
 
 
 class Run(NamedTuple):
@@ -65,7 +95,11 @@ class Run(NamedTuple):
 class Step(Protocol):
     """One step."""
 
-    def run(self, run: Run) -> None: ...
+    def run(self, run: Run) -> None:
+        """Do it."""
+
+    def reads(self) -> Sequence[fx.Node]:
+        """The values that it reads as reals in the memory of fused steps."""
 
 
 class PlainStep:
@@ -73,6 +107,9 @@ class PlainStep:
 
     def __init__(self, node: fx.Node, modules: Mapping[str, Any]) -> None:
         self.node = node
+
+    def reads(self) -> Sequence[fx.Node]:
+        return ()
 
     def run(self, run: Run) -> None:
         node, values = self.node, run.values
@@ -95,10 +132,9 @@ class EncodeStep:
 
     def __init__(self, node: fx.Node, numerics: Numerics, border: Border) -> None:
         self.node, self.numerics, self.border = node, numerics, border
-        scale, zero, low, high, self.shift, _ = numerics
-        self.scale = torch.tensor([scale], dtype=torch.float32)
-        self.zero = torch.tensor([zero], dtype=torch.int32)
-        self.quantizer = Quantizer(low, high, 0, 1, 0.0, 0.0)
+
+    def reads(self) -> Sequence[fx.Node]:
+        return (self.node,)
 
     def run(self, run: Run) -> None:
         work = run.workspace
@@ -109,9 +145,9 @@ class EncodeStep:
         if held is None:
             images, channels, height, width = x.shape
             form = CodesForm(images, channels, height, width, self.numerics.groups, self.border)
-            held = work.codes[key] = Held(torch.empty(form.nbytes, dtype=torch.uint8), form)
-        args = held.form, self.quantizer, self.shift, self.scale, self.zero, held.codes
-        if quantize_images(work.library, x, *args)[1]:
+            held = work.codes[key] = Held.of(form, self.numerics)
+        about = self.numerics.quantizer, self.numerics.shift
+        if quantize_images(work.library, x, held.form, *about, held.scale, held.zero, held.codes)[1]:
             raise NotFinite
 
 
@@ -127,6 +163,9 @@ class ConvStep:
 
     def __init__(self, chain: Chain, written: Numerics | None, border: Border, real: bool, plain: bool) -> None:
         self.chain, self.written, self.border, self.real, self.plain = chain, written, border, real, plain
+
+    def reads(self) -> Sequence[fx.Node]:
+        return (self.chain.last,) if self.chain.other is None else (self.chain.other, self.chain.last)
 
     def run(self, run: Run) -> None:
         chain, work = self.chain, run.workspace
@@ -160,22 +199,17 @@ class ConvStep:
         form, window = held.form, chain.window
         conv: nn.Conv2d = run.modules[chain.name]
         layer = packed_conv(conv)
-        scale = torch.tensor([chain.numerics.scale], dtype=torch.float32)
-        zero = torch.tensor([chain.numerics.zero], dtype=torch.int32)
         like = torch.empty(form.images, form.channels, form.height, form.width, device="meta")
         _, features, height, width = result_shape(like, conv.out_channels, window)
         out = 0
         if self.real:
-            real = _empty_images((form.images, features, height, width), True)
-            work.reals[chain.last] = real
-            out = real.data_ptr()
+            out = work.new_real(chain.last, (form.images, features, height, width)).data_ptr()
         codes, of_codes = 0, CodesForm(0, 0, 0, 0, 1, (0, 0))
         to = self.written or chain.numerics
         if self.written is not None:
             of_codes = CodesForm(form.images, features, height, width, 1, self.border)
-            made = torch.full((of_codes.nbytes,), to.zero + to.shift, dtype=torch.uint8)
-            work.codes[chain.last, to] = Held(made, of_codes)
-            codes = made.data_ptr() + of_codes.first()
+            made = work.codes[chain.last, to] = Held.of(of_codes, to)
+            codes = made.codes.data_ptr() + of_codes.first()
         other = 0
         if chain.other is not None and chain.other in work.reals:
             other = work.reals[chain.other].data_ptr()
@@ -188,9 +222,9 @@ class ConvStep:
                 scale=layer.scale.data_ptr(),
                 sums=layer.sums.data_ptr(),
                 shift=chain.numerics.shift,
-                x_scale=scale.data_ptr(),
-                x_zero=zero.data_ptr(),
-                per_image=0,
+                x_scale=held.scale.data_ptr(),
+                x_zero=held.zero.data_ptr(),
+                per_image=not chain.numerics.static,
                 bias=0 if bias is None else bias.data_ptr(),
                 out=out,
                 type=TYPES[torch.float32],
@@ -204,13 +238,12 @@ class ConvStep:
                 code_pixel=of_codes.pixel,
                 code_scale=to.scale,
                 code_zero=to.zero + to.shift,
-                code_low=to.low + to.shift,
-                code_high=to.high + to.shift,
+                code_low=to.quantizer.low + to.shift,
+                code_high=to.quantizer.high + to.shift,
             ),
             threads(),
         )
-        # The addresses above are those of these tensors.
-        work.calls[self, "tensors"] = layer, scale, zero, bias
+        work.calls[self, "tensors"] = layer, bias  # whose addresses the call has
         changes = (chain.other is not None and not other) or (self.plain and not self.real)
         return call, None if changes else pack(call)
 
@@ -224,6 +257,9 @@ class PoolStep:
         kernel, stride, padding = (_pair(v) for v in (module.kernel_size, module.stride, module.padding))
         self.window = Window(kernel, stride, padding, (1, 1), 1)
 
+    def reads(self) -> Sequence[fx.Node]:
+        return self.source, self.node
+
     def run(self, run: Run) -> None:
         work = run.workspace
         call = work.calls.get(self)
@@ -231,7 +267,7 @@ class PoolStep:
             x = work.reals[self.source]
             images, channels, height, width = x.shape
             _, _, *out = result_shape(x, channels, self.window)
-            real = work.reals[self.node] = _empty_images((images, channels, *out), True)
+            real = work.new_real(self.node, (images, channels, *out))
             (kh, kw), (sh, sw), (ph, pw) = self.window[:3]
             sizes = images, channels, height, width, out[0], out[1], kh, kw, sh, sw, ph, pw
             call = work.calls[self] = pack(ConvPoolCall(x.data_ptr(), real.data_ptr(), *sizes, threads()))

@@ -127,7 +127,7 @@ def cpu_conv(
         threads(),
     )
     compiled.conv(pack(call))
-    return _with_lost(y, x, window) if lost else y
+    return _with_lost(y, x, window) if lost and xs is not None else y
 
 
 def _with_lost(y: Tensor, x: Tensor, window: Window) -> Tensor:
@@ -141,7 +141,7 @@ def _with_lost(y: Tensor, x: Tensor, window: Window) -> Tensor:
 
 
 @functools.cache
-def _quantizer(spec: QuantSpec, static: bool) -> tuple[tuple[float, ...], int] | None:
+def conv_quantizer(spec: QuantSpec, static: bool) -> tuple[tuple[float, ...], int] | None:
     """The quantizer of `cpu_conv` and its shift; None if the compiled kernels do not quantize by this spec."""
     if spec.dtype not in (qdtype("int8"), qdtype("uint8")) or spec.rounding is not Rounding.NEAREST_EVEN:
         return None
@@ -176,7 +176,7 @@ def _supports(problem: Problem) -> str | None:
     static = scheme.spec.static and isinstance(activation.granularity, PerTensor)
     if not (static or scales_images(scheme)):
         return f"takes a static scale or one for each image, PerAxis(0), of the activation, the scheme has {activation}"
-    if _quantizer(activation, static) is None:
+    if conv_quantizer(activation, static) is None:
         return f"does not quantize activations by {activation}"
     return missing()
 
@@ -193,7 +193,7 @@ def _supports(problem: Problem) -> str | None:
 )
 def _conv(x: Tensor, quantized: Any, bias: Tensor | None, window: Window) -> Tensor:
     scheme = quantized.scheme
-    found = _quantizer(scheme.activation, scheme.spec.static)
+    found = conv_quantizer(scheme.activation, scheme.spec.static)
     assert found is not None
     quantizer, shift = found
     added, bias = weight.split_bias(bias, x, scheme.shape[0])

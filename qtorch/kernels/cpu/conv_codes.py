@@ -84,7 +84,7 @@ def quantize_images(
     zero: Tensor,
     out: Tensor | None = None,
 ) -> tuple[Tensor, bool]:
-    """(codes, whether there is a NaN or an infinity under given scales).
+    """(codes, whether there is a NaN or an infinity).
 
     Args:
         x: (B, C, H, W) fp32, bf16 or fp16.

@@ -216,7 +216,7 @@ inline int32_t quantize_pixels(const ConvCodesCall& c, const char* x, uint8_t* i
     return sum(lost);
 }
 
-// Codes, and the scales of images if they are not given. Gives whether there is a NaN or an infinity under a given scale.
+// Codes, and the scales of images if they are not given. Gives whether there is a NaN or an infinity.
 inline int64_t quantize_images(const ConvCodesCall& c) {
     bool given = c.quantizer.given;
     if (!given) choose_image_scales(c);
@@ -232,7 +232,7 @@ inline int64_t quantize_images(const ConvCodesCall& c) {
         if (quantize(c, x, image, make, value, start, stop)) __atomic_store_n(&lost, 1, __ATOMIC_RELAXED);
         if (start == 0) fill_border(c, image, value);
     });
-    return given ? lost : 0;
+    return lost;
 }
 
 }  // namespace

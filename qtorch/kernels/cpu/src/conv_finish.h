@@ -126,23 +126,25 @@ inline void finish_strip(const ConvShape& s, const ConvFinish& f, const ConvStri
     float* values = (float*)sums;
     int64_t pixel = strip.image * s.pixels() + strip.start, features = s.all_features();
     bool direct = f.out && f.channels_last && !rounds;
+    bool keeps = f.codes || (f.out && !direct);
     for (int64_t i = 0; i < strip.count; i++) {
         float* row = values + i * ld;
-        for (int64_t v = 0; v < vectors; v++)
-            store(row + v * LANES, to_floats(load<Ints>(sums + i * ld + v * LANES) - about[v].less) * about[v].scale * x_scale);
-        if (f.bias) {
-            if (rounds) round_through(row, f.type, block.count);
-            for (int64_t v = 0; v < vectors; v++) store(row + v * LANES, load<Floats>(row + v * LANES) + about[v].bias);
-        }
-        if (!f.other && !clamps && !direct) continue;
         const float* other = f.other + (pixel + i) * features + block.first;
         float* to = (float*)f.out + (pixel + i) * features + block.first;
+        auto scaled = [&](int64_t v) {
+            return to_floats(load<Ints>(sums + i * ld + v * LANES) - about[v].less) * about[v].scale * x_scale;
+        };
+        if (f.bias && rounds) {
+            for (int64_t v = 0; v < vectors; v++) store(row + v * LANES, scaled(v));
+            round_through(row, f.type, block.count);
+        }
         for (int64_t v = 0; v < vectors; v++) {
-            Floats y = load<Floats>(row + v * LANES);
             int64_t count = block.count - v * LANES;
+            Floats y = f.bias && rounds ? load<Floats>(row + v * LANES) : scaled(v);
+            if (f.bias) y += about[v].bias;
             if (f.other) y += load_first(other + v * LANES, count);
             if (clamps) y = smaller(larger(y, low), high);
-            store(row + v * LANES, y);
+            if (keeps) store(row + v * LANES, y);
             if (direct) store_first(to + v * LANES, y, count);
         }
     }

@@ -190,9 +190,11 @@ inline void multiply_conv(const ConvShape& s, const ConvImages& x, const int8_t*
             const ConvBlock& block = of_blocks[b];
             if (last != strip || s.groups > 1) {
                 const uint8_t* from = x.data + image * x.image + block.channel;
+                int64_t h = start / s.out_w, w = start % s.out_w;
                 for (int64_t i = 0; i < CONV_STRIP; i++) {
-                    int64_t p = start + i < stop ? start + i : stop - 1;
-                    windows[i] = from + p / s.out_w * s.stride_h * x.row + p % s.out_w * s.stride_w * x.pixel;
+                    windows[i] = from + h * s.stride_h * x.row + w * s.stride_w * x.pixel;
+                    if (start + i + 1 >= stop) continue;  // the last one fills the tile
+                    if (++w == s.out_w) w = 0, h++;
                 }
                 last = strip;
             }

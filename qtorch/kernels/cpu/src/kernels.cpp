@@ -162,7 +162,7 @@ EXPORT int64_t qtorch_conv_pack(const ConvPackCall* call) {
     return pack_conv(*call);
 }
 
-// Whether there is a NaN or an infinity under a given scale.
+// Whether there is a NaN or an infinity.
 EXPORT int64_t qtorch_conv_codes(const ConvCodesCall* call) {
     return quantize_images(*call);
 }
