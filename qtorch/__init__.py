@@ -27,6 +27,7 @@ from .dtypes import (
 from .explain import explain
 from .find_uses import find_uses
 from .formats.compressed_tensors import recipes_for_vllm
+from .fusion import fuse_convolutions
 from .integrations import watch_imports as _watch_imports
 from .model_size import get_model_size_in_bytes
 from .primitives import (
@@ -83,6 +84,7 @@ __all__ = [
     "dequantize_",
     "explain",
     "find_uses",
+    "fuse_convolutions",
     "get_model_size_in_bytes",
     "load_quantized",
     "quantize_",

@@ -10,6 +10,7 @@ from . import compat as compat
 from . import dtypes as dtypes
 from . import export as export
 from . import formats as formats
+from . import fusion as fusion
 from . import integrations as integrations
 from . import kernels as kernels
 from . import layouts as layouts
@@ -31,6 +32,7 @@ from .explain import explain as explain
 from .find_uses import find_uses as find_uses
 from .formats.compressed_tensors.serving import recipes_for_vllm as recipes_for_vllm
 from .layouts.block_sparse import BlockSparseLayout as BlockSparseLayout
+from .fusion.fused_model import fuse_convolutions as fuse_convolutions
 from .layouts.packed import PackedLayout as PackedLayout
 from .layouts.plain import PlainLayout as PlainLayout
 from .layouts.semi_sparse import SemiSparseLayout as SemiSparseLayout
@@ -132,6 +134,7 @@ __all__ = [
     "float8_training",
     "float8_weight_only",
     "fpx_weight_only",
+    "fuse_convolutions",
     "get_model_size_in_bytes",
     "importance_weighted",
     "int4_weight_only",

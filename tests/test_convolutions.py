@@ -104,7 +104,10 @@ def test_explain() -> None:
         """\
 weight: conv, float32 input on cpu, weight int8 PerRow() symmetric, PlainLayout()
   runs dequantized_conv (dequantizes the weight on each call: it saves memory, not time)
-  not portable_conv: reads the portable layout, the weight has plain""",
+  not portable_conv: reads the portable layout, the weight has plain
+  not cpu_conv: needs quantized activations, the scheme is weight-only
+  not image_conv: needs quantized activations, the scheme is weight-only
+  not windows: takes quantized activations""",
     )
 
 

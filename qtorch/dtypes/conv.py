@@ -1,10 +1,10 @@
 """Convolutions with a quantized weight.
 
-Weight-only convolutions are the operation ``conv`` of the kernel registry. With quantized activations, the windows of
-the input are gathered into rows, the input of a linear layer with the matrix of the weight, or of each group. Kernels
-are chosen as for linear layers. A scale per token is one for each window.
+They are the operation ``conv`` of the kernel registry. Where no kernel takes the whole convolution, the windows of the
+input are gathered into rows, the input of a linear layer with the matrix of the weight, or of each group. Kernels are
+chosen as for linear layers, and each group is a product of its own: with many small groups, weight-only is faster.
 
-Each group is a product of its own: with many small groups, as in depthwise convolutions, weight-only is faster.
+A scale per token is one for each window; one along axis 0, ``PerAxis(0)``, is one for each image.
 
 Gradients flow to the input and the bias, straight through the quantization of the input; the weight is frozen.
 """
@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..kernels.conv import CONVOLUTIONS
+from ..kernels.conv import CONVOLUTIONS, windows
 from ..kernels.im2col import Size, Window, multiply_windows, prepare_conv
-from ..kernels.registry import Problem
+from ..kernels.registry import Problem, choose
 from ..layouts.plain import layout_for
 from ..primitives.scheme import Scheme
 from ..tracing.function_transforms import one_by_one, run_whole, transforms_active, unwrapped_subclass
@@ -105,11 +105,12 @@ def convolution(
 
 def conv_problem(scheme: Scheme, groups: int, dtype: torch.dtype, device: str) -> Problem:
     """The problem to look up for a weight (N, C / groups, *kernel), for inference or in training: a whole convolution
-    if it is weight-only, else the product with the windows of one group."""
+    where a kernel takes it, else the product with the windows of one group."""
     spec = replace(scheme.spec, layout=scheme.layout)
     shown = ConvScheme(spec, scheme.shape, scheme.dtype)
-    if spec.activation is None:
-        return Problem("conv", shown, dtype, device)
+    whole = Problem("conv", shown, dtype, device)
+    if choose(whole).function is not windows:
+        return whole
     matrix = shown.matrix
     if groups > 1:
         matrix = replace(matrix, shape=(matrix.shape[0] // groups, matrix.shape[1]))
@@ -154,8 +155,9 @@ def _differentiable(x: Tensor, weight: Any, bias: Tensor | None, window: Window)
 
 
 def _run(x: Tensor, weight: ConvWeight, bias: Tensor | None, window: Window) -> Tensor:
-    if weight.scheme.activation is None or weight.scheme.layout.whole_convolutions:
-        return find_kernel("conv", weight.scheme, x.dtype, x.device.type)(x, weight, bias, window)
+    kernel = find_kernel("conv", weight.scheme, x.dtype, x.device.type)
+    if kernel.function is not windows:
+        return kernel(x, weight, bias, window)
     matrices = [_of_group(weight, group, window.groups) for group in range(window.groups)]
     with torch.no_grad():
         y = multiply_windows(x, window, lambda rows, group: multiply(rows, matrices[group]))

@@ -3,7 +3,8 @@
     y = conv(x, dequantize(w)) + bias
 
 A convolution uses each weight once for every output position, so that dequantizing all of it costs little.
-Convolutions with quantized activations are products of windows (see `im2col`), by the kernels of ``linear``.
+With quantized activations, where no kernel takes the whole convolution (`image_conv`, `cpu/conv`), it is a product of
+windows (see `im2col`), by the kernels of ``linear``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.nn import functional
 
 from .im2col import Window, from_matrix, is_channels_last
 from .ops.portable import dequantized_weight, fake_quantized
-from .registry import QuantizedWeight, register
+from .registry import Problem, QuantizedWeight, register
 
 CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 """torch's functions by the number of axes of an image."""
@@ -41,6 +42,16 @@ def dequantized_conv(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, wi
         values = values.contiguous()
     _, stride, padding, dilation, groups = window
     return CONVOLUTIONS[len(window.kernel)](x, values, bias, stride, padding, dilation, groups)
+
+
+def _has_activation(problem: Problem) -> str | None:
+    return "takes quantized activations" if problem.scheme.activation is None else None
+
+
+@register("conv", spec=None, supports=_has_activation, rotated=True)
+def windows(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -> Tensor:
+    """Stands for the product of the windows with a matrix, by a kernel of ``linear``; `dtypes.conv` looks that up."""
+    raise NotImplementedError("windows are multiplied by a kernel of linear")
 
 
 @register(

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from qtorch import compute_error, convert, qat, quantize_
+from qtorch import MappingType, PerAxis, compute_error, convert, int8_dynamic_activation_int8_weight, qat, quantize_
 from qtorch.dtypes import ConvWeight
 from qtorch.kernels import record_kernels
+from qtorch.kernels.cpu import compiled_library
 from qtorch.quantize_api import RECIPES
 from tests.every_recipe import NAMES, make
 from tests.test_convolutions import CONVS, ConvNet, X
@@ -89,3 +90,36 @@ def test_scheduled() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(model(X), y)
+
+
+@pytest.mark.parametrize("mapping", list(MappingType))
+@pytest.mark.parametrize("groups", [1, 4, 64])
+def test_a_scale_for_each_image(mapping: MappingType, groups: int) -> None:
+    """Trained with one scale per image, served with the same bits by the kernel for whole convolutions."""
+    if mapping is MappingType.SYMMETRIC_NO_CLIPPING_ERR:
+        pytest.skip("not of this recipe")
+    torch.manual_seed(0)
+    recipe = int8_dynamic_activation_int8_weight(mapping, act_granularity=PerAxis(0))
+    model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, stride=2, groups=groups))
+    x = X.clone().requires_grad_()
+    quantize_(model, {"0": qat(recipe)})
+    y = model(x)
+    y.square().sum().backward()
+    assert model[0].weight.grad.abs().sum() > 0
+    assert x.grad.abs().sum() > 0
+    broken = X.clone()
+    broken[1, 3, 2, 2] = float("nan")
+    trained_broken = model(broken).detach()
+    quantize_(model, convert())
+    with torch.no_grad(), record_kernels() as ran:
+        served = model(X)
+    assert ran[0] in ("conv:cpu_conv", "conv:image_conv")
+    assert torch.equal(served, y.detach())
+    assert torch.equal(served.isnan(), y.isnan())
+    with torch.no_grad():
+        served_broken = model(broken)
+    assert torch.equal(served_broken.isnan(), trained_broken.isnan())
+    assert served_broken[1].isnan().all()
+    assert not served_broken[0].isnan().any()
+    with compiled_library.use(None), torch.no_grad():
+        assert torch.equal(model(X), served)

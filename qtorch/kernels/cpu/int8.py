@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ...primitives.affine import MappingType
-from ...primitives.granularity import PerRow
 from ...primitives.qdtype import qdtype
 from ...primitives.rounding import Rounding
 from ...primitives.scale_rules import MinMaxRule
@@ -164,7 +163,7 @@ def row_quantizer(spec: QuantSpec) -> tuple[float, ...] | None:
     asymmetric = spec.mapping is MappingType.ASYMMETRIC and spec.zero_point_domain.name == "INT"
     if (
         spec.dtype is not qdtype("int8")
-        or not isinstance(spec.granularity, PerRow)
+        or spec.granularity.pattern(2) != (1, -1)
         or not (symmetric or asymmetric)
         or not isinstance(spec.scale_rule, MinMaxRule)
         or spec.rounding is not Rounding.NEAREST_EVEN

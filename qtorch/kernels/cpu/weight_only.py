@@ -75,7 +75,7 @@ def cpu_weight_only_mm(
     )
     compiled, way = layer.compiled, layer.way(m)
     if compiled is not None and way == "copy":
-        made = _Dequantized(compiled, layer.fields, n, k, x.dtype)
+        made = Dequantized(compiled, layer.fields, n, k, x.dtype)
         copy = float_copy(codes, scale, zero_point, x.dtype, made.rows, n * k * x.element_size())
         if copy is not None:
             note("cpu_weight_only_mm.float_copy")
@@ -91,12 +91,12 @@ def cpu_weight_only_mm(
     if recording():
         note(f"cpu_weight_only_mm.{compiled.instruction_set}.{way}")
     if way == "float":
-        return _multiply_slices(x, _Dequantized(compiled, layer.fields, n, k, x.dtype), bias)
+        return _multiply_slices(x, Dequantized(compiled, layer.fields, n, k, x.dtype), bias)
     x = x if x.stride(1) == 1 else x.contiguous()
     return layer.run(x, x.stride(0), m, (m, n), bias, way, ())
 
 
-class _Dequantized(NamedTuple):
+class Dequantized(NamedTuple):
     """A weight (n, k), described by `fields`, as floating-point numbers."""
 
     library: Library
@@ -116,7 +116,7 @@ class _Dequantized(NamedTuple):
         return out
 
 
-def _multiply_slices(x: Tensor, made: _Dequantized, bias: Tensor | None) -> Tensor:
+def _multiply_slices(x: Tensor, made: Dequantized, bias: Tensor | None) -> Tensor:
     n, k = made.n, made.k
     step = max(1, SLICE_BYTES // (k * x.element_size()))
     if n <= step:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...primitives.affine import MappingType, check_floating_point, dequantize_affine
-from ...primitives.granularity import PerRow, block_of
+from ...primitives.granularity import block_of
 from ...primitives.non_finite import lost_rows, without_rows
 from ...primitives.qdtype import qdtype
 from ...primitives.rounding import Rounding
@@ -131,7 +131,7 @@ def is_absmax_rowwise(spec: QuantSpec) -> bool:
 def has_default_rows(spec: QuantSpec) -> bool:
     """Whether scales are per row, from its extremes, in fp32, and codes are rounded to nearest."""
     return (
-        isinstance(spec.granularity, PerRow)
+        spec.granularity.pattern(2) == (1, -1)
         and isinstance(spec.scale_rule, MinMaxRule)
         and spec.rounding is Rounding.NEAREST_EVEN
         and spec.scale_dtype in (None, torch.float32)

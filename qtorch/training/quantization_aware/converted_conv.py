@@ -1,6 +1,7 @@
 """converted_conv: a convolution with the value of the converted layer, and the gradient of fake quantization.
 
-As `converted_linear`, for an input that is quantized before its windows are gathered: with one scale for all of it.
+As `converted_linear`, for an input that is quantized before its windows are gathered: with one scale for all of it, or
+for each image.
 
     y          = sums of products of the codes, scaled     where the recipe sums integers
                = conv(x_hat, w_hat)                        where it does not
@@ -14,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from ...dtypes.conv import with_bias
 from ...kernels.conv import CONVOLUTIONS
-from ...kernels.im2col import Window, both_ends, multiply_windows
+from ...kernels.im2col import Window
+from ...kernels.image_conv import by_images
 from ...tracing.function_transforms import apply
 from ...tracing.outside_graphs import starts_no_graph
 from ..engine.contraction import Operand, multiply
@@ -41,7 +42,7 @@ def converted_conv(
     Args:
         x_hat: the input fake-quantized; the input itself where the recipe leaves it in floating point.
         w_hat: the weight fake-quantized.
-        x: where the recipe sums integers, codes of the input in its shape, with scale and zero point (1, 1).
+        x: where the recipe sums integers, codes of the input in its shape, with scale and zero point (1, 1), or (B, 1).
         w: there, codes of the weight's matrix (N, T * C / groups).
     """
     if x is None or w is None:
@@ -74,19 +75,15 @@ class _IntegerConv(torch.autograd.Function):
 
 
 def _product(x: Operand, w: Operand, window: Window, dtype: torch.dtype) -> Tensor:
-    codes = x.values
-    if x.zero_point is not None and any(window.padding):
-        # The code of zero, as inference has it for the zeros around an image.
-        ends, shift = both_ends(window.padding), x.zero_point.to(torch.int16).reshape(())
-        codes = (functional.pad(codes.to(torch.int16) - shift, ends) + shift).to(codes.dtype)
-        window = window._replace(padding=(0,) * len(window.padding))
+    assert x.scale is not None
     parts = [rows_of(w, group, window.groups) for group in range(window.groups)]
 
-    def run(rows: Tensor, group: int) -> Tensor:
-        return multiply(x._replace(values=rows, kept=rows.shape[0]), parts[group], GemmSpec(), dtype)
+    def run(rows: Tensor, group: int, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+        of_rows = x._replace(values=rows, kept=rows.shape[0], scale=scale, zero_point=zero_point)
+        return multiply(of_rows, parts[group], GemmSpec(), dtype)
 
     with torch.no_grad():
-        return multiply_windows(codes, window, run)
+        return by_images(x.values, x.scale, x.zero_point, window, run)
 
 
 def rows_of(w: Operand, group: int, groups: int) -> Operand:

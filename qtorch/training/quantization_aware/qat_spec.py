@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...kernels.ops.int8_block_mm import pad_to_blocks
 from ...kernels.ops.quantize_rowwise import quantize_rows, quantize_static, without_lost_rows
-from ...primitives import LinearSpec, QuantSpec
+from ...primitives import LinearSpec, PerAxis, QuantSpec
 from ...primitives.jsonable import jsonable
 from ...recipe import WeightRecipe
 from ..weights.base import TrainingWeight, floats_of
@@ -58,7 +58,8 @@ class QATSpec:
 
     @property
     def precedes_windows(self) -> bool:
-        return self.linear_spec.activation is None
+        spec = self.linear_spec
+        return spec.activation is None or (not spec.static and spec.activation.granularity == PerAxis(0))
 
     @property
     def rows_are_independent(self) -> bool:

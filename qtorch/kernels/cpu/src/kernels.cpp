@@ -1,6 +1,7 @@
 // Entry points, called from qtorch/kernels/cpu/compiled_library.py. This file is compiled once per instruction set.
 #include "block_sparse.h"
 #include "attention.h"
+#include "conv_call.h"
 #include "dequantize.h"
 #include "embed.h"
 #include "fixed_dot.h"
@@ -195,4 +196,22 @@ EXPORT void qtorch_attention(const attention::Attention* call) {
 // See quantize_tokens.h.
 EXPORT void qtorch_quantize_tokens(const attention::Tokens* call) {
     attention::quantize_tokens(*call);
+}
+
+// Bytes of a packed weight; see ConvPackCall.
+EXPORT int64_t qtorch_conv_pack(const ConvPackCall* call) {
+    return pack_conv(*call);
+}
+
+// Whether there is a NaN or an infinity.
+EXPORT int64_t qtorch_conv_codes(const ConvCodesCall* call) {
+    return quantize_images(*call);
+}
+
+EXPORT void qtorch_conv(const ConvCall* call) {
+    run_conv(*call);
+}
+
+EXPORT void qtorch_conv_pool(const ConvPoolCall* call) {
+    pool_images(*call);
 }

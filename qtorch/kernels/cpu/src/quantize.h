@@ -30,6 +30,24 @@ struct Codes {
     int64_t slices = 1;
 };
 
+// Of the range from `low` to `high`, which contains zero; the zero point only where there is one.
+inline float scale_of(const Quantizer& q, float low, float high, float* zero_out) {
+    float scale, steps = q.high - q.low;
+    if (q.asymmetric) {
+        scale = (high - low) / steps;
+        if (__builtin_isinf(scale)) scale = high / steps - low / steps;
+    } else {
+        scale = (-low > high ? -low : high) / (steps / 2);
+    }
+    if (scale < (float)q.smallest) scale = q.smallest;
+    if (scale > (float)q.largest) scale = q.largest;
+    if (q.asymmetric) {
+        float zero = (float)q.low - __builtin_rintf(low / scale);
+        *zero_out = zero < q.low ? q.low : zero > q.high ? q.high : zero;
+    }
+    return scale;
+}
+
 // A given scale and zero point are read from where the results are written.
 inline void quantize_row(const Quantizer& q, const float* x, int64_t k, int64_t ld, int8_t* codes, float* scale_out,
                          int32_t* zero_out) {
@@ -47,24 +65,13 @@ inline void quantize_row(const Quantizer& q, const float* x, int64_t k, int64_t 
         low = lows[i] < low ? lows[i] : low;
         high = highs[i] > high ? highs[i] : high;
     }
-    float scale, zero = 0, steps = q.high - q.low;
+    float scale, zero = 0;
     if (q.given) {
         scale = *scale_out;
         if (zero_out) zero = *zero_out;
     } else {
-        if (q.asymmetric) {
-            scale = (high - low) / steps;
-            if (__builtin_isinf(scale)) scale = high / steps - low / steps;
-        } else {
-            scale = (-low > high ? -low : high) / (steps / 2);
-        }
-        if (scale < (float)q.smallest) scale = q.smallest;
-        if (scale > (float)q.largest) scale = q.largest;
-        if (q.asymmetric) {
-            zero = (float)q.low - __builtin_rintf(low / scale);
-            zero = zero < q.low ? q.low : zero > q.high ? q.high : zero;
-            *zero_out = zero;
-        }
+        scale = scale_of(q, low, high, &zero);
+        if (q.asymmetric) *zero_out = zero;
     }
     *scale_out = sum(lost) ? __builtin_nanf("") : scale;
     Floats inverse = broadcast(1.0f / scale), zeros = broadcast(zero);

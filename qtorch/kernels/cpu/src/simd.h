@@ -94,12 +94,36 @@ INLINE Floats round_even(Floats x) {
     return (x + magic) - magic;
 }
 
+// b where either is NaN, as the instructions have it.
 INLINE Floats smaller(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_min_ps((__m256)a, (__m256)b);
+#else
     return (Floats)(((Ints)a & (a < b)) | ((Ints)b & ~(a < b)));
+#endif
 }
 
 INLINE Floats larger(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
     return (Floats)(((Ints)a & (a > b)) | ((Ints)b & ~(a > b)));
+#endif
+}
+
+// To the nearest integer, to the even one of two.
+INLINE Ints round_to_ints(Floats x) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__)
+    return (Ints)_mm256_cvtps_epi32((__m256)x);
+#else
+    return to_ints(round_even(x));
+#endif
 }
 
 INLINE Ints larger(Ints a, Ints b) {

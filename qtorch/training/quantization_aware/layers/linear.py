@@ -21,7 +21,7 @@ from ....dtypes.autocast import cast_for_product
 from ....dtypes.base import quantized_type
 from ....dtypes.linear import check_dtype
 from ....prepared_module import PreparedModule
-from ....primitives import LinearSpec, MappingType, PerRow, PerTensor, QuantSpec, ZeroPointDomain
+from ....primitives import LinearSpec, MappingType, PerAxis, PerRow, PerTensor, QuantSpec, ZeroPointDomain
 from ....tracing.outside_graphs import refuse_jit_trace
 from ...weights.base import of_codes
 from ..converted_linear import sums_integers
@@ -124,7 +124,8 @@ class FakeQuantizedLayer(PreparedModule):
 
     @property
     def precedes_windows(self) -> bool:
-        return self.input_quantizer is None or self.input_quantizer.is_static
+        quantizer = self.input_quantizer
+        return quantizer is None or quantizer.is_static or quantizer.spec.granularity == PerAxis(0)
 
     def quantize_input(self, rows: Tensor) -> FakeQuantized:
         if self.input_quantizer is None:

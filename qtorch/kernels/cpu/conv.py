@@ -1,0 +1,216 @@
+"""Convolution with int8 weights and activations in 8 bits, compiled: indirect convolution on codes.
+
+    y[b, n, p] = sum_{c, t} (xq[b, c, stride p + dilation t] - xz) wq[n, t, c] * ws[n] * xs + bias[n]
+
+xs and xz are static, or chosen for each image. The sums are exact in int32 and the rest is fp32 in this order: the bits
+are those of `multiply_windows` and of `image_conv`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ...primitives.affine import MappingType
+from ...primitives.granularity import PerTensor
+from ...primitives.qdtype import qdtype
+from ...primitives.rounding import Rounding
+from ...primitives.scale_rules import MinMaxRule
+from ...primitives.spec import QuantSpec
+from ..custom_ops import note, opaque, recording
+from ..im2col import Window
+from ..image_conv import empty_result, scales_images
+from ..registry import Problem, register
+from . import weight
+from .compiled_library import TYPES, missing, threads
+from .conv_codes import CodesForm, quantize_images
+from .conv_structs import ConvCall, ConvFinish
+from .conv_weight import CompiledConv, shape_of, two_axes
+from .structs import Quantizer, pack
+
+SIGNED = tuple(f"int{bits}" for bits in range(2, 9))
+
+
+@opaque(
+    lambda x, xs, xz, quantizer, shift, codes, ws, shape, *about: empty_result(
+        x, shape[0], Window(tuple(shape[2:]), *about[:4]), x.dtype
+    )
+)
+def cpu_conv(
+    x: Tensor,
+    xs: Tensor | None,
+    xz: Tensor | None,
+    quantizer: list[float],
+    shift: int,
+    codes: Tensor,
+    ws: Tensor,
+    shape: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    weight_dtype: str,
+    bias: Tensor | None,
+) -> Tensor:
+    """The equation, y (B, N, *positions) in the dtype of x, channels last where x is.
+
+    Args:
+        x: (B, C, *sizes), one or two of them; fp32, bf16 or fp16.
+        xs, xz: static scale and zero point, (1, 1); None to choose them for each image.
+        quantizer: (low, high, asymmetric, given, smallest scale, largest scale).
+        shift: from codes of x to unsigned ones.
+        codes: (N, T * C / groups), the matrix of the weight.  ws: (N, 1) or (1, 1).
+        shape: (N, C / groups, *kernel).
+        weight_dtype: name of a `QDType`.
+        bias: (N) in the dtype of x, or None.
+
+    Raises:
+        RuntimeError: the compiled kernels do not read the tensors.
+    """
+    window = Window(tuple(shape[2:]), tuple(stride), tuple(padding), tuple(dilation), groups)
+    n, k = shape[0], math.prod(shape[1:])
+    weight.check_bias(bias, x.dtype, n)
+    y = empty_result(x, n, window, x.dtype)
+    if not y.numel():
+        return y
+    if not x.numel():  # windows of nothing but padding
+        return y.zero_() if bias is None else y.copy_(bias.reshape(-1, *(1,) * (y.dim() - 2)).expand_as(y))
+    layer = CompiledConv.of(codes, ws, None, n, k, weight_dtype, False, "INT", 0.0, tuple(shape), groups)
+    compiled = layer.compiled
+    if compiled is None:
+        raise RuntimeError(f"cpu_conv: {missing() or 'the compiled kernels do not read these tensors'}")
+    if recording():
+        kind = "depthwise" if groups == x.shape[1] == n > 1 else "dense"
+        note(f"cpu_conv.{compiled.instruction_set}.{kind}")
+    images = x if x.dim() == 4 else x.unsqueeze(2)
+    of_window = two_axes(window)
+    form = CodesForm.of(images.shape, n, groups, of_window.padding)  # type: ignore[arg-type]
+    count = 1 if xs is not None else x.shape[0]
+    scale = torch.empty(count) if xs is None else xs.reshape(1).float().contiguous()
+    zero = torch.zeros(count, dtype=torch.int32) if xz is None else xz.reshape(1).to(torch.int32)
+    low, high, asymmetric, given, smallest, largest = quantizer
+    about = Quantizer(int(low), int(high), int(asymmetric), int(given), smallest, largest)
+    bytes_, lost = quantize_images(compiled, images, form, about, shift, scale, zero)
+    height, width = (1, *y.shape[2:])[-2:]
+    call = ConvCall(
+        shape_of(x.shape[0], x.shape[1], n, of_window, (height, width)),
+        form.images_at(bytes_.data_ptr(), of_window.padding),  # type: ignore[arg-type]
+        layer.packed.data_ptr(),
+        ConvFinish(
+            scale=layer.scale.data_ptr(),
+            sums=layer.sums.data_ptr(),
+            shift=shift,
+            x_scale=scale.data_ptr(),
+            x_zero=zero.data_ptr(),
+            per_image=xs is None,
+            bias=0 if bias is None else bias.data_ptr(),
+            out=y.data_ptr(),
+            type=TYPES[y.dtype],
+            channels_last=not y.is_contiguous(),
+            other=0,
+            low=-math.inf,
+            high=math.inf,
+            codes=0,
+            code_image=0,
+            code_row=0,
+            code_pixel=0,
+            code_scale=0.0,
+            code_zero=0,
+            code_low=0,
+            code_high=0,
+        ),
+        threads(),
+    )
+    compiled.conv(pack(call))
+    return _with_lost(y, x, window) if lost and xs is not None else y
+
+
+def _with_lost(y: Tensor, x: Tensor, window: Window) -> Tensor:
+    """NaN in all results of windows, those of one group, that hold a NaN or an infinity."""
+    groups, ndim = window.groups, len(window.kernel)
+    lost = (~x.isfinite()).unflatten(1, (groups, -1)).any(2).flatten(0, 1).unsqueeze(1).float()
+    conv = (functional.conv1d, functional.conv2d)[ndim - 1]
+    windows = conv(lost, lost.new_ones(1, 1, *window.kernel), None, window.stride, window.padding, window.dilation) > 0
+    windows = windows.reshape(y.shape[0], groups, *y.shape[2:]).repeat_interleave(y.shape[1] // groups, 1)
+    return y.masked_fill_(windows, torch.nan)
+
+
+@functools.cache
+def conv_quantizer(spec: QuantSpec, static: bool) -> tuple[tuple[float, ...], int] | None:
+    """The quantizer of `cpu_conv` and its shift; None if the compiled kernels do not quantize by this spec."""
+    if spec.dtype not in (qdtype("int8"), qdtype("uint8")) or spec.rounding is not Rounding.NEAREST_EVEN:
+        return None
+    if spec.has_zero_point and spec.zero_point_domain.is_real:
+        return None
+    low, high = spec.code_range
+    shift = 128 if spec.dtype is qdtype("int8") else 0
+    if static:
+        return (float(low), float(high), 0.0, 1.0, 0.0, 0.0), shift
+    symmetric = spec.mapping is MappingType.SYMMETRIC and not spec.has_zero_point
+    asymmetric = spec.mapping is MappingType.ASYMMETRIC and spec.zero_point_domain.name == "INT"
+    plain = isinstance(spec.scale_rule, MinMaxRule) and spec.scale_dtype in (None, torch.float32)
+    if not (symmetric or asymmetric) or not plain or shift == 0:
+        return None
+    limits = torch.finfo(torch.float32)
+    largest = min(limits.max, torch.finfo(torch.bfloat16).max / ((high - low + 1) / 2))
+    return (float(low), float(high), float(asymmetric), 0.0, max(limits.tiny, spec.eps or 0.0), largest), shift
+
+
+def _supports(problem: Problem) -> str | None:
+    scheme = problem.scheme
+    activation, of_weight = scheme.activation, scheme.weight
+    assert activation is not None
+    if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"takes fp32, bf16 or fp16 activations, got {str(problem.dtype).removeprefix('torch.')}"
+    if len(scheme.shape) > 4 or 0 in scheme.shape:
+        return f"takes images of one or two axes, the weight has shape {scheme.shape}"
+    if of_weight.has_zero_point or of_weight.scale_spec is not None:
+        return "takes weights without zero points, and scales in floating point"
+    if of_weight.scale_shape(scheme.codes_shape) != (scheme.shape[0], 1):
+        return f"takes a scale for each output channel, the weight has {of_weight.granularity}"
+    static = scheme.spec.static and isinstance(activation.granularity, PerTensor)
+    if not (static or scales_images(scheme)):
+        return f"takes a static scale or one for each image, PerAxis(0), of the activation, the scheme has {activation}"
+    if conv_quantizer(activation, static) is None:
+        return f"does not quantize activations by {activation}"
+    return missing()
+
+
+@register(
+    "conv",
+    layout="plain",
+    weight=SIGNED,
+    activation=("int8", "uint8"),
+    device="cpu",
+    priority=30,
+    supports=_supports,
+    name="cpu_conv",
+)
+def _conv(x: Tensor, quantized: Any, bias: Tensor | None, window: Window) -> Tensor:
+    scheme = quantized.scheme
+    found = conv_quantizer(scheme.activation, scheme.spec.static)
+    assert found is not None
+    quantizer, shift = found
+    added, bias = weight.split_bias(bias, x, scheme.shape[0])
+    y = cpu_conv(
+        x,
+        quantized.act_scale if scheme.spec.static else None,
+        quantized.act_zero_point if scheme.spec.static else None,
+        list(quantizer),
+        shift,
+        quantized.qdata,
+        quantized.scale,
+        list(scheme.shape),
+        list(window.stride),
+        list(window.padding),
+        list(window.dilation),
+        window.groups,
+        scheme.weight.dtype.name,
+        added,
+    )
+    return y if bias is None else y + bias.reshape(-1, *(1,) * (y.dim() - 2))

@@ -1,0 +1,134 @@
+"""Images as codes in memory, as the compiled convolutions read and write them: channels last, in a border of zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .compiled_library import TYPES, Library, threads
+from .conv_structs import ConvCodesCall, ConvImages
+from .structs import Quantizer, pack
+
+BEHIND = 64
+"""Bytes behind the last pixel: whole vectors are read."""
+
+Border = tuple[int, int]
+"""Pixels around an image, at both ends of its height and of its width."""
+
+
+class CodesForm(NamedTuple):
+    """The form of images of codes: sizes, a border, and channels in groups that are padded to a multiple of four.
+
+    Attributes:
+        groups: 1 for a depthwise convolution, whose channels are not padded one by one.
+    """
+
+    images: int
+    channels: int
+    height: int
+    width: int
+    groups: int
+    border: Border
+
+    @classmethod
+    def of(cls, shape: Sequence[int], features: int, groups: int, border: Border) -> CodesForm:
+        """For an input (B, C, H, W) and so many features of the result."""
+        depthwise = groups == shape[1] == features
+        images, channels, height, width = shape
+        return cls(images, channels, height, width, 1 if depthwise else groups, border)
+
+    @property
+    def padded(self) -> int:
+        """Bytes of the channels of a group."""
+        return (self.channels // self.groups + 3) // 4 * 4
+
+    @property
+    def pixel(self) -> int:
+        """Bytes of a pixel."""
+        return self.padded * self.groups
+
+    @property
+    def row(self) -> int:
+        """Bytes of a row."""
+        return (self.width + 2 * self.border[1]) * self.pixel
+
+    @property
+    def image(self) -> int:
+        """Bytes of an image."""
+        return (self.height + 2 * self.border[0]) * self.row
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all images, and of those behind them."""
+        return self.images * self.image + BEHIND
+
+    def first(self, border: Border = (0, 0)) -> int:
+        """Bytes before the first pixel, or before a border around it that is not wider than that of the images."""
+        return (self.border[0] - border[0]) * self.row + (self.border[1] - border[1]) * self.pixel
+
+    def images_at(self, address: int, border: Border) -> ConvImages:
+        """The struct for a convolution with this padding."""
+        return ConvImages(address + self.first(border), self.image, self.row, self.pixel)
+
+
+def quantize_images(
+    library: Library,
+    x: Tensor,
+    form: CodesForm,
+    quantizer: Quantizer,
+    shift: int,
+    scale: Tensor,
+    zero: Tensor,
+    out: Tensor | None = None,
+) -> tuple[Tensor, bool]:
+    """(codes, whether there is a NaN or an infinity).
+
+    Args:
+        x: (B, C, H, W) fp32, bf16 or fp16.
+        shift: from codes to bytes: 128 for signed ones.
+        scale, zero: fp32 and int32, one element each if the quantizer is given them; else (B), written to.
+        out: `form.nbytes` bytes, or None for new ones.
+    """
+    x, channels_last = _dense(x)
+    codes = torch.empty(form.nbytes, dtype=torch.uint8) if out is None else out
+    height, width = form.border
+    call = ConvCodesCall(
+        x.data_ptr(),
+        TYPES[x.dtype],
+        x.stride(0),
+        channels_last,
+        form.images,
+        form.groups,
+        form.channels // form.groups,
+        form.height,
+        form.width,
+        codes.data_ptr() + form.first(),
+        form.image,
+        form.row,
+        form.pixel,
+        form.padded,
+        height,
+        height,
+        width,
+        width,
+        quantizer,
+        shift,
+        scale.data_ptr(),
+        zero.data_ptr(),
+        threads(),
+    )
+    return codes, bool(library.conv_codes(pack(call)))
+
+
+def _dense(x: Tensor) -> tuple[Tensor, bool]:
+    """x (B, C, H, W), each image contiguous, and whether channels come last."""
+    _, c, h, w = x.shape
+    strides = x.stride()[1:]
+    if strides == (h * w, w, 1):
+        return x, False
+    if strides == (1, w * c, c):
+        return x, True
+    return x.contiguous(), False

@@ -1,0 +1,337 @@
+"""Compiled convolutions: exact in int32, the bits of the product of windows, in every build that this machine runs."""
+
+import copy
+import re
+from typing import get_type_hints
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qtorch
+from qtorch import LinearSpec, MappingType, PerAxis, PerRow, PerTensor, QuantSpec, config, quantize_
+from qtorch.calibration import observed
+from qtorch.dtypes import AffineQuantizedTensor, ConvWeight
+from qtorch.dtypes.linear import multiply
+from qtorch.kernels import record_kernels
+from qtorch.kernels.cpu import compiled_library, conv_structs, structs
+from qtorch.kernels.im2col import from_matrix, multiply_windows, prepare_conv, to_matrix
+from qtorch.kernels.image_conv import image_conv
+from qtorch.kernels.linear import reference
+from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
+from tests.kernels.cpu.test_structs import declared, flat
+
+ASYMMETRIC = MappingType.ASYMMETRIC
+WEIGHT = QuantSpec("int8", PerRow(), quant_min=-127)
+SYMMETRIC_STATIC = QuantSpec("int8", PerTensor(), quant_min=-127)
+STATIC = {
+    "symmetric": (SYMMETRIC_STATIC, None),
+    "asymmetric": (QuantSpec("int8", PerTensor(), ASYMMETRIC, quant_min=-100, quant_max=99), -37),
+}
+DYNAMIC = {
+    "symmetric": QuantSpec("int8", PerAxis(0), quant_min=-127),
+    "asymmetric": QuantSpec("int8", PerAxis(0), ASYMMETRIC),
+}
+# (channels, features, kernel, options, shape of the input): odd sizes, one pixel, channels that are no multiples of 4
+# or 16, strides, dilation, groups, depthwise, many windows.
+CASES = [
+    (3, 16, 7, {"stride": 2, "padding": 3}, (2, 3, 23, 19)),
+    (16, 24, 3, {"padding": 1}, (1, 16, 9, 11)),
+    (64, 64, 3, {"padding": 1}, (2, 64, 10, 10)),
+    (64, 130, 1, {}, (1, 64, 8, 9)),
+    (10, 20, (2, 5), {"stride": (2, 1), "dilation": (2, 3), "groups": 2}, (2, 10, 17, 20)),
+    (16, 8, 3, {"groups": 4, "padding": (0, 2)}, (1, 16, 6, 5)),
+    (70, 70, 3, {"groups": 70, "padding": 1}, (2, 70, 9, 8)),
+    (33, 33, 5, {"groups": 33, "padding": 2, "stride": 2}, (1, 33, 9, 8)),
+    (12, 24, 3, {"groups": 12}, (1, 12, 5, 5)),
+    (8, 8, 3, {"padding": "same"}, (1, 8, 6, 7)),
+    (8, 8, (2, 4), {"padding": "same"}, (1, 8, 6, 7)),
+    (1, 1, 1, {}, (1, 1, 1, 1)),
+    (1, 5, 3, {}, (3, 1, 3, 3)),
+    (128, 96, 3, {"stride": 2, "padding": 1}, (1, 128, 7, 7)),
+    (40, 40, 1, {"stride": 2}, (1, 40, 9, 9)),
+]
+
+
+def reference_conv(x: Tensor, conv: nn.Module) -> Tensor:
+    """By the reference of linear layers, window by window."""
+    weight = conv.weight
+    padded, window = prepare_conv(
+        x.dim() - 2, x, weight.scheme.shape, conv.stride, conv.padding, conv.dilation, conv.groups, "conv"
+    )
+    size = weight.scheme.shape[0] // window.groups
+    parts = [weight[g * size : (g + 1) * size].matrix for g in range(window.groups)]
+    with torch.no_grad():
+        y = multiply_windows(padded, window, lambda rows, group: reference.linear(rows, parts[group], None))
+    return y if conv.bias is None else y + conv.bias.detach().reshape(-1, *(1,) * (y.dim() - 2))
+
+
+def with_static(conv: nn.Module, name: str, scale: float = 0.03) -> nn.Module:
+    """The convolution with a static activation."""
+    spec, zero = STATIC[name]
+    matrix = AffineQuantizedTensor.from_float(
+        to_matrix(conv.weight.detach()),
+        LinearSpec(WEIGHT, spec, static=True),
+        torch.full((1, 1), scale),
+        None if zero is None else torch.full((1, 1), zero, dtype=torch.int8),
+    )
+    conv.weight = nn.Parameter(ConvWeight.of(matrix, conv.weight.shape), False)
+    return conv
+
+
+def with_dynamic(conv: nn.Module, spec: QuantSpec) -> nn.Module:
+    """The convolution with a scale for each image."""
+    conv.weight = nn.Parameter(ConvWeight.from_float(conv.weight.detach(), LinearSpec(WEIGHT, spec)), False)
+    return conv
+
+
+def images(shape: tuple[int, ...], channels_last: bool, dtype: torch.dtype = torch.float32) -> Tensor:
+    x = (torch.randn(shape) * 1.5 + 0.3).to(dtype)
+    return x.to(memory_format=torch.channels_last) if channels_last else x
+
+
+def run(conv: nn.Module, x: Tensor, build: str) -> Tensor:
+    """Its result, by a compiled kernel for the whole convolution."""
+    with compiled_library.use(build), record_kernels() as ran, torch.no_grad():
+        y = conv(x)
+    depthwise = conv.groups == conv.in_channels == conv.out_channels > 1
+    assert ran == ["conv:cpu_conv", "cpu_conv", f"cpu_conv.{build}.{'depthwise' if depthwise else 'dense'}"]
+    return y
+
+
+@pytest.mark.parametrize("name", STATIC)
+@pytest.mark.parametrize("build", BUILDS)
+def test_static_has_the_bits_of_the_windows(build: str, name: str) -> None:
+    for index, (channels, features, kernel, options, shape) in enumerate(CASES):
+        conv = with_static(nn.Conv2d(channels, features, kernel, bias=index % 2 == 0, **options), name)
+        x = images(shape, channels_last=index % 3 == 0)
+        y = run(conv, x, build)
+        assert torch.equal(y, reference_conv(x, conv)), (channels, features, kernel)
+        assert y.is_contiguous() or index % 3 == 0
+        other = run(
+            conv, x.contiguous(memory_format=torch.channels_last if index % 3 else torch.contiguous_format), build
+        )
+        assert torch.equal(y, other)
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+@pytest.mark.parametrize("build", BUILDS)
+def test_a_scale_for_each_image_has_the_bits_of_torch_operators(build: str, name: str) -> None:
+    for index, (channels, features, kernel, options, shape) in enumerate(CASES):
+        conv = with_dynamic(nn.Conv2d(channels, features, kernel, bias=index % 2 == 0, **options), DYNAMIC[name])
+        x = images((3, *shape[1:]), channels_last=index % 3 == 0)
+        x[1] *= 7
+        y = run(conv, x, build)
+        padded, window = prepare_conv(
+            2, x, conv.weight.scheme.shape, conv.stride, conv.padding, conv.dilation, conv.groups, "conv"
+        )
+        with torch.no_grad():
+            assert torch.equal(y, image_conv(padded, conv.weight, conv.bias, window)), (channels, features, kernel)
+        # Each image is by itself.
+        assert torch.equal(y[1:2], run(conv, x[1:2], build))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("build", BUILDS)
+def test_16_bits(build: str, dtype: torch.dtype) -> None:
+    for channels_last in (False, True):
+        for groups in (1, 20):
+            conv = with_static(nn.Conv2d(20, 20, 3, padding=1, groups=groups).to(dtype), "asymmetric")
+            x = images((2, 20, 7, 9), channels_last, dtype)
+            assert torch.equal(run(conv, x, build), reference_conv(x, conv))
+            conv = with_dynamic(
+                nn.Conv2d(20, 20, 3, padding=1, groups=groups, bias=False).to(dtype), DYNAMIC["asymmetric"]
+            )
+            y = run(conv, x, build)
+            with compiled_library.use(None), torch.no_grad():
+                assert torch.equal(y, conv(x))
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_one_axis(build: str) -> None:
+    for conv in (nn.Conv1d(6, 9, 5, stride=2, padding=2), nn.Conv1d(9, 9, 4, groups=9, dilation=3)):
+        conv = with_static(conv, "asymmetric")
+        x = torch.randn(2, conv.in_channels, 31)
+        y = run(conv, x, build)
+        assert torch.equal(y, reference_conv(x, conv))
+        assert torch.equal(y[0], conv(x[0]))
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_the_largest_codes(build: str) -> None:
+    """Instructions that add pairs of products in 16 bits would saturate."""
+    for groups in (1, 64):
+        conv = nn.Conv2d(64, 64, 3, groups=groups, bias=False)
+        for sign in (1.0, -1.0):
+            conv.weight = nn.Parameter(torch.full((64, 64 // groups, 3, 3), sign))
+            conv = with_static(conv, "symmetric", 1.0)
+            x = torch.full((1, 64, 4, 4), 500.0)
+            expected = sign * 127 * 127 * 9 * (64 // groups)
+            y = run(conv, x, build) / conv.weight.scale.flatten()[0]
+            assert (y.round() == expected).all()
+            conv = nn.Conv2d(64, 64, 3, groups=groups, bias=False)
+
+
+def test_strided_inputs() -> None:
+    conv = with_static(nn.Conv2d(6, 8, 3, padding=1), "asymmetric")
+    whole = torch.randn(4, 12, 20, 22)
+    for x in (
+        whole[:, ::2],
+        whole[::2, :6, 1:9, ::3],
+        whole[:, :6].transpose(2, 3),
+        whole[:1, :6].expand(3, -1, -1, -1),
+    ):
+        assert torch.equal(conv(x), reference_conv(x, conv))
+
+
+def test_empty() -> None:
+    conv = with_static(nn.Conv2d(6, 8, 3, padding=1), "asymmetric")
+    assert conv(torch.randn(0, 6, 5, 5)).shape == (0, 8, 5, 5)
+    conv = with_dynamic(nn.Conv2d(6, 8, 3, padding=2), DYNAMIC["asymmetric"])
+    assert conv(torch.randn(0, 6, 5, 5)).shape == (0, 8, 7, 7)
+    with torch.no_grad():  # windows of nothing but padding
+        assert torch.equal(conv(torch.randn(2, 6, 0, 5)), conv.bias.reshape(1, -1, 1, 1).expand(2, 8, 2, 7))
+
+
+@NEEDS_LIBRARY
+def test_not_finite() -> None:
+    """Under a static scale, windows with a NaN or an infinity are NaN, of their group; others are as without. With a
+    scale for each image, the whole image is."""
+    for groups in (1, 2, 8):
+        conv = with_static(nn.Conv2d(8, 8, 3, padding=1, groups=groups), "asymmetric")
+        clean = torch.randn(2, 8, 6, 6)
+        x = clean.clone()
+        x[0, 3, 2, 2], x[1, 7, 5, 0] = float("nan"), float("-inf")
+        y, expected = conv(x), reference_conv(x, conv)
+        assert torch.equal(y.isnan(), expected.isnan())
+        assert 0 < int(y.isnan().sum()) < y.numel()
+        assert torch.equal(y.nan_to_num(), expected.nan_to_num())
+        conv = with_dynamic(nn.Conv2d(8, 8, 3, padding=1, groups=groups), DYNAMIC["asymmetric"])
+        x[1] = clean[1]
+        y = conv(x)
+        assert y[0].isnan().all()
+        assert torch.equal(y[1], conv(clean)[1])
+
+
+@NEEDS_LIBRARY
+def test_gradients() -> None:
+    """Straight through the quantization, as those of the dequantized weight."""
+    conv = with_static(nn.Conv2d(6, 8, 3, padding=1, stride=2), "symmetric")
+    plain = nn.Conv2d(6, 8, 3, padding=1, stride=2)
+    plain.weight, plain.bias = nn.Parameter(conv.weight.dequantize()), nn.Parameter(conv.bias.detach().clone())
+    x, z = (torch.randn(2, 6, 7, 7, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2))
+    grad = torch.randn(2, 8, 4, 4)
+    conv(x).backward(grad)
+    plain(z).backward(grad)
+    torch.testing.assert_close(x.grad, z.grad)
+    torch.testing.assert_close(conv.bias.grad, plain.bias.grad)
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("static", [True, False])
+def test_compiled_in_one_graph(static: bool) -> None:
+    make = (
+        (lambda conv: with_static(conv, "asymmetric"))
+        if static
+        else (lambda conv: with_dynamic(conv, DYNAMIC["symmetric"]))
+    )
+    model = nn.Sequential(make(nn.Conv2d(6, 8, 3, padding=1)), nn.ReLU(), make(nn.Conv2d(8, 8, 3, groups=8)))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for shape in ((2, 6, 9, 9), (5, 6, 11, 8)):
+            for channels_last in (False, True):
+                x = images(shape, channels_last)
+                y = compiled(x)
+                assert torch.equal(y, model(x))
+                assert y.is_contiguous() != channels_last
+
+
+@NEEDS_LIBRARY
+def test_weights_that_change() -> None:
+    """The packed weight is made anew after a write, and for a copy."""
+    conv = with_static(nn.Conv2d(6, 8, 3), "symmetric")
+    x = torch.randn(1, 6, 5, 5)
+    before = conv(x)
+    other = copy.deepcopy(conv)
+    conv.weight.qdata.neg_()
+    assert torch.equal(conv(x) - conv.bias.reshape(-1, 1, 1), reference_conv(x, conv) - conv.bias.reshape(-1, 1, 1))
+    assert not torch.equal(conv(x), before)
+    assert torch.equal(other(x), before)
+
+
+@NEEDS_LIBRARY
+def test_what_it_does_not_take() -> None:
+    """Kernels for three axes, groups of the weight, and a scale for each window are the products of windows."""
+    conv3d = nn.Conv3d(4, 4, 3)
+    quantize_(conv3d, {"weight": qtorch.int8_static_activation_int8_weight(scale=0.1)})
+    conv = nn.Conv2d(32, 8, 3)
+    quantize_(conv, {"weight": qtorch.int8_dynamic_activation_int8_weight()})
+    for layer, shape in ((conv3d, (1, 4, 4, 4, 4)), (conv, (1, 32, 5, 5))):
+        with record_kernels() as ran, torch.no_grad():
+            layer(torch.randn(shape))
+        assert "linear:cpu_int8_mm" in ran
+        assert not any(name.startswith("cpu_conv") for name in ran)
+
+
+@NEEDS_LIBRARY
+def test_a_scale_for_each_image_in_three_axes_and_groups() -> None:
+    """By torch operators; the error is that of 8 bits."""
+    conv = nn.Conv3d(4, 6, 3, padding=1)
+    x = torch.randn(2, 4, 5, 5, 5)
+    wanted = conv(x).detach()
+    quantize_(conv, {"weight": qtorch.int8_dynamic_activation_int8_weight(act_granularity=PerAxis(0))})
+    with record_kernels() as ran, torch.no_grad():
+        y = conv(x)
+    assert ran[0] == "conv:image_conv"
+    assert 30 < qtorch.compute_error(wanted, y) < 60
+
+
+@NEEDS_LIBRARY
+def test_observed() -> None:
+    conv = nn.Conv2d(8, 16, 3, padding=1)
+    x = torch.randn(2, 8, 12, 12).relu()
+    wanted = conv(x).detach()
+    recipe = qtorch.int8_static_activation_int8_weight(act_mapping_type=ASYMMETRIC)
+    model = nn.Sequential(conv)
+    quantize_(model, {"0": observed(recipe, [x])})
+    assert 30 < qtorch.compute_error(wanted, run(model[0], x, compiled_library.library().instruction_set)) < 60
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_weight_only(build: str) -> None:
+    """torch's convolution of the dequantized weight, made on each call or kept."""
+    for groups, dtype in ((1, torch.float32), (6, torch.float32), (2, torch.bfloat16)):
+        conv = nn.Conv2d(6, 12, 3, padding=1, groups=groups).to(dtype)
+        quantize_(conv, {"weight": qtorch.int8_weight_only()})
+        plain = copy.deepcopy(conv)
+        plain.weight = nn.Parameter(conv.weight.dequantize())
+        for channels_last in (False, True):
+            x = images((2, 6, 8, 7), channels_last, dtype)
+            with compiled_library.use(build), torch.no_grad():
+                for limit, word in ((0, build), (1 << 20, "float_copy")):
+                    with config.patch(float_copy_bytes=limit), record_kernels() as ran:
+                        y = conv(x)
+                    assert ran[-1] == f"cpu_weight_only_conv.{word}"
+                    torch.testing.assert_close(y, plain(x), rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-2)
+                    assert y.is_contiguous() != channels_last
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ConvShape", "ConvImages", "ConvPackCall", "ConvCodesCall", "ConvFinish", "ConvCall", "ConvPoolCall"],
+)
+def test_fields_are_those_of_the_source(name: str) -> None:
+    ours = get_type_hints(getattr(conv_structs, name))
+    fields = declared(name)
+    assert [re.sub("^data$", "data", field) for field, _ in fields] == list(ours)
+    for field, kind in fields:
+        found = {"int64_t": int, "double": float, "pointer": int}.get(kind)
+        expected = found or getattr(conv_structs, kind, None) or getattr(structs, kind)
+        assert ours[field] is expected, field
+    assert structs.struct_of(getattr(conv_structs, name)).size == 8 * len(list(flat(ours)))
+
+
+def test_windows_and_matrices_have_one_order() -> None:
+    weight = torch.randn(5, 3, 2, 4)
+    assert torch.equal(from_matrix(to_matrix(weight), weight.shape), weight)
+    assert multiply is not None
