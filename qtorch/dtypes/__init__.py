@@ -1,7 +1,7 @@
 """Quantized tensors: `AffineQuantizedTensor`, its layouts, and the operations on it."""
 
 from ..layouts import Layout, PackedLayout, PlainLayout, SemiSparseLayout, TensorCoreTiledLayout, register_layout
-from . import conv, einsum, embedding, functions, ops, parameter, raw_memory, traced_views, views
+from . import conv, einsum, embedding, expert_matrices, functions, ops, parameter, raw_memory, traced_views, views
 from .affine import AffineQuantizedTensor
 from .base import QuantizedTensor, quantized_type
 from .codebook import LUTQuantizedTensor, NF4Tensor, linear_nf4, to_nf4
@@ -33,6 +33,7 @@ __all__ = [
     "deregister_aqt_quantized_linear_dispatch",
     "einsum",
     "embedding",
+    "expert_matrices",
     "functions",
     "linear_nf4",
     "ops",

@@ -132,6 +132,7 @@ TYPES = {
     "torch.dtype": "int",  # its number
     "Sequence[int]": "List[int]",
     "list[float]": "List[float]",
+    "list[Tensor]": "List[Tensor]",
 }
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
-from ...dtypes import QuantizedTensor
 from ...formats.transformers_folder import QUANT_METHOD
 from ...module_repr import show_quantized
 from ...recipe import Recipe
 from ...report import QuantizeReport
+from . import experts
 from .config import QtorchConfig, name_on_hub
 from .plan import Plan
 from .saved_state import in_training, read_stored, state_to_save, still_trained
@@ -44,7 +44,6 @@ class QtorchHfQuantizer(HfQuantizer):
         self._plan: Plan | None = None
         self._stored: StoredWeights | None = None
         self._in_training = False
-        self._compiles = True
 
     # --- before loading ---
 
@@ -113,6 +112,7 @@ class QtorchHfQuantizer(HfQuantizer):
                 )
         self._plan = self._stored = None
         self.watch(model)
+        experts.choose(model)
         for module in model.modules():
             show_quantized(module)
         return model
@@ -125,8 +125,6 @@ class QtorchHfQuantizer(HfQuantizer):
             model.register_load_state_dict_pre_hook(read_stored)
         self.trained = still_trained(model, self.trained)
         self._in_training = bool(in_training(model))
-        # Fused experts run one after the other, as many as the router chooses: no graph holds them.
-        self._compiles = not any(isinstance(p, QuantizedTensor) and p.dim() == 3 for p in model.parameters())
 
     # --- saving ---
 
@@ -155,7 +153,7 @@ class QtorchHfQuantizer(HfQuantizer):
 
     @property
     def is_compileable(self) -> bool:
-        return self._compiles
+        return True
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         from ...quantize_api import dequantize_

@@ -68,7 +68,9 @@ class Library:
         self.int8_mm = handle.qtorch_int8_mm
         self.quantize_rows = handle.qtorch_quantize_rows
         self.dequantize = handle.qtorch_dequantize
-        for function in (self.weight_only_mm, self.int8_mm, self.quantize_rows, self.dequantize):
+        self.experts_mm, self.experts_int8_mm = handle.qtorch_experts_mm, handle.qtorch_experts_int8_mm
+        experts = (self.experts_mm, self.experts_int8_mm)
+        for function in (self.weight_only_mm, self.int8_mm, self.quantize_rows, self.dequantize, *experts):
             function.argtypes, function.restype = [ctypes.c_char_p], None
         self.embed = handle.qtorch_embed
         self.embed.argtypes, self.embed.restype = [ctypes.c_char_p], ctypes.c_int64

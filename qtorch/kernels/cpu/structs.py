@@ -66,8 +66,19 @@ class Ids(NamedTuple):
     count: int  # type: ignore[assignment]  # hides a method of tuples
 
 
+class Experts(NamedTuple):
+    """src/experts.h"""
+
+    ids: int
+    rows: int
+    count: int  # type: ignore[assignment]  # hides a method of tuples
+    share: int
+    ways: int
+    steps: int
+
+
 class Call(NamedTuple):
-    """src/kernels.cpp, without the weight that comes first; so the two below."""
+    """src/kernels.cpp, without the weight that comes first; so those below."""
 
     x: Input
     y: Output
@@ -92,6 +103,27 @@ class EmbedCall(NamedTuple):
 
     ids: Ids
     y: Output
+    threads: int
+
+
+class ExpertsCall(NamedTuple):
+    """For a weight of several matrices, one below the other."""
+
+    experts: Experts
+    x: Input
+    y: Output
+    threads: int
+
+
+class ExpertsIntCall(NamedTuple):
+    """The same for int8 activations."""
+
+    experts: Experts
+    x: Input
+    y: Output
+    quantizer: Quantizer
+    scale: int
+    zero: int
     threads: int
 
 

@@ -27,7 +27,11 @@ def declared(name: str) -> list[tuple[str, str]]:
     return fields
 
 
-@pytest.mark.parametrize("name", ["Weight", "Input", "Output", "Quantizer", "Ids", "Call", "IntCall", "EmbedCall"])
+STRUCTS = ["Weight", "Input", "Output", "Quantizer", "Ids", "Experts"]
+CALLS = ["Call", "IntCall", "EmbedCall", "ExpertsCall", "ExpertsIntCall"]
+
+
+@pytest.mark.parametrize("name", [*STRUCTS, *CALLS])
 def test_fields_are_those_of_the_source(name):
     fields = declared(name)
     if name.endswith("Call"):
