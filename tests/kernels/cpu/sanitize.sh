@@ -36,7 +36,7 @@ for set in $sets; do
     timeout "${SANITIZE_SECONDS:-1200}" env LD_PRELOAD="$runtime" QTORCH_CPU_LIBRARIES="$directory/$set" \
         ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
         "$python" -m pytest -n 0 -q -s -r f -p no:cacheprovider --durations=0 --durations-min=60 \
-        tests/kernels/cpu/test_embedding.py tests/kernels/cpu/test_int8_mm.py tests/kernels/cpu/test_weight_only_mm.py \
+        tests/kernels/cpu/test_embedding.py tests/kernels/cpu/test_experts_mm.py tests/kernels/cpu/test_int8_mm.py tests/kernels/cpu/test_weight_only_mm.py \
         -k "not compil and not gradient and not well_formed" "$@" || { failed=1; echo "== $set failed"; }
     # Damaged pickles, and inner tensors that move: the cases run in processes of their own, which inherit the runtime.
     timeout "${SANITIZE_SECONDS:-1200}" env LD_PRELOAD="$runtime" QTORCH_CPU_LIBRARIES="$directory/$set" \
