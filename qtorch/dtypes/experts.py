@@ -29,6 +29,7 @@ from ..tracing.outside_graphs import starts_no_graph
 from .autocast import cast_for_product
 from .base import QuantizedTensor, quantized_type
 from .dispatch import implements_function
+from .fast_path import fast_grouped_of
 from .linear import (
     check_device,
     check_dtype,
@@ -57,6 +58,12 @@ def grouped_linear(input: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
         TypeError: the input is quantized, the weight is not, or the input is not in floating point.
         ValueError: the shapes do not fit, the input is on another device, or, outside autocast, in another dtype.
     """
+    differentiates = torch.is_grad_enabled() and requires_grad(input)
+    if not torch.compiler.is_compiling() and not differentiates:
+        fast_grouped = fast_grouped_of(input, weight)
+        y = None if fast_grouped is None else fast_grouped(input, weight, experts)
+        if y is not None:
+            return y
     if not isinstance(weight, QuantizedTensor) or isinstance(input, QuantizedTensor):
         raise TypeError(f"grouped_linear takes a float input and quantized matrices, got {kinds(input, weight)}")
     shape = weight.scheme.shape

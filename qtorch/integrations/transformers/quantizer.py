@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
+from ...dtypes import QuantizedTensor
 from ...formats.transformers_folder import QUANT_METHOD
 from ...module_repr import show_quantized
 from ...recipe import Recipe
@@ -44,6 +45,7 @@ class QtorchHfQuantizer(HfQuantizer):
         self._plan: Plan | None = None
         self._stored: StoredWeights | None = None
         self._in_training = False
+        self._compiles = True
 
     # --- before loading ---
 
@@ -125,6 +127,10 @@ class QtorchHfQuantizer(HfQuantizer):
             model.register_load_state_dict_pre_hook(read_stored)
         self.trained = still_trained(model, self.trained)
         self._in_training = bool(in_training(model))
+        # Experts in training run one after the other, as many as the router chooses: no graph holds them.
+        self._compiles = not any(
+            isinstance(p, QuantizedTensor) and p.trains and p.dim() == 3 for p in model.parameters()
+        )
 
     # --- saving ---
 
@@ -153,7 +159,7 @@ class QtorchHfQuantizer(HfQuantizer):
 
     @property
     def is_compileable(self) -> bool:
-        return True
+        return self._compiles
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         from ...quantize_api import dequantize_

@@ -8,8 +8,7 @@ its number of rows. An activation is quantized once for all experts of a row.
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,82 +17,10 @@ from ..custom_ops import note, opaque, recording
 from ..linear.int8_scaled import INTEGERS
 from ..ops.experts import expert_by_expert, scheme_of_expert
 from ..registry import Problem, register
-from . import int8, ways, weight, weight_only
-from .compiled_library import TYPES, library, threads
-from .compiled_linear import Numerics
+from . import int8, weight, weight_only
+from .compiled_experts import FloatExperts, IntExperts, is_stack
 from .int8 import cpu_int8_mm, numerics_of, of_rows, quantize_rows
-from .structs import ExpertsCall, ExpertsIntCall, pack, struct_of
-from .ways import WAYS
-from .weight import CompiledWeight
 from .weight_only import cpu_weight_only_mm
-
-NO_LIMIT = 2**62
-"""Rows of the last of the ways."""
-
-
-class _Experts(CompiledWeight):
-    """The matrices of all experts as one weight (E * N, K), and the ways by the number of rows of an expert.
-
-    A subclass has the function's `name` in `Library`, and `call`, the struct that it takes after the weight.
-    """
-
-    __slots__ = ("_call", "_count", "_fastest", "_steps", "_ways", "_weight", "compiled")
-
-    name: ClassVar[str]
-    call: ClassVar[type]
-
-    def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
-        """See `of`; the last of `about` are E, and the name of x in `ways`."""
-        super().__init__(codes, scale, zero_point, *about)
-        n, k, _, packed, _, _, self._count, kind = about
-        self.compiled = library() if self.fields else None
-        if self.compiled is None:
-            return
-        self._call, self._weight = getattr(self.compiled, self.name), pack(self.fields)
-        # By the size of all, which stream through the caches even if each is small.
-        instructions = self.compiled.instruction_set
-        self._fastest = ways.steps(instructions, ways.key_of(kind, packed, scale.shape[-1] > 1, n * k))
-        otherwise = WAYS["amx" if kind != "int8" and instructions == "amx" else "tile"]
-        steps = [(NO_LIMIT if rows is None else rows, WAYS.get(way, otherwise)) for rows, way in self._fastest]
-        self._steps = len(steps)
-        self._ways = (ctypes.c_int64 * (2 * self._steps))(*(number for step in steps for number in step))
-
-    @staticmethod
-    def as_matrix(tensor: Tensor) -> Tensor:
-        """(E, N, K) as (E * N, K), a view."""
-        return tensor.view(-1, tensor.shape[-1])
-
-    def is_fastest(self, rows: int) -> bool:
-        """Whether the compiled call is at least as fast as other ways, for so many rows in all."""
-        if self.compiled is None:
-            return False
-        mean = rows // self._count
-        return next(way for most, way in self._fastest if most is None or mean <= most) in WAYS
-
-    def run(self, x: Tensor, experts: Tensor, n: int, dtype: torch.dtype, numerics: Numerics) -> Tensor:
-        """y (T * R, N) in `dtype`."""
-        rows, share = experts.numel(), experts.shape[1]
-        y = torch.empty(rows, n, dtype=dtype)
-        # By position, in the order of the structs' fields.
-        of_call = struct_of(self.call).pack(
-            *(experts.data_ptr(), rows, self._count, share, ctypes.addressof(self._ways), self._steps),
-            *(x.data_ptr(), TYPES[x.dtype], x.stride(0), x.shape[0]),
-            *(y.data_ptr(), TYPES[dtype], n, 0),
-            *numerics,
-            threads(),
-        )
-        self._call(self._weight + of_call)
-        return y
-
-
-class _FloatExperts(_Experts):
-    __slots__ = ()
-    name, call = "experts_mm", ExpertsCall
-
-
-class _IntExperts(_Experts):
-    __slots__ = ()
-    name, call = "experts_int8_mm", ExpertsIntCall
 
 
 @opaque(lambda x, experts, codes, *_: x.new_empty(experts.shape[0] * experts.shape[1], codes.shape[1]))
@@ -126,10 +53,10 @@ def cpu_experts_mm(
     if not (rows and n and k):
         return x.new_zeros(rows, n)
     layer = None
-    if _is_stack(codes):
+    if is_stack(codes):
         middle = (low + high + 1) / 2
-        about = (count * n, k, dtype, packed, domain, middle, count, x.dtype)
-        layer = _FloatExperts.of(codes, scale, zero_point, *about)
+        about = (count * n, k, dtype, packed, domain, middle, count, x.dtype, x.dtype, ())
+        layer = FloatExperts.of(codes, scale, zero_point, *about)
     if layer is None or not layer.is_fastest(rows):
 
         def product(of_input: Tensor, e: int) -> Tensor:
@@ -139,7 +66,7 @@ def cpu_experts_mm(
         return expert_by_expert(x, experts, count, n, product)
     if recording():
         note(f"cpu_experts_mm.{layer.compiled.instruction_set}")  # type: ignore[union-attr]
-    return layer.run(x, experts, n, x.dtype, ())
+    return layer.run(x, experts, ())
 
 
 def _empty_int8(x: Tensor, experts: Tensor, *rest: Any) -> Tensor:
@@ -174,9 +101,10 @@ def cpu_experts_int8_mm(
     (m, k), (count, n), rows = x.shape, codes.shape[:2], experts.numel()
     if not (rows and n and k):
         return x.new_zeros(rows, n, dtype=dtype)
-    layer = None
-    if _is_stack(codes):
-        layer = _IntExperts.of(codes, ws, wz, count * n, k, weight_dtype, packed, "INT", 0.0, count, "int8")
+    layer, numerics = None, numerics_of(quantizer)
+    if is_stack(codes):
+        about = (count * n, k, weight_dtype, packed, "INT", 0.0, count, dtype, "int8", numerics)
+        layer = IntExperts.of(codes, ws, wz, *about)
     if layer is None or not layer.is_fastest(rows):
         if x.dtype is not torch.int8:
             x, xs, xz = quantize_rows(x, quantizer, xs, xz)
@@ -190,13 +118,12 @@ def cpu_experts_int8_mm(
             return cpu_int8_mm(rows, scale, zero, [], codes[e], n, *factors, packed, weight_dtype, dtype, None)
 
         return expert_by_expert(x.new_empty(0, dtype=dtype), experts, count, n, product)
-    numerics = numerics_of(quantizer)
     if xs is not None:
         xs, xz = of_rows(xs, xz, m, writable=x.dtype is not torch.int8)
         numerics = numerics_of(quantizer, xs.data_ptr(), 0 if xz is None else xz.data_ptr())
     if recording():
         note(f"cpu_experts_int8_mm.{layer.compiled.instruction_set}")  # type: ignore[union-attr]
-    return layer.run(x, experts, n, dtype, numerics)
+    return layer.run(x, experts, numerics)
 
 
 def _checked(x: Tensor, experts: Tensor, codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -220,11 +147,6 @@ def _checked(x: Tensor, experts: Tensor, codes: Tensor, scale: Tensor) -> tuple[
             f"codes {tuple(codes.shape)} and scales {tuple(scale.shape)}"
         )
     return x if x.stride(1) == 1 else x.contiguous(), experts.contiguous(), scale.contiguous()
-
-
-def _is_stack(codes: Tensor) -> bool:
-    """Whether the rows of all experts are evenly spaced in memory."""
-    return codes.stride(2) == 1 and codes.stride(0) == codes.shape[1] * codes.stride(1)
 
 
 def _of_expert(problem: Problem) -> Problem | str:
@@ -273,7 +195,10 @@ def _supports_int8(problem: Problem) -> str | None:
 )
 def _grouped_linear(x: Tensor, quantized: Any, experts: Tensor) -> Tensor:
     form = weight.form(quantized.scheme)
-    return cpu_experts_mm(x, experts, quantized.qdata, quantized.dense_scale(), quantized.dense_zero_point(), *form)
+    y = cpu_experts_mm(x, experts, quantized.qdata, quantized.dense_scale(), quantized.dense_zero_point(), *form)
+    if not torch.compiler.is_compiling():
+        FloatExperts.prepare(quantized)
+    return y
 
 
 @register(
@@ -292,4 +217,7 @@ def _grouped_linear_int8(x: Tensor, quantized: Any, experts: Tensor) -> Tensor:
     packed = scheme.layout.packed_axis is not None
     rows, xs, xz, quantizer = int8.activation_of(x, quantized)
     ws, wz, kind = quantized.dense_scale(), quantized.zero_point, scheme.weight.dtype.name
-    return cpu_experts_int8_mm(rows, experts, xs, xz, quantizer, quantized.qdata, ws, wz, packed, kind, x.dtype)
+    y = cpu_experts_int8_mm(rows, experts, xs, xz, quantizer, quantized.qdata, ws, wz, packed, kind, x.dtype)
+    if not torch.compiler.is_compiling() and quantizer and not scheme.spec.static:
+        IntExperts.prepare(quantized)
+    return y
