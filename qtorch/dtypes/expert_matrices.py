@@ -21,7 +21,7 @@ class _Kept(NamedTuple):
     """What the matrices were picked from, and they by number."""
 
     tensors: tuple[Tensor, ...]
-    state: tuple[tuple[int, int], ...]
+    state: tuple[Any, ...]
     scheme: Any
     by_number: dict[int, QuantizedTensor]
 
@@ -42,20 +42,31 @@ def _is_number(index: Tensor) -> bool:
 
 def _matrix(weight: QuantizedTensor, e: int) -> QuantizedTensor:
     own = vars(weight)
-    tensors = tuple(own[name] for name in weight.tensor_names(own["scheme"]) if own[name] is not None)
-    # Tensors of inference mode have no version.
-    state = tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors)
+    scheme = own["scheme"]
+    tensors = tuple(own[name] for name in weight.tensor_names(scheme) if own[name] is not None)
+    # Tensors of inference mode have no version, and what is made in it cannot be saved for a backward.
+    versions = tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors)
+    state = (torch.is_inference_mode_enabled(), *versions)
     kept: _Kept | None = own.get("matrices")
     if (
         kept is None
         or kept.state != state
-        or kept.scheme is not own["scheme"]
+        or kept.scheme is not scheme
         or any(a is not b for a, b in zip(kept.tensors, tensors, strict=True))
     ):
-        kept = own["matrices"] = _Kept(tensors, state, own["scheme"], {})
+        kept = own["matrices"] = _Kept(tensors, state, scheme, {})
     matrix = kept.by_number.get(e)
-    if matrix is None:
-        picked = run_below(type(weight), torch.Tensor.__getitem__, (weight, e), {})
-        # By itself, not as a view that autograd tracks: the weight is frozen.
-        matrix = kept.by_number[e] = type(picked)(picked.inner_tensors, picked.scheme)
+    if matrix is not None:
+        return matrix
+    picked: QuantizedTensor = run_below(type(weight), torch.Tensor.__getitem__, (weight, e), {})
+    if not _are_views(picked, tensors):
+        return picked
+    # By itself, not as a view that autograd tracks: the weight is frozen.
+    matrix = kept.by_number[e] = type(picked)(picked.inner_tensors, picked.scheme)
     return matrix
+
+
+def _are_views(picked: QuantizedTensor, tensors: tuple[Tensor, ...]) -> bool:
+    """Whether the matrix has no memory of its own, which would be that of the weight once more."""
+    memory = {t.untyped_storage().data_ptr() for t in tensors}
+    return all(t.untyped_storage().data_ptr() in memory for t in picked.inner_tensors.values())

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from qtorch import dequantize_, int8_mixed_precision_training, load_quantized, quantize_, save_quantized
+from qtorch import dequantize_, int8_weight_only, load_quantized, qat, quantize_, save_quantized
 from qtorch.integrations.transformers import QtorchConfig
 from tests.every_recipe import NAMES, make
 from tests.integrations.transformers.tiny_models import CASES, EXPERTS, I4, I8, assert_same, build, quantized_names
@@ -133,7 +133,7 @@ def test_experts_in_training_are_not_compileable() -> None:
     model = build("mixtral")
     quantize_(model, {EXPERTS: I8})
     assert model.hf_quantizer.is_compileable
-    quantize_(training := build("mixtral"), {EXPERTS: int8_mixed_precision_training()})
+    quantize_(training := build("mixtral"), {EXPERTS: qat(int8_weight_only())})
     assert not training.hf_quantizer.is_compileable
 
 
