@@ -44,9 +44,7 @@ def candidates(size: int) -> dict[str, list[nn.Module]]:
     made["int4 g32 weights, blocks of 64, 80%"] = many(
         quantized(base, qtorch.block_sparse(qtorch.int8_dynamic_activation_int4_weight(group_size=32)))
     )
-    made["int8 weight-only, blocks of 64, 80%"] = many(
-        quantized(base, qtorch.block_sparse(qtorch.int8_weight_only()))
-    )
+    made["int8 weight-only, blocks of 64, 80%"] = many(quantized(base, qtorch.block_sparse(qtorch.int8_weight_only())))
     made["torch bsr, blocks of 64, 80%"] = [TorchBlockSparse(prune_blocks(base.weight.data, 64, 0.8), 64)]
     made["int8"] = many(quantized(base, DENSE))
     return made

@@ -90,14 +90,22 @@ def explain(module_or_weight: nn.Module | Tensor, x: Tensor | None = None) -> Ex
 
 
 def problem_of(weight: QuantizedTensor, module: nn.Module | None, dtype: torch.dtype, device: str) -> Problem:
-    """The problem that is looked up for a weight of `module`; fused experts (3-d) run as separate linear layers."""
+    """The problem that is looked up for a weight of `module`."""
     if isinstance(weight, ConvWeight) or (isinstance(module, CONVS) and weight.trains):
         return conv_problem(weight.scheme, getattr(module, "groups", 1), dtype, device)
+    if len(weight.scheme.shape) == 3 and not weight.trains:
+        return Problem("grouped_linear", as_multiplied(weight).scheme, dtype, device)
     op = "embedding" if isinstance(module, EMBEDDINGS) else "linear"
     matrix: Any = weight.matrix if isinstance(weight, PaddedWeight) else weight
     while len(matrix.scheme.shape) > 2:
         matrix = matrix.select(0, 0)
     return Problem(op, matrix.scheme, dtype, device)
+
+
+def as_multiplied(weight: QuantizedTensor) -> QuantizedTensor:
+    """Matrices of experts as (E, N, K), transposed if their blocks lie along K of (E, K, N)."""
+    pattern = weight.scheme.weight.granularity.pattern(3)
+    return weight.transpose(1, 2) if pattern[2] == 1 != pattern[1] else weight  # type: ignore[return-value]
 
 
 def _explain_weight(name: str, weight: QuantizedTensor, x: Tensor | None, module: nn.Module | None) -> Explanation:

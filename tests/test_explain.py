@@ -167,13 +167,14 @@ def test_every_kernel_has_a_verdict() -> None:
     assert all(reason for _, reason in explanation.rejected)
 
 
-def test_experts_are_explained_one_by_one() -> None:
+def test_experts_are_explained_as_one_product() -> None:
     layer = nn.Module()
     layer.experts = nn.Parameter(torch.randn(4, 32, 64))
     quantize_(layer, {"experts": int4_weight_only(group_size=32)})
-    (explanation,) = explain(layer)
-    assert explanation.problem.scheme.shape == (32, 64)
-    assert explanation.kernel == "packed_weight_mm"
+    transposed = layer.experts.transpose(1, 2)
+    for explanation in (*explain(layer), explain(transposed)):
+        assert (explanation.problem.op, explanation.problem.scheme.shape) == ("grouped_linear", (4, 32, 64))
+        assert explanation.kernel == "experts_as_linear_layers"
 
 
 def test_tied_weight_is_explained_in_each_place() -> None:

@@ -9,7 +9,7 @@ from ..layouts import (
     TensorCoreTiledLayout,
     register_layout,
 )
-from . import conv, einsum, embedding, functions, ops, parameter, raw_memory, traced_views, views
+from . import conv, einsum, embedding, expert_matrices, functions, ops, parameter, raw_memory, traced_views, views
 from .affine import AffineQuantizedTensor
 from .base import QuantizedTensor, quantized_type
 from .codebook import LUTQuantizedTensor, NF4Tensor, linear_nf4, to_nf4
@@ -47,6 +47,7 @@ __all__ = [
     "deregister_aqt_quantized_linear_dispatch",
     "einsum",
     "embedding",
+    "expert_matrices",
     "functions",
     "linear_nf4",
     "ops",

@@ -26,11 +26,10 @@ from ..layouts.inner_tensors import Forms, check_inner_tensors, check_plain_tens
 from ..primitives.jsonable import to_json
 from ..primitives.scheme import Scheme
 from ..primitives.spec import LinearSpec, QuantSpec
-from ..tracing.function_transforms import run_on_constants, transforms_active
 from ..tracing.outside_graphs import starts_no_graph
 from .caller import calling_package
 from .copying import Copied, forms_of, rebuild
-from .dispatch import ATEN, FUNCTIONS, TRACED_VIEWS
+from .dispatch import ATEN, FUNCTIONS, run_below
 
 __all__ = ["QuantizedTensor", "rebuild"]
 
@@ -54,7 +53,8 @@ class QuantizedTensor(Copied, torch.Tensor):
         scheme_type: class of its schemes.
         trains: whether it can require a gradient; such a class implements `linear`, `conv` and `embedding`.
         scheme: metadata; hashable, without tensors.
-        fast_linear: function that a kernel sets for the next calls, see `fast_path`; neither copied nor saved.
+        fast_linear, fast_grouped: functions that a kernel sets for the next calls, see `fast_path`; neither copied nor
+            saved.  matrices: of experts, see `expert_matrices`; the same.
     """
 
     spec_type: ClassVar[type]
@@ -62,6 +62,8 @@ class QuantizedTensor(Copied, torch.Tensor):
     trains: ClassVar[bool] = False
     scheme: Scheme
     fast_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor | None] | None = None
+    fast_grouped: Callable[[Tensor, Tensor, Tensor], Tensor | None] | None = None
+    matrices: Any = None
 
     @staticmethod
     def __new__(
@@ -263,12 +265,7 @@ class QuantizedTensor(Copied, torch.Tensor):
         handler = FUNCTIONS.get(func)
         if handler is not None:
             return handler(*args, **(kwargs or {}))
-        if func in TRACED_VIEWS and args[0].scheme.layout.traces_views and torch.compiler.is_compiling():
-            return TRACED_VIEWS[func](*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            if transforms_active() and all(isinstance(arg, cls) or not isinstance(arg, Tensor | list) for arg in args):
-                return run_on_constants(func, args, kwargs or {})  # a view, for example: a quantized tensor again
-            return func(*args, **(kwargs or {}))
+        return run_below(cls, func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
+from ..tracing.function_transforms import run_on_constants, transforms_active
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 ATEN: dict[Any, Callable[..., Any]] = {}
@@ -46,3 +51,14 @@ def implements_traced_view(*functions: Any) -> Callable[[F], F]:
         return handler
 
     return decorate
+
+
+def run_below(kind: type, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A torch function of a quantized tensor of class `kind` that has no replacement, as the aten operators that it
+    calls."""
+    if func in TRACED_VIEWS and args[0].scheme.layout.traces_views and torch.compiler.is_compiling():
+        return TRACED_VIEWS[func](*args, **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        if transforms_active() and all(isinstance(arg, kind) or not isinstance(arg, Tensor | list) for arg in args):
+            return run_on_constants(func, args, kwargs)  # a view, for example: a quantized tensor again
+        return func(*args, **kwargs)

@@ -8,7 +8,7 @@ So a kernel that can be called again with pointers alone sets a function on the 
 
 The function checks what may change between calls: the dtype, width and device of the input, the bias, and whether the
 inner tensors were moved or written to. `fast_linear_of` returns it unless another mechanism takes part in the call. It
-is neither copied nor saved.
+is neither copied nor saved. The product with experts has ``weight.fast_grouped(input, weight, experts)``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ..kernels.custom_ops import recording
 from .outside_dispatch import dispatches
 
 FastLinear = Callable[[Tensor, Tensor, Tensor | None], Tensor | None]
+FastGrouped = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 
 _functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
@@ -34,15 +35,22 @@ def fast_linear_of(input: Any, weight: Any) -> FastLinear | None:
     For eager mode only: a compiler traces the full path.
     """
     fast_linear: FastLinear | None = getattr(weight, "fast_linear", None)
-    if (
-        fast_linear is None
-        or type(input) is not Tensor
+    return None if fast_linear is None or _others_take_part(input) else fast_linear
+
+
+def fast_grouped_of(input: Any, weight: Any) -> FastGrouped | None:
+    """The same for the product with experts."""
+    fast_grouped: FastGrouped | None = getattr(weight, "fast_grouped", None)
+    return None if fast_grouped is None or _others_take_part(input) else fast_grouped
+
+
+def _others_take_part(input: Any) -> bool:
+    return bool(
+        type(input) is not Tensor
         or _functorch_is_active()
         or forward_ad._current_level >= 0
         or torch._C._is_any_autocast_enabled()
         or recording()
         or dispatches
         or torch._C._get_tracing_state()
-    ):
-        return None
-    return fast_linear
+    )

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..kernels.ops.experts import experts_of_groups
 from .base import QuantizedTensor
 from .dispatch import implements_aten, implements_function
+from .experts import grouped_linear, has_kernel
 from .linear import kinds, linear, requires_grad
 from .transposed_weight import contracted
 
@@ -77,7 +79,10 @@ def bmm(input: Tensor, mat2: Tensor) -> Tensor:
     if input.dim() != 3 or len(shape) != 3 or input.shape[0] != shape[0]:
         raise ValueError(f"bmm: an input of shape {tuple(input.shape)} does not fit matrices of shape {shape}")
     weights = mat2.transpose(1, 2)
-    return torch.stack([linear(input[e], weights[e]) for e in range(shape[0])])
+    if not has_kernel(weights, input):
+        return torch.stack([linear(input[e], weights[e]) for e in range(shape[0])])
+    experts = torch.arange(shape[0], device=input.device).repeat_interleave(input.shape[1]).unsqueeze(1)
+    return grouped_linear(input.reshape(-1, input.shape[2]), weights, experts).unflatten(0, input.shape[:2])
 
 
 @implements_function(torch._grouped_mm)
@@ -90,8 +95,7 @@ def grouped_mm(
 ) -> Tensor:
     """`F.grouped_mm` of rows (S, K), sorted by expert, and quantized matrices (E, K, N).
 
-    Rows offs[e - 1] to offs[e] are multiplied by matrix e; the result is zero after the last offset. The values of
-    `offs` are read, so `torch.compile` breaks its graph here.
+    Rows offs[e - 1] to offs[e] are multiplied by matrix e; the result is zero after the last offset.
 
     Raises:
         ValueError: the shapes do not fit, `offs` is missing, or a bias is given.
@@ -102,13 +106,7 @@ def grouped_mm(
             f"grouped_mm takes rows (S, K), quantized matrices (E, K, N), offs and no bias; got shapes "
             f"{tuple(mat_a.shape)} and {tuple(shape)}"
         )
-    weights = mat_b.transpose(1, 2)
-    parts, start = [], 0
-    for e, stop in enumerate(offs.tolist()):
-        if stop > start:
-            parts.append(linear(mat_a[start:stop], weights[e]))
-        start = stop
-    y = torch.cat([*parts, mat_a.new_zeros(mat_a.shape[0] - start, shape[2])])
+    y = grouped_linear(mat_a, mat_b.transpose(1, 2), experts_of_groups(offs, mat_a.shape[0]))
     return y if out_dtype is None else y.to(out_dtype)
 
 

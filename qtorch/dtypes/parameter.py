@@ -77,6 +77,7 @@ def set_data(tensor: QuantizedTensor, data: Any) -> None:
             _warn_cast(tensor.scheme.dtype, new.scheme.dtype)
         with torch._C.DisableTorchFunctionSubclass():
             Tensor.data.__set__(tensor, new)  # type: ignore[attr-defined]
-        tensor.scheme, tensor.fast_linear = new.scheme, None
+        tensor.scheme = new.scheme
+        tensor.fast_linear = tensor.fast_grouped = tensor.matrices = None
         for name in new.tensor_names(new.scheme):
             setattr(tensor, name, getattr(new, name))

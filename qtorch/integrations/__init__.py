@@ -19,6 +19,7 @@ MODULES = ("accelerate", "diffusers", "peft", "transformers")
 ON_IMPORT = {
     "transformers.quantizers.auto": "qtorch.integrations.transformers",
     "transformers.modeling_utils": "qtorch.integrations.transformers.save_pretrained",
+    "transformers.integrations.moe": "qtorch.integrations.transformers.experts",
     "diffusers.quantizers.auto": "qtorch.integrations.diffusers",
 }
 

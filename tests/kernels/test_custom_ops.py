@@ -133,6 +133,7 @@ TYPES = {
     "Sequence[int]": "List[int]",
     "Sequence[Tensor]": "List[Tensor]",
     "list[float]": "List[float]",
+    "list[Tensor]": "List[Tensor]",
 }
 
 

@@ -10,6 +10,7 @@ from qtorch.kernels.cuda import launch_config
 from qtorch.kernels.cuda.launch_config import SHIPPED, Table, find, forced, launch
 
 OPS = {"int8_scaled_mm", "intx_weight_mm", "int8_grouped_mm", "tile_scaled_mm"}
+OPS |= {"experts_weight_mm", "experts_int8_mm"}
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +33,10 @@ def table(name="mine", **configs):
 def test_shipped_tables(path, tmp_path):
     """Every op has entries for few rows and many; files are what `write` writes; undated values are reasoned."""
     shipped = Table.read(path)
-    assert {op for op, *_ in shipped.entries} == OPS
-    for op in OPS:
+    # Products of experts are not measured on any GPU yet: the default serves all.
+    ops = OPS if path.stem == "default" else OPS - {"experts_weight_mm", "experts_int8_mm"}
+    assert {op for op, *_ in shipped.entries} == ops
+    for op in ops:
         rows = [m for name, _, (m, _, _) in shipped.entries if name == op]
         assert min(rows) == 1
         assert max(rows) >= 4096

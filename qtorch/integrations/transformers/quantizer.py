@@ -16,6 +16,7 @@ from ...formats.transformers_folder import QUANT_METHOD
 from ...module_repr import show_quantized
 from ...recipe import Recipe
 from ...report import QuantizeReport
+from . import experts
 from .config import QtorchConfig, name_on_hub
 from .plan import Plan
 from .saved_state import in_training, read_stored, state_to_save, still_trained
@@ -108,6 +109,7 @@ class QtorchHfQuantizer(HfQuantizer):
             logger.info(str(self.report))
         self._plan = self._stored = None
         self.watch(model)
+        experts.choose(model)
         for module in model.modules():
             show_quantized(module)
         return model
@@ -120,8 +122,10 @@ class QtorchHfQuantizer(HfQuantizer):
             model.register_load_state_dict_pre_hook(read_stored)
         self.trained = still_trained(model, self.trained)
         self._in_training = bool(in_training(model))
-        # Fused experts run one after the other, as many as the router chooses: no graph holds them.
-        self._compiles = not any(isinstance(p, QuantizedTensor) and p.dim() == 3 for p in model.parameters())
+        # Experts in training run one after the other, as many as the router chooses: no graph holds them.
+        self._compiles = not any(
+            isinstance(p, QuantizedTensor) and p.trains and p.dim() == 3 for p in model.parameters()
+        )
 
     # --- saving ---
 

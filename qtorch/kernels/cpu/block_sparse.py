@@ -21,7 +21,7 @@ from ..rows import from_rows, to_rows
 from . import weight
 from .compiled_library import TYPES, library, missing, threads
 from .int8 import quantize_rows, row_quantizer
-from .structs import BlockCall, Input, Output, pack
+from .structs import BlockCall, Blocks, Input, Output, pack
 from .weight import CompiledWeight
 
 BLOCK_MULTIPLE = 16
@@ -82,9 +82,7 @@ def cpu_block_sparse_mm(
     call = BlockCall(
         x=Input(x.data_ptr(), TYPES[x.dtype], x.stride(0), m),
         y=Output(y.data_ptr(), TYPES[dtype], n, bias=0 if bias is None else bias.data_ptr()),
-        columns=columns.data_ptr(),
-        size=size,
-        kept=kept,
+        blocks=Blocks(columns.data_ptr(), size, kept),
         k=k,
         scale=0 if scales is None else scales.data_ptr(),
         zero=0 if zeros is None else zeros.data_ptr(),

@@ -72,7 +72,7 @@ def cpu_int8_mm(
         zeros = x.new_zeros(m, n, dtype=dtype)
         return zeros if bias is None else zeros.add_(bias)
     weight.check_bias(bias, dtype, n)
-    numerics = _numerics(quantizer)
+    numerics = numerics_of(quantizer)
     about = (x.dtype, dtype, "int8", numerics)
     layer = _Int8Linear.of(codes, ws, wz, n, k, weight_dtype, packed, "INT", 0.0, *about)
     compiled, way = layer.compiled, layer.way(m)
@@ -90,8 +90,8 @@ def cpu_int8_mm(
         note(f"cpu_int8_mm.{compiled.instruction_set}.{way}")
     x = x if x.stride(1) == 1 else x.contiguous()
     if xs is not None:
-        xs, xz = _of_rows(xs, xz, m, writable=x.dtype is not torch.int8)
-        numerics = _numerics(quantizer, xs.data_ptr(), 0 if xz is None else xz.data_ptr())
+        xs, xz = of_rows(xs, xz, m, writable=x.dtype is not torch.int8)
+        numerics = numerics_of(quantizer, xs.data_ptr(), 0 if xz is None else xz.data_ptr())
     return layer.run(x, x.stride(0), m, (m, n), bias, way, numerics)
 
 
@@ -106,7 +106,7 @@ def compiled_product(
     return cpu_int8_mm(xq, xs, xz, [], wq, wq.shape[0], ws.contiguous(), wz, False, kind, dtype, None)
 
 
-def _numerics(quantizer: Sequence[float], scale: int = 0, zero_point: int = 0) -> Numerics:
+def numerics_of(quantizer: Sequence[float], scale: int = 0, zero_point: int = 0) -> Numerics:
     """The fields of the struct about x: how to quantize it, and the addresses of its scales and zero points."""
     return *_quantizer_of(quantizer), scale, zero_point
 
@@ -116,7 +116,7 @@ def _quantizer_of(quantizer: Sequence[float]) -> Quantizer:
     return Quantizer(int(low), int(high), int(asymmetric), int(given), smallest, largest)
 
 
-def _of_rows(xs: Tensor, xz: Tensor | None, m: int, writable: bool) -> tuple[Tensor, Tensor | None]:
+def of_rows(xs: Tensor, xz: Tensor | None, m: int, writable: bool) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point for each row; `writable` if a quantizer may write NaN into the scales."""
     scale = xs.float().expand(m, 1)
     scale = scale.clone(memory_format=torch.contiguous_format) if writable else scale.contiguous()
@@ -139,7 +139,7 @@ def quantize_rows(
     x = x if x.stride(1) == 1 else x.contiguous()
     codes = torch.empty(m, k, dtype=torch.int8)
     if xs is not None:
-        scale, zero_point = _of_rows(xs, xz, m, writable=True)
+        scale, zero_point = of_rows(xs, xz, m, writable=True)
     else:
         scale, zero_point = torch.empty(m, 1), torch.empty(m, 1, dtype=torch.int32) if quantizer[2] else None
     call = IntCall(
@@ -186,7 +186,20 @@ def static_quantizer(spec: QuantSpec) -> tuple[float, ...] | None:
     return float(low), float(high), 0.0, 1.0, 0.0, 0.0
 
 
-def _supports(problem: Problem) -> str | None:
+def activation_of(rows: Tensor, quantized: Any) -> tuple[Tensor, Tensor | None, Tensor | None, list[float]]:
+    """The first arguments of `cpu_int8_mm` for an input (M, K) of this weight, which is quantized here if the compiled
+    quantizer does not support its spec."""
+    scheme = quantized.scheme
+    static = scheme.spec.static
+    quantizer = static_quantizer(scheme.activation) if static else row_quantizer(scheme.activation)
+    if quantizer is None:
+        return *quantize_input(rows, quantized), []
+    given = (quantized.act_scale, quantized.act_zero_point) if static else (None, None)
+    return rows, *given, list(quantizer)
+
+
+def supports(problem: Problem) -> str | None:
+    """Why the kernel does not take the problem, or None."""
     if reason := int8_scaled.supports(problem) or weight.supports(problem):
         return reason
     if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -226,7 +239,7 @@ def _has_few_rows(x: Tensor) -> bool:
     activation=("int8",),
     device="cpu",
     priority=30,
-    supports=_supports,
+    supports=supports,
     checks_memory=True,
     name="cpu_int8_mm",
 )
@@ -234,22 +247,14 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
     if torch.compiler.is_compiling() and _is_better_fused(scheme) and not _has_few_rows(x):
         return int8_scaled.int8_scaled_mm(x, quantized, bias)
-    rows = to_rows(x)
-    static = scheme.spec.static
-    quantizer = static_quantizer(scheme.activation) if static else row_quantizer(scheme.activation)
-    if quantizer is None:
-        xq, xs, xz = quantize_input(rows, quantized)
-    elif static:
-        xq, xs, xz = rows, quantized.act_scale, quantized.act_zero_point
-    else:
-        xq, xs, xz = rows, None, None
+    xq, xs, xz, quantizer = activation_of(to_rows(x), quantized)
     packed = scheme.layout.packed_axis is not None
     added, bias = weight.split_bias(bias, x, scheme.shape[0])
     y = cpu_int8_mm(
         xq,
         xs,
         xz,
-        list(quantizer or ()),
+        quantizer,
         quantized.qdata,
         scheme.shape[0],
         quantized.dense_scale(),
@@ -259,6 +264,6 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
         x.dtype,
         added,
     )
-    if not torch.compiler.is_compiling() and quantizer and not static:
+    if not torch.compiler.is_compiling() and quantizer and not scheme.spec.static:
         _Int8Linear.prepare(quantized)
     return from_rows(y, x, bias)

@@ -66,8 +66,19 @@ class Ids(NamedTuple):
     count: int  # type: ignore[assignment]  # hides a method of tuples
 
 
+class Experts(NamedTuple):
+    """src/experts.h"""
+
+    ids: int
+    rows: int
+    count: int  # type: ignore[assignment]  # hides a method of tuples
+    share: int
+    ways: int
+    steps: int
+
+
 class Call(NamedTuple):
-    """src/kernels.cpp, without the weight that comes first; so the three below."""
+    """src/kernels.cpp, without the weight that comes first; so those below."""
 
     x: Input
     y: Output
@@ -87,14 +98,20 @@ class IntCall(NamedTuple):
     threads: int
 
 
+class Blocks(NamedTuple):
+    """src/block_sparse.h"""
+
+    columns: int
+    size: int
+    kept: int
+
+
 class BlockCall(NamedTuple):
     """For block-sparse weights."""
 
     x: Input
     y: Output
-    columns: int
-    size: int
-    kept: int
+    blocks: Blocks
     k: int
     scale: int
     zero: int
@@ -177,6 +194,27 @@ class Tokens(NamedTuple):
     scale_type: int
     smallest: float
     largest: float
+    threads: int
+
+
+class ExpertsCall(NamedTuple):
+    """For a weight of several matrices, one below the other."""
+
+    experts: Experts
+    x: Input
+    y: Output
+    threads: int
+
+
+class ExpertsIntCall(NamedTuple):
+    """The same for int8 activations."""
+
+    experts: Experts
+    x: Input
+    y: Output
+    quantizer: Quantizer
+    scale: int
+    zero: int
     threads: int
 
 

@@ -62,13 +62,22 @@ def choose(instruction_set: str, key: str, rows: int) -> str:
     return _forced[-1] if _forced else _find(instruction_set, key, rows)
 
 
-@functools.lru_cache(maxsize=4096)
-def _find(instruction_set: str, key: str, rows: int) -> str:
+def steps(instruction_set: str, key: str) -> list[tuple[int | None, str]]:
+    """(largest number of rows, way), the last without a limit."""
+    return [(None, _forced[-1])] if _forced else _steps(instruction_set, key)
+
+
+def _steps(instruction_set: str, key: str) -> list[tuple[int | None, str]]:
     if not _choices:
         load(Path(__file__).with_name("ways.json"))
         if own := os.environ.get("QTORCH_CPU_CHOICES"):
             load(own)
-    for largest, way in _choices[instruction_set][key]:
+    return _choices[instruction_set][key]
+
+
+@functools.lru_cache(maxsize=4096)
+def _find(instruction_set: str, key: str, rows: int) -> str:
+    for largest, way in _steps(instruction_set, key):
         if largest is None or rows <= largest:
             return way
     raise AssertionError("the last step has no limit")

@@ -49,7 +49,12 @@ class CompiledWeight:
         Raises:
             ValueError: the tensors are not those of such a weight.
         """
-        _check(codes, scale, zero_point, *about[:4])
+        matrices = (
+            self.as_matrix(codes),
+            self.as_matrix(scale),
+            None if zero_point is None else self.as_matrix(zero_point),
+        )
+        _check(*matrices, *about[:4])
         made, key = self._made, id(codes)
         self._codes = weakref.ref(codes, lambda _: made.pop(key, None))
         self._scale = weakref.ref(scale)
@@ -60,7 +65,12 @@ class CompiledWeight:
         self._state = _inference_state(*tensors) if self._inference else _state(*tensors)
         self._generation = generation.number
         self.about = about
-        self.fields = _fields(codes, scale, zero_point, *about[:6])
+        self.fields = _fields(*matrices, *about[:6])
+
+    @staticmethod
+    def as_matrix(tensor: Tensor) -> Tensor:
+        """An inner tensor as the matrix that the kernels read."""
+        return tensor
 
     @classmethod
     def of(cls: type[W], codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> W:

@@ -132,7 +132,8 @@ def _multiply_slices(x: Tensor, made: Dequantized, bias: Tensor | None) -> Tenso
     return y
 
 
-def _supports(problem: Problem) -> str | None:
+def supports(problem: Problem) -> str | None:
+    """Why the kernel does not take the problem, or None."""
     if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"takes fp32, bf16 or fp16 activations, got {str(problem.dtype).removeprefix('torch.')}"
     return weight.supports(problem)
@@ -145,7 +146,7 @@ def _supports(problem: Problem) -> str | None:
     activation=(),
     device="cpu",
     priority=30,
-    supports=_supports,
+    supports=supports,
     checks_memory=True,
     note="for many rows F.linear on the dequantized weight, where that is faster: made on each call, or kept "
     "within qtorch.config.float_copy_bytes",

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from qtorch import dequantize_, load_quantized, quantize_, save_quantized
+from qtorch import dequantize_, int8_weight_only, load_quantized, qat, quantize_, save_quantized
 from qtorch.integrations.transformers import QtorchConfig
 from tests.every_recipe import NAMES, make
 from tests.integrations.transformers.tiny_models import CASES, EXPERTS, I4, I8, assert_same, build, quantized_names
@@ -129,12 +129,12 @@ def test_models_that_share_a_config(tmp_path: Path) -> None:
     assert_same(type(one).from_pretrained(tmp_path / "quantized"), one)
 
 
-def test_experts_are_not_compileable() -> None:
+def test_experts_in_training_are_not_compileable() -> None:
     model = build("mixtral")
     quantize_(model, {EXPERTS: I8})
-    assert not model.hf_quantizer.is_compileable
-    quantize_(dense := build("mixtral"), {r".*q_proj": I8})
-    assert dense.hf_quantizer.is_compileable
+    assert model.hf_quantizer.is_compileable
+    quantize_(training := build("mixtral"), {EXPERTS: qat(int8_weight_only())})
+    assert not training.hf_quantizer.is_compileable
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -27,11 +27,12 @@ def declared(name: str) -> list[tuple[str, str]]:
     return fields
 
 
-NAMES = ["Weight", "Input", "Output", "Quantizer", "Ids", "Call", "IntCall", "EmbedCall"]
+STRUCTS = ["Weight", "Input", "Output", "Quantizer", "Ids", "Blocks", "Experts"]
+CALLS = ["Call", "IntCall", "EmbedCall", "BlockCall", "ExpertsCall", "ExpertsIntCall"]
 OF_CACHES = ["Cached", "Attention", "Tokens"]
 
 
-@pytest.mark.parametrize("name", NAMES + OF_CACHES)
+@pytest.mark.parametrize("name", [*STRUCTS, *CALLS, *OF_CACHES])
 def test_fields_are_those_of_the_source(name):
     fields = declared(name)
     if name.endswith("Call"):

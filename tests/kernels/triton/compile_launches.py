@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from qtorch.kernels.cache_form import TOKENS, cache_form
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
+from qtorch.kernels.cuda.triton.experts_mm import experts_int8_mm, experts_weight_mm
 from qtorch.kernels.cuda.triton.int8_grouped_mm import int8_grouped_mm
 from qtorch.kernels.cuda.triton.int8_scaled_mm import int8_scaled_mm
 from qtorch.kernels.cuda.triton.intx_weight_mm import intx_weight_mm
@@ -130,6 +131,20 @@ def launches() -> Iterator[tuple[str, Callable[[], Any]]]:
                     f"int8_grouped_mm {size} {bits} bits {groups}",
                     lambda m=m, k=k, p=packed, s=scale, z=zero, bits=bits: int8_grouped_mm(
                         codes(m, k), torch.ones(m, 1), codes(m, 1), p, s, z, bits, True, BF16
+                    ),
+                )
+                stack, ws, wz = (t.expand(3, *t.shape) for t in (packed, scale, zero))
+                experts = torch.zeros(m, 2, dtype=torch.int64)
+                yield (
+                    f"experts_int8_mm {size} {bits} bits {groups}",
+                    lambda m=m, k=k, e=experts, p=stack, s=ws, z=wz, bits=bits: experts_int8_mm(
+                        codes(m, k), e, torch.ones(m, 1), codes(m, 1), p, s, z, bits, True, BF16
+                    ),
+                )
+                yield (
+                    f"experts_weight_mm {size} {bits} bits {groups}",
+                    lambda m=m, k=k, e=experts, p=stack, s=ws, z=wz, bits=bits: experts_weight_mm(
+                        torch.ones(m, k).to(BF16), e, p, s, z, bits, 0, 8.0, "INT"
                     ),
                 )
             ways = [LaunchConfig(16, 64, 64, split_k=2, path="mm"), LaunchConfig(path="dense")]

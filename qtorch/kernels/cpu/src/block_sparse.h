@@ -11,15 +11,6 @@ struct Blocks {
     int64_t size, kept;
 };
 
-// Rows `start` to start + count of a weight.
-inline Weight rows_of(const Weight& w, int64_t start, int64_t count) {
-    Weight part = w;
-    part.codes += start * w.row_bytes;
-    part.n = count;
-    part.scale = (const char*)w.scale + start * w.scale_stride * size_of(w.scale_type);
-    return part;
-}
-
 // The columns of x that a row of blocks reads, side by side.
 inline Input gather(const Input& x, const Blocks& blocks, const int32_t* columns, Scratch& scratch) {
     int64_t bytes = blocks.size * size_of(x.type), row = blocks.kept * bytes, of_x = x.stride * size_of(x.type);

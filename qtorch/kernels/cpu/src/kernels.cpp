@@ -4,6 +4,7 @@
 #include "conv_call.h"
 #include "dequantize.h"
 #include "embed.h"
+#include "experts.h"
 #include "fixed_dot.h"
 #include "float_amx.h"
 #include "float_dot.h"
@@ -78,13 +79,12 @@ static bool multiply_fixed(const Weight& w, const Input& x, const Output& y, int
     return true;
 }
 
-EXPORT void qtorch_weight_only_mm(const Call* call) {
-    const Weight& w = call->weight;
-    int64_t rows = call->x.rows;
+static void multiply_floats(const Weight& w, const Input& all, const Output& out, int64_t wanted, int64_t threads) {
+    int64_t rows = all.rows;
     if (!w.n) return;
     // The other ways work on whole vectors of a group.
     bool whole = w.group == w.k || w.group % AMX_STEP == 0;
-    int64_t chosen = whole && w.k ? call->way : TILE;
+    int64_t chosen = whole && w.k ? wanted : TILE;
 #if defined(__AMX_BF16__)
     constexpr int64_t OTHERWISE = AMX;
 #else
@@ -93,15 +93,32 @@ EXPORT void qtorch_weight_only_mm(const Call* call) {
 #endif
     int64_t step = chosen == DOT ? DOT_MAX_ROWS : chosen == FIXED ? MAX_CHUNK / 4 : MAX_CHUNK;
     for (int64_t m = 0; m < rows; m += step) {
-        Input x = call->x.part(m, rows - m < step ? rows - m : step);
-        Output y = call->y.part(m);
-        int64_t way = chosen == FIXED && !multiply_fixed(w, x, y, call->threads) ? OTHERWISE : chosen;
-        if (way == DOT) multiply_dot(w, x, y, call->threads);
-        if (way == TILE) multiply_tiles(w, x, y, call->threads);
+        Input x = all.part(m, rows - m < step ? rows - m : step);
+        Output y = out.part(m);
+        int64_t way = chosen == FIXED && !multiply_fixed(w, x, y, threads) ? OTHERWISE : chosen;
+        if (way == DOT) multiply_dot(w, x, y, threads);
+        if (way == TILE) multiply_tiles(w, x, y, threads);
 #if defined(__AMX_BF16__)
-        if (way == AMX) multiply_amx(w, x, y, call->threads);
+        if (way == AMX) multiply_amx(w, x, y, threads);
 #endif
     }
+}
+
+EXPORT void qtorch_weight_only_mm(const Call* call) {
+    multiply_floats(call->weight, call->x, call->y, call->way, call->threads);
+}
+
+struct ExpertsCall {
+    Weight weight;
+    Experts experts;
+    Input x;
+    Output y;
+    int64_t threads;
+};
+
+EXPORT void qtorch_experts_mm(const ExpertsCall* call) {
+    auto multiply = [](const Weight& w, const Input& x, const Output& y, int64_t way) { multiply_floats(w, x, y, way, 1); };
+    multiply_experts(call->weight, call->experts, call->x, call->y, call->threads, multiply);
 }
 
 struct IntCall {
@@ -163,6 +180,44 @@ EXPORT void qtorch_block_sparse_mm(const BlockCall* call) {
         multiply_blocks_float(call->weight, call->blocks, x, y, call->threads);
         spread_non_finite(x, call->k, y);
     }
+}
+
+struct ExpertsIntCall {
+    Weight weight;
+    Experts experts;
+    Input x;
+    Output y;
+    Quantizer quantizer;
+    float* scale;  // these two as in IntCall
+    int32_t* zero;
+    int64_t threads;
+};
+
+// Each row of x is quantized once, for all of its experts.
+EXPORT void qtorch_experts_int8_mm(const ExpertsIntCall* call) {
+    static thread_local Scratch code_scratch, scale_scratch;
+    const Weight& w = call->weight;
+    const Input& x = call->x;
+    Codes codes{(int8_t*)x.data, x.stride, x.rows, w.k, call->scale, call->zero};
+    if (x.type != INT8) {
+        codes.ld = round_up(w.k, 64);
+        codes.codes = code_scratch.get<int8_t>(x.rows * codes.ld);
+        if (!call->quantizer.given) {
+            codes.scale = scale_scratch.get<float>(2 * x.rows);
+            codes.zero = call->quantizer.asymmetric ? (int32_t*)codes.scale + x.rows : nullptr;
+        }
+        quantize_rows(call->quantizer, x, codes, call->threads);
+    }
+    auto multiply = [](const Weight& part, const Codes& of, const Output& y, int64_t way) {
+        int64_t step = way == DOT ? DOT_MAX_ROWS : MAX_CHUNK;
+        for (int64_t m = 0; m < of.rows; m += step) {
+            int64_t rows = of.rows - m < step ? of.rows - m : step;
+            Codes some{of.codes + m * of.ld, of.ld, rows, of.columns, of.scale + m, of.zero ? of.zero + m : nullptr};
+            multiply_codes(part, some, y.part(m), way, 1);
+        }
+    };
+    multiply_experts(w, call->experts, codes, call->y, call->threads, multiply);
+    code_scratch.trim();
 }
 
 // Codes (rows, k), contiguous, scale and zero point (rows).

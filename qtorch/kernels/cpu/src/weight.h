@@ -26,6 +26,17 @@ struct Weight {
     bool ends_within(int64_t r, int64_t length) const { return (n - 1 - r) * row_bytes < length; }
 };
 
+// `count` rows of a weight, from `start` on.
+inline Weight rows_of(const Weight& w, int64_t start, int64_t count) {
+    Weight part = w;
+    int64_t skipped = start * w.scale_stride;
+    part.codes += start * w.row_bytes;
+    part.n = count;
+    part.scale = (const char*)w.scale + skipped * size_of(w.scale_type);
+    if (w.zero) part.zero = (const char*)w.zero + skipped * size_of(w.zero_type);
+    return part;
+}
+
 // put(i, bits) for each vector of `count` codes: those of `mask`, after a shift to the right. Nothing is read beyond `end`.
 template <class Put>
 INLINE void unpack(const uint8_t* from, const uint8_t* end, int64_t count, int right, uint8_t mask, const Put& put) {

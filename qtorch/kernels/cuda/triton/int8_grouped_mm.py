@@ -57,23 +57,19 @@ def _add_tile(
 
 
 @triton.jit
-def _int8_grouped_mm(
-    x_ptr, q_ptr, y_ptr, scale_ptr, zero_ptr, x_scale_ptr, x_zero_ptr, bias_ptr, M, N, K, G,
-    stride_xm, stride_xk, stride_qn, stride_sn, stride_sg, stride_zn, stride_zg, stride_xs, stride_xz,
+def int8_products(
+    x_ptrs, q_ptrs, scale_rows, zero_rows, x_zero_rows, inner, K, G, stride_xk, stride_sg, stride_zg,
     GROUP: tl.constexpr, TILES: tl.constexpr, UNROLL: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr,
-    WEIGHT_ZERO: tl.constexpr, INPUT_ZERO: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
+    WEIGHT_ZERO: tl.constexpr, INPUT_ZERO: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    # Rows beyond the last are read as others, and not stored.
-    n_in = (n % N).to(tl.int64)
-    m_in = (m % M).to(tl.int64)
-    inner = tl.arange(0, BLOCK_K)
-    q_ptrs = q_ptr + n_in[:, None] * stride_qn
-    x_ptrs = x_ptr + m_in[None, :] * stride_xm + inner[:, None] * stride_xk
+    """A tile of y' before the scales of x.
+
+    The pointers are those of the rows of a tile: `x_ptrs` (BLOCK_K, BLOCK_M) and `q_ptrs` (BLOCK_N, 1) at the first
+    column, `scale_rows` and `zero_rows` (BLOCK_N) at the first group, `x_zero_rows` (BLOCK_M); `inner` is 0 to BLOCK_K.
+    """
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    x_zero = tl.load(x_zero_ptr + m_in * stride_xz).to(tl.int32) if INPUT_ZERO else tl.zeros([BLOCK_M], tl.int32)
+    x_zero = tl.load(x_zero_rows).to(tl.int32) if INPUT_ZERO else tl.zeros([BLOCK_M], tl.int32)
     for group in range(0, K // GROUP):
         part = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
         sum_x = tl.zeros([BLOCK_M], tl.int32)
@@ -92,7 +88,7 @@ def _int8_grouped_mm(
                     BITS, OFFSET, EVEN, WEIGHT_ZERO, INPUT_ZERO, ASM,
                 )  # fmt: skip
         if WEIGHT_ZERO:
-            zero = tl.load(zero_ptr + n_in * stride_zn + group * stride_zg).to(tl.int32)
+            zero = tl.load(zero_rows + group * stride_zg).to(tl.int32)
             if OFFSET == 128:
                 zero -= 128
             part -= zero[:, None] * sum_x[None, :]
@@ -101,8 +97,32 @@ def _int8_grouped_mm(
             if WEIGHT_ZERO:
                 sums -= GROUP * zero
             part -= sums[:, None] * x_zero[None, :]
-        scale = tl.load(scale_ptr + n_in * stride_sn + group * stride_sg).to(tl.float32)
+        scale = tl.load(scale_rows + group * stride_sg).to(tl.float32)
         total += part.to(tl.float32) * scale[:, None]
+    return total
+
+
+@triton.jit
+def _int8_grouped_mm(
+    x_ptr, q_ptr, y_ptr, scale_ptr, zero_ptr, x_scale_ptr, x_zero_ptr, bias_ptr, M, N, K, G,
+    stride_xm, stride_xk, stride_qn, stride_sn, stride_sg, stride_zn, stride_zg, stride_xs, stride_xz,
+    GROUP: tl.constexpr, TILES: tl.constexpr, UNROLL: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr,
+    WEIGHT_ZERO: tl.constexpr, INPUT_ZERO: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Rows beyond the last are read as others, and not stored.
+    n_in = (n % N).to(tl.int64)
+    m_in = (m % M).to(tl.int64)
+    inner = tl.arange(0, BLOCK_K)
+    q_ptrs = q_ptr + n_in[:, None] * stride_qn
+    x_ptrs = x_ptr + m_in[None, :] * stride_xm + inner[:, None] * stride_xk
+    total = int8_products(
+        x_ptrs, q_ptrs, scale_ptr + n_in * stride_sn, zero_ptr + n_in * stride_zn, x_zero_ptr + m_in * stride_xz, inner,
+        K, G, stride_xk, stride_sg, stride_zg, GROUP, TILES, UNROLL, BITS, OFFSET, WEIGHT_ZERO, INPUT_ZERO, EVEN, ASM,
+        BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
     y = (total * tl.load(x_scale_ptr + m_in * stride_xs).to(tl.float32)[None, :]).to(y_ptr.dtype.element_ty)
     if BIAS:
         bias = tl.load(bias_ptr + n_in)[:, None]

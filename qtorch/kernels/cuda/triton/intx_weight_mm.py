@@ -61,28 +61,23 @@ RUN = 16
 
 
 @triton.jit
-def _weight_mm(
-    x_ptr, q_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, M, N, K, G,
-    stride_xm, stride_xk, stride_qn, stride_sn, stride_sg, stride_zn, stride_zg,
+def weight_products(
+    x_ptrs, q_ptrs, scale_rows, zero_rows, inner, part_number, K, G, stride_xk, stride_sg, stride_zg,
     GROUP: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr,
-    BIAS: tl.constexpr, ONE_GROUP: tl.constexpr, EVEN: tl.constexpr, SCALE_PRODUCT: tl.constexpr,
-    PRECISION: tl.constexpr, ASM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    ONE_GROUP: tl.constexpr, EVEN: tl.constexpr, SCALE_PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+    ASM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    """A tile of y', in fp32, of part number `part_number` of SPLIT_K of the contracted axis.
+
+    The pointers are those of the rows of a tile: `x_ptrs` (BLOCK_K, BLOCK_M) and `q_ptrs` (BLOCK_N, BLOCK_K) at the
+    first column, `scale_rows` and `zero_rows` (BLOCK_N) at the first group; `inner` is 0 to BLOCK_K.
+    """
+    dtype: tl.constexpr = x_ptrs.dtype.element_ty
     UNITS: tl.constexpr = 1 if BITS == 8 else 4 if BITS >= 4 else 2 if BITS >= 2 else 1
     SEGMENTS: tl.constexpr = 1 if BITS == 8 else 8 // UNITS
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    # Rows beyond the last are read as others, and not stored.
-    n_in = (n % N).to(tl.int64)
-    m_in = (m % M).to(tl.int64)
-    inner = tl.arange(0, BLOCK_K)
-    q_ptrs = q_ptr + n_in[:, None] * stride_qn + inner[None, :]
-    x_ptrs = x_ptr + m_in[None, :] * stride_xm + inner[:, None] * stride_xk
     tiles = tl.cdiv(G, BLOCK_K)
     part = tl.cdiv(tiles * UNITS, SPLIT_K)
-    first = tl.program_id(2) * part
+    first = part_number * part
     unit = first // tiles
     g = first % tiles * BLOCK_K
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -96,14 +91,14 @@ def _weight_mm(
                 x = tl.load(x_ptrs + k * stride_xk, mask=(in_segment & (k + inner < K))[:, None], other=0.0)
             if ONE_GROUP:
                 group = min(k, K - 1) // GROUP
-                scale = tl.load(scale_ptr + n_in * stride_sn + group * stride_sg)[:, None]
+                scale = tl.load(scale_rows + group * stride_sg)[:, None]
                 if ZERO:
-                    zero = tl.load(zero_ptr + n_in * stride_zn + group * stride_zg)[:, None]
+                    zero = tl.load(zero_rows + group * stride_zg)[:, None]
             else:
                 group = tl.minimum(k + inner, K - 1) // GROUP
-                scale = tl.load(scale_ptr + n_in[:, None] * stride_sn + group[None, :] * stride_sg)
+                scale = tl.load(scale_rows[:, None] + group[None, :] * stride_sg)
                 if ZERO:
-                    zero = tl.load(zero_ptr + n_in[:, None] * stride_zn + group[None, :] * stride_zg)
+                    zero = tl.load(zero_rows[:, None] + group[None, :] * stride_zg)
             if ZERO == 3:
                 zero = -(zero.to(tl.float32) * scale.to(tl.float32))
             if ZERO == 1:
@@ -126,6 +121,31 @@ def _weight_mm(
         g += BLOCK_K
         unit += tl.where(g >= G, 1, 0)
         g = tl.where(g >= G, 0, g)
+    return acc
+
+
+@triton.jit
+def _weight_mm(
+    x_ptr, q_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, M, N, K, G,
+    stride_xm, stride_xk, stride_qn, stride_sn, stride_sg, stride_zn, stride_zg,
+    GROUP: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr,
+    BIAS: tl.constexpr, ONE_GROUP: tl.constexpr, EVEN: tl.constexpr, SCALE_PRODUCT: tl.constexpr,
+    PRECISION: tl.constexpr, ASM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Rows beyond the last are read as others, and not stored.
+    n_in = (n % N).to(tl.int64)
+    m_in = (m % M).to(tl.int64)
+    inner = tl.arange(0, BLOCK_K)
+    q_ptrs = q_ptr + n_in[:, None] * stride_qn + inner[None, :]
+    x_ptrs = x_ptr + m_in[None, :] * stride_xm + inner[:, None] * stride_xk
+    acc = weight_products(
+        x_ptrs, q_ptrs, scale_ptr + n_in * stride_sn, zero_ptr + n_in * stride_zn, inner, tl.program_id(2), K, G,
+        stride_xk, stride_sg, stride_zg, GROUP, BITS, OFFSET, MIDDLE, ZERO, ONE_GROUP, EVEN, SCALE_PRODUCT, PRECISION,
+        ASM, BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K,
+    )  # fmt: skip
     y = acc.to(y_ptr.dtype.element_ty)
     if BIAS:
         bias = tl.load(bias_ptr + n_in)[:, None]

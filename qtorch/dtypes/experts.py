@@ -1,0 +1,196 @@
+"""Rows times the quantized matrices of experts, each row with its own: `grouped_linear`.
+
+    y[t * R + r] = x[t] w[experts[t, r]]^T,    0 where experts[t, r] names no expert
+
+All products with experts come here: `F.grouped_mm` and `bmm` of matrices chosen by an index (`functions.py`), and the
+experts of transformers (`integrations/transformers/experts.py`). A kernel of the operation "grouped_linear" multiplies
+all experts in one call and reads the index on the device. Where there is none, and for weights in training, each expert
+is a linear layer.
+
+The gradient of the input is the product with the transposed matrices; the weight is frozen.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.custom_ops import opaque
+from ..kernels.ops.experts import expert_by_expert
+from ..kernels.registry import Kernel, register
+from ..primitives.jsonable import from_json, parse_json, to_json
+from ..primitives.scheme import Scheme
+from ..tracing.function_transforms import are_active, run_whole, transforms_active
+from ..tracing.outside_graphs import starts_no_graph
+from .autocast import cast_for_product
+from .base import QuantizedTensor, quantized_type
+from .dispatch import implements_function
+from .fast_path import fast_grouped_of
+from .linear import (
+    check_device,
+    check_dtype,
+    find_kernel,
+    kinds,
+    linear,
+    requires_grad,
+    save_weight,
+    saved_weight,
+)
+from .outside_dispatch import dispatches
+
+
+def grouped_linear(input: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
+    """The equation above.
+
+    Args:
+        input: (T, K) in the dtype of the weight.
+        weight: quantized matrices (E, N, K).
+        experts: (T, R) integers; below 0 or from E on, they name no expert.
+
+    Returns:
+        (T * R, N) in the dtype of the input.
+
+    Raises:
+        TypeError: the input is quantized, the weight is not, or the input is not in floating point.
+        ValueError: the shapes do not fit, the input is on another device, or, outside autocast, in another dtype.
+    """
+    differentiates = torch.is_grad_enabled() and requires_grad(input)
+    if not torch.compiler.is_compiling() and not differentiates:
+        fast_grouped = fast_grouped_of(input, weight)
+        y = None if fast_grouped is None else fast_grouped(input, weight, experts)
+        if y is not None:
+            return y
+    if not isinstance(weight, QuantizedTensor) or isinstance(input, QuantizedTensor):
+        raise TypeError(f"grouped_linear takes a float input and quantized matrices, got {kinds(input, weight)}")
+    shape = weight.scheme.shape
+    fits = input.dim() == 2 and len(shape) == 3 and input.shape[1] == shape[2]
+    if not fits or experts.dim() != 2 or experts.shape[0] != input.shape[0] or experts.is_floating_point():
+        raise ValueError(
+            f"grouped_linear takes rows (T, K), matrices (E, N, K) and integers (T, R), got shapes "
+            f"{tuple(input.shape)}, {shape} and {tuple(experts.shape)} of {experts.dtype}"
+        )
+    check_dtype("grouped_linear", input, weight.scheme.dtype)
+    check_device("grouped_linear", input, weight)
+    return cast_for_product(_product, input, weight, None, experts)
+
+
+@opaque(lambda input, weight, experts: input.new_empty(experts.shape[0] * experts.shape[1], weight.shape[1]))
+def grouped_linear_call(input: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
+    """`grouped_linear` as a torch function, which a compiler writes into its graph with the quantized weight; then it
+    is traced like `F.linear`, by `__torch_function__`."""
+    return grouped_linear(input, weight, experts)
+
+
+_CALL = torch.ops.qtorch.grouped_linear_call
+implements_function(_CALL, _CALL.default)(grouped_linear)
+
+
+def has_kernel(weight: Any, input: Tensor) -> bool:
+    """Whether a kernel multiplies all experts in one call, for an input of this dtype on this device."""
+    if weight.trains or dispatches:
+        return False
+    kernel = find_kernel("grouped_linear", weight.scheme, input.dtype, input.device.type)
+    return kernel.function is not experts_as_linear_layers
+
+
+def _product(input: Tensor, weight: QuantizedTensor, _: None, experts: Tensor) -> Tensor:
+    """`grouped_linear` of checked arguments, outside autocast."""
+    compiling = torch.compiler.is_compiling()
+    if transforms_active() if compiling else are_active():
+        return run_whole(_product, input, weight, None, experts)
+    # torchao's dispatch knows linear layers.
+    if weight.trains or dispatches:
+        return one_by_one(input, weight, experts)
+    kernel = find_kernel("grouped_linear", weight.scheme, input.dtype, input.device.type)
+    if not compiling:
+        weight.check_inner_tensors(not kernel.checks_memory)
+    experts = experts.to(torch.int64)
+    if torch.is_grad_enabled() and requires_grad(input):
+        return _Grouped.apply(input, weight, experts, kernel)
+    return kernel(input, weight, experts)
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: QuantizedTensor, experts: Tensor, kernel: Kernel) -> Tensor:
+        save_weight(ctx, weight)
+        ctx.experts = experts
+        return kernel(input, weight, experts)
+
+    @staticmethod
+    @starts_no_graph
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        weight, experts = saved_weight(ctx), ctx.experts
+        transposed = weight.with_activation(None).transpose(1, 2)
+        grad = _product(grad_outputs[0], transposed, None, experts.reshape(-1, 1))
+        return grad.unflatten(0, experts.shape).sum(1), None, None, None
+
+
+def one_by_one(input: Tensor, weight: Any, experts: Tensor) -> Tensor:
+    """`grouped_linear` as a linear layer for each expert that has rows, differentiable as they are."""
+    matrices = _matrices(weight)
+
+    def product(rows: Tensor, e: int) -> Tensor:
+        return linear(input[rows], matrices(e))
+
+    count, n = weight.scheme.shape[:2]
+    return expert_by_expert(input, experts, count, n, product)
+
+
+def _matrices(weight: Any) -> Any:
+    return lambda e: weight[e]
+
+
+# --- the portable kernel ---
+
+
+@register(
+    "grouped_linear",
+    spec=None,
+    rotated=True,
+    priority=10,
+    note="a linear layer for each expert, found by reading the index on the host",
+)
+def experts_as_linear_layers(x: Tensor, weight: Any, experts: Tensor) -> Tensor:
+    """`grouped_linear` with any weight, by the kernels of linear layers."""
+    if not torch.compiler.is_compiling():
+        return one_by_one(x, weight, experts)
+    tensors = weight.inner_tensors
+    return grouped_by_expert(x, experts, list(tensors.values()), ",".join(tensors), _text_of(weight.scheme))
+
+
+def _empty(x: Tensor, experts: Tensor, tensors: Any, names: str, scheme: str) -> Tensor:
+    return x.new_empty(experts.shape[0] * experts.shape[1], _scheme_of(scheme).shape[1])
+
+
+@opaque(_empty)
+def grouped_by_expert(x: Tensor, experts: Tensor, tensors: list[Tensor], names: str, scheme: str) -> Tensor:
+    """`experts_as_linear_layers` as a node of a graph.
+
+    Args:
+        x, experts: as there.
+        tensors, names: the inner tensors of the weight, and their names, separated by commas.
+        scheme: of the weight, as JSON text.
+    """
+    known = _scheme_of(scheme)
+    weight = quantized_type(known.weight)(dict(zip(names.split(","), tensors, strict=True)), known)
+    weight.check_inner_tensors()
+    with torch.no_grad():
+        return one_by_one(x, weight, experts)
+
+
+def _text_of(scheme: Scheme) -> str:
+    return json.dumps(to_json(scheme))
+
+
+# A constant of the graph; see `linear._lookup_constant`.
+_text_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(maxsize=1024)
+def _scheme_of(text: str) -> Any:
+    return from_json(parse_json(text))

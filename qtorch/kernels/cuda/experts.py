@@ -1,0 +1,157 @@
+"""Products with the matrices of experts on CUDA, by Triton: one launch for all experts of a product.
+
+    y[t * R + r] = x[t] dequantize(w[experts[t, r]])^T
+
+The index of experts is read on the device, so the call can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...primitives.qdtype import qdtype
+from .. import features
+from ..custom_ops import opaque
+from ..linear import int8_scaled
+from ..linear.int8_scaled import INTEGERS
+from ..ops.experts import scheme_of_expert
+from ..ops.quantize_rowwise import quantize_input
+from ..registry import Problem, register
+
+
+@opaque(lambda x, experts, qdata, *_: x.new_empty(experts.shape[0] * experts.shape[1], qdata.shape[1]))
+def cuda_experts_mm(
+    x: Tensor,
+    experts: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    dtype: str,
+    middle: float,
+    domain: str,
+) -> Tensor:
+    """The equation above, x in floating point.
+
+    Args:
+        x: (T, K) fp32, fp16 or bf16.
+        experts: (T, R) int64; an index that names no expert gives a row of zeros.
+        qdata: (E, N, K) codes of `dtype`, a `QDType` name; or uint8, those codes packed by row.
+        scale: (E, N, groups) or (1, 1, 1).  zero_point: like it, or None.
+        middle, domain: see `cuda_weight_mm`.
+
+    Returns:
+        (T * R, N) in the dtype of x.
+    """
+    from .triton.experts_mm import experts_weight_mm
+
+    kind, packed = qdtype(dtype), qdata.shape[2] != x.shape[1]
+    bits = kind.bits if packed else 8
+    offset = 2 ** (bits - 1) if packed and kind.is_signed else 0
+    return experts_weight_mm(x, experts, qdata, scale, zero_point, bits, offset, middle, domain)
+
+
+def _empty_int8(xq: Tensor, experts: Tensor, *rest: Any) -> Tensor:
+    return xq.new_empty(experts.shape[0] * experts.shape[1], rest[2].shape[1], dtype=rest[-1])
+
+
+@opaque(_empty_int8)
+def cuda_experts_int8_mm(
+    xq: Tensor,
+    experts: Tensor,
+    xs: Tensor,
+    xz: Tensor | None,
+    qdata: Tensor,
+    ws: Tensor,
+    wz: Tensor | None,
+    weight_dtype: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The equation above with both operands in codes; the equation and the bits of `int8_grouped_mm`.
+
+    Args:
+        xq, xs, xz: as there, xq (T, K).
+        experts, qdata: as in `cuda_experts_mm`.  ws, wz: (E, N, groups).
+        weight_dtype: name of a `QDType`.
+        dtype: of the result.
+
+    Returns:
+        (T * R, N) in `dtype`.
+    """
+    from .triton.experts_mm import experts_int8_mm
+
+    kind, packed = qdtype(weight_dtype), qdata.shape[2] != xq.shape[1]
+    bits = kind.bits if packed else 8
+    return experts_int8_mm(xq, experts, xs, xz, qdata, ws, wz, bits, packed and kind.is_signed, dtype)
+
+
+def _lacks(problem: Problem) -> str | None:
+    """Why no kernel of this file takes the weight, or None."""
+    scheme = problem.scheme
+    if reason := features.cuda_lacks("triton"):
+        return reason
+    if len(scheme.shape) != 3:
+        return f"takes experts (E, N, K), the weight has shape {scheme.shape}"
+    if scheme.layout.packed_axis not in (None, -1):
+        return "takes codes packed along rows, this weight is transposed"
+    if problem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"takes fp32, fp16 or bf16 activations, got {str(problem.dtype).removeprefix('torch.')}"
+    return None
+
+
+def _supports(problem: Problem) -> str | None:
+    if reason := _lacks(problem):
+        return reason
+    shape, block = problem.scheme.shape, problem.scheme.weight.block_size(problem.scheme.shape)
+    if block[:2] != (1, 1) and block != shape:
+        return (
+            f"takes a scale of its own for each output channel, or one for all, got {problem.scheme.weight.granularity}"
+        )
+    return None
+
+
+def _supports_int8(problem: Problem) -> str | None:
+    if reason := _lacks(problem):
+        return reason
+    scheme, activation = scheme_of_expert(problem.scheme), problem.scheme.activation
+    if scheme is None:
+        return f"takes a scale of its own for each output channel, the weight has {problem.scheme.weight.granularity}"
+    assert activation is not None
+    if not scheme.spec.static and activation.granularity.pattern(2)[0] != 1:
+        return f"takes activations whose rows are quantized by themselves, the scheme has {activation.granularity}"
+    return int8_scaled.supports(problem._replace(op="linear", scheme=scheme))
+
+
+@register(
+    "grouped_linear",
+    layout=("plain", "packed"),
+    weight=INTEGERS,
+    activation=(),
+    device="cuda",
+    priority=30,
+    supports=_supports,
+    name="cuda_experts_mm",
+)
+def _grouped_linear(x: Tensor, weight: Any, experts: Tensor) -> Tensor:
+    spec = weight.scheme.weight
+    low, high = spec.code_range
+    numerics = (spec.dtype.name, (low + high + 1) / 2, spec.zero_point_domain.name)
+    return cuda_experts_mm(x, experts, weight.qdata, weight.dense_scale(), weight.dense_zero_point(), *numerics)
+
+
+@register(
+    "grouped_linear",
+    layout=("plain", "packed"),
+    weight=INTEGERS,
+    activation=("int8",),
+    device="cuda",
+    priority=30,
+    supports=_supports_int8,
+    name="cuda_experts_int8_mm",
+)
+def _grouped_linear_int8(x: Tensor, weight: Any, experts: Tensor) -> Tensor:
+    xq, xs, xz = quantize_input(x, weight)
+    kind, scale = weight.scheme.weight.dtype.name, weight.dense_scale()
+    return cuda_experts_int8_mm(xq, experts, xs, xz, weight.qdata, scale, weight.zero_point, kind, x.dtype)

@@ -1,0 +1,272 @@
+"""Products with the matrices of experts: the tiles of `intx_weight_mm` and `int8_grouped_mm`, found by expert.
+
+    y[s] = x[s / share] w[ids[s]]^T,    0 where ids[s] names no expert
+
+Rows of y are sorted by expert, on the device. A tile holds rows of one expert; its program finds which from the first
+rows of all experts. How many tiles there are is not known on the host, but at most one for each expert with rows and
+one for each full tile of rows: programs beyond the last return.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch_config import LaunchConfig, launch
+from .arguments import (
+    FLOATS,
+    check_device,
+    check_matrix,
+    check_shape,
+    next_power_of_two,
+    power_of_two_divisor,
+)
+from .int8_grouped_mm import UNROLLED, int8_products
+from .intx_weight_mm import weight_products
+from .weight import WeightArguments
+
+CANDIDATES = [
+    LaunchConfig(m, n, k, num_warps=warps, num_stages=stages)
+    for m, n, warps in ((16, 32, 4), (16, 64, 4), (16, 128, 4), (32, 64, 4), (64, 64, 4), (64, 128, 4), (128, 128, 8))
+    for k in (64, 128)
+    for stages in (3, 4)
+]
+"""What `autotune` tries."""
+
+
+@triton.jit
+def _rows_of_tile(first_ptr, order_ptr, tile, E, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(expert, its rows of y, which of them there are); the expert is E or more for a tile beyond the last."""
+    e = tl.arange(0, BLOCK_E)
+    start = tl.load(first_ptr + e, mask=e < E, other=0).to(tl.int32)
+    stop = tl.load(first_ptr + e + 1, mask=e < E, other=0).to(tl.int32)
+    tiles = (stop - start + BLOCK_M - 1) // BLOCK_M
+    ends = tl.cumsum(tiles, 0)
+    expert = tl.sum((ends <= tile).to(tl.int32), 0)
+    own = e == expert
+    begin = tl.sum(tl.where(own, ends - tiles, 0), 0)
+    position = tl.sum(tl.where(own, start, 0), 0) + (tile - begin) * BLOCK_M + tl.arange(0, BLOCK_M)
+    valid = position < tl.sum(tl.where(own, stop, 0), 0)
+    return expert, tl.load(order_ptr + position, mask=valid, other=0).to(tl.int64), valid
+
+
+@triton.jit
+def _experts_weight_mm(
+    x_ptr, q_ptr, scale_ptr, zero_ptr, y_ptr, first_ptr, order_ptr, E, N, K, G, share,
+    stride_xm, stride_xk, stride_qn, stride_sn, stride_sg, stride_zn, stride_zg,
+    GROUP: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr,
+    ONE_GROUP: tl.constexpr, EVEN: tl.constexpr, SCALE_PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+    ASM: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    expert, rows, valid = _rows_of_tile(first_ptr, order_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_M)
+    if expert >= E:
+        return
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_in = expert.to(tl.int64) * N + n % N
+    inner = tl.arange(0, BLOCK_K)
+    acc = weight_products(
+        x_ptr + (rows // share)[None, :] * stride_xm + inner[:, None] * stride_xk,
+        q_ptr + n_in[:, None] * stride_qn + inner[None, :],
+        scale_ptr + n_in * stride_sn, zero_ptr + n_in * stride_zn, inner, 0, K, G, stride_xk, stride_sg, stride_zg,
+        GROUP, BITS, OFFSET, MIDDLE, ZERO, ONE_GROUP, EVEN, SCALE_PRODUCT, PRECISION, ASM, BLOCK_M, BLOCK_N, BLOCK_K, 1,
+    )  # fmt: skip
+    y_ptrs = y_ptr + rows[None, :] * N + n[:, None]
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=(n < N)[:, None] & valid[None, :])
+
+
+@triton.jit
+def _experts_int8_mm(
+    x_ptr, q_ptr, y_ptr, scale_ptr, zero_ptr, x_scale_ptr, x_zero_ptr, first_ptr, order_ptr, E, N, K, G, share,
+    stride_xm, stride_xk, stride_qn, stride_sn, stride_sg, stride_zn, stride_zg, stride_xs, stride_xz,
+    GROUP: tl.constexpr, TILES: tl.constexpr, UNROLL: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr,
+    WEIGHT_ZERO: tl.constexpr, INPUT_ZERO: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    expert, rows, valid = _rows_of_tile(first_ptr, order_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_M)
+    if expert >= E:
+        return
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_in = expert.to(tl.int64) * N + n % N
+    m_in = rows // share
+    inner = tl.arange(0, BLOCK_K)
+    total = int8_products(
+        x_ptr + m_in[None, :] * stride_xm + inner[:, None] * stride_xk, q_ptr + n_in[:, None] * stride_qn,
+        scale_ptr + n_in * stride_sn, zero_ptr + n_in * stride_zn, x_zero_ptr + m_in * stride_xz, inner,
+        K, G, stride_xk, stride_sg, stride_zg, GROUP, TILES, UNROLL, BITS, OFFSET, WEIGHT_ZERO, INPUT_ZERO, EVEN, ASM,
+        BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    y = (total * tl.load(x_scale_ptr + m_in * stride_xs).to(tl.float32)[None, :]).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + rows[None, :] * N + n[:, None], y, mask=(n < N)[:, None] & valid[None, :])
+
+
+class _Routes:
+    """Rows of y sorted by expert, without reading anything on the host.
+
+    Attributes:
+        order: rows of y in the order of their experts.  first: where those of each expert begin, and the last end.
+    """
+
+    def __init__(self, experts: Tensor, count: int) -> None:
+        ids = experts.reshape(-1)
+        self.rows, self.share, self.count = ids.shape[0], experts.shape[1], count
+        named = torch.where((ids >= 0) & (ids < count), ids, count)
+        by_expert, self.order = named.sort(stable=True)
+        self.first = torch.searchsorted(by_expert, torch.arange(count + 1, device=ids.device))
+
+    def tiles(self, block_m: int) -> int:
+        """Most tiles that there are."""
+        return min(self.rows, self.count) + self.rows // block_m
+
+    @property
+    def mean(self) -> int:
+        """Rows of an expert."""
+        return -(-self.rows // self.count)
+
+
+def _check_experts(op: str, x: Tensor, experts: Tensor, qdata: Tensor, scale: Tensor) -> None:
+    if experts.dim() != 2 or experts.shape[0] != x.shape[0] or experts.is_floating_point():
+        raise ValueError(
+            f"{op}: experts must be integers of shape (T, R) for x (T, K), got {tuple(experts.shape)} of "
+            f"{experts.dtype} for {tuple(x.shape)}"
+        )
+    if qdata.dim() != 3 or scale.dim() != 3:
+        raise ValueError(
+            f"{op}: qdata and scale must have three axes, the first of experts, got shapes {tuple(qdata.shape)} and "
+            f"{tuple(scale.shape)}"
+        )
+
+
+def _as_matrix(tensor: Tensor | None) -> Tensor | None:
+    """(E, N, K) as (E * N, K)."""
+    return None if tensor is None else tensor.reshape(-1, tensor.shape[2])
+
+
+def experts_weight_mm(
+    x: Tensor,
+    experts: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bits: int,
+    offset: int,
+    middle: float,
+    domain: str,
+) -> Tensor:
+    """The equation at the top of the file, for x in floating point.
+
+    Args:
+        x: (T, K) fp32, fp16 or bf16, any strides.
+        experts: (T, R) integers; share is R.
+        qdata, scale, zero_point: as in `intx_weight_mm`, with an axis of experts before: (E, N, K), (E, N, groups) or
+            (1, 1, groups).
+        bits, offset, middle, domain: as there.
+
+    Returns:
+        (T * R, N) in the dtype of x.
+
+    Raises:
+        ValueError: other dtypes, shapes or devices.
+    """
+    op = "experts_weight_mm"
+    check_matrix(op, "x", x, FLOATS)
+    _check_experts(op, x, experts, qdata, scale)
+    check_device(op, x=x, experts=experts, qdata=qdata, scale=scale, zero_point=zero_point)
+    (count, n), k = qdata.shape[:2], x.shape[1]
+    y = x.new_zeros(experts.numel(), n)
+    if not y.numel() or not k or not count:
+        return y
+    matrix, of_scale = _as_matrix(qdata), _as_matrix(scale)
+    assert matrix is not None
+    assert of_scale is not None
+    weight = WeightArguments(op, k, matrix, of_scale, _as_matrix(zero_point), bits, offset, middle, domain)
+    routes = _Routes(experts, count)
+
+    def run(config: LaunchConfig) -> None:
+        block_k, one_group, even = weight.tile(config.block_k)
+        block_m = max(16, config.block_m)
+        _experts_weight_mm[(triton.cdiv(n, config.block_n), routes.tiles(block_m))](
+            x, *weight.pointers, y, routes.first, routes.order, count, n, *weight.sizes, routes.share, *x.stride(),
+            *weight.steps, **weight.numerics, ONE_GROUP=one_group, EVEN=even,
+            SCALE_PRODUCT=one_group and block_m <= 64, PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
+            ASM=x.device.type == "cuda", BLOCK_E=next_power_of_two(count), BLOCK_M=block_m, BLOCK_N=config.block_n,
+            BLOCK_K=block_k, num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
+        )  # fmt: skip
+
+    launch(op, f"{weight.key}{bits}", (routes.mean, n, k), run, CANDIDATES, x.device)
+    return y
+
+
+def experts_int8_mm(
+    xq: Tensor,
+    experts: Tensor,
+    xs: Tensor,
+    xz: Tensor | None,
+    qdata: Tensor,
+    ws: Tensor,
+    wz: Tensor | None,
+    bits: int,
+    signed: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The equation at the top of the file, both operands in codes.
+
+    Args:
+        xq, xs, xz: as in `int8_grouped_mm`, xq (T, K).
+        experts: (T, R) integers; share is R.
+        qdata, ws, wz: as there, with an axis of experts before: (E, N, K) and (E, N, groups).
+        bits, signed, dtype: as there.
+
+    Returns:
+        (T * R, N) in `dtype`.
+
+    Raises:
+        ValueError: other dtypes, shapes or devices.
+    """
+    op = "experts_int8_mm"
+    check_matrix(op, "xq", xq, (torch.int8,))
+    _check_experts(op, xq, experts, qdata, ws)
+    if not 1 <= bits <= 8 or qdata.dtype not in ((torch.uint8,) if bits < 8 else (torch.int8, torch.uint8)):
+        raise ValueError(f"{op} takes codes of 1 to 8 bits, in uint8 or of 8 bits in int8, got {bits} in {qdata.dtype}")
+    (m, k), (count, n) = xq.shape, qdata.shape[:2]
+    segment = k if bits == 8 else -(-k // 8)
+    check_shape(op, "qdata", qdata, (count, n, k if bits == 8 else segment * bits))
+    if ws.shape[:2] != qdata.shape[:2] or not ws.shape[2] or k % ws.shape[2]:
+        raise ValueError(
+            f"{op}: ws must have shape (E, N, groups), groups dividing K, got {tuple(ws.shape)} for E, N, K = "
+            f"{(count, n, k)}"
+        )
+    check_shape(op, "wz", wz, tuple(ws.shape))
+    check_shape(op, "xs", xs, (m, 1), (1, 1))
+    check_shape(op, "xz", xz, (m, 1), (1, 1))
+    check_device(op, xq=xq, experts=experts, xs=xs, xz=xz, qdata=qdata, ws=ws, wz=wz)
+    y = xq.new_zeros(experts.numel(), n, dtype=dtype)
+    if not y.numel() or not k or not count:
+        return y
+    if qdata.dtype == torch.uint8 and bits == 8 and wz is None:
+        wz = torch.zeros_like(ws, dtype=torch.int32)
+    offset = 128 if qdata.dtype == torch.uint8 and bits == 8 else 2 ** (bits - 1) if bits < 8 and signed else 0
+    matrix, of_scale, of_zero = _as_matrix(qdata), _as_matrix(ws), _as_matrix(ws if wz is None else wz)
+    assert matrix is not None
+    assert of_scale is not None
+    assert of_zero is not None
+    matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
+    group, x_zero, routes = k // ws.shape[2], xs if xz is None else xz, _Routes(experts, count)
+    steps = (*xq.stride(), matrix.stride(0), *of_scale.stride(), *of_zero.stride(),
+             *(t.stride(0) if t.shape[0] > 1 else 0 for t in (xs, x_zero)))  # fmt: skip
+
+    def run(config: LaunchConfig) -> None:
+        block_k = min(config.block_k, power_of_two_divisor(segment, group))
+        even = block_k >= 32 and k in (segment, 8 * segment)
+        if not even:
+            block_k = max(32, min(config.block_k, next_power_of_two(group)))
+        tiles, block_m = triton.cdiv(group, block_k), max(16, config.block_m)
+        _experts_int8_mm[(triton.cdiv(n, config.block_n), routes.tiles(block_m))](
+            xq, matrix, y, of_scale, of_zero, xs, x_zero, routes.first, routes.order, count, n, k, segment,
+            routes.share, *steps, GROUP=group, TILES=tiles, UNROLL=tiles <= UNROLLED, BITS=bits, OFFSET=offset,
+            WEIGHT_ZERO=wz is not None, INPUT_ZERO=xz is not None, EVEN=even, ASM=xq.device.type == "cuda",
+            BLOCK_E=next_power_of_two(count), BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=block_k,
+            num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    launch(op, f"int{bits}", (routes.mean, n, k), run, CANDIDATES, xq.device)
+    return y

@@ -1,0 +1,313 @@
+"""The compiled products with experts: the bits of one compiled linear layer for each expert, in every build and way."""
+
+import functools
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch.nn import functional
+
+from qtorch import (
+    AffineQuantizedTensor,
+    LinearSpec,
+    MappingType,
+    PackedLayout,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    PerToken,
+    PlainLayout,
+    QuantSpec,
+    compute_error,
+    explain,
+)
+from qtorch.dtypes.experts import grouped_linear, one_by_one
+from qtorch.kernels import record_kernels
+from qtorch.kernels.cpu import compiled_library, experts, ways
+from qtorch.kernels.linear import reference
+from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
+
+ASYMMETRIC = MappingType.ASYMMETRIC
+SYMMETRIC_TOKEN = QuantSpec("int8", PerToken(), quant_min=-127)
+ASYMMETRIC_TOKEN = QuantSpec("int8", PerToken(), ASYMMETRIC)
+SPECS = {
+    "int8 row": QuantSpec("int8", quant_min=-127),
+    "int8 tensor": QuantSpec("int8", PerTensor()),
+    "uint8 row": QuantSpec("uint8", PerRow(), ASYMMETRIC),
+    "int4 group 32": QuantSpec("int4", PerGroup(32)),
+    "uint4 group 64": QuantSpec("uint4", PerGroup(64), ASYMMETRIC),
+    "int3 row": QuantSpec("int3", PerRow()),
+}
+# The last is of whole vectors of packed codes; the first is odd in N and in the bytes of a packed run.
+SHAPES = [(37, 192), (22, 1024)]
+ACTIVATIONS = {None: None, "symmetric": SYMMETRIC_TOKEN, "asymmetric": ASYMMETRIC_TOKEN}
+
+# (T, R) of which expert: of five, with rows for none, and one that no row asks for.
+INDICES = {
+    "some": [[0, 3], [4, -1], [3, 3], [1, 99], [0, 1], [1, 3]],
+    "one token": [[4, 0, 2]],
+    "all to one": [[2]] * 45,
+    "sorted": [[0]] * 3 + [[1]] * 12 + [[4]] * 2,
+    "no expert": [[5], [-1]],
+}
+
+
+def stack(spec, n, k, activation=None, count=5, dtype=torch.float32):
+    layout = PlainLayout() if spec.dtype.bits == 8 else PackedLayout()
+    linear = LinearSpec(spec, activation, layout=layout)
+    return AffineQuantizedTensor.from_float(torch.randn(count, n, k).to(dtype), linear)
+
+
+@functools.cache
+def cases(name, activation):
+    """(weight, [(x, index, results of the reference for int8 activations)]), made once for all builds and ways."""
+    made = []
+    for n, k in SHAPES:
+        weight, inputs = stack(SPECS[name], n, k, ACTIVATIONS[activation]), []
+        for index in map(torch.tensor, INDICES.values()):
+            x = torch.randn(len(index), k) + 0.3
+            wanted = None if activation is None else of_reference(x, weight, index)
+            inputs.append((x, index, wanted))
+        made.append((weight, inputs))
+    return made
+
+
+def of_reference(x, weight, index):
+    wanted = torch.zeros(*index.shape, weight.shape[1])
+    for e in range(weight.shape[0]):
+        token, place = torch.where(index == e)
+        if len(token):
+            wanted[token, place] = reference.linear(x[token], weight[e], None)
+    return wanted.flatten(0, 1)
+
+
+def name_of(weight):
+    return "cpu_experts_mm" if weight.scheme.activation is None else "cpu_experts_int8_mm"
+
+
+def check(x, weight, index, build):
+    """That the compiled call runs, and gives what compiled linear layers give."""
+    with record_kernels() as ran:
+        y = grouped_linear(x, weight, index)
+    name = name_of(weight)
+    assert ran == [f"grouped_linear:{name}", name, f"{name}.{build}"]
+    assert (y.dtype, y.shape) == (x.dtype, (index.numel(), weight.shape[1]))
+    assert torch.equal(y, one_by_one(x, weight, index))
+    return y
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("build", BUILDS)
+def test_weight_only(build, name):
+    for way in ways.WAYS:
+        with compiled_library.use(build), ways.force(way):
+            for weight, inputs in cases(name, None):
+                for x, index, _ in inputs:
+                    check(x, weight, index, build)
+
+
+@pytest.mark.parametrize("activation", ["symmetric", "asymmetric"])
+@pytest.mark.parametrize("name", [name for name in SPECS if "tensor" not in name])
+@pytest.mark.parametrize("build", BUILDS)
+def test_int8_activations(build, name, activation):
+    """Also the bits of the reference."""
+    for way in ("dot", "tile"):
+        with compiled_library.use(build), ways.force(way):
+            for weight, inputs in cases(name, activation):
+                for x, index, wanted in inputs:
+                    assert torch.equal(check(x, weight, index, build), wanted)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_many_rows(build):
+    """More rows of an expert than are multiplied at a time, and each way of the table."""
+    with compiled_library.use(build):
+        for activation in (None, ASYMMETRIC_TOKEN):
+            weight = stack(SPECS["int4 group 32"], 40, 96, activation, count=2)
+            x, index = torch.randn(1300, 96), torch.randint(2, (1300, 1))
+            index[:1100] = 1
+            assert torch.equal(grouped_linear(x, weight, index), one_by_one(x, weight, index))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("build", BUILDS)
+def test_half_precision(build, activation, dtype):
+    weight = stack(SPECS["int4 group 32"], 70, 256, ACTIVATIONS[activation], dtype=dtype)
+    with compiled_library.use(build), ways.force("dot"):
+        for index in map(torch.tensor, INDICES.values()):
+            check(torch.randn(len(index), 256).to(dtype), weight, index, build)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_against_the_reference(build):
+    """On the rows of each expert; an index that names none gives zeros."""
+    index = torch.tensor(INDICES["some"])
+    for name, spec in SPECS.items():
+        weight, x = stack(spec, 37, 192), torch.randn(len(index), 192)
+        with compiled_library.use(build), ways.force("dot"):
+            y = grouped_linear(x, weight, index).unflatten(0, index.shape)
+        assert not y[(index < 0) | (index >= 5)].any()
+        assert compute_error(of_reference(x, weight, index), y.flatten(0, 1)) > 105, name
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_views(build):
+    """Rows that are far apart, columns that are, one row for all; some experts; the stored transpose, twice."""
+    weight, wide = stack(SPECS["int8 row"], 37, 96), torch.randn(9, 200)
+    index = torch.randint(5, (9, 2))
+    with compiled_library.use(build), ways.force("dot"):
+        for x in (wide[:, 5:101], wide[:, :192:2], torch.randn(96, 9).t(), wide[:1, :96].expand(9, 96)):
+            check(x, weight, index, build)
+            check(x, weight, index.t().contiguous().t(), build)
+        check(wide[:, :96], weight[1:4], index - 1, build)
+        check(wide[:, :96], weight.transpose(1, 2).transpose(1, 2), index, build)
+        y = grouped_linear(wide[:, :96], weight[:, 3:20], index)
+        assert torch.equal(y, grouped_linear(wide[:, :96], weight, index)[:, 3:20]), "rows that are no stack"
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_nothing_to_multiply(build):
+    weight = stack(SPECS["int4 group 32"], 20, 64)
+    with compiled_library.use(build):
+        for rows, share in ((0, 2), (3, 0)):
+            index = torch.zeros(rows, share, dtype=torch.int64)
+            assert grouped_linear(torch.randn(rows, 64), weight, index).shape == (0, 20)
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_number_of_threads_changes_nothing(activation):
+    """Experts are cut into runs of output channels, few rows or many."""
+    weight = stack(SPECS["int4 group 32"], 300, 256, ACTIVATIONS[activation])
+    before = torch.get_num_threads()
+    try:
+        for index in (torch.tensor(INDICES["one token"]), torch.randint(5, (40, 2)), torch.zeros(70, 1).long()):
+            x = torch.randn(len(index), 256)
+            torch.set_num_threads(1)
+            expected = grouped_linear(x, weight, index)
+            for threads in (2, 3):
+                torch.set_num_threads(threads)
+                assert torch.equal(grouped_linear(x, weight, index), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@NEEDS_LIBRARY
+def test_special_values():
+    """Infinities and NaN stay in the rows of their token; rows of no expert are zero whatever the token holds."""
+    index = torch.tensor([[0, 1], [0, 1], [9, 1]])
+    for activation in ACTIVATIONS.values():
+        weight, x = stack(SPECS["int8 row"], 37, 96, activation), torch.ones(3, 96)
+        x[1, 5], x[2, 7] = float("inf"), float("nan")
+        y = grouped_linear(x, weight, index)
+        assert y[:2].isfinite().all()
+        assert not y[2:4].isfinite().any()
+        assert not y[4].any()
+        assert y[5].isnan().all()
+
+
+@NEEDS_LIBRARY
+def test_static_activation():
+    spec = LinearSpec(SPECS["int8 row"], QuantSpec("int8", PerTensor()), static=True)
+    weight = AffineQuantizedTensor.from_float(torch.randn(5, 40, 96), spec, act_scale=torch.full((1, 1), 0.02))
+    index = torch.tensor(INDICES["some"])
+    with ways.force("dot"):
+        check(torch.randn(len(index), 96), weight, index, compiled_library.library().instruction_set)
+
+
+@NEEDS_LIBRARY
+def test_what_the_kernels_leave_to_others():
+    """Scales that depend on the rows of all experts, blocks that span experts, codes packed along N."""
+    per_tensor = stack(SPECS["int8 row"], 40, 96, QuantSpec("int8", PerTensor()))
+    transposed = stack(QuantSpec("int4", PerRow()), 96, 40).transpose(1, 2)
+    for weight, reason in ((per_tensor, "rows are quantized by themselves"), (transposed, "this weight is transposed")):
+        reasons = dict(explain_as_is(weight))
+        assert reason in reasons[name_of(weight)]
+        index = torch.tensor(INDICES["some"])
+        x = torch.randn(len(index), weight.shape[2])
+        with record_kernels() as ran:
+            y = grouped_linear(x, weight, index).unflatten(0, index.shape)
+        assert ran[0] == "grouped_linear:experts_as_linear_layers"
+        token, place = torch.where(index == 3)
+        assert compute_error(reference.linear(x[token], weight[3], None), y[token, place]) > 100
+
+
+def explain_as_is(weight):
+    from qtorch.explain import explain_problem
+    from qtorch.kernels.registry import Problem
+
+    return explain_problem(Problem("grouped_linear", weight.scheme, torch.float32, "cpu")).rejected
+
+
+@NEEDS_LIBRARY
+def test_explain():
+    for activation, name in ((None, "cpu_experts_mm"), (SYMMETRIC_TOKEN, "cpu_experts_int8_mm")):
+        explanation = explain(stack(SPECS["int4 group 32"], 40, 96, activation))
+        assert (explanation.problem.op, explanation.kernel) == ("grouped_linear", name)
+
+
+@NEEDS_LIBRARY
+def test_tensors_that_do_not_fit_are_refused():
+    """What a file or a caller might hand over; nothing reads beyond a tensor."""
+    x, index = torch.randn(3, 32), torch.zeros(3, 2, dtype=torch.int64)
+    codes, scale = torch.zeros(4, 8, 32, dtype=torch.int8), torch.ones(4, 8, 1)
+    good = {"x": x, "experts": index, "codes": codes, "scale": scale}
+    numerics = (None, False, "int8", -127.0, 127.0, "INT")
+    assert not experts.cpu_experts_mm(*good.values(), *numerics).any()
+    for name, wrong, message in (
+        ("x", x[:2], "rows"),
+        ("x", x[:, :31], "codes of a weight of shape"),
+        ("experts", index.int(), "int64"),
+        ("experts", index.flatten(), "rows"),
+        ("experts", index.to("meta"), "on the CPU"),
+        ("codes", codes[0], "three axes"),
+        ("codes", codes.to(torch.uint8), "codes of a weight of shape"),
+        ("codes", codes[:, :7].contiguous(), "scale of a weight of shape"),
+        ("scale", scale[:3], "scale of a weight of shape"),
+        ("scale", scale[:, :, 0], "three axes"),
+        ("scale", torch.ones(4, 8, 5), "scale of a weight of shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            experts.cpu_experts_mm(*{**good, name: wrong}.values(), *numerics)
+    freed = torch.zeros(4, 8, 32, dtype=torch.int8)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="given back"):
+        experts.cpu_experts_mm(x, index, freed, scale, *numerics)
+
+
+@NEEDS_LIBRARY
+def test_a_scale_that_is_taken_away():
+    weight, index = stack(SPECS["int8 row"], 40, 96), torch.tensor(INDICES["one token"])
+    x = torch.randn(1, 96)
+    grouped_linear(x, weight, index)
+    weight.scale.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="given back"):
+        grouped_linear(x, weight, index)
+
+
+@NEEDS_LIBRARY
+def test_operators_are_well_formed():
+    codes, scale = torch.randint(-127, 128, (4, 12, 32), dtype=torch.int8), torch.rand(4, 12, 1)
+    x, index = torch.randn(3, 32), torch.randint(4, (3, 2))
+    arguments = (x, index, codes, scale, None, False, "int8", -127.0, 127.0, "INT")
+    torch.library.opcheck(torch.ops.qtorch.cpu_experts_mm.default, arguments)
+    quantizer = list(experts.int8.row_quantizer(SYMMETRIC_TOKEN))
+    arguments = (x, index, None, None, quantizer, codes, scale, None, False, "int8", torch.float32)
+    torch.library.opcheck(torch.ops.qtorch.cpu_experts_int8_mm.default, arguments)
+
+
+@NEEDS_LIBRARY
+def test_compiled_with_dynamic_shapes():
+    """One graph for every number of tokens."""
+    offsets = torch.tensor([1, 1, 2, 5, 7], dtype=torch.int32)
+    for activation in ACTIVATIONS.values():
+        weight = stack(SPECS["int4 group 32"], 64, 128, activation)
+        graphs = CompileCounter()
+        by_group = torch.compile(functional.grouped_mm, fullgraph=True, dynamic=True, backend=graphs)
+        for rows in (7, 9, 40):
+            x = torch.randn(rows, 128)
+            y = by_group(x, weight.transpose(1, 2), offs=offsets)
+            assert torch.equal(y, functional.grouped_mm(x, weight.transpose(1, 2), offs=offsets))
+            assert not y[7:].any()
+        assert graphs.frame_count == 1
