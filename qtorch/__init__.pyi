@@ -13,6 +13,7 @@ from . import formats as formats
 from . import fusion as fusion
 from . import integrations as integrations
 from . import kernels as kernels
+from . import kv_cache as kv_cache
 from . import layouts as layouts
 from . import primitives as primitives
 from . import recipes as recipes
@@ -31,8 +32,8 @@ from .dtypes.codebook import LUTQuantizedTensor as LUTQuantizedTensor
 from .explain import explain as explain
 from .find_uses import find_uses as find_uses
 from .formats.compressed_tensors.serving import recipes_for_vllm as recipes_for_vllm
-from .layouts.block_sparse import BlockSparseLayout as BlockSparseLayout
 from .fusion.fused_model import fuse_convolutions as fuse_convolutions
+from .layouts.block_sparse import BlockSparseLayout as BlockSparseLayout
 from .layouts.packed import PackedLayout as PackedLayout
 from .layouts.plain import PlainLayout as PlainLayout
 from .layouts.semi_sparse import SemiSparseLayout as SemiSparseLayout
