@@ -12,6 +12,7 @@ from . import export as export
 from . import formats as formats
 from . import integrations as integrations
 from . import kernels as kernels
+from . import kv_cache as kv_cache
 from . import layouts as layouts
 from . import primitives as primitives
 from . import recipes as recipes
