@@ -12,6 +12,7 @@ from qtorch.kernels import record_kernels
 from qtorch.kernels.cache_form import TOKENS
 from qtorch.kernels.ops.quantize_tokens import quantize_keys_and_values
 from qtorch.kv_cache import GrowingKV, KVCacheSpec, StaticKV, explain_attention
+from qtorch.primitives.jsonable import from_json, to_json
 
 SPECS = [
     *(KVCacheSpec(dtype) for dtype in TOKENS),
@@ -268,6 +269,8 @@ def test_errors():
 
 
 def test_spec():
+    spec = KVCacheSpec("int4", keys="channel", scale_dtype=torch.float16)
+    assert from_json(to_json(spec)) == spec
     assert KVCacheSpec(torch.float8_e4m3fn).dtype == "float8_e4m3fn"
     assert (KVCacheSpec().kept, KVCacheSpec(keys="channel", block=16).kept) == (0, 16)
     assert len({KVCacheSpec(), KVCacheSpec("int8"), KVCacheSpec("int4")}) == 2
