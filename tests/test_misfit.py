@@ -224,3 +224,10 @@ def test_checkpoints(on_misfit: Any, tmp_path: Path) -> None:
     quantize_(model, INT4, on_misfit=on_misfit)
     x = torch.randn(5, 72)
     assert torch.equal(fresh(x), model(x))
+
+
+def test_padded_weights_are_exported_in_operators_of_torch() -> None:
+    model, x = net(72, 48, 31), torch.randn(5, 72)
+    quantize_(model, INT4, on_misfit="pad")
+    program = torch.export.export(qtorch.export.portable(model), (x,))
+    torch.testing.assert_close(program.module()(x), model(x), rtol=1e-4, atol=1e-5)

@@ -16,11 +16,14 @@ from torch import Tensor
 from .base import QuantizedTensor
 from .conv_weight import ConvWeight
 from .dispatch import implements_traced_view
+from .transposed_weight import PaddedWeight, as_view, like, matrix_axis
 from .views import cut, permute, reshape
 
 
 @implements_traced_view(Tensor.t, torch.t, Tensor.T.__get__)  # type: ignore[attr-defined]
 def _t(tensor: QuantizedTensor) -> QuantizedTensor:
+    if isinstance(tensor, PaddedWeight):
+        return tensor.transposed()
     return permute(tensor, tuple(reversed(range(len(tensor.scheme.shape)))))
 
 
@@ -32,6 +35,10 @@ def _mt(tensor: QuantizedTensor) -> QuantizedTensor:
 @implements_traced_view(Tensor.transpose, torch.transpose)
 def _transpose(tensor: QuantizedTensor, dim0: int, dim1: int) -> QuantizedTensor:
     axes = list(range(len(tensor.scheme.shape)))
+    if isinstance(tensor, PaddedWeight):
+        if {axes[dim0], axes[dim1]} == set(axes[-2:]):
+            return tensor.transposed()
+        tensor = as_view(tensor)  # type: ignore[assignment]
     axes[dim0], axes[dim1] = axes[dim1], axes[dim0]
     return permute(tensor, axes)
 
@@ -41,6 +48,9 @@ def _select(tensor: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     shape = tensor.scheme.shape
     dim %= len(shape)
     start = index % shape[dim]
+    if isinstance(tensor, PaddedWeight):
+        part = _slice(tensor, dim, start, start + 1).new_matrix()  # type: ignore[attr-defined]
+        return like(tensor, reshape(part, [n for axis, n in enumerate(part.scheme.shape) if axis != dim]))
     return reshape(_slice(tensor, dim, start, start + 1), [n for axis, n in enumerate(shape) if axis != dim])
 
 
@@ -87,6 +97,11 @@ def _getitem(tensor: QuantizedTensor, index: Any) -> QuantizedTensor:
 
 
 def _slice(tensor: QuantizedTensor, axis: int, start: int | None, stop: int | None, step: int = 1) -> QuantizedTensor:
+    if isinstance(tensor, PaddedWeight):
+        of_matrix = matrix_axis(tensor, axis)
+        if of_matrix == len(tensor.scheme.shape) - 1 and tensor.scheme.padding:
+            as_view(tensor)  # the error
+        return like(tensor, cut(tensor.new_matrix(), of_matrix, start, stop, step))
     if not isinstance(tensor, ConvWeight):
         return cut(tensor, axis, start, stop, step)
     if axis % len(tensor.scheme.shape) != 0:

@@ -117,9 +117,13 @@ class PaddedWeight(MatrixWeight):
         """Values (..., N, K) in the order of the axes of the weight."""
         return values
 
+    def transposed(self) -> QuantizedTensor:
+        """The weight with its last two axes exchanged; it shares the inner tensors."""
+        *rest, one, other = self.scheme.shape
+        return self._transpose(self.new_matrix(), (*rest, other, one))
+
     @classmethod
     def _transpose(cls, matrix: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
-        """The weight of this shape, whose last two axes are those of this one exchanged."""
         transposed: QuantizedTensor = TransposedWeight.of(matrix, shape)
         return transposed
 
@@ -133,15 +137,14 @@ class PaddedWeight(MatrixWeight):
         weight = args[0]
         if isinstance(weight, PaddedWeight):
             if _transposes(func, args):
-                shape = weight.scheme.shape
-                return weight._transpose(weight.new_matrix(), (*shape[:-2], shape[-1], shape[-2]))
+                return weight.transposed()
             if func in AXIS and not _drops_an_axis_of_the_matrix(func, args, kwargs):
                 return _cut(func, args, kwargs)
             if func is aten.index.Tensor and len(args[1]) <= len(weight.scheme.shape) - 2:
-                return _like(weight, func(weight.matrix, args[1]))
+                return like(weight, func(weight.matrix, args[1]))
             if func in VIEWS and tuple(args[1][-2:]) == weight.scheme.shape[-2:]:
                 matrix = func(weight.matrix, [*args[1][:-2], *weight.scheme.codes_shape[-2:]])
-                return return_and_correct_aliasing(func, args, kwargs, _like(weight, matrix))
+                return return_and_correct_aliasing(func, args, kwargs, like(weight, matrix))
         args, kwargs = tree_map_only(PaddedWeight, as_view, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -195,7 +198,7 @@ def contracted(weight: Tensor) -> Tensor:
 
 def padded_matrix(weight: PaddedWeight) -> Tensor:
     """`matrix`, also while a compiler traces: the weight with zeros at the end of its rows."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not weight.scheme.layout.traces_views:
         return functional.pad(weight, (0, weight.scheme.padding))
     return weight.matrix
 
@@ -240,19 +243,25 @@ def _cut(func: Any, args: Any, kwargs: Any) -> Any:
     weight, position = args[0], AXIS[func]
     ndim = len(weight.scheme.shape)
     axis = _axis(func, args, kwargs)
-    if isinstance(weight, TransposedWeight):
-        axis = {ndim - 2: ndim - 1, ndim - 1: ndim - 2}.get(axis, axis)
+    axis = matrix_axis(weight, axis)
     if axis == ndim - 1 and weight.scheme.padding:
         return func(as_view(weight), *args[1:], **kwargs)
     rest = {name: value for name, value in kwargs.items() if name != "dim"}
     found = func(weight.matrix, *args[1:position], axis, *args[position + 1 :], **rest)
-    result = tree_map_only(QuantizedTensor, lambda matrix: _like(weight, matrix), found)
+    result = tree_map_only(QuantizedTensor, lambda matrix: like(weight, matrix), found)
     if isinstance(result, list) or func is aten.index_select.default:
         return result
     return return_and_correct_aliasing(func, args, kwargs, result)
 
 
-def _like(weight: PaddedWeight, matrix: Any) -> Any:
+def matrix_axis(weight: PaddedWeight, axis: int) -> int:
+    """The axis of the matrix that stands for this axis of the weight."""
+    ndim = len(weight.scheme.shape)
+    swapped = {ndim - 2: ndim - 1, ndim - 1: ndim - 2} if isinstance(weight, TransposedWeight) else {}
+    return swapped.get(axis % ndim, axis % ndim)
+
+
+def like(weight: PaddedWeight, matrix: Any) -> Any:
     """`matrix`, a part of that of `weight`, as such a weight."""
     *rest, rows, columns = matrix.scheme.shape
     columns -= weight.scheme.padding

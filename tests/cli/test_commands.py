@@ -38,6 +38,14 @@ def test_quantize_a_folder(llama: Path, tmp_path: Path, command: Command) -> Non
     assert config["quantization_config"]["quant_method"] == "qtorch"
 
 
+def test_quantize_more_than_linear_layers(llama: Path, tmp_path: Path, command: Command) -> None:
+    said = command("quantize", llama, tmp_path / "q", *INT4, "--targets", "linear,embedding")
+    assert said.startswith("quantized 15 of 16 weights")
+    wide = ("--recipe", "int4_weight_only", "--set", "group_size=48")
+    said = command("quantize", llama, tmp_path / "p.safetensors", *wide, "--on-misfit", "pad", "--format", "qtorch")
+    assert "padded(recipe=int4_weight_only(group_size=48), padding=" in said
+
+
 def test_quantize_a_file(tmp_path: Path, command: Command) -> None:
     qtorch.save_quantized(decoder(), tmp_path / "float.safetensors")
     data = json.loads(command("quantize", tmp_path / "float.safetensors", tmp_path / "q.safetensors", *INT4, "--json"))

@@ -206,3 +206,12 @@ def test_codes_are_not_trained_the_other_way_around() -> None:
         with pytest.raises(ValueError, match=r"stored as \(inputs, outputs\)|exactly these; this is one of"):
             quantize_(layer, {"weight": recipe})
     assert type(layer.weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:4], ids=str)
+def test_exported_in_operators_of_torch(recipe: WeightRecipe) -> None:
+    weight, _ = pair(recipe, 64, 96)
+    layer, x = InOut(weight), torch.randn(5, 64)
+    program = torch.export.export(qtorch.export.portable(layer), (x,))
+    torch.testing.assert_close(program.module()(x), layer(x), rtol=1e-4, atol=1e-5)
+    assert not any("qtorch" in str(node.target) for node in program.graph.nodes)
