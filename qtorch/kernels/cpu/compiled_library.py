@@ -70,8 +70,12 @@ class Library:
         self.dequantize = handle.qtorch_dequantize
         for function in (self.weight_only_mm, self.int8_mm, self.quantize_rows, self.dequantize):
             function.argtypes, function.restype = [ctypes.c_char_p], None
-        self.conv, self.conv_pool = handle.qtorch_conv, handle.qtorch_conv_pool
-        for function in (self.conv, self.conv_pool):
+        self.conv, self.conv_pool, self.conv_float = (
+            handle.qtorch_conv,
+            handle.qtorch_conv_pool,
+            handle.qtorch_conv_float,
+        )
+        for function in (self.conv, self.conv_pool, self.conv_float):
             function.argtypes, function.restype = [ctypes.c_char_p], None
         self.embed = handle.qtorch_embed
         self.conv_pack, self.conv_codes = handle.qtorch_conv_pack, handle.qtorch_conv_codes
