@@ -20,6 +20,7 @@ from qtorch import (
 )
 from qtorch.dtypes import ConvWeight, QuantizedTensor
 from qtorch.kernels import record_kernels
+from qtorch.kernels.cpu import compiled_library
 from qtorch.quantize_api import RECIPES
 from tests.every_recipe import NAMES, make
 
@@ -99,13 +100,16 @@ def test_explain() -> None:
     assert explained.problem.scheme.shape == (16, 288)
     assert explained.note.startswith("on windows of the input, gathered first")
     quantize_(dequantize_(layer), {"weight": int8_weight_only()})
+    with compiled_library.use(None):
+        shown = str(explain(layer))
     assert_expected_inline(
-        str(explain(layer)),
+        shown,
         """\
 weight: conv, float32 input on cpu, weight int8 PerRow() symmetric, PlainLayout()
   runs dequantized_conv (dequantizes the weight on each call: it saves memory, not time)
   not portable_conv: reads the portable layout, the weight has plain
   not cpu_conv: needs quantized activations, the scheme is weight-only
+  not cpu_weight_only_conv: is switched off
   not image_conv: needs quantized activations, the scheme is weight-only
   not windows: takes quantized activations""",
     )

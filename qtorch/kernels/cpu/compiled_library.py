@@ -66,6 +66,7 @@ class Library:
     experts_int8_mm: Runs
     block_sparse_mm: Runs
     conv: Runs
+    conv_float: Runs
     conv_pool: Runs
     attention: Runs
     quantize_rows: Runs

@@ -171,11 +171,11 @@ def _supports(problem: Problem) -> str | None:
         return f"takes images of one or two axes, the weight has shape {scheme.shape}"
     if of_weight.has_zero_point or of_weight.scale_spec is not None:
         return "takes weights without zero points, and scales in floating point"
-    if of_weight.scale_shape(scheme.codes_shape) != (scheme.shape[0], 1):
-        return f"takes a scale for each output channel, the weight has {of_weight.granularity}"
     static = scheme.spec.static and isinstance(activation.granularity, PerTensor)
     if not (static or scales_images(scheme)):
         return f"takes a static scale or one for each image, PerAxis(0), of the activation, the scheme has {activation}"
+    if of_weight.scale_shape(scheme.codes_shape) != (scheme.shape[0], 1):
+        return f"takes a scale for each output channel, the weight has {of_weight.granularity}"
     if conv_quantizer(activation, static) is None:
         return f"does not quantize activations by {activation}"
     return missing()

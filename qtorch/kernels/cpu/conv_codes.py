@@ -92,7 +92,7 @@ def quantize_images(
         scale, zero: fp32 and int32, one element each if the quantizer is given them; else (B), written to.
         out: `form.nbytes` bytes, or None for new ones.
     """
-    x, channels_last = _dense(x)
+    x, channels_last = dense_images(x)
     codes = torch.empty(form.nbytes, dtype=torch.uint8) if out is None else out
     height, width = form.border
     call = ConvCodesCall(
@@ -123,7 +123,7 @@ def quantize_images(
     return codes, bool(library.conv_codes(pack(call)))
 
 
-def _dense(x: Tensor) -> tuple[Tensor, bool]:
+def dense_images(x: Tensor) -> tuple[Tensor, bool]:
     """x (B, C, H, W), each image contiguous, and whether channels come last."""
     _, c, h, w = x.shape
     strides = x.stride()[1:]

@@ -123,3 +123,21 @@ class ConvPoolCall(NamedTuple):
     padding_h: int
     padding_w: int
     threads: int
+
+
+class ConvFloatCall(NamedTuple):
+    """src/conv_float.h"""
+
+    shape: ConvShape
+    x: int
+    image: int
+    channels_last: int
+    height: int
+    width: int
+    padding_h: int
+    padding_w: int
+    packed: int
+    scale: int
+    bias: int
+    out: int
+    threads: int

@@ -1,9 +1,10 @@
-"""Convolution with an integer weight and a floating-point activation: torch's, of the weight in floating point.
+"""Convolution with an integer weight and a floating-point activation.
 
     y = conv(x, dequantize(w)) + bias
 
-The weight is dequantized on each call, into memory that calls share, or once, where `qtorch.config.float_copy_bytes`
-has room for a copy. Its matrix is the weight in channels-last order.
+For fp32 images and int8 weights with a scale per output channel it is compiled: the weight is converted a block at a
+time, into the cache. Otherwise it is torch's, of the weight in floating point: dequantized on each call, into memory
+that calls share, or once, where `qtorch.config.float_copy_bytes` has room for a copy.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ from ..image_conv import empty_result
 from ..linear.int8_scaled import INTEGERS
 from ..registry import Problem, register
 from . import weight
-from .compiled_library import library
+from .compiled_library import library, threads
+from .conv_codes import dense_images
+from .conv_structs import ConvFloatCall
+from .conv_weight import CompiledConv, shape_of, two_axes
 from .float_copies import float_copy, wanted
+from .structs import pack
 from .weight_only import Dequantized
 
 SHARED_BYTES = 64 << 20
@@ -68,6 +73,11 @@ def cpu_weight_only_conv(
     """
     n, k = shape[0], math.prod(shape[1:])
     about = codes, scale, zero_point, n, k, dtype, packed, domain, (low + high + 1) / 2
+    if _is_direct(x, zero_point, packed, shape, groups):
+        layer = CompiledConv.of(codes, scale, None, n, k, dtype, False, "INT", 0.0, tuple(shape), groups)
+        if layer.compiled is not None:
+            window = Window(tuple(shape[2:]), tuple(stride), tuple(padding), tuple(dilation), groups)
+            return _direct(x, layer, window, n, bias)
     fields, compiled = weight.CompiledWeight.of(*about).fields, library()
     if fields is None or compiled is None:
         raise RuntimeError("cpu_weight_only_conv: the compiled kernels do not read these tensors")
@@ -83,13 +93,51 @@ def cpu_weight_only_conv(
     values = None
     if wanted():
         values = float_copy(codes, scale, zero_point, x.dtype, lambda: ordered(made.rows()), size)
-    if recording():
-        note(f"cpu_weight_only_conv.{'float_copy' if values is not None else compiled.instruction_set}")
+    note(f"cpu_weight_only_conv.{'float_copy' if values is not None else 'torch'}")
     if values is None:
         values = ordered(made.rows(out=_shared(size).view(x.dtype).view(n, k)) if size <= SHARED_BYTES else made.rows())
     elif not last:  # a copy may have been made for an input in the other order
         values = values.reshape(shape) if shape[1] == 1 else values.contiguous()
     return CONVOLUTIONS[len(stride)](x, values, bias, stride, padding, dilation, groups)
+
+
+def _is_direct(x: Tensor, zero_point: Tensor | None, packed: bool, shape: list[int], groups: int) -> bool:
+    """Whether the compiled kernel takes the convolution, but for its tensors."""
+    aligned = groups == 1 or shape[1] % 4 == 0
+    return x.dtype is torch.float32 and zero_point is None and not packed and len(shape) < 5 and aligned
+
+
+def _direct(x: Tensor, layer: CompiledConv, window: Window, n: int, bias: Tensor | None) -> Tensor:
+    """By src/conv_float.h."""
+    y = empty_result(x, n, window, x.dtype)
+    compiled = layer.compiled
+    assert compiled is not None
+    if not x.numel() or not y.numel():
+        return y.zero_() if bias is None else y.copy_(bias.reshape(-1, *(1,) * (y.dim() - 2)).expand_as(y))
+    if recording():
+        note(f"cpu_weight_only_conv.{compiled.instruction_set}")
+    images, _ = dense_images(x if x.dim() == 4 else x.unsqueeze(2))
+    last, of_window = not y.is_contiguous(), two_axes(window)
+    if last != (images.stride(1) == 1 and not images.is_contiguous()):
+        images = images.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    batch, channels, height, width = images.shape
+    out = (1, *y.shape[2:])[-2:]
+    call = ConvFloatCall(
+        shape_of(batch, channels, n, of_window, (out[0], out[1])),
+        images.data_ptr(),
+        images.stride(0),
+        last,
+        height,
+        width,
+        *of_window.padding,  # type: ignore[arg-type]
+        packed=layer.packed.data_ptr(),
+        scale=layer.scale.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
+        out=y.data_ptr(),
+        threads=threads(),
+    )
+    compiled.conv_float(pack(call))
+    return y
 
 
 def _shared(size: int) -> Tensor:
@@ -104,6 +152,10 @@ def _supports(problem: Problem) -> str | None:
     if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"takes fp32, bf16 or fp16 activations, got {str(problem.dtype).removeprefix('torch.')}"
     scheme: Any = problem.scheme
+    try:
+        scheme.weight.block_size(scheme.codes_shape)
+    except ValueError:
+        return f"takes the scales of a matrix, the weight has {scheme.weight.granularity}"
     return weight.supports(problem._replace(scheme=scheme.matrix))
 
 
@@ -115,7 +167,8 @@ def _supports(problem: Problem) -> str | None:
     device="cpu",
     priority=30,
     supports=_supports,
-    note="by torch on the dequantized weight: made on each call, or kept within qtorch.config.float_copy_bytes",
+    note="other than int8 per channel in fp32: by torch on the dequantized weight, made on each call, or kept within "
+    "qtorch.config.float_copy_bytes",
     name="cpu_weight_only_conv",
 )
 def _conv(x: Tensor, quantized: Any, bias: Tensor | None, window: Window) -> Tensor:

@@ -299,26 +299,50 @@ def test_observed() -> None:
 
 @pytest.mark.parametrize("build", BUILDS)
 def test_weight_only(build: str) -> None:
-    """torch's convolution of the dequantized weight, made on each call or kept."""
-    for groups, dtype in ((1, torch.float32), (6, torch.float32), (2, torch.bfloat16)):
-        conv = nn.Conv2d(6, 12, 3, padding=1, groups=groups).to(dtype)
+    """As exact as fp32, in the order of the input."""
+    for index, (channels, features, kernel, options, shape) in enumerate(CASES):
+        conv = nn.Conv2d(channels, features, kernel, bias=index % 2 == 0, **options)
         quantize_(conv, {"weight": qtorch.int8_weight_only()})
         plain = copy.deepcopy(conv)
         plain.weight = nn.Parameter(conv.weight.dequantize())
+        groups = conv.groups
+        direct = groups == 1 or channels // groups % 4 == 0
         for channels_last in (False, True):
-            x = images((2, 6, 8, 7), channels_last, dtype)
+            x = images(shape, channels_last)
+            with compiled_library.use(build), torch.no_grad(), record_kernels() as ran:
+                y = conv(x)
+            assert ran[-1] == f"cpu_weight_only_conv.{build if direct else 'torch'}"
+            expected = plain.double()(x.double())
+            torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=3e-6)
+            plain.float()
+            assert channels_last or y.is_contiguous()
             with compiled_library.use(build), torch.no_grad():
-                for limit, word in ((0, build), (1 << 20, "float_copy")):
-                    with config.patch(float_copy_bytes=limit), record_kernels() as ran:
-                        y = conv(x)
-                    assert ran[-1] == f"cpu_weight_only_conv.{word}"
-                    torch.testing.assert_close(y, plain(x), rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-2)
-                    assert y.is_contiguous() != channels_last
+                other = torch.contiguous_format if channels_last else torch.channels_last
+                torch.testing.assert_close(conv(x.contiguous(memory_format=other)), y, rtol=1e-5, atol=3e-6)
+
+
+@NEEDS_LIBRARY
+def test_weight_only_by_torch() -> None:
+    """16-bit images, and formats of other packages: of the dequantized weight, made on each call or kept."""
+    recipes = qtorch.int8_weight_only(), qtorch.int4_weight_only(group_size=18)
+    for groups, recipe in ((1, recipes[0]), (6, recipes[0]), (3, recipes[1])):
+        conv = nn.Conv2d(6, 12, 3, padding=1, groups=groups).to(torch.bfloat16)
+        quantize_(conv, {"weight": recipe})
+        plain = copy.deepcopy(conv)
+        plain.weight = nn.Parameter(conv.weight.dequantize())
+        for channels_last in (False, True):
+            x = images((2, 6, 8, 7), channels_last, torch.bfloat16)
+            for limit, word in ((0, "torch"), (1 << 20, "float_copy")):
+                with config.patch(float_copy_bytes=limit), record_kernels() as ran, torch.no_grad():
+                    y = conv(x)
+                assert ran[-1] == f"cpu_weight_only_conv.{word}"
+                torch.testing.assert_close(y, plain(x), rtol=2e-2, atol=2e-2)
+                assert y.is_contiguous() != channels_last
 
 
 @pytest.mark.parametrize(
     "name",
-    ["ConvShape", "ConvImages", "ConvPackCall", "ConvCodesCall", "ConvFinish", "ConvCall", "ConvPoolCall"],
+    [f"Conv{word}" for word in ("Shape", "Images", "PackCall", "CodesCall", "Finish", "Call", "PoolCall", "FloatCall")],
 )
 def test_fields_are_those_of_the_source(name: str) -> None:
     ours = get_type_hints(getattr(conv_structs, name))

@@ -19,6 +19,7 @@ def declared(name: str) -> list[tuple[str, str]]:
     for statement in body.split(";"):
         if "(" in statement:
             break
+        statement = re.sub(r" \*(\w+), \*", r"* \1, ", statement)
         if found := re.fullmatch(r"\s*(?:const )?(\w+)(\*?) (\w+(?:, \w+)*)\s*", statement):
             kind, pointer, names = found.groups()
             fields += [(field, "pointer" if pointer else kind) for field in names.split(", ")]

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "conv_depthwise.h"
+#include "conv_float.h"
 #include "conv_pool.h"
 #include "conv_tile.h"
 

@@ -270,3 +270,7 @@ EXPORT void qtorch_conv(const ConvCall* call) {
 EXPORT void qtorch_conv_pool(const ConvPoolCall* call) {
     pool_images(*call);
 }
+
+EXPORT void qtorch_conv_float(const ConvFloatCall* call) {
+    multiply_conv_float(*call);
+}
