@@ -59,8 +59,10 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     weights = top_k_weights
     if self._is_expert_parallel:
         weights = weights.masked_fill((top_k_index < 0) | (top_k_index >= self.num_experts), 0.0)
-    y = y.unflatten(0, top_k_index.shape) * weights.unsqueeze(-1)
-    return y.sum(1).to(hidden_states.dtype)
+    y = y.unflatten(0, top_k_index.shape)
+    if weights.dtype == y.dtype == hidden_states.dtype:
+        return torch.bmm(weights.unsqueeze(1), y).squeeze(1)
+    return (y * weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
 
 
 def _stored(weight: Tensor, experts: Any) -> Tensor:
