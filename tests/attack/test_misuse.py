@@ -355,9 +355,7 @@ class Moe(nn.Module):
 
 
 def test_a_wildcard_that_reaches_no_linear_layer() -> None:
-    with pytest.raises(
-        ValueError, match="by a wildcard alone, which selects what multiplies like a linear layer"
-    ) as caught:
+    with pytest.raises(ValueError, match="by a wildcard alone, which selects what multiplies like") as caught:
         quantize_(Moe(), {".*experts.*": INT8})
     assert "matches layers.0.experts.gate_up_proj, layers.0.experts.down_proj, " in str(caught.value)
     pattern = str(caught.value).partition('r"')[2].partition('"')[0]
