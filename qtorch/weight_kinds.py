@@ -147,9 +147,9 @@ WITHOUT_KERNEL: tuple[type[nn.Module], ...] = (
     nn.modules.conv._ConvTransposeNd,
     nn.Bilinear,
     nn.RNNBase,
-    nn.RNNCellBase,
 )
-"""Modules whose parameters cannot be quantized; the recurrent ones run fused kernels on all their weights."""
+"""Modules whose parameters cannot be quantized; the recurrent ones run fused kernels on all their weights (single cells
+multiply as linear layers do, and are quantized by name)."""
 
 
 @register_weight_kind

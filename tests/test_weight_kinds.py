@@ -157,7 +157,7 @@ def test_a_module_that_nothing_is_known_of() -> None:
 def test_what_cannot_be_quantized_is_named_before_anything_changes() -> None:
     """Asked for by name, they are refused now and not in the first forward pass."""
     model = Strange()
-    for module in (nn.LSTM(8, 8), nn.GRUCell(8, 8), nn.Bilinear(8, 8, 8), nn.ConvTranspose1d(8, 8, 3)):
+    for module in (nn.LSTM(8, 8), nn.GRU(8, 8), nn.Bilinear(8, 8, 8), nn.ConvTranspose1d(8, 8, 3)):
         model.inner = module
         name = "inner." + next(iter(dict(module.named_parameters())))
         with pytest.raises(ValueError, match=rf"{name}: is a parameter of {type(module).__name__}, which has no quant"):
