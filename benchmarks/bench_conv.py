@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_conv [--nets resnet18 mobilenet] [--threads 1 2] [--rounds 15] [--save] [--write-docs]
 
-Figures are milliseconds, medians of interleaved turns, and speeds relative to the faster of torch's two memory formats.
+Figures are milliseconds, the fastest call of interleaved turns, and speeds relative to the faster of torch's formats.
 ONNX Runtime quantizes the same network itself, statically: unsigned activations, signed weights per channel.
 """
 
@@ -14,6 +14,7 @@ import importlib.util
 import logging
 import os
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import qtorch
-from benchmarks.common import interleaved_medians, machine, save, write_docs
+from benchmarks.common import machine, save, write_docs
 from benchmarks.conv_nets import MobileNetV2, ResNet18
 from qtorch.calibration import observed
 from qtorch.primitives.granularity import PerAxis
@@ -113,6 +114,18 @@ def candidates(net: nn.Module, x: Tensor, batches: list[Tensor], threads: int) -
     return calls
 
 
+def fastest(calls: dict[str, Call], rounds: int) -> dict[str, float]:
+    """Seconds of the fastest call of each candidate; they take turns of three calls."""
+    times = dict.fromkeys(calls, float("inf"))
+    for _ in range(rounds):
+        for name, call in calls.items():
+            for _ in range(3):
+                start = time.perf_counter()
+                call()
+                times[name] = min(times[name], time.perf_counter() - start)
+    return times
+
+
 def measure(name: str, threads: int, size: int, rounds: int) -> dict[str, float]:
     """Milliseconds of each candidate."""
     torch.manual_seed(0)
@@ -120,15 +133,15 @@ def measure(name: str, threads: int, size: int, rounds: int) -> dict[str, float]
     x = torch.randn(1, 3, size, size)
     batches = [torch.randn(1, 3, size, size) for _ in range(3)]
     calls = candidates(net, x, batches, threads)
-    times = interleaved_medians(calls, rounds, 0.05)
+    times = fastest(calls, rounds)
     # A change of the setting makes all others prepare their weights anew: copies have a run of their own.
     few = {word: calls[word] for word in ("torch", "torch, channels last")}
     few |= {f"{word}, copies": calls[word] for word in ("weight-only", "weight-only, channels last")}
     with qtorch.config.patch(float_copy_bytes=1 << 30):
-        copies = interleaved_medians(few, rounds, 0.05)
+        copies = fastest(few, rounds)
     shift = times["torch, channels last"] / copies["torch, channels last"]
-    times |= {word: time * shift for word, time in copies.items() if word not in times}
-    return {word: time / 1000 for word, time in times.items()}
+    times |= {word: seconds * shift for word, seconds in copies.items() if word not in times}
+    return {word: seconds * 1000 for word, seconds in times.items()}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -166,8 +179,8 @@ def main() -> None:
             with torch.no_grad():
                 times = measure(name, threads, options.size, options.rounds)
             best = min(times["torch"], times["torch, channels last"])
-            for candidate, time in times.items():
-                print(f"  {candidate:36} {time:8.2f} ms  {best / time:5.2f}x")
+            for candidate, milliseconds in times.items():
+                print(f"  {candidate:36} {milliseconds:8.2f} ms  {best / milliseconds:5.2f}x")
             rows.append({"net": name, "threads": threads, **{k: round(v, 3) for k, v in times.items()}})
     if options.save:
         save("conv", rows)

@@ -31,7 +31,9 @@ from .compiled_library import TYPES, missing, threads
 from .conv_codes import CodesForm, quantize_images
 from .conv_structs import ConvCall, ConvFinish
 from .conv_weight import CompiledConv, shape_of, two_axes
-from .structs import Quantizer, pack
+from .structs import Quantizer, struct_of
+
+_pack_call = struct_of(ConvCall).pack
 
 SIGNED = tuple(f"int{bits}" for bits in range(2, 9))
 
@@ -97,11 +99,11 @@ def cpu_conv(
     about = Quantizer(int(low), int(high), int(asymmetric), int(given), smallest, largest)
     bytes_, lost = quantize_images(compiled, images, form, about, shift, scale, zero)
     height, width = (1, *y.shape[2:])[-2:]
-    call = ConvCall(
-        shape_of(x.shape[0], x.shape[1], n, of_window, (height, width)),
-        form.images_at(bytes_.data_ptr(), of_window.padding),  # type: ignore[arg-type]
+    call = _pack_call(
+        *shape_of(x.shape[0], x.shape[1], n, of_window, (height, width)),
+        *form.images_at(bytes_.data_ptr(), of_window.padding),  # type: ignore[arg-type]
         layer.packed.data_ptr(),
-        ConvFinish(
+        *ConvFinish(
             scale=layer.scale.data_ptr(),
             sums=layer.sums.data_ptr(),
             shift=shift,
@@ -126,7 +128,7 @@ def cpu_conv(
         ),
         threads(),
     )
-    compiled.conv(pack(call))
+    compiled.conv(call)
     return _with_lost(y, x, window) if lost and xs is not None else y
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .compiled_library import TYPES, Library, threads
 from .conv_structs import ConvCodesCall, ConvImages
-from .structs import Quantizer, pack
+from .structs import Quantizer, struct_of
 
 BEHIND = 64
 """Bytes behind the last pixel: whole vectors are read."""
@@ -41,37 +41,30 @@ class CodesForm(NamedTuple):
         return cls(images, channels, height, width, 1 if depthwise else groups, border)
 
     @property
-    def padded(self) -> int:
-        """Bytes of the channels of a group."""
-        return (self.channels // self.groups + 3) // 4 * 4
-
-    @property
-    def pixel(self) -> int:
-        """Bytes of a pixel."""
-        return self.padded * self.groups
-
-    @property
-    def row(self) -> int:
-        """Bytes of a row."""
-        return (self.width + 2 * self.border[1]) * self.pixel
-
-    @property
-    def image(self) -> int:
-        """Bytes of an image."""
-        return (self.height + 2 * self.border[0]) * self.row
+    def strides(self) -> tuple[int, int, int, int]:
+        """Bytes of an image, a row, a pixel, and of the channels of a group."""
+        padded = (self.channels // self.groups + 3) // 4 * 4
+        pixel = padded * self.groups
+        row = (self.width + 2 * self.border[1]) * pixel
+        return (self.height + 2 * self.border[0]) * row, row, pixel, padded
 
     @property
     def nbytes(self) -> int:
         """Bytes of all images, and of those behind them."""
-        return self.images * self.image + BEHIND
+        return self.images * self.strides[0] + BEHIND
 
     def first(self, border: Border = (0, 0)) -> int:
         """Bytes before the first pixel, or before a border around it that is not wider than that of the images."""
-        return (self.border[0] - border[0]) * self.row + (self.border[1] - border[1]) * self.pixel
+        _, row, pixel, _ = self.strides
+        return (self.border[0] - border[0]) * row + (self.border[1] - border[1]) * pixel
 
     def images_at(self, address: int, border: Border) -> ConvImages:
         """The struct for a convolution with this padding."""
-        return ConvImages(address + self.first(border), self.image, self.row, self.pixel)
+        image, row, pixel, _ = self.strides
+        return ConvImages(address + self.first(border), image, row, pixel)
+
+
+_pack_codes = struct_of(ConvCodesCall).pack
 
 
 def quantize_images(
@@ -95,7 +88,9 @@ def quantize_images(
     x, channels_last = dense_images(x)
     codes = torch.empty(form.nbytes, dtype=torch.uint8) if out is None else out
     height, width = form.border
-    call = ConvCodesCall(
+    image, row, pixel, padded = form.strides
+    # By position, in the order of the struct's fields, which is several times as fast.
+    call = _pack_codes(
         x.data_ptr(),
         TYPES[x.dtype],
         x.stride(0),
@@ -106,21 +101,21 @@ def quantize_images(
         form.height,
         form.width,
         codes.data_ptr() + form.first(),
-        form.image,
-        form.row,
-        form.pixel,
-        form.padded,
+        image,
+        row,
+        pixel,
+        padded,
         height,
         height,
         width,
         width,
-        quantizer,
+        *quantizer,
         shift,
         scale.data_ptr(),
         zero.data_ptr(),
         threads(),
     )
-    return codes, bool(library.conv_codes(pack(call)))
+    return codes, bool(library.conv_codes(call))
 
 
 def dense_images(x: Tensor) -> tuple[Tensor, bool]:

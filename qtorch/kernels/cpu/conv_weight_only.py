@@ -28,13 +28,14 @@ from .conv_codes import dense_images
 from .conv_structs import ConvFloatCall
 from .conv_weight import CompiledConv, shape_of, two_axes
 from .float_copies import float_copy, wanted
-from .structs import pack
+from .structs import struct_of
 from .weight_only import Dequantized
 
 SHARED_BYTES = 64 << 20
 """Largest weight whose floating-point form is in memory that the calls of a thread share."""
 
 _memory = threading.local()
+_pack_call = struct_of(ConvFloatCall).pack
 
 
 @opaque(
@@ -122,21 +123,22 @@ def _direct(x: Tensor, layer: CompiledConv, window: Window, n: int, bias: Tensor
         images = images.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
     batch, channels, height, width = images.shape
     out = (1, *y.shape[2:])[-2:]
-    call = ConvFloatCall(
-        shape_of(batch, channels, n, of_window, (out[0], out[1])),
+    bias_at = 0 if bias is None else bias.data_ptr()
+    call = _pack_call(
+        *shape_of(batch, channels, n, of_window, (out[0], out[1])),
         images.data_ptr(),
         images.stride(0),
         last,
         height,
         width,
-        *of_window.padding,  # type: ignore[arg-type]
-        packed=layer.packed.data_ptr(),
-        scale=layer.scale.data_ptr(),
-        bias=0 if bias is None else bias.data_ptr(),
-        out=y.data_ptr(),
-        threads=threads(),
+        *of_window.padding,
+        layer.packed.data_ptr(),
+        layer.scale.data_ptr(),
+        bias_at,
+        y.data_ptr(),
+        threads(),
     )
-    compiled.conv_float(pack(call))
+    compiled.conv_float(call)
     return y
 
 
