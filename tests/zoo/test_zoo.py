@@ -155,8 +155,6 @@ def test_one_graph_where_the_float_model_is_one(name: str) -> None:
         pytest.skip("the float model is not one graph")
     model, batch = built(name)
     quantize_(model, int8_weight_only())
-    if any(hasattr(module, "is_concatenated") for module in model.modules()):
-        model.set_experts_implementation("batched_mm")  # the grouped product reads the number of tokens on the host
     wanted = output_of(model, batch)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

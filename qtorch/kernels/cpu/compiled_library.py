@@ -88,7 +88,7 @@ class Library:
         for name, function_type in get_type_hints(Library).items():
             function = getattr(handle, f"qtorch_{name}")
             function.argtypes = [ctypes.c_char_p]
-            function.restype = ctypes.c_int64 if function_type is Counts else None
+            function.restype = ctypes.c_int64 if function_type == Counts else None
             setattr(self, name, function)
 
 
