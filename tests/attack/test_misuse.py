@@ -217,7 +217,7 @@ def takes_embeddings(recipe: Recipe) -> bool:
     return recipe.name != "lora_qat"
 
 
-@pytest.mark.parametrize("recipe", filter(takes_embeddings, EVERY), ids=str)
+@pytest.mark.parametrize("recipe", list(filter(takes_embeddings, EVERY)), ids=str)
 def test_indices(recipe: Recipe) -> None:
     table = quantized(nn.Embedding(32, 64), recipe, torch.arange(4))
     assert table(torch.zeros(0, dtype=torch.long)).shape == (0, 64)
