@@ -155,5 +155,7 @@ def scatter_blocks(stored: Tensor, columns: Tensor, width: int, length: int, fil
     """Inverse of `gather_blocks`: (N, kept * width) -> (N, length), `fill` elsewhere."""
     blocks = stored.unflatten(0, (columns.shape[0], -1)).unflatten(2, (-1, width))
     index = columns.long()[:, None, :, None].expand(-1, blocks.shape[1], -1, width)
-    result = blocks.new_full((*blocks.shape[:2], length // width, width), fill)
-    return result.scatter_(2, index, blocks).flatten(2).flatten(0, 1)
+    result = torch.full((*blocks.shape[:2], length // width, width), fill, dtype=stored.dtype, device=stored.device)
+    if stored.itemsize == 1:  # the small floats have no `scatter`
+        result, blocks = result.view(torch.uint8), blocks.view(torch.uint8)
+    return result.scatter_(2, index, blocks).view(stored.dtype).flatten(2).flatten(0, 1)

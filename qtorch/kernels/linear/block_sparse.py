@@ -115,15 +115,17 @@ def _numerics(weight: Any) -> tuple[str, float, float]:
     return spec.dtype.name, float(low), float(high)
 
 
-def _without_activation(problem: Problem) -> str | None:
-    return "takes quantized activations" if problem.scheme.activation is None else None
+def _supports_floats(problem: Problem) -> str | None:
+    activation = problem.scheme.activation
+    in_floats = activation is not None and activation.dtype.is_floating_point
+    return needs_matrix(problem) if in_floats else "takes activations in floating-point codes"
 
 
 @register(
     "linear",
     layout="block_sparse",
     priority=10,
-    supports=lambda problem: _without_activation(problem) or needs_matrix(problem),
+    supports=_supports_floats,
     note="emulated in fp32: the accuracy of the format, not its speed",
     emulates=True,
 )

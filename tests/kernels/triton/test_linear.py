@@ -17,7 +17,9 @@ TOKEN = QuantSpec("int8", PerRow(), quant_min=-127)
 ASYMMETRIC_TOKEN = QuantSpec("int8", PerRow(), ASYMMETRIC)
 # Operators of torch, which no interpreter runs: they have tests of their own.
 NEED_A_GPU = ("float8_scaled_mm", "semi_sparse_float8_scaled_mm")
-KERNELS = {k.name: k for k in kernels("linear") if k.device == "cuda" and k.name not in NEED_A_GPU}
+# Take few shapes, and have tests of their own.
+OF_BLOCKS = ("cuda_block_sparse_int8_mm", "cuda_block_sparse_weight_mm")
+KERNELS = {k.name: k for k in kernels("linear") if k.device == "cuda" and k.name not in (*NEED_A_GPU, *OF_BLOCKS)}
 OF_QTORCH = ("cuda_int8_mm", "cuda_weight_mm")
 LEAST = {torch.float32: 95, torch.float16: 50, torch.bfloat16: 38}
 
