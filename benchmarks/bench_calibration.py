@@ -33,6 +33,9 @@ from qtorch.calibration import FloatTarget, auto, calibrated, gptq
 from qtorch.primitives import HQQRule, MSERule
 from qtorch.recipe import Recipe
 
+Drawn = tuple[Any, dict[str, Any]]
+"""Batches, and options of `calibrated`."""
+
 Method = Callable[[Any, Any, dict[str, Any]], Recipe]
 
 TRAINED = ("qat", "lsq")
@@ -66,8 +69,7 @@ class Task:
     def model(self) -> nn.Module:
         raise NotImplementedError
 
-    def data(self, seed: int) -> tuple[Any, dict[str, Any]]:
-        """Batches, and options of `calibrated`."""
+    def data(self, seed: int) -> Drawn:
         raise NotImplementedError
 
     def judge(self, model: nn.Module) -> dict[str, float]:
@@ -81,10 +83,9 @@ class Task:
         """Those of the methods that this model can show."""
         return [method for method in asked if method not in (*TRAINED, *PEERS)]
 
-    def quantize(self, model: nn.Module, method: str, bits: int, group_size: int, seed: int) -> None:
+    def quantize(self, model: nn.Module, method: str, bits: int, group_size: int, seed: int, drawn: Drawn) -> None:
         recipe = qtorch.uintx_weight_only(f"uint{bits}", group_size=group_size)
-        data, options = self.data(seed)
-        qtorch.quantize_(model, METHODS[method](recipe, data, options), self.is_quantized)
+        qtorch.quantize_(model, METHODS[method](recipe, *drawn), self.is_quantized)
 
 
 class MiniLM(Task):
@@ -117,7 +118,7 @@ class MiniLM(Task):
             chosen = [others[index] for index in order.tolist()]
         return [pair.document for pair in chosen]
 
-    def data(self, seed: int) -> tuple[Any, dict[str, Any]]:
+    def data(self, seed: int) -> Drawn:
         batches = self.tools.tokenized_batches(self.texts(seed), 16)
         return [{"ids": batch.ids, "mask": batch.mask} for batch in batches], {"mask": lambda batch: batch["mask"]}
 
@@ -168,7 +169,7 @@ class Llama(Task):
     def model(self) -> nn.Module:
         return copy.deepcopy(self.float)
 
-    def data(self, seed: int) -> tuple[Any, dict[str, Any]]:
+    def data(self, seed: int) -> Drawn:
         ids = self.text.batch(1000 + seed, 0, 128, self.run.length)[0]
         return [{"input_ids": part} for part in ids.split(8)], {}
 
@@ -186,11 +187,11 @@ class Llama(Task):
     def methods(self, asked: Iterable[str]) -> list[str]:
         return [method for method in asked if method not in PEERS or importlib.util.find_spec("auto_round")]
 
-    def quantize(self, model: nn.Module, method: str, bits: int, group_size: int, seed: int) -> None:
+    def quantize(self, model: nn.Module, method: str, bits: int, group_size: int, seed: int, drawn: Drawn) -> None:
         if method in PEERS:
-            self._auto_round(model, bits, group_size, seed)
+            self._auto_round(model, bits, group_size, drawn)
             return
-        super().quantize(model, method, bits, group_size, seed)
+        super().quantize(model, method, bits, group_size, seed, drawn)
         if method in TRAINED:
             from tutorials import qat_llama
 
@@ -200,14 +201,14 @@ class Llama(Task):
             )
             qtorch.quantize_(model, qtorch.convert())
 
-    def _auto_round(self, model: nn.Module, bits: int, group_size: int, seed: int) -> None:
+    def _auto_round(self, model: nn.Module, bits: int, group_size: int, drawn: Drawn) -> None:
         """The package's own defaults, 200 iterations a block; it leaves the dequantized weights in the model."""
         from auto_round import AutoRound
         from tokenizers import Tokenizer, models
         from transformers import PreTrainedTokenizerFast
 
         words = Tokenizer(models.WordLevel({chr(byte): byte for byte in range(256)}, unk_token=chr(0)))
-        ids = torch.cat([batch["input_ids"] for batch in self.data(seed)[0]])
+        ids = torch.cat([batch["input_ids"] for batch in drawn[0]])
         AutoRound(
             model,
             tokenizer=PreTrainedTokenizerFast(tokenizer_object=words, pad_token=chr(0)),  # required, and not used
@@ -237,9 +238,9 @@ def rows(task: Task, methods: Iterable[str], seeds: int, only: Iterable[tuple[in
     for bits, group_size in only or task.configurations:
         for method in task.methods(methods):
             for seed in range(1 if method in WITHOUT_DATA else seeds):
-                model = task.model()
+                model, drawn = task.model(), task.data(seed)
                 begun = time.perf_counter()
-                task.quantize(model, method, bits, group_size, seed)
+                task.quantize(model, method, bits, group_size, seed, drawn)
                 seconds = time.perf_counter() - begun
                 row = {"bits": bits, "group_size": group_size, "method": method, "seed": seed, "seconds": seconds}
                 yield {**row, **task.judge(model)}
