@@ -132,7 +132,7 @@ def of_fc(change: Callable[[dict], object]) -> Callable[[dict], object]:
         ),
         (
             of_fc(lambda entry: entry["scheme"]["spec"].update(layout="PlainLayout")),
-            "fc.weight: a layout is one of PackedLayout, PlainLayout",
+            "fc.weight: a layout is one of BlockSparseLayout, PackedLayout, PlainLayout",
         ),
         (of_fc(lambda entry: entry["scheme"]["spec"].update(weight=None)), "fc.weight: no quantized tensor has a None"),
         (

@@ -74,7 +74,7 @@ def test_one_recipe_reaches_linear_layers_only() -> None:
     model = ConvNet()
     report = quantize_(model, int8_weight_only())
     assert [layer.name for layer in report.quantized] == ["head.weight"]
-    assert report.skipped[0].detail == "a convolution; ask for it by name or with filter_fn"
+    assert report.skipped[0].detail == 'a convolution; ask for it by name, or with targets="all"'
 
 
 def test_filter() -> None:

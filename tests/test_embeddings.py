@@ -112,7 +112,7 @@ def test_bags_are_asked_for_as_embeddings_are() -> None:
     recipe = int8_weight_only()
     report = quantize_(Bags(), recipe)
     assert [layer.name for layer in report.quantized] == ["out.weight"]
-    assert report.skipped[0].detail == "an embedding; ask for it by name or with filter_fn"
+    assert report.skipped[0].detail == 'an embedding; ask for it by name, or with targets="all"'
     report = quantize_(Bags(), {r".*": recipe, "table": recipe})
     assert [layer.name for layer in report.quantized] == ["table.weight", "out.weight"]
     report = quantize_(Bags(), recipe, lambda module, name: isinstance(module, nn.EmbeddingBag))

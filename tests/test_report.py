@@ -54,8 +54,8 @@ def test_table() -> None:
 quantized 2 of 3 weights, 90.4% of all parameters; the model: 22,656 -> 6,016 bytes (26.6%); left in floating point: embed.weight (9.0%: None for 'embed')
 
 weight                      shape    what                                   bytes before  after  SQNR dB  kernel
---------------------------------------------------------------------------------------------------------------------------
-experts                     2x32x64  int4_weight_only(group_size=32)        16,384        2,688  21.9     packed_weight_mm
+----------------------------------------------------------------------------------------------------------------------------------
+experts                     2x32x64  int4_weight_only(group_size=32)        16,384        2,688  21.9     experts_as_linear_layers
 embed.weight = head.weight  16x32    skipped: None for 'embed'              2,048
 fc.weight                   32x32    int8_dynamic_activation_int8_weight()  4,096         1,152  48.5     int8_scaled_mm
 these 2 weights: 20,480 -> 3,840 bytes (18.8%)""",  # noqa: E501

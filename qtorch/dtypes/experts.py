@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..kernels.custom_ops import opaque
 from ..kernels.ops.experts import expert_by_expert
@@ -41,6 +42,7 @@ from .linear import (
     saved_weight,
 )
 from .outside_dispatch import dispatches
+from .transposed_weight import PaddedWeight, padded_matrix
 
 
 def grouped_linear(input: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
@@ -75,6 +77,8 @@ def grouped_linear(input: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
         )
     check_dtype("grouped_linear", input, weight.scheme.dtype)
     check_device("grouped_linear", input, weight)
+    if isinstance(weight, PaddedWeight):
+        return grouped_linear(functional.pad(input, (0, weight.scheme.padding)), padded_matrix(weight), experts)
     return cast_for_product(_product, input, weight, None, experts)
 
 
@@ -93,6 +97,8 @@ def has_kernel(weight: Any, input: Tensor) -> bool:
     """Whether a kernel multiplies all experts in one call, for an input of this dtype on this device."""
     if weight.trains or dispatches:
         return False
+    if isinstance(weight, PaddedWeight):
+        weight = weight.matrix
     kernel = find_kernel("grouped_linear", weight.scheme, input.dtype, input.device.type)
     return kernel.function is not experts_as_linear_layers
 

@@ -54,11 +54,18 @@ def windows(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -> Tens
     raise NotImplementedError("windows are multiplied by a kernel of linear")
 
 
+def _is_whole(problem: Problem) -> str | None:
+    scheme = problem.scheme
+    whole = scheme.activation is None or scheme.layout.whole_convolutions
+    return None if whole else "takes codes of activations only where the layout has whole_convolutions"
+
+
 @register(
     "conv",
     layout="portable",
     spec=None,
     priority=100,
+    supports=_is_whole,
     note="operators of torch alone, for export: it dequantizes the weight on each call",
 )
 def portable_conv(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -> Tensor:

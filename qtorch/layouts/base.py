@@ -108,7 +108,9 @@ LAYOUTS: dict[str, type[Layout]] = {}
 def check_layout(value: object) -> None:
     """Raise `ValueError` if `value`, which may come from a file, is not a layout."""
     if type(value) not in LAYOUTS.values():
-        raise ValueError(f"a layout is one of {', '.join(cls.__name__ for cls in LAYOUTS.values())}, got {value!r:.80}")
+        raise ValueError(
+            f"a layout is one of {', '.join(sorted(cls.__name__ for cls in LAYOUTS.values()))}, got {value!r:.80}"
+        )
 
 
 def register_layout(cls: L) -> L:

@@ -25,7 +25,8 @@ from tests.attack.subject import SUBJECTS, Subject
 
 GROUP = "Changes in place"
 
-FROZEN = r"2:4 sparse|frozen|not implemented for|copy_|dequantize|requires a|does not support|load_state_dict|assign"
+SPARSE = r"2:4 sparse|blocks in each row of blocks"
+FROZEN = rf"{SPARSE}|frozen|not implemented for|copy_|dequantize|requires a|does not support|load_state_dict|assign"
 
 NAMES_A_WAY = r"weight[\s\S]*(assign|dequantize|quantize_)"
 
@@ -171,10 +172,10 @@ def _to_other_row(old: Tensor) -> Tensor:
 
 
 WAYS: list[tuple[str, Way, Callable[[Tensor], Tensor], str | None]] = [
-    ("`p.copy_(x)`, x in floating point", _copy_float, _to_other, r"2:4 sparse"),
+    ("`p.copy_(x)`, x in floating point", _copy_float, _to_other, SPARSE),
     ("`p.copy_(q)`, q quantized alike", _copy_quantized, _to_other, None),
-    ("`p.detach().copy_(x)`", _copy_detached, _to_other, r"2:4 sparse"),
-    ("`p.data.copy_(x)`", _data_copy, _to_other, r"2:4 sparse"),
+    ("`p.detach().copy_(x)`", _copy_detached, _to_other, SPARSE),
+    ("`p.data.copy_(x)`", _data_copy, _to_other, SPARSE),
     ("`p.data = x`, x in floating point", _assign_data_float, _to_other, FROZEN),
     ("`p.data = q`, q quantized alike", _assign_data_quantized, _to_other, FROZEN),
     ("`p.add_(1)`", _add, lambda old: old + 1, FROZEN),
@@ -191,7 +192,7 @@ WAYS: list[tuple[str, Way, Callable[[Tensor], Tensor], str | None]] = [
         "`load_state_dict` of a float model",
         _load_float_state,
         _to_other,
-        f"2:4 sparse|{NAMES_A_WAY}",
+        f"{SPARSE}|{NAMES_A_WAY}",
     ),
 ]
 

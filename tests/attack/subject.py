@@ -9,11 +9,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from qtorch import quantize_
+from qtorch import block_sparse, int8_dynamic_activation_int8_weight, quantize_
 from qtorch.dtypes import QuantizedTensor
 from qtorch.prepared_module import PreparedModule
 from qtorch.primitives.codebook_spec import CodebookSpec
 from qtorch.quantize_api import Recipe, WeightRecipe
+from qtorch.recipes.block_sparse import BlockSparse
 from qtorch.training import CodesWeight, TrainingWeight
 from tests import every_recipe
 from tests.attack import training_recipes
@@ -98,6 +99,8 @@ class Subject:
         assert isinstance(weight, QuantizedTensor)
         assert isinstance(self.recipe, WeightRecipe)
         spec = self.recipe.linear_spec()
+        if isinstance(self.recipe, BlockSparse):
+            return "sparse in blocks"
         if self.recipe.prunes:
             return "2:4 sparse"
         if isinstance(spec.weight, CodebookSpec):
@@ -109,6 +112,7 @@ class Subject:
 
 SUBJECTS = [
     *(Subject(name, every_recipe.make(name, 32)) for name in every_recipe.NAMES),
+    Subject("block_sparse", block_sparse(int8_dynamic_activation_int8_weight(), 0.5, block_size=16)),
     *(Subject(name, training_recipes.make(name)) for name in [*training_recipes.NAMES, *training_recipes.VARIANTS]),
 ]
 

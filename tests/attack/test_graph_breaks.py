@@ -13,7 +13,7 @@ import qtorch
 from qtorch import quantize_
 from qtorch.quantize_api import RECIPES
 from tests.attack import training_recipes
-from tests.every_recipe import NAMES, make
+from tests.every_recipe import NAMES, OTHERS, make
 
 
 class InLoop(nn.Module):
@@ -317,6 +317,12 @@ def test_second_derivative_in_training_is_refused_by_name(name: str) -> None:
 
 
 def test_training_recipes_are_all_here() -> None:
-    assert {*NAMES, *training_recipes.NAMES, *qtorch.calibration.__all__, "convert", "from_observers"} >= {
-        name for name, cls in RECIPES.items() if cls.__module__.startswith("qtorch.")
-    }
+    assert {
+        *NAMES,
+        *training_recipes.NAMES,
+        *qtorch.calibration.__all__,
+        *OTHERS,
+        "padded",
+        "convert",
+        "from_observers",
+    } >= {name for name, cls in RECIPES.items() if cls.__module__.startswith("qtorch.")}

@@ -25,8 +25,11 @@ def test_no_cell_is_wrong(name: str) -> None:
 
 def test_every_recipe_is_a_column() -> None:
     names = {name for name, cls in RECIPES.items() if cls.__module__.startswith("qtorch.")}
-    # Recipes that look at data give the tensors of those that they wrap; the others work on weights in preparation.
-    assert names - {"convert", "from_observers", *qtorch.calibration.__all__} <= {subject.name for subject in SUBJECTS}
+    # Recipes that look at data, and padded ones, give the tensors of those that they wrap; the others work on weights
+    # in preparation.
+    assert names - {"convert", "from_observers", "padded", *qtorch.calibration.__all__} <= {
+        subject.name for subject in SUBJECTS
+    }
     few = {subject.family for subject in SUBJECTS if subject.name in FEW}
     assert {subject.family for subject in SUBJECTS} == few
 

@@ -133,6 +133,7 @@ TYPES = {
     "Sequence[int]": "List[int]",
     "Sequence[Tensor]": "List[Tensor]",
     "list[float]": "List[float]",
+    "list[int]": "List[int]",
     "list[Tensor]": "List[Tensor]",
 }
 
