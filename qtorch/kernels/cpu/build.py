@@ -26,7 +26,7 @@ LIBRARIES = Path(os.environ.get("QTORCH_CPU_LIBRARIES") or HERE / "lib")
 then no other is searched."""
 
 SECONDS = 900
-"""Most that the compiler may take for a library; it needs 10 to 40."""
+"""Most that the compiler may take for a library; it needs 10 to 60."""
 
 _AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mbmi2"
 FLAGS = {
