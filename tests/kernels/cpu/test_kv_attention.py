@@ -5,14 +5,14 @@ import itertools
 import pytest
 import torch
 
-from qtorch.kernels import record_kernels
+from qtorch.kernels import record_kernels, registry
 from qtorch.kernels.cache_form import TOKENS, cache_form
 from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.custom_ops import portable
 from qtorch.kernels.ops.kv_attention import KVAttention, attend_portably, kv_attention
 from qtorch.kernels.ops.quantize_tokens import quantize_keys_and_values, quantize_tokens
 from qtorch.primitives import compute_error
-from tests.kernels.cpu.builds import BUILDS
+from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
 from tests.rounding import gamma
 
 FORMS = [cache_form(dtype, block) for dtype in TOKENS for block in (0, 32)]
@@ -173,7 +173,8 @@ def test_many_rows_multiply_matrices(build):
     assert_close(call, got)
 
 
-def test_without_the_library(torch_kernels):
+def test_without_the_library(torch_kernels, monkeypatch):
+    monkeypatch.setattr(registry, "_reported", set())  # what has been warned of before
     call = problem(cache_form("int8", 0), (1, 2, 4, 1, 64, 0, 32, 32))
     with pytest.warns(UserWarning, match="reference"), record_kernels() as ran:
         got = run(call)
@@ -216,6 +217,7 @@ def test_tokens_are_quantized_to_the_bits_of_the_primitives(build, dtype):
                 assert torch.equal(a[kept], b[kept])  # a zero point of 0 may be -0
 
 
+@NEEDS_LIBRARY
 def test_wrong_tensors_are_refused():
     call = problem(cache_form("int8", 0), (1, 2, 2, 1, 8, 0, 16, 16))
     codes, scale = call.keys
