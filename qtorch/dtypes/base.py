@@ -53,8 +53,8 @@ class QuantizedTensor(Copied, torch.Tensor):
         scheme_type: class of its schemes.
         trains: whether it can require a gradient; such a class implements `linear`, `conv` and `embedding`.
         scheme: metadata; hashable, without tensors.
-        fast_linear, fast_grouped: functions that a kernel sets for the next calls, see `fast_path`; neither copied nor
-            saved.  matrices: of experts, see `expert_matrices`; the same.
+        fast_linear, fast_grouped, fast_conv: functions that a kernel sets for the next calls, see `fast_path`; neither
+            copied nor saved.  matrices: of experts, see `expert_matrices`; the same.
     """
 
     spec_type: ClassVar[type]
@@ -63,6 +63,7 @@ class QuantizedTensor(Copied, torch.Tensor):
     scheme: Scheme
     fast_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor | None] | None = None
     fast_grouped: Callable[[Tensor, Tensor, Tensor], Tensor | None] | None = None
+    fast_conv: Callable[..., Tensor | None] | None = None
     matrices: Any = None
 
     @staticmethod

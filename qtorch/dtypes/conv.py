@@ -29,6 +29,7 @@ from .autocast import cast_for_product
 from .base import QuantizedTensor
 from .conv_weight import ConvScheme, ConvWeight, as_conv_weight
 from .dispatch import implements_function
+from .fast_path import fast_conv_of
 from .linear import (
     check_device,
     check_dtype,
@@ -92,6 +93,12 @@ def convolution(
         dilation: Size = 1,
         groups: int = 1,
     ) -> Tensor:
+        if not torch.compiler.is_compiling() and (fast_conv := fast_conv_of(input, weight)) is not None:
+            differentiates = torch.is_grad_enabled() and (input.requires_grad or requires_grad(bias))
+            if not differentiates and input.dim() == ndim + 2:
+                y = fast_conv(input, weight, bias, stride, padding, dilation, groups)
+                if y is not None:
+                    return y
         weight = as_conv_weight(weight)
         shape = checked_shape(name, input, weight)
         if input.dim() == ndim + 1:

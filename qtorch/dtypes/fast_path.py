@@ -1,4 +1,4 @@
-"""The fast path of `F.linear`: from its second call on, a layer calls the compiled kernel directly.
+"""The fast path of layers: from its second call on, a layer calls the compiled kernel directly.
 
 `F.linear` with a quantized weight looks up the kernel, checks shapes, dtypes, devices and the memory of the weight, and
 handles autocast, torch.func, tracers and open records of kernels. For a small layer that takes longer than the product.
@@ -8,7 +8,8 @@ So a kernel that can be called again with pointers alone sets a function on the 
 
 The function checks what may change between calls: the dtype, width and device of the input, the bias, and whether the
 inner tensors were moved or written to. `fast_linear_of` returns it unless another mechanism takes part in the call. It
-is neither copied nor saved. The product with experts has ``weight.fast_grouped(input, weight, experts)``.
+is neither copied nor saved. The product with experts has ``weight.fast_grouped(input, weight, experts)``, a convolution
+``weight.fast_conv(input, weight, bias, stride, padding, dilation, groups)``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .outside_dispatch import dispatches
 
 FastLinear = Callable[[Tensor, Tensor, Tensor | None], Tensor | None]
 FastGrouped = Callable[[Tensor, Tensor, Tensor], Tensor | None]
+FastConv = Callable[[Tensor, Tensor, Tensor | None, Any, Any, Any, int], Tensor | None]
 
 _functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
@@ -42,6 +44,12 @@ def fast_grouped_of(input: Any, weight: Any) -> FastGrouped | None:
     """The same for the product with experts."""
     fast_grouped: FastGrouped | None = getattr(weight, "fast_grouped", None)
     return None if fast_grouped is None or _others_take_part(input) else fast_grouped
+
+
+def fast_conv_of(input: Any, weight: Any) -> FastConv | None:
+    """The same for a convolution."""
+    fast_conv: FastConv | None = getattr(weight, "fast_conv", None)
+    return None if fast_conv is None or _others_take_part(input) else fast_conv
 
 
 def _others_take_part(input: Any) -> bool:

@@ -110,7 +110,7 @@ class CompiledExperts(CompiledWeight):
     @classmethod
     def prepare(cls, weight: Any) -> None:
         """Let the next product with this weight call `grouped` of what the last one made at once."""
-        made = cls._made.get(id(weight.qdata))
+        made = cls.made_of(weight.qdata)
         if made is not None and made.compiled is not None and made.dtype is weight.scheme.dtype:
             vars(weight)["fast_grouped"] = made.grouped
 

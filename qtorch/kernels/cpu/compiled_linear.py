@@ -7,13 +7,12 @@ at once, which checks the input and little else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from . import ways
+from .allocate import empty
 from .compiled_library import TYPES, library, threads
 from .structs import pack, struct_of
 from .ways import WAYS
@@ -21,23 +20,11 @@ from .weight import CompiledWeight, fits
 
 Numerics = tuple[float, ...]
 
-# The allocator of compiled graphs: it takes half the time of one that goes through the dispatcher.
-_allocate: Callable[..., Tensor] | None = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
-
 FEW_ROWS = 64
 """The way is cached for up to this many rows, not for every length of a prompt."""
 
-_PLAIN = (Tensor, nn.Parameter)
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A contiguous, uninitialized tensor."""
-    if _allocate is None:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    strides: tuple[int, ...] = (1,)
-    for size in shape[:0:-1]:
-        strides = (strides[0] * max(size, 1), *strides)
-    return _allocate(shape, strides, dtype)
+PLAIN = (Tensor, nn.Parameter)
+"""Types of a bias that kernels read directly."""
 
 
 class CompiledLinear(CompiledWeight):
@@ -112,7 +99,7 @@ class CompiledLinear(CompiledWeight):
         numerics: Numerics,
     ) -> Tensor:
         """y in this shape, from x whose rows are `stride` elements apart, by one of `ways.WAYS`."""
-        y = _empty(shape, self.dtype)
+        y = empty(shape, self.dtype)
         x_type, y_type = self._types
         pointer = 0 if bias is None else bias.data_ptr()
         # By position, in the order of the struct's fields: making the named tuple would take four times as long.
@@ -131,7 +118,7 @@ class CompiledLinear(CompiledWeight):
             or not x.is_cpu
             or not x.is_contiguous()
             or not self.is_of(weight.qdata, weight.scale, weight.zero_point)
-            or not (bias is None or (type(bias) in _PLAIN and fits(bias, self.dtype, self._n)))
+            or not (bias is None or (type(bias) in PLAIN and fits(bias, self.dtype, self._n)))
         ):
             return None
         k = shape[-1]
@@ -142,7 +129,7 @@ class CompiledLinear(CompiledWeight):
     @classmethod
     def prepare(cls, weight: Any) -> None:
         """Let the next `F.linear` with this weight call `linear` of what the last one made at once."""
-        made = cls._made.get(id(weight.qdata))
+        made = cls.made_of(weight.qdata)
         # Only under autocast may the dtype of the input differ from that of the weight.
         if made is not None and made.source is made.dtype is weight.scheme.dtype:
             vars(weight)["fast_linear"] = made.linear

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ...primitives.affine import MappingType
 from ...primitives.granularity import PerTensor
@@ -27,13 +26,9 @@ from ..im2col import Window
 from ..image_conv import empty_result, scales_images
 from ..registry import Problem, register
 from . import weight
-from .compiled_library import TYPES, missing, threads
-from .conv_codes import CodesForm, quantize_images
-from .conv_structs import ConvCall, ConvFinish
-from .conv_weight import CompiledConv, shape_of, two_axes
-from .structs import Quantizer, struct_of
-
-_pack_call = struct_of(ConvCall).pack
+from .compiled_library import missing
+from .conv_prepared import Activation, calls_of, prepare
+from .conv_weight import CompiledConv
 
 SIGNED = tuple(f"int{bits}" for bits in range(2, 9))
 
@@ -89,57 +84,8 @@ def cpu_conv(
     if recording():
         kind = "depthwise" if groups == x.shape[1] == n > 1 else "dense"
         note(f"cpu_conv.{compiled.instruction_set}.{kind}")
-    images = x if x.dim() == 4 else x.unsqueeze(2)
-    of_window = two_axes(window)
-    form = CodesForm.of(images.shape, n, groups, of_window.padding)  # type: ignore[arg-type]
-    count = 1 if xs is not None else x.shape[0]
-    scale = torch.empty(count) if xs is None else xs.reshape(1).float().contiguous()
-    zero = torch.zeros(count, dtype=torch.int32) if xz is None else xz.reshape(1).to(torch.int32)
-    low, high, asymmetric, given, smallest, largest = quantizer
-    about = Quantizer(int(low), int(high), int(asymmetric), int(given), smallest, largest)
-    bytes_, lost = quantize_images(compiled, images, form, about, shift, scale, zero)
-    height, width = (1, *y.shape[2:])[-2:]
-    call = _pack_call(
-        *shape_of(x.shape[0], x.shape[1], n, of_window, (height, width)),
-        *form.images_at(bytes_.data_ptr(), of_window.padding),  # type: ignore[arg-type]
-        layer.packed.data_ptr(),
-        *ConvFinish(
-            scale=layer.scale.data_ptr(),
-            sums=layer.sums.data_ptr(),
-            shift=shift,
-            x_scale=scale.data_ptr(),
-            x_zero=zero.data_ptr(),
-            per_image=xs is None,
-            bias=0 if bias is None else bias.data_ptr(),
-            out=y.data_ptr(),
-            type=TYPES[y.dtype],
-            channels_last=not y.is_contiguous(),
-            other=0,
-            low=-math.inf,
-            high=math.inf,
-            codes=0,
-            code_image=0,
-            code_row=0,
-            code_pixel=0,
-            code_scale=0.0,
-            code_zero=0,
-            code_low=0,
-            code_high=0,
-        ),
-        threads(),
-    )
-    compiled.conv(call)
-    return _with_lost(y, x, window) if lost and xs is not None else y
-
-
-def _with_lost(y: Tensor, x: Tensor, window: Window) -> Tensor:
-    """NaN in all results of windows, those of one group, that hold a NaN or an infinity."""
-    groups, ndim = window.groups, len(window.kernel)
-    lost = (~x.isfinite()).unflatten(1, (groups, -1)).any(2).flatten(0, 1).unsqueeze(1).float()
-    conv = (functional.conv1d, functional.conv2d)[ndim - 1]
-    windows = conv(lost, lost.new_ones(1, 1, *window.kernel), None, window.stride, window.padding, window.dilation) > 0
-    windows = windows.reshape(y.shape[0], groups, *y.shape[2:]).repeat_interleave(y.shape[1] // groups, 1)
-    return y.masked_fill_(windows, torch.nan)
+    activation = Activation(tuple(quantizer), shift, xs is not None)
+    return calls_of(layer, n, activation).run(x, bias, window, xs, xz)
 
 
 @functools.cache
@@ -215,4 +161,6 @@ def _conv(x: Tensor, quantized: Any, bias: Tensor | None, window: Window) -> Ten
         scheme.weight.dtype.name,
         added,
     )
+    if not torch.compiler.is_compiling():
+        prepare(quantized, Activation(quantizer, shift, scheme.spec.static))
     return y if bias is None else y + bias.reshape(-1, *(1,) * (y.dim() - 2))

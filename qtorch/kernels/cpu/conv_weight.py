@@ -23,19 +23,22 @@ class CompiledConv(CompiledWeight):
     Attributes:
         compiled: the library; None if it is missing or does not accept the weight.
         packed, sums, scale: see src/conv.h.
+        calls: see `conv_prepared`, by how the input is quantized.
     """
 
-    __slots__ = ("compiled", "packed", "scale", "sums")
+    __slots__ = ("calls", "compiled", "packed", "scale", "sums")
 
     compiled: Library | None
     packed: Tensor
     sums: Tensor
     scale: Tensor
+    calls: dict[Any, Any]
 
     def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
         """See `of`; the last of `about` are the shape of the weight (N, C / groups, *kernel) and groups."""
         super().__init__(codes, scale, zero_point, *about)
         n, shape, groups = about[0], about[-2], about[-1]
+        self.calls = {}
         self.compiled = library() if self.fields and scale.shape[1] == 1 and zero_point is None else None
         if self.compiled is None:
             return

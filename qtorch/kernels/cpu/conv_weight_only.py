@@ -23,19 +23,16 @@ from ..image_conv import empty_result
 from ..linear.int8_scaled import INTEGERS
 from ..registry import Problem, register
 from . import weight
-from .compiled_library import library, threads
-from .conv_codes import dense_images
-from .conv_structs import ConvFloatCall
-from .conv_weight import CompiledConv, shape_of, two_axes
+from .compiled_library import library
+from .conv_prepared import calls_of, prepare
+from .conv_weight import CompiledConv
 from .float_copies import float_copy, wanted
-from .structs import struct_of
 from .weight_only import Dequantized
 
 SHARED_BYTES = 64 << 20
 """Largest weight whose floating-point form is in memory that the calls of a thread share."""
 
 _memory = threading.local()
-_pack_call = struct_of(ConvFloatCall).pack
 
 
 @opaque(
@@ -79,6 +76,11 @@ def cpu_weight_only_conv(
         if layer.compiled is not None:
             window = Window(tuple(shape[2:]), tuple(stride), tuple(padding), tuple(dilation), groups)
             return _direct(x, layer, window, n, bias)
+    if shape[1] == 1 and x.numel():
+        kept = ChannelwiseConv.of(*about, tuple(shape), x.dtype)
+        if kept.values is not None:
+            note("cpu_weight_only_conv.kept")
+            return kept.run(x, bias, stride, padding, dilation, groups)
     fields, compiled = weight.CompiledWeight.of(*about).fields, library()
     if fields is None or compiled is None:
         raise RuntimeError("cpu_weight_only_conv: the compiled kernels do not read these tensors")
@@ -87,8 +89,6 @@ def cpu_weight_only_conv(
 
     def ordered(values: Tensor) -> Tensor:
         """The weight in the order of x, in which torch's result is too."""
-        if shape[1] == 1 and not last:
-            return values.view(shape)  # one channel lies in either order: its strides tell torch which
         return from_matrix(values, shape) if last else from_matrix(values, shape).contiguous()
 
     values = None
@@ -98,8 +98,57 @@ def cpu_weight_only_conv(
     if values is None:
         values = ordered(made.rows(out=_shared(size).view(x.dtype).view(n, k)) if size <= SHARED_BYTES else made.rows())
     elif not last:  # a copy may have been made for an input in the other order
-        values = values.reshape(shape) if shape[1] == 1 else values.contiguous()
+        values = values.contiguous()
     return CONVOLUTIONS[len(stride)](x, values, bias, stride, padding, dilation, groups)
+
+
+class ChannelwiseConv(weight.CompiledWeight):
+    """The weight of a convolution with one input channel in each group, in floating point: it is so small a part of a
+    model that it is kept, and torch's convolution called.
+
+    Attributes:
+        values: (N, 1, *kernel), contiguous; None if the compiled kernels do not read the codes.
+    """
+
+    __slots__ = ("_dtype", "_last", "values")
+
+    def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
+        """See `of`; the last of `about` are the shape of the weight and the dtype of x."""
+        super().__init__(codes, scale, zero_point, *about)
+        n, k, shape, self._dtype = *about[:2], *about[-2:]
+        compiled = library()
+        self.values = self._last = None
+        if self.fields is not None and compiled is not None:
+            rows = Dequantized(compiled, self.fields, n, k, self._dtype).rows()
+            # One channel lies in either order: its strides tell torch in which the result shall be.
+            self.values, self._last = rows.view(shape), from_matrix(rows, shape)
+
+    def run(self, x: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int) -> Tensor:
+        """y (B, N, *positions)."""
+        values = self._last if is_channels_last(x) else self.values
+        assert values is not None
+        return CONVOLUTIONS[x.dim() - 2](x, values, bias, stride, padding, dilation, groups)
+
+    def conv(
+        self, x: Tensor, weight: Any, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
+    ) -> Tensor | None:
+        """The convolution with the weight that this was made from; None if torch's would not be the same."""
+        if (
+            x.dtype is not self._dtype
+            or x.dtype is not weight.scheme.dtype
+            or not (x.is_cpu and x.numel() and x.shape[1] == groups and isinstance(padding, tuple))
+            or not (bias is None or bias.dtype is x.dtype)
+            or not self.is_of(weight.qdata, weight.scale, weight.zero_point)
+        ):
+            return None
+        return self.run(x, bias, stride, padding, dilation, groups)
+
+    @classmethod
+    def prepare(cls, weight: Any) -> None:
+        """Let the next convolution with this weight call `conv` at once."""
+        made = cls.made_of(weight.qdata)
+        if made is not None and made.values is not None and made.is_of(weight.qdata, weight.scale, weight.zero_point):
+            vars(weight)["fast_conv"] = made.conv
 
 
 def _is_direct(x: Tensor, zero_point: Tensor | None, packed: bool, shape: list[int], groups: int) -> bool:
@@ -111,35 +160,12 @@ def _is_direct(x: Tensor, zero_point: Tensor | None, packed: bool, shape: list[i
 def _direct(x: Tensor, layer: CompiledConv, window: Window, n: int, bias: Tensor | None) -> Tensor:
     """By src/conv_float.h."""
     y = empty_result(x, n, window, x.dtype)
-    compiled = layer.compiled
-    assert compiled is not None
     if not x.numel() or not y.numel():
         return y.zero_() if bias is None else y.copy_(bias.reshape(-1, *(1,) * (y.dim() - 2)).expand_as(y))
     if recording():
-        note(f"cpu_weight_only_conv.{compiled.instruction_set}")
-    images, _ = dense_images(x if x.dim() == 4 else x.unsqueeze(2))
-    last, of_window = not y.is_contiguous(), two_axes(window)
-    if last != (images.stride(1) == 1 and not images.is_contiguous()):
-        images = images.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
-    batch, channels, height, width = images.shape
-    out = (1, *y.shape[2:])[-2:]
-    bias_at = 0 if bias is None else bias.data_ptr()
-    call = _pack_call(
-        *shape_of(batch, channels, n, of_window, (out[0], out[1])),
-        images.data_ptr(),
-        images.stride(0),
-        last,
-        height,
-        width,
-        *of_window.padding,
-        layer.packed.data_ptr(),
-        layer.scale.data_ptr(),
-        bias_at,
-        y.data_ptr(),
-        threads(),
-    )
-    compiled.conv_float(call)
-    return y
+        assert layer.compiled is not None
+        note(f"cpu_weight_only_conv.{layer.compiled.instruction_set}")
+    return calls_of(layer, n, None).run(x, bias, window)
 
 
 def _shared(size: int) -> Tensor:
@@ -193,4 +219,7 @@ def _conv(x: Tensor, quantized: Any, bias: Tensor | None, window: Window) -> Ten
         window.groups,
         added,
     )
+    if not torch.compiler.is_compiling():
+        prepare(quantized, None)
+        ChannelwiseConv.prepare(quantized)
     return y if bias is None else y + bias.reshape(-1, *(1,) * (y.dim() - 2))

@@ -87,6 +87,11 @@ class CompiledWeight:
             found = cls._made[id(codes)] = cls(codes, scale, zero_point, *about)
         return found
 
+    @classmethod
+    def made_of(cls: type[W], codes: Tensor) -> W | None:
+        """The one that `of` made last of these codes."""
+        return cls._made.get(id(codes))
+
     def is_of(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> bool:
         """Whether it was made from these tensors, they have neither moved nor been written to since, and the choice of
         kernels has not changed."""

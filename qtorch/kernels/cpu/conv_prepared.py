@@ -1,0 +1,226 @@
+"""Compiled convolutions prepared for inputs of one shape: what a call needs besides addresses.
+
+As for linear layers (`compiled_linear.py`), the second convolution with a weight calls `ConvCalls.conv` at once, which
+runs what the first one has prepared.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..im2col import Size, Window, is_channels_last
+from ..image_conv import empty_result
+from .allocate import empty, empty_strided
+from .compiled_library import TYPES, Library, threads
+from .compiled_linear import PLAIN
+from .conv_codes import CodesForm, quantize_images
+from .conv_structs import ConvCall, ConvFinish, ConvFloatCall
+from .conv_weight import CompiledConv, shape_of, two_axes
+from .structs import Quantizer, struct_of
+from .weight import fits
+
+SHAPES = 64
+"""Shapes of inputs for which a weight keeps calls."""
+
+_pack_codes_call = struct_of(ConvCall).pack
+_pack_float_call = struct_of(ConvFloatCall).pack
+
+
+class Activation(NamedTuple):
+    """How the input is quantized.
+
+    Attributes:
+        quantizer: (low, high, asymmetric, given, smallest scale, largest scale).
+        shift: from codes to unsigned ones.
+        static: whether scale and zero point are given.
+    """
+
+    quantizer: tuple[float, ...]
+    shift: int
+    static: bool
+
+
+class FloatConv:
+    """Images in fp32, by src/conv_float.h. They are contiguous, or channels last."""
+
+    def __init__(self, layer: CompiledConv, x: Tensor, window: Window, n: int) -> None:
+        y = empty_result(x, n, window, x.dtype)
+        self._sizes, self._strides, self._dtype = tuple(y.shape), y.stride(), x.dtype
+        assert layer.compiled is not None
+        self._run = layer.compiled.conv_float
+        images, of_window = x if x.dim() == 4 else x.unsqueeze(2), two_axes(window)
+        batch, channels, height, width = images.shape
+        self._shape = shape_of(batch, channels, n, of_window, (1, *y.shape[2:])[-2:])
+        self._images = images.stride(0), is_channels_last(x), height, width, *of_window.padding
+        self._weight = layer.packed.data_ptr(), layer.scale.data_ptr()
+
+    @staticmethod
+    def ordered(x: Tensor) -> Tensor:
+        """x (B, C, *sizes) in one of the orders that it takes."""
+        if x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)):
+            return x
+        return x.contiguous()
+
+    def run(self, x: Tensor, bias: Tensor | None, xs: Tensor | None, xz: Tensor | None) -> Tensor:
+        """y (B, N, *positions)."""
+        y = empty_strided(self._sizes, self._strides, self._dtype)
+        self._run(
+            _pack_float_call(
+                *self._shape,
+                x.data_ptr(),
+                *self._images,
+                *self._weight,
+                0 if bias is None else bias.data_ptr(),
+                y.data_ptr(),
+                threads(),
+            )
+        )
+        return y
+
+
+class CodesConv:
+    """Images in floating point that become codes, by src/conv.h."""
+
+    def __init__(self, layer: CompiledConv, x: Tensor, window: Window, n: int, activation: Activation) -> None:
+        y = empty_result(x, n, window, x.dtype)
+        self._sizes, self._strides, self._dtype = tuple(y.shape), y.stride(), x.dtype
+        assert layer.compiled is not None
+        self._library: Library = layer.compiled
+        low, high, asymmetric, given, smallest, largest = activation.quantizer
+        self._quantizer = Quantizer(int(low), int(high), int(asymmetric), int(given), smallest, largest)
+        self._shift, self._static, self._window = activation.shift, activation.static, window
+        self._axis = x.dim() == 3
+        images, of_window = x.unsqueeze(2) if self._axis else x, two_axes(window)
+        padding = of_window.padding[0], of_window.padding[1]
+        self._form = CodesForm.of(images.shape, n, window.groups, padding)
+        self._scales = 1 if self._static else x.shape[0]
+        self._shape = shape_of(x.shape[0], x.shape[1], n, of_window, (1, *y.shape[2:])[-2:])
+        at = self._form.images_at(0, padding)
+        self._first, self._steps = at.data, at[1:]
+        self._weight = layer.packed.data_ptr(), layer.scale.data_ptr(), layer.sums.data_ptr(), self._shift
+        # Fields of ConvFinish after `out`: y is the result, nothing is added or clamped.
+        none = ConvFinish(*(0 for _ in ConvFinish._fields))._replace(low=-math.inf, high=math.inf)
+        self._finish = TYPES[x.dtype], is_channels_last(x), *none[ConvFinish._fields.index("other") :]
+
+    @staticmethod
+    def ordered(x: Tensor) -> Tensor:
+        """x (B, C, *sizes)."""
+        return x
+
+    def run(self, x: Tensor, bias: Tensor | None, xs: Tensor | None, xz: Tensor | None) -> Tensor:
+        """y (B, N, *positions).
+
+        Args:
+            xs, xz: static scale and zero point, (1, 1).
+        """
+        scale = empty((self._scales,), torch.float32) if xs is None else xs.reshape(1).float()
+        zero = torch.zeros(self._scales, dtype=torch.int32) if xz is None else xz.reshape(1).to(torch.int32)
+        images = x.unsqueeze(2) if self._axis else x
+        codes, lost = quantize_images(self._library, images, self._form, self._quantizer, self._shift, scale, zero)
+        y = empty_strided(self._sizes, self._strides, self._dtype)
+        self._library.conv(
+            _pack_codes_call(
+                *self._shape,
+                codes.data_ptr() + self._first,
+                *self._steps,
+                *self._weight,
+                scale.data_ptr(),
+                zero.data_ptr(),
+                xs is None,
+                0 if bias is None else bias.data_ptr(),
+                y.data_ptr(),
+                *self._finish,
+                threads(),
+            )
+        )
+        return with_lost(y, x, self._window) if lost and self._static else y
+
+
+class ConvCalls:
+    """The convolutions that were prepared for a weight, by the shape, dtype and order of the input and the window.
+
+    Args:
+        layer: the weight.
+        n: features of the result.
+        activation: how the input is quantized; None if it is not.
+    """
+
+    __slots__ = ("_activation", "_calls", "_layer", "_n")
+
+    def __init__(self, layer: CompiledConv, n: int, activation: Activation | None) -> None:
+        self._layer, self._n, self._activation = layer, n, activation
+        self._calls: dict[Any, FloatConv | CodesConv] = {}
+
+    def run(
+        self, x: Tensor, bias: Tensor | None, window: Window, xs: Tensor | None = None, xz: Tensor | None = None
+    ) -> Tensor:
+        """y (B, N, *positions), prepared at the first call for such an input."""
+        activation = self._activation
+        x = (FloatConv if activation is None else CodesConv).ordered(x)
+        key = (x.shape, x.stride(), x.dtype, *window[1:])
+        call = self._calls.get(key)
+        if call is None:
+            if len(self._calls) >= SHAPES:
+                self._calls.clear()
+            about = self._layer, x, window, self._n
+            call = self._calls[key] = FloatConv(*about) if activation is None else CodesConv(*about, activation)
+        return call.run(x, bias, xs, xz)
+
+    def conv(
+        self,
+        x: Tensor,
+        weight: Any,
+        bias: Tensor | None,
+        stride: Size,
+        padding: Size | str,
+        dilation: Size,
+        groups: int,
+    ) -> Tensor | None:
+        """The convolution with the weight that this was made from; None if no such call was prepared."""
+        try:
+            call = self._calls.get((x.shape, x.stride(), x.dtype, stride, padding, dilation, groups))
+        except TypeError:  # sizes in a list
+            return None
+        if (
+            call is None
+            or not x.is_cpu
+            or x.dtype is not weight.scheme.dtype
+            or not self._layer.is_of(weight.qdata, weight.scale, weight.zero_point)
+            or not (bias is None or (type(bias) in PLAIN and fits(bias, x.dtype, self._n)))
+        ):
+            return None
+        if self._activation is not None and self._activation.static:
+            return call.run(x, bias, weight.act_scale, weight.act_zero_point)
+        return call.run(x, bias, None, None)
+
+
+def calls_of(layer: CompiledConv, n: int, activation: Activation | None) -> ConvCalls:
+    """The prepared convolutions of a weight."""
+    found: ConvCalls | None = layer.calls.get(activation)
+    if found is None:
+        found = layer.calls[activation] = ConvCalls(layer, n, activation)
+    return found
+
+
+def prepare(weight: Any, activation: Activation | None) -> None:
+    """Let the next convolution with this weight run what the last one prepared at once."""
+    made = CompiledConv.made_of(weight.qdata)
+    if made is None or not made.is_of(weight.qdata, weight.scale, weight.zero_point):
+        return
+    if (calls := made.calls.get(activation)) is not None:
+        vars(weight)["fast_conv"] = calls.conv
+
+
+def with_lost(y: Tensor, x: Tensor, window: Window) -> Tensor:
+    """NaN in all results of windows, those of one group, that hold a NaN or an infinity."""
+    groups, ndim = window.groups, len(window.kernel)
+    lost = (~x.isfinite()).unflatten(1, (groups, -1)).any(2).flatten(0, 1).unsqueeze(1).float()
+    conv = (functional.conv1d, functional.conv2d)[ndim - 1]
+    windows = conv(lost, lost.new_ones(1, 1, *window.kernel), None, window.stride, window.padding, window.dilation) > 0
+    windows = windows.reshape(y.shape[0], groups, *y.shape[2:]).repeat_interleave(y.shape[1] // groups, 1)
+    return y.masked_fill_(windows, torch.nan)
