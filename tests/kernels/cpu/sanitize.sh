@@ -19,7 +19,7 @@ print(*filter(runs_here, instruction_sets()))')}
 import runpy, sys
 from pathlib import Path
 
-flags = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+flags = ["-g", "-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 flags.append("-fno-sanitize=signed-integer-overflow")  # lanes of a vector that nothing reads may overflow
 errors = runpy.run_path("qtorch/kernels/cpu/build.py")["build"](Path(sys.argv[1]), flags, sys.argv[2:])
 sys.exit("\n".join(errors.values()) or 0)
