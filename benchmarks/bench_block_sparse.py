@@ -4,19 +4,21 @@ Figures are the dense int8 layer's time divided by the candidate's, medians of i
 the dense layer. Weights rotate through more than 100 MB, so that they come from memory as they do in a model.
 
     python -m benchmarks.bench_block_sparse [--size 4096] [--rows 1 4 64 256] [--threads 1] [--save]
+        [--write-docs]
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import qtorch
 from benchmarks.bench_cpu_linear import FOOTPRINT, turns
-from benchmarks.common import interleaved_medians, save
+from benchmarks.common import interleaved_medians, machine, save, write_docs
 from qtorch.primitives import prune_blocks
 
 DENSE = qtorch.int8_dynamic_activation_int8_weight()
@@ -68,10 +70,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 64, 256])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--save", action="store_true", help="write results/block_sparse.json")
+    parser.add_argument("--write-docs", action="store_true", help="also write the table of docs/performance/results.md")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     layers = candidates(args.size)
-    results: list[dict[str, float | str]] = []
+    results: list[dict[str, Any]] = []
     for rows in args.rows:
         x = torch.randn(rows, args.size)
         medians = interleaved_medians({name: turns(those, x) for name, those in layers.items()})
@@ -81,6 +84,25 @@ def main() -> None:
             print(f"{rows:4d} rows  {name:40s} {seconds:8.0f} us  {ratio:6.2f}", flush=True)
     if args.save:
         save("block_sparse", results)
+    if args.write_docs:
+        write_docs("block_sparse", table(args.size, results))
+
+
+def table(size: int, results: list[dict[str, Any]]) -> str:
+    """The table for docs/performance/results.md."""
+    rows = list(dict.fromkeys(row["rows"] for row in results))
+    names = list(dict.fromkeys(row["layer"] for row in results))
+    ratios = {(row["layer"], row["rows"]): row["ratio"] for row in results}
+    about = machine()
+    lines = [
+        f"{about['processor']}, {about['threads']} thread(s), {size} x {size}, fp32 inputs: the time of the dense layer",
+        "of `int8_dynamic_activation_int8_weight` divided by that of the layer.",
+        "",
+        f"| | {' | '.join(f'{n} rows' if n > 1 else '1 row' for n in rows)} |",
+        "|---" * (len(rows) + 1) + "|",
+        *(f"| {name} | {' | '.join(f'{ratios[name, n]:.2f}' for n in rows)} |" for name in names),
+    ]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

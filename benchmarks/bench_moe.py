@@ -1,6 +1,6 @@
 """Mixture-of-experts layers on the CPU: every implementation of transformers, float and quantized; a decoder of them.
 
-`python -m benchmarks.bench_moe` (one thread; `--threads 2` for two); `--docs` writes the table into
+`python -m benchmarks.bench_moe` (one thread; `--threads 2` for two); `--write-docs` writes the table into
 docs/performance/results.md. The layer has the shape of Qwen3-MoE: 64 experts of 1024 -> 2 x 512 -> 1024, 8 for each
 token, fp32. Tokens take turns among eight routings, so that the experts come from memory. Times are minima of
 interleaved rounds, of one thread its own time on the processor, which others that run beside it do not count for;
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 64])
     parser.add_argument("--no-decoder", action="store_true")
-    parser.add_argument("--docs", action="store_true", help="write the table into the page of results")
+    parser.add_argument("--write-docs", action="store_true", help="write the table into the page of results")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     rows = []
@@ -194,7 +194,7 @@ def main() -> None:
     text = f"{about['processor']}, {about['threads']} thread(s), torch {about['torch']}; milliseconds:\n\n{table(rows)}"
     print(text)
     save(f"moe_{arguments.threads}", rows)
-    if arguments.docs:
+    if arguments.write_docs:
         write_docs(f"moe {arguments.threads}", text)
 
 
