@@ -95,8 +95,8 @@ def table(size: int, results: list[dict[str, Any]]) -> str:
     ratios = {(row["layer"], row["rows"]): row["ratio"] for row in results}
     about = machine()
     lines = [
-        f"{about['processor']}, {about['threads']} thread(s), {size} x {size}, fp32 inputs: the time of the dense layer",
-        "of `int8_dynamic_activation_int8_weight` divided by that of the layer.",
+        f"{about['processor']}, {about['threads']} thread(s), {size} x {size}, fp32 inputs: the time of the dense",
+        "layer of `int8_dynamic_activation_int8_weight` divided by that of the layer.",
         "",
         f"| | {' | '.join(f'{n} rows' if n > 1 else '1 row' for n in rows)} |",
         "|---" * (len(rows) + 1) + "|",
