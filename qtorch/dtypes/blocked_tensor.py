@@ -141,7 +141,7 @@ class BlockedTensor(MatrixWeight):
     def _from_pickled(cls, tensors: dict[str, Tensor], scheme: Scheme) -> BlockedTensor:
         if not isinstance(scheme, BlockedScheme):
             raise ValueError(f"a {cls.__name__} has a {cls.scheme_type.__name__}, got {scheme!r}")
-        return cls.of_matrix(quantized_type(scheme.weight)._from_pickled(tensors, scheme.matrix), scheme)  # type: ignore[attr-defined]
+        return cls.of_matrix(quantized_type(scheme.weight)._from_pickled(tensors, scheme.matrix), scheme)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The plain float tensor, in the logical dtype unless `dtype` is given."""
@@ -191,10 +191,11 @@ def same_codes(one: BlockedScheme, other: BlockedScheme) -> bool:
 
 
 def _slice(func: Any, args: Any, kwargs: Any) -> Tensor:
-    tensor, axis, start, stop, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    given = [*args, *(0, None, None, 1)[len(args) - 1 :]]
+    tensor, axis = given[:2]
     shape = tensor.scheme.shape
     axis %= len(shape)
-    start, stop, step = slice(start, stop, step).indices(shape[axis])
+    start, stop, step = slice(*given[2:]).indices(shape[axis])
     stop = max(start, stop)
     if (start, stop, step) == (0, shape[axis], 1):
         part = tensor.map_inner(lambda inner: inner)

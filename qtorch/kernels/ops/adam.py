@@ -88,9 +88,7 @@ class AdamStep:
 
 @by_device
 @torch.no_grad()
-def adam_step(
-    weight: Tensor, grad: Tensor, moments: list[Moment], blocks: FlatBlocks, step: AdamStep
-) -> None:
+def adam_step(weight: Tensor, grad: Tensor, moments: list[Moment], blocks: FlatBlocks, step: AdamStep) -> None:
     """One step, in place; this function defines the numbers.
 
     Args:

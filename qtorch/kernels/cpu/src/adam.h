@@ -26,7 +26,7 @@ struct Adam {
     float* highest_scale;
     double beta1, beta2, rest1, rest2;  // rest = 1 - beta
     double eps, decay, l2, step_size, correction;
-    double largest;  // scale of float8; the smallest of all is the smallest normal number
+    double largest;  // scale; the smallest is the smallest normal number
     int64_t random, key, first_element;
     int64_t threads;
 };
@@ -76,9 +76,8 @@ struct Range {
 
     template <class Codec>
     INLINE float scale(const Adam& in) const {
-        constexpr float SMALLEST = 0x1p-126f, LARGEST = 3.4028234663852886e38f;
-        float most = largest(high), scale = Codec::IS_FLOAT8 ? most / 448.0f : most;
-        float limit = Codec::IS_FLOAT8 ? (float)in.largest : LARGEST;
+        constexpr float SMALLEST = 0x1p-126f;
+        float most = largest(high), scale = Codec::IS_FLOAT8 ? most / 448.0f : most, limit = in.largest;
         scale = scale < SMALLEST ? SMALLEST : scale > limit ? limit : scale;
         return sum(lost) ? __builtin_nanf("") : scale;
     }
