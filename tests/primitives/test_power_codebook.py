@@ -41,12 +41,12 @@ def test_codes_are_the_nearest(dtype: str, power: int, signed: bool) -> None:
     codes = spec.quantize(x, scale, values)
     place = (x / scale).double()
     distance = (place[..., None] - table.double()).abs()
-    chosen = distance.gather(-1, codes.long()[..., None] - signed).squeeze(-1)
+    chosen = distance.gather(-1, codes.long()[..., None] - int(signed)).squeeze(-1)
     # The middles that codes are chosen by are rounded to fp32.
     assert (chosen - distance.amin(-1) <= 2.0**-23 * place.abs()).all()
     inside = middles.double() == (table[1:].double() + table[:-1].double()) / 2
     assert inside.any()
-    lower = torch.arange(len(middles)) + signed
+    lower = torch.arange(len(middles)) + int(signed)
     assert torch.equal(codes[0, : len(middles)][inside], lower.to(torch.uint8)[inside])
     assert codes.unique().numel() > 10
 

@@ -30,7 +30,7 @@ class LowBitAdam(Loads, torch.optim.Optimizer):
     """Adam whose moments are held in codes.
 
     Args:
-        params: parameters, or groups, as for any optimizer; a group may have its own `optim_bits` and `block_size`.
+        params: parameters, or groups, as for any optimizer; each of these arguments may differ by group.
         lr: a float, or a tensor of one element, which is read at each step.
         betas, eps, weight_decay, amsgrad: as of `torch.optim.Adam` and `AdamW`.
         block_size: most elements that share a scale.
@@ -66,9 +66,10 @@ class LowBitAdam(Loads, torch.optim.Optimizer):
                 raise ValueError(f"{type(self).__name__}: {name} is not negative, got {value}")
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"{type(self).__name__}: betas are at least 0 and less than 1, got {betas}")
-        self.bf16_stochastic_round = bf16_stochastic_round
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-        super().__init__(params, {**defaults, "block_size": block_size, "optim_bits": optim_bits})
+        of_torch = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        # In the groups, where copies and pickles of an optimizer keep it.
+        held = {"block_size": block_size, "optim_bits": optim_bits, "bf16_stochastic_round": bf16_stochastic_round}
+        super().__init__(params, {**of_torch, **held})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, whose `optim_bits` and `block_size` may be its own.
@@ -137,7 +138,7 @@ class LowBitAdam(Loads, torch.optim.Optimizer):
             return
         number = int(state["step"].item())
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
-        rounds = self.bf16_stochastic_round and local.dtype == torch.bfloat16
+        rounds = group["bf16_stochastic_round"] and local.dtype == torch.bfloat16
         step = AdamStep(
             form_of(parameter, group),
             beta1,

@@ -28,6 +28,10 @@ and biases need the precision."""
 SHORT_ROW = 64
 """Rows of fewer elements would have too many scales; blocks run over several of them."""
 
+VECTOR_BLOCK, LONG_VECTOR = 64, 1 << 20
+"""Blocks of vectors and matrices of short rows, which shards may cut; and the number of elements from which they are of
+full size. With 64, norms of 4096 features can be sharded over 64 processes."""
+
 BITS = {32: "32", 8: "8", 4: "4", "fp8": "float8"}
 """What `optim_bits` of a parameter group may be, and the form of `kernels.ops.adam`."""
 
@@ -49,9 +53,9 @@ def blocks_of(shape: Sequence[int], block_size: int) -> tuple[int, bool]:
     Blocks of matrices end with their rows: a shard along the first axis never cuts one. They are as long as each other,
     at most `block_size`.
     """
-    length = math.prod(shape[1:])
+    length, count = math.prod(shape[1:]), math.prod(shape)
     if len(shape) < 2 or length < SHORT_ROW:
-        return max(1, min(block_size, math.prod(shape))), True
+        return max(1, min(block_size, count if count >= LONG_VECTOR else VECTOR_BLOCK)), True
     return -(-length // -(-length // block_size)), False
 
 

@@ -18,8 +18,8 @@ from .moment_form import converted
 OF_TORCH = ("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 """Keys of torch's groups that mean nothing here."""
 
-OWN = ("optim_bits", "block_size")
-"""Keys that say how moments are held: those of this optimizer, whatever the checkpoint says."""
+OWN = ("optim_bits", "block_size", "bf16_stochastic_round")
+"""Keys that say how moments are held and parameters rounded: those of this optimizer, whatever the checkpoint says."""
 
 
 @dataclass(eq=False)
