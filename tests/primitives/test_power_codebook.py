@@ -27,27 +27,26 @@ def test_values_are_powers_of_equidistant_numbers(dtype: str, power: int, signed
 
 @pytest.mark.parametrize("dtype, power, signed", SPECS)
 def test_codes_are_the_nearest(dtype: str, power: int, signed: bool) -> None:
-    """By comparison with every value, in fp64; of two at one distance the lower."""
+    """By comparison with every value, in fp64, also a little below and above the middle of any two."""
     spec = power_spec(dtype, power, signed)
     x = torch.randn(40, 200) * 10 ** (torch.rand(40, 200) * 8 - 8)
     x = x if signed else x.abs()
     table = torch.tensor(spec.table)
     table = table[1:] if signed else table  # no code stands for less than -1
     middles = (table[1:] + table[:-1]) / 2
-    x = torch.cat([torch.zeros(1, 300), torch.nn.functional.pad(x, (0, 100))])
-    x[0, : len(middles)] = middles
-    x[0, -1] = 1.0
+    x = torch.cat([torch.zeros(2, 300), torch.nn.functional.pad(x, (0, 100))])
+    x[0, : len(middles)], x[1, : len(middles)] = middles * (1 - 1e-6), middles * (1 + 1e-6)
+    x[:2, -1] = 1.0
     scale, values = spec.choose_qparams(x)
     codes = spec.quantize(x, scale, values)
     place = (x / scale).double()
     distance = (place[..., None] - table.double()).abs()
     chosen = distance.gather(-1, codes.long()[..., None] - int(signed)).squeeze(-1)
-    # The middles that codes are chosen by are rounded to fp32.
-    assert (chosen - distance.amin(-1) <= 2.0**-23 * place.abs()).all()
-    inside = middles.double() == (table[1:].double() + table[:-1].double()) / 2
-    assert inside.any()
-    lower = torch.arange(len(middles)) + int(signed)
-    assert torch.equal(codes[0, : len(middles)][inside], lower.to(torch.uint8)[inside])
+    # Middles and places are rounded to fp32.
+    assert (chosen - distance.amin(-1) <= 2.0**-21 * place.abs()).all()
+    nearer, further = (codes[row, : len(middles)].int() for row in range(2))
+    assert torch.equal(further - nearer, middles.sign().int())
+    assert torch.equal(torch.minimum(nearer, further), torch.arange(len(middles), dtype=torch.int32) + int(signed))
     assert codes.unique().numel() > 10
 
 

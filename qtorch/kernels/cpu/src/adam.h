@@ -63,33 +63,31 @@ struct Block {
     uint8_t *codes1, *codes2, *codes3;
 };
 
-// The largest magnitude of a block, and whether all are finite.
+// The largest magnitude of a block, as bits: ordered as the numbers are, with what is not finite above them.
 struct Range {
-    Floats high = {};
-    Ints lost = {};
+    Ints high = {};
 
     INLINE void add(Floats x) {
-        Floats size = magnitude(x);
-        high = larger(size, high);
-        lost |= (Ints)size >= INFINITE_BITS;
+        Ints size = (Ints)x & MAGNITUDE_BITS;
+        high = size > high ? size : high;
     }
 
     template <class Codec>
     INLINE float scale(const Adam& in) const {
         constexpr float SMALLEST = 0x1p-126f;
-        float most = largest(high), scale = Codec::IS_FLOAT8 ? most / 448.0f : most, limit = in.largest;
+        int32_t bits = largest(high);
+        float most = load<float>(&bits), scale = Codec::IS_FLOAT8 ? most / 448.0f : most, limit = in.largest;
         scale = scale < SMALLEST ? SMALLEST : scale > limit ? limit : scale;
-        return sum(lost) ? __builtin_nanf("") : scale;
+        return bits >= INFINITE_BITS ? __builtin_nanf("") : scale;
     }
 };
 
 template <class Codec, bool IS_ROOT>
 INLINE void quantize(const float* x, float scale, int64_t padded, uint8_t* codes) {
-    Floats by = broadcast(Codec::IS_FLOAT8 ? 1.0f / scale : scale);
+    Floats by = broadcast(1.0f / scale);
     for (int64_t i = 0; i < padded; i += LANES) {
-        Floats v = load<Floats>(x + i);
-        Floats place = v / by;
-        if constexpr (Codec::IS_FLOAT8) place = smaller(larger(v * by, broadcast(-448)), broadcast(448));
+        Floats v = load<Floats>(x + i), place = v * by;
+        if constexpr (Codec::IS_FLOAT8) place = smaller(larger(place, broadcast(-448)), broadcast(448));
         Ints code = Codec::code(place);
         if constexpr (IS_ROOT) code = larger(code, -(Ints)(v > Floats{}));
         store_codes(codes + i, code);
@@ -98,8 +96,7 @@ INLINE void quantize(const float* x, float scale, int64_t padded, uint8_t* codes
 
 // One block. PACKED: two codes share a byte.
 template <class First, class Second, bool PACKED>
-void step_block(const Adam& in, const Numbers& by, int64_t number, const Block& at) {
-    int64_t of_row = (in.length + in.block - 1) / in.block, row = number / of_row, start = number % of_row * in.block;
+void step_block(const Adam& in, const Numbers& by, int64_t number, int64_t row, int64_t start, const Block& at) {
     int64_t count = in.length - start < in.block ? in.length - start : in.block, from = row * in.length + start;
     int64_t padded = round_up(in.block, LANES), run = (in.block + 7) / 8, bytes = PACKED ? run * 4 : in.block;
     bool whole = count % LANES == 0 && count == padded;
@@ -120,7 +117,7 @@ void step_block(const Adam& in, const Numbers& by, int64_t number, const Block& 
         if (direct) return p;
         if constexpr (PACKED) unpack_nibbles(p, run, to);
         else memcpy(to, p, bytes);
-        memset(to + in.block, zero, padded - in.block);
+        if (padded > in.block) memset(to + in.block, zero, padded - in.block);
         return to;
     };
     uint8_t *codes1 = read(in.first, First::ZERO, at.codes1), *codes2 = read(in.second, Second::ZERO, at.codes2);
@@ -154,7 +151,7 @@ void step_block(const Adam& in, const Numbers& by, int64_t number, const Block& 
         auto p = (uint8_t*)codes + number * bytes;
         quantize<decltype(codec), is_root.value>(x, scale, padded, direct ? p : scratch);
         if constexpr (PACKED) {
-            memset(scratch + in.block, 0, run * 8 - in.block);
+            if (run * 8 > in.block) memset(scratch + in.block, 0, run * 8 - in.block);
             pack_nibbles(scratch, run, p);
         } else if (!direct) {
             memcpy(p, scratch, bytes);
@@ -174,33 +171,39 @@ void step_block(const Adam& in, const Numbers& by, int64_t number, const Block& 
 // Moments in fp32: elements from `from`.
 inline void step_floats(const Adam& in, const Numbers& by, int64_t from, int64_t count, const Block& at) {
     char* weight = (char*)in.weight + from * size_of(in.weight_type);
-    int64_t padded = round_up(count, LANES);
+    const char* grad = (const char*)in.grad + from * size_of(in.grad_type);
     float *first = (float*)in.first + from, *second = (float*)in.second + from, *highest = (float*)in.highest + from;
-    to_float(weight, in.weight_type, count, at.w);
-    to_float((const char*)in.grad + from * size_of(in.grad_type), in.grad_type, count, at.g);
-    memcpy(at.m, first, count * 4);
-    memcpy(at.s, second, count * 4);
-    if (in.highest) memcpy(at.h, highest, count * 4);
-    for (int64_t i = count; i < padded; i++) at.w[i] = at.g[i] = at.m[i] = at.s[i] = at.h[i] = 0;
-    for (int64_t i = 0; i < padded; i += LANES) {
-        Floats x = load<Floats>(at.w + i), d = load<Floats>(at.g + i);
-        if (in.l2 != 0) d = d + x * by.l2;
-        Floats m = load<Floats>(at.m + i) * by.beta1 + d * by.rest1;
-        Floats v = load<Floats>(at.s + i) * by.beta2 + d * d * by.rest2;
-        store(at.m + i, m);
-        store(at.s + i, v);
-        if (in.highest) {
-            v = larger(load<Floats>(at.h + i), v);
-            store(at.h + i, v);
-        }
-        x = by.updated(x, m, root(v));
-        if (in.random) x = round_at_random(x, in, from + i);
-        store(at.w + i, x);
+    bool whole = count % LANES == 0, direct = whole && in.weight_type == FLOAT32;
+    float *w = direct ? (float*)weight : at.w, *g = whole && in.grad_type == FLOAT32 ? (float*)grad : at.g;
+    float *m = whole ? first : at.m, *s = whole ? second : at.s, *h = whole ? highest : at.h;
+    if (!direct) to_float(weight, in.weight_type, count, w);
+    if (g == at.g) to_float(grad, in.grad_type, count, g);
+    if (!whole) {
+        memcpy(m, first, count * 4);
+        memcpy(s, second, count * 4);
+        if (in.highest) memcpy(h, highest, count * 4);
+        for (int64_t i = count; i < round_up(count, LANES); i++) w[i] = g[i] = m[i] = s[i] = h[i] = 0;
     }
-    from_float(at.w, in.weight_type, count, weight);
-    memcpy(first, at.m, count * 4);
-    memcpy(second, at.s, count * 4);
-    if (in.highest) memcpy(highest, at.h, count * 4);
+    for (int64_t i = 0; i < count; i += LANES) {
+        Floats x = load<Floats>(w + i), d = load<Floats>(g + i);
+        if (in.l2 != 0) d = d + x * by.l2;
+        Floats mean = load<Floats>(m + i) * by.beta1 + d * by.rest1;
+        Floats v = load<Floats>(s + i) * by.beta2 + d * d * by.rest2;
+        store(m + i, mean);
+        store(s + i, v);
+        if (in.highest) {
+            v = larger(load<Floats>(h + i), v);
+            store(h + i, v);
+        }
+        x = by.updated(x, mean, root(v));
+        if (in.random) x = round_at_random(x, in, from + i);
+        store(w + i, x);
+    }
+    if (!direct) from_float(w, in.weight_type, count, weight);
+    if (whole) return;
+    memcpy(first, m, count * 4);
+    memcpy(second, s, count * 4);
+    if (in.highest) memcpy(highest, h, count * 4);
 }
 
 inline void step(const Adam& in) {
@@ -218,14 +221,17 @@ inline void step(const Adam& in) {
         Block at{x, x + padded, x + 2 * padded, x + 3 * padded, x + 4 * padded, c, c + room, c + 2 * room};
         for (int64_t task; (task = mine.next()) >= 0;) {
             int64_t stop = (task + 1) * run < units ? (task + 1) * run : units;
+            int64_t row = task * run / of_row, start = task * run % of_row * size;
             for (int64_t unit = task * run; unit < stop; unit++) {
                 int64_t rest = total - unit * size;
                 switch (in.form) {
                     case FLOATS: step_floats(in, by, unit * size, rest < size ? rest : size, at); break;
-                    case CODES8: step_block<Power<4, 127, 128>, Power<4, 255, 0>, false>(in, by, unit, at); break;
-                    case CODES4: step_block<Power<2, 7, 8>, Power<2, 15, 0>, true>(in, by, unit, at); break;
-                    default: step_block<Float8, Float8, false>(in, by, unit, at);
+                    case CODES8: step_block<Power<4, 127, 128>, Power<4, 255, 0>, false>(in, by, unit, row, start, at); break;
+                    case CODES4: step_block<Power<2, 7, 8>, Power<2, 15, 0>, true>(in, by, unit, row, start, at); break;
+                    default: step_block<Float8, Float8, false>(in, by, unit, row, start, at);
                 }
+                start += size;
+                if (start >= in.length) row++, start = 0;
             }
         }
         float_scratch.trim();

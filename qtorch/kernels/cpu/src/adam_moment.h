@@ -44,7 +44,7 @@ INLINE Floats magnitude(Floats x) {
     return (Floats)((Ints)x & MAGNITUDE_BITS);
 }
 
-// Nearly x^(1 / POWER): codes are exact if it is wrong by less than the distance from a value to the next middle.
+// Nearly x^(1 / POWER): codes are exact if it is wrong by less than the distance from a code to the next middle.
 template <int POWER>
 INLINE Floats rough_root(Floats x) {
     if constexpr (POWER == 4) return rough_inverse_root(rough_inverse_root(x));
@@ -57,30 +57,25 @@ template <int POWER, int STEPS, int CENTER>
 struct Power {
     static constexpr bool IS_FLOAT8 = false;
     static constexpr int ZERO = CENTER;
-    static constexpr float INVERSE = 1.0f / STEPS;
-
-    static INLINE Floats power(Floats k) {
-        Floats u = k * INVERSE;
-        u = u * u;
-        return POWER == 4 ? u * u : u;
-    }
+    static constexpr float INVERSE = 1.0f / STEPS, LARGEST = POWER == 4 ? (float)STEPS * STEPS * STEPS * STEPS : STEPS * STEPS;
 
     static INLINE Floats value(Ints code) {
         Ints k = code - CENTER;
-        return (Floats)((Ints)power(to_floats(k)) | (k & SIGN));
+        Floats u = to_floats(k) * INVERSE, size = u * u;
+        if constexpr (POWER == 4) size = size * size;
+        return CENTER ? (Floats)((Ints)size | (k & SIGN)) : size;
     }
 
-    // Of x in [-1, 1]: the nearest value, of two the lower.
+    // Of x in [-1, 1]: the nearest value, of two the one nearer to zero.
     static INLINE Ints code(Floats x) {
-        Floats size = magnitude(x);
-        Floats place = smaller(larger(rough_root<POWER>(size) * (float)STEPS, Floats{}), broadcast(STEPS - 1));
-        Ints k = to_ints(place);
-        Floats low = to_floats(k);
-        Floats middle = (power(low) + power(low + 1)) * 0.5f;
-        Ints above = (Ints)(size > middle);
-        if constexpr (CENTER == 0) return k - above;
+        Floats size = (CENTER ? magnitude(x) : x) * LARGEST;
+        Ints k = to_ints(smaller(larger(rough_root<POWER>(size), Floats{}), broadcast(STEPS - 1)));
+        Floats half = to_floats(k) + 0.5f, square = half * half;
+        // The middle of k^POWER and (k + 1)^POWER.
+        Floats middle = POWER == 4 ? (square + 1.5f) * square + 0.0625f : square + 0.25f;
+        k -= (Ints)(size > middle);
+        if constexpr (CENTER == 0) return k;
         Ints negative = (Ints)x >> 31;
-        k -= above | ((Ints)(size == middle) & negative);
         return ((k ^ negative) - negative) + CENTER;
     }
 };
@@ -114,19 +109,31 @@ INLINE void store_codes(uint8_t* to, Ints codes) {
     store_bytes((int8_t*)to, codes);
 }
 
+typedef uint8_t Bytes16 __attribute__((vector_size(16)));
+
 // Codes of 4 bits in the order of layouts/packed.py, to bytes and back. `bytes` has room for 8 runs.
 INLINE void unpack_nibbles(const uint8_t* packed, int64_t run, uint8_t* bytes) {
     for (int64_t item = 0; item < 8; item += 2, packed += run) {
         uint8_t *low = bytes + item * run, *high = low + run;
-        for (int64_t i = 0; i < run; i++) low[i] = packed[i] & 15;
-        for (int64_t i = 0; i < run; i++) high[i] = packed[i] >> 4;
+        int64_t i = 0;
+        for (; i + 16 <= run; i += 16) {
+            auto both = load<Bytes16>(packed + i);
+            store(low + i, both & 15);
+            store(high + i, both >> 4);
+        }
+        for (; i < run; i++) {
+            low[i] = packed[i] & 15;
+            high[i] = packed[i] >> 4;
+        }
     }
 }
 
 INLINE void pack_nibbles(const uint8_t* bytes, int64_t run, uint8_t* packed) {
     for (int64_t item = 0; item < 8; item += 2, packed += run) {
         const uint8_t *low = bytes + item * run, *high = low + run;
-        for (int64_t i = 0; i < run; i++) packed[i] = low[i] | high[i] << 4;
+        int64_t i = 0;
+        for (; i + 16 <= run; i += 16) store(packed + i, load<Bytes16>(low + i) | load<Bytes16>(high + i) << 4);
+        for (; i < run; i++) packed[i] = low[i] | high[i] << 4;
     }
 }
 

@@ -25,15 +25,6 @@ _INFINITE = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def _power(k, STEPS: tl.constexpr, FOURTH: tl.constexpr):
-    u = k.to(tl.float32) * (1.0 / STEPS)
-    u = u * u
-    if FOURTH:
-        u = u * u
-    return u
-
-
-@triton.jit
 def _value(code, STEPS: tl.constexpr, CENTER: tl.constexpr, FORM: tl.constexpr):
     """The number of a code, int32, before it is scaled."""
     if FORM == 3:
@@ -43,33 +34,33 @@ def _value(code, STEPS: tl.constexpr, CENTER: tl.constexpr, FORM: tl.constexpr):
         value = tl.where(size == 0x7F, float("nan"), value)
         return tl.where(code >= 128, -value, value)
     k = code - CENTER
-    value = _power(k, STEPS, FORM == 1)
+    u = k.to(tl.float32) * (1.0 / STEPS)
+    value = u * u
+    if FORM == 1:
+        value = value * value
     return tl.where(k < 0, -value, value)
 
 
 @triton.jit
 def _code(x, STEPS: tl.constexpr, CENTER: tl.constexpr, FORM: tl.constexpr):
-    """The code, int32, of the number nearest to x, which is within the range of codes; of two the lower."""
+    """The code, int32, of the number nearest to x, which is within the range of codes."""
     if FORM == 3:
         bits = x.to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
         normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
         small = ((size.to(tl.float32, bitcast=True) * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
         return tl.where(size < 0x3C800000, small, normal) | tl.where(bits < 0, 0x80, 0)
-    size = tl.abs(x)
+    size = tl.abs(x) * (STEPS * STEPS * STEPS * STEPS * 1.0 if FORM == 1 else STEPS * STEPS * 1.0)
     root = tl.sqrt(size)
     if FORM == 1:
         root = tl.sqrt(root)
-    place = root * STEPS
-    place = tl.where(place > STEPS - 1, STEPS - 1.0, place)
-    k = place.to(tl.int32)
-    # The root may be a little wrong; the number nearest to x is one of these two nevertheless.
-    middle = (_power(k, STEPS, FORM == 1) + _power(k + 1, STEPS, FORM == 1)) * 0.5
-    if CENTER == 0:
-        return k + (size > middle).to(tl.int32)
-    negative = x < 0
-    k += ((size > middle) | ((size == middle) & negative)).to(tl.int32)
-    return tl.where(negative, -k, k) + CENTER
+    k = tl.where(root > STEPS - 1, STEPS - 1.0, root).to(tl.int32)
+    # The root may be a little wrong; the number nearest to x is that of k or of k + 1 nevertheless.
+    half = k.to(tl.float32) + 0.5
+    square = half * half
+    middle = (square + 1.5) * square + 0.0625 if FORM == 1 else square + 0.25
+    k += (size > middle).to(tl.int32)
+    return tl.where(x < 0, -k, k) + CENTER
 
 
 @triton.jit
@@ -102,11 +93,9 @@ def _write(x, c_ptr, s_ptr, blocks, run, place, inside, COUNT, BLOCK, RUN, large
     scale = tl.where(scale < TINY, TINY, tl.where(scale > largest, largest, scale))
     scale = tl.where(bits >= _INFINITE, float("nan"), scale)
     tl.store(s_ptr + blocks, scale, mask=blocks < COUNT)
+    v = x * tl.div_rn(1.0, scale)[:, None]
     if FORM == 3:
-        v = x * tl.div_rn(1.0, scale)[:, None]
         v = tl.where(v > 448.0, 448.0, tl.where(v < -448.0, -448.0, v))
-    else:
-        v = tl.div_rn(x, scale[:, None] + tl.zeros_like(x))
     code = _code(v, STEPS, CENTER, FORM)
     if ROOT:
         code = tl.where((x > 0) & (code < 1), 1, code)
