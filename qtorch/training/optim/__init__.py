@@ -4,6 +4,7 @@ from .adam_4bit import Adam4bit, AdamW4bit
 from .adam_8bit import Adam8bit, AdamW8bit
 from .adam_fp8 import AdamFp8, AdamWFp8
 from .adamw_fp32 import _AdamW
+from .cpu_offload import CPUOffloadOptimizer
 
 __all__ = [
     "Adam4bit",
@@ -12,5 +13,6 @@ __all__ = [
     "AdamW4bit",
     "AdamW8bit",
     "AdamWFp8",
+    "CPUOffloadOptimizer",
     "_AdamW",
 ]

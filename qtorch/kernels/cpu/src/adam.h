@@ -89,14 +89,15 @@ INLINE void quantize(const float* x, float scale, int64_t padded, uint8_t* codes
         Floats v = load<Floats>(x + i), place = v * by;
         if constexpr (Codec::IS_FLOAT8) place = smaller(larger(place, broadcast(-448)), broadcast(448));
         Ints code = Codec::code(place);
-        if constexpr (IS_ROOT) code = larger(code, -(Ints)(v > Floats{}));
+        if constexpr (IS_ROOT) code -= (code == 0) & (Ints)(v > Floats{});
         store_codes(codes + i, code);
     }
 }
 
-// One block. PACKED: two codes share a byte.
-template <class First, class Second, bool PACKED>
-void step_block(const Adam& in, const Numbers& by, int64_t number, int64_t row, int64_t start, const Block& at) {
+// One block. PACKED: two codes share a byte. PLAIN: neither amsgrad, nor l2, nor random bits.
+template <class First, class Second, bool PACKED, bool PLAIN>
+void step_block(const Adam& in, const Numbers& numbers, int64_t number, int64_t row, int64_t start, const Block& at) {
+    Numbers by = numbers;
     int64_t count = in.length - start < in.block ? in.length - start : in.block, from = row * in.length + start;
     int64_t padded = round_up(in.block, LANES), run = (in.block + 7) / 8, bytes = PACKED ? run * 4 : in.block;
     bool whole = count % LANES == 0 && count == padded;
@@ -121,28 +122,30 @@ void step_block(const Adam& in, const Numbers& by, int64_t number, int64_t row, 
         return to;
     };
     uint8_t *codes1 = read(in.first, First::ZERO, at.codes1), *codes2 = read(in.second, Second::ZERO, at.codes2);
-    uint8_t* codes3 = in.highest ? read(in.highest, Second::ZERO, at.codes3) : nullptr;
+    bool amsgrad = !PLAIN && in.highest, has_l2 = !PLAIN && in.l2 != 0, random = !PLAIN && in.random;
+    uint8_t* codes3 = amsgrad ? read(in.highest, Second::ZERO, at.codes3) : nullptr;
+    float *means = at.m, *roots = at.s, *highest = at.h;
     Floats scale1 = broadcast(in.first_scale[number]), scale2 = broadcast(in.second_scale[number]), scale3 = scale2;
-    if (in.highest) scale3 = broadcast(in.highest_scale[number]);
+    if (amsgrad) scale3 = broadcast(in.highest_scale[number]);
 
     Range range1, range2, range3;
     for (int64_t i = 0; i < padded; i += LANES) {
         Floats x = load<Floats>(w + i), d = load<Floats>(g + i);
         Floats m = First::value(widen(codes1 + i)) * scale1, s = Second::value(widen(codes2 + i)) * scale2;
-        if (in.l2 != 0) d = d + x * by.l2;
+        if (has_l2) d = d + x * by.l2;
         m = m * by.beta1 + d * by.rest1;
         s = root(s * s * by.beta2 + d * d * by.rest2);
-        store(at.m + i, m);
-        store(at.s + i, s);
+        store(means + i, m);
+        store(roots + i, s);
         range1.add(m);
         range2.add(s);
-        if (in.highest) {
+        if (amsgrad) {
             s = larger(Second::value(widen(codes3 + i)) * scale3, s);
-            store(at.h + i, s);
+            store(highest + i, s);
             range3.add(s);
         }
         x = by.updated(x, m, s);
-        if (in.random) x = round_at_random(x, in, from + i);
+        if (random) x = round_at_random(x, in, from + i);
         store(w + i, x);
     }
     if (w == at.w) from_float(w, in.weight_type, count, weight);
@@ -163,9 +166,16 @@ void step_block(const Adam& in, const Numbers& by, int64_t number, int64_t row, 
     write(First{}, no, at.m, in.first_scale[number], in.first, at.codes1);
     in.second_scale[number] = range2.scale<Second>(in);
     write(Second{}, yes, at.s, in.second_scale[number], in.second, at.codes2);
-    if (!in.highest) return;
+    if (!amsgrad) return;
     in.highest_scale[number] = range3.scale<Second>(in);
     write(Second{}, yes, at.h, in.highest_scale[number], in.highest, at.codes3);
+}
+
+template <class First, class Second, bool PACKED>
+INLINE void step_any(const Adam& in, const Numbers& by, int64_t number, int64_t row, int64_t start, const Block& at) {
+    bool plain = !in.highest && in.l2 == 0 && !in.random;
+    auto run = plain ? step_block<First, Second, PACKED, true> : step_block<First, Second, PACKED, false>;
+    run(in, by, number, row, start, at);
 }
 
 // Moments in fp32: elements from `from`.
@@ -226,9 +236,9 @@ inline void step(const Adam& in) {
                 int64_t rest = total - unit * size;
                 switch (in.form) {
                     case FLOATS: step_floats(in, by, unit * size, rest < size ? rest : size, at); break;
-                    case CODES8: step_block<Power<4, 127, 128>, Power<4, 255, 0>, false>(in, by, unit, row, start, at); break;
-                    case CODES4: step_block<Power<2, 7, 8>, Power<2, 15, 0>, true>(in, by, unit, row, start, at); break;
-                    default: step_block<Float8, Float8, false>(in, by, unit, row, start, at);
+                    case CODES8: step_any<Power<4, 127, 128>, Power<4, 255, 0>, false>(in, by, unit, row, start, at); break;
+                    case CODES4: step_any<Power<2, 7, 8>, Power<2, 15, 0>, true>(in, by, unit, row, start, at); break;
+                    default: step_any<Float8, Float8, false>(in, by, unit, row, start, at);
                 }
                 start += size;
                 if (start >= in.length) row++, start = 0;
