@@ -146,7 +146,7 @@ FLOORS: list[list[str]] = [
     ["training/quantization_aware/recipes"],
     ["training/quantization_aware"],
     ["training/convert"],
-    ["training/optim/shard"],
+    ["training/optim/projection", "training/optim/shard"],
     ["training/optim/moment_form"],
     ["training/optim/saved_state"],
     ["training/optim/base"],

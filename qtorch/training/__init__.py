@@ -24,6 +24,7 @@ from .optim import (  # noqa: E402
     AdamW8bit,
     AdamWFp8,
     CPUOffloadOptimizer,
+    QGaLoreAdamW8bit,
 )
 from .quantization_aware.calibrate import calibrate  # noqa: E402
 from .quantization_aware.fold_batch_norm import fold_batch_norm  # noqa: E402
@@ -54,6 +55,7 @@ __all__ = [
     "GemmSpec",
     "Int8MixedPrecisionTrainingConfig",
     "MasterWeight",
+    "QGaLoreAdamW8bit",
     "QuantizedTrainingWeight",
     "TrainableWeight",
     "TrainingSpec",

@@ -5,6 +5,7 @@ from .adam_8bit import Adam8bit, AdamW8bit
 from .adam_fp8 import AdamFp8, AdamWFp8
 from .adamw_fp32 import _AdamW
 from .cpu_offload import CPUOffloadOptimizer
+from .qgalore import QGaLoreAdamW8bit
 
 __all__ = [
     "Adam4bit",
@@ -14,5 +15,6 @@ __all__ = [
     "AdamW8bit",
     "AdamWFp8",
     "CPUOffloadOptimizer",
+    "QGaLoreAdamW8bit",
     "_AdamW",
 ]

@@ -38,6 +38,7 @@ class LowBitAdam(Loads, torch.optim.Optimizer):
             expectation. The random bits follow from the number of the step and of the parameter.
         optim_bits: 8, 4, "fp8" or 32, see `moment_form.BITS`; moments of parameters of fewer than 4096 elements are in
             fp32 always.
+        of_subclass: more arguments that a group may have.
 
     Raises:
         ValueError: an argument is out of its range, or a parameter is not in fp32, bf16 or fp16.
@@ -58,6 +59,7 @@ class LowBitAdam(Loads, torch.optim.Optimizer):
         block_size: int,
         bf16_stochastic_round: bool,
         optim_bits: int | str,
+        **of_subclass: Any,
     ) -> None:
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError(f"{type(self).__name__}: a tensor lr has one element, got shape {tuple(lr.shape)}")
@@ -69,7 +71,7 @@ class LowBitAdam(Loads, torch.optim.Optimizer):
         of_torch = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         # In the groups, where copies and pickles of an optimizer keep it.
         held = {"block_size": block_size, "optim_bits": optim_bits, "bf16_stochastic_round": bf16_stochastic_round}
-        super().__init__(params, {**of_torch, **held})
+        super().__init__(params, {**of_torch, **held, **of_subclass})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, whose `optim_bits` and `block_size` may be its own.
@@ -158,13 +160,13 @@ class LowBitAdam(Loads, torch.optim.Optimizer):
         if is_sharded(grad):
             grad = local_of(grad)
         grad = (grad if grad.dtype in DTYPES else grad.float()).contiguous()
-        with _Writable(local) as weight:
+        with Writable(local) as weight:
             adam_step(weight, grad, moments, blocks, step)
         if weight is not parameter and not parameter.is_inference():
             torch.autograd.graph.increment_version(parameter)
 
 
-class _Writable:
+class Writable:
     """The weight as a plain contiguous tensor that is changed in place, and written back where it is a copy."""
 
     def __init__(self, local: Tensor) -> None:

@@ -26,7 +26,7 @@ OWN = ("optim_bits", "block_size", "bf16_stochastic_round")
 class _Held:
     """A state that `Optimizer.load_state_dict` does not cast."""
 
-    value: Tensor
+    value: Any
 
 
 class Loads(torch.optim.Optimizer):
@@ -53,7 +53,7 @@ class Loads(torch.optim.Optimizer):
                 defaults = {name: value for name, value in own.items() if name not in ("params", "param_names")}
                 group.update({**defaults, **group, **{name: own[name] for name in OWN}})
             state = {
-                key: {name: _Held(value) if isinstance(value, Tensor) else value for name, value in of_one.items()}
+                key: {name: _Held(value) for name, value in of_one.items()}
                 for key, of_one in state_dict["state"].items()
             }
             super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
@@ -64,17 +64,13 @@ class Loads(torch.optim.Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter in self.state:
-                    self.state[parameter] = self._read(parameter, group, self.state[parameter])
+                found = self.state.get(parameter, {})
+                if any(isinstance(value, _Held) for value in found.values()):
+                    values = {name: held.value for name, held in found.items()}
+                    self.state[parameter] = self._read(parameter, group, values)
 
     def _read(self, parameter: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-        """A parameter's state in the form in which it is held here."""
-        result = {}
-        for name, value in state.items():
-            is_loaded, value = isinstance(value, _Held), value.value if isinstance(value, _Held) else value
-            if is_loaded and name == "step":
-                value = value.detach().to("cpu", torch.float32).reshape(()).clone()
-            elif is_loaded:
-                value = converted(parameter, group, name, value)
-            result[name] = value
-        return result
+        """A parameter's state, as it was saved, in the form in which it is held here."""
+        step = {"step": state["step"].detach().to("cpu", torch.float32).reshape(()).clone()}
+        moments = {name: value for name, value in state.items() if name != "step"}
+        return {**step, **{name: converted(parameter, group, name, value) for name, value in moments.items()}}

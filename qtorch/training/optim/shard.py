@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,8 +22,12 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def like(parameter: Any, local: Tensor) -> Tensor:
-    """`local`, a state of the shape of the parameter's part, sharded as the parameter is."""
+def like(parameter: Any, local: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """`local`, a state of the shape of the parameter's part, sharded as the parameter is.
+
+    Args:
+        shape: of the whole, if it is not the parameter's.
+    """
     if not is_sharded(parameter):
         return local
     made: Tensor = type(parameter).from_local(
@@ -30,8 +35,8 @@ def like(parameter: Any, local: Tensor) -> Tensor:
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
-        shape=parameter.shape,
-        stride=_row_major(parameter.shape),
+        shape=torch.Size(shape or parameter.shape),
+        stride=_row_major(shape or parameter.shape),
     )
     return made
 
@@ -47,5 +52,5 @@ def first_element(parameter: Any) -> int:
     return sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
 
 
-def _row_major(shape: torch.Size) -> tuple[int, ...]:
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
