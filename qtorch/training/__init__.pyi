@@ -22,6 +22,8 @@ from .optim.adam_8bit import Adam8bit as Adam8bit
 from .optim.adam_8bit import AdamW8bit as AdamW8bit
 from .optim.adam_fp8 import AdamFp8 as AdamFp8
 from .optim.adam_fp8 import AdamWFp8 as AdamWFp8
+from .optim.cpu_offload import CPUOffloadOptimizer as CPUOffloadOptimizer
+from .optim.qgalore import QGaLoreAdamW8bit as QGaLoreAdamW8bit
 from .quantization_aware.calibrate import calibrate as calibrate
 from .quantization_aware.fold_batch_norm import fold_batch_norm as fold_batch_norm
 from .quantization_aware.parameter_groups import parameter_groups as parameter_groups
@@ -55,10 +57,12 @@ __all__ = [
     "AdamW4bit",
     "AdamW8bit",
     "AdamWFp8",
+    "CPUOffloadOptimizer",
     "CodesWeight",
     "GemmSpec",
     "Int8MixedPrecisionTrainingConfig",
     "MasterWeight",
+    "QGaLoreAdamW8bit",
     "QuantizedTrainingWeight",
     "TrainableWeight",
     "TrainingSpec",
