@@ -1,8 +1,8 @@
 """One rank of `test_resharding`: FSDP2 with bf16 parameters, and a checkpoint of 2 ranks read by 1 and by 2.
 
-    python -m torch.distributed.run --nproc-per-node=N dcp_worker.py ACTION OPTIMIZER FOLDER
+    python -m torch.distributed.run --nproc-per-node=N dcp_worker.py ACTION FOLDER
 
-Actions, in the order in which the test calls them:
+Each action runs for every optimizer, in a folder of its own. Actions, in the order in which the test calls them:
     start (2)      trains, saves to FOLDER/two, trains on, and leaves the final parameters in FOLDER/final.pt
     resume (2)     loads FOLDER/two and trains on: the final parameters are those of `start`
     whole (1)      loads FOLDER/two, without FSDP: all states are those of `start` as they were saved; saves FOLDER/one
@@ -32,6 +32,8 @@ from qtorch.dtypes.blocked_tensor import BlockedTensor
 from tests.training.optim.training import ALL, train
 
 CUT, STEPS = 3, 6
+
+NAMES = [name for name in ALL if "W" in name]
 
 
 def make(name: str, shard: bool) -> tuple[nn.Module, Any]:
@@ -87,10 +89,7 @@ def states_of(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def main(action: str, name: str, folder: Path) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def run(action: str, name: str, folder: Path) -> None:
     rank = dist.get_rank()
     model, optimizer = make(name, action != "whole")
     if action == "start":
@@ -111,14 +110,23 @@ def main(action: str, name: str, folder: Path) -> None:
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in found)
         save(model, optimizer, folder / "one")
-    else:
-        train(model, optimizer, range(CUT, STEPS))
-        final = [whole(parameter) for parameter in model.parameters()]
-        if action == "start" and rank == 0:
-            torch.save(final, folder / "final.pt")
-        elif action != "start":
-            assert all(map(torch.equal, final, torch.load(folder / "final.pt")))
-    print(f"rank {rank} ok", flush=True)
+        return
+    train(model, optimizer, range(CUT, STEPS))
+    final = [whole(parameter) for parameter in model.parameters()]
+    if action != "start":
+        assert all(map(torch.equal, final, torch.load(folder / "final.pt")))
+    elif rank == 0:
+        torch.save(final, folder / "final.pt")
+
+
+def main(action: str, folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for name in NAMES:
+        (folder / name).mkdir(exist_ok=True)
+        run(action, name, folder / name)
+    print(f"rank {dist.get_rank()} ok", flush=True)
     dist.barrier()
     dist.destroy_process_group()
     # Threads of gloo may outlive it, and abort a process that tears itself down.
@@ -126,4 +134,4 @@ def main(action: str, name: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    main(sys.argv[1], Path(sys.argv[2]))
