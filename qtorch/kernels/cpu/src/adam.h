@@ -94,6 +94,8 @@ INLINE void quantize(const float* x, float scale, int64_t padded, uint8_t* codes
     }
 }
 
+constexpr int64_t AHEAD = 512;  // elements that are fetched early
+
 // One block. PACKED: two codes share a byte. PLAIN: neither amsgrad, nor l2, nor random bits.
 template <class First, class Second, bool PACKED, bool PLAIN>
 void step_block(const Adam& in, const Numbers& numbers, int64_t number, int64_t row, int64_t start, const Block& at) {
@@ -130,6 +132,9 @@ void step_block(const Adam& in, const Numbers& numbers, int64_t number, int64_t 
 
     Range range1, range2, range3;
     for (int64_t i = 0; i < padded; i += LANES) {
+        // For a block to come, while the codes of this one are computed.
+        prefetch<false>(w + i + AHEAD);
+        prefetch<false>(g + i + AHEAD);
         Floats x = load<Floats>(w + i), d = load<Floats>(g + i);
         Floats m = First::value(widen(codes1 + i)) * scale1, s = Second::value(widen(codes2 + i)) * scale2;
         if (has_l2) d = d + x * by.l2;
