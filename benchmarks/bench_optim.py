@@ -2,7 +2,8 @@
 
 The parameters are `--count` matrices of `--size`, 20 of 1024 x 1024 by default, with gradients of random numbers.
 Figures are the fastest of interleaved steps, since the machine may be shared, and their ratio to torch's fused AdamW;
-bytes a parameter are those of all states. What is not installed is left out. torchao compiles its step, at the first one.
+bytes a parameter are those of all states. What is not installed is left out. torchao compiles its step, at the first
+one.
 
     python -m benchmarks.bench_optim [--size 1024] [--count 20] [--threads 2] [--dtype float32] [--save] [--write-docs]
 """
