@@ -1,9 +1,11 @@
-"""Pre-train a Llama (transformers' implementation) on real text in any training recipe, and compare the loss curves.
+"""Pre-train a Llama (transformers' implementation) on real text in any training recipe, with any of our optimizers, and
+compare the loss curves.
 
 The text is, by default, the source of Python's standard library, read as bytes; or any text file or folder. Batches
 depend on the seed and the step alone, so that every recipe sees the same ones.
 
     python -m benchmarks.pretrain_llama --recipe int8_mixed_precision [--size 2M] [--steps 600] [--resume]
+    python -m benchmarks.pretrain_llama --optimizer adamw_8bit
     python -m benchmarks.pretrain_llama --plot curves.png             of all runs in benchmarks/results/pretrain_llama
 
 Each run writes a CSV: step, tokens, training loss, validation loss, tokens a second, peak memory in MB.
@@ -14,10 +16,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import functools
 import math
 import resource
 import sysconfig
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +33,12 @@ import qtorch
 from benchmarks.common import RESULTS
 from qtorch.quantize_api import Recipe
 from qtorch.training import (
+    AdamW4bit,
+    AdamW8bit,
+    AdamWFp8,
+    CPUOffloadOptimizer,
     Int8MixedPrecisionTrainingConfig,
+    QGaLoreAdamW8bit,
     bitnet_training,
     float8_training,
     fully_quantized,
@@ -69,6 +78,29 @@ RECIPES: dict[str, Recipe | None] = {
     "int4_weights": int4_weight_only_quantized_training(),
     "bitnet": bitnet_training(),
 }
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adamw_8bit": AdamW8bit,
+    "adamw_4bit": AdamW4bit,
+    "adamw_fp8": AdamWFp8,
+    "adamw_8bit_offloaded": functools.partial(CPUOffloadOptimizer, optimizer_class=AdamW8bit),
+}
+
+
+def qgalore(parameters: Iterable[nn.Parameter], **arguments: Any) -> torch.optim.Optimizer:
+    """Q-GaLore for the matrices of the blocks, of rank a quarter of their shorter side; the rest by AdamW8bit."""
+    ranks: dict[int | None, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        # The embedding and the head have the 256 symbols of bytes on one side.
+        inner = parameter.dim() == 2 and 256 not in parameter.shape
+        ranks.setdefault(min(parameter.shape) // 4 if inner else None, []).append(parameter)
+    groups = [{"params": params, "rank": rank} for rank, params in ranks.items()]
+    return QGaLoreAdamW8bit(groups, scale=1.0, update_proj_gap=50, **arguments)
+
+
+OPTIMIZERS["qgalore"] = qgalore
 
 
 @dataclass
@@ -176,6 +208,8 @@ class Run:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         name = options.name or options.recipe + ("_extra_norms" if options.extra_norms else "")
+        if not options.name and options.optimizer != "adamw":
+            name = options.optimizer if options.recipe == "float" else f"{name}_{options.optimizer}"
         OUTPUT.mkdir(parents=True, exist_ok=True)
         self.csv = OUTPUT / f"{name}.csv"
         self.checkpoint = Path(options.checkpoint) if options.checkpoint else None
@@ -189,7 +223,7 @@ class Run:
             qtorch.quantize_(
                 self.model, recipe, lambda module, name: isinstance(module, nn.Linear) and "head" not in name
             )
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer: Any = OPTIMIZERS[options.optimizer](
             self.model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay
         )
         self.forward = torch.compile(self.model) if options.compile else self.model
@@ -323,6 +357,7 @@ def plot(path: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", choices=RECIPES, default="float")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--size", choices=SIZES, default="2M")
     parser.add_argument("--extra-norms", action="store_true", help="BitNet's norms (always there for bitnet)")
     parser.add_argument("--data", help="a text file or a folder; default: the standard library's source")
@@ -342,7 +377,7 @@ def main() -> None:
     parser.add_argument("--validation-batches", type=int, default=32)
     parser.add_argument("--checkpoint", help="file to save to after each validation")
     parser.add_argument("--resume", action="store_true", help="from the checkpoint, if it is there")
-    parser.add_argument("--name", help="of the CSV file; default: the recipe")
+    parser.add_argument("--name", help="of the CSV file; default: the recipe and the optimizer")
     parser.add_argument("--plot", metavar="PNG", help="plot all runs and print their table; train nothing")
     options = parser.parse_args()
     if options.plot:

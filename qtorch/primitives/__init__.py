@@ -8,6 +8,7 @@ from .granularity import Granularity, PerAxis, PerBlock, PerGroup, PerRow, PerTe
 from .hqq import HQQRule
 from .jsonable import from_json, to_json
 from .learned_step import learned_step_fake_quantize, lsq_grad_scale, lsq_scale
+from .power_codebook import PowerSpec, power_table
 from .pruning import is_2_4, mask_2_4, mask_blocks, prune_2_4, prune_blocks
 from .qdtype import QDType, qdtype
 from .qparams import choose_qparams_affine, choose_qparams_affine_with_min_max
@@ -46,6 +47,7 @@ __all__ = [
     "PerTensor",
     "PerToken",
     "PercentileRule",
+    "PowerSpec",
     "QDType",
     "QuantSpec",
     "RotatedSpec",
@@ -67,6 +69,7 @@ __all__ = [
     "lsq_scale",
     "mask_2_4",
     "mask_blocks",
+    "power_table",
     "prune_2_4",
     "prune_blocks",
     "qdtype",

@@ -33,6 +33,9 @@ exact zero, scaled to [-1, 1]."""
 
 LLOYD_ITERATIONS = 20
 
+_SEARCHED = 32
+"""Number of midpoints from which a search among them is faster than a comparison with each."""
+
 
 def choose_scale_codebook(input: Tensor, block_size: Sequence[int], scale_dtype: torch.dtype) -> Tensor:
     """The largest magnitude of each block, in the shape of the scale, so that x / scale lies in [-1, 1].
@@ -71,6 +74,8 @@ def quantize_codebook(input: Tensor, block_size: Sequence[int], scale: Tensor, t
 
     def quantize(x: Tensor, s: Tensor, middles: Tensor) -> Tensor:
         x = x.float() / s.float()
+        if middles.dim() == 1 and middles.shape[0] >= _SEARCHED:
+            return torch.bucketize(x, middles, out_int32=True).to(torch.uint8)
         codes = torch.zeros_like(x, dtype=torch.uint8)
         for middle in middles.unbind(-1):
             codes += x > middle

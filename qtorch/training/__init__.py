@@ -16,6 +16,16 @@ from ..recipe import RECIPES  # noqa: E402
 from .engine.conv import quantized_conv1d, quantized_conv2d, quantized_conv3d  # noqa: E402
 from .engine.products import quantized_einsum, quantized_matmul  # noqa: E402
 from .engine.spec import GemmSpec, TrainingSpec, fully_quantized, fully_quantized_float8  # noqa: E402
+from .optim import (  # noqa: E402
+    Adam4bit,
+    Adam8bit,
+    AdamFp8,
+    AdamW4bit,
+    AdamW8bit,
+    AdamWFp8,
+    CPUOffloadOptimizer,
+    QGaLoreAdamW8bit,
+)
 from .quantization_aware.calibrate import calibrate  # noqa: E402
 from .quantization_aware.fold_batch_norm import fold_batch_norm  # noqa: E402
 from .quantization_aware.parameter_groups import parameter_groups  # noqa: E402
@@ -34,10 +44,18 @@ RECIPE_NAMES = sorted(name for name, cls in RECIPES.items() if cls.__module__.st
 globals().update({name: RECIPES[name] for name in RECIPE_NAMES})
 
 __all__ = [
+    "Adam4bit",
+    "Adam8bit",
+    "AdamFp8",
+    "AdamW4bit",
+    "AdamW8bit",
+    "AdamWFp8",
+    "CPUOffloadOptimizer",
     "CodesWeight",
     "GemmSpec",
     "Int8MixedPrecisionTrainingConfig",
     "MasterWeight",
+    "QGaLoreAdamW8bit",
     "QuantizedTrainingWeight",
     "TrainableWeight",
     "TrainingSpec",

@@ -2,6 +2,7 @@
 # ruff: noqa
 
 from . import engine as engine
+from . import optim as optim
 from . import quantization_aware as quantization_aware
 from . import recipes as recipes
 from . import weights as weights
@@ -15,6 +16,14 @@ from .engine.spec import GemmSpec as GemmSpec
 from .engine.spec import TrainingSpec as TrainingSpec
 from .engine.spec import fully_quantized as fully_quantized
 from .engine.spec import fully_quantized_float8 as fully_quantized_float8
+from .optim.adam_4bit import Adam4bit as Adam4bit
+from .optim.adam_4bit import AdamW4bit as AdamW4bit
+from .optim.adam_8bit import Adam8bit as Adam8bit
+from .optim.adam_8bit import AdamW8bit as AdamW8bit
+from .optim.adam_fp8 import AdamFp8 as AdamFp8
+from .optim.adam_fp8 import AdamWFp8 as AdamWFp8
+from .optim.cpu_offload import CPUOffloadOptimizer as CPUOffloadOptimizer
+from .optim.qgalore import QGaLoreAdamW8bit as QGaLoreAdamW8bit
 from .quantization_aware.calibrate import calibrate as calibrate
 from .quantization_aware.fold_batch_norm import fold_batch_norm as fold_batch_norm
 from .quantization_aware.parameter_groups import parameter_groups as parameter_groups
@@ -42,10 +51,18 @@ from .weights.codes import CodesWeight as QuantizedTrainingWeight
 from .weights.master import MasterWeight as MasterWeight
 
 __all__ = [
+    "Adam4bit",
+    "Adam8bit",
+    "AdamFp8",
+    "AdamW4bit",
+    "AdamW8bit",
+    "AdamWFp8",
+    "CPUOffloadOptimizer",
     "CodesWeight",
     "GemmSpec",
     "Int8MixedPrecisionTrainingConfig",
     "MasterWeight",
+    "QGaLoreAdamW8bit",
     "QuantizedTrainingWeight",
     "TrainableWeight",
     "TrainingSpec",

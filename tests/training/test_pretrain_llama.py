@@ -51,17 +51,21 @@ def run(tmp_path: Path, *options: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["int8_mixed_precision", "int8_weights", "bitnet"])
-def test_resumes_where_it_was(recipe: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "recipe, optimizer",
+    [("int8_mixed_precision", "adamw"), ("int8_weights", "adamw"), ("bitnet", "adamw")]
+    + [("float", name) for name in pretrain_llama.OPTIMIZERS if name != "adamw"],
+)
+def test_resumes_where_it_was(recipe: str, optimizer: str, tmp_path: Path) -> None:
     """Losses after an interruption are those of a run without one, random rounding included."""
-    checkpoint = str(tmp_path / "checkpoint.pt")
-    whole = run(tmp_path, "--recipe", recipe, "--steps", "8")
+    checkpoint, chosen = str(tmp_path / "checkpoint.pt"), ("--recipe", recipe, "--optimizer", optimizer)
+    whole = run(tmp_path, *chosen, "--steps", "8")
     original = pretrain_llama.learning_rate
     try:
         # The schedule of the longer run, stopped half way.
         pretrain_llama.learning_rate = lambda step, options: original(step, _with_steps(options, 8))
-        run(tmp_path, "--recipe", recipe, "--steps", "4", "--checkpoint", checkpoint)
-        resumed = run(tmp_path, "--recipe", recipe, "--steps", "8", "--checkpoint", checkpoint, "--resume")
+        run(tmp_path, *chosen, "--steps", "4", "--checkpoint", checkpoint)
+        resumed = run(tmp_path, *chosen, "--steps", "8", "--checkpoint", checkpoint, "--resume")
     finally:
         pretrain_llama.learning_rate = original
     losses = [[(row["step"], row["train_loss"], row["val_loss"]) for row in rows] for rows in (whole, resumed)]

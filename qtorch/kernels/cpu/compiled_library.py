@@ -72,6 +72,7 @@ class Library:
     quantize_rows: Runs
     quantize_tokens: Runs
     dequantize: Runs
+    adam: Runs
     embed: Counts
     conv_pack: Counts
     conv_codes: Counts

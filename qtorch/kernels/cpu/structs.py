@@ -197,6 +197,39 @@ class Tokens(NamedTuple):
     threads: int
 
 
+class Adam(NamedTuple):
+    """src/adam.h"""
+
+    weight: int
+    weight_type: int
+    grad: int
+    grad_type: int
+    rows: int
+    length: int
+    block: int
+    form: int
+    first: int
+    first_scale: int
+    second: int
+    second_scale: int
+    highest: int
+    highest_scale: int
+    beta1: float
+    beta2: float
+    rest1: float
+    rest2: float
+    eps: float
+    decay: float
+    l2: float
+    step_size: float
+    correction: float
+    largest: float
+    random: int
+    key: int
+    first_element: int
+    threads: int
+
+
 class ExpertsCall(NamedTuple):
     """For a weight of several matrices, one below the other."""
 

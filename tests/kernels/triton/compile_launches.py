@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from qtorch.kernels.cache_form import TOKENS, cache_form
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
+from qtorch.kernels.cuda.triton.adam import adam
 from qtorch.kernels.cuda.triton.experts_mm import experts_int8_mm, experts_weight_mm
 from qtorch.kernels.cuda.triton.int8_grouped_mm import int8_grouped_mm
 from qtorch.kernels.cuda.triton.int8_scaled_mm import int8_scaled_mm
@@ -32,7 +33,9 @@ from qtorch.kernels.cuda.triton.quantize_tiles import quantize_tilewise
 from qtorch.kernels.cuda.triton.stochastic_update import update_bf16, update_int8
 from qtorch.kernels.cuda.triton.tile_scaled_mm import tile_scaled_mm
 from qtorch.kernels.cuda.triton.transpose import transposed_copy
+from qtorch.kernels.ops.adam_check import LARGEST_SCALE
 from qtorch.kernels.ops.kv_attention import KVAttention
+from tests.kernels.adam_cases import ALL_FORMS, BLOCKS, step, zeros
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SEED = torch.zeros(1, dtype=torch.int64)
@@ -78,10 +81,23 @@ def attentions() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"kv_attention {name} {block} {dtype}", lambda call=call: kv_attention(call)
 
 
+def steps_of_adam() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Of every form, on bf16 with all that there is, and on fp32 without."""
+    for form, dtype in itertools.product(ALL_FORMS, (BF16, FP32)):
+        blocks, whole = BLOCKS[0], dtype == BF16
+        moments, weight = zeros(form, blocks, 3 if whole else 2), torch.ones(1500, dtype=dtype)
+        call = step(form, 1, 7 if whole else None, 0.1 * whole)
+        yield (
+            f"adam {form} {dtype}",
+            lambda w=weight, m=moments, b=blocks, c=call, f=form: adam(w, w, m, b, c, LARGEST_SCALE[f]),
+        )
+
+
 def launches() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Name and call of every launch."""
     whole = "--all" in sys.argv
     yield from attentions()
+    yield from steps_of_adam()
     for m, n, k in ((1, 1, 1), (1, 64, 256), (5, 33, 100), (64, 128, 512)) if whole else ((1, 1, 40),):
         size = f"{m} x {n} x {k}"
         a, b = codes(m, k), codes(n, k).t()

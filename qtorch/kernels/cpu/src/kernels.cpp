@@ -1,4 +1,5 @@
 // Entry points, called from qtorch/kernels/cpu/compiled_library.py. This file is compiled once per instruction set.
+#include "adam.h"
 #include "block_sparse.h"
 #include "attention.h"
 #include "conv_call.h"
@@ -251,6 +252,11 @@ EXPORT void qtorch_attention(const attention::Attention* call) {
 // See quantize_tokens.h.
 EXPORT void qtorch_quantize_tokens(const attention::Tokens* call) {
     attention::quantize_tokens(*call);
+}
+
+// See adam.h.
+EXPORT void qtorch_adam(const adam::Adam* call) {
+    adam::step(*call);
 }
 
 // Bytes of a packed weight; see ConvPackCall.

@@ -224,6 +224,9 @@ INLINE float largest(Floats a) {
 }
 
 INLINE int32_t largest(Ints a) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32((__m512i)a);
+#endif
     int32_t high = a[0];
     for (int i = 1; i < LANES; i++) high = a[i] > high ? a[i] : high;
     return high;

@@ -1,0 +1,237 @@
+"""BlockedTensor: a quantized tensor of any size and shape, in blocks of consecutive elements that share a scale.
+
+Its codes are those of a matrix with a row for each block (`primitives.flat_blocks`), so it can have every spec of a
+weight, affine or with a table. It is the state of an optimizer: it is copied, moved, saved, written and sharded as a
+whole or between blocks, and multiplies nothing.
+
+With `root` the codes stand for square roots of the values, none of which is negative: half of the exponents are enough,
+and a positive value never becomes zero, since its code is at least 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from ..primitives.flat_blocks import FlatBlocks
+from ..primitives.jsonable import jsonable
+from ..primitives.scheme import Scheme
+from ..primitives.spec import LinearSpec
+from .base import QuantizedTensor, quantized_type
+from .dispatch import ATEN
+from .matrix_weight import AS_A_WHOLE, MatrixScheme, MatrixWeight
+from .ops import count_write
+
+aten = torch.ops.aten
+
+
+@jsonable
+@dataclass(frozen=True)
+class BlockedScheme(MatrixScheme):
+    """Scheme of a `BlockedTensor`.
+
+    Args:
+        block: number of elements that share a scale.
+        flat: blocks run over all elements; if False, none crosses the end of an index of the first axis, so that
+            the tensor can be sharded along it anywhere.
+        root: see the top of the file.
+
+    Raises:
+        ValueError: `block` is not positive.
+    """
+
+    block: int = 256
+    flat: bool = True
+    root: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block < 1:
+            raise ValueError(f"BlockedScheme: a block has at least one element, got {self.block}")
+
+    def __hash__(self) -> int:
+        return hash((self._hash, self.block, self.flat, self.root))  # type: ignore[attr-defined]
+
+    @property
+    def blocks(self) -> FlatBlocks:
+        """How the elements are divided."""
+        count = math.prod(self.shape)
+        rows = 1 if self.flat or not self.shape else self.shape[0]
+        return FlatBlocks(rows, count // rows if rows else 0, self.block)
+
+    @property
+    def codes_shape(self) -> tuple[int, ...]:
+        return self.blocks.shape
+
+
+class BlockedTensor(MatrixWeight):
+    """A quantized tensor of any size and shape in blocks. Make one with `quantized` or `of_matrix`."""
+
+    scheme_type = BlockedScheme
+    scheme: BlockedScheme
+
+    @classmethod
+    def quantized(cls, values: Tensor, scheme: BlockedScheme) -> BlockedTensor:
+        """`values`, floats of the shape of the scheme, quantized.
+
+        Raises:
+            ValueError: another shape.
+        """
+        if tuple(values.shape) != scheme.shape:
+            raise ValueError(f"a BlockedTensor of shape {scheme.shape} takes floats of it, got {tuple(values.shape)}")
+        values = values.detach().float()
+        kind, spec = quantized_type(scheme.weight), scheme.spec
+        if not scheme.root:
+            return cls.of_matrix(kind.from_float(scheme.blocks.split(values), spec), scheme)
+        roots = scheme.blocks.split(values.sqrt())
+        matrix = kind.from_float(roots, spec)
+        codes, scale, table = matrix.plain()
+        # Codes ascend with the values, those of floating point as the bytes that they are.
+        bytes_ = torch.maximum(codes.view(torch.uint8), (roots > 0).to(torch.uint8))
+        return cls.of_matrix(matrix.with_plain((bytes_.view(codes.dtype), scale, table)), scheme)
+
+    @classmethod
+    def zeros(cls, scheme: BlockedScheme, device: torch.device | str) -> BlockedTensor:
+        """A tensor of zeros."""
+        return cls.quantized(torch.zeros(scheme.shape, device=device), scheme)
+
+    @classmethod
+    def of_matrix(cls, matrix: QuantizedTensor, scheme: BlockedScheme) -> BlockedTensor:
+        """A tensor of the scheme that holds `matrix`, its blocks, whose spec says the layout.
+
+        Raises:
+            ValueError: the matrix has another shape than the blocks.
+        """
+        if matrix.scheme.shape != scheme.codes_shape:
+            raise ValueError(
+                f"a matrix of shape {matrix.scheme.shape} does not fit a tensor of shape {scheme.shape} in blocks of "
+                f"{scheme.block}, which takes {scheme.codes_shape}"
+            )
+        return cls(matrix.inner_tensors, replace(scheme, spec=matrix.scheme.spec))
+
+    @classmethod
+    def from_float(cls, input: Tensor, spec: Any) -> BlockedTensor:
+        """Quantize `input` in flat blocks of the default size."""
+        linear = spec if isinstance(spec, LinearSpec) else LinearSpec(spec)
+        return cls.quantized(input, BlockedScheme(linear, tuple(input.shape), input.dtype))
+
+    def _with(self, matrix: QuantizedTensor) -> BlockedTensor:
+        return type(self).of_matrix(matrix, replace(self.scheme, dtype=matrix.scheme.dtype))
+
+    def quantized_like(self, source: Tensor) -> BlockedTensor:
+        """`source`, of the same shape, in the scheme of this tensor."""
+        if isinstance(source, BlockedTensor) and same_codes(source.scheme, self.scheme):
+            return source
+        values = source.dequantize(torch.float32) if isinstance(source, QuantizedTensor) else source
+        return type(self).quantized(values.to(self.device), self.scheme)
+
+    @classmethod
+    def from_canonical(cls, codes: Tensor, others: dict[str, Tensor], scheme: Scheme) -> BlockedTensor:
+        """Inverse of `canonical`."""
+        assert isinstance(scheme, BlockedScheme)
+        return cls.of_matrix(quantized_type(scheme.weight).from_canonical(codes, others, scheme.matrix), scheme)
+
+    @classmethod
+    def _from_pickled(cls, tensors: dict[str, Tensor], scheme: Scheme) -> BlockedTensor:
+        if not isinstance(scheme, BlockedScheme):
+            raise ValueError(f"a {cls.__name__} has a {cls.scheme_type.__name__}, got {scheme!r}")
+        return cls.of_matrix(quantized_type(scheme.weight)._from_pickled(tensors, scheme.matrix), scheme)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The plain float tensor, in the logical dtype unless `dtype` is given."""
+        values = self.scheme.blocks.merge(self.matrix.dequantize(torch.float32)).reshape(self.scheme.shape)
+        values = values * values if self.scheme.root else values
+        return values.to(dtype or self.scheme.dtype)
+
+    def rows(self, start: int, stop: int) -> BlockedTensor:
+        """Indices start:stop of the first axis, which share the memory of this tensor.
+
+        Raises:
+            ValueError: they cut blocks.
+        """
+        scheme, blocks = self.scheme, self.scheme.blocks
+        size = math.prod(scheme.shape[1:])
+        first, last = start * size, stop * size
+        if not scheme.flat:
+            first_block, last_block = start * blocks.of_row, stop * blocks.of_row
+        elif first % scheme.block or (last % scheme.block and last != blocks.length):
+            raise ValueError(
+                f"{start}:{stop} of the first axis of shape {scheme.shape} cuts blocks of {scheme.block}: the states "
+                "of this parameter can't be sharded there; give its group optim_bits=32"
+            )
+        else:
+            first_block, last_block = first // scheme.block, -(-last // scheme.block)
+        part = replace(scheme, shape=(stop - start, *scheme.shape[1:]))
+        # Codes are packed along rows, and scales have as many.
+        inner = {name: t[first_block:last_block] if t.dim() == 2 else t for name, t in self.inner_tensors.items()}
+        return type(self)(inner, part)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if (handler := _HANDLERS.get(func)) is not None:
+            return handler(func, args, kwargs)
+        if func in AS_A_WHOLE or func not in ATEN:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        raise NotImplementedError(
+            f"{func} is not implemented for {cls.__name__}, the state of an optimizer; call .dequantize() first if you "
+            "want a float tensor"
+        )
+
+
+def same_codes(one: BlockedScheme, other: BlockedScheme) -> bool:
+    """Whether codes of one scheme stand for the same numbers in the other."""
+    return replace(one, dtype=other.dtype) == other
+
+
+def _slice(func: Any, args: Any, kwargs: Any) -> Tensor:
+    given = [*args, *(0, None, None, 1)[len(args) - 1 :]]
+    tensor, axis = given[:2]
+    shape = tensor.scheme.shape
+    axis %= len(shape)
+    start, stop, step = slice(*given[2:]).indices(shape[axis])
+    stop = max(start, stop)
+    if (start, stop, step) == (0, shape[axis], 1):
+        part = tensor.map_inner(lambda inner: inner)
+    elif axis == 0 and step == 1:
+        part = tensor.rows(start, stop)
+    else:
+        raise ValueError(
+            f"the slice {start}:{stop}:{step} along axis {axis} of shape {shape} cuts blocks of {tensor.scheme.block}: "
+            "a BlockedTensor can be sharded along its first axis alone; dequantize() it first"
+        )
+    return return_and_correct_aliasing(func, args, kwargs, part)
+
+
+def _view(func: Any, args: Any, kwargs: Any) -> Tensor:
+    tensor, size = args
+    if tuple(size) != tensor.scheme.shape:
+        raise ValueError(f"a BlockedTensor of shape {tensor.scheme.shape} has no view of shape {tuple(size)}")
+    return return_and_correct_aliasing(func, args, kwargs, tensor.map_inner(lambda inner: inner))
+
+
+def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
+    target, source = args[:2]
+    if not isinstance(target, BlockedTensor):
+        raise ValueError(
+            f"copy_ of a BlockedTensor into a {type(target).__name__} would lose its codes; dequantize() it first"
+        )
+    new = target.quantized_like(source)
+    for name, inner in target.inner_tensors.items():
+        inner.copy_(getattr(new, name))
+    count_write(target)
+    return target
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.copy_.default: _copy_,
+    aten.slice.Tensor: _slice,
+    aten.view.default: _view,
+}
+"""Operators handled otherwise than for other quantized tensors."""

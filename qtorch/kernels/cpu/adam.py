@@ -1,0 +1,63 @@
+"""A step of Adam, compiled: one pass over the parameter, its gradient and its moments."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...primitives.flat_blocks import FlatBlocks
+from ..custom_ops import implement, note, portable
+from ..ops.adam import AdamStep, Moment, adam_step
+from ..ops.adam_check import LARGEST_SCALE, check_step
+from .compiled_library import TYPES, library, threads
+from .structs import Adam, struct_of
+
+_pack = struct_of(Adam).pack
+
+FORM_NUMBERS = {"32": 0, "8": 1, "4": 2, "float8": 3}
+"""As in src/adam.h."""
+
+
+@implement("adam_step", "cpu")
+def cpu_adam_step(weight: Tensor, grad: Tensor, moments: list[Moment], blocks: FlatBlocks, step: AdamStep) -> None:
+    """See `adam_step`."""
+    compiled = library()
+    if compiled is None:
+        note("adam_step.torch")
+        portable(adam_step)(weight, grad, moments, blocks, step)
+        return
+    check_step(weight, grad, moments, blocks, step)
+    note(f"adam_step.{compiled.instruction_set}")
+    pointers = [pointer for moment in moments for pointer in _pointers(moment)]
+    pointers += [0] * (6 - len(pointers))
+    compiled.adam(
+        _pack(
+            weight.data_ptr(),
+            TYPES[weight.dtype],
+            grad.data_ptr(),
+            TYPES[grad.dtype],
+            *blocks,
+            FORM_NUMBERS[step.form],
+            *pointers,
+            step.beta1,
+            step.beta2,
+            1 - step.beta1,
+            1 - step.beta2,
+            step.eps,
+            step.decay,
+            step.l2,
+            step.step_size,
+            step.correction,
+            LARGEST_SCALE[step.form],
+            step.key is not None and weight.dtype == torch.bfloat16,
+            step.key or 0,
+            step.first,
+            threads(),
+        )
+    )
+    if not weight.is_inference():
+        torch.autograd.graph.increment_version(weight)
+
+
+def _pointers(moment: Moment) -> tuple[int, int]:
+    return moment.data.data_ptr(), 0 if moment.scale is None else moment.scale.data_ptr()

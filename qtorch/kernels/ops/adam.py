@@ -1,0 +1,187 @@
+"""A step of Adam on one parameter whose moments are held in codes, in place.
+
+    g <- g + l2 w                                       Adam's weight decay; AdamW: l2 = 0
+    m <- beta1 m + (1 - beta1) g
+    v <- beta2 v + (1 - beta2) g^2,    s = sqrt(v)      with amsgrad, s <- the largest s so far
+    w <- decay w - step_size m / (correction s + eps)
+
+    decay = 1 - lr weight_decay (Adam: 1),  step_size = lr / (1 - beta1^t),  correction = 1 / sqrt(1 - beta2^t)
+
+in fp32, in this order, each operation rounded on its own, so that compiled kernels give the same bits. The weight is
+rounded once, so weight decay adds to the update before anything of it is lost. After the update, which uses m and s as
+computed, they are quantized by blocks; codes of s stand for s, not for v, and are at least 1 where s > 0 (a code of 0
+would divide m by eps alone).
+
+With `key` a bf16 weight is rounded stochastically: its bits plus 16 random ones, truncated. The random bits are a
+function of the key and of the element's number, so that a resumed run repeats them, replicas agree, and shards get
+those of the whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...layouts.packed import can_pack_bits, pack_codes, unpack_codes
+from ...primitives.affine import ZeroPointDomain
+from ...primitives.codebook_spec import CodebookSpec
+from ...primitives.flat_blocks import FlatBlocks
+from ...primitives.granularity import PerRow
+from ...primitives.power_codebook import power_spec
+from ...primitives.qdtype import qdtype
+from ...primitives.spec import QuantSpec
+from ..custom_ops import by_device
+
+_FLOAT8 = QuantSpec(qdtype("float8_e4m3fn"), PerRow(), zero_point_domain=ZeroPointDomain.NONE)
+
+
+class MomentForm(NamedTuple):
+    """How the two moments are held: specs of their blocks, as rows of a matrix; `second` quantizes s."""
+
+    name: str
+    first: CodebookSpec | QuantSpec
+    second: CodebookSpec | QuantSpec
+
+
+FORMS = {
+    form.name: form
+    for form in (
+        MomentForm("8", power_spec("uint8", 4, True), power_spec("uint8", 4, False)),
+        MomentForm("4", power_spec("uint4", 2, True), power_spec("uint4", 2, False)),
+        MomentForm("float8", _FLOAT8, _FLOAT8),
+    )
+}
+"""The forms of quantized moments by name; "32", fp32 values m and v, has no specs."""
+
+
+class Moment(NamedTuple):
+    """A moment in memory: codes (packed if they have less than 8 bits) and scales of blocks, or fp32 values alone."""
+
+    data: Tensor
+    scale: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """The numbers of a step; see the top of the file.
+
+    Args:
+        form: a name of `FORMS`, or "32".
+        key: of the random bits, 32 bits, or None to round to nearest.
+        first: number of the first element of the weight, where it is a shard.
+    """
+
+    form: str
+    beta1: float
+    beta2: float
+    eps: float
+    decay: float
+    l2: float
+    step_size: float
+    correction: float
+    key: int | None = None
+    first: int = 0
+
+
+@by_device
+@torch.no_grad()
+def adam_step(weight: Tensor, grad: Tensor, moments: list[Moment], blocks: FlatBlocks, step: AdamStep) -> None:
+    """One step, in place; this function defines the numbers.
+
+    Args:
+        weight: of any shape, contiguous; fp32, bf16 or fp16.
+        grad: of as many elements, contiguous; fp32, bf16 or fp16.
+        moments: m and s (in fp32: v), and with amsgrad the largest s (v).
+        blocks: how the elements are divided into blocks.
+        step: numbers.
+    """
+    w, g = weight.reshape(-1).float(), grad.reshape(-1).float()
+    first, second, *highest = [_read(moment, i, blocks, step.form) for i, moment in enumerate(moments)]
+    if step.l2:
+        g = g + w * step.l2
+    m = first * step.beta1 + g * (1 - step.beta1)
+    is_root = step.form != "32"
+    v = (second * second if is_root else second) * step.beta2 + g * g * (1 - step.beta2)
+    s = _root(v)
+    new = [m, s if is_root else v]
+    if highest:
+        s = torch.maximum(highest[0] if is_root else _root(highest[0]), s)
+        new.append(s if is_root else torch.maximum(highest[0], v))
+    w = w * step.decay - m / (s * step.correction + step.eps) * step.step_size
+    for i, (moment, values) in enumerate(zip(moments, new, strict=True)):
+        _write(moment, values, i, blocks, step.form)
+    if step.key is not None and weight.dtype == torch.bfloat16:
+        w = _rounded_up_at_random(w, step.key, step.first)
+    weight.copy_(w.reshape(weight.shape))
+
+
+def _root(x: Tensor) -> Tensor:
+    """The square root rounded to nearest; that of torch on CPU, from MKL, is wrong in the last bit here and there."""
+    return x.double().sqrt().float()
+
+
+def _spec(index: int, form: str) -> CodebookSpec | QuantSpec:
+    return FORMS[form].second if index else FORMS[form].first
+
+
+def _read(moment: Moment, index: int, blocks: FlatBlocks, form: str) -> Tensor:
+    """The values of a moment, flat."""
+    if moment.scale is None:
+        return moment.data.reshape(-1)
+    spec = _spec(index, form)
+    codes = moment.data
+    if can_pack_bits(spec.dtype):
+        codes = unpack_codes(codes, spec.dtype, blocks.block)
+    values = spec.dequantize(codes, moment.scale, _table(spec, codes))  # type: ignore[arg-type]
+    return blocks.merge(values).reshape(-1)
+
+
+def _write(moment: Moment, values: Tensor, index: int, blocks: FlatBlocks, form: str) -> None:
+    if moment.scale is None:
+        moment.data.copy_(values.reshape(moment.data.shape))
+        return
+    spec, matrix = _spec(index, form), blocks.split(values)
+    scale, other = spec.choose_qparams(matrix)
+    codes = spec.quantize(matrix, scale, other)  # type: ignore[arg-type]
+    if index:
+        codes = torch.maximum(codes.view(torch.uint8), (matrix > 0).to(torch.uint8)).view(codes.dtype)
+    if can_pack_bits(spec.dtype):
+        codes = pack_codes(codes, spec.dtype)
+    moment.data.copy_(codes)
+    moment.scale.copy_(scale)
+
+
+def _table(spec: CodebookSpec | QuantSpec, codes: Tensor) -> Tensor | None:
+    if isinstance(spec, QuantSpec):
+        return None
+    return torch.tensor(spec.table, dtype=torch.float32, device=codes.device)
+
+
+_MASK = 0xFFFFFFFF
+
+
+def random_bits(count: int, key: int, first: int, device: torch.device) -> Tensor:
+    """16 random bits for each element, int32: of the hash "lowbias32" (Wellons, https://nullprogram.com/blog/2018/07/31)
+    of its number, multiplied by an odd number, plus the key."""
+    x = ((torch.arange(count, device=device) + first) * 0x9E3779B9 + key) & _MASK
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
+    return ((x ^ (x >> 16)) >> 16).int()
+
+
+def _rounded_up_at_random(w: Tensor, key: int, first: int) -> Tensor:
+    bits = w.view(torch.int32)
+    up = (bits + random_bits(w.numel(), key, first, w.device)) & -65536
+    # Infinity and NaN are not rounded.
+    return torch.where((bits & 0x7F800000) != 0x7F800000, up, bits).view(torch.float32)
+
+
+def key_of(step: int, index: int) -> int:
+    """The key of a parameter's random bits in a step: a hash of the number of the step and that of the parameter."""
+    x = (step * 0x9E3779B1 + index * 0x85EBCA77 + 0x27D4EB2F) & _MASK
+    x = ((x ^ (x >> 15)) * 0x2C1B3C6D) & _MASK
+    x = ((x ^ (x >> 12)) * 0x297A2D39) & _MASK
+    return x ^ (x >> 15)

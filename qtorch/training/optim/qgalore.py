@@ -1,0 +1,185 @@
+"""QGaLoreAdamW8bit: AdamW in a subspace of each gradient, for weights that are held in INT8.
+
+    R = G P^T,    W <- (1 - lr weight_decay) W - lr scale Adam(R) P        (G.T and W.T where W is wider than high)
+
+P, the directions in which the gradient is largest, is in 4 bits (`projection`) and computed anew every
+`update_proj_gap` steps; a matrix whose first direction has hardly turned, |cos| of at least `cos_threshold` on average
+over `queue_size` times, gets a gap `gamma_proj` times as long. Moments are of rank r, in 8 bits, and turn with P.
+
+Sources: GaLore, arXiv 2403.03507; Q-GaLore, arXiv 2407.08296. Weights in INT8 come from
+`int8_weight_only_quantized_training()`, which rounds their updates stochastically.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dtypes.blocked_tensor import BlockedTensor
+from ...kernels.ops.adam import AdamStep, adam_step
+from ...primitives.flat_blocks import FlatBlocks
+from .base import LowBitAdam, Params, Writable
+from .moment_form import as_moment, blocks_of, form_of, zeros
+from .projection import gram, orthonormal, rotated, stored, top_directions
+from .shard import is_sharded, like, local_of
+
+QUEUE = "similarity"
+
+
+class QGaLoreAdamW8bit(LowBitAdam):
+    """AdamW with 8-bit moments in a subspace of the gradients; see the top of the file.
+
+    Matrices in groups with a `rank` smaller than both of their sizes are updated in a subspace, all other parameters as
+    by `AdamW8bit`. FSDP2 shards along the first axis; the subspace is that of the whole gradient.
+
+    Args:
+        params, lr, betas, eps, weight_decay, block_size, optim_bits: as of `LowBitAdam`.
+        rank: directions of a gradient, None for all of them; usually in the group of the matrices, as in
+            ``[{"params": matrices, "rank": 128}, {"params": others}]``. A quarter of the width is a good start.
+        scale: of the update, alpha in the paper.
+        update_proj_gap: steps for which the directions are kept.
+        cos_threshold, queue_size, gamma_proj: see the top of the file; `gamma_proj=1` keeps all gaps as they are.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        rank: int | None = None,
+        scale: float = 0.25,
+        update_proj_gap: int = 200,
+        cos_threshold: float = 0.4,
+        queue_size: int = 5,
+        gamma_proj: float = 2.0,
+        block_size: int = 256,
+        optim_bits: int | str = 8,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            False,
+            block_size=block_size,
+            bf16_stochastic_round=False,
+            optim_bits=optim_bits,
+            rank=rank,
+            scale=scale,
+            update_proj_gap=update_proj_gap,
+            cos_threshold=cos_threshold,
+            queue_size=queue_size,
+            gamma_proj=gamma_proj,
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, which may have arguments of its own.
+
+        Raises:
+            ValueError: one is out of its range.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for name in ("update_proj_gap", "queue_size", "gamma_proj", "rank"):
+            if group[name] is not None and not group[name] >= 1:
+                self.param_groups.pop()
+                raise ValueError(f"{type(self).__name__}: {name} is at least 1, got {group[name]}")
+
+    def _in_subspace(self, parameter: Tensor, group: dict[str, Any]) -> bool:
+        rank = group["rank"]
+        return rank is not None and parameter.dim() == 2 and rank < min(parameter.shape)
+
+    def _update(self, parameter: Tensor, index: int, group: dict[str, Any], lr: float) -> None:
+        if not self._in_subspace(parameter, group):
+            super()._update(parameter, index, group, lr)
+            return
+        assert parameter.grad is not None
+        state = self.state[parameter]
+        state.setdefault("step", torch.tensor(0.0))
+        state["step"] += 1
+        number = int(state["step"].item())
+        wide = parameter.shape[0] < parameter.shape[1] and not is_sharded(parameter)
+        grad = local_of(parameter.grad).float()
+        grad = grad.T if wide else grad
+        basis = self._directions(parameter, grad, state, group, number)
+        reduced = grad @ basis.T
+        direction = torch.zeros_like(reduced)
+        whole = _sharded_like(parameter, direction)
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name not in state:
+                state[name] = zeros(whole, group, name)
+        beta1, beta2 = group["betas"]
+        if reduced.numel():
+            block, flat = blocks_of(whole.shape, group["block_size"])
+            rows = 1 if flat else reduced.shape[0]
+            blocks = FlatBlocks(rows, reduced.numel() // rows, block)
+            corrections = 1 / (1 - beta1**number), (1 - beta2**number) ** -0.5
+            step = AdamStep(form_of(whole, group), beta1, beta2, group["eps"], 1.0, 0.0, *corrections)
+            moments = [as_moment(state[name]) for name in ("exp_avg", "exp_avg_sq")]
+            adam_step(direction, reduced.contiguous(), moments, blocks, step)
+        update = direction @ basis
+        with Writable(local_of(parameter)) as weight:
+            change = (update.T if wide else update) * (lr * group["scale"])
+            weight.copy_(weight.float() * (1 - lr * group["weight_decay"]) + change)
+        torch.autograd.graph.increment_version(parameter)
+
+    def _directions(
+        self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any], number: int
+    ) -> Tensor:
+        """The basis (rank, n) of this step, orthonormal; the moments turn where it is a new one."""
+        old = orthonormal(state["projector"]) if "projector" in state else None
+        if old is not None and number < int(state["next_update"]):
+            return old
+        products = gram(grad)
+        if is_sharded(parameter):
+            torch.distributed.all_reduce(products, group=parameter.device_mesh.get_group())  # type: ignore[attr-defined]
+        state["projector"] = stored(top_directions(products, group["rank"]))
+        new = orthonormal(state["projector"])
+        if old is None:
+            state["gap"] = torch.tensor(float(group["update_proj_gap"]))
+            state[QUEUE] = torch.zeros(0)
+        else:
+            self._compare(old, new, state, group)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = _turned(state[name], name != "exp_avg", old, new)
+        state["next_update"] = torch.tensor(float(number + int(state["gap"])))
+        return new
+
+    def _compare(self, old: Tensor, new: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Make the gap longer where the first direction, whose sign means nothing, has hardly turned for a while."""
+        cosine = (old[0] @ new[0]).abs().cpu().reshape(1)
+        state[QUEUE] = torch.cat([state[QUEUE], cosine])[-group["queue_size"] :]
+        if len(state[QUEUE]) == group["queue_size"] and state[QUEUE].mean() >= group["cos_threshold"]:
+            state["gap"] = torch.tensor(float(int(state["gap"] * group["gamma_proj"])))
+            state[QUEUE] = torch.zeros(0)
+
+    def _read(self, parameter: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+        if "projector" not in state:
+            return super()._read(parameter, group, state)
+        device = local_of(parameter).device
+        on_device = ("projector", "exp_avg", "exp_avg_sq")
+        return {name: value.to(device if name in on_device else "cpu") for name, value in state.items()}
+
+
+def _sharded_like(parameter: Tensor, reduced: Tensor) -> Tensor:
+    """`reduced` (a, rank), of a shard of a matrix of a rows, as a shard of the whole."""
+    return like(parameter, reduced, (parameter.shape[0], reduced.shape[1])) if is_sharded(parameter) else reduced
+
+
+def _turned(moment: Tensor, squares: bool, old: Tensor, new: Tensor) -> Tensor:
+    """A moment in the new directions, in the form that it has."""
+    local = local_of(moment)
+    if not isinstance(local, BlockedTensor):
+        local.copy_(rotated(local, squares, old, new))
+        return moment
+    local.copy_(rotated(local.dequantize(torch.float32), squares, old, new))
+    return moment

@@ -1,0 +1,52 @@
+"""Steps of Adam on small parameters, for the tests of every kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qtorch.kernels.ops.adam import FORMS, AdamStep, Moment
+from qtorch.layouts.packed import packed_length
+from qtorch.primitives.flat_blocks import FlatBlocks
+
+ALL_FORMS = ["32", *FORMS]
+
+BLOCKS = [FlatBlocks(5, 300, 100), FlatBlocks(1, 1500, 256), FlatBlocks(2, 256, 128), FlatBlocks(3, 77, 39)]
+
+
+def zeros(form: str, blocks: FlatBlocks, count: int, device: str = "cpu") -> list[Moment]:
+    """Moments before the first step."""
+    if form == "32":
+        return [Moment(torch.zeros(blocks.rows * blocks.length, device=device)) for _ in range(count)]
+    rows, width = blocks.shape
+    moments = []
+    for index in range(count):
+        spec = FORMS[form].second if index else FORMS[form].first
+        bytes_ = packed_length(width, 4) if form == "4" else width
+        zero = 0 if index or form == "float8" else 0x88 if form == "4" else 128
+        codes = torch.full((rows, bytes_), zero, dtype=torch.uint8, device=device).view(
+            torch.uint8 if form == "4" else spec.dtype.storage
+        )
+        moments.append(Moment(codes, torch.ones(rows, 1, device=device)))
+    return moments
+
+
+def gradient(blocks: FlatBlocks, dtype: torch.dtype, number: int) -> Tensor:
+    """Numbers of very different sizes, some of them zero."""
+    generator = torch.Generator().manual_seed(number)
+    count = blocks.rows * blocks.length
+    size = 10 ** (torch.rand(count, generator=generator) * 6 - 5)
+    grad = torch.randn(count, generator=generator) * size
+    grad[::7] = 0
+    return grad.to(dtype)
+
+
+def step(form: str, number: int, key: int | None = None, l2: float = 0.0) -> AdamStep:
+    size, correction = 1e-2 / (1 - 0.9**number), (1 - 0.999**number) ** -0.5
+    return AdamStep(form, 0.9, 0.999, 1e-8, 1 - 1e-5, l2, size, correction, key, 12345)
+
+
+def tensors(moments: list[Moment]) -> list[Tensor]:
+    return [m.data.view(torch.uint8) if m.data.dtype != torch.float32 else m.data for m in moments] + [
+        m.scale for m in moments if m.scale is not None
+    ]

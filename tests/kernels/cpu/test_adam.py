@@ -1,0 +1,97 @@
+"""The compiled step of Adam: the bits of the one in torch operators, for every form, shape and dtype."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from qtorch.kernels import record_kernels
+from qtorch.kernels.cpu import compiled_library
+from qtorch.kernels.custom_ops import portable
+from qtorch.kernels.ops.adam import Moment, adam_step
+from tests.kernels.adam_cases import ALL_FORMS, BLOCKS, gradient, step, tensors, zeros
+
+from .builds import BUILDS, NEEDS_LIBRARY
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("form", ALL_FORMS)
+def test_equals_the_reference(build: str, form: str) -> None:
+    cases = itertools.product(BLOCKS, (torch.float32, torch.bfloat16, torch.float16), (2, 3), (None, 7), (0.0, 0.01))
+    for blocks, dtype, count, key, l2 in cases:
+        ours, reference = zeros(form, blocks, count), zeros(form, blocks, count)
+        weight = torch.randn(blocks.rows * blocks.length).to(dtype)
+        other = weight.clone()
+        for number in (1, 2, 3):
+            grad = gradient(blocks, dtype, number)
+            with compiled_library.use(build), record_kernels() as ran:
+                adam_step(weight, grad, ours, blocks, step(form, number, key, l2))
+            assert ran == [f"adam_step.{build}"]
+            portable(adam_step)(other, grad, reference, blocks, step(form, number, key, l2))
+        case = (blocks, dtype, count, key, l2)
+        assert torch.equal(weight, other), case
+        assert all(map(torch.equal, tensors(ours), tensors(reference))), case
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("form", ALL_FORMS)
+def test_threads_change_nothing(form: str) -> None:
+    blocks = BLOCKS[0]._replace(rows=700)
+    weights = []
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        moments, weight = zeros(form, blocks, 2), torch.ones(blocks.rows * blocks.length)
+        adam_step(weight, gradient(blocks, torch.float32, 1), moments, blocks, step(form, 1))
+        weights.append([weight, *tensors(moments)])
+    torch.set_num_threads(before)
+    assert all(map(torch.equal, *weights))
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("form", ["8", "4", "float8"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_block_that_is_lost_says_so(form: str, value: float) -> None:
+    """Moments of a block with a gradient that is not finite are NaN, and no other block changes."""
+    blocks = BLOCKS[2]
+    results = []
+    for function in (adam_step, portable(adam_step)):
+        moments, weight = zeros(form, blocks, 2), torch.ones(512)
+        grad = gradient(blocks, torch.float32, 1)
+        grad[130] = value
+        function(weight, grad, moments, blocks, step(form, 1))
+        results.append((weight, moments))
+    (weight, moments), (other, reference) = results
+    assert torch.equal(weight.nan_to_num(7), other.nan_to_num(7))
+    assert weight.isnan().sum() == 1
+    for one, two in zip(moments, reference, strict=True):
+        assert one.scale.isnan().flatten().tolist() == [False, True, False, False]
+        assert torch.equal(one.scale.nan_to_num(7), two.scale.nan_to_num(7))
+
+
+@NEEDS_LIBRARY
+def test_arguments_are_checked() -> None:
+    blocks = BLOCKS[2]
+    weight, grad = torch.ones(512), torch.ones(512)
+
+    def call(**changed: object) -> None:
+        given = {"weight": weight, "grad": grad, "moments": zeros("8", blocks, 2), **changed}
+        adam_step(given["weight"], given["grad"], given["moments"], blocks, step("8", 1))
+
+    call()
+    good = zeros("8", blocks, 1)[0]
+    for name, wrong in {
+        "weight": {"weight": weight[:-1].clone()},
+        "grad": {"grad": torch.ones(1024)[::2]},
+        "exp_avg must": {"moments": [Moment(good.data[:-1].clone(), good.scale), good]},
+        "exp_avg_sq must": {"moments": [good, Moment(good.data.int(), good.scale)]},
+        "exp_avg_sq's scale": {"moments": [good, Moment(good.data, good.scale[:-1].clone())]},
+    }.items():
+        with pytest.raises(ValueError, match=name):
+            call(**wrong)
+    empty = zeros("8", blocks, 1)[0]
+    empty.data.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="no memory"):
+        call(moments=[good, empty])

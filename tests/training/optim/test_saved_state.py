@@ -1,0 +1,163 @@
+"""A run that is saved and resumed equals one that is not, to the bit; and what else a state may come from."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from qtorch.dtypes.blocked_tensor import BlockedTensor
+from qtorch.training.optim import Adam8bit, AdamW4bit, AdamW8bit, _AdamW
+from tests.training.optim.training import ALL, cosine, make_model, parameters_of, train
+
+STEPS, CUT = 8, 5
+
+
+def through_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("more", [{}, {"bf16_stochastic_round": True}, {"amsgrad": True}], ids=str)
+def test_resuming_changes_nothing(name: str, dtype: torch.dtype, more: dict[str, bool]) -> None:
+    def start() -> tuple[nn.Module, Any, Any]:
+        model = make_model(dtype, seed=3)
+        optimizer = ALL[name](model.parameters(), lr=1e-2, **more)
+        return model, optimizer, cosine(optimizer, STEPS)
+
+    model, optimizer, scheduler = start()
+    train(model, optimizer, range(STEPS), scheduler)
+    whole = parameters_of(model)
+
+    model, optimizer, scheduler = parts = start()
+    train(model, optimizer, range(CUT), scheduler)
+    saved = through_file([part.state_dict() for part in parts])
+    torch.manual_seed(99)  # no random state is saved, and none is needed
+    model, optimizer, scheduler = parts = start()
+    for part, state in zip(parts, saved, strict=True):
+        part.load_state_dict(state)
+    train(model, optimizer, range(CUT, STEPS), scheduler)
+    assert all(map(torch.equal, whole, parameters_of(model)))
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_of_torch(name: str, fused: bool, dtype: torch.dtype) -> None:
+    """Its moments are quantized, and training goes on as if it had used them from the start."""
+    model = make_model(dtype)
+    twin = torch.optim.AdamW if "W" in name else torch.optim.Adam
+    optimizer = twin(model.parameters(), lr=1e-2, fused=fused, amsgrad=True)
+    train(model, optimizer, range(20))
+    ours = ALL[name](model.parameters(), lr=1.0)
+    ours.load_state_dict(through_file(optimizer.state_dict()))
+    group = ours.param_groups[0]
+    assert group["lr"] == 1e-2
+    assert group["amsgrad"]
+    assert "fused" not in group
+    for parameter in model.parameters():
+        state, theirs = ours.state[parameter], optimizer.state[parameter]
+        assert state["step"] == 20
+        assert state["step"].device.type == "cpu"
+        for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+            quantized = name != "_AdamW" and parameter.numel() >= 4096
+            assert isinstance(state[key], BlockedTensor) == quantized
+            value = state[key].dequantize() if quantized else state[key]
+            assert (value - theirs[key].float()).norm() <= (0.25 if quantized else 0) * theirs[key].float().norm()
+    before = train(model, torch.optim.SGD(model.parameters(), lr=0.0), range(20, 21))
+    assert train(model, ours, range(20, 40)) < before
+
+
+def test_from_another_form() -> None:
+    """The form is that of the optimizer that loads; moments go over fp32."""
+    model = make_model()
+    optimizer = AdamW8bit(model.parameters(), lr=1e-2)
+    train(model, optimizer, range(5))
+    for cls, dtype in ((AdamW4bit, "uint4"), (Adam8bit, "uint8")):
+        other = cls(model.parameters())
+        other.load_state_dict(optimizer.state_dict())
+        weight = model[0].weight
+        state = other.state[weight]["exp_avg"]
+        assert state.scheme.weight.dtype.name == dtype
+        was = optimizer.state[weight]["exp_avg"].dequantize()
+        assert (state.dequantize() - was).norm() <= 0.3 * was.norm()
+        assert other.param_groups[0]["optim_bits"] == (4 if cls is AdamW4bit else 8)
+    plain = _AdamW(model.parameters())
+    plain.load_state_dict(optimizer.state_dict())
+    assert torch.equal(plain.state[weight]["exp_avg_sq"], optimizer.state[weight]["exp_avg_sq"].dequantize())
+
+
+def test_hooks_see_tensors() -> None:
+    model = make_model()
+    optimizer = AdamW8bit(model.parameters())
+    train(model, optimizer, range(1))
+    seen = []
+
+    def before(_: Any, state: dict[str, Any]) -> None:
+        seen.append(type(state["state"][0]["exp_avg"]))
+
+    def after(optimizer: Any) -> None:
+        seen.append(type(optimizer.state[model[0].weight]["exp_avg"]))
+
+    other = AdamW8bit(model.parameters())
+    other.register_load_state_dict_pre_hook(before)
+    other.register_load_state_dict_post_hook(after)
+    for _ in range(2):
+        other.load_state_dict(optimizer.state_dict())
+    assert seen == [BlockedTensor] * 4
+
+
+def test_refusals() -> None:
+    model = make_model()
+    optimizer = AdamW8bit(model.parameters())
+    train(model, optimizer, range(1))
+    state = optimizer.state_dict()
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        AdamW8bit([{"params": [p]} for p in model.parameters()]).load_state_dict(state)
+    with pytest.raises(ValueError, match="exp_avg of shape"):
+        AdamW8bit(list(model.parameters())[::-1]).load_state_dict(state)
+    theirs = torch.optim.AdamW(model.parameters(), maximize=True)
+    with pytest.raises(ValueError, match="no maximize=True"):
+        optimizer.load_state_dict(theirs.state_dict())
+
+
+def test_tables_are_shared_after_loading() -> None:
+    model = make_model()
+    optimizer = AdamW8bit(model.parameters())
+    train(model, optimizer, range(1))
+    optimizer.load_state_dict(through_file(optimizer.state_dict()))
+    tables = {optimizer.state[model[i].weight]["exp_avg"].table.data_ptr() for i in (0, 2)}
+    assert len(tables) == 1
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ALL)
+def test_distributed_checkpoint(name: str, tmp_path: Path) -> None:
+    """DCP in one process."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model = make_model()
+    optimizer = ALL[name](model.parameters(), lr=1e-2)
+    train(model, optimizer, range(CUT))
+    model_state, state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=tmp_path)
+    train(model, optimizer, range(CUT, STEPS))
+
+    other = make_model(seed=8)
+    resumed = ALL[name](other.parameters(), lr=1e-2)
+    model_state, state = get_state_dict(other, resumed)
+    loaded = {"model": model_state, "optimizer": state}
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    set_state_dict(other, resumed, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    train(other, resumed, range(CUT, STEPS))
+    assert all(map(torch.equal, parameters_of(model), parameters_of(other)))
