@@ -122,6 +122,7 @@ FLOORS: list[list[str]] = [
     ["streaming/partial"],
     ["streaming"],
     ["quantize_checkpoint"],
+    ["training/engine/operand"],
     ["training/engine/scale_gradient"],
     ["training/engine/spec"],
     ["training/engine"],

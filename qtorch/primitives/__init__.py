@@ -12,7 +12,7 @@ from .pruning import is_2_4, mask_2_4, mask_blocks, prune_2_4, prune_blocks
 from .qdtype import QDType, qdtype
 from .qparams import choose_qparams_affine, choose_qparams_affine_with_min_max
 from .rotated_spec import RotatedSpec
-from .rounding import Rounding, round_to_integer
+from .rounding import Noise, Rounding, round_to_integer
 from .scale_rules import (
     AbsMaxRule,
     AbsMeanRule,
@@ -21,6 +21,7 @@ from .scale_rules import (
     MinMaxRule,
     MSERule,
     PercentileRule,
+    PowerMeanRule,
     ScaleRule,
 )
 from .spec import LinearSpec, QuantSpec
@@ -39,6 +40,7 @@ __all__ = [
     "MSERule",
     "MappingType",
     "MinMaxRule",
+    "Noise",
     "PerAxis",
     "PerBlock",
     "PerGroup",
@@ -46,6 +48,7 @@ __all__ = [
     "PerTensor",
     "PerToken",
     "PercentileRule",
+    "PowerMeanRule",
     "QDType",
     "QuantSpec",
     "RotatedSpec",

@@ -14,8 +14,9 @@ import_modules(__name__, __path__)
 
 from ..recipe import RECIPES  # noqa: E402
 from .engine.conv import quantized_conv1d, quantized_conv2d, quantized_conv3d  # noqa: E402
+from .engine.numerics import fully_quantized, fully_quantized_float8, integer  # noqa: E402
 from .engine.products import quantized_einsum, quantized_matmul  # noqa: E402
-from .engine.spec import GemmSpec, TrainingSpec, fully_quantized, fully_quantized_float8  # noqa: E402
+from .engine.spec import GemmSpec, TrainingSpec  # noqa: E402
 from .quantization_aware.calibrate import calibrate  # noqa: E402
 from .quantization_aware.fold_batch_norm import fold_batch_norm  # noqa: E402
 from .quantization_aware.parameter_groups import parameter_groups  # noqa: E402
@@ -47,6 +48,7 @@ __all__ = [
     "fold_batch_norm",
     "fully_quantized",
     "fully_quantized_float8",
+    "integer",
     "pact",
     "parameter_groups",
     "precompute_bitnet_scale_for_fsdp",

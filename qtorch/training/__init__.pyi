@@ -9,12 +9,13 @@ from .convert import Convert as convert
 from .engine.conv import quantized_conv1d as quantized_conv1d
 from .engine.conv import quantized_conv2d as quantized_conv2d
 from .engine.conv import quantized_conv3d as quantized_conv3d
+from .engine.numerics import fully_quantized as fully_quantized
+from .engine.numerics import fully_quantized_float8 as fully_quantized_float8
+from .engine.numerics import integer as integer
 from .engine.products import quantized_einsum as quantized_einsum
 from .engine.products import quantized_matmul as quantized_matmul
 from .engine.spec import GemmSpec as GemmSpec
 from .engine.spec import TrainingSpec as TrainingSpec
-from .engine.spec import fully_quantized as fully_quantized
-from .engine.spec import fully_quantized_float8 as fully_quantized_float8
 from .quantization_aware.calibrate import calibrate as calibrate
 from .quantization_aware.fold_batch_norm import fold_batch_norm as fold_batch_norm
 from .quantization_aware.parameter_groups import parameter_groups as parameter_groups
@@ -62,6 +63,7 @@ __all__ = [
     "int8_mixed_precision_training",
     "int8_tilewise_training",
     "int8_weight_only_quantized_training",
+    "integer",
     "lora_qat",
     "lsq",
     "mixed_precision_training",

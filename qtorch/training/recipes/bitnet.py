@@ -21,7 +21,8 @@ from ...layouts.packed import pack_codes
 from ...primitives import AbsMeanRule, PerTensor, QuantSpec, qdtype
 from ...primitives.scheme import Scheme
 from ...recipe import register_recipe
-from ..engine.spec import GemmSpec, TrainingSpec, int8
+from ..engine.numerics import int8
+from ..engine.spec import GemmSpec, TrainingSpec
 from ..weights.codes import CodesWeight
 from ..weights.master import MasterWeight
 from .base import TrainingRecipe

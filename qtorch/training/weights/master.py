@@ -24,8 +24,8 @@ from ...layouts.inner_tensors import Form, Forms
 from ...primitives import LinearSpec, QuantSpec
 from ...primitives.jsonable import jsonable
 from ...primitives.scheme import constant_shape
-from ..engine.contraction import quantize_operand
 from ..engine.guardrails import is_narrow, warn_of_lost_updates
+from ..engine.operand import quantize_operand
 from ..engine.spec import TrainingSpec
 from .base import TrainingWeight, of_codes, written_by
 
@@ -149,6 +149,10 @@ class MasterWeight(TrainingWeight):
 
     def floats(self) -> Tensor:
         return self.master
+
+    def check_convert(self) -> None:
+        if isinstance(self._training, TrainingSpec):
+            self._training.check_convert()
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The master weight itself, which holds all of its precision."""
