@@ -94,6 +94,7 @@ from .training.recipes.int8_tilewise import Int8TilewiseTraining as int8_tilewis
 from .training.recipes.mixed_precision import MixedPrecisionTraining as mixed_precision_training
 from .training.recipes.mxfp8 import Mxfp8Training as mxfp8_training
 from .training.recipes.switchback import SwitchbackTraining as switchback_training
+from .training.scheduled.scheduled_training import ScheduledTraining as scheduled_training
 from .weight_kinds import register_weight_kind as register_weight_kind
 
 __version__: str
@@ -170,6 +171,7 @@ __all__ = [
     "register_weight_kind",
     "save_quantized",
     "scheduled_qat",
+    "scheduled_training",
     "switchback_training",
     "uintx_weight_only",
 ]

@@ -25,6 +25,8 @@ from .engine.experts import quantized_grouped_mm  # noqa: E402
 from .engine.numerics import fully_quantized, fully_quantized_float8, integer  # noqa: E402
 from .engine.products import quantized_einsum, quantized_matmul  # noqa: E402
 from .engine.spec import GemmSpec, TrainingSpec  # noqa: E402
+from .injection.injection import Injection, inject  # noqa: E402
+from .injection.sites import CallSite  # noqa: E402
 from .quantization_aware.calibrate import calibrate  # noqa: E402
 from .quantization_aware.fold_batch_norm import fold_batch_norm  # noqa: E402
 from .quantization_aware.parameter_groups import parameter_groups  # noqa: E402
@@ -44,8 +46,10 @@ RECIPE_NAMES = sorted(name for name, cls in RECIPES.items() if cls.__module__.st
 globals().update({name: RECIPES[name] for name in RECIPE_NAMES})
 
 __all__ = [
+    "CallSite",
     "CodesWeight",
     "GemmSpec",
+    "Injection",
     "Int8MixedPrecisionTrainingConfig",
     "MasterWeight",
     "QuantizationSchedule",
@@ -59,6 +63,7 @@ __all__ = [
     "fold_batch_norm",
     "fully_quantized",
     "fully_quantized_float8",
+    "inject",
     "integer",
     "pact",
     "parameter_groups",

@@ -2,13 +2,19 @@
 # ruff: noqa
 
 from . import engine as engine
+from . import injection as injection
 from . import quantization_aware as quantization_aware
 from . import recipes as recipes
+from . import scheduled as scheduled
 from . import weights as weights
 from .convert import Convert as convert
 from .engine.conv import quantized_conv1d as quantized_conv1d
 from .engine.conv import quantized_conv2d as quantized_conv2d
 from .engine.conv import quantized_conv3d as quantized_conv3d
+from .engine.conv import quantized_conv_transpose1d as quantized_conv_transpose1d
+from .engine.conv import quantized_conv_transpose2d as quantized_conv_transpose2d
+from .engine.conv import quantized_conv_transpose3d as quantized_conv_transpose3d
+from .engine.experts import quantized_grouped_mm as quantized_grouped_mm
 from .engine.numerics import fully_quantized as fully_quantized
 from .engine.numerics import fully_quantized_float8 as fully_quantized_float8
 from .engine.numerics import integer as integer
@@ -16,6 +22,9 @@ from .engine.products import quantized_einsum as quantized_einsum
 from .engine.products import quantized_matmul as quantized_matmul
 from .engine.spec import GemmSpec as GemmSpec
 from .engine.spec import TrainingSpec as TrainingSpec
+from .injection.injection import Injection as Injection
+from .injection.injection import inject as inject
+from .injection.sites import CallSite as CallSite
 from .quantization_aware.calibrate import calibrate as calibrate
 from .quantization_aware.fold_batch_norm import fold_batch_norm as fold_batch_norm
 from .quantization_aware.parameter_groups import parameter_groups as parameter_groups
@@ -25,6 +34,8 @@ from .quantization_aware.recipes.pact import clip_penalty as clip_penalty
 from .quantization_aware.recipes.pact import pact as pact
 from .quantization_aware.recipes.qat import QAT as qat
 from .quantization_aware.recipes.scheduled_qat import ScheduledQAT as scheduled_qat
+from .quantization_aware.schedule import QuantizationSchedule as QuantizationSchedule
+from .quantization_aware.schedule import advance_with as advance_with
 from .recipes.bitnet import BitnetTraining as bitnet_training
 from .recipes.bitnet import precompute_bitnet_scale_for_fsdp as precompute_bitnet_scale_for_fsdp
 from .recipes.float8 import Float8Training as float8_training
@@ -36,6 +47,7 @@ from .recipes.int8_tilewise import Int8TilewiseTraining as int8_tilewise_trainin
 from .recipes.mixed_precision import MixedPrecisionTraining as mixed_precision_training
 from .recipes.mxfp8 import Mxfp8Training as mxfp8_training
 from .recipes.switchback import SwitchbackTraining as switchback_training
+from .scheduled.scheduled_training import ScheduledTraining as scheduled_training
 from .weights.base import TrainingWeight as TrainableWeight
 from .weights.base import TrainingWeight as TrainingWeight
 from .weights.codes import CodesWeight as CodesWeight
@@ -43,14 +55,18 @@ from .weights.codes import CodesWeight as QuantizedTrainingWeight
 from .weights.master import MasterWeight as MasterWeight
 
 __all__ = [
+    "CallSite",
     "CodesWeight",
     "GemmSpec",
+    "Injection",
     "Int8MixedPrecisionTrainingConfig",
     "MasterWeight",
+    "QuantizationSchedule",
     "QuantizedTrainingWeight",
     "TrainableWeight",
     "TrainingSpec",
     "TrainingWeight",
+    "advance_with",
     "bitnet_training",
     "calibrate",
     "clip_penalty",
@@ -59,6 +75,7 @@ __all__ = [
     "fold_batch_norm",
     "fully_quantized",
     "fully_quantized_float8",
+    "inject",
     "int4_weight_only_quantized_training",
     "int8_mixed_precision_training",
     "int8_tilewise_training",
@@ -75,8 +92,13 @@ __all__ = [
     "quantized_conv1d",
     "quantized_conv2d",
     "quantized_conv3d",
+    "quantized_conv_transpose1d",
+    "quantized_conv_transpose2d",
+    "quantized_conv_transpose3d",
     "quantized_einsum",
+    "quantized_grouped_mm",
     "quantized_matmul",
     "scheduled_qat",
+    "scheduled_training",
     "switchback_training",
 ]

@@ -110,11 +110,11 @@ def _output(
     if isinstance(w, AffineQuantizedTensor):  # stored as codes: multiplied as in inference
         xq = quantize_operand(x, spec.output.lhs if spec.grad_weight.reuse_forward else None, tokens=True)
         return multiply_served(x, w.convert()), xq, Operand(w, w.shape[0])  # type: ignore[attr-defined]
-    xq, wq = _operands(x, _floats(w), "output", spec.output, state)
+    xq, wq = operands_of(x, _floats(w), "output", spec.output, state)
     return multiply(xq, wq, spec.output, x.dtype), xq, wq
 
 
-def _operands(
+def operands_of(
     lhs: Tensor, rhs: Tensor, name: str, gemm: GemmSpec, state: ContractionState | None
 ) -> tuple[Operand, Operand]:
     """Both operands of a matmul whose operands are in floating point, quantized; the rows of lhs are independent."""
@@ -230,7 +230,7 @@ def _backward_matmul(
     if gemm.reuse_forward:
         observed(g, f"{name}.lhs", gemm.lhs, state)
         return torch.mm(g.to(dtype), _floats(other).to(dtype))
-    return multiply(*_operands(g, _floats(other).t(), name, gemm, state), gemm, dtype)
+    return multiply(*operands_of(g, _floats(other).t(), name, gemm, state), gemm, dtype)
 
 
 def _clipped(x: Tensor, w: Tensor, xq: Operand, wq: Operand) -> tuple[Tensor | None, Tensor | None]:

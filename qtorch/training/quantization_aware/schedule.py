@@ -138,17 +138,16 @@ def advance_with(optimizer: torch.optim.Optimizer, *modules: nn.Module) -> Any:
     Raises:
         ValueError: there is no schedule in the modules.
     """
-    schedules = [schedule for module in modules for schedule in module.modules() if isinstance(schedule, Schedule)]
-    if not schedules and not any(getattr(each, "makes_schedules", False) for m in modules for each in m.modules()):
+    counting = [each for module in modules for each in module.modules() if hasattr(each, "counts_passes")]
+    if not counting:
         raise ValueError("advance_with: the modules have no schedule; prepare them with one first")
-    for schedule in schedules:
-        schedule.counts_passes = False
+    for each in counting:
+        each.counts_passes = False
 
     def count(*_: Any) -> None:
         for module in modules:
             for schedule in module.modules():
                 if isinstance(schedule, Schedule):
-                    schedule.counts_passes = False
                     schedule.count()
 
     return optimizer.register_step_post_hook(count)

@@ -23,6 +23,7 @@ class ScheduledContraction(Schedule):
         self.schedule = schedule
         self.ranges = nn.ModuleDict()
         self.steps = 0
+        self.is_used = False
 
     @property
     def active(self) -> bool:  # type: ignore[override]
