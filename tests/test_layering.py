@@ -142,7 +142,7 @@ FLOORS: list[list[str]] = [
     ["training/scheduled/layers"],
     ["training/scheduled"],
     ["training/injection/constants", "training/injection/functions", "training/injection/sites"],
-    ["training/injection/rules", "training/injection/stored"],
+    ["training/injection/mode", "training/injection/rules", "training/injection/stored"],
     ["training/injection"],
     ["training/convert"],
     ["training"],

@@ -14,25 +14,19 @@ a parametrized layer. A parameter that nothing else needs is then dropped.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
-from ...dtypes.autocast import autocasts, without_autocast
-from ...dtypes.einsum import Product
 from ...prepared_module import QuantizationState
 from ..engine.contraction import contraction
-from ..engine.conv import GroupProduct
 from ..engine.spec import TrainingSpec
 from ..quantization_aware.schedule import QuantizationSchedule
 from ..scheduled.state import ScheduledContraction
 from .constants import Constants
-from .functions import FUNCTIONS, INLINED
+from .mode import InjectionMode
 from .rules import Rules, rule_of
 from .sites import CallSite, ModuleStack
 from .stored import StoredOperands
@@ -68,7 +62,7 @@ class Injection(QuantizationState):
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         self.rule = rule_of(self.rules)
         self._reset()
 
@@ -83,7 +77,7 @@ class Injection(QuantizationState):
             self._constants = Constants() if self.stored or self._converting else None
             if self._constants is not None:
                 stack.enter_context(self._constants)
-        stack.enter_context(_Mode(self))
+        stack.enter_context(InjectionMode(self))
         self._contexts.append(stack)
         return self
 
@@ -128,6 +122,14 @@ class Injection(QuantizationState):
             state.is_used = False
 
     # --- products ---
+
+    def rule_at(self, function: str) -> tuple[CallSite, TrainingSpec | None]:
+        """The site of the next call of `function`, and its spec."""
+        site = self._sites.site(function)
+        spec = self.rule(site)
+        if spec is not None:
+            self.counts[site.name] += 1
+        return site, spec
 
     def multiply(self, site: CallSite, spec: TrainingSpec, lhs: Tensor, rhs: Tensor) -> Tensor:
         """c[a, b] = sum_c lhs[a, c] rhs[b, c], as `spec` says, or with what is stored."""
@@ -241,79 +243,6 @@ def inject(rules: Rules, schedule: QuantizationSchedule | None = None) -> Inject
         loss.backward()
     """
     return Injection(rules, schedule)
-
-
-class _Declined(Exception):
-    """The only product of a call is in full precision."""
-
-
-class _Call:
-    """The products of one call of a function; see `functions.Call`."""
-
-    def __init__(self, injection: Injection) -> None:
-        self.injection = injection
-        self.full: Product = _in_full
-
-    def product(self, function: str) -> Product:
-        site, spec = self._rule(function)
-        if spec is None:
-            return _in_full
-        return lambda a, b: self.injection.multiply(site, spec, a, b)
-
-    def group_product(self, function: str) -> GroupProduct:
-        product = self.product(function)
-        return lambda a, b, group: product(a, b)
-
-    def _rule(self, function: str) -> tuple[CallSite, TrainingSpec | None]:
-        injection = self.injection
-        site = injection._sites.site(function)
-        spec = injection.rule(site)
-        if spec is None and function not in ("scores", "values"):
-            raise _Declined
-        if spec is not None:
-            injection.counts[site.name] += 1
-        return site, spec
-
-
-def _in_full(lhs: Tensor, rhs: Tensor) -> Tensor:
-    return torch.mm(lhs, rhs.t())
-
-
-class _Mode(TorchFunctionMode):
-    def __init__(self, injection: Injection) -> None:
-        super().__init__()
-        self.injection = injection
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in INLINED:
-            with self:
-                return INLINED[func](*args, **kwargs)
-        run = FUNCTIONS.get(func)
-        if run is not None:
-            y = self._run(run, args, kwargs)
-            if y is not None:
-                return y
-        return func(*args, **kwargs)
-
-    def _run(self, run: Callable[..., Tensor | None], args: Any, kwargs: Any) -> Tensor | None:
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        device = tensors[0].device.type if tensors else "cpu"
-        try:
-            if not autocasts(device):
-                return run(_Call(self.injection), *args, **kwargs)
-            dtype = torch.get_autocast_dtype(device)
-            args, kwargs = tree_map(lambda each: _cast(each, dtype), (args, kwargs))
-            with without_autocast(device):
-                return run(_Call(self.injection), *args, **kwargs)
-        except _Declined:
-            return None
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """What autocast makes of an argument: matrices of weights are quantized from their own values."""
-    is_weight = isinstance(value, nn.Parameter) and value.dim() > 1
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() and not is_weight else value
 
 
 def _drop(model: nn.Module, parameters: set[int]) -> None:

@@ -34,7 +34,7 @@ def rule_of(rules: Any) -> Callable[[CallSite], TrainingSpec | None]:
 
         return find
     if callable(rules):
-        return rules  # type: ignore[no-any-return]
+        return rules
     raise TypeError(f"inject takes a TrainingSpec, a mapping of names to specs, or a function, got {rules!r}")
 
 

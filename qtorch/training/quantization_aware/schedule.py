@@ -142,7 +142,7 @@ def advance_with(optimizer: torch.optim.Optimizer, *modules: nn.Module) -> Any:
     if not counting:
         raise ValueError("advance_with: the modules have no schedule; prepare them with one first")
     for each in counting:
-        each.counts_passes = False
+        setattr(each, "counts_passes", False)  # noqa: B010
 
     def count(*_: Any) -> None:
         for module in modules:

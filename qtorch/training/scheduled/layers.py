@@ -118,7 +118,7 @@ class ScheduledConv(ScheduledLayer):
         def product(rows: Tensor, matrix: Tensor, group: int) -> Tensor:
             return self.contract(rows, matrix)
 
-        return conv_by(product, len(self.kernel_size), input, weight, bias, *sizes)  # type: ignore[arg-type]
+        return conv_by(product, len(self.kernel_size), input, weight, bias, *sizes)
 
     @property
     def matrix(self) -> Tensor:
@@ -126,7 +126,7 @@ class ScheduledConv(ScheduledLayer):
 
     def convert(self) -> Tensor:
         made = super().convert()
-        return made if made is self.weight or made.dim() != 2 else ConvWeight.of(made, self.weight.shape)  # type: ignore[arg-type]
+        return made if made is self.weight or made.dim() != 2 else ConvWeight.of(made, self.weight.shape)
 
 
 class ScheduledConv1d(ScheduledConv, nn.Conv1d):

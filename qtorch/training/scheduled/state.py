@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...primitives import QuantSpec
+from ...primitives import QuantSpec, qdtype
 from ..quantization_aware.quantizers.observed import ObservedRange
 from ..quantization_aware.schedule import QuantizationSchedule, Schedule
 
@@ -64,7 +64,7 @@ class ScheduledContraction(Schedule):
             extreme = state_dict.get(f"{prefix}ranges.{key}.min_val")
             if extreme is not None and key not in self.ranges:
                 # The spec is that of the contraction, which comes with its next call.
-                self._add(key, QuantSpec("int8"), extreme.shape, extreme.device)
+                self._add(key, QuantSpec(qdtype("int8")), extreme.shape, extreme.device)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.steps = int(self.step)
 
