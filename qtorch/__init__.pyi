@@ -85,8 +85,10 @@ from .training.quantization_aware.recipes.lora_qat import LoRAQAT as lora_qat
 from .training.quantization_aware.recipes.lsq import LSQ as lsq
 from .training.quantization_aware.recipes.qat import QAT as qat
 from .training.quantization_aware.recipes.scheduled_qat import ScheduledQAT as scheduled_qat
+from .training.recipes.binary import BinaryTraining as binary_training
 from .training.recipes.bitnet import BitnetTraining as bitnet_training
 from .training.recipes.float8 import Float8Training as float8_training
+from .training.recipes.int4 import Int4Training as int4_training
 from .training.recipes.int8_mixed_precision import Int8MixedPrecisionTraining as int8_mixed_precision_training
 from .training.recipes.int8_quantized import Int4WeightOnlyQuantizedTraining as int4_weight_only_quantized_training
 from .training.recipes.int8_quantized import Int8WeightOnlyQuantizedTraining as int8_weight_only_quantized_training
@@ -119,6 +121,7 @@ __all__ = [
     "TensorCoreTiledLayout",
     "ZeroPointDomain",
     "allocate",
+    "binary_training",
     "bitnet_training",
     "block_sparse",
     "calibrated",
@@ -139,6 +142,7 @@ __all__ = [
     "fuse_convolutions",
     "get_model_size_in_bytes",
     "importance_weighted",
+    "int4_training",
     "int4_weight_only",
     "int4_weight_only_quantized_training",
     "int8_dynamic_activation_int4_weight",

@@ -231,6 +231,23 @@ def fake_quantize_blocks(
     return view.merge(real).to(input.dtype), view.merge(unclipped)
 
 
+def inside_codes(
+    input: Tensor,
+    block_size: Sequence[int],
+    scale: Tensor,
+    zero_point: Tensor | None,
+    dtype: torch.dtype | QDType,
+    quant_min: float | None,
+    quant_max: float | None,
+    domain: ZeroPointDomain,
+) -> Tensor:
+    """Where quantizing `input` to the nearest code does not clip, a mask; arguments as there."""
+    view, bounds = BlockView(input.shape, block_size), code_range(dtype, quant_min, quant_max)
+    x, s, z = view.split(input.float()), view.split_scale(scale), _split_scale(view, zero_point)
+    codes = _real_codes(x, s, z, dtype, bounds, domain, Rounding.NEAREST_EVEN, None, None)
+    return view.merge((codes >= bounds[0]) & (codes <= bounds[1]))
+
+
 def _drawn(
     noise: Noise | None, rounding: Rounding, view: BlockView, device: torch.device, generator: torch.Generator | None
 ) -> Tensor | None:

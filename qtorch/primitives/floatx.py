@@ -180,13 +180,15 @@ class MidRise(SignedFormat):
         """See `SignedFormat.encode`."""
         if rounding is Rounding.STOCHASTIC:
             x = x + (_uniform(x, generator, noise) - 0.5)
-        value = (torch.floor(x) + 0.5).clamp(-self.max, self.max)
-        code = (value.abs() - 0.5).nan_to_num().long()
-        return (code | ((value < 0).long() << (self.bits - 1))).to(self.storage)
+        half = 2 ** (self.bits - 1)
+        if half == 1:
+            return (x < 0).to(self.storage)
+        bucket = torch.floor(x).clamp(-half, half - 1)
+        return torch.where(bucket < 0, half - 1 - bucket, bucket).to(self.storage)
 
     def decode(self, codes: Tensor) -> Tensor:
-        magnitude = (codes & (2 ** (self.bits - 1) - 1)).float() + 0.5
-        return torch.where(codes >> (self.bits - 1) > 0, -magnitude, magnitude)
+        half, code = 2 ** (self.bits - 1), codes.float()
+        return 0.5 - code if half == 1 else torch.where(code < half, code + 0.5, half - 0.5 - code)
 
     @property
     def max(self) -> float:

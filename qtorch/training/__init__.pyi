@@ -36,9 +36,11 @@ from .quantization_aware.recipes.qat import QAT as qat
 from .quantization_aware.recipes.scheduled_qat import ScheduledQAT as scheduled_qat
 from .quantization_aware.schedule import QuantizationSchedule as QuantizationSchedule
 from .quantization_aware.schedule import advance_with as advance_with
+from .recipes.binary import BinaryTraining as binary_training
 from .recipes.bitnet import BitnetTraining as bitnet_training
 from .recipes.bitnet import precompute_bitnet_scale_for_fsdp as precompute_bitnet_scale_for_fsdp
 from .recipes.float8 import Float8Training as float8_training
+from .recipes.int4 import Int4Training as int4_training
 from .recipes.int8_mixed_precision import Int8MixedPrecisionTraining as int8_mixed_precision_training
 from .recipes.int8_mixed_precision import Int8MixedPrecisionTrainingConfig as Int8MixedPrecisionTrainingConfig
 from .recipes.int8_quantized import Int4WeightOnlyQuantizedTraining as int4_weight_only_quantized_training
@@ -67,6 +69,7 @@ __all__ = [
     "TrainingSpec",
     "TrainingWeight",
     "advance_with",
+    "binary_training",
     "bitnet_training",
     "calibrate",
     "clip_penalty",
@@ -76,6 +79,7 @@ __all__ = [
     "fully_quantized",
     "fully_quantized_float8",
     "inject",
+    "int4_training",
     "int4_weight_only_quantized_training",
     "int8_mixed_precision_training",
     "int8_tilewise_training",

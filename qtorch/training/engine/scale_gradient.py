@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from ...kernels.ops.int8_block_mm import pad_to_blocks
 from ...primitives import AbsMaxRule, MappingType, MinMaxRule, QuantSpec
-from ...primitives.affine import fake_quantize_blocks
+from ...primitives.affine import inside_codes
 from ...primitives.granularity import BlockView, block_of
 from .operand import Operand
 
@@ -56,5 +56,5 @@ def where_unclipped(x: Tensor, operand: Operand) -> Tensor | None:
     (low, high), domain = spec.code_range, spec.zero_point_domain
     padded = pad(x, (0, operand.values.shape[1] - x.shape[1], 0, operand.values.shape[0] - x.shape[0]))
     block = block_of(padded.shape, scale.shape)
-    _, inside = fake_quantize_blocks(padded, block, scale, operand.zero_point, spec.dtype, low, high, domain)
+    inside = inside_codes(padded, block, scale, operand.zero_point, spec.dtype, low, high, domain)
     return inside[: x.shape[0], : x.shape[1]]

@@ -126,7 +126,7 @@ class ScheduledConv(ScheduledLayer):
 
     def convert(self) -> Tensor:
         made = super().convert()
-        return made if made is self.weight or made.dim() != 2 else ConvWeight.of(made, self.weight.shape)
+        return made if made is self.weight or made.dim() != 2 else ConvWeight.of(made, self.weight.shape)  # type: ignore[arg-type]
 
 
 class ScheduledConv1d(ScheduledConv, nn.Conv1d):
