@@ -64,9 +64,9 @@ def test_edges(recipe: object) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
     quantize_(model, recipe)
     forwards = [module.weight.training_spec.output for module in model]
-    sizes = [(forward.lhs.dtype.bits, forward.rhs.dtype.bits) for forward in forwards]
+    codes = [(f.lhs.code_range[1] - f.lhs.code_range[0], f.rhs.dtype.bits) for f in forwards]
     inner = 1 if recipe.name == "binary_training" else 4
-    assert sizes == [(8, 8), (inner, inner), (inner, inner), (8, 8)]
+    assert codes == [(254, 8), *[(2**inner - 1, inner)] * 2, (254, 8)]
     assert from_json(to_json(recipe)) == recipe
     model(torch.randn(3, 8)).sum().backward()
     quantize_(model, convert())

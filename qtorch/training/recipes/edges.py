@@ -26,4 +26,4 @@ class EdgeRecipe(TrainingRecipe):
         if self.edge_bits is not None and index in (0, count - 1):
             return self.at_edge()
         inside: Any = self
-        return replace(inside, edge_bits=None)  # type: ignore[no-any-return]
+        return replace(inside, edge_bits=None)

@@ -27,7 +27,8 @@ class Int4Training(EdgeRecipe):
     edge_bits: int | None = 8
 
     def training_spec(self) -> TrainingSpec:
-        activation = QuantSpec(qdtype("int4"), mapping=MappingType.ASYMMETRIC)
+        # In the type of 8 bits, which the kernels for inference read.
+        activation = QuantSpec(qdtype("int8"), mapping=MappingType.ASYMMETRIC, quant_min=-8, quant_max=7)
         return TrainingSpec(GemmSpec(activation, integer(4)), GemmSpec(reuse_forward=True))
 
     def at_edge(self) -> Recipe:
