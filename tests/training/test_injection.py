@@ -413,3 +413,26 @@ def test_low_bits_of_gradients_only() -> None:
         exact = (x @ w, g @ w.mT, x.mT @ g)
         for got, float_, is_quantized in zip(results, exact, quantized, strict=True):
             assert bool(compute_error(float_, got) < 40) is is_quantized
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+@pytest.mark.parametrize("inside", [True, False])
+def test_compiled(inside: bool) -> None:
+    """The context is entered in the compiled function, or around it; the same numbers and the same names."""
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)), torch.randn(8, 16)
+    injection = inject({"0": None, ".*": SPEC})
+    with injection:
+        wanted = model(x)
+
+    def run(x: Tensor) -> Tensor:
+        with injection:
+            return model(x)
+
+    torch._dynamo.reset()
+    if inside:
+        y = torch.compile(run, backend="aot_eager")(x)
+    else:
+        with injection:
+            y = torch.compile(model, backend="aot_eager")(x)
+    assert torch.equal(y, wanted)
+    assert injection.counts == {"2:linear": 1}

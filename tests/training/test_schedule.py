@@ -315,3 +315,21 @@ def test_no_range_without_data() -> None:
 def test_json() -> None:
     recipe = scheduled_training(PER_TENSOR, QuantizationSchedule(1, 9, ("output.lhs",), min_max()))
     assert from_json(to_json(recipe)) == recipe
+
+
+def test_compiled() -> None:
+    """The steps of a schedule go on in a compiled model, with the numbers of the eager one."""
+    schedule = QuantizationSchedule(2, 5, ("output.lhs", "output.rhs"), ema_updates=3)
+    model = model_of(scheduled_training(PER_TENSOR, schedule))
+    other = copy.deepcopy(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(other, backend="aot_eager")
+    for step in range(7):
+        x = torch.randn(8, 16) * (step + 1)
+        y, z = model(x), compiled(x)
+        assert torch.equal(y, z)
+        y.sum().backward()
+        z.sum().backward()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    assert other[0].contraction_state.steps == 7

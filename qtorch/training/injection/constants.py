@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .sites import plain_name
+
 
 class Constant(NamedTuple):
     """What a tensor is made of.
@@ -50,7 +52,8 @@ class Constants(TorchFunctionMode):
     def begin(self, model: nn.Module) -> None:
         """The parameters of `model` are the constants that others are made of."""
         for name, parameter in model.named_parameters():
-            self.known[parameter] = Constant(_hash(name), frozenset([name]))
+            plain = plain_name(name)
+            self.known[parameter] = Constant(_hash(plain), frozenset([plain]))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

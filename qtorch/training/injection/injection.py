@@ -28,7 +28,7 @@ from ..scheduled.state import ScheduledContraction
 from .constants import Constants
 from .mode import InjectionMode
 from .rules import Rules, rule_of
-from .sites import CallSite, ModuleStack
+from .sites import CallSite, ModuleStack, plain_name
 from .stored import StoredOperands
 
 
@@ -199,9 +199,10 @@ class Injection(QuantizationState):
             self._converting = False
             model.train(training)
         self.stored.publish()
+        named = [(plain_name(name), parameter) for name, parameter in model.named_parameters()]
         drop = [
             parameter
-            for name, parameter in model.named_parameters()
+            for name, parameter in named
             if name not in constants.needed and constants.stored[name] >= parameter.numel() > 0
         ]
         _drop(model, {id(parameter) for parameter in drop})
@@ -227,7 +228,7 @@ def inject(rules: Rules, schedule: QuantizationSchedule | None = None) -> Inject
 
     Gradients run in the engine too, wherever `backward` is called. Not seen are recurrent layers, which run fused
     kernels, and operators that other packages have compiled. Weights that are quantized or in training already keep
-    what they do. Inside of torch.compile the context has to be entered in the compiled function.
+    what they do. With torch.compile the context may be entered inside or outside of what is compiled.
 
     Args:
         rules: a spec for all, or by call site; see `Rules`.

@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from ...tracing.outside_graphs import outside_graphs
+
 
 @dataclass(frozen=True)
 class CallSite:
@@ -30,6 +32,11 @@ class CallSite:
     def name(self) -> str:
         """``"encoder.layer.0.attention.query:linear"``; the second and further ones have a number, ``":matmul.1"``."""
         return f"{self.module}:{self.function}" + (f".{self.index}" if self.index else "")
+
+
+def plain_name(name: str) -> str:
+    """The name of a module or parameter without what torch.compile adds to it."""
+    return name.replace("_orig_mod.", "").removesuffix("_orig_mod")
 
 
 class ModuleStack:
@@ -81,12 +88,14 @@ class ModuleStack:
         counts[function] += 1
         return CallSite(module, function, counts[function] - 1)
 
+    @outside_graphs("an injection follows the names of modules")
     def _enter(self, module: nn.Module, _: Any) -> None:
         if not self.running:
-            self.names = {id(each): name for name, each in module.named_modules()}
+            self.names = {id(each): plain_name(name) for name, each in module.named_modules()}
             self.begun(module)
         self.running.append((module, Counter()))
 
+    @outside_graphs("an injection follows the names of modules")
     def _leave(self, module: nn.Module, *_: Any) -> None:
         while self.running:
             if self.running.pop()[0] is module:
