@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 from qtorch import PerTensor, compute_error, int8_weight_only, quantize_
 from qtorch.kernels import record_kernels
@@ -413,6 +414,32 @@ def test_low_bits_of_gradients_only() -> None:
         exact = (x @ w, g @ w.mT, x.mT @ g)
         for got, float_, is_quantized in zip(results, exact, quantized, strict=True):
             assert bool(compute_error(float_, got) < 40) is is_quantized
+
+
+def test_checkpointed_activations() -> None:
+    """Run again inside of the context, parts have the names that they had, and the gradients are the same."""
+    body, head = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), nn.Linear(16, 4)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = body, head
+            self.checkpoints = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = checkpoint(self.body, x, use_reentrant=False) if self.checkpoints else self.body(x)
+            return self.head(y)
+
+    model, x = Model(), torch.randn(300, 16)
+    gradients = []
+    for model.checkpoints in (False, True):
+        with inject({r"body\.0": SPEC, ".*": None}) as injection:
+            model(x).square().sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        model.zero_grad()
+    assert injection.counts == {"body.0:linear": 2}
+    for a, b in zip(*gradients, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")

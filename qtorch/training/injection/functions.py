@@ -271,5 +271,22 @@ FUNCTIONS: dict[Any, Function] = {
 }
 """torch function -> the same by products of two matrices."""
 
-INLINED = {functional.multi_head_attention_forward: inlined(functional.multi_head_attention_forward)}
-"""Functions of torch in Python -> a copy whose contractions are seen one by one."""
+
+def _backward(
+    self: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+INLINED: dict[Any, Callable[..., Any]] = {
+    functional.multi_head_attention_forward: inlined(functional.multi_head_attention_forward),
+    Tensor.backward: _backward,
+    torch.autograd.backward: inlined(torch.autograd.backward),
+    torch.autograd.grad: inlined(torch.autograd.grad),
+}
+"""Functions of torch in Python -> a copy whose contractions are seen one by one; a backward may run parts of a forward
+again."""

@@ -226,9 +226,12 @@ def inject(rules: Rules, schedule: QuantizationSchedule | None = None) -> Inject
     `tensordot`, convolutions and transposed ones, `scaled_dot_product_attention`, `multi_head_attention_forward`,
     `grouped_mm`, `bilinear`, called by whatever module.
 
-    Gradients run in the engine too, wherever `backward` is called. Not seen are recurrent layers, which run fused
-    kernels, and operators that other packages have compiled. Weights that are quantized or in training already keep
-    what they do. With torch.compile the context may be entered inside or outside of what is compiled.
+    Gradients run in the engine too, wherever `backward` is called; where it runs parts of the forward again, for
+    checkpointed activations, it has to be called inside of the context, or these parts are in full precision.
+
+    Not seen are recurrent layers, which run fused kernels, and operators that other packages have compiled. Weights
+    that are quantized or in training already keep what they do. With torch.compile the context may be entered inside or
+    outside of what is compiled.
 
     Args:
         rules: a spec for all, or by call site; see `Rules`.

@@ -90,8 +90,9 @@ class ModuleStack:
 
     @outside_graphs("an injection follows the names of modules")
     def _enter(self, module: nn.Module, _: Any) -> None:
-        if not self.running:
-            self.names = {id(each): plain_name(name) for name, each in module.named_modules()}
+        # A part of a known model that runs by itself, again for its checkpointed activations say, keeps its names.
+        if not self.running and id(module) not in self.names:
+            self.names |= {id(each): plain_name(name) for name, each in module.named_modules()}
             self.begun(module)
         self.running.append((module, Counter()))
 
