@@ -85,8 +85,10 @@ from .training.quantization_aware.recipes.lora_qat import LoRAQAT as lora_qat
 from .training.quantization_aware.recipes.lsq import LSQ as lsq
 from .training.quantization_aware.recipes.qat import QAT as qat
 from .training.quantization_aware.recipes.scheduled_qat import ScheduledQAT as scheduled_qat
+from .training.recipes.binary import BinaryTraining as binary_training
 from .training.recipes.bitnet import BitnetTraining as bitnet_training
 from .training.recipes.float8 import Float8Training as float8_training
+from .training.recipes.int4 import Int4Training as int4_training
 from .training.recipes.int8_mixed_precision import Int8MixedPrecisionTraining as int8_mixed_precision_training
 from .training.recipes.int8_quantized import Int4WeightOnlyQuantizedTraining as int4_weight_only_quantized_training
 from .training.recipes.int8_quantized import Int8WeightOnlyQuantizedTraining as int8_weight_only_quantized_training
@@ -94,6 +96,7 @@ from .training.recipes.int8_tilewise import Int8TilewiseTraining as int8_tilewis
 from .training.recipes.mixed_precision import MixedPrecisionTraining as mixed_precision_training
 from .training.recipes.mxfp8 import Mxfp8Training as mxfp8_training
 from .training.recipes.switchback import SwitchbackTraining as switchback_training
+from .training.scheduled.scheduled_training import ScheduledTraining as scheduled_training
 from .weight_kinds import register_weight_kind as register_weight_kind
 
 __version__: str
@@ -118,6 +121,7 @@ __all__ = [
     "TensorCoreTiledLayout",
     "ZeroPointDomain",
     "allocate",
+    "binary_training",
     "bitnet_training",
     "block_sparse",
     "calibrated",
@@ -138,6 +142,7 @@ __all__ = [
     "fuse_convolutions",
     "get_model_size_in_bytes",
     "importance_weighted",
+    "int4_training",
     "int4_weight_only",
     "int4_weight_only_quantized_training",
     "int8_dynamic_activation_int4_weight",
@@ -170,6 +175,7 @@ __all__ = [
     "register_weight_kind",
     "save_quantized",
     "scheduled_qat",
+    "scheduled_training",
     "switchback_training",
     "uintx_weight_only",
 ]

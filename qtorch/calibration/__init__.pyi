@@ -10,11 +10,13 @@ from .gptq import gptq as gptq
 from .importance_weighted import ImportanceWeighted as importance_weighted
 from .observed import observed as observed
 from .observers.base import Observer as Observer
+from .observers.delayed_scaling import DelayedScalingObserver as delayed_scaling
 from .observers.entropy import EntropyObserver as entropy
 from .observers.min_max import MinMaxObserver as min_max
 from .observers.moving_average import MovingAverageObserver as moving_average
 from .observers.mse import MSEObserver as mse
 from .observers.percentile import PercentileObserver as percentile
+from .observers.weighted_stats import WeightedStatsObserver as weighted_stats
 from .rounding.auto_round import AutoRound as AutoRound
 from .rounding.base import Nearest as Nearest
 from .rounding.base import Rounding as Rounding
@@ -53,6 +55,7 @@ __all__ = [
     "awq",
     "calibrated",
     "clip",
+    "delayed_scaling",
     "entropy",
     "four_over_six",
     "gptq",
@@ -64,4 +67,5 @@ __all__ = [
     "percentile",
     "rotate",
     "smooth",
+    "weighted_stats",
 ]

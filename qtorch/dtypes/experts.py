@@ -148,6 +148,8 @@ def one_by_one(input: Tensor, weight: Any, experts: Tensor) -> Tensor:
 
 
 def _matrices(weight: Any) -> Any:
+    if weight.trains:  # one node in the backward, where each index would make a gradient of the whole weight
+        return weight.unbind(0).__getitem__
     return lambda e: weight[e]
 
 

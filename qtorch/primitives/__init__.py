@@ -13,7 +13,7 @@ from .pruning import is_2_4, mask_2_4, mask_blocks, prune_2_4, prune_blocks
 from .qdtype import QDType, qdtype
 from .qparams import choose_qparams_affine, choose_qparams_affine_with_min_max
 from .rotated_spec import RotatedSpec
-from .rounding import Rounding, round_to_integer
+from .rounding import Noise, Rounding, round_to_integer
 from .scale_rules import (
     AbsMaxRule,
     AbsMeanRule,
@@ -22,6 +22,7 @@ from .scale_rules import (
     MinMaxRule,
     MSERule,
     PercentileRule,
+    PowerMeanRule,
     ScaleRule,
 )
 from .spec import LinearSpec, QuantSpec
@@ -40,6 +41,7 @@ __all__ = [
     "MSERule",
     "MappingType",
     "MinMaxRule",
+    "Noise",
     "PerAxis",
     "PerBlock",
     "PerGroup",
@@ -47,6 +49,7 @@ __all__ = [
     "PerTensor",
     "PerToken",
     "PercentileRule",
+    "PowerMeanRule",
     "PowerSpec",
     "QDType",
     "QuantSpec",

@@ -30,7 +30,7 @@ from .granularity import BlockView
 from .jsonable import jsonable
 from .non_finite import with_non_finite
 from .qdtype import QDType, qdtype
-from .rounding import Rounding, round_to_integer
+from .rounding import Noise, Rounding, round_to_integer
 from .slices import in_slices
 
 
@@ -95,6 +95,7 @@ def quantize_affine(
     *,
     rounding: Rounding = Rounding.NEAREST_EVEN,
     generator: torch.Generator | None = None,
+    noise: Noise | None = None,
 ) -> Tensor:
     """Codes of `input`, same shape, in the storage dtype of `output_dtype` (int8 for int1..int8, uint8 for
     uint1..uint8).
@@ -111,7 +112,8 @@ def quantize_affine(
         output_dtype: type of the codes.
         quant_min, quant_max: narrower bounds of the codes than those of the type.
         zero_point_domain: see the equations at the top of the file.
-        rounding, generator: see `round_to_integer`; floating-point codes round to nearest even.
+        rounding, generator: see `round_to_integer`.
+        noise: of stochastic rounding, None for a random number of torch's own for each element.
 
     Raises:
         TypeError: `input` is not in floating point.
@@ -120,11 +122,12 @@ def quantize_affine(
     view = BlockView(input.shape, block_size)
     low, high = code_range(output_dtype, quant_min, quant_max)
     kind = qdtype(output_dtype)
+    u = _drawn(noise, rounding, view, input.device, generator)
 
     def quantize(x: Tensor, s: Tensor, z: Tensor | None) -> Tensor:
         x = x.float()
-        codes = _real_codes(x, s, z, kind, (low, high), zero_point_domain, rounding, generator).clamp(low, high)
-        return kind.encode(with_non_finite(codes, x) if kind.has_nan else codes, rounding, generator)
+        codes = _real_codes(x, s, z, kind, (low, high), zero_point_domain, rounding, generator, u).clamp(low, high)
+        return kind.encode(with_non_finite(codes, x) if kind.has_nan else codes, rounding, generator, u)
 
     x, s, z = view.split(input), view.split_scale(scale), _split_scale(view, zero_point)
     # Random numbers are drawn for the whole tensor at once.
@@ -204,6 +207,7 @@ def fake_quantize_blocks(
     rounding: Rounding = Rounding.NEAREST_EVEN,
     generator: torch.Generator | None = None,
     compute_dtype: torch.dtype = torch.float32,
+    noise: Noise | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Quantize and dequantize without storing codes: (result in the input's dtype, mask of unclipped elements).
 
@@ -216,14 +220,41 @@ def fake_quantize_blocks(
     low, high = code_range(quant_dtype, quant_min, quant_max)
     values = view.split(input.to(compute_dtype))
     s, z = view.split_scale(scale), _split_scale(view, zero_point)
-    codes = _real_codes(values, s, z, quant_dtype, (low, high), zero_point_domain, rounding, generator)
+    u = _drawn(noise, rounding, view, input.device, generator)
+    codes = _real_codes(values, s, z, quant_dtype, (low, high), zero_point_domain, rounding, generator, u)
     clipped = codes.clamp(low, high)
     codes, unclipped = clipped, codes == clipped
     kind = qdtype(quant_dtype)
     if kind.is_floating_point:
-        codes = kind.decode(kind.encode(codes.float(), rounding, generator))
+        codes = kind.decode(kind.encode(codes.float(), rounding, generator, u))
     real = with_non_finite(_dequantize(codes, s, z, (low, high), zero_point_domain), values)
     return view.merge(real).to(input.dtype), view.merge(unclipped)
+
+
+def inside_codes(
+    input: Tensor,
+    block_size: Sequence[int],
+    scale: Tensor,
+    zero_point: Tensor | None,
+    dtype: torch.dtype | QDType,
+    quant_min: float | None,
+    quant_max: float | None,
+    domain: ZeroPointDomain,
+) -> Tensor:
+    """Where quantizing `input` to the nearest code does not clip, a mask; arguments as there."""
+    view, bounds = BlockView(input.shape, block_size), code_range(dtype, quant_min, quant_max)
+    x, s, z = view.split(input.float()), view.split_scale(scale), _split_scale(view, zero_point)
+    codes = _real_codes(x, s, z, dtype, bounds, domain, Rounding.NEAREST_EVEN, None, None)
+    return view.merge((codes >= bounds[0]) & (codes <= bounds[1]))
+
+
+def _drawn(
+    noise: Noise | None, rounding: Rounding, view: BlockView, device: torch.device, generator: torch.Generator | None
+) -> Tensor | None:
+    """The random numbers of `noise` in the split view, None for those that rounding draws itself."""
+    if noise is None or rounding is not Rounding.STOCHASTIC:
+        return None
+    return view.split(noise.draw(view.shape, device, generator))
 
 
 def _split_scale(view: BlockView, zero_point: Tensor | None) -> Tensor | None:
@@ -239,6 +270,7 @@ def _real_codes(
     domain: ZeroPointDomain,
     rounding: Rounding,
     generator: torch.Generator | None,
+    noise: Tensor | None,
 ) -> Tensor:
     """Codes before clipping, rounded for integer types, in the dtype of `x`; all arguments in the split view."""
     s = scale.to(x.dtype)
@@ -250,7 +282,7 @@ def _real_codes(
     if domain is ZeroPointDomain.FRACTIONAL and z is not None:
         codes = codes + z
     if not qdtype(dtype).is_floating_point:
-        codes = round_to_integer(codes, rounding, generator)
+        codes = round_to_integer(codes, rounding, generator, noise)
     return codes + z if domain is ZeroPointDomain.INT and z is not None else codes
 
 

@@ -16,7 +16,7 @@ from ..tracing.function_transforms import apply
 from ..tracing.outside_graphs import starts_no_graph
 from .affine import ZeroPointDomain, check_floating_point, fake_quantize_blocks
 from .qdtype import QDType
-from .rounding import Rounding
+from .rounding import Noise, Rounding
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -52,6 +52,7 @@ def fake_quantize_affine(
     *,
     rounding: Rounding = Rounding.NEAREST_EVEN,
     generator: torch.Generator | None = None,
+    noise: Noise | None = None,
 ) -> Tensor:
     """`dequantize_affine(quantize_affine(input))` in the dtype of `input`, with the straight-through gradient.
 
@@ -68,6 +69,7 @@ def fake_quantize_affine(
         zero_point_domain,
         rounding=rounding,
         generator=generator,
+        noise=noise,
     )[0]
 
 
@@ -83,6 +85,7 @@ def fake_quantize_affine_cachemask(
     *,
     rounding: Rounding = Rounding.NEAREST_EVEN,
     generator: torch.Generator | None = None,
+    noise: Noise | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`fake_quantize_affine`, and the boolean mask of the elements that did not clip, which receive gradients."""
     check_floating_point("fake_quantize_affine", input)
@@ -98,5 +101,6 @@ def fake_quantize_affine_cachemask(
             zero_point_domain,
             rounding,
             generator,
+            noise=noise,
         )
     return straight_through(input, result, unclipped), unclipped

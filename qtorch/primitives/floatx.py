@@ -1,10 +1,15 @@
-"""Small floating-point formats: encoding to and decoding from codes of 3 to 8 bits.
+"""Formats whose codes are a sign and the index of a magnitude: small floating-point formats, and half-integers.
 
-A format has a sign bit, e exponent bits with bias 2^(e-1) - 1, and m mantissa bits, but no infinities and no NaN, as in
-the OCP Microscaling specification v1.0, section 5.3. A code is ``sign << (e + m) | exponent << m | mantissa`` in uint8:
+A floating-point format has a sign bit, e exponent bits with bias 2^(e-1) - 1, and m mantissa bits, but no infinities
+and no NaN, as in the OCP Microscaling specification v1.0, section 5.3. A code is
+``sign << (e + m) | exponent << m | mantissa``:
 
     value = (-1)^sign * 2^(exponent - bias) * (1 + mantissa / 2^m)      exponent > 0
     value = (-1)^sign * 2^(1 - bias) * (mantissa / 2^m)                 exponent = 0
+
+Without exponent bits all codes are of the second kind, with bias 1: fixed point. A format without subnormals has
+exponents from 0 on, all of the first kind, and no code for zero (AQT, `fp_numerics.py`; its formats with subnormals are
+those above times a power of two).
 
 Magnitudes ascend with their codes, so both directions are look-ups in the table of magnitudes.
 """
@@ -13,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,12 +26,67 @@ from torch import Tensor
 from .rounding import Rounding
 
 
+class SignedFormat:
+    """Base of the formats: codes ``sign << (bits - 1) | index of the magnitude``, in uint8 up to 8 bits."""
+
+    storage: ClassVar[torch.dtype] = torch.uint8
+
+    @property
+    def bits(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def magnitudes(self) -> tuple[float, ...]:
+        """The values of the codes without a sign, ascending, 2^(bits - 1) of them."""
+        raise NotImplementedError
+
+    def encode(
+        self,
+        x: Tensor,
+        rounding: Rounding = Rounding.NEAREST_EVEN,
+        generator: torch.Generator | None = None,
+        noise: Tensor | None = None,
+    ) -> Tensor:
+        """Codes of `x` (fp32, any shape), saturating.
+
+        Args:
+            rounding: to the nearest value; or stochastically to one of the two neighbours, with expectation x.
+            generator: source of the random numbers.
+            noise: the random numbers themselves; see `round_to_integer`.
+        """
+        raise NotImplementedError
+
+    @property
+    def max(self) -> float:
+        return self.magnitudes[-1]
+
+    @property
+    def has_zero(self) -> bool:
+        """Whether 0.0 has a code."""
+        return self.magnitudes[0] == 0
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Values (fp32) of codes."""
+        values = torch.tensor(self.magnitudes, device=codes.device)
+        magnitude = values[(codes & (2 ** (self.bits - 1) - 1)).long()]
+        return torch.where(codes >> (self.bits - 1) > 0, -magnitude, magnitude)
+
+
 @dataclass(frozen=True)
-class FloatFormat:
-    """A floating-point format with a sign, `ebits` exponent and `mbits` mantissa bits."""
+class FloatFormat(SignedFormat):
+    """A floating-point format with a sign, `ebits` exponent and `mbits` mantissa bits.
+
+    Args:
+        subnormals: whether the smallest exponent is that of subnormal numbers and zero.
+    """
 
     ebits: int
     mbits: int
+    subnormals: bool = True
 
     @property
     def bits(self) -> int:
@@ -33,23 +94,22 @@ class FloatFormat:
 
     @property
     def name(self) -> str:
-        """The name of the format, such as ``"float4_e2m1"``, as in the OCP specification."""
-        return f"float{self.bits}_e{self.ebits}m{self.mbits}"
+        """The name of the format, such as ``"float4_e2m1"``, as in the OCP specification; a final n is for normal
+        numbers only."""
+        return f"float{self.bits}_e{self.ebits}m{self.mbits}{'' if self.subnormals else 'n'}"
 
     @functools.cached_property
     def magnitudes(self) -> tuple[float, ...]:
-        """The values of the codes without a sign, ascending, 2^(ebits + mbits) of them."""
-        bias = 2 ** (self.ebits - 1) - 1
+        if not self.subnormals:
+            exponents, fractions = range(2**self.ebits), range(2**self.mbits)
+            return tuple(2.0**e * (1 + m / 2**self.mbits) for e in exponents for m in fractions)
+        bias = 2 ** (self.ebits - 1) - 1 if self.ebits else 1
         values = []
         for code in range(2 ** (self.ebits + self.mbits)):
             exponent, mantissa = divmod(code, 2**self.mbits)
             fraction = mantissa / 2**self.mbits
             values.append(2.0 ** (exponent - bias) * (1 + fraction) if exponent else 2.0 ** (1 - bias) * fraction)
         return tuple(values)
-
-    @property
-    def max(self) -> float:
-        return self.magnitudes[-1]
 
     @functools.cached_property
     def _last_of_code(self) -> tuple[float, ...]:
@@ -61,31 +121,104 @@ class FloatFormat:
         return tuple(limits)
 
     def encode(
-        self, x: Tensor, rounding: Rounding = Rounding.NEAREST_EVEN, generator: torch.Generator | None = None
+        self,
+        x: Tensor,
+        rounding: Rounding = Rounding.NEAREST_EVEN,
+        generator: torch.Generator | None = None,
+        noise: Tensor | None = None,
     ) -> Tensor:
-        """Codes (uint8) of `x` (fp32, any shape), saturating.
-
-        Args:
-            rounding: to the nearest value, ties to the even code; or stochastically to one of the two neighbours, so
-                that the expectation is x.
-            generator: source of the random numbers.
-        """
+        """See `SignedFormat.encode`; ties go to the even code. Without a zero, what lies between the two smallest
+        values goes to one of them, stochastically by the distance from each."""
         magnitude = x.abs().clamp(max=self.max)
+        negative = torch.signbit(x)
         if rounding is Rounding.NEAREST_EVEN:
             code = torch.bucketize(magnitude, x.new_tensor(self._last_of_code))
         else:
             values = x.new_tensor(self.magnitudes)
-            below = torch.bucketize(magnitude, values, right=True) - 1
+            below, u = _neighbour(magnitude, values), _uniform(x, generator, noise)
             low, high = values[below], values[(below + 1).clamp(max=len(values) - 1)]
-            noise = torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=generator)
-            code = below + (noise * (high - low) < magnitude - low)
-        return (code | (torch.signbit(x).long() << (self.bits - 1))).to(torch.uint8)
+            code = below + (u * (high - low) < magnitude - low)
+            if not self.has_zero:
+                smallest = self.magnitudes[0]
+                negative = torch.where(magnitude < smallest, u * 2 * smallest >= x + smallest, negative)
+        return (code | (negative.long() << (self.bits - 1))).to(torch.uint8)
+
+
+@dataclass(frozen=True)
+class MidRise(SignedFormat):
+    """Half-integers from -(2^(b-1) - 1/2) to 2^(b-1) - 1/2, without a zero: the codes of a mid-rise quantizer.
+
+    To the nearest is floor(x) + 1/2, so that an integer goes up; of one bit are -1/2 and 1/2, the sign.
+    """
+
+    width: int
+
+    @property
+    def storage(self) -> torch.dtype:  # type: ignore[override]
+        """int32 beyond 8 bits."""
+        return torch.uint8 if self.width <= 8 else torch.int32
+
+    @property
+    def bits(self) -> int:
+        return self.width
+
+    @property
+    def name(self) -> str:
+        return f"midrise{self.width}"
+
+    @functools.cached_property
+    def magnitudes(self) -> tuple[float, ...]:
+        return tuple(i + 0.5 for i in range(2 ** (self.width - 1)))
+
+    def encode(
+        self,
+        x: Tensor,
+        rounding: Rounding = Rounding.NEAREST_EVEN,
+        generator: torch.Generator | None = None,
+        noise: Tensor | None = None,
+    ) -> Tensor:
+        """See `SignedFormat.encode`."""
+        if rounding is Rounding.STOCHASTIC:
+            x = x + (_uniform(x, generator, noise) - 0.5)
+        half = 2 ** (self.bits - 1)
+        if half == 1:
+            return (x < 0).to(self.storage)
+        bucket = torch.floor(x).clamp(-half, half - 1)
+        return torch.where(bucket < 0, half - 1 - bucket, bucket).to(self.storage)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Values (fp32) of codes (uint8)."""
-        values = torch.tensor(self.magnitudes, device=codes.device)
-        magnitude = values[(codes & (2 ** (self.bits - 1) - 1)).long()]
-        return torch.where(codes >> (self.bits - 1) > 0, -magnitude, magnitude)
+        half, code = 2 ** (self.bits - 1), codes.float()
+        return 0.5 - code if half == 1 else torch.where(code < half, code + 0.5, half - 0.5 - code)
+
+    @property
+    def max(self) -> float:
+        return 2 ** (self.width - 1) - 0.5
+
+    @property
+    def has_zero(self) -> bool:
+        return False
+
+
+def _uniform(x: Tensor, generator: torch.Generator | None, noise: Tensor | None) -> Tensor:
+    return torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=generator) if noise is None else noise
+
+
+def _neighbour(magnitude: Tensor, values: Tensor) -> Tensor:
+    """The index of the largest of the ascending `values` that is not above `magnitude`, or 0."""
+    return (torch.bucketize(magnitude, values, right=True) - 1).clamp(min=0)
+
+
+def round_magnitudes(
+    x: Tensor, magnitudes: tuple[float, ...], generator: torch.Generator | None = None, noise: Tensor | None = None
+) -> Tensor:
+    """`x` (fp32) rounded stochastically to plus or minus one of the ascending `magnitudes`, the first of them zero,
+    with expectation x; beyond the last it saturates. NaN stays."""
+    values = x.new_tensor(magnitudes)
+    magnitude = x.abs().clamp(max=magnitudes[-1])
+    below = _neighbour(magnitude, values)
+    low, high = values[below], values[(below + 1).clamp(max=len(magnitudes) - 1)]
+    rounded = torch.where(_uniform(x, generator, noise) * (high - low) < magnitude - low, high, low)
+    return torch.where(x.isnan(), x, torch.copysign(rounded, x))
 
 
 def floor_to_power_of_two(x: Tensor) -> Tensor:

@@ -5,13 +5,14 @@ The bounds are a table, as in AQT, which settles whether a scale divides by 127,
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .floatx import FloatFormat
+from .floatx import FloatFormat, MidRise, SignedFormat, round_magnitudes
 from .jsonable import register_string_reader
 from .rounding import Rounding
 
@@ -25,8 +26,8 @@ class QDType:
         bits: width of one code.
         quant_min, quant_max: smallest and largest code; integers for integer types.
         storage: torch dtype that holds one unpacked code per element.
-        is_floating_point: codes are floating-point numbers.
-        format: of floating-point codes without a torch dtype, whose bits are stored in uint8.
+        is_floating_point: codes stand for floating-point numbers, or for half-integers.
+        format: of such codes without a torch dtype, whose bits are stored as an integer.
     """
 
     name: str
@@ -35,7 +36,12 @@ class QDType:
     quant_max: float
     storage: torch.dtype
     is_floating_point: bool = False
-    format: FloatFormat | None = None
+    format: SignedFormat | None = None
+
+    @property
+    def has_zero(self) -> bool:
+        """Whether 0.0 has a code."""
+        return self.format is None or self.format.has_zero
 
     @property
     def is_signed(self) -> bool:
@@ -47,21 +53,28 @@ class QDType:
         return self.is_floating_point and self.format is None
 
     def encode(
-        self, values: Tensor, rounding: Rounding = Rounding.NEAREST_EVEN, generator: torch.Generator | None = None
+        self,
+        values: Tensor,
+        rounding: Rounding = Rounding.NEAREST_EVEN,
+        generator: torch.Generator | None = None,
+        noise: Tensor | None = None,
     ) -> Tensor:
         """Codes, in the storage dtype, of fp32 `values` within the bounds, which integer types need rounded.
 
         Args:
-            rounding, generator: for floating-point types; those with a torch dtype round to nearest even only.
-
-        Raises:
-            ValueError: the type does not support this rounding.
+            rounding, generator, noise: for floating-point types; see `round_to_integer`.
         """
         if self.format is not None:
-            return self.format.encode(values, rounding, generator)
-        if self.is_floating_point and rounding is not Rounding.NEAREST_EVEN:
-            raise ValueError(f"{self.name} rounds to nearest even only, got {rounding}")
+            return self.format.encode(values, rounding, generator, noise)
+        if self.is_floating_point and rounding is Rounding.STOCHASTIC:
+            values = round_magnitudes(values, self._magnitudes, generator, noise)
         return values.to(self.storage)
+
+    @functools.cached_property
+    def _magnitudes(self) -> tuple[float, ...]:
+        """The finite values of a floating-point type with a torch dtype that are not negative, ascending."""
+        values = torch.arange(128, dtype=torch.uint8).view(self.storage).float()
+        return tuple(values[values.isfinite()].tolist())
 
     def decode(self, codes: Tensor) -> Tensor:
         """The fp32 values of codes in their storage dtype."""
@@ -90,16 +103,27 @@ def _float8_types() -> list[QDType]:
     return [QDType(name, 8, torch.finfo(dt).min, torch.finfo(dt).max, dt, True) for name, dt in dtypes]
 
 
+_FLOATS = ((3, 2), (2, 3), (2, 2), (3, 1), (2, 1), (2, 0))
+_AQT_FLOATS = ((5, 0), (4, 1), (1, 4), (0, 5), (4, 0), (1, 3), (0, 4), (3, 0), (1, 2), (0, 3))
+_WITHOUT_ZERO = ((3, 0), (2, 1), (1, 2), (0, 3))
+
+
 def _small_float_types() -> list[QDType]:
-    formats = [FloatFormat(e, m) for e, m in ((3, 2), (2, 3), (2, 2), (3, 1), (2, 1), (2, 0))]
-    return [QDType(f.name, f.bits, -f.max, f.max, torch.uint8, True, f) for f in formats]
+    formats: list[SignedFormat] = [FloatFormat(e, m) for e, m in (*_FLOATS, *_AQT_FLOATS)]
+    formats += [FloatFormat(e, m, subnormals=False) for e, m in _WITHOUT_ZERO]
+    formats += [MidRise(bits) for bits in range(1, 23)]
+    return [QDType(f.name, f.bits, -f.max, f.max, f.storage, True, f) for f in formats]
 
 
-QDTYPES: dict[str, QDType] = {t.name: t for t in [*_integer_types(), *_float8_types(), *_small_float_types()]}
-# int32 and int16 are not storage formats; tests use them for bit-exact comparison with torch's own primitives.
-QDTYPES |= {
-    name: QDType(name, torch.iinfo(dt).bits, torch.iinfo(dt).min, torch.iinfo(dt).max, dt)
-    for name, dt in (("int16", torch.int16), ("int32", torch.int32))
+def _wide_types() -> list[QDType]:
+    """For training alone, as midrise9 and wider are: AQT goes up to 22 bits, which fp32 can still tell apart. Tests use
+    int32 for bit-exact comparison with torch's own primitives."""
+    storage = {bits: torch.int16 if bits <= 16 else torch.int32 for bits in (*range(9, 23), 32)}
+    return [QDType(f"int{b}", b, -(2 ** (b - 1)), 2 ** (b - 1) - 1, dtype) for b, dtype in storage.items()]
+
+
+QDTYPES: dict[str, QDType] = {
+    t.name: t for t in [*_integer_types(), *_float8_types(), *_small_float_types(), *_wide_types()]
 }
 
 

@@ -90,6 +90,8 @@ def choose_qparams_affine_with_min_max(
     zero_point_dtype: torch.dtype | None = None,
     preserve_zero: bool = True,
     zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
+    *,
+    preserve_max_val: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point from the range of each block, as an observer records it.
 
@@ -106,6 +108,8 @@ def choose_qparams_affine_with_min_max(
         preserve_zero: extend the range to include zero, so that 0.0 has a code (asymmetric with real zero points:
             within half a step). False needs the FLOAT or OFFSET domain.
         zero_point_domain: see `ZeroPointDomain`; NONE gives no zero point.
+        preserve_max_val: symmetric: the end of the range is the value of the outermost code; False: it is the far edge
+            of that code's bucket, half a step beyond it, scale = max(-min, max) / ((quant_max - quant_min + 1) / 2).
 
     Returns:
         (scale, zero_point), zero_point None for the NONE domain.
@@ -117,7 +121,7 @@ def choose_qparams_affine_with_min_max(
     for extreme in (min_val, max_val):
         check_floating_point("choose_qparams_affine_with_min_max", extreme)
     low_code, high_code = code_range(target_dtype, quant_min, quant_max)
-    _check_options(mapping_type, zero_point_domain, preserve_zero)
+    _check_options(mapping_type, zero_point_domain, preserve_zero, preserve_max_val)
     scale_dtype = scale_dtype or torch.float32
     low, high = min_val.float(), max_val.float()
     if preserve_zero:
@@ -125,7 +129,7 @@ def choose_qparams_affine_with_min_max(
 
     middle = (high_code + low_code + 1) / 2
     if mapping_type is MappingType.SYMMETRIC:
-        scale = torch.maximum(-low, high) / (float(high_code - low_code) / 2)
+        scale = torch.maximum(-low, high) / (float(high_code - low_code + (not preserve_max_val)) / 2)
     elif mapping_type is MappingType.SYMMETRIC_NO_CLIPPING_ERR:
         zero_code = 0 if zero_point_domain is ZeroPointDomain.NONE else int(middle)
         below = low / (low_code - zero_code) if low_code != zero_code else torch.zeros_like(low)
@@ -187,7 +191,9 @@ def _power_of_two_scale(scale: Tensor, low: Tensor, high: Tensor, high_code: flo
     return torch.where(floor < scale, floor * 2, floor)
 
 
-def _check_options(mapping: MappingType, domain: ZeroPointDomain, preserve_zero: bool) -> None:
+def _check_options(mapping: MappingType, domain: ZeroPointDomain, preserve_zero: bool, preserve_max_val: bool) -> None:
+    if not preserve_max_val and mapping is not MappingType.SYMMETRIC:
+        raise ValueError(f"preserve_max_val=False is for symmetric mappings, got {mapping.name}")
     if mapping is MappingType.ASYMMETRIC and domain is ZeroPointDomain.NONE:
         raise ValueError("an asymmetric mapping needs a zero point: zero_point_domain is NONE")
     if not preserve_zero and not domain.adds_zero_point:

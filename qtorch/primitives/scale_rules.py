@@ -42,12 +42,48 @@ class MinMaxRule(ScaleRule):
 @jsonable
 @dataclass(frozen=True)
 class AbsMaxRule(ScaleRule):
-    """[-a, a] with a = max |x|, for every mapping."""
+    """[-a, a] with a = `clipping_scale` max |x|, for every mapping; below 1, what is larger clips."""
+
+    clipping_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_positive("AbsMaxRule", "clipping_scale", self.clipping_scale)
 
     def min_max(self, input: Tensor, spec: Numerics) -> MinMax:
         low, high = min_max(input, spec.block_size(input.shape))
         bound = torch.maximum(-low, high)
+        if self.clipping_scale != 1:
+            bound = bound * self.clipping_scale
         return -bound, bound
+
+
+@jsonable
+@dataclass(frozen=True)
+class PowerMeanRule(ScaleRule):
+    """[-a, a] with a = `clipping_scale` (mean |x|^p)^(1/p), the mean over the elements that are not zero.
+
+    Zeros, of a ReLU say, tell nothing of the size of the others (AQT, `AbsMeanCalibration`).
+    """
+
+    p: float = 1.0
+    clipping_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_positive("PowerMeanRule", "p", self.p)
+        _check_positive("PowerMeanRule", "clipping_scale", self.clipping_scale)
+
+    def min_max(self, input: Tensor, spec: Numerics) -> MinMax:
+        blocks, shape = elements_last(input, spec)
+        if not blocks.numel():
+            return MinMaxRule().min_max(input, spec)
+        magnitude = blocks.float().abs()
+        # Powers of the quotient by the largest neither overflow nor vanish.
+        largest = magnitude.amax(-1, keepdim=True)
+        unit = torch.where(largest > 0, largest, 1.0)
+        count = (magnitude != 0).sum(-1).clamp(min=1)
+        mean = ((magnitude / unit) ** self.p).sum(-1) / count
+        bound = (mean ** (1 / self.p) * unit.squeeze(-1) * self.clipping_scale).reshape(shape)
+        return _with_non_finite(-bound, bound, input, spec)
 
 
 @jsonable
@@ -161,6 +197,11 @@ class MSERule(ScaleRule):
             best = torch.where(error < best_error, torch.full_like(best, factor), best)
             best_error = torch.minimum(error, best_error)
         return low * best, high * best
+
+
+def _check_positive(rule: str, name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{rule}: {name} is positive, got {value}")
 
 
 def _with_non_finite(low: Tensor, high: Tensor, input: Tensor, spec: Numerics) -> MinMax:

@@ -27,7 +27,7 @@ from .granularity import Block, Granularity, PerBlock, PerGroup, PerRow, scale_s
 from .jsonable import jsonable
 from .qdtype import QDType, qdtype
 from .qparams import choose_qparams_affine_with_min_max
-from .rounding import Rounding
+from .rounding import Noise, Rounding
 from .scale_rules import MinMaxRule, ScaleRule
 
 
@@ -50,6 +50,9 @@ class QuantSpec:
         preserve_zero: 0.0 is a code; False needs the FLOAT or OFFSET domain.
         scale_spec: how the scales are quantized themselves (see `double_quant`); None keeps them as they are. It needs
             a mapping without zero points, or the OFFSET domain, whose zero points are then quantized too.
+        preserve_max_val: of a symmetric mapping: the end of the range is the value of the outermost code; False: the
+            far edge of that code's bucket, so that all buckets are equally wide.
+        noise: of stochastic rounding; None draws a random number of torch's own for each element.
 
     The stages, each on its own: `choose_range`, `choose_qparams_from_range`, `quantize`, `dequantize`.
     """
@@ -66,6 +69,8 @@ class QuantSpec:
     quant_max: float | None = None
     preserve_zero: bool = True
     scale_spec: QuantSpec | None = None
+    preserve_max_val: bool = True
+    noise: Noise | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", qdtype(self.dtype))
@@ -80,6 +85,10 @@ class QuantSpec:
             raise ValueError(
                 f"QuantSpec: preserve_zero=False needs the FLOAT or OFFSET domain, got {self.zero_point_domain.name}"
             )
+        if not self.preserve_max_val and self.mapping is not MappingType.SYMMETRIC:
+            raise ValueError(f"QuantSpec: preserve_max_val=False is for symmetric mappings, got {self.mapping.name}")
+        if self.noise is not None and self.rounding is not Rounding.STOCHASTIC:
+            raise ValueError("QuantSpec: noise is that of stochastic rounding: rounding=Rounding.STOCHASTIC")
         check_scale_spec(self.scale_spec)
         if self.scale_spec is not None and self.has_zero_point and not self.quantizes_zero_points:
             raise ValueError(
@@ -169,6 +178,7 @@ class QuantSpec:
             self.dtype.storage if integer_zero_point else scale_dtype,
             self.preserve_zero,
             self.zero_point_domain,
+            preserve_max_val=self.preserve_max_val,
         )
         tensors = quantize_scale(scale, self.scale_spec)
         if zero_point is None or not self.has_zero_point:
@@ -207,6 +217,7 @@ class QuantSpec:
             self.zero_point_domain,
             rounding=self.rounding,
             generator=generator,
+            noise=self.noise,
         )
 
     def dequantize(
@@ -239,6 +250,7 @@ class QuantSpec:
             self.zero_point_domain,
             rounding=self.rounding,
             generator=generator,
+            noise=self.noise,
         )
 
     def with_granularity(self, granularity: Granularity) -> QuantSpec:
@@ -247,7 +259,7 @@ class QuantSpec:
 
     def to_nearest(self) -> QuantSpec:
         """The same numerics, rounding to nearest."""
-        return replace(self, rounding=Rounding.NEAREST_EVEN)
+        return replace(self, rounding=Rounding.NEAREST_EVEN, noise=None)
 
     def __str__(self) -> str:
         words = [self.dtype.name, repr(self.granularity), self.mapping.name.lower()]

@@ -5,10 +5,11 @@ from .batches import Data, run_batches
 from .collect import collect
 from .histogram import Histogram
 from .of_inputs import Inputs, MeanSquare, Moments, SecondMoment
-from .ranges import BatchRanges, Range
+from .ranges import BatchMagnitudes, BatchRanges, Range
 from .uses import Key, Use, UseRecorder, without_padding
 
 __all__ = [
+    "BatchMagnitudes",
     "BatchRanges",
     "Data",
     "Histogram",

@@ -39,6 +39,35 @@ class Range(Statistic):
         self.rows += rows
 
 
+class BatchMagnitudes(Statistic):
+    """All magnitudes of each batch, in the order seen, up to `LIMIT` of a batch at equal distances: `batches`, fp32."""
+
+    per_expert: ClassVar[bool] = False
+
+    LIMIT: ClassVar[int] = 1 << 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[Tensor] = []
+        self.current: list[Tensor] = []
+
+    def update(self, rows: Tensor) -> None:
+        rows = finite_rows(rows)
+        if rows.numel():
+            self.rows += rows.shape[0]
+            self.current.append(rows.abs().reshape(-1)[:: -(-rows.numel() // self.LIMIT)].float())
+
+    def end_batch(self) -> None:
+        if self.current:
+            self.batches.append(torch.cat(self.current))
+        self.current = []
+
+    def merge(self, other: BatchMagnitudes) -> None:
+        """Add the batches of `other` after those of this one; both are between two batches."""
+        self.batches += other.batches
+        self.rows += other.rows
+
+
 class BatchRanges(Statistic):
     """The range of each batch, in the order seen: `lows` and `highs`, 0-d fp32; batches without rows have none."""
 

@@ -13,9 +13,20 @@ from ..discovery import import_modules
 import_modules(__name__, __path__)
 
 from ..recipe import RECIPES  # noqa: E402
-from .engine.conv import quantized_conv1d, quantized_conv2d, quantized_conv3d  # noqa: E402
+from .engine.conv import (  # noqa: E402
+    quantized_conv1d,
+    quantized_conv2d,
+    quantized_conv3d,
+    quantized_conv_transpose1d,
+    quantized_conv_transpose2d,
+    quantized_conv_transpose3d,
+)
+from .engine.experts import quantized_grouped_mm  # noqa: E402
+from .engine.numerics import fully_quantized, fully_quantized_float8, integer  # noqa: E402
 from .engine.products import quantized_einsum, quantized_matmul  # noqa: E402
-from .engine.spec import GemmSpec, TrainingSpec, fully_quantized, fully_quantized_float8  # noqa: E402
+from .engine.spec import GemmSpec, TrainingSpec  # noqa: E402
+from .injection.injection import Injection, inject  # noqa: E402
+from .injection.sites import CallSite  # noqa: E402
 from .optim import (  # noqa: E402
     Adam4bit,
     Adam8bit,
@@ -30,6 +41,7 @@ from .quantization_aware.calibrate import calibrate  # noqa: E402
 from .quantization_aware.fold_batch_norm import fold_batch_norm  # noqa: E402
 from .quantization_aware.parameter_groups import parameter_groups  # noqa: E402
 from .quantization_aware.recipes.pact import clip_penalty, pact  # noqa: E402
+from .quantization_aware.schedule import QuantizationSchedule, advance_with  # noqa: E402
 from .recipes.bitnet import precompute_bitnet_scale_for_fsdp  # noqa: E402
 from .recipes.int8_mixed_precision import Int8MixedPrecisionTrainingConfig  # noqa: E402
 from .weights.base import TrainingWeight  # noqa: E402
@@ -51,27 +63,37 @@ __all__ = [
     "AdamW8bit",
     "AdamWFp8",
     "CPUOffloadOptimizer",
+    "CallSite",
     "CodesWeight",
     "GemmSpec",
+    "Injection",
     "Int8MixedPrecisionTrainingConfig",
     "MasterWeight",
     "QGaLoreAdamW8bit",
+    "QuantizationSchedule",
     "QuantizedTrainingWeight",
     "TrainableWeight",
     "TrainingSpec",
     "TrainingWeight",
+    "advance_with",
     "calibrate",
     "clip_penalty",
     "fold_batch_norm",
     "fully_quantized",
     "fully_quantized_float8",
+    "inject",
+    "integer",
     "pact",
     "parameter_groups",
     "precompute_bitnet_scale_for_fsdp",
     "quantized_conv1d",
     "quantized_conv2d",
     "quantized_conv3d",
+    "quantized_conv_transpose1d",
+    "quantized_conv_transpose2d",
+    "quantized_conv_transpose3d",
     "quantized_einsum",
+    "quantized_grouped_mm",
     "quantized_matmul",
     *RECIPE_NAMES,
 ]

@@ -2,20 +2,30 @@
 # ruff: noqa
 
 from . import engine as engine
+from . import injection as injection
 from . import optim as optim
 from . import quantization_aware as quantization_aware
 from . import recipes as recipes
+from . import scheduled as scheduled
 from . import weights as weights
 from .convert import Convert as convert
 from .engine.conv import quantized_conv1d as quantized_conv1d
 from .engine.conv import quantized_conv2d as quantized_conv2d
 from .engine.conv import quantized_conv3d as quantized_conv3d
+from .engine.conv import quantized_conv_transpose1d as quantized_conv_transpose1d
+from .engine.conv import quantized_conv_transpose2d as quantized_conv_transpose2d
+from .engine.conv import quantized_conv_transpose3d as quantized_conv_transpose3d
+from .engine.experts import quantized_grouped_mm as quantized_grouped_mm
+from .engine.numerics import fully_quantized as fully_quantized
+from .engine.numerics import fully_quantized_float8 as fully_quantized_float8
+from .engine.numerics import integer as integer
 from .engine.products import quantized_einsum as quantized_einsum
 from .engine.products import quantized_matmul as quantized_matmul
 from .engine.spec import GemmSpec as GemmSpec
 from .engine.spec import TrainingSpec as TrainingSpec
-from .engine.spec import fully_quantized as fully_quantized
-from .engine.spec import fully_quantized_float8 as fully_quantized_float8
+from .injection.injection import Injection as Injection
+from .injection.injection import inject as inject
+from .injection.sites import CallSite as CallSite
 from .optim.adam_4bit import Adam4bit as Adam4bit
 from .optim.adam_4bit import AdamW4bit as AdamW4bit
 from .optim.adam_8bit import Adam8bit as Adam8bit
@@ -33,9 +43,13 @@ from .quantization_aware.recipes.pact import clip_penalty as clip_penalty
 from .quantization_aware.recipes.pact import pact as pact
 from .quantization_aware.recipes.qat import QAT as qat
 from .quantization_aware.recipes.scheduled_qat import ScheduledQAT as scheduled_qat
+from .quantization_aware.schedule import QuantizationSchedule as QuantizationSchedule
+from .quantization_aware.schedule import advance_with as advance_with
+from .recipes.binary import BinaryTraining as binary_training
 from .recipes.bitnet import BitnetTraining as bitnet_training
 from .recipes.bitnet import precompute_bitnet_scale_for_fsdp as precompute_bitnet_scale_for_fsdp
 from .recipes.float8 import Float8Training as float8_training
+from .recipes.int4 import Int4Training as int4_training
 from .recipes.int8_mixed_precision import Int8MixedPrecisionTraining as int8_mixed_precision_training
 from .recipes.int8_mixed_precision import Int8MixedPrecisionTrainingConfig as Int8MixedPrecisionTrainingConfig
 from .recipes.int8_quantized import Int4WeightOnlyQuantizedTraining as int4_weight_only_quantized_training
@@ -44,6 +58,7 @@ from .recipes.int8_tilewise import Int8TilewiseTraining as int8_tilewise_trainin
 from .recipes.mixed_precision import MixedPrecisionTraining as mixed_precision_training
 from .recipes.mxfp8 import Mxfp8Training as mxfp8_training
 from .recipes.switchback import SwitchbackTraining as switchback_training
+from .scheduled.scheduled_training import ScheduledTraining as scheduled_training
 from .weights.base import TrainingWeight as TrainableWeight
 from .weights.base import TrainingWeight as TrainingWeight
 from .weights.codes import CodesWeight as CodesWeight
@@ -58,15 +73,20 @@ __all__ = [
     "AdamW8bit",
     "AdamWFp8",
     "CPUOffloadOptimizer",
+    "CallSite",
     "CodesWeight",
     "GemmSpec",
+    "Injection",
     "Int8MixedPrecisionTrainingConfig",
     "MasterWeight",
     "QGaLoreAdamW8bit",
+    "QuantizationSchedule",
     "QuantizedTrainingWeight",
     "TrainableWeight",
     "TrainingSpec",
     "TrainingWeight",
+    "advance_with",
+    "binary_training",
     "bitnet_training",
     "calibrate",
     "clip_penalty",
@@ -75,10 +95,13 @@ __all__ = [
     "fold_batch_norm",
     "fully_quantized",
     "fully_quantized_float8",
+    "inject",
+    "int4_training",
     "int4_weight_only_quantized_training",
     "int8_mixed_precision_training",
     "int8_tilewise_training",
     "int8_weight_only_quantized_training",
+    "integer",
     "lora_qat",
     "lsq",
     "mixed_precision_training",
@@ -90,8 +113,13 @@ __all__ = [
     "quantized_conv1d",
     "quantized_conv2d",
     "quantized_conv3d",
+    "quantized_conv_transpose1d",
+    "quantized_conv_transpose2d",
+    "quantized_conv_transpose3d",
     "quantized_einsum",
+    "quantized_grouped_mm",
     "quantized_matmul",
     "scheduled_qat",
+    "scheduled_training",
     "switchback_training",
 ]

@@ -197,7 +197,8 @@ def test_what_is_refused() -> None:
     assert repr(percentile(99.0)) == "percentile(percentile=99.0)"
     for wrong in ("mean", None, 3, mse):
         with pytest.raises(
-            ValueError, match=r"f: observer is an observer such as mse\(\), or a word of entropy, min_max"
+            ValueError,
+            match=r"f: observer is an observer such as mse\(\), or a word of delayed_scaling, entropy",
         ):
             observer_of(wrong, "f")
     with pytest.raises(ValueError, match=r"call it: mse\(\)$"):

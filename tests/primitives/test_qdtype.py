@@ -55,7 +55,7 @@ def test_a_type_is_frozen() -> None:
         qdtype("int8").bits = 7  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "int9", ""])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "int23", ""])
 def test_other_dtypes_are_refused(dtype: torch.dtype | str) -> None:
     with pytest.raises(ValueError, match="is not a quantized type; known: int1, int2"):
         qdtype(dtype)
@@ -76,5 +76,10 @@ def test_error_text() -> None:
 torch.float64 is not a quantized type; known: int1, int2, int3, int4, int5, int6, int7, int8,
 uint1, uint2, uint3, uint4, uint5, uint6, uint7, uint8, float8_e4m3fn, float8_e4m3fnuz,
 float8_e5m2, float8_e5m2fnuz, float6_e3m2, float6_e2m3, float5_e2m2, float5_e3m1, float4_e2m1,
-float3_e2m0, int16, int32""",
+float3_e2m0, float6_e5m0, float6_e4m1, float6_e1m4, float6_e0m5, float5_e4m0, float5_e1m3,
+float5_e0m4, float4_e3m0, float4_e1m2, float4_e0m3, float4_e3m0n, float4_e2m1n, float4_e1m2n,
+float4_e0m3n, midrise1, midrise2, midrise3, midrise4, midrise5, midrise6, midrise7, midrise8,
+midrise9, midrise10, midrise11, midrise12, midrise13, midrise14, midrise15, midrise16,
+midrise17, midrise18, midrise19, midrise20, midrise21, midrise22, int9, int10, int11, int12,
+int13, int14, int15, int16, int17, int18, int19, int20, int21, int22, int32""",
     )

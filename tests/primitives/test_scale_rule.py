@@ -19,6 +19,7 @@ from qtorch.primitives import (
     PerGroup,
     PerRow,
     PerTensor,
+    PowerMeanRule,
     QuantSpec,
     ScaleRule,
     ZeroPointDomain,
@@ -30,7 +31,9 @@ from tests import rounding
 RULES = [
     MinMaxRule(),
     AbsMaxRule(),
+    AbsMaxRule(0.5),
     AbsMeanRule(),
+    PowerMeanRule(2.0, 1.5),
     FixedRangeRule(-1, 1),
     PercentileRule(90),
     MSERule(5),

@@ -101,7 +101,9 @@ def test_the_json_spells_every_field_out() -> None:
  "quant_min": null,
  "quant_max": null,
  "preserve_zero": true,
- "scale_spec": null
+ "scale_spec": null,
+ "preserve_max_val": true,
+ "noise": null
 }""",
     )
 

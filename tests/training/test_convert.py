@@ -31,7 +31,7 @@ from qtorch.training import (
     mxfp8_training,
     switchback_training,
 )
-from qtorch.training.engine.spec import int8
+from qtorch.training.engine.numerics import int8
 
 W4A8 = TrainingSpec(GemmSpec(int8(), QuantSpec("int4", PerGroup(32), quant_min=-7)))
 

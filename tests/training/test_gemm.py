@@ -13,7 +13,7 @@ from qtorch.kernels import record_kernels
 from qtorch.primitives import Rounding
 from qtorch.training import GemmSpec, MasterWeight, TrainingSpec, fully_quantized, quantized_matmul
 from qtorch.training.engine.contraction import contraction
-from qtorch.training.engine.spec import float8, int8
+from qtorch.training.engine.numerics import float8, int8
 from tests.training.reference import RECIPES, three_matmuls
 
 every_recipe = pytest.mark.parametrize("name", RECIPES)

@@ -13,7 +13,7 @@ from qtorch.primitives import AbsMeanRule, Granularity
 from qtorch.primitives.granularity import BlockView
 from qtorch.training import GemmSpec, MasterWeight, TrainingSpec, fully_quantized
 from qtorch.training.engine.contraction import contraction
-from qtorch.training.engine.spec import int8, integer
+from qtorch.training.engine.numerics import int8, integer
 
 
 def fake(x: Tensor, spec: QuantSpec) -> Tensor:

@@ -32,11 +32,14 @@ class Observer:
         statistic: what is collected of the inputs.
         follows: in training, the range changes with each batch (see `follow`); otherwise it stays as it was chosen by
             `qtorch.training.calibrate`.
+        memory: how many numbers for each range it keeps from batch to batch, beside the range itself; then training
+            calls `measure` and `follow_measured` in place of `follow`.
     """
 
     name: ClassVar[str]
     statistic: ClassVar[type[Statistic]]
     follows: ClassVar[bool] = False
+    memory: ClassVar[int] = 0
 
     def range(self, seen: Any, spec: QuantSpec) -> MinMax:
         """The range (low, high) to represent, 0-d fp32.
@@ -49,6 +52,19 @@ class Observer:
 
     def follow(self, now: MinMax, batch: MinMax) -> MinMax:
         """The range after a batch in training whose own is `batch`; `now` is NaN before the first. Of any shape."""
+        raise NotImplementedError
+
+    def measure(self, blocks: Tensor) -> Tensor:
+        """What is to be known of a batch: (k, blocks), fp32, from the elements of its blocks (blocks, elements)."""
+        raise NotImplementedError
+
+    def follow_measured(self, memory: Tensor, measured: Tensor) -> tuple[Tensor, MinMax]:
+        """The new memory, and the range of the batch.
+
+        Args:
+            memory: (m, *shape of the scale), of `memory` numbers, zeros before the first batch.
+            measured: (k, *shape of the scale), the mean over the processes that train together.
+        """
         raise NotImplementedError
 
     def __repr__(self) -> str:

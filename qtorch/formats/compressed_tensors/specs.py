@@ -134,6 +134,8 @@ def _of_activation(spec: QuantSpec, static: bool) -> Args:
         raise ValueError(f"has inputs in {dtype.name}; the schemes have int8, int4 and float8_e4m3fn")
     if spec.has_zero_point and spec.zero_point_domain is not ZeroPointDomain.INT:
         raise ValueError(f"has inputs with zero points of the domain {spec.zero_point_domain.name}, not INT")
+    if not static and not spec.preserve_max_val:
+        raise ValueError("has inputs with preserve_max_val=False; vLLM's scales have the maximum at the outermost code")
     strategy, group_size = None, None
     if isinstance(granularity, PerTensor):
         strategy = "tensor"

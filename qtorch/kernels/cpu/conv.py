@@ -102,6 +102,7 @@ def conv_quantizer(spec: QuantSpec, static: bool) -> tuple[tuple[float, ...], in
     symmetric = spec.mapping is MappingType.SYMMETRIC and not spec.has_zero_point
     asymmetric = spec.mapping is MappingType.ASYMMETRIC and spec.zero_point_domain.name == "INT"
     plain = isinstance(spec.scale_rule, MinMaxRule) and spec.scale_dtype in (None, torch.float32)
+    plain = plain and spec.preserve_max_val
     if not (symmetric or asymmetric) or not plain or shift == 0:
         return None
     limits = torch.finfo(torch.float32)

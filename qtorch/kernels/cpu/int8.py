@@ -168,6 +168,7 @@ def row_quantizer(spec: QuantSpec) -> tuple[float, ...] | None:
         or not isinstance(spec.scale_rule, MinMaxRule)
         or spec.rounding is not Rounding.NEAREST_EVEN
         or spec.scale_dtype not in (None, torch.float32)
+        or not spec.preserve_max_val
     ):
         return None
     low, high = spec.code_range

@@ -136,4 +136,5 @@ def has_default_rows(spec: QuantSpec) -> bool:
         and spec.rounding is Rounding.NEAREST_EVEN
         and spec.scale_dtype in (None, torch.float32)
         and spec.eps is None
+        and spec.preserve_max_val
     )

@@ -13,91 +13,25 @@ results: bit for bit where sums are exact integers.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
 
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor
 from ...dtypes.linear import multiply as multiply_served
-from ...kernels.ops.int8_block_mm import int8_block_mm, pad_to_blocks
+from ...kernels.ops.int8_block_mm import int8_block_mm
 from ...kernels.ops.int8_grouped_mm import int8_product
-from ...kernels.ops.quantize_rowwise import dequantize_rows, quantize_dynamic, quantize_rows
 from ...kernels.ops.weight_only_mm import weight_only_mm
-from ...kernels.rows import scale_per_row
 from ...primitives import QuantSpec, Rounding
-from ...primitives.granularity import granularity_of
 from ...tracing.function_transforms import run_whole, transforms_active
 from ...tracing.outside_graphs import starts_no_graph
+from .balance import balanced
 from .guardrails import warn_of_few_tokens
-from .scale_gradient import with_scale_gradient
+from .operand import ContractionState, Operand, lengthened, observed, quantize_operand, with_scale_in
+from .scale_gradient import where_unclipped, with_scale_gradient
 from .spec import GemmSpec, TrainingSpec
-
-
-class Operand(NamedTuple):
-    """One side of a matmul, (kept, contracted): codes with their scale and zero point, or floats (spec None).
-
-    Quantized operands may have more rows than `kept`: their blocks are padded with zeros. The scale may have an element
-    per row where its spec has one for several rows; see `quantize_rows`.
-    """
-
-    values: Tensor
-    kept: int
-    scale: Tensor | None = None
-    zero_point: Tensor | None = None
-    spec: QuantSpec | None = None
-
-    @property
-    def is_integer(self) -> bool:
-        return self.spec is not None and not self.spec.dtype.is_floating_point and self.spec.dtype.bits <= 8
-
-    def transposed(self, kept: int) -> Operand:
-        """The transposed operand; the first `kept` indices of its rows are not padding."""
-        if self.spec is None:
-            return Operand(self.values.t(), kept)
-        assert self.scale is not None
-        zero_point = None if self.zero_point is None else self.zero_point.t()
-        spec = self.spec.with_granularity(granularity_of(self.spec.granularity.pattern(2)[::-1]))
-        return Operand(self.values.t(), kept, self.scale.t(), zero_point, spec)
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        if self.spec is None:
-            return self.values.to(dtype)
-        assert self.scale is not None
-        return dequantize_rows(self.spec, self.values, self.scale, self.zero_point, dtype)
-
-    def scales_per_row(self) -> tuple[Tensor, Tensor | None]:
-        """Scale and zero point with a row for each row of codes."""
-        assert self.scale is not None
-        rows = self.values.shape[0]
-        zero_point = None if self.zero_point is None else scale_per_row(self.zero_point, rows)
-        return scale_per_row(self.scale, rows), zero_point
-
-    def in_blocks(self) -> Operand:
-        """The operand with a scale for each block of the spec, NaN if one of its rows has NaN."""
-        if self.spec is None or self.scale is None or self.spec.dtype.has_nan or not self.values.shape[0]:
-            return self
-        rows = self.spec.granularity.pattern(2)[0]
-        if rows == 1:
-            return self
-        blocks = (1, -1) if rows == -1 else (-1, rows)
-        zero_point = None if self.zero_point is None else self.zero_point.unflatten(0, blocks).select(1, 0)
-        return self._replace(scale=self.scale.unflatten(0, blocks).amax(1), zero_point=zero_point)
-
-
-def quantize_operand(x: Tensor, spec: QuantSpec | None, contracted: int = 1, tokens: bool = False) -> Operand:
-    """Quantize `x` (kept, contracted) by `spec`, padded with zeros to whole blocks and to a multiple of `contracted`.
-
-    Args:
-        tokens: rows are independent: a NaN or an infinity in a row of x affects that row of a product only.
-    """
-    if spec is None:
-        return Operand(x, x.shape[0])
-    quantize = quantize_rows if tokens else quantize_dynamic
-    codes, scale, zero_point = quantize(pad_to_blocks(x, spec.granularity, contracted), spec)
-    return Operand(codes, x.shape[0], scale, zero_point, spec)
 
 
 def multiply(lhs: Operand, rhs: Operand, gemm: GemmSpec, dtype: torch.dtype) -> Tensor:
@@ -108,10 +42,11 @@ def multiply(lhs: Operand, rhs: Operand, gemm: GemmSpec, dtype: torch.dtype) -> 
         # Under autocast, the activation has the dtype to compute in, and the weight its own.
         compute = gemm.accumulator_dtype or lhs.values.dtype
         result = torch.mm(lhs.values.to(compute), rhs.values.to(compute).t()).to(dtype)
-    elif gemm.accumulator_dtype is not None:
+    elif gemm.accumulator_dtype is not None and gemm.accumulates_floats:
         compute = gemm.accumulator_dtype
         result = torch.mm(lhs.dequantize(compute), rhs.dequantize(compute).t()).to(dtype)
     elif lhs.is_integer and rhs.is_integer:
+        gemm.check_sum(lhs.values.shape[1])
         result = _integer_product(lhs, rhs, dtype)
     elif rhs.spec is None:
         result = torch.mm(lhs.dequantize(torch.float32), rhs.values.float().t()).to(dtype)
@@ -125,18 +60,10 @@ def multiply(lhs: Operand, rhs: Operand, gemm: GemmSpec, dtype: torch.dtype) -> 
 def _of_equal_length(lhs: Operand, rhs: Operand) -> tuple[Operand, Operand]:
     """Pad an operand in floating point to the length of the other one, which has whole blocks."""
     if lhs.spec is None:
-        return lhs._replace(values=_lengthened(lhs.values, rhs)), rhs
+        return lhs._replace(values=lengthened(lhs.values, rhs)), rhs
     if rhs.spec is None:
-        return lhs, rhs._replace(values=_lengthened(rhs.values, lhs))
+        return lhs, rhs._replace(values=lengthened(rhs.values, lhs))
     return lhs, rhs
-
-
-def _lengthened(x: Tensor, other: Operand) -> Tensor:
-    """`x` in floating point, padded to the length of `other` along the contracted axis."""
-    if other.spec is None or max(other.spec.granularity.pattern(2)) <= 1:
-        return x
-    missing = other.values.shape[1] - x.shape[1]
-    return pad(x, (0, missing)) if torch.compiler.is_compiling() or missing else x
 
 
 def _integer_product(lhs: Operand, rhs: Operand, dtype: torch.dtype) -> Tensor:
@@ -158,35 +85,52 @@ def _dequantizing_product(x: Tensor, rhs: Operand) -> Tensor:
     return weight_only_mm(x, rhs.values, rhs.scale, rhs.zero_point, name, float(low), float(high), domain)
 
 
-def contraction(x: Tensor, w: Tensor, spec: TrainingSpec) -> Tensor:
+def contraction(x: Tensor, w: Tensor, spec: TrainingSpec, state: ContractionState | None = None) -> Tensor:
     """y[m, n] = sum_k x[m, k] w[n, k], with gradients, its matmuls as `spec` says.
 
     Args:
         x: (M, K) floating point.
         w: (N, K) floating point, or a weight that trains (`TrainingWeight`).
+        state: what is kept from call to call, if anything is.
 
     Returns:
         (M, N) in the dtype of x.
     """
     if transforms_active():
-        return run_whole(contraction, x, w, spec)
+        return run_whole(contraction, x, w, spec, state)
     if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
-        return _Contraction.apply(x, w, spec)
-    return _output(x, w, spec)[0]
+        return _Contraction.apply(x, w, spec, state)
+    return _output(x, w, spec, state)[0]
 
 
-def _output(x: Tensor, w: Tensor, spec: TrainingSpec) -> tuple[Tensor, Operand, Operand]:
+def _output(
+    x: Tensor, w: Tensor, spec: TrainingSpec, state: ContractionState | None
+) -> tuple[Tensor, Operand, Operand]:
     """The forward matmul, and its operands."""
     if isinstance(w, AffineQuantizedTensor):  # stored as codes: multiplied as in inference
         xq = quantize_operand(x, spec.output.lhs if spec.grad_weight.reuse_forward else None, tokens=True)
         return multiply_served(x, w.convert()), xq, Operand(w, w.shape[0])  # type: ignore[attr-defined]
-    wq = _forward_weight(w, spec)
-    xq = quantize_operand(x, spec.output.lhs, _block_length(spec.output.rhs), tokens=True)
+    xq, wq = operands_of(x, _floats(w), "output", spec.output, state)
     return multiply(xq, wq, spec.output, x.dtype), xq, wq
 
 
-def _forward_weight(w: Tensor, spec: TrainingSpec) -> Operand:
-    return quantize_operand(_floats(w), spec.output.rhs, _block_length(spec.output.lhs))
+def operands_of(
+    lhs: Tensor, rhs: Tensor, name: str, gemm: GemmSpec, state: ContractionState | None
+) -> tuple[Operand, Operand]:
+    """Both operands of a matmul whose operands are in floating point, quantized; the rows of lhs are independent."""
+    if state is not None and not state.active:
+        observed(lhs, f"{name}.lhs", gemm.lhs, state)
+        observed(rhs, f"{name}.rhs", gemm.rhs, state)
+        return Operand(lhs, lhs.shape[0]), Operand(rhs, rhs.shape[0])
+    lhs, rhs = balanced(lhs, rhs, gemm.mid_alpha)
+    left, right = (_block_length(spec) for spec in (gemm.lhs, gemm.rhs))
+    if gemm.fold == "lhs":
+        rhs, a = with_scale_in(rhs, quantize_operand(lhs, gemm.lhs, right, False, f"{name}.lhs", state))
+        return a, quantize_operand(rhs, gemm.rhs, left, False, f"{name}.rhs", state)
+    b = quantize_operand(rhs, gemm.rhs, left, False, f"{name}.rhs", state)
+    if gemm.fold == "rhs":
+        lhs, b = with_scale_in(lhs, b)
+    return quantize_operand(lhs, gemm.lhs, right, True, f"{name}.lhs", state), b
 
 
 def _floats(w: Tensor) -> Tensor:
@@ -200,9 +144,10 @@ def _block_length(spec: QuantSpec | None) -> int:
 
 class _Contraction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, spec: TrainingSpec) -> Tensor:
-        y, xq, wq = _output(x, w, spec)
-        ctx.spec = spec
+    def forward(ctx: Any, x: Tensor, w: Tensor, spec: TrainingSpec, state: ContractionState | None) -> Tensor:
+        y, xq, wq = _output(x, w, spec, state)
+        ctx.spec, ctx.state = spec, state
+        quantizes = state is None or state.active
         ctx.x_dtype, ctx.w_dtype = x.dtype, w.dtype
         ctx.x_spec = ctx.w_spec = None
         held_x: tuple[Tensor | None, ...] = (x, None, None)
@@ -215,17 +160,20 @@ class _Contraction(torch.autograd.Function):
                 held_w = (w.qdata, w.scale, w.zero_point)  # type: ignore[attr-defined]
             else:
                 held_w = (_floats(w), None, None)
-        if spec.grad_weight.reuse_forward:
+        if spec.grad_weight.reuse_forward and quantizes:
             xq = xq.in_blocks()
             held_x, ctx.x_spec = (xq.values, xq.scale, xq.zero_point), xq.spec
-        # Quantizing the weight again gives the codes of the forward, unless rounding is stochastic.
-        if spec.grad_input.reuse_forward and _is_random(wq.spec) and not isinstance(w, AffineQuantizedTensor):
+        # Quantizing the weight again gives the codes of the forward, unless rounding is stochastic, or ranges follow.
+        anew = not _is_random(wq.spec) and state is None
+        if spec.grad_input.reuse_forward and quantizes and not anew and not isinstance(w, AffineQuantizedTensor):
             held_w, ctx.w_spec = (wq.values, wq.scale, wq.zero_point), wq.spec
         needs_x, needs_w = x.requires_grad, w.requires_grad
-        if spec.scale_gradient:
+        if spec.scale_gradient or spec.clip_gradient:
             needs_x = needs_w = True
+            ctx.clipped = _clipped(x, w, xq, wq) if spec.clip_gradient and quantizes else (None, None)
         ctx.save_for_backward(*(held_x if needs_w else (None,) * 3), *(held_w if needs_x else (None,) * 3))
         ctx.sizes = (*x.shape, w.shape[0])
+        ctx.quantizes = quantizes
         return y
 
     @staticmethod
@@ -242,47 +190,52 @@ class _Contraction(torch.autograd.Function):
         m, k, n = ctx.sizes
         if ctx.needs_input_grad[0]:
             rhs = Operand(w, n, ws, wz, ctx.w_spec) if ctx.w_spec is not None else None
-            grad_x = _backward_matmul(g, w, rhs, spec, spec.grad_input, k, ctx.x_dtype)
+            grad_x = _backward_matmul(g, w, rhs, "grad_input", ctx, k, ctx.x_dtype)
         if ctx.needs_input_grad[1]:
             if not torch.compiler.is_compiling():
                 warn_of_few_tokens(m, spec.grad_weight)
             rhs = Operand(x, m, xs, xz, ctx.x_spec) if ctx.x_spec is not None else None
-            grad_w = _backward_matmul(g.t(), x, rhs, spec, spec.grad_weight, k, ctx.w_dtype)
-        if spec.scale_gradient:
+            grad_w = _backward_matmul(g.t(), x, rhs, "grad_weight", ctx, k, ctx.w_dtype)
+        if spec.scale_gradient and ctx.quantizes:
             if grad_x is not None and spec.output.lhs is not None:
                 grad_x = with_scale_gradient(grad_x, x, spec.output.lhs)
             if grad_w is not None and spec.output.rhs is not None:
                 grad_w = with_scale_gradient(grad_w, _floats(w), spec.output.rhs)
-        return grad_x, grad_w, None
+        if spec.clip_gradient:
+            grad_x, grad_w = (
+                grad if grad is None or mask is None else torch.where(mask, grad, 0)
+                for grad, mask in zip((grad_x, grad_w), ctx.clipped, strict=True)
+            )
+        return grad_x, grad_w, None, None
 
 
 def _backward_matmul(
-    g: Tensor, other: Tensor, held: Operand | None, spec: TrainingSpec, gemm: GemmSpec, kept: int, dtype: torch.dtype
+    g: Tensor, other: Tensor, held: Operand | None, name: str, ctx: Any, kept: int, dtype: torch.dtype
 ) -> Tensor:
     """g (A, C) times `other` (C, kept), an operand of the forward: quantized again, or as the forward quantized it."""
+    spec: TrainingSpec = ctx.spec
+    gemm: GemmSpec = getattr(spec, name)
+    state: ContractionState | None = ctx.state
     if gemm.reuse_forward and isinstance(other, AffineQuantizedTensor):
         return multiply_served(g, other.convert().with_activation(None).t()).to(dtype)  # type: ignore[attr-defined]
-    if gemm.reuse_forward:
-        forward = held if held is not None else _forward_weight(other, spec)
+    if gemm.reuse_forward and ctx.quantizes:
+        forward = held
+        if forward is None:
+            forward = quantize_operand(_floats(other), spec.output.rhs, _block_length(spec.output.lhs))
         rhs = forward.transposed(kept)
-        if gemm.lhs is not None and gemm.accumulator_dtype is None:
-            g, rhs = _fold_scale(g, rhs)
-        return multiply(quantize_operand(_lengthened(g, rhs), gemm.lhs, tokens=True), rhs, gemm, dtype)
-    rhs = quantize_operand(_floats(other).t(), gemm.rhs, _block_length(gemm.lhs))
-    return multiply(quantize_operand(g, gemm.lhs, _block_length(gemm.rhs), tokens=True), rhs, gemm, dtype)
+        if gemm.lhs is not None and not gemm.accumulates_floats:
+            g, rhs = with_scale_in(g, rhs)
+        g = lengthened(g, rhs)
+        return multiply(quantize_operand(g, gemm.lhs, 1, True, f"{name}.lhs", state), rhs, gemm, dtype)
+    if gemm.reuse_forward:
+        observed(g, f"{name}.lhs", gemm.lhs, state)
+        return torch.mm(g.to(dtype), _floats(other).to(dtype))
+    return multiply(*operands_of(g, _floats(other).t(), name, gemm, state), gemm, dtype)
 
 
-def _fold_scale(g: Tensor, rhs: Operand) -> tuple[Tensor, Operand]:
-    """Multiply a scale (1, C) per contracted index into the other operand: sum_c g (q s) = sum_c (g s) q."""
-    assert rhs.spec is not None
-    assert rhs.scale is not None
-    if rhs.spec.granularity.pattern(2) != (-1, 1):
-        return g, rhs
-    scaled = _lengthened(g, rhs) * rhs.scale.to(torch.float32)
-    return scaled, rhs._replace(scale=torch.ones_like(rhs.scale[:, :1]), spec=rhs.spec.with_granularity(_WHOLE))
-
-
-_WHOLE = granularity_of((-1, -1))
+def _clipped(x: Tensor, w: Tensor, xq: Operand, wq: Operand) -> tuple[Tensor | None, Tensor | None]:
+    """Masks of the elements of both operands that have a gradient."""
+    return where_unclipped(x, xq), where_unclipped(_floats(w), wq)
 
 
 def _is_random(spec: QuantSpec | None) -> bool:

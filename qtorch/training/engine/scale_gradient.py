@@ -6,6 +6,8 @@ held fixed, dL/dx = dL/dx_hat. With s a function of x, the elements of largest m
     dL/ds ds/dx,   dL/ds = sum_block dL/dx_hat (q - x / s),   ds/dx = sign(x) / (Q c)
 
 with c the number of elements that share the maximum (Esser et al., arXiv 1902.08153, eq. 3, for dL/ds).
+
+Where a scale leaves elements outside the codes, these may get no gradient instead: see `where_unclipped`.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ from torch.nn.functional import pad
 
 from ...kernels.ops.int8_block_mm import pad_to_blocks
 from ...primitives import AbsMaxRule, MappingType, MinMaxRule, QuantSpec
-from ...primitives.granularity import BlockView
+from ...primitives.affine import inside_codes
+from ...primitives.granularity import BlockView, block_of
+from .operand import Operand
 
 
 def check_scale_gradient(spec: QuantSpec) -> None:
     """Raise `ValueError` where the scale of `spec` is no smooth function of a block's absmax."""
-    smooth = isinstance(spec.scale_rule, MinMaxRule | AbsMaxRule) and spec.scale_dtype is not torch.float8_e8m0fnu
+    absmax = spec.scale_rule in (MinMaxRule(), AbsMaxRule()) and spec.preserve_max_val
+    smooth = absmax and spec.scale_dtype is not torch.float8_e8m0fnu
     if not smooth or spec.mapping is not MappingType.SYMMETRIC or spec.has_zero_point:
         raise ValueError(f"scale_gradient takes symmetric specs whose scale is absmax, got {spec}")
 
@@ -40,3 +45,16 @@ def with_scale_gradient(grad: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
     of_scale = (g * (q - v / s)).sum(view.dims, keepdim=True) / ((high - low) / 2)
     result = g + of_scale * torch.sign(v) * largest / largest.sum(view.dims, keepdim=True)
     return view.merge(result)[: x.shape[0], : x.shape[1]].to(grad.dtype)
+
+
+def where_unclipped(x: Tensor, operand: Operand) -> Tensor | None:
+    """Whether x / s lies within the bounds of the codes, for each element of the matrix `x` that `operand` is made of;
+    None: it was not quantized."""
+    spec, scale = operand.spec, operand.scale
+    if spec is None or scale is None:
+        return None
+    (low, high), domain = spec.code_range, spec.zero_point_domain
+    padded = pad(x, (0, operand.values.shape[1] - x.shape[1], 0, operand.values.shape[0] - x.shape[0]))
+    block = block_of(padded.shape, scale.shape)
+    inside = inside_codes(padded, block, scale, operand.zero_point, spec.dtype, low, high, domain)
+    return inside[: x.shape[0], : x.shape[1]]

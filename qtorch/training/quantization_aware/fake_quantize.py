@@ -213,4 +213,6 @@ def clips(spec: QuantSpec | Any) -> bool:
     One that covers its block clips nothing: what the rounding of a power of two leaves outside gets its gradient, for
     without one it would stay there.
     """
-    return isinstance(spec, QuantSpec) and not isinstance(spec.scale_rule, MinMaxRule | AbsMaxRule)
+    if not isinstance(spec, QuantSpec) or isinstance(spec.scale_rule, MinMaxRule):
+        return False
+    return not isinstance(spec.scale_rule, AbsMaxRule) or spec.scale_rule.clipping_scale < 1

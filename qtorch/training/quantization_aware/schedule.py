@@ -1,28 +1,104 @@
-"""Schedule: from which step on a layer in training is fake-quantized, and from which on its scales stay as they are."""
+"""Schedules: from which step on a layer in training is quantized, and from which on its scales stay as they are."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from ...calibration.observers import Observer, moving_average, observer_of
 from ...prepared_module import QuantizationState
+from ...primitives.jsonable import jsonable
+from ..engine.spec import TrainingSpec
+
+OPERANDS = tuple(f"{gemm}.{side}" for gemm in ("output", "grad_input", "grad_weight") for side in ("lhs", "rhs"))
+"""The operands of the three matmuls."""
+
+_TOKENS = {"output.lhs": 0, "grad_input.lhs": 0, "grad_weight.lhs": 1, "grad_weight.rhs": 1}
+"""Operand -> its axis of tokens."""
+
+
+@jsonable
+@dataclass(frozen=True)
+class QuantizationSchedule:
+    """When and how operands are quantized.
+
+        step < start_step      floating point; ranges of static operands follow the data already
+        step < freeze_step     quantized; these ranges follow the data
+        step >= freeze_step    quantized, with the ranges of the last step before it
+
+    Steps are forward passes in training mode, or those of an optimizer (`advance_with`).
+
+    Args:
+        static: operands whose scale comes from a range that is kept, of `OPERANDS`; all others are dynamic: their scale
+            is that of each call.
+        observer: how a range follows: one that follows in training, or its name. None is ``moving_average()`` over
+            `ema_updates` batches; with 1, each batch has its own range.
+        ema_updates: batches that the moving average remembers.
+
+    Raises:
+        ValueError: steps that make no sense, an unknown operand, an observer that does not follow.
+    """
+
+    start_step: int = 0
+    freeze_step: int | None = None
+    static: tuple[str, ...] = ()
+    observer: Observer | str | None = None
+    ema_updates: float = 100
+
+    def __post_init__(self) -> None:
+        check_steps(self.start_step, self.freeze_step)
+        object.__setattr__(self, "static", tuple(self.static))
+        if unknown := [name for name in self.static if name not in OPERANDS]:
+            raise ValueError(f"QuantizationSchedule: static names {unknown}; operands are {', '.join(OPERANDS)}")
+        if self.ema_updates < 1:
+            raise ValueError(f"QuantizationSchedule: ema_updates is at least 1, got {self.ema_updates}")
+        if self.observer is not None:
+            object.__setattr__(self, "observer", observer_of(self.observer, "QuantizationSchedule"))
+            if not self.following.follows:
+                raise ValueError(f"QuantizationSchedule: {self.observer!r} does not follow batches in training")
+
+    @property
+    def following(self) -> Observer:
+        """The observer of static operands."""
+        if self.observer is None:
+            return moving_average(1 / self.ema_updates)
+        assert isinstance(self.observer, Observer)
+        return self.observer
+
+    def check(self, spec: TrainingSpec) -> None:
+        """Raise `ValueError` where `spec` cannot have these static operands."""
+        for name in self.static:
+            gemm, side = name.split(".")
+            operand = getattr(getattr(spec, gemm), side)
+            if operand is None:
+                raise ValueError(f"QuantizationSchedule: {name} is static, and the spec does not quantize it")
+            if name in _TOKENS and operand.granularity.pattern(2)[_TOKENS[name]] != -1:
+                raise ValueError(
+                    f"QuantizationSchedule: {name} is static, and {operand.granularity} has a scale for each token, or "
+                    "for some; tokens of other batches are others: share the scale among tokens, by PerTensor() say"
+                )
 
 
 class Schedule(QuantizationState):
-    """Counts the forward passes of its layer in training mode, in a buffer: a compiled graph does not change with it.
+    """Counts the steps of its layer in a buffer, so that a compiled graph does not change with it, and a file of the
+    model has it: its forward passes in training mode, or the steps of an optimizer (`advance_with`).
 
-    In eval mode the layer computes what the converted layer would, whatever the step. Passes that are run again for
-    checkpointed activations count again, and so does each batch of several whose gradients are added up.
+    In eval mode the layer computes what the converted layer would, whatever the step. Of passes, those that are run
+    again for checkpointed activations count again, and so does each batch of several whose gradients are added up.
 
     Args:
-        start_step: passes in floating point before fake quantization begins.
-        freeze_step: passes after which scales and observed ranges are held; None for never.
+        start_step: steps in floating point before quantization begins.
+        freeze_step: steps after which scales and observed ranges are held; None for never.
 
     Raises:
         ValueError: a step below zero, or scales that freeze before they are used.
     """
 
     step: Tensor
+    counts_passes: bool = True
 
     def __init__(self, start_step: int = 0, freeze_step: int | None = None) -> None:
         super().__init__()
@@ -32,7 +108,7 @@ class Schedule(QuantizationState):
 
     @property
     def active(self) -> Tensor:
-        """Whether the layer is fake-quantized."""
+        """Whether the layer is quantized."""
         return self.step >= self.start_step
 
     @property
@@ -41,8 +117,40 @@ class Schedule(QuantizationState):
         return None if self.freeze_step is None else self.step >= self.freeze_step
 
     def advance(self) -> None:
+        """A pass is done."""
+        if self.counts_passes:
+            self.count()
+
+    def count(self) -> None:
         """One step is done."""
         self.step.add_(1)
+
+
+def advance_with(optimizer: torch.optim.Optimizer, *modules: nn.Module) -> Any:
+    """Count the steps of `optimizer` in all schedules of these modules, in place of their forward passes: gradient
+    accumulation and checkpointed activations then count once.
+
+    Call it again for a model or an optimizer that was loaded or copied; the counts are in the state of the model.
+
+    Returns:
+        A handle; ``handle.remove()`` ends it.
+
+    Raises:
+        ValueError: there is no schedule in the modules.
+    """
+    counting = [each for module in modules for each in module.modules() if hasattr(each, "counts_passes")]
+    if not counting:
+        raise ValueError("advance_with: the modules have no schedule; prepare them with one first")
+    for each in counting:
+        setattr(each, "counts_passes", False)  # noqa: B010
+
+    def count(*_: Any) -> None:
+        for module in modules:
+            for schedule in module.modules():
+                if isinstance(schedule, Schedule):
+                    schedule.count()
+
+    return optimizer.register_step_post_hook(count)
 
 
 def check_steps(start_step: int, freeze_step: int | None) -> None:

@@ -28,11 +28,8 @@ class TrainingRecipe(Recipe):
     def training_spec(self) -> TrainingSpec:
         raise NotImplementedError
 
-    def declines(self, kind: WeightKind) -> str | None:
-        return declines_experts(self, kind)
-
     def check(self, weight: Tensor) -> None:
-        check_trainable(weight)
+        check_trainable(weight, matrices=True)
         spec = self.training_spec().output.rhs
         if spec is not None:
             # Training could complete blocks with zeros, but the weight would not convert.
@@ -51,10 +48,10 @@ def declines_experts(recipe: Recipe, kind: WeightKind) -> str | None:
     return f"experts in one parameter, and {recipe.name} takes matrices" if kind.name == "experts" else None
 
 
-def check_trainable(weight: Tensor) -> None:
-    """Raise `ValueError` unless `weight` is a float matrix with values."""
+def check_trainable(weight: Tensor, matrices: bool = False) -> None:
+    """Raise `ValueError` unless `weight` is a float matrix with values; or, with `matrices`, those of experts."""
     check_float_weight(weight)
     if weight.is_meta:
         raise ValueError("the weight is on the meta device and has no values; materialize it first")
-    if weight.dim() != 2:
+    if weight.dim() != 2 and not (matrices and weight.dim() == 3):
         raise ValueError(f"takes matrices, this weight has shape {tuple(weight.shape)}")

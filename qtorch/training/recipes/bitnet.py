@@ -21,10 +21,12 @@ from ...layouts.packed import pack_codes
 from ...primitives import AbsMeanRule, PerTensor, QuantSpec, qdtype
 from ...primitives.scheme import Scheme
 from ...recipe import register_recipe
-from ..engine.spec import GemmSpec, TrainingSpec, int8
+from ...weight_kinds import WeightKind
+from ..engine.numerics import int8
+from ..engine.spec import GemmSpec, TrainingSpec
 from ..weights.codes import CodesWeight
 from ..weights.master import MasterWeight
-from .base import TrainingRecipe
+from .base import TrainingRecipe, check_trainable, declines_experts
 
 TERNARY = QuantSpec(qdtype("int2"), PerTensor(), scale_rule=AbsMeanRule(), quant_min=-1, quant_max=1)
 
@@ -33,6 +35,12 @@ TERNARY = QuantSpec(qdtype("int2"), PerTensor(), scale_rule=AbsMeanRule(), quant
 @dataclass(frozen=True)
 class BitnetTraining(TrainingRecipe):
     """See the top of the file. Converts to weights of 2 bits, packed, and int8 activations."""
+
+    def declines(self, kind: WeightKind) -> str | None:
+        return declines_experts(self, kind)
+
+    def check(self, weight: Tensor) -> None:
+        check_trainable(weight)
 
     def training_spec(self) -> TrainingSpec:
         straight_through = GemmSpec(reuse_forward=True)

@@ -8,7 +8,8 @@ import torch
 
 from ...primitives import Granularity, PerRow, PerTensor
 from ...recipe import register_recipe
-from ..engine.spec import TrainingSpec, fully_quantized_float8
+from ..engine.numerics import fully_quantized_float8
+from ..engine.spec import TrainingSpec
 from .base import TrainingRecipe
 
 _WORDS: dict[str, Granularity] = {"rowwise": PerRow(), "tensorwise": PerTensor()}

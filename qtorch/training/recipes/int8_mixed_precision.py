@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from ...primitives import Rounding
 from ...primitives.jsonable import jsonable
 from ...recipe import register_recipe
-from ..engine.spec import GemmSpec, TrainingSpec, int8
+from ..engine.numerics import int8
+from ..engine.spec import GemmSpec, TrainingSpec
 from .base import TrainingRecipe
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...recipe import register_recipe
-from ..engine.spec import TrainingSpec, fully_quantized
+from ..engine.numerics import fully_quantized
+from ..engine.spec import TrainingSpec
 from .base import TrainingRecipe
 
 

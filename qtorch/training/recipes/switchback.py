@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from ...primitives import PerTensor
 from ...recipe import register_recipe
-from ..engine.spec import GemmSpec, TrainingSpec, int8
+from ..engine.numerics import int8
+from ..engine.spec import GemmSpec, TrainingSpec
 from .base import TrainingRecipe
 
 

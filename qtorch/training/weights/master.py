@@ -9,7 +9,7 @@ engine raises an error.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,15 +17,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from ...dtypes import Layout
+from ...dtypes import AffineQuantizedTensor, Layout
 from ...dtypes.base import parts_of, without_memory
 from ...layouts import LAYOUTS
 from ...layouts.inner_tensors import Form, Forms
 from ...primitives import LinearSpec, QuantSpec
+from ...primitives.granularity import granularity_of
 from ...primitives.jsonable import jsonable
 from ...primitives.scheme import constant_shape
-from ..engine.contraction import quantize_operand
 from ..engine.guardrails import is_narrow, warn_of_lost_updates
+from ..engine.operand import Operand, quantize_operand
 from ..engine.spec import TrainingSpec
 from .base import TrainingWeight, of_codes, written_by
 
@@ -150,6 +151,10 @@ class MasterWeight(TrainingWeight):
     def floats(self) -> Tensor:
         return self.master
 
+    def check_convert(self) -> None:
+        if isinstance(self._training, TrainingSpec):
+            self._training.check_convert()
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The master weight itself, which holds all of its precision."""
         return self.master.to(dtype or self.master.dtype)
@@ -166,11 +171,23 @@ class MasterWeight(TrainingWeight):
             return weight
         rhs = spec.output.rhs.to_nearest()
         rhs.block_size(weight.shape)
-        if weight.dim() > 2:
-            raise ValueError(f"convert takes matrices, this weight has shape {tuple(weight.shape)}")
-        codes, _, scale, zero_point, _ = quantize_operand(weight, rhs)
+        if weight.dim() == 2:
+            codes, _, scale, zero_point, _ = quantize_operand(weight, rhs)
+            assert scale is not None
+            return of_codes(codes, scale, zero_point, linear, weight.dtype)
+        return self._of_experts([quantize_operand(matrix, rhs) for matrix in weight], linear)
+
+    def _of_experts(self, matrices: list[Operand], linear: LinearSpec) -> Tensor:
+        """The weight (E, N, K) of matrices that have scales of their own."""
+        rows, columns = linear.weight.granularity.pattern(2)
+        spec = replace(linear, weight=linear.weight.with_granularity(granularity_of((1, rows, columns))))
+        one = [of_codes(m.values, m.scale, m.zero_point, linear, self.dtype).plain() for m in matrices]  # type: ignore[arg-type]
+        codes, scale, zero_point = (
+            None if parts[0] is None else torch.stack(parts) for parts in zip(*one, strict=True)
+        )
+        assert codes is not None
         assert scale is not None
-        return of_codes(codes, scale, zero_point, linear, weight.dtype)
+        return AffineQuantizedTensor.from_plain(codes, scale, zero_point, spec, self.dtype)
 
     def canonical(self) -> tuple[Tensor, dict[str, Tensor]]:
         raise ValueError("a weight in training is not converted yet: quantize_(model, convert()), or torch.save it")

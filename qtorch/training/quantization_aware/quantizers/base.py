@@ -190,11 +190,16 @@ def of_all_ranks(seen: Statistic) -> Statistic:
 
 def mean_of_ranks(extremes: MinMax) -> MinMax:
     """The mean over the processes that train together, so that all start alike."""
+    low, high = mean_over_ranks(torch.stack(extremes))
+    return low, high
+
+
+def mean_over_ranks(values: Tensor) -> Tensor:
+    """The mean over the processes that train together."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
-        return extremes
-    both = torch.stack(extremes)
-    dist.all_reduce(both)
-    low, high = both / dist.get_world_size()
-    return low, high
+        return values
+    values = values.clone()
+    dist.all_reduce(values)
+    return values / dist.get_world_size()

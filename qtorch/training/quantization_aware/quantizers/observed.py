@@ -12,9 +12,10 @@ from ....calibration.observers import Observer
 from ....kernels.ops.quantize_rowwise import without_lost_rows
 from ....primitives import QuantSpec
 from ....primitives.qparams import min_max
+from ....primitives.scale_rules import elements_last
 from ....statistics import Statistic
 from ..fake_quantize import clips
-from .base import MinMax, Quantizer, mean_of_ranks
+from .base import MinMax, Quantizer, mean_of_ranks, mean_over_ranks
 
 
 class Dynamic(Quantizer):
@@ -52,12 +53,14 @@ class ObservedRange(Quantizer):
 
     min_val: Tensor
     max_val: Tensor
+    memory: Tensor | None
 
     def __init__(self, spec: QuantSpec, shape: Sequence[int], freezes: bool, observer: Observer) -> None:
         super().__init__(spec, shape, freezes)
         self.observer = observer
         self.register_buffer("min_val", torch.full(tuple(shape), math.nan))
         self.register_buffer("max_val", torch.full(tuple(shape), math.nan))
+        self.register_buffer("memory", torch.zeros(observer.memory, *shape) if observer.memory else None)
 
     @property
     def is_static(self) -> bool:
@@ -83,6 +86,14 @@ class ObservedRange(Quantizer):
     @torch.no_grad()
     def _follow(self, x: Tensor) -> None:
         rows = without_lost_rows(x.detach(), self.spec)
+        if self.memory is not None:
+            blocks, shape = elements_last(rows, self.spec)
+            if blocks.numel():
+                measured = mean_over_ranks(self.observer.measure(blocks)).unflatten(1, shape)
+                memory, extremes = self.observer.follow_measured(self.memory, measured)
+                self.memory.copy_(memory)
+                self._set_range(extremes)
+            return
         batch = mean_of_ranks(min_max(rows, self.spec.block_size(rows.shape)))
         self._set_range(self.observer.follow((self.min_val, self.max_val), batch))
 

@@ -23,6 +23,7 @@ from ....statistics import Statistics
 from ....targets import Target
 from ....weight_kinds import WeightKind
 from ..qat_spec import QATSpec
+from ..schedule import QuantizationSchedule
 from ..weight import FakeQuantizedWeight
 from .base import check_inference_recipe
 from .lora_qat import LoRAQAT
@@ -46,6 +47,7 @@ class QAT(Recipe):
             changes numbers by the rounding of that dtype. For affine codes.
         start_step, freeze_step, observer: a schedule, and observed ranges of static activations; see `ScheduledQAT`.
             Their state is in the layers, whose class is exchanged.
+        schedule: the three in one, a `QuantizationSchedule`, in place of them.
         lora_rank: train adapters of this rank instead of the weights, see `LoRAQAT`; 0 trains the weights.
         lora_alpha: weight of the adapters; None is their rank.
 
@@ -64,6 +66,7 @@ class QAT(Recipe):
     observer: Observer | str | None = None
     lora_rank: int = 0
     lora_alpha: float | None = None
+    schedule: QuantizationSchedule | None = None
 
     def __post_init__(self) -> None:
         check_inference_recipe(self.recipe, self.name)
@@ -80,6 +83,8 @@ class QAT(Recipe):
                 if spec is not None and not isinstance(spec, QuantSpec):
                     raise ValueError(f"qat: compute_dtype takes affine codes, {self.recipe} has {spec}")
 
+        if self.schedule is not None:
+            self._check_schedule(self.schedule)
         if self._has_state:
             if self.compute_dtype is not None:
                 raise ValueError("qat: compute_dtype is for training without a schedule or an observer")
@@ -91,9 +96,24 @@ class QAT(Recipe):
 
     @property
     def _has_state(self) -> bool:
-        return self.start_step != 0 or self.freeze_step is not None or self.observer is not None
+        state = self.start_step != 0 or self.freeze_step is not None or self.observer is not None
+        return state or self.schedule is not None
+
+    def _check_schedule(self, schedule: QuantizationSchedule) -> None:
+        if self.start_step or self.freeze_step is not None or self.observer is not None:
+            raise ValueError("qat: the schedule has start_step, freeze_step and observer; leave these out")
+        if schedule.static not in ((), ("output.lhs",)):
+            raise ValueError(f"qat: the static operand of a recipe is its input, output.lhs, got {schedule.static}")
+        if (schedule.static != ()) is not self.recipe.linear_spec().static:
+            raise ValueError(
+                f"qat: static operands of the schedule are {schedule.static}; {self.recipe} has "
+                f"{'a static' if self.recipe.linear_spec().static else 'no static'} activation"
+            )
 
     def placed(self, index: int, count: int) -> Recipe:
+        if (schedule := self.schedule) is not None:
+            observer = schedule.following if schedule.static else None
+            return ScheduledQAT(self.recipe, schedule.start_step, schedule.freeze_step, observer)
         if self._has_state:
             return ScheduledQAT(self.recipe, self.start_step, self.freeze_step, self.observer)
         if self.lora_rank or self.lora_alpha is not None:
@@ -101,7 +121,7 @@ class QAT(Recipe):
         return self
 
     def check_complete(self) -> None:
-        if self.observer is None:
+        if self.observer is None and self.schedule is None:
             self.recipe.check_complete()
 
     def declines(self, kind: WeightKind) -> str | None:

@@ -1,0 +1,257 @@
+"""Injection: inside of a context, every contraction of any code runs in the engine, forward and both gradients.
+
+    with inject(fully_quantized(8, 8)):
+        loss = model(x).sum()
+    loss.backward()
+
+A function mode of torch sees all products that the code asks torch for (`functions`): nothing is rewritten, no module
+and no parameter is changed. Which spec a product has is decided by its call site (`sites`, `rules`).
+
+`convert` freezes what the products make of parameters alone, on either side, as codes: w, but also T(w), the weight of
+a parametrized layer. A parameter that nothing else needs is then dropped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...prepared_module import QuantizationState
+from ..engine.contraction import contraction
+from ..engine.spec import TrainingSpec
+from ..quantization_aware.schedule import QuantizationSchedule
+from ..scheduled.state import ScheduledContraction
+from .constants import Constants
+from .mode import InjectionMode
+from .rules import Rules, rule_of
+from .sites import CallSite, ModuleStack, plain_name
+from .stored import StoredOperands
+
+
+class Injection(QuantizationState):
+    """The context that `inject` makes. As a module it holds the state of call sites and stored codes, for files.
+
+    Attributes:
+        counts: name of a call site -> how often it was quantized since the last `with`.
+        counts_passes: the schedules of call sites count forward passes, until `advance_with` has an optimizer do so.
+    """
+
+    counts_passes: bool = True
+
+    def __init__(self, rules: Rules, schedule: QuantizationSchedule | None = None) -> None:
+        super().__init__()
+        self.rules, self.schedule = rules, schedule
+        self.rule = rule_of(rules)
+        self.states = nn.ModuleDict()
+        self.stored = StoredOperands()
+        self.counts: Counter[str] = Counter()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._contexts: list[ExitStack] = []
+        self._sites = ModuleStack(self._begin, self._end)
+        self._constants: Constants | None = None
+        self._converting = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"rule", "_contexts", "_sites", "_constants", "_converting"}
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.rule = rule_of(self.rules)
+        self._reset()
+
+    # --- the context ---
+
+    def __enter__(self) -> Injection:
+        stack = ExitStack()
+        if not self._contexts:
+            self.counts.clear()
+            self._sites.start()
+            stack.callback(self._sites.stop)
+            self._constants = Constants() if self.stored or self._converting else None
+            if self._constants is not None:
+                stack.enter_context(self._constants)
+        stack.enter_context(InjectionMode(self))
+        self._contexts.append(stack)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._contexts.pop().__exit__(*error)
+
+    def attach(self, model: nn.Module, name: str = "injection") -> nn.Module:
+        """Let every call of `model` run inside of this context, and its state dict, copies and files have the state.
+
+        Raises:
+            ValueError: `model` has a submodule of this name.
+        """
+        if hasattr(model, name):
+            raise ValueError(f"attach: the model has {name!r} already; give another name")
+        model.add_module(name, self)
+        model.register_forward_pre_hook(self._before)
+        model.register_forward_hook(self._after, always_call=True)
+        return model
+
+    def forward(self, *args: Any) -> Any:
+        """Its input: attached to an `nn.Sequential`, it is run as one of its modules."""
+        return args[0] if args else None
+
+    def _before(self, model: nn.Module, _: Any) -> None:
+        self.__enter__()
+        if self._sites.root is None:
+            self._sites.enter_root(model)
+
+    def _after(self, *_: Any) -> None:
+        if self._contexts:
+            self.__exit__(None, None, None)
+
+    def _begin(self, root: nn.Module) -> None:
+        if self._constants is not None:
+            self._constants.begin(root)
+
+    def _end(self) -> None:
+        for state in self.states.values():
+            assert isinstance(state, ScheduledContraction)
+            if state.training and state.is_used:
+                state.advance()
+            state.is_used = False
+
+    # --- products ---
+
+    def rule_at(self, function: str) -> tuple[CallSite, TrainingSpec | None]:
+        """The site of the next call of `function`, and its spec."""
+        site = self._sites.site(function)
+        spec = self.rule(site)
+        if spec is not None:
+            self.counts[site.name] += 1
+        return site, spec
+
+    def multiply(self, site: CallSite, spec: TrainingSpec, lhs: Tensor, rhs: Tensor) -> Tensor:
+        """c[a, b] = sum_c lhs[a, c] rhs[b, c], as `spec` says, or with what is stored."""
+        state, constants = self._state(site), self._constants
+        if constants is None:
+            return contraction(lhs, rhs, spec, state)
+        of_lhs, of_rhs = constants.of(lhs), constants.of(rhs)
+        with constants.pause():
+            if self._converting:
+                y, frozen = self.stored.freeze(lhs, rhs, spec, state, of_lhs, of_rhs)
+                for constant, operand, stored in zip((of_lhs, of_rhs), (lhs, rhs), frozen, strict=True):
+                    for name in () if constant is None else constant.roots:
+                        constants.stored[name] += operand.numel() if stored else 0
+                    if constant is not None and not stored:
+                        constants.needed |= constant.roots
+            else:
+                y = self.stored.multiply(site.name, lhs, rhs, spec, state, of_lhs, of_rhs)
+        if of_lhs is not None and of_rhs is not None:
+            constants.make(y, of_lhs, of_rhs)
+        return y
+
+    def _state(self, site: CallSite) -> ScheduledContraction | None:
+        if self.schedule is None:
+            return None
+        key = site.name.replace(".", "/")
+        if key not in self.states:
+            self._add(key)
+        state = self.states[key]
+        assert isinstance(state, ScheduledContraction)
+        root = self._sites.root
+        training = self.training if root is None else root.training
+        if state.training is not training:
+            state.train(training)
+        state.is_used = True
+        return state
+
+    def _add(self, key: str) -> None:
+        assert self.schedule is not None
+        made = ScheduledContraction(self.schedule)
+        made.counts_passes = self.counts_passes
+        self.states[key] = made
+
+    # --- conversion ---
+
+    @torch.no_grad()
+    def convert(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Run ``model(*args, **kwargs)`` in eval mode, store the codes of all operands that depend on parameters alone,
+        and drop the parameters that nothing else reads, whose place is taken by tensors of the meta device.
+
+        Inside of this context the model then computes what it did before, in eval mode. What the call does not reach,
+        such as an expert without tokens, keeps its floats and is quantized on each call.
+
+        Raises:
+            ValueError: it is converted already.
+        """
+        if self.stored:
+            raise ValueError("convert: this injection has stored operands already")
+        training = model.training
+        model.eval()
+        self._converting = True
+        try:
+            with self:
+                model(*args, **kwargs)
+            constants = self._constants
+            assert constants is not None
+        finally:
+            self._converting = False
+            model.train(training)
+        self.stored.publish()
+        named = [(plain_name(name), parameter) for name, parameter in model.named_parameters()]
+        drop = [
+            parameter
+            for name, parameter in named
+            if name not in constants.needed and constants.stored[name] >= parameter.numel() > 0
+        ]
+        _drop(model, {id(parameter) for parameter in drop})
+        return model
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        if self.schedule is not None:
+            for key in state_dict:
+                if key.startswith(f"{prefix}states.") and key.endswith(".step"):
+                    site = key.removeprefix(f"{prefix}states.").removesuffix(".step")
+                    if site not in self.states:
+                        self._add(site)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return f"{len(self.states)} call sites, {len(self.stored)} stored operands"
+
+
+def inject(rules: Rules, schedule: QuantizationSchedule | None = None) -> Injection:
+    """A context inside of which contractions of any code run in the engine: `linear`, `matmul` and its kin, `einsum`,
+    `tensordot`, convolutions and transposed ones, `scaled_dot_product_attention`, `multi_head_attention_forward`,
+    `grouped_mm`, `bilinear`, called by whatever module.
+
+    Gradients run in the engine too, wherever `backward` is called; where it runs parts of the forward again, for
+    checkpointed activations, it has to be called inside of the context, or these parts are in full precision.
+
+    Not seen are recurrent layers, which run fused kernels, and operators that other packages have compiled. Weights
+    that are quantized or in training already keep what they do. With torch.compile the context may be entered inside or
+    outside of what is compiled.
+
+    Args:
+        rules: a spec for all, or by call site; see `Rules`.
+        schedule: from which step on, and which operands are static; each call site has a state.
+
+    Raises:
+        TypeError, ValueError: the rules are none.
+
+    Example::
+
+        with inject({r"lm_head": None, r".*:(scores|values)": int8_attention, r".*": fully_quantized(8, 8)}):
+            loss = model(x).loss
+        loss.backward()
+    """
+    return Injection(rules, schedule)
+
+
+def _drop(model: nn.Module, parameters: set[int]) -> None:
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and id(parameter) in parameters:
+                empty = torch.empty_like(parameter, device="meta")
+                module._parameters[name] = nn.Parameter(empty, requires_grad=False)

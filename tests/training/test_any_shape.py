@@ -1,0 +1,254 @@
+"""What is no linear layer trains too: experts in one parameter, transposed convolutions, tied embedding and head."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from qtorch import PerTensor, compute_error, quantize_
+from qtorch.kernels import record_kernels
+from qtorch.training import (
+    TrainingSpec,
+    bitnet_training,
+    convert,
+    float8_training,
+    fully_quantized,
+    inject,
+    int8_mixed_precision_training,
+    int8_tilewise_training,
+    mixed_precision_training,
+    mxfp8_training,
+    quantized_conv_transpose1d,
+    quantized_conv_transpose2d,
+    quantized_conv_transpose3d,
+    quantized_grouped_mm,
+    switchback_training,
+)
+from qtorch.training.engine.contraction import contraction
+
+RECIPES = {
+    "int8": int8_mixed_precision_training(),
+    "switchback": switchback_training(),
+    "tilewise": int8_tilewise_training(),
+    "float8 rowwise": float8_training(),
+    "float8 tensorwise": float8_training("tensorwise"),
+    "mxfp8": mxfp8_training(),
+    "int4, int8": mixed_precision_training(fully_quantized(4, 8)),
+    "int8 tensorwise": mixed_precision_training(fully_quantized(8, 8, PerTensor())),
+}
+
+
+class Experts(nn.Module):
+    """As modules of transformers store them, (E, N, K) or, with `transposed`, (E, K, N)."""
+
+    is_concatenated = True
+
+    def __init__(self, transposed: bool = False) -> None:
+        super().__init__()
+        self.is_transposed = transposed
+        self.up_proj = nn.Parameter(torch.randn(4, 32, 64) if transposed else torch.randn(4, 64, 32))
+        self.down_proj = nn.Parameter(torch.randn(4, 64, 32) if transposed else torch.randn(4, 32, 64))
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        up, down = (w if self.is_transposed else w.mT for w in (self.up_proj, self.down_proj))
+        return functional.grouped_mm(torch.relu(functional.grouped_mm(x, up, offs=offs)), down, offs=offs)
+
+
+OFFS = torch.tensor([7, 7, 30, 40], dtype=torch.int32)
+PARTS = [(0, 7), (7, 7), (7, 30), (30, 40)]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_experts(name: str, transposed: bool) -> None:
+    """Each expert is a contraction of its own: the bits of one, forward and gradients; then it converts."""
+    recipe: Any = RECIPES[name]
+    model, x = nn.Sequential(Experts(transposed)), torch.randn(40, 32, requires_grad=True)
+    experts = model[0]
+    ups, downs = ([e.detach().clone() for e in w] for w in (experts.up_proj, experts.down_proj))
+    floats = experts(x, OFFS).detach()
+    report = quantize_(model, recipe)
+    assert str(report).count("skipped") == 0
+    with record_kernels() as kernels:
+        y = experts(x, OFFS)
+        y.square().sum().backward()
+    if "int8" in name:
+        assert "int_matmul" in kernels
+    z, leaves = torch.zeros_like(y), []
+    x2 = x.detach().requires_grad_()
+    parts = []
+    for e, (start, stop) in enumerate(PARTS):
+        up, down = (w[e].mT.contiguous() if transposed else w[e] for w in (ups, downs))
+        leaves += [up.requires_grad_(), down.requires_grad_()]
+        if stop > start:
+            hidden = torch.relu(contraction(x2[start:stop], up, recipe.training_spec()))
+            parts.append(contraction(hidden, down, recipe.training_spec()))
+    z = torch.cat(parts)
+    z.square().sum().backward()
+    assert torch.equal(y, z)
+    assert 10 < compute_error(floats, y.detach()) < 60
+    torch.testing.assert_close(x.grad, x2.grad)
+    for e in range(4):
+        for parameter, leaf in ((experts.up_proj, leaves[2 * e]), (experts.down_proj, leaves[2 * e + 1])):
+            got = torch.as_tensor(parameter.grad)[e]
+            wanted = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            torch.testing.assert_close(got.mT if transposed else got, wanted)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer.step()
+    with torch.no_grad():
+        trained = experts(x, OFFS)
+        quantize_(model, convert())
+        served = experts(x, OFFS)
+    assert not experts.up_proj.requires_grad
+    if "float8" in name or name == "mxfp8":
+        assert compute_error(trained, served) > 100
+    else:
+        assert torch.equal(trained, served)
+
+
+def test_experts_one_by_one_and_batched() -> None:
+    """`w[e]`, `bmm` and `grouped_mm` of a weight in training."""
+    model = nn.Sequential(Experts())
+    quantize_(model, int8_mixed_precision_training())
+    weight, x = model[0].up_proj, torch.randn(4, 5, 32)
+    batched = torch.bmm(x, weight.mT)
+    for e in range(4):
+        assert torch.equal(batched[e], functional.linear(x[e], weight[e]))
+    batched.sum().backward()
+    assert (weight.grad != 0).any(-1).any(-1).all()
+
+
+def test_what_experts_bitnet_leaves() -> None:
+    model = nn.Sequential(Experts())
+    with pytest.raises(ValueError, match="experts in one parameter, and bitnet_training takes matrices"):
+        quantize_(model, bitnet_training())
+    with pytest.raises(ValueError, match="takes matrices, this weight has shape"):
+        quantize_(model, {r"0\.up_proj": bitnet_training()})
+
+
+@pytest.mark.parametrize(
+    "shapes", [((6, 16), (3, 16, 8)), ((6, 16), (16, 8)), ((3, 5, 16), (16, 6)), ((3, 4, 16), (3, 16, 8))]
+)
+def test_quantized_grouped_mm(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    """All four kinds of `F.grouped_mm`, with an empty group."""
+    a, b = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    both = a.dim() == b.dim() == 3
+    end = {(2, 3): 6, (2, 2): 16, (3, 2): 8}.get((a.dim(), b.dim()), 0)
+    offs = None if both else torch.tensor([4, 4, end], dtype=torch.int32)
+    if (a.dim(), b.dim()) == (3, 2):  # torch's own wants other strides
+        wanted = torch.cat([a[e] @ b[:, start:stop] for e, (start, stop) in enumerate([(0, 4), (4, 4), (4, 8)])], 1)
+    else:
+        wanted = functional.grouped_mm(a, b, offs=offs)
+    torch.testing.assert_close(quantized_grouped_mm(a, b, TrainingSpec(), offs), wanted, rtol=1e-5, atol=1e-5)
+    y = quantized_grouped_mm(a, b, fully_quantized(), offs)
+    assert 25 < compute_error(wanted, y) < 60
+    gradients = torch.autograd.grad(wanted.square().sum(), (a, b))
+    for got, exact in zip(torch.autograd.grad(y.square().sum(), (a, b)), gradients, strict=True):
+        assert 20 < compute_error(exact, got) < 60
+    with pytest.raises(ValueError, match="takes offs where an operand is a matrix"):
+        quantized_grouped_mm(a, b, TrainingSpec(), torch.tensor([1]) if both else None)
+
+
+CONVS = {
+    1: (quantized_conv_transpose1d, functional.conv_transpose1d),
+    2: (quantized_conv_transpose2d, functional.conv_transpose2d),
+    3: (quantized_conv_transpose3d, functional.conv_transpose3d),
+}
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"stride": 2},
+    {"stride": 3, "padding": 1, "output_padding": 2},
+    {"padding": 2, "dilation": 2},
+    {"groups": 2, "stride": 2, "output_padding": 1},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("ndim", CONVS)
+def test_transposed_convolutions(ndim: int, options: dict[str, Any]) -> None:
+    mine, theirs = CONVS[ndim]
+    x = torch.randn(2, 8, *(9, 7, 6)[:ndim], requires_grad=True)
+    w = torch.randn(8, 12 // options.get("groups", 1), *(3, 2, 3)[:ndim], requires_grad=True)
+    b = torch.randn(w.shape[1] * options.get("groups", 1), requires_grad=True)
+    wanted = theirs(x, w, b, **options)
+    g = torch.randn_like(wanted)
+    gradients = torch.autograd.grad(wanted, (x, w, b), g)
+    y = mine(x, w, TrainingSpec(), b, **options)
+    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
+    for got, exact in zip(torch.autograd.grad(y, (x, w, b), g), gradients, strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-3, atol=1e-3)
+    y = mine(x, w, fully_quantized(), b, **options)
+    assert 30 < compute_error(wanted, y) < 60
+    for got, exact in zip(torch.autograd.grad(y, (x, w), g), gradients[:2], strict=True):
+        assert 25 < compute_error(exact, got) < 60
+    torch.testing.assert_close(mine(x[0], w, TrainingSpec(), b, **options), wanted[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_module_of_transposed_convolutions() -> None:
+    model, x = (
+        nn.Sequential(nn.ConvTranspose2d(4, 6, 3, 2, 1, 1), nn.ReLU(), nn.ConvTranspose2d(6, 2, 2)),
+        torch.randn(2, 4, 5, 5),
+    )
+    injection = inject(fully_quantized())
+    with injection:
+        y = model(x)
+    y.sum().backward()
+    assert sorted(injection.counts) == ["0:conv_transpose2d", "2:conv_transpose2d"]
+    with torch.no_grad():
+        injection.convert(model, x)
+        with injection:
+            assert torch.equal(model(x), y)
+    assert model[0].weight.is_meta
+    with pytest.raises(ValueError, match="does not fit a weight of shape"):
+        quantized_conv_transpose2d(torch.randn(2, 5, 5, 5), torch.randn(4, 6, 3, 3), TrainingSpec())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 32)
+        self.body = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 40, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(self.table(ids))))
+
+
+@pytest.mark.parametrize("name", ["int8", "float8 rowwise", "int4, int8"])
+def test_tied_embedding_and_head(name: str) -> None:
+    """One weight, the codes of both: rows of the table are those that the head multiplies by; one gradient for both."""
+    recipe: Any = RECIPES[name]
+    model, ids = Tied(), torch.randint(40, (3, 7))
+    quantize_(model, recipe)
+    assert model.head.weight is model.table.weight
+    rhs = recipe.training_spec().output.rhs
+    table = torch.as_tensor(model.table.weight.master)
+    torch.testing.assert_close(model.table(ids), rhs.fake_quantize(table)[ids])
+    before = model.table.weight.master.clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+    assert (torch.as_tensor(model.table.weight.grad) != 0).any(1).all(), "the head has a gradient for every row"
+    optimizer.step()
+    assert not torch.equal(model.table.weight.master, before)
+    with torch.no_grad():
+        trained = model(ids)
+        quantize_(model, convert())
+        assert model.head.weight is model.table.weight
+        torch.testing.assert_close(model(ids), trained, rtol=1e-5, atol=1e-5)
+
+
+def test_an_embedding_alone() -> None:
+    """By name; rows that are not looked up have no gradient."""
+    model, ids = nn.Sequential(nn.Embedding(40, 32), nn.Linear(32, 8)), torch.randint(20, (3, 7))
+    quantize_(model, {r"0\.weight": int8_mixed_precision_training(), r"1\.weight": int8_mixed_precision_training()})
+    model(ids).sum().backward()
+    gradient = torch.as_tensor(model[0].weight.grad)
+    assert (gradient[20:] == 0).all()
+    assert (gradient[ids.unique()] != 0).any(1).all()
+    with torch.no_grad():
+        trained = model(ids)
+        quantize_(model, convert())
+        torch.testing.assert_close(model(ids), trained, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,335 @@
+"""QuantizationSchedule: steps, static ranges, freezing, saving and loading, for the engine and for QAT."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from qtorch import PerTensor, compute_error, int8_dynamic_activation_int8_weight, quantize_
+from qtorch import int8_static_activation_int8_weight as w8a8_static
+from qtorch.calibration import delayed_scaling, min_max, moving_average, percentile, weighted_stats
+from qtorch.kernels import record_kernels
+from qtorch.primitives import from_json, to_json
+from qtorch.training import (
+    GemmSpec,
+    QuantizationSchedule,
+    TrainingSpec,
+    advance_with,
+    convert,
+    fully_quantized,
+    integer,
+    qat,
+    scheduled_training,
+)
+from qtorch.training.quantization_aware.schedule import OPERANDS
+
+PER_TENSOR = fully_quantized(8, 8, PerTensor())
+
+
+def model_of(recipe: Any, width: int = 16) -> nn.Sequential:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, 8))
+    quantize_(model, recipe)
+    return model
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        functional.mse_loss(model(torch.randn(64, 16, generator=generator)), torch.zeros(64, 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_floating_point_until_the_start() -> None:
+    schedule = QuantizationSchedule(start_step=2)
+    model, x = model_of(scheduled_training(schedule=schedule)), torch.randn(64, 16)
+    optimizer = sgd(model)
+    advance_with(optimizer, model)
+    kernels = []
+    for _ in range(4):
+        wanted = functional.linear(model[0].weight.detach() @ torch.eye(16), torch.eye(16))
+        with record_kernels() as seen:
+            y = model[0](x)
+        kernels.append(len(seen))
+        same = torch.equal(y, functional.linear(x, wanted, model[0].bias))
+        assert same is (len(kernels) <= 2)
+        y.sum().backward()
+        optimizer.step()
+    assert kernels[:2] == [0, 0]
+    assert min(kernels[2:]) > 0
+    assert model[0].contraction_state.step == 4
+    model.eval()
+    model[0].contraction_state.steps = 0
+    assert not torch.equal(model[0](x), functional.linear(x, model[0].weight, model[0].bias)), "quantized in eval mode"
+
+
+def test_passes_count_where_no_optimizer_does() -> None:
+    model = model_of(scheduled_training(schedule=QuantizationSchedule(start_step=3)))
+    for _ in range(5):
+        model(torch.randn(4, 16))
+    model.eval()(torch.randn(4, 16))
+    assert model[0].contraction_state.step == 5
+    optimizer = sgd(model)
+    handle = advance_with(optimizer, model)
+    model.train()(torch.randn(4, 16))
+    assert model[0].contraction_state.step == 5
+    optimizer.step()
+    assert model[0].contraction_state.step == 6
+    handle.remove()
+    optimizer.step()
+    assert model[0].contraction_state.step == 6
+
+
+def test_a_schedule_with_gradient_accumulation() -> None:
+    """Two passes for each step count once."""
+    model = model_of(scheduled_training(schedule=QuantizationSchedule(start_step=1)))
+    optimizer = sgd(model)
+    advance_with(optimizer, model)
+    for _ in range(2):
+        model(torch.randn(4, 16)).sum().backward()
+    optimizer.step()
+    assert model[0].contraction_state.step == 1
+
+
+@pytest.mark.parametrize("static", [(name,) for name in OPERANDS] + [OPERANDS], ids=lambda names: "+".join(names)[:40])
+def test_static_operands(static: tuple[str, ...]) -> None:
+    """Ranges follow the data by the moving average, freeze, and dynamic operands are those of each call."""
+    schedule = QuantizationSchedule(freeze_step=3, static=static, ema_updates=2)
+    model = nn.Sequential(nn.Linear(16, 8, bias=False))
+    quantize_(model, scheduled_training(PER_TENSOR, schedule))
+    seen: dict[str, list[float]] = {name: [] for name in OPERANDS}
+    bounds: dict[str, list[float]] = {name: [] for name in static}
+    layer = model[0]
+    for step in range(5):
+        x, g = torch.randn(300, 16).mul_(step + 1).requires_grad_(), torch.randn(300, 8).mul_(step + 1)
+        model(x).backward(g)
+        for name, values in zip(OPERANDS, (x, layer.weight, g, layer.weight, g, x), strict=True):
+            seen[name].append(values.abs().max().item())
+        for name in static:
+            kept = layer.contraction_state.ranges[name.replace(".", "_")]
+            bounds[name].append(max(-kept.min_val.item(), kept.max_val.item()))
+    for name in static:
+        assert bounds[name][0] == pytest.approx(seen[name][0])
+        assert bounds[name][3] == bounds[name][2] == bounds[name][4]
+        growing = name not in ("output.rhs", "grad_input.rhs")
+        assert bounds[name][0] < bounds[name][1] < seen[name][1] if growing else True
+    assert len(layer.contraction_state.ranges) == len(static)
+
+
+STATIC = QuantizationSchedule(freeze_step=6, static=("output.lhs", "output.rhs"), ema_updates=4)
+
+
+@pytest.mark.parametrize("module", ["linear", "conv"])
+def test_a_static_layer_converts(module: str) -> None:
+    """What is trained is served: static scales of the input travel with the weight."""
+    spec = TrainingSpec(GemmSpec(integer(8, PerTensor()), integer(8)))
+    layer: Any = nn.Linear(32, 16) if module == "linear" else nn.Conv2d(8, 16, 3, stride=2, padding=1)
+    model = nn.Sequential(layer)
+    keys = [name for name, _ in model.named_parameters()]
+    quantize_(
+        model,
+        {r"0\.weight": scheduled_training(spec, STATIC)} if module == "conv" else scheduled_training(spec, STATIC),
+    )
+    assert [name for name, _ in model.named_parameters()] == keys
+    shape = (40, 32) if module == "linear" else (3, 8, 9, 9)
+    optimizer = sgd(model)
+    for _ in range(4):
+        model(torch.randn(shape)).square().sum().mul(1e-4).backward()
+        optimizer.step()
+    x = torch.randn(shape)
+    with torch.no_grad():
+        trained = model.eval()(x)
+        quantize_(model, convert())
+        served = model(x)
+    assert type(model[0]) in (nn.Linear, nn.Conv2d)
+    assert torch.equal(trained, served)
+    assert "static" in str(model[0].weight.scheme.spec)
+    assert (
+        20 < compute_error(functional.linear(x, model[0].weight.dequantize(), model[0].bias), served) < 60
+        if (module == "linear")
+        else True
+    )
+
+
+def test_saved_with_the_model() -> None:
+    """State dict, pickle and copy have step and ranges; training resumes exactly."""
+    recipe = scheduled_training(
+        PER_TENSOR, QuantizationSchedule(2, 7, ("output.lhs", "grad_input.lhs"), delayed_scaling(4))
+    )
+    whole, part = model_of(recipe), model_of(recipe)
+    for model, counts in ((whole, [9]), (part, [4])):
+        optimizer = sgd(model)
+        advance_with(optimizer, model)
+        for count in counts:
+            steps(model, optimizer, count)
+    resumed = model_of(recipe)
+    resumed.load_state_dict(part.state_dict())
+    again = sgd(resumed)
+    again.load_state_dict(optimizer.state_dict())
+    assert resumed[0].contraction_state.steps == 4
+    for other in (copy.deepcopy(part), pickle.loads(pickle.dumps(part))):
+        assert all(
+            torch.equal(a, b) for a, b in zip(other.state_dict().values(), part.state_dict().values(), strict=True)
+        )
+    advance_with(again, resumed)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        torch.randn(64, 16, generator=generator)
+    for _ in range(5):
+        functional.mse_loss(resumed(torch.randn(64, 16, generator=generator)), torch.zeros(64, 8)).backward()
+        again.step()
+        again.zero_grad()
+    for (name, a), b in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_the_same_schedule_for_qat() -> None:
+    schedule = QuantizationSchedule(start_step=2, freeze_step=5, static=("output.lhs",), ema_updates=4)
+    recipe = qat(w8a8_static(), schedule=schedule)
+    assert from_json(to_json(recipe)) == recipe
+    model = model_of(recipe)
+    optimizer = sgd(model)
+    advance_with(optimizer, model)
+    layer, x = model[0], torch.randn(64, 16)
+    ranges = []
+    for step in range(8):
+        y = layer(x)
+        assert torch.equal(y, functional.linear(x, layer.weight, layer.bias)) is (step < 2)
+        model(torch.randn(64, 16) * (step + 1)).sum().backward()
+        ranges.append(layer.input_quantizer.converted_qparams(x, layer.frozen)[0].item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert layer.schedule.step == 8
+    assert ranges[0] != ranges[3]
+    assert ranges[5] == ranges[6] == ranges[7]
+    dynamic = qat(int8_dynamic_activation_int8_weight(), schedule=QuantizationSchedule(start_step=1))
+    assert model_of(dynamic)[0].schedule.start_step == 1
+
+
+# --- observers ---
+
+
+def follow(observer: Any, batches: list[Tensor]) -> list[float]:
+    """The bound of each batch, of one scale for the tensor."""
+    layer = nn.Linear(batches[0].shape[1], 4)
+    schedule = QuantizationSchedule(static=("output.lhs",), observer=observer)
+    model = nn.Sequential(layer)
+    quantize_(model, scheduled_training(TrainingSpec(GemmSpec(integer(8, PerTensor()), integer(8))), schedule))
+    bounds = []
+    for batch in batches:
+        model(batch)
+        bounds.append(model[0].contraction_state.ranges["output_lhs"].max_val.item())
+    return bounds
+
+
+def test_delayed_scaling() -> None:
+    batches = [torch.randn(8, 16) for _ in range(6)]
+    largest = [batch.abs().max().item() for batch in batches]
+    wanted = [largest[0], *(max(largest[max(0, i - 3) : i]) for i in range(1, 6))]
+    assert follow(delayed_scaling(3), batches) == pytest.approx(wanted)
+    batches[2][0, 0] = torch.inf  # the row is left out, and the history stays
+    assert all(bound < 10 for bound in follow(delayed_scaling(3), batches))
+
+
+def test_weighted_stats() -> None:
+    batches = [torch.relu(torch.randn(8, 16)) for _ in range(4)]
+    rate = 1 / 5
+    sums = None
+    wanted = []
+    for batch in batches:
+        x = batch.double()
+        new = torch.stack([(x != 0).sum().double(), x.abs().sum(), (x.abs() ** 3).sum(), x.abs().max()])
+        sums = new if sums is None else sums + rate * (new - sums)
+        wanted.append((0.5 * sums[1] / sums[0] + 2 * (sums[2] / sums[0]) ** (1 / 3) + 0.25 * sums[3] + 0.1).item())
+    observer = weighted_stats(l1=0.5, lp=2, max_dev=0.25, constant=0.1, p=3, updates=5)
+    assert follow(observer, batches) == pytest.approx(wanted, rel=1e-5)
+    assert follow(weighted_stats(updates=1), batches) == pytest.approx([b.abs().max().item() for b in batches])
+
+
+def test_observers_of_aqt_calibrate() -> None:
+    """The mean of the largest magnitudes of batches, and the two above, from data before training."""
+    from qtorch import calibrated
+
+    batches = [torch.randn(8, 16) for _ in range(4)]
+    largest = [b.abs().max().item() for b in batches]
+    for observer, wanted in (
+        (delayed_scaling(2), max(largest[2:])),
+        (weighted_stats(max_dev=1, updates=1), largest[-1]),
+        (moving_average(1.0), largest[-1]),
+    ):
+        model = nn.Sequential(nn.Linear(16, 4))
+        quantize_(model, calibrated(w8a8_static(), batches, observer=observer))
+        scale = model[0].weight.act_scale.item()
+        low, high = model[0].weight.scheme.activation.code_range
+        assert wanted / 128 * 0.99 < scale < 2 * wanted / (high - low) * 1.01
+
+
+ERRORS = {
+    "names \\['output'\\]; operands are": lambda: QuantizationSchedule(static=("output",)),
+    "ema_updates is at least 1": lambda: QuantizationSchedule(ema_updates=0),
+    "does not follow batches": lambda: QuantizationSchedule(observer=percentile()),
+    "scales would never be in use": lambda: QuantizationSchedule(5, 5),
+    "the spec does not quantize it": lambda: scheduled_training(
+        TrainingSpec(GemmSpec(integer(8), integer(8))), QuantizationSchedule(static=("grad_input.lhs",))
+    ),
+    "has a scale for each token": lambda: scheduled_training(
+        fully_quantized(), QuantizationSchedule(static=("output.lhs",))
+    ),
+    "leave these out": lambda: qat(w8a8_static(), start_step=1, schedule=QuantizationSchedule()),
+    "has no static activation": lambda: qat(
+        int8_dynamic_activation_int8_weight(), schedule=QuantizationSchedule(static=("output.lhs",))
+    ),
+    "have no schedule": lambda: advance_with(sgd(nn.Linear(2, 2)), nn.Linear(2, 2)),
+    "exactly these; this is one of Embedding": lambda: quantize_(
+        nn.Sequential(nn.Embedding(4, 4)), {r"0\.weight": scheduled_training()}
+    ),
+    "coefficients are not negative": lambda: weighted_stats(max_dev=0),
+    "history is at least 1": lambda: delayed_scaling(0),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_errors(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ERRORS[message]()
+
+
+def test_no_range_without_data() -> None:
+    spec = TrainingSpec(GemmSpec(integer(8, PerTensor()), integer(8)))
+    model = model_of(scheduled_training(spec, STATIC))
+    with pytest.raises(ValueError, match=r"the range of output\.lhs is not known: train first"):
+        quantize_(model, convert())
+    with pytest.raises(ValueError, match="no scale yet"):
+        model.eval()(torch.randn(2, 16))
+
+
+def test_json() -> None:
+    recipe = scheduled_training(PER_TENSOR, QuantizationSchedule(1, 9, ("output.lhs",), min_max()))
+    assert from_json(to_json(recipe)) == recipe
+
+
+def test_compiled() -> None:
+    """The steps of a schedule go on in a compiled model, with the numbers of the eager one."""
+    schedule = QuantizationSchedule(2, 5, ("output.lhs", "output.rhs"), ema_updates=3)
+    model = model_of(scheduled_training(PER_TENSOR, schedule))
+    other = copy.deepcopy(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(other, backend="aot_eager")
+    for step in range(7):
+        x = torch.randn(8, 16) * (step + 1)
+        y, z = model(x), compiled(x)
+        assert torch.equal(y, z)
+        y.sum().backward()
+        z.sum().backward()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    assert other[0].contraction_state.steps == 7
