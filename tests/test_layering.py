@@ -142,6 +142,7 @@ FLOORS: list[list[str]] = [
     ["training/convert"],
     ["training"],
     ["integrations/accelerate", "integrations/distributed", "integrations/peft/experts", "integrations/peft/merging"],
+    ["integrations/tensor_parallel"],
     ["integrations/peft/variants"],
     ["integrations/peft/layers"],
     ["integrations/peft"],

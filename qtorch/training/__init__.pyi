@@ -40,6 +40,7 @@ from .weights.base import TrainingWeight as TrainingWeight
 from .weights.codes import CodesWeight as CodesWeight
 from .weights.codes import CodesWeight as QuantizedTrainingWeight
 from .weights.master import MasterWeight as MasterWeight
+from .weights.share_rounding import share_rounding as share_rounding
 
 __all__ = [
     "CodesWeight",
@@ -76,5 +77,6 @@ __all__ = [
     "quantized_einsum",
     "quantized_matmul",
     "scheduled_qat",
+    "share_rounding",
     "switchback_training",
 ]

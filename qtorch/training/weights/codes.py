@@ -11,7 +11,8 @@ the kernel of the converted weight; gradients are those of the dequantized value
 
 from __future__ import annotations
 
-from dataclasses import replace
+import hashlib
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,10 +40,32 @@ _RANK_STRIDE = 0x9E3779B97F4A7C15
 """Odd, so that different ranks add different numbers to a seed."""
 
 
+@dataclass
+class SharedRounding:
+    """Noise that replicas of a weight have in common: a function of these numbers and of the rank of a shard.
+
+    Args:
+        seed: the same for all replicas.
+        parameter: number of the weight in the model.
+        step: updates of the weight so far.
+    """
+
+    seed: int
+    parameter: int
+    step: int = 0
+
+    def next_seed(self) -> int:
+        """The seed of the next update."""
+        text = f"{self.seed} {self.parameter} {self.step}"
+        self.step += 1
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") % 2**62
+
+
 class CodesWeight(TrainingWeight, AffineQuantizedTensor):
     """See the top of the file. The rounding of its spec applies to its updates."""
 
     _rank: int | None = None
+    _shared_rounding: SharedRounding | None = None
 
     @classmethod
     def from_float(cls, input: Tensor, spec: Any, *args: Any) -> CodesWeight:
@@ -203,10 +226,10 @@ def _requantized(weight: CodesWeight, values: Tensor) -> CodesWeight:
 
 
 def _noise(weight: CodesWeight) -> torch.Generator | None:
-    """The source of randomness: torch's default generator, so that `torch.manual_seed` reproduces a run; for a shard
-    of FSDP one that starts there too, but differs from rank to rank."""
-    rank = weight._rank
-    if rank is None:
+    """The source of randomness: torch's default generator, so that `torch.manual_seed` reproduces a run, or that of
+    `share_rounding`; for a shard of FSDP one that starts there too, but differs from rank to rank."""
+    rank, shared = weight._rank, weight._shared_rounding
+    if rank is None and shared is None:
         return None
-    seed = int(torch.randint(2**62, ()))
-    return torch.Generator(weight.device).manual_seed((seed + rank * _RANK_STRIDE) % 2**63)
+    seed = int(torch.randint(2**62, ())) if shared is None else shared.next_seed()
+    return torch.Generator(weight.device).manual_seed((seed + (rank or 0) * _RANK_STRIDE) % 2**63)
