@@ -9,7 +9,21 @@ from ..layouts import (
     TensorCoreTiledLayout,
     register_layout,
 )
-from . import conv, einsum, embedding, expert_matrices, functions, ops, parameter, raw_memory, traced_views, views
+from . import (
+    collectives,
+    concatenation,
+    conv,
+    einsum,
+    embedding,
+    expert_matrices,
+    functions,
+    ops,
+    parameter,
+    raw_memory,
+    shards,
+    traced_views,
+    views,
+)
 from .affine import AffineQuantizedTensor
 from .base import QuantizedTensor, quantized_type
 from .codebook import LUTQuantizedTensor, NF4Tensor, linear_nf4, to_nf4
@@ -43,6 +57,8 @@ __all__ = [
     "TensorCoreTiledLayout",
     "TransposedWeight",
     "UintxTensor",
+    "collectives",
+    "concatenation",
     "conv",
     "deregister_aqt_quantized_linear_dispatch",
     "einsum",
@@ -56,6 +72,7 @@ __all__ = [
     "raw_memory",
     "register_aqt_quantized_linear_dispatch",
     "register_layout",
+    "shards",
     "to_affine_quantized_floatx",
     "to_affine_quantized_floatx_static",
     "to_affine_quantized_fpx",

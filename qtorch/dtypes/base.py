@@ -30,6 +30,7 @@ from ..tracing.outside_graphs import starts_no_graph
 from .caller import calling_package
 from .copying import Copied, forms_of, rebuild
 from .dispatch import ATEN, FUNCTIONS, run_below
+from .gathering import Gathered
 
 __all__ = ["QuantizedTensor", "rebuild"]
 
@@ -45,7 +46,7 @@ HINTS = {
 """Package that calls an operator that is not implemented -> what to do there."""
 
 
-class QuantizedTensor(Copied, torch.Tensor):
+class QuantizedTensor(Copied, Gathered, torch.Tensor):
     """Base class of quantized tensors. A subclass names its inner tensors in `tensor_names`.
 
     Attributes:

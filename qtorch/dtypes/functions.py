@@ -18,7 +18,7 @@ from ..kernels.ops.experts import experts_of_groups
 from .base import QuantizedTensor
 from .dispatch import implements_aten, implements_function
 from .experts import grouped_linear, has_kernel
-from .linear import kinds, linear, requires_grad
+from .linear import kinds, linear
 from .transposed_weight import contracted
 
 aten = torch.ops.aten
@@ -161,11 +161,15 @@ def _products_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
         aten.addmm.default: addmm,
         aten.baddbmm.default: baddbmm,
     }
+    in_backward = torch._C._current_graph_task_id() != -1
     quantizes_input = any(isinstance(arg, QuantizedTensor) and arg.scheme.activation is not None for arg in args)
-    if quantizes_input and torch.is_grad_enabled() and any(isinstance(a, Tensor) and requires_grad(a) for a in args):
-        # torch's formula would multiply the gradient by the same weight, and so quantize it like an input.
-        raise NotImplementedError(
-            f"{func} with a weight that quantizes its input has no gradient here (inside torch.tensordot, say): "
-            "write the product as F.linear, matmul or bmm, or call it under torch.no_grad()"
-        )
+    if in_backward and quantizes_input:
+        if torch.is_grad_enabled():
+            # A second derivative, or a forward that checkpointing runs again: torch does not say which.
+            raise NotImplementedError(
+                f"{func} with a weight that quantizes its input is not implemented here (inside torch.tensordot or a "
+                "DTensor) under checkpointing or with create_graph=True: write the product as F.linear of plain tensors"
+            )
+        # torch's formula multiplies the gradient by the weight: straight through the quantization of the input.
+        args = [arg.with_activation(None) if isinstance(arg, QuantizedTensor) else arg for arg in args]
     return by_overload[func](*args, **kwargs)

@@ -182,6 +182,7 @@ def type_of_scheme(scheme: Scheme) -> type[QuantizedTensor]:
 
 AS_A_WHOLE = {
     aten.alias.default,
+    aten.as_strided.default,
     aten.clone.default,
     aten.copy_.default,
     aten.detach.default,
@@ -189,6 +190,8 @@ AS_A_WHOLE = {
     aten.eq.Tensor,
     aten.equal.default,
     aten.is_pinned.default,
+    aten.new_empty.default,
+    aten.new_zeros.default,
     aten.zeros_like.default,
     aten._pin_memory.default,
     aten._to_copy.default,

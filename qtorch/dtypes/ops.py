@@ -47,7 +47,7 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     check_copy(target, source)
     if target.scheme.shape != tuple(source.shape):
         raise ValueError(f"copy_: the target has shape {target.scheme.shape}, the source {tuple(source.shape)}")
-    _check_owns_its_scales(target)
+    _check_owns_its_scales(target, source)
     if not target.trains:
         _check_finite(target, source)
     if not isinstance(source, QuantizedTensor) or source.scheme.spec != target.scheme.spec:
@@ -105,7 +105,7 @@ def count_write(target: QuantizedTensor) -> None:
                 torch.autograd.graph.increment_version(inner)
 
 
-def _check_owns_its_scales(target: QuantizedTensor) -> None:
+def _check_owns_its_scales(target: QuantizedTensor, source: Tensor) -> None:
     """Raise `ValueError` if a write into the view `target` would miss its base, or change scales outside the view."""
     base = target._base
     if not isinstance(base, QuantizedTensor):
@@ -118,11 +118,19 @@ def _check_owns_its_scales(target: QuantizedTensor) -> None:
                 f"change that tensor: the part has its own {name} ({base!r}); copy_ into the whole tensor"
             )
     scale, base_scale = target.scales()[0], base.scales()[0]
-    if scale.numel() * base.numel() != base_scale.numel() * target.numel():
+    if scale.numel() * base.numel() != base_scale.numel() * target.numel() and not same_scales(target, source):
         raise ValueError(
             f"copy_ into a part of shape {target.scheme.shape} of a tensor of shape {base.scheme.shape} would change "
             f"the scales of the rest ({base.scheme.weight}); write whole blocks"
         )
+
+
+def same_scales(one: QuantizedTensor, other: Tensor) -> bool:
+    """Whether two tensors are quantized by one spec and with the same scales, zero points or tables."""
+    if not isinstance(other, QuantizedTensor) or other.scheme.spec != one.scheme.spec:
+        return False
+    pairs = zip(one.scales(), other.scales(), strict=True)
+    return all(a is b or (a.shape == b.shape and torch.equal(a, b)) for a, b in pairs)  # type: ignore[union-attr, arg-type]
 
 
 @implements_aten(aten.empty_like.default)

@@ -110,27 +110,6 @@ def _unbind(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return [tensor.select(axis, index) for index in range(tensor.scheme.shape[axis])]
 
 
-@implements_aten(aten.cat.default)
-def _cat(func: Any, args: Any, kwargs: Any) -> Tensor:
-    tensors = args[0]
-    axis = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    first = tensors[0]
-    for other in tensors:
-        if type(other) is not type(first) or other.scheme.spec != first.scheme.spec:
-            raise ValueError(f"cat joins tensors quantized alike, got {first!r} and {other!r}")
-        if other.scheme.dtype != first.scheme.dtype:
-            raise ValueError(f"cat joins tensors of one dtype, got {first.scheme.dtype} and {other.scheme.dtype}")
-    if first.scheme.spec.static:
-        raise ValueError("cat cannot join weights with static activation scales, which differ; dequantize() them first")
-    axis %= len(first.scheme.shape)
-    if _pattern(first)[axis] == -1:
-        raise ValueError(f"cat along axis {axis}: one scale spans the axis ({first.scheme.weight}); dequantize() first")
-    codes = [t.plain()[0] for t in tensors]
-    scales, zero_points = zip(*[t.scales() for t in tensors], strict=True)
-    zero_point = None if zero_points[0] is None else torch.cat(zero_points, axis)
-    return first.with_plain((torch.cat(codes, axis), torch.cat(scales, axis), zero_point))
-
-
 @implements_aten(aten.index_select.default)
 def _index_select(func: Any, args: Any, kwargs: Any) -> Tensor:
     tensor, axis, index = args

@@ -11,9 +11,9 @@ from types import ModuleType
 from . import wrappers
 from .after_import import after_import
 
-__all__ = ["accelerate", "diffusers", "peft", "transformers", "wrappers"]
+__all__ = ["accelerate", "diffusers", "peft", "tensor_parallel", "transformers", "wrappers"]
 
-MODULES = ("accelerate", "diffusers", "peft", "transformers")
+MODULES = ("accelerate", "diffusers", "peft", "tensor_parallel", "transformers")
 """Modules that are imported by their first use, as ``qtorch.integrations.peft``."""
 
 ON_IMPORT = {

@@ -1,7 +1,9 @@
-"""DistributedDataParallel around a model with frozen quantized weights, such as the base of adapters.
+"""DistributedDataParallel around a model with quantized weights.
 
-At its start it sends all parameters of rank 0 to the others, joined to one flat tensor; quantized tensors cannot be
-joined. So it is told to leave them out, and their inner tensors are sent here.
+At its start it sends all parameters of rank 0 to the others, joined to one flat tensor; frozen quantized tensors, such
+as the base of adapters, cannot be joined. So it is told to leave them out, and their inner tensors are sent here.
+
+Weights that are trained in codes are rounded stochastically, in the same way on all ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..dtypes import QuantizedTensor
 from ..dtypes.ops import count_write
 from ..primitives.jsonable import to_json
+from ..training.weights.share_rounding import share_rounding
 
 
 def ignore_frozen(replica: DistributedDataParallel, module: nn.Module) -> None:
@@ -41,6 +44,16 @@ def ignore_frozen(replica: DistributedDataParallel, module: nn.Module) -> None:
             for inner in parameter.inner_tensors.values():
                 _send(inner, replica.process_group)
             count_write(parameter)
+
+
+def round_alike(replica: DistributedDataParallel, module: nn.Module) -> None:
+    """Share the noise of the rounding of weights in codes, from a seed that rank 0 draws."""
+    if not _sends_at_start():
+        return
+    device = next(module.parameters()).device
+    seed = torch.randint(2**62, (1,)).to(device)
+    dist.broadcast(seed, group=replica.process_group, group_src=0)
+    share_rounding(module, int(seed))
 
 
 def _sends_at_start() -> bool:

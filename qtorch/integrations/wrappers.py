@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ..dtypes import QuantizedTensor
+from ..training.weights.codes import CodesWeight
 
 
 def holds_frozen(module: nn.Module | None) -> bool:
@@ -39,10 +40,14 @@ def _trained_copy(outer: Any, inner: nn.Module) -> None:
 
 
 def _replica(outer: Any, inner: nn.Module) -> None:
-    if isinstance(outer, DistributedDataParallel) and holds_frozen(inner):
-        from .distributed import ignore_frozen
+    if not isinstance(outer, DistributedDataParallel):
+        return
+    from .distributed import ignore_frozen, round_alike
 
+    if holds_frozen(inner):
         ignore_frozen(outer, inner)
+    if any(isinstance(parameter, CodesWeight) for parameter in inner.parameters()):
+        round_alike(outer, inner)
 
 
 HANDLERS: dict[str, Callable[[Any, nn.Module], None]] = {

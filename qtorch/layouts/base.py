@@ -82,6 +82,11 @@ class Layout:
         """Whether kernels of ``conv`` take this layout even if the input is quantized; others take its windows."""
         return False
 
+    def joins_rows(self, ndim: int) -> bool:
+        """Whether the packed tensors of two slices along the first of `ndim` axes, one after the other, are those of
+        the whole. Otherwise FSDP2 shards such a weight in the smallest layout that does."""
+        return self.packed_axis is not None and self.packed_axis != -ndim
+
     @property
     def packed_axis(self) -> int | None:
         """The axis, counted from the end, along which the first tensor is packed, or None if it cannot be viewed.

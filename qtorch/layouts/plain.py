@@ -29,6 +29,9 @@ class PlainLayout(Layout):
         tensors = {"qdata": codes, "scale": scale}
         return tensors if zero_point is None else {**tensors, "zero_point": zero_point}
 
+    def joins_rows(self, ndim: int) -> bool:
+        return True
+
     def unpack(self, tensors: dict[str, Tensor | None], scheme: Scheme) -> Plain:
         return tensors["qdata"], tensors["scale"], tensors["zero_point"]  # type: ignore[return-value]
 

@@ -47,6 +47,7 @@ from .recipes.int8_mixed_precision import Int8MixedPrecisionTrainingConfig  # no
 from .weights.base import TrainingWeight  # noqa: E402
 from .weights.codes import CodesWeight  # noqa: E402
 from .weights.master import MasterWeight  # noqa: E402
+from .weights.share_rounding import share_rounding  # noqa: E402
 
 # Their former names.
 TrainableWeight, QuantizedTrainingWeight = TrainingWeight, CodesWeight
@@ -95,5 +96,6 @@ __all__ = [
     "quantized_einsum",
     "quantized_grouped_mm",
     "quantized_matmul",
+    "share_rounding",
     *RECIPE_NAMES,
 ]

@@ -64,6 +64,7 @@ from .weights.base import TrainingWeight as TrainingWeight
 from .weights.codes import CodesWeight as CodesWeight
 from .weights.codes import CodesWeight as QuantizedTrainingWeight
 from .weights.master import MasterWeight as MasterWeight
+from .weights.share_rounding import share_rounding as share_rounding
 
 __all__ = [
     "Adam4bit",
@@ -121,5 +122,6 @@ __all__ = [
     "quantized_matmul",
     "scheduled_qat",
     "scheduled_training",
+    "share_rounding",
     "switchback_training",
 ]

@@ -1,5 +1,6 @@
 """Gradients pass through a frozen quantized weight as through its dequantized values; it has none of its own."""
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -136,5 +137,10 @@ def test_products_whose_gradient_would_be_quantized(name: str) -> None:
         wanted = gradients(lambda x, e=equation, q=weight.dequantize(), o=order: torch.einsum(e, *o(x, q)), lhs)
         torch.testing.assert_close(got, wanted)
     assert compute_error(functional.linear(x, w), torch.einsum("bk,nk->bn", x, w)) > 100
+    # Products below autograd, whose gradients torch makes of products with the same weight.
+    got = gradients(lambda x: torch.tensordot(x, w, ([1], [1])), x)
+    torch.testing.assert_close(got, gradients(lambda x: torch.tensordot(x, w.dequantize(), ([1], [1])), x))
+    again = functools.partial(torch.tensordot, dims=([1], [1]))
+    y = checkpoint(again, x.clone().requires_grad_(), w, use_reentrant=False)
     with pytest.raises(NotImplementedError, match=r"write the product as F\.linear"):
-        torch.tensordot(x.clone().requires_grad_(), w, ([1], [1]))
+        y.sum().backward()

@@ -152,6 +152,7 @@ def test_wrong_indices_fail_as_on_a_plain_tensor() -> None:
 
 def test_what_cuts_blocks_says_so() -> None:
     group, row, block = quantized("uint4 group"), quantized("int8 row"), quantized("int8 block")
+    static = quantized("int8 row, static int8")
     texts = []
     for operation in [
         lambda: group[:, 16:48],
@@ -162,10 +163,10 @@ def test_what_cuts_blocks_says_so() -> None:
         lambda: block.flatten(),
         lambda: block[torch.tensor([1])],
         lambda: row.split([8, 8]),
-        lambda: torch.cat([row, row], dim=1),
+        lambda: torch.cat([row, row[torch.arange(31, -1, -1)]], dim=1),
         lambda: torch.cat([row, group]),
         lambda: torch.cat([row, row.half()]),
-        lambda: torch.cat([quantized("int8 row, static int8")] * 2),
+        lambda: torch.cat([static, static.with_activation(static.scheme.activation, static.act_scale * 2)]),
     ]:
         with pytest.raises((ValueError, RuntimeError)) as error:
             operation()
@@ -195,6 +196,14 @@ dtype=torch.float32, device=cpu, 2,368 bytes)
 cat joins tensors of one dtype, got torch.float32 and torch.float16
 cat cannot join weights with static activation scales, which differ; dequantize() them first""",
     )
+
+
+@pytest.mark.parametrize("name", ["int8 row", "int8 row, static int8"])
+def test_parts_that_share_scales_join_again(name: str) -> None:
+    whole = quantized(name)
+    joined = torch.cat([whole[:, :24], whole[:, 24:]], dim=1)
+    assert torch.equal(joined.dequantize(), whole.dequantize())
+    assert joined.scheme.activation == whole.scheme.activation
 
 
 def test_empty_tensors() -> None:

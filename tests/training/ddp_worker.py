@@ -13,7 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from qtorch import int8_dynamic_activation_int4_weight, quantize_
-from qtorch.training import bitnet_training, int8_mixed_precision_training, int8_weight_only_quantized_training, qat
+from qtorch.training import (
+    bitnet_training,
+    int8_mixed_precision_training,
+    int8_weight_only_quantized_training,
+    qat,
+    share_rounding,
+)
 
 RECIPES = (
     int8_mixed_precision_training(),
@@ -30,6 +36,23 @@ def values_of(layer: nn.Linear) -> torch.Tensor:
     return weight.detach().clone().contiguous()
 
 
+def check_that_a_run_goes_on() -> None:
+    """Of the same seed and step, the same noise; of another step or weight, another."""
+    values = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+
+    def rounded(seed: int, step: int, index: int = 0) -> torch.Tensor:
+        model = nn.Sequential(nn.Linear(64, 8), nn.Linear(64, 8))
+        quantize_(model, int8_weight_only_quantized_training())
+        share_rounding(model, seed, step)
+        with torch.no_grad():
+            model[index].weight.copy_(values)
+        return model[index].weight.detach().dequantize()
+
+    assert torch.equal(rounded(1, 5), rounded(1, 5))
+    others = [rounded(1, 6), rounded(2, 5), rounded(1, 5, index=1)]
+    assert not any(torch.equal(rounded(1, 5), other) for other in others)
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -42,7 +65,7 @@ def main() -> None:
         ddp = nn.parallel.DistributedDataParallel(model)
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
         before = values_of(model[0])
-        torch.manual_seed(0)
+        torch.manual_seed(rank)  # the noise of rounding does not come from the default generator
         for step in range(3):
             x = torch.randn(300, 64, generator=torch.Generator().manual_seed(2 * step + rank))
             ddp(x).square().mean().backward()
@@ -53,6 +76,7 @@ def main() -> None:
         dist.all_gather(replicas, weight)
         assert torch.equal(*replicas), recipe
         assert not torch.equal(weight, before), recipe
+    check_that_a_run_goes_on()
     print(f"rank {rank} ok", flush=True)
     dist.destroy_process_group()
     # Threads of gloo may outlive it, and abort a process that tears itself down.

@@ -11,7 +11,8 @@ the kernel of the converted weight; gradients are those of the dequantized value
 
 from __future__ import annotations
 
-from dataclasses import replace
+import hashlib
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,10 +40,32 @@ _RANK_STRIDE = 0x9E3779B97F4A7C15
 """Odd, so that different ranks add different numbers to a seed."""
 
 
+@dataclass
+class SharedRounding:
+    """Noise that replicas of a weight have in common: a function of these numbers and of the rank of a shard.
+
+    Args:
+        seed: the same for all replicas.
+        parameter: number of the weight in the model.
+        step: updates of the weight so far.
+    """
+
+    seed: int
+    parameter: int
+    step: int = 0
+
+    def next_seed(self) -> int:
+        """The seed of the next update."""
+        text = f"{self.seed} {self.parameter} {self.step}"
+        self.step += 1
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") % 2**62
+
+
 class CodesWeight(TrainingWeight, AffineQuantizedTensor):
     """See the top of the file. The rounding of its spec applies to its updates."""
 
     _rank: int | None = None
+    _shared_rounding: SharedRounding | None = None
 
     @classmethod
     def from_float(cls, input: Tensor, spec: Any, *args: Any) -> CodesWeight:
@@ -76,38 +99,16 @@ class CodesWeight(TrainingWeight, AffineQuantizedTensor):
         if func in _LIKES:
             like = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
             return func(like, *args[1:], **{**kwargs, "memory_format": torch.contiguous_format})
-        if func is aten.new_zeros.default:
-            return args[0]._zeros(args[1])
-        if func is aten.as_strided.default and tuple(args[1]) == args[0].scheme.shape:
-            return super().__torch_dispatch__(aten.alias.default, types, args[:1])
         if func in _READS or (func is aten.cat.default and not all(isinstance(part, cls) for part in args[0])):
             plain_args, plain_kwargs = tree_map_only(cls, lambda w: w.dequantize(), (args, kwargs))
             return func(*plain_args, **plain_kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _zeros(self, size: Any) -> CodesWeight:
-        """A weight of another size, of the same spec: FSDP2 pads shards to it."""
-        zeros = torch.zeros(tuple(size), dtype=self.scheme.dtype, device=self.device)
-        return self.from_float(zeros, self.scheme.spec)
-
-    # --- FSDP2 gathers codes and scales ---
-
     def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any = None, outer_stride: Any = None, module: Any = None, mp_policy: Any = None
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         vars(self)["_rank"] = mesh.get_local_rank()
-        dtype = None if mp_policy is None else mp_policy.param_dtype
-        shape = (*(outer_size or self.shape)[:1], *self.shape[1:])
-        scheme = replace(self.scheme, shape=shape, dtype=dtype or self.scheme.dtype)
-        return tuple(self.inner_tensors.values()), (tuple(self.inner_tensors), scheme)
-
-    def fsdp_post_all_gather(
-        self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        names, scheme = metadata
-        if out is not None:
-            return None  # its inner tensors are the gathered memory itself
-        return type(self)(dict(zip(names, all_gather_outputs, strict=True)), scheme), all_gather_outputs
+        return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
 
 
 _LIKES = {getattr(aten, f"{name}_like").default for name in ("zeros", "ones", "full", "rand", "randn")}
@@ -167,7 +168,9 @@ def _update_one(func: Any, args: Any, kwargs: Any, written: list[Any]) -> None:
         weights[0].scales()[0].mul_(factor)
         count_write(weights[0])
         return
-    if weights[0]._base is not None and weights[0].scheme.shape != weights[0]._base.shape:
+    base = weights[0]._base
+    # A shard of FSDP2 is a part only of its padding, which nobody reads.
+    if base is not None and weights[0].scheme.shape != base.shape and weights[0]._rank is None:
         raise NotImplementedError(
             f"{func} on a part of a weight in {weights[0].scheme.weight.dtype}, which has scales for its rows; this "
             "optimizer cannot update such a weight: torch.optim's SGD, Adam and AdamW can, which update it as a whole"
@@ -223,10 +226,10 @@ def _requantized(weight: CodesWeight, values: Tensor) -> CodesWeight:
 
 
 def _noise(weight: CodesWeight) -> torch.Generator | None:
-    """The source of randomness: torch's default generator, so that `torch.manual_seed` reproduces a run; for a shard
-    of FSDP one that starts there too, but differs from rank to rank."""
-    rank = weight._rank
-    if rank is None:
+    """The source of randomness: torch's default generator, so that `torch.manual_seed` reproduces a run, or that of
+    `share_rounding`; for a shard of FSDP one that starts there too, but differs from rank to rank."""
+    rank, shared = weight._rank, weight._shared_rounding
+    if rank is None and shared is None:
         return None
-    seed = int(torch.randint(2**62, ()))
-    return torch.Generator(weight.device).manual_seed((seed + rank * _RANK_STRIDE) % 2**63)
+    seed = int(torch.randint(2**62, ())) if shared is None else shared.next_seed()
+    return torch.Generator(weight.device).manual_seed((seed + (rank or 0) * _RANK_STRIDE) % 2**63)

@@ -245,18 +245,23 @@ class MasterWeight(TrainingWeight):
     # --- FSDP2 gathers the master weight ---
 
     def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any = None, outer_stride: Any = None, module: Any = None, mp_policy: Any = None
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         dtype = None if mp_policy is None else mp_policy.param_dtype
-        return (self.master if dtype is None else self.master.to(dtype),), self._training_of_whole()
+        master = self.master if dtype is None else self.master.to(dtype)
+        of_rows = master.shape[1:] == outer_size[1:]
+        if of_rows and (missing := -(-outer_size[0] // mesh.size()) - master.shape[0]):
+            # All shards send the padded size; padding is zeros at the end of the last shards.
+            master = torch.cat([master, master.new_zeros((missing, *master.shape[1:]))])
+        return (master,), (self._training_of_whole(), outer_size[0] if of_rows else None)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        (master,) = all_gather_outputs
+        (master,), (training, rows) = all_gather_outputs, metadata
         if out is not None:
             return None  # its master is the gathered memory itself
-        return type(self).of(master, metadata), all_gather_outputs
+        return type(self).of(master[:rows], training), all_gather_outputs
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""

@@ -1,0 +1,228 @@
+"""One rank of `test_fsdp`: sharded models give what the same models give in one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from qtorch import (
+    AffineQuantizedTensor,
+    PerBlock,
+    QuantSpec,
+    int4_weight_only,
+    int8_weight_only,
+    nf4_weight_only,
+    quantize_,
+)
+from qtorch.dtypes import TensorCoreTiledLayout
+from qtorch.primitives import ZeroPointDomain, qdtype
+from qtorch.recipes.block_sparse import BlockSparse
+from qtorch.training import int8_mixed_precision_training, int8_weight_only_quantized_training
+from tests import every_recipe
+from tests.distributed.processes import worker
+
+ROWS = (64, 97, 1)
+"""An even shard, a padded one, and one that is empty on the second rank."""
+
+
+def build(recipe: Any, rows: int, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(256, rows), nn.Linear(rows, 64)).requires_grad_(False)
+    quantize_(model, {"0": recipe})
+    return model
+
+
+def shard(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    for layer in model:  # type: ignore[attr-defined]
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def local(weight: Any) -> Any:
+    return weight._local_tensor
+
+
+def check_frozen(name: str, recipe: Any, rows: int, dtype: torch.dtype) -> None:
+    model = build(recipe, rows)
+    whole = copy.deepcopy(model).to(dtype)
+    x = torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
+    expected = whole(x.to(dtype))
+    kind = type(model[0].weight)
+    shard(model, dtype if dtype != torch.float32 else None)
+    part = local(model[0].weight)
+    assert type(part) is kind, name
+    assert part.shape[0] == (-(-rows // 2), rows // 2)[dist.get_rank()], name
+    for _ in range(2):  # the second gather fills the memory of the first
+        assert torch.equal(model(x.to(dtype)), expected), (name, rows, dtype)
+    assert expected.isfinite().all()
+    assert expected.abs().max() > 0
+    model[0].unshard()
+    gathered = model[0].weight
+    assert gathered.dtype == dtype
+    assert torch.equal(gathered.dequantize(torch.float32), whole[0].weight.dequantize(torch.float32)), name
+    model[0].reshard()
+
+
+def check_every_recipe() -> None:
+    for name in every_recipe.NAMES:
+        recipe = every_recipe.make(name, group_size=32)
+        for rows in ROWS:
+            check_frozen(name, recipe, rows, torch.float32)
+        check_frozen(name, recipe, 97, torch.bfloat16)
+
+
+def check_what_is_sent() -> None:
+    """The bits of codes and scales; shards of different sizes take elements of whole bytes."""
+    mesh = init_device_mesh("cpu", (2,))
+    for recipe, rows, bits in ((nf4_weight_only(), 64, 4.5), (nf4_weight_only(), 97, 8), (int8_weight_only(), 97, 16)):
+        model = build(recipe, rows)
+        shard(model)
+        part = local(model[0].weight)
+        sent, _ = part.fsdp_pre_all_gather(mesh, torch.Size((rows, 256)), (256, 1), model[0], MixedPrecisionPolicy())
+        assert 8 * sum(t.nbytes for t in sent) == bits * -(-rows // 2) * 256, (recipe, rows)
+
+
+def check_other_forms() -> None:
+    """Weights of convolutions, experts and blocks of several rows."""
+    torch.manual_seed(0)
+    conv = nn.Sequential(nn.Conv2d(8, 13, 3)).requires_grad_(False)
+    quantize_(conv, int8_weight_only(), filter_fn=lambda module, name: isinstance(module, nn.Conv2d))
+    x = torch.randn(2, 8, 9, 9)
+    expected = conv(x)
+    assert torch.equal(shard(conv)(x), expected)
+
+    for spec, rows in (
+        (QuantSpec(qdtype("int8"), PerBlock((32, 64))), 64),
+        (QuantSpec(qdtype("int8"), PerBlock((64, 64))), 64),
+    ):
+        model = nn.Sequential(nn.Linear(128, rows)).requires_grad_(False)
+        model[0].weight = nn.Parameter(AffineQuantizedTensor.from_float(model[0].weight, spec), requires_grad=False)
+        x = torch.randn(4, 128)
+        expected = model(x)
+        assert torch.equal(shard(model)(x), expected), spec
+
+    model = nn.Sequential(nn.Linear(64, 96)).requires_grad_(False)
+    spec = QuantSpec(qdtype("int8"), PerBlock((32, 64)))
+    model[0].weight = nn.Parameter(AffineQuantizedTensor.from_float(model[0].weight, spec), requires_grad=False)
+    with pytest.raises(ValueError, match="cut"):  # a shard has 48 rows; on every rank
+        shard(model)
+
+    model = nn.Sequential(nn.Linear(64, 96)).requires_grad_(False)
+    quantize_(model, int8_weight_only())
+    with pytest.raises(NotImplementedError, match="all axes but the first"):
+        fully_shard(model[0], shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1))
+
+
+def check_layouts_of_tiles() -> None:
+    """Layouts whose rows are not one after the other are sharded in another: the same numbers, by another kernel."""
+    for recipe in (
+        BlockSparse(int8_weight_only(), block_size=32, sparsity=0.5),
+        int4_weight_only(32, ZeroPointDomain.FLOAT, layout=TensorCoreTiledLayout()),
+    ):
+        model = build(recipe, 128)
+        weight = model[0].weight.dequantize()
+        x = torch.randn(4, 256)
+        expected = model(x)
+        shard(model)
+        torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-5)
+        model[0].unshard()
+        assert torch.equal(model[0].weight.dequantize(), weight)
+
+
+def check_loading() -> None:
+    """Numbers written into the shards after a gather are those of the next one, whatever a kernel has prepared."""
+    for rows in (64, 97):
+        model, other = build(int8_weight_only(), rows), build(int8_weight_only(), rows, seed=5)
+        x = torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
+        expected = other(x)
+        shard(model)
+        before = [model(x) for _ in range(3)]
+        model.load_state_dict(shard(other).state_dict())
+        for _ in range(2):
+            assert torch.equal(model(x), expected)
+        assert not torch.equal(before[0], expected)
+
+
+def check_gradients() -> None:
+    """Biases beside frozen weights, and the input, get the gradients of one process."""
+    rank = dist.get_rank()
+    for rows in (64, 97):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, rows), nn.ReLU(), nn.Linear(rows, 64))
+        quantize_(model, int8_weight_only())
+        whole = copy.deepcopy(model)
+        for layer in (model[0], model[2]):
+            fully_shard(layer)
+        fully_shard(model)
+        x = torch.randn(2, 8, 256, generator=torch.Generator().manual_seed(1))
+        mine = x[rank].clone().requires_grad_()
+        model(mine).square().mean().backward()
+        parts = [part.clone().requires_grad_() for part in x]
+        (sum(whole(part).square().mean() for part in parts) / 2).backward()
+        torch.testing.assert_close(mine.grad, 2 * parts[rank].grad, rtol=1e-6, atol=0)
+        for index in (0, 2):
+            torch.testing.assert_close(
+                model[index].bias.grad.full_tensor(), whole[index].bias.grad, rtol=1e-5, atol=1e-8
+            )
+
+
+def check_uneven_training() -> None:
+    """Shards of weights in training may differ in size."""
+    rank = dist.get_rank()
+    for recipe in (int8_mixed_precision_training(), int8_weight_only_quantized_training()):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 97), nn.GELU(), nn.Linear(97, 33))
+        quantize_(model, recipe)
+        whole = copy.deepcopy(model)
+        for layer in (model[0], model[2]):
+            fully_shard(layer)
+        fully_shard(model)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, whole)]
+        losses = []
+        for step in range(4):
+            x = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(step))
+            loss = model(x[rank]).square().mean()
+            loss.backward()
+            halves = sum(whole(part).square().mean() for part in x) / 2
+            halves.backward()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            losses.append((total.item() / 2, halves.item()))
+            torch.manual_seed(step)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert abs(losses[0][0] - losses[0][1]) < 1e-6 * losses[0][1], losses
+        assert all(abs(a - b) < 0.02 * losses[0][1] for a, b in losses), losses
+        assert losses[-1][0] < 0.9 * losses[0][0], losses
+
+
+CHECKS = {
+    "recipes": [check_every_recipe],
+    "others": [
+        check_what_is_sent,
+        check_other_forms,
+        check_layouts_of_tiles,
+        check_loading,
+        check_gradients,
+        check_uneven_training,
+    ],
+}
+
+
+def main(name: str) -> None:
+    for check in CHECKS[name]:
+        check()
+
+
+if __name__ == "__main__":
+    worker(main)

@@ -1,0 +1,46 @@
+"""Two gloo processes for a test: `run` starts a worker in both, `worker` is its main function."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 60
+"""After which a rank that waits for another in a collective raises."""
+
+
+def run(name: str, *arguments: str, seconds: float = 240, ranks: int = 2) -> None:
+    """Run the file `name` of this folder in `ranks` processes.
+
+    Raises:
+        AssertionError: a rank failed.
+        TimeoutExpired: they took longer than `seconds`.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"]
+    command += ["--rdzv-endpoint=localhost:0", str(Path(__file__).with_name(name)), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=seconds, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    for rank in range(ranks):
+        assert done.stdout.count(f"rank {rank} ok") == 1, done.stdout[-3000:]
+
+
+def worker(main: Callable[..., None]) -> None:
+    """Run `main(*arguments)` as one rank."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=SECONDS))
+    main(*sys.argv[1:])
+    print(f"rank {dist.get_rank()} ok", flush=True)
+    dist.destroy_process_group()
+    # Threads of gloo may outlive it, and abort a process that tears itself down.
+    os._exit(0)

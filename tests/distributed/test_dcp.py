@@ -1,0 +1,30 @@
+"""torch.distributed.checkpoint of quantized models: 2 ranks, then 1, then 2 again; and a rank that dies in a save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.processes import run
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed"),
+]
+
+
+def test_two_ranks_one_rank_two_ranks(tmp_path: Path) -> None:
+    run("dcp_worker.py", "save", str(tmp_path))
+    run("dcp_worker.py", "load", str(tmp_path), ranks=1)
+    run("dcp_worker.py", "load", str(tmp_path), "-1")
+
+
+def test_a_rank_that_dies_in_a_save_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    run("dcp_worker.py", "save", str(tmp_path))
+    with pytest.raises(AssertionError):
+        run("dcp_worker.py", "crash", str(tmp_path), seconds=120)
+    assert list((tmp_path / "crashed").iterdir())
+    assert not (tmp_path / "crashed" / ".metadata").exists()  # what is there can't be taken for a checkpoint
+    run("dcp_worker.py", "load", str(tmp_path))
