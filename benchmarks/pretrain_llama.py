@@ -5,7 +5,7 @@ The text is, by default, the source of Python's standard library, read as bytes;
 depend on the seed and the step alone, so that every recipe sees the same ones.
 
     python -m benchmarks.pretrain_llama --recipe int8_mixed_precision [--size 2M] [--steps 600] [--resume]
-    python -m benchmarks.pretrain_llama --optimizer adamw_8bit
+    python -m benchmarks.pretrain_llama --optimizer adamw_8bit [--seed 1]
     python -m benchmarks.pretrain_llama --plot curves.png             of all runs in benchmarks/results/pretrain_llama
 
 Each run writes a CSV: step, tokens, training loss, validation loss, tokens a second, peak memory in MB.
@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -210,6 +211,8 @@ class Run:
         name = options.name or options.recipe + ("_extra_norms" if options.extra_norms else "")
         if not options.name and options.optimizer != "adamw":
             name = options.optimizer if options.recipe == "float" else f"{name}_{options.optimizer}"
+        if not options.name and options.seed:
+            name += f"_seed{options.seed}"
         OUTPUT.mkdir(parents=True, exist_ok=True)
         self.csv = OUTPUT / f"{name}.csv"
         self.checkpoint = Path(options.checkpoint) if options.checkpoint else None
@@ -267,7 +270,7 @@ class Run:
     def train(self) -> None:
         options = self.options
         tokens_a_step = options.batch * options.length
-        mark, since, mean = time.perf_counter(), 0, 0.0
+        mark, since, total = time.perf_counter(), 0, 0.0
         self.model.train()
         while self.step < options.steps:
             for group in self.optimizer.param_groups:
@@ -277,7 +280,7 @@ class Run:
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self.step, since, mean = self.step + 1, since + 1, mean + loss.item()
+            self.step, since, total = self.step + 1, since + 1, total + loss.item()
             if self.step % options.log_every and self.step != options.steps:
                 continue
             seconds = time.perf_counter() - mark
@@ -285,7 +288,7 @@ class Run:
             row = {
                 "step": self.step,
                 "tokens": self.step * tokens_a_step,
-                "train_loss": round(mean / since, 5),
+                "train_loss": round(total / since, 5),
                 "val_loss": round(self.validate(), 5) if due else "",
                 "tokens_per_s": round(since * tokens_a_step / seconds),
                 "peak_memory_mb": round(peak_memory(options.device)),
@@ -295,7 +298,7 @@ class Run:
             self.write()
             if due:
                 self.save()
-            mark, since, mean = time.perf_counter(), 0, 0.0
+            mark, since, total = time.perf_counter(), 0, 0.0
 
     def write(self) -> None:
         with self.csv.open("w", newline="") as file:
@@ -318,19 +321,26 @@ TWINS = {"bitnet": "float_extra_norms"}
 
 
 def table() -> str:
-    """Markdown: final validation loss of each run, and its distance from its float twin."""
-    runs = read_runs()
-    final = {name: float(rows[-1]["val_loss"]) for name, rows in runs.items() if rows[-1]["val_loss"]}
-    lines = ["| run | validation loss | against its float twin |", "|---|---|---|"]
-    for name in sorted(final, key=final.get):  # type: ignore[arg-type]
-        twin = final.get(TWINS.get(name, "float"))
-        gap = "" if twin is None or twin == final[name] else f"{final[name] / twin - 1:+.2%}"
-        lines.append(f"| {name} | {final[name]:.4f} | {gap} |")
+    """Markdown: the final validation loss of each run, averaged over its seeds, and its distance from the float twin of
+    the same seed: the mean, and the smallest and the largest."""
+    final: dict[str, dict[str, float]] = {}
+    for name, rows in read_runs().items():
+        run, _, seed = name.partition("_seed")
+        if rows[-1]["val_loss"]:
+            final.setdefault(run, {})[seed] = float(rows[-1]["val_loss"])
+    lines = ["| run | seeds | validation loss | against its float twin |", "|---|---|---|---|"]
+    for run, losses in sorted(final.items(), key=lambda item: mean(item[1].values())):
+        twin = final.get(TWINS.get(run, "float"), {})
+        gaps = [loss / twin[seed] - 1 for seed, loss in losses.items() if seed in twin and run != "float"]
+        text = f"{mean(gaps):+.2%}" if gaps else ""
+        if len(gaps) > 1:
+            text += f" ({min(gaps):+.2%} to {max(gaps):+.2%})"
+        lines.append(f"| {run} | {len(losses)} | {mean(losses.values()):.4f} | {text} |")
     return "\n".join(lines)
 
 
 def plot(path: str) -> None:
-    """Validation loss against step, and its ratio to that of the float twin."""
+    """Validation loss against step, and its ratio to that of the float twin, of the runs of seed 0."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -339,6 +349,7 @@ def plot(path: str) -> None:
     runs = {
         name: {int(row["step"]): float(row["val_loss"]) for row in rows if row["val_loss"]}
         for name, rows in read_runs().items()
+        if "_seed" not in name
     }
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
     for i, (name, losses) in enumerate(runs.items()):
