@@ -40,9 +40,11 @@ from qtorch.training import (
     CPUOffloadOptimizer,
     Int8MixedPrecisionTrainingConfig,
     QGaLoreAdamW8bit,
+    binary_training,
     bitnet_training,
     float8_training,
     fully_quantized,
+    int4_training,
     int4_weight_only_quantized_training,
     int8_mixed_precision_training,
     int8_tilewise_training,
@@ -78,6 +80,8 @@ RECIPES: dict[str, Recipe | None] = {
     "int8_weights_nearest": int8_weight_only_quantized_training(stochastic_rounding=False),
     "int4_weights": int4_weight_only_quantized_training(),
     "bitnet": bitnet_training(),
+    "int4": int4_training(),
+    "binary": binary_training(),
 }
 
 
