@@ -100,6 +100,10 @@ class ScheduledLinear(ScheduledLayer, nn.Linear):
     float_class = nn.Linear
 
     def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not input.dim() or input.shape[-1] != weight.shape[1]:
+            raise ValueError(
+                f"linear: an input of shape {tuple(input.shape)} does not fit a weight of shape {tuple(weight.shape)}"
+            )
         return from_rows(self.contract(to_rows(input), weight), input, bias)
 
 
