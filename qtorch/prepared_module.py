@@ -21,6 +21,19 @@ class PreparedModule(nn.Module):
 
     float_class: ClassVar[type[nn.Module]]
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As of `nn.Module`.
+
+        Raises:
+            NotImplementedError: a DTensor, by which the styles of torch's tensor parallelism replace a parameter.
+        """
+        if hasattr(param, "_local_tensor"):
+            raise NotImplementedError(
+                f"{name} of a {type(self).__name__}: a layer in training cannot be parallelized by the styles of "
+                "torch; convert() the model first, or train it under FSDP2 or DistributedDataParallel"
+            )
+        super().register_parameter(name, param)
+
     def check_convert(self) -> None:
         """Raise `ValueError` where `convert` could not do its work."""
 

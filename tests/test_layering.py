@@ -51,7 +51,7 @@ FLOORS: list[list[str]] = [
     ["dtypes/autocast", "dtypes/copying", "dtypes/dispatch", "dtypes/int32_words"],
     ["dtypes/gathering"],
     ["dtypes/base"],
-    ["dtypes/matrix_weight"],
+    ["dtypes/matrix_weight", "dtypes/parts"],
     ["dtypes/affine", "dtypes/codebook", "dtypes/conv_weight", "dtypes/ops", "dtypes/parameter", "dtypes/raw_memory"],
     ["dtypes/collectives", "dtypes/concatenation", "dtypes/shards"],
     ["dtypes/blocked_tensor", "dtypes/transposed_weight"],

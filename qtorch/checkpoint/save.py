@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..dtypes import QuantizedTensor
 from ..dtypes.serialize import to_canonical
+from ..weight_kinds import kind_of
 from .file_format import HEADER, HEADER_CHECKSUM, OWN_FORMAT, checksum, places_of, text_checksum
 from .header import Header
 from .save_folder import save_folder
@@ -77,7 +78,17 @@ def _named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor
     for name, module in source.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ValueError(f"save_quantized: {name or 'the model'} has extra state, which safetensors cannot hold")
-    return {name: tensor for name, (_, _, tensor) in places_of(source)}
+    found = {}
+    for name, (module, attribute, tensor) in places_of(source):
+        held = kind_of(module, attribute).held
+        if held is not None and isinstance(tensor, QuantizedTensor) and tensor.trains:
+            # It has the axes of the parameter, the weight that serves those of a matrix.
+            raise ValueError(
+                f"save_quantized: {name} is a weight in training that is not converted yet: quantize_(model, "
+                "convert()), or torch.save it"
+            )
+        found[name] = tensor
+    return found
 
 
 def _canonical(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Header]:

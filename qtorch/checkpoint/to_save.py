@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dtypes import QuantizedTensor
+from ..dtypes.serialize import LOGICAL_DTYPES
 from .tensor_file import NAMES, write_tensors
 
 
@@ -22,7 +23,8 @@ def problem_of(value: Any) -> str | None:
     if value.is_meta:
         return "on the meta device"
     if isinstance(value, QuantizedTensor):
-        return None
+        known = value.dtype in LOGICAL_DTYPES
+        return None if known else f"a {type(value).__name__} of {value.dtype}, and files are of floats; torch.save it"
     if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
         return f"a {type(value).__name__}, which has no canonical form"
     if value.layout is not torch.strided or value.dtype not in NAMES:

@@ -66,6 +66,7 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
     fast_grouped: Callable[[Tensor, Tensor, Tensor], Tensor | None] | None = None
     fast_conv: Callable[..., Tensor | None] | None = None
     matrices: Any = None
+    _copied_parts: bool = False
 
     @staticmethod
     def __new__(

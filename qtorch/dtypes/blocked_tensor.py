@@ -10,6 +10,7 @@ and a positive value never becomes zero, since its code is at least 1.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -209,6 +210,16 @@ def _slice(func: Any, args: Any, kwargs: Any) -> Tensor:
     return return_and_correct_aliasing(func, args, kwargs, part)
 
 
+def _split(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Parts along an axis, of a size or of several."""
+    tensor, sizes, axis = (*args, kwargs.get("dim", 0))[:3]
+    length = tensor.scheme.shape[axis]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
+    ends = list(itertools.accumulate(sizes))
+    return [aten.slice.Tensor(tensor, axis, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
 def _view(func: Any, args: Any, kwargs: Any) -> Tensor:
     tensor, size = args
     if tuple(size) != tensor.scheme.shape:
@@ -232,6 +243,8 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: _copy_,
     aten.slice.Tensor: _slice,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
     aten.view.default: _view,
 }
 """Operators handled otherwise than for other quantized tensors."""

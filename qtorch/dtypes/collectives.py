@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .dispatch import implements_aten
 from .gathering import as_sent, names_of_rows
+from .matrix_weight import AS_A_WHOLE
 from .ops import count_write
 
 aten = torch.ops.aten
@@ -46,9 +47,12 @@ def _scatter(func: Any, args: Any, kwargs: Any) -> Any:
     (output,) = outputs
     works = []
     for name, inner in output.inner_tensors.items():
-        received = as_sent(inner)
+        received = as_sent(inner.contiguous())
         sent = [[as_sent(getattr(part, name).contiguous()) for part in parts] for parts in inputs]
         _, work = func([received], sent, *rest, **kwargs)
+        if not inner.is_contiguous():
+            work.wait()
+            inner.copy_(received.view(inner.dtype))
         works.append(work)
     count_write(output)
     return outputs, _last(works)
@@ -81,6 +85,7 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> Tensor:
     # A module that qtorch does not import defines it; what has called this one has.
     if hasattr(torch.ops._c10d_functional, "_wrap_tensor_autograd"):
         implements_aten(torch.ops._c10d_functional._wrap_tensor_autograd.default)(_wait)
+        AS_A_WHOLE.add(torch.ops._c10d_functional._wrap_tensor_autograd.default)
     kind: Any = type(tensor)
     shape = tensor.scheme.shape
     scheme = replace(tensor.scheme, shape=(shape[0] * ranks, *shape[1:]))
@@ -94,7 +99,7 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> Tensor:
         elif not all(torch.equal(as_sent(row), flat[0]) for row in whole):
             raise ValueError(
                 f"the shards of a weight quantized as {tensor.scheme.weight} differ in their {name}, so that they "
-                "cannot be gathered; quantize the weight before it is sharded"
+                "cannot be gathered along its rows; quantize the weight before it is sharded along its first axis"
             )
         else:
             gathered[name] = inner
@@ -119,3 +124,11 @@ if torch.distributed.is_available():
     implements_aten(c10d.broadcast_.default)(_broadcast)
     implements_aten(functional.all_gather_into_tensor.default)(_all_gather)
     implements_aten(functional.wait_tensor.default)(_wait)
+    AS_A_WHOLE.update(
+        (
+            c10d.scatter_.default,
+            c10d.broadcast_.default,
+            functional.all_gather_into_tensor.default,
+            functional.wait_tensor.default,
+        )
+    )

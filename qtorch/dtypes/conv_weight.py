@@ -22,6 +22,7 @@ from ..primitives.jsonable import jsonable
 from .base import QuantizedTensor
 from .dispatch import ATEN
 from .matrix_weight import AS_A_WHOLE, MatrixScheme, MatrixWeight
+from .parts import part_of
 
 aten = torch.ops.aten
 
@@ -71,6 +72,11 @@ class ConvWeight(MatrixWeight):
         return _view(func, args, kwargs or {})
 
 
+def _of_rows(weight: ConvWeight, matrix: QuantizedTensor) -> ConvWeight:
+    """`matrix`, rows of that of `weight`, as such a weight."""
+    return part_of(weight, ConvWeight.of(matrix, (matrix.scheme.shape[0], *weight.scheme.shape[1:])))
+
+
 def as_conv_weight(weight: Any) -> Any:
     """A frozen quantized tensor (N, 1, *kernel) as the weight of a depthwise convolution: models view such weights, or
     parameters (N, k), as they need them. Anything else is returned as it is."""
@@ -94,12 +100,14 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     weight = args[0]
     if isinstance(weight, ConvWeight):
         shape = weight.scheme.shape
+        if func is aten.view.default and tuple(args[1]) == shape:
+            return aten.alias.default(weight)
         if func is aten.squeeze.dim and len(shape) == 3 and shape[1] == 1 and args[1] % 3 == 1:
             return weight.new_matrix()
         position = AXIS_ARGUMENT.get(func)
         if position is not None and (args[position] if len(args) > position else kwargs.get("dim", 0)) == 0:
             parts = func(weight.matrix, *args[1:], **kwargs)
-            result = tree_map_only(QuantizedTensor, lambda m: ConvWeight.of(m, (m.scheme.shape[0], *shape[1:])), parts)
+            result = tree_map_only(QuantizedTensor, lambda m: _of_rows(weight, m), parts)
             return result if isinstance(result, list) else return_and_correct_aliasing(func, args, kwargs, result)
     raise NotImplementedError(
         f"{func} is not implemented for the weight of a convolution, which can be sliced along its first axis only; "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar
 
 import torch
@@ -31,6 +32,14 @@ class Copied:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _TYPES[cls.__name__] = cls
+        ForkingPickler.register(cls, _sent)
+
+    def __copy__(self: Any) -> Any:
+        """Another tensor of the same inner tensors."""
+        with torch.no_grad():
+            result = _as_parameter_like(self.map_inner(lambda tensor: tensor), self)
+        vars(result).update(self._extra_state())
+        return result
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
@@ -44,7 +53,8 @@ class Copied:
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
         scheme = json.dumps(to_json(self.scheme))
         is_parameter = isinstance(self, torch.nn.Parameter)
-        arguments = (self._pickled(), scheme, self.requires_grad, is_parameter, self._extra_state())
+        tensors = {name: _as_bytes(tensor) for name, tensor in self._pickled().items()}
+        arguments = (tensors, scheme, self.requires_grad, is_parameter, self._extra_state())
         return rebuild, (type(self).__name__, *arguments)
 
     def _pickled(self: Any) -> dict[str, Tensor]:
@@ -77,6 +87,24 @@ class Copied:
             raise ValueError(f"its attributes must be a dict with names, got a {type(state).__name__}")
         if taken := [name for name in state if self._has_own(name)]:
             raise ValueError(f"it would replace {', '.join(taken)}, which {type(self).__name__} has itself")
+
+
+def _sent(tensor: Any) -> tuple[Any, ...]:
+    """How torch.multiprocessing sends a tensor: its inner tensors, whose memory both processes share. It is not packed
+    anew, as a file is for another machine."""
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    arguments = (tensor.inner_tensors, tensor.scheme, tensor.requires_grad, is_parameter, tensor._extra_state())
+    return _received, (type(tensor), *arguments)
+
+
+def _received(
+    cls: Any, tensors: dict[str, Tensor], scheme: Any, requires_grad: bool, is_parameter: bool, state: dict[str, Any]
+) -> Any:
+    """Inverse of `_sent`."""
+    result = cls(tensors, scheme)
+    result = torch.nn.Parameter(result, requires_grad) if is_parameter else result.requires_grad_(requires_grad)
+    vars(result).update(state)
+    return result
 
 
 @functools.lru_cache(maxsize=4096)
@@ -113,6 +141,9 @@ def rebuild(
     try:
         if not isinstance(requires_grad, bool) or not isinstance(is_parameter, bool):
             raise ValueError(f"flags must be True or False, got {type(requires_grad)} and {type(is_parameter)}")
+        if not isinstance(tensors, dict):
+            raise ValueError(f"its inner tensors are a dict, got a {type(tensors).__name__}")
+        tensors = {name: _of_bytes(tensor) for name, tensor in tensors.items()}
         check_plain_tensors(tensors)
         inner = {name: t.detach() if t is not None and t.requires_grad else t for name, t in tensors.items()}
         result = cls._from_pickled(inner, from_json(parse_json(scheme)))
@@ -125,6 +156,28 @@ def rebuild(
         result.requires_grad_()
     vars(result).update(state)
     return result
+
+
+SMALL_FLOATS = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize == 1
+}
+"""Dtypes that Python's pickler cannot read again (torch 2.13): they go as (bytes, name of the dtype)."""
+
+
+def _as_bytes(tensor: Tensor) -> Any:
+    name = str(tensor.dtype).removeprefix("torch.")
+    return (tensor.view(torch.uint8), name) if name in SMALL_FLOATS else tensor
+
+
+def _of_bytes(stored: Any) -> Any:
+    """Inverse of `_as_bytes`; pickles of former versions hold the tensor itself."""
+    if not isinstance(stored, tuple):
+        return stored
+    if len(stored) != 2 or stored[1] not in SMALL_FLOATS or getattr(stored[0], "dtype", None) is not torch.uint8:
+        raise ValueError(f"an inner tensor is a tensor, or bytes with the name of a dtype, got {stored!r:.80}")
+    return stored[0].view(SMALL_FLOATS[stored[1]])
 
 
 # Pickles of all versions refer to it by this module.

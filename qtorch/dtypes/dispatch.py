@@ -20,7 +20,10 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 
 
 TRACED_VIEWS: dict[Any, Callable[..., Any]] = {}
-"""torch function -> what runs in its place on a portable weight while torch.export traces; see `traced_views`."""
+"""torch function -> what runs in its place on a frozen weight while torch.export traces; see `traced_views`."""
+
+OTHER_VIEWS = {Tensor.movedim, Tensor.permute, Tensor.flatten, torch.movedim, torch.permute, torch.flatten}
+"""Views that weights in training have beside those."""
 
 
 def implements_aten(*overloads: Any) -> Callable[[F], F]:
@@ -56,9 +59,23 @@ def implements_traced_view(*functions: Any) -> Callable[[F], F]:
 def run_below(kind: type, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A torch function of a quantized tensor of class `kind` that has no replacement, as the aten operators that it
     calls."""
-    if func in TRACED_VIEWS and args[0].scheme.layout.traces_views and torch.compiler.is_compiling():
-        return TRACED_VIEWS[func](*args, **kwargs)
+    if torch.compiler.is_compiling() and (func in TRACED_VIEWS or func in OTHER_VIEWS):
+        tensor = args[0]
+        by_modes = _traced_by_modes()
+        if by_modes and tensor.trains:
+            raise NotImplementedError(
+                f"torch.export cannot follow a view of a weight in training, here a {kind.__name__}; "
+                "quantize_(model, convert()) first, or torch.export.export(..., strict=True)"
+            )
+        if func in TRACED_VIEWS and (by_modes or tensor.scheme.layout.traces_views):
+            return TRACED_VIEWS[func](*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         if transforms_active() and all(isinstance(arg, kind) or not isinstance(arg, Tensor | list) for arg in args):
             return run_on_constants(func, args, kwargs)  # a view, for example: a quantized tensor again
         return func(*args, **kwargs)
+
+
+def _traced_by_modes() -> bool:
+    """Whether torch.export runs the model under its own modes, rather than dynamo (``strict=True``). They know the
+    inner tensors of parameters, and no wrapper that is made of them on the way."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()

@@ -184,6 +184,7 @@ AS_A_WHOLE = {
     aten.alias.default,
     aten.as_strided.default,
     aten.clone.default,
+    aten.constant_pad_nd.default,
     aten.copy_.default,
     aten.detach.default,
     aten.empty_like.default,

@@ -18,7 +18,10 @@ aten = torch.ops.aten
 
 @implements_aten(aten.detach.default, aten.alias.default)
 def _alias(func: Any, args: Any, kwargs: Any) -> Tensor:
-    return return_and_correct_aliasing(func, args, kwargs, args[0].map_inner(lambda tensor: tensor))
+    alias = args[0].map_inner(lambda tensor: tensor)
+    if args[0]._copied_parts:
+        vars(alias)["_copied_parts"] = True
+    return return_and_correct_aliasing(func, args, kwargs, alias)
 
 
 @implements_aten(aten.clone.default)
@@ -107,6 +110,13 @@ def count_write(target: QuantizedTensor) -> None:
 
 def _check_owns_its_scales(target: QuantizedTensor, source: Tensor) -> None:
     """Raise `ValueError` if a write into the view `target` would miss its base, or change scales outside the view."""
+    if target._copied_parts:
+        raise ValueError(
+            f"copy_ into a part of shape {target.scheme.shape} of a tensor would not change that tensor: its scales "
+            f"are quantized, or its codes packed, together with the rest, and the part has its own ({target!r}); "
+            "copy_ into the whole tensor. A checkpoint of shards, whose scales are in floating point, loads into "
+            "shards, or into a model quantized with double_quantize=False"
+        )
     base = target._base
     if not isinstance(base, QuantizedTensor):
         return

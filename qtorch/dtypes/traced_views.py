@@ -1,8 +1,8 @@
-"""Views of a portable weight while torch.export traces, as torch functions rather than as aten operators.
+"""Views of a frozen weight while torch.export traces, as torch functions rather than as aten operators.
 
-`qtorch.export.portable` makes its weights inside the traced function, of the tensors of the trace. The modes of the
-trace know those, and no class that wraps them, so that an aten operator on a wrapper would end in an error. These
-functions cut and permute the inner tensors, which are traced.
+The modes of the trace know the inner tensors of a parameter, and those that `qtorch.export.portable` makes on the way,
+but no class that wraps them, so that an aten operator on a wrapper would end in an error. These functions cut and
+permute the inner tensors, which are traced.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _getitem(tensor: QuantizedTensor, index: Any) -> QuantizedTensor:
             axis += 1
         else:
             raise NotImplementedError(
-                f"while torch.export traces, a portable weight is indexed by integers and slices, got {part!r:.80}"
+                f"while torch.export traces, a quantized weight is indexed by integers and slices, got {part!r:.80}"
             )
     return tensor
 

@@ -27,6 +27,7 @@ from ..primitives.jsonable import jsonable
 from .base import QuantizedTensor
 from .dispatch import ATEN
 from .matrix_weight import AS_A_WHOLE, MatrixScheme, MatrixWeight
+from .parts import part_of
 
 aten = torch.ops.aten
 
@@ -266,4 +267,4 @@ def like(weight: PaddedWeight, matrix: Any) -> Any:
     *rest, rows, columns = matrix.scheme.shape
     columns -= weight.scheme.padding
     shape = (*rest, columns, rows) if isinstance(weight, TransposedWeight) else (*rest, rows, columns)
-    return type(weight).of(matrix, shape)
+    return part_of(weight, type(weight).of(matrix, shape))

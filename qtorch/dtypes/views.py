@@ -28,6 +28,7 @@ from ..primitives.granularity import Granularity, granularity_of, reshaped_block
 from ..primitives.scheme import Scheme
 from .base import QuantizedTensor
 from .dispatch import implements_aten
+from .parts import part_of
 
 aten = torch.ops.aten
 
@@ -75,7 +76,7 @@ def _squeeze(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements_aten(aten.slice.Tensor)
 def _slice(func: Any, args: Any, kwargs: Any) -> Tensor:
-    return _view_result(func, args, kwargs, cut(*args, **kwargs))
+    return _view_result(func, args, kwargs, part_of(args[0], cut(*args, **kwargs)))
 
 
 @implements_aten(aten.select.int)
@@ -100,7 +101,7 @@ def _split(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     if sum(sizes) != length:
         raise ValueError(f"split: sizes {list(sizes)} do not add up to the {length} of axis {axis}")
     ends = itertools.accumulate(sizes)
-    return [cut(tensor, axis, end - size, end, 1) for size, end in zip(sizes, ends, strict=True)]
+    return [part_of(tensor, cut(tensor, axis, end - size, end, 1)) for size, end in zip(sizes, ends, strict=True)]
 
 
 @implements_aten(aten.unbind.int)

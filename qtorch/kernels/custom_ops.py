@@ -12,6 +12,7 @@ for a function that a compiler traces.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -22,6 +23,9 @@ from ..tracing.function_transforms import are_active, one_by_one
 
 F = TypeVar("F", bound=Callable[..., Any])
 Function = Callable[..., Any]
+
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), torch.dtype, bool, int, float, str, list, tuple))
+"""Types of arguments that need no look."""
 
 _LIBRARY = torch.library.Library("qtorch", "FRAGMENT")
 _implementations: dict[str, dict[str, Function]] = {}  # by operation, then by device type
@@ -66,6 +70,8 @@ def by_device(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
+        if not PLAIN.issuperset(map(type, args)):
+            _check_memory(function.__name__, args)
         return own.get(args[0].device.type, function)(*args)
 
     return call  # type: ignore[return-value]
@@ -119,6 +125,8 @@ def _runner(name: str, function: Function, own: dict[str, Function]) -> Function
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
+        if not PLAIN.issuperset(map(type, args)):
+            _check_memory(name, args)
         if _records:
             note(name)
         chosen = own.get(args[0].device.type, function) if own else function
@@ -128,6 +136,16 @@ def _runner(name: str, function: Function, own: dict[str, Function]) -> Function
         return chosen(*args)
 
     return run
+
+
+def _check_memory(name: str, args: tuple[Any, ...]) -> None:
+    """Raise `NotImplementedError` for a DTensor: kernels read memory, and it has none of its own."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None and any(isinstance(arg, module.DTensor) for arg in args):
+        raise NotImplementedError(
+            f"{name} takes plain tensors, got a DTensor: this layer cannot be parallelized by the styles of torch "
+            "while it trains; convert() the model first, or train it under FSDP2 or DistributedDataParallel"
+        )
 
 
 def _run_examples(overload: Any, keyset: Any, *args: Any) -> Any:

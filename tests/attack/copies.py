@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 import tempfile
 from pathlib import Path
 
@@ -29,14 +28,6 @@ def _warm(subject: Subject) -> nn.Linear:
     return layer
 
 
-@operation(GROUP, "`copy.deepcopy(model)`")
-def deepcopy(subject: Subject) -> None:
-    layer = _warm(subject)
-    made = copy.deepcopy(layer)
-    same(outputs(made), outputs(layer), "a copy", 0)
-    _is_another(made, layer)
-
-
 def _through_a_file(layer: nn.Linear) -> nn.Linear:
     """By torch's pickler: Python's own cannot write float8."""
     file = io.BytesIO()
@@ -54,27 +45,6 @@ def _is_another(made: nn.Linear, layer: nn.Linear) -> None:
         for tensor in inner:
             tensor.zero_()
     same(outputs(layer), before, "writing to a copy changes the original", 0)
-
-
-@operation(GROUP, "`torch.save(model)`, `torch.load(weights_only=False)`")
-def pickled(subject: Subject) -> None:
-    layer = _warm(subject)
-    made = _through_a_file(layer)
-    same(outputs(made), outputs(layer), "a copy", 0)
-    assert made.weight.requires_grad == layer.weight.requires_grad
-    _is_another(made, layer)
-
-
-@operation(GROUP, "`torch.save(state_dict)`, `torch.load`, `load_state_dict(assign=True)`")
-def saved_and_loaded(subject: Subject) -> None:
-    layer = _warm(subject)
-    file = io.BytesIO()
-    torch.save(layer.state_dict(), file)
-    file.seek(0)
-    made = subject.layer(2).eval()
-    made.load_state_dict(torch.load(file, weights_only=True), assign=True)
-    same(outputs(made), outputs(layer), "what was loaded", 0)
-    assert made.weight.requires_grad == layer.weight.requires_grad, "requires_grad has changed"
 
 
 @operation(GROUP, "`save_quantized`, `load_quantized`", refuses=IN_TRAINING)
@@ -102,20 +72,6 @@ def clone_and_detach(subject: Subject) -> None:
         same(outputs(made), wanted, "a copy", 0)
 
 
-@operation(GROUP, "`model.bfloat16()`, `model.float()`")
-def to_dtype_and_back(subject: Subject) -> None:
-    """Codes and scales stay; floats are rounded to bf16."""
-    layer = _warm(subject)
-    wanted = outputs(layer)
-    with torch.no_grad():
-        y = layer.bfloat16()(inputs(torch.bfloat16)[2])
-    assert y.dtype == torch.bfloat16
-    assert layer.weight.dtype == torch.bfloat16
-    assert layer.float().weight.dtype == torch.float32
-    floats = subject.trains and not subject.stochastic
-    same(outputs(layer), wanted, "there and back", 0.3 if floats else 0.01)
-
-
 @operation(GROUP, "`model.to('cpu')`, `float()`, `bfloat16()` while an output is alive")
 def moved_beside_an_output(subject: Subject) -> None:
     layer = subject.layer()
@@ -132,32 +88,6 @@ def moved_beside_an_output(subject: Subject) -> None:
         if layer.weight.requires_grad and "poisoned by swap_tensors" in str(error):
             raise Refused(str(error)) from error
         raise
-
-
-@operation(GROUP, "`model.to('meta')`")
-def to_meta(subject: Subject) -> None:
-    layer = _warm(subject).to("meta")
-    assert layer.weight.is_meta
-    assert layer.weight.shape == (N, K)
-
-
-@operation(GROUP, "`share_memory_`, another process")
-def share_memory(subject: Subject) -> None:
-    layer = _warm(subject)
-    wanted = outputs(layer)
-    layer.share_memory()
-    assert layer.weight.is_shared()
-    same(outputs(layer), wanted, "in shared memory", 0)
-    from multiprocessing.reduction import ForkingPickler
-
-    import torch.multiprocessing  # noqa: F401  registers how tensors reach another process
-
-    buffer = io.BytesIO()
-    ForkingPickler(buffer, 2).dump(layer.state_dict())
-    state = pickle.loads(buffer.getvalue())
-    made = subject.layer(2).eval()
-    made.load_state_dict(state, assign=True)
-    same(outputs(made), wanted, "sent", 0)
 
 
 @operation(GROUP, "`type(p)(p.data, requires_grad=...)`, as accelerate does")

@@ -32,7 +32,8 @@ HEAD = """\
 
 Written by `python -m tests.attack.matrix --write`; `tests/attack` runs every cell. *works* means that the result was
 compared with one from elsewhere: a layer made anew from the same numbers, a copy, the arithmetic in torch operators.
-Where an operation is refused, its error is quoted, and nothing has changed after it.
+Where an operation is refused, its error is quoted, and nothing has changed after it. Copies, moves, compilers and
+several processes have [a page of their own](movement.md), over all kinds of tensors.
 
 Columns are families of recipes:
 """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor, nn
 
@@ -16,14 +14,6 @@ GROUP = "Compiler and function transforms"
 
 def _bound(subject: Subject) -> float:
     return 1e-4
-
-
-@operation(GROUP, "`torch.compile(fullgraph=True)`, `aot_eager`", few=True)
-def compiled(subject: Subject) -> None:
-    layer = subject.layer().eval()
-    run = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    with torch.no_grad():
-        same([run(x) for x in inputs()], outputs(layer), "compiled", _bound(subject))
 
 
 @operation(GROUP, "`model.compile()`", few=True)
@@ -87,25 +77,6 @@ def quantize_inside(subject: Subject) -> None:
     assert y.shape == (3, layer.out_features)
 
 
-@operation(GROUP, "`torch.export.export`", few=True)
-def exported(subject: Subject) -> None:
-    layer = subject.layer().eval()
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        program = torch.export.export(layer, (inputs()[1],))
-        same([program.module()(inputs()[1])], [layer(inputs()[1])], "exported", _bound(subject))
-
-
-@operation(GROUP, "`torch.func.functional_call`")
-def functional_call(subject: Subject) -> None:
-    layer, other = subject.layer().eval(), subject.layer(2).eval()
-    with torch.no_grad():
-        got = [torch.func.functional_call(layer, dict(other.state_dict()), (x,)) for x in inputs()]
-        own = [torch.func.functional_call(layer, dict(layer.named_parameters()), (x,)) for x in inputs()]
-    same(got, outputs(other), "called with the parameters of another")
-    same(own, outputs(layer), "called with its own")
-
-
 @operation(GROUP, "`torch.func.grad` to the input", refuses=r"torch\.func|functorch|vmap")
 def func_grad(subject: Subject) -> None:
     layer, x = subject.layer().eval(), inputs()[1]
@@ -114,15 +85,6 @@ def func_grad(subject: Subject) -> None:
     layer(leaf).square().sum().backward()
     assert leaf.grad is not None
     same([got], [leaf.grad], "the gradient")
-
-
-@operation(GROUP, "`torch.func.vmap`", refuses=r"torch\.func|functorch|vmap")
-def func_vmap(subject: Subject) -> None:
-    layer, x = subject.layer().eval(), inputs()[2].reshape(4, 16, -1)
-    with torch.no_grad():
-        got = torch.func.vmap(layer)(x)
-        wanted = torch.stack([layer(rows) for rows in x])
-    same([got], [wanted], "by vmap")
 
 
 @operation(GROUP, "`torch.utils.checkpoint`")

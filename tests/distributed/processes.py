@@ -19,14 +19,21 @@ SECONDS = 60
 
 
 def run(name: str, *arguments: str, seconds: float = 240, ranks: int = 2) -> None:
-    """Run the file `name` of this folder in `ranks` processes.
+    """Run a file in `ranks` processes.
+
+    Args:
+        name: path of the file from this folder.
+        arguments: of its `main`.
+        seconds: what it may take.
+        ranks: number of processes.
+
 
     Raises:
         AssertionError: a rank failed.
         TimeoutExpired: they took longer than `seconds`.
     """
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"]
-    command += ["--rdzv-endpoint=localhost:0", str(Path(__file__).with_name(name)), *arguments]
+    command += ["--rdzv-endpoint=localhost:0", str(Path(__file__).parent / name), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=seconds, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]

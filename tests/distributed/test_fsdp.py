@@ -1,4 +1,4 @@
-"""FSDP2 of quantized weights in two processes: exactly what one process computes, for even and uneven shards."""
+"""FSDP2 of quantized weights in two processes: what `tests.movement` does not ask for each kind of tensor."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", ["recipes", "others"])
-def test_fsdp(name: str) -> None:
-    run("fsdp_worker.py", name)
+def test_fsdp() -> None:
+    run("fsdp_worker.py")
+
+
+def test_a_mesh_of_two_axes() -> None:
+    """Two replicas of two shards."""
+    run("hsdp_worker.py", ranks=4)

@@ -57,10 +57,10 @@ class FakeQuantizedWeight(MasterWeight):
         if spec.transposed or spec.partial:
             raise ValueError("embedding takes the whole weight, this is a view of it")
         if not spec.rows_are_independent:
-            return functional.embedding(ids, spec.weight_values(self), **options)
+            return functional.embedding(ids, spec.weight_values(self), **options).to(self.dtype)
         # Rows are gathered first: fewer to quantize.
         rows = functional.embedding(ids.reshape(-1), floats_of(self), **options)
-        return spec.weight_values(rows).reshape(*ids.shape, self.shape[-1])
+        return spec.weight_values(rows).to(self.dtype).reshape(*ids.shape, self.shape[-1])
 
     def check_convert(self) -> None:
         self.qat_spec.recipe.check(self.master)

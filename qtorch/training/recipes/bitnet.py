@@ -69,20 +69,28 @@ class BitnetWeight(MasterWeight):
         codes = TERNARY.quantize(self.master, scale.reshape(1, 1), None)
         linear = self.training_spec.linear_spec
         assert linear is not None
-        return (pack_codes(codes, TERNARY.dtype),), (Scheme(linear, tuple(outer_size), dtype), scale)
+        sent = pack_codes(codes, TERNARY.dtype)
+        if outer_size[0] % mesh.size():  # shards of different sizes send tensors of the padded size: a byte a weight
+            missing = -(-outer_size[0] // mesh.size()) - codes.shape[0]
+            sent = torch.cat([codes, codes.new_zeros((missing, *codes.shape[1:]))])
+        return (sent,), (Scheme(linear, tuple(outer_size), dtype), scale)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         scheme, scale = metadata
-        (qdata,) = all_gather_outputs
-        if out is not None:  # its codes are the gathered memory itself
+        (sent,) = all_gather_outputs
+        is_packed = sent.shape[1:] != scheme.shape[1:]
+        qdata = sent if is_packed else pack_codes(sent[: scheme.shape[0]], TERNARY.dtype)
+        if out is not None:  # packed codes are the gathered memory itself
             # The numbers that the forward had: no change, for a backward that has kept them.
-            with torch.autograd._unsafe_preserve_version_counter(out.scale):
+            with torch.autograd._unsafe_preserve_version_counter((out.qdata, out.scale)):
                 out.scale.copy_(scale.expand_as(out.scale))
+                if not is_packed:
+                    out.qdata.copy_(qdata)
             return None
         scales = scale_per_row(scale.reshape(1, 1), scheme.shape[0]).contiguous()
-        return CodesWeight({"qdata": qdata, "scale": scales}, scheme), all_gather_outputs
+        return CodesWeight({"qdata": qdata, "scale": scales}, scheme), (qdata,)
 
 
 @torch.no_grad()

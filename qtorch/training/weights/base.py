@@ -59,7 +59,7 @@ class TrainingWeight(QuantizedTensor):
         spec = self.training_spec.output.rhs
         if spec is not None:
             rows = spec.to_nearest().fake_quantize(rows)
-        return functional.embedding(ids, rows, **options)
+        return functional.embedding(ids, rows, **options).to(self.dtype)
 
     @classmethod
     @starts_no_graph

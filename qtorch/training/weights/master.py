@@ -63,6 +63,7 @@ PRODUCTS = {
     aten.baddbmm.default,
     aten.bmm.default,
     aten.convolution.default,
+    aten.embedding.default,
     aten.linear.default,
     aten.matmul.default,
     aten.mm.default,
@@ -76,11 +77,17 @@ CHECKED_UPDATES = (1, 2, 10, 100, 1000)
 @jsonable
 @dataclass(frozen=True)
 class TrainingScheme:
-    """Metadata of a `MasterWeight`. Kernels read it as the scheme of the converted weight."""
+    """Metadata of a `MasterWeight`. Kernels read it as the scheme of the converted weight.
+
+    Args:
+        dtype: of the weight: of its gradient, and of the inputs that it takes.
+        master_dtype: of `master`, where that is another one: under mixed precision codes are made of all its bits.
+    """
 
     training: TrainingSpec | Any
     shape: tuple[int, ...]
     dtype: torch.dtype
+    master_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", constant_shape(self.shape))
@@ -119,18 +126,18 @@ class MasterWeight(TrainingWeight):
     def forms(cls, scheme: Any) -> Forms:
         if not isinstance(scheme.training, cls.training_type):
             raise ValueError(f"a {cls.__name__} has a {cls.training_type.__name__}, got {scheme.training!r}")
-        return {"master": (Form(scheme.shape, {scheme.dtype}),)}
+        return {"master": (Form(scheme.shape, {scheme.master_dtype or scheme.dtype}),)}
 
     @staticmethod
     def __new__(cls: Any, tensors: Any, scheme: Any = None, requires_grad: bool = False) -> MasterWeight:
-        master = parts_of(cls, tensors, scheme)[0]["master"]
-        assert master is not None
+        parts, scheme = parts_of(cls, tensors, scheme)
+        master: Any = parts["master"]
         wrapper = torch.Tensor._make_wrapper_subclass(
             cls,
             master.shape,
             strides=master.stride(),
             storage_offset=master.storage_offset(),
-            dtype=master.dtype,
+            dtype=scheme.dtype,
             device=master.device,
         )
         return without_memory(wrapper)
@@ -140,9 +147,10 @@ class MasterWeight(TrainingWeight):
         return ("master",)
 
     @classmethod
-    def of(cls, master: Tensor, spec: TrainingSpec | Any) -> MasterWeight:
-        """A weight in training that holds `master` itself."""
-        return cls({"master": master}, TrainingScheme(spec, tuple(master.shape), master.dtype))
+    def of(cls, master: Tensor, spec: TrainingSpec | Any, dtype: torch.dtype | None = None) -> MasterWeight:
+        """A weight in training that holds `master` itself; `dtype` is its own, if not that of `master`."""
+        held = None if dtype in (None, master.dtype) else master.dtype
+        return cls({"master": master}, TrainingScheme(spec, tuple(master.shape), dtype or master.dtype, held))
 
     @property
     def training_spec(self) -> TrainingSpec:
@@ -157,7 +165,7 @@ class MasterWeight(TrainingWeight):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The master weight itself, which holds all of its precision."""
-        return self.master.to(dtype or self.master.dtype)
+        return self.master.to(dtype or self.dtype)
 
     def convert(self) -> Tensor:
         """The master weight as the forward quantizes it; itself, plain, if the forward does not.
@@ -193,7 +201,11 @@ class MasterWeight(TrainingWeight):
         raise ValueError("a weight in training is not converted yet: quantize_(model, convert()), or torch.save it")
 
     def map_inner(self, function: Callable[[Tensor], Tensor], scheme: Any = None) -> MasterWeight:
-        return type(self).of(function(self.master), self._training)
+        return self._like(function(self.master), self._training)
+
+    def _like(self, master: Tensor, training: TrainingSpec | Any) -> MasterWeight:
+        """Another master weight as a weight of this dtype, unless it is in another dtype than that of this one."""
+        return type(self).of(master, training, self.dtype if master.dtype == self.master.dtype else None)
 
     @property
     def _training(self) -> TrainingSpec | Any:
@@ -219,13 +231,20 @@ class MasterWeight(TrainingWeight):
         weight = next((arg for arg in args if isinstance(arg, cls)), None)
         if weight is not None and weight is args[0] and is_narrow(weight.dtype) and func._schema.is_mutable:
             return weight._checked_update(func, args, kwargs)
-        plain_args, plain_kwargs = tree_map_only(cls, lambda w: w.master, (args, kwargs))
+        if func in KEEPS_TYPE and weight is not None and kwargs.get("dtype") is weight.dtype:
+            kwargs = {name: value for name, value in kwargs.items() if name != "dtype"}  # a move alone
+        keeps = func in KEEPS_TYPE and weight is not None and kwargs.get("dtype") is None
+        whole = keeps or func._schema.is_mutable
+        plain_args, plain_kwargs = tree_map_only(
+            cls, lambda w: w.master if whole else w.master.to(w.dtype), (args, kwargs)
+        )
         result = func(*plain_args, **plain_kwargs)
         if func._schema.is_mutable:
             _count_writes(func, plain_args, plain_kwargs)
         if func in KEEPS_TYPE and weight is not None:
             spec = weight._training_of_view(func, args)
-            result = tree_map_only(Tensor, lambda tensor: cls.of(tensor, spec), result)
+            like = weight._like if keeps else cls.of
+            result = tree_map_only(Tensor, lambda tensor: like(tensor, spec), result)
         return return_and_correct_aliasing(func, args, kwargs, result)
 
     def _checked_update(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -242,26 +261,32 @@ class MasterWeight(TrainingWeight):
             warn_of_lost_updates(before, self.master, wanted)
         return self
 
-    # --- FSDP2 gathers the master weight ---
+    # --- FSDP2 gathers the master weight; under mixed precision the weight has the dtype of the policy ---
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
+        # Codes are made of all bits of the weight; where it has none, products take the rounded weight.
         dtype = None if mp_policy is None else mp_policy.param_dtype
-        master = self.master if dtype is None else self.master.to(dtype)
+        master = self.master if dtype is None or self._makes_codes() else self.master.to(dtype)
         of_rows = master.shape[1:] == outer_size[1:]
         if of_rows and (missing := -(-outer_size[0] // mesh.size()) - master.shape[0]):
             # All shards send the padded size; padding is zeros at the end of the last shards.
             master = torch.cat([master, master.new_zeros((missing, *master.shape[1:]))])
-        return (master,), (self._training_of_whole(), outer_size[0] if of_rows else None)
+        return (master,), (self._training_of_whole(), outer_size[0] if of_rows else None, dtype)
+
+    def _makes_codes(self) -> bool:
+        """Whether a product quantizes the weight."""
+        spec = self._training
+        return not isinstance(spec, TrainingSpec) or spec.output.rhs is not None or spec.grad_input.rhs is not None
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        (master,), (training, rows) = all_gather_outputs, metadata
+        (master,), (training, rows, dtype) = all_gather_outputs, metadata
         if out is not None:
             return None  # its master is the gathered memory itself
-        return type(self).of(master[:rows], training), all_gather_outputs
+        return type(self).of(master[:rows], training, dtype), all_gather_outputs
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""

@@ -1,0 +1,269 @@
+"""The rows of docs/reference/movement.md: every kind of quantized tensor, in a small module that uses it.
+
+A new recipe is a row by itself. Modules of the same seed are equal, and so are those of another number of rows up to
+their rows, so that every process can make the same one.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtorch import (
+    LinearSpec,
+    MappingType,
+    PerGroup,
+    QuantSpec,
+    TensorCoreTiledLayout,
+    ZeroPointDomain,
+    block_sparse,
+    int4_weight_only,
+    int8_dynamic_activation_int8_weight,
+    int8_weight_only,
+    nf4_weight_only,
+    quantize_,
+)
+from qtorch.dtypes import AffineQuantizedTensor, PlainLayout, to_uintx
+from qtorch.misfit import Padded
+from qtorch.prepared_module import PreparedModule
+from qtorch.primitives import qdtype
+from qtorch.training import int8_mixed_precision_training, int8_weight_only_quantized_training, optim, qat
+from qtorch.training.optim.projection import stored
+from tests import every_recipe
+from tests.attack import training_recipes
+
+K = 64
+"""Features of the inputs."""
+
+FROZEN, LAYOUT, FORM = "Frozen weights of linear layers", "In other layouts", "Frozen weights of other modules"
+TRAINING, OTHER = "Weights in training", "Other tensors"
+FAMILIES = (FROZEN, LAYOUT, FORM, TRAINING, OTHER)
+
+Make = Callable[[int, int], nn.Module]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A row.
+
+    Attributes:
+        name, family: on the page.
+        module: (seed, rows) -> a module whose parameter `weight` has that many rows.
+        inputs: what it is called with.
+        rows: an even number, and one that two processes do not divide.
+        recipe: of `quantize_`, if it is a recipe for a linear layer.
+        multiplies: whether products are called with it.
+    """
+
+    name: str
+    family: str
+    module: Make
+    inputs: Callable[[], Tensor]
+    rows: tuple[int, int] = (64, 97)
+    recipe: Any = None
+    multiplies: bool = True
+
+    def __str__(self) -> str:
+        return self.name
+
+    def make(self, seed: int = 0, rows: int | None = None) -> nn.Module:
+        """The module; ranges that are learned or observed have had an input, the same for all seeds."""
+        with torch.random.fork_rng(), warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(seed)
+            module = self.module(seed, rows or self.rows[0])
+            if any(isinstance(part, PreparedModule) for part in module.modules()):
+                module(self.inputs())
+        return module
+
+    @property
+    def trains(self) -> bool:
+        return self.family == TRAINING
+
+
+def normal(*shape: int, seed: int = 1) -> Tensor:
+    """The same numbers for one seed, and for fewer rows the first of them."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- modules ---
+
+
+def _linear(recipe: Any, columns: int = K) -> Make:
+    def make(seed: int, rows: int) -> nn.Module:
+        layer = nn.Linear(columns, rows)
+        quantize_(layer, recipe)
+        return layer
+
+    return make
+
+
+def _quantized(layer: nn.Module, recipe: Any) -> nn.Module:
+    quantize_(nn.ModuleDict({"layer": layer}), {"layer": recipe})
+    return layer
+
+
+def _conv(recipe: Any) -> Make:
+    return lambda seed, rows: _quantized(nn.Conv2d(8, rows, 3), recipe)
+
+
+def _embedding(recipe: Any) -> Make:
+    return lambda seed, rows: _quantized(nn.Embedding(rows, K), recipe)
+
+
+class Experts(nn.Module):
+    """Matrices (E, N, K), each with inputs of its own."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(experts, 32, K) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x.expand(len(self.weight), -1, -1), self.weight.mT)
+
+
+def _experts(recipe: Any) -> Make:
+    def make(seed: int, rows: int) -> nn.Module:
+        module = Experts(rows)
+        weight = recipe.apply(module.weight.detach())
+        module.weight = nn.Parameter(weight, hasattr(recipe, "training_spec") or isinstance(recipe, qat))
+        return module
+
+    return make
+
+
+class Conv1D(nn.Module):
+    """As in GPT-2: the weight is (inputs, outputs)."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / 8)
+        self.bias = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+def _transposed(recipe: Any) -> Make:
+    """Its rows are the inputs."""
+
+    def make(seed: int, rows: int) -> nn.Module:
+        return _quantized(Conv1D(K, rows), recipe)
+
+    return make
+
+
+class Read(nn.Module):
+    """A tensor that is read and multiplies nothing."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:1, :1] + self.weight.dequantize()
+
+
+def _moment(name: str, key: str) -> Make:
+    """A state of an optimizer after a step."""
+
+    def make(seed: int, rows: int) -> nn.Module:
+        layer = nn.Linear(K, rows, bias=False)
+        optimizer = getattr(optim, name)(layer.parameters())
+        layer.weight.grad = torch.randn(rows, K)
+        optimizer.step()
+        return Read(optimizer.state[layer.weight][key])
+
+    return make
+
+
+def _uintx(seed: int, rows: int) -> nn.Module:
+    return Read(to_uintx(torch.randint(0, 8, (rows, K), dtype=torch.uint8), torch.uint3))
+
+
+def _of_spec(spec: LinearSpec, dtype: torch.dtype = torch.float32) -> Make:
+    def make(seed: int, rows: int) -> nn.Module:
+        layer = nn.Linear(K, rows)
+        weight = AffineQuantizedTensor.from_float(layer.weight.detach().to(dtype), spec).to(torch.float32)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        return layer
+
+    return make
+
+
+# --- the table ---
+
+rows_of = functools.partial(normal, 8, K)
+images = functools.partial(normal, 4, 8, 5, 5)
+INT4 = int4_weight_only(group_size=32)
+INT4_ROWS = LinearSpec(QuantSpec(qdtype("uint4"), PerGroup(32), MappingType.ASYMMETRIC), layout=PlainLayout())
+
+
+def ids() -> Tensor:
+    return torch.tensor([[0, 3, 60], [5, 3, 63]])
+
+
+def _forms(name: str, recipe: Any, family: str, of_conv: Any = None) -> list[Kind]:
+    """A recipe for the weights of other modules than linear layers."""
+    return [
+        Kind(f"{name}, a convolution", family, _conv(of_conv or recipe), images, (16, 13)),
+        Kind(f"{name}, an embedding", family, _embedding(recipe), ids),
+        Kind(f"{name}, experts", family, _experts(recipe), functools.partial(normal, 1, 4, K), (4, 3)),
+    ]
+
+
+def _kinds() -> list[Kind]:
+    tiled = int4_weight_only(32, ZeroPointDomain.FLOAT, layout=TensorCoreTiledLayout())
+    sparse = block_sparse(int8_dynamic_activation_int8_weight(), 0.5, block_size=16)
+    recipes = {name: every_recipe.make(name, 32) for name in every_recipe.NAMES}
+    found = [Kind(name, FROZEN, _linear(recipe), rows_of, recipe=recipe) for name, recipe in recipes.items()]
+    found += [
+        Kind("int4, a byte each", LAYOUT, _of_spec(INT4_ROWS), rows_of),
+        Kind("int4, TensorCoreTiledLayout", LAYOUT, _linear(tiled), rows_of, recipe=tiled),
+        Kind("block_sparse", LAYOUT, _linear(sparse), rows_of, (64, 80), recipe=sparse),
+        Kind("int4, last group padded", LAYOUT, _linear(Padded(INT4, 24), 40), functools.partial(normal, 8, 40)),
+    ]
+    of_conv = int4_weight_only(group_size=24)
+    for name, recipe in (("int8", int8_weight_only()), ("int4", INT4), ("nf4", nf4_weight_only())):
+        others = _forms(name, recipe, FORM, None if name == "int8" else replace(recipe, group_size=24))
+        found += others
+        found.append(Kind(f"{name}, Conv1D of GPT-2", FORM, _transposed(recipe), rows_of))
+    dynamic = int8_dynamic_activation_int8_weight()
+    found.append(Kind("int8 inputs, a convolution", FORM, _conv(dynamic), images, (16, 13)))
+    for name in [*training_recipes.NAMES, *training_recipes.VARIANTS]:
+        recipe = training_recipes.make(name)
+        rows = (64, 96) if name == "int8_tilewise_training" else (64, 97)  # blocks of 32 rows
+        found.append(Kind(name, TRAINING, _linear(recipe), rows_of, rows, recipe))
+    for name, recipe in (
+        ("int8 mixed precision", int8_mixed_precision_training()),
+        ("int8 codes", int8_weight_only_quantized_training()),
+        ("qat", qat(INT4)),
+    ):
+        found += _forms(name, recipe, TRAINING, qat(of_conv) if name == "qat" else None)
+    for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8"):
+        found += [
+            Kind(f"{name}, {key}", OTHER, _moment(name, key), rows_of, multiplies=False)
+            for key in ("exp_avg", "exp_avg_sq")
+        ]
+    found.append(
+        Kind(
+            "QGaLore, projection",
+            OTHER,
+            lambda seed, rows: Read(stored(torch.randn(rows, K))),
+            rows_of,
+            multiplies=False,
+        )
+    )
+    found.append(Kind("to_uintx", OTHER, _uintx, rows_of, multiplies=False))
+    return found
+
+
+KINDS = _kinds()
+BY_NAME = {kind.name: kind for kind in KINDS}
+assert len(BY_NAME) == len(KINDS)

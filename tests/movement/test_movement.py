@@ -1,0 +1,78 @@
+"""Every kind of tensor through every movement: yes, or the reason that docs/reference/movement.md gives.
+
+After a change: `python -m tests.movement.table --write`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qtorch.dtypes import QuantizedTensor
+from tests.movement import table
+from tests.movement.across import ACROSS
+from tests.movement.kinds import KINDS
+from tests.movement.movements import MOVEMENTS, Movement, outcome
+from tests.movement.reasons import REASONS
+
+
+def check(name: str) -> None:
+    found = table.cells([name])[name]
+    wrong = [f"{kind}: {cell}" for kind, cell in found.items() if cell.startswith("wrong")]
+    assert not wrong, f"{name}: {len(wrong)} of {len(found)} cells\n" + "\n".join(wrong)
+    assert found == table.read(table.PAGE.read_text())[name], "python -m tests.movement.table --write"
+
+
+@pytest.mark.parametrize("name", MOVEMENTS)
+def test_in_one_process(name: str) -> None:
+    check(name)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+@pytest.mark.parametrize("name", ACROSS)
+def test_between_processes(name: str) -> None:
+    check(name)
+
+
+def test_the_page_is_what_is_written() -> None:
+    text = table.PAGE.read_text()
+    assert table.page(table.read(text)) == text, "python -m tests.movement.table --write"
+    used = {cell for column in table.read(text).values() for cell in column.values()} - {"yes"}
+    assert used == set(REASONS), "every reason is that of a cell"
+
+
+def test_every_class_of_tensors_is_a_row() -> None:
+    def subclasses(cls: type) -> set[type]:
+        return {cls, *(found for sub in cls.__subclasses__() for found in subclasses(sub))}
+
+    found = {type(kind.make().weight.detach()) for kind in KINDS}  # type: ignore[operator]
+    bases = {
+        cls
+        for cls in subclasses(QuantizedTensor)
+        if cls.__name__ in ("QuantizedTensor", "MatrixWeight", "TrainingWeight")
+    }
+    own = {cls for cls in subclasses(QuantizedTensor) if cls.__module__.startswith("qtorch.")}
+    assert own - bases <= found
+
+
+def test_an_outcome_is_one_of_three() -> None:
+    """A change, an unclear error and an error with other words are wrong."""
+
+    def raising(error: Exception) -> Movement:
+        def run(case: object) -> None:
+            raise error
+
+        return Movement("", "", run)
+
+    def changing(case: object) -> None:
+        with torch.no_grad():
+            case.weight.qdata.zero_()  # type: ignore[attr-defined]
+        raise ValueError("the slice cuts blocks of 32")
+
+    kind = KINDS[0]
+    assert outcome(raising(ValueError("the slice cuts blocks of 32")), kind) == "blocks"
+    assert outcome(raising(ValueError("no")), kind) == "wrong: ValueError: no"
+    assert outcome(raising(KeyError("cuts blocks of 32")), kind).startswith("wrong: KeyError")
+    assert outcome(raising(AssertionError("other numbers")), kind) == "wrong: other numbers"
+    assert outcome(Movement("", "", changing), kind).startswith("wrong: after the error")
