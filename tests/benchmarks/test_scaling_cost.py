@@ -1,5 +1,4 @@
-"""benchmarks/scaling_cost.py: numbers computed by hand, the bytes that weights really send, and tables that are those of
-the page."""
+"""benchmarks/scaling_cost.py: numbers computed by hand, bytes that weights really send, and the tables of its page."""
 
 from __future__ import annotations
 

@@ -42,6 +42,8 @@ from qtorch.training import (
     int8_mixed_precision_training,
     int8_tilewise_training,
     int8_weight_only_quantized_training,
+    lora_qat,
+    lsq,
     mixed_precision_training,
     mxfp8_training,
     qat,
@@ -286,9 +288,14 @@ def check_refused(mesh: Any) -> None:
         with pytest.raises(ValueError, match=f"(?s)RowwiseParallel: Linear.*{match}"):
             parallelize_module(model, mesh, {"2": RowwiseParallel()})
     spec = TrainingSpec(GemmSpec(int8(), int8()))
-    model = build(scheduled_training(spec, QuantizationSchedule(start_step=2)))
-    with pytest.raises(ValueError, match=r"(?s)ColwiseParallel: .*a schedule of its own"):
-        parallelize_module(model, mesh, {"0": ColwiseParallel()})
+    for recipe in (
+        scheduled_training(spec, QuantizationSchedule(start_step=2)),
+        lsq(weight_bits=4, activation_bits=8),
+        lora_qat(int4_weight_only(group_size=32), rank=4),
+    ):
+        model = build(recipe)
+        with pytest.raises(ValueError, match=r"(?s)ColwiseParallel: .*a schedule of its own"):
+            parallelize_module(model, mesh, {"0": ColwiseParallel()})
     table = nn.Embedding(64, 32)
     table.weight = nn.Parameter(MasterWeight.of(table.weight.detach(), spec))
     for style in (ColwiseParallel(), RowwiseParallel()):
