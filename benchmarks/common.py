@@ -65,11 +65,13 @@ def save(name: str, rows: list[dict[str, Any]]) -> None:
 DOCS = Path(__file__).parent.parent / "docs" / "performance" / "results.md"
 
 
-def write_docs(name: str, text: str) -> None:
-    """Put `text` into the page of results, between the marks ``<!-- name: begin -->`` and ``<!-- name: end -->``."""
+def write_docs(name: str, text: str, docs: Path | None = None) -> None:
+    """Put `text` into a page, by default that of results, between the marks ``<!-- name: begin -->`` and
+    ``<!-- name: end -->``."""
+    docs = docs or DOCS
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    page = DOCS.read_text()
+    page = docs.read_text()
     before, after = page.partition(begin)[0], page.partition(end)[2]
     if begin not in page or end not in page:
-        raise ValueError(f"{DOCS} has no {begin} and {end}")
-    DOCS.write_text(f"{before}{begin}\n{text.strip()}\n{end}{after}")
+        raise ValueError(f"{docs} has no {begin} and {end}")
+    docs.write_text(f"{before}{begin}\n{text.strip()}\n{end}{after}")

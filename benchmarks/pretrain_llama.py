@@ -7,6 +7,7 @@ depend on the seed and the step alone, so that every recipe sees the same ones.
     python -m benchmarks.pretrain_llama --recipe int8_mixed_precision [--size 2M] [--steps 600] [--resume]
     python -m benchmarks.pretrain_llama --optimizer adamw_8bit [--seed 1]
     python -m benchmarks.pretrain_llama --plot curves.png             of all runs in benchmarks/results/pretrain_llama
+    torchrun --nproc-per-node=8 -m benchmarks.pretrain_llama ...      sharded by FSDP2: see docs/guides/scaling.md
 
 Each run writes a CSV: step, tokens, training loss, validation loss, tokens a second, peak memory in MB.
 """
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 
 import qtorch
 from benchmarks.common import RESULTS
+from benchmarks.ranks import Ranks
 from qtorch.quantize_api import Recipe
 from qtorch.training import (
     AdamW4bit,
@@ -51,12 +53,14 @@ from qtorch.training import (
     int8_weight_only_quantized_training,
     mixed_precision_training,
     mxfp8_training,
+    precompute_bitnet_scale_for_fsdp,
     switchback_training,
 )
 
 OUTPUT = RESULTS / "pretrain_llama"
 
 SIZES = {  # hidden size, intermediate size, layers, heads
+    "100k": (64, 176, 2, 2),
     "1M": (128, 352, 5, 4),
     "2M": (192, 512, 5, 6),
     "8M": (320, 864, 7, 5),
@@ -208,21 +212,23 @@ def peak_memory(device: str) -> float:
 
 
 class Run:
-    """One training run and its files."""
+    """One training run and its files. Each of several processes has `options.batch` rows of a batch."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
+    def __init__(self, options: argparse.Namespace, ranks: Ranks) -> None:
+        self.options, self.ranks = options, ranks
         name = options.name or options.recipe + ("_extra_norms" if options.extra_norms else "")
         if not options.name and options.optimizer != "adamw":
             name = options.optimizer if options.recipe == "float" else f"{name}_{options.optimizer}"
         if not options.name and options.seed:
             name += f"_seed{options.seed}"
-        OUTPUT.mkdir(parents=True, exist_ok=True)
-        self.csv = OUTPUT / f"{name}.csv"
+        output = Path(options.output)
+        output.mkdir(parents=True, exist_ok=True)
+        self.csv = output / f"{name}.csv"
         self.checkpoint = Path(options.checkpoint) if options.checkpoint else None
         torch.manual_seed(options.seed)
         self.text = read_text(options.data)
-        self.validation = self.text.validation_batches(options.validation_batches, options.batch, options.length)
+        self.rows_a_step = options.batch * ranks.count
+        self.validation = self.text.validation_batches(options.validation_batches, self.rows_a_step, options.length)
         model = make_model(options.size, options.length, options.extra_norms or options.recipe == "bitnet")
         self.model = model.to(options.device, getattr(torch, options.dtype))
         self.parameters = sum(p.numel() for p in model.parameters())
@@ -230,6 +236,8 @@ class Run:
             qtorch.quantize_(
                 self.model, recipe, lambda module, name: isinstance(module, nn.Linear) and "head" not in name
             )
+        if ranks.sharded:
+            ranks.shard(self.model, self.model.model.layers, getattr(torch, options.gather_dtype))
         self.optimizer: Any = OPTIMIZERS[options.optimizer](
             self.model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay
         )
@@ -238,7 +246,9 @@ class Run:
         self.rows: list[dict[str, Any]] = []
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Of the rows of this process."""
         device = self.options.device
+        inputs, targets = self.ranks.part(inputs), self.ranks.part(targets)
         autocast = torch.autocast(device, torch.bfloat16) if self.options.autocast else contextlib.nullcontext()
         with autocast:
             logits = self.forward(input_ids=inputs.to(device)).logits
@@ -247,44 +257,47 @@ class Run:
     @torch.no_grad()
     def validate(self) -> float:
         self.model.eval()
-        losses = [self.loss(*batch).item() for batch in self.validation]
+        losses = [self.ranks.mean(self.loss(*batch).item()) for batch in self.validation]
         self.model.train()
         return sum(losses) / len(losses)
 
     def save(self) -> None:
-        if self.checkpoint is not None:
-            state = {
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "step": self.step,
-                "random": torch.get_rng_state(),
-                "rows": self.rows,
-            }
-            torch.save(state, self.checkpoint)
+        if self.checkpoint is None:
+            return
+        rest = {"step": self.step, "random": torch.get_rng_state(), "rows": self.rows}
+        if self.ranks.sharded or self.checkpoint.is_dir():
+            self.ranks.save(self.checkpoint, self.model, self.optimizer, rest)
+            return
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), **rest}
+        torch.save(state, self.checkpoint)
 
     def resume(self) -> None:
         if self.checkpoint is None or not self.checkpoint.exists():
             return
-        state = torch.load(self.checkpoint, weights_only=True)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        if self.checkpoint.is_dir():  # of any number of processes
+            state = self.ranks.load(self.checkpoint, self.model, self.optimizer)
+        else:
+            state = torch.load(self.checkpoint, weights_only=True)
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.rows = state["step"], state["rows"]
         torch.set_rng_state(state["random"])
 
     def train(self) -> None:
         options = self.options
-        tokens_a_step = options.batch * options.length
+        tokens_a_step = self.rows_a_step * options.length
         mark, since, total = time.perf_counter(), 0, 0.0
         self.model.train()
         while self.step < options.steps:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self.step, options)
-            loss = self.loss(*self.text.batch(options.seed, self.step, options.batch, options.length))
+            loss = self.loss(*self.text.batch(options.seed, self.step, self.rows_a_step, options.length))
             loss.backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self.step, since, total = self.step + 1, since + 1, total + loss.item()
+            precompute_bitnet_scale_for_fsdp(self.model)
+            self.step, since, total = self.step + 1, since + 1, total + self.ranks.mean(loss.item())
             if self.step % options.log_every and self.step != options.steps:
                 continue
             seconds = time.perf_counter() - mark
@@ -298,8 +311,10 @@ class Run:
                 "peak_memory_mb": round(peak_memory(options.device)),
             }
             self.rows.append(row)
-            print(f"{options.recipe:24s}", *(f"{key} {value}" for key, value in row.items() if value != ""), flush=True)
-            self.write()
+            if self.ranks.is_first:
+                said = (f"{key} {value}" for key, value in row.items() if value != "")
+                print(f"{options.recipe:24s}", *said, flush=True)
+                self.write()
             if due:
                 self.save()
             mark, since, total = time.perf_counter(), 0, 0.0
@@ -377,7 +392,7 @@ def main() -> None:
     parser.add_argument("--extra-norms", action="store_true", help="BitNet's norms (always there for bitnet)")
     parser.add_argument("--data", help="a text file or a folder; default: the standard library's source")
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=4, help="rows of a step, of each process under torchrun")
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--warmup", type=int, default=50)
@@ -387,23 +402,29 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--autocast", action="store_true", help="bf16 autocast")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument(
+        "--gather-dtype", default="float32", choices=["float32", "bfloat16"], help="of floats that FSDP2 gathers"
+    )
     parser.add_argument("--log-every", type=int, default=10)
     parser.add_argument("--validate-every", type=int, default=50)
     parser.add_argument("--validation-batches", type=int, default=32)
-    parser.add_argument("--checkpoint", help="file to save to after each validation")
+    parser.add_argument("--checkpoint", help="file to save to after each validation, under torchrun a folder")
     parser.add_argument("--resume", action="store_true", help="from the checkpoint, if it is there")
     parser.add_argument("--name", help="of the CSV file; default: the recipe and the optimizer")
+    parser.add_argument("--output", default=OUTPUT, help="folder of the CSV file")
     parser.add_argument("--plot", metavar="PNG", help="plot all runs and print their table; train nothing")
     options = parser.parse_args()
     if options.plot:
         plot(options.plot)
         print(table())
         return
-    run = Run(options)
-    print(f"{options.recipe}: {run.parameters:,} parameters, {len(run.text.train):,} bytes of text", flush=True)
-    if options.resume:
-        run.resume()
-    run.train()
+    with Ranks.of_this_run(options.device) as ranks:
+        run = Run(options, ranks)
+        if ranks.is_first:
+            print(f"{options.recipe}: {run.parameters:,} parameters, {len(run.text.train):,} bytes of text", flush=True)
+        if options.resume:
+            run.resume()
+        run.train()
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ FLOORS: list[list[str]] = [
     ["training/quantization_aware/converted_conv"],
     ["training/quantization_aware/fake_quantize"],
     ["training/quantization_aware/qat_spec", "training/quantization_aware/quantizers/base"],
-    ["training/quantization_aware/quantizers"],
+    ["training/quantization_aware/quantizers", "training/quantization_aware/split"],
     ["training/quantization_aware/weight"],
     ["training/quantization_aware/layers"],
     ["training/quantization_aware/recipes"],

@@ -80,6 +80,9 @@ class Gathered:
         padded = replace(self.scheme, shape=(-(-shape[0] // ranks), *shape[1:]))
         kind: Any = type(self)
         inner, names = self.inner_tensors, names_of_rows(kind, scheme)
+        if ranks == 1:
+            # Of a single shard, torch 2.13 passes on one tensor; the others are here already.
+            names = names[:1]
         shared = {name: tensor for name, tensor in inner.items() if name not in names}
         gathering = Gathering(scheme, padded, ranks, names, shared, _versions(inner.values()))
         parts = [inner[name].contiguous() for name in names]

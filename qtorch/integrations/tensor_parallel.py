@@ -1,11 +1,14 @@
-"""Tensor parallelism of layers that quantize their input while they run.
+"""Tensor parallelism of layers that quantize their operands while they run: the numbers of one process.
 
-torch's `ColwiseParallel`, `RowwiseParallel` and `SequenceParallel` take frozen quantized weights as they are. A
-row-wise layer has a part of each row of the input on each rank; where one scale is chosen for the whole row, parts of
-it would choose other scales than one process does. `RowwiseParallel` of this file chooses the scale of the whole row:
+Frozen weights: torch's styles take them as they are. A row-wise layer has a part of each row of the input on each rank;
+where one scale is chosen for the whole row, parts of it would choose other scales. `RowwiseParallel` of this file
+chooses the scale of the whole row:
 
     lowest, highest  <- the extremes of the row over all ranks     (one all-reduce of two numbers a row)
     y                 = sum over ranks of  scale * (codes @ weight codes)
+
+Weights in training take the two styles of this file, which choose the scales of all operands of the three products so,
+and add up integers before they are scaled (`training.engine.split`).
 """
 
 from __future__ import annotations
@@ -14,37 +17,134 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, parallel
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, parallel
 
 from ..dtypes import AffineQuantizedTensor, QuantizedTensor
-from ..dtypes.linear import multiply
+from ..dtypes.autocast import cast_for_product
+from ..dtypes.linear import check_dtype, multiply
+from ..prepared_module import PreparedModule
 from ..primitives.granularity import PerTensor
+from ..training.engine.split import Split, joined_extremes
 
-__all__ = ["RowwiseParallel"]
+__all__ = ["ColwiseParallel", "RowwiseParallel"]
+
+
+class ColwiseParallel(parallel.ColwiseParallel):
+    """`torch.distributed.tensor.parallel.ColwiseParallel`, also for linear layers whose weight is trained in low
+    precision by a recipe that keeps it in floating point. Other layers are those of torch.
+
+    Raises:
+        ValueError: such a layer could not have the numbers of one process; the error says why.
+    """
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
+        trains = _check(self, module, device_mesh, 0)
+        super()._partition_linear_fn(name, module, device_mesh)
+        if trains:
+            module.forward = _TrainingForward(module, device_mesh, 0)
+
+    def _partition_embedding_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
+        _check_embedding(self, module)
+        super()._partition_embedding_fn(name, module, device_mesh)
 
 
 class RowwiseParallel(parallel.RowwiseParallel):
     """`torch.distributed.tensor.parallel.RowwiseParallel`, equal to one process for inputs that are quantized by a
-    scale for each row, or one for all. Other layers are those of torch.
+    scale for each row, or one for all, and for linear layers as in `ColwiseParallel`. Other layers are those of torch.
 
     Raises:
         ValueError: the input is quantized in another way that depends on whole rows (NVFP4, whose scales have a scale
-            of the whole input; ranges that are not those of the extremes).
+            of the whole input; ranges that are not those of the extremes); or as for `ColwiseParallel`.
     """
 
+    def _partition_embedding_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
+        _check_embedding(self, module)
+        super()._partition_embedding_fn(name, module, device_mesh)
+
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
+        trains = _check(self, module, device_mesh, 1)
         super()._partition_linear_fn(name, module, device_mesh)
+        if trains:
+            module.forward = _TrainingForward(module, device_mesh, 1)
+            return
         weight: Any = module.weight
         local = weight.to_local() if isinstance(weight, DTensor) else weight
-        if not isinstance(local, QuantizedTensor) or local.trains or local.scheme.spec.static:
+        if not isinstance(local, QuantizedTensor) or local.scheme.spec.static:
             return
         activation = local.scheme.activation
         if activation is None or (activation.scale_spec is None and activation.granularity.pattern(2)[1] != -1):
             return  # the parts of a row are quantized one by one
         _check_depends_on_extremes(activation, name)
         module.forward = _Forward(module, device_mesh, self.output_layouts)
+
+
+def _check(style: parallel.ParallelStyle, module: nn.Module, mesh: Any, axis: int) -> bool:
+    """Whether the weight of a linear layer trains, and can be cut along `axis`.
+
+    Raises:
+        ValueError: it trains, and cannot be cut.
+    """
+    weight: Any = module.weight
+    trains = isinstance(weight, QuantizedTensor) and weight.trains
+    try:
+        if isinstance(module, PreparedModule):
+            raise ValueError("scales, ranges or a schedule of its own are those of the whole layer, on one process")
+        if trains:
+            whole, ranks = weight.shape[axis], mesh.size()
+            part = -(-whole // ranks)
+            if part * (ranks - 1) >= whole > 0 and ranks > 1:
+                raise ValueError(f"axis {axis} of the weight, of {whole} elements, leaves one of {ranks} ranks without")
+            weight.check_split("nk"[axis], part, whole)
+    except ValueError as error:
+        raise ValueError(f"{type(style).__name__}: {module}: {error}") from None
+    return trains
+
+
+def _local(input: Any) -> Tensor:
+    """The part of a DTensor on this rank, which kernels can read: a redistribution may still be under way."""
+    if isinstance(input._local_tensor, AsyncCollectiveTensor):
+        input._local_tensor = input._local_tensor.wait()
+    return input.to_local()
+
+
+def _check_embedding(style: parallel.ParallelStyle, module: nn.Module) -> None:
+    weight: Any = module.weight
+    if isinstance(weight, QuantizedTensor) and weight.trains:
+        raise ValueError(
+            f"{type(style).__name__}: {module}: an embedding in training is quantized by the whole of its rows; leave "
+            "it out of the plan, or train it in floating point"
+        )
+
+
+class _TrainingForward:
+    """The forward, on DTensors, of a linear layer whose weight is trained and cut along an axis."""
+
+    def __init__(self, module: nn.Module, mesh: Any, axis: int) -> None:
+        self._module = (module,)
+        self._mesh, self._axis = mesh, axis
+
+    def __call__(self, input: DTensor) -> Tensor:
+        module: Any = self._module[0]
+        split = Split(self._mesh.get_group(), "nk"[self._axis])
+        weight = module.weight.to_local()
+        if not hasattr(weight, "split_linear"):
+            raise TypeError(f"{module}: a {type(weight).__name__} is not a weight in training that is cut over ranks")
+        x = _local(input)
+        check_dtype("linear", x, weight.dtype)
+        bias = None if module.bias is None else module.bias.to_local()
+
+        def product(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+            y = weight.split_linear(x, split)
+            return y if bias is None else y + bias
+
+        y = cast_for_product(product, x, weight, bias)
+        # The rows that this rank has, or all of them, summed already.
+        placement = Shard(y.dim() - 1) if self._axis == 0 else Replicate()
+        shape = torch.Size((*y.shape[:-1], module.weight.shape[0]))
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(y, self._mesh, [placement], run_check=False, shape=shape, stride=stride)
 
 
 class _Forward:
@@ -61,7 +161,7 @@ class _Forward:
         weight = module.weight.to_local()
         if self._codes is None or self._codes[0] is not weight:
             self._codes = (weight, _of_codes(weight))
-        x = input.to_local()
+        x = _local(input)
         group = self._mesh.get_group()
         partial = _Product.apply(x, weight, self._codes[1], group)
         y = DTensor.from_local(partial, self._mesh, [Partial()], run_check=False)
@@ -102,10 +202,7 @@ def _of_codes(weight: Any) -> Any:
 
 def _extremes(rows: Tensor, group: Any) -> Tensor:
     """(M, 2): lowest and highest of each row over all ranks, a row that has the range of the whole one."""
-    found = torch.stack([rows.amin(1).neg(), rows.amax(1)], 1).float()
-    dist.all_reduce(found, dist.ReduceOp.MAX, group)
-    found[:, 0].neg_()
-    return found.to(rows.dtype)
+    return torch.stack(joined_extremes(rows.amin(1).float(), rows.amax(1).float(), group), 1).to(rows.dtype)
 
 
 def _check_depends_on_extremes(activation: Any, name: str) -> None:

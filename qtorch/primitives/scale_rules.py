@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,8 +25,21 @@ from .qparams import min_max
 MinMax = tuple[Tensor, Tensor]
 
 
+class Joins(Enum):
+    """How the range of a block follows from the ranges of its parts."""
+
+    EXTREMES = "the lowest minimum and the highest maximum"
+    MEAN = "the means, each part counted by its elements"
+
+
 class ScaleRule:
-    """Base class of scale rules."""
+    """Base class of scale rules.
+
+    Attributes:
+        joins: how the range of a block that lies on several processes follows from theirs; None: it does not.
+    """
+
+    joins: ClassVar[Joins | None] = None
 
     def min_max(self, input: Tensor, spec: Numerics) -> MinMax:
         raise NotImplementedError
@@ -35,6 +50,8 @@ class ScaleRule:
 class MinMaxRule(ScaleRule):
     """The whole range of the block; with a symmetric mapping, that is [-absmax, absmax]."""
 
+    joins: ClassVar[Joins | None] = Joins.EXTREMES
+
     def min_max(self, input: Tensor, spec: Numerics) -> MinMax:
         return min_max(input, spec.block_size(input.shape))
 
@@ -43,6 +60,8 @@ class MinMaxRule(ScaleRule):
 @dataclass(frozen=True)
 class AbsMaxRule(ScaleRule):
     """[-a, a] with a = `clipping_scale` max |x|, for every mapping; below 1, what is larger clips."""
+
+    joins: ClassVar[Joins | None] = Joins.EXTREMES
 
     clipping_scale: float = 1.0
 
@@ -91,6 +110,8 @@ class PowerMeanRule(ScaleRule):
 class AbsMeanRule(ScaleRule):
     """The range for which scale = mean |x| (BitNet b1.58, arXiv 2402.17764, eq. 1-3, with codes in {-1, 0, 1})."""
 
+    joins: ClassVar[Joins | None] = Joins.MEAN
+
     def min_max(self, input: Tensor, spec: Numerics) -> MinMax:
         blocks, shape = elements_last(input, spec)
         low_code, high_code = spec.code_range
@@ -127,6 +148,8 @@ class LSQRule(ScaleRule):
 @dataclass(frozen=True)
 class FixedRangeRule(ScaleRule):
     """The fixed range [low, high] for any data, such as [0, 1] for softmax outputs, or a learned clip."""
+
+    joins: ClassVar[Joins | None] = Joins.EXTREMES
 
     low: float
     high: float

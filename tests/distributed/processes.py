@@ -19,26 +19,30 @@ SECONDS = 60
 
 
 def run(name: str, *arguments: str, seconds: float = 240, ranks: int = 2) -> None:
-    """Run a file in `ranks` processes.
+    """Run the file `name` of this folder in `ranks` processes; see `torchrun`."""
+    said = torchrun(str(Path(__file__).parent / name), *arguments, seconds=seconds, ranks=ranks)
+    for rank in range(ranks):
+        assert said.count(f"rank {rank} ok") == 1, said[-3000:]
+
+
+def torchrun(*arguments: str, seconds: float = 240, ranks: int = 2) -> str:
+    """What a command prints that torchrun starts in `ranks` processes.
 
     Args:
-        name: path of the file from this folder.
-        arguments: of its `main`.
+        arguments: of torchrun: a file or ``-m`` and a module, and what it is called with.
         seconds: what it may take.
         ranks: number of processes.
-
 
     Raises:
         AssertionError: a rank failed.
         TimeoutExpired: they took longer than `seconds`.
     """
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"]
-    command += ["--rdzv-endpoint=localhost:0", str(Path(__file__).parent / name), *arguments]
+    command += ["--rdzv-endpoint=localhost:0", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=seconds, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    for rank in range(ranks):
-        assert done.stdout.count(f"rank {rank} ok") == 1, done.stdout[-3000:]
+    return done.stdout
 
 
 def worker(main: Callable[..., None]) -> None:

@@ -43,7 +43,7 @@ def int8_grouped_mm(
     if not wq.shape[1]:
         return xs.new_zeros(xq.shape[0], wq.shape[0], dtype=dtype)
     if ws.shape[1] == 1:
-        return _one_group(xq, xz, wq, wz).float().mul_(ws.float().t()).mul_(xs.float()).to(dtype)
+        return int8_sums(xq, xz, wq, wz).float().mul_(ws.float().t()).mul_(xs.float()).to(dtype)
     # fp32 holds the sums of a short group exactly, fp64 those of any.
     exact = torch.float32 if wq.shape[1] <= EXACT_TERMS * ws.shape[1] else torch.float64
     x = xq.to(exact) if xz is None else xq.to(exact) - xz.to(exact)
@@ -60,8 +60,8 @@ def int8_grouped_mm(
     return y.mul_(xs.float()).to(dtype)
 
 
-def _one_group(xq: Tensor, xz: Tensor | None, wq: Tensor, wz: Tensor | None) -> Tensor:
-    """sum_k (xq - xz) (wq - wz) in int32, (M, N), from the plain product of the codes and their sums."""
+def int8_sums(xq: Tensor, xz: Tensor | None, wq: Tensor, wz: Tensor | None) -> Tensor:
+    """sum_k (xq - xz) (wq - wz) in int32, (M, N), from the plain product of the codes and their sums; one group."""
     # Unsigned 8-bit codes do not fit int8: shift codes and zero point by 128; their difference does not change.
     if wq.dtype == torch.uint8:
         wz = wq.new_zeros(wq.shape[0], 1, dtype=torch.int32) if wz is None else wz.to(torch.int32)

@@ -70,7 +70,7 @@ def quantize_static(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tenso
 def quantize_rows(x: Tensor, spec: QuantSpec) -> Quantized:
     """`quantize_dynamic` of independent rows: scales that rows share are chosen from the finite rows. The result has a
     scale per row, like that of `quantize_static`."""
-    if not x.shape[0] or not _shares_scales(spec):
+    if not x.shape[0] or not shares_scales(spec):
         return quantize_dynamic(x, spec)
     lost = lost_rows(x)
     scale, zero_point = spec.choose_qparams(without_rows(x, lost))
@@ -82,10 +82,10 @@ def quantize_rows(x: Tensor, spec: QuantSpec) -> Quantized:
 
 def without_lost_rows(x: Tensor, spec: QuantSpec) -> Tensor:
     """The values that the scales of `x` (M, K) are chosen from: if rows share scales, non-finite rows are zeroed."""
-    return without_rows(x, lost_rows(x)) if x.shape[0] and _shares_scales(spec) else x
+    return without_rows(x, lost_rows(x)) if x.shape[0] and shares_scales(spec) else x
 
 
-def _shares_scales(spec: QuantSpec) -> bool:
+def shares_scales(spec: QuantSpec) -> bool:
     """Whether the scales of a row of a matrix depend on other rows."""
     return spec.granularity.pattern(2)[0] != 1 or spec.scale_spec is not None
 

@@ -22,39 +22,46 @@ from torch.autograd.function import once_differentiable
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor
 from ...dtypes.linear import multiply as multiply_served
 from ...kernels.ops.int8_block_mm import int8_block_mm
-from ...kernels.ops.int8_grouped_mm import int8_product
+from ...kernels.ops.int8_grouped_mm import int8_product, int8_sums
 from ...kernels.ops.weight_only_mm import weight_only_mm
 from ...primitives import QuantSpec, Rounding
 from ...tracing.function_transforms import run_whole, transforms_active
 from ...tracing.outside_graphs import starts_no_graph
 from .balance import balanced
 from .guardrails import warn_of_few_tokens
-from .operand import ContractionState, Operand, lengthened, observed, quantize_operand, with_scale_in
+from .operand import ContractionState, Operand, Total, lengthened, observed, quantize_operand, with_scale_in
 from .scale_gradient import where_unclipped, with_scale_gradient
 from .spec import GemmSpec, TrainingSpec
 
 
-def multiply(lhs: Operand, rhs: Operand, gemm: GemmSpec, dtype: torch.dtype) -> Tensor:
-    """c[a, b] = sum_c lhs[a, c] rhs[b, c], (lhs.kept, rhs.kept), in `gemm.output_dtype` or else `dtype`."""
+def multiply(lhs: Operand, rhs: Operand, gemm: GemmSpec, dtype: torch.dtype, total: Total | None = None) -> Tensor:
+    """c[a, b] = sum_c lhs[a, c] rhs[b, c], (lhs.kept, rhs.kept), in `gemm.output_dtype` or else `dtype`.
+
+    Args:
+        total: adds the same product of other processes, which have other parts of c: integers before they are scaled.
+    """
     dtype = gemm.output_dtype or dtype
     lhs, rhs = _of_equal_length(lhs, rhs)
     if lhs.spec is None and rhs.spec is None:
         # Under autocast, the activation has the dtype to compute in, and the weight its own.
         compute = gemm.accumulator_dtype or lhs.values.dtype
-        result = torch.mm(lhs.values.to(compute), rhs.values.to(compute).t()).to(dtype)
+        result = torch.mm(lhs.values.to(compute), rhs.values.to(compute).t())
     elif gemm.accumulator_dtype is not None and gemm.accumulates_floats:
         compute = gemm.accumulator_dtype
-        result = torch.mm(lhs.dequantize(compute), rhs.dequantize(compute).t()).to(dtype)
+        result = torch.mm(lhs.dequantize(compute), rhs.dequantize(compute).t())
     elif lhs.is_integer and rhs.is_integer:
         gemm.check_sum(lhs.values.shape[1])
-        result = _integer_product(lhs, rhs, dtype)
+        if total is None or not _has_one_group(lhs, rhs):
+            result = _integer_product(lhs, rhs, dtype if total is None else torch.float32)
+        else:
+            result, total = _scaled_sums(lhs, rhs, total), None
     elif rhs.spec is None:
-        result = torch.mm(lhs.dequantize(torch.float32), rhs.values.float().t()).to(dtype)
+        result = torch.mm(lhs.dequantize(torch.float32), rhs.values.float().t())
     else:
         # As in inference: the activation in fp32 if it is quantized, else in its own dtype.
         x = lhs.values if lhs.spec is None else lhs.dequantize(torch.float32)
-        result = _dequantizing_product(x, rhs).to(dtype)
-    return result[: lhs.kept, : rhs.kept]
+        result = _dequantizing_product(x, rhs)
+    return (result if total is None else total(result)).to(dtype)[: lhs.kept, : rhs.kept]
 
 
 def _of_equal_length(lhs: Operand, rhs: Operand) -> tuple[Operand, Operand]:
@@ -74,6 +81,18 @@ def _integer_product(lhs: Operand, rhs: Operand, dtype: torch.dtype) -> Tensor:
     (xs, xz), (ws, wz) = lhs.scales_per_row(), rhs.scales_per_row()
     assert rhs.spec is not None
     return int8_product(lhs.values, xs, xz, rhs.values, ws, wz, rhs.spec.granularity.pattern(2)[1], dtype)
+
+
+def _has_one_group(lhs: Operand, rhs: Operand) -> bool:
+    """Whether a sum over the whole contracted axis is multiplied by one scale of each operand."""
+    return all(side.spec is not None and side.spec.granularity.pattern(2)[1] == -1 for side in (lhs, rhs))
+
+
+def _scaled_sums(lhs: Operand, rhs: Operand, total: Total) -> Tensor:
+    """`_integer_product` in fp32 of one group, whose integers are parts of a sum."""
+    (xs, xz), (ws, wz) = lhs.scales_per_row(), rhs.scales_per_row()
+    sums = total(int8_sums(lhs.values, xz, rhs.values, wz))
+    return sums.float().mul_(ws.float().t()).mul_(xs.float())
 
 
 def _dequantizing_product(x: Tensor, rhs: Operand) -> Tensor:
@@ -111,7 +130,11 @@ def _output(
         xq = quantize_operand(x, spec.output.lhs if spec.grad_weight.reuse_forward else None, tokens=True)
         return multiply_served(x, w.convert()), xq, Operand(w, w.shape[0])  # type: ignore[attr-defined]
     xq, wq = operands_of(x, _floats(w), "output", spec.output, state)
-    return multiply(xq, wq, spec.output, x.dtype), xq, wq
+    return multiply(xq, wq, spec.output, x.dtype, _total("output", state)), xq, wq
+
+
+def _total(product: str, state: ContractionState | None) -> Total | None:
+    return None if state is None else state.total_of(product)
 
 
 def operands_of(
@@ -216,6 +239,7 @@ def _backward_matmul(
     spec: TrainingSpec = ctx.spec
     gemm: GemmSpec = getattr(spec, name)
     state: ContractionState | None = ctx.state
+    total = _total(name, state)
     if gemm.reuse_forward and isinstance(other, AffineQuantizedTensor):
         return multiply_served(g, other.convert().with_activation(None).t()).to(dtype)  # type: ignore[attr-defined]
     if gemm.reuse_forward and ctx.quantizes:
@@ -226,11 +250,11 @@ def _backward_matmul(
         if gemm.lhs is not None and not gemm.accumulates_floats:
             g, rhs = with_scale_in(g, rhs)
         g = lengthened(g, rhs)
-        return multiply(quantize_operand(g, gemm.lhs, 1, True, f"{name}.lhs", state), rhs, gemm, dtype)
+        return multiply(quantize_operand(g, gemm.lhs, 1, True, f"{name}.lhs", state), rhs, gemm, dtype, total)
     if gemm.reuse_forward:
         observed(g, f"{name}.lhs", gemm.lhs, state)
         return torch.mm(g.to(dtype), _floats(other).to(dtype))
-    return multiply(*operands_of(g, _floats(other).t(), name, gemm, state), gemm, dtype)
+    return multiply(*operands_of(g, _floats(other).t(), name, gemm, state), gemm, dtype, total)
 
 
 def _clipped(x: Tensor, w: Tensor, xq: Operand, wq: Operand) -> tuple[Tensor | None, Tensor | None]:

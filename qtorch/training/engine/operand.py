@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -73,9 +74,13 @@ class StaticRange(Protocol):
         """Scale and zero point; `observe` lets the range follow `x`."""
 
 
+Total = Callable[[Tensor], Tensor]
+"""The sum of a tensor and those of other processes, in the same memory."""
+
+
 class ContractionState(Protocol):
-    """What a contraction keeps from call to call: from which step on it quantizes, and which operands have ranges of
-    their own; see `training.schedule`."""
+    """What a contraction takes from outside of a call: from which step on it quantizes, which operands have ranges of
+    their own (`training.scheduled`), and which products are parts of a sum over processes (`split`)."""
 
     @property
     def active(self) -> bool:
@@ -87,6 +92,9 @@ class ContractionState(Protocol):
 
     def range_of(self, operand: str, x: Tensor, spec: QuantSpec) -> StaticRange | None:
         """The range of an operand such as ``"output.lhs"``, None if its scale is that of each call."""
+
+    def total_of(self, product: str) -> Total | None:
+        """How the parts of a product such as ``"output"`` become the whole of it; None: it is whole."""
 
 
 def observed(x: Tensor, operand: str, spec: QuantSpec | None, state: ContractionState | None) -> None:
@@ -127,7 +135,8 @@ def quantize_operand(
     if static is not None:
         assert state is not None
         quantized = quantize_static(padded, spec, *static.qparams(padded, state.observes))
-        return Operand(quantized[0], x.shape[0], quantized[1], quantized[2], spec)
+        made = Operand(quantized[0], x.shape[0], quantized[1], quantized[2], spec)
+        return made if tokens else made.in_blocks()
     codes, scale, zero_point = (quantize_rows if tokens else quantize_dynamic)(padded, spec)
     return Operand(codes, x.shape[0], scale, zero_point, spec)
 

@@ -25,6 +25,7 @@ from ...tracing.function_transforms import apply
 from ...tracing.outside_graphs import starts_no_graph
 from ..engine.contraction import Operand, multiply
 from ..engine.spec import GemmSpec
+from ..engine.split import Split
 
 
 def sums_integers(spec: LinearSpec) -> bool:
@@ -39,7 +40,12 @@ def _is_integer(spec: QuantSpec | Any) -> bool:
 
 
 def converted_linear(
-    x_hat: Tensor, w_hat: Tensor, bias: Tensor | None, x: Operand | None = None, w: Operand | None = None
+    x_hat: Tensor,
+    w_hat: Tensor,
+    bias: Tensor | None,
+    x: Operand | None = None,
+    w: Operand | None = None,
+    split: Split | None = None,
 ) -> Tensor:
     """x (..., K) times w (N, K), plus bias (N): (..., N) in the dtype of x_hat; see the top of the file.
 
@@ -54,19 +60,20 @@ def converted_linear(
             ``Operand(spec.activation.quantize(rows, scale, zero_point), M, scale, zero_point, spec.activation)``
             for a static or learned one.
         w: there, codes of the weight, in the same way; a scale per row, group, block or tensor.
+        split: how the weight is cut over processes, if it is; without a bias.
 
     Raises:
         ValueError: the rows of x_hat and w_hat differ in length; codes of one side only, or not of integers.
     """
     check_width(x_hat, w_hat)
     if x is None and w is None:
-        return apply(_FloatProduct, x_hat, w_hat, bias)
+        return apply(_FloatProduct, x_hat, w_hat, bias, split)
     if x is None or w is None or not (_is_integer(x.spec) and _is_integer(w.spec)):
         raise ValueError(
             f"converted_linear takes integer codes of both sides or of neither, got {_kind(x)} and {_kind(w)}"
         )
     # A tuple within the arguments would hide its tensors from autograd.
-    return apply(_IntegerProduct, x_hat, w_hat, bias, *signed(x), *w)
+    return apply(_IntegerProduct, x_hat, w_hat, bias, split, *signed(x), *w)
 
 
 def check_width(input: Tensor, weight: Tensor) -> None:
@@ -91,31 +98,37 @@ def signed(x: Operand) -> Operand:
 
 class _IntegerProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_hat: Tensor, w_hat: Tensor, bias: Tensor | None, *operands: Any) -> Tensor:
+    def forward(
+        ctx: Any, x_hat: Tensor, w_hat: Tensor, bias: Tensor | None, split: Split | None, *operands: Any
+    ) -> Tensor:
         ctx.save_for_backward(x_hat, w_hat)
-        size = len(Operand._fields)
-        y = multiply(Operand(*operands[:size]), Operand(*operands[size:]), GemmSpec(), x_hat.dtype)
+        ctx.split = split
+        size, total = len(Operand._fields), None if split is None else split.total_of("output")
+        y = multiply(Operand(*operands[:size]), Operand(*operands[size:]), GemmSpec(), x_hat.dtype, total)
         return from_rows(y, x_hat, bias)
 
     @staticmethod
     @once_differentiable
     @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gradients(ctx, grad_outputs[0]), *(None,) * (2 * len(Operand._fields))
+        return *_gradients(ctx, grad_outputs[0]), *(None,) * (1 + 2 * len(Operand._fields))
 
 
 class _FloatProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_hat: Tensor, w_hat: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x_hat: Tensor, w_hat: Tensor, bias: Tensor | None, split: Split | None) -> Tensor:
         ctx.save_for_backward(x_hat, w_hat)
+        ctx.split = split
         # Under autocast, the activation has the dtype to compute in, and the weight its own.
-        return functional.linear(x_hat, w_hat.to(x_hat.dtype), bias)
+        y = functional.linear(x_hat, w_hat.to(x_hat.dtype), bias)
+        total = None if split is None else split.total_of("output")
+        return y if total is None else total(y)
 
     @staticmethod
     @once_differentiable
     @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, grad_outputs[0])
+        return *_gradients(ctx, grad_outputs[0]), None
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -124,7 +137,9 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Te
     of_x = of_w = of_bias = None
     rows = to_rows(grad)
     if ctx.needs_input_grad[0]:
-        of_x = torch.mm(rows, w_hat.to(grad.dtype)).reshape(x_hat.shape)
+        of_x = torch.mm(rows, w_hat.to(grad.dtype))
+        total = None if ctx.split is None else ctx.split.total_of("grad_input")
+        of_x = (of_x if total is None else total(of_x)).reshape(x_hat.shape)
     if ctx.needs_input_grad[1]:
         of_w = torch.mm(rows.t(), to_rows(x_hat)).to(w_hat.dtype)
     if ctx.needs_input_grad[2]:

@@ -4,6 +4,7 @@ scale is given by the recipe."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +89,7 @@ class QATSpec:
         spec = self.linear_spec.weight
         with torch.no_grad():
             values = weight.floats() if isinstance(weight, TrainingWeight) else weight
-            scale, other = spec.choose_qparams(values)
+            scale, other = self._joined("output.rhs", values, spec) or spec.choose_qparams(values)
             codes = None if self.compute_dtype else spec.quantize(values, scale, other)
         return self._fake_quantize(weight, values, Scaled(spec, scale, other, codes), clips(spec), dtype, multiplied)
 
@@ -108,12 +109,21 @@ class QATSpec:
 
     def _scale_input(self, rows: Tensor, spec: QuantSpec) -> Scaled:
         given = self.recipe.act_scale(rows.device)
+        if given is None and (joined := self._joined("output.lhs", rows, spec)) is not None:
+            if self.compute_dtype is not None:
+                return Scaled(spec, *joined)
+            codes, scale, zero_point = quantize_static(rows, spec, *joined)
+            return Scaled(spec, scale, zero_point, codes)
         if self.compute_dtype is not None:
             scale, zero_point = spec.choose_qparams(without_lost_rows(rows, spec)) if given is None else (given, None)
             return Scaled(spec, scale, zero_point)
         quantized = quantize_rows(rows, spec) if given is None else quantize_static(rows, spec, given, None)
         codes, scale, zero_point = quantized
         return Scaled(spec, scale, zero_point, codes)
+
+    def _joined(self, operand: str, x: Tensor, spec: Any) -> tuple[Tensor, Tensor | None] | None:
+        """Scale and zero point of an operand that `x` is only a part of; see `split`."""
+        return None
 
     def _fake_quantize(
         self,

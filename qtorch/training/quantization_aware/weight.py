@@ -16,10 +16,12 @@ from torch.nn import functional
 
 from ...kernels.im2col import Window, to_matrix
 from ..engine.spec import TrainingSpec
+from ..engine.split import Split
 from ..weights.base import floats_of
 from ..weights.master import MasterWeight
 from .fake_quantize import fake_quantized_conv, fake_quantized_linear
 from .qat_spec import QATSpec
+from .split import check_split_qat, split_fake_quantized_linear
 
 aten = torch.ops.aten
 
@@ -48,6 +50,12 @@ class FakeQuantizedWeight(MasterWeight):
                 "depend on the rest of the weight; multiply the whole of it"
             )
         return fake_quantized_linear(input, self, bias, self.qat_spec)
+
+    def check_split(self, axis: str, part: int, whole: int) -> None:
+        check_split_qat(self.qat_spec, axis, part, whole)
+
+    def split_linear(self, input: Tensor, split: Split) -> Tensor:
+        return split_fake_quantized_linear(input, self, self.qat_spec, split)
 
     def conv(self, input: Tensor, window: Window) -> Tensor:
         return fake_quantized_conv(input, to_matrix(floats_of(self)), None, self.qat_spec, window)

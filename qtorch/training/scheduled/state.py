@@ -50,6 +50,9 @@ class ScheduledContraction(Schedule):
         static.spec = spec
         return static
 
+    def total_of(self, product: str) -> None:
+        """Products are whole."""
+
     def is_known(self, operand: str) -> bool:
         """Whether an operand is dynamic, or its range is known."""
         static: Any = dict(self.ranges.items()).get(operand.replace(".", "_"))

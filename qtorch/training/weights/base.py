@@ -22,6 +22,7 @@ from ...tracing.outside_graphs import starts_no_graph
 from ..engine.contraction import contraction
 from ..engine.products import Product, einsum_by
 from ..engine.spec import TrainingSpec
+from ..engine.split import Split
 
 
 class TrainingWeight(QuantizedTensor):
@@ -48,6 +49,24 @@ class TrainingWeight(QuantizedTensor):
     def linear(self, input: Tensor, bias: Tensor | None) -> Tensor:
         y = contraction(to_rows(input), self, self.training_spec)
         return from_rows(y, input, bias)
+
+    def check_split(self, axis: str, part: int, whole: int) -> None:
+        """Raise `ValueError` where a layer whose weight is cut over processes (`engine.split`) could not have the
+        numbers of one process.
+
+        Args:
+            axis: ``"n"`` or ``"k"``, rows or columns of the weight.
+            part: the largest number of them on a process.
+            whole: all of them.
+        """
+        raise ValueError(
+            f"a {type(self).__name__} chooses codes and scales anew from whole rows, with noise, at each update; train "
+            "with a recipe that keeps weights in floating point, such as int8_mixed_precision_training()"
+        )
+
+    def split_linear(self, input: Tensor, split: Split) -> Tensor:
+        """`linear` of this part of a weight, without a bias; `check_split` has passed."""
+        raise NotImplementedError
 
     def conv(self, input: Tensor, window: Window) -> Tensor:
         matrices = to_matrix(self).chunk(window.groups, 0)

@@ -19,15 +19,18 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from ...dtypes import AffineQuantizedTensor, Layout
 from ...dtypes.base import parts_of, without_memory
+from ...kernels.rows import from_rows, to_rows
 from ...layouts import LAYOUTS
 from ...layouts.inner_tensors import Form, Forms
 from ...primitives import LinearSpec, QuantSpec
 from ...primitives.granularity import granularity_of
 from ...primitives.jsonable import jsonable
 from ...primitives.scheme import constant_shape
+from ..engine.contraction import contraction
 from ..engine.guardrails import is_narrow, warn_of_lost_updates
 from ..engine.operand import Operand, quantize_operand
 from ..engine.spec import TrainingSpec
+from ..engine.split import Split, check_split
 from .base import TrainingWeight, of_codes, written_by
 
 aten = torch.ops.aten
@@ -162,6 +165,12 @@ class MasterWeight(TrainingWeight):
     def check_convert(self) -> None:
         if isinstance(self._training, TrainingSpec):
             self._training.check_convert()
+
+    def check_split(self, axis: str, part: int, whole: int) -> None:
+        check_split(self.training_spec, axis, part, whole)
+
+    def split_linear(self, input: Tensor, split: Split) -> Tensor:
+        return from_rows(contraction(to_rows(input), self, self.training_spec, split), input, None)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The master weight itself, which holds all of its precision."""
