@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 
 from qtorch import quantize_
 from qtorch.dtypes import QuantizedTensor
-from qtorch.integrations.tensor_parallel import RowwiseParallel
+from qtorch.integrations.tensor_parallel import ColwiseParallel, RowwiseParallel
 from qtorch.training import MasterWeight
 from tests.movement.holding import as_bytes, equal, parts, same_bits, same_module, same_tensor, snapshot, state
 from tests.movement.kinds import LAYOUT, Kind

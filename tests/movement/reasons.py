@@ -58,10 +58,11 @@ REASONS = {
         r"whose scales depend on more than the extremes of a row",
         "Scales of NVFP4 inputs have a scale of the whole input, which no rank has: `ColwiseParallel` alone works.",
     ),
-    "parallel training": Reason(
-        r"with a weight in training would run in full precision|a layer in training cannot be parallelized|"
-        r"takes plain tensors, got a DTensor",
-        "A DTensor hides how a weight in training multiplies: train under FSDP2 or DDP, and cut the converted model.",
+    "whole layer": Reason(
+        r"chooses codes and scales anew from whole rows|of its own are those of the whole layer|"
+        r"quantized by the whole of its rows",
+        "Its codes or ranges are chosen anew while it trains, from the whole layer (weights in codes, LSQ, schedules, "
+        "adapters, embeddings in training): train under FSDP2 or DDP, and cut the converted model.",
     ),
 }
 
