@@ -229,7 +229,7 @@ class Run:
         self.text = read_text(options.data)
         self.rows_a_step = options.batch * ranks.count
         self.validation = self.text.validation_batches(options.validation_batches, self.rows_a_step, options.length)
-        model = make_model(options.size, options.length, options.extra_norms or options.recipe == "bitnet")
+        model: Any = make_model(options.size, options.length, options.extra_norms or options.recipe == "bitnet")
         self.model = model.to(options.device, getattr(torch, options.dtype))
         self.parameters = sum(p.numel() for p in model.parameters())
         if (recipe := RECIPES[options.recipe]) is not None:
@@ -237,7 +237,7 @@ class Run:
                 self.model, recipe, lambda module, name: isinstance(module, nn.Linear) and "head" not in name
             )
         if ranks.sharded:
-            ranks.shard(self.model, self.model.model.layers, getattr(torch, options.gather_dtype))
+            ranks.shard(self.model, model.model.layers, getattr(torch, options.gather_dtype))
         self.optimizer: Any = OPTIMIZERS[options.optimizer](
             self.model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay
         )

@@ -1,6 +1,6 @@
 """FSDP2 and INT8 training: a model in shards, stopped and continued by another number of processes.
 
-    torchrun --nproc-per-node=2 -m tutorials.fsdp_int8 --checkpoint /tmp/run                   a minute on a CPU
+    torchrun --nproc-per-node=2 -m tutorials.fsdp_int8 --checkpoint /tmp/run                   a minute or two on a CPU
     torchrun --nproc-per-node=1 -m tutorials.fsdp_int8 --checkpoint /tmp/run --resume 30       the second half again
     torchrun --nproc-per-node=2 -m tutorials.fsdp_int8 --checkpoint /tmp/run --short           a few steps
 

@@ -21,8 +21,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # The number of heads is not written here: a process may have some of them.
-        heads = [layer(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in (self.query, self.key, self.value)]
-        y = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        layers = (self.query, self.key, self.value)
+        query, key, value = (layer(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in layers)
+        y = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
 

@@ -1,6 +1,6 @@
 """Tensor parallelism with quantized layers: two processes compute what one does.
 
-    torchrun --nproc-per-node=2 -m tutorials.tensor_parallel              a minute on a CPU
+    torchrun --nproc-per-node=2 -m tutorials.tensor_parallel              a minute or two on a CPU
     torchrun --nproc-per-node=2 -m tutorials.tensor_parallel --short      a few steps, to see that it runs
 
 The blocks of a small transformer are cut: queries, keys, values and the first layer of the MLP by columns, so that each
@@ -62,7 +62,7 @@ def train(model: nn.Module, steps: int) -> list[float]:
     return losses
 
 
-def whole(model: nn.Module) -> dict[str, Tensor]:
+def whole(model: nn.Module) -> dict[str, Any]:
     """All weights, as one process has them."""
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
