@@ -110,15 +110,15 @@ def count_write(target: QuantizedTensor) -> None:
 
 def _check_owns_its_scales(target: QuantizedTensor, source: Tensor) -> None:
     """Raise `ValueError` if a write into the view `target` would miss its base, or change scales outside the view."""
-    if target._copied_parts:
-        raise ValueError(
-            f"copy_ into a part of shape {target.scheme.shape} of a tensor would not change that tensor: its scales "
-            f"are quantized, or its codes packed, together with the rest, and the part has its own ({target!r}); "
-            "copy_ into the whole tensor. A checkpoint of shards, whose scales are in floating point, loads into "
-            "shards, or into a model quantized with double_quantize=False"
-        )
     base = target._base
     if not isinstance(base, QuantizedTensor):
+        if target._copied_parts:
+            raise ValueError(
+                f"copy_ into a part of shape {target.scheme.shape} of a tensor would not change that tensor: its "
+                f"scales are quantized, or its codes packed, with the rest, and the part has its own ({target!r}); "
+                "copy_ into the whole tensor. A checkpoint of shards, whose scales are in floating point, loads into "
+                "shards, or into a model quantized with double_quantize=False"
+            )
         return
     of_base = base.inner_tensors
     for name, inner in target.inner_tensors.items():

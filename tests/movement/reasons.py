@@ -37,7 +37,7 @@ REASONS = {
         "Tiles of several rows are not gathered; FSDP2 shards such a weight in another layout.",
     ),
     "scales of scales": Reason(
-        r"would not change that tensor: its scales are quantized, or its codes packed, together with the rest",
+        r"would not change that tensor: its scales are quantized, or its codes packed, with the rest",
         "Shards have the scales of NF4 and NVFP4 in fp32, tiles and sparse blocks in a plain layout, and one process "
         "would have to quantize and pack them anew, part by part. Such a checkpoint loads into any number of shards.",
     ),
