@@ -123,7 +123,9 @@ def test_the_entry_is_readable_json() -> None:
     "quant_min": null,
     "quant_max": null,
     "preserve_zero": true,
-    "scale_spec": null
+    "scale_spec": null,
+    "preserve_max_val": true,
+    "noise": null
    },
    "activation": null,
    "static": false,
