@@ -110,8 +110,10 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
         """Set an attribute, which must not hide a method; `_set_obj_state` of torch sets attributes from a file.
 
         Raises:
-            TypeError: the attribute has the name of a method.
+            TypeError: the attribute has the name of a method, or is to be called and cannot.
         """
+        if name.startswith("fast_") and not (value is None or callable(value)):
+            raise TypeError(f"{type(self).__name__}.{name} is a function, or None, got a {type(value).__name__}")
         if name != "__class__" and callable(getattr(type(self), name, None)):
             raise TypeError(f"{type(self).__name__}.{name} is a method; an attribute of that name would hide it")
         super().__setattr__(name, value)
