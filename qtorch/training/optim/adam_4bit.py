@@ -2,66 +2,18 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from .base import LowBitAdam, Params
+from .base import LowBitAdam
 
 
 class Adam4bit(LowBitAdam):
     """Adam with moments of 4 bits: 1.06 bytes a parameter in place of 8. Arguments are those of `LowBitAdam`."""
 
     decoupled = False
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        *,
-        block_size: int = 128,
-        bf16_stochastic_round: bool = False,
-        optim_bits: int | str = 4,
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            block_size=block_size,
-            bf16_stochastic_round=bf16_stochastic_round,
-            optim_bits=optim_bits,
-        )
+    default_bits = 4
+    default_block_size = 128
 
 
-class AdamW4bit(LowBitAdam):
+class AdamW4bit(Adam4bit):
     """AdamW with moments of 4 bits: 1.06 bytes a parameter in place of 8. Arguments are those of `LowBitAdam`."""
 
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        block_size: int = 128,
-        bf16_stochastic_round: bool = False,
-        optim_bits: int | str = 4,
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            block_size=block_size,
-            bf16_stochastic_round=bf16_stochastic_round,
-            optim_bits=optim_bits,
-        )
+    decoupled = True

@@ -32,35 +32,47 @@ class LowBitAdam(Loads, torch.optim.Optimizer):
     Args:
         params: parameters, or groups, as for any optimizer; each of these arguments may differ by group.
         lr: a float, or a tensor of one element, which is read at each step.
-        betas, eps, weight_decay, amsgrad: as of `torch.optim.Adam` and `AdamW`.
-        block_size: most elements that share a scale.
+        betas, eps, weight_decay, amsgrad: as of `torch.optim.Adam` and `AdamW`; by default the weight decay of Adam is
+            0, that of AdamW 1e-2.
+        block_size: most elements that share a scale; by default `default_block_size`.
         bf16_stochastic_round: round bf16 parameters stochastically, so that updates smaller than their step add up in
             expectation. The random bits follow from the number of the step and of the parameter.
-        optim_bits: 8, 4, "fp8" or 32, see `moment_form.BITS`; moments of parameters of fewer than 4096 elements are in
-            fp32 always.
-        of_subclass: more arguments that a group may have.
+        optim_bits: 8, 4, "fp8" or 32, see `moment_form.BITS`, by default `default_bits`; moments of parameters of fewer
+            than 4096 elements are in fp32 always.
+        of_subclass: the arguments of `of_group`.
+
+    Attributes:
+        decoupled: whether weight decay is AdamW's, apart from the gradient.
+        of_group: more arguments that a group of a subclass may have.
 
     Raises:
+        TypeError: an argument is not known.
         ValueError: an argument is out of its range, or a parameter is not in fp32, bf16 or fp16.
     """
 
     decoupled: ClassVar[bool] = True
-    """Whether weight decay is AdamW's, apart from the gradient."""
+    default_bits: ClassVar[int | str] = 8
+    default_block_size: ClassVar[int] = 256
+    of_group: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        amsgrad: bool,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float | None = None,
+        amsgrad: bool = False,
         *,
-        block_size: int,
-        bf16_stochastic_round: bool,
-        optim_bits: int | str,
+        block_size: int | None = None,
+        bf16_stochastic_round: bool = False,
+        optim_bits: int | str | None = None,
         **of_subclass: Any,
     ) -> None:
+        for name in of_subclass.keys() - set(self.of_group):
+            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {name!r}")
+        if weight_decay is None:
+            weight_decay = 1e-2 if self.decoupled else 0.0
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError(f"{type(self).__name__}: a tensor lr has one element, got shape {tuple(lr.shape)}")
         for name, value in (("lr", float(lr)), ("eps", eps), ("weight_decay", weight_decay)):
@@ -70,7 +82,11 @@ class LowBitAdam(Loads, torch.optim.Optimizer):
             raise ValueError(f"{type(self).__name__}: betas are at least 0 and less than 1, got {betas}")
         of_torch = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         # In the groups, where copies and pickles of an optimizer keep it.
-        held = {"block_size": block_size, "optim_bits": optim_bits, "bf16_stochastic_round": bf16_stochastic_round}
+        held = {
+            "block_size": self.default_block_size if block_size is None else block_size,
+            "optim_bits": self.default_bits if optim_bits is None else optim_bits,
+            "bf16_stochastic_round": bf16_stochastic_round,
+        }
         super().__init__(params, {**of_torch, **held, **of_subclass})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

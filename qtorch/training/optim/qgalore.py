@@ -46,6 +46,8 @@ class QGaLoreAdamW8bit(LowBitAdam):
         ValueError: an argument is out of its range.
     """
 
+    of_group = ("rank", "scale", "update_proj_gap", "cos_threshold", "queue_size", "gamma_proj")
+
     def __init__(
         self,
         params: Params,
@@ -69,9 +71,7 @@ class QGaLoreAdamW8bit(LowBitAdam):
             betas,
             eps,
             weight_decay,
-            False,
             block_size=block_size,
-            bf16_stochastic_round=False,
             optim_bits=optim_bits,
             rank=rank,
             scale=scale,

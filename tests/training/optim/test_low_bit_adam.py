@@ -221,6 +221,8 @@ def test_closure_and_sparse_gradients() -> None:
 def test_arguments(arguments: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(arguments))):
         AdamW8bit([nn.Parameter(torch.ones(4))], **arguments)
+    with pytest.raises(TypeError, match="AdamW8bit got an unexpected keyword argument 'rank'"):
+        AdamW8bit([nn.Parameter(torch.ones(4))], rank=2)
     with pytest.raises(ValueError, match=r"in torch\.float64"):
         AdamW8bit([nn.Parameter(torch.ones(4, dtype=torch.float64))])
 
