@@ -135,7 +135,7 @@ def attributes_survive(subject: Subject) -> None:
         assert getattr(made.weight, "tag", None) == "of the model", "lost by load_quantized"
 
 
-@operation(GROUP, "weights in two modules")
+@operation(GROUP, "weights in two modules", refuses=r"is shared by several modules, which would have a schedule each")
 def tied(subject: Subject) -> None:
     if subject.name == "lora_qat":
         return

@@ -32,7 +32,7 @@ SKIPPED = {
     "docs/guides/peft.md": 5,  # need peft
     "docs/guides/transformers.md": 1,  # needs accelerate
     "docs/guides/diffusers.md": 1,  # needs diffusers
-    "docs/guides/several_processes.md": 2,  # run under torchrun
+    "docs/guides/several_processes.md": 3,  # run under torchrun
     "docs/guides/export.md": 3,  # need onnxruntime, executorch; compiles
 }
 

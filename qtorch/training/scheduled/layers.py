@@ -14,6 +14,7 @@ from ...dtypes.linear import check_dtype
 from ...kernels.im2col import to_matrix
 from ...kernels.rows import from_rows, to_rows
 from ...prepared_module import PreparedModule
+from ...tracing.outside_graphs import refuse_jit_trace
 from ..engine.contraction import contraction
 from ..engine.conv import conv_by
 from ..engine.operand import quantize_operand
@@ -49,6 +50,7 @@ class ScheduledLayer(PreparedModule):
         super().restore()
 
     def forward(self, input: Tensor) -> Tensor:
+        refuse_jit_trace()
         check_dtype(f"a {type(self).float_class.__name__} in training", input, self.weight.dtype)
         y = cast_for_product(self.product, input, self.weight, self.bias)
         if self.training:
