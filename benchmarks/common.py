@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from datetime import date
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +58,31 @@ def machine() -> dict[str, Any]:
     }
 
 
-def save(name: str, rows: list[dict[str, Any]]) -> None:
-    """Write ``results/<name>.json``: the machine and the rows."""
+def save(name: str, rows: list[dict[str, Any]], about: dict[str, Any] | None = None) -> None:
+    """Write ``results/<name>.json``: what the figures depend on, by default `machine()`, and the rows."""
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    data = {"machine": about or machine(), "rows": rows}
+    (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+
+
+def machine_line(about: dict[str, Any]) -> str:
+    """`machine()` in words, with the versions of packages that `about` has besides."""
+    packages = [f"{name} {version}" for name, version in about.items() if name in ("torch", *PACKAGES)]
+    parts = [f"{about['processor']} ({', '.join(about['features'])})", f"{about['threads']} threads", *packages]
+    return ", ".join([*parts, about["date"]])
+
+
+PACKAGES = ("onnxruntime", "openvino", "torchao")
+"""Other engines that benchmarks compare with."""
+
+
+def versions() -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 DOCS = Path(__file__).parent.parent / "docs" / "performance" / "results.md"

@@ -1,5 +1,5 @@
 """Draws the results of bench_cpu_linear and bench_cpu_model, where they exist: `python -m benchmarks.plot_cpu` writes
-docs/performance/cpu_linear.png and docs/performance/cpu_model.png.
+docs/performance/cpu_linear_SET.png, for each instruction set, and docs/performance/cpu_model.png.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import DOCS, RESULTS
+from benchmarks.peers import PEERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,20 +19,31 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-NO_COMPILER, TORCHAO = ", no compiler", "torchao"
-TICKS = (0.1, 0.25, 0.5, 1, 2, 4, 8)
+NO_COMPILER, TORCHAO, BEST = ", no compiler", "torchao", "best peer"
+OTHERS = (TORCHAO, BEST, "onnxruntime")
+TICKS = (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32)
+ABOUT = ("shape", "rows", "dtype", "float us", "what", "mode", "float ms", "best peer", "quality")
 
 
 def candidates(row: Row) -> list[str]:
     """The names in a row that have a ratio."""
-    return [key for key in row if key not in ("shape", "rows", "dtype", "float us", "what", "mode", "float ms")]
+    return [key for key in row if key not in ABOUT]
+
+
+def with_best_peers(row: Row) -> Row:
+    """A row of linear layers with the fastest peer by bits of the weight in place of all peers."""
+    ours = {name: value for name, value in row.items() if name not in PEERS}
+    for bits in (8, 4):
+        speeds = [row[name] for name, peer in PEERS.items() if name in row and peer.precision.weight == bits]
+        ours |= {f"{BEST}, int{bits}": max(speeds)} if speeds else {}
+    return ours
 
 
 def style(name: str, names: list[str]) -> dict[str, Any]:
-    """A colour for each recipe, shared by its form without a compiler; torchao in grey."""
-    if name.startswith(TORCHAO):
-        return {"color": "0.45", "linestyle": ":", "marker": "^" if "dynamic" in name else "v"}
-    recipes = [n for n in names if not n.startswith(TORCHAO) and not n.endswith(NO_COMPILER)]
+    """A colour for each recipe, shared by its form without a compiler; other engines in grey."""
+    if name.startswith(OTHERS):
+        return {"color": "0.45", "linestyle": ":", "marker": "^" if "dynamic" in name or "int4" in name else "v"}
+    recipes = [n for n in names if not n.startswith(OTHERS) and not n.endswith(NO_COMPILER)]
     line = "--" if name.endswith(NO_COMPILER) else "-"
     return {"color": f"C{recipes.index(name.removesuffix(NO_COMPILER))}", "linestyle": line, "marker": "o"}
 
@@ -53,6 +65,7 @@ def linear(rows: list[Row]) -> Figure:
     """Speed against the number of rows: a panel for each shape and dtype."""
     from matplotlib.figure import Figure
 
+    rows = [with_best_peers(row) for row in rows]
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
     shapes = list(dict.fromkeys(tuple(row["shape"]) for row in rows))
     figure = Figure(figsize=(4 * len(shapes), 3.4 * len(dtypes) + 0.8), dpi=90, layout="constrained")
@@ -100,16 +113,16 @@ def model(rows: list[Row]) -> Figure:
     return figure
 
 
-FIGURES: dict[str, Callable[[list[Row]], Figure]] = {"cpu_linear": linear, "cpu_model": model}
+FIGURES: dict[str, Callable[[list[Row]], Figure]] = {"cpu_linear_*": linear, "cpu_model": model}
+"""By the names of the results."""
 
 
 def draw(results: Path, folder: Path) -> list[Path]:
     """Write the figures of the results that are there."""
     written = []
-    for name, figure in FIGURES.items():
-        source = results / f"{name}.json"
-        if source.exists():
-            written.append(folder / f"{name}.png")
+    for pattern, figure in FIGURES.items():
+        for source in sorted(results.glob(f"{pattern}.json")):
+            written.append(folder / f"{source.stem}.png")
             figure(json.loads(source.read_text())["rows"]).savefig(written[-1])
     return written
 

@@ -6,6 +6,7 @@ import re
 import pytest
 
 import qtorch
+from benchmarks.bench_cpu_linear import markdown
 from qtorch.kernels import registry
 from qtorch.quantize_api import RECIPES
 
@@ -43,37 +44,15 @@ def test_names_of_qtorch_exist() -> None:
     assert wrong == set()
 
 
-def test_table_of_linear_layers() -> None:
-    """docs/performance/results.md has the figures of benchmarks/results/cpu_linear.json."""
-    rows = json.loads((ROOT / "benchmarks" / "results" / "cpu_linear.json").read_text())["rows"]
-    names = {
-        "float, us": "float us",
-        "`int8_weight_only()`": "int8 weight-only",
-        "`int4_weight_only(group_size=128)`": "int4 g128",
-        "`int4_weight_only(group_size=32)`": "int4 g32",
-        "`int8_dynamic_activation_int8_weight()`": "int8 dynamic",
-        "`int8_dynamic_activation_int4_weight()`": "int8 dynamic, int4 g32",
-        "torchao int8 weight-only": "torchao int8_weight_only",
-        "torchao int8 dynamic": "torchao int8_dynamic_activation_int8_weight",
-    }
-    text = (DOCS / "performance" / "results.md").read_text().partition("\n## Whole models")[0]
-    shape, compared = [], 0
-    for line in text.splitlines():
-        if match := re.search(r"(\d+) x (\d+):$", line):
-            shape = [int(match[1]), int(match[2])]
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        name = cells[0].removesuffix(", no compiler")
-        key = names.get(name)
-        if not line.startswith("| ") or key is None:
-            continue
-        key += ", no compiler" if "no compiler" in cells[0] else ""
-        measured = [row[key] for dtype in ("float32", "bfloat16") for row in _rows(rows, shape, dtype)]
-        wanted = [f"{value:.0f}" if key == "float us" else f"{value:.2f}" for value in measured]
-        assert cells[1:] == wanted, line
-        compared += len(wanted)
-    assert compared >= 200
-
-
-def _rows(rows: list[dict], shape: list[int], dtype: str) -> list[dict]:
-    found = [row for row in rows if row["shape"] == shape and row["dtype"] == f"torch.{dtype}"]
-    return sorted(found, key=lambda row: row["rows"])
+@pytest.mark.parametrize("instruction_set", ["amx", "avx512_vnni"])
+def test_tables_of_linear_layers(instruction_set: str) -> None:
+    """docs/performance/results.md has the figures of benchmarks/results/cpu_linear_*.json."""
+    saved = ROOT / "benchmarks" / "results" / f"cpu_linear_{instruction_set}.json"
+    page = (DOCS / "performance" / "results.md").read_text()
+    shown = page.partition(f"<!-- cpu_linear_{instruction_set}: begin -->")[2].partition("<!--")[0].strip()
+    if not saved.exists():
+        assert shown == "Not measured yet."
+        return
+    data = json.loads(saved.read_text())
+    assert shown == markdown(data["machine"], data["rows"])
+    assert shown.count("|") > 300
