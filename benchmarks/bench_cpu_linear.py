@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument(
         "--fallback", nargs="*", default=["4096x4096"], help="shapes to measure the kernels made of torch operators on"
     )
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.06, help="of a turn")
     parser.add_argument("--quick", action="store_true", help="one small shape, two numbers of rows, short turns")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/cpu_linear_SET.json")

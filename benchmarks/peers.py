@@ -1,7 +1,7 @@
 """Quantized linear layers of other engines, for `bench_cpu_linear --peers`: onnxruntime, OpenVINO and torchao.
 
-A peer is measured on what users of the engine run: a graph of one product, weights rounded to nearest, symmetric, scales
-by row or group, and inputs and outputs that lie in torch's memory. Which engines there are is found when they are used;
+A peer is measured on what users of the engine run: a graph of one product, symmetric weights rounded to nearest, with
+scales by row or group, and inputs and outputs that lie in torch's memory. Which engines there are is found when they are used;
 `pip install --target DIR --no-deps PACKAGE` and PYTHONPATH bring one without touching the environment.
 """
 
@@ -82,7 +82,7 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 @functools.cache
 def _onnxruntime() -> Any:
-    """All sessions share one pool of as many threads as torch has: threads of one each would wait busily for others'."""
+    """All sessions share one pool of as many threads as torch has: pools of their own would disturb each other."""
     import onnxruntime
 
     onnxruntime.set_global_thread_pool_sizes(torch.get_num_threads(), 1)
@@ -255,10 +255,8 @@ def _of_torchao() -> list[Peer]:
         Peer("torchao int8", "torchao", Precision(8, ROW, FLOATING), _BOTH, int8),
         Peer("torchao int8, A8", "torchao", Precision(8, ROW, 8), _BOTH, dynamic),
     ]
-    for group in _GROUPS:
-        build = functools.partial(_torchao_int4, group=group)
-        made.append(Peer(f"torchao int4 g{group}", "torchao", Precision(4, group, FLOATING), _BOTH, build))
-    return made
+    int4 = functools.partial(_torchao_int4, group=128)  # slow; the groups of 32 are slower
+    return [*made, Peer("torchao int4 g128", "torchao", Precision(4, 128, FLOATING), _BOTH, int4)]
 
 
 PEERS: dict[str, Peer] = {peer.name: peer for peer in (*_of_onnxruntime(), *_of_openvino(), *_of_torchao())}

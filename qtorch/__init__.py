@@ -29,6 +29,7 @@ from .find_uses import find_uses
 from .formats.compressed_tensors import recipes_for_vllm
 from .fusion import fuse_convolutions
 from .integrations import watch_imports as _watch_imports
+from .kernels import calibrate_cpu
 from .model_size import get_model_size_in_bytes
 from .primitives import (
     CodebookSpec,
@@ -78,6 +79,7 @@ __all__ = [
     "TensorCoreTiledLayout",
     "ZeroPointDomain",
     "allocate",
+    "calibrate_cpu",
     "compute_error",
     "config",
     "convert_checkpoint",

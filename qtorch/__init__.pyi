@@ -33,6 +33,7 @@ from .explain import explain as explain
 from .find_uses import find_uses as find_uses
 from .formats.compressed_tensors.serving import recipes_for_vllm as recipes_for_vllm
 from .fusion.fused_model import fuse_convolutions as fuse_convolutions
+from .kernels.cpu.calibrate import calibrate_cpu as calibrate_cpu
 from .layouts.block_sparse import BlockSparseLayout as BlockSparseLayout
 from .layouts.packed import PackedLayout as PackedLayout
 from .layouts.plain import PlainLayout as PlainLayout
@@ -124,6 +125,7 @@ __all__ = [
     "binary_training",
     "bitnet_training",
     "block_sparse",
+    "calibrate_cpu",
     "calibrated",
     "compute_error",
     "config",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .dtypes import ConvWeight, PaddedWeight, QuantizedTensor
 from .dtypes.conv import CONVS, WINDOWS_NOTE, conv_problem
 from .dtypes.embedding import EMBEDDINGS
-from .kernels.registry import Problem, candidates, choose
+from .kernels.registry import Problem, advice, candidates, choose
 from .model_argument import check_model
 
 
@@ -34,20 +34,25 @@ class Explanation:
     rejected: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
+        return "\n".join([*self.lines(), *advice({self.kernel})])
+
+    def lines(self) -> list[str]:
+        """What is printed, without advice."""
         op, scheme, dtype, device = self.problem
         where = f"{self.name}: " if self.name else ""
         lines = [
             f"{where}{op}, {str(dtype).removeprefix('torch.')} input on {device}, {scheme.spec}, {scheme.layout}",
             f"  runs {self.kernel}" + (f" ({self.note})" if self.note else ""),
         ]
-        return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.rejected])
+        return lines + [f"  not {name}: {reason}" for name, reason in self.rejected]
 
 
 class Explanations(tuple[Explanation, ...]):
     """The explanations of all quantized weights of a module, printed one after the other."""
 
     def __str__(self) -> str:
-        return "\n".join(str(explanation) for explanation in self)
+        lines = [line for explanation in self for line in explanation.lines()]
+        return "\n".join([*lines, *advice({explanation.kernel for explanation in self})])
 
 
 @overload

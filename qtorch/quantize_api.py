@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from .dtypes import QuantizedTensor
 from .install import Change, all_or_nothing, install, keep_attributes
+from .kernels.registry import advice
 from .listeners import tell
 from .misfit import OnMisfit, coarser
 from .misfit import choose as choose_fitting
@@ -156,7 +157,8 @@ def quantize_(
         model.to(device)
     if not dry_run:
         tell(model, {slot.name: target.recipe for target in found if target.recipe for slot in target.slots})
-    report = QuantizeReport(tuple(rows), dry_run, *elements, before, transforms=transforms, estimate=expected)
+    told = advice({row.kernel for row in rows})
+    report = QuantizeReport(tuple(rows), dry_run, *elements, before, 0, transforms, expected, told)
     after = before - report.bytes_before + report.bytes_after if dry_run else get_model_size_in_bytes(model)
     return replace(report, model_bytes_after=after)
 

@@ -137,6 +137,7 @@ class QuantizeReport:
         transforms: what was changed in the float weights before they were quantized.
         estimate: of a dry run with recipes that calibrate in the order of the model; then bytes and SQNRs are those of
             rounding to nearest.
+        advice: what could make the kernels that will run faster on this machine.
     """
 
     layers: tuple[LayerReport, ...]
@@ -147,6 +148,7 @@ class QuantizeReport:
     model_bytes_after: int = 0
     transforms: tuple[TransformReport, ...] = ()
     estimate: CalibrationEstimate | None = None
+    advice: tuple[str, ...] = ()
 
     @property
     def quantized(self) -> tuple[LayerReport, ...]:
@@ -188,13 +190,15 @@ class QuantizeReport:
             "quantized_parameters": self.quantized_parameters,
             "layers": [_json_of(layer) for layer in self.layers],
             "transforms": [{**asdict(item), "consumers": list(item.consumers)} for item in self.transforms],
+            "advice": list(self.advice),
         }
 
     def __str__(self) -> str:
         rows = [_row(layer) for layer in self.layers]
         table = format_table(("weight", "shape", "what", "bytes before", "after", "SQNR dB", "kernel"), rows)
         estimate = "" if self.estimate is None else f"\n{self.estimate}"
-        return f"{self._summary()}{estimate}\n\n{table}\n{self._totals()}{self._transformed()}"
+        advice = "".join(f"\n{line}" for line in self.advice)
+        return f"{self._summary()}{estimate}\n\n{table}\n{self._totals()}{self._transformed()}{advice}"
 
     def __repr__(self) -> str:
         return f"<QuantizeReport: {self._summary()}>"

@@ -7,16 +7,13 @@ from ..discovery import import_modules
 
 import_modules(__name__, __path__)
 
-from .cpu.measure_ways import measure_cpu_ways  # noqa: E402
+from .cpu.calibrate import calibrate_cpu  # noqa: E402
 from .cuda.launch_config import LaunchConfig, autotune  # noqa: E402
 from .custom_ops import record_kernels  # noqa: E402
 from .ops.int_matmul import int_matmul, int_scaled_matmul  # noqa: E402
 from .ops.quantize_rowwise import quantize_int8_rowwise  # noqa: E402
 from .ops.stochastic_update import stochastic_update_bf16_, stochastic_update_int8_  # noqa: E402
 from .registry import FallbackError, deregister, lookup, register  # noqa: E402
-
-calibrate_cpu = measure_cpu_ways
-"""The name of `measure_cpu_ways` in earlier versions."""
 
 __all__ = [
     "FallbackError",
@@ -27,7 +24,6 @@ __all__ = [
     "int_matmul",
     "int_scaled_matmul",
     "lookup",
-    "measure_cpu_ways",
     "quantize_int8_rowwise",
     "record_kernels",
     "register",

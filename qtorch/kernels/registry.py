@@ -64,6 +64,7 @@ class Kernel:
         checks_memory: it checks that the memory of the weight's tensors exists on its device. Other kernels run only
             after the caller has checked.
         rotated: it takes weights and activations whose blocks are rotated (see `RotatedSpec`).
+        advice: returns what the user could do to make it faster on this machine, or None; reports say it once.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Kernel:
     emulates: bool
     checks_memory: bool
     rotated: bool
+    advice: Callable[[], str | None] | None
 
     @property
     def is_reference(self) -> bool:
@@ -158,6 +160,7 @@ def register(
     emulates: bool = False,
     checks_memory: bool = False,
     rotated: bool = False,
+    advice: Callable[[], str | None] | None = None,
     name: str | None = None,
 ) -> Callable[[F], F]:
     """Decorator: register an implementation of `op`; see `Kernel` for the arguments. The name is the function's.
@@ -184,6 +187,7 @@ def register(
             emulates,
             checks_memory,
             rotated,
+            advice,
         )
         if any(k.op == op and k.name == kernel.name for k in _kernels):
             raise ValueError(f"register: {op} has a kernel named {kernel.name} already")
@@ -221,6 +225,12 @@ def kernels(op: str) -> list[Kernel]:
 def names() -> list[str]:
     """``"operation:kernel"`` of all kernels."""
     return [f"{kernel.op}:{kernel.name}" for kernel in _kernels]
+
+
+def advice(used: Collection[str | None]) -> tuple[str, ...]:
+    """What the user could do to make the kernels of these names faster on this machine, each advice once."""
+    given = (kernel.advice() for kernel in _kernels if kernel.advice and kernel.name in used)
+    return tuple(dict.fromkeys(filter(None, given)))
 
 
 def candidates(problem: Problem) -> list[tuple[Kernel, str | None]]:

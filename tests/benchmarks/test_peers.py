@@ -53,7 +53,7 @@ def relative_error(y: torch.Tensor, wanted: torch.Tensor) -> float:
 def test_which_peers_a_layer_is_compared_with() -> None:
     ours = Precision(4, 32, FLOATING)
     names = {name for name, peer in PEERS.items() if ours.covers(peer.precision)}
-    assert {"onnxruntime int4 g32", "onnxruntime int4 g32, A8", "onnxruntime int4 g128", "torchao int4 g32"} <= names
+    assert {"onnxruntime int4 g32", "onnxruntime int4 g32, A8", "onnxruntime int4 g128", "torchao int4 g128"} <= names
     assert not any("int8" in name for name in names)
     assert not Precision(4, 128, FLOATING).covers(Precision(4, 32, FLOATING))
     assert not Precision(8, ROW, 8).covers(Precision(8, ROW, FLOATING))

@@ -17,7 +17,7 @@ from ..custom_ops import note, opaque, recording
 from ..linear.int8_scaled import INTEGERS
 from ..ops.experts import expert_by_expert, scheme_of_expert
 from ..registry import Problem, register
-from . import int8, weight, weight_only
+from . import int8, ways, weight, weight_only
 from .compiled_experts import FloatExperts, IntExperts, is_stack
 from .int8 import cpu_int8_mm, numerics_of, of_rows, quantize_rows
 from .weight_only import cpu_weight_only_mm
@@ -191,6 +191,7 @@ def _supports_int8(problem: Problem) -> str | None:
     priority=30,
     supports=_supports,
     checks_memory=True,
+    advice=ways.advice,
     name="cpu_experts_mm",
 )
 def _grouped_linear(x: Tensor, quantized: Any, experts: Tensor) -> Tensor:
@@ -210,6 +211,7 @@ def _grouped_linear(x: Tensor, quantized: Any, experts: Tensor) -> Tensor:
     priority=30,
     supports=_supports_int8,
     checks_memory=True,
+    advice=ways.advice,
     name="cpu_experts_int8_mm",
 )
 def _grouped_linear_int8(x: Tensor, quantized: Any, experts: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from ..ops.int8_grouped_mm import int8_grouped_mm, int8_product
 from ..ops.quantize_rowwise import quantize_input
 from ..registry import Problem, register
 from ..rows import from_rows, to_rows
-from . import weight
+from . import ways, weight
 from .compiled_library import TYPES, library, threads
 from .compiled_linear import CompiledLinear, Numerics
 from .structs import Input, IntCall, Output, Quantizer, Weight, pack, struct_of
@@ -242,6 +242,7 @@ def _has_few_rows(x: Tensor) -> bool:
     priority=30,
     supports=supports,
     checks_memory=True,
+    advice=ways.advice,
     name="cpu_int8_mm",
 )
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:

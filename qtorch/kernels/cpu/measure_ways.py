@@ -1,13 +1,11 @@
-"""`measure_cpu_ways`: measure which way is fastest for how many rows on this machine."""
+"""Measure which way of multiplying is fastest for how many rows on this machine."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
 import time
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,11 +14,12 @@ from torch.nn import functional
 from ...layouts.packed import pack_codes
 from ...primitives.qdtype import qdtype
 from . import ways
-from .compiled_library import library
+from .compiled_library import Library
 from .int8 import cpu_int8_mm
+from .ways_file import Steps, Table
 from .weight_only import cpu_weight_only_mm
 
-ROWS = {"small": (1, 2, 4, 8, 16, 32, 64, 256, 1024), "large": (1, 2, 4, 8, 12, 16, 32, 64, 256)}
+ROWS = {"small": (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096), "large": (1, 2, 4, 8, 12, 16, 32, 64, 256)}
 """Numbers of rows to measure, by size of the weight."""
 
 SIZES = {"small": 512, "large": 2048}
@@ -34,26 +33,11 @@ ROUNDS = 5
 HOPELESS = 2.0
 """A way that takes this many times the least time in the first round is not measured again."""
 
-Steps = list[tuple[int | None, str]]
 
-
-def measure_cpu_ways(path: str | Path) -> dict[str, Steps]:
-    """Time every way of multiplying on this machine, which takes about a minute; use and save the fastest ones.
-
-    Args:
-        path: JSON file to write; the environment variable QTORCH_CPU_CHOICES makes later processes read it.
-
-    Returns:
-        For each kind of problem, (largest number of rows, way).
-
-    Raises:
-        RuntimeError: no compiled kernels are in use.
-    """
-    compiled = library()
-    if compiled is None:
-        raise RuntimeError("measure_cpu_ways measures the compiled kernels, which are missing")
+def measure_ways(compiled: Library) -> Table:
+    """The fastest way for each kind of weight and number of rows, on this machine with torch's threads."""
     there = [way for way in ways.WAYS if way != "amx" or compiled.instruction_set == "amx"]
-    table: dict[str, Steps] = {}
+    table: Table = {}
     for size, packed, grouped in itertools.product(SIZES, (False, True), (False, True)):
         weights = _Weights(SIZES[size], packed, grouped)
         inputs = [torch.randn(rows, SIZES[size]) for rows in ROWS[size]]
@@ -63,8 +47,6 @@ def measure_cpu_ways(path: str | Path) -> dict[str, Steps]:
             times = {len(x): _times(weights.calls(x.to(dtype), False, [*there, "float"])) for x in inputs}
             key = ways.key_of(dtype, packed, grouped, SIZES[size] ** 2)
             table[key], table[f"{key} copied"] = _steps(times, {"copy"}), _steps(times, {"float"})
-    Path(path).write_text(json.dumps({compiled.instruction_set: table}, indent=1) + "\n")
-    ways.load(path)
     return table
 
 

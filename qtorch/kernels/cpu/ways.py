@@ -1,15 +1,16 @@
 """Which way of multiplying runs for how many rows: a measured table.
 
-`ways.json` has a list of (largest number of rows, way) per instruction set, kind and size of the weight, and dtype.
-Weight-only layers have a second list, "copied", which applies where a dequantized copy of the weight may be kept (see
-`float_copies`). `measure_cpu_ways` repeats the measurement and writes such a file, which QTORCH_CPU_CHOICES or `load`
-selects.
+A table has a list of (largest number of rows, way) for each kind and size of the weight, and dtype. Weight-only layers
+have a second list, "copied", which applies where a dequantized copy of the weight may be kept (see `float_copies`).
+
+Tables lie in files (`ways_file.py`), which are asked in turn: what `load` was given, the file that QTORCH_CPU_CHOICES
+names, the one that `calibrate_cpu` wrote for this user, and `ways.json`; in each the table of this kind of processor
+first, then one of this vendor.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,36 +19,59 @@ from pathlib import Path
 import torch
 
 from ...generation import generation
-
-WAYS = {"dot": 0, "tile": 1, "amx": 2, "fixed": 3}
-"""Ways of the compiled kernels, and their numbers in src/kernels.cpp."""
-
-OTHER_WAYS = ("torch", "float")
-"""The kernels made of torch operators, and F.linear on a weight that a compiled kernel dequantized."""
+from . import processor
+from .compiled_library import library
+from .ways_file import OTHER_WAYS as OTHER_WAYS
+from .ways_file import SHIPPED, Steps, Table, Tables, of_user, read
+from .ways_file import WAYS as WAYS
 
 SMALL = 1 << 20
 """Most elements of a small weight, which stays in cache together with most of what it is multiplied with."""
 
-Table = dict[str, dict[str, list[tuple[int | None, str]]]]
-
-_choices: Table = {}
+_loaded: Tables = {}
 _forced: list[str] = []
 
 
 def load(path: str | Path) -> None:
-    """Use the table of a file that `measure_cpu_ways` wrote; instruction sets that it lacks keep theirs.
+    """Use the tables of a file that `calibrate_cpu` wrote; instruction sets that it lacks keep theirs.
 
     Raises:
         ValueError: the file is not such a table.
     """
-    read = json.loads(Path(path).read_text())
-    for table in read.values():
-        for key, steps in table.items():
-            if not steps or steps[-1][0] is not None or any(way not in (*WAYS, *OTHER_WAYS) for _, way in steps):
-                raise ValueError(f"{path}: {key}: got {steps}, want [rows, way], the last with null")
-    _choices.update(read)
+    for instruction_set, tables in read(path).items():
+        _loaded.setdefault(instruction_set, {}).update(tables)
+    forget()
+
+
+def forget() -> None:
+    """Read the files again at the next choice."""
+    _tables.cache_clear()
     _find.cache_clear()
     generation.end()
+
+
+@functools.cache
+def _tables(instruction_set: str) -> list[tuple[str, Table]]:
+    """(kind of processor, table), in the order in which they are asked."""
+    here = processor.kind()
+    own = os.environ.get("QTORCH_CPU_CHOICES")
+    found = []
+    for tables in (_loaded, read(own) if own else {}, of_user(), read(SHIPPED)):
+        of_set = tables.get(instruction_set, {}).items()
+        found += sorted(of_set, key=lambda item: (item[0] != here, processor.vendor(item[0]) != processor.vendor(here)))
+    return found
+
+
+def advice() -> str | None:
+    """What to do where the choices in use were measured on another kind of processor."""
+    compiled = library()
+    measured_on = _tables(compiled.instruction_set)[0][0] if compiled else processor.kind()
+    if measured_on == processor.kind():
+        return None
+    return (
+        f"which kernel is fastest for how many rows was measured on another processor ({measured_on}; this is "
+        f"{processor.kind()}): qtorch.calibrate_cpu() measures it on this one, once, in about two minutes"
+    )
 
 
 @functools.cache
@@ -62,17 +86,13 @@ def choose(instruction_set: str, key: str, rows: int) -> str:
     return _forced[-1] if _forced else _find(instruction_set, key, rows)
 
 
-def steps(instruction_set: str, key: str) -> list[tuple[int | None, str]]:
+def steps(instruction_set: str, key: str) -> Steps:
     """(largest number of rows, way), the last without a limit."""
     return [(None, _forced[-1])] if _forced else _steps(instruction_set, key)
 
 
-def _steps(instruction_set: str, key: str) -> list[tuple[int | None, str]]:
-    if not _choices:
-        load(Path(__file__).with_name("ways.json"))
-        if own := os.environ.get("QTORCH_CPU_CHOICES"):
-            load(own)
-    return _choices[instruction_set][key]
+def _steps(instruction_set: str, key: str) -> Steps:
+    return next(table[key] for _, table in _tables(instruction_set) if key in table)
 
 
 @functools.lru_cache(maxsize=4096)

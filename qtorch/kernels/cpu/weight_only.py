@@ -21,7 +21,7 @@ from ..linear.packed_weight_only import packed_weight_mm
 from ..ops.weight_only_mm import weight_only_mm
 from ..registry import Problem, register
 from ..rows import from_rows, to_rows
-from . import weight
+from . import ways, weight
 from .compiled_library import TYPES, Library, threads
 from .compiled_linear import CompiledLinear
 from .float_copies import float_copy, wanted
@@ -150,6 +150,7 @@ def supports(problem: Problem) -> str | None:
     checks_memory=True,
     note="for many rows F.linear on the dequantized weight, where that is faster: made on each call, or kept "
     "within qtorch.config.float_copy_bytes",
+    advice=ways.advice,
     name="cpu_weight_only_mm",
 )
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 
 import qtorch
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library, float_copies, ways
+from qtorch.kernels.cpu import compiled_library, float_copies, processor, ways
 
 pytestmark = pytest.mark.skipif(compiled_library.library() is None, reason="nothing is built")
 
@@ -146,13 +146,11 @@ def test_explain_says_so():
 
 def test_only_where_it_is_faster(monkeypatch):
     """The second list of choices decides; without room the first."""
-    compiled = compiled_library.library()
     key = ways.key_of(torch.float32, True, True, 64 * 96)
-    ways.choose(compiled.instruction_set, key, 1)
     monkeypatch.setattr(ways, "_forced", [])
     monkeypatch.setattr(ways, "_find", ways._find.__wrapped__)
     table = {key: [[None, "dot"]], f"{key} copied": [[4, "tile"], [None, "float"]]}
-    monkeypatch.setitem(ways._choices, compiled.instruction_set, table)
+    monkeypatch.setattr(ways, "_tables", lambda instruction_set: [(processor.kind(), table)])
     model = layer()
     assert runs(model, X[:4]).endswith(".dot")
     assert runs(model, X) == COPY

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import qtorch
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import build, compiled_library, ways
+from qtorch.kernels.cpu import build, compiled_library, ways, ways_file
 from tests.kernels.cpu.builds import BUILDS
 
 ROOT = Path(qtorch.__file__).parents[1]
@@ -157,22 +157,15 @@ def test_threads_are_those_of_torch():
 
 
 def test_the_choices_cover_every_build():
-    ways.load(Path(ways.__file__).with_name("ways.json"))
+    shipped = ways_file.read(ways_file.SHIPPED)
     for name in build.FLAGS["x86_64"]:
         for kind in ("float32", "bfloat16", "float16", "int8"):
             for packed in (True, False):
                 for grouped in (True, False):
                     for elements in (1, ways.SMALL + 1):
                         key = ways.key_of(kind, packed, grouped, elements)
-                        for form in [key] if kind == "int8" else [key, f"{key} copied"]:
-                            assert ways.choose(name, form, 7) in (*ways.WAYS, *ways.OTHER_WAYS)
-
-
-def test_choices_of_a_file(tmp_path):
-    path = tmp_path / "mine.json"
-    path.write_text('{"avx2": {"float32 plain rows small": [[4, "dot"]]}}')
-    with pytest.raises(ValueError, match="the last with null"):
-        ways.load(path)
+                        forms = {key} if kind == "int8" else {key, f"{key} copied"}
+                        assert all(forms <= set(table) for table in shipped[name].values())
 
 
 def test_torch_way():
