@@ -1,8 +1,8 @@
 """Quantized linear layers of other engines, for `bench_cpu_linear --peers`: onnxruntime, OpenVINO and torchao.
 
 A peer is measured on what users of the engine run: a graph of one product, symmetric weights rounded to nearest, with
-scales by row or group, and inputs and outputs that lie in torch's memory. Which engines there are is found when they are used;
-`pip install --target DIR --no-deps PACKAGE` and PYTHONPATH bring one without touching the environment.
+scales by row or group, and inputs and outputs that lie in torch's memory. `pip install --target DIR --no-deps PACKAGE`
+and PYTHONPATH bring an engine without touching the environment.
 """
 
 from __future__ import annotations

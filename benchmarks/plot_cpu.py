@@ -1,5 +1,5 @@
-"""Draws the results of bench_cpu_linear and bench_cpu_model, where they exist: `python -m benchmarks.plot_cpu` writes
-docs/performance/cpu_linear_SET.png, for each instruction set, and docs/performance/cpu_model.png.
+"""Draws the results of bench_cpu_linear, for each instruction set, and of bench_cpu_model, where they exist:
+`python -m benchmarks.plot_cpu` writes cpu_linear_*.png and cpu_model.png into docs/performance.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 NO_COMPILER, TORCHAO, BEST = ", no compiler", "torchao", "best peer"
 OTHERS = (TORCHAO, BEST, "onnxruntime")
 TICKS = (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32)
-ABOUT = ("shape", "rows", "dtype", "float us", "what", "mode", "float ms", "best peer", "quality")
+ABOUT = ("shape", "rows", "dtype", "float us", "what", "mode", "float ms", "best peer", "scores")
 
 
 def candidates(row: Row) -> list[str]:
@@ -93,14 +93,14 @@ def model(rows: list[Row]) -> Figure:
     """A group of bars for each workload and mode."""
     from matplotlib.figure import Figure
 
-    names = candidates(rows[0])
+    names = list(dict.fromkeys(name for row in rows for name in candidates(row)))
     figure = Figure(figsize=(1.9 * len(rows) + 1.5, 4.4), dpi=90, layout="constrained")
     axes = figure.subplots()
     width = 0.8 / len(names)
     for i, name in enumerate(names):
         places = [j + (i - (len(names) - 1) / 2) * width for j in range(len(rows))]
         # On a logarithmic axis a bar starts where float is.
-        heights = [row[name] - 1 for row in rows]
+        heights = [row.get(name, 1) - 1 for row in rows]
         bars = axes.bar(places, heights, width, bottom=1, color=style(name, names)["color"], label=name)
         if name.startswith(TORCHAO) and "dynamic" in name:
             for bar in bars:
