@@ -72,6 +72,10 @@ class Library:
     quantize_rows: Runs
     quantize_tokens: Runs
     dequantize: Runs
+    quantize_matrix: Runs
+    dequantize_matrix: Runs
+    block_product: Runs
+    scale_sums: Runs
     adam: Runs
     embed: Counts
     conv_pack: Counts

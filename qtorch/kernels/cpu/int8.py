@@ -27,6 +27,8 @@ from ..rows import from_rows, to_rows
 from . import ways, weight
 from .compiled_library import TYPES, library, threads
 from .compiled_linear import CompiledLinear, Numerics
+from .int8_blocks import scaled_int_matmul
+from .operands import is_readable
 from .structs import Input, IntCall, Output, Quantizer, Weight, pack, struct_of
 
 GROUP_MULTIPLE = 32
@@ -99,7 +101,12 @@ def cpu_int8_mm(
 def compiled_product(
     xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None, group: int, dtype: torch.dtype
 ) -> Tensor:
-    """See `int8_product`: compiled for a weight with groups; with one, torch operators, which a compiler can fuse."""
+    """See `int8_product`: compiled for a weight with groups; with one, torch's product, and in graphs torch operators,
+    which a compiler can fuse."""
+    if group == -1 and xz is None and wz is None and is_readable(xq) and wq.dtype is torch.int8:
+        y = scaled_int_matmul(xq, xs, wq, ws, dtype)
+        if y is not None:
+            return y
     if group % GROUP_MULTIPLE:
         return portable(int8_product)(xq, xs, xz, wq, ws, wz, group, dtype)
     kind = "int8" if wq.dtype == torch.int8 else "uint8"

@@ -30,9 +30,24 @@ def int_matmul(a: Tensor, b: Tensor) -> Tensor:
     check_int8_matrices(a, b)
     if a.is_cpu and features.cpu_has("vnni"):
         note("int_matmul.vnni")
-        # Both strides of a transposed column are 1, which torch mistakes for the row length.
-        return torch._int_mm(a, b.flatten().unsqueeze(0) if b.shape[0] == 1 else b)
+        return torch._int_mm(a, _readable(b))
     return _sliced(a, b)
+
+
+def int_matmul_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """`int_matmul` on CPU, eager, into `out` (M, N) int32, memory that the caller has."""
+    check_int8_matrices(a, b)
+    note("int_matmul")
+    if features.cpu_has("vnni"):
+        note("int_matmul.vnni")
+        torch._int_mm(a, _readable(b), out=out)
+    else:
+        out.copy_(_sliced(a, b))
+
+
+def _readable(b: Tensor) -> Tensor:
+    """As `torch._int_mm` takes it: both strides of a transposed column are 1, which it mistakes for the row length."""
+    return b.flatten().unsqueeze(0) if b.shape[0] == 1 else b
 
 
 def check_int8_matrices(a: Tensor, b: Tensor) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...primitives.affine import MappingType, check_floating_point, dequantize_affine
-from ...primitives.granularity import block_of
+from ...primitives.affine import MappingType, check_floating_point
 from ...primitives.non_finite import lost_rows, without_rows
 from ...primitives.qdtype import qdtype
 from ...primitives.rounding import Rounding
@@ -19,6 +18,7 @@ from ...primitives.scale_rules import MinMaxRule
 from ...primitives.spec import QuantSpec
 from ..custom_ops import by_device
 from ..registry import QuantizedWeight
+from .dequantize_codes import dequantize_codes
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -67,6 +67,7 @@ def quantize_static(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tenso
     return codes, *_of_rows(spec, scale, zero_point, lost_rows(x))
 
 
+@by_device
 def quantize_rows(x: Tensor, spec: QuantSpec) -> Quantized:
     """`quantize_dynamic` of independent rows: scales that rows share are chosen from the finite rows. The result has a
     scale per row, like that of `quantize_static`."""
@@ -105,21 +106,21 @@ def dequantize_rows(
 ) -> Tensor:
     """The real numbers that `codes` (M, K) stand for; the blocks follow from the shape of the scale."""
     low, high = spec.code_range
-    block = block_of(codes.shape, scale.shape)
-    return dequantize_affine(codes, block, scale, zero_point, spec.dtype, low, high, spec.zero_point_domain, dtype)
+    return dequantize_codes(codes, scale, zero_point, spec.dtype, low, high, spec.zero_point_domain, dtype)
 
 
 @by_device
 def quantize_dynamic(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor | None]:
     """(codes, scale, zero_point) of `x` (M, K), its scale chosen from its values: NaN or infinite for a block that
     holds such a value."""
-    if _is_int8_rowwise(spec):
+    if is_int8_rowwise(spec):
         return *quantize_int8_rowwise(x), None
     scale, zero_point = spec.choose_qparams(x)
     return spec.quantize(x, scale, zero_point), scale, zero_point
 
 
-def _is_int8_rowwise(spec: QuantSpec) -> bool:
+def is_int8_rowwise(spec: QuantSpec) -> bool:
+    """Whether `quantize_dynamic` is `quantize_int8_rowwise`."""
     return spec.dtype is qdtype("int8") and spec.code_range == (-127, 127) and is_absmax_rowwise(spec)
 
 

@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...primitives.affine import ZeroPointDomain, dequantize_affine
+from ...primitives.affine import ZeroPointDomain
 from ...primitives.granularity import Block, block_of
 from ...primitives.qdtype import QDType, qdtype
 from ..custom_ops import opaque
+from .dequantize_codes import dequantize_codes
 from .fixed_point_mm import fixed_point_mm
 
 SLICE_BYTES = {"cpu": 4 << 20}
@@ -70,7 +71,7 @@ def multiply_slices(
     for start in range(0, n, step):
         part = rows(start, start + step)
         if scale_last:
-            weight = kind.decode(part).to(x.dtype) if kind.format else part.to(x.dtype)
+            weight = dequantize_codes(part, None, None, kind, low, high, ZeroPointDomain[domain], x.dtype)
         else:
             weight = dequantize_slice(
                 part, start, start + step, block, scale, zero_point, kind, low, high, domain, x.dtype
@@ -94,17 +95,8 @@ def dequantize_slice(
 ) -> Tensor:
     """Reals of `part`, the codes of the rows from `start` to `stop` of a matrix quantized in blocks of `block`."""
     of_slice = slice(start // block[0], stop // block[0]) if scale.shape[0] > 1 else slice(None)
-    return dequantize_affine(
-        part,
-        (min(block[0], part.shape[0]), block[1]),
-        scale[of_slice],
-        None if zero_point is None else zero_point[of_slice],
-        kind,
-        low,
-        high,
-        ZeroPointDomain[domain],
-        dtype,
-    )
+    zero = None if zero_point is None else zero_point[of_slice]
+    return dequantize_codes(part, scale[of_slice], zero, kind, low, high, ZeroPointDomain[domain], dtype)
 
 
 def slice_length(x: Tensor, length: int, block: int) -> int:

@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "conv_call.h"
 #include "dequantize.h"
+#include "dequantize_matrix.h"
 #include "embed.h"
 #include "experts.h"
 #include "fixed_dot.h"
@@ -11,8 +12,10 @@
 #include "float_dot.h"
 #include "float_tile.h"
 #include "int_amx.h"
+#include "int_blocks.h"
 #include "int_dot.h"
 #include "int_tile.h"
+#include "quantize_matrix.h"
 #include "quantize_tokens.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -252,6 +255,25 @@ EXPORT void qtorch_attention(const attention::Attention* call) {
 // See quantize_tokens.h.
 EXPORT void qtorch_quantize_tokens(const attention::Tokens* call) {
     attention::quantize_tokens(*call);
+}
+
+// See quantize_matrix.h.
+EXPORT void qtorch_quantize_matrix(const operand::QuantizeMatrix* call) {
+    operand::quantize_matrix(*call);
+}
+
+// See dequantize_matrix.h.
+EXPORT void qtorch_dequantize_matrix(const operand::DequantizeMatrix* call) {
+    operand::dequantize_matrix(*call);
+}
+
+// See int_blocks.h.
+EXPORT void qtorch_block_product(const operand::BlockProduct* call) {
+    operand::multiply_blocks(*call);
+}
+
+EXPORT void qtorch_scale_sums(const operand::ScaleSums* call) {
+    operand::scale_sums(*call);
 }
 
 // See adam.h.

@@ -1,0 +1,213 @@
+"""Operands of training products, compiled: floats to codes in whichever order a product wants them, and back.
+
+Torch's own operators pass over an operand a dozen times, and write a tensor of its size each time.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...primitives.affine import MappingType, ZeroPointDomain
+from ...primitives.granularity import block_of
+from ...primitives.qdtype import QDType
+from ...primitives.rounding import Rounding
+from ...primitives.scale_rules import MinMaxRule
+from ...primitives.spec import QuantSpec
+from ...tracing.function_transforms import are_active
+from ..custom_ops import implement, note, portable
+from ..ops.dequantize_codes import dequantize_codes
+from ..ops.quantize_rowwise import Quantized, is_int8_rowwise, quantize_dynamic, quantize_rows, shares_scales
+from .compiled_library import TYPES, library, threads
+from .operand_structs import DequantizeMatrix, QuantizeMatrix
+from .structs import struct_of
+
+_quantize = struct_of(QuantizeMatrix).pack
+_dequantize = struct_of(DequantizeMatrix).pack
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INTEGER = 0
+FORMATS = {"float8_e4m3fn": 1, "float8_e5m2": 2}
+"""As in src/quantize_matrix.h; other codes are INTEGER."""
+
+VECTOR = 16
+"""Blocks of so many columns, or a multiple, are whole vectors on every machine."""
+
+MOST_ROWS = 256
+"""Of a block: its stripe of the operand should fit in the cache."""
+
+
+class Numbers(NamedTuple):
+    """How a spec chooses scales and codes: fields of `QuantizeMatrix`."""
+
+    format: int
+    least: float
+    most: float
+    bound: float
+    smallest: float
+    largest: float
+    power: float
+
+
+@functools.cache
+def numbers_of(spec: QuantSpec, dtype: torch.dtype) -> Numbers | None:
+    """Those of an input of `dtype`, None for a spec that the compiled code does not follow."""
+    kind, scale_dtype = spec.dtype, spec.stored_scale_dtype(dtype)
+    integer = not kind.is_floating_point and kind.storage is torch.int8
+    if (
+        type(spec) is not QuantSpec
+        or spec.has_zero_point
+        or spec.mapping is not MappingType.SYMMETRIC
+        or spec.zero_point_domain not in (ZeroPointDomain.INT, ZeroPointDomain.NONE)
+        or type(spec.scale_rule) is not MinMaxRule
+        or spec.scale_spec is not None
+        or scale_dtype not in (torch.float32, torch.float8_e8m0fnu)
+        or not (integer or kind.name in FORMATS)
+        or (spec.rounding is Rounding.STOCHASTIC and not (integer and spec.noise is None))
+    ):
+        return None
+    low, high = spec.code_range
+    limits = torch.finfo(scale_dtype)
+    # As in `choose_qparams_affine_with_min_max`; `quantize_int8_rowwise` has no largest scale.
+    largest = min(limits.max, torch.finfo(torch.bfloat16).max / ((high - low + 1) / 2))
+    return Numbers(
+        format=FORMATS.get(kind.name, INTEGER),
+        least=low,
+        most=high,
+        bound=(high - low + (not spec.preserve_max_val)) / 2,
+        smallest=max(limits.tiny, spec.eps or 0.0),
+        largest=math.inf if is_int8_rowwise(spec) else largest,
+        power=2.0 ** (math.frexp(high)[1] - 1) if scale_dtype is torch.float8_e8m0fnu else 0.0,
+    )
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether a matrix has memory and nothing records what is done with it: no graph, gradient or transform."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in (Tensor, nn.Parameter)
+        and x.dim() == 2
+        and x.numel() > 0
+        and not (x.requires_grad and torch.is_grad_enabled())
+        and torch._C._get_tracing_state() is None
+        and not are_active()
+    )
+
+
+def in_order(x: Tensor) -> Tensor:
+    """`x` (M, K), whose rows or columns are contiguous."""
+    return x if 1 in x.stride() else x.contiguous()
+
+
+@implement("quantize_dynamic", "cpu")
+def cpu_quantize_dynamic(x: Tensor, spec: QuantSpec) -> Quantized:
+    """See `quantize_dynamic`."""
+    return _quantized(x, spec, tokens=False) or portable(quantize_dynamic)(x, spec)
+
+
+@implement("quantize_rows", "cpu")
+def cpu_quantize_rows(x: Tensor, spec: QuantSpec) -> Quantized:
+    """See `quantize_rows`."""
+    return _quantized(x, spec, tokens=shares_scales(spec)) or portable(quantize_rows)(x, spec)
+
+
+def _quantized(x: Tensor, spec: QuantSpec, tokens: bool) -> Quantized | None:
+    """Codes and scale; None where the compiled code does not do it.
+
+    Args:
+        tokens: rows that share scales are independent.
+    """
+    if not is_readable(x) or x.dtype not in FLOATS or (compiled := library()) is None:
+        return None
+    numbers = numbers_of(spec, x.dtype)
+    if numbers is None:
+        return None
+    (rows, columns), (block_rows, block_columns) = x.shape, spec.block_size(x.shape)
+    whole = (block_rows, block_columns) == (rows, columns)
+    if not whole and (block_rows > MOST_ROWS or (block_columns != columns and block_columns % VECTOR)):
+        return None
+    x = in_order(x)
+    noise = _noise(x) if spec.rounding is Rounding.STOCHASTIC else None
+    note(f"quantize_matrix.{compiled.instruction_set}")
+    scale_of_rows = tokens and not spec.dtype.has_nan
+    shape = rows if scale_of_rows else rows // block_rows, columns // block_columns
+    codes = torch.empty(rows, columns, dtype=spec.dtype.storage)
+    scale = torch.empty(shape, dtype=torch.float8_e8m0fnu if numbers.power else torch.float32)
+    compiled.quantize_matrix(
+        _quantize(
+            x.data_ptr(),
+            TYPES[x.dtype],
+            *x.stride(),
+            rows,
+            columns,
+            block_rows,
+            block_columns,
+            *numbers,
+            tokens,
+            scale_of_rows,
+            *((0, 0, 0) if noise is None else (noise.data_ptr(), *noise.stride())),
+            codes.data_ptr(),
+            scale.data_ptr(),
+            threads(),
+        )
+    )
+    return codes, scale, None
+
+
+def _noise(x: Tensor) -> Tensor:
+    """The random numbers of `round_to_integer`, which draws them in the order of the memory of `x`."""
+    return torch.rand_like(x, dtype=torch.float32)
+
+
+@implement("dequantize_codes", "cpu")
+def cpu_dequantize_codes(
+    codes: Tensor,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    kind: QDType,
+    low: float,
+    high: float,
+    domain: ZeroPointDomain,
+    dtype: torch.dtype,
+) -> Tensor:
+    """See `dequantize_codes`."""
+    real = _reals(codes, scale, kind) if zero_point is None and dtype is torch.float32 else None
+    if real is None:
+        return portable(dequantize_codes)(codes, scale, zero_point, kind, low, high, domain, dtype)
+    return real
+
+
+def _reals(codes: Tensor, scale: Tensor | None, kind: QDType) -> Tensor | None:
+    """Those of codes without zero points, in fp32; None where the compiled code does not do it."""
+    integer = not kind.is_floating_point and kind.storage is torch.int8
+    if not is_readable(codes) or not (integer or kind.name in FORMATS) or (compiled := library()) is None:
+        return None
+    if codes.stride(1) != 1:
+        if codes.stride(0) != 1:
+            return None
+        real = _reals(codes.t(), None if scale is None else scale.t(), kind)
+        return None if real is None else real.t()
+    block = tuple(codes.shape) if scale is None else block_of(codes.shape, scale.shape)
+    if scale is not None and scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
+        return None
+    note(f"dequantize_matrix.{compiled.instruction_set}")
+    real = torch.empty(codes.shape)
+    compiled.dequantize_matrix(
+        _dequantize(
+            codes.data_ptr(),
+            codes.stride(0),
+            *codes.shape,
+            FORMATS.get(kind.name, INTEGER),
+            0 if scale is None else scale.data_ptr(),
+            scale is not None and scale.dtype is torch.float8_e8m0fnu,
+            *((0, 0) if scale is None else scale.stride()),
+            *block,
+            real.data_ptr(),
+            threads(),
+        )
+    )
+    return real

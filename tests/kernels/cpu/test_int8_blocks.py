@@ -1,0 +1,99 @@
+"""Integer products of training, compiled: the bits of the portable ones."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from qtorch.kernels import record_kernels
+from qtorch.kernels.cpu import compiled_library
+from qtorch.kernels.custom_ops import portable
+from qtorch.kernels.ops.int8_block_mm import int8_block_mm
+from qtorch.kernels.ops.int8_grouped_mm import int8_grouped_mm, int8_product
+
+from .builds import BUILDS, NEEDS_LIBRARY
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def codes(*shape: int) -> Tensor:
+    return torch.randint(-128, 128, shape, dtype=torch.int8)
+
+
+def scale(*shape: int) -> Tensor:
+    return torch.rand(shape) * torch.randint(-8, 8, shape).float().exp2()
+
+
+def same(ours: Tensor, reference: Tensor) -> bool:
+    return ours.dtype == reference.dtype and torch.equal(ours.nan_to_num(7), reference.nan_to_num(7))
+
+
+# (M, N, groups of x, groups of w, size of the smaller ones, rows of x and of w that share a scale)
+BLOCKS = [
+    (64, 96, 3, 3, 32, 32, 32),
+    (1, 1, 1, 2, 4, 1, 1),
+    (7, 35, 4, 2, 12, 1, 5),
+    (130, 33, 2, 6, 20, 10, 1),
+    (64, 16, 2, 2, 1024, 64, 16),
+]
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("case", BLOCKS)
+def test_blocks_of_both(build: str, case: tuple[int, ...]) -> None:
+    m, n, x_groups, w_groups, size, x_rows, w_rows = case
+    k = max(x_groups, w_groups) * size
+    x, w = codes(m, k), codes(n, k)
+    xs, ws = scale(m // x_rows, x_groups), scale(n // w_rows, w_groups)
+    for dtype, number in zip(DTYPES, (0.0, float("nan"), float("inf")), strict=True):
+        xs[-1, -1] = number or xs[-1, -1]
+        expected = portable(int8_block_mm)(x, xs, w, ws, dtype)
+        for a, b in itertools.product((x, x.t().contiguous().t()), (w, w.t().contiguous().t(), torch.cat([w, w], 1)[:, :k])):
+            with compiled_library.use(build), record_kernels() as ran:
+                ours = int8_block_mm(a, xs.t().contiguous().t(), b, ws, dtype)
+            assert ran == ["int8_block_mm", f"int8_block_mm.{build}"]
+            assert same(ours, expected), (dtype, a.stride(), b.stride())
+
+
+@NEEDS_LIBRARY
+def test_blocks_of_other_sizes_run_in_torch() -> None:
+    for size in (3, 2048):
+        with record_kernels() as ran:
+            int8_block_mm(codes(8, size), scale(8, 1), codes(8, size), scale(8, 1), torch.float32)
+        assert ran[:2] == ["int8_block_mm", "int8_block_mm.torch"]
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("shape", [(64, 96, 128), (1, 1, 1), (3, 1, 70), (1, 33, 5), (40, 130, 1500)])
+def test_one_scale_a_row(build: str, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    x, w = codes(m, k), codes(n, k)
+    for dtype, xs, ws in itertools.product(DTYPES, (scale(m, 1), scale(1, 1)), (scale(n, 1), scale(1, 1).expand(n, 1))):
+        xs[-1] = float("nan") if dtype is torch.bfloat16 else xs[-1]
+        for a, b in itertools.product((x, x.t().contiguous().t()), (w, w.t().contiguous().t())):
+            with compiled_library.use(build), record_kernels() as ran:
+                ours = int8_product(a, xs, None, b, ws, None, -1, dtype)
+            assert f"scale_sums.{build}" in ran
+            assert "int_matmul" in ran
+            assert same(ours, int8_grouped_mm(x, xs, None, w, ws, None, dtype)), (dtype, xs.shape, ws.stride())
+
+
+@NEEDS_LIBRARY
+def test_threads_change_nothing() -> None:
+    x, w, xs, ws = codes(300, 256), codes(200, 256), scale(300, 8), scale(200, 8)
+    before, results = torch.get_num_threads(), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(int8_block_mm(x, xs, w, ws, torch.float32))
+    torch.set_num_threads(before)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@NEEDS_LIBRARY
+def test_a_result_is_no_view() -> None:
+    """Sums are scaled in the memory of the result, which is then changed like any other."""
+    y = int8_product(codes(4, 8), scale(4, 1), None, codes(4, 8), scale(4, 1), None, -1, torch.float32)
+    assert not y._is_view()
