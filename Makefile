@@ -23,7 +23,7 @@ UNFINISHED := $(VENV)/.unfinished
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check docs lint types format stubs bench asan fuzz machines hooks clean distclean FORCE
+.PHONY: help demo test check docs lint types format stubs bench asan fuzz machines wheel hooks clean distclean FORCE
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -69,6 +69,9 @@ machines: $(DEV_ENV) $(QTORCH)  ## the tests that compute, as on processors with
 
 fuzz: $(DEV_ENV) $(QTORCH)  ## damaged checkpoints and pickles: ARGS="COUNT FIRST_SEED"
 	$(BIN)/python -W ignore -m tests.attack.fuzz $(ARGS)
+
+wheel: $(DEV_ENV)  ## build the wheel with compiled kernels into dist/, and try it where there is no compiler
+	$(BIN)/python -m tools.wheel
 
 hooks: $(DEV_ENV)  ## run the checks before every commit
 	$(BIN)/python -m pre_commit install
