@@ -28,6 +28,9 @@ OTHER_WAYS = ("torch", "float")
 SMALL = 1 << 20
 """Most elements of a small weight, which stays in cache together with most of what it is multiplied with."""
 
+LIKE = {"dotprod": "avx2_vnni", "i8mm": "avx2_vnni"}
+"""Instruction sets that nobody has measured, and whose choices they take: that of the most similar instructions."""
+
 Table = dict[str, dict[str, list[tuple[int | None, str]]]]
 
 _choices: Table = {}
@@ -72,7 +75,8 @@ def _steps(instruction_set: str, key: str) -> list[tuple[int | None, str]]:
         load(Path(__file__).with_name("ways.json"))
         if own := os.environ.get("QTORCH_CPU_CHOICES"):
             load(own)
-    return _choices[instruction_set][key]
+    measured = instruction_set if instruction_set in _choices else LIKE[instruction_set]
+    return _choices[measured][key]
 
 
 @functools.lru_cache(maxsize=4096)
