@@ -23,7 +23,7 @@ UNFINISHED := $(VENV)/.unfinished
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check docs lint types format stubs bench asan fuzz machines hooks clean distclean FORCE
+.PHONY: help demo test check docs lint types format stubs bench asan fuzz machines arm wheel hooks clean distclean FORCE
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -69,6 +69,16 @@ machines: $(DEV_ENV) $(QTORCH)  ## the tests that compute, as on processors with
 
 fuzz: $(DEV_ENV) $(QTORCH)  ## damaged checkpoints and pickles: ARGS="COUNT FIRST_SEED"
 	$(BIN)/python -W ignore -m tests.attack.fuzz $(ARGS)
+
+arm: $(DEV_ENV) $(QTORCH)  ## the CPU kernels for Arm, compiled here and run in an emulator: numbers, not speed
+	@for program in aarch64-linux-gnu-g++ qemu-aarch64; do \
+	    command -v $$program >/dev/null || \
+	        { echo "make arm: there is no $$program: apt-get install g++-aarch64-linux-gnu qemu-user"; exit 1; }; \
+	done
+	$(BIN)/python -m pytest -n 0 tests/kernels/cpu/test_arm.py $(ARGS)
+
+wheel: $(DEV_ENV)  ## build the wheel with compiled kernels into dist/, and try it where there is no compiler
+	$(BIN)/python -m tools.wheel
 
 hooks: $(DEV_ENV)  ## run the checks before every commit
 	$(BIN)/python -m pre_commit install

@@ -20,7 +20,8 @@ class Config:
         float_copy_bytes: memory in bytes that dequantized copies of weights may take on CPU, in total, in addition to
             the weights. A copy is kept for a weight-only layer whose inputs have so many rows that F.linear is faster
             than any kernel that reads codes; it is dropped when the weight changes or is deleted. At 0, the default, no
-            copies are kept: such a layer is dequantized on each call.
+            copies are kept: such a layer is dequantized on each call. Without compiled kernels this holds for any
+            number of rows, but not for int8 weights with a scale per row.
     """
 
     strict: bool = False

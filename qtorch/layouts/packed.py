@@ -173,6 +173,51 @@ def unpack_codes(packed: Tensor, dtype: QDType, length: int, axis: int = -1) -> 
     return (codes - 2 ** (dtype.bits - 1)).view(torch.int8) if _has_offset(dtype) else codes
 
 
+class RowsInSlices:
+    """Reads the codes of a matrix packed along its rows, a slice of rows at a time, into memory that it keeps: new
+    memory for each slice would not be in cache. A slice is valid until the next one is read.
+
+    Args:
+        packed: uint8, a matrix that `pack_codes` packed along its last axis.
+        dtype: of the codes.
+        length: codes of a row.
+    """
+
+    def __init__(self, packed: Tensor, dtype: QDType, length: int) -> None:
+        self.packed, self.dtype, self.length = packed, dtype, length
+        self.groups = packed.shape[1] // dtype.bits
+        self.memory = packed.new_empty(0, _GROUP, self.groups)
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        """`unpack_codes` of the rows from `start` to `stop`."""
+        bits = self.dtype.bits
+        parts = self.packed[start:stop].unflatten(1, (bits, self.groups))
+        if len(self.memory) < len(parts):
+            self.memory = parts.new_empty(len(parts), _GROUP, self.groups)
+        codes, first = self.memory[: len(parts)], 0
+        for low, part in _parts(bits):
+            byte = parts.narrow(1, first, part)
+            first += part
+            items = codes.unflatten(1, (part, _GROUP // part))
+            for s in range(_GROUP // part):
+                _move_bits(byte, part * s, 2**part - 1, low, items.select(2, s))
+        if _has_offset(self.dtype):
+            codes = codes.sub_(2 ** (bits - 1)).view(torch.int8)
+        return codes.flatten(1)[:, : self.length]
+
+
+def _move_bits(byte: Tensor, shift: int, mask: int, to: int, code: Tensor) -> None:
+    """Write the bits of `mask` at `shift` of `byte` into `code` at `to`; at 0, over what is in `code`."""
+    if to:
+        code |= ((byte >> shift) & mask) << to
+    elif shift:
+        torch.bitwise_right_shift(byte, shift, out=code)
+        if mask << shift <= 127:  # there are bits above
+            code &= mask
+    else:
+        torch.bitwise_and(byte, mask, out=code)
+
+
 def _has_offset(dtype: QDType) -> bool:
     return dtype.storage is torch.int8
 

@@ -164,7 +164,7 @@ def dequantize_affine(
     bounds = code_range(input_dtype, quant_min, quant_max)
 
     def dequantize(codes: Tensor, s: Tensor, z: Tensor | None) -> Tensor:
-        return _dequantize(kind.decode(codes), s, z, bounds, zero_point_domain).to(output_dtype)
+        return dequantize_split(kind.decode(codes), s, z, bounds, zero_point_domain).to(output_dtype)
 
     codes = view.split(input)
     return view.merge(
@@ -227,7 +227,7 @@ def fake_quantize_blocks(
     kind = qdtype(quant_dtype)
     if kind.is_floating_point:
         codes = kind.decode(kind.encode(codes.float(), rounding, generator, u))
-    real = with_non_finite(_dequantize(codes, s, z, (low, high), zero_point_domain), values)
+    real = with_non_finite(dequantize_split(codes, s, z, (low, high), zero_point_domain), values)
     return view.merge(real).to(input.dtype), view.merge(unclipped)
 
 
@@ -286,14 +286,20 @@ def _real_codes(
     return codes + z if domain is ZeroPointDomain.INT and z is not None else codes
 
 
-def _dequantize(
-    codes: Tensor, scale: Tensor, zero_point: Tensor | None, bounds: tuple[float, float], domain: ZeroPointDomain
+def dequantize_split(
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bounds: tuple[float, float],
+    domain: ZeroPointDomain,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Reals of codes, in their dtype; all arguments in the split view."""
+    """Reals of codes, in their dtype; all arguments in the split view. `out` may be `codes`."""
     s = scale.to(codes.dtype)
     if zero_point is None or domain is ZeroPointDomain.NONE:
-        return codes * s
+        return torch.mul(codes, s, out=out)
     z = zero_point.to(codes.dtype)
     if domain.adds_zero_point:
-        return (codes - domain.zero_point_code(*bounds)) * s + z
-    return (codes - z) * s
+        middle = domain.zero_point_code(*bounds)
+        return torch.add(torch.mul(torch.sub(codes, middle, out=out), s, out=out), z, out=out)
+    return torch.mul(torch.sub(codes, z, out=out), s, out=out)

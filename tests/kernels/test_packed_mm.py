@@ -16,7 +16,7 @@ from qtorch import (
 )
 from qtorch.kernels import record_kernels
 from qtorch.kernels.linear import reference
-from qtorch.layouts.packed import pack_codes
+from qtorch.layouts.packed import RowsInSlices, pack_codes, unpack_codes
 from qtorch.primitives import ZeroPointDomain, compute_error, qdtype
 from tests.rounding import assert_same_product
 
@@ -72,14 +72,10 @@ def test_transposed(spec, dtype):
 
 def test_slices(monkeypatch):
     """Several slices, the last one shorter; no more than a slice is ever unpacked."""
-    import qtorch.kernels.linear.packed_int8_scaled as int8
-    import qtorch.kernels.linear.packed_weight_only as weight_only
-
     rows = []
-    for module in (int8, weight_only):
-        unpack = module.unpack_codes
-        spy = lambda packed, *args, unpack=unpack: rows.append(len(packed)) or unpack(packed, *args)  # noqa: E731
-        monkeypatch.setattr(module, "unpack_codes", spy)
+    read = RowsInSlices.__call__
+    spy = lambda self, start, stop: rows.append(len(self.packed[start:stop])) or read(self, start, stop)  # noqa: E731
+    monkeypatch.setattr(RowsInSlices, "__call__", spy)
     for activation in (None, TOKEN):
         rows.clear()
         spec = LinearSpec(QuantSpec("int4", PerGroup(32)), activation, layout=PackedLayout())
@@ -90,6 +86,18 @@ def test_slices(monkeypatch):
     x = torch.randn(3, 1100)
     weight = packed.with_activation(None)
     assert_same_product(x @ weight, x @ weight.dequantize(), x, weight.dequantize().t())
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_rows_in_slices(name):
+    """The codes of `unpack_codes`, also of rows that are not whole groups, and of shorter and longer slices."""
+    kind = qdtype(name)
+    for length in (8, 19, 96):
+        codes = torch.randint(int(kind.quant_min), int(kind.quant_max) + 1, (11, length), dtype=kind.storage)
+        read = RowsInSlices(pack_codes(codes, kind), kind, length)
+        for start, stop in ((0, 4), (4, 8), (8, 12), (11, 15), (1, 11)):
+            assert torch.equal(read(start, stop), codes[start:stop])
+            assert torch.equal(read(start, stop), unpack_codes(read.packed[start:stop], kind, length))
 
 
 @pytest.mark.parametrize("op, arguments", [

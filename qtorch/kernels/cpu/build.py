@@ -38,6 +38,11 @@ FLAGS = {
         "avx512_vnni": f"{_AVX512} -mavx512vnni",
         "amx": f"{_AVX512} -mavx512vnni -mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16",
     },
+    "aarch64": {
+        "portable": "-march=armv8-a",
+        "dotprod": "-march=armv8.2-a+dotprod",
+        "i8mm": "-march=armv8.2-a+dotprod+i8mm",
+    },
 }
 """Compiler flags by machine and instruction set, the best last; other machines have "portable" only."""
 
@@ -45,10 +50,14 @@ FLAGS = {
 _COMMON = "-std=c++17 -O3 -fPIC -ffp-contract=off -fvisibility=hidden -fno-exceptions -fno-rtti -Wno-psabi"
 
 
-def instruction_sets() -> dict[str, str]:
-    """Compiler flags by name, for this machine."""
-    machine = {"AMD64": "x86_64"}.get(platform.machine(), platform.machine())
-    return FLAGS.get(machine, {"portable": ""})
+def this_machine() -> str:
+    """The name of this machine in `FLAGS`, if it is there."""
+    return {"AMD64": "x86_64"}.get(platform.machine(), platform.machine())
+
+
+def instruction_sets(machine: str = "") -> dict[str, str]:
+    """Compiler flags by name, for a machine, by default this one."""
+    return FLAGS.get(machine or this_machine(), {"portable": ""})
 
 
 def library_path(instruction_set: str, directory: Path = LIBRARIES) -> Path:
@@ -77,6 +86,7 @@ def build(
     extra: Sequence[str] = (),
     names: Collection[str] = (),
     say: Callable[[str], object] = lambda line: None,
+    machine: str = "",
 ) -> dict[str, str]:
     """Compile every library into `directory`.
 
@@ -84,11 +94,12 @@ def build(
         extra: more compiler flags, such as those of a sanitizer.
         names: of the instruction sets; empty for all.
         say: is told what is being compiled, and how long it took.
+        machine: for which the compiler that CXX names compiles, by default this one.
 
     Returns:
         What went wrong, by instruction set; empty if all is well.
     """
-    wanted = {name: flags for name, flags in instruction_sets().items() if not names or name in names}
+    wanted = {name: flags for name, flags in instruction_sets(machine).items() if not names or name in names}
     compiler = find_compiler()
     if compiler is None:
         return dict.fromkeys(wanted, "there is no C++ compiler on the PATH")

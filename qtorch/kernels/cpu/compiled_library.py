@@ -24,19 +24,25 @@ import torch
 
 from ..registry import forget_choices
 from . import cache
-from .build import HERE, LIBRARIES, fingerprint, instruction_sets, library_path
+from .build import HERE, LIBRARIES, fingerprint, instruction_sets, library_path, this_machine
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int32: 3, torch.int8: 4, torch.uint8: 5}
 """Numbers of the dtypes, as in src/number.h."""
 
-_NEEDS = {
-    "portable": ("sse4_2",),
-    "avx2": ("avx2", "fma3", "f16c", "bmi2"),
-    "avx2_vnni": ("avx2", "fma3", "f16c", "bmi2", "avx_vnni"),
-    "avx512": ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "fma3", "f16c", "bmi2"),
-    "avx512_vnni": ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "fma3", "f16c", "bmi2", "avx512_vnni"),
-    "amx": ("avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"),
+_AVX2 = ("avx2", "fma3", "f16c", "bmi2")
+_AVX512 = ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "fma3", "f16c", "bmi2")
+_NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "portable": ("sse4_2",),
+        "avx2": _AVX2,
+        "avx2_vnni": (*_AVX2, "avx_vnni"),
+        "avx512": _AVX512,
+        "avx512_vnni": (*_AVX512, "avx512_vnni"),
+        "amx": (*_AVX512, "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"),
+    },
+    "aarch64": {"dotprod": ("dot",), "i8mm": ("dot", "i8mm")},
 }
+"""What the instruction sets of `build.FLAGS` need, as `torch.cpu.get_capabilities` names it."""
 
 _forced: list[Library | str] = []
 _forked = False
@@ -109,10 +115,10 @@ def _share_threads() -> None:
 
 def runs_here(instruction_set: str) -> bool:
     """Whether this machine has the instructions."""
-    if instruction_sets().keys() == {"portable"}:
-        return instruction_set == "portable"
+    if instruction_set not in instruction_sets():
+        return False
     capabilities = torch.cpu.get_capabilities()
-    return all(capabilities.get(name) for name in _NEEDS[instruction_set])
+    return all(capabilities.get(name) for name in _NEEDS.get(this_machine(), {}).get(instruction_set, ()))
 
 
 def installed() -> list[Path]:

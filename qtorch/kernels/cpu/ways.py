@@ -28,6 +28,9 @@ from .ways_file import WAYS as WAYS
 SMALL = 1 << 20
 """Most elements of a small weight, which stays in cache together with most of what it is multiplied with."""
 
+LIKE = {"dotprod": "avx2_vnni", "i8mm": "avx2_vnni"}
+"""Instruction sets that nobody has measured, and whose choices they take: that of the most similar instructions."""
+
 _loaded: Tables = {}
 _forced: list[str] = []
 
@@ -57,7 +60,7 @@ def _tables(instruction_set: str) -> list[tuple[str, Table]]:
     own = os.environ.get("QTORCH_CPU_CHOICES")
     found = []
     for tables in (_loaded, read(own) if own else {}, of_user(), read(SHIPPED)):
-        of_set = tables.get(instruction_set, {}).items()
+        of_set = (tables.get(instruction_set) or tables.get(LIKE.get(instruction_set, ""), {})).items()
         found += sorted(of_set, key=lambda item: (item[0] != here, processor.vendor(item[0]) != processor.vendor(here)))
     return found
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layouts.packed import unpack_codes
+from ...layouts.packed import RowsInSlices
 from ...primitives.qdtype import qdtype
 from ..custom_ops import opaque
 from ..ops.int8_grouped_mm import WEIGHT_SLICE, int8_grouped_mm
@@ -34,7 +34,7 @@ def packed_int8_mm(
 ) -> Tensor:
     """See `int8_grouped_mm`; `qdata` is uint8, (N, K) codes of `weight_dtype`, a `QDType` name, packed by row."""
     kind, k = qdtype(weight_dtype), xq.shape[1]
-    return multiply_int8_slices(xq, xs, xz, lambda a, b: unpack_codes(qdata[a:b], kind, k), ws, wz, dtype)
+    return multiply_int8_slices(xq, xs, xz, RowsInSlices(qdata, kind, k), ws, wz, dtype)
 
 
 def multiply_int8_slices(

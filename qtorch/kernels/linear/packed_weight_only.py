@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layouts.packed import unpack_codes
+from ...layouts.packed import RowsInSlices, unpack_codes
 from ...primitives.granularity import block_of
 from ...primitives.qdtype import QDType, qdtype
 from ..custom_ops import opaque
-from ..ops.weight_only_mm import dequantize_slice, multiply_slices, slice_length
+from ..ops.weight_only_mm import SliceMemory, dequantize_slice, multiply_slices, slice_length
 from ..registry import needs_matrix, register
 from ..rows import from_rows, to_rows
 
@@ -48,8 +48,7 @@ def packed_weight_mm(
     """
     kind, k = qdtype(dtype), x.shape[1]
     if axis == -1:
-        rows = lambda a, b: unpack_codes(qdata[a:b], kind, k)  # noqa: E731
-        return multiply_slices(x, (n, k), rows, scale, zero_point, kind, low, high, domain)
+        return multiply_slices(x, (n, k), RowsInSlices(qdata, kind, k), scale, zero_point, kind, low, high, domain)
     # This matrix is a view of one of shape (K, N), whose rows are contiguous in memory: work on that.
     columns = lambda a, b: unpack_codes(qdata.t()[a:b], kind, n)  # noqa: E731
     return multiply_transposed_slices(x, n, columns, scale, zero_point, kind, low, high, domain)
@@ -73,10 +72,11 @@ def multiply_transposed_slices(
     y = x.new_zeros(x.shape[0], n, dtype=torch.float32)
     step = slice_length(x, n, block[0])
     scale, zero_point = scale.t(), None if zero_point is None else zero_point.t()
+    memory = SliceMemory(x, min(k, step), n)
     for start in range(0, k, step):
         part = columns(start, start + step)
         stop = start + step
-        weight = dequantize_slice(part, start, stop, block, scale, zero_point, kind, low, high, domain, x.dtype)
+        weight = dequantize_slice(part, start, stop, block, scale, zero_point, kind, low, high, domain, x.dtype, memory)
         y += torch.mm(x[:, start : start + step], weight)
     return y.to(x.dtype)
 

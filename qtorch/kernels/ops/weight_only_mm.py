@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...primitives.affine import ZeroPointDomain
-from ...primitives.granularity import Block, block_of
+from ...primitives.affine import ZeroPointDomain, dequantize_split
+from ...primitives.granularity import Block, BlockView, block_of
 from ...primitives.qdtype import QDType, qdtype
 from ..custom_ops import opaque
 from .dequantize_codes import dequantize_codes
@@ -68,16 +68,39 @@ def multiply_slices(
     scale_last = zero_point is None and scale.shape == (n, 1) and x.dtype != torch.float16
     block = (1, k) if scale_last else block_of(shape, scale.shape)
     step = slice_length(x, k, block[0])
+    memory = SliceMemory(x, min(n, step), k)
     for start in range(0, n, step):
         part = rows(start, start + step)
         if scale_last:
-            weight = dequantize_codes(part, None, None, kind, low, high, ZeroPointDomain[domain], x.dtype)
+            if kind.format:
+                weight = dequantize_codes(part, None, None, kind, low, high, ZeroPointDomain[domain], x.dtype)
+            else:
+                weight = memory.reals[: len(part)].copy_(part)
         else:
             weight = dequantize_slice(
-                part, start, start + step, block, scale, zero_point, kind, low, high, domain, x.dtype
+                part, start, start + step, block, scale, zero_point, kind, low, high, domain, x.dtype, memory
             )
         torch.mm(x, weight.t(), out=y[:, start : start + step])
     return y.mul_(scale.t().to(y.dtype)) if scale_last else y
+
+
+class SliceMemory:
+    """Where the slices of a weight are dequantized, one after the other. Memory that is new for each of them would not
+    be in cache, and the system would have to clear it first.
+
+    Attributes:
+        numbers: (rows, columns) fp32.
+        reals: the same in the dtype of x, rounded; it may be `numbers`.
+    """
+
+    def __init__(self, x: Tensor, rows: int, columns: int) -> None:
+        self.numbers = x.new_empty(rows, columns, dtype=torch.float32)
+        self.reals = self.numbers if x.dtype == torch.float32 else x.new_empty(rows, columns)
+
+    def rounded(self, rows: int) -> Tensor:
+        """The reals of the first `rows` rows of `numbers`."""
+        reals, numbers = self.reals[:rows], self.numbers[:rows]
+        return reals if self.reals is self.numbers else reals.copy_(numbers)
 
 
 def dequantize_slice(
@@ -92,11 +115,19 @@ def dequantize_slice(
     high: float,
     domain: str,
     dtype: torch.dtype,
+    memory: SliceMemory | None = None,
 ) -> Tensor:
-    """Reals of `part`, the codes of the rows from `start` to `stop` of a matrix quantized in blocks of `block`."""
+    """Reals of `part`, the codes of the rows from `start` to `stop` of a matrix quantized in blocks of `block`; in
+    `memory`, until the next slice, if it is given."""
     of_slice = slice(start // block[0], stop // block[0]) if scale.shape[0] > 1 else slice(None)
-    zero = None if zero_point is None else zero_point[of_slice]
-    return dequantize_codes(part, scale[of_slice], zero, kind, low, high, ZeroPointDomain[domain], dtype)
+    scale, zero_point = scale[of_slice], None if zero_point is None else zero_point[of_slice]
+    if memory is None or kind.format:
+        return dequantize_codes(part, scale, zero_point, kind, low, high, ZeroPointDomain[domain], dtype)
+    view = BlockView(part.shape, (min(block[0], part.shape[0]), block[1]))
+    numbers = view.split(memory.numbers[: len(part)].copy_(part))
+    zero = None if zero_point is None else view.split_scale(zero_point)
+    dequantize_split(numbers, view.split_scale(scale), zero, (low, high), ZeroPointDomain[domain], out=numbers)
+    return memory.rounded(len(part))
 
 
 def slice_length(x: Tensor, length: int, block: int) -> int:

@@ -157,3 +157,33 @@ def test_only_where_it_is_faster(monkeypatch):
     with qtorch.config.patch(float_copy_bytes=BYTES - 1):
         float_copies.clear()
         assert runs(model, X).endswith(".dot")
+
+
+PER_ROW, GROUPS = qtorch.int8_weight_only(), qtorch.int4_weight_only(group_size=32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe, kernel", [
+    (GROUPS, "packed_weight_mm.float_copy"),
+    (qtorch.intx_weight_only("int3", group_size=16), "packed_weight_mm.float_copy"),
+    (qtorch.float8_weight_only(), "weight_only_mm.float_copy"),
+])  # fmt: skip
+@pytest.mark.usefixtures("torch_kernels")
+def test_without_compiled_kernels(recipe, kernel, dtype):
+    """For any number of rows, and for every weight that has no faster way."""
+    model = layer(recipe).to(dtype)
+    for rows in (1, 5):
+        assert runs(model, torch.randn(rows, 96, dtype=dtype)) == kernel
+    assert float_copies.used() == 64 * 96 * dtype.itemsize
+    with qtorch.config.patch(float_copy_bytes=BYTES // 4):
+        float_copies.clear()
+        assert runs(model, torch.randn(2, 96, dtype=dtype)) == kernel.partition(".")[0]
+
+
+@pytest.mark.usefixtures("torch_kernels")
+def test_no_copy_where_codes_are_faster_or_the_weight_is_a_view():
+    assert "float_copy" not in runs(layer(PER_ROW), X)
+    weight = layer(GROUPS).weight
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(x @ weight, x @ weight.dequantize(), rtol=1e-5, atol=1e-4)
+    assert float_copies.used() == 0

@@ -281,3 +281,7 @@ INLINE Ints dot4(Ints total, Ints unsigned_bytes, Ints signed_bytes) {
 #endif
 
 }  // namespace
+
+#if defined(__ARM_FEATURE_DOTPROD)
+#include "simd_neon.h"
+#endif
