@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from ...generation import generation
+from . import build
 
 WAYS = {"dot": 0, "tile": 1, "amx": 2, "fixed": 3}
 """Ways of the compiled kernels, and their numbers in src/kernels.cpp."""
@@ -67,12 +68,22 @@ def steps(instruction_set: str, key: str) -> list[tuple[int | None, str]]:
     return [(None, _forced[-1])] if _forced else _steps(instruction_set, key)
 
 
-def _steps(instruction_set: str, key: str) -> list[tuple[int | None, str]]:
+def table(instruction_set: str) -> dict[str, list[tuple[int | None, str]]]:
+    """`steps` by key."""
     if not _choices:
-        load(Path(__file__).with_name("ways.json"))
+        load(build.WAYS)
         if own := os.environ.get("QTORCH_CPU_CHOICES"):
             load(own)
-    return _choices[instruction_set][key]
+    return _choices[instruction_set]
+
+
+def forced() -> str | None:
+    """The way of the innermost `force`."""
+    return _forced[-1] if _forced else None
+
+
+def _steps(instruction_set: str, key: str) -> list[tuple[int | None, str]]:
+    return table(instruction_set)[key]
 
 
 @functools.lru_cache(maxsize=4096)
