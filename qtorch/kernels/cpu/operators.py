@@ -1,8 +1,8 @@
 """Operators that torch's dispatcher calls in C++: compiled graphs then run them without Python.
 
 `src/operators.cpp` registers implementations for CPU tensors of some operators that are defined in Python, through
-torch's stable C ABI. They choose the library and the way as Python does; calls that they do not support are passed on to
-Python. Without the library, or with a torch that lacks a function, the implementations in Python run. Fake
+torch's stable C ABI. They choose the library and the way as Python does; calls that they do not support are passed on
+to Python. Without the library, or with a torch that lacks a function, the implementations in Python run. Fake
 implementations, vmap and everything else stay in Python.
 
 The library is attached when the library of kernels is first chosen, never at import.

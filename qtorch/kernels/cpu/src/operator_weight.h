@@ -44,7 +44,7 @@ inline std::string shape_of(const WeightForm& form) {
 inline bool read_weight(const Tensor& codes, const Tensor& scale, const Tensor& zero, const WeightForm& form, Weight* weight) {
     int64_t bits = bits_of(form.dtype), n = form.n, k = form.k;
     const Domain* domain = find_domain(form.domain);
-    if (!bits || !domain || n <= 0 || k <= 0) return false;
+    if (!bits || !domain) return false;
     bool is_signed = form.dtype[0] == 'i';
     int64_t length = form.packed ? (k + 7) / 8 * bits : k, type = form.packed || !is_signed ? UINT8 : INT8;
     if (!codes.has_shape(n, length) || codes.type != type) {
@@ -58,6 +58,7 @@ inline bool read_weight(const Tensor& codes, const Tensor& scale, const Tensor& 
     if (zero && !zero.has_shape(scale.sizes[0], groups))
         refuse("a zero point has the shape of the scale, " + scale.text() + ", got " + zero.text());
     if (codes.strides[1] != 1 || (n > 1 && codes.strides[0] < length) || !scale.is_contiguous() || scale.type >= INT64) return false;
+    if (!n || !k) return false;
     if (zero && (!zero.is_contiguous() || zero.type >= INT64)) return false;
     int64_t half = 1 << (bits - 1);
     weight->codes = (const uint8_t*)codes.data;
