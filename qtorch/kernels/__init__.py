@@ -8,6 +8,7 @@ from ..discovery import import_modules
 import_modules(__name__, __path__)
 
 from .cpu.calibrate import calibrate_cpu  # noqa: E402
+from .cpu.operators import cpu_operators_library  # noqa: E402
 from .cuda.launch_config import LaunchConfig, autotune  # noqa: E402
 from .custom_ops import record_kernels  # noqa: E402
 from .ops.int_matmul import int_matmul, int_scaled_matmul  # noqa: E402
@@ -20,6 +21,7 @@ __all__ = [
     "LaunchConfig",
     "autotune",
     "calibrate_cpu",
+    "cpu_operators_library",
     "deregister",
     "int_matmul",
     "int_scaled_matmul",

@@ -32,6 +32,10 @@ _implementations: dict[str, dict[str, Function]] = {}  # by operation, then by d
 _opaque: dict[str, Function] = {}
 _records: list[list[str]] = []
 
+RECORD_LISTENERS: list[Callable[[bool], None]] = []
+"""Called when a record opens or ends, with whether any is open; for operators that write into records from outside
+Python."""
+
 
 def opaque(fake: Function) -> Callable[[F], F]:
     """Decorator: register a function as ``torch.ops.qtorch.<name>``; its schema follows from its annotations.
@@ -101,6 +105,15 @@ def implement(name: str, device: str, *, where: bool = True) -> Callable[[F], F]
         return function
 
     return decorate
+
+
+def define_fallback(name: str) -> None:
+    """Define ``torch.ops.qtorch.<name>.fallback``, the opaque operator in Python, for an implementation outside Python
+    that passes some calls on."""
+    function = _opaque[name]
+    schema = torch.library.infer_schema(function, op_name=f"{name}.fallback", mutates_args=())
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(f"{name}.fallback", _runner(name, function, {}), "CompositeExplicitAutograd")
 
 
 def portable(operation: F) -> F:
@@ -180,8 +193,15 @@ def record_kernels() -> Iterator[list[str]]:
     """
     record: list[str] = []
     _records.append(record)
+    _tell_listeners()
     try:
         yield record
     finally:
         # By identity: equal records may be open at once.
         _records[:] = [r for r in _records if r is not record]
+        _tell_listeners()
+
+
+def _tell_listeners() -> None:
+    for listener in RECORD_LISTENERS:
+        listener(bool(_records))

@@ -1,4 +1,4 @@
-"""Compile the C++ kernels, once per instruction set.
+"""Compile the C++ kernels, once per instruction set, and the operators that torch's dispatcher calls.
 
 setup.py does so when it installs, ``python -m qtorch.kernels.cpu`` when it is called, and `cache.py` at first use where
 neither has. The sources use no header of torch or Python, so one build serves every version of both; this file imports
@@ -49,6 +49,11 @@ FLAGS = {
 # Sums have a fixed order and round as written: the compiler contracts no products and sums on its own.
 _COMMON = "-std=c++17 -O3 -fPIC -ffp-contract=off -fvisibility=hidden -fno-exceptions -fno-rtti -Wno-psabi"
 
+OPERATORS = "operators"
+"""The library beside those of the instruction sets, for the baseline of the machine: it calls one of them."""
+
+WAYS = HERE / "ways.json"
+
 
 def this_machine() -> str:
     """The name of this machine in `FLAGS`, if it is there."""
@@ -61,14 +66,14 @@ def instruction_sets(machine: str = "") -> dict[str, str]:
 
 
 def library_path(instruction_set: str, directory: Path = LIBRARIES) -> Path:
-    """Where the library for an instruction set is, or would be."""
+    """Where the library for an instruction set, or `OPERATORS`, is or would be."""
     return directory / f"libqtorch_{instruction_set}.so"
 
 
 def fingerprint() -> str:
     """Identifies the sources and how they are compiled, so that a library of other ones is never called."""
     digest = hashlib.sha256(repr((_COMMON, FLAGS)).encode())
-    for path in sorted(path for path in SOURCES.iterdir() if path.suffix in (".h", ".cpp")):
+    for path in (*sorted(path for path in SOURCES.iterdir() if path.suffix in (".h", ".cpp")), WAYS):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -92,14 +97,16 @@ def build(
 
     Args:
         extra: more compiler flags, such as those of a sanitizer.
-        names: of the instruction sets; empty for all.
+        names: of the instruction sets; empty for all. The operators always come with them.
         say: is told what is being compiled, and how long it took.
         machine: for which the compiler that CXX names compiles, by default this one.
 
     Returns:
-        What went wrong, by instruction set; empty if all is well.
+        What went wrong, by instruction set or `OPERATORS`; empty if all is well.
     """
-    wanted = {name: flags for name, flags in instruction_sets(machine).items() if not names or name in names}
+    sets = instruction_sets(machine)
+    wanted = {name: flags for name, flags in sets.items() if not names or name in names}
+    wanted[OPERATORS] = f"{next(iter(sets.values()))} -fexceptions -frtti"
     compiler = find_compiler()
     if compiler is None:
         return dict.fromkeys(wanted, "there is no C++ compiler on the PATH")
@@ -113,7 +120,8 @@ def build(
     def job(name: str, flags: str) -> str:
         start = time.perf_counter()
         command = [*compiler, *_COMMON.split(), *flags.split(), *extra]
-        message = _compile(command, library_path(name, directory))
+        source = "operators.cpp" if name == OPERATORS else "kernels.cpp"
+        message = _compile(command, SOURCES / source, library_path(name, directory))
         say(f"CPU kernels for {name}: {'not built' if message else f'{time.perf_counter() - start:.0f} s'}")
         return message
 
@@ -131,14 +139,16 @@ def accepts(compiler: Sequence[str], flags: str) -> bool:
         return False
 
 
-def _compile(command: list[str], target: Path) -> str:
+def _compile(command: list[str], source: Path, target: Path) -> str:
     """Empty, or the compiler's message."""
     define = f'-DQTORCH_FINGERPRINT="{fingerprint()}"'
     try:
         with tempfile.TemporaryDirectory(prefix=f"{target.stem}.", suffix=".tmp", dir=target.parent) as folder:
-            object_file, library = Path(folder, "kernels.o"), Path(folder, target.name)
+            object_file, library = Path(folder, f"{source.stem}.o"), Path(folder, target.name)
+            Path(folder, "ways.inc").write_text(f'R"json({WAYS.read_text()})json"')
+            include = ["-I", folder]
             steps = (
-                [*command, "-fopenmp", define, "-c", str(SOURCES / "kernels.cpp"), "-o", str(object_file)],
+                [*command, "-fopenmp", define, *include, "-c", str(source), "-o", str(object_file)],
                 # Linked without -fopenmp, which would bring a second pool of threads beside torch's.
                 [*command, "-shared", str(object_file), "-o", str(library)],
             )

@@ -76,7 +76,7 @@ def find_or_compile(instruction_set: str) -> tuple[Path | None, str]:
             errors = build(directory, names=(instruction_set,), say=_log.info)
     except (OSError, RuntimeError) as error:
         return None, str(error)
-    return (None, errors[instruction_set]) if errors else find(instruction_set)
+    return (None, errors[instruction_set]) if instruction_set in errors else find(instruction_set)
 
 
 def prepare(directory: Path) -> str:

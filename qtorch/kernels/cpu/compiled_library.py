@@ -44,6 +44,9 @@ _NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """What the instruction sets of `build.FLAGS` need, as `torch.cpu.get_capabilities` names it."""
 
+LISTENERS: list[Callable[[], None]] = []
+"""Called once, when a library is first chosen."""
+
 _forced: list[Library | str] = []
 _forked = False
 _choosing = threading.RLock()
@@ -177,7 +180,15 @@ def _best() -> Library | str:
     if os.environ.get("QTORCH_CPU_KERNELS") == "0":
         return "is switched off by QTORCH_CPU_KERNELS=0"
     with _choosing:
-        return _choose()
+        found = _choose()
+    if isinstance(found, Library):
+        _tell_listeners()
+    return found
+
+
+def _tell_listeners() -> None:
+    while LISTENERS:
+        LISTENERS.pop()()  # which may ask for the library
 
 
 @functools.cache
@@ -235,6 +246,8 @@ def use(instruction_set: str | None) -> Iterator[None]:
             raise ValueError(f"{instruction_set}: {found}")
     _forced.append(found)
     forget_choices()
+    if isinstance(found, Library):
+        _tell_listeners()
     try:
         yield
     finally:

@@ -94,6 +94,16 @@ def steps(instruction_set: str, key: str) -> Steps:
     return [(None, _forced[-1])] if _forced else _steps(instruction_set, key)
 
 
+def table(instruction_set: str) -> Table:
+    """`steps` by key."""
+    return {key: steps for _, part in reversed(_tables(instruction_set)) for key, steps in part.items()}
+
+
+def forced() -> str | None:
+    """The way of the innermost `force`."""
+    return _forced[-1] if _forced else None
+
+
 def _steps(instruction_set: str, key: str) -> Steps:
     return next(table[key] for _, table in _tables(instruction_set) if key in table)
 

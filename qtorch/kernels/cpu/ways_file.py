@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from . import cache, processor
+from . import build, cache, processor
 
 WAYS = {"dot": 0, "tile": 1, "amx": 2, "fixed": 3}
 """Ways of the compiled kernels, and their numbers in src/kernels.cpp."""
@@ -23,7 +23,7 @@ WAYS = {"dot": 0, "tile": 1, "amx": 2, "fixed": 3}
 OTHER_WAYS = ("torch", "float")
 """The kernels made of torch operators, and F.linear on a weight that a compiled kernel dequantized."""
 
-SHIPPED = Path(__file__).with_name("ways.json")
+SHIPPED = build.WAYS
 
 MOST_BYTES = 1 << 20
 """Of a file."""

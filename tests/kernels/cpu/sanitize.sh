@@ -27,17 +27,19 @@ PYTHON
 
 # Python itself is not instrumented: the runtime comes first, and leaks are Python's own. Nothing is captured, for pytest
 # would swallow the last words of a process.
-runtime="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)"
+# The C++ library too, or its exceptions would be thrown before the runtime has seen it.
+runtime="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so) $(gcc -print-file-name=libstdc++.so)"
 failed=0
 for set in $sets; do
     mkdir "$directory/$set"
     mv "$directory/all/libqtorch_$set.so" "$directory/$set"
+    cp "$directory/all/libqtorch_operators.so" "$directory/$set"
     echo "== $set"
     timeout "${SANITIZE_SECONDS:-1200}" env LD_PRELOAD="$runtime" QTORCH_CPU_LIBRARIES="$directory/$set" \
         ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
         "$python" -m pytest -n 0 -q -s -r f -p no:cacheprovider --durations=0 --durations-min=60 \
         tests/kernels/cpu/test_conv.py tests/kernels/cpu/test_conv_prepared.py tests/kernels/cpu/test_embedding.py tests/kernels/cpu/test_experts_mm.py \
-        tests/kernels/cpu/test_int8_mm.py tests/kernels/cpu/test_kv_attention.py \
+        tests/kernels/cpu/test_int8_mm.py tests/kernels/cpu/test_kv_attention.py tests/kernels/cpu/test_operators.py \
         tests/kernels/cpu/test_weight_only_mm.py tests/kernels/test_block_sparse_mm.py tests/test_fuse_convolutions.py \
         -k "not compil and not gradient and not well_formed" "$@" || { failed=1; echo "== $set failed"; }
     # Damaged pickles, and inner tensors that move: the cases run in processes of their own, which inherit the runtime.

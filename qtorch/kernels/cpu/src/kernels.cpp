@@ -2,10 +2,10 @@
 #include "adam.h"
 #include "block_sparse.h"
 #include "attention.h"
+#include "calls.h"
 #include "conv_call.h"
 #include "dequantize.h"
 #include "dequantize_matrix.h"
-#include "embed.h"
 #include "experts.h"
 #include "fixed_dot.h"
 #include "float_amx.h"
@@ -19,16 +19,6 @@
 #include "quantize_tokens.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
-
-// As in qtorch/kernels/cpu/ways.py.
-enum Way : int64_t { DOT, TILE, AMX, FIXED };
-
-struct Call {
-    Weight weight;
-    Input x;
-    Output y;
-    int64_t way, threads;
-};
 
 EXPORT const char* qtorch_fingerprint() { return QTORCH_FINGERPRINT; }
 
@@ -124,17 +114,6 @@ EXPORT void qtorch_experts_mm(const ExpertsCall* call) {
     auto multiply = [](const Weight& w, const Input& x, const Output& y, int64_t way) { multiply_floats(w, x, y, way, 1); };
     multiply_experts(call->weight, call->experts, call->x, call->y, call->threads, multiply);
 }
-
-struct IntCall {
-    Weight weight;
-    Input x;  // int8: codes already
-    Output y;
-    Quantizer quantizer;
-    // Per row, of codes, or those that the quantizer is given; zero (int32) or null.
-    float* scale;
-    int32_t* zero;
-    int64_t way, threads;
-};
 
 // Groups are whole rows, or multiples of AMX_STEP columns.
 EXPORT void qtorch_int8_mm(const IntCall* call) {
@@ -234,13 +213,6 @@ EXPORT void qtorch_quantize_rows(const IntCall* call) {
 EXPORT void qtorch_dequantize(const Call* call) {
     dequantize(call->weight, call->y, call->threads);
 }
-
-struct EmbedCall {
-    Weight weight;
-    Ids ids;
-    Output y;
-    int64_t threads;
-};
 
 // Rows `ids` of the weight in floating point: y (count, k). Gives the first index of an id out of range, or -1.
 EXPORT int64_t qtorch_embed(const EmbedCall* call) {

@@ -1,0 +1,140 @@
+"""Operators that torch's dispatcher calls in C++: compiled graphs then run them without Python.
+
+`src/operators.cpp` registers implementations for CPU tensors of some operators that are defined in Python, through
+torch's stable C ABI. They choose the library and the way as Python does; calls that they do not support are passed on
+to Python. Without the library, or with a torch that lacks a function, the implementations in Python run. Fake
+implementations, vmap and everything else stay in Python.
+
+The library is attached when the library of kernels is first chosen, never at import.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from ...generation import generation
+from .. import custom_ops
+from . import compiled_library, ways
+from .build import OPERATORS, fingerprint, library_path
+from .float_copies import wanted
+
+_Listener = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+_Strings = (ctypes.c_char_p,) * 4
+
+_attached: list[ctypes.CDLL] = []
+_reasons: list[str] = []
+_told: list[tuple[object, ...]] = []  # what the library was told last
+
+
+@_Listener
+def _note(name: bytes) -> None:
+    custom_ops.note(name.decode())
+
+
+def cpu_operators_library() -> Path:
+    """The library with the operators of quantized layers on CPU, for programs without Python that run a package of
+    AOTInductor: they open it with ``dlopen`` and call ``const char* qtorch_load()``, which returns null or what went
+    wrong. Copy it together with the libraries ``libqtorch_*.so`` beside it.
+
+    Raises:
+        RuntimeError: the kernels are not compiled.
+    """
+    if (found := compiled_library.library()) is None:
+        raise RuntimeError(f"the CPU kernels are not there: this process {compiled_library.missing()}")
+    path = library_path(OPERATORS, found.path.parent)
+    if not _attached:
+        raise RuntimeError(f"{path} cannot be used: {'; '.join(_reasons)}")
+    return path
+
+
+def attached() -> bool:
+    """Whether the implementations in C++ are registered."""
+    return bool(_attached)
+
+
+def calls() -> int:
+    """Calls that ran in C++."""
+    return _attached[0].qtorch_calls() if _attached else 0
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    """The library, ready to be attached.
+
+    Raises:
+        OSError: it cannot be loaded, or is of other sources.
+    """
+    library = ctypes.CDLL(str(path))
+    library.qtorch_fingerprint.restype = ctypes.c_char_p
+    if library.qtorch_fingerprint().decode() != fingerprint():
+        raise OSError(f"{path} is of other sources")
+    library.qtorch_calls.restype = ctypes.c_int64
+    library.qtorch_schema.restype = library.qtorch_attach.restype = library.qtorch_use.restype = ctypes.c_char_p
+    library.qtorch_use.argtypes = [*_Strings, ctypes.c_int]
+    return library
+
+
+def _schemas(library: ctypes.CDLL) -> Iterator[str]:
+    i = 0
+    while schema := library.qtorch_schema(i):
+        yield schema.decode()
+        i += 1
+
+
+def _attach() -> None:
+    """Register the implementations in C++ with the library beside the one of kernels that the process has chosen."""
+    found = compiled_library.library()
+    if found is None or _attached:
+        return
+    try:
+        library = _open(library_path(OPERATORS, found.path.parent))
+    except (OSError, AttributeError) as error:
+        _reasons.append(str(error))
+        return
+    names = [schema.partition("(")[0] for schema in _schemas(library)]
+    for name, schema in zip(names, _schemas(library), strict=True):
+        own = str(getattr(torch.ops.qtorch, name).default._schema)
+        assert own == f"qtorch::{schema}", f"{own} is qtorch::{schema} in src/operators.cpp"
+        custom_ops.define_fallback(name)
+    if error := library.qtorch_attach():
+        _reasons.append(error.decode())
+        return
+    _attached.append(library)
+    _refresh()
+    _listen(custom_ops.recording())
+
+
+def _refresh() -> None:
+    """Tell the operators which library is in use, and what chooses its ways."""
+    if not _attached:
+        return
+    found = compiled_library.library()
+    state: tuple[object, ...] = ()
+    if found is not None:
+        name = found.instruction_set
+        table = json.dumps({name: ways.table(name)})
+        state = (str(found.path), name, table, ways.forced() or "", wanted())
+    if _told[-1:] == [state]:
+        return
+    _told[:] = [state]
+    if error := _attached[0].qtorch_use(*(_encode(value) for value in state or (None, None, None, None, 0))):
+        _attached[0].qtorch_use(None, None, None, None, 0)
+        _reasons.append(error.decode())
+
+
+def _encode(value: object) -> object:
+    return value.encode() if isinstance(value, str) else value
+
+
+def _listen(recording: bool) -> None:
+    if _attached:
+        _attached[0].qtorch_listen(_note if recording else None)
+
+
+compiled_library.LISTENERS.append(_attach)
+generation.listeners.append(_refresh)
+custom_ops.RECORD_LISTENERS.append(_listen)

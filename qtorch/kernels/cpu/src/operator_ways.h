@@ -1,0 +1,90 @@
+// Which way of multiplying runs for how many rows: the table of ../ways.json, as text.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "calls.h"
+
+namespace {
+
+constexpr const char* WAY_NAMES[] = {"dot", "tile", "amx", "fixed", "torch", "float"};  // numbered as Way goes on
+constexpr int64_t FLOAT_WAY = 5, WAYS = 6;
+
+inline int64_t way_named(const std::string& name) {
+    for (int64_t way = 0; way < WAYS; way++)
+        if (name == WAY_NAMES[way]) return way;
+    return -1;
+}
+
+class Ways {
+public:
+    // What the tables whose names begin with these words say: "avx2", or "avx2 on AuthenticAMD". Of several, the last
+    // counts.
+    void read(const std::string& text, const std::string& words) {
+        auto counts = [&](const std::string& name) { return name == words || name.rfind(words + " ", 0) == 0; };
+        // A string is a key if a number or null follows, the name of a way after one of these, else a table.
+        std::string section, key;
+        bool fresh = false, limited = false;  // whether nothing followed the key yet; whether a way has to follow
+        int64_t limit = 0;
+        for (size_t at = 0; at < text.size(); at++) {
+            char c = text[at];
+            if (c == '"') {
+                size_t end = text.find('"', at + 1);
+                if (end == std::string::npos) return;
+                std::string word = text.substr(at + 1, end - at - 1);
+                at = end;
+                if (limited) {
+                    int64_t slot = slot_named(key);
+                    if (counts(section) && slot >= 0) steps_[slot].push_back({limit, way_named(word)});
+                    limited = false;
+                    continue;
+                }
+                if (fresh) section = key;
+                key = word;
+                fresh = true;
+            } else if (c == 'n' || (c >= '0' && c <= '9')) {
+                if (fresh && counts(section) && slot_named(key) >= 0) steps_[slot_named(key)].clear();
+                limit = INT64_MAX;
+                size_t length = 4;  // of "null"
+                if (c != 'n') limit = std::stoll(text.substr(at, 18), &length);
+                at += length - 1;
+                fresh = false, limited = true;
+            }
+        }
+    }
+
+    void force(const std::string& way) { forced_ = way_named(way); }
+
+    // The way for x of this type, INT8 for codes, and this weight; "copied" if dequantized copies may be kept. -1: unknown.
+    int64_t choose(int64_t type, const Weight& w, int64_t rows, bool copied) const {
+        if (forced_ >= 0) return forced_;
+        for (const Step& step : steps_[slot(type, w.bits > 0, w.groups > 1, w.n * w.k > SMALL, copied)])
+            if (rows <= step.rows) return step.way;
+        return -1;
+    }
+
+private:
+    struct Step {
+        int64_t rows, way;
+    };
+    static constexpr int64_t SMALL = 1 << 20;  // as in ../ways.py
+
+    static int64_t slot(int64_t type, bool packed, bool groups, bool large, bool copied) {
+        return (type == INT8 ? 3 : type) * 16 + packed * 8 + groups * 4 + large * 2 + copied;
+    }
+
+    static int64_t slot_named(const std::string& key) {
+        constexpr const char* NAMES[] = {"float32 ", "bfloat16 ", "float16 ", "int8 "};
+        auto has = [&](const char* word) { return key.find(word) != std::string::npos; };
+        for (int64_t type = 0; type < 4; type++)
+            if (key.rfind(NAMES[type], 0) == 0)
+                return slot(type == 3 ? (int64_t)INT8 : type, has(" packed"), has(" groups"), has(" large"), has(" copied"));
+        return -1;
+    }
+
+    std::vector<Step> steps_[64];
+    int64_t forced_ = -1;
+};
+
+}  // namespace

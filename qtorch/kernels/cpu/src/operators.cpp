@@ -1,0 +1,284 @@
+// Operators of the `qtorch::` namespace for torch's dispatcher: the calls of compiled graphs, and of packages of
+// AOTInductor in processes without Python. A library of its own, for the baseline of the machine, which calls the kernels
+// of the library that is in use.
+//
+// In Python, ../operators.py calls `qtorch_attach` and says with `qtorch_use` which library that is; calls that only Python
+// supports are passed on to it. Other processes call `qtorch_load`.
+#include <pthread.h>
+
+#include <atomic>
+
+#include "operator_kernels.h"
+#include "operator_weight.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+std::atomic<void (*)(const char*)> listener;  // is told what runs
+std::atomic<int64_t> calls;                   // that ran here
+std::atomic<bool> has_python, forked;
+
+int64_t thread_count() {
+    uint32_t count = 1;
+    if (!forked) functions.torch_get_num_threads(&count);
+    return count;
+}
+
+// Tell the listener the operator, and its kernel: library and way.
+void note(const char* name, const Kernels& kernels, const char* way = nullptr) {
+    calls++;
+    auto tell = listener.load();
+    if (!tell) return;
+    tell(name);
+    std::string kernel = std::string(name) + "." + kernels.instruction_set;
+    tell((way ? kernel + "." + way : kernel).c_str());
+}
+
+// The way, or -1 if only Python has it.
+int64_t choose(const Kernels& kernels, int64_t type, const Weight& w, int64_t rows) {
+    if (kernels.copies && type != INT8 && kernels.ways.choose(type, w, rows, true) == FLOAT_WAY) return -1;
+    int64_t way = kernels.ways.choose(type, w, rows, false);
+    if (way >= 0 && way <= FIXED) return way;
+    return has_python ? -1 : (int64_t)TILE;
+}
+
+// x (M, K) as kernels read it, copied into `memory` if its rows are not, and whether they can.
+bool read_input(const Tensor& x, std::vector<char>* memory, Input* input) {
+    if (x.dim != 2) refuse("x is a matrix (M, K), got shape " + x.text());
+    if (x.type > UINT8 || !x.sizes[1]) return false;
+    int64_t rows = x.sizes[0], k = x.sizes[1], size = size_of(x.type);
+    *input = {x.data, x.type, x.strides[0], rows};
+    if (x.strides[1] == 1) return true;
+    memory->resize(rows * k * size);
+    for (int64_t i = 0; i < rows * k; i++)
+        memcpy(memory->data() + i * size, x.data + (i / k * x.strides[0] + i % k * x.strides[1]) * size, size);
+    *input = {memory->data(), x.type, k, rows};
+    return true;
+}
+
+// Each of these runs the call and gives its result, or false if only Python supports it.
+
+bool weight_only_mm(const Arguments& arguments, const Kernels& kernels, Value* result) {
+    enum { X, CODES, N, SCALE, ZERO, PACKED, DTYPE, LOW, HIGH, DOMAIN_NAME, BIAS };
+    Tensor x = arguments.tensor(X, "x"), bias = arguments.tensor(BIAS, "bias");
+    Call call;
+    std::vector<char> memory;
+    if (!read_input(x, &memory, &call.x) || !is_float(x.type)) return false;
+    WeightForm form{arguments.integer(N),     x.sizes[1],
+                    arguments.boolean(PACKED), arguments.text(DTYPE),
+                    arguments.text(DOMAIN_NAME), (arguments.real(LOW) + arguments.real(HIGH) + 1) / 2};
+    check_bias(bias, x.type, form.n);
+    Tensor codes = arguments.tensor(CODES, "codes"), scale = arguments.tensor(SCALE, "scale"), zero = arguments.tensor(ZERO, "zero_point");
+    if (!read_weight(codes, scale, zero, form, &call.weight)) return false;
+    call.way = choose(kernels, x.type, call.weight, call.x.rows);
+    if (call.way < 0) return false;
+    note("cpu_weight_only_mm", kernels, WAY_NAMES[call.way]);
+    Result y(call.x.rows, form.n, x.type);
+    call.y = {y.data, x.type, form.n, bias.data};
+    call.threads = thread_count();
+    kernels.weight_only_mm(&call);
+    *result = y.release();
+    return true;
+}
+
+// Scales or zero points (M, 1) or (1, 1), one for each of the m rows.
+template <class T>
+bool read_rows(const Tensor& given, int64_t type, int64_t m, std::vector<T>* rows) {
+    if (given.type != type || !(given.has_shape(m, 1) || given.has_shape(1, 1))) return false;
+    int64_t step = given.sizes[0] > 1 ? given.strides[0] : 0;
+    for (int64_t i = 0; i < m; i++) rows->push_back(((const T*)given.data)[i * step]);
+    return true;
+}
+
+// How x is quantized; see `row_quantizer` in ../int8.py.
+Quantizer read_quantizer(const std::vector<Value>& values, bool codes, bool given) {
+    if (codes) {
+        if (!given) refuse("x in int8 codes needs xs, the scales of its rows");
+        return {};
+    }
+    if (values.size() != 6) refuse("quantizer has 6 numbers for x in floating point, got " + std::to_string(values.size()));
+    double numbers[6];
+    for (int i = 0; i < 6; i++) numbers[i] = Arguments::real_of(values[i]);
+    if (!(-128 <= numbers[0] && numbers[0] <= numbers[1] && numbers[1] <= 127)) refuse("a quantizer's codes are between -128 and 127");
+    if ((numbers[3] != 0) != given) refuse("a quantizer with given scales takes xs, and only such a one");
+    return {(int64_t)numbers[0], (int64_t)numbers[1], numbers[2] != 0, given, numbers[4], numbers[5]};
+}
+
+bool int8_mm(const Arguments& arguments, const Kernels& kernels, Value* result) {
+    enum { X, XS, XZ, QUANTIZER, CODES, N, WS, WZ, PACKED, WEIGHT_DTYPE, DTYPE, BIAS };
+    Tensor x = arguments.tensor(X, "x"), bias = arguments.tensor(BIAS, "bias");
+    Tensor xs = arguments.tensor(XS, "xs"), xz = arguments.tensor(XZ, "xz");
+    IntCall call;
+    std::vector<char> memory;
+    if (!read_input(x, &memory, &call.x) || !(is_float(x.type) || x.type == INT8)) return false;
+    int64_t m = call.x.rows, type = arguments.type(DTYPE);
+    if (!is_float(type)) return false;
+    WeightForm form{arguments.integer(N), x.sizes[1], arguments.boolean(PACKED), arguments.text(WEIGHT_DTYPE), "INT", 0.0};
+    check_bias(bias, type, form.n);
+    Tensor codes = arguments.tensor(CODES, "codes"), scale = arguments.tensor(WS, "ws"), zero = arguments.tensor(WZ, "wz");
+    if (!read_weight(codes, scale, zero, form, &call.weight)) return false;
+    if (call.weight.group != form.k && call.weight.group % AMX_STEP)
+        refuse("takes groups of a multiple of " + std::to_string(AMX_STEP) + ", the weight has " + std::to_string(call.weight.group));
+    call.quantizer = read_quantizer(arguments.list(QUANTIZER), x.type == INT8, (bool)xs);
+    std::vector<float> scales;
+    std::vector<int32_t> zeros;
+    if (xz && !xs) refuse("xz needs xs");
+    if (xs && !read_rows(xs, FLOAT32, m, &scales)) return false;
+    if (xz && !read_rows(xz, INT32, m, &zeros)) return false;
+    call.scale = xs ? scales.data() : nullptr;
+    call.zero = xz ? zeros.data() : nullptr;
+    call.way = choose(kernels, INT8, call.weight, m);
+    if (call.way < 0) return false;
+    note("cpu_int8_mm", kernels, WAY_NAMES[call.way]);
+    Result y(m, form.n, type);
+    call.y = {y.data, type, form.n, bias.data};
+    call.threads = thread_count();
+    kernels.int8_mm(&call);
+    *result = y.release();
+    return true;
+}
+
+bool embedding(const Arguments& arguments, const Kernels& kernels, Value* result) {
+    enum { IDS, CODES, SHAPE, SCALE, ZERO, PACKED, DTYPE, LOW, HIGH, DOMAIN_NAME, OUTPUT_DTYPE };
+    Tensor ids = arguments.tensor(IDS, "ids");
+    std::vector<Value> shape = arguments.list(SHAPE);
+    if (ids.dim != 1) refuse("ids is a vector, got shape " + ids.text());
+    if (shape.size() != 2) refuse("shape has two sizes, got " + std::to_string(shape.size()));
+    int64_t type = arguments.type(OUTPUT_DTYPE);
+    if (!is_float(type) || !ids.is_contiguous() || !(ids.type == INT64 || ids.type == INT32)) return false;
+    WeightForm form{(int64_t)shape[0],         (int64_t)shape[1],
+                    arguments.boolean(PACKED), arguments.text(DTYPE),
+                    arguments.text(DOMAIN_NAME), (arguments.real(LOW) + arguments.real(HIGH) + 1) / 2};
+    Tensor codes = arguments.tensor(CODES, "codes"), scale = arguments.tensor(SCALE, "scale"), zero = arguments.tensor(ZERO, "zero_point");
+    EmbedCall call;
+    if (!read_weight(codes, scale, zero, form, &call.weight)) return false;
+    call.ids = {ids.data, ids.type == INT64, ids.sizes[0]};
+    Result y(call.ids.count, form.k, type);
+    call.y = {y.data, type, form.k, nullptr};
+    call.threads = thread_count();
+    int64_t wrong = kernels.embed(&call);
+    if (wrong >= 0)
+        throw std::out_of_range("embedding: index out of range: " + std::to_string(call.ids[wrong]) + ", the table has " +
+                                std::to_string(form.n) + " rows");
+    note("cpu_embedding", kernels);
+    *result = y.release();
+    return true;
+}
+
+// The schemas are those of the functions in Python, which `operators.py` compares.
+struct Operator {
+    const char *name, *schema;
+    bool (*run)(const Arguments&, const Kernels&, Value*);
+    const std::vector<Parameter>* parameters;  // of the schema, once attached
+};
+
+Operator operators[] = {
+    {"qtorch::cpu_weight_only_mm",
+     "cpu_weight_only_mm(Tensor x, Tensor codes, SymInt n, Tensor scale, Tensor? zero_point, bool packed, str dtype, float low, "
+     "float high, str domain, Tensor? bias) -> Tensor",
+     weight_only_mm,
+     nullptr},
+    {"qtorch::cpu_int8_mm",
+     "cpu_int8_mm(Tensor x, Tensor? xs, Tensor? xz, float[] quantizer, Tensor codes, SymInt n, Tensor ws, Tensor? wz, bool packed, "
+     "str weight_dtype, ScalarType dtype, Tensor? bias) -> Tensor",
+     int8_mm,
+     nullptr},
+    {"qtorch::cpu_embedding",
+     "cpu_embedding(Tensor ids, Tensor codes, SymInt[] shape, Tensor scale, Tensor? zero_point, bool packed, str dtype, float low, "
+     "float high, str domain, ScalarType output_dtype) -> Tensor",
+     embedding,
+     nullptr},
+};
+constexpr int COUNT = sizeof operators / sizeof *operators;
+
+template <int I>
+void boxed(Value* stack, uint64_t, uint64_t) {
+    const Operator& called = operators[I];
+    Value result = 0;
+    {
+        Arguments arguments(stack, *called.parameters);
+        auto kernels = std::atomic_load(&in_use);
+        if (!kernels || !called.run(arguments, *kernels, &result)) {
+            if (!has_python) refuse(std::string(called.name) + " takes these arguments only where Python has imported qtorch");
+            arguments.pass_on(called.name, "fallback");
+            return;
+        }
+    }
+    stack[0] = result;
+}
+
+constexpr torch_abi::Kernel KERNELS[] = {boxed<0>, boxed<1>, boxed<2>};
+static_assert(sizeof KERNELS / sizeof *KERNELS == COUNT, "each operator has a function");
+
+// Registrations last as long as the process.
+void attach(bool define) {
+    Handle definitions = nullptr, implementations = nullptr;
+    if (const char* name = torch_abi::find_functions()) throw std::runtime_error(std::string("this torch has no ") + name);
+    find_dtypes();
+    if (define) {
+        torch_abi::check(functions.aoti_torch_library_init_fragment("qtorch", __FILE__, __LINE__, &definitions), "a library");
+        for (Operator& each : operators)
+            torch_abi::check(functions.aoti_torch_library_def(definitions, each.schema), each.name);
+    }
+    torch_abi::check(functions.aoti_torch_library_init_impl("qtorch", "CPU", __FILE__, __LINE__, &implementations), "a library");
+    for (int i = 0; i < COUNT; i++) {
+        operators[i].parameters = new std::vector<Parameter>(parameters_of(operators[i].schema));
+        torch_abi::check(functions.torch_library_impl(implementations, operators[i].name, KERNELS[i], torch_abi::VERSION), operators[i].name);
+    }
+    pthread_atfork(nullptr, nullptr, [] { forked = true; });
+}
+
+// Null, or what went wrong, valid until the thread's next call.
+template <class Body>
+const char* guarded(const Body& body) {
+    static thread_local std::string message;
+    try {
+        body();
+        return nullptr;
+    } catch (const std::exception& error) { message = error.what(); }
+    return message.c_str();
+}
+
+}  // namespace
+
+EXPORT const char* qtorch_fingerprint() { return QTORCH_FINGERPRINT; }
+
+// For programs without Python, after torch is loaded: define and implement the operators, with the best library of
+// kernels beside this one. May be called again. Gives null, or what went wrong.
+EXPORT const char* qtorch_load() {
+    static const std::string error = [] {
+        const char* message = guarded([] {
+            use_best();
+            attach(true);
+        });
+        return std::string(message ? message : "");
+    }();
+    return error.empty() ? nullptr : error.c_str();
+}
+
+// For Python, which has defined the operators and an overload "fallback" of each.
+EXPORT const char* qtorch_attach() {
+    return guarded([] {
+        attach(false);
+        has_python = true;
+    });
+}
+
+// The schema of an operator, null beyond the last.
+EXPORT const char* qtorch_schema(int i) { return i < COUNT ? operators[i].schema : nullptr; }
+
+// Use a library of kernels, with a table of ways in JSON; `way` is for all calls, unless empty. Without a path all calls
+// are passed on.
+EXPORT const char* qtorch_use(const char* path, const char* name, const char* ways, const char* way, int copies) {
+    return guarded([&] {
+        if (path) use(path, name, ways, way, copies);
+        else std::atomic_store(&in_use, std::shared_ptr<const Kernels>());
+    });
+}
+
+// Tell this function what runs; null: no more.
+EXPORT void qtorch_listen(void (*tell)(const char*)) { listener = tell; }
+
+// Calls that ran here.
+EXPORT int64_t qtorch_calls() { return calls; }
