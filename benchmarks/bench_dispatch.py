@@ -3,21 +3,18 @@
 The layer is small (64 x 64, one row), so that nearly all of its time is overhead. Times are microseconds a call,
 medians of interleaved turns. `python -m benchmarks.bench_dispatch [--save]`
 
-The second table is of the compiled kernels: the layer eager and in a compiled graph, and the operator that the graph
-calls, in C++ and in Python.
+The second table is of the compiled kernels: the layer eager and in a compiled graph, whose operator is in C++; or in Python
+where QTORCH_CPU_LIBRARIES names a folder without `libqtorch_operators.so`.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from math import nan
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import qtorch
 from benchmarks.common import interleaved_medians, machine, save
@@ -82,43 +79,21 @@ def measure(recipe: WeightRecipe) -> dict[str, float | str]:
     return {"recipe": str(recipe), "runs": kernel, **times, "overhead": times["layer"] - times["kernel"]}
 
 
-class _Operators(TorchDispatchMode):
-    """Keeps the calls of qtorch's operators that go through the dispatcher."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "qtorch":
-            self.calls.append((func, args))
-        return func(*args, **(kwargs or {}))
-
-
 def measure_graph(recipe: WeightRecipe) -> dict[str, float | str]:
     """One row of the second table."""
     plain = nn.Linear(SIZE, SIZE).requires_grad_(False)
     layer, x = nn.Linear(SIZE, SIZE).requires_grad_(False), torch.randn(1, SIZE)
     qtorch.quantize_(layer, recipe)
-    traced = torch.compile(layer, backend="aot_eager")
-    traced(x)
-    with _Operators() as seen:
-        traced(x)
-    ((operator, args),) = seen.calls
-    torch._dynamo.reset()
     graph, plain_graph = torch.compile(layer), torch.compile(plain)
     candidates = {
         "float": lambda: plain(x),
         "layer": lambda: layer(x),
         "float graph": lambda: plain_graph(x),
         "graph": lambda: graph(x),
-        "operator": lambda: operator(*args),
     }
-    if operators.attached():
-        by_python = getattr(torch.ops.qtorch, operator.__name__.partition(".")[0]).fallback
-        candidates["in Python"] = lambda: by_python(*args)
+    runs = "C++" if operators.attached() else "Python"
     with torch.no_grad():
-        return {"recipe": str(recipe), "runs": str(operator), **interleaved_medians(candidates)}
+        return {"recipe": str(recipe), "runs": runs, **interleaved_medians(candidates)}
 
 
 def main() -> None:
@@ -147,10 +122,13 @@ def main() -> None:
         qtorch.int8_dynamic_activation_int4_weight(),
     ]
     graphs = [measure_graph(recipe) for recipe in recipes] if compiled_library.library() else []
-    columns = ["float", "layer", "float graph", "graph", "operator", "in Python"]
-    print(f"\n{'us a call':66s}" + "".join(f"{name:>17s}" for name in columns))
+    columns = ["float", "layer", "float graph", "graph"]
+    print(
+        f"\nThe operator of graphs is in {graphs[0]['runs'] if graphs else 'Python'}\n{'us a call':66s}"
+        + "".join(f"{name:>17s}" for name in columns)
+    )
     for row in graphs:
-        print(f"{row['recipe']:66s}" + "".join(f"{row.get(name, nan):17.1f}" for name in columns))
+        print(f"{row['recipe']:66s}" + "".join(f"{row[name]:17.1f}" for name in columns))
     if options.save:
         save("dispatch", [*rows, *graphs])
 

@@ -100,8 +100,8 @@ def _attach() -> None:
         own = str(getattr(torch.ops.qtorch, name).default._schema)
         assert own == f"qtorch::{schema}", f"{own} is qtorch::{schema} in src/operators.cpp"
         custom_ops.define_fallback(name)
-    if error := library.qtorch_attach():
-        _reasons.append(error.decode())
+    if reason := library.qtorch_attach():
+        _reasons.append(reason.decode())
         return
     _attached.append(library)
     _refresh()

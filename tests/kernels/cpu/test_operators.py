@@ -1,6 +1,7 @@
 """Operators in C++: compiled graphs call them without Python, with the same bits; what they refuse, and pass on."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -15,89 +16,13 @@ from qtorch.kernels.cpu.embedding import cpu_embedding
 from qtorch.kernels.cpu.int8 import cpu_int8_mm
 from qtorch.kernels.cpu.weight_only import cpu_weight_only_mm
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
+from tests.kernels.cpu.operator_cases import CALLS, CODES, SCALE, WRONG, embedding, randn, weight, weight_only
 
 NEEDS_OPERATORS = pytest.mark.skipif(
     compiled_library.library() is None or not operators.attached(), reason="the operators are not built"
 )
 
-OPS, BF16 = torch.ops.qtorch, torch.bfloat16
-DYNAMIC = [-127.0, 127.0, 0.0, 0.0, torch.finfo(torch.float32).tiny, 1e30]
-GIVEN = [-128.0, 127.0, 0.0, 1.0, 0.0, 0.0]
-NUMBERS = torch.Generator().manual_seed(0)
-
-
-def randn(*shape, dtype=torch.float32):
-    return torch.randn(*shape, generator=NUMBERS).to(dtype)
-
-
-def weight(n=48, k=64, groups=2, zero_point=False):
-    """(codes, scale, zero point) of an int8 weight."""
-    codes = torch.randint(-128, 128, (n, k), dtype=torch.int8, generator=NUMBERS)
-    zero = torch.randint(-9, 9, (n, groups), dtype=torch.int32, generator=NUMBERS) if zero_point else None
-    return codes, randn(n, groups).abs() + 0.1, zero
-
-
-def weight_only(x, codes, scale, zero_point, bias=None, n=48, domain="INT", dtype="int8", packed=False):
-    return x, codes, n, scale, zero_point, packed, dtype, -128.0, 127.0, domain, bias
-
-
-def int8(x, codes, scale, zero_point, xs=None, xz=None, quantizer=DYNAMIC, bias=None, dtype=torch.float32):
-    return x, xs, xz, quantizer, codes, 48, scale, zero_point, False, "int8", dtype, bias
-
-
-def embedding(ids, codes, scale, zero_point, dtype=torch.float32):
-    return ids, codes, [48, 64], scale, zero_point, False, "int8", -128.0, 127.0, "INT", dtype
-
-
-def rows(m, value=0.05):
-    return torch.full((m, 1), value)
-
-
-CALLS = {
-    "weight-only": (cpu_weight_only_mm, weight_only(randn(3, 64), *weight())),
-    "weight-only, zero points, bias": (
-        cpu_weight_only_mm,
-        weight_only(randn(9, 64), *weight(zero_point=True), bias=randn(48)),
-    ),
-    "weight-only, real zero points": (
-        cpu_weight_only_mm,
-        weight_only(randn(2, 64), *weight()[:2], randn(48, 2), domain="FLOAT"),
-    ),
-    "weight-only, bf16, no rows": (cpu_weight_only_mm, weight_only(randn(0, 64, dtype=torch.bfloat16), *weight())),
-    "weight-only, fp16, strided rows": (
-        cpu_weight_only_mm,
-        weight_only(randn(5, 128, dtype=torch.float16)[:, 64:], *weight()),
-    ),
-    "weight-only, transposed": (cpu_weight_only_mm, weight_only(randn(64, 5).t(), *weight())),
-    "weight-only, one scale": (cpu_weight_only_mm, weight_only(randn(5, 64), weight()[0], rows(1), None)),
-    "weight-only, NaN": (cpu_weight_only_mm, weight_only(randn(5, 64) * torch.nan, *weight())),
-    "dynamic": (cpu_int8_mm, int8(randn(3, 64), *weight())),
-    "dynamic, bf16, bias": (
-        cpu_int8_mm,
-        int8(
-            randn(20, 64, dtype=torch.bfloat16), *weight(), dtype=torch.bfloat16, bias=randn(48, dtype=torch.bfloat16)
-        ),
-    ),
-    "dynamic, asymmetric": (
-        cpu_int8_mm,
-        int8(randn(3, 64), *weight(zero_point=True), quantizer=[-128.0, 127.0, 1.0, *DYNAMIC[3:]]),
-    ),
-    "static": (cpu_int8_mm, int8(randn(3, 64), *weight(), xs=rows(1), quantizer=GIVEN)),
-    "static, zero point": (
-        cpu_int8_mm,
-        int8(randn(3, 64), *weight(), xs=rows(1), xz=rows(1, 3).int(), quantizer=GIVEN),
-    ),
-    "codes": (cpu_int8_mm, int8(weight(7)[0], *weight(groups=1), xs=rows(7), quantizer=[])),
-    "codes, zero points": (
-        cpu_int8_mm,
-        int8(weight(7)[0], *weight(), xs=rows(7), xz=rows(7, 2).int(), quantizer=[]),
-    ),
-    "embedding": (cpu_embedding, embedding(torch.tensor([0, 47, 5]), *weight())),
-    "embedding, int32, bf16": (
-        cpu_embedding,
-        embedding(torch.tensor([1, 1], dtype=torch.int32), *weight(zero_point=True), dtype=torch.bfloat16),
-    ),
-}
+OPS = torch.ops.qtorch
 
 
 def ran_here(function, *args):
@@ -221,50 +146,32 @@ def test_python_runs_under_autocast_and_threads_stay_equal():
         torch.set_num_threads(before)
 
 
-def resized(tensor):
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
-X, (CODES, SCALE, _) = randn(3, 64), weight()
-WRONG = {
-    "x has another width": (weight_only(randn(3, 32), CODES, SCALE, None), "the codes of a weight"),
-    "x is a vector": (weight_only(randn(64), CODES, SCALE, None), "x is a matrix"),
-    "codes are short": (weight_only(X, CODES[:40], SCALE, None), "the codes of a weight"),
-    "codes have another dtype": (weight_only(X, CODES.view(torch.uint8), SCALE, None), "the codes of a weight"),
-    "n is negative": (weight_only(X, CODES, SCALE, None, n=-1), "the codes of a weight"),
-    "codes are said to be packed": (
-        weight_only(X, CODES.view(torch.uint8), SCALE, None, dtype="uint4", packed=True),
-        "the codes of a weight",
-    ),
-    "scales are few": (weight_only(X, CODES, SCALE[:9], None), "the scale of a weight"),
-    "groups do not divide": (weight_only(X, CODES, torch.ones(48, 3), None), "the scale of a weight"),
-    "zero points are few": (weight_only(X, CODES, SCALE, torch.ones(48, 1)), "a zero point has the shape"),
-    "the bias is short": (weight_only(X, CODES, SCALE, None, bias=randn(9)), "takes a contiguous bias"),
-    "the bias is strided": (weight_only(X, CODES, SCALE, None, bias=randn(96)[::2]), "takes a contiguous bias"),
-    "the bias is wider": (weight_only(X, CODES, SCALE, None, bias=randn(48).double()), "takes a contiguous bias"),
-    "memory is gone": (weight_only(X, resized(CODES.clone()), SCALE, None), "memory (that )?was given back"),
-    "memory of x is gone": (weight_only(resized(X.clone()), CODES, SCALE, None), "memory that was given back"),
-    "codes without scales": (int8(CODES[:3], CODES, SCALE, None, quantizer=[]), "needs xs"),
-    "no quantizer": (int8(X, CODES, SCALE, None, quantizer=[]), "quantizer has 6 numbers"),
-    "no scales are given": (int8(X, CODES, SCALE, None, quantizer=GIVEN), "takes xs"),
-    "codes of nine bits": (int8(X, CODES, SCALE, None, quantizer=[-256.0, 255.0, *DYNAMIC[2:]]), "between -128"),
-    "bounds are NaN": (int8(X, CODES, SCALE, None, quantizer=[float("nan")] * 6), "between -128"),
-    "small groups": (int8(X, CODES, torch.ones(48, 8), None), "groups of a multiple of 32"),
-    "zero points without scales": (int8(X, CODES, SCALE, None, xz=rows(3).int()), "xz needs xs"),
-    "ids are a matrix": (embedding(torch.zeros(2, 2, dtype=torch.int64), CODES, SCALE, None), "ids is a vector"),
-}
-OPERATION = {11: "cpu_weight_only_mm", 12: "cpu_int8_mm"}
+@NEEDS_OPERATORS
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_uses_one_thread():
+    """It would wait forever for the threads of its parent's pool."""
+    args = weight_only(randn(64, 64), *weight())
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with ways.force("tile"):  # torch's own products do not run in such a child
+            y = OPS.cpu_weight_only_mm(*args)
+            child = os.fork()
+            if not child:
+                signal.alarm(60)
+                os._exit(0 if torch.equal(OPS.cpu_weight_only_mm(*args), y) else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        torch.set_num_threads(before)
 
 
 @NEEDS_OPERATORS
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_arguments_are_refused(case):
-    args, message = WRONG[case]
-    name = "cpu_embedding" if args[2] == [48, 64] else OPERATION[len(args)]
+    operation, args, message = WRONG[case]
     before = operators.calls()
     with pytest.raises(ValueError, match=message):
-        getattr(OPS, name)(*args)
+        getattr(OPS, operation.__name__)(*args)
     assert operators.calls() == before
 
 
