@@ -3,8 +3,8 @@
 The layer is small (64 x 64, one row), so that nearly all of its time is overhead. Times are microseconds a call,
 medians of interleaved turns. `python -m benchmarks.bench_dispatch [--save]`
 
-The second table is of the compiled kernels: the layer eager and in a compiled graph, whose operator is in C++; or in Python
-where QTORCH_CPU_LIBRARIES names a folder without `libqtorch_operators.so`.
+The second table is of the compiled kernels: the layer eager and in a compiled graph, whose operator is in C++; or in
+Python where QTORCH_CPU_LIBRARIES names a folder without `libqtorch_operators.so`.
 """
 
 from __future__ import annotations
