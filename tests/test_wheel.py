@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def built() -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def made(built, tmp_path_factory) -> tuple[Path, Path]:
+def made(built, tmp_path_factory) -> Iterator[tuple[Path, Path]]:
     """The archive of sources, and the wheel built from it."""
     work = tmp_path_factory.mktemp("wheel")
     compiler = work / "compiler.py"
@@ -50,7 +51,7 @@ def made(built, tmp_path_factory) -> tuple[Path, Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CXX", f"{sys.executable} {compiler} {known}")
         sdist = wheel.build_sdist(work, work)
-        return sdist, wheel.build_wheel(sdist, work)
+        yield sdist, wheel.build_wheel(sdist, work)
 
 
 def names(built) -> list[str]:
@@ -68,6 +69,12 @@ def test_what_is_in_it(made, built, tmp_path):
     sources = {f"qtorch/kernels/cpu/src/{path.name}" for path in build.SOURCES.iterdir()}
     assert sources <= set(members), "without them the libraries would count as those of other sources"
     assert {member.split("/")[0].partition("-")[0] for member in members} == {"qtorch"}
+
+
+def test_the_same_again(made, tmp_path):
+    """Same sources, same libraries, same bytes."""
+    sdist, linux = made
+    assert wheel.build_wheel(sdist, tmp_path).read_bytes() == linux.read_bytes()
 
 
 def test_a_path_in_a_library_is_found(tmp_path):

@@ -1,5 +1,5 @@
 """Run by the Python of an environment in which a wheel of qtorch is installed (`tools/wheel.py`): quantize a model, and
-fail unless compiled kernels of the wheel run, for each instruction set that this machine has."""
+fail unless compiled kernels of the wheel run, for each of its instruction sets that this machine has."""
 
 import copy
 
@@ -29,7 +29,8 @@ wanted = model(x)
 used = compiled_library.library()
 if used is None or build.HERE not in used.path.parents:
     raise SystemExit(f"the kernels in use are not those of the wheel: {compiled_library.missing() or used.path}")
-sets = [name for name in build.instruction_sets() if compiled_library.runs_here(name)]
+there = [name for name in build.instruction_sets() if build.library_path(name).exists()]
+sets = [name for name in there if compiled_library.runs_here(name)]
 for name in sets:
     with compiled_library.use(name):
         for kernel, recipes in RECIPES.items():
