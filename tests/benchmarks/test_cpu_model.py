@@ -7,6 +7,7 @@ import importlib.util
 import json
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,15 @@ import torch
 from benchmarks import bench_cpu_model, common
 from benchmarks.cpu_models import GENERATED, WORKLOADS, Decoder, Shape, perplexity_ratio
 from qtorch.kernels import record_kernels
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small models are no work for more, and on a busy machine threads wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
