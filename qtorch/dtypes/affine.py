@@ -79,12 +79,12 @@ class AffineQuantizedTensor(QuantizedTensor):
         with torch.no_grad():
             if weight.scale_spec is None:
                 codes, scale, zero_point = quantize_weight(input, weight)
-                others = {"scale": scale}
+                stored = {"scale": scale}
             else:
-                others, zero_point = weight.choose_stored_qparams(input)
-                codes = weight.quantize(input, *weight.dense_qparams(others, zero_point))
-            others |= {"zero_point": zero_point, "act_scale": act_scale, "act_zero_point": act_zero_point}
-            return cls._from_codes(codes, others, linear, input.dtype)
+                stored, zero_point = weight.choose_stored_qparams(input)
+                codes = weight.quantize(input, *weight.dense_qparams(stored, zero_point))
+            others = {"zero_point": zero_point, "act_scale": act_scale, "act_zero_point": act_zero_point}
+            return cls._from_codes(codes, {**stored, **others}, linear, input.dtype)
 
     @classmethod
     def from_plain(

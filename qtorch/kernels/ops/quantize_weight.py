@@ -16,8 +16,8 @@ from ..custom_ops import by_device
 @by_device
 def quantize_weight(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor | None]:
     """(codes, scale, zero_point) of `weight`, any shape in floating point, as `QuantSpec.choose_qparams` and
-    `QuantSpec.quantize` give them, bit for bit on every device; of blocks that hold a NaN or an infinity, whose scale is
-    NaN, the codes are undefined.
+    `QuantSpec.quantize` give them, bit for bit. A block that holds a NaN or an infinity has NaN for a scale, and its
+    codes are undefined unless the code dtype has a NaN.
 
     Args:
         spec: without a `scale_spec`.
