@@ -1,8 +1,8 @@
 """Quantization of a weight, compiled: see `quantize_weight`.
 
-Each block is a row of the quantizer of activations, which chooses its scale and writes its codes while it is in the cache;
-torch operators take a dozen passes. Scales that it does not choose (of other rules, or rounded to 16
-bits) are chosen by torch operators, and it makes the codes.
+Each block is a row of the quantizer of activations, which chooses its scale and writes its codes while it is in the
+cache; torch operators take a dozen passes. Scales that it does not choose (of other rules, or rounded to 16 bits) are
+chosen by torch operators, and it makes the codes.
 """
 
 from __future__ import annotations
