@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.ops.quantize_weight import quantize_weight
 from ..layouts import Layout, PlainLayout
 from ..layouts.base import Plain, check_scheme
 from ..layouts.inner_tensors import FLOATS, INTEGERS, Form, Forms, check_inner_tensors
@@ -76,10 +77,14 @@ class AffineQuantizedTensor(QuantizedTensor):
         linear = spec if isinstance(spec, LinearSpec) else LinearSpec(spec)
         weight = linear.weight
         with torch.no_grad():
-            others, zero_point = weight.choose_stored_qparams(input)
-            codes = weight.quantize(input, *weight.dense_qparams(others, zero_point))
-            others |= {"zero_point": zero_point, "act_scale": act_scale, "act_zero_point": act_zero_point}
-            return cls._from_codes(codes, others, linear, input.dtype)
+            if weight.scale_spec is None:
+                codes, scale, zero_point = quantize_weight(input, weight)
+                stored = {"scale": scale}
+            else:
+                stored, zero_point = weight.choose_stored_qparams(input)
+                codes = weight.quantize(input, *weight.dense_qparams(stored, zero_point))
+            others = {"zero_point": zero_point, "act_scale": act_scale, "act_zero_point": act_zero_point}
+            return cls._from_codes(codes, {**stored, **others}, linear, input.dtype)
 
     @classmethod
     def from_plain(

@@ -30,7 +30,12 @@ def in_slices(function: Callable[..., Tensor], input: Tensor, *others: Tensor | 
 
 def needs_slices(input: Tensor) -> bool:
     """Whether slices are faster and change nothing else: neither a graph, a gradient, nor the order in memory."""
-    if torch.compiler.is_compiling() or input.device.type != "cpu" or input.numel() <= slice_elements():
+    return is_plain_on_cpu(input) and input.numel() > slice_elements()
+
+
+def is_plain_on_cpu(input: Tensor) -> bool:
+    """Whether only its numbers matter: contiguous, on CPU, of no subclass, and nothing traces or differentiates."""
+    if torch.compiler.is_compiling() or input.device.type != "cpu":
         return False
     if type(input) is not Tensor and type(input) is not torch.nn.Parameter:
         return False
