@@ -205,7 +205,7 @@ def test_rules_by_call_site() -> None:
     with inject(rule) as injection, record_kernels() as kernels:
         y = model(x)
     assert list(injection.counts) == ["head:linear"]
-    assert kernels[0] == "int_matmul"
+    assert "int_matmul" in kernels
     assert [site.name for site in seen if not site.module] == [":matmul", ":matmul.1", ":linear"]
     assert 30 < compute_error(model(x), y) < 70
     with inject({}) as injection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,6 +32,13 @@ def same(ours: Tensor, reference: Tensor) -> bool:
     return ours.dtype == reference.dtype and torch.equal(ours.nan_to_num(7), reference.nan_to_num(7))
 
 
+@pytest.fixture(params=BUILDS)
+def build(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The instruction set in use."""
+    with compiled_library.use(request.param):
+        yield request.param
+
+
 # (M, N, groups of x, groups of w, size of the smaller ones, rows of x and of w that share a scale)
 BLOCKS = [
     (64, 96, 3, 3, 32, 32, 32),
@@ -41,7 +49,6 @@ BLOCKS = [
 ]
 
 
-@pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("case", BLOCKS)
 def test_blocks_of_both(build: str, case: tuple[int, ...]) -> None:
     m, n, x_groups, w_groups, size, x_rows, w_rows = case
@@ -51,8 +58,10 @@ def test_blocks_of_both(build: str, case: tuple[int, ...]) -> None:
     for dtype, number in zip(DTYPES, (0.0, float("nan"), float("inf")), strict=True):
         xs[-1, -1] = number or xs[-1, -1]
         expected = portable(int8_block_mm)(x, xs, w, ws, dtype)
-        for a, b in itertools.product((x, x.t().contiguous().t()), (w, w.t().contiguous().t(), torch.cat([w, w], 1)[:, :k])):
-            with compiled_library.use(build), record_kernels() as ran:
+        for a, b in itertools.product(
+            (x, x.t().contiguous().t()), (w, w.t().contiguous().t(), torch.cat([w, w], 1)[:, :k])
+        ):
+            with record_kernels() as ran:
                 ours = int8_block_mm(a, xs.t().contiguous().t(), b, ws, dtype)
             assert ran == ["int8_block_mm", f"int8_block_mm.{build}"]
             assert same(ours, expected), (dtype, a.stride(), b.stride())
@@ -66,7 +75,6 @@ def test_blocks_of_other_sizes_run_in_torch() -> None:
         assert ran[:2] == ["int8_block_mm", "int8_block_mm.torch"]
 
 
-@pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("shape", [(64, 96, 128), (1, 1, 1), (3, 1, 70), (1, 33, 5), (40, 130, 1500)])
 def test_one_scale_a_row(build: str, shape: tuple[int, int, int]) -> None:
     m, n, k = shape
@@ -74,7 +82,7 @@ def test_one_scale_a_row(build: str, shape: tuple[int, int, int]) -> None:
     for dtype, xs, ws in itertools.product(DTYPES, (scale(m, 1), scale(1, 1)), (scale(n, 1), scale(1, 1).expand(n, 1))):
         xs[-1] = float("nan") if dtype is torch.bfloat16 else xs[-1]
         for a, b in itertools.product((x, x.t().contiguous().t()), (w, w.t().contiguous().t())):
-            with compiled_library.use(build), record_kernels() as ran:
+            with record_kernels() as ran:
                 ours = int8_product(a, xs, None, b, ws, None, -1, dtype)
             assert f"scale_sums.{build}" in ran
             assert "int_matmul" in ran
