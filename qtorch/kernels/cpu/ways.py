@@ -19,7 +19,7 @@ import torch
 
 from ...generation import generation
 
-WAYS = {"dot": 0, "tile": 1, "amx": 2, "fixed": 3}
+WAYS = {"dot": 0, "tile": 1, "amx": 2, "fixed": 3, "channels": 4}
 """Ways of the compiled kernels, and their numbers in src/kernels.cpp."""
 
 OTHER_WAYS = ("torch", "float")

@@ -11,6 +11,7 @@
 #include "float_dot.h"
 #include "float_tile.h"
 #include "int_amx.h"
+#include "int_channels.h"
 #include "int_dot.h"
 #include "int_tile.h"
 #include "quantize_tokens.h"
@@ -18,7 +19,7 @@
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // As in qtorch/kernels/cpu/ways.py.
-enum Way : int64_t { DOT, TILE, AMX, FIXED };
+enum Way : int64_t { DOT, TILE, AMX, FIXED, CHANNELS_WAY };
 
 struct Call {
     Weight weight;
@@ -39,7 +40,8 @@ EXPORT int qtorch_ready() {
 }
 
 static void multiply_codes(const Weight& w, const Codes& x, const Output& y, int64_t way, int64_t threads) {
-    if (way == TILE && has_tile_groups(w)) multiply_groups_amx(w, x, y, threads);
+    if (way == CHANNELS_WAY && has_channels(w)) multiply_channels(w, x, y, threads);
+    else if (way == TILE && has_tile_groups(w)) multiply_groups_amx(w, x, y, threads);
     else if (way == DOT) multiply_int_dot(w, x, y, threads);
     else multiply_int_tiles(w, x, y, threads);
 }
