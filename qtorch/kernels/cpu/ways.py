@@ -35,7 +35,7 @@ _forced: list[str] = []
 
 
 def load(path: str | Path) -> None:
-    """Use the table of a file that `measure_cpu_ways` wrote; instruction sets that it lacks keep theirs.
+    """Use the table of a file that `measure_cpu_ways` wrote; instruction sets and kinds that it lacks keep theirs.
 
     Raises:
         ValueError: the file is not such a table.
@@ -45,16 +45,24 @@ def load(path: str | Path) -> None:
         for key, steps in table.items():
             if not steps or steps[-1][0] is not None or any(way not in (*WAYS, *OTHER_WAYS) for _, way in steps):
                 raise ValueError(f"{path}: {key}: got {steps}, want [rows, way], the last with null")
-    _choices.update(read)
+    for instruction_set, table in read.items():
+        _choices.setdefault(instruction_set, {}).update(table)
     _find.cache_clear()
     generation.end()
 
 
 @functools.cache
-def key_of(activation: str | torch.dtype, packed: bool, grouped: bool, elements: int) -> str:
-    """Key of the table: dtype of the activation (int8, or that of a weight-only layer), form and size of the weight."""
+def key_of(
+    activation: str | torch.dtype, packed: bool, grouped: bool, elements: int, short_groups: bool = False
+) -> str:
+    """Key of the table: dtype of the activation (int8, or that of a weight-only layer), form and size of the weight.
+
+    Args:
+        short_groups: whether an int8 activation may be multiplied by "channels" (`weight.has_short_groups`).
+    """
     name, size = str(activation).removeprefix("torch."), "small" if elements <= SMALL else "large"
-    return f"{name} {'packed' if packed else 'plain'} {'groups' if grouped else 'rows'} {size}"
+    groups = "short groups" if short_groups and name == "int8" else "groups" if grouped else "rows"
+    return f"{name} {'packed' if packed else 'plain'} {groups} {size}"
 
 
 def choose(instruction_set: str, key: str, rows: int) -> str:

@@ -22,6 +22,9 @@ from qtorch.dtypes.linear import multiply
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library, int8, ways
 from qtorch.kernels.linear import reference
+from qtorch.kernels.ops.int8_grouped_mm import int8_grouped_mm
+from qtorch.layouts.packed import pack_codes
+from qtorch.primitives.qdtype import qdtype
 from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
 
 ASYMMETRIC = MappingType.ASYMMETRIC
@@ -38,12 +41,14 @@ WEIGHTS = {
     "int4 group": QuantSpec("int4", PerGroup(32)),
     "uint4 group": QuantSpec("uint4", PerGroup(96), ASYMMETRIC),
     "int3 row": QuantSpec("int3", PerRow()),
+    "uint4 group 64": QuantSpec("uint4", PerGroup(64), ASYMMETRIC),
+    "int4 group 128": QuantSpec("int4", PerGroup(128)),
     "int4 long group": QuantSpec("int4", PerGroup(1536)),
 }
 SHAPES = {True: [(37, 192), (70, 1152), (9, 4608)], False: [(5, 77), (33, 130), (6, 5029)]}
 
 
-@pytest.mark.parametrize("way", ["dot", "tile"])
+@pytest.mark.parametrize("way", ["dot", "tile", "channels"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("build", BUILDS)
@@ -63,7 +68,7 @@ def test_the_bits_of_the_reference(build, name, activation, way):
             assert torch.equal(y, reference.linear(x, weight, None))
 
 
-@pytest.mark.parametrize("way", ["dot", "tile"])
+@pytest.mark.parametrize("way", ["dot", "tile", "channels"])
 @pytest.mark.parametrize("build", BUILDS)
 def test_every_number_of_rows(build, way):
     spec = LinearSpec(WEIGHTS["int4 group"], ACTIVATIONS["asymmetric"], layout=PackedLayout())
@@ -85,6 +90,40 @@ def test_the_largest_codes(build):
     for way in ("dot", "tile"):
         with compiled_library.use(build), ways.force(way):
             assert torch.equal(functional.linear(x, weight), reference.linear(x, weight, None))
+
+
+@pytest.mark.parametrize("name", ["int4 group", "uint4 group", "int4 group 128", "int4 long group"])
+@pytest.mark.parametrize("build", BUILDS)
+def test_short_groups_take_channels(build, name):
+    """Weights whose sums "channels" makes, and no others, have it in the tables of the machines they were measured on."""
+    spec = LinearSpec(WEIGHTS[name], ACTIVATIONS["asymmetric"], layout=PackedLayout())
+    weight = AffineQuantizedTensor.from_float(torch.randn(33, 1536), spec)
+    with compiled_library.use(build), record_kernels() as ran:
+        y = multiply(torch.randn(5, 1536), weight)
+    assert y.shape == (5, 33)
+    assert ran[-1].startswith(f"cpu_int8_mm.{build}.")
+    assert ran[-1].endswith(".channels") == (name != "int4 long group" and build != "amx")
+
+
+@pytest.mark.parametrize("columns", [32, 192, 1376, 2080])
+@pytest.mark.parametrize("activation", ["symmetric", "asymmetric"])
+@pytest.mark.parametrize("build", BUILDS)
+def test_channels_with_the_largest_codes(build, activation, columns):
+    """Sums of products of 4-bit codes are kept in 16 bits for a while; groups end within vectors and runs of codes; the
+    bits of the scales in memory, and channels that do not fill a vector."""
+    for kind, code in (("uint4", 15), ("int4", -8)):
+        zero = torch.full((37, columns // 32), 15 - code, dtype=torch.int32) if kind == "uint4" else None
+        codes = torch.full((37, columns), code, dtype=torch.uint8 if kind == "uint4" else torch.int8)
+        scale = torch.rand(37, columns // 32).bfloat16()
+        xq = torch.where(torch.arange(6).unsqueeze(1) % 2 == 0, -128, 127).to(torch.int8).expand(6, columns).contiguous()
+        xs = torch.rand(6, 1)
+        xz = torch.tensor([-128, 127, 127, -128, 0, 5], dtype=torch.int32).unsqueeze(1)
+        xz = xz if activation == "asymmetric" else None
+        packed = pack_codes(codes, qdtype(kind))
+        with compiled_library.use(build), ways.force("channels"), record_kernels() as ran:
+            y = int8.cpu_int8_mm(xq, xs, xz, [], packed, 37, scale, zero, True, kind, torch.float32, None)
+        assert ran[-1] == f"cpu_int8_mm.{build}.channels"
+        assert torch.equal(y, int8_grouped_mm(xq, xs, xz, codes, scale, zero, torch.float32))
 
 
 @pytest.mark.parametrize("way", ["dot", "tile", "torch"])

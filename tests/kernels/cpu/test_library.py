@@ -166,6 +166,8 @@ def test_the_choices_cover_every_build():
                         key = ways.key_of(kind, packed, grouped, elements)
                         for form in [key] if kind == "int8" else [key, f"{key} copied"]:
                             assert ways.choose(name, form, 7) in (*ways.WAYS, *ways.OTHER_WAYS)
+        for elements in (1, ways.SMALL + 1):
+            assert ways.choose(name, ways.key_of("int8", True, True, elements, short_groups=True), 7) in ways.WAYS
 
 
 def test_choices_of_a_file(tmp_path):

@@ -13,7 +13,7 @@
 namespace {
 
 constexpr int CHANNEL_VECTORS = 2;  // that are transposed together
-constexpr int CHANNELS = CHANNEL_VECTORS * LANES;
+constexpr int BLOCK_CHANNELS = CHANNEL_VECTORS * LANES;
 constexpr int STEP_UNITS = 8;            // whose sums of products of 4-bit codes stay within 16 bits
 constexpr int64_t CHANNEL_GROUP = 128;  // with so few columns all that is added to a sum is exact in fp32
 
@@ -89,15 +89,15 @@ struct ChannelInput {
     int64_t ld;          // of sums
 };
 
-// Of CHANNELS rows of the weight.
+// Of BLOCK_CHANNELS rows of the weight.
 struct ChannelBlock {
     const int32_t* units;  // (CHANNEL_VECTORS, unit_ld, LANES), packed: of one run of bytes
     int64_t unit_ld;
     int64_t group;
     const float *scale, *zero;  // (CHANNEL_VECTORS, group_ld, LANES); zero points are negative
     int64_t group_ld;
-    float* sums;     // (rows, CHANNELS): of the groups before
-    int32_t* total;  // (2 * rows, CHANNELS): of the group that is not finished, for each row and for the sums of codes
+    float* sums;     // (rows, BLOCK_CHANNELS): of the groups before
+    int32_t* total;  // (2 * rows, BLOCK_CHANNELS): of the group that is not finished, for each row and for the sums of codes
 };
 
 // The products of a unit of each of V vectors, `ld` apart, with M rows of x; then those with ones.
@@ -121,13 +121,13 @@ void multiply_units(const ChannelBlock& w, const ChannelInput& in, int64_t m, in
     const int8_t* x = in.codes.codes + m * in.codes.ld;
     int64_t group = w.group;
     const int32_t* unit = w.units + v * w.unit_ld * LANES;
-    float* sums = w.sums + m * CHANNELS + v * LANES;
-    int32_t* unfinished = w.total + m * (CHANNELS * 2) + v * LANES;
+    float* sums = w.sums + m * BLOCK_CHANNELS + v * LANES;
+    int32_t* unfinished = w.total + m * (BLOCK_CHANNELS * 2) + v * LANES;
     Floats sum[V][M];
     Ints total[V][COLUMNS];
     UNROLL for (int c = 0; c < V; c++) {
-        UNROLL for (int i = 0; i < M; i++) sum[c][i] = load<Floats>(sums + i * CHANNELS + c * LANES);
-        UNROLL for (int i = 0; i < COLUMNS; i++) total[c][i] = load<Ints>(unfinished + i * CHANNELS + c * LANES);
+        UNROLL for (int i = 0; i < M; i++) sum[c][i] = load<Floats>(sums + i * BLOCK_CHANNELS + c * LANES);
+        UNROLL for (int i = 0; i < COLUMNS; i++) total[c][i] = load<Ints>(unfinished + i * BLOCK_CHANNELS + c * LANES);
     }
     for (int64_t g = k / group; k < stop; g++) {
         int64_t end = (g + 1) * group, next = end < stop ? end : stop;
@@ -159,8 +159,8 @@ void multiply_units(const ChannelBlock& w, const ChannelInput& in, int64_t m, in
         }
     }
     UNROLL for (int c = 0; c < V; c++) {
-        UNROLL for (int i = 0; i < M; i++) store(sums + i * CHANNELS + c * LANES, sum[c][i]);
-        UNROLL for (int i = 0; i < COLUMNS; i++) store(unfinished + i * CHANNELS + c * LANES, total[c][i]);
+        UNROLL for (int i = 0; i < M; i++) store(sums + i * BLOCK_CHANNELS + c * LANES, sum[c][i]);
+        UNROLL for (int i = 0; i < COLUMNS; i++) store(unfinished + i * BLOCK_CHANNELS + c * LANES, total[c][i]);
     }
 }
 
@@ -183,7 +183,7 @@ void multiply_run(const ChannelBlock& w, const ChannelInput& in, int64_t k, int6
     }
 }
 
-// Scales and negative zero points of CHANNELS rows of the weight, lane by lane.
+// Scales and negative zero points of BLOCK_CHANNELS rows of the weight, lane by lane.
 inline void channel_factors(const Weight& w, const int64_t* rows, int64_t ld, float* scale, float* zero) {
     static thread_local Scratch scale_scratch, zero_scratch, code_scratch;
     float* row_scale = scale_scratch.get<float>(LANES * ld);
@@ -205,28 +205,28 @@ inline void channel_factors(const Weight& w, const int64_t* rows, int64_t ld, fl
 
 template <bool ONES>
 void multiply_channels(const Weight& w, const ChannelInput& in, const Output& y, int64_t threads) {
-    int64_t rows = in.codes.rows, groups = w.groups, group_ld = round_up(groups, LANES);
+    int64_t rows = in.codes.rows, results = rows / in.codes.slices, group_ld = round_up(w.groups, LANES);
     int64_t run = w.k / 8, unit_ld = round_up(run / 4, LANES), steps = w.k / (4 * STEP_UNITS);
-    parallel((w.n + CHANNELS - 1) / CHANNELS, threads, [&](Tasks& tasks) {
+    parallel((w.n + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS, threads, [&](Tasks& tasks) {
         static thread_local Scratch unit_scratch, factor_scratch, sum_scratch, total_scratch;
-        int32_t* units = unit_scratch.get<int32_t>(CHANNELS * unit_ld);
-        float* scale = factor_scratch.get<float>(2 * CHANNELS * group_ld);
-        float* zero = scale + CHANNELS * group_ld;
-        float* sums = sum_scratch.get<float>(rows * CHANNELS);
-        int32_t* total = total_scratch.get<int32_t>(2 * rows * CHANNELS);
+        int32_t* units = unit_scratch.get<int32_t>(BLOCK_CHANNELS * unit_ld);
+        float* scale = factor_scratch.get<float>(2 * BLOCK_CHANNELS * group_ld);
+        float* zero = scale + BLOCK_CHANNELS * group_ld;
+        float* sums = sum_scratch.get<float>(rows * BLOCK_CHANNELS);
+        int32_t* total = total_scratch.get<int32_t>(2 * rows * BLOCK_CHANNELS);
         // Without zero points, all are the code of zero.
-        for (int64_t i = 0; i < CHANNELS * group_ld; i++) zero[i] = (float)w.shift - w.center;
+        for (int64_t i = 0; i < BLOCK_CHANNELS * group_ld; i++) zero[i] = (float)w.shift - w.center;
         ChannelBlock block{units, unit_ld, w.group, scale, zero, group_ld, sums, total};
         for (int64_t task; (task = tasks.next()) >= 0;) {
-            int64_t start = task * CHANNELS, count = w.n - start < CHANNELS ? w.n - start : CHANNELS, row[CHANNELS];
-            for (int64_t i = 0; i < CHANNELS; i++) row[i] = start + (i < count ? i : count - 1);
+            int64_t start = task * BLOCK_CHANNELS, count = w.n - start < BLOCK_CHANNELS ? w.n - start : BLOCK_CHANNELS, row[BLOCK_CHANNELS];
+            for (int64_t i = 0; i < BLOCK_CHANNELS; i++) row[i] = start + (i < count ? i : count - 1);
             channel_factors(w, row, group_ld, scale, zero);
-            memset(total, 0, 2 * rows * CHANNELS * sizeof *total);
+            memset(total, 0, 2 * rows * BLOCK_CHANNELS * sizeof *total);
             // 0 + -0 would not be -0.
-            for (int64_t i = 0; i < rows * CHANNELS; i += LANES) store(sums + i, broadcast(-0.0f));
-            int64_t scale_bytes = w.scale_stride * size_of(w.scale_type), next = start + CHANNELS;
-            NextPieces ahead[2] = {{w.codes + next * w.row_bytes, CHANNELS * w.row_bytes / steps},
-                                   {(const uint8_t*)w.scale + next * scale_bytes, CHANNELS * scale_bytes / steps}};
+            for (int64_t i = 0; i < rows * BLOCK_CHANNELS; i += LANES) store(sums + i, broadcast(-0.0f));
+            int64_t scale_bytes = w.scale_stride * size_of(w.scale_type), next = start + BLOCK_CHANNELS;
+            NextPieces ahead[2] = {{w.codes + next * w.row_bytes, BLOCK_CHANNELS * w.row_bytes / steps},
+                                   {(const uint8_t*)w.scale + next * scale_bytes, BLOCK_CHANNELS * scale_bytes / steps}};
             for (int64_t k = 0; k < w.k; k += 2 * run) {
                 for (int v = 0; v < CHANNEL_VECTORS; v++) {
                     const uint8_t* from[LANES];
@@ -237,10 +237,11 @@ void multiply_channels(const Weight& w, const ChannelInput& in, const Output& y,
                 multiply_run<ONES, 4>(block, in, k + run, k + 2 * run, ahead);
             }
             for (int64_t m = 0; m < rows; m++) {
-                float* of_row = sums + m * CHANNELS;
-                for (int i = 0; i < CHANNELS; i++) of_row[i] *= in.codes.scale[m];
-                y.write(m, start, count, of_row);
+                float *of_row = sums + m * BLOCK_CHANNELS, *result = of_row - m / results * results * BLOCK_CHANNELS;
+                for (int i = 0; i < BLOCK_CHANNELS; i++) of_row[i] *= in.codes.scale[m];
+                for (int i = 0; m >= results && i < BLOCK_CHANNELS; i++) result[i] += of_row[i];
             }
+            for (int64_t m = 0; m < results; m++) y.write(m, start, count, sums + m * BLOCK_CHANNELS);
         }
     });
 }

@@ -19,7 +19,7 @@
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // As in qtorch/kernels/cpu/ways.py.
-enum Way : int64_t { DOT, TILE, AMX, FIXED, CHANNELS_WAY };
+enum Way : int64_t { DOT, TILE, AMX, FIXED, CHANNELS };
 
 struct Call {
     Weight weight;
@@ -40,9 +40,9 @@ EXPORT int qtorch_ready() {
 }
 
 static void multiply_codes(const Weight& w, const Codes& x, const Output& y, int64_t way, int64_t threads) {
-    if (way == CHANNELS_WAY && has_channels(w)) multiply_channels(w, x, y, threads);
-    else if (way == TILE && has_tile_groups(w)) multiply_groups_amx(w, x, y, threads);
+    if (way == CHANNELS && has_channels(w)) multiply_channels(w, x, y, threads);
     else if (way == DOT) multiply_int_dot(w, x, y, threads);
+    else if (has_tile_groups(w)) multiply_groups_amx(w, x, y, threads);
     else multiply_int_tiles(w, x, y, threads);
 }
 
@@ -78,7 +78,7 @@ static bool multiply_fixed(const Weight& w, const Input& x, const Output& y, int
     Codes codes{bytes, ld, slices * x.rows, w.k, scale_scratch.get<float>(slices * x.rows), nullptr, slices};
     parallel_for(x.rows, threads, [&](int64_t m) { slice_row(rows + m * padded, w.k, m, codes); });
     if (tiles) multiply_slices_amx(w, codes, sums, y, threads);
-    else multiply_codes(w, codes, y, codes.rows <= DOT_MAX_ROWS ? DOT : TILE, threads);
+    else multiply_codes(w, codes, y, has_channels(w) ? CHANNELS : codes.rows <= DOT_MAX_ROWS ? DOT : TILE, threads);
     return true;
 }
 
@@ -87,7 +87,7 @@ static void multiply_floats(const Weight& w, const Input& all, const Output& out
     if (!w.n) return;
     // The other ways work on whole vectors of a group.
     bool whole = w.group == w.k || w.group % AMX_STEP == 0;
-    int64_t chosen = whole && w.k ? wanted : TILE;
+    int64_t chosen = whole && w.k && wanted != CHANNELS ? wanted : TILE;
 #if defined(__AMX_BF16__)
     constexpr int64_t OTHERWISE = AMX;
 #else
