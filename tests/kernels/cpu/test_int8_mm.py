@@ -1,5 +1,7 @@
 """The compiled layers of int8 activations: the bits of the reference, in every build that this machine runs."""
 
+import functools
+
 import pytest
 import torch
 from torch.nn import functional
@@ -48,12 +50,10 @@ WEIGHTS = {
 SHAPES = {True: [(37, 192), (70, 1152), (9, 4608)], False: [(5, 77), (33, 130), (6, 5029)]}
 
 
-@pytest.mark.parametrize("way", ["dot", "tile", "channels"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("build", BUILDS)
-def test_the_bits_of_the_reference(build, name, activation, way):
-    spec = WEIGHTS[name]
+@functools.cache
+def cases(name, activation):
+    """(weight, x, the result of the reference, which takes long)"""
+    spec, made = WEIGHTS[name], []
     for n, k in SHAPES[isinstance(spec.granularity, PerGroup)]:
         if k % getattr(spec.granularity, "group_size", 1):
             continue
@@ -62,19 +62,35 @@ def test_the_bits_of_the_reference(build, name, activation, way):
         weight = AffineQuantizedTensor.from_float(torch.randn(n, k), linear_spec)
         for rows, dtype in ((1, torch.float32), (3, torch.bfloat16), (8, torch.float16), (17, torch.float32)):
             x = (torch.randn(rows, k) + 0.3).to(dtype)
-            with compiled_library.use(build), ways.force(way), record_kernels() as ran:
-                y = multiply(x, weight)
-            assert ran[-1] == f"cpu_int8_mm.{build}.{way}"
-            assert torch.equal(y, reference.linear(x, weight, None))
+            made.append((weight, x, reference.linear(x, weight, None)))
+    return made
+
+
+@pytest.mark.parametrize("way", ["dot", "tile", "channels"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("build", BUILDS)
+def test_the_bits_of_the_reference(build, name, activation, way):
+    for weight, x, wanted in cases(name, activation):
+        with compiled_library.use(build), ways.force(way), record_kernels() as ran:
+            y = multiply(x, weight)
+        assert ran[-1] == f"cpu_int8_mm.{build}.{way}"
+        assert torch.equal(y, wanted)
+
+
+@functools.cache
+def many_rows():
+    """(weight, x, the result of the reference)"""
+    spec = LinearSpec(WEIGHTS["int4 group"], ACTIVATIONS["asymmetric"], layout=PackedLayout())
+    weight = AffineQuantizedTensor.from_float(torch.randn(50, 96), spec)
+    x = torch.randn(600, 96)
+    return weight, x, reference.linear(x, weight, None)
 
 
 @pytest.mark.parametrize("way", ["dot", "tile", "channels"])
 @pytest.mark.parametrize("build", BUILDS)
 def test_every_number_of_rows(build, way):
-    spec = LinearSpec(WEIGHTS["int4 group"], ACTIVATIONS["asymmetric"], layout=PackedLayout())
-    weight = AffineQuantizedTensor.from_float(torch.randn(50, 96), spec)
-    x = torch.randn(600, 96)
-    expected = reference.linear(x, weight, None)
+    weight, x, expected = many_rows()
     with compiled_library.use(build), ways.force(way):
         for rows in (*range(20), 31, 32, 33, 63, 64, 65, 255, 300, 512, 513, 600):
             assert torch.equal(functional.linear(x[:rows], weight), expected[:rows])
@@ -95,7 +111,7 @@ def test_the_largest_codes(build):
 @pytest.mark.parametrize("name", ["int4 group", "uint4 group", "int4 group 128", "int4 long group"])
 @pytest.mark.parametrize("build", BUILDS)
 def test_short_groups_take_channels(build, name):
-    """Weights whose sums "channels" makes, and no others, have it in the tables of the machines they were measured on."""
+    """Weights whose sums "channels" makes, and no others, have it in the tables; matrix tiles have their own."""
     spec = LinearSpec(WEIGHTS[name], ACTIVATIONS["asymmetric"], layout=PackedLayout())
     weight = AffineQuantizedTensor.from_float(torch.randn(33, 1536), spec)
     with compiled_library.use(build), record_kernels() as ran:
@@ -115,7 +131,7 @@ def test_channels_with_the_largest_codes(build, activation, columns):
         zero = torch.full((37, columns // 32), 15 - code, dtype=torch.int32) if kind == "uint4" else None
         codes = torch.full((37, columns), code, dtype=torch.uint8 if kind == "uint4" else torch.int8)
         scale = torch.rand(37, columns // 32).bfloat16()
-        xq = torch.where(torch.arange(6).unsqueeze(1) % 2 == 0, -128, 127).to(torch.int8).expand(6, columns).contiguous()
+        xq = torch.tensor([-128, 127] * 3, dtype=torch.int8).unsqueeze(1).repeat(1, columns)
         xs = torch.rand(6, 1)
         xz = torch.tensor([-128, 127, 127, -128, 0, 5], dtype=torch.int32).unsqueeze(1)
         xz = xz if activation == "asymmetric" else None

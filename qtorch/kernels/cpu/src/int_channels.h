@@ -14,7 +14,7 @@ namespace {
 
 constexpr int CHANNEL_VECTORS = 2;  // that are transposed together
 constexpr int BLOCK_CHANNELS = CHANNEL_VECTORS * LANES;
-constexpr int STEP_UNITS = 8;            // whose sums of products of 4-bit codes stay within 16 bits
+constexpr int STEP_UNITS = 8;           // whose sums of products of 4-bit codes stay within 16 bits
 constexpr int64_t CHANNEL_GROUP = 128;  // with so few columns all that is added to a sum is exact in fp32
 
 // Whether the sums are made as above: one byte has the codes of two columns, and groups are whole steps.
@@ -70,15 +70,9 @@ inline void to_units(const uint8_t* const* rows, int64_t bytes, int32_t* out) {
     }
 }
 
-// Memory that is wanted next, fetched a piece at a time.
-struct NextPieces {
-    const uint8_t* p;
-    int64_t step;
-
-    INLINE void fetch() {
-        for (int64_t i = 0; i < step; i += 64) prefetch<false>(p + i);
-        p += step;
-    }
+// What the next block will read: codes, a line for each unit, and scales.
+struct NextBlock {
+    Ahead codes, scales;
 };
 
 // Of the input.
@@ -116,7 +110,7 @@ INLINE void add_unit(const int32_t* unit, int64_t ld, const int8_t* x, int64_t x
 // Adds the products of columns k to `stop`, the halves of bytes after a shift of RIGHT, for M rows of x from m on, and V
 // vectors of channels from v on. With ONES x has zero points, and the codes are added up too.
 template <int M, int V, bool ONES, int RIGHT>
-void multiply_units(const ChannelBlock& w, const ChannelInput& in, int64_t m, int v, int64_t k, int64_t stop, NextPieces* ahead) {
+void multiply_units(const ChannelBlock& w, const ChannelInput& in, int64_t m, int v, int64_t k, int64_t stop, NextBlock* ahead) {
     constexpr int COLUMNS = M + ONES;
     const int8_t* x = in.codes.codes + m * in.codes.ld;
     int64_t group = w.group;
@@ -133,11 +127,14 @@ void multiply_units(const ChannelBlock& w, const ChannelInput& in, int64_t m, in
         int64_t end = (g + 1) * group, next = end < stop ? end : stop;
         while (k < next) {
             StepSums part[V][COLUMNS] = {};
-            for (int i = 0; ahead && i < 2; i++) ahead[i].fetch();
+            if (ahead) ahead->scales.fetch<2>();
             int64_t count = (next - k) / 4;
             if (count >= STEP_UNITS) {
-                UNROLL for (int i = 0; i < STEP_UNITS; i++, k += 4, unit += LANES)
+                UNROLL for (int i = 0; i < STEP_UNITS; i++, k += 4, unit += LANES) {
+                    // One line at a time: many prefetches at once delay the loads that are needed now.
+                    if (ahead) ahead->codes.fetch<1>();
                     add_unit<M, V, ONES, RIGHT>(unit, w.unit_ld * LANES, x + k, in.codes.ld, part);
+                }
             } else {
                 for (; k < next; k += 4, unit += LANES)
                     add_unit<M, V, ONES, RIGHT>(unit, w.unit_ld * LANES, x + k, in.codes.ld, part);
@@ -170,8 +167,8 @@ constexpr int channel_vectors(int rows) { return REGISTERS == 32 || rows <= 2 ? 
 
 // One run of columns, for all rows of x.
 template <bool ONES, int RIGHT>
-void multiply_run(const ChannelBlock& w, const ChannelInput& in, int64_t k, int64_t stop, NextPieces (&ahead)[2]) {
-    using Multiply = void (*)(const ChannelBlock&, const ChannelInput&, int64_t, int, int64_t, int64_t, NextPieces*);
+void multiply_run(const ChannelBlock& w, const ChannelInput& in, int64_t k, int64_t stop, NextBlock& ahead) {
+    using Multiply = void (*)(const ChannelBlock&, const ChannelInput&, int64_t, int, int64_t, int64_t, NextBlock*);
     static constexpr Multiply BY_ROWS[] = {
         multiply_units<1, channel_vectors(1), ONES, RIGHT>, multiply_units<2, channel_vectors(2), ONES, RIGHT>,
         multiply_units<3, channel_vectors(3), ONES, RIGHT>, multiply_units<4, channel_vectors(4), ONES, RIGHT>};
@@ -179,7 +176,7 @@ void multiply_run(const ChannelBlock& w, const ChannelInput& in, int64_t k, int6
     for (int64_t m = 0; m < rows; m += CHANNEL_ROWS) {
         int64_t count = rows - m < CHANNEL_ROWS ? rows - m : CHANNEL_ROWS;
         for (int v = 0; v < CHANNEL_VECTORS; v += channel_vectors(count))
-            BY_ROWS[count - 1](w, in, m, v, k, stop, m || v ? nullptr : ahead);
+            BY_ROWS[count - 1](w, in, m, v, k, stop, m || v ? nullptr : &ahead);
     }
 }
 
@@ -218,15 +215,16 @@ void multiply_channels(const Weight& w, const ChannelInput& in, const Output& y,
         for (int64_t i = 0; i < BLOCK_CHANNELS * group_ld; i++) zero[i] = (float)w.shift - w.center;
         ChannelBlock block{units, unit_ld, w.group, scale, zero, group_ld, sums, total};
         for (int64_t task; (task = tasks.next()) >= 0;) {
-            int64_t start = task * BLOCK_CHANNELS, count = w.n - start < BLOCK_CHANNELS ? w.n - start : BLOCK_CHANNELS, row[BLOCK_CHANNELS];
+            int64_t start = task * BLOCK_CHANNELS, count = w.n - start < BLOCK_CHANNELS ? w.n - start : BLOCK_CHANNELS;
+            int64_t row[BLOCK_CHANNELS];
             for (int64_t i = 0; i < BLOCK_CHANNELS; i++) row[i] = start + (i < count ? i : count - 1);
             channel_factors(w, row, group_ld, scale, zero);
             memset(total, 0, 2 * rows * BLOCK_CHANNELS * sizeof *total);
             // 0 + -0 would not be -0.
             for (int64_t i = 0; i < rows * BLOCK_CHANNELS; i += LANES) store(sums + i, broadcast(-0.0f));
             int64_t scale_bytes = w.scale_stride * size_of(w.scale_type), next = start + BLOCK_CHANNELS;
-            NextPieces ahead[2] = {{w.codes + next * w.row_bytes, BLOCK_CHANNELS * w.row_bytes / steps},
-                                   {(const uint8_t*)w.scale + next * scale_bytes, BLOCK_CHANNELS * scale_bytes / steps}};
+            NextBlock ahead{{w.codes + next * w.row_bytes, BLOCK_CHANNELS * w.row_bytes / (w.k / 4)},
+                            {(const uint8_t*)w.scale + next * scale_bytes, BLOCK_CHANNELS * scale_bytes / steps}};
             for (int64_t k = 0; k < w.k; k += 2 * run) {
                 for (int v = 0; v < CHANNEL_VECTORS; v++) {
                     const uint8_t* from[LANES];
