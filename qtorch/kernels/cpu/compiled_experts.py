@@ -15,7 +15,7 @@ from .compiled_library import TYPES, library, threads
 from .compiled_linear import Numerics
 from .structs import ExpertsCall, ExpertsIntCall, pack, struct_of
 from .ways import WAYS
-from .weight import CompiledWeight
+from .weight import CompiledWeight, has_short_groups
 
 NO_LIMIT = 2**62
 """Rows of the last of the ways."""
@@ -59,7 +59,8 @@ class CompiledExperts(CompiledWeight):
         self._call, self._weight = getattr(self.compiled, self.name), pack(self.fields)
         # By the size of all, which stream through the caches even if each is small.
         instructions = self.compiled.instruction_set
-        self._fastest = ways.steps(instructions, ways.key_of(kind, packed, scale.shape[-1] > 1, n * k))
+        key = ways.key_of(kind, packed, scale.shape[-1] > 1, n * k, has_short_groups(self.fields))
+        self._fastest = ways.steps(instructions, key)
         otherwise = WAYS["amx" if kind != "int8" and instructions == "amx" else "tile"]
         steps = [(NO_LIMIT if rows is None else rows, WAYS.get(way, otherwise)) for rows, way in self._fastest]
         self._steps = len(steps)

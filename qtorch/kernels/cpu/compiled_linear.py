@@ -16,7 +16,7 @@ from .allocate import empty
 from .compiled_library import TYPES, library, threads
 from .structs import pack, struct_of
 from .ways import WAYS
-from .weight import CompiledWeight, fits
+from .weight import CompiledWeight, fits, has_short_groups
 
 Numerics = tuple[float, ...]
 
@@ -67,7 +67,7 @@ class CompiledLinear(CompiledWeight):
         self._pack = struct_of(self.call).pack
         self._types = TYPES[self.source], TYPES[self.dtype]
         self._n, self._row = n, (k,)
-        self._key = ways.key_of(kind, packed, scale.shape[1] > 1, n * k)
+        self._key = ways.key_of(kind, packed, scale.shape[1] > 1, n * k, has_short_groups(self.fields))
         self._ways: dict[int, str] = {}
 
     def way(self, rows: int) -> str:

@@ -25,6 +25,9 @@ ROWS = {"small": (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096), "large": (1, 2, 4, 8
 SIZES = {"small": 512, "large": 2048}
 """Rows and columns of the weight."""
 
+GROUP, SHORT_GROUP = 128, 32
+"""Columns of a group; those of a short one, see `ways.key_of`."""
+
 COPIES = 8
 """Weights used in turn, so that large ones are read from memory as in a model."""
 
@@ -36,13 +39,17 @@ HOPELESS = 2.0
 
 def measure_ways(compiled: Library) -> Table:
     """The fastest way for each kind of weight and number of rows, on this machine with torch's threads."""
-    there = [way for way in ways.WAYS if way != "amx" or compiled.instruction_set == "amx"]
+    there = ["dot", "tile", "fixed", *(["amx"] if compiled.instruction_set == "amx" else [])]
     table: Table = {}
     for size, packed, grouped in itertools.product(SIZES, (False, True), (False, True)):
-        weights = _Weights(SIZES[size], packed, grouped)
+        weights = _Weights(SIZES[size], packed, GROUP if grouped else SIZES[size])
         inputs = [torch.randn(rows, SIZES[size]) for rows in ROWS[size]]
         key = ways.key_of("int8", packed, grouped, SIZES[size] ** 2)
         table[key] = _steps({len(x): _times(weights.calls(x, True, ["dot", "tile", "torch"])) for x in inputs})
+        if packed and grouped:
+            short = _Weights(SIZES[size], packed, SHORT_GROUP)
+            key = ways.key_of("int8", packed, grouped, SIZES[size] ** 2, short_groups=True)
+            table[key] = _steps({len(x): _times(short.calls(x, True, ["dot", "tile", "channels"])) for x in inputs})
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             times = {len(x): _times(weights.calls(x.to(dtype), False, [*there, "float"])) for x in inputs}
             key = ways.key_of(dtype, packed, grouped, SIZES[size] ** 2)
@@ -51,15 +58,15 @@ def measure_ways(compiled: Library) -> Table:
 
 
 class _Weights:
-    """Random weights of one kind."""
+    """Random weights of one kind, `group` columns to a scale."""
 
-    def __init__(self, size: int, packed: bool, grouped: bool) -> None:
+    def __init__(self, size: int, packed: bool, group: int) -> None:
         kind = qdtype("int4" if packed else "int8")
         low, high = int(kind.quant_min), int(kind.quant_max)
         codes = torch.randint(low, high + 1, (COPIES, size, size), dtype=torch.int8)
         self.size, self.packed, self.kind, self.bounds = size, packed, kind, (float(low), float(high))
         self.codes = pack_codes(codes, kind) if packed else codes
-        self.scale = torch.full((size, size // 128 if grouped else 1), 0.01)
+        self.scale = torch.full((size, size // group), 0.01)
 
     def calls(self, x: Tensor, int8: bool, names: list[str]) -> dict[str, Callable[[], Tensor]]:
         """Multiply `x` with one of the weights after the other, by way; weight-only also with copies in floating point,

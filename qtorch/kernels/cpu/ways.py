@@ -36,7 +36,7 @@ _forced: list[str] = []
 
 
 def load(path: str | Path) -> None:
-    """Use the tables of a file that `calibrate_cpu` wrote; instruction sets that it lacks keep theirs.
+    """Use the tables of a file that `calibrate_cpu` wrote; instruction sets and kinds that it lacks keep theirs.
 
     Raises:
         ValueError: the file is not such a table.
@@ -78,10 +78,17 @@ def advice() -> str | None:
 
 
 @functools.cache
-def key_of(activation: str | torch.dtype, packed: bool, grouped: bool, elements: int) -> str:
-    """Key of the table: dtype of the activation (int8, or that of a weight-only layer), form and size of the weight."""
+def key_of(
+    activation: str | torch.dtype, packed: bool, grouped: bool, elements: int, short_groups: bool = False
+) -> str:
+    """Key of the table: dtype of the activation (int8, or that of a weight-only layer), form and size of the weight.
+
+    Args:
+        short_groups: whether an int8 activation may be multiplied by "channels" (`weight.has_short_groups`).
+    """
     name, size = str(activation).removeprefix("torch."), "small" if elements <= SMALL else "large"
-    return f"{name} {'packed' if packed else 'plain'} {'groups' if grouped else 'rows'} {size}"
+    groups = "short groups" if short_groups and name == "int8" else "groups" if grouped else "rows"
+    return f"{name} {'packed' if packed else 'plain'} {groups} {size}"
 
 
 def choose(instruction_set: str, key: str, rows: int) -> str:

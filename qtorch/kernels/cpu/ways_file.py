@@ -17,7 +17,7 @@ from typing import Any
 
 from . import build, cache, processor
 
-WAYS = {"dot": 0, "tile": 1, "amx": 2, "fixed": 3}
+WAYS = {"dot": 0, "tile": 1, "amx": 2, "fixed": 3, "channels": 4}
 """Ways of the compiled kernels, and their numbers in src/kernels.cpp."""
 
 OTHER_WAYS = ("torch", "float")
@@ -76,8 +76,8 @@ def _wrong(instruction_set: str, key: str, steps: Any) -> str:
 
 def _ways_of(instruction_set: str, key: str) -> tuple[str, ...]:
     if key.startswith("int8 "):
-        return ("dot", "tile", "torch")
-    return (*(way for way in WAYS if way != "amx" or instruction_set == "amx"), *OTHER_WAYS)
+        return ("dot", "tile", "channels" if "short groups" in key else "torch")
+    return ("dot", "tile", "fixed", *(["amx"] if instruction_set == "amx" else []), *OTHER_WAYS)
 
 
 def write(path: Path, tables: Tables) -> None:

@@ -195,6 +195,11 @@ def _fields(
     )
 
 
+def has_short_groups(fields: Weight | None) -> bool:
+    """Whether src/int_channels.h multiplies codes with the weight: 4 bits, in groups of 32, 64, 96 or 128."""
+    return fields is not None and fields.bits == 4 and fields.group in (32, 64, 96, 128)
+
+
 def part(whole: Weight, start: int, stop: int) -> Weight:
     """The struct of rows `start` to `stop` of a weight."""
     skipped = start * whole.scale_stride

@@ -111,7 +111,7 @@ def test_weight_only(build, name):
 @pytest.mark.parametrize("build", BUILDS)
 def test_int8_activations(build, name, activation):
     """Also the bits of the reference."""
-    for way in ("dot", "tile"):
+    for way in ("dot", "tile", "channels"):
         with compiled_library.use(build), ways.force(way):
             for weight, inputs in cases(name, activation):
                 for x, index, wanted in inputs:

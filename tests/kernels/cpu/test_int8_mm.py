@@ -1,5 +1,7 @@
 """The compiled layers of int8 activations: the bits of the reference, in every build that this machine runs."""
 
+import functools
+
 import pytest
 import torch
 from torch.nn import functional
@@ -22,6 +24,9 @@ from qtorch.dtypes.linear import multiply
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library, int8, ways
 from qtorch.kernels.linear import reference
+from qtorch.kernels.ops.int8_grouped_mm import int8_grouped_mm
+from qtorch.layouts.packed import pack_codes
+from qtorch.primitives.qdtype import qdtype
 from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
 
 ASYMMETRIC = MappingType.ASYMMETRIC
@@ -38,17 +43,17 @@ WEIGHTS = {
     "int4 group": QuantSpec("int4", PerGroup(32)),
     "uint4 group": QuantSpec("uint4", PerGroup(96), ASYMMETRIC),
     "int3 row": QuantSpec("int3", PerRow()),
+    "uint4 group 64": QuantSpec("uint4", PerGroup(64), ASYMMETRIC),
+    "int4 group 128": QuantSpec("int4", PerGroup(128)),
     "int4 long group": QuantSpec("int4", PerGroup(1536)),
 }
 SHAPES = {True: [(37, 192), (70, 1152), (9, 4608)], False: [(5, 77), (33, 130), (6, 5029)]}
 
 
-@pytest.mark.parametrize("way", ["dot", "tile"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("build", BUILDS)
-def test_the_bits_of_the_reference(build, name, activation, way):
-    spec = WEIGHTS[name]
+@functools.cache
+def cases(name, activation):
+    """(weight, x, the result of the reference, which takes long)"""
+    spec, made = WEIGHTS[name], []
     for n, k in SHAPES[isinstance(spec.granularity, PerGroup)]:
         if k % getattr(spec.granularity, "group_size", 1):
             continue
@@ -57,19 +62,35 @@ def test_the_bits_of_the_reference(build, name, activation, way):
         weight = AffineQuantizedTensor.from_float(torch.randn(n, k), linear_spec)
         for rows, dtype in ((1, torch.float32), (3, torch.bfloat16), (8, torch.float16), (17, torch.float32)):
             x = (torch.randn(rows, k) + 0.3).to(dtype)
-            with compiled_library.use(build), ways.force(way), record_kernels() as ran:
-                y = multiply(x, weight)
-            assert ran[-1] == f"cpu_int8_mm.{build}.{way}"
-            assert torch.equal(y, reference.linear(x, weight, None))
+            made.append((weight, x, reference.linear(x, weight, None)))
+    return made
 
 
-@pytest.mark.parametrize("way", ["dot", "tile"])
+@pytest.mark.parametrize("way", ["dot", "tile", "channels"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("build", BUILDS)
-def test_every_number_of_rows(build, way):
+def test_the_bits_of_the_reference(build, name, activation, way):
+    for weight, x, wanted in cases(name, activation):
+        with compiled_library.use(build), ways.force(way), record_kernels() as ran:
+            y = multiply(x, weight)
+        assert ran[-1] == f"cpu_int8_mm.{build}.{way}"
+        assert torch.equal(y, wanted)
+
+
+@functools.cache
+def many_rows():
+    """(weight, x, the result of the reference)"""
     spec = LinearSpec(WEIGHTS["int4 group"], ACTIVATIONS["asymmetric"], layout=PackedLayout())
     weight = AffineQuantizedTensor.from_float(torch.randn(50, 96), spec)
     x = torch.randn(600, 96)
-    expected = reference.linear(x, weight, None)
+    return weight, x, reference.linear(x, weight, None)
+
+
+@pytest.mark.parametrize("way", ["dot", "tile", "channels"])
+@pytest.mark.parametrize("build", BUILDS)
+def test_every_number_of_rows(build, way):
+    weight, x, expected = many_rows()
     with compiled_library.use(build), ways.force(way):
         for rows in (*range(20), 31, 32, 33, 63, 64, 65, 255, 300, 512, 513, 600):
             assert torch.equal(functional.linear(x[:rows], weight), expected[:rows])
@@ -85,6 +106,40 @@ def test_the_largest_codes(build):
     for way in ("dot", "tile"):
         with compiled_library.use(build), ways.force(way):
             assert torch.equal(functional.linear(x, weight), reference.linear(x, weight, None))
+
+
+@pytest.mark.parametrize("name", ["int4 group", "uint4 group", "int4 group 128", "int4 long group"])
+@pytest.mark.parametrize("build", BUILDS)
+def test_short_groups_take_channels(build, name):
+    """Weights whose sums "channels" makes, and no others, have it in the tables; matrix tiles have their own."""
+    spec = LinearSpec(WEIGHTS[name], ACTIVATIONS["asymmetric"], layout=PackedLayout())
+    weight = AffineQuantizedTensor.from_float(torch.randn(33, 1536), spec)
+    with compiled_library.use(build), record_kernels() as ran:
+        y = multiply(torch.randn(5, 1536), weight)
+    assert y.shape == (5, 33)
+    assert ran[-1].startswith(f"cpu_int8_mm.{build}.")
+    assert ran[-1].endswith(".channels") == (name != "int4 long group" and build != "amx")
+
+
+@pytest.mark.parametrize("columns", [32, 192, 1376, 2080])
+@pytest.mark.parametrize("activation", ["symmetric", "asymmetric"])
+@pytest.mark.parametrize("build", BUILDS)
+def test_channels_with_the_largest_codes(build, activation, columns):
+    """Sums of products of 4-bit codes are kept in 16 bits for a while; groups end within vectors and runs of codes; the
+    bits of the scales in memory, and channels that do not fill a vector."""
+    for kind, code in (("uint4", 15), ("int4", -8)):
+        zero = torch.full((37, columns // 32), 15 - code, dtype=torch.int32) if kind == "uint4" else None
+        codes = torch.full((37, columns), code, dtype=torch.uint8 if kind == "uint4" else torch.int8)
+        scale = torch.rand(37, columns // 32).bfloat16()
+        xq = torch.tensor([-128, 127] * 3, dtype=torch.int8).unsqueeze(1).repeat(1, columns)
+        xs = torch.rand(6, 1)
+        xz = torch.tensor([-128, 127, 127, -128, 0, 5], dtype=torch.int32).unsqueeze(1)
+        xz = xz if activation == "asymmetric" else None
+        packed = pack_codes(codes, qdtype(kind))
+        with compiled_library.use(build), ways.force("channels"), record_kernels() as ran:
+            y = int8.cpu_int8_mm(xq, xs, xz, [], packed, 37, scale, zero, True, kind, torch.float32, None)
+        assert ran[-1] == f"cpu_int8_mm.{build}.channels"
+        assert torch.equal(y, int8_grouped_mm(xq, xs, xz, codes, scale, zero, torch.float32))
 
 
 @pytest.mark.parametrize("way", ["dot", "tile", "torch"])

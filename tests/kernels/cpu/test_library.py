@@ -166,6 +166,9 @@ def test_the_choices_cover_every_build():
                         key = ways.key_of(kind, packed, grouped, elements)
                         forms = {key} if kind == "int8" else {key, f"{key} copied"}
                         assert all(forms <= set(table) for table in shipped[name].values())
+        for elements in (1, ways.SMALL + 1):
+            key = ways.key_of("int8", True, True, elements, short_groups=True)
+            assert all(key in table for table in shipped[name].values())
 
 
 def test_torch_way():

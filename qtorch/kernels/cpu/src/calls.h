@@ -8,7 +8,7 @@
 namespace {
 
 // As in qtorch/kernels/cpu/ways.py.
-enum Way : int64_t { DOT, TILE, AMX, FIXED };
+enum Way : int64_t { DOT, TILE, AMX, FIXED, CHANNELS };
 
 struct Call {
     Weight weight;

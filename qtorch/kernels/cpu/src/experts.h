@@ -67,7 +67,7 @@ inline int64_t expert_tasks(const Experts& experts, const ByExpert& by, int64_t 
     ExpertTask* tasks = scratch.get<ExpertTask>(total);
     out = tasks;
     for (int64_t e = 0; e < experts.count; e++) {
-        int64_t count = pieces(e), step = count ? round_up((n + count - 1) / count, 8) : n;
+        int64_t count = pieces(e), step = count ? round_up((n + count - 1) / count, 32) : n;
         for (int64_t start = 0; count && start < n; start += step)
             *tasks++ = {e, start, n - start < step ? n - start : step};
     }

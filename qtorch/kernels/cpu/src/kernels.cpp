@@ -13,6 +13,7 @@
 #include "float_tile.h"
 #include "int_amx.h"
 #include "int_blocks.h"
+#include "int_channels.h"
 #include "int_dot.h"
 #include "int_tile.h"
 #include "quantize_matrix.h"
@@ -32,8 +33,9 @@ EXPORT int qtorch_ready() {
 }
 
 static void multiply_codes(const Weight& w, const Codes& x, const Output& y, int64_t way, int64_t threads) {
-    if (way == TILE && has_tile_groups(w)) multiply_groups_amx(w, x, y, threads);
+    if (way == CHANNELS && w.has_short_groups()) multiply_channels(w, x, y, threads);
     else if (way == DOT) multiply_int_dot(w, x, y, threads);
+    else if (has_tile_groups(w)) multiply_groups_amx(w, x, y, threads);
     else multiply_int_tiles(w, x, y, threads);
 }
 
@@ -69,7 +71,7 @@ static bool multiply_fixed(const Weight& w, const Input& x, const Output& y, int
     Codes codes{bytes, ld, slices * x.rows, w.k, scale_scratch.get<float>(slices * x.rows), nullptr, slices};
     parallel_for(x.rows, threads, [&](int64_t m) { slice_row(rows + m * padded, w.k, m, codes); });
     if (tiles) multiply_slices_amx(w, codes, sums, y, threads);
-    else multiply_codes(w, codes, y, codes.rows <= DOT_MAX_ROWS ? DOT : TILE, threads);
+    else multiply_codes(w, codes, y, w.has_short_groups() ? CHANNELS : codes.rows <= DOT_MAX_ROWS ? DOT : TILE, threads);
     return true;
 }
 
@@ -78,7 +80,7 @@ static void multiply_floats(const Weight& w, const Input& all, const Output& out
     if (!w.n) return;
     // The other ways work on whole vectors of a group.
     bool whole = w.group == w.k || w.group % AMX_STEP == 0;
-    int64_t chosen = whole && w.k ? wanted : TILE;
+    int64_t chosen = whole && w.k && wanted != CHANNELS ? wanted : TILE;
 #if defined(__AMX_BF16__)
     constexpr int64_t OTHERWISE = AMX;
 #else

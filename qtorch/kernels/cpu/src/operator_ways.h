@@ -8,8 +8,8 @@
 
 namespace {
 
-constexpr const char* WAY_NAMES[] = {"dot", "tile", "amx", "fixed", "torch", "float"};  // numbered as Way goes on
-constexpr int64_t FLOAT_WAY = 5, WAYS = 6;
+constexpr const char* WAY_NAMES[] = {"dot", "tile", "amx", "fixed", "channels", "torch", "float"};  // numbered as Way goes on
+constexpr int64_t FLOAT_WAY = 6, WAYS = 7;
 
 inline int64_t way_named(const std::string& name) {
     for (int64_t way = 0; way < WAYS; way++)
@@ -59,7 +59,7 @@ public:
     // The way for x of this type, INT8 for codes, and this weight; "copied" if dequantized copies may be kept. -1: unknown.
     int64_t choose(int64_t type, const Weight& w, int64_t rows, bool copied) const {
         if (forced_ >= 0) return forced_;
-        for (const Step& step : steps_[slot(type, w.bits > 0, w.groups > 1, w.n * w.k > SMALL, copied)])
+        for (const Step& step : steps_[slot(type, w.bits > 0, form_of(type, w), w.n * w.k > SMALL, copied)])
             if (rows <= step.rows) return step.way;
         return -1;
     }
@@ -70,8 +70,14 @@ private:
     };
     static constexpr int64_t SMALL = 1 << 20;  // as in ../ways.py
 
-    static int64_t slot(int64_t type, bool packed, bool groups, bool large, bool copied) {
-        return (type == INT8 ? 3 : type) * 16 + packed * 8 + groups * 4 + large * 2 + copied;
+    enum Form : int64_t { ROWS, GROUPS, SHORT_GROUPS };  // of the scales
+
+    static int64_t form_of(int64_t type, const Weight& w) {
+        return type == INT8 && w.has_short_groups() ? SHORT_GROUPS : w.groups > 1 ? GROUPS : ROWS;
+    }
+
+    static int64_t slot(int64_t type, bool packed, int64_t form, bool large, bool copied) {
+        return (type == INT8 ? 3 : type) * 24 + packed * 12 + form * 4 + large * 2 + copied;
     }
 
     static int64_t slot_named(const std::string& key) {
@@ -79,11 +85,12 @@ private:
         auto has = [&](const char* word) { return key.find(word) != std::string::npos; };
         for (int64_t type = 0; type < 4; type++)
             if (key.rfind(NAMES[type], 0) == 0)
-                return slot(type == 3 ? (int64_t)INT8 : type, has(" packed"), has(" groups"), has(" large"), has(" copied"));
+                return slot(type == 3 ? (int64_t)INT8 : type, has(" packed"),
+                            has(" short groups") ? SHORT_GROUPS : has(" groups") ? GROUPS : ROWS, has(" large"), has(" copied"));
         return -1;
     }
 
-    std::vector<Step> steps_[64];
+    std::vector<Step> steps_[96];
     int64_t forced_ = -1;
 };
 

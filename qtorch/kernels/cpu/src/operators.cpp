@@ -39,7 +39,7 @@ void note(const char* name, const Kernels& kernels, const char* way = nullptr) {
 int64_t choose(const Kernels& kernels, int64_t type, const Weight& w, int64_t rows) {
     if (kernels.copies && type != INT8 && kernels.ways.choose(type, w, rows, true) == FLOAT_WAY) return -1;
     int64_t way = kernels.ways.choose(type, w, rows, false);
-    if (way >= 0 && way <= FIXED) return way;
+    if (way >= 0 && way <= CHANNELS) return way;
     return has_python ? -1 : (int64_t)TILE;
 }
 

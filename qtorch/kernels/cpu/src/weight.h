@@ -7,6 +7,8 @@
 
 namespace {
 
+constexpr int64_t SHORT_GROUP = 128;  // with so few columns all that is added to a sum is exact in fp32
+
 struct Weight {
     const uint8_t* codes;  // int8 or uint8 (N, K), or packed by `pack_bits`; see layouts/packed.py
     int64_t row_bytes;     // from one row to the next
@@ -21,6 +23,9 @@ struct Weight {
     double shift;          // code of the real zero where its zero point is 0, less center, negated; see `offsets`
 
     bool has_offset() const { return zero || shift != 0; }
+
+    // Codes of 4 bits in groups that int_channels.h multiplies with; as in ../weight.py.
+    bool has_short_groups() const { return bits == 4 && group > 0 && group <= SHORT_GROUP && group % 32 == 0; }
 
     // Whether the tensor ends less than `length` bytes behind row `r`.
     bool ends_within(int64_t r, int64_t length) const { return (n - 1 - r) * row_bytes < length; }
