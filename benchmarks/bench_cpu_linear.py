@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import copy
 import functools
+import importlib.util
 import itertools
 import warnings
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 import qtorch
 from benchmarks.common import interleaved_medians, machine, machine_line, save, versions, write_docs
-from benchmarks.peers import FLOATING, PEERS, ROW, Precision, found
+from benchmarks.peers import FLOATING, PEERS, ROW, Precision, found, share_threads
 from qtorch.kernels.cpu import compiled_library
 from qtorch.quantize_api import WeightRecipe
 
@@ -196,6 +197,8 @@ def main() -> None:
     vars(options).update(QUICK if options.quick else {})
     warnings.filterwarnings("ignore", module="torchao")
     torch.set_num_threads(options.threads)
+    if options.peers and importlib.util.find_spec("onnxruntime"):
+        share_threads()
     library = compiled_library.library()
     instruction_set = library.instruction_set if library else "not_compiled"
     about = machine() | (versions() if options.peers else {})

@@ -80,17 +80,21 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------ onnxruntime
 
 
-@functools.cache
-def _onnxruntime() -> Any:
-    """All sessions share one pool of as many threads as torch has: pools of their own would disturb each other."""
+_sharing: list[bool] = []
+
+
+def share_threads() -> None:
+    """Give all sessions of onnxruntime in this process, of others too, one pool of as many threads as torch has: pools
+    of their own would disturb each other."""
     import onnxruntime
 
     onnxruntime.set_global_thread_pool_sizes(torch.get_num_threads(), 1)
-    return onnxruntime
+    _sharing.append(True)
 
 
 def _sessions(node: Any, constants: dict[str, Any], n: int, k: int, count: int) -> list[Layer]:
     """Layers that run a graph of one node from x (M, K) to y (M, N), fp32."""
+    import onnxruntime
     from onnx import TensorProto, helper, numpy_helper
 
     shapes = {"x": ["m", k], "y": ["m", n]}
@@ -99,9 +103,9 @@ def _sessions(node: Any, constants: dict[str, Any], n: int, k: int, count: int) 
     graph = helper.make_graph([node], "linear", [values["x"]], [values["y"]], constant)
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
-    runtime = _onnxruntime()
-    options = runtime.SessionOptions()
-    options.use_per_session_threads = False
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.use_per_session_threads = not _sharing
 
     def layer(session: Any, x: Tensor) -> Callable[[], Tensor]:
         y, binding = torch.empty(len(x), n), session.io_binding()
@@ -115,7 +119,7 @@ def _sessions(node: Any, constants: dict[str, Any], n: int, k: int, count: int) 
         return call
 
     providers = ["CPUExecutionProvider"]
-    made = [runtime.InferenceSession(model, options, providers=providers) for _ in range(count)]
+    made = [onnxruntime.InferenceSession(model, options, providers=providers) for _ in range(count)]
     return [functools.partial(layer, session) for session in made]
 
 

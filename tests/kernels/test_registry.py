@@ -115,7 +115,7 @@ def test_fallback_is_said_once():
         warnings.simplefilter("always")
         for _ in range(3):
             functional.linear(x, weight)
-    assert ran == ["linear:reference"] * 3
+    assert [name for name in ran if name.startswith("linear")] == ["linear:reference"] * 3
     ours = [str(w.message) for w in caught if "qtorch" in str(w.message)]
     assert len(ours) == 1
     assert ours[0].startswith(

@@ -99,7 +99,7 @@ def test_which_kernels_run(kernels: str) -> None:
     for name, kernel in {"int8 rows": "int_matmul", "int4 groups": "cpu_int8_mm"}.items():
         with record_kernels() as ran:
             served(x, layer, DYNAMIC[name])
-        assert ran[0] == kernel
+        assert kernel in ran
         assert any(note.startswith("cpu_int8_mm.torch") for note in ran) == (
             name == "int4 groups" and (kernels == "torch" or compiled_library.library() is None)
         )

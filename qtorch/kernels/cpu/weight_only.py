@@ -79,7 +79,7 @@ def cpu_weight_only_mm(
         copy = float_copy(codes, scale, zero_point, x.dtype, made.rows, n * k * x.element_size())
         if copy is not None:
             note("cpu_weight_only_mm.float_copy")
-            return functional.linear(x, copy, bias)
+            return _add(functional.linear(x, copy), bias)
         way = layer.choose(m)
     if compiled is None or way == "torch":
         note("cpu_weight_only_mm.torch")
@@ -87,7 +87,7 @@ def cpu_weight_only_mm(
             y = packed_weight_mm(x, codes, n, -1, scale, zero_point, dtype, low, high, domain)
         else:
             y = weight_only_mm(x, codes, scale, zero_point, dtype, low, high, domain)
-        return y if bias is None else y.add_(bias)
+        return _add(y, bias)
     if recording():
         note(f"cpu_weight_only_mm.{compiled.instruction_set}.{way}")
     if way == "float":
@@ -116,20 +116,21 @@ class Dequantized(NamedTuple):
         return out
 
 
+def _add(y: Tensor, bias: Tensor | None) -> Tensor:
+    """y + bias after y was rounded, as compiled kernels and layers in training add it; torch's `linear` rounds once."""
+    return y if bias is None else y.add_(bias)
+
+
 def _multiply_slices(x: Tensor, made: Dequantized, bias: Tensor | None) -> Tensor:
     n, k = made.n, made.k
     step = max(1, SLICE_BYTES // (k * x.element_size()))
     if n <= step:
-        return functional.linear(x, made.rows(), bias)
+        return _add(functional.linear(x, made.rows()), bias)
     y, memory = x.new_empty(x.shape[0], n), x.new_empty(step, k)
     for start in range(0, n, step):
         stop = min(start + step, n)
-        part = made.rows(start, stop, memory[: stop - start]).t()
-        if bias is None:
-            torch.mm(x, part, out=y[:, start:stop])
-        else:
-            torch.addmm(bias[start:stop], x, part, out=y[:, start:stop])
-    return y
+        torch.mm(x, made.rows(start, stop, memory[: stop - start]).t(), out=y[:, start:stop])
+    return _add(y, bias)
 
 
 def supports(problem: Problem) -> str | None:

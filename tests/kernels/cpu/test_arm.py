@@ -98,8 +98,8 @@ def test_weight_only(instruction_set, name, way):
         exact = functional.linear(x.float(), real, bias.float())
         if dtype == torch.float32:
             assert_same_product(y, exact, x, real, bias)
-        lowest = {torch.float32: 110, torch.float16: 60, torch.bfloat16: 40}[dtype]
-        assert lowest < compute_error(exact, y.float()) < 180
+        # No bound from above: sums of dequantized weights in the order of `exact` have its bits.
+        assert compute_error(exact, y.float()) > {torch.float32: 110, torch.float16: 60, torch.bfloat16: 40}[dtype]
 
 
 @pytest.mark.parametrize("instruction_set", SETS)

@@ -18,15 +18,21 @@ from qtorch.kernels.cpu import calibrate, compiled_library, measure_ways, proces
 compiled = pytest.mark.skipif(compiled_library.library() is None, reason="nothing is compiled")
 
 
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """Set up first, so that tables are read again when nothing is patched any more."""
+    yield
+    ways.forget()
+
+
 @pytest.fixture
-def nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A user without tables; the folder of the user's cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("QTORCH_CPU_CHOICES", raising=False)
     monkeypatch.setattr(ways, "_loaded", {})
     ways.forget()
-    yield tmp_path
-    ways.forget()
+    return tmp_path
 
 
 @pytest.fixture

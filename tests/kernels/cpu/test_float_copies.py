@@ -28,6 +28,13 @@ def _copies():
     float_copies.clear()
 
 
+@pytest.fixture(autouse=True)
+def _forgotten():
+    """Set up before anything is patched, so that tables are read again when nothing is any more."""
+    yield
+    ways.forget()
+
+
 def layer(recipe=None) -> nn.Linear:
     made = nn.Linear(96, 64).requires_grad_(False)
     qtorch.quantize_(made, recipe or qtorch.int4_weight_only(group_size=32))
