@@ -359,7 +359,7 @@ def table() -> str:
 
 
 def plot(path: str) -> None:
-    """Validation loss against step, and its ratio to that of the float twin, of the runs of seed 0."""
+    """Validation loss against step, and its ratio to that of the float twin, of each recipe with seed 0."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -368,7 +368,7 @@ def plot(path: str) -> None:
     runs = {
         name: {int(row["step"]): float(row["val_loss"]) for row in rows if row["val_loss"]}
         for name, rows in read_runs().items()
-        if "_seed" not in name
+        if "_seed" not in name and not name.endswith(tuple(OPTIMIZERS))
     }
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
     for i, (name, losses) in enumerate(runs.items()):
