@@ -100,5 +100,5 @@ def test_it_runs_without_a_compiler(made, built, tmp_path):
 def test_the_tag_is_true(made, tmp_path):
     _, linux = made
     portable = wheel.make_portable(linux, tmp_path)
-    assert f"-py3-none-manylinux2014_{platform.machine()}.{wheel.TAG}.whl" in portable.name
+    assert portable.name.endswith(f"{wheel.TAG}.whl")
     assert portable.stat().st_size < linux.stat().st_size

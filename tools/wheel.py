@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
 TRIAL = Path(__file__).with_name("try_installed.py")
 
-TAG = f"manylinux_2_17_{platform.machine()}"
-"""The oldest glibc that has all that the kernels ask for; torch itself asks for 2.28."""
+TAG = f"manylinux_2_28_{platform.machine()}"
+"""The oldest glibc that torch's own wheels run on."""
 
 PACKAGED = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "qtorch")
 

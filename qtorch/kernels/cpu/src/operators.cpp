@@ -4,6 +4,9 @@
 //
 // In Python, ../operators.py calls `qtorch_attach` and says with `qtorch_use` which library that is; calls that only Python
 // supports are passed on to it. Other processes call `qtorch_load`.
+#if defined(__linux__)
+#include "old_glibc.h"
+#endif
 #include <pthread.h>
 
 #include <atomic>
