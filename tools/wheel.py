@@ -19,7 +19,7 @@ import zipfile
 from collections.abc import Collection
 from pathlib import Path
 
-from qtorch.kernels.cpu.build import instruction_sets
+from qtorch.kernels.cpu.build import OPERATORS, instruction_sets
 
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
@@ -69,7 +69,7 @@ def make_portable(wheel: Path, output: Path) -> Path:
 
 
 def check_contents(wheel: Path, wanted: Collection[str], work: Path) -> int:
-    """Bytes of the libraries in the wheel: one for each of these instruction sets, and none tells where it was built.
+    """Bytes of the libraries in the wheel: those of these names, and none tells where it was built.
 
     Raises:
         ValueError: that is not so.
@@ -134,7 +134,7 @@ def main() -> None:
         built.mkdir()
         sdist = build_sdist(work, built)
         wheel = make_portable(build_wheel(sdist, work), built)
-        libraries = check_contents(wheel, instruction_sets(), work)
+        libraries = check_contents(wheel, [*instruction_sets(), OPERATORS], work)
         print(f"{wheel.name}: {wheel.stat().st_size:,} bytes; {libraries:,} of libraries in it")
         print(try_it(fresh_environment(wheel, work), work), end="")
         DIST.mkdir(exist_ok=True)

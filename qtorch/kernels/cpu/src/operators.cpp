@@ -220,11 +220,11 @@ void attach(bool define) {
     if (const char* name = torch_abi::find_functions()) throw std::runtime_error(std::string("this torch has no ") + name);
     find_dtypes();
     if (define) {
-        torch_abi::check(functions.aoti_torch_library_init_fragment("qtorch", __FILE__, __LINE__, &definitions), "a library");
+        torch_abi::check(functions.aoti_torch_library_init_fragment("qtorch", "operators.cpp", __LINE__, &definitions), "a library");
         for (Operator& each : operators)
             torch_abi::check(functions.aoti_torch_library_def(definitions, each.schema), each.name);
     }
-    torch_abi::check(functions.aoti_torch_library_init_impl("qtorch", "CPU", __FILE__, __LINE__, &implementations), "a library");
+    torch_abi::check(functions.aoti_torch_library_init_impl("qtorch", "CPU", "operators.cpp", __LINE__, &implementations), "a library");
     for (int i = 0; i < COUNT; i++) {
         operators[i].parameters = new std::vector<Parameter>(parameters_of(operators[i].schema));
         torch_abi::check(functions.torch_library_impl(implementations, operators[i].name, KERNELS[i], torch_abi::VERSION), operators[i].name);
