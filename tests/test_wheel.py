@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch._inductor.config  # reads CXX when it is imported: before a fixture sets it  # noqa: F401
 
 from qtorch.kernels.cpu import build, compiled_library
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
