@@ -72,7 +72,8 @@ def quantize_checkpoint(
         format: ``"qtorch"``, ``"transformers"`` or ``"compressed-tensors"``, as for `save_quantized`.
         max_shard_size: maximum size of a file in bytes, unless one tensor is larger.
         progress: show a progress bar.
-        dry_run: quantize, but write nothing; recipes that calibrate round to nearest then.
+        dry_run: quantize, but write nothing; recipes that calibrate round to nearest then, and the report has an
+            `estimate` of the memory and the time that they will take.
         model: for recipes that calibrate in the order of the model, such as ``gptq(int4_weight_only(), batches)``: a
             model whose parameters are on the meta device; by default transformers builds that of config.json. One
             block of it is in memory at a time. What is done is kept in ``.<name of dst>.calibration`` until `dst` is
@@ -97,7 +98,8 @@ def quantize_checkpoint(
         assigned = assign(contents, recipe, source, model_config(src), format, targets, on_misfit)
 
         chosen = {name: target for name, target in assigned.items() if calibrates(target)}
-        calibrated = CalibratedWeights(source, chosen, dst, model) if chosen and not dry_run else None
+        calibrated = CalibratedWeights(source, chosen, dst, model) if chosen else None
+        expected = calibrated.estimate() if calibrated is not None and dry_run else None
 
         def quantize(name: str, tensor: Tensor) -> tuple[Tensor, LayerReport | None]:
             target = assigned.get(name)
@@ -109,7 +111,7 @@ def quantize_checkpoint(
                 return tensor, None
             if target.recipe is None:
                 return tensor, skipped_row(target)
-            if calibrated is not None and name in chosen:
+            if calibrated is not None and name in chosen and not dry_run:
                 made, report = calibrated.weight(name)
                 return made, replace(quantized_row(target, tensor, made), calibration=report)
             return _quantized(name, tensor, target)
@@ -123,12 +125,12 @@ def quantize_checkpoint(
             rows = _rewrite(
                 source, names, contents, dst, quantize, format, max_shard_size, progress, dry_run, arguments
             )
-            if calibrated is not None:
+            if calibrated is not None and not dry_run:
                 calibrated.remove()
         finally:
             if calibrated is not None:
                 calibrated.close()
-    return _report(rows, contents, dry_run)
+    return replace(_report(rows, contents, dry_run), estimate=expected)
 
 
 def convert_checkpoint(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,10 +175,20 @@ def test_what_is_refused(tmp_path: Path) -> None:
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     source = saved(made(), tmp_path / "float")
     before = sorted(tmp_path.iterdir())
-    report = quantize_checkpoint(source, tmp_path / "q.safetensors", gptq(INT3, batches()), dry_run=True)
+    recipe = gptq(INT3, batches())
+    model = on_meta()
+    report = quantize_checkpoint(source, tmp_path / "q.safetensors", recipe, dry_run=True, model=model)
     assert report.dry_run
     assert len(report.quantized) == 8
     assert sorted(tmp_path.iterdir()) == before
+    assert all(parameter.is_meta for parameter in model.parameters())
+    wanted = quantize_(made(), recipe, dry_run=True).estimate
+    assert report.estimate is not None
+    assert wanted is not None
+    assert replace(report.estimate, seconds=0) == replace(wanted, seconds=0)
+    assert report.estimate.seconds > 0
+    with pytest.raises(ValueError, match="give model="):
+        quantize_checkpoint(source, tmp_path / "q.safetensors", recipe, dry_run=True)
 
 
 def test_the_result_is_what_save_quantized_writes(tmp_path: Path) -> None:

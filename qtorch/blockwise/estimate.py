@@ -27,28 +27,30 @@ from .streams import Stream, needed_outputs
 from .trace import Stage, Unit, trace
 from .weights import Weights
 
-_WORK = 3
-"""Matrices (K, K) that a rounding algorithm holds beside the moment: damped and permuted, and two factors."""
+_WORK = 2
+"""Matrices (K, K) that a rounding algorithm holds beside the moment: damped, and that permuted or its factor."""
 
 _COPIES = 5
 """Matrices (N, K) in fp32: the target, the weight as rows, its values, codes, errors."""
 
 
 @torch.no_grad()
-def estimate(model: nn.Module, wanted: Sequence[Wanted[Any]], data: Data) -> CalibrationEstimate:
+def estimate(
+    model: nn.Module, wanted: Sequence[Wanted[Any]], data: Data, weights: Weights | None = None
+) -> CalibrationEstimate:
     """The estimate for `quantize_in_order` with these arguments; the model is not changed.
 
     Raises:
         ValueError: there is no batch.
     """
-    engine: InOrder[Any] = InOrder(model, wanted, data, Progress(), Weights())
+    engine: InOrder[Any] = InOrder(model, wanted, data, Progress(), weights or Weights())
     with eval_mode(model), engine.restored():
         engine.batches = data.checked()
-        weights = [item.weight for item in engine.wanted.values()]
+        parameters = [item.weight for item in engine.wanted.values()]
         begun = time.perf_counter()
         engine.forward(0)
         of_forward = time.perf_counter() - begun
-        units = trace(model, lambda: engine.forward(0), weights, transposed=engine.transposed)
+        units = trace(model, lambda: engine.forward(0), parameters, transposed=engine.transposed)
         blocks = [unit.block for unit in units if unit.block is not None]
         keep = needed_outputs(model, engine.forward, blocks)
         output = _output_bytes(engine, blocks)
@@ -59,13 +61,13 @@ def estimate(model: nn.Module, wanted: Sequence[Wanted[Any]], data: Data) -> Cal
     # The outputs of the block before, the arguments made of them, and the new outputs; then those that stay.
     streams = int(pairs * counted * output * (3 + max(0, len(keep) - 1)))
     seconds = of_forward * counted * pairs
-    seconds += of_rounding * sum(_rounding(weight) for weight in weights)
+    seconds += of_rounding * sum(_rounding(weight) for weight in parameters)
     seconds += of_statistics * counted * sum(_columns(stage.weights[0]) ** 2 for stage in stages)
     return CalibrationEstimate(
         batches=len(engine.batches),
         blocks=len(blocks),
         statistics_bytes=max((_statistics_bytes(stage, engine) for stage in stages), default=0),
-        work_bytes=max((_work_bytes(weight) for weight in weights), default=0),
+        work_bytes=max((_work_bytes(weight) for weight in parameters), default=0),
         stream_bytes=streams,
         seconds=seconds,
     )
@@ -89,16 +91,17 @@ def _sample(engine: InOrder[Any], units: Sequence[Unit], blocks: Sequence[nn.Mod
             stream.finish(block, stream.calls(block))
     calls = None if unit.block is None else engine.quantized.calls(unit.block)
     every, engine.batches = engine.batches, engine.batches[:1]
-    begun = time.perf_counter()
-    try:
-        found = engine.statistics(stage, unit.block, calls, calls if engine.paired else None)
-    finally:
-        engine.batches = every
-    experts = {key[1]: value for key, value in found.items() if key[0] == id(weight) and key[1] is not None}
-    of_statistics = (time.perf_counter() - begun) / _columns(weight) ** 2
-    begun = time.perf_counter()
-    engine.wanted[id(weight)].make(experts if experts else found.get((id(weight), None), {}))
-    return (time.perf_counter() - begun) / max(1, _rounding(weight)), of_statistics
+    with engine.weights.loaded(unit.block):
+        begun = time.perf_counter()
+        try:
+            found = engine.statistics(stage, unit.block, calls, calls if engine.paired else None)
+        finally:
+            engine.batches = every
+        experts = {key[1]: value for key, value in found.items() if key[0] == id(weight) and key[1] is not None}
+        of_statistics = (time.perf_counter() - begun) / _columns(weight) ** 2
+        begun = time.perf_counter()
+        engine.wanted[id(weight)].make(experts if experts else found.get((id(weight), None), {}))
+        return (time.perf_counter() - begun) / max(1, _rounding(weight)), of_statistics
 
 
 def _rounding(weight: Tensor) -> float:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import inspect
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..blockwise import Resumable, Wanted, fingerprint, quantize_in_order
+from ..blockwise import Resumable, Wanted, estimate, fingerprint, quantize_in_order
 from ..blockwise.weights import Streamed
 from ..checkpoint.experts import FusedSource, fuse_experts
 from ..checkpoint.file_format import places_of
 from ..checkpoint.source import Source
 from ..dtypes.joining import cut
 from ..recipe import Calibrated, Recipe
-from ..report import CalibrationReport
+from ..report import CalibrationEstimate, CalibrationReport
 from ..statistics import Data, Statistics
 from ..targets import Target
 from ..with_data import progress_in, shared_data
@@ -76,21 +77,35 @@ class CalibratedWeights:
     def _columns(self, name: str) -> int:
         return 1 + max(place[1] for other, place in self._places.values() if other == name and place is not None)
 
+    def estimate(self) -> CalibrationEstimate:
+        """The memory and the time that making them will take; nothing is written."""
+        model, source = self._model()
+        recipes = self._in_model(source, model)
+        data = _without_logits(model, self.data, recipes)
+        with self._wanted(model, source, recipes) as (wanted, weights):
+            return estimate(model, wanted, data, weights)
+
     def _make(self) -> Resumable[Calibrated]:
-        root = self.source.path if self.source.path.is_dir() else self.source.path.parent
-        model = meta_model(root) if self.model is None else self.model
-        source = fuse_experts(self.source, [name for name, _ in places_of(model)])
+        model, source = self._model()
         recipes = self._in_model(source, model)
         data = replace(self.data, batches=self.data.checked())
-        weights = fingerprint.of_json([source.format, identity_of(self.source.path)])
-        progress = progress_in(self.folder, list(self.targets.values()), data, weights, anew=True)
+        identity = fingerprint.of_json([source.format, identity_of(self.source.path)])
+        progress = progress_in(self.folder, list(self.targets.values()), data, identity, anew=True)
         try:
             if not progress.complete:
-                self._calibrate(model, source, recipes, _without_logits(model, data, recipes), progress)
+                data = _without_logits(model, data, recipes)
+                with self._wanted(model, source, recipes) as (wanted, weights):
+                    quantize_in_order(model, wanted, data, progress=progress, weights=weights)
         except BaseException:
             progress.__exit__()
             raise
         return progress
+
+    def _model(self) -> tuple[nn.Module, Source]:
+        """The model on the meta device, and the checkpoint with experts fused as they are there."""
+        root = self.source.path if self.source.path.is_dir() else self.source.path.parent
+        model = meta_model(root) if self.model is None else self.model
+        return model, fuse_experts(self.source, [name for name, _ in places_of(model)])
 
     def _in_model(self, source: Source, model: nn.Module) -> dict[str, Target[Recipe]]:
         """The target of each parameter of the model that is calibrated, by its first name there."""
@@ -116,14 +131,12 @@ class CalibratedWeights:
                 )
         return found
 
-    def _calibrate(
-        self,
-        model: nn.Module,
-        source: Source,
-        recipes: Mapping[str, Target[Recipe]],
-        data: Data,
-        progress: Resumable[Calibrated],
-    ) -> None:
+    @contextmanager
+    def _wanted(
+        self, model: nn.Module, source: Source, recipes: Mapping[str, Target[Recipe]]
+    ) -> Iterator[tuple[list[Wanted[Calibrated]], Streamed]]:
+        """What is wanted for the parameters of the model, and its weights, which are read when a block runs."""
+
         def stored(name: str) -> bool:
             return name in source.names
 
@@ -146,7 +159,7 @@ class CalibratedWeights:
                 transposed = target.kind.is_transposed
                 places = slots[id(parameter)]
                 wanted.append(Wanted(parameter, places, target.recipe.statistics, make, transposed=transposed))
-            quantize_in_order(model, wanted, data, progress=progress, weights=weights)
+            yield wanted, weights
 
 
 def _making(target: Target[Recipe], parameter: nn.Parameter, name: str) -> Callable[[Any], Calibrated]:

@@ -21,7 +21,7 @@ def test_memory_is_counted_from_shapes() -> None:
     assert (estimate.batches, estimate.blocks) == (3, 3)
     # `down` has 64 inputs; gate and up share one moment. `down` is (32, 64).
     assert estimate.statistics_bytes == 4 * 64 * 64
-    assert estimate.work_bytes == 4 * (3 * 64 * 64 + 5 * 32 * 64)
+    assert estimate.work_bytes == 4 * (2 * 64 * 64 + 5 * 32 * 64)
     assert estimate.stream_bytes == 3 * 3 * (4 * 9 * 32 * 4)
     assert estimate.peak_bytes == estimate.statistics_bytes + estimate.work_bytes + estimate.stream_bytes
     of_both = quantize_(model, auto(INT3, data), dry_run=True).estimate

@@ -36,7 +36,7 @@ class Descent(Refinement):
         grid = grid.copy()
         order = moment.diagonal().argsort(descending=True, stable=True)
         places = order.tolist()
-        moment = moment[order][:, order]
+        moment = moment[order.unsqueeze(1), order]
         diagonal = moment.diagonal().tolist()
         columns = grid.columns()
         values = grid.values()[:, order].t().contiguous()  # (K, N): columns as contiguous rows

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...primitives.jsonable import jsonable
 from .base import Rounding
 from .grid import Grid
-from .quadratic import factor
+from .quadratic import factor, inverse_
 
 
 @jsonable
@@ -67,10 +67,8 @@ class Gptq(Rounding):
     def _factor(self, moment: Tensor, order: Tensor) -> tuple[float, Tensor]:
         """The damping used, and U of the damped H with its columns in this order.
 
-        Of the matrices (K, K), which are the largest of all, two are in memory beside H.
+        All steps work in one matrix (K, K): they are the largest of all.
         """
-        _, lower, damping = factor(moment, self.damping, order)
-        del _
-        inverse = torch.cholesky_inverse(lower)
-        del lower
-        return damping, torch.linalg.cholesky(inverse, upper=True)
+        lower, damping = factor(moment, self.damping, order)
+        result = inverse_(lower)
+        return damping, torch.linalg.cholesky(result, upper=True, out=result)

@@ -26,36 +26,46 @@ def loss(error: Tensor, moment: Tensor) -> Tensor:
     return ((error @ moment) * error).sum(1)
 
 
-def damped(moment: Tensor, damping: float) -> Tensor:
-    """H + damping * mean(diag H) * I; 1 on the diagonal for inputs that are always zero."""
-    result = moment.float().clone()
+def damped(moment: Tensor, damping: float, order: Tensor | None = None) -> Tensor:
+    """H + damping * mean(diag H) * I in a new tensor; 1 on the diagonal for inputs that are always zero.
+
+    Args:
+        order: (K,) int64: of H with its rows and columns in this order.
+    """
+    added = damping * moment.diagonal().float().mean()
+    result = moment.float().clone() if order is None else moment.float()[order.unsqueeze(1), order]
     diagonal = result.diagonal()
-    added = damping * diagonal.mean()
     diagonal[diagonal == 0] = 1.0 if float(added) == 0 else 0.0
     diagonal += added
     return result
 
 
-def factor(moment: Tensor, damping: float, order: Tensor | None = None) -> tuple[Tensor, Tensor, float]:
-    """(damped H, its lower Cholesky factor, the damping used), with more damping where the factorization fails.
+def factor(moment: Tensor, damping: float, order: Tensor | None = None) -> tuple[Tensor, float]:
+    """(the lower Cholesky factor of the damped H, the damping used), with more damping where the factorization fails.
+
+    The factor takes the place of the damped H, so that one matrix (K, K) is in memory beside H.
 
     Args:
-        order: (K,) int64: of H with its rows and columns in this order.
+        order: as in `damped`.
 
     Raises:
         ValueError: H is not finite, or far from positive semi-definite.
     """
-    if not bool(torch.isfinite(moment).all()):
+    if not bool(torch.isfinite(torch.stack(moment.aminmax())).all()):
         raise ValueError("the second moment of the inputs is not finite: the calibration data gives NaN or infinities")
     for _ in range(RETRIES):
-        result = damped(moment, damping)
-        if order is not None:
-            result = result[order.unsqueeze(1), order]
-        lower, failed = torch.linalg.cholesky_ex(result)
+        result = damped(moment, damping, order).mT  # the same matrix by columns, as LAPACK wants it
+        failed = torch.empty((), dtype=torch.int32, device=result.device)
+        torch.linalg.cholesky_ex(result, out=(result, failed))
         if not int(failed):
-            return result, lower, damping
+            return result, damping
         damping = max(damping, 1e-4) * 10
     raise ValueError(f"the second moment of the inputs is not positive definite, even with damping {damping / 10:g}")
+
+
+def inverse_(lower: Tensor) -> Tensor:
+    """H^-1 from the lower Cholesky factor of H, in its place."""
+    return torch.cholesky_inverse(lower, out=lower)
 
 
 def saliency(weight: Tensor, moment: Tensor) -> Tensor:
@@ -63,5 +73,5 @@ def saliency(weight: Tensor, moment: Tensor) -> Tensor:
 
     Source: Optimal Brain Surgeon; SparseGPT, arXiv 2301.00774, section 3.
     """
-    _, lower, _ = factor(moment, PRUNING_DAMPING)
-    return weight.float().square() / torch.cholesky_inverse(lower).diagonal()
+    lower, _ = factor(moment, PRUNING_DAMPING)
+    return weight.float().square() / inverse_(lower).diagonal()

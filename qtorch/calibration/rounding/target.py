@@ -53,10 +53,10 @@ class FloatTarget:
             residual: D = E[(r - r~) x~^T], (N, K).
         """
         weight = weight.float()
-        _, lower, _ = factor(moment, self.damping)
         correction = weight @ (cross.float() - moment.float())
         if residual is not None and self.residual:
             correction += residual.float()
+        lower, _ = factor(moment, self.damping)
         return weight + self.strength * torch.cholesky_solve(correction.t(), lower).t()
 
 

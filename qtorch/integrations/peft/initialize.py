@@ -71,7 +71,7 @@ def initialize_from_quantization_error(
         bases = {name: layer.get_base_layer().weight for name, layer in layers.items() if _is_linear(layer)}
         found = collect(peft_model, Data(batches, forward), dict.fromkeys(bases.values(), (SecondMoment,)))
         seen: dict[str, Any] = {name: found[base][SecondMoment] for name, base in bases.items()}
-        roots = {name: factor(statistic.mean, _DAMPING)[1] for name, statistic in seen.items()}
+        roots = {name: factor(statistic.mean, _DAMPING)[0] for name, statistic in seen.items()}
     return {
         name: _initialize(layer, adapter_name, weights[name], iterations, roots.get(name))
         for name, layer in layers.items()
