@@ -19,7 +19,7 @@ from .int8 import cpu_int8_mm
 from .ways_file import Steps, Table
 from .weight_only import cpu_weight_only_mm
 
-ROWS = {"small": (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096), "large": (1, 2, 4, 8, 12, 16, 32, 64, 256)}
+ROWS = {"small": (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096), "large": (1, 2, 4, 8, 12, 16, 32, 64, 128, 256, 512)}
 """Numbers of rows to measure, by size of the weight."""
 
 SIZES = {"small": 512, "large": 2048}
@@ -28,10 +28,10 @@ SIZES = {"small": 512, "large": 2048}
 GROUP, SHORT_GROUP = 128, 32
 """Columns of a group; those of a short one, see `ways.key_of`."""
 
-COPIES = 8
-"""Weights used in turn, so that large ones are read from memory as in a model."""
+COPIES = {"small": 8, "large": 16}
+"""Weights in int8 that are used in turn, and as many bytes of others: large ones are read from memory, as in a model."""
 
-ROUNDS = 5
+ROUNDS = 15
 
 HOPELESS = 2.0
 """A way that takes this many times the least time in the first round is not measured again."""
@@ -42,12 +42,12 @@ def measure_ways(compiled: Library) -> Table:
     there = ["dot", "tile", "fixed", *(["amx"] if compiled.instruction_set == "amx" else [])]
     table: Table = {}
     for size, packed, grouped in itertools.product(SIZES, (False, True), (False, True)):
-        weights = _Weights(SIZES[size], packed, GROUP if grouped else SIZES[size])
+        weights = _Weights(size, packed, GROUP if grouped else SIZES[size])
         inputs = [torch.randn(rows, SIZES[size]) for rows in ROWS[size]]
         key = ways.key_of("int8", packed, grouped, SIZES[size] ** 2)
         table[key] = _steps({len(x): _times(weights.calls(x, True, ["dot", "tile", "torch"])) for x in inputs})
         if packed and grouped:
-            short = _Weights(SIZES[size], packed, SHORT_GROUP)
+            short = _Weights(size, packed, SHORT_GROUP)
             key = ways.key_of("int8", packed, grouped, SIZES[size] ** 2, short_groups=True)
             table[key] = _steps({len(x): _times(short.calls(x, True, ["dot", "tile", "channels"])) for x in inputs})
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -60,10 +60,11 @@ def measure_ways(compiled: Library) -> Table:
 class _Weights:
     """Random weights of one kind, `group` columns to a scale."""
 
-    def __init__(self, size: int, packed: bool, group: int) -> None:
-        kind = qdtype("int4" if packed else "int8")
+    def __init__(self, name: str, packed: bool, group: int) -> None:
+        kind, size = qdtype("int4" if packed else "int8"), SIZES[name]
         low, high = int(kind.quant_min), int(kind.quant_max)
-        codes = torch.randint(low, high + 1, (COPIES, size, size), dtype=torch.int8)
+        self.bytes = COPIES[name] * size * size
+        codes = torch.randint(low, high + 1, (COPIES[name] * (2 if packed else 1), size, size), dtype=torch.int8)
         self.size, self.packed, self.kind, self.bounds = size, packed, kind, (float(low), float(high))
         self.codes = pack_codes(codes, kind) if packed else codes
         self.scale = torch.full((size, size // group), 0.01)
@@ -71,11 +72,11 @@ class _Weights:
     def calls(self, x: Tensor, int8: bool, names: list[str]) -> dict[str, Callable[[], Tensor]]:
         """Multiply `x` with one of the weights after the other, by way; weight-only also with copies in floating point,
         "copy"."""
-        turns = itertools.cycle(range(COPIES))
+        turns = itertools.cycle(self.codes)
         kind = (self.packed, self.kind.name)
 
         def multiply(way: str) -> Tensor:
-            codes = self.codes[next(turns)]
+            codes = next(turns)
             with ways.force(way):
                 if not int8:
                     return cpu_weight_only_mm(x, codes, self.size, self.scale, None, *kind, *self.bounds, "INT", None)
@@ -86,8 +87,9 @@ class _Weights:
         names = [way for way in names if way != "dot" or len(x) <= 16]
         found: dict[str, Callable[[], Tensor]] = {way: functools.partial(multiply, way) for way in names}
         if not int8:
-            floats = torch.randn(COPIES, self.size, self.size).to(x.dtype)
-            found["copy"] = lambda: functional.linear(x, floats[next(turns)])
+            count = max(1, self.bytes // (self.size**2 * x.element_size()))
+            floats = itertools.cycle(torch.randn(count, self.size, self.size).to(x.dtype))
+            found["copy"] = lambda: functional.linear(x, next(floats))
         return found
 
 

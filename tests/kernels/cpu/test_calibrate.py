@@ -40,7 +40,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A measurement of seconds."""
     monkeypatch.setattr(measure_ways, "SIZES", {"small": 256, "large": 1152})
     monkeypatch.setattr(measure_ways, "ROWS", {"small": (1, 40), "large": (1,)})
-    monkeypatch.setattr(measure_ways, "COPIES", 1)
+    monkeypatch.setattr(measure_ways, "COPIES", {"small": 1, "large": 1})
     monkeypatch.setattr(measure_ways, "ROUNDS", 1)
 
 

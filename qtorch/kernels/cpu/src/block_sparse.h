@@ -119,7 +119,7 @@ inline void multiply_blocks_int_tiles(const Weight& w, const Blocks& blocks, int
                     }
                 };
                 if (w.groups == 1) {
-                    Columns<Code> all{codes, codes_ld, 0, columns_at_once, columns + first, unit};
+                    Columns<Code> all{codes, count, codes_ld, 0, columns_at_once, columns + first, unit};
                     each_panel([&](int64_t p, int64_t step) {
                         multiply_columns(whole, all, panels, p, step, total + p * LANES, ld, first > 0);
                         if (last == units) add(group_sums, 0, p, step);
@@ -128,7 +128,7 @@ inline void multiply_blocks_int_tiles(const Weight& w, const Blocks& blocks, int
                 }
                 for (int64_t u = first; u < last; u++) {
                     int64_t column = columns[u * unit / blocks.size] * blocks.size + u * unit % blocks.size;
-                    Columns<Code> group{codes + (u - first) * unit, codes_ld, column, unit};
+                    Columns<Code> group{codes + (u - first) * unit, count, codes_ld, column, unit};
                     each_panel([&](int64_t p, int64_t step) {
                         multiply_columns(whole, group, panels, p, step, total + p * LANES, ld, false);
                         add(group_sums, u, p, step);

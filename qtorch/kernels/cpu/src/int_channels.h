@@ -16,36 +16,48 @@ constexpr int CHANNEL_VECTORS = 2;  // that are transposed together
 constexpr int BLOCK_CHANNELS = CHANNEL_VECTORS * LANES;
 constexpr int STEP_UNITS = 8;  // whose sums of products of 4-bit codes stay within 16 bits; groups are whole steps
 
-// Sums over up to STEP_UNITS units, whose codes are below 16; their 32-bit lanes are `whole(sums)`.
+// Rows of x that are multiplied together, such that the sums fit into registers, and enough of them do not wait for another.
+#if defined(HAS_VNNI) && defined(__AVX512F__)
+constexpr int CHANNEL_ROWS = 6;
+#else
+constexpr int CHANNEL_ROWS = 4;
+#endif
+
+// Sums over up to STEP_UNITS units, whose codes are below 16: they begin with a total, or are added to it at the end.
 #if defined(HAS_VNNI)
 using StepSums = Ints;
 INLINE StepSums add_products(StepSums sums, Ints codes, Ints x) { return dot4(sums, codes, x); }
-INLINE Ints whole(StepSums sums) { return sums; }
+INLINE StepSums begin_step(Ints total) { return total; }
+INLINE Ints end_step(Ints, StepSums sums) { return sums; }
 #elif defined(__AVX512BW__)
 using StepSums = __m512i;
 INLINE StepSums add_products(StepSums sums, Ints codes, Ints x) {
     return _mm512_add_epi16(sums, _mm512_maddubs_epi16((__m512i)codes, (__m512i)x));
 }
-INLINE Ints whole(StepSums sums) { return (Ints)_mm512_madd_epi16(sums, _mm512_set1_epi16(1)); }
+INLINE StepSums begin_step(Ints) { return StepSums{}; }
+INLINE Ints end_step(Ints total, StepSums sums) { return total + (Ints)_mm512_madd_epi16(sums, _mm512_set1_epi16(1)); }
 #elif defined(__AVX2__)
 using StepSums = __m256i;
 INLINE StepSums add_products(StepSums sums, Ints codes, Ints x) {
     return _mm256_add_epi16(sums, _mm256_maddubs_epi16((__m256i)codes, (__m256i)x));
 }
-INLINE Ints whole(StepSums sums) { return (Ints)_mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
+INLINE StepSums begin_step(Ints) { return StepSums{}; }
+INLINE Ints end_step(Ints total, StepSums sums) { return total + (Ints)_mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
 #elif defined(__SSSE3__)
 using StepSums = __m128i;
 INLINE StepSums add_products(StepSums sums, Ints codes, Ints x) {
     return _mm_add_epi16(sums, _mm_maddubs_epi16((__m128i)codes, (__m128i)x));
 }
-INLINE Ints whole(StepSums sums) { return (Ints)_mm_madd_epi16(sums, _mm_set1_epi16(1)); }
+INLINE StepSums begin_step(Ints) { return StepSums{}; }
+INLINE Ints end_step(Ints total, StepSums sums) { return total + (Ints)_mm_madd_epi16(sums, _mm_set1_epi16(1)); }
 #else
 using StepSums = Ints;
 INLINE StepSums add_products(StepSums sums, Ints codes, Ints x) {
     UNROLL for (int byte = 0; byte < 32; byte += 8) sums += (codes >> byte & 15) * (x << (24 - byte) >> 24);
     return sums;
 }
-INLINE Ints whole(StepSums sums) { return sums; }
+INLINE StepSums begin_step(Ints total) { return total; }
+INLINE Ints end_step(Ints, StepSums sums) { return sums; }
 #endif
 
 // LANES rows of `bytes` bytes, a multiple of 4, to units (bytes / 4, LANES). At least LANES units are written.
@@ -120,7 +132,9 @@ void multiply_units(const ChannelBlock& w, const ChannelInput& in, int64_t m, in
     for (int64_t g = k / group; k < stop; g++) {
         int64_t end = (g + 1) * group, next = end < stop ? end : stop;
         while (k < next) {
-            StepSums part[V][COLUMNS] = {};
+            StepSums part[V][COLUMNS];
+            UNROLL for (int c = 0; c < V; c++)
+                UNROLL for (int i = 0; i < COLUMNS; i++) part[c][i] = begin_step(total[c][i]);
             if (ahead) ahead->scales.fetch<2>();
             int64_t count = (next - k) / 4;
             if (count >= STEP_UNITS) {
@@ -134,7 +148,7 @@ void multiply_units(const ChannelBlock& w, const ChannelInput& in, int64_t m, in
                     add_unit<M, V, ONES, RIGHT>(unit, w.unit_ld * LANES, x + k, in.codes.ld, part);
             }
             UNROLL for (int c = 0; c < V; c++)
-                UNROLL for (int i = 0; i < COLUMNS; i++) total[c][i] += whole(part[c][i]);
+                UNROLL for (int i = 0; i < COLUMNS; i++) total[c][i] = end_step(total[c][i], part[c][i]);
         }
         if (next < end) break;
         UNROLL for (int c = 0; c < V; c++) {
@@ -155,22 +169,29 @@ void multiply_units(const ChannelBlock& w, const ChannelInput& in, int64_t m, in
     }
 }
 
-// Rows of x that are multiplied together, and with how many vectors of channels, such that the sums fit into registers.
-constexpr int CHANNEL_ROWS = 4;
+// Vectors of channels that are multiplied together with so many rows of x.
 constexpr int channel_vectors(int rows) { return REGISTERS == 32 || rows <= 2 ? CHANNEL_VECTORS : 1; }
+
+// `multiply_units` for `count` rows of x, at most M.
+using MultiplyUnits = void (*)(const ChannelBlock&, const ChannelInput&, int64_t, int, int64_t, int64_t, NextBlock*);
+
+template <bool ONES, int RIGHT, int M>
+MultiplyUnits rows_of_x(int64_t count) {
+    if constexpr (M > 1) {
+        if (count < M) return rows_of_x<ONES, RIGHT, M - 1>(count);
+    }
+    return multiply_units<M, channel_vectors(M), ONES, RIGHT>;
+}
 
 // One run of columns, for all rows of x.
 template <bool ONES, int RIGHT>
 void multiply_run(const ChannelBlock& w, const ChannelInput& in, int64_t k, int64_t stop, NextBlock& ahead) {
-    using Multiply = void (*)(const ChannelBlock&, const ChannelInput&, int64_t, int, int64_t, int64_t, NextBlock*);
-    static constexpr Multiply BY_ROWS[] = {
-        multiply_units<1, channel_vectors(1), ONES, RIGHT>, multiply_units<2, channel_vectors(2), ONES, RIGHT>,
-        multiply_units<3, channel_vectors(3), ONES, RIGHT>, multiply_units<4, channel_vectors(4), ONES, RIGHT>};
-    int64_t rows = in.codes.rows;
-    for (int64_t m = 0; m < rows; m += CHANNEL_ROWS) {
-        int64_t count = rows - m < CHANNEL_ROWS ? rows - m : CHANNEL_ROWS;
+    int64_t rows = in.codes.rows, steps = (rows + CHANNEL_ROWS - 1) / CHANNEL_ROWS;
+    for (int64_t m = 0; steps; steps--) {
+        int64_t count = (rows - m + steps - 1) / steps;
         for (int v = 0; v < CHANNEL_VECTORS; v += channel_vectors(count))
-            BY_ROWS[count - 1](w, in, m, v, k, stop, m || v ? nullptr : &ahead);
+            rows_of_x<ONES, RIGHT, CHANNEL_ROWS>(count)(w, in, m, v, k, stop, m || v ? nullptr : &ahead);
+        m += count;
     }
 }
 

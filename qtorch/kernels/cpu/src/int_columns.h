@@ -16,13 +16,27 @@ struct IntPanels {
     int32_t* sums;     // (groups, count * LANES): of x less its zero points
 };
 
+// The cache lines of some columns of rows of the weight, whose codes are whole bytes, one after the other.
+struct Lines {
+    const uint8_t* row;
+    int64_t row_bytes, rows, bytes, done = 0;
+
+    INLINE void prefetch_next() {
+        if (rows <= 0) return;
+        prefetch(row + done);
+        done += 64;
+        if (done >= bytes) done = 0, row += row_bytes, rows--;
+    }
+};
+
 // Decoded rows of the weight, and some columns of them that belong to one group.
 template <class Code>
 struct Columns {
     const Code* codes;
-    int64_t ld, k, count;  // from column k of x on
+    int64_t rows, ld, k, count;  // from column k of x on
     const int32_t* blocks = nullptr;  // or these blocks of columns of x
     int64_t block_size = INT64_MAX;
+    Lines* next = nullptr;  // is prefetched meanwhile
 
     // body(first, column of x, count) for each run of columns that follow one another in x.
     template <class Body>
@@ -36,10 +50,11 @@ struct Columns {
 };
 
 // Each of these has: rows of a block (INT_ROWS), columns that are decoded together (INT_COLUMNS), panels that are multiplied
-// together (INT_PANELS), what is added to a code (TILE_SHIFT), a decoded code and a unit of a panel, and
+// together (INT_PANELS), what is added to a code (TILE_SHIFT), whether it prefetches `Columns::next` (PREFETCHES), a decoded
+// code and a unit of a panel, and
 //
 //     decode_row            columns of row n
-//     multiply_columns<V>   total (INT_ROWS, ld) (+)= codes times V panels of x, from `p` on
+//     multiply_columns<V>   total (rows, ld) (+)= codes times V panels of x, from `p` on; up to INT_ROWS are written
 #if defined(__AMX_INT8__)
 
 constexpr int INT_ROWS = 32;
@@ -47,6 +62,7 @@ constexpr int INT_COLUMNS = 1024;
 constexpr int INT_LD = INT_COLUMNS + 64;
 constexpr int INT_PANELS = 2;
 constexpr int32_t TILE_SHIFT = 0;
+constexpr bool PREFETCHES = false;
 using Code = int8_t;
 using Unit = uint32_t;
 
@@ -99,11 +115,12 @@ void multiply_columns(const Weight& w, const Columns<Code>& a, const IntPanels& 
 
 #elif defined(HAS_VNNI)
 
-constexpr int INT_ROWS = TILE_ROWS;
+constexpr int INT_ROWS = 2 * TILE_ROWS;  // whole vectors, as the result is written
 constexpr int INT_COLUMNS = 1024;
 constexpr int INT_LD = INT_COLUMNS + 64;
 constexpr int INT_PANELS = MAX_PANELS;
 constexpr int32_t TILE_SHIFT = 128;
+constexpr bool PREFETCHES = true;
 using Code = int8_t;
 using Unit = uint32_t;
 
@@ -115,7 +132,7 @@ inline void decode_row(const Weight& w, int64_t n, int64_t k, int64_t columns, C
 template <int V>
 void multiply_columns(const Weight&, const Columns<Code>& a, const IntPanels& x, int64_t p, int32_t* to, int64_t ld, bool add) {
     constexpr int R = SUMS / V;
-    for (int64_t row = 0; row < INT_ROWS; row += R, to += R * ld) {
+    for (int64_t row = 0; row < a.rows; row += R, to += R * ld) {
         Ints total[R][V] = {};
         if (add) {
             UNROLL for (int r = 0; r < R; r++)
@@ -125,6 +142,9 @@ void multiply_columns(const Weight&, const Columns<Code>& a, const IntPanels& x,
             const Code* codes = a.codes + row * a.ld + first;
             const Unit* b = (const Unit*)x.data + p * x.panel + column / 4 * LANES;
             for (int64_t k = 0; k < (count + 3) / 4; k++) {
+                // A line or two at a time: many prefetches at once delay the loads that are needed now.
+                UNROLL for (int i = 0; i < R; i += 16)
+                    if (a.next) a.next->prefetch_next();
                 Ints xs[V];
                 UNROLL for (int v = 0; v < V; v++) xs[v] = load<Ints>(b + v * x.panel + k * LANES);
                 UNROLL for (int r = 0; r < R; r++) {
@@ -146,6 +166,7 @@ constexpr int INT_COLUMNS = TILE_COLUMNS;  // sums of so many products stay with
 constexpr int INT_LD = TILE_LD;
 constexpr int INT_PANELS = MAX_PANELS;
 constexpr int32_t TILE_SHIFT = 0;
+constexpr bool PREFETCHES = false;
 using Code = float;
 using Unit = float;
 
@@ -159,7 +180,7 @@ template <int V>
 void multiply_columns(const Weight&, const Columns<Code>& a, const IntPanels& x, int64_t p, int32_t* to, int64_t ld, bool add) {
     constexpr int R = SUMS / V;
     alignas(64) float sums[R * V * LANES];
-    for (int64_t row = 0; row < INT_ROWS; row += R, to += R * ld) {
+    for (int64_t row = 0; row < a.rows; row += R, to += R * ld) {
         a.each_run([&](int64_t first, int64_t column, int64_t count) {
             const Unit* b = (const Unit*)x.data + p * x.panel + column * LANES;
             multiply_tile<R, V>(a.codes + row * a.ld + first, b, x.panel, count, sums, V * LANES, first > 0);

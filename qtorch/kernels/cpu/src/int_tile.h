@@ -138,6 +138,7 @@ inline void multiply_int_tiles(const Weight& w, const Codes& x, const Output& y,
 #if defined(__AMX_INT8__)
     direct = !w.bits && !w.center && w.group % amx_step(w) == 0;
 #endif
+    bool spread = PREFETCHES && !w.bits;
     // Columns that are decoded together: whole groups, or a part of one.
     int64_t together = w.group < INT_COLUMNS ? INT_COLUMNS / w.group * w.group : INT_COLUMNS;
     parallel((w.n + INT_ROWS - 1) / INT_ROWS, threads, [&](Tasks& tasks) {
@@ -163,8 +164,12 @@ inline void multiply_int_tiles(const Weight& w, const Codes& x, const Output& y,
             for (int64_t k = 0; k < w.k;) {
                 int64_t rest = w.group < INT_COLUMNS ? w.k - k : w.group - k % w.group;
                 int64_t columns = whole ? w.k : rest < together ? rest : together;
+                // What comes next: more columns of these rows, or the rows of the task that mostly follows.
+                Lines next{w.codes + start * w.row_bytes + k + columns, w.row_bytes, count, columns};
+                if (k + columns == w.k) next.row += count * w.row_bytes - w.k, next.rows = w.n - start - count;
+                if (next.rows > INT_ROWS) next.rows = INT_ROWS;
                 for (int64_t r = 0; !whole && r < count; r++) {
-                    prefetch_codes(w, start + r, k + columns, columns);
+                    if (!spread) prefetch_codes(w, start + r, k + columns, columns);
                     decode_row(w, start + r, k, columns, decoded + r * INT_LD);
                 }
                 const Code* codes = whole ? (const Code*)(w.codes + start * w.row_bytes) : decoded;
@@ -172,7 +177,8 @@ inline void multiply_int_tiles(const Weight& w, const Codes& x, const Output& y,
                 auto multiply = [&](int64_t p, int64_t step, int64_t i) {
                     int64_t g = (k + i) / w.group, done = (k + i) % w.group, left = w.group - done;
                     int64_t length = left < columns - i ? left : columns - i;
-                    Columns<Code> part{codes + i, whole ? w.row_bytes : INT_LD, k + i, length};
+                    Columns<Code> part{codes + i, count, whole ? w.row_bytes : INT_LD, k + i, length};
+                    if (spread && p + step == panels.count) part.next = &next;
                     multiply_columns(w, part, panels, p, step, total + p * LANES, ld, done > 0);
                     if (done + length == w.group) add(group_sums, g, p, step);
                     return length;

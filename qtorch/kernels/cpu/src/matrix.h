@@ -56,17 +56,24 @@ struct Output {
 
     // The same for rows 0 to `rows`, from values[column * ld + row]. Whole vectors are read where ld has room for them.
     void write_transposed(int64_t rows, int64_t start, int64_t count, const float* values, int64_t ld) const {
-        int64_t i = 0;
-        for (; ld >= round_up(rows, LANES) && i + LANES <= count; i += LANES) {
+        if (ld < round_up(rows, LANES)) {
+            for (int64_t i = 0; i < count; i++)
+                for (int64_t m = 0; m < rows; m++) write(m, start + i, 1, values + i * ld + m);
+            return;
+        }
+        for (int64_t i = 0; i < count; i += LANES) {
+            int64_t columns = count - i < LANES ? count - i : LANES;
             for (int64_t m = 0; m < rows; m += LANES) {
-                Floats block[LANES];
-                UNROLL for (int j = 0; j < LANES; j++) block[j] = load<Floats>(values + (i + j) * ld + m);
+                Floats block[LANES] = {};
+                if (columns == LANES) {
+                    UNROLL for (int j = 0; j < LANES; j++) block[j] = load<Floats>(values + (i + j) * ld + m);
+                } else {
+                    for (int64_t j = 0; j < columns; j++) block[j] = load<Floats>(values + (i + j) * ld + m);
+                }
                 transpose(block);
-                for (int64_t r = 0; r < LANES && m + r < rows; r++) write(m + r, start + i, LANES, (const float*)&block[r]);
+                for (int64_t r = 0; r < LANES && m + r < rows; r++) write(m + r, start + i, columns, (const float*)&block[r]);
             }
         }
-        for (; i < count; i++)
-            for (int64_t m = 0; m < rows; m++) write(m, start + i, 1, values + i * ld + m);
     }
 };
 
