@@ -104,8 +104,9 @@ def _sessions(node: Any, constants: dict[str, Any], n: int, k: int, count: int) 
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
     options.use_per_session_threads = not _sharing
+    if not _sharing:
+        options.intra_op_num_threads = torch.get_num_threads()
 
     def layer(session: Any, x: Tensor) -> Callable[[], Tensor]:
         y, binding = torch.empty(len(x), n), session.io_binding()

@@ -33,7 +33,7 @@ from qtorch.dtypes import NF4Tensor, linear_nf4, to_nf4
 from qtorch.dtypes.codebook import nf4_spec
 from qtorch.dtypes.serialize import from_canonical, to_canonical
 from qtorch.kernels import FallbackError, lookup, record_kernels
-from qtorch.kernels.linear.lut_weight_only import SLICE_BYTES
+from qtorch.kernels.ops.weight_only_mm import SLICE_BYTES
 from qtorch.kernels.registry import Problem, candidates
 
 SPECS = {

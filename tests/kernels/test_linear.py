@@ -7,6 +7,7 @@ from torch.nn import functional
 from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PerBlock, PerGroup, PerRow, PerTensor, QuantSpec
 from qtorch.kernels import features, record_kernels
 from qtorch.kernels.linear import reference
+from qtorch.kernels.ops.weight_only_mm import slice_length
 from qtorch.primitives import ZeroPointDomain, compute_error
 from tests.rounding import assert_same_product
 
@@ -192,6 +193,15 @@ def test_slices_of_a_weight_larger_than_the_buffer():
     x = torch.randn(3, 2048)
     dense = quantized.dequantize()
     assert_same_product(functional.linear(x, quantized), functional.linear(x, dense), x, dense)
+
+
+@pytest.mark.parametrize(("block", "limit", "want"), [
+    (1, 292, 256), (1, 128, 128), (1, 127, 127), (1, 0, 1), (32, 292, 256), (32, 100, 96), (100, 292, 200),
+    (300, 292, 300),
+])  # fmt: skip
+def test_slices_are_whole_blocks_and_even_where_there_is_room(block, limit, want):
+    for dtype in (torch.float32, torch.bfloat16):
+        assert slice_length(torch.empty(2, 64, dtype=dtype), 64, block, limit * 64 * dtype.itemsize) == want
 
 
 def test_zero_and_nan_inputs():

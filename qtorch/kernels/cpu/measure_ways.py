@@ -29,7 +29,7 @@ GROUP, SHORT_GROUP = 128, 32
 """Columns of a group; those of a short one, see `ways.key_of`."""
 
 COPIES = {"small": 8, "large": 16}
-"""Weights in int8 that are used in turn, and as many bytes of others: large ones are read from memory, as in a model."""
+"""Weights in int8 used in turn, and as many bytes of others: large ones are read from memory, as in a model."""
 
 ROUNDS = 15
 

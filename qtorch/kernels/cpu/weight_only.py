@@ -18,7 +18,7 @@ from torch.nn import functional
 from ..custom_ops import note, opaque, recording
 from ..linear.int8_scaled import INTEGERS
 from ..linear.packed_weight_only import packed_weight_mm
-from ..ops.weight_only_mm import weight_only_mm
+from ..ops.weight_only_mm import slice_length, weight_only_mm
 from ..registry import Problem, register
 from ..rows import from_rows, to_rows
 from . import ways, weight
@@ -123,7 +123,7 @@ def _add(y: Tensor, bias: Tensor | None) -> Tensor:
 
 def _multiply_slices(x: Tensor, made: Dequantized, bias: Tensor | None) -> Tensor:
     n, k = made.n, made.k
-    step = max(1, SLICE_BYTES // (k * x.element_size()))
+    step = slice_length(x, k, limit=SLICE_BYTES)
     if n <= step:
         return _add(functional.linear(x, made.rows()), bias)
     y, memory = x.new_empty(x.shape[0], n), x.new_empty(step, k)

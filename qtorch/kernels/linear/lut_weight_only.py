@@ -18,7 +18,7 @@ from ...primitives.codebook import dequantize_codebook
 from ...primitives.codebook_spec import CodebookSpec
 from ...primitives.granularity import block_of
 from ..custom_ops import opaque
-from ..ops.weight_only_mm import SLICE_BYTES
+from ..ops.weight_only_mm import slice_length
 from ..registry import QuantizedWeight, needs_matrix, register
 from ..rows import from_rows, to_rows
 
@@ -55,8 +55,7 @@ def lut_weight_mm(x: Tensor, qdata: Tensor, scale: Tensor, table: Tensor, bits: 
         table = table if table.dim() == 1 else table.transpose(0, 1)
     block = block_of(shape, scale.shape)
     rows, columns = shape
-    limit = SLICE_BYTES.get(x.device.type, 64 << 20) // max(1, columns * x.element_size())
-    step = max(1, limit // block[0]) * block[0]
+    step = slice_length(x, columns, block[0])
     # Products are accumulated in fp32, because bf16 would round each sum.
     y = x.new_zeros(x.shape[0], n, dtype=torch.float32) if axis == 0 else x.new_empty(x.shape[0], n)
     for start in range(0, rows, step):

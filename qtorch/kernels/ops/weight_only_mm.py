@@ -8,6 +8,7 @@ where `fixed_point_mm` accepts the input.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,6 +23,9 @@ from .fixed_point_mm import fixed_point_mm
 
 SLICE_BYTES = {"cpu": 4 << 20}
 """Size of a dequantized slice by device type; elsewhere 64 MiB, enough to fill a GPU."""
+
+EVEN_ROWS = 128
+"""Matrix products take up to a third longer with slices that are not whole multiples of this."""
 
 
 @opaque(lambda x, codes, *_: x.new_empty(x.shape[0], codes.shape[0]))
@@ -130,7 +134,11 @@ def dequantize_slice(
     return memory.rounded(len(part))
 
 
-def slice_length(x: Tensor, length: int, block: int) -> int:
-    """Rows of `length` elements in a dequantized slice for the input `x`: whole blocks, at least one."""
-    limit = SLICE_BYTES.get(x.device.type, 64 << 20)
-    return max(1, limit // max(1, length * x.element_size()) // block) * block
+def slice_length(x: Tensor, length: int, block: int = 1, limit: int | None = None) -> int:
+    """Rows of `length` elements in a dequantized slice for the input `x`, of `limit` bytes: whole blocks, at least one;
+    a multiple of `EVEN_ROWS` if there is room for it."""
+    limit = SLICE_BYTES.get(x.device.type, 64 << 20) if limit is None else limit
+    rows = limit // max(1, length * x.element_size())
+    even = math.lcm(block, EVEN_ROWS)
+    unit = even if rows >= even else block
+    return max(1, rows // unit) * unit
