@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import functools
 import gc
+import os
 import shutil
 import struct
 import subprocess
@@ -49,7 +50,9 @@ def built() -> Path:
         program = Path(__file__).with_name("emulated_call.cpp")
         # With OpenMP, which the libraries are linked without.
         flags = ["-std=c++17", "-O1", "-fopenmp", "-rdynamic"]
-        subprocess.run([COMPILER, *flags, str(program), "-ldl", "-o", str(folder / "call")], check=True)
+        draft = folder / f"call.{os.getpid()}"
+        subprocess.run([COMPILER, *flags, str(program), "-ldl", "-o", str(draft)], check=True)
+        draft.replace(folder / "call")  # in one step: other processes run it meanwhile
     return folder
 
 
