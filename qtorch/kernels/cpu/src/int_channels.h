@@ -76,9 +76,10 @@ inline void to_units(const uint8_t* const* rows, int64_t bytes, int32_t* out) {
     }
 }
 
-// What the next block will read: codes, a line for each unit, and scales.
-struct NextBlock {
-    Ahead codes, scales;
+// What comes next: codes of the next run of columns, a line for each unit, and scales of the next block.
+struct Next {
+    Lines codes;
+    Ahead scales;
 };
 
 // Of the input.
@@ -116,7 +117,7 @@ INLINE void add_unit(const int32_t* unit, int64_t ld, const int8_t* x, int64_t x
 // Adds the products of columns k to `stop`, the halves of bytes after a shift of RIGHT, for M rows of x from m on, and V
 // vectors of channels from v on. With ONES x has zero points, and the codes are added up too.
 template <int M, int V, bool ONES, int RIGHT>
-void multiply_units(const ChannelBlock& w, const ChannelInput& in, int64_t m, int v, int64_t k, int64_t stop, NextBlock* ahead) {
+void multiply_units(const ChannelBlock& w, const ChannelInput& in, int64_t m, int v, int64_t k, int64_t stop, Next* ahead) {
     constexpr int COLUMNS = M + ONES;
     const int8_t* x = in.codes.codes + m * in.codes.ld;
     int64_t group = w.group;
@@ -140,7 +141,7 @@ void multiply_units(const ChannelBlock& w, const ChannelInput& in, int64_t m, in
             if (count >= STEP_UNITS) {
                 UNROLL for (int i = 0; i < STEP_UNITS; i++, k += 4, unit += LANES) {
                     // One line at a time: many prefetches at once delay the loads that are needed now.
-                    if (ahead) ahead->codes.fetch<1>();
+                    if (ahead) ahead->codes.prefetch_next();
                     add_unit<M, V, ONES, RIGHT>(unit, w.unit_ld * LANES, x + k, in.codes.ld, part);
                 }
             } else {
@@ -173,7 +174,7 @@ void multiply_units(const ChannelBlock& w, const ChannelInput& in, int64_t m, in
 constexpr int channel_vectors(int rows) { return REGISTERS == 32 || rows <= 2 ? CHANNEL_VECTORS : 1; }
 
 // `multiply_units` for `count` rows of x, at most M.
-using MultiplyUnits = void (*)(const ChannelBlock&, const ChannelInput&, int64_t, int, int64_t, int64_t, NextBlock*);
+using MultiplyUnits = void (*)(const ChannelBlock&, const ChannelInput&, int64_t, int, int64_t, int64_t, Next*);
 
 template <bool ONES, int RIGHT, int M>
 MultiplyUnits rows_of_x(int64_t count) {
@@ -185,7 +186,7 @@ MultiplyUnits rows_of_x(int64_t count) {
 
 // One run of columns, for all rows of x.
 template <bool ONES, int RIGHT>
-void multiply_run(const ChannelBlock& w, const ChannelInput& in, int64_t k, int64_t stop, NextBlock& ahead) {
+void multiply_run(const ChannelBlock& w, const ChannelInput& in, int64_t k, int64_t stop, Next& ahead) {
     int64_t rows = in.codes.rows, steps = (rows + CHANNEL_ROWS - 1) / CHANNEL_ROWS;
     for (int64_t m = 0; steps; steps--) {
         int64_t count = (rows - m + steps - 1) / steps;
@@ -238,14 +239,17 @@ void multiply_channels(const Weight& w, const ChannelInput& in, const Output& y,
             // 0 + -0 would not be -0.
             for (int64_t i = 0; i < rows * BLOCK_CHANNELS; i += LANES) store(sums + i, broadcast(-0.0f));
             int64_t scale_bytes = w.scale_stride * size_of(w.scale_type), next = start + BLOCK_CHANNELS;
-            NextBlock ahead{{w.codes + next * w.row_bytes, BLOCK_CHANNELS * w.row_bytes / (w.k / 4)},
-                            {(const uint8_t*)w.scale + next * scale_bytes, BLOCK_CHANNELS * scale_bytes / steps}};
+            Next ahead{{}, {(const uint8_t*)w.scale + next * scale_bytes, BLOCK_CHANNELS * scale_bytes / steps}};
             for (int64_t k = 0; k < w.k; k += 2 * run) {
                 for (int v = 0; v < CHANNEL_VECTORS; v++) {
                     const uint8_t* from[LANES];
                     for (int i = 0; i < LANES; i++) from[i] = w.codes + row[v * LANES + i] * w.row_bytes + k / 2;
                     to_units(from, run, units + v * unit_ld * LANES);
                 }
+                bool last = k + 2 * run == w.k;
+                int64_t from = last ? next : start, left = w.n - from;
+                ahead.codes = {w.codes + from * w.row_bytes + (last ? 0 : k / 2 + run), w.row_bytes,
+                               left < BLOCK_CHANNELS ? left : BLOCK_CHANNELS, run};
                 multiply_run<ONES, 0>(block, in, k, k + run, ahead);
                 multiply_run<ONES, 4>(block, in, k + run, k + 2 * run, ahead);
             }

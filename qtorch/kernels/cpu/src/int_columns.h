@@ -16,19 +16,6 @@ struct IntPanels {
     int32_t* sums;     // (groups, count * LANES): of x less its zero points
 };
 
-// The cache lines of some columns of rows of the weight, whose codes are whole bytes, one after the other.
-struct Lines {
-    const uint8_t* row;
-    int64_t row_bytes, rows, bytes, done = 0;
-
-    INLINE void prefetch_next() {
-        if (rows <= 0) return;
-        prefetch(row + done);
-        done += 64;
-        if (done >= bytes) done = 0, row += row_bytes, rows--;
-    }
-};
-
 // Decoded rows of the weight, and some columns of them that belong to one group.
 template <class Code>
 struct Columns {

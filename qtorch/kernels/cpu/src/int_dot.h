@@ -251,6 +251,7 @@ void int_dot(const Weight& w, const IntDotInput& in, const Output& y, int64_t th
                     memcpy(decoded + r * ld, w.codes + n * w.row_bytes, w.bits ? w.k / 2 : w.k);
                 }
                 if (groups == 1) continue;  // see write_rows
+                prefetch_scales(w, n + 2 * R, 0, groups);
                 scales(w, n, row_scale);
                 if (w.zero) zeros(w, n, row_zero);
                 for (int i = r * COLUMNS; i < (r + 1) * COLUMNS; i++) {

@@ -122,6 +122,19 @@ INLINE void prefetch_codes(const Weight& w, int64_t n, int64_t k, int64_t length
     }
 }
 
+// The cache lines of some columns of rows of the weight, one after the other.
+struct Lines {
+    const uint8_t* row;
+    int64_t row_bytes, rows, bytes, done = 0;
+
+    INLINE void prefetch_next() {
+        if (rows <= 0) return;
+        prefetch(row + done);
+        done += 64;
+        if (done >= bytes) done = 0, row += row_bytes, rows--;
+    }
+};
+
 // Prefetch scales and zero points of row n, from group g on.
 INLINE void prefetch_scales(const Weight& w, int64_t n, int64_t g, int64_t count) {
     const char* from = (const char*)w.scale + (w.scale_stride * n + g) * size_of(w.scale_type);
