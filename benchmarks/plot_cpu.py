@@ -90,26 +90,38 @@ def linear(rows: list[Row]) -> Figure:
 
 
 def model(rows: list[Row]) -> Figure:
-    """A group of bars for each workload and mode."""
+    """A panel for each mode, with a group of bars for each workload."""
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(name for row in rows for name in candidates(row)))
-    figure = Figure(figsize=(1.9 * len(rows) + 1.5, 4.4), dpi=90, layout="constrained")
-    axes = figure.subplots()
+    modes = list(dict.fromkeys(row["mode"] for row in rows))
+    most = max(sum(row["mode"] == mode for row in rows) for mode in modes)
+    figure = Figure(figsize=(1.5 * most + 1.5, 2.7 * len(modes) + 1), dpi=90, layout="constrained")
+    panels = figure.subplots(len(modes), sharey=True, squeeze=False)[:, 0]
     width = 0.8 / len(names)
-    for i, name in enumerate(names):
-        places = [j + (i - (len(names) - 1) / 2) * width for j in range(len(rows))]
-        # On a logarithmic axis a bar starts where float is.
-        heights = [row.get(name, 1) - 1 for row in rows]
-        bars = axes.bar(places, heights, width, bottom=1, color=style(name, names)["color"], label=name)
-        if name.startswith(TORCHAO) and "dynamic" in name:
-            for bar in bars:
-                bar.set_hatch("///")
-    of_float(axes)
-    labels = [f"{row['what'].replace(', ', chr(10))}\n{row['mode']}, {row['dtype']}" for row in rows]
-    axes.set_xticks(range(len(rows)), labels, fontsize=8)
-    axes.set_ylabel("speed, float = 1", fontsize=9)
-    figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    for axes, mode in zip(panels, modes, strict=True):
+        found = [row for row in rows if row["mode"] == mode]
+        for i, name in enumerate(names):
+            places = [j + (i - (len(names) - 1) / 2) * width for j in range(len(found))]
+            # On a logarithmic axis a bar starts where float is.
+            heights = [row.get(name, 1) - 1 for row in found]
+            marks = {"color": style(name, names)["color"]}
+            if name.startswith(OTHERS):
+                marks |= {
+                    "color": "0.45" if name.startswith(TORCHAO) else "0.75",
+                    "edgecolor": "black",
+                    "linewidth": 0.4,
+                }
+            axes.bar(
+                places, heights, width, bottom=1, label=name, hatch="////" if "int8 dynamic" in name else None, **marks
+            )
+        of_float(axes)
+        labels = [f"{row['what'].replace(', ', chr(10))}\n{row['dtype']}" for row in found]
+        axes.set_xticks(range(len(found)), labels, fontsize=8)
+        axes.set_title(mode, fontsize=10)
+    figure.supylabel("speed, float = 1", fontsize=9)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     return figure
 
 
