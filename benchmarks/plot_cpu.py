@@ -107,14 +107,9 @@ def model(rows: list[Row]) -> Figure:
             heights = [row.get(name, 1) - 1 for row in found]
             marks = {"color": style(name, names)["color"]}
             if name.startswith(OTHERS):
-                marks |= {
-                    "color": "0.45" if name.startswith(TORCHAO) else "0.75",
-                    "edgecolor": "black",
-                    "linewidth": 0.4,
-                }
-            axes.bar(
-                places, heights, width, bottom=1, label=name, hatch="////" if "int8 dynamic" in name else None, **marks
-            )
+                engine, hatch = "0.45" if name.startswith(TORCHAO) else "0.75", "////" if "dynamic" in name else None
+                marks = {"color": engine, "edgecolor": "black", "linewidth": 0.4, "hatch": hatch}
+            axes.bar(places, heights, width, bottom=1, label=name, **marks)
         of_float(axes)
         labels = [f"{row['what'].replace(', ', chr(10))}\n{row['dtype']}" for row in found]
         axes.set_xticks(range(len(found)), labels, fontsize=8)

@@ -98,8 +98,9 @@ def quantize_checkpoint(
         assigned = assign(contents, recipe, source, model_config(src), format, targets, on_misfit)
 
         chosen = {name: target for name, target in assigned.items() if calibrates(target)}
-        calibrated = CalibratedWeights(source, chosen, dst, model) if chosen else None
-        expected = calibrated.estimate() if calibrated is not None and dry_run else None
+        of_chosen = CalibratedWeights(source, chosen, dst, model) if chosen else None
+        estimate = of_chosen.estimate() if of_chosen is not None and dry_run else None
+        calibrated = None if dry_run else of_chosen
 
         def quantize(name: str, tensor: Tensor) -> tuple[Tensor, LayerReport | None]:
             target = assigned.get(name)
@@ -111,7 +112,7 @@ def quantize_checkpoint(
                 return tensor, None
             if target.recipe is None:
                 return tensor, skipped_row(target)
-            if calibrated is not None and name in chosen and not dry_run:
+            if calibrated is not None and name in chosen:
                 made, report = calibrated.weight(name)
                 return made, replace(quantized_row(target, tensor, made), calibration=report)
             return _quantized(name, tensor, target)
@@ -125,12 +126,12 @@ def quantize_checkpoint(
             rows = _rewrite(
                 source, names, contents, dst, quantize, format, max_shard_size, progress, dry_run, arguments
             )
-            if calibrated is not None and not dry_run:
+            if calibrated is not None:
                 calibrated.remove()
         finally:
             if calibrated is not None:
                 calibrated.close()
-    return replace(_report(rows, contents, dry_run), estimate=expected)
+    return replace(_report(rows, contents, dry_run), estimate=estimate)
 
 
 def convert_checkpoint(

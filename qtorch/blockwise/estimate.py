@@ -28,7 +28,7 @@ from .trace import Stage, Unit, trace
 from .weights import Weights
 
 _WORK = 2
-"""Matrices (K, K) that a rounding algorithm holds beside the moment: damped, and that permuted or its factor."""
+"""Matrices (K, K) that a refinement holds beside the moment: damped, and that permuted. GPTQ holds one, its factor."""
 
 _COPIES = 5
 """Matrices (N, K) in fp32: the target, the weight as rows, its values, codes, errors."""

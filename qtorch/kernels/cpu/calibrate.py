@@ -13,7 +13,7 @@ from .ways_file import Table
 def calibrate_cpu(path: str | Path | None = None) -> Table:
     """Measure which compiled kernel is fastest for how many rows on this machine, and use the result from now on.
 
-    It takes about two minutes, with as many threads as torch has, which should be those of later use; nothing else
+    It takes about a minute, with as many threads as torch has, which should be those of later use; nothing else
     should run meanwhile. Results of layers may change in their last bits, because other kernels may run.
 
     Args:

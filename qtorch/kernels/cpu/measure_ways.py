@@ -45,13 +45,14 @@ def measure_ways(compiled: Library) -> Table:
         weights = _Weights(size, packed, GROUP if grouped else SIZES[size])
         inputs = [torch.randn(rows, SIZES[size]) for rows in ROWS[size]]
         key = ways.key_of("int8", packed, grouped, SIZES[size] ** 2)
-        table[key] = _steps({len(x): _times(weights.calls(x, True, ["dot", "tile", "torch"])) for x in inputs})
+        table[key] = _steps({len(x): _times(weights.calls(x, ["dot", "tile", "torch"])) for x in inputs})
         if packed and grouped:
             short = _Weights(size, packed, SHORT_GROUP)
             key = ways.key_of("int8", packed, grouped, SIZES[size] ** 2, short_groups=True)
-            table[key] = _steps({len(x): _times(short.calls(x, True, ["dot", "tile", "channels"])) for x in inputs})
+            table[key] = _steps({len(x): _times(short.calls(x, ["dot", "tile", "channels"])) for x in inputs})
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            times = {len(x): _times(weights.calls(x.to(dtype), False, [*there, "float"])) for x in inputs}
+            floats = weights.floats(dtype)
+            times = {len(x): _times(weights.calls(x.to(dtype), [*there, "float"], floats)) for x in inputs}
             key = ways.key_of(dtype, packed, grouped, SIZES[size] ** 2)
             table[key], table[f"{key} copied"] = _steps(times, {"copy"}), _steps(times, {"float"})
     return table
@@ -69,16 +70,21 @@ class _Weights:
         self.codes = pack_codes(codes, kind) if packed else codes
         self.scale = torch.full((size, size // group), 0.01)
 
-    def calls(self, x: Tensor, int8: bool, names: list[str]) -> dict[str, Callable[[], Tensor]]:
-        """Multiply `x` with one of the weights after the other, by way; weight-only also with copies in floating point,
-        "copy"."""
+    def floats(self, dtype: torch.dtype) -> Tensor:
+        """Weights in floating point, (count, size, size)."""
+        count = max(1, self.bytes // (self.size**2 * dtype.itemsize))
+        return torch.randn(count, self.size, self.size).to(dtype)
+
+    def calls(self, x: Tensor, names: list[str], floats: Tensor | None = None) -> dict[str, Callable[[], Tensor]]:
+        """Multiply `x` with one of the weights after the other, by way: as int8 codes; if there are `floats`,
+        weight-only, and also with these, "copy"."""
         turns = itertools.cycle(self.codes)
         kind = (self.packed, self.kind.name)
 
         def multiply(way: str) -> Tensor:
             codes = next(turns)
             with ways.force(way):
-                if not int8:
+                if floats is not None:
                     return cpu_weight_only_mm(x, codes, self.size, self.scale, None, *kind, *self.bounds, "INT", None)
                 quantizer = [-127.0, 127.0, 0.0, 0.0, 1e-30, 1e30]
                 return cpu_int8_mm(x, None, None, quantizer, codes, self.size, self.scale, None, *kind, x.dtype, None)
@@ -86,10 +92,9 @@ class _Weights:
         # Dot products read the whole weight for every eight rows.
         names = [way for way in names if way != "dot" or len(x) <= 16]
         found: dict[str, Callable[[], Tensor]] = {way: functools.partial(multiply, way) for way in names}
-        if not int8:
-            count = max(1, self.bytes // (self.size**2 * x.element_size()))
-            floats = itertools.cycle(torch.randn(count, self.size, self.size).to(x.dtype))
-            found["copy"] = lambda: functional.linear(x, next(floats))
+        if floats is not None:
+            copies = itertools.cycle(floats)
+            found["copy"] = lambda: functional.linear(x, next(copies))
         return found
 
 

@@ -73,7 +73,7 @@ def advice() -> str | None:
         return None
     return (
         f"which kernel is fastest for how many rows was measured on another processor ({measured_on}; this is "
-        f"{processor.kind()}): qtorch.calibrate_cpu() measures it on this one, once, in about two minutes"
+        f"{processor.kind()}): qtorch.calibrate_cpu() measures it on this one, once, in about a minute"
     )
 
 
