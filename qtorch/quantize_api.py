@@ -258,7 +258,7 @@ def _check_device(device: torch.device | str | None) -> None:
     if device is None:
         return
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, device=device, dtype=torch.float32)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(

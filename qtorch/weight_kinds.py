@@ -63,7 +63,7 @@ class WeightKind:
 
     def matrix_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of `to_matrix` of a weight of this shape."""
-        return tuple(self.view(torch.empty(tuple(shape), device="meta")).shape)
+        return tuple(self.view(torch.empty(tuple(shape), device="meta", dtype=torch.float32)).shape)
 
     def from_matrix(self, matrix: Tensor, shape: Sequence[int]) -> Tensor:
         """The parameter of shape `shape` of which `matrix`, quantized, in training or float, is `to_matrix`."""

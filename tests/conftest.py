@@ -1,7 +1,9 @@
 """Settings of the whole suite: few threads a worker; without a GPU, GPU tests are skipped and Triton interprets."""
 
+import functools
 import os
-from collections.abc import Generator, Iterator
+import sys
+from collections.abc import Callable, Generator, Iterator
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 THREADS = max(1, (os.cpu_count() or 1) // WORKERS)
@@ -47,6 +49,37 @@ def seed() -> None:
 def fresh_compiler() -> None:
     """Graphs and recompilation limits of one test do not reach the next."""
     torch.compiler.reset()
+
+
+def _as_usual(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A factory function that takes the defaults of the process as they are for callers in the package alone."""
+
+    @functools.wraps(make)
+    def made(*args: object, **kwargs: object) -> torch.Tensor:
+        if sys._getframe(1).f_globals["__name__"].startswith("qtorch"):
+            return make(*args, **kwargs)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            return make(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(before)
+
+    return made
+
+
+@pytest.fixture(autouse=True)
+def default_dtype(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """QTORCH_TEST_DEFAULT_DTYPE is the default dtype that the package finds, by default torch's own."""
+    name = os.environ.get("QTORCH_TEST_DEFAULT_DTYPE")
+    if name is None:
+        yield
+        return
+    for factory in ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros"):
+        monkeypatch.setattr(torch, factory, _as_usual(getattr(torch, factory)))
+    torch.set_default_dtype(getattr(torch, name))
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture

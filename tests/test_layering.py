@@ -288,6 +288,64 @@ def test_the_check_resolves_relative_imports() -> None:
     assert ("dtypes/__init__.py", "dtypes/ops.py") in found
 
 
+FACTORIES = ("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "frombuffer", "full", "linspace")
+FACTORIES += ("logspace", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros")
+"""Of torch: their results have the default dtype and lie on the default device unless they are told others."""
+
+FINE = {
+    ("arange", "dtype"),  # of integers, as all here are: int64
+    ("as_tensor", "dtype"),  # of arrays, which have one
+    ("frombuffer", "device"),  # takes none
+    ("randint", "dtype"),  # int64
+    ("randperm", "dtype"),
+}
+
+
+def test_the_defaults_of_the_process_change_no_tensor() -> None:
+    """Compiled code once wrote fp32 into memory of `torch.empty(m, 1)`, which is bf16 where that is the default."""
+    wrong, seen = [], 0
+    for path, node in nodes():
+        if not is_call_of(node, *(f"torch.{name}" for name in FACTORIES)):
+            continue
+        seen += 1
+        given, name = {keyword.arg for keyword in node.keywords}, node.func.attr
+        wrong += [
+            f"{place(path, node)}: torch.{name} without {missing}"
+            for missing in ("dtype", "device")
+            if not given & {missing, None} and (name, missing) not in FINE
+        ]
+        if (
+            name == "arange"
+            and "dtype" not in given
+            and any(isinstance(a, ast.Constant) and isinstance(a.value, float) for a in node.args)
+        ):
+            wrong.append(f"{place(path, node)}: torch.arange of floats without dtype")
+    wrong += [
+        f"{place(path, node)} imports {name}: write it with torch. before it"
+        for path, node in nodes()
+        for name in imported(path, node)
+        if name in {f"torch.{name}" for name in FACTORIES}
+    ]
+    assert not wrong
+    assert seen > 100
+
+
+# Files that compare addresses, or look at how they are aligned, and read nothing there.
+COMPARED = ("checkpoint/to_save.py", "dtypes/expert_matrices.py", "dtypes/raw_memory.py", "fusion/fused_model.py")
+COMPARED += ("integrations/diffusers.py", "integrations/transformers/stored_weights.py", "kernels/cpu/weight.py")
+COMPARED += ("kernels/cuda/triton/int8_scaled_mm.py", "statistics/uses.py", "training/optim/base.py")
+
+
+def test_one_function_gives_out_addresses() -> None:
+    """`kernels.cpu.memory.address` looks where the memory of a tensor is before compiled code does."""
+    asks = {
+        path.as_posix()
+        for path, node in nodes()
+        if isinstance(node, ast.Attribute) and node.attr in ("data_ptr", "const_data_ptr")
+    }
+    assert asks == {"kernels/cpu/memory.py", *COMPARED}
+
+
 def test_nothing_unpickles() -> None:
     unsafe = {"pickle", "cloudpickle", "dill", "shelve", "joblib"}
     wrong = [

@@ -39,5 +39,5 @@ def _statistic(spec: QuantSpec, scale: float | None) -> type[SecondMoment]:
 def _quantized(rows: Tensor, spec: QuantSpec, scale: float | None) -> Tensor:
     if scale is None:
         return spec.fake_quantize(rows)
-    scales = torch.full(spec.scale_shape(rows.shape), scale, device=rows.device)
+    scales = torch.full(spec.scale_shape(rows.shape), scale, device=rows.device, dtype=torch.float32)
     return spec.dequantize(spec.quantize(rows, scales, None), scales, None)

@@ -54,12 +54,12 @@ class Rows(NamedTuple):
         """The sum over all rows of the loss of a random sample."""
         values = self.values.float()
         if not self.are_logits:
-            signs = torch.randint(0, 2, values.shape, generator=generator).to(values) * 2 - 1
+            signs = torch.randint(0, 2, values.shape, generator=generator, device="cpu").to(values) * 2 - 1
             return (signs * values).sum()
         with torch.no_grad():
             cumulated = values.softmax(-1).cumsum(-1)
-            uniform = torch.rand(len(values), 1, generator=generator).to(values) * cumulated[:, -1:]
-            labels = (cumulated < uniform).sum(-1).clamp(max=values.shape[-1] - 1)
+            uniform = torch.rand(len(values), 1, generator=generator, dtype=torch.float32, device="cpu").to(values)
+            labels = (cumulated < uniform * cumulated[:, -1:]).sum(-1).clamp(max=values.shape[-1] - 1)
         return functional.cross_entropy(values, labels, reduction="sum")
 
     def divergence(self, other: Rows) -> Tensor:

@@ -95,9 +95,9 @@ class Seen:
         """G of one matrix, (N,); `share` of the rows of the weight are those of this expert."""
         key: Key = (id(item.parameter), expert)
         if not self.rows:
-            return torch.full((outputs,), share)
+            return torch.full((outputs,), share, dtype=torch.float32, device="cpu")
         found = self.recorder.squares.get(key)
-        return torch.zeros(outputs) if found is None else found / self.rows
+        return torch.zeros(outputs, dtype=torch.float32, device="cpu") if found is None else found / self.rows
 
 
 def _watch_outputs(
@@ -213,7 +213,7 @@ def _table_score(item: Item, candidate: WeightRecipe | None, seen: Seen, counts:
     weight = item.matrix.float()
     errors = (weight - _nearest(candidate, item.matrix)).square()
     frequencies = (counts / counts.sum()).to(weight.device)
-    importance = torch.ones(weight.shape[1], device=weight.device)
+    importance = torch.ones(weight.shape[1], device=weight.device, dtype=torch.float32)
     if seen.rows:
         squares = seen.recorder.tables.get(id(item.parameter))
         importance = importance * 0 if squares is None else squares.to(weight.device) / seen.rows

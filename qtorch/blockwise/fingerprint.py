@@ -49,7 +49,7 @@ def _of_leaves(leaves: Iterable[Any]) -> Iterable[Any]:
         elif leaf is None or isinstance(leaf, bool | int | float | str):
             yield leaf
         elif type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype"):
-            yield ["array", _of_tensor(torch.as_tensor(leaf))]
+            yield ["array", _of_tensor(torch.as_tensor(leaf, device="cpu"))]
         else:
             raise ValueError(
                 f"resume: a batch holds a {type(leaf).__name__}, which has no fingerprint; give batches of tensors, "

@@ -66,7 +66,7 @@ class StaticActivation(NamedTuple):
 
 def reals(spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> tuple[float, float]:
     """What the lowest and the highest code stand for."""
-    ends = torch.tensor([spec.code_range], device=scale.device).to(spec.dtype.storage)
+    ends = torch.tensor([spec.code_range], device=scale.device, dtype=torch.float32).to(spec.dtype.storage)
     low, high = spec.dequantize(ends, scale, zero_point)[0].tolist()
     return low, high
 

@@ -88,7 +88,10 @@ def _padded(pieces: list[list[int]], pad: int) -> dict[str, Tensor]:
     longest = max(map(len, pieces))
     rows = [piece + [pad] * (longest - len(piece)) for piece in pieces]
     mask = [[1] * len(piece) + [0] * (longest - len(piece)) for piece in pieces]
-    return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
+    return {
+        "input_ids": torch.tensor(rows, dtype=torch.int64, device="cpu"),
+        "attention_mask": torch.tensor(mask, dtype=torch.int64, device="cpu"),
+    }
 
 
 def are_texts(data: Any) -> bool:

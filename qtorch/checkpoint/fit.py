@@ -77,8 +77,9 @@ def _problem(place: Place, new: Tensor) -> str | None:
         return "is quantized, but its layer is in training; finish that by convert() first, or build the model anew"
     activation = new.scheme.activation
     if activation is not None and (kind.is_layer or isinstance(new, TransposedWeight)):
+        rows = max(activation.granularity.pattern(2)[0], 1)  # those of a block: a last one is completed
         try:
-            activation.block_size((1, new.scheme.codes_shape[-1]))
+            activation.block_size((rows, new.scheme.codes_shape[-1]))
         except ValueError as error:
             return f"asks for an input quantized as {activation}, which it cannot be: {error}"
     return None

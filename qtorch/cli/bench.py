@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
         weight = torch.randn(scheme.shape, dtype=dtype, device=arguments.device)
         given = {}
         if scheme.spec.static:
-            given["act_scale"] = torch.full((1, 1), 0.02, device=arguments.device)
+            given["act_scale"] = torch.full((1, 1), 0.02, device=arguments.device, dtype=torch.float32)
         quantized = quantized_type(scheme.weight).from_float(weight, scheme.spec, **given)
         for rows in arguments.rows:
             x = torch.randn(rows, scheme.shape[-1], dtype=dtype, device=arguments.device)

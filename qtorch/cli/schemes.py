@@ -68,7 +68,7 @@ def _assigned(arguments: argparse.Namespace, source: Source, contents: Mapping[s
 def _made(recipe: WeightRecipe, shape: tuple[int, ...], dtype: torch.dtype) -> Scheme:
     """The scheme of a weight that a recipe makes, found by making a few rows of it."""
     rows = recipe.linear_spec().weight.block_size(shape)[0]
-    made = recipe.apply(torch.zeros(rows, shape[1], dtype=dtype))
+    made = recipe.apply(torch.zeros(rows, shape[1], dtype=dtype, device="cpu"))
     scheme: Scheme = made.scheme  # type: ignore[attr-defined]
     return replace(scheme, shape=shape)
 

@@ -100,7 +100,7 @@ class BlockedTensor(MatrixWeight):
     @classmethod
     def zeros(cls, scheme: BlockedScheme, device: torch.device | str) -> BlockedTensor:
         """A tensor of zeros."""
-        return cls.quantized(torch.zeros(scheme.shape, device=device), scheme)
+        return cls.quantized(torch.zeros(scheme.shape, device=device, dtype=torch.float32), scheme)
 
     @classmethod
     def of_matrix(cls, matrix: QuantizedTensor, scheme: BlockedScheme) -> BlockedTensor:

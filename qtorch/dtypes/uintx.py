@@ -42,7 +42,7 @@ class UintxTensor(AffineQuantizedTensor):
         if not int_data.is_meta and bool((int_data > kind.quant_max).any()):
             raise ValueError(f"to_uintx: {kind.name} holds 0 to {kind.quant_max}, the data has {int(int_data.max())}")
         spec = QuantSpec(kind, PerTensor(), zero_point_domain=ZeroPointDomain.NONE)
-        scale = torch.ones((1,) * ndim, device=int_data.device)
+        scale = torch.ones((1,) * ndim, device=int_data.device, dtype=torch.float32)
         layout = PackedLayout(pack_dim % ndim - ndim)
         result = cls.from_plain(int_data, scale, None, LinearSpec(spec, layout=layout), torch.uint8)
         assert isinstance(result, cls)

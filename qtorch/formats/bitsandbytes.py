@@ -46,7 +46,7 @@ _FP4_MAGNITUDES = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 
 
 def _fp4_values() -> Tensor:
-    magnitudes = torch.tensor(_FP4_MAGNITUDES) / 12
+    magnitudes = torch.tensor(_FP4_MAGNITUDES, dtype=torch.float32, device="cpu") / 12
     return torch.cat([magnitudes, -magnitudes])
 
 
@@ -58,7 +58,9 @@ def _fp4_table() -> tuple[float, ...]:
 def _fp4_bytes() -> Tensor:
     """Byte of two codes of bitsandbytes -> byte of two indices into `_fp4_table`."""
     table = _fp4_table()
-    codes = torch.tensor([table.index(value + 0.0) for value in _fp4_values().tolist()], dtype=torch.uint8)
+    codes = torch.tensor(
+        [table.index(value + 0.0) for value in _fp4_values().tolist()], dtype=torch.uint8, device="cpu"
+    )
     return ((codes << 4).reshape(-1, 1) | codes).reshape(-1)
 
 
@@ -144,7 +146,7 @@ class BitsAndBytesSource(FolderSource):
 
 
 def _read(folder: HFFolder, name: str, state: QuantState, cut: Cut) -> Parts:
-    values = torch.tensor(NF4_TABLE) if state.quant_type == "nf4" else _fp4_values()
+    values = torch.tensor(NF4_TABLE, dtype=torch.float32, device="cpu") if state.quant_type == "nf4" else _fp4_values()
     if not torch.equal(folder.read(f"{name}.quant_map"), values):
         raise ValueError(f"its quant_map is not the table of {state.quant_type}; quantize the original model")
     count = math.prod(state.shape)
@@ -156,7 +158,7 @@ def _read(folder: HFFolder, name: str, state: QuantState, cut: Cut) -> Parts:
     scale = _absmax(folder, name, state).repeat_interleave(state.blocksize // cut.part)[: count // cut.part]
     return codes.reshape(state.shape), {
         "scale": scale.reshape(*state.shape[:-1], -1),
-        "table": torch.tensor(TABLES[state.quant_type]),
+        "table": torch.tensor(TABLES[state.quant_type], dtype=torch.float32, device="cpu"),
     }
 
 
@@ -166,7 +168,8 @@ def _absmax(folder: HFFolder, name: str, state: QuantState) -> Tensor:
     if state.nested_blocksize is None:
         return stored
     outer = folder.read(f"{name}.nested_absmax").repeat_interleave(state.nested_blocksize)[: len(stored)]
-    return folder.read(f"{name}.nested_quant_map")[stored.int()] * outer + torch.tensor(state.nested_offset)
+    offset = torch.tensor(state.nested_offset, dtype=torch.float32, device="cpu")
+    return folder.read(f"{name}.nested_quant_map")[stored.int()] * outer + offset
 
 
 def _state(folder: HFFolder, name: str) -> QuantState:

@@ -162,7 +162,7 @@ def _plus_one(words: Tensor, stored: Tensor, bits: int, outputs: int, borrows: b
 
 def _check_order(g_idx: Tensor, block: int) -> None:
     """Raise `ValueError` if inputs are not grouped in order."""
-    if not torch.equal(g_idx.long(), torch.arange(len(g_idx)) // block):
+    if not torch.equal(g_idx.long(), torch.arange(len(g_idx), device="cpu") // block):
         raise ValueError(
             "g_idx groups inputs out of order (desc_act=True), so that no scales of consecutive inputs represent it; "
             "quantize with desc_act=False or static_groups=True"

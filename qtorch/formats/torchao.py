@@ -264,7 +264,9 @@ def _nvfp4(entry: Entry) -> StoredWeight:
 
     def read() -> Parts:
         folder, tensors = entry.folder, entry.tensors
-        factor = folder.read(tensors["per_tensor_scale"]) if "per_tensor_scale" in tensors else torch.ones(())
+        factor = torch.ones((), dtype=torch.float32, device="cpu")
+        if "per_tensor_scale" in tensors:
+            factor = folder.read(tensors["per_tensor_scale"])
         return nvfp4_parts(folder.read(tensors["qdata"]), folder.read(tensors["scale"]), factor)
 
     return entry.weight(nvfp4_spec(), (*outer, 2 * half), entry.dtype("orig_dtype"), read)

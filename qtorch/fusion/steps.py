@@ -16,6 +16,7 @@ from ..kernels.cpu.compiled_library import TYPES, Library, threads
 from ..kernels.cpu.conv_codes import Border, CodesForm, quantize_images
 from ..kernels.cpu.conv_structs import ConvCall, ConvFinish, ConvPoolCall
 from ..kernels.cpu.conv_weight import CompiledConv, shape_of
+from ..kernels.cpu.memory import address, empty
 from ..kernels.cpu.structs import pack
 from ..kernels.custom_ops import note, recording
 from ..kernels.im2col import Window
@@ -42,10 +43,10 @@ class Held(NamedTuple):
         """Codes of zeros."""
         count = 1 if numerics.static else form.images
         return cls(
-            torch.full((form.nbytes,), numerics.zero + numerics.shift, dtype=torch.uint8),
+            torch.full((form.nbytes,), numerics.zero + numerics.shift, dtype=torch.uint8, device="cpu"),
             form,
-            torch.full((count,), numerics.scale, dtype=torch.float32),
-            torch.full((count,), numerics.zero, dtype=torch.int32),
+            torch.full((count,), numerics.scale, dtype=torch.float32, device="cpu"),
+            torch.full((count,), numerics.zero, dtype=torch.int32, device="cpu"),
         )
 
 
@@ -69,7 +70,7 @@ class Workspace:
         images, channels, height, width = shape
         size = images * channels * height * width
         fits = [memory for memory in self._free if memory.numel() >= size]
-        memory = min(fits, key=Tensor.numel) if fits else torch.empty(size)
+        memory = min(fits, key=Tensor.numel) if fits else empty((size,), torch.float32)
         self._free = [m for m in self._free if m is not memory]
         self._used[node] = memory
         real = self.reals[node] = memory[:size].view(images, height, width, channels).permute(0, 3, 1, 2)
@@ -180,13 +181,13 @@ class ConvStep:
             if chain.other is not None and chain.other not in work.reals:
                 # Kept until the call is over.
                 other = run.values[chain.other].contiguous(memory_format=torch.channels_last)
-                finish = finish._replace(other=other.data_ptr())
+                finish = finish._replace(other=address(other, torch.float32))
             if not self.real and self.plain:
                 shape = call.shape
                 sizes = shape.images, shape.groups * shape.features, shape.out_h, shape.out_w
                 y = _empty_images(sizes, work.channels_last)
                 run.values[chain.last] = y
-                finish = finish._replace(out=y.data_ptr())
+                finish = finish._replace(out=address(y, torch.float32))
             fixed = pack(call._replace(finish=finish))
         work.library.conv(fixed)
         if self.real and self.plain:
@@ -199,33 +200,33 @@ class ConvStep:
         form, window = held.form, chain.window
         conv: nn.Conv2d = run.modules[chain.name]
         layer = packed_conv(conv)
-        like = torch.empty(form.images, form.channels, form.height, form.width, device="meta")
+        like = torch.empty(form.images, form.channels, form.height, form.width, device="meta", dtype=torch.float32)
         _, features, height, width = result_shape(like, conv.out_channels, window)
         out = 0
         if self.real:
-            out = work.new_real(chain.last, (form.images, features, height, width)).data_ptr()
+            out = address(work.new_real(chain.last, (form.images, features, height, width)))
         codes, of_codes = 0, CodesForm(0, 0, 0, 0, 1, (0, 0))
         to = self.written or chain.numerics
         if self.written is not None:
             of_codes = CodesForm(form.images, features, height, width, 1, self.border)
             made = work.codes[chain.last, to] = Held.of(of_codes, to)
-            codes = made.codes.data_ptr() + of_codes.first()
+            codes = address(made.codes, torch.uint8) + of_codes.first()
         other = 0
         if chain.other is not None and chain.other in work.reals:
-            other = work.reals[chain.other].data_ptr()
+            other = address(work.reals[chain.other], torch.float32)
         bias = conv.bias
         call = ConvCall(
             shape_of(form.images, form.channels, features, window, (height, width)),
-            form.images_at(held.codes.data_ptr(), window.padding),  # type: ignore[arg-type]
-            layer.packed.data_ptr(),
+            form.images_at(address(held.codes, torch.uint8), window.padding),  # type: ignore[arg-type]
+            address(layer.packed, torch.int8),
             ConvFinish(
-                scale=layer.scale.data_ptr(),
-                sums=layer.sums.data_ptr(),
+                scale=address(layer.scale, torch.float32),
+                sums=address(layer.sums, torch.int32),
                 shift=chain.numerics.shift,
-                x_scale=held.scale.data_ptr(),
-                x_zero=held.zero.data_ptr(),
+                x_scale=address(held.scale, torch.float32),
+                x_zero=address(held.zero, torch.int32),
                 per_image=not chain.numerics.static,
-                bias=0 if bias is None else bias.data_ptr(),
+                bias=address(bias),
                 out=out,
                 type=TYPES[torch.float32],
                 channels_last=self.real or work.channels_last,
@@ -270,7 +271,7 @@ class PoolStep:
             real = work.new_real(self.node, (images, channels, *out))
             (kh, kw), (sh, sw), (ph, pw) = self.window[:3]
             sizes = images, channels, height, width, out[0], out[1], kh, kw, sh, sw, ph, pw
-            call = work.calls[self] = pack(ConvPoolCall(x.data_ptr(), real.data_ptr(), *sizes, threads()))
+            call = work.calls[self] = pack(ConvPoolCall(address(x), address(real), *sizes, threads()))
         work.library.conv_pool(call)
         if self.plain:
             run.values[self.node] = _copy(work.reals[self.node], work.channels_last)
@@ -298,8 +299,8 @@ def _pair(value: Any) -> tuple[int, int]:
 def _empty_images(shape: tuple[int, ...], channels_last: bool) -> Tensor:
     images, channels, height, width = shape
     if channels_last:
-        return torch.empty(images, height, width, channels).permute(0, 3, 1, 2)
-    return torch.empty(shape)
+        return empty((images, height, width, channels), torch.float32).permute(0, 3, 1, 2)
+    return empty(shape, torch.float32)
 
 
 def _copy(x: Tensor, channels_last: bool) -> Tensor:

@@ -51,7 +51,7 @@ def round_alike(replica: DistributedDataParallel, module: nn.Module) -> None:
     if not _sends_at_start():
         return
     device = next(module.parameters()).device
-    seed = torch.randint(2**62, (1,)).to(device)
+    seed = torch.randint(2**62, (1,), device="cpu").to(device)
     dist.broadcast(seed, group=replica.process_group, group_src=0)
     share_rounding(module, int(seed))
 

@@ -143,7 +143,7 @@ class _TrainingForward:
         # The rows that this rank has, or all of them, summed already.
         placement = Shard(y.dim() - 1) if self._axis == 0 else Replicate()
         shape = torch.Size((*y.shape[:-1], module.weight.shape[0]))
-        stride = torch.empty(shape, device="meta").stride()
+        stride = torch.empty(shape, device="meta", dtype=torch.float32).stride()
         return DTensor.from_local(y, self._mesh, [placement], run_check=False, shape=shape, stride=stride)
 
 
@@ -196,7 +196,7 @@ def _of_codes(weight: Any) -> Any:
     activation = weight.scheme.activation
     if activation.has_zero_point or not isinstance(weight, AffineQuantizedTensor):
         return None
-    one = torch.ones((1, 1), device=weight.device)
+    one = torch.ones((1, 1), device=weight.device, dtype=torch.float32)
     return weight.with_activation(replace(activation, granularity=PerTensor()), act_scale=one)
 
 
@@ -206,7 +206,7 @@ def _extremes(rows: Tensor, group: Any) -> Tensor:
 
 
 def _check_depends_on_extremes(activation: Any, name: str) -> None:
-    rows = torch.linspace(-1, 2, 256).square().reshape(2, 128)
+    rows = torch.linspace(-1, 2, 256, dtype=torch.float32, device="cpu").square().reshape(2, 128)
     if activation.scale_spec is None:
         extremes = torch.stack([rows.amin(1), rows.amax(1)], 1)
         pairs = zip(activation.choose_qparams(rows), activation.choose_qparams(extremes), strict=True)

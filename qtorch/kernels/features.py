@@ -21,7 +21,7 @@ def cpu_has(feature: str) -> bool:
 def _int_mm_is_exact() -> bool:
     """Whether `torch._int_mm` is exact. Without VNNI, or if ONEDNN_MAX_CPU_ISA forbids it, oneDNN adds pairs of
     products in 16 bits, and large codes saturate."""
-    codes = torch.full((64, 256), 127, dtype=torch.int8)
+    codes = torch.full((64, 256), 127, dtype=torch.int8, device="cpu")
     return bool((torch._int_mm(codes, codes.t()) == 127 * 127 * 256).all())
 
 

@@ -36,7 +36,7 @@ class StaticKV(KVStore):
         if max_length < 1:
             raise ValueError(f"max_length is positive, got {max_length}")
         self.max_length = max_length
-        self.length = torch.zeros((), dtype=torch.int64)
+        self.length = torch.zeros((), dtype=torch.int64, device="cpu")
         self.keys: Parts = ()
         self.values: Parts = ()
 

@@ -134,7 +134,7 @@ def pack_2_4(codes: Tensor, axis: int = -1) -> Tensor:
             f"{fours.numel() // 4} runs of four have more than two that are not zero; prune the weight with prune_2_4"
         )
     which = (nonzero * nonzero.new_tensor([1, 2, 4, 8], dtype=torch.uint8)).sum(-1)
-    positions = torch.tensor(_POSITIONS, device=codes.device)[which]
+    positions = torch.tensor(_POSITIONS, device=codes.device, dtype=torch.int64)[which]
     values = fours.gather(-1, positions)
     first_then_second = [t.transpose(-2, -1).flatten(-2) for t in (values, positions)]
     return torch.cat([first_then_second[0], pack_bits(first_then_second[1], 2)], -1).movedim(-1, axis)
@@ -185,7 +185,7 @@ def compress_cusparselt(codes: Tensor) -> Tensor:
 
 def decompress_cusparselt(compressed: Tensor, n: int, k: int) -> Tensor:
     """Inverse of `compress_cusparselt`, computed as an exact product with the identity: codes (N, K)."""
-    identity = torch.eye(k + -k % _TILE, device=compressed.device).to(compressed.dtype)
+    identity = torch.eye(k + -k % _TILE, device=compressed.device, dtype=torch.float32).to(compressed.dtype)
     wide = torch.float16 if compressed.is_floating_point() else torch.int32
     codes = torch._cslt_sparse_mm(compressed, identity.t(), out_dtype=wide)
     return codes[:n, :k].to(compressed.dtype).contiguous()

@@ -144,8 +144,8 @@ def cpu_packing() -> CpuPacking:
         NotImplementedError: the order is not one of the known ones.
     """
     with _disable_current_modes(), torch.inference_mode():
-        codes = torch.arange(64 * 32, dtype=torch.int32).mul_(2654435761 % 2**31).bitwise_right_shift_(20) & 15
-        codes = codes.reshape(64, 32)
+        codes = torch.arange(64 * 32, dtype=torch.int32, device="cpu").mul_(2654435761 % 2**31)
+        codes = codes.bitwise_right_shift_(20).bitwise_and_(15).reshape(64, 32)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
         for candidate in (CpuPacking(b, halves) for b in (64, 32, 16) for halves in (True, False)):
             if torch.equal(pack_cpu(codes.to(torch.uint8), candidate), packed):

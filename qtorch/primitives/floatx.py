@@ -71,7 +71,7 @@ class SignedFormat:
 
     def decode(self, codes: Tensor) -> Tensor:
         """Values (fp32) of codes."""
-        values = torch.tensor(self.magnitudes, device=codes.device)
+        values = torch.tensor(self.magnitudes, device=codes.device, dtype=torch.float32)
         magnitude = values[(codes & (2 ** (self.bits - 1) - 1)).long()]
         return torch.where(codes >> (self.bits - 1) > 0, -magnitude, magnitude)
 
@@ -116,8 +116,8 @@ class FloatFormat(SignedFormat):
         """The largest fp32 magnitude that rounds to each code except the last; a tie goes to the even code."""
         limits = []
         for code, (low, high) in enumerate(zip(self.magnitudes, self.magnitudes[1:], strict=False)):
-            middle = torch.tensor((low + high) / 2)
-            limits.append(float(middle if code % 2 == 0 else torch.nextafter(middle, torch.tensor(0.0))))
+            middle = torch.tensor((low + high) / 2, dtype=torch.float32, device="cpu")
+            limits.append(float(middle if code % 2 == 0 else middle.nextafter(torch.zeros_like(middle))))
         return tuple(limits)
 
     def encode(

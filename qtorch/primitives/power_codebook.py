@@ -35,9 +35,9 @@ def power_table(bits: int, power: int, signed: bool) -> tuple[float, ...]:
     """
     if power not in (2, 4) or not 2 <= bits <= 8:
         raise ValueError(f"power_table takes 2 to 8 bits and the power 2 or 4, got {bits} bits and the power {power}")
-    codes = torch.arange(2**bits) - (2 ** (bits - 1) if signed else 0)
+    codes = torch.arange(2**bits, device="cpu") - (2 ** (bits - 1) if signed else 0)
     highest = 2 ** (bits - 1) - 1 if signed else 2**bits - 1
-    values = codes.abs().float() * (torch.ones(()) / highest)
+    values = codes.abs().float() * torch.ones((), dtype=torch.float32, device="cpu").div(highest)
     for _ in range(power // 2):
         values = values * values
     return tuple((values * codes.sign()).tolist())
@@ -83,7 +83,7 @@ class PowerSpec(CodebookSpec):
 
         def quantize(x: Tensor, s: Tensor) -> Tensor:
             place = x.float() * (1.0 / s.float())
-            size = place.abs() * torch.tensor(float(highest**self.power), device=x.device)
+            size = place.abs() * torch.tensor(float(highest**self.power), device=x.device, dtype=torch.float32)
             codes = torch.bucketize(size, middles, out_int32=True)
             if self.signed:
                 codes = torch.where(place < 0, -codes, codes) + (highest + 1)

@@ -73,7 +73,7 @@ class QDType:
     @functools.cached_property
     def _magnitudes(self) -> tuple[float, ...]:
         """The finite values of a floating-point type with a torch dtype that are not negative, ascending."""
-        values = torch.arange(128, dtype=torch.uint8).view(self.storage).float()
+        values = torch.arange(128, dtype=torch.uint8, device="cpu").view(self.storage).float()
         return tuple(values[values.isfinite()].tolist())
 
     def decode(self, codes: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class Noise:
         shared = {axis % ndim for axis in self.shared_axes}
         drawn = [1 if axis in shared else size for axis, size in enumerate(shape)]
         if self.bits is None:
-            u = torch.rand(drawn, device=device, generator=generator)
+            u = torch.rand(drawn, device=device, generator=generator, dtype=torch.float32)
         else:
             k = torch.randint(1 << self.bits, drawn, device=device, generator=generator)
             u = (k.float() + 0.5) * 2.0**-self.bits

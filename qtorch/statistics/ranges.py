@@ -21,8 +21,8 @@ class Range(Statistic):
 
     def __init__(self) -> None:
         super().__init__()
-        self.low: Tensor = torch.tensor(torch.inf)
-        self.high: Tensor = torch.tensor(-torch.inf)
+        self.low: Tensor = torch.tensor(torch.inf, dtype=torch.float32, device="cpu")
+        self.high: Tensor = torch.tensor(-torch.inf, dtype=torch.float32, device="cpu")
 
     def update(self, rows: Tensor) -> None:
         rows = finite_rows(rows)

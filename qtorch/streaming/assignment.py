@@ -82,7 +82,9 @@ def _complete(chosen: list[Target[Recipe]], source: Source) -> None:
     for target in chosen:
         recipe, slot = target.recipe, target.asked
         assert recipe is not None
-        absmax = source.tensor(slot.name).abs().max().reshape(1) if is_nvfp4(recipe) else torch.zeros(1)
+        absmax = torch.zeros(1, dtype=torch.float32, device="cpu")
+        if is_nvfp4(recipe):
+            absmax = source.tensor(slot.name).abs().max().reshape(1)
         by_name[slot.label] = recipe, absmax
     scales = tensor_scales(by_name)
     for target in chosen:

@@ -22,7 +22,7 @@ import torch
 from tests.attack.operations import OPERATIONS, Operation
 from tests.attack.subject import FEW, SUBJECTS, Subject
 
-for _name in ("inputs_and_shapes", "in_place", "copies", "raw_memory", "transforms", "installs"):
+for _name in ("inputs_and_shapes", "in_place", "copies", "raw_memory", "transforms", "installs", "defaults"):
     importlib.import_module(f"tests.attack.{_name}")
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "behaviour.md"

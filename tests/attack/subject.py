@@ -75,7 +75,10 @@ class Subject:
             if any(isinstance(module, PreparedModule) for module in model.modules()):
                 with torch.no_grad():
                     dtype = next(model.parameters()).dtype
-                    model(torch.randn(64, K, generator=torch.Generator().manual_seed(3)).to(dtype))
+                    x = torch.randn(
+                        64, K, generator=torch.Generator().manual_seed(3), dtype=torch.float32, device="cpu"
+                    )
+                    model(x.to(dtype))
         return model
 
     def fresh(self, values: Tensor, like: nn.Linear) -> nn.Linear:

@@ -78,7 +78,7 @@ def _divergence(values: Tensor, counts: Tensor, low: Tensor, high: Tensor, codes
     """KL(P || Q) for one range."""
     inside = ((values >= low) & (values <= high)).nonzero().squeeze(1)
     if not len(inside):
-        return torch.tensor(torch.inf, device=values.device)
+        return torch.tensor(torch.inf, device=values.device, dtype=torch.float32)
     first, last = int(inside[0]), int(inside[-1]) + 1
     own = counts[first:last].double()
     p = own.clone()

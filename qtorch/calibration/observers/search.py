@@ -49,7 +49,7 @@ def best_range(low: Tensor, high: Tensor, spec: QuantSpec, steps: int, smallest:
 
     With an asymmetric mapping, whose ends are free, each end is then moved alone by such factors.
     """
-    factors = torch.linspace(1, smallest, steps, device=low.device)
+    factors = torch.linspace(1, smallest, steps, device=low.device, dtype=torch.float32)
     low, high = low.clamp(max=0), high.clamp(min=0)
     best = factors[score(low * factors, high * factors).argmin()]
     if spec.mapping is not MappingType.ASYMMETRIC:

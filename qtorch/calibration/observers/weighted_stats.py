@@ -49,7 +49,7 @@ class WeightedStatsObserver(Observer):
             raise ValueError(f"weighted_stats: p and updates are at least 1, got {self.p} and {self.updates}")
 
     def range(self, seen: BatchMagnitudes, spec: QuantSpec) -> MinMax:
-        memory = torch.zeros(4, device=seen.batches[0].device)
+        memory = torch.zeros(4, device=seen.batches[0].device, dtype=torch.float32)
         for magnitudes in seen.batches:
             memory = self._mixed(memory, self.measure(magnitudes.unsqueeze(0)).squeeze(1))
         return self._bound(memory)

@@ -158,7 +158,7 @@ class AutoRound:
         generator = torch.Generator().manual_seed(self.seed)
         order: list[int] = []
         for iteration in range(self.iterations):
-            order = order or torch.randperm(count, generator=generator).tolist()
+            order = order or torch.randperm(count, generator=generator, device="cpu").tolist()
             with torch.enable_grad():
                 values = {w: weights[w].as_parameter([grid.weight() for grid in grids]) for w, grids in learned.items()}
                 error = loss(order.pop(), values)

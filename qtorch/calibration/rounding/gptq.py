@@ -47,7 +47,9 @@ class Gptq(Rounding):
 
     def round(self, weight: Tensor, moment: Tensor, grid: Grid) -> float:
         count = weight.shape[1]
-        order = moment.diagonal().argsort(descending=True, stable=True) if self.act_order else torch.arange(count)
+        order = torch.arange(count, device="cpu")
+        if self.act_order:
+            order = moment.diagonal().argsort(descending=True, stable=True)
         damping, upper = self._factor(moment, order)
         rest = weight.float()[:, order].t().contiguous()  # columns as rows, which are contiguous
         columns, places = grid.columns(), order.tolist()

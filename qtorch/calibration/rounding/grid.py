@@ -63,7 +63,7 @@ class Grid:
             other = spec.choose_table(weight, dequantize_scale(stored, spec.scale_spec), weights)
         else:
             stored, other = spec.choose_stored_qparams(weight)
-        grid = cls(spec, dtype, stored, other, torch.empty(0), kept)
+        grid = cls(spec, dtype, stored, other, torch.empty(0, dtype=torch.float32, device="cpu"), kept)
         grid.codes = grid.nearest(weight)
         return grid
 

@@ -74,8 +74,9 @@ class Clip(Transform):
             rows = inputs.rows
             if matrix.shape[-1] != rows.shape[-1]:
                 return TransformReport(self.name, name, "not done", "its groups run across the outputs")
-            consumer = Consumer(matrix, torch.zeros(matrix.shape[1], dtype=torch.int32), False, inputs, recipe)
-            one = torch.ones(0)
+            channels = torch.zeros(matrix.shape[1], dtype=torch.int32, device="cpu")
+            consumer = Consumer(matrix, channels, False, inputs, recipe)
+            one = torch.ones(0, dtype=torch.float32, device="cpu")
             old = new = consumer.error(one)
             clamped = self._clamped(matrix, rows, recipe.linear_spec().weight)
             other = Consumer(clamped, consumer.channels, False, inputs, recipe)

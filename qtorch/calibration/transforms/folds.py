@@ -93,12 +93,12 @@ def find_folds(graph: ModelGraph) -> tuple[list[Fold], list[Refusal]]:
 
 def _fold(name: str, scales: int, found: Propagation) -> Fold | None:
     kept = {key: labels for key, given in found.scaled.items() if (labels := found.kept(given)) is not None}
-    free = torch.zeros(scales, dtype=torch.bool)
+    free = torch.zeros(scales, dtype=torch.bool, device="cpu")
     divided: set[int] = set()
     for labels in kept.values():
         divided |= ids(labels[labels < 0])
     useful = sorted(found.free & divided)
     if not useful:
         return None
-    free[torch.tensor(useful) - 1] = True
+    free[torch.tensor(useful, dtype=torch.int64, device="cpu") - 1] = True
     return Fold(name, scales, free, kept, found.shifts)

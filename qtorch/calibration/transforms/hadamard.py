@@ -14,16 +14,17 @@ def random_orthogonal(size: int, generator: torch.Generator) -> tuple[Tensor, st
     """(Q, its name): (size, size) fp64 with Q Q^T = I."""
     matrix = hadamard(size)
     if matrix is not None:
-        signs = torch.randint(2, (size,), generator=generator).double() * 2 - 1
+        signs = torch.randint(2, (size,), generator=generator, device="cpu").double() * 2 - 1
         return signs.unsqueeze(1) * matrix / size**0.5, "randomized Hadamard"
-    q, r = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
+    q, r = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64, device="cpu"))
     return q * r.diagonal().sign(), "random orthogonal"
 
 
 def hadamard(size: int) -> Tensor | None:
     """A matrix of 1 and -1 with H H^T = size * I, fp64; None where there is no construction here."""
     if size in (1, 2):
-        return torch.ones(1, 1, dtype=torch.float64) if size == 1 else _doubled(torch.ones(1, 1, dtype=torch.float64))
+        one = torch.ones(1, 1, dtype=torch.float64, device="cpu")
+        return one if size == 1 else _doubled(one)
     if size < 1 or size % 4:
         return None
     if _is_prime(size - 1):
@@ -44,25 +45,25 @@ def _is_prime(number: int) -> bool:
 
 def _jacobsthal(q: int) -> Tensor:
     """chi(a - b) for a, b modulo a prime q, with chi 1 for squares, -1 for others, 0 for 0."""
-    chi = torch.full((q,), -1.0, dtype=torch.float64)
-    chi[torch.arange(q).square() % q] = 1
+    chi = torch.full((q,), -1.0, dtype=torch.float64, device="cpu")
+    chi[torch.arange(q, device="cpu").square() % q] = 1
     chi[0] = 0
-    index = torch.arange(q)
+    index = torch.arange(q, device="cpu")
     return chi[(index.unsqueeze(1) - index) % q]
 
 
 def _bordered(q: int, sign: float) -> Tensor:
-    matrix = torch.zeros(q + 1, q + 1, dtype=torch.float64)
+    matrix = torch.zeros(q + 1, q + 1, dtype=torch.float64, device="cpu")
     matrix[0, 1:], matrix[1:, 0] = 1, sign
     matrix[1:, 1:] = _jacobsthal(q)
     return matrix
 
 
 def _paley_one(q: int) -> Tensor:
-    return torch.eye(q + 1, dtype=torch.float64) + _bordered(q, -1)
+    return torch.eye(q + 1, dtype=torch.float64, device="cpu") + _bordered(q, -1)
 
 
 def _paley_two(q: int) -> Tensor:
-    zero = torch.tensor([[1.0, -1], [-1, -1]], dtype=torch.float64)
-    one = torch.tensor([[1.0, 1], [1, -1]], dtype=torch.float64)
-    return torch.kron(_bordered(q, 1), one) + torch.kron(torch.eye(q + 1, dtype=torch.float64), zero)
+    zero = torch.tensor([[1.0, -1], [-1, -1]], dtype=torch.float64, device="cpu")
+    one = torch.tensor([[1.0, 1], [1, -1]], dtype=torch.float64, device="cpu")
+    return torch.kron(_bordered(q, 1), one) + torch.kron(torch.eye(q + 1, dtype=torch.float64, device="cpu"), zero)

@@ -66,8 +66,10 @@ def collect_inputs(
             if not len(rows):
                 return
             size = rows.abs()
-            some = rows[torch.linspace(0, len(rows) - 1, min(each, len(rows)), device=rows.device).round().long()]
-            taken[key] = use.input, size.amax(0).float(), size.float().sum(0), some.clone(), len(rows)
+            count = len(rows)
+            places = torch.linspace(0, count - 1, min(each, count), device=rows.device, dtype=torch.float32)
+            some = rows[places.round().long()]
+            taken[key] = use.input, size.amax(0).float(), size.float().sum(0), some.clone(), count
         _, largest, total, some, count = taken[key]
         of = found.setdefault(use.key, WeightInputs(torch.zeros_like(largest), torch.zeros_like(total)))
         of.largest, of.total = torch.maximum(of.largest, largest), of.total + total

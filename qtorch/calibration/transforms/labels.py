@@ -25,7 +25,7 @@ def axis_labels(shape: Sequence[int], axis: int) -> Tensor:
     """Labels 1, 2, ... along one axis."""
     sizes = [1] * len(shape)
     sizes[axis] = shape[axis]
-    return torch.arange(1, shape[axis] + 1, dtype=torch.int32).reshape(sizes)
+    return torch.arange(1, shape[axis] + 1, dtype=torch.int32, device="cpu").reshape(sizes)
 
 
 def aligned(labels: Tensor, dim: int) -> Tensor | None:

@@ -90,7 +90,7 @@ class Propagation:
     def kept(self, labels: Tensor) -> Tensor | None:
         """Labels without those that are blocked; None if none is left."""
         if self.blocked:
-            stopped = torch.tensor(sorted(self.blocked), dtype=labels.dtype)
+            stopped = labels.new_tensor(sorted(self.blocked))
             labels = torch.where(torch.isin(labels.abs(), stopped), torch.zeros_like(labels), labels)
         return compact(labels) if bool(labels.any()) else None
 

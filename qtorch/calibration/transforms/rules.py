@@ -89,7 +89,9 @@ def _moved(p: Propagation, node: fx.Node) -> Labels:
     def full(source: fx.Node) -> Tensor:
         shape, labels = shape_of(source), p.labels(source)
         assert shape is not None
-        return torch.zeros((), dtype=torch.int32).expand(shape) if labels is None else labels.expand(shape)
+        if labels is None:
+            labels = torch.zeros((), dtype=torch.int32, device="cpu")
+        return labels.expand(shape)
 
     function: Any = torch.reshape if "view" in str(node.target) else node.target
     moved = function(*map_arg(node.args, full), **map_arg(node.kwargs, full))

@@ -104,7 +104,7 @@ class Group:
         """(n,): a value of each input channel, reduced ("amax", "mean") over the channels that a scale multiplies."""
         values = torch.cat([of(consumer).cpu() for consumer in self.consumers])
         channels = torch.cat([consumer.channels.long() for consumer in self.consumers])
-        found = torch.zeros(self.fold.scales + 1, dtype=values.dtype)
+        found = values.new_zeros(self.fold.scales + 1)
         return found.scatter_reduce(0, channels, values, reduce, include_self=False)[1:]
 
     def normalized(self, scales: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def search_scales(
             work.parameters.replace(fold.values(work.parameters, scales))
             chosen[fold.name] = fold, scales
             for consumer in group.consumers:
-                by = torch.cat([torch.ones(1), scales])[consumer.channels]
+                by = torch.cat([scales.new_ones(1), scales])[consumer.channels]
                 _rescale(consumer.inputs, by)
     for name in _reverted(work, before, chosen):
         done[name] = TransformReport(transform, name, "reverted", message, done[name].consumers)
@@ -164,7 +164,7 @@ def search_scales(
 
 
 def _best(transform: str, group: Group, candidates: Iterable[Candidate]) -> tuple[Tensor | None, TransformReport]:
-    identity = torch.ones(group.fold.scales)
+    identity = torch.ones(group.fold.scales, dtype=torch.float32, device="cpu")
     unchanged = group.error(identity)
     best, words, lowest = None, "", unchanged
     for candidate in candidates:

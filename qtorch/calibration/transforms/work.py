@@ -113,5 +113,5 @@ class Work:
 def probe(count: int) -> Tensor:
     """(count,) random scales that make any wrong fold visible: 1/4, 1/2, 2 or 4."""
     generator = torch.Generator().manual_seed(0)
-    exponents = torch.tensor([-2.0, -1.0, 1.0, 2.0], dtype=torch.float64)
-    return exponents[torch.randint(4, (count,), generator=generator)].exp2()
+    exponents = torch.tensor([-2.0, -1.0, 1.0, 2.0], dtype=torch.float64, device="cpu")
+    return exponents[torch.randint(4, (count,), generator=generator, device="cpu")].exp2()

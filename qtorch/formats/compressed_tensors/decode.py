@@ -236,5 +236,5 @@ def _check_order(stored: Stored, args: Args, shape: tuple[int, int]) -> None:
         return
     order = stored.read("weight_g_idx")
     size = args.group_size or shape[1]
-    if not torch.equal(order.to(torch.int64), torch.arange(shape[1]) // size):
+    if not torch.equal(order.to(torch.int64), torch.arange(shape[1], device="cpu") // size):
         raise ValueError("has a weight_g_idx whose groups are not consecutive columns (actorder 'group')")

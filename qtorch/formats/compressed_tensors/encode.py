@@ -69,7 +69,7 @@ def _integers(codes: Tensor, others: dict[str, Tensor], group: Group) -> dict[st
     found = {
         "weight_packed": pack(_unsigned(signed, lowest), bits),
         "weight_scale": _scale(scale, weights),
-        "weight_shape": torch.tensor(codes.shape, dtype=torch.int64),
+        "weight_shape": torch.tensor(codes.shape, dtype=torch.int64, device="cpu"),
     }
     if zero_point is not None:
         found["weight_zero_point"] = pack(_unsigned(zero_point.t(), lowest), bits).t().contiguous()

@@ -85,7 +85,7 @@ class BlockType(NamedTuple):
             if name in others:
                 others[name] = others[name].reshape(-1)
         if isinstance(self.spec, CodebookSpec):
-            others["table"] = torch.tensor(self.spec.table, dtype=torch.float32)
+            others["table"] = torch.tensor(self.spec.table, dtype=torch.float32, device="cpu")
             return LUTQuantizedTensor.from_canonical(codes, others, scheme)
         return AffineQuantizedTensor.from_canonical(codes, others, scheme)
 

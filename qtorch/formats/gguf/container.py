@@ -94,7 +94,7 @@ class GgufFile:
             raise ValueError(
                 f"{self.path}: truncated: the data of {name} ends at {offset + nbytes}, the file at {self.size}"
             )
-        tensor = torch.empty(nbytes, dtype=torch.uint8)
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._file.seek(offset)
         if self._file.readinto(data_of(tensor)) != nbytes:
             raise ValueError(f"{self.path}: truncated: it ends before the data of {name} does")

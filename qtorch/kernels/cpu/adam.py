@@ -10,6 +10,7 @@ from ..custom_ops import implement, note, portable
 from ..ops.adam import AdamStep, Moment, adam_step
 from ..ops.adam_check import LARGEST_SCALE, check_step
 from .compiled_library import TYPES, library, threads
+from .memory import address
 from .structs import Adam, struct_of
 
 _pack = struct_of(Adam).pack
@@ -32,9 +33,9 @@ def cpu_adam_step(weight: Tensor, grad: Tensor, moments: list[Moment], blocks: F
     pointers += [0] * (6 - len(pointers))
     compiled.adam(
         _pack(
-            weight.data_ptr(),
+            address(weight),
             TYPES[weight.dtype],
-            grad.data_ptr(),
+            address(grad),
             TYPES[grad.dtype],
             *blocks,
             FORM_NUMBERS[step.form],
@@ -60,4 +61,4 @@ def cpu_adam_step(weight: Tensor, grad: Tensor, moments: list[Moment], blocks: F
 
 
 def _pointers(moment: Moment) -> tuple[int, int]:
-    return moment.data.data_ptr(), 0 if moment.scale is None else moment.scale.data_ptr()
+    return address(moment.data), address(moment.scale)

@@ -21,6 +21,7 @@ from ..rows import from_rows, to_rows
 from . import weight
 from .compiled_library import TYPES, library, missing, threads
 from .int8 import quantize_rows, row_quantizer
+from .memory import address, empty
 from .structs import BlockCall, Blocks, Input, Output, pack
 from .weight import CompiledWeight
 
@@ -76,16 +77,16 @@ def cpu_block_sparse_mm(
     if recording():
         note(f"cpu_block_sparse_mm.{compiled.instruction_set}")
     x = x if x.stride(1) == 1 else x.contiguous()
-    y = torch.empty(m, n, dtype=dtype)
+    y = empty((m, n), dtype)
     scales = None if xs is None else xs.float().expand(m, 1).contiguous()
     zeros = None if xz is None else xz.to(torch.int32).expand(m, 1).contiguous()
     call = BlockCall(
-        x=Input(x.data_ptr(), TYPES[x.dtype], x.stride(0), m),
-        y=Output(y.data_ptr(), TYPES[dtype], n, bias=0 if bias is None else bias.data_ptr()),
-        blocks=Blocks(columns.data_ptr(), size, kept),
+        x=Input(address(x), TYPES[x.dtype], x.stride(0), m),
+        y=Output(address(y), TYPES[dtype], n, bias=address(bias)),
+        blocks=Blocks(address(columns, torch.int32), size, kept),
         k=k,
-        scale=0 if scales is None else scales.data_ptr(),
-        zero=0 if zeros is None else zeros.data_ptr(),
+        scale=address(scales, torch.float32),
+        zero=address(zeros, torch.int32),
         threads=threads(),
     )
     compiled.block_sparse_mm(pack(stored.fields) + pack(call))

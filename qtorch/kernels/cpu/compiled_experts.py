@@ -13,6 +13,7 @@ from torch import Tensor
 from . import ways
 from .compiled_library import TYPES, library, threads
 from .compiled_linear import Numerics
+from .memory import address, empty
 from .structs import ExpertsCall, ExpertsIntCall, pack, struct_of
 from .ways import WAYS
 from .weight import CompiledWeight, has_short_groups
@@ -81,12 +82,12 @@ class CompiledExperts(CompiledWeight):
     def run(self, x: Tensor, experts: Tensor, numerics: Numerics) -> Tensor:
         """y (T * R, N)."""
         rows, share, n, dtype = experts.numel(), experts.shape[1], self._n, self.dtype
-        y = torch.empty(rows, n, dtype=dtype)
+        y = empty((rows, n), dtype)
         # By position, in the order of the structs' fields.
         of_call = struct_of(self.call).pack(
-            *(experts.data_ptr(), rows, self._count, share, ctypes.addressof(self._ways), self._steps),
-            *(x.data_ptr(), TYPES[x.dtype], x.stride(0), x.shape[0]),
-            *(y.data_ptr(), TYPES[dtype], n, 0),
+            *(address(experts, torch.int64), rows, self._count, share, ctypes.addressof(self._ways), self._steps),
+            *(address(x), TYPES[x.dtype], x.stride(0), x.shape[0]),
+            *(address(y), TYPES[dtype], n, 0),
             *numerics,
             threads(),
         )

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from . import ways
-from .allocate import empty
 from .compiled_library import TYPES, library, threads
+from .memory import address, empty
 from .structs import pack, struct_of
 from .ways import WAYS
 from .weight import CompiledWeight, fits, has_short_groups
@@ -101,10 +101,19 @@ class CompiledLinear(CompiledWeight):
         """y in this shape, from x whose rows are `stride` elements apart, by one of `ways.WAYS`."""
         y = empty(shape, self.dtype)
         x_type, y_type = self._types
-        pointer = 0 if bias is None else bias.data_ptr()
         # By position, in the order of the struct's fields: making the named tuple would take four times as long.
         of_call = self._pack(
-            x.data_ptr(), x_type, stride, rows, y.data_ptr(), y_type, self._n, pointer, *numerics, WAYS[way], threads()
+            address(x),
+            x_type,
+            stride,
+            rows,
+            address(y),
+            y_type,
+            self._n,
+            address(bias),
+            *numerics,
+            WAYS[way],
+            threads(),
         )
         self._call(self._weight + of_call)
         return y

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .compiled_library import TYPES, Library, threads
 from .conv_structs import ConvCodesCall, ConvImages
+from .memory import address, empty
 from .structs import Quantizer, struct_of
 
 BEHIND = 64
@@ -86,12 +87,12 @@ def quantize_images(
         out: `form.nbytes` bytes, or None for new ones.
     """
     x, channels_last = dense_images(x)
-    codes = torch.empty(form.nbytes, dtype=torch.uint8) if out is None else out
+    codes = empty((form.nbytes,), torch.uint8) if out is None else out
     height, width = form.border
     image, row, pixel, padded = form.strides
     # By position, in the order of the struct's fields, which is several times as fast.
     call = _pack_codes(
-        x.data_ptr(),
+        address(x),
         TYPES[x.dtype],
         x.stride(0),
         channels_last,
@@ -100,7 +101,7 @@ def quantize_images(
         form.channels // form.groups,
         form.height,
         form.width,
-        codes.data_ptr() + form.first(),
+        address(codes, torch.uint8) + form.first(),
         image,
         row,
         pixel,
@@ -111,8 +112,8 @@ def quantize_images(
         width,
         *quantizer,
         shift,
-        scale.data_ptr(),
-        zero.data_ptr(),
+        address(scale, torch.float32),
+        address(zero, torch.int32),
         threads(),
     )
     return codes, bool(library.conv_codes(call))

@@ -15,12 +15,12 @@ from torch.nn import functional
 
 from ..im2col import Size, Window, is_channels_last
 from ..image_conv import empty_result
-from .allocate import empty, empty_strided
 from .compiled_library import TYPES, Library, threads
 from .compiled_linear import PLAIN
 from .conv_codes import CodesForm, quantize_images
 from .conv_structs import ConvCall, ConvFinish, ConvFloatCall
 from .conv_weight import CompiledConv, shape_of, two_axes
+from .memory import address, empty, empty_strided
 from .structs import Quantizer, struct_of
 from .weight import fits
 
@@ -57,7 +57,7 @@ class FloatConv:
         batch, channels, height, width = images.shape
         self._shape = shape_of(batch, channels, n, of_window, (1, *y.shape[2:])[-2:])
         self._images = images.stride(0), is_channels_last(x), height, width, *of_window.padding
-        self._weight = layer.packed.data_ptr(), layer.scale.data_ptr()
+        self._weight = address(layer.packed, torch.int8), address(layer.scale, torch.float32)
 
     @staticmethod
     def ordered(x: Tensor) -> Tensor:
@@ -72,11 +72,11 @@ class FloatConv:
         self._run(
             _pack_float_call(
                 *self._shape,
-                x.data_ptr(),
+                address(x),
                 *self._images,
                 *self._weight,
-                0 if bias is None else bias.data_ptr(),
-                y.data_ptr(),
+                address(bias),
+                address(y),
                 threads(),
             )
         )
@@ -102,7 +102,8 @@ class CodesConv:
         self._shape = shape_of(x.shape[0], x.shape[1], n, of_window, (1, *y.shape[2:])[-2:])
         at = self._form.images_at(0, padding)
         self._first, self._steps = at.data, at[1:]
-        self._weight = layer.packed.data_ptr(), layer.scale.data_ptr(), layer.sums.data_ptr(), self._shift
+        scale, sums = address(layer.scale, torch.float32), address(layer.sums, torch.int32)
+        self._weight = address(layer.packed, torch.int8), scale, sums, self._shift
         # Fields of ConvFinish after `out`: y is the result, nothing is added or clamped.
         none = ConvFinish(*(0 for _ in ConvFinish._fields))._replace(low=-math.inf, high=math.inf)
         self._finish = TYPES[x.dtype], is_channels_last(x), *none[ConvFinish._fields.index("other") :]
@@ -119,21 +120,21 @@ class CodesConv:
             xs, xz: static scale and zero point, (1, 1).
         """
         scale = empty((self._scales,), torch.float32) if xs is None else xs.reshape(1).float()
-        zero = torch.zeros(self._scales, dtype=torch.int32) if xz is None else xz.reshape(1).to(torch.int32)
+        zero = empty((self._scales,), torch.int32).zero_() if xz is None else xz.reshape(1).to(torch.int32)
         images = x.unsqueeze(2) if self._axis else x
         codes, lost = quantize_images(self._library, images, self._form, self._quantizer, self._shift, scale, zero)
         y = empty_strided(self._sizes, self._strides, self._dtype)
         self._library.conv(
             _pack_codes_call(
                 *self._shape,
-                codes.data_ptr() + self._first,
+                address(codes, torch.uint8) + self._first,
                 *self._steps,
                 *self._weight,
-                scale.data_ptr(),
-                zero.data_ptr(),
+                address(scale, torch.float32),
+                address(zero, torch.int32),
                 xs is None,
-                0 if bias is None else bias.data_ptr(),
-                y.data_ptr(),
+                address(bias),
+                address(y),
                 *self._finish,
                 threads(),
             )

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..im2col import Window
 from .compiled_library import Library, library
 from .conv_structs import ConvPackCall, ConvShape
+from .memory import address, empty
 from .structs import pack
 from .weight import CompiledWeight
 
@@ -45,15 +46,16 @@ class CompiledConv(CompiledWeight):
         height, width = (1, *shape[2:])[-2:]
         call = ConvPackCall(
             shape=ConvShape(0, groups, shape[1], n // groups, height, width, 1, 1, 1, 1, 0, 0),
-            codes=codes.data_ptr(),
+            codes=address(codes),
             row_bytes=codes.stride(0),
             packed=0,
             sums=0,
         )
-        self.packed = torch.empty(self.compiled.conv_pack(pack(call)) + ROOM, dtype=torch.int8)
-        self.sums = torch.zeros(n + ROOM, dtype=torch.int32)
-        self.compiled.conv_pack(pack(call._replace(packed=self.packed.data_ptr(), sums=self.sums.data_ptr())))
-        self.scale = torch.zeros(n + ROOM)
+        self.packed = empty((self.compiled.conv_pack(pack(call)) + ROOM,), torch.int8)
+        self.sums = torch.zeros(n + ROOM, dtype=torch.int32, device="cpu")
+        call = call._replace(packed=address(self.packed, torch.int8), sums=address(self.sums, torch.int32))
+        self.compiled.conv_pack(pack(call))
+        self.scale = torch.zeros(n + ROOM, dtype=torch.float32, device="cpu")
         self.scale[:n] = scale.float().expand(n, 1)[:, 0]
 
 

@@ -27,6 +27,7 @@ from .compiled_library import library
 from .conv_prepared import calls_of, prepare
 from .conv_weight import CompiledConv
 from .float_copies import float_copy, wanted
+from .memory import empty
 from .weight_only import Dequantized
 
 SHARED_BYTES = 64 << 20
@@ -172,7 +173,7 @@ def _shared(size: int) -> Tensor:
     """`size` bytes of this thread."""
     memory: Tensor | None = getattr(_memory, "bytes", None)
     if memory is None or memory.numel() < size:
-        memory = _memory.bytes = torch.empty(size, dtype=torch.uint8)
+        memory = _memory.bytes = empty((size,), torch.uint8)
     return memory[:size]
 
 

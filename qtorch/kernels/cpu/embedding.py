@@ -19,6 +19,7 @@ from ..linear.int8_scaled import INTEGERS
 from ..registry import Problem, register
 from . import weight
 from .compiled_library import TYPES, library, threads
+from .memory import address, empty
 from .structs import EmbedCall, Weight, struct_of
 
 _pack_weight, _pack_call = struct_of(Weight).pack, struct_of(EmbedCall).pack
@@ -74,9 +75,9 @@ def cpu_embedding(
     note(f"cpu_embedding.{compiled.instruction_set}")
     ids = ids.contiguous()
     count = ids.shape[0]
-    y = torch.empty(count, k, dtype=output_dtype)
+    y = empty((count, k), output_dtype)
     # By position, in the order of the struct's fields: making the named tuples takes a fifth of the call.
-    indices, output = (ids.data_ptr(), ids.dtype == torch.int64, count), (y.data_ptr(), TYPES[output_dtype], k, 0)
+    indices, output = (address(ids), ids.dtype == torch.int64, count), (address(y), TYPES[output_dtype], k, 0)
     wrong = compiled.embed(_pack_weight(*fields) + _pack_call(*indices, *output, threads()))
     if wrong >= 0:
         raise IndexError(f"embedding: index out of range: {int(ids[wrong])}, the table has {n} rows")

@@ -20,6 +20,7 @@ from ..registry import Problem, register
 from . import int8, ways, weight, weight_only
 from .compiled_experts import FloatExperts, IntExperts, is_stack
 from .int8 import cpu_int8_mm, numerics_of, of_rows, quantize_rows
+from .memory import address
 from .weight_only import cpu_weight_only_mm
 
 
@@ -120,7 +121,7 @@ def cpu_experts_int8_mm(
         return expert_by_expert(x.new_empty(0, dtype=dtype), experts, count, n, product)
     if xs is not None:
         xs, xz = of_rows(xs, xz, m, writable=x.dtype is not torch.int8)
-        numerics = numerics_of(quantizer, xs.data_ptr(), 0 if xz is None else xz.data_ptr())
+        numerics = numerics_of(quantizer, address(xs, torch.float32), address(xz, torch.int32))
     if recording():
         note(f"cpu_experts_int8_mm.{layer.compiled.instruction_set}")  # type: ignore[union-attr]
     return layer.run(x, experts, numerics)

@@ -28,6 +28,7 @@ from . import ways, weight
 from .compiled_library import TYPES, library, threads
 from .compiled_linear import CompiledLinear, Numerics
 from .int8_blocks import scaled_int_matmul
+from .memory import address, empty
 from .operands import is_readable
 from .structs import Input, IntCall, Output, Quantizer, Weight, pack, struct_of
 
@@ -93,7 +94,7 @@ def cpu_int8_mm(
     x = x if x.stride(1) == 1 else x.contiguous()
     if xs is not None:
         xs, xz = of_rows(xs, xz, m, writable=x.dtype is not torch.int8)
-        numerics = numerics_of(quantizer, xs.data_ptr(), 0 if xz is None else xz.data_ptr())
+        numerics = numerics_of(quantizer, address(xs, torch.float32), address(xz, torch.int32))
     return layer.run(x, x.stride(0), m, (m, n), bias, way, numerics)
 
 
@@ -144,17 +145,17 @@ def quantize_rows(
         raise RuntimeError("quantize_rows needs the compiled kernels")
     m, k = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
-    codes = torch.empty(m, k, dtype=torch.int8)
+    codes = empty((m, k), torch.int8)
     if xs is not None:
         scale, zero_point = of_rows(xs, xz, m, writable=True)
     else:
-        scale, zero_point = torch.empty(m, 1), torch.empty(m, 1, dtype=torch.int32) if quantizer[2] else None
+        scale, zero_point = empty((m, 1), torch.float32), empty((m, 1), torch.int32) if quantizer[2] else None
     call = IntCall(
-        x=Input(x.data_ptr(), TYPES[x.dtype], x.stride(0), m),
-        y=Output(codes.data_ptr(), TYPES[torch.int8], k, bias=0),
+        x=Input(address(x), TYPES[x.dtype], x.stride(0), m),
+        y=Output(address(codes), TYPES[torch.int8], k, bias=0),
         quantizer=_quantizer_of(quantizer),
-        scale=scale.data_ptr(),
-        zero=0 if zero_point is None else zero_point.data_ptr(),
+        scale=address(scale, torch.float32),
+        zero=address(zero_point, torch.int32),
         way=0,
         threads=threads(),
     )

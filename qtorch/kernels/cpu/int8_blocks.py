@@ -10,6 +10,7 @@ from ..custom_ops import implement, note, portable
 from ..ops.int8_block_mm import int8_block_mm
 from ..ops.int_matmul import EXACT_SLICE, int_matmul_into
 from .compiled_library import TYPES, library, threads
+from .memory import address, empty
 from .operand_structs import BlockProduct, ScaleSums
 from .structs import struct_of
 
@@ -31,11 +32,11 @@ def cpu_int8_block_mm(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: tor
     note(f"int8_block_mm.{compiled.instruction_set}")
     xq, wq = xq.contiguous(), wq if 1 in wq.stride() else wq.contiguous()
     xs, ws = xs.float(), ws.float()
-    y = torch.empty(m, n, dtype=dtype)
+    y = empty((m, n), dtype)
     compiled.block_product(
         _block_product(
-            xq.data_ptr(),
-            wq.data_ptr(),
+            address(xq, torch.int8),
+            address(wq, torch.int8),
             *wq.stride(),
             m,
             n,
@@ -43,7 +44,7 @@ def cpu_int8_block_mm(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: tor
             group,
             *_scale_fields(xs, m, groups),
             *_scale_fields(ws, n, groups),
-            y.data_ptr(),
+            address(y),
             TYPES[dtype],
             threads(),
         )
@@ -52,7 +53,7 @@ def cpu_int8_block_mm(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: tor
 
 
 def _scale_fields(scale: Tensor, rows: int, groups: int) -> tuple[int, ...]:
-    return scale.data_ptr(), *scale.stride(), rows // scale.shape[0], groups // scale.shape[1]
+    return address(scale, torch.float32), *scale.stride(), rows // scale.shape[0], groups // scale.shape[1]
 
 
 def scaled_int_matmul(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -65,20 +66,20 @@ def scaled_int_matmul(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: tor
         return None
     note(f"scale_sums.{compiled.instruction_set}")
     (m, _), n = xq.shape, wq.shape[0]
-    y = torch.empty(m, n, dtype=dtype)
-    sums = y.view(torch.int32) if dtype is torch.float32 else torch.empty(m, n, dtype=torch.int32)
+    y = empty((m, n), dtype)
+    sums = y.view(torch.int32) if dtype is torch.float32 else empty((m, n), torch.int32)
     int_matmul_into(sums, xq, wq.t())
     xs, ws = xs.float(), ws.float()
     compiled.scale_sums(
         _scale_sums(
-            sums.data_ptr(),
+            address(sums, torch.int32),
             m,
             n,
-            xs.data_ptr(),
+            address(xs, torch.float32),
             xs.stride(0) if xs.shape[0] > 1 else 0,
-            ws.data_ptr(),
+            address(ws, torch.float32),
             ws.stride(0) if ws.shape[0] > 1 else 0,
-            y.data_ptr(),
+            address(y),
             TYPES[dtype],
             threads(),
         )

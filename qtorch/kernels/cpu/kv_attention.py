@@ -11,6 +11,7 @@ from ..custom_ops import note
 from ..ops.kv_attention import KVAttention, attend_by_heads, check_call
 from ..registry import Problem, register
 from .compiled_library import TYPES, library, missing, threads
+from .memory import address, empty
 from .structs import Attention, Cached, struct_of
 
 FORMATS = {"int8": TYPES[torch.int8], "uint4": 16, "float8_e4m3fn": 17}
@@ -62,10 +63,10 @@ def cpu_kv_attention(call: KVAttention) -> Tensor:
     if mask is not None:
         mask = _with_whole_rows(mask.view(torch.uint8) if mask.dtype is torch.bool else mask)
         steps = [0 if size == 1 else step for size, step in zip(mask.shape[:3], mask.stride()[:3], strict=True)]
-        of_mask = (mask.data_ptr(), TYPES[mask.dtype], *steps)
+        of_mask = (address(mask), TYPES[mask.dtype], *steps)
     if sinks is not None:
         sinks = sinks.detach().float().contiguous()
-    out = torch.empty(batch, all_heads, rows, call.width, dtype=query.dtype)
+    out = empty((batch, all_heads, rows, call.width), query.dtype)
     # By position, in the order of the fields: making the named tuple would take several times as long.
     compiled.attention(
         _pack(
@@ -79,12 +80,12 @@ def cpu_kv_attention(call: KVAttention) -> Tensor:
             rows,
             call.tokens,
             call.length - call.tokens,
-            query.data_ptr(),
+            address(query),
             TYPES[query.dtype],
             *query.stride()[:3],
-            out.data_ptr(),
+            address(out),
             *of_mask,
-            0 if sinks is None else sinks.data_ptr(),
+            address(sinks, torch.float32),
             call.causal and rows > 1,
             call.scaling,
             call.softcap,
@@ -104,6 +105,6 @@ def _cached(kind: int, parts: Sequence[Tensor], width: int, block: int) -> tuple
     codes, size = parts[0], parts[0].element_size()
     steps = [size * step for step in codes.stride()[:3]]
     if len(parts) == 1:
-        return codes.data_ptr(), kind, width, *steps, 0, 0, 0, 0, 0, 0, 0
-    scale, zero = parts[1], parts[2].data_ptr() if len(parts) > 2 else 0
-    return codes.data_ptr(), kind, width, *steps, scale.data_ptr(), zero, TYPES[scale.dtype], *scale.stride()[:3], block
+        return address(codes), kind, width, *steps, 0, 0, 0, 0, 0, 0, 0
+    scale, zero = parts[1], address(parts[2]) if len(parts) > 2 else 0
+    return address(codes), kind, width, *steps, address(scale), zero, TYPES[scale.dtype], *scale.stride()[:3], block

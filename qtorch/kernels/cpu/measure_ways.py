@@ -43,7 +43,7 @@ def measure_ways(compiled: Library) -> Table:
     table: Table = {}
     for size, packed, grouped in itertools.product(SIZES, (False, True), (False, True)):
         weights = _Weights(size, packed, GROUP if grouped else SIZES[size])
-        inputs = [torch.randn(rows, SIZES[size]) for rows in ROWS[size]]
+        inputs = [torch.randn(rows, SIZES[size], dtype=torch.float32, device="cpu") for rows in ROWS[size]]
         key = ways.key_of("int8", packed, grouped, SIZES[size] ** 2)
         table[key] = _steps({len(x): _times(weights.calls(x, ["dot", "tile", "torch"])) for x in inputs})
         if packed and grouped:
@@ -65,15 +65,16 @@ class _Weights:
         kind, size = qdtype("int4" if packed else "int8"), SIZES[name]
         low, high = int(kind.quant_min), int(kind.quant_max)
         self.bytes = COPIES[name] * size * size
-        codes = torch.randint(low, high + 1, (COPIES[name] * (2 if packed else 1), size, size), dtype=torch.int8)
+        shape = COPIES[name] * (2 if packed else 1), size, size
+        codes = torch.randint(low, high + 1, shape, dtype=torch.int8, device="cpu")
         self.size, self.packed, self.kind, self.bounds = size, packed, kind, (float(low), float(high))
         self.codes = pack_codes(codes, kind) if packed else codes
-        self.scale = torch.full((size, size // group), 0.01)
+        self.scale = torch.full((size, size // group), 0.01, dtype=torch.float32, device="cpu")
 
     def floats(self, dtype: torch.dtype) -> Tensor:
         """Weights in floating point, (count, size, size)."""
         count = max(1, self.bytes // (self.size**2 * dtype.itemsize))
-        return torch.randn(count, self.size, self.size).to(dtype)
+        return torch.randn(count, self.size, self.size, dtype=torch.float32, device="cpu").to(dtype)
 
     def calls(self, x: Tensor, names: list[str], floats: Tensor | None = None) -> dict[str, Callable[[], Tensor]]:
         """Multiply `x` with one of the weights after the other, by way: as int8 codes; if there are `floats`,

@@ -23,6 +23,7 @@ from ..custom_ops import implement, note, portable
 from ..ops.dequantize_codes import dequantize_codes
 from ..ops.quantize_rowwise import Quantized, is_int8_rowwise, quantize_dynamic, quantize_rows, shares_scales
 from .compiled_library import TYPES, library, threads
+from .memory import address, empty
 from .operand_structs import DequantizeMatrix, QuantizeMatrix
 from .structs import struct_of
 
@@ -135,11 +136,11 @@ def _quantized(x: Tensor, spec: QuantSpec, tokens: bool) -> Quantized | None:
     note(f"quantize_matrix.{compiled.instruction_set}")
     scale_of_rows = tokens and not spec.dtype.has_nan
     shape = rows if scale_of_rows else rows // block_rows, columns // block_columns
-    codes = torch.empty(rows, columns, dtype=spec.dtype.storage)
-    scale = torch.empty(shape, dtype=torch.float8_e8m0fnu if numbers.power else torch.float32)
+    codes = empty((rows, columns), spec.dtype.storage)
+    scale = empty(shape, torch.float8_e8m0fnu if numbers.power else torch.float32)
     compiled.quantize_matrix(
         _quantize(
-            x.data_ptr(),
+            address(x),
             TYPES[x.dtype],
             *x.stride(),
             rows,
@@ -149,9 +150,9 @@ def _quantized(x: Tensor, spec: QuantSpec, tokens: bool) -> Quantized | None:
             *numbers,
             tokens,
             scale_of_rows,
-            *((0, 0, 0) if noise is None else (noise.data_ptr(), *noise.stride())),
-            codes.data_ptr(),
-            scale.data_ptr(),
+            *((0, 0, 0) if noise is None else (address(noise, torch.float32), *noise.stride())),
+            address(codes),
+            address(scale),
             threads(),
         )
     )
@@ -195,18 +196,18 @@ def _reals(codes: Tensor, scale: Tensor | None, kind: QDType) -> Tensor | None:
     if scale is not None and scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
         return None
     note(f"dequantize_matrix.{compiled.instruction_set}")
-    real = torch.empty(codes.shape)
+    real = empty(tuple(codes.shape), torch.float32)
     compiled.dequantize_matrix(
         _dequantize(
-            codes.data_ptr(),
+            address(codes, kind.storage),
             codes.stride(0),
             *codes.shape,
             FORMATS.get(kind.name, INTEGER),
-            0 if scale is None else scale.data_ptr(),
+            address(scale),
             scale is not None and scale.dtype is torch.float8_e8m0fnu,
             *((0, 0) if scale is None else scale.stride()),
             *block,
-            real.data_ptr(),
+            address(real, torch.float32),
             threads(),
         )
     )

@@ -12,6 +12,7 @@ from ..custom_ops import implement, note, opaque, portable
 from ..ops.quantize_tokens import quantize_tokens
 from .compiled_library import TYPES, library, threads
 from .kv_attention import FLOATS, FORMATS
+from .memory import address
 from .structs import Tokens, struct_of
 
 _pack = struct_of(Tokens).pack
@@ -48,10 +49,10 @@ def cpu_quantize_tokens(x: Tensor, dtype: str, scale_dtype: torch.dtype) -> list
     note(f"cpu_quantize_tokens.{compiled.instruction_set}")
     x = x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
     parts = _empty_parts(x, dtype, scale_dtype)
-    pointers = [part.data_ptr() for part in parts]
+    pointers = [address(part) for part in parts]
     compiled.quantize_tokens(
         _pack(
-            x.data_ptr(),
+            address(x),
             TYPES[x.dtype],
             *x.stride()[:3],
             *x.shape,

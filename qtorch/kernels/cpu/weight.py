@@ -17,6 +17,7 @@ from ...primitives.qdtype import qdtype
 from ...primitives.scheme import Scheme
 from ..registry import Problem, needs_matrix
 from .compiled_library import TYPES, missing
+from .memory import address
 from .structs import Weight
 
 SIZES = {number: dtype.itemsize for dtype, number in TYPES.items()}
@@ -177,7 +178,7 @@ def _fields(
     zero_code = 0 if kind.is_signed else half
     groups = scale.shape[1]
     return Weight(
-        codes=codes.data_ptr(),
+        codes=address(codes),
         row_bytes=codes.stride(0),
         bits=kind.bits if packed else 0,
         center=center,
@@ -185,10 +186,10 @@ def _fields(
         k=k,
         group=k // groups,
         groups=groups,
-        scale=scale.data_ptr(),
+        scale=address(scale),
         scale_type=TYPES[scale.dtype],
         scale_stride=groups if scale.shape[0] > 1 else 0,
-        zero=0 if zero_point is None else zero_point.data_ptr(),
+        zero=address(zero_point),
         zero_type=0 if zero_point is None else TYPES[zero_point.dtype],
         zero_is_code=not ZeroPointDomain[domain].adds_zero_point,
         shift=zero_code - (middle if domain == "FLOAT" else 0.0),

@@ -25,6 +25,7 @@ from . import ways, weight
 from .compiled_library import TYPES, Library, threads
 from .compiled_linear import CompiledLinear
 from .float_copies import float_copy, wanted
+from .memory import address, empty
 from .structs import NO_INPUT, Call, Output, Weight, pack
 
 SLICE_BYTES = 8 << 20
@@ -108,8 +109,8 @@ class Dequantized(NamedTuple):
     def rows(self, start: int = 0, stop: int | None = None, out: Tensor | None = None) -> Tensor:
         """Rows `start` to `stop`, by default all, written into `out` if given."""
         stop = self.n if stop is None else stop
-        out = torch.empty(stop - start, self.k, dtype=self.dtype) if out is None else out
-        output = Output(out.data_ptr(), TYPES[self.dtype], self.k, bias=0)
+        out = empty((stop - start, self.k), self.dtype) if out is None else out
+        output = Output(address(out), TYPES[self.dtype], self.k, bias=0)
         assert self.fields is not None
         call = Call(x=NO_INPUT, y=output, way=0, threads=threads())
         self.library.dequantize(pack(weight.part(self.fields, start, stop)) + pack(call))

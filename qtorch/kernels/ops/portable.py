@@ -67,7 +67,7 @@ def dequantize_portably(
     if kind.format is None:
         return dequantize_affine(codes, block, scale, zero_point, kind, low, high, spec.zero_point_domain, dtype)
     magnitudes = kind.format.magnitudes
-    table = torch.tensor([*magnitudes, *(-value for value in magnitudes)], device=codes.device)
+    table = torch.tensor([*magnitudes, *(-value for value in magnitudes)], device=codes.device, dtype=torch.float32)
     view = BlockView(codes.shape, block)
     real = table.index_select(0, codes.reshape(-1).int()).reshape(codes.shape)
     return view.merge(view.split(real) * view.split_scale(scale).float()).to(dtype)

@@ -146,7 +146,7 @@ class LowBitAdam(Loads, torch.optim.Optimizer):
             raise RuntimeError(f"{type(self).__name__} takes no sparse gradients; use torch.optim.SparseAdam")
         state, names = self.state[parameter], self.moment_names(group)
         if "step" not in state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         for name in names:
             if name not in state:
                 state[name] = zeros(parameter, group, name)

@@ -57,7 +57,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         self._copies: dict[Tensor, Tensor] = {}
         self._ready: dict[Tensor, Any] = {}  # events after which gradients are on the CPU
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
-        probe = optimizer_class([torch.zeros(1, requires_grad=True)], **kwargs)
+        probe = optimizer_class([torch.zeros(1, requires_grad=True, dtype=torch.float32, device="cpu")], **kwargs)
         super().__init__(params, dict(probe.defaults))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -106,7 +106,9 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             event.synchronize()
         gradients = [grad for p in self._inner if (grad := self._gradient(p)) is not None]
         norms = [torch.linalg.vector_norm(grad.float(), norm_type).cpu() for grad in gradients]
-        total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+        total = torch.zeros((), dtype=torch.float32, device="cpu")
+        if norms:
+            total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         factor = float((max_norm / (total + 1e-6)).clamp(max=1.0))
         for grad in gradients:
             grad.mul_(factor)

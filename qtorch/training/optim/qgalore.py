@@ -104,7 +104,7 @@ class QGaLoreAdamW8bit(LowBitAdam):
             return
         assert parameter.grad is not None
         state = self.state[parameter]
-        state.setdefault("step", torch.tensor(0.0))
+        state.setdefault("step", _number(0))
         state["step"] += 1
         number = int(state["step"].item())
         wide = parameter.shape[0] < parameter.shape[1] and not is_sharded(parameter)
@@ -145,13 +145,13 @@ class QGaLoreAdamW8bit(LowBitAdam):
         state["projector"] = stored(top_directions(products, group["rank"]))
         new = orthonormal(state["projector"])
         if old is None:
-            state["gap"] = torch.tensor(float(group["update_proj_gap"]))
-            state[QUEUE] = torch.zeros(0)
+            state["gap"] = _number(group["update_proj_gap"])
+            state[QUEUE] = torch.zeros(0, dtype=torch.float32, device="cpu")
         else:
             self._compare(old, new, state, group)
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = _turned(state[name], name != "exp_avg", old, new)
-        state["next_update"] = torch.tensor(float(number + int(state["gap"])))
+        state["next_update"] = _number(number + int(state["gap"]))
         return new
 
     def _compare(self, old: Tensor, new: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -159,8 +159,8 @@ class QGaLoreAdamW8bit(LowBitAdam):
         cosine = (old[0] @ new[0]).abs().cpu().reshape(1)
         state[QUEUE] = torch.cat([state[QUEUE], cosine])[-group["queue_size"] :]
         if len(state[QUEUE]) == group["queue_size"] and state[QUEUE].mean() >= group["cos_threshold"]:
-            state["gap"] = torch.tensor(float(int(state["gap"] * group["gamma_proj"])))
-            state[QUEUE] = torch.zeros(0)
+            state["gap"] = _number(int(state["gap"] * group["gamma_proj"]))
+            state[QUEUE] = torch.zeros(0, dtype=torch.float32, device="cpu")
 
     def _read(self, parameter: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         if "projector" not in state:
@@ -168,6 +168,11 @@ class QGaLoreAdamW8bit(LowBitAdam):
         device = local_of(parameter).device
         on_device = ("projector", "exp_avg", "exp_avg_sq")
         return {name: value.to(device if name in on_device else "cpu") for name, value in state.items()}
+
+
+def _number(value: float) -> Tensor:
+    """In fp32 on the CPU, as torch's optimizers hold their steps."""
+    return torch.tensor(float(value), dtype=torch.float32, device="cpu")
 
 
 def _sharded_like(parameter: Tensor, reduced: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ class Schedule(QuantizationState):
         super().__init__()
         check_steps(start_step, freeze_step)
         self.start_step, self.freeze_step = start_step, freeze_step
-        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64, device="cpu"))
 
     @property
     def active(self) -> Tensor:

@@ -116,7 +116,7 @@ def _global_mean(shards: list[Tensor], counts: list[int], mesh: Any) -> Tensor:
     sums = torch.stack([shard.float().abs().sum() for shard in shards])
     # With a mesh of two axes, replicas hold equal shards: the last axis has all of them.
     dist.all_reduce(sums, group=mesh.get_group(mesh.ndim - 1))
-    return (sums / torch.tensor(counts, device=sums.device)).clamp(min=torch.finfo(torch.float32).tiny)
+    return (sums / sums.new_tensor(counts)).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 bitnet_training = BitnetTraining

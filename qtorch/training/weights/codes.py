@@ -231,5 +231,5 @@ def _noise(weight: CodesWeight) -> torch.Generator | None:
     rank, shared = weight._rank, weight._shared_rounding
     if rank is None and shared is None:
         return None
-    seed = int(torch.randint(2**62, ())) if shared is None else shared.next_seed()
+    seed = int(torch.randint(2**62, (), device="cpu")) if shared is None else shared.next_seed()
     return torch.Generator(weight.device).manual_seed((seed + (rank or 0) * _RANK_STRIDE) % 2**63)

@@ -5,6 +5,7 @@
 #   bash tests/kernels/cpu/sanitize.sh [python] [arguments of pytest]
 #
 # SANITIZE_SETS names those to try, by default all that this machine runs; each may take SANITIZE_SECONDS, by default 1200.
+# For the last one bf16 is the default dtype of the process once more.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 python=${1:-python}
@@ -29,24 +30,30 @@ PYTHON
 # would swallow the last words of a process.
 # The C++ library too, or its exceptions would be thrown before the runtime has seen it.
 runtime="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so) $(gcc -print-file-name=libstdc++.so)"
-failed=0
-for set in $sets; do
-    mkdir "$directory/$set"
-    mv "$directory/all/libqtorch_$set.so" "$directory/$set"
-    cp "$directory/all/libqtorch_operators.so" "$directory/$set"
-    echo "== $set"
-    timeout "${SANITIZE_SECONDS:-1200}" env LD_PRELOAD="$runtime" QTORCH_CPU_LIBRARIES="$directory/$set" \
+of_kernels() {
+    timeout "${SANITIZE_SECONDS:-1200}" env LD_PRELOAD="$runtime" QTORCH_CPU_LIBRARIES="$directory/$1" \
         ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
         "$python" -m pytest -n 0 -q -s -r f -p no:cacheprovider --durations=0 --durations-min=60 \
         tests/kernels/cpu/test_conv.py tests/kernels/cpu/test_conv_prepared.py tests/kernels/cpu/test_embedding.py tests/kernels/cpu/test_experts_mm.py \
         tests/kernels/cpu/test_int8_blocks.py tests/kernels/cpu/test_int8_mm.py tests/kernels/cpu/test_kv_attention.py \
         tests/kernels/cpu/test_operands.py tests/kernels/cpu/test_operators.py \
         tests/kernels/cpu/test_weight_only_mm.py tests/kernels/test_block_sparse_mm.py tests/test_fuse_convolutions.py \
-        -k "not compil and not gradient and not well_formed" "$@" || { failed=1; echo "== $set failed"; }
+        -k "not compil and not gradient and not well_formed" "${@:2}"
+}
+
+failed=0
+for set in $sets; do
+    mkdir "$directory/$set"
+    mv "$directory/all/libqtorch_$set.so" "$directory/$set"
+    cp "$directory/all/libqtorch_operators.so" "$directory/$set"
+    echo "== $set"
+    of_kernels "$set" "$@" || { failed=1; echo "== $set failed"; }
     # Damaged pickles, and inner tensors that move: the cases run in processes of their own, which inherit the runtime.
     timeout "${SANITIZE_SECONDS:-1200}" env LD_PRELOAD="$runtime" QTORCH_CPU_LIBRARIES="$directory/$set" \
         ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
         "$python" -m pytest -n 0 -q -s -r f -p no:cacheprovider \
         tests/attack/test_damaged_pickles.py tests/attack/test_moved_memory.py -k "not dying" "$@" || { failed=1; echo "== $set failed"; }
 done
+echo "== $set, with another default dtype"
+QTORCH_TEST_DEFAULT_DTYPE=bfloat16 of_kernels "$set" "$@" || { failed=1; echo "== $set with another default dtype failed"; }
 exit $failed

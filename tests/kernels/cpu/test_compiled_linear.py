@@ -13,7 +13,7 @@ from torch.nn import functional
 import qtorch
 from qtorch.dtypes import deregister_aqt_quantized_linear_dispatch, linear, register_aqt_quantized_linear_dispatch
 from qtorch.kernels import record_kernels, registry
-from qtorch.kernels.cpu import allocate, compiled_library, ways
+from qtorch.kernels.cpu import compiled_library, memory, ways
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
 from tests.rounding import assert_same_product
 
@@ -271,8 +271,8 @@ def test_vmap_takes_the_long_way():
 @pytest.mark.parametrize("shape", [(4,), (0, 4), (2, 0, 3), (2, 3, 4)])
 def test_results_are_allocated_as_torch_does(shape, monkeypatch):
     for _ in range(2):
-        made, like = allocate.empty(shape, torch.bfloat16), torch.empty(shape, dtype=torch.bfloat16)
+        made, like = memory.empty(shape, torch.bfloat16), torch.empty(shape, dtype=torch.bfloat16)
         assert (made.shape, made.stride(), made.dtype) == (like.shape, like.stride(), like.dtype)
         with torch.inference_mode():
-            assert allocate.empty(shape, torch.float32).is_inference()
-        monkeypatch.setattr(allocate, "_allocate", None)
+            assert memory.empty(shape, torch.float32).is_inference()
+        monkeypatch.setattr(memory, "_allocate", None)

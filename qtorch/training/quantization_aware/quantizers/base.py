@@ -47,7 +47,7 @@ class Quantizer(QuantizationState):
         # What is seen, while `calibrate` looks at data.
         self.observed: Statistic | None = None
         self._known_ready = False
-        held = torch.full(tuple(shape), math.nan)
+        held = torch.full(tuple(shape), math.nan, dtype=torch.float32, device="cpu")
         self.register_buffer("held_scale", held if freezes else None)
         self.register_buffer("held_zero_point", held.clone() if freezes and spec.has_zero_point else None)
 

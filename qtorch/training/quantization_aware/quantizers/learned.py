@@ -115,10 +115,11 @@ class LearnedStep(LearnedQuantizer):
     ) -> None:
         super().__init__(spec, shape, freezes, scale_dtype, through_rounding, count)
         self.offset, shape = offset, tuple(shape)
-        self.register_buffer("initial_scale", torch.full(shape, math.nan))
-        self.register_buffer("initial_zero_point", torch.zeros(shape) if spec.has_zero_point else None)
-        self.log_scale = nn.Parameter(torch.zeros(shape))
-        self.register_parameter("shift", nn.Parameter(torch.zeros(shape)) if offset else None)
+        zeros = torch.zeros(shape, dtype=torch.float32, device="cpu")
+        self.register_buffer("initial_scale", torch.full_like(zeros, math.nan))
+        self.register_buffer("initial_zero_point", zeros.clone() if spec.has_zero_point else None)
+        self.log_scale = nn.Parameter(zeros.clone())
+        self.register_parameter("shift", nn.Parameter(zeros) if offset else None)
 
     @property
     def is_static(self) -> bool:
@@ -198,9 +199,10 @@ class LearnedClip(LearnedQuantizer):
 
     def __init__(self, spec: QuantSpec, shape: Sequence[int], freezes: bool = False, **options: Any) -> None:
         super().__init__(spec, shape, freezes, **options)
-        self.log_clip = nn.Parameter(torch.zeros(tuple(shape)))
+        zeros = torch.zeros(tuple(shape), dtype=torch.float32, device="cpu")
+        self.log_clip = nn.Parameter(zeros)
         asymmetric = spec.mapping is MappingType.ASYMMETRIC
-        self.register_parameter("log_clip_low", nn.Parameter(torch.zeros(tuple(shape))) if asymmetric else None)
+        self.register_parameter("log_clip_low", nn.Parameter(zeros.clone()) if asymmetric else None)
 
     def qparams(self, x: Tensor, observe: bool) -> tuple[Tensor, Tensor | None]:
         spec = self.spec

@@ -58,9 +58,10 @@ class ObservedRange(Quantizer):
     def __init__(self, spec: QuantSpec, shape: Sequence[int], freezes: bool, observer: Observer) -> None:
         super().__init__(spec, shape, freezes)
         self.observer = observer
-        self.register_buffer("min_val", torch.full(tuple(shape), math.nan))
-        self.register_buffer("max_val", torch.full(tuple(shape), math.nan))
-        self.register_buffer("memory", torch.zeros(observer.memory, *shape) if observer.memory else None)
+        unknown = torch.full(tuple(shape), math.nan, dtype=torch.float32, device="cpu")
+        self.register_buffer("min_val", unknown)
+        self.register_buffer("max_val", unknown.clone())
+        self.register_buffer("memory", unknown.new_zeros(observer.memory, *shape) if observer.memory else None)
 
     @property
     def is_static(self) -> bool:
