@@ -184,7 +184,18 @@ def check_device(op: str, input: Tensor, weight: QuantizedTensor) -> None:
     own = vars(weight)
     inner: Tensor = own[weight.tensor_names(own["scheme"])[0]]
     if inner.device != input.device:
-        raise ValueError(f"{op}: the input is on {input.device}, the weight on {inner.device}")
+        raise ValueError(_on_two_devices(op, input, inner))
+
+
+def check_input(op: str, input: Tensor, weight: Tensor) -> None:
+    """`check_device` and `check_dtype` for a weight in floating point."""
+    if input.device != weight.device:
+        raise ValueError(_on_two_devices(op, input, weight))
+    check_dtype(op, input, weight.dtype)
+
+
+def _on_two_devices(op: str, input: Tensor, weight: Tensor) -> str:
+    return f"{op}: the input is on {input.device}, the weight on {weight.device}"
 
 
 def check_dtype(op: str, input: Tensor, dtype: torch.dtype) -> None:

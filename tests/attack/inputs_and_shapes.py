@@ -104,6 +104,29 @@ def another_device(subject: Subject) -> None:
     raise AssertionError(f"it is accepted, and the output is on {y.device}")
 
 
+@operation(GROUP, "rows on the CPU for a layer, or a part of it, on meta", refuses=r"device|meta", may_kill=True)
+def layer_on_another_device(subject: Subject) -> None:
+    """All of it, its bias, or what it holds beside the weight; never called, and called before."""
+    wanted, words = outputs(subject.layer())[1], []
+    for part in ("", "bias", *(name for name, _ in subject.layer().named_children())):
+        for calls in (0, 2):
+            layer = subject.layer().eval()
+            for _ in range(calls):
+                layer(inputs()[1])
+            if part == "bias":
+                layer.bias = nn.Parameter(layer.bias.detach().to("meta"))
+            else:
+                layer.get_submodule(part).to("meta")
+            try:
+                y = layer(inputs()[1])
+            except (ValueError, RuntimeError, NotImplementedError) as error:
+                words.append(error)
+            else:
+                assert part not in ("", "bias"), f"with {part or 'all'} on meta it gives {y}"
+                same([y], [wanted], f"with {part} on meta", 0)
+    raise words[0]
+
+
 @operation(GROUP, "`torch.autocast`")
 def autocast(subject: Subject) -> None:
     layer = subject.layer().eval()

@@ -66,12 +66,12 @@ class Operation:
 
 
 def operation(
-    group: str, title: str, refuses: str | None = None, few: bool = False
+    group: str, title: str, refuses: str | None = None, few: bool = False, may_kill: bool = False
 ) -> Callable[[Callable[[Subject], None]], Callable[[Subject], None]]:
     """Decorator: make a function a row."""
 
     def decorate(function: Callable[[Subject], None]) -> Callable[[Subject], None]:
-        add(function.__name__, Operation(group, title, function, refuses, few))
+        add(function.__name__, Operation(group, title, function, refuses, few, may_kill))
         return function
 
     return decorate

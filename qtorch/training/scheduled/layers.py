@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...dtypes.autocast import cast_for_product
 from ...dtypes.conv_weight import ConvWeight
-from ...dtypes.linear import check_dtype
+from ...dtypes.linear import check_input
 from ...kernels.im2col import to_matrix
 from ...kernels.rows import from_rows, to_rows
 from ...prepared_module import PreparedModule
@@ -51,7 +51,7 @@ class ScheduledLayer(PreparedModule):
 
     def forward(self, input: Tensor) -> Tensor:
         refuse_jit_trace()
-        check_dtype(f"a {type(self).float_class.__name__} in training", input, self.weight.dtype)
+        check_input(f"a {type(self).float_class.__name__} in training", input, self.weight)
         y = cast_for_product(self.product, input, self.weight, self.bias)
         if self.training:
             self.contraction_state.advance()

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from ....dtypes.autocast import cast_for_product
 from ....dtypes.base import quantized_type
-from ....dtypes.linear import check_dtype
+from ....dtypes.linear import check_input
 from ....prepared_module import PreparedModule
 from ....primitives import LinearSpec, MappingType, PerAxis, PerRow, PerTensor, QuantSpec, ZeroPointDomain
 from ....tracing.outside_graphs import refuse_jit_trace
@@ -71,7 +71,7 @@ class FakeQuantizedLayer(PreparedModule):
 
     def forward(self, input: Tensor) -> Tensor:
         refuse_jit_trace()
-        check_dtype(f"a {type(self).float_class.__name__} in training", input, self.weight.dtype)
+        check_input(f"a {type(self).float_class.__name__} in training", input, self.weight)
         return cast_for_product(self.product, input, self.weight, self.bias)
 
     def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ....dtypes.autocast import cast_for_product, without_autocast
-from ....dtypes.linear import check_dtype
+from ....dtypes.linear import check_input
 from ....install import keep_attributes
 from ....prepared_module import PreparedModule
 from ....recipe import Recipe, WeightRecipe, register_recipe
@@ -126,7 +126,7 @@ class LoRALinear(PreparedModule, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         refuse_jit_trace()
-        check_dtype("a Linear in training", input, self.weight.dtype)
+        check_input("a Linear in training", input, self.weight)
         return cast_for_product(fake_quantized_linear, input, self.merged(), self.bias, self.qat_spec)
 
     def check_convert(self) -> None:
