@@ -208,11 +208,17 @@ def check_dtype(op: str, input: Tensor, dtype: torch.dtype) -> None:
         )
 
 
+HOW_TO_TRAIN = (
+    "quantize_(model, qat(recipe)) of the float model, see dequantize_, trains it for that recipe, "
+    "int8_weight_only_quantized_training() trains codes, and adapters (LoRA) train beside a frozen weight"
+)
+
+
 def frozen_error(weight: Tensor) -> RuntimeError:
     """The error to raise when a transform requests the gradient of `weight`."""
     return RuntimeError(
         f"the gradient of a frozen quantized weight was requested ({weight!r}). Differentiate with respect to other "
-        "tensors, or call dequantize_(model) to train the weight itself"
+        f"tensors; {HOW_TO_TRAIN}"
     )
 
 

@@ -135,6 +135,10 @@ class FakeQuantizedLayer(PreparedModule):
     def quantize_weight(self, matrix: Tensor) -> FakeQuantized:
         return self._scheduled(self.weight_quantizer(matrix, self.frozen, self._multiplies_codes), matrix)
 
+    def weight_values(self, matrix: Tensor) -> Tensor:
+        """`matrix` fake-quantized, for what reads it and multiplies nothing; differentiable."""
+        return self._scheduled(self.weight_quantizer(matrix, self.frozen), matrix).values
+
     @property
     def _multiplies_codes(self) -> bool:
         """Whether products are those of codes: not while `calibrate` looks at the input in floating point."""
@@ -226,9 +230,9 @@ class FakeQuantizedEmbedding(FakeQuantizedLayer, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         refuse_jit_trace()
-        w = self.quantize_weight(self.weight)
+        values = self.weight_values(self.weight)
         self.advance()
-        return functional.embedding(input, w.values, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+        return functional.embedding(input, values, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
 
 
 LAYERS: dict[type[nn.Module], type[FakeQuantizedLayer]] = {
