@@ -22,7 +22,7 @@ from ..tracing.function_transforms import are_active, one_by_one, run_whole, tra
 from ..tracing.outside_graphs import refuse_jit_trace, starts_no_graph
 from .affine import AffineQuantizedTensor
 from .autocast import autocasts, cast_for_product
-from .base import QuantizedTensor
+from .base import HOW_TO_TRAIN, QuantizedTensor
 from .copying import forms_of
 from .dispatch import implements_function
 from .fast_path import fast_linear_of
@@ -206,12 +206,6 @@ def check_dtype(op: str, input: Tensor, dtype: torch.dtype) -> None:
             f"{op}: expected an input of dtype {dtype}, which the weight has, got {input.dtype}: "
             f"input.to({dtype}){hint}"
         )
-
-
-HOW_TO_TRAIN = (
-    "quantize_(model, qat(recipe)) of the float model, see dequantize_, trains it for that recipe, "
-    "int8_weight_only_quantized_training() trains codes, and adapters (LoRA) train beside a frozen weight"
-)
 
 
 def frozen_error(weight: Tensor) -> RuntimeError:

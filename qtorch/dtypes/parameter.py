@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import QuantizedTensor
+from .base import HOW_TO_TRAIN, QuantizedTensor
 from .caller import calling_frame, calling_package
 from .dispatch import implements_function
-from .linear import HOW_TO_TRAIN
 
 
 _PASS_A_FLAG_ON = (nn.Parameter.__new__.__code__, nn.Module._load_from_state_dict.__code__)

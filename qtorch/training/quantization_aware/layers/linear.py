@@ -161,8 +161,6 @@ class FakeQuantizedLayer(PreparedModule):
             self.schedule.advance()
 
     def check_convert(self) -> None:
-        if is_sharded(self.weight):
-            raise ValueError("is sharded; load its full state dict into the model in one piece, and convert that")
         if self.input_quantizer is not None and not self.input_quantizer.is_ready:
             raise ValueError("no input has been seen, so its scale is not known: train, or calibrate(model, batches)")
         if not bool(torch.isfinite(self.matrix.detach()).all()):
@@ -239,11 +237,6 @@ LAYERS: dict[type[nn.Module], type[FakeQuantizedLayer]] = {
     cls.float_class: cls for cls in (FakeQuantizedLinear, FakeQuantizedEmbedding)
 }
 """What each float module becomes; further kinds are in files of their own."""
-
-
-def is_sharded(weight: Tensor) -> bool:
-    """Whether it is a DTensor, of which each process has a part."""
-    return hasattr(weight, "_local_tensor")
 
 
 def layer_for(module: nn.Module) -> type[FakeQuantizedLayer]:
