@@ -7,9 +7,16 @@ its class back.
 
 from __future__ import annotations
 
-from typing import ClassVar
+import sys
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether it is a DTensor; the package that defines them is not imported for that."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 class PreparedModule(nn.Module):
@@ -27,7 +34,7 @@ class PreparedModule(nn.Module):
         Raises:
             NotImplementedError: a DTensor, by which the styles of torch's tensor parallelism replace a parameter.
         """
-        if hasattr(param, "_local_tensor"):
+        if is_sharded(param):
             raise NotImplementedError(
                 f"{name} of a {type(self).__name__}: a layer in training cannot be parallelized by the styles of "
                 "torch; convert() the model first, or train it under FSDP2 or DistributedDataParallel"

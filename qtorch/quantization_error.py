@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ def quantization_error(weight: Tensor, quantized: Any) -> float:
         weight: the float weight.
         quantized: a quantized tensor of the same shape, or anything that has `dequantize`.
     """
+    if weight.is_meta:
+        return math.inf  # of weights in training that hold the float weight itself; the others need values
     if isinstance(quantized, TransposedWeight) and not quantized.scheme.padding:
         weight, quantized = weight.mT, quantized.matrix
     plain = isinstance(quantized, QuantizedTensor) and not quantized.trains and not isinstance(quantized, MatrixWeight)

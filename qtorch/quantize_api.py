@@ -122,7 +122,7 @@ def quantize_(
     """
     check_model("quantize_", model)
     check_are_recipes("quantize_", recipe)
-    _check_device(device)
+    _check_device(device, model)
     found: list[Target[Any]] = find_targets(model, recipe, filter_fn, targets)
     choose_fitting(found, on_misfit)
     if not any(target.recipe for target in found):
@@ -253,10 +253,15 @@ def _recipes_in(mapping: Mapping[str, Any]) -> list[Any]:
     return [each for given in mapping.values() for each in (given if given and isinstance(given, tuple) else (given,))]
 
 
-def _check_device(device: torch.device | str | None) -> None:
-    """Raise `ValueError` if no tensor can be on `device`."""
+def _check_device(device: torch.device | str | None, model: nn.Module) -> None:
+    """Raise `ValueError` if no tensor can be on `device`, or a weight has no values to be moved there."""
     if device is None:
         return
+    if name := next((name for name, parameter in model.named_parameters() if parameter.is_meta), None):
+        raise ValueError(
+            f"quantize_: {name} is on the meta device and has no values to move to {device}; load it first, or leave "
+            "device out and call model.to_empty(device=...) afterwards; the model is unchanged"
+        )
     try:
         torch.empty(0, device=device, dtype=torch.float32)
     except (RuntimeError, AssertionError) as error:

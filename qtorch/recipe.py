@@ -182,6 +182,15 @@ def check_float_weight(weight: Tensor) -> None:
         raise ValueError(f"takes float32, float16 or bfloat16 weights, this one is {weight.dtype}")
 
 
+def check_has_values(weight: Tensor, recipe: Recipe) -> None:
+    """Raise `ValueError` where `weight` is on the meta device."""
+    if weight.is_meta:
+        raise ValueError(
+            f"the weight is on the meta device and has no values to quantize, and {recipe.name} begins with these; load "
+            "it first"
+        )
+
+
 class WeightRecipe(Recipe):
     """A recipe for inference that is defined by a `LinearSpec`.
 
@@ -239,8 +248,7 @@ class WeightRecipe(Recipe):
 
     def check(self, weight: Tensor) -> None:
         self.check_form(weight)
-        if weight.is_meta:
-            raise ValueError("the weight is on the meta device and has no values to quantize; load it first")
+        check_has_values(weight, self)
         # `isfinite` takes ten times as long; a NaN or an infinity is an extreme of the whole.
         if weight.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(weight.detach()))).all()):
             bad = int((~torch.isfinite(weight)).sum())

@@ -11,9 +11,15 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
+from .prepared_module import is_sharded
 from .weight_kinds import UNKNOWN, WeightKind
 
 R = TypeVar("R")
+
+_SHARDED = (
+    "is sharded, and its scales are those of the whole weight: call quantize_ before fully_shard, on the meta device if "
+    "the model is too large for a process; convert() takes a model in one piece, with the full state dict of this one"
+)
 
 
 @dataclass
@@ -64,7 +70,8 @@ class Slot(Generic[R]):
 
     def is_one_of(self, types: tuple[type, ...]) -> bool:
         """Whether the parameter, or the module whose weight it is, has one of these types."""
-        return isinstance(self.parameter, types) or (self.attribute == "weight" and isinstance(self.module, types))
+        held = getattr(self.parameter, "_local_tensor", self.parameter)
+        return isinstance(held, types) or (self.attribute == "weight" and isinstance(self.module, types))
 
     @property
     def label(self) -> str:
@@ -108,4 +115,4 @@ class Target(Generic[R]):
         if len({slot.kind.held for slot in self.slots}) > 1:
             names = " and ".join(f"{slot.name} ({slot.kind.name})" for slot in self.slots[:4])
             return f"is shared by {names}, which contract different axes of it"
-        return None
+        return _SHARDED if is_sharded(self.parameter) else None

@@ -19,7 +19,7 @@ from ..weight_kinds import kind_of
 from .file_format import HEADER, HEADER_CHECKSUM, OWN_FORMAT, checksum, places_of, text_checksum
 from .header import Header
 from .save_folder import save_folder
-from .to_save import identity, problem_of, write_file
+from .to_save import check_converted, identity, problem_of, write_file
 
 
 def save_quantized(
@@ -41,7 +41,8 @@ def save_quantized(
         max_shard_size: maximum size of a file in bytes, unless one tensor is larger.
 
     Raises:
-        ValueError: a value is not a tensor with data, has a dtype that safetensors lacks, or two names clash.
+        ValueError: a value is not a tensor with data, has a dtype that safetensors lacks, or two names clash; a layer is
+            in training.
         OSError: the files cannot be written; those of an earlier save are unchanged.
     """
     if format != OWN_FORMAT:
@@ -75,6 +76,7 @@ def save_quantized(
 def _named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not isinstance(source, nn.Module):
         return dict(source)
+    check_converted(source)
     for name, module in source.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ValueError(f"save_quantized: {name or 'the model'} has extra state, which safetensors cannot hold")

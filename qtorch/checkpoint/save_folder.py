@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .file_format import places_of
 from .save_format import SaveFormat, save_format
-from .to_save import identity, problem_of, write_file
+from .to_save import check_converted, identity, problem_of, write_file
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -88,6 +88,7 @@ def _write_configs(model: Any, folder: Path) -> dict[str, Any]:
 def _named_tensors(source: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]]:
     """(name, tensor, first name of the tensor) of what is in the state dict."""
     if isinstance(source, nn.Module):
+        check_converted(source)
         kept = source.state_dict(keep_vars=True).keys()
         named = {name: tensor for name, (_, _, tensor) in places_of(source) if name in kept}
     else:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..dtypes import QuantizedTensor
 from ..dtypes.serialize import LOGICAL_DTYPES
+from ..prepared_module import PreparedModule
 from .tensor_file import NAMES, write_tensors
 
 
@@ -30,6 +31,16 @@ def problem_of(value: Any) -> str | None:
     if value.layout is not torch.strided or value.dtype not in NAMES:
         return f"a {value.layout} tensor of {value.dtype}, which safetensors cannot hold"
     return None
+
+
+def check_converted(model: nn.Module) -> None:
+    """Raise `ValueError` where a layer is in training: what training has added to it is in no file of this package."""
+    for name, module in model.named_modules():
+        if isinstance(module, PreparedModule):
+            raise ValueError(
+                f"save_quantized: {name or 'the model'} is a {type(module).__name__}, a layer in training that is not "
+                "converted yet: quantize_(model, convert()), or torch.save its state_dict()"
+            )
 
 
 def identity(tensor: Tensor) -> Any:

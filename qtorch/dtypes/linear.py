@@ -22,7 +22,7 @@ from ..tracing.function_transforms import are_active, one_by_one, run_whole, tra
 from ..tracing.outside_graphs import refuse_jit_trace, starts_no_graph
 from .affine import AffineQuantizedTensor
 from .autocast import autocasts, cast_for_product
-from .base import QuantizedTensor
+from .base import HOW_TO_TRAIN, QuantizedTensor
 from .copying import forms_of
 from .dispatch import implements_function
 from .fast_path import fast_linear_of
@@ -223,7 +223,7 @@ def frozen_error(weight: Tensor) -> RuntimeError:
     """The error to raise when a transform requests the gradient of `weight`."""
     return RuntimeError(
         f"the gradient of a frozen quantized weight was requested ({weight!r}). Differentiate with respect to other "
-        "tensors, or call dequantize_(model) to train the weight itself"
+        f"tensors; {HOW_TO_TRAIN}"
     )
 
 

@@ -1,7 +1,8 @@
 """Quantized tensors as parameters: assignment to `requires_grad` and `data`.
 
-A frozen weight stays frozen: `requires_grad_()` warns and has no effect, so that `nn.Parameter`,
-`load_state_dict(assign=True)` and `model.requires_grad_()` work on models with quantized weights.
+A frozen weight stays frozen: to ask for its gradient, by `requires_grad_()`, `requires_grad = True` or the same of a
+module, is an error. `nn.Parameter` and `load_state_dict(assign=True)`, which pass on a default or the flag of a float
+parameter, make frozen parameters.
 """
 
 from __future__ import annotations
@@ -12,34 +13,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import QuantizedTensor
-from .caller import calling_package
+from .base import HOW_TO_TRAIN, QuantizedTensor
+from .caller import calling_frame, calling_package
 from .dispatch import implements_function
+
+
+_PASS_A_FLAG_ON = (nn.Parameter.__new__.__code__, nn.Module._load_from_state_dict.__code__)
+"""Code that sets `requires_grad` to its default, or to that of a float parameter: no request to train."""
 
 
 @implements_function(Tensor.requires_grad_)
 def requires_grad_(tensor: QuantizedTensor, requires_grad: bool = True) -> QuantizedTensor:
-    """`Tensor.requires_grad_`, without effect on a frozen weight."""
+    """`Tensor.requires_grad_`.
+
+    Raises:
+        ValueError: a frozen weight is to train.
+    """
+    if requires_grad and not tensor.trains:
+        if getattr(calling_frame(), "f_code", None) not in _PASS_A_FLAG_ON:
+            raise ValueError(f"requires_grad: a frozen quantized weight has no gradient ({tensor!r}); {HOW_TO_TRAIN}")
+        requires_grad = False
     with torch._C.DisableTorchFunctionSubclass():
-        # No warning for a tensor that `nn.Parameter` is wrapping: requires_grad=True is its default.
-        if requires_grad and not tensor.trains:
-            if isinstance(tensor, nn.Parameter):
-                _warn_frozen()
-            requires_grad = False
         return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
 @implements_function(Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 def _set_requires_grad(tensor: QuantizedTensor, requires_grad: bool) -> None:
     requires_grad_(tensor, requires_grad)
-
-
-def _warn_frozen() -> None:
-    warnings.warn(
-        "qtorch: requires_grad has no effect, a frozen quantized weight stays frozen; call quantize_ with a recipe of "
-        "qtorch.training to train it in low precision, or dequantize_(model) first",
-        stacklevel=5,
-    )
 
 
 def _warn_cast(old: torch.dtype, new: torch.dtype) -> None:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .jsonable import jsonable
@@ -198,6 +199,9 @@ class BlockView:
         return scale.reshape(self._split_scale)
 
     def merge(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() and x.dim() != len(self.shape) and x.is_cpu:
+            strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+            return x.contiguous().as_strided(self.shape, strides)
         return x.reshape(self.shape)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import tempfile
 from pathlib import Path
@@ -14,7 +15,7 @@ from qtorch import load_quantized, quantize_, save_quantized
 from qtorch.dtypes import QuantizedTensor
 from qtorch.prepared_module import PreparedModule
 from qtorch.training import TrainingWeight
-from tests.attack.operations import Refused, inputs, operation, outputs, same
+from tests.attack.operations import Refused, attempt, inputs, operation, outputs, same
 from tests.attack.subject import K, N, Subject
 
 GROUP = "Copies, moves and files"
@@ -53,12 +54,11 @@ def saved_quantized(subject: Subject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
         save_quantized(layer, path)
-        made = subject.layer(2).eval() if isinstance(layer, PreparedModule) else nn.Linear(K, N).eval()
+        made = nn.Linear(K, N).eval()  # what trains must not become one in silence
         load_quantized(made, path)
         same(outputs(made), outputs(layer), "what was loaded", 0)
-        if not isinstance(layer, PreparedModule):
-            # Weights that train in codes are saved as those that serve.
-            assert subject.stochastic or not made.weight.requires_grad, "requires_grad has changed"
+        # Weights that train in codes are saved as those that serve.
+        assert subject.stochastic or not made.weight.requires_grad, "requires_grad has changed"
 
 
 @operation(GROUP, "`clone`, `detach`, `view_as`")
@@ -112,6 +112,43 @@ def made_again_as_a_parameter(subject: Subject) -> None:
     assert not made.requires_grad
     layer._parameters["weight"] = made
     same(outputs(layer), wanted, "made again", 0)
+
+
+@operation(GROUP, "`p.requires_grad_()`, `p.requires_grad = True`, `model.requires_grad_()`")
+def asked_to_train(subject: Subject) -> None:
+    """A frozen weight refuses; nothing else can be meant by it."""
+    errors = []
+    for ask in (
+        lambda layer: layer.weight.requires_grad_(),
+        lambda layer: setattr(layer.weight, "requires_grad", True),
+        lambda layer: layer.requires_grad_(),
+        lambda layer: layer.weight.detach().requires_grad_(),
+    ):
+        layer = subject.layer()
+        try:
+            attempt(functools.partial(ask, layer), layer, "frozen quantized weight.*qat.*dequantize_.*LoRA")
+        except Refused as error:
+            errors.append(error)
+            assert not layer.weight.requires_grad
+        else:
+            layer(inputs()[0]).sum().backward()
+            assert layer.weight.grad is not None or not layer.weight.requires_grad
+    assert len(errors) in (0, 4)
+    assert bool(errors) != subject.trains
+    if errors:
+        raise errors[0]
+
+
+@operation(GROUP, "`nn.Parameter(q)`, `load_state_dict(assign=True)` of parameters into a float model")
+def flags_of_float_parameters(subject: Subject) -> None:
+    """`requires_grad=True` by default, or as a float parameter has it: a frozen weight stays frozen."""
+    layer = _warm(subject)
+    made = nn.Linear(K, N).eval()
+    made.load_state_dict(layer.state_dict(keep_vars=True), strict=False, assign=True)
+    for weight in (nn.Parameter(layer.weight.detach()), made.weight):
+        assert weight.requires_grad == subject.trains
+    if not isinstance(layer, PreparedModule):
+        same(outputs(made), outputs(layer), "what was loaded", 0)
 
 
 @operation(GROUP, "attributes of a parameter: `quantize_`, `deepcopy`, `torch.save`, `load_quantized`")

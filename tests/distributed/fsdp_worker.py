@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -17,13 +18,15 @@ from qtorch import (
     AffineQuantizedTensor,
     PerBlock,
     QuantSpec,
+    compute_error,
     int8_weight_only,
     nf4_weight_only,
     quantize_,
 )
 from qtorch.primitives import qdtype
-from qtorch.training import int8_mixed_precision_training, int8_weight_only_quantized_training
+from qtorch.training import convert, int8_mixed_precision_training, int8_weight_only_quantized_training
 from tests import every_recipe
+from tests.attack import training_recipes
 from tests.distributed.processes import worker
 
 
@@ -158,7 +161,49 @@ def check_uneven_training() -> None:
         assert losses[-1][0] < 0.9 * losses[0][0], losses
 
 
+def check_recipes_of_training() -> None:
+    """In TorchTitan's order: built on the meta device, quantized, sharded, materialized, initialized. Recipes that begin
+    with values refuse a weight without, and all refuse one that is sharded, by name."""
+    rank = dist.get_rank()
+    begun = set()
+    for name in training_recipes.NAMES:
+        recipe = training_recipes.make(name)
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32))
+        with pytest.raises(ValueError, match="0: is sharded.*before fully_shard"):
+            quantize_(shard(copy.deepcopy(model)), recipe)
+        try:
+            quantize_(model, recipe)
+        except ValueError as error:
+            assert f"0: the weight is on the meta device and has no values to quantize, and {name}" in str(error)
+            continue
+        begun.add(name)
+        shard(model).to_empty(device="cpu")
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            nn.init.trunc_normal_(parameter, std=0.1)
+        with pytest.raises(ValueError, match="0: is sharded.*full state dict"):
+            quantize_(model, convert())
+
+        whole = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32))
+        whole.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+        quantize_(whole, recipe)
+        x = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(1))
+        y = model(x[rank])
+        y.square().mean().backward()
+        with torch.no_grad():
+            assert compute_error(whole(x[rank]), y) > 100, name
+        (sum(whole(part).square().mean() for part in x) / 2).backward()
+        for got, wanted in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(got.grad.full_tensor(), wanted.grad, rtol=1e-4, atol=1e-6)
+        torch.optim.AdamW(model.parameters(), lr=1e-2).step()
+        assert not torch.equal(model(x[rank]), y), name
+    with_state = {"int4_weight_only_quantized_training", "int8_weight_only_quantized_training", "lora_qat", "lsq"}
+    assert set(training_recipes.NAMES) - begun == with_state | {"scheduled_qat", "scheduled_training"}
+
+
 CHECKS = [
+    check_recipes_of_training,
     check_empty_shards,
     check_what_is_sent,
     check_other_forms,

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from ...dtypes import QuantizedTensor
 from ...kernels.ops.adam import AdamStep, adam_step, key_of
+from ...prepared_module import is_sharded
 from ...primitives.flat_blocks import FlatBlocks
 from ...tracing.outside_graphs import outside_graphs
 from ..weights.master import MasterWeight
 from .moment_form import as_moment, blocks_of, check_optim_bits, form_of, zeros
 from .saved_state import Loads
-from .shard import first_element, is_sharded, local_of
+from .shard import first_element, local_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

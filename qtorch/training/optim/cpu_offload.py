@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...prepared_module import is_sharded
 from ...tracing.outside_graphs import outside_graphs
-from .shard import is_sharded
 
 OWN = ("params", "param_names")
 

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from ...dtypes.blocked_tensor import BlockedTensor
 from ...kernels.ops.adam import AdamStep, adam_step
+from ...prepared_module import is_sharded
 from ...primitives.flat_blocks import FlatBlocks
 from .base import LowBitAdam, Params, Writable
 from .moment_form import as_moment, blocks_of, form_of, zeros
 from .projection import gram, orthonormal, rotated, stored, top_directions
-from .shard import is_sharded, like, local_of
+from .shard import like, local_of
 
 QUEUE = "similarity"
 

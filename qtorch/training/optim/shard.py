@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor; the package that defines them is not imported for that."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+from ...prepared_module import is_sharded
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from ..weights.master import MasterWeight
 
 
 class TrainingRecipe(Recipe):
-    """Weights stay in floating point; their matmuls run as `training_spec` says.
+    """Weights stay in floating point; their matmuls run as `training_spec` says. No value is read: a model may be on
+    the meta device, to be sharded, materialized and initialized after `quantize_`.
 
     Raises:
         ValueError: `training_spec` does.
@@ -49,9 +50,7 @@ def declines_experts(recipe: Recipe, kind: WeightKind) -> str | None:
 
 
 def check_trainable(weight: Tensor, matrices: bool = False) -> None:
-    """Raise `ValueError` unless `weight` is a float matrix with values; or, with `matrices`, those of experts."""
+    """Raise `ValueError` unless `weight` is a float matrix; or, with `matrices`, those of experts."""
     check_float_weight(weight)
-    if weight.is_meta:
-        raise ValueError("the weight is on the meta device and has no values; materialize it first")
     if weight.dim() != 2 and not (matrices and weight.dim() == 3):
         raise ValueError(f"takes matrices, this weight has shape {tuple(weight.shape)}")

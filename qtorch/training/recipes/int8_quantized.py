@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...dtypes import PackedLayout
 from ...primitives import LinearSpec, PerGroup, PerRow, QuantSpec, Rounding, qdtype
-from ...recipe import Recipe, register_recipe
+from ...recipe import Recipe, check_has_values, register_recipe
 from ...targets import Target
 from ...weight_kinds import WeightKind
 from ..weights.codes import CodesWeight
@@ -36,6 +36,7 @@ class _QuantizedTraining(Recipe):
 
     def check(self, weight: Tensor) -> None:
         check_trainable(weight)
+        check_has_values(weight, self)
         self.linear_spec().weight.block_size(weight.shape)
 
     def apply(self, weight: Tensor) -> Tensor:

@@ -7,13 +7,12 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from ...recipe import Recipe, register_recipe
+from ...recipe import Recipe, check_has_values, register_recipe
 from ...statistics import Statistics
 from ...targets import Target
 from ...weight_kinds import WeightKind
 from ..engine.numerics import fully_quantized
 from ..engine.spec import TrainingSpec
-from ..quantization_aware.layers.linear import is_sharded
 from ..quantization_aware.schedule import QuantizationSchedule
 from ..recipes.base import check_trainable
 from .layers import LAYERS, ScheduledLayer, layer_for
@@ -59,6 +58,7 @@ class ScheduledTraining(Recipe):
 
     def check(self, weight: Tensor) -> None:
         check_trainable(weight)
+        check_has_values(weight, self)  # so has the count of steps
         if self.spec.output.rhs is not None:
             self.spec.output.rhs.block_size(weight.shape)
 
@@ -68,8 +68,6 @@ class ScheduledTraining(Recipe):
                 layer_for(slot.module)
         if len(target.slots) > 1:
             raise ValueError("is shared by several modules, which would have a schedule each")
-        if is_sharded(target.parameter):
-            raise ValueError("is sharded; prepare the model before fully_shard")
         super().check_target(target)
 
     def has_made(self, target: Target[Any]) -> bool:

@@ -135,6 +135,10 @@ class FakeQuantizedLayer(PreparedModule):
     def quantize_weight(self, matrix: Tensor) -> FakeQuantized:
         return self._scheduled(self.weight_quantizer(matrix, self.frozen, self._multiplies_codes), matrix)
 
+    def weight_values(self, matrix: Tensor) -> Tensor:
+        """`matrix` fake-quantized, for what reads it and multiplies nothing; differentiable."""
+        return self._scheduled(self.weight_quantizer(matrix, self.frozen), matrix).values
+
     @property
     def _multiplies_codes(self) -> bool:
         """Whether products are those of codes: not while `calibrate` looks at the input in floating point."""
@@ -157,8 +161,6 @@ class FakeQuantizedLayer(PreparedModule):
             self.schedule.advance()
 
     def check_convert(self) -> None:
-        if is_sharded(self.weight):
-            raise ValueError("is sharded; load its full state dict into the model in one piece, and convert that")
         if self.input_quantizer is not None and not self.input_quantizer.is_ready:
             raise ValueError("no input has been seen, so its scale is not known: train, or calibrate(model, batches)")
         if not bool(torch.isfinite(self.matrix.detach()).all()):
@@ -226,20 +228,15 @@ class FakeQuantizedEmbedding(FakeQuantizedLayer, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         refuse_jit_trace()
-        w = self.quantize_weight(self.weight)
+        values = self.weight_values(self.weight)
         self.advance()
-        return functional.embedding(input, w.values, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+        return functional.embedding(input, values, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
 
 
 LAYERS: dict[type[nn.Module], type[FakeQuantizedLayer]] = {
     cls.float_class: cls for cls in (FakeQuantizedLinear, FakeQuantizedEmbedding)
 }
 """What each float module becomes; further kinds are in files of their own."""
-
-
-def is_sharded(weight: Tensor) -> bool:
-    """Whether it is a DTensor, of which each process has a part."""
-    return hasattr(weight, "_local_tensor")
 
 
 def layer_for(module: nn.Module) -> type[FakeQuantizedLayer]:

@@ -17,7 +17,7 @@ from ....recipe import Recipe, WeightRecipe
 from ....statistics import Statistics
 from ....targets import Target
 from ....weight_kinds import WeightKind
-from ..layers.linear import FakeQuantization, FakeQuantizedLayer, is_sharded, layer_for
+from ..layers.linear import FakeQuantization, FakeQuantizedLayer, layer_for
 from ..quantizers.base import Quantizer
 from ..quantizers.observed import Dynamic
 from ..schedule import Schedule, check_steps
@@ -67,8 +67,6 @@ class ModuleRecipe(WeightRecipe):
                 layer_for(slot.module)
             if slot.attribute != "weight":
                 raise ValueError(f"is the {slot.attribute} of a layer, not its weight")
-        if is_sharded(target.parameter):
-            raise ValueError("is sharded; prepare the model before fully_shard")
         super().check_target(target)
 
     def has_made(self, target: Target[Any]) -> bool:

@@ -19,7 +19,7 @@ from ....dtypes.autocast import cast_for_product, without_autocast
 from ....dtypes.linear import check_input
 from ....install import keep_attributes
 from ....prepared_module import PreparedModule
-from ....recipe import Recipe, WeightRecipe, register_recipe
+from ....recipe import Recipe, WeightRecipe, check_has_values, register_recipe
 from ....statistics import Statistics
 from ....targets import Target
 from ....tracing.outside_graphs import refuse_jit_trace
@@ -67,6 +67,7 @@ class LoRAQAT(Recipe):
         return declines_other_layers(self, kind)
 
     def check(self, weight: Tensor) -> None:
+        check_has_values(weight, self)
         self.recipe.check(weight)
 
     def check_target(self, target: Target[Any]) -> None:

@@ -129,7 +129,7 @@ class QAT(Recipe):
         return None if placed is self else placed.declines(kind)
 
     def check(self, weight: Tensor) -> None:
-        self.recipe.check(weight)
+        (self.recipe.check_form if weight.is_meta else self.recipe.check)(weight)
 
     def apply(self, weight: Tensor) -> Tensor:
         return FakeQuantizedWeight.of(weight, QATSpec(self.recipe, self.compute_dtype))
