@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..primitives.jsonable import parse_json
+from ..files import MAX_JSON, open_regular, parse_json
 
 ALIGNMENT = 64
 
@@ -52,9 +52,6 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _METADATA = "__metadata__"
 _LENGTH_BYTES = 8
-_MAX_HEADER = 100_000_000
-"""The limit of the safetensors library."""
-
 _MAX_SIZE = 2**63
 """No tensor has this many elements."""
 
@@ -117,12 +114,7 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._map: mmap.mmap | None = None
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{path}: truncated, or not a safetensors file (it is not a regular file)")
-        try:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"{path}: no such file") from error
+        self._file = open_regular(path)
         try:
             self.metadata, self.stored = self._read_header()
         except BaseException:
@@ -137,7 +129,7 @@ class TensorFile:
         """Whether the path now refers to another file."""
         try:
             return not os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
-        except FileNotFoundError:
+        except OSError:
             return False
 
     def read(self, name: str) -> Tensor:
@@ -184,12 +176,12 @@ class TensorFile:
         text = bytearray(_LENGTH_BYTES)
         self._fill(memoryview(text), 0)
         length = int.from_bytes(text, "little")
-        if length > min(_MAX_HEADER, size - _LENGTH_BYTES):
+        if length > min(MAX_JSON, size - _LENGTH_BYTES):
             raise self._error(f"its header would have {length} bytes")
         text = bytearray(length)
         self._fill(memoryview(text), _LENGTH_BYTES)
         try:
-            header = parse_json(text.decode())
+            header = parse_json(bytes(text))
             return _parse(header, _LENGTH_BYTES + length, size)
         except ValueError as error:
             raise self._error(str(error)) from error
@@ -239,5 +231,5 @@ def _are_sizes(values: Any) -> bool:
 
 def is_of_torch_save(path: Path) -> bool:
     """Whether a file is one of `torch.save`: a zip archive, or, in the old format, a file that begins with a pickle."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return file.read(4) in (b"PK\x03\x04", b"\x80\x02\x8a\x0a")

@@ -23,7 +23,8 @@ from torch.nn import functional
 from ..kernels.custom_ops import opaque
 from ..kernels.ops.experts import expert_by_expert
 from ..kernels.registry import Kernel, register
-from ..primitives.jsonable import from_json, parse_json, to_json
+from ..files import parse_json
+from ..primitives.jsonable import from_json, to_json
 from ..primitives.scheme import Scheme
 from ..tracing.function_transforms import are_active, run_whole, transforms_active
 from ..tracing.outside_graphs import starts_no_graph

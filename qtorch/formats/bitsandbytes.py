@@ -29,7 +29,7 @@ from ..checkpoint.source import register_source
 from ..primitives.codebook import NF4_TABLE
 from ..primitives.codebook_spec import CodebookSpec
 from ..primitives.granularity import PerGroup, PerRow
-from ..primitives.jsonable import parse_json
+from ..files import parse_json
 from ..primitives.qdtype import qdtype
 from .bit_stream import unpack_nibbles
 from .blocks import Cut, check_stored, symmetric_spec, weight_only, with_suffix

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..checkpoint.file_format import HEADER, HEADER_CHECKSUM, OWN_FORMAT, text_checksum
 from ..checkpoint.header import Header
-from ..checkpoint.hf_folder import CONFIG, read_json
+from ..checkpoint.hf_folder import CONFIG, read_object
 from ..checkpoint.part_file import PartFile
 from ..checkpoint.save_format import SaveFormat, save_format
 from ..dtypes import QuantizedTensor
@@ -128,7 +128,7 @@ class FolderForm(Form):
 
     def __init__(self, format: str, source: Path, recipe: Any) -> None:
         self.source = source if source.is_dir() else source.parent
-        config = read_json(self.source / CONFIG) or {}
+        config = read_object(self.source / CONFIG) or {}
         self.config = {key: value for key, value in config.items() if key not in ("quantization_config",)}
         self.format: SaveFormat = save_format(format, self.config)
         for name, value in {"recipe": recipe, "names": "checkpoint"}.items():
