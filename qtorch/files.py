@@ -10,7 +10,6 @@ import json
 import os
 import stat
 from collections import Counter
-from pathlib import Path
 from typing import Any, BinaryIO
 
 MAX_JSON = 100_000_000

@@ -13,7 +13,17 @@ TREES = {path.relative_to(ROOT): ast.parse(path.read_text()) for path in sorted(
 # imports only from lower floors; files that share a folder's name here import each other, but not in a circle. The face
 # of a package (`__init__`) stands with the highest of its files. A new kernel, layout, recipe needs no entry.
 FLOORS: list[list[str]] = [
-    ["discovery", "files", "generation", "install", "listeners", "model_argument", "prepared_module", "report", "tracing"],
+    [
+        "discovery",
+        "files",
+        "generation",
+        "install",
+        "listeners",
+        "model_argument",
+        "prepared_module",
+        "report",
+        "tracing",
+    ],
     ["config"],
     [
         "primitives/flat_blocks",

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import stat
+import warnings
 import zlib
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,11 @@ _MOST_VALUES = 1 << 26
 
 class Damaged(ValueError):
     """What an earlier process left cannot be continued: begin anew."""
+
+
+def say_anew(what: Path, error: Damaged) -> None:
+    """Say that work is begun anew, and why."""
+    warnings.warn(f"{what}: begun anew, since what an earlier process left is damaged: {error}", stacklevel=4)
 
 
 def write_journal(path: Path, data: Any) -> int:

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from ..dtypes import QuantizedTensor
 from ..dtypes.serialize import Entry, check_entry, from_canonical, to_canonical
-from ..module_repr import show_quantized
 from ..files import parse_json
+from ..module_repr import show_quantized
 from ..primitives.jsonable import from_json, to_json
 from ..quantize_api import dequantize_
 from ..recipe import Recipe
