@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,12 @@ from .formats.transformers_folder.config import recipe_json
 from .misfit import OnMisfit
 from .quantize_api import check_are_recipes
 from .recipe import Recipe
-from .report import QUANTIZED_BEFORE, CalibrationReport, LayerReport, QuantizeReport
+from .report import QUANTIZED_BEFORE, LayerReport, QuantizeReport
 from .report_rows import quantized_row, skipped_row
 from .streaming.assignment import assign
 from .streaming.calibrated import CalibratedWeights, calibrates
 from .streaming.forms import form_of
-from .streaming.partial import Partial, is_left_over, remove
+from .streaming.partial import Partial, take_left_over
 from .streaming.sources import identity_of, model_config, open_any
 from .targets import Reach, Target
 
@@ -212,19 +212,20 @@ def _rewrite(
     identity = {"version": VERSION, "source": [source.format, identity_of(source.path)]}
     arguments = {**identity, "format": format, "max_shard_size": max_shard_size, **arguments}
     target = dst.absolute()
-    if target.exists():
-        if not is_left_over(target, arguments):
+    if os.path.lexists(target):
+        of_earlier = take_left_over(target, arguments, names)
+        if of_earlier is None:
             raise FileExistsError(f"{dst} exists; remove it, or give another name")
-        return [_read_row(row) for row in remove(target)]
+        return of_earlier
     form = form_of(format, source.path, source.aliases, arguments.get("recipe"), arguments)
     with Partial(target, arguments, form, names, max_shard_size) as partial:
         bar.update(sum(contents[name].nbytes for name in names[: partial.done]))
         for name in names[partial.done :]:
             made, row = transform(name, source.tensor(name))
-            partial.add(name, made, None if row is None else _write_row(row))
+            partial.add(name, made, row)
             del made
             bar.update(contents[name].nbytes)
-        rows = [_read_row(row) for row in partial.rows]
+        rows = partial.rows
         partial.finish()
     bar.close()
     return rows
@@ -232,16 +233,6 @@ def _rewrite(
 
 def _row(row: LayerReport | None) -> list[LayerReport]:
     return [] if row is None else [row]
-
-
-def _write_row(row: LayerReport) -> dict[str, Any]:
-    return asdict(row)
-
-
-def _read_row(data: dict[str, Any]) -> LayerReport:
-    row = LayerReport(**data)
-    calibration = data["calibration"] and CalibrationReport(**data["calibration"])
-    return replace(row, shape=tuple(row.shape), also=tuple(row.also), calibration=calibration)
 
 
 def _report(rows: list[LayerReport], contents: Mapping[str, Contents], dry_run: bool) -> QuantizeReport:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .blockwise import Resumable, Wanted, estimate, fingerprint, quantize_in_order
+from .primitives.jsonable import construct
 from .recipe import Calibrated, Recipe
 from .report import CalibrationEstimate, CalibrationReport
 from .statistics import Data, Statistic, Statistics, collect
@@ -117,4 +118,6 @@ def _encoded(made: Calibrated) -> tuple[Tensor, Any]:
 
 
 def _decoded(weight: Tensor, row: Any) -> Calibrated:
-    return Calibrated(weight, CalibrationReport(**row))
+    if not isinstance(row, dict):
+        raise ValueError(f"{row!r:.80} is no report on a calibration")
+    return Calibrated(weight, construct(CalibrationReport, row))

@@ -13,7 +13,17 @@ TREES = {path.relative_to(ROOT): ast.parse(path.read_text()) for path in sorted(
 # imports only from lower floors; files that share a folder's name here import each other, but not in a circle. The face
 # of a package (`__init__`) stands with the highest of its files. A new kernel, layout, recipe needs no entry.
 FLOORS: list[list[str]] = [
-    ["discovery", "generation", "install", "listeners", "model_argument", "prepared_module", "report", "tracing"],
+    [
+        "discovery",
+        "files",
+        "generation",
+        "install",
+        "listeners",
+        "model_argument",
+        "prepared_module",
+        "report",
+        "tracing",
+    ],
     ["config"],
     [
         "primitives/flat_blocks",
@@ -360,6 +370,14 @@ def test_nothing_unpickles() -> None:
         if isinstance(node, ast.keyword) and node.arg == "weights_only" and ast.unparse(node.value) != "True"
     ]
     assert not wrong
+
+
+def test_json_is_read_in_one_place() -> None:
+    """`json.loads` of what others wrote takes any depth, any number of values, and any time for a pipe."""
+    readers = ("json.load", "json.loads", "json.JSONDecoder", "treespec_loads")
+    found = {path.as_posix() for path, node in nodes() if is_call_of(node, *readers)}
+    assert found == {"files.py", "blockwise/kept.py"}
+    assert not [place(path, node) for path, node in nodes() if "json.loads" in imported(path, node)]
 
 
 def test_nothing_asks_for_the_kind_of_a_layout() -> None:

@@ -9,11 +9,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..files import read_json
 from ..formats.transformers_folder.config import read_recipe, recipe_json
+from ..primitives.jsonable import construct
 from ..recipe import Recipe
 from .page import page
 from .pictures import can_draw, pictures
 from .report import AllocationReport, Row
+
+_SWAPS = {"before", "after", "tried", "kept"}
 
 JSON, HTML = "allocation.json", "report.html"
 
@@ -66,10 +70,14 @@ class Allocation(AllocationReport, Mapping[str, "Recipe | None"]):
         """
         try:
             recipes = {name: read_recipe(recipe) for name, recipe in data["recipes"]}
-            rows = tuple(Row(**{key: _tuples(value) for key, value in row.items()}) for row in data["rows"])
-            given = {name: data[name] for name in ("budget", "limit", "rest_bytes", "measure", "swaps")}
-            curve = _tuples(data["curve"])
-        except (KeyError, TypeError, AttributeError) as error:
+            rows = tuple(_row(row) for row in data["rows"])
+            given = {name: data[name] for name in ("budget", "limit", "rest_bytes", "measure", "curve")}
+            report = construct(AllocationReport, {"rows": rows, **given})
+            _in_range(report.limit, report.rest_bytes, *(cost for cost, _ in report.curve))
+            swaps = {name: float(value) for name, value in data["swaps"].items()}
+            if not rows or {row.name for row in rows} != recipes.keys() or swaps.keys() not in (set(), _SWAPS):
+                raise ValueError("its rows are not those of its recipes, or its swaps not those of refine")
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(f"Allocation.from_json: this is not the data of an allocation: {error}") from error
         for name, recipe in recipes.items():
             if recipe is not None and not isinstance(recipe, Recipe):
@@ -77,7 +85,7 @@ class Allocation(AllocationReport, Mapping[str, "Recipe | None"]):
                     f"Allocation.from_json: the recipe of {name}, {recipe!r:.80}, cannot be read; save the allocation "
                     "before .map(...) and apply that again"
                 )
-        return cls(rows, curve=curve, recipes=recipes, **given)
+        return cls(**{**vars(report), "swaps": swaps}, recipes=recipes)
 
     def save(self, folder: str | os.PathLike[str], *, png: bool | None = None) -> Path:
         """Write the allocation and a report to a folder, which is made.
@@ -110,9 +118,18 @@ class Allocation(AllocationReport, Mapping[str, "Recipe | None"]):
         """
         path = Path(folder)
         path = path / JSON if path.is_dir() else path
-        return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return cls.from_json(read_json(path))
 
 
-def _tuples(value: Any) -> Any:
-    """Lists as tuples."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+def _row(data: Mapping[str, Any]) -> Row:
+    row = construct(Row, data)
+    lengths = {len(row.candidates), len(row.nbytes), len(row.scores), len(row.nanoseconds) or len(row.candidates)}
+    if len(lengths) > 1 or not 0 <= row.chosen < len(row.candidates) or not row.elements:
+        raise ValueError(f"the row of {row.name!r:.80} does not fit its candidates")
+    _in_range(row.elements, *row.shape, *row.nbytes, *row.nanoseconds, row.tokens)
+    return row
+
+
+def _in_range(*numbers: int) -> None:
+    if found := [number for number in numbers if not 0 <= number < 2**63]:
+        raise ValueError(f"{found[0]:.4e} bytes, elements or nanoseconds")

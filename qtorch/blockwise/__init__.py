@@ -3,7 +3,7 @@
 from . import fingerprint
 from .block_run import BlockLearner, BlockRun
 from .estimate import estimate
-from .in_order import Wanted, quantize_in_order
+from .in_order import Wanted, of_weight, quantize_in_order
 from .progress import Progress, Resumable
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "Wanted",
     "estimate",
     "fingerprint",
+    "of_weight",
     "quantize_in_order",
 ]

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.journal import Damaged
 from ..statistics import Key, Missed, Statistic, Statistics, Use, UseRecorder, without_padding
 from ..statistics.batches import Data, eval_mode
 from .block_run import BlockLearner, BlockRun, weight_names
@@ -70,7 +71,19 @@ def quantize_in_order(
     Raises:
         ValueError: there is no batch.
     """
-    return InOrder(model, wanted, data, progress or Progress(), weights or Weights()).run(blocks)
+    kept = progress or Progress()
+    return kept.run(lambda: InOrder(model, wanted, data, kept, weights or Weights()).run(blocks))
+
+
+def of_weight(made: Mapping[str, M], name: str, weight: Tensor) -> M:
+    """What was made of a weight.
+
+    Raises:
+        Damaged: there is nothing, or it is not of this weight.
+    """
+    if name not in made or made[name][0].shape != weight.shape:
+        raise Damaged(f"what was made of {name} is missing, or of another shape")
+    return made[name]
 
 
 class InOrder(Generic[M]):
@@ -133,7 +146,7 @@ class InOrder(Generic[M]):
         """A unit that an earlier call has done."""
         for weight in [] if made is None else [weight for stage in unit.stages for weight in stage.weights]:
             assert made is not None
-            self._install(weight, made[self.names[id(weight)]])
+            self._install(weight, of_weight(made, self.names[id(weight)], weight))
         if unit.block is not None:
             self.quantized.skip(unit.block)
             if self.paired:

@@ -11,16 +11,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten, treespec_dumps, treespec_loads
 
+from ..checkpoint.file_format import checksum
+from ..checkpoint.journal import Damaged
 from ..checkpoint.part_file import PartFile
 from ..checkpoint.tensor_file import NAMES, TensorFile
+from ..files import parse_json
 
 _OUTPUTS = "outputs"
 """Metadata key of a file: the structures of the outputs."""
+
+_CHECKSUMS = "crc32"
+"""Metadata key of a file: JSON text, the checksum of `_OUTPUTS`, and (name, checksum) of each tensor."""
 
 _ROOM = 1 << 16
 """Bytes for the header of a file; if it takes more, the file is copied once."""
@@ -82,11 +89,12 @@ class OnDisk(Kept):
 
     Raises:
         ValueError: an output has something in it that a file cannot hold.
+        Damaged: a file is not what was written.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
-        self._open: dict[int, tuple[TensorFile, Any]] = {}
+        self._open: dict[int, tuple[TensorFile, dict[str, int], Any]] = {}
 
     def path(self, block: int) -> Path:
         """The file of a block."""
@@ -108,23 +116,25 @@ class OnDisk(Kept):
                     else:
                         kept.append(_plain(leaf))
                 batches.append([specs.setdefault(treespec_dumps(spec), len(specs)), kept])
-            file.finish({_OUTPUTS: json.dumps({"specs": list(specs), "batches": batches})})
+            text = json.dumps({"specs": list(specs), "batches": batches})
+            file.finish({_OUTPUTS: text, _CHECKSUMS: json.dumps([crc32(text.encode()), *_crcs(file)])})
         finally:
             file.close()
 
     def read(self, block: int, batch: int) -> Any:
-        if block not in self._open:
-            file = TensorFile(self.path(block))
-            described = json.loads(file.metadata[_OUTPUTS])
-            specs = [treespec_loads(text) for text in described["specs"]]
-            self._open[block] = file, [(specs[spec], kept) for spec, kept in described["batches"]]
-        file, batches = self._open[block]
-        spec, kept = batches[batch]
-        leaves = [
-            file.read(f"{batch}.{index}").to(leaf[0]) if isinstance(leaf, list) else leaf
-            for index, leaf in enumerate(kept)
-        ]
-        return tree_unflatten(leaves, spec)
+        try:
+            if block not in self._open:
+                self._open[block] = _opened(self.path(block))
+            file, crcs, batches = self._open[block]
+            spec, kept = batches[batch]
+            names = [f"{batch}.{index}" for index in range(len(kept))]
+            leaves = [
+                _read(file, crcs, name).to(leaf[0]) if isinstance(leaf, list) else leaf
+                for name, leaf in zip(names, kept, strict=True)
+            ]
+            return tree_unflatten(leaves, spec)
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
+            raise Damaged(f"{self.path(block)}: {error}") from error
 
     def has(self, block: int) -> bool:
         return self.path(block).exists()
@@ -133,6 +143,51 @@ class OnDisk(Kept):
         if block in self._open:
             self._open.pop(block)[0].close()
         self.path(block).unlink(missing_ok=True)
+
+
+def _crcs(file: PartFile) -> list[Any]:
+    return [[tensor.name, tensor.crc32] for tensor in file.written]
+
+
+def _opened(path: Path) -> tuple[TensorFile, dict[str, int], Any]:
+    """(file, checksums of its tensors, structure of the output of each batch).
+
+    Raises:
+        ValueError, TypeError, LookupError: it is not what was written.
+    """
+    file = TensorFile(path)
+    text = file.metadata[_OUTPUTS]
+    crc, *crcs = parse_json(file.metadata[_CHECKSUMS])
+    if crc != crc32(text.encode()):
+        raise ValueError("its structures do not match their checksum")
+    described = parse_json(text)
+    for leaf in [leaf for _, kept in described["batches"] for leaf in kept if isinstance(leaf, list)]:
+        try:
+            torch.device(*leaf)
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
+    specs = [_spec(text) for text in described["specs"]]
+    return file, dict(crcs), [(specs[spec], kept) for spec, kept in described["batches"]]
+
+
+def _spec(text: str) -> Any:
+    """`treespec_loads` for text of others: an enumeration in it would be imported, from any module."""
+    left = [parse_json(text)]
+    while left:
+        node = left.pop()
+        if isinstance(node, dict) and "__enum__" in node:
+            raise ValueError("its structures have an enumeration")
+        if isinstance(node, dict) and isinstance(node.get("context"), str):
+            left.append(parse_json(node["context"]))
+        left += node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return treespec_loads(text)
+
+
+def _read(file: TensorFile, crcs: dict[str, int], name: str) -> Tensor:
+    tensor = file.read(name)
+    if checksum(tensor) != crcs[name]:
+        raise ValueError(f"{name} does not match its checksum")
+    return tensor
 
 
 def _contiguous(value: Any) -> Any:

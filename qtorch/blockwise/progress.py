@@ -7,12 +7,14 @@
     <folder>/lock                          held by the process that calibrates
 
 The journal is replaced when what it describes is on disk. Everything else in the folder is overwritten or removed by
-whoever continues, so a process may die at any moment.
+whoever continues, so a process may die at any moment. What is damaged, or was made by somebody else, is found by
+checksums and by its form, and all is begun anew.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,14 +22,26 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from ..checkpoint.journal import lock, read_journal, write_journal
+from ..checkpoint.journal import (
+    JOURNAL,
+    Damaged,
+    clear_folder,
+    lock,
+    own_folder,
+    read_journal,
+    say_anew,
+    write_journal,
+)
 from ..checkpoint.qtorch_source import QtorchSource
 from ..checkpoint.save import save_quantized
 from .kept import InMemory, Kept, OnDisk
 
-M = TypeVar("M")
+M, R = TypeVar("M"), TypeVar("R")
 
-VERSION = 1
+VERSION = 2
+
+_LOCK = "lock"
+_OURS = re.compile(r"lock|journal\.(json|new)|\.?(unit|quantized|float)-\d{5}[-.].*")
 
 
 class Progress(Generic[M]):
@@ -45,12 +59,20 @@ class Progress(Generic[M]):
     def __exit__(self, *error: object) -> None:
         pass
 
+    def run(self, work: Callable[[], R]) -> R:
+        """``work()``, once more from the start where what an earlier process left turns out to be damaged."""
+        return work()
+
     def stream(self, name: str) -> Kept:
         """Where the stream of this name keeps its outputs."""
         return InMemory()
 
     def load(self, unit: int) -> Mapping[str, M]:
-        """What was made in a unit that is done, by the name of the weight."""
+        """What was made in a unit that is done, by the name of the weight.
+
+        Raises:
+            Damaged: it cannot be read.
+        """
         raise NotImplementedError
 
     def finish(self, unit: int, units: int, made: Mapping[str, M]) -> Mapping[str, M]:
@@ -92,10 +114,15 @@ class Resumable(Progress[M]):
         self._sources: dict[int, QtorchSource] = {}
         if not folder.absolute().parent.is_dir():
             raise FileNotFoundError(f"resume: there is no folder {folder.absolute().parent}")
-        folder.mkdir(exist_ok=True)
-        self._lock = lock(folder / "lock", folder)
+        own_folder(folder)
+        self._lock = lock(folder / _LOCK, folder)
         try:
-            self.rows = self._read()
+            if others := sorted(path.name for path in folder.iterdir() if not _OURS.fullmatch(path.name)):
+                raise ValueError(f"resume: {folder} holds other files ({', '.join(others[:4])}); name a new folder")
+            try:
+                self.rows = self._read()
+            except Damaged as error:
+                self._clear(error)
         except BaseException:
             self.__exit__()
             raise
@@ -106,7 +133,24 @@ class Resumable(Progress[M]):
     def __exit__(self, *error: object) -> None:
         for source in self._sources.values():
             source.close()
+        self._sources = {}
         os.close(self._lock)
+
+    def run(self, work: Callable[[], R]) -> R:
+        try:
+            return work()
+        except Damaged as error:
+            self._clear(error)
+            return work()
+
+    def _clear(self, error: Damaged) -> None:
+        """Begin anew."""
+        say_anew(self.folder, error)
+        for source in self._sources.values():
+            source.close()
+        self._sources = {}
+        clear_folder(self.folder, keep=_LOCK)
+        self.rows, self.complete = [], False
 
     @property
     def done(self) -> int:  # type: ignore[override]
@@ -114,20 +158,17 @@ class Resumable(Progress[M]):
 
     @property
     def _journal(self) -> Path:
-        return self.folder / "journal.json"
+        return self.folder / JOURNAL
 
     def _read(self) -> list[dict[str, Any]]:
-        journal = read_journal(self._journal)
         self.complete = False
+        journal = read_journal(self._journal)
         if journal is None:
-            if others := sorted(path.name for path in self.folder.iterdir() if not _is_ours(path.name)):
-                raise ValueError(
-                    f"resume: {self.folder} holds other files ({', '.join(others[:4])}); name a new folder"
-                )
             return []
-        theirs = journal.get("fingerprint", {})
+        theirs = journal.get("fingerprint")
+        theirs = theirs if isinstance(theirs, dict) else {}
         if self.anew and (journal.get("version") != VERSION or theirs != self.fingerprint):
-            self._journal.unlink()
+            clear_folder(self.folder, keep=_LOCK)
             return []
         if journal.get("version") != VERSION or theirs != self.fingerprint:
             differs = [part for part, text in self.fingerprint.items() if theirs.get(part) != text] or ["format"]
@@ -135,19 +176,35 @@ class Resumable(Progress[M]):
                 f"resume: {self.folder} holds a calibration that differs in its {' and '.join(differs)}; give what it "
                 "was begun with, name a new folder, or remove this one to start anew"
             )
-        rows: list[dict[str, Any]] = journal["units"]
-        self.complete = journal["complete"]
+        rows, complete = journal.get("units"), journal.get("complete")
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or type(complete) is not bool:
+            raise Damaged(f"{self._journal}: it has no rows of units")
+        self.complete = complete
         return rows
 
     def stream(self, name: str) -> Kept:
         return OnDisk(self.folder, name)
 
     def made(self, name: str) -> M:
-        """What was made of one weight."""
-        unit = next(index for index, rows in enumerate(self.rows) if name in rows)
-        if unit not in self._sources:
-            self._sources[unit] = QtorchSource.open(self._path(unit), verify=True, mmap=False)
-        return self.decode(self._sources[unit].tensor(name), self.rows[unit][name])
+        """What was made of one weight.
+
+        Raises:
+            Damaged: it is not there.
+        """
+        unit = next((index for index, rows in enumerate(self.rows) if name in rows), None)
+        if unit is None:
+            raise Damaged(f"{self._journal}: it has no row of {name}")
+        try:
+            if unit not in self._sources:
+                self._sources[unit] = QtorchSource.open(self._path(unit), verify=True, mmap=False)
+            return self._decoded(self._sources[unit], unit, name)
+        except (OSError, ValueError) as error:
+            raise Damaged(str(error)) from error
+
+    def _decoded(self, source: QtorchSource, unit: int, name: str) -> M:
+        if name not in source.names - source.aliases.keys():
+            raise ValueError(f"{source.path}: it has no {name}")
+        return self.decode(source.tensor(name), self.rows[unit][name])
 
     def _path(self, unit: int) -> Path:
         return self.folder / f"unit-{unit:05d}.safetensors"
@@ -156,8 +213,11 @@ class Resumable(Progress[M]):
         rows = self.rows[unit]
         if not rows:
             return {}
-        with QtorchSource.open(self._path(unit), verify=True, mmap=False) as source:
-            return {name: self.decode(source.tensor(name), row) for name, row in rows.items()}
+        try:
+            with QtorchSource.open(self._path(unit), verify=True, mmap=False) as source:
+                return {name: self._decoded(source, unit, name) for name in rows}
+        except (OSError, ValueError) as error:
+            raise Damaged(str(error)) from error
 
     def finish(self, unit: int, units: int, made: Mapping[str, M]) -> dict[str, M]:
         encoded = {name: self.encode(value) for name, value in made.items()}
@@ -179,7 +239,3 @@ def _version() -> str:
         return version("qtorch")
     except PackageNotFoundError:
         return "unknown"
-
-
-def _is_ours(name: str) -> bool:
-    return name in ("lock", "journal.new") or name.startswith(("unit-", "quantized-", "float-", ".unit-"))

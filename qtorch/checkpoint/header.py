@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..dtypes.serialize import Entry, check_entry
-from ..primitives.jsonable import parse_json
+from ..files import parse_json
 
 FORMAT_VERSION = 1
 

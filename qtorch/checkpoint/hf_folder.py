@@ -17,16 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..primitives.jsonable import parse_json
+from ..files import read_json
 from .header import is_file_name
 from .tensor_file import Stored, TensorFile
 
 CONFIG = "config.json"
 INDEX_SUFFIX = ".safetensors.index.json"
 SUFFIX = ".safetensors"
-
-MAX_JSON = 100_000_000
-"""Bytes of a JSON file."""
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 """Dtypes that a configuration may name as those of the model."""
@@ -127,7 +124,7 @@ class HFFolder:
         Raises:
             ValueError: the file does not hold a JSON object.
         """
-        return read_json(self.root / name)
+        return read_object(self.root / name)
 
     def _open(self, path: Path) -> TensorFile:
         file = TensorFile(path)
@@ -140,7 +137,7 @@ class HFFolder:
         return file
 
     def _open_shards(self, index: Path) -> None:
-        weight_map = (read_json(index) or {}).get("weight_map")
+        weight_map = (read_object(index) or {}).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{index}: it has no weight_map")
         for file in weight_map.values():
@@ -171,20 +168,16 @@ def find_root(path: Path) -> Path | None:
     return None
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_object(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file, which may be untrusted; None if there is no such file.
 
     Raises:
         ValueError: the file does not hold a JSON object.
     """
-    if not path.is_file():
-        return None
-    if path.stat().st_size > MAX_JSON:
-        raise ValueError(f"{path}: it has {path.stat().st_size} bytes; a JSON file has at most {MAX_JSON}")
     try:
-        data = parse_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: it is not JSON: {error}") from error
+        data = read_json(path)
+    except FileNotFoundError:
+        return None
     if not isinstance(data, dict):
         raise ValueError(f"{path}: it holds a {type(data).__name__}, not an object")
     return data

@@ -12,14 +12,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from torch import Tensor
 
 from .file_format import checksum
-from .tensor_file import ALIGNMENT, DTYPES, NAMES, data_of
+from .journal import Damaged
+from .tensor_file import ALIGNMENT, DTYPES, METADATA, NAMES, TensorFile, check_name, data_of, nbytes_of
 
 _LENGTH_BYTES = 8
 _LARGEST_ROOM = 1 << 26
@@ -39,6 +41,29 @@ class Written(NamedTuple):
     def is_odd(self) -> bool:
         return self.nbytes % ALIGNMENT != 0
 
+    @classmethod
+    def parse(cls, row: Any) -> Written:
+        """From JSON data, which may be untrusted.
+
+        Raises:
+            ValueError: there is no such tensor.
+        """
+        if not isinstance(row, list) or len(row) != len(cls._fields) or not isinstance(row[0], str):
+            raise ValueError(f"{row!r:.80} describes no tensor")
+        made = cls(*row)
+        check_name(made.name)
+        if any(type(n) is not int for n in row[3:]) or made.nbytes != nbytes_of(made.name, made.dtype, made.shape):
+            raise ValueError(f"{row!r:.80} describes no tensor")
+        return made
+
+    def is_in(self, file: BinaryIO, start: int) -> bool:
+        """Whether the data of this tensor are in a file from `start` on."""
+        file.seek(start)
+        found = zlib.crc32(f"{DTYPES[self.dtype]} {tuple(self.shape)}".encode())
+        for data in _chunks(file, self.nbytes):
+            found = zlib.crc32(data, found)
+        return found == self.crc32 and file.tell() == start + self.nbytes
+
 
 class PartFile:
     """A file under construction.
@@ -47,6 +72,9 @@ class PartFile:
         path: name that the file gets by `finish`; until then its data are in ``<path>.part`` and ``<path>.odd``.
         room: bytes for the header.
         written: the tensors that the parts hold already; what follows them is cut off.
+
+    Raises:
+        Damaged: the parts are shorter.
     """
 
     def __init__(self, path: Path, room: int, written: list[Written] | None = None) -> None:
@@ -62,6 +90,9 @@ class PartFile:
         self.is_finished = not self.part.exists() and (path.exists() or bool(self.written))
         self._files: list[BinaryIO] = [] if self.is_finished else [_open(self.part), _open(self.odd)]
         for file, size in zip(self._files, self.sizes, strict=False):
+            if self.written and os.fstat(file.fileno()).st_size < size:
+                self.close()
+                raise Damaged(f"{path}: it is shorter than the journal says")
             file.truncate(size)
             file.seek(size)
 
@@ -76,7 +107,12 @@ class PartFile:
         return sum(self.sizes) - self.begin
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Append a tensor, contiguous and on the CPU."""
+        """Append a tensor, contiguous and on the CPU.
+
+        Raises:
+            ValueError: the format cannot hold the name.
+        """
+        check_name(name)
         is_odd = tensor.nbytes % ALIGNMENT != 0
         start = self.sizes[is_odd]
         self._files[is_odd].write(data_of(tensor))
@@ -92,12 +128,57 @@ class PartFile:
 
     def to_json(self) -> dict[str, Any]:
         """JSON data from which `from_json` continues."""
-        return {"path": self.path.name, "room": self.room, "written": [list(tensor) for tensor in self.written]}
+        return {"room": self.room, "written": [list(tensor) for tensor in self.written]}
 
     @classmethod
-    def from_json(cls, folder: Path, data: Mapping[str, Any]) -> PartFile:
-        """Continue the file that `to_json` described."""
-        return cls(folder / data["path"], data["room"], [Written(*tensor) for tensor in data["written"]])
+    def from_json(cls, path: Path, data: Any, moved: Path | None = None) -> PartFile:
+        """Continue the file that `to_json` described.
+
+        Args:
+            data: from a journal, which may be untrusted.
+            moved: where the file may be once it is finished.
+
+        Raises:
+            Damaged: there is no such file, or it does not hold these tensors.
+        """
+        try:
+            room, written = data["room"], [Written.parse(row) for row in data["written"]]
+            made = None if type(room) is not int or room < 0 else cls(path, room, written)
+        except (KeyError, TypeError, ValueError, OSError) as error:
+            raise Damaged(f"{path}: {error}") from error
+        if made is None or made.room != room:
+            raise Damaged(f"{path}: its header has {room!r:.40} bytes")
+        place = path if path.exists() or moved is None else moved
+        try:
+            made._verify(place)
+        except (OSError, ValueError) as error:
+            made.close()
+            raise Damaged(str(error)) from error
+        return made
+
+    def _verify(self, place: Path) -> None:
+        """Raise `ValueError` unless the tensors are there."""
+        if self.is_finished:
+            finished = TensorFile(place)
+            try:
+                found = all(
+                    tensor.name in finished.stored and tensor.is_in(finished._file, finished.stored[tensor.name].start)
+                    for tensor in self.written
+                )
+                whole = found and len(finished.stored) == len(self.written)
+            finally:
+                finished.close()
+        else:
+            sizes = [self.begin, 0]
+            whole = True
+            for tensor in self.written:
+                whole = whole and tensor.start == sizes[tensor.is_odd]
+                whole = whole and tensor.is_in(self._files[tensor.is_odd], tensor.start)
+                sizes[tensor.is_odd] += tensor.nbytes
+            for file, size in zip(self._files, self.sizes, strict=True):
+                file.seek(size)
+        if not whole:
+            raise ValueError(f"{place}: it does not hold the tensors that the journal describes")
 
     def finish(self, metadata: Mapping[str, str]) -> None:
         """Complete the file, flush it to disk and give it its name; nothing if that has been done."""
@@ -113,12 +194,12 @@ class PartFile:
             _copy(odd, part, tensor.nbytes)
             at += tensor.nbytes
         of_name = {tensor.name: tensor for tensor in self.written}
-        header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+        header: dict[str, Any] = {METADATA: {"format": "pt", **metadata}}
         for name, start in entries.items():
             tensor = of_name[name]
             offsets = [start, start + tensor.nbytes]
             header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": offsets}
-        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
         if len(text) <= self.room:
             _write_header(part, text.ljust(self.room))
         else:
@@ -132,7 +213,9 @@ class PartFile:
 
     def _behind(self, text: bytes) -> BinaryIO:
         """A copy of the part with a larger header."""
-        larger = open(self.path.with_name(f"{self.path.name}.larger"), "wb")  # noqa: SIM115
+        place = self.path.with_name(f"{self.path.name}.larger")
+        place.unlink(missing_ok=True)
+        larger = _open(place)
         _write_header(larger, text.ljust(len(text) + -(_LENGTH_BYTES + len(text)) % ALIGNMENT))
         part = self._files[0]
         part.flush()
@@ -148,8 +231,11 @@ class PartFile:
 
 
 def _open(path: Path) -> BinaryIO:
-    path.touch()
-    return open(path, "r+b")
+    def opened(name: str, flags: int) -> int:
+        # Not what a link leads to.
+        return os.open(name, flags | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+    return open(path, "r+b", opener=opened)
 
 
 def _write_header(file: BinaryIO, text: bytes) -> None:
@@ -159,7 +245,12 @@ def _write_header(file: BinaryIO, text: bytes) -> None:
 
 
 def _copy(source: BinaryIO, target: BinaryIO, count: int) -> None:
-    while count:
-        data = source.read(min(count, 1 << 20))
+    for data in _chunks(source, count):
         target.write(data)
+
+
+def _chunks(file: BinaryIO, count: int) -> Iterator[bytes]:
+    """The next `count` bytes, fewer where the file ends."""
+    while count and (data := file.read(min(count, 1 << 20))):
+        yield data
         count -= len(data)

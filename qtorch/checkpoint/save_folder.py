@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..files import read_json
 from .file_format import places_of
 from .save_format import SaveFormat, save_format
 from .to_save import check_converted, identity, problem_of, write_file
@@ -75,7 +76,7 @@ def _write_configs(model: Any, folder: Path) -> dict[str, Any]:
     if not isinstance(model, nn.Module) or not hasattr(config, "save_pretrained"):
         return dtype
     config.save_pretrained(folder)
-    contents: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    contents: dict[str, Any] = read_json(folder / CONFIG)
     contents.setdefault("architectures", [type(model).__name__])
     if contents["architectures"] is None:
         contents["architectures"] = [type(model).__name__]

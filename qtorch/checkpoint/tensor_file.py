@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..primitives.jsonable import parse_json
+from ..files import MAX_JSON, open_regular, parse_json
 
 ALIGNMENT = 64
 
@@ -50,11 +50,8 @@ DTYPES = {
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-_METADATA = "__metadata__"
+METADATA = "__metadata__"
 _LENGTH_BYTES = 8
-_MAX_HEADER = 100_000_000
-"""The limit of the safetensors library."""
-
 _MAX_SIZE = 2**63
 """No tensor has this many elements."""
 
@@ -75,13 +72,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         tensors: contiguous, on the CPU, in dtypes of `DTYPES`.
 
     Raises:
-        ValueError: a tensor has the name that the format reserves for metadata.
+        ValueError: a tensor has a name that the format cannot hold.
         OSError: the file cannot be written.
     """
-    if _METADATA in tensors:
-        raise ValueError(f"{_METADATA} is reserved by the format; rename the tensor")
+    for name in tensors:
+        check_name(name)
     order = sorted(tensors.items(), key=lambda item: (item[1].nbytes % ALIGNMENT != 0, -item[1].element_size()))
-    header: dict[str, Any] = {_METADATA: dict(metadata)}
+    header: dict[str, Any] = {METADATA: dict(metadata)}
     stop = 0
     for name, tensor in order:
         start, stop = stop, stop + tensor.nbytes
@@ -95,6 +92,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             file.write(data_of(tensor))
         file.flush()
         os.fsync(file.fileno())
+
+
+def check_name(name: str) -> None:
+    """Raise `ValueError` if no tensor of a file can have this name."""
+    if name == METADATA:
+        raise ValueError(f"{METADATA} is reserved by the format; rename the tensor")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the name {name!r:.80} is no text that UTF-8 can hold; rename the tensor") from error
 
 
 def data_of(tensor: Tensor) -> memoryview:
@@ -117,12 +124,7 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._map: mmap.mmap | None = None
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{path}: truncated, or not a safetensors file (it is not a regular file)")
-        try:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"{path}: no such file") from error
+        self._file = open_regular(path)
         try:
             self.metadata, self.stored = self._read_header()
         except BaseException:
@@ -137,7 +139,7 @@ class TensorFile:
         """Whether the path now refers to another file."""
         try:
             return not os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
-        except FileNotFoundError:
+        except OSError:
             return False
 
     def read(self, name: str) -> Tensor:
@@ -184,12 +186,12 @@ class TensorFile:
         text = bytearray(_LENGTH_BYTES)
         self._fill(memoryview(text), 0)
         length = int.from_bytes(text, "little")
-        if length > min(_MAX_HEADER, size - _LENGTH_BYTES):
+        if length > min(MAX_JSON, size - _LENGTH_BYTES):
             raise self._error(f"its header would have {length} bytes")
         text = bytearray(length)
         self._fill(memoryview(text), _LENGTH_BYTES)
         try:
-            header = parse_json(text.decode())
+            header = parse_json(bytes(text))
             return _parse(header, _LENGTH_BYTES + length, size)
         except ValueError as error:
             raise self._error(str(error)) from error
@@ -203,9 +205,9 @@ def _parse(header: Any, begin: int, end: int) -> tuple[dict[str, str], dict[str,
     """
     if not isinstance(header, dict):
         raise ValueError("its header is not an object")
-    metadata = header.pop(_METADATA, {})
+    metadata = header.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError(f"its {_METADATA} is not an object of strings")
+        raise ValueError(f"its {METADATA} is not an object of strings")
     stored = {name: _stored(name, entry, begin) for name, entry in header.items()}
     at = begin
     for name, tensor in sorted(stored.items(), key=lambda item: item[1][2:]):
@@ -221,16 +223,25 @@ def _stored(name: str, entry: Any, begin: int) -> Stored:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name} is not described by dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    nbytes = nbytes_of(name, dtype, shape)
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise ValueError(f"{name} has the offsets {offsets!r:.80}")
+    if offsets[1] - offsets[0] != nbytes:
+        raise ValueError(f"{name} takes {nbytes} bytes, its offsets are {offsets!r:.80}")
+    return Stored(DTYPES[dtype], tuple(shape), begin + offsets[0], begin + offsets[1])
+
+
+def nbytes_of(name: str, dtype: Any, shape: Any) -> int:
+    """Bytes of a tensor as a file describes it.
+
+    Raises:
+        ValueError: there is no such dtype, or no such shape.
+    """
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"{name} has the dtype {dtype!r:.40}; known: {', '.join(DTYPES)}")
     if not _are_sizes(shape) or math.prod(max(size, 1) for size in shape) >= _MAX_SIZE:
         raise ValueError(f"{name} has the shape {shape!r:.80}")
-    if not _are_sizes(offsets) or len(offsets) != 2:
-        raise ValueError(f"{name} has the offsets {offsets!r:.80}")
-    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
-    if offsets[1] - offsets[0] != nbytes:
-        raise ValueError(f"{name} takes {nbytes} bytes, its offsets are {offsets!r:.80}")
-    return Stored(DTYPES[dtype], tuple(shape), begin + offsets[0], begin + offsets[1])
+    return math.prod(shape) * DTYPES[dtype].itemsize
 
 
 def _are_sizes(values: Any) -> bool:
@@ -239,5 +250,5 @@ def _are_sizes(values: Any) -> bool:
 
 def is_of_torch_save(path: Path) -> bool:
     """Whether a file is one of `torch.save`: a zip archive, or, in the old format, a file that begins with a pickle."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return file.read(4) in (b"PK\x03\x04", b"\x80\x02\x8a\x0a")

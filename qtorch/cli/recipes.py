@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import ast
 import enum
-import json
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..files import read_json
 from ..primitives import jsonable
 from ..primitives.jsonable import from_json
 from ..recipe import RECIPES, Recipe
@@ -76,11 +76,9 @@ def read_config(path: Path) -> dict[str, Recipe | None]:
         UsageError: the file holds something else.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UsageError(f"{path}: no such file") from error
-    except ValueError as error:
-        raise UsageError(f"{path}: is not JSON: {error}") from error
+        data = read_json(path)
+    except (FileNotFoundError, ValueError) as error:
+        raise UsageError(str(error)) from error
     if not isinstance(data, dict) or not data:
         raise UsageError(f'{path}: holds no object such as {{"lm_head": null, ".*": "int8_weight_only"}}')
     found = {}

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..files import parse_json
 from ..kernels.custom_ops import opaque
 from ..kernels.ops.experts import expert_by_expert
 from ..kernels.registry import Kernel, register
-from ..primitives.jsonable import from_json, parse_json, to_json
+from ..primitives.jsonable import from_json, to_json
 from ..primitives.scheme import Scheme
 from ..tracing.function_transforms import are_active, run_whole, transforms_active
 from ..tracing.outside_graphs import starts_no_graph

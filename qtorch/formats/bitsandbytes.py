@@ -26,10 +26,10 @@ from torch import Tensor
 from ..checkpoint.folder_source import FolderSource, Parts, Seen, StoredWeight
 from ..checkpoint.hf_folder import DTYPES, HFFolder
 from ..checkpoint.source import register_source
+from ..files import parse_json
 from ..primitives.codebook import NF4_TABLE
 from ..primitives.codebook_spec import CodebookSpec
 from ..primitives.granularity import PerGroup, PerRow
-from ..primitives.jsonable import parse_json
 from ..primitives.qdtype import qdtype
 from .bit_stream import unpack_nibbles
 from .blocks import Cut, check_stored, symmetric_spec, weight_only, with_suffix

@@ -23,9 +23,9 @@ import torch
 from ..checkpoint.folder_source import FolderSource, Parts, Seen, StoredWeight
 from ..checkpoint.hf_folder import DTYPES, HFFolder
 from ..checkpoint.source import register_source
+from ..files import parse_json
 from ..primitives.affine import MappingType, ZeroPointDomain
 from ..primitives.granularity import PerGroup, granularity_of
-from ..primitives.jsonable import parse_json
 from ..primitives.qdtype import qdtype
 from ..primitives.spec import QuantSpec
 from ..recipes.mx import mx_spec

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from ..dtypes import QuantizedTensor
 from ..dtypes.serialize import Entry, check_entry, from_canonical, to_canonical
+from ..files import parse_json
 from ..module_repr import show_quantized
-from ..primitives.jsonable import from_json, parse_json, to_json
+from ..primitives.jsonable import from_json, to_json
 from ..quantize_api import dequantize_
 from ..recipe import Recipe
 from ..targets import Target, find_targets

@@ -10,10 +10,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import json
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -71,18 +70,6 @@ def to_json(value: Any) -> Any:
     raise TypeError(f"to_json: {type(value).__name__} has no JSON form; decorate the class with @jsonable")
 
 
-def parse_json(text: str) -> Any:
-    """Parse JSON text from an untrusted source.
-
-    Raises:
-        ValueError: the text is not JSON, is nested too deep, or an object has a key twice.
-    """
-    try:
-        return json.loads(text, object_pairs_hook=_without_duplicates)
-    except RecursionError as error:
-        raise ValueError("the JSON is nested too deep") from error
-
-
 def from_json(data: Any) -> Any:
     """Inverse of `to_json`; lists become tuples.
 
@@ -117,7 +104,17 @@ def _make(name: Any, values: dict[Any, Any]) -> Any:
     cls = _CLASSES.get(name) if isinstance(name, str) else None
     if cls is None or not dataclasses.is_dataclass(cls):
         raise ValueError(f"from_json: unknown type {name!r:.80}; known: {', '.join(sorted(_CLASSES))}")
-    known = {f.name for f in dataclasses.fields(cls)}
+    return construct(cls, values)
+
+
+def construct(cls: type[T], values: Mapping[Any, Any]) -> T:
+    """An object of a frozen dataclass from the values of its fields, which have their annotated types.
+
+    Raises:
+        ValueError: a field is unknown, missing, or does not take its value.
+    """
+    name, values = cls.__name__, {key: tuples(value) for key, value in values.items()}
+    known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     if unknown := sorted(map(str, values.keys() - known)):
         raise ValueError(
             f"from_json: {name} has no field {', '.join(unknown)}; the data was written by a newer version of qtorch"
@@ -132,6 +129,11 @@ def _make(name: Any, values: dict[Any, Any]) -> Any:
         if not _fits(value, hint):
             raise ValueError(f"from_json: {name}.{field} takes a {_word(hint)}, got {value!r:.80}")
     return made
+
+
+def tuples(value: Any) -> Any:
+    """Lists, inside each other too, as tuples."""
+    return tuple(map(tuples, value)) if isinstance(value, list) else value
 
 
 @functools.cache
@@ -158,14 +160,6 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _word(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {max(keys, key=keys.count)!r:.80} occurs twice")
-    return found
 
 
 def _read_string(text: str) -> Any:

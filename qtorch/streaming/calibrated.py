@@ -12,10 +12,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..blockwise import Resumable, Wanted, estimate, fingerprint, quantize_in_order
+from ..blockwise import Resumable, Wanted, estimate, fingerprint, of_weight, quantize_in_order
 from ..blockwise.weights import Streamed
 from ..checkpoint.experts import FusedSource, fuse_experts
 from ..checkpoint.file_format import places_of
+from ..checkpoint.journal import Damaged
 from ..checkpoint.source import Source
 from ..dtypes.joining import cut
 from ..recipe import Calibrated, Recipe
@@ -55,13 +56,9 @@ class CalibratedWeights:
     def weight(self, name: str) -> tuple[Tensor, CalibrationReport]:
         """The new weight of this stored name."""
         if self._progress is None:
-            self._progress = self._make()
-        of_model, place = self._places[name]
-        made = self._progress.made(of_model)
-        if place is None:
-            return made.weight, made.report
-        row, column = place
-        return cut(made.weight, self._columns(of_model))[row][column], made.report
+            self._progress = self._opened()
+        progress = self._progress
+        return progress.run(lambda: self._made(progress, name))
 
     def close(self) -> None:
         """Release the folder."""
@@ -85,21 +82,30 @@ class CalibratedWeights:
         with self._wanted(model, source, recipes) as (wanted, weights):
             return estimate(model, wanted, data, weights)
 
-    def _make(self) -> Resumable[Calibrated]:
+    def _opened(self) -> Resumable[Calibrated]:
         model, source = self._model()
-        recipes = self._in_model(source, model)
-        data = replace(self.data, batches=self.data.checked())
+        self._in_model(source, model)
+        self.data = replace(self.data, batches=self.data.checked())
         identity = fingerprint.of_json([source.format, identity_of(self.source.path)])
-        progress = progress_in(self.folder, list(self.targets.values()), data, identity, anew=True)
-        try:
-            if not progress.complete:
-                data = _without_logits(model, data, recipes)
-                with self._wanted(model, source, recipes) as (wanted, weights):
-                    quantize_in_order(model, wanted, data, progress=progress, weights=weights)
-        except BaseException:
-            progress.__exit__()
-            raise
-        return progress
+        return progress_in(self.folder, list(self.targets.values()), self.data, identity, anew=True)
+
+    def _made(self, progress: Resumable[Calibrated], name: str) -> tuple[Tensor, CalibrationReport]:
+        if not progress.complete:
+            model, source = self._model()
+            recipes = self._in_model(source, model)
+            data = _without_logits(model, self.data, recipes)
+            with self._wanted(model, source, recipes) as (wanted, weights):
+                quantize_in_order(model, wanted, data, progress=progress, weights=weights)
+        of_model, place = self._places[name]
+        made = progress.made(of_model)
+        weight = made.weight
+        if place is not None:
+            row, column = place
+            try:
+                weight = cut(weight, self._columns(of_model))[row][column]
+            except (IndexError, ValueError) as error:
+                raise Damaged(f"what was made of {of_model} has no part {name}: {error}") from error
+        return of_weight({name: (weight, made.report)}, name, self.targets[name].parameter)
 
     def _model(self) -> tuple[nn.Module, Source]:
         """The model on the meta device, and the checkpoint with experts fused as they are there."""

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ..checkpoint.file_format import HEADER, HEADER_CHECKSUM, OWN_FORMAT, text_checksum
 from ..checkpoint.header import Header
-from ..checkpoint.hf_folder import CONFIG, read_json
+from ..checkpoint.hf_folder import CONFIG, read_object
 from ..checkpoint.part_file import PartFile
 from ..checkpoint.save_format import SaveFormat, save_format
 from ..dtypes import QuantizedTensor
-from ..dtypes.serialize import to_canonical
+from ..dtypes.serialize import scheme_of, to_canonical
 from .companions import copy_companions
 
 INDEX = "model.safetensors.index.json"
@@ -59,8 +59,20 @@ class Form(ABC):
         """JSON data of what was stored, for `resume`."""
 
     @abstractmethod
-    def resume(self, progress: Any) -> None:
-        """Continue from `progress`; the next tensor to be stored may be in it already."""
+    def places(self, count: int, target: Path, folder: Path) -> list[Path]:
+        """Where `finish` moves the files, of which there are `count`, from `folder`."""
+
+    @abstractmethod
+    def resume(self, progress: Any, names: Sequence[str], stored: Sequence[str]) -> None:
+        """Continue from `progress`, which may be untrusted.
+
+        Args:
+            names: the parameters that are stored, and the next one, which may be in `progress` already.
+            stored: the names of their tensors.
+
+        Raises:
+            ValueError, TypeError, KeyError: `progress` is not that of these tensors; nothing has changed.
+        """
 
 
 class OwnForm(Form):
@@ -95,9 +107,8 @@ class OwnForm(Form):
     def finish(self, files: Sequence[PartFile], target: Path) -> None:
         root, *shards = files
         self.header.plain = list(self.plain)
-        stem = target.stem if target.suffix == ".safetensors" else f"{target.name}."
-        count = len(shards)
-        names = [f"{stem}-{self.token}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        of_root, *places = self.places(len(files), target, files[0].path.parent)
+        names = [place.name for place in places]
         self.header.shards = {
             name: [tensor.name for tensor in shard.written] for name, shard in zip(names, shards, strict=True)
         }
@@ -106,15 +117,27 @@ class OwnForm(Form):
         for shard in shards:
             shard.finish({})
         root.finish({HEADER: text, HEADER_CHECKSUM: text_checksum(text)})
-        for name, shard in [*zip(names, shards, strict=True), (target.name, root)]:
+        for place, shard in [*zip(places, shards, strict=True), (of_root, root)]:
             if shard.path.exists():
-                os.replace(shard.path, target.with_name(name))
+                os.replace(shard.path, place)
+
+    def places(self, count: int, target: Path, folder: Path) -> list[Path]:
+        stem = target.stem if target.suffix == ".safetensors" else f"{target.name}."
+        of = f"of-{count - 1:05d}.safetensors"
+        return [target, *(target.with_name(f"{stem}-{self.token}-{i:05d}-{of}") for i in range(1, count))]
 
     def progress(self) -> Any:
         return {"plain": list(self.plain), "quantized": self.header.quantized}
 
-    def resume(self, progress: Any) -> None:
-        self.plain, self.header.quantized = dict.fromkeys(progress["plain"]), progress["quantized"]
+    def resume(self, progress: Any, names: Sequence[str], stored: Sequence[str]) -> None:
+        plain, quantized = dict.fromkeys(progress["plain"]), progress["quantized"]
+        for entry in quantized.values():
+            scheme_of(entry)
+        keys = {name: [name] for name in plain} | {name: [*of["tensors"].values()] for name, of in quantized.items()}
+        wanted = [key for name in names for key in keys.get(name, [])]
+        if plain.keys() & quantized.keys() or keys.keys() - set(names) or wanted[: len(stored)] != [*stored]:
+            raise ValueError("its tensors are not those of its parameters")
+        self.plain, self.header.quantized = plain, quantized
 
 
 class FolderForm(Form):
@@ -128,7 +151,7 @@ class FolderForm(Form):
 
     def __init__(self, format: str, source: Path, recipe: Any) -> None:
         self.source = source if source.is_dir() else source.parent
-        config = read_json(self.source / CONFIG) or {}
+        config = read_object(self.source / CONFIG) or {}
         self.config = {key: value for key, value in config.items() if key not in ("quantization_config",)}
         self.format: SaveFormat = save_format(format, self.config)
         for name, value in {"recipe": recipe, "names": "checkpoint"}.items():
@@ -152,13 +175,12 @@ class FolderForm(Form):
         places: dict[str, str] = {}
         count = len(files)
         kept = set()
-        for number, file in enumerate(files, 1):
-            name = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE
-            if not (folder / name).exists():
+        for file, place in zip(files, self.places(count, target, folder), strict=True):
+            if not place.exists():
                 self.finish_file(file)
-                os.replace(file.path, folder / name)
-            places |= dict.fromkeys((tensor.name for tensor in file.written), name)
-            kept.add(name)
+                os.replace(file.path, place)
+            places |= dict.fromkeys((tensor.name for tensor in file.written), place.name)
+            kept.add(place.name)
         if count > 1:
             total = sum(file.nbytes for file in files)
             _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
@@ -170,10 +192,15 @@ class FolderForm(Form):
                 path.unlink()
         folder.rename(target)
 
+    def places(self, count: int, target: Path, folder: Path) -> list[Path]:
+        if count == 1:
+            return [folder / SINGLE]
+        return [folder / f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
     def progress(self) -> Any:
         return self.format.progress()
 
-    def resume(self, progress: Any) -> None:
+    def resume(self, progress: Any, names: Sequence[str], stored: Sequence[str]) -> None:
         self.format.resume(progress)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.folder_source import FloatFolder, look
-from ..checkpoint.hf_folder import CONFIG, SUFFIX, read_json
+from ..checkpoint.hf_folder import CONFIG, SUFFIX, read_object
 from ..checkpoint.qtorch_source import QtorchSource
 from ..checkpoint.source import SOURCES, Source, open_source
 
@@ -28,7 +28,7 @@ def open_any(path: Path) -> Source:
 
 def model_config(path: Path) -> dict[str, Any]:
     """The contents of config.json of the folder, or of the folder that the file is in; empty without."""
-    return read_json((path if path.is_dir() else path.parent) / CONFIG) or {}
+    return read_object((path if path.is_dir() else path.parent) / CONFIG) or {}
 
 
 def identity_of(path: Path) -> list[list[Any]]:

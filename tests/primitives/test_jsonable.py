@@ -14,6 +14,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qtorch.files import parse_json
 from qtorch.primitives import (
     AbsMaxRule,
     AbsMeanRule,
@@ -36,7 +37,7 @@ from qtorch.primitives import (
     qdtype,
     to_json,
 )
-from qtorch.primitives.jsonable import MAX_DEPTH, jsonable, parse_json
+from qtorch.primitives.jsonable import MAX_DEPTH, jsonable
 from qtorch.primitives.scheme import Scheme
 from qtorch.primitives.spec import LinearSpec
 from tests.attack.damage import mutate, text_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from .scheme import FORMATS, Args, Group
@@ -67,12 +68,24 @@ class Config:
 
     def group_of(self, module: str) -> list[Group]:
         """The groups that a module may be in: the one that names it, or else all that name a class of modules."""
-        for targets, group in self.groups:
-            if module in targets:
+        if module in self._named:
+            return [self._named[module]]
+        for pattern, group in self._patterns:
+            if pattern.match(module):
                 return [group]
-        for targets, group in self.groups:
-            if any(target.startswith("re:") and re.match(target[3:], module) for target in targets):
-                return [group]
+        return self._of_classes
+
+    @cached_property
+    def _named(self) -> dict[str, Group]:
+        """By target; the first group that names it wins. A file may name each of its modules."""
+        return {target: group for targets, group in reversed(self.groups) for target in targets}
+
+    @cached_property
+    def _patterns(self) -> list[tuple[re.Pattern[str], Group]]:
+        return [(re.compile(each[3:]), group) for names, group in self.groups for each in names if each[:3] == "re:"]
+
+    @cached_property
+    def _of_classes(self) -> list[Group]:
         return [group for targets, group in self.groups if any(map(_is_class, targets))]
 
 

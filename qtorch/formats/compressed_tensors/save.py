@@ -18,6 +18,7 @@ from torch import Tensor
 from ...checkpoint.experts import expert_names, is_fused, split_experts
 from ...checkpoint.save_format import SaveFormat, register_save_format
 from ...dtypes import ConvWeight, QuantizedTensor
+from ...primitives.jsonable import construct
 from .config import METHOD, MIXED, VERSION
 from .encode import encode
 from .groups import check_joined, config_groups, ignored
@@ -117,21 +118,23 @@ class CompressedTensorsFormat(SaveFormat):
 
     def resume(self, progress: Any) -> None:
         try:
-            self.quantized = {name: _from_json(saved) for name, saved in progress["quantized"].items()}
-            self.floats = [str(name) for name in progress["floats"]]
-        except (TypeError, KeyError, AttributeError) as error:
+            quantized = {name: _from_json(saved) for name, saved in progress["quantized"].items()}
+            floats = [str(name) for name in progress["floats"]]
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"not the progress of a {self.name} checkpoint: {error}") from error
+        self.quantized, self.floats = quantized, floats
 
 
 def _from_json(data: Mapping[str, Any]) -> Saved:
     group = data["group"]
     weights, inputs = (None if args is None else _args(args) for args in (group["weights"], group["input_activations"]))
-    return Saved(Group(weights, inputs, group["format"]), data["scheme"], data["global_scale"], data["input_scale"])
+    return construct(
+        Saved, {**data, "group": construct(Group, {**group, "weights": weights, "input_activations": inputs})}
+    )
 
 
 def _args(data: Mapping[str, Any]) -> Args:
-    block = data["block_structure"]
-    return Args(**{**data, "block_structure": None if block is None else (int(block[0]), int(block[1]))})
+    return construct(Args, data)
 
 
 def _saved(module: str, tensor: QuantizedTensor) -> tuple[Saved, dict[str, Tensor]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...dtypes import QuantizedTensor
 from ...dtypes.serialize import LOGICAL_DTYPES, Entry, check_entry, to_canonical
-from ...primitives.jsonable import parse_json
+from ...files import parse_json
 
 METADATA = "qtorch.transformers"
 """Metadata key of every file that holds a quantized tensor; its value is JSON text."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...checkpoint.save_format import SaveFormat, register_save_format
 from ...dtypes import QuantizedTensor
-from ...dtypes.serialize import Entry
+from ...dtypes.serialize import Entry, scheme_of
 from .config import Names, quantization_config
 from .names import Index, stored
 
@@ -51,4 +51,6 @@ class TransformersFormat(SaveFormat):
     def resume(self, progress: Any) -> None:
         if not isinstance(progress, dict):
             raise ValueError(f"not the progress of a {self.name} checkpoint: {progress!r:.80}")
+        for entry in progress.values():
+            scheme_of(entry)
         self.entries = progress

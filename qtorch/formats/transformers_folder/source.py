@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ...checkpoint.canonical_source import CanonicalSource
-from ...checkpoint.hf_folder import CONFIG, SUFFIX, HFFolder, read_json
+from ...checkpoint.hf_folder import CONFIG, SUFFIX, HFFolder, read_object
 from ...checkpoint.source import register_source
 from ...checkpoint.tensor_file import Stored, TensorFile
 from .config import is_ours
@@ -27,7 +27,7 @@ class TransformersFolder(CanonicalSource):
     def recognizes(cls, path: Path) -> bool:
         try:
             if path.is_dir():
-                return is_ours(read_json(path / CONFIG) or {})
+                return is_ours(read_object(path / CONFIG) or {})
             return path.suffix == SUFFIX and METADATA in _metadata(path)
         except (OSError, ValueError):
             return False

@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from ...files import read_json
 from . import build, cache, processor
 
 WAYS = {"dot": 0, "tile": 1, "amx": 2, "fixed": 3, "channels": 4}
@@ -42,11 +43,8 @@ def read(path: str | Path) -> Tables:
     Raises:
         ValueError: the file has anything else than tables of ways that its instruction sets have.
     """
-    path = Path(path)
-    if (size := path.stat().st_size) > MOST_BYTES:
-        raise ValueError(f"{path}: got {size} bytes, want at most {MOST_BYTES}")
     tables: Tables = {}
-    content = json.loads(path.read_text())
+    content = read_json(path, MOST_BYTES)
     if not isinstance(content, dict):
         raise ValueError(f"{path}: got a {type(content).__name__}, want tables by instruction set")
     for name, table in content.items():

@@ -21,9 +21,17 @@ from typing import Any
 
 import torch
 
+from ...files import read_json
+from ...primitives.jsonable import construct
 from ..custom_ops import note
 
 SHIPPED = Path(__file__).parent / "configs"
+
+_MOST_BYTES = 1 << 24
+"""Of a file."""
+
+_MOST = 1 << 31
+"""Of a size."""
 
 Shape = tuple[int, int, int]
 LaunchKey = tuple[str, str, Shape]
@@ -77,12 +85,24 @@ class Table:
         self.entries: dict[LaunchKey, LaunchConfig] = {}
         for entry in content["configs"]:
             entry = dict(entry)
-            problem = (entry.pop("op"), entry.pop("dtype"), (entry.pop("m"), entry.pop("n"), entry.pop("k")))
-            self.entries[problem] = LaunchConfig(**entry)
+            op, dtype, *shape = (entry.pop(key) for key in ("op", "dtype", "m", "n", "k"))
+            config = construct(LaunchConfig, entry)
+            numbers = [*shape, *(value for value in asdict(config).values() if type(value) is int)]
+            if not isinstance(op, str) or not isinstance(dtype, str) or not all(map(_is_number, numbers)):
+                raise ValueError(f"the entry {op!r:.40}, {dtype!r:.40}, {shape!r:.80}: {config!r:.400}")
+            self.entries[op, dtype, (shape[0], shape[1], shape[2])] = config
 
     @staticmethod
     def read(path: Path) -> Table:
-        return Table(json.loads(path.read_text()), path.stem)
+        """The table of a file, which may be the user's.
+
+        Raises:
+            ValueError: it has anything else than launch configurations.
+        """
+        try:
+            return Table(read_json(path, _MOST_BYTES), path.stem)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: it is not a table of launch configurations: {error}") from error
 
     def write(self, path: Path) -> None:
         configs = [
@@ -99,6 +119,10 @@ class Table:
         same = [(p, config) for p, config in self.entries.items() if p[0] == op]
         same = [item for item in same if item[0][1] == dtype] or same
         return min(same, key=lambda item: _distance(item[0][2], shape))[1] if same else None
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and 0 < value <= _MOST
 
 
 def _distance(a: Shape, b: Shape) -> float:
