@@ -162,6 +162,19 @@ def _matrices_of(name: str, convention: ExpertNames, stored: Set[str]) -> list[l
         matrices.append(row)
 
 
+_MATRIX = re.compile(r"(?P<experts>.+\.experts)\.\d+\.(?P<projection>\w+)\.weight")
+
+
+def joined_in_models(stored: Iterable[str]) -> list[list[str]]:
+    """Stored names of the matrices of experts, grouped by the parameters that models of transformers join them in."""
+    groups: dict[tuple[str, bool], list[str]] = {}
+    down = {names.down for names in CONVENTIONS}
+    for name in stored:
+        if found := _MATRIX.fullmatch(name):
+            groups.setdefault((found["experts"], found["projection"] in down), []).append(name)
+    return list(groups.values())
+
+
 class FusedSource(Source):
     """A Source with fused experts; see `fuse_experts`.
 

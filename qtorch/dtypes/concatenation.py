@@ -1,4 +1,4 @@
-"""`torch.cat` of quantized tensors: codes and scales one after the other, or an error."""
+"""`torch.cat` and `torch.stack` of quantized tensors: codes and scales one after the other, or an error."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import implements_aten
+from .joining import join
 from .ops import same_scales
 
 aten = torch.ops.aten
@@ -44,3 +45,16 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Tensor:
     zero_point = None if zero_points[0] is None else torch.cat(zero_points, axis)
     result = first.with_plain((codes, torch.cat(scales, axis), zero_point))
     return result
+
+
+@implements_aten(aten.stack.default)
+def _stack(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Matrices of one spec along a new first axis.
+
+    Raises:
+        ValueError: the tensors are quantized differently, or have another shape than matrices.
+    """
+    tensors, axis = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if axis != 0 or any(tensor.dim() != 2 for tensor in tensors):
+        raise ValueError(f"stack joins quantized matrices along axis 0, got {tensors[0]!r} and axis {axis}")
+    return join([[tensor] for tensor in tensors])

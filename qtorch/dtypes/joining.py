@@ -89,6 +89,11 @@ def joined_weight(weight: Any, shapes: Sequence[Sequence[int]]) -> Any:
     return replace(weight, granularity=PerBlock((1, *blocks.pop())))
 
 
+def shares_scales(weight: Any) -> bool:
+    """Whether matrices quantized one by one by this spec, and then joined, differ from the joined ones quantized."""
+    return not isinstance(weight.granularity, _OF_ROWS) or weight.scale_spec is not None
+
+
 def cut(tensor: Tensor, parts: int) -> list[list[Tensor]]:
     """Inverse of `join`: for each index of the first axis, `parts` matrices with the same number of rows.
 

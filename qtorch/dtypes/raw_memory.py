@@ -7,6 +7,7 @@ error that says what to do instead.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -69,14 +70,33 @@ def data_ptr(tensor: QuantizedTensor) -> int:
     return next(iter(tensor.inner_tensors.values())).data_ptr()
 
 
+@dataclass(frozen=True)
+class _Identity:
+    """What stands for the storage of a quantized tensor; see `untyped_storage`."""
+
+    address: int
+    size: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def nbytes(self) -> int:
+        return self.size
+
+
 @implements_function(Tensor.untyped_storage)
-def untyped_storage(tensor: Tensor) -> Any:
+def untyped_storage(tensor: QuantizedTensor) -> Any:
     """The storage without memory (`base.without_memory`), for torch itself, which describes storages when it traces.
 
+    `IDENTIFIERS` get what they compare: the address of `data_ptr`, and the number of bytes.
+
     Raises:
-        TypeError: the caller is not torch.
+        TypeError: the caller is another package.
     """
-    if calling_package() != "torch":
+    caller = calling_package()
+    if caller in IDENTIFIERS:
+        return _Identity(next(iter(tensor.inner_tensors.values())).data_ptr(), tensor.nbytes)
+    if caller != "torch":
         _refusal("untyped_storage")(tensor)
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.untyped_storage()

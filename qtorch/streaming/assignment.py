@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoint.experts import joined_in_models
 from ..checkpoint.source import Contents, Source
+from ..dtypes.joining import shares_scales
 from ..formats.compressed_tensors.config import METHOD
 from ..formats.compressed_tensors.serving import adapted, is_nvfp4, tensor_scales
+from ..formats.transformers_folder.save import TransformersFormat
 from ..misfit import OnMisfit, choose
 from ..recipe import Recipe, WeightRecipe
 from ..targets import Reach, Target, find_targets
@@ -61,6 +64,8 @@ def assign(
     if format == METHOD:
         _complete(chosen, source)
     problems = [problem for target in chosen if (problem := _problem(target))]
+    if format == TransformersFormat.name:
+        problems += _apart({target.slots[0].name: target.recipe for target in targets})
     if problems:
         more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ValueError("quantize_checkpoint: " + "\n".join(problems[:8]) + more + "\nnothing is written")
@@ -91,6 +96,23 @@ def _complete(chosen: list[Target[Recipe]], source: Source) -> None:
         slot = target.asked
         assert slot.recipe is not None
         slot.recipe = adapted(slot.recipe, slot.parameter.dtype, scales.get(slot.label))
+
+
+def _apart(recipes: Mapping[str, Recipe | None]) -> list[str]:
+    """What keeps transformers from joining the experts of a layer as they were if the model had been quantized."""
+    problems = []
+    for names in joined_in_models(recipes):
+        asked = list(dict.fromkeys(recipes[name] for name in names))
+        where = f"{names[0]} to {names[-1]}: transformers joins these experts in one parameter"
+        if len(asked) > 1:
+            problems.append(f"{where}, and they have different recipes: {', '.join(map(str, asked))}")
+        elif isinstance(asked[0], WeightRecipe) and shares_scales(asked[0].linear_spec().weight):
+            problems.append(
+                f"{where}, whose scales of {asked[0]} are found together; ask for scales per row or group alone "
+                "(nf4_weight_only(double_quantize=False)), or for format='qtorch', or load the float model with "
+                "quantization_config=QtorchConfig(...) and save that"
+            )
+    return problems
 
 
 def _problem(target: Target[Recipe]) -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ...checkpoint.canonical_source import CanonicalSource
-from ...checkpoint.hf_folder import CONFIG, SUFFIX, HFFolder, read_object
+from ...checkpoint.hf_folder import CONFIG, SUFFIX, HFFolder, find_root, read_object
 from ...checkpoint.source import register_source
 from ...checkpoint.tensor_file import Stored, TensorFile
 from .config import is_ours
@@ -19,16 +19,24 @@ from .names import METADATA, Index, is_marker
 
 @register_source
 class TransformersFolder(CanonicalSource):
-    """A folder of `save_pretrained`, or one file of it that holds a whole model. There are no checksums to verify."""
+    """A folder of `save_pretrained`, or of accelerate's `save_model`, or one file of it that holds a whole model.
+
+    There are no checksums to verify.
+    """
 
     format = "transformers folder of qtorch"
 
     @classmethod
     def recognizes(cls, path: Path) -> bool:
         try:
-            if path.is_dir():
-                return is_ours(read_object(path / CONFIG) or {})
-            return path.suffix == SUFFIX and METADATA in _metadata(path)
+            config = read_object(path / CONFIG) if path.is_dir() else None
+            if config is not None:
+                return is_ours(config)
+            root = find_root(path)  # such as accelerate writes it, which has no configuration
+            if root is None or root.suffix == SUFFIX:
+                return root is not None and METADATA in _metadata(root)
+            with HFFolder(path) as folder:
+                return METADATA in folder.metadata
         except (OSError, ValueError):
             return False
 

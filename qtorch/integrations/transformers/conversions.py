@@ -1,14 +1,19 @@
-"""The two `ConversionOps` of transformers' loading: one quantizes a weight, one reads a stored one."""
+"""The two `ConversionOps` of transformers' loading: one quantizes a weight, one reads stored ones."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
+from copy import copy, deepcopy
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, apply_renamings
 
+from ...dtypes import QuantizedTensor
 from .plan import Plan
-from .stored_weights import StoredWeights
+from .renaming import Origin
+from .stored_weights import StoredWeights, placed
 
 PREFIX = "qtorch:"
 """Begins the source patterns of `StoredNames`, which no other converter has."""
@@ -37,24 +42,46 @@ class Quantize(ConversionOps):
 
 
 class Deserialize(ConversionOps):
-    """Makes a quantized tensor from its stored parts."""
+    """Makes quantized tensors from their stored parts, and lets the converter of the model fuse or split them."""
 
     hf_quantizer = True
     """Tells transformers not to cast the parts to the dtype of the model."""
 
-    def __init__(self, stored: StoredWeights, names: dict[str, str]) -> None:
+    def __init__(self, stored: StoredWeights, origins: Mapping[str, Origin]) -> None:
         self.stored = stored
-        self.names = names
+        self.origins = origins
 
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, list[Tensor]]:
-        place = kwargs["full_layer_name"]
-        parts = {
-            key.removeprefix(PREFIX): value[0] if isinstance(value, list) else value
-            for key, value in input_dict.items()
+        place, model = kwargs["full_layer_name"], kwargs["model"]
+        converter, names = self.origins[place]
+        tensors = {
+            pattern: self._tensors(of, {part: input_dict.get(_key(index, part)) for part in self.stored.parts})
+            for index, (pattern, of) in enumerate(names.items())
         }
-        return {place: [self.stored.parameter(self.names[place], parts, kwargs["model"], place)]}
+        if converter is None:
+            return {place: [placed(tensors[""][0], model, place)]}
+        run: Any = deepcopy(converter)
+        run.collected_tensors = tensors
+        made = run.convert(place, model=model, config=model.config)
+        return {
+            name: [placed(value[0] if isinstance(value, list) else value, model, name)] for name, value in made.items()
+        }
+
+    def _tensors(self, names: list[str], parts: dict[str, Any]) -> list[QuantizedTensor]:
+        """The tensors of these names, of each part a list in the same order.
+
+        Raises:
+            ValueError: some have parts that others do not have.
+        """
+        given = {part: found for part, found in parts.items() if found}
+        if any(len(found) != len(names) for found in given.values()):
+            raise ValueError(f"{names[0]} to {names[-1]} are not quantized alike")
+        return [
+            self.stored.tensor(name, {part: found[index] for part, found in given.items()})
+            for index, name in enumerate(names)
+        ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Deserialize:
         return self
@@ -68,17 +95,31 @@ class StoredNames(WeightConverter):
 
     __slots__ = ("owners",)
 
-    def __init__(self, stored: StoredWeights, renamings: list[WeightRenaming], names: dict[str, str]) -> None:
+    def __init__(self, stored: StoredWeights, renamings: list[WeightRenaming], origins: Mapping[str, Origin]) -> None:
+        places = {
+            name: (place, index)
+            for place, origin in origins.items()
+            for index, names in enumerate(origin.names.values())
+            for name in names
+        }
         # transformers renames keys before it asks a converter.
         self.owners = {
-            apply_renamings(key, renamings): (apply_renamings(name, renamings), part)
+            apply_renamings(key, renamings): (places[name][0], _key(places[name][1], part))
             for key, (name, part) in stored.owners.items()
         }
-        parts = sorted({part for _, part in self.owners.values()})
-        super().__init__([PREFIX + part for part in parts], "qtorch", [Deserialize(stored, names)])
+        patterns = sorted({pattern for _, pattern in self.owners.values()})
+        super().__init__(patterns, "qtorch", [Deserialize(stored, origins)])
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        if source_key not in self.owners:
-            return source_key, None
-        name, part = self.owners[source_key]
-        return name, PREFIX + part
+        return self.owners.get(source_key, (source_key, None))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StoredNames:
+        # transformers copies a converter for every key that it takes: the names are not copied with it.
+        new = copy(self)
+        new.collected_tensors, new.layer_targets = defaultdict(list), defaultdict(set)
+        return new
+
+
+def _key(index: int, part: str) -> str:
+    """The source pattern of a part of what the converter of the model calls its source number `index`."""
+    return f"{PREFIX}{index}:{part}"

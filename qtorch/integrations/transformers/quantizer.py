@@ -25,6 +25,12 @@ from .training_state import prepare, to_be_read_later
 
 logger = logging.getLogger(__name__)
 
+_DISK = (
+    "qtorch: device_map puts a part of the model on 'disk', where transformers keeps floats alone; load without 'disk' "
+    "(device_map='cpu'), which takes the memory of the quantized weights, and then call "
+    "qtorch.integrations.accelerate.dispatch_model(model, device_map, offload_dir=...)"
+)
+
 
 @register_quantizer(QUANT_METHOD)
 class QtorchHfQuantizer(HfQuantizer):
@@ -51,10 +57,7 @@ class QtorchHfQuantizer(HfQuantizer):
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         if isinstance(device_map, dict) and "disk" in map(str, device_map.values()):
-            raise ValueError(
-                "qtorch: device_map puts a part of the model on 'disk', where transformers would leave it in floating "
-                "point; leave 'disk' out, or quantize the checkpoint by qtorch.quantize_checkpoint and load that"
-            )
+            raise ValueError(_DISK)
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
@@ -86,21 +89,19 @@ class QtorchHfQuantizer(HfQuantizer):
         if self._stored is None:
             return weight_conversions
         from .conversions import StoredNames
-        from .renaming import model_names, renamings_of, users_renamings
+        from .renaming import origins, renamings_of, users_renamings
 
         if self.quantization_config.names == "model":
             weight_conversions = users_renamings(weight_conversions, model)
-        names = model_names(self._stored.index.quantized, weight_conversions, model)
-        return [StoredNames(self._stored, renamings_of(weight_conversions), names), *weight_conversions]
+        stored = self._stored
+        found = origins(stored.index.quantized, stored.others, weight_conversions, model)
+        return [StoredNames(stored, renamings_of(weight_conversions), found), *weight_conversions]
 
     # --- after loading ---
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if "disk" in map(str, (getattr(model, "hf_device_map", None) or {}).values()):
-            raise ValueError(
-                "qtorch: a part of the model does not fit into memory and was put on disk, in floating point; give "
-                "device_map and max_memory without 'disk'"
-            )
+            raise ValueError(_DISK)
         self.trained = prepare(model, self._plan, self._stored, self.quantization_config)
         if self._plan is not None:
             self._plan.calibrate(model, self.quantization_config)

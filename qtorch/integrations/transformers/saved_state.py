@@ -8,20 +8,21 @@ from torch import Tensor, nn
 
 from ...dtypes import QuantizedTensor
 from ...dtypes.serialize import from_canonical, to_canonical
-from ...formats.transformers_folder import Index, stored
+from ...formats.transformers_folder import Index
 from ...formats.transformers_folder.names import is_marker
 from ...prepared_module import PreparedModule, QuantizationState
 from ...recipe import Recipe
 from ...training.weights.base import TrainingWeight
 from ...training.weights.codes import CodesWeight
 from ...training.weights.master import MasterWeight
+from ..plain_state import plain_state
 
 
 def state_to_save(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """(plain tensors by stored name, metadata).
 
     Of tied weights one is stored, the one whose name transformers does not derive from another; so is the state that
-    their layers share. A weight in training that holds floats is stored as floats.
+    their layers share.
     """
     tied = set(getattr(model, "all_tied_weights_keys", {}))
     state: dict[str, Any] = model.state_dict(keep_vars=True)
@@ -32,15 +33,7 @@ def state_to_save(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         # transformers refuses to save what is shared for reasons that it does not know.
         if original != name and (name in tied or _is_of_quantizer(model, name)):
             index.aliases[name] = original
-    found: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        if name in index.aliases:
-            continue
-        if isinstance(tensor, QuantizedTensor) and not isinstance(tensor, MasterWeight):
-            tensors, index.quantized[name] = stored(name, tensor)
-            found |= {key: value.detach().contiguous() for key, value in tensors.items()}
-        else:
-            found[name] = (tensor.floats() if isinstance(tensor, MasterWeight) else tensor).detach()
+    found = plain_state({name: tensor for name, tensor in state.items() if name not in index.aliases}, index)
     return found, index.to_metadata()
 
 

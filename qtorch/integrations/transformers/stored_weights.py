@@ -27,6 +27,7 @@ class StoredWeights:
     Attributes:
         index: the entries of all files.
         owners: key in a file -> (name of the parameter, part).
+        parts: every part that one of them has.
         others: keys in the files that are not parts of quantized parameters -> the file.
 
     Raises:
@@ -51,29 +52,35 @@ class StoredWeights:
             raise ValueError(f"{files[0]}: missing key {', '.join(missing[:4])}")
         markers = {name: (name, MARKER) for name in self.index.quantized if name not in parts}
         self.owners: dict[str, tuple[str, str]] = {**markers, **parts}
+        self.parts = sorted({part for _, part in parts.values()})
         self.others = {key: path for key, path in keys.items() if key not in self.owners}
 
-    def parameter(self, name: str, parts: Mapping[str, Tensor], model: nn.Module, place: str) -> nn.Parameter:
-        """The parameter `place` of `model` from its stored parts.
-
-        Args:
-            name: its name in the files.
+    def tensor(self, name: str, parts: Mapping[str, Tensor]) -> QuantizedTensor:
+        """The quantized tensor that the files call `name` from its stored parts.
 
         Raises:
-            ValueError: the parts are not valid, or do not fit the model.
+            ValueError: the parts are not valid.
         """
         entry = self.index.quantized[name]
         by_key = {key: aligned(parts[part]) for part, key in entry["tensors"].items() if part in parts}
         tensor = from_canonical(entry, by_key.__getitem__)
-        path, _, attribute = place.rpartition(".")
-        module: Any = model.get_submodule(path)
-        check_fits(Path(name), place, (module, attribute, module._parameters[attribute]), tensor)
         # Weights of another dtype than the saved model had keep theirs.
         if self.config.model_dtype in (None, str(tensor.dtype).removeprefix("torch.")):
             tensor = cast(tensor, self.dtype)
-        if name in self.config.trained() and isinstance(tensor, AffineQuantizedTensor):
-            return nn.Parameter(CodesWeight(tensor.inner_tensors, tensor.scheme), requires_grad=True)
-        return nn.Parameter(tensor, requires_grad=False)
+        trains = name in self.config.trained() and isinstance(tensor, AffineQuantizedTensor)
+        return CodesWeight(tensor.inner_tensors, tensor.scheme) if trains else tensor
+
+
+def placed(tensor: QuantizedTensor, model: nn.Module, place: str) -> nn.Parameter:
+    """The tensor as the parameter `place` of `model`.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    path, _, attribute = place.rpartition(".")
+    module: Any = model.get_submodule(path)
+    check_fits(Path(place), place, (module, attribute, module._parameters[attribute]), tensor)
+    return nn.Parameter(tensor, requires_grad=tensor.trains)
 
 
 def aligned(tensor: Tensor) -> Tensor:

@@ -8,20 +8,24 @@ import torch
 
 pytest.importorskip("transformers")
 
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from qtorch import quantize_
 from qtorch.dtypes import QuantizedTensor
 from qtorch.formats.transformers_folder import Index, quantization_config, stored
-from tests.integrations.transformers.tiny_models import I8, assert_same, build
+from qtorch.recipe import WeightRecipe
+from tests.integrations.transformers.tiny_models import I4, I8, assert_same, build
 
 
-def rewrite(folder: Path, names: list[str]) -> None:
+def rewrite(folder: Path, names: list[str], recipe: WeightRecipe = I8) -> None:
     """Quantize the tensors of these names in the files, and leave all others as they are."""
     file = folder / "model.safetensors"
-    tensors, index = load_file(file), Index()
+    tensors = load_file(file)
+    with safe_open(file, "pt") as opened:
+        index = Index.parse(opened.metadata())
     for name in names:
-        weight = I8.apply(tensors.pop(name))
+        weight = recipe.apply(tensors.pop(name))
         assert isinstance(weight, QuantizedTensor)
         parts, index.quantized[name] = stored(name, weight)
         tensors |= parts
@@ -45,9 +49,13 @@ def test_float_experts_are_fused_beside_quantized_layers(tmp_path: Path) -> None
     assert torch.equal(loaded(x).logits, model(x).logits)
 
 
-def test_experts_that_are_quantized_one_by_one_are_refused(tmp_path: Path) -> None:
+def test_experts_that_are_not_quantized_alike_are_refused(tmp_path: Path) -> None:
     model = build("mixtral")
     model.save_pretrained(tmp_path)
-    rewrite(tmp_path, [name for name in load_file(tmp_path / "model.safetensors") if ".w1." in name])
+    experts = [name for name in load_file(tmp_path / "model.safetensors") if ".experts." in name]
+    rewrite(tmp_path, [name for name in experts if ".w1." in name])
     with pytest.raises(ValueError, match="quantize that as a whole"):
+        type(model).from_pretrained(tmp_path)
+    rewrite(tmp_path, [name for name in experts if ".w1." not in name], I4)
+    with pytest.raises(RuntimeError, match="issues during automatic conversion"):
         type(model).from_pretrained(tmp_path)

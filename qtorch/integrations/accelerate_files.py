@@ -1,0 +1,94 @@
+"""accelerate's safetensors files, as `Accelerator.save_state` and `save_model` write them, with quantized weights.
+
+A quantized weight is written as its parts, and the metadata of the file say how it is quantized, as in a folder of
+transformers; a weight in training that holds floats is written as floats. accelerate has no hook for that. So importing
+this module, which happens right after accelerate is imported, puts one step around its function that writes a file and
+around the two that read one. What has no quantized weights passes through.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import accelerate.checkpointing as checkpointing
+import accelerate.utils.modeling as modeling
+import accelerate.utils.other as other
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ..checkpoint.hf_folder import HFFolder
+from ..dtypes import QuantizedTensor
+from ..formats.transformers_folder import Index
+from ..formats.transformers_folder.names import is_marker
+from ..formats.transformers_folder.source import TransformersFolder
+from ..training.weights.codes import CodesWeight
+from .plain_state import plain_state
+
+
+def _with_parts(save: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(save)
+    def save_file(tensors: dict[str, Tensor], filename: Any, metadata: dict[str, str] | None = None) -> Any:
+        index = Index()
+        if any(isinstance(tensor, QuantizedTensor) for tensor in tensors.values()):
+            tensors = plain_state(tensors, index)
+        return save(tensors, filename, metadata=index.to_metadata() | (metadata or {}) if index.quantized else metadata)
+
+    return save_file
+
+
+def _with_joined(load: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(load)
+    def load_state_dict(checkpoint_file: str, *args: Any, **kwargs: Any) -> Any:
+        return _joined(load(checkpoint_file, *args, **kwargs), checkpoint_file)
+
+    return load_state_dict
+
+
+def _with_quantized(load: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(load)
+    def load_model(
+        model: nn.Module, filename: str | os.PathLike[str], strict: bool = True, device: str | int = "cpu", **more: Any
+    ) -> Any:
+        own = model.state_dict(keep_vars=True)
+        if not any(isinstance(tensor, QuantizedTensor) for tensor in own.values()):
+            return load(model, filename, strict=strict, device=device, **more)
+        state = _joined(load_file(filename, device=device), filename)
+        for name, tensor in own.items():
+            if isinstance(tensor, CodesWeight) and isinstance(state.get(name), QuantizedTensor):
+                state[name] = CodesWeight(state[name].inner_tensors, state[name].scheme)
+        # Of tied weights one is stored.
+        stored = {id(own[name]): tensor for name, tensor in state.items() if name in own}
+        state |= {name: stored[id(of)] for name, of in own.items() if name not in state and id(of) in stored}
+        return model.load_state_dict(state, strict=strict)
+
+    return load_model
+
+
+def _joined(state: dict[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a file holds, with quantized tensors in place of their parts.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    if not any(isinstance(tensor, Tensor) and is_marker(tensor.shape) for tensor in state.values()):
+        return state
+    with TransformersFolder(HFFolder(Path(path)), mmap=False) as source:
+        for name, entry in source.index.quantized.items():
+            marker = state.pop(name, None)
+            for key in entry["tensors"].values():
+                state.pop(key, None)
+            if marker is not None:
+                state[name] = source.tensor(name).to(marker.device)
+    return state
+
+
+for _module, _name, _wrap in (
+    (other, "safe_save_file", _with_parts),
+    (modeling, "load_state_dict", _with_joined),
+    (checkpointing, "load_model", _with_quantized),
+):
+    setattr(_module, _name, _wrap(getattr(_module, _name)))
