@@ -24,6 +24,11 @@ from ..weights.base import of_codes
 from .state import ScheduledContraction
 
 
+_outside_graphs = torch.compiler.disable(contraction)
+"""For ranges that follow: Dynamo has an internal error, another one in each torch, where an autograd function changes
+buffers, or makes them."""
+
+
 class ScheduledLayer(PreparedModule):
     """Base of the layers.
 
@@ -62,7 +67,8 @@ class ScheduledLayer(PreparedModule):
         raise NotImplementedError
 
     def contract(self, rows: Tensor, matrix: Tensor) -> Tensor:
-        return contraction(rows, matrix, self.training_spec, self.contraction_state)
+        run = _outside_graphs if self.contraction_state.schedule.static else contraction
+        return run(rows, matrix, self.training_spec, self.contraction_state)
 
     @property
     def matrix(self) -> Tensor:
