@@ -71,7 +71,7 @@ def data_ptr(tensor: QuantizedTensor) -> int:
 
 @implements_function(Tensor.untyped_storage)
 def untyped_storage(tensor: Tensor) -> Any:
-    """The storage without memory (`base.without_memory`), for torch itself, which describes storages when it traces.
+    """The storage without memory (`base.make_wrapper`), for torch itself, which describes storages when it traces.
 
     Raises:
         TypeError: the caller is not torch.
