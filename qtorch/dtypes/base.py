@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
@@ -29,7 +29,7 @@ from ..primitives.spec import LinearSpec, QuantSpec
 from ..tracing.outside_graphs import starts_no_graph
 from .caller import calling_package
 from .copying import Copied, forms_of, rebuild
-from .dispatch import ATEN, FUNCTIONS, run_below
+from .dispatch import ATEN, FUNCTIONS, run, run_below
 from .gathering import Gathered
 
 __all__ = ["QuantizedTensor", "rebuild"]
@@ -41,7 +41,8 @@ _TYPE_OF_SPEC: dict[type, type[QuantizedTensor]] = {}
 
 HINTS = {
     "peft": ". For adapters whose layers were made before the weight was quantized, call "
-    "qtorch.integrations.peft.prepare_for_adapters(model, gradient_checkpointing=False)",
+    "qtorch.integrations.peft.prepare_for_adapters(model, gradient_checkpointing=False). Those that decompose the "
+    "weights of the model (FRoD), need a float model: dequantize_(model)",
 }
 """Package that calls an operator that is not implemented -> what to do there."""
 
@@ -82,13 +83,8 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
         requires_grad: bool = False,
     ) -> Q:
         tensors, scheme = parts_of(cls, tensors, scheme)
-        first = next(t for t in tensors.values() if t is not None)
-        # Under inference mode a wrapper would be an inference tensor, which cannot be a view of a normal one.
-        if torch.is_inference_mode_enabled() and not first.is_inference():
-            with torch.inference_mode(False):
-                return cls.__new__(cls, tensors, scheme)
-        device = first.device
-        return without_memory(torch.Tensor._make_wrapper_subclass(cls, scheme.shape, dtype=scheme.dtype, device=device))
+        device = next(t for t in tensors.values() if t is not None).device
+        return make_wrapper(cls, scheme.shape, dtype=scheme.dtype, device=device)
 
     def __init__(
         self: Q,
@@ -275,7 +271,7 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = FUNCTIONS.get(func)
         if handler is not None:
-            return handler(*args, **(kwargs or {}))
+            return run(handler, args, kwargs or {})
         return run_below(cls, func, args, kwargs or {})
 
     @classmethod
@@ -307,8 +303,13 @@ def parts_of(
     return tensors.inner_tensors, tensors.scheme
 
 
-def without_memory(wrapper: Tensor) -> Any:
-    """Make `wrapper`, which has no memory, raise when its address is read."""
+def make_wrapper(cls: type, shape: Sequence[int], **options: Any) -> Any:
+    """A tensor of class `cls` without memory, which raises when its address is read. Never an inference tensor, which
+    could not be a view of a normal one."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return make_wrapper(cls, shape, **options)
+    wrapper = torch.Tensor._make_wrapper_subclass(cls, shape, **options)
     torch._C._set_throw_on_mutable_data_ptr(wrapper)
     return wrapper
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..kernels.rows import fresh
 from ..tracing.function_transforms import run_on_constants, transforms_active
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -54,6 +55,13 @@ def implements_traced_view(*functions: Any) -> Callable[[F], F]:
         return handler
 
     return decorate
+
+
+def run(handler: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """The replacement of a torch function, whose result callers change in place as that of the function; what they give
+    as `out` is a view where they made it one."""
+    result = handler(*args, **kwargs)
+    return fresh(result) if type(result) is Tensor and "out" not in kwargs else result
 
 
 def run_below(kind: type, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -86,7 +86,7 @@ class _Identity:
 
 @implements_function(Tensor.untyped_storage)
 def untyped_storage(tensor: QuantizedTensor) -> Any:
-    """The storage without memory (`base.without_memory`), for torch itself, which describes storages when it traces.
+    """The storage without memory (`base.make_wrapper`), for torch itself, which describes storages when it traces.
 
     `IDENTIFIERS` get what they compare: the address of `data_ptr`, and the number of bytes.
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def to_rows(x: Tensor) -> Tensor:
@@ -14,7 +17,15 @@ def from_rows(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     """(M, N) -> (..., N) with the leading axes of `x`, and the bias (N) added."""
     if bias is not None:
         y = y + bias
-    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
+    return fresh(y) if x.dim() == 2 else unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+
+
+def fresh(y: Tensor) -> Tensor:
+    """`y`, whose memory nobody else reads, as a tensor that is no view to autograd, without a copy.
+
+    A view that an `autograd.Function` returns, or that was made without gradients, refuses to be changed in place.
+    """
+    return unsafe_view(y, y.shape) if torch.compiler.is_compiling() or y._is_view() else y
 
 
 def scale_per_row(scale: Tensor, rows: int) -> Tensor:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
 
+import torch
+from torch import Tensor, nn
+
+from qtorch import quantize_
+from qtorch.prepared_module import PreparedModule
 from tests.attack.operations import inputs, operation, outputs, same
 from tests.attack.subject import K, N, Subject
 
@@ -165,3 +171,95 @@ def a_model_in_bf16(subject: Subject) -> None:
     wanted = nn.functional.linear(inputs()[2], subject.values(), subject.float_layer().bias)
     error = float((y.float() - wanted).norm() / wanted.norm())
     assert error < 0.75, f"relative error {error:.2g}"
+
+
+@operation(GROUP, "in-place operations on the output")
+def in_place_on_the_output(subject: Subject) -> None:
+    """As on that of a float layer, with its gradients, in each mode; and the layer is what it was."""
+    for what, layer, x in products(subject):
+        for mode, (context, of_input) in MODES.items():
+            for _ in range(2):  # of the second call kernels remember the first
+                got, wanted = (_changed(layer, x, context, of_input, in_place) for in_place in (True, False))
+                same(got, wanted, f"{what}, {mode}")
+
+
+def products(subject: Subject) -> Iterator[tuple[str, Callable[[Tensor], Tensor], Tensor]]:
+    """Every kind of product that the recipe takes: (its name, what computes it, an input)."""
+    layer, x = subject.layer(), inputs()[2]
+    for shape in ((K,), (64, K), (2, 5, K), (1, 1, K), (2, 2, 4, 2, K)):
+        yield f"linear of {shape}", layer, x.flatten()[: torch.Size(shape).numel()].view(shape)
+    if isinstance(layer, PreparedModule):
+        return
+    yield "matmul", lambda x: x @ layer.weight.t(), x[:6].view(2, 3, K)
+    yield "addmm", lambda x: torch.addmm(layer.bias, x, layer.weight.t()), x[:6]
+    images, ids = x[:16].reshape(1, K, 4, 4), torch.arange(6).view(2, 3)
+    modules: list[tuple[nn.Module, Tensor]] = [
+        (nn.Conv2d(K, N, 3, padding=1), images),
+        (nn.Conv2d(K, N, 1), images),
+        (nn.Conv2d(K, N, 3, groups=2), images),
+        (nn.Conv1d(K, N, 3), images[0].flatten(1)),
+        (nn.ConvTranspose2d(K, N, 2), images),
+        (nn.Embedding(N, K), ids),
+        (nn.EmbeddingBag(N, K, mode="sum"), ids),
+        (Experts(), x[:6].view(2, 3, K)),
+    ]
+    for module, x in modules:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                quantize_(module, subject.recipe, targets="all")
+            except ValueError:  # the recipe does not take it
+                continue
+        yield str(module), module, x
+
+
+class Experts(nn.Module):
+    """Two matrices in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, N, K))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x, self.weight.transpose(1, 2))
+
+
+MODES: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[object]], bool]] = {
+    "grad": (contextlib.nullcontext, True),
+    "no gradient of the input": (contextlib.nullcontext, False),
+    "no_grad": (torch.no_grad, False),
+    "inference_mode": (torch.inference_mode, False),
+    "autocast": (lambda: torch.autocast("cpu", dtype=torch.bfloat16), True),
+}
+"""Contexts, and whether the input requires a gradient."""
+
+
+def _changed(
+    layer: Callable[[Tensor], Tensor],
+    x: Tensor,
+    context: Callable[[], contextlib.AbstractContextManager[object]],
+    of_input: bool,
+    in_place: bool,
+) -> list[Tensor]:
+    """relu(2 layer(x) + more), with 0 in the first column, and its gradients. What follows `no_grad` is outside of it,
+    as where an adapter adds to the output of a base without a gradient."""
+    torch.manual_seed(0)
+    parameters = [p for p in layer.parameters() if p.requires_grad] if isinstance(layer, nn.Module) else []
+    x = x.clone().requires_grad_(of_input and x.is_floating_point())
+    after = torch.inference_mode if context is torch.inference_mode else contextlib.nullcontext
+    with context():
+        y = layer(x)
+    with after():
+        more = torch.linspace(-1, 1, y.shape[-1], dtype=y.dtype).requires_grad_()
+        if in_place:
+            y *= 2
+            y += more
+            y[..., 0] = 0
+            y.relu_()
+        else:
+            y = y * 2 + more
+            y = torch.cat([torch.zeros_like(y[..., :1]), y[..., 1:]], -1).relu()
+    of = [t for t in (x, more, *parameters) if t.requires_grad]
+    if not y.requires_grad:
+        return [y]
+    return [y.detach(), *(g for g in torch.autograd.grad(y.square().sum(), of, allow_unused=True) if g is not None)]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import qtorch
 from tests.attack.operations import inputs, operation, outputs, same
-from tests.attack.subject import Subject
+from tests.attack.subject import K, Subject
 
 GROUP = "Compiler and function transforms"
 
@@ -23,6 +23,19 @@ def compiled_in_place(subject: Subject) -> None:
     layer.compile(backend="aot_eager")
     with torch.no_grad():
         same([layer(x) for x in inputs()], wanted, "compiled", _bound(subject))
+
+
+@operation(GROUP, "in-place operations on the output, compiled", few=True)
+def compiled_in_place_on_the_output(subject: Subject) -> None:
+    model = nn.Sequential(subject.layer(), nn.ReLU(inplace=True))
+    compiled = torch.compile(model, backend="aot_eager")
+    for shape in ((6, K), (2, 3, K)):
+        results = []
+        for run in (compiled, lambda x: model[0](x).relu()):
+            x = inputs()[2][:6].reshape(shape).clone().requires_grad_()
+            y = run(x)
+            results.append([y.detach(), *torch.autograd.grad(y.square().sum(), x)])
+        same(*results, f"compiled, input {shape}", _bound(subject))
 
 
 class _Breaks(nn.Module):

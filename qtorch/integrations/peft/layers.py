@@ -175,6 +175,20 @@ class OnQuantizedTokens(OnQuantized):
             return super().get_merged_weights(active_adapters)  # type: ignore[misc]
 
 
+class OnQuantizedValues(OnQuantized):
+    """`OnQuantized` of a layer whose forward computes with the elements of the base weight: they are dequantized in
+    each, and the input is not quantized."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if self.disable_adapters or not self.active_adapters or self.merged:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        with floats(self):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+READS_VALUES = ("glora", "hira", "shira", "supertuning")
+"""Packages in peft.tuners whose layers do."""
+
 MIXINS: dict[type, type[OnQuantized]] = {
     ParamWrapper: OnQuantizedParameter,
     TrainableTokensLayer: OnQuantizedTokens,
@@ -217,6 +231,8 @@ def adapt_model(model: nn.Module) -> None:
 def adapted_class(kind: Any) -> Any:
     """The class for quantized weights of a class of PEFT's layers."""
     mixin = next(mixin for of, mixin in MIXINS.items() if issubclass(kind, of))
+    if any(f".tuners.{name}." in base.__module__ for base in kind.__mro__ for name in READS_VALUES):
+        mixin = OnQuantizedValues
     doc = f"{kind.__module__}.{kind.__qualname__} on quantized weights."
     # PEFT looks at the names of some of its classes.
     return type(kind.__name__, (mixin, kind), {"__module__": __name__, "__doc__": doc, "peft_class": kind})

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from ...dtypes import AffineQuantizedTensor, Layout
-from ...dtypes.base import parts_of, without_memory
+from ...dtypes.base import make_wrapper, parts_of
 from ...kernels.rows import from_rows, to_rows
 from ...layouts import LAYOUTS
 from ...layouts.inner_tensors import Form, Forms
@@ -135,7 +135,7 @@ class MasterWeight(TrainingWeight):
     def __new__(cls: Any, tensors: Any, scheme: Any = None, requires_grad: bool = False) -> MasterWeight:
         parts, scheme = parts_of(cls, tensors, scheme)
         master: Any = parts["master"]
-        wrapper = torch.Tensor._make_wrapper_subclass(
+        made: MasterWeight = make_wrapper(
             cls,
             master.shape,
             strides=master.stride(),
@@ -143,7 +143,7 @@ class MasterWeight(TrainingWeight):
             dtype=scheme.dtype,
             device=master.device,
         )
-        return without_memory(wrapper)
+        return made
 
     @classmethod
     def tensor_names(cls, scheme: Any) -> tuple[str, ...]:
@@ -237,6 +237,10 @@ class MasterWeight(TrainingWeight):
                 "qtorch.training.quantized_matmul or quantized_einsum. torch.func.grad with respect to such a weight "
                 "hides what it is: use torch.autograd.grad or backward()"
             )
+        if torch.is_inference_mode_enabled() and func not in KEEPS_TYPE:  # composites arrive here whole
+            result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         weight = next((arg for arg in args if isinstance(arg, cls)), None)
         if weight is not None and weight is args[0] and is_narrow(weight.dtype) and func._schema.is_mutable:
             return weight._checked_update(func, args, kwargs)

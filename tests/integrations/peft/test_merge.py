@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from qtorch import AffineQuantizedTensor, dequantize_, load_quantized, quantize_
 from qtorch.dtypes import QuantizedTensor
 from qtorch.integrations.peft import prepare_for_adapters, requantize_merged
 
-from .models import IDS, RECIPES, adapted, base_of, llama, output, quantized_llama, randomized
+from .models import IDS, RECIPES, TARGETS, adapted, base_of, llama, output, quantized_llama, randomized
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 KINDS = pytest.mark.parametrize("recipe", RECIPES)
@@ -249,32 +251,75 @@ def test_add_adapter_of_transformers() -> None:
     assert torch.equal(output(base), before)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        peft.LoHaConfig(r=4, target_modules=["q_proj"]),
-        peft.LoKrConfig(r=4, target_modules=["q_proj"]),
-        peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
-        peft.AdaLoraConfig(r=4, target_modules=["q_proj"], total_step=10),
-        peft.OFTConfig(r=0, oft_block_size=16, target_modules=["q_proj"]),
-        peft.VeraConfig(r=4, target_modules=["q_proj"]),
-    ],
-    ids=lambda config: config.peft_type.value,
-)
-def test_other_adapters(config: peft.PeftConfig) -> None:
-    base = quantized_llama("int8")
-    plain = output(base)
-    model = get_peft_model(base, config)
-    torch.manual_seed(3)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data += torch.randn_like(parameter) * 0.1
-    y = output(model.eval())
-    assert (y - plain).abs().max() > 1e-4
-    model.merge_adapter()
-    torch.testing.assert_close(output(model), y, rtol=0, atol=1e-5)
-    model.unmerge_adapter()
-    assert torch.equal(output(model), y)
+WITHOUT_TARGETS = ("ADAPTION_PROMPT", "LN_TUNING", "SHADOW", "TRAINABLE_TOKENS")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ADALORA": {"total_step": 10, "tinit": 2, "tfinal": 2},
+    "ADAPTION_PROMPT": {"adapter_layers": 1, "adapter_len": 4},
+    "C3A": {"block_size": 16},
+    "IA3": {"feedforward_modules": []},
+    "MULTITASK_PROMPT_TUNING": {"num_tasks": 2},
+    "OFT": {"r": 0, "oft_block_size": 16},
+    "POLY": {"n_tasks": 2},
+    "ROAD": {"group_size": 16},
+    "TRAINABLE_TOKENS": {"token_indices": IDS[0, :2].tolist()},
+    "VBLORA": {"vector_length": 16, "num_vectors": 8},
+    "WAVEFT": {"n_frequency": 64},
+}
+GENERAL = {"target_modules": TARGETS, "r": 4, "task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
+OTHERS = {"XLORA", "FROD"}  # a mixture of trained LoRA adapters; refused, below
+
+
+def adapter_config(name: str) -> peft.PeftConfig:
+    kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[name]
+    known = {field.name for field in dataclasses.fields(kind)}
+    if name in WITHOUT_TARGETS:
+        known.remove("target_modules")
+    options = {key: value for key, value in GENERAL.items() if key in known}
+    return kind(**{**options, **OPTIONS.get(name, {})})
+
+
+@pytest.mark.parametrize("name", sorted({kind.value for kind in peft.PEFT_TYPE_TO_TUNER_MAPPING} - OTHERS))
+def test_every_kind_of_adapter(name: str) -> None:
+    """It computes, trains and merges on codes as on the floats that they stand for."""
+    codes = quantized_llama("int8")
+    plain, results, merges = output(codes), [], []
+    for base in (codes, dequantized(codes)):
+        torch.manual_seed(0)
+        model: Any = get_peft_model(base, adapter_config(name))
+        torch.manual_seed(3)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data += torch.randn_like(parameter) * 0.05
+        tasks = {"task_ids": torch.tensor([0, 1])} if name in ("POLY", "MULTITASK_PROMPT_TUNING") else {}
+        model(input_ids=IDS, labels=IDS, **tasks).loss.backward()
+        with torch.no_grad():
+            y = model.eval()(input_ids=IDS, **tasks).logits
+        results.append([y, *(p.grad for p in model.parameters() if p.grad is not None)])
+        try:
+            model.merge_adapter()
+        except (AttributeError, NotImplementedError, ValueError):
+            merges.append(False)
+            continue
+        merges.append(True)
+        torch.testing.assert_close(output(model), y, rtol=0, atol=1e-5)
+        if hasattr(model.base_model, "unmerge_adapter") and base is codes and name != "OSF":
+            model.unmerge_adapter()
+            assert torch.equal(output(model), y)
+    assert results[0][0].shape != plain.shape or (results[0][0] - plain).abs().max() > 1e-4
+    assert merges[0] == merges[1]
+    assert len(results[0]) > 1
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
+
+
+def dequantized(model: Any) -> Any:
+    model = copy.deepcopy(model)
+    dequantize_(model)
+    return model
+
+
+def test_adapters_that_decompose_the_weights_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"FRoD\), need a float model: dequantize_\(model\)"):
+        get_peft_model(quantized_llama("int8"), adapter_config("FROD"))
 
 
 @pytest.mark.parametrize("dora", [False, True])
