@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 from torch import nn
 
 from .dtypes import QuantizedTensor
@@ -29,3 +33,15 @@ def get_model_size_in_bytes(model: nn.Module, ignore_embeddings: bool = False) -
                     quantized = isinstance(tensor, QuantizedTensor)
                     sizes[id(tensor)] = tensor.nbytes if quantized else tensor.numel() * tensor.element_size()
     return sum(sizes.values())
+
+
+def with_codes_counted(footprint: Callable[..., int]) -> Callable[..., int]:
+    """`get_memory_footprint` of the models of another package, which multiplies elements by the size of the logical
+    dtype, with quantized tensors as `get_model_size_in_bytes` counts them."""
+
+    @wraps(footprint)
+    def get_memory_footprint(self: Any, *args: Any, **kwargs: Any) -> int:
+        quantized = [p for p in self.parameters() if isinstance(p, QuantizedTensor)]
+        return footprint(self, *args, **kwargs) + sum(p.nbytes - p.numel() * p.element_size() for p in quantized)
+
+    return get_memory_footprint

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..dtypes import QuantizedTensor
 from ..dtypes.serialize import Entry, check_entry, from_canonical, to_canonical
 from ..files import parse_json
+from ..model_size import with_codes_counted
 from ..module_repr import show_quantized
 from ..primitives.jsonable import from_json, to_json
 from ..quantize_api import dequantize_
@@ -279,3 +280,5 @@ def attach(model: Any) -> Any:
 
 auto.AUTO_QUANTIZER_MAPPING[Method.QTORCH.value] = QtorchQuantizer
 auto.AUTO_QUANTIZATION_CONFIG_MAPPING[Method.QTORCH.value] = QtorchConfig
+
+ModelMixin.get_memory_footprint = with_codes_counted(ModelMixin.get_memory_footprint)

@@ -51,7 +51,7 @@ def opaque(fake: Function) -> Callable[[F], F]:
         _opaque[name] = function
         run = _runner(name, function, _devices_of(name))
         _LIBRARY.define(torch.library.infer_schema(function, op_name=name, mutates_args=()))
-        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, _without_gradient(run), "CompositeExplicitAutograd")
         torch.library.register_fake(f"qtorch::{name}", fake, lib=_LIBRARY)
         overload = getattr(torch.ops.qtorch, name).default
         _LIBRARY.impl(name, functools.partial(_run_examples, overload), "FuncTorchBatched", with_keyset=True)
@@ -101,7 +101,7 @@ def implement(name: str, device: str, *, where: bool = True) -> Callable[[F], F]
                 raise ValueError(f"implement: {name} has an implementation for {device} already")
             own[device] = function
             if name in _opaque:
-                _LIBRARY.impl(name, _runner(name, function, {}), device.upper())
+                _LIBRARY.impl(name, _without_gradient(_runner(name, function, {})), device.upper())
         return function
 
     return decorate
@@ -113,7 +113,7 @@ def define_fallback(name: str) -> None:
     function = _opaque[name]
     schema = torch.library.infer_schema(function, op_name=f"{name}.fallback", mutates_args=())
     _LIBRARY.define(schema)
-    _LIBRARY.impl(f"{name}.fallback", _runner(name, function, {}), "CompositeExplicitAutograd")
+    _LIBRARY.impl(f"{name}.fallback", _without_gradient(_runner(name, function, {})), "CompositeExplicitAutograd")
 
 
 def portable(operation: F) -> F:
@@ -149,6 +149,20 @@ def _runner(name: str, function: Function, own: dict[str, Function]) -> Function
         return chosen(*args)
 
     return run
+
+
+def _without_gradient(run: Function) -> Function:
+    """`run` as the dispatcher calls it, in an exported program also where gradients are recorded: what differentiates
+    an operator is around it, and operators with ``out=`` refuse to be recorded."""
+
+    @functools.wraps(run)
+    def call(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return run(*args)
+        with torch.no_grad():
+            return run(*args)
+
+    return call
 
 
 def _check_memory(name: str, args: tuple[Any, ...]) -> None:

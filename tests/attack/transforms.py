@@ -38,6 +38,18 @@ def compiled_in_place_on_the_output(subject: Subject) -> None:
         same(*results, f"compiled, input {shape}", _bound(subject))
 
 
+@operation(GROUP, "`torch.export`, run with and without gradients")
+def exported(subject: Subject) -> None:
+    model, x = subject.model().eval(), inputs()[2][:6].view(2, 3, K)
+    with torch.no_grad():
+        wanted = model(x)
+    program = torch.export.export(model, (x,)).module()
+    same([program(x)], [wanted], "with gradients", _bound(subject))
+    same([program(x.clone().requires_grad_())], [wanted], "with the gradient of the input", _bound(subject))
+    with torch.no_grad():
+        same([program(x)], [wanted], "without gradients", _bound(subject))
+
+
 class _Breaks(nn.Module):
     """Layers in a loop, with a graph break in it."""
 

@@ -43,6 +43,12 @@ def unet(seed: int = 0) -> Any:
     ).eval()
 
 
+def test_the_size_of_a_model_is_that_of_its_codes() -> None:
+    model = unet()
+    quantize_(model, ALL)
+    assert model.get_memory_footprint() == qtorch.get_model_size_in_bytes(model)
+
+
 def conditional(seed: int = 0) -> Any:
     torch.manual_seed(seed)
     return diffusers.UNet2DConditionModel(

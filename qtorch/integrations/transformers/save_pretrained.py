@@ -1,7 +1,8 @@
-"""`PreTrainedModel.save_pretrained` with a model card, and for models whose parts have been quantized one by one.
+"""`PreTrainedModel.save_pretrained` with a model card, and for models whose parts have been quantized one by one; the
+size of quantized models; and an error where a quantized table would get rows.
 
-transformers gives a quantizer no hook that knows the folder. So importing this module, which happens right after
-``transformers.modeling_utils`` is imported, puts one step around two methods: models of other packages pass through.
+transformers gives a quantizer no hooks for these. So importing this module, which happens right after
+``transformers.modeling_utils`` is imported, puts one step around four methods: models of other packages pass through.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
 
+from ...dtypes import QuantizedTensor
+from ...model_size import with_codes_counted
 from .attach import attach
 from .model_card import is_generic, model_card
 from .quantizer import QtorchHfQuantizer
@@ -47,10 +50,35 @@ def _with_card_uploaded(upload: Callable[..., Any]) -> Callable[..., Any]:
     return _upload_modified_files
 
 
+def _with_tables_checked(resize: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(resize)
+    def resize_token_embeddings(
+        self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        tables = (self.get_input_embeddings(), self.get_output_embeddings())
+        if any(isinstance(getattr(table, "weight", None), QuantizedTensor) for table in tables):
+            rows = len(tables[0].weight)
+            wanted = (new_num_tokens or rows) + -(new_num_tokens or rows) % (pad_to_multiple_of or 1)
+            if wanted != rows:
+                raise ValueError(
+                    f"resize_token_embeddings: the embedding or the head of this {type(self).__name__} is quantized, "
+                    f"and its {rows} rows cannot become {wanted}; resize before quantize_, or call "
+                    "qtorch.dequantize_(model), resize, and quantize_ again"
+                )
+        return resize(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
+
+    return resize_token_embeddings
+
+
 def _is_ours(model: Any) -> bool:
     adapters_only = getattr(model, "_hf_peft_config_loaded", False)
     return isinstance(getattr(model, "hf_quantizer", None), QtorchHfQuantizer) and not adapters_only
 
 
-for _name, _wrap in {"save_pretrained": _with_card, "_upload_modified_files": _with_card_uploaded}.items():
+for _name, _wrap in {
+    "save_pretrained": _with_card,
+    "_upload_modified_files": _with_card_uploaded,
+    "get_memory_footprint": with_codes_counted,
+    "resize_token_embeddings": _with_tables_checked,
+}.items():
     setattr(PreTrainedModel, _name, _wrap(getattr(PreTrainedModel, _name)))

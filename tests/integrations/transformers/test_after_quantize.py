@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from qtorch import dequantize_, int8_weight_only, load_quantized, qat, quantize_, save_quantized
+from qtorch import dequantize_, get_model_size_in_bytes, int8_weight_only, load_quantized, qat, quantize_, save_quantized
 from qtorch.integrations.transformers import QtorchConfig
 from tests.every_recipe import NAMES, make
 from tests.integrations.transformers.tiny_models import CASES, EXPERTS, I4, I8, assert_same, build, quantized_names
@@ -25,6 +25,29 @@ def test_attributes() -> None:
     assert model.config.quantization_config.recipe == I8
     assert (model.hf_quantizer.is_trainable, model.hf_quantizer.is_qat_trainable) == (True, False)
     assert model.hf_quantizer.is_compileable
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_size_of_a_model_is_that_of_its_codes(name: str) -> None:
+    model = build("llama")
+    before = model.get_memory_footprint()
+    report = quantize_(model, {"lm_head": None, r".*": make(name, 32)})
+    assert model.get_memory_footprint() == get_model_size_in_bytes(model) < before
+    assert before - model.get_memory_footprint() == report.bytes_before - report.bytes_after
+
+
+@pytest.mark.parametrize("keys", [["model.embed_tokens"], ["lm_head"], ["model.embed_tokens", "lm_head"]])
+def test_quantized_tables_cannot_be_resized(keys: list[str]) -> None:
+    model = build("tied_llama" if len(keys) == 2 else "llama")
+    quantize_(model, dict.fromkeys(keys, I8))
+    rows, wanted = model.config.vocab_size, model(X).logits
+    assert model.resize_token_embeddings(rows) is model.get_input_embeddings()
+    for arguments in ((rows + 1,), (rows - 1,), (None, 7)):
+        with pytest.raises(ValueError, match=f"^resize_token_embeddings: .*its {rows} rows .*dequantize_"):
+            model.resize_token_embeddings(*arguments)
+    assert torch.equal(model(X).logits, wanted)
+    dequantize_(model)
+    assert len(model.resize_token_embeddings(rows + 1).weight) == rows + 1
 
 
 def test_dry_run_and_errors_attach_nothing() -> None:
