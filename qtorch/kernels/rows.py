@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -15,6 +16,12 @@ def from_rows(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     if bias is not None:
         y = y + bias
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def power_if_larger(rows: Tensor, limit: float, power: float) -> Tensor:
+    """(M, 1) in the dtype of `rows` (M, K): `power` for those with a number above `limit`, 1 for all others."""
+    highest = rows.amax(1, keepdim=True) if rows.shape[1] else rows.new_zeros(rows.shape[0], 1)
+    return torch.ones_like(highest).masked_fill(highest > limit, power)
 
 
 def scale_per_row(scale: Tensor, rows: int) -> Tensor:
