@@ -147,7 +147,7 @@ def quantize_rows(
     if compiled is None:
         raise RuntimeError("quantize_rows needs the compiled kernels")
     m, k = x.shape
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = (x if x.stride(1) == 1 else x.contiguous()).resolve_neg()
     codes = torch.empty(m, k, dtype=torch.int8)
     if xs is not None:
         scale, zero_point = of_rows(xs, xz, m, writable=True)
