@@ -55,6 +55,7 @@ def fast_conv_of(input: Any, weight: Any) -> FastConv | None:
 def _others_take_part(input: Any) -> bool:
     return bool(
         type(input) is not Tensor
+        or input.is_neg()
         or _functorch_is_active()
         or forward_ad._current_level >= 0
         or torch._C._is_any_autocast_enabled()

@@ -84,7 +84,7 @@ class FusedModel(nn.Module):
         for a in args:
             if isinstance(a, Tensor):
                 plain = type(a) is Tensor or type(a) is nn.Parameter
-                if not plain or a.dtype is not torch.float32 or not a.is_cpu or not a.numel():
+                if not plain or a.dtype is not torch.float32 or not a.is_cpu or not a.numel() or a.is_neg():
                     return False
                 if a.requires_grad and torch.is_grad_enabled():
                     return False

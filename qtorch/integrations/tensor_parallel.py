@@ -127,7 +127,7 @@ class _TrainingForward:
 
     def __call__(self, input: DTensor) -> Tensor:
         module: Any = self._module[0]
-        split = Split(self._mesh.get_group(), "nk"[self._axis])
+        split = Split(self._mesh.get_group(), "nk"[self._axis], module.weight.shape[self._axis])
         weight = module.weight.to_local()
         if not hasattr(weight, "split_linear"):
             raise TypeError(f"{module}: a {type(weight).__name__} is not a weight in training that is cut over ranks")

@@ -71,11 +71,14 @@ def by_device(function: F) -> F:
     A compiler traces the implementation, unlike that of an opaque operator.
     """
     own = _devices_of(function.__name__)
+    in_place = function.__annotations__.get("return") in (None, "None")
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
         if not PLAIN.issuperset(map(type, args)):
             _check_memory(function.__name__, args)
+        if not torch.compiler.is_compiling() and any(map(_is_negative, args[in_place:])):
+            args = (*args[:in_place], *map(_resolved, args[in_place:]))
         return own.get(args[0].device.type, function)(*args)
 
     return call  # type: ignore[return-value]
@@ -140,6 +143,8 @@ def _runner(name: str, function: Function, own: dict[str, Function]) -> Function
     def run(*args: Any) -> Any:
         if not PLAIN.issuperset(map(type, args)):
             _check_memory(name, args)
+        if any(map(_is_negative, args)):
+            args = tuple(map(_resolved, args))
         if _records:
             note(name)
         chosen = own.get(args[0].device.type, function) if own else function
@@ -173,6 +178,21 @@ def _check_memory(name: str, args: tuple[Any, ...]) -> None:
             f"{name} takes plain tensors, got a DTensor: this layer cannot be parallelized by the styles of torch "
             "while it trains; convert() the model first, or train it under FSDP2 or DistributedDataParallel"
         )
+
+
+def _is_negative(arg: Any) -> bool:
+    """Whether `arg` is a tensor that stands for the negative of what its memory holds, or has one. Kernels read memory,
+    and only torch's dispatcher, which eager calls pass by, would make such a tensor what it stands for."""
+    kind = type(arg)
+    if kind is list or kind is tuple:
+        return any(map(_is_negative, arg))
+    return (kind is torch.Tensor or kind is torch.nn.Parameter) and arg.is_neg()
+
+
+def _resolved(arg: Any) -> Any:
+    if isinstance(arg, list | tuple):
+        return [_resolved(part) for part in arg]
+    return arg.resolve_neg() if _is_negative(arg) else arg
 
 
 def _run_examples(overload: Any, keyset: Any, *args: Any) -> Any:

@@ -28,6 +28,12 @@ def fresh(y: Tensor) -> Tensor:
     return unsafe_view(y, y.shape) if torch.compiler.is_compiling() or y._is_view() else y
 
 
+def power_if_larger(rows: Tensor, limit: float, power: float) -> Tensor:
+    """(M, 1) in the dtype of `rows` (M, K): `power` for those with a number above `limit`, 1 for all others."""
+    highest = rows.amax(1, keepdim=True) if rows.shape[1] else rows.new_zeros(rows.shape[0], 1)
+    return torch.ones_like(highest).masked_fill(highest > limit, power)
+
+
 def scale_per_row(scale: Tensor, rows: int) -> Tensor:
     """A scale, or zero point, (R, G) of R equal blocks of `rows` rows, one block for a scale per tensor: (rows, G)."""
     if scale.shape[0] == rows:

@@ -66,6 +66,27 @@ def strided_rows(subject: Subject) -> None:
         same([layer(x[:1].expand(64, K))], [layer(x[:1].repeat(64, 1))], "expanded")
 
 
+@operation(GROUP, "rows with the negative bit")
+def negative_view(subject: Subject) -> None:
+    """A tensor that stands for the negative of its memory, as input, bias and gradient; on first and later calls."""
+    layer, x = subject.layer(), inputs()[2]
+    results = []
+    for of in (torch.neg, torch._neg_view):
+        layer.eval()
+        with torch.no_grad():
+            y = [layer(of(x)), layer(of(x)), nn.functional.linear(x, layer.weight, of(torch.linspace(-1, 1, N)))]
+        layer.train()
+        torch.manual_seed(1)
+        at = of(x).detach().requires_grad_()
+        layer(at).backward(of(torch.ones(64, N).cumsum(1)))
+        gradients = [at.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+        results.append((y, [g.dequantize() if hasattr(g, "dequantize") else g for g in gradients]))
+        layer.zero_grad()
+    (y, gradients), (same_y, same_gradients) = results
+    same(same_y, y, "the negative view", 0.0)
+    same(same_gradients, gradients, "gradients of the negative view", 0.0)
+
+
 @operation(GROUP, "a scalar, another width", refuses=r"shape|dimension|width|columns")
 def wrong_shapes(subject: Subject) -> None:
     """They are errors, on the first and on later calls."""

@@ -14,12 +14,13 @@ from ...layouts.packed import can_pack_bits
 from ..custom_ops import note, opaque, recording
 from ..linear.block_sparse import block_sparse_int8_mm, block_sparse_weight_mm
 from ..linear.int8_scaled import INTEGERS
-from ..linear.int8_scaled import supports as supports_integers
+from ..linear.int8_scaled import supports_int32
 from ..ops.quantize_rowwise import quantize_input
 from ..registry import Problem, register
 from ..rows import from_rows, to_rows
 from . import weight
 from .compiled_library import TYPES, library, missing, threads
+from .compiled_linear import where_finite
 from .int8 import quantize_rows, row_quantizer
 from .memory import address, empty
 from .structs import BlockCall, Blocks, Input, Output, pack
@@ -67,13 +68,17 @@ def cpu_block_sparse_mm(
     _check_columns(columns, n, k)
     stored = CompiledWeight.of(codes, scale, None, n, kept * size, weight_dtype, packed, "NONE", 0.0)
     compiled = library() if stored.fields else None
-    if compiled is None:
+
+    def in_torch() -> Tensor:
         note("cpu_block_sparse_mm.torch")
         if xs is not None:
             y = block_sparse_int8_mm(x, xs, xz, codes, columns, scale, weight_dtype, dtype)
         else:
             y = block_sparse_weight_mm(x, codes, columns, scale, weight_dtype, low, high)
         return y if bias is None else y.add_(bias)
+
+    if compiled is None:
+        return in_torch()
     if recording():
         note(f"cpu_block_sparse_mm.{compiled.instruction_set}")
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -89,8 +94,8 @@ def cpu_block_sparse_mm(
         zero=address(zeros, torch.int32),
         threads=threads(),
     )
-    compiled.block_sparse_mm(pack(stored.fields) + pack(call))
-    return y
+    lost = compiled.block_sparse_mm(pack(stored.fields) + pack(call))
+    return where_finite(y, x, in_torch) if lost else y
 
 
 def _check_columns(columns: Tensor, n: int, k: int) -> None:
@@ -121,7 +126,7 @@ def _supports(problem: Problem) -> str | None:
     scheme = problem.scheme
     if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"takes fp32, bf16 or fp16 activations, got {str(problem.dtype).removeprefix('torch.')}"
-    if scheme.activation is not None and (reason := supports_integers(problem)):
+    if scheme.activation is not None and (reason := supports_int32(problem)):
         return reason
     layout: Any = scheme.layout
     group = scheme.weight.block_size(scheme.shape)[1]

@@ -79,8 +79,8 @@ class CompiledExperts(CompiledWeight):
         mean = rows // self._count
         return next(way for most, way in self._fastest if most is None or mean <= most) in WAYS
 
-    def run(self, x: Tensor, experts: Tensor, numerics: Numerics) -> Tensor:
-        """y (T * R, N)."""
+    def run(self, x: Tensor, experts: Tensor, numerics: Numerics) -> tuple[Tensor, bool]:
+        """y (T * R, N), and whether all of it is finite."""
         rows, share, n, dtype = experts.numel(), experts.shape[1], self._n, self.dtype
         y = empty((rows, n), dtype)
         # By position, in the order of the structs' fields.
@@ -91,8 +91,7 @@ class CompiledExperts(CompiledWeight):
             *numerics,
             threads(),
         )
-        self._call(self._weight + of_call)
-        return y
+        return y, not self._call(self._weight + of_call)
 
     def grouped(self, x: Tensor, weight: Any, experts: Tensor) -> Tensor | None:
         """The product with the weight that this was made from; None if one compiled call cannot do it."""
@@ -107,7 +106,10 @@ class CompiledExperts(CompiledWeight):
         ):
             return None
         rows = experts.numel()
-        return self.run(x, experts, self.numerics) if rows and self.is_fastest(rows) else None
+        if not (rows and self.is_fastest(rows)):
+            return None
+        y, finite = self.run(x, experts, self.numerics)
+        return y if finite else None
 
     @classmethod
     def prepare(cls, weight: Any) -> None:

@@ -69,11 +69,11 @@ Counts = Callable[[bytes], int]
 class Library:
     """A loaded build; its functions take a packed struct."""
 
-    weight_only_mm: Runs
-    int8_mm: Runs
-    experts_mm: Runs
-    experts_int8_mm: Runs
-    block_sparse_mm: Runs
+    weight_only_mm: Counts
+    int8_mm: Counts
+    experts_mm: Counts
+    experts_int8_mm: Counts
+    block_sparse_mm: Counts
     conv: Runs
     conv_float: Runs
     conv_pool: Runs

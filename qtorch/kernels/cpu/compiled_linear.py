@@ -7,8 +7,10 @@ at once, which checks the input and little else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from . import ways
@@ -25,6 +27,13 @@ FEW_ROWS = 64
 
 PLAIN = (Tensor, nn.Parameter)
 """Types of a bias that kernels read directly."""
+
+
+def where_finite(y: Tensor, x: Tensor, product: Callable[[], Tensor], share: int = 1) -> Tensor:
+    """`y` (M * share, N), with rows of `product()` for those that are not finite although the row of x (M, K) is: scales
+    that are multiplied last, or first, may make what lies between infinite."""
+    rows = torch.isfinite(x).all(1, keepdim=True).repeat_interleave(share, 0) & ~torch.isfinite(y).all(1, keepdim=True)
+    return torch.where(rows, product(), y) if bool(rows.any()) else y
 
 
 class CompiledLinear(CompiledWeight):
@@ -97,8 +106,9 @@ class CompiledLinear(CompiledWeight):
         bias: Tensor | None,
         way: str,
         numerics: Numerics,
-    ) -> Tensor:
-        """y in this shape, from x whose rows are `stride` elements apart, by one of `ways.WAYS`."""
+    ) -> tuple[Tensor, bool]:
+        """y in this shape, from x whose rows are `stride` elements apart, by one of `ways.WAYS`; and whether all of it is
+        finite."""
         y = empty(shape, self.dtype)
         x_type, y_type = self._types
         # By position, in the order of the struct's fields: making the named tuple would take four times as long.
@@ -115,8 +125,7 @@ class CompiledLinear(CompiledWeight):
             WAYS[way],
             threads(),
         )
-        self._call(self._weight + of_call)
-        return y
+        return y, not self._call(self._weight + of_call)
 
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor | None:
         """`F.linear` of x (..., K) with the weight that this was made from; None if one compiled call cannot do it."""
@@ -133,7 +142,10 @@ class CompiledLinear(CompiledWeight):
         k = shape[-1]
         rows = x.numel() // k
         way = self.way(rows)
-        return self.run(x, k, rows, (*shape[:-1], self._n), bias, way, self.numerics) if way in WAYS else None
+        if way not in WAYS:
+            return None
+        y, finite = self.run(x, k, rows, (*shape[:-1], self._n), bias, way, self.numerics)
+        return y if finite else None
 
     @classmethod
     def prepare(cls, weight: Any) -> None:

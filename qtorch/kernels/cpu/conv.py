@@ -24,6 +24,7 @@ from ...primitives.spec import QuantSpec
 from ..custom_ops import note, opaque, recording
 from ..im2col import Window
 from ..image_conv import empty_result, scales_images
+from ..ops.int_matmul import int32_terms
 from ..registry import Problem, register
 from . import weight
 from .compiled_library import missing
@@ -123,6 +124,8 @@ def _supports(problem: Problem) -> str | None:
     static = scheme.spec.static and isinstance(activation.granularity, PerTensor)
     if not (static or scales_images(scheme)):
         return f"takes a static scale or one for each image, PerAxis(0), of the activation, the scheme has {activation}"
+    if (k := math.prod(scheme.shape[1:])) > int32_terms(left_zero=True):
+        return f"takes windows of at most {int32_terms(left_zero=True)} numbers, the weight has {k}"
     if of_weight.scale_shape(scheme.codes_shape) != (scheme.shape[0], 1):
         return f"takes a scale for each output channel, the weight has {of_weight.granularity}"
     if conv_quantizer(activation, static) is None:

@@ -19,6 +19,7 @@ from ..ops.experts import expert_by_expert, scheme_of_expert
 from ..registry import Problem, register
 from . import int8, ways, weight, weight_only
 from .compiled_experts import FloatExperts, IntExperts, is_stack
+from .compiled_linear import where_finite
 from .int8 import cpu_int8_mm, numerics_of, of_rows, quantize_rows
 from .memory import address
 from .weight_only import cpu_weight_only_mm
@@ -58,16 +59,20 @@ def cpu_experts_mm(
         middle = (low + high + 1) / 2
         about = (count * n, k, dtype, packed, domain, middle, count, x.dtype, x.dtype, ())
         layer = FloatExperts.of(codes, scale, zero_point, *about)
-    if layer is None or not layer.is_fastest(rows):
 
-        def product(of_input: Tensor, e: int) -> Tensor:
-            factors = scale[e % len(scale)], None if zero_point is None else zero_point[e % len(zero_point)]
-            return cpu_weight_only_mm(x[of_input], codes[e], n, *factors, packed, dtype, low, high, domain, None)
+    def product(of_input: Tensor, e: int) -> Tensor:
+        factors = scale[e % len(scale)], None if zero_point is None else zero_point[e % len(zero_point)]
+        return cpu_weight_only_mm(x[of_input], codes[e], n, *factors, packed, dtype, low, high, domain, None)
 
+    def one_by_one() -> Tensor:
         return expert_by_expert(x, experts, count, n, product)
+
+    if layer is None or not layer.is_fastest(rows):
+        return one_by_one()
     if recording():
         note(f"cpu_experts_mm.{layer.compiled.instruction_set}")  # type: ignore[union-attr]
-    return layer.run(x, experts, ())
+    y, finite = layer.run(x, experts, ())
+    return y if finite else where_finite(y, x, one_by_one, experts.shape[1])
 
 
 def _empty_int8(x: Tensor, experts: Tensor, *rest: Any) -> Tensor:
@@ -106,11 +111,11 @@ def cpu_experts_int8_mm(
     if is_stack(codes):
         about = (count * n, k, weight_dtype, packed, "INT", 0.0, count, dtype, "int8", numerics)
         layer = IntExperts.of(codes, ws, wz, *about)
-    if layer is None or not layer.is_fastest(rows):
-        if x.dtype is not torch.int8:
-            x, xs, xz = quantize_rows(x, quantizer, xs, xz)
-        assert xs is not None
-        of_x = x, *of_rows(xs, xz, m, writable=False)
+
+    def one_by_one() -> Tensor:
+        quantized = (x, xs, xz) if x.dtype is torch.int8 else quantize_rows(x, quantizer, xs, xz)
+        assert quantized[1] is not None
+        of_x = quantized[0], *of_rows(*quantized[1:], m, writable=False)
 
         def product(of_input: Tensor, e: int) -> Tensor:
             rows, scale, zero = (None if t is None else t[of_input] for t in of_x)
@@ -119,12 +124,16 @@ def cpu_experts_int8_mm(
             return cpu_int8_mm(rows, scale, zero, [], codes[e], n, *factors, packed, weight_dtype, dtype, None)
 
         return expert_by_expert(x.new_empty(0, dtype=dtype), experts, count, n, product)
+
+    if layer is None or not layer.is_fastest(rows):
+        return one_by_one()
     if xs is not None:
-        xs, xz = of_rows(xs, xz, m, writable=x.dtype is not torch.int8)
-        numerics = numerics_of(quantizer, address(xs, torch.float32), address(xz, torch.int32))
+        of_x = of_rows(xs, xz, m, writable=x.dtype is not torch.int8)
+        numerics = numerics_of(quantizer, address(of_x[0], torch.float32), address(of_x[1], torch.int32))
     if recording():
         note(f"cpu_experts_int8_mm.{layer.compiled.instruction_set}")  # type: ignore[union-attr]
-    return layer.run(x, experts, numerics)
+    y, finite = layer.run(x, experts, numerics)
+    return y if finite else where_finite(y, x, one_by_one, experts.shape[1])
 
 
 def _checked(x: Tensor, experts: Tensor, codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:

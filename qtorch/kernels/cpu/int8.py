@@ -21,12 +21,13 @@ from ...primitives.spec import QuantSpec
 from ..custom_ops import implement, note, opaque, portable, recording
 from ..linear import int8_scaled, packed_int8_scaled
 from ..ops.int8_grouped_mm import int8_grouped_mm, int8_product
+from ..ops.int_matmul import int32_terms
 from ..ops.quantize_rowwise import quantize_input
 from ..registry import Problem, register
 from ..rows import from_rows, to_rows
 from . import ways, weight
 from .compiled_library import TYPES, library, threads
-from .compiled_linear import CompiledLinear, Numerics
+from .compiled_linear import CompiledLinear, Numerics, where_finite
 from .int8_blocks import scaled_int_matmul
 from .memory import address, empty
 from .operands import is_readable
@@ -79,23 +80,26 @@ def cpu_int8_mm(
     about = (x.dtype, dtype, "int8", numerics)
     layer = _Int8Linear.of(codes, ws, wz, n, k, weight_dtype, packed, "INT", 0.0, *about)
     compiled, way = layer.compiled, layer.way(m)
-    if compiled is None or way == "torch":
+
+    def in_torch() -> Tensor:
         note("cpu_int8_mm.torch")
-        if x.dtype is not torch.int8:
-            x, xs, xz = quantize_rows(x, quantizer, xs, xz)
-        assert xs is not None
+        quantized = (x, xs, xz) if x.dtype is torch.int8 else quantize_rows(x, quantizer, xs, xz)
         if packed:
-            y = packed_int8_scaled.packed_int8_mm(x, xs, xz, codes, ws, wz, weight_dtype, dtype)
+            y = packed_int8_scaled.packed_int8_mm(*quantized, codes, ws, wz, weight_dtype, dtype)
         else:
-            y = int8_grouped_mm(x, xs, xz, codes, ws, wz, dtype)
+            y = int8_grouped_mm(*quantized, codes, ws, wz, dtype)
         return y if bias is None else y.add_(bias)
+
+    if compiled is None or way == "torch":
+        return in_torch()
     if recording():
         note(f"cpu_int8_mm.{compiled.instruction_set}.{way}")
     x = x if x.stride(1) == 1 else x.contiguous()
     if xs is not None:
         xs, xz = of_rows(xs, xz, m, writable=x.dtype is not torch.int8)
         numerics = numerics_of(quantizer, address(xs, torch.float32), address(xz, torch.int32))
-    return layer.run(x, x.stride(0), m, (m, n), bias, way, numerics)
+    y, finite = layer.run(x, x.stride(0), m, (m, n), bias, way, numerics)
+    return y if finite else where_finite(y, x, in_torch)
 
 
 @implement("int8_product", "cpu")
@@ -108,7 +112,7 @@ def compiled_product(
         y = scaled_int_matmul(xq, xs, wq, ws, dtype)
         if y is not None:
             return y
-    if group % GROUP_MULTIPLE:
+    if group % GROUP_MULTIPLE or group > int32_terms(xz is not None, wz is not None or wq.dtype is torch.uint8):
         return portable(int8_product)(xq, xs, xz, wq, ws, wz, group, dtype)
     kind = "int8" if wq.dtype == torch.int8 else "uint8"
     return cpu_int8_mm(xq, xs, xz, [], wq, wq.shape[0], ws.contiguous(), wz, False, kind, dtype, None)
@@ -144,7 +148,7 @@ def quantize_rows(
     if compiled is None:
         raise RuntimeError("quantize_rows needs the compiled kernels")
     m, k = x.shape
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = (x if x.stride(1) == 1 else x.contiguous()).resolve_neg()
     codes = empty((m, k), torch.int8)
     if xs is not None:
         scale, zero_point = of_rows(xs, xz, m, writable=True)
@@ -209,7 +213,7 @@ def activation_of(rows: Tensor, quantized: Any) -> tuple[Tensor, Tensor | None, 
 
 def supports(problem: Problem) -> str | None:
     """Why the kernel does not take the problem, or None."""
-    if reason := int8_scaled.supports(problem) or weight.supports(problem):
+    if reason := int8_scaled.supports_int32(problem) or weight.supports(problem):
         return reason
     if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"takes fp32, bf16 or fp16 activations, got {str(problem.dtype).removeprefix('torch.')}"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..custom_ops import implement, note, portable
 from ..ops.int8_block_mm import int8_block_mm
-from ..ops.int_matmul import EXACT_SLICE, int_matmul_into
+from ..ops.int_matmul import EXACT_SLICE, int32_terms, int_matmul_into
 from .compiled_library import TYPES, library, threads
 from .memory import address, empty
 from .operand_structs import BlockProduct, ScaleSums
@@ -57,12 +57,13 @@ def _scale_fields(scale: Tensor, rows: int, groups: int) -> tuple[int, ...]:
 
 
 def scaled_int_matmul(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """`int8_grouped_mm` of one group and signed codes without zero points, (M, N); None if nothing is compiled.
+    """`int8_grouped_mm` of one group and signed codes without zero points, (M, N); None if nothing is compiled, or
+    an int32 might not hold the sums.
 
     In fp32, sums are scaled where they lie: a result of some megabytes is memory that the system has to give anew.
     """
     compiled = library()
-    if compiled is None or not (xq.numel() and wq.numel()):
+    if compiled is None or not (xq.numel() and wq.numel()) or xq.shape[1] > int32_terms():
         return None
     note(f"scale_sums.{compiled.instruction_set}")
     (m, _), n = xq.shape, wq.shape[0]

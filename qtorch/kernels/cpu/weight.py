@@ -229,7 +229,7 @@ def split_bias(bias: Tensor | None, x: Tensor, n: int) -> tuple[Tensor | None, T
 
 def fits(bias: Tensor, dtype: torch.dtype, n: int) -> bool:
     """Whether the kernels can add the bias to a result of this dtype with n columns."""
-    return bias.dtype == dtype and bias.shape == (n,) and bias.is_contiguous()
+    return bias.dtype == dtype and bias.shape == (n,) and bias.is_contiguous() and not bias.is_neg()
 
 
 def check_bias(bias: Tensor | None, dtype: torch.dtype, n: int) -> None:

@@ -23,7 +23,7 @@ from ..registry import Problem, register
 from ..rows import from_rows, to_rows
 from . import ways, weight
 from .compiled_library import TYPES, Library, threads
-from .compiled_linear import CompiledLinear
+from .compiled_linear import CompiledLinear, where_finite
 from .float_copies import float_copy, wanted
 from .memory import address, empty
 from .structs import NO_INPUT, Call, Output, Weight, pack
@@ -94,7 +94,11 @@ def cpu_weight_only_mm(
     if way == "float":
         return _multiply_slices(x, Dequantized(compiled, layer.fields, n, k, x.dtype), bias)
     x = x if x.stride(1) == 1 else x.contiguous()
-    return layer.run(x, x.stride(0), m, (m, n), bias, way, ())
+    y, finite = layer.run(x, x.stride(0), m, (m, n), bias, way, ())
+    if finite:
+        return y
+    made = Dequantized(compiled, layer.fields, n, k, x.dtype)
+    return where_finite(y, x, lambda: _multiply_slices(x, made, bias))
 
 
 class Dequantized(NamedTuple):

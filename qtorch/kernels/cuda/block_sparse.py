@@ -12,7 +12,7 @@ from ...primitives.qdtype import qdtype
 from .. import features
 from ..custom_ops import opaque
 from ..linear.int8_scaled import INTEGERS
-from ..linear.int8_scaled import supports as supports_integers
+from ..linear.int8_scaled import supports_int32
 from ..ops.quantize_rowwise import quantize_input
 from ..registry import Problem, needs_matrix, register
 from ..rows import from_rows, to_rows
@@ -44,7 +44,7 @@ def _supports(problem: Problem) -> str | None:
     scheme = problem.scheme
     if reason := features.cuda_lacks("triton") or needs_matrix(problem):
         return reason
-    if scheme.activation is not None and (reason := supports_integers(problem)):
+    if scheme.activation is not None and (reason := supports_int32(problem)):
         return reason
     if problem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"takes fp32, fp16 or bf16 activations, got {str(problem.dtype).removeprefix('torch.')}"

@@ -121,7 +121,7 @@ def _supports_int8(problem: Problem) -> str | None:
     assert activation is not None
     if not scheme.spec.static and activation.granularity.pattern(2)[0] != 1:
         return f"takes activations whose rows are quantized by themselves, the scheme has {activation.granularity}"
-    return int8_scaled.supports(problem._replace(op="linear", scheme=scheme))
+    return int8_scaled.supports_int32(problem._replace(op="linear", scheme=scheme))
 
 
 @register(

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ...primitives.qdtype import qdtype
 from .. import features
-from ..custom_ops import implement, note, opaque
-from ..linear.int8_scaled import INTEGERS, supports
+from ..custom_ops import implement, note, opaque, portable
+from ..linear.int8_scaled import INTEGERS, supports_int32
 from ..ops.int8_grouped_mm import int8_grouped_mm
+from ..ops.int_matmul import int32_terms
 from ..ops.quantize_rowwise import quantize_input
 from ..registry import Problem, register
 from ..rows import from_rows, to_rows
@@ -65,6 +66,8 @@ def triton_grouped_mm(
     """See `int8_grouped_mm`."""
     if not wq.shape[1]:
         return xs.new_zeros(xq.shape[0], wq.shape[0], dtype=dtype)
+    if wq.shape[1] // ws.shape[1] > int32_terms(xz is not None, wz is not None or wq.dtype == torch.uint8):
+        return portable(int8_grouped_mm)(xq, xs, xz, wq, ws, wz, dtype)
     return cuda_int8_mm(xq, xs, xz, wq, ws, wz, "int8" if wq.dtype == torch.int8 else "uint8", None, dtype)
 
 
@@ -79,7 +82,7 @@ def triton_product(
 def _supports(problem: Problem) -> str | None:
     if problem.scheme.layout.packed_axis not in (None, -1):
         return "takes codes packed along rows, this weight is transposed"
-    return features.cuda_lacks("triton") or supports(problem)
+    return features.cuda_lacks("triton") or supports_int32(problem)
 
 
 @register(

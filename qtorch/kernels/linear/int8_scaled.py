@@ -2,7 +2,7 @@
 
     y[m, n] = (sum_g (sum_{k in g} (xq[m, k] - xz[m]) (wq[n, k] - wz[n, g])) * ws[n, g]) * xs[m] + bias[n]
 
-The inner sum is an exact int32; the outer one, over the groups g of the weight (one, for a scale per row), runs in
+The inner sum is an exact integer; the outer one, over the groups g of the weight (one, for a scale per row), runs in
 fp32 in the order of the groups. So the result does not depend on the machine, and training with the same spec gets
 the same bits.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..ops.int8_grouped_mm import fusible_int8_mm
+from ..ops.int_matmul import int32_terms
 from ..ops.quantize_rowwise import quantize_input
 from ..registry import Problem, QuantizedWeight, needs_matrix, register
 from ..rows import from_rows, to_rows
@@ -34,6 +35,16 @@ def supports(problem: Problem) -> str | None:
         if spec.has_zero_point and spec.zero_point_domain.name != "INT":
             return f"takes integer zero points, the {what} has {spec.zero_point_domain.name}"
     return None
+
+
+def supports_int32(problem: Problem) -> str | None:
+    """`supports`, for kernels that add up a group in int32."""
+    scheme = problem.scheme
+    group = scheme.weight.block_size(scheme.shape)[-1]
+    assert scheme.activation is not None
+    of_weight = scheme.weight.has_zero_point or not scheme.weight.dtype.is_signed
+    most = int32_terms(scheme.activation.has_zero_point, of_weight)
+    return supports(problem) or (f"takes groups of at most {most} columns, the weight has {group}" if group > most else None)
 
 
 @register(

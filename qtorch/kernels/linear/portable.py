@@ -4,7 +4,7 @@
     y[m, n] = (sum_g (sum_{k in g} (xq[m, k] - xz[m]) (wq[n, k] - wz[n, g])) * ws[n, g]) * xs[m] + bias[n]
 
 The second is that of `int8_scaled_mm` for integer activations, with the same bits: a sum of integers in int32, or in
-fp32 where fp32 holds it exactly. With ``PortableLayout(qdq=True)``, and with activations in floating-point codes, both
+fp32 or fp64 where they hold it exactly and an int32 might not. With ``PortableLayout(qdq=True)``, and with activations in floating-point codes, both
 operands are dequantized and multiplied in fp32.
 """
 
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..ops.int8_grouped_mm import EXACT_TERMS
+from ..ops.int8_grouped_mm import EXACT_TERMS, is_at_most, without_large
+from ..ops.int_matmul import int32_terms
 from ..ops.portable import dequantized_weight, fake_quantized, quantize_portably
 from ..ops.quantize_rowwise import dequantize_rows
 from ..registry import Problem, needs_matrix, register
@@ -61,7 +62,9 @@ def _in_float(real: Tensor, x: Tensor, weight: Any, bias: Tensor | None) -> Tens
 
 def integer_product(xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None) -> Tensor:
     """The second equation without bias, (M, N) in fp32, from codes (M, K) and (N, K)."""
-    if ws.shape[1] == 1:
+    ws, up = without_large(ws)
+    unsigned = wq.dtype == torch.uint8
+    if ws.shape[1] == 1 and is_at_most(wq.shape[1], int32_terms(xz is not None, wz is not None or unsigned)):
         total = torch.mm(xq.int(), wq.int().t())
         if wz is not None:
             total = total - xq.sum(1, keepdim=True, dtype=torch.int32) * wz.int().t()
@@ -69,7 +72,7 @@ def integer_product(xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: T
             of_weight = wq.sum(1, dtype=torch.int32)
             of_weight = of_weight if wz is None else of_weight - wq.shape[1] * wz.int()[:, 0]
             total = total - xz.int() * of_weight
-        return total.float() * ws.float().t() * xs.float()
+        return total.float() * ws.t() * xs.float() * up
     groups = ws.shape[1]
     exact = torch.float32 if wq.shape[1] <= EXACT_TERMS * groups else torch.float64
     x = xq.to(exact) if xz is None else xq.to(exact) - xz.to(exact)
@@ -77,5 +80,5 @@ def integer_product(xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: T
     w = w if wz is None else w - wz.to(exact).unsqueeze(2)
     # (G, M, N): the sum of each group, times its scale.
     parts = torch.bmm(x.unflatten(1, (groups, -1)).transpose(0, 1), w.permute(1, 2, 0)).float()
-    parts = parts * ws.float().t().unsqueeze(1)
-    return functools.reduce(torch.add, parts.unbind(0)) * xs.float()
+    parts = parts * ws.t().unsqueeze(1)
+    return functools.reduce(torch.add, parts.unbind(0)) * xs.float() * up

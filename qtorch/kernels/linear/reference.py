@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...primitives.granularity import block_of
+from ..ops.int8_grouped_mm import without_large
 from ..ops.quantize_rowwise import dequantize_rows, quantize_input
 from ..registry import REFERENCE, QuantizedWeight, register
 
@@ -53,7 +54,7 @@ def _finish(y: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
 def _integer_product(xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None) -> Tensor:
     """fp32 (M, N) from codes (M, K) and (N, K); the blocks follow from the shapes of the scales."""
     rows, size = block_of(wq.shape, ws.shape)
-    ws = ws.float().repeat_interleave(rows, 0)
+    ws, up = without_large(ws.repeat_interleave(rows, 0))
     x_rows, x_size = block_of(xq.shape, xs.shape)
     xs = xs.float().repeat_interleave(x_rows, 0)
     x = xq.double() if xz is None else xq.double() - xz.double()
@@ -65,9 +66,9 @@ def _integer_product(xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: 
         for g in range(ws.shape[1]):
             part = x[:, g * size : (g + 1) * size] @ w[:, g * size : (g + 1) * size].t()
             total = total + part.float() * ws[:, g]
-        return total * xs
+        return total * xs * up
     step = min(size, x_size)
     for k in range(0, x.shape[1], step):
         part = x[:, k : k + step] @ w[:, k : k + step].t()
         total = total + part.float() * ws[:, k // size] * xs[:, k // x_size, None]
-    return total
+    return total * up

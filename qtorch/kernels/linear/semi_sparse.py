@@ -17,6 +17,8 @@ from torch import Tensor
 from ...layouts.semi_sparse import decompress_cusparselt, unpack_2_4
 from ...primitives.qdtype import qdtype
 from ..custom_ops import opaque
+from ..ops.int8_grouped_mm import without_large
+from ..ops.int_matmul import int32_terms
 from ..ops.quantize_rowwise import dequantize_rows, quantize_input
 from ..ops.weight_only_mm import multiply_slices
 from ..registry import needs_matrix, register
@@ -107,8 +109,10 @@ def semi_sparse_int8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> T
     """Linear: quantize the activation, then the equation of `int8_scaled_mm`."""
     xq, xs, xz = quantize_input(to_rows(x), weight)
     qdata, ws = weight.qdata, weight.dense_scale()
-    if _is_compressed(qdata) and ws.shape[1] == 1 and xz is None:
-        y = (cusparselt_mm(xq, qdata, ws.shape[0]).float() * ws.float().t() * xs).to(x.dtype)
+    short = xq.shape[1] <= int32_terms()
+    if _is_compressed(qdata) and ws.shape[1] == 1 and xz is None and short:
+        ws, up = without_large(ws)
+        y = (cusparselt_mm(xq, qdata, ws.shape[0]).float() * ws.t() * xs * up).to(x.dtype)
     else:
         y = semi_sparse_int8_mm(xq, xs, xz, qdata, ws, x.dtype)
     return from_rows(y, x, bias)

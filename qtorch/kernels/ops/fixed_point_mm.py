@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import features
 from ..custom_ops import note
-from .int_matmul import int_matmul
+from .int_matmul import int32_terms, int_matmul
 
 SLICES = 3
 
@@ -43,7 +43,7 @@ def fixed_point_mm(x: Tensor, codes: Tensor) -> Tensor | None:
     """
     if x.dtype is not torch.float32 or x.device.type != "cpu" or not x.numel() or not features.cpu_has("vnni"):
         return None
-    if codes.numel() < LEAST_CODES or COLUMNS_PER_ROW * x.shape[0] > x.shape[1]:
+    if codes.numel() < LEAST_CODES or COLUMNS_PER_ROW * x.shape[0] > x.shape[1] or x.shape[1] > int32_terms():
         return None
     size = x.abs()
     high = size.amax(1, keepdim=True)

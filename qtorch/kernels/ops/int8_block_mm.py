@@ -2,7 +2,7 @@
 
     y[m, n] = sum_g (sum_{k in g} xq[m, k] wq[n, k]) * ws[n, g] * xs[m, g] + bias[n]
 
-The inner sum is an exact int32; the outer one runs in fp32 in the order of the groups g, the finer of the two operands'
+The inner sum is an exact integer; the outer one runs in fp32 in the order of the groups g, the finer of the two operands'
 blocks, so that the result does not depend on the machine. Symmetric codes only.
 """
 
@@ -16,7 +16,8 @@ from torch.nn.functional import pad
 
 from ...primitives.granularity import Granularity
 from ..custom_ops import opaque
-from .int_matmul import EXACT_SLICE, int_matmul
+from .int8_grouped_mm import int8_sums
+from .int_matmul import EXACT_SLICE
 
 
 @opaque(lambda xq, xs, wq, ws, dtype: xs.new_empty(xq.shape[0], wq.shape[0], dtype=dtype))
@@ -42,7 +43,7 @@ def int8_block_mm(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: torch.d
         if exact:
             part = torch.mm(x[:, columns], w[:, columns].t())
         else:
-            part = int_matmul(x[:, columns].contiguous(), w[:, columns].contiguous().t()).float()
+            part = int8_sums(x[:, columns].contiguous(), None, w[:, columns].contiguous(), None).float()
         y.add_(part.mul_(w_scale[g]).mul_(x_scale[g]))
     return y.to(dtype)
 

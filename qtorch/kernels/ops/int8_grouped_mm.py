@@ -2,9 +2,9 @@
 
     y[m, n] = (sum_g (sum_{k in g} (xq[m, k] - xz[m]) (wq[n, k] - wz[n, g])) * ws[n, g]) * xs[m] + bias[n]
 
-The inner sum is an exact int32; the outer one, over the groups g of the weight (one, for a scale per row), runs in
-fp32 in the order of the groups. So the result does not depend on the machine, and training with the same spec sees
-the same bits.
+The inner sum is an exact integer, in int64 where an int32 might not hold it; the outer one, over the groups g of the
+weight (one, for a scale per row), runs in fp32 in the order of the groups. So the result does not depend on the machine,
+and training with the same spec sees the same bits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..custom_ops import by_device, opaque
-from .int_matmul import int_matmul
+from ..rows import power_if_larger
+from .int_matmul import int32_terms, int_matmul, int_sums
 
 WEIGHT_SLICE = 4 << 20
 """Bytes of a grouped weight that are converted to floating point at a time."""
@@ -27,6 +28,9 @@ RESULT_SLICE = 1 << 20
 
 EXACT_TERMS = 256
 """Terms that fp32 can accumulate exactly when both factors are differences of 8-bit codes: 2^24 / (256 * 256)."""
+
+LARGE_SCALE = 2.0**80
+"""Beyond it, the product of a scale with a sum of codes may be infinite."""
 
 
 @opaque(lambda xq, xs, xz, wq, ws, wz, dtype: xs.new_empty(xq.shape[0], wq.shape[0], dtype=dtype))
@@ -42,8 +46,9 @@ def int8_grouped_mm(
     """
     if not wq.shape[1]:
         return xs.new_zeros(xq.shape[0], wq.shape[0], dtype=dtype)
+    ws, up = without_large(ws)
     if ws.shape[1] == 1:
-        return int8_sums(xq, xz, wq, wz).float().mul_(ws.float().t()).mul_(xs.float()).to(dtype)
+        return int8_sums(xq, xz, wq, wz).float().mul_(ws.t()).mul_(xs.float()).mul_(up).to(dtype)
     # fp32 holds the sums of a short group exactly, fp64 those of any.
     exact = torch.float32 if wq.shape[1] <= EXACT_TERMS * ws.shape[1] else torch.float64
     x = xq.to(exact) if xz is None else xq.to(exact) - xz.to(exact)
@@ -56,24 +61,35 @@ def int8_grouped_mm(
             w = (w.unflatten(1, (ws.shape[1], -1)) - wz[channels].to(exact).unsqueeze(2)).flatten(1)
         rows = max(1, RESULT_SLICE // (4 * w.shape[0]))
         for m in range(0, xq.shape[0], rows):
-            y[m : m + rows, channels] = _sum_of_groups(x[m : m + rows], w, ws[channels].float())
-    return y.mul_(xs.float()).to(dtype)
+            y[m : m + rows, channels] = _sum_of_groups(x[m : m + rows], w, ws[channels])
+    return y.mul_(xs.float()).mul_(up).to(dtype)
 
 
-def int8_sums(xq: Tensor, xz: Tensor | None, wq: Tensor, wz: Tensor | None) -> Tensor:
-    """sum_k (xq - xz) (wq - wz) in int32, (M, N), from the plain product of the codes and their sums; one group."""
+def without_large(ws: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales (N, G) in fp32 whose products with sums of codes are finite, and the powers of two (1, N) that are multiplied
+    last: 1, but for rows whose scales are near the largest number. So a result is finite where fp32 can represent it."""
+    ws = ws.float()
+    up = power_if_larger(ws, LARGE_SCALE, 2.0**48)
+    return ws / up, up.t()
+
+
+def int8_sums(xq: Tensor, xz: Tensor | None, wq: Tensor, wz: Tensor | None, length: int | None = None) -> Tensor:
+    """sum_k (xq - xz) (wq - wz), (M, N), from the plain product of the codes and their sums; one group. In int64 where an
+    int32 might not hold the sums of `length` terms, by default K."""
     # Unsigned 8-bit codes do not fit int8: shift codes and zero point by 128; their difference does not change.
     if wq.dtype == torch.uint8:
         wz = wq.new_zeros(wq.shape[0], 1, dtype=torch.int32) if wz is None else wz.to(torch.int32)
         wq, wz = (wq ^ 128).view(torch.int8), wz - 128
-    total = int_matmul(xq, wq.t())
+    length = wq.shape[1] if length is None else length
+    wide = torch.int32 if length <= int32_terms(xz is not None, wz is not None) else torch.int64
+    total = int_sums(xq, wq.t(), wide)
     if wz is not None:
-        total -= xq.sum(1, keepdim=True, dtype=torch.int32) * wz.to(torch.int32).t()
+        total -= xq.sum(1, keepdim=True, dtype=wide) * wz.to(wide).t()
     if xz is not None:
-        column_sums = wq.sum(1, dtype=torch.int32)
+        column_sums = wq.sum(1, dtype=wide)
         if wz is not None:
-            column_sums -= wq.shape[1] * wz.to(torch.int32)[:, 0]
-        total -= xz.to(torch.int32) * column_sums
+            column_sums -= wq.shape[1] * wz.to(wide)[:, 0]
+        total -= xz.to(wide) * column_sums
     return total
 
 
@@ -88,13 +104,24 @@ def _sum_of_groups(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
     return functools.reduce(Tensor.add_, parts)
 
 
+def is_at_most(size: int, most: int) -> bool:
+    """Whether a size is known to be, without a guard of a compiler on one that it takes for a variable."""
+    if not torch.compiler.is_compiling():
+        return size <= most
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(size <= most)
+
+
 def fusible_int8_mm(
     xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """`int8_grouped_mm`, as torch operators where a compiler can fuse them."""
-    if ws.shape[1] == 1 and wz is None and xz is None and wq.dtype == torch.int8:
+    symmetric = wz is None and xz is None and wq.dtype == torch.int8
+    if ws.shape[1] == 1 and symmetric and is_at_most(wq.shape[1], int32_terms()):
         # One group: only the integer product is opaque, so that a compiler can fuse the rest.
-        return (int_matmul(xq, wq.t()).float() * ws.float().t() * xs.float()).to(dtype)
+        ws, up = without_large(ws)
+        return (int_matmul(xq, wq.t()).float() * ws.t() * xs.float() * up).to(dtype)
     return int8_grouped_mm(xq, xs, xz, wq, ws, wz, dtype)
 
 

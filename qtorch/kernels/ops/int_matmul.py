@@ -6,6 +6,9 @@ On a CPU with 8-bit dot products (VNNI, AMX) `torch._int_mm` is fast; without th
 and saturates. There the result is assembled from fp32 products over slices of K: a slice of 1024 terms of at most
 128 * 128 stays within 2^24, where fp32 holds every integer, so each partial sum is exact. `cuda/int_matmul.py` has the
 implementations for CUDA.
+
+An int32 holds the sums of so many products of the widest codes only. Longer sums are those of slices of K, added up in
+int64 (`int_sums`).
 """
 
 from __future__ import annotations
@@ -19,13 +22,23 @@ from ..custom_ops import note, opaque
 EXACT_SLICE = 1024
 """Terms of an int8 dot product that fp32 can accumulate exactly: 2^24 / (128 * 128)."""
 
+INT32_SLICE = 1 << 16
+"""Terms of a slice of sums that an int32 need not hold."""
+
+
+def int32_terms(left_zero: bool = False, right_zero: bool = False) -> int:
+    """Terms of a dot product of 8-bit codes whose sum an int32 always holds. A code is at most 128 from zero, and at
+    most 255 from a zero point; unsigned codes have one."""
+    return (2**31 - 1) // ((255 if left_zero else 128) * (255 if right_zero else 128))
+
 
 @opaque(lambda a, b: a.new_empty(a.shape[0], b.shape[1], dtype=torch.int32))
 def int_matmul(a: Tensor, b: Tensor) -> Tensor:
     """(M, K) int8 @ (K, N) int8 -> (M, N) int32, exact.
 
     Raises:
-        ValueError: not int8 matrices, or the inner sizes differ.
+        ValueError: not int8 matrices, or the inner sizes differ or exceed 131071, where an int32 need not hold the sums;
+            `int_scaled_matmul` takes those.
     """
     check_int8_matrices(a, b)
     if a.is_cpu and features.cpu_has("vnni"):
@@ -56,6 +69,11 @@ def check_int8_matrices(a: Tensor, b: Tensor) -> None:
         raise ValueError(f"int_matmul takes int8 matrices, got {a.dtype} and {b.dtype}")
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"int_matmul takes (M, K) and (K, N), got {tuple(a.shape)} and {tuple(b.shape)}")
+    if a.shape[1] > int32_terms():
+        raise ValueError(
+            f"int_matmul: an int32 need not hold sums of {a.shape[1]} products, only of {int32_terms()}; "
+            "int_scaled_matmul(a, b, scales1) takes them"
+        )
 
 
 def _sliced(a: Tensor, b: Tensor) -> Tensor:
@@ -67,12 +85,22 @@ def _sliced(a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
+def int_sums(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """`int_matmul` of any length with sums in `dtype`: int32 where it holds them, else int64."""
+    if dtype == torch.int32:
+        return int_matmul(a, b)
+    total = torch.zeros(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
+    for start in range(0, a.shape[1], INT32_SLICE):
+        total += int_matmul(a[:, start : start + INT32_SLICE], b[start : start + INT32_SLICE])
+    return total
+
+
 def int_scaled_matmul(a: Tensor, b: Tensor, scales1: Tensor) -> Tensor:
-    """`int_matmul(a, b)` times a scale per row.
+    """The exact ``a @ b`` times a scale per row, for a K of any length.
 
     Args:
         a: (M, K) int8.
         b: (K, N) int8.
         scales1: (M, 1), or 0-d; its dtype is the result's.
     """
-    return int_matmul(a, b) * scales1
+    return int_sums(a, b, torch.int32 if a.shape[-1] <= int32_terms() else torch.int64) * scales1

@@ -18,6 +18,7 @@ from ...primitives.affine import ZeroPointDomain, dequantize_split
 from ...primitives.granularity import Block, BlockView, block_of
 from ...primitives.qdtype import QDType, qdtype
 from ..custom_ops import opaque
+from ..rows import power_if_larger
 from .dequantize_codes import dequantize_codes
 from .fixed_point_mm import fixed_point_mm
 
@@ -26,6 +27,9 @@ SLICE_BYTES = {"cpu": 4 << 20}
 
 EVEN_ROWS = 128
 """Matrix products take up to a third longer with slices that are not whole multiples of this."""
+
+LARGE = 2.0**64
+"""Beyond it, products of the input with codes that are not scaled yet may be infinite."""
 
 
 @opaque(lambda x, codes, *_: x.new_empty(x.shape[0], codes.shape[0]))
@@ -70,6 +74,10 @@ def multiply_slices(
     y = x.new_empty(x.shape[0], n)
     # Scale each result instead of each weight; not in fp16, where the sums of codes could overflow.
     scale_last = zero_point is None and scale.shape == (n, 1) and x.dtype != torch.float16
+    if scale_last:
+        # A row near the largest number is multiplied with codes as a smaller one, exactly.
+        up = power_if_larger(x.abs(), LARGE, LARGE)
+        x = x / up
     block = (1, k) if scale_last else block_of(shape, scale.shape)
     step = slice_length(x, k, block[0])
     memory = SliceMemory(x, min(n, step), k)
@@ -85,7 +93,7 @@ def multiply_slices(
                 part, start, start + step, block, scale, zero_point, kind, low, high, domain, x.dtype, memory
             )
         torch.mm(x, weight.t(), out=y[:, start : start + step])
-    return y.mul_(scale.t().to(y.dtype)) if scale_last else y
+    return y.mul_(scale.t().to(y.dtype)).mul_(up) if scale_last else y
 
 
 class SliceMemory:

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor
 from ...dtypes.linear import multiply as multiply_served
 from ...kernels.ops.int8_block_mm import int8_block_mm
-from ...kernels.ops.int8_grouped_mm import int8_product, int8_sums
+from ...kernels.ops.int8_grouped_mm import int8_product, int8_sums, without_large
 from ...kernels.ops.weight_only_mm import weight_only_mm
 from ...primitives import QuantSpec, Rounding
 from ...tracing.function_transforms import run_whole, transforms_active
@@ -91,8 +91,9 @@ def _has_one_group(lhs: Operand, rhs: Operand) -> bool:
 def _scaled_sums(lhs: Operand, rhs: Operand, total: Total) -> Tensor:
     """`_integer_product` in fp32 of one group, whose integers are parts of a sum."""
     (xs, xz), (ws, wz) = lhs.scales_per_row(), rhs.scales_per_row()
-    sums = total(int8_sums(lhs.values, xz, rhs.values, wz))
-    return sums.float().mul_(ws.float().t()).mul_(xs.float())
+    sums = total(int8_sums(lhs.values, xz, rhs.values, wz, total.length))
+    ws, up = without_large(ws)
+    return sums.float().mul_(ws.t()).mul_(xs.float()).mul_(up)
 
 
 def _dequantizing_product(x: Tensor, rhs: Operand) -> Tensor:

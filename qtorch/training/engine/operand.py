@@ -74,8 +74,19 @@ class StaticRange(Protocol):
         """Scale and zero point; `observe` lets the range follow `x`."""
 
 
-Total = Callable[[Tensor], Tensor]
-"""The sum of a tensor and those of other processes, in the same memory."""
+class Total(NamedTuple):
+    """The sum of parts of a product that processes have.
+
+    Attributes:
+        add: the sum of a tensor and those of other processes, in the same memory.
+        length: of the contracted axis on all processes.
+    """
+
+    add: Callable[[Tensor], Tensor]
+    length: int
+
+    def __call__(self, part: Tensor) -> Tensor:
+        return self.add(part)
 
 
 class ContractionState(Protocol):

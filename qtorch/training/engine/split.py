@@ -42,10 +42,12 @@ class Split:
     Args:
         group: a process group of torch.distributed.
         axis: ``"n"`` or ``"k"``, the axis of the weight that is cut.
+        length: of that axis on all processes.
     """
 
     group: Any
     axis: str
+    length: int
 
     @property
     def active(self) -> bool:
@@ -62,7 +64,7 @@ class Split:
         return JoinedRange(spec, self.group, cuts_rows=axis == 1)
 
     def total_of(self, product: str) -> Total | None:
-        return self._sum if AXES[f"{product}.lhs"][1] == self.axis else None
+        return Total(self._sum, self.length) if AXES[f"{product}.lhs"][1] == self.axis else None
 
     def _sum(self, part: Tensor) -> Tensor:
         return summed(part.contiguous(), self.group)

@@ -176,7 +176,7 @@ class LowBitAdam(Loads, torch.optim.Optimizer):
         moments = [as_moment(state[name]) for name in names]
         if is_sharded(grad):
             grad = local_of(grad)
-        grad = (grad if grad.dtype in DTYPES else grad.float()).contiguous()
+        grad = (grad if grad.dtype in DTYPES else grad.float()).contiguous().resolve_neg()
         with Writable(local) as weight:
             adam_step(weight, grad, moments, blocks, step)
         if weight is not parameter and not parameter.is_inference():

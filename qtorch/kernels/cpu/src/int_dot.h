@@ -196,8 +196,9 @@ INLINE void write_rows(const Weight& w, const Output& y, int64_t rows, int64_t s
     for (int64_t r = 0; r < count; r++, sums += COLUMNS) {
         float products[M];
         UNROLL for (int64_t m = 0; m < M; m++) {
-            int32_t exact = sums[m] - (zero[r] + shift) * x_sums[m] - (ONES ? x_zero[m] * sums[M] : 0);
-            products[m] = (0 + (float)exact * scale[r]) * x_scale[m];
+            // Parts may leave int32, their sum does not.
+            uint32_t exact = sums[m] - (uint32_t)(zero[r] + shift) * x_sums[m] - (ONES ? (uint32_t)x_zero[m] * sums[M] : 0);
+            products[m] = (0 + (float)(int32_t)exact * scale[r]) * x_scale[m];
         }
         for (int64_t m = 0; m < rows; m++) {
             float& to = result[m * R + r] = products[m];

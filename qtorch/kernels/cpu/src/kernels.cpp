@@ -39,23 +39,33 @@ static void multiply_codes(const Weight& w, const Codes& x, const Output& y, int
     else multiply_int_tiles(w, x, y, threads);
 }
 
-// Weight-only through integers, with x in fixed point. Gives false where that would not be as exact as fp32.
-static bool multiply_fixed(const Weight& w, const Input& x, const Output& y, int64_t threads) {
-    static thread_local Scratch row_scratch, code_scratch, scale_scratch, sum_scratch;
-    bool few = fits_fixed_dot(w, x.rows), tiles = has_tile_groups(w);
-    // Of those that follow, only the two above take other zero points than integers.
-    bool real_zero = w.zero && (!w.zero_is_code || w.zero_type < INT32);
-    if (!w.k || (real_zero && !few && !tiles)) return false;
-    int64_t padded = round_up(w.k, LANES), ld = round_up(w.k, 64);
-    float* rows = row_scratch.get<float>(x.rows * padded);
-    x.to_floats(w.k, rows, padded, threads);
-    int64_t slices = 2;
-    for (int64_t m = 0; m < x.rows && slices; m++) {
-        int64_t wanted = slices_of(rows + m * padded, w.k, x.type);
-        slices = !wanted || wanted > slices ? wanted : slices;
-    }
-    few = few && slices < 4;
-    if (!slices || (real_zero && !few && !tiles)) return false;
+// How a row of x is multiplied where x is in fixed point: in 2 to 4 slices, by fixed_dot.h, or in floats, where fixed point
+// would not be as exact as fp32. It follows from this row and the number of rows, so that no row depends on another.
+enum : int64_t { IN_FLOATS, BY_FIXED_DOT, ROW_KINDS = 5 };
+
+static int64_t row_kind(const Weight& w, const float* row, int64_t type, bool few) {
+    int64_t slices = slices_of(row, w.k, type);
+    if (few && slices && slices < 4) return BY_FIXED_DOT;
+    // Of the others, only matrix tiles take other zero points than integers, and no sums that are too long.
+    bool real_zero = w.zero && (!w.zero_is_code || w.zero_type < INT32), fits = !real_zero && w.fits_int32();
+    return !slices || !(fits || has_tile_groups(w)) ? IN_FLOATS : slices < 2 ? 2 : slices;
+}
+
+static void multiply_in_floats(const Weight& w, const Input& x, const Output& y, int64_t way, int64_t threads) {
+    if (way == DOT) multiply_dot(w, x, y, threads);
+    if (way == TILE) multiply_tiles(w, x, y, threads);
+#if defined(__AMX_BF16__)
+    if (way == AMX) multiply_amx(w, x, y, threads);
+#endif
+}
+
+// Rows of x that are all of this kind; `rows` are those in fp32.
+static void multiply_kind(const Weight& w, const Input& x, const float* rows, int64_t kind, const Output& y, int64_t otherwise,
+                          int64_t threads) {
+    static thread_local Scratch code_scratch, scale_scratch, sum_scratch;
+    if (kind == IN_FLOATS) return multiply_in_floats(w, x, y, otherwise, threads);
+    int64_t padded = round_up(w.k, LANES), ld = round_up(w.k, 64), slices = kind;
+    bool few = kind == BY_FIXED_DOT, tiles = has_tile_groups(w);
     float* sums = nullptr;
     if ((few || tiles) && w.has_offset()) {
         sums = sum_scratch.get<float>(x.rows * w.groups);
@@ -63,16 +73,38 @@ static bool multiply_fixed(const Weight& w, const Input& x, const Output& y, int
             for (int64_t g = 0; g < w.groups; g++) sums[m * w.groups + g] = sum_of(rows + m * padded + g * w.group, w.group);
         });
     }
-    if (few) {
-        multiply_fixed_dot(w, rows, padded, x.rows, sums, y, threads);
-        return true;
-    }
+    if (few) return multiply_fixed_dot(w, rows, padded, x.rows, sums, y, threads);
     int8_t* bytes = code_scratch.get<int8_t>(slices * x.rows * ld);
     Codes codes{bytes, ld, slices * x.rows, w.k, scale_scratch.get<float>(slices * x.rows), nullptr, slices};
     parallel_for(x.rows, threads, [&](int64_t m) { slice_row(rows + m * padded, w.k, m, codes); });
     if (tiles) multiply_slices_amx(w, codes, sums, y, threads);
     else multiply_codes(w, codes, y, w.has_short_groups() ? CHANNELS : codes.rows <= DOT_MAX_ROWS ? DOT : TILE, threads);
-    return true;
+}
+
+// Weight-only through integers, with x in fixed point: the rows of each kind together.
+static void multiply_fixed(const Weight& w, const Input& x, const Output& y, int64_t otherwise, int64_t threads) {
+    static thread_local Scratch row_scratch, part_scratch, result_scratch, kind_scratch;
+    int64_t padded = round_up(w.k, LANES), x_bytes = w.k * size_of(x.type), y_bytes = w.n * size_of(y.type);
+    float* rows = row_scratch.get<float>(x.rows * padded);
+    x.to_floats(w.k, rows, padded, threads);
+    int64_t *kinds = kind_scratch.get<int64_t>(x.rows), counts[ROW_KINDS] = {};
+    bool few = fits_fixed_dot(w, x.rows);
+    for (int64_t m = 0; m < x.rows; m++) counts[kinds[m] = row_kind(w, rows + m * padded, x.type, few)]++;
+    if (x.rows && counts[*kinds] == x.rows) return multiply_kind(w, x, rows, *kinds, y, otherwise, threads);
+    for (int64_t kind = 0; kind < ROW_KINDS; kind++) {
+        if (!counts[kind]) continue;
+        char* part = part_scratch.get<char>(counts[kind] * x_bytes);
+        char* result = result_scratch.get<char>(counts[kind] * y_bytes);
+        // Each row with the number of its result.
+        auto each_row = [&](const auto& body) {
+            for (int64_t m = 0, i = 0; m < x.rows; m++) if (kinds[m] == kind) body(m, i++);
+        };
+        Input some{part, x.type, w.k, counts[kind]};
+        each_row([&](int64_t m, int64_t i) { memcpy(part + i * x_bytes, x.part(m, 1).data, x_bytes); });
+        some.to_floats(w.k, rows, padded, threads);
+        multiply_kind(w, some, rows, kind, {result, y.type, w.n, y.bias}, otherwise, threads);
+        each_row([&](int64_t m, int64_t i) { memcpy(y.part(m).data, result + i * y_bytes, y_bytes); });
+    }
 }
 
 static void multiply_floats(const Weight& w, const Input& all, const Output& out, int64_t wanted, int64_t threads) {
@@ -80,28 +112,31 @@ static void multiply_floats(const Weight& w, const Input& all, const Output& out
     if (!w.n) return;
     // The other ways work on whole vectors of a group.
     bool whole = w.group == w.k || w.group % AMX_STEP == 0;
-    int64_t chosen = whole && w.k && wanted != CHANNELS ? wanted : TILE;
+    int64_t way = whole && w.k && wanted != CHANNELS ? wanted : TILE;
 #if defined(__AMX_BF16__)
     constexpr int64_t OTHERWISE = AMX;
 #else
     constexpr int64_t OTHERWISE = TILE;
-    if (chosen == AMX) chosen = TILE;
+    if (way == AMX) way = TILE;
 #endif
-    int64_t step = chosen == DOT ? DOT_MAX_ROWS : chosen == FIXED ? MAX_CHUNK / 4 : MAX_CHUNK;
+    int64_t step = way == DOT ? DOT_MAX_ROWS : way == FIXED ? MAX_CHUNK / 4 : MAX_CHUNK;
     for (int64_t m = 0; m < rows; m += step) {
         Input x = all.part(m, rows - m < step ? rows - m : step);
-        Output y = out.part(m);
-        int64_t way = chosen == FIXED && !multiply_fixed(w, x, y, threads) ? OTHERWISE : chosen;
-        if (way == DOT) multiply_dot(w, x, y, threads);
-        if (way == TILE) multiply_tiles(w, x, y, threads);
-#if defined(__AMX_BF16__)
-        if (way == AMX) multiply_amx(w, x, y, threads);
-#endif
+        if (way == FIXED) multiply_fixed(w, x, out.part(m), OTHERWISE, threads);
+        else multiply_in_floats(w, x, out.part(m), way, threads);
     }
 }
 
-EXPORT void qtorch_weight_only_mm(const Call* call) {
-    multiply_floats(call->weight, call->x, call->y, call->way, call->threads);
+// The functions below give whether a result was NaN or infinite.
+template <class Body>
+static int64_t watched(const Body& body) {
+    int64_t before = __atomic_load_n(&non_finite_results, __ATOMIC_RELAXED);
+    body();
+    return __atomic_load_n(&non_finite_results, __ATOMIC_RELAXED) != before;
+}
+
+EXPORT int64_t qtorch_weight_only_mm(const Call* call) {
+    return watched([&] { multiply_floats(call->weight, call->x, call->y, call->way, call->threads); });
 }
 
 struct ExpertsCall {
@@ -112,13 +147,13 @@ struct ExpertsCall {
     int64_t threads;
 };
 
-EXPORT void qtorch_experts_mm(const ExpertsCall* call) {
+EXPORT int64_t qtorch_experts_mm(const ExpertsCall* call) {
     auto multiply = [](const Weight& w, const Input& x, const Output& y, int64_t way) { multiply_floats(w, x, y, way, 1); };
-    multiply_experts(call->weight, call->experts, call->x, call->y, call->threads, multiply);
+    return watched([&] { multiply_experts(call->weight, call->experts, call->x, call->y, call->threads, multiply); });
 }
 
 // Groups are whole rows, or multiples of AMX_STEP columns.
-EXPORT void qtorch_int8_mm(const IntCall* call) {
+static void multiply_int8(const IntCall* call) {
     static thread_local Scratch code_scratch, scale_scratch;
     const Weight& w = call->weight;
     int64_t rows = call->x.rows, way = call->way, step = way == DOT ? DOT_MAX_ROWS : MAX_CHUNK;
@@ -139,6 +174,10 @@ EXPORT void qtorch_int8_mm(const IntCall* call) {
     }
 }
 
+EXPORT int64_t qtorch_int8_mm(const IntCall* call) {
+    return watched([&] { multiply_int8(call); });
+}
+
 struct BlockCall {
     Weight weight;  // what is stored, (n, kept * size)
     Input x;        // (rows, k); int8: codes
@@ -151,7 +190,7 @@ struct BlockCall {
     int64_t threads;
 };
 
-EXPORT void qtorch_block_sparse_mm(const BlockCall* call) {
+static void multiply_block_sparse(const BlockCall* call) {
     int64_t rows = call->x.rows, step = rows <= DOT_MAX_ROWS ? DOT_MAX_ROWS : MAX_CHUNK;
     for (int64_t m = 0; m < rows; m += step) {
         Input x = call->x.part(m, rows - m < step ? rows - m : step);
@@ -167,6 +206,10 @@ EXPORT void qtorch_block_sparse_mm(const BlockCall* call) {
     }
 }
 
+EXPORT int64_t qtorch_block_sparse_mm(const BlockCall* call) {
+    return watched([&] { multiply_block_sparse(call); });
+}
+
 struct ExpertsIntCall {
     Weight weight;
     Experts experts;
@@ -179,7 +222,7 @@ struct ExpertsIntCall {
 };
 
 // Each row of x is quantized once, for all of its experts.
-EXPORT void qtorch_experts_int8_mm(const ExpertsIntCall* call) {
+EXPORT int64_t qtorch_experts_int8_mm(const ExpertsIntCall* call) {
     static thread_local Scratch code_scratch, scale_scratch;
     const Weight& w = call->weight;
     const Input& x = call->x;
@@ -201,8 +244,9 @@ EXPORT void qtorch_experts_int8_mm(const ExpertsIntCall* call) {
             multiply_codes(part, some, y.part(m), way, 1);
         }
     };
-    multiply_experts(w, call->experts, codes, call->y, call->threads, multiply);
+    int64_t lost = watched([&] { multiply_experts(w, call->experts, codes, call->y, call->threads, multiply); });
     code_scratch.trim();
+    return lost;
 }
 
 // Codes (rows, k), contiguous, scale and zero point (rows).

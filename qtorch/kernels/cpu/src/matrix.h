@@ -30,6 +30,18 @@ struct Input {
     }
 };
 
+// Results that were NaN or infinite before they were rounded, or more, of all calls of this library.
+int64_t non_finite_results = 0;
+
+inline void count_non_finite(const float* values, int64_t count) {
+    Ints lost = {};
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) lost |= (load<Ints>(values + i) & MAGNITUDE) >= INFINITE;
+    int32_t rest = sum(lost);
+    for (; i < count; i++) rest |= (load<int32_t>(values + i) & MAGNITUDE) >= INFINITE;
+    if (__builtin_expect(rest != 0, 0)) __atomic_fetch_add(&non_finite_results, 1, __ATOMIC_RELAXED);
+}
+
 struct Output {
     void* data;  // (rows, n), contiguous
     int64_t type, n;
@@ -41,6 +53,7 @@ struct Output {
     void write(int64_t m, int64_t start, int64_t count, const float* values) const {
         char* to = (char*)data + (m * n + start) * size_of(type);
         from_float(values, type, count, to);
+        count_non_finite(values, count);
         if (!bias) return;
         // As torch adds it: to the rounded result.
         constexpr int64_t STEP = 64;

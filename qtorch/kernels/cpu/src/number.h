@@ -8,6 +8,9 @@ namespace {
 // As in qtorch/kernels/cpu/compiled_library.py.
 enum Type : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT32, INT8, UINT8 };
 
+// Magnitudes as integers are in the same order, with infinity and then NaN above all numbers.
+constexpr int32_t MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000;
+
 INLINE float half_to_float(uint16_t bits) {
     uint32_t sign = (uint32_t)(bits & 0x8000) << 16, magnitude = bits & 0x7fff;
     // Exponents are moved by a multiplication, which makes subnormal numbers normal too.

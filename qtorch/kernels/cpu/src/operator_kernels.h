@@ -14,8 +14,8 @@ namespace {
 
 struct Kernels {
     std::string instruction_set;
-    void (*weight_only_mm)(const Call*) = nullptr;
-    void (*int8_mm)(const IntCall*) = nullptr;
+    int64_t (*weight_only_mm)(const Call*) = nullptr;  // these two give whether a result is not finite
+    int64_t (*int8_mm)(const IntCall*) = nullptr;
     int64_t (*embed)(const EmbedCall*) = nullptr;
     Ways ways;
     bool copies = false;  // whether Python may keep dequantized copies of weights

@@ -80,7 +80,8 @@ bool weight_only_mm(const Arguments& arguments, const Kernels& kernels, Value* r
     Result y(call.x.rows, form.n, x.type);
     call.y = {y.data, x.type, form.n, bias.data};
     call.threads = thread_count();
-    kernels.weight_only_mm(&call);
+    // Python does it again; see `where_finite`.
+    if (kernels.weight_only_mm(&call) && has_python) return false;
     *result = y.release();
     return true;
 }
@@ -137,7 +138,7 @@ bool int8_mm(const Arguments& arguments, const Kernels& kernels, Value* result) 
     Result y(m, form.n, type);
     call.y = {y.data, type, form.n, bias.data};
     call.threads = thread_count();
-    kernels.int8_mm(&call);
+    if (kernels.int8_mm(&call) && has_python) return false;
     *result = y.release();
     return true;
 }

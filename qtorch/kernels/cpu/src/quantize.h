@@ -17,9 +17,6 @@ struct Quantizer {
     double smallest, largest;  // scale
 };
 
-// Magnitudes as integers are in the same order, with infinity and then NaN above all numbers.
-constexpr int32_t MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000;
-
 // An activation as codes (rows, ld), zero beyond its columns, with the zero points of its rows, or null. With more slices
 // than one, row m of it is the sum of rows m, m + rows / slices, ...
 struct Codes {

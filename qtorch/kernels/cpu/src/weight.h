@@ -24,6 +24,9 @@ struct Weight {
 
     bool has_offset() const { return zero || shift != 0; }
 
+    // Whether an int32 holds the sums of a group times signed bytes: a code is at most 128 from zero, 255 from a zero point.
+    bool fits_int32() const { return group <= INT32_MAX / (128 * (has_offset() ? 255 : 128)); }
+
     // Codes of 4 bits in groups that int_channels.h multiplies with; as in ../weight.py.
     bool has_short_groups() const { return bits == 4 && group > 0 && group <= SHORT_GROUP && group % 32 == 0; }
 
