@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
 import qtorch
@@ -276,3 +277,37 @@ def test_results_are_allocated_as_torch_does(shape, monkeypatch):
         with torch.inference_mode():
             assert memory.empty(shape, torch.float32).is_inference()
         monkeypatch.setattr(memory, "_allocate", None)
+
+
+def _resized(x: Tensor) -> Tensor:
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def _fake(x: Tensor) -> Tensor:
+    return FakeTensorMode().from_tensor(x)
+
+
+NOT_THERE = {
+    "on the meta device": (lambda x: x.to("meta"), "is on meta, and compiled kernels read the memory of the CPU"),
+    "a resized storage": (_resized, "has no memory"),
+    "of a functional graph": (torch._to_functional_tensor, "has no memory"),
+    "fake": (_fake, "has no memory"),
+    "of zeros that are not there": (lambda x: torch._efficientzerotensor(x.shape), "has no memory"),
+    "a lazy negative": (torch._neg_view, r"is a lazy negative of other memory; write it out with \.resolve_neg\(\)"),
+    "of another dtype": (
+        lambda x: x.to(torch.bfloat16),
+        r"in torch\.bfloat16 is given to .* that takes torch\.float32",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("name", NOT_THERE)
+def test_no_address_is_given_of_memory_that_is_not_there(name):
+    change, message = NOT_THERE[name]
+    x = torch.randn(3, 5)
+    assert memory.address(x, torch.float32) == memory.address(x) == x.data_ptr() != 0
+    assert memory.address(None) == memory.address(x[:0]) - x[:0].data_ptr() == 0
+    with pytest.raises(ValueError, match=rf"of shape \(3, 5\) .*{message}"):
+        memory.address(change(x), torch.float32)

@@ -152,6 +152,8 @@ def test_errors(device):
         ({"domain": "REAL"}, "a domain of .* got 4, 'REAL'"),
         ({"bias": scale[0]}, r"bias must have shape \(6,\), got \(2,\)"),
         ({"scale": scale.to("meta")}, "all tensors must be on one device, got .* scale on meta"),
+        ({"x": torch._neg_view(x)}, r"x of shape \(2, 64\) is a lazy negative"),
+        ({"scale": torch._to_functional_tensor(scale)}, r"scale of shape \(6, 2\) has no memory"),
     ):
         with pytest.raises(ValueError, match=message):
             intx_weight_mm(**{**arguments, "domain": "INT", **changes})

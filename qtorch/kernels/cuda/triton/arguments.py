@@ -9,7 +9,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_device(op: str, **tensors: Tensor | None) -> None:
-    """Check that all tensors are on one device that Triton can use.
+    """Check that all tensors are on one device that Triton can use, and that their elements lie there in memory.
 
     Raises:
         ValueError: they are not.
@@ -22,6 +22,10 @@ def check_device(op: str, **tensors: Tensor | None) -> None:
     (device,) = devices
     if device.type != "cuda" and not (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
         raise ValueError(f"{op} runs on CUDA, or with TRITON_INTERPRET=1 on CPU; the tensors are on {device}")
+    for name, t in given.items():
+        if t.is_neg() or (not t.data_ptr() and t.numel()):
+            what = "is a lazy negative: .resolve_neg()" if t.is_neg() else f"has no memory: a {type(t).__name__}"
+            raise ValueError(f"{op}: {name} of shape {tuple(t.shape)} {what}")
 
 
 def check_matrix(op: str, name: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -222,7 +222,9 @@ def kv_attention(call: KVAttention) -> Tensor:
         ValueError: the tensors are not on one device that Triton can use.
     """
     query, form, mask = call.query, call.form, call.mask
-    check_device("kv_attention", query=query, codes=call.keys[0], values=call.values[0], mask=mask, used=call.used)
+    groups = {"keys": call.keys, "values": call.values, "recent": call.recent}
+    held = {f"{name} {i}": t for name, tensors in groups.items() for i, t in enumerate(tensors)}
+    check_device("kv_attention", query=query, mask=mask, used=call.used, sinks=call.sinks, **held)
     note("triton.kv_attention")
     batch, all_heads, rows, width = query.shape
     heads = call.values[0].shape[1]
