@@ -41,8 +41,8 @@ def save_quantized(
         max_shard_size: maximum size of a file in bytes, unless one tensor is larger.
 
     Raises:
-        ValueError: a value is not a tensor with data, has a dtype that safetensors lacks, or two names clash; a layer is
-            in training.
+        ValueError: a value is not a tensor with data, has a dtype that safetensors lacks, or two names clash; a layer
+            or a weight is in training, and the file would not say so.
         OSError: the files cannot be written; those of an earlier save are unchanged.
     """
     if format != OWN_FORMAT:
@@ -76,7 +76,7 @@ def save_quantized(
 def _named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not isinstance(source, nn.Module):
         return dict(source)
-    check_converted(source)
+    check_converted(source, keeps_state=True)
     for name, module in source.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ValueError(f"save_quantized: {name or 'the model'} has extra state, which safetensors cannot hold")

@@ -89,7 +89,7 @@ def _write_configs(model: Any, folder: Path) -> dict[str, Any]:
 def _named_tensors(source: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]]:
     """(name, tensor, first name of the tensor) of what is in the state dict."""
     if isinstance(source, nn.Module):
-        check_converted(source)
+        check_converted(source, keeps_state=False)
         kept = source.state_dict(keep_vars=True).keys()
         named = {name: tensor for name, (_, _, tensor) in places_of(source) if name in kept}
     else:

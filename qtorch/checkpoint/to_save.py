@@ -33,14 +33,20 @@ def problem_of(value: Any) -> str | None:
     return None
 
 
-def check_converted(model: nn.Module) -> None:
-    """Raise `ValueError` where a layer is in training: what training has added to it is in no file of this package."""
+def check_converted(model: nn.Module, keeps_state: bool) -> None:
+    """Raise `ValueError` where a layer is in training.
+
+    Args:
+        keeps_state: unless training has given it tensors of its own: the file has these, and fits no other layer.
+    """
     for name, module in model.named_modules():
-        if isinstance(module, PreparedModule):
-            raise ValueError(
-                f"save_quantized: {name or 'the model'} is a {type(module).__name__}, a layer in training that is not "
-                "converted yet: quantize_(model, convert()), or torch.save its state_dict()"
-            )
+        if not isinstance(module, PreparedModule) or (keeps_state and module.state_dict().keys() - {"weight", "bias"}):
+            continue
+        raise ValueError(
+            f"save_quantized: {name or 'the model'} is a {type(module).__name__}, a layer in training that is not "
+            "converted yet, and the file would hold a float one: quantize_(model, convert()), or torch.save its "
+            "state_dict()"
+        )
 
 
 def identity(tensor: Tensor) -> Any:

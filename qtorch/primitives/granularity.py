@@ -199,7 +199,9 @@ class BlockView:
         return scale.reshape(self._split_scale)
 
     def merge(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() and x.dim() != len(self.shape) and x.is_cpu:
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and x.dim() != len(self.shape) and x.is_cpu:
+            # Without this view Inductor reads the scale of element i at i // block, and fails to split such a loop where
+            # the transposed tensor is in blocks beside it (torch 2.13, `CppScheduling.try_loop_split`).
             strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
             return x.contiguous().as_strided(self.shape, strides)
         return x.reshape(self.shape)

@@ -85,13 +85,12 @@ def test_no_graph_where_nothing_requires_grad() -> None:
 
 
 def test_a_frozen_weight_stays_frozen() -> None:
-    """Whoever asks for a gradient is told; `nn.Parameter`, whose default it is, asks for nothing."""
+    """It is an error to ask for a gradient; `nn.Parameter`, whose default it is, asks for nothing."""
     w, x = nn.Parameter(quantized("int8 row")), torch.randn(3, 64)
     assert not w.requires_grad
-    with pytest.warns(UserWarning, match=r"frozen quantized weight .*qtorch\.training .*dequantize_"):
-        w.requires_grad_()
-    with pytest.warns(UserWarning, match="frozen quantized weight"):
-        w.requires_grad = True
+    for ask in (w.requires_grad_, lambda: setattr(w, "requires_grad", True), w.detach().requires_grad_):
+        with pytest.raises(ValueError, match=r"frozen quantized weight .*qat\(recipe\).*dequantize_.*LoRA"):
+            ask()
     for y in [functional.linear(x, w), x @ w.t(), functional.embedding(torch.tensor([1]), w)]:
         assert not y.requires_grad
 
