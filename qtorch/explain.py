@@ -98,10 +98,10 @@ def problem_of(weight: QuantizedTensor, module: nn.Module | None, dtype: torch.d
     """The problem that is looked up for a weight of `module`."""
     if isinstance(weight, ConvWeight) or (isinstance(module, CONVS) and weight.trains):
         return conv_problem(weight.scheme, getattr(module, "groups", 1), dtype, device)
-    if len(weight.scheme.shape) == 3 and not weight.trains:
-        return Problem("grouped_linear", as_multiplied(weight).scheme, dtype, device)
-    op = "embedding" if isinstance(module, EMBEDDINGS) else "linear"
     matrix: Any = weight.matrix if isinstance(weight, PaddedWeight) else weight
+    if len(weight.scheme.shape) == 3 and not weight.trains:
+        return Problem("grouped_linear", as_multiplied(matrix).scheme, dtype, device)
+    op = "embedding" if isinstance(module, EMBEDDINGS) else "linear"
     while len(matrix.scheme.shape) > 2:
         matrix = matrix.select(0, 0)
     return Problem(op, matrix.scheme, dtype, device)

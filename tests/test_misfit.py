@@ -113,6 +113,11 @@ def test_views_of_padded_weights() -> None:
         assert isinstance(part, PaddedWeight)
         assert torch.equal(part.dequantize(), of)
     assert torch.equal(weight.view(1, 3, 48, 72).dequantize()[0], floats)
+    for whole in (torch.stack(list(weight)), torch.cat(weight.split(2)), torch.cat(weight.chunk(2, 1), 1)):
+        assert whole.scheme == weight.scheme
+        assert torch.equal(whole, weight)
+    with pytest.raises(ValueError, match=r"cuts the contracted axis of .*PaddedWeight"):
+        torch.cat([weight, weight], 2)
     with pytest.raises(ValueError, match=r"cuts the contracted axis of .*PaddedWeight"):
         weight[..., :32]
 

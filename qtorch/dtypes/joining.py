@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..primitives.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor
-from ..primitives.scheme import Scheme
 from .base import QuantizedTensor
 
 _OF_ROWS = (PerRow, PerGroup)
@@ -71,7 +70,8 @@ def _join_quantized(matrices: Sequence[Sequence[QuantizedTensor]]) -> QuantizedT
         name: value if _is_shared(name, weight) else torch.stack([_cat([o[name] for _, o in row]) for row in canonical])
         for name, value in flat[0].items()
     }
-    scheme = Scheme(replace(first.scheme.spec, weight=weight), tuple(codes.shape), first.scheme.dtype)
+    shape = (*codes.shape[:2], first.scheme.shape[-1])  # without the columns of a padded one
+    scheme = replace(first.scheme, spec=replace(first.scheme.spec, weight=weight), shape=shape)
     return type(first).from_canonical(codes, joined, scheme)
 
 
@@ -116,7 +116,8 @@ def cut(tensor: Tensor, parts: int) -> list[list[Tensor]]:
         raise ValueError(f"its {parts} matrices of {rows} rows cut through the blocks {block} that share a scale")
     if not isinstance(weight.granularity, _OF_ROWS):
         weight = replace(weight, granularity=_of_matrix((min(block[1], rows), block[2]), (rows, columns)))
-    scheme = Scheme(replace(tensor.scheme.spec, weight=weight), (rows, columns), tensor.scheme.dtype)
+    shape = (rows, tensor.scheme.shape[-1])
+    scheme = replace(tensor.scheme, spec=replace(tensor.scheme.spec, weight=weight), shape=shape)
 
     def matrix(index: int, part: int) -> Tensor:
         found = {

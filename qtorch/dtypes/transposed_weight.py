@@ -136,6 +136,8 @@ class PaddedWeight(MatrixWeight):
             return super().__torch_dispatch__(func, types, args, kwargs)
         kwargs = kwargs or {}
         weight = args[0]
+        if func in JOINS and _joins_rows(func, args, kwargs):
+            return like(weight[0], func([each.matrix for each in weight], *args[1:], **kwargs))
         if isinstance(weight, PaddedWeight):
             if _transposes(func, args):
                 return weight.transposed()
@@ -204,6 +206,8 @@ def padded_matrix(weight: PaddedWeight) -> Tensor:
     return weight.matrix
 
 
+JOINS = {aten.cat.default, aten.stack.default}
+
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 AXIS = {
@@ -226,6 +230,14 @@ def _transposes(func: Any, args: Any) -> bool:
         return {args[1] % ndim, args[2] % ndim} == {ndim - 2, ndim - 1}
     order = [*range(ndim - 2), ndim - 1, ndim - 2]
     return func is aten.permute.default and [axis % ndim for axis in args[1]] == order
+
+
+def _joins_rows(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether weights with the same padding, which stay whole along the padded axis, are joined."""
+    first, ndim = args[0][0], args[0][0].dim()
+    axis = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    alike = all(type(each) is PaddedWeight and each.scheme.padding == first.scheme.padding for each in args[0])
+    return alike and (func is aten.stack.default or axis % ndim != ndim - 1)
 
 
 def _axis(func: Any, args: Any, kwargs: Any) -> int:

@@ -15,13 +15,18 @@ from ..training.weights.master import MasterWeight
 def plain_state(state: Mapping[str, Any], index: Index) -> dict[str, Tensor]:
     """Plain tensors by stored name; `index` gets the entries of the quantized ones.
 
-    A weight in training that holds floats is stored as floats.
+    A weight in training that holds floats is stored as floats. Parts that lie in the memory of an earlier one, as those
+    of weights that were one, are copied: packages refuse to write them, or leave them out.
     """
     found: dict[str, Tensor] = {}
+    seen: set[int] = set()
     for name, tensor in state.items():
         if isinstance(tensor, QuantizedTensor) and not isinstance(tensor, MasterWeight):
             tensors, index.quantized[name] = stored(name, tensor)
-            found |= {key: value.detach().contiguous() for key, value in tensors.items()}
+            for key, value in tensors.items():
+                memory = value.untyped_storage().data_ptr()
+                found[key] = value.detach().clone() if memory in seen else value.detach().contiguous()
+                seen.add(memory)
         else:
             found[name] = (tensor.floats() if isinstance(tensor, MasterWeight) else tensor).detach()
     return found

@@ -111,6 +111,20 @@ def test_cat_of_parts_is_the_whole(name: str) -> None:
         assert torch.equal(torch.cat([w[:, :32], w[:, 32:]], dim=-1), w)
 
 
+@pytest.mark.parametrize("name", SPECS)
+def test_stack_of_matrices_is_exact(name: str) -> None:
+    """One that scales span each matrix keeps its scales; double quantization of its own does not."""
+    one, two = quantized(name), quantized(name)
+    both = torch.stack([one, two])
+    assert torch.equal(both.dequantize(), torch.stack([one.dequantize(), two.dequantize()]))
+    if one.scheme.weight.scale_spec is None:
+        assert torch.equal(both[1], two)
+    with pytest.raises(ValueError, match="along axis 0"):
+        torch.stack([one, two], 1)
+    with pytest.raises(ValueError, match="some are not"):
+        torch.stack([one, torch.randn(one.shape)])
+
+
 INDICES = [torch.tensor([5, 0, 5]), torch.tensor([-1, -32]), torch.tensor([], dtype=torch.int64), torch.tensor([31])]
 
 

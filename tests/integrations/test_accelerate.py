@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 
 accelerate = pytest.importorskip("accelerate")
 
-from accelerate import cpu_offload, dispatch_model, init_empty_weights
+from accelerate import Accelerator, cpu_offload, dispatch_model, init_empty_weights, load_checkpoint_in_model
 from accelerate.hooks import remove_hook_from_submodules
 from accelerate.utils import compute_module_sizes, set_module_tensor_to_device
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from qtorch import (
@@ -28,6 +30,8 @@ from qtorch import (
 )
 from qtorch.dtypes import AffineQuantizedTensor, ConvWeight, LUTQuantizedTensor, QuantizedTensor
 from qtorch.integrations import accelerate as ours
+from tests.every_recipe import NAMES, make
+from tests.test_all_or_nothing import TRAINING
 
 RECIPES = {
     "int8": int8_weight_only(),
@@ -196,3 +200,128 @@ def test_sizes_by_accelerate() -> None:
     """It counts elements times the logical dtype, so its maps are on the safe side."""
     model, _ = quantized("int8")
     assert compute_module_sizes(model)["block.0.weight"] >= model.block[0].weight.nbytes
+
+
+class Tied(nn.Module):
+    """Two layers with one weight; a convolution and an embedding are in `Model`."""
+
+    def __init__(self, seed: int, tied: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.norm, self.last = nn.LayerNorm(64), nn.Linear(64, 64, bias=False)
+        if tied:
+            self.last.weight = self.second.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.second(self.first(x))))
+
+
+def assert_same(model: nn.Module, other: nn.Module) -> None:
+    """Plain tensors, and the inner tensors of quantized ones and of those in training, bit for bit."""
+    states = model.state_dict(), other.state_dict()
+    assert states[0].keys() == states[1].keys()
+    for name, one in states[0].items():
+        two = states[1][name]
+        assert type(one) is type(two), name
+        pairs = [(one, two)]
+        if isinstance(one, QuantizedTensor):
+            assert one.scheme == two.scheme
+            pairs = [(part, two.inner_tensors[key]) for key, part in one.inner_tensors.items()]
+        assert all(mine is theirs or torch.equal(mine, theirs) for mine, theirs in pairs), name
+
+
+def accelerator_of(*prepared: Any) -> tuple[Accelerator, Any]:
+    accelerator = Accelerator(cpu=True)
+    return accelerator, accelerator.prepare(*prepared)
+
+
+def saved_and_loaded(model: Any, fresh: Callable[[], Any], folder: Path) -> None:
+    """`save_state` and `load_state`, `save_model` in one file and in several, and what reads these."""
+    accelerator, _ = accelerator_of(model)
+    accelerator.save_state(str(folder / "state"))
+    assert (folder / "state" / "model.safetensors").is_file()
+    other = fresh()
+    accelerator_of(other)[0].load_state(str(folder / "state"))
+    assert_same(other, model)
+    for size, count in (("1GB", 1), ("2KB", 2)):
+        accelerator.save_model(model, str(folder / size), max_shard_size=size)
+        assert len(list((folder / size).glob("*.safetensors"))) >= count
+        other = fresh()
+        load_checkpoint_in_model(other, str(folder / size))
+        assert_same(other, model)
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_safetensors_of_every_recipe(recipe: str, tmp_path: Path) -> None:
+    def quantized_from(seed: int) -> Tied:
+        model = Tied(seed).eval()
+        quantize_(model, make(recipe, 32))
+        return model
+
+    model = quantized_from(0)
+    saved_and_loaded(model, lambda: quantized_from(1), tmp_path)
+    for folder in ("1GB", "2KB"):
+        assert_same(load_quantized(Tied(2).eval(), tmp_path / folder), model)
+
+
+@KINDS
+def test_safetensors_of_every_class(recipe: str, tmp_path: Path) -> None:
+    def other() -> Model:
+        model, _ = quantized(recipe)
+        with torch.no_grad():
+            model.norm.weight.zero_()
+        return model
+
+    model, y = quantized(recipe)
+    saved_and_loaded(model, other, tmp_path)
+    assert torch.equal(output(load_quantized(Model().eval(), tmp_path / "2KB")), y)
+
+
+@pytest.mark.parametrize("recipe", TRAINING, ids=str)
+def test_safetensors_of_a_run(recipe: Any, tmp_path: Path) -> None:
+    """A run that is continued from its state takes the step of one that was not interrupted."""
+
+    def start(seed: int) -> tuple[Accelerator, Any, Any]:
+        model = Tied(seed, tied="lora" not in str(recipe)).train()
+        quantize_(model, recipe)
+        accelerator, (model, optimizer) = accelerator_of(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        return accelerator, model, optimizer
+
+    def step(model: Any, optimizer: Any, seed: int) -> None:
+        torch.manual_seed(seed)
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().sum().backward()
+        optimizer.step()
+
+    accelerator, model, optimizer = start(0)
+    step(model, optimizer, 1)
+    accelerator.save_state(str(tmp_path / "state"))
+    accelerator.save_model(model, str(tmp_path / "model"))
+    other, copy, of_copy = start(2)
+    load_checkpoint_in_model(copy, str(tmp_path / "model"))
+    assert_same(copy, model)
+    step(copy, of_copy, 3)
+    other.load_state(str(tmp_path / "state"))
+    assert_same(copy, model)
+    step(model, optimizer, 4)
+    step(copy, of_copy, 4)
+    assert_same(copy, model)
+
+
+def test_a_file_of_another_recipe_is_refused(tmp_path: Path) -> None:
+    model, other = Tied(0), Tied(1)
+    quantize_(model, int8_weight_only())
+    quantize_(other, int4_weight_only(group_size=32))
+    accelerator_of(model)[0].save_state(str(tmp_path))
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items() if "first.weight" in name}
+    with pytest.raises(RuntimeError, match=r"first\.weight.*would change its numbers"):
+        accelerator_of(other)[0].load_state(str(tmp_path))
+    assert torch.equal(before["first.weight"], other.first.weight)
+    with pytest.raises(RuntimeError, match="first"):
+        accelerator_of(Tied(2))[0].load_state(str(tmp_path))
+
+
+def test_float_models_pass_through(tmp_path: Path) -> None:
+    saved_and_loaded(Tied(0), lambda: Tied(1), tmp_path)
+    assert torch.equal(load_file(tmp_path / "1GB" / "model.safetensors")["first.weight"], Tied(0).first.weight)

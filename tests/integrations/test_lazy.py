@@ -30,11 +30,16 @@ def test_names_of_messages() -> None:
     for package in ("accelerate", "peft"):
         pytest.importorskip(package)
     run("""
+import sys, warnings
+warnings.simplefilter("error", UserWarning)
 import qtorch
 qtorch.integrations.accelerate.disk_offload
 qtorch.integrations.accelerate.dispatch_model
 qtorch.integrations.peft.prepare_for_adapters
 qtorch.integrations.peft.initialize_from_quantization_error
+import accelerate.utils.other
+assert "qtorch.integrations.accelerate_files" in sys.modules
+assert accelerate.utils.other.safe_save_file.__wrapped__
 try:
     qtorch.integrations.nothing
 except AttributeError:

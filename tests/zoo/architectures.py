@@ -141,6 +141,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         text,
         False,
     ),
+    "nomic_bert": Architecture(
+        "NomicBertForMaskedLM", "NomicBertConfig", _text(max_position_embeddings=64), text, False
+    ),
     # encoder-decoders
     "t5": Architecture(
         "T5ForConditionalGeneration",
