@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -15,6 +16,9 @@ from tests.attack.operations import inputs, operation, outputs, same
 from tests.attack.subject import K, N, Subject
 
 GROUP = "Inputs"
+
+SHARED_SCALES = ("int8_tilewise_training",)
+"""Recipes with scales that rows share."""
 
 
 @operation(GROUP, "NaN or Inf in a row")
@@ -31,6 +35,44 @@ def not_finite_rows(subject: Subject) -> None:
         others = [row for row in range(len(x)) if row != 3]
         assert bool(y[others].isfinite().all()), f"{value} in a row reaches other rows"
         same([y[others]], [clean[others]], f"{value} in a row: other rows")
+
+
+@operation(GROUP, "a row near the largest number")
+def largest_row(subject: Subject) -> None:
+    """What is finite in floating point is finite, of the accuracy of the recipe, and no other row changes."""
+    layer, x = subject.layer().eval(), inputs()[2]
+    others = [row for row in range(len(x)) if row != 3]
+    with torch.no_grad():
+        x[3] = 0
+        clean = layer(x)
+        for size, columns in itertools.product((1e36, 1e38), (slice(None), slice(5, 6))):
+            x[3] = inputs()[2][3].clamp(-2, 2)
+            x[3, columns] *= size
+            y, wanted = layer(x), nn.functional.linear(x, subject.values(), subject.float_layer().bias)
+            assert bool(y.isfinite().all()), f"{int((~y.isfinite()).sum())} outputs of a row of {size:g} are not finite"
+            if "nvfp4" not in subject.name and subject.name not in SHARED_SCALES:  # a scale of the whole input
+                same([y[others]], [clean[others]], f"beside a row of {size:g}", 0.0)
+            if not subject.clips:
+                same([y[3] / size], [wanted[3] / size], f"a row of {size:g}", 0.75)
+
+
+@operation(GROUP, "weights near the largest number")
+def largest_weights(subject: Subject) -> None:
+    """What is finite with the numbers that the codes stand for is finite."""
+    if subject.trains:
+        return
+    for size in (1e30, 1e37):
+        layer = subject.float_layer()
+        with torch.no_grad():
+            layer.weight[7] *= size
+            layer.weight[9, 20] = size
+            layer = subject.quantize(layer).eval()
+            for x in inputs():
+                x = x / 64
+                y, wanted = layer(x), nn.functional.linear(x, layer.weight.dequantize(), layer.bias)
+                assert bool(y.isfinite().all()), f"{int((~y.isfinite()).sum())} outputs of {size:g} are not finite"
+                for row in () if subject.clips else (7, 9):
+                    same([y[:, row] / size], [wanted[:, row] / size], f"a row of {size:g}", 0.5)
 
 
 @operation(GROUP, "no rows")

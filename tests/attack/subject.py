@@ -43,6 +43,12 @@ class Subject:
         """Weights live in codes, and what is written to them is rounded stochastically."""
         return isinstance(self.layer().weight, CodesWeight)
 
+    @property
+    def clips(self) -> bool:
+        """Whether inputs beyond a range of its own are clipped."""
+        spec = getattr(self.layer().weight, "scheme", None)
+        return isinstance(self.layer(), PreparedModule) or getattr(getattr(spec, "spec", None), "static", False)
+
     def values(self, seed: int = 1) -> Tensor:
         """A float weight (N, K)."""
         return torch.randn(N, K, generator=torch.Generator().manual_seed(seed)) / 8

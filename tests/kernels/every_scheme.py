@@ -10,6 +10,7 @@ import functools
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from qtorch import AffineQuantizedTensor, LinearSpec, PerRow, QuantSpec
 from qtorch.layouts import LAYOUTS
@@ -42,14 +43,17 @@ def weights_of_every_scheme(dtype: torch.dtype, rows: int = 64) -> list[Named]:
     return [named for name, spec in schemes().items() for named in in_every_layout(name, spec, dtype, rows)]
 
 
-def in_every_layout(name: str, spec: LinearSpec, dtype: torch.dtype, rows: int = 64) -> list[Named]:
-    """A weight of one scheme in every layout that takes it; the same values on each call."""
-    normal = torch.randn(rows, 192, generator=torch.Generator().manual_seed(0)).to(dtype)
+def in_every_layout(
+    name: str, spec: LinearSpec, dtype: torch.dtype = torch.float32, rows: int = 64, values: Tensor | None = None
+) -> list[Named]:
+    """A weight of one scheme in every layout that takes it; of `values`, by default the same on each call."""
+    normal = torch.randn(rows, 192, generator=torch.Generator().manual_seed(0)) if values is None else values
+    normal = normal.to(dtype)
     made = []
     for layout in LAYOUTS.values():
-        values = normal if layout.any_codes else prune_2_4(normal)
+        kept = normal if layout.any_codes else prune_2_4(normal)
         try:
-            weight = AffineQuantizedTensor.from_float(values, replace(spec, layout=layout()))
+            weight = AffineQuantizedTensor.from_float(kept, replace(spec, layout=layout()))
         except (ValueError, TypeError):  # the layout does not take it
             continue
         made.append((f"{name}, {layout.name}", weight))
