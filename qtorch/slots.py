@@ -17,8 +17,8 @@ from .weight_kinds import UNKNOWN, WeightKind
 R = TypeVar("R")
 
 _SHARDED = (
-    "is sharded, and its scales are those of the whole weight: call quantize_ before fully_shard, on the meta device if "
-    "the model is too large for a process; convert() takes a model in one piece, with the full state dict of this one"
+    "is sharded, and its scales are of the whole weight: call quantize_ before fully_shard, on the meta device if "
+    "one process cannot hold the model; convert() takes a model in one piece, with the full state dict of this one"
 )
 
 

@@ -17,7 +17,6 @@ from .base import HOW_TO_TRAIN, QuantizedTensor
 from .caller import calling_frame, calling_package
 from .dispatch import implements_function
 
-
 _PASS_A_FLAG_ON = (nn.Parameter.__new__.__code__, nn.Module._load_from_state_dict.__code__)
 """Code that sets `requires_grad` to its default, or to that of a float parameter: no request to train."""
 

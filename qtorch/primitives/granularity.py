@@ -199,12 +199,13 @@ class BlockView:
         return scale.reshape(self._split_scale)
 
     def merge(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and x.dim() != len(self.shape) and x.is_cpu:
-            # Without this view Inductor reads the scale of element i at i // block, and fails to split such a loop where
-            # the transposed tensor is in blocks beside it (torch 2.13, `CppScheduling.try_loop_split`).
-            strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
-            return x.contiguous().as_strided(self.shape, strides)
-        return x.reshape(self.shape)
+        compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+        if not compiled or not x.is_cpu or x.dim() == len(self.shape):
+            return x.reshape(self.shape)
+        # Of a reshaped tensor Inductor reads the scale of element i at i // block. It fails to split such a loop beside
+        # that of the transposed tensor in blocks (torch 2.13, `CppScheduling.try_loop_split`); with this view it is in
+        # blocks.
+        return x.contiguous().as_strided(self.shape, [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))])
 
 
 def reshaped_blocks(shape: Sequence[int], block: Block, new_shape: Sequence[int]) -> list[int] | None:

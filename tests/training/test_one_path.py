@@ -1,4 +1,5 @@
-"""Layers with state and weights without take one path of fake quantization, and give the same numbers."""
+"""Layers with state and weights without take one path of fake quantization, and give the same numbers; so do all
+recipes of training with a gradient and without, and when they serve."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from qtorch import (
+    compute_error,
     int4_weight_only,
     int8_dynamic_activation_int4_weight,
     int8_dynamic_activation_int8_weight,
@@ -16,8 +18,10 @@ from qtorch import (
     quantize_,
 )
 from qtorch.quantize_api import Recipe, WeightRecipe
-from qtorch.training import lsq, qat, scheduled_qat
+from qtorch.training import convert, lsq, pact, qat, scheduled_qat
 from qtorch.training.quantization_aware import fake_quantize
+from qtorch.training.quantization_aware.converted_linear import sums_integers
+from tests.attack import training_recipes
 
 RECIPES: list[WeightRecipe] = [
     int8_dynamic_activation_int4_weight(group_size=32),
@@ -93,3 +97,56 @@ def test_only_codes_are_made_without_a_gradient(make, monkeypatch: pytest.Monkey
     assert not calls
     model(x)
     assert len(calls) == 2
+
+
+TRAINING: dict[str, Recipe] = {
+    name: training_recipes.make(name) for name in [*training_recipes.NAMES, *training_recipes.VARIANTS]
+}
+TRAINING["pact"] = pact()
+TRAINING["schedule"] = scheduled_qat(int8_dynamic_activation_int8_weight(), start_step=1, freeze_step=2)
+
+
+class Model(nn.Module):
+    """What it returns is the output of each of its layers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = None if kind == "conv" else nn.Embedding(96, 64)
+        self.conv = nn.Conv1d(64, 64, 3, padding=1) if kind == "conv" else None
+        self.head = nn.Linear(64, 96, bias=False)
+        if kind == "tied":
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> list[torch.Tensor]:
+        outputs = []
+        if self.embed is not None:
+            outputs.append(self.embed(ids))
+        else:
+            outputs.append(self.conv(torch.sin(ids[..., None] * torch.arange(64)).mT).mT)
+        return [*outputs, self.head(torch.tanh(outputs[0]))]
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "conv"])
+@pytest.mark.parametrize("name", TRAINING)
+def test_without_a_gradient_and_served(name: str, kind: str) -> None:
+    """The loss of a validation is that of training, and of the converted model."""
+    model, ids = Model(kind), torch.arange(96).reshape(4, 24)
+    refuses = {"lora_qat": ("tied", "untied", "conv"), "scheduled_training": ("tied", "untied")}.get(name, ())
+    if kind in refuses:
+        with pytest.raises(ValueError, match=r"^quantize_: (embed|conv): "):
+            quantize_(model, TRAINING[name], targets="all")
+        return
+    quantize_(model, TRAINING[name], targets="all")
+    for step in range(4):
+        other = copy.deepcopy(model)
+        torch.manual_seed(step)
+        wanted = (model if step < 3 else model.eval())(ids)
+        torch.manual_seed(step)
+        with torch.no_grad():
+            got = (other if step < 3 else other.eval())(ids)
+        assert all(map(torch.equal, got, wanted)), (step, model.training)
+    quantize_(model, convert())
+    spec = getattr(getattr(model.head.weight, "scheme", None), "spec", None)
+    for y, served in zip(wanted, model(ids), strict=True):
+        assert torch.equal(y, served) or (not (spec and sums_integers(spec)) and compute_error(y, served) > 100)
