@@ -10,7 +10,8 @@ import json
 import os
 import stat
 from collections import Counter
-from typing import Any, BinaryIO
+from io import FileIO
+from typing import Any
 
 MAX_JSON = 100_000_000
 """Bytes of a JSON file, the limit of the safetensors library for a header."""
@@ -24,7 +25,7 @@ MAX_VALUES = 6_000_000
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str]) -> FileIO:
     """Open a file for reading, without a buffer; never waits, as opening a pipe would.
 
     Raises:
@@ -46,7 +47,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
         raise ValueError(f"{path}: it is not a regular file")
-    return open(number, "rb", buffering=0)
+    return FileIO(number, "rb")
 
 
 def read_json(path: str | os.PathLike[str], most: int = MAX_JSON, values: int = MAX_VALUES) -> Any:

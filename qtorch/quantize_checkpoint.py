@@ -20,6 +20,7 @@ from . import formats  # noqa: F401 (registers the formats)
 from .checkpoint.file_format import OWN_FORMAT
 from .checkpoint.save_format import SAVE_FORMATS
 from .checkpoint.source import Contents, Source
+from .checkpoint.tensor_file import check_name
 from .dtypes import QuantizedTensor
 from .formats.transformers_folder.config import recipe_json
 from .misfit import OnMisfit
@@ -35,6 +36,9 @@ from .streaming.sources import identity_of, model_config, open_any
 from .targets import Reach, Target
 
 VERSION = 1
+
+_MAX_NAME = 200
+"""Bytes of the name of what is written: those of shards and of the unfinished folder are longer, and at most 255."""
 
 Transform = Callable[[str, Tensor], tuple[Tensor, LayerReport | None]]
 
@@ -156,7 +160,7 @@ def convert_checkpoint(
 
 
 def _check_paths(function: str, src: Path, format: str, dst: Path) -> None:
-    if not src.exists():
+    if not os.path.exists(src):
         raise FileNotFoundError(f"{src}: no such file")
     if format != OWN_FORMAT and format not in SAVE_FORMATS:
         known = ", ".join(map(repr, [OWN_FORMAT, *sorted(SAVE_FORMATS)]))
@@ -166,13 +170,24 @@ def _check_paths(function: str, src: Path, format: str, dst: Path) -> None:
             f"{function}: the format {OWN_FORMAT!r} is a file, such as {dst.name}.safetensors, got dst={dst}; "
             f"folders are written by {', '.join(map(repr, sorted(SAVE_FORMATS)))}"
         )
-    if not dst.absolute().parent.is_dir():
+    if len(os.fsencode(dst.name)) > _MAX_NAME:
+        raise ValueError(f"{function}: {dst.name!r:.80} has more than {_MAX_NAME} bytes; files are named after it")
+    if not os.path.isdir(dst.absolute().parent):
         raise FileNotFoundError(f"{function}: there is no folder {dst.absolute().parent}")
 
 
 def _contents(source: Source) -> tuple[list[str], dict[str, Contents]]:
-    """The names of what is stored, in a fixed order, and what it is."""
+    """The names of what is stored, in a fixed order, and what it is.
+
+    Raises:
+        ValueError: no file can hold a tensor of this name; sources are read in formats that can.
+    """
     names = sorted(source.names - source.aliases.keys())
+    for name in names:
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise ValueError(f"{source.path}: {error}") from error
     return names, {name: source.contents(name) for name in names}
 
 

@@ -47,7 +47,7 @@ def edit_header(path: Path, change: Callable[[dict], object]) -> None:
         ),
         (
             lambda h: h["quantized"]["fc.weight"]["scheme"].update(shape=[32, 31]),
-            "model.safetensors: fc.weight: the codes have shape (32, 32), the scheme (32, 31)",
+            "model.safetensors: fc.weight has shape (32, 31), the model's has (32, 32); the model is unchanged",
         ),
         (lambda h: h["quantized"]["fc.weight"]["scheme"].pop("dtype"), "model.safetensors: fc.weight: "),
         (

@@ -249,9 +249,7 @@ def test_booleans_that_are_none(path: Path) -> None:
 
 def test_what_is_no_file(path: Path) -> None:
     os.mkfifo(path)
-    with pytest.raises(
-        ValueError, match=r"model\.safetensors: truncated, or not a safetensors file \(it is not a regular"
-    ):
+    with pytest.raises(ValueError, match=r"model\.safetensors: it is not a regular file"):
         load_quantized(nn.Linear(2, 2), path)
 
 

@@ -117,7 +117,7 @@ class Allocation(AllocationReport, Mapping[str, "Recipe | None"]):
             ValueError: see `from_json`.
         """
         path = Path(folder)
-        path = path / JSON if path.is_dir() else path
+        path = path / JSON if os.path.isdir(path) else path
         return cls.from_json(read_json(path))
 
 

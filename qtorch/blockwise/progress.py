@@ -34,9 +34,11 @@ from ..checkpoint.journal import (
 )
 from ..checkpoint.qtorch_source import QtorchSource
 from ..checkpoint.save import save_quantized
+from ..checkpoint.source import Source
 from .kept import InMemory, Kept, OnDisk
 
-M, R = TypeVar("M"), TypeVar("R")
+M = TypeVar("M")
+R = TypeVar("R")
 
 VERSION = 2
 
@@ -201,7 +203,7 @@ class Resumable(Progress[M]):
         except (OSError, ValueError) as error:
             raise Damaged(str(error)) from error
 
-    def _decoded(self, source: QtorchSource, unit: int, name: str) -> M:
+    def _decoded(self, source: Source, unit: int, name: str) -> M:
         if name not in source.names - source.aliases.keys():
             raise ValueError(f"{source.path}: it has no {name}")
         return self.decode(source.tensor(name), self.rows[unit][name])

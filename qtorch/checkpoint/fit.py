@@ -47,18 +47,24 @@ def check_names(path: Path, places: Mapping[str, Place], found: Set[str], note: 
         raise ValueError(f"{path}: {'; '.join(problems + [note] * bool(note))}")
 
 
-def check_fits(path: Path, name: str, place: Place, new: Tensor) -> None:
-    """Raise `ValueError` where `new` cannot take the place called `name`."""
+def check_shape(path: Path, name: str, place: Place, shape: tuple[int, ...]) -> None:
+    """Raise `ValueError` where no tensor of this shape can take the place called `name`."""
     if nn.parameter.is_lazy(place[2]):
         raise ValueError(f"{path}: {name} of the model is not initialized yet; run the model once")
+    if tuple(place[2].shape) != shape:
+        what = f"has shape {shape}, the model's has {tuple(place[2].shape)}"
+        raise ValueError(f"{path}: {name} {what}; the model is unchanged")
+
+
+def check_fits(path: Path, name: str, place: Place, new: Tensor) -> None:
+    """Raise `ValueError` where `new` cannot take the place called `name`."""
+    check_shape(path, name, place, tuple(new.shape))
     if problem := _problem(place, new):
         raise ValueError(f"{path}: {name} {problem}; the model is unchanged")
 
 
 def _problem(place: Place, new: Tensor) -> str | None:
     module, attribute, old = place
-    if new.shape != old.shape:
-        return f"has shape {tuple(new.shape)}, the model's has {tuple(old.shape)}"
     if not isinstance(old, nn.Parameter):
         return "is quantized, but a buffer of the model" if isinstance(new, QuantizedTensor) else None
     if not isinstance(new, QuantizedTensor):

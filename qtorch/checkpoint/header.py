@@ -23,6 +23,9 @@ from ..files import parse_json
 
 FORMAT_VERSION = 1
 
+_LONGEST_NAME = 255
+"""Bytes of the name of a file, on the usual file systems."""
+
 
 @dataclass
 class Header:
@@ -105,7 +108,9 @@ def _is_list_of_names(value: Any) -> bool:
 
 def is_file_name(name: str) -> bool:
     """Whether `name` is the name of a file without a folder; a header must not name files in other folders."""
-    return name not in ("", ".", "..") and "\0" not in name and os.path.basename(name) == name
+    if name in ("", ".", "..") or "\0" in name or os.path.basename(name) != name:
+        return False
+    return len(name.encode(errors="replace")) <= _LONGEST_NAME
 
 
 def _repeated(names: Iterable[str]) -> set[str]:

@@ -16,7 +16,7 @@ from ..model_argument import check_model
 from ..module_repr import show_quantized
 from .experts import fuse_experts
 from .file_format import Place, places_of
-from .fit import check_fits, check_names
+from .fit import check_fits, check_names, check_shape
 from .source import open_source
 
 
@@ -69,6 +69,7 @@ def load_quantized(
             if stored not in source.names:
                 continue
             if stored not in loaded:
+                check_shape(path, name, place, tuple(source.contents(stored).shape))  # before its memory is asked for
                 loaded[stored] = source.tensor(stored)
                 check_fits(path, name, place, loaded[stored])
                 loaded[stored] = loaded[stored].to(device or ("cpu" if old.is_meta else old.device))

@@ -6,7 +6,6 @@ import glob
 import json
 import os
 import secrets
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from ..weight_kinds import kind_of
 from .file_format import HEADER, HEADER_CHECKSUM, OWN_FORMAT, checksum, places_of, text_checksum
 from .header import Header
 from .save_folder import save_folder
-from .to_save import check_converted, identity, problem_of, write_file
+from .to_save import TOKEN, alone_in, check_converted, identity, problem_of, temporary_beside, write_file
 
 
 def save_quantized(
@@ -32,7 +31,7 @@ def save_quantized(
     """Save a model, or a state dict, with its quantized weights.
 
     Buffers of a model that are not part of its state dict are saved too, so that a model built on the meta device can
-    be loaded completely. Tied weights are saved once. Only one process at a time may save to a path.
+    be loaded completely. Tied weights are saved once. Of several that save to a path at a time, the last one wins.
 
     Args:
         path: name of the file, such as ``model.safetensors``; of a folder for the formats of other packages.
@@ -60,17 +59,14 @@ def save_quantized(
     header.shards = {name: list(shard) for name, shard in zip(names, shards, strict=True)}
     header.checksums = {name: checksum(tensor) for name, tensor in tensors.items()}
     text = json.dumps(header.to_json())
-    folder = path.with_name(f".{path.name}.{token}.tmp")
-    folder.mkdir()
-    try:
+    with temporary_beside(path) as folder:
         for name, shard in zip(names, shards, strict=True):
             write_file(folder / name, shard, {})
         write_file(folder / path.name, root, {HEADER: text, HEADER_CHECKSUM: text_checksum(text)})
-        for name in [*names, path.name]:
-            os.replace(folder / name, path.with_name(name))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    _remove_leftovers(path, names)
+        with alone_in(path.parent):
+            for name in [*names, path.name]:
+                os.replace(folder / name, path.with_name(name))
+            _remove_shards(path, names)
 
 
 def _named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -133,11 +129,8 @@ def _stem(path: Path) -> str:
     return path.stem if path.suffix == ".safetensors" else f"{path.name}."
 
 
-def _remove_leftovers(path: Path, shards: list[str]) -> None:
-    """Remove the shards of former saves, and temporary folders of saves that were killed."""
-    token = "[0-9a-f]" * 8
-    for stale in path.parent.glob(f"{glob.escape(_stem(path))}-{token}-[0-9]*-of-[0-9]*.safetensors"):
+def _remove_shards(path: Path, shards: list[str]) -> None:
+    """Remove the shards of former saves."""
+    for stale in path.parent.glob(f"{glob.escape(_stem(path))}-{TOKEN}-[0-9]*-of-[0-9]*.safetensors"):
         if stale.name not in shards:
             stale.unlink(missing_ok=True)
-    for folder in path.parent.glob(f".{glob.escape(path.name)}.{token}.tmp"):
-        shutil.rmtree(folder, ignore_errors=True)

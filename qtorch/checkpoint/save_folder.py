@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 from ..files import read_json
 from .file_format import places_of
 from .save_format import SaveFormat, save_format
-from .to_save import check_converted, identity, problem_of, write_file
+from .to_save import alone_in, check_converted, identity, problem_of, temporary_beside, write_file
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -39,7 +37,7 @@ def save_folder(
     """Save a model, or a state dict, in a format of `save_format.SAVE_FORMATS`.
 
     A model of transformers also gets its config.json, and generation_config.json; a tokenizer has `save_pretrained` of
-    its own. Tied weights are saved once. Only one process at a time may save to a folder.
+    its own. Tied weights are saved once. Of several that save to a folder at a time, the last one wins.
 
     Args:
         folder: is made if it does not exist; its parent must exist.
@@ -54,17 +52,14 @@ def save_folder(
         raise NotADirectoryError(f"save_quantized: {folder} is a file; format {format!r} is written to a folder")
     if not folder.absolute().parent.is_dir():
         raise FileNotFoundError(f"save_quantized: there is no folder {folder.absolute().parent}")
-    temporary = folder.absolute().with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
-    temporary.mkdir()
-    try:
+    with temporary_beside(folder.absolute()) as temporary:
         config = _write_configs(model_or_state_dict, temporary)
         made = save_format(format, config)
         _write_tensors(model_or_state_dict, made, temporary, max_shard_size)
         config = {**config, "quantization_config": made.config()}
         (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        _move(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with alone_in(folder.absolute().parent):
+            _move(temporary, folder)
 
 
 def _write_configs(model: Any, folder: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ A format is added by one file: a subclass of `Source` with `@register_source`. T
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Set
 from pathlib import Path
@@ -111,7 +112,7 @@ def open_source(path: Path, *, verify: bool = True, mmap: bool = False) -> Sourc
         FileNotFoundError: there is no such file or folder.
         ValueError: no format recognizes it, or it is damaged.
     """
-    if not path.exists():
+    if not os.path.exists(path):  # not `Path.exists`, which raises for a name that is too long
         raise FileNotFoundError(f"{path}: no such file")
     kind = next((kind for kind in SOURCES if kind.recognizes(path)), None)
     if kind is None:

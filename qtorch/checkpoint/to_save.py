@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import glob
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,9 @@ from ..dtypes import QuantizedTensor
 from ..dtypes.serialize import LOGICAL_DTYPES
 from ..prepared_module import PreparedModule
 from .tensor_file import NAMES, write_tensors
+
+TOKEN = "[0-9a-f]" * 8
+"""A pattern of the part of a name that is chosen at random."""
 
 
 def problem_of(value: Any) -> str | None:
@@ -57,6 +65,52 @@ def identity(tensor: Tensor) -> Any:
         return id(tensor)
     bits = tensor.is_conj(), tensor.is_neg()
     return tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), *bits
+
+
+@contextmanager
+def temporary_beside(path: Path) -> Iterator[Path]:
+    """A folder ``.<name>.<8 hexadecimal digits>.tmp`` beside `path`; those of processes that died are removed."""
+    with alone_in(path.parent):
+        for stale in path.parent.glob(f".{glob.escape(path.name)}.{TOKEN}.tmp"):
+            if (held := _hold(stale)) is not None:
+                shutil.rmtree(stale, ignore_errors=True)
+                os.close(held)
+        folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        folder.mkdir()
+        held = _hold(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if held is not None:
+            os.close(held)
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """While no other saver, of this or another process, is in such a block for the same folder, if it can be locked."""
+    held = _hold(folder, wait=True)
+    try:
+        yield
+    finally:
+        if held is not None:
+            os.close(held)
+
+
+def _hold(folder: Path, wait: bool = False) -> int | None:
+    """The locked folder, open; None if it is locked by another, or cannot be."""
+    try:
+        import fcntl
+
+        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | (0 if wait else os.O_NOFOLLOW))
+    except (ImportError, OSError):  # Windows
+        return None
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(number)
+        return None
+    return number
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:

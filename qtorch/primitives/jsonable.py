@@ -124,7 +124,7 @@ def construct(cls: type[T], values: Mapping[Any, Any]) -> T:
         hash(made)
     except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"from_json: {name} cannot be made from {sorted(values)}: {error}") from error
-    for field, hint in _field_types(cls).items():
+    for field, hint in _field_types(typing.cast("Any", cls)).items():
         value = getattr(made, field)
         if not _fits(value, hint):
             raise ValueError(f"from_json: {name}.{field} takes a {_word(hint)}, got {value!r:.80}")

@@ -23,7 +23,7 @@ from ..checkpoint.part_file import PartFile
 from ..checkpoint.save_format import SaveFormat, save_format
 from ..dtypes import QuantizedTensor
 from ..dtypes.serialize import scheme_of, to_canonical
-from .companions import copy_companions
+from .companions import copy_companions, find_companions
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -151,6 +151,7 @@ class FolderForm(Form):
 
     def __init__(self, format: str, source: Path, recipe: Any) -> None:
         self.source = source if source.is_dir() else source.parent
+        find_companions(self.source)  # they are refused before anything is written
         config = read_object(self.source / CONFIG) or {}
         self.config = {key: value for key, value in config.items() if key not in ("quantization_config",)}
         self.format: SaveFormat = save_format(format, self.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ def open_any(path: Path) -> Source:
         FileNotFoundError: there is no such file or folder.
         ValueError: no format recognizes it, or it is damaged.
     """
-    if path.exists() and not path.is_dir():
+    if os.path.exists(path) and not path.is_dir():
         kind = next((kind for kind in SOURCES if kind.recognizes(path)), None)
         seen = look(path) if kind is QtorchSource else None
         if seen is not None and not seen.is_own:
@@ -35,7 +36,7 @@ def identity_of(path: Path) -> list[list[Any]]:
     """JSON data that differs when the checkpoint has changed: name, size and time of every file with weights."""
     files = [path] if not path.is_dir() else [*path.glob(f"*{SUFFIX}"), *path.glob("*.json"), *path.glob("*.gguf")]
     found = []
-    for file in sorted(files):
+    for file in sorted(file for file in files if file.is_file()):
         status = file.stat()
         found.append([file.name, status.st_size, status.st_mtime_ns])
     return found

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import os
 import struct
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoint.tensor_file import data_of
+from ...files import open_regular
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -40,6 +42,15 @@ _MAX_KEPT = 65536
 """Items of an array of numbers that are kept; longer arrays, and those of strings, are vocabularies."""
 
 _MAX_SIZE = 2**63
+
+_MAX_HEADER = 1 << 27
+"""Bytes: a vocabulary of a million tokens and its merges take a third of it."""
+
+_MAX_NAME = 65535
+"""Bytes of a key, by the specification; names of tensors have 64."""
+
+_MAX_ITEMS = 1 << 21
+"""Strings and arrays in arrays, all together: each is looked at."""
 
 
 class Info(NamedTuple):
@@ -71,7 +82,7 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = open(path, "rb")  # noqa: SIM115
+        self._file = BufferedReader(open_regular(path))
         try:
             self.size = os.fstat(self._file.fileno()).st_size
             header = _Header(self._file, self.size)
@@ -105,10 +116,10 @@ class _Header:
     """Parses the header; each length is checked against what is left of the file before anything is read."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
-        self.file, self.left = file, size
+        self.file, self.size, self.left, self.items = file, size, min(size, _MAX_HEADER), _MAX_ITEMS
 
     def parse(self) -> tuple[dict[str, Any], dict[str, Info]]:
-        size = self.left
+        header = self.left
         if self.bytes(4) != MAGIC:
             raise ValueError("it does not begin with GGUF")
         version = self.number("I")
@@ -124,7 +135,7 @@ class _Header:
         alignment = metadata.get("general.alignment", ALIGNMENT)
         if type(alignment) is not int or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
             raise ValueError(f"general.alignment is a power of two, got {alignment!r:.40}")
-        begin = -(-(size - self.left) // alignment) * alignment
+        begin = -(-(header - self.left) // alignment) * alignment
         for name, info in tensors.items():
             if info.offset % alignment:
                 raise ValueError(f"the offset {info.offset} of {name} is not a multiple of {alignment}")
@@ -133,7 +144,7 @@ class _Header:
     def entries(self, count: int) -> dict[str, Any]:
         metadata: dict[str, Any] = {}
         for _ in range(count):
-            key = self.string()
+            key = self.name()
             if key in metadata:
                 raise ValueError(f"it has two entries {key!r:.80}")
             metadata[key] = self.value(self.number("I"))
@@ -142,7 +153,7 @@ class _Header:
     def infos(self, count: int) -> dict[str, Info]:
         infos: dict[str, Info] = {}
         for _ in range(count):
-            name, axes = self.string(), self.number("I")
+            name, axes = self.name(), self.number("I")
             if not 1 <= axes <= _MAX_AXES:
                 raise ValueError(f"{name!r:.80} has {axes} axes")
             shape = tuple(self.number("Q") for _ in range(axes))[::-1]
@@ -155,7 +166,7 @@ class _Header:
 
     def value(self, kind: int, nesting: int = 0) -> Any:
         if kind == _STRING:
-            return self.string()
+            return self.text()
         if kind == _ARRAY:
             return self.array(nesting + 1)
         if kind not in _SCALARS:
@@ -178,6 +189,9 @@ class _Header:
             raise ValueError(f"items of an array have the type {kind}")
         # Each string has at least its length, each array its type and length.
         self.expect(count * (8 if kind == _STRING else 12), "an array")
+        self.items -= count
+        if self.items < 0:
+            raise ValueError(f"its arrays have more than {_MAX_ITEMS} strings and arrays")
         for _ in range(count):
             if kind == _STRING:
                 self.skip(self.number("Q"))
@@ -185,8 +199,20 @@ class _Header:
                 self.array(nesting + 1)
         return None
 
-    def string(self) -> str:
-        return self.bytes(self.number("Q")).decode("utf-8")
+    def name(self) -> str:
+        """Of an entry or a tensor."""
+        length = self.number("Q")
+        if length > _MAX_NAME:
+            raise ValueError(f"a name would have {length} bytes")
+        return self.bytes(length).decode("utf-8")
+
+    def text(self) -> str | None:
+        """A string; None for one that is not kept, such as a template."""
+        length = self.number("Q")
+        if length <= _MAX_KEPT:
+            return self.bytes(length).decode("utf-8")
+        self.skip(length)
+        return None
 
     def number(self, form: str) -> Any:
         return struct.unpack(f"<{form}", self.bytes(struct.calcsize(f"<{form}")))[0]
@@ -206,4 +232,5 @@ class _Header:
 
     def expect(self, count: int, what: str) -> None:
         if count > self.left:
-            raise ValueError(f"{what} would have {count} bytes more, the file has {self.left}")
+            room = "the file" if self.size <= _MAX_HEADER else f"a header of {_MAX_HEADER} bytes"
+            raise ValueError(f"{what} would have {count} bytes more, {room} has {self.left}")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoint.source import Contents, Source, register_source
+from ...files import open_regular
 from .block_types import BlockType, block_type
 from .container import MAGIC, GgufFile
 from .names import Parameter, names_of
@@ -28,7 +29,7 @@ class GgufSource(Source):
     def recognizes(cls, path: Path) -> bool:
         if not path.is_file():
             return False
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(len(MAGIC)) == MAGIC
 
     @classmethod
