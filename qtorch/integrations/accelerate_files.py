@@ -76,7 +76,8 @@ def _joined(state: dict[str, Any], path: str | os.PathLike[str]) -> dict[str, An
     """
     if not any(isinstance(tensor, Tensor) and is_marker(tensor.shape) for tensor in state.values()):
         return state
-    with TransformersFolder(HFFolder(Path(path)), mmap=False) as source:
+    source = TransformersFolder(HFFolder(Path(path)), mmap=False)
+    with source:
         for name, entry in source.index.quantized.items():
             marker = state.pop(name, None)
             for key in entry["tensors"].values():

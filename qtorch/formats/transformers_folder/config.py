@@ -13,7 +13,7 @@ VERSION = 1
 
 Names = Literal["model", "checkpoint"]
 """Whose names the folder stores: those of the model in memory, or those of an older checkpoint, which transformers has
-to rename (and whose float weights it has to fuse) while it loads them."""
+to rename (and whose experts it has to fuse) while it loads them."""
 
 
 def quantization_config(recipe: Any = None, names: Names = "model", **more: Any) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Folders whose names are those of an older checkpoint, as a writer that builds no model leaves them."""
 
+import copy
 import json
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,15 @@ pytest.importorskip("transformers")
 
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from qtorch import quantize_
 from qtorch.dtypes import QuantizedTensor
 from qtorch.formats.transformers_folder import Index, quantization_config, stored
+from qtorch.integrations.transformers import QtorchConfig
+from qtorch.integrations.transformers.conversions import StoredNames
+from qtorch.integrations.transformers.renaming import origins, renamings_of
+from qtorch.integrations.transformers.stored_weights import StoredWeights
 from qtorch.recipe import WeightRecipe
 from tests.integrations.transformers.tiny_models import I4, I8, assert_same, build
 
@@ -59,3 +66,19 @@ def test_experts_that_are_not_quantized_alike_are_refused(tmp_path: Path) -> Non
     rewrite(tmp_path, [name for name in experts if ".w1." not in name], I4)
     with pytest.raises(RuntimeError, match="issues during automatic conversion"):
         type(model).from_pretrained(tmp_path)
+
+
+def test_names_are_looked_up_in_one_table(tmp_path: Path) -> None:
+    """transformers copies a converter for every key that it takes, and a mixture has a hundred thousand."""
+    model = build("mixtral")
+    model.save_pretrained(tmp_path)
+    rewrite(tmp_path, [name for name in load_file(tmp_path / "model.safetensors") if ".experts." in name])
+    stored = StoredWeights([str(tmp_path / "model.safetensors")], QtorchConfig(names="checkpoint"), torch.float32)
+    conversions = get_model_conversion_mapping(model)
+    found = origins(stored.index.quantized, stored.others, conversions, model)
+    names = StoredNames(stored, renamings_of(conversions), found)
+    names.add_tensor("target", "source", names.source_patterns[0], Future())
+    other = copy.deepcopy(names)
+    assert other.owners is names.owners
+    assert not other.collected_tensors
+    assert not other.layer_targets

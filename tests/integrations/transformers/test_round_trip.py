@@ -19,6 +19,7 @@ from qtorch import (
     uintx_weight_only,
 )
 from qtorch.dtypes import QuantizedTensor
+from qtorch.integrations.accelerate import dispatch_model
 from qtorch.integrations.transformers import QtorchConfig
 from tests.every_recipe import NAMES, make
 from tests.integrations.transformers.tiny_models import CASES, I4, I8, assert_same, build, quantized_names, run
@@ -107,15 +108,22 @@ def test_device_map(tmp_path: Path, device_map: Any) -> None:
 
 
 @pytest.mark.parametrize("pre_quantized", [False, True])
-def test_disk_is_refused(tmp_path: Path, pre_quantized: bool) -> None:
+def test_disk_is_refused_with_advice_that_works(tmp_path: Path, pre_quantized: bool) -> None:
     model = build("llama")
     if pre_quantized:
         quantize_(model, I8)
     model.save_pretrained(tmp_path)
     config: dict[str, Any] = {} if pre_quantized else {"quantization_config": QtorchConfig(I8)}
     device_map = {"model": "cpu", "lm_head": "disk"}
-    with pytest.raises(ValueError, match="on 'disk'"):
+    with pytest.raises(ValueError, match=r"on 'disk'.*device_map='cpu'.*accelerate\.dispatch_model"):
         type(model).from_pretrained(tmp_path, device_map=device_map, **config)
+    loaded = type(model).from_pretrained(tmp_path, device_map="cpu", **config)
+    x = torch.arange(6)[None]
+    wanted = loaded(x).logits
+    device_map = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "lm_head": "cpu"}
+    dispatched = dispatch_model(loaded, {**device_map, "model.rotary_emb": "cpu"}, offload_dir=tmp_path / "disk")
+    assert dispatched.model.layers[0].mlp.up_proj.weight.is_meta
+    assert torch.equal(dispatched(x).logits, wanted)
 
 
 def test_what_a_damaged_folder_says(tmp_path: Path) -> None:
