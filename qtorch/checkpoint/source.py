@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..primitives.scheme import Scheme
+from .tensor_file import pickled_error
 
 SOURCES: list[type[Source]] = []
 """Every registered format."""
@@ -99,6 +100,10 @@ class Source(ABC):
         self.close()
 
 
+PICKLES = (".bin", ".pt", ".pth")
+"""Ends of the names of files of `torch.save`."""
+
+
 def register_source(cls: C) -> C:
     """Class decorator: `open_source` considers the format from now on, before those registered earlier."""
     SOURCES.insert(0, cls)
@@ -116,5 +121,7 @@ def open_source(path: Path, *, verify: bool = True, mmap: bool = False) -> Sourc
         raise FileNotFoundError(f"{path}: no such file")
     kind = next((kind for kind in SOURCES if kind.recognizes(path)), None)
     if kind is None:
+        if path.is_dir() and (pickled := sorted(file for file in path.iterdir() if file.suffix in PICKLES)):
+            raise pickled_error(pickled[0])
         raise ValueError(f"{path}: no known format; known are {', '.join(sorted(kind.format for kind in SOURCES))}")
     return kind.open(path, verify=verify, mmap=mmap)

@@ -14,6 +14,8 @@ import json
 import math
 import mmap
 import os
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -173,10 +175,7 @@ class TensorFile:
 
     def _error(self, why: str) -> ValueError:
         if is_of_torch_save(self.path):
-            return ValueError(
-                f"{self.path}: a file of torch.save, not of save_quantized; read it by "
-                "model.load_state_dict(torch.load(path, weights_only=True), assign=True)"
-            )
+            return pickled_error(self.path)
         return ValueError(f"{self.path}: truncated, or not a safetensors file ({why})")
 
     def _read_header(self) -> tuple[dict[str, str], dict[str, Stored]]:
@@ -252,3 +251,30 @@ def is_of_torch_save(path: Path) -> bool:
     """Whether a file is one of `torch.save`: a zip archive, or, in the old format, a file that begins with a pickle."""
     with open_regular(path) as file:
         return file.read(4) in (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
+
+
+def pickled_error(path: Path) -> ValueError:
+    """The error to raise for a file of `torch.save`; nothing is unpickled to say whose tensors it holds."""
+    if _names_torchao(path):
+        return ValueError(
+            f"{path}: a file of torch.save with tensors of torchao, which qtorch reads from safetensors alone: load it "
+            "with torchao and write it by save_pretrained, or by flatten_tensor_state_dict of "
+            "torchao.prototype.safetensors; or quantize the float checkpoint that it was made from"
+        )
+    return ValueError(
+        f"{path}: a file of torch.save, not of save_quantized; read it by "
+        "model.load_state_dict(torch.load(path, weights_only=True), assign=True)"
+    )
+
+
+def _names_torchao(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            return bool(names) and b"torchao." in archive.open(names[0]).read(_MAX_PICKLE)
+    except (OSError, ValueError, RuntimeError, NotImplementedError, EOFError, zipfile.BadZipFile, zlib.error):
+        return False
+
+
+_MAX_PICKLE = 1 << 24
+"""Bytes of a pickle that are looked at."""

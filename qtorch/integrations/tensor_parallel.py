@@ -13,6 +13,8 @@ and add up integers before they are scaled (`training.engine.split`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +29,7 @@ from ..dtypes.linear import check_dtype, multiply
 from ..prepared_module import PreparedModule
 from ..primitives.granularity import PerTensor
 from ..training.engine.split import Split, joined_extremes
+from .wrappers import CUT_HERE
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
 
@@ -41,7 +44,8 @@ class ColwiseParallel(parallel.ColwiseParallel):
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
         trains = _check(self, module, device_mesh, 0)
-        super()._partition_linear_fn(name, module, device_mesh)
+        with _cut_here(module):
+            super()._partition_linear_fn(name, module, device_mesh)
         if trains:
             module.forward = _TrainingForward(module, device_mesh, 0)
 
@@ -65,7 +69,8 @@ class RowwiseParallel(parallel.RowwiseParallel):
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
         trains = _check(self, module, device_mesh, 1)
-        super()._partition_linear_fn(name, module, device_mesh)
+        with _cut_here(module):
+            super()._partition_linear_fn(name, module, device_mesh)
         if trains:
             module.forward = _TrainingForward(module, device_mesh, 1)
             return
@@ -78,6 +83,15 @@ class RowwiseParallel(parallel.RowwiseParallel):
             return  # the parts of a row are quantized one by one
         _check_depends_on_extremes(activation, name)
         module.forward = _Forward(module, device_mesh, self.output_layouts)
+
+
+@contextmanager
+def _cut_here(module: nn.Module) -> Iterator[None]:
+    CUT_HERE.append(module)
+    try:
+        yield
+    finally:
+        CUT_HERE.pop()
 
 
 def _check(style: parallel.ParallelStyle, module: nn.Module, mesh: Any, axis: int) -> bool:

@@ -11,10 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from ..dtypes import QuantizedTensor
+from ..training import TrainingWeight
 from ..training.weights.codes import CodesWeight
 
 
@@ -64,9 +68,29 @@ def _registered(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
         handler(outer, inner)
 
 
+CUT_HERE: list[nn.Module] = []
+"""Modules whose weights the styles of `tensor_parallel` are about to cut."""
+
+
+def _parallelized(module: nn.Module, name: str, parameter: Any) -> None:
+    """Refuse a weight in training that tensor parallelism of torch has cut. FSDP2 registers none, and what replaces a
+    DTensor was loaded."""
+    local = getattr(parameter, "_local_tensor", None)
+    if not isinstance(local, TrainingWeight) or hasattr(module._parameters.get(name), "_local_tensor"):
+        return
+    if module not in CUT_HERE:
+        floats = ", with a recipe that keeps weights in floating point, such as int8_mixed_precision_training()"
+        raise ValueError(
+            f"{name} of {module}: the styles of torch's tensor parallelism do not quantize it by its whole rows; take "
+            "ColwiseParallel and RowwiseParallel of qtorch.integrations.tensor_parallel"
+            f"{floats if isinstance(local, CodesWeight) else ''}, or convert() first"
+        )
+
+
 def _comes_from(module: nn.Module, package: str) -> bool:
     """Whether the class of `module`, or one that it is derived from, is of `package`."""
     return any(kind.__module__.partition(".")[0] == package for kind in type(module).__mro__)
 
 
 register_module_module_registration_hook(_registered)
+register_module_parameter_registration_hook(_parallelized)

@@ -176,7 +176,8 @@ def _check_memory(name: str, args: tuple[Any, ...]) -> None:
     if module is not None and any(isinstance(arg, module.DTensor) for arg in args):
         raise NotImplementedError(
             f"{name} takes plain tensors, got a DTensor: this layer cannot be parallelized by the styles of torch "
-            "while it trains; convert() the model first, or train it under FSDP2 or DistributedDataParallel"
+            "while it trains; take those of qtorch.integrations.tensor_parallel, convert() the model first, or train "
+            "it under FSDP2 or DistributedDataParallel"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import inspect
@@ -13,12 +14,24 @@ import torch
 from torch import nn
 
 import qtorch
-from qtorch import MappingType, PackedLayout, PerAxis, PerGroup, PerRow, PerTensor, TensorCoreTiledLayout, quantize_
+from qtorch import (
+    MappingType,
+    PackedLayout,
+    PerAxis,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    TensorCoreTiledLayout,
+    quantize_,
+    training,
+)
 from qtorch.compat import torchao as ao
-from qtorch.compat.torchao import configs
 
 FLOAT = qtorch.ZeroPointDomain.FLOAT
 TILED = TensorCoreTiledLayout()
+
+INT4 = ao.IntxFakeQuantizeConfig(torch.int4, group_size=32)
+TOKENS = ao.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
 
 EQUIVALENT = [
     (ao.int8_weight_only(), qtorch.int8_weight_only()),
@@ -92,6 +105,40 @@ EQUIVALENT = [
     (ao.NF4WeightOnlyConfig(), qtorch.nf4_weight_only()),
     (ao.QATConfig(ao.Int4WeightOnlyConfig()), qtorch.qat(qtorch.int4_weight_only())),
     (ao.QATConfig(step="convert"), qtorch.training.convert()),
+    (ao.QATConfig(weight_config=INT4), qtorch.qat(qtorch.intx_weight_only("int4", 32))),
+    (ao.QATConfig(None, TOKENS, INT4), qtorch.qat(qtorch.int8_dynamic_activation_int4_weight(32))),
+    (
+        ao.QATConfig(None, TOKENS, ao.IntxFakeQuantizeConfig(torch.int8, "per_channel")),
+        qtorch.qat(qtorch.int8_dynamic_activation_int8_weight(MappingType.ASYMMETRIC)),
+    ),
+    (
+        ao.QATConfig(
+            weight_config=ao.IntxFakeQuantizeConfig(torch.int4, group_size=32, is_dynamic=False, range_learning=True)
+        ),
+        qtorch.lsq(recipe=qtorch.intx_weight_only("int4", 32)),
+    ),
+    (
+        ao.QATConfig(None, ao.Float8FakeQuantizeConfig(), ao.Float8FakeQuantizeConfig()),
+        qtorch.qat(qtorch.float8_dynamic_activation_float8_weight()),
+    ),
+    (
+        ao.QATConfig(None, ao.Float8FakeQuantizeConfig(), ao.Int4WeightFakeQuantizeConfig(64)),
+        qtorch.qat(qtorch.float8_dynamic_activation_int4_weight(group_size=64)),
+    ),
+    (
+        ao.QATConfig(weight_config=ao.Int4WeightFakeQuantizeConfig(64, torch.bfloat16)),
+        qtorch.qat(qtorch.int4_weight_only(64)),
+    ),
+    (
+        ao.int8_mixed_precision_training(grad_weight=False),
+        training.int8_mixed_precision_training(training.Int8MixedPrecisionTrainingConfig(grad_weight=False)),
+    ),
+    (
+        ao.int8_mixed_precision_training(config=ao.Int8MixedPrecisionTrainingConfig(output=False)),
+        training.int8_mixed_precision_training(training.Int8MixedPrecisionTrainingConfig(output=False)),
+    ),
+    (ao.int8_weight_only_quantized_training(), training.int8_weight_only_quantized_training()),
+    (ao.BitNetTrainingConfig(), training.bitnet_training()),
 ]
 
 
@@ -146,7 +193,16 @@ REFUSED = [
     (lambda: ao.Int8DynamicActivationIntxWeightConfig(torch.int2), "weight_dtype=torch.int2 has no equivalent"),
     (lambda: ao.Float8DynamicActivationFloat8WeightConfig(activation_value_ub=1.0), "activation_value_ub=1.0"),
     (lambda: ao.MXDynamicActivationMXWeightConfig(block_size=16), "block_size=16 has no equivalent"),
-    (lambda: ao.QATConfig(activation_config=object()), "activation_config=.*base_config="),
+    (lambda: ao.QATConfig(activation_config=ao.IntxFakeQuantizeConfig(torch.int8, "per_token")), "give base_config="),
+    (lambda: ao.QATConfig(ao.Int4WeightOnlyConfig(), weight_config=INT4), "not both"),
+    (lambda: ao.QATConfig(None, INT4, INT4), "no recipe has it"),
+    (lambda: ao.IntxFakeQuantizeConfig(torch.int4), "takes a granularity, or group_size"),
+    (lambda: ao.IntxFakeQuantizeConfig(torch.int4, group_size=32, is_dynamic=False), "static activations"),
+    (lambda: ao.AWQConfig(ao.Int4WeightOnlyConfig(), "prepare_for_loading"), "load_quantized"),
+    (lambda: ao.AWQConfig(None, "prepare"), "base_config=None has no equivalent"),
+    (lambda: ao.SemiSparseWeightConfig(), "write int8_dynamic_activation_int8_semi_sparse_weight"),
+    (lambda: ao.BlockSparseWeightConfig(64), r"write qtorch\.block_sparse\("),
+    (lambda: ao.sparsify_(nn.Linear(64, 64), ao.Int8WeightOnlyConfig()), "a recipe with sparse weights"),
 ]
 
 
@@ -185,7 +241,19 @@ class FqnToConfig:
 @of_torchao
 @dataclasses.dataclass
 class AWQConfig:
+    base_config: Any
     step: str = "prepare"
+
+
+@of_torchao
+class BitNetTrainingConfig:
+    """No dataclass."""
+
+
+@of_torchao
+@dataclasses.dataclass
+class GPTQConfig:
+    step: str = "observe"
 
 
 def test_objects_of_torchao_are_named() -> None:
@@ -196,24 +264,84 @@ def test_objects_of_torchao_are_named() -> None:
     mapping = FqnToConfig({"re:a": Int4WeightOnlyConfig(), "b": None})
     with pytest.raises(TypeError, match=r"its equivalent is \{'b': None, 'a': int4_weight_only\(\)\}"):
         quantize_(model, mapping)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"AWQConfig, which has no equivalent: AWQConfig has no equivalent in qtorch"):
-        quantize_(model, AWQConfig())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"GPTQConfig, which has no equivalent: GPTQConfig has no equivalent in qtorch"):
+        quantize_(model, GPTQConfig())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"BitNetTrainingConfig; its equivalent is bitnet_training\(\)"):
+        quantize_(model, BitNetTrainingConfig())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"AWQConfig; its equivalent is that of qtorch\.compat\.torchao, "):
+        quantize_(model, AWQConfig(Int4WeightOnlyConfig()))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"int4_packing_format=<Int4PackingFormat\.PRESHUFFLED"):
         quantize_(model, {"0": Int4WeightOnlyConfig(32, int4_packing_format=Int4PackingFormat.PRESHUFFLED)})  # type: ignore[dict-item]
     assert model[0].weight is weight
+
+
+class Normed(nn.Module):
+    """A place for scales: a norm before a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    ("config", "transform"),
+    [
+        (lambda step: ao.AWQConfig(ao.Int4WeightOnlyConfig(32), step), qtorch.calibration.awq(20)),
+        (
+            lambda step: ao.SmoothQuantConfig(ao.Int8DynamicActivationInt8WeightConfig(), step, alpha=0.7),
+            qtorch.calibration.smooth((0.7,)),
+        ),
+    ],
+    ids=["awq", "smooth"],
+)
+def test_steps_of_a_calibration(config: Any, transform: Any) -> None:
+    """The three steps are one call of `calibrated` with the same data."""
+    torch.manual_seed(0)
+    model, batches = Normed().eval(), [torch.randn(4, 64) for _ in range(3)]
+    nn.init.uniform_(model.norm.weight, 0.1, 9)
+    one, norm = copy.deepcopy(model), model.norm.weight.detach().clone()
+    with pytest.raises(ValueError, match=r'has not had step="prepare"'):
+        ao.quantize_(model, config("convert"))
+    ao.quantize_(model, config("prepare"))
+    with pytest.raises(ValueError, match="has not run since"):
+        ao.quantize_(model, config("convert"))
+    for batch in batches:
+        model(x=batch)
+    ao.quantize_(model, config("convert"))
+    nearest = qtorch.calibration.Nearest()
+    recipe = config("convert").recipe
+    quantize_(one, qtorch.calibration.calibrated(recipe, batches, None, nearest, transforms=(transform,)))
+    assert not torch.equal(model.norm.weight, norm)
+    assert torch.equal(model(batches[0]), one(batches[0]))
+    assert not model._forward_pre_hooks
+    with pytest.raises(TypeError, match="CalibrationStep"):
+        quantize_(one, config("prepare"))
+
+
+def test_sparsify() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    assert ao.sparsify_(model, ao.int8_dynamic_activation_int8_semi_sparse_weight()) is model
+    assert model[0].weight.scheme.layout.name == "semi_sparse"
 
 
 def test_against_torchao() -> None:
     """The package itself: every configuration here has its arguments, and its objects are understood."""
     pytest.importorskip("torchao")
     import torchao.quantization as real
+    from torchao import sparsity
+    from torchao.prototype import awq, quantized_training, smoothquant
+    from torchao.quantization import qat
 
     missing = []
-    for name in configs.__dict__:
-        theirs = getattr(real, name, None)
+    for name in ao.__all__:
+        places = (real, qat, quantized_training, awq, smoothquant, sparsity)
+        theirs = next((vars(place)[name] for place in places if name in vars(place)), None)
         if not name.endswith("Config") or theirs is None:
             continue
-        ours = inspect.signature(getattr(configs, name)).parameters
+        ours = inspect.signature(getattr(ao, name)).parameters
         missing += [f"{name}.{each}" for each in inspect.signature(theirs).parameters if each not in ours]
     assert missing == []
     objects = [
@@ -223,6 +351,21 @@ def test_against_torchao() -> None:
         (real.IntxWeightOnlyConfig(torch.int3, real.PerGroup(32)), qtorch.intx_weight_only("int3", 32)),
         (real.Float8WeightOnlyConfig(), qtorch.float8_weight_only()),
         (real.Int8DynamicActivationIntxWeightConfig(torch.int4), qtorch.int8_dynamic_activation_int4_weight()),
+        (
+            quantized_training.Int8MixedPrecisionTrainingConfig(grad_weight=False),
+            ao.int8_mixed_precision_training(grad_weight=False),
+        ),
+        (quantized_training.int8_weight_only_quantized_training(), training.int8_weight_only_quantized_training()),
+        (quantized_training.bitnet_training(), training.bitnet_training()),
+        (qat.QATConfig(real.Int4WeightOnlyConfig(32)), qtorch.qat(qtorch.int4_weight_only(32))),
+        (
+            qat.QATConfig(
+                activation_config=qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False),
+                weight_config=qat.IntxFakeQuantizeConfig(torch.int4, group_size=32),
+            ),
+            qtorch.qat(qtorch.int8_dynamic_activation_int4_weight(32)),
+        ),
+        (awq.AWQConfig(real.Int4WeightOnlyConfig(32), "prepare"), ao.AWQConfig(qtorch.int4_weight_only(32))),
     ]
     for config, recipe in objects:
         assert ao.equivalent(config) == recipe

@@ -24,6 +24,7 @@ from qtorch import (
 from qtorch.integrations.tensor_parallel import RowwiseParallel
 from qtorch.kernels import record_kernels
 from tests import every_recipe
+from tests.attack import training_recipes
 from tests.distributed.processes import worker
 
 
@@ -108,11 +109,24 @@ def check_scales_of_whole_rows(mesh: Any) -> None:
     assert relative(model(x), whole(x).chunk(2, 1)[dist.get_rank()]) < 1e-6
 
 
+def check_styles_of_torch_are_refused(mesh: Any) -> None:
+    """For every weight in training, at once, with the styles that know it."""
+    for name in training_recipes.NAMES:
+        for style in (parallel.ColwiseParallel(), parallel.RowwiseParallel()):
+            layer = nn.Linear(64, 64)
+            quantize_(layer, training_recipes.make(name))
+            weight, words = layer.weight, r"parallelized|RowwiseParallel of qtorch\.integrations"
+            with pytest.raises((ValueError, NotImplementedError), match=words):
+                parallelize_module(nn.Sequential(layer), mesh, {"0": style})
+            assert layer.weight is weight
+
+
 def main() -> None:
     mesh = init_device_mesh("cpu", (2,))
     check_uneven(mesh)
     check_columns_and_rows(mesh)
     check_scales_of_whole_rows(mesh)
+    check_styles_of_torch_are_refused(mesh)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """torchao's classes, stored as its `flatten_tensor_state_dict` stores them, against plain loops from its formulas."""
 
 import json
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +215,14 @@ def test_damaged_metadata_are_named(text: str, tmp_path: Path) -> None:
     made = write(tmp_path / "model", tensors, 1, quantized_config("torchao"), {"layer.weight": text})
     with pytest.raises(ValueError, match=r"model: the metadata of layer\.weight"):
         load(made, (OUTPUTS, INPUTS))
+
+
+def test_pickles_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("torchao.quantization")
+    module.Int8Tensor = type("Int8Tensor", (), {"__module__": module.__name__})
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    torch.save({"weight": module.Int8Tensor()}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text(json.dumps(quantized_config("torchao", "float32")))
+    for path in (tmp_path, tmp_path / "pytorch_model.bin"):
+        with pytest.raises(ValueError, match=r"pytorch_model\.bin: .* tensors of torchao.*safetensors"):
+            load_quantized(Layer(8, 16), path)

@@ -45,8 +45,7 @@ from ...primitives import (
     fake_quantize_affine,
     quantize_affine,
 )
-from ...quantize_api import quantize_
-from ...training import Int8MixedPrecisionTrainingConfig
+from ...training import precompute_bitnet_scale_for_fsdp
 from .autoquant import (
     ALL_AUTOQUANT_CLASS_LIST,
     DEFAULT_AUTOQUANT_CLASS_LIST,
@@ -73,7 +72,6 @@ from .configs import (
     NF4WeightOnlyConfig,
     NVFP4DynamicActivationNVFP4WeightConfig,
     NVFP4WeightOnlyConfig,
-    QATConfig,
     UIntxWeightOnlyConfig,
 )
 from .equivalents import equivalent
@@ -96,6 +94,29 @@ from .observers import (
     LinearActivationWeightObservedTensor,
     insert_observers_,
 )
+from .steps import (
+    AWQConfig,
+    BlockSparseWeightConfig,
+    SemiSparseWeightConfig,
+    SmoothQuantConfig,
+    block_sparse_weight,
+    quantize_,
+    semi_sparse_weight,
+    sparsify_,
+)
+from .training import (
+    BitNetTrainingConfig,
+    FakeQuantizeConfig,
+    Float8FakeQuantizeConfig,
+    Int4WeightFakeQuantizeConfig,
+    Int8MixedPrecisionTrainingConfig,
+    Int8WeightOnlyQuantizedTrainingConfig,
+    IntxFakeQuantizeConfig,
+    QATConfig,
+    bitnet_training,
+    int8_mixed_precision_training,
+    int8_weight_only_quantized_training,
+)
 
 PlainLayoutType, SemiSparseLayoutType, TensorCoreTiledLayoutType = PlainLayout, SemiSparseLayout, TensorCoreTiledLayout
 """Their names in torchao 0.6."""
@@ -112,14 +133,20 @@ __all__ = [
     "DEFAULT_INT4_AUTOQUANT_CLASS_LIST",
     "OTHER_AUTOQUANT_CLASS_LIST",
     "AOPerModuleConfig",
+    "AWQConfig",
     "AffineQuantizedMinMaxObserver",
     "AffineQuantizedObserverBase",
     "AffineQuantizedTensor",
+    "BitNetTrainingConfig",
+    "BlockSparseWeightConfig",
+    "FakeQuantizeConfig",
     "Float8DynamicActivationFloat8WeightConfig",
     "Float8DynamicActivationInt4WeightConfig",
+    "Float8FakeQuantizeConfig",
     "Float8StaticActivationFloat8WeightConfig",
     "Float8WeightOnlyConfig",
     "FqnToConfig",
+    "Int4WeightFakeQuantizeConfig",
     "Int4WeightOnlyConfig",
     "Int8DynamicActivationInt4WeightConfig",
     "Int8DynamicActivationInt8WeightConfig",
@@ -127,6 +154,8 @@ __all__ = [
     "Int8MixedPrecisionTrainingConfig",
     "Int8StaticActivationInt8WeightConfig",
     "Int8WeightOnlyConfig",
+    "Int8WeightOnlyQuantizedTrainingConfig",
+    "IntxFakeQuantizeConfig",
     "IntxWeightOnlyConfig",
     "LinearActivationWeightObservedTensor",
     "MXDynamicActivationMXWeightConfig",
@@ -146,12 +175,16 @@ __all__ = [
     "QATConfig",
     "SemiSparseLayout",
     "SemiSparseLayoutType",
+    "SemiSparseWeightConfig",
+    "SmoothQuantConfig",
     "TensorCoreTiledLayout",
     "TensorCoreTiledLayoutType",
     "UIntxWeightOnlyConfig",
     "UintxTensor",
     "ZeroPointDomain",
     "autoquant",
+    "bitnet_training",
+    "block_sparse_weight",
     "choose_qparams_affine",
     "choose_qparams_affine_with_min_max",
     "compute_error",
@@ -169,12 +202,17 @@ __all__ = [
     "int8_dynamic_activation_int4_weight",
     "int8_dynamic_activation_int8_semi_sparse_weight",
     "int8_dynamic_activation_int8_weight",
+    "int8_mixed_precision_training",
     "int8_weight_only",
+    "int8_weight_only_quantized_training",
     "int_scaled_matmul",
     "linear_nf4",
+    "precompute_bitnet_scale_for_fsdp",
     "quantize_",
     "quantize_affine",
     "safe_int_mm",
+    "semi_sparse_weight",
+    "sparsify_",
     "to_affine_quantized_floatx",
     "to_affine_quantized_floatx_static",
     "to_affine_quantized_fpx",

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ... import recipes, training
+from ... import recipes
 from ...dtypes import PackedLayout, TensorCoreTiledLayout
 from ...primitives import MappingType, PerAxis, PerGroup, PerRow, PerTensor, ZeroPointDomain
 from ...recipe import Recipe, WeightRecipe
@@ -265,25 +265,6 @@ def NF4WeightOnlyConfig(block_size: int = 64, scaler_block_size: int = 256) -> W
     """`nf4_weight_only`."""
     only("NF4WeightOnlyConfig", "scaler_block_size", scaler_block_size, (256,))
     recipe: WeightRecipe = made.nf4_weight_only(block_size)
-    return recipe
-
-
-def QATConfig(
-    base_config: Recipe | None = None,
-    activation_config: Any = None,
-    weight_config: Any = None,
-    *,
-    step: Any = "prepare",
-) -> Recipe:
-    """`qat(base_config)` for the step ``"prepare"``, `convert()` for ``"convert"``."""
-    for argument, value in (("activation_config", activation_config), ("weight_config", weight_config)):
-        only("QATConfig", argument, value, (None,), "the recipe describes weight and activation: base_config=...")
-    only("QATConfig", "step", step, ("prepare", "convert"))
-    if word(step) == "convert":
-        return training.convert()
-    if not isinstance(base_config, WeightRecipe):
-        raise refuse("QATConfig", "base_config", base_config, "it is a recipe")
-    recipe: Recipe = training.qat(base_config)
     return recipe
 
 

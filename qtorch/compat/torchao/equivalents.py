@@ -5,29 +5,33 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ...recipe import FOREIGN, Recipe
-from . import configs
+from ...recipe import FOREIGN
+from . import configs, steps, training
 
 
-def equivalent(config: Any) -> Recipe | dict[str, Recipe | None]:
-    """The recipe, or mapping, of a configuration object of torchao, of the names and fields of version 0.18.
+def equivalent(config: Any) -> Any:
+    """The recipe, or mapping, of a configuration object of torchao, of the names and fields of version 0.18; for one of
+    fake quantization or of a step, what the function of that name returns.
 
     Raises:
         ValueError: it has no equivalent.
     """
     kind = type(config).__name__
-    function = getattr(configs, kind, None) if kind.endswith("Config") else None
+    known = {**vars(configs), **vars(training), **vars(steps)}
+    function = known.get(kind) if kind.endswith("Config") else None
     if function is None:
         raise ValueError(f"{kind} has no equivalent in qtorch")
-    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init}
+    fields = dict(vars(config))  # a few are no dataclasses
+    if dataclasses.is_dataclass(config):
+        fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init}
     for name in ("fqn_to_config", "module_fqn_to_config"):
         if name in fields:
             inner = fields[name].items()
             fields[name] = {key: None if value is None else equivalent(value) for key, value in inner}
-    if kind == "QATConfig" and fields.get("base_config") is not None:
-        fields["base_config"] = equivalent(fields["base_config"])
-    made: Recipe | dict[str, Recipe | None] = function(**fields)
-    return made
+    for name in ("base_config", "activation_config", "weight_config"):
+        if fields.get(name) is not None:
+            fields[name] = equivalent(fields[name])
+    return function(**fields)
 
 
 def describe(config: Any) -> str:
@@ -36,6 +40,8 @@ def describe(config: Any) -> str:
         found = equivalent(config)
     except (ValueError, TypeError) as error:
         return f"torchao's {type(config).__name__}, which has no equivalent: {error}"
+    if isinstance(found, steps.CalibrationStep):
+        found = f"that of qtorch.compat.torchao, for its quantize_, with {found.recipe}"
     if isinstance(found, dict):
         entries = ", ".join(f"{key!r}: {value}" for key, value in found.items())
         return f"torchao's {type(config).__name__}; its equivalent is {{{entries}}}"
