@@ -87,7 +87,8 @@ inline Tensor look_at(Handle handle, const char* name) {
     int64_t last = offset;
     for (int64_t i = 0; i < t.dim; i++) last += (sizes[i] - 1) * strides[i];
     int64_t size = t.type == INT64 ? 8 : size_of(t.type);
-    if (!data || last >= bytes / size) refuse(std::string(name) + " has no memory, or some that was given back by a resized storage");
+    if (last >= bytes / size) refuse(std::string(name) + " has memory that was given back by a resized storage");
+    if (!data) refuse(std::string(name) + " has no memory of its own");
     return t;
 }
 
