@@ -79,7 +79,7 @@ inline void write_planes(const ConvShape& s, const ConvFinish& f, const ConvStri
 
 // What is done with each vector of features.
 struct FinishVector {
-    Floats scale, bias;
+    Floats scale, up, bias;  // scale * up: a scale near the largest number is multiplied in two steps
     Ints less;
 };
 
@@ -97,7 +97,7 @@ inline void finish_codes(const ConvShape& s, const ConvFinish& f, const ConvStri
         uint8_t* to = image + h * f.code_row + w * f.code_pixel;
         if (++w == s.out_w) w = 0, h++;
         auto codes = [&](int64_t v) {
-            return make.of(to_floats(load<Ints>(sums + v * LANES) - about[v].less) * about[v].scale * x_scale + about[v].bias);
+            return make.of(to_floats(load<Ints>(sums + v * LANES) - about[v].less) * about[v].scale * x_scale * about[v].up + about[v].bias);
         };
         for (int64_t v = 0; v < whole; v++) store_bytes((int8_t*)to + v * LANES, codes(v));
         if (tail) {
@@ -120,7 +120,8 @@ inline void finish_strip(const ConvShape& s, const ConvFinish& f, const ConvStri
     FinishVector about[CONV_BLOCK / LANES];
     for (int64_t v = 0; v < vectors; v++) {
         int64_t n = block.first + v * LANES;
-        about[v] = {load<Floats>(f.scale + n), load<Floats>(bias + v * LANES), zero * load<Ints>(f.sums + n)};
+        Floats scale = load<Floats>(f.scale + n), up = scale_up(scale);
+        about[v] = {scale / up, up, load<Floats>(bias + v * LANES), zero * load<Ints>(f.sums + n)};
     }
     if (f.codes && !f.out && !f.other && f.bias) return finish_codes(s, f, strip, block, about, x_scale, sums, ld);
     float* values = (float*)sums;
@@ -132,7 +133,7 @@ inline void finish_strip(const ConvShape& s, const ConvFinish& f, const ConvStri
         const float* other = f.other + (pixel + i) * features + block.first;
         float* to = (float*)f.out + (pixel + i) * features + block.first;
         auto scaled = [&](int64_t v) {
-            return to_floats(load<Ints>(sums + i * ld + v * LANES) - about[v].less) * about[v].scale * x_scale;
+            return to_floats(load<Ints>(sums + i * ld + v * LANES) - about[v].less) * about[v].scale * x_scale * about[v].up;
         };
         if (f.bias && rounds) {
             for (int64_t v = 0; v < vectors; v++) store(row + v * LANES, scaled(v));

@@ -1,6 +1,6 @@
-// Convolutions of fp32 images with int8 weights: the same tiles, with weights converted to fp32 a block at a time.
+// Convolutions of fp32 images with int8 weights: the same tiles, with weights dequantized to fp32 a block at a time.
 //
-//     y[b, n, p] = (sum_{c, t} x[b, c, stride p + dilation t] w[n, t, c]) * scale[n] + bias[n]
+//     y[b, n, p] = sum_{c, t} x[b, c, stride p + dilation t] (w[n, t, c] * scale[n]) + bias[n]
 #pragma once
 
 #include "conv_finish.h"
@@ -101,16 +101,16 @@ void conv_float_strip(const float* const* windows, int64_t count, const float* w
     }
 }
 
-// Sums (count, ld) scaled and written.
+// Sums (count, ld) written, with the bias.
 inline void finish_floats(const ConvFloatCall& c, const ConvStrip& strip, const ConvBlock& block, float* sums, int64_t ld) {
     const ConvShape& s = c.shape;
     int64_t features = s.all_features(), pixel = strip.image * s.pixels() + strip.start;
     for (int64_t v = 0; v < block.count; v += LANES) {
         int64_t count = block.count - v;
-        Floats scale = load_first(c.scale + block.first + v, count), bias = {};
+        Floats bias = {};
         if (c.bias) bias = load_first(c.bias + block.first + v, count);
         for (int64_t i = 0; i < strip.count; i++) {
-            Floats y = load<Floats>(sums + i * ld + v) * scale + bias;
+            Floats y = load<Floats>(sums + i * ld + v) + bias;
             if (c.channels_last) store_first(c.out + (pixel + i) * features + block.first + v, y, count);
             else store(sums + i * ld + v, y);
         }
@@ -121,14 +121,15 @@ inline void finish_floats(const ConvFloatCall& c, const ConvStrip& strip, const 
     write_planes(s, f, strip, block, sums, ld);
 }
 
-// Packed weights of a block, four channels to a lane, in floating point: [tap][channel][vector].
-inline void convert_block(const ConvShape& s, const ConvBlock& block, const int8_t* packed, float* out) {
+// Packed weights of a block, four channels to a lane, dequantized: [tap][channel][vector].
+inline void convert_block(const ConvShape& s, const ConvBlock& block, const int8_t* packed, const float* scale, float* out) {
     int64_t steps = s.taps() * s.padded() / 4, size = block.vectors * LANES;
     const int8_t* from = packed + block.weights;
     for (int64_t i = 0; i < steps; i++, out += 4 * size) {
         for (int64_t v = 0; v < block.vectors; v++, from += WIDTH) {
             Ints four = load<Ints>(from);
-            UNROLL for (int j = 0; j < 4; j++) store(out + j * size + v * LANES, to_floats(four << (24 - 8 * j) >> 24));
+            Floats of_features = load<Floats>(scale + block.first + v * LANES);
+            UNROLL for (int j = 0; j < 4; j++) store(out + j * size + v * LANES, to_floats(four << (24 - 8 * j) >> 24) * of_features);
         }
     }
 }
@@ -164,7 +165,7 @@ inline void multiply_conv_float(const ConvFloatCall& c) {
             const ConvBlock& block = of_blocks[task / all_strips];
             int64_t strip = task % all_strips, image = strip / strips, index = strip % strips;
             int64_t start = area * index / strips, stop = area * (index + 1) / strips;
-            if (converted != task / all_strips) convert_block(s, block, c.packed, weights);
+            if (converted != task / all_strips) convert_block(s, block, c.packed, c.scale, weights);
             converted = task / all_strips;
             const float* from = x + image * image_size + block.channel;
             for (int64_t i = 0, h = start / s.out_w, w = start % s.out_w; i < stop - start; i++) {

@@ -207,8 +207,6 @@ struct ScaleSums {
     int64_t type, threads;
 };
 
-constexpr float LARGE_SCALE = 0x1p80f;
-
 inline void scale_sums(const ScaleSums& q) {
     int64_t most = q.rows * q.columns / (1 << 15) + 1;
     parallel_for(q.rows, q.threads < most ? q.threads : most, [&](int64_t m) {
@@ -226,8 +224,7 @@ inline void scale_sums(const ScaleSums& q) {
                 memcpy(&sums, from + n, count * 4);
                 if (q.w_step) memcpy(&ws, q.w_scale + n, count * 4);
             }
-            // Scales near the largest number, as in ../../ops/int8_grouped_mm.py.
-            Floats up = ws > LARGE_SCALE ? broadcast(0x1p48f) : broadcast(1);
+            Floats up = scale_up(ws);
             Floats y = to_floats(sums) * (ws / up) * xs * up;
             if (q.type == FLOAT32 && count == LANES) store((float*)to + n, y);
             else from_float((const float*)&y, q.type, count, to + n * size_of(q.type));

@@ -11,6 +11,10 @@ enum Type : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT32, INT8, UINT8 };
 // Magnitudes as integers are in the same order, with infinity and then NaN above all numbers.
 constexpr int32_t MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000;
 
+// Powers of two that scales of weights are divided by, and products multiplied with in the end; as in
+// ../../ops/int8_grouped_mm.py.
+INLINE Floats scale_up(Floats scale) { return scale > 0x1p80f ? broadcast(0x1p48f) : broadcast(1); }
+
 INLINE float half_to_float(uint16_t bits) {
     uint32_t sign = (uint32_t)(bits & 0x8000) << 16, magnitude = bits & 0x7fff;
     // Exponents are moved by a multiplication, which makes subnormal numbers normal too.

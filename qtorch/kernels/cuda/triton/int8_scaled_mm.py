@@ -2,7 +2,7 @@
 
     c[m, n] = (sum_k a[m, k] * b[k, n] - az[m] * sum_k b[k, n]) * as[m] * bs[n] + bias[n]
 
-The sum is an exact int32. The products with the scales are made in fp32 in this order, and the result is rounded to its
+The sum is an exact int32, so K is at most `int32_terms`. The products with the scales are made in fp32 in this order, and the result is rounded to its
 dtype before the bias is added, as in the CPU kernels, so that the bits agree.
 
 wgmma supports int8 operands with the contracted axis last only, so a row-major `a` and a column-major `b` are fast.
@@ -62,7 +62,11 @@ def _finish(
     if SCALED:
         column_scale = tl.load(column_scale_ptr + columns * stride_cs, mask=in_columns, other=0.0).to(tl.float32)
         row_scale = tl.load(row_scale_ptr + rows * stride_rs, mask=in_rows, other=0.0).to(tl.float32)
+        # Scales near the largest number, as in `without_large`.
+        large = column_scale > 1.2089258196146292e24
+        column_scale *= tl.where(large, 3.552713678800501e-15, 1.0)
         y = acc.to(tl.float32) * column_scale[None, :] * row_scale[:, None]
+        y *= tl.where(large, 281474976710656.0, 1.0)[None, :]
     y = y.to(c_ptr.dtype.element_ty)
     if BIAS:
         bias = tl.load(bias_ptr + columns, mask=in_columns, other=0.0)
