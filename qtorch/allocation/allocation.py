@@ -118,7 +118,11 @@ class Allocation(AllocationReport, Mapping[str, "Recipe | None"]):
         """
         path = Path(folder)
         path = path / JSON if os.path.isdir(path) else path
-        return cls.from_json(read_json(path))
+        data = read_json(path)
+        try:
+            return cls.from_json(data)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
 
 def _row(data: Mapping[str, Any]) -> Row:

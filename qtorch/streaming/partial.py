@@ -91,7 +91,7 @@ class Partial:
             say_anew(self.target, error)
         for file in self.files:
             file.close()
-        self.files = []
+        self.files, self._stored = [], set()
         clear_folder(self.folder, keep=_LOCK)
         (self.folder / _FILES).mkdir()
 

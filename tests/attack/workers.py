@@ -1,6 +1,7 @@
 """Cases run in processes that may die: `python -m tests.attack.workers MODULE FIRST COUNT`.
 
-MODULE has ``run(seed: int) -> str | None``, what is wrong with the case of that seed. A child that is forked from a
+MODULE has ``run(seed: int) -> str | None``, what is wrong with the case of that seed; with ``MODULE:PART``, its `run`
+gets the part too. A child that is forked from a
 process which has imported everything runs one case after the other and says which it begins; when it is killed, by
 SIGSEGV say, that case has failed and the next child goes on after it. Only what fails is printed, one JSON list
 ``[seed, what]`` a line, and the number of cases last.
@@ -8,6 +9,7 @@ SIGSEGV say, that case has failed and the next child goes on after it. Only what
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -40,11 +42,14 @@ def failures(module: str, first: int, count: int) -> list[str]:
     if done.returncode or not lines or json.loads(lines[-1]) != count:
         raise RuntimeError(f"{' '.join(command)} did not finish (status {done.returncode}): {done.stdout[-2000:]}")
     found = [json.loads(line) for line in lines[:-1]]
-    return [f"python -m {module} {seed}: {what}" for seed, what in found]
+    name, _, part = module.partition(":")
+    return [f"python -m {name} {repr(part) + ' ' if part else ''}{seed}: {what}" for seed, what in found]
 
 
 def main(name: str, first: int, count: int) -> None:
-    run: Callable[[int], str | None] = importlib.import_module(name).run
+    module, _, part = name.partition(":")
+    of_module = importlib.import_module(module).run
+    run: Callable[[int], str | None] = functools.partial(of_module, name=part) if part else of_module
     result = sys.stdout
     start, stop = first, first + count
     while start < stop:
