@@ -13,7 +13,10 @@ TREES = {path.relative_to(ROOT): ast.parse(path.read_text()) for path in sorted(
 # imports only from lower floors; files that share a folder's name here import each other, but not in a circle. The face
 # of a package (`__init__`) stands with the highest of its files. A new kernel, layout, recipe needs no entry.
 FLOORS: list[list[str]] = [
-    ["discovery", "generation", "install", "listeners", "model_argument", "prepared_module", "report", "tracing"],
+    [
+        *("discovery", "generation", "install", "listeners", "model_argument", "prepared_module", "report"),
+        *("supported_versions", "tracing"),
+    ],
     ["config"],
     [
         "primitives/flat_blocks",
@@ -162,6 +165,7 @@ FLOORS: list[list[str]] = [
     ["training/optim/base"],
     ["training/optim"],
     ["training"],
+    ["integrations/peft/versions", "integrations/transformers/versions"],
     ["integrations/accelerate", "integrations/distributed", "integrations/peft/experts", "integrations/peft/merging"],
     ["integrations/tensor_parallel"],
     ["integrations/peft/variants"],

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, apply_renamings
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
 from .plan import Plan
 from .stored_weights import StoredWeights
+from .versions import apply_renamings
 
 PREFIX = "qtorch:"
 """Begins the source patterns of `StoredNames`, which no other converter has."""
@@ -75,7 +76,7 @@ class StoredNames(WeightConverter):
             for key, (name, part) in stored.owners.items()
         }
         parts = sorted({part for _, part in self.owners.values()})
-        super().__init__([PREFIX + part for part in parts], "qtorch", [Deserialize(stored, names)])
+        super().__init__([PREFIX + part for part in parts], "qtorch", operations=[Deserialize(stored, names)])
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         if source_key not in self.owners:

@@ -12,11 +12,13 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from transformers import modeling_utils
 from transformers.modeling_utils import PreTrainedModel
 
 from .attach import attach
 from .model_card import is_generic, model_card
 from .quantizer import QtorchHfQuantizer
+from .versions import give_conversions
 
 README = "README.md"
 
@@ -54,3 +56,4 @@ def _is_ours(model: Any) -> bool:
 
 for _name, _wrap in {"save_pretrained": _with_card, "_upload_modified_files": _with_card_uploaded}.items():
     setattr(PreTrainedModel, _name, _wrap(getattr(PreTrainedModel, _name)))
+give_conversions(modeling_utils, QtorchHfQuantizer)

@@ -23,7 +23,6 @@ from ..quantization_aware.schedule import QuantizationSchedule
 from ..weights.base import of_codes
 from .state import ScheduledContraction
 
-
 _outside_graphs = torch.compiler.disable(contraction)
 """For ranges that follow: Dynamo has an internal error, another one in each torch, where an autograd function changes
 buffers, or makes them."""
