@@ -23,7 +23,7 @@ UNFINISHED := $(VENV)/.unfinished
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check docs lint types format stubs bench asan fuzz machines arm wheel hooks clean distclean FORCE
+.PHONY: help demo test versions check docs lint types format stubs bench asan fuzz machines arm wheel hooks clean distclean FORCE
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -33,6 +33,9 @@ demo: $(DEMO_ENV) $(QTORCH)  ## run examples/demo.py
 
 test: $(DEV_ENV) $(QTORCH)  ## run every test
 	$(BIN)/python -m pytest $(ARGS)
+
+versions: $(DEV_ENV) $(QTORCH)  ## tests with other versions of other packages, all or ARGS=oldest or ARGS=peft==0.20.0
+	$(BIN)/python -m tools.versions $(ARGS)
 
 docs: $(DEV_ENV) $(QTORCH)  ## build the website into docs/_build/html; a warning is an error
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html $(ARGS)

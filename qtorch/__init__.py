@@ -8,6 +8,10 @@ from .cli import answer_without_torch
 
 answer_without_torch()
 
+from .supported_versions import check_version as _check_version
+
+_check_version("torch")
+
 from . import calibration, formats, integrations, recipes, training  # noqa: F401 (they register what they hold)
 from . import compat as compat
 from . import export as export

@@ -181,7 +181,7 @@ def _of_transformers(module: nn.Module, attribute: str) -> WeightKind | None:
         if cls.__name__ in BY_CLASS_NAME and not cls.__module__.startswith("torch."):
             return BY_CLASS_NAME[cls.__name__].get(attribute)
     transposed = getattr(module, "is_transposed", None)
-    marked = isinstance(transposed, bool) and isinstance(getattr(module, "is_concatenated", None), bool)
+    marked = isinstance(transposed, bool) and isinstance(getattr(module, "has_bias", None), bool)
     if marked and attribute in PROJECTIONS:
         return EXPERTS_IN_OUT if transposed else EXPERTS
     return None

@@ -14,15 +14,8 @@ TREES = {path.relative_to(ROOT): ast.parse(path.read_text()) for path in sorted(
 # of a package (`__init__`) stands with the highest of its files. A new kernel, layout, recipe needs no entry.
 FLOORS: list[list[str]] = [
     [
-        "discovery",
-        "files",
-        "generation",
-        "install",
-        "listeners",
-        "model_argument",
-        "prepared_module",
-        "report",
-        "tracing",
+        *("discovery", "files", "generation", "install", "listeners", "model_argument", "prepared_module", "report"),
+        *("supported_versions", "tracing"),
     ],
     ["config"],
     [
@@ -173,13 +166,10 @@ FLOORS: list[list[str]] = [
     ["training/optim/base"],
     ["training/optim"],
     ["training"],
-    ["integrations/plain_state"],
+    ["integrations/peft/versions", "integrations/transformers/versions", "integrations/plain_state"],
     [
-        "integrations/accelerate",
-        "integrations/accelerate_files",
-        "integrations/distributed",
-        "integrations/peft/experts",
-        "integrations/peft/merging",
+        *("integrations/accelerate", "integrations/accelerate_files", "integrations/distributed"),
+        *("integrations/peft/experts", "integrations/peft/merging"),
     ],
     ["integrations/tensor_parallel"],
     ["integrations/peft/variants"],

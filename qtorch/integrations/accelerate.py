@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..checkpoint import save_quantized
 from ..checkpoint.source import open_source
 from ..model_argument import check_model
+from ..supported_versions import check_version
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -76,6 +77,7 @@ def disk_offload(
     Raises:
         ValueError: a parameter is on the meta device: it has no data to write.
     """
+    check_version("accelerate")
     from accelerate.big_modeling import add_hook_to_module, attach_align_device_hook
     from accelerate.hooks import AlignDevicesHook
 
@@ -110,6 +112,7 @@ def dispatch_model(
     Raises:
         ValueError: modules go to disk and there is no `offload_dir`, or a parameter is on the meta device.
     """
+    check_version("accelerate")
     import accelerate
 
     device_map = dict(device_map)

@@ -16,6 +16,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from ..supported_versions import UnsupportedVersion
+
 
 def after_import(name: str, follower: str) -> None:
     """Import the module `follower` now if the module `name` is imported, else right after it is.
@@ -61,6 +63,8 @@ class _Watch(MetaPathFinder):
 def _follow(name: str, follower: str) -> None:
     try:
         importlib.import_module(follower)
+    except UnsupportedVersion as error:
+        warnings.warn(str(error), stacklevel=2)
     except Exception as error:
         warnings.warn(
             f"{follower} does not work with this version of {name.partition('.')[0]}: {type(error).__name__}: {error}",

@@ -1,4 +1,4 @@
-"""diffusers (0.42 is tested): `from_pretrained` and `save_pretrained` of models that qtorch quantizes.
+"""diffusers: `from_pretrained` and `save_pretrained` of models that qtorch quantizes.
 
     model = UNet2DModel.from_pretrained(path, quantization_config=QtorchConfig(int8_weight_only()))
 
@@ -15,6 +15,11 @@ from enum import Enum
 from typing import Any
 
 import torch
+
+from ..supported_versions import check_version
+
+check_version("diffusers")
+
 from diffusers import ModelMixin
 from diffusers.quantizers import auto
 from diffusers.quantizers.base import DiffusersQuantizer

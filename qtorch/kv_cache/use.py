@@ -8,6 +8,7 @@ import torch
 
 from ..explain import Explanation, explain_problem
 from ..kernels.ops.kv_attention import problem_of
+from ..supported_versions import check_version
 from .spec import KVCacheSpec
 
 Model = TypeVar("Model")
@@ -38,6 +39,7 @@ def quantized_cache(model: Any, spec: KVCacheSpec | str = "int8", max_length: in
         ValueError: no layer of the model can be quantized, or the spec does not fit a static cache.
         TypeError: `model` is neither a model of transformers nor a config.
     """
+    check_version("transformers")
     from .transformers_cache import make_cache
 
     return make_cache(model, KVCacheSpec(spec) if isinstance(spec, str) else spec, max_length)
@@ -58,6 +60,7 @@ def use_quantized_attention(model: Model) -> Model:
         ValueError: it does not use transformers' interface for attention functions. Its caches still work: they give it
             floats.
     """
+    check_version("transformers")
     from .transformers_attention import set_attention
 
     return set_attention(model)

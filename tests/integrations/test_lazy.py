@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import qtorch
+from qtorch.supported_versions import OLDEST
 
 PACKAGES = ("accelerate", "peft", "transformers")
 
@@ -47,3 +52,47 @@ except AttributeError:
 else:
     raise AssertionError
 """)
+
+
+def test_packages_that_are_too_old() -> None:
+    """The first use says so, and an import that qtorch waits for warns."""
+    for package in set(OLDEST) - {"torch"}:
+        pytest.importorskip(package)
+    run("""
+import warnings
+import torch
+from qtorch import supported_versions
+supported_versions.OLDEST = dict.fromkeys(supported_versions.OLDEST, "99.3")
+
+def raises(package, use):
+    try:
+        use()
+    except ImportError as error:
+        assert f"qtorch works with {package} 99.3 and newer, and {package} " in str(error), error
+    else:
+        raise AssertionError(package)
+
+import qtorch
+layer = torch.nn.Linear(8, 8)
+qtorch.quantize_(layer, qtorch.int8_weight_only())
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    import transformers.modeling_utils
+ours = {str(w.message) for w in found if "qtorch" in str(w.message)}
+assert len(ours) == 1 and "99.3" in ours.pop(), found
+raises("transformers", lambda: qtorch.integrations.transformers)
+raises("transformers", lambda: qtorch.kv_cache.quantized_cache(layer))
+raises("diffusers", lambda: qtorch.integrations.diffusers)
+raises("accelerate", lambda: qtorch.integrations.accelerate.disk_offload(layer, "folder"))
+raises("accelerate", lambda: qtorch.integrations.accelerate.dispatch_model(layer, {}))
+import peft
+model = torch.nn.Sequential(layer)
+raises("peft", lambda: peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"])))
+""")
+
+
+def test_versions_of_pyproject() -> None:
+    text = (Path(qtorch.__file__).parent.parent / "pyproject.toml").read_text()
+    for package, oldest in OLDEST.items():
+        asked = set(re.findall(rf'"{package}(>=[\d.]+)?[";]', text)) - {""}
+        assert asked == {f">={oldest}"}, package

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .versions import delta_factors
+
 LINEAR = {functional.linear}
 PRODUCTS = {
     *(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__),
@@ -120,7 +122,7 @@ def _factors(layer: Any, adapter: str) -> tuple[Tensor, Tensor]:
     """(left, right) of one adapter, its scaling included."""
     if layer.get_param().dim() == 2:
         return layer.lora_B[adapter].weight * layer.scaling[adapter], layer.lora_A[adapter].weight
-    left, right, scaling = layer.get_delta_factors(adapter)
+    left, right, scaling = delta_factors(layer, adapter)
     return left * scaling, right
 
 

@@ -23,6 +23,7 @@ from ...model_argument import check_model
 from ...statistics import Data, SecondMoment, collect
 from .layers import OnQuantized, floats, replace_parameters
 from .merging import requantized
+from .versions import is_swapped
 
 _DAMPING = 1e-4
 """Of the second moment, relative to the mean of its diagonal: inputs that are always zero say nothing."""
@@ -140,7 +141,7 @@ def _set_factors(layer: Any, adapter: str, error: Tensor, root: Tensor | None) -
         elif isinstance(layer, ParamWrapper) and error.dim() == 3:
             left, right = _decompose(error, rank)
             # (E, R, K) and (E, N, R): as `ParamWrapper.get_delta_factors` reads them.
-            of_a, of_b = (right, left) if layer._did_swap_in_out_features else (left.mT, right.mT)
+            of_a, of_b = (right, left) if is_swapped(layer) else (left.mT, right.mT)
             stored, delta = (of_a.reshape(a.shape), of_b.permute(1, 2, 0).reshape(b.shape)), left @ right
         else:
             matrix = error.T if layer.fan_in_fan_out else error

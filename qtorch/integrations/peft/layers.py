@@ -26,6 +26,7 @@ from ...module_repr import show_quantized
 from .experts import adapted_parameter
 from .merging import merged_weight, requantized
 from .variants import on_quantized
+from .versions import has_options, option
 
 WITHOUT_WEIGHT = (True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that do not look at the base weight."""
@@ -113,13 +114,12 @@ class OnQuantized:
         Raises:
             ValueError: `init_lora_weights` is "loftq", which needs the float weights.
         """
-        config = kwargs.get("config")
-        if getattr(config, "init_lora_weights", None) == "loftq":
+        if option(kwargs, "init_lora_weights", None) == "loftq":
             raise ValueError(
                 'init_lora_weights="loftq" quantizes a float model, and this one is quantized: leave it out, and call '
                 f"{INITIALIZER} after get_peft_model"
             )
-        if self.kept or not self._reads_the_weight(config):
+        if self.kept or not self._reads_the_weight(kwargs):
             super().update_layer(adapter_name, *args, **kwargs)  # type: ignore[misc]
             return
         base = self.get_base_layer()
@@ -130,18 +130,20 @@ class OnQuantized:
         changed = {name: value for name, value in after.items() if not torch.equal(value, before[name])}
         replace_parameters(base, {name: requantized(of[name], value) for name, value in changed.items()})
 
-    def _reads_the_weight(self, config: Any) -> bool:
+    def _reads_the_weight(self, arguments: Mapping[str, Any]) -> bool:
         """Whether the initialization of an adapter may look at the base weight."""
-        if not isinstance(self, LoraLayer) or config is None:
+        if not isinstance(self, LoraLayer) or not has_options(arguments):
             return True
-        variants = getattr(config, "use_dora", False) or getattr(config, "kasa_config", None) is not None
-        return bool(variants) or getattr(config, "init_lora_weights", True) not in WITHOUT_WEIGHT
+        variants = option(arguments, "use_dora", False) or option(arguments, "kasa_config", None) is not None
+        return bool(variants) or option(arguments, "init_lora_weights", True) not in WITHOUT_WEIGHT
 
-    @property
-    def lora_variants(self: Any) -> Mapping[Any, Any]:
-        """PEFT's table of variants, with those that look at the base weight in each forward."""
-        variants = super().lora_variants  # type: ignore[misc]
-        return {key: on_quantized(variant) for key, variant in variants.items()}
+    def resolve_lora_variant(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """PEFT's variant of an adapter, of the class for quantized weights."""
+        variant = super().resolve_lora_variant(*args, **kwargs)  # type: ignore[misc]
+        if variant is not None:
+            kind: Any = type(variant)
+            variant.__class__ = on_quantized(kind)
+        return variant
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The class is made at run time: a copy or pickle makes it again.
@@ -262,7 +264,7 @@ def floats(layer: Any, dtype: torch.dtype | None = None) -> Iterator[dict[str, Q
 
 def names_of(layer: Any, base: nn.Module | None = None) -> list[str]:
     """Names of the parameters of the base that `layer` may change."""
-    if isinstance(layer, ParamWrapper):
+    if isinstance(layer, ParamWrapper) and hasattr(layer, "parameter_name"):  # 0.18 sets it after the base
         return [layer.parameter_name]
     base = base or layer.get_base_layer()
     return [name for name, parameter in base._parameters.items() if parameter is not None]

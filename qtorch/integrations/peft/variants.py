@@ -15,6 +15,8 @@ from typing import Any
 from peft.tuners.lora import variants
 from torch import Tensor, nn
 
+from .versions import of_magnitude
+
 
 def _linear_or_conv(module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
     """`forward` of DoRA for `lora.Linear` and the convolutions."""
@@ -30,7 +32,7 @@ def _linear_or_conv(module: Any, active_adapter: str, x: Tensor, result: Tensor,
         scaling=module.scaling[active_adapter],
         base_layer=SimpleNamespace(weight=_float(base.weight), bias=base.bias),
         base_result=base_result,
-        adapter_name=active_adapter,
+        **of_magnitude(active_adapter),
     )
 
 
@@ -43,7 +45,7 @@ def _embedding(module: Any, active_adapter: str, x: Tensor, result: Tensor, **kw
         scaling=module.scaling[active_adapter],
         base_layer=SimpleNamespace(weight=_float(module.get_base_layer().weight)),
         embed_fn=module._embed,
-        adapter_name=active_adapter,
+        **of_magnitude(active_adapter),
     )
     embed_scale = module._get_embed_scale()
     if embed_scale is not None:

@@ -1,4 +1,4 @@
-"""transformers (5.23 is tested): `from_pretrained`, `save_pretrained` and `Trainer` for models that qtorch quantizes.
+"""transformers: `from_pretrained`, `save_pretrained` and `Trainer` for models that qtorch quantizes.
 
 Importing it registers the quantizer "qtorch"; ``import qtorch`` does so as soon as transformers is imported.
 """
@@ -6,6 +6,10 @@ Importing it registers the quantizer "qtorch"; ``import qtorch`` does so as soon
 from __future__ import annotations
 
 from ...listeners import LISTENERS
+from ...supported_versions import check_version
+
+check_version("transformers")
+
 from .attach import model_changed
 from .config import QtorchConfig
 from .quantizer import QtorchHfQuantizer

@@ -8,12 +8,13 @@ from copy import copy, deepcopy
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, apply_renamings
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
 from ...dtypes import QuantizedTensor
 from .plan import Plan
 from .renaming import Origin
 from .stored_weights import StoredWeights, placed
+from .versions import apply_renamings
 
 PREFIX = "qtorch:"
 """Begins the source patterns of `StoredNames`, which no other converter has."""
@@ -108,7 +109,7 @@ class StoredNames(WeightConverter):
             for key, (name, part) in stored.owners.items()
         }
         patterns = sorted({pattern for _, pattern in self.owners.values()})
-        super().__init__(patterns, "qtorch", [Deserialize(stored, origins)])
+        super().__init__(patterns, "qtorch", operations=[Deserialize(stored, origins)])
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         return self.owners.get(source_key, (source_key, None))

@@ -21,6 +21,7 @@ from ...dtypes import QuantizedTensor
 from ...dtypes.dispatch import implements_aten, implements_function
 from ...dtypes.experts import grouped_linear, grouped_linear_call
 from ...dtypes.functions import grouped_mm
+from .versions import experts_implementations, grouped_mm_operator, of_experts, takes_experts_implementation
 
 NAME = "qtorch"
 """Of the implementation."""
@@ -40,7 +41,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     Returns:
         (T, H).
     """
-    up = self.gate_up_proj if self.has_gate else self.up_proj
+    has_gate = of_experts(self, "has_gate")
+    up = self.gate_up_proj if has_gate else self.up_proj
     if not (isinstance(up, QuantizedTensor) and isinstance(self.down_proj, QuantizedTensor)):
         return ALL_EXPERTS_FUNCTIONS[DEFAULT](self, hidden_states, top_k_index, top_k_weights)
     experts = top_k_index.reshape(-1, 1)
@@ -49,15 +51,15 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     multiply = grouped_linear_call if torch.compiler.is_compiling() else grouped_linear
     y = multiply(hidden_states.to(up.dtype), _stored(up, self), top_k_index)
     if known is not None:
-        y = y + (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias)[known]
-    y = self._apply_gate(y) if self.has_gate else self.act_fn(y)
+        y = y + (self.gate_up_proj_bias if has_gate else self.up_proj_bias)[known]
+    y = self._apply_gate(y) if has_gate else self.act_fn(y)
     y = multiply(y.to(self.down_proj.dtype), _stored(self.down_proj, self), experts)
     if known is not None:
         y = y + self.down_proj_bias[known]
-    if self.has_post_expert_norm:
+    if of_experts(self, "has_post_expert_norm"):
         y = self.post_expert_norm(y)
     weights = top_k_weights
-    if self._is_expert_parallel:
+    if of_experts(self, "_is_expert_parallel"):
         weights = weights.masked_fill((top_k_index < 0) | (top_k_index >= self.num_experts), 0.0)
     y = y.unflatten(0, top_k_index.shape)
     if weights.dtype == y.dtype == hidden_states.dtype:
@@ -77,19 +79,20 @@ def choose(model: Any) -> None:
     """Let a model with quantized experts run them as above, unless the user has chosen another implementation."""
     if not any(isinstance(p, QuantizedTensor) and p.dim() == 3 for p in model.parameters()):
         return
-    chosen = {key: NAME for key, name in model.get_experts_implementation().items() if name == DEFAULT}
-    if chosen and model._can_set_experts_implementation():
-        model.set_experts_implementation({**model.get_experts_implementation(), **chosen})
+    now = experts_implementations(model)
+    chosen = {key: NAME for key, name in now.items() if name == DEFAULT}
+    if chosen and takes_experts_implementation(model, NAME):
+        model.set_experts_implementation({**now, **chosen})
 
 
-_FALLBACK = torch.ops.transformers.grouped_mm_fallback
-
-
-@implements_function(_FALLBACK, _FALLBACK.default)
 def _fallback(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     return grouped_mm(input, weight, offs)
 
 
-@implements_aten(_FALLBACK.default)
 def _fallback_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
     return grouped_mm(*args, **kwargs)
+
+
+if (_FALLBACK := grouped_mm_operator()) is not None:
+    implements_function(_FALLBACK, _FALLBACK.default)(_fallback)
+    implements_aten(_FALLBACK.default)(_fallback_below_autograd)

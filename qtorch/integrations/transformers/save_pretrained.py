@@ -13,6 +13,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from transformers import modeling_utils
 from transformers.modeling_utils import PreTrainedModel
 
 from ...dtypes import QuantizedTensor
@@ -20,6 +21,7 @@ from ...model_size import with_codes_counted
 from .attach import attach
 from .model_card import is_generic, model_card
 from .quantizer import QtorchHfQuantizer
+from .versions import give_conversions
 
 README = "README.md"
 
@@ -82,3 +84,4 @@ for _name, _wrap in {
     "resize_token_embeddings": _with_tables_checked,
 }.items():
     setattr(PreTrainedModel, _name, _wrap(getattr(PreTrainedModel, _name)))
+give_conversions(modeling_utils, QtorchHfQuantizer)

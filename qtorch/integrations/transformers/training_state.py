@@ -17,13 +17,14 @@ from ...training.weights.base import TrainingWeight
 from .config import QtorchConfig
 from .plan import Plan
 from .stored_weights import StoredWeights
+from .versions import ignore_unexpected
 
 
 def to_be_read_later(model: Any, stored: StoredWeights, config: QtorchConfig) -> None:
     """Keep transformers from reporting what recipes have added to the model as unexpected."""
     if config.training:
         added = [f"^{re.escape(key)}$" for key in stored.others if key not in model.state_dict()]
-        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *added}
+        ignore_unexpected(model, added)
 
 
 def prepare(model: Any, plan: Plan | None, stored: StoredWeights | None, config: QtorchConfig) -> dict[str, Recipe]:
