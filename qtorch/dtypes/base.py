@@ -309,7 +309,7 @@ def make_wrapper(cls: type, shape: Sequence[int], **options: Any) -> Any:
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return make_wrapper(cls, shape, **options)
-    wrapper = torch.Tensor._make_wrapper_subclass(cls, shape, **options)
+    wrapper: Any = torch.Tensor._make_wrapper_subclass(cls, shape, **options)
     torch._C._set_throw_on_mutable_data_ptr(wrapper)
     return wrapper
 

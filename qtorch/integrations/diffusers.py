@@ -286,4 +286,4 @@ def attach(model: Any) -> Any:
 auto.AUTO_QUANTIZER_MAPPING[Method.QTORCH.value] = QtorchQuantizer
 auto.AUTO_QUANTIZATION_CONFIG_MAPPING[Method.QTORCH.value] = QtorchConfig
 
-ModelMixin.get_memory_footprint = with_codes_counted(ModelMixin.get_memory_footprint)
+ModelMixin.get_memory_footprint = with_codes_counted(ModelMixin.get_memory_footprint)  # type: ignore[attr-defined]

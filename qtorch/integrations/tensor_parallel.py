@@ -28,8 +28,7 @@ from ..dtypes.autocast import cast_for_product
 from ..dtypes.linear import check_dtype, multiply
 from ..prepared_module import PreparedModule
 from ..primitives.granularity import PerTensor
-from ..training.engine.split import Split, joined_extremes
-from .wrappers import CUT_HERE
+from ..training.engine.split import CUT_HERE, Split, joined_extremes
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
 

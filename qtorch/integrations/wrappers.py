@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..dtypes import QuantizedTensor
 from ..training import TrainingWeight
+from ..training.engine.split import CUT_HERE
 from ..training.weights.codes import CodesWeight
 
 
@@ -66,10 +67,6 @@ def _registered(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
     handler = HANDLERS.get(name)
     if handler is not None and inner is not None:
         handler(outer, inner)
-
-
-CUT_HERE: list[nn.Module] = []
-"""Modules whose weights the styles of `tensor_parallel` are about to cut."""
 
 
 def _parallelized(module: nn.Module, name: str, parameter: Any) -> None:

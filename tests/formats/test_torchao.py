@@ -220,6 +220,7 @@ def test_damaged_metadata_are_named(text: str, tmp_path: Path) -> None:
 def test_pickles_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("torchao.quantization")
     module.Int8Tensor = type("Int8Tensor", (), {"__module__": module.__name__})
+    monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     torch.save({"weight": module.Int8Tensor()}, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text(json.dumps(quantized_config("torchao", "float32")))

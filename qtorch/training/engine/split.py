@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...kernels.ops.quantize_rowwise import shares_scales
 from ...primitives import QuantSpec
@@ -149,3 +149,7 @@ def check_operand(spec: QuantSpec, operand: str, axis: str, part: int, whole: in
             f"{operand} has ranges by {spec.scale_rule}, which do not follow from those of parts; take MinMaxRule(), "
             "AbsMaxRule() or AbsMeanRule()"
         )
+
+
+CUT_HERE: list[nn.Module] = []
+"""Layers whose weights our styles of tensor parallelism are cutting; those of torch refuse weights in training."""
