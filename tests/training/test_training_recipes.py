@@ -329,7 +329,8 @@ def test_inductor(name: str) -> None:
         results.append([y.detach(), x.grad, *(p.grad for p in each.parameters() if p.requires_grad)])
     assert ran or name not in ("int8_mixed_precision_training", "switchback_training", "bitnet_training"), "no products"
     for wanted, got in zip(*results, strict=True):
-        assert compute_error(wanted, got) > 40  # a code may round the other way after a fused multiplication
+        # A code may round the other way after a fused multiplication. The gradient of an adapter is zero at first.
+        assert torch.equal(wanted, got) or compute_error(wanted, got) > 40
 
 
 def test_errors_leave_the_model_as_it_was() -> None:

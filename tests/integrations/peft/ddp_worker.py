@@ -1,4 +1,4 @@
-"""One rank of `test_distributed`: adapters on a frozen quantized base under DistributedDataParallel."""
+"""One rank of `test_distributed`: adapters on a frozen quantized base under DistributedDataParallel and FSDP2."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from qtorch import quantize_
@@ -63,6 +64,19 @@ def check(recipe: str, options: dict[str, Any]) -> None:
         assert grad.abs().max() > 0
 
 
+def check_sharded(recipe: str) -> None:
+    rank = dist.get_rank()
+    x = torch.randn(20, 64, generator=torch.Generator().manual_seed(7))
+    expected, model = gradients(build(0, recipe), x), build(0, recipe)
+    for part in (model.base_model.model[0], model.base_model.model[2], model):
+        fully_shard(part)
+    got = gradients(model, x[rank * 10 : rank * 10 + 10])
+    assert got.keys() == expected.keys()
+    for name, grad in got.items():
+        whole = grad.full_tensor()  # type: ignore[operator]
+        torch.testing.assert_close(whole, expected[name], rtol=1e-4, atol=1e-6, msg=f"FSDP2 {recipe} {name}")
+
+
 def check_errors() -> None:
     rank = dist.get_rank()
     model = build(0, "int8" if rank else "int4")
@@ -81,6 +95,7 @@ def main() -> None:
     for recipe, several in OPTIONS.items():
         for options in several:
             check(recipe, options)
+        check_sharded(recipe)
     check_errors()
     print(f"rank {dist.get_rank()} ok", flush=True)
     dist.destroy_process_group()

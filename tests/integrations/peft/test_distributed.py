@@ -1,4 +1,5 @@
-"""Two gloo processes: the gradients of adapters under DistributedDataParallel are those of one process."""
+"""Two gloo processes: the gradients of adapters under DistributedDataParallel and FSDP2 are those of one
+process."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
-def test_ddp() -> None:
+def test_ddp_and_fsdp() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     command += ["--rdzv-endpoint=localhost:0", str(Path(__file__).with_name("ddp_worker.py"))]
     environment = {**os.environ, "QTORCH_CPU_KERNELS": "0"}
