@@ -7,6 +7,7 @@ import itertools
 import torch
 from torch import nn
 
+from qtorch.prepared_module import PreparedModule
 from tests.attack.operations import inputs, operation, outputs, same
 from tests.attack.subject import K, N, Subject
 
@@ -68,6 +69,22 @@ def largest_weights(subject: Subject) -> None:
                 assert bool(y.isfinite().all()), f"{int((~y.isfinite()).sum())} outputs of {size:g} are not finite"
                 for row in () if subject.clips else (7, 9):
                     same([y[:, row] / size], [wanted[:, row] / size], f"a row of {size:g}", 0.5)
+
+
+@operation(GROUP, "another number of threads")
+def threads(subject: Subject) -> None:
+    """The same bits where integers are added up, and otherwise the same up to the order of sums."""
+    layer, before = subject.layer().eval(), torch.get_num_threads()
+    spec = getattr(layer.weight, "scheme", None)
+    activation = None if isinstance(layer, PreparedModule) else getattr(spec, "activation", None)
+    exact = activation is not None and not activation.dtype.is_floating_point
+    wanted = outputs(layer)
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            same(outputs(layer), wanted, f"{count} threads", 0.0 if exact else 1e-6)
+    finally:
+        torch.set_num_threads(before)
 
 
 @operation(GROUP, "no rows")

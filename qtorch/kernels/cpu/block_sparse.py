@@ -13,8 +13,7 @@ from torch import Tensor
 from ...layouts.packed import can_pack_bits
 from ..custom_ops import note, opaque, recording
 from ..linear.block_sparse import block_sparse_int8_mm, block_sparse_weight_mm
-from ..linear.int8_scaled import INTEGERS
-from ..linear.int8_scaled import supports_int32
+from ..linear.int8_scaled import INTEGERS, supports_int32
 from ..ops.quantize_rowwise import quantize_input
 from ..registry import Problem, register
 from ..rows import from_rows, to_rows

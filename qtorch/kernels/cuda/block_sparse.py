@@ -11,8 +11,7 @@ from ...layouts.packed import can_pack_bits
 from ...primitives.qdtype import qdtype
 from .. import features
 from ..custom_ops import opaque
-from ..linear.int8_scaled import INTEGERS
-from ..linear.int8_scaled import supports_int32
+from ..linear.int8_scaled import INTEGERS, supports_int32
 from ..ops.quantize_rowwise import quantize_input
 from ..registry import Problem, needs_matrix, register
 from ..rows import from_rows, to_rows
