@@ -110,6 +110,20 @@ def test_compile(recipe: Recipe, backend: str) -> None:
             torch.testing.assert_close(compiled(x), model(x))
 
 
+def test_what_rows_share_in_nvfp4() -> None:
+    """One fp32 scale for the batch: small rows are accurate while scales of blocks are normal numbers, then zeros."""
+    layer = nn.Linear(256, 96, bias=False)
+    quantize_(layer, nvfp4_dynamic_activation_nvfp4_weight())
+    rows = torch.randn(4, 256).clamp(-3, 3)
+    weight = layer.weight.dequantize()
+    for ratio, low, high in ((2.0**12, 14, 30), (2.0**22, -0.01, 0.01)):
+        x = rows.clone()
+        x[0] *= ratio
+        assert low < compute_error(x[1:] @ weight.t(), layer(x)[1:]) < high
+    x[0, 0] = torch.inf
+    assert compute_error(x[1:] @ weight.t(), layer(x)[1:]) > 14
+
+
 def test_errors() -> None:
     with pytest.raises(ValueError, match=r"granularity is PerRow\(\) or PerTensor\(\), got PerGroup\(group_size=32\)"):
         float8_dynamic_activation_float8_weight(PerGroup(32))

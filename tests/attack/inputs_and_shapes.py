@@ -75,6 +75,22 @@ def largest_weights(subject: Subject) -> None:
                     same([y[:, row] / size], [wanted[:, row] / size], f"a row of {size:g}", 0.5)
 
 
+@operation(GROUP, "another number of threads")
+def threads(subject: Subject) -> None:
+    """The same bits where integers are added up, and otherwise the same up to the order of sums."""
+    layer, before = subject.layer().eval(), torch.get_num_threads()
+    spec = getattr(layer.weight, "scheme", None)
+    activation = None if isinstance(layer, PreparedModule) else getattr(spec, "activation", None)
+    exact = activation is not None and not activation.dtype.is_floating_point
+    wanted = outputs(layer)
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            same(outputs(layer), wanted, f"{count} threads", 0.0 if exact else 1e-6)
+    finally:
+        torch.set_num_threads(before)
+
+
 @operation(GROUP, "no rows")
 def no_rows(subject: Subject) -> None:
     layer = subject.layer().eval()

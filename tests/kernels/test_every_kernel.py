@@ -3,6 +3,7 @@
 A new kernel, layout, recipe or number format is covered here by itself.
 """
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -47,8 +48,8 @@ def test_sums_beyond_int32(k: int) -> None:
     """Of the widest codes, of either sign; those of 2:4 sparse weights are half as long."""
     signs = torch.tensor([[1.0], [-1.0]]).repeat(4, k)
     signs[2:4, ::2] *= -1
-    x, specs = signs[:3] * 0.7, {name: spec for name, spec in schemes().items() if is_long(spec)}
-    for name, weight in (named for name, spec in specs.items() for named in in_every_layout(name, spec, values=signs)):
+    x, long = signs[:3] * 0.7, [(name, spec) for name, spec in schemes().items() if is_long(spec)]
+    for name, weight in itertools.chain(*(in_every_layout(*named, values=signs) for named in long)):
         problem, real = Problem("linear", weight.scheme, torch.float32, "cpu"), weight.dequantize().double()
         for kernel in KERNELS:
             if kernel.rejects(problem) is not None:

@@ -35,6 +35,16 @@ def test_exact_at_the_largest_sums(multiply):
     assert (multiply(a, odd) == 5000 * 128 * 128 - 128).all()
 
 
+def test_sums_that_an_int32_need_not_hold():
+    a, b = torch.full((2, 140_000), -128, dtype=torch.int8), torch.full((140_000, 3), -128, dtype=torch.int8)
+    assert (int_scaled_matmul(a, b, torch.ones(2, 1, dtype=torch.float64)) == 140_000 * 128 * 128).all()
+    with pytest.raises(ValueError, match="need not hold sums of 140000 products"):
+        int_matmul(a, b)
+    longest = module.int32_terms()
+    assert longest * 128 * 128 < 2**31 <= (longest + 1) * 128 * 128
+    assert (int_matmul(a[:, :longest], b[:longest]) == longest * 128 * 128).all()
+
+
 def test_any_strides():
     a, b = random_codes(40, 24)[::2, 4:20], random_codes(16, 9)
     assert torch.equal(int_matmul(a, b).long(), a.long() @ b.long())

@@ -1,5 +1,6 @@
 """What is no linear layer trains too: experts in one parameter, transposed convolutions, tied embedding and head."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -7,9 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from qtorch import PerTensor, compute_error, quantize_
+from qtorch import MappingType, PerRow, PerTensor, QuantSpec, compute_error, quantize_
 from qtorch.kernels import record_kernels
+from qtorch.kernels.cpu import compiled_library
+from qtorch.kernels.ops.int8_grouped_mm import int8_sums
 from qtorch.training import (
+    GemmSpec,
     TrainingSpec,
     bitnet_training,
     convert,
@@ -38,6 +42,29 @@ RECIPES = {
     "int4, int8": mixed_precision_training(fully_quantized(4, 8)),
     "int8 tensorwise": mixed_precision_training(fully_quantized(8, 8, PerTensor())),
 }
+
+
+ASYMMETRIC = GemmSpec(*[QuantSpec("int8", PerRow(), MappingType.ASYMMETRIC)] * 2)
+
+
+@pytest.mark.parametrize("build", ["compiled", None])
+@pytest.mark.parametrize("name", [*RECIPES, "int8, zero points"])
+def test_more_tokens_than_int32_holds_sums_of(name: str, build: str | None) -> None:
+    """The contracted axis of the weight's gradient; codes are the largest of either sign."""
+    layer = nn.Linear(32, 32, bias=False)
+    quantize_(layer, RECIPES[name] if name in RECIPES else mixed_precision_training(TrainingSpec(*[ASYMMETRIC] * 3)))
+    signs = torch.tensor([1.0, -1.0]).repeat(16)
+    with nullcontext() if build else compiled_library.use(None):
+        layer(signs.expand(140_032, 32)).backward(signs.flip(0).expand(140_032, 32))
+    torch.testing.assert_close(layer.weight.grad, 140_032 * signs.flip(0).outer(signs), rtol=0.02, atol=0)
+
+
+def test_sums_of_parts_of_a_long_axis_are_of_one_dtype() -> None:
+    codes = torch.ones(2, 8, dtype=torch.int8)
+    assert [int8_sums(codes, None, codes, None, length).dtype for length in (131_071, 131_072)] == [
+        torch.int32,
+        torch.int64,
+    ]
 
 
 class Experts(nn.Module):

@@ -30,8 +30,8 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 def where_finite(y: Tensor, x: Tensor, product: Callable[[], Tensor], share: int = 1) -> Tensor:
-    """`y` (M * share, N), with rows of `product()` for those that are not finite although the row of x (M, K) is: scales
-    that are multiplied last, or first, may make what lies between infinite."""
+    """`y` (M * share, N), with rows of `product()` for those that are not finite although the row of x (M, K) is:
+    scales that are multiplied last, or first, may make what lies between infinite."""
     rows = torch.isfinite(x).all(1, keepdim=True).repeat_interleave(share, 0) & ~torch.isfinite(y).all(1, keepdim=True)
     return torch.where(rows, product(), y) if bool(rows.any()) else y
 
@@ -107,8 +107,8 @@ class CompiledLinear(CompiledWeight):
         way: str,
         numerics: Numerics,
     ) -> tuple[Tensor, bool]:
-        """y in this shape, from x whose rows are `stride` elements apart, by one of `ways.WAYS`; and whether all of it is
-        finite."""
+        """y in this shape, from x whose rows are `stride` elements apart, by one of `ways.WAYS`; and whether all of it
+        is finite."""
         y = empty(shape, self.dtype)
         x_type, y_type = self._types
         # By position, in the order of the struct's fields: making the named tuple would take four times as long.

@@ -113,9 +113,9 @@ def cpu_experts_int8_mm(
         layer = IntExperts.of(codes, ws, wz, *about)
 
     def one_by_one() -> Tensor:
-        quantized = (x, xs, xz) if x.dtype is torch.int8 else quantize_rows(x, quantizer, xs, xz)
-        assert quantized[1] is not None
-        of_x = quantized[0], *of_rows(*quantized[1:], m, writable=False)
+        xq, factor, zero_point = (x, xs, xz) if x.dtype is torch.int8 else quantize_rows(x, quantizer, xs, xz)
+        assert factor is not None
+        of_x = xq, *of_rows(factor, zero_point, m, writable=False)
 
         def product(of_input: Tensor, e: int) -> Tensor:
             rows, scale, zero = (None if t is None else t[of_input] for t in of_x)

@@ -83,11 +83,12 @@ def cpu_int8_mm(
 
     def in_torch() -> Tensor:
         note("cpu_int8_mm.torch")
-        quantized = (x, xs, xz) if x.dtype is torch.int8 else quantize_rows(x, quantizer, xs, xz)
+        xq, scale, zero = (x, xs, xz) if x.dtype is torch.int8 else quantize_rows(x, quantizer, xs, xz)
+        assert scale is not None
         if packed:
-            y = packed_int8_scaled.packed_int8_mm(*quantized, codes, ws, wz, weight_dtype, dtype)
+            y = packed_int8_scaled.packed_int8_mm(xq, scale, zero, codes, ws, wz, weight_dtype, dtype)
         else:
-            y = int8_grouped_mm(*quantized, codes, ws, wz, dtype)
+            y = int8_grouped_mm(xq, scale, zero, codes, ws, wz, dtype)
         return y if bias is None else y.add_(bias)
 
     if compiled is None or way == "torch":

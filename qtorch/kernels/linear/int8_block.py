@@ -2,8 +2,8 @@
 
     y[m, n] = sum_g (sum_{k in g} xq[m, k] wq[n, k]) * ws[n, g] * xs[m, g] + bias[n]
 
-The inner sum is an exact integer; the outer one runs in fp32 in the order of the groups g, the finer of the two operands'
-blocks, so that the result does not depend on the machine. Symmetric codes only.
+The inner sum is an exact integer; the outer one runs in fp32 in the order of the groups g, the finer of the two
+operands' blocks, so that the result does not depend on the machine. Symmetric codes only.
 """
 
 from __future__ import annotations

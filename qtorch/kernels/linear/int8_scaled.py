@@ -44,7 +44,9 @@ def supports_int32(problem: Problem) -> str | None:
     assert scheme.activation is not None
     of_weight = scheme.weight.has_zero_point or not scheme.weight.dtype.is_signed
     most = int32_terms(scheme.activation.has_zero_point, of_weight)
-    return supports(problem) or (f"takes groups of at most {most} columns, the weight has {group}" if group > most else None)
+    return supports(problem) or (
+        f"takes groups of at most {most} columns, the weight has {group}" if group > most else None
+    )
 
 
 @register(

@@ -4,8 +4,8 @@
     y[m, n] = (sum_g (sum_{k in g} (xq[m, k] - xz[m]) (wq[n, k] - wz[n, g])) * ws[n, g]) * xs[m] + bias[n]
 
 The second is that of `int8_scaled_mm` for integer activations, with the same bits: a sum of integers in int32, or in
-fp32 or fp64 where they hold it exactly and an int32 might not. With ``PortableLayout(qdq=True)``, and with activations in floating-point codes, both
-operands are dequantized and multiplied in fp32.
+fp32 or fp64 where they hold it exactly and an int32 might not. With ``PortableLayout(qdq=True)``, and with activations
+in floating-point codes, both operands are dequantized and multiplied in fp32.
 """
 
 from __future__ import annotations

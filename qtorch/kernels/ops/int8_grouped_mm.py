@@ -3,8 +3,8 @@
     y[m, n] = (sum_g (sum_{k in g} (xq[m, k] - xz[m]) (wq[n, k] - wz[n, g])) * ws[n, g]) * xs[m] + bias[n]
 
 The inner sum is an exact integer, in int64 where an int32 might not hold it; the outer one, over the groups g of the
-weight (one, for a scale per row), runs in fp32 in the order of the groups. So the result does not depend on the machine,
-and training with the same spec sees the same bits.
+weight (one, for a scale per row), runs in fp32 in the order of the groups. So the result does not depend on the
+machine, and training with the same spec sees the same bits.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ def int8_grouped_mm(
 
 
 def without_large(ws: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales (N, G) in fp32 whose products with sums of codes are finite, and the powers of two (1, N) that are multiplied
-    last: 1, but for rows whose scales are near the largest number. So a result is finite where fp32 can represent it."""
+    """Scales (N, G) in fp32 whose products with sums of codes are finite, and powers of two (1, N) that are multiplied
+    last: 1, but for rows with scales near the largest number. So a result is finite where fp32 can represent it."""
     ws = ws.float()
     up = power_if_larger(ws, LARGE_SCALE, 2.0**48)
     return ws / up, up.t()
 
 
 def int8_sums(xq: Tensor, xz: Tensor | None, wq: Tensor, wz: Tensor | None, length: int | None = None) -> Tensor:
-    """sum_k (xq - xz) (wq - wz), (M, N), from the plain product of the codes and their sums; one group. In int64 where an
-    int32 might not hold the sums of `length` terms, by default K."""
+    """sum_k (xq - xz) (wq - wz), (M, N), from the plain product of the codes and their sums; one group. In int64 where
+    an int32 might not hold the sums of `length` terms, by default K."""
     # Unsigned 8-bit codes do not fit int8: shift codes and zero point by 128; their difference does not change.
     if wq.dtype == torch.uint8:
         wz = wq.new_zeros(wq.shape[0], 1, dtype=torch.int32) if wz is None else wz.to(torch.int32)

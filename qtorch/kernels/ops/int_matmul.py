@@ -37,8 +37,8 @@ def int_matmul(a: Tensor, b: Tensor) -> Tensor:
     """(M, K) int8 @ (K, N) int8 -> (M, N) int32, exact.
 
     Raises:
-        ValueError: not int8 matrices, or the inner sizes differ or exceed 131071, where an int32 need not hold the sums;
-            `int_scaled_matmul` takes those.
+        ValueError: not int8 matrices, or the inner sizes differ or exceed 131071, where an int32 need not hold the
+            sums; `int_scaled_matmul` takes those.
     """
     check_int8_matrices(a, b)
     if a.is_cpu and features.cpu_has("vnni"):

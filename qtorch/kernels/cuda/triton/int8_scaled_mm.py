@@ -2,8 +2,8 @@
 
     c[m, n] = (sum_k a[m, k] * b[k, n] - az[m] * sum_k b[k, n]) * as[m] * bs[n] + bias[n]
 
-The sum is an exact int32, so K is at most `int32_terms`. The products with the scales are made in fp32 in this order, and the result is rounded to its
-dtype before the bias is added, as in the CPU kernels, so that the bits agree.
+The sum is an exact int32, so K is at most `int32_terms`. The products with the scales are made in fp32 in this order,
+and the result is rounded to its dtype before the bias is added, as in the CPU kernels, so that the bits agree.
 
 wgmma supports int8 operands with the contracted axis last only, so a row-major `a` and a column-major `b` are fast.
 Other operands are copied to that order if the product is large enough to pay for the copy.
