@@ -184,7 +184,7 @@ class TrainingSpec:
         if self._depends_on_input:
             raise ValueError(
                 "the weight as the forward multiplies it depends on the input (GemmSpec.fold, mid_alpha), so there is "
-                "no weight for inference; train by a spec without these, or take the float weights and quantize them by "
+                "no weight for inference; train by a spec without these, or quantize the float weights by "
                 "calibrated(recipe, batches, transforms=[smooth()]), which moves such factors into the weights"
             )
 
