@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cli.tiny import WORDS, save_llama
 from tests.float_checkpoints import save_shards
 
 ROOT = Path(__file__).parents[2]
@@ -103,6 +104,48 @@ def test_killed_and_continued(format: str, tmp_path: Path) -> None:
         shutil.rmtree(folder)
     print(f"killed {killed} times")
     assert killed >= KILLS
+
+
+COMMANDS = {
+    "quantize": ("quantize", "{llama}", "{dst}", "--recipe", "int4_weight_only", "--set", "group_size=32"),
+    "one file": ("quantize", "{llama}", "{dst}.safetensors", "--recipe", "int8_weight_only", "--format", "qtorch"),
+    "convert": ("convert", "{llama}", "{dst}", "--format", "transformers"),
+    "calibrate": (
+        *("quantize", "{llama}", "{dst}", "--recipe", "int4_weight_only", "--set", "group_size=32"),
+        *("--calibrate", "{text}", "--method", "gptq", "--calibrate-length", "32", "--calibrate-tokens", "64"),
+    ),
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs limits of a process")
+@pytest.mark.parametrize("how", ["killed", "full"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_write_all_or_nothing(name: str, how: str, tmp_path: Path) -> None:
+    """Killed, or with files that may not grow: what is written is complete, or not there, and is what it should be."""
+    pytest.importorskip("transformers")
+    from qtorch.cli import main
+
+    llama = save_llama(tmp_path / "llama")
+    (tmp_path / "text.txt").write_text(" ".join(WORDS))
+    found = {}
+    for kind in ("wanted", how):
+        (tmp_path / kind).mkdir()
+        places = {"llama": llama, "dst": tmp_path / kind / "q", "text": tmp_path / "text.txt"}
+        command = [word.format(**places) for word in COMMANDS[name]]
+        if kind == "wanted":
+            assert main(command) == 0
+        else:
+            process = [sys.executable, "-m", "tests.attack.command_process", how, "0", str(KILLS), command[2], *command]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(process, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=900)
+            assert done.returncode == 0, done.stderr[-3000:]
+            said = [line.split() for line in done.stdout.splitlines()]
+            assert sum(status != "0" for status, _ in said) >= KILLS
+            if how == "full":
+                assert all(exists == str(status == "0") for status, exists in said)
+                assert "Traceback" not in done.stderr
+        found[kind] = files(tmp_path / kind)
+    assert found[how] == found["wanted"]
 
 
 def files(folder: Path) -> dict[str, bytes]:
