@@ -181,7 +181,9 @@ def _of_transformers(module: nn.Module, attribute: str) -> WeightKind | None:
         if cls.__name__ in BY_CLASS_NAME and not cls.__module__.startswith("torch."):
             return BY_CLASS_NAME[cls.__name__].get(attribute)
     transposed = getattr(module, "is_transposed", None)
-    marked = isinstance(transposed, bool) and isinstance(getattr(module, "has_bias", None), bool)
+    # The second one came with transformers 5.6; in 5.0 there is the first.
+    others = (getattr(module, "has_bias", None), getattr(module, "is_concatenated", None))
+    marked = isinstance(transposed, bool) and any(isinstance(each, bool) for each in others)
     if marked and attribute in PROJECTIONS:
         return EXPERTS_IN_OUT if transposed else EXPERTS
     return None

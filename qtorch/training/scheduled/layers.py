@@ -14,7 +14,7 @@ from ...dtypes.linear import check_input
 from ...kernels.im2col import to_matrix
 from ...kernels.rows import from_rows, to_rows
 from ...prepared_module import PreparedModule
-from ...tracing.outside_graphs import refuse_jit_trace
+from ...tracing.outside_graphs import outside_graphs, refuse_jit_trace
 from ..engine.contraction import contraction
 from ..engine.conv import conv_by
 from ..engine.operand import quantize_operand
@@ -23,9 +23,12 @@ from ..quantization_aware.schedule import QuantizationSchedule
 from ..weights.base import of_codes
 from .state import ScheduledContraction
 
-_outside_graphs = torch.compiler.disable(contraction)
-"""For ranges that follow: Dynamo has an internal error, another one in each torch, where an autograd function changes
-buffers, or makes them."""
+
+@outside_graphs("the ranges of static operands follow what passes, outside of graphs")
+def _with_ranges(x: Tensor, w: Tensor, spec: TrainingSpec, state: ScheduledContraction) -> Tensor:
+    """`contraction` with ranges that follow: Dynamo has an internal error, another one in each torch, where an autograd
+    function makes or changes buffers."""
+    return contraction(x, w, spec, state)
 
 
 class ScheduledLayer(PreparedModule):
@@ -66,7 +69,7 @@ class ScheduledLayer(PreparedModule):
         raise NotImplementedError
 
     def contract(self, rows: Tensor, matrix: Tensor) -> Tensor:
-        run = _outside_graphs if self.contraction_state.schedule.static else contraction
+        run = _with_ranges if self.contraction_state.schedule.static else contraction
         return run(rows, matrix, self.training_spec, self.contraction_state)
 
     @property
