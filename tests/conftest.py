@@ -75,7 +75,19 @@ def default_dtype(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if name is None:
         yield
         return
-    for factory in ("arange", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randn", "tensor", "zeros"):
+    for factory in (
+        "arange",
+        "empty",
+        "eye",
+        "full",
+        "linspace",
+        "logspace",
+        "ones",
+        "rand",
+        "randn",
+        "tensor",
+        "zeros",
+    ):
         monkeypatch.setattr(torch, factory, _as_usual(getattr(torch, factory)))
     torch.set_default_dtype(getattr(torch, name))
     yield
