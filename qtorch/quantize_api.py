@@ -26,7 +26,7 @@ from .model_size import get_model_size_in_bytes
 from .module_repr import show_quantized
 from .prepared_module import PreparedModule
 from .primitives.granularity import IndivisibleError
-from .recipe import FOREIGN, RECIPES, Recipe, WeightRecipe, check_float_weight, register_recipe
+from .recipe import FOREIGN, RECIPES, Recipe, WeightRecipe, check_float_weight, check_has_values, register_recipe
 from .report import QuantizeReport
 from .report_rows import quantized_row, skipped_row, why_nothing
 from .targets import Filter, Reach, Target, find_targets
@@ -122,14 +122,14 @@ def quantize_(
     """
     check_model("quantize_", model)
     check_are_recipes("quantize_", recipe)
-    _check_device(device, model)
+    _check_device(device)
     found: list[Target[Any]] = find_targets(model, recipe, filter_fn, targets)
     choose_fitting(found, on_misfit)
     if not any(target.recipe for target in found):
         raise ValueError(f"quantize_: nothing to quantize: {why_nothing(found)}")
     _place(found)
     _leave_what_is_done(found)
-    _check_targets(found)
+    _check_targets(found, moves=device is not None)
     before = get_model_size_in_bytes(model)
     elements = _elements(model, found)
     with transformed(model, found, keep=not dry_run) as transforms:
@@ -253,15 +253,10 @@ def _recipes_in(mapping: Mapping[str, Any]) -> list[Any]:
     return [each for given in mapping.values() for each in (given if given and isinstance(given, tuple) else (given,))]
 
 
-def _check_device(device: torch.device | str | None, model: nn.Module) -> None:
-    """Raise `ValueError` if no tensor can be on `device`, or a weight has no values to be moved there."""
+def _check_device(device: torch.device | str | None) -> None:
+    """Raise `ValueError` if no tensor can be on `device`."""
     if device is None:
         return
-    if name := next((name for name, parameter in model.named_parameters() if parameter.is_meta), None):
-        raise ValueError(
-            f"quantize_: {name} is on the meta device and has no values to move to {device}; load it first, or leave "
-            "device out and call model.to_empty(device=...) afterwards; the model is unchanged"
-        )
     try:
         torch.empty(0, device=device, dtype=torch.float32)
     except (RuntimeError, AssertionError) as error:
@@ -293,7 +288,7 @@ def _place(targets: list[Target[Recipe]]) -> None:
             target.asked.recipe = recipe.placed(index, len(group))
 
 
-def _check_targets(targets: list[Target[Recipe]]) -> None:
+def _check_targets(targets: list[Target[Recipe]], moves: bool) -> None:
     problems, indivisible = [], []
     for target in targets:
         if target.recipe is not None:
@@ -301,6 +296,8 @@ def _check_targets(targets: list[Target[Recipe]]) -> None:
                 if obstacle := target.obstacle:
                     raise ValueError(obstacle)
                 target.recipe.check_target(target)
+                if moves:
+                    check_has_values(target.parameter, target.recipe)
             except (ValueError, TypeError) as error:
                 problems.append(f"{target.asked.label}: {error}")
                 if isinstance(error, IndivisibleError):

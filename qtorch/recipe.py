@@ -186,8 +186,7 @@ def check_has_values(weight: Tensor, recipe: Recipe) -> None:
     """Raise `ValueError` where `weight` is on the meta device."""
     if weight.is_meta:
         raise ValueError(
-            f"the weight is on the meta device and has no values to quantize, and {recipe.name} begins with them; "
-            "load it first"
+            f"the weight is on the meta device and has no values to quantize by {recipe.name}(); load it first"
         )
 
 

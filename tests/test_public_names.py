@@ -56,7 +56,7 @@ def test_messages_name_calls_that_exist() -> None:
                 if not found and first not in OTHER_PACKAGES and (start or not rest):  # x.f(): x is the reader's
                     missing.append(f"{path.relative_to(root)}: {name}()")
     assert missing == []
-    assert {"convert", "quantize_", "calibrated", "smooth", "qat", "model.to_empty"} <= checked
+    assert {"convert", "quantize_", "calibrated", "smooth", "qat"} <= checked
 
 
 def _has(start: object, path: str) -> bool:

@@ -47,12 +47,6 @@ HINTS = {
 """Package that calls an operator that is not implemented -> what to do there."""
 
 
-HOW_TO_TRAIN = (
-    "quantize_(model, qat(recipe)) of the float model, see dequantize_, trains it for that recipe, "
-    "int8_weight_only_quantized_training() trains codes, and adapters (LoRA) train beside a frozen weight"
-)
-
-
 class QuantizedTensor(Copied, Gathered, torch.Tensor):
     """Base class of quantized tensors. A subclass names its inner tensors in `tensor_names`.
 

@@ -22,11 +22,12 @@ from ..tracing.function_transforms import are_active, one_by_one, run_whole, tra
 from ..tracing.outside_graphs import refuse_jit_trace, starts_no_graph
 from .affine import AffineQuantizedTensor
 from .autocast import autocasts, cast_for_product
-from .base import HOW_TO_TRAIN, QuantizedTensor
+from .base import QuantizedTensor
 from .copying import forms_of
 from .dispatch import implements_function
 from .fast_path import fast_linear_of
 from .outside_dispatch import dispatches
+from .parameter import HOW_TO_TRAIN
 from .transposed_weight import PaddedWeight, TransposedWeight, as_view, padded_matrix
 
 

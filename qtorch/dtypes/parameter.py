@@ -13,9 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import HOW_TO_TRAIN, QuantizedTensor
+from .base import QuantizedTensor
 from .caller import calling_frame, calling_package
 from .dispatch import implements_function
+
+HOW_TO_TRAIN = (
+    "quantize_(model, qat(recipe)) of the float model, see dequantize_, trains it for that recipe, "
+    "int8_weight_only_quantized_training() trains codes, and adapters (LoRA) train beside a frozen weight"
+)
 
 _PASS_A_FLAG_ON = (nn.Parameter.__new__.__code__, nn.Module._load_from_state_dict.__code__)
 """Code that sets `requires_grad` to its default, or to that of a float parameter: no request to train."""

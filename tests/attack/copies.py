@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qtorch import load_quantized, quantize_, save_quantized
 from qtorch.dtypes import QuantizedTensor
 from qtorch.prepared_module import PreparedModule
-from qtorch.training import TrainingWeight
+from qtorch.training import TrainingWeight, convert
 from tests.attack.operations import Refused, attempt, inputs, operation, outputs, same
 from tests.attack.subject import K, N, Subject
 
@@ -193,10 +193,33 @@ def tied(subject: Subject) -> None:
         assert made["first"].weight is made["second"].weight
 
 
+NO_TABLES = r"embed: (adapters are for nn.Linear|takes the weights of nn.Linear)"
+
+
+@operation(GROUP, "an embedding tied to a head, with a gradient, without, converted", refuses=NO_TABLES)
+def tied_table(subject: Subject) -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(N, K), "head": subject.float_layer()})
+    model["head"].weight = model["embed"].weight
+    quantize_(model, subject.recipe, targets="all")
+    ids, x = torch.arange(N), inputs()[2]
+    model["head"](x)  # starts ranges that follow
+
+    def both() -> list[Tensor]:
+        return [model["embed"](ids), model["head"](x)]
+
+    wanted = [y.detach() for y in both()]
+    with torch.no_grad():
+        same(both(), wanted, "without a gradient", 0)
+        if subject.trains:
+            model.eval()
+            wanted = both()
+            quantize_(model, convert())
+            same(both(), wanted, "converted")
+
+
 @operation(GROUP, "`convert()`, `dequantize_`", refuses=r"^quantize_: nothing to quantize")
 def back_to_floats(subject: Subject) -> None:
     from qtorch import dequantize_
-    from qtorch.training import convert
 
     layer = _warm(subject)
     wanted = outputs(layer)
