@@ -4,7 +4,6 @@ What is gathered from shards is in `gathering`."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from ..layouts.plain import smallest_layout
 from ..primitives.scheme import Scheme
 from .base import QuantizedTensor
+from .caller import calling_frame
 from .copying import forms_of
 from .dispatch import implements_aten, implements_function, run_below
 from .gathering import names_of_rows
@@ -91,4 +91,5 @@ def view(tensor: Any, *size: Any, **kwargs: Any) -> Any:
 
 
 def _called_by_fsdp() -> bool:
-    return bool(sys._getframe(3).f_globals.get("__name__", "").startswith(FSDP))
+    frame = calling_frame()
+    return frame is not None and frame.f_globals.get("__name__", "").startswith(FSDP)
