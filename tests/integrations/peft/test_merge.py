@@ -281,6 +281,8 @@ def adapter_config(name: str) -> peft.PeftConfig:
 @pytest.mark.parametrize("name", sorted({kind.value for kind in peft.PEFT_TYPE_TO_TUNER_MAPPING} - OTHERS))
 def test_every_kind_of_adapter(name: str) -> None:
     """It computes, trains and merges on codes as on the floats that they stand for."""
+    if name == "SHIRA" and not hasattr(peft.tuners.shira.mask_functions, "_get_in_out_features"):
+        pytest.skip("this PEFT makes the mask like the weight, in codes")
     codes = quantized_llama("int8")
     plain, results, merges = output(codes), [], []
     for base in (codes, dequantized(codes)):
@@ -317,6 +319,7 @@ def dequantized(model: Any) -> Any:
     return model
 
 
+@pytest.mark.skipif("FROD" not in peft.PEFT_TYPE_TO_CONFIG_MAPPING, reason="added in PEFT 0.20")
 def test_adapters_that_decompose_the_weights_are_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"FRoD\), need a float model: dequantize_\(model\)"):
         get_peft_model(quantized_llama("int8"), adapter_config("FROD"))
