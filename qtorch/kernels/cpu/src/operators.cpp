@@ -76,12 +76,12 @@ bool weight_only_mm(const Arguments& arguments, const Kernels& kernels, Value* r
     if (!read_weight(codes, scale, zero, form, &call.weight)) return false;
     call.way = choose(kernels, x.type, call.weight, call.x.rows);
     if (call.way < 0) return false;
-    note("cpu_weight_only_mm", kernels, WAY_NAMES[call.way]);
     Result y(call.x.rows, form.n, x.type);
     call.y = {y.data, x.type, form.n, bias.data};
     call.threads = thread_count();
     // Python does it again; see `where_finite`.
     if (kernels.weight_only_mm(&call) && has_python) return false;
+    note("cpu_weight_only_mm", kernels, WAY_NAMES[call.way]);
     *result = y.release();
     return true;
 }
@@ -134,11 +134,11 @@ bool int8_mm(const Arguments& arguments, const Kernels& kernels, Value* result) 
     call.zero = xz ? zeros.data() : nullptr;
     call.way = choose(kernels, INT8, call.weight, m);
     if (call.way < 0) return false;
-    note("cpu_int8_mm", kernels, WAY_NAMES[call.way]);
     Result y(m, form.n, type);
     call.y = {y.data, type, form.n, bias.data};
     call.threads = thread_count();
     if (kernels.int8_mm(&call) && has_python) return false;
+    note("cpu_int8_mm", kernels, WAY_NAMES[call.way]);
     *result = y.release();
     return true;
 }
