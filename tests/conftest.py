@@ -69,18 +69,31 @@ def _as_usual(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 @pytest.fixture(autouse=True)
-def default_dtype(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def default_dtype() -> Iterator[None]:
     """QTORCH_TEST_DEFAULT_DTYPE is the default dtype that the package finds, by default torch's own."""
     name = os.environ.get("QTORCH_TEST_DEFAULT_DTYPE")
     if name is None:
         yield
         return
-    names = "arange empty eye full linspace logspace ones rand randn tensor zeros"
-    for factory in names.split():
-        monkeypatch.setattr(torch, factory, _as_usual(getattr(torch, factory)))
-    torch.set_default_dtype(getattr(torch, name))
-    yield
-    torch.set_default_dtype(torch.float32)
+    # Not the fixture `monkeypatch`, which would then be undone after those that tests set up before it.
+    with pytest.MonkeyPatch.context() as patch:
+        for factory in [
+            "arange",
+            "empty",
+            "eye",
+            "full",
+            "linspace",
+            "logspace",
+            "ones",
+            "rand",
+            "randn",
+            "tensor",
+            "zeros",
+        ]:
+            patch.setattr(torch, factory, _as_usual(getattr(torch, factory)))
+        torch.set_default_dtype(getattr(torch, name))
+        yield
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture

@@ -340,7 +340,12 @@ def test_the_defaults_of_the_process_change_no_tensor() -> None:
 
 # Files that compare addresses, or look at how they are aligned, and read nothing there.
 COMPARED = ("checkpoint/to_save.py", "dtypes/expert_matrices.py", "dtypes/raw_memory.py", "fusion/fused_model.py")
-COMPARED += ("integrations/diffusers.py", "integrations/transformers/stored_weights.py", "kernels/cpu/weight.py")
+COMPARED += (
+    "integrations/diffusers.py",
+    "integrations/plain_state.py",
+    "integrations/transformers/stored_weights.py",
+    "kernels/cpu/weight.py",
+)
 COMPARED += (
     "kernels/cuda/triton/arguments.py",
     "kernels/cuda/triton/int8_scaled_mm.py",

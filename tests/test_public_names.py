@@ -39,7 +39,15 @@ def _messages(tree: ast.Module) -> Iterator[str]:
 
 def test_messages_name_calls_that_exist() -> None:
     root, missing, checked = Path(qtorch.__file__).parent, [], set()
-    packages = ["", ".calibration", ".primitives", ".training", ".integrations.transformers"]
+    packages = [
+        "",
+        ".calibration",
+        ".compat.torchao",
+        ".integrations.transformers",
+        ".kernels",
+        ".primitives",
+        ".training",
+    ]
     places = [builtins, torch, torch.Tensor, torch.nn.Module]
     places += [importlib.import_module(f"qtorch{package}") for package in packages]
     for path in root.rglob("*.py"):

@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
+import zlib
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +20,8 @@ from torch import Tensor
 import qtorch
 from qtorch import convert_checkpoint, load_quantized, quantize_, quantize_checkpoint, save_quantized
 from qtorch.checkpoint import part_file
-from qtorch.checkpoint.source import open_source
+from qtorch.checkpoint.qtorch_source import QtorchSource
+from qtorch.checkpoint.source import SOURCES, Contents, open_source, register_source
 from qtorch.checkpoint.tensor_file import TensorFile
 from qtorch.dtypes import QuantizedTensor
 from qtorch.streaming import companions, forms, partial
@@ -432,6 +438,180 @@ def test_other_arguments_start_anew(source: Path, tmp_path: Path, monkeypatch: p
     assert (tmp_path / ".q.safetensors.partial" / "journal.json").exists()
     quantize_checkpoint(source, target, qtorch.int8_weight_only())
     assert_same(stored(target), expected(tmp_path / "wanted.safetensors", qtorch.int8_weight_only()))
+
+
+def interrupted(source: Path, target: Path, format: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a checkpoint that was begun."""
+    with monkeypatch.context() as patch:
+        patch.setattr(partial, "JOURNAL_BYTES", 1)
+        patch.setattr(partial, "_DATA_PER_JOURNAL", 0)
+        _stop_at(patch, 30)
+        with pytest.raises(Interruption):
+            quantize_checkpoint(source, target, qtorch.int8_weight_only(), format=format, max_shard_size=6000)
+    return target.with_name(f".{target.name}.partial")
+
+
+def edit_journal(folder: Path, change: Callable[[Any], object], fits: bool = True) -> None:
+    content = json.loads((folder / "journal.json").read_text())
+    change(content["data"])
+    if fits:
+        content["crc32"] = zlib.crc32(json.dumps(content["data"]).encode())
+    (folder / "journal.json").write_text(json.dumps(content))
+
+
+JOURNALS: dict[str, Callable[[Any], object]] = {
+    "a file elsewhere": lambda data: data["files"][0].update(path="../../../victim"),
+    "fewer are done": lambda data: data["counts"].pop(),
+    "more are done": lambda data: data["counts"].extend([1] * 999),
+    "one more is done": lambda data: data["counts"].append(1),
+    "a negative count": lambda data: data["counts"].append(-1),
+    "room": lambda data: data["files"][0].update(room=2**60),
+    "negative room": lambda data: data["files"][0].update(room=-8),
+    "a shape": lambda data: data["files"][0]["written"][0].__setitem__(2, [-1]),
+    "a size": lambda data: data["files"][0]["written"][0].__setitem__(3, 2**62),
+    "a dtype": lambda data: data["files"][0]["written"][0].__setitem__(1, "F64"),
+    "a checksum": lambda data: data["files"][0]["written"][0].__setitem__(5, 7),
+    "a name": lambda data: data["files"][0]["written"][0].__setitem__(0, "__metadata__"),
+    "a row": lambda data: data["rows"].append({"name": "x"}),
+    "a report": lambda data: data["rows"][0].update(sqnr="high"),
+    "no form": lambda data: data.pop("form"),
+    "lists": lambda data: data.update(files={}, rows=[], counts=[]),
+}
+
+
+@pytest.mark.parametrize("format", ["qtorch", "transformers", "compressed-tensors"])
+@pytest.mark.parametrize(
+    "name", [*JOURNALS, "a checksum that does not fit", "data", "a link", "links", "deep", "folder"]
+)
+def test_a_journal_of_somebody_else_begins_anew(
+    name: str, format: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = {kind: tmp_path / kind for kind in ("wanted", "damaged")}
+    target = {kind: folder / ("q.safetensors" if format == "qtorch" else "q") for kind, folder in folders.items()}
+    for folder in folders.values():
+        folder.mkdir()
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    recipe = qtorch.int8_weight_only()
+    quantize_checkpoint(source, target["wanted"], recipe, format=format, max_shard_size=6000)
+    left = interrupted(source, target["damaged"], format, monkeypatch)
+    part = min(left.glob("files/*"))
+    if name in JOURNALS:
+        edit_journal(left, JOURNALS[name])
+    elif name == "data":
+        written = json.loads((left / "journal.json").read_text())["data"]["files"][0]["written"]
+        start = next(start for _, _, _, size, start, _ in written if size % 64 == 0)
+        part = next(part for part in left.glob("files/00000.*") if part.suffix != ".odd")
+        data = bytearray(part.read_bytes())
+        data[start] ^= 1
+        part.write_bytes(data)
+    elif name == "a link":
+        part.unlink()
+        part.symlink_to(victim)
+    elif name == "links":
+        shutil.rmtree(left)
+        left.mkdir()
+        for entry in ("lock", "journal.json", "journal.new", "files"):
+            (left / entry).symlink_to(victim)
+    elif name == "deep":
+        (left / "journal.json").write_text("[" * 100_000 + "]" * 100_000)
+    elif name == "folder":
+        (left / "journal.json").unlink()
+        (left / "journal.json").mkdir()
+    else:
+        edit_journal(left, lambda data: data["counts"].append(1), fits=False)
+    anew = nullcontext() if name == "a file elsewhere" else pytest.warns(match=r"begun anew, since .* is damaged: ")
+    with anew:
+        quantize_checkpoint(source, target["damaged"], recipe, format=format, max_shard_size=6000)
+    assert _files(folders["damaged"]) == _files(folders["wanted"])
+    assert victim.read_text() == "precious"
+
+
+def test_what_is_whole_is_continued(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the test above is one of the damage."""
+    interrupted(source, tmp_path / "q.safetensors", "qtorch", monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantize_checkpoint(source, tmp_path / "q.safetensors", qtorch.int8_weight_only(), max_shard_size=6000)
+
+
+# --- names, and what lies beside the weights ---
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "half of a character \ud800"])
+@pytest.mark.parametrize("format", ["qtorch", "transformers", "compressed-tensors"])
+def test_names_that_no_file_can_hold(name: str, format: str, source: Path, tmp_path: Path) -> None:
+    """Whatever reader has them: they are refused before anything is written."""
+
+    class Named(QtorchSource):
+        format = "test"
+
+        @classmethod
+        def recognizes(cls, path: Path) -> bool:
+            return path.suffix == ".safetensors"
+
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.names = {name}
+
+        def contents(self, name: str) -> Contents:
+            return super().contents("odd.weight")
+
+    save_quantized(decoder(), tmp_path / "s.safetensors")
+    dst = tmp_path / ("q.safetensors" if format == "qtorch" else "q")
+    register_source(Named)
+    try:
+        with pytest.raises(ValueError, match=r"s\.safetensors: .*rename the tensor"):
+            convert_checkpoint(tmp_path / "s.safetensors", dst, format=format)
+    finally:
+        SOURCES.remove(Named)
+    with pytest.raises(ValueError, match="rename the tensor"):
+        save_quantized({name: torch.zeros(2, 2)}, dst, format=format)
+    assert {path.name for path in tmp_path.iterdir()} == {"float", "s.safetensors"}
+
+
+def test_links_to_what_is_copied(source: Path, tmp_path: Path) -> None:
+    """The cache of Hugging Face consists of links; one to anything else would publish it."""
+    secret = tmp_path / "secret"
+    secret.write_text('{"auths": "token"}')
+    recipe = qtorch.int8_weight_only()
+    for number, name in enumerate(("tokenizer.json", "config.json", "additional_chat_templates/a.jinja")):
+        copy = tmp_path / f"copy {number}"
+        shutil.copytree(source, copy)
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).unlink(missing_ok=True)
+        (copy / name).symlink_to(secret)
+        with pytest.raises(ValueError, match=rf"{name} is a link to .*secret, outside of the folder"):
+            quantize_checkpoint(copy, tmp_path / "q", recipe, format="transformers")
+    assert not list(tmp_path.glob("q*"))
+    assert not list(tmp_path.glob(".q*"))
+
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "0123abc"
+    blobs = snapshot.parent.parent / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in source.iterdir():
+        shutil.copy(path, blobs / f"hash of {path.name}")
+        (snapshot / path.name).symlink_to(f"../../blobs/hash of {path.name}")
+    (snapshot / "merges.txt").symlink_to("tokenizer.json")
+    quantize_checkpoint(snapshot, tmp_path / "q", recipe, format="transformers")
+    assert (tmp_path / "q" / "tokenizer.json").read_text() == (source / "tokenizer.json").read_text()
+    assert not any(path.is_symlink() for path in (tmp_path / "q").iterdir())
+
+
+def test_names_of_files_that_are_too_long(source: Path, tmp_path: Path) -> None:
+    recipe = qtorch.int8_weight_only()
+    with pytest.raises(ValueError, match="has more than 200 bytes"):
+        quantize_checkpoint(source, tmp_path / ("x" * 300 + ".safetensors"), recipe)
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for missing in (tmp_path / ("x" * 300), loop):
+        with pytest.raises(FileNotFoundError, match="no such file"):
+            quantize_checkpoint(missing, tmp_path / "q.safetensors", recipe)
+        with pytest.raises(FileNotFoundError, match="no such file"):
+            load_quantized(decoder(), missing)
+    with pytest.raises(FileExistsError, match="exists; remove it"):
+        quantize_checkpoint(source, loop.rename(tmp_path / "loop.safetensors"), recipe)
 
 
 def test_two_processes(source: Path, tmp_path: Path) -> None:

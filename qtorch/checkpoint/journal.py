@@ -74,8 +74,7 @@ def own_folder(path: Path) -> None:
 
 def clear_folder(path: Path, keep: str) -> None:
     """Remove everything in a folder but the file `keep`; links are not followed. The journal goes first."""
-    (path / JOURNAL).unlink(missing_ok=True)
-    for entry in path.iterdir():
+    for entry in sorted(path.iterdir(), key=lambda entry: entry.name != JOURNAL):
         if entry.name == keep:
             continue
         if entry.is_dir() and not entry.is_symlink():

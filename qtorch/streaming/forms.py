@@ -71,7 +71,7 @@ class Form(ABC):
             stored: the names of their tensors.
 
         Raises:
-            ValueError, TypeError, KeyError: `progress` is not that of these tensors; nothing has changed.
+            ValueError, TypeError, KeyError, AttributeError: `progress` is not of these tensors; nothing has changed.
         """
 
 

@@ -112,7 +112,7 @@ class Partial:
             raise Damaged(f"{self.folder / JOURNAL}: its tensors are not those of its parameters")
         try:
             self.form.resume(journal.get("form"), self.names[: len(counts) + 1], stored)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise Damaged(f"{self.folder / JOURNAL}: {error}") from error
         self.counts, self.rows = counts, rows
 

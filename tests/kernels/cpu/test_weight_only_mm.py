@@ -165,7 +165,8 @@ def test_special_values(build):
     for way in ways.WAYS:
         with compiled_library.use(build), ways.force(way):
             y = functional.linear(x, weight)
-        assert (y[3] == float("inf")).all(), way
+        # In fixed point such a row has no scale.
+        assert (y[3].isnan() if way == "fixed" else y[3] == float("inf")).all(), way
         assert y[4].isnan().all(), way
         rest = [i for i in range(20) if i not in (3, 4)]
         assert error(y[rest], x[rest], weight) < 1e-6
