@@ -33,9 +33,9 @@ from benchmarks import pretrain_llama
 from benchmarks.common import machine, save
 from benchmarks.pretrain_llama import Text
 from qtorch import MappingType, intx_weight_only
-from qtorch.allocation import allocate
 from qtorch.calibration import auto, gptq
-from qtorch.quantize_api import Recipe
+from qtorch.calibration.allocation import allocate
+from qtorch.recipes.base import Recipe
 from tutorials.qat_llama import SHORT, Run, is_quantized, perplexity, train
 
 Recipes = dict[str, Recipe]

@@ -31,7 +31,7 @@ import qtorch
 from benchmarks.common import RESULTS, machine
 from qtorch.calibration import FloatTarget, auto, calibrated, gptq
 from qtorch.primitives import HQQRule, MSERule
-from qtorch.recipe import Recipe
+from qtorch.recipes.base import Recipe
 
 Drawn = tuple[Any, dict[str, Any]]
 """Batches, and options of `calibrated`."""

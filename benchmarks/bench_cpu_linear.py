@@ -28,7 +28,7 @@ import qtorch
 from benchmarks.common import interleaved_medians, machine, machine_line, save, versions, write_docs
 from benchmarks.peers import FLOATING, PEERS, ROW, Precision, found, share_threads
 from qtorch.kernels.cpu import compiled_library
-from qtorch.quantize_api import WeightRecipe
+from qtorch.recipes.base import WeightRecipe
 
 FOOTPRINT = 100 << 20
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import qtorch
 from benchmarks.common import interleaved_medians, machine, machine_line, save, versions, write_docs
 from benchmarks.cpu_models import COSINE, WORKLOADS, Workload
-from qtorch.quantize_api import WeightRecipe
+from qtorch.recipes.base import WeightRecipe
 
 RECIPES: dict[str, WeightRecipe] = {
     "int8_weight_only()": qtorch.int8_weight_only(),

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import qtorch
 from benchmarks.gpu import DEVICE, DTYPE, ON_GPU, Row, measure, report, sizes
-from qtorch.quantize_api import WeightRecipe
+from qtorch.recipes.base import WeightRecipe
 
 
 @dataclass(frozen=True)

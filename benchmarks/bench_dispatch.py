@@ -23,7 +23,7 @@ from qtorch.kernels import int_matmul, quantize_int8_rowwise
 from qtorch.kernels.cpu import compiled_library, operators
 from qtorch.kernels.ops.int8_grouped_mm import int8_grouped_mm
 from qtorch.kernels.ops.weight_only_mm import weight_only_mm
-from qtorch.quantize_api import WeightRecipe
+from qtorch.recipes.base import WeightRecipe
 
 SIZE = 64
 

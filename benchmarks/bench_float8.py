@@ -17,7 +17,7 @@ FLOAT8 = torch.float8_e4m3fn if ON_GPU else torch.int8
 
 
 def run() -> list[Row]:
-    from qtorch.kernels.cuda.triton.quantize_tiles import quantize_tilewise
+    from qtorch.kernels.cuda.triton.quantize import quantize_tilewise
     from qtorch.kernels.cuda.triton.tile_scaled_mm import tile_scaled_mm
 
     rows: list[Row] = []

@@ -29,8 +29,7 @@ def forward(x: Tensor, w: Tensor) -> Tensor:
 
 
 def backward(x: Tensor, w: Tensor, g: Tensor, seed: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    from qtorch.kernels.cuda.triton.quantize import quantize_rowwise
-    from qtorch.kernels.cuda.triton.quantize_columns import quantize_columnwise
+    from qtorch.kernels.cuda.triton.quantize import quantize_columnwise, quantize_rowwise
 
     grad_input = product(quantize_rowwise(g, seed=seed), quantize_columnwise(w))
     return grad_input, product(quantize_columnwise(g, seed=seed), quantize_columnwise(x))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import qtorch
 from benchmarks.common import machine, save, write_docs
-from qtorch.quantize_api import WeightRecipe
+from qtorch.recipes.base import WeightRecipe
 
 EXPERTS, HIDDEN, INNER, CHOSEN, LAYERS = 64, 1024, 512, 8, 8
 ROUTINGS = 8

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 import qtorch
 from benchmarks.common import interleaved_medians, machine, save
-from qtorch.quantize_api import WeightRecipe
+from qtorch.recipes.base import WeightRecipe
 
 RECIPES: dict[str, WeightRecipe] = {
     "int8 dynamic, int4 g32": qtorch.int8_dynamic_activation_int4_weight(),

@@ -18,9 +18,7 @@ def _eager(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def run() -> list[Row]:
-    from qtorch.kernels.cuda.triton.quantize import quantize_rowwise
-    from qtorch.kernels.cuda.triton.quantize_columns import quantize_columnwise
-    from qtorch.kernels.cuda.triton.quantize_tiles import quantize_tilewise
+    from qtorch.kernels.cuda.triton.quantize import quantize_columnwise, quantize_rowwise, quantize_tilewise
     from qtorch.kernels.cuda.triton.stochastic_update import update_bf16, update_int8
 
     rows: list[Row] = []

@@ -29,7 +29,7 @@ from examples.sentence_pairs import docstring_pairs
 from qtorch import quantize_
 from qtorch.calibration import gptq, observed
 from qtorch.calibration.observers import OBSERVER_NAMES
-from qtorch.quantize_api import Recipe
+from qtorch.recipes.base import Recipe
 
 MARGIN = 0.002
 INT8 = qtorch.int8_static_activation_int8_weight()

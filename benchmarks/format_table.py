@@ -23,7 +23,7 @@ from examples.sentence_pairs import docstring_pairs
 from qtorch import TensorCoreTiledLayout, ZeroPointDomain
 from qtorch.kernels.registry import Problem, choose
 from qtorch.primitives import compute_error
-from qtorch.quantize_api import Recipe, WeightRecipe
+from qtorch.recipes.base import Recipe, WeightRecipe
 
 SHAPE = (1024, 1024)
 PAIRS = 1000

@@ -16,7 +16,7 @@ from benchmarks.gpu import DEVICE, DTYPE, ON_GPU, normal, sizes
 from qtorch import LinearSpec, MappingType, PackedLayout, PerGroup, PerRow, QuantSpec, ZeroPointDomain
 from qtorch.kernels import record_kernels
 from qtorch.kernels.linear import reference
-from qtorch.kernels.ops.tile_scaled_mm import tile_scaled_mm as tile_operator
+from qtorch.kernels.ops.block_mm import tile_scaled_mm as tile_operator
 from qtorch.kernels.registry import Problem, choose
 from qtorch.primitives import compute_error
 
@@ -100,8 +100,7 @@ def quantizer_checks() -> Iterator[Check]:
 
 
 def _quantizers(m: int, k: int) -> str | None:
-    from qtorch.kernels.cuda.triton.quantize import quantize_rowwise
-    from qtorch.kernels.cuda.triton.quantize_columns import quantize_columnwise
+    from qtorch.kernels.cuda.triton.quantize import quantize_columnwise, quantize_rowwise
 
     x = normal(m, k)
     scale, _ = TOKEN.choose_qparams(x)
@@ -129,7 +128,7 @@ def tile_checks() -> Iterator[Check]:
 
 
 def _tiles(dtype: torch.dtype, of_a: tuple[int, int], of_b: tuple[int, int]) -> str | None:
-    from qtorch.kernels.cuda.triton.quantize_tiles import quantize_tilewise
+    from qtorch.kernels.cuda.triton.quantize import quantize_tilewise
 
     m, n, k = (1024, 4096, 4096) if ON_GPU else (32, 32, 64)
     (a, a_scale), (b, b_scale) = (

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 import qtorch
 from benchmarks.common import RESULTS
 from benchmarks.ranks import Ranks
-from qtorch.quantize_api import Recipe
+from qtorch.recipes.base import Recipe
 from qtorch.training import (
     AdamW4bit,
     AdamW8bit,

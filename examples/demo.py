@@ -40,7 +40,7 @@ from sentence_pairs import docstring_pairs
 from torch import Tensor, nn
 
 import qtorch
-from qtorch.quantize_api import Recipe
+from qtorch.recipes.base import Recipe
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe

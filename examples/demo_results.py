@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from demo_speed import Speed
 from sentence_model import Quality
 
-from qtorch.report import format_table
+from qtorch.model.report import format_table
 
 
 @dataclass(frozen=True)

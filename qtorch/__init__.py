@@ -8,17 +8,20 @@ from .cli import answer_without_torch
 
 answer_without_torch()
 
-from .supported_versions import check_version as _check_version
+from .primitives.supported_versions import check_version as _check_version
 
 _check_version("torch")
 
-from . import calibration, formats, integrations, recipes, training  # noqa: F401 (they register what they hold)
-from . import compat as compat
-from . import export as export
+from . import calibration, integrations, recipes, training  # noqa: F401 (they register what they hold)
 from . import kv_cache as kv_cache
-from .allocation import allocate
-from .checkpoint import load_quantized, save_quantized
-from .config import config
+from .calibration.allocation import allocate
+from .checkpoint import (
+    formats,  # noqa: F401 (registers what it holds)
+    load_quantized,
+    save_quantized,
+)
+from .checkpoint.formats.compressed_tensors import recipes_for_vllm
+from .checkpoint.streaming.quantize_checkpoint import convert_checkpoint, quantize_checkpoint
 from .dtypes import (
     AffineQuantizedTensor,
     BlockSparseLayout,
@@ -28,13 +31,17 @@ from .dtypes import (
     SemiSparseLayout,
     TensorCoreTiledLayout,
 )
-from .explain import explain
-from .find_uses import find_uses
-from .formats.compressed_tensors import recipes_for_vllm
-from .fusion import fuse_convolutions
+from .integrations import export as export
+from .integrations import torchao as torchao
 from .integrations import watch_imports as _watch_imports
+from .integrations.fusion import fuse_convolutions
 from .kernels import calibrate_cpu
-from .model_size import get_model_size_in_bytes
+from .kernels.config import config
+from .model.explain import explain
+from .model.module_repr import get_model_size_in_bytes
+from .model.report import QuantizeReport
+from .model.uses import find_uses
+from .model.weight_kinds import register_weight_kind
 from .primitives import (
     CodebookSpec,
     LinearSpec,
@@ -50,10 +57,7 @@ from .primitives import (
     compute_error,
 )
 from .quantize_api import dequantize_, quantize_
-from .quantize_checkpoint import convert_checkpoint, quantize_checkpoint
 from .recipes import *  # noqa: F403 (every recipe, by its name)
-from .report import QuantizeReport
-from .weight_kinds import register_weight_kind
 
 globals().update({name: getattr(calibration, name) for name in calibration.RECIPE_NAMES})
 globals().update({name: getattr(training, name) for name in training.RECIPE_NAMES})

@@ -1,6 +1,6 @@
 """quantize_: turn the weights of a model into quantized tensors, in place.
 
-A recipe (`recipe.py`) defines how a weight is quantized. Every registered recipe is an attribute of this module
+A recipe (`recipes/base.py`) defines how a weight is quantized. Every registered recipe is an attribute of this module
 (``qtorch.quantize_api.int8_weight_only``).
 """
 
@@ -15,24 +15,19 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from .calibration.with_data import estimate_of, made_in_order, statistics_of, transformed
 from .dtypes import QuantizedTensor
-from .install import Change, all_or_nothing, install, keep_attributes
 from .kernels.registry import advice
-from .listeners import tell
-from .misfit import OnMisfit, coarser
-from .misfit import choose as choose_fitting
-from .model_argument import check_model
-from .model_size import get_model_size_in_bytes
-from .module_repr import show_quantized
-from .prepared_module import PreparedModule
+from .model.install import Change, PreparedModule, all_or_nothing, check_model, install, keep_attributes, tell
+from .model.misfit import OnMisfit, coarser
+from .model.misfit import choose as choose_fitting
+from .model.module_repr import get_model_size_in_bytes, show_quantized
+from .model.report import QuantizeReport
+from .model.report_rows import quantized_row, skipped_row, why_nothing
+from .model.targets import Filter, Reach, Target, find_targets
 from .primitives.granularity import IndivisibleError
-from .recipe import FOREIGN, RECIPES, Recipe, WeightRecipe, check_float_weight, check_has_values, register_recipe
-from .report import QuantizeReport
-from .report_rows import quantized_row, skipped_row, why_nothing
-from .targets import Filter, Reach, Target, find_targets
-from .tracing.outside_graphs import outside_graphs
-from .transformed import transformed
-from .with_data import estimate_of, made_in_order, statistics_of
+from .primitives.tracing import outside_graphs
+from .recipes.base import FOREIGN, RECIPES, Recipe, WeightRecipe, check_float_weight, check_has_values, register_recipe
 
 __all__ = [
     "RECIPES",

@@ -17,7 +17,7 @@ from qtorch import (
     load_quantized,
     quantize_,
 )
-from qtorch.quantize_api import Recipe
+from qtorch.recipes.base import Recipe
 
 INT8 = int8_weight_only()
 RECIPES = [

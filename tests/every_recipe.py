@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from qtorch.quantize_api import RECIPES, Recipe, WeightRecipe
+from qtorch.recipes.base import RECIPES, Recipe, WeightRecipe
 
 # Of recipes that need some.
 ARGUMENTS: dict[str, tuple] = {

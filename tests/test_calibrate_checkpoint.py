@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import qtorch
 from qtorch import load_quantized, quantize_, quantize_checkpoint, save_quantized
-from qtorch.blockwise.weights import Streamed
 from qtorch.calibration import auto, gptq
+from qtorch.calibration.engine.float_weights import Streamed
 from qtorch.checkpoint import folder_source
+from qtorch.checkpoint.streaming.assignment import parameters_on_meta
 from qtorch.dtypes import QuantizedTensor
-from qtorch.streaming.meta_model import parameters_on_meta
 from tests.calibration.test_resume import INT3, Model, assert_same, batches, bits, made
 from tests.float_checkpoints import save_shards
 

@@ -23,7 +23,7 @@ from qtorch import (
     quantize_,
     save_quantized,
 )
-from qtorch.quantize_api import Recipe
+from qtorch.recipes.base import Recipe
 from tests.checkpoint_model import INT8, RECIPES, SMALL, Model, assert_same, contents, error, files, meta, quantized
 
 

@@ -195,7 +195,7 @@ def interrupted(action: Callable[[], object], at: int, raises: type[BaseExceptio
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal seen
         name = frame.f_code.co_filename
-        if not name.startswith(folder) or not ("checkpoint" in name or name.endswith("install.py")):
+        if not name.startswith(folder) or not ("checkpoint" in name or name.endswith("model/install.py")):
             return None
         if event == "line":
             seen += 1

@@ -23,7 +23,7 @@ from qtorch import (
 )
 from qtorch.kernels import record_kernels
 from qtorch.primitives import from_json, to_json
-from qtorch.quantize_api import Recipe
+from qtorch.recipes.base import Recipe
 
 RECIPES = [
     nf4_weight_only(),

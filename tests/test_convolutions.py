@@ -21,7 +21,7 @@ from qtorch import (
 from qtorch.dtypes import ConvWeight, QuantizedTensor
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
-from qtorch.quantize_api import RECIPES
+from qtorch.recipes.base import RECIPES
 from tests.every_recipe import NAMES, make
 
 CONVS = r"convs\.\d"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import qtorch
 from qtorch import PerGroup, explain, quantize_
 from qtorch.kernels import FallbackError, record_kernels, registry
-from qtorch.quantize_api import RECIPES
+from qtorch.recipes.base import RECIPES
 from tests.every_recipe import NAMES, WEIGHT_ONLY, has_group_size, make
 from tests.quantize_model import same, state_of
 

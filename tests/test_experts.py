@@ -22,10 +22,10 @@ from qtorch import (
     nvfp4_weight_only,
     save_quantized,
 )
-from qtorch.checkpoint.experts import fuse_experts, is_fused, split_experts
-from qtorch.checkpoint.source import Contents, Source
+from qtorch.checkpoint.sources import Contents, Source
+from qtorch.checkpoint.stacked_experts import fuse_experts, is_fused, split_experts
 from qtorch.dtypes import QuantizedTensor
-from qtorch.recipe import WeightRecipe
+from qtorch.recipes.base import WeightRecipe
 
 RECIPES = [
     int8_weight_only(),

@@ -21,9 +21,9 @@ from qtorch import (
     int8_weight_only,
     quantize_,
 )
-from qtorch.explain import Explanation, Explanations
 from qtorch.kernels import FallbackError, record_kernels, register
 from qtorch.kernels.registry import candidates
+from qtorch.model.explain import Explanation, Explanations
 
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
 pytestmark = pytest.mark.usefixtures("torch_kernels")

@@ -28,7 +28,7 @@ from qtorch import (
 from qtorch.kernels import record_kernels
 from qtorch.kernels.linear import reference
 from qtorch.primitives import from_json, to_json
-from qtorch.quantize_api import Recipe
+from qtorch.recipes.base import Recipe
 
 # recipe, kernel, SQNR of a layer's output in dB: at least, at most
 CASES = [

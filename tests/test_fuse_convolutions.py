@@ -14,7 +14,7 @@ import qtorch
 from benchmarks.conv_nets import BasicBlock, MobileNetV2, ResNet18
 from qtorch import MappingType, PerAxis, fuse_convolutions, quantize_
 from qtorch.calibration import observed
-from qtorch.fusion import FusedModel
+from qtorch.integrations.fusion import FusedModel
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
 from qtorch.training import fold_batch_norm

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from qtorch import load_quantized
-from qtorch.quantize_api import RECIPES
+from qtorch.recipes.base import RECIPES
 from tests.golden.make import FOLDER, GOLDEN, layer_and_input
 from tests.rounding import EXTRA, gamma
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-import qtorch.install as module_under_test
+import qtorch.model.install as module_under_test
 from qtorch import int8_weight_only
-from qtorch.install import REMOVED, Change, all_or_nothing, install, keep_attributes, user_attributes
+from qtorch.model.install import REMOVED, Change, all_or_nothing, install, keep_attributes, user_attributes
 
 
 class Other(nn.Linear):

@@ -17,8 +17,8 @@ from qtorch.calibration import gptq
 from qtorch.dtypes import PaddedWeight, QuantizedTensor, TransposedWeight
 from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.custom_ops import record_kernels
-from qtorch.misfit import Padded
-from qtorch.recipe import WeightRecipe
+from qtorch.model.misfit import Padded
+from qtorch.recipes.base import WeightRecipe
 
 GROUPED: list[WeightRecipe] = [
     qtorch.int4_weight_only(group_size=32),

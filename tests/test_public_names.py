@@ -16,7 +16,7 @@ import qtorch
 
 NAMES = json.loads((Path(__file__).parent / "golden" / "public_names.json").read_text())
 # Where a module has moved since, its names are public in its new place.
-MOVED = {"qtorch.dtypes.layouts": "qtorch.layouts"}
+MOVED = {"qtorch.dtypes.layouts": "qtorch.primitives.layouts"}
 
 
 @pytest.mark.parametrize("module", NAMES)

@@ -18,7 +18,7 @@ from qtorch import (
     quantize_,
 )
 from qtorch.kernels import record_kernels
-from qtorch.quantize_api import Recipe
+from qtorch.recipes.base import Recipe
 from tests.quantize_model import INT8, Mlp, same, state_of
 
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.

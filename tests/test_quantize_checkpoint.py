@@ -20,11 +20,11 @@ from torch import Tensor
 import qtorch
 from qtorch import convert_checkpoint, load_quantized, quantize_, quantize_checkpoint, save_quantized
 from qtorch.checkpoint import part_file
-from qtorch.checkpoint.qtorch_source import QtorchSource
-from qtorch.checkpoint.source import SOURCES, Contents, open_source, register_source
+from qtorch.checkpoint.sources import SOURCES, Contents, QtorchSource, open_source, register_source
+from qtorch.checkpoint.streaming import forms, partial
+from qtorch.checkpoint.streaming import forms as companions
 from qtorch.checkpoint.tensor_file import TensorFile
 from qtorch.dtypes import QuantizedTensor
-from qtorch.streaming import companions, forms, partial
 from tests.float_checkpoints import Decoder, decoder, save_shards
 
 RECIPES = [

@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 from qtorch import int4_weight_only, int8_weight_only, quantize_
-from qtorch.quantize_api import Recipe
+from qtorch.recipes.base import Recipe
 from tests.quantize_model import INT8, Mlp, same, state_of
 
 

@@ -25,7 +25,7 @@ from qtorch import (
     quantize_,
 )
 from qtorch.primitives import MSERule, from_json, to_json
-from qtorch.quantize_api import RECIPES, Recipe, WeightRecipe, register_recipe
+from qtorch.recipes.base import RECIPES, Recipe, WeightRecipe, register_recipe
 
 DEFAULTS = [
     int8_weight_only(),

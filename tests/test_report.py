@@ -17,7 +17,7 @@ from qtorch import (
     quantize_,
 )
 from qtorch.kernels import record_kernels
-from qtorch.report import LayerReport, format_table
+from qtorch.model.report import LayerReport, format_table
 
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
 pytestmark = pytest.mark.usefixtures("torch_kernels")

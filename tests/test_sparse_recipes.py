@@ -32,7 +32,7 @@ from qtorch.calibration import Descent, ScaleRefit, calibrated, gptq
 from qtorch.kernels import record_kernels
 from qtorch.kernels.linear import reference
 from qtorch.primitives import from_json, is_2_4, prune_2_4, prune_blocks, to_json
-from qtorch.quantize_api import Recipe, WeightRecipe
+from qtorch.recipes.base import Recipe, WeightRecipe
 from tests.rounding import assert_same_product
 
 INT8 = int8_dynamic_activation_int8_semi_sparse_weight()

@@ -26,7 +26,7 @@ from qtorch import (
 from qtorch.kernels import record_kernels
 from qtorch.kernels.linear import reference
 from qtorch.primitives import from_json, to_json
-from qtorch.quantize_api import Recipe
+from qtorch.recipes.base import Recipe
 
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
 pytestmark = pytest.mark.usefixtures("torch_kernels")

@@ -32,7 +32,7 @@ def test_mypy_sees_the_recipes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mypy", *options, str(tmp_path / "user.py")]
     lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
     told = [line.split(": ", 2)[2] for line in lines if "user.py" in line and 'note: "' not in line]
-    assert told[0] == 'Revealed type is "qtorch.recipes.int4_weight_only.Int4WeightOnly"'
-    assert told[1] == 'Revealed type is "qtorch.training.recipes.int8_mixed_precision.Int8MixedPrecisionTraining"'
+    assert told[0] == 'Revealed type is "qtorch.recipes.integer.Int4WeightOnly"'
+    assert told[1] == 'Revealed type is "qtorch.training.recipes.int8.Int8MixedPrecisionTraining"'
     assert told[2].startswith('Unexpected keyword argument "groupsize" for "Int4WeightOnly"')
     assert told[3].startswith('Module has no attribute "int5_weight_only"')

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from qtorch import int4_weight_only, int8_weight_only, quantize_
-from qtorch.targets import find_targets
+from qtorch.model.targets import find_targets
 
 INT8, INT4 = int8_weight_only(), int4_weight_only(group_size=8)
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 import qtorch
 from qtorch import find_uses, int8_weight_only, load_quantized, quantize_, quantize_checkpoint, register_weight_kind
 from qtorch.dtypes import AffineQuantizedTensor, TransposedWeight
-from qtorch.weight_kinds import EXPERTS, LINEAR_IN_OUT, RULES, UNKNOWN, WeightKind, is_router, kind_of
+from qtorch.model.weight_kinds import EXPERTS, LINEAR_IN_OUT, RULES, UNKNOWN, WeightKind, is_router, kind_of
 
 INT8 = int8_weight_only()
 

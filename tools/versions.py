@@ -17,7 +17,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from qtorch.supported_versions import OLDEST
+from qtorch.primitives.supported_versions import OLDEST
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENTS = Path(sys.prefix) / "versions"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from qtorch import convert, quantize_
-from qtorch.quantize_api import Recipe
+from qtorch.recipes.base import Recipe
 from qtorch.training import binary_training, int4_training
 
 from .qat_digits import Digits, accuracy, train

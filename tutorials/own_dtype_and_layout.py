@@ -32,14 +32,13 @@ from torch.nn import functional
 import qtorch
 from qtorch import LinearSpec, PackedLayout, PerGroup, PlainLayout, QuantSpec, ZeroPointDomain
 from qtorch.kernels import deregister, register
-from qtorch.layouts import Layout, register_layout
-from qtorch.layouts.base import Plain
-from qtorch.layouts.inner_tensors import Form
 from qtorch.primitives import QDType
 from qtorch.primitives.floatx import FloatFormat
+from qtorch.primitives.layouts import Layout, register_layout
+from qtorch.primitives.layouts.base import Form, Plain
 from qtorch.primitives.qdtype import QDTYPES
-from qtorch.primitives.scheme import Scheme
-from qtorch.quantize_api import WeightRecipe, register_recipe
+from qtorch.primitives.spec import Scheme
+from qtorch.recipes.base import WeightRecipe, register_recipe
 from tutorials.qat_digits import Digits, train
 
 # --- 1. the format ---

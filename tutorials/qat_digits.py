@@ -29,7 +29,7 @@ from torch.nn import functional
 from qtorch import LinearSpec, MappingType, PackedLayout, PerTensor, QuantSpec, convert, lsq, qat, quantize_
 from qtorch.calibration import moving_average
 from qtorch.primitives import MSERule
-from qtorch.quantize_api import Recipe, WeightRecipe, register_recipe
+from qtorch.recipes.base import Recipe, WeightRecipe, register_recipe
 from qtorch.training import calibrate, parameter_groups
 
 BITS = (8, 4, 3, 2)

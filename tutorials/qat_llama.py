@@ -28,7 +28,7 @@ from torch.nn import functional
 import qtorch
 from benchmarks import pretrain_llama
 from benchmarks.pretrain_llama import Text
-from qtorch.quantize_api import Recipe, WeightRecipe
+from qtorch.recipes.base import Recipe, WeightRecipe
 from qtorch.training import parameter_groups
 
 

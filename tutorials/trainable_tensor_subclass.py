@@ -29,7 +29,7 @@ from torch.nn import functional
 
 import qtorch
 from qtorch import PerRow, QuantSpec, compute_error
-from qtorch.quantize_api import register_recipe
+from qtorch.recipes.base import register_recipe
 from qtorch.training import GemmSpec, MasterWeight, TrainingSpec
 from qtorch.training.recipes.base import TrainingRecipe
 

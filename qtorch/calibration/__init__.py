@@ -7,14 +7,16 @@ Every module of this package is imported here, and every recipe it registers bec
 `qtorch`, so adding a file adds an algorithm.
 """
 
-from ..discovery import import_modules
+from ..primitives.discovery import import_modules
 
 import_modules(__name__, __path__)
 
-from ..recipe import RECIPES  # noqa: E402
-from .auto import auto  # noqa: E402
-from .gptq import gptq  # noqa: E402
-from .observed import observed  # noqa: E402
+from ..recipes.base import RECIPES  # noqa: E402
+from .calibrated import (
+    auto,
+    gptq,
+    observed,
+)
 from .observers import OBSERVER_NAMES, OBSERVERS, Observer  # noqa: E402
 from .rounding import (  # noqa: E402
     AutoRound,

@@ -7,26 +7,82 @@ rounding algorithm chooses codes on the grid of the recipe, by default GPTQ on t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor, nn
 
-from ..blockwise import BlockLearner
 from ..dtypes import quantized_type
+from ..model.report import CalibrationReport, TransformReport
+from ..model.targets import Target
 from ..primitives import LinearSpec, RotatedSpec
-from ..recipe import Calibrated, ExpertStatistics, WeightRecipe, register_recipe
-from ..report import CalibrationReport, TransformReport
-from ..statistics import Data, Missed, Moments, SecondMoment, Statistic, Statistics
-from ..targets import Target
-from .block_learner import AutoRoundLearner, LearnableWeight
+from ..recipes.base import Calibrated, ExpertStatistics, Recipe, WeightRecipe, register_recipe
+from .data import Data
+from .engine import BlockLearner, BlockRun
 from .observers import Observer, observer_of
-from .rounded_matrix import RoundedMatrix, combined_report, round_matrix
-from .rounding import AutoRound, FloatTarget, Gptq, Grid, Nearest, Refinement, Rounding, ScaleSearch
-from .static_activation import StaticActivation, without_scale
+from .rounded_matrix import RoundedMatrix, StaticActivation, combined_report, round_matrix, without_scale
+from .rounding import (
+    AutoRound,
+    Descent,
+    FloatTarget,
+    Gptq,
+    Grid,
+    Learnable,
+    Nearest,
+    Refinement,
+    Rounding,
+    ScaleRefit,
+    ScaleSearch,
+)
+from .statistics import Missed, Moments, SecondMoment, Statistic, Statistics
 from .transforms import Transform, run_transforms
+
+# --------------------------------------------------------------------------------------------------
+# BlockLearner of AutoRound: from calibrated weights to what is learned, and back.
+
+
+@dataclass(frozen=True, eq=False)
+class LearnableWeight:
+    """A calibrated weight that can be learned further.
+
+    Attributes:
+        rounded: its matrices.
+        as_parameter: matrices (N, K) -> the parameter that they stand for.
+        quantized: grids of the matrices -> the quantized weight.
+    """
+
+    rounded: Sequence[RoundedMatrix]
+    as_parameter: Callable[[Sequence[Tensor]], Tensor]
+    quantized: Callable[[Sequence[Grid]], Tensor]
+
+
+@dataclass(frozen=True)
+class AutoRoundLearner:
+    """AutoRound on all weights of a block that were calibrated with it."""
+
+    algorithm: AutoRound
+
+    def learn_block(self, run: BlockRun, made: Mapping[Tensor, Calibrated]) -> Mapping[Tensor, Calibrated]:
+        """The weights with what was learned; none if the error of the block has not become less."""
+        begun = time.perf_counter()
+        starts = {weight: of.learnable for weight, of in made.items() if isinstance(of.learnable, LearnableWeight)}
+        learnables = {}
+        for weight, start in starts.items():
+            grids, values = zip(*((part.grid, part.best_values()) for part in start.rounded), strict=True)
+            learnables[weight] = Learnable(grids, values, start.as_parameter)
+        found = self.algorithm.learn(learnables, run.loss, run.count)
+        seconds = (time.perf_counter() - begun) / max(1, len(found))
+        better = {}
+        for weight, learned in found.items():
+            start = starts[weight]
+            parts = [part.with_grid(grid, "autoround") for part, grid in zip(start.rounded, learned, strict=True)]
+            report = combined_report([part.report for part in parts])
+            report = replace(report, seconds=report.seconds + seconds)
+            better[weight] = Calibrated(start.quantized(learned), report)
+        return better
 
 
 @register_recipe("calibrated")
@@ -206,3 +262,146 @@ class CalibratedRecipe(WeightRecipe):
 
 
 calibrated = CalibratedRecipe
+
+# --------------------------------------------------------------------------------------------------
+# gptq: the rounding algorithm, and the recipe that rounds by it.
+
+
+@overload
+def gptq(*, damping: float = ..., act_order: bool = ..., block_size: int = ...) -> Gptq: ...
+
+
+@overload
+def gptq(
+    recipe: WeightRecipe,
+    batches: Iterable[Any],
+    *,
+    damping: float = ...,
+    act_order: bool = ...,
+    block_size: int = ...,
+    forward: Callable[[nn.Module, Any], Any] | None = ...,
+    mask: Callable[[Any], Tensor] | None = ...,
+    transforms: Sequence[Transform] = ...,
+    strict: bool = ...,
+) -> CalibratedRecipe: ...
+
+
+def gptq(
+    recipe: WeightRecipe | None = None,
+    batches: Iterable[Any] | None = None,
+    *,
+    damping: float = 0.01,
+    act_order: bool = True,
+    block_size: int = 128,
+    **options: Any,
+) -> Gptq | CalibratedRecipe:
+    """`recipe` with codes chosen by GPTQ on `batches`; without them, the algorithm, for `calibrated(rounding=...)`.
+
+    Args:
+        recipe, batches, options: see `calibrated`. The weight itself is rounded, not the float target.
+        damping, act_order, block_size: see `Gptq`.
+
+    Raises:
+        ValueError: one of `recipe` and `batches` is missing.
+    """
+    rounding = Gptq(damping, act_order, block_size)
+    if recipe is None and batches is None and not options:
+        return rounding
+    if recipe is None or batches is None:
+        raise ValueError("gptq: takes a recipe and batches, gptq(int4_weight_only(), batches), or neither")
+    return CalibratedRecipe(recipe, batches, target=None, rounding=rounding, **options)
+
+
+# --------------------------------------------------------------------------------------------------
+# auto: the combination of algorithms that lost least in our measurements (docs/guides/calibration).
+
+
+def auto(
+    recipe: WeightRecipe,
+    batches: Iterable[Any],
+    *,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    mask: Callable[[Any], Tensor] | None = None,
+    learn: AutoRound | None = None,
+    transforms: Sequence[Transform] = (),
+    strict: bool = False,
+) -> CalibratedRecipe:
+    """GPTQ against the outputs of the float model, then coordinate descent and scale refits in turn.
+
+    All of it is done with the scales of the recipe and with those of a search, and each row takes the better one.
+
+    Args:
+        learn: `AutoRound()` improves all weights of a block together in the end; it takes several times as long.
+        recipe, batches, forward, mask, transforms, strict: see `calibrated`.
+    """
+    refine = (Descent(), ScaleRefit(), Descent(), ScaleRefit(), Descent())
+    return CalibratedRecipe(
+        recipe,
+        batches,
+        FloatTarget(),
+        scales=ScaleSearch(),
+        rounding=Gptq(),
+        refine=refine,
+        learn=learn,
+        transforms=tuple(transforms),
+        forward=forward,
+        mask=mask,
+        strict=strict,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# observed: static activations with scales from data, weights rounded to nearest.
+
+
+def observed(
+    recipe: WeightRecipe,
+    batches: Iterable[Any],
+    *,
+    observer: Observer | str | None = None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    mask: Callable[[Any], Tensor] | None = None,
+) -> CalibratedRecipe:
+    """`recipe` with the scale of each activation chosen on `batches`, and weights rounded to nearest.
+
+    This is `calibrated` without second moments: it costs little more than running the model.
+
+    Args:
+        recipe: with static activations and without a scale: `int8_static_activation_int8_weight()`.
+        batches, observer, forward, mask: see `calibrated`.
+
+    Raises:
+        ValueError: the recipe has no scale to choose.
+    """
+    observer = "mse" if observer is None else observer
+    return CalibratedRecipe(
+        recipe, batches, target=None, rounding=Nearest(), observer=observer, forward=forward, mask=mask
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Methods of calibration by name, for those who write a name instead of a call: configurations and the command line.
+
+
+METHODS: dict[str, Callable[[Any, Iterable[Any]], Any]] = {"auto": auto, "gptq": gptq}
+
+Method = str | Callable[[Any, Iterable[Any]], Any]
+"""A name in `METHODS`, or a function (recipe, batches) -> recipe."""
+
+
+def with_data(recipe: Any, batches: Iterable[Any], method: Method) -> Any:
+    """The recipe, or the mapping from names to recipes, by a method; recipes that have data, and None, stay.
+
+    Raises:
+        ValueError: there is no such method, or a recipe cannot be calibrated.
+    """
+    if isinstance(method, str) and method not in METHODS:
+        raise ValueError(f"calibration: there is no method {method!r}; known are {', '.join(sorted(METHODS))}")
+    make = METHODS[method] if isinstance(method, str) else method
+    if isinstance(recipe, Mapping):
+        return {name: with_data(each, batches, method) for name, each in recipe.items()}
+    if recipe is None or (isinstance(recipe, Recipe) and recipe.data is not None):
+        return recipe
+    if not isinstance(recipe, WeightRecipe):
+        raise ValueError(f"calibration: takes recipes for inference such as int4_weight_only(), got {recipe}")
+    return make(recipe, batches)

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from ..dtypes import LUTQuantizedTensor
 from ..primitives import CodebookSpec, LinearSpec
-from ..recipe import WeightRecipe, register_recipe
-from ..statistics import Data, MeanSquare, Statistic, Statistics
+from ..recipes.base import WeightRecipe, register_recipe
+from .data import Data
+from .statistics import MeanSquare, Statistic, Statistics
 
 
 @register_recipe("importance_weighted")

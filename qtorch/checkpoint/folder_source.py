@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..dtypes.base import quantized_type
-from ..primitives.scheme import Scheme
-from .file_format import HEADER
+from ..primitives.spec import Scheme
 from .hf_folder import CONFIG, HFFolder, find_root
-from .source import SOURCES, Contents, Source, register_source
+from .sources import SOURCES, Contents, Source, register_source
+from .tensor_file import HEADER
 
 Parts = tuple[Tensor, dict[str, Tensor]]
 """Codes, and the other tensors of a quantized tensor by the names of `QuantizedTensor.canonical`."""

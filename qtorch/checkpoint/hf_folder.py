@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..files import read_json
+from ..primitives.files import read_json
 from .header import is_file_name
 from .tensor_file import Stored, TensorFile
 

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ..dtypes import QuantizedTensor
-from ..install import Change, install, keep_attributes
-from ..listeners import tell
-from ..model_argument import check_model
-from ..module_repr import show_quantized
-from .experts import fuse_experts
-from .file_format import Place, places_of
-from .fit import check_fits, check_names, check_shape
-from .source import open_source
+from ..model.install import Change, check_model, install, keep_attributes, tell
+from ..model.module_repr import show_quantized
+from .header import check_fits, check_names, check_shape
+from .sources import open_source
+from .stacked_experts import fuse_experts
+from .tensor_file import Place, places_of
 
 
 def load_quantized(
@@ -31,7 +29,7 @@ def load_quantized(
     """Load a checkpoint into `model`, which may be on the meta device or quantized already.
 
     The checkpoint is a file of `save_quantized`, a folder of transformers, or a checkpoint of another package
-    (`qtorch.formats`), whose weights stay packed.
+    (`qtorch.checkpoint.formats`), whose weights stay packed.
 
     Everything is read and checked before the first weight is replaced, and all are replaced in one step. A concurrent
     save to the same path is never mixed with the checkpoint that is loaded. Float parameters keep `requires_grad` of

@@ -14,11 +14,19 @@ from torch import Tensor, nn
 
 from ..dtypes import QuantizedTensor
 from ..dtypes.serialize import to_canonical
-from ..weight_kinds import kind_of
-from .file_format import HEADER, HEADER_CHECKSUM, OWN_FORMAT, checksum, places_of, text_checksum
+from ..model.weight_kinds import kind_of
 from .header import Header
-from .save_folder import save_folder
-from .to_save import TOKEN, alone_in, check_converted, identity, problem_of, temporary_beside, write_file
+from .save_folder import (
+    TOKEN,
+    alone_in,
+    check_converted,
+    identity,
+    problem_of,
+    save_folder,
+    temporary_beside,
+    write_file,
+)
+from .tensor_file import HEADER, HEADER_CHECKSUM, OWN_FORMAT, checksum, places_of, text_checksum
 
 
 def save_quantized(

@@ -9,18 +9,228 @@ that exists are replaced one by one, config.json last.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
-from collections.abc import Iterator, Mapping
+import secrets
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from ..files import read_json
-from .file_format import places_of
-from .save_format import SaveFormat, save_format
-from .to_save import alone_in, check_converted, identity, problem_of, temporary_beside, write_file
+from ..dtypes import QuantizedTensor
+from ..dtypes.serialize import LOGICAL_DTYPES
+from ..model.install import PreparedModule
+from ..primitives.files import read_json
+from .tensor_file import NAMES, places_of, write_tensors
+
+# --------------------------------------------------------------------------------------------------
+# SaveFormat: a format of other packages in which quantized weights are saved, tensor by tensor.
+#
+# A format is added by one file: a subclass with `@register_save_format`. Then ``save_quantized(model, folder,
+# format=name)`` writes it, and so does `quantize_checkpoint`, which never has the whole model in memory.
+
+
+SAVE_FORMATS: dict[str, type[SaveFormat]] = {}
+"""Every registered format by its name."""
+
+C = TypeVar("C", bound="type[SaveFormat]")
+
+
+class SaveFormat(ABC):
+    """One checkpoint that is being written in a format.
+
+    The caller passes every parameter and buffer to `store` once, in any order, and further names of it to `alias`,
+    writes what `store` returns to safetensors files, and at the end puts `config()` into config.json as
+    `quantization_config`.
+
+    Args:
+        config: contents of the config.json of the model; empty for a model without.
+
+    Attributes:
+        name: what `save_quantized(format=...)` takes.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        self.model_config: Mapping[str, Any] = config or {}
+
+    @abstractmethod
+    def store(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """The plain tensors, by stored name, that stand for the parameter or buffer `name`.
+
+        Raises:
+            ValueError: the format cannot hold the tensor; the message names it and says what to write instead.
+        """
+
+    def alias(self, name: str, original: str) -> None:  # noqa: B027 (optional)
+        """Take note that `name` is another name of the tensor that was stored as `original`, and is not stored itself.
+
+        Raises:
+            ValueError: the format cannot say so.
+        """
+
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """The `quantization_config` for config.json, from everything that was stored.
+
+        Raises:
+            ValueError: weights that have to be quantized alike are not; the message names them.
+        """
+
+    def metadata(self, keys: Iterable[str]) -> dict[str, str]:
+        """Metadata of a file with the stored tensors `keys`; by default none."""
+        return {}
+
+    @abstractmethod
+    def progress(self) -> Any:
+        """JSON data of what was stored so far, for `resume`."""
+
+    @abstractmethod
+    def resume(self, progress: Any) -> None:
+        """Continue a checkpoint that another object of this class has begun, from its `progress`.
+
+        The next tensor that `store` gets may be one that it had got already.
+
+        Raises:
+            ValueError: `progress` is not of this format.
+        """
+
+
+def register_save_format(cls: C) -> C:
+    """Class decorator: register a format under its name.
+
+    Raises:
+        ValueError: another format has the same name.
+    """
+    if SAVE_FORMATS.setdefault(cls.name, cls) is not cls:
+        raise ValueError(f"register_save_format: the name {cls.name!r} is taken by {SAVE_FORMATS[cls.name]!r}")
+    return cls
+
+
+def save_format(name: str, config: Mapping[str, Any] | None = None) -> SaveFormat:
+    """A new checkpoint in the format `name`, for a model with this config.json.
+
+    Raises:
+        ValueError: there is no such format.
+    """
+    if name not in SAVE_FORMATS:
+        known = ", ".join(repr(known) for known in ["qtorch", *sorted(SAVE_FORMATS)])
+        raise ValueError(f"format {name!r} is not known; known are {known}")
+    return SAVE_FORMATS[name](config)
+
+
+# --------------------------------------------------------------------------------------------------
+# What every format asks of the tensors that it saves, and the writing of a file.
+
+
+TOKEN = "[0-9a-f]" * 8
+"""A pattern of the part of a name that is chosen at random."""
+
+
+def problem_of(value: Any) -> str | None:
+    """Why a value cannot be saved, or None."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}, not a tensor"
+    if nn.parameter.is_lazy(value):
+        return "not initialized yet; run the model once"
+    if value.is_meta:
+        return "on the meta device"
+    if isinstance(value, QuantizedTensor):
+        known = value.dtype in LOGICAL_DTYPES
+        return None if known else f"a {type(value).__name__} of {value.dtype}, and files are of floats; torch.save it"
+    if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
+        return f"a {type(value).__name__}, which has no canonical form"
+    if value.layout is not torch.strided or value.dtype not in NAMES:
+        return f"a {value.layout} tensor of {value.dtype}, which safetensors cannot hold"
+    return None
+
+
+def check_converted(model: nn.Module, keeps_state: bool) -> None:
+    """Raise `ValueError` where a layer is in training.
+
+    Args:
+        keeps_state: unless training has given it tensors of its own: the file has these, and fits no other layer.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, PreparedModule) or (keeps_state and module.state_dict().keys() - {"weight", "bias"}):
+            continue
+        raise ValueError(
+            f"save_quantized: {name or 'the model'} is a {type(module).__name__}, a layer in training that is not "
+            "converted yet, and the file would hold a float one: quantize_(model, convert()), or torch.save its "
+            "state_dict()"
+        )
+
+
+def identity(tensor: Tensor) -> Any:
+    """A key that is equal for tensors that share their data and have the same form."""
+    if isinstance(tensor, QuantizedTensor):
+        return tensor.scheme, *[identity(inner) for inner in tensor.inner_tensors.values()]
+    if tensor.numel() == 0:
+        return id(tensor)
+    bits = tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), *bits
+
+
+@contextmanager
+def temporary_beside(path: Path) -> Iterator[Path]:
+    """A folder ``.<name>.<8 hexadecimal digits>.tmp`` beside `path`; those of processes that died are removed."""
+    with alone_in(path.parent):
+        for stale in path.parent.glob(f".{glob.escape(path.name)}.{TOKEN}.tmp"):
+            if (held := _hold(stale)) is not None:
+                shutil.rmtree(stale, ignore_errors=True)
+                os.close(held)
+        folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        folder.mkdir()
+        held = _hold(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if held is not None:
+            os.close(held)
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """While no other saver, of this or another process, is in such a block for the same folder, if it can be locked."""
+    held = _hold(folder, wait=True)
+    try:
+        yield
+    finally:
+        if held is not None:
+            os.close(held)
+
+
+def _hold(folder: Path, wait: bool = False) -> int | None:
+    """The locked folder, open; None if it is locked by another, or cannot be."""
+    try:
+        import fcntl
+
+        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | (0 if wait else os.O_NOFOLLOW))
+    except (ImportError, OSError):  # Windows
+        return None
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(number)
+        return None
+    return number
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a file and flush it to disk."""
+    try:
+        write_tensors(path, tensors, {"format": "pt", **metadata})
+    except OSError as error:
+        raise type(error)(error.errno, f"save_quantized: cannot write {path}: {error.strerror}") from error
+
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"

@@ -1,18 +1,31 @@
 """The command line: `qtorch` and `python -m qtorch`. A subcommand is a file; what it needs is imported when it runs.
 
 `--help` and wrong arguments are answered before torch is imported, which takes seconds: `qtorch/__init__.py` calls
-`answer_without_torch` first.
+`answer_without_torch` first. So nothing but the standard library is imported here.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from .parser import UsageError, parse
+from . import bench, convert, eval, explain, inspect, quantize
+from .arguments import UsageError
 
 __all__ = ["answer_without_torch", "main"]
+
+COMMANDS: tuple[Any, ...] = (quantize, inspect, convert, eval, explain, bench)
+"""Modules with `add_arguments(parser)` and `run(arguments)`; the first line of the docstring is the help."""
+
+_EPILOG = """examples:
+  qtorch quantize meta-llama/ llama-int4/ --recipe int4_weight_only --set group_size=32
+  qtorch quantize model/ served/ --recipe int8_weight_only --format compressed-tensors
+  qtorch inspect llama-int4/
+
+exit status: 0, 1 for a failure, 2 for wrong arguments"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, 1 for a failure, 2 for wrong use.
     """
-    given = parse(sys.argv[1:] if arguments is None else arguments)
+    given = _parse(sys.argv[1:] if arguments is None else arguments)
     try:
         given.run(given)
     except UsageError as error:
@@ -44,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def answer_without_torch() -> None:
     """End the process if it is the command line, and asks for help or has wrong arguments."""
     if _is_command_line():
-        parse(sys.argv[1:] if sys.argv[0] != "-m" else sys.orig_argv[sys.orig_argv.index("-m") + 2 :])
+        _parse(sys.argv[1:] if sys.argv[0] != "-m" else sys.orig_argv[sys.orig_argv.index("-m") + 2 :])
 
 
 def _is_command_line() -> bool:
@@ -65,3 +78,36 @@ def _say(error: object, status: int) -> int:
     text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
     print(f"qtorch: error: {text or type(error).__name__}", file=sys.stderr)
     return status
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The parsed arguments; `run` is the function of the subcommand. Help and wrong arguments end the process."""
+    parser = argparse.ArgumentParser(
+        prog="qtorch",
+        description="Quantize checkpoints, look into them, and measure them.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(metavar="command", required=True)
+    for module in COMMANDS:
+        about, _, more = module.__doc__.partition("\n")
+        name = module.__name__.rpartition(".")[2]
+        command = commands.add_parser(
+            name,
+            help=about.rstrip("."),
+            description=f"{about}\n{more}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_argument("--json", action="store_true", help="print JSON instead of text")
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        command.add_argument("--threads", type=_positive, metavar="N", help="threads of the CPU; by default all cores")
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be positive, got {value}")
+    return value

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> None:
     import torch
 
     from ..dtypes import quantized_type
-    from ..report import format_table
+    from ..model.report import format_table
     from .schemes import matrices
 
     use_threads(arguments)

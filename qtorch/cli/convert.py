@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the subcommand."""
-    from ..quantize_checkpoint import convert_checkpoint
+    from ..checkpoint.streaming.quantize_checkpoint import convert_checkpoint
 
     use_threads(arguments)
     format = format_of(arguments)

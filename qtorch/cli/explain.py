@@ -25,8 +25,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Run the subcommand."""
     import torch
 
-    from ..explain import explain_problem
     from ..kernels.registry import Problem
+    from ..model.explain import explain_problem
     from .schemes import matrices
 
     try:

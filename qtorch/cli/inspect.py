@@ -20,9 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the subcommand."""
-    from .. import formats  # noqa: F401 (registers the formats)
-    from ..report import format_table
-    from ..streaming.sources import open_any
+    from ..checkpoint import formats  # noqa: F401 (registers the formats)
+    from ..checkpoint.streaming.partial import open_any
+    from ..model.report import format_table
 
     with open_any(arguments.path) as source:
         aliases = dict(source.aliases)

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from ..files import read_json
 from ..primitives import jsonable
+from ..primitives.files import read_json
 from ..primitives.jsonable import from_json
-from ..recipe import RECIPES, Recipe
+from ..recipes.base import RECIPES, Recipe
 from .arguments import UsageError
 
 

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import formats  # noqa: F401 (registers the formats)
-from ..checkpoint.source import Contents, Source
+from ..checkpoint import formats  # noqa: F401 (registers the formats)
+from ..checkpoint.sources import Contents, Source
+from ..checkpoint.streaming.assignment import assign
+from ..checkpoint.streaming.partial import model_config, open_any
 from ..dtypes.matrix_weight import MatrixScheme
-from ..misfit import Padded
-from ..primitives.scheme import Scheme
-from ..recipe import WeightRecipe
-from ..streaming.assignment import assign
-from ..streaming.sources import model_config, open_any
+from ..model.misfit import Padded
+from ..primitives.spec import Scheme
+from ..recipes.base import WeightRecipe
 from .arguments import UsageError
 from .recipes import asked_recipe, asked_targets
 

@@ -1,6 +1,6 @@
 """Quantized tensors: `AffineQuantizedTensor`, its layouts, and the operations on it."""
 
-from ..layouts import (
+from ..primitives.layouts import (
     BlockSparseLayout,
     Layout,
     PackedLayout,
@@ -9,37 +9,25 @@ from ..layouts import (
     TensorCoreTiledLayout,
     register_layout,
 )
-from . import (
-    collectives,
-    concatenation,
-    conv,
-    einsum,
-    embedding,
-    expert_matrices,
-    functions,
-    ops,
-    parameter,
-    raw_memory,
-    shards,
-    traced_views,
-    views,
-)
-from .affine import AffineQuantizedTensor
+from . import conv, distributed, embedding, experts, joining, ops, parameter, products, traced_views, views  # noqa: F401 (they register what they serve)
+from .affine_tensor import AffineQuantizedTensor
 from .base import QuantizedTensor, quantized_type
-from .codebook import LUTQuantizedTensor, NF4Tensor, linear_nf4, to_nf4
-from .conv_weight import ConvWeight
+from .codebook_tensor import LUTQuantizedTensor, NF4Tensor, linear_nf4, to_nf4
+from .conv import ConvWeight
 from .factories import (
+    UintxTensor,
+    deregister_aqt_quantized_linear_dispatch,
+    register_aqt_quantized_linear_dispatch,
     to_affine_quantized_floatx,
     to_affine_quantized_floatx_static,
     to_affine_quantized_fpx,
     to_affine_quantized_intx,
     to_affine_quantized_intx_static,
     to_linear_activation_quantized,
+    to_uintx,
 )
 from .matrix_weight import MatrixWeight
-from .outside_dispatch import deregister_aqt_quantized_linear_dispatch, register_aqt_quantized_linear_dispatch
 from .transposed_weight import PaddedWeight, TransposedWeight
-from .uintx import UintxTensor, to_uintx
 
 __all__ = [
     "AffineQuantizedTensor",

@@ -11,26 +11,49 @@ An operation in neither table raises an error that names it; nothing is dequanti
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..kernels.graph_key import graph_key
-from ..kernels.im2col import Window
-from ..layouts.inner_tensors import Forms, check_inner_tensors, check_plain_tensors
+from ..kernels.conv import Window
+from ..kernels.cpu.compiled_library import library
+from ..kernels.custom_ops import implementations
+from ..kernels.registry import names
 from ..primitives.jsonable import to_json
-from ..primitives.scheme import Scheme
-from ..primitives.spec import LinearSpec, QuantSpec
-from ..tracing.outside_graphs import starts_no_graph
-from .caller import calling_package
+from ..primitives.layouts.base import Forms, check_inner_tensors, check_plain_tensors
+from ..primitives.spec import LinearSpec, QuantSpec, Scheme
+from ..primitives.tracing import starts_no_graph
 from .copying import Copied, forms_of, rebuild
-from .dispatch import ATEN, FUNCTIONS, run, run_below
+from .dispatch import ATEN, FUNCTIONS, calling_package, run, run_below
 from .gathering import Gathered
+
+# --------------------------------------------------------------------------------------------------
+# What a compiled graph depends on besides its inputs: a part of the keys of torch's graph caches on disk.
+#
+# torch identifies a graph by its operations before lowering, such as `F.linear` of a quantized weight. How qtorch
+# lowers them depends on its version and on the registered kernels.
+
+
+def graph_key(device: str) -> str:
+    """A string that differs whenever `F.linear` on this type of device may be lowered differently."""
+    compiled = library() if device == "cpu" else None
+    return " ".join([_sources(), "" if compiled is None else compiled.instruction_set, *names(), *implementations()])
+
+
+@functools.cache
+def _sources() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
 
 __all__ = ["QuantizedTensor", "rebuild"]
 

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from ..primitives.flat_blocks import FlatBlocks
+from ..primitives.granularity import FlatBlocks
 from ..primitives.jsonable import jsonable
-from ..primitives.scheme import Scheme
-from ..primitives.spec import LinearSpec
+from ..primitives.spec import LinearSpec, Scheme
 from .base import QuantizedTensor, quantized_type
 from .dispatch import ATEN
 from .matrix_weight import AS_A_WHOLE, MatrixScheme, MatrixWeight

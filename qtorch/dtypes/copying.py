@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..files import parse_json
-from ..layouts.inner_tensors import Forms, check_inner_tensors, check_plain_tensors
+from ..primitives.files import parse_json
 from ..primitives.jsonable import from_json, to_json
+from ..primitives.layouts.base import Forms, check_inner_tensors, check_plain_tensors
 
 _TYPES: dict[str, Any] = {}
 

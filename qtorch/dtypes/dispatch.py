@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..kernels.rows import fresh
-from ..tracing.function_transforms import run_on_constants, transforms_active
+from ..kernels.registry import fresh
+from ..primitives.tracing import run_on_constants, transforms_active
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -87,3 +90,52 @@ def _traced_by_modes() -> bool:
     """Whether torch.export runs the model under its own modes, rather than dynamo (``strict=True``). They know the
     inner tensors of parameters, and no wrapper that is made of them on the way."""
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
+# --------------------------------------------------------------------------------------------------
+# What autocast means for products: it casts the input and the bias, and nothing inside a kernel.
+
+
+def autocasts(device: str) -> bool:
+    """Whether inputs on this type of device are cast for products."""
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """A context in which inputs on this type of device are not cast."""
+    return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
+
+
+def cast_for_product(
+    product: Callable[..., Tensor], input: Tensor, weight: Any, bias: Tensor | None, *arguments: Any
+) -> Tensor:
+    """`product(input, weight, bias, *arguments)`. Under autocast, input and bias are cast, the weight is not, and the
+    product runs without autocast: what it computes in fp32, such as the exact sum of integers, stays in fp32."""
+    device = input.device.type
+    if not autocasts(device):
+        return product(input, weight, bias, *arguments)
+    input = input.to(torch.get_autocast_dtype(device))
+    bias = None if bias is None else bias.to(input.dtype)
+    with torch.autocast(device, enabled=False):
+        return product(input, weight, bias, *arguments)
+
+
+# --------------------------------------------------------------------------------------------------
+# Which package is calling: for the few answers and messages that depend on it.
+
+
+OWN = "qtorch"
+
+
+def calling_frame() -> FrameType | None:
+    """The innermost call that is not of this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == OWN:
+        frame = frame.f_back
+    return frame
+
+
+def calling_package() -> str:
+    """The name of the package whose code has called this one; empty if there is none."""
+    frame = calling_frame()
+    return "" if frame is None else frame.f_globals.get("__name__", "").partition(".")[0]

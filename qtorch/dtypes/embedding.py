@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..tracing.function_transforms import run_whole, transforms_active, unwrapped_subclass
-from ..tracing.outside_graphs import refuse_jit_trace, starts_no_graph
+from ..primitives.tracing import refuse_jit_trace, run_whole, starts_no_graph, transforms_active, unwrapped_subclass
 from .base import QuantizedTensor
 from .dispatch import implements_aten, implements_function
 from .linear import check_device, find_kernel, frozen_error, kinds

@@ -13,11 +13,10 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from ..layouts import Layout
-from ..layouts.inner_tensors import Forms
 from ..primitives.jsonable import jsonable
-from ..primitives.scheme import Scheme
-from ..primitives.spec import LinearSpec, QuantSpec
+from ..primitives.layouts import Layout
+from ..primitives.layouts.base import Forms
+from ..primitives.spec import LinearSpec, QuantSpec, Scheme
 from .base import QuantizedTensor, quantized_type
 
 aten = torch.ops.aten

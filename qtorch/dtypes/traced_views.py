@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .base import QuantizedTensor
-from .conv_weight import ConvWeight
+from .conv import ConvWeight
 from .dispatch import implements_traced_view
 from .transposed_weight import PaddedWeight, as_view, like, matrix_axis
 from .views import cut, permute, reshape

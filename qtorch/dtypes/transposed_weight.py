@@ -27,7 +27,7 @@ from ..primitives.jsonable import jsonable
 from .base import QuantizedTensor
 from .dispatch import ATEN
 from .matrix_weight import AS_A_WHOLE, MatrixScheme, MatrixWeight
-from .parts import part_of
+from .ops import part_of
 
 aten = torch.ops.aten
 

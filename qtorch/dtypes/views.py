@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from ..layouts.plain import layout_for
 from ..primitives.granularity import Granularity, granularity_of, reshaped_blocks
-from ..primitives.scheme import Scheme
+from ..primitives.layouts.plain import layout_for
+from ..primitives.spec import Scheme
 from .base import QuantizedTensor
 from .dispatch import implements_aten
-from .parts import part_of
+from .ops import part_of
 
 aten = torch.ops.aten
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint import save_quantized
-from ..checkpoint.source import open_source
-from ..model_argument import check_model
-from ..supported_versions import check_version
+from ..checkpoint.sources import open_source
+from ..model.install import check_model
+from ..primitives.supported_versions import check_version
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -20,11 +20,11 @@ import accelerate.utils.other as other
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from ..checkpoint.formats.transformers_folder import Index
+from ..checkpoint.formats.transformers_folder.names import is_marker
+from ..checkpoint.formats.transformers_folder.source import TransformersFolder
 from ..checkpoint.hf_folder import HFFolder
 from ..dtypes import QuantizedTensor
-from ..formats.transformers_folder import Index
-from ..formats.transformers_folder.names import is_marker
-from ..formats.transformers_folder.source import TransformersFolder
 from ..training.weights.codes import CodesWeight
 from .plain_state import plain_state
 

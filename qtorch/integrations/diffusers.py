@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..supported_versions import check_version
+from ..primitives.supported_versions import check_version
 
 check_version("diffusers")
 
@@ -29,13 +29,12 @@ from torch import Tensor, nn
 
 from ..dtypes import QuantizedTensor
 from ..dtypes.serialize import Entry, check_entry, from_canonical, to_canonical
-from ..files import parse_json
-from ..model_size import with_codes_counted
-from ..module_repr import show_quantized
+from ..model.module_repr import show_quantized, with_codes_counted
+from ..model.targets import Target, find_targets
+from ..primitives.files import parse_json
 from ..primitives.jsonable import from_json, to_json
 from ..quantize_api import dequantize_
-from ..recipe import Recipe
-from ..targets import Target, find_targets
+from ..recipes.base import Recipe
 
 METADATA = "qtorch.tensors"
 """Key of the metadata of a file: JSON of the entries of its quantized tensors, by name."""

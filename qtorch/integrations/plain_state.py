@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..checkpoint.formats.transformers_folder import Index, stored
 from ..dtypes import QuantizedTensor
-from ..formats.transformers_folder import Index, stored
 from ..training.weights.master import MasterWeight
 
 

@@ -24,9 +24,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, parallel
 
 from ..dtypes import AffineQuantizedTensor, QuantizedTensor
-from ..dtypes.autocast import cast_for_product
+from ..dtypes.dispatch import cast_for_product
 from ..dtypes.linear import check_dtype, multiply
-from ..prepared_module import PreparedModule
+from ..model.install import PreparedModule
 from ..primitives.granularity import PerTensor
 from ..training.engine.split import CUT_HERE, Split, joined_extremes
 

@@ -3,16 +3,16 @@
 Every module of this package is imported here, so that a kernel is added by adding its file.
 """
 
-from ..discovery import import_modules
+from ..primitives.discovery import import_modules
 
 import_modules(__name__, __path__)
 
-from .cpu.calibrate import calibrate_cpu  # noqa: E402
 from .cpu.operators import cpu_operators_library  # noqa: E402
+from .cpu.tuning import calibrate_cpu  # noqa: E402
 from .cuda.launch_config import LaunchConfig, autotune  # noqa: E402
 from .custom_ops import record_kernels  # noqa: E402
 from .ops.int_matmul import int_matmul, int_scaled_matmul  # noqa: E402
-from .ops.quantize_rowwise import quantize_int8_rowwise  # noqa: E402
+from .ops.quantize import quantize_int8_rowwise  # noqa: E402
 from .ops.stochastic_update import stochastic_update_bf16_, stochastic_update_int8_  # noqa: E402
 from .registry import FallbackError, deregister, lookup, register  # noqa: E402
 

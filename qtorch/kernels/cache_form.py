@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..layouts.packed import can_pack_bits, packed_length, unpack_codes
 from ..primitives.affine import MappingType, ZeroPointDomain
 from ..primitives.granularity import PerBlock, PerToken
+from ..primitives.layouts.packed import can_pack_bits, packed_length, unpack_codes
 from ..primitives.qdtype import qdtype
 from ..primitives.spec import QuantSpec
 

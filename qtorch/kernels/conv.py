@@ -1,22 +1,199 @@
-"""Convolution with a quantized weight and a floating-point activation: dequantize the weight, then call torch.
+"""Convolution as products of matrices: the windows of the input are gathered into rows (im2col).
 
-    y = conv(x, dequantize(w)) + bias
+    y[b, n, p] = sum_{c, t} x[b, c, stride p + dilation t - padding] w[n, c, t]
 
-A convolution uses each weight once for every output position, so that dequantizing all of it costs little.
-With quantized activations, where no kernel takes the whole convolution (`image_conv`, `cpu/conv`), it is a product of
-windows (see `im2col`), by the kernels of ``linear``.
+Each output position p of an image is one row, indexed by (kernel position t, input channel c): a scale per row is one
+per window. The weight is a matrix (N, T * C): a scale per row is one per output channel, and groups run along the
+channels. Channels come last because whole pixels are then copied, which is ten times as fast.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .im2col import Window, from_matrix, is_channels_last
+from ..primitives.granularity import PerAxis
+from ..primitives.spec import Scheme
+from .custom_ops import opaque
+from .linear.scaled import INTEGERS
+from .ops.int8_grouped_mm import int8_grouped_mm
 from .ops.portable import dequantized_weight, fake_quantized
+from .ops.quantize import quantize_dynamic
 from .registry import Problem, QuantizedWeight, register
+
+Size = int | Sequence[int]
+
+WINDOW_BYTES = 4 << 20
+"""Size of the windows that are gathered at a time."""
+
+
+class Window(NamedTuple):
+    """What a convolution reads for one output position, one number per axis of an image. `padding` is added at both
+    ends."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
+def prepare_conv(
+    ndim: int,
+    x: Tensor,
+    weight: Sequence[int],
+    stride: Size,
+    padding: Size | str,
+    dilation: Size,
+    groups: int,
+    name: str,
+) -> tuple[Tensor, Window]:
+    """Check the arguments of a convolution, called `name` in errors.
+
+    Args:
+        x: (B, C, *sizes), `ndim` of them.
+        weight: the shape (N, C / groups, *kernel).
+
+    Returns:
+        x, padded where ``padding='same'`` needs more at one end than at the other; the window.
+
+    Raises:
+        ValueError: the arguments do not fit each other.
+    """
+    if len(weight) != ndim + 2 or x.dim() != ndim + 2:
+        raise ValueError(
+            f"{name} takes an input of {ndim + 1} or {ndim + 2} axes and a weight of {ndim + 2}, got shapes "
+            f"{tuple(x.shape)} and {tuple(weight)}"
+        )
+    n, channels, *kernel = weight
+    if x.shape[1] != channels * groups or n % groups:
+        raise ValueError(
+            f"{name}: {x.shape[1]} input channels do not fit a weight of shape {tuple(weight)} in {groups} groups"
+        )
+    steps, spread = _per_axis(stride, ndim), _per_axis(dilation, ndim)
+    reach = [d * (k - 1) for d, k in zip(spread, kernel, strict=True)]
+    if padding == "same":
+        if any(step != 1 for step in steps):
+            raise ValueError("padding='same' takes a stride of 1")
+        if any(r % 2 for r in reach):  # one more after than before
+            x = functional.pad(x, list(itertools.chain(*((0, r % 2) for r in reversed(reach)))))
+        ends = tuple(r // 2 for r in reach)
+    elif isinstance(padding, str) and padding != "valid":
+        raise ValueError(f"padding is 'same', 'valid' or sizes, got {padding!r}")
+    else:
+        ends = (0,) * ndim if isinstance(padding, str) else _per_axis(padding, ndim)
+    window = Window(tuple(kernel), steps, ends, spread, groups)
+    if any(size + 2 * end <= r for size, end, r in zip(x.shape[2:], ends, reach, strict=True)):
+        raise ValueError(f"the kernel {window.kernel}, dilated by {window.dilation}, exceeds the padded input")
+    return x, window
+
+
+def to_matrix(weight: Tensor) -> Tensor:
+    """(N, C, *kernel) -> (N, T * C)."""
+    return weight.movedim(1, -1).flatten(1)
+
+
+def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
+    """Inverse of `to_matrix`, for a weight of this shape: a view, channels last."""
+    n, channels, *kernel = shape
+    return matrix.reshape(n, *kernel, channels).movedim(-1, 1)
+
+
+def multiply_windows(x: Tensor, window: Window, multiply: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """A convolution without bias.
+
+    Args:
+        x: (B, C, *sizes).
+        multiply: (rows (M, T * C / groups), index of the group) -> (M, N / groups).
+
+    Returns:
+        (B, N, *positions); channels last where x is, else contiguous.
+
+    In eager mode without gradients, `WINDOW_BYTES` of windows are gathered at a time. A compiler fuses gathering with
+    what follows.
+    """
+    windows = _windows(x, window)
+    pieces = [windows] if torch.compiler.is_compiling() or torch.is_grad_enabled() else _pieces(windows)
+    y = _joined([_multiply_groups(piece, window, multiply) for piece in pieces], 0)
+    y = y.reshape(*windows.shape[: 1 + len(window.kernel)], y.shape[1]).movedim(-1, 1)
+    return y if is_channels_last(x) else y.contiguous()
+
+
+def input_rows(x: Tensor, window: Window) -> Iterator[Tensor]:
+    """The windows of x (B, C, *sizes) as rows (M, T * C / groups), some at a time; those of all groups."""
+    for piece in _pieces(_windows(x, window)):
+        for of_group in piece.chunk(window.groups, -1):
+            yield of_group.reshape(-1, math.prod(window.kernel) * of_group.shape[-1])
+
+
+def _windows(x: Tensor, window: Window) -> Tensor:
+    """(B, *positions, *kernel, C): the window of each output position, a view of the padded input."""
+    x = functional.pad(x.movedim(1, -1).contiguous(), [0, 0, *both_ends(window.padding)])
+    for i, (k, step, d) in enumerate(zip(window.kernel, window.stride, window.dilation, strict=True)):
+        x = x.unfold(1 + i, d * (k - 1) + 1, step)[..., ::d]
+    ndim = len(window.kernel)
+    return x.movedim(1 + ndim, -1)
+
+
+def both_ends(padding: Sequence[int]) -> list[int]:
+    """As `F.pad` takes it: (before, after) of the last axis first."""
+    return list(itertools.chain(*((p, p) for p in reversed(padding))))
+
+
+def _pieces(windows: Tensor) -> Iterator[Tensor]:
+    """The windows in pieces of at most `WINDOW_BYTES`: whole images, or parts of one along its first axis; in order."""
+    limit = WINDOW_BYTES // windows.element_size()
+    of_image = max(1, math.prod(windows.shape[1:]))
+    if of_image <= limit:
+        yield from windows.split(limit // of_image)
+        return
+    step = max(1, limit // math.prod(windows.shape[2:]))
+    for image in windows.split(1):
+        yield from image.split(step, 1)
+
+
+def _multiply_groups(windows: Tensor, window: Window, multiply: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """(M, N), M the number of windows."""
+    rows = math.prod(windows.shape[: 1 + len(window.kernel)])
+    width = math.prod(window.kernel) * windows.shape[-1] // window.groups
+    of_groups = windows.chunk(window.groups, -1)
+    return _joined([multiply(part.reshape(rows, width), group) for group, part in enumerate(of_groups)], 1)
+
+
+def _joined(parts: list[Tensor], axis: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether x (B, C, *sizes) is contiguous in channels-last order and in that order only."""
+    if x.dim() not in (4, 5) or x.is_contiguous():
+        return False
+    return x.is_contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+
+
+def _per_axis(value: Size, ndim: int) -> tuple[int, ...]:
+    if isinstance(value, int):
+        return (value,) * ndim
+    if len(value) not in (1, ndim):
+        raise ValueError(f"stride, padding and dilation take 1 or {ndim} sizes, got {list(value)}")
+    return tuple(value) * (ndim if len(value) == 1 else 1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Convolution with a quantized weight and a floating-point activation: dequantize the weight, then call torch.
+#
+#     y = conv(x, dequantize(w)) + bias
+#
+# A convolution uses each weight once for every output position, so that dequantizing all of it costs little.
+# With quantized activations, where no kernel takes the whole convolution (`image_conv`, `cpu/conv`), it is a product of
+# windows (see `im2col`), by the kernels of ``linear``.
+
 
 CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 """torch's functions by the number of axes of an image."""
@@ -75,3 +252,133 @@ def portable_conv(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -
     values = values if values.dim() > 2 else from_matrix(values, weight.scheme.shape).contiguous()
     real = x if weight.scheme.activation is None else fake_quantized(x, weight).to(x.dtype)
     return CONVOLUTIONS[len(window.kernel)](real, values, bias, stride, padding, dilation, groups)
+
+
+# --------------------------------------------------------------------------------------------------
+# Convolution of images that are quantized before their windows are gathered: with one scale for each image.
+#
+# y[b, n, p] = (sum_{c, t} (xq[b, c, stride p + dilation t] - xz[b]) (wq[n, t, c] - wz[n])) * ws[n] * xs[b] + bias[n]
+#
+# In torch operators: the definition of the numbers. An image that holds a NaN or an infinity gives NaN.
+
+
+def scales_images(scheme: Scheme) -> bool:
+    """Whether a convolution's input has one scale for each image, chosen on each call: PerAxis(0)."""
+    activation = scheme.activation
+    return activation is not None and not scheme.spec.static and activation.granularity == PerAxis(0)
+
+
+def result_shape(x: Tensor, features: int, window: Window) -> list[int]:
+    """(B, N, *positions) of a convolution of x (B, C, *sizes)."""
+    sizes = zip(x.shape[2:], *window[:4], strict=True)
+    return [x.shape[0], features, *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes)]
+
+
+def empty_result(x: Tensor, features: int, window: Window, dtype: torch.dtype) -> Tensor:
+    """The result of a convolution, without values: channels last where x is."""
+    y = x.new_empty(result_shape(x, features, window), dtype=dtype)
+    return y.movedim(1, -1).contiguous().movedim(-1, 1) if is_channels_last(x) else y
+
+
+def padded_codes(codes: Tensor, zero_point: Tensor | None, window: Window) -> tuple[Tensor, Window]:
+    """Codes (B, C, *sizes) in a border of the code of zero, and the window without padding."""
+    if zero_point is None or not any(window.padding):
+        return codes, window  # `multiply_windows` pads with zeros
+    shift = zero_point.to(torch.int16).reshape(-1, *(1,) * (codes.dim() - 1))
+    padded = functional.pad(codes.to(torch.int16) - shift, both_ends(window.padding)) + shift
+    return padded.to(codes.dtype), window._replace(padding=(0,) * len(window.padding))
+
+
+def by_images(
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    window: Window,
+    multiply: Callable[[Tensor, int, Tensor, Tensor | None], Tensor],
+) -> Tensor:
+    """The convolution of codes (B, C, *sizes) with a scale for each image, (B, 1), or for all, (1, 1).
+
+    Args:
+        multiply: (rows, group, scale (1, 1), zero point (1, 1) or None) -> (M, N / groups).
+    """
+    codes, window = padded_codes(codes, zero_point, window)
+    zeros: Sequence[Tensor | None] = [None] * scale.shape[0] if zero_point is None else zero_point.split(1)
+    images = [codes] if scale.shape[0] == 1 else codes.split(1)
+    parts = [
+        multiply_windows(image, window, lambda rows, group, s=s, z=z: multiply(rows, group, s, z))  # type: ignore[misc]
+        for image, s, z in zip(images, scale.split(1), zeros, strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _empty(xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None, *about: Any) -> Tensor:
+    kernel, stride, padding, dilation, groups, dtype = about
+    return empty_result(xq, wq.shape[0], Window(kernel, stride, padding, dilation, groups), dtype)
+
+
+@opaque(_empty)
+def image_codes_conv(
+    xq: Tensor,
+    xs: Tensor,
+    xz: Tensor | None,
+    wq: Tensor,
+    ws: Tensor,
+    wz: Tensor | None,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The equation above without bias.
+
+    Args:
+        xq: (B, C, *sizes) int8 codes.  xs: (B, 1) or (1, 1) scale.  xz: like xs, or None.
+        wq: (N, T * C / groups), the matrix of the weight.  ws, wz: as `int8_grouped_mm` takes them.
+        dtype: of the result.
+    """
+    window = Window(tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), groups)
+    if not xq.shape[0]:
+        return empty_result(xq, wq.shape[0], window, dtype)
+    parts = [(q, ws if s is None else s, z) for q, s, z in zip(wq.chunk(groups), *_chunks(ws, wz, groups), strict=True)]
+
+    def run(rows: Tensor, group: int, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+        return int8_grouped_mm(rows, scale, zero_point, *parts[group], dtype)
+
+    with torch.no_grad():
+        return by_images(xq, xs, xz, window, run)
+
+
+def _chunks(ws: Tensor, wz: Tensor | None, groups: int) -> list[Sequence[Tensor | None]]:
+    whole = ws.shape[0] == 1
+    return [[t] * groups if t is None or whole else t.chunk(groups) for t in (ws, wz)]
+
+
+def _supports(problem: Problem) -> str | None:
+    if not scales_images(problem.scheme):
+        return "takes a dynamic scale for each image, PerAxis(0)"
+    if problem.scheme.weight.block_size(problem.scheme.codes_shape)[0] != 1:
+        return f"takes a scale of its own for each output channel, the weight has {problem.scheme.weight.granularity}"
+    return None
+
+
+@register(
+    "conv",
+    layout=("plain", "packed"),
+    weight=INTEGERS,
+    activation=("int8",),
+    priority=20,
+    supports=_supports,
+    note="on windows of the codes, gathered first",
+)
+def image_conv(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -> Tensor:
+    """(B, N, *positions) in the dtype of x (B, C, *sizes)."""
+    xq, xs, xz = quantize_dynamic(x.flatten(1), weight.scheme.activation)
+    codes = xq.reshape(x.shape)
+    if is_channels_last(x):
+        codes = codes.movedim(1, -1).contiguous().movedim(-1, 1)
+    wq, ws, wz = weight.plain()
+    kernel, stride, padding, dilation = map(list, window[:4])
+    y = image_codes_conv(codes, xs, xz, wq, ws, wz, kernel, stride, padding, dilation, window.groups, x.dtype)
+    return y if bias is None else y + bias.reshape(-1, *(1,) * (y.dim() - 2))

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..tracing.function_transforms import are_active, one_by_one
+from ..primitives.tracing import are_active, one_by_one
 
 F = TypeVar("F", bound=Callable[..., Any])
 Function = Callable[..., Any]

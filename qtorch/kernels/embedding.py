@@ -10,12 +10,11 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from ..layouts.packed import unpack_codes
-from ..layouts.semi_sparse import unpack_2_4
 from ..primitives.affine import dequantize_affine
-from ..primitives.codebook import dequantize_codebook
-from ..primitives.codebook_spec import CodebookSpec
+from ..primitives.codebooks import CodebookSpec, dequantize_codebook
 from ..primitives.granularity import block_of
+from ..primitives.layouts.packed import unpack_codes
+from ..primitives.layouts.semi_sparse import unpack_2_4
 from .linear.lut_weight_only import CodebookWeight
 from .ops.portable import dequantize_portably
 from .registry import REFERENCE, Problem, QuantizedWeight, needs_matrix, register

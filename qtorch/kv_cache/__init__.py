@@ -6,9 +6,8 @@
 `GrowingKV` and `StaticKV` are the stores of one layer, on plain tensors, without transformers.
 """
 
-from .growing_store import GrowingKV
-from .spec import KVCacheSpec
-from .static_store import StaticKV
+from .store import KVCacheSpec
+from .stores import GrowingKV, StaticKV
 from .use import explain_attention, quantized_cache, use_quantized_attention
 
 __all__ = [

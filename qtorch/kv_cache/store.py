@@ -2,15 +2,78 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels.cache_form import Parts
+from ..kernels.cache_form import TOKENS, CacheForm, Parts
 from ..kernels.ops.kv_attention import kv_attention
-from .spec import KVCacheSpec
+from ..primitives.jsonable import jsonable
+from ..primitives.qdtype import qdtype
+
+# --------------------------------------------------------------------------------------------------
+# KVCacheSpec: how a cache of keys and values is quantized.
+
+
+@jsonable
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """How the keys and values of attention are quantized. Hashable, JSON-able.
+
+    Every token is quantized once, when it is appended or leaves the recent tokens; its codes never change afterwards.
+
+    Args:
+        dtype: ``"int8"`` (symmetric), ``"int4"`` (with zero points, two codes a byte) or ``"float8_e4m3fn"``; a torch
+            dtype works too.
+        keys: ``"token"``, a scale for each token of a head; or ``"channel"``, a scale for each channel of `block`
+            consecutive tokens, which keys with a few large channels want (KIVI, arXiv 2402.02750). Values have a scale
+            for each token of a head.
+        block: tokens whose keys share the scales of channels.
+        recent: the number of latest tokens, at least, that stay in floating point; None: as many as a block, or none
+            with keys by token.
+        scale_dtype: dtype in which scales and zero points are kept.
+
+    Raises:
+        ValueError: there is no such format, or a size is negative.
+    """
+
+    dtype: str = "int8"
+    keys: str = "token"
+    block: int = 32
+    recent: int | None = None
+    scale_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        name: Any = self.dtype if isinstance(self.dtype, str) else qdtype(self.dtype).name
+        if name not in TOKENS:
+            raise ValueError(f"KVCacheSpec: dtype is one of {', '.join(TOKENS)}, got {self.dtype!r}")
+        object.__setattr__(self, "dtype", name)
+        if self.keys not in ("token", "channel"):
+            raise ValueError(f'KVCacheSpec: keys is "token" or "channel", got {self.keys!r}')
+        if self.block < 1 or (self.recent or 0) < 0:
+            raise ValueError(f"KVCacheSpec: block is positive, recent not negative, got {self.block}, {self.recent}")
+        if self.scale_dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"KVCacheSpec: scale_dtype is fp32, bf16 or fp16, got {self.scale_dtype}")
+
+    @property
+    def form(self) -> CacheForm:
+        """What kernels know of it."""
+        return CacheForm(self.dtype, self.block if self.keys == "channel" else 0, self.scale_dtype)
+
+    @property
+    def step(self) -> int:
+        """Tokens that are quantized together."""
+        return self.block if self.keys == "channel" else 1
+
+    @property
+    def kept(self) -> int:
+        """The number of latest tokens, at least, that stay in floating point."""
+        return (self.block if self.keys == "channel" else 0) if self.recent is None else self.recent
 
 
 class KVStore(ABC):
@@ -153,3 +216,72 @@ class NoGradient(torch.autograd.Function):
             "attention on a quantized KV cache has no gradient; train without a cache (use_cache=False), or run the "
             "model under torch.no_grad()"
         )
+
+
+# --------------------------------------------------------------------------------------------------
+# Held: keys or values in a cache, as they travel through a layer of a model to its attention function.
+#
+# The layers of transformers hand what `Cache.update` gives them to the attention function, and most look at no more
+# than its shape on the way. So codes can travel in a small object that is no tensor. If a model does use it as a
+# tensor, it becomes one: the dequantized keys or values.
+
+
+_said: set[str] = set()
+
+
+def say_once(what: str) -> None:
+    """Warn that keys and values are dequantized, once for each reason."""
+    if not torch.compiler.is_compiling() and what not in _said:
+        _said.add(what)
+        warnings.warn(f"qtorch: the quantized KV cache is dequantized at each step: {what}", stacklevel=2)
+
+
+class Held:
+    """The keys (`index` 0) or values (1) of a store.
+
+    Attributes:
+        store: holds the codes.
+        fresh: keys and values in floating point, if they are the first of the cache.
+        tokens: how many of the latest tokens it stands for.
+    """
+
+    def __init__(self, store: KVStore, index: int, fresh: tuple[Tensor, Tensor] | None, tokens: int) -> None:
+        self.store, self.index, self.fresh, self.tokens = store, index, fresh, tokens
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.store.shape[:2], self.tokens, self.store.widths[self.index]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.store.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.store.device
+
+    def floats(self) -> Tensor:
+        """The dequantized tensor."""
+        say_once("the model computes with the keys or values before it calls its attention function")
+        floats = self.store.dequantize()[self.index]
+        return floats.narrow(2, floats.shape[2] - self.tokens, self.tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("store", "index", "fresh", "tokens"):
+            raise AttributeError(name)
+        return getattr(self.floats(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.floats()[index]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = torch.utils._pytree.tree_map(_plain, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def _plain(x: Any) -> Any:
+    return x.floats() if isinstance(x, Held) else x

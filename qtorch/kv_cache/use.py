@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..explain import Explanation, explain_problem
 from ..kernels.ops.kv_attention import problem_of
-from ..supported_versions import check_version
-from .spec import KVCacheSpec
+from ..model.explain import Explanation, explain_problem
+from ..primitives.supported_versions import check_version
+from .store import KVCacheSpec
 
 Model = TypeVar("Model")
 
@@ -61,7 +61,7 @@ def use_quantized_attention(model: Model) -> Model:
             floats.
     """
     check_version("transformers")
-    from .transformers_attention import set_attention
+    from .transformers_cache import set_attention
 
     return set_attention(model)
 

@@ -1,14 +1,24 @@
 """Quantization primitives on plain tensors: types, granularities, specs, and the four stages of quantization."""
 
 from .affine import MappingType, ZeroPointDomain, dequantize_affine, quantize_affine
-from .codebook import NF4_TABLE, dequantize_codebook, kmeans_codebook, quantize_codebook
-from .codebook_spec import CodebookSpec
-from .fake_quant import fake_quantize_affine, fake_quantize_affine_cachemask
+from .codebooks import (
+    NF4_TABLE,
+    CodebookSpec,
+    PowerSpec,
+    dequantize_codebook,
+    kmeans_codebook,
+    power_table,
+    quantize_codebook,
+)
+from .fake_quant import (
+    fake_quantize_affine,
+    fake_quantize_affine_cachemask,
+    learned_step_fake_quantize,
+    lsq_grad_scale,
+    lsq_scale,
+)
 from .granularity import Granularity, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
-from .hqq import HQQRule
 from .jsonable import from_json, to_json
-from .learned_step import learned_step_fake_quantize, lsq_grad_scale, lsq_scale
-from .power_codebook import PowerSpec, power_table
 from .pruning import is_2_4, mask_2_4, mask_blocks, prune_2_4, prune_blocks
 from .qdtype import QDType, qdtype
 from .qparams import choose_qparams_affine, choose_qparams_affine_with_min_max
@@ -18,6 +28,7 @@ from .scale_rules import (
     AbsMaxRule,
     AbsMeanRule,
     FixedRangeRule,
+    HQQRule,
     LSQRule,
     MinMaxRule,
     MSERule,

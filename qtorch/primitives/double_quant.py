@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .affine import ZeroPointDomain
 from .granularity import PerGroup, PerRow, PerTensor
-from .numerics import Numerics
+from .qparams import Numerics
 
 Tensors = Mapping[str, Tensor]
 

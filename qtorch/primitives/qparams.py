@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from .affine import MappingType, ZeroPointDomain, check_floating_point, code_range
+from .affine import MappingType, ZeroPointDomain, check_floating_point, code_range, with_non_finite
 from .floatx import floor_to_power_of_two
-from .granularity import BlockView
-from .non_finite import with_non_finite
+from .granularity import Block, BlockView, Granularity
 from .qdtype import QDType
 from .slices import in_slices, needs_slices
 
@@ -198,3 +198,53 @@ def _check_options(mapping: MappingType, domain: ZeroPointDomain, preserve_zero:
         raise ValueError("an asymmetric mapping needs a zero point: zero_point_domain is NONE")
     if not preserve_zero and not domain.adds_zero_point:
         raise ValueError(f"preserve_zero=False needs zero_point_domain FLOAT or OFFSET, got {domain.name}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Numerics: the part of `QuantSpec` that scale rules and double quantization need; it breaks their import cycle.
+
+
+N = TypeVar("N", bound="Numerics")
+
+
+class Numerics(Protocol):
+    """Protocol of the part of `QuantSpec` that does not depend on how ranges are chosen; see there."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def dtype(self) -> QDType: ...
+
+    @property
+    def granularity(self) -> Granularity: ...
+
+    @property
+    def mapping(self) -> MappingType: ...
+
+    @property
+    def zero_point_domain(self) -> ZeroPointDomain: ...
+
+    @property
+    def code_range(self) -> tuple[float, float]: ...
+
+    @property
+    def has_zero_point(self) -> bool: ...
+
+    @property
+    def scale_spec(self) -> Numerics | None: ...
+
+    def block_size(self, shape: Sequence[int]) -> Block: ...
+
+    def choose_qparams(self, input: Tensor) -> tuple[Tensor, Tensor | None]: ...
+
+    def choose_qparams_from_range(
+        self, min_val: Tensor, max_val: Tensor, input_dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+    def quantize(self, input: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor: ...
+
+    def dequantize(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor: ...
+
+    def with_granularity(self: N, granularity: Granularity) -> N: ...
+
+    def to_nearest(self: N) -> N: ...

@@ -7,20 +7,18 @@ A rule implements `min_max(input, spec)`, which returns two fp32 tensors in the 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from .affine import MappingType
-from .granularity import BlockView
+from .affine import MappingType, ZeroPointDomain, with_non_finite
+from .fake_quant import lsq_scale
+from .granularity import BlockView, PerGroup, PerRow
 from .jsonable import jsonable
-from .learned_step import lsq_scale
-from .non_finite import with_non_finite
-from .numerics import Numerics
-from .qparams import min_max
+from .qparams import Numerics, min_max
 
 MinMax = tuple[Tensor, Tensor]
 
@@ -241,3 +239,173 @@ def elements_last(input: Tensor, spec: Numerics) -> tuple[Tensor, tuple[int, ...
     count = math.prod(view.scale_shape)
     x = x.permute(*kept, *view.dims)
     return x.reshape(count, -1) if x.numel() else x.reshape(count, 0), view.scale_shape
+
+
+# --------------------------------------------------------------------------------------------------
+# HQQ: choose the range of a block by half-quadratic optimization, from the weights alone.
+#
+# With the residual r = x - dequantize(quantize(x)), the rule minimizes over the scale and the zero point
+#
+#     mean |r|^p                                                         over the block
+#
+# It introduces e, the part of the residual that is attributed to outliers, and alternates
+#
+#     e              = shrink_p(r, beta) = sign(r) * max(|r| - |r|^(p - 1) / beta, 0)
+#     (scale, zero)  = least squares of x - e on the codes               beta grows by kappa
+#
+# with r and e in steps of the min-max scale.
+#
+# Source: H. Badri, A. Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023. The paper updates
+# only the zero point, to the mean of codes - (x - e) / scale; here the scale is updated too, which gains more.
+
+
+CHUNK = 2**20
+"""Number of elements searched at a time, at least one block, to limit the memory of the search."""
+
+
+@jsonable
+@dataclass(frozen=True)
+class HQQRule(ScaleRule):
+    """The range with the least mean |x - dequantize(quantize(x))|^p per block, by half-quadratic optimization.
+
+    The search starts at [min, max] times the best of `starts` factors from 1 down to `smallest`. Every iterate is
+    evaluated as it would be stored (scale and zero point rounded and clipped), and the best one is kept, so the result
+    is never worse than that of `MinMaxRule`. The search is deterministic. Double quantization (`scale_spec`) rounds the
+    scales after the search, since it couples blocks.
+
+    The default is p = 2, least squares: in whole models a smaller p mostly clips too much. The paper uses p < 1.
+
+    Args:
+        p: power of the error, in (0, 2]; 2 maximizes the SQNR, a smaller p lets outliers clip.
+        beta: weight that ties e to the residual in the first iteration; a greater beta attributes more to outliers.
+        kappa: factor by which beta grows with each iteration.
+        iterations: updates of scale and zero point.
+        starts: number of factors tried; 1 is [min, max] alone.
+        smallest: the smallest factor, in (0, 1).
+
+    Raises:
+        ValueError: a number is out of its range, or, when used, the codes are not integers.
+    """
+
+    p: float = 2.0
+    beta: float = 1.0
+    kappa: float = 1.01
+    iterations: int = 20
+    starts: int = 8
+    smallest: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.p <= 2:
+            raise ValueError(f"p must be in (0, 2], got {self.p}")
+        if self.beta < 1 or self.kappa < 1:
+            raise ValueError(f"needs beta >= 1 and kappa >= 1, got {self.beta} and {self.kappa}")
+        if self.iterations < 0 or self.starts < 1 or not 0 < self.smallest < 1:
+            raise ValueError(
+                f"needs iterations >= 0, starts >= 1 and 0 < smallest < 1, "
+                f"got {self.iterations}, {self.starts} and {self.smallest}"
+            )
+
+    def min_max(self, input: Tensor, spec: Numerics) -> MinMax:
+        if spec.dtype.is_floating_point:
+            raise ValueError(f"HQQRule: takes integer codes, got {spec.dtype.name}")
+        if input.numel() == 0:
+            return MinMaxRule().min_max(input, spec)
+        blocks, shape = elements_last(input, spec)
+        # Each block becomes a row; groups stay groups, since the granularity decides the default dtype of the scale.
+        row = PerGroup(-1) if isinstance(spec.granularity, PerGroup) and spec.scale_spec is None else PerRow()
+        # The search compares errors, so it must not round stochastically.
+        spec = replace(spec.with_granularity(row).to_nearest(), scale_spec=None)
+        chunks = blocks.split(max(1, CHUNK // blocks.shape[1]))
+        low, high = zip(*(self._search(chunk, spec) for chunk in chunks), strict=True)
+        return torch.cat(low).reshape(shape), torch.cat(high).reshape(shape)
+
+    def _search(self, rows: Tensor, spec: Numerics) -> MinMax:
+        """Ranges (rows, 1) of rows (rows, elements)."""
+        low, high = MinMaxRule().min_max(rows, spec)
+        trials = _Trials(rows, spec, low, high, self.p)
+        for step in range(self.starts):
+            factor = 1 - (1 - self.smallest) * step / max(self.starts - 1, 1)
+            trials.add(low * factor, high * factor)
+        low, high = trials.low, trials.high
+        beta = self.beta
+        for _ in range(self.iterations):
+            scale, zero_point, codes, residual = trials.add(low, high)
+            in_steps = residual / trials.step
+            rest = in_steps - shrink(in_steps, self.p, beta)
+            low, high = _fit(spec, scale, zero_point, codes, rest * (trials.step / scale))
+            beta *= self.kappa
+        trials.add(low, high)
+        return trials.low, trials.high
+
+
+def shrink(x: Tensor, p: float, beta: float) -> Tensor:
+    """sign(x) * max(|x| - |x|^(p - 1) / beta, 0): the generalized soft threshold, the ordinary one for p = 1."""
+    size = x.abs()
+    tiny = torch.finfo(x.dtype).tiny
+    return x.sign() * (size - size.clamp(min=tiny).pow(p - 1) / beta).clamp(min=0)
+
+
+class _Trials:
+    """Ranges tried for rows (rows, elements), and the best of each row so far.
+
+    Attributes:
+        low, high: the best range, (rows, 1).
+        step: the scale of the first range, (rows, 1), the unit of errors, so that they cannot overflow.
+    """
+
+    def __init__(self, rows: Tensor, spec: Numerics, low: Tensor, high: Tensor, p: float) -> None:
+        self.rows, self.spec, self.p = rows, spec, p
+        self.dtype = rows.dtype
+        self.rows = rows.float()
+        self.low, self.high = low, high
+        self.step = spec.choose_qparams_from_range(low, high, self.dtype)[0].float()
+        self.loss = torch.full_like(low, float("inf"))
+
+    def add(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Evaluate a range; returns (scale, zero_point, codes, residual), all but the zero point in fp32."""
+        spec = self.spec
+        scale, zero_point = spec.choose_qparams_from_range(low, high, self.dtype)
+        codes = spec.quantize(self.rows, scale, zero_point)
+        residual = self.rows - spec.dequantize(codes, scale, zero_point)
+        loss = (residual / self.step).abs().pow(self.p).mean(1, keepdim=True)
+        better = loss < self.loss
+        self.low = torch.where(better, low, self.low)
+        self.high = torch.where(better, high, self.high)
+        self.loss = torch.where(better, loss, self.loss)
+        return scale.float(), zero_point, codes.float(), residual
+
+
+def _fit(spec: Numerics, scale: Tensor, zero_point: Tensor | None, codes: Tensor, error: Tensor) -> MinMax:
+    """Ranges (rows, 1) whose scale and zero point have the least squared error for fixed codes.
+
+    Args:
+        scale, zero_point: those with which `codes` were quantized, (rows, 1).
+        codes: (rows, elements), fp32.
+        error: target minus dequantized codes, in units of `scale`, (rows, elements).
+    """
+    low_code, high_code = spec.code_range
+    domain = spec.zero_point_domain
+    zero: Tensor | float = 0.0
+    if zero_point is not None:
+        zero = domain.zero_point_code(low_code, high_code) if domain.adds_zero_point else zero_point.float()
+    wanted = codes - zero + error
+    if spec.mapping is MappingType.ASYMMETRIC:
+        mean_code, mean = codes.mean(1, keepdim=True), wanted.mean(1, keepdim=True)
+        slope = _slope(codes - mean_code, wanted - mean)
+        if domain.adds_zero_point:
+            assert zero_point is not None
+            middle = zero_point.float() + scale * (mean + slope * (zero - mean_code))
+            return middle + scale * slope * (low_code - zero), middle + scale * slope * (high_code - zero)
+        zero = mean_code - mean / slope
+        zero = (zero if domain is ZeroPointDomain.FRACTIONAL else torch.round(zero)).clamp(low_code, high_code)
+    slope = _slope(codes - zero, wanted)
+    if spec.mapping is MappingType.SYMMETRIC:
+        bound = scale * slope * ((high_code - low_code) / 2)
+        return -bound, bound
+    return scale * slope * (low_code - zero), scale * slope * (high_code - zero)
+
+
+def _slope(x: Tensor, y: Tensor) -> Tensor:
+    """Least squares of y on x through the origin, per row; 1 where x is zero or the slope is not positive."""
+    slope = (x * y).sum(1, keepdim=True) / x.square().sum(1, keepdim=True)
+    return torch.where(slope > 0, slope, 1.0)

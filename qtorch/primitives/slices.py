@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..tracing.function_transforms import are_active
+from .tracing import are_active
 
 SLICE_ELEMENTS = 1 << 18
 """Elements of a slice for each thread: a megabyte in fp32."""

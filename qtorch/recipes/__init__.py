@@ -4,11 +4,11 @@ Every module of this package is imported here, and every recipe it registers bec
 `qtorch`, so adding a file adds a recipe.
 """
 
-from ..discovery import import_modules
+from ..primitives.discovery import import_modules
 
 import_modules(__name__, __path__)
 
-from ..recipe import RECIPES  # noqa: E402
+from .base import RECIPES  # noqa: E402
 
 __all__ = sorted(name for name, cls in RECIPES.items() if cls.__module__.startswith(f"{__name__}."))
 

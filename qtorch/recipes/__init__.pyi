@@ -1,30 +1,30 @@
 """Written by tools/stubs.py from the registry: `make stubs`."""
 # ruff: noqa
 
-from .block_sparse import BlockSparse as block_sparse
-from .float8_dynamic_activation_float8_semi_sparse_weight import Float8DynamicActivationFloat8SemiSparseWeight as float8_dynamic_activation_float8_semi_sparse_weight
-from .float8_dynamic_activation_float8_weight import Float8DynamicActivationFloat8Weight as float8_dynamic_activation_float8_weight
-from .float8_dynamic_activation_int4_weight import Float8DynamicActivationInt4Weight as float8_dynamic_activation_int4_weight
-from .float8_static_activation_float8_weight import Float8StaticActivationFloat8Weight as float8_static_activation_float8_weight
-from .float8_weight_only import Float8WeightOnly as float8_weight_only
-from .fpx_weight_only import FpxWeightOnly as fpx_weight_only
-from .int4_weight_only import Int4WeightOnly as int4_weight_only
-from .int8_dynamic_activation_int4_weight import Int8DynamicActivationInt4Weight as int8_dynamic_activation_int4_weight
-from .int8_dynamic_activation_int8_semi_sparse_weight import Int8DynamicActivationInt8SemiSparseWeight as int8_dynamic_activation_int8_semi_sparse_weight
-from .int8_dynamic_activation_int8_weight import Int8DynamicActivationInt8Weight as int8_dynamic_activation_int8_weight
-from .int8_static_activation_int8_weight import Int8StaticActivationInt8Weight as int8_static_activation_int8_weight
-from .int8_weight_only import Int8WeightOnly as int8_weight_only
-from .intx_weight_only import IntxWeightOnly as intx_weight_only
-from .lut_weight_only import LUTWeightOnly as lut_weight_only
+from .codebook import LUTWeightOnly as lut_weight_only
+from .codebook import NF4WeightOnly as nf4_weight_only
+from .float8 import Float8DynamicActivationFloat8Weight as float8_dynamic_activation_float8_weight
+from .float8 import Float8DynamicActivationInt4Weight as float8_dynamic_activation_int4_weight
+from .float8 import Float8WeightOnly as float8_weight_only
+from .float8 import FpxWeightOnly as fpx_weight_only
+from .integer import Int4WeightOnly as int4_weight_only
+from .integer import Int8DynamicActivationInt4Weight as int8_dynamic_activation_int4_weight
+from .integer import Int8DynamicActivationInt8Weight as int8_dynamic_activation_int8_weight
+from .integer import Int8WeightOnly as int8_weight_only
+from .integer import IntxWeightOnly as intx_weight_only
+from .integer import UIntxWeightOnly as uintx_weight_only
 from .mx import Mxfp4DynamicActivationMxfp4Weight as mxfp4_dynamic_activation_mxfp4_weight
 from .mx import Mxfp4WeightOnly as mxfp4_weight_only
 from .mx import Mxfp6WeightOnly as mxfp6_weight_only
 from .mx import Mxfp8DynamicActivationMxfp8Weight as mxfp8_dynamic_activation_mxfp8_weight
 from .mx import Mxfp8WeightOnly as mxfp8_weight_only
-from .nf4_weight_only import NF4WeightOnly as nf4_weight_only
-from .nvfp4 import Nvfp4DynamicActivationNvfp4Weight as nvfp4_dynamic_activation_nvfp4_weight
-from .nvfp4 import Nvfp4WeightOnly as nvfp4_weight_only
-from .uintx_weight_only import UIntxWeightOnly as uintx_weight_only
+from .mx import Nvfp4DynamicActivationNvfp4Weight as nvfp4_dynamic_activation_nvfp4_weight
+from .mx import Nvfp4WeightOnly as nvfp4_weight_only
+from .sparse import BlockSparse as block_sparse
+from .sparse import Float8DynamicActivationFloat8SemiSparseWeight as float8_dynamic_activation_float8_semi_sparse_weight
+from .sparse import Int8DynamicActivationInt8SemiSparseWeight as int8_dynamic_activation_int8_semi_sparse_weight
+from .static import Float8StaticActivationFloat8Weight as float8_static_activation_float8_weight
+from .static import Int8StaticActivationInt8Weight as int8_static_activation_int8_weight
 
 __all__ = [
     "block_sparse",

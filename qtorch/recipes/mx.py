@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from ..dtypes import PackedLayout
-from ..primitives import LinearSpec, PerGroup, QDType, QuantSpec, RotatedSpec, ZeroPointDomain, qdtype
-from ..recipe import WeightRecipe, register_recipe
+from ..dtypes import AffineQuantizedTensor, PackedLayout
+from ..model.targets import Target
+from ..primitives import LinearSpec, PerGroup, PerTensor, QDType, QuantSpec, RotatedSpec, ZeroPointDomain, qdtype
+from ..primitives.double_quant import dequantize_scale
+from ..primitives.spec import Scheme
+from .base import WeightRecipe, register_recipe
 
 BLOCK = 32
 
@@ -88,3 +93,107 @@ mxfp6_weight_only = Mxfp6WeightOnly
 mxfp4_weight_only = Mxfp4WeightOnly
 mxfp8_dynamic_activation_mxfp8_weight = Mxfp8DynamicActivationMxfp8Weight
 mxfp4_dynamic_activation_mxfp4_weight = Mxfp4DynamicActivationMxfp4Weight
+
+# --------------------------------------------------------------------------------------------------
+# NVFP4: 4-bit floating-point elements in blocks of 16 with an e4m3 scale each, and an fp32 scale for the tensor.
+#
+#     w = e2m1 code * e4m3 scale of the block * scale of the tensor,    scale of the tensor = absmax / (6 * 448)
+#
+# so the block with the largest element has the largest e4m3 scale.
+
+
+NVFP4_BLOCK = 16
+
+_LARGEST = 6 * 448
+"""The largest number at a scale of 1: an element of 6 in a block with a scale of 448."""
+
+_HALF = 0.5
+
+_SMALLEST_SCALE = 2.0**-9
+"""The smallest positive number of float8_e4m3fn."""
+
+
+def nvfp4_spec() -> QuantSpec:
+    """Spec of elements in e2m1 with scales in e4m3."""
+    none = ZeroPointDomain.NONE
+    scale_spec = QuantSpec(qdtype(torch.float8_e4m3fn), PerTensor(), zero_point_domain=none)
+    return QuantSpec(qdtype("float4_e2m1"), PerGroup(NVFP4_BLOCK), zero_point_domain=none, scale_spec=scale_spec)
+
+
+@register_recipe("nvfp4_weight_only")
+@dataclass(frozen=True)
+class Nvfp4WeightOnly(WeightRecipe):
+    """Weights in NVFP4, 4.5 bits per weight.
+
+    Args:
+        tensor_scale: the fp32 scale of the tensor; None takes absmax / 2688. Layers that an engine joins have to share
+            it, and a power of two is exact in files that hold its inverse (see docs/guides/vllm.md).
+
+    Raises:
+        ValueError: `tensor_scale` is not positive and finite.
+    """
+
+    quantizes_activations: ClassVar[bool] = False
+
+    tensor_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        scale, fp32 = self.tensor_scale, torch.finfo(torch.float32)
+        if scale is not None and not fp32.tiny <= scale <= fp32.max:
+            raise ValueError(f"{self.name}: tensor_scale is positive, finite and a normal number in fp32, got {scale}")
+        super().__post_init__()
+
+    def linear_spec(self) -> LinearSpec:
+        activation = nvfp4_spec() if self.quantizes_activations else None
+        return LinearSpec(nvfp4_spec(), activation, layout=PackedLayout())
+
+    def apply(self, weight: Tensor) -> Tensor:
+        if self.tensor_scale is None:
+            return super().apply(weight)
+        linear = self.linear_spec()
+        spec, scale_type = linear.weight, qdtype(torch.float8_e4m3fn)
+        dense, _ = replace(spec, scale_spec=None, scale_dtype=torch.float32).choose_qparams(weight)
+        scaled = (dense / self.tensor_scale).clamp(_SMALLEST_SCALE, scale_type.quant_max)
+        scales = {
+            "scale": scaled.to(scale_type.storage),
+            "scale_scale": torch.tensor([self.tensor_scale], dtype=torch.float32, device=weight.device),
+        }
+        codes = spec.quantize(weight, dequantize_scale(scales, spec.scale_spec), None)
+        scheme = Scheme(linear, tuple(weight.shape), weight.dtype)
+        return AffineQuantizedTensor.from_canonical(codes, scales, scheme)
+
+    def has_made(self, target: Target[Any]) -> bool:
+        if not super().has_made(target):
+            return False
+        found: Any = target.parameter
+        return self.tensor_scale is None or bool((found.scale_scale == self.tensor_scale).all())
+
+
+def shared_tensor_scale(absmax: float) -> float:
+    """The smallest power of two that is large enough as the scale of tensors with this largest magnitude.
+
+    Powers of two multiply and divide exactly. They use at least half of the range of the scales of blocks, whose
+    relative precision is the same everywhere.
+    """
+    least = absmax / _LARGEST
+    if not least > 0:
+        return 1.0
+    mantissa, exponent = math.frexp(least)
+    return 2.0 ** max(-126, exponent - 1 if mantissa == _HALF else exponent)
+
+
+@register_recipe("nvfp4_dynamic_activation_nvfp4_weight")
+@dataclass(frozen=True)
+class Nvfp4DynamicActivationNvfp4Weight(Nvfp4WeightOnly):
+    """Weights and activations in NVFP4, with activation scales computed on each call.
+
+    The fp32 scale of an activation is computed from the finite rows of the whole batch, so rows are not independent of
+    one another. Blocks whose largest number is at least 1 / 28672 of the batch's (448 / 2^-6, the normal scales of
+    e4m3) have the accuracy of the format; below it they lose some, and from about 1 / 458752 on they are zeros.
+    """
+
+    quantizes_activations = True
+
+
+nvfp4_weight_only = Nvfp4WeightOnly
+nvfp4_dynamic_activation_nvfp4_weight = Nvfp4DynamicActivationNvfp4Weight

@@ -8,12 +8,12 @@ Every module of this package is imported here, and every recipe it registers bec
 `qtorch`: a recipe is added by adding its file.
 """
 
-from ..discovery import import_modules
+from ..primitives.discovery import import_modules
 
 import_modules(__name__, __path__)
 
-from ..recipe import RECIPES  # noqa: E402
-from .engine.conv import (  # noqa: E402
+from ..recipes.base import RECIPES  # noqa: E402
+from .engine.convolutions import (  # noqa: E402
     quantized_conv1d,
     quantized_conv2d,
     quantized_conv3d,
@@ -21,12 +21,15 @@ from .engine.conv import (  # noqa: E402
     quantized_conv_transpose2d,
     quantized_conv_transpose3d,
 )
-from .engine.experts import quantized_grouped_mm  # noqa: E402
+from .engine.functional import (  # noqa: E402
+    quantized_einsum,
+    quantized_grouped_mm,
+    quantized_matmul,
+)
+from .engine.gemm_spec import GemmSpec, TrainingSpec  # noqa: E402
 from .engine.numerics import fully_quantized, fully_quantized_float8, integer  # noqa: E402
-from .engine.products import quantized_einsum, quantized_matmul  # noqa: E402
-from .engine.spec import GemmSpec, TrainingSpec  # noqa: E402
 from .injection.injection import Injection, inject  # noqa: E402
-from .injection.sites import CallSite  # noqa: E402
+from .injection.mode import CallSite  # noqa: E402
 from .optim import (  # noqa: E402
     Adam4bit,
     Adam8bit,
@@ -37,17 +40,19 @@ from .optim import (  # noqa: E402
     CPUOffloadOptimizer,
     QGaLoreAdamW8bit,
 )
-from .quantization_aware.calibrate import calibrate  # noqa: E402
 from .quantization_aware.fold_batch_norm import fold_batch_norm  # noqa: E402
-from .quantization_aware.parameter_groups import parameter_groups  # noqa: E402
-from .quantization_aware.recipes.pact import clip_penalty, pact  # noqa: E402
+from .quantization_aware.layers import calibrate  # noqa: E402
+from .quantization_aware.learned import parameter_groups  # noqa: E402
+from .quantization_aware.recipes.lsq import clip_penalty, pact  # noqa: E402
 from .quantization_aware.schedule import QuantizationSchedule, advance_with  # noqa: E402
 from .recipes.bitnet import precompute_bitnet_scale_for_fsdp  # noqa: E402
-from .recipes.int8_mixed_precision import Int8MixedPrecisionTrainingConfig  # noqa: E402
+from .recipes.int8 import Int8MixedPrecisionTrainingConfig  # noqa: E402
 from .weights.base import TrainingWeight  # noqa: E402
-from .weights.codes import CodesWeight  # noqa: E402
+from .weights.codes import (
+    CodesWeight,
+    share_rounding,
+)
 from .weights.master import MasterWeight  # noqa: E402
-from .weights.share_rounding import share_rounding  # noqa: E402
 
 # Their former names.
 TrainableWeight, QuantizedTrainingWeight = TrainingWeight, CodesWeight

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from qtorch import allocate, int4_weight_only, int8_weight_only, intx_weight_only, quantize_
-from qtorch.allocation import Allocation, pictures
-from qtorch.allocation import allocation as allocation_file
 from qtorch.calibration import auto, gptq
+from qtorch.calibration.allocation import Allocation, allocation_report
+from qtorch.calibration.allocation import allocation as allocation_file
+from qtorch.calibration.data import Data
 from qtorch.dtypes import AffineQuantizedTensor
-from qtorch.statistics import Data
 
 INT = {bits: intx_weight_only(f"int{bits}", 16) for bits in (2, 3, 4)}
 CANDIDATES = list(INT.values())
@@ -293,7 +293,7 @@ def test_save_and_load(trained: Model, data: list[Tensor], tmp_path: Any) -> Non
 
 
 def test_without_matplotlib(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "can_draw", lambda: False)
+    monkeypatch.setattr(allocation_report, "can_draw", lambda: False)
     monkeypatch.setattr(allocation_file, "can_draw", lambda: False)
     allocation = allocate(nn.Sequential(nn.Linear(32, 32)), CANDIDATES, "4 bits")
     folder = allocation.save(tmp_path / "plain")

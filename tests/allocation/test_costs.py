@@ -6,10 +6,9 @@ from torch import nn
 
 import qtorch
 from qtorch import TensorCoreTiledLayout, ZeroPointDomain, allocate, int4_weight_only, int8_weight_only
-from qtorch.allocation import timing
-from qtorch.allocation.budget import Budget
-from qtorch.allocation.items import find_items
-from qtorch.allocation.sizes import nbytes_under
+from qtorch.calibration.allocation import items as timing
+from qtorch.calibration.allocation.allocate import Budget
+from qtorch.calibration.allocation.items import find_items, nbytes_under
 from qtorch.primitives import HQQRule, MSERule
 from tests.every_recipe import NAMES, make
 

@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 import qtorch
 from qtorch import compute_error, int4_weight_only, int8_weight_only, quantize_
-from qtorch.allocation import fastest, timing
-from qtorch.compat import torchao
+from qtorch.calibration.allocation import fastest, items
 from qtorch.dtypes import AffineQuantizedTensor
+from qtorch.integrations import torchao
 
 INT4, INT8 = int4_weight_only(32), int8_weight_only()
 
@@ -39,8 +39,8 @@ def known_times(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         order = [INT8, INT4, None] if weight.shape[1] == 32 else [INT4, INT8, None]
         return 100 * (1 + order.index(candidate)) * len(x)
 
-    monkeypatch.setattr(timing, "_product", product)
-    monkeypatch.setattr(timing, "interleaved_medians", list)
+    monkeypatch.setattr(items, "_product", product)
+    monkeypatch.setattr(items, "interleaved_medians", list)
     return measured
 
 

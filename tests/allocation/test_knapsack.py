@@ -6,8 +6,8 @@ import random
 import numpy as np
 import pytest
 
-from qtorch.allocation.knapsack import Frontier
-from qtorch.allocation.swaps import swaps
+from qtorch.calibration.allocation.allocate import Frontier
+from qtorch.calibration.allocation.swaps import swaps
 
 
 def brute_force(costs: list[list[int]], values: list[list[float]], limit: int) -> float:

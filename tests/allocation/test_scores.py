@@ -10,14 +10,13 @@ from torch.nn import functional
 
 import qtorch
 from qtorch import intx_weight_only
-from qtorch.allocation.items import Item, find_items
-from qtorch.allocation.outputs import Rows
-from qtorch.allocation.scores import Scores, score_weights
 from qtorch.calibration import gptq
+from qtorch.calibration.allocation.items import Item, find_items
+from qtorch.calibration.allocation.scores import Rows, Scores, score_weights
+from qtorch.calibration.data import Data
+from qtorch.calibration.output_gradients import OutputGradients, without_parameter_gradients
 from qtorch.calibration.rounding import Gptq, Grid
-from qtorch.kernels.im2col import to_matrix
-from qtorch.statistics import Data
-from qtorch.statistics.output_gradients import OutputGradients, without_parameter_gradients
+from qtorch.kernels.conv import to_matrix
 
 INT2, INT4 = (intx_weight_only(f"int{bits}", 8) for bits in (2, 4))
 

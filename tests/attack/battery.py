@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from qtorch.dtypes import QuantizedTensor
-from qtorch.dtypes.conv_weight import ConvWeight
+from qtorch.dtypes.conv import ConvWeight
 from qtorch.kernels.linear import reference
 
 CLEAR = (ValueError, TypeError, RuntimeError, NotImplementedError)

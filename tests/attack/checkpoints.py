@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from qtorch import load_quantized, quantize_, save_quantized
 from qtorch.checkpoint.tensor_file import TensorFile, write_tensors
 from qtorch.dtypes import QuantizedTensor
-from qtorch.quantize_api import RECIPES, Recipe
+from qtorch.recipes.base import RECIPES, Recipe
 from tests import every_recipe
 from tests.attack.damage import damage_bytes, mutate, text_of
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from qtorch import load_quantized, quantize_, save_quantized
 from qtorch.dtypes import QuantizedTensor
-from qtorch.prepared_module import PreparedModule
-from qtorch.training import TrainingWeight, convert
+from qtorch.model.install import PreparedModule
+from qtorch.training import TrainingWeight, conversion
 from tests.attack.operations import Refused, attempt, inputs, operation, outputs, same
 from tests.attack.subject import K, N, Subject
 
@@ -213,7 +213,7 @@ def tied_table(subject: Subject) -> None:
         if subject.trains:
             model.eval()
             wanted = both()
-            quantize_(model, convert())
+            quantize_(model, conversion())
             same(both(), wanted, "converted")
 
 
@@ -224,7 +224,7 @@ def back_to_floats(subject: Subject) -> None:
     layer = _warm(subject)
     wanted = outputs(layer)
     if subject.trains:
-        quantize_(layer, convert())
+        quantize_(layer, conversion())
         assert type(layer) is nn.Linear
         same(outputs(layer), wanted, "converted", 2e-5)
     if isinstance(layer.weight, QuantizedTensor):

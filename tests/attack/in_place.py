@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import qtorch
 from qtorch.dtypes import QuantizedTensor
-from qtorch.kernels.cpu import ways
-from qtorch.prepared_module import PreparedModule
-from qtorch.quantize_api import WeightRecipe
+from qtorch.kernels.cpu import variants
+from qtorch.model.install import PreparedModule
+from qtorch.recipes.base import WeightRecipe
 from qtorch.training import TrainingWeight
 from tests.attack.operations import Operation, add, attempt, inputs, operation, outputs, same
 from tests.attack.subject import SUBJECTS, Subject
@@ -57,7 +57,7 @@ def _change(way: Way, values: Callable[[Tensor], Tensor], refuses: str | None, s
 def _float_copies(memory: int, subject: Subject) -> Iterator[None]:
     """Copies are kept wherever a kernel can keep them."""
     forced = memory and subject.family in ("weight-only", "trains in codes")
-    with qtorch.config.patch(float_copy_bytes=memory), ways.force("float") if forced else contextlib.nullcontext():
+    with qtorch.config.patch(float_copy_bytes=memory), variants.force("float") if forced else contextlib.nullcontext():
         yield
 
 

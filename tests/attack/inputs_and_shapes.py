@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qtorch import quantize_
-from qtorch.prepared_module import PreparedModule
+from qtorch.model.install import PreparedModule
 from tests.attack.operations import inputs, operation, outputs, same
 from tests.attack.subject import K, N, Subject
 

@@ -15,14 +15,14 @@ from torch import nn
 
 from qtorch import dequantize_, load_quantized, quantize_, save_quantized
 from qtorch.dtypes import QuantizedTensor
-from qtorch.training import convert
+from qtorch.training import conversion
 from tests.attack.operations import inputs, operation
 from tests.attack.subject import FEW, K, Subject
 
 GROUP = "Interruptions"
 
-FILES = ("quantize_api.py", "install.py", "prepared_module.py", "fake_quantized_layers.py", "lora_qat.py", "convert.py")
-FILES += ("module_recipe.py", "lsq.py", "scheduled_qat.py", "qat.py", "load.py", "batch_norm.py")
+FILES = ("quantize_api.py", "install.py", "layers.py", "lora_qat.py", "convert.py", "lsq.py", "qat.py", "scheduled.py")
+FILES += ("load.py", "fold_batch_norm.py")
 """Where models are changed: an interruption anywhere else is one at the line that called."""
 
 EACH, SAMPLE = 60, 6
@@ -119,7 +119,7 @@ def interrupted_convert(subject: Subject) -> None:
     if not subject.trains:
         return
     trained = subject.quantize(_model(subject))
-    _attack(subject, lambda: copy.deepcopy(trained), lambda model: quantize_(model, convert()))
+    _attack(subject, lambda: copy.deepcopy(trained), lambda model: quantize_(model, conversion()))
 
 
 @operation(GROUP, "`dequantize_`")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from qtorch.dtypes import QuantizedTensor
-from qtorch.dtypes.base import rebuild
+from qtorch.dtypes.copying import rebuild
 from tests.attack.battery import battery
 from tests.attack.damage import mutate, text_of
 from tests.attack.sources import NAMES, source

@@ -31,17 +31,16 @@ from torch import Tensor
 
 import qtorch
 from qtorch import load_quantized, quantize_, quantize_checkpoint, save_quantized
-from qtorch.allocation.allocation import Allocation
-from qtorch.allocation.page import page
-from qtorch.allocation.report import Row
 from qtorch.calibration import Nearest, calibrated
-from qtorch.checkpoint.journal import JOURNAL
-from qtorch.checkpoint.source import open_source
+from qtorch.calibration.allocation.allocation import Allocation
+from qtorch.calibration.allocation.allocation_report import Row, page
+from qtorch.checkpoint.part_file import JOURNAL
+from qtorch.checkpoint.sources import open_source
+from qtorch.checkpoint.streaming import partial
 from qtorch.cli.recipes import read_config
 from qtorch.dtypes import QuantizedTensor
-from qtorch.kernels.cpu import ways_file
+from qtorch.kernels.cpu import variants
 from qtorch.kernels.cuda.launch_config import SHIPPED, Table
-from qtorch.streaming import partial
 from tests.attack.checkpoints import put_together, take_apart
 from tests.attack.damage import damage_bytes, mutate, text_of
 from tests.calibration import test_resume
@@ -195,19 +194,19 @@ def allocation(path: Path) -> Path:
 
 def read_allocation(path: Path, whole: bool) -> str | None:
     made = Allocation.load(path)
-    assert all(recipe is None or isinstance(recipe, qtorch.recipe.Recipe) for recipe in made.values())
+    assert all(recipe is None or isinstance(recipe, qtorch.recipes.base.Recipe) for recipe in made.values())
     str(made), repr(made), page(made, {}), made.uniform
     return None if Allocation.from_json(json.loads(json.dumps(made.to_json()))).rows == made.rows else "other rows"
 
 
 def ways(path: Path) -> None:
     path.mkdir()
-    tables = {"avx2": {"this": ways_file.read(ways_file.SHIPPED)["avx2"].popitem()[1]}, "amx": {"that": {}}}
-    ways_file.write(path / "ways.json", tables)
+    tables = {"avx2": {"this": variants.read(variants.SHIPPED)["avx2"].popitem()[1]}, "amx": {"that": {}}}
+    variants.write(path / "ways.json", tables)
 
 
 def read_ways(path: Path, whole: bool) -> str | None:
-    for of_set in ways_file.read(path / "ways.json").values():
+    for of_set in variants.read(path / "ways.json").values():
         for table in of_set.values():
             if any(steps[-1][0] is not None for steps in table.values()):
                 return "a last step with a limit"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from qtorch import LinearSpec, PerGroup, QuantSpec, TensorCoreTiledLayout, ZeroPointDomain, quantize_
 from qtorch.dtypes import AffineQuantizedTensor, PlainLayout, QuantizedTensor, to_uintx
 from qtorch.primitives import MappingType, PerRow, PerTensor, PerToken, qdtype
-from qtorch.quantize_api import RECIPES
+from qtorch.recipes.base import RECIPES
 from tests import every_recipe
 from tests.attack import training_recipes
 

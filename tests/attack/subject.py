@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from qtorch import block_sparse, int8_dynamic_activation_int8_weight, quantize_
 from qtorch.dtypes import QuantizedTensor
-from qtorch.prepared_module import PreparedModule
-from qtorch.primitives.codebook_spec import CodebookSpec
-from qtorch.quantize_api import Recipe, WeightRecipe
-from qtorch.recipes.block_sparse import BlockSparse
+from qtorch.model.install import PreparedModule
+from qtorch.primitives.codebooks import CodebookSpec
+from qtorch.recipes.base import Recipe, WeightRecipe
+from qtorch.recipes.sparse import BlockSparse
 from qtorch.training import CodesWeight, TrainingWeight
 from tests import every_recipe
 from tests.attack import training_recipes

@@ -21,7 +21,7 @@ from torch.nn import functional
 import qtorch
 from qtorch import quantize_
 from qtorch.dtypes import QuantizedTensor
-from qtorch.dtypes.base import rebuild
+from qtorch.dtypes.copying import rebuild
 from tests.attack import workers
 from tests.attack.battery import battery
 from tests.attack.pickles import DAMAGES, Reduced, damaged

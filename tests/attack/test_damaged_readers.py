@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from qtorch.checkpoint.qtorch_source import QtorchSource
-from qtorch.checkpoint.save_format import SAVE_FORMATS
-from qtorch.checkpoint.source import SOURCES
+from qtorch.checkpoint.save_folder import SAVE_FORMATS
+from qtorch.checkpoint.sources import SOURCES, QtorchSource
 from tests.attack import readers, workers
 
 pytest.importorskip("gguf")

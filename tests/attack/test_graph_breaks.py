@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import qtorch
 from qtorch import quantize_
-from qtorch.quantize_api import RECIPES
+from qtorch.recipes.base import RECIPES
 from tests.attack import training_recipes
 from tests.every_recipe import NAMES, OTHERS, make
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 import qtorch
-from qtorch.quantize_api import RECIPES
+from qtorch.recipes.base import RECIPES
 from tests.attack import matrix
 from tests.attack.operations import OPERATIONS, Operation, first_words
 from tests.attack.subject import FEW, SUBJECTS

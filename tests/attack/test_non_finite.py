@@ -29,13 +29,13 @@ from qtorch import (
     QuantSpec,
     quantize_,
 )
-from qtorch.kernels.cpu import compiled_library, ways
+from qtorch.kernels.cpu import compiled_library, variants
 from qtorch.kernels.linear import reference
 from qtorch.kernels.registry import Kernel, Problem, kernels
 from qtorch.primitives import prune_2_4
 from qtorch.primitives.scale_rules import FixedRangeRule, PercentileRule
-from qtorch.quantize_api import RECIPES
-from qtorch.training import calibrate, convert, fully_quantized, lsq, qat, scheduled_qat
+from qtorch.recipes.base import RECIPES
+from qtorch.training import calibrate, conversion, fully_quantized, lsq, qat, scheduled_qat
 from tests.every_recipe import NAMES, make
 from tests.kernels.cpu.builds import BUILDS
 from tests.kernels.every_scheme import in_every_layout, weights_of_every_scheme
@@ -198,7 +198,7 @@ def test_every_way(build: str, name: str, activation: str) -> None:
     for way in ("dot", "tile", "torch", *(("channels",) if ACTIVATIONS[activation] else ("amx", "fixed", "float"))):
         for rows, dtype in ((2, torch.float32), (19, torch.bfloat16)):
             x = (torch.randn(rows, 1024) + 0.3).to(dtype)
-            with compiled_library.use(build), ways.force(way):
+            with compiled_library.use(build), variants.force(way):
                 check_rows(functools.partial(functional.linear, weight=weight.to(dtype)), x, (way, rows, dtype))
 
 
@@ -367,7 +367,7 @@ def test_a_convolution_that_learns_its_steps(recipe: object) -> None:
     calibrate(model, [torch.randn(3, 8, 6, 6)])
     for served in (False, True):
         if served:
-            quantize_(model.eval(), convert())
+            quantize_(model.eval(), conversion())
         for value in VALUES:
             x = torch.randn(3, 8, 6, 6)
             without = x.clone()

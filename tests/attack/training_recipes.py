@@ -4,7 +4,7 @@ import dataclasses
 
 import qtorch.training
 from qtorch import int8_dynamic_activation_int4_weight, int8_weight_only
-from qtorch.quantize_api import RECIPES, Recipe, WeightRecipe
+from qtorch.recipes.base import RECIPES, Recipe, WeightRecipe
 from qtorch.training import fully_quantized
 from tests.every_recipe import is_of_users
 

@@ -18,7 +18,7 @@ from tests.calibration.test_in_order import Model, batches
 INT2 = qtorch.uintx_weight_only("uint2", group_size=16)
 
 
-def grid_of(recipe: qtorch.recipe.WeightRecipe, weight: Tensor) -> Grid:
+def grid_of(recipe: qtorch.recipes.base.WeightRecipe, weight: Tensor) -> Grid:
     return Grid.of(weight, recipe.linear_spec().weight, weight.dtype)
 
 
@@ -27,7 +27,7 @@ def grid_of(recipe: qtorch.recipe.WeightRecipe, weight: Tensor) -> Grid:
     [INT2, qtorch.intx_weight_only("int3", group_size=32), qtorch.int8_weight_only(), qtorch.int4_weight_only(32)],
     ids=["uint2", "int3", "int8", "int4"],
 )
-def test_learning_starts_at_the_codes(recipe: qtorch.recipe.WeightRecipe) -> None:
+def test_learning_starts_at_the_codes(recipe: qtorch.recipes.base.WeightRecipe) -> None:
     torch.manual_seed(0)
     weight = torch.randn(24, 64)
     grid = grid_of(recipe, weight)

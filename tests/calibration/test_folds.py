@@ -11,12 +11,12 @@ from torch.nn import functional
 import qtorch
 from qtorch import quantize_
 from qtorch.calibration import Nearest, calibrated, smooth
+from qtorch.calibration.data import Data
 from qtorch.calibration.transforms import rules
 from qtorch.calibration.transforms.folds import Fold, find_folds
-from qtorch.calibration.transforms.graph import ModelGraph
 from qtorch.calibration.transforms.parameters import Parameters
-from qtorch.calibration.transforms.verify import difference, find_wrong, outputs
-from qtorch.statistics import Data
+from qtorch.calibration.transforms.propagation import ModelGraph
+from qtorch.calibration.transforms.work import difference, find_wrong, outputs
 from tests.calibration.transform_models import (
     HIDDEN,
     KV_HEADS,

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 import qtorch
 from qtorch import quantize_
-from qtorch.blockwise import progress as progress_of
 from qtorch.calibration import Nearest, auto, calibrated, gptq
+from qtorch.calibration.engine import progress as progress_of
 from qtorch.dtypes import QuantizedTensor
 
 INT3 = qtorch.intx_weight_only("int3", group_size=16)

@@ -11,10 +11,10 @@ from torch import nn
 import qtorch
 from qtorch import quantize_
 from qtorch.calibration import Nearest, Transform, calibrated, rotate, smooth
-from qtorch.calibration.transforms.hadamard import hadamard, random_orthogonal
+from qtorch.calibration.data import Data
+from qtorch.calibration.transforms.rotate import hadamard, random_orthogonal
 from qtorch.calibration.transforms.work import Work
-from qtorch.report import TransformReport
-from qtorch.statistics import Data
+from qtorch.model.report import TransformReport
 from tests.calibration.transform_models import PreNorm, of_transformers, randomize, tokens
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 import qtorch
 from qtorch import quantize_
 from qtorch.calibration import Nearest, Transform, auto, awq, calibrated, gptq, smooth
+from qtorch.calibration.data import Data
 from qtorch.calibration.transforms.inputs import collect_inputs
-from qtorch.calibration.transforms.verify import difference, outputs
-from qtorch.recipe import Recipe
-from qtorch.statistics import Data
+from qtorch.calibration.transforms.work import difference, outputs
+from qtorch.recipes.base import Recipe
 from tests.calibration.transform_models import PreNorm, of_transformers, randomize, tokens
 
 W8A8 = qtorch.int8_dynamic_activation_int8_weight()

@@ -8,19 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from qtorch.kernels.im2col import to_matrix
-from qtorch.statistics import (
-    BatchRanges,
-    Data,
-    Histogram,
-    Inputs,
-    MeanSquare,
-    Range,
-    SecondMoment,
-    Statistic,
-    collect,
-    run_batches,
-)
+from qtorch.calibration.data import Data, collect, run_batches
+from qtorch.calibration.statistics import BatchRanges, Histogram, Inputs, MeanSquare, Range, SecondMoment, Statistic
+from qtorch.kernels.conv import to_matrix
 from tests.rounding import gamma
 
 KINDS = [MeanSquare, SecondMoment, Range, Inputs]

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 import qtorch
 from qtorch import quantize_
 from qtorch.calibration import auto, gptq
-from qtorch.targets import find_targets
+from qtorch.model.targets import find_targets
 from tests.calibration.test_resume import assert_same, bits
 from tests.zoo import architectures
 

@@ -97,7 +97,7 @@ def test_shards(llama: Path, tmp_path: Path, command: Command) -> None:
 def test_quantize_calibrated(method: str, llama: Path, tmp_path: Path, command: Command) -> None:
     from transformers import AutoTokenizer, LlamaForCausalLM
 
-    from qtorch.calibration.methods import METHODS
+    from qtorch.calibration.calibrated import METHODS
     from qtorch.calibration.texts import token_batches
 
     text = text_file(tmp_path)
@@ -191,7 +191,7 @@ def test_convert(llama: Path, tmp_path: Path, command: Command) -> None:
     command("convert", tmp_path / "q", tmp_path / "ct", "--format", "compressed-tensors")
     numbers = []
     for path in (tmp_path / "q", tmp_path / "own.safetensors", tmp_path / "ct"):
-        from qtorch.checkpoint.source import open_source
+        from qtorch.checkpoint.sources import open_source
 
         with open_source(path) as source:
             numbers.append(source.tensor("model.layers.1.mlp.up_proj.weight").dequantize())

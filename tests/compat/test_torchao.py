@@ -1,4 +1,4 @@
-"""`qtorch.compat.torchao`: torchao's names and arguments, and what `quantize_` says to its objects."""
+"""`qtorch.integrations.torchao`: torchao's names and arguments, and what `quantize_` says to its objects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from qtorch import (
     quantize_,
     training,
 )
-from qtorch.compat import torchao as ao
+from qtorch.integrations import torchao as ao
 
 FLOAT = qtorch.ZeroPointDomain.FLOAT
 TILED = TensorCoreTiledLayout()
@@ -143,7 +143,7 @@ EQUIVALENT = [
 
 
 @pytest.mark.parametrize(("made", "expected"), EQUIVALENT, ids=lambda each: str(each))
-def test_equivalents(made: qtorch.recipe.Recipe, expected: qtorch.recipe.Recipe) -> None:
+def test_equivalents(made: qtorch.recipes.base.Recipe, expected: qtorch.recipes.base.Recipe) -> None:
     assert made == expected
 
 

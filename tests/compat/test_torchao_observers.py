@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from qtorch import MappingType, PerAxis, PerTensor, compute_error, load_quantized, quantize_, save_quantized
 from qtorch.calibration import observed
-from qtorch.compat import torchao as ao
 from qtorch.dtypes import AffineQuantizedTensor
+from qtorch.integrations import torchao as ao
 
 pytestmark = pytest.mark.usefixtures("torch_kernels")
 

@@ -28,7 +28,7 @@ from qtorch import (
 )
 from qtorch.integrations.tensor_parallel import ColwiseParallel, RowwiseParallel
 from qtorch.primitives import PercentileRule, qdtype
-from qtorch.recipes.block_sparse import BlockSparse
+from qtorch.recipes.sparse import BlockSparse
 from qtorch.training import (
     GemmSpec,
     MasterWeight,

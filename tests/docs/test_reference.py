@@ -8,7 +8,7 @@ import pytest
 import qtorch
 from benchmarks.bench_cpu_linear import markdown
 from qtorch.kernels import registry
-from qtorch.quantize_api import RECIPES
+from qtorch.recipes.base import RECIPES
 
 from .pages import DOCS, ROOT
 

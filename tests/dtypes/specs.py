@@ -19,9 +19,9 @@ from qtorch import (
     SemiSparseLayout,
     ZeroPointDomain,
 )
-from qtorch.layouts import LAYOUTS
 from qtorch.primitives import prune_2_4
-from qtorch.primitives.scheme import Scheme
+from qtorch.primitives.layouts import LAYOUTS
+from qtorch.primitives.spec import Scheme
 
 ASYMMETRIC = MappingType.ASYMMETRIC
 INT8 = QuantSpec("int8", quant_min=-127)

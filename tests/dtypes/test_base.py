@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader, Dataset
 
 from qtorch import AffineQuantizedTensor
-from qtorch.dtypes.base import rebuild
+from qtorch.dtypes.copying import rebuild
 from qtorch.kernels.registry import deregister, register
 from tests.dtypes.specs import DTYPES, SPECS, quantized
 

@@ -30,7 +30,7 @@ from qtorch import (
     save_quantized,
 )
 from qtorch.dtypes import NF4Tensor, linear_nf4, to_nf4
-from qtorch.dtypes.codebook import nf4_spec
+from qtorch.dtypes.codebook_tensor import nf4_spec
 from qtorch.dtypes.serialize import from_canonical, to_canonical
 from qtorch.kernels import FallbackError, lookup, record_kernels
 from qtorch.kernels.ops.weight_only_mm import SLICE_BYTES

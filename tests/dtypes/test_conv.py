@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, compute_error, load_quantized, nf4_weight_only, save_quantized
 from qtorch.dtypes import ConvWeight, LUTQuantizedTensor
-from qtorch.kernels import im2col, record_kernels
+from qtorch.kernels import conv, record_kernels
 from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.linear import reference
 from tests.dtypes.specs import OTHER_LAYOUTS, SPECS, WEIGHT_ONLY, values
@@ -210,16 +210,16 @@ def test_windows_are_gathered_a_piece_at_a_time(limit: int, monkeypatch) -> None
     """Several images, part of an image, and no less than a row of it."""
     x, weight = torch.randn(5, 16, 4, 5), quantized("int8 row, int8 token", 8, 16, 2, 2)
     wanted, sizes = functional.conv2d(x, weight), []
-    monkeypatch.setattr(im2col, "WINDOW_BYTES", limit)
+    monkeypatch.setattr(conv, "WINDOW_BYTES", limit)
     multiply = reference.linear
-    window = im2col.Window((2, 2), (1, 1), (0, 0), (1, 1), 1)
+    window = conv.Window((2, 2), (1, 1), (0, 0), (1, 1), 1)
 
     def count(rows: Tensor, group: int) -> Tensor:
         sizes.append(len(rows))
         return multiply(rows, weight.matrix, None)
 
     with torch.no_grad():
-        assert torch.equal(im2col.multiply_windows(x, window, count), wanted)
+        assert torch.equal(conv.multiply_windows(x, window, count), wanted)
         assert torch.equal(functional.conv2d(x, weight), wanted)
     assert sizes == {4 * 64 * 40: [36, 24], 4 * 64 * 3: [4] * 15, 1: [4] * 15}[limit]
 
@@ -278,7 +278,7 @@ def assert_same(a: Tensor, b: ConvWeight) -> None:
 def test_it_shows_the_shape_of_the_weight(weight: ConvWeight) -> None:
     assert weight.shape == (8, 16, 2, 2)
     assert weight.dequantize().shape == weight.shape
-    assert torch.equal(weight.dequantize(), im2col.from_matrix(weight.matrix.dequantize(), weight.shape))
+    assert torch.equal(weight.dequantize(), conv.from_matrix(weight.matrix.dequantize(), weight.shape))
     assert weight.nbytes == weight.matrix.nbytes
     assert type(weight.matrix) is AffineQuantizedTensor
 
@@ -291,7 +291,7 @@ def test_copies(weight: ConvWeight) -> None:
     target = torch.zeros_like(weight)
     assert not target.dequantize().any()
     assert_same(target.copy_(weight), weight)
-    target.copy_(im2col.from_matrix(values("int8 row, 2:4", 8, 64), weight.shape))
+    target.copy_(conv.from_matrix(values("int8 row, 2:4", 8, 64), weight.shape))
     assert target.dequantize().any()
     assert_same(copy.deepcopy(nn.Parameter(weight, requires_grad=False)), weight)
 

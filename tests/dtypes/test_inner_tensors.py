@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from qtorch import int4_weight_only, int8_dynamic_activation_int8_weight, int8_weight_only
 from qtorch.dtypes import QuantizedTensor, base
-from qtorch.layouts.inner_tensors import check_inner_tensors
-from qtorch.quantize_api import WeightRecipe
+from qtorch.primitives.layouts.base import check_inner_tensors
+from qtorch.recipes.base import WeightRecipe
 from tests.every_recipe import NAMES, make
 
 RECIPES = [

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qtorch.dtypes.int32_words import can_pack, pack_to_int32, unpack_from_int32
+from qtorch.dtypes.serialize import can_pack, pack_to_int32, unpack_from_int32
 from qtorch.primitives import QDType, qdtype
 
 PACKABLE = [qdtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (1, 2, 4)]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import qtorch
 from qtorch import int4_weight_only, int8_weight_only, lut_weight_only, quantize_
 from qtorch.dtypes import QuantizedTensor
-from qtorch.quantize_api import Recipe
+from qtorch.recipes.base import Recipe
 from qtorch.training import bitnet_training, int8_mixed_precision_training, int8_weight_only_quantized_training, qat
 
 RECIPES: list[Recipe] = [
@@ -105,7 +105,7 @@ def test_nothing_is_kept_of_old_numbers(recipe: Recipe, copies: int) -> None:
 @every_recipe
 def test_states_of_another_kind_are_refused(recipe: Recipe) -> None:
     state = layer(recipe).state_dict()
-    holds_codes = state["weight"].scheme_type is qtorch.primitives.scheme.Scheme
+    holds_codes = state["weight"].scheme_type is qtorch.primitives.spec.Scheme
     for model in (nn.Linear(64, 32), layer(int4_weight_only(group_size=16))):
         before = model.weight.clone()
         if holds_codes:

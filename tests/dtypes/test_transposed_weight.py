@@ -14,7 +14,7 @@ from qtorch import explain, quantize_
 from qtorch.dtypes import QuantizedTensor, TransposedWeight
 from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.custom_ops import record_kernels
-from qtorch.recipe import WeightRecipe
+from qtorch.recipes.base import WeightRecipe
 
 RECIPES: list[WeightRecipe] = [
     qtorch.int8_weight_only(),

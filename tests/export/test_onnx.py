@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import qtorch
-import qtorch.export
 from qtorch import quantize_
 from qtorch.primitives import compute_error
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import qtorch
 from qtorch import MappingType, quantize_
-from qtorch.export import portable
+from qtorch.integrations.export import portable
 from qtorch.primitives import compute_error
 from tests import every_recipe
 
@@ -139,7 +139,7 @@ def test_asymmetric_dynamic_activations_are_those_of_xnnpack() -> None:
     ids=lambda recipe: recipe.name,
 )
 @pytest.mark.parametrize("activations", ["integer", "qdq"])
-def test_convolutions(recipe: qtorch.recipe.Recipe, activations: str) -> None:
+def test_convolutions(recipe: qtorch.recipes.base.Recipe, activations: str) -> None:
     model = made(Convnet)
     keys = ["grouped", "line", "head"] if recipe.name == "int4_weight_only" else ["stem", "grouped", "line", "head"]
     quantize_(model, dict.fromkeys(keys, recipe))
@@ -166,7 +166,7 @@ def test_convolutions(recipe: qtorch.recipe.Recipe, activations: str) -> None:
     ],
     ids=lambda recipe: recipe.name,
 )
-def test_tied_embeddings(recipe: qtorch.recipe.Recipe) -> None:
+def test_tied_embeddings(recipe: qtorch.recipes.base.Recipe) -> None:
     model = made(Llama)
     quantize_(model, {"embed|head": recipe, r".*": qtorch.int8_weight_only()})
     ready = portable(model)

@@ -15,8 +15,8 @@ import qtorch
 from qtorch.kernels import record_kernels
 from qtorch.kernels.linear import reference
 from qtorch.kernels.registry import needs_matrix, register
-from qtorch.layouts import LAYOUTS
 from qtorch.primitives import from_json, to_json
+from qtorch.primitives.layouts import LAYOUTS
 from tests.rounding import assert_same_product
 
 RECIPES = {

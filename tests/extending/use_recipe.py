@@ -13,7 +13,7 @@ import qtorch
 from qtorch.kernels import record_kernels
 from qtorch.kernels.linear import reference
 from qtorch.primitives import from_json, to_json
-from qtorch.quantize_api import RECIPES
+from qtorch.recipes.base import RECIPES
 
 
 def layers(recipe: object) -> tuple[nn.Module, nn.Module]:

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from qtorch import explain, load_quantized, save_quantized
-from qtorch.checkpoint.source import open_source
+from qtorch.checkpoint.sources import open_source
 from qtorch.dtypes import QuantizedTensor
 
 KERNELS = {"cpu_weight_only_mm": {"cpu_weight_only_mm", "packed_weight_mm", "weight_only_mm", "int8_weight_mm"}}

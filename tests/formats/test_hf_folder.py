@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from qtorch import int8_weight_only, load_quantized, quantize_, save_quantized
 from qtorch.checkpoint.folder_source import FloatFolder
 from qtorch.checkpoint.hf_folder import HFFolder
-from qtorch.checkpoint.source import open_source
+from qtorch.checkpoint.sources import open_source
 from tests.formats.folders import write
 
 

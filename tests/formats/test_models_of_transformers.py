@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qtorch import explain, load_quantized, save_quantized
-from qtorch.checkpoint.source import open_source
+from qtorch.checkpoint.sources import open_source
 from qtorch.dtypes import QuantizedTensor
 
 functional = pytest.importorskip("bitsandbytes.functional")

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from qtorch import dequantize_, int4_weight_only, int8_weight_only, load_quantized, nf4_weight_only, quantize_
-from qtorch.checkpoint.source import open_source
+from qtorch.checkpoint.formats.transformers_folder import Index, cast, quantization_config, stored
+from qtorch.checkpoint.sources import open_source
 from qtorch.checkpoint.tensor_file import TensorFile, write_tensors
 from qtorch.dtypes import QuantizedTensor
-from qtorch.formats.transformers_folder import Index, cast, quantization_config, stored
 
 
 def build() -> nn.Sequential:

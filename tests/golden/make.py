@@ -15,7 +15,7 @@ from torch import nn
 
 import qtorch
 from qtorch import TensorCoreTiledLayout, ZeroPointDomain, quantize_, save_quantized
-from qtorch.quantize_api import Recipe
+from qtorch.recipes.base import Recipe
 
 FOLDER = Path(__file__).parent
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import qtorch
-from qtorch.supported_versions import OLDEST
+from qtorch.primitives.supported_versions import OLDEST
 
 PACKAGES = ("accelerate", "peft", "transformers")
 
@@ -61,7 +61,7 @@ def test_packages_that_are_too_old() -> None:
     run("""
 import warnings
 import torch
-from qtorch import supported_versions
+from qtorch.primitives import supported_versions
 supported_versions.OLDEST = dict.fromkeys(supported_versions.OLDEST, "99.3")
 
 def raises(package, use):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from qtorch.kernels.ops.adam import FORMS, AdamStep, Moment
-from qtorch.layouts.packed import packed_length
-from qtorch.primitives.flat_blocks import FlatBlocks
+from qtorch.primitives.granularity import FlatBlocks
+from qtorch.primitives.layouts.packed import packed_length
 
 ALL_FORMS = ["32", *FORMS]
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from qtorch import AffineQuantizedTensor, LinearSpec, PerRow, QuantSpec
-from qtorch.layouts import LAYOUTS
 from qtorch.primitives import prune_2_4
+from qtorch.primitives.layouts import LAYOUTS
 from qtorch.primitives.qdtype import QDTYPES
 from tests import every_recipe
 from tests.kernels.test_linear import SCHEMES

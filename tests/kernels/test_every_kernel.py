@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, LinearSpec, int8_dynamic_activation_int8_weight, quantize_
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import ways
+from qtorch.kernels.cpu import variants
 from qtorch.kernels.cpu.compiled_library import missing as missing_library
 from qtorch.kernels.linear import reference
 from qtorch.kernels.registry import REFERENCE, Kernel, Problem, kernels
@@ -55,7 +55,7 @@ def test_sums_beyond_int32(k: int) -> None:
             if kernel.rejects(problem) is not None:
                 continue
             for way in ("dot", "tile", "fixed", "channels") if kernel.name.startswith("cpu_") else ("torch",):
-                with ways.force(way):
+                with variants.force(way):
                     y = kernel(x, weight, None)
                 largest = float((x.double().abs() @ real.abs().t()).max())
                 assert (y.double() - x.double() @ real.t()).abs().max() <= 0.01 * largest, (name, kernel.name, way)

@@ -7,7 +7,7 @@ from torch.nn import functional
 import qtorch
 from qtorch import AffineQuantizedTensor, LinearSpec, QuantSpec
 from qtorch.kernels import features, record_kernels
-from qtorch.kernels.ops import fixed_point_mm
+from qtorch.kernels.ops import weight_only_mm
 from tests.rounding import EXTRA, assert_same_product, gamma, magnitude
 
 pytestmark = [
@@ -38,7 +38,7 @@ def error(y: torch.Tensor, x: torch.Tensor, weight: AffineQuantizedTensor) -> fl
 def left_over(x: torch.Tensor, weight: AffineQuantizedTensor) -> float:
     """Largest error of an input in fixed point: half a unit of the last slice, relative to the sums' magnitude."""
     exact = weight.dequantize().double()
-    unit = x.double().abs().amax(1, keepdim=True) / 127 / 254 ** (fixed_point_mm.SLICES - 1)
+    unit = x.double().abs().amax(1, keepdim=True) / 127 / 254 ** (weight_only_mm.SLICES - 1)
     return float((unit / 2 * exact.abs().sum(1) / magnitude(x, exact)).max())
 
 
@@ -89,4 +89,4 @@ def test_only_where_it_is_faster(weight):
     assert not run(torch.randn(1, 1024), small)[1]
     layer = torch.nn.Linear(1024, 1024)
     qtorch.quantize_(layer, qtorch.int8_weight_only())
-    assert fixed_point_mm.fixed_point_mm(torch.randn(1, 1024).bfloat16(), layer.weight.qdata) is None
+    assert weight_only_mm.fixed_point_mm(torch.randn(1, 1024).bfloat16(), layer.weight.qdata) is None

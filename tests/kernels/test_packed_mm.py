@@ -16,8 +16,8 @@ from qtorch import (
 )
 from qtorch.kernels import record_kernels
 from qtorch.kernels.linear import reference
-from qtorch.layouts.packed import RowsInSlices, pack_codes, unpack_codes
 from qtorch.primitives import ZeroPointDomain, compute_error, qdtype
+from qtorch.primitives.layouts.packed import RowsInSlices, pack_codes, unpack_codes
 from tests.rounding import assert_same_product
 
 # The kernels made of torch operators; tests/kernels/cpu has the compiled ones.

@@ -18,9 +18,9 @@ from qtorch import (
 from qtorch import SemiSparseLayout as SemiSparse
 from qtorch.kernels import record_kernels
 from qtorch.kernels.linear import reference, semi_sparse
-from qtorch.kernels.ops import fixed_point_mm
-from qtorch.layouts.semi_sparse import pack_2_4
+from qtorch.kernels.ops import weight_only_mm
 from qtorch.primitives import ZeroPointDomain, compute_error, prune_2_4
+from qtorch.primitives.layouts.semi_sparse import pack_2_4
 from tests.rounding import assert_same_product
 
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
@@ -109,7 +109,7 @@ def test_slices(monkeypatch):
         semi_sparse, "unpack_2_4", lambda packed, *args: rows.append(len(packed)) or unpack(packed, *args)
     )
     weight, x = prune_2_4(torch.randn(1100, 2048)), torch.randn(3, 2048)
-    monkeypatch.setattr(fixed_point_mm, "LEAST_CODES", weight.numel() + 1)  # the plain weight is cut into slices too
+    monkeypatch.setattr(weight_only_mm, "LEAST_CODES", weight.numel() + 1)  # the plain weight is cut into slices too
     for activation in (INTEGER_ACTIVATIONS[0], None):
         rows.clear()
         sparse = AffineQuantizedTensor.from_float(weight, LinearSpec(INT8, activation, layout=SemiSparse()))
@@ -164,7 +164,7 @@ def cusparselt_in_plain_torch(monkeypatch):
         assert not dense.is_contiguous(), "B is column-major"
         return (codes.double() @ dense.double()).to(out_dtype)
 
-    from qtorch.layouts import semi_sparse
+    from qtorch.primitives.layouts import semi_sparse
 
     monkeypatch.setattr(torch, "_cslt_compress", compress)
     monkeypatch.setattr(torch, "_cslt_sparse_mm", multiply)

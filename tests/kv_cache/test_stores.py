@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cache_form import TOKENS
-from qtorch.kernels.ops.quantize_tokens import quantize_keys_and_values
+from qtorch.kernels.ops.quantize import quantize_keys_and_values
 from qtorch.kv_cache import GrowingKV, KVCacheSpec, StaticKV, explain_attention
 from qtorch.primitives.jsonable import from_json, to_json
 

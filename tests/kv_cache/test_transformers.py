@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qtorch.kernels import record_kernels
-from qtorch.kv_cache import KVCacheSpec, held, quantized_cache, use_quantized_attention
+from qtorch.kv_cache import KVCacheSpec, quantized_cache, store, use_quantized_attention
 
 hf = pytest.importorskip("transformers")
 
@@ -303,7 +303,7 @@ def test_encoder_decoder():
 
 
 def test_floats_are_said_once(monkeypatch):
-    monkeypatch.setattr(held, "_said", set())
+    monkeypatch.setattr(store, "_said", set())
     model, ids = build("llama", quantized=False), torch.randint(1, 64, (2, 12))
     with pytest.warns(UserWarning, match="use_quantized_attention") as caught:
         logits(model, ids, quantized_cache(model, "int8"), 4)
@@ -311,7 +311,7 @@ def test_floats_are_said_once(monkeypatch):
 
 
 def test_models_that_compute_with_keys_get_floats(monkeypatch):
-    monkeypatch.setattr(held, "_said", set())
+    monkeypatch.setattr(store, "_said", set())
     model, ids = build("llama"), torch.randint(1, 64, (1, 12))
     cache = quantized_cache(model, "int8")
     model(ids, past_key_values=cache)

@@ -7,7 +7,14 @@ import sys
 import pytest
 import torch
 
-from qtorch.layouts.tensor_core_tiled import CpuPacking, cpu_packing, pack_cpu, pack_cuda, unpack_cpu, unpack_cuda
+from qtorch.primitives.layouts.tensor_core_tiled import (
+    CpuPacking,
+    cpu_packing,
+    pack_cpu,
+    pack_cuda,
+    unpack_cpu,
+    unpack_cuda,
+)
 
 PACKINGS = [CpuPacking(block, halves) for block in (64, 32, 16) for halves in (True, False)]
 
@@ -30,7 +37,7 @@ def test_cpu(n: int, k: int) -> None:
 @pytest.mark.parametrize("capability", ["avx512", "avx2", "default"])
 def test_the_packing_of_every_instruction_set_is_known(capability: str) -> None:
     """torch chooses it when it starts; asking for more than the processor has gives what it has."""
-    code = "from qtorch.layouts.tensor_core_tiled import cpu_packing; print(*cpu_packing())"
+    code = "from qtorch.primitives.layouts.tensor_core_tiled import cpu_packing; print(*cpu_packing())"
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert tuple(run.stdout.split()) in {(str(p.block), str(p.halves)) for p in PACKINGS}

@@ -7,8 +7,8 @@ import torch
 
 from qtorch import AffineQuantizedTensor, PlainLayout
 from qtorch.dtypes import Layout, register_layout
-from qtorch.layouts import LAYOUTS
 from qtorch.primitives import from_json, to_json
+from qtorch.primitives.layouts import LAYOUTS
 from tests.dtypes.specs import SPECS, quantized
 
 SHAPES = [(32, 64), (8, 32), (40, 96), (1, 64), (0, 64), (2, 16, 64), (3, 5), (7, 33), (1, 1), (5,)]

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qtorch.layouts.semi_sparse import pack_2_4, packed_length_2_4, unpack_2_4
 from qtorch.primitives import compute_error, is_2_4, prune_2_4
+from qtorch.primitives.layouts.semi_sparse import pack_2_4, packed_length_2_4, unpack_2_4
 
 DTYPES = [torch.int8, torch.float8_e4m3fn, torch.uint8]
 shapes = st.lists(st.integers(0, 37), min_size=1, max_size=3)

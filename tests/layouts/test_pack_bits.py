@@ -5,8 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qtorch.layouts.packed import can_pack_bits, pack_bits, pack_codes, packed_length, unpack_bits, unpack_codes
 from qtorch.primitives import QDType, qdtype
+from qtorch.primitives.layouts.packed import (
+    can_pack_bits,
+    pack_bits,
+    pack_codes,
+    packed_length,
+    unpack_bits,
+    unpack_codes,
+)
 
 SMALL = [qdtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in range(1, 8)]
 

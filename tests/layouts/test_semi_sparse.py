@@ -160,7 +160,7 @@ def test_what_it_cannot_hold() -> None:
 
 def test_another_packing_is_made_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """No CUDA here: pretend that the processor compresses, into the bare codes, and cannot cut what it has."""
-    from qtorch.layouts import semi_sparse
+    from qtorch.primitives.layouts import semi_sparse
 
     with monkeypatch.context() as patch:
         patch.setattr(SemiSparseLayout, "packing", lambda self, device: "cusparselt")

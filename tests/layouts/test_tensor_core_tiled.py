@@ -21,7 +21,7 @@ from qtorch import (
     load_quantized,
     save_quantized,
 )
-from qtorch.layouts import tensor_core_tiled
+from qtorch.primitives.layouts import tensor_core_tiled
 from tests.dtypes.specs import ASYMMETRIC
 
 TILED = TensorCoreTiledLayout()

@@ -30,11 +30,11 @@ from qtorch import (
     quantize_,
 )
 from qtorch.dtypes import AffineQuantizedTensor, PlainLayout, to_uintx
-from qtorch.misfit import Padded
-from qtorch.prepared_module import PreparedModule
+from qtorch.model.install import PreparedModule
+from qtorch.model.misfit import Padded
 from qtorch.primitives import qdtype
 from qtorch.training import int8_mixed_precision_training, int8_weight_only_quantized_training, optim, qat
-from qtorch.training.optim.projection import stored
+from qtorch.training.optim.qgalore import stored
 from tests import every_recipe
 from tests.attack import training_recipes
 

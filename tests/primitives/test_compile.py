@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtorch.dtypes.int32_words import pack_to_int32, unpack_from_int32
+from qtorch.dtypes.serialize import pack_to_int32, unpack_from_int32
 from qtorch.primitives import (
     HQQRule,
     MappingType,

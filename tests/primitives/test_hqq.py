@@ -22,7 +22,7 @@ from qtorch.primitives import (
     ZeroPointDomain,
     compute_error,
     from_json,
-    hqq,
+    scale_rules,
     to_json,
 )
 from qtorch.primitives.granularity import BlockView
@@ -167,7 +167,7 @@ def test_chunks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> Non
     spec = replace(spec, scale_rule=HQQRule())
     whole = spec.choose_range(x)
     for size in (1, 32, 160):
-        monkeypatch.setattr(hqq, "CHUNK", size)
+        monkeypatch.setattr(scale_rules, "CHUNK", size)
         assert all(map(torch.equal, spec.choose_range(x), whole))
 
 
@@ -223,9 +223,9 @@ def test_quantized_scales() -> None:
 
 def test_shrink() -> None:
     x = torch.tensor([-3.0, -0.5, 0.0, 0.5, 1.5, 4.0])
-    assert torch.equal(hqq.shrink(x, 1, 1), torch.tensor([-2.0, 0.0, 0.0, 0.0, 0.5, 3.0]))
-    assert torch.equal(hqq.shrink(x, 2, 2), x / 2)
-    torch.testing.assert_close(hqq.shrink(x, 0.5, 4), x.sign() * (x.abs() - x.abs().pow(-0.5) / 4).clamp(min=0))
+    assert torch.equal(scale_rules.shrink(x, 1, 1), torch.tensor([-2.0, 0.0, 0.0, 0.0, 0.5, 3.0]))
+    assert torch.equal(scale_rules.shrink(x, 2, 2), x / 2)
+    torch.testing.assert_close(scale_rules.shrink(x, 0.5, 4), x.sign() * (x.abs() - x.abs().pow(-0.5) / 4).clamp(min=0))
 
 
 def test_json() -> None:

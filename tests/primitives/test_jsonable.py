@@ -14,7 +14,6 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qtorch.files import parse_json
 from qtorch.primitives import (
     AbsMaxRule,
     AbsMeanRule,
@@ -37,9 +36,9 @@ from qtorch.primitives import (
     qdtype,
     to_json,
 )
+from qtorch.primitives.files import parse_json
 from qtorch.primitives.jsonable import MAX_DEPTH, jsonable
-from qtorch.primitives.scheme import Scheme
-from qtorch.primitives.spec import LinearSpec
+from qtorch.primitives.spec import LinearSpec, Scheme
 from tests.attack.damage import mutate, text_of
 
 GRANULARITIES = [PerTensor(), PerRow(), PerToken(), PerAxis(-1), PerGroup(32), PerBlock((1, -1))]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qtorch.primitives import PowerSpec, from_json, power_table, to_json
-from qtorch.primitives.power_codebook import power_spec
+from qtorch.primitives.codebooks import power_spec
 
 SPECS = [("uint8", 4, True), ("uint8", 4, False), ("uint4", 2, True), ("uint4", 2, False), ("uint5", 2, True)]
 

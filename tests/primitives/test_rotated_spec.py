@@ -12,7 +12,7 @@ import qtorch
 from qtorch import LinearSpec, PerGroup, QuantSpec, quantize_
 from qtorch.calibration import Gptq, Nearest, calibrated
 from qtorch.dtypes import AffineQuantizedTensor
-from qtorch.explain import explain
+from qtorch.model.explain import explain
 from qtorch.primitives import PerBlock, PerRow, RotatedSpec, from_json, to_json
 from qtorch.primitives.rotated_spec import sylvester
 from qtorch.training import qat
@@ -144,7 +144,7 @@ def test_what_does_not_take_rotated_codes_says_so() -> None:
     with pytest.raises(ValueError, match="leave rotated=True out"):
         quantize_(layer, qat(ROTATED))
     quantize_(layer, ROTATED)
-    from qtorch.formats.compressed_tensors.specs import args_of
+    from qtorch.checkpoint.formats.compressed_tensors.scheme import args_of
 
     with pytest.raises(ValueError, match="has rotated blocks"):
         args_of(layer.weight)

@@ -7,7 +7,7 @@ import pickle
 import torch
 
 from qtorch.primitives import LinearSpec, PerGroup, PerToken, QuantSpec, from_json, to_json
-from qtorch.primitives.scheme import Scheme
+from qtorch.primitives.spec import Scheme
 
 SPEC = LinearSpec(QuantSpec("int4", PerGroup(32)), QuantSpec("int8", PerToken()))
 SCHEME = Scheme(SPEC, (64, 128), torch.bfloat16)

@@ -5,13 +5,12 @@ import torch
 from torch import nn
 
 import qtorch
-from qtorch.dtypes.int32_words import pack_to_int32, unpack_from_int32
-from qtorch.dtypes.serialize import to_canonical
-from qtorch.layouts.packed import pack_bits, unpack_bits
+from qtorch.dtypes.serialize import pack_to_int32, to_canonical, unpack_from_int32
+from qtorch.model.report_rows import quantization_error
 from qtorch.primitives import Granularity, compute_error, qdtype, slices
+from qtorch.primitives.layouts.packed import pack_bits, unpack_bits
 from qtorch.primitives.slices import in_slices
-from qtorch.quantization_error import quantization_error
-from qtorch.recipe import WeightRecipe
+from qtorch.recipes.base import WeightRecipe
 
 RECIPES = [
     qtorch.int4_weight_only(group_size=32),

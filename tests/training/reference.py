@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qtorch import QuantSpec
-from qtorch.quantize_api import RECIPES as REGISTERED
+from qtorch.recipes.base import RECIPES as REGISTERED
 from qtorch.training import (
     GemmSpec,
     Int8MixedPrecisionTrainingConfig,

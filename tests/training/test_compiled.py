@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from qtorch import quantize_
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
-from qtorch.quantize_api import Recipe
+from qtorch.recipes.base import Recipe
 from qtorch.training import (
     Int8MixedPrecisionTrainingConfig,
     float8_training,

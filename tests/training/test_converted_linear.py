@@ -13,10 +13,10 @@ from torch.nn import functional
 from qtorch import AffineQuantizedTensor, PackedLayout, PerGroup, PerRow, PerTensor, QuantSpec, compute_error
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
-from qtorch.kernels.rows import to_rows
+from qtorch.kernels.registry import to_rows
 from qtorch.primitives import LinearSpec, MappingType, ZeroPointDomain
-from qtorch.training.engine.contraction import Operand, quantize_operand
-from qtorch.training.quantization_aware.converted_linear import converted_linear, sums_integers
+from qtorch.training.engine.operand import Operand, quantize_operand
+from qtorch.training.quantization_aware.converted import converted_linear, sums_integers
 
 ASYMMETRIC = MappingType.ASYMMETRIC
 INT8 = QuantSpec("int8", PerRow(), quant_min=-127)

@@ -16,12 +16,12 @@ from qtorch.training import (
     int8_mixed_precision_training,
     switchback_training,
 )
-from qtorch.training.engine import guardrails
+from qtorch.training.engine import contraction
 
 
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(guardrails, "_given", set())
+    monkeypatch.setattr(contraction, "_given", set())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield

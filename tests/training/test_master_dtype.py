@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from qtorch import int4_weight_only, int8_dynamic_activation_int8_weight, quantize_
-from qtorch.quantize_api import Recipe
+from qtorch.recipes.base import Recipe
 from qtorch.training import (
     MasterWeight,
     TrainingSpec,

@@ -10,7 +10,7 @@ from qtorch import MappingType, PerAxis, compute_error, convert, int8_dynamic_ac
 from qtorch.dtypes import ConvWeight
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
-from qtorch.quantize_api import RECIPES
+from qtorch.recipes.base import RECIPES
 from tests.every_recipe import NAMES, make
 from tests.test_convolutions import CONVS, ConvNet, X
 

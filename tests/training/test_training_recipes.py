@@ -17,15 +17,15 @@ import qtorch
 from qtorch import AffineQuantizedTensor, PerGroup, compute_error, quantize_
 from qtorch.kernels import record_kernels
 from qtorch.primitives import from_json, to_json
-from qtorch.quantize_api import RECIPES as REGISTERED
-from qtorch.quantize_api import Recipe
+from qtorch.recipes.base import RECIPES as REGISTERED
+from qtorch.recipes.base import Recipe
 from qtorch.training import (
     CodesWeight,
     Int8MixedPrecisionTrainingConfig,
     MasterWeight,
     TrainingWeight,
     bitnet_training,
-    convert,
+    conversion,
     float8_training,
     fully_quantized,
     int4_weight_only_quantized_training,
@@ -371,10 +371,10 @@ def test_convert_takes_what_was_trained_and_nothing_else() -> None:
     made = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     quantize_(made, {"0": int8_mixed_precision_training()})
     other = made[1].weight
-    report = quantize_(made, convert())
+    report = quantize_(made, conversion())
     assert [layer.name for layer in report.quantized] == ["0.weight"]
     assert report.skipped[0].detail == "no TrainingWeight or PreparedModule"
     assert made[1].weight is other
     assert not isinstance(made[0].weight, MasterWeight)
     with pytest.raises(ValueError, match="nothing to quantize"):
-        quantize_(made, convert())
+        quantize_(made, conversion())

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("sklearn")
 
-from qtorch.layouts import LAYOUTS
+from qtorch.primitives.layouts import LAYOUTS
 from qtorch.primitives.qdtype import QDTYPES
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from qtorch import QuantizeReport, find_uses, int8_weight_only, load_quantized, quantize_, save_quantized
 from qtorch.dtypes import QuantizedTensor
-from qtorch.find_uses import Uses
-from qtorch.targets import find_targets
+from qtorch.model.targets import find_targets
+from qtorch.model.uses import Uses
 from tests.zoo.architectures import ARCHITECTURES, built, output_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -6,7 +6,7 @@ Every module of this package is imported here, and every observer it registers b
 `qtorch.calibration`, so adding a file adds an observer.
 """
 
-from ...discovery import import_modules
+from ...primitives.discovery import import_modules
 
 import_modules(__name__, __path__)
 

@@ -5,13 +5,13 @@ from .base import OBSERVERS as OBSERVERS
 from .base import Observer as Observer
 from .base import observer_of as observer_of
 from .base import register_observer as register_observer
-from .delayed_scaling import DelayedScalingObserver as delayed_scaling
-from .entropy import EntropyObserver as entropy
-from .min_max import MinMaxObserver as min_max
-from .moving_average import MovingAverageObserver as moving_average
-from .mse import MSEObserver as mse
-from .percentile import PercentileObserver as percentile
-from .weighted_stats import WeightedStatsObserver as weighted_stats
+from .extremes import DelayedScalingObserver as delayed_scaling
+from .extremes import MinMaxObserver as min_max
+from .extremes import MovingAverageObserver as moving_average
+from .extremes import WeightedStatsObserver as weighted_stats
+from .search import EntropyObserver as entropy
+from .search import MSEObserver as mse
+from .search import PercentileObserver as percentile
 
 __all__ = [
     "OBSERVERS",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...primitives import QuantSpec
 from ...primitives.jsonable import jsonable
-from ...statistics import Statistic
+from ..statistics import Statistic
 
 OBSERVERS: dict[str, type[Observer]] = {}
 """By the word for which `qat(observer=...)` and `calibrated(observer=...)` take them."""

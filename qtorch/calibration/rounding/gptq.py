@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from ...primitives.jsonable import jsonable
-from .base import Rounding
-from .grid import Grid
-from .quadratic import factor, inverse_
+from .grid import Grid, Refinement, Rounding, factor, inverse_
 
 
 @jsonable
@@ -74,3 +72,118 @@ class Gptq(Rounding):
         lower, damping = factor(moment, self.damping, order)
         result = inverse_(lower)
         return damping, torch.linalg.cholesky(result, upper=True, out=result)
+
+
+# --------------------------------------------------------------------------------------------------
+# Coordinate descent: each element in turn to the value that is best given all others.
+#
+# With the error D = W - Q of a weight (N, K), the loss tr(D H D^T) as a function of column j alone is least at
+#
+#     q_j + (D H)_j / H_jj
+#
+# so the nearest value to that is the best one. All rows are done at once; columns by decreasing H_jj.
+
+
+@jsonable
+@dataclass(frozen=True)
+class Descent(Refinement):
+    """Coordinate descent on the codes.
+
+    Args:
+        sweeps: passes over all columns.
+        block_size: columns after which the gradient of all others is updated.
+    """
+
+    sweeps: int = 3
+    block_size: int = 128
+
+    def refine(self, weight: Tensor, moment: Tensor, grid: Grid) -> Grid:
+        grid = grid.copy()
+        order = moment.diagonal().argsort(descending=True, stable=True)
+        places = order.tolist()
+        moment = moment[order.unsqueeze(1), order]
+        diagonal = moment.diagonal().tolist()
+        columns = grid.columns()
+        values = grid.values()[:, order].t().contiguous()  # (K, N): columns as contiguous rows
+        target = weight.float()[:, order].t()
+        for _ in range(self.sweeps):
+            gradient = moment @ (target - values)
+            changed = False
+            for start in range(0, len(places), self.block_size):
+                stop = min(start + self.block_size, len(places))
+                steps = torch.zeros_like(values[start:stop])
+                part, inner = gradient[start:stop].clone(), moment[start:stop, start:stop]
+                for i in range(stop - start):
+                    j = start + i
+                    best = values[j] + part[i] / diagonal[j]
+                    codes, found = columns.nearest(places[j], best)
+                    # Rounding errors of the gradient must not exchange a value for one that is no better.
+                    better = (found - best).abs() < (values[j] - best).abs()
+                    steps[i] = torch.where(better, found - values[j], 0.0)
+                    values[j] = torch.where(better, found, values[j])
+                    grid.codes[:, places[j]] = torch.where(better, codes, grid.codes[:, places[j]])
+                    part.addr_(inner[:, i], steps[i], alpha=-1)
+                if bool(steps.any()):
+                    changed = True
+                    gradient.addmm_(moment[:, start:stop], steps, alpha=-1)
+            if not changed:
+                break
+        return grid
+
+
+descent = Descent
+
+# --------------------------------------------------------------------------------------------------
+# Float target: the weight whose output, on the inputs of the quantized model, is nearest to the float model's output.
+#
+# With X the inputs of a layer in the float model, X~ those in the model as quantized so far, and G = X^T X~, H = X~^T
+# X~,
+#
+#     |X W^T - X~ Q^T|^2 = |X~ (W* - Q)^T|^2 + constant,    W* = W G H^-1 = W + W (G - H) H^-1
+#
+# so any algorithm that rounds W* with H rounds against the outputs of the float model. H is damped.
+#
+# Where the output of the layer is added to a residual stream, R in the float model and R~ in the quantized one, it
+# can make up for what the stream lacks, too: W* gains (R - R~)^T X~ H^-1.
+
+
+@jsonable
+@dataclass(frozen=True)
+class FloatTarget:
+    """Round against the outputs of the float model.
+
+    Args:
+        strength: 0 keeps the weight, 1 is W*; between them the correction is scaled.
+        damping: of H, relative to the mean of its diagonal.
+        residual: make up for the error of the residual stream, in layers that write into it.
+
+    Raises:
+        ValueError: `strength` is not in [0, 1], or `damping` is negative.
+    """
+
+    strength: float = 1.0
+    damping: float = 0.01
+    residual: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.strength <= 1 or self.damping < 0:
+            raise ValueError(f"float_target: strength lies in [0, 1] and damping is 0 or more, got {self}")
+
+    def of(self, weight: Tensor, moment: Tensor, cross: Tensor, residual: Tensor | None = None) -> Tensor:
+        """W + strength * (W (G - H) + D) H^-1, (N, K) fp32.
+
+        Args:
+            weight: W (N, K).
+            moment: H = E[x~ x~^T], (K, K).
+            cross: G = E[x x~^T], (K, K).
+            residual: D = E[(r - r~) x~^T], (N, K).
+        """
+        weight = weight.float()
+        correction = weight @ (cross.float() - moment.float())
+        if residual is not None and self.residual:
+            correction += residual.float()
+        lower, _ = factor(moment, self.damping)
+        return weight + self.strength * torch.cholesky_solve(correction.t(), lower).t()
+
+
+float_target = FloatTarget

@@ -6,10 +6,9 @@ They change no output of the model (but `clip`, which says so): places where cha
 graph of `torch.export`, tried with numbers, and left alone where the outputs change (docs/guides/transforms.md).
 """
 
-from .awq import Awq, awq
 from .base import Transform, run_transforms
 from .clip import Clip, clip
 from .rotate import Rotate, rotate
-from .smooth import Smooth, smooth
+from .scaling import Awq, Smooth, awq, smooth
 
 __all__ = ["Awq", "Clip", "Rotate", "Smooth", "Transform", "awq", "clip", "rotate", "run_transforms", "smooth"]

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 from torch import nn
 
-from ...recipe import WeightRecipe
-from ...report import TransformReport
-from ...statistics import Data
-from .graph import ExportFailed
+from ...model.report import TransformReport
+from ...recipes.base import WeightRecipe
+from ..data import Data
+from .propagation import ExportFailed
 from .work import Work
 
 

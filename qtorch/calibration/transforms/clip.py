@@ -19,13 +19,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ...model.report import TransformReport
 from ...primitives import QuantSpec
 from ...primitives.jsonable import jsonable
-from ...report import TransformReport
 from ..rounding import Grid
 from .base import Transform
 from .inputs import TOKENS, WeightInputs, collect_inputs
-from .search import Consumer
+from .scaling import Consumer
 from .work import Work
 
 

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .graph import ModelGraph, shape_of
-from .labels import axis_labels, factors, ids
 from .parameters import Parameters, computing_dtype
-from .propagation import Propagation
+from .propagation import ModelGraph, Propagation, axis_labels, factors, ids, shape_of
 from .rules import rule_of
 
 

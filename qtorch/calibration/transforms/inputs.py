@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...statistics import Data, Key, Use, UseRecorder
-from ...statistics.batches import eval_mode
+from ..captures import Key, Use, UseRecorder
+from ..data import Data, eval_mode
 
 TOKENS = 512
 """Rows of each input that searches compute with."""

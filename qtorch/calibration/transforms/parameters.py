@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ...install import Change, install, keep_attributes
+from ...model.install import Change, install, keep_attributes
 
 
 class Parameters:

@@ -10,14 +10,146 @@ repeated until nothing changes. Then the outputs of the model do not depend on t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
-from .graph import ModelGraph, shape_of
-from .labels import aligned, compact, ids
+from ..data import Data, eval_mode
+
+# --------------------------------------------------------------------------------------------------
+# ModelGraph: the operations of a model between its parameters, inputs and outputs, as `torch.export` finds them.
+#
+# The export runs the model on tensors without data, so that it needs no memory, whatever the size of the model.
+
+
+class ExportFailed(Exception):
+    """`torch.export` does not take the model; the message is its first line."""
+
+
+class _Call(nn.Module):
+    """A call of a model with a batch, as a module: what `torch.export` takes."""
+
+    def __init__(self, model: nn.Module, data: Data) -> None:
+        super().__init__()
+        self.model = model
+        self.data = data
+
+    def forward(self, batch: Any) -> list[Tensor]:
+        return tensors_of(self.data.call(self.model, batch))
+
+
+class ModelGraph:
+    """The graph of a model.
+
+    Attributes:
+        nodes: in the order in which they run.
+        order: the index of each node.
+        parameters: placeholder -> name of the parameter; tied parameters have one name.
+        uses: name of a parameter -> its placeholders.
+    """
+
+    def __init__(self, model: nn.Module, data: Data, batch: Any) -> None:
+        """Export the model with one batch.
+
+        Raises:
+            ExportFailed: the model, or the batch, cannot be exported.
+        """
+        program = _exported(model, data, dict(batch) if isinstance(batch, Mapping) else batch)
+        self.nodes: list[fx.Node] = list(program.graph.nodes)
+        self.order = {node: index for index, node in enumerate(self.nodes)}
+        names = canonical_names(model)
+        stored: Mapping[str, str] = program.graph_signature.inputs_to_parameters
+        self.parameters: dict[fx.Node, str] = {}
+        self.uses: dict[str, list[fx.Node]] = {}
+        for node in self.nodes:
+            if node.op == "placeholder" and node.name in stored:
+                name = names[stored[node.name].removeprefix("model.")]
+                self.parameters[node] = name
+                self.uses.setdefault(name, []).append(node)
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """All names of the parameters of a model -> the first name of the same parameter."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """The tensors of the output of a model, in floating point."""
+    leaves: list[Any] = []
+    for leaf in tree_leaves(output):
+        leaves += tree_leaves(dict(leaf)) if isinstance(leaf, Mapping) else [leaf]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _exported(model: nn.Module, data: Data, batch: Any) -> Any:
+    try:
+        with eval_mode(model), torch.no_grad():
+            return torch.export.export(_Call(model, data), (batch,), strict=False)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise ExportFailed(f"{type(error).__name__}: {lines[0]}") from error
+
+
+def shape_of(node: Any) -> tuple[int, ...] | None:
+    """The shape of the tensor that a node computes; None if it is no tensor, or has no fixed shape."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    if not isinstance(value, Tensor) or not all(isinstance(size, int) for size in value.shape):
+        return None
+    return tuple(value.shape)
+
+
+# --------------------------------------------------------------------------------------------------
+# Labels: by which of the unknown scales s_1 .. s_n each element of a tensor is multiplied.
+#
+# A label i stands for a factor s_i, -i for 1 / s_i, and 0 for 1. Labels are int32 tensors that broadcast to the shape
+# of the tensor: an axis along which all labels are equal has size 1.
+
+
+def compact(labels: Tensor) -> Tensor:
+    """The same labels with size 1 along each axis that they do not depend on."""
+    for axis in range(labels.dim()):
+        first = labels.narrow(axis, 0, 1) if labels.shape[axis] else labels
+        if labels.shape[axis] > 1 and (labels.stride(axis) == 0 or bool((labels == first).all())):
+            labels = first
+    return labels.contiguous()
+
+
+def axis_labels(shape: Sequence[int], axis: int) -> Tensor:
+    """Labels 1, 2, ... along one axis."""
+    sizes = [1] * len(shape)
+    sizes[axis] = shape[axis]
+    return torch.arange(1, shape[axis] + 1, dtype=torch.int32, device="cpu").reshape(sizes)
+
+
+def aligned(labels: Tensor, dim: int) -> Tensor | None:
+    """Labels with `dim` axes, as broadcasting aligns them; None if axes that are left out have several labels."""
+    while labels.dim() > dim:
+        if labels.shape[0] != 1:
+            return None
+        labels = labels.squeeze(0)
+    return labels.reshape((1,) * (dim - labels.dim()) + tuple(labels.shape))
+
+
+def ids(labels: Tensor) -> set[int]:
+    """The scales that occur."""
+    return set(labels.abs().unique().tolist()) - {0}
+
+
+def factors(labels: Tensor, scales: Tensor) -> Tensor:
+    """What elements with these labels are multiplied by.
+
+    Args:
+        labels: any shape.
+        scales: (n,), s_1 .. s_n.
+    """
+    padded = torch.cat([scales.new_ones(1), scales])
+    found = padded[labels.abs().long().to(scales.device)]
+    return torch.where(labels.to(scales.device) < 0, 1 / found, found)
+
 
 Labels = Tensor | list["Tensor | None"] | None
 """Labels of the output of a node; of several outputs; or None where nothing is scaled."""

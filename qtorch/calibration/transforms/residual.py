@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .graph import ModelGraph, shape_of
-from .labels import axis_labels
-from .propagation import VIEWS
+from .propagation import VIEWS, ModelGraph, axis_labels, shape_of
 
 
 class CannotRotate(Exception):

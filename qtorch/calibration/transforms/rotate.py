@@ -16,18 +16,121 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from ...model.report import TransformReport
 from ...primitives.jsonable import jsonable
-from ...report import TransformReport
 from .base import Transform
 from .folds import Fold
-from .hadamard import random_orthogonal
-from .heads import heads_of
-from .labels import factors
 from .parameters import computing_dtype
+from .propagation import ModelGraph, Propagation, factors
 from .residual import CannotRotate, ResidualStream
+from .rules import MOVES_VALUES, rule_of
 from .work import Work
+
+# --------------------------------------------------------------------------------------------------
+# Orthogonal matrices that spread outliers over all channels: randomized Hadamard matrices, or random ones.
+#
+# Hadamard matrices are made by Sylvester's doubling from those of Paley: of size q + 1 for a prime q = 3 mod 4, of size
+# 2 (q + 1) for a prime q = 1 mod 4. Other sizes get the Q of a QR decomposition of a normal matrix.
+
+
+def random_orthogonal(size: int, generator: torch.Generator) -> tuple[Tensor, str]:
+    """(Q, its name): (size, size) fp64 with Q Q^T = I."""
+    matrix = hadamard(size)
+    if matrix is not None:
+        signs = torch.randint(2, (size,), generator=generator, device="cpu").double() * 2 - 1
+        return signs.unsqueeze(1) * matrix / size**0.5, "randomized Hadamard"
+    q, r = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64, device="cpu"))
+    return q * r.diagonal().sign(), "random orthogonal"
+
+
+def hadamard(size: int) -> Tensor | None:
+    """A matrix of 1 and -1 with H H^T = size * I, fp64; None where there is no construction here."""
+    if size in (1, 2):
+        one = torch.ones(1, 1, dtype=torch.float64, device="cpu")
+        return one if size == 1 else _doubled(one)
+    if size < 1 or size % 4:
+        return None
+    if _is_prime(size - 1):
+        return _paley_one(size - 1)
+    if (size // 2 - 1) % 4 == 1 and _is_prime(size // 2 - 1):
+        return _paley_two(size // 2 - 1)
+    half = hadamard(size // 2)
+    return None if half is None else _doubled(half)
+
+
+def _doubled(matrix: Tensor) -> Tensor:
+    return torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+
+
+def _is_prime(number: int) -> bool:
+    return number > 1 and all(number % divisor for divisor in range(2, int(number**0.5) + 1))
+
+
+def _jacobsthal(q: int) -> Tensor:
+    """chi(a - b) for a, b modulo a prime q, with chi 1 for squares, -1 for others, 0 for 0."""
+    chi = torch.full((q,), -1.0, dtype=torch.float64, device="cpu")
+    chi[torch.arange(q, device="cpu").square() % q] = 1
+    chi[0] = 0
+    index = torch.arange(q, device="cpu")
+    return chi[(index.unsqueeze(1) - index) % q]
+
+
+def _bordered(q: int, sign: float) -> Tensor:
+    matrix = torch.zeros(q + 1, q + 1, dtype=torch.float64, device="cpu")
+    matrix[0, 1:], matrix[1:, 0] = 1, sign
+    matrix[1:, 1:] = _jacobsthal(q)
+    return matrix
+
+
+def _paley_one(q: int) -> Tensor:
+    return torch.eye(q + 1, dtype=torch.float64, device="cpu") + _bordered(q, -1)
+
+
+def _paley_two(q: int) -> Tensor:
+    zero = torch.tensor([[1.0, -1], [-1, -1]], dtype=torch.float64, device="cpu")
+    one = torch.tensor([[1.0, 1], [1, -1]], dtype=torch.float64, device="cpu")
+    return torch.kron(_bordered(q, 1), one) + torch.kron(torch.eye(q + 1, dtype=torch.float64, device="cpu"), zero)
+
+
+# --------------------------------------------------------------------------------------------------
+# The heads of attention: which scales of a fold are the channels of one head of values.
+
+
+PRODUCTS = {"aten.scaled_dot_product_attention.default": 2, "aten.matmul.default": 1, "aten.bmm.default": 1}
+"""Operation that multiplies values by weights of attention -> the place of the values in its arguments."""
+
+SOURCES = ("aten.linear.default", "aten.addmm.default", "aten.matmul.default")
+
+
+def heads_of(graph: ModelGraph, fold: Fold) -> list[list[int]]:
+    """For each head, the scales of its channels in order; empty if the fold does not go through attention.
+
+    A rotation of channels passes attention and what moves elements; anything else on the way gives no heads.
+    """
+    found = Propagation(graph, rule_of, fold.name, fold.labels[fold.name]).run()
+    heads: dict[tuple[int, ...], None] = {}
+    for node, labels in found.at.items():
+        if node.op == "placeholder" or str(node.target) in MOVES_VALUES:
+            continue
+        place = PRODUCTS.get(str(node.target))
+        values = found.labels(node.args[place]) if place is not None else None
+        if values is not None:
+            for head in values.reshape(-1, values.shape[-1]).tolist():
+                if any(head):
+                    heads.setdefault(tuple(head))
+        elif not _is_source(graph, node, labels):
+            return []
+    free = (fold.free.nonzero().flatten() + 1).tolist()
+    channels = [channel for head in heads for channel in head]
+    return [list(head) for head in heads] if sorted(channels) == free else []
+
+
+def _is_source(graph: ModelGraph, node: fx.Node, labels: object) -> bool:
+    """Whether a node is the product with the parameter whose rows are scaled."""
+    operands = [source for source in node.all_input_nodes if source in graph.parameters]
+    return isinstance(labels, Tensor) and bool(operands) and str(node.target) in SOURCES
 
 
 @jsonable

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from .graph import shape_of
-from .labels import aligned, compact
-from .propagation import Labels, Propagation, Rule
+from .propagation import Labels, Propagation, Rule, aligned, compact, shape_of
 
 
 def rule_of(node: fx.Node) -> Rule:

@@ -4,12 +4,11 @@
 weights (`layers`) merge, unmerge and initialize as on float weights. The functions here are what PEFT does not have.
 """
 
-from ...supported_versions import check_version
+from ...primitives.supported_versions import check_version
 
 check_version("peft")
 
-from .initialize import initialize_from_quantization_error
-from .merging import requantize_merged
-from .prepare import prepare_for_adapters
+from .adapter_layers import requantize_merged
+from .prepare import initialize_from_quantization_error, prepare_for_adapters
 
 __all__ = ["initialize_from_quantization_error", "prepare_for_adapters", "requantize_merged"]

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+import torch
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper, _ConvNd
 from peft.tuners.tuners_utils import BaseTuner
-from torch import nn
+from torch import Tensor, nn
 
+from ...calibration.data import Data, collect
+from ...calibration.rounding.grid import factor
+from ...calibration.statistics import SecondMoment
 from ...dtypes import QuantizedTensor
-from ...model_argument import check_model
-from .layers import adapt_model
+from ...model.install import check_model
+from .adapter_layers import OnQuantized, adapt_model, floats, replace_parameters, requantized
+from .versions import is_swapped
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -58,3 +66,174 @@ def prepare_for_adapters(
         any_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
         any_model.enable_input_require_grads()
     return model
+
+
+# --------------------------------------------------------------------------------------------------
+# LoRA adapters initialized from the error of quantization.
+#
+#     s B A = the best approximation of W - Q of rank r, where Q is the dequantized weight
+#
+# By the theorem of Eckart, Young and Mirsky that is the truncated singular value decomposition. With one iteration
+# this is LoftQ (Li et al. 2023, arXiv:2310.08659, algorithm 1 with T = 1) and ZeroQuant-V2's low rank compensation
+# (Yao et al. 2023, arXiv:2303.08302). With the second moment of the inputs, H = E[x x^T] = L L^T, it is QERA-exact
+# (Zhang et al. 2024, arXiv:2410.06040): (W - Q) L is decomposed, and A L^-1 takes the place of A. |X (W - Q - s B
+# A)^T| is then least.
+
+
+_DAMPING = 1e-4
+"""Of the second moment, relative to the mean of its diagonal: inputs that are always zero say nothing."""
+
+
+@torch.no_grad()
+def initialize_from_quantization_error(
+    peft_model: nn.Module,
+    float_weights: nn.Module | Mapping[str, Tensor],
+    adapter_name: str = "default",
+    *,
+    iterations: int = 1,
+    batches: Iterable[Any] | None = None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+) -> dict[str, float]:
+    """Set the LoRA weights of an adapter so that base plus adapter is as near to the float weights as its rank allows.
+
+    Args:
+        peft_model: a model of `get_peft_model` whose base is quantized.
+        float_weights: the model before it was quantized, or its weights by name (names as in `state_dict`), read one at
+            a time.
+        iterations: above 1, LoftQ's alternation: the base is quantized again from W - s B A, and so on. It changes the
+            codes of the base, which then has to be saved with the adapter.
+        batches: inputs of the model. With them the error of the *outputs* of linear layers is made small (QERA-exact);
+            they are run once through the quantized model. Not together with `iterations`.
+        forward: ``forward(model, batch)``, how to call the model with a batch, as for calibration.
+
+    Returns:
+        For each adapted weight, the Frobenius norm of the error that is left, divided by that of W - Q. (With `batches`
+        another norm is minimized, so that this one is not the smallest possible.)
+
+    Raises:
+        ValueError: there is no LoRA layer with this adapter on a quantized weight, or it is merged; a float weight is
+            missing or has another shape; or the arguments do not go together. The model is unchanged.
+        TypeError: `peft_model` is not a module.
+    """
+    check_model("initialize_from_quantization_error", peft_model)
+    if iterations < 1 or (iterations > 1 and batches is not None):
+        raise ValueError(f"iterations must be 1 or more, and 1 if there are batches; got {iterations}")
+    layers = _layers(peft_model, adapter_name)
+    weights = float_weights.state_dict() if isinstance(float_weights, nn.Module) else float_weights
+    for name, layer in layers.items():
+        _check(name, layer, weights)
+    roots: dict[str, Tensor] = {}
+    if batches is not None:
+        bases = {name: layer.get_base_layer().weight for name, layer in layers.items() if _is_linear(layer)}
+        found = collect(peft_model, Data(batches, forward), dict.fromkeys(bases.values(), (SecondMoment,)))
+        seen: dict[str, Any] = {name: found[base][SecondMoment] for name, base in bases.items()}
+        roots = {name: factor(statistic.mean, _DAMPING)[0] for name, statistic in seen.items()}
+    return {
+        name: _initialize(layer, adapter_name, weights[name], iterations, roots.get(name))
+        for name, layer in layers.items()
+    }
+
+
+def _layers(model: nn.Module, adapter: str) -> dict[str, Any]:
+    """Name of the base weight in the model without adapters -> LoRA layer on it."""
+    found = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, OnQuantized) and isinstance(layer, LoraLayer) and adapter in layer.scaling:
+            path = [part for part in name.removeprefix("base_model.model.").split(".") if part != "base_layer"]
+            found[".".join([*path, _parameter_name(layer)])] = layer
+    if not found:
+        raise ValueError(
+            f"initialize_from_quantization_error: the model has no LoRA layer with an adapter {adapter!r} on a "
+            "quantized weight; call quantize_, then get_peft_model"
+        )
+    return found
+
+
+def _check(name: str, layer: Any, weights: Mapping[str, Tensor]) -> None:
+    """Raise `ValueError` if a layer cannot be initialized."""
+    if layer.merged:
+        raise ValueError(f"{name} has a merged adapter; call unmerge_adapter first")
+    if isinstance(layer, _ConvNd) and layer.get_base_layer().groups > 1:
+        raise ValueError(f"{name} is the weight of a convolution with groups, whose adapter is not a low-rank product")
+    shape = tuple(_base(layer).shape)
+    if name not in weights:
+        raise ValueError(f"float_weights has no {name!r}, the float weight of shape {shape} that was quantized")
+    if tuple(weights[name].shape) != shape:
+        raise ValueError(f"float_weights: {name} has shape {tuple(weights[name].shape)}, the quantized weight {shape}")
+
+
+def _initialize(layer: Any, adapter: str, weight: Tensor, iterations: int, root: Tensor | None) -> float:
+    """Initialize one layer, and return the relative error that is left."""
+    base: Any = _base(layer)
+    weight = weight.detach().to(base.device, torch.float32)
+    before = error = weight - base.dequantize(torch.float32)
+    delta = torch.zeros_like(weight)
+    for iteration in range(iterations):
+        if iteration:
+            base = requantized(base, weight - delta)
+            error = weight - base.dequantize(torch.float32)
+        delta = _set_factors(layer, adapter, error, root)
+    if iterations > 1:
+        replace_parameters(layer.get_base_layer(), {_parameter_name(layer): base})
+    if layer.use_dora.get(adapter):
+        with floats(layer):  # the magnitudes are the norms of the rows of base plus adapter
+            layer.lora_variant[adapter].init(layer, adapter_name=adapter)
+    return float((error - delta).norm() / before.norm().clamp_min(torch.finfo(torch.float32).tiny))
+
+
+def _set_factors(layer: Any, adapter: str, error: Tensor, root: Tensor | None) -> Tensor:
+    """Set A and B of a layer to the decomposition of `error`, and return s B A in the shape of the weight."""
+    rank, scaling = layer.r[adapter], layer.scaling[adapter]
+    if isinstance(layer, Embedding):
+        left, right = _decompose(error.T, rank)
+        a, b = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
+        stored, delta = (right, left), (left @ right).T
+    else:
+        a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+        if isinstance(layer, _ConvNd):
+            left, right = _decompose(error.flatten(1), rank)
+            stored, delta = (right.reshape(a.shape), left.reshape(b.shape)), (left @ right).reshape(error.shape)
+        elif isinstance(layer, ParamWrapper) and error.dim() == 3:
+            left, right = _decompose(error, rank)
+            # (E, R, K) and (E, N, R): as `ParamWrapper.get_delta_factors` reads them.
+            of_a, of_b = (right, left) if is_swapped(layer) else (left.mT, right.mT)
+            stored, delta = (of_a.reshape(a.shape), of_b.permute(1, 2, 0).reshape(b.shape)), left @ right
+        else:
+            matrix = error.T if layer.fan_in_fan_out else error
+            left, right = _decompose(matrix, rank, root)
+            stored, delta = (right, left), (left @ right).T if layer.fan_in_fan_out else left @ right
+    a.copy_(stored[0] / scaling**0.5)
+    b.copy_(stored[1] / scaling**0.5)
+    return delta
+
+
+def _decompose(error: Tensor, rank: int, root: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(left, right), (..., M, R) and (..., R, N), whose product is the best of that rank; zeros beyond min(M, N).
+
+    Args:
+        root: L (N, N), lower triangular, if the product is to be the best for inputs with E[x x^T] = L L^T.
+    """
+    if root is not None:
+        root = root.to(error.device)
+    u, s, v = torch.linalg.svd(error if root is None else error @ root, full_matrices=False)
+    values = s[..., :rank].sqrt()
+    left, right = u[..., :rank] * values.unsqueeze(-2), values.unsqueeze(-1) * v[..., :rank, :]
+    if root is not None:
+        right = torch.linalg.solve_triangular(root, right, upper=False, left=False)
+    missing = rank - values.shape[-1]
+    if missing > 0:
+        left = nn.functional.pad(left, (0, missing))
+        right = nn.functional.pad(right, (0, 0, 0, missing))
+    return left, right
+
+
+def _parameter_name(layer: Any) -> str:
+    return str(layer.parameter_name) if isinstance(layer, ParamWrapper) else "weight"
+
+
+def _base(layer: Any) -> Any:
+    return getattr(layer.get_base_layer(), _parameter_name(layer))
+
+
+def _is_linear(layer: Any) -> bool:
+    return isinstance(layer, Linear) and not layer.fan_in_fan_out

@@ -5,14 +5,13 @@ Importing it registers the quantizer "qtorch"; ``import qtorch`` does so as soon
 
 from __future__ import annotations
 
-from ...listeners import LISTENERS
-from ...supported_versions import check_version
+from ...model.install import LISTENERS
+from ...primitives.supported_versions import check_version
 
 check_version("transformers")
 
-from .attach import model_changed
-from .config import QtorchConfig
-from .quantizer import QtorchHfQuantizer
+from .quantization_config import QtorchConfig
+from .quantizer import QtorchHfQuantizer, model_changed
 
 __all__ = ["QtorchConfig", "QtorchHfQuantizer"]
 

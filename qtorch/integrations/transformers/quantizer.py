@@ -3,25 +3,103 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
+from ...checkpoint.formats.transformers_folder import QUANT_METHOD, Index
+from ...checkpoint.formats.transformers_folder.names import is_marker, read_recipe, recipe_json
 from ...dtypes import QuantizedTensor
-from ...formats.transformers_folder import QUANT_METHOD
-from ...module_repr import show_quantized
-from ...recipe import Recipe
-from ...report import QuantizeReport
-from . import experts
-from .config import QtorchConfig, name_on_hub
-from .plan import Plan
-from .saved_state import in_training, read_stored, state_to_save, still_trained
-from .stored_weights import StoredWeights
-from .training_state import prepare, to_be_read_later
+from ...dtypes.serialize import from_canonical, to_canonical
+from ...model.install import PreparedModule, QuantizationState
+from ...model.module_repr import show_quantized
+from ...model.report import QuantizeReport
+from ...recipes.base import Recipe
+from ...training.weights.base import TrainingWeight
+from ...training.weights.codes import CodesWeight
+from ...training.weights.master import MasterWeight
+from ..plain_state import plain_state
+from . import experts_interface
+from .loading_plan import Plan
+from .quantization_config import QtorchConfig, name_on_hub
+from .stored_weights import StoredWeights, prepare, to_be_read_later
+
+# --------------------------------------------------------------------------------------------------
+# saved_state: what `save_pretrained` writes for a model, and what `load_state_dict` of such a model reads.
+
+
+def state_to_save(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(plain tensors by stored name, metadata).
+
+    Of tied weights one is stored, the one whose name transformers does not derive from another; so is the state that
+    their layers share.
+    """
+    tied = set(getattr(model, "all_tied_weights_keys", {}))
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    index = Index()
+    first: dict[int, str] = {}
+    for name in sorted(state, key=lambda name: name in tied):
+        original = first.setdefault(id(state[name]), name)
+        # transformers refuses to save what is shared for reasons that it does not know.
+        if original != name and (name in tied or _is_of_quantizer(model, name)):
+            index.aliases[name] = original
+    found = plain_state({name: tensor for name, tensor in state.items() if name not in index.aliases}, index)
+    return found, index.to_metadata()
+
+
+def _is_of_quantizer(model: nn.Module, name: str) -> bool:
+    """Whether a tensor belongs to what quantization has added to a layer."""
+    parts = name.split(".")[:-1]
+    return any(
+        isinstance(model.get_submodule(".".join(parts[:end])), QuantizationState) for end in range(1, len(parts) + 1)
+    )
+
+
+def in_training(model: nn.Module) -> list[str]:
+    """Names of the weights that are in training, by their tensor or by their module."""
+    return [
+        f"{prefix}.{attribute}" if prefix else attribute
+        for prefix, module in model.named_modules()
+        for attribute, parameter in module._parameters.items()
+        if isinstance(parameter, TrainingWeight) or (isinstance(module, PreparedModule) and attribute == "weight")
+    ]
+
+
+def still_trained(model: nn.Module, recipes: dict[str, Recipe]) -> dict[str, Recipe]:
+    """Those of `recipes` whose weights are in training."""
+    return {name: recipes[name] for name in in_training(model) if name in recipes}
+
+
+def read_stored(model: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    """Hook before `load_state_dict`: join the stored parts of quantized weights, as `Trainer` reads them from a file.
+
+    Each weight takes the scheme of the model, which must be quantized as the saved one was.
+
+    Raises:
+        ValueError: a weight is not stored as the model's is.
+    """
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        key = prefix + name
+        if not isinstance(parameter, QuantizedTensor) or isinstance(parameter, MasterWeight):
+            continue
+        if key not in state or not is_marker(state[key].shape):
+            continue
+        _, entry = to_canonical(key, parameter)
+        parts = {part: f"{key}_codes" if old == key else old for part, old in entry["tensors"].items()}
+        if missing := sorted(set(parts.values()) - state.keys()):
+            raise ValueError(f"{key} is stored in another way than the model holds it: there is no {missing[0]}")
+        try:
+            tensor = from_canonical({**entry, "tensors": parts}, state.pop)
+        except ValueError as error:
+            raise ValueError(f"{key} is stored in another way than the model holds it: {error}") from error
+        is_codes = isinstance(parameter, CodesWeight)
+        state[key] = CodesWeight(tensor.inner_tensors, tensor.scheme) if is_codes else tensor
+
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +166,7 @@ class QtorchHfQuantizer(HfQuantizer):
         """Put the converter of stored weights first; names that `save_pretrained` wrote are those of the model."""
         if self._stored is None:
             return weight_conversions
-        from .conversions import StoredNames
-        from .renaming import origins, renamings_of, users_renamings
+        from .conversions import StoredNames, origins, renamings_of, users_renamings
 
         if self.quantization_config.names == "model":
             weight_conversions = users_renamings(weight_conversions, model)
@@ -110,7 +187,7 @@ class QtorchHfQuantizer(HfQuantizer):
             logger.info(str(self.report))
         self._plan = self._stored = None
         self.watch(model)
-        experts.choose(model)
+        experts_interface.choose(model)
         for module in model.modules():
             show_quantized(module)
         return model
@@ -162,3 +239,60 @@ class QtorchHfQuantizer(HfQuantizer):
 
         # A model that was saved has the name of its dtype in its config.
         return dequantize_(model).to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# attach: a model of transformers that qtorch quantizes after loading knows that it is quantized, as a loaded one does.
+#
+# So `save_pretrained`, `Trainer` and `model.dequantize()` work for it.
+
+
+def model_changed(model: nn.Module, recipes: Mapping[str, Recipe]) -> None:
+    """Listener of `quantize_`, `load_quantized` and `dequantize_`."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    pretrained = getattr(modeling, "PreTrainedModel", None)
+    if pretrained is not None and isinstance(model, pretrained):
+        attach(model, recipes)
+
+
+def attach(model: Any, recipes: Mapping[str, Recipe]) -> None:
+    """Give the model a quantizer, or update or remove the one that it has, by what its weights are now.
+
+    A quantizer of another package is left alone.
+    """
+    from .stored_weights import is_quantized
+
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and not isinstance(quantizer, QtorchHfQuantizer):
+        return
+    if not is_quantized(model) and not in_training(model):
+        # Also without a quantizer of its own: models that are built from one config share it.
+        if quantizer is not None or isinstance(getattr(model.config, "quantization_config", None), QtorchConfig):
+            quantizer = quantizer or QtorchHfQuantizer(QtorchConfig())
+            quantizer.remove_quantization_config(model)
+            model.config._is_quantized = False
+        return
+    if quantizer is None:
+        config = QtorchConfig(base_model=name_on_hub(model.name_or_path))
+        quantizer = QtorchHfQuantizer(config, pre_quantized=True)
+        model.hf_quantizer = quantizer
+        model.is_quantized = True
+        model.quantization_method = quantizer.quantization_config.quant_method
+        model.config.quantization_config = quantizer.quantization_config
+        model.config._is_quantized = True
+    quantizer.quantization_config.recipe = _shown(quantizer.quantization_config.recipe, recipes)
+    quantizer.trained |= {name: recipe for name, recipe in recipes.items() if recipe.trains}
+    quantizer.watch(model)
+
+
+def _shown(before: Any, recipes: Mapping[str, Recipe]) -> Any:
+    """The recipes of the config after another call of `quantize_`: one, or a mapping whose first match counts."""
+    # `convert` is left out: what it makes is said by the recipe of the training. And batches and functions of a recipe
+    # do not belong into a config, which is copied and written.
+    now = {name: read_recipe(recipe_json(each)) for name, each in recipes.items() if not each.selects}
+    if not now:
+        return before
+    if before is None and len({str(each) for each in now.values()}) == 1:
+        return next(iter(now.values()))
+    older = before if isinstance(before, dict) else {} if before is None else {r".*": before}
+    return {**now, **{name: each for name, each in older.items() if name not in now}}

@@ -1,5 +1,5 @@
 """Kernels in C++, compiled when qtorch is installed (`build.py`); without a compiler, those in torch operators run."""
 
-from ...discovery import import_modules
+from ...primitives.discovery import import_modules
 
 import_modules(__name__, __path__)

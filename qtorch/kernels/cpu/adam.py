@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...primitives.flat_blocks import FlatBlocks
+from ...primitives.granularity import FlatBlocks
 from ..custom_ops import implement, note, portable
-from ..ops.adam import AdamStep, Moment, adam_step
-from ..ops.adam_check import LARGEST_SCALE, check_step
+from ..ops.adam import LARGEST_SCALE, AdamStep, Moment, adam_step, check_step
 from .compiled_library import TYPES, library, threads
 from .memory import address
 from .structs import Adam, struct_of

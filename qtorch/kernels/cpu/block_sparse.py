@@ -10,20 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layouts.packed import can_pack_bits
+from ...primitives.layouts.packed import can_pack_bits
 from ..custom_ops import note, opaque, recording
 from ..linear.block_sparse import block_sparse_int8_mm, block_sparse_weight_mm
-from ..linear.int8_scaled import INTEGERS, supports_int32
-from ..ops.quantize_rowwise import quantize_input
-from ..registry import Problem, register
-from ..rows import from_rows, to_rows
+from ..linear.scaled import INTEGERS, supports_int32
+from ..ops.quantize import quantize_input
+from ..registry import Problem, from_rows, register, to_rows
 from . import weight
 from .compiled_library import TYPES, library, missing, threads
-from .compiled_linear import where_finite
-from .int8 import quantize_rows, row_quantizer
+from .int8_linear import quantize_rows, row_quantizer
 from .memory import address, empty
 from .structs import BlockCall, Blocks, Input, Output, pack
 from .weight import CompiledWeight
+from .weight_only import where_finite
 
 BLOCK_MULTIPLE = 16
 """The size of a block is a multiple of this."""

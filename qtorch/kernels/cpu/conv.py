@@ -21,15 +21,13 @@ from ...primitives.qdtype import qdtype
 from ...primitives.rounding import Rounding
 from ...primitives.scale_rules import MinMaxRule
 from ...primitives.spec import QuantSpec
+from ..conv import Window, empty_result, scales_images
 from ..custom_ops import note, opaque, recording
-from ..im2col import Window
-from ..image_conv import empty_result, scales_images
 from ..ops.int_matmul import int32_terms
 from ..registry import Problem, register
 from . import weight
 from .compiled_library import missing
-from .conv_prepared import Activation, calls_of, prepare
-from .conv_weight import CompiledConv
+from .conv_prepared import Activation, CompiledConv, calls_of, prepare
 
 SIGNED = tuple(f"int{bits}" for bits in range(2, 9))
 

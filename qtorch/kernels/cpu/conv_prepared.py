@@ -1,6 +1,6 @@
 """Compiled convolutions prepared for inputs of one shape: what a call needs besides addresses.
 
-As for linear layers (`compiled_linear.py`), the second convolution with a weight calls `ConvCalls.conv` at once, which
+As for linear layers (`weight_only.py`), the second convolution with a weight calls `ConvCalls.conv` at once, which
 runs what the first one has prepared.
 """
 
@@ -13,16 +13,77 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..im2col import Size, Window, is_channels_last
-from ..image_conv import empty_result
-from .compiled_library import TYPES, Library, threads
-from .compiled_linear import PLAIN
-from .conv_codes import CodesForm, quantize_images
-from .conv_structs import ConvCall, ConvFinish, ConvFloatCall
-from .conv_weight import CompiledConv, shape_of, two_axes
+from ..conv import Size, Window, empty_result, is_channels_last
+from .compiled_library import TYPES, Library, library, threads
+from .conv_codes import CodesForm, ConvCall, ConvFinish, ConvFloatCall, ConvPackCall, ConvShape, quantize_images
 from .memory import address, empty, empty_strided
-from .structs import Quantizer, struct_of
-from .weight import fits
+from .structs import Quantizer, pack, struct_of
+from .weight import CompiledWeight, fits
+from .weight_only import PLAIN
+
+# --------------------------------------------------------------------------------------------------
+# The weight of a convolution in the order in which the compiled kernels multiply it, made once.
+
+
+ROOM = 64
+"""Elements behind vectors of features: whole vectors are read."""
+
+
+class CompiledConv(CompiledWeight):
+    """A packed weight, its scales in fp32, and the sums of its codes. It takes as much memory again as the codes.
+
+    Attributes:
+        compiled: the library; None if it is missing or does not accept the weight.
+        packed, sums, scale: see src/conv.h.
+        calls: see `conv_prepared`, by how the input is quantized.
+    """
+
+    __slots__ = ("calls", "compiled", "packed", "scale", "sums")
+
+    compiled: Library | None
+    packed: Tensor
+    sums: Tensor
+    scale: Tensor
+    calls: dict[Any, Any]
+
+    def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
+        """See `of`; the last of `about` are the shape of the weight (N, C / groups, *kernel) and groups."""
+        super().__init__(codes, scale, zero_point, *about)
+        n, shape, groups = about[0], about[-2], about[-1]
+        self.calls = {}
+        self.compiled = library() if self.fields and scale.shape[1] == 1 and zero_point is None else None
+        if self.compiled is None:
+            return
+        height, width = (1, *shape[2:])[-2:]
+        call = ConvPackCall(
+            shape=ConvShape(0, groups, shape[1], n // groups, height, width, 1, 1, 1, 1, 0, 0),
+            codes=address(codes),
+            row_bytes=codes.stride(0),
+            packed=0,
+            sums=0,
+        )
+        self.packed = empty((self.compiled.conv_pack(pack(call)) + ROOM,), torch.int8)
+        self.sums = torch.zeros(n + ROOM, dtype=torch.int32, device="cpu")
+        call = call._replace(packed=address(self.packed, torch.int8), sums=address(self.sums, torch.int32))
+        self.compiled.conv_pack(pack(call))
+        self.scale = torch.zeros(n + ROOM, dtype=torch.float32, device="cpu")
+        self.scale[:n] = scale.float().expand(n, 1)[:, 0]
+
+
+def two_axes(window: Window) -> Window:
+    """The window of images with two axes; an image of one axis has a height of 1."""
+    if len(window.kernel) == 2:
+        return window
+    (kernel,), (stride,), (padding,), (dilation,), groups = window
+    return Window((1, kernel), (1, stride), (0, padding), (1, dilation), groups)
+
+
+def shape_of(images: int, channels: int, features: int, window: Window, out: tuple[int, int]) -> ConvShape:
+    """The struct for all channels of the input and features of the result, and positions of the result."""
+    groups = window.groups
+    (kh, kw), (sh, sw), (dh, dw) = window.kernel, window.stride, window.dilation
+    return ConvShape(images, groups, channels // groups, features // groups, kh, kw, sh, sw, dh, dw, *out)
+
 
 SHAPES = 64
 """Shapes of inputs for which a weight keeps calls."""

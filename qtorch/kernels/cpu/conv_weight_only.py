@@ -16,16 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..conv import CONVOLUTIONS
+from ..conv import CONVOLUTIONS, Window, empty_result, from_matrix, is_channels_last
 from ..custom_ops import note, opaque, recording
-from ..im2col import Window, from_matrix, is_channels_last
-from ..image_conv import empty_result
-from ..linear.int8_scaled import INTEGERS
+from ..linear.scaled import INTEGERS
 from ..registry import Problem, register
 from . import weight
 from .compiled_library import library
-from .conv_prepared import calls_of, prepare
-from .conv_weight import CompiledConv
+from .conv_prepared import CompiledConv, calls_of, prepare
 from .float_copies import float_copy, wanted
 from .memory import empty
 from .weight_only import Dequantized

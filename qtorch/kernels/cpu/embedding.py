@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layouts.packed import unpack_codes
 from ...primitives.affine import ZeroPointDomain, dequantize_affine
+from ...primitives.layouts.packed import unpack_codes
 from ...primitives.qdtype import qdtype
 from ..custom_ops import note, opaque
-from ..linear.int8_scaled import INTEGERS
+from ..linear.scaled import INTEGERS
 from ..registry import Problem, register
 from . import weight
 from .compiled_library import TYPES, library, threads

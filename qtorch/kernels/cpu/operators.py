@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from ...generation import generation
 from .. import custom_ops
-from . import compiled_library, ways
+from ..config import generation
+from . import compiled_library, variants
 from .build import OPERATORS, fingerprint, library_path
 from .float_copies import wanted
 
@@ -116,8 +116,8 @@ def _refresh() -> None:
     state: tuple[object, ...] = ()
     if found is not None:
         name = found.instruction_set
-        table = json.dumps({name: ways.table(name)})
-        state = (str(found.path), name, table, ways.forced() or "", wanted())
+        table = json.dumps({name: variants.table(name)})
+        state = (str(found.path), name, table, variants.forced() or "", wanted())
     if _told[-1:] == [state]:
         return
     _told[:] = [state]

@@ -9,12 +9,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from ...generation import generation
-from ...layouts.inner_tensors import is_backed
-from ...layouts.packed import packed_length
 from ...primitives.affine import ZeroPointDomain
+from ...primitives.layouts.base import is_backed
+from ...primitives.layouts.packed import packed_length
 from ...primitives.qdtype import qdtype
-from ...primitives.scheme import Scheme
+from ...primitives.spec import Scheme
+from ..config import generation
 from ..registry import Problem, needs_matrix
 from .compiled_library import TYPES, missing
 from .memory import address

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layouts.packed import can_pack_bits
+from ...primitives.layouts.packed import can_pack_bits
 from ...primitives.qdtype import qdtype
 from .. import features
 from ..custom_ops import opaque
-from ..linear.int8_scaled import INTEGERS, supports_int32
-from ..ops.quantize_rowwise import quantize_input
-from ..registry import Problem, needs_matrix, register
-from ..rows import from_rows, to_rows
+from ..linear.scaled import INTEGERS, supports_int32
+from ..ops.quantize import quantize_input
+from ..registry import Problem, from_rows, needs_matrix, register, to_rows
 
 
 @opaque(lambda x, xs, xz, qdata, columns, ws, kind, dtype, bias: x.new_empty(x.shape[0], qdata.shape[0], dtype=dtype))

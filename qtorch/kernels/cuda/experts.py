@@ -15,10 +15,10 @@ from torch import Tensor
 from ...primitives.qdtype import qdtype
 from .. import features
 from ..custom_ops import opaque
-from ..linear import int8_scaled
-from ..linear.int8_scaled import INTEGERS
+from ..linear import scaled
+from ..linear.scaled import INTEGERS
 from ..ops.experts import scheme_of_expert
-from ..ops.quantize_rowwise import quantize_input
+from ..ops.quantize import quantize_input
 from ..registry import Problem, register
 
 
@@ -121,7 +121,7 @@ def _supports_int8(problem: Problem) -> str | None:
     assert activation is not None
     if not scheme.spec.static and activation.granularity.pattern(2)[0] != 1:
         return f"takes activations whose rows are quantized by themselves, the scheme has {activation.granularity}"
-    return int8_scaled.supports_int32(problem._replace(op="linear", scheme=scheme))
+    return scaled.supports_int32(problem._replace(op="linear", scheme=scheme))
 
 
 @register(

@@ -13,9 +13,8 @@ from torch.nn.functional import pad
 
 from .. import features
 from ..custom_ops import opaque
-from ..ops.quantize_rowwise import quantize_input
-from ..registry import Problem, QuantizedWeight, needs_matrix, register
-from ..rows import from_rows, to_rows
+from ..ops.quantize import quantize_input
+from ..registry import Problem, QuantizedWeight, from_rows, needs_matrix, register, to_rows
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 

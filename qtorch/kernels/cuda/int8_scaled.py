@@ -15,12 +15,11 @@ from torch import Tensor
 from ...primitives.qdtype import qdtype
 from .. import features
 from ..custom_ops import implement, note, opaque, portable
-from ..linear.int8_scaled import INTEGERS, supports_int32
+from ..linear.scaled import INTEGERS, supports_int32
 from ..ops.int8_grouped_mm import int8_grouped_mm
 from ..ops.int_matmul import int32_terms
-from ..ops.quantize_rowwise import quantize_input
-from ..registry import Problem, register
-from ..rows import from_rows, to_rows
+from ..ops.quantize import quantize_input
+from ..registry import Problem, from_rows, register, to_rows
 
 _HAS_TRITON = features.cuda_lacks("triton") is None
 

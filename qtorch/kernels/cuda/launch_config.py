@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ...files import read_json
+from ...primitives.files import read_json
 from ...primitives.jsonable import construct
 from ..custom_ops import note
 

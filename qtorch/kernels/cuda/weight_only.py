@@ -15,9 +15,8 @@ from torch import Tensor
 from ...primitives.qdtype import qdtype
 from .. import features
 from ..custom_ops import opaque
-from ..linear.int8_scaled import INTEGERS
-from ..registry import Problem, needs_matrix, register
-from ..rows import from_rows, to_rows
+from ..linear.scaled import INTEGERS
+from ..registry import Problem, from_rows, needs_matrix, register, to_rows
 
 
 @opaque(lambda x, qdata, *_: x.new_empty(x.shape[0], qdata.shape[0]))

@@ -1,5 +1,5 @@
 """Kernels for `F.linear` in torch operators, for any device. Every module of this package is imported here."""
 
-from ...discovery import import_modules
+from ...primitives.discovery import import_modules
 
 import_modules(__name__, __path__)

@@ -16,17 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layouts.packed import can_pack_bits, unpack_codes
 from ...primitives.granularity import block_of
+from ...primitives.layouts.packed import can_pack_bits, unpack_codes
 from ...primitives.qdtype import QDType, qdtype
 from ..custom_ops import opaque
 from ..ops.int8_grouped_mm import int8_grouped_mm
-from ..ops.quantize_rowwise import dequantize_rows, quantize_input
+from ..ops.quantize import dequantize_rows, quantize_input
 from ..ops.weight_only_mm import dequantize_slice
-from ..registry import Problem, needs_matrix, register
-from ..rows import from_rows, to_rows
-from .int8_scaled import INTEGERS
-from .int8_scaled import supports as supports_integers
+from ..registry import Problem, from_rows, needs_matrix, register, to_rows
+from .scaled import INTEGERS
+from .scaled import supports as supports_integers
 
 
 @opaque(lambda xq, xs, xz, qdata, columns, ws, kind, dtype: xs.new_empty(xq.shape[0], qdata.shape[0], dtype=dtype))

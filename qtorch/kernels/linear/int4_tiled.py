@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...layouts.tensor_core_tiled import cpu_packing, unpack_cpu, unpack_cuda
+from ...primitives.layouts.tensor_core_tiled import cpu_packing, unpack_cpu, unpack_cuda
 from ...primitives.qdtype import qdtype
 from .. import features
 from ..custom_ops import implement, note, opaque, portable
 from ..ops.weight_only_mm import multiply_slices
-from ..registry import Problem, register
-from ..rows import from_rows, to_rows
+from ..registry import Problem, from_rows, register, to_rows
 
 MAX_ROWS = {True: 64, False: 1 << 30}
 """Largest M for the packed product on CPU, by whether it has bf16 products."""

@@ -13,14 +13,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...layouts.packed import unpack_bits
-from ...primitives.codebook import dequantize_codebook
-from ...primitives.codebook_spec import CodebookSpec
+from ...primitives.codebooks import CodebookSpec, dequantize_codebook
 from ...primitives.granularity import block_of
+from ...primitives.layouts.packed import unpack_bits
 from ..custom_ops import opaque
 from ..ops.weight_only_mm import slice_length
-from ..registry import QuantizedWeight, needs_matrix, register
-from ..rows import from_rows, to_rows
+from ..registry import QuantizedWeight, from_rows, needs_matrix, register, to_rows
 
 
 class CodebookWeight(QuantizedWeight, Protocol):

@@ -14,17 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layouts.semi_sparse import decompress_cusparselt, unpack_2_4
+from ...primitives.layouts.semi_sparse import decompress_cusparselt, unpack_2_4
 from ...primitives.qdtype import qdtype
 from ..custom_ops import opaque
 from ..ops.int8_grouped_mm import without_large
 from ..ops.int_matmul import int32_terms
-from ..ops.quantize_rowwise import dequantize_rows, quantize_input
+from ..ops.quantize import dequantize_rows, quantize_input
 from ..ops.weight_only_mm import multiply_slices
-from ..registry import needs_matrix, register
-from ..rows import from_rows, to_rows
-from .packed_int8_scaled import multiply_int8_slices, supports_rows
-from .packed_weight_only import multiply_transposed_slices
+from ..registry import from_rows, needs_matrix, register, to_rows
+from .scaled import multiply_int8_slices, supports_rows
+from .weight_only import multiply_transposed_slices
 
 _NOTE = "on CPU it saves memory and costs time: codes are unpacked on each call"
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...primitives.granularity import granularity_of
-from ...primitives.scheme import Scheme
+from ...primitives.spec import Scheme
 
 
 def experts_of_groups(offsets: Tensor, rows: int) -> Tensor:

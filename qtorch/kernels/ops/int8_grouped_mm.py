@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..custom_ops import by_device, opaque
-from ..rows import power_if_larger
+from ..registry import power_if_larger
 from .int_matmul import int32_terms, int_matmul, int_sums
 
 WEIGHT_SLICE = 4 << 20

@@ -4,7 +4,7 @@
 
 On a CPU with 8-bit dot products (VNNI, AMX) `torch._int_mm` is fast; without them it is some 50 times slower than fp32,
 and saturates. There the result is assembled from fp32 products over slices of K: a slice of 1024 terms of at most
-128 * 128 stays within 2^24, where fp32 holds every integer, so each partial sum is exact. `cuda/int_matmul.py` has the
+128 * 128 stays within 2^24, where fp32 holds every integer, so each partial sum is exact. `cuda/shared_ops.py` has the
 implementations for CUDA.
 
 An int32 holds the sums of so many products of the widest codes only. Longer sums are those of slices of K, added up in

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...layouts.plain import smallest_layout
-from ...primitives.scheme import Scheme
-from ...primitives.spec import LinearSpec
+from ...primitives.layouts.plain import smallest_layout
+from ...primitives.spec import LinearSpec, Scheme
 from ..cache_form import CacheForm, cache_form
 from ..custom_ops import opaque
 from ..registry import REFERENCE, Problem, lookup, register

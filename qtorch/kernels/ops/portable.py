@@ -13,14 +13,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...layouts.portable import is_per_row
 from ...primitives.affine import MappingType, ZeroPointDomain, dequantize_affine
 from ...primitives.granularity import Block, BlockView, PerRow
+from ...primitives.layouts.portable import is_per_row
 from ...primitives.qdtype import qdtype
-from ...primitives.scheme import Scheme
-from ...primitives.spec import QuantSpec
+from ...primitives.spec import QuantSpec, Scheme
 from ..custom_ops import portable
-from .quantize_rowwise import dequantize_rows, has_default_rows, quantize_int8_rowwise, quantize_rows, quantize_static
+from .quantize import dequantize_rows, has_default_rows, quantize_int8_rowwise, quantize_rows, quantize_static
 
 
 def decomposed() -> Any:

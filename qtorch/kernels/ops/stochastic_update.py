@@ -3,7 +3,7 @@
 bf16:   w <- round(w + a u)                 to one of the two neighbours in bf16, unbiased
 int8:   w <- quantize(q s + a u)            by rows: s = max(max_k |q s + a u| / 127, tiny), q stochastic
 
-On CUDA it is one pass (`cuda/stochastic_update.py`). Random numbers come from torch's default generator of the device,
+On CUDA it is one pass (`cuda/shared_ops.py`). Random numbers come from torch's default generator of the device,
 which a CUDA graph advances on each replay.
 """
 

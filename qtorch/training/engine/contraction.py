@@ -13,6 +13,7 @@ results: bit for bit where sums are exact integers.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -21,17 +22,102 @@ from torch.autograd.function import once_differentiable
 
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor
 from ...dtypes.linear import multiply as multiply_served
-from ...kernels.ops.int8_block_mm import int8_block_mm
+from ...kernels.ops.block_mm import int8_block_mm
 from ...kernels.ops.int8_grouped_mm import int8_product, int8_sums, without_large
 from ...kernels.ops.weight_only_mm import weight_only_mm
 from ...primitives import QuantSpec, Rounding
-from ...tracing.function_transforms import run_whole, transforms_active
-from ...tracing.outside_graphs import starts_no_graph
-from .balance import balanced
-from .guardrails import warn_of_few_tokens
-from .operand import ContractionState, Operand, Total, lengthened, observed, quantize_operand, with_scale_in
-from .scale_gradient import where_unclipped, with_scale_gradient
-from .spec import GemmSpec, TrainingSpec
+from ...primitives.tracing import run_whole, starts_no_graph, transforms_active
+from .gemm_spec import GemmSpec, TrainingSpec
+from .operand import (
+    ContractionState,
+    Operand,
+    Total,
+    lengthened,
+    observed,
+    quantize_operand,
+    where_unclipped,
+    with_scale_gradient,
+    with_scale_in,
+)
+
+# --------------------------------------------------------------------------------------------------
+# Balanced operands: what is large in one operand is moved into the other one before both are quantized.
+#
+#     c[a, b] = sum_c (lhs[a, c] / m[c]) (rhs[b, c] m[c]),   m[c] = max_a |lhs[a, c]|^alpha / max_b |rhs[b, c]|^beta
+#
+# The product stays the same; outliers along the contracted axis are shared by the two operands, as SmoothQuant (Xiao
+# et al., arXiv 2211.10438, eq. 4) does it with fixed weights, here on each call (AQT, `mid_quant`). A maximum of zero
+# counts as one.
+
+
+MidAlpha = tuple[float, float]
+"""(alpha, beta)"""
+
+
+def balanced(lhs: Tensor, rhs: Tensor, alphas: MidAlpha | None) -> tuple[Tensor, Tensor]:
+    """`lhs` (A, C) and `rhs` (B, C), balanced by the equation above; as they are for None."""
+    if alphas is None:
+        return lhs, rhs
+    factor = _largest(lhs) ** alphas[0] / _largest(rhs) ** alphas[1]
+    return (lhs / factor).to(lhs.dtype), (rhs * factor).to(rhs.dtype)
+
+
+def _largest(x: Tensor) -> Tensor:
+    """Of each contracted index, (1, C), fp32. A token that is not finite must not reach the other tokens."""
+    magnitude = torch.where(x.isfinite().all(1, keepdim=True), x.abs(), 0).float()
+    largest = magnitude.amax(0, keepdim=True) if x.shape[0] else magnitude.new_zeros(1, x.shape[1])
+    return torch.where(largest > 0, largest, 1.0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Warnings, each given once, about training that runs but is unlikely to learn well or be fast.
+
+
+FEW_TOKENS = 256
+"""Tokens below which the rounding of an INT8 gradient is not averaged out: its noise falls as their square root."""
+
+LOST_SHARE = 0.5
+"""Share of a weight's updates that may vanish in rounding before there is a warning."""
+
+_given: set[str] = set()
+
+
+def warn_once(topic: str, message: str) -> None:
+    """Warn, unless there was a warning on the same topic before."""
+    if topic not in _given:
+        _given.add(topic)
+        warnings.warn(f"qtorch: {message}", stacklevel=3)
+
+
+def warn_of_few_tokens(tokens: int, grad_weight: GemmSpec) -> None:
+    """Warn if the gradient of a weight, a sum over tokens, has too few of them to average out the rounding noise."""
+    lhs = grad_weight.lhs
+    if lhs is not None and not lhs.dtype.is_floating_point and tokens < FEW_TOKENS:
+        warn_once(
+            "few tokens",
+            f"{lhs.dtype} gradients of weights from {tokens} tokens a batch: fewer than {FEW_TOKENS} average little of "
+            "the rounding noise, and are too few to be fast; leave grad_weight in full precision, or enlarge the batch",
+        )
+
+
+def warn_of_lost_updates(before: Tensor, after: Tensor, wanted: Tensor) -> None:
+    """Warn if rounding `wanted` (fp32) to the 16 bits of `before` loses many updates; `after` is the rounded weight."""
+    moved = wanted != before.float()
+    count = int(moved.sum())
+    lost = int((moved & (after == before)).sum())
+    if count and lost > LOST_SHARE * count:
+        warn_once(
+            "lost updates",
+            f"{lost / count:.0%} of an update of a {str(before.dtype).removeprefix('torch.')} weight of shape "
+            f"{tuple(before.shape)} vanish in rounding: they are below half a unit in the last place of the weight. "
+            "Keep the weights in fp32 (and use autocast), or use int8_weight_only_quantized_training(), which rounds "
+            "stochastically",
+        )
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether small updates vanish in weights of this dtype."""
+    return dtype in (torch.bfloat16, torch.float16)
 
 
 def multiply(lhs: Operand, rhs: Operand, gemm: GemmSpec, dtype: torch.dtype, total: Total | None = None) -> Tensor:

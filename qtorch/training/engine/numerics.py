@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...primitives import Granularity, Noise, PerRow, QuantSpec, Rounding, ZeroPointDomain, qdtype
-from .spec import GemmSpec, TrainingSpec
+from .gemm_spec import GemmSpec, TrainingSpec
 
 
 def int8(granularity: Granularity = PerRow(), rounding: Rounding = Rounding.NEAREST_EVEN) -> QuantSpec:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...kernels.ops.int8_block_mm import pad_to_blocks
-from ...kernels.ops.quantize_rowwise import dequantize_rows, quantize_dynamic, quantize_rows, quantize_static
-from ...kernels.rows import scale_per_row
-from ...primitives import QuantSpec
-from ...primitives.granularity import granularity_of
+from ...kernels.ops.block_mm import pad_to_blocks
+from ...kernels.ops.quantize import dequantize_rows, quantize_dynamic, quantize_rows, quantize_static
+from ...kernels.registry import scale_per_row
+from ...primitives import AbsMaxRule, MappingType, MinMaxRule, QuantSpec
+from ...primitives.affine import inside_codes
+from ...primitives.granularity import BlockView, block_of, granularity_of
 
 
 class Operand(NamedTuple):
@@ -173,3 +174,52 @@ def with_scale_in(x: Tensor, operand: Operand) -> tuple[Tensor, Operand]:
 
 
 _WHOLE = granularity_of((-1, -1))
+
+# --------------------------------------------------------------------------------------------------
+# The gradient that a dynamic scale passes to the elements it is chosen from.
+#
+# An operand is multiplied as x_hat = s q, s = max |x| / Q, q = round(x / s). Passing rounding straight through, with s
+# held fixed, dL/dx = dL/dx_hat. With s a function of x, the elements of largest magnitude in a block also get
+#
+#     dL/ds ds/dx,   dL/ds = sum_block dL/dx_hat (q - x / s),   ds/dx = sign(x) / (Q c)
+#
+# with c the number of elements that share the maximum (Esser et al., arXiv 1902.08153, eq. 3, for dL/ds).
+#
+# Where a scale leaves elements outside the codes, these may get no gradient instead: see `where_unclipped`.
+
+
+def check_scale_gradient(spec: QuantSpec) -> None:
+    """Raise `ValueError` where the scale of `spec` is no smooth function of a block's absmax."""
+    absmax = spec.scale_rule in (MinMaxRule(), AbsMaxRule()) and spec.preserve_max_val
+    smooth = absmax and spec.scale_dtype is not torch.float8_e8m0fnu
+    if not smooth or spec.mapping is not MappingType.SYMMETRIC or spec.has_zero_point:
+        raise ValueError(f"scale_gradient takes symmetric specs whose scale is absmax, got {spec}")
+
+
+def with_scale_gradient(grad: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
+    """dL/dx from `grad` = dL/dx_hat, both of the shape of the matrix `x`; the equation above."""
+    values = pad_to_blocks(x, spec.granularity)
+    extra = (0, values.shape[1] - x.shape[1], 0, values.shape[0] - x.shape[0])
+    view = BlockView(values.shape, spec.block_size(values.shape))
+    scale, _ = spec.choose_qparams(values)
+    q = view.split(spec.dtype.decode(spec.to_nearest().quantize(values, scale, None)))
+    s, v, g = view.split_scale(scale).float(), view.split(values).float(), view.split(pad(grad, extra)).float()
+    magnitude = v.abs()
+    largest = magnitude == magnitude.amax(view.dims, keepdim=True)
+    low, high = spec.code_range
+    of_scale = (g * (q - v / s)).sum(view.dims, keepdim=True) / ((high - low) / 2)
+    result = g + of_scale * torch.sign(v) * largest / largest.sum(view.dims, keepdim=True)
+    return view.merge(result)[: x.shape[0], : x.shape[1]].to(grad.dtype)
+
+
+def where_unclipped(x: Tensor, operand: Operand) -> Tensor | None:
+    """Whether x / s lies within the bounds of the codes, for each element of the matrix `x` that `operand` is made of;
+    None: it was not quantized."""
+    spec, scale = operand.spec, operand.scale
+    if spec is None or scale is None:
+        return None
+    (low, high), domain = spec.code_range, spec.zero_point_domain
+    padded = pad(x, (0, operand.values.shape[1] - x.shape[1], 0, operand.values.shape[0] - x.shape[0]))
+    block = block_of(padded.shape, scale.shape)
+    inside = inside_codes(padded, block, scale, operand.zero_point, spec.dtype, low, high, domain)
+    return inside[: x.shape[0], : x.shape[1]]

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...kernels.ops.quantize_rowwise import shares_scales
+from ...kernels.ops.quantize import shares_scales
 from ...primitives import QuantSpec
-from ...primitives.non_finite import lost_rows, without_rows
+from ...primitives.affine import lost_rows, without_rows
 from ...primitives.scale_rules import Joins
+from .gemm_spec import GemmSpec, TrainingSpec
 from .operand import StaticRange, Total
-from .spec import GemmSpec, TrainingSpec
 
 AXES = {
     "output.lhs": "mk",

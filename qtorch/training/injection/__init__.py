@@ -1,5 +1,5 @@
 """Injection: every contraction of any code runs in the engine, inside of a context; see `injection`."""
 
-from ...discovery import import_modules
+from ...primitives.discovery import import_modules
 
 import_modules(__name__, __path__)

@@ -13,23 +13,67 @@ a parametrized layer. A parameter that nothing else needs is then dropped.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...prepared_module import QuantizationState
+from ...model.install import QuantizationState
 from ..engine.contraction import contraction
-from ..engine.spec import TrainingSpec
+from ..engine.gemm_spec import TrainingSpec
 from ..quantization_aware.schedule import QuantizationSchedule
-from ..scheduled.state import ScheduledContraction
-from .constants import Constants
-from .mode import InjectionMode
-from .rules import Rules, rule_of
-from .sites import CallSite, ModuleStack, plain_name
+from ..recipes.scheduled import ScheduledContraction
+from .mode import CallSite, Constants, InjectionMode, ModuleStack, plain_name
 from .stored import StoredOperands
+
+# --------------------------------------------------------------------------------------------------
+# Rules: which contraction is quantized how, by its call site.
+
+
+Rules = TrainingSpec | Mapping[str, "TrainingSpec | None"] | Callable[[CallSite], "TrainingSpec | None"]
+"""One spec for all; or by name, the first key whose regular expression matches the whole name of the site, ``"module"``
+or ``"module:function"``; or a function of the site. None is full precision."""
+
+
+def rule_of(rules: Any) -> Callable[[CallSite], TrainingSpec | None]:
+    """The function of the site that `rules` stand for.
+
+    Raises:
+        TypeError: they are none.
+        ValueError: a key is no regular expression, or a value is neither a spec nor None.
+    """
+    if isinstance(rules, TrainingSpec):
+        return lambda site: rules
+    if isinstance(rules, Mapping):
+        compiled = [(_compiled(key), _checked(key, value)) for key, value in rules.items()]
+
+        def find(site: CallSite) -> TrainingSpec | None:
+            for pattern, spec in compiled:
+                if pattern.fullmatch(site.name) or pattern.fullmatch(site.module):
+                    return spec
+            return None
+
+        return find
+    if callable(rules):
+        return rules
+    raise TypeError(f"inject takes a TrainingSpec, a mapping of names to specs, or a function, got {rules!r}")
+
+
+def _compiled(key: str) -> re.Pattern[str]:
+    try:
+        return re.compile(key)
+    except re.error as error:
+        raise ValueError(f"inject: {key!r} is no regular expression: {error}") from error
+
+
+def _checked(key: str, value: Any) -> TrainingSpec | None:
+    if value is not None and not isinstance(value, TrainingSpec):
+        raise ValueError(f"inject: {key!r} has {value!r}; a rule is a TrainingSpec, or None for full precision")
+    return value
 
 
 class Injection(QuantizationState):

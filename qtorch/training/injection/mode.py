@@ -2,20 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
-from ...dtypes.autocast import autocasts, without_autocast
-from ...dtypes.einsum import Product
-from ..engine.conv import GroupProduct
-from ..engine.spec import TrainingSpec
-from .functions import FUNCTIONS, INLINED
-from .sites import CallSite
+from ...dtypes.dispatch import autocasts, without_autocast
+from ...dtypes.products import Product
+from ...primitives.tracing import outside_graphs
+from ..engine.convolutions import GroupProduct
+from ..engine.gemm_spec import TrainingSpec
+from .contractions import FUNCTIONS, INLINED
+
+# --------------------------------------------------------------------------------------------------
+# Call sites: which module runs which contraction, by hooks of torch on all modules.
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """A place in the code that multiplies.
+
+    Attributes:
+        module: the name of the innermost module that runs, in the outermost one; empty for that one, and outside.
+        function: ``"linear"``, ``"matmul"``, ``"conv2d"``, ``"einsum"``, ``"grouped_mm"``, ...; the two products of
+            attention are ``"scores"`` and ``"values"``.
+        index: how many of the same function the module has run before in this call.
+    """
+
+    module: str
+    function: str
+    index: int = 0
+
+    @property
+    def name(self) -> str:
+        """``"encoder.layer.0.attention.query:linear"``; the second and further ones have a number, ``":matmul.1"``."""
+        return f"{self.module}:{self.function}" + (f".{self.index}" if self.index else "")
+
+
+def plain_name(name: str) -> str:
+    """The name of a module or parameter without what torch.compile adds to it."""
+    return name.replace("_orig_mod.", "").removesuffix("_orig_mod")
+
+
+class ModuleStack:
+    """The modules that run, by name; `start` and `stop` frame the calls that it sees.
+
+    Args:
+        begun: called with the outermost module when it starts.
+        ended: called when it has returned; and at the end, for calls outside of modules.
+    """
+
+    def __init__(self, begun: Callable[[nn.Module], None], ended: Callable[[], None]) -> None:
+        self.begun, self.ended = begun, ended
+        self.running: list[tuple[nn.Module, Counter[str]]] = []
+        self.outside: Counter[str] = Counter()
+        self.names: dict[int, str] = {}
+        self.handles: list[Any] = []
+
+    def start(self) -> None:
+        self.outside.clear()
+        self.handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def stop(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+        self.running.clear()
+        self.names.clear()
+        self.ended()
+
+    @property
+    def root(self) -> nn.Module | None:
+        """The outermost module that runs."""
+        return self.running[0][0] if self.running else None
+
+    def enter_root(self, root: nn.Module) -> None:
+        """Make `root`, which runs already, the outermost module."""
+        self._enter(root, None)
+
+    def site(self, function: str) -> CallSite:
+        """The next call of `function`."""
+        if not self.running:
+            counts, module = self.outside, ""
+        else:
+            innermost, counts = self.running[-1]
+            module = self.names.get(id(innermost), "")
+        counts[function] += 1
+        return CallSite(module, function, counts[function] - 1)
+
+    @outside_graphs("an injection follows the names of modules")
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        # A part of a known model that runs by itself, again for its checkpointed activations say, keeps its names.
+        if not self.running and id(module) not in self.names:
+            self.names |= {id(each): plain_name(name) for name, each in module.named_modules()}
+            self.begun(module)
+        self.running.append((module, Counter()))
+
+    @outside_graphs("an injection follows the names of modules")
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        while self.running:
+            if self.running.pop()[0] is module:
+                break
+        if not self.running:
+            self.ended()
 
 
 class Multiplier(Protocol):
@@ -93,3 +194,92 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     """What autocast makes of an argument: matrices of weights are quantized from their own values."""
     is_weight = isinstance(value, nn.Parameter) and value.dim() > 1
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() and not is_weight else value
+
+
+# --------------------------------------------------------------------------------------------------
+# Constants: the tensors of a run that depend on parameters alone, how they are made, and which parameters are needed.
+#
+# A function mode sees every function of torch. What it makes of constants alone is a constant, `T(w)` for any T,
+# whose
+# `key` tells what was done to which parameters: the same expression has the same key in another run, whichever way the
+# code takes. A function of constants and other tensors needs the parameters behind them in floating point, unless it
+# is a contraction whose operand is stored as codes.
+
+
+class Constant(NamedTuple):
+    """What a tensor is made of.
+
+    Attributes:
+        key: hash of the expression.
+        roots: names of the parameters in it.
+    """
+
+    key: str
+    roots: frozenset[str]
+
+
+class Constants(TorchFunctionMode):
+    """See the top of the file.
+
+    Attributes:
+        needed: names of the parameters that something but a stored operand depends on.
+        stored: name of a parameter -> number of elements of the stored operands made of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.needed: set[str] = set()
+        self.stored: Counter[str] = Counter()
+        self.paused = False
+
+    def begin(self, model: nn.Module) -> None:
+        """The parameters of `model` are the constants that others are made of."""
+        for name, parameter in model.named_parameters():
+            plain = plain_name(name)
+            self.known[parameter] = Constant(_hash(plain), frozenset([plain]))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operands = [] if self.paused else [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        constants = [self.known[each] for each in operands if each in self.known]
+        # Before the call: what it writes to is another tensor afterwards.
+        key = self._key(func, args, kwargs) if constants and len(constants) == len(operands) else None
+        result = func(*args, **kwargs)
+        made = [each for each in tree_leaves(result) if isinstance(each, Tensor)] if constants else []
+        if made:
+            roots: frozenset[str] = frozenset().union(*(constant.roots for constant in constants))
+            if key is None:
+                self.needed |= roots
+            for index, each in enumerate(made):
+                if key is not None:
+                    self.known[each] = Constant(_hash(key, str(index)), roots)
+                elif each in self.known:
+                    del self.known[each]
+        return result
+
+    def _key(self, func: Any, args: Any, kwargs: Any) -> str:
+        named = tree_map_only(Tensor, lambda each: self.known[each].key, (args, kwargs))
+        return _hash(getattr(func, "__qualname__", str(func)), repr(named))
+
+    def of(self, tensor: Tensor) -> Constant | None:
+        """What a constant is made of; None for what is none."""
+        return self.known.get(tensor)
+
+    def make(self, tensor: Tensor, *parts: Constant) -> None:
+        """`tensor` is a product of these constants."""
+        roots: frozenset[str] = frozenset().union(*(part.roots for part in parts))
+        self.known[tensor] = Constant(_hash("product", *(part.key for part in parts)), roots)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What runs inside is not followed."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha1("\0".join(parts).encode(), usedforsecurity=False).hexdigest()[:20]

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from ...dtypes import AffineQuantizedTensor, PackedLayout
 from ...dtypes.linear import multiply as multiply_served
-from ...layouts.packed import can_pack_bits
-from ...prepared_module import QuantizationState
+from ...model.install import QuantizationState
 from ...primitives import LinearSpec, QuantSpec
 from ...primitives.jsonable import to_json
+from ...primitives.layouts.packed import can_pack_bits
 from ..engine.contraction import contraction, multiply, operands_of
+from ..engine.gemm_spec import TrainingSpec
 from ..engine.operand import Operand, quantize_operand
-from ..engine.spec import TrainingSpec
-from ..scheduled.state import ScheduledContraction
+from ..recipes.scheduled import ScheduledContraction
 from ..weights.base import of_codes
-from .constants import Constant
+from .mode import Constant
 
 
 class StoredOperands(QuantizationState):

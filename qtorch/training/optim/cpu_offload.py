@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...prepared_module import is_sharded
-from ...tracing.outside_graphs import outside_graphs
+from ...model.install import is_sharded
+from ...primitives.tracing import outside_graphs
 
 OWN = ("params", "param_names")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...prepared_module import is_sharded
+from ...model.install import is_sharded
 
 
 def local_of(tensor: Tensor) -> Tensor:

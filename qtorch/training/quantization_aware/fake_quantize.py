@@ -17,18 +17,16 @@ import torch
 from torch import Tensor
 
 from ...dtypes.conv import with_bias
-from ...kernels.im2col import Window, from_matrix, multiply_windows
-from ...kernels.ops.quantize_rowwise import dequantize_rows, quantize_static
-from ...kernels.rows import from_rows, to_rows
+from ...kernels.conv import Window, from_matrix, multiply_windows
+from ...kernels.ops.quantize import dequantize_rows, quantize_static
+from ...kernels.registry import from_rows, to_rows
 from ...primitives import QuantSpec
-from ...primitives.affine import fake_quantize_blocks
+from ...primitives.affine import fake_quantize_blocks, with_non_finite
 from ...primitives.fake_quant import straight_through
 from ...primitives.granularity import block_of
-from ...primitives.non_finite import with_non_finite
 from ...primitives.scale_rules import AbsMaxRule, MinMaxRule
-from ..engine.contraction import Operand
-from .converted_conv import converted_conv, rows_of
-from .converted_linear import check_width, converted_linear
+from ..engine.operand import Operand
+from .converted import check_width, converted_conv, converted_linear, rows_of
 
 
 class Scaled(NamedTuple):

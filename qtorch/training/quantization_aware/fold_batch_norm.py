@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ...dtypes.conv import CONVS
-from ...kernels.im2col import Window
-from .layers.conv import FakeQuantizedConv
-from .layers.linear import LAYERS
+from ...kernels.conv import Window
+from .layers import LAYERS, FakeQuantizedConv
 
 NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 

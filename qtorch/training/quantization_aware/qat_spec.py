@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.ops.int8_block_mm import pad_to_blocks
-from ...kernels.ops.quantize_rowwise import quantize_rows, quantize_static, without_lost_rows
+from ...kernels.ops.block_mm import pad_to_blocks
+from ...kernels.ops.quantize import quantize_rows, quantize_static, without_lost_rows
 from ...primitives import LinearSpec, PerAxis, QuantSpec
 from ...primitives.jsonable import jsonable
-from ...recipe import WeightRecipe
+from ...recipes.base import WeightRecipe
 from ..weights.base import TrainingWeight, floats_of
-from .converted_linear import sums_integers
+from .converted import sums_integers
 from .fake_quantize import FakeQuantized, Scaled, clips, fake_quantize, straight_through_rounding
 
 

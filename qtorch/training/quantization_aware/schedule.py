@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...calibration.observers import Observer, moving_average, observer_of
-from ...prepared_module import QuantizationState
+from ...calibration.observers import Observer, extremes, observer_of
+from ...model.install import QuantizationState
 from ...primitives.jsonable import jsonable
-from ..engine.spec import TrainingSpec
+from ..engine.gemm_spec import TrainingSpec
 
 OPERANDS = tuple(f"{gemm}.{side}" for gemm in ("output", "grad_input", "grad_weight") for side in ("lhs", "rhs"))
 """The operands of the three matmuls."""
@@ -64,7 +64,7 @@ class QuantizationSchedule:
     def following(self) -> Observer:
         """The observer of static operands."""
         if self.observer is None:
-            return moving_average(1 / self.ema_updates)
+            return extremes(1 / self.ema_updates)
         assert isinstance(self.observer, Observer)
         return self.observer
 

@@ -1,5 +1,5 @@
 """Recipes for training in low precision, one a file. Every module of this package is imported here."""
 
-from ...discovery import import_modules
+from ...primitives.discovery import import_modules
 
 import_modules(__name__, __path__)

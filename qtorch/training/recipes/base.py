@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ...recipe import Recipe, check_float_weight
-from ...targets import Target
-from ...weight_kinds import WeightKind
-from ..engine.spec import TrainingSpec
+from ...model.targets import Target
+from ...model.weight_kinds import WeightKind
+from ...recipes.base import Recipe, check_float_weight, register_recipe
+from ..engine.gemm_spec import TrainingSpec
+from ..engine.numerics import fully_quantized
 from ..weights.master import MasterWeight
 
 
@@ -54,3 +56,48 @@ def check_trainable(weight: Tensor, matrices: bool = False) -> None:
     check_float_weight(weight)
     if weight.dim() != 2 and not (matrices and weight.dim() == 3):
         raise ValueError(f"takes matrices, this weight has shape {tuple(weight.shape)}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Training by a spec of your own. The other recipes are presets of this one.
+
+
+@register_recipe("mixed_precision_training")
+@dataclass(frozen=True)
+class MixedPrecisionTraining(TrainingRecipe):
+    """Weights in floating point, matmuls as `spec` says.
+
+    Args:
+        spec: of the three matmuls. `fully_quantized(fwd_bits=8, bwd_bits=8)` and `fully_quantized_float8()` make one.
+    """
+
+    spec: TrainingSpec = fully_quantized()
+
+    def training_spec(self) -> TrainingSpec:
+        return self.spec
+
+
+mixed_precision_training = MixedPrecisionTraining
+
+# --------------------------------------------------------------------------------------------------
+# EdgeRecipe: the first and the last weight of a model have more bits than those between them.
+
+
+class EdgeRecipe(TrainingRecipe):
+    """A recipe for weights between the first and the last one; these two are trained by `at_edge()`.
+
+    Attributes:
+        edge_bits: of the first and the last weight; None: as all others.
+    """
+
+    edge_bits: int | None
+
+    def at_edge(self) -> Recipe:
+        """The recipe of the first and the last weight."""
+        raise NotImplementedError
+
+    def placed(self, index: int, count: int) -> Recipe:
+        if self.edge_bits is not None and index in (0, count - 1):
+            return self.at_edge()
+        inside: Any = self
+        return replace(inside, edge_bits=None)

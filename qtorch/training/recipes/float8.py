@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ...primitives import Granularity, PerRow, PerTensor
-from ...recipe import register_recipe
+from ...primitives import Granularity, PerRow, PerTensor, qdtype
+from ...recipes.base import register_recipe
+from ...recipes.mx import mx_spec
+from ..engine.gemm_spec import GemmSpec, TrainingSpec
 from ..engine.numerics import fully_quantized_float8
-from ..engine.spec import TrainingSpec
 from .base import TrainingRecipe
 
 _WORDS: dict[str, Granularity] = {"rowwise": PerRow(), "tensorwise": PerTensor()}
@@ -45,3 +46,22 @@ class Float8Training(TrainingRecipe):
 
 
 float8_training = Float8Training
+
+# --------------------------------------------------------------------------------------------------
+# MXFP8: all three matmuls in e4m3 with a power-of-two scale for each 32 elements.
+
+
+@register_recipe("mxfp8_training")
+@dataclass(frozen=True)
+class Mxfp8Training(TrainingRecipe):
+    """Every operand in blocks of 32 along its contracted axis (OCP Microscaling specification v1.0; Rouhani et al.,
+    arXiv 2310.10537, section 4). 32 divides the rows of every weight; elsewhere zeros complete the blocks.
+    """
+
+    def training_spec(self) -> TrainingSpec:
+        spec = mx_spec(qdtype("float8_e4m3fn"))
+        gemm = GemmSpec(spec, spec)
+        return TrainingSpec(gemm, gemm, gemm)
+
+
+mxfp8_training = Mxfp8Training

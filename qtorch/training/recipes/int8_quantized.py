@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ...dtypes import PackedLayout
+from ...model.targets import Target
+from ...model.weight_kinds import WeightKind
 from ...primitives import LinearSpec, PerGroup, PerRow, QuantSpec, Rounding, qdtype
-from ...recipe import Recipe, check_has_values, register_recipe
-from ...targets import Target
-from ...weight_kinds import WeightKind
+from ...recipes.base import Recipe, check_has_values, register_recipe
 from ..weights.codes import CodesWeight
 from .base import check_trainable, declines_experts
 

@@ -14,14 +14,13 @@ from torch.nn import functional
 
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor
 from ...dtypes.linear import check_dtype, multiply
-from ...kernels.im2col import Window, multiply_windows, to_matrix
-from ...kernels.rows import from_rows, scale_per_row, to_rows
+from ...dtypes.products import Product, einsum_by
+from ...kernels.conv import Window, multiply_windows, to_matrix
+from ...kernels.registry import from_rows, scale_per_row, to_rows
 from ...primitives import LinearSpec
-from ...tracing.function_transforms import apply
-from ...tracing.outside_graphs import starts_no_graph
+from ...primitives.tracing import apply, starts_no_graph
 from ..engine.contraction import contraction
-from ..engine.products import Product, einsum_by
-from ..engine.spec import TrainingSpec
+from ..engine.gemm_spec import TrainingSpec
 from ..engine.split import Split
 
 

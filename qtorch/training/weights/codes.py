@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor
 from ...dtypes.ops import check_copy, count_write, same_numbers
 from ...primitives import LinearSpec, QuantSpec
-from ...primitives.scheme import Scheme
-from ..engine.spec import GemmSpec, TrainingSpec
+from ...primitives.spec import Scheme
+from ..engine.gemm_spec import GemmSpec, TrainingSpec
 from .base import TrainingWeight, written_by
 
 aten = torch.ops.aten
@@ -233,3 +233,25 @@ def _noise(weight: CodesWeight) -> torch.Generator | None:
         return None
     seed = int(torch.randint(2**62, (), device="cpu")) if shared is None else shared.next_seed()
     return torch.Generator(weight.device).manual_seed((seed + (rank or 0) * _RANK_STRIDE) % 2**63)
+
+
+# --------------------------------------------------------------------------------------------------
+# Stochastic rounding that replicas of a model have in common, so that they stay equal.
+
+
+def share_rounding(model: nn.Module, seed: int, step: int = 0) -> None:
+    """Round each update of the weights in codes by noise that depends on (seed, step, number of the weight) alone.
+
+    Otherwise the noise comes from torch's default generator, whose state must then be the same on all ranks, and which
+    a dropout or a data loader of one rank moves on. `DistributedDataParallel` calls it by itself, with a seed of rank
+    0. Shards of FSDP2 have different noise all the same; call it after `fully_shard`.
+
+    Args:
+        model: the same on all ranks; weights that are not in codes are left as they are.
+        seed: the same on all ranks.
+        step: updates so far, to go on with a run exactly.
+    """
+    for number, parameter in enumerate(model.parameters()):
+        weight = getattr(parameter, "_local_tensor", parameter)
+        if isinstance(weight, CodesWeight):
+            vars(weight)["_shared_rounding"] = SharedRounding(seed, number, step)

@@ -19,17 +19,16 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from ...dtypes import AffineQuantizedTensor, Layout
 from ...dtypes.base import make_wrapper, parts_of
-from ...kernels.rows import from_rows, to_rows
-from ...layouts import LAYOUTS
-from ...layouts.inner_tensors import Form, Forms
+from ...kernels.registry import from_rows, to_rows
 from ...primitives import LinearSpec, QuantSpec
 from ...primitives.granularity import granularity_of
 from ...primitives.jsonable import jsonable
-from ...primitives.scheme import constant_shape
-from ..engine.contraction import contraction
-from ..engine.guardrails import is_narrow, warn_of_lost_updates
+from ...primitives.layouts import LAYOUTS
+from ...primitives.layouts.base import Form, Forms
+from ...primitives.spec import constant_shape
+from ..engine.contraction import contraction, is_narrow, warn_of_lost_updates
+from ..engine.gemm_spec import TrainingSpec
 from ..engine.operand import Operand, quantize_operand
-from ..engine.spec import TrainingSpec
 from ..engine.split import Split, check_split
 from .base import TrainingWeight, of_codes, written_by
 

@@ -33,7 +33,7 @@ from qtorch import (
     nvfp4_weight_only,
 )
 from qtorch.primitives import qdtype
-from qtorch.recipe import WeightRecipe
+from qtorch.recipes.base import WeightRecipe
 
 BF16 = torch.bfloat16
 

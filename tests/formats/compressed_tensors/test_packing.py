@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtorch.formats.compressed_tensors.packing import (
+from qtorch.checkpoint.formats.compressed_tensors.packing import (
     dense_words,
     pack,
     pack_nibbles,

@@ -29,9 +29,9 @@ from qtorch import (
     quantize_,
     save_quantized,
 )
-from qtorch.checkpoint.save_format import SAVE_FORMATS, save_format
+from qtorch.checkpoint.save_folder import SAVE_FORMATS, save_format
 from qtorch.dtypes import AffineQuantizedTensor, QuantizedTensor
-from qtorch.recipe import Recipe
+from qtorch.recipes.base import Recipe
 
 FORMAT = "compressed-tensors"
 INT4 = intx_weight_only("int4", group_size=32)

@@ -18,10 +18,10 @@ from qtorch import (
     recipes_for_vllm,
     save_quantized,
 )
+from qtorch.checkpoint.formats.compressed_tensors.packing import divisor_of, multiplier_of
 from qtorch.dtypes import QuantizedTensor
-from qtorch.formats.compressed_tensors.nvfp4 import divisor_of, multiplier_of
-from qtorch.recipe import WeightRecipe
-from qtorch.recipes.nvfp4 import shared_tensor_scale
+from qtorch.recipes.base import WeightRecipe
+from qtorch.recipes.mx import shared_tensor_scale
 from tests.formats.compressed_tensors.test_save import Model, floats, same
 
 

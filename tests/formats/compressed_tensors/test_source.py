@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from qtorch import explain, int4_weight_only, load_quantized, quantize_, save_quantized
-from qtorch.checkpoint.source import open_source
+from qtorch.checkpoint.formats.compressed_tensors.packing import multiplier_of
+from qtorch.checkpoint.sources import open_source
 from qtorch.dtypes import QuantizedTensor
-from qtorch.formats.compressed_tensors.nvfp4 import multiplier_of
 from tests.formats.compressed_tensors import judge
 from tests.formats.compressed_tensors.test_against_package import config_of
 

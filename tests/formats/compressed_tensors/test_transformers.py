@@ -27,7 +27,7 @@ from qtorch import (
     save_quantized,
 )
 from qtorch.dtypes import QuantizedTensor
-from qtorch.recipe import WeightRecipe
+from qtorch.recipes.base import WeightRecipe
 from tests.formats.compressed_tensors import judge
 
 transformers = pytest.importorskip("transformers")

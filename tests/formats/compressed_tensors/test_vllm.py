@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from qtorch import quantize_, save_quantized, uintx_weight_only
-from qtorch.formats.compressed_tensors.save import serve
-from qtorch.formats.compressed_tensors.scheme import Args, Group
-from qtorch.formats.compressed_tensors.vllm import EMBEDDING, EXPERTS, LINEAR, decide
+from qtorch.checkpoint.formats.compressed_tensors.scheme import Args, Group
+from qtorch.checkpoint.formats.compressed_tensors.vllm import EMBEDDING, EXPERTS, LINEAR, decide
+from qtorch.checkpoint.formats.compressed_tensors.write import serve
 from tests.formats.compressed_tensors.cases import CASES, GROUPS, Case
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from torch import Tensor, nn
 
-from qtorch.formats.gguf.block_types import TYPES
+from qtorch.checkpoint.formats.gguf.block_types import TYPES
 from tests.formats.gguf.random_blocks import random_bytes, write
 
 ARCHITECTURES = dict(gguf.MODEL_ARCH_NAMES)

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from qtorch.formats.gguf.block_types import TYPES, BlockType
+from qtorch.checkpoint.formats.gguf.block_types import TYPES, BlockType
 
 QUANTIZED = {kind.name: (number, kind) for number, kind in TYPES.items() if kind.spec is not None}
 

@@ -15,9 +15,9 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 import qtorch
-from qtorch.checkpoint.source import open_source
+from qtorch.checkpoint.formats.gguf.block_types import TYPES
+from qtorch.checkpoint.sources import open_source
 from qtorch.dtypes import QuantizedTensor
-from qtorch.formats.gguf.block_types import TYPES
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu.compiled_library import library
 from tests.formats.gguf.random_blocks import QUANTIZED, random_bytes, write

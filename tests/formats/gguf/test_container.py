@@ -17,8 +17,8 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 import qtorch
-from qtorch.checkpoint.source import open_source
-from qtorch.formats.gguf.container import GgufFile
+from qtorch.checkpoint.formats.gguf.container import GgufFile
+from qtorch.checkpoint.sources import open_source
 from tests.formats.gguf.random_blocks import QUANTIZED, random_bytes, write
 
 METADATA = {

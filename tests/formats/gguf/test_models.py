@@ -14,9 +14,9 @@ transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
 import qtorch
-from qtorch.checkpoint.source import open_source
+from qtorch.checkpoint.formats.gguf.source import undo_permutation
+from qtorch.checkpoint.sources import open_source
 from qtorch.dtypes import QuantizedTensor
-from qtorch.formats.gguf.permute import undo_permutation
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu.compiled_library import library
 from tests.formats.gguf import llama_cpp

@@ -16,7 +16,7 @@ from torch.nn import functional
 from qtorch import AffineQuantizedTensor, PerRow, QuantSpec, quantize_
 from qtorch.dtypes import QuantizedTensor
 from qtorch.integrations.peft import prepare_for_adapters, requantize_merged
-from qtorch.integrations.peft.experts import AdaptedParameter
+from qtorch.integrations.peft.expert_adapters import AdaptedParameter
 
 from .models import IDS, OF_EXPERTS, RECIPES, moe, output, randomized
 

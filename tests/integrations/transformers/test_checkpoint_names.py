@@ -15,13 +15,12 @@ from safetensors.torch import load_file, save_file
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from qtorch import quantize_
+from qtorch.checkpoint.formats.transformers_folder import Index, quantization_config, stored
 from qtorch.dtypes import QuantizedTensor
-from qtorch.formats.transformers_folder import Index, quantization_config, stored
 from qtorch.integrations.transformers import QtorchConfig
-from qtorch.integrations.transformers.conversions import StoredNames
-from qtorch.integrations.transformers.renaming import origins, renamings_of
+from qtorch.integrations.transformers.conversions import StoredNames, origins, renamings_of
 from qtorch.integrations.transformers.stored_weights import StoredWeights
-from qtorch.recipe import WeightRecipe
+from qtorch.recipes.base import WeightRecipe
 from tests.integrations.transformers.tiny_models import I4, I8, assert_same, build
 
 

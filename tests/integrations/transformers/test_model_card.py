@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from qtorch import quantize_
 from qtorch.integrations.transformers import QtorchConfig
-from qtorch.integrations.transformers.model_card import model_card
+from qtorch.integrations.transformers.save_pretrained import model_card
 from tests.integrations.transformers.tiny_models import I4, I8, build
 
 

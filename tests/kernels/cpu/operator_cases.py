@@ -3,7 +3,7 @@
 import torch
 
 from qtorch.kernels.cpu.embedding import cpu_embedding
-from qtorch.kernels.cpu.int8 import cpu_int8_mm
+from qtorch.kernels.cpu.int8_linear import cpu_int8_mm
 from qtorch.kernels.cpu.weight_only import cpu_weight_only_mm
 
 BF16 = torch.bfloat16

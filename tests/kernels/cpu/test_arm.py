@@ -21,7 +21,7 @@ from qtorch import (
     QuantSpec,
 )
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import build, compiled_library, ways
+from qtorch.kernels.cpu import build, compiled_library, variants
 from qtorch.kernels.linear import reference
 from qtorch.primitives import compute_error
 from tests.kernels.cpu.emulated import INSTRUCTION_SETS, MISSING, emulate
@@ -63,7 +63,7 @@ def test_int8_activations_have_the_bits_of_the_reference(instruction_set, name, 
         weight = quantized(name, activation)
         for rows, dtype in ((1, torch.float32), (3, torch.bfloat16), (19, torch.float16)):
             x = (torch.randn(rows, weight.shape[1]) + 0.3).to(dtype)
-            with emulate(instruction_set) as library, ways.force(way), record_kernels() as ran:
+            with emulate(instruction_set) as library, variants.force(way), record_kernels() as ran:
                 y = functional.linear(x, weight.to(dtype))
             assert ran[-1] == f"cpu_int8_mm.{instruction_set}.{way}"
             assert library.calls[-1] == "int8_mm"
@@ -77,7 +77,7 @@ def test_the_largest_codes(instruction_set):
     signs = torch.ones(4, 512)
     signs[1], signs[2, ::2] = -1, -1
     for way in ("dot", "tile"):
-        with emulate(instruction_set), ways.force(way):
+        with emulate(instruction_set), variants.force(way):
             y = functional.linear(signs, weight)
         assert torch.equal(y, reference.linear(signs, weight, None))
         assert y[0].eq(-y[1]).all()
@@ -90,7 +90,7 @@ def test_weight_only(instruction_set, name, way):
     for rows, dtype in ((1, torch.float32), (2, torch.bfloat16), (6, torch.float16), (21, torch.float32)):
         weight, bias = quantized(name).to(dtype), torch.randn(37, dtype=dtype)
         x = torch.randn(rows, weight.shape[1], dtype=dtype)
-        with emulate(instruction_set) as library, ways.force(way), record_kernels() as ran:
+        with emulate(instruction_set) as library, variants.force(way), record_kernels() as ran:
             y = functional.linear(x, weight, bias)
         assert ran[-1] == f"cpu_weight_only_mm.{instruction_set}.{way}"
         assert library.calls[-1] == "weight_only_mm"
@@ -139,7 +139,7 @@ def test_each_set_runs_instructions_of_its_own(instruction_set, processor):
     """Which a processor without them refuses."""
     with (
         emulate(instruction_set, processor),
-        ways.force("dot"),
+        variants.force("dot"),
         pytest.raises(RuntimeError, match="Illegal instruction"),
     ):
         functional.linear(torch.randn(1, 256), quantized("int4 group", SYMMETRIC_TOKENS))
@@ -154,5 +154,5 @@ def test_the_set_is_chosen_by_what_the_processor_has(monkeypatch):
     assert list(chosen.values()) == [["portable"], ["portable", "dotprod"], list(INSTRUCTION_SETS), ["portable"]]
     assert not compiled_library.runs_here("avx2")
     for name in INSTRUCTION_SETS:
-        key = ways.key_of("int8", True, True, 1)
-        assert ways.choose(name, key, 3) in (*ways.WAYS, *ways.OTHER_WAYS)
+        key = variants.key_of("int8", True, True, 1)
+        assert variants.choose(name, key, 3) in (*variants.WAYS, *variants.OTHER_WAYS)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import qtorch
-from qtorch.kernels.cpu import calibrate, compiled_library, measure_ways, processor, ways, ways_file
+from qtorch.kernels.cpu import compiled_library, tuning, variants
 
 compiled = pytest.mark.skipif(compiled_library.library() is None, reason="nothing is compiled")
 
@@ -22,7 +22,7 @@ compiled = pytest.mark.skipif(compiled_library.library() is None, reason="nothin
 def forgotten() -> Iterator[None]:
     """Set up first, so that tables are read again when nothing is patched any more."""
     yield
-    ways.forget()
+    variants.forget()
 
 
 @pytest.fixture
@@ -30,25 +30,25 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A user without tables; the folder of the user's cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("QTORCH_CPU_CHOICES", raising=False)
-    monkeypatch.setattr(ways, "_loaded", {})
-    ways.forget()
+    monkeypatch.setattr(variants, "_loaded", {})
+    variants.forget()
     return tmp_path
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A measurement of seconds."""
-    monkeypatch.setattr(measure_ways, "SIZES", {"small": 256, "large": 1152})
-    monkeypatch.setattr(measure_ways, "ROWS", {"small": (1, 40), "large": (1,)})
-    monkeypatch.setattr(measure_ways, "COPIES", {"small": 1, "large": 1})
-    monkeypatch.setattr(measure_ways, "ROUNDS", 1)
+    monkeypatch.setattr(tuning, "SIZES", {"small": 256, "large": 1152})
+    monkeypatch.setattr(tuning, "ROWS", {"small": (1, 40), "large": (1,)})
+    monkeypatch.setattr(tuning, "COPIES", {"small": 1, "large": 1})
+    monkeypatch.setattr(tuning, "ROUNDS", 1)
 
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch, nothing_known: Path) -> str:
     """A processor on which nothing was measured."""
-    monkeypatch.setattr(processor, "kind", lambda: "Acme family 7 with roadrunner")
-    return processor.kind()
+    monkeypatch.setattr(variants, "kind", lambda: "Acme family 7 with roadrunner")
+    return variants.processor_kind()
 
 
 def layer() -> nn.Linear:
@@ -61,36 +61,36 @@ def layer() -> nn.Linear:
 @pytest.mark.usefixtures("short")
 def test_it_is_measured_saved_and_used(elsewhere: str) -> None:
     name = compiled_library.library().instruction_set
-    assert "qtorch.calibrate_cpu()" in ways.advice()
+    assert "qtorch.calibrate_cpu()" in variants.advice()
     table = qtorch.calibrate_cpu()
     kinds = ("int8", *(f"{d}{copied}" for d in ("float32", "bfloat16", "float16") for copied in ("", " copied")))
-    assert len(table) == 2 * 2 * 2 * len(kinds) + len(measure_ways.SIZES)  # of short groups
+    assert len(table) == 2 * 2 * 2 * len(kinds) + len(tuning.SIZES)  # of short groups
     assert all(steps[-1][0] is None for steps in table.values())
-    key = ways.key_of(torch.float32, False, False, 256**2)
-    assert ways.choose(name, key, 1) == table[key][0][1]
-    assert ways.advice() is None
+    key = variants.key_of(torch.float32, False, False, 256**2)
+    assert variants.choose(name, key, 1) == table[key][0][1]
+    assert variants.advice() is None
     # As another process finds it.
-    ways._loaded.clear()
-    ways.forget()
-    assert ways_file.of_user() == {name: {elsewhere: {k: [list(s) for s in steps] for k, steps in table.items()}}}
-    assert ways.choose(name, key, 1) == table[key][0][1]
-    assert ways.advice() is None
-    assert (ways_file.path_of_user().stat().st_mode & 0o777) & 0o022 == 0
+    variants._loaded.clear()
+    variants.forget()
+    assert variants.of_user() == {name: {elsewhere: {k: [list(s) for s in steps] for k, steps in table.items()}}}
+    assert variants.choose(name, key, 1) == table[key][0][1]
+    assert variants.advice() is None
+    assert (variants.path_of_user().stat().st_mode & 0o777) & 0o022 == 0
 
 
 @compiled
 @pytest.mark.usefixtures("nothing_known")
 def test_into_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "measure_ways", lambda _: {"int8 plain rows large": [(8, "dot"), (None, "tile")]})
+    monkeypatch.setattr(tuning, "measure_ways", lambda _: {"int8 plain rows large": [(8, "dot"), (None, "tile")]})
     path = tmp_path / "ways.json"
     path.write_text('{"portable on Acme family 7 with portable": {"int8 plain rows small": [[null, "tile"]]}}')
     table = qtorch.kernels.calibrate_cpu(path)
-    tables = ways_file.read(path)
+    tables = variants.read(path)
     assert tables.pop("portable")["Acme family 7 with portable"] == {"int8 plain rows small": [[None, "tile"]]}
     ((name, of_set),) = tables.items()
-    assert (name, set(of_set)) == (compiled_library.library().instruction_set, {processor.kind()})
-    assert of_set[processor.kind()] == {key: [list(step) for step in steps] for key, steps in table.items()}
-    assert not ways_file.path_of_user().exists()
+    assert (name, set(of_set)) == (compiled_library.library().instruction_set, {variants.processor_kind()})
+    assert of_set[variants.processor_kind()] == {key: [list(step) for step in steps] for key, steps in table.items()}
+    assert not variants.path_of_user().exists()
 
 
 def test_not_over_a_file_of_something_else(tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ def test_reports_say_it_once() -> None:
 def test_reports_do_not_say_it_where_it_was_measured(nothing_known: Path) -> None:
     name = compiled_library.library().instruction_set
     table = {"float32 plain rows small": [[None, "dot"]]}
-    ways._loaded[name] = {processor.kind(): table}
-    ways.forget()
+    variants._loaded[name] = {variants.processor_kind(): table}
+    variants.forget()
     model = layer()
     assert "calibrate_cpu" not in str(qtorch.explain(model))
     assert qtorch.quantize_(nn.Linear(64, 64), qtorch.int8_weight_only()).advice == ()
@@ -146,24 +146,24 @@ def test_this_vendor_before_others(monkeypatch: pytest.MonkeyPatch, nothing_know
     kinds = {"Other family 1 with x": "dot", "Acme family 6 with x": "tile", "Acme family 7 with x": "float"}
     keys = {"Acme family 7 with x": "float32 plain rows small"}
     tables = {kind: {keys.get(kind, "int8 plain rows small"): [[None, way]]} for kind, way in kinds.items()}
-    monkeypatch.setattr(ways, "_loaded", {"avx2": tables})
-    monkeypatch.setattr(processor, "kind", lambda: "Acme family 7 with x")
-    assert [kind for kind, _ in ways._tables("avx2")][:3] == list(reversed(kinds))
-    assert ways.choose("avx2", "float32 plain rows small", 5) == "float"
-    assert ways.choose("avx2", "int8 plain rows small", 5) == "tile"
-    assert ways.choose("avx2", "int8 plain rows large", 5) in ("dot", "tile")  # as shipped
+    monkeypatch.setattr(variants, "_loaded", {"avx2": tables})
+    monkeypatch.setattr(variants, "kind", lambda: "Acme family 7 with x")
+    assert [kind for kind, _ in variants._tables("avx2")][:3] == list(reversed(kinds))
+    assert variants.choose("avx2", "float32 plain rows small", 5) == "float"
+    assert variants.choose("avx2", "int8 plain rows small", 5) == "tile"
+    assert variants.choose("avx2", "int8 plain rows large", 5) in ("dot", "tile")  # as shipped
 
 
 def test_the_kind_of_this_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text = "processor\t: 0\nvendor_id\t: GenuineIntel\ncpu family\t: 6\n\nprocessor\t: 1\nvendor_id\t: Other\n"
     (tmp_path / "cpuinfo").write_text(text)
-    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
-    assert processor._vendor_and_family() == "GenuineIntel family 6"
+    monkeypatch.setattr(variants, "CPUINFO", tmp_path / "cpuinfo")
+    assert variants._vendor_and_family() == "GenuineIntel family 6"
     (tmp_path / "cpuinfo").write_text("processor : 0\nCPU implementer : 0x41\nCPU part : 0xd40\n")
-    assert processor._vendor_and_family() == "0x41 family 0xd40"
-    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "missing")
-    assert processor._vendor_and_family()
-    assert processor.kind().endswith(tuple(f" with {name}" for name in compiled_library.instruction_sets()))
+    assert variants._vendor_and_family() == "0x41 family 0xd40"
+    monkeypatch.setattr(variants, "CPUINFO", tmp_path / "missing")
+    assert variants._vendor_and_family()
+    assert variants.processor_kind().endswith(tuple(f" with {name}" for name in compiled_library.instruction_sets()))
 
 
 WRONG = {
@@ -180,47 +180,47 @@ WRONG = {
     "not a way of codes": '{"avx2": {"int8 plain rows small": [[null, "fixed"]]}}',
     "not a way of the set": '{"avx2": {"float32 plain rows small": [[null, "amx"]]}}',
     "an unhashable way": '{"avx2": {"float32 plain rows small": [[null, ["dot"]]]}}',
-    "too large": " " * (ways_file.MOST_BYTES + 1),
+    "too large": " " * (variants.MOST_BYTES + 1),
     "not text": b"\xff\xfe{}",
 }
 
 
 @pytest.mark.parametrize("content", WRONG.values(), ids=WRONG.keys())
 def test_a_file_is_checked(content: str | bytes, nothing_known: Path) -> None:
-    path = ways_file.path_of_user()
+    path = variants.path_of_user()
     path.parent.mkdir(parents=True, mode=0o700)
     path.parent.parent.chmod(0o700)
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError):  # noqa: PT011 (also those of json)
-        ways.load(path)
-    assert ways._loaded == {}
+        variants.load(path)
+    assert variants._loaded == {}
     with pytest.warns(UserWarning, match="are not used"):
-        assert ways.choose("avx2", "int8 plain rows small", 1) in ("dot", "tile", "torch")
+        assert variants.choose("avx2", "int8 plain rows small", 1) in ("dot", "tile", "torch")
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs owners of files")
 def test_a_file_that_others_can_write_is_not_read(nothing_known: Path) -> None:
-    path = ways_file.path_of_user()
+    path = variants.path_of_user()
     path.parent.mkdir(parents=True, mode=0o700)
     path.parent.parent.chmod(0o700)
-    ways_file.write(path, {"avx2": {processor.kind(): {"int8 plain rows small": [[None, "torch"]]}}})
-    assert ways_file.of_user()["avx2"]
+    variants.write(path, {"avx2": {variants.processor_kind(): {"int8 plain rows small": [[None, "torch"]]}}})
+    assert variants.of_user()["avx2"]
     path.chmod(0o666)
     with pytest.warns(UserWarning, match="not trusted"):
-        assert ways_file.of_user() == {}
+        assert variants.of_user() == {}
 
 
 def test_of_another_processor_in_the_same_home(nothing_known: Path) -> None:
-    path = ways_file.path_of_user()
+    path = variants.path_of_user()
     path.parent.mkdir(parents=True, mode=0o700)
     path.parent.parent.chmod(0o700)
-    ways_file.write(path, {"avx2": {"Acme family 7 with x": {"int8 plain rows small": [[None, "torch"]]}}})
-    assert ways_file.of_user() == {}
+    variants.write(path, {"avx2": {"Acme family 7 with x": {"int8 plain rows small": [[None, "torch"]]}}})
+    assert variants.of_user() == {}
 
 
 def test_writing_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "ways.json"
-    ways_file.write(path, {"avx2": {"Acme": {"int8 plain rows small": [[None, "tile"]]}}})
+    variants.write(path, {"avx2": {"Acme": {"int8 plain rows small": [[None, "tile"]]}}})
     before = path.read_text()
 
     def full(*_: object) -> None:
@@ -228,7 +228,7 @@ def test_writing_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OSError, match="no space"):
-        ways_file.write(path, {"avx2": {}})
+        variants.write(path, {"avx2": {}})
     assert path.read_text() == before
     assert os.listdir(tmp_path) == ["ways.json"]
 
@@ -237,11 +237,11 @@ def test_writing_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
 def test_another_process_uses_it(nothing_known: Path) -> None:
     """One way for all, which no table of ours has."""
     name = compiled_library.library().instruction_set
-    path = ways_file.path_of_user()
+    path = variants.path_of_user()
     path.parent.mkdir(parents=True, mode=0o700)
     path.parent.parent.chmod(0o700)
-    key = ways.key_of(torch.float32, False, False, 64 * 64)
-    ways_file.write(path, {name: {processor.kind(): {key: [[None, "torch"]]}}})
+    key = variants.key_of(torch.float32, False, False, 64 * 64)
+    variants.write(path, {name: {variants.processor_kind(): {key: [[None, "torch"]]}}})
     program = (
         "import torch, qtorch\nfrom qtorch.kernels import record_kernels\n"
         "layer = torch.nn.Linear(64, 64)\nqtorch.quantize_(layer, qtorch.int8_weight_only())\n"

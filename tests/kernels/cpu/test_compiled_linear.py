@@ -14,7 +14,7 @@ from torch.nn import functional
 import qtorch
 from qtorch.dtypes import deregister_aqt_quantized_linear_dispatch, linear, register_aqt_quantized_linear_dispatch
 from qtorch.kernels import record_kernels, registry
-from qtorch.kernels.cpu import compiled_library, memory, ways
+from qtorch.kernels.cpu import compiled_library, memory, variants
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
 from tests.rounding import assert_same_product
 
@@ -50,7 +50,7 @@ def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_second_call_gives_the_bits_of_the_first(recipe, dtype, bias, long_ways):
-    with ways.force("tile"):
+    with variants.force("tile"):
         for shape in [(1,), (2,), (70,), (0,), (2, 3), (1, 1, 4), ()]:
             model = layer(recipe, dtype, bias)
             x = torch.randn(*shape, 96, dtype=dtype)
@@ -213,7 +213,7 @@ def test_registered_code_comes_first(long_ways):
 def test_other_ways(way):
     model = layer("int4")
     wanted = model(X)
-    with ways.force(way):
+    with variants.force(way):
         for _ in range(2):
             assert_same_product(model(X), wanted, X, model.weight.dequantize(), model.bias)
         with record_kernels() as ran:

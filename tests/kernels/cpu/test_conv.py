@@ -14,9 +14,8 @@ from qtorch.calibration import observed
 from qtorch.dtypes import AffineQuantizedTensor, ConvWeight
 from qtorch.dtypes.linear import multiply
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library, conv_structs, structs
-from qtorch.kernels.im2col import from_matrix, multiply_windows, prepare_conv, to_matrix
-from qtorch.kernels.image_conv import image_conv
+from qtorch.kernels.conv import from_matrix, image_conv, multiply_windows, prepare_conv, to_matrix
+from qtorch.kernels.cpu import compiled_library, conv_codes, structs
 from qtorch.kernels.linear import reference
 from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
 from tests.kernels.cpu.test_structs import declared, flat
@@ -346,14 +345,14 @@ def test_weight_only_by_torch() -> None:
     [f"Conv{word}" for word in ("Shape", "Images", "PackCall", "CodesCall", "Finish", "Call", "PoolCall", "FloatCall")],
 )
 def test_fields_are_those_of_the_source(name: str) -> None:
-    ours = get_type_hints(getattr(conv_structs, name))
+    ours = get_type_hints(getattr(conv_codes, name))
     fields = declared(name)
     assert [re.sub("^data$", "data", field) for field, _ in fields] == list(ours)
     for field, kind in fields:
         found = {"int64_t": int, "double": float, "pointer": int}.get(kind)
-        expected = found or getattr(conv_structs, kind, None) or getattr(structs, kind)
+        expected = found or getattr(conv_codes, kind, None) or getattr(structs, kind)
         assert ours[field] is expected, field
-    assert structs.struct_of(getattr(conv_structs, name)).size == 8 * len(list(flat(ours)))
+    assert structs.struct_of(getattr(conv_codes, name)).size == 8 * len(list(flat(ours)))
 
 
 def test_windows_and_matrices_have_one_order() -> None:

@@ -23,7 +23,7 @@ from qtorch import (
 )
 from qtorch.dtypes.experts import grouped_linear, one_by_one
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library, experts, ways
+from qtorch.kernels.cpu import compiled_library, experts, variants
 from qtorch.kernels.linear import reference
 from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
 
@@ -99,8 +99,8 @@ def check(x, weight, index, build):
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("build", BUILDS)
 def test_weight_only(build, name):
-    for way in ways.WAYS:
-        with compiled_library.use(build), ways.force(way):
+    for way in variants.WAYS:
+        with compiled_library.use(build), variants.force(way):
             for weight, inputs in cases(name, None):
                 for x, index, _ in inputs:
                     check(x, weight, index, build)
@@ -112,7 +112,7 @@ def test_weight_only(build, name):
 def test_int8_activations(build, name, activation):
     """Also the bits of the reference."""
     for way in ("dot", "tile", "channels"):
-        with compiled_library.use(build), ways.force(way):
+        with compiled_library.use(build), variants.force(way):
             for weight, inputs in cases(name, activation):
                 for x, index, wanted in inputs:
                     assert torch.equal(check(x, weight, index, build), wanted)
@@ -134,7 +134,7 @@ def test_many_rows(build):
 @pytest.mark.parametrize("build", BUILDS)
 def test_half_precision(build, activation, dtype):
     weight = stack(SPECS["int4 group 32"], 70, 256, ACTIVATIONS[activation], dtype=dtype)
-    with compiled_library.use(build), ways.force("dot"):
+    with compiled_library.use(build), variants.force("dot"):
         for index in map(torch.tensor, INDICES.values()):
             check(torch.randn(len(index), 256).to(dtype), weight, index, build)
 
@@ -145,7 +145,7 @@ def test_against_the_reference(build):
     index = torch.tensor(INDICES["some"])
     for name, spec in SPECS.items():
         weight, x = stack(spec, 37, 192), torch.randn(len(index), 192)
-        with compiled_library.use(build), ways.force("dot"):
+        with compiled_library.use(build), variants.force("dot"):
             y = grouped_linear(x, weight, index).unflatten(0, index.shape)
         assert not y[(index < 0) | (index >= 5)].any()
         assert compute_error(of_reference(x, weight, index), y.flatten(0, 1)) > 105, name
@@ -156,7 +156,7 @@ def test_views(build):
     """Rows that are far apart, columns that are, one row for all; some experts; the stored transpose, twice."""
     weight, wide = stack(SPECS["int8 row"], 37, 96), torch.randn(9, 200)
     index = torch.randint(5, (9, 2))
-    with compiled_library.use(build), ways.force("dot"):
+    with compiled_library.use(build), variants.force("dot"):
         for x in (wide[:, 5:101], wide[:, :192:2], torch.randn(96, 9).t(), wide[:1, :96].expand(9, 96)):
             check(x, weight, index, build)
             check(x, weight, index.t().contiguous().t(), build)
@@ -212,7 +212,7 @@ def test_static_activation():
     spec = LinearSpec(SPECS["int8 row"], QuantSpec("int8", PerTensor()), static=True)
     weight = AffineQuantizedTensor.from_float(torch.randn(5, 40, 96), spec, act_scale=torch.full((1, 1), 0.02))
     index = torch.tensor(INDICES["some"])
-    with ways.force("dot"):
+    with variants.force("dot"):
         check(torch.randn(len(index), 96), weight, index, compiled_library.library().instruction_set)
 
 
@@ -234,8 +234,8 @@ def test_what_the_kernels_leave_to_others():
 
 
 def explain_as_is(weight):
-    from qtorch.explain import explain_problem
     from qtorch.kernels.registry import Problem
+    from qtorch.model.explain import explain_problem
 
     return explain_problem(Problem("grouped_linear", weight.scheme, torch.float32, "cpu")).rejected
 

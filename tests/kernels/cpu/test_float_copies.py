@@ -11,7 +11,7 @@ from torch import nn
 
 import qtorch
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library, float_copies, processor, ways
+from qtorch.kernels.cpu import compiled_library, float_copies, variants
 
 pytestmark = pytest.mark.skipif(compiled_library.library() is None, reason="nothing is built")
 
@@ -23,7 +23,7 @@ BYTES = 64 * 96 * 4
 def _copies():
     """Room for two, and the way that uses them."""
     float_copies.clear()
-    with qtorch.config.patch(float_copy_bytes=2 * BYTES), ways.force("float"):
+    with qtorch.config.patch(float_copy_bytes=2 * BYTES), variants.force("float"):
         yield
     float_copies.clear()
 
@@ -32,7 +32,7 @@ def _copies():
 def _forgotten():
     """Set up before anything is patched, so that tables are read again when nothing is any more."""
     yield
-    ways.forget()
+    variants.forget()
 
 
 def layer(recipe=None) -> nn.Linear:
@@ -153,11 +153,11 @@ def test_explain_says_so():
 
 def test_only_where_it_is_faster(monkeypatch):
     """The second list of choices decides; without room the first."""
-    key = ways.key_of(torch.float32, True, True, 64 * 96)
-    monkeypatch.setattr(ways, "_forced", [])
-    monkeypatch.setattr(ways, "_find", ways._find.__wrapped__)
+    key = variants.key_of(torch.float32, True, True, 64 * 96)
+    monkeypatch.setattr(variants, "_forced", [])
+    monkeypatch.setattr(variants, "_find", variants._find.__wrapped__)
     table = {key: [[None, "dot"]], f"{key} copied": [[4, "tile"], [None, "float"]]}
-    monkeypatch.setattr(ways, "_tables", lambda instruction_set: [(processor.kind(), table)])
+    monkeypatch.setattr(variants, "_tables", lambda instruction_set: [(variants.processor_kind(), table)])
     model = layer()
     assert runs(model, X[:4]).endswith(".dot")
     assert runs(model, X) == COPY

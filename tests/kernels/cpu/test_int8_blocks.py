@@ -12,7 +12,7 @@ from torch import Tensor
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.custom_ops import portable
-from qtorch.kernels.ops.int8_block_mm import int8_block_mm
+from qtorch.kernels.ops.block_mm import int8_block_mm
 from qtorch.kernels.ops.int8_grouped_mm import int8_grouped_mm, int8_product
 
 from .builds import BUILDS, NEEDS_LIBRARY

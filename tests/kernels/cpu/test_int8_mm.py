@@ -22,10 +22,10 @@ from qtorch import (
 )
 from qtorch.dtypes.linear import multiply
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library, int8, ways
+from qtorch.kernels.cpu import compiled_library, int8_linear, variants
 from qtorch.kernels.linear import reference
 from qtorch.kernels.ops.int8_grouped_mm import int8_grouped_mm
-from qtorch.layouts.packed import pack_codes
+from qtorch.primitives.layouts.packed import pack_codes
 from qtorch.primitives.qdtype import qdtype
 from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
 
@@ -72,7 +72,7 @@ def cases(name, activation):
 @pytest.mark.parametrize("build", BUILDS)
 def test_the_bits_of_the_reference(build, name, activation, way):
     for weight, x, wanted in cases(name, activation):
-        with compiled_library.use(build), ways.force(way), record_kernels() as ran:
+        with compiled_library.use(build), variants.force(way), record_kernels() as ran:
             y = multiply(x, weight)
         assert ran[-1] == f"cpu_int8_mm.{build}.{way}"
         assert torch.equal(y, wanted)
@@ -91,7 +91,7 @@ def many_rows():
 @pytest.mark.parametrize("build", BUILDS)
 def test_every_number_of_rows(build, way):
     weight, x, expected = many_rows()
-    with compiled_library.use(build), ways.force(way):
+    with compiled_library.use(build), variants.force(way):
         for rows in (*range(20), 31, 32, 33, 63, 64, 65, 255, 300, 512, 513, 600):
             assert torch.equal(functional.linear(x[:rows], weight), expected[:rows])
 
@@ -104,7 +104,7 @@ def test_the_largest_codes(build):
     weight = AffineQuantizedTensor.from_float(signs[:33], spec)
     x = signs[20:38]
     for way in ("dot", "tile"):
-        with compiled_library.use(build), ways.force(way):
+        with compiled_library.use(build), variants.force(way):
             assert torch.equal(functional.linear(x, weight), reference.linear(x, weight, None))
 
 
@@ -136,8 +136,8 @@ def test_channels_with_the_largest_codes(build, activation, columns):
         xz = torch.tensor([-128, 127, 127, -128, 0, 5], dtype=torch.int32).unsqueeze(1)
         xz = xz if activation == "asymmetric" else None
         packed = pack_codes(codes, qdtype(kind))
-        with compiled_library.use(build), ways.force("channels"), record_kernels() as ran:
-            y = int8.cpu_int8_mm(xq, xs, xz, [], packed, 37, scale, zero, True, kind, torch.float32, None)
+        with compiled_library.use(build), variants.force("channels"), record_kernels() as ran:
+            y = int8_linear.cpu_int8_mm(xq, xs, xz, [], packed, 37, scale, zero, True, kind, torch.float32, None)
         assert ran[-1] == f"cpu_int8_mm.{build}.channels"
         assert torch.equal(y, int8_grouped_mm(xq, xs, xz, codes, scale, zero, torch.float32))
 
@@ -150,7 +150,7 @@ def test_bias(build, way):
         torch.randn(70, 96), LinearSpec(QuantSpec("int8"), ACTIVATIONS["symmetric"])
     )
     bias = torch.randn(140)
-    with compiled_library.use(build), ways.force(way):
+    with compiled_library.use(build), variants.force(way):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             x = torch.randn(9, 96).to(dtype)
             for b in (bias[:70].to(dtype), bias[::2].to(dtype), bias[:70]):
@@ -180,11 +180,11 @@ def test_zero_and_nan_inputs():
 def test_quantization_of_rows(build, activation, dtype):
     """Rows of every magnitude, bit for bit as the primitives have it."""
     spec = ACTIVATIONS[activation]
-    quantizer = int8.row_quantizer(spec)
+    quantizer = int8_linear.row_quantizer(spec)
     x = (torch.randn(37, 131) * torch.logspace(-30, 3, 37).unsqueeze(1)).to(dtype)
     x[3], x[5], x[6] = 0, x[5].abs(), -x[6].abs()
     with compiled_library.use(build):
-        codes, scale, zero_point = int8.quantize_rows(x, list(quantizer))
+        codes, scale, zero_point = int8_linear.quantize_rows(x, list(quantizer))
     wanted_scale, wanted_zero_point = spec.choose_qparams(x)
     assert torch.equal(scale, wanted_scale)
     assert (zero_point is None) == (wanted_zero_point is None)
@@ -204,7 +204,7 @@ def test_compiled_with_dynamic_shapes():
 @NEEDS_LIBRARY
 def test_operator_is_well_formed():
     codes, scale = torch.randint(-127, 128, (12, 32), dtype=torch.int8), torch.rand(12, 1)
-    quantizer = list(int8.row_quantizer(ACTIVATIONS["symmetric"]))
+    quantizer = list(int8_linear.row_quantizer(ACTIVATIONS["symmetric"]))
     arguments = (torch.randn(3, 32), None, None, quantizer, codes, 12, scale, None, False, "int8", torch.float32, None)
     torch.library.opcheck(torch.ops.qtorch.cpu_int8_mm.default, arguments)
 

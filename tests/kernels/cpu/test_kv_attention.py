@@ -10,7 +10,7 @@ from qtorch.kernels.cache_form import TOKENS, cache_form
 from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.custom_ops import portable
 from qtorch.kernels.ops.kv_attention import KVAttention, attend_portably, kv_attention
-from qtorch.kernels.ops.quantize_tokens import quantize_keys_and_values, quantize_tokens
+from qtorch.kernels.ops.quantize import quantize_keys_and_values, quantize_tokens
 from qtorch.primitives import compute_error
 from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
 from tests.rounding import gamma

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import qtorch
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import build, compiled_library, ways, ways_file
+from qtorch.kernels.cpu import build, compiled_library, variants
 from tests.kernels.cpu.builds import BUILDS
 
 ROOT = Path(qtorch.__file__).parents[1]
@@ -94,7 +94,7 @@ def test_libraries_of_other_sources_are_refused(monkeypatch):
 def test_use_says_what_is_wrong():
     with pytest.raises(ValueError, match="does not run sse9"), compiled_library.use("sse9"):
         pass
-    with pytest.raises(ValueError, match="no way 'guess'"), ways.force("guess"):
+    with pytest.raises(ValueError, match="no way 'guess'"), variants.force("guess"):
         pass
 
 
@@ -157,17 +157,17 @@ def test_threads_are_those_of_torch():
 
 
 def test_the_choices_cover_every_build():
-    shipped = ways_file.read(ways_file.SHIPPED)
+    shipped = variants.read(variants.SHIPPED)
     for name in build.FLAGS["x86_64"]:
         for kind in ("float32", "bfloat16", "float16", "int8"):
             for packed in (True, False):
                 for grouped in (True, False):
-                    for elements in (1, ways.SMALL + 1):
-                        key = ways.key_of(kind, packed, grouped, elements)
+                    for elements in (1, variants.SMALL + 1):
+                        key = variants.key_of(kind, packed, grouped, elements)
                         forms = {key} if kind == "int8" else {key, f"{key} copied"}
                         assert all(forms <= set(table) for table in shipped[name].values())
-        for elements in (1, ways.SMALL + 1):
-            key = ways.key_of("int8", True, True, elements, short_groups=True)
+        for elements in (1, variants.SMALL + 1):
+            key = variants.key_of("int8", True, True, elements, short_groups=True)
             assert all(key in table for table in shipped[name].values())
 
 
@@ -175,6 +175,6 @@ def test_torch_way():
     model = layer()
     if compiled_library.library() is None:
         pytest.skip("nothing is built")
-    with ways.force("torch"), record_kernels() as ran:
+    with variants.force("torch"), record_kernels() as ran:
         model(torch.randn(3, 256))
     assert ran[-2:] == ["cpu_weight_only_mm.torch", "packed_weight_mm"]

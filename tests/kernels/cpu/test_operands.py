@@ -12,8 +12,8 @@ from torch import Tensor
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.custom_ops import portable
-from qtorch.kernels.ops.dequantize_codes import dequantize_codes
-from qtorch.kernels.ops.quantize_rowwise import quantize_dynamic, quantize_rows
+from qtorch.kernels.ops.quantize import quantize_dynamic, quantize_rows
+from qtorch.kernels.ops.weight_only_mm import dequantize_codes
 from qtorch.primitives import (
     Noise,
     PerAxis,

@@ -11,9 +11,9 @@ from torch import nn
 
 import qtorch
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import build, compiled_library, operators, ways
+from qtorch.kernels.cpu import build, compiled_library, operators, variants
 from qtorch.kernels.cpu.embedding import cpu_embedding
-from qtorch.kernels.cpu.int8 import cpu_int8_mm
+from qtorch.kernels.cpu.int8_linear import cpu_int8_mm
 from qtorch.kernels.cpu.weight_only import cpu_weight_only_mm
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
 from tests.kernels.cpu.operator_cases import CALLS, CODES, SCALE, WRONG, embedding, randn, weight, weight_only
@@ -39,7 +39,7 @@ def test_the_same_bits_and_the_same_kernel(case, way):
     if way == "fixed" and operation is cpu_int8_mm:
         pytest.skip("x is in codes")
     overload = getattr(OPS, operation.__name__).default
-    with ways.force(way) if way else torch.no_grad():
+    with variants.force(way) if way else torch.no_grad():
         with record_kernels() as wanted:
             y, here = ran_here(operation, *args)
         assert here == 0
@@ -90,7 +90,7 @@ def test_the_library_and_the_way_are_those_of_python():
             continue
         with compiled_library.use(name), record_kernels() as ran:
             OPS.cpu_int8_mm(*args)
-            with ways.force("tile"):
+            with variants.force("tile"):
                 OPS.cpu_int8_mm(*args)
         assert ran[1].startswith(f"cpu_int8_mm.{name}.")
         assert ran[3] == f"cpu_int8_mm.{name}.tile"
@@ -114,7 +114,7 @@ def test_python_runs_what_it_alone_supports():
         assert passed_on(weights_only, args)[:2] == ["cpu_weight_only_mm", "cpu_weight_only_mm.torch"]
         assert "cpu_embedding.torch" in passed_on(*CALLS["embedding"])
     for way in ("torch", "float"):
-        with ways.force(way):
+        with variants.force(way):
             assert passed_on(weights_only, args)[1].endswith(f".{way}")
     codes, scale, _ = weight()
     strided = weight_only(randn(3, 64), codes.t().contiguous().t(), scale, None)
@@ -126,7 +126,7 @@ def test_python_runs_what_it_alone_supports():
 @NEEDS_OPERATORS
 def test_copies_are_those_of_python():
     operation, args = CALLS["weight-only"]
-    with ways.force("float"), qtorch.config.patch(float_copy_bytes=1 << 20):
+    with variants.force("float"), qtorch.config.patch(float_copy_bytes=1 << 20):
         assert passed_on(operation, args) == ["cpu_weight_only_mm", "cpu_weight_only_mm.float_copy"]
 
 
@@ -136,7 +136,7 @@ def test_python_runs_under_autocast_and_threads_stay_equal():
     y = operation(*args)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(OPS.cpu_weight_only_mm(*args), y)
-        with ways.force("float"):
+        with variants.force("float"):
             assert OPS.cpu_weight_only_mm(*args).dtype == torch.float32
     before = torch.get_num_threads()
     try:
@@ -155,7 +155,7 @@ def test_a_forked_child_uses_one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with ways.force("tile"):  # torch's own products do not run in such a child
+        with variants.force("tile"):  # torch's own products do not run in such a child
             y = OPS.cpu_weight_only_mm(*args)
             child = os.fork()
             if not child:
@@ -202,9 +202,9 @@ def test_the_table_is_read_as_python_reads_it():
     found = compiled_library.library()
     for kind in (torch.float32, torch.bfloat16, torch.float16):
         for groups in (1, 2):
-            key = ways.key_of(kind, False, groups > 1, 48 * 64)
+            key = variants.key_of(kind, False, groups > 1, 48 * 64)
             for count in (1, 2, 3, 8, 9, 70, 600):
-                way = ways.choose(found.instruction_set, key, count)
+                way = variants.choose(found.instruction_set, key, count)
                 with record_kernels() as ran:
                     OPS.cpu_weight_only_mm(*weight_only(randn(count, 64, dtype=kind), *weight(groups=groups)))
                 assert ran == ["cpu_weight_only_mm", f"cpu_weight_only_mm.{found.instruction_set}.{way}"]

@@ -7,7 +7,7 @@ from qtorch import AffineQuantizedTensor, MappingType, PerBlock, PerGroup, PerRo
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.custom_ops import portable
-from qtorch.kernels.ops.quantize_weight import quantize_weight
+from qtorch.kernels.ops.quantize import quantize_weight
 from qtorch.primitives import AbsMaxRule, Rounding
 from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
 

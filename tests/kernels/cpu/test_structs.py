@@ -5,7 +5,8 @@ from typing import get_type_hints
 
 import pytest
 
-from qtorch.kernels.cpu import operand_structs, structs
+from qtorch.kernels.cpu import structs
+from qtorch.kernels.cpu import structs as operand_structs
 from qtorch.kernels.cpu.build import SOURCES
 
 SIZE = 8

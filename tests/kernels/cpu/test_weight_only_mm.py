@@ -20,7 +20,7 @@ from qtorch import (
 )
 from qtorch.dtypes.linear import multiply
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library, ways, weight_only
+from qtorch.kernels.cpu import compiled_library, variants, weight_only
 from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
 from tests.rounding import EXTRA, gamma
 
@@ -79,11 +79,11 @@ def tolerance(way: str, dtype: torch.dtype, terms: int) -> float:
     return 2 * TOLERANCE[dtype] + gamma(terms + EXTRA) if way == "float" else TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("way", [*ways.WAYS, "float"])
+@pytest.mark.parametrize("way", [*variants.WAYS, "float"])
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("build", BUILDS)
 def test_against_exact_arithmetic(build, name, way):
-    with compiled_library.use(build), ways.force(way):
+    with compiled_library.use(build), variants.force(way):
         for weight in weights(SPECS[name]):
             for rows, dtype in ((1, torch.float32), (3, torch.bfloat16), (8, torch.float16), (17, torch.float32),
                                 (37, torch.bfloat16)):  # fmt: skip
@@ -95,14 +95,14 @@ def test_against_exact_arithmetic(build, name, way):
                 assert error(y, x, weight) < tolerance(way, dtype, weight.shape[1]), (weight, rows)
 
 
-@pytest.mark.parametrize("way", [*ways.WAYS, "float"])
+@pytest.mark.parametrize("way", [*variants.WAYS, "float"])
 @pytest.mark.parametrize("build", BUILDS)
 def test_every_number_of_rows(build, way):
     weight = AffineQuantizedTensor.from_float(
         torch.randn(50, 160), LinearSpec(QuantSpec("uint4", PerGroup(32), ASYMMETRIC), layout=PackedLayout())
     )
     x = torch.randn(600, 160)
-    with compiled_library.use(build), ways.force(way):
+    with compiled_library.use(build), variants.force(way):
         for rows in (*range(20), 31, 32, 33, 63, 64, 65, 255, 300, 512, 513, 600):
             y = functional.linear(x[:rows], weight)
             assert y.shape == (rows, 50)
@@ -121,12 +121,12 @@ def test_inputs_that_are_views(build):
         assert error(functional.linear(wide[:, :96], part), wide[:, :96], part) < gamma(96 + EXTRA)
 
 
-@pytest.mark.parametrize("way", [*ways.WAYS, "float", "torch"])
+@pytest.mark.parametrize("way", [*variants.WAYS, "float", "torch"])
 @pytest.mark.parametrize("build", BUILDS)
 def test_bias(build, way):
     weight = AffineQuantizedTensor.from_float(torch.randn(70, 96), SPECS["int8 row"])
     bias = torch.randn(140)
-    with compiled_library.use(build), ways.force(way):
+    with compiled_library.use(build), variants.force(way):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             x = torch.randn(9, 96).to(dtype)
             for b in (bias[:70].to(dtype), bias[::2].to(dtype), bias[:70]):
@@ -148,7 +148,7 @@ def test_dequantized_slices(build, name, dtype, monkeypatch):
         identity, wanted = torch.eye(k, dtype=dtype), weight.dequantize(dtype)
         for rows in (16, n):
             monkeypatch.setattr(weight_only, "SLICE_BYTES", rows * k * dtype.itemsize)
-            with compiled_library.use(build), ways.force("float"), record_kernels() as ran:
+            with compiled_library.use(build), variants.force("float"), record_kernels() as ran:
                 y = multiply(identity, weight)
             assert ran[-1] == f"cpu_weight_only_mm.{build}.float"
             # A product and a sum, rounded once or twice, before they are rounded to the dtype.
@@ -162,8 +162,8 @@ def test_special_values(build):
     x = torch.ones(20, 96)
     x[3, 5], x[4, 7] = float("inf"), float("nan")
     x[5], x[6] = 1e34, 1e-30
-    for way in ways.WAYS:
-        with compiled_library.use(build), ways.force(way):
+    for way in variants.WAYS:
+        with compiled_library.use(build), variants.force(way):
             y = functional.linear(x, weight)
         # In fixed point such a row has no scale.
         assert (y[3].isnan() if way == "fixed" else y[3] == float("inf")).all(), way
@@ -182,7 +182,7 @@ def test_fixed_point_keeps_small_numbers_beside_large_ones(build):
         x = torch.randn(20, 96)
         y = functional.linear(x, weight)
         x[:, 7] = outlier
-        with compiled_library.use(build), ways.force("fixed"):
+        with compiled_library.use(build), variants.force("fixed"):
             with_outlier = functional.linear(x, weight)
         assert compute_error(y, with_outlier) > 100, outlier
 

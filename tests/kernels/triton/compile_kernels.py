@@ -18,11 +18,11 @@ from qtorch.kernels.cuda.triton import (
     int8_scaled_mm,
     intx_weight_mm,
     quantize,
-    quantize_columns,
-    quantize_tiles,
     stochastic_update,
     tile_scaled_mm,
 )
+from qtorch.kernels.cuda.triton import quantize as quantize_columns
+from qtorch.kernels.cuda.triton import quantize as quantize_tiles
 
 STRIDES_OF_ONE = (
     "stride_ak",

@@ -23,17 +23,18 @@ from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.cuda.triton.adam import adam
 from qtorch.kernels.cuda.triton.experts_mm import experts_int8_mm, experts_weight_mm
 from qtorch.kernels.cuda.triton.int8_grouped_mm import int8_grouped_mm
-from qtorch.kernels.cuda.triton.int8_scaled_mm import int8_scaled_mm
+from qtorch.kernels.cuda.triton.int8_scaled_mm import int8_scaled_mm, transposed_copy
 from qtorch.kernels.cuda.triton.intx_weight_mm import intx_weight_mm
 from qtorch.kernels.cuda.triton.kv_attention import kv_attention
-from qtorch.kernels.cuda.triton.quantize import quantize_rowwise
-from qtorch.kernels.cuda.triton.quantize_asymmetric import quantize_rowwise_asymmetric
-from qtorch.kernels.cuda.triton.quantize_columns import quantize_columnwise
-from qtorch.kernels.cuda.triton.quantize_tiles import quantize_tilewise
+from qtorch.kernels.cuda.triton.quantize import (
+    quantize_columnwise,
+    quantize_rowwise,
+    quantize_rowwise_asymmetric,
+    quantize_tilewise,
+)
 from qtorch.kernels.cuda.triton.stochastic_update import update_bf16, update_int8
 from qtorch.kernels.cuda.triton.tile_scaled_mm import tile_scaled_mm
-from qtorch.kernels.cuda.triton.transpose import transposed_copy
-from qtorch.kernels.ops.adam_check import LARGEST_SCALE
+from qtorch.kernels.ops.adam import LARGEST_SCALE
 from qtorch.kernels.ops.kv_attention import KVAttention
 from tests.kernels.adam_cases import ALL_FORMS, BLOCKS, step, zeros
 

@@ -6,8 +6,7 @@ import torch
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cuda.triton.adam import adam
 from qtorch.kernels.custom_ops import portable
-from qtorch.kernels.ops.adam import Moment, adam_step
-from qtorch.kernels.ops.adam_check import LARGEST_SCALE, check_step
+from qtorch.kernels.ops.adam import LARGEST_SCALE, Moment, adam_step, check_step
 from tests.kernels.adam_cases import ALL_FORMS, BLOCKS, gradient, step, tensors, zeros
 
 

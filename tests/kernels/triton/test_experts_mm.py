@@ -18,7 +18,7 @@ from qtorch.kernels.cuda.experts import cuda_experts_int8_mm, cuda_experts_mm
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.cuda.triton.experts_mm import experts_int8_mm, experts_weight_mm
 from qtorch.kernels.linear import reference
-from qtorch.kernels.ops.quantize_rowwise import quantize_input
+from qtorch.kernels.ops.quantize import quantize_input
 from qtorch.kernels.registry import Problem, candidates, choose
 from qtorch.primitives import ZeroPointDomain, compute_error
 

@@ -18,7 +18,7 @@ from qtorch.kernels import record_kernels
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.cuda.triton.int8_grouped_mm import int8_grouped_mm
 from qtorch.kernels.linear import reference
-from qtorch.kernels.ops.quantize_rowwise import quantize_input
+from qtorch.kernels.ops.quantize import quantize_input
 
 ASYMMETRIC, SYMMETRIC = MappingType.ASYMMETRIC, MappingType.SYMMETRIC
 ACTIVATIONS = {

@@ -6,8 +6,7 @@ import torch
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.cuda.triton import int8_scaled_mm as module
-from qtorch.kernels.cuda.triton.int8_scaled_mm import int8_scaled_mm
-from qtorch.kernels.cuda.triton.transpose import transposed_copy
+from qtorch.kernels.cuda.triton.int8_scaled_mm import int8_scaled_mm, transposed_copy
 
 SHAPES = [(1, 1, 1), (3, 5, 7), (17, 33, 129), (64, 96, 40), (1, 256, 48)]
 CONFIGS = [LaunchConfig(16, 32, 32), LaunchConfig(32, 16, 64, group_m=2), LaunchConfig(16, 32, 64, tma=True)]

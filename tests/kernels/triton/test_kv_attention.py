@@ -7,9 +7,9 @@ import torch
 
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cache_form import TOKENS, cache_form
-from qtorch.kernels.cuda.kv_attention import triton_kv_attention
+from qtorch.kernels.cuda.shared_ops import triton_kv_attention
 from qtorch.kernels.ops.kv_attention import KVAttention, attend_portably
-from qtorch.kernels.ops.quantize_tokens import quantize_keys_and_values
+from qtorch.kernels.ops.quantize import quantize_keys_and_values
 
 FORMS = [cache_form(dtype, block) for dtype in TOKENS for block in (0, 32)]
 # Batch, heads of keys, heads of queries for each, rows, tokens in codes, recent ones, channels of keys and of values.

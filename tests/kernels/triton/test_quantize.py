@@ -5,11 +5,13 @@ import torch
 
 from qtorch import MappingType, PerBlock, PerRow, QuantSpec
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cuda.quantize import cuda_quantize_rowwise
-from qtorch.kernels.cuda.triton.quantize import quantize_rowwise
-from qtorch.kernels.cuda.triton.quantize_asymmetric import quantize_rowwise_asymmetric
-from qtorch.kernels.cuda.triton.quantize_columns import quantize_columnwise
-from qtorch.kernels.cuda.triton.quantize_tiles import quantize_tilewise
+from qtorch.kernels.cuda.shared_ops import cuda_quantize_rowwise
+from qtorch.kernels.cuda.triton.quantize import (
+    quantize_columnwise,
+    quantize_rowwise,
+    quantize_rowwise_asymmetric,
+    quantize_tilewise,
+)
 from qtorch.primitives import Rounding, ZeroPointDomain
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

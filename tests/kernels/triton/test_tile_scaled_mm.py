@@ -5,9 +5,9 @@ import torch
 
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
-from qtorch.kernels.cuda.triton.quantize_tiles import quantize_tilewise
+from qtorch.kernels.cuda.triton.quantize import quantize_tilewise
 from qtorch.kernels.cuda.triton.tile_scaled_mm import tile_scaled_mm
-from qtorch.kernels.ops.tile_scaled_mm import tile_scaled_mm as reference
+from qtorch.kernels.ops.block_mm import tile_scaled_mm as reference
 from qtorch.primitives import compute_error
 
 TILES = [((32, 32), (32, 32)), ((1, 64), (64, 64)), ((8, 16), (4, 16)), ((1, 12), (1, 12)), ((1, 192), (64, 192))]

@@ -15,7 +15,7 @@ from qtorch import quantize_
 from qtorch.dtypes.blocked_tensor import BlockedTensor
 from qtorch.training import CodesWeight, int8_weight_only_quantized_training
 from qtorch.training.optim import AdamW8bit, QGaLoreAdamW8bit
-from qtorch.training.optim.projection import gram, orthonormal, rotated, stored, top_directions
+from qtorch.training.optim.qgalore import gram, orthonormal, rotated, stored, top_directions
 from tests.training.optim.training import cosine, make_model, parameters_of, train
 
 

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....primitives.flat_blocks import FlatBlocks
+from ....primitives.granularity import FlatBlocks
 from ...custom_ops import note
 from ...ops.adam import AdamStep, Moment
-from .arguments import check_device, next_power_of_two
+from .launch import check_device, next_power_of_two
 from .quantize import TINY, magnitude_bits
 
 FORM_NUMBERS = {"32": 0, "8": 1, "4": 2, "float8": 3}

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_config import LaunchConfig, launch
-from .arguments import FLOATS, check_device, check_matrix, check_shape
-from .codes import unpack_int8
+from .launch import FLOATS, check_device, check_matrix, check_shape
+from .unpack import unpack_int8
 
 CANDIDATES = [
     LaunchConfig(m, 64, 64, num_warps=warps, num_stages=stages)

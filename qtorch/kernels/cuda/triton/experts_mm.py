@@ -13,17 +13,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_config import LaunchConfig, launch
-from .arguments import (
+from .int8_grouped_mm import UNROLLED, int8_products
+from .intx_weight_mm import weight_products
+from .launch import (
     FLOATS,
+    WeightArguments,
     check_device,
     check_matrix,
     check_shape,
     next_power_of_two,
     power_of_two_divisor,
 )
-from .int8_grouped_mm import UNROLLED, int8_products
-from .intx_weight_mm import weight_products
-from .weight import WeightArguments
 
 CANDIDATES = [
     LaunchConfig(m, n, k, num_warps=warps, num_stages=stages)

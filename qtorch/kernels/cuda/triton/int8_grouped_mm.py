@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_config import LaunchConfig, launch
-from .arguments import check_device, check_matrix, check_shape, next_power_of_two, power_of_two_divisor
-from .codes import unpack_int8
+from .launch import check_device, check_matrix, check_shape, next_power_of_two, power_of_two_divisor
+from .unpack import unpack_int8
 
 CANDIDATES = [
     LaunchConfig(m, n, k, num_warps=warps, num_stages=stages)

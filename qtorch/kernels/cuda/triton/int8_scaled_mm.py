@@ -16,9 +16,29 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..launch_config import LaunchConfig, launch
-from .arguments import check_device, check_matrix, check_shape
-from .tiles import tile_of
-from .transpose import transposed_copy
+from .launch import check_device, check_matrix, check_shape, tile_of
+
+# --------------------------------------------------------------------------------------------------
+# A transposed copy of an 8-bit matrix, in tiles: torch's own reads or writes single bytes.
+
+
+@triton.jit
+def _transpose(x_ptr, y_ptr, M, N, stride_xm, stride_xn, BLOCK: tl.constexpr):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = (rows[:, None] < M) & (columns[None, :] < N)
+    x = tl.load(x_ptr + rows[:, None] * stride_xm + columns[None, :] * stride_xn, mask=mask)
+    tl.store(y_ptr + columns[None, :] * M + rows[:, None], x, mask=mask)
+
+
+def transposed_copy(x: Tensor) -> Tensor:
+    """(M, N) of a dtype of one byte, any strides -> (N, M) contiguous."""
+    m, n = x.shape
+    y = x.new_empty(n, m)
+    if x.numel():
+        _transpose[(triton.cdiv(m, 128), triton.cdiv(n, 128))](x, y, m, n, *x.stride(), 128, num_warps=8)
+    return y
+
 
 COPY_ROWS = 256
 """From this many rows (of `a`) and columns (of `b`) on, an operand in another order is copied first."""

@@ -23,10 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_config import LaunchConfig, launch
-from .arguments import FLOATS, check_device, check_matrix, check_shape, power_of_two_divisor
-from .codes import unpack_floats
-from .dequantize import dequantize
-from .weight import WeightArguments
+from .launch import FLOATS, WeightArguments, check_device, check_matrix, check_shape, power_of_two_divisor
+from .unpack import dequantize, unpack_floats
 
 CANDIDATES = [
     *(

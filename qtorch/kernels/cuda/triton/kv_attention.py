@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...custom_ops import note
 from ...ops.kv_attention import KVAttention
-from .arguments import check_device, next_power_of_two
+from .launch import check_device, next_power_of_two
 
 FORMATS = {"int8": 0, "uint4": 1, "float8_e4m3fn": 2, "floats": 3}
 MASKS = {None: 0, torch.uint8: 1, torch.float32: 2, torch.bfloat16: 2, torch.float16: 2}

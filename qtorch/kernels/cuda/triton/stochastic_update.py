@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...custom_ops import note
-from .arguments import FLOATS, check_device, check_matrix, check_shape, next_power_of_two
+from .launch import FLOATS, check_device, check_matrix, check_shape, next_power_of_two
 from .quantize import TINY, WHOLE_ROW, codes_of, magnitude_bits, scale_of
 
 

@@ -13,8 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_config import LaunchConfig, launch
-from .arguments import FLOATS, check_device, check_matrix, check_shape, next_power_of_two, power_of_two_divisor
-from .tiles import tile_of
+from .launch import FLOATS, check_device, check_matrix, check_shape, next_power_of_two, power_of_two_divisor, tile_of
 
 CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 

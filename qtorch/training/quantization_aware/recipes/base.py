@@ -11,15 +11,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ....prepared_module import PreparedModule
+from ....calibration.statistics import Statistics
+from ....model.install import PreparedModule
+from ....model.targets import Target
+from ....model.weight_kinds import WeightKind
 from ....primitives import QuantSpec
-from ....recipe import Recipe, WeightRecipe
-from ....statistics import Statistics
-from ....targets import Target
-from ....weight_kinds import WeightKind
-from ..layers.linear import FakeQuantization, FakeQuantizedLayer, layer_for
-from ..quantizers.base import Quantizer
-from ..quantizers.observed import Dynamic
+from ....recipes.base import Recipe, WeightRecipe
+from ..layers import FakeQuantization, FakeQuantizedLayer, layer_for
+from ..quantizers import Dynamic, Quantizer
 from ..schedule import Schedule, check_steps
 
 

@@ -15,15 +15,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ....dtypes.autocast import cast_for_product, without_autocast
+from ....calibration.statistics import Statistics
+from ....dtypes.dispatch import cast_for_product, without_autocast
 from ....dtypes.linear import check_input
-from ....install import keep_attributes
-from ....prepared_module import PreparedModule
-from ....recipe import Recipe, WeightRecipe, check_has_values, register_recipe
-from ....statistics import Statistics
-from ....targets import Target
-from ....tracing.outside_graphs import refuse_jit_trace
-from ....weight_kinds import WeightKind
+from ....model.install import PreparedModule, keep_attributes
+from ....model.targets import Target
+from ....model.weight_kinds import WeightKind
+from ....primitives.tracing import refuse_jit_trace
+from ....recipes.base import Recipe, WeightRecipe, check_has_values, register_recipe
 from ..fake_quantize import fake_quantized_linear
 from ..qat_spec import QATSpec
 from .base import check_inference_recipe, declines_other_layers

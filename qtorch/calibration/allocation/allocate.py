@@ -1,0 +1,374 @@
+"""allocate: the recipe of each weight of a model, so that the whole keeps a budget and loses least."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor, nn
+
+from ...model.install import check_model
+from ...model.module_repr import get_model_size_in_bytes
+from ...model.targets import Filter
+from ...primitives.tracing import outside_graphs
+from ...recipes.base import Recipe
+from ..data import Data
+from ..rounding import Rounding
+from .allocation import Allocation
+from .allocation_report import Row, candidate_name
+from .items import Candidates, Item, find_items, measure, nbytes_under
+from .scores import Loss, Scores, score_weights
+from .swaps import Divergence, improve
+
+# --------------------------------------------------------------------------------------------------
+# Budget: what the allocated weights may take, in bits an element, bytes or milliseconds.
+
+
+UNITS = {
+    **{"B": 1, "bytes": 1, "KB": 10**3, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+    **{"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
+}
+
+_NUMBER = r"(?P<number>\d[\d_]*(?:\.\d+)?|\.\d+)\s*"
+_BITS = re.compile(_NUMBER + r"bits?(?: an element| a weight)?")
+_BYTES = re.compile(_NUMBER + rf"(?P<unit>{'|'.join(UNITS)})(?P<model> model)?")
+_TIME = re.compile(_NUMBER + r"(?P<unit>ms|us|s)(?: a token)?")
+
+_NANOSECONDS = {"us": 10**3, "ms": 10**6, "s": 10**9}
+
+FORMS = '"3.5 bits", a number of bytes, "1.2 GB", "1.2 GB model", "12 ms a token"'
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A limit.
+
+    Attributes:
+        text: as it was given.
+        kind: ``"bits"``, ``"bytes"`` or ``"time"``.
+        amount: bits an element, bytes, or nanoseconds.
+        of_model: bytes of all parameters and buffers of the model, instead of those of the allocated weights.
+    """
+
+    text: str
+    kind: str
+    amount: float
+    of_model: bool = False
+
+    @property
+    def is_time(self) -> bool:
+        return self.kind == "time"
+
+    @classmethod
+    def of(cls, budget: Any) -> Budget:
+        """The budget that a number of bytes or a text says.
+
+        Raises:
+            ValueError: the text is none of these, or not positive.
+            TypeError: it is neither a text nor an integer.
+        """
+        if isinstance(budget, Budget):
+            return budget
+        if isinstance(budget, int | float) and not isinstance(budget, bool):
+            if budget != int(budget) or budget <= 0:
+                raise ValueError(
+                    f"allocate: a number as budget counts bytes, a positive integer, got {budget}; for bits an element "
+                    f'write "{budget} bits"'
+                )
+            return cls(f"{int(budget):,} bytes", "bytes", int(budget))
+        if not isinstance(budget, str):
+            raise TypeError(f"allocate: budget is {FORMS}, got {budget!r}")
+        text = budget.strip()
+        for kind, pattern in (("bits", _BITS), ("bytes", _BYTES), ("time", _TIME)):
+            if found := pattern.fullmatch(text):
+                number = float(found["number"].replace("_", ""))
+                if not number > 0:
+                    break
+                parts = found.groupdict()
+                factor = {"bits": 1, "bytes": UNITS.get(parts.get("unit", ""), 1)}.get(kind)
+                factor = _NANOSECONDS[found["unit"]] if factor is None else factor
+                return cls(text, kind, number * factor, bool(parts.get("model")))
+        raise ValueError(f"allocate: budget is {FORMS}, got {budget!r}")
+
+    def limit(self, elements: int, rest: int) -> int:
+        """The largest total cost, in bytes or nanoseconds.
+
+        Args:
+            elements: number of elements of the allocated weights.
+            rest: bytes of the model beside them.
+        """
+        if self.kind == "bits":
+            # A tolerance for decimals such as 4.15 that binary numbers miss; it is less than a byte.
+            return math.floor(self.amount * elements / 8 + 1e-6)
+        return math.floor(self.amount) - (rest if self.of_model else 0)
+
+
+# --------------------------------------------------------------------------------------------------
+# The multiple-choice knapsack: one option of each item, so that the values are least and the costs within a limit.
+#
+# Dynamic programming over the items keeps the totals (cost, value) that no other total beats in both, each with its
+# true cost, so a result never exceeds the limit. Where there are more than `STATES` of them, costs are divided into
+# that many equal intervals and the best of each interval is kept; otherwise the result is exact. What remains in the
+# end is the best value for every limit: the curve of size and quality.
+
+
+STATES = 1 << 15
+"""Number of totals that are kept after each item."""
+
+
+class Solution(NamedTuple):
+    """The index of the option of each item, and their total."""
+
+    options: tuple[int, ...]
+    cost: int
+    value: float
+
+
+class Frontier:
+    """The totals that no other total beats, by increasing cost and decreasing value.
+
+    Args:
+        costs: of the options of each item, integers.
+        values: of the options of each item, the less the better.
+        limit: totals above it are left out; None for all.
+        states: number of totals that are kept after each item.
+    """
+
+    def __init__(
+        self,
+        costs: Sequence[Sequence[int]],
+        values: Sequence[Sequence[float]],
+        limit: int | None = None,
+        states: int = STATES,
+    ) -> None:
+        self.cost, self.value = np.zeros(1, np.int64), np.zeros(1, np.float64)
+        self.steps: list[tuple[np.ndarray, np.ndarray]] = []
+        least = [min(options) for options in costs]
+        rest = sum(least)
+        for index, (of_options, value_of) in enumerate(zip(costs, values, strict=True)):
+            rest -= least[index]
+            cost = (self.cost[:, None] + np.asarray(of_options, np.int64)[None]).reshape(-1)
+            value = (self.value[:, None] + np.asarray(value_of, np.float64)[None]).reshape(-1)
+            kept = np.arange(len(cost))
+            if limit is not None:
+                kept = kept[cost <= limit - rest]
+            kept = kept[np.lexsort((value[kept], cost[kept]))]
+            kept = _not_beaten(kept, value)
+            if len(kept) > states:
+                kept = _best_of_intervals(kept, cost, states)
+            self.cost, self.value = cost[kept], value[kept]
+            parents, chosen = np.divmod(kept, len(of_options))
+            self.steps.append((parents.astype(np.int32), chosen.astype(np.int16)))
+
+    def __len__(self) -> int:
+        return len(self.cost)
+
+    def solution(self, index: int = -1) -> Solution:
+        """Total `index`; the last one is the best.
+
+        Raises:
+            ValueError: no total is within the limit.
+        """
+        if not len(self):
+            raise ValueError("knapsack: no choice of options is within the limit")
+        cost, value = int(self.cost[index]), float(self.value[index])
+        options = []
+        at = index % len(self)
+        for parents, chosen in reversed(self.steps):
+            options.append(int(chosen[at]))
+            at = int(parents[at])
+        return Solution(tuple(reversed(options)), cost, value)
+
+
+def _not_beaten(order: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """Of totals in order of their cost, those with a lower value than all before them."""
+    if not len(order):
+        return order
+    values = value[order]
+    before = np.concatenate([[np.inf], np.minimum.accumulate(values)[:-1]])
+    # The first stays even if its value is infinite.
+    better = values < before
+    better[0] = True
+    return order[better]
+
+
+def _best_of_intervals(order: np.ndarray, cost: np.ndarray, states: int) -> np.ndarray:
+    """The last total, whose value is the least, of each of `states` equal intervals of the costs."""
+    costs = cost[order]
+    low, high = int(costs[0]), int(costs[-1])
+    interval = (costs - low) // max(1, -(-(high - low + 1) // states))
+    last = np.append(interval[1:] != interval[:-1], True)
+    return order[last]
+
+
+CURVE_POINTS = 200
+"""Points of the curve of size and quality that are kept."""
+
+HELD_OUT = 4
+"""One of so many batches is held out for `refine`, if none are given."""
+
+
+@outside_graphs("allocate runs the model: call it before the compiled function")
+def allocate(
+    model: nn.Module,
+    candidates: Candidates,
+    budget: str | int,
+    data: Iterable[Any] | Data | None = None,
+    *,
+    filter_fn: Filter | None = None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    mask: Callable[[Any], Tensor] | None = None,
+    gradients: bool = True,
+    loss: Loss | str | None = None,
+    rounding: Rounding | None = None,
+    refine: int = 0,
+    held_out: Iterable[Any] | None = None,
+    rows: int = 1,
+    seed: int = 0,
+) -> Allocation:
+    """Choose a recipe for each weight by what its error costs, within a budget.
+
+    The score of a weight under a candidate is 1/2 tr(G D H D^T): D is the error of the weight, H the second moment of
+    its inputs, and G the diagonal of that of the gradients of its outputs. For a model with logits their sum predicts
+    the Kullback-Leibler divergence of a row of outputs from those of the float model. The choice with the least sum
+    within the budget is found by dynamic programming. The model is not changed.
+
+    Args:
+        model: in floating point.
+        candidates: recipes for inference without data, for every `nn.Linear`; None among them leaves a weight in
+            floating point. Or an ordered mapping from names or regular expressions to such lists, as for `quantize_`.
+        budget: ``"3.5 bits"`` an element of the allocated weights, scales included; an integer or ``"1.2 GB"``, bytes
+            of the allocated weights; ``"1.2 GB model"``, bytes of all parameters and buffers; ``"12 ms a token"``, the
+            time of the products with the allocated weights, measured here.
+        data: batches of inputs of the model, as for `gptq`. Without them, scores are |D|^2 / (2 |W|^2).
+        filter_fn: (module, name) -> bool, as for `quantize_`.
+        forward: called as ``forward(model, batch)`` instead of the model.
+        mask: batch -> (sequences, tokens), 1 for tokens that count; by default the ``attention_mask`` of a mapping.
+        gradients: False for G = I / tr(W H W^T), relative errors of the outputs of layers, without a backward pass.
+        loss: ``"logits"`` for a model whose output is a tensor of logits; or (output, batch) -> sum of the losses of
+            independent samples. By default the cross entropy of labels sampled from the model where the output has
+            ``logits``, else the sum of the outputs with random signs.
+        rounding: how D is rounded; by default as the recipe does, to nearest. `gptq()` for weights to be rounded so.
+        refine: how many exchanges between weights are tried on `held_out` with the quantized model; those that bring
+            its outputs nearer (Kullback-Leibler divergence of logits, else 1 - cosine) are kept.
+        held_out: batches for `refine`; by default every fourth batch of `data`, which then is not used for scores.
+        rows: rows of the products that are timed; 1 is one token.
+        seed: of the sampled labels or signs.
+
+    Returns:
+        A mapping from names to recipes for `quantize_`; print it, or `save` it as a report with pictures.
+
+    Raises:
+        ValueError: the budget is less than the least possible, no candidate fits a weight, or there is no batch.
+        TypeError: a candidate is no recipe, or the budget none of the above.
+    """
+    check_model("allocate", model)
+    limit_of = Budget.of(budget)
+    if isinstance(loss, str) and loss != "logits":
+        raise ValueError(f'allocate: loss is "logits" or a function, got {loss!r}')
+    items = find_items(model, candidates, filter_fn, experts=not limit_of.is_time)
+    sizes = [[nbytes_under(candidate, item.matrix) for candidate in item.candidates] for item in items]
+    elements = sum(item.matrix.numel() for item in items)
+    rest = get_model_size_in_bytes(model) - sum(item.matrix.numel() * item.matrix.element_size() for item in items)
+    limit = limit_of.limit(elements, rest)
+    if not limit_of.is_time:
+        _check_limit(limit_of, limit, sizes, elements)
+    given = data if isinstance(data, Data) or data is None else Data(data, forward, mask)
+    for_scores, for_swaps = _split(given, refine, held_out)
+    scores = score_weights(items, model, for_scores, gradients=gradients, loss=loss, rounding=rounding, seed=seed)
+    costs: Sequence[Sequence[int]] = sizes
+    if limit_of.is_time:
+        costs = [[time * of.uses for time in times] for times, of in zip(measure(items, rows), scores)]
+        _check_limit(limit_of, limit, costs, elements)
+    values = [of.values for of in scores]
+    options = Frontier(costs, values, limit).solution().options
+    refined: dict[str, float] = {}
+    if for_swaps is not None:
+        divergence = Divergence(model, items, for_swaps, loss == "logits")
+        found = improve(divergence, options, costs, values, limit, refine)
+        options = found.options
+        refined = {name: value for name, value in found._asdict().items() if name != "options"}
+    measure_name = _measure(for_scores, gradients, loss)
+    timed = costs if limit_of.is_time else None
+    recipes: dict[str, Recipe | None] = {item.name: item.candidates[option] for item, option in zip(items, options)}
+    made = _rows(items, options, sizes, timed, scores)
+    return Allocation(made, limit_of.text, limit, rest, measure_name, _curve(costs, values), refined, recipes)
+
+
+def _check_limit(budget: Budget, limit: int, costs: Sequence[Sequence[int]], elements: int) -> None:
+    least = sum(map(min, costs))
+    if least <= limit:
+        return
+    need = f"{least:,} bytes, {8 * least / elements:.4g} bits an element, scales included"
+    if budget.is_time:
+        need = f"{least / 1e6:.4g} ms"
+    elif budget.of_model:
+        need += f"; the rest of the model leaves {limit:,} bytes for these weights"
+    raise ValueError(f"allocate: budget={budget.text!r} is less than the cheapest candidates take: {need}")
+
+
+def _split(data: Data | None, refine: int, held_out: Iterable[Any] | None) -> tuple[Data | None, Data | None]:
+    """The batches for scores, which can be read more than once, and those for swaps."""
+    if data is None:
+        if refine:
+            raise ValueError("allocate: refine is measured on data; give data=")
+        return None, None
+    batches = data.checked()
+    if not refine:
+        return Data(batches, data.forward, data.mask), None
+    if held_out is None:
+        if len(batches) < 2:
+            raise ValueError(
+                "allocate: refine is measured on batches that the scores are not from; give held_out=, or data of two "
+                "or more batches"
+            )
+        held = batches[HELD_OUT - 1 :: HELD_OUT] or batches[-1:]
+        kept = [batch for batch in batches if not any(batch is other for other in held)]
+        batches, held_out = kept, held
+    return Data(batches, data.forward, data.mask), Data(list(held_out), data.forward, data.mask)
+
+
+def _measure(data: Data | None, gradients: bool, loss: Loss | str | None) -> str:
+    """What a score stands for, in words."""
+    if data is None:
+        return "relative squared error"
+    if not gradients:
+        return "relative squared error of outputs of layers"
+    return "loss of a row of outputs" if callable(loss) else "divergence of a row of outputs"
+
+
+def _rows(
+    items: Sequence[Item],
+    options: Sequence[int],
+    sizes: Sequence[Sequence[int]],
+    times: Sequence[Sequence[int]] | None,
+    scores: Sequence[Scores],
+) -> tuple[Row, ...]:
+    return tuple(
+        Row(
+            item.name,
+            tuple(slot.name for slot in item.target.slots if slot is not item.target.asked),
+            tuple(item.parameter.shape),
+            item.matrix.numel(),
+            tuple(map(candidate_name, item.candidates)),
+            tuple(sizes[index]),
+            tuple(scores[index].values),
+            options[index],
+            scores[index].tokens,
+            () if times is None else tuple(times[index]),
+            item.unfit,
+        )
+        for index, item in enumerate(items)
+    )
+
+
+def _curve(costs: Sequence[Sequence[int]], values: Sequence[Sequence[float]]) -> tuple[tuple[int, float], ...]:
+    """The best sum of scores for budgets between the least and the largest."""
+    frontier = Frontier(costs, values, states=2048)
+    step = max(1, len(frontier) // CURVE_POINTS)
+    picked = [*range(0, len(frontier) - 1, step), len(frontier) - 1]
+    return tuple((int(frontier.cost[index]), float(frontier.value[index])) for index in picked)

@@ -1,0 +1,366 @@
+"""Scores: by how much the outputs of the model change when a weight takes a recipe, predicted weight by weight.
+
+    score = 1/2 tr(G D H D^T),    D = W - Q,  H = E[x x^T],  G diagonal
+
+with the inputs x of the weight, and G_n the sum of the squared gradients of output n over all rows (see
+`statistics.output_gradients`), divided by the number of rows of the model's output: the expected divergence of a row.
+Without gradients G = I / tr(W H W^T), so that the score is half the relative error of the outputs of the layer: errors
+of layers whose outputs differ in size cannot be compared otherwise. Without data it is |D|^2 / (2 |W|^2).
+
+One H is kept at a time: weights are scored in the order in which the model runs, by the engine of `blockwise`.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics as middle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...dtypes import QuantizedTensor
+from ...primitives import QuantSpec
+from ...recipes.base import WeightRecipe
+from ..captures import Key
+from ..data import Data, eval_mode
+from ..engine import Wanted, quantize_in_order
+from ..output_gradients import OutputGradients, without_parameter_gradients
+from ..rounding import Grid, Rounding
+from ..rounding import loss as quadratic
+from ..statistics import SecondMoment, Statistic, Statistics
+from .items import Item
+
+# --------------------------------------------------------------------------------------------------
+# The error that quantizing the inputs of a weight causes: E[e e^T], e = x - quantized x, as a statistic.
+#
+# With an error D = W - Q of the weight, the output W x becomes Q (x - e), so its error is D x + Q e, whose second
+# moment is d_n H d_n^T + q_n E[e e^T] q_n^T for output n, with x and e taken as uncorrelated.
+
+
+def activation_error(recipe: WeightRecipe) -> type[SecondMoment] | None:
+    """The statistic of a recipe that quantizes activations, one class for each way; None if it does not."""
+    spec = recipe.linear_spec()
+    if spec.activation is None:
+        return None
+    scale = recipe.act_scale(torch.device("cpu")) if spec.static else None
+    return _statistic(spec.activation, None if scale is None else float(scale))
+
+
+@functools.cache
+def _statistic(spec: QuantSpec, scale: float | None) -> type[SecondMoment]:
+    class ActivationError(SecondMoment):
+        """E[e e^T], (K, K), of the errors of inputs that are quantized by one spec."""
+
+        def of(self, rows: Tensor) -> Tensor:
+            return super().of(rows - _quantized(rows, spec, scale))
+
+    return ActivationError
+
+
+def _quantized(rows: Tensor, spec: QuantSpec, scale: float | None) -> Tensor:
+    if scale is None:
+        return spec.fake_quantize(rows)
+    scales = torch.full(spec.scale_shape(rows.shape), scale, device=rows.device, dtype=torch.float32)
+    return spec.dequantize(spec.quantize(rows, scales, None), scales, None)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a model's outputs say: losses whose gradients measure how sensitive the outputs are, and divergences.
+#
+# Outputs with logits are distributions: the loss is the cross entropy of labels sampled from them, and the divergence
+# the Kullback-Leibler one. For other outputs y the loss is sum(r * y) with random signs r, whose gradients' second
+# moment is that of |dy|^2 / 2, and the divergence is 1 - cosine of rows.
+
+
+Loss = Callable[[Any, Any], Tensor]
+"""(output of the model, batch) -> the sum of the losses of independent samples, a scalar."""
+
+
+class Rows(NamedTuple):
+    """Outputs (M, C) of the tokens that count, and whether they are logits."""
+
+    values: Tensor
+    are_logits: bool
+
+    @classmethod
+    def of(cls, output: Any, mask: Tensor | None, logits: bool = False) -> Rows:
+        """The rows of a model's output.
+
+        Args:
+            output: a tensor, or what holds one: `logits` if there are any, else its first tensor in floating point.
+            mask: of the tokens that count, if it has the first axes of the output.
+            logits: take them for logits, whatever they are called.
+
+        Raises:
+            TypeError: there is no tensor in floating point.
+        """
+        values, named = _logits_of(output), True
+        if values is None:
+            values, named = _first_tensor(output), False
+        if values is None:
+            raise TypeError(
+                f"allocate: takes a model whose output holds a tensor in floating point, this one gave a "
+                f"{type(output).__name__}; give forward=, which returns one"
+            )
+        if values.dim() == 0:
+            values = values.reshape(1, 1)
+        if mask is not None and mask.shape == values.shape[:-1]:
+            values = values[mask.to(values.device)]
+        return cls(values.reshape(-1, values.shape[-1]), named or logits)
+
+    def sampled_loss(self, generator: torch.Generator) -> Tensor:
+        """The sum over all rows of the loss of a random sample."""
+        values = self.values.float()
+        if not self.are_logits:
+            signs = torch.randint(0, 2, values.shape, generator=generator, device="cpu").to(values) * 2 - 1
+            return (signs * values).sum()
+        with torch.no_grad():
+            cumulated = values.softmax(-1).cumsum(-1)
+            uniform = torch.rand(len(values), 1, generator=generator, dtype=torch.float32, device="cpu").to(values)
+            labels = (cumulated < uniform * cumulated[:, -1:]).sum(-1).clamp(max=values.shape[-1] - 1)
+        return functional.cross_entropy(values, labels, reduction="sum")
+
+    def divergence(self, other: Rows) -> Tensor:
+        """KL(self, other), or 1 - cosine, of each row, (M,)."""
+        mine, others = self.values.float(), other.values.float().to(self.values.device)
+        if not self.are_logits:
+            return 1 - functional.cosine_similarity(mine, others, dim=-1)
+        log_p, log_q = mine.log_softmax(-1), others.log_softmax(-1)
+        return functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+
+
+def _logits_of(output: Any) -> Tensor | None:
+    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    return found if isinstance(found, Tensor) and found.is_floating_point() else None
+
+
+def _first_tensor(output: Any) -> Tensor | None:
+    if isinstance(output, Tensor):
+        return output if output.is_floating_point() else None
+    parts: Sequence[Any] = ()
+    if isinstance(output, Mapping):
+        parts = list(output.values())
+    elif isinstance(output, tuple | list):
+        parts = output
+    return next((found for part in parts if (found := _first_tensor(part)) is not None), None)
+
+
+@dataclass
+class Scores:
+    """The scores of one weight.
+
+    Attributes:
+        values: of each candidate.
+        tokens: rows of inputs that were seen; 0 for a weight that the data does not use.
+        uses: products with the weight in a batch.
+    """
+
+    values: list[float]
+    tokens: int = 0
+    uses: int = 1
+
+
+def score_weights(
+    items: Sequence[Item],
+    model: nn.Module,
+    data: Data | None,
+    *,
+    gradients: bool = True,
+    loss: Loss | str | None = None,
+    rounding: Rounding | None = None,
+    seed: int = 0,
+) -> list[Scores]:
+    """The scores of all items; those that no batch uses count as sensitive as the median of the others.
+
+    Args:
+        data: batches that can be read more than once; None for scores of the weights alone.
+    """
+    if data is None:
+        return [Scores([error / 2 for error in _relative_errors(item)]) for item in items]
+    seen = _watch_outputs(items, model, data, gradients, loss, seed)
+    wanted = []
+    for item in items:
+        slots = [(slot.module, slot.attribute) for slot in item.target.slots]
+        kinds: dict[type[Statistic], None] = {SecondMoment: None}
+        for candidate in item.candidates:
+            if candidate is not None and (kind := activation_error(candidate)) is not None:
+                kinds[kind] = None
+        make = partial(_scored, item, seen, rounding)
+        transposed = item.target.kind.is_transposed
+        wanted.append(Wanted(item.parameter, slots, list(kinds), make, transposed=transposed))
+    made = quantize_in_order(model, wanted, data)
+    found = [made[item.parameter][1] for item in items]
+    _fill_unseen(items, found)
+    return found
+
+
+@dataclass
+class Seen:
+    """What was seen of the outputs; `rows` is the number of rows of the model's output, 0 without gradients."""
+
+    recorder: OutputGradients
+    rows: int
+    batches: int
+
+    def importance(self, item: Item, expert: int | None, outputs: int, share: float) -> Tensor:
+        """G of one matrix, (N,); `share` of the rows of the weight are those of this expert."""
+        key: Key = (id(item.parameter), expert)
+        if not self.rows:
+            return torch.full((outputs,), share, dtype=torch.float32, device="cpu")
+        found = self.recorder.squares.get(key)
+        return torch.zeros(outputs, dtype=torch.float32, device="cpu") if found is None else found / self.rows
+
+
+def _watch_outputs(
+    items: Sequence[Item], model: nn.Module, data: Data, gradients: bool, loss: Loss | str | None, seed: int
+) -> Seen:
+    """Run the model on all batches, forward and, for gradients, backward."""
+    transposed = {id(item.parameter) for item in items if item.target.kind.is_transposed}
+    recorder = OutputGradients([item.parameter for item in items], transposed)
+    generator = torch.Generator().manual_seed(seed)
+    rows, batches = 0, 0
+    with eval_mode(model), without_parameter_gradients(model), torch.set_grad_enabled(gradients):
+        for batches, batch in enumerate(data.batches, 1):  # noqa: B007
+            with recorder:
+                output = data.call(model, batch)
+            if not gradients:
+                continue
+            of_batch = Rows.of(output, data.mask_of(batch), loss == "logits")
+            value = loss(output, batch) if callable(loss) else of_batch.sampled_loss(generator)
+            if value.requires_grad:
+                value.backward()
+            rows += len(of_batch.values)
+    return Seen(recorder, rows, batches)
+
+
+def _scored(
+    item: Item, seen: Seen, rounding: Rounding | None, found: Statistics | Mapping[int, Statistics]
+) -> tuple[Tensor, Scores]:
+    """The float weight, which stays, and its scores."""
+    weight = item.parameter.detach()
+    of_matrices = _by_matrix(item, found)
+    tokens = [int(moment.rows) for of_one in of_matrices.values() if (moment := _moment(of_one)) is not None]
+    values = [_score(item, candidate, of_matrices, seen, rounding) for candidate in item.candidates]
+    counted, rows = _table_rows(item, seen)
+    if counted is not None:
+        for index, candidate in enumerate(item.candidates):
+            values[index] += _table_score(item, candidate, seen, counted)
+    uses = seen.recorder.uses.get(id(item.parameter), 0) / max(1, seen.batches)
+    return weight, Scores(values, sum(tokens) + rows, max(1, round(uses)))
+
+
+def _by_matrix(item: Item, found: Any) -> dict[int | None, Statistics]:
+    """The statistics of each matrix of the weight that got inputs."""
+    if item.matrix.dim() == 2:
+        return {None: found} if _moment(found) is not None else {}
+    return {expert: of_one for expert, of_one in found.items() if isinstance(of_one, dict) and _moment(of_one)}
+
+
+def _moment(found: Statistics) -> SecondMoment | None:
+    moment = found.get(SecondMoment)
+    return moment if isinstance(moment, SecondMoment) and moment.rows else None
+
+
+@torch.no_grad()
+def _score(
+    item: Item,
+    candidate: WeightRecipe | None,
+    of_matrices: Mapping[int | None, Statistics],
+    seen: Seen,
+    rounding: Rounding | None,
+) -> float:
+    if candidate is None or not of_matrices:
+        return 0.0
+    weight, kind = item.matrix, activation_error(candidate)
+    whole = None if rounding is not None else _nearest(candidate, weight)
+    total = sum(of_one[SecondMoment].rows for of_one in of_matrices.values())
+    score = size = 0.0
+    for expert, statistics in of_matrices.items():
+        matrix = (weight if expert is None else weight[expert]).float()
+        seen_moment = statistics[SecondMoment]
+        moment = seen_moment.mean.to(matrix.device)  # type: ignore[attr-defined]
+        if whole is None:
+            quantized = _rounded(candidate, matrix, weight.dtype, moment, rounding)
+        else:
+            quantized = whole if expert is None else whole[expert]
+        importance = seen.importance(item, expert, len(matrix), seen_moment.rows / total).to(matrix.device)
+        errors = quadratic(matrix - quantized, moment)
+        if kind is not None:
+            errors = errors + quadratic(quantized, statistics[kind].mean.to(matrix.device))  # type: ignore[attr-defined]
+        score += float((importance * errors).sum()) / 2
+        size += float((importance * quadratic(matrix, moment)).sum())
+    return score if seen.rows else score / (size or 1.0)
+
+
+def _nearest(candidate: WeightRecipe, weight: Tensor) -> Tensor:
+    made: Any = candidate.apply(weight)
+    return made.dequantize(torch.float32) if isinstance(made, QuantizedTensor) else made.float()
+
+
+def _rounded(
+    candidate: WeightRecipe, matrix: Tensor, dtype: torch.dtype, moment: Tensor, rounding: Rounding | None
+) -> Tensor:
+    assert rounding is not None
+    if candidate.prunes:
+        raise ValueError(
+            f"allocate: {candidate} prunes weights, which rounding={rounding} does not; leave out rounding"
+        )
+    grid = Grid.of(matrix, candidate.linear_spec().weight, dtype, moment.diagonal())
+    rounding.round(matrix, moment, grid)
+    return grid.values()
+
+
+def _table_rows(item: Item, seen: Seen) -> tuple[Tensor | None, int]:
+    """How often each row of an embedding table was looked up, and the sum."""
+    counts = seen.recorder.frequencies.get(id(item.parameter))
+    return counts, 0 if counts is None else int(counts.sum())
+
+
+@torch.no_grad()
+def _table_score(item: Item, candidate: WeightRecipe | None, seen: Seen, counts: Tensor) -> float:
+    """1/2 sum_v f_v sum_n G_n d_vn^2 of an embedding, whose inputs are rows of the identity of frequencies f."""
+    if candidate is None:
+        return 0.0
+    weight = item.matrix.float()
+    errors = (weight - _nearest(candidate, item.matrix)).square()
+    frequencies = (counts / counts.sum()).to(weight.device)
+    importance = torch.ones(weight.shape[1], device=weight.device, dtype=torch.float32)
+    if seen.rows:
+        squares = seen.recorder.tables.get(id(item.parameter))
+        importance = importance * 0 if squares is None else squares.to(weight.device) / seen.rows
+    size = 1.0 if seen.rows else float(frequencies @ weight.square() @ importance) or 1.0
+    return float(frequencies @ errors @ importance) / 2 / size
+
+
+@torch.no_grad()
+def _relative_errors(item: Item) -> list[float]:
+    """|W - Q|^2 / |W|^2 of each candidate."""
+    weight = item.matrix.float()
+    size = float(weight.square().sum()) or 1.0
+    return [
+        0.0 if candidate is None else float((weight - _nearest(candidate, item.matrix)).square().sum()) / size
+        for candidate in item.candidates
+    ]
+
+
+def _fill_unseen(items: Sequence[Item], found: Sequence[Scores]) -> None:
+    """Give weights that no batch uses the median sensitivity, score by relative error, of the others."""
+    if all(scores.tokens for scores in found):
+        return
+    errors = [_relative_errors(item) for item in items]
+    ratios = [
+        value / error
+        for scores, of_item in zip(found, errors)
+        if scores.tokens
+        for value, error in zip(scores.values, of_item)
+        if error
+    ]
+    typical = middle.median(ratios) if ratios else 0.5
+    for scores, of_item in zip(found, errors):
+        if not scores.tokens:
+            scores.values = [typical * error for error in of_item]

@@ -1,0 +1,269 @@
+"""Uses: which weights are multiplied by which inputs, as a model runs.
+
+A function mode sees the products that torch offers, whoever calls them: linear layers, convolutions, bare parameters,
+experts one by one or all at once. A weight is recognized by its memory, so a view of it (an expert, the transpose, some
+rows) is a use of it too; a copy (a cast, `contiguous()`) is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..dtypes.products import inlined
+from ..kernels.conv import input_rows, prepare_conv
+
+Key = tuple[int, "int | None"]
+"""(id of a parameter, index of the matrix of a weight (E, N, K), or None)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One product of an input with a weight.
+
+    Attributes:
+        weight: the parameter.
+        expert: index into a weight (E, N, K) of which only one matrix is used; None for a whole matrix (N, K).
+        input: the tensor that the caller gave; weights of one input share statistics.
+        rows: the inputs as rows (M, K), in pieces.
+        transposed: the sum runs over another axis than such products do: the last but one of a weight (N, K), or the
+            last of one that is stored as (K, N).
+    """
+
+    weight: Tensor
+    expert: int | None
+    input: Tensor
+    rows: Callable[[], Iterable[Tensor]]
+    transposed: bool = False
+
+    @property
+    def key(self) -> Key:
+        """What of which weight is used."""
+        return id(self.weight), self.expert
+
+    def unpadded(self, mask: Tensor | None) -> Iterator[Tensor]:
+        """The rows, without those of padded tokens where they are those of the mask; an expert has rows of its own."""
+        for rows in self.rows():
+            yield rows if self.expert is not None else without_padding(rows, mask)
+
+
+def without_padding(rows: Tensor, mask: Tensor | None) -> Tensor:
+    """The rows of tokens that count; all of them if they are not those of the mask."""
+    if mask is None or len(rows) != mask.numel():
+        return rows
+    return rows[mask.reshape(-1).to(rows.device)]
+
+
+_MOVES = [0]
+
+
+def memory_has_moved() -> None:
+    """Tell the recorders that parameters have other memory than before."""
+    _MOVES[0] += 1
+
+
+class UseRecorder(TorchFunctionMode):
+    """Call `seen` with each `Use` of one of `weights`.
+
+    Args:
+        weights: the parameters. A quantized one has no memory of its own, so views of it are not recognized.
+        transposed: ids of the parameters that are stored as (K, N): products sum over their last axis but one.
+        added: called as ``added(weight, residual)`` where the output of a product is added to another tensor of its
+            shape, as at the end of a residual branch.
+    """
+
+    def __init__(
+        self,
+        weights: Iterable[Tensor],
+        seen: Callable[[Use], None],
+        added: Callable[[Tensor, Tensor], None] | None = None,
+        transposed: Container[int] = (),
+    ) -> None:
+        super().__init__()
+        self.transposed = transposed
+        self.weights = list(weights)
+        self.seen = seen
+        self.added = added
+        self.outputs: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.count = 0
+        self._find()
+
+    def _find(self) -> None:
+        self.owners = {_key(weight): weight for weight in self.weights}
+        self.moves = _MOVES[0]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in INLINED:
+            with self:
+                return INLINED[func](*args, **kwargs)
+        output = None
+        for use in self.uses_in(func, args, kwargs):
+            self.count += 1
+            output = (self.count, use.weight) if use.expert is None and not use.transposed else None
+            self.seen(use)
+        if self.added is None:
+            return func(*args, **kwargs)
+        if func in ADDITIONS and len(args) == 2 and not kwargs:
+            self._add(*args)
+        result = func(*args, **kwargs)
+        if func in SAME_VALUES and args and isinstance(args[0], Tensor):
+            output = self.outputs.get(args[0])
+        if output is not None and isinstance(result, Tensor):
+            self.outputs[result] = output
+        return result
+
+    def uses_in(self, func: Any, args: Any, kwargs: Any) -> Iterator[Use]:
+        """The uses of weights in a call of a torch function."""
+        product = PRODUCTS.get(func)
+        for use in product(self.owner, *args, **kwargs) if product is not None else ():
+            stored_so = id(use.weight) in self.transposed
+            yield replace(use, transposed=not use.transposed) if stored_so else use
+
+    def _add(self, a: Any, b: Any) -> None:
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and self.added is not None:
+            products = [(self.outputs[x], y) for x, y in ((a, b), (b, a)) if x in self.outputs]
+            if products:
+                # Of two products, the later one: the other one is quantized before.
+                (_, weight), residual = max(products, key=lambda product: product[0][0])
+                self.added(weight, residual)
+
+    def owner(self, tensor: Any) -> Tensor | None:
+        """The parameter that `tensor` is, or is a view of."""
+        if self.moves != _MOVES[0]:
+            self._find()
+        return self.owners.get(_key(tensor)) if isinstance(tensor, Tensor) and tensor.numel() else None
+
+
+def _key(tensor: Tensor) -> tuple[str, int]:
+    """What a tensor shares with its views, or is alone in having where it has no memory."""
+    has_memory = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+    return ("memory", tensor.untyped_storage().data_ptr()) if has_memory else ("object", id(tensor))
+
+
+Owner = Callable[[Any], "Tensor | None"]
+
+
+def _matrix_uses(weight: Tensor, view: Tensor, input: Tensor, batched: bool) -> Iterator[Use]:
+    """Uses of `view` (N, K), or (E, N, K) with inputs (E, M, K) where `batched`, of a parameter."""
+    transposed = min(weight.shape[-2:]) > 1 and view.stride(-1) != weight.stride(-1)
+    size = weight.shape[-2] * weight.shape[-1]
+    first = (view.storage_offset() - weight.storage_offset()) // size if weight.dim() == 3 else None
+    matrices = enumerate(input) if batched else [(0, input)]
+    for index, rows in matrices:
+        expert = None if first is None else first + index
+        rows = rows.detach()
+        yield Use(weight, expert, input, lambda rows=rows: [rows.reshape(-1, rows.shape[-1])], transposed)  # type: ignore[misc]
+
+
+def _linear(owner: Owner, input: Tensor, weight: Tensor, bias: Any = None) -> Iterator[Use]:
+    parameter = owner(weight)
+    if parameter is not None:
+        yield from _matrix_uses(parameter, weight, input, False)
+
+
+def _matmul(owner: Owner, a: Tensor, b: Tensor, **_: Any) -> Iterator[Use]:
+    of_a, of_b = owner(a), owner(b)
+    if of_b is not None and b.dim() >= 2:
+        batched = b.dim() == 3
+        if not batched or a.dim() == 3:
+            yield from _matrix_uses(of_b, b.transpose(-1, -2), a, batched)
+    elif of_a is not None and a.dim() >= 2 and b.dim() >= 2:
+        batched = a.dim() == 3
+        if not batched or b.dim() == 3:
+            yield from _matrix_uses(of_a, a, b.transpose(-1, -2), batched)
+
+
+def _addmm(owner: Owner, bias: Tensor, a: Tensor, b: Tensor, **_: Any) -> Iterator[Use]:
+    yield from _matmul(owner, a, b)
+
+
+def _grouped_mm(owner: Owner, a: Tensor, b: Tensor, offs: Tensor | None = None, **_: Any) -> Iterator[Use]:
+    parameter = owner(b)
+    if parameter is None or offs is None or b.dim() != 3 or a.dim() != 2:
+        return
+    start = 0
+    for expert, stop in enumerate(offs.tolist()):
+        for use in _matrix_uses(parameter, b[expert].transpose(-1, -2), a[start:stop], False):
+            yield Use(parameter, use.expert, a, use.rows, use.transposed)
+        start = stop
+
+
+def _einsum(owner: Owner, equation: Any, *operands: Any) -> Iterator[Use]:
+    """Of two operands whose product sums over one of the last two axes of a parameter of two or three axes."""
+    operands = tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
+    terms, arrow, result = str(equation).replace(" ", "").partition("->")
+    names = terms.split(",")
+    if len(operands) != 2 or len(names) != 2 or not arrow or "." in terms:
+        return
+    for weight, input, of_weight, of_input in (
+        (operands[1], operands[0], names[1], names[0]),
+        (operands[0], operands[1], names[0], names[1]),
+    ):
+        parameter = owner(weight)
+        contracted = [letter for letter in of_weight if letter in of_input and letter not in result]
+        batch = "".join(letter for letter in of_weight if letter in of_input and letter in result)
+        if parameter is None or len(contracted) != 1 or len(of_weight) not in (2, 3):
+            continue
+        position = of_weight.index(contracted[0]) - len(of_weight)
+        if position == -3 or batch != of_weight[: len(of_weight) - 2]:
+            return
+        view = weight if position == -1 else weight.transpose(-1, -2)
+        rest = [letter for letter in of_input if letter not in batch and letter != contracted[0]]
+        rows = input.permute([of_input.index(letter) for letter in [*batch, *rest, *contracted]])
+        rows = rows.reshape(*(rows.shape[:1] if batch else ()), -1, rows.shape[-1])
+        yield from _matrix_uses(parameter, view, rows, bool(batch))
+        return
+
+
+def _conv(ndim: int) -> Callable[..., Iterator[Use]]:
+    def uses(
+        owner: Owner,
+        input: Tensor,
+        weight: Tensor,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Iterator[Use]:
+        parameter = owner(weight)
+        if parameter is None:
+            return
+        batched = input if input.dim() == ndim + 2 else input.unsqueeze(0)
+        prepared = prepare_conv(ndim, batched.detach(), weight.shape, stride, padding, dilation, groups, f"conv{ndim}d")
+        yield Use(parameter, None, input, lambda: input_rows(*prepared))
+
+    return uses
+
+
+PRODUCTS: dict[Any, Callable[..., Iterator[Use]]] = {
+    functional.linear: _linear,
+    functional.conv1d: _conv(1),
+    functional.conv2d: _conv(2),
+    functional.conv3d: _conv(3),
+    **dict.fromkeys((torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm), _matmul),
+    Tensor.__matmul__: _matmul,
+    torch.einsum: _einsum,
+    **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), _addmm),
+    **dict.fromkeys(
+        (f for f in (getattr(torch, "_grouped_mm", None), getattr(functional, "grouped_mm", None)) if f), _grouped_mm
+    ),
+}
+"""torch function -> (owner, *its arguments) -> the uses of weights in a call of it."""
+
+INLINED = {functional.multi_head_attention_forward: inlined(functional.multi_head_attention_forward)}
+"""Functions of torch in Python -> a copy whose products are seen one by one."""
+
+ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, Tensor.__iadd__}
+"""torch functions (a, b) -> a + b."""
+
+SAME_VALUES = {functional.dropout, torch.dropout, Tensor.view, Tensor.reshape, Tensor.to, Tensor.contiguous}
+"""torch functions of which the result has, in eval mode, the elements of the first argument in the same order."""

@@ -1,0 +1,155 @@
+"""Calibration data, and running a model on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .captures import Use, UseRecorder
+from .statistics import Statistic, Statistics
+
+Forward = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """Batches of inputs of a model, and how to call it with one.
+
+    Attributes:
+        batches: a mapping is passed as keyword arguments, a tuple or list as arguments, others as the only argument.
+        forward: called as ``forward(model, batch)`` instead of the model.
+        mask: batch -> (sequences, tokens), true or 1 for tokens that count; by default the ``attention_mask`` of a
+            mapping.
+    """
+
+    batches: Iterable[Any]
+    forward: Forward | None = None
+    mask: Callable[[Any], Tensor] | None = None
+
+    def call(self, model: nn.Module, batch: Any) -> Any:
+        """Run `model` on one batch."""
+        if self.forward is not None:
+            return self.forward(model, batch)
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        if isinstance(batch, tuple | list):
+            return model(*batch)
+        return model(batch)
+
+    def mask_of(self, batch: Any) -> Tensor | None:
+        """The tokens that count, bool, or None if all do."""
+        mask = self.mask(batch) if self.mask is not None else None
+        if self.mask is None and isinstance(batch, Mapping):
+            mask = batch.get("attention_mask")
+        return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+    def checked(self) -> list[Any]:
+        """All batches.
+
+        Raises:
+            ValueError: there is no batch.
+        """
+        batches = list(self.batches)
+        if not batches:
+            raise ValueError("calibrate: there is no batch; calibration needs at least one batch")
+        return batches
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """In eval mode and without the caches of generation; afterwards each module has its own mode again."""
+    training = [(module, module.training) for module in model.modules()]
+    # The decoder of an encoder-decoder model has a configuration of its own.
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    caching = {id(config): config for config in configs if getattr(config, "use_cache", None) is True}.values()
+    for config in caching:
+        config.use_cache = False
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training:
+            module.training = mode
+        for config in caching:
+            config.use_cache = True
+
+
+@torch.no_grad()
+def run_batches(model: nn.Module, data: Data, after_each: Callable[[], None] | None = None) -> int:
+    """Run `model` in eval mode, without gradients, on each batch; then restore the mode of each module.
+
+    Args:
+        after_each: called after each batch.
+
+    Returns:
+        The number of batches.
+
+    Raises:
+        ValueError: there is no batch.
+    """
+    count = 0
+    with eval_mode(model):
+        for count, batch in enumerate(data.batches, 1):  # noqa: B007
+            data.call(model, batch)
+            if after_each is not None:
+                after_each()
+    if not count:
+        raise ValueError("calibrate: there is no batch; calibration needs at least one batch")
+    return count
+
+
+# --------------------------------------------------------------------------------------------------
+# collect: run a model on batches and pass the inputs of its weights to the requested statistics.
+#
+# A layer that is shared or called in a loop gets the inputs of all calls (see `uses`).
+
+
+def collect(
+    model: nn.Module,
+    data: Data,
+    wanted: Mapping[Tensor, Sequence[type[Statistic]]],
+    transposed: Collection[int] = (),
+) -> dict[Tensor, Statistics]:
+    """Statistics of the inputs of weights, over all batches.
+
+    Args:
+        model: run in eval mode, without gradients; it is not changed.
+        data: the batches, and how to call the model.
+        wanted: the statistics to collect for each parameter of `model`.
+        transposed: ids of the parameters that are stored as (K, N), with inputs of size K.
+
+    Returns:
+        For each parameter, its statistics by class.
+
+    Raises:
+        ValueError: there is no batch, or no `F.linear` and no convolution with one of the weights ran.
+    """
+    found: dict[Tensor, Statistics] = {p: {kind: kind() for kind in kinds} for p, kinds in wanted.items()}
+
+    def seen(use: Use) -> None:
+        if use.expert is not None or use.transposed:
+            return
+        for rows in use.rows():
+            for statistic in found[use.weight].values():
+                statistic.update(rows)
+
+    def end_batch() -> None:
+        for statistics in found.values():
+            for statistic in statistics.values():
+                statistic.end_batch()
+
+    with UseRecorder(found, seen, transposed=transposed):
+        run_batches(model, data, end_batch)
+    unseen = {p for p, statistics in found.items() if any(not s.rows for s in statistics.values())}
+    if unseen:
+        names = [name for name, p in model.named_parameters() if p in unseen]
+        raise ValueError(
+            f"calibration: no input of {', '.join(names)} was seen; only those of F.linear and convolutions are. Use a "
+            "recipe that needs no data for these weights"
+        )
+    return found

@@ -1,0 +1,242 @@
+"""Progress: what is left of a calibration that was interrupted.
+
+    <folder>/journal.json                  fingerprint, and what was made in the units that are done
+    <folder>/unit-00003.safetensors        the new weights of a unit, in the own format
+    <folder>/quantized-00003.safetensors   outputs of a block of the model as quantized so far, and of the float model
+    <folder>/float-00003.safetensors       (both: the float stream is never computed anew from quantized blocks)
+    <folder>/lock                          held by the process that calibrates
+
+The journal is replaced when what it describes is on disk. Everything else in the folder is overwritten or removed by
+whoever continues, so a process may die at any moment. What is damaged, or was made by somebody else, is found by
+checksums and by its form, and all is begun anew.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from ...checkpoint.part_file import (
+    JOURNAL,
+    Damaged,
+    clear_folder,
+    lock,
+    own_folder,
+    read_journal,
+    say_anew,
+    write_journal,
+)
+from ...checkpoint.save import save_quantized
+from ...checkpoint.sources import QtorchSource, Source
+from .streams import InMemory, Kept, OnDisk
+
+M = TypeVar("M")
+R = TypeVar("R")
+
+VERSION = 2
+
+_LOCK = "lock"
+_OURS = re.compile(r"lock|journal\.(json|new)|\.?(unit|quantized|float)-\d{5}[-.].*")
+
+
+class Progress(Generic[M]):
+    """Progress that is lost with the process.
+
+    Attributes:
+        done: number of units that are done.
+    """
+
+    done: int = 0
+
+    def __enter__(self) -> Progress[M]:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def run(self, work: Callable[[], R]) -> R:
+        """``work()``, once more from the start where what an earlier process left turns out to be damaged."""
+        return work()
+
+    def stream(self, name: str) -> Kept:
+        """Where the stream of this name keeps its outputs."""
+        return InMemory()
+
+    def load(self, unit: int) -> Mapping[str, M]:
+        """What was made in a unit that is done, by the name of the weight.
+
+        Raises:
+            Damaged: it cannot be read.
+        """
+        raise NotImplementedError
+
+    def finish(self, unit: int, units: int, made: Mapping[str, M]) -> Mapping[str, M]:
+        """Take note that a unit, of `units`, is done; returns what was made of it, as `load` would."""
+        return made
+
+
+class Resumable(Progress[M]):
+    """Progress in a folder; a context manager that holds its lock.
+
+    Args:
+        folder: made if there is none; its parent exists.
+        fingerprint: part (weights, data, ...) -> text that differs if that part does.
+        encode: what was made -> (the weight, JSON data).
+        decode: the inverse.
+        anew: begin anew, instead of an error, if the folder holds the progress of something else.
+
+    Attributes:
+        complete: all units are done.
+
+    Raises:
+        FileNotFoundError: there is no folder for `folder`.
+        BlockingIOError: another process uses the folder.
+        ValueError: the folder holds the progress of something else.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: Mapping[str, str],
+        encode: Callable[[M], tuple[Tensor, Any]],
+        decode: Callable[[Tensor, Any], M],
+        *,
+        anew: bool = False,
+    ) -> None:
+        self.anew = anew
+        self.folder, self.fingerprint = folder, {**fingerprint, "version of qtorch": _version()}
+        self.encode, self.decode = encode, decode
+        self._sources: dict[int, QtorchSource] = {}
+        if not folder.absolute().parent.is_dir():
+            raise FileNotFoundError(f"resume: there is no folder {folder.absolute().parent}")
+        own_folder(folder)
+        self._lock = lock(folder / _LOCK, folder)
+        try:
+            if others := sorted(path.name for path in folder.iterdir() if not _OURS.fullmatch(path.name)):
+                raise ValueError(f"resume: {folder} holds other files ({', '.join(others[:4])}); name a new folder")
+            try:
+                self.rows = self._read()
+            except Damaged as error:
+                self._clear(error)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> Resumable[M]:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for source in self._sources.values():
+            source.close()
+        self._sources = {}
+        os.close(self._lock)
+
+    def run(self, work: Callable[[], R]) -> R:
+        try:
+            return work()
+        except Damaged as error:
+            self._clear(error)
+            return work()
+
+    def _clear(self, error: Damaged) -> None:
+        """Begin anew."""
+        say_anew(self.folder, error)
+        for source in self._sources.values():
+            source.close()
+        self._sources = {}
+        clear_folder(self.folder, keep=_LOCK)
+        self.rows, self.complete = [], False
+
+    @property
+    def done(self) -> int:  # type: ignore[override]
+        return len(self.rows)
+
+    @property
+    def _journal(self) -> Path:
+        return self.folder / JOURNAL
+
+    def _read(self) -> list[dict[str, Any]]:
+        self.complete = False
+        journal = read_journal(self._journal)
+        if journal is None:
+            return []
+        theirs = journal.get("fingerprint")
+        theirs = theirs if isinstance(theirs, dict) else {}
+        if self.anew and (journal.get("version") != VERSION or theirs != self.fingerprint):
+            clear_folder(self.folder, keep=_LOCK)
+            return []
+        if journal.get("version") != VERSION or theirs != self.fingerprint:
+            differs = [part for part, text in self.fingerprint.items() if theirs.get(part) != text] or ["format"]
+            raise ValueError(
+                f"resume: {self.folder} holds a calibration that differs in its {' and '.join(differs)}; give what it "
+                "was begun with, name a new folder, or remove this one to start anew"
+            )
+        rows, complete = journal.get("units"), journal.get("complete")
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or type(complete) is not bool:
+            raise Damaged(f"{self._journal}: it has no rows of units")
+        self.complete = complete
+        return rows
+
+    def stream(self, name: str) -> Kept:
+        return OnDisk(self.folder, name)
+
+    def made(self, name: str) -> M:
+        """What was made of one weight.
+
+        Raises:
+            Damaged: it is not there.
+        """
+        unit = next((index for index, rows in enumerate(self.rows) if name in rows), None)
+        if unit is None:
+            raise Damaged(f"{self._journal}: it has no row of {name}")
+        try:
+            if unit not in self._sources:
+                self._sources[unit] = QtorchSource.open(self._path(unit), verify=True, mmap=False)
+            return self._decoded(self._sources[unit], unit, name)
+        except (OSError, ValueError) as error:
+            raise Damaged(str(error)) from error
+
+    def _decoded(self, source: Source, unit: int, name: str) -> M:
+        if name not in source.names - source.aliases.keys():
+            raise ValueError(f"{source.path}: it has no {name}")
+        return self.decode(source.tensor(name), self.rows[unit][name])
+
+    def _path(self, unit: int) -> Path:
+        return self.folder / f"unit-{unit:05d}.safetensors"
+
+    def load(self, unit: int) -> dict[str, M]:
+        rows = self.rows[unit]
+        if not rows:
+            return {}
+        try:
+            with QtorchSource.open(self._path(unit), verify=True, mmap=False) as source:
+                return {name: self._decoded(source, unit, name) for name in rows}
+        except (OSError, ValueError) as error:
+            raise Damaged(str(error)) from error
+
+    def finish(self, unit: int, units: int, made: Mapping[str, M]) -> dict[str, M]:
+        encoded = {name: self.encode(value) for name, value in made.items()}
+        if encoded:
+            save_quantized({name: weight for name, (weight, _) in encoded.items()}, self._path(unit))
+        rows = [*self.rows, {name: row for name, (_, row) in encoded.items()}]
+        self.complete = len(rows) == units
+        write_journal(
+            self._journal,
+            {"version": VERSION, "fingerprint": self.fingerprint, "complete": self.complete, "units": rows},
+        )
+        self.rows = rows
+        # As a process that continues would have it, whatever the form of what was made.
+        return self.load(unit)
+
+
+def _version() -> str:
+    try:
+        return version("qtorch")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,387 @@
+"""Streams: the inputs of one block after the other, of each batch, in the float model and in the quantized one.
+
+The model's own forward gives them: blocks that are done return the outputs that were kept of them, and the block whose
+inputs are wanted records its arguments and ends the run. So whatever a model does between its blocks (positions, masks,
+norms, a decoder that reads an encoder) happens as it always does.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten, treespec_dumps, treespec_loads
+
+from ...checkpoint.part_file import Damaged, PartFile
+from ...checkpoint.tensor_file import NAMES, TensorFile, checksum
+from ...primitives.files import parse_json
+
+# --------------------------------------------------------------------------------------------------
+# Kept: where a stream keeps the outputs of its blocks, of each batch: in memory, or in files that outlive the process.
+#
+# An output is any structure of tensors that `torch.utils._pytree` knows. Its tensors are kept contiguous, so that
+# products with them give the same bits wherever they were kept.
+
+
+_OUTPUTS = "outputs"
+"""Metadata key of a file: the structures of the outputs."""
+
+_CHECKSUMS = "crc32"
+"""Metadata key of a file: JSON text, the checksum of `_OUTPUTS`, and (name, checksum) of each tensor."""
+
+_ROOM = 1 << 16
+"""Bytes for the header of a file; if it takes more, the file is copied once."""
+
+
+class Kept(ABC):
+    """The outputs of blocks, by the index of the block.
+
+    Attributes:
+        in_memory: reading takes no time.
+    """
+
+    in_memory = False
+
+    @abstractmethod
+    def write(self, block: int, outputs: Iterable[Any]) -> None:
+        """Keep the outputs of a block, in the order of the batches."""
+
+    @abstractmethod
+    def read(self, block: int, batch: int) -> Any:
+        """The output of a block in one batch."""
+
+    @abstractmethod
+    def has(self, block: int) -> bool:
+        """Whether the outputs of a block are kept."""
+
+    @abstractmethod
+    def drop(self, block: int) -> None:
+        """Keep the outputs of a block no longer."""
+
+
+class InMemory(Kept):
+    """Outputs in memory."""
+
+    in_memory = True
+
+    def __init__(self) -> None:
+        self.outputs: dict[int, list[Any]] = {}
+
+    def write(self, block: int, outputs: Iterable[Any]) -> None:
+        self.outputs[block] = [tree_map(_contiguous, output) for output in outputs]
+
+    def read(self, block: int, batch: int) -> Any:
+        return self.outputs[block][batch]
+
+    def has(self, block: int) -> bool:
+        return block in self.outputs
+
+    def drop(self, block: int) -> None:
+        self.outputs.pop(block, None)
+
+
+class OnDisk(Kept):
+    """Outputs in a file for each block; one batch at a time is in memory.
+
+    Args:
+        folder: of the files.
+        name: begins their names.
+
+    Raises:
+        ValueError: an output has something in it that a file cannot hold.
+        Damaged: a file is not what was written.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        self._open: dict[int, tuple[TensorFile, dict[str, int], Any]] = {}
+
+    def path(self, block: int) -> Path:
+        """The file of a block."""
+        return self.folder / f"{self.name}-{block:05d}.safetensors"
+
+    def write(self, block: int, outputs: Iterable[Any]) -> None:
+        self.drop(block)
+        file = PartFile(self.path(block), _ROOM)
+        specs: dict[str, int] = {}
+        batches: list[Any] = []
+        try:
+            for batch, output in enumerate(outputs):
+                leaves, spec = tree_flatten(output)
+                kept = []
+                for index, leaf in enumerate(leaves):
+                    if isinstance(leaf, Tensor):
+                        file.write(f"{batch}.{index}", _storable(leaf))
+                        kept.append([str(leaf.device)])
+                    else:
+                        kept.append(_plain(leaf))
+                batches.append([specs.setdefault(treespec_dumps(spec), len(specs)), kept])
+            text = json.dumps({"specs": list(specs), "batches": batches})
+            file.finish({_OUTPUTS: text, _CHECKSUMS: json.dumps([crc32(text.encode()), *_crcs(file)])})
+        finally:
+            file.close()
+
+    def read(self, block: int, batch: int) -> Any:
+        try:
+            if block not in self._open:
+                self._open[block] = _opened(self.path(block))
+            file, crcs, batches = self._open[block]
+            spec, kept = batches[batch]
+            names = [f"{batch}.{index}" for index in range(len(kept))]
+            leaves = [
+                _read(file, crcs, name).to(leaf[0]) if isinstance(leaf, list) else leaf
+                for name, leaf in zip(names, kept, strict=True)
+            ]
+            return tree_unflatten(leaves, spec)
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
+            raise Damaged(f"{self.path(block)}: {error}") from error
+
+    def has(self, block: int) -> bool:
+        return self.path(block).exists()
+
+    def drop(self, block: int) -> None:
+        if block in self._open:
+            self._open.pop(block)[0].close()
+        self.path(block).unlink(missing_ok=True)
+
+
+def _crcs(file: PartFile) -> list[Any]:
+    return [[tensor.name, tensor.crc32] for tensor in file.written]
+
+
+def _opened(path: Path) -> tuple[TensorFile, dict[str, int], Any]:
+    """(file, checksums of its tensors, structure of the output of each batch).
+
+    Raises:
+        ValueError, TypeError, LookupError: it is not what was written.
+    """
+    file = TensorFile(path)
+    text = file.metadata[_OUTPUTS]
+    crc, *crcs = parse_json(file.metadata[_CHECKSUMS])
+    if crc != crc32(text.encode()):
+        raise ValueError("its structures do not match their checksum")
+    described = parse_json(text)
+    for leaf in [leaf for _, kept in described["batches"] for leaf in kept if isinstance(leaf, list)]:
+        try:
+            torch.device(*leaf)
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
+    specs = [_spec(text) for text in described["specs"]]
+    return file, dict(crcs), [(specs[spec], kept) for spec, kept in described["batches"]]
+
+
+def _spec(text: str) -> Any:
+    """`treespec_loads` for text of others: an enumeration in it would be imported, from any module."""
+    left = [parse_json(text)]
+    while left:
+        node = left.pop()
+        if isinstance(node, dict) and "__enum__" in node:
+            raise ValueError("its structures have an enumeration")
+        if isinstance(node, dict) and isinstance(node.get("context"), str):
+            left.append(parse_json(node["context"]))
+        left += node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return treespec_loads(text)
+
+
+def _read(file: TensorFile, crcs: dict[str, int], name: str) -> Tensor:
+    tensor = file.read(name)
+    if checksum(tensor) != crcs[name]:
+        raise ValueError(f"{name} does not match its checksum")
+    return tensor
+
+
+def _contiguous(value: Any) -> Any:
+    return value.detach().contiguous() if isinstance(value, Tensor) else value
+
+
+def _storable(tensor: Tensor) -> Tensor:
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.dtype not in NAMES:
+        raise ValueError(
+            f"a block returns a {type(tensor).__name__} of {tensor.dtype}, which cannot be kept on disk; calibrate "
+            "without resume="
+        )
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(
+        f"a block returns a {type(value).__name__}, which cannot be kept on disk; calibrate without resume=, or let "
+        "the model return tensors only (for models of transformers: use_cache=False)"
+    )
+
+
+class StopForward(Exception):
+    """Ends a forward whose rest is not needed."""
+
+
+class Call(NamedTuple):
+    """The arguments of a block."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+Run = Callable[[int], Any]
+"""Runs the model on the batch of this index."""
+
+
+@contextmanager
+def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Call these functions in place of the `forward` of modules."""
+    for module, function in forwards.items():
+        vars(module)["forward"] = function
+    try:
+        yield
+    finally:
+        for module in forwards:
+            vars(module).pop("forward", None)
+
+
+class Stream:
+    """One of the two models as it runs block by block.
+
+    Args:
+        run: runs the model.
+        blocks: in the order in which they run.
+        count: number of batches.
+        keep: the blocks whose outputs later parts of the model need, beside those of the block before.
+        kept: where outputs are kept.
+    """
+
+    def __init__(
+        self, run: Run, blocks: Sequence[nn.Module], count: int, keep: Sequence[nn.Module], kept: Kept | None = None
+    ) -> None:
+        self.run = run
+        self.blocks = list(blocks)
+        self.count = count
+        self.keep = set(keep)
+        self.kept = InMemory() if kept is None else kept
+        self.done = 0
+
+    def calls(self, block: nn.Module) -> Sequence[Call]:
+        """The arguments of `block`, of each batch; computed when they are asked for if outputs are not in memory."""
+        calls = _Calls(self, block)
+        return list(calls) if self.kept.in_memory else calls
+
+    def call(self, block: nn.Module, batch: int) -> Call:
+        """The arguments of `block` in one batch."""
+        found: list[Call] = []
+
+        def record(*args: Any, **kwargs: Any) -> None:
+            found.append(Call(*tree_map(_copied, (args, kwargs))))
+            raise StopForward
+
+        with replaced_forwards({**self._returning(batch), block: record}), suppress(StopForward):
+            self.run(batch)
+        return found[0]
+
+    def finish(self, block: nn.Module, calls: Iterable[Call]) -> None:
+        """Run `block` on all batches and keep its outputs; blocks are finished in their order."""
+        self.skip(block, (block(*call.args, **call.kwargs) for call in calls))
+
+    def skip(self, block: nn.Module, outputs: Iterable[Any] | None = None) -> None:
+        """Take these outputs, or those that are kept, for those of `block`."""
+        assert block is self.blocks[self.done]
+        if outputs is not None:
+            self.kept.write(self.done, outputs)
+        self.done += 1
+
+    def forget(self) -> None:
+        """Drop the outputs that nothing needs any more."""
+        for index, block in enumerate(self.blocks[: max(0, self.done - 1)]):
+            if block not in self.keep:
+                self.kept.drop(index)
+
+    def clear(self) -> None:
+        """Drop all outputs."""
+        for index in range(len(self.blocks)):
+            self.kept.drop(index)
+
+    def run_rest(self, batch: int) -> None:
+        """Run the model on one batch with the outputs of the blocks that are done."""
+        with replaced_forwards(self._returning(batch)):
+            self.run(batch)
+
+    def _returning(self, batch: int) -> dict[nn.Module, Callable[..., Any]]:
+        """Forwards of the blocks that are done: a block whose outputs were not kept returns those of the next."""
+        read: dict[int, Any] = {}
+
+        def output(index: int) -> Any:
+            if index not in read:
+                read[index] = self.kept.read(index, batch)
+            return tree_map(_copied, read[index])
+
+        forwards: dict[nn.Module, Callable[..., Any]] = {}
+        source = self.done - 1
+        for index in reversed(range(self.done)):
+            if self.kept.has(index):
+                source = index
+            forwards[self.blocks[index]] = lambda *args, _source=source, **kwargs: output(_source)
+        return forwards
+
+
+class _Calls(Sequence[Call]):
+    """The arguments of a block, computed when they are asked for."""
+
+    def __init__(self, stream: Stream, block: nn.Module) -> None:
+        self.stream, self.block = stream, block
+
+    def __len__(self) -> int:
+        return self.stream.count
+
+    def __getitem__(self, batch: Any) -> Any:
+        if not 0 <= batch < len(self):
+            raise IndexError(batch)
+        return self.stream.call(self.block, batch)
+
+
+def needed_outputs(model: nn.Module, run: Run, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The blocks whose outputs have to be kept: none if each block depends on the one before only, or else all.
+
+    It is found by experiment on the first batch: the inputs of each block with and without the outputs of all others.
+    """
+    lasts = _lasts(model, blocks)
+    every, few = Stream(run, blocks, 1, blocks), Stream(run, blocks, 1, lasts)
+    for block in blocks:
+        calls = every.calls(block)
+        try:
+            same = _equal(calls[0], few.call(block, 0))
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError):
+            same = False  # outputs of another block do not even fit
+        if not same:
+            return list(blocks)
+        outputs = [block(*calls[0].args, **calls[0].kwargs)]
+        every.skip(block, outputs)
+        few.skip(block, outputs)
+        few.forget()
+    return lasts
+
+
+def _lasts(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The last blocks of their lists: the last layer of an encoder, for example."""
+    parents = {id(child): parent for parent in model.modules() for child in parent.children()}
+    return [a for a, b in zip(blocks, [*blocks[1:], model]) if parents.get(id(a)) is not parents.get(id(b))]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    of_a, of_b = tree_flatten(a)[0], tree_flatten(b)[0]
+    if len(of_a) != len(of_b):
+        return False
+    return all(
+        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else type(x) is type(y)
+        for x, y in zip(of_a, of_b)
+    )
+
+
+def _copied(value: Any) -> Any:
+    """A detached tensor of its own memory, since blocks may write into their inputs; other values as they are."""
+    return value.detach().clone() if isinstance(value, Tensor) else value

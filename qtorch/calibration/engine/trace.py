@@ -1,0 +1,177 @@
+"""Trace: one run of a model that finds its blocks, and in which order its weights are used.
+
+A block is a module that a forward calls once, such as a layer of a transformer: the blocks of a model are the members
+of its outermost lists of modules. What follows the last block, or stands before the first, belongs to no block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..captures import Use, UseRecorder
+
+CONTAINERS = (nn.ModuleList, nn.Sequential)
+"""In the order in which they are searched for blocks."""
+
+
+@dataclass
+class Stage:
+    """Weights that are quantized together, because they have the same inputs.
+
+    Attributes:
+        weights: the parameters.
+        once: each of them is used once in a forward, as a whole.
+        adds: it is one weight, and its output is added to a residual.
+    """
+
+    weights: list[Tensor]
+    once: bool = True
+    adds: bool = False
+
+
+@dataclass
+class Unit:
+    """A part of the model that is calibrated at a time: a block, or what is outside of the blocks (None)."""
+
+    block: nn.Module | None
+    stages: list[Stage] = field(default_factory=list)
+
+
+@torch.no_grad()
+def trace(
+    model: nn.Module,
+    run: Callable[[], Any],
+    weights: Sequence[Tensor],
+    blocks: Sequence[nn.Module] | None = None,
+    transposed: Container[int] = (),
+) -> list[Unit]:
+    """The units of a model in the order in which they run.
+
+    Args:
+        run: runs the model on one batch.
+        weights: the parameters to be quantized.
+        blocks: the blocks; by default they are found.
+        transposed: ids of the weights that are stored as (K, N).
+    """
+    calls = _Calls(model)
+    uses: list[tuple[int, Use]] = []
+    added: list[int] = []
+    recorder = UseRecorder(
+        weights, lambda use: uses.append((calls.count, use)), lambda weight, _: added.append(id(weight)), transposed
+    )
+    with calls, recorder:
+        run()
+    if blocks is None:
+        blocks = _find_blocks(model, calls, weights)
+    else:
+        blocks = sorted(blocks, key=lambda block: calls.begun[block][0])
+    units = [Unit(None), *map(Unit, blocks), Unit(None)]
+    for unit in units[1:-1]:
+        assert unit.block is not None
+        inside = {id(parameter) for parameter in unit.block.parameters()}
+        mine = [weight for weight in weights if id(weight) in inside]
+        unit.stages = _stages(mine, [use for _, use in uses])
+    in_blocks = {id(weight) for unit in units for stage in unit.stages for weight in stage.weights}
+    first = min((calls.begun[block][0] for block in blocks), default=calls.count + 1)
+    begun: dict[int, int] = {}
+    for at, use in uses:
+        begun.setdefault(id(use.weight), at)
+    outside = [weight for weight in weights if id(weight) not in in_blocks]
+    early = [weight for weight in outside if begun.get(id(weight), first) < first]
+    units[0].stages = _stages(early, [use for _, use in uses])
+    late = [weight for weight in outside if not any(weight is other for other in early)]
+    units[-1].stages = _stages(late, [use for _, use in uses])
+    for stage in (stage for unit in units for stage in unit.stages):
+        stage.adds = stage.once and len(stage.weights) == 1 and added.count(id(stage.weights[0])) == 1
+    return [unit for unit in units if unit.stages or unit.block is not None]
+
+
+def _stages(weights: Sequence[Tensor], uses: Iterable[Use]) -> list[Stage]:
+    """Stages of these weights in the order of their first use; weights that were not used are the last stage."""
+    wanted = {id(weight) for weight in weights}
+    stages: dict[int, Stage] = {}
+    of_weight: dict[int, Stage] = {}
+    for use in uses:
+        key = id(use.weight)
+        if key not in wanted:
+            continue
+        if key in of_weight:
+            of_weight[key].once = False
+            continue
+        alone = use.expert is not None
+        stage = stages.setdefault(key if alone else id(use.input), Stage([]))
+        stage.weights.append(use.weight)
+        stage.once = stage.once and not alone
+        of_weight[key] = stage
+    unused = [weight for weight in weights if id(weight) not in of_weight]
+    return [*stages.values(), *([Stage(unused, False)] if unused else [])]
+
+
+class _Calls:
+    """When each module was called, as a context manager."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.count = 0
+        self.begun: dict[nn.Module, list[int]] = {}
+        self.handles: list[Any] = []
+
+    def __enter__(self) -> _Calls:
+        for module in self.model.modules():
+            self.handles.append(module.register_forward_pre_hook(self._called))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _called(self, module: nn.Module, args: Any) -> None:
+        self.count += 1
+        self.begun.setdefault(module, []).append(self.count)
+
+    def once(self, module: nn.Module) -> bool:
+        return len(self.begun.get(module, ())) == 1
+
+
+def _find_blocks(model: nn.Module, calls: _Calls, weights: Sequence[Tensor]) -> list[nn.Module]:
+    """The members of the outermost containers whose members are all called once and hold weights.
+
+    A weight that is also used elsewhere, such as a shared layer, keeps its container from being blocks.
+    """
+    wanted = {id(weight) for weight in weights}
+    for kind in CONTAINERS:
+        found: list[nn.Module] = []
+        for container in _outermost(model, kind, calls):
+            found += [member for member in container if any(id(p) in wanted for p in member.parameters())]
+        holders: dict[int, int] = {}
+        for block in found:
+            for parameter in {id(p) for p in block.parameters()} & wanted:
+                holders[parameter] = holders.get(parameter, 0) + 1
+        if len(found) >= 2 and all(count == 1 for count in holders.values()):
+            return sorted(found, key=lambda block: calls.begun[block][0])
+    return []
+
+
+def candidates(model: nn.Module) -> list[nn.Module]:
+    """The modules that are blocks if a run shows that each of them is called once."""
+    for kind in CONTAINERS:
+        if found := [member for container in _outermost(model, kind) for member in container]:
+            return found
+    return []
+
+
+def _outermost(module: nn.Module, kind: type[nn.Module], calls: _Calls | None = None) -> list[Any]:
+    found: list[Any] = []
+    for child in module.children():
+        members = list(child.children())
+        fits = calls is None or all(calls.once(member) for member in members)
+        if isinstance(child, kind) and len(members) >= 2 and fits:
+            found.append(child)
+        else:
+            found += _outermost(child, kind, calls)
+    return found

@@ -1,0 +1,313 @@
+"""smooth: move the size of input channels with outliers into the weights (SmoothQuant).
+
+    s_k = max|x_k|^a / max|w_k|^(1 - a),    x_k / s_k,    w_k s_k
+
+The division is folded into what makes the input: a norm, or the layer before. a is searched for each fold.
+
+Source: SmoothQuant, arXiv 2211.10438, equation 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ...model.report import TransformReport
+from ...primitives.jsonable import jsonable
+from ...recipes.base import WeightRecipe
+from ..rounding import Grid
+from .base import Transform
+from .folds import Fold
+from .inputs import TOKENS, WeightInputs, collect_inputs
+from .work import Work, find_wrong
+
+# --------------------------------------------------------------------------------------------------
+# Search: scales of a fold that lessen the error of the weights it divides, from candidates and the identity.
+#
+# The error is that of the outputs of the layers, with weights rounded to nearest and inputs quantized as the recipe
+# says:
+#
+#     sum over weights |Q(x t) Q(W / t)^T - x W^T|^2 / |x W^T|^2
+#
+# A result is never worse than the identity by this measure.
+
+
+@dataclass(eq=False)
+class Consumer:
+    """A matrix that a fold divides, with its inputs.
+
+    Attributes:
+        weight: (N, K), or (K, N) where it is `transposed`.
+        channels: (K,), the scale of each input channel, from 1; 0 for none.
+        inputs: of the matrix, without any scale.
+        recipe: by which the matrix will be quantized.
+    """
+
+    weight: Tensor
+    channels: Tensor
+    transposed: bool
+    inputs: WeightInputs
+    recipe: WeightRecipe
+
+    def error(self, scales: Tensor) -> float:
+        """The relative error of the output with inputs multiplied by these scales (n,), and the weight divided."""
+        rows = self.rows
+        by = torch.cat([scales.new_ones(1), scales]).to(rows)[self.channels.to(rows.device)]
+        divided = self._by_rows(self.weight).to(rows.dtype) / by
+        rounded = Grid.of(divided, self.recipe.linear_spec().weight, self.weight.dtype).values().to(rows.dtype)
+        got = self._quantized(rows * by) @ rounded.t()
+        return float((got - self.wanted).square().sum() / self.energy)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """Some inputs, (M, K)."""
+        return self.inputs.rows
+
+    @cached_property
+    def wanted(self) -> Tensor:
+        """The outputs for `rows`, (M, N)."""
+        return self.rows @ self._by_rows(self.weight.to(self.rows.dtype)).t()
+
+    @cached_property
+    def energy(self) -> Tensor:
+        return self.wanted.square().sum().clamp(min=torch.finfo(torch.float32).tiny)
+
+    def _by_rows(self, weight: Tensor) -> Tensor:
+        return weight.t() if self.transposed else weight
+
+    def _quantized(self, rows: Tensor) -> Tensor:
+        linear = self.recipe.linear_spec()
+        spec = linear.activation
+        if spec is None:
+            return rows
+        given = self.recipe.act_scale(rows.device) if linear.static else None
+        scale, zero_point = (given, None) if given is not None else spec.choose_qparams(rows)
+        return spec.dequantize(spec.quantize(rows, scale, zero_point), scale, zero_point).to(rows.dtype)
+
+    def magnitude(self) -> Tensor:
+        """(K,), max |w| of each column."""
+        return self._by_rows(self.weight).detach().abs().amax(0).float()
+
+    def relative_magnitude(self) -> Tensor:
+        """(K,), mean over rows of |w| / max |w| of its group, as AWQ measures weights."""
+        weight = self._by_rows(self.weight).detach().abs().float()
+        size = self.recipe.linear_spec().weight.block_size(weight.shape)[-1]
+        groups = weight.unflatten(1, (-1, size))
+        return (groups / groups.amax(-1, keepdim=True).clamp(min=1e-12)).flatten(1).mean(0)
+
+
+@dataclass(eq=False)
+class Group:
+    """A fold, and the matrices that it divides."""
+
+    fold: Fold
+    consumers: Sequence[Consumer]
+
+    def error(self, scales: Tensor) -> float:
+        """The mean relative error."""
+        return sum(consumer.error(scales) for consumer in self.consumers) / len(self.consumers)
+
+    def of_scales(self, of: Callable[[Consumer], Tensor], reduce: str) -> Tensor:
+        """(n,): a value of each input channel, reduced ("amax", "mean") over the channels that a scale multiplies."""
+        values = torch.cat([of(consumer).cpu() for consumer in self.consumers])
+        channels = torch.cat([consumer.channels.long() for consumer in self.consumers])
+        found = values.new_zeros(self.fold.scales + 1)
+        return found.scatter_reduce(0, channels, values, reduce, include_self=False)[1:]
+
+    def normalized(self, scales: Tensor) -> Tensor:
+        """Scales divided by sqrt(max * min) of those that are free; 1 where they are not finite, or not free."""
+        good = self.fold.free & scales.isfinite() & (scales > 0)
+        if not bool(good.any()):
+            return torch.ones_like(scales)
+        used = scales[good]
+        return torch.where(good, scales / (used.max() * used.min()).sqrt(), torch.ones_like(scales))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Scales of a fold, and in words how they were chosen."""
+
+    words: str
+    scales: Tensor
+
+
+def search_scales(
+    work: Work, transform: str, candidates: Callable[[Group], Iterable[Candidate]], tokens: int
+) -> list[TransformReport]:
+    """Scale each fold of a model by the best of its candidates, and report each of them."""
+    folds = work.folds
+    reports = [
+        TransformReport(transform, item.name, "not done", item.reason, item.consumers)
+        for item in work.refusals
+        if not set(item.consumers).isdisjoint(work.recipes)
+    ]
+    message = "the outputs of the model change with these scales"
+    wrong = [TransformReport(transform, fold.name, "reverted", message, tuple(fold.consumers)) for fold in work.wrong]
+    wanted = {name: work.parameters[name] for fold in folds for name in fold.consumers if name in work.recipes}
+    inputs = collect_inputs(work.model, work.data, work.batches, wanted.values(), tokens)
+    by_name: dict[tuple[str, int | None], WeightInputs] = {}
+    names = {id(parameter): name for name, parameter in wanted.items()}
+    for (parameter, expert), found in inputs.items():
+        by_name[names[parameter], expert] = found
+    before = {name: work.parameters[name] for fold in folds for name in fold.labels}
+    chosen: dict[str, tuple[Fold, Tensor]] = {}
+    done: dict[str, TransformReport] = {}
+    for fold in folds:
+        group = Group(fold, _consumers(work, fold, by_name))
+        if not group.consumers:
+            done[fold.name] = TransformReport(transform, fold.name, "not done", "not used by the data")
+            continue
+        scales, report = _best(transform, group, candidates(group))
+        done[fold.name] = report
+        if scales is not None:
+            work.parameters.replace(fold.values(work.parameters, scales))
+            chosen[fold.name] = fold, scales
+            for consumer in group.consumers:
+                by = torch.cat([scales.new_ones(1), scales])[consumer.channels]
+                _rescale(consumer.inputs, by)
+    for name in _reverted(work, before, chosen):
+        done[name] = TransformReport(transform, name, "reverted", message, done[name].consumers)
+    return [*reports, *wrong, *done.values()]
+
+
+def _best(transform: str, group: Group, candidates: Iterable[Candidate]) -> tuple[Tensor | None, TransformReport]:
+    identity = torch.ones(group.fold.scales, dtype=torch.float32, device="cpu")
+    unchanged = group.error(identity)
+    best, words, lowest = None, "", unchanged
+    for candidate in candidates:
+        error = group.error(candidate.scales)
+        if error < lowest:
+            best, words, lowest = candidate.scales, candidate.words, error
+    consumers = tuple(group.fold.consumers)
+    if best is None:
+        detail = "no scales lessen the error"
+        return None, TransformReport(transform, group.fold.name, "unchanged", detail, consumers, unchanged, unchanged)
+    return best, TransformReport(transform, group.fold.name, "scaled", words, consumers, unchanged, lowest)
+
+
+def _consumers(work: Work, fold: Fold, inputs: Mapping[tuple[str, int | None], WeightInputs]) -> list[Consumer]:
+    found = []
+    for name, labels in fold.consumers.items():
+        if name not in work.recipes:
+            continue
+        weight = work.parameters[name].detach()
+        transposed = labels.shape[-1] == 1
+        channels = labels.abs().flatten()
+        for (owner, expert), given in inputs.items():
+            if owner == name and labels.numel() == max(labels.shape) and given.parts:
+                matrix = weight if expert is None else weight[expert]
+                found.append(Consumer(matrix, channels, transposed, given, work.recipes[name]))
+    return found
+
+
+def _rescale(inputs: WeightInputs, by: Tensor) -> None:
+    """The inputs that the weight has from now on."""
+    inputs.largest, inputs.total = inputs.largest * by.to(inputs.largest), inputs.total * by.to(inputs.total)
+    inputs.parts = [part * by.to(part) for part in inputs.parts]
+
+
+def _reverted(work: Work, before: Mapping[str, nn.Parameter], chosen: dict[str, tuple[Fold, Tensor]]) -> list[str]:
+    """Undo the folds that change the outputs of the model, which rounding to its dtype can do."""
+
+    def differ(names: Sequence[str]) -> bool:
+        work.parameters.put(before)
+        for name in names:
+            fold, scales = chosen[name]
+            work.parameters.replace(fold.values(work.parameters, scales))
+        return not work.difference() <= work.tolerance(list(before))
+
+    if not chosen or work.difference() <= work.tolerance(list(before)):
+        return []
+    wrong = find_wrong(list(chosen), differ)
+    if differ([name for name in chosen if name not in wrong]):
+        wrong = list(chosen)
+        work.parameters.put(before)
+    return wrong
+
+
+@jsonable
+@dataclass(frozen=True, repr=False)
+class Smooth(Transform):
+    """SmoothQuant with a strength searched for each place on the error of the layers; the identity is tried, too.
+
+    Args:
+        alphas: the strengths to try, in [0, 1].
+        tokens: number of input rows that the search computes with.
+
+    Raises:
+        ValueError: a strength is not in [0, 1], or there is none.
+    """
+
+    alphas: tuple[float, ...] = tuple(step / 20 for step in range(2, 20))
+    tokens: int = TOKENS
+    name: ClassVar[str] = "smooth"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "alphas", tuple(self.alphas))
+        if not self.alphas or not all(0 <= alpha <= 1 for alpha in self.alphas):
+            raise ValueError(f"smooth: alphas are numbers in [0, 1], got {self.alphas}")
+
+    def apply(self, work: Work) -> list[TransformReport]:
+        return search_scales(work, self.name, self._candidates, self.tokens)
+
+    def _candidates(self, group: Group) -> Iterator[Candidate]:
+        x = group.of_scales(lambda consumer: consumer.inputs.largest, "amax")
+        w = group.of_scales(lambda consumer: consumer.magnitude(), "amax")
+        for alpha in self.alphas:
+            yield Candidate(f"alpha {alpha:g}", group.normalized(w ** (1 - alpha) / x**alpha))
+
+
+smooth = Smooth
+
+# --------------------------------------------------------------------------------------------------
+# awq: scale up the weights of input channels that are large on average, so that rounding hurts them less (AWQ).
+#
+#     s_k = E|x_k|^r    or    s_k = E|x_k|^r / w_k^(1 - r),    x_k / s_k,    w_k s_k
+#
+# with w_k the mean of |w| relative to the largest of its group. The division is folded into what makes the input: a
+# norm, or the layer before. r, and which of both forms, are searched for each fold.
+#
+# Source: AWQ, arXiv 2306.00978, section 3.2; the second form ("duo scaling") is that of its reference
+# implementation's successors. There r = 0 is not the identity, which is tried in any case.
+
+
+@jsonable
+@dataclass(frozen=True, repr=False)
+class Awq(Transform):
+    """AWQ's scales, searched for each place on the error of the layers; see `Clip` for the ranges of the weights.
+
+    Args:
+        ratios: number of exponents r to try, evenly spaced in [0, 1).
+        tokens: number of input rows that the search computes with.
+
+    Raises:
+        ValueError: `ratios` is not positive.
+    """
+
+    ratios: int = 20
+    tokens: int = TOKENS
+    name: ClassVar[str] = "awq"
+
+    def __post_init__(self) -> None:
+        if self.ratios < 1:
+            raise ValueError(f"awq: ratios is a positive number, got {self.ratios}")
+
+    def apply(self, work: Work) -> list[TransformReport]:
+        return search_scales(work, self.name, self._candidates, self.tokens)
+
+    def _candidates(self, group: Group) -> Iterator[Candidate]:
+        x = group.of_scales(lambda consumer: consumer.inputs.mean, "mean").clamp(min=1e-4)
+        w = group.of_scales(lambda consumer: consumer.relative_magnitude(), "mean").clamp(min=1e-4)
+        for step in range(self.ratios):
+            r = step / self.ratios
+            if step:  # r = 0 is the identity here
+                yield Candidate(f"r {r:g}", group.normalized(1 / x**r))
+            yield Candidate(f"r {r:g}, with weights", group.normalized(w ** (1 - r) / x**r))
+
+
+awq = Awq

@@ -1,0 +1,163 @@
+"""The part of `quantize_` that runs the model on data, for recipes that ask for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..model.install import all_or_nothing, restored
+from ..model.report import CalibrationEstimate, CalibrationReport, TransformReport
+from ..model.targets import Target
+from ..primitives.jsonable import construct
+from ..recipes.base import Calibrated, Recipe
+from .data import Data, collect
+from .engine import Resumable, Wanted, estimate, fingerprint, quantize_in_order
+from .statistics import Statistic, Statistics
+
+
+def statistics_of(model: nn.Module, targets: Sequence[Target[Recipe]]) -> dict[Tensor, Statistics]:
+    """The statistics that recipes request, from one run of the model for all recipes that share their data."""
+    wanted: dict[int, tuple[Data, dict[Tensor, Sequence[type[Statistic]]]]] = {}
+    for target in targets:
+        recipe = target.recipe
+        if recipe is not None and not recipe.in_order and (data := recipe.data) is not None:
+            wanted.setdefault(id(data.batches), (data, {}))[1][target.parameter] = recipe.statistics
+    found: dict[Tensor, Statistics] = {}
+    transposed = {id(target.parameter) for target in targets if target.kind.is_transposed}
+    for data, of_weights in wanted.values():
+        found.update(collect(model, data, of_weights, transposed))
+    return found
+
+
+def made_in_order(
+    model: nn.Module, targets: Sequence[Target[Recipe]], resume: str | os.PathLike[str] | None = None
+) -> dict[Tensor, Calibrated]:
+    """The weights of the recipes that quantize in the order of the model, made.
+
+    Args:
+        resume: folder for what is done already; see `quantize_`.
+
+    Raises:
+        ValueError: they do not share their data, or `resume` is given and there is no such recipe.
+    """
+    chosen = [target for target in targets if target.recipe is not None and target.recipe.in_order]
+    if not chosen:
+        if resume is not None:
+            raise ValueError(
+                "quantize_: resume= is for recipes that calibrate in the order of the model, such as "
+                "gptq(int4_weight_only(), batches); leave it out"
+            )
+        return {}
+    data = shared_data(chosen)
+    wanted = [wanted_of(target) for target in chosen]
+    if resume is None:
+        return quantize_in_order(model, wanted, data)
+    data = replace(data, batches=data.checked())
+    with progress_in(Path(resume), chosen, data, fingerprint.of_weights(model)) as progress:
+        return quantize_in_order(model, wanted, data, progress=progress)
+
+
+def estimate_of(model: nn.Module, targets: Sequence[Target[Recipe]]) -> CalibrationEstimate | None:
+    """What the recipes that quantize in the order of the model will take; None without such recipes."""
+    chosen = [target for target in targets if target.recipe is not None and target.recipe.in_order]
+    if not chosen:
+        return None
+    return estimate(model, [wanted_of(target) for target in chosen], shared_data(chosen))
+
+
+def shared_data(targets: Sequence[Target[Recipe]]) -> Data:
+    """The data of these targets.
+
+    Raises:
+        ValueError: not all have the same.
+    """
+    found = [target.recipe.data for target in targets if target.recipe is not None]
+    if found[0] is None or any(other is None or other.batches is not found[0].batches for other in found):
+        raise ValueError(
+            "quantize_: recipes that calibrate in the order of the model take the same data; the model is unchanged"
+        )
+    return found[0]
+
+
+def wanted_of(target: Target[Recipe]) -> Wanted[Calibrated]:
+    """What is to be made of a target."""
+    assert target.recipe is not None
+    slots = [(slot.module, slot.attribute) for slot in target.slots]
+    make = partial(target.recipe.make_in_order, target, target.parameter.detach())
+    transposed = target.kind.is_transposed
+    return Wanted(target.parameter, slots, target.recipe.statistics, make, target.recipe.learner, transposed)
+
+
+def progress_in(
+    folder: Path, targets: Sequence[Target[Recipe]], data: Data, weights: str, *, anew: bool = False
+) -> Resumable[Calibrated]:
+    """The progress of a calibration that is kept in `folder`.
+
+    Args:
+        weights: fingerprint of the weights.
+        anew: begin anew if the folder holds that of something else.
+
+    Raises:
+        ValueError: the folder holds that of something else.
+    """
+    recipes = {target.asked.name: str(target.recipe) for target in targets}
+    parts = {
+        "weights": weights,
+        "data": fingerprint.of_data(data),
+        "recipe": fingerprint.of_json(recipes),
+    }
+    return Resumable(folder, parts, _encoded, _decoded, anew=anew)
+
+
+def _encoded(made: Calibrated) -> tuple[Tensor, Any]:
+    return made.weight, asdict(made.report)
+
+
+def _decoded(weight: Tensor, row: Any) -> Calibrated:
+    if not isinstance(row, dict):
+        raise ValueError(f"{row!r:.80} is no report on a calibration")
+    return Calibrated(weight, construct(CalibrationReport, row))
+
+
+# --------------------------------------------------------------------------------------------------
+# transformed: a model with the float weights that the transforms of its recipes make, while it is quantized.
+
+
+@contextmanager
+def transformed(
+    model: nn.Module, targets: Sequence[Target[Recipe]], keep: bool
+) -> Iterator[tuple[TransformReport, ...]]:
+    """Apply the transforms of the recipes of `targets`, once for the whole model; `targets` get the new parameters.
+
+    An exception restores all modules; without `keep` they are restored in any case.
+
+    Raises:
+        ValueError: recipes have different transforms, or the same ones with different data.
+    """
+    recipes = [target.recipe for target in targets if target.recipe is not None and target.recipe.transforms]
+    if not recipes:
+        yield ()
+        return
+    first = recipes[0]
+    for other in recipes[1:]:
+        same_data = first.data is not None and other.data is not None and first.data.batches is other.data.batches
+        if tuple(other.transforms) != tuple(first.transforms) or not same_data:
+            raise ValueError(
+                "quantize_: transforms change the whole model: all recipes that have any take the same ones, and the "
+                "same data; the model is unchanged"
+            )
+    with (all_or_nothing if keep else restored)(model.modules()):
+        reports = first.transform(model, targets)
+        for target in targets:
+            for slot in target.slots:
+                parameter = slot.module._parameters[slot.attribute]
+                assert parameter is not None
+                slot.parameter = parameter
+        yield reports

@@ -1,0 +1,213 @@
+"""Blocks of other packages as ours, and the schemes of what is read.
+
+Elsewhere the last block of an axis may be shorter than the others, and blocks may run over the ends of rows. Here
+blocks divide an axis. So blocks are cut into equal parts that do, and each part gets a copy of the scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...primitives.affine import MappingType, ZeroPointDomain
+from ...primitives.codebooks import CodebookSpec
+from ...primitives.granularity import Granularity, PerGroup, PerRow
+from ...primitives.layouts import LAYOUTS, Layout, PackedLayout
+from ...primitives.layouts.packed import can_pack_bits
+from ...primitives.qdtype import QDType, qdtype
+from ...primitives.spec import LinearSpec, QuantSpec, Scheme
+from ..hf_folder import HFFolder
+
+SMALLEST_PART = 8
+"""With smaller parts, scales would take more memory than floats do."""
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Cut(NamedTuple):
+    """How blocks of `block` elements along an axis of `size` are cut into parts of `part`, which divide both."""
+
+    size: int
+    block: int
+    part: int
+
+    @classmethod
+    def of(cls, size: int, block: int, *, flattened: bool = False, smallest: int = SMALLEST_PART) -> Cut:
+        """The largest parts that divide the block and the axis.
+
+        Args:
+            flattened: blocks run over the flattened tensor, so that one may hold elements of several rows.
+
+        Raises:
+            ValueError: the parts are smaller than `smallest`, and than the axis.
+        """
+        part = math.gcd(size, block) if flattened or block < size else size
+        if part < min(smallest, size):
+            raise ValueError(
+                f"groups of {block} in rows of {size} end inside rows; equal groups would have {part} elements, and "
+                "their scales more bytes than the weight has in 16 bits: dequantize this weight, and quantize it anew"
+            )
+        return cls(size, block, part)
+
+    def copies(self, scale: Tensor, axis: int) -> Tensor:
+        """One element for each part, along `axis`, of a scale with one for each block."""
+        if self.part == self.block or scale.shape[axis] == 1:
+            return scale
+        return scale.repeat_interleave(self.block // self.part, axis).narrow(axis, 0, self.size // self.part)
+
+    @property
+    def granularity(self) -> Granularity:
+        """For the last axis, in blocks of one row."""
+        return PerRow() if self.part == self.size else PerGroup(self.part)
+
+
+def integer_spec(bits: int, granularity: Granularity, scale_dtype: torch.dtype) -> QuantSpec:
+    """Unsigned codes with zero points that are codes: w = (q - z) * s."""
+    return QuantSpec(qdtype(f"uint{bits}"), granularity, MappingType.ASYMMETRIC, scale_dtype=scale_dtype)
+
+
+def symmetric_spec(dtype: QDType | torch.dtype | str, granularity: Granularity, scale_dtype: torch.dtype) -> QuantSpec:
+    """Codes without zero points: w = q * s."""
+    none = ZeroPointDomain.NONE
+    return QuantSpec(qdtype(dtype), granularity, zero_point_domain=none, scale_dtype=scale_dtype)
+
+
+def layout_of(dtype: QDType) -> Layout:
+    """The layout of what is read: packed if that is smaller."""
+    return PackedLayout() if can_pack_bits(dtype) else LAYOUTS["plain"]()
+
+
+def weight_only(spec: QuantSpec | CodebookSpec, shape: Sequence[int], dtype: torch.dtype) -> Scheme:
+    """The scheme of a weight whose activations stay in floating point."""
+    return Scheme(LinearSpec(spec, layout=layout_of(spec.dtype)), tuple(shape), dtype)
+
+
+def check_stored(folder: HFFolder, name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | None]) -> None:
+    """Check a stored tensor by its header.
+
+    Args:
+        dtypes: allowed ones.
+        shape: None allows any size.
+
+    Raises:
+        ValueError: the tensor is missing, or differs; the message names the file and the tensor.
+    """
+    stored = folder.stored.get(name)
+    if stored is None:
+        raise ValueError(f"{folder.path}: {name} is missing")
+    fits = len(stored.shape) == len(shape) and all(w in (None, n) for n, w in zip(stored.shape, shape, strict=True))
+    if not fits or stored.dtype not in dtypes:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(
+            f"{folder.file_of(name)}: {name} has shape {stored.shape} and dtype "
+            f"{str(stored.dtype).removeprefix('torch.')}, its format says ({sizes}) and {wanted}"
+        )
+
+
+def with_suffix(folder: HFFolder, suffix: str) -> list[str]:
+    """What stands before `suffix` in the names of stored tensors, sorted."""
+    return sorted(name.removesuffix(suffix) for name in folder.stored if name.endswith(suffix))
+
+
+def group_sizes(config: Mapping[str, Any]) -> list[int]:
+    """The group sizes that a quantization_config names, for the model or for single layers."""
+    parts: list[Any] = [config]
+    for key in ("dynamic", "extra_config"):
+        of_layers = config.get(key)
+        parts += list(of_layers.values()) if isinstance(of_layers, dict) else []
+    sizes = [part.get(key) for part in parts if isinstance(part, dict) for key in ("group_size", "q_group_size")]
+    return [size for size in sizes if type(size) is int and (size > 0 or size == -1)]
+
+
+def block_of_groups(length: int, count: int, sizes: Sequence[int]) -> int:
+    """The number of elements of a group, in rows of `length` that have `count` groups.
+
+    Args:
+        sizes: those that the configuration names; the last group of a row may be shorter.
+
+    Raises:
+        ValueError: no size gives this number of groups, or several do.
+    """
+    if count == 1:
+        return length
+    if not sizes and length % count == 0:
+        return length // count
+    fitting = {size for size in sizes if size > 0 and -(-length // size) == count}
+    if len(fitting) != 1:
+        named = ", ".join(map(str, sizes)) or "none"
+        raise ValueError(f"rows of {length} have {count} groups; the group_size of the configuration is {named}")
+    return fitting.pop()
+
+
+# --------------------------------------------------------------------------------------------------
+# Codes of 1 to 8 bits in int32 words or bytes, as other packages pack them.
+#
+#     dense      code j in the bits j b to j b + b - 1 of the row, lowest bits first; codes may straddle words
+#     planar     for every 32 codes, the parts of 4, 2 and 1 bits of the codes, the low part first, each part dense
+#     nibbles    two codes in a byte, the low or the high bits first
+#
+# Words are little-endian, so the bytes of a row of words are its dense bits in order.
+
+
+_BITS_OF_WORD = 32
+_CODES = 8
+"""Codes of b bits that fill b bytes."""
+
+
+def unpack_dense(words: Tensor, bits: int, length: int) -> Tensor:
+    """Codes (..., length) in uint8 of dense rows (..., W) of int32 or uint8.
+
+    Raises:
+        ValueError: a row does not hold `length` codes.
+    """
+    data = words.contiguous().view(torch.uint8)
+    if data.shape[-1] * 8 < length * bits:
+        raise ValueError(f"{length} codes of {bits} bits take {length * bits} bits, a row has {data.shape[-1] * 8}")
+    if 8 % bits == 0:
+        codes = [(data >> low) & (2**bits - 1) for low in range(0, 8, bits)]
+        return (torch.stack(codes, -1).flatten(-2) if bits < 8 else data)[..., :length]
+    groups = -(-length // _CODES)
+    missing = groups * bits - data.shape[-1]
+    if missing > 0:
+        data = torch.nn.functional.pad(data, (0, missing))
+    parts = data[..., : groups * bits].unflatten(-1, (groups, bits))
+    return torch.stack([_code(parts, j * bits, bits) for j in range(_CODES)], -1).flatten(-2)[..., :length]
+
+
+def unpack_planar(words: Tensor, bits: int, length: int) -> Tensor:
+    """Codes (..., length) in uint8 of planar rows (..., W) of int32; `length` is a multiple of 32.
+
+    Raises:
+        ValueError: a row does not hold `length` codes.
+    """
+    if length % _BITS_OF_WORD or words.shape[-1] * _BITS_OF_WORD != length * bits:
+        raise ValueError(f"{length} codes of {bits} bits take {length * bits} bits, a row has {words.shape[-1] * 32}")
+    blocks = words.unflatten(-1, (-1, bits))
+    codes, low = None, 0
+    for width in (8, 4, 2, 1):
+        if bits & width:
+            part = unpack_dense(blocks[..., low : low + width], width, _BITS_OF_WORD) << low
+            codes = part if codes is None else codes | part
+            low += width
+    assert codes is not None
+    return codes.flatten(-2)
+
+
+def unpack_nibbles(data: Tensor, *, high_first: bool = False) -> Tensor:
+    """Codes (..., 2 B) in uint8 of bytes (..., B)."""
+    low, high = data & 0xF, data >> 4
+    return torch.stack([high, low] if high_first else [low, high], -1).flatten(-2)
+
+
+def _code(parts: Tensor, first: int, bits: int) -> Tensor:
+    """The code at bit `first` of the bytes along the last axis."""
+    byte, shift = first // 8, first % 8
+    code = parts[..., byte] >> shift
+    if shift + bits > 8:
+        code = code | (parts[..., byte + 1] << (8 - shift))
+    return code & (2**bits - 1)

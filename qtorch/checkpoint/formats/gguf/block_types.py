@@ -1,0 +1,352 @@
+"""The types of GGUF: each is an entry of `TYPES`, with the spec of its tensors and how its blocks are decoded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....dtypes import AffineQuantizedTensor, LUTQuantizedTensor
+from ....primitives import CodebookSpec, LinearSpec, MappingType, PerGroup, QuantSpec, ZeroPointDomain, qdtype
+from ....primitives.layouts.plain import smallest_layout
+from ....primitives.spec import Scheme
+
+# --------------------------------------------------------------------------------------------------
+# Blocks of GGUF decoded: from bytes to codes, scales and offsets, all blocks of a tensor at a time.
+#
+# A block holds 32 or 256 consecutive elements of a row. With d, m and dmin in fp16, and sc and mn integers of few bits,
+#
+#     Q8_0, Q5_0, Q4_0              w = q * d
+#     Q5_1, Q4_1                    w = q * d + m
+#     Q6_K, Q3_K                    w = q * (d * sc)                 a signed sc for 16 elements
+#     Q5_K, Q4_K, Q2_K              w = q * (d * sc) - dmin * mn     sc and mn for 32 elements, in Q2_K for 16
+#     TQ1_0, TQ2_0                  w = q * d                        q in {-1, 0, 1}
+#     IQ4_NL, IQ4_XS                w = table[q] * d,                w = table[q] * (d * sc)
+#     MXFP4                         w = q * 2^(e - 127)              q in e2m1
+#
+# Scales stay as they are stored: d, m and dmin in fp16, sc and mn as codes of scales (`QuantSpec.scale_spec`), a byte
+# each. Everything that `gguf.quants.dequantize` computes is computed with the same numbers in fp32, in the same order.
+#
+# Source: ggml/src/ggml-quants.c and ggml-common.h.
+
+
+K = 256
+"""Elements of a super-block."""
+
+
+class Parts(NamedTuple):
+    """Blocks, decoded: codes (blocks, size), scales and zero points (blocks, groups), and where those are codes, their
+    scales (blocks, 1)."""
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None = None
+    scale_scale: Tensor | None = None
+    zero_point_scale: Tensor | None = None
+
+
+def _fields(blocks: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+    """The bytes of each block cut into fields of these sizes."""
+    return blocks.split(list(sizes), 1)
+
+
+def _halves(field: Tensor) -> Tensor:
+    """fp16 numbers (blocks, n) of a field of 2 n bytes."""
+    return field.contiguous().view(torch.float16)
+
+
+def _items(field: Tensor, bits: int, run: int) -> Tensor:
+    """Codes of `bits` bits: of each `run` bytes first their lowest bits, then the next; (blocks, bytes * 8 / bits)."""
+    runs = field.unflatten(1, (-1, run))
+    mask = 2**bits - 1
+    return torch.stack([(runs >> shift) & mask for shift in range(0, 8, bits)], 2).flatten(1)
+
+
+def _signed(codes: Tensor, zero: int) -> Tensor:
+    return (codes - zero).view(torch.int8)
+
+
+def _q4_0(blocks: Tensor) -> Parts:
+    d, qs = _fields(blocks, 2, 16)
+    return Parts(_signed(_items(qs, 4, 16), 8), _halves(d))
+
+
+def _q4_1(blocks: Tensor) -> Parts:
+    d, m, qs = _fields(blocks, 2, 2, 16)
+    return Parts(_items(qs, 4, 16), _halves(d), _halves(m))
+
+
+def _q5_0(blocks: Tensor) -> Parts:
+    d, qh, qs = _fields(blocks, 2, 4, 16)
+    return Parts(_signed(_items(qs, 4, 16) | _items(qh, 1, 1) << 4, 16), _halves(d))
+
+
+def _q5_1(blocks: Tensor) -> Parts:
+    d, m, qh, qs = _fields(blocks, 2, 2, 4, 16)
+    return Parts(_items(qs, 4, 16) | _items(qh, 1, 1) << 4, _halves(d), _halves(m))
+
+
+def _q8_0(blocks: Tensor) -> Parts:
+    d, qs = _fields(blocks, 2, 32)
+    return Parts(qs.view(torch.int8), _halves(d))
+
+
+def _q2_k(blocks: Tensor) -> Parts:
+    scales, qs, d, dmin = _fields(blocks, K // 16, K // 4, 2, 2)
+    return Parts(_items(qs, 2, 32), scales & 15, scales >> 4, _halves(d), -_halves(dmin))
+
+
+def _q3_k(blocks: Tensor) -> Parts:
+    high, qs, low_scales, high_scales, d = _fields(blocks, K // 8, K // 4, 8, 4, 2)
+    scales = _items(low_scales, 4, 8) | _items(high_scales, 2, 4) << 4
+    # The third bit is set where nothing is subtracted.
+    codes = _signed(_items(qs, 2, 32) | _items(high, 1, 32) << 2, 4)
+    return Parts(codes, _signed(scales, 32), scale_scale=_halves(d))
+
+
+def _scales_and_mins(field: Tensor) -> tuple[Tensor, Tensor]:
+    """8 scales and 8 minima of 6 bits: the first 4 of each in 4 bytes, whose highest 2 bits belong to the others."""
+    scale, least, low = field.split(4, 1)
+    return (
+        torch.cat([scale & 63, low & 15 | scale >> 2 & 48], 1),
+        torch.cat([least & 63, low >> 4 | least >> 2 & 48], 1),
+    )
+
+
+def _q4_k(blocks: Tensor) -> Parts:
+    d, dmin, field, qs = _fields(blocks, 2, 2, 12, K // 2)
+    scales, mins = _scales_and_mins(field)
+    return Parts(_items(qs, 4, 32), scales, mins, _halves(d), -_halves(dmin))
+
+
+def _q5_k(blocks: Tensor) -> Parts:
+    d, dmin, field, qh, qs = _fields(blocks, 2, 2, 12, K // 8, K // 2)
+    scales, mins = _scales_and_mins(field)
+    return Parts(_items(qs, 4, 32) | _items(qh, 1, 32) << 4, scales, mins, _halves(d), -_halves(dmin))
+
+
+def _q6_k(blocks: Tensor) -> Parts:
+    ql, qh, scales, d = _fields(blocks, K // 2, K // 4, K // 16, 2)
+    codes = _signed(_items(ql, 4, 64) | _items(qh, 2, 32) << 4, 32)
+    return Parts(codes, scales.view(torch.int8), scale_scale=_halves(d))
+
+
+def _tq1_0(blocks: Tensor) -> Parts:
+    """Five digits of base 3 in a byte, as a fraction of 256: the next digit is what a multiplication by 3 carries."""
+    first, second, last, d = _fields(blocks, 32, 16, 4, 2)
+    powers = blocks.new_tensor([1, 3, 9, 27, 81]).reshape(1, 5, 1)
+    fractions = [(field.unsqueeze(1) * powers[:, :n]).flatten(1) for field, n in ((first, 5), (second, 5), (last, 4))]
+    digits = (torch.cat(fractions, 1).to(torch.int16) * 3) >> 8
+    return Parts((digits - 1).to(torch.int8), _halves(d))
+
+
+def _tq2_0(blocks: Tensor) -> Parts:
+    qs, d = _fields(blocks, K // 4, 2)
+    scale = _halves(d)
+    return Parts(_items(qs, 2, 32), scale, torch.ones_like(scale, dtype=torch.uint8))
+
+
+def _iq4_nl(blocks: Tensor) -> Parts:
+    d, qs = _fields(blocks, 2, 16)
+    return Parts(_items(qs, 4, 16), _halves(d))
+
+
+def _iq4_xs(blocks: Tensor) -> Parts:
+    d, high, low, qs = _fields(blocks, 2, 2, K // 64, K // 2)
+    scales = _signed(_items(low, 4, 1) | _items(high, 2, 1) << 4, 32)
+    return Parts(_items(qs, 4, 16), scales, scale_scale=_halves(d))
+
+
+def _mxfp4(blocks: Tensor) -> Parts:
+    e, qs = _fields(blocks, 1, 16)
+    if bool((e == 255).any()):
+        raise ValueError("it has blocks with the exponent 255, which is NaN in the OCP specification, not in llama.cpp")
+    return Parts(_items(qs, 4, 16), e.contiguous().view(torch.float8_e8m0fnu))
+
+
+DECODERS: dict[str, Callable[[Tensor], Parts]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "TQ1_0": _tq1_0,
+    "TQ2_0": _tq2_0,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+}
+"""From bytes (blocks, bytes of a block), uint8, by the name of the type."""
+
+IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""The values of the codes of IQ4_NL and IQ4_XS."""
+
+
+class BlockType(NamedTuple):
+    """A type of GGUF.
+
+    Attributes:
+        name: as in llama.cpp.
+        size: elements of a block.
+        nbytes: bytes of a block.
+        spec: of its tensors: a `QuantSpec` or `CodebookSpec`, None for plain numbers and for what cannot be kept.
+        dtype: of plain numbers.
+    """
+
+    name: str
+    size: int
+    nbytes: int
+    spec: QuantSpec | CodebookSpec | None = None
+    dtype: torch.dtype | None = None
+
+    def row_bytes(self, shape: Sequence[int]) -> int:
+        """Bytes of a row of a tensor of this shape.
+
+        Raises:
+            ValueError: a row is not whole blocks.
+        """
+        if shape[-1] % self.size:
+            raise ValueError(
+                f"rows of {self.name} have a multiple of {self.size} elements, got the shape {tuple(shape)}"
+            )
+        return shape[-1] // self.size * self.nbytes
+
+    def tensor_bytes(self, shape: Sequence[int]) -> int:
+        """Bytes of a tensor of this shape."""
+        return math.prod(shape[:-1]) * self.row_bytes(shape)
+
+    def scheme(self, shape: Sequence[int]) -> Scheme | None:
+        """The scheme of a tensor of this shape; None if it is stored as plain numbers.
+
+        Raises:
+            ValueError: no spec holds such a tensor exactly.
+        """
+        if self.dtype is not None:
+            return None
+        if self.spec is None:
+            raise ValueError(f"it is stored as {self.name}, which no spec of this package can hold exactly")
+        return Scheme(_linear_spec(self.spec), tuple(shape), torch.float32)
+
+    def tensor(self, data: Tensor, shape: Sequence[int]) -> Tensor:
+        """The tensor of this shape from its bytes, uint8: quantized, with logical dtype fp32, or plain numbers.
+
+        Raises:
+            ValueError: no spec holds it exactly.
+        """
+        shape = tuple(shape)
+        if self.dtype is not None:
+            return data.view(self.dtype).reshape(shape)
+        scheme = self.scheme(shape)
+        assert scheme is not None
+        parts = DECODERS[self.name](data.reshape(-1, self.nbytes))
+        codes = parts.codes.reshape(shape)
+        others = {name: part for name, part in parts._asdict().items() if name != "codes" and part is not None}
+        for name in ("scale", "zero_point"):
+            if name in others:
+                others[name] = others[name].reshape(*shape[:-1], shape[-1] // self.size * parts.scale.shape[1])
+        for name in ("scale_scale", "zero_point_scale"):
+            if name in others:
+                others[name] = others[name].reshape(-1)
+        if isinstance(self.spec, CodebookSpec):
+            others["table"] = torch.tensor(self.spec.table, dtype=torch.float32, device="cpu")
+            return LUTQuantizedTensor.from_canonical(codes, others, scheme)
+        return AffineQuantizedTensor.from_canonical(codes, others, scheme)
+
+
+def _linear_spec(spec: QuantSpec | CodebookSpec) -> LinearSpec:
+    return LinearSpec(spec, layout=smallest_layout(spec.dtype))
+
+
+_HALF, _POWER = torch.float16, torch.float8_e8m0fnu
+
+
+def _scaled_codes(dtype: str, group: int, scale: torch.dtype | None = _HALF, of_scale: str | None = None) -> QuantSpec:
+    """q * scale; `of_scale` is the type of scales that are codes."""
+    none = ZeroPointDomain.NONE
+    scale_spec = _in_super_blocks(of_scale, group)
+    return QuantSpec(qdtype(dtype), PerGroup(group), zero_point_domain=none, scale_dtype=scale, scale_spec=scale_spec)
+
+
+def _with_offset(dtype: str, group: int, scale: torch.dtype | None = _HALF, of_scale: str | None = None) -> QuantSpec:
+    """q * scale + offset."""
+    return QuantSpec(
+        qdtype(dtype),
+        PerGroup(group),
+        MappingType.ASYMMETRIC,
+        ZeroPointDomain.OFFSET,
+        scale_dtype=scale,
+        preserve_zero=False,
+        scale_spec=_in_super_blocks(of_scale, group),
+    )
+
+
+def _in_super_blocks(dtype: str | None, group: int) -> QuantSpec | None:
+    if dtype is None:
+        return None
+    none = ZeroPointDomain.NONE
+    return QuantSpec(qdtype(dtype), PerGroup(K // group), zero_point_domain=none, scale_dtype=_HALF)
+
+
+def _of_table(scale: torch.dtype | None = _HALF, of_scale: str | None = None) -> CodebookSpec:
+    scale_spec = _in_super_blocks(of_scale, 32)
+    return CodebookSpec(qdtype("uint4"), PerGroup(32), IQ4_TABLE, scale_dtype=scale, scale_spec=scale_spec)
+
+
+_TERNARY = QuantSpec(qdtype("uint2"), PerGroup(K), MappingType.ASYMMETRIC, scale_dtype=_HALF)
+
+TYPES = {
+    0: BlockType("F32", 1, 4, dtype=torch.float32),
+    1: BlockType("F16", 1, 2, dtype=torch.float16),
+    2: BlockType("Q4_0", 32, 18, _scaled_codes("int4", 32)),
+    3: BlockType("Q4_1", 32, 20, _with_offset("uint4", 32)),
+    6: BlockType("Q5_0", 32, 22, _scaled_codes("int5", 32)),
+    7: BlockType("Q5_1", 32, 24, _with_offset("uint5", 32)),
+    8: BlockType("Q8_0", 32, 34, _scaled_codes("int8", 32)),
+    9: BlockType("Q8_1", 32, 40),
+    10: BlockType("Q2_K", K, 84, _with_offset("uint2", 16, None, "uint4")),
+    11: BlockType("Q3_K", K, 110, _scaled_codes("int3", 16, None, "int6")),
+    12: BlockType("Q4_K", K, 144, _with_offset("uint4", 32, None, "uint6")),
+    13: BlockType("Q5_K", K, 176, _with_offset("uint5", 32, None, "uint6")),
+    14: BlockType("Q6_K", K, 210, _scaled_codes("int6", 16, None, "int8")),
+    15: BlockType("Q8_K", K, 292),
+    16: BlockType("IQ2_XXS", K, 66),
+    17: BlockType("IQ2_XS", K, 74),
+    18: BlockType("IQ3_XXS", K, 98),
+    19: BlockType("IQ1_S", K, 50),
+    20: BlockType("IQ4_NL", 32, 18, _of_table()),
+    21: BlockType("IQ3_S", K, 110),
+    22: BlockType("IQ2_S", K, 82),
+    23: BlockType("IQ4_XS", K, 136, _of_table(None, "int6")),
+    24: BlockType("I8", 1, 1, dtype=torch.int8),
+    25: BlockType("I16", 1, 2, dtype=torch.int16),
+    26: BlockType("I32", 1, 4, dtype=torch.int32),
+    27: BlockType("I64", 1, 8, dtype=torch.int64),
+    28: BlockType("F64", 1, 8, dtype=torch.float64),
+    29: BlockType("IQ1_M", K, 56),
+    30: BlockType("BF16", 1, 2, dtype=torch.bfloat16),
+    34: BlockType("TQ1_0", K, 54, _scaled_codes("int2", K)),
+    35: BlockType("TQ2_0", K, 66, _TERNARY),
+    39: BlockType("MXFP4", 32, 17, _scaled_codes("float4_e2m1", 32, _POWER)),
+    40: BlockType("NVFP4", 64, 36),
+    41: BlockType("Q1_0", 128, 18),
+}
+"""Every type of ggml, by its number."""
+
+
+def block_type(number: int) -> BlockType:
+    """The type with this number.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if number not in TYPES:
+        raise ValueError(f"it has the type {number}; known are {', '.join(kind.name for kind in TYPES.values())}")
+    return TYPES[number]

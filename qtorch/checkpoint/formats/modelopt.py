@@ -1,0 +1,133 @@
+"""NVIDIA Model Optimizer: NVFP4 and FP8; `quant_method` "modelopt", or hf_quant_config.json beside config.json.
+
+    NVFP4   weight uint8 (O, I / 2), weight_scale e4m3 (O, I / 16), weight_scale_2 fp32, a factor
+            w = q * (weight_scale * weight_scale_2)
+    FP8     weight e4m3 (O, I), weight_scale fp32, one or (O) or, in blocks of 128 by 128, (O / 128, 1, I / 128, 1)
+            w = q * weight_scale
+
+Which of them a weight has is seen from its tensors. Scales of activations and of the KV cache (`input_scale`,
+`k_scale`, ...) are left out: activations stay in floating point. Source: Model-Optimizer 0.39
+`modelopt/torch/export/quant_utils.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...recipes.mx import NVFP4_BLOCK, nvfp4_spec
+from ..folder_source import FolderSource, Parts, Seen, StoredWeight
+from ..sources import register_source
+from .blocks import check_stored, unpack_nibbles, weight_only, with_suffix
+from .float8_blocks import block_weight, tensor_or_row_weight
+
+# --------------------------------------------------------------------------------------------------
+# Weights in NVFP4, as several formats store them.
+#
+# codes        uint8 (O, I / 2), e2m1, the low nibble first
+# scale        e4m3 (O, I / 16)
+# scale of s   fp32, one for the tensor, a factor
+# w = q * (scale * scale of s)
+
+
+_SMALLEST_E4M3 = 2.0**-9
+
+
+def nvfp4_parts(packed: Tensor, scale: Tensor, of_scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Codes and the other tensors of a weight.
+
+    Scales are positive here: where one is zero, so are the reals, and the codes become zero instead.
+
+    Raises:
+        ValueError: a scale is negative or NaN, or the scale of scales is not a positive normal number.
+    """
+    factor = float(of_scale.reshape(()))
+    if not torch.finfo(torch.float32).tiny / _SMALLEST_E4M3 <= factor < float("inf"):
+        raise ValueError(f"the scale of its scales is {factor}; it must be a positive normal number")
+    values = scale.float()
+    if not bool((values >= 0).all()):
+        raise ValueError("one of its scales is negative or NaN")
+    codes = unpack_nibbles(packed)
+    if bool((values == 0).any()):
+        codes = codes.masked_fill((values == 0).repeat_interleave(NVFP4_BLOCK, -1), 0)
+    return codes, {"scale": scale, "scale_scale": of_scale.float().reshape(1)}
+
+
+_SETTINGS = "hf_quant_config.json"
+_ALGORITHMS = ("NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_PB_REAL", "MIXED_PRECISION")
+_NOT_PARAMETERS = (
+    ".input_scale",
+    ".k_scale",
+    ".v_scale",
+    ".k_proj.output_scale",
+    ".v_proj.output_scale",
+    ".k_bmm_quantizer._amax",
+    ".v_bmm_quantizer._amax",
+)
+
+
+@register_source
+class ModeloptSource(FolderSource):
+    """A folder of Model Optimizer."""
+
+    format = "modelopt"
+    methods = ("modelopt", "modelopt_fp4", "modelopt_mixed")
+
+    @classmethod
+    def matches(cls, seen: Seen) -> bool:
+        return seen.method in cls.methods or (not seen.method and _SETTINGS in seen.files)
+
+    def find_weights(self) -> dict[str, StoredWeight]:
+        self._check_algorithm()
+        return {f"{name}.weight": self._weight(name) for name in with_suffix(self.folder, ".weight_scale")}
+
+    def ignored(self) -> set[str]:
+        return {name for name in self.folder.stored if name.endswith(_NOT_PARAMETERS)}
+
+    def _check_algorithm(self) -> None:
+        settings: Mapping[str, Any] = self.folder.quantization_config
+        if not settings:
+            inner = (self.folder.json(_SETTINGS) or {}).get("quantization")
+            settings = inner if isinstance(inner, dict) else {}
+        algorithm = settings.get("quant_algo")
+        if algorithm is not None and algorithm not in _ALGORITHMS:
+            raise ValueError(
+                f"{self.path}: quant_algo is {algorithm!r:.40}, which is not read; known: {', '.join(_ALGORITHMS)}. "
+                "Export the model in one of these, or quantize the original model"
+            )
+
+    def _weight(self, name: str) -> StoredWeight:
+        folder, weight, scale = self.folder, f"{name}.weight", f"{name}.weight_scale"
+        if f"{name}.pre_quant_scale" in folder.stored:
+            raise ValueError(
+                f"{folder.file_of(scale)}: {name}.pre_quant_scale multiplies the input of {weight}, which has no place "
+                "in the model: fold it into the layer before, or quantize the original model"
+            )
+        if f"{name}.weight_scale_2" in folder.stored:
+            return self._nvfp4(weight, scale, f"{name}.weight_scale_2")
+        shape = folder.stored[scale].shape
+        if len(shape) == 4 or (len(shape) == 2 and shape[1] > 1):
+            return block_weight(self, weight, scale, (128, 128))
+        return tensor_or_row_weight(self, weight, scale)
+
+    def _nvfp4(self, weight: str, scale: str, of_scale: str) -> StoredWeight:
+        folder = self.folder
+        check_stored(folder, weight, [torch.uint8], (None, None))
+        outputs, half = folder.stored[weight].shape
+        inputs = 2 * half
+        check_stored(folder, scale, [torch.float8_e4m3fn], (outputs, inputs // NVFP4_BLOCK))
+        stored = folder.stored[of_scale].shape
+        check_stored(folder, of_scale, [torch.float32], () if stored == () else (1,))
+        if inputs % NVFP4_BLOCK:
+            raise ValueError(
+                f"{folder.file_of(weight)}: {weight} has rows of {inputs}, not a multiple of {NVFP4_BLOCK}"
+            )
+        scheme = weight_only(nvfp4_spec(), (outputs, inputs), folder.dtype or torch.bfloat16)
+
+        def read() -> Parts:
+            return nvfp4_parts(folder.read(weight), folder.read(scale), folder.read(of_scale))
+
+        return StoredWeight((weight, scale, of_scale), scheme, read)

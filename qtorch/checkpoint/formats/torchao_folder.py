@@ -1,0 +1,280 @@
+"""torchao 0.18 in safetensors: its plain classes; `quant_method` "torchao", or torchao's metadata in a file.
+
+A tensor of class C called ``layer.weight`` is stored as ``layer._weight_qdata``, ``layer._weight_scale``, ..., and the
+metadata of the file has its class and attributes as JSON, under its name.
+
+    Int8Tensor, IntxUnpackedToInt8Tensor   int8 codes, (q - z) * s; z is a code or a real number
+    Int4Tensor                             two signed codes in a byte, the low nibble first; q * s + z
+    Float8Tensor                           float8 codes, q * s
+    MXTensor                               float8 codes, or two of e2m1 in a byte; e8m0 scales, q * s
+    NVFP4Tensor                            as `nvfp4_parts`
+
+Classes whose codes or scales are in the order of a device are refused. Activations stay in floating point. Source:
+torchao 0.18 `prototype/safetensors/`, `quantization/quantize_/workflows/`, `prototype/mx_formats/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ...primitives.affine import MappingType, ZeroPointDomain
+from ...primitives.files import parse_json
+from ...primitives.granularity import PerGroup, granularity_of
+from ...primitives.qdtype import qdtype
+from ...primitives.spec import QuantSpec
+from ...recipes.mx import NVFP4_BLOCK, mx_spec, nvfp4_spec
+from ..folder_source import FolderSource, Parts, Seen, StoredWeight
+from ..hf_folder import DTYPES, HFFolder
+from ..sources import register_source
+from .blocks import FLOATS, Cut, check_stored, symmetric_spec, unpack_nibbles, weight_only
+from .float8_blocks import FLOAT8
+from .modelopt import nvfp4_parts
+
+_NAMES = "tensor_names"
+_PLAIN = "Tensor"
+_MX_ELEMENTS = {"float8_e4m3fn": None, "float8_e5m2": None, "float4_e2m1fn_x2": "float4_e2m1"}
+"""Elements of MXTensor -> the name of the type here, None if it is the same."""
+
+
+class Entry:
+    """A tensor of torchao in a file.
+
+    Attributes:
+        name, kind: of the parameter, of its class.
+        tensors: part -> stored name.
+        attributes: of the class, from the metadata.
+    """
+
+    def __init__(self, folder: HFFolder, name: str, kind: str, attributes: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.name = name
+        self.kind = kind
+        self.attributes = attributes
+        parent, _, last = name.rpartition(".")
+        prefix = f"{parent}._{last}_" if parent else f"_{last}_"
+        self.tensors = {key.removeprefix(prefix): key for key in folder.stored if key.startswith(prefix)}
+
+    def error(self, why: str) -> ValueError:
+        return ValueError(f"{self.folder.path}: {self.name}, a {self.kind} of torchao, {why}")
+
+    def shape(self, part: str) -> tuple[int, ...]:
+        """Shape of a part.
+
+        Raises:
+            ValueError: it is missing.
+        """
+        if part not in self.tensors:
+            raise self.error(f"has no {part}")
+        return self.folder.stored[self.tensors[part]].shape
+
+    def check(self, part: str, dtypes: Any, shape: Any) -> torch.dtype:
+        """The dtype of a part, after `check_stored`."""
+        self.shape(part)
+        check_stored(self.folder, self.tensors[part], dtypes, shape)
+        return self.folder.stored[self.tensors[part]].dtype
+
+    def dtype(self, key: str = "dtype") -> torch.dtype:
+        """A dtype among the attributes.
+
+        Raises:
+            ValueError: it is not one of a weight.
+        """
+        name = self.named(key)
+        if name not in DTYPES:
+            raise self.error(f"has the {key} {name!r:.40}; known: {', '.join(DTYPES)}")
+        return DTYPES[name]
+
+    def named(self, key: str) -> str:
+        """The name of a dtype or of a member of an enumeration among the attributes."""
+        value = self.attributes.get(key)
+        return str(value.get("_data") if isinstance(value, dict) else value)
+
+    def block(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """`block_size`, which divides `shape`; empty or missing means the whole tensor.
+
+        Raises:
+            ValueError: it is not a block of such a tensor.
+        """
+        block = self.attributes.get("block_size") or list(shape)
+        if not isinstance(block, list) or len(block) != len(shape) or not all(type(b) is int and b > 0 for b in block):
+            raise self.error(f"has the block_size {block!r:.80}, and codes of shape {shape}")
+        if any(n % b for n, b in zip(shape, block, strict=True)):
+            raise self.error(f"has the block_size {block!r:.80}, which does not divide {shape}")
+        return tuple(block)
+
+    def weight(
+        self, spec: QuantSpec, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Parts]
+    ) -> StoredWeight:
+        return StoredWeight(tuple(self.tensors.values()), weight_only(spec, shape, dtype), read)
+
+
+@register_source
+class TorchaoSource(FolderSource):
+    """A folder or file of torchao's tensors."""
+
+    format = "torchao"
+    methods = ("torchao",)
+
+    @classmethod
+    def matches(cls, seen: Seen) -> bool:
+        return seen.method in cls.methods or (not seen.method and _NAMES in seen.metadata)
+
+    def find_weights(self) -> dict[str, StoredWeight]:
+        entries = [self._entry(name, text) for name, text in sorted(self.folder.metadata.items())]
+        return {entry.name: self._weight(entry) for entry in entries if entry is not None}
+
+    def _entry(self, name: str, text: str) -> Entry | None:
+        if name in (_NAMES, "format") or not text.startswith("{"):
+            return None
+        try:
+            data: Any = parse_json(text)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: the metadata of {name} is not JSON: {error}") from error
+        kind, attributes = data.get("_type"), data.get("_data", {})
+        if kind in (None, _PLAIN):
+            return None
+        if not isinstance(kind, str) or not isinstance(attributes, dict):
+            raise ValueError(f"{self.path}: the metadata of {name} has the class {kind!r:.40}")
+        return Entry(self.folder, name, kind, attributes)
+
+    def _weight(self, entry: Entry) -> StoredWeight:
+        if entry.kind not in _CLASSES:
+            raise entry.error(
+                f"is not read; known: {', '.join(_CLASSES)}. Int4TilePackedTo4dTensor and its like keep codes in the "
+                "order of a device: dequantize them there, or quantize the original model"
+            )
+        if "act_pre_scale" in entry.tensors:
+            raise entry.error("scales the input of its layer (act_pre_scale), which has no place in the model")
+        if entry.attributes.get("is_swizzled_scales"):
+            raise entry.error("has scales in the order of a device (is_swizzled_scales); quantize the original model")
+        return _CLASSES[entry.kind](entry)
+
+
+def _int8(entry: Entry) -> StoredWeight:
+    return _integers(entry, "int8")
+
+
+def _intx(entry: Entry) -> StoredWeight:
+    bits = entry.named("target_dtype")
+    if bits not in [f"int{b}" for b in range(1, 9)]:
+        raise entry.error(f"has the target_dtype {bits!r:.40}")
+    return _integers(entry, bits)
+
+
+def _integers(entry: Entry, kind: str) -> StoredWeight:
+    shape = entry.shape("qdata")
+    entry.check("qdata", [torch.int8], shape)
+    block = entry.block(shape)
+    blocks = tuple(n // b for n, b in zip(shape, block, strict=True))
+    granularity = granularity_of([-1 if b == n else b for n, b in zip(shape, block, strict=True)])
+    scale_dtype = entry.check("scale", FLOATS, blocks)
+    if "zero_point" in entry.tensors:
+        of_codes = entry.check("zero_point", (torch.int8, *FLOATS), blocks) is torch.int8
+        domain = ZeroPointDomain.INT if of_codes else ZeroPointDomain.FRACTIONAL
+        spec = QuantSpec(qdtype(kind), granularity, MappingType.ASYMMETRIC, domain, scale_dtype=scale_dtype)
+    else:
+        spec = symmetric_spec(kind, granularity, scale_dtype)
+
+    def read() -> Parts:
+        codes = entry.folder.read(entry.tensors["qdata"])
+        low, high = spec.code_range
+        if codes.numel() and not low <= int(codes.min()) <= int(codes.max()) <= high:
+            raise ValueError(f"its codes reach from {int(codes.min())} to {int(codes.max())}, those of {kind} do not")
+        parts = [part for part in ("scale", "zero_point") if part in entry.tensors]
+        return codes, {part: entry.folder.read(entry.tensors[part]) for part in parts}
+
+    return entry.weight(spec, shape, entry.dtype(), read)
+
+
+def _int4(entry: Entry) -> StoredWeight:
+    *outer, outputs, half = entry.shape("qdata") if len(entry.shape("qdata")) > 1 else (0, 0)
+    entry.check("qdata", [torch.int8, torch.uint8], (*outer, outputs, half))
+    shape = (*outer, outputs, 2 * half)
+    block = entry.attributes.get("block_size")
+    if not isinstance(block, list) or len(block) != len(shape) or set(block[:-1]) != {1} or type(block[-1]) is not int:
+        raise entry.error(f"has the block_size {block!r:.80}, and codes of shape {shape}")
+    if entry.attributes.get("shape") != list(shape) or block[-1] < 1:
+        raise entry.error(f"has the shape {entry.attributes.get('shape')!r:.80}, and codes of shape {shape}")
+    cut = Cut.of(shape[-1], block[-1])
+    groups = -(-shape[-1] // block[-1])
+    dtype = entry.check("scale", FLOATS, (*outer, groups, outputs))
+    entry.check("zero_point", [dtype], (*outer, groups, outputs))
+    # As unsigned codes u = q + 8, this is the FLOAT domain: (u - 8) * s + z.
+    domain, mapping = ZeroPointDomain.FLOAT, MappingType.ASYMMETRIC
+    spec = QuantSpec(qdtype("uint4"), PerGroup(cut.part), mapping, domain, scale_dtype=dtype)
+
+    def read() -> Parts:
+        folder, tensors = entry.folder, entry.tensors
+        codes = unpack_nibbles(folder.read(tensors["qdata"]).view(torch.uint8)) ^ 8
+        others = {part: cut.copies(folder.read(tensors[part]).mT, -1).contiguous() for part in ("scale", "zero_point")}
+        return codes, others
+
+    return entry.weight(spec, shape, dtype, read)
+
+
+def _float8(entry: Entry) -> StoredWeight:
+    shape = entry.shape("qdata")
+    kind = entry.check("qdata", FLOAT8, shape)
+    block = entry.block(shape)
+    blocks = tuple(n // b for n, b in zip(shape, block, strict=True))
+    whole = block == shape
+    entry.check("scale", FLOATS, entry.shape("scale") if whole and set(entry.shape("scale")) <= {1} else blocks)
+    granularity = granularity_of([-1 if b == n else b for n, b in zip(shape, block, strict=True)])
+    scale_dtype = entry.folder.stored[entry.tensors["scale"]].dtype
+    spec = symmetric_spec(kind, granularity, scale_dtype)
+
+    def read() -> Parts:
+        scale = entry.folder.read(entry.tensors["scale"]).reshape(blocks)
+        return entry.folder.read(entry.tensors["qdata"]), {"scale": scale}
+
+    return entry.weight(spec, shape, entry.dtype(), read)
+
+
+def _mx(entry: Entry) -> StoredWeight:
+    element, size = entry.named("elem_dtype"), entry.attributes.get("block_size")
+    if element not in _MX_ELEMENTS or size != 32:
+        raise entry.error(f"has the elements {element!r:.40} in blocks of {size!r:.40}, which are not read")
+    packed = _MX_ELEMENTS[element]
+    stored = entry.shape("qdata")
+    entry.check("qdata", [torch.uint8] if packed else [getattr(torch, element)], stored)
+    shape = (*stored[:-1], stored[-1] * 2) if packed else stored
+    entry.check("scale", [torch.float8_e8m0fnu], (*shape[:-1], shape[-1] // 32))
+    spec = mx_spec(qdtype(packed or element))
+
+    def read() -> Parts:
+        codes = entry.folder.read(entry.tensors["qdata"])
+        return unpack_nibbles(codes) if packed else codes, {"scale": entry.folder.read(entry.tensors["scale"])}
+
+    return entry.weight(spec, shape, entry.dtype("orig_dtype"), read)
+
+
+def _nvfp4(entry: Entry) -> StoredWeight:
+    *outer, half = entry.shape("qdata") or (0,)
+    entry.check("qdata", [torch.uint8], (*outer, half))
+    entry.check("scale", [torch.float8_e4m3fn], (*outer, 2 * half // NVFP4_BLOCK))
+    if 2 * half % NVFP4_BLOCK:
+        raise entry.error(f"has rows of {2 * half}, not a multiple of {NVFP4_BLOCK}")
+    if "per_tensor_scale" in entry.tensors:
+        entry.check("per_tensor_scale", [torch.float32], ())
+
+    def read() -> Parts:
+        folder, tensors = entry.folder, entry.tensors
+        factor = torch.ones((), dtype=torch.float32, device="cpu")
+        if "per_tensor_scale" in tensors:
+            factor = folder.read(tensors["per_tensor_scale"])
+        return nvfp4_parts(folder.read(tensors["qdata"]), folder.read(tensors["scale"]), factor)
+
+    return entry.weight(nvfp4_spec(), (*outer, 2 * half), entry.dtype("orig_dtype"), read)
+
+
+_CLASSES: dict[str, Callable[[Entry], StoredWeight]] = {
+    "Int8Tensor": _int8,
+    "IntxUnpackedToInt8Tensor": _intx,
+    "Int4Tensor": _int4,
+    "Float8Tensor": _float8,
+    "MXTensor": _mx,
+    "NVFP4Tensor": _nvfp4,
+}

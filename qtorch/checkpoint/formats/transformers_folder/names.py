@@ -1,0 +1,190 @@
+"""What a quantized tensor is called in a folder of transformers, and the index of a folder.
+
+The names are those of `dtypes.serialize`, with two differences. Codes of 8 bits are called ``<name>_codes``: under the
+bare name, transformers would split the codes of fused experts as it splits their float weights. And the bare name
+holds a *marker*, a tensor of shape (0,): a reader that does not know the format finds a tensor of a wrong shape, and
+fails, instead of initializing the weight at random.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ....dtypes import QuantizedTensor
+from ....dtypes.serialize import LOGICAL_DTYPES, Entry, check_entry, to_canonical
+from ....primitives.files import parse_json
+from ....primitives.jsonable import from_json, to_json
+
+METADATA = "qtorch.transformers"
+"""Metadata key of every file that holds a quantized tensor; its value is JSON text."""
+
+NAMES_VERSION = 1
+
+
+def stored(name: str, tensor: QuantizedTensor) -> tuple[dict[str, Tensor], Entry]:
+    """The plain tensors that stand for a quantized parameter, by stored name, and its entry in the `Index`.
+
+    Args:
+        name: fully-qualified name of the parameter.
+
+    Raises:
+        ValueError: the tensor has no canonical form, as a weight in training.
+    """
+    tensors, entry = to_canonical(name, tensor)
+    codes = f"{name}_codes"
+    renamed = {codes if key == name else key: value for key, value in tensors.items()}
+    parts = {part: codes if key == name else key for part, key in entry["tensors"].items()}
+    return {name: marker(), **renamed}, {**entry, "tensors": parts}
+
+
+def marker() -> Tensor:
+    """An empty tensor with memory of its own: packages that look for shared tensors compare addresses."""
+    return torch.empty(1, dtype=torch.uint8, device="cpu")[:0]
+
+
+def is_marker(shape: Iterable[int]) -> bool:
+    """Whether a stored tensor of this shape is a marker."""
+    return tuple(shape) == (0,)
+
+
+def cast(tensor: QuantizedTensor, dtype: torch.dtype | None) -> QuantizedTensor:
+    """The tensor with the logical dtype `dtype`, and the same codes; unchanged if quantized tensors do not have it."""
+    if dtype not in LOGICAL_DTYPES or dtype == tensor.scheme.dtype:
+        return tensor
+    made = tensor.to(dtype)
+    assert isinstance(made, QuantizedTensor)
+    return made
+
+
+@dataclass
+class Index:
+    """What the metadata of the files say: a file has the entries of its own tensors, or of all.
+
+    Attributes:
+        quantized: name of a parameter -> its entry, as `stored` returns it.
+        aliases: further name of a tied parameter, which is not stored -> the name that is.
+    """
+
+    quantized: dict[str, Entry] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    def to_metadata(self) -> dict[str, str]:
+        """The metadata of a file; `Index.parse` is the inverse."""
+        data = {"version": NAMES_VERSION, "quantized": self.quantized, "aliases": self.aliases}
+        return {METADATA: json.dumps(data)}
+
+    @classmethod
+    def parse(cls, metadata: Mapping[str, str]) -> Index:
+        """The index in the metadata of a file, which may be untrusted; empty if it has none.
+
+        Raises:
+            ValueError: it is not valid, or of another version; the message does not name the file.
+        """
+        if METADATA not in metadata:
+            return cls()
+        try:
+            data = parse_json(metadata[METADATA])
+        except ValueError as error:
+            raise ValueError(f"its {METADATA} is not JSON: {error}") from error
+        if not isinstance(data, dict) or type(data.get("version")) is not int or data["version"] != NAMES_VERSION:
+            found = data.get("version") if isinstance(data, dict) else None
+            raise ValueError(f"its {METADATA} has version {found!r:.40}; this qtorch reads version {NAMES_VERSION}")
+        quantized, aliases = data.get("quantized", {}), data.get("aliases", {})
+        if not isinstance(quantized, dict) or not isinstance(aliases, dict):
+            raise ValueError(f"its {METADATA} has no objects 'quantized' and 'aliases'")
+        for name, entry in quantized.items():
+            try:
+                check_entry(entry)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+        for name, source in aliases.items():
+            if not isinstance(source, str) or source in aliases:
+                raise ValueError(f"{name} is another name of {source!r:.80}, which is no name of a tensor")
+        return cls(quantized, aliases)
+
+    def add(self, other: Index) -> None:
+        """Add what another file says.
+
+        Raises:
+            ValueError: the two contradict each other.
+        """
+        pairs: list[tuple[dict[str, Any], dict[str, Any]]]
+        pairs = [(self.quantized, other.quantized), (self.aliases, other.aliases)]
+        for mine, theirs in pairs:
+            for name, value in theirs.items():
+                if mine.setdefault(name, value) != value:
+                    raise ValueError(f"its files describe {name} in different ways")
+
+    def owners(self) -> dict[str, tuple[str, str]]:
+        """Stored name -> (parameter, part), for all parts of all quantized parameters.
+
+        Raises:
+            ValueError: a stored name is used twice.
+        """
+        found = [
+            (key, (name, part)) for name, entry in self.quantized.items() for part, key in entry["tensors"].items()
+        ]
+        twice = [key for key, count in Counter(key for key, _ in found).items() if count > 1]
+        if twice:
+            raise ValueError(f"{twice[0]!r:.80} is used for more than one tensor")
+        return dict(found)
+
+
+# --------------------------------------------------------------------------------------------------
+# The entry `quantization_config` of config.json.
+
+
+QUANT_METHOD = "qtorch"
+
+VERSION = 1
+
+Names = Literal["model", "checkpoint"]
+"""Whose names the folder stores: those of the model in memory, or those of an older checkpoint, which transformers has
+to rename (and whose experts it has to fuse) while it loads them."""
+
+
+def quantization_config(recipe: Any = None, names: Names = "model", **more: Any) -> dict[str, Any]:
+    """The JSON data of `quantization_config` in config.json.
+
+    Args:
+        recipe: the recipe, or the mapping of names to recipes, for people who read the file: loading does not need it.
+            What has no JSON form is written as text.
+        names: see `Names`.
+        more: further keys, as JSON data.
+    """
+    return {"quant_method": QUANT_METHOD, "version": VERSION, "recipe": recipe_json(recipe), "names": names, **more}
+
+
+def recipe_json(recipe: Any) -> Any:
+    """A recipe as JSON data, a mapping as a list of pairs, whose order counts; a recipe with data becomes its text."""
+    if isinstance(recipe, Mapping):
+        return [[name, recipe_json(each)] for name, each in recipe.items()]
+    if getattr(recipe, "data", None) is not None:
+        return str(recipe)
+    try:
+        return to_json(recipe)
+    except TypeError:
+        return str(recipe)
+
+
+def read_recipe(data: Any) -> Any:
+    """Inverse of `recipe_json`; text, and what this version does not know, stay as they are."""
+    if isinstance(data, list) and all(isinstance(item, list | tuple) and len(item) == 2 for item in data):
+        return {name: read_recipe(each) for name, each in data}
+    try:
+        return from_json(data) if isinstance(data, dict) else data
+    except ValueError:
+        return data
+
+
+def is_ours(config: Any) -> bool:
+    """Whether the contents of a config.json say that the folder is of this format."""
+    entry = config.get("quantization_config") if isinstance(config, dict) else None
+    return isinstance(entry, dict) and entry.get("quant_method") == QUANT_METHOD

@@ -1,0 +1,267 @@
+"""Source: a checkpoint that is open for reading, of any registered format.
+
+A format is added by one file: a subclass of `Source` with `@register_source`. Then `load_quantized` reads it.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Set
+from pathlib import Path
+from typing import ClassVar, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..dtypes.serialize import Entry, from_canonical, scheme_of
+from ..primitives.spec import Scheme
+from .header import Header
+from .tensor_file import HEADER, HEADER_CHECKSUM, Stored, TensorFile, checksum, pickled_error, text_checksum
+
+SOURCES: list[type[Source]] = []
+"""Every registered format."""
+
+C = TypeVar("C", bound="type[Source]")
+
+
+class Contents(NamedTuple):
+    """What is known of a stored parameter without reading its data.
+
+    Attributes:
+        shape, dtype: logical; those of the dequantized tensor.
+        nbytes: size in the file.
+        scheme: None for a tensor that is not quantized.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    scheme: Scheme | None = None
+
+
+class Source(ABC):
+    """A checkpoint that is open for reading; a context manager.
+
+    Attributes:
+        format: name of the format, for messages.
+        path: the file or folder.
+        names: names of all parameters and buffers, aliases included.
+        aliases: further name of a tensor -> its name.
+        note: where names come from, for the error where they are not those of a model; may be empty.
+    """
+
+    format: ClassVar[str]
+    path: Path
+    names: Set[str]
+    aliases: Mapping[str, str] = {}
+    note: str = ""
+
+    @classmethod
+    @abstractmethod
+    def recognizes(cls, path: Path) -> bool:
+        """Whether the file or folder, which exists, is of this format, judged from its header; reads no tensors."""
+
+    @classmethod
+    @abstractmethod
+    def open(cls, path: Path, *, verify: bool, mmap: bool) -> Source:
+        """Open a checkpoint of this format, and validate its header.
+
+        Args:
+            verify: compare tensors with their checksums, in formats that have any.
+            mmap: map tensors that need no change instead of reading them, in formats that allow it.
+
+        Raises:
+            ValueError: the checkpoint is damaged, or cannot be represented exactly; the message names the file.
+        """
+
+    @abstractmethod
+    def contents(self, name: str) -> Contents:
+        """What is stored under `name`, which must not be an alias."""
+
+    @abstractmethod
+    def tensor(self, name: str) -> Tensor:
+        """Read the tensor called `name`, which must not be an alias: a `QuantizedTensor` if it is stored quantized.
+
+        Raises:
+            ValueError: its data is damaged; the message names the file and the tensor.
+        """
+
+    def optional(self) -> Set[str]:
+        """Names that a model need not have, because it computes the same without them: biases that are zero."""
+        return frozenset()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the files."""
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+PICKLES = (".bin", ".pt", ".pth")
+"""Ends of the names of files of `torch.save`."""
+
+
+def register_source(cls: C) -> C:
+    """Class decorator: `open_source` considers the format from now on, before those registered earlier."""
+    SOURCES.insert(0, cls)
+    return cls
+
+
+def open_source(path: Path, *, verify: bool = True, mmap: bool = False) -> Source:
+    """Open a checkpoint in the first format that recognizes it.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder.
+        ValueError: no format recognizes it, or it is damaged.
+    """
+    if not os.path.exists(path):  # not `Path.exists`, which raises for a name that is too long
+        raise FileNotFoundError(f"{path}: no such file")
+    kind = next((kind for kind in SOURCES if kind.recognizes(path)), None)
+    if kind is None:
+        if path.is_dir() and (pickled := sorted(file for file in path.iterdir() if file.suffix in PICKLES)):
+            raise pickled_error(pickled[0])
+        raise ValueError(f"{path}: no known format; known are {', '.join(sorted(kind.format for kind in SOURCES))}")
+    return kind.open(path, verify=verify, mmap=mmap)
+
+
+# --------------------------------------------------------------------------------------------------
+# CanonicalSource: base of sources whose quantized tensors are stored in canonical form (see `dtypes.serialize`).
+
+
+class CanonicalSource(Source):
+    """A `Source` with an entry of `to_canonical` for each quantized tensor.
+
+    Attributes:
+        entries: by name of the quantized tensor; all stored names that they give exist.
+    """
+
+    entries: Mapping[str, Entry]
+
+    @abstractmethod
+    def stored(self, key: str) -> Stored:
+        """Dtype, shape and place of what is stored under `key`."""
+
+    @abstractmethod
+    def read(self, key: str) -> Tensor:
+        """Read what is stored under `key`."""
+
+    def contents(self, name: str) -> Contents:
+        entry = self.entries.get(name)
+        parts = [self.stored(key) for key in ([name] if entry is None else entry["tensors"].values())]
+        nbytes = sum(part.stop - part.start for part in parts)
+        if entry is None:
+            return Contents(parts[0].shape, parts[0].dtype, nbytes)
+        try:
+            scheme = scheme_of(entry)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {name}: {error}") from error
+        return Contents(scheme.shape, scheme.dtype, nbytes, scheme)
+
+    def tensor(self, name: str) -> Tensor:
+        entry = self.entries.get(name)
+        if entry is None:
+            return self.read(name)
+        # Errors of `read` name the file and the tensor already.
+        parts = {key: self.read(key) for key in entry["tensors"].values()}
+        try:
+            return from_canonical(entry, parts.pop)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{self.path}: {name}: {error}") from error
+
+
+# --------------------------------------------------------------------------------------------------
+# The own format of this package, as a `Source`: a file of `save_quantized` with its shards.
+
+
+_ATTEMPTS = 50
+"""Number of attempts to open a checkpoint that is replaced meanwhile."""
+
+
+@register_source
+class QtorchSource(CanonicalSource):
+    """The root file and its shards, kept open so that a save cannot replace them, and the validated header."""
+
+    format = "qtorch"
+
+    @classmethod
+    def recognizes(cls, path: Path) -> bool:
+        # Any file that no other format recognizes: the errors of `TensorFile` say what is wrong with it.
+        return not path.is_dir()
+
+    @classmethod
+    def open(cls, path: Path, *, verify: bool, mmap: bool) -> QtorchSource:
+        """Open the checkpoint at `path`, and try again if a save replaces it and removes its shards meanwhile."""
+        for attempt in range(_ATTEMPTS):
+            root = TensorFile(path)
+            try:
+                return cls(root, verify, mmap)
+            except BaseException as error:
+                again = isinstance(error, ValueError) and attempt < _ATTEMPTS - 1 and root.is_replaced()
+                root.close()
+                if not again:
+                    raise
+        raise AssertionError
+
+    def __init__(self, root: TensorFile, verify: bool, mmap: bool) -> None:
+        self.path = root.path
+        self.verify = verify
+        self.mmap = mmap
+        self.header = _read_header(root)
+        self.names = self.header.names
+        self.aliases = self.header.aliases
+        self.entries = self.header.quantized
+        self.owners: dict[str, TensorFile] = dict.fromkeys(root.stored, root)
+        self.files = [root]
+        try:
+            for name, keys in self.header.shards.items():
+                self._add_shard(name, keys)
+            if missing := sorted(set(self.header.stored) - self.owners.keys()):
+                raise ValueError(f"{self.path}: missing key {', '.join(missing[:4])}")
+        except BaseException:
+            for shard in self.files[1:]:
+                shard.close()
+            raise
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
+
+    def _add_shard(self, name: str, keys: list[str]) -> None:
+        try:
+            shard = TensorFile(self.path.with_name(name))
+        except FileNotFoundError as error:
+            raise ValueError(f"{self.path}: its shard {name} is missing") from error
+        self.files.append(shard)
+        for key in keys:
+            if key in self.owners:
+                raise ValueError(f"{self.path}: {key} is in it and in its shard {name}")
+            if key in shard.stored:
+                self.owners[key] = shard
+
+    def stored(self, key: str) -> Stored:
+        return self.owners[key].stored[key]
+
+    def read(self, key: str) -> Tensor:
+        file = self.owners[key]
+        read: Callable[[str], Tensor] = file.map if self.mmap else file.read
+        tensor = read(key)
+        if self.verify and checksum(tensor) != self.header.checksums[key]:
+            raise ValueError(f"{file.path}: {key} is corrupted: its data does not match its checksum")
+        return tensor
+
+
+def _read_header(root: TensorFile) -> Header:
+    path, metadata = root.path, root.metadata
+    if HEADER not in metadata:
+        raise ValueError(f"{path}: a safetensors file, but not one of save_quantized (its header has no {HEADER!r})")
+    if metadata.get(HEADER_CHECKSUM) != text_checksum(metadata[HEADER]):
+        raise ValueError(f"{path}: its header is corrupted: it does not match its checksum")
+    try:
+        return Header.parse(metadata[HEADER])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

@@ -1,0 +1,201 @@
+"""Calibrating the weights of a checkpoint with one block of the model in memory."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...calibration.data import Data
+from ...calibration.engine import Resumable, Wanted, estimate, fingerprint, of_weight, quantize_in_order
+from ...calibration.engine.float_weights import Streamed
+from ...calibration.statistics import Statistics
+from ...calibration.with_data import progress_in, shared_data
+from ...dtypes.joining import cut
+from ...model.report import CalibrationEstimate, CalibrationReport
+from ...model.targets import Target
+from ...recipes.base import Calibrated, Recipe
+from ..part_file import Damaged
+from ..sources import Source
+from ..stacked_experts import FusedSource, fuse_experts
+from ..tensor_file import places_of
+from .assignment import meta_model
+from .partial import identity_of
+
+
+class CalibratedWeights:
+    """The weights of a checkpoint that are calibrated; they are made when the first one is asked for.
+
+    They are kept in ``.<name of dst>.calibration`` until `remove`, where a process that was killed is continued.
+
+    Args:
+        source: the checkpoint.
+        targets: by stored name; those whose recipes calibrate in the order of the model.
+        dst: what is going to be written.
+        model: with parameters on the meta device; by default that of transformers.
+
+    Raises:
+        ValueError: the recipes do not share their data.
+    """
+
+    def __init__(
+        self, source: Source, targets: Mapping[str, Target[Recipe]], dst: Path, model: nn.Module | None
+    ) -> None:
+        self.source, self.targets, self.model = source, targets, model
+        self.folder = dst.absolute().with_name(f".{dst.name}.calibration")
+        self.data = shared_data(list(targets.values()))
+        self._progress: Resumable[Calibrated] | None = None
+        # Stored name -> name in the model, row and column of its matrix among those of fused experts.
+        self._places: dict[str, tuple[str, tuple[int, int] | None]] = {}
+
+    def weight(self, name: str) -> tuple[Tensor, CalibrationReport]:
+        """The new weight of this stored name."""
+        if self._progress is None:
+            self._progress = self._opened()
+        progress = self._progress
+        return progress.run(lambda: self._made(progress, name))
+
+    def close(self) -> None:
+        """Release the folder."""
+        if self._progress is not None:
+            self._progress.__exit__()
+            self._progress = None
+
+    def remove(self) -> None:
+        """Remove the folder, when the checkpoint is complete."""
+        self.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _columns(self, name: str) -> int:
+        return 1 + max(place[1] for other, place in self._places.values() if other == name and place is not None)
+
+    def estimate(self) -> CalibrationEstimate:
+        """The memory and the time that making them will take; nothing is written."""
+        model, source = self._model()
+        recipes = self._in_model(source, model)
+        data = _without_logits(model, self.data, recipes)
+        with self._wanted(model, source, recipes) as (wanted, weights):
+            return estimate(model, wanted, data, weights)
+
+    def _opened(self) -> Resumable[Calibrated]:
+        model, source = self._model()
+        self._in_model(source, model)
+        self.data = replace(self.data, batches=self.data.checked())
+        identity = fingerprint.of_json([source.format, identity_of(self.source.path)])
+        return progress_in(self.folder, list(self.targets.values()), self.data, identity, anew=True)
+
+    def _made(self, progress: Resumable[Calibrated], name: str) -> tuple[Tensor, CalibrationReport]:
+        if not progress.complete:
+            model, source = self._model()
+            recipes = self._in_model(source, model)
+            data = _without_logits(model, self.data, recipes)
+            with self._wanted(model, source, recipes) as (wanted, weights):
+                quantize_in_order(model, wanted, data, progress=progress, weights=weights)
+        of_model, place = self._places[name]
+        made = progress.made(of_model)
+        weight = made.weight
+        if place is not None:
+            row, column = place
+            try:
+                weight = cut(weight, self._columns(of_model))[row][column]
+            except (IndexError, ValueError) as error:
+                raise Damaged(f"what was made of {of_model} has no part {name}: {error}") from error
+        return of_weight({name: (weight, made.report)}, name, self.targets[name].parameter)
+
+    def _model(self) -> tuple[nn.Module, Source]:
+        """The model on the meta device, and the checkpoint with experts fused as they are there."""
+        root = self.source.path if self.source.path.is_dir() else self.source.path.parent
+        model = meta_model(root) if self.model is None else self.model
+        return model, fuse_experts(self.source, [name for name, _ in places_of(model)])
+
+    def _in_model(self, source: Source, model: nn.Module) -> dict[str, Target[Recipe]]:
+        """The target of each parameter of the model that is calibrated, by its first name there."""
+        first: dict[int, str] = {}
+        firsts = {name: first.setdefault(id(tensor), name) for name, (_, _, tensor) in places_of(model)}
+        fused: Mapping[str, Any] = source.fused if isinstance(source, FusedSource) else {}
+        renamed: Mapping[str, str] = source.renamed if isinstance(source, FusedSource) else {}
+        for name, rows in fused.items():
+            for row, parts in enumerate(rows):
+                for column, part in enumerate(parts):
+                    self._places[part] = name, (row, column)
+        self._places |= {stored: (name, None) for name, stored in renamed.items()}
+        found: dict[str, Target[Recipe]] = {}
+        for stored, target in self.targets.items():
+            name, _ = self._places.setdefault(stored, (firsts.get(stored, stored), None))
+            if found.setdefault(name, target).recipe != target.recipe:
+                raise ValueError(f"quantize_checkpoint: the experts in {name} of the model take one recipe")
+        for name in found.keys() & fused.keys():
+            missing = [part for parts in fused[name] for part in parts if part not in self.targets]
+            if missing:
+                raise ValueError(
+                    f"quantize_checkpoint: {missing[0]} is one of the experts in {name}, and has no recipe"
+                )
+        return found
+
+    @contextmanager
+    def _wanted(
+        self, model: nn.Module, source: Source, recipes: Mapping[str, Target[Recipe]]
+    ) -> Iterator[tuple[list[Wanted[Calibrated]], Streamed]]:
+        """What is wanted for the parameters of the model, and its weights, which are read when a block runs."""
+
+        def stored(name: str) -> bool:
+            return name in source.names
+
+        def read(name: str) -> Tensor:
+            tensor = source.tensor(source.aliases.get(name, name))
+            return tensor.dequantize() if hasattr(tensor, "scheme") else tensor
+
+        with Streamed(model, read, stored) as weights:
+            slots: dict[int, list[tuple[nn.Module, str]]] = {}
+            for _, (module, attribute, tensor) in places_of(model):
+                slots.setdefault(id(tensor), []).append((module, attribute))
+            parameters = dict(model.named_parameters())
+            if unknown := sorted(recipes.keys() - parameters.keys()):
+                raise ValueError(f"quantize_checkpoint: the model has no parameter {', '.join(unknown[:4])}")
+            wanted = []
+            for name, target in recipes.items():
+                parameter = parameters[name]
+                assert target.recipe is not None
+                make = _making(target, parameter, name)
+                transposed = target.kind.is_transposed
+                places = slots[id(parameter)]
+                wanted.append(Wanted(parameter, places, target.recipe.statistics, make, transposed=transposed))
+            yield wanted, weights
+
+
+def _making(target: Target[Recipe], parameter: nn.Parameter, name: str) -> Callable[[Any], Calibrated]:
+    def make(statistics: Statistics) -> Calibrated:
+        recipe, weight = target.recipe, parameter.detach()
+        assert recipe is not None
+        try:
+            recipe.check(target.kind.view(weight))
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"quantize_checkpoint: {name}: {error}") from error
+        return recipe.make_in_order(target, weight, statistics)
+
+    return make
+
+
+def _without_logits(model: Any, data: Data, recipes: Mapping[str, Any]) -> Data:
+    """Data whose batches give the logits of one token, where the head is not calibrated: those of all take memory."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    names = {name for name, module in model.named_modules() if module is head}
+    takes = "logits_to_keep" in inspect.signature(model.forward).parameters
+    if data.forward is not None or head is None or not takes or any(f"{name}.weight" in recipes for name in names):
+        return data
+
+    def forward(model: nn.Module, batch: Any) -> Any:
+        return model(**batch, logits_to_keep=1) if isinstance(batch, Mapping) else model(batch, logits_to_keep=1)
+
+    return replace(data, forward=forward)
+
+
+def calibrates(target: Target[Recipe]) -> bool:
+    """Whether the recipe of a target calibrates in the order of the model."""
+    return target.recipe is not None and target.recipe.in_order

@@ -1,0 +1,308 @@
+"""Forms: what a streamed checkpoint becomes, a file in the own format or a folder in a format of another package.
+
+A form says which plain tensors stand for a parameter, and completes the files at the end. Whatever it learns from the
+tensors is JSON data, so that another process can continue.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...dtypes import QuantizedTensor
+from ...dtypes.serialize import scheme_of, to_canonical
+from ..header import Header
+from ..hf_folder import CONFIG, INDEX_SUFFIX, read_object
+from ..part_file import PartFile
+from ..save_folder import SaveFormat, save_format
+from ..tensor_file import HEADER, HEADER_CHECKSUM, OWN_FORMAT, text_checksum
+
+# --------------------------------------------------------------------------------------------------
+# The files beside the weights of a folder of transformers: configuration, tokenizer, code.
+
+
+SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".spm", ".vocab", ".bpe", ".merges"})
+"""Names of files that are copied end in one of these; weights, pictures and the card of the model do not."""
+
+CONFIGS_OF_QUANTIZATION = frozenset(
+    {"quantize_config.json", "quant_config.json", "hf_quant_config.json", "qmodel.json"}
+)
+"""What says how the weights of the source are quantized, which the written ones are not."""
+
+TEMPLATES = "additional_chat_templates"
+
+MAX_BYTES = 1 << 30
+"""Of a file that is copied."""
+
+
+def find_companions(source: Path) -> list[Path]:
+    """The files of the folder `source` that its weights need, as paths in it; config.json is left to the caller.
+
+    Their contents are published with the weights, so a link may not lead to a file that has nothing to do with the
+    model: only to one of the same folder, or, in the cache of Hugging Face, of the ``blobs`` of the same repository.
+
+    Raises:
+        ValueError: one of them, or config.json, is a link to somewhere else, or is too large.
+    """
+    if not source.is_dir():
+        return []
+    found = [
+        path
+        for path in sorted(source.iterdir())
+        if path.suffix in SUFFIXES
+        and path.name not in {CONFIG, *CONFIGS_OF_QUANTIZATION}
+        and not path.name.endswith((INDEX_SUFFIX, ".bin.index.json"))
+        and path.is_file()
+    ]
+    found += sorted(path for path in (source / TEMPLATES).rglob("*") if path.is_file())
+    for path in [source / CONFIG, *found]:
+        _check(path, source)
+    return [path.relative_to(source) for path in found]
+
+
+def _check(path: Path, source: Path) -> None:
+    allowed = [source.resolve()]
+    # models--<owner>--<name>/snapshots/<commit>/<file> -> ../../blobs/<hash>
+    repository = allowed[0].parent.parent
+    if allowed[0].parent.name == "snapshots" and repository.name.startswith("models--"):
+        allowed.append(repository / "blobs")
+    if not path.is_file():
+        return
+    target = path.resolve()
+    if not any(target.is_relative_to(folder) for folder in allowed):
+        raise ValueError(
+            f"{path} is a link to {target}, outside of the folder, and would be copied from there: put the file "
+            "itself in its place, or remove the link"
+        )
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError(
+            f"{path}: it has {path.stat().st_size} bytes; files beside the weights have at most {MAX_BYTES}"
+        )
+
+
+def copy_companions(source: Path, target: Path) -> list[str]:
+    """Copy `find_companions` of the folder `source`.
+
+    Returns:
+        The names in `target`, of files and of a folder.
+    """
+    found = find_companions(source)
+    for path in found:
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / path, target / path)
+    return list(dict.fromkeys(path.parts[0] for path in found))
+
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_ROOM_FOR_A_TENSOR = 700
+"""Bytes of header for a parameter that is not quantized, beside its name."""
+
+_ROOM_FOR_A_WEIGHT = 2600
+"""Bytes of header for a quantized parameter, beside its names; if it takes more, its file is copied once."""
+
+
+class Form(ABC):
+    """How a checkpoint is written."""
+
+    @abstractmethod
+    def store(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """The plain tensors, by stored name, that stand for the parameter or buffer `name`."""
+
+    @abstractmethod
+    def room(self, names: Sequence[str], is_first: bool) -> int:
+        """Bytes for the header of a file, given the names of the parameters that may be in it."""
+
+    @abstractmethod
+    def finish_file(self, file: PartFile) -> bool:
+        """Complete a file that gets no more tensors, unless that has to wait for all; whether it is complete."""
+
+    @abstractmethod
+    def finish(self, files: Sequence[PartFile], target: Path) -> None:
+        """Complete all files and move them to `target`, in one step as far as readers see; may be repeated."""
+
+    @abstractmethod
+    def progress(self) -> Any:
+        """JSON data of what was stored, for `resume`."""
+
+    @abstractmethod
+    def places(self, count: int, target: Path, folder: Path) -> list[Path]:
+        """Where `finish` moves the files, of which there are `count`, from `folder`."""
+
+    @abstractmethod
+    def resume(self, progress: Any, names: Sequence[str], stored: Sequence[str]) -> None:
+        """Continue from `progress`, which may be untrusted.
+
+        Args:
+            names: the parameters that are stored, and the next one, which may be in `progress` already.
+            stored: the names of their tensors.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError: `progress` is not of these tensors; nothing has changed.
+        """
+
+
+class OwnForm(Form):
+    """A file of `save_quantized` with its shards; the root is the first file.
+
+    Args:
+        aliases: further names of tensors.
+        token: part of the names of shards, of 8 hexadecimal digits.
+    """
+
+    def __init__(self, aliases: Mapping[str, str], token: str) -> None:
+        self.header = Header(aliases=dict(aliases))
+        self.plain: dict[str, None] = {}
+        self.token = token
+
+    def store(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if isinstance(tensor, QuantizedTensor):
+            stored, self.header.quantized[name] = to_canonical(name, tensor)
+            return stored
+        self.plain[name] = None
+        return {name: tensor}
+
+    def room(self, names: Sequence[str], is_first: bool) -> int:
+        return _room(names, _ROOM_FOR_A_WEIGHT if is_first else _ROOM_FOR_A_TENSOR)
+
+    def finish_file(self, file: PartFile) -> bool:
+        if file.path.name == file_name(0):
+            return False
+        file.finish({})
+        return True
+
+    def finish(self, files: Sequence[PartFile], target: Path) -> None:
+        root, *shards = files
+        self.header.plain = list(self.plain)
+        of_root, *places = self.places(len(files), target, files[0].path.parent)
+        names = [place.name for place in places]
+        self.header.shards = {
+            name: [tensor.name for tensor in shard.written] for name, shard in zip(names, shards, strict=True)
+        }
+        self.header.checksums = {tensor.name: tensor.crc32 for file in files for tensor in file.written}
+        text = json.dumps(self.header.to_json())
+        for shard in shards:
+            shard.finish({})
+        root.finish({HEADER: text, HEADER_CHECKSUM: text_checksum(text)})
+        for place, shard in [*zip(places, shards, strict=True), (of_root, root)]:
+            if shard.path.exists():
+                os.replace(shard.path, place)
+
+    def places(self, count: int, target: Path, folder: Path) -> list[Path]:
+        stem = target.stem if target.suffix == ".safetensors" else f"{target.name}."
+        of = f"of-{count - 1:05d}.safetensors"
+        return [target, *(target.with_name(f"{stem}-{self.token}-{i:05d}-{of}") for i in range(1, count))]
+
+    def progress(self) -> Any:
+        return {"plain": list(self.plain), "quantized": self.header.quantized}
+
+    def resume(self, progress: Any, names: Sequence[str], stored: Sequence[str]) -> None:
+        plain, quantized = dict.fromkeys(progress["plain"]), progress["quantized"]
+        for entry in quantized.values():
+            scheme_of(entry)
+        keys = {name: [name] for name in plain} | {name: [*of["tensors"].values()] for name, of in quantized.items()}
+        wanted = [key for name in names for key in keys.get(name, [])]
+        if plain.keys() & quantized.keys() or keys.keys() - set(names) or wanted[: len(stored)] != [*stored]:
+            raise ValueError("its tensors are not those of its parameters")
+        self.plain, self.header.quantized = plain, quantized
+
+
+class FolderForm(Form):
+    """A folder with config.json, weights, and the other files of the source.
+
+    Args:
+        format: name of a `SaveFormat`.
+        source: path of the source.
+        recipe: for `quantization_config`, in formats that have it there.
+    """
+
+    def __init__(self, format: str, source: Path, recipe: Any) -> None:
+        self.source = source if source.is_dir() else source.parent
+        find_companions(self.source)  # they are refused before anything is written
+        config = read_object(self.source / CONFIG) or {}
+        self.config = {key: value for key, value in config.items() if key not in ("quantization_config",)}
+        self.format: SaveFormat = save_format(format, self.config)
+        for name, value in {"recipe": recipe, "names": "checkpoint"}.items():
+            if hasattr(self.format, name):
+                setattr(self.format, name, value)
+
+    def store(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        return self.format.store(name, tensor)
+
+    def room(self, names: Sequence[str], is_first: bool) -> int:
+        return _room(names, _ROOM_FOR_A_WEIGHT)
+
+    def finish_file(self, file: PartFile) -> bool:
+        file.finish(self.format.metadata([tensor.name for tensor in file.written]))
+        return True
+
+    def finish(self, files: Sequence[PartFile], target: Path) -> None:
+        folder = files[0].path.parent
+        if not folder.exists():  # it has been renamed
+            return
+        places: dict[str, str] = {}
+        count = len(files)
+        kept = set()
+        for file, place in zip(files, self.places(count, target, folder), strict=True):
+            if not place.exists():
+                self.finish_file(file)
+                os.replace(file.path, place)
+            places |= dict.fromkeys((tensor.name for tensor in file.written), place.name)
+            kept.add(place.name)
+        if count > 1:
+            total = sum(file.nbytes for file in files)
+            _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+            kept.add(INDEX)
+        _write_json(folder / CONFIG, {**self.config, "quantization_config": self.format.config()})
+        kept |= {CONFIG, *copy_companions(self.source, folder)}
+        for path in folder.iterdir():
+            if path.name not in kept:
+                path.unlink()
+        folder.rename(target)
+
+    def places(self, count: int, target: Path, folder: Path) -> list[Path]:
+        if count == 1:
+            return [folder / SINGLE]
+        return [folder / f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+    def progress(self) -> Any:
+        return self.format.progress()
+
+    def resume(self, progress: Any, names: Sequence[str], stored: Sequence[str]) -> None:
+        self.format.resume(progress)
+
+
+def form_of(format: str, source: Path, aliases: Mapping[str, str], recipe: Any, arguments: Any) -> Form:
+    """The form of a checkpoint in `format`.
+
+    Args:
+        arguments: JSON data; the names of shards in the own format follow from it.
+    """
+    if format != OWN_FORMAT:
+        return FolderForm(format, source, recipe)
+    return OwnForm(aliases, hashlib.sha256(json.dumps(arguments, sort_keys=True).encode()).hexdigest()[:8])
+
+
+def file_name(number: int) -> str:
+    """The name of a file until the number of files is known."""
+    return f"{number:05d}.safetensors"
+
+
+def _room(names: Sequence[str], of_each: int) -> int:
+    return 1000 + sum(of_each + 12 * len(name) for name in names)
+
+
+def _write_json(path: Path, data: Any) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(data, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())

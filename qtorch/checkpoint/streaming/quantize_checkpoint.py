@@ -1,0 +1,260 @@
+"""quantize_checkpoint and convert_checkpoint: rewrite a checkpoint tensor by tensor, without building the model.
+
+At no time is more in memory than one tensor with its codes. The new checkpoint appears complete or not at all, and a
+call that was killed is continued by the next one with the same arguments.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ...dtypes import QuantizedTensor
+from ...model.misfit import OnMisfit
+from ...model.report import QUANTIZED_BEFORE, LayerReport, QuantizeReport
+from ...model.report_rows import quantized_row, skipped_row
+from ...model.targets import Reach, Target
+from ...quantize_api import check_are_recipes
+from ...recipes.base import Recipe
+from .. import formats  # noqa: F401 (registers the formats)
+from ..formats.transformers_folder.names import recipe_json
+from ..save_folder import SAVE_FORMATS
+from ..sources import Contents, Source
+from ..tensor_file import OWN_FORMAT, check_name
+from .assignment import assign
+from .calibrate import CalibratedWeights, calibrates
+from .forms import form_of
+from .partial import Partial, identity_of, model_config, open_any, take_left_over
+
+VERSION = 1
+
+_MAX_NAME = 200
+"""Bytes of the name of what is written: those of shards and of the unfinished folder are longer, and at most 255."""
+
+Transform = Callable[[str, Tensor], tuple[Tensor, LayerReport | None]]
+
+
+def quantize_checkpoint(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    recipe: Recipe | Mapping[str, Recipe | None],
+    *,
+    targets: Reach = "linear",
+    on_misfit: OnMisfit = "error",
+    format: str = OWN_FORMAT,
+    max_shard_size: int = 5 * 2**30,
+    progress: bool = False,
+    dry_run: bool = False,
+    model: nn.Module | None = None,
+) -> QuantizeReport:
+    """Quantize the weights of a checkpoint, tensor by tensor, without building the model.
+
+    The weights are those that `quantize_` and `save_quantized` would write, bit for bit. `dst` appears complete or not
+    at all. If the process dies, the same call continues after the tensors that are on disk; with other arguments it
+    starts anew. Until then they are in ``.<name of dst>.partial`` beside it.
+
+    Args:
+        src: a folder of transformers, a safetensors file, or any checkpoint that `load_quantized` reads. Tensors that
+            are quantized already are kept.
+        dst: a new file for the own format, a new folder for the others, which also gets the configuration and the
+            tokenizer of `src`.
+        recipe: one recipe, or an ordered mapping from names to recipes as for `quantize_`. A linear layer is what has a
+            `weight` of two axes; embeddings, the experts of a mixture in one parameter, and which way around a weight
+            is stored are told by names and ``config.json`` (see `streaming.skeleton`). One recipe leaves heads
+            (``lm_head``) and routers alone; ask for them by name, or with ``targets="all"``.
+        targets: what the recipe reaches, a word or some as for `quantize_`.
+        on_misfit: as for `quantize_`.
+        format: ``"qtorch"``, ``"transformers"`` or ``"compressed-tensors"``, as for `save_quantized`.
+        max_shard_size: maximum size of a file in bytes, unless one tensor is larger.
+        progress: show a progress bar.
+        dry_run: quantize, but write nothing; recipes that calibrate round to nearest then, and the report has an
+            `estimate` of the memory and the time that they will take.
+        model: for recipes that calibrate in the order of the model, such as ``gptq(int4_weight_only(), batches)``: a
+            model whose parameters are on the meta device; by default transformers builds that of config.json. One
+            block of it is in memory at a time. What is done is kept in ``.<name of dst>.calibration`` until `dst` is
+            complete; the outputs of blocks on the data are there, too.
+
+    Returns:
+        A report of what was done to each weight; print it.
+
+    Raises:
+        FileExistsError: `dst` exists.
+        FileNotFoundError: there is no `src`, or no folder for `dst`.
+        BlockingIOError: another process writes `dst`.
+        ValueError: a weight cannot be quantized by its recipe or stored in the format, or an entry of the mapping has
+            no effect. Nothing appears at `dst`.
+        TypeError: `recipe` is not a recipe.
+    """
+    check_are_recipes("quantize_checkpoint", recipe)
+    src, dst = Path(src), Path(dst)
+    _check_paths("quantize_checkpoint", src, format, dst)
+    with open_any(src) as source:
+        names, contents = _contents(source)
+        assigned = assign(contents, recipe, source, model_config(src), format, targets, on_misfit)
+
+        chosen = {name: target for name, target in assigned.items() if calibrates(target)}
+        of_chosen = CalibratedWeights(source, chosen, dst, model) if chosen else None
+        estimate = of_chosen.estimate() if of_chosen is not None and dry_run else None
+        calibrated = None if dry_run else of_chosen
+
+        def quantize(name: str, tensor: Tensor) -> tuple[Tensor, LayerReport | None]:
+            target = assigned.get(name)
+            if isinstance(tensor, QuantizedTensor):
+                size = contents[name].nbytes
+                shape = tuple(tensor.shape)
+                return tensor, LayerReport(name, shape, "skipped", QUANTIZED_BEFORE, size, size)
+            if target is None:
+                return tensor, None
+            if target.recipe is None:
+                return tensor, skipped_row(target)
+            if calibrated is not None and name in chosen:
+                made, report = calibrated.weight(name)
+                return made, replace(quantized_row(target, tensor, made), calibration=report)
+            return _quantized(name, tensor, target)
+
+        arguments = {"recipe": recipe_json(recipe), "call": "quantize_checkpoint"}
+        if targets != "linear":
+            arguments["targets"] = targets if isinstance(targets, str) else sorted(targets)
+        if on_misfit != "error":
+            arguments["on_misfit"] = on_misfit
+        try:
+            rows = _rewrite(
+                source, names, contents, dst, quantize, format, max_shard_size, progress, dry_run, arguments
+            )
+            if calibrated is not None:
+                calibrated.remove()
+        finally:
+            if calibrated is not None:
+                calibrated.close()
+    return replace(_report(rows, contents, dry_run), estimate=estimate)
+
+
+def convert_checkpoint(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    format: str = OWN_FORMAT,
+    max_shard_size: int = 5 * 2**30,
+    progress: bool = False,
+) -> None:
+    """Write a checkpoint in another format, tensor by tensor: no number changes, and what is quantized stays so.
+
+    Arguments and errors are those of `quantize_checkpoint`.
+    """
+    src, dst = Path(src), Path(dst)
+    _check_paths("convert_checkpoint", src, format, dst)
+    with open_any(src) as source:
+        names, contents = _contents(source)
+        arguments = {"call": "convert_checkpoint"}
+        keep: Transform = lambda name, tensor: (tensor, None)  # noqa: E731
+        _rewrite(source, names, contents, dst, keep, format, max_shard_size, progress, False, arguments)
+
+
+def _check_paths(function: str, src: Path, format: str, dst: Path) -> None:
+    if not os.path.exists(src):
+        raise FileNotFoundError(f"{src}: no such file")
+    if format != OWN_FORMAT and format not in SAVE_FORMATS:
+        known = ", ".join(map(repr, [OWN_FORMAT, *sorted(SAVE_FORMATS)]))
+        raise ValueError(f"{function}: format {format!r} is not known; known are {known}")
+    if format == OWN_FORMAT and dst.suffix != ".safetensors":
+        raise ValueError(
+            f"{function}: the format {OWN_FORMAT!r} is a file, such as {dst.name}.safetensors, got dst={dst}; "
+            f"folders are written by {', '.join(map(repr, sorted(SAVE_FORMATS)))}"
+        )
+    if len(os.fsencode(dst.name)) > _MAX_NAME:
+        raise ValueError(f"{function}: {dst.name!r:.80} has more than {_MAX_NAME} bytes; files are named after it")
+    if not os.path.isdir(dst.absolute().parent):
+        raise FileNotFoundError(f"{function}: there is no folder {dst.absolute().parent}")
+
+
+def _contents(source: Source) -> tuple[list[str], dict[str, Contents]]:
+    """The names of what is stored, in a fixed order, and what it is.
+
+    Raises:
+        ValueError: no file can hold a tensor of this name; sources are read in formats that can.
+    """
+    names = sorted(source.names - source.aliases.keys())
+    for name in names:
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise ValueError(f"{source.path}: {error}") from error
+    return names, {name: source.contents(name) for name in names}
+
+
+def _quantized(name: str, tensor: Tensor, target: Target[Recipe]) -> tuple[Tensor, LayerReport]:
+    recipe = target.recipe
+    assert recipe is not None
+    try:
+        recipe.check(target.kind.view(tensor))
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"quantize_checkpoint: {name}: {error}") from error
+    made = recipe.make(target, tensor)
+    return made, quantized_row(target, tensor, made)
+
+
+@torch.no_grad()
+def _rewrite(
+    source: Source,
+    names: list[str],
+    contents: Mapping[str, Contents],
+    dst: Path,
+    transform: Transform,
+    format: str,
+    max_shard_size: int,
+    progress: bool,
+    dry_run: bool,
+    arguments: dict[str, Any],
+) -> list[LayerReport]:
+    """Store ``transform(name, tensor)`` of every tensor; the rows of the report."""
+    bar = tqdm(total=sum(contents[name].nbytes for name in names), unit="B", unit_scale=True, disable=not progress)
+    rows: list[LayerReport] = []
+    if dry_run:
+        for name in names:
+            rows += _row(transform(name, source.tensor(name))[1])
+            bar.update(contents[name].nbytes)
+        bar.close()
+        return rows
+    identity = {"version": VERSION, "source": [source.format, identity_of(source.path)]}
+    arguments = {**identity, "format": format, "max_shard_size": max_shard_size, **arguments}
+    target = dst.absolute()
+    if os.path.lexists(target):
+        of_earlier = take_left_over(target, arguments, names)
+        if of_earlier is None:
+            raise FileExistsError(f"{dst} exists; remove it, or give another name")
+        return of_earlier
+    form = form_of(format, source.path, source.aliases, arguments.get("recipe"), arguments)
+    with Partial(target, arguments, form, names, max_shard_size) as partial:
+        bar.update(sum(contents[name].nbytes for name in names[: partial.done]))
+        for name in names[partial.done :]:
+            made, row = transform(name, source.tensor(name))
+            partial.add(name, made, row)
+            del made
+            bar.update(contents[name].nbytes)
+        rows = partial.rows
+        partial.finish()
+    bar.close()
+    return rows
+
+
+def _row(row: LayerReport | None) -> list[LayerReport]:
+    return [] if row is None else [row]
+
+
+def _report(rows: list[LayerReport], contents: Mapping[str, Contents], dry_run: bool) -> QuantizeReport:
+    parameters = sum(_numel(of.shape) for of in contents.values())
+    before = sum(_numel(of.shape) for of in contents.values() if of.scheme is not None)
+    size = sum(of.nbytes for of in contents.values())
+    report = QuantizeReport(tuple(rows), dry_run, parameters, before, size)
+    return replace(report, model_bytes_after=size - report.bytes_before + report.bytes_after)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()

@@ -1,0 +1,199 @@
+"""fuse_convolutions: a quantized model whose convolutions hand codes to each other."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+
+from ...kernels.conv import is_channels_last
+from ...kernels.cpu.compiled_library import library, missing, threads
+from ...model.install import check_model
+from .chains import shapes_of
+from .fused_steps import NotFinite, Run, Workspace
+from .plan import FusionReport, Plan
+
+WORKSPACES = 4
+"""Most shapes of inputs whose memory is kept."""
+
+
+class FusedModel(nn.Module):
+    """A model whose convolutions hand codes to each other; `fuse_convolutions` makes it.
+
+    It holds the model that it was made from, `model`, and shares its parameters. It computes as that one does where
+    nothing can be fused: under autocast, a compiler or gradients of the inputs, for other dtypes and devices, for
+    inputs that hold a NaN or an infinity.
+
+    Attributes:
+        model: the unfused model.
+        report: `FusionReport`.
+    """
+
+    report: FusionReport
+
+    def __init__(self, model: nn.Module, examples: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.model = model
+        self._examples = examples
+        self._forget()
+
+    def _forget(self) -> None:
+        self._plan: Plan | None = None
+        self._stamp: Any = None
+        self._workspaces: dict[Any, list[Workspace]] = {}
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        dropped = ("_plan", "_stamp", "_workspaces", "_lock")  # made again at the first call
+        return {name: value for name, value in self.__dict__.items() if name not in dropped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or torch.compiler.is_compiling() or not self._takes(args):
+            return self.model(*args, **kwargs)
+        plan = self._current_plan()
+        if plan is None or len(args) != len(plan.placeholders):
+            return self.model(*args)
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        last = any(is_channels_last(a) for a in tensors)
+        key = (tuple(tuple(a.shape) if isinstance(a, Tensor) else a for a in args), last, threads())
+        work = self._borrow(key, last)
+        try:
+            run = Run(work, dict(zip(plan.placeholders, args, strict=True)), self._modules_by_name)
+            with torch.no_grad():
+                for step, done in zip(plan.steps, plan.last_reads, strict=True):
+                    step.run(run)
+                    work.release(done)
+            return fx.node.map_arg(plan.output, lambda node: run.values[node])
+        except NotFinite:
+            return self.model(*args)
+        finally:
+            self._give_back(key, work)
+
+    def _takes(self, args: tuple[Any, ...]) -> bool:
+        """Whether the fused part can run."""
+        if self.training or torch.is_autocast_enabled("cpu"):
+            return False
+        for a in args:
+            if isinstance(a, Tensor):
+                plain = type(a) is Tensor or type(a) is nn.Parameter
+                if not plain or a.dtype is not torch.float32 or not a.is_cpu or not a.numel() or a.is_neg():
+                    return False
+                if a.requires_grad and torch.is_grad_enabled():
+                    return False
+            elif not isinstance(a, int | float | bool | str | None):
+                return False
+        return True
+
+    def _current_plan(self) -> Plan | None:
+        """The plan, made anew after weights were exchanged or written to."""
+        if self._plan is not None and self._stamp == self._stamp_of(self._plan.names):
+            return self._plan
+        with self._lock:
+            self._workspaces.clear()
+            self._modules_by_name = dict(self.model.named_modules())
+            plan = self._plan = plan_of(self.model, self._examples) if library() is not None else None
+            if plan is not None:
+                self._stamp = self._stamp_of(plan.names)
+            return plan
+
+    def _stamp_of(self, names: tuple[str, ...]) -> Any:
+        stamp: list[Any] = [library()]
+        for name in names:
+            parameters = self._modules_by_name[name]._parameters
+            weight, bias = vars(parameters["weight"]), parameters["bias"]
+            stamp.append(id(weight["qdata"]))
+            for tensor in (weight["qdata"], weight["scale"], weight["act_scale"], weight["act_zero_point"], bias):
+                if tensor is not None:
+                    stamp.append(tensor.data_ptr())
+                    stamp.append(0 if tensor.is_inference() else tensor._version)
+        return stamp
+
+    def _borrow(self, key: Any, channels_last: bool) -> Workspace:
+        """A workspace that no other thread uses."""
+        with self._lock:
+            idle = self._workspaces.get(key)
+            if idle:
+                return idle.pop()
+        compiled = library()
+        assert compiled is not None, missing()
+        return Workspace(compiled, channels_last)
+
+    def _give_back(self, key: Any, work: Workspace) -> None:
+        with self._lock:
+            if key not in self._workspaces and len(self._workspaces) >= WORKSPACES:
+                self._workspaces.pop(next(iter(self._workspaces)))
+            self._workspaces.setdefault(key, []).append(work)
+
+
+def plan_of(model: nn.Module, examples: tuple[Any, ...]) -> Plan:
+    """The plan of a model.
+
+    Raises:
+        ValueError: torch.fx does not trace it.
+    """
+    try:
+        graph = fx.Tracer().trace(model)
+        traced = fx.GraphModule(model, graph)
+    except Exception as error:
+        line = (str(error).splitlines() or [""])[0]
+        raise ValueError(
+            f"fuse_convolutions: torch.fx cannot trace this {type(model).__name__} ({type(error).__name__}: {line}); "
+            "fuse the parts that it can trace"
+        ) from error
+    return Plan(graph, dict(model.named_modules()), shapes_of(traced, examples))
+
+
+def fuse_convolutions(model: nn.Module, *example_inputs: Any) -> FusedModel:
+    """A model whose convolutions hand codes to each other, for inference on CPU.
+
+    It takes convolutions with activations in 8 bits: static ones (`int8_static_activation_int8_weight`), or with a
+    scale for each image (`int8_dynamic_activation_int8_weight(act_granularity=PerAxis(0))`). Bias, addition of a
+    shortcut, ReLU or clamp, and for static ones the codes of the next convolution, are one pass over the sums.
+    The codes are those that the next convolution would make of its input, and what is added stays in floating point:
+    the outputs are those of the unfused model, bit for bit.
+
+    Fold batch normalization before `quantize_`, by `qtorch.training.fold_batch_norm`.
+
+    Args:
+        model: quantized, in eval mode; it is not changed, and the result shares its parameters.
+        example_inputs: of its forward. Inputs of other shapes can follow.
+
+    Returns:
+        A `FusedModel`; print its `report`.
+
+    Raises:
+        TypeError: `model` is not a module.
+        ValueError: it is in training mode, torch.fx cannot trace it, no convolution can be fused, or the outputs for
+            the examples are not those of the model.
+    """
+    check_model("fuse_convolutions", model)
+    if model.training:
+        raise ValueError("fuse_convolutions: the model is in training mode; call model.eval() first")
+    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(example_inputs)):
+        raise ValueError("fuse_convolutions: give example inputs of the model's forward")
+    if reason := missing():
+        raise ValueError(f"fuse_convolutions: needs the compiled CPU kernels: {reason}")
+    plan = plan_of(model, example_inputs)
+    if not plan.fused:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in plan.skipped) or "it has no nn.Conv2d"
+        raise ValueError(f"fuse_convolutions: nothing to fuse: {reasons}")
+    fused = FusedModel(model, example_inputs).eval()
+    with torch.no_grad():
+        wanted, got = (tree_leaves(m(*example_inputs)) for m in (model, fused))
+    exact = all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(wanted, got, strict=True))
+    close = exact or all(
+        torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True)
+        for a, b in zip(wanted, got, strict=True)
+        if isinstance(a, Tensor)
+    )
+    if not close:
+        raise ValueError("fuse_convolutions: the outputs for the examples changed; please report the model")
+    fused.report = FusionReport(plan.fused, plan.skipped, exact)
+    return fused

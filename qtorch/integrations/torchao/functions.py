@@ -1,0 +1,217 @@
+"""The functions of torchao 0.6 and 0.7 that make configurations, with their arguments. They return recipes of qtorch.
+
+`set_inductor_config`, which later versions added, is accepted everywhere: qtorch does not change the configuration of
+inductor. Whatever has no equivalent raises a `ValueError` that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ... import recipes
+from ...calibration.allocation import fastest
+from ...dtypes import Layout, SemiSparseLayout, TensorCoreTiledLayout
+from ...primitives import MappingType, PerRow, PerTensor, ZeroPointDomain
+from ...quantize_api import quantize_
+from ...recipes.base import WeightRecipe
+from .translate import granularity_of, layout_of, mapping_of, only, refuse, scale_of
+
+E4M3 = torch.float8_e4m3fn
+
+made: Any = recipes
+"""The recipes; they are attributes that a type checker does not see."""
+
+
+def int8_weight_only(group_size: int | None = None, set_inductor_config: bool = True) -> WeightRecipe:
+    """`qtorch.int8_weight_only`: a scale per row, or per group."""
+    return cast(WeightRecipe, made.int8_weight_only(group_size=group_size))
+
+
+def int4_weight_only(
+    group_size: int = 128,
+    layout: Any = None,
+    use_hqq: bool = False,
+    zero_point_domain: Any = None,
+    set_inductor_config: bool = True,
+    *,
+    layout_type: Any = None,
+) -> WeightRecipe:
+    """`qtorch.int4_weight_only` with real zero points, as in torchao, whose default layout is that of tinygemm."""
+    found = _layout("int4_weight_only", layout, layout_type) or TensorCoreTiledLayout()
+    if found.name not in ("tensor_core_tiled", "packed"):
+        raise refuse("int4_weight_only", "layout", layout or layout_type, "TensorCoreTiledLayout or PackedLayout")
+    domain = ZeroPointDomain[getattr(zero_point_domain, "name", "FLOAT")]
+    arguments = {"group_size": group_size, "zero_point_domain": domain, "layout": found, "use_hqq": use_hqq}
+    return cast(WeightRecipe, made.int4_weight_only(**arguments))
+
+
+def int8_dynamic_activation_int4_weight(
+    group_size: int = 32,
+    layout: Any = None,
+    mapping_type: Any = MappingType.SYMMETRIC,
+    act_mapping_type: Any = MappingType.ASYMMETRIC,
+    set_inductor_config: bool = True,
+) -> WeightRecipe:
+    """`qtorch.int8_dynamic_activation_int4_weight`."""
+    name = "int8_dynamic_activation_int4_weight"
+    arguments: dict[str, Any] = {
+        "group_size": group_size,
+        "mapping_type": mapping_of(name, "mapping_type", mapping_type),
+        "act_mapping_type": mapping_of(name, "act_mapping_type", act_mapping_type),
+    }
+    if (found := _layout(name, layout)) is not None:
+        arguments["layout"] = found
+    return cast(WeightRecipe, made.int8_dynamic_activation_int4_weight(**arguments))
+
+
+def int8_dynamic_activation_int8_weight(
+    layout: Any = None,
+    act_mapping_type: Any = MappingType.SYMMETRIC,
+    weight_only_decode: bool = False,
+    set_inductor_config: bool = True,
+    *,
+    layout_type: Any = None,
+) -> WeightRecipe:
+    """`qtorch.int8_dynamic_activation_int8_weight`, or its form with 2:4 sparsity for the semi-sparse layout."""
+    name = "int8_dynamic_activation_int8_weight"
+    only(name, "weight_only_decode", weight_only_decode, (False,))
+    mapping = mapping_of(name, "act_mapping_type", act_mapping_type)
+    found = _layout(name, layout, layout_type)
+    if found is None:
+        return cast(WeightRecipe, made.int8_dynamic_activation_int8_weight(mapping))
+    if found != SemiSparseLayout():
+        raise refuse(name, "layout", layout or layout_type, "it has the plain and the semi-sparse layout")
+    return cast(WeightRecipe, made.int8_dynamic_activation_int8_semi_sparse_weight(mapping))
+
+
+def int8_dynamic_activation_int8_semi_sparse_weight() -> WeightRecipe:
+    """`qtorch.int8_dynamic_activation_int8_semi_sparse_weight`, which also prunes."""
+    return cast(WeightRecipe, made.int8_dynamic_activation_int8_semi_sparse_weight())
+
+
+def float8_weight_only(weight_dtype: torch.dtype = E4M3, set_inductor_config: bool = True) -> WeightRecipe:
+    """`qtorch.float8_weight_only`."""
+    return cast(WeightRecipe, made.float8_weight_only(weight_dtype))
+
+
+def float8_dynamic_activation_float8_weight(
+    activation_dtype: torch.dtype = E4M3,
+    weight_dtype: torch.dtype = E4M3,
+    granularity: Any = None,
+    mm_config: Any = None,
+    set_inductor_config: bool = True,
+) -> WeightRecipe:
+    """`qtorch.float8_dynamic_activation_float8_weight`; the default is a scale per tensor, as in torchao."""
+    name = "float8_dynamic_activation_float8_weight"
+    only(name, "mm_config", mm_config, (None,))
+    kind = PerTensor() if granularity is None else granularity_of(name, "granularity", granularity)
+    arguments = {"granularity": kind, "activation_dtype": activation_dtype, "weight_dtype": weight_dtype}
+    return cast(WeightRecipe, made.float8_dynamic_activation_float8_weight(**arguments))
+
+
+def float8_static_activation_float8_weight(
+    scale: torch.Tensor | float | None = None,
+    activation_dtype: torch.dtype = E4M3,
+    weight_dtype: torch.dtype = E4M3,
+    granularity: Any = None,
+    mm_config: Any = None,
+    set_inductor_config: bool = True,
+) -> WeightRecipe:
+    """`qtorch.float8_static_activation_float8_weight`."""
+    name = "float8_static_activation_float8_weight"
+    only(name, "mm_config", mm_config, (None,))
+    kind = PerTensor() if granularity is None else granularity_of(name, "granularity", granularity)
+    arguments = {"activation_dtype": activation_dtype, "weight_dtype": weight_dtype, "granularity": kind}
+    number = scale_of(name, "scale", scale)
+    return cast(WeightRecipe, made.float8_static_activation_float8_weight(number, **arguments))
+
+
+def uintx_weight_only(
+    dtype: Any, group_size: int = 64, pack_dim: int = -1, use_hqq: bool = False, set_inductor_config: bool = True
+) -> WeightRecipe:
+    """`qtorch.uintx_weight_only`."""
+    only("uintx_weight_only", "pack_dim", pack_dim, (-1,))
+    return cast(WeightRecipe, made.uintx_weight_only(dtype, group_size, use_hqq=use_hqq))
+
+
+def fpx_weight_only(ebits: int, mbits: int, set_inductor_config: bool = True) -> WeightRecipe:
+    """`qtorch.fpx_weight_only`."""
+    return cast(WeightRecipe, made.fpx_weight_only(ebits, mbits))
+
+
+def _layout(function: str, layout: Any, layout_type: Any = None) -> Layout | None:
+    """The layout, which torchao 0.6 calls `layout_type`."""
+    if layout is not None and layout_type is not None:
+        raise ValueError(f"{function}: layout and layout_type are two names of one argument, got both")
+    return layout_of(function, layout if layout is not None else layout_type)
+
+
+# --------------------------------------------------------------------------------------------------
+# torchao's `autoquant`, and its lists of candidates as recipes of qtorch.
+
+
+"""The recipes; they are attributes that a type checker does not see."""
+
+DEFAULT_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = [
+    None,
+    made.int8_weight_only(),
+    made.int8_dynamic_activation_int8_weight(),
+]
+DEFAULT_INT4_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = [
+    None,
+    made.int8_dynamic_activation_int8_weight(),
+    made.int4_weight_only(group_size=64),
+]
+OTHER_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = [
+    None,
+    made.float8_weight_only(),
+    made.float8_dynamic_activation_float8_weight(granularity=PerRow()),
+    made.float8_dynamic_activation_float8_weight(granularity=PerTensor()),
+]
+ALL_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = list(
+    dict.fromkeys(DEFAULT_AUTOQUANT_CLASS_LIST + DEFAULT_INT4_AUTOQUANT_CLASS_LIST + OTHER_AUTOQUANT_CLASS_LIST)
+)
+
+
+def autoquant(
+    model: nn.Module,
+    example_input: Any = None,
+    qtensor_class_list: Sequence[WeightRecipe | None] = DEFAULT_AUTOQUANT_CLASS_LIST,
+    filter_fn: Any = None,
+    mode: Any = None,
+    manual: bool = False,
+    set_inductor_config: bool = True,
+    supress_autoquant_errors: bool = True,
+    min_sqnr: float | None = None,
+) -> nn.Module:
+    """Quantize each linear layer in place by the recipe under which it takes least time; see `allocation.fastest`.
+
+    Layers are timed as they run here, eagerly, and not compiled as in torchao.
+
+    Args:
+        model: any module.
+        example_input: a tensor, or a tuple or list of the arguments of the model. torchao can also wait for the first
+            call of the model; here it is needed.
+        qtensor_class_list: recipes, None for floating point; one of the lists of this file, for example.
+        filter_fn: (module, name) -> bool.
+        min_sqnr: see `fastest`.
+
+    Raises:
+        ValueError: `example_input` is missing, or an argument has no equivalent.
+    """
+    if example_input is None:
+        raise refuse("autoquant", "example_input", None, "give an input of the model to measure with")
+    only("autoquant", "manual", manual, (False,))
+    if mode is not None and list(mode)[:1] != ["interpolate"]:
+        raise refuse("autoquant", "mode", mode, "layers are timed as they run; leave it out")
+    if wrong := [each for each in qtensor_class_list if each is not None and not isinstance(each, WeightRecipe)]:
+        raise refuse("autoquant", "qtensor_class_list", wrong, "it takes recipes, and None for floating point")
+    example = (example_input,) if isinstance(example_input, Tensor) else example_input
+    allocation = fastest(model, list(qtensor_class_list), example, filter_fn=filter_fn, min_sqnr=min_sqnr)
+    if any(allocation.values()):
+        quantize_(model, allocation)
+    return model

@@ -1,0 +1,98 @@
+"""Experts of transformers' mixtures: the implementation "qtorch", and what the others call.
+
+    model.set_experts_implementation("qtorch")
+
+multiplies all experts of a layer by two calls of `grouped_linear`, without sorting or repeating the tokens. For one
+token that takes half as long as "grouped_mm". `from_pretrained` with a `QtorchConfig` chooses it in place of the
+default. Layers whose experts are not quantized, or have adapters, run "grouped_mm".
+
+Compiled graphs of "grouped_mm" call transformers' own operator, which is handled here too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from ...dtypes import QuantizedTensor
+from ...dtypes.dispatch import implements_aten, implements_function
+from ...dtypes.experts import grouped_linear, grouped_linear_call
+from ...dtypes.products import grouped_mm
+from .versions import experts_implementations, grouped_mm_operator, of_experts, takes_experts_implementation
+
+NAME = "qtorch"
+"""Of the implementation."""
+
+DEFAULT = "grouped_mm"
+"""The implementation that transformers chooses."""
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The forward of a module of experts that is decorated with `use_experts_implementation`.
+
+    Args:
+        hidden_states: (T, H).
+        top_k_index, top_k_weights: (T, R): the experts of each token, and their weights. An index that names no expert
+            adds nothing.
+
+    Returns:
+        (T, H).
+    """
+    has_gate = of_experts(self, "has_gate")
+    up = self.gate_up_proj if has_gate else self.up_proj
+    if not (isinstance(up, QuantizedTensor) and isinstance(self.down_proj, QuantizedTensor)):
+        return ALL_EXPERTS_FUNCTIONS[DEFAULT](self, hidden_states, top_k_index, top_k_weights)
+    experts = top_k_index.reshape(-1, 1)
+    # The bias of experts on other devices is read, and multiplied by zero.
+    known = experts[:, 0].clamp(0, self.num_experts - 1) if self.has_bias else None
+    multiply = grouped_linear_call if torch.compiler.is_compiling() else grouped_linear
+    y = multiply(hidden_states.to(up.dtype), _stored(up, self), top_k_index)
+    if known is not None:
+        y = y + (self.gate_up_proj_bias if has_gate else self.up_proj_bias)[known]
+    y = self._apply_gate(y) if has_gate else self.act_fn(y)
+    y = multiply(y.to(self.down_proj.dtype), _stored(self.down_proj, self), experts)
+    if known is not None:
+        y = y + self.down_proj_bias[known]
+    if of_experts(self, "has_post_expert_norm"):
+        y = self.post_expert_norm(y)
+    weights = top_k_weights
+    if of_experts(self, "_is_expert_parallel"):
+        weights = weights.masked_fill((top_k_index < 0) | (top_k_index >= self.num_experts), 0.0)
+    y = y.unflatten(0, top_k_index.shape)
+    if weights.dtype == y.dtype == hidden_states.dtype:
+        return torch.bmm(weights.unsqueeze(1), y).squeeze(1)
+    return (y * weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+
+
+def _stored(weight: Tensor, experts: Any) -> Tensor:
+    """The matrices (E, N, K)."""
+    return weight.transpose(1, 2) if experts.is_transposed else weight
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+def choose(model: Any) -> None:
+    """Let a model with quantized experts run them as above, unless the user has chosen another implementation."""
+    if not any(isinstance(p, QuantizedTensor) and p.dim() == 3 for p in model.parameters()):
+        return
+    now = experts_implementations(model)
+    chosen = {key: NAME for key, name in now.items() if name == DEFAULT}
+    if chosen and takes_experts_implementation(model, NAME):
+        model.set_experts_implementation({**now, **chosen})
+
+
+def _fallback(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    return grouped_mm(input, weight, offs)
+
+
+def _fallback_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
+    return grouped_mm(*args, **kwargs)
+
+
+if (_FALLBACK := grouped_mm_operator()) is not None:
+    implements_function(_FALLBACK, _FALLBACK.default)(_fallback)
+    implements_aten(_FALLBACK.default)(_fallback_below_autograd)

@@ -1,0 +1,281 @@
+"""Linear with int8 activations and integer weights, compiled: the equation and the exact results of `int8_scaled_mm`.
+
+The activation is quantized in the same call if its spec quantizes each row by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...primitives.affine import MappingType
+from ...primitives.qdtype import qdtype
+from ...primitives.rounding import Rounding
+from ...primitives.scale_rules import MinMaxRule
+from ...primitives.spec import QuantSpec, Scheme
+from ..custom_ops import implement, note, opaque, portable, recording
+from ..linear import scaled
+from ..ops.int8_grouped_mm import int8_grouped_mm, int8_product
+from ..ops.int_matmul import int32_terms
+from ..ops.quantize import quantize_input
+from ..registry import Problem, from_rows, register, to_rows
+from . import variants, weight
+from .compiled_library import TYPES, library, threads
+from .memory import address, empty
+from .operands import is_readable, scaled_int_matmul
+from .structs import Input, IntCall, Output, Quantizer, Weight, pack, struct_of
+from .weight_only import CompiledLinear, Numerics, where_finite
+
+GROUP_MULTIPLE = 32
+"""The size of the groups of a weight is a multiple of this."""
+
+
+class _Int8Linear(CompiledLinear):
+    __slots__ = ()
+    name, call = "int8_mm", IntCall
+
+
+@opaque(lambda x, xs, xz, quantizer, codes, n, *rest: x.new_empty(x.shape[0], n, dtype=rest[-2]))
+def cpu_int8_mm(
+    x: Tensor,
+    xs: Tensor | None,
+    xz: Tensor | None,
+    quantizer: list[float],
+    codes: Tensor,
+    n: int,
+    ws: Tensor,
+    wz: Tensor | None,
+    packed: bool,
+    weight_dtype: str,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+) -> Tensor:
+    """The equation, y (M, N).
+
+    Args:
+        x: (M, K) int8 codes; or fp32, bf16 or fp16, which is quantized here.
+        xs, xz: scale and zero point, (M, 1) or (1, 1), of the codes or to quantize x with; None to choose them from
+            each row.
+        quantizer: for x in floating point: (low, high, asymmetric, given, smallest scale, largest scale); see
+            `row_quantizer` and `static_quantizer`.
+        codes: (N, K) int8 or uint8, or packed along K.
+        ws, wz: (N, G), or (1, 1).
+        weight_dtype: name of a `QDType`.
+        dtype: of the result.
+        bias: (N) in that dtype, or None.
+    """
+    m, k = x.shape
+    if not k:
+        zeros = x.new_zeros(m, n, dtype=dtype)
+        return zeros if bias is None else zeros.add_(bias)
+    weight.check_bias(bias, dtype, n)
+    numerics = numerics_of(quantizer)
+    about = (x.dtype, dtype, "int8", numerics)
+    layer = _Int8Linear.of(codes, ws, wz, n, k, weight_dtype, packed, "INT", 0.0, *about)
+    compiled, way = layer.compiled, layer.way(m)
+
+    def in_torch() -> Tensor:
+        note("cpu_int8_mm.torch")
+        xq, scale, zero = (x, xs, xz) if x.dtype is torch.int8 else quantize_rows(x, quantizer, xs, xz)
+        assert scale is not None
+        if packed:
+            y = scaled.packed_int8_mm(xq, scale, zero, codes, ws, wz, weight_dtype, dtype)
+        else:
+            y = int8_grouped_mm(xq, scale, zero, codes, ws, wz, dtype)
+        return y if bias is None else y.add_(bias)
+
+    if compiled is None or way == "torch":
+        return in_torch()
+    if recording():
+        note(f"cpu_int8_mm.{compiled.instruction_set}.{way}")
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if xs is not None:
+        xs, xz = of_rows(xs, xz, m, writable=x.dtype is not torch.int8)
+        numerics = numerics_of(quantizer, address(xs, torch.float32), address(xz, torch.int32))
+    y, finite = layer.run(x, x.stride(0), m, (m, n), bias, way, numerics)
+    return y if finite else where_finite(y, x, in_torch)
+
+
+@implement("int8_product", "cpu")
+def compiled_product(
+    xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None, group: int, dtype: torch.dtype
+) -> Tensor:
+    """See `int8_product`: compiled for a weight with groups; with one, torch's product, and in graphs torch operators,
+    which a compiler can fuse."""
+    if group == -1 and xz is None and wz is None and is_readable(xq) and wq.dtype is torch.int8:
+        y = scaled_int_matmul(xq, xs, wq, ws, dtype)
+        if y is not None:
+            return y
+    if group % GROUP_MULTIPLE or group > int32_terms(xz is not None, wz is not None or wq.dtype is torch.uint8):
+        return portable(int8_product)(xq, xs, xz, wq, ws, wz, group, dtype)
+    kind = "int8" if wq.dtype == torch.int8 else "uint8"
+    return cpu_int8_mm(xq, xs, xz, [], wq, wq.shape[0], ws.contiguous(), wz, False, kind, dtype, None)
+
+
+def numerics_of(quantizer: Sequence[float], scale: int = 0, zero_point: int = 0) -> Numerics:
+    """The fields of the struct about x: how to quantize it, and the addresses of its scales and zero points."""
+    return *_quantizer_of(quantizer), scale, zero_point
+
+
+def _quantizer_of(quantizer: Sequence[float]) -> Quantizer:
+    low, high, asymmetric, given, smallest, largest = quantizer or (0, 0, 0, 0, 0.0, 0.0)
+    return Quantizer(int(low), int(high), int(asymmetric), int(given), smallest, largest)
+
+
+def of_rows(xs: Tensor, xz: Tensor | None, m: int, writable: bool) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point for each row; `writable` if a quantizer may write NaN into the scales."""
+    scale = xs.float().expand(m, 1)
+    scale = scale.clone(memory_format=torch.contiguous_format) if writable else scale.contiguous()
+    return scale, None if xz is None else xz.to(torch.int32).expand(m, 1).contiguous()
+
+
+def quantize_rows(
+    x: Tensor, quantizer: list[float], xs: Tensor | None = None, xz: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes, scale, zero_point) of the rows of x (M, K), by a `row_quantizer`, or by a `static_quantizer` with the
+    given scale and zero point.
+
+    Raises:
+        RuntimeError: no compiled library is in use.
+    """
+    compiled = library()
+    if compiled is None:
+        raise RuntimeError("quantize_rows needs the compiled kernels")
+    m, k = x.shape
+    x = (x if x.stride(1) == 1 else x.contiguous()).resolve_neg()
+    codes = empty((m, k), torch.int8)
+    if xs is not None:
+        scale, zero_point = of_rows(xs, xz, m, writable=True)
+    else:
+        scale, zero_point = empty((m, 1), torch.float32), empty((m, 1), torch.int32) if quantizer[2] else None
+    call = IntCall(
+        x=Input(address(x), TYPES[x.dtype], x.stride(0), m),
+        y=Output(address(codes), TYPES[torch.int8], k, bias=0),
+        quantizer=_quantizer_of(quantizer),
+        scale=address(scale, torch.float32),
+        zero=address(zero_point, torch.int32),
+        way=0,
+        threads=threads(),
+    )
+    compiled.quantize_rows(bytes(struct_of(Weight).size) + pack(call))
+    return codes, scale, zero_point
+
+
+@functools.cache
+def row_quantizer(spec: QuantSpec) -> tuple[float, ...] | None:
+    """(low, high, asymmetric, given, smallest scale, largest scale) for a spec with dynamic scales; None if the
+    compiled quantizer does not support it."""
+    symmetric = spec.mapping is MappingType.SYMMETRIC and not spec.has_zero_point
+    asymmetric = spec.mapping is MappingType.ASYMMETRIC and spec.zero_point_domain.name == "INT"
+    if (
+        spec.dtype is not qdtype("int8")
+        or spec.granularity.pattern(2) != (1, -1)
+        or not (symmetric or asymmetric)
+        or not isinstance(spec.scale_rule, MinMaxRule)
+        or spec.rounding is not Rounding.NEAREST_EVEN
+        or spec.scale_dtype not in (None, torch.float32)
+        or not spec.preserve_max_val
+    ):
+        return None
+    low, high = spec.code_range
+    limits = torch.finfo(torch.float32)
+    largest = min(limits.max, torch.finfo(torch.bfloat16).max / ((high - low + 1) / 2))
+    return float(low), float(high), float(asymmetric), 0.0, max(limits.tiny, spec.eps or 0.0), largest
+
+
+@functools.cache
+def static_quantizer(spec: QuantSpec) -> tuple[float, ...] | None:
+    """`row_quantizer` for a spec whose scale and zero point are given."""
+    integers = not spec.zero_point_domain.is_real or not spec.has_zero_point
+    if spec.dtype is not qdtype("int8") or not integers or spec.rounding is not Rounding.NEAREST_EVEN:
+        return None
+    low, high = spec.code_range
+    return float(low), float(high), 0.0, 1.0, 0.0, 0.0
+
+
+def activation_of(rows: Tensor, quantized: Any) -> tuple[Tensor, Tensor | None, Tensor | None, list[float]]:
+    """The first arguments of `cpu_int8_mm` for an input (M, K) of this weight, which is quantized here if the compiled
+    quantizer does not support its spec."""
+    scheme = quantized.scheme
+    static = scheme.spec.static
+    quantizer = static_quantizer(scheme.activation) if static else row_quantizer(scheme.activation)
+    if quantizer is None:
+        return *quantize_input(rows, quantized), []
+    given = (quantized.act_scale, quantized.act_zero_point) if static else (None, None)
+    return rows, *given, list(quantizer)
+
+
+def supports(problem: Problem) -> str | None:
+    """Why the kernel does not take the problem, or None."""
+    if reason := scaled.supports_int32(problem) or weight.supports(problem):
+        return reason
+    if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"takes fp32, bf16 or fp16 activations, got {str(problem.dtype).removeprefix('torch.')}"
+    scheme = problem.scheme
+    group = scheme.weight.block_size(scheme.shape)[1]
+    if group != scheme.shape[1] and group % GROUP_MULTIPLE:
+        return f"takes groups of a multiple of {GROUP_MULTIPLE}, the weight has {group}"
+    return None
+
+
+def _is_better_fused(scheme: Scheme) -> bool:
+    """Whether a compiled graph is faster with torch's own product, which the compiler fuses with quantization and
+    scales: with a scale per row, where torch multiplies int8 on matrix tiles."""
+    compiled = library()
+    plain = scheme.layout.packed_axis is None and scheme.weight.dtype.storage == torch.int8
+    one_group = scheme.weight.scale_shape(scheme.shape)[1] == 1
+    zero_points = scheme.weight.has_zero_point or scheme.activation.has_zero_point  # type: ignore[union-attr]
+    return compiled is not None and compiled.instruction_set == "amx" and plain and one_group and not zero_points
+
+
+# A constant of the graph, like the choice of the kernel; see `dtypes.linear`.
+_is_better_fused._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _has_few_rows(x: Tensor) -> bool:
+    """Whether a compiler knows, without a guard on the batch size, that there are at most 16 rows."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(x.numel() <= 16 * x.shape[-1])
+
+
+@register(
+    "linear",
+    layout=("plain", "packed"),
+    weight=scaled.INTEGERS,
+    activation=("int8",),
+    device="cpu",
+    priority=30,
+    supports=supports,
+    checks_memory=True,
+    advice=variants.advice,
+    name="cpu_int8_mm",
+)
+def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
+    scheme = quantized.scheme
+    if torch.compiler.is_compiling() and _is_better_fused(scheme) and not _has_few_rows(x):
+        return scaled.int8_scaled_mm(x, quantized, bias)
+    xq, xs, xz, quantizer = activation_of(to_rows(x), quantized)
+    packed = scheme.layout.packed_axis is not None
+    added, bias = weight.split_bias(bias, x, scheme.shape[0])
+    y = cpu_int8_mm(
+        xq,
+        xs,
+        xz,
+        quantizer,
+        quantized.qdata,
+        scheme.shape[0],
+        quantized.dense_scale(),
+        quantized.zero_point,
+        packed,
+        scheme.weight.dtype.name,
+        x.dtype,
+        added,
+    )
+    if not torch.compiler.is_compiling() and quantizer and not scheme.spec.static:
+        _Int8Linear.prepare(quantized)
+    return from_rows(y, x, bias)

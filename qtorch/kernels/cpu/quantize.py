@@ -1,0 +1,137 @@
+"""Quantization of tokens for a cache, compiled: one call in place of a dozen of torch's."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...primitives.affine import ZeroPointDomain
+from ...primitives.granularity import PerRow
+from ...primitives.qdtype import qdtype
+from ...primitives.rounding import Rounding
+from ...primitives.slices import is_plain_on_cpu
+from ...primitives.spec import QuantSpec
+from ..cache_form import CacheForm, Parts, cache_form
+from ..custom_ops import implement, note, opaque, portable
+from ..ops.quantize import quantize_tokens, quantize_weight
+from .compiled_library import TYPES, library, threads
+from .int8_linear import quantize_rows, row_quantizer, static_quantizer
+from .kv_attention import FLOATS, FORMATS
+from .memory import address
+from .structs import Tokens, struct_of
+
+_pack = struct_of(Tokens).pack
+
+
+def _empty_parts(x: Tensor, dtype: str, scale_dtype: torch.dtype) -> list[Tensor]:
+    stored = cache_form(dtype, 0, scale_dtype).stored(x.shape[3], False).values()
+    return [x.new_empty(*x.shape[:3], row, dtype=kind) for row, kind, _ in stored]
+
+
+@functools.cache
+def _bounds(form: CacheForm) -> tuple[float, float]:
+    """The smallest and the largest scale, as `choose_qparams_affine_with_min_max` has them."""
+    (low, high), limits = form.values.code_range, torch.finfo(form.scale_dtype)
+    huge = torch.finfo(torch.bfloat16).max
+    largest = min(limits.max, huge / ((high - low + 1) / 2))
+    if form.values.has_zero_point:
+        largest = min(largest, huge / max(-low, high))
+    return limits.tiny, largest
+
+
+@opaque(_empty_parts)
+def cpu_quantize_tokens(x: Tensor, dtype: str, scale_dtype: torch.dtype) -> list[Tensor]:
+    """See `quantize_tokens`.
+
+    Args:
+        x: (B, H, T, D) fp32, bf16 or fp16.
+        dtype, scale_dtype: of a `CacheForm`.
+    """
+    form, compiled = cache_form(dtype, 0, scale_dtype), library()
+    if compiled is None or x.dtype not in FLOATS or not x.numel():
+        note("cpu_quantize_tokens.torch")
+        return list(portable(quantize_tokens)(x, form))
+    note(f"cpu_quantize_tokens.{compiled.instruction_set}")
+    x = x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+    parts = _empty_parts(x, dtype, scale_dtype)
+    pointers = [address(part) for part in parts]
+    compiled.quantize_tokens(
+        _pack(
+            address(x),
+            TYPES[x.dtype],
+            *x.stride()[:3],
+            *x.shape,
+            FORMATS[form.values.dtype.name],
+            pointers[0],
+            pointers[1],
+            pointers[2] if len(pointers) > 2 else 0,
+            TYPES[scale_dtype],
+            *_bounds(form),
+            threads(),
+        )
+    )
+    return parts
+
+
+@implement("quantize_tokens", "cpu")
+def _quantize_tokens(x: Tensor, form: CacheForm) -> Parts:
+    return tuple(cpu_quantize_tokens(x, form.dtype, form.scale_dtype))
+
+
+# --------------------------------------------------------------------------------------------------
+# Quantization of a weight, compiled: see `quantize_weight`.
+#
+# Each block is a row of the quantizer of activations, which chooses its scale and writes its codes while it is in the
+# cache; torch operators take a dozen passes. Scales that it does not choose (of other rules, or rounded to 16 bits) are
+# chosen by torch operators, and it makes the codes.
+
+
+_FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
+
+
+@functools.cache
+def _of_rows(spec: QuantSpec) -> QuantSpec | None:
+    """The spec of a block as a row of int8 codes; None if the codes of `spec` cannot be made so."""
+    low, high = spec.code_range
+    if type(spec) is not QuantSpec or spec.dtype.is_floating_point or spec.dtype.storage.itemsize != 1:
+        return None
+    if low < -128 or high > 127 or spec.rounding is not Rounding.NEAREST_EVEN:
+        return None
+    if spec.zero_point_domain not in (ZeroPointDomain.INT, ZeroPointDomain.NONE):
+        return None
+    return replace(spec, dtype=qdtype("int8"), granularity=PerRow(), quant_min=low, quant_max=high)
+
+
+@implement("quantize_weight", "cpu")
+def _quantize_weight(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor | None]:
+    rows, block, compiled = _of_rows(spec), spec.block_size(weight.shape), library()
+    if (
+        rows is None
+        or compiled is None
+        or weight.dtype not in _FLOATS
+        or not is_plain_on_cpu(weight)
+        or not weight.numel()
+        or any(size != 1 for size in block[:-1])
+    ):
+        note("quantize_weight.torch")
+        return portable(quantize_weight)(weight, spec)
+    kept, matrix = spec.stored_scale_dtype(weight.dtype), weight.detach().reshape(-1, block[-1])
+    chosen = row_quantizer(rows) if kept is torch.float32 else None
+    if chosen is not None:
+        note(f"quantize_weight.{compiled.instruction_set}")
+        codes, scale, zero_point = quantize_rows(matrix, list(chosen))
+    else:
+        note(f"quantize_weight.{compiled.instruction_set}.codes")
+        given = static_quantizer(rows)
+        assert given is not None
+        scale, zero_point = spec.choose_qparams(weight)
+        of_rows = None if zero_point is None else zero_point.reshape(-1, 1)
+        codes = quantize_rows(matrix, list(given), scale.reshape(-1, 1), of_rows)[0]
+    codes = codes.view(spec.dtype.storage).reshape(weight.shape)
+    shape = spec.scale_shape(weight.shape)
+    if zero_point is not None:
+        zero_point = zero_point.to(spec.dtype.storage).reshape(shape)
+    return codes, scale.reshape(shape), zero_point

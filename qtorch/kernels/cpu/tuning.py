@@ -1,0 +1,167 @@
+"""`calibrate_cpu`: measure the choice between ways of multiplying on this machine, and use it from then on."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ...primitives.layouts.packed import pack_codes
+from ...primitives.qdtype import qdtype
+from . import cache, variants
+from .compiled_library import Library, library
+from .int8_linear import cpu_int8_mm
+from .variants import Steps, Table
+from .weight_only import cpu_weight_only_mm
+
+# --------------------------------------------------------------------------------------------------
+# Measure which way of multiplying is fastest for how many rows on this machine.
+
+
+ROWS = {"small": (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096), "large": (1, 2, 4, 8, 12, 16, 32, 64, 128, 256, 512)}
+"""Numbers of rows to measure, by size of the weight."""
+
+SIZES = {"small": 512, "large": 2048}
+"""Rows and columns of the weight."""
+
+GROUP, SHORT_GROUP = 128, 32
+"""Columns of a group; those of a short one, see `ways.key_of`."""
+
+COPIES = {"small": 8, "large": 16}
+"""Weights in int8 used in turn, and as many bytes of others: large ones are read from memory, as in a model."""
+
+ROUNDS = 15
+
+HOPELESS = 2.0
+"""A way that takes this many times the least time in the first round is not measured again."""
+
+
+def measure_ways(compiled: Library) -> Table:
+    """The fastest way for each kind of weight and number of rows, on this machine with torch's threads."""
+    there = ["dot", "tile", "fixed", *(["amx"] if compiled.instruction_set == "amx" else [])]
+    table: Table = {}
+    for size, packed, grouped in itertools.product(SIZES, (False, True), (False, True)):
+        weights = _Weights(size, packed, GROUP if grouped else SIZES[size])
+        inputs = [torch.randn(rows, SIZES[size], dtype=torch.float32, device="cpu") for rows in ROWS[size]]
+        key = variants.key_of("int8", packed, grouped, SIZES[size] ** 2)
+        table[key] = _steps({len(x): _times(weights.calls(x, ["dot", "tile", "torch"])) for x in inputs})
+        if packed and grouped:
+            short = _Weights(size, packed, SHORT_GROUP)
+            key = variants.key_of("int8", packed, grouped, SIZES[size] ** 2, short_groups=True)
+            table[key] = _steps({len(x): _times(short.calls(x, ["dot", "tile", "channels"])) for x in inputs})
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            floats = weights.floats(dtype)
+            times = {len(x): _times(weights.calls(x.to(dtype), [*there, "float"], floats)) for x in inputs}
+            key = variants.key_of(dtype, packed, grouped, SIZES[size] ** 2)
+            table[key], table[f"{key} copied"] = _steps(times, {"copy"}), _steps(times, {"float"})
+    return table
+
+
+class _Weights:
+    """Random weights of one kind, `group` columns to a scale."""
+
+    def __init__(self, name: str, packed: bool, group: int) -> None:
+        kind, size = qdtype("int4" if packed else "int8"), SIZES[name]
+        low, high = int(kind.quant_min), int(kind.quant_max)
+        self.bytes = COPIES[name] * size * size
+        shape = COPIES[name] * (2 if packed else 1), size, size
+        codes = torch.randint(low, high + 1, shape, dtype=torch.int8, device="cpu")
+        self.size, self.packed, self.kind, self.bounds = size, packed, kind, (float(low), float(high))
+        self.codes = pack_codes(codes, kind) if packed else codes
+        self.scale = torch.full((size, size // group), 0.01, dtype=torch.float32, device="cpu")
+
+    def floats(self, dtype: torch.dtype) -> Tensor:
+        """Weights in floating point, (count, size, size)."""
+        count = max(1, self.bytes // (self.size**2 * dtype.itemsize))
+        return torch.randn(count, self.size, self.size, dtype=torch.float32, device="cpu").to(dtype)
+
+    def calls(self, x: Tensor, names: list[str], floats: Tensor | None = None) -> dict[str, Callable[[], Tensor]]:
+        """Multiply `x` with one of the weights after the other, by way: as int8 codes; if there are `floats`,
+        weight-only, and also with these, "copy"."""
+        turns = itertools.cycle(self.codes)
+        kind = (self.packed, self.kind.name)
+
+        def multiply(way: str) -> Tensor:
+            codes = next(turns)
+            with variants.force(way):
+                if floats is not None:
+                    return cpu_weight_only_mm(x, codes, self.size, self.scale, None, *kind, *self.bounds, "INT", None)
+                quantizer = [-127.0, 127.0, 0.0, 0.0, 1e-30, 1e30]
+                return cpu_int8_mm(x, None, None, quantizer, codes, self.size, self.scale, None, *kind, x.dtype, None)
+
+        # Dot products read the whole weight for every eight rows.
+        names = [way for way in names if way != "dot" or len(x) <= 16]
+        found: dict[str, Callable[[], Tensor]] = {way: functools.partial(multiply, way) for way in names}
+        if floats is not None:
+            copies = itertools.cycle(floats)
+            found["copy"] = lambda: functional.linear(x, next(copies))
+        return found
+
+
+def _times(calls: Mapping[str, Callable[[], Tensor]]) -> dict[str, float]:
+    """The least time of each call, over rounds in which they take turns."""
+    times = dict.fromkeys(calls, float("inf"))
+    for turn in range(ROUNDS):
+        least = min(times.values())
+        for way, call in calls.items():
+            if turn and times[way] > HOPELESS * least:
+                continue
+            start = time.perf_counter()
+            call()
+            times[way] = min(times[way], time.perf_counter() - start)
+    return times
+
+
+def _steps(times: Mapping[int, Mapping[str, float]], without: Collection[str] = ()) -> Steps:
+    """The fastest way for each number of rows, joined where neighbours agree. A single one that differs from both of
+    its neighbours is taken for noise. The time of "copy" counts as "float"."""
+    best = [min((way for way in of if way not in without), key=of.__getitem__) for of in times.values()]
+    best = ["float" if way == "copy" else way for way in best]
+    for i in range(1, len(best) - 1):
+        if best[i - 1] == best[i + 1]:
+            best[i] = best[i - 1]
+    steps: Steps = []
+    for rows, way in zip(times, best):
+        if steps and steps[-1][1] == way:
+            steps.pop()
+        steps.append((rows, way))
+    steps[-1] = (None, steps[-1][1])
+    return steps
+
+
+def calibrate_cpu(path: str | Path | None = None) -> Table:
+    """Measure which compiled kernel is fastest for how many rows on this machine, and use the result from now on.
+
+    It takes about a minute, with as many threads as torch has, which should be those of later use; nothing else
+    should run meanwhile. Results of layers may change in their last bits, because other kernels may run.
+
+    Args:
+        path: JSON file to write; tables of other instruction sets and processors that it has are kept. The environment
+            variable QTORCH_CPU_CHOICES makes later processes read it. By default the file of this user and this kind
+            of processor in the cache, which later processes read on their own: ``~/.cache/qtorch/cpu-*/ways_*.json``.
+
+    Returns:
+        For each kind of weight, dtype and size, a list of (largest number of rows, way).
+
+    Raises:
+        RuntimeError: no compiled kernels are in use; or the cache cannot be written to, and there is no `path`.
+        ValueError: `path` is a file of something else.
+    """
+    compiled = library()
+    if compiled is None:
+        raise RuntimeError("calibrate_cpu measures the compiled kernels, which are missing")
+    found = Path(path) if path is not None else variants.path_of_user()
+    if path is None and (reason := cache.prepare(found.parent)):
+        raise RuntimeError(f"calibrate_cpu: {reason}; give it a path, and name that in QTORCH_CPU_CHOICES")
+    tables = variants.read(found) if path is not None and found.exists() else variants.of_user()
+    table = measure_ways(compiled)
+    tables.setdefault(compiled.instruction_set, {})[variants.processor_kind()] = table
+    variants.write(found, tables)
+    variants.load(found)
+    return table

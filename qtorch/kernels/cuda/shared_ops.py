@@ -1,0 +1,207 @@
+"""Quantization of an activation by rows on CUDA, by Triton, one kernel for each."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...primitives.affine import MappingType, ZeroPointDomain
+from ...primitives.granularity import FlatBlocks
+from ...primitives.qdtype import qdtype
+from ...primitives.spec import QuantSpec
+from .. import features
+from ..custom_ops import implement, note, opaque, portable
+from ..ops import block_mm as operation
+from ..ops.adam import LARGEST_SCALE, AdamStep, Moment, check_step
+from ..ops.int_matmul import check_int8_matrices, int32_terms
+from ..ops.kv_attention import FLOATS, KVAttention, attend_by_heads, check_call
+from ..ops.quantize import Quantized, has_default_rows, is_absmax_rowwise, quantize_dynamic, quantize_int8_rowwise
+from ..registry import Problem, register
+
+_HAS_TRITON = features.cuda_lacks("triton") is None
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+LONGEST_ROW = 16384
+"""Of the asymmetric kernel, which holds a row in registers."""
+
+
+@opaque(lambda x, dtype: (x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[0], 1, dtype=torch.float32)))
+def cuda_quantize_rowwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Symmetric codes (M, K), int8 or float8, and scale (M, 1); opaque to compilers, whose fp32 divisions round
+    otherwise."""
+    if x.stride(1) != 1 and x.stride(0) == 1:
+        # A transposed view, from which gradients of weights are made: the same numbers, read in memory order.
+        from .triton.quantize import quantize_columnwise
+
+        return quantize_columnwise(x.t(), dtype)
+    from .triton.quantize import quantize_rowwise
+
+    codes, scale, _ = quantize_rowwise(x, dtype)
+    return codes, scale
+
+
+def _fake_asymmetric(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    column = (x.shape[0], 1)
+    return (
+        x.new_empty(x.shape, dtype=torch.int8),
+        x.new_empty(column, dtype=torch.float32),
+        x.new_empty(column, dtype=torch.int8),
+    )
+
+
+@opaque(_fake_asymmetric)
+def cuda_quantize_asymmetric(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """int8 codes (M, K), scale and zero point (M, 1); see `triton/quantize.py`."""
+    from .triton.quantize import quantize_rowwise_asymmetric
+
+    return quantize_rowwise_asymmetric(x)
+
+
+@implement("quantize_int8_rowwise", "cuda", where=_HAS_TRITON)
+def triton_int8_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See `quantize_int8_rowwise`."""
+    if x.dim() != 2 or x.dtype not in _FLOATS:
+        return portable(quantize_int8_rowwise)(x)
+    codes, scale = cuda_quantize_rowwise(x, torch.int8)
+    return codes, scale
+
+
+@implement("quantize_dynamic", "cuda", where=_HAS_TRITON)
+def triton_quantize_dynamic(x: Tensor, spec: QuantSpec) -> Quantized:
+    """See `quantize_dynamic`."""
+    if x.dtype in _FLOATS and _is_float8_rowwise(spec):
+        codes, scale = cuda_quantize_rowwise(x, spec.dtype.storage)
+        return codes, scale, None
+    if x.dtype in _FLOATS and x.shape[1] <= LONGEST_ROW and _is_int8_asymmetric(spec):
+        return cuda_quantize_asymmetric(x)
+    return portable(quantize_dynamic)(x, spec)
+
+
+def _is_float8_rowwise(spec: QuantSpec) -> bool:
+    whole = (spec.dtype.quant_min, spec.dtype.quant_max)
+    return spec.dtype.name in ("float8_e4m3fn", "float8_e5m2") and spec.code_range == whole and is_absmax_rowwise(spec)
+
+
+def _is_int8_asymmetric(spec: QuantSpec) -> bool:
+    codes = spec.dtype is qdtype("int8") and spec.code_range == (-128, 127)
+    integers = spec.mapping is MappingType.ASYMMETRIC and spec.zero_point_domain is ZeroPointDomain.INT
+    return codes and integers and has_default_rows(spec)
+
+
+# --------------------------------------------------------------------------------------------------
+# `int_matmul` on CUDA: by Triton, or by cuBLASLt where Triton is missing.
+
+
+@implement("int_matmul", "cuda", where=_HAS_TRITON)
+def triton_int_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """See `int_matmul`."""
+    from .triton.int8_scaled_mm import int8_scaled_mm
+
+    check_int8_matrices(a, b)
+    note("int_matmul.triton")
+    return int8_scaled_mm(a, b, None, None, torch.int32)
+
+
+@implement("int_matmul", "cuda", where=not _HAS_TRITON)
+def cublas_int_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """See `int_matmul`. cuBLASLt takes more than 16 rows and multiples of 8 of the rest: pad with zeros."""
+    check_int8_matrices(a, b)
+    note("int_matmul.cublas")
+    (m, k), n = a.shape, b.shape[1]
+    rows, inner, columns = max(m, 17), -(-k // 8) * 8, -(-n // 8) * 8
+    if (rows, inner, columns) == (m, k, n):
+        return torch._int_mm(a, b)
+    a, b = pad(a, (0, inner - k, 0, rows - m)), pad(b, (0, columns - n, 0, inner - k))
+    return torch._int_mm(a, b)[:m, :n]
+
+
+# --------------------------------------------------------------------------------------------------
+# `tile_scaled_mm` on CUDA, by Triton.
+
+
+@implement("tile_scaled_mm", "cuda", where=features.cuda_lacks("triton") is None)
+def triton_tile_scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """See `tile_scaled_mm`."""
+    from .triton.tile_scaled_mm import tile_scaled_mm
+
+    if not (a.numel() and b.numel()):
+        return a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)
+    if a.shape[1] // a_scale.shape[1] > int32_terms():
+        return portable(operation.tile_scaled_mm)(a, b, a_scale, b_scale, dtype)
+    note("tile_scaled_mm.triton")
+    return tile_scaled_mm(a, b, a_scale, b_scale, dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# A step of Adam on CUDA, by Triton: one launch a parameter.
+
+
+@implement("adam_step", "cuda", where=features.cuda_lacks("triton") is None)
+def triton_adam_step(weight: Tensor, grad: Tensor, moments: list[Moment], blocks: FlatBlocks, step: AdamStep) -> None:
+    """See `adam_step`."""
+    from .triton.adam import adam
+
+    check_step(weight, grad, moments, blocks, step)
+    note("adam_step.triton")
+    adam(weight, grad, moments, blocks, step, LARGEST_SCALE[step.form])
+    if not weight.is_inference():
+        torch.autograd.graph.increment_version(weight)
+
+
+# --------------------------------------------------------------------------------------------------
+# Weight updates rounded stochastically on CUDA, by Triton.
+
+
+def random_seed(device: torch.device) -> Tensor:
+    """A seed for Philox, drawn on the device: int64 (1,)."""
+    return torch.randint(1 << 62, (1,), device=device)
+
+
+@implement("update_bf16", "cuda", where=_HAS_TRITON)
+def triton_update_bf16(weight: Tensor, update: Tensor, alpha: float) -> None:
+    """See `stochastic_update_bf16_`."""
+    from .triton.stochastic_update import update_bf16
+
+    note("stochastic_update_bf16_.triton")
+    update_bf16(weight, update, alpha, random_seed(weight.device))
+
+
+@implement("update_int8", "cuda", where=_HAS_TRITON)
+def triton_update_int8(codes: Tensor, scale: Tensor, update: Tensor, alpha: float) -> None:
+    """See `stochastic_update_int8_`."""
+    from .triton.stochastic_update import update_int8
+
+    note("stochastic_update_int8_.triton")
+    update_int8(codes, scale, update, alpha, random_seed(codes.device))
+
+
+# --------------------------------------------------------------------------------------------------
+# Attention on keys and values in codes on CUDA, by Triton.
+
+
+def _supports(problem: Problem) -> str | None:
+    if reason := features.cuda_lacks("triton"):
+        return reason
+    if problem.dtype not in FLOATS:
+        return f"takes fp32, bf16 or fp16 queries, these are {str(problem.dtype).removeprefix('torch.')}"
+    return None
+
+
+@register(
+    "kv_attention",
+    layout=("plain", "packed"),
+    weight=("int8", "uint4", "float8_e4m3fn"),
+    activation=(),
+    device="cuda",
+    priority=20,
+    supports=_supports,
+)
+def triton_kv_attention(call: KVAttention) -> Tensor:
+    """See `kv_attention`. The number of tokens in use is read by the kernel, not on the host."""
+    from .triton.kv_attention import kv_attention
+
+    check_call(call)
+    if not call.query.numel() or not call.length or not call.width:
+        return attend_by_heads(call)
+    return kv_attention(call)

@@ -1,0 +1,234 @@
+"""Linear with quantized activations and weights, accumulated in integers.
+
+    y[m, n] = (sum_g (sum_{k in g} (xq[m, k] - xz[m]) (wq[n, k] - wz[n, g])) * ws[n, g]) * xs[m] + bias[n]
+
+The inner sum is an exact integer; the outer one, over the groups g of the weight (one, for a scale per row), runs in
+fp32 in the order of the groups. So the result does not depend on the machine, and training with the same spec gets
+the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...primitives.layouts.packed import RowsInSlices
+from ...primitives.qdtype import qdtype
+from ..custom_ops import opaque
+from ..ops.block_mm import int8_block_mm, pad_to_blocks
+from ..ops.int8_grouped_mm import WEIGHT_SLICE, fusible_int8_mm, int8_grouped_mm
+from ..ops.int_matmul import int32_terms
+from ..ops.quantize import dequantize_rows, quantize_input, quantize_rows
+from ..ops.weight_only_mm import weight_only_mm
+from ..registry import Problem, QuantizedWeight, from_rows, needs_matrix, register, to_rows
+
+INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 9))
+
+
+def supports(problem: Problem) -> str | None:
+    """Why integer accumulation cannot run the problem, or None."""
+    scheme = problem.scheme
+    activation = scheme.activation
+    assert activation is not None
+    if reason := needs_matrix(problem):
+        return reason
+    if scheme.weight.block_size(scheme.shape)[0] != 1:
+        return f"takes a scale of its own for each output channel, the weight has {scheme.weight.granularity}"
+    if activation.granularity.pattern(2) not in ((1, -1), (-1, -1)):
+        return f"takes a scale per token or tensor for activations, the scheme has {activation.granularity}"
+    for what, spec in (("weight", scheme.weight), ("activation", activation)):
+        if spec.has_zero_point and spec.zero_point_domain.name != "INT":
+            return f"takes integer zero points, the {what} has {spec.zero_point_domain.name}"
+    return None
+
+
+def supports_int32(problem: Problem) -> str | None:
+    """`supports`, for kernels that add up a group in int32."""
+    scheme = problem.scheme
+    group = scheme.weight.block_size(scheme.shape)[-1]
+    assert scheme.activation is not None
+    of_weight = scheme.weight.has_zero_point or not scheme.weight.dtype.is_signed
+    most = int32_terms(scheme.activation.has_zero_point, of_weight)
+    return supports(problem) or (
+        f"takes groups of at most {most} columns, the weight has {group}" if group > most else None
+    )
+
+
+@register(
+    "linear",
+    layout="plain",
+    weight=INTEGERS,
+    activation=("int8",),
+    priority=20,
+    supports=supports,
+    note="where the weight has groups, on CPU it saves memory, not time",
+)
+def int8_scaled_mm(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """Linear: quantize the activation, then the equation above."""
+    wq, ws, wz = weight.plain()
+    rows = to_rows(x)
+    xq, xs, xz = quantize_input(rows, weight)
+    return from_rows(fusible_int8_mm(xq, xs, xz, wq, ws, wz, x.dtype), x, bias)
+
+
+# --------------------------------------------------------------------------------------------------
+# `int8_scaled_mm` for a weight in the packed layout: a slice of rows is unpacked and multiplied at a time.
+#
+# The equation and the bits of the result are those of `int8_scaled_mm`: each output channel depends on its own row
+# only.
+
+
+@opaque(lambda xq, xs, xz, qdata, *rest: xs.new_empty(xq.shape[0], qdata.shape[0], dtype=rest[-1]))
+def packed_int8_mm(
+    xq: Tensor,
+    xs: Tensor,
+    xz: Tensor | None,
+    qdata: Tensor,
+    ws: Tensor,
+    wz: Tensor | None,
+    weight_dtype: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """See `int8_grouped_mm`; `qdata` is uint8, (N, K) codes of `weight_dtype`, a `QDType` name, packed by row."""
+    kind, k = qdtype(weight_dtype), xq.shape[1]
+    return multiply_int8_slices(xq, xs, xz, RowsInSlices(qdata, kind, k), ws, wz, dtype)
+
+
+def multiply_int8_slices(
+    xq: Tensor,
+    xs: Tensor,
+    xz: Tensor | None,
+    rows: Callable[[int, int], Tensor],
+    ws: Tensor,
+    wz: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`int8_grouped_mm` with a weight whose codes are read by ``rows(start, stop)``, a slice at a time.
+
+    `stop` may lie beyond the last row. Where the codes come from does not change the result.
+    """
+    n = ws.shape[0]
+    y = xs.new_empty(xq.shape[0], n, dtype=dtype)
+    # An unpacked code takes a byte; for a weight with groups the slice is converted to fp32 next, as a whole.
+    step = max(1, WEIGHT_SLICE // (4 * max(1, xq.shape[1])))
+    for start in range(0, n, step):
+        stop = start + step
+        wz_slice = None if wz is None else wz[start:stop]
+        y[:, start:stop] = int8_grouped_mm(xq, xs, xz, rows(start, stop), ws[start:stop], wz_slice, dtype)
+    return y
+
+
+def supports_rows(problem: Problem) -> str | None:
+    """Why integer accumulation cannot run the problem with codes packed along rows, or None."""
+    reason = supports(problem)
+    if reason is None and problem.scheme.layout.packed_axis != -1:
+        return "takes codes packed along rows, this weight is transposed"
+    return reason
+
+
+@register(
+    "linear",
+    layout="packed",
+    weight=INTEGERS,
+    activation=("int8",),
+    priority=20,
+    supports=supports_rows,
+    note="where the weight has groups, on CPU it saves memory, not time",
+)
+def packed_int8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    """Linear: quantize the activation, then the equation of `int8_scaled_mm`."""
+    xq, xs, xz = quantize_input(to_rows(x), weight)
+    kind = weight.scheme.weight.dtype.name
+    y = packed_int8_mm(xq, xs, xz, weight.qdata, weight.dense_scale(), weight.zero_point, kind, x.dtype)
+    return from_rows(y, x, bias)
+
+
+# --------------------------------------------------------------------------------------------------
+# Integer product of two operands that both have blocks along the contracted axis (tiles of 32 x 32, say).
+#
+#     y[m, n] = sum_g (sum_{k in g} xq[m, k] wq[n, k]) * ws[n, g] * xs[m, g] + bias[n]
+#
+# The inner sum is an exact integer; the outer one runs in fp32 in the order of the groups g, the finer of the two
+# operands' blocks, so that the result does not depend on the machine. Symmetric codes only.
+
+
+def _supports_blocks(problem: Problem) -> str | None:
+    scheme = problem.scheme
+    activation = scheme.activation
+    assert activation is not None
+    if reason := needs_matrix(problem):
+        return reason
+    if activation.granularity.pattern(2)[1] in (-1, 1):
+        return f"takes activations in blocks along the contracted axis, the scheme has {activation.granularity}"
+    if scheme.spec.static:
+        return "computes the scales of activations on each call, the scheme has static ones"
+    for what, spec in (("weight", scheme.weight), ("activation", activation)):
+        if spec.has_zero_point:
+            return f"takes symmetric codes, the {what} has {spec.mapping.name}"
+    of_weight, of_activation = scheme.weight.block_size(scheme.shape)[1], activation.granularity.pattern(2)[1]
+    if scheme.shape[1] % of_activation:
+        return f"takes blocks that divide a row: {scheme.shape[1]} % {of_activation}"
+    if of_weight % of_activation and of_activation % of_weight:
+        return f"takes blocks of which one divides the other, got {of_weight} and {of_activation}"
+    return None
+
+
+@register(
+    "linear",
+    layout="plain",
+    weight=tuple(f"int{bits}" for bits in range(1, 9)),
+    activation=("int8",),
+    priority=20,
+    supports=_supports_blocks,
+    note="on CPU it has the accuracy of the format, not its speed",
+    name="int8_block_mm",
+)
+def int8_block_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """Linear: quantize the activation in blocks, the last rows completed with zeros, then the equation above."""
+    wq, ws, _ = weight.plain()
+    spec = weight.scheme.activation
+    assert spec is not None
+    rows = to_rows(x)
+    xq, xs, _ = quantize_rows(pad_to_blocks(rows, spec.granularity), spec)
+    return from_rows(int8_block_mm(xq, xs, wq, ws, x.dtype)[: rows.shape[0]], x, bias)
+
+
+# --------------------------------------------------------------------------------------------------
+# Linear with activations in floating-point codes (float8, MX formats), where no hardware multiplies such codes.
+#
+#     y[m, n] = sum_k dequantize(quantize(x))[m, k] * dequantize(w)[n, k] + bias[n]
+#
+# The real numbers of the codes are multiplied in fp32: the result has the accuracy of the format, but not its speed.
+# The kernel reads any layout, and unpacks it on each call.
+
+
+def _supports(problem: Problem) -> str | None:
+    activation = problem.scheme.activation
+    if activation is None or not activation.dtype.is_floating_point:
+        return "takes activations in floating-point codes"
+    return needs_matrix(problem)
+
+
+@register(
+    "linear",
+    priority=5,
+    supports=_supports,
+    note="emulated in fp32: the accuracy of the format, not its speed",
+    emulates=True,
+    rotated=True,
+)
+def emulated_scaled_mm(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """Linear with any scheme whose activation is in floating-point codes."""
+    scheme = weight.scheme
+    assert scheme.activation is not None
+    rows = to_rows(x)
+    quantized = dequantize_rows(scheme.activation, *quantize_input(rows, weight))
+    codes, scale, zero_point = weight.plain()
+    low, high = scheme.weight.code_range
+    domain = scheme.weight.zero_point_domain.name
+    name = scheme.weight.dtype.name
+    y = weight_only_mm(quantized, codes, scale, zero_point, name, float(low), float(high), domain).to(x.dtype)
+    return from_rows(y, x, bias)

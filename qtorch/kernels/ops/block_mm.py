@@ -1,0 +1,94 @@
+"""Integer product of two operands that both have blocks along the contracted axis (tiles of 32 x 32, say).
+
+    y[m, n] = sum_g (sum_{k in g} xq[m, k] wq[n, k]) * ws[n, g] * xs[m, g] + bias[n]
+
+The inner sum is an exact integer; the outer one runs in fp32 in the order of the groups g, the finer of the two
+operands' blocks, so that the result does not depend on the machine. Symmetric codes only.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...primitives.granularity import Granularity
+from ..custom_ops import opaque
+from .int8_grouped_mm import int8_sums
+from .int_matmul import EXACT_SLICE
+
+
+@opaque(lambda xq, xs, wq, ws, dtype: xs.new_empty(xq.shape[0], wq.shape[0], dtype=dtype))
+def int8_block_mm(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: torch.dtype) -> Tensor:
+    """The equation above without bias.
+
+    Args:
+        xq: (M, K) int8 codes.  xs: (M / bm, Gx) scale of blocks of bm rows.
+        wq: (N, K) int8 codes.  ws: (N / bn, Gw) scale.  The larger of Gx and Gw is a multiple of the other.
+        dtype: of the result, (M, N).
+    """
+    if not (xq.numel() and wq.numel()):
+        return xs.new_zeros(xq.shape[0], wq.shape[0], dtype=dtype)
+    groups = max(xs.shape[1], ws.shape[1])
+    size = wq.shape[1] // groups
+    x_scale = _of_each_row(xs, xq.shape[0], groups).unsqueeze(2)
+    w_scale = _of_each_row(ws, wq.shape[0], groups).unsqueeze(1)
+    exact = size <= EXACT_SLICE and xq.device.type == "cpu"
+    x, w = (xq.float(), wq.float()) if exact else (xq, wq)
+    y = xs.new_zeros(xq.shape[0], wq.shape[0], dtype=torch.float32)
+    for g in range(groups):
+        columns = slice(g * size, (g + 1) * size)
+        if exact:
+            part = torch.mm(x[:, columns], w[:, columns].t())
+        else:
+            part = int8_sums(x[:, columns].contiguous(), None, w[:, columns].contiguous(), None).float()
+        y.add_(part.mul_(w_scale[g]).mul_(x_scale[g]))
+    return y.to(dtype)
+
+
+def _of_each_row(scale: Tensor, rows: int, groups: int) -> Tensor:
+    """(G, rows) from a scale (blocks of rows, blocks of columns)."""
+    scale = scale.float().repeat_interleave(rows // scale.shape[0], 0)
+    return scale.repeat_interleave(groups // scale.shape[1], 1).t().contiguous()
+
+
+def pad_to_blocks(x: Tensor, granularity: Granularity, columns: int = 1) -> Tensor:
+    """`x` (M, K) with zeros appended, so that blocks divide it and `columns` divides K; zeros do not change a range."""
+    rows, inner = (max(size, 1) for size in granularity.pattern(2))
+    inner = math.lcm(inner, columns)
+    if rows == inner == 1:
+        return x
+    missing = (-x.shape[0] % rows, -x.shape[1] % inner)
+    # A compiled graph accepts any number of rows, so it must not depend on `missing`.
+    return pad(x, (0, missing[1], 0, missing[0])) if torch.compiler.is_compiling() or any(missing) else x
+
+
+# --------------------------------------------------------------------------------------------------
+# Product of int8 or float8 matrices with a scale for each tile of either.
+#
+#     c[m, n] = sum_t (sum_{k in t} a[m, k] * b[n, k]) * bs[n / S, t] * as[m / R, t]
+#
+# Computed tile by tile; on CUDA by Triton (`cuda/shared_ops.py`). The sums of int8 are exact, so the bits agree.
+
+
+@opaque(lambda a, b, a_scale, b_scale, dtype: a.new_empty(a.shape[0], b.shape[0], dtype=dtype))
+def tile_scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The equation above.
+
+    Args:
+        a: (M, K) int8 or float8.  b: (N, K) of the same dtype.
+        a_scale: (M / R, T) fp32.  b_scale: (N / S, T) fp32. Their sizes divide those of the matrices.
+        dtype: of the result, (M, N).
+    """
+    if not (a.numel() and b.numel()):
+        return a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)
+    tiles, m, n = a_scale.shape[1], a.shape[0], b.shape[0]
+    rows, columns = a_scale.repeat_interleave(m // a_scale.shape[0], 0), b_scale.repeat_interleave(n // len(b_scale), 0)
+    # fp64 holds the sums of int8 exactly; fp32 is accurate enough for float8.
+    wide = torch.float64 if a.dtype == torch.int8 else torch.float32
+    total = a.new_zeros(m, n, dtype=torch.float32)
+    for tile, (at, bt) in enumerate(zip(a.to(wide).chunk(tiles, 1), b.to(wide).chunk(tiles, 1), strict=True)):
+        total += torch.mm(at, bt.t()).float() * columns[:, tile] * rows[:, tile, None]
+    return total.to(dtype)

@@ -1,0 +1,200 @@
+"""Quantization of an activation, one scale per row (token).
+
+scale[m] = max_k |x[m, k]| / 127,    q[m, k] = round(x[m, k] / scale[m])
+
+A row that holds a NaN or an infinity has a scale that is NaN or infinite; it does not affect the other rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...primitives.affine import MappingType, check_floating_point, lost_rows, with_non_finite, without_rows
+from ...primitives.layouts.packed import pack_codes
+from ...primitives.qdtype import qdtype
+from ...primitives.rounding import Rounding
+from ...primitives.scale_rules import MinMaxRule
+from ...primitives.spec import QuantSpec
+from ..cache_form import CacheForm, Parts
+from ..custom_ops import by_device
+from ..registry import QuantizedWeight
+from .weight_only_mm import dequantize_codes
+
+_TINY = torch.finfo(torch.float32).tiny
+
+
+@by_device
+def quantize_int8_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 in [-127, 127], one fp32 scale per row.
+
+    Args:
+        x: (M, K) fp32, fp16 or bf16.
+
+    Returns:
+        codes (M, K) int8, scale (M, 1) fp32; equal bit for bit to the primitives on the same spec.
+
+    Raises:
+        TypeError: x is not in floating point.
+    """
+    check_floating_point("quantize_int8_rowwise", x)
+    if x.shape[-1] == 0:
+        return x.to(torch.int8), x.new_full((*x.shape[:-1], 1), _TINY, dtype=torch.float32)
+    scale = (x.abs().amax(-1, keepdim=True).float() / 127.0).clamp(min=_TINY)
+    # |x / scale| <= 127 up to rounding, and 127 + rounding error still rounds to 127: there is nothing to clip.
+    return torch.round(x * (1.0 / scale)).to(torch.int8), scale
+
+
+def quantize_input(x: Tensor, weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes, scale, zero_point) of the input `x` (M, K), quantized as the weight's scheme says, dynamic or static."""
+    spec = weight.scheme.activation
+    assert spec is not None
+    if weight.scheme.spec.static:
+        scale, zero_point = weight.act_scale, weight.act_zero_point
+        assert scale is not None
+        return quantize_static(x, spec, scale, zero_point)
+    return quantize_rows(x, spec)
+
+
+Quantized = tuple[Tensor, Tensor, Tensor | None]
+
+
+def quantize_static(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> Quantized:
+    """(codes, scale, zero_point) of `x` (M, K) with the given scale. If the code dtype has no NaN, the result has a
+    scale per row, NaN for rows that hold a NaN or an infinity."""
+    codes = spec.quantize(x, scale, zero_point)
+    if spec.dtype.has_nan:
+        return codes, scale, zero_point
+    return codes, *_of_rows(spec, scale, zero_point, lost_rows(x))
+
+
+@by_device
+def quantize_rows(x: Tensor, spec: QuantSpec) -> Quantized:
+    """`quantize_dynamic` of independent rows: scales that rows share are chosen from the finite rows. The result has a
+    scale per row, like that of `quantize_static`."""
+    if not x.shape[0] or not shares_scales(spec):
+        return quantize_dynamic(x, spec)
+    lost = lost_rows(x)
+    scale, zero_point = spec.choose_qparams(without_rows(x, lost))
+    codes = spec.quantize(x, scale, zero_point)
+    if spec.dtype.has_nan:
+        return codes, scale, zero_point
+    return codes, *_of_rows(spec, scale, zero_point, lost)
+
+
+def without_lost_rows(x: Tensor, spec: QuantSpec) -> Tensor:
+    """The values that the scales of `x` (M, K) are chosen from: if rows share scales, non-finite rows are zeroed."""
+    return without_rows(x, lost_rows(x)) if x.shape[0] and shares_scales(spec) else x
+
+
+def shares_scales(spec: QuantSpec) -> bool:
+    """Whether the scales of a row of a matrix depend on other rows."""
+    return spec.granularity.pattern(2)[0] != 1 or spec.scale_spec is not None
+
+
+def _of_rows(spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, lost: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point for each row, from those of blocks of rows."""
+    rows = spec.granularity.pattern(2)[0]
+    if rows > 1:
+        scale = scale.repeat_interleave(rows, 0)
+        zero_point = None if zero_point is None else zero_point.repeat_interleave(rows, 0)
+    scale = scale.float() + lost
+    return scale, None if zero_point is None else zero_point.expand(scale.shape)
+
+
+def dequantize_rows(
+    spec: QuantSpec, codes: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The real numbers that `codes` (M, K) stand for; the blocks follow from the shape of the scale."""
+    low, high = spec.code_range
+    return dequantize_codes(codes, scale, zero_point, spec.dtype, low, high, spec.zero_point_domain, dtype)
+
+
+@by_device
+def quantize_dynamic(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes, scale, zero_point) of `x` (M, K), its scale chosen from its values: NaN or infinite for a block that
+    holds such a value."""
+    if is_int8_rowwise(spec):
+        return *quantize_int8_rowwise(x), None
+    scale, zero_point = spec.choose_qparams(x)
+    return spec.quantize(x, scale, zero_point), scale, zero_point
+
+
+def is_int8_rowwise(spec: QuantSpec) -> bool:
+    """Whether `quantize_dynamic` is `quantize_int8_rowwise`."""
+    return spec.dtype is qdtype("int8") and spec.code_range == (-127, 127) and is_absmax_rowwise(spec)
+
+
+def is_absmax_rowwise(spec: QuantSpec) -> bool:
+    """Whether a row has one scale, from its largest magnitude, and no zero point."""
+    return spec.mapping is not MappingType.ASYMMETRIC and not spec.has_zero_point and has_default_rows(spec)
+
+
+def has_default_rows(spec: QuantSpec) -> bool:
+    """Whether scales are per row, from its extremes, in fp32, and codes are rounded to nearest."""
+    return (
+        spec.granularity.pattern(2) == (1, -1)
+        and isinstance(spec.scale_rule, MinMaxRule)
+        and spec.rounding is Rounding.NEAREST_EVEN
+        and spec.scale_dtype in (None, torch.float32)
+        and spec.eps is None
+        and spec.preserve_max_val
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Quantization of the keys and values of tokens for a cache.
+
+
+@by_device
+def quantize_tokens(x: Tensor, form: CacheForm) -> Parts:
+    """Codes and scales of tokens (B, H, T, D), one scale a token of a head; those of the primitives bit for bit.
+
+    A token with a NaN or an infinity has a scale that is NaN, and changes no other token.
+    """
+    return _quantize(x, form.values, form)
+
+
+def quantize_keys_and_values(keys: Tensor, values: Tensor, form: CacheForm) -> tuple[Parts, Parts]:
+    """Codes and scales of keys and values (B, H, T, D), T a multiple of `form.block`.
+
+    A token with a NaN or an infinity has a scale that is NaN, and changes no other token: where tokens share the scales
+    of their keys, the scale of its value is NaN.
+    """
+    if not form.block:
+        return quantize_tokens(keys, form), quantize_tokens(values, form)
+    highest = keys.abs().amax(-1, keepdim=True).float()
+    lost = with_non_finite(torch.zeros_like(highest), highest)
+    codes, scale, *zero = quantize_tokens(values, form)
+    scale = (scale.float() + lost).to(scale.dtype)
+    return _quantize(torch.where(lost == 0, keys, 0), form.keys, form), (codes, scale, *zero)
+
+
+def _quantize(x: Tensor, spec: QuantSpec, form: CacheForm) -> Parts:
+    scale, zero_point = spec.choose_qparams(x)
+    codes = spec.quantize(x, scale, zero_point)
+    codes = pack_codes(codes, spec.dtype) if form.is_packed else codes
+    if codes.dtype is not torch.int8:
+        codes = codes.view(torch.uint8)  # float8 lacks operations that move codes
+    return (codes, scale) if zero_point is None else (codes, scale, zero_point)
+
+
+# --------------------------------------------------------------------------------------------------
+# Quantization of a weight: scales chosen from its values, and its codes.
+#
+#     q = clamp(round(w / scale) + zero_point)    (or the other equations of `primitives.affine`)
+#
+# One operation, so that a device can make both in one pass.
+
+
+@by_device
+def quantize_weight(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes, scale, zero_point) of `weight`, any shape in floating point, as `QuantSpec.choose_qparams` and
+    `QuantSpec.quantize` give them, bit for bit. A block that holds a NaN or an infinity has NaN for a scale, and its
+    codes are undefined unless the code dtype has a NaN.
+
+    Args:
+        spec: without a `scale_spec`.
+    """
+    scale, zero_point = spec.choose_qparams(weight)
+    return spec.quantize(weight, scale, zero_point), scale, zero_point

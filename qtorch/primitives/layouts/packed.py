@@ -1,0 +1,235 @@
+"""PackedLayout: codes of less than 8 bits, packed to their true size along one axis.
+
+`pack_bits` packs codes of 1 to 8 bits along any axis. The axis is padded to 8 G codes; the code at j G + g is item j of
+group g, so each group has 8 codes and becomes `bits` bytes. A code is split into parts of 4, 2 and 1 bits, the binary
+digits of its width, the low part first; a part of p bits fills p bytes of the group:
+
+    packed[i G + g] = sum_s part[(i 8/p + s) G + g] << (p s),    0 <= i < p,  0 <= s < 8/p
+
+and the parts follow one after the other. Items that share a byte are G apart in memory, and no part straddles two
+bytes, so packing and unpacking are shifts and masks of contiguous runs, which vectorize.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..qdtype import QDType
+from ..slices import in_slices
+from ..spec import QuantSpec, Scheme
+from .base import Form, Layout, Plain, register_layout
+
+
+@register_layout
+@dataclass(frozen=True, repr=False)
+class PackedLayout(Layout):
+    """Codes packed in uint8 at their true size (see `pack_bits`), signed ones offset; scale and zero point separate.
+
+    Args:
+        axis: the axis along which codes are packed, counted from the end. Transposed views have another than the last.
+
+    Raises:
+        ValueError: `axis` is not negative.
+    """
+
+    name = "packed"
+    tensors = ("qdata", "scale", "zero_point")
+
+    axis: int = -1
+
+    def __post_init__(self) -> None:
+        if self.axis >= 0:
+            raise ValueError(f"PackedLayout: axis is counted from the end and must be negative, got {self.axis}")
+
+    def __repr__(self) -> str:
+        return "PackedLayout()" if self.axis == -1 else f"PackedLayout(axis={self.axis})"
+
+    def check_spec(self, weight: QuantSpec) -> None:
+        if not can_pack_bits(weight.dtype):
+            raise ValueError(f"PackedLayout packs codes of 1 to 7 bits, the weight has {weight.dtype}")
+
+    def check(self, scheme: Scheme) -> None:
+        super().check(scheme)
+        if len(scheme.shape) < -self.axis:
+            raise ValueError(f"PackedLayout: a tensor of shape {scheme.shape} has no axis {self.axis}")
+
+    def codes_forms(self, scheme: Scheme) -> tuple[Form, ...]:
+        shape = list(scheme.codes_shape)
+        shape[self.axis] = packed_length(shape[self.axis], scheme.weight.dtype.bits)
+        return (Form(tuple(shape), {torch.uint8}),)
+
+    def pack(self, plain: Plain, scheme: Scheme) -> dict[str, Tensor]:
+        codes, scale, zero_point = plain
+        tensors = {"qdata": pack_codes(codes, scheme.weight.dtype, self.axis), "scale": scale}
+        return tensors if zero_point is None else {**tensors, "zero_point": zero_point}
+
+    def unpack(self, tensors: dict[str, Tensor | None], scheme: Scheme) -> Plain:
+        qdata = tensors["qdata"]
+        assert qdata is not None
+        codes = unpack_codes(qdata, scheme.weight.dtype, scheme.shape[self.axis], self.axis)
+        return codes, tensors["scale"], tensors["zero_point"]  # type: ignore[return-value]
+
+    @property
+    def packed_axis(self) -> int:
+        return self.axis
+
+    def with_packed_axis(self, axis: int) -> PackedLayout:
+        return PackedLayout(axis)
+
+
+_GROUP = 8
+
+
+def packed_length(length: int, bits: int) -> int:
+    """Number of bytes into which `pack_bits` packs `length` codes."""
+    return -(-length // _GROUP) * bits
+
+
+def pack_bits(codes: Tensor, bits: int, axis: int = -1) -> Tensor:
+    """Pack unsigned codes of `bits` bits, in any integer dtype, along `axis` into uint8; format at the top of the file.
+
+    Raises:
+        ValueError: `bits` is not 1 to 8.
+    """
+    _check_bits(bits)
+    if bits == _GROUP:
+        return codes.to(torch.uint8)
+    axis %= codes.dim()
+    return in_slices(lambda part: _pack(part, bits, axis), codes, axes=axis)
+
+
+def _pack(codes: Tensor, bits: int, axis: int) -> Tensor:
+    length = codes.shape[axis]
+    groups = -(-length // _GROUP)
+    x = codes.to(torch.uint8)
+    if length % _GROUP:
+        padding = [0, 0] * (x.dim() - 1 - axis) + [0, groups * _GROUP - length]
+        x = torch.nn.functional.pad(x, padding)
+    x = x.unflatten(axis, (_GROUP, groups))
+    packed = []
+    for low, part in _parts(bits):
+        items = (x >> low).unflatten(axis, (part, _GROUP // part))
+        byte = items.select(axis + 1, 0) & (2**part - 1)
+        for s in range(1, _GROUP // part):
+            byte = byte | ((items.select(axis + 1, s) & (2**part - 1)) << (part * s))
+        packed.append(byte)
+    return (packed[0] if len(packed) == 1 else torch.cat(packed, axis)).flatten(axis, axis + 1)
+
+
+def unpack_bits(packed: Tensor, bits: int, length: int, axis: int = -1, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Inverse of `pack_bits`: the first `length` codes along `axis`.
+
+    Raises:
+        ValueError: `bits` is not 1 to 8, or `packed` does not have the size of `length` codes.
+    """
+    _check_bits(bits)
+    axis %= packed.dim()
+    if bits == _GROUP:
+        return packed.to(dtype)
+    groups = -(-length // _GROUP)
+    if packed.shape[axis] != groups * bits:
+        raise ValueError(
+            f"{length} codes of {bits} bits take {groups * bits} bytes, axis {axis} of {tuple(packed.shape)} has "
+            f"{packed.shape[axis]}"
+        )
+    return in_slices(lambda part: _unpack(part, bits, length, axis).to(dtype), packed, axes=axis)
+
+
+def _unpack(packed: Tensor, bits: int, length: int, axis: int) -> Tensor:
+    parts = packed.unflatten(axis, (bits, -1))
+    codes, first = None, 0
+    for low, part in _parts(bits):
+        byte = parts.narrow(axis, first, part)
+        first += part
+        mask = 2**part - 1
+        items = [(byte >> (part * s)) & mask for s in range(_GROUP // part - 1)]
+        # The topmost item needs no mask.
+        items.append(byte >> (_GROUP - part))
+        value = torch.stack(items, axis + 1).flatten(axis, axis + 2)
+        codes = value if codes is None else codes | (value << low)
+    assert codes is not None
+    return codes.narrow(axis, 0, length)
+
+
+def can_pack_bits(dtype: QDType) -> bool:
+    """Whether `pack_codes` makes codes of this type smaller: they have less than 8 bits and are stored in a byte."""
+    return dtype.bits < _GROUP and dtype.storage in (torch.int8, torch.uint8)
+
+
+def pack_codes(codes: Tensor, dtype: QDType, axis: int = -1) -> Tensor:
+    """`pack_bits` of codes of `dtype` in their storage dtype; signed ones are offset by 2^(bits-1)."""
+    unsigned = codes.view(torch.uint8)
+    return pack_bits(unsigned + 2 ** (dtype.bits - 1) if _has_offset(dtype) else unsigned, dtype.bits, axis)
+
+
+def unpack_codes(packed: Tensor, dtype: QDType, length: int, axis: int = -1) -> Tensor:
+    """Inverse of `pack_codes`."""
+    codes = unpack_bits(packed, dtype.bits, length, axis)
+    return (codes - 2 ** (dtype.bits - 1)).view(torch.int8) if _has_offset(dtype) else codes
+
+
+class RowsInSlices:
+    """Reads the codes of a matrix packed along its rows, a slice of rows at a time, into memory that it keeps: new
+    memory for each slice would not be in cache. A slice is valid until the next one is read.
+
+    Args:
+        packed: uint8, a matrix that `pack_codes` packed along its last axis.
+        dtype: of the codes.
+        length: codes of a row.
+    """
+
+    def __init__(self, packed: Tensor, dtype: QDType, length: int) -> None:
+        self.packed, self.dtype, self.length = packed, dtype, length
+        self.groups = packed.shape[1] // dtype.bits
+        self.memory = packed.new_empty(0, _GROUP, self.groups)
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        """`unpack_codes` of the rows from `start` to `stop`."""
+        bits = self.dtype.bits
+        parts = self.packed[start:stop].unflatten(1, (bits, self.groups))
+        if len(self.memory) < len(parts):
+            self.memory = parts.new_empty(len(parts), _GROUP, self.groups)
+        codes, first = self.memory[: len(parts)], 0
+        for low, part in _parts(bits):
+            byte = parts.narrow(1, first, part)
+            first += part
+            items = codes.unflatten(1, (part, _GROUP // part))
+            for s in range(_GROUP // part):
+                _move_bits(byte, part * s, 2**part - 1, low, items.select(2, s))
+        if _has_offset(self.dtype):
+            codes = codes.sub_(2 ** (bits - 1)).view(torch.int8)
+        return codes.flatten(1)[:, : self.length]
+
+
+def _move_bits(byte: Tensor, shift: int, mask: int, to: int, code: Tensor) -> None:
+    """Write the bits of `mask` at `shift` of `byte` into `code` at `to`; at 0, over what is in `code`."""
+    if to:
+        code |= ((byte >> shift) & mask) << to
+    elif shift:
+        torch.bitwise_right_shift(byte, shift, out=code)
+        if mask << shift <= 127:  # there are bits above
+            code &= mask
+    else:
+        torch.bitwise_and(byte, mask, out=code)
+
+
+def _has_offset(dtype: QDType) -> bool:
+    return dtype.storage is torch.int8
+
+
+def _check_bits(bits: int) -> None:
+    if not 1 <= bits <= _GROUP:
+        raise ValueError(f"pack_bits takes codes of 1 to 8 bits, got {bits}")
+
+
+def _parts(bits: int) -> list[tuple[int, int]]:
+    """(lowest bit, width) of the parts of a code: widths of 4, 2 and 1."""
+    parts, low = [], 0
+    for part in (4, 2, 1):
+        if bits & part:
+            parts.append((low, part))
+            low += part
+    return parts

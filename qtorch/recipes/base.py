@@ -1,0 +1,290 @@
+"""Recipe: how a weight is quantized. Recipes are registered under the name of the function that makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from enum import Enum
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..calibration.data import Data
+from ..calibration.engine import BlockLearner
+from ..calibration.statistics import Statistic, Statistics
+from ..dtypes import QuantizedTensor, quantized_type
+from ..model.install import PreparedModule, keep_attributes
+from ..model.report import CalibrationReport, TransformReport
+from ..model.targets import Target
+from ..model.weight_kinds import WeightKind
+from ..primitives import LinearSpec
+from ..primitives.granularity import IndivisibleError
+from ..primitives.jsonable import jsonable
+from ..primitives.spec import Scheme
+
+RECIPES: dict[str, type[Recipe]] = {}
+
+FOREIGN: dict[str, Callable[[Any], str]] = {}
+"""Name of another package -> function that says what its configuration object is here, a clause of an error."""
+
+C = TypeVar("C", bound="type[Recipe]")
+
+
+ExpertStatistics = Mapping[int, Statistics]
+"""The statistics of each matrix of a weight (E, N, K), by its index; those of experts without inputs are missing."""
+
+
+class Calibrated(NamedTuple):
+    """A weight made by `Recipe.make_in_order`.
+
+    Attributes:
+        weight: the quantized weight.
+        report: how it was made.
+        learnable: what `Recipe.learner` needs to change it, or None.
+    """
+
+    weight: Tensor
+    report: CalibrationReport
+    learnable: Any = None
+
+
+class Recipe:
+    """How a weight is quantized: a frozen dataclass, printable, comparable, JSON-able.
+
+    Attributes:
+        name: name of the function that makes it.
+        trains: whether the new weights require gradients; otherwise they are frozen.
+        selects: types of the weights, or of their modules, to which it applies; empty for those that
+            `targets` of `quantize_` reaches.
+        statistics: the statistics of the inputs of a weight that `apply_calibrated` needs, collected over `data`.
+        in_order: weights are quantized in the order in which the model runs, each with the inputs that it meets in the
+            model as quantized so far (see `blockwise`); otherwise all at once, with those of the float model.
+        transforms: of the float weights of the whole model, before any is quantized; see `transform`.
+    """
+
+    name: ClassVar[str]
+    trains: ClassVar[bool] = False
+    selects: ClassVar[tuple[type, ...]] = ()
+    statistics: ClassVar[tuple[type[Statistic], ...]] = ()
+    in_order: ClassVar[bool] = False
+    transforms: Sequence[Any] = ()
+
+    @property
+    def learner(self) -> BlockLearner | None:
+        """What improves the weights of a block together, for recipes that quantize `in_order`."""
+        return None
+
+    @property
+    def data(self) -> Data | None:
+        """The data on which `quantize_` runs the model before `make`; None for recipes that need weights only."""
+        return None
+
+    def check_complete(self) -> None:
+        """Raise `ValueError` if the recipe lacks something that neither the weight nor its data has."""
+
+    def check(self, weight: Tensor) -> None:
+        """Raise `ValueError` or `TypeError` if `apply` would fail; the weight is not changed."""
+        raise NotImplementedError
+
+    def apply(self, weight: Tensor) -> Tensor:
+        """The new weight."""
+        raise NotImplementedError
+
+    def apply_calibrated(self, weight: Tensor, statistics: Statistics) -> Tensor:
+        """`apply` with the `statistics` that the recipe requests."""
+        raise NotImplementedError
+
+    def transform(self, model: nn.Module, targets: Sequence[Target[Any]]) -> tuple[TransformReport, ...]:
+        """Replace float parameters of `model` by those that `transforms` make; `quantize_` undoes it after an error.
+
+        Args:
+            targets: all weights, each with its recipe or None.
+        """
+        raise NotImplementedError
+
+    def declines(self, kind: WeightKind) -> str | None:
+        """Why weights of a kind stay in floating point unless they are asked for by name; None if they do not."""
+        return None
+
+    # `quantize_` calls these; a recipe that depends on the modules, or changes them, overrides them.
+
+    def placed(self, index: int, count: int) -> Recipe:
+        """The recipe for weight `index` of the `count` weights that this one applies to, in the order of the model."""
+        return self
+
+    def check_target(self, target: Target[Any]) -> None:
+        """`check`, for a weight and the modules that hold it."""
+        for slot in target.slots:
+            if isinstance(slot.module, PreparedModule):
+                raise ValueError("is in training; finish it by convert() first")
+        kind = target.kind
+        if kind.held is None or nn.parameter.is_lazy(target.parameter):
+            self.check(target.parameter)
+            return
+        shape, matrix = tuple(target.parameter.shape), kind.view(target.parameter.detach())
+        try:
+            self.check(matrix)
+        except ValueError as error:
+            what = "a convolution's weight" if kind.is_conv else "a weight stored as (inputs, outputs)"
+            raised = IndivisibleError if isinstance(error, IndivisibleError) else ValueError
+            raise raised(f"{error} ({what} {shape}, seen as the matrix {tuple(matrix.shape)})") from error
+
+    def make(self, target: Target[Any], weight: Tensor, statistics: Statistics | None = None) -> Any:
+        """Make the replacement of the parameter, whose data is `weight`, without changing the modules.
+
+        It must have `nbytes`, and `dequantize()` for the report.
+
+        Args:
+            statistics: of the inputs of the weight, if the recipe requests any.
+        """
+        matrix = target.kind.to_matrix(weight)
+        matrix = self.apply(matrix) if statistics is None else self.apply_calibrated(matrix, statistics)
+        return target.kind.from_matrix(matrix, weight.shape)
+
+    def make_in_order(
+        self, target: Target[Any], weight: Tensor, statistics: Statistics | ExpertStatistics
+    ) -> Calibrated:
+        """`make` for recipes that quantize `in_order`.
+
+        Args:
+            statistics: of the whole weight, or of each expert of a weight (E, N, K); empty if it was not used.
+        """
+        raise NotImplementedError
+
+    def has_made(self, target: Target[Any]) -> bool:
+        """Whether the weight is already the result of `make`, so that an interrupted `quantize_` can continue."""
+        return False
+
+    def install(self, target: Target[Any], made: Any) -> None:
+        """Install the result of `make` in the modules; `quantize_` undoes it after an error.
+
+        Attributes that the user has set on the parameter are kept.
+        """
+        parameter = nn.Parameter(made, self.trains and target.parameter.requires_grad)
+        keep_attributes(parameter, target.parameter)
+        for slot in target.slots:
+            slot.module._parameters[slot.attribute] = parameter
+
+    def __str__(self) -> str:
+        """The call that makes the recipe, without default arguments and without data."""
+        shown = [f.name for f in fields(self) if f.repr and getattr(self, f.name) != f.default]  # type: ignore[arg-type]
+        return f"{self.name}({', '.join(f'{name}={_word(getattr(self, name))}' for name in shown)})"
+
+
+def check_float_weight(weight: Tensor) -> None:
+    """Raise `ValueError` unless `weight` is initialized, in floating point and not quantized."""
+    if nn.parameter.is_lazy(weight):
+        raise ValueError("the weight is not initialized yet; run the model once")
+    if isinstance(weight, QuantizedTensor):
+        raise ValueError(f"is already quantized: {weight!r}")
+    if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"takes float32, float16 or bfloat16 weights, this one is {weight.dtype}")
+
+
+def check_has_values(weight: Tensor, recipe: Recipe) -> None:
+    """Raise `ValueError` where `weight` is on the meta device."""
+    if weight.is_meta:
+        raise ValueError(
+            f"the weight is on the meta device and has no values to quantize by {recipe.name}(); load it first"
+        )
+
+
+class WeightRecipe(Recipe):
+    """A recipe for inference that is defined by a `LinearSpec`.
+
+    Attributes:
+        prunes: whether it prunes the weight first; then it has `kept`.
+
+    Raises:
+        ValueError: the arguments do not make a valid spec.
+    """
+
+    prunes: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        spec = self.linear_spec()
+        if spec.layout is not None:
+            spec.layout.check_spec(spec.weight)
+
+    def linear_spec(self) -> LinearSpec:
+        raise NotImplementedError
+
+    def kept(self, importance: Tensor) -> Tensor:
+        """Which elements remain, bool, given the importance of each, (N, K) not negative; for recipes that prune."""
+        raise NotImplementedError
+
+    def prune(self, weight: Tensor) -> Tensor:
+        """`weight` with zeros for the elements that the recipe prunes before it quantizes; differentiable."""
+        return torch.where(self.kept(weight.detach().float().square()), weight, 0) if self.prunes else weight
+
+    def act_scale(self, device: torch.device) -> Tensor | None:
+        """The scale of a static activation, (1, 1) fp32, or None: there is no such activation, or data has to tell."""
+        return None
+
+    @property
+    def lacks_scale(self) -> bool:
+        """Whether it has static activations whose scale only data can tell."""
+        return self.linear_spec().static and self.act_scale(torch.device("cpu")) is None
+
+    def check_complete(self) -> None:
+        if self.lacks_scale:
+            raise ValueError(
+                f"{self} has no scale of the activation. Let data choose one for each layer, calibrated({self}, "
+                f'batches) or observed({self}, batches); in training, qat({self}, observer="moving_average"); or '
+                "give the recipe the scale that you know"
+            )
+
+    def check_form(self, weight: Tensor) -> None:
+        """`check` of everything but the values; `weight` may be on the meta device."""
+        check_float_weight(weight)
+        if weight.dim() < 2:
+            raise ValueError(f"takes weights of two or more dimensions, this one has shape {tuple(weight.shape)}")
+        spec = self.linear_spec()
+        spec.weight.block_size(weight.shape)
+        if spec.layout is not None:
+            spec.layout.check(Scheme(spec, tuple(weight.shape), weight.dtype))
+
+    def check(self, weight: Tensor) -> None:
+        self.check_form(weight)
+        check_has_values(weight, self)
+        # `isfinite` takes ten times as long; a NaN or an infinity is an extreme of the whole.
+        if weight.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(weight.detach()))).all()):
+            bad = int((~torch.isfinite(weight)).sum())
+            raise ValueError(f"has {bad} values of {weight.numel()} that are NaN or infinite")
+
+    def apply(self, weight: Tensor) -> Tensor:
+        spec = self.linear_spec()
+        return quantized_type(spec.weight).from_float(self.prune(weight), spec)
+
+    def has_made(self, target: Target[Any]) -> bool:
+        weight: Any = target.parameter
+        if not isinstance(weight, QuantizedTensor) or weight.trains:
+            return False
+        made, spec, act_scale = weight.scheme.spec, self.linear_spec(), self.act_scale(weight.device)
+        same_layout = spec.layout is None or spec.layout == made.layout
+        same_scale = act_scale is None or torch.equal(act_scale, weight.act_scale)  # type: ignore[attr-defined]
+        return replace(spec, layout=made.layout) == made and same_layout and same_scale
+
+
+def register_recipe(name: str) -> Callable[[C], C]:
+    """Class decorator: register a frozen dataclass as the recipe `name` and make it readable from JSON.
+
+    Raises:
+        ValueError: another recipe has the same name.
+    """
+
+    def decorate(cls: C) -> C:
+        if RECIPES.setdefault(name, cls) is not cls:
+            raise ValueError(f"register_recipe: {name!r} is taken by {RECIPES[name]!r}")
+        cls.name = name
+        jsonable(cls)
+        return cls
+
+    return decorate
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, Recipe):
+        return str(value)
+    return value.name if isinstance(value, Enum) else repr(value)

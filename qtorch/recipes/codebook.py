@@ -1,0 +1,63 @@
+"""Weights as indices into tables that k-means fits to each row or group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..dtypes.codebook_tensor import nf4_spec
+from ..primitives import LinearSpec, PerGroup, PerRow, qdtype
+from ..primitives.codebooks import CodebookSpec
+from .base import WeightRecipe, register_recipe
+
+
+@register_recipe("lut_weight_only")
+@dataclass(frozen=True)
+class LUTWeightOnly(WeightRecipe):
+    """Weights as indices into tables of 2^bits values, fitted to each group by k-means.
+
+    Args:
+        bits: 2 to 4.
+        group_size: elements of a row that share a scale and a table of 2^bits fp16 values; -1 for the whole row. It
+            must divide the row. A table takes 16 * 2^bits bits: in groups of 64, 2 bits per weight with 3-bit codes.
+
+    Raises:
+        ValueError: `bits` is not 2 to 4, or the group size is below 1 and not -1.
+    """
+
+    bits: int = 4
+    group_size: int = -1
+
+    def linear_spec(self) -> LinearSpec:
+        if self.bits not in (2, 3, 4):
+            raise ValueError(f"lut_weight_only: bits is {self.bits}; it must be 2, 3 or 4")
+        granularity = PerRow() if self.group_size == -1 else PerGroup(self.group_size)
+        return LinearSpec(CodebookSpec(qdtype(f"uint{self.bits}"), granularity))
+
+
+lut_weight_only = LUTWeightOnly
+
+# --------------------------------------------------------------------------------------------------
+# NF4 weights in groups, with double quantization of the scales: the frozen base of QLoRA.
+
+
+@register_recipe("nf4_weight_only")
+@dataclass(frozen=True)
+class NF4WeightOnly(WeightRecipe):
+    """Weights in 4-bit NormalFloat (QLoRA, arXiv 2305.14314).
+
+    A value is a quantile of a normal distribution times the largest magnitude of the group.
+
+    Args:
+        group_size: elements of a row that share a scale; it must divide the row.
+        double_quantize: quantize the scales to int8 in blocks of 256: 4.13 bits per weight in groups of 64, instead of
+            4.25 with 16-bit scales.
+    """
+
+    group_size: int = 64
+    double_quantize: bool = True
+
+    def linear_spec(self) -> LinearSpec:
+        return LinearSpec(nf4_spec(self.group_size, 256 if self.double_quantize else None))
+
+
+nf4_weight_only = NF4WeightOnly

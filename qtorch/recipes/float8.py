@@ -1,0 +1,169 @@
+"""float8 weights, one scale per output channel; activations stay in their floating-point dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..dtypes import Layout, PackedLayout
+from ..primitives import (
+    Granularity,
+    LinearSpec,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    QDType,
+    QuantSpec,
+    ZeroPointDomain,
+    qdtype,
+)
+from ..primitives.floatx import FloatFormat
+from .base import WeightRecipe, register_recipe
+
+
+def float8_type(dtype: torch.dtype, recipe: str) -> QDType:
+    """The `QDType` of `dtype`, which must be a float8 type.
+
+    Raises:
+        ValueError: it is not; the message names `recipe`.
+    """
+    found = qdtype(dtype)
+    if not found.name.startswith("float8_"):
+        raise ValueError(f"{recipe} takes float8_e4m3fn, float8_e5m2 and their fnuz forms, got {found.name}")
+    return found
+
+
+def row_or_tensor(granularity: Granularity, recipe: str) -> Granularity:
+    """`granularity`, which must be `PerRow()` or `PerTensor()`.
+
+    Raises:
+        ValueError: it is neither; the message names `recipe`.
+    """
+    if not isinstance(granularity, PerRow | PerTensor):
+        raise ValueError(f"{recipe}: granularity is PerRow() or PerTensor(), got {granularity}")
+    return granularity
+
+
+@register_recipe("float8_weight_only")
+@dataclass(frozen=True)
+class Float8WeightOnly(WeightRecipe):
+    """Weights in float8, with the largest magnitude of a channel at the largest code.
+
+    Args:
+        dtype: a float8 dtype of torch.
+        granularity: which elements share a scale.
+        scale_dtype: dtype of the scales of the weight; None is fp32. That of the model, so that engines which round
+            scales to it compute with the same numbers (see docs/guides/vllm.md).
+
+    Raises:
+        ValueError: the dtype is not float8.
+    """
+
+    dtype: torch.dtype = torch.float8_e4m3fn
+    granularity: Granularity = PerRow()
+    scale_dtype: torch.dtype | None = None
+
+    def linear_spec(self) -> LinearSpec:
+        dtype = float8_type(self.dtype, self.name)
+        none, scale_dtype = ZeroPointDomain.NONE, self.scale_dtype
+        return LinearSpec(QuantSpec(dtype, self.granularity, zero_point_domain=none, scale_dtype=scale_dtype))
+
+
+float8_weight_only = Float8WeightOnly
+
+# --------------------------------------------------------------------------------------------------
+# float8 weights and float8 activations.
+
+
+@register_recipe("float8_dynamic_activation_float8_weight")
+@dataclass(frozen=True)
+class Float8DynamicActivationFloat8Weight(WeightRecipe):
+    """Weights and activations in float8, the scales of the activations computed on each call.
+
+    Args:
+        granularity: `PerRow()`, a scale per output channel and per token; `PerTensor()`, one of each.
+        activation_dtype, weight_dtype: float8 dtypes of torch.
+        scale_dtype: dtype of the scales of the weight; None is fp32. That of the model, so that engines which round
+            scales to it compute with the same numbers (see docs/guides/vllm.md).
+
+    Raises:
+        ValueError: the granularity or a dtype is not one of these.
+    """
+
+    granularity: Granularity = PerRow()
+    activation_dtype: torch.dtype = torch.float8_e4m3fn
+    weight_dtype: torch.dtype = torch.float8_e4m3fn
+    scale_dtype: torch.dtype | None = None
+
+    def linear_spec(self) -> LinearSpec:
+        none = ZeroPointDomain.NONE
+        granularity = row_or_tensor(self.granularity, self.name)
+        dtype = float8_type(self.weight_dtype, self.name)
+        weight = QuantSpec(dtype, granularity, zero_point_domain=none, scale_dtype=self.scale_dtype)
+        activation = QuantSpec(float8_type(self.activation_dtype, self.name), granularity, zero_point_domain=none)
+        return LinearSpec(weight, activation)
+
+
+float8_dynamic_activation_float8_weight = Float8DynamicActivationFloat8Weight
+
+# --------------------------------------------------------------------------------------------------
+# int4 weights in groups and float8 activations.
+
+
+@register_recipe("float8_dynamic_activation_int4_weight")
+@dataclass(frozen=True)
+class Float8DynamicActivationInt4Weight(WeightRecipe):
+    """Weights in symmetric int4 per group of input channels, activations in float8 per token.
+
+    The scales of the activations are computed on each call.
+
+    Args:
+        group_size: elements of a row that share a scale; -1 for the whole row. It must divide the row.
+        activation_dtype: a float8 dtype of torch.
+        layout: how weights are stored in memory.
+
+    Raises:
+        ValueError: the group size is below 1 and not -1, or the dtype is not float8.
+    """
+
+    group_size: int = 128
+    activation_dtype: torch.dtype = torch.float8_e4m3fn
+    layout: Layout = PackedLayout()
+
+    def linear_spec(self) -> LinearSpec:
+        weight = QuantSpec(qdtype("int4"), PerGroup(self.group_size))
+        activation = QuantSpec(
+            float8_type(self.activation_dtype, self.name), PerRow(), zero_point_domain=ZeroPointDomain.NONE
+        )
+        return LinearSpec(weight, activation, layout=self.layout)
+
+
+float8_dynamic_activation_int4_weight = Float8DynamicActivationInt4Weight
+
+# --------------------------------------------------------------------------------------------------
+# Weights in a small floating-point format of 3 to 6 bits, one scale per output channel.
+
+
+@register_recipe("fpx_weight_only")
+@dataclass(frozen=True)
+class FpxWeightOnly(WeightRecipe):
+    """Weights in a floating-point format with a sign, `ebits` exponent and `mbits` mantissa bits.
+
+    Args:
+        ebits, mbits: (3, 2), (2, 3), (2, 2), (3, 1), (2, 1) or (2, 0).
+
+    Raises:
+        ValueError: the format is not one of these.
+    """
+
+    ebits: int
+    mbits: int
+
+    def linear_spec(self) -> LinearSpec:
+        dtype = qdtype(FloatFormat(self.ebits, self.mbits).name)
+        spec = QuantSpec(dtype, PerRow(), zero_point_domain=ZeroPointDomain.NONE)
+        return LinearSpec(spec, layout=PackedLayout())
+
+
+fpx_weight_only = FpxWeightOnly

@@ -1,0 +1,132 @@
+"""A recipe for weights of which most blocks are zero, and skipped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..dtypes import SemiSparseLayout
+from ..primitives import (
+    Granularity,
+    LinearSpec,
+    PerRow,
+    PerTensor,
+    QuantSpec,
+    ZeroPointDomain,
+    mask_2_4,
+    mask_blocks,
+    qdtype,
+)
+from ..primitives.layouts import BlockSparseLayout
+from .base import WeightRecipe, register_recipe
+from .integer import Int8DynamicActivationInt8Weight
+
+
+@register_recipe("block_sparse")
+@dataclass(frozen=True)
+class BlockSparse(WeightRecipe):
+    """`recipe` on a weight of which each row of blocks keeps those with the largest norms; the rest is dropped.
+
+    Products take the time of what is kept. A dense weight becomes inaccurate: prune on data,
+    `calibrated(block_sparse(...), batches)`, or take a weight that was trained to be sparse in blocks.
+
+    Args:
+        recipe: without zero points, with scales per row or in groups of a divisor of `block_size`, such as
+            `int8_dynamic_activation_int8_weight()` or `int8_dynamic_activation_int4_weight(group_size=32)`.
+        sparsity: share of the blocks of each row of blocks that is dropped, in [0, 1).
+        block_size: rows and columns of a block, 16 to 64. Larger ones are faster.
+
+    Raises:
+        ValueError: `recipe` has static activations, zero points, a layout or scales that do not go with blocks, or
+            prunes itself.
+    """
+
+    prunes: ClassVar[bool] = True
+    recipe: WeightRecipe
+    sparsity: float = 0.8
+    block_size: int = 64
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.recipe, WeightRecipe) or self.recipe.prunes or self.recipe.in_order:
+            raise ValueError(
+                f"block_sparse takes a recipe for inference such as int8_dynamic_activation_int8_weight(), got "
+                f"{self.recipe}"
+            )
+        if self.recipe.linear_spec().static:
+            raise ValueError(f"block_sparse: {self.recipe} has a static activation, which it does not take")
+        super().__post_init__()
+
+    def linear_spec(self) -> LinearSpec:
+        return replace(self.recipe.linear_spec(), layout=BlockSparseLayout(self.block_size, self.sparsity))
+
+    def kept(self, importance: Tensor) -> Tensor:
+        return mask_blocks(importance, self.block_size, self.sparsity)
+
+
+block_sparse = BlockSparse
+
+# --------------------------------------------------------------------------------------------------
+# float8 weights, 2:4 sparse, and float8 activations.
+
+
+@register_recipe("float8_dynamic_activation_float8_semi_sparse_weight")
+@dataclass(frozen=True)
+class Float8DynamicActivationFloat8SemiSparseWeight(WeightRecipe):
+    """Weights and activations in float8_e4m3fn, the weights pruned to 2:4 and packed at 5 bits per element.
+
+    Weights are pruned as by `int8_dynamic_activation_int8_semi_sparse_weight`.
+
+    Args:
+        granularity: `PerRow()`, a scale per output channel and per token; `PerTensor()`, one of each.
+
+    Raises:
+        ValueError: the granularity is neither.
+    """
+
+    prunes: ClassVar[bool] = True
+
+    granularity: Granularity = PerRow()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.granularity, PerRow | PerTensor):
+            raise ValueError(f"{self.name}: granularity is PerRow() or PerTensor(), got {self.granularity}")
+        super().__post_init__()
+
+    def linear_spec(self) -> LinearSpec:
+        codes = QuantSpec(qdtype("float8_e4m3fn"), self.granularity, zero_point_domain=ZeroPointDomain.NONE)
+        return LinearSpec(codes, codes, layout=SemiSparseLayout())
+
+    def kept(self, importance: Tensor) -> Tensor:
+        return mask_2_4(importance)
+
+
+float8_dynamic_activation_float8_semi_sparse_weight = Float8DynamicActivationFloat8SemiSparseWeight
+
+# --------------------------------------------------------------------------------------------------
+# int8 weights, 2:4 sparse, and int8 activations, accumulated in int32.
+
+
+@register_recipe("int8_dynamic_activation_int8_semi_sparse_weight")
+@dataclass(frozen=True)
+class Int8DynamicActivationInt8SemiSparseWeight(Int8DynamicActivationInt8Weight):
+    """`int8_dynamic_activation_int8_weight` with weights pruned to 2:4 and packed at 5 bits per element.
+
+    The two largest magnitudes of each four elements along a row are kept, and scales are chosen for those. A dense
+    weight becomes inaccurate (SQNR of 7 to 9 dB); one that was trained to be 2:4 sparse loses nothing.
+
+    Args:
+        act_mapping_type: SYMMETRIC, codes in [-127, 127]; ASYMMETRIC, [-128, 127] with a zero point per token.
+    """
+
+    prunes: ClassVar[bool] = True
+
+    def linear_spec(self) -> LinearSpec:
+        return replace(super().linear_spec(), layout=SemiSparseLayout())
+
+    def kept(self, importance: Tensor) -> Tensor:
+        return mask_2_4(importance)
+
+
+int8_dynamic_activation_int8_semi_sparse_weight = Int8DynamicActivationInt8SemiSparseWeight

@@ -1,0 +1,138 @@
+"""Base class of recipes with static activations, whose scale is fixed instead of computed on each call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dtypes import AffineQuantizedTensor
+from ..primitives import Granularity, LinearSpec, MappingType, PerRow, PerTensor, QuantSpec, ZeroPointDomain, qdtype
+from .base import WeightRecipe, register_recipe
+from .float8 import float8_type, row_or_tensor
+
+
+@dataclass(frozen=True)
+class StaticActivationRecipe(WeightRecipe):
+    """Activations quantized with a fixed scale; values beyond the range of the codes are clipped.
+
+    Layers need different scales: leave the scale out, and `calibrated` or `observed` choose one for each from data.
+
+    Args:
+        scale: of the activation: its largest expected magnitude divided by the largest code; a number, or a tensor of
+            one element. None: from data.
+
+    Raises:
+        TypeError: `scale` is neither.
+        ValueError: `scale` is not positive, finite and a normal number in fp32.
+    """
+
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.scale is not None:
+            object.__setattr__(self, "scale", _number(self.scale, self.name))
+        super().__post_init__()
+
+    def act_scale(self, device: torch.device) -> Tensor | None:
+        return None if self.scale is None else torch.full((1, 1), self.scale, dtype=torch.float32, device=device)
+
+    def apply(self, weight: Tensor) -> Tensor:
+        self.check_complete()
+        return AffineQuantizedTensor.from_float(weight, self.linear_spec(), self.act_scale(weight.device))
+
+
+def _number(scale: Any, recipe: str) -> float:
+    if isinstance(scale, Tensor) and scale.numel() == 1 and not scale.is_meta:
+        scale = scale.item()
+    if isinstance(scale, bool) or not isinstance(scale, Real):
+        got = f"a tensor of shape {tuple(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
+        raise TypeError(f"{recipe}: scale is a number or a tensor of one element, got {got}")
+    value, fp32 = float(scale), torch.finfo(torch.float32)
+    # Smaller numbers have no finite inverse.
+    if not fp32.tiny <= value <= fp32.max:
+        raise ValueError(f"{recipe}: scale is positive, finite and a normal number in fp32, got {scale}")
+    return value
+
+
+# --------------------------------------------------------------------------------------------------
+# float8 weights and float8 activations with a fixed scale.
+
+
+@register_recipe("float8_static_activation_float8_weight")
+@dataclass(frozen=True)
+class Float8StaticActivationFloat8Weight(StaticActivationRecipe):
+    """Weights and activations in float8, with one fixed scale for the activations; see `StaticActivationRecipe`.
+
+    Args:
+        scale: of the activation: its largest magnitude divided by the largest code, 448 for float8_e4m3fn; None:
+            from data.
+        activation_dtype, weight_dtype: float8 dtypes of torch.
+        granularity: of the weight: `PerTensor()`, or `PerRow()`, a scale per output channel.
+        scale_dtype: dtype of the scales of the weight; None is fp32. That of the model, so that engines which round
+            scales to it compute with the same numbers (see docs/guides/vllm.md).
+
+    Raises:
+        TypeError, ValueError: the scale is not a positive number, or a dtype or the granularity is not one of these.
+    """
+
+    activation_dtype: torch.dtype = torch.float8_e4m3fn
+    weight_dtype: torch.dtype = torch.float8_e4m3fn
+    granularity: Granularity = PerTensor()
+    scale_dtype: torch.dtype | None = None
+
+    def linear_spec(self) -> LinearSpec:
+        none = ZeroPointDomain.NONE
+        granularity = row_or_tensor(self.granularity, self.name)
+        dtype = float8_type(self.weight_dtype, self.name)
+        weight = QuantSpec(dtype, granularity, zero_point_domain=none, scale_dtype=self.scale_dtype)
+        activation = QuantSpec(float8_type(self.activation_dtype, self.name), PerTensor(), zero_point_domain=none)
+        return LinearSpec(weight, activation, static=True)
+
+
+float8_static_activation_float8_weight = Float8StaticActivationFloat8Weight
+
+# --------------------------------------------------------------------------------------------------
+# int8 weights and int8 activations with a fixed scale, accumulated in int32.
+
+
+@register_recipe("int8_static_activation_int8_weight")
+@dataclass(frozen=True)
+class Int8StaticActivationInt8Weight(StaticActivationRecipe):
+    """Weights in int8 per output channel, activations in int8 with one fixed scale; see `StaticActivationRecipe`.
+
+    Codes of both are in [-127, 127]; of asymmetric activations in [-128, 127].
+
+    Args:
+        scale: of the activation: its largest magnitude divided by 127; None: from data.
+        act_mapping_type: `MappingType` of the activation. ASYMMETRIC, whose zero point only data can tell, is up to a
+            bit more accurate where ranges are one-sided, behind a ReLU or GELU.
+        scale_dtype: dtype of the scales of the weight; None is fp32. That of the model, so that engines which round
+            scales to it compute with the same numbers (see docs/guides/vllm.md).
+
+    Raises:
+        TypeError, ValueError: the scale is not a positive number.
+        ValueError: a scale together with an asymmetric mapping.
+    """
+
+    scale_dtype: torch.dtype | None = None
+    act_mapping_type: MappingType = MappingType.SYMMETRIC
+
+    def __post_init__(self) -> None:
+        if self.act_mapping_type is MappingType.ASYMMETRIC and self.scale is not None:
+            raise ValueError(
+                f"{self.name}: an asymmetric activation has a zero point too, which data chooses; leave the scale out"
+            )
+        super().__post_init__()
+
+    def linear_spec(self) -> LinearSpec:
+        weight = QuantSpec(qdtype("int8"), PerRow(), scale_dtype=self.scale_dtype, quant_min=-127)
+        lowest = None if self.act_mapping_type is MappingType.ASYMMETRIC else -127
+        activation = QuantSpec(qdtype("int8"), PerTensor(), self.act_mapping_type, quant_min=lowest)
+        return LinearSpec(weight, activation, static=True)
+
+
+int8_static_activation_int8_weight = Int8StaticActivationInt8Weight

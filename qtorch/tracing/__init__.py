@@ -1,1 +1,0 @@
-"""Support for `torch.compile`, `torch.jit` and the transforms of `torch.func`."""

@@ -1,0 +1,268 @@
+"""LowBitAdam: Adam and AdamW with moments in codes, the base of the optimizers of this folder.
+
+Names and arguments are torchao's. One fused step for each parameter (`kernels.ops.adam`, which has the equations), in
+C++ on CPU and in Triton on CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...dtypes import QuantizedTensor
+from ...kernels.ops.adam import AdamStep, adam_step, key_of
+from ...model.install import is_sharded
+from ...primitives.granularity import FlatBlocks
+from ...primitives.tracing import outside_graphs
+from ..weights.master import MasterWeight
+from .moment_form import Loads, as_moment, blocks_of, check_optim_bits, form_of, zeros
+from .shard import first_element, local_of
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Params = Iterable[Any]
+
+
+class LowBitAdam(Loads, torch.optim.Optimizer):
+    """Adam whose moments are held in codes.
+
+    Args:
+        params: parameters, or groups, as for any optimizer; each of these arguments may differ by group.
+        lr: a float, or a tensor of one element, which is read at each step.
+        betas, eps, weight_decay, amsgrad: as of `torch.optim.Adam` and `AdamW`; by default the weight decay of Adam is
+            0, that of AdamW 1e-2.
+        block_size: most elements that share a scale; by default `default_block_size`.
+        bf16_stochastic_round: round bf16 parameters stochastically, so that updates smaller than their step add up in
+            expectation. The random bits follow from the number of the step and of the parameter.
+        optim_bits: 8, 4, "fp8" or 32, see `moment_form.BITS`, by default `default_bits`; moments of parameters of fewer
+            than 4096 elements are in fp32 always.
+        of_subclass: the arguments of `of_group`.
+
+    Attributes:
+        decoupled: whether weight decay is AdamW's, apart from the gradient.
+        of_group: more arguments that a group of a subclass may have.
+
+    Raises:
+        TypeError: an argument is not known.
+        ValueError: an argument is out of its range, or a parameter is not in fp32, bf16 or fp16.
+    """
+
+    decoupled: ClassVar[bool] = True
+    default_bits: ClassVar[int | str] = 8
+    default_block_size: ClassVar[int] = 256
+    of_group: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float | None = None,
+        amsgrad: bool = False,
+        *,
+        block_size: int | None = None,
+        bf16_stochastic_round: bool = False,
+        optim_bits: int | str | None = None,
+        **of_subclass: Any,
+    ) -> None:
+        for name in of_subclass.keys() - set(self.of_group):
+            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {name!r}")
+        if weight_decay is None:
+            weight_decay = 1e-2 if self.decoupled else 0.0
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError(f"{type(self).__name__}: a tensor lr has one element, got shape {tuple(lr.shape)}")
+        for name, value in (("lr", float(lr)), ("eps", eps), ("weight_decay", weight_decay)):
+            if not value >= 0:
+                raise ValueError(f"{type(self).__name__}: {name} is not negative, got {value}")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"{type(self).__name__}: betas are at least 0 and less than 1, got {betas}")
+        of_torch = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        # In the groups, where copies and pickles of an optimizer keep it.
+        held = {
+            "block_size": self.default_block_size if block_size is None else block_size,
+            "optim_bits": self.default_bits if optim_bits is None else optim_bits,
+            "bf16_stochastic_round": bf16_stochastic_round,
+        }
+        super().__init__(params, {**of_torch, **held, **of_subclass})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, whose `optim_bits` and `block_size` may be its own.
+
+        Raises:
+            ValueError: these are out of range, or a parameter is not in fp32, bf16 or fp16.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_optim_bits(group["optim_bits"])
+            if not isinstance(group["block_size"], int) or group["block_size"] < 1:
+                raise ValueError(f"block_size is a positive number of elements, got {group['block_size']!r}")
+            for parameter in group["params"]:
+                if parameter.dtype not in DTYPES:
+                    raise ValueError(
+                        f"parameters are in fp32, bf16 or fp16, got one of shape {tuple(parameter.shape)} in "
+                        f"{parameter.dtype}"
+                    )
+        except ValueError as error:
+            self.param_groups.pop()
+            raise ValueError(f"{type(self).__name__}: {error}") from None
+
+    @outside_graphs("a step of a low-bit optimizer is one fused kernel a parameter, which runs outside of graphs")
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: computes the loss once more, with gradients; its value is returned.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        index = 0
+        for group in self.param_groups:
+            lr = float(group["lr"])
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, index, group, lr)
+                index += 1
+        return loss
+
+    def moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Names of the moments that each parameter of a group has, as in `torch.optim.Adam`."""
+        return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+
+    def _update(self, parameter: Tensor, index: int, group: dict[str, Any], lr: float) -> None:
+        grad = parameter.grad
+        assert grad is not None
+        if grad.is_sparse:
+            raise RuntimeError(f"{type(self).__name__} takes no sparse gradients; use torch.optim.SparseAdam")
+        state, names = self.state[parameter], self.moment_names(group)
+        if "step" not in state:
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+        for name in names:
+            if name not in state:
+                state[name] = zeros(parameter, group, name)
+        state["step"] += 1
+        local = local_of(parameter)
+        if not local.numel():
+            return
+        number = int(state["step"].item())
+        (beta1, beta2), decay = group["betas"], group["weight_decay"]
+        rounds = group["bf16_stochastic_round"] and local.dtype == torch.bfloat16
+        step = AdamStep(
+            form_of(parameter, group),
+            beta1,
+            beta2,
+            group["eps"],
+            1 - lr * decay if self.decoupled else 1.0,
+            0.0 if self.decoupled else decay,
+            lr / (1 - beta1**number),
+            (1 - beta2**number) ** -0.5,
+            key_of(number, index) if rounds else None,
+            first_element(parameter) if rounds else 0,
+        )
+        block, flat = blocks_of(parameter.shape, group["block_size"])
+        rows = 1 if flat else local.shape[0]
+        blocks = FlatBlocks(rows, local.numel() // rows, block)
+        moments = [as_moment(state[name]) for name in names]
+        if is_sharded(grad):
+            grad = local_of(grad)
+        grad = (grad if grad.dtype in DTYPES else grad.float()).contiguous().resolve_neg()
+        with Writable(local) as weight:
+            adam_step(weight, grad, moments, blocks, step)
+        if weight is not parameter and not parameter.is_inference():
+            torch.autograd.graph.increment_version(parameter)
+
+
+class Writable:
+    """The weight as a plain contiguous tensor that is changed in place, and written back where it is a copy."""
+
+    def __init__(self, local: Tensor) -> None:
+        self.local, self.copy = local, False
+
+    def __enter__(self) -> Tensor:
+        local = self.local.master if isinstance(self.local, MasterWeight) else self.local
+        self.target = local
+        if isinstance(local, QuantizedTensor):
+            self.weight = local.dequantize(torch.float32)  # codes; the write rounds as their recipe says
+        else:
+            self.weight = local.detach().contiguous()
+        self.copy = self.weight.data_ptr() != local.data_ptr() if not isinstance(local, QuantizedTensor) else True
+        return self.weight
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        if self.copy and kind is None:
+            self.target.copy_(self.weight)
+
+
+# --------------------------------------------------------------------------------------------------
+# Adam4bit and AdamW4bit: moments of half a byte, the square of equidistant numbers.
+
+
+class Adam4bit(LowBitAdam):
+    """Adam with moments of 4 bits: 1.06 bytes a parameter in place of 8. Arguments are those of `LowBitAdam`."""
+
+    decoupled = False
+    default_bits = 4
+    default_block_size = 128
+
+
+class AdamW4bit(Adam4bit):
+    """AdamW with moments of 4 bits: 1.06 bytes a parameter in place of 8. Arguments are those of `LowBitAdam`."""
+
+    decoupled = True
+
+
+# --------------------------------------------------------------------------------------------------
+# Adam8bit and AdamW8bit: moments of one byte, the fourth power of equidistant numbers.
+
+
+class Adam8bit(LowBitAdam):
+    """Adam with moments of 8 bits: 2.03 bytes a parameter in place of 8. Arguments are those of `LowBitAdam`."""
+
+    decoupled = False
+    default_bits = 8
+
+
+class AdamW8bit(Adam8bit):
+    """AdamW with moments of 8 bits: 2.03 bytes a parameter in place of 8. Arguments are those of `LowBitAdam`."""
+
+    decoupled = True
+
+
+# --------------------------------------------------------------------------------------------------
+# AdamFp8 and AdamWFp8: moments in float8 e4m3.
+
+
+class AdamFp8(LowBitAdam):
+    """Adam with moments in float8: 2.03 bytes a parameter in place of 8. Arguments are those of `LowBitAdam`."""
+
+    decoupled = False
+    default_bits = "fp8"
+
+
+class AdamWFp8(AdamFp8):
+    """AdamW with moments in float8: 2.03 bytes a parameter in place of 8. Arguments are those of `LowBitAdam`."""
+
+    decoupled = True
+
+
+# --------------------------------------------------------------------------------------------------
+# _AdamW: AdamW with moments in fp32, whatever the dtype of the parameter.
+
+
+class _AdamW(LowBitAdam):
+    """AdamW in fp32, with one rounding of the parameter a step. Arguments are those of `LowBitAdam`.
+
+    For bf16 models: their moments keep their precision, and `bf16_stochastic_round` that of their updates.
+    """
+
+    default_bits = 32

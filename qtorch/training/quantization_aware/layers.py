@@ -1,0 +1,374 @@
+"""Layers in training with the state of quantization in them: a quantizer for the weight, and one for the input.
+
+    y = product(x_hat, w_hat) + bias
+
+The value is what the converted layer computes (`converted_linear`), bit for bit where it sums integers; the gradient is
+that of the float product of the fake-quantized operands. Another kind of layer is a subclass of `FakeQuantizedLayer`
+and an entry in `LAYERS`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...calibration.data import Data, run_batches
+from ...dtypes import ConvWeight, QuantizedTensor
+from ...dtypes.base import quantized_type
+from ...dtypes.conv import convolution
+from ...dtypes.dispatch import cast_for_product
+from ...dtypes.linear import check_input
+from ...kernels.conv import Window, from_matrix, to_matrix
+from ...model.install import PreparedModule
+from ...primitives import LinearSpec, MappingType, PerAxis, PerRow, PerTensor, QuantSpec, ZeroPointDomain
+from ...primitives.tracing import refuse_jit_trace
+from ..weights.base import of_codes
+from .converted import sums_integers
+from .fake_quantize import FakeQuantized, fake_quantized_conv, fake_quantized_linear
+from .quantizers import Quantizer
+from .schedule import Schedule
+
+
+@dataclass
+class FakeQuantization:
+    """What `prepare` puts into a module.
+
+    Attributes:
+        recipe: the one that made this.
+        spec: of the converted layer.
+        weight_quantizer, input_quantizer: shared by the modules of a tied weight.
+        schedule: copied for each.
+        values: the weight, fake-quantized.
+        nbytes: of the weight and the state.
+    """
+
+    recipe: Any
+    spec: LinearSpec
+    weight_quantizer: Quantizer
+    input_quantizer: Quantizer | None
+    schedule: Schedule | None
+    values: Tensor
+    nbytes: int
+
+    def dequantize(self) -> Tensor:
+        """For the report."""
+        return self.values
+
+
+class FakeQuantizedLayer(PreparedModule):
+    """Base of the layers; a subclass has the forward of its `float_class`."""
+
+    takes_activation: ClassVar[bool] = True
+
+    weight: Tensor
+    bias: Any
+    recipe: Any
+    linear_spec: LinearSpec
+    weight_quantizer: Quantizer
+    input_quantizer: Quantizer | None
+    schedule: Schedule | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        refuse_jit_trace()
+        check_input(f"a {type(self).float_class.__name__} in training", input, self.weight)
+        return cast_for_product(self.product, input, self.weight, self.bias)
+
+    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`forward` outside autocast, which casts the input and the bias and nothing else."""
+        raise NotImplementedError
+
+    @classmethod
+    def check(cls, module: nn.Module) -> None:
+        """Raise `ValueError` where a `float_class` cannot be prepared."""
+
+    @classmethod
+    def prepare(cls, module: nn.Module, made: FakeQuantization) -> None:
+        """Exchange the class of `module`, and put the state into it."""
+        module.__class__ = cls
+        assert isinstance(module, cls)
+        module.recipe = made.recipe
+        module.linear_spec = made.spec
+        module.weight_quantizer = made.weight_quantizer
+        module.input_quantizer = made.input_quantizer
+        module.schedule = copy.deepcopy(made.schedule)
+        module.train(module.training)
+
+    def restore(self) -> None:
+        for name in ("weight_quantizer", "input_quantizer", "schedule", "linear_spec", "recipe"):
+            delattr(self, name)
+        super().restore()
+
+    @classmethod
+    def to_matrix(cls, module: nn.Module, weight: Tensor) -> Tensor:
+        """`weight` of `module` as it is quantized: a matrix whose rows are the output features; differentiable."""
+        return weight
+
+    @classmethod
+    def from_matrix(cls, module: nn.Module, matrix: Tensor, shape: torch.Size) -> Tensor:
+        """Inverse of `to_matrix`, for a weight of this shape."""
+        return matrix
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.to_matrix(self, self.weight)
+
+    @property
+    def frozen(self) -> Tensor | None:
+        """Whether scales are held; see `Schedule`."""
+        return None if self.schedule is None else self.schedule.frozen
+
+    @property
+    def product_dtype(self) -> torch.dtype | None:
+        return None
+
+    @property
+    def precedes_windows(self) -> bool:
+        quantizer = self.input_quantizer
+        return quantizer is None or quantizer.is_static or quantizer.spec.granularity == PerAxis(0)
+
+    def quantize_input(self, rows: Tensor) -> FakeQuantized:
+        if self.input_quantizer is None:
+            return FakeQuantized(rows)
+        return self._scheduled(self.input_quantizer(rows, self.frozen, self._multiplies_codes), rows)
+
+    def quantize_weight(self, matrix: Tensor) -> FakeQuantized:
+        return self._scheduled(self.weight_quantizer(matrix, self.frozen, self._multiplies_codes), matrix)
+
+    def weight_values(self, matrix: Tensor) -> Tensor:
+        """`matrix` fake-quantized, for what reads it and multiplies nothing; differentiable."""
+        return self._scheduled(self.weight_quantizer(matrix, self.frozen), matrix).values
+
+    @property
+    def _multiplies_codes(self) -> bool:
+        """Whether products are those of codes: not while `calibrate` looks at the input in floating point."""
+        looks = self.input_quantizer is not None and self.input_quantizer.observed is not None
+        return sums_integers(self.linear_spec) and not looks and not self._mixes
+
+    @property
+    def _mixes(self) -> bool:
+        """Whether operands go from floats to fake-quantized ones by a schedule: a mixture has no codes."""
+        return self.schedule is not None and self.training
+
+    def _scheduled(self, quantized: FakeQuantized, values: Tensor) -> FakeQuantized:
+        if self.schedule is None or not self._mixes:
+            return quantized
+        return FakeQuantized(torch.where(self.schedule.active, quantized.values, values))
+
+    def advance(self) -> None:
+        """A pass is done."""
+        if self.schedule is not None and self.training:
+            self.schedule.advance()
+
+    def check_convert(self) -> None:
+        if self.input_quantizer is not None and not self.input_quantizer.is_ready:
+            raise ValueError("no input has been seen, so its scale is not known: train, or calibrate(model, batches)")
+        if not bool(torch.isfinite(self.matrix.detach()).all()):
+            raise ValueError("the weight has values that are NaN or infinite")
+
+    @torch.no_grad()
+    def convert(self) -> Tensor:
+        """The weight quantized by the scales that the forward uses in eval mode, in the layout of the spec."""
+        frozen, weight, spec = self.frozen, self.matrix.detach(), self.linear_spec
+        activation: dict[str, Tensor | None] = {}
+        if spec.static:
+            assert self.input_quantizer is not None
+            spec, activation = _static(spec, *self.input_quantizer.converted_qparams(weight[:1], frozen))
+        if not isinstance(spec.weight, QuantSpec) or spec.weight.scale_spec is not None:
+            return quantized_type(spec.weight).from_float(weight, spec)
+        scale, zero_point = self.weight_quantizer.converted_qparams(weight, frozen)
+        codes = spec.weight.quantize(weight, scale, zero_point)
+        if isinstance(spec.weight.granularity, PerTensor) and sums_integers(spec):
+            # Kernels that sum integers read a scale for each row.
+            spec = replace(spec, weight=spec.weight.with_granularity(PerRow()))
+        return of_codes(codes, scale, zero_point, spec, weight.dtype, **activation)
+
+
+def _static(spec: LinearSpec, scale: Tensor, zero_point: Tensor | None) -> tuple[LinearSpec, dict[str, Tensor | None]]:
+    """The spec of the converted layer for a fixed activation scale, and the tensors of that scale. Where int8 has room
+    for it, the zero point becomes part of the bounds of the codes: products without one are faster, and their integers
+    the same."""
+    activation = spec.activation
+    assert activation is not None
+    if zero_point is not None and not activation.dtype.is_floating_point:
+        shift, (low, high) = int(zero_point), activation.code_range
+        if activation.dtype.quant_min <= low - shift and high - shift <= activation.dtype.quant_max:
+            zero_point = None
+            activation = replace(
+                activation,
+                mapping=MappingType.SYMMETRIC,
+                zero_point_domain=ZeroPointDomain.NONE,
+                quant_min=low - shift,
+                quant_max=high - shift,
+            )
+    return replace(spec, activation=activation), {"act_scale": scale, "act_zero_point": zero_point}
+
+
+class FakeQuantizedLinear(FakeQuantizedLayer, nn.Linear):
+    """`nn.Linear` in training."""
+
+    float_class = nn.Linear
+
+    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = fake_quantized_linear(input, weight, bias, self)
+        self.advance()
+        return y
+
+
+class FakeQuantizedEmbedding(FakeQuantizedLayer, nn.Embedding):
+    """`nn.Embedding` in training: rows of the fake-quantized table."""
+
+    float_class = nn.Embedding
+    takes_activation = False
+
+    @classmethod
+    def check(cls, module: nn.Module) -> None:
+        if module.sparse:
+            raise ValueError("an embedding with sparse=True has no dense gradient to learn from")
+
+    def forward(self, input: Tensor) -> Tensor:
+        refuse_jit_trace()
+        values = self.weight_values(self.weight)
+        self.advance()
+        return functional.embedding(input, values, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+
+
+LAYERS: dict[type[nn.Module], type[FakeQuantizedLayer]] = {
+    cls.float_class: cls for cls in (FakeQuantizedLinear, FakeQuantizedEmbedding)
+}
+"""What each float module becomes; further kinds are in files of their own."""
+
+
+def layer_for(module: nn.Module) -> type[FakeQuantizedLayer]:
+    """The class that stands in for that of `module`.
+
+    Raises:
+        ValueError: no class stands in for it. A subclass is refused: it may have a forward of their own.
+    """
+    cls = LAYERS.get(type(module))
+    if cls is None:
+        names = ", ".join(f"nn.{kind.__name__}" for kind in LAYERS)
+        raise ValueError(f"takes the weights of {names}, exactly these; this is one of {_name(type(module))}")
+    cls.check(module)
+    return cls
+
+
+def _name(cls: type[Any]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Convolutions in training with the state of quantization in them; see `layers.linear`.
+#
+# An input with one scale is quantized first, and its codes are gathered. Where scales are dynamic, each window has
+# one of its own, and is quantized after it is gathered, as in inference.
+
+
+class FakeQuantizedConv(FakeQuantizedLayer):
+    """Base of the three."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...] | str
+    dilation: tuple[int, ...]
+    groups: int
+    padding_mode: Any
+
+    @classmethod
+    def to_matrix(cls, module: nn.Module, weight: Tensor) -> Tensor:
+        return to_matrix(weight)
+
+    @classmethod
+    def from_matrix(cls, module: nn.Module, matrix: Tensor, shape: torch.Size) -> Tensor:
+        return from_matrix(matrix, shape).contiguous()
+
+    def convert(self) -> Tensor:
+        matrix = super().convert()
+        assert isinstance(matrix, QuantizedTensor)
+        return ConvWeight.of(matrix, self.weight.shape)
+
+    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        padding: Any = self.padding
+        if self.padding_mode != "zeros":
+            ends: Any = self._reversed_padding_repeated_twice
+            input, padding = functional.pad(input, ends, mode=self.padding_mode), 0
+        ndim = weight.dim() - 2
+        conv = convolution(ndim, f"conv{ndim}d", self._convolve)
+        y = conv(input, weight, bias, self.stride, padding, self.dilation, self.groups)
+        self.advance()
+        return y
+
+    def _convolve(self, input: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+        return self.convolve(input, window, bias)
+
+    def convolve(self, input: Tensor, window: Window, bias: Tensor | None) -> Tensor:
+        """The convolution of the fake-quantized operands."""
+        return fake_quantized_conv(input, self.matrix, bias, self, window)
+
+
+class FakeQuantizedConv1d(FakeQuantizedConv, nn.Conv1d):
+    """`nn.Conv1d` in training."""
+
+    float_class = nn.Conv1d
+
+
+class FakeQuantizedConv2d(FakeQuantizedConv, nn.Conv2d):
+    """`nn.Conv2d` in training."""
+
+    float_class = nn.Conv2d
+
+
+class FakeQuantizedConv3d(FakeQuantizedConv, nn.Conv3d):
+    """`nn.Conv3d` in training."""
+
+    float_class = nn.Conv3d
+
+
+LAYERS.update({cls.float_class: cls for cls in (FakeQuantizedConv1d, FakeQuantizedConv2d, FakeQuantizedConv3d)})
+
+# --------------------------------------------------------------------------------------------------
+# calibrate: give the inputs of layers in training their first scales from data, before training or in place of it.
+
+
+@torch.no_grad()
+def calibrate(model: nn.Module, batches: Iterable[Any]) -> int:
+    """Run `model` in eval mode on each batch, with the inputs of its layers in floating point, and start the scales of
+    these inputs: observed ones where their observer says, learned ones from the mean of the ranges that their scale
+    rule finds in the batches.
+
+    Scales that training has moved start anew. In several processes all see their own batches and start alike. Before
+    `fully_shard`: the parameters of a sharded model are not there to be set.
+
+    Args:
+        batches: a mapping is given as keyword arguments, a tuple or list as arguments, all else as the only one.
+
+    Returns:
+        The number of quantizers that have been started.
+
+    Raises:
+        ValueError: the model has no input with a static scale, or there is no batch.
+    """
+    layers = [module for module in model.modules() if isinstance(module, FakeQuantizedLayer)]
+    inputs = dict.fromkeys(layer.input_quantizer for layer in layers)
+    quantizers = [quantizer for quantizer in inputs if quantizer is not None and quantizer.is_static]
+    if not quantizers:
+        raise ValueError("calibrate: no layer of the model is prepared with static scales of its input")
+    for quantizer in quantizers:
+        quantizer.observed = quantizer.new_statistic()
+
+    def end_batch() -> None:
+        for quantizer in quantizers:
+            if quantizer.observed is not None:
+                quantizer.observed.end_batch()
+
+    try:
+        run_batches(model, Data(batches), end_batch)
+    except BaseException:
+        for quantizer in quantizers:
+            quantizer.observed = None
+        raise
+    return sum(quantizer.end_observation() for quantizer in quantizers)
