@@ -23,7 +23,7 @@ UNFINISHED := $(VENV)/.unfinished
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test versions check docs lint types format stubs bench asan fuzz machines arm wheel hooks clean distclean FORCE
+.PHONY: help demo test versions check docs lint types format bench asan fuzz machines arm wheel hooks clean distclean FORCE
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -53,9 +53,6 @@ types: $(DEV_ENV)  ## type checker
 format: $(DEV_ENV)  ## repair what the linter can repair, and format
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
-
-stubs: $(QTORCH)  ## write the type stubs of names that come from the registry
-	$(BIN)/python -m tools.stubs
 
 bench: $(DEV_ENV) $(QTORCH)  ## run every benchmarks/bench_*.py
 	@set -e; for file in benchmarks/bench_*.py; do \

@@ -50,8 +50,8 @@ METHODS: dict[str, Method] = {
     "target": lambda recipe, data, options: calibrated(recipe, data, target=FloatTarget(residual=False), **options),
     "target, residual": lambda recipe, data, options: calibrated(recipe, data, **options),
     "auto": lambda recipe, data, options: auto(recipe, data, **options),
-    "qat": lambda recipe, data, options: qtorch.qat(recipe),
-    "lsq": lambda recipe, data, options: qtorch.lsq(recipe=recipe),
+    "qat": lambda recipe, data, options: qtorch.training.qat(recipe),
+    "lsq": lambda recipe, data, options: qtorch.training.lsq(recipe=recipe),
 }
 """Name -> (recipe, data, options of `calibrated`) -> what `quantize_` gets."""
 
@@ -199,7 +199,7 @@ class Llama(Task):
             qat_llama.train(
                 model.requires_grad_(True), self.text, self.run, first, self.run.more_steps, self.run.more_lr
             )
-            qtorch.quantize_(model, qtorch.convert())
+            qtorch.quantize_(model, qtorch.training.convert())
 
     def _auto_round(self, model: nn.Module, bits: int, group_size: int, drawn: Drawn) -> None:
         """The package's own defaults, 200 iterations a block; it leaves the dequantized weights in the model."""

@@ -77,7 +77,7 @@ def candidates(model: nn.Module) -> dict[str, nn.Module]:
     made: dict[str, nn.Module] = {"float": model}
     for name, recipe in RECIPES.items():
         made[name] = copy.deepcopy(model)
-        qtorch.quantize_(made[name], qtorch.qat(recipe))
+        qtorch.quantize_(made[name], qtorch.training.qat(recipe))
         if (other := torchao_qat(copy.deepcopy(model), name)) is not None:
             made[f"torchao {name}"] = other
     return made

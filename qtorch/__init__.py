@@ -1,25 +1,20 @@
 """qtorch: quantize PyTorch models for inference, and train them in low precision.
 
-from qtorch import quantize_, int8_weight_only
-quantize_(model, int8_weight_only())
+    from qtorch import quantize_, int8_weight_only
+    quantize_(model, int8_weight_only())
+
+Here are `quantize_`, the recipes for inference, files and reports. What looks at data is in `qtorch.calibration`, what
+trains in `qtorch.training`.
 """
+
+from typing import NoReturn
 
 from .cli import answer_without_torch
 
 answer_without_torch()
 
-from .primitives.supported_versions import check_version as _check_version
-
-_check_version("torch")
-
-from . import calibration, integrations, recipes, training  # noqa: F401 (they register what they hold)
-from . import kv_cache as kv_cache
-from .calibration.allocation import allocate
-from .checkpoint import (
-    formats,  # noqa: F401 (registers what it holds)
-    load_quantized,
-    save_quantized,
-)
+from . import calibration, integrations, kv_cache, primitives, recipes, training  # noqa: F401 (public modules)
+from .checkpoint import load_quantized, save_quantized
 from .checkpoint.formats.compressed_tensors import recipes_for_vllm
 from .checkpoint.streaming.quantize_checkpoint import convert_checkpoint, quantize_checkpoint
 from .dtypes import (
@@ -31,11 +26,9 @@ from .dtypes import (
     SemiSparseLayout,
     TensorCoreTiledLayout,
 )
-from .integrations import export as export
-from .integrations import torchao as torchao
-from .integrations import watch_imports as _watch_imports
+from .integrations import export, torchao  # noqa: F401 (public modules)
 from .integrations.fusion import fuse_convolutions
-from .kernels import calibrate_cpu
+from .kernels import tune_cpu
 from .kernels.config import config
 from .model.explain import explain
 from .model.module_repr import get_model_size_in_bytes
@@ -57,12 +50,34 @@ from .primitives import (
     compute_error,
 )
 from .quantize_api import dequantize_, quantize_
-from .recipes import *  # noqa: F403 (every recipe, by its name)
+from .recipes import (
+    block_sparse,
+    float8_dynamic_activation_float8_semi_sparse_weight,
+    float8_dynamic_activation_float8_weight,
+    float8_dynamic_activation_int4_weight,
+    float8_static_activation_float8_weight,
+    float8_weight_only,
+    fpx_weight_only,
+    int4_weight_only,
+    int8_dynamic_activation_int4_weight,
+    int8_dynamic_activation_int8_semi_sparse_weight,
+    int8_dynamic_activation_int8_weight,
+    int8_static_activation_int8_weight,
+    int8_weight_only,
+    intx_weight_only,
+    lut_weight_only,
+    mxfp4_dynamic_activation_mxfp4_weight,
+    mxfp4_weight_only,
+    mxfp6_weight_only,
+    mxfp8_dynamic_activation_mxfp8_weight,
+    mxfp8_weight_only,
+    nf4_weight_only,
+    nvfp4_dynamic_activation_nvfp4_weight,
+    nvfp4_weight_only,
+    uintx_weight_only,
+)
 
-globals().update({name: getattr(calibration, name) for name in calibration.RECIPE_NAMES})
-globals().update({name: getattr(training, name) for name in training.RECIPE_NAMES})
-
-_watch_imports()
+integrations.watch_imports()
 
 __version__ = "0.1.0"
 
@@ -73,36 +88,96 @@ __all__ = [
     "LUTQuantizedTensor",
     "LinearSpec",
     "MappingType",
+    "PackedLayout",
     "PerAxis",
     "PerBlock",
     "PerGroup",
     "PerRow",
     "PerTensor",
     "PerToken",
-    "PackedLayout",
     "PlainLayout",
     "QuantSpec",
     "QuantizeReport",
     "SemiSparseLayout",
     "TensorCoreTiledLayout",
     "ZeroPointDomain",
-    "allocate",
-    "calibrate_cpu",
+    "block_sparse",
     "compute_error",
     "config",
     "convert_checkpoint",
     "dequantize_",
     "explain",
     "find_uses",
+    "float8_dynamic_activation_float8_semi_sparse_weight",
+    "float8_dynamic_activation_float8_weight",
+    "float8_dynamic_activation_int4_weight",
+    "float8_static_activation_float8_weight",
+    "float8_weight_only",
+    "fpx_weight_only",
     "fuse_convolutions",
     "get_model_size_in_bytes",
+    "int4_weight_only",
+    "int8_dynamic_activation_int4_weight",
+    "int8_dynamic_activation_int8_semi_sparse_weight",
+    "int8_dynamic_activation_int8_weight",
+    "int8_static_activation_int8_weight",
+    "int8_weight_only",
+    "intx_weight_only",
     "load_quantized",
+    "lut_weight_only",
+    "mxfp4_dynamic_activation_mxfp4_weight",
+    "mxfp4_weight_only",
+    "mxfp6_weight_only",
+    "mxfp8_dynamic_activation_mxfp8_weight",
+    "mxfp8_weight_only",
+    "nf4_weight_only",
+    "nvfp4_dynamic_activation_nvfp4_weight",
+    "nvfp4_weight_only",
     "quantize_",
     "quantize_checkpoint",
     "recipes_for_vllm",
     "register_weight_kind",
     "save_quantized",
-    *recipes.__all__,
-    *calibration.RECIPE_NAMES,
-    *training.RECIPE_NAMES,
+    "tune_cpu",
+    "uintx_weight_only",
 ]
+
+_PLACES = {
+    "qtorch.calibration": ("allocate", "calibrated", "importance_weighted"),
+    "qtorch.training": (
+        "binary_training",
+        "bitnet_training",
+        "convert",
+        "float8_training",
+        "int4_training",
+        "int4_weight_only_quantized_training",
+        "int8_mixed_precision_training",
+        "int8_tilewise_training",
+        "int8_weight_only_quantized_training",
+        "lora_qat",
+        "lsq",
+        "mixed_precision_training",
+        "mxfp8_training",
+        "qat",
+        "scheduled_qat",
+        "scheduled_training",
+        "switchback_training",
+    ),
+}
+_MOVED = {name: f"{place}.{name}" for place, names in _PLACES.items() for name in names} | {
+    "allocation": "qtorch.calibration.allocation",
+    "tune_cpu": "qtorch.tune_cpu",
+    "compat": "qtorch.integrations",
+    "formats": "qtorch.checkpoint.formats",
+    "fusion": "qtorch.integrations.fusion",
+    "layouts": "qtorch.primitives.layouts",
+    "recipe": "qtorch.recipes.base",
+    "statistics": "qtorch.calibration.statistics",
+    "streaming": "qtorch.checkpoint.streaming",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in _MOVED:
+        raise AttributeError(f"qtorch.{name} has moved: write {_MOVED[name]}")
+    raise AttributeError(f"module 'qtorch' has no attribute {name!r}")

@@ -211,7 +211,7 @@ def test_the_error_ends_with_entries_that_work() -> None:
 
 def test_what_cannot_be_padded_is_still_an_error() -> None:
     data = [torch.randn(4, 72)]
-    for recipe in (gptq(INT4, data), qtorch.qat(INT4)):
+    for recipe in (gptq(INT4, data), qtorch.training.qat(INT4)):
         with pytest.raises(ValueError, match="72 % 32"):
             quantize_(net(72, 8), recipe, on_misfit="pad")
     with pytest.raises(ValueError, match="27 % 32"):

@@ -288,7 +288,7 @@ def test_an_existing_target(source: Path, tmp_path: Path) -> None:
         (qtorch.int8_weight_only, {}, r"int8_weight_only\(\)"),
         (qtorch.int4_weight_only(group_size=48), {}, "does not divide"),
         ({"nothing": qtorch.int8_weight_only()}, {}, "matches no linear layer"),
-        (qtorch.qat(qtorch.int8_weight_only()), {}, "use quantize_"),
+        (qtorch.training.qat(qtorch.int8_weight_only()), {}, "use quantize_"),
         (qtorch.int8_weight_only(), {"format": "gguff"}, "is not known; known are 'qtorch'"),
         (qtorch.int8_weight_only(), {"dst": "folder"}, "is a file, such as folder.safetensors"),
         (qtorch.int8_weight_only(), {"dst": "none/q.safetensors"}, "there is no folder"),

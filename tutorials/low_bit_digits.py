@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from qtorch import convert, quantize_
+from qtorch import quantize_
 from qtorch.recipes.base import Recipe
-from qtorch.training import binary_training, int4_training
+from qtorch.training import binary_training, convert, int4_training
 
 from .qat_digits import Digits, accuracy, train
 

@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None, say: Say = print) -> None:
     show("float", None, given.train, say)
     show(given.recipe, getattr(qtorch, given.recipe)(), False, say)
     if given.train:
-        show("int8_mixed_precision_training", qtorch.int8_mixed_precision_training(), True, say)
+        show("int8_mixed_precision_training", qtorch.training.int8_mixed_precision_training(), True, say)
 
 
 if __name__ == "__main__":

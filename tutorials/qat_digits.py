@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from qtorch import LinearSpec, MappingType, PackedLayout, PerTensor, QuantSpec, convert, lsq, qat, quantize_
+from qtorch import LinearSpec, MappingType, PackedLayout, PerTensor, QuantSpec, quantize_
 from qtorch.calibration import moving_average
 from qtorch.primitives import MSERule
 from qtorch.recipes.base import Recipe, WeightRecipe, register_recipe
-from qtorch.training import calibrate, parameter_groups
+from qtorch.training import calibrate, convert, lsq, parameter_groups, qat
 
 BITS = (8, 4, 3, 2)
 LAYERS = r"stem|head|blocks\.\d\.(conv1|conv2|shortcut)"

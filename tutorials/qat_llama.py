@@ -44,8 +44,10 @@ INT4 = qtorch.int8_dynamic_activation_int4_weight(group_size=32)
 INT3 = qtorch.intx_weight_only("int3", group_size=32)
 
 SCHEMES = {
-    "int8 activations, int4 g32 weights": Scheme(INT4, {"QAT": qtorch.qat(INT4), "LSQ": qtorch.lsq(recipe=INT4)}),
-    "int3 g32 weights": Scheme(INT3, {"QAT": qtorch.qat(INT3), "LSQ": qtorch.lsq(recipe=INT3)}),
+    "int8 activations, int4 g32 weights": Scheme(
+        INT4, {"QAT": qtorch.training.qat(INT4), "LSQ": qtorch.training.lsq(recipe=INT4)}
+    ),
+    "int3 g32 weights": Scheme(INT3, {"QAT": qtorch.training.qat(INT3), "LSQ": qtorch.training.lsq(recipe=INT3)}),
 }
 
 
@@ -123,7 +125,7 @@ def learn(run: Run, say: Callable[[str], None] = print) -> dict[str, dict[str, f
             qtorch.quantize_(trained, recipe, is_quantized)
             train(trained, text, run, run.steps, run.more_steps, run.more_lr)
             prepared = perplexity(trained, text, run)
-            qtorch.quantize_(trained, qtorch.convert())
+            qtorch.quantize_(trained, qtorch.training.convert())
             found[method] = perplexity(trained, text, run)
             if abs(found[method] - prepared) > 1e-4 * prepared:
                 raise AssertionError(f"{name}, {method}: {prepared} became {found[method]} by conversion")

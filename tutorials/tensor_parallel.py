@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from qtorch import convert, quantize_
+from qtorch import quantize_
 from qtorch.integrations.tensor_parallel import ColwiseParallel, RowwiseParallel
-from qtorch.training import int8_mixed_precision_training
+from qtorch.training import convert, int8_mixed_precision_training
 
 from .small_gpt import SmallGPT, batch, is_in_block, loss_of
 

@@ -82,7 +82,7 @@ class ByHandTraining(TrainingRecipe):
         return ByHand.of(weight, SPEC)
 
 
-RECIPES = {"float": None, "by hand": ByHandTraining(), "by the spec": qtorch.mixed_precision_training(SPEC)}
+RECIPES = {"float": None, "by hand": ByHandTraining(), "by the spec": qtorch.training.mixed_precision_training(SPEC)}
 
 
 # --- the three products ---
@@ -142,7 +142,7 @@ def train(recipe: Any, steps: int, say: Callable[[str], None]) -> tuple[float, f
         if step % max(1, steps // 5) == 0 or step == steps - 1:
             say(f"  step {step:4}   loss {loss.item():.4f}")
     if recipe is not None:
-        qtorch.quantize_(model, qtorch.convert())
+        qtorch.quantize_(model, qtorch.training.convert())
     x, label = data(2000)
     with torch.no_grad():
         accuracy = (model(x).argmax(1) == label).float().mean().item() * 100

@@ -1,37 +1,33 @@
-"""Recipes that use calibration data, one algorithm per file; `statistics` lists what they can request.
+"""All that looks at data: calibrated recipes, transforms of a model, observers, bit allocation.
 
-    quantize_(model, gptq(int4_weight_only(), batches))
-    quantize_(model, observed(int8_static_activation_int8_weight(), batches))
-
-Every module of this package is imported here, and every recipe it registers becomes a name of this package and of
-`qtorch`, so adding a file adds an algorithm.
+quantize_(model, gptq(int4_weight_only(), batches))
+quantize_(model, observed(int8_static_activation_int8_weight(), batches))
 """
 
-from ..primitives.discovery import import_modules
-
-import_modules(__name__, __path__)
-
-from ..recipes.base import RECIPES  # noqa: E402
-from .calibrated import (
-    auto,
-    gptq,
-    observed,
-)
-from .observers import OBSERVER_NAMES, OBSERVERS, Observer  # noqa: E402
-from .rounding import (  # noqa: E402
-    AutoRound,
-    Descent,
-    FloatTarget,
-    Gptq,
-    Nearest,
-    Rounding,
-    ScaleRefit,
-    ScaleSearch,
-    four_over_six,
-)
-from .transforms import Awq, Clip, Rotate, Smooth, Transform, awq, clip, rotate, smooth  # noqa: E402
-
-RECIPE_NAMES = sorted(name for name, cls in RECIPES.items() if cls.__module__.startswith(f"{__name__}."))
+from .allocation.allocate import allocate
+from .calibrated import CalibratedRecipe as calibrated
+from .calibrated import auto, gptq, observed
+from .importance_weighted import ImportanceWeighted as importance_weighted
+from .observers.base import Observer
+from .observers.extremes import DelayedScalingObserver as delayed_scaling
+from .observers.extremes import MinMaxObserver as min_max
+from .observers.extremes import MovingAverageObserver as moving_average
+from .observers.extremes import WeightedStatsObserver as weighted_stats
+from .observers.search import EntropyObserver as entropy
+from .observers.search import MSEObserver as mse
+from .observers.search import PercentileObserver as percentile
+from .rounding.auto_round import AutoRound
+from .rounding.gptq import Descent, FloatTarget, Gptq
+from .rounding.grid import Nearest, Rounding
+from .rounding.scale_search import ScaleRefit, ScaleSearch, four_over_six
+from .transforms.base import Transform
+from .transforms.clip import Clip
+from .transforms.clip import Clip as clip
+from .transforms.rotate import Rotate
+from .transforms.rotate import Rotate as rotate
+from .transforms.scaling import Awq, Smooth
+from .transforms.scaling import Awq as awq
+from .transforms.scaling import Smooth as smooth
 
 __all__ = [
     "AutoRound",
@@ -48,17 +44,22 @@ __all__ = [
     "ScaleSearch",
     "Smooth",
     "Transform",
+    "allocate",
     "auto",
     "awq",
+    "calibrated",
     "clip",
+    "delayed_scaling",
+    "entropy",
     "four_over_six",
     "gptq",
+    "importance_weighted",
+    "min_max",
+    "moving_average",
+    "mse",
     "observed",
+    "percentile",
     "rotate",
     "smooth",
-    *OBSERVER_NAMES,
-    *RECIPE_NAMES,
+    "weighted_stats",
 ]
-
-globals().update({name: RECIPES[name] for name in RECIPE_NAMES})
-globals().update({name: OBSERVERS[name] for name in OBSERVER_NAMES})

@@ -21,7 +21,7 @@ from ..primitives.layouts.base import Forms, check_inner_tensors, check_plain_te
 
 _TYPES: dict[str, Any] = {}
 
-FORMER_NAMES = {"TrainingWeight": "MasterWeight", "QuantizedTrainingWeight": "CodesWeight"}
+FORMER_NAMES = {"TrainingWeight": "MasterWeight", "CodesWeight": "CodesWeight"}
 """What older pickles call a class, and its name today."""
 
 

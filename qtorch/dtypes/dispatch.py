@@ -64,7 +64,9 @@ def run(handler: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """The replacement of a torch function, whose result callers change in place as that of the function; what they give
     as `out` is a view where they made it one."""
     result = handler(*args, **kwargs)
-    return fresh(result) if type(result) is Tensor and "out" not in kwargs else result
+    if type(result) is Tensor and (torch.compiler.is_compiling() or result._is_view()) and "out" not in kwargs:
+        return fresh(result)
+    return result
 
 
 def run_below(kind: type, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

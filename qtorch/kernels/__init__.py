@@ -8,7 +8,7 @@ from ..primitives.discovery import import_modules
 import_modules(__name__, __path__)
 
 from .cpu.operators import cpu_operators_library  # noqa: E402
-from .cpu.tuning import calibrate_cpu  # noqa: E402
+from .cpu.tuning import tune_cpu  # noqa: E402
 from .cuda.launch_config import LaunchConfig, autotune  # noqa: E402
 from .custom_ops import record_kernels  # noqa: E402
 from .ops.int_matmul import int_matmul, int_scaled_matmul  # noqa: E402
@@ -20,7 +20,6 @@ __all__ = [
     "FallbackError",
     "LaunchConfig",
     "autotune",
-    "calibrate_cpu",
     "cpu_operators_library",
     "deregister",
     "int_matmul",
@@ -31,4 +30,5 @@ __all__ = [
     "register",
     "stochastic_update_bf16_",
     "stochastic_update_int8_",
+    "tune_cpu",
 ]

@@ -1,5 +1,9 @@
 """Quantization primitives on plain tensors: types, granularities, specs, and the four stages of quantization."""
 
+from .supported_versions import check_version
+
+check_version("torch")  # first of all: what follows needs it
+
 from .affine import MappingType, ZeroPointDomain, dequantize_affine, quantize_affine
 from .codebooks import (
     NF4_TABLE,

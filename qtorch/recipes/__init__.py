@@ -1,15 +1,56 @@
-"""Recipes for inference, one per file.
+"""Recipes for inference, in files by family. `recipes.base` has `Recipe` and the registry.
 
-Every module of this package is imported here, and every recipe it registers becomes a name of this package and of
-`qtorch`, so adding a file adds a recipe.
+A recipe is added by registering it in a file of this package; its public name is added here and in `qtorch`.
 """
 
-from ..primitives.discovery import import_modules
+from .codebook import LUTWeightOnly as lut_weight_only
+from .codebook import NF4WeightOnly as nf4_weight_only
+from .float8 import Float8DynamicActivationFloat8Weight as float8_dynamic_activation_float8_weight
+from .float8 import Float8DynamicActivationInt4Weight as float8_dynamic_activation_int4_weight
+from .float8 import Float8WeightOnly as float8_weight_only
+from .float8 import FpxWeightOnly as fpx_weight_only
+from .integer import Int4WeightOnly as int4_weight_only
+from .integer import Int8DynamicActivationInt4Weight as int8_dynamic_activation_int4_weight
+from .integer import Int8DynamicActivationInt8Weight as int8_dynamic_activation_int8_weight
+from .integer import Int8WeightOnly as int8_weight_only
+from .integer import IntxWeightOnly as intx_weight_only
+from .integer import UIntxWeightOnly as uintx_weight_only
+from .mx import Mxfp4DynamicActivationMxfp4Weight as mxfp4_dynamic_activation_mxfp4_weight
+from .mx import Mxfp4WeightOnly as mxfp4_weight_only
+from .mx import Mxfp6WeightOnly as mxfp6_weight_only
+from .mx import Mxfp8DynamicActivationMxfp8Weight as mxfp8_dynamic_activation_mxfp8_weight
+from .mx import Mxfp8WeightOnly as mxfp8_weight_only
+from .mx import Nvfp4DynamicActivationNvfp4Weight as nvfp4_dynamic_activation_nvfp4_weight
+from .mx import Nvfp4WeightOnly as nvfp4_weight_only
+from .sparse import BlockSparse as block_sparse
+from .sparse import Float8DynamicActivationFloat8SemiSparseWeight as float8_dynamic_activation_float8_semi_sparse_weight
+from .sparse import Int8DynamicActivationInt8SemiSparseWeight as int8_dynamic_activation_int8_semi_sparse_weight
+from .static import Float8StaticActivationFloat8Weight as float8_static_activation_float8_weight
+from .static import Int8StaticActivationInt8Weight as int8_static_activation_int8_weight
 
-import_modules(__name__, __path__)
-
-from .base import RECIPES  # noqa: E402
-
-__all__ = sorted(name for name, cls in RECIPES.items() if cls.__module__.startswith(f"{__name__}."))
-
-globals().update({name: RECIPES[name] for name in __all__})
+__all__ = [
+    "block_sparse",
+    "float8_dynamic_activation_float8_semi_sparse_weight",
+    "float8_dynamic_activation_float8_weight",
+    "float8_dynamic_activation_int4_weight",
+    "float8_static_activation_float8_weight",
+    "float8_weight_only",
+    "fpx_weight_only",
+    "int4_weight_only",
+    "int8_dynamic_activation_int4_weight",
+    "int8_dynamic_activation_int8_semi_sparse_weight",
+    "int8_dynamic_activation_int8_weight",
+    "int8_static_activation_int8_weight",
+    "int8_weight_only",
+    "intx_weight_only",
+    "lut_weight_only",
+    "mxfp4_dynamic_activation_mxfp4_weight",
+    "mxfp4_weight_only",
+    "mxfp6_weight_only",
+    "mxfp8_dynamic_activation_mxfp8_weight",
+    "mxfp8_weight_only",
+    "nf4_weight_only",
+    "nvfp4_dynamic_activation_nvfp4_weight",
+    "nvfp4_weight_only",
+    "uintx_weight_only",
+]

@@ -1,19 +1,12 @@
-"""Training in low precision: the engine and its recipes, one a file.
+"""Training in low precision, quantization-aware training, and optimizers with states of few bits.
 
 quantize_(model, int8_mixed_precision_training())
 ...  # train as usual
 quantize_(model, convert())
-
-Every module of this package is imported here, and every recipe it registers becomes a name of this package and of
-`qtorch`: a recipe is added by adding its file.
 """
 
-from ..primitives.discovery import import_modules
-
-import_modules(__name__, __path__)
-
-from ..recipes.base import RECIPES  # noqa: E402
-from .engine.convolutions import (  # noqa: E402
+from .conversion import Convert as convert
+from .engine.convolutions import (
     quantized_conv1d,
     quantized_conv2d,
     quantized_conv3d,
@@ -21,45 +14,40 @@ from .engine.convolutions import (  # noqa: E402
     quantized_conv_transpose2d,
     quantized_conv_transpose3d,
 )
-from .engine.functional import (  # noqa: E402
-    quantized_einsum,
-    quantized_grouped_mm,
-    quantized_matmul,
-)
-from .engine.gemm_spec import GemmSpec, TrainingSpec  # noqa: E402
-from .engine.numerics import fully_quantized, fully_quantized_float8, integer  # noqa: E402
-from .injection.injection import Injection, inject  # noqa: E402
-from .injection.mode import CallSite  # noqa: E402
-from .optim import (  # noqa: E402
-    Adam4bit,
-    Adam8bit,
-    AdamFp8,
-    AdamW4bit,
-    AdamW8bit,
-    AdamWFp8,
-    CPUOffloadOptimizer,
-    QGaLoreAdamW8bit,
-)
-from .quantization_aware.fold_batch_norm import fold_batch_norm  # noqa: E402
-from .quantization_aware.layers import calibrate  # noqa: E402
-from .quantization_aware.learned import parameter_groups  # noqa: E402
-from .quantization_aware.recipes.lsq import clip_penalty, pact  # noqa: E402
-from .quantization_aware.schedule import QuantizationSchedule, advance_with  # noqa: E402
-from .recipes.bitnet import precompute_bitnet_scale_for_fsdp  # noqa: E402
-from .recipes.int8 import Int8MixedPrecisionTrainingConfig  # noqa: E402
-from .weights.base import TrainingWeight  # noqa: E402
-from .weights.codes import (
-    CodesWeight,
-    share_rounding,
-)
-from .weights.master import MasterWeight  # noqa: E402
-
-# Their former names.
-TrainableWeight, QuantizedTrainingWeight = TrainingWeight, CodesWeight
-
-RECIPE_NAMES = sorted(name for name, cls in RECIPES.items() if cls.__module__.startswith(f"{__name__}."))
-
-globals().update({name: RECIPES[name] for name in RECIPE_NAMES})
+from .engine.functional import quantized_einsum, quantized_grouped_mm, quantized_matmul
+from .engine.gemm_spec import GemmSpec, TrainingSpec
+from .engine.numerics import fully_quantized, fully_quantized_float8, integer
+from .injection.injection import Injection, inject
+from .injection.mode import CallSite
+from .optim.adam import Adam4bit, Adam8bit, AdamFp8, AdamW4bit, AdamW8bit, AdamWFp8
+from .optim.cpu_offload import CPUOffloadOptimizer
+from .optim.qgalore import QGaLoreAdamW8bit
+from .quantization_aware.fold_batch_norm import fold_batch_norm
+from .quantization_aware.layers import calibrate
+from .quantization_aware.learned import parameter_groups
+from .quantization_aware.recipes.lora_qat import LoRAQAT as lora_qat
+from .quantization_aware.recipes.lsq import LSQ as lsq
+from .quantization_aware.recipes.lsq import clip_penalty, pact
+from .quantization_aware.recipes.qat import QAT as qat
+from .quantization_aware.recipes.qat import ScheduledQAT as scheduled_qat
+from .quantization_aware.schedule import QuantizationSchedule, advance_with
+from .recipes.base import MixedPrecisionTraining as mixed_precision_training
+from .recipes.bitnet import BinaryTraining as binary_training
+from .recipes.bitnet import BitnetTraining as bitnet_training
+from .recipes.bitnet import precompute_bitnet_scale_for_fsdp
+from .recipes.float8 import Float8Training as float8_training
+from .recipes.float8 import Mxfp8Training as mxfp8_training
+from .recipes.int8 import Int4Training as int4_training
+from .recipes.int8 import Int8MixedPrecisionTraining as int8_mixed_precision_training
+from .recipes.int8 import Int8MixedPrecisionTrainingConfig
+from .recipes.int8 import Int8TilewiseTraining as int8_tilewise_training
+from .recipes.int8 import SwitchbackTraining as switchback_training
+from .recipes.int8_quantized import Int4WeightOnlyQuantizedTraining as int4_weight_only_quantized_training
+from .recipes.int8_quantized import Int8WeightOnlyQuantizedTraining as int8_weight_only_quantized_training
+from .recipes.scheduled import ScheduledTraining as scheduled_training
+from .weights.base import TrainingWeight
+from .weights.codes import CodesWeight, share_rounding
+from .weights.master import MasterWeight
 
 __all__ = [
     "Adam4bit",
@@ -77,21 +65,33 @@ __all__ = [
     "MasterWeight",
     "QGaLoreAdamW8bit",
     "QuantizationSchedule",
-    "QuantizedTrainingWeight",
-    "TrainableWeight",
     "TrainingSpec",
     "TrainingWeight",
     "advance_with",
+    "binary_training",
+    "bitnet_training",
     "calibrate",
     "clip_penalty",
+    "convert",
+    "float8_training",
     "fold_batch_norm",
     "fully_quantized",
     "fully_quantized_float8",
     "inject",
+    "int4_training",
+    "int4_weight_only_quantized_training",
+    "int8_mixed_precision_training",
+    "int8_tilewise_training",
+    "int8_weight_only_quantized_training",
     "integer",
+    "lora_qat",
+    "lsq",
+    "mixed_precision_training",
+    "mxfp8_training",
     "pact",
     "parameter_groups",
     "precompute_bitnet_scale_for_fsdp",
+    "qat",
     "quantized_conv1d",
     "quantized_conv2d",
     "quantized_conv3d",
@@ -101,6 +101,8 @@ __all__ = [
     "quantized_einsum",
     "quantized_grouped_mm",
     "quantized_matmul",
+    "scheduled_qat",
+    "scheduled_training",
     "share_rounding",
-    *RECIPE_NAMES,
+    "switchback_training",
 ]

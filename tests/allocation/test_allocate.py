@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from qtorch import allocate, int4_weight_only, int8_weight_only, intx_weight_only, quantize_
-from qtorch.calibration import auto, gptq
+from qtorch import int4_weight_only, int8_weight_only, intx_weight_only, quantize_
+from qtorch.calibration import allocate, auto, gptq
 from qtorch.calibration.allocation import Allocation, allocation_report
 from qtorch.calibration.allocation import allocation as allocation_file
 from qtorch.calibration.data import Data

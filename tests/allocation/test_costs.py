@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import qtorch
-from qtorch import TensorCoreTiledLayout, ZeroPointDomain, allocate, int4_weight_only, int8_weight_only
+from qtorch import TensorCoreTiledLayout, ZeroPointDomain, int4_weight_only, int8_weight_only
+from qtorch.calibration import allocate
 from qtorch.calibration.allocation import items as timing
 from qtorch.calibration.allocation.allocate import Budget
 from qtorch.calibration.allocation.items import find_items, nbytes_under

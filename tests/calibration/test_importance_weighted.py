@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 import qtorch
-from qtorch import importance_weighted, int4_weight_only, lut_weight_only, nf4_weight_only, quantize_
+from qtorch import int4_weight_only, lut_weight_only, nf4_weight_only, quantize_
+from qtorch.calibration import importance_weighted
 from qtorch.dtypes import LUTQuantizedTensor
 
 # Inputs of which a few are far larger than the others: the columns that matter.

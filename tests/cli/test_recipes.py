@@ -39,7 +39,7 @@ from qtorch.primitives.jsonable import to_json
         ("int8_weight_only(scale_dtype=torch.bfloat16)", [], qtorch.int8_weight_only(scale_dtype=torch.bfloat16)),
         ("int8_weight_only", ["scale_dtype=bfloat16"], qtorch.int8_weight_only(scale_dtype=torch.bfloat16)),
         ("fpx_weight_only(3, 2)", [], qtorch.fpx_weight_only(3, 2)),
-        ("qat(int8_weight_only())", [], qtorch.qat(qtorch.int8_weight_only())),
+        ("qat(int8_weight_only())", [], qtorch.training.qat(qtorch.int8_weight_only())),
     ],
     ids=lambda value: str(value)[:50],
 )

@@ -103,31 +103,31 @@ EQUIVALENT = [
     (ao.NVFP4DynamicActivationNVFP4WeightConfig(), qtorch.nvfp4_dynamic_activation_nvfp4_weight()),
     (ao.NVFP4WeightOnlyConfig(), qtorch.nvfp4_weight_only()),
     (ao.NF4WeightOnlyConfig(), qtorch.nf4_weight_only()),
-    (ao.QATConfig(ao.Int4WeightOnlyConfig()), qtorch.qat(qtorch.int4_weight_only())),
+    (ao.QATConfig(ao.Int4WeightOnlyConfig()), qtorch.training.qat(qtorch.int4_weight_only())),
     (ao.QATConfig(step="convert"), qtorch.training.convert()),
-    (ao.QATConfig(weight_config=INT4), qtorch.qat(qtorch.intx_weight_only("int4", 32))),
-    (ao.QATConfig(None, TOKENS, INT4), qtorch.qat(qtorch.int8_dynamic_activation_int4_weight(32))),
+    (ao.QATConfig(weight_config=INT4), qtorch.training.qat(qtorch.intx_weight_only("int4", 32))),
+    (ao.QATConfig(None, TOKENS, INT4), qtorch.training.qat(qtorch.int8_dynamic_activation_int4_weight(32))),
     (
         ao.QATConfig(None, TOKENS, ao.IntxFakeQuantizeConfig(torch.int8, "per_channel")),
-        qtorch.qat(qtorch.int8_dynamic_activation_int8_weight(MappingType.ASYMMETRIC)),
+        qtorch.training.qat(qtorch.int8_dynamic_activation_int8_weight(MappingType.ASYMMETRIC)),
     ),
     (
         ao.QATConfig(
             weight_config=ao.IntxFakeQuantizeConfig(torch.int4, group_size=32, is_dynamic=False, range_learning=True)
         ),
-        qtorch.lsq(recipe=qtorch.intx_weight_only("int4", 32)),
+        qtorch.training.lsq(recipe=qtorch.intx_weight_only("int4", 32)),
     ),
     (
         ao.QATConfig(None, ao.Float8FakeQuantizeConfig(), ao.Float8FakeQuantizeConfig()),
-        qtorch.qat(qtorch.float8_dynamic_activation_float8_weight()),
+        qtorch.training.qat(qtorch.float8_dynamic_activation_float8_weight()),
     ),
     (
         ao.QATConfig(None, ao.Float8FakeQuantizeConfig(), ao.Int4WeightFakeQuantizeConfig(64)),
-        qtorch.qat(qtorch.float8_dynamic_activation_int4_weight(group_size=64)),
+        qtorch.training.qat(qtorch.float8_dynamic_activation_int4_weight(group_size=64)),
     ),
     (
         ao.QATConfig(weight_config=ao.Int4WeightFakeQuantizeConfig(64, torch.bfloat16)),
-        qtorch.qat(qtorch.int4_weight_only(64)),
+        qtorch.training.qat(qtorch.int4_weight_only(64)),
     ),
     (
         ao.int8_mixed_precision_training(grad_weight=False),
@@ -357,13 +357,13 @@ def test_against_torchao() -> None:
         ),
         (quantized_training.int8_weight_only_quantized_training(), training.int8_weight_only_quantized_training()),
         (quantized_training.bitnet_training(), training.bitnet_training()),
-        (qat.QATConfig(real.Int4WeightOnlyConfig(32)), qtorch.qat(qtorch.int4_weight_only(32))),
+        (qat.QATConfig(real.Int4WeightOnlyConfig(32)), qtorch.training.qat(qtorch.int4_weight_only(32))),
         (
             qat.QATConfig(
                 activation_config=qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False),
                 weight_config=qat.IntxFakeQuantizeConfig(torch.int4, group_size=32),
             ),
-            qtorch.qat(qtorch.int8_dynamic_activation_int4_weight(32)),
+            qtorch.training.qat(qtorch.int8_dynamic_activation_int4_weight(32)),
         ),
         (awq.AWQConfig(real.Int4WeightOnlyConfig(32), "prepare"), ao.AWQConfig(qtorch.int4_weight_only(32))),
     ]

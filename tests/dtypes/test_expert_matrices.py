@@ -8,15 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from qtorch import (
-    AffineQuantizedTensor,
-    int4_weight_only,
-    int8_weight_only,
-    nf4_weight_only,
-    qat,
-    quantize_,
-)
+from qtorch import AffineQuantizedTensor, int4_weight_only, int8_weight_only, nf4_weight_only, quantize_
 from qtorch.dtypes import QuantizedTensor
+from qtorch.training import qat
 
 RECIPES = [int8_weight_only(), int4_weight_only(group_size=16)]
 

@@ -171,12 +171,14 @@ def test_a_linear_layer_takes_it_with_the_axes_that_it_has() -> None:
     torch.testing.assert_close(functional.linear(x, weight), x @ matrix.dequantize())
 
 
-@pytest.mark.parametrize("wrap", [qtorch.int8_mixed_precision_training, qtorch.qat], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "wrap", [qtorch.training.int8_mixed_precision_training, qtorch.training.qat], ids=lambda f: f.name
+)
 def test_training_along_the_contracted_axis(wrap: type) -> None:
     """A layer that is stored (inputs, outputs) trains and converts as the linear layer of the same numbers."""
     torch.manual_seed(0)
     transformers = pytest.importorskip("transformers.pytorch_utils")
-    recipe = wrap() if wrap is not qtorch.qat else wrap(qtorch.int8_dynamic_activation_int8_weight())
+    recipe = wrap() if wrap is not qtorch.training.qat else wrap(qtorch.int8_dynamic_activation_int8_weight())
     layer, linear = transformers.Conv1D(96, 64), nn.Linear(64, 96)
     linear.weight.data, linear.bias.data = layer.weight.detach().mT.contiguous(), layer.bias.detach().clone()
     x = torch.randn(16, 64)
@@ -189,7 +191,7 @@ def test_training_along_the_contracted_axis(wrap: type) -> None:
             module(x).square().mean().backward()
             optimizer.step()
         trained = module(x)
-        quantize_(module, qtorch.convert())
+        quantize_(module, qtorch.training.convert())
         assert torch.equal(module(x), trained)
         outputs.append(trained)
     assert isinstance(layer.weight, TransposedWeight)
@@ -200,7 +202,7 @@ def test_training_along_the_contracted_axis(wrap: type) -> None:
 def test_codes_are_not_trained_the_other_way_around() -> None:
     transformers = pytest.importorskip("transformers.pytorch_utils")
     layer = transformers.Conv1D(96, 64)
-    for recipe in (qtorch.int8_weight_only_quantized_training(), qtorch.lsq()):
+    for recipe in (qtorch.training.int8_weight_only_quantized_training(), qtorch.training.lsq()):
         with pytest.raises(ValueError, match=r"stored as \(inputs, outputs\)|exchanges the class of layers"):
             quantize_(layer, recipe)
         with pytest.raises(ValueError, match=r"stored as \(inputs, outputs\)|exactly these; this is one of"):

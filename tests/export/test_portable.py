@@ -241,7 +241,7 @@ def test_errors() -> None:
     quantize_(model, qtorch.int8_weight_only())
     with pytest.raises(ValueError, match="activations is 'integer' or 'qdq', got 'int8'"):
         portable(model, "int8")
-    quantize_(trained := made(Mlp), qtorch.int8_mixed_precision_training())
+    quantize_(trained := made(Mlp), qtorch.training.int8_mixed_precision_training())
     with pytest.raises(ValueError, match=r"up.weight is in training; call quantize_\(model, convert\(\)\) first"):
         portable(trained)
 

@@ -104,7 +104,7 @@ def test_training_in_the_new_format() -> None:
     spec = qtorch.QuantSpec(FLOAT7, qtorch.PerRow(), zero_point_domain=qtorch.ZeroPointDomain.NONE)
     gemm = qtorch.training.GemmSpec(spec, spec)
     layer = nn.Linear(64, 32)
-    qtorch.quantize_(layer, qtorch.mixed_precision_training(qtorch.training.TrainingSpec(gemm, gemm, gemm)))
+    qtorch.quantize_(layer, qtorch.training.mixed_precision_training(qtorch.training.TrainingSpec(gemm, gemm, gemm)))
     x = torch.randn(40, 64, requires_grad=True)
     layer(x).square().sum().backward()
     exact = 2 * (x @ layer.weight.master.t() + layer.bias)

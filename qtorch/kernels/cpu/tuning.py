@@ -1,4 +1,4 @@
-"""`calibrate_cpu`: measure the choice between ways of multiplying on this machine, and use it from then on."""
+"""`tune_cpu`: measure the choice between ways of multiplying on this machine, and use it from then on."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _steps(times: Mapping[int, Mapping[str, float]], without: Collection[str] = 
     return steps
 
 
-def calibrate_cpu(path: str | Path | None = None) -> Table:
+def tune_cpu(path: str | Path | None = None) -> Table:
     """Measure which compiled kernel is fastest for how many rows on this machine, and use the result from now on.
 
     It takes about a minute, with as many threads as torch has, which should be those of later use; nothing else
@@ -155,10 +155,10 @@ def calibrate_cpu(path: str | Path | None = None) -> Table:
     """
     compiled = library()
     if compiled is None:
-        raise RuntimeError("calibrate_cpu measures the compiled kernels, which are missing")
+        raise RuntimeError("tune_cpu measures the compiled kernels, which are missing")
     found = Path(path) if path is not None else variants.path_of_user()
     if path is None and (reason := cache.prepare(found.parent)):
-        raise RuntimeError(f"calibrate_cpu: {reason}; give it a path, and name that in QTORCH_CPU_CHOICES")
+        raise RuntimeError(f"tune_cpu: {reason}; give it a path, and name that in QTORCH_CPU_CHOICES")
     tables = variants.read(found) if path is not None and found.exists() else variants.of_user()
     table = measure_ways(compiled)
     tables.setdefault(compiled.instruction_set, {})[variants.processor_kind()] = table

@@ -4,7 +4,7 @@ A table has a list of (largest number of rows, way) for each kind and size of th
 have a second list, "copied", which applies where a dequantized copy of the weight may be kept (see `float_copies`).
 
 Tables lie in files (`variants.py`), which are asked in turn: what `load` was given, the file that QTORCH_CPU_CHOICES
-names, the one that `calibrate_cpu` wrote for this user, and `ways.json`; in each the table of this kind of processor
+names, the one that `tune_cpu` wrote for this user, and `ways.json`; in each the table of this kind of processor
 first, then one of this vendor.
 """
 
@@ -146,7 +146,7 @@ def write(path: Path, tables: Tables) -> None:
 
 
 def path_of_user() -> Path:
-    """Where `calibrate_cpu` writes: beside the user's compiled kernels, a file for each kind of processor, since homes
+    """Where `tune_cpu` writes: beside the user's compiled kernels, a file for each kind of processor, since homes
     are shared between machines.
 
     Raises:
@@ -156,7 +156,7 @@ def path_of_user() -> Path:
 
 
 def of_user() -> Tables:
-    """What `calibrate_cpu` wrote for this user and this kind of processor; a file that is not right has no effect."""
+    """What `tune_cpu` wrote for this user and this kind of processor; a file that is not right has no effect."""
     try:
         path = path_of_user()
         if not os.path.lexists(path):
@@ -181,7 +181,7 @@ _forced: list[str] = []
 
 
 def load(path: str | Path) -> None:
-    """Use the tables of a file that `calibrate_cpu` wrote; instruction sets and kinds that it lacks keep theirs.
+    """Use the tables of a file that `tune_cpu` wrote; instruction sets and kinds that it lacks keep theirs.
 
     Raises:
         ValueError: the file is not such a table.
@@ -218,7 +218,7 @@ def advice() -> str | None:
         return None
     return (
         f"which kernel is fastest for how many rows was measured on another processor ({measured_on}; this is "
-        f"{processor_kind()}): qtorch.calibrate_cpu() measures it on this one, once, in about a minute"
+        f"{processor_kind()}): qtorch.tune_cpu() measures it on this one, once, in about a minute"
     )
 
 

@@ -24,7 +24,7 @@ from ..registry import Problem, from_rows, register, to_rows
 from . import variants, weight
 from .compiled_library import TYPES, Library, library, threads
 from .float_copies import float_copy, wanted
-from .memory import address, empty
+from .memory import address, empty, empty_at
 from .structs import NO_INPUT, Call, Output, Weight, pack, struct_of
 from .variants import WAYS
 from .weight import CompiledWeight, fits, has_short_groups
@@ -126,7 +126,7 @@ class CompiledLinear(CompiledWeight):
     ) -> tuple[Tensor, bool]:
         """y in this shape, from x whose rows are `stride` elements apart, by one of `ways.WAYS`; and whether all of it
         is finite."""
-        y = empty(shape, self.dtype)
+        y, y_address = empty_at(shape, self.dtype)
         x_type, y_type = self._types
         # By position, in the order of the struct's fields: making the named tuple would take four times as long.
         of_call = self._pack(
@@ -134,7 +134,7 @@ class CompiledLinear(CompiledWeight):
             x_type,
             stride,
             rows,
-            address(y),
+            y_address,
             y_type,
             self._n,
             address(bias),

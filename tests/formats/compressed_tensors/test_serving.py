@@ -13,7 +13,6 @@ from qtorch import (
     int8_weight_only,
     load_quantized,
     nvfp4_weight_only,
-    qat,
     quantize_,
     recipes_for_vllm,
     save_quantized,
@@ -22,6 +21,7 @@ from qtorch.checkpoint.formats.compressed_tensors.packing import divisor_of, mul
 from qtorch.dtypes import QuantizedTensor
 from qtorch.recipes.base import WeightRecipe
 from qtorch.recipes.mx import shared_tensor_scale
+from qtorch.training import qat
 from tests.formats.compressed_tensors.test_save import Model, floats, same
 
 

@@ -8,16 +8,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from qtorch import (
-    dequantize_,
-    get_model_size_in_bytes,
-    int8_weight_only,
-    load_quantized,
-    qat,
-    quantize_,
-    save_quantized,
-)
+from qtorch import dequantize_, get_model_size_in_bytes, int8_weight_only, load_quantized, quantize_, save_quantized
 from qtorch.integrations.transformers import QtorchConfig
+from qtorch.training import qat
 from tests.every_recipe import NAMES, make
 from tests.integrations.transformers.tiny_models import CASES, EXPERTS, I4, I8, assert_same, build, quantized_names
 

@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from qtorch import importance_weighted, lut_weight_only, quantize_
-from qtorch.calibration import auto, gptq
+from qtorch import lut_weight_only, quantize_
+from qtorch.calibration import auto, gptq, importance_weighted
 from qtorch.calibration.texts import token_batches
 from qtorch.integrations.transformers import QtorchConfig
 from tests.cli.tiny import save_llama

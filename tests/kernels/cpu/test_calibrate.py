@@ -1,4 +1,4 @@
-"""`calibrate_cpu`: a measured table that is saved for this user and used, and who is told to make one."""
+"""`tune_cpu`: a measured table that is saved for this user and used, and who is told to make one."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def layer() -> nn.Linear:
 @pytest.mark.usefixtures("short")
 def test_it_is_measured_saved_and_used(elsewhere: str) -> None:
     name = compiled_library.library().instruction_set
-    assert "qtorch.calibrate_cpu()" in variants.advice()
-    table = qtorch.calibrate_cpu()
+    assert "qtorch.tune_cpu()" in variants.advice()
+    table = qtorch.tune_cpu()
     kinds = ("int8", *(f"{d}{copied}" for d in ("float32", "bfloat16", "float16") for copied in ("", " copied")))
     assert len(table) == 2 * 2 * 2 * len(kinds) + len(tuning.SIZES)  # of short groups
     assert all(steps[-1][0] is None for steps in table.values())
@@ -84,7 +84,7 @@ def test_into_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "measure_ways", lambda _: {"int8 plain rows large": [(8, "dot"), (None, "tile")]})
     path = tmp_path / "ways.json"
     path.write_text('{"portable on Acme family 7 with portable": {"int8 plain rows small": [[null, "tile"]]}}')
-    table = qtorch.kernels.calibrate_cpu(path)
+    table = qtorch.kernels.tune_cpu(path)
     tables = variants.read(path)
     assert tables.pop("portable")["Acme family 7 with portable"] == {"int8 plain rows small": [[None, "tile"]]}
     ((name, of_set),) = tables.items()
@@ -99,13 +99,13 @@ def test_not_over_a_file_of_something_else(tmp_path: Path) -> None:
     path = tmp_path / "shopping.json"
     path.write_text('["milk"]')
     with pytest.raises(ValueError, match="got a list, want tables"):
-        qtorch.calibrate_cpu(path)
+        qtorch.tune_cpu(path)
     assert path.read_text() == '["milk"]'
 
 
 def test_without_compiled_kernels() -> None:
     with compiled_library.use(None), pytest.raises(RuntimeError, match="the compiled kernels, which are missing"):
-        qtorch.calibrate_cpu()
+        qtorch.tune_cpu()
 
 
 def test_where_the_cache_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_where_the_cache_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_pat
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(RuntimeError, match="QTORCH_CPU_CHOICES"):
-        qtorch.calibrate_cpu()
+        qtorch.tune_cpu()
 
 
 @compiled
@@ -122,12 +122,12 @@ def test_where_the_cache_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_reports_say_it_once() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     report = qtorch.quantize_(model, qtorch.int8_weight_only())
-    assert str(report).count("calibrate_cpu") == 1
+    assert str(report).count("tune_cpu") == 1
     assert str(report).splitlines()[-1] == report.advice[0] == report.to_json()["advice"][0]
-    assert str(qtorch.explain(model)).count("calibrate_cpu") == 1
-    assert str(qtorch.explain(model[0].weight)).count("calibrate_cpu") == 1
+    assert str(qtorch.explain(model)).count("tune_cpu") == 1
+    assert str(qtorch.explain(model[0].weight)).count("tune_cpu") == 1
     with compiled_library.use(None):
-        assert "calibrate_cpu" not in str(qtorch.explain(model))
+        assert "tune_cpu" not in str(qtorch.explain(model))
 
 
 @compiled
@@ -137,7 +137,7 @@ def test_reports_do_not_say_it_where_it_was_measured(nothing_known: Path) -> Non
     variants._loaded[name] = {variants.processor_kind(): table}
     variants.forget()
     model = layer()
-    assert "calibrate_cpu" not in str(qtorch.explain(model))
+    assert "tune_cpu" not in str(qtorch.explain(model))
     assert qtorch.quantize_(nn.Linear(64, 64), qtorch.int8_weight_only()).advice == ()
 
 

@@ -34,12 +34,15 @@ struct Input {
 int64_t non_finite_results = 0;
 
 inline void count_non_finite(const float* values, int64_t count) {
-    Ints lost = {};
+    int32_t lost = 0;
     int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) lost |= (load<Ints>(values + i) & MAGNITUDE) >= INFINITE;
-    int32_t rest = sum(lost);
-    for (; i < count; i++) rest |= (load<int32_t>(values + i) & MAGNITUDE) >= INFINITE;
-    if (__builtin_expect(rest != 0, 0)) __atomic_fetch_add(&non_finite_results, 1, __ATOMIC_RELAXED);
+    if (count >= LANES) {
+        Ints lanes = {};
+        for (; i + LANES <= count; i += LANES) lanes |= (load<Ints>(values + i) & MAGNITUDE) >= INFINITE;
+        lost = sum(lanes);
+    }
+    for (; i < count; i++) lost |= (load<int32_t>(values + i) & MAGNITUDE) >= INFINITE;
+    if (__builtin_expect(lost != 0, 0)) __atomic_fetch_add(&non_finite_results, 1, __ATOMIC_RELAXED);
 }
 
 struct Output {
