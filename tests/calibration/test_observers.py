@@ -11,8 +11,8 @@ from torch import Tensor
 
 import qtorch.calibration
 from qtorch.calibration.observers import OBSERVERS, Observer, observer_of, search
-from qtorch.calibration.observers import extremes as min_max
-from qtorch.calibration.observers import extremes as moving_average
+from qtorch.calibration.observers import min_max
+from qtorch.calibration.observers import moving_average
 from qtorch.calibration.statistics import Histogram
 from qtorch.primitives import MappingType, MSERule, PercentileRule, PerTensor, QuantSpec, ZeroPointDomain
 from qtorch.primitives.jsonable import from_json, to_json

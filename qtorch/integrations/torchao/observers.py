@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...calibration.observers import extremes as min_max
+from ...calibration.observers import min_max
 from ...dtypes import AffineQuantizedTensor
 from ...model.install import keep_attributes
 from ...primitives import Granularity, LinearSpec, MappingType, PerAxis, PerRow, QuantSpec, ZeroPointDomain

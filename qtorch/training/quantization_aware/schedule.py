@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...calibration.observers import Observer, extremes, observer_of
+from ...calibration.observers import Observer, moving_average, observer_of
 from ...model.install import QuantizationState
 from ...primitives.jsonable import jsonable
 from ..engine.gemm_spec import TrainingSpec
@@ -64,7 +64,7 @@ class QuantizationSchedule:
     def following(self) -> Observer:
         """The observer of static operands."""
         if self.observer is None:
-            return extremes(1 / self.ema_updates)
+            return moving_average(1 / self.ema_updates)
         assert isinstance(self.observer, Observer)
         return self.observer
 
