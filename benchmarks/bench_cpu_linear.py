@@ -127,8 +127,8 @@ def best_peers(speeds: dict[str, float]) -> dict[str, tuple[str, float]]:
 
 
 def markdown(about: dict[str, Any], rows: list[Row]) -> str:
-    """The machine; a table for each shape, with a column for each dtype and number of rows; the layers that are slower
-    than float, or than their best peer."""
+    """The machine; a table for each shape, with a column for each dtype and number of rows; how many figures are below
+    float, or below their best peer."""
     parts = [f"{machine_line(about)}."]
     for shape, of_shape in itertools.groupby(rows, key=lambda row: tuple(row["shape"])):
         parts.append(f"{shape[0]} x {shape[1]}:\n\n{_table(list(of_shape))}")
@@ -145,11 +145,15 @@ def _table(rows: list[Row]) -> str:
         first, *others = (str(row["rows"]) for row in of_dtype)
         heads += [f"{dtype}, {first}", *others]
     lines = [["float, us", *(f"{row['float us']:.0f}" for row in rows)]]
+    peers: dict[str, list[str]] = {}  # their figures -> the recipes that they are compared with
     for name in (name for name in RECIPES if name in rows[0]):
         lines.append([f"`{name}`", *(f"{row[name]:.2f}" for row in rows)])
         best = [row["best peer"].get(name) for row in rows]
         if any(best):
-            lines.append(["best peer", *(f"{found[1]:.2f} {found[0]}" if found else "" for found in best)])
+            figures = " | ".join(f"{found[1]:.2f} {found[0]}" if found else "" for found in best)
+            peers.setdefault(figures, []).append(name.partition("_weight")[0].rpartition("_")[2])
+    for figures, weights in peers.items():
+        lines.append([f"best peer of {', '.join(dict.fromkeys(weights))}", figures])
     for name in (name for name in RECIPES if f"{name}{NO_COMPILER}" in rows[0]):
         lines.append([f"`{name}`{NO_COMPILER}", *(f"{row[name + NO_COMPILER]:.2f}" for row in rows)])
     head, *body = (f"| {' | '.join(line)} |" for line in [heads, *lines])
@@ -157,20 +161,10 @@ def _table(rows: list[Row]) -> str:
 
 
 def _slower(rows: list[Row]) -> str:
-    """The cells below float or below the best peer, by name."""
-    lines = []
-    for row, name in itertools.product(rows, RECIPES):
-        peer, theirs = row["best peer"].get(name, ("", 0.0))
-        if name in row and row[name] < max(1.0, theirs):
-            shape = " x ".join(map(str, row["shape"]))
-            behind = f"{theirs:.2f} {peer}" if row[name] < theirs else ""
-            lines.append(f"| `{name}` | {shape} | {_dtype(row)} | {row['rows']} | {row[name]:.2f} | {behind} |")
-    if not lines:
-        return "No layer is slower than float or than its best peer."
-    heads = "| layer | shape | input | rows | speed | faster peer |\n|---|---|---|---|---|---|"
-    cells = sum(name in row for row in rows for name in RECIPES)
-    intro = f"{len(lines)} of {cells} figures are below float (1.00) or below the best peer:"
-    return "\n".join([f"{intro}\n", heads, *lines])
+    """How many figures are below float, and how many below the best peer."""
+    cells = [(row[name], row["best peer"].get(name, ("", 0.0))[1]) for row in rows for name in RECIPES if name in row]
+    of_float, of_peers = sum(own < 1 for own, _ in cells), sum(own < theirs for own, theirs in cells)
+    return f"Of {len(cells)} figures {of_float} are below float (1.00) and {of_peers} below the best peer."
 
 
 QUICK = {"shapes": ["1024x1024"], "rows": [1, 16], "fallback": [], "rounds": 3, "seconds": 0.02}

@@ -48,8 +48,9 @@ class Recipes(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         package = self.arguments[0]
+        public = "qtorch" if package == "qtorch.recipes" else package
         names = sorted(name for name, recipe in RECIPES.items() if recipe.__module__.startswith(f"{package}."))
-        rst = [line for name in names for line in (f".. autoclass:: qtorch.{name}", "")]
+        rst = [line for name in names for line in (f".. autoclass:: {public}.{name}", "")]
         block = "\n".join(["```{eval-rst}", *rst, "```"])
         return self.parse_text_to_nodes(block)
 
