@@ -7,7 +7,7 @@ Here are `quantize_`, the recipes for inference, files and reports. What looks a
 trains in `qtorch.training`.
 """
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from .cli import answer_without_torch
 
@@ -166,7 +166,7 @@ _PLACES = {
 }
 _MOVED = {name: f"{place}.{name}" for place, names in _PLACES.items() for name in names} | {
     "allocation": "qtorch.calibration.allocation",
-    "tune_cpu": "qtorch.tune_cpu",
+    "calibrate_cpu": "qtorch.tune_cpu",
     "compat": "qtorch.integrations",
     "formats": "qtorch.checkpoint.formats",
     "fusion": "qtorch.integrations.fusion",
@@ -177,7 +177,9 @@ _MOVED = {name: f"{place}.{name}" for place, names in _PLACES.items() for name i
 }
 
 
-def __getattr__(name: str) -> NoReturn:
-    if name in _MOVED:
-        raise AttributeError(f"qtorch.{name} has moved: write {_MOVED[name]}")
-    raise AttributeError(f"module 'qtorch' has no attribute {name!r}")
+if not TYPE_CHECKING:  # type checkers would take any name
+
+    def __getattr__(name: str) -> NoReturn:
+        if name in _MOVED:
+            raise AttributeError(f"qtorch.{name} has moved: write {_MOVED[name]}")
+        raise AttributeError(f"module 'qtorch' has no attribute {name!r}")

@@ -6,6 +6,8 @@ import builtins
 import importlib
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,16 +15,55 @@ import pytest
 import torch
 
 import qtorch
+from qtorch.recipes.base import RECIPES
 
+CODE = """
+import qtorch
+from qtorch.training import int8_mixed_precision_training
+
+reveal_type(qtorch.int4_weight_only(group_size=32))
+reveal_type(int8_mixed_precision_training())
+qtorch.int4_weight_only(groupsize=32)
+qtorch.int5_weight_only
+"""
 NAMES = json.loads((Path(__file__).parent / "golden" / "public_names.json").read_text())
-# Where a module has moved since, its names are public in its new place.
-MOVED = {"qtorch.dtypes.layouts": "qtorch.primitives.layouts"}
 
 
 @pytest.mark.parametrize("module", NAMES)
 def test_names_import(module: str) -> None:
-    found = importlib.import_module(MOVED.get(module, module))
+    found = importlib.import_module(module)
     assert [name for name in NAMES[module] if not hasattr(found, name)] == []
+
+
+@pytest.mark.parametrize("name", qtorch._MOVED)
+def test_names_that_moved_say_where_to(name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"qtorch\.{name} has moved: write {qtorch._MOVED[name]}$"):
+        getattr(qtorch, name)
+    module, _, last = qtorch._MOVED[name].rpartition(".")
+    assert hasattr(importlib.import_module(module), last)
+
+
+def test_every_recipe_has_a_public_name() -> None:
+    """A recipe is added by its file; its name is added by hand, so that editors see it."""
+    for name, recipe in RECIPES.items():
+        home = ".".join(recipe.__module__.split(".")[:2])
+        if home in ("qtorch.recipes", "qtorch.calibration", "qtorch.training"):
+            assert getattr(importlib.import_module(home), name) is recipe
+            assert home != "qtorch.recipes" or getattr(qtorch, name) is recipe
+
+
+@pytest.mark.slow
+def test_mypy_sees_the_recipes(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    (tmp_path / "user.py").write_text(CODE)
+    options = ["--no-incremental", "--follow-imports=silent", "--no-error-summary"]
+    command = [sys.executable, "-m", "mypy", *options, str(tmp_path / "user.py")]
+    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    told = [line.split(": ", 2)[2] for line in lines if "user.py" in line and 'note: "' not in line]
+    assert told[0] == 'Revealed type is "qtorch.recipes.integer.Int4WeightOnly"'
+    assert told[1] == 'Revealed type is "qtorch.training.recipes.int8.Int8MixedPrecisionTraining"'
+    assert told[2].startswith('Unexpected keyword argument "groupsize" for "Int4WeightOnly"')
+    assert told[3].startswith('Module has no attribute "int5_weight_only"')
 
 
 OTHER_PACKAGES = {"activate_past_recording", "gradient_checkpointing_enable"}
@@ -42,7 +83,7 @@ def test_messages_name_calls_that_exist() -> None:
     packages = [
         "",
         ".calibration",
-        ".compat.torchao",
+        ".integrations.torchao",
         ".integrations.transformers",
         ".kernels",
         ".primitives",
