@@ -28,7 +28,7 @@ from examples.sentence_model import (
 from examples.sentence_pairs import docstring_pairs
 from qtorch import quantize_
 from qtorch.calibration import gptq, observed
-from qtorch.calibration.observers import OBSERVER_NAMES
+from qtorch.calibration.observers import OBSERVERS
 from qtorch.recipes.base import Recipe
 
 MARGIN = 0.002
@@ -42,7 +42,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calibration", type=int, default=256, help="number of texts to calibrate on")
     parser.add_argument("--texts", type=int, default=600, help="number of other texts to measure on")
-    parser.add_argument("--observers", nargs="+", default=OBSERVER_NAMES, choices=OBSERVER_NAMES)
+    parser.add_argument("--observers", nargs="+", default=sorted(OBSERVERS), choices=sorted(OBSERVERS))
     parser.add_argument("--gptq", action="store_true", help="GPTQ together with static activations too")
     args = parser.parse_args()
     documents = [pair.document for pair in docstring_pairs(args.calibration + args.texts)]

@@ -18,7 +18,7 @@ from qtorch import (
 from qtorch.recipes.base import Recipe
 from qtorch.training import (
     bitnet_training,
-    conversion,
+    convert,
     int8_mixed_precision_training,
     int8_weight_only_quantized_training,
     lora_qat,
@@ -119,8 +119,8 @@ def test_goes_on_after_what_is_done(recipe: Recipe, monkeypatch: pytest.MonkeyPa
     if recipe in TRAINING:
         made.train(), whole.train()
         made(x), whole(x)
-        quantize_(made, conversion())
-        quantize_(whole, conversion())
+        quantize_(made, convert())
+        quantize_(whole, convert())
     if recipe != TRAINING[-1]:  # its adapters start at random
         assert torch.equal(made(x), whole(x))
     assert not quantize_(made, recipe).quantized if recipe in SERVING else True
@@ -138,10 +138,10 @@ def test_interrupted_convert(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) ->
         with monkeypatch.context() as patch:
             interrupt(patch, quantize_api, "show_quantized", at)
             with pytest.raises(KeyboardInterrupt):
-                quantize_(made, conversion())
+                quantize_(made, convert())
         assert contents(made) == before
         assert torch.equal(made(x), y)
-    quantize_(made, conversion())
+    quantize_(made, convert())
     assert all(type(layer) is nn.Linear and layer.weight.tag == "mine" for layer in made)
 
 

@@ -17,41 +17,8 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from ..calibration.calibrated import with_data
-from ..calibration.texts import read_texts, token_batches
 from .arguments import METHODS, UsageError, add_recipe, add_target, format_of, show, shows_progress, use_threads
-
-# --------------------------------------------------------------------------------------------------
-# The data and the method of `qtorch quantize --calibrate`.
-
-
-def calibrated(arguments: argparse.Namespace, recipe: Any) -> Any:
-    """The recipe, or the mapping, that is calibrated on the texts of ``--calibrate``.
-
-    Raises:
-        ImportError: transformers is not installed.
-        UsageError: there is no text, no tokenizer, or a recipe cannot be calibrated.
-    """
-    if not (arguments.src / "config.json").is_file():
-        raise UsageError(f"--calibrate: {arguments.src} is no folder of transformers with a config.json")
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError("--calibrate needs transformers: pip install transformers") from error
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.src, local_files_only=True)
-    except (OSError, KeyError, ValueError) as error:
-        raise UsageError(
-            f"--calibrate: {arguments.src} has no tokenizer: {str(error).partition(chr(10))[0]}"
-        ) from error
-    try:
-        texts = read_texts(arguments.calibrate)
-        batches = token_batches(texts, tokenizer, length=arguments.calibrate_length, tokens=arguments.calibrate_tokens)
-        return with_data(recipe, batches, arguments.method)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--calibrate: {error}") from error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the subcommand."""
-    from ..checkpoint.streaming.quantize_checkpoint import quantize_checkpoint
+    from ..quantize_checkpoint import quantize_checkpoint
     from .recipes import asked_recipe, asked_targets
 
     if arguments.dst is None and not arguments.dry_run:
@@ -82,6 +49,8 @@ def run(arguments: argparse.Namespace) -> None:
     use_threads(arguments)
     recipe = asked_recipe(arguments)
     if arguments.calibrate is not None:
+        from .language_model import calibrated
+
         recipe = calibrated(arguments, recipe)
     format = format_of(arguments)
     default = Path("quantized.safetensors" if format == "qtorch" else "quantized")

@@ -21,9 +21,6 @@ from ..primitives.layouts.base import Forms, check_inner_tensors, check_plain_te
 
 _TYPES: dict[str, Any] = {}
 
-FORMER_NAMES = {"TrainingWeight": "MasterWeight", "CodesWeight": "CodesWeight"}
-"""What older pickles call a class, and its name today."""
-
 
 class Copied:
     """Mixin of `QuantizedTensor` for `copy`, `pickle` and `torch.save`; it registers subclasses by name."""
@@ -136,7 +133,7 @@ def rebuild(
     Raises:
         ValueError: the file does not hold a quantized tensor of this version of qtorch.
     """
-    cls = _TYPES.get(FORMER_NAMES.get(type_name, type_name)) if isinstance(type_name, str) else None
+    cls = _TYPES.get(type_name) if isinstance(type_name, str) else None
     if cls is None:
         raise ValueError(f"the file holds a {type_name}, which this version of qtorch does not know")
     try:

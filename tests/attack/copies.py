@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from qtorch import load_quantized, quantize_, save_quantized
 from qtorch.dtypes import QuantizedTensor
 from qtorch.model.install import PreparedModule
-from qtorch.training import TrainingWeight, conversion
+from qtorch.training import TrainingWeight, convert
 from tests.attack.operations import Refused, attempt, inputs, operation, outputs, same
 from tests.attack.subject import K, N, Subject
 
@@ -213,7 +213,7 @@ def tied_table(subject: Subject) -> None:
         if subject.trains:
             model.eval()
             wanted = both()
-            quantize_(model, conversion())
+            quantize_(model, convert())
             same(both(), wanted, "converted")
 
 
@@ -224,7 +224,7 @@ def back_to_floats(subject: Subject) -> None:
     layer = _warm(subject)
     wanted = outputs(layer)
     if subject.trains:
-        quantize_(layer, conversion())
+        quantize_(layer, convert())
         assert type(layer) is nn.Linear
         same(outputs(layer), wanted, "converted", 2e-5)
     if isinstance(layer.weight, QuantizedTensor):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from qtorch import load_quantized, quantize_, save_quantized
 from qtorch.dtypes import QuantizedTensor
 from qtorch.model.install import PreparedModule
-from qtorch.training import conversion
+from qtorch.training import convert
 from tests.attack.operations import Operation, add, inputs
 from tests.attack.subject import FEW, K, Subject
 
@@ -87,7 +87,7 @@ def numbers(subject: Subject, scope: Scope) -> dict[str, Tensor]:
         if subject.name in FEW:
             found["output of a graph"] = torch.compile(again, backend="aot_eager")(few)
         if subject.trains:
-            quantize_(layer.eval(), conversion())
+            quantize_(layer.eval(), convert())
         found["served"] = layer(many)
         if isinstance(layer.weight, QuantizedTensor) and not isinstance(layer, PreparedModule):
             found |= layer.weight.inner_tensors

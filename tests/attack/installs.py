@@ -15,7 +15,7 @@ from torch import nn
 
 from qtorch import dequantize_, load_quantized, quantize_, save_quantized
 from qtorch.dtypes import QuantizedTensor
-from qtorch.training import conversion
+from qtorch.training import convert
 from tests.attack.operations import inputs, operation
 from tests.attack.subject import FEW, K, Subject
 
@@ -119,7 +119,7 @@ def interrupted_convert(subject: Subject) -> None:
     if not subject.trains:
         return
     trained = subject.quantize(_model(subject))
-    _attack(subject, lambda: copy.deepcopy(trained), lambda model: quantize_(model, conversion()))
+    _attack(subject, lambda: copy.deepcopy(trained), lambda model: quantize_(model, convert()))
 
 
 @operation(GROUP, "`dequantize_`")

@@ -65,7 +65,7 @@ def test_a_root_that_is_replaced_between_its_shards(tmp_path: Path, monkeypatch:
     old, new = (nn.Linear(8, 8) for _ in range(2))
     qtorch.save_quantized(old, path, max_shard_size=1)
     opened = []
-    read_header = qtorch.checkpoint.source._read_header
+    read_header = qtorch.checkpoint.sources._read_header
 
     def saves_first(root: object) -> object:
         if not opened:
@@ -73,7 +73,7 @@ def test_a_root_that_is_replaced_between_its_shards(tmp_path: Path, monkeypatch:
         opened.append(root)
         return read_header(root)
 
-    monkeypatch.setattr(qtorch.checkpoint.source, "_read_header", saves_first)
+    monkeypatch.setattr(qtorch.checkpoint.sources, "_read_header", saves_first)
     model = load_quantized(nn.Linear(8, 8), path)
     assert len(opened) == 2
     assert torch.equal(model.weight, new.weight)

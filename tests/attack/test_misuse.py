@@ -38,7 +38,7 @@ from qtorch.primitives import (
 )
 from qtorch.recipes.base import RECIPES, Recipe, WeightRecipe
 from qtorch.training import (
-    conversion,
+    convert,
     int8_mixed_precision_training,
     int8_weight_only_quantized_training,
     lsq,
@@ -447,7 +447,7 @@ def test_repr_of_loaded_compiled_and_trained(tmp_path) -> None:
     floats = repr(model)
     quantize_(model, int8_mixed_precision_training())
     assert "weight=in training by output int8" in repr(model)
-    quantize_(model, conversion())
+    quantize_(model, convert())
     shown = repr(model)
     assert "weight=int8 PerRow() symmetric, dynamic activation" in shown
     qtorch.save_quantized(model, tmp_path / "m.safetensors")
@@ -529,5 +529,5 @@ def test_prepared_layers_quantize_what_a_parametrization_computes(recipe: Recipe
     weight = model[0].weight
     assert 8 < qtorch.compute_error(functional.linear(x, weight, model[0].bias), y) < 60, "not that of the floats"
     parametrize.remove_parametrizations(model[0], "weight")
-    quantize_(model, conversion())
+    quantize_(model, convert())
     torch.testing.assert_close(model(x), y)

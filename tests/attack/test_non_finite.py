@@ -35,7 +35,7 @@ from qtorch.kernels.registry import Kernel, Problem, kernels
 from qtorch.primitives import prune_2_4
 from qtorch.primitives.scale_rules import FixedRangeRule, PercentileRule
 from qtorch.recipes.base import RECIPES
-from qtorch.training import calibrate, conversion, fully_quantized, lsq, qat, scheduled_qat
+from qtorch.training import calibrate, convert, fully_quantized, lsq, qat, scheduled_qat
 from tests.every_recipe import NAMES, make
 from tests.kernels.cpu.builds import BUILDS
 from tests.kernels.every_scheme import in_every_layout, weights_of_every_scheme
@@ -367,7 +367,7 @@ def test_a_convolution_that_learns_its_steps(recipe: object) -> None:
     calibrate(model, [torch.randn(3, 8, 6, 6)])
     for served in (False, True):
         if served:
-            quantize_(model.eval(), conversion())
+            quantize_(model.eval(), convert())
         for value in VALUES:
             x = torch.randn(3, 8, 6, 6)
             without = x.clone()

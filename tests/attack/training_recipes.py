@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import qtorch.training
 from qtorch import int8_dynamic_activation_int4_weight, int8_weight_only
 from qtorch.recipes.base import RECIPES, Recipe, WeightRecipe
 from qtorch.training import fully_quantized
@@ -16,7 +15,9 @@ ARGUMENTS: dict[str, tuple] = {
     "scheduled_qat": (int8_dynamic_activation_int4_weight(group_size=32),),
 }
 
-NAMES = [name for name in qtorch.training.RECIPE_NAMES if name != "convert"]
+NAMES = sorted(
+    name for name, cls in RECIPES.items() if cls.__module__.startswith("qtorch.training.") and name != "convert"
+)
 NAMES += sorted(name for name, cls in RECIPES.items() if is_of_users(cls) and not issubclass(cls, WeightRecipe))
 
 # Beside the defaults.

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 import qtorch.calibration
-from qtorch.calibration.observers import OBSERVERS, Observer, min_max, moving_average, observer_of, search
+from qtorch.calibration.observers import (
+    OBSERVERS,
+    Observer,
+    entropy,
+    min_max,
+    moving_average,
+    mse,
+    observer_of,
+    percentile,
+)
 from qtorch.calibration.statistics import Histogram
 from qtorch.primitives import MappingType, MSERule, PercentileRule, PerTensor, QuantSpec, ZeroPointDomain
 from qtorch.primitives.jsonable import from_json, to_json
@@ -80,7 +89,7 @@ def test_percentile(name: str, p: float) -> None:
     batches = [data(name, seed) for seed in range(2)]
     whole, seen = torch.cat(batches), Histogram()
     seen.update(whole)
-    got = observe(search(p), *batches)
+    got = observe(percentile(p), *batches)
     wanted = PercentileRule(p).min_max(whole, SPECS["int8"])
     for end, exact, outwards in zip(got, wanted, (-1, 1), strict=True):
         assert 0 <= outwards * float(end - exact) <= seen.width
@@ -91,7 +100,7 @@ def test_percentile(name: str, p: float) -> None:
 def test_mse(name: str, spec: QuantSpec) -> None:
     """Its error on the values themselves is that of the best of all candidates, up to the width of bins."""
     x = data(name)
-    observer = search(steps=25, smallest=0.2)
+    observer = mse(steps=25, smallest=0.2)
     got = error(x, *observe_with(observer, spec, x), spec)
     low, high = x.min().clamp(max=0), x.max().clamp(min=0)
     factors = torch.linspace(1, 0.2, 25)
@@ -108,7 +117,7 @@ def test_mse(name: str, spec: QuantSpec) -> None:
 
 def test_mse_is_the_rule_of_weights_on_activations() -> None:
     x, spec = data("outliers"), replace(SPECS["int4"], scale_rule=MSERule(steps=25, smallest=0.2))
-    got = error(x, *observe_with(search(steps=25, smallest=0.2), spec, x), spec)
+    got = error(x, *observe_with(mse(steps=25, smallest=0.2), spec, x), spec)
     assert abs(got / error(x, *spec.choose_range(x), spec) - 1) < 0.01
 
 
@@ -145,7 +154,7 @@ def test_entropy(name: str, spec: QuantSpec) -> None:
     largest = x.abs().max()
     candidates = [float(largest * f) for f in torch.linspace(1, 0.1, 12)]
     by_hand = [divergence_by_hand(x.abs(), seen.width, -high, high, spec) for high in candidates]
-    low, high = observe_with(search(steps=12, smallest=0.1), spec, x)
+    low, high = observe_with(entropy(steps=12, smallest=0.1), spec, x)
     chosen = min(range(12), key=lambda i: abs(candidates[i] - float(high)))
     assert math.isclose(candidates[chosen], float(high), rel_tol=1e-6)
     assert float(low) == -float(high)
@@ -159,7 +168,7 @@ def test_entropy_of_an_asymmetric_range() -> None:
     high = x.max()
     candidates = [float(high * f) for f in torch.linspace(1, 0.1, 12)]
     by_hand = [divergence_by_hand(x, seen.width, 0.0, each, spec) for each in candidates]
-    low, chosen = observe_with(search(steps=12, smallest=0.1), spec, x)
+    low, chosen = observe_with(entropy(steps=12, smallest=0.1), spec, x)
     assert float(low) == 0
     assert math.isclose(candidates[by_hand.index(min(by_hand))], float(chosen), rel_tol=1e-6)
 
@@ -185,20 +194,20 @@ def test_an_observer_is_a_value(name: str) -> None:
 
 
 def test_what_is_refused() -> None:
-    assert repr(search(99.0)) == "percentile(percentile=99.0)"
-    for wrong in ("mean", None, 3, search):
+    assert repr(percentile(99.0)) == "percentile(percentile=99.0)"
+    for wrong in ("mean", None, 3, mse):
         with pytest.raises(
             ValueError,
             match=r"f: observer is an observer such as mse\(\), or a word of delayed_scaling, entropy",
         ):
             observer_of(wrong, "f")
     with pytest.raises(ValueError, match=r"call it: mse\(\)$"):
-        observer_of(search, "f")
+        observer_of(mse, "f")
     for make, message in (
         (lambda: moving_average(0.0), "momentum is above 0 and at most 1, got 0.0"),
-        (lambda: search(101), "percentile is above 0 and at most 100, got 101"),
-        (lambda: search(steps=1), "needs steps >= 2"),
-        (lambda: search(smallest=1.0), "needs steps >= 2 and 0 < smallest < 1"),
+        (lambda: percentile(101), "percentile is above 0 and at most 100, got 101"),
+        (lambda: mse(steps=1), "needs steps >= 2"),
+        (lambda: entropy(smallest=1.0), "needs steps >= 2 and 0 < smallest < 1"),
     ):
         with pytest.raises(ValueError, match=message):
             make()

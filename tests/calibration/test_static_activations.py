@@ -27,7 +27,7 @@ from qtorch.calibration.observers import OBSERVERS
 from qtorch.primitives import LinearSpec, MappingType, PerGroup, PerRow, PerTensor, QuantSpec
 from qtorch.primitives.jsonable import from_json, to_json
 from qtorch.recipes.base import WeightRecipe
-from qtorch.training import calibrate, conversion, qat
+from qtorch.training import calibrate, convert, qat
 from tests.calibration.test_in_order import ByGroupedMm, ByMatmul, Experts, Looped, Model, batches
 
 # The compiled kernels are tested in tests/kernels/cpu.
@@ -329,7 +329,7 @@ def test_training_uses_the_same_observers() -> None:
             quantize_(served, observed(recipe, data, observer=observer))
             quantize_(trained, qat(recipe, observer=observer))
             assert calibrate(trained, data) == 1
-            quantize_(trained, conversion())
+            quantize_(trained, convert())
             assert torch.equal(trained[0].weight.act_scale, served[0].weight.act_scale)
             assert torch.equal(trained[0].weight.dequantize(), served[0].weight.dequantize())
 

@@ -268,7 +268,7 @@ def test_objects_of_torchao_are_named() -> None:
         quantize_(model, GPTQConfig())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"BitNetTrainingConfig; its equivalent is bitnet_training\(\)"):
         quantize_(model, BitNetTrainingConfig())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"AWQConfig; its equivalent is that of qtorch\.compat\.torchao, "):
+    with pytest.raises(TypeError, match=r"AWQConfig; its equivalent is that of qtorch\.integrations\.torchao, "):
         quantize_(model, AWQConfig(Int4WeightOnlyConfig()))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"int4_packing_format=<Int4PackingFormat\.PRESHUFFLED"):
         quantize_(model, {"0": Int4WeightOnlyConfig(32, int4_packing_format=Int4PackingFormat.PRESHUFFLED)})  # type: ignore[dict-item]

@@ -24,7 +24,7 @@ from qtorch import (
     quantize_,
 )
 from qtorch.primitives import qdtype
-from qtorch.training import conversion, int8_mixed_precision_training, int8_weight_only_quantized_training
+from qtorch.training import convert, int8_mixed_precision_training, int8_weight_only_quantized_training
 from tests import every_recipe
 from tests.attack import training_recipes
 from tests.distributed.processes import worker
@@ -183,7 +183,7 @@ def check_recipes_of_training() -> None:
         for parameter in model.parameters():
             nn.init.trunc_normal_(parameter, std=0.1)
         with pytest.raises(ValueError, match=r"0: is sharded.*full state dict"):
-            quantize_(model, conversion())
+            quantize_(model, convert())
 
         whole = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32))
         whole.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qtorch import compute_error, quantize_
 from qtorch.kernels import record_kernels
-from qtorch.training import conversion, fully_quantized, inject, mixed_precision_training
+from qtorch.training import convert, fully_quantized, inject, mixed_precision_training
 
 transformers = pytest.importorskip("transformers")
 
@@ -105,7 +105,7 @@ def test_the_same_as_the_recipe_for_layers() -> None:
     z.square().sum().backward()
     for (key, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
         assert (a.grad is None and b.grad is None) or torch.equal(a.grad, torch.as_tensor(b.grad)), key
-    quantize_(other, conversion())
+    quantize_(other, convert())
     with torch.no_grad():
         assert torch.equal(first(other(**inputs)), y)
 

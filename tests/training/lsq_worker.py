@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from qtorch import int8_static_activation_int8_weight, quantize_
 from qtorch.recipes.base import Recipe
-from qtorch.training import calibrate, conversion, lsq, parameter_groups, qat
+from qtorch.training import calibrate, convert, lsq, parameter_groups, qat
 
 RECIPES = {
     "lsq": lsq(4, 4),
@@ -57,7 +57,7 @@ def main(kind: str, name: str) -> None:
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         sharded = nn.Sequential(nn.Linear(64, 64))
         fully_shard(sharded)
-        for refused, recipe in ((sharded, lsq()), (model, conversion())):
+        for refused, recipe in ((sharded, lsq()), (model, convert())):
             with pytest.raises(ValueError, match="is sharded"):
                 quantize_(refused, recipe)
     optimizers = [torch.optim.Adam(parameter_groups(m, 1e-3, scale_lr=1e-2)) for m in (trained, whole)]
@@ -91,7 +91,7 @@ def main(kind: str, name: str) -> None:
     if rank == 0:
         assert torch.equal(other.eval()(x), y)
         assert all(parameter.count_nonzero() for parameter in other.parameters())
-        quantize_(other, conversion())
+        quantize_(other, convert())
         assert torch.equal(other(x), y)
     print(f"rank {rank} ok", flush=True)
     dist.barrier()

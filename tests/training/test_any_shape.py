@@ -16,7 +16,7 @@ from qtorch.training import (
     GemmSpec,
     TrainingSpec,
     bitnet_training,
-    conversion,
+    convert,
     float8_training,
     fully_quantized,
     inject,
@@ -126,7 +126,7 @@ def test_experts(name: str, transposed: bool) -> None:
     optimizer.step()
     with torch.no_grad():
         trained = experts(x, OFFS)
-        quantize_(model, conversion())
+        quantize_(model, convert())
         served = experts(x, OFFS)
     assert not experts.up_proj.requires_grad
     if "float8" in name or name == "mxfp8":
@@ -262,7 +262,7 @@ def test_tied_embedding_and_head(name: str) -> None:
     assert not torch.equal(model.table.weight.master, before)
     with torch.no_grad():
         trained = model(ids)
-        quantize_(model, conversion())
+        quantize_(model, convert())
         assert model.head.weight is model.table.weight
         torch.testing.assert_close(model(ids), trained, rtol=1e-5, atol=1e-5)
 
@@ -277,5 +277,5 @@ def test_an_embedding_alone() -> None:
     assert (gradient[ids.unique()] != 0).any(1).all()
     with torch.no_grad():
         trained = model(ids)
-        quantize_(model, conversion())
+        quantize_(model, convert())
         torch.testing.assert_close(model(ids), trained, rtol=1e-6, atol=1e-6)

@@ -20,7 +20,7 @@ from qtorch.primitives import AbsMaxRule, Noise, Rounding, from_json, to_json
 from qtorch.training import (
     GemmSpec,
     TrainingSpec,
-    conversion,
+    convert,
     fully_quantized,
     integer,
     mixed_precision_training,
@@ -69,7 +69,7 @@ def test_the_mlp_of_the_readme() -> None:
         torch.testing.assert_close(torch.as_tensor(layer.weight.grad), torch.tensor(wanted).t(), rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         trained = model(x)
-        quantize_(model, conversion())
+        quantize_(model, convert())
         assert torch.equal(model(x), trained)
 
 
@@ -108,7 +108,7 @@ def test_half_integers_convert(bits: int) -> None:
     x = torch.randn(5, 64)
     with torch.no_grad():
         trained = layer(x)
-        quantize_(layer, conversion())
+        quantize_(layer, convert())
         with record_kernels() as kernels:
             assert torch.equal(layer(x), trained)
     assert kernels[0] == "linear:emulated_scaled_mm"
@@ -207,7 +207,7 @@ def test_what_depends_on_the_input_does_not_convert() -> None:
     quantize_(layer, mixed_precision_training(spec))
     layer(torch.randn(2, 64)).sum().backward()
     with pytest.raises(ValueError, match=r"depends on the input \(GemmSpec.fold, mid_alpha\)"):
-        quantize_(layer, conversion())
+        quantize_(layer, convert())
 
 
 # --- clipped gradients ---

@@ -20,7 +20,7 @@ from qtorch.training import (
     TrainingSpec,
     TrainingWeight,
     bitnet_training,
-    conversion,
+    convert,
     float8_training,
     fully_quantized,
     int4_weight_only_quantized_training,
@@ -79,7 +79,7 @@ def test_equal_bit_for_bit(recipe: Recipe, dtype: torch.dtype, kernels: str) -> 
     with torch.no_grad():
         wanted = [model(x) for x in inputs]
     before = model[0].weight.dequantize()
-    quantize_(model, conversion())
+    quantize_(model, convert())
     weight = model[0].weight
     kernel, codes, bits = SERVED[recipe]
     assert weight.scheme.weight.dtype.name == codes
@@ -102,7 +102,7 @@ def test_equal_under_autocast(recipe: Recipe) -> None:
     model, x = trained(recipe), torch.randn(40, 64)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         wanted = model(x)
-        quantize_(model, conversion())
+        quantize_(model, convert())
         assert torch.equal(model(x), wanted)
 
 
@@ -116,7 +116,7 @@ def test_the_weight_is_that_of_the_inference_recipe() -> None:
         layer = nn.Sequential(nn.Linear(64, 32))
         wanted = serves.apply(layer[0].weight.detach())
         quantize_(layer, trains)
-        quantize_(layer, conversion())
+        quantize_(layer, convert())
         weight = layer[0].weight
         assert torch.equal(weight.dequantize(), wanted.dequantize())
         assert weight.scheme.weight == wanted.scheme.weight
@@ -128,7 +128,7 @@ def test_the_weight_is_that_of_the_inference_recipe() -> None:
 def test_bitnet_weights_are_ternary_and_packed() -> None:
     model = trained(bitnet_training())
     master = model[0].weight.floats().clone()
-    quantize_(model, conversion())
+    quantize_(model, convert())
     weight = model[0].weight
     codes, scale, _ = weight.plain()
     assert isinstance(weight, AffineQuantizedTensor)
@@ -144,7 +144,7 @@ def test_a_forward_in_full_precision_converts_to_a_float_weight() -> None:
     recipe = int8_mixed_precision_training(Int8MixedPrecisionTrainingConfig(output=False))
     model, x = trained(recipe), torch.randn(8, 64)
     wanted = model(x)
-    quantize_(model, conversion())
+    quantize_(model, convert())
     assert type(model[0].weight) is nn.Parameter
     assert torch.equal(model(x), wanted)
 
@@ -165,7 +165,7 @@ def test_tied_weights_stay_tied_and_equal() -> None:
     wanted.sum().backward()
     assert model.embed.weight is model.head.weight
     assert model.embed.weight.grad.abs().sum() > 0
-    quantize_(model, conversion())
+    quantize_(model, convert())
     assert model.embed.weight is model.head.weight
     assert torch.equal(model(ids), wanted)
 
@@ -177,7 +177,7 @@ def test_stochastic_weights_serve_rounded_to_nearest() -> None:
     model = nn.Sequential(nn.Linear(64, 32))
     values = model[0].weight.detach().clone()
     quantize_(model, mixed_precision_training(spec))
-    quantize_(model, conversion())
+    quantize_(model, convert())
     wanted = int8().quantize(values, *int8().choose_qparams(values))
     assert torch.equal(model[0].weight.plain()[0], wanted)
     assert model[0].weight.scheme.weight.granularity == PerRow()

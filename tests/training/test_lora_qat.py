@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import qtorch
 from qtorch import AffineQuantizedTensor, compute_error, quantize_
-from qtorch.training import conversion, qat
+from qtorch.training import convert, qat
 from qtorch.training.quantization_aware.recipes.lora_qat import LoRALinear, lora_qat
 
 RECIPES = [
@@ -55,7 +55,7 @@ def test_converted_equals_prepared(recipe: qtorch.quantize_api.WeightRecipe) -> 
         wanted = model(x)
         merged = base + 2 * model[0].lora_b @ model[0].lora_a
     assert 5 < compute_error(merged, base) < 60
-    quantize_(model, conversion())
+    quantize_(model, convert())
     assert type(model[0]) is nn.Linear
     assert list(model.state_dict()) == ["0.weight", "0.bias", "2.weight"]
     served = model(x)
@@ -105,7 +105,7 @@ def test_under_autocast() -> None:
     train(model, 2)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         wanted = model(x)
-        quantize_(model, conversion())
+        quantize_(model, convert())
         assert wanted.dtype == torch.bfloat16
         assert torch.equal(model(x), wanted)
 

@@ -8,7 +8,7 @@ from torch.nn import functional
 from qtorch import quantize_
 from qtorch.kernels import record_kernels
 from qtorch.primitives import from_json, to_json
-from qtorch.training import binary_training, conversion, int4_training
+from qtorch.training import binary_training, convert, int4_training
 
 
 def layer_in(recipe: object, inputs: int = 32, outputs: int = 16) -> nn.Linear:
@@ -31,7 +31,7 @@ def test_binary() -> None:
     torch.testing.assert_close(torch.as_tensor(layer.weight.grad), g.T @ x_hat)
     with torch.no_grad():
         trained = layer(x)
-        quantize_(layer, conversion())
+        quantize_(layer, convert())
         assert torch.equal(layer(x), trained)
     assert layer.weight.inner_tensors["qdata"].nbytes == 32 * 16 // 8
 
@@ -53,7 +53,7 @@ def test_int4() -> None:
     torch.testing.assert_close(torch.as_tensor(layer.weight.grad), g.T @ x.detach())
     with torch.no_grad():
         trained = layer(x)
-        quantize_(layer, conversion())
+        quantize_(layer, convert())
         assert torch.equal(layer(x), trained)
     assert layer.weight.inner_tensors["qdata"].nbytes == 32 * 16 // 2
 
@@ -69,7 +69,7 @@ def test_edges(recipe: object) -> None:
     assert codes == [(254, 8), *[(2**inner - 1, inner)] * 2, (254, 8)]
     assert from_json(to_json(recipe)) == recipe
     model(torch.randn(3, 8)).sum().backward()
-    quantize_(model, conversion())
+    quantize_(model, convert())
     assert [m.weight.scheme.weight.dtype.bits for m in model] == [8, inner, inner, 8]
 
 

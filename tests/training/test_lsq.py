@@ -38,7 +38,7 @@ from qtorch import (
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
 from qtorch.primitives import LSQRule, MappingType, MinMaxRule, from_json, to_json
-from qtorch.training import calibrate, clip_penalty, conversion, lsq, pact, parameter_groups
+from qtorch.training import calibrate, clip_penalty, convert, lsq, pact, parameter_groups
 from qtorch.training.quantization_aware.layers import FakeQuantizedLinear
 from qtorch.training.quantization_aware.learned import LearnedClip, LearnedStep
 
@@ -109,7 +109,7 @@ def test_converted_is_what_was_trained(recipe, integers: bool, bounds, dtype: to
         weights = [model[i].weight.detach() for i in (0, 2)]
         hats = [model[i].weight_quantizer(model[i].weight).values for i in (0, 2)]
     spec = model[0].linear_spec
-    quantize_(model, conversion())
+    quantize_(model, convert())
     for layer, weight, hat in zip((model[0], model[2]), weights, hats):
         assert type(layer) is nn.Linear
         assert list(layer.state_dict()) == (["weight", "bias"] if layer.bias is not None else ["weight"])
@@ -136,7 +136,7 @@ def test_under_autocast(recipe) -> None:
     train(model).eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         wanted = model(x)
-        quantize_(model, conversion())
+        quantize_(model, convert())
         got = model(x)
     assert wanted.dtype == got.dtype == torch.bfloat16
     assert torch.equal(got, wanted) if recipe.activation_bits else compute_error(wanted.float(), got.float()) > 40
@@ -150,7 +150,7 @@ def test_a_learned_recipe_starts_as_quantization_after_training() -> None:
         for weights in ("step", "clip", "chosen"):
             prepared = copy.deepcopy(model)
             quantize_(prepared, lsq(recipe=recipe, weights=weights))
-            quantize_(prepared, conversion())
+            quantize_(prepared, convert())
             for ours, theirs in zip(prepared[0].weight.plain(), twin[0].weight.plain()):
                 assert (ours is None and theirs is None) or torch.equal(ours, theirs)
             assert prepared[0].weight.scheme == twin[0].weight.scheme
@@ -194,7 +194,7 @@ def test_an_input_without_negative_values_has_unsigned_codes() -> None:
     assert second.initial_zero_point.item() == -8
     with torch.no_grad():
         assert len(second(model[1](model[0](x))).values.unique()) > 9
-    quantize_(model, conversion())
+    quantize_(model, convert())
     specs = [model[i].weight.scheme.activation for i in (0, 2)]
     assert [spec.code_range for spec in specs] == [(-8, 7), (0, 15)]
     # Where int8 has room, no zero point is served.
@@ -202,7 +202,7 @@ def test_an_input_without_negative_values_has_unsigned_codes() -> None:
     model = mlp()
     quantize_(model, lsq(8, 8))
     calibrate(model, [x])
-    quantize_(model, conversion())
+    quantize_(model, convert())
     assert model[0].weight.act_zero_point is None
     assert model[2].weight.act_zero_point.item() == -128
 
@@ -216,7 +216,7 @@ def test_the_first_batch_or_calibration_starts_activations() -> None:
         with pytest.raises(ValueError, match="no scale yet: train on a batch, or call"):
             model.eval()(batches[0])
         with pytest.raises(ValueError, match="0: no input has been seen"):
-            quantize_(model, conversion())
+            quantize_(model, convert())
         model.train()
     assert calibrate(calibrated, batches) == 2
     other(batches[0])
@@ -246,7 +246,7 @@ def test_weights_that_start_at_zero_learn() -> None:
         quantize_(model, recipe)
         train(model, 4)
         assert all(parameter.isfinite().all() for parameter in model.parameters())
-        quantize_(model, conversion())
+        quantize_(model, convert())
         assert model[0].weight.dequantize().count_nonzero() > 0 or recipe.recipe is None
 
 
@@ -332,7 +332,7 @@ def test_converted_is_saved_and_loaded_on_meta(tmp_path: Path) -> None:
     model, x = mlp(), torch.randn(9, 64)
     quantize_(model, lsq(4, 4))
     train(model).eval()
-    quantize_(model, conversion())
+    quantize_(model, convert())
     wanted = model(x)
     with torch.device("meta"):
         other = mlp()
@@ -421,7 +421,7 @@ def test_tied_weights_share_their_quantizers(recipe) -> None:
         optimizer.zero_grad()
     model.eval()
     wanted = model(ids)
-    quantize_(model, conversion())
+    quantize_(model, convert())
     assert model.embed.weight is model.head.weight
     assert (type(model.embed), type(model.head)) == (nn.Embedding, nn.Linear)
     got = model(ids)
@@ -441,7 +441,7 @@ def test_an_embedding_asked_for_by_name() -> None:
     assert model[0].weight_quantizer.log_scale.grad.count_nonzero() > 30
     model.eval()
     wanted = model[0](ids)
-    quantize_(model, conversion())
+    quantize_(model, convert())
     assert torch.equal(model[0](ids), wanted)
     assert model[0].weight.scheme.activation is None
 
@@ -482,10 +482,10 @@ def test_the_model_is_unchanged_after_a_dry_run_or_an_error() -> None:
         quantize_(model, {"0": lsq(weight_bits=3)})
     assert not quantize_(model, {"0": lsq()}).quantized
     calibrate(model, [torch.randn(8, 64)])
-    dry = quantize_(model, conversion(), dry_run=True)
+    dry = quantize_(model, convert(), dry_run=True)
     assert type(model[0]) is FakeQuantizedLinear
     assert model[0].input_quantizer.training
-    assert quantize_(model, conversion()).layers == dry.layers
+    assert quantize_(model, convert()).layers == dry.layers
     check_after = [type(m) for m in model]
     assert check_after == before[0]
     assert model[0].weight.scheme.layout == PackedLayout()
@@ -586,12 +586,12 @@ def test_two_bits_learn() -> None:
     after_training, learned = copy.deepcopy(model), copy.deepcopy(model)
     quantize_(after_training, lsq(2, 2, weight_init=MinMaxRule(), activation_init=MinMaxRule()))
     calibrate(after_training, [batch(128, step)[0] for step in range(8)])
-    quantize_(after_training, conversion())
+    quantize_(after_training, convert())
     quantize_(learned, lsq(2, 2))
     calibrate(learned, [batch(128, step)[0] for step in range(8)])
     fit(learned, 150)
     before = accuracy(learned)
-    quantize_(learned, conversion())
+    quantize_(learned, convert())
     results = accuracy(model), accuracy(after_training), accuracy(learned)
     assert results[2] == before
     assert results[2] > results[1] + 0.15, results

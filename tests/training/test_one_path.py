@@ -18,7 +18,7 @@ from qtorch import (
     quantize_,
 )
 from qtorch.recipes.base import Recipe, WeightRecipe
-from qtorch.training import conversion, lsq, pact, qat, scheduled_qat
+from qtorch.training import convert, lsq, pact, qat, scheduled_qat
 from qtorch.training.quantization_aware import fake_quantize
 from qtorch.training.quantization_aware.converted import sums_integers
 from tests.attack import training_recipes
@@ -146,7 +146,7 @@ def test_without_a_gradient_and_served(name: str, kind: str) -> None:
         with torch.no_grad():
             got = (other if step < 3 else other.eval())(ids)
         assert all(map(torch.equal, got, wanted)), (step, model.training)
-    quantize_(model, conversion())
+    quantize_(model, convert())
     spec = getattr(getattr(model.head.weight, "scheme", None), "spec", None)
     for y, served in zip(wanted, model(ids), strict=True):
         assert torch.equal(y, served) or (not (spec and sums_integers(spec)) and compute_error(y, served) > 100)

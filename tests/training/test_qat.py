@@ -21,7 +21,7 @@ from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
 from qtorch.primitives import PercentileRule, fake_quantize_affine, from_json, prune_2_4, to_json
 from qtorch.recipes.base import WeightRecipe
-from qtorch.training import TrainingWeight, conversion, qat
+from qtorch.training import TrainingWeight, convert, qat
 from qtorch.training.quantization_aware.converted import sums_integers
 from qtorch.training.quantization_aware.qat_weight import FakeQuantizedWeight
 from tests.every_recipe import NAMES, make
@@ -75,7 +75,7 @@ def test_converted_equals_prepared(name: str, dtype: torch.dtype, kernels: str, 
     with torch.no_grad():
         wanted = [model(x) for x in inputs]
     with_gradient = [model(x) for x in inputs]
-    quantize_(model, conversion())
+    quantize_(model, convert())
     for i, master in zip((0, 2), masters):
         assert not isinstance(model[i].weight, TrainingWeight)
         assert model[i].weight.scheme == recipe.apply(master).scheme
@@ -205,7 +205,7 @@ def test_embeddings(name: str) -> None:
     with torch.no_grad():
         assert torch.equal(model(ids), wanted)
         rows = model.embed(ids)
-    quantize_(model, conversion())
+    quantize_(model, convert())
     assert model.embed.weight is model.head.weight
     assert torch.equal(model.embed(ids), rows)
     got = model(ids)
@@ -240,7 +240,7 @@ def test_fused_experts(name: str) -> None:
     wanted = model(x)
     for a, b in zip(gradients(wanted, [x, model.up, model.down]), in_float):
         assert 8 < compute_error(b, a) < 60
-    quantize_(model, conversion())
+    quantize_(model, convert())
     got = model(x)
     assert torch.equal(got, wanted) if name in INTEGERS else compute_error(wanted, got) > 70
 
@@ -256,7 +256,7 @@ def test_multi_head_attention(same: bool) -> None:
     other = x if same else torch.randn(2, 7, 64)
     wanted = model(x, other, other)[0]
     assert all(grad.abs().sum() > 0 for grad in gradients(wanted, list(model.parameters())))
-    quantize_(model, conversion())
+    quantize_(model, convert())
     assert torch.equal(model(x, other, other)[0], wanted)
 
 
@@ -309,7 +309,7 @@ def test_a_converted_model_is_saved_by_torch() -> None:
     quantize_(model, qat(make("int8_dynamic_activation_int4_weight")))
     train(model)
     wanted = model(x)
-    quantize_(model, conversion())
+    quantize_(model, convert())
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
@@ -336,7 +336,7 @@ def test_under_autocast() -> None:
         wanted = model(x)
         wanted.float().sum().backward()
         assert model[0].weight.grad.dtype == torch.float32
-        quantize_(model, conversion())
+        quantize_(model, convert())
         assert wanted.dtype == torch.bfloat16
         assert torch.equal(model(x), wanted)
 
@@ -356,8 +356,8 @@ def test_compute_dtype(name: str) -> None:
     for a, b in zip(gradients(y, inputs), gradients(exact(x), [x, exact[0].weight])):
         assert a.dtype == torch.bfloat16
         assert 15 < compute_error(b, a) < 60
-    quantize_(model, conversion())
-    quantize_(exact, conversion())
+    quantize_(model, convert())
+    quantize_(exact, convert())
     assert all(torch.equal(a, b) for a, b in zip(codes(model[0].weight), codes(exact[0].weight)))
 
 
@@ -370,7 +370,7 @@ def test_is_a_value() -> None:
 
 def test_bad_arguments() -> None:
     with pytest.raises(TypeError, match="takes an inference recipe such as int4_weight_only"):
-        qat(conversion())
+        qat(convert())
     with pytest.raises(ValueError, match=r"compute_dtype is a floating-point dtype or None, got torch\.int8"):
         qat(qtorch.int8_weight_only(), compute_dtype=torch.int8)
     with pytest.raises(ValueError, match="would search its scales anew in each step"):
@@ -399,4 +399,4 @@ def test_values_that_cannot_be_converted_are_named() -> None:
     with torch.no_grad():
         model[2].weight[0, 0] = torch.nan
     with pytest.raises(ValueError, match="2: has 1 values of 6144 that are NaN or infinite"):
-        quantize_(model, conversion())
+        quantize_(model, convert())

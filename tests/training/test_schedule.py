@@ -19,7 +19,7 @@ from qtorch.training import (
     QuantizationSchedule,
     TrainingSpec,
     advance_with,
-    conversion,
+    convert,
     fully_quantized,
     integer,
     qat,
@@ -148,7 +148,7 @@ def test_a_static_layer_converts(module: str) -> None:
     x = torch.randn(shape)
     with torch.no_grad():
         trained = model.eval()(x)
-        quantize_(model, conversion())
+        quantize_(model, convert())
         served = model(x)
     assert type(model[0]) in (nn.Linear, nn.Conv2d)
     assert torch.equal(trained, served)
@@ -307,7 +307,7 @@ def test_no_range_without_data() -> None:
     spec = TrainingSpec(GemmSpec(integer(8, PerTensor()), integer(8)))
     model = model_of(scheduled_training(spec, STATIC))
     with pytest.raises(ValueError, match=r"the range of output\.lhs is not known: train first"):
-        quantize_(model, conversion())
+        quantize_(model, convert())
     with pytest.raises(ValueError, match="no scale yet"):
         model.eval()(torch.randn(2, 16))
 

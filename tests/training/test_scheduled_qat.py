@@ -24,7 +24,7 @@ from qtorch import (
 )
 from qtorch.calibration import moving_average
 from qtorch.primitives import from_json, to_json
-from qtorch.training import calibrate, conversion, lsq, qat, scheduled_qat
+from qtorch.training import calibrate, convert, lsq, qat, scheduled_qat
 
 STATIC = int8_static_activation_int8_weight(0.03)
 STATIC_FLOAT8 = float8_static_activation_float8_weight(0.01)
@@ -85,7 +85,7 @@ def test_float_then_fake_quantized_then_frozen(recipe, integers: bool) -> None:
     model.eval()
     with torch.no_grad():
         wanted = model(x)
-    quantize_(model, conversion())
+    quantize_(model, convert())
     assert type(model[0]) is nn.Linear
     served = model[0].weight.dense_scale()
     assert torch.equal(served, again)
@@ -102,7 +102,7 @@ def test_eval_mode_serves_whatever_the_step() -> None:
     wanted = model.eval()(x)
     assert model[0].schedule.step == 1
     assert 10 < compute_error(floats, wanted) < 40
-    quantize_(model, conversion())
+    quantize_(model, convert())
     assert torch.equal(model(x), wanted)
 
 
@@ -128,18 +128,18 @@ def test_observed_ranges() -> None:
         for x in batches:
             layer(x)
         assert layer.input_quantizer.max_val.item() == wanted
-        quantize_(layer, conversion())
+        quantize_(layer, convert())
         torch.testing.assert_close(layer.weight.act_scale.item(), wanted / 127)
     layer = nn.Linear(64, 32)
     quantize_(layer, scheduled_qat(STATIC, observer="moving_average"))
     with pytest.raises(ValueError, match="no input has been seen"):
-        quantize_(layer, conversion())
+        quantize_(layer, convert())
     with pytest.raises(ValueError, match="no scale yet: train on a batch, or call"):
         layer.eval()(batches[0])
     assert calibrate(layer, batches) == 1
     # Weights .99^2, .99, 1.
     torch.testing.assert_close(layer.input_quantizer.max_val.item(), (0.9801 + 2.97 + 2) / 2.9701)
-    quantize_(layer, conversion())
+    quantize_(layer, convert())
 
 
 def test_compiled_graphs_do_not_change_with_the_step() -> None:

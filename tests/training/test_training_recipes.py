@@ -25,7 +25,7 @@ from qtorch.training import (
     MasterWeight,
     TrainingWeight,
     bitnet_training,
-    conversion,
+    convert,
     float8_training,
     fully_quantized,
     int4_weight_only_quantized_training,
@@ -371,10 +371,10 @@ def test_convert_takes_what_was_trained_and_nothing_else() -> None:
     made = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     quantize_(made, {"0": int8_mixed_precision_training()})
     other = made[1].weight
-    report = quantize_(made, conversion())
+    report = quantize_(made, convert())
     assert [layer.name for layer in report.quantized] == ["0.weight"]
     assert report.skipped[0].detail == "no TrainingWeight or PreparedModule"
     assert made[1].weight is other
     assert not isinstance(made[0].weight, MasterWeight)
     with pytest.raises(ValueError, match="nothing to quantize"):
-        quantize_(made, conversion())
+        quantize_(made, convert())

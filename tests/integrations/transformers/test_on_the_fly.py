@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from qtorch import int4_weight_only, int8_weight_only, quantize_
 from qtorch.integrations.transformers import QtorchConfig
-from qtorch.training import conversion, int8_mixed_precision_training, lsq, qat
+from qtorch.training import convert, int8_mixed_precision_training, lsq, qat
 from tests.integrations.transformers.tiny_models import CASES, I4, I8, assert_same, build, quantized_names
 
 
@@ -103,7 +103,7 @@ def test_recipes_that_train_prepare_the_model(folder: Path) -> None:
         model.eval()
         wanted.eval()
         assert torch.equal(model(x).logits, wanted(x).logits)
-        quantize_(model, conversion())
+        quantize_(model, convert())
         assert not model.hf_quantizer.is_qat_trainable
 
 
@@ -112,7 +112,7 @@ def test_recipes_that_train_prepare_the_model(folder: Path) -> None:
     [
         (None, "recipe is a recipe"),
         ("int8", "recipe is a recipe"),
-        (conversion(), "call quantize_ after loading"),
+        (convert(), "call quantize_ after loading"),
         (int4_weight_only(group_size=48), r"q_proj.*48"),
         ({"nowhere": I8}, "'nowhere' matches no"),
         ({"model.embed_tokens": I8, r"model\.embed.*": I4}, "taken by entries before it"),

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from qtorch import int8_dynamic_activation_int4_weight, int8_weight_only, quantize_
 from qtorch.training import (
-    conversion,
+    convert,
     int8_mixed_precision_training,
     int8_weight_only_quantized_training,
     lora_qat,
@@ -107,7 +107,7 @@ def test_train_resume_load_convert(tmp_path: Path, name: str, tied: bool) -> Non
     }
 
     for each in (loaded, model):
-        quantize_(each, conversion())
+        quantize_(each, convert())
     assert_same(loaded, model)
     loaded.save_pretrained(tmp_path / "served")
     served = LlamaForCausalLM.from_pretrained(tmp_path / "served")
@@ -137,5 +137,5 @@ def test_a_checkpoint_does_not_load_into_a_model_that_is_quantized_otherwise(tmp
 
 def test_the_recipe_of_the_training_stays_after_convert() -> None:
     model = prepared(qat(int8_weight_only()), False)
-    quantize_(model, conversion())
+    quantize_(model, convert())
     assert model.config.quantization_config.recipe == qat(int8_weight_only())

@@ -47,7 +47,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch, nothing_known: Path) -> str:
     """A processor on which nothing was measured."""
-    monkeypatch.setattr(variants, "kind", lambda: "Acme family 7 with roadrunner")
+    monkeypatch.setattr(variants, "processor_kind", lambda: "Acme family 7 with roadrunner")
     return variants.processor_kind()
 
 
@@ -147,7 +147,7 @@ def test_this_vendor_before_others(monkeypatch: pytest.MonkeyPatch, nothing_know
     keys = {"Acme family 7 with x": "float32 plain rows small"}
     tables = {kind: {keys.get(kind, "int8 plain rows small"): [[None, way]]} for kind, way in kinds.items()}
     monkeypatch.setattr(variants, "_loaded", {"avx2": tables})
-    monkeypatch.setattr(variants, "kind", lambda: "Acme family 7 with x")
+    monkeypatch.setattr(variants, "processor_kind", lambda: "Acme family 7 with x")
     assert [kind for kind, _ in variants._tables("avx2")][:3] == list(reversed(kinds))
     assert variants.choose("avx2", "float32 plain rows small", 5) == "float"
     assert variants.choose("avx2", "int8 plain rows small", 5) == "tile"

@@ -23,7 +23,7 @@ from qtorch import (
 )
 from qtorch.dtypes.experts import grouped_linear, one_by_one
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library, experts, variants
+from qtorch.kernels.cpu import compiled_library, experts, int8_linear, variants
 from qtorch.kernels.linear import reference
 from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
 
@@ -292,7 +292,7 @@ def test_operators_are_well_formed():
     x, index = torch.randn(3, 32), torch.randint(4, (3, 2))
     arguments = (x, index, codes, scale, None, False, "int8", -127.0, 127.0, "INT")
     torch.library.opcheck(torch.ops.qtorch.cpu_experts_mm.default, arguments)
-    quantizer = list(experts.int8.row_quantizer(SYMMETRIC_TOKEN))
+    quantizer = list(int8_linear.row_quantizer(SYMMETRIC_TOKEN))
     arguments = (x, index, None, None, quantizer, codes, scale, None, False, "int8", torch.float32)
     torch.library.opcheck(torch.ops.qtorch.cpu_experts_int8_mm.default, arguments)
 
