@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the subcommand."""
-    from ..quantize_checkpoint import quantize_checkpoint
+    from ..checkpoint.streaming.quantize_checkpoint import quantize_checkpoint
     from .recipes import asked_recipe, asked_targets
 
     if arguments.dst is None and not arguments.dry_run:
