@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 import qtorch.calibration
-from qtorch.calibration.observers import OBSERVERS, Observer, observer_of, search
-from qtorch.calibration.observers import min_max
-from qtorch.calibration.observers import moving_average
+from qtorch.calibration.observers import OBSERVERS, Observer, min_max, moving_average, observer_of, search
 from qtorch.calibration.statistics import Histogram
 from qtorch.primitives import MappingType, MSERule, PercentileRule, PerTensor, QuantSpec, ZeroPointDomain
 from qtorch.primitives.jsonable import from_json, to_json
