@@ -19,7 +19,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..calibration.calibrated import with_data
+from ..calibration.methods import with_data
 from ..calibration.texts import read_texts, token_batches
 from .arguments import METHODS, UsageError, add_recipe, add_target, format_of, show, shows_progress, use_threads
 
