@@ -6,8 +6,8 @@ quantize_(model, observed(int8_static_activation_int8_weight(), batches))
 
 from .allocation.allocate import allocate
 from .calibrated import CalibratedRecipe as calibrated
-from .calibrated import auto, gptq, observed
 from .importance_weighted import ImportanceWeighted as importance_weighted
+from .methods import auto, gptq, observed
 from .observers.base import Observer
 from .observers.extremes import DelayedScalingObserver as delayed_scaling
 from .observers.extremes import MinMaxObserver as min_max

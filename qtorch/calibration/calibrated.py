@@ -1,32 +1,30 @@
 """calibrated: a recipe whose codes are chosen by the output of the layer on data, in the order of the model.
 
-Weights are rounded one after the other, each with the inputs that it meets once those before it are quantized. A
-rounding algorithm chooses codes on the grid of the recipe, by default GPTQ on the target W*; refinements improve them.
-`gptq(recipe, batches)` and `auto(recipe, batches)` are the common cases.
+Weights are rounded one after the other, each with the inputs that it meets once those before it are quantized: data
+gives statistics (`engine`), a rounding algorithm chooses codes by them (`rounding`), by default GPTQ on the target W*,
+refinements improve the codes, and the quantized weight is made of them. `methods` has the common cases by name.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..dtypes import quantized_type
+from ..dtypes import AffineQuantizedTensor, QuantizedTensor, quantized_type
 from ..model.report import CalibrationReport, TransformReport
 from ..model.targets import Target
-from ..primitives import LinearSpec, RotatedSpec
-from ..recipes.base import Calibrated, ExpertStatistics, Recipe, WeightRecipe, register_recipe
+from ..primitives import CodebookSpec, LinearSpec, QuantSpec, RotatedSpec
+from ..recipes.base import Calibrated, ExpertStatistics, WeightRecipe, register_recipe
 from .data import Data
-from .engine import BlockLearner, BlockRun
+from .engine import BlockLearner
 from .observers import Observer, observer_of
-from .rounded_matrix import RoundedMatrix, StaticActivation, combined_report, round_matrix, without_scale
 from .rounding import (
     AutoRound,
-    Descent,
     FloatTarget,
     Gptq,
     Grid,
@@ -34,55 +32,194 @@ from .rounding import (
     Nearest,
     Refinement,
     Rounding,
-    ScaleRefit,
     ScaleSearch,
+    damped,
+    loss,
+    saliency,
 )
 from .statistics import Missed, Moments, SecondMoment, Statistic, Statistics
 from .transforms import Transform, run_transforms
 
-# --------------------------------------------------------------------------------------------------
-# BlockLearner of AutoRound: from calibrated weights to what is learned, and back.
-
 
 @dataclass(frozen=True, eq=False)
-class LearnableWeight:
-    """A calibrated weight that can be learned further.
+class RoundedMatrix:
+    """A matrix on a grid.
 
     Attributes:
-        rounded: its matrices.
-        as_parameter: matrices (N, K) -> the parameter that they stand for.
-        quantized: grids of the matrices -> the quantized weight.
+        grid: codes and scales.
+        goal: (N, K) fp32, what was rounded: W, or the float target W*.
+        moment: (K, K), E[x x^T]; None if the data did not use the matrix.
+        report: how the codes were chosen.
     """
 
-    rounded: Sequence[RoundedMatrix]
-    as_parameter: Callable[[Sequence[Tensor]], Tensor]
-    quantized: Callable[[Sequence[Grid]], Tensor]
+    grid: Grid
+    goal: Tensor
+    moment: Tensor | None
+    report: CalibrationReport
+
+    @classmethod
+    def nearest(cls, weight: Tensor, spec: QuantSpec | CodebookSpec, method: str) -> RoundedMatrix:
+        """`weight` rounded to nearest without data, because of what `method` says."""
+        report = CalibrationReport(method, 0, None, None, 0, 0)
+        if isinstance(spec, RotatedSpec):
+            weight, spec = spec.rotated(weight), spec.unrotated
+        return cls(Grid.of(weight, spec, weight.dtype), weight.float(), None, report)
+
+    def best_values(self) -> Tensor:
+        """(N, K): for each element the value that is best given all others, q_j + ((W - Q) H)_j / H_jj."""
+        values = self.grid.values()
+        if self.moment is None:
+            return values
+        moment = damped(self.moment, self.report.damping)
+        return values + (self.goal - values) @ moment / moment.diagonal()
+
+    def with_grid(self, grid: Grid, method: str) -> RoundedMatrix:
+        """Another grid, found by `method` starting from this one."""
+        error = None if self.moment is None else relative_loss(self.goal - grid.values(), self.moment, self.goal)
+        report = replace(self.report, method=f"{self.report.method} + {method}", error=error)
+        return replace(self, grid=grid, report=report)
 
 
-@dataclass(frozen=True)
-class AutoRoundLearner:
-    """AutoRound on all weights of a block that were calibrated with it."""
+@torch.no_grad()
+def round_matrix(
+    weight: Tensor,
+    moments: SecondMoment,
+    spec: QuantSpec | CodebookSpec,
+    target: FloatTarget | None,
+    scales: ScaleSearch | None,
+    rounding: Rounding,
+    refine: Sequence[Refinement],
+    kept: Callable[[Tensor], Tensor] | None = None,
+) -> RoundedMatrix:
+    """Round `weight` (N, K) for inputs with these `moments`.
 
-    algorithm: AutoRound
+    Args:
+        kept: importance -> which elements are not pruned; see `WeightRecipe.kept`.
+    """
+    begun = time.perf_counter()
+    goal = weight.float()
+    moment = moments.mean.to(weight.device)
+    if target is not None and isinstance(moments, Moments) and moments.cross is not None:
+        residual = moments.residual
+        residual = None if residual is None else residual.to(weight.device)
+        goal = target.of(goal, moment, moments.cross.to(weight.device), residual)
+    if isinstance(spec, RotatedSpec):
+        # Codes are chosen for the rotated weight, which meets rotated inputs.
+        goal, moment, spec = spec.rotated(goal), spec.rotated(spec.rotated(moment).t()), spec.unrotated
+    mask = None if kept is None else kept(saliency(goal, moment))
+    grid = Grid.of(goal, spec, weight.dtype, moment.diagonal(), mask)
+    nearest = relative_loss(goal - grid.values(), moment, goal)
+    starts = [grid] if scales is None else scales.starts(goal, moment, grid)
+    found = []
+    for start in starts:
+        damping = rounding.round(goal, moment, start)
+        refined = damped(moment, damping) if refine else moment
+        for step in refine:
+            start = step.refine(goal, refined, start)
+        found.append(start)
+    grid = found[0] if len(found) == 1 else best_rows(goal, moment, found)
+    error = relative_loss(goal - grid.values(), moment, goal)
+    steps = [*([] if scales is None else [scales]), rounding, *refine]
+    method = " + ".join([*([] if kept is None else ["prune"]), *(type(step).__name__.lower() for step in steps)])
+    seconds = time.perf_counter() - begun
+    return RoundedMatrix(grid, goal, moment, CalibrationReport(method, moments.rows, error, nearest, damping, seconds))
 
-    def learn_block(self, run: BlockRun, made: Mapping[Tensor, Calibrated]) -> Mapping[Tensor, Calibrated]:
-        """The weights with what was learned; none if the error of the block has not become less."""
-        begun = time.perf_counter()
-        starts = {weight: of.learnable for weight, of in made.items() if isinstance(of.learnable, LearnableWeight)}
-        learnables = {}
-        for weight, start in starts.items():
-            grids, values = zip(*((part.grid, part.best_values()) for part in start.rounded), strict=True)
-            learnables[weight] = Learnable(grids, values, start.as_parameter)
-        found = self.algorithm.learn(learnables, run.loss, run.count)
-        seconds = (time.perf_counter() - begun) / max(1, len(found))
-        better = {}
-        for weight, learned in found.items():
-            start = starts[weight]
-            parts = [part.with_grid(grid, "autoround") for part, grid in zip(start.rounded, learned, strict=True)]
-            report = combined_report([part.report for part in parts])
-            report = replace(report, seconds=report.seconds + seconds)
-            better[weight] = Calibrated(start.quantized(learned), report)
-        return better
+
+def best_rows(goal: Tensor, moment: Tensor, grids: Sequence[Grid]) -> Grid:
+    """Each row from the grid with the least error of its output; the whole of one if rows share scales or tables."""
+    errors = torch.stack([loss(goal - grid.values(), moment) for grid in grids])
+    if not grids[0].has_own_rows:
+        return grids[int(errors.sum(1).argmin())]
+    best = errors.argmin(0)
+    found = grids[0]
+    for index, grid in enumerate(grids[1:], 1):
+        found = found.with_rows(best == index, grid)
+    return found
+
+
+def relative_loss(error: Tensor, moment: Tensor, weight: Tensor) -> float:
+    """tr(D H D^T) / tr(W H W^T)."""
+    return float(loss(error, moment).sum() / loss(weight, moment).sum().clamp(min=torch.finfo(torch.float32).tiny))
+
+
+def combined_report(reports: Sequence[CalibrationReport]) -> CalibrationReport:
+    """The report on a weight of several matrices, such as the experts of a layer."""
+    counted = [report for report in reports if report.tokens]
+    if not counted or len(reports) == 1:
+        return reports[0]
+    method = counted[0].method
+    if missing := len(reports) - len(counted):
+        method += f"; {missing} of {len(reports)} experts to nearest: not used by the data"
+    return replace(
+        counted[0],
+        method=method,
+        tokens=min(report.tokens for report in reports),
+        error=sum(report.error or 0.0 for report in counted) / len(counted),
+        nearest_error=sum(report.nearest_error or 0.0 for report in counted) / len(counted),
+        damping=max(report.damping for report in counted),
+        seconds=sum(report.seconds for report in reports),
+    )
+
+
+class StaticActivation(NamedTuple):
+    """The fixed scale of a static activation, as an observer chooses it or as the recipe gives it.
+
+    Attributes:
+        spec: of the activation.
+        scale, zero_point: (1, 1); None if it is always zero.
+        range: (low, high) of the reals that the codes stand for; None if the scale was given.
+        rows: the number of inputs that were seen.
+    """
+
+    spec: QuantSpec
+    scale: Tensor
+    zero_point: Tensor | None = None
+    range: tuple[float, float] | None = None
+    rows: int = 0
+
+    @classmethod
+    def given_by(cls, recipe: WeightRecipe, device: torch.device) -> StaticActivation | None:
+        """That of a recipe with a scale of its own; None for other recipes."""
+        spec, scale = recipe.linear_spec(), recipe.act_scale(device)
+        return None if not spec.static or spec.activation is None or scale is None else cls(spec.activation, scale)
+
+    @classmethod
+    def observed(
+        cls, recipe: WeightRecipe, observer: Observer, statistics: Statistics | ExpertStatistics, weight: Tensor
+    ) -> StaticActivation:
+        """That of a recipe without: from the inputs of `weight`, which has one scale, also for all its experts.
+
+        Raises:
+            ValueError: no input was seen, or the recipe needs more than one scale.
+        """
+        spec = recipe.linear_spec().activation
+        assert spec is not None
+        if (shape := spec.scale_shape((1, weight.shape[-1]))) != (1, 1):
+            raise ValueError(f"observers choose one scale for the input of a layer, {recipe} has {shape[-1]}")
+        of_all: Any = statistics
+        if observer.statistic not in of_all:  # experts have one together
+            of_all = next((found for found in of_all.values() if isinstance(found, dict)), {})
+        seen = of_all.get(observer.statistic)
+        if seen is None or not seen.rows:
+            raise ValueError(
+                f"{recipe} takes the scale of the activation from data, and no batch has used this weight in a "
+                "product; give batches that reach it, or None for it in a mapping"
+            )
+        ends = (end.float().reshape(1, 1).to(weight.device) for end in observer.range(seen, spec))
+        scale, zero_point = spec.choose_qparams_from_range(*ends)
+        codes = torch.tensor([spec.code_range], device=scale.device, dtype=torch.float32).to(spec.dtype.storage)
+        low, high = spec.dequantize(codes, scale, zero_point)[0].tolist()
+        return cls(spec, scale, zero_point, (low, high), seen.rows)
+
+    def attached(self, weight: QuantizedTensor) -> QuantizedTensor:
+        """`weight`, whose input is quantized by this."""
+        assert isinstance(weight, AffineQuantizedTensor)
+        return weight.with_activation(self.spec, self.scale, self.zero_point)
+
+
+def without_scale(spec: LinearSpec) -> LinearSpec:
+    """`spec` of a weight that gets its static activation later, by `StaticActivation.attached`."""
+    return replace(spec, activation=None, static=False) if spec.static else spec
 
 
 @register_recipe("calibrated")
@@ -194,7 +331,7 @@ class CalibratedRecipe(WeightRecipe):
 
     @property
     def learner(self) -> BlockLearner | None:
-        return None if self.learn is None else AutoRoundLearner(self.learn)
+        return self.learn
 
     @torch.no_grad()
     def make_in_order(
@@ -231,7 +368,16 @@ class CalibratedRecipe(WeightRecipe):
             report = replace(report, input_range=activation.range)
         learnable = None
         if self.learn is not None and not isinstance(spec.weight, RotatedSpec):
-            learnable = LearnableWeight(rounded, as_parameter, quantized)
+
+            def with_grids(grids: Sequence[Grid], seconds: float) -> Calibrated:
+                parts = [part.with_grid(grid, "autoround") for part, grid in zip(rounded, grids, strict=True)]
+                learned = combined_report([part.report for part in parts])
+                return Calibrated(quantized(grids), replace(learned, seconds=learned.seconds + seconds))
+
+            def values() -> list[Tensor]:
+                return [part.best_values() for part in rounded]
+
+            learnable = Learnable([part.grid for part in rounded], values, as_parameter, with_grids)
         return Calibrated(quantized([part.grid for part in rounded]), report, learnable)
 
     def _observed(
@@ -259,149 +405,3 @@ class CalibratedRecipe(WeightRecipe):
         if self.strict:
             raise ValueError(f"the weight cannot be calibrated: {reason}; leave out strict=True to round it to nearest")
         return RoundedMatrix.nearest(self.recipe.prune(weight), spec, f"nearest: {reason}")
-
-
-calibrated = CalibratedRecipe
-
-# --------------------------------------------------------------------------------------------------
-# gptq: the rounding algorithm, and the recipe that rounds by it.
-
-
-@overload
-def gptq(*, damping: float = ..., act_order: bool = ..., block_size: int = ...) -> Gptq: ...
-
-
-@overload
-def gptq(
-    recipe: WeightRecipe,
-    batches: Iterable[Any],
-    *,
-    damping: float = ...,
-    act_order: bool = ...,
-    block_size: int = ...,
-    forward: Callable[[nn.Module, Any], Any] | None = ...,
-    mask: Callable[[Any], Tensor] | None = ...,
-    transforms: Sequence[Transform] = ...,
-    strict: bool = ...,
-) -> CalibratedRecipe: ...
-
-
-def gptq(
-    recipe: WeightRecipe | None = None,
-    batches: Iterable[Any] | None = None,
-    *,
-    damping: float = 0.01,
-    act_order: bool = True,
-    block_size: int = 128,
-    **options: Any,
-) -> Gptq | CalibratedRecipe:
-    """`recipe` with codes chosen by GPTQ on `batches`; without them, the algorithm, for `calibrated(rounding=...)`.
-
-    Args:
-        recipe, batches, options: see `calibrated`. The weight itself is rounded, not the float target.
-        damping, act_order, block_size: see `Gptq`.
-
-    Raises:
-        ValueError: one of `recipe` and `batches` is missing.
-    """
-    rounding = Gptq(damping, act_order, block_size)
-    if recipe is None and batches is None and not options:
-        return rounding
-    if recipe is None or batches is None:
-        raise ValueError("gptq: takes a recipe and batches, gptq(int4_weight_only(), batches), or neither")
-    return CalibratedRecipe(recipe, batches, target=None, rounding=rounding, **options)
-
-
-# --------------------------------------------------------------------------------------------------
-# auto: the combination of algorithms that lost least in our measurements (docs/guides/calibration).
-
-
-def auto(
-    recipe: WeightRecipe,
-    batches: Iterable[Any],
-    *,
-    forward: Callable[[nn.Module, Any], Any] | None = None,
-    mask: Callable[[Any], Tensor] | None = None,
-    learn: AutoRound | None = None,
-    transforms: Sequence[Transform] = (),
-    strict: bool = False,
-) -> CalibratedRecipe:
-    """GPTQ against the outputs of the float model, then coordinate descent and scale refits in turn.
-
-    All of it is done with the scales of the recipe and with those of a search, and each row takes the better one.
-
-    Args:
-        learn: `AutoRound()` improves all weights of a block together in the end; it takes several times as long.
-        recipe, batches, forward, mask, transforms, strict: see `calibrated`.
-    """
-    refine = (Descent(), ScaleRefit(), Descent(), ScaleRefit(), Descent())
-    return CalibratedRecipe(
-        recipe,
-        batches,
-        FloatTarget(),
-        scales=ScaleSearch(),
-        rounding=Gptq(),
-        refine=refine,
-        learn=learn,
-        transforms=tuple(transforms),
-        forward=forward,
-        mask=mask,
-        strict=strict,
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-# observed: static activations with scales from data, weights rounded to nearest.
-
-
-def observed(
-    recipe: WeightRecipe,
-    batches: Iterable[Any],
-    *,
-    observer: Observer | str | None = None,
-    forward: Callable[[nn.Module, Any], Any] | None = None,
-    mask: Callable[[Any], Tensor] | None = None,
-) -> CalibratedRecipe:
-    """`recipe` with the scale of each activation chosen on `batches`, and weights rounded to nearest.
-
-    This is `calibrated` without second moments: it costs little more than running the model.
-
-    Args:
-        recipe: with static activations and without a scale: `int8_static_activation_int8_weight()`.
-        batches, observer, forward, mask: see `calibrated`.
-
-    Raises:
-        ValueError: the recipe has no scale to choose.
-    """
-    observer = "mse" if observer is None else observer
-    return CalibratedRecipe(
-        recipe, batches, target=None, rounding=Nearest(), observer=observer, forward=forward, mask=mask
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-# Methods of calibration by name, for those who write a name instead of a call: configurations and the command line.
-
-
-METHODS: dict[str, Callable[[Any, Iterable[Any]], Any]] = {"auto": auto, "gptq": gptq}
-
-Method = str | Callable[[Any, Iterable[Any]], Any]
-"""A name in `METHODS`, or a function (recipe, batches) -> recipe."""
-
-
-def with_data(recipe: Any, batches: Iterable[Any], method: Method) -> Any:
-    """The recipe, or the mapping from names to recipes, by a method; recipes that have data, and None, stay.
-
-    Raises:
-        ValueError: there is no such method, or a recipe cannot be calibrated.
-    """
-    if isinstance(method, str) and method not in METHODS:
-        raise ValueError(f"calibration: there is no method {method!r}; known are {', '.join(sorted(METHODS))}")
-    make = METHODS[method] if isinstance(method, str) else method
-    if isinstance(recipe, Mapping):
-        return {name: with_data(each, batches, method) for name, each in recipe.items()}
-    if recipe is None or (isinstance(recipe, Recipe) and recipe.data is not None):
-        return recipe
-    if not isinstance(recipe, WeightRecipe):
-        raise ValueError(f"calibration: takes recipes for inference such as int4_weight_only(), got {recipe}")
-    return make(recipe, batches)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calibration.calibrated import with_data
+from ..calibration.methods import with_data
 from ..calibration.texts import read_texts, token_batches
 from ..checkpoint.load import load_quantized
 from ..checkpoint.streaming.assignment import meta_model

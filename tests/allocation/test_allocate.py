@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from qtorch import int4_weight_only, int8_weight_only, intx_weight_only, quantize_
 from qtorch.calibration import allocate, auto, gptq
-from qtorch.calibration.allocation import Allocation, allocation_report
+from qtorch.calibration.allocation import Allocation
 from qtorch.calibration.allocation import allocation as allocation_file
 from qtorch.calibration.data import Data
 from qtorch.dtypes import AffineQuantizedTensor
@@ -273,16 +273,12 @@ def test_errors(data: list[Tensor]) -> None:
 def test_save_and_load(trained: Model, data: list[Tensor], tmp_path: Any) -> None:
     allocation = allocate(trained, [*CANDIDATES, None], "4 bits", data, refine=2)
     folder = allocation.save(tmp_path / "a" / "b", png=False)
-    assert sorted(path.name for path in folder.iterdir()) == ["allocation.json", "report.html"]
+    assert sorted(path.name for path in folder.iterdir()) == ["allocation.json"]
     for loaded in (Allocation.load(folder), Allocation.load(folder / "allocation.json")):
         assert dict(loaded) == dict(allocation)
         assert loaded.rows == allocation.rows
         assert loaded.curve == allocation.curve
         assert str(loaded) == str(allocation)
-    page = (folder / "report.html").read_text()
-    for word in ("head", "intx_weight_only(dtype=int3, group_size=16)", "floating point", 'class="chosen"'):
-        assert word in page
-    assert "http" not in page
     mapped = allocation.map(lambda recipe: auto(recipe, data)).save(tmp_path / "mapped", png=False)
     with pytest.raises(ValueError, match=r"the recipe of .* cannot be read; save the allocation before \.map"):
         Allocation.load(mapped)
@@ -293,23 +289,19 @@ def test_save_and_load(trained: Model, data: list[Tensor], tmp_path: Any) -> Non
 
 
 def test_without_matplotlib(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocation_report, "can_draw", lambda: False)
-    monkeypatch.setattr(allocation_file, "can_draw", lambda: False)
+    monkeypatch.setattr(allocation_file, "has_matplotlib", lambda: False)
     allocation = allocate(nn.Sequential(nn.Linear(32, 32)), CANDIDATES, "4 bits")
     folder = allocation.save(tmp_path / "plain")
-    assert sorted(path.name for path in folder.iterdir()) == ["allocation.json", "report.html"]
+    assert sorted(path.name for path in folder.iterdir()) == ["allocation.json"]
     with pytest.raises(ImportError, match="png=True takes matplotlib: pip install matplotlib"):
         allocation.save(tmp_path / "never", png=True)
     assert not (tmp_path / "never").exists()
 
 
-def test_pictures(trained: Model, data: list[Tensor], tmp_path: Any) -> None:
+def test_picture(trained: Model, data: list[Tensor], tmp_path: Any) -> None:
     pytest.importorskip("matplotlib")
     folder = allocate(trained, [*CANDIDATES, None], "4 bits", data).save(tmp_path)
-    names = ["allocation.json", "bits.png", "curve.png", "errors.png", "report.html"]
-    assert sorted(path.name for path in folder.iterdir()) == names
-    for path in folder.glob("*.png"):
-        assert path.read_bytes().startswith(b"\x89PNG")
-    assert (folder / "report.html").read_text().count("data:image/png;base64,") == 3
+    assert sorted(path.name for path in folder.iterdir()) == ["allocation.json", "curve.png"]
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
     # Everything in floating point has no error to draw.
     allocate(nn.Sequential(nn.Linear(32, 32)), [None], "32 bits").save(tmp_path, png=True)

@@ -33,7 +33,7 @@ import qtorch
 from qtorch import load_quantized, quantize_, quantize_checkpoint, save_quantized
 from qtorch.calibration import Nearest, calibrated
 from qtorch.calibration.allocation.allocation import Allocation
-from qtorch.calibration.allocation.allocation_report import Row, page
+from qtorch.calibration.allocation.allocation_report import Row
 from qtorch.checkpoint.part_file import JOURNAL
 from qtorch.checkpoint.sources import open_source
 from qtorch.checkpoint.streaming import partial
@@ -195,7 +195,7 @@ def allocation(path: Path) -> Path:
 def read_allocation(path: Path, whole: bool) -> str | None:
     made = Allocation.load(path)
     assert all(recipe is None or isinstance(recipe, qtorch.recipes.base.Recipe) for recipe in made.values())
-    str(made), repr(made), page(made, {}), made.uniform
+    str(made), repr(made), made.uniform
     return None if Allocation.from_json(json.loads(json.dumps(made.to_json()))).rows == made.rows else "other rows"
 
 

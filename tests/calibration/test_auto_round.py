@@ -80,7 +80,7 @@ def test_what_is_learned_is_what_is_served() -> None:
     weight, x = torch.randn(32, 64), torch.randn(100, 64)
     wanted = (x @ weight.t()).relu()
     grid = grid_of(INT2, weight)
-    start = Learnable([grid], [weight], lambda parts: parts[0])
+    start = Learnable([grid], lambda: [weight], lambda parts: parts[0], lambda grids, seconds: grids)
     key = nn.Parameter(weight)
 
     def loss(batch: int, weights: Mapping[Tensor, Tensor]) -> Tensor:

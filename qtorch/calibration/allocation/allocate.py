@@ -260,7 +260,7 @@ def allocate(
         seed: of the sampled labels or signs.
 
     Returns:
-        A mapping from names to recipes for `quantize_`; print it, or `save` it as a report with pictures.
+        A mapping from names to recipes for `quantize_`; print it, or `save` it.
 
     Raises:
         ValueError: the budget is less than the least possible, no candidate fits a weight, or there is no batch.

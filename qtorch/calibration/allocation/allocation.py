@@ -13,11 +13,11 @@ from ...checkpoint.formats.transformers_folder.names import read_recipe, recipe_
 from ...primitives.files import read_json
 from ...primitives.jsonable import construct
 from ...recipes.base import Recipe
-from .allocation_report import AllocationReport, Row, can_draw, page, pictures
+from .allocation_report import AllocationReport, Row, draw_curve, has_matplotlib
 
 _SWAPS = {"before", "after", "tried", "kept"}
 
-JSON, HTML = "allocation.json", "report.html"
+JSON, PICTURE = "allocation.json", "curve.png"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -86,24 +86,23 @@ class Allocation(AllocationReport, Mapping[str, "Recipe | None"]):
         return cls(**{**vars(report), "swaps": swaps}, recipes=recipes)
 
     def save(self, folder: str | os.PathLike[str], *, png: bool | None = None) -> Path:
-        """Write the allocation and a report to a folder, which is made.
+        """Write ``allocation.json``, which `load` reads, and the picture ``curve.png`` to a folder, which is made.
 
-        Files: ``allocation.json``, which `load` reads; ``report.html``, one file with tables and pictures;
-        ``bits.png``, ``errors.png`` and ``curve.png``.
+        The picture shows the best choice for every budget, what was chosen, and each candidate alone.
 
         Args:
-            png: whether to draw pictures, which takes matplotlib; by default where it is installed.
+            png: whether to draw the picture, which takes matplotlib; by default where it is installed.
 
         Raises:
             ImportError: `png` is true and matplotlib is not installed.
         """
+        if png and not has_matplotlib():
+            raise ImportError("Allocation.save: png=True takes matplotlib: pip install matplotlib")
         folder = Path(folder)
-        drawn = pictures(self) if png or (png is None and can_draw()) else {}
         folder.mkdir(parents=True, exist_ok=True)
         (folder / JSON).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-        for name, image in drawn.items():
-            (folder / f"{name}.png").write_bytes(image)
-        (folder / HTML).write_text(page(self, drawn), encoding="utf-8")
+        if png or (png is None and has_matplotlib()):
+            draw_curve(self, folder / PICTURE)
         return folder
 
     @classmethod

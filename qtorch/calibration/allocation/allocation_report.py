@@ -1,14 +1,11 @@
-"""AllocationReport: how the recipe of each weight was chosen; printed as a table."""
+"""AllocationReport: how the recipe of each weight was chosen, as a table and as a picture."""
 
 from __future__ import annotations
 
-import base64
-import html
 import importlib.util
-import io
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ...model.report import format_table
@@ -168,98 +165,22 @@ class AllocationReport:
         return notes
 
 
-# --------------------------------------------------------------------------------------------------
-# The pictures of an allocation as PNG: bits of each weight, errors of all candidates, the curve of size and quality.
-#
-# matplotlib is imported here only.
-
-
-WIDTH = 9.0
-"""Of a picture, in inches."""
-
-
-def can_draw() -> bool:
+def has_matplotlib() -> bool:
     """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def pictures(allocation: AllocationReport) -> dict[str, bytes]:
-    """The PNG files by name: ``bits``, ``errors``, ``curve``.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    if not can_draw():
-        raise ImportError("Allocation.save: png=True takes matplotlib: pip install matplotlib")
-    return {"bits": _bits(allocation), "errors": _errors(allocation), "curve": _curve(allocation)}
-
-
-def _figure(height: float) -> tuple[Any, Any]:
+def draw_curve(allocation: AllocationReport, path: Path) -> None:
+    """Write a PNG: the best sum of scores for each budget, the choice, and every candidate alone."""
+    # Without pyplot, which keeps global state and may want a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # Without pyplot, which keeps global state and may want a display.
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    figure = Figure(figsize=(9.0, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.add_subplot()
-
-
-def _png(figure: Any) -> bytes:
-    stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=110)
-    return stream.getvalue()
-
-
-def _bits(allocation: AllocationReport) -> bytes:
-    """A bar for each weight, in the colour of its recipe."""
-    from matplotlib import colormaps
-
-    rows = allocation.rows
-    kinds = list(dict.fromkeys(name for row in rows for name in row.candidates))
-    figure, axes = _figure(1.2 + 0.19 * len(rows))
-    for index, kind in enumerate(kinds):
-        mine = [i for i, row in enumerate(rows) if row.candidates[row.chosen] == kind]
-        if mine:
-            bits = [rows[i].bits(rows[i].chosen) for i in mine]
-            axes.barh(mine, bits, color=colormaps["tab10"](index % 10), label=kind)
-    axes.axvline(allocation.bits, color="black", linewidth=0.8, linestyle="--", label=f"mean {allocation.bits:.3f}")
-    axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=7)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlabel("bits an element, scales included")
-    figure.legend(loc="outside upper center", fontsize=7, ncols=2)
-    return _png(figure)
-
-
-def _errors(allocation: AllocationReport) -> bytes:
-    """A heat map of the scores, weights by candidates; what was chosen has a frame."""
-    rows = allocation.rows
-    kinds = list(dict.fromkeys(name for row in rows for name in row.candidates))
-    figure, axes = _figure(1.8 + 0.19 * len(rows))
-    table = [[_log(row.scores[row.candidates.index(k)]) if k in row.candidates else math.nan for k in kinds]
-             for row in rows]  # fmt: skip
-    image = axes.imshow(table, aspect="auto", cmap="viridis", interpolation="nearest")
-    axes.plot(
-        [kinds.index(row.candidates[row.chosen]) for row in rows],
-        range(len(rows)),
-        linestyle="none",
-        marker="s",
-        markersize=6,
-        markerfacecolor="none",
-        markeredgecolor="red",
-        label="chosen",
-    )
-    axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=7)
-    axes.set_xticks(range(len(kinds)), kinds, fontsize=7, rotation=20, ha="right")
-    figure.colorbar(image, ax=axes, label=f"log10 of {allocation.measure}")
-    figure.legend(loc="outside upper center", fontsize=7)
-    return _png(figure)
-
-
-def _curve(allocation: AllocationReport) -> bytes:
-    """The best sum of scores for each budget, the choice, and every candidate alone."""
+    axes = figure.add_subplot()
     timed = allocation.milliseconds is not None
     factor = 1e-6 if timed else 8 / allocation.elements
-    figure, axes = _figure(4.5)
     # Only a logarithm of what is not zero: everything in floating point has no error.
     points = [(cost * factor, score) for cost, score in allocation.curve if score > 0]
     if points:
@@ -275,120 +196,4 @@ def _curve(allocation: AllocationReport) -> bytes:
     axes.set_ylabel(allocation.measure)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(fontsize=7)
-    return _png(figure)
-
-
-def _log(score: float) -> float:
-    return math.log10(score) if score > 0 else math.nan
-
-
-# --------------------------------------------------------------------------------------------------
-# The report on an allocation as one HTML file that refers to nothing else.
-
-
-STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; max-width: 75em; margin: 2em auto; padding: 0 1em; color: #222 }
-table { border-collapse: collapse; font-size: 12px }
-th, td { padding: 2px 8px; text-align: right; white-space: nowrap }
-th { border-bottom: 1px solid #888 }
-td:first-child, th:first-child { text-align: left }
-td.chosen { outline: 2px solid #c22; outline-offset: -2px; font-weight: bold }
-img { max-width: 100% }
-.bar { display: inline-block; height: 0.7em; background: #48c; vertical-align: baseline }
-"""
-
-TITLES = {
-    "bits": "Bits of each weight",
-    "errors": "Errors of all candidates",
-    "curve": "Size and quality",
-}
-"""Of the pictures."""
-
-
-def page(allocation: AllocationReport, pictures: Mapping[str, bytes]) -> str:
-    """The HTML text.
-
-    Args:
-        pictures: PNG files by name, to be shown; there are tables without them too.
-    """
-    kinds = list(dict.fromkeys(name for row in allocation.rows for name in row.candidates))
-    parts = [
-        "<!DOCTYPE html>",
-        '<html lang="en"><head><meta charset="utf-8"><title>Bit allocation</title>',
-        f"<style>{STYLE}</style></head><body>",
-        "<h1>Bit allocation</h1>",
-        f"<p>{html.escape(allocation.summary())}</p>",
-        *(_picture(name, image) for name, image in pictures.items()),
-        f"<h2>{html.escape(allocation.measure)} of each weight under each candidate</h2>",
-        "<p>The red frame is what was chosen; the colour is the logarithm of the number.</p>",
-        _heat_map(allocation, kinds),
-        "<h2>What was chosen</h2>",
-        _chosen(allocation),
-        "<h2>Every candidate alone</h2>",
-        _uniform(allocation),
-        *(f"<p>{html.escape(note)}</p>" for note in allocation.notes()),
-        "</body></html>",
-    ]
-    return "\n".join(parts) + "\n"
-
-
-def _picture(name: str, image: bytes) -> str:
-    data = base64.b64encode(image).decode()
-    title = TITLES.get(name, name)
-    return f'<h2>{title}</h2>\n<img alt="{title}" src="data:image/png;base64,{data}">'
-
-
-def _table(header: list[str], rows: list[str]) -> str:
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    return "<table>\n<tr>" + head + "</tr>\n" + "\n".join(f"<tr>{row}</tr>" for row in rows) + "\n</table>"
-
-
-def _heat_map(allocation: AllocationReport, kinds: list[str]) -> str:
-    logs = [math.log(score) for row in allocation.rows for score in row.scores if score > 0]
-    low, high = min(logs, default=0.0), max(logs, default=1.0)
-
-    def cell(row: Row, kind: str) -> str:
-        if kind not in row.candidates:
-            return "<td>does not fit</td>"
-        index = row.candidates.index(kind)
-        score = row.scores[index]
-        share = (math.log(score) - low) / (high - low or 1.0) if score > 0 else 0.0
-        style = f"background: hsl({round(210 - 190 * share)} 80% {round(94 - 24 * share)}%)"
-        chosen = ' class="chosen"' if index == row.chosen else ""
-        return f'<td{chosen} style="{style}" title="{row.bits(index):.3f} bits">{score:.3g}</td>'
-
-    rows = [f"<td>{_name(row)}</td>" + "".join(cell(row, kind) for kind in kinds) for row in allocation.rows]
-    return _table(["weight", *kinds], rows)
-
-
-def _chosen(allocation: AllocationReport) -> str:
-    widest = max(row.bits(row.chosen) for row in allocation.rows)
-    rows = []
-    for row in allocation.rows:
-        bits = row.bits(row.chosen)
-        bar = f'<span class="bar" style="width: {8 * bits / widest:.2f}em"></span>'
-        shape = "×".join(map(str, row.shape))
-        tokens = f"{row.tokens:,}" if row.tokens else "not used by the data"
-        cells = [_name(row), shape, html.escape(row.candidates[row.chosen]), f"{bits:.3f} {bar}"]
-        cells += [f"{row.nbytes[row.chosen]:,}", tokens]
-        if row.nanoseconds:
-            cells.append(f"{row.nanoseconds[row.chosen] / 1e3:.1f}")
-        rows.append("".join(f"<td>{cell}</td>" for cell in cells))
-    timed = ["us"] if allocation.milliseconds is not None else []
-    return _table(["weight", "shape", "recipe", "bits", "bytes", "tokens", *timed], rows)
-
-
-def _uniform(allocation: AllocationReport) -> str:
-    timed = allocation.milliseconds is not None
-    factor, unit = (1e-6, "ms") if timed else (8 / allocation.elements, "bits")
-    cost = sum(row.costs[row.chosen] for row in allocation.rows)
-    found = {**allocation.uniform, "as chosen": (cost, allocation.score)}
-    rows = [
-        f"<td>{html.escape(name)}</td><td>{cost * factor:.3f}</td><td>{score:.4g}</td>"
-        for name, (cost, score) in found.items()
-    ]
-    return _table(["candidate", unit, allocation.measure], rows)
-
-
-def _name(row: Row) -> str:
-    return html.escape(" = ".join((row.name, *row.also)))
+    figure.savefig(path, format="png", dpi=110)

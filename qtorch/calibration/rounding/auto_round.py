@@ -14,8 +14,10 @@ the error of the output (docs/guides/calibration): they move all elements as far
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from torch import Tensor
 from ...primitives import QuantSpec
 from ...primitives.jsonable import jsonable
 from ...primitives.qdtype import qdtype
+from ..engine import BlockRun
 from .grid import Grid
 
 MOST = 0.5
@@ -38,13 +41,15 @@ class Learnable:
 
     Attributes:
         grids: its codes and scales; several for the matrices of experts.
-        values: (N, K) of each grid, what the codes were chosen for.
+        values: what gives (N, K) of each grid, what the codes were chosen for.
         as_parameter: the same number of matrices (N, K) -> the parameter that they stand for.
+        with_grids: (learned grids, seconds that it took) -> the weight with them and the report on it.
     """
 
     grids: Sequence[Grid]
-    values: Sequence[Tensor]
+    values: Callable[[], Sequence[Tensor]]
     as_parameter: Callable[[Sequence[Tensor]], Tensor]
+    with_grids: Callable[[Sequence[Grid], float], Any]
 
     @property
     def has_own_scales(self) -> bool:
@@ -125,6 +130,14 @@ class AutoRound:
         if self.iterations < 1:
             raise ValueError(f"auto_round: iterations is 1 or more, got {self.iterations}")
 
+    def learn_block(self, run: BlockRun, made: Mapping[Tensor, Any]) -> dict[Tensor, Any]:
+        """The weights of a block with what was learned; none if the error of the block has not become less."""
+        begun = time.perf_counter()
+        starts = {weight: of.learnable for weight, of in made.items() if of.learnable is not None}
+        found = self.learn(starts, run.loss, run.count)
+        seconds = (time.perf_counter() - begun) / max(1, len(found))
+        return {weight: starts[weight].with_grids(grids, seconds) for weight, grids in found.items()}
+
     def learn(
         self, weights: Mapping[Tensor, Learnable], loss: Callable[[int, Mapping[Tensor, Tensor]], Tensor], count: int
     ) -> dict[Tensor, list[Grid]]:
@@ -136,7 +149,7 @@ class AutoRound:
             count: number of batches.
         """
         learned = {
-            weight: [LearnedGrid(grid, values) for grid, values in zip(start.grids, start.values, strict=True)]
+            weight: [LearnedGrid(grid, values) for grid, values in zip(start.grids, start.values(), strict=True)]
             for weight, start in weights.items()
             if start.has_own_scales
         }
@@ -169,6 +182,3 @@ class AutoRound:
         if total() >= before:
             return {}
         return {weight: [grid.learned() for grid in grids] for weight, grids in learned.items()}
-
-
-auto_round = AutoRound

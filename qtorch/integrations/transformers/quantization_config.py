@@ -11,7 +11,7 @@ from typing import Any
 from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ...calibration.calibrated import Method, with_data
+from ...calibration.methods import Method, with_data
 from ...checkpoint.formats.transformers_folder.names import (
     QUANT_METHOD,
     VERSION,
