@@ -19,7 +19,7 @@ from torch.nn import functional
 from ..custom_ops import note, opaque, recording
 from ..linear.scaled import INTEGERS
 from ..linear.weight_only import packed_weight_mm
-from ..ops.weight_only_mm import slice_length, weight_only_mm
+from ..ops.weight_only_mm import multiply_slices, slice_length, weight_only_mm
 from ..registry import Problem, from_rows, register, to_rows
 from . import variants, weight
 from .compiled_library import TYPES, Library, library, threads
@@ -276,11 +276,8 @@ def _multiply_slices(x: Tensor, made: Dequantized, bias: Tensor | None) -> Tenso
     step = slice_length(x, k, limit=SLICE_BYTES)
     if n <= step:
         return _add(functional.linear(x, made.rows()), bias)
-    y, memory = x.new_empty(x.shape[0], n), x.new_empty(step, k)
-    for start in range(0, n, step):
-        stop = min(start + step, n)
-        torch.mm(x, made.rows(start, stop, memory[: stop - start]).t(), out=y[:, start:stop])
-    return _add(y, bias)
+    memory = x.new_empty(step, k)
+    return _add(multiply_slices(x, n, step, lambda start, stop: made.rows(start, stop, memory[: stop - start])), bias)
 
 
 def supports(problem: Problem) -> str | None:
