@@ -163,18 +163,7 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     added, bias = weight.split_bias(bias, x, scheme.shape[0])
     low, high = spec.code_range
     y = cpu_block_sparse_mm(
-        rows,
-        xs,
-        xz,
-        quantized.qdata,
-        quantized.columns,
-        scheme.shape[0],
-        quantized.scale,
-        can_pack_bits(spec.dtype),
-        spec.dtype.name,
-        float(low),
-        float(high),
-        x.dtype,
-        added,
-    )
+        rows, xs, xz, quantized.qdata, quantized.columns, scheme.shape[0], quantized.scale, can_pack_bits(spec.dtype),
+        spec.dtype.name, float(low), float(high), x.dtype, added,
+    )  # fmt: skip
     return from_rows(y, x, bias)

@@ -148,21 +148,11 @@ def _conv(x: Tensor, quantized: Any, bias: Tensor | None, window: Window) -> Ten
     quantizer, shift = found
     added, bias = weight.split_bias(bias, x, scheme.shape[0])
     y = cpu_conv(
-        x,
-        quantized.act_scale if scheme.spec.static else None,
-        quantized.act_zero_point if scheme.spec.static else None,
-        list(quantizer),
-        shift,
-        quantized.qdata,
-        quantized.scale,
-        list(scheme.shape),
-        list(window.stride),
-        list(window.padding),
-        list(window.dilation),
-        window.groups,
-        scheme.weight.dtype.name,
-        added,
-    )
+        x, quantized.act_scale if scheme.spec.static else None,
+        quantized.act_zero_point if scheme.spec.static else None, list(quantizer), shift, quantized.qdata,
+        quantized.scale, list(scheme.shape), list(window.stride), list(window.padding), list(window.dilation),
+        window.groups, scheme.weight.dtype.name, added,
+    )  # fmt: skip
     if not torch.compiler.is_compiling():
         prepare(quantized, Activation(quantizer, shift, scheme.spec.static))
     return y if bias is None else y + bias.reshape(-1, *(1,) * (y.dim() - 2))

@@ -205,18 +205,9 @@ def _conv(x: Tensor, quantized: Any, bias: Tensor | None, window: Window) -> Ten
     scale, zero_point = matrix.dense_scale(), matrix.dense_zero_point()
     form = weight.form(scheme.matrix)
     y = cpu_weight_only_conv(
-        x,
-        quantized.qdata,
-        scale,
-        zero_point,
-        *form,
-        list(scheme.shape),
-        stride,
-        padding,
-        dilation,
-        window.groups,
+        x, quantized.qdata, scale, zero_point, *form, list(scheme.shape), stride, padding, dilation, window.groups,
         added,
-    )
+    )  # fmt: skip
     if not torch.compiler.is_compiling():
         prepare(quantized, None)
         ChannelwiseConv.prepare(quantized)

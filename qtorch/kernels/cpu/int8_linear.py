@@ -76,7 +76,7 @@ def cpu_int8_mm(
     numerics = numerics_of(quantizer)
     about = (x.dtype, dtype, "int8", numerics)
     layer = _Int8Linear.of(codes, ws, wz, n, k, weight_dtype, packed, "INT", 0.0, *about)
-    compiled, way = layer.compiled, layer.way(m)
+    compiled, variant = layer.compiled, layer.variant(m)
 
     def in_torch() -> Tensor:
         note("cpu_int8_mm.torch")
@@ -88,15 +88,15 @@ def cpu_int8_mm(
             y = int8_grouped_mm(xq, scale, zero, codes, ws, wz, dtype)
         return y if bias is None else y.add_(bias)
 
-    if compiled is None or way == "torch":
+    if compiled is None or variant == "torch":
         return in_torch()
     if recording():
-        note(f"cpu_int8_mm.{compiled.instruction_set}.{way}")
+        note(f"cpu_int8_mm.{compiled.instruction_set}.{variant}")
     x = x if x.stride(1) == 1 else x.contiguous()
     if xs is not None:
         xs, xz = of_rows(xs, xz, m, writable=x.dtype is not torch.int8)
         numerics = numerics_of(quantizer, address(xs, torch.float32), address(xz, torch.int32))
-    y, finite = layer.run(x, x.stride(0), m, (m, n), bias, way, numerics)
+    y, finite = layer.run(x, x.stride(0), m, (m, n), bias, variant, numerics)
     return y if finite else where_finite(y, x, in_torch)
 
 
@@ -263,19 +263,9 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     packed = scheme.layout.packed_axis is not None
     added, bias = weight.split_bias(bias, x, scheme.shape[0])
     y = cpu_int8_mm(
-        xq,
-        xs,
-        xz,
-        quantizer,
-        quantized.qdata,
-        scheme.shape[0],
-        quantized.dense_scale(),
-        quantized.zero_point,
-        packed,
-        scheme.weight.dtype.name,
-        x.dtype,
-        added,
-    )
+        xq, xs, xz, quantizer, quantized.qdata, scheme.shape[0], quantized.dense_scale(), quantized.zero_point,
+        packed, scheme.weight.dtype.name, x.dtype, added,
+    )  # fmt: skip
     if not torch.compiler.is_compiling() and quantizer and not scheme.spec.static:
         _Int8Linear.prepare(quantized)
     return from_rows(y, x, bias)

@@ -68,30 +68,11 @@ def cpu_kv_attention(call: KVAttention) -> Tensor:
         sinks = sinks.detach().float().contiguous()
     out = empty((batch, all_heads, rows, call.width), query.dtype)
     # By position, in the order of the fields: making the named tuple would take several times as long.
-    compiled.attention(
-        _pack(
-            *keys,
-            *values,
-            *of_recent[0],
-            *of_recent[1],
-            batch,
-            heads,
-            group,
-            rows,
-            call.tokens,
-            call.length - call.tokens,
-            address(query),
-            TYPES[query.dtype],
-            *query.stride()[:3],
-            address(out),
-            *of_mask,
-            address(sinks, torch.float32),
-            call.causal and rows > 1,
-            call.scaling,
-            call.softcap,
-            threads(),
-        )
-    )
+    compiled.attention(_pack(
+        *keys, *values, *of_recent[0], *of_recent[1], batch, heads, group, rows, call.tokens,
+        call.length - call.tokens, address(query), TYPES[query.dtype], *query.stride()[:3], address(out), *of_mask,
+        address(sinks, torch.float32), call.causal and rows > 1, call.scaling, call.softcap, threads(),
+    ))  # fmt: skip
     return out
 
 

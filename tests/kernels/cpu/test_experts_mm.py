@@ -1,4 +1,4 @@
-"""The compiled products with experts: the bits of one compiled linear layer for each expert, in every build and way."""
+"""The compiled products with experts have the bits of one compiled linear layer for each expert."""
 
 import functools
 
@@ -60,7 +60,7 @@ def stack(spec, n, k, activation=None, count=5, dtype=torch.float32):
 
 @functools.cache
 def cases(name, activation):
-    """(weight, [(x, index, results of the reference for int8 activations)]), made once for all builds and ways."""
+    """(weight, [(x, index, results of the reference for int8 activations)]), made once for all builds and variants."""
     made = []
     for n, k in SHAPES:
         weight, inputs = stack(SPECS[name], n, k, ACTIVATIONS[activation]), []
@@ -99,8 +99,8 @@ def check(x, weight, index, build):
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("build", BUILDS)
 def test_weight_only(build, name):
-    for way in variants.WAYS:
-        with compiled_library.use(build), variants.force(way):
+    for variant in variants.VARIANTS:
+        with compiled_library.use(build), variants.force(variant):
             for weight, inputs in cases(name, None):
                 for x, index, _ in inputs:
                     check(x, weight, index, build)
@@ -111,8 +111,8 @@ def test_weight_only(build, name):
 @pytest.mark.parametrize("build", BUILDS)
 def test_int8_activations(build, name, activation):
     """Also the bits of the reference."""
-    for way in ("dot", "tile", "channels"):
-        with compiled_library.use(build), variants.force(way):
+    for variant in ("dot", "tile", "channels"):
+        with compiled_library.use(build), variants.force(variant):
             for weight, inputs in cases(name, activation):
                 for x, index, wanted in inputs:
                     assert torch.equal(check(x, weight, index, build), wanted)
@@ -120,7 +120,7 @@ def test_int8_activations(build, name, activation):
 
 @pytest.mark.parametrize("build", BUILDS)
 def test_many_rows(build):
-    """More rows of an expert than are multiplied at a time, and each way of the table."""
+    """More rows of an expert than are multiplied at a time, and each variant of the table."""
     with compiled_library.use(build):
         for activation in (None, ASYMMETRIC_TOKEN):
             weight = stack(SPECS["int4 group 32"], 40, 96, activation, count=2)
@@ -292,7 +292,7 @@ def test_operators_are_well_formed():
     x, index = torch.randn(3, 32), torch.randint(4, (3, 2))
     arguments = (x, index, codes, scale, None, False, "int8", -127.0, 127.0, "INT")
     torch.library.opcheck(torch.ops.qtorch.cpu_experts_mm.default, arguments)
-    quantizer = list(experts.int8.row_quantizer(SYMMETRIC_TOKEN))
+    quantizer = list(experts.int8_linear.row_quantizer(SYMMETRIC_TOKEN))
     arguments = (x, index, None, None, quantizer, codes, scale, None, False, "int8", torch.float32)
     torch.library.opcheck(torch.ops.qtorch.cpu_experts_int8_mm.default, arguments)
 
