@@ -18,7 +18,7 @@ from torch import Tensor
 from ..custom_ops import note, opaque, recording
 from ..linear.scaled import INTEGERS
 from ..ops.experts import expert_by_expert, scheme_of_expert
-from ..registry import Problem, register
+from ..registry import Problem, needs_rows, register
 from . import int8_linear, variants, weight, weight_only
 from .compiled_library import TYPES, library, threads
 from .int8_linear import cpu_int8_mm, numerics_of, of_rows, quantize_rows
@@ -289,8 +289,8 @@ def _of_expert(problem: Problem) -> Problem | str:
     scheme = problem.scheme
     if len(scheme.shape) != 3:
         return f"takes experts (E, N, K), the weight has shape {scheme.shape}"
-    if scheme.layout.packed_axis not in (None, -1):
-        return "takes codes packed along rows, this weight is transposed"
+    if reason := needs_rows(problem):
+        return reason
     if 0 in scheme.shape:
         return f"takes experts with elements, the weight has shape {scheme.shape}"
     block = scheme.weight.block_size(scheme.shape)

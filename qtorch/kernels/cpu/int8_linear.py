@@ -22,7 +22,7 @@ from ..linear import scaled
 from ..ops.int8_grouped_mm import int8_grouped_mm, int8_product
 from ..ops.int_matmul import int32_terms
 from ..ops.quantize import quantize_input
-from ..registry import Problem, from_rows, register, to_rows
+from ..registry import Problem, from_rows, needs_floats, register, to_rows
 from . import variants, weight
 from .compiled_library import TYPES, library, threads
 from .memory import address, empty
@@ -211,10 +211,8 @@ def activation_of(rows: Tensor, quantized: Any) -> tuple[Tensor, Tensor | None, 
 
 def supports(problem: Problem) -> str | None:
     """Why the kernel does not take the problem, or None."""
-    if reason := scaled.supports_int32(problem) or weight.supports(problem):
+    if reason := scaled.supports_int32(problem) or weight.supports(problem) or needs_floats(problem):
         return reason
-    if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"takes fp32, bf16 or fp16 activations, got {str(problem.dtype).removeprefix('torch.')}"
     scheme = problem.scheme
     group = scheme.weight.block_size(scheme.shape)[1]
     if group != scheme.shape[1] and group % GROUP_MULTIPLE:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..custom_ops import note
 from ..ops.kv_attention import KVAttention, attend_by_heads, check_call
-from ..registry import Problem, register
+from ..registry import Problem, needs_floats, register
 from .compiled_library import TYPES, library, missing, threads
 from .memory import address, empty
 from .structs import Attention, Cached, struct_of
@@ -28,9 +28,7 @@ _pack = struct_of(Attention).pack
 
 
 def _supports(problem: Problem) -> str | None:
-    if problem.dtype not in FLOATS:
-        return f"takes fp32, bf16 or fp16 queries, these are {str(problem.dtype).removeprefix('torch.')}"
-    return missing()
+    return needs_floats(problem) or missing()
 
 
 @register(

@@ -15,7 +15,7 @@ def declare(name: str, *fields: tuple[str, Any]) -> Any:
     Args:
         fields: (names, type), in the order of the C++ struct.
     """
-    return NamedTuple(name, [(field, kind) for names, kind in fields for field in names.split()])  # type: ignore[misc]
+    return NamedTuple(name, [(field, kind) for names, kind in fields for field in names.split()])
 
 
 class Weight(NamedTuple):

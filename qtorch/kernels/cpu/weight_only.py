@@ -24,7 +24,7 @@ from ..custom_ops import note, opaque, recording
 from ..linear.scaled import INTEGERS
 from ..linear.weight_only import packed_weight_mm
 from ..ops.weight_only_mm import multiply_slices, slice_length, weight_only_mm
-from ..registry import Problem, from_rows, register, to_rows
+from ..registry import Problem, from_rows, needs_floats, register, to_rows
 from . import variants, weight
 from .compiled_library import TYPES, Library, library, threads
 from .float_copies import float_copy, wanted
@@ -268,9 +268,7 @@ def _multiply_slices(x: Tensor, made: Dequantized, bias: Tensor | None) -> Tenso
 
 def supports(problem: Problem) -> str | None:
     """Why the kernel does not take the problem, or None."""
-    if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"takes fp32, bf16 or fp16 activations, got {str(problem.dtype).removeprefix('torch.')}"
-    return weight.supports(problem)
+    return needs_floats(problem) or weight.supports(problem)
 
 
 @register(
