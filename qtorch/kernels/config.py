@@ -7,9 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-# --------------------------------------------------------------------------------------------------
-# Invalidation of cached choices of kernels when settings or kernels change.
-
 
 class Generation:
     """Counter of changes of the settings and of all else that the choice of kernels depends on.

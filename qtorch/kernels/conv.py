@@ -1,6 +1,10 @@
-"""Convolution as products of matrices: the windows of the input are gathered into rows (im2col).
+"""Convolutions with a quantized weight, in torch operators.
 
-    y[b, n, p] = sum_{c, t} x[b, c, stride p + dilation t - padding] w[n, c, t]
+Without quantized activations the weight is dequantized, which costs little, since each weight is used once for every
+output position. With them, a convolution is a product of matrices: the windows of the input are gathered into rows
+(im2col), and multiplied by a kernel of ``linear``, or here where each image has one scale (`image_conv`).
+
+    y[b, n, p] = sum_{c, t} x[b, c, stride p + dilation t - padding] w[n, c, t] + bias[n]
 
 Each output position p of an image is one row, indexed by (kernel position t, input channel c): a scale per row is one
 per window. The weight is a matrix (N, T * C): a scale per row is one per output channel, and groups run along the
@@ -185,16 +189,6 @@ def _per_axis(value: Size, ndim: int) -> tuple[int, ...]:
     return tuple(value) * (ndim if len(value) == 1 else 1)
 
 
-# --------------------------------------------------------------------------------------------------
-# Convolution with a quantized weight and a floating-point activation: dequantize the weight, then call torch.
-#
-#     y = conv(x, dequantize(w)) + bias
-#
-# A convolution uses each weight once for every output position, so that dequantizing all of it costs little.
-# With quantized activations, where no kernel takes the whole convolution (`image_conv`, `cpu/conv`), it is a product of
-# windows (see `im2col`), by the kernels of ``linear``.
-
-
 CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 """torch's functions by the number of axes of an image."""
 
@@ -252,14 +246,6 @@ def portable_conv(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -
     values = values if values.dim() > 2 else from_matrix(values, weight.scheme.shape).contiguous()
     real = x if weight.scheme.activation is None else fake_quantized(x, weight).to(x.dtype)
     return CONVOLUTIONS[len(window.kernel)](real, values, bias, stride, padding, dilation, groups)
-
-
-# --------------------------------------------------------------------------------------------------
-# Convolution of images that are quantized before their windows are gathered: with one scale for each image.
-#
-# y[b, n, p] = (sum_{c, t} (xq[b, c, stride p + dilation t] - xz[b]) (wq[n, t, c] - wz[n])) * ws[n] * xs[b] + bias[n]
-#
-# In torch operators: the definition of the numbers. An image that holds a NaN or an infinity gives NaN.
 
 
 def scales_images(scheme: Scheme) -> bool:
@@ -331,7 +317,11 @@ def image_codes_conv(
     groups: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The equation above without bias.
+    """The convolution of images that are quantized before their windows are gathered; it defines the numbers:
+
+        y[b, n, p] = (sum_{c, t} (xq[b, c, stride p + dilation t] - xz[b]) (wq[n, t, c] - wz[n])) * ws[n] * xs[b]
+
+    An image that holds a NaN or an infinity gives NaN.
 
     Args:
         xq: (B, C, *sizes) int8 codes.  xs: (B, 1) or (1, 1) scale.  xz: like xs, or None.

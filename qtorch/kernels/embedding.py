@@ -17,7 +17,7 @@ from ..primitives.layouts.packed import unpack_codes
 from ..primitives.layouts.semi_sparse import unpack_2_4
 from .linear.lut_weight_only import CodebookWeight
 from .ops.portable import dequantize_portably
-from .registry import REFERENCE, Problem, QuantizedWeight, needs_matrix, register
+from .registry import REFERENCE, Problem, QuantizedWeight, needs_matrix, needs_rows, register
 
 NOTE = "on CPU it saves memory, not time"
 
@@ -29,9 +29,7 @@ def gather_rows(ids: Tensor, weight: Any) -> Tensor:
 
 
 def _supports_rows(problem: Problem) -> str | None:
-    if problem.scheme.layout.packed_axis not in (None, -1):
-        return "takes codes packed along rows, this weight is transposed"
-    return needs_matrix(problem)
+    return needs_rows(problem) or needs_matrix(problem)
 
 
 @register("embedding", layout="packed", priority=10, supports=_supports_rows, note=NOTE)

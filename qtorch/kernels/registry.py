@@ -144,6 +144,19 @@ def needs_matrix(problem: Problem) -> str | None:
     return None if len(shape) == 2 else f"takes a 2-d weight, this one has shape {shape}"
 
 
+def needs_floats(problem: Problem) -> str | None:
+    """A condition for `supports`: an input in fp32, fp16 or bf16."""
+    if problem.dtype in (torch.float32, torch.float16, torch.bfloat16):
+        return None
+    return f"takes fp32, fp16 or bf16 inputs, got {str(problem.dtype).removeprefix('torch.')}"
+
+
+def needs_rows(problem: Problem) -> str | None:
+    """A condition for `supports`: codes that are packed along rows, or not packed."""
+    axis = problem.scheme.layout.packed_axis
+    return None if axis in (None, -1) else "takes codes packed along rows, this weight is transposed"
+
+
 def register(
     op: str,
     *,
@@ -290,10 +303,6 @@ def _report_fallback(problem: Problem, kernel: Kernel) -> None:
 
 def _either(names: Collection[str]) -> str:
     return " or ".join(sorted(names))
-
-
-# --------------------------------------------------------------------------------------------------
-# Rows of matrices: a layer's input of any rank, its result in the input's shape, and scales that rows share.
 
 
 unsafe_view = torch.ops.aten._unsafe_view.default

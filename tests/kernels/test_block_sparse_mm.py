@@ -32,7 +32,7 @@ WEIGHTS = {
     "int4 row": QuantSpec("int4", PerRow()),
     "int3 group": QuantSpec("int3", PerGroup(32)),
 }
-WAYS = [pytest.param(None, id="torch"), *BUILDS]
+VARIANTS = [pytest.param(None, id="torch"), *BUILDS]
 LEAST = {torch.float32: 110, torch.float16: 50, torch.bfloat16: 35}
 """SQNR of a product whose sums are taken in another order."""
 
@@ -49,7 +49,7 @@ def pair(
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("build", WAYS)
+@pytest.mark.parametrize("build", VARIANTS)
 def test_the_numbers_of_the_dense_weight(build: str | None, name: str, activation: str) -> None:
     for size in (16, 32, 64):
         if WEIGHTS[name].block_size((128, 320))[1] not in (16, 320) and size == 16:
@@ -72,7 +72,7 @@ def test_the_numbers_of_the_dense_weight(build: str | None, name: str, activatio
                 assert compute_error(expected, y) > LEAST[dtype]
 
 
-@pytest.mark.parametrize("build", WAYS)
+@pytest.mark.parametrize("build", VARIANTS)
 def test_rows_of_an_input_with_nan_are_nan_as_in_the_dense_product(build: str | None) -> None:
     for activation in (None, TOKEN):
         sparse, _ = pair(WEIGHTS["int8 row"], activation, 32)

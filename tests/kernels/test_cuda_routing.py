@@ -86,7 +86,7 @@ def test_what_they_refuse():
     assert "transposed" in reason("cuda_weight_mm", int4, view=lambda weight: weight.t())
     assert "transposed" in reason("cuda_int8_mm", replace(int4, activation=token), view=lambda weight: weight.t())
     assert "a scale of its own" in reason("cuda_weight_mm", LinearSpec(QuantSpec("int8", PerBlock((8, 16)))))
-    assert "takes fp32, fp16 or bf16" in reason("cuda_weight_mm", int4, dtype=torch.float64)
+    assert "takes fp32, fp16 or bf16 inputs" in reason("cuda_weight_mm", int4, dtype=torch.float64)
     assert "a 2-d weight" in reason("cuda_weight_mm", LinearSpec(QuantSpec("int8")), (2, 64, 128))
     real = QuantSpec("uint4", PerGroup(32), qtorch.MappingType.ASYMMETRIC, ZeroPointDomain.FLOAT, preserve_zero=False)
     assert "integer zero points" in reason("cuda_int8_mm", LinearSpec(real, token))

@@ -54,13 +54,13 @@ def test_sums_beyond_int32(k: int) -> None:
         for kernel in KERNELS:
             if kernel.rejects(problem) is not None:
                 continue
-            for way in ("dot", "tile", "fixed", "channels") if kernel.name.startswith("cpu_") else ("torch",):
-                with variants.force(way):
+            for variant in ("dot", "tile", "fixed", "channels") if kernel.name.startswith("cpu_") else ("torch",):
+                with variants.force(variant):
                     y = kernel(x, weight, None)
                 largest = float((x.double().abs() @ real.abs().t()).max())
-                assert (y.double() - x.double() @ real.t()).abs().max() <= 0.01 * largest, (name, kernel.name, way)
+                assert (y.double() - x.double() @ real.t()).abs().max() <= 0.01 * largest, (name, kernel.name, variant)
                 if weight.scheme.activation is not None:
-                    assert torch.equal(y, reference.linear(x, weight, None)), (name, kernel.name, way)
+                    assert torch.equal(y, reference.linear(x, weight, None)), (name, kernel.name, variant)
 
 
 def is_long(spec: LinearSpec) -> bool:

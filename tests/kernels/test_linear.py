@@ -1,5 +1,7 @@
 """Every kernel of `linear` against the reference, tightly; against float, bounded on both sides; and which one ran."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional
@@ -18,7 +20,10 @@ INT8 = QuantSpec("int8", quant_min=-127)
 TOKEN = QuantSpec("int8", PerRow(), quant_min=-127)
 TILE = QuantSpec("int8", PerBlock((8, 16)), quant_min=-127)
 FLOAT8 = QuantSpec("float8_e4m3fn", zero_point_domain=ZeroPointDomain.NONE)
+FLOAT4 = QuantSpec("float4_e2m1", PerGroup(16), zero_point_domain=ZeroPointDomain.NONE)
 ASYMMETRIC = MappingType.ASYMMETRIC
+REAL_ZERO = QuantSpec("uint4", PerGroup(32), ASYMMETRIC, ZeroPointDomain.FLOAT, preserve_zero=False)
+OFFSET = replace(REAL_ZERO, zero_point_domain=ZeroPointDomain.OFFSET)
 
 # name: (spec, kernel for fp32 on CPU, SQNR of the layer's output in dB: at least, at most)
 SCHEMES = {
@@ -27,49 +32,16 @@ SCHEMES = {
     "uint8 row": (LinearSpec(QuantSpec("uint8", PerRow(), ASYMMETRIC)), "weight_only_mm", 38, 52),
     "uint4 group": (LinearSpec(QuantSpec("uint4", PerGroup(32), ASYMMETRIC)), "weight_only_mm", 18, 26),
     "int3 group": (LinearSpec(QuantSpec("int3", PerGroup(16))), "weight_only_mm", 11, 20),
-    "uint4 float zero": (
-        LinearSpec(QuantSpec("uint4", PerGroup(32), ASYMMETRIC, ZeroPointDomain.FLOAT, preserve_zero=False)),
-        "weight_only_mm",
-        18,
-        26,
-    ),
-    "uint4 offset": (
-        LinearSpec(QuantSpec("uint4", PerGroup(32), ASYMMETRIC, ZeroPointDomain.OFFSET, preserve_zero=False)),
-        "weight_only_mm",
-        18,
-        26,
-    ),
+    "uint4 float zero": (LinearSpec(REAL_ZERO), "weight_only_mm", 18, 26),
+    "uint4 offset": (LinearSpec(OFFSET), "weight_only_mm", 18, 26),
     "uint4 fractional zero": (
-        LinearSpec(QuantSpec("uint4", PerGroup(32), ASYMMETRIC, ZeroPointDomain.FRACTIONAL)),
-        "weight_only_mm",
-        18,
-        26,
+        LinearSpec(QuantSpec("uint4", PerGroup(32), ASYMMETRIC, ZeroPointDomain.FRACTIONAL)), "weight_only_mm", 18, 26,
     ),
     "int4 block": (LinearSpec(QuantSpec("int4", PerBlock((8, 16)))), "weight_only_mm", 14, 24),
-    "float8 row": (
-        LinearSpec(QuantSpec("float8_e4m3fn", zero_point_domain=ZeroPointDomain.NONE)),
-        "weight_only_mm",
-        26,
-        36,
-    ),
-    "float4 group": (
-        LinearSpec(QuantSpec("float4_e2m1", PerGroup(32), zero_point_domain=ZeroPointDomain.NONE)),
-        "weight_only_mm",
-        16,
-        24,
-    ),
+    "float8 row": (LinearSpec(FLOAT8), "weight_only_mm", 26, 36),
+    "float4 group": (LinearSpec(FLOAT4.with_granularity(PerGroup(32))), "weight_only_mm", 16, 24),
     "float4 group, float8 scales": (
-        LinearSpec(
-            QuantSpec(
-                "float4_e2m1",
-                PerGroup(16),
-                zero_point_domain=ZeroPointDomain.NONE,
-                scale_spec=QuantSpec("float8_e4m3fn", PerTensor(), zero_point_domain=ZeroPointDomain.NONE),
-            )
-        ),
-        "weight_only_mm",
-        16,
-        24,
+        LinearSpec(replace(FLOAT4, scale_spec=FLOAT8.with_granularity(PerTensor()))), "weight_only_mm", 16, 24,
     ),
     "float8, float8": (LinearSpec(FLOAT8, FLOAT8), "emulated_scaled_mm", 25, 33),
     "int8, int8": (LinearSpec(INT8, TOKEN), "int8_scaled_mm", 35, 48),
@@ -85,7 +57,7 @@ SCHEMES = {
     "int8 tile, int8 tile": (LinearSpec(TILE, TILE), "int8_block_mm", 35, 48),
     "int8 row, int8 group": (LinearSpec(INT8, TILE.with_granularity(PerGroup(16))), "int8_block_mm", 35, 48),
     "uint8 row, int8": (LinearSpec(QuantSpec("uint8", PerRow(), ASYMMETRIC), TOKEN), "int8_scaled_mm", 35, 50),
-}
+}  # fmt: skip
 
 
 def layer(spec: LinearSpec, dtype: torch.dtype = torch.float32, n: int = 40, k: int = 96):

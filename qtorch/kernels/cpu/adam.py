@@ -30,31 +30,12 @@ def cpu_adam_step(weight: Tensor, grad: Tensor, moments: list[Moment], blocks: F
     note(f"adam_step.{compiled.instruction_set}")
     pointers = [pointer for moment in moments for pointer in _pointers(moment)]
     pointers += [0] * (6 - len(pointers))
-    compiled.adam(
-        _pack(
-            address(weight),
-            TYPES[weight.dtype],
-            address(grad),
-            TYPES[grad.dtype],
-            *blocks,
-            FORM_NUMBERS[step.form],
-            *pointers,
-            step.beta1,
-            step.beta2,
-            1 - step.beta1,
-            1 - step.beta2,
-            step.eps,
-            step.decay,
-            step.l2,
-            step.step_size,
-            step.correction,
-            LARGEST_SCALE[step.form],
-            step.key is not None and weight.dtype == torch.bfloat16,
-            step.key or 0,
-            step.first,
-            threads(),
-        )
-    )
+    compiled.adam(_pack(
+        address(weight), TYPES[weight.dtype], address(grad), TYPES[grad.dtype], *blocks, FORM_NUMBERS[step.form],
+        *pointers, step.beta1, step.beta2, 1 - step.beta1, 1 - step.beta2, step.eps, step.decay, step.l2,
+        step.step_size, step.correction, LARGEST_SCALE[step.form],
+        step.key is not None and weight.dtype == torch.bfloat16, step.key or 0, step.first, threads(),
+    ))  # fmt: skip
     if not weight.is_inference():
         torch.autograd.graph.increment_version(weight)
 

@@ -15,7 +15,7 @@ from ..custom_ops import note, opaque, recording
 from ..linear.block_sparse import block_sparse_int8_mm, block_sparse_weight_mm
 from ..linear.scaled import INTEGERS, supports_int32
 from ..ops.quantize import quantize_input
-from ..registry import Problem, from_rows, register, to_rows
+from ..registry import Problem, from_rows, needs_floats, register, to_rows
 from . import weight
 from .compiled_library import TYPES, library, missing, threads
 from .int8_linear import quantize_rows, row_quantizer
@@ -122,9 +122,7 @@ def _quantized(x: Tensor, quantized: Any) -> tuple[Tensor, Tensor, Tensor | None
 
 def _supports(problem: Problem) -> str | None:
     scheme = problem.scheme
-    if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"takes fp32, bf16 or fp16 activations, got {str(problem.dtype).removeprefix('torch.')}"
-    if scheme.activation is not None and (reason := supports_int32(problem)):
+    if reason := needs_floats(problem) or (supports_int32(problem) if scheme.activation is not None else None):
         return reason
     layout: Any = scheme.layout
     group = scheme.weight.block_size(scheme.shape)[1]
@@ -163,18 +161,7 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     added, bias = weight.split_bias(bias, x, scheme.shape[0])
     low, high = spec.code_range
     y = cpu_block_sparse_mm(
-        rows,
-        xs,
-        xz,
-        quantized.qdata,
-        quantized.columns,
-        scheme.shape[0],
-        quantized.scale,
-        can_pack_bits(spec.dtype),
-        spec.dtype.name,
-        float(low),
-        float(high),
-        x.dtype,
-        added,
-    )
+        rows, xs, xz, quantized.qdata, quantized.columns, scheme.shape[0], quantized.scale, can_pack_bits(spec.dtype),
+        spec.dtype.name, float(low), float(high), x.dtype, added,
+    )  # fmt: skip
     return from_rows(y, x, bias)

@@ -52,7 +52,7 @@ _COMMON = "-std=c++17 -O3 -fPIC -ffp-contract=off -fvisibility=hidden -fno-excep
 OPERATORS = "operators"
 """The library beside those of the instruction sets, for the baseline of the machine: it calls one of them."""
 
-WAYS = HERE / "ways.json"
+VARIANT_TABLES = HERE / "ways.json"
 
 
 def this_machine() -> str:
@@ -73,7 +73,7 @@ def library_path(instruction_set: str, directory: Path = LIBRARIES) -> Path:
 def fingerprint() -> str:
     """Identifies the sources and how they are compiled, so that a library of other ones is never called."""
     digest = hashlib.sha256(repr((_COMMON, FLAGS)).encode())
-    for path in (*sorted(path for path in SOURCES.iterdir() if path.suffix in (".h", ".cpp")), WAYS):
+    for path in (*sorted(path for path in SOURCES.iterdir() if path.suffix in (".h", ".cpp")), VARIANT_TABLES):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -145,7 +145,7 @@ def _compile(command: list[str], source: Path, target: Path) -> str:
     try:
         with tempfile.TemporaryDirectory(prefix=f"{target.stem}.", suffix=".tmp", dir=target.parent) as folder:
             object_file, library = Path(folder, f"{source.stem}.o"), Path(folder, target.name)
-            Path(folder, "ways.inc").write_text(f'R"json({WAYS.read_text()})json"')
+            Path(folder, "ways.inc").write_text(f'R"json({VARIANT_TABLES.read_text()})json"')
             include = ["-I", folder]
             steps = (
                 [*command, "-fopenmp", define, *include, "-c", str(source), "-o", str(object_file)],

@@ -24,7 +24,7 @@ from ...primitives.spec import QuantSpec
 from ..conv import Window, empty_result, scales_images
 from ..custom_ops import note, opaque, recording
 from ..ops.int_matmul import int32_terms
-from ..registry import Problem, register
+from ..registry import Problem, needs_floats, register
 from . import weight
 from .compiled_library import missing
 from .conv_prepared import Activation, CompiledConv, calls_of, prepare
@@ -113,8 +113,8 @@ def _supports(problem: Problem) -> str | None:
     scheme = problem.scheme
     activation, of_weight = scheme.activation, scheme.weight
     assert activation is not None
-    if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"takes fp32, bf16 or fp16 activations, got {str(problem.dtype).removeprefix('torch.')}"
+    if reason := needs_floats(problem):
+        return reason
     if len(scheme.shape) > 4 or 0 in scheme.shape:
         return f"takes images of one or two axes, the weight has shape {scheme.shape}"
     if of_weight.has_zero_point or of_weight.scale_spec is not None:
@@ -148,21 +148,11 @@ def _conv(x: Tensor, quantized: Any, bias: Tensor | None, window: Window) -> Ten
     quantizer, shift = found
     added, bias = weight.split_bias(bias, x, scheme.shape[0])
     y = cpu_conv(
-        x,
-        quantized.act_scale if scheme.spec.static else None,
-        quantized.act_zero_point if scheme.spec.static else None,
-        list(quantizer),
-        shift,
-        quantized.qdata,
-        quantized.scale,
-        list(scheme.shape),
-        list(window.stride),
-        list(window.padding),
-        list(window.dilation),
-        window.groups,
-        scheme.weight.dtype.name,
-        added,
-    )
+        x, quantized.act_scale if scheme.spec.static else None,
+        quantized.act_zero_point if scheme.spec.static else None, list(quantizer), shift, quantized.qdata,
+        quantized.scale, list(scheme.shape), list(window.stride), list(window.padding), list(window.dilation),
+        window.groups, scheme.weight.dtype.name, added,
+    )  # fmt: skip
     if not torch.compiler.is_compiling():
         prepare(quantized, Activation(quantizer, shift, scheme.spec.static))
     return y if bias is None else y + bias.reshape(-1, *(1,) * (y.dim() - 2))

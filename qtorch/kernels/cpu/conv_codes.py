@@ -10,10 +10,7 @@ from torch import Tensor
 
 from .compiled_library import TYPES, Library, threads
 from .memory import address, empty
-from .structs import Quantizer, struct_of
-
-# --------------------------------------------------------------------------------------------------
-# The structs of compiled convolutions, field for field as src/conv*.h declare them; see `structs`.
+from .structs import Quantizer, declare, struct_of
 
 
 class ConvShape(NamedTuple):
@@ -52,32 +49,17 @@ class ConvPackCall(NamedTuple):
     sums: int
 
 
-class ConvCodesCall(NamedTuple):
-    """src/conv_codes.h"""
-
-    x: int
-    type: int
-    image: int
-    channels_last: int
-    images: int
-    groups: int
-    channels: int
-    height: int
-    width: int
-    codes: int
-    code_image: int
-    code_row: int
-    code_pixel: int
-    padded: int
-    top: int
-    bottom: int
-    left: int
-    right: int
-    quantizer: Quantizer
-    shift: int
-    scale: int
-    zero: int
-    threads: int
+ConvCodesCall = declare(
+    "ConvCodesCall",
+    (
+        "x type image channels_last images groups channels height width codes code_image code_row "
+        "code_pixel padded top bottom left right",
+        int,
+    ),
+    ("quantizer", Quantizer),
+    ("shift scale zero threads", int),
+)
+"""src/conv_codes.h"""
 
 
 class ConvFinish(NamedTuple):
@@ -116,42 +98,23 @@ class ConvCall(NamedTuple):
     threads: int
 
 
-class ConvPoolCall(NamedTuple):
-    """src/conv_pool.h"""
-
-    x: int
-    out: int
-    images: int
-    channels: int
-    height: int
-    width: int
-    out_h: int
-    out_w: int
-    kernel_h: int
-    kernel_w: int
-    stride_h: int
-    stride_w: int
-    padding_h: int
-    padding_w: int
-    threads: int
+ConvPoolCall = declare(
+    "ConvPoolCall",
+    (
+        "x out images channels height width out_h out_w kernel_h kernel_w stride_h stride_w "
+        "padding_h padding_w threads",
+        int,
+    ),
+)
+"""src/conv_pool.h"""
 
 
-class ConvFloatCall(NamedTuple):
-    """src/conv_float.h"""
-
-    shape: ConvShape
-    x: int
-    image: int
-    channels_last: int
-    height: int
-    width: int
-    padding_h: int
-    padding_w: int
-    packed: int
-    scale: int
-    bias: int
-    out: int
-    threads: int
+ConvFloatCall = declare(
+    "ConvFloatCall",
+    ("shape", ConvShape),
+    ("x image channels_last height width padding_h padding_w packed scale bias out threads", int),
+)
+"""src/conv_float.h"""
 
 
 BEHIND = 64
@@ -233,30 +196,11 @@ def quantize_images(
     image, row, pixel, padded = form.strides
     # By position, in the order of the struct's fields, which is several times as fast.
     call = _pack_codes(
-        address(x),
-        TYPES[x.dtype],
-        x.stride(0),
-        channels_last,
-        form.images,
-        form.groups,
-        form.channels // form.groups,
-        form.height,
-        form.width,
-        address(codes, torch.uint8) + form.first(),
-        image,
-        row,
-        pixel,
-        padded,
-        height,
-        height,
-        width,
-        width,
-        *quantizer,
-        shift,
-        address(scale, torch.float32),
-        address(zero, torch.int32),
-        threads(),
-    )
+        address(x), TYPES[x.dtype], x.stride(0), channels_last, form.images, form.groups,
+        form.channels // form.groups, form.height, form.width, address(codes, torch.uint8) + form.first(), image, row,
+        pixel, padded, height, height, width, width, *quantizer, shift, address(scale, torch.float32),
+        address(zero, torch.int32), threads(),
+    )  # fmt: skip
     return codes, bool(library.conv_codes(call))
 
 

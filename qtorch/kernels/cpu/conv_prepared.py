@@ -21,10 +21,6 @@ from .structs import Quantizer, pack, struct_of
 from .weight import CompiledWeight, fits
 from .weight_only import PLAIN
 
-# --------------------------------------------------------------------------------------------------
-# The weight of a convolution in the order in which the compiled kernels multiply it, made once.
-
-
 ROOM = 64
 """Elements behind vectors of features: whole vectors are read."""
 
@@ -130,17 +126,9 @@ class FloatConv:
     def run(self, x: Tensor, bias: Tensor | None, xs: Tensor | None, xz: Tensor | None) -> Tensor:
         """y (B, N, *positions)."""
         y = empty_strided(self._sizes, self._strides, self._dtype)
-        self._run(
-            _pack_float_call(
-                *self._shape,
-                address(x),
-                *self._images,
-                *self._weight,
-                address(bias),
-                address(y),
-                threads(),
-            )
-        )
+        self._run(_pack_float_call(
+            *self._shape, address(x), *self._images, *self._weight, address(bias), address(y), threads(),
+        ))  # fmt: skip
         return y
 
 
@@ -185,21 +173,11 @@ class CodesConv:
         images = x.unsqueeze(2) if self._axis else x
         codes, lost = quantize_images(self._library, images, self._form, self._quantizer, self._shift, scale, zero)
         y = empty_strided(self._sizes, self._strides, self._dtype)
-        self._library.conv(
-            _pack_codes_call(
-                *self._shape,
-                address(codes, torch.uint8) + self._first,
-                *self._steps,
-                *self._weight,
-                address(scale, torch.float32),
-                address(zero, torch.int32),
-                xs is None,
-                address(bias),
-                address(y),
-                *self._finish,
-                threads(),
-            )
-        )
+        self._library.conv(_pack_codes_call(
+            *self._shape, address(codes, torch.uint8) + self._first, *self._steps, *self._weight,
+            address(scale, torch.float32), address(zero, torch.int32), xs is None, address(bias), address(y),
+            *self._finish, threads(),
+        ))  # fmt: skip
         return with_lost(y, x, self._window) if lost and self._static else y
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..conv import CONVOLUTIONS, Window, empty_result, from_matrix, is_channels_last
 from ..custom_ops import note, opaque, recording
 from ..linear.scaled import INTEGERS
-from ..registry import Problem, register
+from ..registry import Problem, needs_floats, register
 from . import weight
 from .compiled_library import library
 from .conv_prepared import CompiledConv, calls_of, prepare
@@ -175,8 +175,8 @@ def _shared(size: int) -> Tensor:
 
 
 def _supports(problem: Problem) -> str | None:
-    if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"takes fp32, bf16 or fp16 activations, got {str(problem.dtype).removeprefix('torch.')}"
+    if reason := needs_floats(problem):
+        return reason
     scheme: Any = problem.scheme
     try:
         scheme.weight.block_size(scheme.codes_shape)
@@ -205,18 +205,9 @@ def _conv(x: Tensor, quantized: Any, bias: Tensor | None, window: Window) -> Ten
     scale, zero_point = matrix.dense_scale(), matrix.dense_zero_point()
     form = weight.form(scheme.matrix)
     y = cpu_weight_only_conv(
-        x,
-        quantized.qdata,
-        scale,
-        zero_point,
-        *form,
-        list(scheme.shape),
-        stride,
-        padding,
-        dilation,
-        window.groups,
+        x, quantized.qdata, scale, zero_point, *form, list(scheme.shape), stride, padding, dilation, window.groups,
         added,
-    )
+    )  # fmt: skip
     if not torch.compiler.is_compiling():
         prepare(quantized, None)
         ChannelwiseConv.prepare(quantized)

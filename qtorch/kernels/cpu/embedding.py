@@ -16,7 +16,7 @@ from ...primitives.layouts.packed import unpack_codes
 from ...primitives.qdtype import qdtype
 from ..custom_ops import note, opaque
 from ..linear.scaled import INTEGERS
-from ..registry import Problem, register
+from ..registry import Problem, needs_floats, register
 from . import weight
 from .compiled_library import TYPES, library, threads
 from .memory import address, empty
@@ -85,8 +85,8 @@ def cpu_embedding(
 
 
 def _supports(problem: Problem) -> str | None:
-    if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"gives fp32, bf16 or fp16, the table's dtype is {str(problem.dtype).removeprefix('torch.')}"
+    if reason := needs_floats(problem):
+        return reason
     if problem.scheme.weight.scale_spec is not None:
         return "takes scales in floating point, those of the table are quantized"
     return weight.supports(problem)

@@ -2,8 +2,9 @@
 
     y[t * R + r] = x[t] dequantize(w[experts[t, r]])^T
 
-Rows are sorted by expert inside the call (src/experts.h); each expert is multiplied by the way that `variants.py` has
-for its number of rows. An activation is quantized once for all experts of a row.
+Rows are sorted by expert inside the call (src/experts.h); each expert is multiplied by the variant that `variants.py`
+has for its number of rows. An activation is quantized once for all experts of a row. As for linear layers, the second
+product with a weight calls `CompiledExperts.grouped` at once.
 """
 
 from __future__ import annotations
@@ -17,27 +18,22 @@ from torch import Tensor
 from ..custom_ops import note, opaque, recording
 from ..linear.scaled import INTEGERS
 from ..ops.experts import expert_by_expert, scheme_of_expert
-from ..registry import Problem, register
+from ..registry import Problem, needs_rows, register
 from . import int8_linear, variants, weight, weight_only
 from .compiled_library import TYPES, library, threads
 from .int8_linear import cpu_int8_mm, numerics_of, of_rows, quantize_rows
 from .memory import address, empty
 from .structs import ExpertsCall, ExpertsIntCall, pack, struct_of
-from .variants import WAYS
+from .variants import VARIANTS
 from .weight import CompiledWeight, has_short_groups
 from .weight_only import Numerics, cpu_weight_only_mm, where_finite
 
-# --------------------------------------------------------------------------------------------------
-# The matrices of experts and the compiled function that multiplies with all of them: what a call needs besides its
-# input. As for linear layers (`weight_only.py`), the second product with a weight calls `grouped` at once.
-
-
 NO_LIMIT = 2**62
-"""Rows of the last of the ways."""
+"""Rows of the last of the variants."""
 
 
 class CompiledExperts(CompiledWeight):
-    """The matrices of all experts as one weight (E * N, K), and the ways by the number of rows of an expert.
+    """The matrices of all experts as one weight (E * N, K), and the variants by the number of rows of an expert.
 
     A subclass has the function's `name` in `Library`, and `call`, the struct that it takes after the weight.
 
@@ -53,7 +49,7 @@ class CompiledExperts(CompiledWeight):
         "_n",
         "_row",
         "_steps",
-        "_ways",
+        "_variants",
         "_weight",
         "compiled",
         "dtype",
@@ -64,7 +60,7 @@ class CompiledExperts(CompiledWeight):
     call: ClassVar[type]
 
     def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
-        """See `of`; the last of `about` are E, the dtype of y, the name of x in `ways`, and numerics."""
+        """See `of`; the last of `about` are E, the dtype of y, the name of x in `variants`, and numerics."""
         super().__init__(codes, scale, zero_point, *about)
         n, k, _, packed, _, _, self._count, self.dtype, kind, self.numerics = about
         self._n, self._row = n // self._count, k
@@ -76,10 +72,12 @@ class CompiledExperts(CompiledWeight):
         instructions = self.compiled.instruction_set
         key = variants.key_of(kind, packed, scale.shape[-1] > 1, n * k, has_short_groups(self.fields))
         self._fastest = variants.steps(instructions, key)
-        otherwise = WAYS["amx" if kind != "int8" and instructions == "amx" else "tile"]
-        steps = [(NO_LIMIT if rows is None else rows, WAYS.get(way, otherwise)) for rows, way in self._fastest]
+        otherwise = VARIANTS["amx" if kind != "int8" and instructions == "amx" else "tile"]
+        steps = [
+            (NO_LIMIT if rows is None else rows, VARIANTS.get(variant, otherwise)) for rows, variant in self._fastest
+        ]
         self._steps = len(steps)
-        self._ways = (ctypes.c_int64 * (2 * self._steps))(*(number for step in steps for number in step))
+        self._variants = (ctypes.c_int64 * (2 * self._steps))(*(number for step in steps for number in step))
 
     @staticmethod
     def as_matrix(tensor: Tensor) -> Tensor:
@@ -87,11 +85,11 @@ class CompiledExperts(CompiledWeight):
         return tensor.view(-1, tensor.shape[-1])
 
     def is_fastest(self, rows: int) -> bool:
-        """Whether the compiled call is at least as fast as other ways, for so many rows in all."""
+        """Whether the compiled call is at least as fast as other variants, for so many rows in all."""
         if self.compiled is None:
             return False
         mean = rows // self._count
-        return next(way for most, way in self._fastest if most is None or mean <= most) in WAYS
+        return next(variant for most, variant in self._fastest if most is None or mean <= most) in VARIANTS
 
     def run(self, x: Tensor, experts: Tensor, numerics: Numerics) -> tuple[Tensor, bool]:
         """y (T * R, N), and whether all of it is finite."""
@@ -99,7 +97,7 @@ class CompiledExperts(CompiledWeight):
         y = empty((rows, n), dtype)
         # By position, in the order of the structs' fields.
         of_call = struct_of(self.call).pack(
-            *(address(experts, torch.int64), rows, self._count, share, ctypes.addressof(self._ways), self._steps),
+            *(address(experts, torch.int64), rows, self._count, share, ctypes.addressof(self._variants), self._steps),
             *(address(x), TYPES[x.dtype], x.stride(0), x.shape[0]),
             *(address(y), TYPES[dtype], n, 0),
             *numerics,
@@ -291,8 +289,8 @@ def _of_expert(problem: Problem) -> Problem | str:
     scheme = problem.scheme
     if len(scheme.shape) != 3:
         return f"takes experts (E, N, K), the weight has shape {scheme.shape}"
-    if scheme.layout.packed_axis not in (None, -1):
-        return "takes codes packed along rows, this weight is transposed"
+    if reason := needs_rows(problem):
+        return reason
     if 0 in scheme.shape:
         return f"takes experts with elements, the weight has shape {scheme.shape}"
     block = scheme.weight.block_size(scheme.shape)

@@ -1,8 +1,9 @@
-"""Dequantized copies of weights, kept within `qtorch.config.float_copy_bytes`.
+"""Dequantized copies of weights, kept within `qtorch.config.float_copy_bytes`, and products on them.
 
-They serve layers that are faster in floating point. A copy belongs to the tensor of codes that it was made from: it is
-freed with that tensor, and not used after the codes, scale or zero point were written to. The weight holds no reference
-to its copy, so it is never saved, moved or copied with the weight.
+They serve layers that are faster in floating point; without compiled kernels any number of rows is, except with int8
+codes of a scale per row, which `fixed_point_mm` multiplies. A copy belongs to the tensor of codes that it was made
+from: it is freed with that tensor, and not used after the codes, scale or zero point were written to. The weight holds
+no reference to its copy, so it is never saved, moved or copied with the weight.
 """
 
 from __future__ import annotations
@@ -91,14 +92,6 @@ def clear() -> None:
 def _drop(key: _Key) -> None:
     with _lock:
         _entries.pop(key, None)
-
-
-# --------------------------------------------------------------------------------------------------
-# Weight-only products without compiled kernels, on a dequantized copy of the weight where one may be kept.
-#
-# Dequantizing a slice at a time with torch operators takes longer than the product of a few rows, so a copy within
-# `qtorch.config.float_copy_bytes` serves any number of rows. int8 codes with a scale per row have a faster way,
-# `fixed_point_mm`, and get no copy.
 
 
 @implement("packed_weight_mm", "cpu")

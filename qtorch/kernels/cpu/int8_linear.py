@@ -22,7 +22,7 @@ from ..linear import scaled
 from ..ops.int8_grouped_mm import int8_grouped_mm, int8_product
 from ..ops.int_matmul import int32_terms
 from ..ops.quantize import quantize_input
-from ..registry import Problem, from_rows, register, to_rows
+from ..registry import Problem, from_rows, needs_floats, register, to_rows
 from . import variants, weight
 from .compiled_library import TYPES, library, threads
 from .memory import address, empty
@@ -76,7 +76,7 @@ def cpu_int8_mm(
     numerics = numerics_of(quantizer)
     about = (x.dtype, dtype, "int8", numerics)
     layer = _Int8Linear.of(codes, ws, wz, n, k, weight_dtype, packed, "INT", 0.0, *about)
-    compiled, way = layer.compiled, layer.way(m)
+    compiled, variant = layer.compiled, layer.variant(m)
 
     def in_torch() -> Tensor:
         note("cpu_int8_mm.torch")
@@ -88,15 +88,15 @@ def cpu_int8_mm(
             y = int8_grouped_mm(xq, scale, zero, codes, ws, wz, dtype)
         return y if bias is None else y.add_(bias)
 
-    if compiled is None or way == "torch":
+    if compiled is None or variant == "torch":
         return in_torch()
     if recording():
-        note(f"cpu_int8_mm.{compiled.instruction_set}.{way}")
+        note(f"cpu_int8_mm.{compiled.instruction_set}.{variant}")
     x = x if x.stride(1) == 1 else x.contiguous()
     if xs is not None:
         xs, xz = of_rows(xs, xz, m, writable=x.dtype is not torch.int8)
         numerics = numerics_of(quantizer, address(xs, torch.float32), address(xz, torch.int32))
-    y, finite = layer.run(x, x.stride(0), m, (m, n), bias, way, numerics)
+    y, finite = layer.run(x, x.stride(0), m, (m, n), bias, variant, numerics)
     return y if finite else where_finite(y, x, in_torch)
 
 
@@ -211,10 +211,8 @@ def activation_of(rows: Tensor, quantized: Any) -> tuple[Tensor, Tensor | None, 
 
 def supports(problem: Problem) -> str | None:
     """Why the kernel does not take the problem, or None."""
-    if reason := scaled.supports_int32(problem) or weight.supports(problem):
+    if reason := scaled.supports_int32(problem) or weight.supports(problem) or needs_floats(problem):
         return reason
-    if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"takes fp32, bf16 or fp16 activations, got {str(problem.dtype).removeprefix('torch.')}"
     scheme = problem.scheme
     group = scheme.weight.block_size(scheme.shape)[1]
     if group != scheme.shape[1] and group % GROUP_MULTIPLE:
@@ -263,19 +261,9 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     packed = scheme.layout.packed_axis is not None
     added, bias = weight.split_bias(bias, x, scheme.shape[0])
     y = cpu_int8_mm(
-        xq,
-        xs,
-        xz,
-        quantizer,
-        quantized.qdata,
-        scheme.shape[0],
-        quantized.dense_scale(),
-        quantized.zero_point,
-        packed,
-        scheme.weight.dtype.name,
-        x.dtype,
-        added,
-    )
+        xq, xs, xz, quantizer, quantized.qdata, scheme.shape[0], quantized.dense_scale(), quantized.zero_point,
+        packed, scheme.weight.dtype.name, x.dtype, added,
+    )  # fmt: skip
     if not torch.compiler.is_compiling() and quantizer and not scheme.spec.static:
         _Int8Linear.prepare(quantized)
     return from_rows(y, x, bias)

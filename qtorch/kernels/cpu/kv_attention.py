@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..custom_ops import note
 from ..ops.kv_attention import KVAttention, attend_by_heads, check_call
-from ..registry import Problem, register
+from ..registry import Problem, needs_floats, register
 from .compiled_library import TYPES, library, missing, threads
 from .memory import address, empty
 from .structs import Attention, Cached, struct_of
@@ -28,9 +28,7 @@ _pack = struct_of(Attention).pack
 
 
 def _supports(problem: Problem) -> str | None:
-    if problem.dtype not in FLOATS:
-        return f"takes fp32, bf16 or fp16 queries, these are {str(problem.dtype).removeprefix('torch.')}"
-    return missing()
+    return needs_floats(problem) or missing()
 
 
 @register(
@@ -68,30 +66,11 @@ def cpu_kv_attention(call: KVAttention) -> Tensor:
         sinks = sinks.detach().float().contiguous()
     out = empty((batch, all_heads, rows, call.width), query.dtype)
     # By position, in the order of the fields: making the named tuple would take several times as long.
-    compiled.attention(
-        _pack(
-            *keys,
-            *values,
-            *of_recent[0],
-            *of_recent[1],
-            batch,
-            heads,
-            group,
-            rows,
-            call.tokens,
-            call.length - call.tokens,
-            address(query),
-            TYPES[query.dtype],
-            *query.stride()[:3],
-            address(out),
-            *of_mask,
-            address(sinks, torch.float32),
-            call.causal and rows > 1,
-            call.scaling,
-            call.softcap,
-            threads(),
-        )
-    )
+    compiled.attention(_pack(
+        *keys, *values, *of_recent[0], *of_recent[1], batch, heads, group, rows, call.tokens,
+        call.length - call.tokens, address(query), TYPES[query.dtype], *query.stride()[:3], address(out), *of_mask,
+        address(sinks, torch.float32), call.causal and rows > 1, call.scaling, call.softcap, threads(),
+    ))  # fmt: skip
     return out
 
 

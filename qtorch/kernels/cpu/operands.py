@@ -1,4 +1,5 @@
-"""Operands of training products, compiled: floats to codes in whichever order a product wants them, and back.
+"""Operands of training products, compiled: floats to codes in whichever order a product wants them, and back; and
+integer products with scales for blocks of both operands, or one scale a row.
 
 Torch's own operators pass over an operand a dozen times, and write a tensor of its size each time.
 """
@@ -139,24 +140,11 @@ def _quantized(x: Tensor, spec: QuantSpec, tokens: bool) -> Quantized | None:
     shape = rows if scale_of_rows else rows // block_rows, columns // block_columns
     codes = empty((rows, columns), spec.dtype.storage)
     scale = empty(shape, torch.float8_e8m0fnu if numbers.power else torch.float32)
-    compiled.quantize_matrix(
-        _quantize(
-            address(x),
-            TYPES[x.dtype],
-            *x.stride(),
-            rows,
-            columns,
-            block_rows,
-            block_columns,
-            *numbers,
-            tokens,
-            scale_of_rows,
-            *((0, 0, 0) if noise is None else (address(noise, torch.float32), *noise.stride())),
-            address(codes),
-            address(scale),
-            threads(),
-        )
-    )
+    compiled.quantize_matrix(_quantize(
+        address(x), TYPES[x.dtype], *x.stride(), rows, columns, block_rows, block_columns, *numbers, tokens,
+        scale_of_rows, *((0, 0, 0) if noise is None else (address(noise, torch.float32), *noise.stride())),
+        address(codes), address(scale), threads(),
+    ))  # fmt: skip
     return codes, scale, None
 
 
@@ -198,26 +186,12 @@ def _reals(codes: Tensor, scale: Tensor | None, kind: QDType) -> Tensor | None:
         return None
     note(f"dequantize_matrix.{compiled.instruction_set}")
     real = empty(tuple(codes.shape), torch.float32)
-    compiled.dequantize_matrix(
-        _dequantize(
-            address(codes, kind.storage),
-            codes.stride(0),
-            *codes.shape,
-            FORMATS.get(kind.name, INTEGER),
-            address(scale),
-            scale is not None and scale.dtype is torch.float8_e8m0fnu,
-            *((0, 0) if scale is None else scale.stride()),
-            *block,
-            address(real, torch.float32),
-            threads(),
-        )
-    )
+    compiled.dequantize_matrix(_dequantize(
+        address(codes, kind.storage), codes.stride(0), *codes.shape, FORMATS.get(kind.name, INTEGER), address(scale),
+        scale is not None and scale.dtype is torch.float8_e8m0fnu, *((0, 0) if scale is None else scale.stride()),
+        *block, address(real, torch.float32), threads(),
+    ))  # fmt: skip
     return real
-
-
-# --------------------------------------------------------------------------------------------------
-# Integer products of operands of training, compiled: scales for blocks of both operands, and what follows a product
-# that has one scale a row.
 
 
 _block_product = struct_of(BlockProduct).pack
@@ -239,22 +213,10 @@ def cpu_int8_block_mm(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: tor
     xq, wq = xq.contiguous(), wq if 1 in wq.stride() else wq.contiguous()
     xs, ws = xs.float(), ws.float()
     y = empty((m, n), dtype)
-    compiled.block_product(
-        _block_product(
-            address(xq, torch.int8),
-            address(wq, torch.int8),
-            *wq.stride(),
-            m,
-            n,
-            k,
-            group,
-            *_scale_fields(xs, m, groups),
-            *_scale_fields(ws, n, groups),
-            address(y),
-            TYPES[dtype],
-            threads(),
-        )
-    )
+    compiled.block_product(_block_product(
+        address(xq, torch.int8), address(wq, torch.int8), *wq.stride(), m, n, k, group, *_scale_fields(xs, m, groups),
+        *_scale_fields(ws, n, groups), address(y), TYPES[dtype], threads(),
+    ))  # fmt: skip
     return y
 
 
@@ -277,18 +239,8 @@ def scaled_int_matmul(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: tor
     sums = y.view(torch.int32) if dtype is torch.float32 else empty((m, n), torch.int32)
     int_matmul_into(sums, xq, wq.t())
     xs, ws = xs.float(), ws.float()
-    compiled.scale_sums(
-        _scale_sums(
-            address(sums, torch.int32),
-            m,
-            n,
-            address(xs, torch.float32),
-            xs.stride(0) if xs.shape[0] > 1 else 0,
-            address(ws, torch.float32),
-            ws.stride(0) if ws.shape[0] > 1 else 0,
-            address(y),
-            TYPES[dtype],
-            threads(),
-        )
-    )
+    compiled.scale_sums(_scale_sums(
+        address(sums, torch.int32), m, n, address(xs, torch.float32), xs.stride(0) if xs.shape[0] > 1 else 0,
+        address(ws, torch.float32), ws.stride(0) if ws.shape[0] > 1 else 0, address(y), TYPES[dtype], threads(),
+    ))  # fmt: skip
     return y

@@ -1,7 +1,7 @@
 """Operators that torch's dispatcher calls in C++: compiled graphs then run them without Python.
 
 `src/operators.cpp` registers implementations for CPU tensors of some operators that are defined in Python, through
-torch's stable C ABI. They choose the library and the way as Python does; calls that they do not support are passed on
+torch's stable C ABI. They choose the library and the variant as Python does, and pass calls that they do not support on
 to Python. Without the library, or with a torch that lacks a function, the implementations in Python run. Fake
 implementations, vmap and everything else stay in Python.
 
@@ -109,7 +109,7 @@ def _attach() -> None:
 
 
 def _refresh() -> None:
-    """Tell the operators which library is in use, and what chooses its ways."""
+    """Tell the operators which library is in use, and what chooses its variants."""
     if not _attached:
         return
     found = compiled_library.library()

@@ -1,4 +1,8 @@
-"""Quantization of tokens for a cache, compiled: one call in place of a dozen of torch's."""
+"""Quantization of tokens for a cache, and of weights, compiled: one call in place of a dozen of torch's.
+
+Each block of a weight is a row of the quantizer of activations, which chooses its scale and writes its codes while it
+is in the cache. Scales that it does not choose (of other rules, or rounded to 16 bits) are chosen by torch operators.
+"""
 
 from __future__ import annotations
 
@@ -58,35 +62,16 @@ def cpu_quantize_tokens(x: Tensor, dtype: str, scale_dtype: torch.dtype) -> list
     x = x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
     parts = _empty_parts(x, dtype, scale_dtype)
     pointers = [address(part) for part in parts]
-    compiled.quantize_tokens(
-        _pack(
-            address(x),
-            TYPES[x.dtype],
-            *x.stride()[:3],
-            *x.shape,
-            FORMATS[form.values.dtype.name],
-            pointers[0],
-            pointers[1],
-            pointers[2] if len(pointers) > 2 else 0,
-            TYPES[scale_dtype],
-            *_bounds(form),
-            threads(),
-        )
-    )
+    compiled.quantize_tokens(_pack(
+        address(x), TYPES[x.dtype], *x.stride()[:3], *x.shape, FORMATS[form.values.dtype.name], pointers[0],
+        pointers[1], pointers[2] if len(pointers) > 2 else 0, TYPES[scale_dtype], *_bounds(form), threads(),
+    ))  # fmt: skip
     return parts
 
 
 @implement("quantize_tokens", "cpu")
 def _quantize_tokens(x: Tensor, form: CacheForm) -> Parts:
     return tuple(cpu_quantize_tokens(x, form.dtype, form.scale_dtype))
-
-
-# --------------------------------------------------------------------------------------------------
-# Quantization of a weight, compiled: see `quantize_weight`.
-#
-# Each block is a row of the quantizer of activations, which chooses its scale and writes its codes while it is in the
-# cache; torch operators take a dozen passes. Scales that it does not choose (of other rules, or rounded to 16 bits) are
-# chosen by torch operators, and it makes the codes.
 
 
 _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))

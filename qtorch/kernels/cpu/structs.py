@@ -9,6 +9,15 @@ import struct
 from typing import Any, NamedTuple, get_type_hints
 
 
+def declare(name: str, *fields: tuple[str, Any]) -> Any:
+    """The type of a struct whose values are given by position.
+
+    Args:
+        fields: (names, type), in the order of the C++ struct.
+    """
+    return NamedTuple(name, [(field, kind) for names, kind in fields for field in names.split()])
+
+
 class Weight(NamedTuple):
     """src/weight.h. Pointers are addresses, types are numbers of `compiled_library.TYPES`."""
 
@@ -58,23 +67,18 @@ class Quantizer(NamedTuple):
     largest: float
 
 
-class Ids(NamedTuple):
-    """src/embed.h"""
+Ids = declare(
+    "Ids",
+    ("data is_64_bit count", int),
+)
+"""src/embed.h"""
 
-    data: int
-    is_64_bit: int
-    count: int  # type: ignore[assignment]  # hides a method of tuples
 
-
-class Experts(NamedTuple):
-    """src/experts.h"""
-
-    ids: int
-    rows: int
-    count: int  # type: ignore[assignment]  # hides a method of tuples
-    share: int
-    ways: int
-    steps: int
+Experts = declare(
+    "Experts",
+    ("ids rows count share ways steps", int),
+)
+"""src/experts.h"""
 
 
 class Call(NamedTuple):
@@ -118,137 +122,123 @@ class BlockCall(NamedTuple):
     threads: int
 
 
-class EmbedCall(NamedTuple):
-    """For rows of an embedding."""
-
-    ids: Ids
-    y: Output
-    threads: int
-
-
-class Cached(NamedTuple):
-    """src/cached_rows.h. Strides of codes are in bytes, those of scales and zeros in elements."""
-
-    codes: int
-    format: int
-    width: int
-    code_batch: int
-    code_head: int
-    code_token: int
-    scale: int
-    zero: int
-    scale_type: int
-    scale_batch: int
-    scale_head: int
-    scale_token: int
-    block: int
+EmbedCall = declare(
+    "EmbedCall",
+    ("ids", Ids),
+    ("y", Output),
+    ("threads", int),
+)
+"""For rows of an embedding."""
 
 
-class Attention(NamedTuple):
-    """src/attention.h"""
-
-    keys: Cached
-    values: Cached
-    recent_keys: Cached
-    recent_values: Cached
-    batch: int
-    heads: int
-    group: int
-    rows: int
-    tokens: int
-    recent: int
-    query: int
-    query_type: int
-    query_batch: int
-    query_head: int
-    query_row: int
-    out: int
-    mask: int
-    mask_type: int
-    mask_batch: int
-    mask_head: int
-    mask_row: int
-    sinks: int
-    causal: int
-    scaling: float
-    softcap: float
-    threads: int
+Cached = declare(
+    "Cached",
+    (
+        "codes format width code_batch code_head code_token scale zero scale_type scale_batch "
+        "scale_head scale_token block",
+        int,
+    ),
+)
+"""src/cached_rows.h. Strides of codes are in bytes, those of scales and zeros in elements."""
 
 
-class Tokens(NamedTuple):
-    """src/quantize_tokens.h"""
-
-    data: int
-    type: int
-    step_batch: int
-    step_head: int
-    step_token: int
-    batch: int
-    heads: int
-    tokens: int
-    width: int
-    format: int
-    codes: int
-    scale: int
-    zero: int
-    scale_type: int
-    smallest: float
-    largest: float
-    threads: int
+Attention = declare(
+    "Attention",
+    ("keys values recent_keys recent_values", Cached),
+    (
+        "batch heads group rows tokens recent query query_type query_batch query_head query_row "
+        "out mask mask_type mask_batch mask_head mask_row sinks causal",
+        int,
+    ),
+    ("scaling softcap", float),
+    ("threads", int),
+)
+"""src/attention.h"""
 
 
-class Adam(NamedTuple):
-    """src/adam.h"""
-
-    weight: int
-    weight_type: int
-    grad: int
-    grad_type: int
-    rows: int
-    length: int
-    block: int
-    form: int
-    first: int
-    first_scale: int
-    second: int
-    second_scale: int
-    highest: int
-    highest_scale: int
-    beta1: float
-    beta2: float
-    rest1: float
-    rest2: float
-    eps: float
-    decay: float
-    l2: float
-    step_size: float
-    correction: float
-    largest: float
-    random: int
-    key: int
-    first_element: int
-    threads: int
+Tokens = declare(
+    "Tokens",
+    (
+        "data type step_batch step_head step_token batch heads tokens width format codes scale zero scale_type",
+        int,
+    ),
+    ("smallest largest", float),
+    ("threads", int),
+)
+"""src/quantize_tokens.h"""
 
 
-class ExpertsCall(NamedTuple):
-    """For a weight of several matrices, one below the other."""
+Adam = declare(
+    "Adam",
+    (
+        "weight weight_type grad grad_type rows length block form first first_scale second "
+        "second_scale highest highest_scale",
+        int,
+    ),
+    ("beta1 beta2 rest1 rest2 eps decay l2 step_size correction largest", float),
+    ("random key first_element threads", int),
+)
+"""src/adam.h"""
 
-    experts: Experts
-    x: Input
-    y: Output
-    threads: int
+
+ExpertsCall = declare(
+    "ExpertsCall",
+    ("experts", Experts),
+    ("x", Input),
+    ("y", Output),
+    ("threads", int),
+)
+"""For a weight of several matrices, one below the other."""
 
 
-class ExpertsIntCall(NamedTuple):
-    """The same for int8 activations."""
+ExpertsIntCall = declare(
+    "ExpertsIntCall",
+    ("experts", Experts),
+    ("x", Input),
+    ("y", Output),
+    ("quantizer", Quantizer),
+    ("scale zero threads", int),
+)
+"""The same for int8 activations."""
 
-    experts: Experts
-    x: Input
-    y: Output
-    quantizer: Quantizer
-    scale: int
-    zero: int
-    threads: int
+
+QuantizeMatrix = declare(
+    "QuantizeMatrix",
+    ("data type row_step column_step rows columns block_rows block_columns format", int),
+    ("least most bound smallest largest power", float),
+    ("skips_lost scale_of_rows noise noise_row_step noise_column_step codes scale threads", int),
+)
+"""src/quantize_matrix.h"""
+
+
+DequantizeMatrix = declare(
+    "DequantizeMatrix",
+    (
+        "codes row_step rows columns format scale is_power scale_row_step scale_column_step "
+        "block_rows block_columns out threads",
+        int,
+    ),
+)
+"""src/dequantize_matrix.h"""
+
+
+BlockProduct = declare(
+    "BlockProduct",
+    (
+        "x w w_row_step w_column_step m n k group x_scale x_scale_row_step x_scale_column_step "
+        "x_rows x_groups w_scale w_scale_row_step w_scale_column_step w_rows w_groups out type "
+        "threads",
+        int,
+    ),
+)
+"""src/int_blocks.h"""
+
+
+ScaleSums = declare(
+    "ScaleSums",
+    ("sums rows columns x_scale x_step w_scale w_step out type threads", int),
+)
+"""src/int_blocks.h"""
 
 
 NO_INPUT = Input(0, 0, 0, 0)
@@ -277,94 +267,3 @@ def _flat(values: Any) -> Any:
             yield from value
         else:
             yield value
-
-
-# --------------------------------------------------------------------------------------------------
-# The structs of operands of training products, field for field as src/ declares them; see `structs`.
-
-
-class QuantizeMatrix(NamedTuple):
-    """src/quantize_matrix.h"""
-
-    data: int
-    type: int
-    row_step: int
-    column_step: int
-    rows: int
-    columns: int
-    block_rows: int
-    block_columns: int
-    format: int
-    least: float
-    most: float
-    bound: float
-    smallest: float
-    largest: float
-    power: float
-    skips_lost: int
-    scale_of_rows: int
-    noise: int
-    noise_row_step: int
-    noise_column_step: int
-    codes: int
-    scale: int
-    threads: int
-
-
-class DequantizeMatrix(NamedTuple):
-    """src/dequantize_matrix.h"""
-
-    codes: int
-    row_step: int
-    rows: int
-    columns: int
-    format: int
-    scale: int
-    is_power: int
-    scale_row_step: int
-    scale_column_step: int
-    block_rows: int
-    block_columns: int
-    out: int
-    threads: int
-
-
-class BlockProduct(NamedTuple):
-    """src/int_blocks.h"""
-
-    x: int
-    w: int
-    w_row_step: int
-    w_column_step: int
-    m: int
-    n: int
-    k: int
-    group: int
-    x_scale: int
-    x_scale_row_step: int
-    x_scale_column_step: int
-    x_rows: int
-    x_groups: int
-    w_scale: int
-    w_scale_row_step: int
-    w_scale_column_step: int
-    w_rows: int
-    w_groups: int
-    out: int
-    type: int
-    threads: int
-
-
-class ScaleSums(NamedTuple):
-    """src/int_blocks.h"""
-
-    sums: int
-    rows: int
-    columns: int
-    x_scale: int
-    x_step: int
-    w_scale: int
-    w_step: int
-    out: int
-    type: int
-    threads: int

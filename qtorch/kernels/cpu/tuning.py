@@ -1,4 +1,4 @@
-"""`tune_cpu`: measure the choice between ways of multiplying on this machine, and use it from then on."""
+"""`tune_cpu`: measure the choice between variants on this machine, and use it from then on."""
 
 from __future__ import annotations
 
@@ -20,10 +20,6 @@ from .int8_linear import cpu_int8_mm
 from .variants import Steps, Table
 from .weight_only import cpu_weight_only_mm
 
-# --------------------------------------------------------------------------------------------------
-# Measure which way of multiplying is fastest for how many rows on this machine.
-
-
 ROWS = {"small": (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096), "large": (1, 2, 4, 8, 12, 16, 32, 64, 128, 256, 512)}
 """Numbers of rows to measure, by size of the weight."""
 
@@ -31,7 +27,7 @@ SIZES = {"small": 512, "large": 2048}
 """Rows and columns of the weight."""
 
 GROUP, SHORT_GROUP = 128, 32
-"""Columns of a group; those of a short one, see `ways.key_of`."""
+"""Columns of a group; those of a short one, see `variants.key_of`."""
 
 COPIES = {"small": 8, "large": 16}
 """Weights in int8 used in turn, and as many bytes of others: large ones are read from memory, as in a model."""
@@ -39,11 +35,11 @@ COPIES = {"small": 8, "large": 16}
 ROUNDS = 15
 
 HOPELESS = 2.0
-"""A way that takes this many times the least time in the first round is not measured again."""
+"""A variant that takes this many times the least time in the first round is not measured again."""
 
 
-def measure_ways(compiled: Library) -> Table:
-    """The fastest way for each kind of weight and number of rows, on this machine with torch's threads."""
+def measure_variants(compiled: Library) -> Table:
+    """The fastest variant for each kind of weight and number of rows, on this machine with torch's threads."""
     there = ["dot", "tile", "fixed", *(["amx"] if compiled.instruction_set == "amx" else [])]
     table: Table = {}
     for size, packed, grouped in itertools.product(SIZES, (False, True), (False, True)):
@@ -82,22 +78,22 @@ class _Weights:
         return torch.randn(count, self.size, self.size, dtype=torch.float32, device="cpu").to(dtype)
 
     def calls(self, x: Tensor, names: list[str], floats: Tensor | None = None) -> dict[str, Callable[[], Tensor]]:
-        """Multiply `x` with one of the weights after the other, by way: as int8 codes; if there are `floats`,
+        """Multiply `x` with one of the weights after the other, by variant: as int8 codes; if there are `floats`,
         weight-only, and also with these, "copy"."""
         turns = itertools.cycle(self.codes)
         kind = (self.packed, self.kind.name)
 
-        def multiply(way: str) -> Tensor:
+        def multiply(variant: str) -> Tensor:
             codes = next(turns)
-            with variants.force(way):
+            with variants.force(variant):
                 if floats is not None:
                     return cpu_weight_only_mm(x, codes, self.size, self.scale, None, *kind, *self.bounds, "INT", None)
                 quantizer = [-127.0, 127.0, 0.0, 0.0, 1e-30, 1e30]
                 return cpu_int8_mm(x, None, None, quantizer, codes, self.size, self.scale, None, *kind, x.dtype, None)
 
         # Dot products read the whole weight for every eight rows.
-        names = [way for way in names if way != "dot" or len(x) <= 16]
-        found: dict[str, Callable[[], Tensor]] = {way: functools.partial(multiply, way) for way in names}
+        names = [variant for variant in names if variant != "dot" or len(x) <= 16]
+        found: dict[str, Callable[[], Tensor]] = {variant: functools.partial(multiply, variant) for variant in names}
         if floats is not None:
             copies = itertools.cycle(floats)
             found["copy"] = lambda: functional.linear(x, next(copies))
@@ -109,28 +105,28 @@ def _times(calls: Mapping[str, Callable[[], Tensor]]) -> dict[str, float]:
     times = dict.fromkeys(calls, float("inf"))
     for turn in range(ROUNDS):
         least = min(times.values())
-        for way, call in calls.items():
-            if turn and times[way] > HOPELESS * least:
+        for variant, call in calls.items():
+            if turn and times[variant] > HOPELESS * least:
                 continue
             start = time.perf_counter()
             call()
-            times[way] = min(times[way], time.perf_counter() - start)
+            times[variant] = min(times[variant], time.perf_counter() - start)
     return times
 
 
 def _steps(times: Mapping[int, Mapping[str, float]], without: Collection[str] = ()) -> Steps:
-    """The fastest way for each number of rows, joined where neighbours agree. A single one that differs from both of
-    its neighbours is taken for noise. The time of "copy" counts as "float"."""
-    best = [min((way for way in of if way not in without), key=of.__getitem__) for of in times.values()]
-    best = ["float" if way == "copy" else way for way in best]
+    """The fastest variant for each number of rows, joined where neighbours agree. A single one that differs from both
+    neighbours is taken for noise. The time of "copy" counts as "float"."""
+    best = [min((variant for variant in of if variant not in without), key=of.__getitem__) for of in times.values()]
+    best = ["float" if variant == "copy" else variant for variant in best]
     for i in range(1, len(best) - 1):
         if best[i - 1] == best[i + 1]:
             best[i] = best[i - 1]
     steps: Steps = []
-    for rows, way in zip(times, best):
-        if steps and steps[-1][1] == way:
+    for rows, variant in zip(times, best):
+        if steps and steps[-1][1] == variant:
             steps.pop()
-        steps.append((rows, way))
+        steps.append((rows, variant))
     steps[-1] = (None, steps[-1][1])
     return steps
 
@@ -147,7 +143,7 @@ def tune_cpu(path: str | Path | None = None) -> Table:
             of processor in the cache, which later processes read on their own: ``~/.cache/qtorch/cpu-*/ways_*.json``.
 
     Returns:
-        For each kind of weight, dtype and size, a list of (largest number of rows, way).
+        For each kind of weight, dtype and size, a list of (largest number of rows, variant).
 
     Raises:
         RuntimeError: no compiled kernels are in use; or the cache cannot be written to, and there is no `path`.
@@ -160,7 +156,7 @@ def tune_cpu(path: str | Path | None = None) -> Table:
     if path is None and (reason := cache.prepare(found.parent)):
         raise RuntimeError(f"tune_cpu: {reason}; give it a path, and name that in QTORCH_CPU_CHOICES")
     tables = variants.read(found) if path is not None and found.exists() else variants.of_user()
-    table = measure_ways(compiled)
+    table = measure_variants(compiled)
     tables.setdefault(compiled.instruction_set, {})[variants.processor_kind()] = table
     variants.write(found, tables)
     variants.load(found)

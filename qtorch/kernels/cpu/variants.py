@@ -1,11 +1,14 @@
-"""Which way of multiplying runs for how many rows: a measured table.
+"""Which variant of the compiled kernels runs for how many rows: measured tables.
 
-A table has a list of (largest number of rows, way) for each kind and size of the weight, and dtype. Weight-only layers
-have a second list, "copied", which applies where a dequantized copy of the weight may be kept (see `float_copies`).
+A table belongs to an instruction set and to the kind of processor that it was measured on. It has a list of
+[largest number of rows, variant] for each kind and size of the weight, and dtype (`key_of`):
 
-Tables lie in files (`variants.py`), which are asked in turn: what `load` was given, the file that QTORCH_CPU_CHOICES
-names, the one that `tune_cpu` wrote for this user, and `ways.json`; in each the table of this kind of processor
-first, then one of this vendor.
+    {"avx512_vnni on AuthenticAMD family 26 with avx512_vnni": {"int8 plain rows small": [[8, "dot"], [null, "tile"]]}}
+
+Weight-only layers have a second list, "copied", which applies where a dequantized copy of the weight may be kept (see
+`float_copies`). The tables are asked in turn: what `load` was given, the file that QTORCH_CPU_CHOICES names, the one
+that `tune_cpu` wrote for this user, and `ways.json`; in each the table of this kind of processor first, then one of
+this vendor.
 """
 
 from __future__ import annotations
@@ -28,10 +31,6 @@ from ..config import generation
 from . import build, cache
 from .build import instruction_sets
 from .compiled_library import library, runs_here
-
-# --------------------------------------------------------------------------------------------------
-# The kind of processor that measurements hold for.
-
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -61,22 +60,13 @@ def _vendor_and_family() -> str:
     return platform.processor() or platform.machine() or "unknown"
 
 
-# --------------------------------------------------------------------------------------------------
-# Files of measured tables: which way of multiplying runs for how many rows.
-#
-# {"avx512_vnni on AuthenticAMD family 26 with avx512_vnni": {"int8 plain rows small": [[8, "dot"], [null, "tile"]]}}
-#
-# A table belongs to an instruction set and to the kind of processor that it was measured on. It has a list of
-# [largest number of rows, way] for each kind and size of the weight, and dtype (`ways.key_of`).
-
-
-WAYS = {"dot": 0, "tile": 1, "amx": 2, "fixed": 3, "channels": 4}
+VARIANTS = {"dot": 0, "tile": 1, "amx": 2, "fixed": 3, "channels": 4}
 """Ways of the compiled kernels, and their numbers in src/kernels.cpp."""
 
-OTHER_WAYS = ("torch", "float")
+OTHER_VARIANTS = ("torch", "float")
 """The kernels made of torch operators, and F.linear on a weight that a compiled kernel dequantized."""
 
-SHIPPED = build.WAYS
+SHIPPED = build.VARIANT_TABLES
 
 MOST_BYTES = 1 << 20
 """Of a file."""
@@ -93,7 +83,7 @@ def read(path: str | Path) -> Tables:
     """The tables of a file. One without a kind of processor counts as measured on this one.
 
     Raises:
-        ValueError: the file has anything else than tables of ways that its instruction sets have.
+        ValueError: the file has anything else than tables of variants that its instruction sets have.
     """
     tables: Tables = {}
     content = read_json(path, MOST_BYTES)
@@ -114,20 +104,20 @@ def _wrong(instruction_set: str, key: str, steps: Any) -> str:
     """Why these are not steps of a kind of weight; empty if they are."""
     got = f"got {str(steps)[:200]}"
     if not isinstance(steps, list) or not steps or any(not isinstance(s, list) or len(s) != 2 for s in steps):
-        return f"{got}, want a list of [rows, way]"
+        return f"{got}, want a list of [rows, variant]"
     *limits, last = (rows for rows, _ in steps)
     numbers = [rows for rows in limits if type(rows) is int and 0 < rows <= MOST_ROWS]
     if last is not None or len(numbers) < len(limits) or any(a >= b for a, b in itertools.pairwise(numbers)):
-        return f"{got}, want [rows, way] with growing numbers of rows, the last with null"
-    there = _ways_of(instruction_set, key)
-    unknown = [way for _, way in steps if way not in there]
-    return f"{got}, want the ways {', '.join(there)}" if unknown else ""
+        return f"{got}, want [rows, variant] with growing numbers of rows, the last with null"
+    there = _variants_of(instruction_set, key)
+    unknown = [variant for _, variant in steps if variant not in there]
+    return f"{got}, want the variants {', '.join(there)}" if unknown else ""
 
 
-def _ways_of(instruction_set: str, key: str) -> tuple[str, ...]:
+def _variants_of(instruction_set: str, key: str) -> tuple[str, ...]:
     if key.startswith("int8 "):
         return ("dot", "tile", "channels" if "short groups" in key else "torch")
-    return ("dot", "tile", "fixed", *(["amx"] if instruction_set == "amx" else []), *OTHER_WAYS)
+    return ("dot", "tile", "fixed", *(["amx"] if instruction_set == "amx" else []), *OTHER_VARIANTS)
 
 
 def write(path: Path, tables: Tables) -> None:
@@ -237,12 +227,12 @@ def key_of(
 
 
 def choose(instruction_set: str, key: str, rows: int) -> str:
-    """The way for this many rows."""
+    """The variant for this many rows."""
     return _forced[-1] if _forced else _find(instruction_set, key, rows)
 
 
 def steps(instruction_set: str, key: str) -> Steps:
-    """(largest number of rows, way), the last without a limit."""
+    """(largest number of rows, variant), the last without a limit."""
     return [(None, _forced[-1])] if _forced else _steps(instruction_set, key)
 
 
@@ -252,7 +242,7 @@ def table(instruction_set: str) -> Table:
 
 
 def forced() -> str | None:
-    """The way of the innermost `force`."""
+    """The variant of the innermost `force`."""
     return _forced[-1] if _forced else None
 
 
@@ -262,22 +252,22 @@ def _steps(instruction_set: str, key: str) -> Steps:
 
 @functools.lru_cache(maxsize=4096)
 def _find(instruction_set: str, key: str, rows: int) -> str:
-    for largest, way in _steps(instruction_set, key):
+    for largest, variant in _steps(instruction_set, key):
         if largest is None or rows <= largest:
-            return way
+            return variant
     raise AssertionError("the last step has no limit")
 
 
 @contextmanager
-def force(way: str) -> Iterator[None]:
-    """Use this way inside the ``with`` block, for tests and measurements.
+def force(variant: str) -> Iterator[None]:
+    """Use this variant inside the ``with`` block, for tests and measurements.
 
     Raises:
-        ValueError: no way has that name.
+        ValueError: no variant has that name.
     """
-    if way not in (*WAYS, *OTHER_WAYS):
-        raise ValueError(f"there is no way {way!r}; there are {', '.join((*WAYS, *OTHER_WAYS))}")
-    _forced.append(way)
+    if variant not in (*VARIANTS, *OTHER_VARIANTS):
+        raise ValueError(f"there is no variant {variant!r}; there are {', '.join((*VARIANTS, *OTHER_VARIANTS))}")
+    _forced.append(variant)
     generation.end()
     try:
         yield

@@ -15,7 +15,7 @@ from ...primitives.layouts.packed import packed_length
 from ...primitives.qdtype import qdtype
 from ...primitives.spec import Scheme
 from ..config import generation
-from ..registry import Problem, needs_matrix
+from ..registry import Problem, needs_matrix, needs_rows
 from .compiled_library import TYPES, missing
 from .memory import address
 from .structs import Weight
@@ -240,11 +240,9 @@ def check_bias(bias: Tensor | None, dtype: torch.dtype, n: int) -> None:
 
 def supports(problem: Problem) -> str | None:
     """Why no compiled kernel supports the weight, or None."""
-    if reason := needs_matrix(problem):
+    if reason := needs_matrix(problem) or needs_rows(problem):
         return reason
     scheme = problem.scheme
-    if scheme.layout.packed_axis not in (None, -1):
-        return "takes codes packed along rows, this weight is transposed"
     shape = scheme.weight.scale_shape(scheme.shape)
     if 0 in scheme.shape or (shape[0] != scheme.shape[0] and shape != (1, 1)):
         return f"takes scales per row, group of a row or tensor, the weight has {scheme.weight.granularity}"

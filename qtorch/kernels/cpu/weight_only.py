@@ -2,9 +2,13 @@
 
     y[m, n] = sum_k x[m, k] * dequantize(w)[n, k] + bias[n]
 
-The kernels read the codes as the layout stores them and accumulate in fp32. Which way of src/ runs depends on the
+The kernels read the codes as the layout stores them and accumulate in fp32. Which variant of src/ runs depends on the
 number of rows, the size of the weight and the machine (`variants.py`). Where F.linear is faster than all of them, it
 runs on the dequantized weight: a slice at a time, or a copy that `float_copies` keeps.
+
+Where the weights of a model stream through the caches, they evict the Python code that layers run, which then takes
+five to ten times as long as in a loop. So from the second call of a layer on, `F.linear` calls `CompiledLinear.linear`
+at once, which checks the input and little else.
 """
 
 from __future__ import annotations
@@ -19,28 +23,20 @@ from torch.nn import functional
 from ..custom_ops import note, opaque, recording
 from ..linear.scaled import INTEGERS
 from ..linear.weight_only import packed_weight_mm
-from ..ops.weight_only_mm import slice_length, weight_only_mm
-from ..registry import Problem, from_rows, register, to_rows
+from ..ops.weight_only_mm import multiply_slices, slice_length, weight_only_mm
+from ..registry import Problem, from_rows, needs_floats, register, to_rows
 from . import variants, weight
 from .compiled_library import TYPES, Library, library, threads
 from .float_copies import float_copy, wanted
 from .memory import address, empty, empty_at
 from .structs import NO_INPUT, Call, Output, Weight, pack, struct_of
-from .variants import WAYS
+from .variants import VARIANTS
 from .weight import CompiledWeight, fits, has_short_groups
-
-# --------------------------------------------------------------------------------------------------
-# A weight and the compiled function that multiplies with it: all that a call needs besides its input.
-#
-# Where the weights of a model stream through the caches, they evict the Python code that layers run, which then takes
-# five to ten times as long as in a loop. So from the second call of a layer on, `F.linear` calls
-# `CompiledLinear.linear` at once, which checks the input and little else.
-
 
 Numerics = tuple[float, ...]
 
 FEW_ROWS = 64
-"""The way is cached for up to this many rows, not for every length of a prompt."""
+"""The variant is cached for up to this many rows, not for every length of a prompt."""
 
 PLAIN = (Tensor, nn.Parameter)
 """Types of a bias that kernels read directly."""
@@ -57,7 +53,7 @@ class CompiledLinear(CompiledWeight):
     """y (M, N) for inputs x (M, K) of one dtype; one subclass per compiled function.
 
     A subclass has the function's `name` in `Library`, and `call`, the struct that the function takes after the weight:
-    `x`, `y`, the values of `numerics`, `way` and `threads`.
+    `x`, `y`, the values of `numerics`, `variant` and `threads`.
 
     Attributes:
         source, dtype: dtypes of x and y.
@@ -72,7 +68,7 @@ class CompiledLinear(CompiledWeight):
         "_pack",
         "_row",
         "_types",
-        "_ways",
+        "_variants",
         "_weight",
         "compiled",
         "dtype",
@@ -84,7 +80,7 @@ class CompiledLinear(CompiledWeight):
     call: ClassVar[type]
 
     def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
-        """See `of`; the last of `about` are the dtypes of x and y, the name of x in `ways`, and numerics."""
+        """See `of`; the last of `about` are the dtypes of x and y, the name of x in `variants`, and numerics."""
         super().__init__(codes, scale, zero_point, *about)
         n, k, _, packed, _, _, self.source, self.dtype, kind, self.numerics = about
         self.compiled = library() if self.fields else None
@@ -94,23 +90,23 @@ class CompiledLinear(CompiledWeight):
         self._types = TYPES[self.source], TYPES[self.dtype]
         self._n, self._row = n, (k,)
         self._key = variants.key_of(kind, packed, scale.shape[1] > 1, n * k, has_short_groups(self.fields))
-        self._ways: dict[int, str] = {}
+        self._variants: dict[int, str] = {}
 
-    def way(self, rows: int) -> str:
-        """The way for this many rows."""
-        way = self._ways.get(rows)
-        if way is None:
-            way = self.find_way(rows)
+    def variant(self, rows: int) -> str:
+        """The variant for this many rows."""
+        variant = self._variants.get(rows)
+        if variant is None:
+            variant = self.find_variant(rows)
             if rows <= FEW_ROWS:
-                self._ways[rows] = way
-        return way
+                self._variants[rows] = variant
+        return variant
 
-    def find_way(self, rows: int) -> str:
-        """The way for this many rows, looked up."""
+    def find_variant(self, rows: int) -> str:
+        """The variant for this many rows, looked up."""
         return self.choose(rows)
 
     def choose(self, rows: int, suffix: str = "") -> str:
-        """As `ways` has it for this kind of weight, with a suffix to its name; "torch" if nothing is compiled."""
+        """As `variants` has it for this kind of weight, with a suffix to its name; "torch" if nothing is compiled."""
         compiled = self.compiled
         return "torch" if compiled is None else variants.choose(compiled.instruction_set, self._key + suffix, rows)
 
@@ -121,27 +117,17 @@ class CompiledLinear(CompiledWeight):
         rows: int,
         shape: tuple[int, ...],
         bias: Tensor | None,
-        way: str,
+        variant: str,
         numerics: Numerics,
     ) -> tuple[Tensor, bool]:
-        """y in this shape, from x whose rows are `stride` elements apart, by one of `ways.WAYS`; and whether all of it
-        is finite."""
+        """y in this shape, and whether all of it is finite, from x whose rows are `stride` elements apart."""
         y, y_address = empty_at(shape, self.dtype)
         x_type, y_type = self._types
         # By position, in the order of the struct's fields: making the named tuple would take four times as long.
         of_call = self._pack(
-            address(x),
-            x_type,
-            stride,
-            rows,
-            y_address,
-            y_type,
-            self._n,
-            address(bias),
-            *numerics,
-            WAYS[way],
+            address(x), x_type, stride, rows, y_address, y_type, self._n, address(bias), *numerics, VARIANTS[variant],
             threads(),
-        )
+        )  # fmt: skip
         return y, not self._call(self._weight + of_call)
 
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor | None:
@@ -158,10 +144,10 @@ class CompiledLinear(CompiledWeight):
             return None
         k = shape[-1]
         rows = x.numel() // k
-        way = self.way(rows)
-        if way not in WAYS:
+        variant = self.variant(rows)
+        if variant not in VARIANTS:
             return None
-        y, finite = self.run(x, k, rows, (*shape[:-1], self._n), bias, way, self.numerics)
+        y, finite = self.run(x, k, rows, (*shape[:-1], self._n), bias, variant, self.numerics)
         return y if finite else None
 
     @classmethod
@@ -181,7 +167,7 @@ class _WeightOnlyLinear(CompiledLinear):
     __slots__ = ()
     name, call = "weight_only_mm", Call
 
-    def find_way(self, rows: int) -> str:
+    def find_variant(self, rows: int) -> str:
         """Also "copy": F.linear on a dequantized copy, if copies are allowed."""
         return "copy" if wanted() and self.choose(rows, " copied") == "float" else self.choose(rows)
 
@@ -219,15 +205,15 @@ def cpu_weight_only_mm(
     layer = _WeightOnlyLinear.of(
         codes, scale, zero_point, n, k, dtype, packed, domain, middle, x.dtype, x.dtype, x.dtype, ()
     )
-    compiled, way = layer.compiled, layer.way(m)
-    if compiled is not None and way == "copy":
+    compiled, variant = layer.compiled, layer.variant(m)
+    if compiled is not None and variant == "copy":
         made = Dequantized(compiled, layer.fields, n, k, x.dtype)
         copy = float_copy(codes, scale, zero_point, x.dtype, made.rows, n * k * x.element_size())
         if copy is not None:
             note("cpu_weight_only_mm.float_copy")
             return _add(functional.linear(x, copy), bias)
-        way = layer.choose(m)
-    if compiled is None or way == "torch":
+        variant = layer.choose(m)
+    if compiled is None or variant == "torch":
         note("cpu_weight_only_mm.torch")
         if packed:
             y = packed_weight_mm(x, codes, n, -1, scale, zero_point, dtype, low, high, domain)
@@ -235,11 +221,11 @@ def cpu_weight_only_mm(
             y = weight_only_mm(x, codes, scale, zero_point, dtype, low, high, domain)
         return _add(y, bias)
     if recording():
-        note(f"cpu_weight_only_mm.{compiled.instruction_set}.{way}")
-    if way == "float":
+        note(f"cpu_weight_only_mm.{compiled.instruction_set}.{variant}")
+    if variant == "float":
         return _multiply_slices(x, Dequantized(compiled, layer.fields, n, k, x.dtype), bias)
     x = x if x.stride(1) == 1 else x.contiguous()
-    y, finite = layer.run(x, x.stride(0), m, (m, n), bias, way, ())
+    y, finite = layer.run(x, x.stride(0), m, (m, n), bias, variant, ())
     if finite:
         return y
     made = Dequantized(compiled, layer.fields, n, k, x.dtype)
@@ -276,18 +262,13 @@ def _multiply_slices(x: Tensor, made: Dequantized, bias: Tensor | None) -> Tenso
     step = slice_length(x, k, limit=SLICE_BYTES)
     if n <= step:
         return _add(functional.linear(x, made.rows()), bias)
-    y, memory = x.new_empty(x.shape[0], n), x.new_empty(step, k)
-    for start in range(0, n, step):
-        stop = min(start + step, n)
-        torch.mm(x, made.rows(start, stop, memory[: stop - start]).t(), out=y[:, start:stop])
-    return _add(y, bias)
+    memory = x.new_empty(step, k)
+    return _add(multiply_slices(x, n, step, lambda start, stop: made.rows(start, stop, memory[: stop - start])), bias)
 
 
 def supports(problem: Problem) -> str | None:
     """Why the kernel does not take the problem, or None."""
-    if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"takes fp32, bf16 or fp16 activations, got {str(problem.dtype).removeprefix('torch.')}"
-    return weight.supports(problem)
+    return needs_floats(problem) or weight.supports(problem)
 
 
 @register(

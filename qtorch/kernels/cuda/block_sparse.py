@@ -13,7 +13,7 @@ from .. import features
 from ..custom_ops import opaque
 from ..linear.scaled import INTEGERS, supports_int32
 from ..ops.quantize import quantize_input
-from ..registry import Problem, from_rows, needs_matrix, register, to_rows
+from ..registry import Problem, from_rows, needs_floats, needs_matrix, register, to_rows
 
 
 @opaque(lambda x, xs, xz, qdata, columns, ws, kind, dtype, bias: x.new_empty(x.shape[0], qdata.shape[0], dtype=dtype))
@@ -42,10 +42,8 @@ def _supports(problem: Problem) -> str | None:
     scheme = problem.scheme
     if reason := features.cuda_lacks("triton") or needs_matrix(problem):
         return reason
-    if scheme.activation is not None and (reason := supports_int32(problem)):
+    if reason := (supports_int32(problem) if scheme.activation is not None else None) or needs_floats(problem):
         return reason
-    if problem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"takes fp32, fp16 or bf16 activations, got {str(problem.dtype).removeprefix('torch.')}"
     size, shape = scheme.layout.block_size, scheme.shape
     rows, group = scheme.weight.block_size(shape)
     if rows != 1 or size not in (32, 64, 128) or group < 32:

@@ -19,7 +19,7 @@ from ..linear import scaled
 from ..linear.scaled import INTEGERS
 from ..ops.experts import scheme_of_expert
 from ..ops.quantize import quantize_input
-from ..registry import Problem, register
+from ..registry import Problem, needs_floats, needs_rows, register
 
 
 @opaque(lambda x, experts, qdata, *_: x.new_empty(experts.shape[0] * experts.shape[1], qdata.shape[1]))
@@ -94,11 +94,7 @@ def _lacks(problem: Problem) -> str | None:
         return reason
     if len(scheme.shape) != 3:
         return f"takes experts (E, N, K), the weight has shape {scheme.shape}"
-    if scheme.layout.packed_axis not in (None, -1):
-        return "takes codes packed along rows, this weight is transposed"
-    if problem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"takes fp32, fp16 or bf16 activations, got {str(problem.dtype).removeprefix('torch.')}"
-    return None
+    return needs_rows(problem) or needs_floats(problem)
 
 
 def _supports(problem: Problem) -> str | None:

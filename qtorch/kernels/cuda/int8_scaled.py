@@ -19,7 +19,7 @@ from ..linear.scaled import INTEGERS, supports_int32
 from ..ops.int8_grouped_mm import int8_grouped_mm
 from ..ops.int_matmul import int32_terms
 from ..ops.quantize import quantize_input
-from ..registry import Problem, from_rows, register, to_rows
+from ..registry import Problem, from_rows, needs_rows, register, to_rows
 
 _HAS_TRITON = features.cuda_lacks("triton") is None
 
@@ -79,9 +79,7 @@ def triton_product(
 
 
 def _supports(problem: Problem) -> str | None:
-    if problem.scheme.layout.packed_axis not in (None, -1):
-        return "takes codes packed along rows, this weight is transposed"
-    return features.cuda_lacks("triton") or supports_int32(problem)
+    return needs_rows(problem) or features.cuda_lacks("triton") or supports_int32(problem)
 
 
 @register(

@@ -1,4 +1,4 @@
-"""Quantization of an activation by rows on CUDA, by Triton, one kernel for each."""
+"""The operations that several kernels share, on CUDA: by Triton, and some by torch where Triton is missing."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..custom_ops import implement, note, opaque, portable
 from ..ops import block_mm as operation
 from ..ops.adam import LARGEST_SCALE, AdamStep, Moment, check_step
 from ..ops.int_matmul import check_int8_matrices, int32_terms
-from ..ops.kv_attention import FLOATS, KVAttention, attend_by_heads, check_call
+from ..ops.kv_attention import KVAttention, attend_by_heads, check_call
 from ..ops.quantize import Quantized, has_default_rows, is_absmax_rowwise, quantize_dynamic, quantize_int8_rowwise
-from ..registry import Problem, register
+from ..registry import Problem, needs_floats, register
 
 _HAS_TRITON = features.cuda_lacks("triton") is None
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -89,10 +89,6 @@ def _is_int8_asymmetric(spec: QuantSpec) -> bool:
     return codes and integers and has_default_rows(spec)
 
 
-# --------------------------------------------------------------------------------------------------
-# `int_matmul` on CUDA: by Triton, or by cuBLASLt where Triton is missing.
-
-
 @implement("int_matmul", "cuda", where=_HAS_TRITON)
 def triton_int_matmul(a: Tensor, b: Tensor) -> Tensor:
     """See `int_matmul`."""
@@ -116,11 +112,7 @@ def cublas_int_matmul(a: Tensor, b: Tensor) -> Tensor:
     return torch._int_mm(a, b)[:m, :n]
 
 
-# --------------------------------------------------------------------------------------------------
-# `tile_scaled_mm` on CUDA, by Triton.
-
-
-@implement("tile_scaled_mm", "cuda", where=features.cuda_lacks("triton") is None)
+@implement("tile_scaled_mm", "cuda", where=_HAS_TRITON)
 def triton_tile_scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """See `tile_scaled_mm`."""
     from .triton.tile_scaled_mm import tile_scaled_mm
@@ -133,11 +125,7 @@ def triton_tile_scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor
     return tile_scaled_mm(a, b, a_scale, b_scale, dtype)
 
 
-# --------------------------------------------------------------------------------------------------
-# A step of Adam on CUDA, by Triton: one launch a parameter.
-
-
-@implement("adam_step", "cuda", where=features.cuda_lacks("triton") is None)
+@implement("adam_step", "cuda", where=_HAS_TRITON)
 def triton_adam_step(weight: Tensor, grad: Tensor, moments: list[Moment], blocks: FlatBlocks, step: AdamStep) -> None:
     """See `adam_step`."""
     from .triton.adam import adam
@@ -147,10 +135,6 @@ def triton_adam_step(weight: Tensor, grad: Tensor, moments: list[Moment], blocks
     adam(weight, grad, moments, blocks, step, LARGEST_SCALE[step.form])
     if not weight.is_inference():
         torch.autograd.graph.increment_version(weight)
-
-
-# --------------------------------------------------------------------------------------------------
-# Weight updates rounded stochastically on CUDA, by Triton.
 
 
 def random_seed(device: torch.device) -> Tensor:
@@ -176,16 +160,8 @@ def triton_update_int8(codes: Tensor, scale: Tensor, update: Tensor, alpha: floa
     update_int8(codes, scale, update, alpha, random_seed(codes.device))
 
 
-# --------------------------------------------------------------------------------------------------
-# Attention on keys and values in codes on CUDA, by Triton.
-
-
 def _supports(problem: Problem) -> str | None:
-    if reason := features.cuda_lacks("triton"):
-        return reason
-    if problem.dtype not in FLOATS:
-        return f"takes fp32, bf16 or fp16 queries, these are {str(problem.dtype).removeprefix('torch.')}"
-    return None
+    return features.cuda_lacks("triton") or needs_floats(problem)
 
 
 @register(

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...primitives.qdtype import qdtype
 from .. import features
 from ..custom_ops import opaque
 from ..linear.scaled import INTEGERS
-from ..registry import Problem, from_rows, needs_matrix, register, to_rows
+from ..registry import Problem, from_rows, needs_floats, needs_matrix, needs_rows, register, to_rows
 
 
 @opaque(lambda x, qdata, *_: x.new_empty(x.shape[0], qdata.shape[0]))
@@ -53,12 +52,8 @@ def cuda_weight_mm(
 
 def _supports(problem: Problem) -> str | None:
     scheme = problem.scheme
-    if reason := features.cuda_lacks("triton") or needs_matrix(problem):
+    if reason := features.cuda_lacks("triton") or needs_matrix(problem) or needs_rows(problem) or needs_floats(problem):
         return reason
-    if scheme.layout.packed_axis not in (None, -1):
-        return "takes codes packed along rows, this weight is transposed"
-    if problem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"takes fp32, fp16 or bf16 activations, got {str(problem.dtype).removeprefix('torch.')}"
     if scheme.weight.block_size(scheme.shape)[0] not in (1, scheme.shape[0]):
         return f"takes a scale of its own for each output channel, or one for all, got {scheme.weight.granularity}"
     return None

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...primitives.granularity import block_of
+from ...primitives.affine import ZeroPointDomain
 from ...primitives.layouts.packed import can_pack_bits, unpack_codes
 from ...primitives.qdtype import QDType, qdtype
 from ..custom_ops import opaque
 from ..ops.int8_grouped_mm import int8_grouped_mm
 from ..ops.quantize import dequantize_rows, quantize_input
-from ..ops.weight_only_mm import dequantize_slice
+from ..ops.weight_only_mm import dequantize_codes, scale_of_slice
 from ..registry import Problem, from_rows, needs_matrix, register, to_rows
 from .scaled import INTEGERS
 from .scaled import supports as supports_integers
@@ -67,9 +67,8 @@ def block_sparse_weight_mm(
     kind = qdtype(dtype)
 
     def product(x: Tensor, codes: Tensor, rows: slice) -> Tensor:
-        block = block_of((qdata.shape[0], x.shape[1]), scale.shape)
-        numerics = (kind, low, high, "NONE", x.dtype)
-        return x @ dequantize_slice(codes, rows.start, rows.stop, block, scale, None, *numerics).t()
+        own_scale = scale_of_slice(scale, rows.start, rows.stop, qdata.shape[0] // scale.shape[0])
+        return x @ dequantize_codes(codes, own_scale, None, kind, low, high, ZeroPointDomain.NONE, x.dtype).t()
 
     y = _multiply_rows_of_blocks(x, qdata, columns, kind, product, x.dtype)
     # Columns of x that no block reads count as well: 0 times NaN is NaN.

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ...primitives.affine import ZeroPointDomain
 from ...primitives.layouts.tensor_core_tiled import cpu_packing, unpack_cpu, unpack_cuda
 from ...primitives.qdtype import qdtype
 from .. import features
 from ..custom_ops import implement, note, opaque, portable
-from ..ops.weight_only_mm import multiply_slices
+from ..ops.weight_only_mm import CodeNumerics, multiply_codes
 from ..registry import Problem, from_rows, register, to_rows
 
 MAX_ROWS = {True: 64, False: 1 << 30}
@@ -45,9 +46,8 @@ def int4_tiled_mm(x: Tensor, qdata: Tensor, scale_and_zero: Tensor, n: int, grou
     """
     k = x.shape[1]
     scale, zero_point = scale_and_zero[: k // group, :n].transpose(0, 1).unbind(-1)
-    return multiply_slices(
-        x, (n, k), lambda a, b: _rows(qdata, a, min(b, n))[:, :k], scale, zero_point, qdtype("uint4"), 0, 15, "FLOAT"
-    )
+    numerics = CodeNumerics(scale, zero_point, qdtype("uint4"), 0, 15, ZeroPointDomain.FLOAT)
+    return multiply_codes(x, (n, k), lambda a, b: _rows(qdata, a, b)[:, :k], numerics)
 
 
 @implement("int4_tiled_mm", "cuda")

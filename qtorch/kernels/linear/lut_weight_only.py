@@ -2,22 +2,20 @@
 
     y[m, n] = sum_k x[m, k] * table[codes[n, k]] * scale[n, k] + bias[n]
 
-The slice stays in cache, and no full copy of the weight is made. A slice is some rows of a weight packed along K. Of a
-weight packed along N, as the transposed one of a backward pass is, it is some columns, and products are added in fp32.
+A slice is some rows of a weight packed along K; of one packed along N, as that of a backward pass is, some columns.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from ...primitives.codebooks import CodebookSpec, dequantize_codebook
 from ...primitives.granularity import block_of
 from ...primitives.layouts.packed import unpack_bits
 from ..custom_ops import opaque
-from ..ops.weight_only_mm import slice_length
+from ..ops.weight_only_mm import multiply_slices, scale_of_slice, slice_length
 from ..registry import QuantizedWeight, from_rows, needs_matrix, register, to_rows
 
 
@@ -51,23 +49,15 @@ def lut_weight_mm(x: Tensor, qdata: Tensor, scale: Tensor, table: Tensor, bits: 
         # Work on the transpose, whose rows are contiguous in memory.
         qdata, scale, shape = qdata.t(), scale.t(), shape[::-1]
         table = table if table.dim() == 1 else table.transpose(0, 1)
-    block = block_of(shape, scale.shape)
-    rows, columns = shape
-    step = slice_length(x, columns, block[0])
-    # Products are accumulated in fp32, because bf16 would round each sum.
-    y = x.new_zeros(x.shape[0], n, dtype=torch.float32) if axis == 0 else x.new_empty(x.shape[0], n)
-    for start in range(0, rows, step):
-        part = slice(start, min(start + step, rows))
-        own = slice(part.start // block[0], -(-part.stop // block[0])) if scale.shape[0] > 1 else slice(None)
-        codes = unpack_bits(qdata[part], bits, columns)
-        of_slice = (min(block[0], codes.shape[0]), block[1])
-        own_table = table if table.dim() == 1 else table[own]
-        weight = dequantize_codebook(codes, of_slice, scale[own], own_table, x.dtype)
-        if axis == 0:
-            y += torch.mm(x[:, part], weight)
-        else:
-            torch.mm(x, weight.t(), out=y[:, part])
-    return y.to(x.dtype)
+    block, columns = block_of(shape, scale.shape), shape[1]
+
+    def dequantize(start: int, stop: int) -> Tensor:
+        codes = unpack_bits(qdata[start:stop], bits, columns)
+        own_scale = scale_of_slice(scale, start, stop, block[0])
+        own_table = table if table.dim() == 1 else scale_of_slice(table, start, stop, block[0])
+        return dequantize_codebook(codes, (min(block[0], stop - start), block[1]), own_scale, own_table, x.dtype)
+
+    return multiply_slices(x, n, slice_length(x, columns, block[0]), dequantize, axis - 2)
 
 
 @register("linear", spec=CodebookSpec, activation=(), priority=10, supports=needs_matrix, name="lut_weight_mm")

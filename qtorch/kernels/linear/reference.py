@@ -1,11 +1,11 @@
-"""Linear with a weight in the portable layout, by operators of torch alone: what `qtorch.export.portable` exports.
+"""Linear by the reference, and with a weight in the portable layout: operators of torch, for `qtorch.export.portable`.
 
     y[m, n] = sum_k x[m, k] * dequantize(w)[n, k] + bias[n]                                     weight-only
     y[m, n] = (sum_g (sum_{k in g} (xq[m, k] - xz[m]) (wq[n, k] - wz[n, g])) * ws[n, g]) * xs[m] + bias[n]
 
-The second is that of `int8_scaled_mm` for integer activations, with the same bits: a sum of integers in int32, or in
-fp32 or fp64 where they hold it exactly and an int32 might not. With ``PortableLayout(qdq=True)``, and with activations
-in floating-point codes, both operands are dequantized and multiplied in fp32.
+The second has the bits of `int8_scaled_mm`: a sum of integers in int32, or in fp32 or fp64 where they hold it exactly
+and an int32 might not. With ``PortableLayout(qdq=True)``, and with activations in floating-point codes, both operands
+are dequantized and multiplied in fp32.
 """
 
 from __future__ import annotations
@@ -25,20 +25,17 @@ from ..ops.quantize import dequantize_rows, quantize_input
 from ..registry import REFERENCE, Problem, QuantizedWeight, from_rows, needs_matrix, register, to_rows
 from .scaled import INTEGERS, supports
 
-# --------------------------------------------------------------------------------------------------
-# The reference: it defines the correct result for every scheme, layout and device, without regard to speed.
-#
-# Weight-only: dequantize in fp32, multiply in fp32. With quantized activations: the integer sums of each block of K
-# exactly (in float64, which holds every int32), times the weight's scale and added up in fp32 in the order of the
-# blocks, times the activation's scale.
-#
-# A NaN or an infinity in a row of the input gives NaN or infinities in all of that row's outputs, and changes no other
-# row: see `quantize_rowwise`.
-
 
 @register("linear", spec=None, priority=REFERENCE, rotated=True, name="reference")
 def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """x (..., K) times a weight (N, K), or (E, N, K) with x (E, M, K); plus bias (N)."""
+    """x (..., K) times a weight (N, K), or (E, N, K) with x (E, M, K); plus bias (N).
+
+    The reference defines the correct result for every scheme, layout and device, without regard to speed. Weight-only:
+    dequantize in fp32, multiply in fp32. With quantized activations: the integer sums of each block of K exactly (in
+    float64, which holds every int32), times the weight's scale and added up in fp32 in the order of the blocks, times
+    the activation's scale. A NaN or an infinity in a row of the input gives NaN or infinities in all of that row's
+    outputs, and changes no other row.
+    """
     scheme = weight.scheme
     codes, scale, zero_point = weight.plain()
     spec = scheme.weight

@@ -1,10 +1,10 @@
-"""Linear with quantized activations and weights, accumulated in integers.
+"""Linear with quantized activations and weights, in torch operators.
 
     y[m, n] = (sum_g (sum_{k in g} (xq[m, k] - xz[m]) (wq[n, k] - wz[n, g])) * ws[n, g]) * xs[m] + bias[n]
 
 The inner sum is an exact integer; the outer one, over the groups g of the weight (one, for a scale per row), runs in
 fp32 in the order of the groups. So the result does not depend on the machine, and training with the same spec gets
-the same bits.
+the same bits. Of a packed weight, a slice of rows is unpacked and multiplied at a time, with the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..ops.int8_grouped_mm import WEIGHT_SLICE, fusible_int8_mm, int8_grouped_mm
 from ..ops.int_matmul import int32_terms
 from ..ops.quantize import dequantize_rows, quantize_input, quantize_rows
 from ..ops.weight_only_mm import weight_only_mm
-from ..registry import Problem, QuantizedWeight, from_rows, needs_matrix, register, to_rows
+from ..registry import Problem, QuantizedWeight, from_rows, needs_matrix, needs_rows, register, to_rows
 
 INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 9))
 
@@ -74,13 +74,6 @@ def int8_scaled_mm(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> T
     return from_rows(fusible_int8_mm(xq, xs, xz, wq, ws, wz, x.dtype), x, bias)
 
 
-# --------------------------------------------------------------------------------------------------
-# `int8_scaled_mm` for a weight in the packed layout: a slice of rows is unpacked and multiplied at a time.
-#
-# The equation and the bits of the result are those of `int8_scaled_mm`: each output channel depends on its own row
-# only.
-
-
 @opaque(lambda xq, xs, xz, qdata, *rest: xs.new_empty(xq.shape[0], qdata.shape[0], dtype=rest[-1]))
 def packed_int8_mm(
     xq: Tensor,
@@ -122,11 +115,8 @@ def multiply_int8_slices(
 
 
 def supports_rows(problem: Problem) -> str | None:
-    """Why integer accumulation cannot run the problem with codes packed along rows, or None."""
-    reason = supports(problem)
-    if reason is None and problem.scheme.layout.packed_axis != -1:
-        return "takes codes packed along rows, this weight is transposed"
-    return reason
+    """`supports`, for codes packed along rows."""
+    return supports(problem) or needs_rows(problem)
 
 
 @register(
@@ -144,15 +134,6 @@ def packed_int8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor
     kind = weight.scheme.weight.dtype.name
     y = packed_int8_mm(xq, xs, xz, weight.qdata, weight.dense_scale(), weight.zero_point, kind, x.dtype)
     return from_rows(y, x, bias)
-
-
-# --------------------------------------------------------------------------------------------------
-# Integer product of two operands that both have blocks along the contracted axis (tiles of 32 x 32, say).
-#
-#     y[m, n] = sum_g (sum_{k in g} xq[m, k] wq[n, k]) * ws[n, g] * xs[m, g] + bias[n]
-#
-# The inner sum is an exact integer; the outer one runs in fp32 in the order of the groups g, the finer of the two
-# operands' blocks, so that the result does not depend on the machine. Symmetric codes only.
 
 
 def _supports_blocks(problem: Problem) -> str | None:
@@ -187,22 +168,13 @@ def _supports_blocks(problem: Problem) -> str | None:
     name="int8_block_mm",
 )
 def int8_block_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """Linear: quantize the activation in blocks, the last rows completed with zeros, then the equation above."""
+    """Linear: quantize the activation in blocks, the last rows completed with zeros, then `int8_block_mm`."""
     wq, ws, _ = weight.plain()
     spec = weight.scheme.activation
     assert spec is not None
     rows = to_rows(x)
     xq, xs, _ = quantize_rows(pad_to_blocks(rows, spec.granularity), spec)
     return from_rows(int8_block_mm(xq, xs, wq, ws, x.dtype)[: rows.shape[0]], x, bias)
-
-
-# --------------------------------------------------------------------------------------------------
-# Linear with activations in floating-point codes (float8, MX formats), where no hardware multiplies such codes.
-#
-#     y[m, n] = sum_k dequantize(quantize(x))[m, k] * dequantize(w)[n, k] + bias[n]
-#
-# The real numbers of the codes are multiplied in fp32: the result has the accuracy of the format, but not its speed.
-# The kernel reads any layout, and unpacks it on each call.
 
 
 def _supports(problem: Problem) -> str | None:
@@ -221,7 +193,7 @@ def _supports(problem: Problem) -> str | None:
     rotated=True,
 )
 def emulated_scaled_mm(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """Linear with any scheme whose activation is in floating-point codes."""
+    """Linear with any scheme and layout whose activation is in floating-point codes (float8, MX formats), in fp32."""
     scheme = weight.scheme
     assert scheme.activation is not None
     rows = to_rows(x)

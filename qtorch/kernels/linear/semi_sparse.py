@@ -9,21 +9,22 @@ activations that gives the same bits. There sparsity saves memory only, and unpa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...primitives.affine import ZeroPointDomain
 from ...primitives.layouts.semi_sparse import decompress_cusparselt, unpack_2_4
 from ...primitives.qdtype import qdtype
 from ..custom_ops import opaque
 from ..ops.int8_grouped_mm import without_large
 from ..ops.int_matmul import int32_terms
 from ..ops.quantize import dequantize_rows, quantize_input
-from ..ops.weight_only_mm import multiply_slices
+from ..ops.weight_only_mm import CodeNumerics, multiply_codes
 from ..registry import from_rows, needs_matrix, register, to_rows
 from .scaled import multiply_int8_slices, supports_rows
-from .weight_only import multiply_transposed_slices
 
 _NOTE = "on CPU it saves memory and costs time: codes are unpacked on each call"
 
@@ -52,10 +53,15 @@ def semi_sparse_int8_mm(
 ) -> Tensor:
     """See `int8_grouped_mm`; `qdata` holds the (N, K) codes, sparse along rows."""
     n, k = ws.shape[0], xq.shape[1]
-    if _is_compressed(qdata):
-        codes = decompress_cusparselt(qdata, n, k)
-        return multiply_int8_slices(xq, xs, xz, lambda a, b: codes[a:b], ws, None, dtype)
-    return multiply_int8_slices(xq, xs, xz, lambda a, b: unpack_2_4(qdata[a:b], k, torch.int8), ws, None, dtype)
+    return multiply_int8_slices(xq, xs, xz, _reader(qdata, n, k, torch.int8), ws, None, dtype)
+
+
+def _reader(qdata: Tensor, n: int, k: int, dtype: torch.dtype) -> Callable[[int, int], Tensor]:
+    """What reads a slice of rows of the codes (n, k) in `dtype`."""
+    if not _is_compressed(qdata):
+        return lambda start, stop: unpack_2_4(qdata[start:stop], k, dtype)
+    codes = decompress_cusparselt(qdata, n, k)
+    return lambda start, stop: codes[start:stop]
 
 
 @opaque(lambda x, qdata, n, *_: x.new_empty(x.shape[0], n))
@@ -73,16 +79,9 @@ def semi_sparse_weight_mm(x: Tensor, qdata: Tensor, n: int, axis: int, scale: Te
         (M, N) in the dtype of x.
     """
     kind, k = qdtype(dtype), x.shape[1]
-    numerics = (kind, kind.quant_min, kind.quant_max, "NONE")
-    if axis != -1:
-        columns = lambda a, b: unpack_2_4(qdata.t()[a:b], n, kind.storage)  # noqa: E731
-        return multiply_transposed_slices(x, n, columns, scale, None, *numerics)
-    if _is_compressed(qdata):
-        codes = decompress_cusparselt(qdata, n, k)
-        rows = lambda a, b: codes[a:b]  # noqa: E731
-    else:
-        rows = lambda a, b: unpack_2_4(qdata[a:b], k, kind.storage)  # noqa: E731
-    return multiply_slices(x, (n, k), rows, scale, None, *numerics)
+    numerics = CodeNumerics(scale, None, kind, kind.quant_min, kind.quant_max, ZeroPointDomain.NONE)
+    read = _reader(qdata, n, k, kind.storage) if axis == -1 else _reader(qdata.t(), k, n, kind.storage)
+    return multiply_codes(x, (n, k), read, numerics, axis)
 
 
 def _is_compressed(qdata: Tensor) -> bool:

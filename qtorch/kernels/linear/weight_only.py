@@ -1,25 +1,23 @@
-"""Linear with a quantized weight and a floating-point activation, by dequantizing a slice of the weight at a time.
+"""Linear with a quantized weight, plain or packed, and a floating-point activation, in torch operators.
 
     y[m, n] = sum_k x[m, k] * dequantize(w)[n, k] + bias[n]
 
-The slice stays in cache, and no full copy of the weight is made. int8 codes with a scale per row are not dequantized
-where `fixed_point_mm` accepts the input.
+A slice of the weight is unpacked, dequantized and multiplied at a time (`ops/weight_only_mm.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...primitives.granularity import block_of
+from ...primitives.affine import ZeroPointDomain
 from ...primitives.layouts.packed import RowsInSlices, unpack_codes
-from ...primitives.qdtype import QDType, qdtype
+from ...primitives.qdtype import qdtype
 from .. import features
 from ..custom_ops import note, opaque
-from ..ops.weight_only_mm import SliceMemory, dequantize_slice, multiply_slices, slice_length, weight_only_mm
+from ..ops.weight_only_mm import CodeNumerics, multiply_codes, weight_only_mm
 from ..registry import Problem, QuantizedWeight, from_rows, needs_matrix, register, to_rows
 
 
@@ -43,14 +41,6 @@ def weight_only_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) 
     return from_rows(y, x, bias)
 
 
-# --------------------------------------------------------------------------------------------------
-# `weight_only_mm` for a weight in the packed layout: a slice is unpacked, dequantized and multiplied at a time.
-#
-#     y[m, n] = sum_k x[m, k] * dequantize(unpack(w))[n, k] + bias[n]
-#
-# A transposed weight, packed along n, is cut along k instead, and the products of the slices are added up in fp32.
-
-
 @opaque(lambda x, qdata, n, *_: x.new_empty(x.shape[0], n))
 def packed_weight_mm(
     x: Tensor,
@@ -64,7 +54,7 @@ def packed_weight_mm(
     high: float,
     domain: str,
 ) -> Tensor:
-    """The equation above without bias.
+    """`weight_only_mm` of codes that are packed.
 
     Args:
         x: (M, K) floating point; the product runs in its dtype.
@@ -76,38 +66,9 @@ def packed_weight_mm(
         (M, N) in the dtype of x.
     """
     kind, k = qdtype(dtype), x.shape[1]
-    if axis == -1:
-        return multiply_slices(x, (n, k), RowsInSlices(qdata, kind, k), scale, zero_point, kind, low, high, domain)
-    # This matrix is a view of one of shape (K, N), whose rows are contiguous in memory: work on that.
-    columns = lambda a, b: unpack_codes(qdata.t()[a:b], kind, n)  # noqa: E731
-    return multiply_transposed_slices(x, n, columns, scale, zero_point, kind, low, high, domain)
-
-
-def multiply_transposed_slices(
-    x: Tensor,
-    n: int,
-    columns: Callable[[int, int], Tensor],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    kind: QDType,
-    low: float,
-    high: float,
-    domain: str,
-) -> Tensor:
-    """`weight_only_mm.multiply_slices` for a weight (N, K) whose codes are read by ``columns(start, stop)``, those of
-    the transposed matrix, (stop - start, N); products in the dtype of x, their sums in fp32."""
-    k = x.shape[1]
-    block = block_of((n, k), scale.shape)[::-1]
-    y = x.new_zeros(x.shape[0], n, dtype=torch.float32)
-    step = slice_length(x, n, block[0])
-    scale, zero_point = scale.t(), None if zero_point is None else zero_point.t()
-    memory = SliceMemory(x, min(k, step), n)
-    for start in range(0, k, step):
-        part = columns(start, start + step)
-        stop = start + step
-        weight = dequantize_slice(part, start, stop, block, scale, zero_point, kind, low, high, domain, x.dtype, memory)
-        y += torch.mm(x[:, start : start + step], weight)
-    return y.to(x.dtype)
+    read = RowsInSlices(qdata, kind, k) if axis == -1 else lambda a, b: unpack_codes(qdata.t()[a:b], kind, n)
+    numerics = CodeNumerics(scale, zero_point, kind, low, high, ZeroPointDomain[domain])
+    return multiply_codes(x, (n, k), read, numerics, axis)
 
 
 @register(
@@ -130,23 +91,17 @@ def packed_weight_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     return from_rows(y, x, bias)
 
 
-# --------------------------------------------------------------------------------------------------
-# Linear with an int8 weight, one scale per output channel, and a bf16 or fp16 activation on CPU.
-#
-#     y[m, n] = (sum_k x[m, k] * wq[n, k]) * ws[n] + bias[n]
-#
-# `aten::_weight_int8pack_mm` reads the int8 codes once, without a dequantized copy, and beats bf16 F.linear by 2 to 3
-# times at small M. At larger M it is slower, from the fewer rows on the faster the CPU multiplies bf16 (measured:
-# docs/performance/how_it_works.md).
-
-
 MAX_ROWS = {True: 16, False: 1 << 30}
 """Largest M for the packed product, by whether the CPU has bf16 products."""
 
 
 @opaque(lambda x, codes, scale: x.new_empty(x.shape[0], codes.shape[0]))
 def int8_weight_mm(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """The equation above without bias.
+    """y[m, n] = (sum_k x[m, k] * codes[n, k]) * scale[n].
+
+    `aten::_weight_int8pack_mm` reads the int8 codes once, without a dequantized copy, and beats bf16 F.linear by 2 to 3
+    times at small M. At larger M it is slower, from the fewer rows on the faster the CPU multiplies bf16 (measured:
+    docs/performance/how_it_works.md).
 
     Args:
         x: (M, K) bf16 or fp16.

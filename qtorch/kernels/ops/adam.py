@@ -185,10 +185,6 @@ def key_of(step: int, index: int) -> int:
     return x ^ (x >> 15)
 
 
-# --------------------------------------------------------------------------------------------------
-# What kernels for `adam_step` share: the check of its arguments, and the bounds of scales.
-
-
 LARGEST_SCALE = {
     "32": 0.0,
     "8": torch.finfo(torch.float32).max,

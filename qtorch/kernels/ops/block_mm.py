@@ -1,9 +1,9 @@
-"""Integer product of two operands that both have blocks along the contracted axis (tiles of 32 x 32, say).
+"""Products of two operands that both have blocks along the contracted axis (tiles of 32 x 32, say).
 
-    y[m, n] = sum_g (sum_{k in g} xq[m, k] wq[n, k]) * ws[n, g] * xs[m, g] + bias[n]
+    y[m, n] = sum_g (sum_{k in g} xq[m, k] wq[n, k]) * ws[n, g] * xs[m, g]
 
-The inner sum is an exact integer; the outer one runs in fp32 in the order of the groups g, the finer of the two
-operands' blocks, so that the result does not depend on the machine. Symmetric codes only.
+The inner sum of int8 codes is an exact integer; the outer one runs in fp32 in the order of the groups g, the finer of
+the two operands' blocks, so that the result does not depend on the machine. Symmetric codes only.
 """
 
 from __future__ import annotations
@@ -65,17 +65,9 @@ def pad_to_blocks(x: Tensor, granularity: Granularity, columns: int = 1) -> Tens
     return pad(x, (0, missing[1], 0, missing[0])) if torch.compiler.is_compiling() or any(missing) else x
 
 
-# --------------------------------------------------------------------------------------------------
-# Product of int8 or float8 matrices with a scale for each tile of either.
-#
-#     c[m, n] = sum_t (sum_{k in t} a[m, k] * b[n, k]) * bs[n / S, t] * as[m / R, t]
-#
-# Computed tile by tile; on CUDA by Triton (`cuda/shared_ops.py`). The sums of int8 are exact, so the bits agree.
-
-
 @opaque(lambda a, b, a_scale, b_scale, dtype: a.new_empty(a.shape[0], b.shape[0], dtype=dtype))
 def tile_scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The equation above.
+    """c[m, n] = sum_t (sum_{k in t} a[m, k] * b[n, k]) * bs[n / S, t] * as[m / R, t], tile by tile; on CUDA by Triton.
 
     Args:
         a: (M, K) int8 or float8.  b: (N, K) of the same dtype.

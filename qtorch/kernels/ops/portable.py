@@ -13,13 +13,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...primitives.affine import MappingType, ZeroPointDomain, dequantize_affine
+from ...primitives.affine import ZeroPointDomain, dequantize_affine
 from ...primitives.granularity import Block, BlockView, PerRow
 from ...primitives.layouts.portable import is_per_row
 from ...primitives.qdtype import qdtype
 from ...primitives.spec import QuantSpec, Scheme
 from ..custom_ops import portable
-from .quantize import dequantize_rows, has_default_rows, quantize_int8_rowwise, quantize_rows, quantize_static
+from .quantize import (
+    dequantize_rows,
+    has_default_rows,
+    is_int8_rowwise,
+    quantize_int8_rowwise,
+    quantize_rows,
+    quantize_static,
+)
 
 
 def decomposed() -> Any:
@@ -89,14 +96,9 @@ def quantize_portably(x: Tensor, weight: Any) -> tuple[Tensor, Tensor, Tensor | 
     spec: QuantSpec = weight.scheme.activation
     if weight.scheme.spec.static:
         return quantize_static(x, spec, weight.act_scale, weight.act_zero_point)
-    if spec.dtype is qdtype("int8") and spec.code_range == (-127, 127) and is_symmetric_per_row(spec):
+    if is_int8_rowwise(spec):
         return *portable(quantize_int8_rowwise)(x), None
     return quantize_rows(x, spec)
-
-
-def is_symmetric_per_row(spec: QuantSpec) -> bool:
-    """Whether each row has one scale, from its largest magnitude, and no zero point."""
-    return spec.mapping is not MappingType.ASYMMETRIC and not spec.has_zero_point and has_default_rows(spec)
 
 
 def fake_quantized(x: Tensor, weight: Any) -> Tensor:

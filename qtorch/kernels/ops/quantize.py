@@ -1,6 +1,6 @@
-"""Quantization of an activation, one scale per row (token).
+"""Quantization of activations by rows (tokens), of keys and values for a cache, and of weights.
 
-scale[m] = max_k |x[m, k]| / 127,    q[m, k] = round(x[m, k] / scale[m])
+    scale[m] = max_k |x[m, k]| / 127,    q[m, k] = round(x[m, k] / scale[m])
 
 A row that holds a NaN or an infinity has a scale that is NaN or infinite; it does not affect the other rows.
 """
@@ -142,10 +142,6 @@ def has_default_rows(spec: QuantSpec) -> bool:
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# Quantization of the keys and values of tokens for a cache.
-
-
 @by_device
 def quantize_tokens(x: Tensor, form: CacheForm) -> Parts:
     """Codes and scales of tokens (B, H, T, D), one scale a token of a head; those of the primitives bit for bit.
@@ -179,19 +175,11 @@ def _quantize(x: Tensor, spec: QuantSpec, form: CacheForm) -> Parts:
     return (codes, scale) if zero_point is None else (codes, scale, zero_point)
 
 
-# --------------------------------------------------------------------------------------------------
-# Quantization of a weight: scales chosen from its values, and its codes.
-#
-#     q = clamp(round(w / scale) + zero_point)    (or the other equations of `primitives.affine`)
-#
-# One operation, so that a device can make both in one pass.
-
-
 @by_device
 def quantize_weight(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor | None]:
     """(codes, scale, zero_point) of `weight`, any shape in floating point, as `QuantSpec.choose_qparams` and
-    `QuantSpec.quantize` give them, bit for bit. A block that holds a NaN or an infinity has NaN for a scale, and its
-    codes are undefined unless the code dtype has a NaN.
+    `QuantSpec.quantize` give them, bit for bit; one operation, so that a device can make both in one pass. A block that
+    holds a NaN or an infinity has NaN for a scale, and its codes are undefined unless the code dtype has a NaN.
 
     Args:
         spec: without a `scale_spec`.

@@ -1,6 +1,6 @@
-"""Linear with a quantized weight and a floating-point activation, by dequantizing a slice of the weight at a time.
+"""The product of a floating-point activation and a weight in codes, by dequantizing a slice of the weight at a time.
 
-    y[m, n] = sum_k x[m, k] * dequantize(w)[n, k] + bias[n]
+    y[m, n] = sum_k x[m, k] * dequantize(w)[n, k]
 
 The slice stays in cache, and no full copy of the weight is made. int8 codes with a scale per row are not dequantized
 where `fixed_point_mm` accepts the input.
@@ -10,28 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...primitives.affine import ZeroPointDomain, dequantize_affine, dequantize_split
-from ...primitives.granularity import Block, BlockView, block_of
+from ...primitives.granularity import BlockView, block_of
 from ...primitives.qdtype import QDType, qdtype
 from .. import features
 from ..custom_ops import by_device, note, opaque
 from ..registry import power_if_larger
 from .int_matmul import int32_terms, int_matmul
-
-# --------------------------------------------------------------------------------------------------
-# A floating-point activation times int8 codes as integer products of torch, on a CPU that has fast ones.
-#
-#     x[m, k] = sum_s xs[m] / 254^s * q[s, m, k],    xs[m] = max_k |x[m, k]| / 127,    q int8
-#     y[m, n] = sum_s xs[m] / 254^s * (sum_k q[s, m, k] * c[n, k])
-#
-# The input is written in fixed point: each slice is the rounded remainder of the slices before it. The sums in brackets
-# are exact. Three slices are as accurate as fp32 is for the largest number of a row. The compiled kernels do the same
-# (cpu/src/quantize.h). The weight is not converted.
-
 
 SLICES = 3
 
@@ -46,16 +36,22 @@ COLUMNS_PER_ROW = 8
 
 
 def fixed_point_mm(x: Tensor, codes: Tensor) -> Tensor | None:
-    """The equation above, or None where another method is better: for other dtypes or processors, small weights, many
-    rows, and rows in which a few numbers are far larger than the others. A NaN or an infinity in a row makes its
-    results NaN.
+    """x times codes, as integer products of torch on a CPU that has fast ones:
+
+        x[m, k] = sum_s xs[m] / 254^s * q[s, m, k],    xs[m] = max_k |x[m, k]| / 127,    q int8
+        y[m, n] = sum_s xs[m] / 254^s * (sum_k q[s, m, k] * c[n, k])
+
+    The input is written in fixed point: each slice is the rounded remainder of the slices before it, and three slices
+    are as accurate as fp32 is for the largest number of a row. The sums in brackets are exact. The compiled kernels do
+    the same (cpu/src/quantize.h). A NaN or an infinity in a row makes its results NaN.
 
     Args:
         x: (M, K) fp32.
         codes: (N, K) int8.
 
     Returns:
-        (M, N) fp32.
+        (M, N) fp32; None where another method is better: for other dtypes or processors, small weights, many rows, and
+        rows in which a few numbers are far larger than the others.
     """
     if x.dtype is not torch.float32 or x.device.type != "cpu" or not x.numel() or not features.cpu_has("vnni"):
         return None
@@ -78,10 +74,6 @@ def fixed_point_mm(x: Tensor, codes: Tensor) -> Tensor | None:
         scale = scale / 254
     sums = int_matmul(torch.cat(slices), codes.t()).unflatten(0, (SLICES, -1))
     return (sums * torch.stack(scales)).sum(0)
-
-
-# --------------------------------------------------------------------------------------------------
-# The real numbers of a matrix of codes.
 
 
 @by_device
@@ -138,94 +130,86 @@ def weight_only_mm(
         y = fixed_point_mm(x, codes)
         if y is not None:
             return y.mul_(scale.t())
-    return multiply_slices(x, codes.shape, lambda a, b: codes[a:b], scale, zero_point, qdtype(dtype), low, high, domain)
+    numerics = CodeNumerics(scale, zero_point, qdtype(dtype), low, high, ZeroPointDomain[domain])
+    return multiply_codes(x, codes.shape, lambda a, b: codes[a:b], numerics)
 
 
-def multiply_slices(
-    x: Tensor,
-    shape: Sequence[int],
-    rows: Callable[[int, int], Tensor],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    kind: QDType,
-    low: float,
-    high: float,
-    domain: str,
+class CodeNumerics(NamedTuple):
+    """How the codes of a matrix stand for real numbers; the blocks follow from the shape of the scale."""
+
+    scale: Tensor
+    zero_point: Tensor | None
+    kind: QDType
+    low: float
+    high: float
+    domain: ZeroPointDomain
+
+
+def multiply_codes(
+    x: Tensor, shape: Sequence[int], read: Callable[[int, int], Tensor], numerics: CodeNumerics, axis: int = -1
 ) -> Tensor:
-    """The equation above for a weight of this shape whose codes are read by ``rows(start, stop)``, a slice at a time.
+    """The equation above for a weight (N, K) of this shape whose codes are read a slice at a time.
 
-    `stop` may lie beyond the last row. Where the codes come from does not change the result.
+    Args:
+        read: ``read(start, stop)`` gives the codes of these rows of the weight; with `axis` -2, of its transpose.
     """
-    n, k = shape
-    y = x.new_empty(x.shape[0], n)
+    (n, k), (scale, zero_point, kind, low, high, domain) = shape, numerics
+    block = block_of(shape, scale.shape)
     # Scale each result instead of each weight; not in fp16, where the sums of codes could overflow.
-    scale_last = zero_point is None and scale.shape == (n, 1) and x.dtype != torch.float16
+    scale_last = axis == -1 and zero_point is None and scale.shape == (n, 1) and x.dtype != torch.float16
     if scale_last:
         # A row near the largest number is multiplied with codes as a smaller one, exactly.
         up = power_if_larger(x.abs(), LARGE, LARGE)
         x = x / up
-    block = (1, k) if scale_last else block_of(shape, scale.shape)
-    step = slice_length(x, k, block[0])
-    memory = SliceMemory(x, min(n, step), k)
-    for start in range(0, n, step):
-        part = rows(start, start + step)
-        if scale_last:
-            if kind.format:
-                weight = dequantize_codes(part, None, None, kind, low, high, ZeroPointDomain[domain], x.dtype)
-            else:
-                weight = memory.reals[: len(part)].copy_(part)
-        else:
-            weight = dequantize_slice(
-                part, start, start + step, block, scale, zero_point, kind, low, high, domain, x.dtype, memory
-            )
-        torch.mm(x, weight.t(), out=y[:, start : start + step])
+    elif axis != -1:  # work on the transpose, whose rows are contiguous in memory
+        block, scale, zero_point = block[::-1], scale.t(), None if zero_point is None else zero_point.t()
+    rows, columns = (n, k) if axis == -1 else (k, n)
+    step = slice_length(x, columns, block[0])
+    # New memory for each slice would not be in cache, and the system would have to clear it first.
+    numbers = x.new_empty(min(rows, step), columns, dtype=torch.float32)
+    reals = numbers if x.dtype == torch.float32 else x.new_empty(numbers.shape)
+
+    def dequantize(start: int, stop: int) -> Tensor:
+        codes, count = read(start, stop), stop - start
+        if scale_last and not kind.format:
+            return reals[:count].copy_(codes)
+        own_scale = None if scale_last else scale_of_slice(scale, start, stop, block[0])
+        own_zero = None if zero_point is None else scale_of_slice(zero_point, start, stop, block[0])
+        if own_scale is None or kind.format:
+            return dequantize_codes(codes, own_scale, own_zero, kind, low, high, domain, x.dtype)
+        view = BlockView(codes.shape, (min(block[0], count), block[1]))
+        split = view.split(numbers[:count].copy_(codes))
+        split_zero = None if own_zero is None else view.split_scale(own_zero)
+        dequantize_split(split, view.split_scale(own_scale), split_zero, (low, high), domain, out=split)
+        return numbers[:count] if reals is numbers else reals[:count].copy_(numbers[:count])
+
+    y = multiply_slices(x, n, step, dequantize, axis)
     return y.mul_(scale.t().to(y.dtype)).mul_(up) if scale_last else y
 
 
-class SliceMemory:
-    """Where the slices of a weight are dequantized, one after the other. Memory that is new for each of them would not
-    be in cache, and the system would have to clear it first.
+def multiply_slices(x: Tensor, n: int, step: int, dequantize: Callable[[int, int], Tensor], axis: int = -1) -> Tensor:
+    """x (M, K) times a weight (N, K) whose numbers are made a slice of `step` rows at a time: (M, N) in the dtype of x.
 
-    Attributes:
-        numbers: (rows, columns) fp32.
-        reals: the same in the dtype of x, rounded; it may be `numbers`.
+    Args:
+        dequantize: ``dequantize(start, stop)`` gives these rows of the weight; with `axis` -2, of its transpose (K, N).
+            Their products are then added up in fp32, because bf16 would round each sum.
     """
+    if axis == -1:
+        y = x.new_empty(x.shape[0], n)
+        for start in range(0, n, step):
+            stop = min(start + step, n)
+            torch.mm(x, dequantize(start, stop).t(), out=y[:, start:stop])
+        return y
+    y = x.new_zeros(x.shape[0], n, dtype=torch.float32)
+    for start in range(0, x.shape[1], step):
+        stop = min(start + step, x.shape[1])
+        y += torch.mm(x[:, start:stop], dequantize(start, stop))
+    return y.to(x.dtype)
 
-    def __init__(self, x: Tensor, rows: int, columns: int) -> None:
-        self.numbers = x.new_empty(rows, columns, dtype=torch.float32)
-        self.reals = self.numbers if x.dtype == torch.float32 else x.new_empty(rows, columns)
 
-    def rounded(self, rows: int) -> Tensor:
-        """The reals of the first `rows` rows of `numbers`."""
-        reals, numbers = self.reals[:rows], self.numbers[:rows]
-        return reals if self.reals is self.numbers else reals.copy_(numbers)
-
-
-def dequantize_slice(
-    part: Tensor,
-    start: int,
-    stop: int,
-    block: Block,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    kind: QDType,
-    low: float,
-    high: float,
-    domain: str,
-    dtype: torch.dtype,
-    memory: SliceMemory | None = None,
-) -> Tensor:
-    """Reals of `part`, the codes of the rows from `start` to `stop` of a matrix quantized in blocks of `block`; in
-    `memory`, until the next slice, if it is given."""
-    of_slice = slice(start // block[0], stop // block[0]) if scale.shape[0] > 1 else slice(None)
-    scale, zero_point = scale[of_slice], None if zero_point is None else zero_point[of_slice]
-    if memory is None or kind.format:
-        return dequantize_codes(part, scale, zero_point, kind, low, high, ZeroPointDomain[domain], dtype)
-    view = BlockView(part.shape, (min(block[0], part.shape[0]), block[1]))
-    numbers = view.split(memory.numbers[: len(part)].copy_(part))
-    zero = None if zero_point is None else view.split_scale(zero_point)
-    dequantize_split(numbers, view.split_scale(scale), zero, (low, high), ZeroPointDomain[domain], out=numbers)
-    return memory.rounded(len(part))
+def scale_of_slice(scale: Tensor, start: int, stop: int, block: int) -> Tensor:
+    """The scales, or zero points, of the rows from `start` to `stop`, in blocks of `block` rows or one for all."""
+    return scale if scale.shape[0] == 1 else scale[start // block : -(-stop // block)]
 
 
 def slice_length(x: Tensor, length: int, block: int = 1, limit: int | None = None) -> int:

@@ -55,17 +55,17 @@ def quantized(name: str, activation: QuantSpec | None = None) -> AffineQuantized
     return AffineQuantizedTensor.from_float(torch.randn(37, k), LinearSpec(spec, activation, layout=layout))
 
 
-@pytest.mark.parametrize("way", ["dot", "tile"])
+@pytest.mark.parametrize("variant", ["dot", "tile"])
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("instruction_set", SETS)
-def test_int8_activations_have_the_bits_of_the_reference(instruction_set, name, way):
+def test_int8_activations_have_the_bits_of_the_reference(instruction_set, name, variant):
     for activation in (SYMMETRIC_TOKENS, ASYMMETRIC_TOKENS):
         weight = quantized(name, activation)
         for rows, dtype in ((1, torch.float32), (3, torch.bfloat16), (19, torch.float16)):
             x = (torch.randn(rows, weight.shape[1]) + 0.3).to(dtype)
-            with emulate(instruction_set) as library, variants.force(way), record_kernels() as ran:
+            with emulate(instruction_set) as library, variants.force(variant), record_kernels() as ran:
                 y = functional.linear(x, weight.to(dtype))
-            assert ran[-1] == f"cpu_int8_mm.{instruction_set}.{way}"
+            assert ran[-1] == f"cpu_int8_mm.{instruction_set}.{variant}"
             assert library.calls[-1] == "int8_mm"
             assert torch.equal(y, reference.linear(x, weight.to(dtype), None))
 
@@ -76,23 +76,23 @@ def test_the_largest_codes(instruction_set):
     weight = AffineQuantizedTensor.from_float(torch.ones(8, 512), LinearSpec(QuantSpec("int8"), SYMMETRIC_TOKENS))
     signs = torch.ones(4, 512)
     signs[1], signs[2, ::2] = -1, -1
-    for way in ("dot", "tile"):
-        with emulate(instruction_set), variants.force(way):
+    for variant in ("dot", "tile"):
+        with emulate(instruction_set), variants.force(variant):
             y = functional.linear(signs, weight)
         assert torch.equal(y, reference.linear(signs, weight, None))
         assert y[0].eq(-y[1]).all()
 
 
-@pytest.mark.parametrize("way", ["dot", "tile", "fixed"])
+@pytest.mark.parametrize("variant", ["dot", "tile", "fixed"])
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("instruction_set", SETS)
-def test_weight_only(instruction_set, name, way):
+def test_weight_only(instruction_set, name, variant):
     for rows, dtype in ((1, torch.float32), (2, torch.bfloat16), (6, torch.float16), (21, torch.float32)):
         weight, bias = quantized(name).to(dtype), torch.randn(37, dtype=dtype)
         x = torch.randn(rows, weight.shape[1], dtype=dtype)
-        with emulate(instruction_set) as library, variants.force(way), record_kernels() as ran:
+        with emulate(instruction_set) as library, variants.force(variant), record_kernels() as ran:
             y = functional.linear(x, weight, bias)
-        assert ran[-1] == f"cpu_weight_only_mm.{instruction_set}.{way}"
+        assert ran[-1] == f"cpu_weight_only_mm.{instruction_set}.{variant}"
         assert library.calls[-1] == "weight_only_mm"
         real = weight.dequantize(torch.float32)
         exact = functional.linear(x.float(), real, bias.float())
@@ -155,4 +155,4 @@ def test_the_set_is_chosen_by_what_the_processor_has(monkeypatch):
     assert not compiled_library.runs_here("avx2")
     for name in INSTRUCTION_SETS:
         key = variants.key_of("int8", True, True, 1)
-        assert variants.choose(name, key, 3) in (*variants.WAYS, *variants.OTHER_WAYS)
+        assert variants.choose(name, key, 3) in (*variants.VARIANTS, *variants.OTHER_VARIANTS)

@@ -81,7 +81,7 @@ def test_it_is_measured_saved_and_used(elsewhere: str) -> None:
 @compiled
 @pytest.mark.usefixtures("nothing_known")
 def test_into_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "measure_ways", lambda _: {"int8 plain rows large": [(8, "dot"), (None, "tile")]})
+    monkeypatch.setattr(tuning, "measure_variants", lambda _: {"int8 plain rows large": [(8, "dot"), (None, "tile")]})
     path = tmp_path / "ways.json"
     path.write_text('{"portable on Acme family 7 with portable": {"int8 plain rows small": [[null, "tile"]]}}')
     table = qtorch.kernels.tune_cpu(path)
@@ -145,7 +145,7 @@ def test_this_vendor_before_others(monkeypatch: pytest.MonkeyPatch, nothing_know
     """What one table lacks, the next one has."""
     kinds = {"Other family 1 with x": "dot", "Acme family 6 with x": "tile", "Acme family 7 with x": "float"}
     keys = {"Acme family 7 with x": "float32 plain rows small"}
-    tables = {kind: {keys.get(kind, "int8 plain rows small"): [[None, way]]} for kind, way in kinds.items()}
+    tables = {kind: {keys.get(kind, "int8 plain rows small"): [[None, variant]]} for kind, variant in kinds.items()}
     monkeypatch.setattr(variants, "_loaded", {"avx2": tables})
     monkeypatch.setattr(variants, "processor_kind", lambda: "Acme family 7 with x")
     assert [kind for kind, _ in variants._tables("avx2")][:3] == list(reversed(kinds))
@@ -176,10 +176,10 @@ WRONG = {
     "huge": '{"avx2": {"int8 plain rows small": [[9999999999999999999999, "dot"], [null, "tile"]]}}',
     "not a number": '{"avx2": {"int8 plain rows small": [[true, "dot"], [null, "tile"]]}}',
     "falling": '{"avx2": {"int8 plain rows small": [[8, "dot"], [4, "dot"], [null, "tile"]]}}',
-    "no way": '{"avx2": {"int8 plain rows small": [[null, "guess"]]}}',
-    "not a way of codes": '{"avx2": {"int8 plain rows small": [[null, "fixed"]]}}',
-    "not a way of the set": '{"avx2": {"float32 plain rows small": [[null, "amx"]]}}',
-    "an unhashable way": '{"avx2": {"float32 plain rows small": [[null, ["dot"]]]}}',
+    "no variant": '{"avx2": {"int8 plain rows small": [[null, "guess"]]}}',
+    "not a variant of codes": '{"avx2": {"int8 plain rows small": [[null, "fixed"]]}}',
+    "not a variant of the set": '{"avx2": {"float32 plain rows small": [[null, "amx"]]}}',
+    "an unhashable variant": '{"avx2": {"float32 plain rows small": [[null, ["dot"]]]}}',
     "too large": " " * (variants.MOST_BYTES + 1),
     "not text": b"\xff\xfe{}",
 }
@@ -235,7 +235,7 @@ def test_writing_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
 
 @compiled
 def test_another_process_uses_it(nothing_known: Path) -> None:
-    """One way for all, which no table of ours has."""
+    """One variant for all, which no table of ours has."""
     name = compiled_library.library().instruction_set
     path = variants.path_of_user()
     path.parent.mkdir(parents=True, mode=0o700)

@@ -209,16 +209,16 @@ def test_registered_code_comes_first(long_ways):
     assert model(X).shape == (3, 40)
 
 
-@pytest.mark.parametrize("way", ["dot", "float", "torch"])
-def test_other_ways(way):
+@pytest.mark.parametrize("variant", ["dot", "float", "torch"])
+def test_other_ways(variant):
     model = layer("int4")
     wanted = model(X)
-    with variants.force(way):
+    with variants.force(variant):
         for _ in range(2):
             assert_same_product(model(X), wanted, X, model.weight.dequantize(), model.bias)
         with record_kernels() as ran:
             model(X)
-        assert any(name.endswith(f".{way}") for name in ran)
+        assert any(name.endswith(f".{variant}") for name in ran)
 
 
 def test_a_setting_ends_it(long_ways):

@@ -306,12 +306,12 @@ def test_weight_only(build: str) -> None:
         plain.weight = nn.Parameter(conv.weight.dequantize())
         groups = conv.groups
         direct = groups == 1 or channels // groups % 4 == 0
-        way = build if direct else "kept" if channels == groups else "torch"
+        variant = build if direct else "kept" if channels == groups else "torch"
         for channels_last in (False, True):
             x = images(shape, channels_last)
             with compiled_library.use(build), torch.no_grad(), record_kernels() as ran:
                 y = conv(x)
-            assert ran[-1] == f"cpu_weight_only_conv.{way}"
+            assert ran[-1] == f"cpu_weight_only_conv.{variant}"
             expected = plain.double()(x.double())
             torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=3e-6)
             plain.float()

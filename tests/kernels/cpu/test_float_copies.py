@@ -21,7 +21,7 @@ BYTES = 64 * 96 * 4
 
 @pytest.fixture(autouse=True)
 def _copies():
-    """Room for two, and the way that uses them."""
+    """Room for two, and the variant that uses them."""
     float_copies.clear()
     with qtorch.config.patch(float_copy_bytes=2 * BYTES), variants.force("float"):
         yield
@@ -177,7 +177,7 @@ PER_ROW, GROUPS = qtorch.int8_weight_only(), qtorch.int4_weight_only(group_size=
 ])  # fmt: skip
 @pytest.mark.usefixtures("torch_kernels")
 def test_without_compiled_kernels(recipe, kernel, dtype):
-    """For any number of rows, and for every weight that has no faster way."""
+    """For any number of rows, and for every weight that has no faster variant."""
     model = layer(recipe).to(dtype)
     for rows in (1, 5):
         assert runs(model, torch.randn(rows, 96, dtype=dtype)) == kernel

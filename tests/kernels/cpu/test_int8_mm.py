@@ -66,15 +66,15 @@ def cases(name, activation):
     return made
 
 
-@pytest.mark.parametrize("way", ["dot", "tile", "channels"])
+@pytest.mark.parametrize("variant", ["dot", "tile", "channels"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("build", BUILDS)
-def test_the_bits_of_the_reference(build, name, activation, way):
+def test_the_bits_of_the_reference(build, name, activation, variant):
     for weight, x, wanted in cases(name, activation):
-        with compiled_library.use(build), variants.force(way), record_kernels() as ran:
+        with compiled_library.use(build), variants.force(variant), record_kernels() as ran:
             y = multiply(x, weight)
-        assert ran[-1] == f"cpu_int8_mm.{build}.{way}"
+        assert ran[-1] == f"cpu_int8_mm.{build}.{variant}"
         assert torch.equal(y, wanted)
 
 
@@ -87,11 +87,11 @@ def many_rows():
     return weight, x, reference.linear(x, weight, None)
 
 
-@pytest.mark.parametrize("way", ["dot", "tile", "channels"])
+@pytest.mark.parametrize("variant", ["dot", "tile", "channels"])
 @pytest.mark.parametrize("build", BUILDS)
-def test_every_number_of_rows(build, way):
+def test_every_number_of_rows(build, variant):
     weight, x, expected = many_rows()
-    with compiled_library.use(build), variants.force(way):
+    with compiled_library.use(build), variants.force(variant):
         for rows in (*range(20), 31, 32, 33, 63, 64, 65, 255, 300, 512, 513, 600):
             assert torch.equal(functional.linear(x[:rows], weight), expected[:rows])
 
@@ -103,8 +103,8 @@ def test_the_largest_codes(build):
     signs = torch.randint(0, 2, (40, 4096)) * 2.0 - 1
     weight = AffineQuantizedTensor.from_float(signs[:33], spec)
     x = signs[20:38]
-    for way in ("dot", "tile"):
-        with compiled_library.use(build), variants.force(way):
+    for variant in ("dot", "tile"):
+        with compiled_library.use(build), variants.force(variant):
             assert torch.equal(functional.linear(x, weight), reference.linear(x, weight, None))
 
 
@@ -142,15 +142,15 @@ def test_channels_with_the_largest_codes(build, activation, columns):
         assert torch.equal(y, int8_grouped_mm(xq, xs, xz, codes, scale, zero, torch.float32))
 
 
-@pytest.mark.parametrize("way", ["dot", "tile", "torch"])
+@pytest.mark.parametrize("variant", ["dot", "tile", "torch"])
 @pytest.mark.parametrize("build", BUILDS)
-def test_bias(build, way):
+def test_bias(build, variant):
     """Added to the result in its dtype, as the reference does; of another dtype, it is promoted."""
     weight = AffineQuantizedTensor.from_float(
         torch.randn(70, 96), LinearSpec(QuantSpec("int8"), ACTIVATIONS["symmetric"])
     )
     bias = torch.randn(140)
-    with compiled_library.use(build), variants.force(way):
+    with compiled_library.use(build), variants.force(variant):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             x = torch.randn(9, 96).to(dtype)
             for b in (bias[:70].to(dtype), bias[::2].to(dtype), bias[:70]):

@@ -94,7 +94,7 @@ def test_libraries_of_other_sources_are_refused(monkeypatch):
 def test_use_says_what_is_wrong():
     with pytest.raises(ValueError, match="does not run sse9"), compiled_library.use("sse9"):
         pass
-    with pytest.raises(ValueError, match="no way 'guess'"), variants.force("guess"):
+    with pytest.raises(ValueError, match="no variant 'guess'"), variants.force("guess"):
         pass
 
 

@@ -33,13 +33,13 @@ def ran_here(function, *args):
 
 @NEEDS_OPERATORS
 @pytest.mark.parametrize("case", CALLS)
-@pytest.mark.parametrize("way", ["dot", "tile", "fixed", None])
-def test_the_same_bits_and_the_same_kernel(case, way):
+@pytest.mark.parametrize("variant", ["dot", "tile", "fixed", None])
+def test_the_same_bits_and_the_same_kernel(case, variant):
     operation, args = CALLS[case]
-    if way == "fixed" and operation is cpu_int8_mm:
+    if variant == "fixed" and operation is cpu_int8_mm:
         pytest.skip("x is in codes")
     overload = getattr(OPS, operation.__name__).default
-    with variants.force(way) if way else torch.no_grad():
+    with variants.force(variant) if variant else torch.no_grad():
         with record_kernels() as wanted:
             y, here = ran_here(operation, *args)
         assert here == 0
@@ -113,9 +113,9 @@ def test_python_runs_what_it_alone_supports():
     with compiled_library.use(None):
         assert passed_on(weights_only, args)[:2] == ["cpu_weight_only_mm", "cpu_weight_only_mm.torch"]
         assert "cpu_embedding.torch" in passed_on(*CALLS["embedding"])
-    for way in ("torch", "float"):
-        with variants.force(way):
-            assert passed_on(weights_only, args)[1].endswith(f".{way}")
+    for variant in ("torch", "float"):
+        with variants.force(variant):
+            assert passed_on(weights_only, args)[1].endswith(f".{variant}")
     codes, scale, _ = weight()
     strided = weight_only(randn(3, 64), codes.t().contiguous().t(), scale, None)
     assert passed_on(weights_only, strided)[:2] == ["cpu_weight_only_mm", "cpu_weight_only_mm.torch"]
@@ -204,10 +204,10 @@ def test_the_table_is_read_as_python_reads_it():
         for groups in (1, 2):
             key = variants.key_of(kind, False, groups > 1, 48 * 64)
             for count in (1, 2, 3, 8, 9, 70, 600):
-                way = variants.choose(found.instruction_set, key, count)
+                variant = variants.choose(found.instruction_set, key, count)
                 with record_kernels() as ran:
                     OPS.cpu_weight_only_mm(*weight_only(randn(count, 64, dtype=kind), *weight(groups=groups)))
-                assert ran == ["cpu_weight_only_mm", f"cpu_weight_only_mm.{found.instruction_set}.{way}"]
+                assert ran == ["cpu_weight_only_mm", f"cpu_weight_only_mm.{found.instruction_set}.{variant}"]
 
 
 WITHOUT = """

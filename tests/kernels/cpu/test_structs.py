@@ -6,7 +6,6 @@ from typing import get_type_hints
 import pytest
 
 from qtorch.kernels.cpu import structs
-from qtorch.kernels.cpu import structs as operand_structs
 from qtorch.kernels.cpu.build import SOURCES
 
 SIZE = 8
@@ -41,13 +40,12 @@ def test_fields_are_those_of_the_source(name):
     fields = declared(name)
     if name.endswith("Call"):
         assert fields.pop(0) == ("weight", "Weight")
-    declaring = operand_structs if name in OF_OPERANDS else structs
-    ours = get_type_hints(getattr(declaring, name))
+    ours = get_type_hints(getattr(structs, name))
     assert [field for field, _ in fields] == list(ours)
     for field, kind in fields:
         expected = {"int64_t": int, "double": float, "pointer": int}.get(kind) or getattr(structs, kind)
         assert ours[field] is expected, field
-    assert structs.struct_of(getattr(declaring, name)).size == SIZE * len(list(flat(ours)))
+    assert structs.struct_of(getattr(structs, name)).size == SIZE * len(list(flat(ours)))
 
 
 def flat(hints):

@@ -1,4 +1,4 @@
-"""The compiled weight-only layers against exact arithmetic: every build and way that this machine runs, odd shapes."""
+"""The compiled weight-only layers against exact arithmetic: every build and variant, odd shapes."""
 
 import pytest
 import torch
@@ -73,41 +73,41 @@ def error(y: Tensor, x: Tensor, weight: AffineQuantizedTensor) -> float:
     return float(((y.double() - x.double() @ exact.t()).abs() / (x.double().abs() @ size.t() + 1e-30)).max())
 
 
-def tolerance(way: str, dtype: torch.dtype, terms: int) -> float:
+def tolerance(variant: str, dtype: torch.dtype, terms: int) -> float:
     """Of `error`. The order of our sums is that of the sources; torch's is its own, in F.linear, which takes a weight
     that is rounded to the dtype, too."""
-    return 2 * TOLERANCE[dtype] + gamma(terms + EXTRA) if way == "float" else TOLERANCE[dtype]
+    return 2 * TOLERANCE[dtype] + gamma(terms + EXTRA) if variant == "float" else TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("way", [*variants.WAYS, "float"])
+@pytest.mark.parametrize("variant", [*variants.VARIANTS, "float"])
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("build", BUILDS)
-def test_against_exact_arithmetic(build, name, way):
-    with compiled_library.use(build), variants.force(way):
+def test_against_exact_arithmetic(build, name, variant):
+    with compiled_library.use(build), variants.force(variant):
         for weight in weights(SPECS[name]):
             for rows, dtype in ((1, torch.float32), (3, torch.bfloat16), (8, torch.float16), (17, torch.float32),
                                 (37, torch.bfloat16)):  # fmt: skip
                 x = torch.randn(rows, weight.shape[1]).to(dtype)
                 with record_kernels() as ran:
                     y = multiply(x, weight)
-                assert ran[-1] == f"cpu_weight_only_mm.{build}.{way}"
+                assert ran[-1] == f"cpu_weight_only_mm.{build}.{variant}"
                 assert y.dtype == dtype
-                assert error(y, x, weight) < tolerance(way, dtype, weight.shape[1]), (weight, rows)
+                assert error(y, x, weight) < tolerance(variant, dtype, weight.shape[1]), (weight, rows)
 
 
-@pytest.mark.parametrize("way", [*variants.WAYS, "float"])
+@pytest.mark.parametrize("variant", [*variants.VARIANTS, "float"])
 @pytest.mark.parametrize("build", BUILDS)
-def test_every_number_of_rows(build, way):
+def test_every_number_of_rows(build, variant):
     weight = AffineQuantizedTensor.from_float(
         torch.randn(50, 160), LinearSpec(QuantSpec("uint4", PerGroup(32), ASYMMETRIC), layout=PackedLayout())
     )
     x = torch.randn(600, 160)
-    with compiled_library.use(build), variants.force(way):
+    with compiled_library.use(build), variants.force(variant):
         for rows in (*range(20), 31, 32, 33, 63, 64, 65, 255, 300, 512, 513, 600):
             y = functional.linear(x[:rows], weight)
             assert y.shape == (rows, 50)
             if rows:
-                assert error(y, x[:rows], weight) < tolerance(way, torch.float32, 160)
+                assert error(y, x[:rows], weight) < tolerance(variant, torch.float32, 160)
 
 
 @pytest.mark.parametrize("build", BUILDS)
@@ -121,12 +121,12 @@ def test_inputs_that_are_views(build):
         assert error(functional.linear(wide[:, :96], part), wide[:, :96], part) < gamma(96 + EXTRA)
 
 
-@pytest.mark.parametrize("way", [*variants.WAYS, "float", "torch"])
+@pytest.mark.parametrize("variant", [*variants.VARIANTS, "float", "torch"])
 @pytest.mark.parametrize("build", BUILDS)
-def test_bias(build, way):
+def test_bias(build, variant):
     weight = AffineQuantizedTensor.from_float(torch.randn(70, 96), SPECS["int8 row"])
     bias = torch.randn(140)
-    with compiled_library.use(build), variants.force(way):
+    with compiled_library.use(build), variants.force(variant):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             x = torch.randn(9, 96).to(dtype)
             for b in (bias[:70].to(dtype), bias[::2].to(dtype), bias[:70]):
@@ -162,19 +162,19 @@ def test_special_values(build):
     x = torch.ones(20, 96)
     x[3, 5], x[4, 7] = float("inf"), float("nan")
     x[5], x[6] = 1e34, 1e-30
-    for way in variants.WAYS:
-        with compiled_library.use(build), variants.force(way):
+    for variant in variants.VARIANTS:
+        with compiled_library.use(build), variants.force(variant):
             y = functional.linear(x, weight)
         # In fixed point such a row has no scale.
-        assert (y[3].isnan() if way == "fixed" else y[3] == float("inf")).all(), way
-        assert y[4].isnan().all(), way
+        assert (y[3].isnan() if variant == "fixed" else y[3] == float("inf")).all(), variant
+        assert y[4].isnan().all(), variant
         rest = [i for i in range(20) if i not in (3, 4)]
         assert error(y[rest], x[rest], weight) < 1e-6
 
 
 @pytest.mark.parametrize("build", BUILDS)
 def test_fixed_point_keeps_small_numbers_beside_large_ones(build):
-    """A column that no weight reads does not take the precision of the others, by one more slice or another way."""
+    """A column that no weight reads does not take the precision of the others, by one more slice or another variant."""
     weight = torch.randn(40, 96)
     weight[:, 7] = 0
     weight = AffineQuantizedTensor.from_float(weight, SPECS["int8 row"])

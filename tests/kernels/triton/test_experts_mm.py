@@ -137,7 +137,7 @@ def test_arguments_are_checked(device):
         with pytest.raises(ValueError, match=message):
             experts_weight_mm(**{**good, name: wrong}, **numerics)
     xs = torch.ones(2, 1, device=device)
-    with pytest.raises(ValueError, match=r"ws must have shape \(E, N, groups\)"):
+    with pytest.raises(ValueError, match=r"ws must have shape \(N, groups\)"):
         experts_int8_mm(x.to(torch.int8), experts, xs, None, codes, scale[:2], None, 8, True, torch.float32)
 
 

@@ -36,18 +36,8 @@ def check(spec, activation, rows, n, k, device, dtype=torch.float32, config=CONF
     x, bias = torch.randn(rows, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
     xq, xs, xz = quantize_input(x, weight)
     with forced(config), record_kernels() as ran:
-        y = int8_grouped_mm(
-            xq,
-            xs,
-            xz,
-            weight.qdata,
-            weight.scale,
-            weight.zero_point,
-            spec.dtype.bits,
-            spec.dtype.is_signed,
-            dtype,
-            bias,
-        )
+        of_weight = weight.qdata, weight.scale, weight.zero_point, spec.dtype.bits, spec.dtype.is_signed
+        y = int8_grouped_mm(xq, xs, xz, *of_weight, dtype, bias)
     assert ran == ["triton.int8_grouped_mm"]
     assert torch.equal(y, reference.linear(x, weight, bias)), (spec, activation, rows, n, k)
 

@@ -1,4 +1,4 @@
-"""Weight-only products of packed codes: every width, way, layout of groups and odd size against the reference."""
+"""Weight-only products of packed codes: every width, variant, layout of groups and odd size against the reference."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from qtorch.primitives import ZeroPointDomain, compute_error
 ASYMMETRIC = MappingType.ASYMMETRIC
 LEAST = {torch.float32: 95, torch.float16: 50, torch.bfloat16: 38}
 
-WAYS = {
+VARIANTS = {
     "mm": LaunchConfig(16, 16, 32, path="mm"),
     "mm, scaled codes": LaunchConfig(128, 16, 32, path="mm"),
     "mm, split": LaunchConfig(16, 32, 64, split_k=3, path="mm"),
@@ -46,28 +46,28 @@ def run(x, weight, bias=None):
     return intx_weight_mm(x, weight.qdata, weight.scale, weight.zero_point, *arguments)
 
 
-def check(x, weight, bias, way, least):
-    with forced(WAYS[way]), record_kernels() as ran:
+def check(x, weight, bias, variant, least):
+    with forced(VARIANTS[variant]), record_kernels() as ran:
         y = run(x, weight, bias)
-    assert ran == [f"triton.intx_weight_mm.{WAYS[way].path}"]
+    assert ran == [f"triton.intx_weight_mm.{VARIANTS[variant].path}"]
     assert y.dtype == x.dtype
     assert compute_error(reference.linear(x, weight, bias), y) > least
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", [*(f"int{bits}" for bits in range(1, 9)), "uint4", "uint8"])
-def test_every_width(name, way, device):
+def test_every_width(name, variant, device):
     """A tile in one group, and groups that tiles do not divide."""
     x = torch.randn(1, 256, device=device)
     for granularity in (PerGroup(32), PerRow(), PerGroup(8)):
         weight = weight_of(QuantSpec(name, granularity, ASYMMETRIC), 20, 256, device)
-        check(x, weight, None, way, LEAST[torch.float32])
+        check(x, weight, None, variant, LEAST[torch.float32])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dtypes_and_domains(dtype, way, device):
-    rows = 1 if way == "mv" else 5
+def test_dtypes_and_domains(dtype, variant, device):
+    rows = 1 if variant == "mv" else 5
     x, bias = torch.randn(rows, 512, device=device).to(dtype), torch.randn(44, device=device).to(dtype)
     none = ZeroPointDomain.NONE
     for spec in (
@@ -81,40 +81,40 @@ def test_dtypes_and_domains(dtype, way, device):
         QuantSpec("int8", PerGroup(32), zero_point_domain=none),
         QuantSpec("uint8", PerRow(), ASYMMETRIC),
     ):
-        check(x, weight_of(spec, 44, 512, device, dtype), bias, way, LEAST[dtype])
+        check(x, weight_of(spec, 44, 512, device, dtype), bias, variant, LEAST[dtype])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     "n, k, group", [(1, 1, 1), (3, 5, 5), (17, 101, -1), (33, 136, 17), (20, 264, 33), (7, 50, 10)]
 )
-def test_odd_sizes(n, k, group, way, device):
+def test_odd_sizes(n, k, group, variant, device):
     for name, rows in (("uint4", 1), ("int3", 19), ("int8", 17)):
-        rows = 1 if way == "mv" else rows
+        rows = 1 if variant == "mv" else rows
         spec = QuantSpec(name, PerGroup(group), ASYMMETRIC)
         bias = torch.randn(n, device=device)
-        check(torch.randn(rows, k, device=device), weight_of(spec, n, k, device), bias, way, LEAST[torch.float32])
+        check(torch.randn(rows, k, device=device), weight_of(spec, n, k, device), bias, variant, LEAST[torch.float32])
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_strides(way, device):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_strides(variant, device):
     """Rows of a larger matrix, columns of one, and a weight cut from another."""
     spec = QuantSpec("uint4", PerGroup(32), ASYMMETRIC)
     weight = weight_of(spec, 40, 256, device)
     wide = torch.randn(6, 600, device=device)
-    rows = 1 if way == "mv" else 3
+    rows = 1 if variant == "mv" else 3
     for x in (wide[::2, 40:296][:rows], wide[:, ::2][:rows, :256], wide.t()[:256, :rows].t()):
-        check(x, weight, None, way, LEAST[torch.float32])
-        check(x, weight[5:31:2], None, way, LEAST[torch.float32])
+        check(x, weight, None, variant, LEAST[torch.float32])
+        check(x, weight[5:31:2], None, variant, LEAST[torch.float32])
     plain = weight_of(QuantSpec("int8", PerRow()), 256, 48, device)
-    check(wide[:rows, :256], plain.t(), None, way, LEAST[torch.float32])
+    check(wide[:rows, :256], plain.t(), None, variant, LEAST[torch.float32])
 
 
 def test_many_rows_where_only_one_is_taken(device):
     """A configuration for one row, met by two."""
     weight = weight_of(QuantSpec("int4", PerGroup(32)), 20, 64, device)
     x = torch.randn(2, 64, device=device)
-    with forced(WAYS["mv"]):
+    with forced(VARIANTS["mv"]):
         assert compute_error(reference.linear(x, weight, None), run(x, weight)) > 95
 
 
@@ -122,7 +122,7 @@ def test_parts_are_added_in_order(device):
     """The same bits each time, however the contracted axis is shared."""
     weight = weight_of(QuantSpec("int4", PerGroup(32)), 20, 512, device)
     x = torch.randn(3, 512, device=device)
-    with forced(WAYS["mm, split"]):
+    with forced(VARIANTS["mm, split"]):
         first = run(x, weight)
         assert all(torch.equal(run(x, weight), first) for _ in range(3))
 

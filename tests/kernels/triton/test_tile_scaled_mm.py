@@ -20,7 +20,7 @@ def operands(dtype, tiles, device):
 
 
 def on_cpu(arguments, dtype):
-    """By torch: the CPU's way of the operator."""
+    """By torch: the CPU's variant of the operator."""
     return reference(*(t.cpu() for t in arguments), dtype)
 
 

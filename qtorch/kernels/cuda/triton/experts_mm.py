@@ -13,16 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_config import LaunchConfig, launch
-from .int8_grouped_mm import UNROLLED, int8_products
+from .int8_grouped_mm import Int8Operands, int8_products
 from .intx_weight_mm import weight_products
 from .launch import (
     FLOATS,
     WeightArguments,
     check_device,
     check_matrix,
-    check_shape,
     next_power_of_two,
-    power_of_two_divisor,
 )
 
 CANDIDATES = [
@@ -136,9 +134,9 @@ def _check_experts(op: str, x: Tensor, experts: Tensor, qdata: Tensor, scale: Te
         )
 
 
-def _as_matrix(tensor: Tensor | None) -> Tensor | None:
+def _as_matrix(tensor: Tensor) -> Tensor:
     """(E, N, K) as (E * N, K)."""
-    return None if tensor is None else tensor.reshape(-1, tensor.shape[2])
+    return tensor.reshape(-1, tensor.shape[2])
 
 
 def experts_weight_mm(
@@ -175,10 +173,8 @@ def experts_weight_mm(
     y = x.new_zeros(experts.numel(), n)
     if not y.numel() or not k or not count:
         return y
-    matrix, of_scale = _as_matrix(qdata), _as_matrix(scale)
-    assert matrix is not None
-    assert of_scale is not None
-    weight = WeightArguments(op, k, matrix, of_scale, _as_matrix(zero_point), bits, offset, middle, domain)
+    zeros = None if zero_point is None else _as_matrix(zero_point)
+    weight = WeightArguments(op, k, _as_matrix(qdata), _as_matrix(scale), zeros, bits, offset, middle, domain)
     routes = _Routes(experts, count)
 
     def run(config: LaunchConfig) -> None:
@@ -223,49 +219,22 @@ def experts_int8_mm(
         ValueError: other dtypes, shapes or devices.
     """
     op = "experts_int8_mm"
-    check_matrix(op, "xq", xq, (torch.int8,))
     _check_experts(op, xq, experts, qdata, ws)
-    if not 1 <= bits <= 8 or qdata.dtype not in ((torch.uint8,) if bits < 8 else (torch.int8, torch.uint8)):
-        raise ValueError(f"{op} takes codes of 1 to 8 bits, in uint8 or of 8 bits in int8, got {bits} in {qdata.dtype}")
-    (m, k), (count, n) = xq.shape, qdata.shape[:2]
-    segment = k if bits == 8 else -(-k // 8)
-    check_shape(op, "qdata", qdata, (count, n, k if bits == 8 else segment * bits))
-    if ws.shape[:2] != qdata.shape[:2] or not ws.shape[2] or k % ws.shape[2]:
-        raise ValueError(
-            f"{op}: ws must have shape (E, N, groups), groups dividing K, got {tuple(ws.shape)} for E, N, K = "
-            f"{(count, n, k)}"
-        )
-    check_shape(op, "wz", wz, tuple(ws.shape))
-    check_shape(op, "xs", xs, (m, 1), (1, 1))
-    check_shape(op, "xz", xz, (m, 1), (1, 1))
-    check_device(op, xq=xq, experts=experts, xs=xs, xz=xz, qdata=qdata, ws=ws, wz=wz)
+    (count, n), k = qdata.shape[:2], xq.shape[1]
+    weight = _as_matrix(qdata), _as_matrix(ws), None if wz is None else _as_matrix(wz)
+    operands = Int8Operands(op, xq, xs, xz, *weight, bits, signed, experts=experts)
     y = xq.new_zeros(experts.numel(), n, dtype=dtype)
     if not y.numel() or not k or not count:
         return y
-    if qdata.dtype == torch.uint8 and bits == 8 and wz is None:
-        wz = torch.zeros_like(ws, dtype=torch.int32)
-    offset = 128 if qdata.dtype == torch.uint8 and bits == 8 else 2 ** (bits - 1) if bits < 8 and signed else 0
-    matrix, of_scale, of_zero = _as_matrix(qdata), _as_matrix(ws), _as_matrix(ws if wz is None else wz)
-    assert matrix is not None
-    assert of_scale is not None
-    assert of_zero is not None
-    matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
-    group, x_zero, routes = k // ws.shape[2], xs if xz is None else xz, _Routes(experts, count)
-    steps = (*xq.stride(), matrix.stride(0), *of_scale.stride(), *of_zero.stride(),
-             *(t.stride(0) if t.shape[0] > 1 else 0 for t in (xs, x_zero)))  # fmt: skip
+    routes = _Routes(experts, count)
 
     def run(config: LaunchConfig) -> None:
-        block_k = min(config.block_k, power_of_two_divisor(segment, group))
-        even = block_k >= 32 and k in (segment, 8 * segment)
-        if not even:
-            block_k = max(32, min(config.block_k, next_power_of_two(group)))
-        tiles, block_m = triton.cdiv(group, block_k), max(16, config.block_m)
+        block_m = max(16, config.block_m)
         _experts_int8_mm[(triton.cdiv(n, config.block_n), routes.tiles(block_m))](
-            xq, matrix, y, of_scale, of_zero, xs, x_zero, routes.first, routes.order, count, n, k, segment,
-            routes.share, *steps, GROUP=group, TILES=tiles, UNROLL=tiles <= UNROLLED, BITS=bits, OFFSET=offset,
-            WEIGHT_ZERO=wz is not None, INPUT_ZERO=xz is not None, EVEN=even, ASM=xq.device.type == "cuda",
-            BLOCK_E=next_power_of_two(count), BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=block_k,
-            num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False,
+            *operands.codes, y, *operands.scales, routes.first, routes.order, count, n, *operands.sizes, routes.share,
+            *operands.steps, **operands.numerics, **operands.tiles(config.block_k), ASM=xq.device.type == "cuda",
+            BLOCK_E=next_power_of_two(count), BLOCK_M=block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
+            num_stages=config.num_stages, enable_fp_fusion=False,
         )  # fmt: skip
 
     launch(op, f"int{bits}", (routes.mean, n, k), run, CANDIDATES, xq.device)

@@ -130,6 +130,75 @@ def _int8_grouped_mm(
     tl.store(y_ptr + m[None, :].to(tl.int64) * N + n[:, None], y, mask=(n[:, None] < N) & (m[None, :] < M))
 
 
+class Int8Operands:
+    """int8 codes (M, K) and integer codes (N, K) of 1 to 8 bits, 1 to 7 of them packed, with scales and zero points, as
+    a launch takes them.
+
+    Args:
+        op: name for messages.
+        xq, xs, xz, qdata, ws, wz, bits, signed: see `int8_grouped_mm`.
+        others: further tensors that have to be on the same device.
+
+    Raises:
+        ValueError: other dtypes, shapes or devices.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        xq: Tensor,
+        xs: Tensor,
+        xz: Tensor | None,
+        qdata: Tensor,
+        ws: Tensor,
+        wz: Tensor | None,
+        bits: int,
+        signed: bool,
+        **others: Tensor | None,
+    ) -> None:
+        check_matrix(op, "xq", xq, (torch.int8,))
+        check_matrix(op, "qdata", qdata, (torch.uint8,) if bits < 8 else (torch.int8, torch.uint8))
+        (m, k), n = xq.shape, qdata.shape[0]
+        if not 1 <= bits <= 8:
+            raise ValueError(f"{op} takes codes of 1 to 8 bits, got {bits}")
+        segment = k if bits == 8 else -(-k // 8)
+        check_shape(op, "qdata", qdata, (n, k if bits == 8 else segment * bits))
+        if ws.dim() != 2 or ws.shape[0] != n or not ws.shape[1] or k % ws.shape[1]:
+            raise ValueError(
+                f"{op}: ws must have shape (N, groups), groups dividing K, got {tuple(ws.shape)} for N, K = {(n, k)}"
+            )
+        check_shape(op, "wz", wz, tuple(ws.shape))
+        check_shape(op, "xs", xs, (m, 1), (1, 1))
+        check_shape(op, "xz", xz, (m, 1), (1, 1))
+        check_device(op, xq=xq, xs=xs, xz=xz, qdata=qdata, ws=ws, wz=wz, **others)
+        qdata = qdata if qdata.stride(1) == 1 else qdata.contiguous()
+        unsigned8 = qdata.dtype == torch.uint8 and bits == 8
+        if unsigned8 and wz is None:
+            wz = torch.zeros_like(ws, dtype=torch.int32)
+        zero, x_zero = ws if wz is None else wz, xs if xz is None else xz
+        self.codes, self.scales, self.sizes = (xq, qdata), (ws, zero, xs, x_zero), (k, segment)
+        self.steps = (*xq.stride(), qdata.stride(0), *ws.stride(), *zero.stride(),
+                      *(t.stride(0) if t.shape[0] > 1 else 0 for t in (xs, x_zero)))  # fmt: skip
+        self.group = k // ws.shape[1]
+        self.numerics = {
+            "GROUP": self.group,
+            "BITS": bits,
+            "OFFSET": 128 if unsigned8 else 2 ** (bits - 1) if bits < 8 and signed else 0,
+            "WEIGHT_ZERO": wz is not None,
+            "INPUT_ZERO": xz is not None,
+        }
+
+    def tiles(self, wanted: int) -> dict[str, int]:
+        """How a group is cut into tiles of about `wanted` columns."""
+        k, segment = self.sizes
+        block_k = min(wanted, power_of_two_divisor(segment, self.group))
+        even = block_k >= 32 and k in (segment, 8 * segment)
+        if not even:
+            block_k = max(32, min(wanted, next_power_of_two(self.group)))
+        tiles = triton.cdiv(self.group, block_k)
+        return {"TILES": tiles, "UNROLL": tiles <= UNROLLED, "EVEN": even, "BLOCK_K": block_k}
+
+
 def int8_grouped_mm(
     xq: Tensor,
     xs: Tensor,
@@ -161,48 +230,20 @@ def int8_grouped_mm(
         ValueError: other dtypes, shapes or devices.
     """
     op = "int8_grouped_mm"
-    check_matrix(op, "xq", xq, (torch.int8,))
-    check_matrix(op, "qdata", qdata, (torch.uint8,) if bits < 8 else (torch.int8, torch.uint8))
+    xq = xq if xq.dim() != 2 or xq.stride(1) == 1 else xq.contiguous()
+    operands = Int8Operands(op, xq, xs, xz, qdata, ws, wz, bits, signed, bias=bias)
     (m, k), n = xq.shape, qdata.shape[0]
-    if not 1 <= bits <= 8:
-        raise ValueError(f"{op} takes codes of 1 to 8 bits, got {bits}")
-    segment = k if bits == 8 else -(-k // 8)
-    check_shape(op, "qdata", qdata, (n, k if bits == 8 else segment * bits))
-    if ws.dim() != 2 or ws.shape[0] != n or not ws.shape[1] or k % ws.shape[1]:
-        raise ValueError(
-            f"{op}: ws must have shape (N, groups), groups dividing K, got {tuple(ws.shape)} for N, K = {(n, k)}"
-        )
-    check_shape(op, "wz", wz, tuple(ws.shape))
-    check_shape(op, "xs", xs, (m, 1), (1, 1))
-    check_shape(op, "xz", xz, (m, 1), (1, 1))
     check_shape(op, "bias", bias, (n,))
-    check_device(op, xq=xq, xs=xs, xz=xz, qdata=qdata, ws=ws, wz=wz, bias=bias)
-    xq = xq if xq.stride(1) == 1 else xq.contiguous()
     y = xq.new_empty(m, n, dtype=dtype)
     if not y.numel() or not k:
         return y.zero_() if bias is None else y.copy_(bias.expand(m, n))
-    qdata = qdata if qdata.stride(1) == 1 else qdata.contiguous()
-    unsigned8 = qdata.dtype == torch.uint8 and bits == 8
-    if unsigned8 and wz is None:
-        wz = torch.zeros_like(ws, dtype=torch.int32)
-    offset = 128 if unsigned8 else 2 ** (bits - 1) if bits < 8 and signed else 0
-    group = k // ws.shape[1]
-    zero, x_zero = ws if wz is None else wz, xs if xz is None else xz
-    steps = (*xq.stride(), qdata.stride(0), *ws.stride(), *zero.stride(),
-             *(t.stride(0) if t.shape[0] > 1 else 0 for t in (xs, x_zero)))  # fmt: skip
 
     def run(config: LaunchConfig) -> None:
-        block_k = min(config.block_k, power_of_two_divisor(segment, group))
-        even = block_k >= 32 and k in (segment, 8 * segment)
-        if not even:
-            block_k = max(32, min(config.block_k, next_power_of_two(group)))
-        tiles = triton.cdiv(group, block_k)
         _int8_grouped_mm[(triton.cdiv(n, config.block_n), triton.cdiv(m, config.block_m))](
-            xq, qdata, y, ws, zero, xs, x_zero, y if bias is None else bias, m, n, k, segment, *steps,
-            GROUP=group, TILES=tiles, UNROLL=tiles <= UNROLLED, BITS=bits, OFFSET=offset, WEIGHT_ZERO=wz is not None,
-            INPUT_ZERO=xz is not None, BIAS=bias is not None, EVEN=even, ASM=xq.device.type == "cuda",
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-            BLOCK_K=block_k, num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False,
+            *operands.codes, y, *operands.scales, y if bias is None else bias, m, n, *operands.sizes, *operands.steps,
+            **operands.numerics, **operands.tiles(config.block_k), BIAS=bias is not None, ASM=xq.device.type == "cuda",
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
+            enable_fp_fusion=False,
         )  # fmt: skip
 
     launch(op, f"int{bits}", (m, n, k), run, CANDIDATES, xq.device)

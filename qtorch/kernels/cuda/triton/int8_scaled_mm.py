@@ -18,9 +18,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..launch_config import LaunchConfig, launch
 from .launch import check_device, check_matrix, check_shape, tile_of
 
-# --------------------------------------------------------------------------------------------------
-# A transposed copy of an 8-bit matrix, in tiles: torch's own reads or writes single bytes.
-
 
 @triton.jit
 def _transpose(x_ptr, y_ptr, M, N, stride_xm, stride_xn, BLOCK: tl.constexpr):
@@ -32,7 +29,7 @@ def _transpose(x_ptr, y_ptr, M, N, stride_xm, stride_xn, BLOCK: tl.constexpr):
 
 
 def transposed_copy(x: Tensor) -> Tensor:
-    """(M, N) of a dtype of one byte, any strides -> (N, M) contiguous."""
+    """(M, N) of a dtype of one byte, any strides -> (N, M) contiguous; torch's own copy moves single bytes."""
     m, n = x.shape
     y = x.new_empty(n, m)
     if x.numel():

@@ -124,39 +124,15 @@ def _kv_attention(
         codes = tl.load(k_at, mask=k_mask, other=0)
         ks, kz = ks_ptr + b * stride_ksb + h * stride_ksh, kz_ptr + b * stride_ksb + h * stride_ksh
         k = _key_tile(
-            codes,
-            ks,
-            kz,
-            stride_kst,
-            at,
-            block,
-            channel,
-            inside,
-            seen[:, None],
-            FORMAT,
-            False,
-            PER_CHANNEL,
-            ZERO,
+            codes, ks, kz, stride_kst, at, block, channel, inside, seen[:, None], FORMAT, False, PER_CHANNEL, ZERO,
             dtype,
-        )
+        )  # fmt: skip
         score = tl.dot(q, k.T, input_precision=PRECISION)
         if FORMAT == 1:
             k = _key_tile(
-                codes,
-                ks,
-                kz,
-                stride_kst,
-                at,
-                block,
-                up,
-                up_inside,
-                seen[:, None],
-                FORMAT,
-                True,
-                PER_CHANNEL,
-                ZERO,
+                codes, ks, kz, stride_kst, at, block, up, up_inside, seen[:, None], FORMAT, True, PER_CHANNEL, ZERO,
                 dtype,
-            )
+            )  # fmt: skip
             score = tl.dot(q_up, k.T, score, input_precision=PRECISION)
         if FORMAT != 3 and not PER_CHANNEL:
             score *= tl.load(ks + at * stride_kst, mask=seen, other=0.0).to(tl.float32)[None, :]

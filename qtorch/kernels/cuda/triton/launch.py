@@ -1,4 +1,4 @@
-"""Checks of a launcher's arguments before the launch, and sizes of blocks."""
+"""What launchers share: checks of arguments, sizes of blocks, and which tile of a result a program computes."""
 
 import os
 
@@ -63,10 +63,6 @@ def power_of_two_divisor(*sizes: int) -> int:
 def next_power_of_two(size: int) -> int:
     """The smallest power of two that is at least `size`."""
     return 1 << max(0, size - 1).bit_length()
-
-
-# --------------------------------------------------------------------------------------------------
-# The arguments of a launch that describe a quantized weight, checked.
 
 
 SMALLEST_TILE = 32
@@ -138,10 +134,6 @@ class WeightArguments:
 def _steps(x: Tensor) -> tuple[int, int]:
     """Strides of a scale, zero along an axis of one element that stands for all."""
     return (x.stride(0) if x.shape[0] > 1 else 0), x.stride(1)
-
-
-# --------------------------------------------------------------------------------------------------
-# Which tile of a result a program computes.
 
 
 @triton.jit

@@ -148,7 +148,6 @@ def check_input(op: str, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> 
     check_device(op, x=x, seed=seed)
 
 
-# --------------------------------------------------------------------------------------------------
 # Quantization of rows to int8 with a zero point, in one pass over the input.
 #
 #     scale[m] = max((high - low) / 255, tiny),      low = min(min_k x[m, k], 0), high = max(max_k x[m, k], 0)
@@ -225,7 +224,6 @@ def quantize_rowwise_asymmetric(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, scale, zero
 
 
-# --------------------------------------------------------------------------------------------------
 # Quantization of columns to int8 or float8: one scale a column, the codes written transposed.
 #
 #     scale[k] = max(max_m |x[m, k]| / L, tiny),    q[k, m] = round(x[m, k] * (1 / scale[k]))
@@ -308,7 +306,6 @@ def quantize_columnwise(
     return q, scale
 
 
-# --------------------------------------------------------------------------------------------------
 # Quantization in tiles: one scale for each R x C block of a matrix.
 #
 # scale[i, j] = max(max |x| / L, tiny) over the block (i, j),    q[m, k] = round(x[m, k] * (1 / scale[m / R, k / C]))

@@ -159,10 +159,6 @@ def to_float(codes, zero, BITS: tl.constexpr, dtype: tl.constexpr):
     return w
 
 
-# --------------------------------------------------------------------------------------------------
-# The floating-point weight of integer codes: w[n, k] = (q - z) * s, or (q - middle) * s + z; see `intx_weight_mm`.
-
-
 @triton.jit
 def _dequantize(
     q_ptr, scale_ptr, zero_ptr, w_ptr, N, K, G, stride_qn, stride_sn, stride_sg, stride_zn, stride_zg,
