@@ -14,19 +14,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from ..checkpoint.load import load_quantized
-from ..checkpoint.streaming.assignment import meta_model
-from ..checkpoint.streaming.partial import model_config
-from ..quantize_api import quantize_
 from .arguments import UsageError, add_recipe, show, use_threads
 from .explain import DTYPES
-from .recipes import asked_recipe
-
-# --------------------------------------------------------------------------------------------------
-# Loading a language model with transformers, and its perplexity.
 
 
 def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
@@ -36,6 +25,14 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
         ImportError: transformers is not installed.
         UsageError: there is no config.json.
     """
+    import torch
+
+    from ..checkpoint.load import load_quantized
+    from ..checkpoint.streaming.assignment import meta_model
+    from ..checkpoint.streaming.partial import model_config
+    from ..quantize_api import quantize_
+    from .recipes import asked_recipe
+
     try:
         import transformers
     except ImportError as error:
@@ -50,31 +47,30 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     if path.is_dir() and not (config.get("quantization_config") or config.get("compression_config")):
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True)
     else:
-        model = _load_packed(path, folder, dtype)
+        # transformers would unpack the weights of other formats, or not read them.
+        model = load_quantized(meta_model(folder, dtype), path, device="cpu")
     if arguments.recipe is not None or arguments.config is not None:
         quantize_(model, asked_recipe(arguments))
     return model.to(arguments.device).eval(), tokenizer
 
 
-def _load_packed(path: Path, folder: Path, dtype: torch.dtype | None) -> Any:
-    """The model with the weights of any format, which stay packed; transformers does not read them."""
-    return load_quantized(meta_model(folder, dtype), path, device="cpu")
-
-
-@torch.no_grad()
 def perplexity(model: Any, tokenizer: Any, text: str, length: int, limit: int | None) -> dict[str, Any]:
     """exp of the mean negative log-likelihood of the tokens of `text`, in pieces of `length` tokens.
 
     Raises:
         ValueError: the text has less than two tokens.
     """
+    import torch
+    from torch.nn.functional import cross_entropy
+
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0][:limit]
     total, count = 0.0, 0
     for piece in ids.split(length):
         if len(piece) < 2:
             continue
-        logits = model(input_ids=piece[None].to(model.device)).logits[0, :-1].float()
-        total += float(nn.functional.cross_entropy(logits, piece[1:].to(logits.device), reduction="sum"))
+        with torch.no_grad():
+            logits = model(input_ids=piece[None].to(model.device)).logits[0, :-1].float()
+        total += float(cross_entropy(logits, piece[1:].to(logits.device), reduction="sum"))
         count += len(piece) - 1
     if not count:
         raise ValueError(f"the text has {len(ids)} tokens; perplexity needs two")
