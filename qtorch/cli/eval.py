@@ -10,11 +10,86 @@ With --tasks the tasks of lm-eval run instead, where that package is installed.
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
 from .arguments import UsageError, add_recipe, show, use_threads
 from .explain import DTYPES
+
+
+def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """The model in evaluation mode, and its tokenizer.
+
+    Raises:
+        ImportError: transformers is not installed.
+        UsageError: there is no config.json.
+    """
+    import torch
+
+    from ..checkpoint.load import load_quantized
+    from ..checkpoint.streaming.assignment import meta_model
+    from ..checkpoint.streaming.partial import model_config
+    from ..quantize_api import quantize_
+    from .recipes import asked_recipe
+
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError("eval needs transformers: pip install transformers") from error
+    path: Path = arguments.path
+    folder = arguments.model or (path if path.is_dir() else path.parent)
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{folder}: no config.json; name the folder that has it by --model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    config = model_config(folder)
+    dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
+    if path.is_dir() and not (config.get("quantization_config") or config.get("compression_config")):
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True)
+    else:
+        # transformers would unpack the weights of other formats, or not read them.
+        model = load_quantized(meta_model(folder, dtype), path, device="cpu")
+    if arguments.recipe is not None or arguments.config is not None:
+        quantize_(model, asked_recipe(arguments))
+    return model.to(arguments.device).eval(), tokenizer
+
+
+def perplexity(model: Any, tokenizer: Any, text: str, length: int, limit: int | None) -> dict[str, Any]:
+    """exp of the mean negative log-likelihood of the tokens of `text`, in pieces of `length` tokens.
+
+    Raises:
+        ValueError: the text has less than two tokens.
+    """
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0][:limit]
+    total, count = 0.0, 0
+    for piece in ids.split(length):
+        if len(piece) < 2:
+            continue
+        with torch.no_grad():
+            logits = model(input_ids=piece[None].to(model.device)).logits[0, :-1].float()
+        total += float(cross_entropy(logits, piece[1:].to(logits.device), reduction="sum"))
+        count += len(piece) - 1
+    if not count:
+        raise ValueError(f"the text has {len(ids)} tokens; perplexity needs two")
+    return {"perplexity": math.exp(total / count), "tokens": count, "length": length}
+
+
+def run_tasks(model: Any, tokenizer: Any, tasks: list[str], limit: int | None) -> dict[str, Any]:
+    """Results of lm-eval by task.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as error:
+        raise ImportError("--tasks needs lm-eval: pip install lm-eval") from error
+    results = simple_evaluate(model=HFLM(pretrained=model, tokenizer=tokenizer), tasks=tasks, limit=limit)
+    return {task: {k: v for k, v in of.items() if k != "alias"} for task, of in results["results"].items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +113,6 @@ def run(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--text: {arguments.text}: no such file")
     if arguments.length < 2:
         raise UsageError(f"--length must be at least 2, got {arguments.length}")
-    from .language_model import load, perplexity, run_tasks
 
     model, tokenizer = load(arguments)
     if arguments.tasks is not None:
