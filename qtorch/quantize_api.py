@@ -22,8 +22,7 @@ from .model.install import Change, PreparedModule, all_or_nothing, check_model, 
 from .model.misfit import OnMisfit, coarser
 from .model.misfit import choose as choose_fitting
 from .model.module_repr import get_model_size_in_bytes, show_quantized
-from .model.report import QuantizeReport
-from .model.report_rows import quantized_row, skipped_row, why_nothing
+from .model.report import QuantizeReport, quantized_row, skipped_row, why_nothing
 from .model.targets import Filter, Reach, Target, find_targets
 from .primitives.granularity import IndivisibleError
 from .primitives.tracing import outside_graphs
@@ -280,7 +279,7 @@ def _place(targets: list[Target[Recipe]]) -> None:
             groups.setdefault((target.recipe, data and id(data.batches)), []).append(target)
     for (recipe, _), group in groups.items():
         for index, target in enumerate(group):
-            target.asked.recipe = recipe.placed(index, len(group))
+            target.slot.recipe = recipe.placed(index, len(group))
 
 
 def _check_targets(targets: list[Target[Recipe]], moves: bool) -> None:
@@ -294,7 +293,7 @@ def _check_targets(targets: list[Target[Recipe]], moves: bool) -> None:
                 if moves:
                     check_has_values(target.parameter, target.recipe)
             except (ValueError, TypeError) as error:
-                problems.append(f"{target.asked.label}: {error}")
+                problems.append(f"{target.slot.label}: {error}")
                 if isinstance(error, IndivisibleError):
                     indivisible.append(target)
     if problems:
@@ -307,7 +306,7 @@ def _check_targets(targets: list[Target[Recipe]], moves: bool) -> None:
 
 def _entry_that_fits(target: Target[Recipe]) -> str:
     """A mapping entry that works for a weight that the groups of its recipe do not divide."""
-    recipe, name = target.recipe, target.asked.label
+    recipe, name = target.recipe, target.slot.label
     assert recipe is not None
     fitting = coarser(target, recipe)
     return f'"{name}": {fitting},  # or None' if fitting is not recipe else f'"{name}": None,'

@@ -130,9 +130,8 @@ def test_void_entry() -> None:
 def test_container_name() -> None:
     assert_expected_inline(
         error({"blocks.0": INT8}),
-        "quantize_: 'blocks.0' matches no linear layer, embedding, convolution or parameter of two or more dimensions; "
-        "for what is inside it, write 'blocks.0.*' as a regular expression. "
-        "The model has embed, blocks.0.experts, blocks.0.q_proj, blocks.0.k_proj, ...",
+        "quantize_: 'blocks.0' matches no linear layer, embedding, convolution or parameter of two or more dimensions. "
+        "For what is inside it, write 'blocks.0.*' as a regular expression",
     )
 
 
@@ -224,10 +223,9 @@ def test_parametrized_layer() -> None:
     assert names(INT8, model=model) == ["1.weight"]
     assert_expected_inline(
         error({"0": INT8}, model),
-        "quantize_: '0' matches no linear layer, embedding, convolution or parameter of two or more dimensions; "
+        "quantize_: '0' matches no linear layer, embedding, convolution or parameter of two or more dimensions. "
         "0.parametrizations.weight.original0 is parametrized; "
-        "call torch.nn.utils.parametrize.remove_parametrizations first. "
-        "The model has 0.parametrizations.weight.original0, 0.parametrizations.weight.original1, 1",
+        "call torch.nn.utils.parametrize.remove_parametrizations first",
     )
     with pytest.raises(ValueError, match=r"nothing to quantize: .*original0: is parametrized; call torch"):
         quantize_(model[:1], INT8)

@@ -322,7 +322,7 @@ class CalibratedRecipe(WeightRecipe):
         recipes = {}
         for target in targets:
             recipe = target.recipe.recipe if isinstance(target.recipe, CalibratedRecipe) else target.recipe
-            if isinstance(recipe, WeightRecipe) and not target.asked.is_conv:
+            if isinstance(recipe, WeightRecipe) and not target.kind.is_conv:
                 recipes.update({slot.name: recipe for slot in target.slots})
         return run_transforms(self.transforms, model, self.data, recipes, self.strict)
 
@@ -351,7 +351,7 @@ class CalibratedRecipe(WeightRecipe):
                 of_experts: Any = {} if others else statistics
                 rounded = [self._round(part, of_experts.get(index, others)) for index, part in enumerate(matrix)]
         except ValueError as error:
-            raise ValueError(f"quantize_: {target.asked.label}: {error}; the model is unchanged") from error
+            raise ValueError(f"quantize_: {target.slot.label}: {error}; the model is unchanged") from error
         spec = without_scale(self.linear_spec())
 
         def as_parameter(parts: Sequence[Tensor]) -> Tensor:

@@ -107,7 +107,7 @@ def progress_in(
     Raises:
         ValueError: the folder holds that of something else.
     """
-    recipes = {target.asked.name: str(target.recipe) for target in targets}
+    recipes = {target.slot.name: str(target.recipe) for target in targets}
     parts = {
         "weights": weights,
         "data": fingerprint.of_data(data),

@@ -59,7 +59,7 @@ def _assigned(arguments: argparse.Namespace, source: Source, contents: Mapping[s
         if isinstance(recipe, Padded):
             recipe, columns = recipe.recipe, columns + recipe.padding
         if isinstance(recipe, WeightRecipe):
-            op = "embedding" if target.asked.is_embedding else "linear"
+            op = "embedding" if target.kind.name == "embedding" else "linear"
             found.append(Matrix(name, op, _made(recipe, (rows, columns), of.dtype)))
     return found
 

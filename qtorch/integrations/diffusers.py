@@ -182,7 +182,7 @@ class QtorchQuantizer(DiffusersQuantizer):
         return parameter
 
     def _quantized(self, name: str, weight: Tensor) -> Tensor:
-        slot = self.targets[name].asked
+        slot = self.targets[name].slot
         target: Target[Recipe] = Target([type(slot)(**{**vars(slot), "parameter": nn.Parameter(weight, False)})])
         assert target.recipe is not None
         try:

@@ -40,7 +40,7 @@ def built(name: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
 def recipes(name: str, model: nn.Module, recipe: Any) -> dict[str, Any]:
     """Ask for every weight but those that no product has."""
     targets = find_targets(model, recipe, None)
-    slots = [target.asked for target in targets if not any(_is_left(name, slot.name) for slot in target.slots)]
+    slots = [target.slot for target in targets if not any(_is_left(name, slot.name) for slot in target.slots)]
     return {slot.name: recipe for slot in slots}
 
 

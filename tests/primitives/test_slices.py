@@ -6,7 +6,7 @@ from torch import nn
 
 import qtorch
 from qtorch.dtypes.serialize import pack_to_int32, to_canonical, unpack_from_int32
-from qtorch.model.report_rows import quantization_error
+from qtorch.model.report import quantization_error
 from qtorch.primitives import Granularity, compute_error, qdtype, slices
 from qtorch.primitives.layouts.packed import pack_bits, unpack_bits
 from qtorch.primitives.slices import in_slices

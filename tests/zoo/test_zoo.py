@@ -89,7 +89,7 @@ def test_kinds_agree_with_what_the_model_does(name: str) -> None:
     for target in find_targets(model, int8_weight_only(), None):
         for slot in target.slots:
             of = uses[slot.name]
-            if slot.obstacle or not of.contractions:
+            if slot.kind.obstacle or not of.contractions:
                 continue
             assert slot.kind.name, (slot.name, str(of))
             assert not of.obstacle, (slot.name, of.obstacle)

@@ -351,7 +351,7 @@ def _rows(
     return tuple(
         Row(
             item.name,
-            tuple(slot.name for slot in item.target.slots if slot is not item.target.asked),
+            tuple(slot.name for slot in item.target.slots if slot is not item.target.slot),
             tuple(item.parameter.shape),
             item.matrix.numel(),
             tuple(map(candidate_name, item.candidates)),

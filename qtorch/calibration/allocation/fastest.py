@@ -108,7 +108,7 @@ def _row(item: Item, inputs: Inputs, min_sqnr: float | None, known: dict[Any, li
         )
     return Row(
         item.name,
-        tuple(slot.name for slot in item.target.slots if slot is not item.target.asked),
+        tuple(slot.name for slot in item.target.slots if slot is not item.target.slot),
         tuple(weight.shape),
         weight.numel(),
         tuple(map(candidate_name, item.candidates)),

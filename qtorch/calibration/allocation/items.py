@@ -43,7 +43,7 @@ class Item:
     @property
     def name(self) -> str:
         """The key by which `quantize_` finds the weight."""
-        return self.target.asked.label
+        return self.target.slot.label
 
     @property
     def parameter(self) -> nn.Parameter:

@@ -177,11 +177,11 @@ def assign(
     model = skeleton(floats, config.get("model_type"))
     targets: list[Target[Recipe]] = find_targets(model, recipe, None, reach)
     for target in targets:
-        slot = target.asked
+        slot = target.slot
         if (
             not isinstance(recipe, Mapping)
             and reach != "all"
-            and slot.is_linear
+            and slot.kind.name == "linear"
             and is_head_or_router(slot.module_name)
         ):
             slot.recipe, slot.reason = None, _HEAD
@@ -207,14 +207,14 @@ def _place(chosen: list[Target[Recipe]]) -> None:
         assert recipe is not None
         group = [target for target in chosen if target.recipe == recipe]
         for index, target in enumerate(group):
-            target.asked.recipe = recipe.placed(index, len(group))
+            target.slot.recipe = recipe.placed(index, len(group))
 
 
 def _complete(chosen: list[Target[Recipe]], source: Source) -> None:
     """What `recipes_for_vllm` does for a model."""
     by_name: dict[str, tuple[Recipe, Tensor]] = {}
     for target in chosen:
-        recipe, slot = target.recipe, target.asked
+        recipe, slot = target.recipe, target.slot
         assert recipe is not None
         absmax = torch.zeros(1, dtype=torch.float32, device="cpu")
         if is_nvfp4(recipe):
@@ -222,7 +222,7 @@ def _complete(chosen: list[Target[Recipe]], source: Source) -> None:
         by_name[slot.label] = recipe, absmax
     scales = tensor_scales(by_name)
     for target in chosen:
-        slot = target.asked
+        slot = target.slot
         assert slot.recipe is not None
         slot.recipe = adapted(slot.recipe, slot.parameter.dtype, scales.get(slot.label))
 
@@ -249,13 +249,13 @@ def _problem(target: Target[Recipe]) -> str | None:
     try:
         _check(target.recipe, target)
     except (ValueError, TypeError) as error:
-        return f"{target.asked.label}: {error}"
+        return f"{target.slot.label}: {error}"
     return None
 
 
 def _check(recipe: Recipe, target: Target[Recipe]) -> None:
     """Raise `ValueError` or `TypeError` unless the recipe can quantize a tensor of this shape without its module."""
-    slot, shape = target.asked, tuple(target.parameter.shape)
+    slot, shape = target.slot, tuple(target.parameter.shape)
     if recipe.data is not None and not recipe.in_order:
         raise ValueError(f"{recipe} runs the model on data; use quantize_")
     if recipe.trains or not isinstance(recipe, WeightRecipe):

@@ -18,8 +18,7 @@ from tqdm import tqdm
 
 from ...dtypes import QuantizedTensor
 from ...model.misfit import OnMisfit
-from ...model.report import QUANTIZED_BEFORE, LayerReport, QuantizeReport
-from ...model.report_rows import quantized_row, skipped_row
+from ...model.report import QUANTIZED_BEFORE, LayerReport, QuantizeReport, quantized_row, skipped_row
 from ...model.targets import Reach, Target
 from ...quantize_api import check_are_recipes
 from ...recipes.base import Recipe

@@ -57,15 +57,13 @@ class Plan:
             group = [target for target in asked if target.recipe == recipe]
             for index, target in enumerate(group):
                 assert recipe is not None
-                target.asked.recipe = recipe.placed(index, len(group))
+                target.slot.recipe = recipe.placed(index, len(group))
         _check(asked)
-        recipes = {target.asked.name: target.recipe for target in asked if target.recipe is not None}
+        recipes = {target.slot.name: target.recipe for target in asked if target.recipe is not None}
         self.trained = {name: recipe for name, recipe in recipes.items() if recipe.trains}
         self.calibrated = {name: recipe for name, recipe in recipes.items() if recipe.data is not None}
         later = self.trained.keys() | self.calibrated.keys()
-        self.targets = {
-            slot.name: target for target in asked if target.asked.name not in later for slot in target.slots
-        }
+        self.targets = {slot.name: target for target in asked if target.slot.name not in later for slot in target.slots}
         self._rows = {id(target): _skipped(target) for target in self._all}
 
     def quantize(self, name: str, weight: Tensor) -> Tensor:
@@ -77,7 +75,7 @@ class Plan:
         target = self.targets[name]
         recipe = target.recipe
         assert recipe is not None
-        loaded = replace(target.asked, parameter=nn.Parameter(weight, requires_grad=False))
+        loaded = replace(target.slot, parameter=nn.Parameter(weight, requires_grad=False))
         recipe.check_target(Target([loaded]))
         made: Tensor = recipe.make(Target([loaded]), weight)
         kernel = choose(problem_of(made, loaded.module, weight.dtype, weight.device.type)).name  # type: ignore[arg-type]
@@ -193,19 +191,19 @@ def _check(targets: Sequence[Target[Recipe]]) -> None:
         recipe = target.recipe
         assert recipe is not None
         if obstacle := target.obstacle:
-            problems.append(f"{target.asked.label}: {obstacle}")
+            problems.append(f"{target.slot.label}: {obstacle}")
             continue
         try:
             _check_form(recipe, target)
         except (ValueError, TypeError) as error:
-            problems.append(f"{target.asked.label}: {error}")
+            problems.append(f"{target.slot.label}: {error}")
     if problems := list(dict.fromkeys(problems)):
         more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ValueError("QtorchConfig: " + "\n".join(problems[:8]) + more)
 
 
 def _skipped(target: Target[Recipe]) -> LayerReport:
-    slot: Slot[Recipe] = target.asked
+    slot: Slot[Recipe] = target.slot
     size = target.parameter.nbytes
     also = tuple(other.name for other in target.slots if other is not slot)
     return LayerReport(slot.name, tuple(target.parameter.shape), "skipped", slot.reason, size, size, also=also)

@@ -44,7 +44,7 @@ def recipes_for_vllm(model: nn.Module, recipe: Recipe | Mapping[str, Recipe | No
     targets: list[Target[Recipe]] = find_targets(model, recipe, None)
     chosen: dict[str, tuple[Recipe, Tensor]] = {}
     for target in targets:
-        asked = target.asked
+        asked = target.slot
         given = asked.recipe
         if not isinstance(recipe, Mapping):
             if _is_left_out(model, target):
@@ -65,7 +65,7 @@ def _is_left_out(model: nn.Module, target: Target[Recipe]) -> bool:
     return any(
         slot.module is head or slot.module_name.rpartition(".")[2] in NOT_QUANTIZED
         for slot in target.slots
-        if slot.is_linear
+        if slot.kind.name == "linear"
     )
 
 
