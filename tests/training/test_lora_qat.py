@@ -12,7 +12,8 @@ from torch.nn import functional
 
 import qtorch
 from qtorch import AffineQuantizedTensor, compute_error, quantize_
-from qtorch.training import conversion, qat
+from qtorch.training import convert as conversion
+from qtorch.training import qat
 from qtorch.training.quantization_aware.recipes.lora_qat import LoRALinear, lora_qat
 
 RECIPES = [

@@ -19,11 +19,13 @@ from qtorch.training import (
     QuantizationSchedule,
     TrainingSpec,
     advance_with,
-    conversion,
     fully_quantized,
     integer,
     qat,
     scheduled_training,
+)
+from qtorch.training import (
+    convert as conversion,
 )
 from qtorch.training.quantization_aware.schedule import OPERANDS
 

@@ -24,7 +24,8 @@ from qtorch import (
 )
 from qtorch.calibration import moving_average
 from qtorch.primitives import from_json, to_json
-from qtorch.training import calibrate, conversion, lsq, qat, scheduled_qat
+from qtorch.training import calibrate, lsq, qat, scheduled_qat
+from qtorch.training import convert as conversion
 
 STATIC = int8_static_activation_int8_weight(0.03)
 STATIC_FLOAT8 = float8_static_activation_float8_weight(0.01)
