@@ -93,11 +93,7 @@ class FakeQuantizedConvNorm3d(FakeQuantizedConvNorm, nn.Conv3d):
 
 
 LAYERS.update(
-    {
-        ConvNorm1d: FakeQuantizedConvNorm1d,
-        ConvNorm2d: FakeQuantizedConvNorm2d,
-        ConvNorm3d: FakeQuantizedConvNorm3d,
-    }
+    {ConvNorm1d: FakeQuantizedConvNorm1d, ConvNorm2d: FakeQuantizedConvNorm2d, ConvNorm3d: FakeQuantizedConvNorm3d}
 )
 
 _WITH_NORM: dict[type[nn.Module], type[ConvNorm]] = {

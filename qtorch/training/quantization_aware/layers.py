@@ -1,18 +1,19 @@
-"""Layers in training with the state of quantization in them: a quantizer for the weight, and one for the input.
+"""Layers in training: modules of torch whose class is exchanged until `convert()`, with what training adds in them.
+
+`TrainedLayer` is the base of all of them. Those here have a quantizer for the weight, and one for the input:
 
     y = product(x_hat, w_hat) + bias
 
 The value is what the converted layer computes (`converted_linear`), bit for bit where it sums integers; the gradient is
-that of the float product of the fake-quantized operands. Another kind of layer is a subclass of `FakeQuantizedLayer`
-and an entry in `LAYERS`.
+that of the float product of the fake-quantized operands.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,72 +36,68 @@ from .quantizers import Quantizer
 from .schedule import Schedule
 
 
-@dataclass
-class FakeQuantization:
-    """What `prepare` puts into a module.
+class Prepared(NamedTuple):
+    """What a recipe has made for the layers of a weight.
 
     Attributes:
-        recipe: the one that made this.
-        spec: of the converted layer.
-        weight_quantizer, input_quantizer: shared by the modules of a tied weight.
-        schedule: copied for each.
-        values: the weight, fake-quantized.
+        values: the weight, as it is quantized.
         nbytes: of the weight and the state.
+        added: the attributes `TrainedLayer.added`.
     """
 
-    recipe: Any
-    spec: LinearSpec
-    weight_quantizer: Quantizer
-    input_quantizer: Quantizer | None
-    schedule: Schedule | None
     values: Tensor
     nbytes: int
+    added: Mapping[str, Any]
 
     def dequantize(self) -> Tensor:
         """For the report."""
         return self.values
 
 
-class FakeQuantizedLayer(PreparedModule):
-    """Base of the layers; a subclass has the forward of its `float_class`."""
+class TrainedLayer(PreparedModule):
+    """Base of the layers in training. Another kind of layer is a subclass with a `product`, and an entry in the table
+    of its recipe.
 
-    takes_activation: ClassVar[bool] = True
+    Attributes:
+        added: names of the attributes that training adds.
+    """
+
+    added: ClassVar[tuple[str, ...]]
 
     weight: Tensor
     bias: Any
-    recipe: Any
-    linear_spec: LinearSpec
-    weight_quantizer: Quantizer
-    input_quantizer: Quantizer | None
-    schedule: Schedule | None
 
     def forward(self, input: Tensor) -> Tensor:
         refuse_jit_trace()
         check_input(f"a {type(self).float_class.__name__} in training", input, self.weight)
-        return cast_for_product(self.product, input, self.weight, self.bias)
+        y = cast_for_product(self.product, input, self.weight, self.bias)
+        if self.training:
+            self.advance()
+        return y
 
     def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`forward` outside autocast, which casts the input and the bias and nothing else."""
         raise NotImplementedError
+
+    def advance(self) -> None:
+        """A pass in training mode is done."""
 
     @classmethod
     def check(cls, module: nn.Module) -> None:
         """Raise `ValueError` where a `float_class` cannot be prepared."""
 
     @classmethod
-    def prepare(cls, module: nn.Module, made: FakeQuantization) -> None:
-        """Exchange the class of `module`, and put the state into it."""
+    def prepare(cls, module: nn.Module, added: Mapping[str, Any]) -> None:
+        """Exchange the class of `module`, and put the state into it. Layers with a weight in common share quantizers,
+        and count their steps each for itself."""
         module.__class__ = cls
-        assert isinstance(module, cls)
-        module.recipe = made.recipe
-        module.linear_spec = made.spec
-        module.weight_quantizer = made.weight_quantizer
-        module.input_quantizer = made.input_quantizer
-        module.schedule = copy.deepcopy(made.schedule)
+        for name in cls.added:
+            value = added[name]
+            setattr(module, name, copy.deepcopy(value) if isinstance(value, Schedule) else value)
         module.train(module.training)
 
     def restore(self) -> None:
-        for name in ("weight_quantizer", "input_quantizer", "schedule", "linear_spec", "recipe"):
+        for name in self.added:
             delattr(self, name)
         super().restore()
 
@@ -117,6 +114,58 @@ class FakeQuantizedLayer(PreparedModule):
     @property
     def matrix(self) -> Tensor:
         return self.to_matrix(self, self.weight)
+
+
+class TrainedConv(TrainedLayer):
+    """Base of the convolutions in training."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...] | str
+    dilation: tuple[int, ...]
+    groups: int
+    padding_mode: Any
+
+    @classmethod
+    def to_matrix(cls, module: nn.Module, weight: Tensor) -> Tensor:
+        return to_matrix(weight)
+
+    @classmethod
+    def from_matrix(cls, module: nn.Module, matrix: Tensor, shape: torch.Size) -> Tensor:
+        return from_matrix(matrix, shape).contiguous()
+
+    def convert(self) -> Tensor:
+        made = super().convert()
+        return ConvWeight.of(made, self.weight.shape) if isinstance(made, QuantizedTensor) else made
+
+
+Layers = dict[type[nn.Module], type[TrainedLayer]]
+"""What each float module becomes."""
+
+
+def layer_for(module: nn.Module, layers: Layers, hint: str = "") -> type[TrainedLayer]:
+    """The class that stands in for that of `module`.
+
+    Raises:
+        ValueError: no class stands in for it. A subclass is refused: it may have a forward of its own.
+    """
+    kind = type(module)
+    if kind not in layers:
+        names = ", ".join(f"nn.{each.__name__}" for each in layers)
+        raise ValueError(f"takes the weights of {names}, exactly these; this is one of {kind.__qualname__}{hint}")
+    layers[kind].check(module)
+    return layers[kind]
+
+
+class FakeQuantizedLayer(TrainedLayer):
+    """Base of the layers with quantizers; a subclass has the forward of its `float_class`."""
+
+    added = ("recipe", "linear_spec", "weight_quantizer", "input_quantizer", "schedule")
+
+    recipe: Any
+    linear_spec: LinearSpec
+    weight_quantizer: Quantizer
+    input_quantizer: Quantizer | None
+    schedule: Schedule | None
 
     @property
     def frozen(self) -> Tensor | None:
@@ -161,8 +210,7 @@ class FakeQuantizedLayer(PreparedModule):
         return FakeQuantized(torch.where(self.schedule.active, quantized.values, values))
 
     def advance(self) -> None:
-        """A pass is done."""
-        if self.schedule is not None and self.training:
+        if self.schedule is not None:
             self.schedule.advance()
 
     def check_convert(self) -> None:
@@ -215,16 +263,13 @@ class FakeQuantizedLinear(FakeQuantizedLayer, nn.Linear):
     float_class = nn.Linear
 
     def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = fake_quantized_linear(input, weight, bias, self)
-        self.advance()
-        return y
+        return fake_quantized_linear(input, weight, bias, self)
 
 
 class FakeQuantizedEmbedding(FakeQuantizedLayer, nn.Embedding):
     """`nn.Embedding` in training: rows of the fake-quantized table."""
 
     float_class = nn.Embedding
-    takes_activation = False
 
     @classmethod
     def check(cls, module: nn.Module) -> None:
@@ -234,62 +279,14 @@ class FakeQuantizedEmbedding(FakeQuantizedLayer, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         refuse_jit_trace()
         values = self.weight_values(self.weight)
-        self.advance()
+        if self.training:
+            self.advance()
         return functional.embedding(input, values, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
 
 
-LAYERS: dict[type[nn.Module], type[FakeQuantizedLayer]] = {
-    cls.float_class: cls for cls in (FakeQuantizedLinear, FakeQuantizedEmbedding)
-}
-"""What each float module becomes; further kinds are in files of their own."""
-
-
-def layer_for(module: nn.Module) -> type[FakeQuantizedLayer]:
-    """The class that stands in for that of `module`.
-
-    Raises:
-        ValueError: no class stands in for it. A subclass is refused: it may have a forward of their own.
-    """
-    cls = LAYERS.get(type(module))
-    if cls is None:
-        names = ", ".join(f"nn.{kind.__name__}" for kind in LAYERS)
-        raise ValueError(f"takes the weights of {names}, exactly these; this is one of {_name(type(module))}")
-    cls.check(module)
-    return cls
-
-
-def _name(cls: type[Any]) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-# --------------------------------------------------------------------------------------------------
-# Convolutions in training with the state of quantization in them; see `layers.linear`.
-#
-# An input with one scale is quantized first, and its codes are gathered. Where scales are dynamic, each window has
-# one of its own, and is quantized after it is gathered, as in inference.
-
-
-class FakeQuantizedConv(FakeQuantizedLayer):
-    """Base of the three."""
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...] | str
-    dilation: tuple[int, ...]
-    groups: int
-    padding_mode: Any
-
-    @classmethod
-    def to_matrix(cls, module: nn.Module, weight: Tensor) -> Tensor:
-        return to_matrix(weight)
-
-    @classmethod
-    def from_matrix(cls, module: nn.Module, matrix: Tensor, shape: torch.Size) -> Tensor:
-        return from_matrix(matrix, shape).contiguous()
-
-    def convert(self) -> Tensor:
-        matrix = super().convert()
-        assert isinstance(matrix, QuantizedTensor)
-        return ConvWeight.of(matrix, self.weight.shape)
+class FakeQuantizedConv(TrainedConv, FakeQuantizedLayer):
+    """Base of the convolutions. An input with one scale is quantized first, and its codes are gathered. Where scales
+    are dynamic, each window has one of its own, and is quantized after it is gathered, as in inference."""
 
     def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         padding: Any = self.padding
@@ -297,13 +294,12 @@ class FakeQuantizedConv(FakeQuantizedLayer):
             ends: Any = self._reversed_padding_repeated_twice
             input, padding = functional.pad(input, ends, mode=self.padding_mode), 0
         ndim = weight.dim() - 2
-        conv = convolution(ndim, f"conv{ndim}d", self._convolve)
-        y = conv(input, weight, bias, self.stride, padding, self.dilation, self.groups)
-        self.advance()
-        return y
 
-    def _convolve(self, input: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
-        return self.convolve(input, window, bias)
+        def run(input: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+            return self.convolve(input, window, bias)
+
+        conv = convolution(ndim, f"conv{ndim}d", run)
+        return conv(input, weight, bias, self.stride, padding, self.dilation, self.groups)
 
     def convolve(self, input: Tensor, window: Window, bias: Tensor | None) -> Tensor:
         """The convolution of the fake-quantized operands."""
@@ -328,10 +324,13 @@ class FakeQuantizedConv3d(FakeQuantizedConv, nn.Conv3d):
     float_class = nn.Conv3d
 
 
-LAYERS.update({cls.float_class: cls for cls in (FakeQuantizedConv1d, FakeQuantizedConv2d, FakeQuantizedConv3d)})
-
-# --------------------------------------------------------------------------------------------------
-# calibrate: give the inputs of layers in training their first scales from data, before training or in place of it.
+LAYERS: Layers = {
+    nn.Linear: FakeQuantizedLinear,
+    nn.Embedding: FakeQuantizedEmbedding,
+    nn.Conv1d: FakeQuantizedConv1d,
+    nn.Conv2d: FakeQuantizedConv2d,
+    nn.Conv3d: FakeQuantizedConv3d,
+}
 
 
 @torch.no_grad()

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...calibration.statistics import Statistics
-from ...dtypes.conv import ConvWeight
-from ...dtypes.dispatch import cast_for_product
-from ...dtypes.linear import check_input
-from ...kernels.conv import to_matrix
 from ...kernels.registry import from_rows, to_rows
-from ...model.install import PreparedModule
 from ...model.targets import Target
-from ...model.weight_kinds import WeightKind
 from ...primitives import QuantSpec, qdtype
-from ...primitives.tracing import outside_graphs, refuse_jit_trace
-from ...recipes.base import Recipe, check_has_values, register_recipe
+from ...primitives.tracing import outside_graphs
+from ...recipes.base import check_has_values, register_recipe
 from ..engine.contraction import contraction
 from ..engine.convolutions import conv_by
 from ..engine.gemm_spec import TrainingSpec
 from ..engine.numerics import fully_quantized
 from ..engine.operand import quantize_operand
+from ..quantization_aware.layers import Prepared, TrainedConv, TrainedLayer
 from ..quantization_aware.quantizers import ObservedRange
+from ..quantization_aware.recipes.base import LayerRecipe
 from ..quantization_aware.schedule import QuantizationSchedule, Schedule
 from ..weights.base import of_codes
 from .base import check_trainable
-
-# --------------------------------------------------------------------------------------------------
-# The state of a contraction with a schedule: its step, and the ranges of its static operands.
 
 
 class ScheduledContraction(Schedule):
@@ -97,10 +90,6 @@ class ScheduledContraction(Schedule):
         return repr(self.schedule)
 
 
-# --------------------------------------------------------------------------------------------------
-# Layers whose contraction has a schedule: their class is exchanged, and `convert()` gives it back.
-
-
 @outside_graphs("the ranges of static operands follow what passes, outside of graphs")
 def _with_ranges(x: Tensor, w: Tensor, spec: TrainingSpec, state: ScheduledContraction) -> Tensor:
     """`contraction` with ranges that follow: Dynamo has an internal error, another one in each torch, where an autograd
@@ -108,51 +97,25 @@ def _with_ranges(x: Tensor, w: Tensor, spec: TrainingSpec, state: ScheduledContr
     return contraction(x, w, spec, state)
 
 
-class ScheduledLayer(PreparedModule):
-    """Base of the layers.
+class ScheduledLayer(TrainedLayer):
+    """Base of the layers whose contraction has a schedule.
 
     Attributes:
         training_spec: of the three matmuls.
         contraction_state: the step, and the ranges of static operands.
     """
 
-    weight: Tensor
-    bias: Any
+    added = ("training_spec", "contraction_state")
+
     training_spec: TrainingSpec
     contraction_state: ScheduledContraction
 
-    @classmethod
-    def prepare(cls, module: nn.Module, spec: TrainingSpec, schedule: QuantizationSchedule) -> None:
-        """Exchange the class of `module`, and put the state into it."""
-        module.__class__ = cls
-        assert isinstance(module, cls)
-        module.training_spec = spec
-        module.contraction_state = ScheduledContraction(schedule).to(module.weight.device).train(module.training)
-
-    def restore(self) -> None:
-        del self.training_spec, self.contraction_state
-        super().restore()
-
-    def forward(self, input: Tensor) -> Tensor:
-        refuse_jit_trace()
-        check_input(f"a {type(self).float_class.__name__} in training", input, self.weight)
-        y = cast_for_product(self.product, input, self.weight, self.bias)
-        if self.training:
-            self.contraction_state.advance()
-        return y
-
-    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`forward` outside autocast."""
-        raise NotImplementedError
+    def advance(self) -> None:
+        self.contraction_state.advance()
 
     def contract(self, rows: Tensor, matrix: Tensor) -> Tensor:
         run = _with_ranges if self.contraction_state.schedule.static else contraction
         return run(rows, matrix, self.training_spec, self.contraction_state)
-
-    @property
-    def matrix(self) -> Tensor:
-        """The weight as a matrix (N, K)."""
-        return self.weight
 
     def check_convert(self) -> None:
         self.training_spec.check_convert()
@@ -194,30 +157,21 @@ class ScheduledLinear(ScheduledLayer, nn.Linear):
         return from_rows(self.contract(to_rows(input), weight), input, bias)
 
 
-class ScheduledConv(ScheduledLayer):
-    """Convolutions in training."""
+class ScheduledConv(TrainedConv, ScheduledLayer):
+    """Base of the convolutions."""
 
-    stride: Any
-    padding: Any
-    dilation: Any
-    groups: int
-    kernel_size: tuple[int, ...]
+    @classmethod
+    def check(cls, module: nn.Module) -> None:
+        if module.padding_mode != "zeros":
+            raise ValueError(f"pads with {module.padding_mode!r}; a scheduled convolution pads with zeros")
+        if module.groups != 1:
+            raise ValueError(f"has {module.groups} groups, whose products would share the ranges of one")
 
     def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        sizes = (self.stride, self.padding, self.dilation, self.groups)
-
-        def product(rows: Tensor, matrix: Tensor, group: int) -> Tensor:
-            return self.contract(rows, matrix)
-
-        return conv_by(product, len(self.kernel_size), input, weight, bias, *sizes)
-
-    @property
-    def matrix(self) -> Tensor:
-        return to_matrix(self.weight)
-
-    def convert(self) -> Tensor:
-        made = super().convert()
-        return made if made is self.weight or made.dim() != 2 else ConvWeight.of(made, self.weight.shape)  # type: ignore[arg-type]
+        sizes: tuple[Any, ...] = (self.stride, self.padding, self.dilation)
+        return conv_by(
+            lambda rows, matrix, _: self.contract(rows, matrix), weight.dim() - 2, input, weight, bias, *sizes
+        )
 
 
 class ScheduledConv1d(ScheduledConv, nn.Conv1d):
@@ -238,46 +192,9 @@ class ScheduledConv3d(ScheduledConv, nn.Conv3d):
     float_class = nn.Conv3d
 
 
-LAYERS: dict[type[nn.Module], type[ScheduledLayer]] = {
-    cls.float_class: cls for cls in (ScheduledLinear, ScheduledConv1d, ScheduledConv2d, ScheduledConv3d)
-}
-"""What each float module becomes."""
-
-
-def layer_for(module: nn.Module) -> type[ScheduledLayer]:
-    """The class that stands in for that of `module`.
-
-    Raises:
-        ValueError: none does, or a convolution that pads with other values than zeros, or whose groups share a range.
-    """
-    cls = LAYERS.get(type(module))
-    if cls is None:
-        names = ", ".join(f"nn.{kind.__name__}" for kind in LAYERS)
-        raise ValueError(
-            f"takes the weights of {names}, exactly these; this is one of {type(module).__name__}. inject(spec) takes "
-            "any contraction"
-        )
-    if getattr(module, "padding_mode", "zeros") != "zeros":
-        raise ValueError(f"pads with {module.padding_mode!r}; a scheduled convolution pads with zeros")
-    if getattr(module, "groups", 1) != 1:
-        raise ValueError(f"has {module.groups} groups, whose products would share the ranges of one")
-    return cls
-
-
-class _Made(NamedTuple):
-    weight: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes
-
-    def dequantize(self) -> Tensor:
-        return self.weight
-
-
 @register_recipe("scheduled_training")
 @dataclass(frozen=True)
-class ScheduledTraining(Recipe):
+class ScheduledTraining(LayerRecipe):
     """`nn.Linear` and convolutions, exactly these, train by `spec` as `schedule` says. Weights stay in floating point
     and plain; what the schedule needs is in the layers, whose class is exchanged until `convert()`.
 
@@ -289,18 +206,19 @@ class ScheduledTraining(Recipe):
         ValueError: static operands that the spec does not quantize, or with a scale for each token.
     """
 
-    trains: ClassVar[bool] = True
+    layers = {
+        nn.Linear: ScheduledLinear,
+        nn.Conv1d: ScheduledConv1d,
+        nn.Conv2d: ScheduledConv2d,
+        nn.Conv3d: ScheduledConv3d,
+    }
+    hint = ". inject(spec) takes any contraction"
 
     spec: TrainingSpec = fully_quantized()
     schedule: QuantizationSchedule = QuantizationSchedule()
 
     def __post_init__(self) -> None:
         self.schedule.check(self.spec)
-
-    def declines(self, kind: WeightKind) -> str | None:
-        if kind.is_layer and not kind.is_transposed:
-            return None
-        return f"no weight of a layer of torch, and {self.name} exchanges the class of layers"
 
     def check(self, weight: Tensor) -> None:
         check_trainable(weight)
@@ -309,12 +227,9 @@ class ScheduledTraining(Recipe):
             self.spec.output.rhs.block_size(weight.shape)
 
     def check_target(self, target: Target[Any]) -> None:
-        for slot in target.slots:
-            if type(slot.module) not in LAYERS.values():
-                layer_for(slot.module)
+        super().check_target(target)
         if len(target.slots) > 1:
             raise ValueError("is shared by several modules, which would have a schedule each")
-        super().check_target(target)
 
     def has_made(self, target: Target[Any]) -> bool:
         return all(
@@ -324,12 +239,9 @@ class ScheduledTraining(Recipe):
             for m in target.modules
         )
 
-    def make(self, target: Target[Any], weight: Tensor, statistics: Statistics | None = None) -> Any:
-        return _Made(weight)
-
-    def install(self, target: Target[Any], made: Any) -> None:
-        for module in target.modules:
-            layer_for(module).prepare(module, self.spec, self.schedule)
+    def make(self, target: Target[Any], weight: Tensor, statistics: Statistics | None = None) -> Prepared:
+        state = ScheduledContraction(self.schedule).to(weight.device)
+        return Prepared(weight, weight.nbytes, {"training_spec": self.spec, "contraction_state": state})
 
 
 scheduled_training = ScheduledTraining

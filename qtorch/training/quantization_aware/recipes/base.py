@@ -1,15 +1,11 @@
-"""ModuleRecipe: a recipe whose state is in the layers. It exchanges their class for one of `layers`.
-
-A weight in several layers has one set of quantizers, which these layers share: the
-converted weight has one set of scales.
-"""
+"""Recipes that exchange the class of layers for one of `TrainedLayer`, and keep what they add in these."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....calibration.statistics import Statistics
 from ....model.install import PreparedModule
@@ -17,15 +13,46 @@ from ....model.targets import Target
 from ....model.weight_kinds import WeightKind
 from ....primitives import QuantSpec
 from ....recipes.base import Recipe, WeightRecipe
-from ..layers import FakeQuantization, FakeQuantizedLayer, layer_for
+from ..layers import LAYERS, FakeQuantizedLayer, Layers, Prepared, layer_for
 from ..quantizers import Dynamic, Quantizer
 from ..schedule import Schedule, check_steps
 
 
-class ModuleRecipe(WeightRecipe):
-    """Layers learn, or observe, the scales of `linear_spec()`; the converted weights keep them."""
+class LayerRecipe(Recipe):
+    """Base of these recipes.
+
+    Attributes:
+        layers: what each float module becomes.
+        hint: what else there is for other modules.
+    """
 
     trains: ClassVar[bool] = True
+    layers: ClassVar[Layers]
+    hint: ClassVar[str] = ""
+
+    def declines(self, kind: WeightKind) -> str | None:
+        if kind.is_layer and not kind.is_transposed:
+            return None
+        return f"no weight of a layer of torch, and {self.name} exchanges the class of layers"
+
+    def check_target(self, target: Target[Any]) -> None:
+        for slot in target.slots:
+            if not isinstance(slot.module, PreparedModule):
+                layer_for(slot.module, self.layers, self.hint)
+            if slot.attribute != "weight":
+                raise ValueError(f"is the {slot.attribute} of a layer, not its weight")
+        super().check_target(target)
+
+    def install(self, target: Target[Any], made: Any) -> None:
+        for module in target.modules:
+            layer_for(module, self.layers).prepare(module, made.added)
+
+
+class ModuleRecipe(LayerRecipe, WeightRecipe):
+    """Layers learn, or observe, the scales of `linear_spec()`; the converted weights keep them. A weight in several
+    layers has one set of quantizers, which these layers share: the converted weight has one set of scales."""
+
+    layers = LAYERS
 
     start_step: int
     freeze_step: int | None
@@ -57,25 +84,14 @@ class ModuleRecipe(WeightRecipe):
         """A new one; None: fake-quantized from the first step to the last."""
         return Schedule(self.start_step, self.freeze_step) if self.start_step or self.freezes else None
 
-    def declines(self, kind: WeightKind) -> str | None:
-        return declines_other_layers(self, kind)
-
-    def check_target(self, target: Target[Any]) -> None:
-        for slot in target.slots:
-            if not isinstance(slot.module, PreparedModule):
-                layer_for(slot.module)
-            if slot.attribute != "weight":
-                raise ValueError(f"is the {slot.attribute} of a layer, not its weight")
-        super().check_target(target)
-
     def has_made(self, target: Target[Any]) -> bool:
         return all(isinstance(m, FakeQuantizedLayer) and m.recipe == self for m in target.modules)
 
-    def make(self, target: Target[Any], weight: Tensor, statistics: Statistics | None = None) -> FakeQuantization:
+    def make(self, target: Target[Any], weight: Tensor, statistics: Statistics | None = None) -> Prepared:
         spec, module = self.linear_spec(), target.modules[0]
-        layer = layer_for(module)
+        layer = LAYERS[type(module)]
         matrix = layer.to_matrix(module, weight)
-        if not any(layer_for(module).takes_activation for module in target.modules):
+        if all(isinstance(each, nn.Embedding) for each in target.modules):
             spec = replace(spec, activation=None, static=False)
         of_input = None if spec.activation is None else self.input_quantizer(spec.activation, spec.static)
         of_weight = self.weight_quantizer(spec.weight, matrix)
@@ -84,18 +100,8 @@ class ModuleRecipe(WeightRecipe):
         values = layer.from_matrix(module, of_weight.eval()(matrix).values, weight.shape)
         schedule = self.schedule()
         schedule = None if schedule is None else schedule.to(weight.device)
-        return FakeQuantization(self, spec, of_weight, of_input, schedule, values, nbytes)
-
-    def install(self, target: Target[Any], made: FakeQuantization) -> None:
-        for module in target.modules:
-            layer_for(module).prepare(module, made)
-
-
-def declines_other_layers(recipe: Recipe, kind: WeightKind) -> str | None:
-    """`Recipe.declines` of recipes that exchange the class of a layer."""
-    if kind.is_layer and not kind.is_transposed:
-        return None
-    return f"no weight of nn.Linear, and {recipe.name} exchanges the class of layers"
+        added = {"recipe": self, "linear_spec": spec, "schedule": schedule}
+        return Prepared(values, nbytes, {**added, "weight_quantizer": of_weight, "input_quantizer": of_input})
 
 
 def check_inference_recipe(recipe: Any, name: str) -> None:

@@ -10,27 +10,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ....calibration.statistics import Statistics
-from ....dtypes.dispatch import cast_for_product, without_autocast
-from ....dtypes.linear import check_input
-from ....model.install import PreparedModule, keep_attributes
+from ....dtypes.dispatch import without_autocast
+from ....model.install import keep_attributes
 from ....model.targets import Target
-from ....model.weight_kinds import WeightKind
-from ....primitives.tracing import refuse_jit_trace
 from ....recipes.base import Recipe, WeightRecipe, check_has_values, register_recipe
 from ..fake_quantize import fake_quantized_linear
+from ..layers import TrainedLayer
 from ..qat_spec import QATSpec
-from .base import check_inference_recipe, declines_other_layers
+from .base import LayerRecipe, check_inference_recipe
 
 
 @register_recipe("lora_qat")
 @dataclass(frozen=True)
-class LoRAQAT(Recipe):
+class LoRAQAT(LayerRecipe):
     """Layers, `nn.Linear` exactly, get `lora_a` and `lora_b` as parameters, and their weight no gradient; `convert()`
     merges and quantizes. b starts at zero: the layer computes what the quantized base does.
 
@@ -44,8 +42,6 @@ class LoRAQAT(Recipe):
         TypeError: `recipe` is not an inference recipe.
         ValueError: a rank that is not positive, or an alpha that is not a positive number.
     """
-
-    trains: ClassVar[bool] = True
 
     recipe: WeightRecipe
     rank: int
@@ -62,15 +58,12 @@ class LoRAQAT(Recipe):
     def check_complete(self) -> None:
         self.recipe.check_complete()
 
-    def declines(self, kind: WeightKind) -> str | None:
-        return declines_other_layers(self, kind)
-
     def check(self, weight: Tensor) -> None:
         check_has_values(weight, self)
         self.recipe.check(weight)
 
     def check_target(self, target: Target[Any]) -> None:
-        super().check_target(target)
+        Recipe.check_target(self, target)
         for slot in target.slots:
             if type(slot.module) is not nn.Linear or slot.attribute != "weight":
                 raise ValueError(f"adapters are for nn.Linear, exactly; this is a parameter of {type(slot.module)}")
@@ -99,20 +92,18 @@ class LoRAQAT(Recipe):
     def install(self, target: Target[Any], made: Tensor) -> None:
         (module,) = target.modules
         module.weight = keep_attributes(nn.Parameter(made, requires_grad=False), target.parameter)
-        module.__class__ = LoRALinear
-        assert isinstance(module, LoRALinear)
-        n, k = made.shape
-        module.lora_a = nn.Parameter(made.new_empty(self.rank, k))
-        module.lora_b = nn.Parameter(made.new_zeros(n, self.rank))
-        nn.init.kaiming_uniform_(module.lora_a, a=math.sqrt(5))
-        module.lora_scale = self.scale
-        module.qat_spec = QATSpec(self.recipe, self.compute_dtype)
+        lora_a = nn.Parameter(made.new_empty(self.rank, made.shape[1]))
+        nn.init.kaiming_uniform_(lora_a, a=math.sqrt(5))
+        lora_b = nn.Parameter(made.new_zeros(made.shape[0], self.rank))
+        values = (lora_a, lora_b, self.scale, QATSpec(self.recipe, self.compute_dtype))
+        LoRALinear.prepare(module, dict(zip(LoRALinear.added, values, strict=True)))
 
 
-class LoRALinear(PreparedModule, nn.Linear):
+class LoRALinear(TrainedLayer, nn.Linear):
     """`nn.Linear` with adapters; see the top of the file."""
 
     float_class = nn.Linear
+    added = ("lora_a", "lora_b", "lora_scale", "qat_spec")
 
     lora_a: nn.Parameter
     lora_b: nn.Parameter
@@ -124,10 +115,8 @@ class LoRALinear(PreparedModule, nn.Linear):
         with without_autocast(self.weight.device.type):
             return torch.addmm(self.weight, self.lora_b, self.lora_a, alpha=self.lora_scale)
 
-    def forward(self, input: Tensor) -> Tensor:
-        refuse_jit_trace()
-        check_input("a Linear in training", input, self.weight)
-        return cast_for_product(fake_quantized_linear, input, self.merged(), self.bias, self.qat_spec)
+    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return fake_quantized_linear(input, self.merged(), bias, self.qat_spec)
 
     def check_convert(self) -> None:
         self.qat_spec.recipe.check(self.merged().detach())
@@ -136,10 +125,6 @@ class LoRALinear(PreparedModule, nn.Linear):
     def convert(self) -> Tensor:
         return self.qat_spec.recipe.apply(self.merged())
 
-    def restore(self) -> None:
-        for name in ("lora_a", "lora_b", "lora_scale", "qat_spec"):
-            delattr(self, name)
-        super().restore()
 
-
+LoRAQAT.layers = {nn.Linear: LoRALinear}
 lora_qat = LoRAQAT
