@@ -37,6 +37,7 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
         import transformers
     except ImportError as error:
         raise ImportError("eval needs transformers: pip install transformers") from error
+    model: Any
     path: Path = arguments.path
     folder = arguments.model or (path if path.is_dir() else path.parent)
     if not (folder / "config.json").is_file():
