@@ -34,9 +34,7 @@ from .copying import Copied, forms_of, rebuild
 from .dispatch import ATEN, FUNCTIONS, calling_package, run, run_below
 from .gathering import Gathered
 
-# --------------------------------------------------------------------------------------------------
 # What a compiled graph depends on besides its inputs: a part of the keys of torch's graph caches on disk.
-#
 # torch identifies a graph by its operations before lowering, such as `F.linear` of a quantized weight. How qtorch
 # lowers them depends on its version and on the registered kernels.
 
@@ -78,8 +76,9 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
         scheme_type: class of its schemes.
         trains: whether it can require a gradient; such a class implements `linear`, `conv` and `embedding`.
         scheme: metadata; hashable, without tensors.
-        fast_linear, fast_grouped, fast_conv: functions that a kernel sets for the next calls, see `fast_path`; neither
-            copied nor saved.  matrices: of experts, see `expert_matrices`; the same.
+        fast_linear, fast_grouped, fast_conv: functions that a kernel sets for the next calls, see `linear`; neither
+            copied nor saved.
+        matrices: single experts that were picked, see `experts`; neither copied nor saved.
     """
 
     spec_type: ClassVar[type]

@@ -52,13 +52,9 @@ from .linear import (
 from .matrix_weight import AS_A_WHOLE, MatrixScheme, MatrixWeight
 from .ops import part_of
 
-# --------------------------------------------------------------------------------------------------
-# ConvWeight: the quantized weight of a convolution, (N, C / groups, *kernel), held as the matrix (N, T * C / groups).
-#
-# Codes, scales and layout are those of the matrix, T being the product of the kernel's sizes, so a convolution can have
-# every scheme of a linear layer: a scale per output channel, or groups along (kernel position, channel).
-# `kernels.im2col` defines the order of the elements.
-
+# Codes, scales and layout of a `ConvWeight` (N, C / groups, *kernel) are those of the matrix (N, T * C / groups), T
+# being the product of the kernel's sizes: a scale per output channel, or groups along (kernel position, channel).
+# `kernels.conv` defines the order of the elements.
 
 aten = torch.ops.aten
 

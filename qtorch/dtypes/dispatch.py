@@ -94,7 +94,6 @@ def _traced_by_modes() -> bool:
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
-# --------------------------------------------------------------------------------------------------
 # What autocast means for products: it casts the input and the bias, and nothing inside a kernel.
 
 
@@ -120,10 +119,6 @@ def cast_for_product(
     bias = None if bias is None else bias.to(input.dtype)
     with torch.autocast(device, enabled=False):
         return product(input, weight, bias, *arguments)
-
-
-# --------------------------------------------------------------------------------------------------
-# Which package is calling: for the few answers and messages that depend on it.
 
 
 OWN = "qtorch"

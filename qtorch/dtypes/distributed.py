@@ -97,9 +97,7 @@ def _called_by_fsdp() -> bool:
     return frame is not None and frame.f_globals.get("__name__", "").startswith(FSDP)
 
 
-# --------------------------------------------------------------------------------------------------
 # Collectives that DTensor calls on quantized tensors: scatter, broadcast, all-gather and wait, of each inner tensor.
-#
 # Bytes are sent where a backend may not take the dtype (small floats). What is gathered is on every rank the tensor
 # that was cut, bit for bit: tensors that all shards share, such as the scale of the whole, must be equal.
 

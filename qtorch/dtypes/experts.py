@@ -2,7 +2,7 @@
 
     y[t * R + r] = x[t] w[experts[t, r]]^T,    0 where experts[t, r] names no expert
 
-All products with experts come here: `F.grouped_mm` and `bmm` of matrices chosen by an index (`functions.py`), and the
+All products with experts come here: `F.grouped_mm` and `bmm` of matrices chosen by an index (`products.py`), and the
 experts of transformers (`integrations/transformers/experts_interface.py`). A kernel of the operation "grouped_linear"
 multiplies all experts in one call and reads the index on the device. Where there is none, and for weights in training,
 each expert is a linear layer.
@@ -203,15 +203,11 @@ def _scheme_of(text: str) -> Any:
     return from_json(parse_json(text))
 
 
-# --------------------------------------------------------------------------------------------------
-# Single experts of a weight (E, N, K), kept: ``weight[e]`` is the same tensor at each call.
-#
-# A loop over experts picks a matrix out of the weight for each product. Making it takes longer than the product with
-# one token, and what its kernel has prepared for the next call would be lost with it. So frozen weights keep the
-# matrices that were picked, views of the same memory, for as long as their inner tensors neither change nor move.
+# ``weight[e]`` of a frozen weight (E, N, K) is the same tensor at each call, as long as the inner tensors neither
+# change nor move: making it takes longer than a product with one token, and what a kernel has prepared would be lost.
 
 
-class _Kept(NamedTuple):
+class _PickedMatrices(NamedTuple):
     """What the matrices were picked from, and they by number."""
 
     tensors: tuple[Tensor, ...]
@@ -241,14 +237,14 @@ def _matrix(weight: QuantizedTensor, e: int) -> QuantizedTensor:
     # Tensors of inference mode have no version, and what is made in it cannot be saved for a backward.
     versions = tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors)
     state = (torch.is_inference_mode_enabled(), *versions)
-    kept: _Kept | None = own.get("matrices")
+    kept: _PickedMatrices | None = own.get("matrices")
     if (
         kept is None
         or kept.state != state
         or kept.scheme is not scheme
         or any(a is not b for a, b in zip(kept.tensors, tensors, strict=True))
     ):
-        kept = own["matrices"] = _Kept(tensors, state, scheme, {})
+        kept = own["matrices"] = _PickedMatrices(tensors, state, scheme, {})
     matrix = kept.by_number.get(e)
     if matrix is not None:
         return matrix

@@ -1,4 +1,5 @@
-"""Functions that make quantized tensors, with the names and argument orders of torchao 0.6."""
+"""Functions and names of torchao 0.6: factories of quantized tensors, the registration of implementations of
+`F.linear`, and `UintxTensor`, which is an affine quantized tensor with a packed layout and a scale of 1."""
 
 from __future__ import annotations
 
@@ -141,10 +142,6 @@ def to_linear_activation_quantized(
     return weight.with_activation(activation, act_scale, act_zero_point)
 
 
-# --------------------------------------------------------------------------------------------------
-# Registration of external implementations of `F.linear` for an `AffineQuantizedTensor`, with torchao 0.6's names.
-
-
 Condition = Callable[[Tensor, AffineQuantizedTensor, Tensor | None], bool]
 Implementation = Callable[[Tensor, AffineQuantizedTensor, Tensor | None], Tensor]
 
@@ -169,13 +166,6 @@ def deregister_aqt_quantized_linear_dispatch(dispatch_condition: Condition) -> N
     """
     if dispatches.pop(dispatch_condition, None) is None:
         raise ValueError("deregister_aqt_quantized_linear_dispatch: this dispatch condition is not registered")
-
-
-# --------------------------------------------------------------------------------------------------
-# UintxTensor: integers from 0 to 2^bits - 1, packed to their true size.
-#
-# torchao has such a class for packed codes. Here packing is a layout, so the class is an affine quantized tensor with a
-# scale of 1 that dequantizes to its codes, in uint8.
 
 
 class UintxTensor(AffineQuantizedTensor):

@@ -168,10 +168,6 @@ def _cat(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors))
 
 
-# --------------------------------------------------------------------------------------------------
-# `torch.cat` and `torch.stack` of quantized tensors: codes and scales one after the other, or an error.
-
-
 aten = torch.ops.aten
 
 ACTIVATION = ("act_scale", "act_zero_point")

@@ -37,21 +37,10 @@ from .factories import dispatches
 from .parameter import HOW_TO_TRAIN
 from .transposed_weight import PaddedWeight, TransposedWeight, as_view, padded_matrix
 
-# --------------------------------------------------------------------------------------------------
-# The fast path of layers: from its second call on, a layer calls the compiled kernel directly.
-#
-# `F.linear` with a quantized weight looks up the kernel, checks shapes, dtypes, devices and the memory of the weight,
-# and handles autocast, torch.func, tracers and open records of kernels. For a small layer that takes longer than the
-# product. So a kernel that can be called again with pointers alone sets a function on the weight:
-#
-#     weight.fast_linear(input, weight, bias)  ->  the result, or None if this call needs the full path
-#
-# The function checks what may change between calls: the dtype, width and device of the input, the bias, and whether
-# the inner tensors were moved or written to. `fast_linear_of` returns it unless another mechanism takes part in the
-# call. It is neither copied nor saved. The product with experts has ``weight.fast_grouped(input, weight, experts)``,
-# a convolution
-# ``weight.fast_conv(input, weight, bias, stride, padding, dilation, groups)``.
-
+# The fast path of layers. All that the full path looks up and checks takes longer than the product of a small layer. So
+# a kernel that can be called again with pointers alone sets ``weight.fast_linear`` (fast_grouped, fast_conv), which
+# checks what may change between calls: dtype, width and device of the input, the bias, and whether the inner tensors
+# were moved or written to. It returns None if the call needs the full path, and is neither copied nor saved.
 
 FastLinear = Callable[[Tensor, Tensor, Tensor | None], Tensor | None]
 FastGrouped = Callable[[Tensor, Tensor, Tensor], Tensor | None]

@@ -210,9 +210,7 @@ def _dequantized(tensor: Tensor) -> Tensor:
     return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
 
 
-# --------------------------------------------------------------------------------------------------
 # Parts of a quantized tensor that are copies: writes into them would miss the tensor.
-
 
 Q = TypeVar("Q", bound=QuantizedTensor)
 

@@ -88,12 +88,9 @@ def set_data(tensor: QuantizedTensor, data: Any) -> None:
             setattr(tensor, name, getattr(new, name))
 
 
-# --------------------------------------------------------------------------------------------------
 # Errors for direct access to the memory of a quantized tensor, which only its inner tensors have.
-#
 # Code that reads or writes memory without an operator (NumPy, DLPack, pointers) would get an invalid address. It gets
 # an error that says what to do instead.
-
 
 READERS: dict[str, Any] = {
     name: getattr(Tensor, name)

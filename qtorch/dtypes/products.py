@@ -176,9 +176,7 @@ def _products_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
     return by_overload[func](*args, **kwargs)
 
 
-# --------------------------------------------------------------------------------------------------
 # `torch.einsum` of two operands, computed by matrix products.
-#
 # A frozen weight that quantizes its input needs this: the gradient of torch's own products would multiply by the same
 # weight, and so quantize the gradient like an input.
 

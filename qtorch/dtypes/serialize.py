@@ -29,13 +29,11 @@ from ..primitives.spec import Scheme
 from .base import QuantizedTensor, quantized_type
 from .matrix_weight import type_of_scheme
 
-# --------------------------------------------------------------------------------------------------
 # Codes of 1, 2, 4 or 8 bits in int32 words along the last axis, as compressed-tensors stores them.
 #
 #     word = sum_i (code[i] + offset) << (bits * i),   offset = 2^(bits-1) for signed codes, 0 for unsigned
 #
 # The first code is in the lowest bits; the last word of a row is padded with zero bits.
-
 
 _WORD = 32
 

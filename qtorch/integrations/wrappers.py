@@ -29,14 +29,9 @@ from ..training import TrainingWeight
 from ..training.engine.split import CUT_HERE
 from ..training.weights.codes import CodesWeight, share_rounding
 
-# --------------------------------------------------------------------------------------------------
-# DistributedDataParallel around a model with quantized weights.
-#
-# At its start it sends all parameters of rank 0 to the others, joined to one flat tensor; frozen quantized tensors,
-# such as the base of adapters, cannot be joined. So it is told to leave them out, and their inner tensors are sent
-# here.
-#
-# Weights that are trained in codes are rounded stochastically, in the same way on all ranks.
+# DistributedDataParallel sends all parameters of rank 0 joined to one flat tensor; frozen quantized tensors cannot be
+# joined. So it is told to leave them out, and their inner tensors are sent here. Weights that are trained in codes are
+# rounded stochastically, in the same way on all ranks.
 
 
 def ignore_frozen(replica: DistributedDataParallel, module: nn.Module) -> None:

@@ -113,9 +113,7 @@ def _states(module: nn.Module) -> list[list[partial[Any]]]:
     return [own_class, _contents(vars(module)), *[_contents(vars(module)[name]) for name in TABLES]]
 
 
-# --------------------------------------------------------------------------------------------------
 # Modules in training: float modules whose class was replaced by one that fake-quantizes.
-#
 # What training adds to it (learned scales, observed ranges, adapters) are ordinary parameters and buffers of it and of
 # its submodules; `weight` keeps its name and is a plain parameter. `convert()` gives it the weight for inference and
 # its class back.
@@ -165,12 +163,9 @@ class QuantizationState(nn.Module):
     """Module of parameters and buffers that belong to quantization; recipes do not quantize them."""
 
 
-# --------------------------------------------------------------------------------------------------
 # Functions that are told when the weights of a model have been quantized, loaded or dequantized.
-#
 # Integrations add one to `LISTENERS` when the package that they are for is imported, so that a model of that package
 # knows that it is quantized.
-
 
 Listener = Callable[[nn.Module, Mapping[str, Any]], None]
 """(model, recipe by name of parameter); the mapping is empty after `load_quantized` and `dequantize_`."""
@@ -182,10 +177,6 @@ def tell(model: nn.Module, recipes: Mapping[str, Any] | None = None) -> None:
     """Call all listeners."""
     for listener in LISTENERS:
         listener(model, recipes or {})
-
-
-# --------------------------------------------------------------------------------------------------
-# Validation of `model` arguments, with errors that say what to pass instead.
 
 
 def check_model(function: str, model: Any) -> None:

@@ -127,9 +127,6 @@ def _refuse_reparametrization(module: nn.Module, name: str, parameter: Quantized
 register_module_parameter_registration_hook(_registered)
 torch.serialization.add_safe_globals([QuantizedRepr, refuse_jit_script])
 
-# --------------------------------------------------------------------------------------------------
-# The memory that the tensors of a model take.
-
 
 def get_model_size_in_bytes(model: nn.Module, ignore_embeddings: bool = False) -> int:
     """Size in bytes of all parameters and buffers of `model`, each counted once.

@@ -32,9 +32,7 @@ from .qdtype import QDType, qdtype
 from .rounding import Noise, Rounding, round_to_integer
 from .slices import in_slices
 
-# --------------------------------------------------------------------------------------------------
 # NaN and infinities: most codes cannot represent them, so scales carry them.
-#
 # The scale of a block with a NaN or an infinity is NaN, and so is all that is computed with it. If the rows (tokens)
 # of an input share a scale, or the scale is given, each row gets a copy of it, which is NaN for rows with such a
 # value; the other rows are not affected. The float8 types have a NaN and need no copies: their codes are NaN.

@@ -205,10 +205,6 @@ def _check_table(view: BlockView, table: Tensor) -> None:
         )
 
 
-# --------------------------------------------------------------------------------------------------
-# CodebookSpec: how a tensor is quantized with look-up tables, the counterpart of `QuantSpec`.
-
-
 _KMEANS_ELEMENTS = 1 << 24
 """Number of elements that k-means processes at a time; it needs about 40 bytes for each."""
 
@@ -325,7 +321,6 @@ def _blocks_last(view: BlockView, x: Tensor) -> Tensor:
     return x.permute(*outside, *view.dims).reshape(count, size)
 
 
-# --------------------------------------------------------------------------------------------------
 # PowerSpec: a look-up table whose values are powers of equidistant numbers.
 #
 #     signed      table[c] = sign(c - C) (|c - C| / N)^p,    C = 2^(bits - 1),    N = C - 1

@@ -107,7 +107,6 @@ def fake_quantize_affine_cachemask(
     return straight_through(input, result, unclipped), unclipped
 
 
-# --------------------------------------------------------------------------------------------------
 # Fake quantization with learned scales and zero points: LSQ (Esser et al., arXiv 1902.08153, eq. 1-3) and LSQ+
 # (Bhalgat et al., arXiv 2004.09576, eq. 3-6).
 #

@@ -274,9 +274,7 @@ def _run_blocks(sizes: Sequence[int], run: int) -> list[int] | None:
     return blocks[::-1] if run == 1 else None
 
 
-# --------------------------------------------------------------------------------------------------
 # FlatBlocks: the elements of a tensor of any size and shape as a matrix, a row for each block.
-#
 # The elements, in row-major order, are `rows` runs of `length`. No block crosses the end of a run; the last one of each
 # is completed with zeros.
 

@@ -200,9 +200,7 @@ def _check_options(mapping: MappingType, domain: ZeroPointDomain, preserve_zero:
         raise ValueError(f"preserve_zero=False needs zero_point_domain FLOAT or OFFSET, got {domain.name}")
 
 
-# --------------------------------------------------------------------------------------------------
 # Numerics: the part of `QuantSpec` that scale rules and double quantization need; it breaks their import cycle.
-
 
 N = TypeVar("N", bound="Numerics")
 

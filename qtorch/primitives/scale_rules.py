@@ -241,9 +241,7 @@ def elements_last(input: Tensor, spec: Numerics) -> tuple[Tensor, tuple[int, ...
     return x.reshape(count, -1) if x.numel() else x.reshape(count, 0), view.scale_shape
 
 
-# --------------------------------------------------------------------------------------------------
 # HQQ: choose the range of a block by half-quadratic optimization, from the weights alone.
-#
 # With the residual r = x - dequantize(quantize(x)), the rule minimizes over the scale and the zero point
 #
 #     mean |r|^p                                                         over the block
@@ -257,7 +255,6 @@ def elements_last(input: Tensor, spec: Numerics) -> tuple[Tensor, tuple[int, ...
 #
 # Source: H. Badri, A. Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023. The paper updates
 # only the zero point, to the mean of codes - (x - e) / scale; here the scale is updated too, which gains more.
-
 
 CHUNK = 2**20
 """Number of elements searched at a time, at least one block, to limit the memory of the search."""

@@ -302,10 +302,6 @@ class LinearSpec:
         return f"weight {self.weight}, {'static' if self.static else 'dynamic'} activation {self.activation}"
 
 
-# --------------------------------------------------------------------------------------------------
-# Scheme: the metadata of a quantized tensor.
-
-
 def constant_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """`shape` as integers; symbolic sizes of a compiler become constants, since metadata cannot vary within a graph.
 

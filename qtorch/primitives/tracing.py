@@ -51,9 +51,7 @@ def outside_graphs(reason: str) -> Callable[[F], F]:
     return decorate
 
 
-# --------------------------------------------------------------------------------------------------
 # Support of torch.func transforms (vmap, grad, vjp, jacrev) for the functions of this library.
-#
 # torch can transform an `autograd.Function` only if it has a `setup_context`, which costs 20 us on each eager call, and
 # it cannot see into kernels that read memory. So functions are written without one, and while a transform is active
 # `apply` and `run_whole` pass them to torch as one opaque function:

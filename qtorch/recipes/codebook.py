@@ -36,9 +36,6 @@ class LUTWeightOnly(WeightRecipe):
 
 lut_weight_only = LUTWeightOnly
 
-# --------------------------------------------------------------------------------------------------
-# NF4 weights in groups, with double quantization of the scales: the frozen base of QLoRA.
-
 
 @register_recipe("nf4_weight_only")
 @dataclass(frozen=True)

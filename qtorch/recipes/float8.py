@@ -72,9 +72,6 @@ class Float8WeightOnly(WeightRecipe):
 
 float8_weight_only = Float8WeightOnly
 
-# --------------------------------------------------------------------------------------------------
-# float8 weights and float8 activations.
-
 
 @register_recipe("float8_dynamic_activation_float8_weight")
 @dataclass(frozen=True)
@@ -107,9 +104,6 @@ class Float8DynamicActivationFloat8Weight(WeightRecipe):
 
 float8_dynamic_activation_float8_weight = Float8DynamicActivationFloat8Weight
 
-# --------------------------------------------------------------------------------------------------
-# int4 weights in groups and float8 activations.
-
 
 @register_recipe("float8_dynamic_activation_int4_weight")
 @dataclass(frozen=True)
@@ -140,9 +134,6 @@ class Float8DynamicActivationInt4Weight(WeightRecipe):
 
 
 float8_dynamic_activation_int4_weight = Float8DynamicActivationInt4Weight
-
-# --------------------------------------------------------------------------------------------------
-# Weights in a small floating-point format of 3 to 6 bits, one scale per output channel.
 
 
 @register_recipe("fpx_weight_only")

@@ -51,9 +51,6 @@ class Int8WeightOnly(WeightRecipe):
 
 int8_weight_only = Int8WeightOnly
 
-# --------------------------------------------------------------------------------------------------
-# Weights in signed integers of 1 to 7 bits, in groups; activations stay in floating point.
-
 
 def sub_byte_type(dtype: QDType | torch.dtype | str, kind: str, recipe: str) -> QDType:
     """The `QDType` of `dtype`, which must be one of ``<kind>1`` to ``<kind>7``.
@@ -132,9 +129,6 @@ class IntxWeightOnly(WeightRecipe):
 
 intx_weight_only = IntxWeightOnly
 
-# --------------------------------------------------------------------------------------------------
-# int4 weights in groups; activations stay in floating point.
-
 
 @register_recipe("int4_weight_only")
 @dataclass(frozen=True)
@@ -166,9 +160,6 @@ class Int4WeightOnly(WeightRecipe):
 
 
 int4_weight_only = Int4WeightOnly
-
-# --------------------------------------------------------------------------------------------------
-# Weights in unsigned integers of 1 to 7 bits, in groups; activations stay in floating point.
 
 
 @register_recipe("uintx_weight_only")
@@ -207,9 +198,6 @@ class UIntxWeightOnly(WeightRecipe):
 
 uintx_weight_only = UIntxWeightOnly
 
-# --------------------------------------------------------------------------------------------------
-# int8 weights and int8 activations, accumulated in int32.
-
 
 @register_recipe("int8_dynamic_activation_int8_weight")
 @dataclass(frozen=True)
@@ -246,9 +234,6 @@ class Int8DynamicActivationInt8Weight(WeightRecipe):
 
 
 int8_dynamic_activation_int8_weight = Int8DynamicActivationInt8Weight
-
-# --------------------------------------------------------------------------------------------------
-# int4 weights in groups and int8 activations, accumulated in int32 within a group.
 
 
 @register_recipe("int8_dynamic_activation_int4_weight")

@@ -94,13 +94,11 @@ mxfp4_weight_only = Mxfp4WeightOnly
 mxfp8_dynamic_activation_mxfp8_weight = Mxfp8DynamicActivationMxfp8Weight
 mxfp4_dynamic_activation_mxfp4_weight = Mxfp4DynamicActivationMxfp4Weight
 
-# --------------------------------------------------------------------------------------------------
 # NVFP4: 4-bit floating-point elements in blocks of 16 with an e4m3 scale each, and an fp32 scale for the tensor.
 #
 #     w = e2m1 code * e4m3 scale of the block * scale of the tensor,    scale of the tensor = absmax / (6 * 448)
 #
 # so the block with the largest element has the largest e4m3 scale.
-
 
 NVFP4_BLOCK = 16
 

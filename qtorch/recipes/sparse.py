@@ -67,9 +67,6 @@ class BlockSparse(WeightRecipe):
 
 block_sparse = BlockSparse
 
-# --------------------------------------------------------------------------------------------------
-# float8 weights, 2:4 sparse, and float8 activations.
-
 
 @register_recipe("float8_dynamic_activation_float8_semi_sparse_weight")
 @dataclass(frozen=True)
@@ -103,9 +100,6 @@ class Float8DynamicActivationFloat8SemiSparseWeight(WeightRecipe):
 
 
 float8_dynamic_activation_float8_semi_sparse_weight = Float8DynamicActivationFloat8SemiSparseWeight
-
-# --------------------------------------------------------------------------------------------------
-# int8 weights, 2:4 sparse, and int8 activations, accumulated in int32.
 
 
 @register_recipe("int8_dynamic_activation_int8_semi_sparse_weight")

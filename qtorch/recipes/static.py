@@ -58,10 +58,6 @@ def _number(scale: Any, recipe: str) -> float:
     return value
 
 
-# --------------------------------------------------------------------------------------------------
-# float8 weights and float8 activations with a fixed scale.
-
-
 @register_recipe("float8_static_activation_float8_weight")
 @dataclass(frozen=True)
 class Float8StaticActivationFloat8Weight(StaticActivationRecipe):
@@ -94,9 +90,6 @@ class Float8StaticActivationFloat8Weight(StaticActivationRecipe):
 
 
 float8_static_activation_float8_weight = Float8StaticActivationFloat8Weight
-
-# --------------------------------------------------------------------------------------------------
-# int8 weights and int8 activations with a fixed scale, accumulated in int32.
 
 
 @register_recipe("int8_static_activation_int8_weight")

@@ -17,10 +17,8 @@ from .portable_model import is_portable, portable, schemes_of
 if TYPE_CHECKING:
     from torch.onnx import ONNXProgram
 
-# --------------------------------------------------------------------------------------------------
 # How operators of ``torch.ops.quantized_decomposed`` are written in ONNX, where torch.onnx does not know them or drops
 # the bounds of the codes. Opset 21 is the first whose DequantizeLinear has a scale per group.
-
 
 FLOAT32_TINY = 1.1920928955078125e-07
 """The smallest scale of `choose_qparams_per_token_asymmetric`: the machine epsilon of fp32."""
@@ -135,9 +133,7 @@ def onnx_translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     return {getattr(operators, function.__name__).default: function for function in functions}
 
 
-# --------------------------------------------------------------------------------------------------
 # Changes of an ONNX graph of a portable model: weights at their true size, and operators that runtimes fuse.
-#
 # DequantizeLinear of codes of at most 4 bits    the codes become INT4 or UINT4
 # Transpose(DequantizeLinear(codes))             the codes are stored transposed, as products read them
 # MatMul(Cast(codes), Cast(codes)) in int32      MatMulInteger

@@ -16,9 +16,6 @@ from ...kernels.cpu.conv_codes import Border
 from .chains import Chain, Numerics, Shapes, find_chains
 from .fused_steps import ConvStep, EncodeStep, PlainStep, PoolStep, Step
 
-# --------------------------------------------------------------------------------------------------
-# FusionReport: what `fuse_convolutions` did with each convolution, or why it did nothing.
-
 
 @dataclass(frozen=True)
 class FusedConvolution:

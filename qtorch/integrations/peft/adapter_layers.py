@@ -28,7 +28,6 @@ from ...model.module_repr import show_quantized
 from .expert_adapters import adapted_parameter
 from .versions import has_options, of_magnitude, option
 
-# --------------------------------------------------------------------------------------------------
 # DoRA on quantized weights (Liu et al. 2024, arXiv:2402.09353).
 #
 #     y = m / |W + s B A| * (W x + s B A x)      m: one learned number per output; |.|: the norm of a row
@@ -94,9 +93,7 @@ def _float(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight.dequantize(), requires_grad=False)
 
 
-# --------------------------------------------------------------------------------------------------
 # What becomes of a quantized weight when adapters are merged into it.
-
 
 _REQUANTIZES: ContextVar[bool] = ContextVar("requantizes", default=False)
 

@@ -68,7 +68,6 @@ def prepare_for_adapters(
     return model
 
 
-# --------------------------------------------------------------------------------------------------
 # LoRA adapters initialized from the error of quantization.
 #
 #     s B A = the best approximation of W - Q of rank r, where Q is the dequantized weight
@@ -78,7 +77,6 @@ def prepare_for_adapters(
 # (Yao et al. 2023, arXiv:2303.08302). With the second moment of the inputs, H = E[x x^T] = L L^T, it is QERA-exact
 # (Zhang et al. 2024, arXiv:2410.06040): (W - Q) L is decomposed, and A L^-1 takes the place of A. |X (W - Q - s B
 # A)^T| is then least.
-
 
 _DAMPING = 1e-4
 """Of the second moment, relative to the mean of its diagonal: inputs that are always zero say nothing."""

@@ -150,10 +150,6 @@ def _layout(function: str, layout: Any, layout_type: Any = None) -> Layout | Non
     return layout_of(function, layout if layout is not None else layout_type)
 
 
-# --------------------------------------------------------------------------------------------------
-# torchao's `autoquant`, and its lists of candidates as recipes of qtorch.
-
-
 """The recipes; they are attributes that a type checker does not see."""
 
 DEFAULT_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = [

@@ -214,10 +214,6 @@ def insert_observers_(
         layer.weight = done[id(weight)]
 
 
-# --------------------------------------------------------------------------------------------------
-# from_observers: weights with observers become quantized ones, with what the observers have seen.
-
-
 @register_recipe("from_observers")
 @dataclass(frozen=True)
 class FromObservers(Recipe):

@@ -22,7 +22,6 @@ from .loading_plan import Plan
 from .stored_weights import StoredWeights, placed
 from .versions import apply_renamings
 
-# --------------------------------------------------------------------------------------------------
 # Names in a folder and names in the model that it is loaded into.
 
 

@@ -29,7 +29,6 @@ from .loading_plan import Plan
 from .quantization_config import QtorchConfig, name_on_hub
 from .stored_weights import StoredWeights, prepare, to_be_read_later
 
-# --------------------------------------------------------------------------------------------------
 # saved_state: what `save_pretrained` writes for a model, and what `load_state_dict` of such a model reads.
 
 
@@ -241,9 +240,7 @@ class QtorchHfQuantizer(HfQuantizer):
         return dequantize_(model).to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 
 
-# --------------------------------------------------------------------------------------------------
 # attach: a model of transformers that qtorch quantizes after loading knows that it is quantized, as a loaded one does.
-#
 # So `save_pretrained`, `Trainer` and `model.dequantize()` work for it.
 
 

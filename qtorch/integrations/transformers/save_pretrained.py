@@ -22,9 +22,7 @@ from ...model.module_repr import get_model_size_in_bytes, with_codes_counted
 from .quantizer import QtorchHfQuantizer, attach
 from .versions import give_conversions
 
-# --------------------------------------------------------------------------------------------------
 # The model card, README.md, of a quantized model: what it was made from, how, and what that has saved.
-
 
 _CODE = """```python
 import qtorch  # lets transformers read the quantized weights

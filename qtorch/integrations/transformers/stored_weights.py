@@ -98,9 +98,7 @@ def is_quantized(model: nn.Module) -> bool:
     return any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
 
 
-# --------------------------------------------------------------------------------------------------
 # Weights in training: a folder holds their floats, or codes, and what their recipe has added to the model.
-#
 # They are loaded in three steps: the floats by transformers; then the recipes prepare the model, as in `quantize_`;
 # then what they have added (learned scales, observed ranges, adapters) is read from the files.
 

@@ -17,13 +17,9 @@ from ..double_quant import scale_tensor_shapes
 from ..jsonable import jsonable
 from ..spec import QuantSpec, Scheme
 
-# --------------------------------------------------------------------------------------------------
-# Validation of the inner tensors of a quantized tensor, whose names, shapes and dtypes follow from its scheme.
-#
 # Kernels take sizes from the scheme and addresses from the inner tensors, so both must agree. `check_inner_tensors`
-# checks whatever comes from a pickle, a checkpoint or a caller, and each call of `F.linear`, `F.embedding` or a
+# checks what comes from a pickle, a checkpoint or a caller, and each call of `F.linear`, `F.embedding` or a
 # convolution, so that no kernel reads past tensors that were changed in the meantime.
-
 
 FLOATS = frozenset(
     dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype.is_floating_point
