@@ -205,11 +205,11 @@ class StaticActivation(NamedTuple):
                 f"{recipe} takes the scale of the activation from data, and no batch has used this weight in a "
                 "product; give batches that reach it, or None for it in a mapping"
             )
-        ends = (end.float().reshape(1, 1).to(weight.device) for end in observer.range(seen, spec))
-        scale, zero_point = spec.choose_qparams_from_range(*ends)
+        low, high = (end.float().reshape(1, 1).to(weight.device) for end in observer.range(seen, spec))
+        scale, zero_point = spec.choose_qparams_from_range(low, high)
         codes = torch.tensor([spec.code_range], device=scale.device, dtype=torch.float32).to(spec.dtype.storage)
-        low, high = spec.dequantize(codes, scale, zero_point)[0].tolist()
-        return cls(spec, scale, zero_point, (low, high), seen.rows)
+        clipped_at = spec.dequantize(codes, scale, zero_point)[0].tolist()
+        return cls(spec, scale, zero_point, tuple(clipped_at), seen.rows)
 
     def attached(self, weight: QuantizedTensor) -> QuantizedTensor:
         """`weight`, whose input is quantized by this."""
