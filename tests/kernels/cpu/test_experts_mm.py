@@ -99,8 +99,8 @@ def check(x, weight, index, build):
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("build", BUILDS)
 def test_weight_only(build, name):
-    for way in variants.WAYS:
-        with compiled_library.use(build), variants.force(way):
+    for variant in variants.VARIANTS:
+        with compiled_library.use(build), variants.force(variant):
             for weight, inputs in cases(name, None):
                 for x, index, _ in inputs:
                     check(x, weight, index, build)
@@ -111,8 +111,8 @@ def test_weight_only(build, name):
 @pytest.mark.parametrize("build", BUILDS)
 def test_int8_activations(build, name, activation):
     """Also the bits of the reference."""
-    for way in ("dot", "tile", "channels"):
-        with compiled_library.use(build), variants.force(way):
+    for variant in ("dot", "tile", "channels"):
+        with compiled_library.use(build), variants.force(variant):
             for weight, inputs in cases(name, activation):
                 for x, index, wanted in inputs:
                     assert torch.equal(check(x, weight, index, build), wanted)
