@@ -121,7 +121,7 @@ def quantize_(
     choose_fitting(found, on_misfit)
     if not any(target.recipe for target in found):
         raise ValueError(f"quantize_: nothing to quantize: {why_nothing(found)}")
-    _place(found)
+    place(found)
     _leave_what_is_done(found)
     _check_targets(found, moves=device is not None)
     before = get_model_size_in_bytes(model)
@@ -270,7 +270,8 @@ def _elements(model: nn.Module, targets: list[Target[Recipe]]) -> tuple[int, int
     return sum(parameter.numel() for parameter in parameters), done
 
 
-def _place(targets: list[Target[Recipe]]) -> None:
+def place(targets: list[Target[Recipe]]) -> None:
+    """Let recipes that treat the first and the last weights in a way of their own know where they are."""
     groups: dict[Any, list[Target[Recipe]]] = {}
     for target in targets:
         if target.recipe is not None:
@@ -297,11 +298,16 @@ def _check_targets(targets: list[Target[Recipe]], moves: bool) -> None:
                 if isinstance(error, IndivisibleError):
                     indivisible.append(target)
     if problems:
-        more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
         entries = '; on_misfit="coarser" accepts them; entries of a mapping that fit, to stand before'
         entries = f"{entries} others:\n" if indivisible else ""
         entries += "\n".join(map(_entry_that_fits, indivisible[:8]))
-        raise ValueError("quantize_: " + "\n".join(problems[:8]) + more + "\nthe model is unchanged" + entries)
+        raise ValueError(all_problems("quantize_", problems, "the model is unchanged") + entries)
+
+
+def all_problems(function: str, problems: list[str], end: str) -> str:
+    """The message of a function about several weights, one a line, of which eight are shown; `end` is the last line."""
+    more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
+    return f"{function}: " + "\n".join(problems[:8]) + f"{more}\n{end}"
 
 
 def _entry_that_fits(target: Target[Recipe]) -> str:

@@ -11,13 +11,14 @@ a tensor that two files hold, or that is missing from its file, is an error. Not
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..primitives.files import read_json
+from ..primitives.files import naming, read_json
 from .header import is_file_name
 from .tensor_file import Stored, TensorFile
 
@@ -81,11 +82,7 @@ class HFFolder:
 
     @property
     def quantization_config(self) -> Mapping[str, Any]:
-        """How the weights are quantized, from config.json; empty if it does not say.
-
-        Raises:
-            ValueError: it is not an object.
-        """
+        """How the weights are quantized, from config.json; empty if it does not say."""
         keys = ("quantization_config", "compression_config")
         found: Any = next((config[key] for config in self._configs() for key in keys if config.get(key)), {})
         if not isinstance(found, dict):
@@ -113,17 +110,17 @@ class HFFolder:
         """The file that holds a tensor."""
         return self._owners[name].path
 
+    def naming(self, stored: str, name: str = "") -> AbstractContextManager[None]:
+        """`files.naming` with the file that holds the tensor `stored`, and with its name or another."""
+        return naming(self.file_of(stored), name or stored)
+
     def read(self, name: str, *, mmap: bool = False) -> Tensor:
         """A tensor, read into memory or, with `mmap`, mapped from its file where it is aligned."""
         file = self._owners[name]
         return file.map(name) if mmap else file.read(name)
 
     def json(self, name: str) -> dict[str, Any] | None:
-        """The object in a JSON file of the folder, None if there is no such file.
-
-        Raises:
-            ValueError: the file does not hold a JSON object.
-        """
+        """The object in a JSON file of the folder, None if there is no such file."""
         return read_object(self.root / name)
 
     def _open(self, path: Path) -> TensorFile:
