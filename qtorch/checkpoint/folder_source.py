@@ -85,12 +85,7 @@ class FolderSource(Source):
 
     @classmethod
     def open(cls, path: Path, *, verify: bool = True, mmap: bool = False) -> Source:
-        folder = HFFolder(path)
-        try:
-            return cls(folder, mmap=mmap)
-        except BaseException:
-            folder.close()
-            raise
+        return HFFolder.opened(path, lambda folder: cls(folder, mmap=mmap))
 
     @abstractmethod
     def find_weights(self) -> dict[str, StoredWeight]:

@@ -10,10 +10,10 @@ a tensor that two files hold, or that is missing from its file, is an error. Not
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ SUFFIX = ".safetensors"
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 """Dtypes that a configuration may name as those of the model."""
+
+
+T = TypeVar("T")
 
 
 class HFFolder:
@@ -68,6 +71,16 @@ class HFFolder:
             self.close()
             raise
         self.stored: Mapping[str, Stored] = {name: file.stored[name] for name, file in self._owners.items()}
+
+    @classmethod
+    def opened(cls, path: Path, make: Callable[[HFFolder], T]) -> T:
+        """What `make` makes of the open folder, which is closed after an error."""
+        folder = cls(path)
+        try:
+            return make(folder)
+        except BaseException:
+            folder.close()
+            raise
 
     def __enter__(self) -> HFFolder:
         return self
@@ -123,7 +136,7 @@ class HFFolder:
         """The object in a JSON file of the folder, None if there is no such file."""
         return read_object(self.root / name)
 
-    def _open(self, path: Path) -> TensorFile:
+    def _open(self, path: Path) -> None:
         file = TensorFile(path)
         self.files.append(file)
         for name in file.stored:
@@ -131,7 +144,6 @@ class HFFolder:
                 raise ValueError(f"{path}: {name} is in it and in {self._owners[name].path.name}")
             self._owners[name] = file
         self.metadata |= file.metadata
-        return file
 
     def _open_shards(self, index: Path) -> None:
         weight_map = (read_object(index) or {}).get("weight_map")
@@ -166,11 +178,7 @@ def find_root(path: Path) -> Path | None:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, which may be untrusted; None if there is no such file.
-
-    Raises:
-        ValueError: the file does not hold a JSON object.
-    """
+    """The object in a JSON file, which may be untrusted; None if there is no such file."""
     try:
         data = read_json(path)
     except FileNotFoundError:
