@@ -13,7 +13,8 @@ from benchmarks.peers import FLOATING, PEERS, ROW, Peer, Precision
 
 CASES = [(peer, dtype) for peer in PEERS.values() for dtype in peer.dtypes]
 
-# Rounding errors of random weights and inputs, relative: at least half and at most twice of what is expected.
+# Rounding errors of random weights and inputs, relative: at least half and at most three times what is expected, for
+# onnxruntime adds up pairs of int8 products in saturated int16 where the processor has no VNNI.
 WEIGHT_ERROR = {(8, ROW): 0.008, (4, 32): 0.087, (4, 128): 0.11}
 INPUT_ERROR = {8: 0.008, FLOATING: 0.0}
 DTYPE_ERROR = {torch.float32: 0.0, torch.bfloat16: 0.004}
@@ -41,9 +42,9 @@ def test_near_the_float_product(peer: Peer, dtype: torch.dtype) -> None:
         call = layer(x)
         y = call()
         assert y.dtype is dtype
-        assert expected / 2 < relative_error(y, wanted) < 2 * expected
+        assert expected / 2 < relative_error(y, wanted) < 3 * expected
         x.mul_(2)  # inputs are read on each call
-        assert expected / 2 < relative_error(call(), 2 * wanted) < 2 * expected
+        assert expected / 2 < relative_error(call(), 2 * wanted) < 3 * expected
 
 
 def relative_error(y: torch.Tensor, wanted: torch.Tensor) -> float:
