@@ -19,6 +19,28 @@ from . import functions, translate
 from .functions import E4M3
 from .translate import arguments, none, only, refuse
 
+__all__ = [
+    "AOPerModuleConfig",
+    "Float8DynamicActivationFloat8WeightConfig",
+    "Float8DynamicActivationInt4WeightConfig",
+    "Float8StaticActivationFloat8WeightConfig",
+    "Float8WeightOnlyConfig",
+    "FqnToConfig",
+    "Int4WeightOnlyConfig",
+    "Int8DynamicActivationInt4WeightConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "Int8DynamicActivationIntxWeightConfig",
+    "Int8StaticActivationInt8WeightConfig",
+    "Int8WeightOnlyConfig",
+    "IntxWeightOnlyConfig",
+    "MXDynamicActivationMXWeightConfig",
+    "ModuleFqnToConfig",
+    "NF4WeightOnlyConfig",
+    "NVFP4DynamicActivationNVFP4WeightConfig",
+    "NVFP4WeightOnlyConfig",
+    "UIntxWeightOnlyConfig",
+]
+
 INTX = {
     "intx_packing_format": only("unpacked_to_int8", instead="use layout=... of the recipe"),
     "intx_choose_qparams_algorithm": only("affine", instead="use use_hqq=True of intx_weight_only"),

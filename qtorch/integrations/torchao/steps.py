@@ -22,6 +22,18 @@ from ...recipes.base import FOREIGN, WeightRecipe
 from . import configs, training, translate
 from .translate import arguments, only, refuse, word
 
+__all__ = [
+    "AWQConfig",
+    "BlockSparseWeightConfig",
+    "SemiSparseWeightConfig",
+    "SmoothQuantConfig",
+    "block_sparse_weight",
+    "equivalent",
+    "quantize_",
+    "semi_sparse_weight",
+    "sparsify_",
+]
+
 M = TypeVar("M", bound=nn.Module)
 
 BETWEEN = ("prepare_for_smoothquant_smoothing_factor", "prepare_for_smoothquant_activation_scales")

@@ -14,6 +14,20 @@ from . import configs, translate
 from .functions import E4M3
 from .translate import arguments, none, only, refuse, word
 
+__all__ = [
+    "BitNetTrainingConfig",
+    "FakeQuantizeConfig",
+    "Float8FakeQuantizeConfig",
+    "Int4WeightFakeQuantizeConfig",
+    "Int8MixedPrecisionTrainingConfig",
+    "Int8WeightOnlyQuantizedTrainingConfig",
+    "IntxFakeQuantizeConfig",
+    "QATConfig",
+    "bitnet_training",
+    "int8_mixed_precision_training",
+    "int8_weight_only_quantized_training",
+]
+
 
 def Int8MixedPrecisionTrainingConfig(
     output: bool = True,
@@ -159,11 +173,7 @@ def QATConfig(
 
 
 def _described(activation: FakeQuantize | None, weight: FakeQuantize) -> WeightRecipe:
-    """The recipe of these operands.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The recipe of these operands."""
     names = weight.name, None if activation is None else activation.name
     rows = activation is not None and activation.granularity in (PerToken(), PerRow()) and not activation.learned
     size = weight.granularity.group_size if isinstance(weight.granularity, PerGroup) else -1
