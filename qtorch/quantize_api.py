@@ -15,15 +15,15 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from .calibration.with_data import estimate_of, made_in_order, statistics_of, transformed
 from .dtypes import QuantizedTensor
 from .kernels.registry import advice
 from .model.install import Change, PreparedModule, all_or_nothing, check_model, install, keep_attributes, tell
-from .model.misfit import OnMisfit, coarser
+from .model.misfit import Check, OnMisfit, coarser
 from .model.misfit import choose as choose_fitting
 from .model.module_repr import get_model_size_in_bytes, show_quantized
 from .model.report import QuantizeReport, quantized_row, skipped_row, why_nothing
 from .model.targets import Filter, Reach, Target, find_targets
+from .primitives.discovery import import_later
 from .primitives.granularity import IndivisibleError
 from .primitives.tracing import outside_graphs
 from .recipes.base import FOREIGN, RECIPES, Recipe, WeightRecipe, check_float_weight, check_has_values, register_recipe
@@ -43,6 +43,8 @@ CHUNK_BYTES = 1 << 30
 
 
 def __getattr__(name: str) -> Any:
+    if name not in RECIPES and not name.startswith("_"):
+        import_later()
     if name in RECIPES:
         return RECIPES[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -122,10 +124,22 @@ def quantize_(
     if not any(target.recipe for target in found):
         raise ValueError(f"quantize_: nothing to quantize: {why_nothing(found)}")
     place(found)
-    _leave_what_is_done(found)
-    _check_targets(found, moves=device is not None)
+    for target in found:
+        if target.recipe is not None and target.recipe.has_made(target):
+            for slot in target.slots:
+                slot.recipe = None
+
+    def check(recipe: Recipe, target: Target[Recipe]) -> None:
+        recipe.check_target(target)
+        if device is not None:
+            check_has_values(target.parameter, recipe)
+
+    check_targets("quantize_", found, check, "\nthe model is unchanged")
     before = get_model_size_in_bytes(model)
     elements = _elements(model, found)
+    # Imported here: most recipes look at no data.
+    from .calibration.with_data import estimate_of, made_in_order, statistics_of, transformed
+
     with transformed(model, found, keep=not dry_run) as transforms:
         statistics = statistics_of(model, found)
         expected = estimate_of(model, found) if dry_run else None
@@ -213,20 +227,14 @@ class _Chunk:
         self.made, self.size = [], 0
 
 
-def _leave_what_is_done(targets: list[Target[Recipe]]) -> None:
-    for target in targets:
-        if target.recipe is not None and target.recipe.has_made(target):
-            for slot in target.slots:
-                slot.recipe = None
-
-
 def check_are_recipes(function: str, recipe: Any) -> None:
     """Raise `TypeError`, which names `function`, unless `recipe` is a recipe, or a mapping to recipes and None; and
     `ValueError` for a recipe that is not complete."""
-    in_mapping = isinstance(recipe, Mapping)
-    for given in _recipes_in(recipe) if in_mapping else [recipe]:
-        if given is None and in_mapping:
-            continue
+    all_given: list[Any] = [recipe]
+    if isinstance(recipe, Mapping):
+        tuples = [given if given and isinstance(given, tuple) else (given,) for given in recipe.values()]
+        all_given = [each for alternatives in tuples for each in alternatives if each is not None]
+    for given in all_given:
         if isinstance(given, Recipe):
             try:
                 given.check_complete()
@@ -236,15 +244,8 @@ def check_are_recipes(function: str, recipe: Any) -> None:
         describe = FOREIGN.get(type(given).__module__.partition(".")[0])
         if describe is not None:
             raise TypeError(f"{function}: takes a recipe of qtorch, got {describe(given)}")
-        hint = ""
-        if isinstance(given, type) and issubclass(given, Recipe):
-            hint = f"; call it: {given.name}()"
+        hint = f"; call it: {given.name}()" if isinstance(given, type) and issubclass(given, Recipe) else ""
         raise TypeError(f"{function}: takes a recipe such as int8_weight_only(), got {given!r}{hint}")
-
-
-def _recipes_in(mapping: Mapping[str, Any]) -> list[Any]:
-    """The recipes of a mapping, those of tuples one by one."""
-    return [each for given in mapping.values() for each in (given if given and isinstance(given, tuple) else (given,))]
 
 
 def _check_device(device: torch.device | str | None) -> None:
@@ -271,7 +272,7 @@ def _elements(model: nn.Module, targets: list[Target[Recipe]]) -> tuple[int, int
 
 
 def place(targets: list[Target[Recipe]]) -> None:
-    """Let recipes that treat the first and the last weights in a way of their own know where they are."""
+    """Tell each recipe its place among the targets that have it."""
     groups: dict[Any, list[Target[Recipe]]] = {}
     for target in targets:
         if target.recipe is not None:
@@ -283,36 +284,32 @@ def place(targets: list[Target[Recipe]]) -> None:
             target.slot.recipe = recipe.placed(index, len(group))
 
 
-def _check_targets(targets: list[Target[Recipe]], moves: bool) -> None:
-    problems, indivisible = [], []
+def check_targets(function: str, targets: list[Target[Recipe]], check: Check, outcome: str = "") -> None:
+    """Raise one `ValueError`, which names `function`, for all targets that `check` refuses.
+
+    Args:
+        outcome: what the message says after the problems.
+    """
+    problems: dict[str, Target[Recipe] | None] = {}
     for target in targets:
         if target.recipe is not None:
             try:
                 if obstacle := target.obstacle:
                     raise ValueError(obstacle)
-                target.recipe.check_target(target)
-                if moves:
-                    check_has_values(target.parameter, target.recipe)
+                check(target.recipe, target)
             except (ValueError, TypeError) as error:
-                problems.append(f"{target.slot.label}: {error}")
-                if isinstance(error, IndivisibleError):
-                    indivisible.append(target)
-    if problems:
-        entries = '; on_misfit="coarser" accepts them; entries of a mapping that fit, to stand before'
-        entries = f"{entries} others:\n" if indivisible else ""
-        entries += "\n".join(map(_entry_that_fits, indivisible[:8]))
-        raise ValueError(all_problems("quantize_", problems, "the model is unchanged") + entries)
-
-
-def all_problems(function: str, problems: list[str], end: str) -> str:
-    """The message of a function about several weights, one a line, of which eight are shown; `end` is the last line."""
+                problems[f"{target.slot.label}: {error}"] = target if isinstance(error, IndivisibleError) else None
+    if not problems:
+        return
     more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
-    return f"{function}: " + "\n".join(problems[:8]) + f"{more}\n{end}"
-
-
-def _entry_that_fits(target: Target[Recipe]) -> str:
-    """A mapping entry that works for a weight that the groups of its recipe do not divide."""
-    recipe, name = target.recipe, target.slot.label
-    assert recipe is not None
-    fitting = coarser(target, recipe)
-    return f'"{name}": {fitting},  # or None' if fitting is not recipe else f'"{name}": None,'
+    message = f"{function}: " + "\n".join(list(problems)[:8]) + more + outcome
+    indivisible = [target for target in problems.values() if target is not None][:8]
+    if indivisible:
+        message += '; on_misfit="coarser" accepts them; entries of a mapping that fit, to stand before others:'
+    for target in indivisible:
+        recipe = target.recipe
+        assert recipe is not None
+        fitting = coarser(target, recipe, check)
+        entry = f"{fitting},  # or None" if fitting is not recipe else "None,"
+        message += f'\n"{target.slot.label}": {entry}'
+    raise ValueError(message)

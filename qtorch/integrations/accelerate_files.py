@@ -9,8 +9,7 @@ around the two that read one. What has no quantized weights passes through.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,60 +19,19 @@ import accelerate.utils.other as other
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..checkpoint.formats.transformers_folder import Index
+from ..checkpoint.formats.transformers_folder import Index, stored
 from ..checkpoint.formats.transformers_folder.names import is_marker
 from ..checkpoint.formats.transformers_folder.source import TransformersFolder
 from ..checkpoint.hf_folder import HFFolder
 from ..dtypes import QuantizedTensor
+from ..dtypes.serialize import Entry
 from ..training.weights.codes import CodesWeight
-from .plain_state import plain_state
-
-
-def _with_parts(save: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(save)
-    def save_file(tensors: dict[str, Tensor], filename: Any, metadata: dict[str, str] | None = None) -> Any:
-        index = Index()
-        if any(isinstance(tensor, QuantizedTensor) for tensor in tensors.values()):
-            tensors = plain_state(tensors, index)
-        return save(tensors, filename, metadata=index.to_metadata() | (metadata or {}) if index.quantized else metadata)
-
-    return save_file
-
-
-def _with_joined(load: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(load)
-    def load_state_dict(checkpoint_file: str, *args: Any, **kwargs: Any) -> Any:
-        return _joined(load(checkpoint_file, *args, **kwargs), checkpoint_file)
-
-    return load_state_dict
-
-
-def _with_quantized(load: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(load)
-    def load_model(
-        model: nn.Module, filename: str | os.PathLike[str], strict: bool = True, device: str | int = "cpu", **more: Any
-    ) -> Any:
-        own = model.state_dict(keep_vars=True)
-        if not any(isinstance(tensor, QuantizedTensor) for tensor in own.values()):
-            return load(model, filename, strict=strict, device=device, **more)
-        state = _joined(load_file(filename, device=device), filename)
-        for name, tensor in own.items():
-            if isinstance(tensor, CodesWeight) and isinstance(state.get(name), QuantizedTensor):
-                state[name] = CodesWeight(state[name].inner_tensors, state[name].scheme)
-        # Of tied weights one is stored.
-        stored = {id(own[name]): tensor for name, tensor in state.items() if name in own}
-        state |= {name: stored[id(of)] for name, of in own.items() if name not in state and id(of) in stored}
-        return model.load_state_dict(state, strict=strict)
-
-    return load_model
+from ..training.weights.master import MasterWeight
+from .wrappers import around
 
 
 def _joined(state: dict[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a file holds, with quantized tensors in place of their parts.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """What a file holds, with quantized tensors in place of their parts."""
     if not any(isinstance(tensor, Tensor) and is_marker(tensor.shape) for tensor in state.values()):
         return state
     source = TransformersFolder(HFFolder(Path(path)), mmap=False)
@@ -87,9 +45,62 @@ def _joined(state: dict[str, Any], path: str | os.PathLike[str]) -> dict[str, An
     return state
 
 
-for _module, _name, _wrap in (
-    (other, "safe_save_file", _with_parts),
-    (modeling, "load_state_dict", _with_joined),
-    (checkpointing, "load_model", _with_quantized),
-):
-    setattr(_module, _name, _wrap(getattr(_module, _name)))
+def plain_state(
+    state: Mapping[str, Any],
+    entries: dict[str, Entry],
+    parts_of: Callable[[str, QuantizedTensor], tuple[dict[str, Tensor], Entry]] = stored,
+) -> dict[str, Tensor]:
+    """The plain tensors that stand for a state dict; `entries` gets those of the quantized ones.
+
+    A weight in training that holds floats is stored as floats. Parts that lie in the memory of an earlier one, as those
+    of weights that were one, are copied: packages refuse to write them, or leave them out.
+    """
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in state.items():
+        if isinstance(tensor, QuantizedTensor) and not isinstance(tensor, MasterWeight):
+            tensors, entries[name] = parts_of(name, tensor)
+            for key, value in tensors.items():
+                memory = value.untyped_storage().data_ptr()
+                found[key] = value.detach().clone() if memory in seen else value.detach().contiguous()
+                seen.add(memory)
+        else:
+            found[name] = (tensor.floats() if isinstance(tensor, MasterWeight) else tensor).detach()
+    return found
+
+
+@around(other, "safe_save_file")
+def _save_parts(
+    save: Callable[..., Any], tensors: dict[str, Tensor], filename: Any, metadata: dict[str, str] | None = None
+) -> Any:
+    index = Index()
+    if any(isinstance(tensor, QuantizedTensor) for tensor in tensors.values()):
+        tensors = plain_state(tensors, index.quantized)
+    return save(tensors, filename, metadata=index.to_metadata() | (metadata or {}) if index.quantized else metadata)
+
+
+@around(modeling, "load_state_dict")
+def _load_joined(load: Callable[..., Any], checkpoint_file: str, *args: Any, **kwargs: Any) -> Any:
+    return _joined(load(checkpoint_file, *args, **kwargs), checkpoint_file)
+
+
+@around(checkpointing, "load_model")
+def _load_quantized(
+    load: Callable[..., Any],
+    model: nn.Module,
+    filename: str | os.PathLike[str],
+    strict: bool = True,
+    device: str | int = "cpu",
+    **more: Any,
+) -> Any:
+    own = model.state_dict(keep_vars=True)
+    if not any(isinstance(tensor, QuantizedTensor) for tensor in own.values()):
+        return load(model, filename, strict=strict, device=device, **more)
+    state = _joined(load_file(filename, device=device), filename)
+    for name, tensor in own.items():
+        if isinstance(tensor, CodesWeight) and isinstance(state.get(name), QuantizedTensor):
+            state[name] = CodesWeight(state[name].inner_tensors, state[name].scheme)
+    # Of tied weights one is stored.
+    stored = {id(own[name]): tensor for name, tensor in state.items() if name in own}
+    state |= {name: stored[id(of)] for name, of in own.items() if name not in state and id(of) in stored}
+    return model.load_state_dict(state, strict=strict)

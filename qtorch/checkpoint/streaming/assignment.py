@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...dtypes.joining import shares_scales
 from ...model.misfit import OnMisfit, choose
 from ...model.targets import Reach, Target, find_targets
-from ...quantize_api import all_problems, place
+from ...quantize_api import check_targets, place
 from ...recipes.base import Recipe, WeightRecipe
 from ..formats.compressed_tensors.config_groups import METHOD
 from ..formats.compressed_tensors.serving import NOT_QUANTIZED, adapted, is_nvfp4, tensor_scales
@@ -177,17 +177,9 @@ def assign(
     place(chosen)
     if format == METHOD:
         _complete(chosen, source)
-    problems = []
-    for target in chosen:
-        assert target.recipe is not None
-        try:
-            _check(target.recipe, target)
-        except (ValueError, TypeError) as error:
-            problems.append(f"{target.slot.label}: {error}")
+    check_targets("quantize_checkpoint", chosen, _check, "\nnothing is written")
     if format == TransformersFormat.name:
-        problems += _apart({target.slots[0].name: target.recipe for target in targets})
-    if problems:
-        raise ValueError(all_problems("quantize_checkpoint", problems, "nothing is written"))
+        _check_joined({target.slots[0].name: target.recipe for target in targets})
     return {target.slots[0].name: target for target in targets}
 
 
@@ -208,21 +200,19 @@ def _complete(chosen: list[Target[Recipe]], source: Source) -> None:
         slot.recipe = adapted(slot.recipe, slot.parameter.dtype, scales.get(slot.label))
 
 
-def _apart(recipes: Mapping[str, Recipe | None]) -> list[str]:
-    """What keeps transformers from joining the experts of a layer as they were if the model had been quantized."""
-    problems = []
+def _check_joined(recipes: Mapping[str, Recipe | None]) -> None:
+    """Check that transformers can join the experts of a layer as they were if the model had been quantized."""
     for names in joined_in_models(recipes):
         asked = list(dict.fromkeys(recipes[name] for name in names))
-        where = f"{names[0]} to {names[-1]}: transformers joins these experts in one parameter"
+        where = f"quantize_checkpoint: {names[0]} to {names[-1]}: transformers joins these experts in one parameter"
         if len(asked) > 1:
-            problems.append(f"{where}, and they have different recipes: {', '.join(map(str, asked))}")
-        elif isinstance(asked[0], WeightRecipe) and shares_scales(asked[0].linear_spec().weight):
-            problems.append(
+            raise ValueError(f"{where}, and they have different recipes: {', '.join(map(str, asked))}")
+        if isinstance(asked[0], WeightRecipe) and shares_scales(asked[0].linear_spec().weight):
+            raise ValueError(
                 f"{where}, whose scales of {asked[0]} are found together; ask for scales per row or group alone "
                 "(nf4_weight_only(double_quantize=False)), or for format='qtorch', or load the float model with "
                 "quantization_config=QtorchConfig(...) and save that"
             )
-    return problems
 
 
 def check_values(name: str, target: Target[Recipe], weight: Tensor) -> Recipe:

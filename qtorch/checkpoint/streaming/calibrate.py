@@ -7,15 +7,15 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...calibration.data import Data
-from ...calibration.engine import Resumable, Wanted, estimate, fingerprint, of_weight, quantize_in_order
+from ...calibration.engine import InOrder, Resumable, estimate, fingerprint, of_weight
 from ...calibration.engine.float_weights import Streamed
-from ...calibration.statistics import Statistics
 from ...calibration.with_data import progress_in, shared_data
 from ...dtypes.joining import cut
 from ...model.report import CalibrationEstimate, CalibrationReport
@@ -69,8 +69,8 @@ class CalibratedWeights:
 
     def estimate(self) -> CalibrationEstimate:
         """The memory and the time that making them will take; nothing is written."""
-        with self._wanted() as (model, wanted, data, weights):
-            return estimate(model, wanted, data, weights)
+        with self._streamed() as (model, targets, data, weights):
+            return estimate(model, targets, data, weights)
 
     def _opened(self) -> Resumable[Calibrated]:
         model, source = self._model()
@@ -81,8 +81,14 @@ class CalibratedWeights:
 
     def _made(self, progress: Resumable[Calibrated], name: str) -> tuple[Tensor, CalibrationReport]:
         if not progress.complete:
-            with self._wanted() as (model, wanted, data, weights):
-                quantize_in_order(model, wanted, data, progress=progress, weights=weights)
+            with (
+                self._streamed() as (model, targets, data, weights),
+                InOrder(model, targets, data, progress, weights) as run,
+            ):
+                for target, statistics in run:
+                    weight = target.parameter.detach()
+                    recipe = check_values(target.slot.name, target, weight)
+                    run.install(target, recipe.make_in_order(target, weight, statistics))
         of_model, place = self._places[name]
         made = progress.made(of_model)
         weight = made.weight
@@ -125,8 +131,8 @@ class CalibratedWeights:
         return found
 
     @contextmanager
-    def _wanted(self) -> Iterator[tuple[nn.Module, list[Wanted[Calibrated]], Data, Streamed]]:
-        """The model, what is wanted for its parameters, the data, and the weights, read when a block runs."""
+    def _streamed(self) -> Iterator[tuple[nn.Module, list[Target[Recipe]], Data, Streamed]]:
+        """The model, its parameters that are calibrated, the data, and the weights, read when a block runs."""
         model, source = self._model()
         recipes = self._in_model(source, model)
         data = _without_logits(model, self.data, recipes)
@@ -139,26 +145,19 @@ class CalibratedWeights:
             return tensor.dequantize() if hasattr(tensor, "scheme") else tensor
 
         with Streamed(model, read, stored) as weights:
-            slots: dict[int, list[tuple[nn.Module, str]]] = {}
+            places: dict[int, list[tuple[nn.Module, str]]] = {}
             for _, (module, attribute, tensor) in places_of(model):
-                slots.setdefault(id(tensor), []).append((module, attribute))
+                places.setdefault(id(tensor), []).append((module, attribute))
             parameters = dict(model.named_parameters())
             if unknown := sorted(recipes.keys() - parameters.keys()):
                 raise ValueError(f"quantize_checkpoint: the model has no parameter {', '.join(unknown[:4])}")
-            wanted = []
+            targets = []
             for name, target in recipes.items():
-                parameter = parameters[name]
-                assert target.recipe is not None
-
-                def make(
-                    statistics: Statistics, name: str = name, of: Target[Recipe] = target, at: nn.Parameter = parameter
-                ) -> Calibrated:
-                    weight = at.detach()
-                    return check_values(name, of, weight).make_in_order(of, weight, statistics)
-
-                places, transposed = slots[id(parameter)], target.kind.is_transposed
-                wanted.append(Wanted(parameter, places, target.recipe.statistics, make, transposed=transposed))
-            yield model, wanted, data, weights
+                parent, parameter = name.rpartition(".")[0], parameters[name]
+                at = partial(replace, target.slot, module_name=parent, parameter=parameter)
+                slots = [at(module=module, attribute=attribute) for module, attribute in places[id(parameter)]]
+                targets.append(Target(slots))
+            yield model, targets, data, weights
 
 
 def _without_logits(model: Any, data: Data, recipes: Mapping[str, Any]) -> Data:

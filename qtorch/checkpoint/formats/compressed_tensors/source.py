@@ -86,7 +86,8 @@ class StoredModule:
         packed = torch.uint8 if args.type == "float" else torch.int32
         dtype = packed if self.is_packed else plain
         if info.dtype is not dtype:
-            raise ValueError(f"its codes are {info.dtype}, those of {args.type}{args.num_bits} are {dtype}")
+            kind = "packed codes" if self.is_packed else "codes"
+            raise ValueError(f"its {kind} are {info.dtype}, those of {args.type}{args.num_bits} are {dtype}")
         if not self.is_packed:
             return rows, columns
         if args.type == "float":
