@@ -196,7 +196,7 @@ COMPARED = (
 )
 COMPARED += (
     "integrations/transformers/stored_weights.py",
-    "integrations/wrappers.py",
+    "integrations/plain_state.py",
     "kernels/cpu/weight.py",
 )
 COMPARED += (

@@ -21,7 +21,10 @@ from typing import Any
 from ..primitives.supported_versions import UnsupportedVersion
 from . import wrappers
 
-__all__ = ["accelerate", "diffusers", "peft", "tensor_parallel", "transformers", "wrappers"]
+__all__ = [
+    *("accelerate", "diffusers", "export", "fusion", "peft", "tensor_parallel", "torchao", "transformers"),
+    "wrappers",
+]
 """Modules; all but the last are imported by their first use, as ``qtorch.integrations.peft``."""
 
 ON_IMPORT = {

@@ -25,7 +25,8 @@ from ..checkpoint.formats.transformers_folder.source import TransformersFolder
 from ..checkpoint.hf_folder import HFFolder
 from ..dtypes import QuantizedTensor
 from ..training.weights.codes import CodesWeight
-from .wrappers import around, plain_state
+from .plain_state import plain_state
+from .wrappers import around
 
 
 def _joined(state: dict[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:

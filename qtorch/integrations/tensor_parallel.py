@@ -26,6 +26,7 @@ from ..dtypes.dispatch import cast_for_product
 from ..dtypes.linear import check_dtype, multiply
 from ..model.install import PreparedModule
 from ..primitives.granularity import PerTensor
+from ..training import TrainingWeight
 from ..training.engine.split import CUT_HERE, Split, joined_extremes
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
@@ -128,14 +129,14 @@ class _TrainingForward:
         module: Any = self._module[0]
         split = Split(self._mesh.get_group(), "nk"[self._axis], module.weight.shape[self._axis])
         weight = module.weight.to_local()
-        if not hasattr(weight, "split_linear"):
+        if not isinstance(weight, TrainingWeight):
             raise TypeError(f"{module}: a {type(weight).__name__} is not a weight in training that is cut over ranks")
         x = _local(input)
         check_dtype("linear", x, weight.dtype)
         bias = None if module.bias is None else module.bias.to_local()
 
         def product(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-            y = weight.split_linear(x, split)
+            y = weight.linear(x, None, split)
             return y if bias is None else y + bias
 
         y = cast_for_product(product, x, weight, bias)

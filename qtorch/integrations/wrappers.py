@@ -9,29 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import wraps
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from ..checkpoint.formats.transformers_folder import stored
 from ..dtypes import QuantizedTensor
 from ..dtypes.ops import count_write
-from ..dtypes.serialize import Entry
 from ..primitives.jsonable import to_json
-from ..training import TrainingWeight
-from ..training.engine.split import CUT_HERE
-from ..training.weights.codes import CodesWeight, share_rounding
-from ..training.weights.master import MasterWeight
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -50,30 +44,6 @@ def around(owner: Any, name: str) -> Callable[[F], F]:
         return step
 
     return decorate
-
-
-def plain_state(
-    state: Mapping[str, Any],
-    entries: dict[str, Entry],
-    parts_of: Callable[[str, QuantizedTensor], tuple[dict[str, Tensor], Entry]] = stored,
-) -> dict[str, Tensor]:
-    """The plain tensors that stand for a state dict; `entries` gets those of the quantized ones.
-
-    A weight in training that holds floats is stored as floats. Parts that lie in the memory of an earlier one, as those
-    of weights that were one, are copied: packages refuse to write them, or leave them out.
-    """
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in state.items():
-        if isinstance(tensor, QuantizedTensor) and not isinstance(tensor, MasterWeight):
-            tensors, entries[name] = parts_of(name, tensor)
-            for key, value in tensors.items():
-                memory = value.untyped_storage().data_ptr()
-                found[key] = value.detach().clone() if memory in seen else value.detach().contiguous()
-                seen.add(memory)
-        else:
-            found[name] = (tensor.floats() if isinstance(tensor, MasterWeight) else tensor).detach()
-    return found
 
 
 # DistributedDataParallel sends all parameters of rank 0 joined to one flat tensor; frozen quantized tensors cannot be
@@ -102,9 +72,11 @@ def _replica(outer: Any, inner: nn.Module) -> None:
                 dist.broadcast(flat, group=group, group_src=0)
                 tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
             count_write(parameter)
-    if any(isinstance(parameter, CodesWeight) for parameter in inner.parameters()):
+    if any(map(_is_trained_in_codes, inner.parameters())):
         seed = torch.randint(2**62, (1,), device="cpu").to(next(inner.parameters()).device)
         dist.broadcast(seed, group=group, group_src=0)
+        from ..training.weights.codes import share_rounding  # whoever trains has imported it
+
         share_rounding(inner, int(seed))
 
 
@@ -171,15 +143,26 @@ def _parallelized(module: nn.Module, name: str, parameter: Any) -> None:
     """Refuse a weight in training that tensor parallelism of torch has cut. FSDP2 registers none, and what replaces a
     DTensor was loaded."""
     local = getattr(parameter, "_local_tensor", None)
-    if not isinstance(local, TrainingWeight) or hasattr(module._parameters.get(name), "_local_tensor"):
+    trains = isinstance(local, QuantizedTensor) and local.trains
+    if not trains or hasattr(module._parameters.get(name), "_local_tensor"):
         return
+    from ..training.engine.split import CUT_HERE
+
     if module not in CUT_HERE:
         floats = ", with a recipe that keeps weights in floating point, such as int8_mixed_precision_training()"
         raise ValueError(
             f"{name} of {module}: the styles of torch's tensor parallelism do not quantize it by its whole rows; take "
             "ColwiseParallel and RowwiseParallel of qtorch.integrations.tensor_parallel"
-            f"{floats if isinstance(local, CodesWeight) else ''}, or convert() first"
+            f"{floats if _is_trained_in_codes(local) else ''}, or convert() first"
         )
+
+
+def _is_trained_in_codes(parameter: Any) -> bool:
+    if not isinstance(parameter, QuantizedTensor) or not parameter.trains:
+        return False
+    from ..training.weights.codes import CodesWeight
+
+    return isinstance(parameter, CodesWeight)
 
 
 register_module_module_registration_hook(_registered)

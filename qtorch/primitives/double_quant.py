@@ -79,13 +79,10 @@ def quantize_scale(scale: Tensor, spec: Numerics | None) -> dict[str, Tensor]:
 
 
 def dequantize_scale(tensors: Tensors, spec: Numerics | None, rows: Tensor | None = None) -> Tensor:
-    """Inverse of `quantize_scale`, in fp32.
+    """Inverse of `quantize_scale`, in fp32, of all or of the `rows` (R,) along the first axis.
 
     A scale that is so small that its code is zero becomes the smallest normal number, since scales are positive, except
     where `only_multiplies`.
-
-    Args:
-        rows: indices (R,) along the first axis; None for all.
     """
     codes = tensors["scale"]
     of_rows = codes if rows is None else codes.index_select(0, rows)

@@ -239,8 +239,8 @@ def test_error_texts() -> None:
         """\
 bad range: quant_min=-9, quant_max=7 is not a range within int4's [-8, 7]
 empty range: quant_min=3, quant_max=3 is not a range within int8's [-128, 127]
-no zero point: QuantSpec: an asymmetric mapping needs a zero point: zero_point_domain is NONE
-preserve_zero: QuantSpec: preserve_zero=False needs the FLOAT or OFFSET domain, got INT
+no zero point: an asymmetric mapping needs a zero point: zero_point_domain is NONE
+preserve_zero: preserve_zero=False needs the FLOAT or OFFSET domain, got INT
 does not divide: block_size (1, 32) does not divide shape (2, 40): 40 % 32 along axis 1
 scale count: a tensor of shape (2, 16) in blocks of (1, 8) has 4 scales of shape (2, 2), got
 shape (2, 1)

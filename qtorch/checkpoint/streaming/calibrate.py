@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...calibration.data import Data
-from ...calibration.engine import Resumable, Wanted, estimate, fingerprint, of_weight, quantize_in_order
+from ...calibration.engine import InOrder, Resumable, estimate, fingerprint, of_weight
 from ...calibration.engine.float_weights import Streamed
 from ...calibration.statistics import Statistics
 from ...calibration.with_data import progress_in, shared_data
@@ -80,8 +80,8 @@ class CalibratedWeights:
         model, source = self._model()
         recipes = self._in_model(source, model)
         data = _without_logits(model, self.data, recipes)
-        with self._wanted(model, source, recipes) as (wanted, weights):
-            return estimate(model, wanted, data, weights)
+        with self._streamed(model, source, recipes) as (targets, weights):
+            return estimate(model, targets, data, weights)
 
     def _opened(self) -> Resumable[Calibrated]:
         model, source = self._model()
@@ -95,8 +95,12 @@ class CalibratedWeights:
             model, source = self._model()
             recipes = self._in_model(source, model)
             data = _without_logits(model, self.data, recipes)
-            with self._wanted(model, source, recipes) as (wanted, weights):
-                quantize_in_order(model, wanted, data, progress=progress, weights=weights)
+            with (
+                self._streamed(model, source, recipes) as (targets, weights),
+                InOrder(model, targets, data, progress, weights) as run,
+            ):
+                for target, statistics in run:
+                    run.install(target, _made_of(target, statistics))
         of_model, place = self._places[name]
         made = progress.made(of_model)
         weight = made.weight
@@ -139,10 +143,10 @@ class CalibratedWeights:
         return found
 
     @contextmanager
-    def _wanted(
+    def _streamed(
         self, model: nn.Module, source: Source, recipes: Mapping[str, Target[Recipe]]
-    ) -> Iterator[tuple[list[Wanted[Calibrated]], Streamed]]:
-        """What is wanted for the parameters of the model, and its weights, which are read when a block runs."""
+    ) -> Iterator[tuple[list[Target[Recipe]], Streamed]]:
+        """The parameters of the model that are calibrated, and its weights, which are read when a block runs."""
 
         def stored(name: str) -> bool:
             return name in source.names
@@ -152,34 +156,40 @@ class CalibratedWeights:
             return tensor.dequantize() if hasattr(tensor, "scheme") else tensor
 
         with Streamed(model, read, stored) as weights:
-            slots: dict[int, list[tuple[nn.Module, str]]] = {}
+            places: dict[int, list[tuple[nn.Module, str]]] = {}
             for _, (module, attribute, tensor) in places_of(model):
-                slots.setdefault(id(tensor), []).append((module, attribute))
+                places.setdefault(id(tensor), []).append((module, attribute))
             parameters = dict(model.named_parameters())
             if unknown := sorted(recipes.keys() - parameters.keys()):
                 raise ValueError(f"quantize_checkpoint: the model has no parameter {', '.join(unknown[:4])}")
-            wanted = []
-            for name, target in recipes.items():
-                parameter = parameters[name]
-                assert target.recipe is not None
-                make = _making(target, parameter, name)
-                transposed = target.kind.is_transposed
-                places = slots[id(parameter)]
-                wanted.append(Wanted(parameter, places, target.recipe.statistics, make, transposed=transposed))
-            yield wanted, weights
+            yield (
+                [
+                    Target(
+                        [
+                            replace(
+                                target.slot,
+                                module=module,
+                                module_name=name.rpartition(".")[0],
+                                attribute=attribute,
+                                parameter=parameters[name],
+                            )
+                            for module, attribute in places[id(parameters[name])]
+                        ]
+                    )
+                    for name, target in recipes.items()
+                ],
+                weights,
+            )
 
 
-def _making(target: Target[Recipe], parameter: nn.Parameter, name: str) -> Callable[[Any], Calibrated]:
-    def make(statistics: Statistics) -> Calibrated:
-        recipe, weight = target.recipe, parameter.detach()
-        assert recipe is not None
-        try:
-            recipe.check(target.kind.view(weight))
-        except (ValueError, TypeError) as error:
-            raise type(error)(f"quantize_checkpoint: {name}: {error}") from error
-        return recipe.make_in_order(target, weight, statistics)
-
-    return make
+def _made_of(target: Target[Recipe], statistics: Statistics | dict[int, Statistics]) -> Calibrated:
+    recipe, weight = target.recipe, target.parameter.detach()
+    assert recipe is not None
+    try:
+        recipe.check(target.kind.view(weight))
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"quantize_checkpoint: {target.slot.name}: {error}") from error
+    return recipe.make_in_order(target, weight, statistics)
 
 
 def _without_logits(model: Any, data: Data, recipes: Mapping[str, Any]) -> Data:
