@@ -1,5 +1,6 @@
 """torch.compile where a graph cannot be whole: it gives what eager mode gives, and compiles no more than it must."""
 
+import functools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -16,35 +17,31 @@ from tests.attack import training_recipes
 from tests.every_recipe import NAMES, OTHERS, make
 
 
+def graph_break(x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return x.relu()
+
+
+def data_dependent(x: Tensor) -> Tensor:
+    return x / 2 if x.abs().sum().item() > 1e9 else x
+
+
+def printing(x: Tensor) -> Tensor:
+    print(x.shape)
+    return x
+
+
 class InLoop(nn.Module):
     """A break between layers that are called from the loop itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, between: Callable[[Tensor], Tensor] = graph_break) -> None:
         super().__init__()
+        self.between = between
         self.layers = nn.ModuleList([nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 64)])
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x)
-            torch._dynamo.graph_break()
-            x = x.relu()
-        return x
-
-
-class DataDependent(InLoop):
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-            if x.abs().sum().item() > 1e9:
-                x = x / 2
-        return x
-
-
-class Printing(InLoop):
-    def forward(self, x: Tensor) -> Tensor:
-        for i, layer in enumerate(self.layers):
-            x = layer(x)
-            print(i)
+            x = self.between(layer(x))
         return x
 
 
@@ -104,7 +101,8 @@ class Products(InLoop):
         return x
 
 
-MODULES = {cls.__name__: cls for cls in (InLoop, DataDependent, Printing, Generator, Try, Nested, Products)}
+MODULES: dict[str, Callable[[], nn.Module]] = {cls.__name__: cls for cls in (InLoop, Generator, Try, Nested, Products)}
+MODULES |= {f.__name__: functools.partial(InLoop, f) for f in (data_dependent, printing)}
 
 
 def quantized(module: str, name: str) -> nn.Module:

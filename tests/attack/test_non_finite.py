@@ -279,37 +279,26 @@ def shows(grad: Tensor) -> bool:
 
 
 @every_case
+@pytest.mark.parametrize("where", ["input", "gradient"])
 @pytest.mark.usefixtures("each_library")
-def test_an_input_in_training(recipe: object, data: bool) -> None:
+def test_an_input_or_gradient_in_training(where: str, recipe: object, data: bool) -> None:
     model = prepared(recipe, data)
     x, g = torch.randn(TOKENS, FEATURES), torch.randn(TOKENS, OUTPUTS)
-    for row, column, value in places(TOKENS, FEATURES):
-        bad, without = damaged(x, row, column, value)
-        got, expected = run(model, bad, g), run(model, without, g)
+    for row, column, value in places(TOKENS, FEATURES if where == "input" else OUTPUTS):
         others = [i for i in range(TOKENS) if i != row]
-        assert not got["y"][row].isfinite().any()
-        for name in ("y", "dx"):
-            assert expected[name].isfinite().all()
-            assert torch.equal(got[name][others], expected[name][others]), name
-        if (dw := got.get("0.weight")) is not None:
-            assert shows(dw[:, column])
-
-
-@every_case
-@pytest.mark.usefixtures("each_library")
-def test_a_gradient_in_training(recipe: object, data: bool) -> None:
-    model = prepared(recipe, data)
-    x, g = torch.randn(TOKENS, FEATURES), torch.randn(TOKENS, OUTPUTS)
-    for row, column, value in places(TOKENS, OUTPUTS):
-        bad, without = damaged(g, row, column, value)
-        got, expected = run(model, x, bad), run(model, x, without)
-        others = [i for i in range(TOKENS) if i != row]
-        assert torch.equal(got["y"], expected["y"])
-        assert not got["dx"][row].isfinite().any()
+        if where == "input":
+            got, expected = (run(model, damaged_x, g) for damaged_x in damaged(x, row, column, value))
+            assert not got["y"][row].isfinite().any()
+            assert expected["y"].isfinite().all()
+            assert torch.equal(got["y"][others], expected["y"][others])
+        else:
+            got, expected = (run(model, x, damaged_g) for damaged_g in damaged(g, row, column, value))
+            assert torch.equal(got["y"], expected["y"])
+            assert not got["dx"][row].isfinite().any()
         assert expected["dx"].isfinite().all()
         assert torch.equal(got["dx"][others], expected["dx"][others])
         if (dw := got.get("0.weight")) is not None:
-            assert shows(dw[column])
+            assert shows(dw[:, column] if where == "input" else dw[column])
 
 
 @every_case

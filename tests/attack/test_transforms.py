@@ -107,14 +107,6 @@ def test_gradients_of_adapters_per_example(name: str) -> None:
             close(got[key][i], wanted)
 
 
-@every
-def test_functional_call(name: str) -> None:
-    model, x = model_of(name), torch.randn(3, 64)
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    torch.testing.assert_close(functional_call(model, state, x), model(x), rtol=0, atol=0)
-    close(vmap(lambda x: functional_call(model, state, x))(x), torch.stack([model(row) for row in x]))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8_weight_only", "int8_dynamic_activation_int4_weight", "nf4_weight_only", "qat"])
 def test_functional_call_compiled(name: str) -> None:
