@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from .calibration.with_data import estimate_of, made_in_order, statistics_of, transformed
 from .dtypes import QuantizedTensor
 from .kernels.registry import advice
 from .model.install import Change, PreparedModule, all_or_nothing, check_model, install, keep_attributes, tell
@@ -24,6 +23,7 @@ from .model.misfit import choose as choose_fitting
 from .model.module_repr import get_model_size_in_bytes, show_quantized
 from .model.report import QuantizeReport, quantized_row, skipped_row, why_nothing
 from .model.targets import Filter, Reach, Target, find_targets
+from .primitives.discovery import import_later
 from .primitives.granularity import IndivisibleError
 from .primitives.tracing import outside_graphs
 from .recipes.base import FOREIGN, RECIPES, Recipe, WeightRecipe, check_float_weight, check_has_values, register_recipe
@@ -43,6 +43,8 @@ CHUNK_BYTES = 1 << 30
 
 
 def __getattr__(name: str) -> Any:
+    if name not in RECIPES and not name.startswith("_"):
+        import_later()
     if name in RECIPES:
         return RECIPES[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -126,6 +128,9 @@ def quantize_(
     _check_targets(found, moves=device is not None)
     before = get_model_size_in_bytes(model)
     elements = _elements(model, found)
+    # Imported here: most recipes look at no data.
+    from .calibration.with_data import estimate_of, made_in_order, statistics_of, transformed
+
     with transformed(model, found, keep=not dry_run) as transforms:
         statistics = statistics_of(model, found)
         expected = estimate_of(model, found) if dry_run else None

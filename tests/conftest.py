@@ -14,6 +14,10 @@ os.environ.setdefault("QTORCH_CPU_BUILD", "0")
 import pytest
 import torch
 
+from qtorch.primitives.discovery import import_later
+
+import_later()  # tests iterate over all recipes
+
 if not torch.cuda.is_available():
     # Triton reads it when it is imported, which some tests of the compiler do first.
     os.environ["TRITON_INTERPRET"] = "1"

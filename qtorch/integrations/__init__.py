@@ -21,10 +21,10 @@ from typing import Any
 from ..primitives.supported_versions import UnsupportedVersion
 from . import wrappers
 
-__all__ = ["accelerate", "diffusers", "peft", "tensor_parallel", "transformers", "wrappers"]
-
-MODULES = ("accelerate", "diffusers", "peft", "tensor_parallel", "transformers")
+MODULES = ("accelerate", "diffusers", "export", "fusion", "peft", "tensor_parallel", "torchao", "transformers")
 """Modules that are imported by their first use, as ``qtorch.integrations.peft``."""
+
+__all__ = ["wrappers", *MODULES]
 
 ON_IMPORT = {
     "transformers.quantizers.auto": "qtorch.integrations.transformers",

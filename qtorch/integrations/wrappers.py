@@ -25,9 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ..dtypes import QuantizedTensor
 from ..dtypes.ops import count_write
 from ..primitives.jsonable import to_json
-from ..training import TrainingWeight
-from ..training.engine.split import CUT_HERE
-from ..training.weights.codes import CodesWeight, share_rounding
 
 # DistributedDataParallel sends all parameters of rank 0 joined to one flat tensor; frozen quantized tensors cannot be
 # joined. So it is told to leave them out, and their inner tensors are sent here. Weights that are trained in codes are
@@ -62,6 +59,8 @@ def round_alike(replica: DistributedDataParallel, module: nn.Module) -> None:
     device = next(module.parameters()).device
     seed = torch.randint(2**62, (1,), device="cpu").to(device)
     dist.broadcast(seed, group=replica.process_group, group_src=0)
+    from ..training.weights.codes import share_rounding  # whoever trains has imported it
+
     share_rounding(module, int(seed))
 
 
@@ -122,7 +121,7 @@ def _replica(outer: Any, inner: nn.Module) -> None:
 
     if holds_frozen(inner):
         ignore_frozen(outer, inner)
-    if any(isinstance(parameter, CodesWeight) for parameter in inner.parameters()):
+    if any(_is_trained_in_codes(parameter) for parameter in inner.parameters()):
         round_alike(outer, inner)
 
 
@@ -144,15 +143,26 @@ def _parallelized(module: nn.Module, name: str, parameter: Any) -> None:
     """Refuse a weight in training that tensor parallelism of torch has cut. FSDP2 registers none, and what replaces a
     DTensor was loaded."""
     local = getattr(parameter, "_local_tensor", None)
-    if not isinstance(local, TrainingWeight) or hasattr(module._parameters.get(name), "_local_tensor"):
+    trains = isinstance(local, QuantizedTensor) and local.trains
+    if not trains or hasattr(module._parameters.get(name), "_local_tensor"):
         return
+    from ..training.engine.split import CUT_HERE
+
     if module not in CUT_HERE:
         floats = ", with a recipe that keeps weights in floating point, such as int8_mixed_precision_training()"
         raise ValueError(
             f"{name} of {module}: the styles of torch's tensor parallelism do not quantize it by its whole rows; take "
             "ColwiseParallel and RowwiseParallel of qtorch.integrations.tensor_parallel"
-            f"{floats if isinstance(local, CodesWeight) else ''}, or convert() first"
+            f"{floats if _is_trained_in_codes(local) else ''}, or convert() first"
         )
+
+
+def _is_trained_in_codes(parameter: Any) -> bool:
+    if not isinstance(parameter, QuantizedTensor) or not parameter.trains:
+        return False
+    from ..training.weights.codes import CodesWeight
+
+    return isinstance(parameter, CodesWeight)
 
 
 def _comes_from(module: nn.Module, package: str) -> bool:

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from .discovery import import_later
+
 T = TypeVar("T")
 
 MAX_DEPTH = 64
@@ -98,6 +100,8 @@ def _read(data: Any, depth: int) -> Any:
 
 
 def _make(name: Any, values: dict[Any, Any]) -> Any:
+    if name not in _CLASSES:
+        import_later()
     cls = _CLASSES.get(name) if isinstance(name, str) else None
     if cls is None or not dataclasses.is_dataclass(cls):
         raise ValueError(f"from_json: unknown type {name!r:.80}; known: {', '.join(sorted(_CLASSES))}")
