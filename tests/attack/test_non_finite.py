@@ -144,19 +144,12 @@ def test_every_recipe_compiled(name: str, rows: int) -> None:
 
 # --- inference: kernels ---
 
+INT8, FLOAT8 = QuantSpec("int8", quant_min=-127), QuantSpec("float8_e4m3fn")
 EXTRA_SCHEMES = {
-    "int8, percentile": LinearSpec(
-        QuantSpec("int8", quant_min=-127), QuantSpec("int8", PerToken(), scale_rule=PercentileRule(90.0))
-    ),
-    "int8, fixed range": LinearSpec(
-        QuantSpec("int8", quant_min=-127), QuantSpec("int8", PerToken(), scale_rule=FixedRangeRule(-4.0, 4.0))
-    ),
-    "float8, tensor": LinearSpec(
-        QuantSpec("float8_e4m3fn"), QuantSpec("float8_e4m3fn", PerTensor()), layout=PlainLayout()
-    ),
-    "int8, asymmetric tensor": LinearSpec(
-        QuantSpec("int8", quant_min=-127), QuantSpec("int8", PerTensor(), MappingType.ASYMMETRIC)
-    ),
+    "int8, percentile": LinearSpec(INT8, QuantSpec("int8", PerToken(), scale_rule=PercentileRule(90.0))),
+    "int8, fixed range": LinearSpec(INT8, QuantSpec("int8", PerToken(), scale_rule=FixedRangeRule(-4.0, 4.0))),
+    "float8, tensor": LinearSpec(FLOAT8, QuantSpec("float8_e4m3fn", PerTensor()), layout=PlainLayout()),
+    "int8, asymmetric tensor": LinearSpec(INT8, QuantSpec("int8", PerTensor(), MappingType.ASYMMETRIC)),
 }
 
 
@@ -175,7 +168,7 @@ def test_every_kernel(kernel: Kernel, dtype: torch.dtype) -> None:
 
 
 WEIGHTS = {
-    "int8 row": QuantSpec("int8", quant_min=-127),
+    "int8 row": INT8,
     "int8 asymmetric row": QuantSpec("int8", PerRow(), MappingType.ASYMMETRIC),
     "int4 group": QuantSpec("int4", PerGroup(32)),
     "uint4 group": QuantSpec("uint4", PerGroup(64), MappingType.ASYMMETRIC),
@@ -413,10 +406,7 @@ def test_copy_into_a_frozen_weight(name: str, value: float) -> None:
     source = torch.randn(N, K)
     source[3, 4] = value
     for write in (weight.copy_, weight.data.copy_):
-        with (
-            torch.no_grad(),
-            pytest.raises(ValueError, match=r"^copy_: .* NaN or infinite, .* is unchanged$"),
-        ):
+        with torch.no_grad(), pytest.raises(ValueError, match=r"^copy_: .* NaN or infinite, .* is unchanged$"):
             write(source)
     layer = nn.Linear(K, N)
     quantize_(layer, make(name))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
@@ -104,10 +106,12 @@ def func_grad(subject: Subject) -> None:
 def checkpointed(subject: Subject) -> None:
     from torch.utils.checkpoint import checkpoint
 
-    layer = subject.layer().eval()
-    one, other = (inputs()[1].requires_grad_() for _ in range(2))
-    checkpoint(layer, one, use_reentrant=False).square().sum().backward()
-    layer(other).square().sum().backward()
-    assert one.grad is not None
-    assert other.grad is not None
-    same([one.grad], [other.grad], "the gradient")
+    layer, found = subject.layer().eval(), []
+    for run in (layer, *(functools.partial(checkpoint, layer, use_reentrant=how) for how in (False, True))):
+        x = inputs()[1].requires_grad_()
+        run(x).square().sum().backward()
+        leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
+        found.append([leaf.grad for leaf in leaves if leaf.grad is not None])
+        layer.zero_grad()
+    for got in found[1:]:
+        same(got, found[0], "a gradient")

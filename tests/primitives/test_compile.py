@@ -85,11 +85,11 @@ def learned_steps(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [table_round_trip, NVFP4.fake_quantize, learned_steps])
 def test_other_functions_trace_without_a_break(function: Callable[[Tensor], Tensor]) -> None:
     results = []
-    for run in (compiled(function, "aot_eager"), function):
+    for run in (function, compiled(function, "aot_eager")):
         x = data(8, 48).requires_grad_(function is not table_round_trip)
         y = run(x)
         results.append([y.detach(), *(torch.autograd.grad(y.square().sum(), x) if y.requires_grad else ())])
-    for got, wanted in zip(*results, strict=True):
+    for wanted, got in zip(*results, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
 
 
