@@ -309,20 +309,34 @@ class HQQRule(ScaleRule):
     def _search(self, rows: Tensor, spec: Numerics) -> MinMax:
         """Ranges (rows, 1) of rows (rows, elements)."""
         low, high = MinMaxRule().min_max(rows, spec)
-        trials = _Trials(rows, spec, low, high, self.p)
-        for step in range(self.starts):
-            factor = 1 - (1 - self.smallest) * step / max(self.starts - 1, 1)
-            trials.add(low * factor, high * factor)
-        low, high = trials.low, trials.high
+        # Errors are in steps of the first range, so that they cannot overflow.
+        x, step = rows.float(), spec.choose_qparams_from_range(low, high, rows.dtype)[0].float()
+        best_low, best_high, least = low, high, torch.full_like(low, float("inf"))
+
+        def evaluate(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+            """Scale, zero point, codes and error in steps; the range is kept where it is the best so far."""
+            nonlocal best_low, best_high, least
+            scale, zero_point = spec.choose_qparams_from_range(low, high, rows.dtype)
+            codes = spec.quantize(x, scale, zero_point)
+            error = (x - spec.dequantize(codes, scale, zero_point)) / step
+            loss = error.abs().pow(self.p).mean(1, keepdim=True)
+            better = loss < least
+            best_low, best_high = torch.where(better, low, best_low), torch.where(better, high, best_high)
+            least = torch.where(better, loss, least)
+            return scale.float(), zero_point, codes.float(), error
+
+        for index in range(self.starts):
+            factor = 1 - (1 - self.smallest) * index / max(self.starts - 1, 1)
+            evaluate(low * factor, high * factor)
+        low, high = best_low, best_high
         beta = self.beta
         for _ in range(self.iterations):
-            scale, zero_point, codes, residual = trials.add(low, high)
-            in_steps = residual / trials.step
-            rest = in_steps - shrink(in_steps, self.p, beta)
-            low, high = _fit(spec, scale, zero_point, codes, rest * (trials.step / scale))
+            scale, zero_point, codes, error = evaluate(low, high)
+            rest = error - shrink(error, self.p, beta)
+            low, high = _fit(spec, scale, zero_point, codes, rest * (step / scale))
             beta *= self.kappa
-        trials.add(low, high)
-        return trials.low, trials.high
+        evaluate(low, high)
+        return best_low, best_high
 
 
 def shrink(x: Tensor, p: float, beta: float) -> Tensor:
@@ -330,32 +344,6 @@ def shrink(x: Tensor, p: float, beta: float) -> Tensor:
     size = x.abs()
     tiny = torch.finfo(x.dtype).tiny
     return x.sign() * (size - size.clamp(min=tiny).pow(p - 1) / beta).clamp(min=0)
-
-
-class _Trials:
-    """Ranges tried for rows (rows, elements), and the best (low, high) of each row so far, (rows, 1).
-
-    The unit of errors is the scale of the first range, `step`, so that they cannot overflow.
-    """
-
-    def __init__(self, rows: Tensor, spec: Numerics, low: Tensor, high: Tensor, p: float) -> None:
-        self.rows, self.dtype, self.spec, self.p = rows.float(), rows.dtype, spec, p
-        self.low, self.high = low, high
-        self.step = spec.choose_qparams_from_range(low, high, self.dtype)[0].float()
-        self.loss = torch.full_like(low, float("inf"))
-
-    def add(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Evaluate a range; returns (scale, zero_point, codes, residual), all but the zero point in fp32."""
-        spec = self.spec
-        scale, zero_point = spec.choose_qparams_from_range(low, high, self.dtype)
-        codes = spec.quantize(self.rows, scale, zero_point)
-        residual = self.rows - spec.dequantize(codes, scale, zero_point)
-        loss = (residual / self.step).abs().pow(self.p).mean(1, keepdim=True)
-        better = loss < self.loss
-        self.low = torch.where(better, low, self.low)
-        self.high = torch.where(better, high, self.high)
-        self.loss = torch.where(better, loss, self.loss)
-        return scale.float(), zero_point, codes.float(), residual
 
 
 def _fit(spec: Numerics, scale: Tensor, zero_point: Tensor | None, codes: Tensor, error: Tensor) -> MinMax:

@@ -193,20 +193,6 @@ def test_breaks_around_tables_and_convolutions(kind: str) -> None:
     torch.testing.assert_close(model(x), wanted)
 
 
-@pytest.mark.parametrize("name", training_recipes.NAMES)
-def test_layers_of_several_shapes_compiled_in_place(name: str) -> None:
-    layers = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 32))
-    quantize_(layers, training_recipes.make(name))
-    x = torch.randn(64, 64)
-    layers(x)
-    layers.eval()
-    wanted = layers(x)
-    for layer in layers:
-        layer.compile(backend="aot_eager")
-    torch.testing.assert_close(layers(x), wanted, rtol=1e-4, atol=1e-4)
-    layers(x).square().mean().backward()
-
-
 @pytest.mark.parametrize(
     "name", ["int8_weight_only", "int4_weight_only", "nf4_weight_only", "int8_weight_only_quantized_training"]
 )

@@ -13,43 +13,17 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 
 import qtorch
-from qtorch import (
-    dequantize_,
-    int4_weight_only,
-    int8_dynamic_activation_int8_weight,
-    int8_weight_only,
-    load_quantized,
-    quantize_,
-    uintx_weight_only,
-)
+from qtorch import int4_weight_only, int8_dynamic_activation_int8_weight, int8_weight_only, primitives, quantize_
 from qtorch.kernels import record_kernels
-from qtorch.primitives import (
-    MappingType,
-    QuantSpec,
-    choose_qparams_affine,
-    choose_qparams_affine_with_min_max,
-    fake_quantize_affine,
-    fake_quantize_affine_cachemask,
-    kmeans_codebook,
-    learned_step_fake_quantize,
-    lsq_scale,
-    quantize_affine,
-    quantize_codebook,
-)
+from qtorch.primitives import MappingType, QuantSpec
 from qtorch.recipes.base import RECIPES, Recipe, WeightRecipe
-from qtorch.training import (
-    convert,
-    int8_mixed_precision_training,
-    int8_weight_only_quantized_training,
-    lsq,
-    qat,
-    scheduled_qat,
-)
+from qtorch.training import convert, int8_mixed_precision_training, lsq, qat, scheduled_qat
 from qtorch.training.weights.master import MasterWeight
 from tests import every_recipe
 from tests.quantize_model import same, state_of
 
 INT8 = int8_weight_only()
+TRAINED_CODES = qtorch.training.int8_weight_only_quantized_training()
 OF_TRAINING = {
     "qat": (INT8,),
     "scheduled_qat": (int8_dynamic_activation_int8_weight(),),
@@ -76,28 +50,26 @@ def quantized(layer: nn.Module, recipe: Recipe, example: Tensor | None = None) -
 # --- inputs ---
 
 
+SYMMETRIC = MappingType.SYMMETRIC
+BLOCKS = ((1, 8), torch.ones(4, 1), None, torch.int8)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.complex64], ids=str)
 @pytest.mark.parametrize(
     ("name", "call"),
     [
-        ("quantize_affine", lambda x: quantize_affine(x, (1, 8), torch.ones(4, 1), None, torch.int8)),
-        ("choose_qparams_affine", lambda x: choose_qparams_affine(x, MappingType.SYMMETRIC, (1, 8), torch.int8)),
+        ("quantize_affine", lambda x: primitives.quantize_affine(x, *BLOCKS)),
+        ("fake_quantize_affine", lambda x: primitives.fake_quantize_affine(x, *BLOCKS)),
+        ("fake_quantize_affine", lambda x: primitives.fake_quantize_affine_cachemask(x, *BLOCKS)),
+        ("learned_step_fake_quantize", lambda x: primitives.learned_step_fake_quantize(x, *BLOCKS)),
+        ("choose_qparams_affine", lambda x: primitives.choose_qparams_affine(x, SYMMETRIC, (1, 8), torch.int8)),
         (
             "choose_qparams_affine_with_min_max",
-            lambda x: choose_qparams_affine_with_min_max(x, x, MappingType.SYMMETRIC, (1, 1), torch.int8),
+            lambda x: primitives.choose_qparams_affine_with_min_max(x, x, SYMMETRIC, (1, 1), torch.int8),
         ),
-        ("fake_quantize_affine", lambda x: fake_quantize_affine(x, (1, 8), torch.ones(4, 1), None, torch.int8)),
-        (
-            "fake_quantize_affine",
-            lambda x: fake_quantize_affine_cachemask(x, (1, 8), torch.ones(4, 1), None, torch.int8),
-        ),
-        (
-            "learned_step_fake_quantize",
-            lambda x: learned_step_fake_quantize(x, (1, 8), torch.ones(4, 1), None, torch.int8),
-        ),
-        ("lsq_scale", lambda x: lsq_scale(x, (1, 8), 7)),
-        ("quantize_codebook", lambda x: quantize_codebook(x, (1, 8), torch.ones(4, 1), torch.arange(4.0))),
-        ("kmeans_codebook", lambda x: kmeans_codebook(x, 2)),
+        ("lsq_scale", lambda x: primitives.lsq_scale(x, (1, 8), 7)),
+        ("quantize_codebook", lambda x: primitives.quantize_codebook(x, *BLOCKS[:2], torch.arange(4.0))),
+        ("kmeans_codebook", lambda x: primitives.kmeans_codebook(x, 2)),
         ("quantize_int8_rowwise", qtorch.kernels.quantize_int8_rowwise),
         ("choose_range", QuantSpec("int8").choose_qparams),
     ],
@@ -148,7 +120,7 @@ def test_images_of_another_dtype_than_the_weight_and_none(recipe: Recipe) -> Non
     assert none.grad.shape == none.shape
 
 
-@pytest.mark.parametrize("recipe", [INT8, qat(INT8), int8_weight_only_quantized_training()], ids=str)
+@pytest.mark.parametrize("recipe", [INT8, qat(INT8), TRAINED_CODES], ids=str)
 def test_another_dtype_in_every_product(recipe: Recipe) -> None:
     weight = quantized(nn.Linear(64, 64), recipe)[0].weight
     x = torch.randn(2, 64).bfloat16()
@@ -175,7 +147,12 @@ def test_a_product_kept_under_autocast_is_not_used_outside(recipe: Recipe) -> No
 
 def test_gradients_under_autocast() -> None:
     """The weight is fp32, what it meets in the backward bf16."""
-    for recipe in (INT8, int8_mixed_precision_training(), int8_weight_only_quantized_training(), qat(INT8)):
+    for recipe in (
+        INT8,
+        int8_mixed_precision_training(),
+        TRAINED_CODES,
+        qat(INT8),
+    ):
         model, x = quantized(nn.Linear(64, 64), recipe), torch.randn(4, 64, requires_grad=True)
         if not recipe.trains:
             model.requires_grad_(False)
@@ -271,10 +248,10 @@ def test_recurrent_cells_and_attention_run_quantized_kernels() -> None:
     "function",
     [
         lambda model: quantize_(model, INT8),
-        dequantize_,
+        qtorch.dequantize_,
         qtorch.explain,
         qtorch.get_model_size_in_bytes,
-        lambda model: load_quantized(model, "no such file"),
+        lambda model: qtorch.load_quantized(model, "no such file"),
     ],
     ids=["quantize_", "dequantize_", "explain", "get_model_size_in_bytes", "load_quantized"],
 )
@@ -292,11 +269,11 @@ def test_no_cuda() -> None:
 
 def test_a_number_of_bits_in_place_of_a_dtype() -> None:
     with pytest.raises(TypeError, match=r"uint7, got 4: write torch\.uint4$"):
-        uintx_weight_only(4)
+        qtorch.uintx_weight_only(4)
     with pytest.raises(TypeError, match=r"got 4: write torch\.int4$"):
         qtorch.intx_weight_only(4)
     with pytest.raises(TypeError, match=r"got 9$"):
-        uintx_weight_only(9)
+        qtorch.uintx_weight_only(9)
 
 
 # --- mappings ---
@@ -373,7 +350,7 @@ def test_repr_says_what_is_quantized() -> None:
     loaded.load_state_dict(model.state_dict(), assign=True)
     for other in (copied, unpickled, loaded):
         assert repr(other) == repr(model)
-        dequantize_(other)
+        qtorch.dequantize_(other)
         assert repr(other) == floats
     assert head in repr(model)
     model.head.weight = nn.Parameter(torch.randn(8, 24))
@@ -390,10 +367,10 @@ def test_repr_of_loaded_compiled_and_trained(tmp_path) -> None:
     assert "weight=int8 PerRow() symmetric, dynamic activation" in shown
     qtorch.save_quantized(model, tmp_path / "m.safetensors")
     fresh = nn.Sequential(nn.Linear(32, 32))
-    assert repr(load_quantized(fresh, tmp_path / "m.safetensors")) == shown
+    assert repr(qtorch.load_quantized(fresh, tmp_path / "m.safetensors")) == shown
     x = torch.randn(2, 32)
     assert torch.compile(fresh, fullgraph=True, backend="aot_eager")(x).equal(model(x))
-    assert repr(dequantize_(fresh)) == floats
+    assert repr(qtorch.dequantize_(fresh)) == floats
 
 
 def test_a_model_that_shows_what_is_quantized_is_freed_when_it_is_deleted() -> None:
@@ -414,7 +391,7 @@ def test_a_repr_of_the_users_own_stays() -> None:
     model.extra_repr = str
     quantize_(model, INT8)
     assert repr(model) == "Linear()"
-    dequantize_(model)
+    qtorch.dequantize_(model)
     assert model.extra_repr is str
 
 
