@@ -12,8 +12,8 @@ from torch.nn import functional
 
 import qtorch
 from qtorch import AffineQuantizedTensor, compute_error, quantize_
-from qtorch.training import convert, qat
-from qtorch.training.quantization_aware.recipes.lora_qat import LoRALinear, lora_qat
+from qtorch.training import convert, lora_qat, qat
+from qtorch.training.quantization_aware.recipes.lora_qat import LoRALinear
 
 RECIPES = [
     qtorch.int8_dynamic_activation_int4_weight(),

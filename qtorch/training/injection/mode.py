@@ -20,7 +20,6 @@ from ...dtypes.dispatch import autocasts, without_autocast
 from ...primitives.tracing import outside_graphs
 from .contractions import FUNCTIONS, INLINED, Call, Declined
 
-# --------------------------------------------------------------------------------------------------
 # Call sites: which module runs which contraction, by hooks of torch on all modules.
 
 
@@ -155,7 +154,6 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() and not is_weight else value
 
 
-# --------------------------------------------------------------------------------------------------
 # Constants: the tensors of a run that depend on parameters alone, how they are made, and which parameters are needed.
 #
 # A function mode sees every function of torch. What it makes of constants alone is a constant, `T(w)` for any T,

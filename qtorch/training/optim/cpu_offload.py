@@ -17,8 +17,6 @@ from torch import Tensor
 from ...model.install import is_sharded
 from ...primitives.tracing import outside_graphs
 
-OWN = ("params", "param_names")
-
 
 class CPUOffloadOptimizer(torch.optim.Optimizer):
     """An optimizer whose states lie on the CPU, where it computes its steps.
@@ -117,15 +115,9 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The states as of one optimizer of the inner class, on the CPU; groups are those of this optimizer."""
         order = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        state = {}
-        for parameter, index in order.items():
-            of_one = self._inner[parameter].state_dict()["state"]
-            if of_one:
-                state[index] = of_one[0]
-        groups = [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": [order[p] for p in group["params"]]}
-            for group in self.param_groups
-        ]
+        of_each = {index: self._inner[parameter].state_dict()["state"] for parameter, index in order.items()}
+        state = {index: of_one[0] for index, of_one in of_each.items() if of_one}
+        groups = [{**group, "params": [order[p] for p in group["params"]]} for group in self.param_groups]
         return {"state": state, "param_groups": groups}
 
     @torch.no_grad()
@@ -140,11 +132,11 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         if [len(group["params"]) for group in saved] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError("CPUOffloadOptimizer: the checkpoint has other parameter groups than this optimizer")
         for group, of_saved in zip(self.param_groups, saved, strict=True):
-            group.update({name: value for name, value in of_saved.items() if name not in OWN})
+            options = _options(of_saved)
+            group.update(options)
             for parameter, key in zip(group["params"], of_saved["params"], strict=True):
                 inner = self._inner[parameter]
                 of_one = {0: state_dict["state"][key]} if key in state_dict["state"] else {}
-                options = {name: value for name, value in of_saved.items() if name not in OWN}
                 inner.load_state_dict({"state": of_one, "param_groups": [{**options, "params": [0]}]})
                 if parameter in self._copies:
                     self._copies[parameter].copy_(parameter)
@@ -223,7 +215,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     """What a group says beside its parameters."""
-    return {name: value for name, value in group.items() if name not in OWN}
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def _pins(tensor: Tensor) -> bool:

@@ -235,7 +235,6 @@ def _noise(weight: CodesWeight) -> torch.Generator | None:
     return torch.Generator(weight.device).manual_seed((seed + (rank or 0) * _RANK_STRIDE) % 2**63)
 
 
-# --------------------------------------------------------------------------------------------------
 # Stochastic rounding that replicas of a model have in common, so that they stay equal.
 
 

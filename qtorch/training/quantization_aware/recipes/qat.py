@@ -29,7 +29,6 @@ from ..schedule import QuantizationSchedule
 from .base import ModuleRecipe, check_inference_recipe
 from .lora_qat import LoRAQAT
 
-# --------------------------------------------------------------------------------------------------
 # Quantization-aware training with a schedule, and with observed ranges: the state is in the layers.
 #
 # step < start_step       floating point
@@ -89,9 +88,6 @@ class ScheduledQAT(ModuleRecipe):
             assert scale is not None
             return Fixed(spec, scale)
         return ObservedRange(spec, (1, 1), self.freezes, observer_of(self.observer, self.name))
-
-
-scheduled_qat = ScheduledQAT
 
 
 @register_recipe("qat")
@@ -207,6 +203,3 @@ class QAT(Recipe):
         if target.kind.is_transposed:
             return super().make(target, weight)
         return self.apply(weight)  # that of a convolution keeps its shape
-
-
-qat = QAT
