@@ -17,10 +17,9 @@ from torch import Tensor
 from ...dtypes import QuantizedTensor
 from ...kernels.ops.adam import AdamStep, adam_step, key_of
 from ...model.install import is_sharded
-from ...primitives.granularity import FlatBlocks
 from ...primitives.tracing import outside_graphs
 from ..weights.master import MasterWeight
-from .moment_form import BITS, as_moment, blocks_of, converted, first_element, form_of, local_of, zeros
+from .moment_form import BITS, as_moment, converted, first_element, flat_blocks, form_of, local_of, zeros
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -184,9 +183,7 @@ class LowBitAdam(torch.optim.Optimizer):
             key_of(number, index) if rounds else None,
             first_element(parameter) if rounds else 0,
         )
-        block, flat = blocks_of(parameter.shape, group["block_size"])
-        rows = 1 if flat else local.shape[0]
-        blocks = FlatBlocks(rows, local.numel() // rows, block)
+        blocks = flat_blocks(parameter.shape, local, group["block_size"])
         moments = [as_moment(state[name]) for name in names]
         if is_sharded(grad):
             grad = local_of(grad)

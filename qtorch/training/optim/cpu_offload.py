@@ -65,7 +65,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         for parameter in group["params"]:
             target = parameter
             if self._offloads(parameter):
-                copy = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu", pin_memory=_pins(parameter))
+                copy = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu", pin_memory=parameter.is_cuda)
                 target = copy.copy_(parameter.detach()).requires_grad_()
                 self._copies[parameter] = target
                 if self._offload_gradients:
@@ -162,8 +162,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         """Copy the gradient, or add it to those that were offloaded before."""
         copy, grad = self._copies[parameter], parameter.grad
         assert grad is not None
-        target = torch.empty(grad.shape, dtype=copy.dtype, device="cpu", pin_memory=_pins(grad))
-        if grad.device.type == "cuda":
+        target = torch.empty(grad.shape, dtype=copy.dtype, device="cpu", pin_memory=grad.is_cuda)
+        if grad.is_cuda:
             down, _ = self._streams_of(grad.device)
             down.wait_stream(torch.cuda.current_stream(grad.device))
             with torch.cuda.stream(down):
@@ -187,7 +187,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     def _send(self, parameter: Tensor) -> None:
         """Start to copy new values to the device."""
         copy = self._copies[parameter]
-        if parameter.device.type == "cuda":
+        if parameter.is_cuda:
             _, back = self._streams_of(parameter.device)
             back.wait_stream(torch.cuda.current_stream(parameter.device))
             with torch.cuda.stream(back):
@@ -216,7 +216,3 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     """What a group says beside its parameters."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
-
-
-def _pins(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda"

@@ -21,6 +21,7 @@ from ...kernels.ops.adam import FORMS, Moment
 from ...model.install import is_sharded
 from ...primitives import LinearSpec
 from ...primitives.codebooks import CodebookSpec
+from ...primitives.granularity import FlatBlocks
 
 SMALLEST = 4096
 """Parameters of fewer elements have fp32 moments, as in bitsandbytes and torchao: they take little memory, and norms
@@ -63,6 +64,13 @@ def scheme_of(parameter: Tensor, group: Mapping[str, Any], name: str) -> Blocked
     spec = FORMS[form].second if root else FORMS[form].first
     block, flat = blocks_of(parameter.shape, group["block_size"])
     return BlockedScheme(LinearSpec(spec), tuple(local_of(parameter).shape), torch.float32, block, flat, root)
+
+
+def flat_blocks(whole: Sequence[int], local: Tensor, block_size: int) -> FlatBlocks:
+    """The blocks of `local`, the part that this process has of a parameter of the shape `whole`."""
+    block, flat = blocks_of(whole, block_size)
+    rows = 1 if flat else local.shape[0]
+    return FlatBlocks(rows, local.numel() // rows, block)
 
 
 def zeros(parameter: Tensor, group: Mapping[str, Any], name: str) -> Tensor:

@@ -22,10 +22,9 @@ from ...dtypes.blocked_tensor import BlockedScheme, BlockedTensor
 from ...kernels.ops.adam import AdamStep, adam_step
 from ...model.install import is_sharded
 from ...primitives import LinearSpec, MappingType, PerRow, QuantSpec, ZeroPointDomain, qdtype
-from ...primitives.granularity import FlatBlocks
 from ...primitives.layouts.plain import smallest_layout
 from .adam import LowBitAdam, Params, Writable
-from .moment_form import as_moment, blocks_of, form_of, like, local_of, zeros
+from .moment_form import as_moment, flat_blocks, form_of, like, local_of, zeros
 
 # The subspace of GaLore: a few orthonormal directions of a gradient, held in 4 bits.
 #
@@ -161,9 +160,7 @@ class QGaLoreAdamW8bit(LowBitAdam):
                 state[name] = zeros(whole, group, name)
         beta1, beta2 = group["betas"]
         if reduced.numel():
-            block, flat = blocks_of(whole.shape, group["block_size"])
-            rows = 1 if flat else reduced.shape[0]
-            blocks = FlatBlocks(rows, reduced.numel() // rows, block)
+            blocks = flat_blocks(whole.shape, reduced, group["block_size"])
             corrections = 1 / (1 - beta1**number), (1 - beta2**number) ** -0.5
             step = AdamStep(form_of(whole, group), beta1, beta2, group["eps"], 1.0, 0.0, *corrections)
             moments = [as_moment(state[name]) for name in ("exp_avg", "exp_avg_sq")]

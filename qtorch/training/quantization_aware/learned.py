@@ -14,7 +14,7 @@ from ...kernels.ops.quantize import without_lost_rows
 from ...model.install import QuantizationState
 from ...primitives import MappingType, QuantSpec, learned_step_fake_quantize, lsq_grad_scale
 from ...primitives.tracing import apply, starts_no_graph
-from .quantizers import MinMax, Quantizer, mean_over_ranks
+from .quantizers import Quantizer, mean_over_ranks
 
 EMPTY = 1e-30
 """Scales below it are those of blocks that are all zero."""
@@ -35,10 +35,6 @@ class RuleRanges(Statistic):
     def merge(self, other: RuleRanges) -> None:
         self.ranges += other.ranges
         self.rows += other.rows
-
-    def mean(self) -> MinMax:
-        low, high = torch.stack(self.ranges).mean(0)
-        return low, high
 
 
 class LearnedQuantizer(Quantizer):
@@ -124,7 +120,7 @@ class LearnedStep(LearnedQuantizer):
 
     @torch.no_grad()
     def set_observed(self, seen: RuleRanges) -> None:
-        self.start(*self._qparams_from_range(*seen.mean()))
+        self.start(*self._qparams_from_range(*torch.stack(seen.ranges).mean(0)))
 
     def _qparams_from_range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None]:
         spec = self.spec
