@@ -196,7 +196,7 @@ COMPARED = (
 )
 COMPARED += (
     "integrations/transformers/stored_weights.py",
-    "integrations/wrappers.py",
+    "integrations/plain_state.py",
     "kernels/cpu/weight.py",
 )
 COMPARED += (
@@ -259,6 +259,7 @@ def test_the_plain_layout_is_named_in_few_places() -> None:
     allowed = {
         Path("dtypes/factories.py"),
         Path("dtypes/affine_tensor.py"),
+        Path("dtypes/base.py"),
         Path("dtypes/codebook_tensor.py"),
     }
     wrong = [

@@ -9,7 +9,7 @@ around the two that read one. What has no quantized weights passes through.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,13 @@ import accelerate.utils.other as other
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..checkpoint.formats.transformers_folder import Index, stored
+from ..checkpoint.formats.transformers_folder import Index
 from ..checkpoint.formats.transformers_folder.names import is_marker
 from ..checkpoint.formats.transformers_folder.source import TransformersFolder
 from ..checkpoint.hf_folder import HFFolder
 from ..dtypes import QuantizedTensor
-from ..dtypes.serialize import Entry
 from ..training.weights.codes import CodesWeight
-from ..training.weights.master import MasterWeight
+from .plain_state import plain_state
 from .wrappers import around
 
 
@@ -43,30 +42,6 @@ def _joined(state: dict[str, Any], path: str | os.PathLike[str]) -> dict[str, An
             if marker is not None:
                 state[name] = source.tensor(name).to(marker.device)
     return state
-
-
-def plain_state(
-    state: Mapping[str, Any],
-    entries: dict[str, Entry],
-    parts_of: Callable[[str, QuantizedTensor], tuple[dict[str, Tensor], Entry]] = stored,
-) -> dict[str, Tensor]:
-    """The plain tensors that stand for a state dict; `entries` gets those of the quantized ones.
-
-    A weight in training that holds floats is stored as floats. Parts that lie in the memory of an earlier one, as those
-    of weights that were one, are copied: packages refuse to write them, or leave them out.
-    """
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in state.items():
-        if isinstance(tensor, QuantizedTensor) and not isinstance(tensor, MasterWeight):
-            tensors, entries[name] = parts_of(name, tensor)
-            for key, value in tensors.items():
-                memory = value.untyped_storage().data_ptr()
-                found[key] = value.detach().clone() if memory in seen else value.detach().contiguous()
-                seen.add(memory)
-        else:
-            found[name] = (tensor.floats() if isinstance(tensor, MasterWeight) else tensor).detach()
-    return found
 
 
 @around(other, "safe_save_file")

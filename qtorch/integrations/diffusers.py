@@ -36,7 +36,7 @@ from ..model.targets import Target, find_targets
 from ..primitives.files import parse_json
 from ..quantize_api import dequantize_
 from ..recipes.base import Recipe
-from .wrappers import plain_state
+from .plain_state import plain_state
 
 METADATA = "qtorch.tensors"
 """Key of the metadata of a file: JSON of the entries of its quantized tensors, by name."""

@@ -60,9 +60,10 @@ def choose_qparams_affine(
     Arguments, result and errors are those of `choose_qparams_affine_with_min_max`.
     """
     check_floating_point("choose_qparams_affine", input)
-    codes, zero = (target_dtype, quant_min, quant_max), (zero_point_dtype, preserve_zero, zero_point_domain)
+    low, high = min_max(input, block_size)
+    dtypes_and_zero = (scale_dtype, zero_point_dtype, preserve_zero, zero_point_domain)
     return choose_qparams_affine_with_min_max(
-        *min_max(input, block_size), mapping_type, block_size, *codes, eps, scale_dtype, *zero
+        low, high, mapping_type, block_size, target_dtype, quant_min, quant_max, eps, *dtypes_and_zero
     )
 
 

@@ -84,10 +84,8 @@ class QuantSpec:
             raise ValueError("QuantSpec: noise is that of stochastic rounding: rounding=Rounding.STOCHASTIC")
         check_scale_spec(self.scale_spec)
         if self.scale_spec is not None and self.has_zero_point and not self.quantizes_zero_points:
-            raise ValueError(
-                f"QuantSpec: quantized scales need a mapping without zero points, or zero points of the OFFSET domain "
-                f"and a scale_spec of integers of the NONE domain, got {self}"
-            )
+            rule = "zero points of the OFFSET domain and a scale_spec of integers of the NONE domain"
+            raise ValueError(f"QuantSpec: quantized scales need a mapping without zero points, or {rule}, got {self}")
 
     @property
     def code_range(self) -> tuple[float, float]:
@@ -138,8 +136,7 @@ class QuantSpec:
     def choose_qparams_from_range(
         self, min_val: Tensor, max_val: Tensor, input_dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor | None]:
-        """Scale and zero point from ranges, the scale as `scale_spec` leaves it; zero_point is None where it is always
-        zero (see `has_zero_point`)."""
+        """Scale, as `scale_spec` leaves it, and zero point, None where it is always zero (see `has_zero_point`)."""
         return self.dense_qparams(*self._stored_qparams(min_val, max_val, input_dtype))
 
     def dense_qparams(self, tensors: Mapping[str, Tensor], zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -153,11 +150,11 @@ class QuantSpec:
         self, min_val: Tensor, max_val: Tensor, input_dtype: torch.dtype
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         dtype, domain, scale_dtype = self.dtype, self.zero_point_domain, self.stored_scale_dtype(input_dtype)
-        dtypes = (scale_dtype, dtype.storage if domain is ZeroPointDomain.INT else scale_dtype)
-        codes = (dtype, self.quant_min, self.quant_max)
-        zero = (self.preserve_zero, domain)
+        zero_point_dtype = dtype.storage if domain is ZeroPointDomain.INT else scale_dtype
+        codes = (dtype, self.quant_min, self.quant_max, self.eps)
+        rest = (*codes, scale_dtype, zero_point_dtype, self.preserve_zero, domain)
         scale, zero_point = choose_qparams_affine_with_min_max(
-            min_val, max_val, self.mapping, (), *codes, self.eps, *dtypes, *zero, preserve_max_val=self.preserve_max_val
+            min_val, max_val, self.mapping, (), *rest, preserve_max_val=self.preserve_max_val
         )
         tensors = quantize_scale(scale, self.scale_spec)
         if zero_point is None or not self.has_zero_point:
@@ -185,9 +182,9 @@ class QuantSpec:
         self, input: Tensor, scale: Tensor, zero_point: Tensor | None, generator: torch.Generator | None = None
     ) -> Tensor:
         """Codes of `input` in the storage dtype; see `quantize_affine`."""
-        blocks = (self.block_size(input.shape), scale, zero_point)
+        block, noise = self.block_size(input.shape), self.noise
         return quantize_affine(
-            input, *blocks, *self._codes, rounding=self.rounding, generator=generator, noise=self.noise
+            input, block, scale, zero_point, *self._codes, rounding=self.rounding, generator=generator, noise=noise
         )
 
     def dequantize(
@@ -199,9 +196,10 @@ class QuantSpec:
 
     def fake_quantize(self, input: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Choose, quantize and dequantize, in the input's dtype, with the straight-through gradient."""
-        blocks = (self.block_size(input.shape), *self.choose_qparams(input.detach()))
+        block, noise = self.block_size(input.shape), self.noise
+        scale, zero_point = self.choose_qparams(input.detach())
         return fake_quantize_affine(
-            input, *blocks, *self._codes, rounding=self.rounding, generator=generator, noise=self.noise
+            input, block, scale, zero_point, *self._codes, rounding=self.rounding, generator=generator, noise=noise
         )
 
     def with_granularity(self, granularity: Granularity) -> QuantSpec:
@@ -254,11 +252,7 @@ class LinearSpec:
 
 
 def constant_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """`shape` as integers; symbolic sizes of a compiler become constants, since metadata cannot vary within a graph.
-
-    Raises:
-        ValueError: a size is not an integer.
-    """
+    """`shape` as integers; symbolic sizes of a compiler become constants, since metadata cannot vary within a graph."""
     if not all(type(size) is int or isinstance(size, torch.SymInt) for size in shape):
         raise ValueError(f"a shape takes integers, got {shape!r}")
     return tuple(map(int, shape))

@@ -24,50 +24,14 @@ from qtorch.checkpoint.tensor_file import checksum
 Place = tuple[Any, ...]
 """Keys and indices from the root of a tree to a node."""
 
-STRANGE: list[Callable[[], Any]] = [
-    lambda: None,
-    lambda: True,
-    lambda: False,
-    lambda: 0,
-    lambda: 1,
-    lambda: -1,
-    lambda: 7,
-    lambda: 2**31,
-    lambda: 2**63,
-    lambda: -(2**63) - 1,
-    lambda: 10**40,
-    lambda: 0.5,
-    lambda: 1e308,
-    lambda: float("nan"),
-    lambda: float("inf"),
-    lambda: "",
-    lambda: "x",
-    lambda: "../x",
-    lambda: "\0",
-    lambda: "é" * 300,
-    lambda: [],
-    lambda: {},
-    lambda: [[]],
-    lambda: [1, 2],
-    lambda: [-1, -1],
-    lambda: {"type": "PerGroup", "group_size": 32},
-    lambda: {"type": "Rounding"},
-    lambda: {"type": []},
-    lambda: {"type": "Scheme"},
-    lambda: {"a": {"b": []}},
-    lambda: "torch.int8",
-    lambda: "torch.float64",
-    lambda: "torch.complex64",
-    lambda: "QDType.int32",
-    lambda: "QDType.uint4",
-    lambda: "QDType.float8_e4m3fn",
-    lambda: "MappingType.ASYMMETRIC",
-    lambda: "ZeroPointDomain.FLOAT",
-    lambda: "Rounding.STOCHASTIC",
-    lambda: "torch.load",
-    lambda: "QDType.",
-    lambda: "weight",
-]
+_NUMBERS = [0, 1, -1, 7, 2**31, 2**63, -(2**63) - 1, 10**40, 0.5, 1e308, float("nan"), float("inf")]
+_TEXTS = ["", "x", "../x", "\0", "é" * 300]
+_LISTS: list[Any] = [[], {}, [[]], [1, 2], [-1, -1]]
+_OBJECTS: list[Any] = [{"type": "PerGroup", "group_size": 32}, {"type": "Rounding"}, {"type": []}, {"type": "Scheme"}]
+_DTYPES = ["torch.int8", "torch.float64", "torch.complex64", "QDType.int32", "QDType.uint4", "QDType.float8_e4m3fn"]
+_WORDS = ["MappingType.ASYMMETRIC", "ZeroPointDomain.FLOAT", "Rounding.STOCHASTIC", "torch.load", "QDType.", "weight"]
+
+STRANGE = [None, True, False, *_NUMBERS, *_TEXTS, *_LISTS, *_OBJECTS, {"a": {"b": []}}, *_DTYPES, *_WORDS]
 """Values to put in place of others: every type, bounds of numbers, names that mean something elsewhere."""
 
 
@@ -121,7 +85,7 @@ class Mutator:
 
     def replace(self) -> str | None:
         path = self.pick()
-        return None if path is None else self.put(path, self.rng.choice(STRANGE)())
+        return None if path is None else self.put(path, copy.deepcopy(self.rng.choice(STRANGE)))
 
     def nudge(self) -> str | None:
         """Another number."""
@@ -174,7 +138,7 @@ class Mutator:
         table[new] = table.pop(key)
         return f"{path}: {key} -> {new}"
 
-    def swap(self) -> str | None:
+    def pair(self) -> tuple[Path, Path] | None:
         """Two nodes of the same type."""
         first = self.pick()
         if first is None:
@@ -182,6 +146,14 @@ class Mutator:
         kind = type(node(self.tree, first))
         second = self.pick(lambda value: type(value) is kind)
         assert second is not None
+        return first, second
+
+    def swap(self) -> str | None:
+        """Two nodes of the same type."""
+        found = self.pair()
+        if found is None:
+            return None
+        first, second = found
         if first[: len(second)] == second or second[: len(first)] == first:
             return None
         a, b = node(self.tree, first), node(self.tree, second)
@@ -191,19 +163,12 @@ class Mutator:
 
     def copy(self) -> str | None:
         """A node in place of another of the same type."""
-        first = self.pick()
-        if first is None:
-            return None
-        kind = type(node(self.tree, first))
-        second = self.pick(lambda value: type(value) is kind)
-        assert second is not None
-        return self.put(first, copy.deepcopy(node(self.tree, second)))
+        found = self.pair()
+        return None if found is None else self.put(found[0], copy.deepcopy(node(self.tree, found[1])))
 
     def nest(self) -> str | None:
         path = self.pick()
-        if path is None:
-            return None
-        return self.put(path, self.rng.choice(list(DEEP)))
+        return None if path is None else self.put(path, self.rng.choice(list(DEEP)))
 
     def reorder(self) -> str | None:
         """The keys of an object in another order, which means nothing."""

@@ -25,7 +25,7 @@ from ...recipes.base import Recipe
 from ...training.weights.base import TrainingWeight
 from ...training.weights.codes import CodesWeight
 from ...training.weights.master import MasterWeight
-from ..wrappers import plain_state
+from ..plain_state import plain_state
 from . import experts_interface
 from .loading_plan import Plan
 from .quantization_config import QtorchConfig, name_on_hub
