@@ -10,6 +10,8 @@ import json
 import os
 import stat
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import FileIO
 from typing import Any
 
@@ -47,6 +49,15 @@ def open_regular(path: str | os.PathLike[str]) -> FileIO:
     return FileIO(number, "rb")
 
 
+@contextmanager
+def naming(*where: object) -> Iterator[None]:
+    """What a block finds wrong with a file, as `ValueError` that begins with `where`: the file, the tensor."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise ValueError(": ".join(map(str, (*where, error)))) from error
+
+
 def read_json(path: str | os.PathLike[str], most: int = MAX_JSON, values: int = MAX_VALUES) -> Any:
     """The data of a JSON file of at most `most` bytes and about `values` values; errors, as of `open_regular` and
     `parse_json`, name the file."""
@@ -55,10 +66,8 @@ def read_json(path: str | os.PathLike[str], most: int = MAX_JSON, values: int = 
         if size > most:
             raise ValueError(f"{path}: it has {size} bytes; a JSON file has at most {most}")
         data = file.read(size)
-    try:
+    with naming(path, "it is not JSON"):
         return parse_json(data, values)
-    except ValueError as error:
-        raise ValueError(f"{path}: it is not JSON: {error}") from error
 
 
 def parse_json(text: str | bytes, values: int = MAX_VALUES) -> Any:

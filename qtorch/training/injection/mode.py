@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...dtypes.dispatch import autocasts, without_autocast
-from ...dtypes.products import Product
 from ...primitives.tracing import outside_graphs
-from ..engine.convolutions import GroupProduct
-from ..engine.gemm_spec import TrainingSpec
-from .contractions import FUNCTIONS, INLINED
+from .contractions import FUNCTIONS, INLINED, Call, Declined
 
 # --------------------------------------------------------------------------------------------------
 # Call sites: which module runs which contraction, by hooks of torch on all modules.
@@ -119,48 +116,10 @@ class ModuleStack:
             self.ended()
 
 
-class Multiplier(Protocol):
-    """What the mode asks an injection."""
-
-    def rule_at(self, function: str) -> tuple[CallSite, TrainingSpec | None]:
-        """The site of the next call of `function`, and its spec; None for full precision."""
-
-    def multiply(self, site: CallSite, spec: TrainingSpec, lhs: Tensor, rhs: Tensor) -> Tensor:
-        """c[a, b] = sum_c lhs[a, c] rhs[b, c], as `spec` says."""
-
-
-class _Declined(Exception):
-    """The only product of a call is in full precision."""
-
-
-class _Call:
-    """The products of one call of a function; see `functions.Call`."""
-
-    def __init__(self, injection: Multiplier) -> None:
-        self.injection = injection
-        self.full: Product = _in_full
-
-    def product(self, function: str) -> Product:
-        site, spec = self.injection.rule_at(function)
-        if spec is None:
-            if function not in ("scores", "values"):
-                raise _Declined
-            return _in_full
-        return lambda a, b: self.injection.multiply(site, spec, a, b)
-
-    def group_product(self, function: str) -> GroupProduct:
-        product = self.product(function)
-        return lambda a, b, group: product(a, b)
-
-
-def _in_full(lhs: Tensor, rhs: Tensor) -> Tensor:
-    return torch.mm(lhs, rhs.t())
-
-
 class InjectionMode(TorchFunctionMode):
     """See the top of the file."""
 
-    def __init__(self, injection: Multiplier) -> None:
+    def __init__(self, injection: Any) -> None:
         super().__init__()
         self.injection = injection
 
@@ -181,12 +140,12 @@ class InjectionMode(TorchFunctionMode):
         device = tensors[0].device.type if tensors else "cpu"
         try:
             if not autocasts(device):
-                return run(_Call(self.injection), *args, **kwargs)
+                return run(Call(self.injection), *args, **kwargs)
             dtype = torch.get_autocast_dtype(device)
             args, kwargs = tree_map(lambda each: _cast(each, dtype), (args, kwargs))
             with without_autocast(device):
-                return run(_Call(self.injection), *args, **kwargs)
-        except _Declined:
+                return run(Call(self.injection), *args, **kwargs)
+        except Declined:
             return None
 
 

@@ -21,7 +21,7 @@ from ...primitives import LinearSpec
 from ...primitives.tracing import apply, starts_no_graph
 from ..engine.contraction import contraction
 from ..engine.gemm_spec import TrainingSpec
-from ..engine.split import Split
+from ..engine.operand import STATELESS, ContractionState
 
 
 class TrainingWeight(QuantizedTensor):
@@ -45,9 +45,9 @@ class TrainingWeight(QuantizedTensor):
     def check_convert(self) -> None:
         """Raise `ValueError` if this weight cannot be converted."""
 
-    def linear(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        y = contraction(to_rows(input), self, self.training_spec)
-        return from_rows(y, input, bias)
+    def linear(self, input: Tensor, bias: Tensor | None, state: ContractionState = STATELESS) -> Tensor:
+        """`F.linear`; under tensor parallelism `state` is the `Split` of which this is a part."""
+        return from_rows(contraction(to_rows(input), self, self.training_spec, state), input, bias)
 
     def check_split(self, axis: str, part: int, whole: int) -> None:
         """Raise `ValueError` where a layer whose weight is cut over processes (`engine.split`) could not have the
@@ -62,10 +62,6 @@ class TrainingWeight(QuantizedTensor):
             f"a {type(self).__name__} chooses codes and scales anew from whole rows, with noise, at each update; train "
             "with a recipe that keeps weights in floating point, such as int8_mixed_precision_training()"
         )
-
-    def split_linear(self, input: Tensor, split: Split) -> Tensor:
-        """`linear` of this part of a weight, without a bias; `check_split` has passed."""
-        raise NotImplementedError
 
     def conv(self, input: Tensor, window: Window) -> Tensor:
         matrices = to_matrix(self).chunk(window.groups, 0)

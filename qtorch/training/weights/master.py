@@ -19,17 +19,16 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from ...dtypes import AffineQuantizedTensor, Layout
 from ...dtypes.base import make_wrapper, parts_of
-from ...kernels.registry import from_rows, to_rows
 from ...primitives import LinearSpec, QuantSpec
 from ...primitives.granularity import granularity_of
 from ...primitives.jsonable import jsonable
 from ...primitives.layouts import LAYOUTS
 from ...primitives.layouts.base import Form, Forms
 from ...primitives.spec import constant_shape
-from ..engine.contraction import contraction, is_narrow, warn_of_lost_updates
+from ..engine.contraction import warn_once
 from ..engine.gemm_spec import TrainingSpec
 from ..engine.operand import Operand, quantize_operand
-from ..engine.split import Split, check_split
+from ..engine.split import check_split
 from .base import TrainingWeight, of_codes, written_by
 
 aten = torch.ops.aten
@@ -71,6 +70,12 @@ PRODUCTS = {
     aten.mm.default,
     aten.mv.default,
 }
+
+NARROW = (torch.bfloat16, torch.float16)
+"""Small updates vanish in weights of these dtypes."""
+
+LOST_SHARE = 0.5
+"""Share of a weight's updates that may vanish in rounding before there is a warning."""
 
 CHECKED_UPDATES = (1, 2, 10, 100, 1000)
 """The updates of a 16-bit weight that are checked for loss in rounding. A check copies the weight."""
@@ -168,9 +173,6 @@ class MasterWeight(TrainingWeight):
     def check_split(self, axis: str, part: int, whole: int) -> None:
         check_split(self.training_spec, axis, part, whole)
 
-    def split_linear(self, input: Tensor, split: Split) -> Tensor:
-        return from_rows(contraction(to_rows(input), self, self.training_spec, split), input, None)
-
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The master weight itself, which holds all of its precision."""
         return self.master.to(dtype or self.dtype)
@@ -241,7 +243,7 @@ class MasterWeight(TrainingWeight):
             if result is not NotImplemented:
                 return result
         weight = next((arg for arg in args if isinstance(arg, cls)), None)
-        if weight is not None and weight is args[0] and is_narrow(weight.dtype) and func._schema.is_mutable:
+        if weight is not None and weight is args[0] and weight.dtype in NARROW and func._schema.is_mutable:
             return weight._checked_update(func, args, kwargs)
         if func in KEEPS_TYPE and weight is not None and kwargs.get("dtype") is weight.dtype:
             kwargs = {name: value for name, value in kwargs.items() if name != "dtype"}  # a move alone
@@ -260,7 +262,7 @@ class MasterWeight(TrainingWeight):
         return return_and_correct_aliasing(func, args, kwargs, result)
 
     def _checked_update(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An in-place update of a 16-bit weight; see `warn_of_lost_updates`."""
+        """An in-place update of a 16-bit weight, with a warning where many of its elements vanish in rounding."""
         updates = vars(self)["_updates"] = self._updates + 1
         plain_args, plain_kwargs = tree_map_only(MasterWeight, lambda w: w.master, (args, kwargs))
         # Weight decay, by mul_, vanishes in 16 bits at any common rate: no warning for that alone.
@@ -269,8 +271,8 @@ class MasterWeight(TrainingWeight):
         func(*plain_args, **plain_kwargs)
         _count_writes(func, plain_args, plain_kwargs)
         if before is not None:
-            wanted = func(before.float(), *plain_args[1:], **plain_kwargs)
-            warn_of_lost_updates(before, self.master, wanted)
+            exact = func(before.float(), *plain_args[1:], **plain_kwargs)
+            _warn_of_lost_updates(before, self.master, exact)
         return self
 
     # --- FSDP2 gathers the master weight; under mixed precision the weight has the dtype of the policy ---
@@ -312,3 +314,18 @@ def _count_writes(func: Any, args: Any, kwargs: Any) -> None:
     for tensor in tree_iter(written_by(func, args, kwargs)):
         if isinstance(tensor, Tensor) and not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
+
+
+def _warn_of_lost_updates(before: Tensor, after: Tensor, exact: Tensor) -> None:
+    """Warn if rounding `exact` (fp32) to the 16 bits of `before` loses many updates; `after` is the rounded weight."""
+    moved = exact != before.float()
+    count = int(moved.sum())
+    lost = int((moved & (after == before)).sum())
+    if count and lost > LOST_SHARE * count:
+        warn_once(
+            "lost updates",
+            f"{lost / count:.0%} of an update of a {str(before.dtype).removeprefix('torch.')} weight of shape "
+            f"{tuple(before.shape)} vanish in rounding: they are below half a unit in the last place of the weight. "
+            "Keep the weights in fp32 (and use autocast), or use int8_weight_only_quantized_training(), which rounds "
+            "stochastically",
+        )
