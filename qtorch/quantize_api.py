@@ -145,7 +145,8 @@ def quantize_(
         expected = estimate_of(model, found) if dry_run else None
         calibrated = {} if dry_run else made_in_order(model, found, resume)
         rows = []
-        chunk = _Chunk()
+        waiting: list[tuple[Target[Any], Any]] = []
+        size = 0
         for target in tqdm(found, desc="quantize", disable=not progress):
             if target.recipe is None:
                 rows.append(skipped_row(target))
@@ -159,8 +160,12 @@ def quantize_(
                 made, calibration = target.recipe.make(target, weight, statistics.get(target.parameter)), None
             rows.append(replace(quantized_row(target, weight, made), calibration=calibration))
             if not dry_run:
-                chunk.add(target, made)
-        chunk.install()
+                waiting.append((target, made))
+                size += made.nbytes
+                if size >= CHUNK_BYTES:
+                    _install(waiting)
+                    size = 0
+        _install(waiting)
     if device is not None and not dry_run:
         model.to(device)
     if not dry_run:
@@ -201,30 +206,16 @@ def dequantize_(model: nn.Module) -> nn.Module:
     return model
 
 
-class _Chunk:
-    """New weights that are not installed yet."""
-
-    def __init__(self) -> None:
-        self.made: list[tuple[Target[Recipe], Any]] = []
-        self.size = 0
-
-    def add(self, target: Target[Recipe], made: Any) -> None:
-        """Add a weight, and install all if they take `CHUNK_BYTES` or more."""
-        self.made.append((target, made))
-        self.size += made.nbytes
-        if self.size >= CHUNK_BYTES:
-            self.install()
-
-    def install(self) -> None:
-        """Install all weights in their modules, or none."""
-        modules = [module for target, _ in self.made for module in target.modules]
-        with all_or_nothing(modules):
-            for target, made in self.made:
-                assert target.recipe is not None
-                target.recipe.install(target, made)
-            for module in dict.fromkeys(modules):
-                show_quantized(module)
-        self.made, self.size = [], 0
+def _install(waiting: list[tuple[Target[Any], Any]]) -> None:
+    """Install new weights in their modules, all or none, and empty the list."""
+    modules = [module for target, _ in waiting for module in target.modules]
+    with all_or_nothing(modules):
+        for target, made in waiting:
+            assert target.recipe is not None
+            target.recipe.install(target, made)
+        for module in dict.fromkeys(modules):
+            show_quantized(module)
+    waiting.clear()
 
 
 def check_are_recipes(function: str, recipe: Any) -> None:

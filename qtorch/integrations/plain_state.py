@@ -1,4 +1,4 @@
-"""State dicts with quantized weights as plain tensors, for packages that write files themselves."""
+"""The plain tensors that stand for a state dict with quantized weights, as folders of other packages store them."""
 
 from __future__ import annotations
 

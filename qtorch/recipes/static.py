@@ -34,20 +34,18 @@ class StaticActivationRecipe(WeightRecipe):
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        if self.scale is not None:
-            object.__setattr__(self, "scale", self._number(self.scale))
-        super().__post_init__()
-
-    def _number(self, scale: Any) -> float:
+        scale: Any = self.scale
         if isinstance(scale, Tensor) and scale.numel() == 1 and not scale.is_meta:
             scale = scale.item()
-        if isinstance(scale, bool) or not isinstance(scale, Real):
-            got = f"a tensor of shape {tuple(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
-            raise TypeError(f"{self.name}: scale is a number or a tensor of one element, got {got}")
-        # Numbers that are not normal have no finite inverse.
-        if not torch.finfo(torch.float32).tiny <= float(scale) <= torch.finfo(torch.float32).max:
-            raise ValueError(f"{self.name}: scale is positive, finite and a normal number in fp32, got {scale}")
-        return float(scale)
+        if scale is not None:
+            if isinstance(scale, bool) or not isinstance(scale, Real):
+                got = f"a tensor of shape {tuple(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
+                raise TypeError(f"{self.name}: scale is a number or a tensor of one element, got {got}")
+            # Numbers that are not normal have no finite inverse.
+            if not torch.finfo(torch.float32).tiny <= float(scale) <= torch.finfo(torch.float32).max:
+                raise ValueError(f"{self.name}: scale is positive, finite and a normal number in fp32, got {scale}")
+            object.__setattr__(self, "scale", float(scale))
+        super().__post_init__()
 
     def act_scale(self, device: torch.device) -> Tensor | None:
         return None if self.scale is None else torch.full((1, 1), self.scale, dtype=torch.float32, device=device)

@@ -101,8 +101,6 @@ class Injection(QuantizationState):
         self.rule = rule_of(self.rules)
         self._reset()
 
-    # --- the context ---
-
     def __enter__(self) -> Injection:
         stack = ExitStack()
         if not self._contexts:
@@ -139,7 +137,7 @@ class Injection(QuantizationState):
     def _before(self, model: nn.Module, _: Any) -> None:
         self.__enter__()
         if self._sites.root is None:
-            self._sites.enter_root(model)
+            self._sites.enter(model)
 
     def _after(self, *_: Any) -> None:
         if self._contexts:
@@ -156,8 +154,6 @@ class Injection(QuantizationState):
                 state.advance()
             state.is_used = False
 
-    # --- products ---
-
     def rule_at(self, function: str) -> tuple[CallSite, TrainingSpec | None]:
         """The site of the next call of `function`, and its spec."""
         site = self._sites.site(function)
@@ -171,7 +167,7 @@ class Injection(QuantizationState):
         state, constants = self._state(site), self._constants
         if constants is None:
             return contraction(lhs, rhs, spec, state)
-        of_lhs, of_rhs = constants.of(lhs), constants.of(rhs)
+        of_lhs, of_rhs = constants.known.get(lhs), constants.known.get(rhs)
         operands, made_of = (lhs, rhs), (of_lhs, of_rhs)
         with constants.pause():
             if self._converting:
@@ -190,11 +186,7 @@ class Injection(QuantizationState):
     def _state(self, site: CallSite) -> ContractionState:
         if self.schedule is None:
             return STATELESS
-        key = site.name.replace(".", "/")
-        if key not in self.states:
-            self._add(key)
-        state = self.states[key]
-        assert isinstance(state, ScheduledContraction)
+        state = self._state_of(site.name.replace(".", "/"))
         root = self._sites.root
         training = self.training if root is None else root.training
         if state.training is not training:
@@ -202,13 +194,15 @@ class Injection(QuantizationState):
         state.is_used = True
         return state
 
-    def _add(self, key: str) -> None:
-        assert self.schedule is not None
-        made = ScheduledContraction(self.schedule)
-        made.counts_passes = self.counts_passes
-        self.states[key] = made
-
-    # --- conversion ---
+    def _state_of(self, key: str) -> ScheduledContraction:
+        """That of a call site, made when it is first seen."""
+        if key not in self.states:
+            assert self.schedule is not None
+            self.states[key] = made = ScheduledContraction(self.schedule)
+            made.counts_passes = self.counts_passes
+        state = self.states[key]
+        assert isinstance(state, ScheduledContraction)
+        return state
 
     @torch.no_grad()
     def convert(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -252,9 +246,7 @@ class Injection(QuantizationState):
         if self.schedule is not None:
             for key in state_dict:
                 if key.startswith(f"{prefix}states.") and key.endswith(".step"):
-                    site = key.removeprefix(f"{prefix}states.").removesuffix(".step")
-                    if site not in self.states:
-                        self._add(site)
+                    self._state_of(key.removeprefix(f"{prefix}states.").removesuffix(".step"))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""The function mode of an injection: it runs the functions of `functions` by the products of the injection."""
+"""The function mode of an injection: it runs the functions of `contractions` by the products of the injection."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...dtypes.dispatch import autocasts, without_autocast
 from ...primitives.tracing import outside_graphs
 from .contractions import FUNCTIONS, INLINED, Call, Declined
-
-# --------------------------------------------------------------------------------------------------
-# Call sites: which module runs which contraction, by hooks of torch on all modules.
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class ModuleStack:
     def start(self) -> None:
         self.outside.clear()
         self.handles = [
-            register_module_forward_pre_hook(self._enter),
+            register_module_forward_pre_hook(self.enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
 
@@ -85,10 +82,6 @@ class ModuleStack:
         """The outermost module that runs."""
         return self.running[0][0] if self.running else None
 
-    def enter_root(self, root: nn.Module) -> None:
-        """Make `root`, which runs already, the outermost module."""
-        self._enter(root, None)
-
     def site(self, function: str) -> CallSite:
         """The next call of `function`."""
         if not self.running:
@@ -100,7 +93,8 @@ class ModuleStack:
         return CallSite(module, function, counts[function] - 1)
 
     @outside_graphs("an injection follows the names of modules")
-    def _enter(self, module: nn.Module, _: Any) -> None:
+    def enter(self, module: nn.Module, _: Any = None) -> None:
+        """`module` begins to run."""
         # A part of a known model that runs by itself, again for its checkpointed activations say, keeps its names.
         if not self.running and id(module) not in self.names:
             self.names |= {id(each): plain_name(name) for name, each in module.named_modules()}
@@ -129,11 +123,8 @@ class InjectionMode(TorchFunctionMode):
             with self:
                 return INLINED[func](*args, **kwargs)
         run = FUNCTIONS.get(func)
-        if run is not None:
-            y = self._run(run, args, kwargs)
-            if y is not None:
-                return y
-        return func(*args, **kwargs)
+        y = None if run is None else self._run(run, args, kwargs)
+        return func(*args, **kwargs) if y is None else y
 
     def _run(self, run: Callable[..., Tensor | None], args: Any, kwargs: Any) -> Tensor | None:
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
@@ -155,14 +146,12 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() and not is_weight else value
 
 
-# --------------------------------------------------------------------------------------------------
 # Constants: the tensors of a run that depend on parameters alone, how they are made, and which parameters are needed.
 #
-# A function mode sees every function of torch. What it makes of constants alone is a constant, `T(w)` for any T,
-# whose
-# `key` tells what was done to which parameters: the same expression has the same key in another run, whichever way the
-# code takes. A function of constants and other tensors needs the parameters behind them in floating point, unless it
-# is a contraction whose operand is stored as codes.
+# A function mode sees every function of torch. What it makes of constants alone is a constant, `T(w)` for any T. Its
+# `key` tells what was done to which parameters: the same expression has the same key in another run, whatever branch
+# the code takes. A function of constants and other tensors needs the parameters behind them in floating point, unless
+# it is a contraction whose operand is stored as codes.
 
 
 class Constant(NamedTuple):
@@ -203,7 +192,10 @@ class Constants(TorchFunctionMode):
         operands = [] if self.paused else [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         constants = [self.known[each] for each in operands if each in self.known]
         # Before the call: what it writes to is another tensor afterwards.
-        key = self._key(func, args, kwargs) if constants and len(constants) == len(operands) else None
+        key = None
+        if constants and len(constants) == len(operands):
+            named = tree_map_only(Tensor, lambda each: self.known[each].key, (args, kwargs))
+            key = _hash(getattr(func, "__qualname__", str(func)), repr(named))
         result = func(*args, **kwargs)
         made = [each for each in tree_leaves(result) if isinstance(each, Tensor)] if constants else []
         if made:
@@ -216,14 +208,6 @@ class Constants(TorchFunctionMode):
                 elif each in self.known:
                     del self.known[each]
         return result
-
-    def _key(self, func: Any, args: Any, kwargs: Any) -> str:
-        named = tree_map_only(Tensor, lambda each: self.known[each].key, (args, kwargs))
-        return _hash(getattr(func, "__qualname__", str(func)), repr(named))
-
-    def of(self, tensor: Tensor) -> Constant | None:
-        """What a constant is made of; None for what is none."""
-        return self.known.get(tensor)
 
     def make(self, tensor: Tensor, *parts: Constant) -> None:
         """`tensor` is a product of these constants."""

@@ -110,14 +110,8 @@ class FakeQuantizedWeight(MasterWeight):
 
 
 COPIES = {
-    aten.alias.default,
-    aten.clone.default,
-    aten.detach.default,
-    aten.empty_like.default,
-    aten.new_empty.default,
-    aten.new_zeros.default,
-    aten._pin_memory.default,
-    aten._to_copy.default,
+    getattr(aten, name).default
+    for name in ("alias", "clone", "detach", "empty_like", "new_empty", "new_zeros", "_pin_memory", "_to_copy")
 }
 """Operators whose result has the axes of their argument."""
 

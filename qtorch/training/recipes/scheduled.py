@@ -20,7 +20,7 @@ from ..engine.gemm_spec import TrainingSpec
 from ..engine.numerics import fully_quantized
 from ..engine.operand import ContractionState, quantize_operand
 from ..quantization_aware.converted import check_width
-from ..quantization_aware.layers import Prepared, TrainedConv, TrainedLayer
+from ..quantization_aware.layers import Prepared, TrainedConv, TrainedLayer, table_of
 from ..quantization_aware.quantizers import ObservedRange
 from ..quantization_aware.recipes.base import LayerRecipe
 from ..quantization_aware.schedule import QuantizationSchedule, Schedule
@@ -143,8 +143,6 @@ class ScheduledLayer(TrainedLayer):
 class ScheduledLinear(ScheduledLayer, nn.Linear):
     """`nn.Linear` in training."""
 
-    float_class = nn.Linear
-
     def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         check_width(input, weight)
         return from_rows(self.contract(to_rows(input), weight), input, bias)
@@ -168,19 +166,13 @@ class ScheduledConv(TrainedConv, ScheduledLayer):
 class ScheduledConv1d(ScheduledConv, nn.Conv1d):
     """`nn.Conv1d` in training."""
 
-    float_class = nn.Conv1d
-
 
 class ScheduledConv2d(ScheduledConv, nn.Conv2d):
     """`nn.Conv2d` in training."""
 
-    float_class = nn.Conv2d
-
 
 class ScheduledConv3d(ScheduledConv, nn.Conv3d):
     """`nn.Conv3d` in training."""
-
-    float_class = nn.Conv3d
 
 
 @register_recipe("scheduled_training")
@@ -197,12 +189,7 @@ class ScheduledTraining(LayerRecipe):
         ValueError: static operands that the spec does not quantize, or with a scale for each token.
     """
 
-    layers = {
-        nn.Linear: ScheduledLinear,
-        nn.Conv1d: ScheduledConv1d,
-        nn.Conv2d: ScheduledConv2d,
-        nn.Conv3d: ScheduledConv3d,
-    }
+    layers = table_of(ScheduledLinear, ScheduledConv1d, ScheduledConv2d, ScheduledConv3d)
     hint = ". inject(spec) takes any contraction"
 
     spec: TrainingSpec = fully_quantized()
@@ -233,6 +220,3 @@ class ScheduledTraining(LayerRecipe):
     def make(self, target: Target[Any], weight: Tensor, statistics: Statistics | None = None) -> Prepared:
         state = ScheduledContraction(self.schedule).to(weight.device)
         return Prepared(weight, weight.nbytes, {"training_spec": self.spec, "contraction_state": state})
-
-
-scheduled_training = ScheduledTraining

@@ -33,42 +33,16 @@ from .base import TrainingWeight, of_codes, written_by
 
 aten = torch.ops.aten
 
-KEEPS_TYPE = {
-    aten.alias.default,
-    aten.as_strided.default,
-    aten.chunk.default,
-    aten.clone.default,
-    aten.detach.default,
-    aten.empty_like.default,
-    aten.new_empty.default,
-    aten.new_zeros.default,
-    aten.permute.default,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.squeeze.dim,
-    aten.t.default,
-    aten.transpose.int,
-    aten.unbind.int,
-    aten.unsqueeze.default,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten._pin_memory.default,
-    aten._to_copy.default,
-}
+_VIEWS = "alias as_strided chunk clone detach permute split_with_sizes t unsqueeze view _unsafe_view"
+_COPIES = "empty_like new_empty new_zeros _pin_memory _to_copy"
+KEEPS_TYPE = {getattr(aten, name).default for name in f"{_VIEWS} {_COPIES}".split()}
+KEEPS_TYPE |= {aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.squeeze.dim}
+KEEPS_TYPE |= {aten.transpose.int, aten.unbind.int}
 """Operators whose result is a weight in training. `zeros_like`, which makes the state of an optimizer, is not here."""
 
 PRODUCTS = {
-    aten.addmm.default,
-    aten.baddbmm.default,
-    aten.bmm.default,
-    aten.convolution.default,
-    aten.embedding.default,
-    aten.linear.default,
-    aten.matmul.default,
-    aten.mm.default,
-    aten.mv.default,
+    getattr(aten, name).default
+    for name in ("addmm", "baddbmm", "bmm", "convolution", "embedding", "linear", "matmul", "mm", "mv")
 }
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -118,11 +92,7 @@ class TrainingScheme:
 
 
 class MasterWeight(TrainingWeight):
-    """See the top of the file.
-
-    Attributes:
-        training_type: the type of `scheme.training` that a subclass takes.
-    """
+    """See the top of the file. A subclass may take another type of `scheme.training`, `training_type`."""
 
     scheme_type = TrainingScheme
     training_type: ClassVar[type] = TrainingSpec
@@ -275,24 +245,20 @@ class MasterWeight(TrainingWeight):
             _warn_of_lost_updates(before, self.master, exact)
         return self
 
-    # --- FSDP2 gathers the master weight; under mixed precision the weight has the dtype of the policy ---
+    # FSDP2 gathers the master weight; under mixed precision the weight has the dtype of the policy.
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         # Codes are made of all bits of the weight; where it has none, products take the rounded weight.
-        dtype = None if mp_policy is None else mp_policy.param_dtype
-        master = self.master if dtype is None or self._makes_codes() else self.master.to(dtype)
+        dtype, spec = None if mp_policy is None else mp_policy.param_dtype, self._training
+        has_codes = not isinstance(spec, TrainingSpec) or spec.output.rhs is not None or spec.grad_input.rhs is not None
+        master = self.master if dtype is None or has_codes else self.master.to(dtype)
         of_rows = master.shape[1:] == outer_size[1:]
         if of_rows and (missing := -(-outer_size[0] // mesh.size()) - master.shape[0]):
             # All shards send the padded size; padding is zeros at the end of the last shards.
             master = torch.cat([master, master.new_zeros((missing, *master.shape[1:]))])
         return (master,), (self._training_of_whole(), outer_size[0] if of_rows else None, dtype)
-
-    def _makes_codes(self) -> bool:
-        """Whether a product quantizes the weight."""
-        spec = self._training
-        return not isinstance(spec, TrainingSpec) or spec.output.rhs is not None or spec.grad_input.rhs is not None
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
