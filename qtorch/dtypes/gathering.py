@@ -64,12 +64,7 @@ class Gathered:
     def fsdp_pre_all_gather(
         self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """(what this shard sends, what `fsdp_post_all_gather` has to know).
-
-        Raises:
-            ValueError: another axis than the first is sharded, or shards of different sizes have too short rows. All
-                ranks raise it.
-        """
+        """(what this shard sends, what `fsdp_post_all_gather` has to know). All ranks raise the error."""
         shape, ranks = tuple(outer_size), mesh.size()
         if shape[1:] != self.scheme.shape[1:]:
             raise ValueError(
@@ -121,12 +116,7 @@ class Gathered:
 
 @functools.lru_cache(maxsize=4096)
 def names_of_rows(kind: Any, scheme: Any) -> tuple[str, ...]:
-    """Names of the inner tensors whose first axis follows that of the weight, those of twice the rows being twice as
-    long.
-
-    Raises:
-        ValueError: some follow it in another way.
-    """
+    """Names of the inner tensors that follow the first axis of the weight: of twice the rows they are twice as long."""
     shape = scheme.shape
     ndim = len(shape)
     if ndim and scheme.layout.joins_rows(len(scheme.codes_shape)):
@@ -153,11 +143,7 @@ def as_sent(part: Tensor) -> Tensor:
 
 
 def _joined(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], size: Sequence[int]) -> Tensor:
-    """The bytes of the inner tensors of a shard, each padded to its shape of `shapes`, as one tensor of `size`.
-
-    Raises:
-        ValueError: they do not fit elements of 8 bytes.
-    """
+    """The bytes of the inner tensors of a shard, each padded to its shape of `shapes`, as one tensor of `size`."""
     needed = [math.prod(shape) * part.itemsize for part, shape in zip(parts, shapes, strict=True)]
     count = math.prod(size)
     width = next((width for width in CARRIERS if count * width >= sum(needed)), None)
