@@ -195,9 +195,8 @@ COMPARED = (
     "integrations/fusion/fused_model.py",
 )
 COMPARED += (
-    "integrations/diffusers.py",
-    "integrations/plain_state.py",
     "integrations/transformers/stored_weights.py",
+    "integrations/plain_state.py",
     "kernels/cpu/weight.py",
 )
 COMPARED += (
