@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,7 +79,8 @@ class Gathered:
             # Of a single shard, torch 2.13 passes on one tensor; the others are here already.
             names = names[:1]
         shared = {name: tensor for name, tensor in inner.items() if name not in names}
-        gathering = Gathering(scheme, padded, ranks, names, shared, _versions(inner.values()))
+        versions = tuple(0 if tensor.is_inference() else tensor._version for tensor in inner.values())
+        gathering = Gathering(scheme, padded, ranks, names, shared, versions)
         parts = [inner[name].contiguous() for name in names]
         if gathering.is_even:
             return tuple(map(as_sent, parts)), gathering
@@ -171,7 +172,3 @@ def _separated(kind: type, sent: Tensor, gathering: Gathering, dtypes: Sequence[
         flat = part.reshape(-1)[: math.prod(whole) * dtype.itemsize]
         found.append(flat.clone().view(dtype).view(tuple(whole)))
     return found
-
-
-def _versions(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)

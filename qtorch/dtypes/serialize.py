@@ -116,7 +116,13 @@ def from_canonical(entry: Entry, read: Callable[[str], Tensor]) -> QuantizedTens
     parts = {part: read(stored) for part, stored in names.items()}
     codes = parts.pop(wanted)
     if wanted == "packed":
-        codes = _unpacked(codes, scheme.weight.dtype, scheme.codes_shape[-1])
+        dtype, length = scheme.weight.dtype, scheme.codes_shape[-1]
+        stored = torch.int32 if can_pack(dtype) else torch.uint8
+        if codes.dtype != stored or codes.dim() == 0:
+            got = f"{codes.dtype} of shape {tuple(codes.shape)}"
+            raise ValueError(f"packed codes of {dtype} are rows of {stored}, got {got}")
+        unpack = unpack_from_int32 if can_pack(dtype) else unpack_codes
+        codes = unpack(codes, dtype, length)
     if tuple(codes.shape) != scheme.codes_shape:
         raise ValueError(f"the codes have shape {tuple(codes.shape)}, the scheme {scheme.codes_shape}")
     return type_of_scheme(scheme).from_canonical(codes, parts, scheme)
@@ -148,11 +154,3 @@ def scheme_of(entry: Any) -> Scheme:
 
 def _is_packed(scheme: Scheme) -> bool:
     return can_pack_bits(scheme.weight.dtype) and len(scheme.codes_shape) > 0
-
-
-def _unpacked(packed: Tensor, dtype: QDType, length: int) -> Tensor:
-    wanted = torch.int32 if can_pack(dtype) else torch.uint8
-    if packed.dtype != wanted or packed.dim() == 0:
-        shape = tuple(packed.shape)
-        raise ValueError(f"packed codes of {dtype} are rows of {wanted}, got {packed.dtype} of shape {shape}")
-    return unpack_from_int32(packed, dtype, length) if can_pack(dtype) else unpack_codes(packed, dtype, length)

@@ -94,6 +94,10 @@ class PaddedWeight(MatrixWeight):
     def to_matrix(weight: Tensor) -> Tensor:
         return weight
 
+    @staticmethod
+    def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
+        return matrix
+
     def quantized_like(self, source: Tensor) -> Any:
         if isinstance(source, type(self)):
             return self._with(self.matrix.quantized_like(source.matrix))
@@ -101,21 +105,17 @@ class PaddedWeight(MatrixWeight):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         values = self.matrix.dequantize(dtype)
-        return self._logical(values[..., : values.shape[-1] - self.scheme.padding]).contiguous()
-
-    @staticmethod
-    def _logical(values: Tensor) -> Tensor:
-        """Values (..., N, K) in the order of the axes of the weight."""
-        return values
+        values = values[..., : values.shape[-1] - self.scheme.padding]
+        return self.from_matrix(values, self.scheme.shape).contiguous()
 
     def transposed(self) -> QuantizedTensor:
         """The weight with its last two axes exchanged; it shares the inner tensors."""
         *rest, one, other = self.scheme.shape
-        return self._transpose(self.new_matrix(), (*rest, other, one))
-
-    @classmethod
-    def _transpose(cls, matrix: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
-        transposed: QuantizedTensor = TransposedWeight.of(matrix, shape)
+        matrix, is_transposed = self.new_matrix(), isinstance(self, TransposedWeight)
+        if is_transposed and not self.scheme.padding:
+            return matrix
+        kind: Any = PaddedWeight if is_transposed else TransposedWeight
+        transposed: QuantizedTensor = kind.of(matrix, (*rest, other, one))
         return transposed
 
     @classmethod
@@ -160,14 +160,6 @@ class TransposedWeight(PaddedWeight):
     @staticmethod
     def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
         return matrix.mT
-
-    @staticmethod
-    def _logical(values: Tensor) -> Tensor:
-        return values.mT
-
-    @classmethod
-    def _transpose(cls, matrix: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
-        return matrix if matrix.scheme.shape == tuple(shape) else PaddedWeight.of(matrix, shape)
 
 
 def as_view(weight: PaddedWeight) -> Tensor:

@@ -173,7 +173,7 @@ def cut(
     pattern = _pattern(tensor)
     scale, zero_point = tensor.scales()
     after = (*shape[:axis], len(range(start, stop, step)), *shape[axis + 1 :])
-    part = _codes(tensor, lambda codes: _narrow(codes, axis, start, stop, step), after, axis)
+    part = _codes(tensor, lambda codes: aten.slice.Tensor(codes, axis, start, stop, step), after, axis)
     if block == 1 and pattern[axis] != -1:
         of_scale = (start, stop, step)
     elif block == length:
@@ -187,15 +187,11 @@ def cut(
             f"the slice {start}:{stop}:{step} along axis {axis} cuts blocks of {block} ({tensor.scheme.weight}); "
             f"use multiples of {block}, or dequantize() first"
         )
-    scale = _narrow(scale, axis, *of_scale)
-    zero_point = None if zero_point is None else _narrow(zero_point, axis, *of_scale)
+    scale = aten.slice.Tensor(scale, axis, *of_scale)
+    zero_point = None if zero_point is None else aten.slice.Tensor(zero_point, axis, *of_scale)
     if block > 1 and scale.shape[axis] == 1 and after[axis] != block:
         pattern[axis] = -1
     return _rebuilt(tensor, part, scale, zero_point, pattern)
-
-
-def _narrow(tensor: Tensor, axis: int, start: int, stop: int, step: int) -> Tensor:
-    return aten.slice.Tensor(tensor, axis, start, stop, step)
 
 
 @_implements_view(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
