@@ -150,8 +150,8 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 #
 # A function mode sees every function of torch. What it makes of constants alone is a constant, `T(w)` for any T. Its
 # `key` tells what was done to which parameters: the same expression has the same key in another run, whatever branch
-# the code takes. A function of constants and other tensors needs the parameters behind them in floating point, unless it
-# is a contraction whose operand is stored as codes.
+# the code takes. A function of constants and other tensors needs the parameters behind them in floating point, unless
+# it is a contraction whose operand is stored as codes.
 
 
 class Constant(NamedTuple):
