@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import qtorch
 from qtorch import load_quantized, quantize_, quantize_checkpoint, save_quantized
-from qtorch.calibration import auto, gptq
+from qtorch.calibration import AutoRound, auto, gptq
 from qtorch.calibration.engine.float_weights import Streamed
 from qtorch.checkpoint import folder_source
 from qtorch.checkpoint.streaming.assignment import parameters_on_meta
@@ -34,7 +35,7 @@ def on_meta() -> Model:
         return Model()
 
 
-@pytest.mark.parametrize("make", [gptq, auto])
+@pytest.mark.parametrize("make", [gptq, auto, partial(auto, learn=AutoRound(5))], ids=["gptq", "auto", "learn"])
 def test_the_same_bits_as_quantize_(make: Any, tmp_path: Path) -> None:
     data = batches()
     source, model = saved(made(), tmp_path / "float"), on_meta()

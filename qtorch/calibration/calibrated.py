@@ -37,7 +37,7 @@ from .rounding import (
     loss,
     saliency,
 )
-from .statistics import Missed, Moments, SecondMoment, Statistic, Statistics
+from .statistics import Moments, NoInputs, SecondMoment, Statistic, Statistics
 from .transforms import Transform, run_transforms
 
 
@@ -346,8 +346,8 @@ class CalibratedRecipe(WeightRecipe):
             if matrix.dim() == 2:
                 rounded = [self._round(matrix, statistics)]  # type: ignore[arg-type]
             else:
-                # Where no expert has statistics, `Missed` stands for all.
-                others: Any = statistics if Missed in statistics else {}
+                # Where no expert has statistics, `NoInputs` stands for all.
+                others: Any = statistics if NoInputs in statistics else {}
                 of_experts: Any = {} if others else statistics
                 rounded = [self._round(part, of_experts.get(index, others)) for index, part in enumerate(matrix)]
         except ValueError as error:
@@ -400,8 +400,8 @@ class CalibratedRecipe(WeightRecipe):
         if isinstance(moments, SecondMoment) and moments.rows:
             kept = self.recipe.kept if self.recipe.prunes else None
             return round_matrix(weight, moments, spec, self.target, self.scales, self.rounding, self.refine, kept)
-        missed = statistics.get(Missed)
-        reason = missed.reason if isinstance(missed, Missed) else "not used by the data"
+        no_inputs = statistics.get(NoInputs)
+        reason = no_inputs.reason if isinstance(no_inputs, NoInputs) else "not used by the data"
         if self.strict:
             raise ValueError(f"the weight cannot be calibrated: {reason}; leave out strict=True to round it to nearest")
         return RoundedMatrix.nearest(self.recipe.prune(weight), spec, f"nearest: {reason}")

@@ -8,7 +8,7 @@ temporary folder; then the shards are moved into place under new names, and the 
 Checkpoints of other packages are read by the same function: each of their formats is a `Source` (`source.py`).
 """
 
-from . import folder_source, sources  # noqa: F401 (register the formats)
+from . import folder_source, formats, sources  # noqa: F401 (register the formats)
 from .load import load_quantized
 from .save import save_quantized
 

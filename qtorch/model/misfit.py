@@ -8,17 +8,19 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor
 from torch.nn import functional
 
-from ..calibration.statistics import Statistics
 from ..dtypes import PaddedWeight, QuantizedTensor
 from ..primitives import LinearSpec
 from ..primitives.granularity import IndivisibleError
 from ..recipes.base import Recipe, WeightRecipe, register_recipe
 from .targets import Target
+
+if TYPE_CHECKING:
+    from ..calibration.statistics import Statistics
 
 OnMisfit = Literal["error", "pad", "coarser", "skip"]
 """What becomes of a weight whose contracted axis the groups of its recipe do not divide; see `quantize_`."""

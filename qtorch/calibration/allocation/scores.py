@@ -15,8 +15,7 @@ from __future__ import annotations
 import functools
 import statistics as middle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...dtypes import QuantizedTensor
+from ...model.targets import Target
 from ...primitives import QuantSpec
 from ...recipes.base import WeightRecipe
 from ..captures import Key
 from ..data import Data, eval_mode
-from ..engine import Wanted, quantize_in_order
+from ..engine import InOrder
 from ..output_gradients import OutputGradients, without_parameter_gradients
 from ..rounding import Grid, Rounding
 from ..rounding import loss as quadratic
@@ -165,6 +165,15 @@ class Scores:
     uses: int = 1
 
 
+@dataclass
+class ScoredItem:
+    """What takes the place of a recipe while a weight is scored: the `statistics` that its candidates need."""
+
+    item: Item
+    statistics: tuple[type[Statistic], ...]
+    learner: None = None
+
+
 def score_weights(
     items: Sequence[Item],
     model: nn.Module,
@@ -183,18 +192,17 @@ def score_weights(
     if data is None:
         return [Scores([error / 2 for error in _relative_errors(item)]) for item in items]
     seen = _watch_outputs(items, model, data, gradients, loss, seed)
-    wanted = []
+    targets: list[Target[ScoredItem]] = []
     for item in items:
-        slots = [(slot.module, slot.attribute) for slot in item.target.slots]
-        kinds: dict[type[Statistic], None] = {SecondMoment: None}
-        for candidate in item.candidates:
-            if candidate is not None and (kind := activation_error(candidate)) is not None:
-                kinds[kind] = None
-        make = partial(_scored, item, seen, rounding)
-        transposed = item.target.kind.is_transposed
-        wanted.append(Wanted(item.parameter, slots, list(kinds), make, transposed=transposed))
-    made = quantize_in_order(model, wanted, data)
-    found = [made[item.parameter][1] for item in items]
+        kinds = [activation_error(candidate) for candidate in item.candidates if candidate is not None]
+        scored = ScoredItem(item, (SecondMoment, *dict.fromkeys(kind for kind in kinds if kind is not None)))
+        slots = [replace(slot, recipe=slot.recipe and scored) for slot in item.target.slots]
+        targets.append(Target(slots))
+    with InOrder[tuple[Tensor, Scores]](model, targets, data) as run:
+        for target, statistics in run:
+            item = run.recipes[id(target.parameter)].item
+            run.install(target, (item.parameter.detach(), _scored(item, seen, rounding, statistics)))
+    found = [run.made[item.parameter][1] for item in items]
     _fill_unseen(items, found)
     return found
 
@@ -238,11 +246,7 @@ def _watch_outputs(
     return Seen(recorder, rows, batches)
 
 
-def _scored(
-    item: Item, seen: Seen, rounding: Rounding | None, found: Statistics | Mapping[int, Statistics]
-) -> tuple[Tensor, Scores]:
-    """The float weight, which stays, and its scores."""
-    weight = item.parameter.detach()
+def _scored(item: Item, seen: Seen, rounding: Rounding | None, found: Statistics | Mapping[int, Statistics]) -> Scores:
     of_matrices = _by_matrix(item, found)
     tokens = [int(moment.rows) for of_one in of_matrices.values() if (moment := _moment(of_one)) is not None]
     values = [_score(item, candidate, of_matrices, seen, rounding) for candidate in item.candidates]
@@ -251,7 +255,7 @@ def _scored(
         for index, candidate in enumerate(item.candidates):
             values[index] += _table_score(item, candidate, seen, counted)
     uses = seen.recorder.uses.get(id(item.parameter), 0) / max(1, seen.batches)
-    return weight, Scores(values, sum(tokens) + rows, max(1, round(uses)))
+    return Scores(values, sum(tokens) + rows, max(1, round(uses)))
 
 
 def _by_matrix(item: Item, found: Any) -> dict[int | None, Statistics]:

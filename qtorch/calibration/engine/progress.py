@@ -34,7 +34,7 @@ from ...checkpoint.part_file import (
 )
 from ...checkpoint.save import save_quantized
 from ...checkpoint.sources import QtorchSource, Source
-from .streams import InMemory, Kept, OnDisk
+from .streams import OnDisk, OutputStore
 
 M = TypeVar("M")
 R = TypeVar("R")
@@ -64,9 +64,9 @@ class Progress(Generic[M]):
         """``work()``, once more from the start where what an earlier process left turns out to be damaged."""
         return work()
 
-    def stream(self, name: str) -> Kept:
+    def stream(self, name: str) -> OutputStore:
         """Where the stream of this name keeps its outputs."""
-        return InMemory()
+        return OutputStore()
 
     def load(self, unit: int) -> Mapping[str, M]:
         """What was made in a unit that is done, by the name of the weight.
@@ -183,7 +183,7 @@ class Resumable(Progress[M]):
         self.complete = complete
         return rows
 
-    def stream(self, name: str) -> Kept:
+    def stream(self, name: str) -> OutputStore:
         return OnDisk(self.folder, name)
 
     def made(self, name: str) -> M:

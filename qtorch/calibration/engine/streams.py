@@ -8,7 +8,6 @@ norms, a decoder that reads an encoder) happens as it always does.
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,13 +22,6 @@ from ...checkpoint.part_file import Damaged, PartFile
 from ...checkpoint.tensor_file import NAMES, TensorFile, checksum
 from ...primitives.files import parse_json
 
-# --------------------------------------------------------------------------------------------------
-# Kept: where a stream keeps the outputs of its blocks, of each batch: in memory, or in files that outlive the process.
-#
-# An output is any structure of tensors that `torch.utils._pytree` knows. Its tensors are kept contiguous, so that
-# products with them give the same bits wherever they were kept.
-
-
 _OUTPUTS = "outputs"
 """Metadata key of a file: the structures of the outputs."""
 
@@ -40,34 +32,12 @@ _ROOM = 1 << 16
 """Bytes for the header of a file; if it takes more, the file is copied once."""
 
 
-class Kept(ABC):
-    """The outputs of blocks, by the index of the block.
+class OutputStore:
+    """The outputs of blocks, of each batch, in memory.
 
-    Attributes:
-        in_memory: reading takes no time.
+    An output is any structure of tensors that `torch.utils._pytree` knows. Its tensors are kept contiguous, so that
+    products with them give the same bits wherever they were kept.
     """
-
-    in_memory = False
-
-    @abstractmethod
-    def write(self, block: int, outputs: Iterable[Any]) -> None:
-        """Keep the outputs of a block, in the order of the batches."""
-
-    @abstractmethod
-    def read(self, block: int, batch: int) -> Any:
-        """The output of a block in one batch."""
-
-    @abstractmethod
-    def has(self, block: int) -> bool:
-        """Whether the outputs of a block are kept."""
-
-    @abstractmethod
-    def drop(self, block: int) -> None:
-        """Keep the outputs of a block no longer."""
-
-
-class InMemory(Kept):
-    """Outputs in memory."""
 
     in_memory = True
 
@@ -75,20 +45,24 @@ class InMemory(Kept):
         self.outputs: dict[int, list[Any]] = {}
 
     def write(self, block: int, outputs: Iterable[Any]) -> None:
+        """Keep the outputs of the block of this index, in the order of the batches."""
         self.outputs[block] = [tree_map(_contiguous, output) for output in outputs]
 
     def read(self, block: int, batch: int) -> Any:
+        """The output of a block in one batch."""
         return self.outputs[block][batch]
 
     def has(self, block: int) -> bool:
+        """Whether the outputs of a block are kept."""
         return block in self.outputs
 
     def drop(self, block: int) -> None:
+        """Keep the outputs of a block no longer."""
         self.outputs.pop(block, None)
 
 
-class OnDisk(Kept):
-    """Outputs in a file for each block; one batch at a time is in memory.
+class OnDisk(OutputStore):
+    """Outputs in a file for each block, which outlives the process; one batch at a time is in memory.
 
     Args:
         folder: of the files.
@@ -98,6 +72,8 @@ class OnDisk(Kept):
         ValueError: an output has something in it that a file cannot hold.
         Damaged: a file is not what was written.
     """
+
+    in_memory = False
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
@@ -124,7 +100,8 @@ class OnDisk(Kept):
                         kept.append(_plain(leaf))
                 batches.append([specs.setdefault(treespec_dumps(spec), len(specs)), kept])
             text = json.dumps({"specs": list(specs), "batches": batches})
-            file.finish({_OUTPUTS: text, _CHECKSUMS: json.dumps([crc32(text.encode()), *_crcs(file)])})
+            crcs = [[tensor.name, tensor.crc32] for tensor in file.written]
+            file.finish({_OUTPUTS: text, _CHECKSUMS: json.dumps([crc32(text.encode()), *crcs])})
         finally:
             file.close()
 
@@ -150,10 +127,6 @@ class OnDisk(Kept):
         if block in self._open:
             self._open.pop(block)[0].close()
         self.path(block).unlink(missing_ok=True)
-
-
-def _crcs(file: PartFile) -> list[Any]:
-    return [[tensor.name, tensor.crc32] for tensor in file.written]
 
 
 def _opened(path: Path) -> tuple[TensorFile, dict[str, int], Any]:
@@ -254,23 +227,25 @@ class Stream:
         blocks: in the order in which they run.
         count: number of batches.
         keep: the blocks whose outputs later parts of the model need, beside those of the block before.
-        kept: where outputs are kept.
+        store: where outputs are kept, by default in memory.
     """
 
     def __init__(
-        self, run: Run, blocks: Sequence[nn.Module], count: int, keep: Sequence[nn.Module], kept: Kept | None = None
+        self,
+        run: Run,
+        blocks: Sequence[nn.Module],
+        count: int,
+        keep: Sequence[nn.Module],
+        store: OutputStore | None = None,
     ) -> None:
-        self.run = run
-        self.blocks = list(blocks)
-        self.count = count
-        self.keep = set(keep)
-        self.kept = InMemory() if kept is None else kept
+        self.run, self.blocks, self.count, self.keep = run, list(blocks), count, set(keep)
+        self.store = store or OutputStore()
         self.done = 0
 
     def calls(self, block: nn.Module) -> Sequence[Call]:
         """The arguments of `block`, of each batch; computed when they are asked for if outputs are not in memory."""
         calls = _Calls(self, block)
-        return list(calls) if self.kept.in_memory else calls
+        return list(calls) if self.store.in_memory else calls
 
     def call(self, block: nn.Module, batch: int) -> Call:
         """The arguments of `block` in one batch."""
@@ -292,19 +267,19 @@ class Stream:
         """Take these outputs, or those that are kept, for those of `block`."""
         assert block is self.blocks[self.done]
         if outputs is not None:
-            self.kept.write(self.done, outputs)
+            self.store.write(self.done, outputs)
         self.done += 1
 
     def forget(self) -> None:
         """Drop the outputs that nothing needs any more."""
         for index, block in enumerate(self.blocks[: max(0, self.done - 1)]):
             if block not in self.keep:
-                self.kept.drop(index)
+                self.store.drop(index)
 
     def clear(self) -> None:
         """Drop all outputs."""
         for index in range(len(self.blocks)):
-            self.kept.drop(index)
+            self.store.drop(index)
 
     def run_rest(self, batch: int) -> None:
         """Run the model on one batch with the outputs of the blocks that are done."""
@@ -317,13 +292,13 @@ class Stream:
 
         def output(index: int) -> Any:
             if index not in read:
-                read[index] = self.kept.read(index, batch)
+                read[index] = self.store.read(index, batch)
             return tree_map(_copied, read[index])
 
         forwards: dict[nn.Module, Callable[..., Any]] = {}
         source = self.done - 1
         for index in reversed(range(self.done)):
-            if self.kept.has(index):
+            if self.store.has(index):
                 source = index
             forwards[self.blocks[index]] = lambda *args, _source=source, **kwargs: output(_source)
         return forwards

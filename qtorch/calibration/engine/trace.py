@@ -47,7 +47,6 @@ def trace(
     model: nn.Module,
     run: Callable[[], Any],
     weights: Sequence[Tensor],
-    blocks: Sequence[nn.Module] | None = None,
     transposed: Container[int] = (),
 ) -> list[Unit]:
     """The units of a model in the order in which they run.
@@ -55,7 +54,6 @@ def trace(
     Args:
         run: runs the model on one batch.
         weights: the parameters to be quantized.
-        blocks: the blocks; by default they are found.
         transposed: ids of the weights that are stored as (K, N).
     """
     calls = _Calls(model)
@@ -66,10 +64,7 @@ def trace(
     )
     with calls, recorder:
         run()
-    if blocks is None:
-        blocks = _find_blocks(model, calls, weights)
-    else:
-        blocks = sorted(blocks, key=lambda block: calls.begun[block][0])
+    blocks = _find_blocks(model, calls, weights)
     units = [Unit(None), *map(Unit, blocks), Unit(None)]
     for unit in units[1:-1]:
         assert unit.block is not None

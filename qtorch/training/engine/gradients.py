@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from ...kernels.ops.block_mm import pad_to_blocks
 from ...primitives import QuantSpec
-from ...primitives.affine import inside_codes
+from ...primitives.affine import real_codes, split_zero_point
 from ...primitives.granularity import BlockView, block_of
 from .operand import Operand
 
@@ -66,8 +66,9 @@ def where_unclipped(x: Tensor, operand: Operand) -> Tensor | None:
     spec, scale = operand.spec, operand.scale
     if spec is None or scale is None:
         return None
-    (low, high), domain = spec.code_range, spec.zero_point_domain
+    low, high = spec.code_range
     padded = pad(x, (0, operand.values.shape[1] - x.shape[1], 0, operand.values.shape[0] - x.shape[0]))
-    block = block_of(padded.shape, scale.shape)
-    inside = inside_codes(padded, block, scale, operand.zero_point, spec.dtype, low, high, domain)
-    return inside[: x.shape[0], : x.shape[1]]
+    view = BlockView(padded.shape, block_of(padded.shape, scale.shape))
+    s, z = view.split_scale(scale), split_zero_point(view, operand.zero_point)
+    codes = real_codes(view.split(padded.float()), s, z, spec.dtype, (low, high), spec.zero_point_domain)
+    return view.merge((codes >= low) & (codes <= high))[: x.shape[0], : x.shape[1]]
