@@ -57,9 +57,8 @@ class Clip(Transform):
         names = {id(work.parameters[name]): name for name in work.recipes if name in work.parameters.slots}
         weights = [work.parameters[name] for name in names.values()]
         found: dict[str, dict[int | None, WeightInputs]] = {}
-        for (owner, expert), inputs in collect_inputs(
-            work.model, work.data, work.batches, weights, self.tokens
-        ).items():
+        collected = collect_inputs(work.model, work.data, work.batches, weights, self.tokens)
+        for (owner, expert), inputs in collected.items():
             found.setdefault(names[owner], {})[expert] = inputs
         return [self._clip(work, name, of) for name, of in found.items()]
 
@@ -112,6 +111,3 @@ class Clip(Transform):
         values = Grid.of(flat, spec, weight.dtype).values().to(blocks.dtype)
         difference = blocks - values.reshape(blocks.shape)
         return torch.einsum("nhgi,gij,nhgj->ng", difference, moments, difference)
-
-
-clip = Clip
