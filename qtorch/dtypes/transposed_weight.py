@@ -92,12 +92,7 @@ class PaddedWeight(MatrixWeight):
         columns = shape[-2] if cls is TransposedWeight else shape[-1]
         padding = matrix.scheme.shape[-1] - columns
         scheme = cls.scheme_type(matrix.scheme.spec, tuple(shape), matrix.scheme.dtype, max(0, padding))
-        if scheme.codes_shape != matrix.scheme.shape:
-            raise ValueError(
-                f"a matrix of shape {matrix.scheme.shape} does not fit a weight of shape {scheme.shape}, which takes "
-                f"{scheme.codes_shape}"
-            )
-        return cls(matrix.inner_tensors, scheme)
+        return cls.of_matrix(matrix, scheme)
 
     @staticmethod
     def to_matrix(weight: Tensor) -> Tensor:

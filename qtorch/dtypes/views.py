@@ -92,16 +92,24 @@ def _select(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 @implements_aten(aten.split.Tensor, aten.split_with_sizes.default)
-def _split(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    tensor, sizes = args[:2]
-    axis = args[2] if len(args) > 2 else kwargs.get("dim", 0)
-    length = tensor.scheme.shape[axis]
+def split(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Parts along an axis, of one size or of several."""
+    tensor, sizes, axis = (*args, kwargs.get("dim", 0))[:3]
+    ends = part_ends(sizes, tensor.scheme.shape[axis])
+    return [aten.slice.Tensor(tensor, axis, *pair) for pair in itertools.pairwise([0, *ends])]
+
+
+def part_ends(sizes: int | Sequence[int], length: int) -> list[int]:
+    """Where parts of these sizes, or of one size, end along an axis.
+
+    Raises:
+        ValueError: they do not add up to its length.
+    """
     if isinstance(sizes, int):
         sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
     if sum(sizes) != length:
-        raise ValueError(f"split: sizes {list(sizes)} do not add up to the {length} of axis {axis}")
-    ends = itertools.accumulate(sizes)
-    return [part_of(tensor, cut(tensor, axis, end - size, end, 1)) for size, end in zip(sizes, ends, strict=True)]
+        raise ValueError(f"split: sizes {list(sizes)} do not add up to {length}")
+    return list(itertools.accumulate(sizes))
 
 
 @implements_aten(aten.unbind.int)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import contextmanager
 from functools import partial
 from operator import delitem, setitem
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 from torch import Tensor, nn
 
@@ -146,6 +146,10 @@ class PreparedModule(nn.Module):
                 "torch; convert() the model first, or train it under FSDP2 or DistributedDataParallel"
             )
         super().register_parameter(name, param)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse `torch.jit.script`, which calls this first and would compile the forward with none of its state."""
+        raise TypeError("torch.jit.script cannot compile a layer in training; convert() the model, use torch.export")
 
     def check_convert(self) -> None:
         """Raise `ValueError` where `convert` could not do its work."""

@@ -350,10 +350,10 @@ def quantized_row(target: Target[Any], weight: Tensor, quantized: Any) -> LayerR
 
 def skipped_row(target: Target[Any]) -> LayerReport:
     """The report on a weight that is left alone."""
-    slot, parameter = target.slots[0], target.parameter
+    slot, parameter = target.slot, target.parameter
     size = 0 if nn.parameter.is_lazy(parameter) else parameter.nbytes
     shape = () if nn.parameter.is_lazy(parameter) else tuple(parameter.shape)
-    also = tuple(other.name for other in target.slots[1:])
+    also = tuple(other.name for other in target.slots if other is not slot)
     done = isinstance(parameter, QuantizedTensor) or isinstance(slot.module, PreparedModule)
     return LayerReport(slot.name, shape, "skipped", QUANTIZED_BEFORE if done else slot.reason, size, size, also=also)
 

@@ -30,11 +30,8 @@ _STRING_READERS: dict[str, Callable[[str], Any]] = {"torch": lambda name: _DTYPE
 
 
 def jsonable(cls: type[T]) -> type[T]:
-    """Class decorator: make a frozen dataclass, or an `enum.Enum`, readable by `from_json` under its class name.
-
-    Raises:
-        ValueError: another class has registered the same name.
-    """
+    """Class decorator: make a frozen dataclass, or an `enum.Enum`, readable by `from_json` under its class name, which
+    no other class may have."""
     name = cls.__name__
     if _CLASSES.setdefault(name, cls) is not cls:
         raise ValueError(f"jsonable: the name {name!r} is already taken by {_CLASSES[name]!r}")
@@ -120,9 +117,8 @@ def construct(cls: type[T], values: Mapping[Any, Any]) -> T:
     name, values = cls.__name__, {key: tuples(value) for key, value in values.items()}
     known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     if unknown := sorted(map(str, values.keys() - known)):
-        raise ValueError(
-            f"from_json: {name} has no field {', '.join(unknown)}; the data was written by a newer version of qtorch"
-        )
+        what = f"{name} has no field {', '.join(unknown)}"
+        raise ValueError(f"from_json: {what}; the data was written by a newer version of qtorch")
     try:
         made = cls(**values)
         hash(made)

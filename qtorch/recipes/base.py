@@ -170,8 +170,15 @@ class Recipe:
 
     def __str__(self) -> str:
         """The call that makes the recipe, without default arguments and without data."""
-        shown = [f.name for f in fields(self) if f.repr and getattr(self, f.name) != f.default]  # type: ignore[arg-type]
-        return f"{self.name}({', '.join(f'{name}={_word(getattr(self, name))}' for name in shown)})"
+        arguments = []
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if field.repr and value != field.default:
+                text = (
+                    str(value) if isinstance(value, Recipe) else value.name if isinstance(value, Enum) else repr(value)
+                )
+                arguments.append(f"{field.name}={text}")
+        return f"{self.name}({', '.join(arguments)})"
 
 
 def check_float_weight(weight: Tensor) -> None:
@@ -284,9 +291,3 @@ def register_recipe(name: str) -> Callable[[C], C]:
         return cls
 
     return decorate
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, Recipe):
-        return str(value)
-    return value.name if isinstance(value, Enum) else repr(value)

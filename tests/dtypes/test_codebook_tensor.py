@@ -324,7 +324,7 @@ def test_explain_and_strict() -> None:
 def test_repr() -> None:
     assert repr(quantized("3 bits group")) == (
         "LUTQuantizedTensor(weight uint3 k-means PerGroup(group_size=32), layout=PackedLayout(), "
-        "shape=(32, 128), dtype=torch.float32, device=cpu)"
+        "shape=(32, 128), dtype=torch.float32, device=cpu, 4,096 bytes)"
     )
 
 

@@ -201,7 +201,7 @@ or dequantize() first
 a view of shape (2048,) of a tensor of shape (32, 64) cuts across its blocks (int8 PerBlock(sizes=(8, 16))
 symmetric); dequantize() first
 index_select along axis 0 cuts blocks of 8 (int8 PerBlock(sizes=(8, 16)) symmetric); dequantize() first
-split: sizes [8, 8] do not add up to the 32 of axis 0
+split: sizes [8, 8] do not add up to 32
 cat along axis 1: one scale spans the axis (int8 PerRow() symmetric); dequantize() first
 cat joins tensors quantized alike, got AffineQuantizedTensor(weight int8 PerRow() symmetric,
 layout=PlainLayout(), shape=(32, 64), dtype=torch.float32, device=cpu, 2,176 bytes) and

@@ -15,6 +15,7 @@ from ...checkpoint.header import check_fits
 from ...checkpoint.tensor_file import ALIGNMENT, TensorFile
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor
 from ...dtypes.serialize import from_canonical
+from ...quantize_api import quantize_
 from ...recipes.base import Recipe
 from ...training.weights.base import TrainingWeight
 from ...training.weights.codes import CodesWeight
@@ -34,9 +35,6 @@ class StoredWeights:
         owners: key in a file -> (name of the parameter, part).
         parts: every part that one of them has.
         others: keys in the files that are not parts of quantized parameters -> the file.
-
-    Raises:
-        ValueError: the files are not safetensors, or their headers not valid.
     """
 
     def __init__(self, files: Sequence[str], config: QtorchConfig, dtype: torch.dtype) -> None:
@@ -61,11 +59,7 @@ class StoredWeights:
         self.others = {key: path for key, path in keys.items() if key not in self.owners}
 
     def tensor(self, name: str, parts: Mapping[str, Tensor]) -> QuantizedTensor:
-        """The quantized tensor that the files call `name` from its stored parts.
-
-        Raises:
-            ValueError: the parts are not valid.
-        """
+        """The quantized tensor that the files call `name` from its stored parts."""
         entry = self.index.quantized[name]
         by_key = {key: aligned(parts[part]) for part, key in entry["tensors"].items() if part in parts}
         tensor = from_canonical(entry, by_key.__getitem__)
@@ -77,11 +71,7 @@ class StoredWeights:
 
 
 def placed(tensor: QuantizedTensor, model: nn.Module, place: str) -> nn.Parameter:
-    """The tensor as the parameter `place` of `model`.
-
-    Raises:
-        ValueError: it does not fit.
-    """
+    """The tensor as the parameter `place` of `model`."""
     path, _, attribute = place.rpartition(".")
     module: Any = model.get_submodule(path)
     check_fits(Path(place), place, (module, attribute, module._parameters[attribute]), tensor)
@@ -91,11 +81,6 @@ def placed(tensor: QuantizedTensor, model: nn.Module, place: str) -> nn.Paramete
 def aligned(tensor: Tensor) -> Tensor:
     """The tensor where torch would allocate it: files of other packages do not align it, and products depend on it."""
     return tensor.clone() if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT else tensor
-
-
-def is_quantized(model: nn.Module) -> bool:
-    """Whether a parameter of the model is quantized, or in training."""
-    return any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
 
 
 # Weights in training: a folder holds their floats, or codes, and what their recipe has added to the model.
@@ -111,13 +96,7 @@ def to_be_read_later(model: Any, stored: StoredWeights, config: QtorchConfig) ->
 
 
 def prepare(model: Any, plan: Plan | None, stored: StoredWeights | None, config: QtorchConfig) -> dict[str, Recipe]:
-    """Prepare the weights in training of a model that is loaded; their recipes by name.
-
-    Raises:
-        ValueError: a recipe is not known to this version, or does not fit the model.
-    """
-    from ...quantize_api import quantize_
-
+    """Prepare the weights in training of a model that is loaded; their recipes by name."""
     recipes = dict(plan.trained) if plan is not None else config.trained()
     if not recipes:
         return {}

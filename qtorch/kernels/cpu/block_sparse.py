@@ -13,19 +13,18 @@ from torch import Tensor
 from ...primitives.layouts.packed import can_pack_bits
 from ..custom_ops import note, opaque, recording
 from ..linear.block_sparse import block_sparse_int8_mm, block_sparse_weight_mm
-from ..linear.scaled import INTEGERS, supports_int32
-from ..ops.quantize import quantize_input
-from ..registry import Problem, from_rows, needs_floats, register, to_rows
+from ..linear.scaled import supports_int32
+from ..ops.quantize import Quantized, quantize_input
+from ..registry import Problem, from_rows, needs_floats, to_rows
 from . import weight
 from .compiled_library import TYPES, library, missing, threads
 from .int8_linear import quantize_rows, row_quantizer
 from .memory import address, empty
 from .structs import BlockCall, Blocks, Input, Output, pack
-from .weight import CompiledWeight
+from .weight import CompiledWeight, register_compiled
 from .weight_only import where_finite
 
-BLOCK_MULTIPLE = 16
-"""The size of a block is a multiple of this."""
+BLOCK_MULTIPLE = 16  # the size of a block is a multiple of this
 
 
 @opaque(lambda x, xs, xz, codes, columns, n, *rest: x.new_empty(x.shape[0], n, dtype=rest[-2]))
@@ -65,7 +64,7 @@ def cpu_block_sparse_mm(
     size = n // rows
     _check_columns(columns, n, k)
     stored = CompiledWeight.of(codes, scale, None, n, kept * size, weight_dtype, packed, "NONE", 0.0)
-    compiled = library() if stored.fields else None
+    compiled = stored.compiled
 
     def in_torch() -> Tensor:
         note("cpu_block_sparse_mm.torch")
@@ -112,7 +111,7 @@ def _check_columns(columns: Tensor, n: int, k: int) -> None:
         )
 
 
-def _quantized(x: Tensor, quantized: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+def _quantized(x: Tensor, quantized: Any) -> Quantized:
     """(codes, scale, zero point) of the rows of x."""
     quantizer = row_quantizer(quantized.scheme.activation)
     if quantizer is None or torch.compiler.is_compiling() or library() is None:
@@ -126,32 +125,17 @@ def _supports(problem: Problem) -> str | None:
         return reason
     layout: Any = scheme.layout
     group = scheme.weight.block_size(scheme.shape)[1]
-    if layout.block_size % BLOCK_MULTIPLE or (group != scheme.shape[1] and group % BLOCK_MULTIPLE):
-        return (
-            f"takes blocks and groups of a multiple of {BLOCK_MULTIPLE}, the weight has {layout.block_size} and {group}"
-        )
+    size = layout.block_size
+    if size % BLOCK_MULTIPLE or (group != scheme.shape[1] and group % BLOCK_MULTIPLE):
+        return f"takes blocks and groups of a multiple of {BLOCK_MULTIPLE}, the weight has {size} and {group}"
     return missing()
 
 
-@register(
-    "linear",
-    layout="block_sparse",
-    weight=INTEGERS,
-    activation=("int8",),
-    device="cpu",
-    priority=30,
-    supports=_supports,
-    name="cpu_block_sparse_int8_mm",
+@register_compiled(
+    "linear", layout="block_sparse", activation=("int8",), supports=_supports, name="cpu_block_sparse_int8_mm"
 )
-@register(
-    "linear",
-    layout="block_sparse",
-    weight=INTEGERS,
-    activation=(),
-    device="cpu",
-    priority=30,
-    supports=_supports,
-    name="cpu_block_sparse_weight_only_mm",
+@register_compiled(
+    "linear", layout="block_sparse", activation=(), supports=_supports, name="cpu_block_sparse_weight_only_mm"
 )
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme, rows = quantized.scheme, to_rows(x)

@@ -15,10 +15,9 @@ from ...primitives.affine import ZeroPointDomain, dequantize_affine
 from ...primitives.layouts.packed import unpack_codes
 from ...primitives.qdtype import qdtype
 from ..custom_ops import note, opaque
-from ..linear.scaled import INTEGERS
-from ..registry import Problem, needs_floats, register
+from ..registry import Problem, needs_floats
 from . import weight
-from .compiled_library import TYPES, library, threads
+from .compiled_library import TYPES, threads
 from .memory import address, empty
 from .structs import EmbedCall, Weight, struct_of
 
@@ -39,7 +38,7 @@ def cpu_embedding(
     domain: str,
     output_dtype: torch.dtype,
 ) -> Tensor:
-    """The equation above.
+    """The equation above, (I, D) in `output_dtype`: fp32, bf16 or fp16.
 
     Args:
         ids: (I) int64 or int32.
@@ -49,29 +48,19 @@ def cpu_embedding(
         low, high: bounds of the codes.
         domain: name of a `ZeroPointDomain`.
 
-    Returns:
-        (I, D) in `output_dtype`: fp32, bf16 or fp16.
-
     Raises:
         IndexError: an id is not in [0, V).
     """
-    n, k = shape
-    compiled, middle = library(), (low + high + 1) / 2
-    fields = weight.CompiledWeight.of(codes, scale, zero_point, n, k, dtype, packed, domain, middle).fields
+    (n, k), middle = shape, (low + high + 1) / 2
+    stored = weight.CompiledWeight.of(codes, scale, zero_point, n, k, dtype, packed, domain, middle)
+    compiled, fields = stored.compiled, stored.fields
     if compiled is None or fields is None or ids.dtype not in (torch.int64, torch.int32):
         note("cpu_embedding.torch")
         rows, kind = codes.index_select(0, ids), qdtype(dtype)
-        return dequantize_affine(
-            unpack_codes(rows, kind, k) if packed else rows,
-            (1, k // scale.shape[1]),
-            scale.expand(n, -1).index_select(0, ids),
-            None if zero_point is None else zero_point.expand(n, -1).index_select(0, ids),
-            kind,
-            low,
-            high,
-            ZeroPointDomain[domain],
-            output_dtype,
-        )
+        rows = unpack_codes(rows, kind, k) if packed else rows
+        block, factor = (1, k // scale.shape[1]), scale.expand(n, -1).index_select(0, ids)
+        zeros = None if zero_point is None else zero_point.expand(n, -1).index_select(0, ids)
+        return dequantize_affine(rows, block, factor, zeros, kind, low, high, ZeroPointDomain[domain], output_dtype)
     note(f"cpu_embedding.{compiled.instruction_set}")
     ids = ids.contiguous()
     count = ids.shape[0]
@@ -92,20 +81,15 @@ def _supports(problem: Problem) -> str | None:
     return weight.supports(problem)
 
 
-@register(
+@weight.register_compiled(
     "embedding",
-    layout=("plain", "packed"),
-    weight=INTEGERS,
-    device="cpu",
-    priority=30,
     supports=_supports,
     checks_memory=True,
     note="saves memory; and time, only for many long rows in fp32",
     name="cpu_embedding",
 )
 def _embedding(ids: Tensor, table: Any) -> Tensor:
-    scheme = table.scheme
-    form = weight.form(scheme)
-    rows = ids.reshape(-1)
-    y = cpu_embedding(rows, table.qdata, scheme.shape, table.scale, table.zero_point, *form, scheme.dtype)
+    scheme, rows = table.scheme, ids.reshape(-1)
+    about = *weight.form(scheme), scheme.dtype
+    y = cpu_embedding(rows, table.qdata, scheme.shape, table.scale, table.zero_point, *about)
     return y.reshape(*ids.shape, scheme.shape[1])

@@ -22,7 +22,7 @@ from ...primitives import QuantSpec
 from ...primitives.affine import lost_rows, without_rows
 from ...primitives.scale_rules import Joins
 from .gemm_spec import GemmSpec, TrainingSpec
-from .operand import StaticRange, Total
+from .operand import ContractionState, StaticRange, Total
 
 AXES = {
     "output.lhs": "mk",
@@ -36,7 +36,7 @@ AXES = {
 
 
 @dataclass(frozen=True)
-class Split:
+class Split(ContractionState):
     """A `ContractionState`; see the top of the file.
 
     Args:
@@ -48,14 +48,6 @@ class Split:
     group: Any
     axis: str
     length: int
-
-    @property
-    def active(self) -> bool:
-        return True
-
-    @property
-    def observes(self) -> bool:
-        return False
 
     def range_of(self, operand: str, x: Tensor, spec: QuantSpec) -> StaticRange | None:
         axis = AXES[operand].find(self.axis)

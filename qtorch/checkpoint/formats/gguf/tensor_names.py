@@ -110,11 +110,7 @@ class Names(NamedTuple):
 
 
 def names_of(metadata: Mapping[str, Any], stored: Iterable[str]) -> Names:
-    """The parameters of the file with these metadata and tensors.
-
-    Raises:
-        ValueError: the metadata do not have the heads of an architecture that permutes rows.
-    """
+    """The parameters of the file with these metadata and tensors."""
     stored = [name for name in stored if not _DERIVED.fullmatch(name)]
     called = metadata.get("general.architecture")
     known = ARCHITECTURES.get(called) if isinstance(called, str) else None
