@@ -3,11 +3,11 @@
     score = 1/2 tr(G D H D^T),    D = W - Q,  H = E[x x^T],  G diagonal
 
 with the inputs x of the weight, and G_n the sum of the squared gradients of output n over all rows (see
-`statistics.output_gradients`), divided by the number of rows of the model's output: the expected divergence of a row.
+`output_gradients`), divided by the number of rows of the model's output: the expected divergence of a row.
 Without gradients G = I / tr(W H W^T), so that the score is half the relative error of the outputs of the layer: errors
 of layers whose outputs differ in size cannot be compared otherwise. Without data it is |D|^2 / (2 |W|^2).
 
-One H is kept at a time: weights are scored in the order in which the model runs, by the engine of `blockwise`.
+One H is kept at a time: weights are scored in the order in which the model runs, by `engine.in_order`.
 """
 
 from __future__ import annotations

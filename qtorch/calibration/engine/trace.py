@@ -76,12 +76,12 @@ def trace(
 
 def _stages(weights: Sequence[Tensor], uses: Iterable[Use]) -> list[Stage]:
     """Stages of these weights in the order of their first use; weights that were not used are the last stage."""
-    wanted = {id(weight) for weight in weights}
+    of_interest = {id(weight) for weight in weights}
     stages: dict[int, Stage] = {}
     of_weight: dict[int, Stage] = {}
     for use in uses:
         key = id(use.weight)
-        if key not in wanted:
+        if key not in of_interest:
             continue
         if key in of_weight:
             of_weight[key].once = False
@@ -121,14 +121,14 @@ def _find_blocks(model: nn.Module, calls: _Calls, weights: Sequence[Tensor]) -> 
 
     A weight that is also used elsewhere, such as a shared layer, keeps its container from being blocks.
     """
-    wanted = {id(weight) for weight in weights}
+    of_interest = {id(weight) for weight in weights}
     for kind in CONTAINERS:
         found: list[nn.Module] = []
         for container in _outermost(model, kind, calls):
-            found += [member for member in container if any(id(p) in wanted for p in member.parameters())]
+            found += [member for member in container if any(id(p) in of_interest for p in member.parameters())]
         holders: dict[int, int] = {}
         for block in found:
-            for parameter in {id(p) for p in block.parameters()} & wanted:
+            for parameter in {id(p) for p in block.parameters()} & of_interest:
                 holders[parameter] = holders.get(parameter, 0) + 1
         if len(found) >= 2 and all(count == 1 for count in holders.values()):
             return sorted(found, key=lambda block: calls.begun[block][0])

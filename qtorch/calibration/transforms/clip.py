@@ -79,7 +79,7 @@ class Clip(Transform):
             old = new = consumer.error(one)
             clamped = self._clamped(matrix, rows, recipe.linear_spec().weight)
             other = Consumer(clamped, consumer.channels, False, inputs, recipe)
-            other.wanted = consumer.wanted
+            other.reference = consumer.reference
             if (error := other.error(one)) < old:
                 new = error
                 result[... if expert is None else expert] = clamped

@@ -223,19 +223,19 @@ class Propagation:
                     self.blocked[index] = reason
                     self.changed = True
 
-    def want(self, operand: Any, have: Tensor | None, wanted: Tensor | None, reason: str) -> None:
-        """Have an operand scaled as `wanted`: by scaling the parameter that it is a view of, or else by blocking."""
+    def require(self, operand: Any, have: Tensor | None, required: Tensor | None, reason: str) -> None:
+        """Have an operand scaled as `required`: by scaling the parameter that it is a view of, or else by blocking."""
         if have is None:
-            if wanted is not None and not self.request(operand, wanted):
-                self.block(wanted, reason)
+            if required is not None and not self.request(operand, required):
+                self.block(required, reason)
             return
-        have, wanted = torch.broadcast_tensors(have, torch.zeros_like(have) if wanted is None else wanted)
-        differ = have != wanted
+        have, required = torch.broadcast_tensors(have, torch.zeros_like(have) if required is None else required)
+        differ = have != required
         if bool(differ.any()):
-            missing = torch.where(differ & (have == 0), wanted, torch.zeros_like(wanted))
+            missing = torch.where(differ & (have == 0), required, torch.zeros_like(required))
             if bool((differ & (have != 0)).any()) or not self.request(operand, compact(missing)):
                 self.block(torch.where(differ, have, torch.zeros_like(have)), reason)
-                self.block(torch.where(differ, wanted, torch.zeros_like(wanted)), reason)
+                self.block(torch.where(differ, required, torch.zeros_like(required)), reason)
 
     def request(self, node: Any, labels: Tensor) -> bool:
         """Scale the parameter that a node is a view of; False if it is none."""

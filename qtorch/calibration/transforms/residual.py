@@ -95,10 +95,10 @@ class ResidualStream:
                     pending += user.users
                 elif _name(user) not in IGNORED:
                     uses.add(user)
-        wanted = list(self.seen[name].values())
-        if uses != set(self.seen[name]) or any(axes != wanted[0] for axes in wanted):
+        of_uses = list(self.seen[name].values())
+        if uses != set(self.seen[name]) or any(axes != of_uses[0] for axes in of_uses):
             raise CannotRotate(f"{name} is also used where it is not rotated")
-        return wanted[0]
+        return of_uses[0]
 
     def neutral(self, node: Any) -> bool:
         """Whether a node is the weight of a norm, which then has to be folded away."""

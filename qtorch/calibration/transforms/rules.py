@@ -1,7 +1,7 @@
 """Rules: how an operation passes on the scales of its inputs, in the form that `Propagation` takes.
 
 An operation without a rule blocks all scales that reach it. A rule may be wrong for an unusual model: folds are
-verified numerically before they are used (see `verify`).
+verified numerically before they are used (see `work`).
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _added(p: Propagation, node: fx.Node) -> Labels:
         p.block(of_a, _feeds(node))
         return None
     labels = _fitting(p, node, of_a)
-    p.want(b, of_b, labels, _feeds(node))  # type: ignore[arg-type]
+    p.require(b, of_b, labels, _feeds(node))  # type: ignore[arg-type]
     return labels
 
 
@@ -171,7 +171,7 @@ def _normalized(p: Propagation, node: fx.Node) -> Labels:
         if labels is None:
             p.block(p.labels(bias), _feeds(node))
         else:
-            p.want(bias, p.labels(bias), labels, _feeds(node))
+            p.require(bias, p.labels(bias), labels, _feeds(node))
     return None if labels is None else _fitting(p, node, labels)
 
 
@@ -219,7 +219,7 @@ def _product(p: Propagation, node: fx.Node, x: Any, weight: Any, bias: Any, tran
     of_x, of_weight, shape = p.labels(x), turned(p.labels(weight)), shape_of(weight)
     if shape is None or (of_x is not None and any(size != 1 for size in of_x.shape[:-1])):
         return _unknown(p, node)
-    wanted = None if of_x is None else -of_x.reshape((1,) * (len(shape) - 1) + (of_x.shape[-1],))
+    required = None if of_x is None else -of_x.reshape((1,) * (len(shape) - 1) + (of_x.shape[-1],))
     of_rows = of_columns = None
     if of_weight is not None:
         rows, columns = of_weight.shape[-2:]
@@ -233,17 +233,17 @@ def _product(p: Propagation, node: fx.Node, x: Any, weight: Any, bias: Any, tran
         if any(size != 1 for size in of_weight.shape[:-2]):
             p.block(of_weight, reason)
             return None
-    if of_rows is not None and wanted is not None:
-        p.block(wanted, reason)
+    if of_rows is not None and required is not None:
+        p.block(required, reason)
         p.block(of_rows, reason)
         return None
-    if wanted is not None or of_columns is not None:
-        p.want(weight, turned(of_columns), turned(wanted), reason)
+    if required is not None or of_columns is not None:
+        p.require(weight, turned(of_columns), turned(required), reason)
     labels = None if of_rows is None else of_rows.reshape(-1)
     if isinstance(bias, fx.Node):
         of_bias = p.labels(bias)
         if labels is not None:
-            p.want(bias, of_bias, labels, reason)
+            p.require(bias, of_bias, labels, reason)
         else:
             p.block(of_bias, reason)
     return None if labels is None else _fitting(p, node, labels)

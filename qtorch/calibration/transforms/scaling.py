@@ -47,7 +47,7 @@ class Consumer:
         divided = self._by_rows(self.weight).to(rows.dtype) / by
         rounded = Grid.of(divided, self.recipe.linear_spec().weight, self.weight.dtype).values().to(rows.dtype)
         got = self._quantized(rows * by) @ rounded.t()
-        return float((got - self.wanted).square().sum() / self.energy)
+        return float((got - self.reference).square().sum() / self.energy)
 
     @cached_property
     def rows(self) -> Tensor:
@@ -55,13 +55,13 @@ class Consumer:
         return self.inputs.rows
 
     @cached_property
-    def wanted(self) -> Tensor:
+    def reference(self) -> Tensor:
         """The outputs for `rows`, (M, N)."""
         return self.rows @ self._by_rows(self.weight.to(self.rows.dtype)).t()
 
     @cached_property
     def energy(self) -> Tensor:
-        return self.wanted.square().sum().clamp(min=torch.finfo(torch.float32).tiny)
+        return self.reference.square().sum().clamp(min=torch.finfo(torch.float32).tiny)
 
     def _by_rows(self, weight: Tensor) -> Tensor:
         return weight.t() if self.transposed else weight
@@ -130,9 +130,9 @@ def search_scales(
     ]
     message = "the outputs of the model change with these scales"
     wrong = [TransformReport(transform, fold.name, "reverted", message, tuple(fold.consumers)) for fold in changing]
-    wanted = {name: work.parameters[name] for fold in folds for name in fold.consumers if name in work.recipes}
-    names = {id(parameter): name for name, parameter in wanted.items()}
-    collected = collect_inputs(work.model, work.data, work.batches, wanted.values(), tokens)
+    searched = {name: work.parameters[name] for fold in folds for name in fold.consumers if name in work.recipes}
+    names = {id(parameter): name for name, parameter in searched.items()}
+    collected = collect_inputs(work.model, work.data, work.batches, searched.values(), tokens)
     by_name = {(names[owner], expert): found for (owner, expert), found in collected.items()}
     before = {name: work.parameters[name] for fold in folds for name in fold.labels}
     chosen: dict[str, tuple[Fold, Tensor]] = {}
