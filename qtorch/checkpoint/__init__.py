@@ -8,8 +8,17 @@ temporary folder; then the shards are moved into place under new names, and the 
 Checkpoints of other packages are read by the same function: each of their formats is a `Source` (`source.py`).
 """
 
+from importlib import import_module
+from types import ModuleType
+
 from . import folder_source, formats, sources  # noqa: F401 (register the formats)
 from .load import load_quantized
 from .save import save_quantized
 
 __all__ = ["load_quantized", "save_quantized"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name == "streaming":  # it needs recipes that look at data
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
