@@ -5,7 +5,7 @@ The file at `path` is the root: it holds the first tensors and, in its header, t
 temporary folder; then the shards are moved into place under new names, and the root last. So if the process dies,
 `path` is either the complete old checkpoint or the new one; the next save removes leftover files.
 
-Checkpoints of other packages are read by the same function: each of their formats is a `Source` (`source.py`).
+Checkpoints of other packages are read by the same function: each of their formats is a `Source` (`sources.py`).
 """
 
 from importlib import import_module

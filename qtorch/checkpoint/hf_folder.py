@@ -40,11 +40,9 @@ class HFFolder:
         path: the folder, its index, or one safetensors file, whose configuration is read from the folder that it is in.
 
     Attributes:
-        path: as given.
         root: the folder.
         config: contents of config.json; empty if there is none.
         metadata: metadata of all the files; a later file wins.
-        files: the open files.
         stored: dtype, shape and place of every tensor, by name.
     """
 

@@ -93,12 +93,8 @@ def clear_folder(path: Path, keep: str) -> None:
 def lock(path: Path, what: Path) -> int:
     """An open file that only one process can have; closing it, or the end of the process, releases it.
 
-    Args:
-        path: made if there is none; what is not a regular file is removed.
-        what: named in the error.
-
-    Raises:
-        BlockingIOError: another process has it.
+    It is made if there is none; what is not a regular file is removed. If another process has it, `BlockingIOError`
+    says so of `what`.
     """
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
         path.unlink()
@@ -216,14 +212,9 @@ class PartFile:
 
     @classmethod
     def from_json(cls, path: Path, data: Any, moved: Path | None = None) -> PartFile:
-        """Continue the file that `to_json` described.
+        """Continue the file that `to_json` described; `moved` is where it may be once it is finished.
 
-        Args:
-            data: from a journal, which may be untrusted.
-            moved: where the file may be once it is finished.
-
-        Raises:
-            Damaged: there is no such file, or it does not hold these tensors.
+        The data may be untrusted: it is `Damaged` unless there is a file that holds these tensors.
         """
         try:
             room, written = data["room"], [Written.parse(row) for row in data["written"]]

@@ -28,13 +28,7 @@ C = TypeVar("C", bound="type[Source]")
 
 
 class Contents(NamedTuple):
-    """What is known of a stored parameter without reading its data.
-
-    Attributes:
-        shape, dtype: logical; those of the dequantized tensor.
-        nbytes: size in the file.
-        scheme: None for a tensor that is not quantized.
-    """
+    """What is known of a stored parameter without its data: logical shape and dtype, bytes in the file, its scheme."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -46,8 +40,6 @@ class Source(ABC):
     """A checkpoint that is open for reading; a context manager.
 
     Attributes:
-        format: name of the format, for messages.
-        path: the file or folder.
         names: names of all parameters and buffers, aliases included.
         aliases: further name of a tensor -> its name.
         note: where names come from, for the error where they are not those of a model; may be empty.

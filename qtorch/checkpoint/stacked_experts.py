@@ -95,7 +95,6 @@ def split_experts(name: str, tensor: Tensor, config: Mapping[str, Any]) -> dict[
     Args:
         name: the name in the model, for which `is_fused`.
         tensor: (experts, rows, columns), plain or quantized.
-        config: contents of the config.json of the model.
     """
     found = _FUSED.fullmatch(name)
     model_type = config.get("model_type")
@@ -165,12 +164,7 @@ def joined_in_models(stored: Iterable[str]) -> list[list[str]]:
 
 
 class FusedSource(Source):
-    """A Source with fused experts; see `fuse_experts`.
-
-    Attributes:
-        fused: name in the model -> the stored names of the matrices of each expert.
-        renamed: name in the model -> stored name.
-    """
+    """A Source with fused experts: the stored names of the matrices of each, by the name in the model."""
 
     def __init__(self, source: Source, fused: Mapping[str, list[list[str]]], renamed: Mapping[str, str]) -> None:
         self.source = source

@@ -386,9 +386,15 @@ def edit_places(folder: Path, rng: random.Random) -> tuple[str, bool]:
     return f"{path.name}: {kind}", True
 
 
+def edit_header(folder: Path, rng: random.Random) -> tuple[str, bool]:
+    """One that says the same has other bytes, and so has what is continued."""
+    what, _ = damage.edit_header(folder, rng)
+    return what, False
+
+
 DAMAGES: list[damage.Damage] = [
     *[damage.edit_json] * 4,
-    *[damage.edit_header] * 2,
+    *[edit_header] * 2,
     damage.edit_bytes,
     damage.edit_tensor,
     edit_places,

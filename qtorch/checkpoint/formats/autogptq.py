@@ -9,7 +9,7 @@ GPTQ: AutoGPTQ, GPTQModel, optimum.
     w = (q - z) * s
 
 `checkpoint_format` says how zero points are stored: "gptq" z - 1, "gptq_v2" z; both pack densely, so that codes of 3
-bits straddle words. "gptq_p" stores z and packs in planes (`bit_stream`). Sources: AutoGPTQ 0.7.1
+bits straddle words. "gptq_p" stores z and packs in planes (`blocks.unpack_planar`). Sources: AutoGPTQ 0.7.1
 `qlinear_cuda_old.py`, GPTQModel 7.7 `nn_modules/qlinear/__init__.py` and `utils/planar_packing.py`.
 
 AWQ in the gemm packing: AutoAWQ, GPTQModel, transformers.

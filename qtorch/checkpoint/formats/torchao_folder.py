@@ -38,13 +38,7 @@ _MX_ELEMENTS = {"float8_e4m3fn": None, "float8_e5m2": None, "float4_e2m1fn_x2": 
 
 
 class Entry:
-    """A tensor of torchao in a file.
-
-    Attributes:
-        name, kind: of the parameter, of its class.
-        tensors: part -> stored name.
-        attributes: of the class, from the metadata.
-    """
+    """A tensor of torchao in a file: its class `kind` with attributes, and the stored name of each part."""
 
     def __init__(self, folder: HFFolder, name: str, kind: str, attributes: Mapping[str, Any]) -> None:
         self.folder = folder

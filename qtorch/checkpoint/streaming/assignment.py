@@ -153,12 +153,10 @@ def assign(
     """The target of each weight of two or more axes that is not quantized, by its name.
 
     Args:
-        contents: what is stored under each name.
-        recipe: see `quantize_checkpoint`.
+        recipe, reach, on_misfit: see `quantize_checkpoint`.
         source: for the largest magnitudes of weights in NVFP4, if engines join them.
         config: contents of config.json.
         format: in which the weights will be stored: recipes are completed as engines need it.
-        reach, on_misfit: see the arguments `targets` and `on_misfit` of `quantize_`.
     """
     floats = {name: of for name, of in contents.items() if of.scheme is None}
     model = skeleton(floats, config.get("model_type"))

@@ -126,11 +126,9 @@ class Form(ABC):
 
     @abstractmethod
     def resume(self, progress: Any, names: Sequence[str], stored: Sequence[str]) -> None:
-        """Continue from `progress`, which may be untrusted.
+        """Continue from `progress`, which may be untrusted, and the names of the tensors that are stored.
 
-        Args:
-            names: the parameters that are stored, and the next one, which may be in `progress` already.
-            stored: the names of their tensors.
+        The last of the names of parameters is that of the next one, which may be in `progress` already.
         """
 
 

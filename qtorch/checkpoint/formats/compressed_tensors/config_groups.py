@@ -31,13 +31,11 @@ class Config:
         groups: (targets, group) pairs in the order of the file. A target is the name of a module, a regular expression
             after ``re:``, which matches from the beginning of the name, or the name of a class of modules.
         version: of the package that wrote the file, None if it is not known.
-        kv_cache: the KV cache is quantized too.
         notes: what is left out, for people.
     """
 
     groups: list[tuple[list[str], Group]] = field(default_factory=list)
     version: tuple[int, ...] | None = None
-    kv_cache: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -48,7 +46,7 @@ class Config:
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Config:
         """From the contents of config.json, which must be valid, and nothing that this package cannot represent."""
-        made = cls(version=_version(data.get("version")), kv_cache=data.get("kv_cache_scheme") is not None)
+        made = cls(version=_version(data.get("version")))
         _refuse_transforms(data)
         overall = data.get("format")
         groups = data.get("config_groups")
@@ -185,12 +183,7 @@ def ignored(floats: Iterable[str]) -> list[str]:
 
 
 def check_joined(quantized: Mapping[str, Mapping[str, Any]], floats: Collection[str]) -> None:
-    """Check that modules that vLLM joins are quantized alike, or all not.
-
-    Args:
-        quantized: what has to agree, by the name of the module: the group, and scales that parts share.
-        floats: modules that are not quantized.
-    """
+    """Check that modules that vLLM joins are quantized alike, in the fields of `_WORDS`, or all not."""
     problems = []
     for names, fields in _joined_sets(dict.fromkeys([*quantized, *floats])):
         first = quantized.get(names[0])

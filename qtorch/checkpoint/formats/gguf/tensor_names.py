@@ -59,12 +59,9 @@ _DERIVED = re.compile(r"(blk\.\d+\.)?rope_(freqs|factors_long|factors_short)\.we
 
 @dataclass(frozen=True)
 class Architecture:
-    """What llama.cpp calls an architecture.
+    """Names within a layer, of llama.cpp -> of transformers, without ".weight" and ".bias"; and what was done to them.
 
-    Args:
-        layer: names within a layer, of llama.cpp -> of transformers, without ".weight" and ".bias".
-        permutes: the rows of q and k are permuted.
-        norm_offset: what was added to the weights of norms.
+    The rows of q and k may be permuted, and `norm_offset` was added to the weights of norms.
     """
 
     layer: Mapping[str, str]

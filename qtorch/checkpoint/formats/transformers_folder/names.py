@@ -29,11 +29,7 @@ NAMES_VERSION = 1
 
 
 def stored(name: str, tensor: QuantizedTensor) -> tuple[dict[str, Tensor], Entry]:
-    """The plain tensors that stand for a quantized parameter, by stored name, and its entry in the `Index`.
-
-    Args:
-        name: fully-qualified name of the parameter.
-    """
+    """The plain tensors that stand for a quantized parameter, by stored name, and its entry in the `Index`."""
     tensors, entry = to_canonical(name, tensor)
     codes = f"{name}_codes"
     renamed = {codes if key == name else key: value for key, value in tensors.items()}
@@ -125,13 +121,9 @@ to rename (and whose experts it has to fuse) while it loads them."""
 
 
 def quantization_config(recipe: Any = None, names: Names = "model", **more: Any) -> dict[str, Any]:
-    """The JSON data of `quantization_config` in config.json.
+    """The JSON data of `quantization_config` in config.json, with `more` keys.
 
-    Args:
-        recipe: the recipe, or the mapping of names to recipes, for people who read the file: loading does not need it.
-            What has no JSON form is written as text.
-        names: see `Names`.
-        more: further keys, as JSON data.
+    The recipe, or the mapping of names to recipes, is for people who read the file: loading does not need it.
     """
     return {"quant_method": QUANT_METHOD, "version": VERSION, "recipe": recipe_json(recipe), "names": names, **more}
 
