@@ -15,7 +15,7 @@ from qtorch.calibration import Nearest, Transform, auto, awq, calibrated, gptq, 
 from qtorch.calibration.data import Data
 from qtorch.calibration.transforms.inputs import collect_inputs
 from qtorch.calibration.transforms.work import difference, outputs
-from tests.calibration.transform_models import PreNorm, of_transformers, randomize, tokens
+from tests.calibration.transform_models import PreNorm, of_transformers, randomize, slow_but, tokens
 
 W8A8 = qtorch.int8_dynamic_activation_int8_weight()
 INT3 = qtorch.intx_weight_only("int3", group_size=16)
@@ -198,7 +198,7 @@ def test_inputs_without_padding() -> None:
     assert (found.rows.unsqueeze(1) == rows).all(-1).any(1).all()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2_moe", "gemma", "gpt2", "vit"])
+@pytest.mark.parametrize("name", slow_but("llama", ["llama", "qwen2_moe", "gemma", "gpt2", "vit"]))
 def test_models_of_transformers(name: str) -> None:
     make, batch = of_transformers()[name]
     torch.manual_seed(0)
