@@ -19,7 +19,6 @@ from torch import Tensor
 from ..kernels.ops.quantize import quantize_weight
 from ..primitives import LinearSpec, QuantSpec
 from ..primitives.double_quant import dequantize_zero_point
-from ..primitives.layouts import PlainLayout
 from ..primitives.layouts.base import FLOATS, INTEGERS, Form, Forms, Plain, check_inner_tensors
 from ..primitives.spec import Scheme
 from .base import QuantizedTensor, with_dense_scales
@@ -59,11 +58,6 @@ class AffineQuantizedTensor(QuantizedTensor):
         if activation.has_zero_point:
             forms["act_zero_point"] = (Form(shape, FLOATS if activation.zero_point_domain.is_real else INTEGERS),)
         return forms
-
-    @classmethod
-    def complete(cls, spec: LinearSpec | QuantSpec) -> LinearSpec:
-        linear = spec if isinstance(spec, LinearSpec) else LinearSpec(spec)
-        return replace(linear, layout=PlainLayout()) if linear.layout is None else linear
 
     @classmethod
     def from_float(
@@ -179,10 +173,7 @@ class AffineQuantizedTensor(QuantizedTensor):
         return cls.from_canonical(tensors["codes"], others, scheme)
 
     def with_activation(
-        self,
-        activation: QuantSpec | None,
-        act_scale: Tensor | None = None,
-        act_zero_point: Tensor | None = None,
+        self, activation: QuantSpec | None, act_scale: Tensor | None = None, act_zero_point: Tensor | None = None
     ) -> AffineQuantizedTensor:
         """The same weight, with its input quantized by `activation`: statically if `act_scale` is given."""
         if activation is act_scale is self.scheme.activation is None:

@@ -42,13 +42,13 @@ Q = TypeVar("Q", bound="QuantizedTensor")
 
 _TYPE_OF_SPEC: dict[type, type[QuantizedTensor]] = {}
 
-_SCALES_OF_SCALES = ("scale_scale", "scale_mean", "zero_point_scale")
+SCALES_OF_SCALES = ("scale_scale", "scale_mean", "zero_point_scale")
 """Inner tensors of a tensor with double quantization; see `primitives.double_quant`."""
 
 HINTS = {
     "peft": ". For adapters whose layers were made before the weight was quantized, call "
     "qtorch.integrations.peft.prepare_for_adapters(model, gradient_checkpointing=False). Those that decompose the "
-    "weights of the model (FRoD), need a float model: dequantize_(model)",
+    "weights of the model (FRoD), need a float model: dequantize_(model)"
 }
 """Package that calls an operator that is not implemented -> what to do there."""
 
@@ -92,10 +92,7 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
         return make_wrapper(cls, scheme.shape, dtype=scheme.dtype, device=device)
 
     def __init__(
-        self: Q,
-        tensors: Mapping[str, Tensor | None] | Q,
-        scheme: Scheme | None = None,
-        requires_grad: bool = False,
+        self: Q, tensors: Mapping[str, Tensor | None] | Q, scheme: Scheme | None = None, requires_grad: bool = False
     ) -> None:
         """Make a tensor from inner tensors and their scheme, or a parameter from a quantized tensor.
 
@@ -114,11 +111,7 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
                 self.requires_grad_()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, which must not hide a method; `_set_obj_state` of torch sets attributes from a file.
-
-        Raises:
-            TypeError: the attribute has the name of a method, or is to be called and cannot.
-        """
+        """Set an attribute, which must not hide a method; `_set_obj_state` of torch sets attributes from a file."""
         if name.startswith("fast_") and not (value is None or callable(value)):
             raise TypeError(f"{type(self).__name__}.{name} is a function, or None, got a {type(value).__name__}")
         if name != "__class__" and callable(getattr(type(self), name, None)):
@@ -137,11 +130,7 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
 
     @classmethod
     def forms(cls, scheme: Any) -> Forms:
-        """The shapes and dtypes that the inner tensors of a scheme must have, by name.
-
-        Raises:
-            ValueError: the scheme is invalid; for example, a block does not divide the shape.
-        """
+        """The shapes and dtypes that the inner tensors of a scheme must have, by name."""
         check_scheme(scheme, cls.spec_type)
         return {**scheme.layout.forms(scheme), **cls._forms_beside_layout(scheme)}
 
@@ -151,11 +140,7 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
         raise NotImplementedError
 
     def check_inner_tensors(self, memory: bool = True) -> None:
-        """Raise `ValueError` if the inner tensors do not match the scheme.
-
-        Args:
-            memory: also check that they are on one device and that their storages have not been freed.
-        """
+        """Raise `ValueError` if the inner tensors do not match the scheme."""
         tensors = vars(self)
         scheme = tensors["scheme"]
         device = None
@@ -182,7 +167,8 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
     @classmethod
     def complete(cls, spec: Any) -> LinearSpec:
         """A `LinearSpec` with a layout, from one or from the spec of the weight alone."""
-        raise NotImplementedError
+        linear = spec if isinstance(spec, LinearSpec) else LinearSpec(spec)
+        return replace(linear, layout=PlainLayout()) if linear.layout is None else linear
 
     @classmethod
     def _from_codes(
@@ -221,7 +207,7 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
     def with_packed(self: Q, qdata: Tensor, scale: Tensor, other: Tensor | None, scheme: Scheme) -> Q:
         """`with_plain` from codes that are already packed for the layout of `scheme`."""
         # A layout with a packed axis stores the other tensors like the plain layout; see `Layout.packed_axis`.
-        tensors = {name: t for name, t in self.inner_tensors.items() if name not in _SCALES_OF_SCALES}
+        tensors = {name: t for name, t in self.inner_tensors.items() if name not in SCALES_OF_SCALES}
         tensors |= {scheme.layout.tensors[0]: qdata, "scale": scale}
         if other is not None:
             tensors[self.per_block] = other

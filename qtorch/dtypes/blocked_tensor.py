@@ -41,9 +41,6 @@ class BlockedScheme(MatrixScheme):
         flat: blocks run over all elements; if False, none crosses the end of an index of the first axis, so that
             the tensor can be sharded along it anywhere.
         root: see the top of the file.
-
-    Raises:
-        ValueError: `block` is not positive.
     """
 
     block: int = 256
@@ -78,11 +75,7 @@ class BlockedTensor(MatrixWeight):
 
     @classmethod
     def quantized(cls, values: Tensor, scheme: BlockedScheme) -> BlockedTensor:
-        """`values`, floats of the shape of the scheme, quantized.
-
-        Raises:
-            ValueError: another shape.
-        """
+        """`values`, floats of the shape of the scheme, quantized."""
         if tuple(values.shape) != scheme.shape:
             raise ValueError(f"a BlockedTensor of shape {scheme.shape} takes floats of it, got {tuple(values.shape)}")
         values = values.detach().float()
@@ -119,11 +112,7 @@ class BlockedTensor(MatrixWeight):
         return values.to(dtype or self.scheme.dtype)
 
     def rows(self, start: int, stop: int) -> BlockedTensor:
-        """Indices start:stop of the first axis, which share the memory of this tensor.
-
-        Raises:
-            ValueError: they cut blocks.
-        """
+        """Indices start:stop of the first axis, which share the memory of this tensor."""
         scheme, blocks = self.scheme, self.scheme.blocks
         size = math.prod(scheme.shape[1:])
         first, last = start * size, stop * size

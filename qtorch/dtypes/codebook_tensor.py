@@ -16,9 +16,8 @@ from torch import Tensor
 
 from ..primitives import NF4_TABLE, CodebookSpec, LinearSpec, PerGroup, QuantSpec, qdtype
 from ..primitives.double_quant import dequantize_scale, quantize_scale
-from ..primitives.layouts import PackedLayout, PlainLayout
 from ..primitives.layouts.base import FLOATS, Form, Forms, Plain
-from ..primitives.layouts.packed import can_pack_bits
+from ..primitives.layouts.plain import smallest_layout
 from ..primitives.spec import Scheme
 from .base import QuantizedTensor, with_dense_scales
 
@@ -59,10 +58,7 @@ class LUTQuantizedTensor(QuantizedTensor):
         linear = spec if isinstance(spec, LinearSpec) else LinearSpec(spec)
         if not isinstance(linear.weight, CodebookSpec) or linear.activation is not None:
             raise ValueError(f"LUTQuantizedTensor takes a CodebookSpec and no activation, got {linear}")
-        if linear.layout is None:
-            packs = can_pack_bits(linear.weight.dtype)
-            linear = replace(linear, layout=PackedLayout() if packs else PlainLayout())
-        return linear
+        return replace(linear, layout=smallest_layout(linear.weight.dtype)) if linear.layout is None else linear
 
     @classmethod
     def from_float(
@@ -130,11 +126,7 @@ class LUTQuantizedTensor(QuantizedTensor):
         return self.plain()[0], others
 
     def with_activation(self, activation: QuantSpec | None) -> LUTQuantizedTensor:
-        """Return the tensor itself: a product with a look-up table takes activations in floating point only.
-
-        Raises:
-            ValueError: `activation` is not None.
-        """
+        """Return the tensor itself: a product with a look-up table takes activations in floating point only."""
         if activation is not None:
             raise ValueError(f"a look-up table has no product with quantized activations, got {activation}")
         return self

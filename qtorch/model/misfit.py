@@ -79,17 +79,8 @@ Check = Callable[[Recipe, Target[Any]], None]
 """Raises `ValueError` or `TypeError` if a recipe does not fit a target."""
 
 
-def check_recipe(recipe: Recipe, target: Target[Any]) -> None:
-    """`Check` of a weight with its values."""
-    recipe.check_target(target)
-
-
-def choose(targets: Sequence[Target[Any]], on_misfit: str, check: Check = check_recipe) -> None:
-    """Give each target one recipe that fits it, if there is one: of a tuple the first, of misfits as `on_misfit` says.
-
-    Raises:
-        ValueError: `on_misfit` is unknown.
-    """
+def choose(targets: Sequence[Target[Any]], on_misfit: str, check: Check = Recipe.check_target) -> None:
+    """Give each target one recipe that fits it, if there is one: of a tuple the first, else as `on_misfit` says."""
     if on_misfit not in get_args(OnMisfit):
         raise ValueError(f"quantize_: on_misfit is {', '.join(map(repr, get_args(OnMisfit)))}, got {on_misfit!r}")
     for target in targets:
@@ -139,7 +130,7 @@ def _pad(target: Target[Any], recipe: Recipe, check: Check) -> Recipe:
     return recipe
 
 
-def coarser(target: Target[Any], recipe: Recipe, check: Check = check_recipe) -> Recipe:
+def coarser(target: Target[Any], recipe: Recipe, check: Check = Recipe.check_target) -> Recipe:
     """`recipe` with another group size that divides the contracted axis: the largest up to its own that kernels read
     (they prefer multiples of 32, 16 and 8), else the whole axis. Itself if there is none, or it has no group size."""
     inner = getattr(recipe, "recipe", None)
