@@ -100,7 +100,7 @@ def _read(data: Any, depth: int) -> Any:
 
 
 def _make(name: Any, values: dict[Any, Any]) -> Any:
-    if name not in _CLASSES:
+    if isinstance(name, str) and name not in _CLASSES:
         import_later()
     cls = _CLASSES.get(name) if isinstance(name, str) else None
     if cls is None or not dataclasses.is_dataclass(cls):
