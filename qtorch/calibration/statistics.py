@@ -94,11 +94,7 @@ class Sum(Statistic):
 
     @property
     def mean(self) -> Tensor:
-        """The mean over all rows seen.
-
-        Raises:
-            ValueError: no row was seen.
-        """
+        """The mean over all rows seen."""
         if self.total is None or not self.rows:
             raise ValueError(f"{type(self).__name__}: no row was seen")
         return self.total if self.closed else self.total / self.rows
@@ -279,27 +275,27 @@ class Histogram(Range):
             return
         super().update(rows)
         largest = float(torch.maximum(-self.low, self.high))
-        self._widen_to(max(self.exponent, math.frexp(largest)[1]))
+        exponent = max(self.exponent, math.frexp(largest)[1])
         # A product with a power of two is exact, so each element is in its bin.
-        per_bin = 1 / self.width
+        per_bin = 1 / math.ldexp(2.0 / BINS, exponent)
         counts = torch.zeros(BINS, dtype=torch.int64, device=rows.device)
         for part in rows.reshape(-1).split(_SLICE):
             index = part.float().mul(per_bin).floor_().add_(BINS // 2).to(torch.int64)
             counts += torch.bincount(index, minlength=BINS)
-        self.counts = counts if self.counts is None else self.counts.to(counts.device) + counts
+        self._add(counts, exponent)
 
     def merge(self, other: Range) -> None:
         super().merge(other)
-        if not isinstance(other, Histogram) or other.counts is None:
-            return
-        self._widen_to(max(self.exponent, other.exponent))
-        counts = _joined(other.counts, self.exponent - other.exponent)
-        self.counts = counts if self.counts is None else self.counts + counts.to(self.counts.device)
+        if isinstance(other, Histogram) and other.counts is not None:
+            self._add(other.counts, other.exponent)
 
-    def _widen_to(self, exponent: int) -> None:
+    def _add(self, counts: Tensor, exponent: int) -> None:
+        """Add counts of [-2^exponent, 2^exponent), where both are of the wider of the two ranges."""
+        widest = max(self.exponent, exponent)
+        counts = _joined(counts, widest - exponent)
         if self.counts is not None:
-            self.counts = _joined(self.counts, exponent - self.exponent)
-        self.exponent = exponent
+            counts = _joined(self.counts, widest - self.exponent).to(counts.device) + counts
+        self.counts, self.exponent = counts, widest
 
     @property
     def width(self) -> float:
@@ -309,9 +305,6 @@ class Histogram(Range):
     def occupied(self) -> tuple[Tensor, Tensor]:
         """(values, counts) of the bins that are not empty, in rising order: their middle, moved into [low, high], fp32;
         and how many elements they hold, fp32.
-
-        Raises:
-            ValueError: no row was seen.
         """
         if self.counts is None:
             raise ValueError("Histogram: no row was seen")

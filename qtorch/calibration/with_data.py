@@ -38,14 +38,7 @@ def statistics_of(model: nn.Module, targets: Sequence[Target[Recipe]]) -> dict[T
 def made_in_order(
     model: nn.Module, targets: Sequence[Target[Recipe]], resume: str | os.PathLike[str] | None = None
 ) -> dict[Tensor, Calibrated]:
-    """The weights of the recipes that quantize in the order of the model, made.
-
-    Args:
-        resume: folder for what is done already; see `quantize_`.
-
-    Raises:
-        ValueError: they do not share their data, or `resume` is given and there is no such recipe.
-    """
+    """The weights of the recipes that quantize in the order of the model, made; `resume`: see `quantize_`."""
     chosen = in_order(targets)
     if not chosen:
         if resume is not None:
@@ -85,11 +78,7 @@ def in_order(targets: Sequence[Target[Recipe]]) -> list[Target[Recipe]]:
 
 
 def shared_data(targets: Sequence[Target[Recipe]]) -> Data:
-    """The data of these targets.
-
-    Raises:
-        ValueError: not all have the same.
-    """
+    """The data of these targets."""
     found = [target.recipe.data for target in targets if target.recipe is not None]
     if found[0] is None or any(other is None or other.batches is not found[0].batches for other in found):
         raise ValueError(
@@ -101,22 +90,10 @@ def shared_data(targets: Sequence[Target[Recipe]]) -> Data:
 def progress_in(
     folder: Path, targets: Sequence[Target[Recipe]], data: Data, weights: str, *, anew: bool = False
 ) -> Resumable[Calibrated]:
-    """The progress of a calibration that is kept in `folder`.
-
-    Args:
-        weights: fingerprint of the weights.
-        anew: begin anew if the folder holds that of something else.
-
-    Raises:
-        ValueError: the folder holds that of something else.
-    """
+    """The progress of a calibration that is kept in `folder`; `anew` begins anew if that is of something else."""
     recipes = {target.slot.name: str(target.recipe) for target in targets}
     parts = {"weights": weights, "data": fingerprint.of_data(data), "recipe": fingerprint.of_json(recipes)}
-    return Resumable(folder, parts, _encoded, _decoded, anew=anew)
-
-
-def _encoded(made: Calibrated) -> tuple[Tensor, Any]:
-    return made.weight, asdict(made.report)
+    return Resumable(folder, parts, lambda made: (made.weight, asdict(made.report)), _decoded, anew=anew)
 
 
 def _decoded(weight: Tensor, row: Any) -> Calibrated:
@@ -132,9 +109,6 @@ def transformed(
     """Apply the transforms of the recipes of `targets`, once for the whole model; `targets` get the new parameters.
 
     An exception restores all modules; without `keep` they are restored in any case.
-
-    Raises:
-        ValueError: recipes have different transforms, or the same ones with different data.
     """
     recipes = [target.recipe for target in targets if target.recipe is not None and target.recipe.transforms]
     if not recipes:

@@ -89,11 +89,7 @@ class FolderSource(Source):
 
     @abstractmethod
     def find_weights(self) -> dict[str, StoredWeight]:
-        """The weights of `self.folder` that are stored quantized; reads headers, not data.
-
-        Raises:
-            ValueError: one cannot be represented exactly; the message names the file and the tensor.
-        """
+        """The weights of `self.folder` that are stored quantized; reads headers, not data."""
 
     def config(self) -> Mapping[str, Any]:
         """How the weights are quantized, from config.json or else `settings`."""
@@ -122,7 +118,12 @@ class FolderSource(Source):
             return self.folder.read(name, mmap=self.mmap)
         with naming(self.folder.file_of(weight.tensors[0]), name):
             codes, others = weight.read()
-            return quantized_type(weight.scheme.weight).from_canonical(codes, others, weight.scheme)
+            scheme = self.scheme_of(weight, others)
+            return quantized_type(scheme.weight).from_canonical(codes, others, scheme)
+
+    def scheme_of(self, weight: StoredWeight, others: Mapping[str, Tensor]) -> Scheme:
+        """The scheme of a weight when these tensors of it have been read."""
+        return weight.scheme
 
     def close(self) -> None:
         self.folder.close()
@@ -189,11 +190,7 @@ class Seen(NamedTuple):
 
 
 def look(path: Path) -> Seen | None:
-    """What formats are recognized by, read from headers; None if `path` has no safetensors, or is a damaged file.
-
-    Raises:
-        ValueError: `path` is a folder with damaged files.
-    """
+    """What formats are recognized by, read from headers; None if `path` has no safetensors, or is a damaged file."""
     root = find_root(path)
     if root is None:
         return None

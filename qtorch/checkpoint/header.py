@@ -62,11 +62,7 @@ class Header:
 
     @classmethod
     def parse(cls, metadata: Mapping[str, str]) -> Header:
-        """Inverse of `to_metadata`.
-
-        Raises:
-            ValueError: this is not a valid header of this version; the message does not name the file.
-        """
+        """Inverse of `to_metadata`."""
         if HEADER not in metadata:
             raise ValueError(f"a safetensors file, but not one of save_quantized (its header has no {HEADER!r})")
         if metadata.get(HEADER_CHECKSUM) != _checksum(metadata[HEADER]):

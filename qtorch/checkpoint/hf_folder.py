@@ -46,10 +46,6 @@ class HFFolder:
         metadata: metadata of all the files; a later file wins.
         files: the open files.
         stored: dtype, shape and place of every tensor, by name.
-
-    Raises:
-        FileNotFoundError: there are no such files.
-        ValueError: a file is damaged, or the files contradict each other; the message names the file.
     """
 
     def __init__(self, path: Path) -> None:

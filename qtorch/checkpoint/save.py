@@ -6,7 +6,6 @@ import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,10 +16,9 @@ from .header import Header, all_shards, shard_paths
 from .save_folder import (
     alone_in,
     check_converted,
-    identity,
-    problem_of,
     save_folder,
     temporary_beside,
+    with_first_names,
     write_file,
 )
 from .tensor_file import OWN_FORMAT, checksum, places_of
@@ -98,11 +96,7 @@ def _canonical(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Header]:
     """All tensors to store, by stored name, and the header."""
     tensors: dict[str, Tensor] = {}
     header = Header()
-    first_name: dict[Any, str] = {}
-    for name, tensor in named.items():
-        if problem := problem_of(tensor):
-            raise ValueError(f"save_quantized: {name} is {problem}")
-        original = first_name.setdefault(identity(tensor), name)
+    for name, tensor, original in with_first_names(named):
         if original != name:
             header.aliases[name] = original
             continue

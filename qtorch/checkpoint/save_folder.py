@@ -63,24 +63,15 @@ class SaveFormat(ABC):
     def store(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """The plain tensors, by stored name, that stand for the parameter or buffer `name`.
 
-        Raises:
-            ValueError: the format cannot hold the tensor; the message names it and says what to write instead.
+        What the format cannot hold is a `ValueError`, which names it and says what to write instead.
         """
 
     def alias(self, name: str, original: str) -> None:  # noqa: B027 (optional)
-        """Take note that `name` is another name of the tensor that was stored as `original`, and is not stored itself.
-
-        Raises:
-            ValueError: the format cannot say so.
-        """
+        """Take note that `name`, which is not stored, is another name of the tensor that was stored as `original`."""
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """The `quantization_config` for config.json, from everything that was stored.
-
-        Raises:
-            ValueError: weights that have to be quantized alike are not; the message names them.
-        """
+        """The `quantization_config` for config.json, from everything that was stored."""
 
     def metadata(self, keys: Iterable[str]) -> dict[str, str]:
         """Metadata of a file with the stored tensors `keys`; by default none."""
@@ -94,10 +85,8 @@ class SaveFormat(ABC):
     def resume(self, progress: Any) -> None:
         """Continue a checkpoint that another object of this class has begun, from its `progress`.
 
-        The next tensor that `store` gets may be one that it had got already.
-
-        Raises:
-            ValueError: `progress` is not of this format.
+        The next tensor that `store` gets may be one that it had got already. What is not of this format is a
+        `ValueError`.
         """
 
 
@@ -120,7 +109,7 @@ def save_format(name: str, config: Mapping[str, Any] | None = None) -> SaveForma
 # What every format asks of the tensors that it saves, and the writing of a file.
 
 
-def problem_of(value: Any) -> str | None:
+def _problem_of(value: Any) -> str | None:
     """Why a value cannot be saved, or None."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}, not a tensor"
@@ -154,10 +143,10 @@ def check_converted(model: nn.Module, keeps_state: bool) -> None:
         )
 
 
-def identity(tensor: Tensor) -> Any:
+def _identity(tensor: Tensor) -> Any:
     """A key that is equal for tensors that share their data and have the same form."""
     if isinstance(tensor, QuantizedTensor):
-        return tensor.scheme, *[identity(inner) for inner in tensor.inner_tensors.values()]
+        return tensor.scheme, *[_identity(inner) for inner in tensor.inner_tensors.values()]
     if tensor.numel() == 0:
         return id(tensor)
     bits = tensor.is_conj(), tensor.is_neg()
@@ -263,19 +252,13 @@ def _write_configs(model: Any, folder: Path) -> dict[str, Any]:
     return {**contents, **dtype}
 
 
-def _named_tensors(source: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]]:
-    """(name, tensor, first name of the tensor) of what is in the state dict."""
-    if isinstance(source, nn.Module):
-        check_converted(source, keeps_state=False)
-        kept = source.state_dict(keep_vars=True).keys()
-        named = {name: tensor for name, (_, _, tensor) in places_of(source) if name in kept}
-    else:
-        named = dict(source)
+def with_first_names(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]]:
+    """(name, tensor, first name of the tensor), of tensors that can be saved."""
     seen: dict[Any, str] = {}
     for name, tensor in named.items():
-        if problem := problem_of(tensor):
+        if problem := _problem_of(tensor):
             raise ValueError(f"save_quantized: {name} is {problem}")
-        yield name, tensor, seen.setdefault(identity(tensor), name)
+        yield name, tensor, seen.setdefault(_identity(tensor), name)
 
 
 def _write_tensors(source: Any, format: SaveFormat, folder: Path, limit: int) -> None:
@@ -289,7 +272,12 @@ def _write_tensors(source: Any, format: SaveFormat, folder: Path, limit: int) ->
         shards.append(list(pending))
         pending.clear()
 
-    for name, tensor, original in _named_tensors(source):
+    named = source
+    if isinstance(source, nn.Module):
+        check_converted(source, keeps_state=False)
+        kept = source.state_dict(keep_vars=True).keys()
+        named = {name: tensor for name, (_, _, tensor) in places_of(source) if name in kept}
+    for name, tensor, original in with_first_names(named):
         if name != original:
             format.alias(name, original)
             continue

@@ -1,6 +1,7 @@
 """Source: a checkpoint that is open for reading, of any registered format.
 
-A format is added by one file: a subclass of `Source` with `@register_source`. Then `load_quantized` reads it.
+A format is added by one file: a subclass of `Source` with `@register_source`. Then `load_quantized` reads it. Whatever
+is wrong with a file is a `ValueError` that names the file and, where it is known, the tensor (`files.naming`).
 """
 
 from __future__ import annotations
@@ -70,9 +71,6 @@ class Source(ABC):
         Args:
             verify: compare tensors with their checksums, in formats that have any.
             mmap: map tensors that need no change instead of reading them, in formats that allow it.
-
-        Raises:
-            ValueError: the checkpoint is damaged, or cannot be represented exactly; the message names the file.
         """
         raise NotImplementedError
 
@@ -82,11 +80,7 @@ class Source(ABC):
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
-        """Read the tensor called `name`, which must not be an alias: a `QuantizedTensor` if it is stored quantized.
-
-        Raises:
-            ValueError: its data is damaged; the message names the file and the tensor.
-        """
+        """Read the tensor called `name`, which must not be an alias: a `QuantizedTensor` if it is stored quantized."""
 
     def optional(self) -> Set[str]:
         """Names that a model need not have, because it computes the same without them: biases that are zero."""
@@ -114,12 +108,7 @@ def register_source(cls: C) -> C:
 
 
 def open_source(path: Path, *, verify: bool = True, mmap: bool = False) -> Source:
-    """Open a checkpoint in the first format that recognizes it.
-
-    Raises:
-        FileNotFoundError: there is no such file or folder.
-        ValueError: no format recognizes it, or it is damaged.
-    """
+    """Open a checkpoint in the first format that recognizes it."""
     if not os.path.exists(path):  # not `Path.exists`, which raises for a name that is too long
         raise FileNotFoundError(f"{path}: no such file")
     kind = next((kind for kind in SOURCES if kind.recognizes(path)), None)

@@ -48,15 +48,9 @@ class Window(NamedTuple):
 
 
 def prepare_conv(
-    ndim: int,
-    x: Tensor,
-    weight: Sequence[int],
-    stride: Size,
-    padding: Size | str,
-    dilation: Size,
-    groups: int,
-    name: str,
-) -> tuple[Tensor, Window]:
+    ndim: int, x: Tensor, weight: Sequence[int],
+    stride: Size, padding: Size | str, dilation: Size, groups: int, name: str,
+) -> tuple[Tensor, Window]:  # fmt: skip
     """Check the arguments of a convolution, called `name` in errors, of x (B, C, *sizes), `ndim` of them, with a weight
     of the shape (N, C / groups, *kernel). Returns x, padded where ``padding='same'`` needs more at one end than at the
     other, and the window.
@@ -153,13 +147,10 @@ def both_ends(padding: Sequence[int]) -> list[int]:
 def _pieces(windows: Tensor) -> Iterator[Tensor]:
     """The windows in pieces of at most `WINDOW_BYTES`: whole images, or parts of one along its first axis; in order."""
     limit = WINDOW_BYTES // windows.element_size()
-    of_image = max(1, math.prod(windows.shape[1:]))
-    if of_image <= limit:
-        yield from windows.split(limit // of_image)
-        return
-    step = max(1, limit // math.prod(windows.shape[2:]))
-    for image in windows.split(1):
-        yield from image.split(step, 1)
+    images = max(1, limit // max(1, math.prod(windows.shape[1:])))
+    rows = max(1, limit // max(1, math.prod(windows.shape[2:])))
+    for part in windows.split(images):
+        yield from part.split(rows, 1) if images == 1 else [part]
 
 
 def _joined(parts: list[Tensor], axis: int) -> Tensor:
@@ -201,11 +192,12 @@ def dequantized_conv(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, wi
     return CONVOLUTIONS[len(window.kernel)](x, values, bias, stride, padding, dilation, groups)
 
 
-def _has_activation(problem: Problem) -> str | None:
-    return "takes quantized activations" if problem.scheme.activation is None else None
-
-
-@register("conv", spec=None, supports=_has_activation, rotated=True)
+@register(
+    "conv",
+    spec=None,
+    supports=lambda problem: "takes quantized activations" if problem.scheme.activation is None else None,
+    rotated=True,
+)
 def windows(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -> Tensor:
     """Stands for the product of the windows with a matrix, by a kernel of ``linear``; `dtypes.conv` looks that up."""
     raise NotImplementedError("windows are multiplied by a kernel of linear")
@@ -262,12 +254,9 @@ def padded_codes(codes: Tensor, zero_point: Tensor | None, window: Window) -> tu
 
 
 def by_images(
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    window: Window,
+    codes: Tensor, scale: Tensor, zero_point: Tensor | None, window: Window,
     multiply: Callable[[Tensor, int, Tensor, Tensor | None], Tensor],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The convolution of codes (B, C, *sizes) with a scale for each image, (B, 1), or for all, (1, 1), by
     ``multiply(rows, group, scale (1, 1), zero point (1, 1) or None)``, (M, N / groups)."""
     codes, window = padded_codes(codes, zero_point, window)
@@ -287,19 +276,11 @@ def _empty(xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz
 
 @opaque(_empty)
 def image_codes_conv(
-    xq: Tensor,
-    xs: Tensor,
-    xz: Tensor | None,
-    wq: Tensor,
-    ws: Tensor,
-    wz: Tensor | None,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    dtype: torch.dtype,
-) -> Tensor:
+    xq: Tensor, xs: Tensor, xz: Tensor | None,
+    wq: Tensor, ws: Tensor, wz: Tensor | None,
+    kernel: list[int], stride: list[int], padding: list[int], dilation: list[int],
+    groups: int, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """The convolution of images that are quantized before their windows are gathered; it defines the numbers:
 
         y[b, n, p] = (sum_{c, t} (xq[b, c, stride p + dilation t] - xz[b]) (wq[n, t, c] - wz[n])) * ws[n] * xs[b]

@@ -193,11 +193,7 @@ def register(
 
 
 def deregister(op: str, name: str) -> None:
-    """Remove a kernel.
-
-    Raises:
-        ValueError: no kernel has that name.
-    """
+    """Remove a kernel; a `ValueError` if none has that name."""
     found = [k for k in _kernels if k.op == op and k.name == name]
     if not found:
         raise ValueError(f"deregister: {op} has no kernel named {name}")

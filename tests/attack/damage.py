@@ -138,7 +138,7 @@ class Mutator:
         table[new] = table.pop(key)
         return f"{path}: {key} -> {new}"
 
-    def pair(self) -> tuple[Path, Path] | None:
+    def pair(self) -> tuple[Place, Place] | None:
         """Two nodes of the same type."""
         first = self.pick()
         if first is None:

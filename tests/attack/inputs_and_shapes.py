@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qtorch import quantize_
 from qtorch.model.install import PreparedModule
 from tests.attack.operations import CLEAR, inputs, operation, outputs, same
-from tests.attack.subject import K, N, Subject
+from tests.attack.subject import Experts, K, N, Subject
 
 GROUP = "Inputs"
 
@@ -276,7 +276,7 @@ def products(subject: Subject) -> Iterator[tuple[str, Callable[[Tensor], Tensor]
         (nn.ConvTranspose2d(K, N, 2), images),
         (nn.Embedding(N, K), ids),
         (nn.EmbeddingBag(N, K, mode="sum"), ids),
-        (Experts(), x[:6].view(2, 3, K)),
+        (Experts(2, N), x[:6].view(2, 3, K)),
     ]
     for module, x in modules:
         with warnings.catch_warnings():
@@ -286,17 +286,6 @@ def products(subject: Subject) -> Iterator[tuple[str, Callable[[Tensor], Tensor]
             except ValueError:  # the recipe does not take it
                 continue
         yield str(module), module, x
-
-
-class Experts(nn.Module):
-    """Two matrices in one parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(2, N, K))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.bmm(x, self.weight.transpose(1, 2))
 
 
 MODES: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[object]], bool]] = {

@@ -171,22 +171,9 @@ def test_builtin_module_compiled_in_place(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("kind", ["embedding", "conv"])
 def test_breaks_around_tables_and_convolutions(kind: str) -> None:
-    inner = nn.Embedding(30, 64) if kind == "embedding" else nn.Conv2d(32, 32, 3)
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = inner
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = 0
-            for _ in range(2):
-                y = y + self.layer(x)
-                torch._dynamo.graph_break()
-            return y
-
-    model = Twice()
-    quantize_(model, {"layer": qtorch.int8_weight_only()})
+    model = InLoop()
+    model.layers = nn.ModuleList([nn.Embedding(30, 64) if kind == "embedding" else nn.Conv2d(32, 32, 3), nn.Tanh()])
+    quantize_(model, {"layers.0": qtorch.int8_weight_only()})
     x = torch.randint(0, 30, (3, 4)) if kind == "embedding" else torch.randn(2, 32, 6, 6)
     wanted = model(x)
     model.compile(backend="eager")

@@ -16,25 +16,17 @@ import qtorch
 from qtorch import int4_weight_only, int8_dynamic_activation_int8_weight, int8_weight_only, primitives, quantize_
 from qtorch.kernels import record_kernels
 from qtorch.primitives import MappingType, QuantSpec
-from qtorch.recipes.base import RECIPES, Recipe, WeightRecipe
+from qtorch.recipes.base import Recipe, WeightRecipe
 from qtorch.training import convert, int8_mixed_precision_training, lsq, qat, scheduled_qat
 from qtorch.training.weights.master import MasterWeight
 from tests import every_recipe
+from tests.attack import training_recipes
 from tests.quantize_model import same, state_of
 
 INT8 = int8_weight_only()
 TRAINED_CODES = qtorch.training.int8_weight_only_quantized_training()
-OF_TRAINING = {
-    "qat": (INT8,),
-    "scheduled_qat": (int8_dynamic_activation_int8_weight(),),
-    "lora_qat": (INT8, 4),
-}
-TRAINING = [
-    cls(*OF_TRAINING.get(name, ()))
-    for name, cls in sorted(RECIPES.items())
-    if cls.__module__.startswith("qtorch.training.") and name != "convert"
-]
-EVERY = [*(every_recipe.make(name, 32) for name in every_recipe.NAMES), *TRAINING]
+EVERY = [every_recipe.make(name, 32) for name in every_recipe.NAMES]
+EVERY += [training_recipes.make(name) for name in (*training_recipes.NAMES, *training_recipes.VARIANTS)]
 every = pytest.mark.parametrize("recipe", EVERY, ids=str)
 
 

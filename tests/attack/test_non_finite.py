@@ -36,6 +36,7 @@ from qtorch.primitives import prune_2_4
 from qtorch.primitives.scale_rules import FixedRangeRule, PercentileRule
 from qtorch.recipes.base import RECIPES
 from qtorch.training import calibrate, convert, fully_quantized, lsq, qat, scheduled_qat
+from tests.attack import training_recipes as of_training
 from tests.every_recipe import NAMES, make
 from tests.kernels.cpu.builds import BUILDS
 from tests.kernels.every_scheme import in_every_layout, weights_of_every_scheme
@@ -230,15 +231,8 @@ def prepared(recipe: object, data: bool = False) -> nn.Sequential:
 
 def training_recipes() -> Iterator[tuple[str, object, bool]]:
     """Name, recipe, and whether its scales start from data."""
-    with_arguments = {
-        "mixed_precision_training": (fully_quantized(4, 8),),
-        "qat": (make("int8_weight_only"),),
-        "scheduled_qat": (make("int8_dynamic_activation_int8_weight"),),
-        "lora_qat": (make("int8_dynamic_activation_int4_weight", 32), 4),
-    }
-    for name, cls in sorted(RECIPES.items()):
-        if cls.__module__.startswith("qtorch.training.") and name != "convert":
-            yield name, cls(*with_arguments.get(name, ())), name == "lsq"
+    for name in of_training.NAMES:
+        yield name, of_training.make(name), name == "lsq"
     yield "float8_training, tensorwise", RECIPES["float8_training"]("tensorwise"), False
     yield "int8 tensors", RECIPES["mixed_precision_training"](fully_quantized(granularity=PerTensor())), False
     yield "int8 blocks", RECIPES["mixed_precision_training"](fully_quantized(granularity=PerBlock((4, 16)))), False

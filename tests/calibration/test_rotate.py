@@ -131,8 +131,3 @@ def test_rotation_spreads_outliers_of_the_residual_stream() -> None:
             errors.append(float((quantized(x) - model(x)).norm() / model(x).norm()))
     assert 0 < errors[1] < 0.9 * errors[0]
     assert 0 < errors[2] < 0.9 * errors[0]
-
-
-def test_what_rotate_takes() -> None:
-    with pytest.raises(ValueError, match="one of residual and values"):
-        rotate(residual=False, values=False)

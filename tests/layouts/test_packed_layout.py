@@ -76,16 +76,6 @@ def test_only_the_rows_asked_for_are_unpacked(monkeypatch: pytest.MonkeyPatch) -
     assert (ran, sizes) == (["embedding:gather_packed_rows"], [2])
 
 
-@pytest.mark.parametrize("name", PACKED)
-def test_one_graph_for_every_batch_size(name: str) -> None:
-    w, bias = quantized(name), torch.randn(32)
-    compiled = torch.compile(lambda x: functional.linear(x, w, bias), fullgraph=True, dynamic=True, backend="aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for rows in (7, 3, 33):
-            x = torch.randn(rows, 64)
-            assert torch.equal(compiled(x), functional.linear(x, w, bias))
-
-
 def test_what_it_cannot_hold() -> None:
     with pytest.raises(ValueError, match=r"packs codes of 1 to 7 bits, the weight has int8"):
         quantized("int8 row").to_layout(PackedLayout())

@@ -55,13 +55,8 @@ def test_choose_qparams(name: str, dtype: torch.dtype, low: int, high: int) -> N
 
 def test_choose_qparams_per_token() -> None:
     x = data()
-    wanted, _ = OPS.choose_qparams_per_token(x, torch.int8)
-    got, _ = choose_qparams_affine(x, MappingType.SYMMETRIC, (1, 21), torch.int8, -127, 127)
-    assert same_bits(got, wanted)
-
-
-def test_choose_qparams_per_token_asymmetric() -> None:
-    x = data()
+    symmetric, _ = choose_qparams_affine(x, MappingType.SYMMETRIC, (1, 21), torch.int8, -127, 127)
+    assert same_bits(symmetric, OPS.choose_qparams_per_token(x, torch.int8)[0])
     scale, zero_point = OPS.choose_qparams_per_token_asymmetric(x, torch.int8)
     got = choose_qparams_affine(x, MappingType.ASYMMETRIC, (1, 21), torch.int8)
     assert torch.equal(got[0].double(), scale)

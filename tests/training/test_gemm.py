@@ -194,20 +194,6 @@ def test_activation_checkpointing(name: str, reentrant: bool) -> None:
         assert torch.equal(a, b)
 
 
-@every_recipe
-def test_gradient_accumulation(name: str) -> None:
-    linear, parts = layer(name), torch.randn(2, 20, 64)
-    grads = []
-    for part in parts:
-        linear.weight.grad = None
-        linear(part).square().sum().backward()
-        grads.append(linear.weight.grad)
-    linear.weight.grad = None
-    for part in parts:
-        linear(part).square().sum().backward()
-    assert torch.equal(linear.weight.grad, grads[0] + grads[1])
-
-
 def test_stochastic_rounding_of_gradients_is_unbiased() -> None:
     spec = fully_quantized(stochastic_rounding=True)
     assert spec.grad_weight.lhs.rounding is Rounding.STOCHASTIC
@@ -277,14 +263,3 @@ def test_a_function_of_a_weight() -> None:
     quantized_matmul(x, torch.tanh(w) * 2, fully_quantized()).square().sum().backward()
     (x @ (torch.tanh(twin) * 2)).square().sum().backward()
     assert 30 < compute_error(twin.grad, w.grad) < 60
-
-
-def test_a_weight_on_the_left() -> None:
-    linear, x = layer("int8"), torch.randn(64, 9)
-    assert torch.equal(linear.weight @ x, linear.weight.linear(x.t(), None).t())
-
-
-def test_the_wrapper_is_one_level_deep() -> None:
-    w = layer("int8").weight
-    assert isinstance(w, MasterWeight)
-    assert type(w.master) is Tensor

@@ -18,7 +18,7 @@ import qtorch
 from qtorch import compute_error, load_quantized, quantize_, save_quantized
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
-from qtorch.primitives import PercentileRule, fake_quantize_affine, from_json, prune_2_4, to_json
+from qtorch.primitives import PercentileRule, fake_quantize_affine, prune_2_4
 from qtorch.recipes.base import WeightRecipe
 from qtorch.training import TrainingWeight, convert, qat
 from qtorch.training.quantization_aware.converted import sums_integers
@@ -325,12 +325,6 @@ def test_compute_dtype(name: str) -> None:
     quantize_(model, convert())
     quantize_(exact, convert())
     assert all(torch.equal(a, b) for a, b in zip(codes(model[0].weight), codes(exact[0].weight)))
-
-
-def test_is_a_value() -> None:
-    recipe = qat(qtorch.int4_weight_only(group_size=32), compute_dtype=torch.bfloat16)
-    assert from_json(to_json(recipe)) == recipe
-    assert str(qat(qtorch.int4_weight_only(group_size=32))) == "qat(recipe=int4_weight_only(group_size=32))"
 
 
 def test_bad_arguments() -> None:

@@ -14,7 +14,16 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import qtorch
-from qtorch import AffineQuantizedTensor, PerGroup, compute_error, quantize_
+from qtorch import (
+    AffineQuantizedTensor,
+    PerGroup,
+    PerTensor,
+    compute_error,
+    int4_weight_only,
+    int8_static_activation_int8_weight,
+    quantize_,
+)
+from qtorch.calibration import min_max
 from qtorch.kernels import record_kernels
 from qtorch.primitives import from_json, to_json
 from qtorch.recipes.base import RECIPES as REGISTERED
@@ -23,6 +32,7 @@ from qtorch.training import (
     CodesWeight,
     Int8MixedPrecisionTrainingConfig,
     MasterWeight,
+    QuantizationSchedule,
     TrainingWeight,
     bitnet_training,
     convert,
@@ -32,8 +42,13 @@ from qtorch.training import (
     int8_mixed_precision_training,
     int8_tilewise_training,
     int8_weight_only_quantized_training,
+    lsq,
     mixed_precision_training,
     mxfp8_training,
+    pact,
+    qat,
+    scheduled_qat,
+    scheduled_training,
     switchback_training,
 )
 from qtorch.training.recipes.base import TrainingRecipe
@@ -84,7 +99,20 @@ def test_every_recipe_is_tested() -> None:
     assert mine <= set(qtorch.training.__all__)
 
 
-@every_recipe
+STATIC = int8_static_activation_int8_weight(0.03)
+VALUES = [
+    *ALL,
+    *(training_recipes.make(name) for name in training_recipes.NAMES),
+    lsq(2, None, PerGroup(32), edge_bits=8),
+    lsq(recipe=int4_weight_only()),
+    pact(),
+    qat(int4_weight_only(group_size=32), compute_dtype=torch.bfloat16),
+    scheduled_qat(STATIC, 2, 5, "min_max"),
+    scheduled_training(fully_quantized(8, 8, PerTensor()), QuantizationSchedule(1, 9, ("output.lhs",), min_max())),
+]
+
+
+@pytest.mark.parametrize("recipe", VALUES, ids=[f"{i} {recipe.name}" for i, recipe in enumerate(VALUES)])
 def test_is_a_value(recipe: Recipe) -> None:
     assert from_json(json.loads(json.dumps(to_json(recipe)))) == recipe
     assert dataclasses.replace(recipe) == recipe

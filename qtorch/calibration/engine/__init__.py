@@ -5,13 +5,4 @@ from .estimate import estimate
 from .in_order import BlockLearner, BlockRun, InOrder, of_weight
 from .progress import Progress, Resumable
 
-__all__ = [
-    "BlockLearner",
-    "BlockRun",
-    "InOrder",
-    "Progress",
-    "Resumable",
-    "estimate",
-    "fingerprint",
-    "of_weight",
-]
+__all__ = ["BlockLearner", "BlockRun", "InOrder", "Progress", "Resumable", "estimate", "fingerprint", "of_weight"]

@@ -36,11 +36,7 @@ _COPIES = 5
 def estimate(
     model: nn.Module, targets: Sequence[Target[Any]], data: Data, weights: Weights | None = None
 ) -> CalibrationEstimate:
-    """The estimate for `InOrder` with these arguments and the recipes of the targets; the model is not changed.
-
-    Raises:
-        ValueError: there is no batch.
-    """
+    """The estimate for `InOrder` with these arguments and the recipes of the targets; the model is not changed."""
     with InOrder[Any](model, targets, data, weights=weights) as run:
         begun = time.perf_counter()
         run.forward(0)
@@ -98,14 +94,20 @@ def _sample(run: InOrder[Any], units: Sequence[Unit], blocks: Sequence[nn.Module
     return of_rounding, of_statistics
 
 
+def _shape(weight: Tensor) -> tuple[int, int, int]:
+    """(matrices, rows, columns): of experts, or of a weight that is one matrix."""
+    if weight.dim() == 3:
+        return weight.shape[0], weight.shape[1], weight.shape[2]
+    return 1, weight.shape[0], weight[0].numel()
+
+
 def _rounding(weight: Tensor) -> float:
-    rows, columns = weight.shape[-2:] if weight.dim() <= 3 else (weight.shape[0], weight[0].numel())
-    matrices = weight.shape[0] if weight.dim() == 3 else 1
+    matrices, rows, columns = _shape(weight)
     return float(matrices * (4 * rows * columns**2 + 2 * columns**3))
 
 
 def _columns(weight: Tensor) -> int:
-    return weight.shape[-1] if weight.dim() <= 3 else weight[0].numel()
+    return _shape(weight)[2]
 
 
 def _statistics_bytes(stage: Stage, run: InOrder[Any]) -> int:
@@ -119,8 +121,7 @@ def _statistics_bytes(stage: Stage, run: InOrder[Any]) -> int:
 
 
 def _work_bytes(weight: Tensor) -> int:
-    columns = _columns(weight)
-    rows = weight.shape[-2] if weight.dim() <= 3 else weight.shape[0]
+    _, rows, columns = _shape(weight)
     return 4 * (_WORK * columns**2 + _COPIES * rows * columns)
 
 

@@ -45,34 +45,22 @@ class StageInputs:
     residual: Tensor | None = None
 
 
+@dataclass(eq=False)
 class BlockRun:
-    """A block with other tensors as weights, run on the inputs that it has in the quantized model.
+    """A block with quantized weights, run on the inputs that it has in the model as quantized so far.
 
-    Args:
-        block: with quantized weights in place.
-        calls: its arguments in the model as quantized so far, of each batch.
-        output: batch -> its output in the float model.
-        masks: tokens that count, of each batch; None if all do.
-        names: weight that can be replaced -> its names in the block.
+    `output` gives that of a batch in the float model, `masks` the tokens that count, and `names` those of the weights
+    that can be replaced in the block.
     """
 
-    def __init__(
-        self,
-        block: nn.Module,
-        calls: Sequence[Call],
-        output: Callable[[int], Any],
-        masks: Sequence[Tensor | None],
-        names: Mapping[Tensor, Sequence[str]],
-    ) -> None:
-        self.block, self.calls, self.output, self.masks, self.names = block, calls, output, masks, names
-        self.count = len(calls)
+    block: nn.Module
+    calls: Sequence[Call]
+    output: Callable[[int], Any]
+    masks: Sequence[Tensor | None]
+    names: Mapping[Tensor, Sequence[str]]
 
     def loss(self, batch: int, weights: Mapping[Tensor, Tensor]) -> Tensor:
-        """The mean square of the error of the output of one batch, relative to that of the float output.
-
-        Args:
-            weights: what replaces the weights of `names`.
-        """
+        """The mean square of the error of the output of one batch, relative to that of the float output."""
         named = {name: tensor for weight, tensor in weights.items() for name in self.names[weight]}
         # A block may write into its inputs.
         args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tuple(self.calls[batch]))
@@ -102,11 +90,7 @@ class BlockLearner(Protocol):
 
 
 def of_weight(made: Mapping[str, M], name: str, weight: Tensor) -> M:
-    """What was made of a weight.
-
-    Raises:
-        Damaged: there is nothing, or it is not of this weight.
-    """
+    """What was made of a weight."""
     if name not in made or made[name][0].shape != weight.shape:
         raise Damaged(f"what was made of {name} is missing, or of another shape")
     return made[name]
@@ -123,9 +107,6 @@ class InOrder(Generic[M]):
 
     Attributes:
         made: float parameter -> what was installed in its place; the tensor comes first.
-
-    Raises:
-        ValueError: there is no batch.
     """
 
     def __init__(
@@ -193,7 +174,7 @@ class InOrder(Generic[M]):
                 if stays:
                     self.install(target, of_weight(made, name, target.parameter))
                 else:
-                    _put(target, target.parameter)
+                    put(target, target.parameter)
         for stream in streams:
             stream.clear()
 
@@ -344,11 +325,11 @@ class InOrder(Generic[M]):
     def install(self, target: Target[Any], made: M) -> None:
         """Let the model run with what was made of a weight."""
         self.made[target.parameter] = made
-        _put(target, nn.Parameter(made[0], False))
+        put(target, nn.Parameter(made[0], False))
 
     def _put_floats(self) -> None:
         for target in self.targets.values():
-            _put(target, target.parameter)
+            put(target, target.parameter)
 
     @contextmanager
     def _floats(self) -> Iterator[None]:
@@ -359,9 +340,10 @@ class InOrder(Generic[M]):
             yield
         finally:
             for target, parameter in now:
-                _put(target, parameter)
+                put(target, parameter)
 
 
-def _put(target: Target[Any], parameter: nn.Parameter | None) -> None:
+def put(target: Target[Any], parameter: nn.Parameter | None) -> None:
+    """Put a parameter in all places of a weight."""
     for slot in target.slots:
         slot.module._parameters[slot.attribute] = parameter

@@ -46,7 +46,10 @@ class OutputStore:
 
     def write(self, block: int, outputs: Iterable[Any]) -> None:
         """Keep the outputs of the block of this index, in the order of the batches."""
-        self.outputs[block] = [tree_map(_contiguous, output) for output in outputs]
+        self.outputs[block] = [
+            tree_map(lambda value: value.detach().contiguous() if isinstance(value, Tensor) else value, output)
+            for output in outputs
+        ]
 
     def read(self, block: int, batch: int) -> Any:
         """The output of a block in one batch."""
@@ -62,16 +65,7 @@ class OutputStore:
 
 
 class OnDisk(OutputStore):
-    """Outputs in a file for each block, which outlives the process; one batch at a time is in memory.
-
-    Args:
-        folder: of the files.
-        name: begins their names.
-
-    Raises:
-        ValueError: an output has something in it that a file cannot hold.
-        Damaged: a file is not what was written.
-    """
+    """Outputs in a file for each block, which outlives the process; one batch at a time is in memory."""
 
     in_memory = False
 
@@ -91,14 +85,13 @@ class OnDisk(OutputStore):
         try:
             for batch, output in enumerate(outputs):
                 leaves, spec = tree_flatten(output)
-                kept = []
                 for index, leaf in enumerate(leaves):
+                    _check_storable(leaf)
                     if isinstance(leaf, Tensor):
-                        file.write(f"{batch}.{index}", _storable(leaf))
-                        kept.append([str(leaf.device)])
-                    else:
-                        kept.append(_plain(leaf))
-                batches.append([specs.setdefault(treespec_dumps(spec), len(specs)), kept])
+                        stored = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
+                        file.write(f"{batch}.{index}", stored)
+                described = [[str(leaf.device)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                batches.append([specs.setdefault(treespec_dumps(spec), len(specs)), described])
             text = json.dumps({"specs": list(specs), "batches": batches})
             crcs = [[tensor.name, tensor.crc32] for tensor in file.written]
             file.finish({_OUTPUTS: text, _CHECKSUMS: json.dumps([crc32(text.encode()), *crcs])})
@@ -110,12 +103,15 @@ class OnDisk(OutputStore):
             if block not in self._open:
                 self._open[block] = _opened(self.path(block))
             file, crcs, batches = self._open[block]
-            spec, kept = batches[batch]
-            names = [f"{batch}.{index}" for index in range(len(kept))]
-            leaves = [
-                _read(file, crcs, name).to(leaf[0]) if isinstance(leaf, list) else leaf
-                for name, leaf in zip(names, kept, strict=True)
-            ]
+            spec, described = batches[batch]
+            leaves = list(described)
+            for index, leaf in enumerate(described):
+                if isinstance(leaf, list):
+                    name = f"{batch}.{index}"
+                    tensor = file.read(name)
+                    if checksum(tensor) != crcs[name]:
+                        raise ValueError(f"{name} does not match its checksum")
+                    leaves[index] = tensor.to(leaf[0])
             return tree_unflatten(leaves, spec)
         except (OSError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
             raise Damaged(f"{self.path(block)}: {error}") from error
@@ -130,24 +126,20 @@ class OnDisk(OutputStore):
 
 
 def _opened(path: Path) -> tuple[TensorFile, dict[str, int], Any]:
-    """(file, checksums of its tensors, structure of the output of each batch).
-
-    Raises:
-        ValueError, TypeError, LookupError: it is not what was written.
-    """
+    """(file, checksums of its tensors, structure of the output of each batch)."""
     file = TensorFile(path)
     text = file.metadata[_OUTPUTS]
     crc, *crcs = parse_json(file.metadata[_CHECKSUMS])
     if crc != crc32(text.encode()):
         raise ValueError("its structures do not match their checksum")
     described = parse_json(text)
-    for leaf in [leaf for _, kept in described["batches"] for leaf in kept if isinstance(leaf, list)]:
+    for leaf in [leaf for _, leaves in described["batches"] for leaf in leaves if isinstance(leaf, list)]:
         try:
             torch.device(*leaf)
         except RuntimeError as error:
             raise ValueError(str(error)) from error
     specs = [_spec(text) for text in described["specs"]]
-    return file, dict(crcs), [(specs[spec], kept) for spec, kept in described["batches"]]
+    return file, dict(crcs), [(specs[spec], leaves) for spec, leaves in described["batches"]]
 
 
 def _spec(text: str) -> Any:
@@ -163,33 +155,18 @@ def _spec(text: str) -> Any:
     return treespec_loads(text)
 
 
-def _read(file: TensorFile, crcs: dict[str, int], name: str) -> Tensor:
-    tensor = file.read(name)
-    if checksum(tensor) != crcs[name]:
-        raise ValueError(f"{name} does not match its checksum")
-    return tensor
-
-
-def _contiguous(value: Any) -> Any:
-    return value.detach().contiguous() if isinstance(value, Tensor) else value
-
-
-def _storable(tensor: Tensor) -> Tensor:
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.dtype not in NAMES:
+def _check_storable(value: Any) -> None:
+    if isinstance(value, Tensor):
+        if type(value) is not Tensor or value.layout is not torch.strided or value.dtype not in NAMES:
+            raise ValueError(
+                f"a block returns a {type(value).__name__} of {value.dtype}, which cannot be kept on disk; calibrate "
+                "without resume="
+            )
+    elif value is not None and not isinstance(value, bool | int | float | str):
         raise ValueError(
-            f"a block returns a {type(tensor).__name__} of {tensor.dtype}, which cannot be kept on disk; calibrate "
-            "without resume="
+            f"a block returns a {type(value).__name__}, which cannot be kept on disk; calibrate without resume=, or "
+            "let the model return tensors only (for models of transformers: use_cache=False)"
         )
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise ValueError(
-        f"a block returns a {type(value).__name__}, which cannot be kept on disk; calibrate without resume=, or let "
-        "the model return tensors only (for models of transformers: use_cache=False)"
-    )
 
 
 class StopForward(Exception):
@@ -220,14 +197,9 @@ def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
 
 
 class Stream:
-    """One of the two models as it runs block by block.
+    """One of the two models as it runs block by block on `count` batches.
 
-    Args:
-        run: runs the model.
-        blocks: in the order in which they run.
-        count: number of batches.
-        keep: the blocks whose outputs later parts of the model need, beside those of the block before.
-        store: where outputs are kept, by default in memory.
+    It keeps the outputs of the block before and of the blocks `keep`, which later parts of the model need, in `store`.
     """
 
     def __init__(
@@ -324,7 +296,9 @@ def needed_outputs(model: nn.Module, run: Run, blocks: Sequence[nn.Module]) -> l
 
     It is found by experiment on the first batch: the inputs of each block with and without the outputs of all others.
     """
-    lasts = _lasts(model, blocks)
+    # The last blocks of their lists: the last layer of an encoder, for example.
+    parents = {id(child): parent for parent in model.modules() for child in parent.children()}
+    lasts = [a for a, b in zip(blocks, [*blocks[1:], model]) if parents.get(id(a)) is not parents.get(id(b))]
     every, few = Stream(run, blocks, 1, blocks), Stream(run, blocks, 1, lasts)
     for block in blocks:
         calls = every.calls(block)
@@ -339,12 +313,6 @@ def needed_outputs(model: nn.Module, run: Run, blocks: Sequence[nn.Module]) -> l
         few.skip(block, outputs)
         few.forget()
     return lasts
-
-
-def _lasts(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The last blocks of their lists: the last layer of an encoder, for example."""
-    parents = {id(child): parent for parent in model.modules() for child in parent.children()}
-    return [a for a, b in zip(blocks, [*blocks[1:], model]) if parents.get(id(a)) is not parents.get(id(b))]
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -48,9 +48,6 @@ class Cut(NamedTuple):
 
         Args:
             flattened: blocks run over the flattened tensor, so that one may hold elements of several rows.
-
-        Raises:
-            ValueError: the parts are smaller than `smallest`, and than the axis.
         """
         part = math.gcd(size, block) if flattened or block < size else size
         if part < min(smallest, size):

@@ -25,9 +25,6 @@ def float8_weight(source: FolderSource, name: str, scale: str, block: Sequence[i
     Args:
         scale: stored name of the scales: (..., O / block[0], I / block[1]), or (..., O / block[0], 1, I / block[1], 1)
             for blocks, of which the last one of an axis may be shorter; else a single one, (..., O) or (..., O, 1).
-
-    Raises:
-        ValueError: the tensors do not fit; the message names the file and the tensor.
     """
     folder = source.folder
     ndim = len(folder.stored[name].shape) if name in folder.stored else 2

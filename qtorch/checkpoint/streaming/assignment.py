@@ -159,9 +159,6 @@ def assign(
         config: contents of config.json.
         format: in which the weights will be stored: recipes are completed as engines need it.
         reach, on_misfit: see the arguments `targets` and `on_misfit` of `quantize_`.
-
-    Raises:
-        ValueError: a weight cannot have its recipe, or an entry of the mapping has no effect.
     """
     floats = {name: of for name, of in contents.items() if of.scheme is None}
     model = skeleton(floats, config.get("model_type"))
@@ -216,11 +213,7 @@ def _check_joined(recipes: Mapping[str, Recipe | None]) -> None:
 
 
 def check_values(name: str, target: Target[Recipe], weight: Tensor) -> Recipe:
-    """The recipe of a target, which can quantize this weight.
-
-    Raises:
-        ValueError, TypeError: it cannot; the message begins with `name`.
-    """
+    """The recipe of a target, which can quantize this weight."""
     assert target.recipe is not None
     try:
         target.recipe.check(target.kind.view(weight))

@@ -109,8 +109,8 @@ class Form(ABC):
         """Bytes for the header of a file, given the names of the parameters that may be in it."""
 
     @abstractmethod
-    def finish_file(self, file: PartFile) -> bool:
-        """Complete a file that gets no more tensors, unless that has to wait for all; whether it is complete."""
+    def finish_file(self, file: PartFile) -> None:
+        """Complete a file that gets no more tensors, unless that has to wait for all."""
 
     @abstractmethod
     def finish(self, files: Sequence[PartFile], target: Path) -> None:
@@ -131,9 +131,6 @@ class Form(ABC):
         Args:
             names: the parameters that are stored, and the next one, which may be in `progress` already.
             stored: the names of their tensors.
-
-        Raises:
-            ValueError, TypeError, KeyError, AttributeError: `progress` is not of these tensors; nothing has changed.
         """
 
 
@@ -155,11 +152,9 @@ class OwnForm(Form):
     def room(self, names: Sequence[str], is_first: bool) -> int:
         return _room(names, _ROOM_FOR_A_WEIGHT if is_first else _ROOM_FOR_A_TENSOR)
 
-    def finish_file(self, file: PartFile) -> bool:
-        if file.path.name == file_name(0):
-            return False
-        file.finish({})
-        return True
+    def finish_file(self, file: PartFile) -> None:
+        if file.path.name != file_name(0):
+            file.finish({})
 
     def finish(self, files: Sequence[PartFile], target: Path) -> None:
         root, *shards = files
@@ -212,9 +207,8 @@ class FolderForm(Form):
     def room(self, names: Sequence[str], is_first: bool) -> int:
         return _room(names, _ROOM_FOR_A_WEIGHT)
 
-    def finish_file(self, file: PartFile) -> bool:
+    def finish_file(self, file: PartFile) -> None:
         file.finish(self.format.metadata([tensor.name for tensor in file.written]))
-        return True
 
     def finish(self, files: Sequence[PartFile], target: Path) -> None:
         folder = files[0].path.parent

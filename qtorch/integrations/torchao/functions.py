@@ -179,19 +179,7 @@ ALL_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = list(
 )
 
 
-def _are_recipes(given: Sequence[Any]) -> list[WeightRecipe | None]:
-    if not all(each is None or isinstance(each, WeightRecipe) for each in given):
-        raise ValueError("it takes recipes, and None for floating point")
-    return list(given)
-
-
-def _interpolated(mode: Sequence[Any]) -> Sequence[Any]:
-    if list(mode)[:1] != ["interpolate"]:
-        raise ValueError("layers are timed as they run; leave it out")
-    return mode
-
-
-@arguments(manual=only(False), mode=_interpolated, qtensor_class_list=_are_recipes)
+@arguments(manual=only(False))
 def autoquant(
     model: nn.Module,
     example_input: Any = None,
@@ -220,6 +208,10 @@ def autoquant(
     """
     if example_input is None:
         raise refuse("autoquant", "example_input", None, "give an input of the model to measure with")
+    if mode is not None and list(mode)[:1] != ["interpolate"]:
+        raise refuse("autoquant", "mode", mode, "layers are timed as they run; leave it out")
+    if not all(isinstance(each, WeightRecipe | None) for each in qtensor_class_list):
+        raise refuse("autoquant", "qtensor_class_list", qtensor_class_list, "it takes recipes, and None for a float")
     example = (example_input,) if isinstance(example_input, Tensor) else example_input
     allocation = fastest(model, list(qtensor_class_list), example, filter_fn=filter_fn, min_sqnr=min_sqnr)
     if any(allocation.values()):

@@ -238,23 +238,21 @@ class FromObservers(Recipe):
     def apply(self, weight: Tensor) -> Tensor:
         observed = cast(LinearActivationWeightObservedTensor, weight)
         floats = observed.original_weight_tensor
-        made = _weight(floats, observed)
+        observer = observed.weight_observer
+        if observer is None:
+            assert observed.input_observer is not None
+            spec = replace(observed.input_observer.spec, granularity=PerRow())
+            made = AffineQuantizedTensor.from_float(floats, LinearSpec(spec))
+        else:
+            spec = observer.spec
+            if spec.granularity == PerAxis(0):  # the same blocks, by the name that kernels know
+                spec = replace(spec, granularity=PerRow())
+            scale, zero_point = _qparams(observer, spec.scale_shape(floats.shape), floats)
+            codes = spec.quantize(floats, scale, zero_point)
+            made = AffineQuantizedTensor.from_plain(codes, scale, zero_point, spec, floats.dtype)
         if observed.input_observer is None:
             return made
         return made.with_activation(observed.input_observer.spec, *_qparams(observed.input_observer, (1, 1), floats))
-
-
-def _weight(floats: Tensor, observed: LinearActivationWeightObservedTensor) -> AffineQuantizedTensor:
-    observer = observed.weight_observer
-    if observer is None:
-        assert observed.input_observer is not None
-        spec = replace(observed.input_observer.spec, granularity=PerRow())
-        return AffineQuantizedTensor.from_float(floats, LinearSpec(spec))
-    # The same blocks, by the name that kernels know.
-    spec = replace(observer.spec, granularity=PerRow()) if observer.spec.granularity == PerAxis(0) else observer.spec
-    scale, zero_point = _qparams(observer, spec.scale_shape(floats.shape), floats)
-    codes = spec.quantize(floats, scale, zero_point)
-    return AffineQuantizedTensor.from_plain(codes, scale, zero_point, spec, floats.dtype)
 
 
 def _qparams(observer: AffineQuantizedObserverBase, shape: Any, weight: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -20,7 +20,7 @@ from ...calibration import Nearest, Transform, awq, calibrated, smooth
 from ...model.report import QuantizeReport
 from ...recipes.base import FOREIGN, WeightRecipe
 from . import configs, training, translate
-from .translate import arguments, only, refuse, word
+from .translate import arguments, refuse
 
 __all__ = [
     "AWQConfig",
@@ -50,20 +50,16 @@ class CalibrationStep:
     transforms: tuple[Transform, ...]
 
 
-def _step(value: Any) -> Any:
-    text, steps = str(word(value)).lower(), ("prepare", "convert", *BETWEEN)
-    if text == "prepare_for_loading":
-        raise ValueError("load_quantized(model, path) loads what save_quantized wrote")
-    return only(*steps, instead=f"it is one of {', '.join(steps)}")(text)
+STEPS = ("prepare", "convert", *BETWEEN)
 
 
-@arguments(base_config=translate.base, step=_step)
+@arguments(base_config=translate.base, step=translate.step(*STEPS))
 def AWQConfig(base_config: Any, step: Any = "prepare", scale_search_space_size: int = 20) -> CalibrationStep:
     """`calibrated` with `awq`, for the `quantize_` of this package."""
     return CalibrationStep("AWQConfig", base_config, step, (awq(ratios=scale_search_space_size),))
 
 
-@arguments(base_config=translate.base, step=_step)
+@arguments(base_config=translate.base, step=translate.step(*STEPS))
 def SmoothQuantConfig(
     base_config: Any, step: Any = "prepare", alpha: float | None = 0.5, use_running_absmax: bool = False
 ) -> CalibrationStep:

@@ -12,7 +12,7 @@ from ...primitives import Granularity, MappingType, PerAxis, PerGroup, PerRow, P
 from ...recipes.base import Recipe, WeightRecipe
 from . import configs, translate
 from .functions import E4M3
-from .translate import arguments, none, only, refuse, word
+from .translate import arguments, none, only, refuse
 
 __all__ = [
     "BitNetTrainingConfig",
@@ -62,13 +62,7 @@ bitnet_training = BitNetTrainingConfig
 
 @dataclass(frozen=True)
 class FakeQuantize:
-    """One operand of `QATConfig`, from a configuration of fake quantization.
-
-    Attributes:
-        name: of the configuration.
-        dtype, granularity, mapping: of the codes.
-        learned: whether its scales are trained.
-    """
+    """One operand of `QATConfig`, from the configuration `name`: its codes, and whether their scales are trained."""
 
     name: str
     dtype: Any
@@ -143,11 +137,7 @@ FakeQuantizeConfig = IntxFakeQuantizeConfig
 """Its name in torchao 0.7."""
 
 
-def _step(value: Any) -> Any:
-    return only("prepare", "convert")(str(word(value)).lower())
-
-
-@arguments(step=_step)
+@arguments(step=translate.step("prepare", "convert"))
 def QATConfig(
     base_config: Recipe | None = None,
     activation_config: FakeQuantize | None = None,

@@ -70,6 +70,18 @@ def only(*allowed: Any, instead: str = "") -> Rule:
     return rule
 
 
+def step(*allowed: str) -> Rule:
+    """A rule that gives the name of a step in small letters, if it is one of `allowed`."""
+
+    def rule(value: Any) -> Any:
+        text = str(word(value)).lower()
+        if text == "prepare_for_loading":
+            raise ValueError("load_quantized(model, path) loads what save_quantized wrote")
+        return only(*allowed, instead=f"it is one of {', '.join(allowed)}")(text)
+
+    return rule
+
+
 none = only(None)
 default_kernel = only("auto", instead="qtorch.explain shows which kernel runs")
 

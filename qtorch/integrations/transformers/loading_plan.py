@@ -89,7 +89,9 @@ class Plan:
         if not self.calibrated:
             return
         if config.calibration is not None:
-            batches = batches_of(model, config.calibration, config.calibration_length)
+            batches = config.calibration
+            if are_texts(batches):
+                batches = batches_of(model, batches, config.calibration_length)
             self.batches[:] = [on_device(batch, model.device) for batch in batches]
         done = {row.name: row for row in quantize_(model, self.calibrated).quantized}
         for key, row in self._rows.items():
@@ -106,8 +108,6 @@ class Plan:
 
 def batches_of(model: Any, data: Iterable[Any], length: int) -> Iterable[Any]:
     """Batches for a model, of texts with the tokenizer of its folder."""
-    if not are_texts(data):
-        return data
     if getattr(model.config, "is_encoder_decoder", False) or model.main_input_name != "input_ids":
         raise ValueError(
             f"QtorchConfig: {type(model).__name__} takes more than a text; give calibration= batches, such as "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -29,7 +30,8 @@ from ..plain_state import plain_state
 from . import experts_interface
 from .loading_plan import Plan
 from .quantization_config import QtorchConfig, name_on_hub
-from .stored_weights import StoredWeights, prepare, to_be_read_later
+from .stored_weights import StoredWeights, prepare
+from .versions import ignore_unexpected
 
 
 def state_to_save(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -140,7 +142,10 @@ class QtorchHfQuantizer(HfQuantizer):
                 "their headers say how its weights are quantized"
             )
         self._stored = StoredWeights(checkpoint_files, self.quantization_config, model.dtype)
-        to_be_read_later(model, self._stored, self.quantization_config)
+        if self.quantization_config.training:
+            # What recipes have added to the model is read later.
+            state = model.state_dict()
+            ignore_unexpected(model, [f"^{re.escape(key)}$" for key in self._stored.others if key not in state])
         return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:

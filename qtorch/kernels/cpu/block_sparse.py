@@ -29,20 +29,10 @@ BLOCK_MULTIPLE = 16  # the size of a block is a multiple of this
 
 @opaque(lambda x, xs, xz, codes, columns, n, *rest: x.new_empty(x.shape[0], n, dtype=rest[-2]))
 def cpu_block_sparse_mm(
-    x: Tensor,
-    xs: Tensor | None,
-    xz: Tensor | None,
-    codes: Tensor,
-    columns: Tensor,
-    n: int,
-    scale: Tensor,
-    packed: bool,
-    weight_dtype: str,
-    low: float,
-    high: float,
-    dtype: torch.dtype,
-    bias: Tensor | None,
-) -> Tensor:
+    x: Tensor, xs: Tensor | None, xz: Tensor | None, codes: Tensor, columns: Tensor,
+    n: int, scale: Tensor, packed: bool, weight_dtype: str, low: float, high: float,
+    dtype: torch.dtype, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
     """The equation, y (M, N).
 
     Args:
@@ -54,9 +44,6 @@ def cpu_block_sparse_mm(
         weight_dtype: name of a `QDType`; low, high: bounds of the codes.
         dtype: of the result.
         bias: (N) in that dtype, or None.
-
-    Raises:
-        ValueError: `columns` is not an index of the columns of x.
     """
     m, k = x.shape
     weight.check_bias(bias, dtype, n)
@@ -82,15 +69,9 @@ def cpu_block_sparse_mm(
     y = empty((m, n), dtype)
     scales = None if xs is None else xs.float().expand(m, 1).contiguous()
     zeros = None if xz is None else xz.to(torch.int32).expand(m, 1).contiguous()
-    call = BlockCall(
-        x=Input(address(x), TYPES[x.dtype], x.stride(0), m),
-        y=Output(address(y), TYPES[dtype], n, bias=address(bias)),
-        blocks=Blocks(address(columns, torch.int32), size, kept),
-        k=k,
-        scale=address(scales, torch.float32),
-        zero=address(zeros, torch.int32),
-        threads=threads(),
-    )
+    of_x, of_y = Input(address(x), TYPES[x.dtype], x.stride(0), m), Output(address(y), TYPES[dtype], n, address(bias))
+    blocks, factors = Blocks(address(columns, torch.int32), size, kept), address(scales, torch.float32)
+    call = BlockCall(of_x, of_y, blocks, k, factors, address(zeros, torch.int32), threads())
     lost = compiled.block_sparse_mm(pack(stored.fields) + pack(call))
     return where_finite(y, x, in_torch) if lost else y
 

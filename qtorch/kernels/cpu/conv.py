@@ -36,21 +36,11 @@ SIGNED = tuple(f"int{bits}" for bits in range(2, 9))
     )
 )
 def cpu_conv(
-    x: Tensor,
-    xs: Tensor | None,
-    xz: Tensor | None,
-    quantizer: list[float],
-    shift: int,
-    codes: Tensor,
-    ws: Tensor,
-    shape: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    weight_dtype: str,
-    bias: Tensor | None,
-) -> Tensor:
+    x: Tensor, xs: Tensor | None, xz: Tensor | None, quantizer: list[float], shift: int,
+    codes: Tensor, ws: Tensor, shape: list[int],
+    stride: list[int], padding: list[int], dilation: list[int], groups: int,
+    weight_dtype: str, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
     """The equation, y (B, N, *positions) in the dtype of x, channels last where x is.
 
     Args:
@@ -62,9 +52,6 @@ def cpu_conv(
         shape: (N, C / groups, *kernel).
         weight_dtype: name of a `QDType`.
         bias: (N) in the dtype of x, or None.
-
-    Raises:
-        RuntimeError: the compiled kernels do not read the tensors.
     """
     window = Window(tuple(shape[2:]), tuple(stride), tuple(padding), tuple(dilation), groups)
     n, k = shape[0], math.prod(shape[1:])

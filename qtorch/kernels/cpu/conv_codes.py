@@ -114,15 +114,9 @@ _pack_codes = struct_of(ConvCodesCall).pack
 
 
 def quantize_images(
-    library: Library,
-    x: Tensor,
-    form: CodesForm,
-    quantizer: Quantizer,
-    shift: int,
-    scale: Tensor,
-    zero: Tensor,
-    out: Tensor | None = None,
-) -> tuple[Tensor, bool]:
+    library: Library, x: Tensor, form: CodesForm, quantizer: Quantizer, shift: int,
+    scale: Tensor, zero: Tensor, out: Tensor | None = None,
+) -> tuple[Tensor, bool]:  # fmt: skip
     """(codes, whether there is a NaN or an infinity).
 
     Args:

@@ -77,17 +77,11 @@ _pack_float_call = struct_of(ConvFloatCall).pack
 
 
 class Activation(NamedTuple):
-    """How the input is quantized.
+    """How the input is quantized."""
 
-    Attributes:
-        quantizer: (low, high, asymmetric, given, smallest scale, largest scale).
-        shift: from codes to unsigned ones.
-        static: whether scale and zero point are given.
-    """
-
-    quantizer: tuple[float, ...]
-    shift: int
-    static: bool
+    quantizer: tuple[float, ...]  # (low, high, asymmetric, given, smallest scale, largest scale)
+    shift: int  # from codes to unsigned ones
+    static: bool  # whether scale and zero point are given
 
 
 class _PreparedConv:
@@ -101,6 +95,11 @@ class _PreparedConv:
         self._shape = shape_of(x.shape[0], x.shape[1], n, two_axes(window), (1, *y.shape[2:])[-2:])
         self._weight = address(layer.packed, torch.int8), address(layer.scale, torch.float32)
 
+    @staticmethod
+    def ordered(x: Tensor) -> Tensor:
+        """x (B, C, *sizes) in one of the orders that are taken."""
+        return x
+
 
 class FloatConv(_PreparedConv):
     """Images in fp32, by src/conv_float.h. They are contiguous, or channels last."""
@@ -111,7 +110,6 @@ class FloatConv(_PreparedConv):
 
     @staticmethod
     def ordered(x: Tensor) -> Tensor:
-        """x (B, C, *sizes) in one of the orders that it takes."""
         if x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)):
             return x
         return x.contiguous()
@@ -141,11 +139,6 @@ class CodesConv(_PreparedConv):
         # Fields of ConvFinish after `out`: y is the result, nothing is added or clamped.
         none = ConvFinish(*(0 for _ in ConvFinish._fields))._replace(low=-math.inf, high=math.inf)
         self._finish = TYPES[x.dtype], is_channels_last(x), *none[ConvFinish._fields.index("other") :]
-
-    @staticmethod
-    def ordered(x: Tensor) -> Tensor:
-        """x (B, C, *sizes)."""
-        return x
 
     def run(self, x: Tensor, bias: Tensor | None, xs: Tensor | None, xz: Tensor | None) -> Tensor:
         """y (B, N, *positions); `xs` and `xz` are the static scale and zero point, (1, 1)."""
@@ -186,15 +179,9 @@ class ConvCalls:
         return call.run(x, bias, xs, xz)
 
     def conv(
-        self,
-        x: Tensor,
-        weight: Any,
-        bias: Tensor | None,
-        stride: Size,
-        padding: Size | str,
-        dilation: Size,
-        groups: int,
-    ) -> Tensor | None:
+        self, x: Tensor, weight: Any, bias: Tensor | None,
+        stride: Size, padding: Size | str, dilation: Size, groups: int,
+    ) -> Tensor | None:  # fmt: skip
         """The convolution with the weight that this was made from; None if no such call was prepared."""
         try:
             call = self._calls.get((x.shape, x.stride(), x.dtype, stride, padding, dilation, groups))

@@ -36,22 +36,11 @@ _memory = threading.local()
     )
 )
 def cpu_weight_only_conv(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    packed: bool,
-    dtype: str,
-    low: float,
-    high: float,
-    domain: str,
-    shape: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
+    x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None,
+    packed: bool, dtype: str, low: float, high: float, domain: str,
+    shape: list[int], stride: list[int], padding: list[int], dilation: list[int], groups: int,
     bias: Tensor | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The equation, y (B, N, *positions) in the dtype of x, channels last where x is.
 
     Args:
@@ -60,9 +49,6 @@ def cpu_weight_only_conv(
             takes it.
         shape: (N, C / groups, *kernel).
         bias: (N) in the dtype of x, or None.
-
-    Raises:
-        RuntimeError: the compiled kernels do not read the tensors.
     """
     n, k = shape[0], math.prod(shape[1:])
     about = codes, scale, zero_point, n, k, dtype, packed, domain, (low + high + 1) / 2
@@ -100,11 +86,8 @@ def cpu_weight_only_conv(
 
 class ChannelwiseConv(weight.CompiledWeight):
     """The weight of a convolution with one input channel in each group, in floating point: it is so small a part of a
-    model that it is kept, and torch's convolution called.
-
-    Attributes:
-        values: (N, 1, *kernel), contiguous; None if the compiled kernels do not read the codes.
-    """
+    model that it is kept, and torch's convolution called. `values` (N, 1, *kernel) are None if the compiled kernels do
+    not read the codes."""
 
     def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
         """See `of`; the last of `about` are the shape of the weight and the dtype of x."""

@@ -26,30 +26,18 @@ _pack_weight, _pack_call = struct_of(Weight).pack, struct_of(EmbedCall).pack
 
 @opaque(lambda ids, codes, shape, *rest: ids.new_empty(ids.shape[0], shape[1], dtype=rest[-1]))
 def cpu_embedding(
-    ids: Tensor,
-    codes: Tensor,
-    shape: Sequence[int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    packed: bool,
-    dtype: str,
-    low: float,
-    high: float,
-    domain: str,
-    output_dtype: torch.dtype,
-) -> Tensor:
+    ids: Tensor, codes: Tensor, shape: Sequence[int], scale: Tensor, zero_point: Tensor | None,
+    packed: bool, dtype: str, low: float, high: float, domain: str, output_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """The equation above, (I, D) in `output_dtype`: fp32, bf16 or fp16.
 
     Args:
-        ids: (I) int64 or int32.
+        ids: (I) int64 or int32; an `IndexError` if one is not in [0, V).
         codes: (V, D) in the storage dtype of `dtype`, the name of a `QDType`; or packed along D.
         shape: (V, D).
         scale, zero_point: (V, G), G groups of a row, or (1, 1).
         low, high: bounds of the codes.
         domain: name of a `ZeroPointDomain`.
-
-    Raises:
-        IndexError: an id is not in [0, V).
     """
     (n, k), middle = shape, (low + high + 1) / 2
     stored = weight.CompiledWeight.of(codes, scale, zero_point, n, k, dtype, packed, domain, middle)

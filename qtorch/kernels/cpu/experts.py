@@ -134,17 +134,9 @@ def _is_stack(codes: Tensor) -> bool:
 
 @opaque(lambda x, experts, codes, *_: x.new_empty(experts.shape[0] * experts.shape[1], codes.shape[1]))
 def cpu_experts_mm(
-    x: Tensor,
-    experts: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    packed: bool,
-    dtype: str,
-    low: float,
-    high: float,
-    domain: str,
-) -> Tensor:
+    x: Tensor, experts: Tensor, codes: Tensor,
+    scale: Tensor, zero_point: Tensor | None, packed: bool, dtype: str, low: float, high: float, domain: str,
+) -> Tensor:  # fmt: skip
     """The equation above, (T * R, N) in the dtype of x.
 
     Args:
@@ -188,18 +180,10 @@ def _together(
 
 @opaque(lambda x, experts, *rest: x.new_empty(experts.numel(), rest[3].shape[1], dtype=rest[-1]))
 def cpu_experts_int8_mm(
-    x: Tensor,
-    experts: Tensor,
-    xs: Tensor | None,
-    xz: Tensor | None,
-    quantizer: list[float],
-    codes: Tensor,
-    ws: Tensor,
-    wz: Tensor | None,
-    packed: bool,
-    weight_dtype: str,
-    dtype: torch.dtype,
-) -> Tensor:
+    x: Tensor, experts: Tensor, xs: Tensor | None, xz: Tensor | None,
+    quantizer: list[float], codes: Tensor, ws: Tensor, wz: Tensor | None,
+    packed: bool, weight_dtype: str, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """The equation above with both operands in codes, (T * R, N), and the exact results of `cpu_int8_mm`, whose
     arguments x (T, K), xs, xz, quantizer, weight_dtype and dtype are; the others are those of `cpu_experts_mm`."""
     x, experts, ws = _checked(x, experts, codes, ws)
@@ -252,9 +236,8 @@ def _checked(x: Tensor, experts: Tensor, codes: Tensor, scale: Tensor) -> tuple[
     return x if x.stride(1) == 1 else x.contiguous(), experts.contiguous(), scale.contiguous()
 
 
-def _of_expert(problem: Problem) -> Problem | str:
-    """The problem of one expert as a linear layer, or why the experts are not multiplied together."""
-    scheme = problem.scheme
+def _supports(problem: Problem) -> str | None:
+    scheme, activation = problem.scheme, problem.scheme.activation
     if len(scheme.shape) != 3:
         return f"takes experts (E, N, K), the weight has shape {scheme.shape}"
     if reason := needs_rows(problem):
@@ -266,21 +249,10 @@ def _of_expert(problem: Problem) -> Problem | str:
         return f"takes scales per row, group of a row or tensor, the weight has {scheme.weight.granularity}"
     matrix = scheme_of_expert(scheme)
     assert matrix is not None
-    return problem._replace(op="linear", scheme=matrix)
-
-
-def _supports(problem: Problem) -> str | None:
-    of_expert = _of_expert(problem)
-    return of_expert if isinstance(of_expert, str) else weight_only.supports(of_expert)
-
-
-def _supports_int8(problem: Problem) -> str | None:
-    of_expert = _of_expert(problem)
-    if isinstance(of_expert, str):
-        return of_expert
-    activation = problem.scheme.activation
-    assert activation is not None
-    if not problem.scheme.spec.static and activation.granularity.pattern(2)[0] != 1:
+    of_expert = problem._replace(op="linear", scheme=matrix)
+    if activation is None:
+        return weight_only.supports(of_expert)
+    if not scheme.spec.static and activation.granularity.pattern(2)[0] != 1:
         return f"takes activations whose rows are quantized by themselves, the scheme has {activation.granularity}"
     return int8_linear.supports(of_expert)
 
@@ -304,7 +276,7 @@ def _grouped_linear(x: Tensor, quantized: Any, experts: Tensor) -> Tensor:
 @register_compiled(
     "grouped_linear",
     activation=("int8",),
-    supports=_supports_int8,
+    supports=_supports,
     checks_memory=True,
     advice=variants.advice,
     name="cpu_experts_int8_mm",

@@ -95,17 +95,9 @@ def _drop(key: _Key) -> None:
 
 @implement("packed_weight_mm", "cpu")
 def packed_weight_mm_cpu(
-    x: Tensor,
-    qdata: Tensor,
-    n: int,
-    axis: int,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    dtype: str,
-    low: float,
-    high: float,
-    domain: str,
-) -> Tensor:
+    x: Tensor, qdata: Tensor, n: int, axis: int,
+    scale: Tensor, zero_point: Tensor | None, dtype: str, low: float, high: float, domain: str,
+) -> Tensor:  # fmt: skip
     """See `packed_weight_mm`."""
     # A transposed weight is a view, new for each product: its copy would be used once.
     if wanted() and axis == -1:

@@ -19,7 +19,7 @@ from ...primitives.scale_rules import MinMaxRule
 from ...primitives.spec import QuantSpec, Scheme
 from ..custom_ops import implement, note, opaque, portable, recording
 from ..linear import scaled
-from ..ops.int8_grouped_mm import int8_grouped_mm, int8_product
+from ..ops.int8_grouped_mm import int8_grouped_mm, int8_product, is_at_most
 from ..ops.int_matmul import int32_terms
 from ..ops.quantize import quantize_input
 from ..registry import Problem, from_rows, needs_floats, to_rows
@@ -39,19 +39,10 @@ class _Int8Linear(CompiledLinear):
 
 @opaque(lambda x, xs, xz, quantizer, codes, n, *rest: x.new_empty(x.shape[0], n, dtype=rest[-2]))
 def cpu_int8_mm(
-    x: Tensor,
-    xs: Tensor | None,
-    xz: Tensor | None,
-    quantizer: list[float],
-    codes: Tensor,
-    n: int,
-    ws: Tensor,
-    wz: Tensor | None,
-    packed: bool,
-    weight_dtype: str,
-    dtype: torch.dtype,
-    bias: Tensor | None,
-) -> Tensor:
+    x: Tensor, xs: Tensor | None, xz: Tensor | None, quantizer: list[float],
+    codes: Tensor, n: int, ws: Tensor, wz: Tensor | None, packed: bool, weight_dtype: str,
+    dtype: torch.dtype, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
     """The equation, y (M, N).
 
     Args:
@@ -129,11 +120,7 @@ def quantize_rows(
     x: Tensor, quantizer: list[float], xs: Tensor | None = None, xz: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(codes, scale, zero_point) of the rows of x (M, K), by a `row_quantizer`, or by a `static_quantizer` with the
-    given scale and zero point.
-
-    Raises:
-        RuntimeError: no compiled library is in use.
-    """
+    given scale and zero point."""
     compiled = library()
     if compiled is None:
         raise RuntimeError("quantize_rows needs the compiled kernels")
@@ -144,15 +131,9 @@ def quantize_rows(
         scale, zero_point = of_rows(xs, xz, m, writable=True)
     else:
         scale, zero_point = empty((m, 1), torch.float32), empty((m, 1), torch.int32) if quantizer[2] else None
-    call = IntCall(
-        x=Input(address(x), TYPES[x.dtype], x.stride(0), m),
-        y=Output(address(codes), TYPES[torch.int8], k, bias=0),
-        quantizer=Quantizer.of(quantizer),
-        scale=address(scale, torch.float32),
-        zero=address(zero_point, torch.int32),
-        way=0,
-        threads=threads(),
-    )
+    numbers = (Quantizer.of(quantizer), address(scale, torch.float32), address(zero_point, torch.int32))
+    of_x, of_codes = (address(x), TYPES[x.dtype], x.stride(0), m), (address(codes), TYPES[torch.int8], k, 0)
+    call = IntCall(Input(*of_x), Output(*of_codes), *numbers, 0, threads())
     compiled.quantize_rows(bytes(struct_of(Weight).size) + pack(call))
     return codes, scale, zero_point
 
@@ -228,13 +209,6 @@ def _is_better_fused(scheme: Scheme) -> bool:
 _is_better_fused._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _has_few_rows(x: Tensor) -> bool:
-    """Whether a compiler knows, without a guard on the batch size, that there are at most 16 rows."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(x.numel() <= 16 * x.shape[-1])
-
-
 @weight.register_compiled(
     "linear",
     activation=("int8",),
@@ -245,7 +219,7 @@ def _has_few_rows(x: Tensor) -> bool:
 )
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
-    if torch.compiler.is_compiling() and _is_better_fused(scheme) and not _has_few_rows(x):
+    if torch.compiler.is_compiling() and _is_better_fused(scheme) and not is_at_most(x.numel(), 16 * x.shape[-1]):
         return scaled.int8_scaled_mm(x, quantized, bias)
     xq, xs, xz, quantizer = activation_of(to_rows(x), quantized)
     packed = scheme.layout.packed_axis is not None

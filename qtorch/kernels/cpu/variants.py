@@ -80,11 +80,8 @@ def _vendor_and_family() -> str:
 
 
 def read(path: str | Path) -> Tables:
-    """The tables of a file. One without a kind of processor counts as measured on this one.
-
-    Raises:
-        ValueError: the file has anything else than tables of variants that its instruction sets have.
-    """
+    """The tables of a file. One without a kind of processor counts as measured on this one. Raises `ValueError` if the
+    file has anything else than tables of variants that its instruction sets have."""
     tables: Tables = {}
     content = read_json(path, MOST_BYTES)
     if not isinstance(content, dict):

@@ -156,22 +156,13 @@ def _fields(codes: Tensor, scale: Tensor, zero_point: Tensor | None, n: int, k: 
     zero_code = 0 if kind.is_signed else half
     groups = scale.shape[1]
     return Weight(
-        codes=address(codes),
-        row_bytes=codes.stride(0),
-        bits=kind.bits if packed else 0,
-        center=half if packed or not kind.is_signed else 0,
-        n=n,
-        k=k,
-        group=k // groups,
-        groups=groups,
-        scale=address(scale),
-        scale_type=TYPES[scale.dtype],
-        scale_stride=groups if scale.shape[0] > 1 else 0,
-        zero=address(zero_point),
-        zero_type=0 if zero_point is None else TYPES[zero_point.dtype],
+        codes=address(codes), row_bytes=codes.stride(0), bits=kind.bits if packed else 0,
+        center=half if packed or not kind.is_signed else 0, n=n, k=k, group=k // groups, groups=groups,
+        scale=address(scale), scale_type=TYPES[scale.dtype], scale_stride=groups if scale.shape[0] > 1 else 0,
+        zero=address(zero_point), zero_type=0 if zero_point is None else TYPES[zero_point.dtype],
         zero_is_code=not ZeroPointDomain[domain].adds_zero_point,
         shift=zero_code - (middle if domain == "FLOAT" else 0.0),
-    )
+    )  # fmt: skip
 
 
 def has_short_groups(fields: Weight | None) -> bool:

@@ -142,18 +142,10 @@ class _WeightOnlyLinear(CompiledLinear):
 
 @opaque(lambda x, codes, n, *_: x.new_empty(x.shape[0], n))
 def cpu_weight_only_mm(
-    x: Tensor,
-    codes: Tensor,
-    n: int,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    packed: bool,
-    dtype: str,
-    low: float,
-    high: float,
-    domain: str,
-    bias: Tensor | None,
-) -> Tensor:
+    x: Tensor, codes: Tensor, n: int,
+    scale: Tensor, zero_point: Tensor | None, packed: bool, dtype: str,
+    low: float, high: float, domain: str, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
     """The equation above, (M, N) in the dtype of x.
 
     Args:

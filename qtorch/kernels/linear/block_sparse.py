@@ -29,15 +29,9 @@ from .scaled import EMULATED, INTEGERS, supports, supports_floats
 
 @opaque(lambda xq, xs, xz, qdata, columns, ws, kind, dtype: xs.new_empty(xq.shape[0], qdata.shape[0], dtype=dtype))
 def block_sparse_int8_mm(
-    xq: Tensor,
-    xs: Tensor,
-    xz: Tensor | None,
-    qdata: Tensor,
-    columns: Tensor,
-    ws: Tensor,
-    weight_dtype: str,
-    dtype: torch.dtype,
-) -> Tensor:
+    xq: Tensor, xs: Tensor, xz: Tensor | None,
+    qdata: Tensor, columns: Tensor, ws: Tensor, weight_dtype: str, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """See `int8_grouped_mm`; `qdata` (of `weight_dtype`), `columns` and `ws` are those of `BlockSparseLayout`."""
 
     def product(x: Tensor, codes: Tensor, rows: slice) -> Tensor:
@@ -65,13 +59,9 @@ def block_sparse_weight_mm(
 
 
 def _multiply_rows_of_blocks(
-    x: Tensor,
-    qdata: Tensor,
-    columns: Tensor,
-    kind: QDType,
-    product: Callable[[Tensor, Tensor, slice], Tensor],
-    dtype: torch.dtype,
-) -> Tensor:
+    x: Tensor, qdata: Tensor, columns: Tensor, kind: QDType,
+    product: Callable[[Tensor, Tensor, slice], Tensor], dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """y (M, N) by ``product(columns, codes, rows)`` for each row of blocks: what it reads of x (M, K), its codes,
     and which rows of the weight they are."""
     n, (rows, kept) = qdata.shape[0], columns.shape

@@ -67,29 +67,18 @@ def int8_scaled_mm(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> T
 
 @opaque(lambda xq, xs, xz, qdata, *rest: xs.new_empty(xq.shape[0], qdata.shape[0], dtype=rest[-1]))
 def packed_int8_mm(
-    xq: Tensor,
-    xs: Tensor,
-    xz: Tensor | None,
-    qdata: Tensor,
-    ws: Tensor,
-    wz: Tensor | None,
-    weight_dtype: str,
-    dtype: torch.dtype,
-) -> Tensor:
+    xq: Tensor, xs: Tensor, xz: Tensor | None, qdata: Tensor,
+    ws: Tensor, wz: Tensor | None, weight_dtype: str, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """See `int8_grouped_mm`; `qdata` is uint8, (N, K) codes of `weight_dtype`, a `QDType` name, packed by row."""
     kind, k = qdtype(weight_dtype), xq.shape[1]
     return multiply_int8_slices(xq, xs, xz, RowsInSlices(qdata, kind, k), ws, wz, dtype)
 
 
 def multiply_int8_slices(
-    xq: Tensor,
-    xs: Tensor,
-    xz: Tensor | None,
-    rows: Callable[[int, int], Tensor],
-    ws: Tensor,
-    wz: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+    xq: Tensor, xs: Tensor, xz: Tensor | None, rows: Callable[[int, int], Tensor],
+    ws: Tensor, wz: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """`int8_grouped_mm`, with the same bits, with a weight whose codes are read by ``rows(start, stop)``, a slice at a
     time; `stop` may lie beyond the last row."""
     n = ws.shape[0]

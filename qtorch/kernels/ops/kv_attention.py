@@ -42,13 +42,11 @@ class KVAttention(NamedTuple):
     causal: bool
 
     @property
-    def tokens(self) -> int:
-        """Tokens in codes."""
+    def tokens(self) -> int:  # in codes
         return self.values[0].shape[2]
 
     @property
-    def length(self) -> int:
-        """All tokens."""
+    def length(self) -> int:  # of all tokens
         return self.tokens + (self.recent[0].shape[2] if self.recent else 0)
 
     def cut(self) -> KVAttention:
@@ -62,20 +60,10 @@ class KVAttention(NamedTuple):
 
 @opaque(lambda query, keys, values, recent, *rest: query.new_empty(*query.shape[:3], rest[5]))
 def kv_attention(
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    recent: Sequence[Tensor],
-    length: Tensor | None,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    dtype: str,
-    block: int,
-    width: int,
-    scaling: float,
-    softcap: float,
-    causal: bool,
-) -> Tensor:
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], recent: Sequence[Tensor],
+    length: Tensor | None, mask: Tensor | None, sinks: Tensor | None,
+    dtype: str, block: int, width: int, scaling: float, softcap: float, causal: bool,
+) -> Tensor:  # fmt: skip
     """The equation above; the registry chooses the kernel.
 
     Args:
@@ -159,12 +147,11 @@ def _check(
 @register("kv_attention", priority=REFERENCE, name="reference")
 def attend_portably(call: KVAttention) -> Tensor:
     """The equation in fp32, on dequantized keys and values of one head after the other."""
-    heads = [attend(query.float(), *rest) for query, *rest in _heads(call.cut(), torch.float32)]
-    return torch.cat(heads, 1).to(call.query.dtype)
+    return attend_by_heads(call._replace(query=call.query.float())).to(call.query.dtype)
 
 
 def attend_by_heads(call: KVAttention) -> Tensor:
-    """`attend_portably` in the dtype of the queries: what is fastest for many of them."""
+    """The equation in the dtype of the queries: what is fastest for many of them."""
     return torch.cat([attend(*arguments) for arguments in _heads(call.cut(), call.query.dtype)], 1)
 
 
@@ -188,15 +175,9 @@ def _heads(call: KVAttention, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
 
 
 def attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    scaling: float,
-    softcap: float,
-    causal: bool,
-) -> Tensor:
+    query: Tensor, keys: Tensor, values: Tensor,
+    mask: Tensor | None, sinks: Tensor | None, scaling: float, softcap: float, causal: bool,
+) -> Tensor:  # fmt: skip
     """Attention on keys (B, H, T, D) and values (B, H, T, D') in floating point; else as `kv_attention`."""
     (batch, all_heads, rows, width), (heads, tokens) = query.shape, keys.shape[1:3]
     group = all_heads // heads

@@ -19,14 +19,7 @@ from ...primitives.layouts.portable import is_per_row
 from ...primitives.qdtype import qdtype
 from ...primitives.spec import QuantSpec, Scheme
 from ..custom_ops import portable
-from .quantize import (
-    dequantize_rows,
-    has_default_rows,
-    is_int8_rowwise,
-    quantize_int8_rowwise,
-    quantize_rows,
-    quantize_static,
-)
+from . import quantize
 
 
 def decomposed() -> Any:
@@ -90,10 +83,10 @@ def quantize_portably(x: Tensor, weight: Any) -> tuple[Tensor, Tensor, Tensor | 
     """`quantize_input` without the implementations of devices."""
     spec: QuantSpec = weight.scheme.activation
     if weight.scheme.spec.static:
-        return quantize_static(x, spec, weight.act_scale, weight.act_zero_point)
-    if is_int8_rowwise(spec):
-        return *portable(quantize_int8_rowwise)(x), None
-    return quantize_rows(x, spec)
+        return quantize.quantize_static(x, spec, weight.act_scale, weight.act_zero_point)
+    if quantize.is_int8_rowwise(spec):
+        return *portable(quantize.quantize_int8_rowwise)(x), None
+    return quantize.quantize_rows(x, spec)
 
 
 def fake_quantized(x: Tensor, weight: Any) -> Tensor:
@@ -112,9 +105,9 @@ def fake_quantized(x: Tensor, weight: Any) -> Tensor:
         return cast(Tensor, ops.dequantize_per_tensor(ops.quantize_per_tensor(x, *numbers), *numbers))
     if not integers or scheme.spec.static or not isinstance(spec.granularity, PerRow):
         rows = x.reshape(-1, x.shape[-1])
-        return dequantize_rows(spec, *quantize_portably(rows, weight)).reshape(x.shape)
+        return quantize.dequantize_rows(spec, *quantize_portably(rows, weight)).reshape(x.shape)
     low, high = int(low), int(high)
-    if spec.has_zero_point and has_default_rows(spec) and (low, high) == (-128, 127):
+    if spec.has_zero_point and quantize.has_default_rows(spec) and (low, high) == (-128, 127):
         x = x.float()
         scale, zero_point = ops.choose_qparams_per_token_asymmetric(x, torch.int8)
         codes = ops.quantize_per_token(x, scale, zero_point, low, high, torch.int8)

@@ -68,15 +68,9 @@ def fixed_point_mm(x: Tensor, codes: Tensor) -> Tensor | None:
 
 @by_device
 def dequantize_codes(
-    codes: Tensor,
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    kind: QDType,
-    low: float,
-    high: float,
-    domain: ZeroPointDomain,
-    dtype: torch.dtype,
-) -> Tensor:
+    codes: Tensor, scale: Tensor | None, zero_point: Tensor | None, kind: QDType,
+    low: float, high: float, domain: ZeroPointDomain, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """`dequantize_affine` of codes (M, K) with bounds `low` and `high`, whose blocks follow from the shape of the
     scale; without a scale, the values of the codes themselves. The result (M, K) is in `dtype`."""
     if scale is None:

@@ -25,12 +25,8 @@ from .operand import Operand
 
 
 class OperandGradient(NamedTuple):
-    """dL/dx from dL/dx_hat: straight through, unless one of the two is given.
-
-    Attributes:
-        scale: the spec of x, whose scale passes a gradient on.
-        unclipped: a mask of the elements that get a gradient.
-    """
+    """dL/dx from dL/dx_hat: straight through, unless there is `scale`, the spec of x whose scale passes a gradient on,
+    or `unclipped`, a mask of the elements that get a gradient."""
 
     scale: QuantSpec | None = None
     unclipped: Tensor | None = None

@@ -82,12 +82,8 @@ class StaticRange(Protocol):
 
 
 class Total(NamedTuple):
-    """The sum of the parts of a product that processes have.
-
-    Attributes:
-        add: the sum of a tensor and those of other processes, in the same memory.
-        length: of the contracted axis on all processes.
-    """
+    """The sum of the parts of a product that processes have: `add` a tensor to theirs, in its memory; `length` of the
+    contracted axis on all processes."""
 
     add: Callable[[Tensor], Tensor]
     length: int

@@ -37,13 +37,8 @@ AXES = {
 
 @dataclass(frozen=True)
 class Split(ContractionState):
-    """A `ContractionState`; see the top of the file.
-
-    Args:
-        group: a process group of torch.distributed.
-        axis: ``"n"`` or ``"k"``, the axis of the weight that is cut.
-        length: of that axis on all processes.
-    """
+    """See the top of the file: `axis`, ``"n"`` or ``"k"``, of the weight is cut over a process `group`; its `length` is
+    that on all processes."""
 
     group: Any
     axis: str
@@ -64,11 +59,8 @@ class Split(ContractionState):
 
 @dataclass(frozen=True)
 class JoinedRange:
-    """The range of blocks that lie on all processes of a group.
-
-    Args:
-        cuts_rows: each process has a part of each row; otherwise, some of the rows.
-    """
+    """The range of blocks that lie on all processes of a group, each with a part of each row (`cuts_rows`), or some
+    rows."""
 
     spec: QuantSpec
     group: Any
@@ -108,12 +100,8 @@ def joined_extremes(low: Tensor, high: Tensor, group: Any) -> tuple[Tensor, Tens
 
 
 def check_split(spec: TrainingSpec, axis: str, part: int, whole: int) -> None:
-    """Raise `ValueError` where a contraction cut along `axis` could not have the numbers of one process.
-
-    Args:
-        part: the largest size of the axis on a process.
-        whole: its size.
-    """
+    """Raise `ValueError` where a contraction cut along `axis`, of `whole` elements and at most `part` on a process,
+    could not have the numbers of one process."""
     if spec.scale_gradient:
         raise ValueError("scale_gradient needs the elements of whole blocks; leave it out")
     for product in ("output", "grad_input", "grad_weight"):

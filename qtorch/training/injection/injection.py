@@ -37,12 +37,7 @@ or ``"module:function"``; or a function of the site. None is full precision."""
 
 
 def rule_of(rules: Any) -> Callable[[CallSite], TrainingSpec | None]:
-    """The function of the site that `rules` stand for.
-
-    Raises:
-        TypeError: they are none.
-        ValueError: a key is no regular expression, or a value is neither a spec nor None.
-    """
+    """The function of the site that `rules` stand for."""
     if isinstance(rules, TrainingSpec):
         return lambda site: rules
     if isinstance(rules, Mapping):

@@ -48,12 +48,8 @@ def plain_name(name: str) -> str:
 
 
 class ModuleStack:
-    """The modules that run, by name; `start` and `stop` frame the calls that it sees.
-
-    Args:
-        begun: called with the outermost module when it starts.
-        ended: called when it has returned; and at the end, for calls outside of modules.
-    """
+    """The modules that run, by name; `start` and `stop` frame the calls that it sees. `begun` is called with the
+    outermost module when it starts, `ended` when it has returned, and at the end for calls outside of modules."""
 
     def __init__(self, begun: Callable[[nn.Module], None], ended: Callable[[], None]) -> None:
         self.begun, self.ended = begun, ended
@@ -155,24 +151,15 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 class Constant(NamedTuple):
-    """What a tensor is made of.
-
-    Attributes:
-        key: hash of the expression.
-        roots: names of the parameters in it.
-    """
+    """What a tensor is made of: the hash of the expression, and the names of the parameters in it."""
 
     key: str
     roots: frozenset[str]
 
 
 class Constants(TorchFunctionMode):
-    """See the top of the file.
-
-    Attributes:
-        needed: names of the parameters that something but a stored operand depends on.
-        stored: name of a parameter -> number of elements of the stored operands made of it.
-    """
+    """See the top of this part. `needed` are the parameters that something but a stored operand depends on; `stored`
+    counts the elements of the stored operands that are made of each."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -242,7 +242,7 @@ class Writable:
     """The weight as a plain contiguous tensor that is changed in place, and written back where it is a copy."""
 
     def __init__(self, local: Tensor) -> None:
-        self.target = local.master if isinstance(local, MasterWeight) else local
+        self.target: Any = local.master if isinstance(local, MasterWeight) else local
 
     def __enter__(self) -> Tensor:
         target = self.target

@@ -138,11 +138,8 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def like(parameter: Any, local: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """`local`, a state of the shape of the parameter's part, sharded as the parameter is.
-
-    Args:
-        shape: of the whole, if it is not the parameter's.
-    """
+    """`local`, a state of the parameter's part, sharded as the parameter is; `shape` is that of the whole, if not the
+    parameter's."""
     if not is_sharded(parameter):
         return local
     made: Tensor = type(parameter).from_local(

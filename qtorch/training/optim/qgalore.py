@@ -122,7 +122,7 @@ class QGaLoreAdamW8bit(LowBitAdam):
         optim_bits: int | str = 8,
     ) -> None:
         values = (rank, scale, update_proj_gap, cos_threshold, queue_size, gamma_proj)
-        of_group = dict(zip(self.of_group, values, strict=True))
+        of_group: dict[str, Any] = dict(zip(self.of_group, values, strict=True))
         super().__init__(params, lr, betas, eps, weight_decay, block_size=block_size, optim_bits=optim_bits, **of_group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

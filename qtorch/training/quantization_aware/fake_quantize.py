@@ -30,12 +30,8 @@ from .converted import check_width, converted_conv, converted_linear, rows_of
 
 
 class Scaled(NamedTuple):
-    """What a matrix is quantized by.
-
-    Attributes:
-        other: the zero point, or the table of a `CodebookSpec`.
-        codes: where they are known already; they are those of fp32 arithmetic.
-    """
+    """What a matrix is quantized by; `other` is the zero point, or the table of a `CodebookSpec`. Codes are given where
+    they are known already; they are those of fp32 arithmetic."""
 
     spec: QuantSpec | Any
     scale: Tensor
@@ -44,14 +40,8 @@ class Scaled(NamedTuple):
 
 
 class FakeQuantized(NamedTuple):
-    """One operand of a product.
-
-    Attributes:
-        values: x_hat, differentiable. Where codes are multiplied and no gradient is asked for, only its shape and dtype
-            are read, and it may be x.
-        codes: where products of codes are added up; None where the product is that of `values`.
-        scaled: what gave them; None where `values` is x.
-    """
+    """One operand of a product: `values`, x_hat, differentiable; where products of codes are added up, the codes, and
+    what gave them. Without a gradient only shape and dtype of the values are read then, and they may be x."""
 
     values: Tensor
     codes: Operand | None = None
@@ -90,16 +80,8 @@ def fake_quantized_linear(
     """`F.linear` with the value that the converted weight will give, differentiable in all three.
 
     Args:
-        input: (..., K) floating point.
         weight: (N, K) floating point, plain or in training.
-        bias: (N) or None.
         split: how the weight is cut over processes, if it is.
-
-    Returns:
-        (..., N) in the dtype of `input`.
-
-    Raises:
-        ValueError: the rows of `input` and `weight` have different lengths.
     """
     check_width(input, weight)
     bias = None if bias is None else bias.to(input.dtype)
@@ -112,12 +94,8 @@ def fake_quantized_linear(
 def fake_quantized_conv(
     input: Tensor, matrix: Tensor, bias: Tensor | None, quantization: Quantization, window: Window
 ) -> Tensor:
-    """The convolution of an input (B, C, *sizes), with the value that the converted weight will give.
-
-    Args:
-        matrix: (N, T * C / groups), the weight as `to_matrix` makes it.
-        bias: (N) or None.
-    """
+    """The convolution of an input (B, C, *sizes), with the value that the converted weight will give; `matrix` is the
+    weight as `to_matrix` makes it."""
     bias = None if bias is None else bias.to(input.dtype)
     if quantization.precedes_windows:
         return _conv_of_images(input, matrix, bias, quantization, window)

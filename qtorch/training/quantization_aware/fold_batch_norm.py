@@ -144,8 +144,9 @@ def _adjacent(model: nn.Module) -> list[tuple[str, str]]:
     return pairs
 
 
-def _check_pair(conv_name: str, norm_name: str, modules: Mapping[str, Any]) -> None:
-    conv, norm = modules.get(conv_name), modules.get(norm_name)
+def _check_pair(conv_name: str, norm_name: str, modules: Mapping[str, nn.Module]) -> None:
+    conv: Any = modules.get(conv_name)
+    norm: Any = modules.get(norm_name)
     if type(conv) not in CONVS:
         raise ValueError(f"fold_batch_norm: {conv_name} is not an nn.Conv1d, 2d or 3d but a {type(conv).__name__}")
     if type(norm) not in NORMS:

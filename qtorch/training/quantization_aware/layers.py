@@ -37,13 +37,8 @@ from .schedule import Schedule
 
 
 class Prepared(NamedTuple):
-    """What a recipe has made for the layers of a weight.
-
-    Attributes:
-        values: the weight, as it is quantized.
-        nbytes: of the weight and the state.
-        added: the attributes `TrainedLayer.added`.
-    """
+    """What a recipe has made for the layers of a weight: the weight as it is quantized, the bytes of weight and state,
+    and the attributes `TrainedLayer.added`."""
 
     values: Tensor
     nbytes: int

@@ -27,11 +27,7 @@ from .qat_spec import QATSpec
 
 @dataclass(frozen=True)
 class SplitQATSpec(QATSpec):
-    """A `QATSpec` whose scales are those of the whole weight and the whole input.
-
-    Args:
-        split: how the weight is cut.
-    """
+    """A `QATSpec` whose scales are those of the whole weight and the whole input, of which this process has parts."""
 
     split: Split | None = None
 

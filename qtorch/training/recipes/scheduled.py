@@ -94,12 +94,7 @@ def _with_ranges(x: Tensor, w: Tensor, spec: TrainingSpec, state: ScheduledContr
 
 
 class ScheduledLayer(TrainedLayer):
-    """Base of the layers whose contraction has a schedule.
-
-    Attributes:
-        training_spec: of the three matmuls.
-        contraction_state: the step, and the ranges of static operands.
-    """
+    """Base of the layers whose contraction has a schedule."""
 
     added = ("training_spec", "contraction_state")
 

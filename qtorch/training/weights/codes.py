@@ -181,8 +181,8 @@ def _store(weight: CodesWeight, source: Tensor) -> None:
         raise ValueError(f"copy_: the target has shape {weight.scheme.shape}, the source {tuple(source.shape)}")
     check_copy(weight, source)
     scheme = weight.scheme
-    is_affine = isinstance(source, AffineQuantizedTensor)
-    if is_affine and same_numbers(source.scheme.weight, scheme.weight) and source.scheme.layout == scheme.layout:
+    given: Any = source.scheme if isinstance(source, AffineQuantizedTensor) else None
+    if given is not None and same_numbers(given.weight, scheme.weight) and given.layout == scheme.layout:
         new: Any = source
     else:
         values = (source.dequantize() if isinstance(source, QuantizedTensor) else source).to(weight.device)

@@ -58,12 +58,8 @@ CHECKED_UPDATES = (1, 2, 10, 100, 1000)
 @jsonable
 @dataclass(frozen=True)
 class TrainingScheme:
-    """Metadata of a `MasterWeight`. Kernels read it as the scheme of the converted weight.
-
-    Args:
-        dtype: of the weight: of its gradient, and of the inputs that it takes.
-        master_dtype: of `master`, where that is another one: under mixed precision codes are made of all its bits.
-    """
+    """Metadata of a `MasterWeight`. Kernels read it as the scheme of the converted weight. `dtype` is that of its
+    gradient and inputs; `master` may have another one: under mixed precision codes are made of all its bits."""
 
     training: TrainingSpec | Any
     shape: tuple[int, ...]
@@ -148,11 +144,7 @@ class MasterWeight(TrainingWeight):
         return self.master.to(dtype or self.dtype)
 
     def convert(self) -> Tensor:
-        """The master weight as the forward quantizes it; itself, plain, if the forward does not.
-
-        Raises:
-            ValueError: blocks do not divide the weight.
-        """
+        """The master weight as the forward quantizes it; itself, plain, if the forward does not."""
         weight, spec = self.master.detach(), self.training_spec
         linear = spec.linear_spec
         if linear is None or spec.output.rhs is None:

@@ -190,9 +190,6 @@ def check_joined(quantized: Mapping[str, Mapping[str, Any]], floats: Collection[
     Args:
         quantized: what has to agree, by the name of the module: the group, and scales that parts share.
         floats: modules that are not quantized.
-
-    Raises:
-        ValueError: some are not; the message names them all.
     """
     problems = []
     for names, fields in _joined_sets(dict.fromkeys([*quantized, *floats])):

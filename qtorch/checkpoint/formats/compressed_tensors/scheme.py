@@ -84,11 +84,7 @@ class Args:
 
     @classmethod
     def parse(cls, data: Any) -> Args:
-        """The arguments in config.json, which may be untrusted.
-
-        Raises:
-            ValueError: they are not valid, or are not known to this version.
-        """
+        """The arguments in config.json, which may be untrusted."""
         if not isinstance(data, Mapping):
             raise ValueError(f"quantization arguments are an object, got {data!r:.80}")
         fields = {field: data[field] for field in data if field not in _IGNORED}
@@ -174,11 +170,7 @@ MX_GROUP = 32
 
 
 def args_of(tensor: QuantizedTensor) -> tuple[Args, Args | None]:
-    """How the weight and the input of a quantized matrix are described.
-
-    Raises:
-        ValueError: compressed-tensors has no words for it; the message does not name the tensor.
-    """
+    """How the weight and the input of a quantized matrix are described."""
     if isinstance(tensor, ConvWeight):
         raise ValueError("is the weight of a convolution; the schemes are for linear layers and embeddings")
     if isinstance(tensor, PaddedWeight):

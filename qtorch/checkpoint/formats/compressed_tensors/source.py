@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ....dtypes import AffineQuantizedTensor
 from ....primitives.files import naming
 from ....primitives.spec import Scheme
 from ...folder_source import FolderSource, Parts, StoredWeight
@@ -35,9 +34,6 @@ class StoredModule:
         prefix: of the names of its tensors.
         args: how its weight is quantized.
         dense: the packing of codes whose shape allows both; see `packing.unpack_either`.
-
-    Raises:
-        ValueError: the tensors do not fit the arguments, or have no exact representation; names no module.
     """
 
     def __init__(self, folder: HFFolder, prefix: str, mmap: bool, args: Args, dense: bool | None) -> None:
@@ -249,18 +245,13 @@ class CompressedTensorsSource(FolderSource):
         """The dtype of config.json, else that in which the package computes: of the scale, bfloat16 for 8 bits."""
         return self.folder.dtype or (scale if scale.itemsize > 1 else torch.bfloat16)
 
-    def tensor(self, name: str) -> Tensor:
-        stored = self.weights.get(name)
-        if stored is None or stored.scheme.weight.scale_spec is None:
-            return super().tensor(name)
-        with self.folder.naming(stored.tensors[0], name):
-            codes, others = stored.read()
-            scheme = stored.scheme
-            if "scale_scale" not in others:
-                # The scales of the groups, in fp32, where no scale for the tensor gives the same numbers.
-                weight = replace(scheme.weight, scale_spec=None, scale_dtype=torch.float32)
-                scheme = replace(scheme, spec=replace(scheme.spec, weight=weight))
-            return AffineQuantizedTensor.from_canonical(codes, others, scheme)
+    def scheme_of(self, weight: StoredWeight, others: Mapping[str, Tensor]) -> Scheme:
+        """With the scales of the groups in fp32, where no scale for the tensor gives the same numbers."""
+        scheme = weight.scheme
+        if scheme.weight.scale_spec is None or "scale_scale" in others:
+            return scheme
+        spec = replace(scheme.weight, scale_spec=None, scale_dtype=torch.float32)
+        return replace(scheme, spec=replace(scheme.spec, weight=spec))
 
     def _quantized_modules(self) -> Iterator[str]:
         """Names of the modules with a quantized weight."""

@@ -174,9 +174,6 @@ def decide(group: Group, table: tuple[Decision, ...] = LINEAR, capability: int |
 
     Args:
         capability: of the GPU, if the choice for one is asked for; 90 is Hopper.
-
-    Raises:
-        ValueError: it takes none, where it raises NotImplementedError; or the scheme cannot be constructed.
     """
     weights = group.weights
     decision = next((decision for decision in table if decision.matches(group, capability)), None)

@@ -73,22 +73,17 @@ def _integers(codes: Tensor, others: dict[str, Tensor], group: Group) -> dict[st
         zero_point = zero_point.to(torch.int32) - shift
         if zero_point.numel() and not bool(((zero_point >= -lowest) & (zero_point < lowest)).all()):
             raise ValueError(f"has zero points beyond its codes of {bits} bits")
-        zero_point = zero_point.to(torch.int8)
     if group.format != "pack-quantized":
         found = {"weight": signed, "weight_scale": _scale(scale, weights)}
-        return found if zero_point is None else {**found, "weight_zero_point": zero_point}
+        return found if zero_point is None else {**found, "weight_zero_point": zero_point.to(torch.int8)}
     found = {
-        "weight_packed": pack(_unsigned(signed, lowest), bits),
+        "weight_packed": pack((signed.to(torch.int16) + lowest).to(torch.uint8), bits),
         "weight_scale": _scale(scale, weights),
         "weight_shape": torch.tensor(codes.shape, dtype=torch.int64, device="cpu"),
     }
     if zero_point is not None:
-        found["weight_zero_point"] = pack(_unsigned(zero_point.t(), lowest), bits).t().contiguous()
+        found["weight_zero_point"] = pack((zero_point.t() + lowest).to(torch.uint8), bits).t().contiguous()
     return found
-
-
-def _unsigned(signed: Tensor, lowest: int) -> Tensor:
-    return (signed.to(torch.int16) + lowest).to(torch.uint8)
 
 
 def _floats(codes: Tensor, others: dict[str, Tensor], weights: Args) -> dict[str, Tensor]:

@@ -74,10 +74,6 @@ class GgufFile:
         metadata: numbers, strings and short arrays of numbers, by key.
         tensors: by name.
         size: of the file in bytes.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the header is damaged, or of an unknown version; the message names the file.
     """
 
     def __init__(self, path: Path) -> None:

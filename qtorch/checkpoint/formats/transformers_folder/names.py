@@ -33,9 +33,6 @@ def stored(name: str, tensor: QuantizedTensor) -> tuple[dict[str, Tensor], Entry
 
     Args:
         name: fully-qualified name of the parameter.
-
-    Raises:
-        ValueError: the tensor has no canonical form, as a weight in training.
     """
     tensors, entry = to_canonical(name, tensor)
     codes = f"{name}_codes"
