@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,7 +132,8 @@ class AffineQuantizedTensor(QuantizedTensor):
         """The zero point, of the given rows of blocks or of all, in layouts that store it as a tensor."""
         zero_point = self.zero_point
         if self.zero_point_scale is not None:
-            return dequantize_zero_point(self.inner_tensors, self.scheme.weight.scale_spec, rows)
+            spec: Any = self.scheme.weight.scale_spec
+            return dequantize_zero_point(self.inner_tensors, spec, rows)
         return zero_point if zero_point is None or rows is None else zero_point.index_select(0, rows)
 
     def with_plain(self, plain: Plain, spec: LinearSpec | None = None) -> AffineQuantizedTensor:

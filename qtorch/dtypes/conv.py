@@ -91,7 +91,8 @@ def as_conv_weight(weight: Any) -> Any:
     shape = weight.scheme.shape
     if len(shape) < 3 or shape[1] != 1:
         return weight
-    return ConvWeight.of(weight.reshape(shape[0], math.prod(shape[2:])), shape)
+    matrix: Any = weight.reshape(shape[0], math.prod(shape[2:]))
+    return ConvWeight.of(matrix, shape)
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:

@@ -151,7 +151,8 @@ class MatrixWeight(QuantizedTensor):
 
     @classmethod
     def _from_pickled(cls: type[M], tensors: dict[str, Tensor], scheme: Any) -> M:
-        if type(scheme) is not cls.scheme_type:
+        kind: Any = type(scheme)
+        if kind is not cls.scheme_type:
             raise ValueError(f"a {cls.__name__} has a {cls.scheme_type.__name__}, got {scheme!r}")
         return cls.of_matrix(quantized_type(scheme.weight)._from_pickled(tensors, scheme.matrix), scheme)
 
