@@ -58,7 +58,7 @@ class FakeQuantizedWeight(MasterWeight):
         )
 
     def linear(self, input: Tensor, bias: Tensor | None, state: ContractionState = STATELESS) -> Tensor:
-        if self.qat_spec.partial:
+        if self.qat_spec.partial and not isinstance(state, Split):
             raise ValueError(
                 f"a product with a part of a weight that converts to {self.qat_spec.linear_spec.weight}: its codes "
                 "depend on the rest of the weight; multiply the whole of it"
