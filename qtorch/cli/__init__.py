@@ -29,16 +29,14 @@ exit status: 0, 1 for a failure, 2 for wrong arguments"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: those of the process by default.
-
-    Returns:
-        The exit status: 0, 1 for a failure, 2 for wrong use.
-    """
+    """Run the command line, by default with the arguments of the process; the exit status: 0, 1 for a failure, 2 for
+    wrong use."""
     given = _parse(sys.argv[1:] if arguments is None else arguments)
     try:
+        if given.threads is not None:
+            import torch
+
+            torch.set_num_threads(given.threads)
         given.run(given)
     except UsageError as error:
         return _say(error, 2)

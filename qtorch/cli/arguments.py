@@ -15,6 +15,8 @@ FORMATS = ("qtorch", "transformers", "compressed-tensors")
 METHODS = ("auto", "gptq")
 """Methods of calibration. (Their table needs torch.)"""
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -48,6 +50,12 @@ def add_recipe(parser: argparse.ArgumentParser, required: bool) -> None:
     )
 
 
+def add_computation(parser: argparse.ArgumentParser, dtype: str) -> None:
+    """The arguments that say in which dtype and where something is computed."""
+    parser.add_argument("--dtype", choices=DTYPES, help=f"of {dtype}")
+    parser.add_argument("--device", default="cpu", help="default cpu")
+
+
 def add_target(parser: argparse.ArgumentParser) -> None:
     """The arguments that say what is written."""
     parser.add_argument("--format", choices=FORMATS, help="of what is written; see above")
@@ -75,14 +83,6 @@ def format_of(arguments: argparse.Namespace) -> str:
 def shows_progress(arguments: argparse.Namespace) -> bool:
     """Whether to show a progress bar: on a terminal."""
     return not arguments.quiet and sys.stderr.isatty()
-
-
-def use_threads(arguments: argparse.Namespace) -> None:
-    """Set the number of threads of torch."""
-    if arguments.threads is not None:
-        import torch
-
-        torch.set_num_threads(arguments.threads)
 
 
 def show(arguments: argparse.Namespace, data: Any, text: str) -> None:

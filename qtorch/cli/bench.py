@@ -10,8 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .arguments import add_recipe, show, use_threads
-from .explain import DTYPES
+from .arguments import add_computation, add_recipe, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,8 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="FILE|FOLDER")
     add_recipe(parser, required=False)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 256], metavar="N", help="default 1 16 256")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the input; by default that of the weights")
-    parser.add_argument("--device", default="cpu", help="default cpu")
+    add_computation(parser, "the input; by default that of the weights")
     parser.add_argument("--seconds", type=float, default=0.3, help="for each figure; default 0.3")
 
 
@@ -32,7 +30,6 @@ def run(arguments: argparse.Namespace) -> None:
     from ..model.report import format_table
     from .schemes import matrices
 
-    use_threads(arguments)
     kinds: dict[Any, list[str]] = {}
     for name, op, scheme in matrices(arguments):
         if op == "linear":
@@ -57,17 +54,12 @@ def run(arguments: argparse.Namespace) -> None:
             str(row["weights"]),
             row["scheme"],
             str(row["rows"]),
-            f"{row['float_us']:.0f}",
-            f"{row['quantized_us']:.0f}",
-            f"{row['speed']:.2f}",
+            *(f"{row[name]:.{digits}f}" for name, digits in (("float_us", 0), ("quantized_us", 0), ("speed", 2))),
         )
         for row in data
     ]
-    show(
-        arguments,
-        data,
-        format_table(("shape", "layers", "quantized", "rows", "float us", "quantized us", "speed"), cells),
-    )
+    head = ("shape", "layers", "quantized", "rows", "float us", "quantized us", "speed")
+    show(arguments, data, format_table(head, cells))
 
 
 def _medians(x: Any, weights: dict[str, Any], seconds: float) -> dict[str, float]:

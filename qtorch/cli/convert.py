@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .arguments import add_target, format_of, in_words, show, shows_progress, use_threads
+from .arguments import add_target, format_of, in_words, show, shows_progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,6 @@ def run(arguments: argparse.Namespace) -> None:
     """Run the subcommand."""
     from ..checkpoint.streaming.quantize_checkpoint import convert_checkpoint
 
-    use_threads(arguments)
     format = format_of(arguments)
     convert_checkpoint(
         arguments.src,

@@ -14,17 +14,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-from .arguments import UsageError, add_recipe, show, use_threads
-from .explain import DTYPES
+from .arguments import UsageError, add_computation, add_recipe, show
 
 
 def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """The model in evaluation mode, and its tokenizer.
-
-    Raises:
-        ImportError: transformers is not installed.
-        UsageError: there is no config.json.
-    """
+    """The model in evaluation mode, and its tokenizer."""
     import torch
 
     from ..checkpoint.load import load_quantized
@@ -56,11 +50,7 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def perplexity(model: Any, tokenizer: Any, text: str, length: int, limit: int | None) -> dict[str, Any]:
-    """exp of the mean negative log-likelihood of the tokens of `text`, in pieces of `length` tokens.
-
-    Raises:
-        ValueError: the text has less than two tokens.
-    """
+    """exp of the mean negative log-likelihood of the tokens of `text`, in pieces of `length` tokens."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -79,11 +69,7 @@ def perplexity(model: Any, tokenizer: Any, text: str, length: int, limit: int | 
 
 
 def run_tasks(model: Any, tokenizer: Any, tasks: list[str], limit: int | None) -> dict[str, Any]:
-    """Results of lm-eval by task.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """Results of lm-eval by task."""
     try:
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
@@ -103,13 +89,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="with config.json and tokenizer; default the path")
     parser.add_argument("--length", type=int, default=512, metavar="N", help="tokens of a piece; default 512")
     parser.add_argument("--limit", type=int, metavar="N", help="tokens of the text that are used, or samples of a task")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the model; by default that of its configuration")
-    parser.add_argument("--device", default="cpu", help="default cpu")
+    add_computation(parser, "the model; by default that of its configuration")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the subcommand."""
-    use_threads(arguments)
     if arguments.text is not None and not arguments.text.is_file():
         raise UsageError(f"--text: {arguments.text}: no such file")
     if arguments.length < 2:

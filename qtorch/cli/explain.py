@@ -8,17 +8,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .arguments import UsageError, add_recipe, show
-
-DTYPES = ("float32", "bfloat16", "float16")
+from .arguments import UsageError, add_computation, add_recipe, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("path", type=Path, metavar="FILE|FOLDER")
     add_recipe(parser, required=False)
-    parser.add_argument("--dtype", choices=DTYPES, help="of the input; by default that of the weights")
-    parser.add_argument("--device", default="cpu", help="default cpu")
+    add_computation(parser, "the input; by default that of the weights")
 
 
 def run(arguments: argparse.Namespace) -> None:

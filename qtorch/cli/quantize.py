@@ -19,7 +19,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .arguments import METHODS, UsageError, add_recipe, add_target, format_of, show, shows_progress, use_threads
+from .arguments import METHODS, UsageError, add_recipe, add_target, format_of, show, shows_progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,6 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.dst is None and not arguments.dry_run:
         raise UsageError("DST is missing; only --dry-run does without")
-    use_threads(arguments)
     recipe = asked_recipe(arguments)
     if arguments.calibrate is not None:
         recipe = _calibrated(arguments, recipe)
@@ -68,12 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _calibrated(arguments: argparse.Namespace, recipe: Any) -> Any:
-    """The recipe, or the mapping, that is calibrated on the texts of ``--calibrate``.
-
-    Raises:
-        ImportError: transformers is not installed.
-        UsageError: there is no text, no tokenizer, or a recipe cannot be calibrated.
-    """
+    """The recipe, or the mapping, that is calibrated on the texts of ``--calibrate``."""
     from ..calibration.methods import with_data
     from ..calibration.texts import read_texts, token_batches
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from ..primitives import jsonable
-from ..primitives.discovery import import_later
 from ..primitives.files import read_json
 from ..primitives.jsonable import from_json
+from ..primitives.discovery import import_later
 from ..recipes.base import RECIPES, Recipe
 from .arguments import UsageError
 
@@ -30,11 +30,7 @@ def asked_targets(arguments: argparse.Namespace) -> str | list[str]:
 
 
 def asked_recipe(arguments: argparse.Namespace) -> Recipe | dict[str, Recipe | None]:
-    """What ``--recipe``, ``--set`` and ``--config`` ask for.
-
-    Raises:
-        UsageError: they name no recipe, or arguments that it does not have.
-    """
+    """What ``--recipe``, ``--set`` and ``--config`` ask for."""
     if arguments.config is not None:
         if arguments.set:
             raise UsageError("--set belongs to --recipe; write the arguments into the file of --config")
@@ -43,11 +39,7 @@ def asked_recipe(arguments: argparse.Namespace) -> Recipe | dict[str, Recipe | N
 
 
 def read_recipe(text: str, settings: list[str] | None = None) -> Recipe:
-    """The recipe that `text` stands for, with the arguments of `settings`, each ``name=value``.
-
-    Raises:
-        UsageError: there is no such recipe, or it does not take these arguments.
-    """
+    """The recipe that `text` stands for, with the arguments of `settings`, each ``name=value``."""
     name, keywords = text.strip(), {}
     positional: list[Any] = []
     if "(" in name:
@@ -57,7 +49,7 @@ def read_recipe(text: str, settings: list[str] | None = None) -> Recipe:
         name = call.func.id
         positional = [_value(argument) for argument in call.args]
         keywords = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
-    kind = _recipe_type(name)
+    kind = _recipe(name)
     for setting in settings or []:
         key, equals, value = setting.partition("=")
         if not equals:
@@ -66,14 +58,18 @@ def read_recipe(text: str, settings: list[str] | None = None) -> Recipe:
     return _make(kind, positional, keywords, name)
 
 
+def _recipe(name: str) -> Callable[..., Any]:
+    import_later()
+    if name not in RECIPES:
+        raise UsageError(f"there is no recipe {name!r}; known are {', '.join(sorted(RECIPES))}")
+    return RECIPES[name]
+
+
 def read_config(path: Path) -> dict[str, Recipe | None]:
     """A mapping from names to recipes, from a JSON file.
 
     A value is null, a recipe as text, or an object: ``{"recipe": "int4_weight_only", "group_size": 32}``, or JSON data
     of `to_json`.
-
-    Raises:
-        UsageError: the file holds something else.
     """
     try:
         data = read_json(path)
@@ -90,24 +86,15 @@ def read_config(path: Path) -> dict[str, Recipe | None]:
     return found
 
 
-def _recipe_type(name: str) -> type[Recipe]:
-    import_later()
-    if name not in RECIPES:
-        raise UsageError(f"there is no recipe {name!r}; known are {', '.join(sorted(RECIPES))}")
-    return RECIPES[name]
-
-
 def _of_json(value: Any) -> Recipe | None:
     if value is None:
         return None
     if isinstance(value, str):
         return read_recipe(value)
     if isinstance(value, dict) and "recipe" in value:
-        rest = {key: argument for key, argument in value.items() if key != "recipe"}
-        given = {
-            key: _value(_parsed(argument)) if isinstance(argument, str) else argument for key, argument in rest.items()
-        }
-        return _make(_recipe_type(value["recipe"]), [], given, value["recipe"])
+        name, rest = str(value["recipe"]), {key: text for key, text in value.items() if key != "recipe"}
+        given = {key: _value(_parsed(text)) if isinstance(text, str) else text for key, text in rest.items()}
+        return _make(_recipe(name), [], given, name)
     made = from_json(value)
     if not isinstance(made, Recipe):
         raise UsageError(f"is no recipe: {value!r:.80}")
@@ -124,8 +111,11 @@ def _parsed(text: str) -> ast.expr:
 def _value(node: ast.expr) -> Any:
     """The value of a literal, of a name of this package or of torch, or of a call of a constructor of this package."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        name = node.func.id
+        if (kind := RECIPES.get(name) or jsonable._CLASSES.get(name)) is None:
+            raise UsageError(f"there is no recipe, rule, layout or granularity {name!r}")
         keywords = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
-        return _make(_constructor(node.func.id), [_value(argument) for argument in node.args], keywords, node.func.id)
+        return _make(kind, [_value(argument) for argument in node.args], keywords, name)
     if isinstance(node, ast.Name):
         # The name of a member of an enumeration, or of a dtype; the type of the argument decides.
         return _Word(node.id)
@@ -148,13 +138,6 @@ def _member(owner: str, name: str) -> Any:
     if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
         return kind[name]
     raise UsageError(f"there is no {owner}.{name}")
-
-
-def _constructor(name: str) -> Callable[..., Any]:
-    found = RECIPES.get(name) or jsonable._CLASSES.get(name)
-    if found is None:
-        raise UsageError(f"there is no recipe, rule, layout or granularity {name!r}")
-    return found
 
 
 def _make(kind: Callable[..., Any], positional: list[Any], keywords: dict[str, Any], name: str) -> Any:

@@ -31,11 +31,7 @@ class Matrix(NamedTuple):
 
 
 def matrices(arguments: argparse.Namespace) -> list[Matrix]:
-    """The quantized weights of ``arguments.path``, as they are or as the recipe of the command line makes them.
-
-    Raises:
-        UsageError: no weight is quantized, and no recipe is given.
-    """
+    """The quantized weights of ``arguments.path``, as they are or as the recipe of the command line makes them."""
     with open_any(arguments.path) as source:
         contents = {name: source.contents(name) for name in sorted(source.names - source.aliases.keys())}
         found = [

@@ -16,9 +16,6 @@ from ..kernels.ops.kv_attention import kv_attention
 from ..primitives.jsonable import jsonable
 from ..primitives.qdtype import qdtype
 
-# --------------------------------------------------------------------------------------------------
-# KVCacheSpec: how a cache of keys and values is quantized.
-
 
 @jsonable
 @dataclass(frozen=True)
@@ -142,7 +139,9 @@ class KVStore(ABC):
         """
         keys, values, recent, length = self.parts()
         if last is not None and last < self.shape[2]:
-            keys, values = _last(keys, last), _last(values, last)
+            keys, values = (
+                tuple(part.narrow(2, part.shape[2] - last, last) for part in parts) for parts in (keys, values)
+            )
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         form = self.form
         arguments = (form.dtype, form.block, self.widths[1], float(scaling), float(softcap or 0), causal)
@@ -181,11 +180,7 @@ class KVStore(ABC):
         return sum(part.numel() * part.element_size() for part in (*keys, *values, *recent))
 
     def note_form(self, keys: Tensor, values: Tensor) -> None:
-        """Remember widths, dtype and device of the first tokens, and check later ones.
-
-        Raises:
-            ValueError: they differ from those of the first.
-        """
+        """Remember widths, dtype and device of the first tokens, and check that later ones have the same."""
         found = (keys.shape[3], values.shape[3]), keys.dtype, keys.device
         if self.widths == (0, 0):
             self.widths, self.dtype, self.device = found
@@ -197,10 +192,6 @@ class KVStore(ABC):
                 f"the cache holds ({batch}, {heads}, tokens, {self.widths}) {before[1]} on {before[2]}; got keys "
                 f"{tuple(keys.shape)} {keys.dtype} and values {tuple(values.shape)} {values.dtype} on {keys.device}"
             )
-
-
-def _last(parts: Parts, count: int) -> Parts:
-    return tuple(part.narrow(2, part.shape[2] - count, count) for part in parts)
 
 
 class NoGradient(torch.autograd.Function):
@@ -218,14 +209,6 @@ class NoGradient(torch.autograd.Function):
         )
 
 
-# --------------------------------------------------------------------------------------------------
-# Held: keys or values in a cache, as they travel through a layer of a model to its attention function.
-#
-# The layers of transformers hand what `Cache.update` gives them to the attention function, and most look at no more
-# than its shape on the way. So codes can travel in a small object that is no tensor. If a model does use it as a
-# tensor, it becomes one: the dequantized keys or values.
-
-
 _said: set[str] = set()
 
 
@@ -236,11 +219,15 @@ def say_once(what: str) -> None:
         warnings.warn(f"qtorch: the quantized KV cache is dequantized at each step: {what}", stacklevel=2)
 
 
-class Held:
-    """The keys (`index` 0) or values (1) of a store.
+class StoredKV:
+    """The keys (`index` 0) or values (1) of a store, as they travel through a layer to its attention function.
+
+    The layers of transformers hand what `Cache.update` gives them to the attention function, and most look at no more
+    than its shape on the way. So codes can travel in this small object, which is no tensor. If a model does use it as a
+    tensor, it becomes one: the dequantized keys or values.
 
     Attributes:
-        store: holds the codes.
+        store: has the codes.
         fresh: keys and values in floating point, if they are the first of the cache.
         tokens: how many of the latest tokens it stands for.
     """
@@ -279,9 +266,6 @@ class Held:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = torch.utils._pytree.tree_map(_plain, (args, kwargs or {}))
+        plain = lambda x: x.floats() if isinstance(x, StoredKV) else x  # noqa: E731
+        args, kwargs = torch.utils._pytree.tree_map(plain, (args, kwargs or {}))
         return function(*args, **kwargs)
-
-
-def _plain(x: Any) -> Any:
-    return x.floats() if isinstance(x, Held) else x

@@ -1,4 +1,4 @@
-"""GrowingKV: keys and values in codes, of any number of tokens."""
+"""GrowingKV, of any number of tokens, and StaticKV, with room for a fixed number, for `torch.compile`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from ..kernels.cache_form import Parts
 from ..kernels.ops.quantize import quantize_keys_and_values
 from .store import KVCacheSpec, KVStore
 
-# --------------------------------------------------------------------------------------------------
-# GrowingTensor: a tensor that is appended to along its tokens, in memory that doubles when it is full.
-
-
 SMALLEST = 64
 """Tokens for which memory is taken at least."""
 
 
 class GrowingTensor:
-    """A tensor (B, H, T, X) of growing T.
+    """A tensor (B, H, T, X) of growing T, in memory that doubles when it is full.
 
     `torch.cat` would copy all tokens for each new one. Here a token is copied twice on average, however many there are,
     and up to half of the memory waits for more.
@@ -29,11 +25,6 @@ class GrowingTensor:
     def __init__(self) -> None:
         self.memory: Tensor | None = None
         self.first = self.length = 0
-
-    @property
-    def capacity(self) -> int:
-        """Tokens for which there is memory."""
-        return 0 if self.memory is None else self.memory.shape[2]
 
     @property
     def used(self) -> Tensor:
@@ -45,30 +36,23 @@ class GrowingTensor:
     def append(self, more: Tensor) -> None:
         """Append tokens (B, H, t, X)."""
         length = self.length + more.shape[2]
-        if self.memory is None or self.first + length > self.capacity:
-            before, old = self.memory, None if self.memory is None else self.used
+        capacity = 0 if self.memory is None else self.memory.shape[2]
+        if self.memory is None or self.first + length > capacity:
+            memory, old = self.memory, None if self.memory is None else self.used
             # Where half of it was dropped, there is room without more memory.
-            if before is None or self.first < self.length or length > self.capacity:
-                before = _empty_like(more, max(length, 2 * self.capacity, SMALLEST))
+            if memory is None or self.first < self.length or length > capacity:
+                memory = _empty_like(more, max(length, 2 * capacity, SMALLEST))
             if old is not None:
-                before.narrow(2, 0, self.length).copy_(old)
-            self.memory, self.first = before, 0
+                memory.narrow(2, 0, self.length).copy_(old)
+            self.memory, self.first = memory, 0
         self.memory.narrow(2, self.first + self.length, more.shape[2]).copy_(more)
         self.length = length
-
-    def crop(self, length: int) -> None:
-        """Keep the first `length` tokens; their memory stays."""
-        self.length = length
-
-    def drop(self, count: int) -> None:
-        """Remove the first tokens; their memory is used again."""
-        self.first, self.length = self.first + count, self.length - count
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replace the tensor by a function of it that leaves the number of tokens."""
         if self.memory is not None:
-            changed, capacity = function(self.used), self.capacity
-            self.memory, self.first = _empty_like(changed, capacity), 0
+            changed = function(self.used)
+            self.memory, self.first = _empty_like(changed, self.memory.shape[2]), 0
             self.used.copy_(changed)
 
 
@@ -133,24 +117,18 @@ class GrowingKV(KVStore):
             old.append(more)
 
     def _quantize(self, keys: Tensor, values: Tensor) -> None:
-        for stored, parts in zip(
-            (self.keys, self.values), quantize_keys_and_values(keys, values, self.form), strict=True
-        ):
-            for tensor, part in zip(stored, parts, strict=True):
-                tensor.append(part)
+        of_keys, of_values = quantize_keys_and_values(keys, values, self.form)
+        for tensor, part in zip((*self.keys, *self.values), (*of_keys, *of_values), strict=True):
+            tensor.append(part)
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens.
-
-        Raises:
-            ValueError: there are fewer.
-        """
+        """Keep the first `length` tokens; if there are fewer, it raises `ValueError`."""
         if not 0 <= length <= self.length:
             raise ValueError(f"crop: the cache has {self.length} tokens, got {length}")
         step, left = self.spec.step, min(length, self.tokens)
         whole = left // step * step
         for recent in self.recent:
-            recent.crop(max(0, length - self.tokens))
+            recent.length = max(0, length - self.tokens)
         if whole < left:
             floats = self.dequantize()
             self.recent = [GrowingTensor(), GrowingTensor()]
@@ -158,7 +136,7 @@ class GrowingKV(KVStore):
                 recent.append(x.narrow(2, whole, left - whole))
         for stored, of_keys in ((self.keys, True), (self.values, False)):
             for tensor, (_, _, each) in zip(stored, self.form.stored(1, of_keys).values(), strict=True):
-                tensor.crop(whole // each)
+                tensor.length = whole // each
 
     def drop(self, count: int) -> None:
         """Remove the first `count` tokens.
@@ -169,7 +147,7 @@ class GrowingKV(KVStore):
         if self.spec.step > 1 or self.spec.kept or not 0 <= count <= self.length:
             raise ValueError(f"drop: removes up to {self.length} tokens, each with scales of its own, got {count}")
         for tensor in (*self.keys, *self.values):
-            tensor.drop(count)
+            tensor.first, tensor.length = tensor.first + count, tensor.length - count
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         for tensor in (*self.keys, *self.values, *self.recent):
@@ -184,10 +162,6 @@ class GrowingKV(KVStore):
         """Bytes of all memory that is held, that for more tokens included."""
         tensors = (x.memory for x in (*self.keys, *self.values, *self.recent) if x.memory is not None)
         return sum(x.numel() * x.element_size() for x in tensors)
-
-
-# --------------------------------------------------------------------------------------------------
-# StaticKV: keys and values in codes, with room for a fixed number of tokens, for `torch.compile`.
 
 
 class StaticKV(KVStore):

@@ -25,14 +25,11 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from ..kernels.ops.kv_attention import attend
-from .store import Held, KVCacheSpec, KVStore, say_once
+from .store import KVCacheSpec, StoredKV, say_once
 from .stores import GrowingKV, StaticKV
 
-# --------------------------------------------------------------------------------------------------
-# The attention function "qtorch" of transformers, which reads the codes of quantized caches.
-
-
 NAME = "qtorch"
+"""Of the attention function that reads the codes of quantized caches."""
 
 
 def set_attention(model: Any) -> Any:
@@ -69,39 +66,39 @@ def attention(
     Keys and values are tensors (B, H, T, D), or those of a quantized cache.
     """
     rows = query.shape[2]
-    if isinstance(key, Held) and isinstance(value, Held) and key.fresh is None and not dropout:
-        store: KVStore = key.store
-        mask = _with_bias(attention_mask, position_bias, rows, key.tokens, query)
-        causal = mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        out = store.attend(query, mask, scaling, causal=causal, softcap=softcap, sinks=s_aux, last=key.tokens)
-        return out.transpose(1, 2).contiguous(), None
-    if isinstance(key, Held) and isinstance(value, Held) and key.fresh is not None:
-        key, value = key.fresh
-    if dropout and (isinstance(key, Held) or isinstance(value, Held)):
-        say_once("the model drops attention weights out; call model.eval()")
-    key, value = (x.floats() if isinstance(x, Held) else x for x in (key, value))
-    if attention_mask is not None:
-        attention_mask = attention_mask[..., : key.shape[2]]
-    if position_bias is not None:
-        position_bias = position_bias[..., : key.shape[2]]
-    if softcap or s_aux is not None:
-        mask = _with_bias(attention_mask, position_bias, rows, key.shape[2], query)
-        causal = mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if isinstance(key, StoredKV) and isinstance(value, StoredKV):
+        if key.fresh is not None:
+            key, value = key.fresh
+        elif dropout:
+            say_once("the model drops attention weights out; call model.eval()")
+    stored = isinstance(key, StoredKV) and isinstance(value, StoredKV) and not dropout
+    if not stored:
+        key, value = (x.floats() if isinstance(x, StoredKV) else x for x in (key, value))
+        if attention_mask is not None:
+            attention_mask = attention_mask[..., : key.shape[2]]
+        if position_bias is not None:
+            position_bias = position_bias[..., : key.shape[2]]
+        if not softcap and s_aux is None:
+            return sdpa_attention_forward(
+                module,
+                query,
+                key,
+                value,
+                attention_mask,
+                dropout=dropout,
+                scaling=scaling,
+                is_causal=is_causal,
+                position_bias=position_bias,
+                **kwargs,
+            )
+    mask = _with_bias(attention_mask, position_bias, rows, key.tokens if stored else key.shape[2], query)
+    causal = mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if stored:
+        out = key.store.attend(query, mask, scaling, causal=causal, softcap=softcap, sinks=s_aux, last=key.tokens)
+    else:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         out = attend(query, key, value, mask, s_aux, scaling, float(softcap or 0), causal)
-        return out.transpose(1, 2).contiguous(), None
-    return sdpa_attention_forward(
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout=dropout,
-        scaling=scaling,
-        is_causal=is_causal,
-        position_bias=position_bias,
-        **kwargs,
-    )
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _with_bias(mask: Tensor | None, bias: Tensor | None, rows: int, tokens: int, query: Tensor) -> Tensor | None:
@@ -170,37 +167,44 @@ class QuantizedStaticCache(StaticCache):
 
 
 class _Quantized:
-    """What both kinds of layers share: the store, and what the model is given."""
+    """What all quantized layers share: the store, and what the model is given."""
 
     store: Any
     config: Any
     is_initialized: bool
 
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def _append(self, key_states: Tensor, value_states: Tensor) -> None:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.store.append(key_states, value_states)
+
     def _given(self, fresh: tuple[Tensor, Tensor] | None, tokens: int) -> tuple[Any, Any]:
         """The latest tokens: codes if the model's attention reads them, else floats."""
         if self.config._attn_implementation == NAME:
-            return Held(self.store, 0, fresh, tokens), Held(self.store, 1, fresh, tokens)
+            return StoredKV(self.store, 0, fresh, tokens), StoredKV(self.store, 1, fresh, tokens)
         say_once("call qtorch.kv_cache.use_quantized_attention(model), so that attention reads codes")
         keys, values = fresh or self.store.dequantize()
         return keys[:, :, -tokens:], values[:, :, -tokens:]
 
+    # transformers sets keys, values and batch_size before there are any, and when it has appended some.
     @property
     def keys(self) -> Any:
         """Dequantized, for whoever looks at them; None if there are none."""
         return self.store.dequantize()[0] if self.is_initialized else None
 
     @keys.setter
-    def keys(self, value: None) -> None:
-        """transformers sets it to None before there are any."""
+    def keys(self, value: None) -> None: ...
 
     @property
     def values(self) -> Any:
-        """As `keys`."""
         return self.store.dequantize()[1] if self.is_initialized else None
 
     @values.setter
-    def values(self, value: None) -> None:
-        """As of `keys`."""
+    def values(self, value: None) -> None: ...
 
     @property
     def batch_size(self) -> int:
@@ -209,8 +213,7 @@ class _Quantized:
         return int(self.store.shape[0])
 
     @batch_size.setter
-    def batch_size(self, value: int) -> None:
-        """transformers writes down what the store knows."""
+    def batch_size(self, value: int) -> None: ...
 
     def offload(self) -> None:
         """Move everything to the CPU."""
@@ -219,8 +222,8 @@ class _Quantized:
 
     def prefetch(self) -> None:
         """Move everything back to the device of the model."""
-        if self.is_initialized and self.store.device != self.device:  # type: ignore[attr-defined]
-            self.store.to(self.device)  # type: ignore[attr-defined]
+        if self.is_initialized and self.store.device != self.device:
+            self.store.to(self.device)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beam search: row i goes on from row `beam_idx[i]`."""
@@ -235,30 +238,28 @@ class _Quantized:
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows."""
         if self.is_initialized:
-            rows = torch.arange(self.batch_size, device=indices.device)[indices]
-            self.store.reorder(rows)
+            self.store.reorder(torch.arange(self.batch_size, device=indices.device)[indices])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.store.spec})"
 
 
+def _check_crop(tokens_to_remove: int) -> None:
+    if tokens_to_remove > 0:
+        raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
+
+
 class QuantizedLayer(_Quantized, DynamicLayer):
-    """A layer of `QuantizedDynamicCache`."""
+    """A layer of a `DynamicCache`."""
 
     def __init__(self, config: Any, spec: KVCacheSpec) -> None:
         self.config, self.store = config, GrowingKV(spec)
         super().__init__()
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append tokens (B, H, t, D)."""
-        fresh = (key_states, value_states) if self.get_seq_length() == 0 else None
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.store.append(key_states, value_states)
+        fresh = None if self.store.length else (key_states, value_states)
+        self._append(key_states, value_states)
         return self._given(fresh, self.store.length)
 
     def get_seq_length(self) -> int:
@@ -266,8 +267,7 @@ class QuantizedLayer(_Quantized, DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
+        _check_crop(tokens_to_remove)
         if tokens_to_remove and self.is_initialized:
             self.store.crop(max(0, self.store.length + tokens_to_remove))
 
@@ -277,25 +277,19 @@ class QuantizedLayer(_Quantized, DynamicLayer):
 
 
 class QuantizedSlidingLayer(_Quantized, DynamicSlidingWindowLayer):
-    """A layer of `QuantizedDynamicCache` that keeps the latest `sliding_window - 1` tokens."""
+    """A layer of a `DynamicCache` that keeps the latest `sliding_window - 1` tokens."""
 
     def __init__(self, config: Any, spec: KVCacheSpec, sliding_window: int, **kwargs: Any) -> None:
         self.config, self.store = config, GrowingKV(spec)
         super().__init__(sliding_window, **kwargs)
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append tokens (B, H, t, D). While the past is recorded (see transformers), `crop` drops what is too old."""
         count = key_states.shape[2]
-        fresh = (key_states, value_states) if self.cumulative_length == 0 else None
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        fresh = None if self.cumulative_length else (key_states, value_states)
         if not self.record_past:
             self._slide()
-        self.store.append(key_states, value_states)
+        self._append(key_states, value_states)
         self.cumulative_length += count
         visible = self.store.length if fresh else min(self.store.length, self.sliding_window - 1 + count)
         return self._given(fresh, visible)
@@ -305,8 +299,7 @@ class QuantizedSlidingLayer(_Quantized, DynamicSlidingWindowLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens, and those that are too old."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
+        _check_crop(tokens_to_remove)
         if not self.is_initialized:
             return
         if self.cumulative_length >= self.sliding_window and not self.record_past and tokens_to_remove:
@@ -322,7 +315,7 @@ class QuantizedSlidingLayer(_Quantized, DynamicSlidingWindowLayer):
 
 
 class QuantizedStaticLayer(_Quantized, StaticLayer):
-    """A layer of `QuantizedStaticCache`."""
+    """A layer of a `StaticCache`."""
 
     def __init__(self, config: Any, spec: KVCacheSpec, max_length: int) -> None:
         self.config, self.store = config, StaticKV(spec, max_length)
@@ -336,21 +329,18 @@ class QuantizedStaticLayer(_Quantized, StaticLayer):
         return self.store.length
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
         self.store.initialize(key_states, value_states)
         if not torch.compiler.is_compiling():
             for tensor in (*self.store.keys, *self.store.values, self.store.length):
                 torch._dynamo.mark_static_address(tensor)
-        self.is_initialized = True
+        super().lazy_initialization(key_states, value_states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append tokens (B, H, t, D)."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         fresh = (key_states, value_states) if self.is_empty and key_states.shape[2] > 1 else None
         self.is_empty = False
-        self.store.append(key_states, value_states)
-        if fresh is not None and self.config._attn_implementation != NAME:
+        self._append(key_states, value_states)
+        if self.config._attn_implementation != NAME:
             fresh = None  # its attention expects as many tokens as the mask has
         return self._given(fresh, self.max_cache_len)
 

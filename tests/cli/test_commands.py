@@ -25,9 +25,6 @@ def text_file(folder: Path) -> Path:
     return path
 
 
-# --- quantize ---
-
-
 def test_quantize_a_folder(llama: Path, tmp_path: Path, command: Command) -> None:
     said = command("quantize", llama, tmp_path / "q", *INT4)
     assert said.startswith("quantized 14 of 16 weights")
@@ -151,9 +148,6 @@ def test_what_calibration_needs(llama: Path, tmp_path: Path, command: Command) -
     assert not (tmp_path / "q").exists()
 
 
-# --- inspect ---
-
-
 def test_inspect(llama: Path, tmp_path: Path, command: Command) -> None:
     command("quantize", llama, tmp_path / "q", *INT4)
     said = command("inspect", tmp_path / "q")
@@ -181,9 +175,6 @@ def test_inspect_ties(tmp_path: Path, command: Command) -> None:
     assert "lm_head.weight = embed_tokens.weight" in command("inspect", tmp_path / "tied.safetensors")
 
 
-# --- convert ---
-
-
 def test_convert(llama: Path, tmp_path: Path, command: Command) -> None:
     command("quantize", llama, tmp_path / "q", *INT4)
     said = command("convert", tmp_path / "q", tmp_path / "own.safetensors", "--format", "qtorch")
@@ -197,9 +188,6 @@ def test_convert(llama: Path, tmp_path: Path, command: Command) -> None:
             numbers.append(source.tensor("model.layers.1.mlp.up_proj.weight").dequantize())
     assert torch.equal(numbers[0], numbers[1])
     assert torch.equal(numbers[0], numbers[2])
-
-
-# --- eval ---
 
 
 def test_eval(llama: Path, tmp_path: Path, command: Command) -> None:
@@ -244,9 +232,6 @@ def test_lm_eval_is_named(llama: Path, command: Command, monkeypatch: pytest.Mon
     assert "pip install lm-eval" in command("eval", llama, "--tasks", "hellaswag", status=1)
 
 
-# --- explain, bench ---
-
-
 def test_explain(llama: Path, tmp_path: Path, command: Command) -> None:
     command("quantize", llama, tmp_path / "q", *INT4)
     data = json.loads(command("explain", tmp_path / "q", "--json"))
@@ -271,9 +256,6 @@ def test_bench(llama: Path, command: Command) -> None:
     assert sum(row["weights"] for row in data if row["rows"] == 1) == 14
     assert all(row["float_us"] > 0 and row["quantized_us"] > 0 for row in data)
     assert "speed" in command(*arguments).splitlines()[0]
-
-
-# --- errors ---
 
 
 @pytest.mark.parametrize(

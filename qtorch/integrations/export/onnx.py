@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import nn
 
 from ...kernels.ops.portable import decomposed
 from ...primitives.qdtype import QDType
-from .portable_model import is_portable, portable, schemes_of
+from .portable_model import portable, schemes_of
 
 if TYPE_CHECKING:
     from torch.onnx import ONNXProgram
@@ -164,11 +164,6 @@ class Weights:
         for name, kind in self.codes.items():
             self._narrow(self.graph.initializers[name], kind)
 
-    def missing(self) -> list[str]:
-        """Names of codes that the graph does not hold as codes any more."""
-        wide = {name: self.graph.initializers.get(name) for name in self.codes}
-        return [name for name, value in wide.items() if value is None or value.dtype.itemsize > 1]
-
     def _tidy(self, node: Any) -> None:
         """Make scale and zero point of a DequantizeLinear initializers; store them transposed if that is how they are
         read."""
@@ -176,31 +171,28 @@ class Weights:
         scale, zero_point = (_constant(value) for value in (*node.inputs, None)[1:3])
         assert scale is not None, "scales of a portable weight are constants"
         users = _users(node.outputs[0])
-        transposed = len(codes.shape) == 2 and len(_users(codes)) == 1 and all(map(_reads_transposed, users))
-        if transposed:
+        if len(codes.shape) == 2 and len(_users(codes)) == 1 and all(map(_reads_transposed, users)):
             self._set(codes, codes.const_value.numpy().T)
             scale, zero_point = scale.T, None if zero_point is None else zero_point.T
             node.attributes["axis"] = self.ir.AttrInt64("axis", 1 - node.attributes["axis"].as_int())
             node.outputs[0].shape = self.ir.Shape(reversed(node.outputs[0].shape.dims))
-            self._read_untransposed(node.outputs[0], users)
+            for user in users:
+                if user.op_type == "Gemm":
+                    user.attributes["transB"] = self.ir.AttrInt64("transB", 0)
+                else:
+                    self.ir.convenience.replace_all_uses_with(user.outputs[0], node.outputs[0])
+                    self.graph.remove(user, safe=True)
         prefix = codes.name.removesuffix("_qdata")
         node.replace_input_with(1, self._initializer(f"{prefix}_scale", scale.astype(np.float32)))
-        if zero_point is not None and zero_point.any():
-            # Of the type of the codes, which `_narrow` may change.
-            value = self._initializer(f"{prefix}_zero_point", zero_point.astype(codes.dtype.numpy()))
-            if self.codes[codes.name].bits <= 4:
-                self._set(value, value.const_value.numpy(), self._small(codes))
-            _resize(node, 3, value)
-        else:
-            _resize(node, 2)
-
-    def _read_untransposed(self, values: Any, users: Iterable[Any]) -> None:
-        for user in users:
-            if user.op_type == "Gemm":
-                user.attributes["transB"] = self.ir.AttrInt64("transB", 0)
-                continue
-            self.ir.convenience.replace_all_uses_with(user.outputs[0], values)
-            self.graph.remove(user, safe=True)
+        if zero_point is None or not zero_point.any():
+            node.resize_inputs(2)
+            return
+        # Of the type of the codes, which `_narrow` may change.
+        value = self._initializer(f"{prefix}_zero_point", zero_point.astype(codes.dtype.numpy()))
+        if self.codes[codes.name].bits <= 4:
+            self._set(value, value.const_value.numpy(), self._small(codes))
+        node.resize_inputs(3)
+        node.replace_input_with(2, value)
 
     def _multiply_integers(self, node: Any) -> None:
         """MatMulInteger in place of a MatMul in int32 of an input (M, K) and the codes (N, K), transposed."""
@@ -211,25 +203,19 @@ class Weights:
         codes = _uncast(transpose.inputs[0])
         if codes is None or codes.name not in self.codes or len(codes.shape) != 2:
             return
-        inputs = [x, codes]
         alone = len(_users(codes)) == 1
         if alone and self.codes[codes.name].bits == 8 and codes.dtype == self.ir.DataType.INT8:
             # Processors without 8-bit dot products add pairs of uint8 * int8 products in 16 bits, which may saturate;
             # runtimes compute uint8 * uint8 exactly everywhere.
             self._set(codes, (codes.const_value.numpy() ^ -128).view(np.uint8).T, self.ir.DataType.UINT8)
             # OpenVINO takes no zero point of the weight without one of the input.
-            inputs += [
-                self._initializer("zero_point_of_inputs", np.zeros((), x.dtype.numpy())),
-                self._initializer("zero_point_of_weights", np.array(128, np.uint8)),
-            ]
-            self._replace(node, inputs)
-            return
-        turned = self.ir.node("Transpose", [codes], {"perm": [1, 0]})
-        turned.outputs[0].dtype = codes.dtype
-        self.graph.insert_before(node, turned)
-        self._replace(node, [x, turned.outputs[0]])
-
-    def _replace(self, node: Any, inputs: list[Any]) -> None:
+            of_input = self._initializer("zero_point_of_inputs", np.zeros((), x.dtype.numpy()))
+            inputs = [x, codes, of_input, self._initializer("zero_point_of_weights", np.array(128, np.uint8))]
+        else:
+            turned = self.ir.node("Transpose", [codes], {"perm": [1, 0]})
+            turned.outputs[0].dtype = codes.dtype
+            self.graph.insert_before(node, turned)
+            inputs = [x, turned.outputs[0]]
         product = self.ir.node("MatMulInteger", inputs)
         self.graph.insert_before(node, product)
         old, new = node.outputs[0], product.outputs[0]
@@ -287,13 +273,6 @@ def _reads_transposed(node: Any) -> bool:
         turned = node.attributes.get("transB")
         return turned is not None and turned.as_int() == 1 and len(_users(node.inputs[1])) == 1
     return node.op_type == "Transpose" and list(node.attributes["perm"].as_ints()) == [1, 0]
-
-
-def _resize(node: Any, count: int, last: Any = None) -> None:
-    """Give `node` `count` inputs, the last of them `last` if given."""
-    node.resize_inputs(count)
-    if last is not None:
-        node.replace_input_with(count - 1, last)
 
 
 def _constant(value: Any) -> np.ndarray | None:
@@ -359,8 +338,15 @@ def onnx(
     """
     if opset_version < OPSET:
         raise ValueError(f"onnx: opset_version is {opset_version}; weights in groups or of 4 bits need {OPSET} or more")
-    ready = model if is_portable(model) else portable(model, activations)
-    _check(ready)
+    ready = model if schemes_of(model) else portable(model, activations)
+    schemes = schemes_of(ready)
+    for name, scheme in schemes.items():
+        spec = scheme.activation
+        if spec is not None and (spec.dtype.format is not None or spec.scale_dtype == torch.float8_e8m0fnu):
+            raise ValueError(
+                f"onnx: {name} quantizes its input to {spec}, for which ONNX has no operators; use a weight-only "
+                "recipe of the same format"
+            )
     with torch.no_grad():
         program = torch.onnx.export(
             ready,
@@ -374,24 +360,11 @@ def onnx(
             **options,
         )
     assert program is not None
-    codes = {f"{name}_qdata": scheme.weight.dtype for name, scheme in schemes_of(ready).items()}
+    codes = {f"{name}_qdata": scheme.weight.dtype for name, scheme in schemes.items()}
     _simplify(program, Weights(program.model.graph, codes))
     if path is not None:
         program.save(path, external_data=external_data)
     return program
-
-
-def _check(model: nn.Module) -> None:
-    """Raise `ValueError` if ONNX cannot quantize the input of a weight as it has to be."""
-    for name, scheme in schemes_of(model).items():
-        activation = scheme.activation
-        if activation is None:
-            continue
-        if activation.dtype.format is not None or activation.scale_dtype == torch.float8_e8m0fnu:
-            raise ValueError(
-                f"onnx: {name} quantizes its input to {activation}, for which ONNX has no operators; use a weight-only "
-                "recipe of the same format"
-            )
 
 
 def _simplify(program: ONNXProgram, weights: Weights) -> None:
@@ -412,5 +385,6 @@ def _simplify(program: ONNXProgram, weights: Weights) -> None:
     fold_constants(program.model, onnx_shape_inference=False, should_fold=should_fold)
     for clean in (common.CommonSubexpressionEliminationPass(), common.RemoveUnusedNodesPass()):
         clean(program.model)
-    if missing := weights.missing():
+    stored = {name: weights.graph.initializers.get(name) for name in weights.codes}
+    if missing := [name for name, value in stored.items() if value is None or value.dtype.itemsize > 1]:
         raise RuntimeError(f"onnx: the codes of {', '.join(missing)} were lost in the export; please report it")

@@ -51,7 +51,7 @@ def portable(model: M, activations: str = "integer") -> M:
         raise ValueError(f"portable: activations is 'integer' or 'qdq', got {activations!r}")
     decomposed()
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    made: dict[int, tuple[dict[str, Tensor], Build]] = {}
+    made: dict[int, tuple[type[QuantizedTensor], Scheme, dict[str, Tensor]]] = {}
     result = copy.deepcopy(model, memo)
     for name, module in result.named_modules():
         for attribute, parameter in list(module._parameters.items()):
@@ -68,52 +68,36 @@ def portable(model: M, activations: str = "integer") -> M:
     return result
 
 
-def _parts(weight: QuantizedTensor, qdq: bool) -> tuple[dict[str, Tensor], Build]:
-    """The inner tensors of a weight in the portable layout, and the function that makes a tensor of them again."""
+def _parts(weight: QuantizedTensor, qdq: bool) -> tuple[type[QuantizedTensor], Scheme, dict[str, Tensor]]:
+    """Type, scheme and inner tensors of a weight in the portable layout."""
     layout = PortableLayout(qdq)
     static: Any = getattr(weight, "act_scale", None)
     if qdq and static is not None and static.numel() == 1:
         zero_point: Any = getattr(weight, "act_zero_point", None)
-        numbers = (float(static), 0 if zero_point is None else int(zero_point))
-        layout = replace(layout, input_scale=numbers[0], input_zero_point=numbers[1])
+        zero = 0 if zero_point is None else int(zero_point)
+        layout = replace(layout, input_scale=float(static), input_zero_point=zero)
     whole = weight.scheme.activation is None or layout.whole_convolutions
     if isinstance(weight, ConvWeight) and whole and is_per_row(weight.scheme):
         layout = replace(layout, shape=weight.scheme.shape)
     with torch.no_grad():
         moved: QuantizedTensor = weight.detach().to_layout(layout)  # type: ignore[attr-defined]
-    kind, scheme = type(moved), moved.scheme
-    return {name: t.contiguous() for name, t in moved.inner_tensors.items()}, Build(kind, scheme)
+    return type(moved), moved.scheme, {name: t.contiguous() for name, t in moved.inner_tensors.items()}
 
 
-class Build:
-    """Makes a quantized tensor of its inner tensors."""
-
-    def __init__(self, kind: type[QuantizedTensor], scheme: Scheme) -> None:
-        self.kind = kind
-        self.scheme = scheme
-
-    def __call__(self, tensors: dict[str, Tensor]) -> QuantizedTensor:
-        return self.kind(tensors, self.scheme)
-
-
-def _install(module: nn.Module, attribute: str, tensors: dict[str, Tensor], build: Build) -> None:
+def _install(
+    module: nn.Module, attribute: str, kind: type[QuantizedTensor], scheme: Scheme, tensors: dict[str, Tensor]
+) -> None:
     """Replace a parameter by buffers and a property of a class of its own."""
     del module._parameters[attribute]
     for name, tensor in tensors.items():
         module.register_buffer(f"{attribute}_{name}", tensor)
 
     def weight(self: nn.Module) -> QuantizedTensor:
-        return build({name: cast(Tensor, self._buffers[f"{attribute}_{name}"]) for name in tensors})
+        return kind({name: cast(Tensor, self._buffers[f"{attribute}_{name}"]) for name in tensors}, scheme)
 
-    kind = type(module)
-    scheme = build.scheme
-    members = {attribute: property(weight), _SCHEMES: {**getattr(kind, _SCHEMES, {}), attribute: scheme}}
-    module.__class__ = type(f"Portable{kind.__name__.removeprefix('Portable')}", (kind,), members)
-
-
-def is_portable(model: nn.Module) -> bool:
-    """Whether `portable` has made the model."""
-    return any(hasattr(type(module), _SCHEMES) for module in model.modules())
+    base = type(module)
+    members = {attribute: property(weight), _SCHEMES: {**getattr(base, _SCHEMES, {}), attribute: scheme}}
+    module.__class__ = type(f"Portable{base.__name__.removeprefix('Portable')}", (base,), members)
 
 
 def schemes_of(model: nn.Module) -> dict[str, Scheme]:

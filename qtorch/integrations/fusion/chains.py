@@ -49,19 +49,18 @@ class Numerics(NamedTuple):
 
 @dataclass(frozen=True)
 class Chain:
-    """Attributes:
-    conv, last: its first and its last node; the value of the last is that of the chain.
-    name: of the module.
-    source: the input.
-    numerics: by which the input is quantized.
-    window: of the convolution.
-    other: what is added, or None.
-    low, high: of the clamp.
-    steps: for the report.
+    """The nodes from a convolution to the last that is computed with it.
+
+    Attributes:
+        nodes: in order; the value of the last is that of the chain.
+        name: of the module of the convolution.
+        source: the input, quantized by `numerics`.
+        other: what is added, or None.
+        low, high: of the clamp.
+        steps: for the report.
     """
 
-    conv: fx.Node
-    last: fx.Node
+    nodes: tuple[fx.Node, ...]
     name: str
     source: fx.Node
     numerics: Numerics
@@ -70,6 +69,10 @@ class Chain:
     low: float
     high: float
     steps: tuple[str, ...]
+
+    @property
+    def last(self) -> fx.Node:
+        return self.nodes[-1]
 
 
 def find_chains(graph: fx.Graph, modules: Mapping[str, Any], shapes: Shapes) -> tuple[list[Chain], dict[str, str]]:
@@ -81,17 +84,15 @@ def find_chains(graph: fx.Graph, modules: Mapping[str, Any], shapes: Shapes) -> 
         module = modules.get(str(node.target)) if node.op == "call_module" else None
         if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             continue
-        reason = why_not(module) or _why_not_here(node, modules, shapes)
-        if reason:
+        if reason := _why_not(module) or _why_not_here(node, modules, shapes):
             skipped[str(node.target)] = reason
-            continue
-        chain = _follow(node, module, modules, shapes, taken)
-        chains.append(chain)
+        else:
+            chains.append(_follow(node, module, modules, shapes, taken))
     order = {node: i for i, node in enumerate(graph.nodes)}
     return sorted(chains, key=lambda chain: order[chain.last]), skipped
 
 
-def why_not(module: nn.Module) -> str | None:
+def _why_not(module: nn.Module) -> str | None:
     """Why a convolution cannot run on codes, or None."""
     weight: Any = module._parameters.get("weight")
     if type(module) is not nn.Conv2d:
@@ -105,15 +106,16 @@ def why_not(module: nn.Module) -> str | None:
         return f"{kernel.name} runs it, and not the compiled kernel for a static scale or one for each image"
     if weight.scheme.dtype is not torch.float32:
         return f"computes in {weight.scheme.dtype}, not in fp32"
-    if module.padding_mode != "zeros" or (module.padding == "same" and _odd(module)):
+    if module.padding_mode != "zeros" or (module.padding == "same" and any(r % 2 for r in _reach(module))):
         return "pads with other numbers than zeros, or more at one end"
     if module._forward_hooks or module._forward_pre_hooks:
         return "has hooks"
     return None
 
 
-def _odd(conv: nn.Conv2d) -> bool:
-    return any(d * (k - 1) % 2 for d, k in zip(conv.dilation, conv.kernel_size, strict=True))
+def _reach(conv: nn.Conv2d) -> list[int]:
+    """What `padding="same"` adds at both ends together."""
+    return [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
 
 
 def _why_not_here(node: fx.Node, modules: Mapping[str, Any], shapes: Shapes) -> str | None:
@@ -125,63 +127,52 @@ def _why_not_here(node: fx.Node, modules: Mapping[str, Any], shapes: Shapes) -> 
     return None
 
 
-def window_of(conv: nn.Conv2d) -> Window:
+def _window_of(conv: nn.Conv2d) -> Window:
     """Its window, with paddings in numbers."""
-    if isinstance(conv.padding, str):
-        reach = [d * (k - 1) // 2 for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-        padding = tuple(reach) if conv.padding == "same" else (0, 0)
-    else:
-        padding = tuple(conv.padding)
+    padding = tuple(conv.padding) if not isinstance(conv.padding, str) else (0, 0)
+    if conv.padding == "same":
+        padding = tuple(reach // 2 for reach in _reach(conv))
     return Window(tuple(conv.kernel_size), tuple(conv.stride), padding, tuple(conv.dilation), conv.groups)
 
 
-def numerics_of(conv: nn.Conv2d) -> Numerics:
+def _numerics_of(conv: nn.Conv2d) -> Numerics:
     """How its input is quantized."""
     weight: Any = conv.weight
-    spec = weight.scheme.activation
     static = weight.scheme.spec.static
-    found = conv_quantizer(spec, static)
+    found = conv_quantizer(weight.scheme.activation, static)
     assert found is not None
     (low, high, asymmetric, given, smallest, largest), shift = found
     quantizer = Quantizer(int(low), int(high), int(asymmetric), int(given), smallest, largest)
     scale = float(weight.act_scale) if static else 0.0
     zero = int(weight.act_zero_point) if static and weight.act_zero_point is not None else 0
-    of_group = conv.in_channels // conv.groups
     depthwise = conv.groups == conv.in_channels == conv.out_channels
-    groups = 1 if depthwise or of_group % 4 == 0 else conv.groups
+    groups = 1 if depthwise or conv.in_channels // conv.groups % 4 == 0 else conv.groups
     return Numerics(scale, zero, quantizer, shift, groups)
 
 
 def _follow(node: fx.Node, conv: Any, modules: Mapping[str, Any], shapes: Shapes, taken: set[fx.Node]) -> Chain:
     """The longest chain that begins with a convolution."""
-    last, other, low, high = node, None, -math.inf, math.inf
+    nodes, other, low, high = [node], None, -math.inf, math.inf
     steps = [] if conv.bias is None else ["bias"]
-    while True:
-        taken.add(last)
-        if len(last.users) != 1:
-            break
-        (user,) = last.users
+    clamped = False
+    while not clamped and len(nodes[-1].users) == 1:
+        (user,) = nodes[-1].users
         if user in taken or user.op == "output":
             break
-        if _is_identity(user, modules):
-            last = user
-            continue
-        if other is None and (other := _added(user, last, shapes)) is not None:
-            steps.append("add")
-            last = user
-            continue
-        found = clamp_of(user, modules)
-        if found is None:
-            break
-        low, high, word = found
-        steps.append(word)
-        last = user
-        taken.add(last)
-        break
+        if not _is_identity(user, modules):
+            if other is None and (other := _added(user, nodes[-1], shapes)) is not None:
+                steps.append("add")
+            elif (found := _clamp_of(user, modules)) is not None:
+                low, high, word = found
+                steps.append(word)
+                clamped = True
+            else:
+                break
+        nodes.append(user)
+    taken.update(nodes)
     source: Any = node.args[0]
-    return Chain(
-        node, last, str(node.target), source, numerics_of(conv), window_of(conv), other, low, high, tuple(steps)
-    )
+    about = _numerics_of(conv), _window_of(conv), other, low, high, tuple(steps)
+    return Chain(tuple(nodes), str(node.target), source, *about)
 
 
 ADDS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add, "add", "add_")
@@ -199,7 +190,7 @@ def _added(user: fx.Node, last: fx.Node, shapes: Shapes) -> fx.Node | None:
     return None if writes and len(other.users) > 1 else other
 
 
-def clamp_of(node: fx.Node, modules: Mapping[str, Any]) -> tuple[float, float, str] | None:
+def _clamp_of(node: fx.Node, modules: Mapping[str, Any]) -> tuple[float, float, str] | None:
     """(low, high, word) of a node that clamps its one argument."""
     if node.op == "call_module":
         module = modules[str(node.target)]

@@ -63,7 +63,14 @@ class FusedModel(nn.Module):
         tensors = [a for a in args if isinstance(a, Tensor)]
         last = any(is_channels_last(a) for a in tensors)
         key = (tuple(tuple(a.shape) if isinstance(a, Tensor) else a for a in args), last, threads())
-        work = self._borrow(key, last)
+        # A workspace that no other thread uses.
+        with self._lock:
+            idle = self._workspaces.get(key)
+            work = idle.pop() if idle else None
+        if work is None:
+            compiled = library()
+            assert compiled is not None, missing()
+            work = Workspace(compiled, last)
         try:
             run = Run(work, dict(zip(plan.placeholders, args, strict=True)), self._modules_by_name)
             with torch.no_grad():
@@ -74,7 +81,10 @@ class FusedModel(nn.Module):
         except NotFinite:
             return self.model(*args)
         finally:
-            self._give_back(key, work)
+            with self._lock:
+                if key not in self._workspaces and len(self._workspaces) >= WORKSPACES:
+                    self._workspaces.pop(next(iter(self._workspaces)))
+                self._workspaces.setdefault(key, []).append(work)
 
     def _takes(self, args: tuple[Any, ...]) -> bool:
         """Whether the fused part can run."""
@@ -98,7 +108,7 @@ class FusedModel(nn.Module):
         with self._lock:
             self._workspaces.clear()
             self._modules_by_name = dict(self.model.named_modules())
-            plan = self._plan = plan_of(self.model, self._examples) if library() is not None else None
+            plan = self._plan = _plan_of(self.model, self._examples) if library() is not None else None
             if plan is not None:
                 self._stamp = self._stamp_of(plan.names)
             return plan
@@ -115,29 +125,9 @@ class FusedModel(nn.Module):
                     stamp.append(0 if tensor.is_inference() else tensor._version)
         return stamp
 
-    def _borrow(self, key: Any, channels_last: bool) -> Workspace:
-        """A workspace that no other thread uses."""
-        with self._lock:
-            idle = self._workspaces.get(key)
-            if idle:
-                return idle.pop()
-        compiled = library()
-        assert compiled is not None, missing()
-        return Workspace(compiled, channels_last)
 
-    def _give_back(self, key: Any, work: Workspace) -> None:
-        with self._lock:
-            if key not in self._workspaces and len(self._workspaces) >= WORKSPACES:
-                self._workspaces.pop(next(iter(self._workspaces)))
-            self._workspaces.setdefault(key, []).append(work)
-
-
-def plan_of(model: nn.Module, examples: tuple[Any, ...]) -> Plan:
-    """The plan of a model.
-
-    Raises:
-        ValueError: torch.fx does not trace it.
-    """
+def _plan_of(model: nn.Module, examples: tuple[Any, ...]) -> Plan:
+    """The plan of a model, of which torch.fx makes a graph."""
     try:
         graph = fx.Tracer().trace(model)
         traced = fx.GraphModule(model, graph)
@@ -180,7 +170,7 @@ def fuse_convolutions(model: nn.Module, *example_inputs: Any) -> FusedModel:
         raise ValueError("fuse_convolutions: give example inputs of the model's forward")
     if reason := missing():
         raise ValueError(f"fuse_convolutions: needs the compiled CPU kernels: {reason}")
-    plan = plan_of(model, example_inputs)
+    plan = _plan_of(model, example_inputs)
     if not plan.fused:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in plan.skipped) or "it has no nn.Conv2d"
         raise ValueError(f"fuse_convolutions: nothing to fuse: {reasons}")

@@ -6,8 +6,10 @@ their calls, made at the first run. What leaves the fused part is in memory of i
 
 from __future__ import annotations
 
+import operator
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,14 +23,12 @@ from ...kernels.cpu.structs import pack
 from ...kernels.custom_ops import note, recording
 from .chains import Chain, Numerics
 
-CodesKey = tuple[fx.Node, Numerics]
-
 
 class NotFinite(Exception):
     """There is a NaN or an infinity among numbers that become codes, which cannot stand for it."""
 
 
-class Held(NamedTuple):
+class Codes(NamedTuple):
     """Codes in a workspace, with their scale and zero point: one element each, or one for each image."""
 
     codes: Tensor
@@ -37,7 +37,7 @@ class Held(NamedTuple):
     zero: Tensor
 
     @classmethod
-    def of(cls, form: CodesForm, numerics: Numerics) -> Held:
+    def of(cls, form: CodesForm, numerics: Numerics) -> Codes:
         """Codes of zeros."""
         count = 1 if numerics.static else form.images
         return cls(
@@ -57,7 +57,7 @@ class Workspace:
     def __init__(self, library: Library, channels_last: bool) -> None:
         self.library = library
         self.channels_last = channels_last
-        self.codes: dict[CodesKey, Held] = {}
+        self.codes: dict[tuple[fx.Node, Numerics], Codes] = {}
         self.reals: dict[fx.Node, Tensor] = {}
         self.calls: dict[Any, Any] = {}
         self._free: list[Tensor] = []
@@ -91,24 +91,25 @@ class Run(NamedTuple):
     modules: Mapping[str, Any]
 
 
-class Step(Protocol):
-    """One step."""
+class Step(ABC):
+    """One step.
 
+    Attributes:
+        reads: the values that it reads as reals in the memory of fused steps.
+    """
+
+    reads: tuple[fx.Node, ...] = ()
+
+    @abstractmethod
     def run(self, run: Run) -> None:
         """Do it."""
 
-    def reads(self) -> Sequence[fx.Node]:
-        """The values that it reads as reals in the memory of fused steps."""
 
-
-class PlainStep:
+class PlainStep(Step):
     """A node as it is."""
 
-    def __init__(self, node: fx.Node, modules: Mapping[str, Any]) -> None:
+    def __init__(self, node: fx.Node) -> None:
         self.node = node
-
-    def reads(self) -> Sequence[fx.Node]:
-        return ()
 
     def run(self, run: Run) -> None:
         node, values = self.node, run.values
@@ -120,37 +121,31 @@ class PlainStep:
         elif node.op == "call_method":
             values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
         else:
-            found: Any = run.modules[""]
-            for name in str(node.target).split("."):
-                found = getattr(found, name)
-            values[node] = found
+            values[node] = operator.attrgetter(str(node.target))(run.modules[""])
 
 
-class EncodeStep:
+class EncodeStep(Step):
     """The codes of a value in floating point."""
 
     def __init__(self, node: fx.Node, numerics: Numerics, border: Border) -> None:
-        self.node, self.numerics, self.border = node, numerics, border
-
-    def reads(self) -> Sequence[fx.Node]:
-        return (self.node,)
+        self.node, self.numerics, self.border, self.reads = node, numerics, border, (node,)
 
     def run(self, run: Run) -> None:
         work = run.workspace
         x = work.reals.get(self.node)
         x = run.values[self.node] if x is None else x
         key = (self.node, self.numerics)
-        held = work.codes.get(key)
-        if held is None:
+        source = work.codes.get(key)
+        if source is None:
             images, channels, height, width = x.shape
             form = CodesForm(images, channels, height, width, self.numerics.groups, self.border)
-            held = work.codes[key] = Held.of(form, self.numerics)
+            source = work.codes[key] = Codes.of(form, self.numerics)
         about = self.numerics.quantizer, self.numerics.shift
-        if quantize_images(work.library, x, held.form, *about, held.scale, held.zero, held.codes)[1]:
+        if quantize_images(work.library, x, source.form, *about, source.scale, source.zero, source.codes)[1]:
             raise NotFinite
 
 
-class ConvStep:
+class ConvStep(Step):
     """A chain.
 
     Attributes:
@@ -162,9 +157,7 @@ class ConvStep:
 
     def __init__(self, chain: Chain, written: Numerics | None, border: Border, real: bool, plain: bool) -> None:
         self.chain, self.written, self.border, self.real, self.plain = chain, written, border, real, plain
-
-    def reads(self) -> Sequence[fx.Node]:
-        return (self.chain.last,) if self.chain.other is None else (self.chain.other, self.chain.last)
+        self.reads = (chain.last,) if chain.other is None else (chain.other, chain.last)
 
     def run(self, run: Run) -> None:
         chain, work = self.chain, run.workspace
@@ -194,10 +187,10 @@ class ConvStep:
     def _prepare(self, run: Run) -> tuple[Any, bytes | None]:
         """The call, and its bytes where they are the same on each run."""
         chain, work = self.chain, run.workspace
-        held = work.codes[chain.source, chain.numerics]
-        form, window = held.form, chain.window
+        source = work.codes[chain.source, chain.numerics]
+        form, window = source.form, chain.window
         conv: nn.Conv2d = run.modules[chain.name]
-        layer = packed_conv(conv)
+        layer = _packed(conv)
         like = torch.empty(form.images, form.channels, form.height, form.width, device="meta", dtype=torch.float32)
         _, features, height, width = result_shape(like, conv.out_channels, window)
         out = 0
@@ -207,7 +200,7 @@ class ConvStep:
         to = self.written or chain.numerics
         if self.written is not None:
             of_codes = CodesForm(form.images, features, height, width, 1, self.border)
-            made = work.codes[chain.last, to] = Held.of(of_codes, to)
+            made = work.codes[chain.last, to] = Codes.of(of_codes, to)
             codes = address(made.codes, torch.uint8) + of_codes.first()
         other = 0
         if chain.other is not None and chain.other in work.reals:
@@ -215,14 +208,14 @@ class ConvStep:
         bias = conv.bias
         call = ConvCall(
             shape_of(form.images, form.channels, features, window, (height, width)),
-            form.images_at(address(held.codes, torch.uint8), window.padding),  # type: ignore[arg-type]
+            form.images_at(address(source.codes, torch.uint8), window.padding),  # type: ignore[arg-type]
             address(layer.packed, torch.int8),
             ConvFinish(
                 scale=address(layer.scale, torch.float32),
                 sums=address(layer.sums, torch.int32),
                 shift=chain.numerics.shift,
-                x_scale=address(held.scale, torch.float32),
-                x_zero=address(held.zero, torch.int32),
+                x_scale=address(source.scale, torch.float32),
+                x_zero=address(source.zero, torch.int32),
                 per_image=not chain.numerics.static,
                 bias=address(bias),
                 out=out,
@@ -247,17 +240,15 @@ class ConvStep:
         return call, None if changes else pack(call)
 
 
-class PoolStep:
+class PoolStep(Step):
     """`nn.MaxPool2d` of the result of a chain."""
 
     def __init__(self, node: fx.Node, module: nn.MaxPool2d, plain: bool) -> None:
         self.node, self.plain = node, plain
         (self.source,) = node.all_input_nodes
-        kernel, stride, padding = (_pair(v) for v in (module.kernel_size, module.stride, module.padding))
+        self.reads = self.source, node
+        kernel, stride, padding = (as_pair(v) for v in (module.kernel_size, module.stride, module.padding))
         self.window = Window(kernel, stride, padding, (1, 1), 1)
-
-    def reads(self) -> Sequence[fx.Node]:
-        return self.source, self.node
 
     def run(self, run: Run) -> None:
         work = run.workspace
@@ -275,12 +266,8 @@ class PoolStep:
             run.values[self.node] = _copy(work.reals[self.node], work.channels_last)
 
 
-def packed_conv(conv: nn.Conv2d) -> CompiledConv:
-    """The weight of a convolution as the kernels read it.
-
-    Raises:
-        RuntimeError: they do not.
-    """
+def _packed(conv: nn.Conv2d) -> CompiledConv:
+    """The weight of a convolution as the kernels read it."""
     weight: Any = conv.weight
     scheme = weight.scheme
     about = (*scheme.codes_shape, scheme.weight.dtype.name, False, "INT", 0.0, tuple(scheme.shape), conv.groups)
@@ -290,7 +277,8 @@ def packed_conv(conv: nn.Conv2d) -> CompiledConv:
     return layer
 
 
-def _pair(value: Any) -> tuple[int, int]:
+def as_pair(value: Any) -> tuple[int, int]:
+    """One number for both axes, or one for each."""
     return (value, value) if isinstance(value, int) else tuple(value)
 
 
