@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..primitives import jsonable
+from ..primitives.discovery import import_later
 from ..primitives.files import read_json
 from ..primitives.jsonable import from_json
 from ..recipes.base import RECIPES, Recipe
@@ -56,14 +57,13 @@ def read_recipe(text: str, settings: list[str] | None = None) -> Recipe:
         name = call.func.id
         positional = [_value(argument) for argument in call.args]
         keywords = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
-    if name not in RECIPES:
-        raise UsageError(f"there is no recipe {name!r}; known are {', '.join(sorted(RECIPES))}")
+    kind = _recipe_type(name)
     for setting in settings or []:
         key, equals, value = setting.partition("=")
         if not equals:
             raise UsageError(f"--set takes NAME=VALUE, got {setting!r}")
         keywords[key.strip()] = _value(_parsed(value.strip()))
-    return _make(RECIPES[name], positional, keywords, name)
+    return _make(kind, positional, keywords, name)
 
 
 def read_config(path: Path) -> dict[str, Recipe | None]:
@@ -90,6 +90,13 @@ def read_config(path: Path) -> dict[str, Recipe | None]:
     return found
 
 
+def _recipe_type(name: str) -> type[Recipe]:
+    import_later()
+    if name not in RECIPES:
+        raise UsageError(f"there is no recipe {name!r}; known are {', '.join(sorted(RECIPES))}")
+    return RECIPES[name]
+
+
 def _of_json(value: Any) -> Recipe | None:
     if value is None:
         return None
@@ -100,9 +107,7 @@ def _of_json(value: Any) -> Recipe | None:
         given = {
             key: _value(_parsed(argument)) if isinstance(argument, str) else argument for key, argument in rest.items()
         }
-        if value["recipe"] not in RECIPES:
-            raise UsageError(f"there is no recipe {value['recipe']!r}")
-        return _make(RECIPES[value["recipe"]], [], given, value["recipe"])
+        return _make(_recipe_type(value["recipe"]), [], given, value["recipe"])
     made = from_json(value)
     if not isinstance(made, Recipe):
         raise UsageError(f"is no recipe: {value!r:.80}")

@@ -158,14 +158,14 @@ def test_compiled_for_any_batch() -> None:
 
 
 COMPILE = """
-import json, sys, my_kernel
-from tests.kernels.triton.compile_kernels import compile_kernel, describe
-found = {}
-for name, capability in (("bf16", 80), ("fp16", 90), ("fp32", 90)):
-    pointers = {"x_ptr": f"*{name}", "q_ptr": "*u8", "scale_ptr": "*fp32", "y_ptr": f"*{name}"}
-    constants = {"MBITS": 2, "UNIT": 0.25, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 32}
-    found[name] = describe(compile_kernel(my_kernel._float5_mm, pointers, constants, capability))
-json.dump(found, sys.stdout)
+import json, sys, torch, my_kernel
+from tests.kernels.triton.compile_launches import Launch, compile_all
+def launches():
+    for dtype, capability in ((torch.bfloat16, 80), (torch.float16, 90), (torch.float32, 90)):
+        x, codes = torch.ones(16, 256, dtype=dtype), torch.zeros(64, 160, dtype=torch.uint8)
+        arguments = x, codes, torch.ones(64, 1), "float5_e2m2"
+        yield Launch(str(dtype), lambda: my_kernel.my_float5_mm(*arguments), capability=capability)
+json.dump(compile_all(launches()), sys.stdout)
 """
 
 
@@ -177,6 +177,6 @@ def test_it_compiles_for_gpus_that_need_not_be_there(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     for name, kernel in json.loads(done.stdout).items():
-        assert any("mma" in i for i in kernel["instructions"]) == (name != "fp32"), kernel
+        assert any("mma" in i for i in kernel["instructions"]) == (name != "torch.float32"), kernel
         assert kernel["shared"] <= 163 * 1024
         assert not [i for i in kernel["instructions"] if i.startswith(("atom", "red", "cvt.f64"))]

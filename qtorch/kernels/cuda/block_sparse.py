@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...primitives.layouts.packed import can_pack_bits
-from ...primitives.qdtype import qdtype
 from .. import features
 from ..custom_ops import opaque
 from ..linear.scaled import INTEGERS, supports_int32
@@ -31,9 +30,7 @@ def cuda_block_sparse_mm(
     """See `cpu_block_sparse_mm`."""
     from .triton.block_sparse_mm import block_sparse_mm
 
-    kind = qdtype(weight_dtype)
-    bits = kind.bits if can_pack_bits(kind) else 8
-    y = block_sparse_mm(x, xs, xz, qdata, columns, ws, bits, kind.is_signed, dtype, bias)
+    y = block_sparse_mm(x, xs, xz, qdata, columns, ws, weight_dtype, dtype, bias)
     # Columns of x that no block reads count as well: 0 times NaN is NaN.
     return y if xs is not None else y.masked_fill_(~torch.isfinite(x).all(1, keepdim=True), torch.nan)
 
@@ -44,33 +41,19 @@ def _supports(problem: Problem) -> str | None:
         return reason
     if reason := (supports_int32(problem) if scheme.activation is not None else None) or needs_floats(problem):
         return reason
-    size, shape = scheme.layout.block_size, scheme.shape
-    rows, group = scheme.weight.block_size(shape)
+    size, (rows, group) = scheme.layout.block_size, scheme.weight.block_size(scheme.shape)
     if rows != 1 or size not in (32, 64, 128) or group < 32:
         return f"takes blocks of 32, 64 or 128 with scales per row or groups of 32 or more, got {size} and {group}"
     return None
 
 
-@register(
-    "linear",
-    layout="block_sparse",
-    weight=INTEGERS,
-    activation=("int8",),
-    device="cuda",
-    priority=30,
-    supports=_supports,
-    name="cuda_block_sparse_int8_mm",
+_register = functools.partial(
+    register, "linear", layout="block_sparse", weight=INTEGERS, device="cuda", priority=30, supports=_supports
 )
-@register(
-    "linear",
-    layout="block_sparse",
-    weight=INTEGERS,
-    activation=(),
-    device="cuda",
-    priority=30,
-    supports=_supports,
-    name="cuda_block_sparse_weight_mm",
-)
+
+
+@_register(activation=("int8",), name="cuda_block_sparse_int8_mm")
+@_register(activation=(), name="cuda_block_sparse_weight_mm")
 def cuda_block_sparse_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear with an integer weight, and the input quantized or not."""
     rows, xs, xz = to_rows(x), None, None

@@ -7,22 +7,22 @@ The index of experts is read on the device, so the call can be captured in a CUD
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...primitives.qdtype import qdtype
 from .. import features
 from ..custom_ops import opaque
 from ..linear import scaled
-from ..linear.scaled import INTEGERS
 from ..ops.experts import scheme_of_expert
 from ..ops.quantize import quantize_input
 from ..registry import Problem, needs_floats, needs_rows, register
+from .weight_only import weight_arguments
 
 
-@opaque(lambda x, experts, qdata, *_: x.new_empty(experts.shape[0] * experts.shape[1], qdata.shape[1]))
+@opaque(lambda x, experts, qdata, *_: x.new_empty(experts.numel(), qdata.shape[1]))
 def cuda_experts_mm(
     x: Tensor,
     experts: Tensor,
@@ -33,31 +33,21 @@ def cuda_experts_mm(
     middle: float,
     domain: str,
 ) -> Tensor:
-    """The equation above, x in floating point.
+    """The equation above, x in floating point: (T * R, N) in the dtype of x.
 
     Args:
         x: (T, K) fp32, fp16 or bf16.
-        experts: (T, R) int64; an index that names no expert gives a row of zeros.
+        experts: (T, R) integers; an index that names no expert gives a row of zeros.
         qdata: (E, N, K) codes of `dtype`, a `QDType` name; or uint8, those codes packed by row.
         scale: (E, N, groups) or (1, 1, 1).  zero_point: like it, or None.
         middle, domain: see `cuda_weight_mm`.
-
-    Returns:
-        (T * R, N) in the dtype of x.
     """
     from .triton.experts_mm import experts_weight_mm
 
-    kind, packed = qdtype(dtype), qdata.shape[2] != x.shape[1]
-    bits = kind.bits if packed else 8
-    offset = 2 ** (bits - 1) if packed and kind.is_signed else 0
-    return experts_weight_mm(x, experts, qdata, scale, zero_point, bits, offset, middle, domain)
+    return experts_weight_mm(x, experts, qdata, scale, zero_point, dtype, middle, domain)
 
 
-def _empty_int8(xq: Tensor, experts: Tensor, *rest: Any) -> Tensor:
-    return xq.new_empty(experts.shape[0] * experts.shape[1], rest[2].shape[1], dtype=rest[-1])
-
-
-@opaque(_empty_int8)
+@opaque(lambda xq, experts, xs, xz, qdata, *rest: xq.new_empty(experts.numel(), qdata.shape[1], dtype=rest[-1]))
 def cuda_experts_int8_mm(
     xq: Tensor,
     experts: Tensor,
@@ -75,36 +65,27 @@ def cuda_experts_int8_mm(
         xq, xs, xz: as there, xq (T, K).
         experts, qdata: as in `cuda_experts_mm`.  ws, wz: (E, N, groups).
         weight_dtype: name of a `QDType`.
-        dtype: of the result.
-
-    Returns:
-        (T * R, N) in `dtype`.
+        dtype: of the result, (T * R, N).
     """
     from .triton.experts_mm import experts_int8_mm
 
-    kind, packed = qdtype(weight_dtype), qdata.shape[2] != xq.shape[1]
-    bits = kind.bits if packed else 8
-    return experts_int8_mm(xq, experts, xs, xz, qdata, ws, wz, bits, packed and kind.is_signed, dtype)
+    return experts_int8_mm(xq, experts, xs, xz, qdata, ws, wz, weight_dtype, dtype)
 
 
 def _lacks(problem: Problem) -> str | None:
     """Why no kernel of this file takes the weight, or None."""
-    scheme = problem.scheme
-    if reason := features.cuda_lacks("triton"):
-        return reason
-    if len(scheme.shape) != 3:
-        return f"takes experts (E, N, K), the weight has shape {scheme.shape}"
-    return needs_rows(problem) or needs_floats(problem)
+    shape = problem.scheme.shape
+    of_experts = None if len(shape) == 3 else f"takes experts (E, N, K), the weight has shape {shape}"
+    return features.cuda_lacks("triton") or of_experts or needs_rows(problem) or needs_floats(problem)
 
 
 def _supports(problem: Problem) -> str | None:
     if reason := _lacks(problem):
         return reason
-    shape, block = problem.scheme.shape, problem.scheme.weight.block_size(problem.scheme.shape)
+    weight, shape = problem.scheme.weight, problem.scheme.shape
+    block = weight.block_size(shape)
     if block[:2] != (1, 1) and block != shape:
-        return (
-            f"takes a scale of its own for each output channel, or one for all, got {problem.scheme.weight.granularity}"
-        )
+        return f"takes a scale of its own for each output channel, or one for all, got {weight.granularity}"
     return None
 
 
@@ -120,33 +101,17 @@ def _supports_int8(problem: Problem) -> str | None:
     return scaled.supports_int32(problem._replace(op="linear", scheme=scheme))
 
 
-@register(
-    "grouped_linear",
-    layout=("plain", "packed"),
-    weight=INTEGERS,
-    activation=(),
-    device="cuda",
-    priority=30,
-    supports=_supports,
-    name="cuda_experts_mm",
+_register = functools.partial(
+    register, "grouped_linear", layout=("plain", "packed"), weight=scaled.INTEGERS, device="cuda", priority=30
 )
+
+
+@_register(activation=(), supports=_supports, name="cuda_experts_mm")
 def _grouped_linear(x: Tensor, weight: Any, experts: Tensor) -> Tensor:
-    spec = weight.scheme.weight
-    low, high = spec.code_range
-    numerics = (spec.dtype.name, (low + high + 1) / 2, spec.zero_point_domain.name)
-    return cuda_experts_mm(x, experts, weight.qdata, weight.dense_scale(), weight.dense_zero_point(), *numerics)
+    return cuda_experts_mm(x, experts, *weight_arguments(weight))
 
 
-@register(
-    "grouped_linear",
-    layout=("plain", "packed"),
-    weight=INTEGERS,
-    activation=("int8",),
-    device="cuda",
-    priority=30,
-    supports=_supports_int8,
-    name="cuda_experts_int8_mm",
-)
+@_register(activation=("int8",), supports=_supports_int8, name="cuda_experts_int8_mm")
 def _grouped_linear_int8(x: Tensor, weight: Any, experts: Tensor) -> Tensor:
     xq, xs, xz = quantize_input(x, weight)
     kind, scale = weight.scheme.weight.dtype.name, weight.dense_scale()

@@ -27,9 +27,6 @@ def float8_scaled_mm(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: torc
         xq: (M, K) float8.  xs: (M, 1) or (1, 1) fp32.
         wq: (N, K) float8.  ws: (N, 1) or (1, 1) fp32.
         dtype: of the result, (M, N).
-
-    Raises:
-        ValueError: codes that are not float8, or shapes that do not fit.
     """
     (m, k), n = xq.shape, wq.shape[0]
     float8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -48,7 +45,10 @@ def float8_scaled_mm(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: torc
     # Pad K and N to multiples of 16 with zeros; the weight has to be column-major.
     inner, columns = -k % 16, -n % 16
     if inner or columns:
-        xq, wq = _padded(xq, 0, inner), _padded(wq, columns, inner)
+        xq, wq = (
+            pad(codes.view(torch.uint8), (0, inner, 0, rows)).view(codes.dtype)
+            for codes, rows in ((xq, 0), (wq, columns))
+        )
         ws = ws if ws.shape[0] == 1 else pad(ws, (0, 0, 0, columns), value=1.0)
     xq, wt = xq.contiguous(), wq.contiguous().t()
     by_rows = xs.numel() > 1 or ws.numel() > 1
@@ -64,26 +64,17 @@ def float8_scaled_mm(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: torc
     return y[:, :n] if columns else y
 
 
-def _padded(codes: Tensor, rows: int, columns: int) -> Tensor:
-    return pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(codes.dtype)
-
-
 def _supports(problem: Problem) -> str | None:
     scheme = problem.scheme
     if reason := features.cuda_lacks("float8") or needs_matrix(problem):
         return reason
-    assert scheme.activation is not None
-    wholes = ((1, -1), (-1, -1))
-    if scheme.weight.granularity.pattern(2) not in wholes or scheme.activation.granularity.pattern(2) not in wholes:
-        return (
-            f"takes scales of whole rows or tensors, got {scheme.weight.granularity} and "
-            f"{scheme.activation.granularity}"
-        )
-    if scheme.weight.dtype.name == scheme.activation.dtype.name == "float8_e5m2":
+    weight, activation = scheme.weight, scheme.activation
+    assert activation is not None
+    if any(spec.granularity.pattern(2) not in ((1, -1), (-1, -1)) for spec in (weight, activation)):
+        return f"takes scales of whole rows or tensors, got {weight.granularity} and {activation.granularity}"
+    if weight.dtype.name == activation.dtype.name == "float8_e5m2":
         return "the hardware does not multiply float8_e5m2 by float8_e5m2"
-    if scheme.weight.has_zero_point or scheme.activation.has_zero_point:
-        return "takes symmetric codes"
-    return None
+    return "takes symmetric codes" if weight.has_zero_point or activation.has_zero_point else None
 
 
 @register(

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...primitives.qdtype import qdtype
 from .. import features
 from ..custom_ops import implement, note, opaque, portable
 from ..linear.scaled import INTEGERS, supports_int32
@@ -41,10 +40,9 @@ def cuda_int8_mm(
     Args:
         xq, xs, xz, ws, wz: as there.
         qdata: (N, K) codes of `weight_dtype`, a `QDType` name; or uint8, those codes packed by row.
-        bias: (N,), or None.
+        bias: (N,), added to the rounded result; or None.
         dtype: of the result, (M, N).
     """
-    kind = qdtype(weight_dtype)
     packed = qdata.shape[1] != xq.shape[1]
     if not packed and qdata.dtype == torch.int8 and ws.shape[1] == 1 and wz is None:
         from .triton.int8_scaled_mm import int8_scaled_mm
@@ -54,8 +52,7 @@ def cuda_int8_mm(
     from .triton.int8_grouped_mm import int8_grouped_mm as launch
 
     note("cuda_int8_mm.grouped")
-    bits = kind.bits if packed else 8
-    return launch(xq, xs, xz, qdata, ws, wz, bits, packed and kind.is_signed, dtype, bias)
+    return launch(xq, xs, xz, qdata, ws, wz, weight_dtype, bias, dtype)
 
 
 @implement("int8_grouped_mm", "cuda", where=_HAS_TRITON)
@@ -98,6 +95,6 @@ def cuda_int8_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     xq, xs, xz = quantize_input(rows, weight)
     # A bias of another dtype changes that of the sum, so it is added outside.
     fused = bias if bias is not None and bias.dtype == x.dtype else None
-    kind, scale = weight.scheme.weight.dtype.name, weight.dense_scale()
-    y = cuda_int8_mm(xq, xs, xz, weight.qdata, scale, weight.zero_point, kind, fused, x.dtype)
+    codes = weight.qdata, weight.dense_scale(), weight.zero_point, weight.scheme.weight.dtype.name
+    y = cuda_int8_mm(xq, xs, xz, *codes, fused, x.dtype)
     return from_rows(y, x, None if fused is not None else bias)

@@ -27,12 +27,6 @@ from ..custom_ops import note
 
 SHIPPED = Path(__file__).parent / "configs"
 
-_MOST_BYTES = 1 << 24
-"""Of a file."""
-
-_MOST = 1 << 31
-"""Of a size."""
-
 Shape = tuple[int, int, int]
 LaunchKey = tuple[str, str, Shape]
 """(op, dtype, (M, N, K)), M a power of two."""
@@ -61,13 +55,14 @@ class LaunchConfig:
     tma: bool = False
     path: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields that are not at their default, for JSON."""
-        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton itself takes."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 class Table:
-    """Entries of one GPU, read from a file.
+    """The content of a file for one GPU.
 
     Attributes:
         gpu: its name as `torch.cuda.get_device_name` has it, ``""`` for any.
@@ -94,25 +89,20 @@ class Table:
 
     @staticmethod
     def read(path: Path) -> Table:
-        """The table of a file, which may be the user's.
-
-        Raises:
-            ValueError: it has anything else than launch configurations.
-        """
+        """The table of a file, which may be the user's; `ValueError` if it has anything but launch configurations."""
         try:
-            return Table(read_json(path, _MOST_BYTES), path.stem)
+            return Table(read_json(path, 1 << 24), path.stem)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: it is not a table of launch configurations: {error}") from error
 
     def write(self, path: Path) -> None:
-        configs = [
-            {"op": op, "dtype": dtype, "m": m, "n": n, "k": k, **config.to_dict()}
-            for (op, dtype, (m, n, k)), config in sorted(self.entries.items(), key=lambda item: item[0])
-        ]
+        lines = []
+        for (op, dtype, (m, n, k)), config in sorted(self.entries.items(), key=lambda item: item[0]):
+            changed = {f.name: value for f in fields(config) if (value := getattr(config, f.name)) != f.default}
+            lines.append("  " + json.dumps({"op": op, "dtype": dtype, "m": m, "n": n, "k": k, **changed}))
         head = {"gpu": self.gpu, "capability": list(self.capability), "multiprocessors": self.multiprocessors}
-        lines = ",\n".join("  " + json.dumps(config) for config in configs)
-        text = json.dumps({**head, "measured": self.measured})[:-1] + f', "configs": [\n{lines}\n]}}\n'
-        path.write_text(text)
+        text = json.dumps({**head, "measured": self.measured})[:-1]
+        path.write_text(text + ', "configs": [\n' + ",\n".join(lines) + "\n]}\n")
 
     def nearest(self, op: str, dtype: str, shape: Shape) -> LaunchConfig | None:
         """The entry of this op, of this dtype if there is one, at the least distance; None if the op has none."""
@@ -122,7 +112,7 @@ class Table:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) is int and 0 < value <= _MOST
+    return type(value) is int and 0 < value <= 1 << 31
 
 
 def _distance(a: Shape, b: Shape) -> float:
@@ -164,15 +154,19 @@ _tuned: dict[LaunchKey, LaunchConfig] | None = {} if os.environ.get("QTORCH_AUTO
 _forced: list[LaunchConfig] = []
 
 
+def _rounded(shape: Shape) -> Shape:
+    m, n, k = shape
+    return 1 << max(0, m - 1).bit_length(), n, k
+
+
 def find(op: str, dtype: str, shape: Shape) -> LaunchConfig:
     """The configuration for a problem: the forced one, the tuned one, or the nearest of the tables."""
     if _forced:
         return _forced[-1]
-    m, n, k = shape
-    bucket = (1 << max(0, m - 1).bit_length(), n, k)
-    if _tuned is not None and (config := _tuned.get((op, dtype, bucket))) is not None:
+    rounded = _rounded(shape)
+    if _tuned is not None and (config := _tuned.get((op, dtype, rounded))) is not None:
         return config
-    return _nearest(op, dtype, bucket)
+    return _nearest(op, dtype, rounded)
 
 
 def launch(
@@ -186,18 +180,17 @@ def launch(
     """Run a kernel with the configuration of its problem; while tuning, time the candidates at its first call.
 
     Args:
-        op, dtype: of the problem, as in the tables.
-        shape: (M, N, K).
+        op, dtype, shape: of the problem, as in the tables.
         run: launches, without side effects beyond its result.
         candidates: what tuning tries.
         device: of the tensors.
     """
     if _tuned is not None and not _forced and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        problem = (op, dtype, (1 << max(0, shape[0] - 1).bit_length(), *shape[1:]))
+        problem = (op, dtype, _rounded(shape))
         if problem not in _tuned:
             _tuned[problem] = _fastest(run, [find(op, dtype, shape), *candidates])
             if (own := _own_file()) is not None:
-                save_tuned(own)
+                _save_tuned(own)
     config = find(op, dtype, shape)
     note(f"triton.{op}" + (f".{config.path}" if config.path else ""))
     run(config)
@@ -236,7 +229,7 @@ def autotune(save_to: str | os.PathLike[str] | None = None) -> Iterator[dict[Lau
         yield _tuned
     finally:
         if save_to is not None:
-            save_tuned(save_to)
+            _save_tuned(Path(save_to))
         found = _tuned
         _tuned = before
         if found:
@@ -247,11 +240,11 @@ def autotune(save_to: str | os.PathLike[str] | None = None) -> Iterator[dict[Lau
             _nearest.cache_clear()
 
 
-def save_tuned(path: str | os.PathLike[str]) -> None:
+def _save_tuned(path: Path) -> None:
     """Write what has been tuned to a table, beside the entries it has."""
-    table = Table.read(Path(path)) if Path(path).exists() else _new_table()
+    table = Table.read(path) if path.exists() else _new_table()
     table.entries.update(_tuned or {})
-    table.write(Path(path))
+    table.write(path)
 
 
 def _new_table() -> Table:

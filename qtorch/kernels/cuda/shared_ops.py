@@ -17,7 +17,7 @@ from ..ops.adam import LARGEST_SCALE, AdamStep, Moment, check_step
 from ..ops.int_matmul import check_int8_matrices, int32_terms
 from ..ops.kv_attention import KVAttention, attend_by_heads, check_call
 from ..ops.quantize import Quantized, has_default_rows, is_absmax_rowwise, quantize_dynamic, quantize_int8_rowwise
-from ..registry import Problem, needs_floats, register
+from ..registry import needs_floats, register
 
 _HAS_TRITON = features.cuda_lacks("triton") is None
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -30,24 +30,18 @@ LONGEST_ROW = 16384
 def cuda_quantize_rowwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Symmetric codes (M, K), int8 or float8, and scale (M, 1); opaque to compilers, whose fp32 divisions round
     otherwise."""
+    from .triton.quantize import quantize_columnwise, quantize_rowwise
+
     if x.stride(1) != 1 and x.stride(0) == 1:
         # A transposed view, from which gradients of weights are made: the same numbers, read in memory order.
-        from .triton.quantize import quantize_columnwise
-
         return quantize_columnwise(x.t(), dtype)
-    from .triton.quantize import quantize_rowwise
-
     codes, scale, _ = quantize_rowwise(x, dtype)
     return codes, scale
 
 
 def _fake_asymmetric(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    column = (x.shape[0], 1)
-    return (
-        x.new_empty(x.shape, dtype=torch.int8),
-        x.new_empty(column, dtype=torch.float32),
-        x.new_empty(column, dtype=torch.int8),
-    )
+    of_rows = [x.new_empty(x.shape[0], 1, dtype=dtype) for dtype in (torch.float32, torch.int8)]
+    return x.new_empty(x.shape, dtype=torch.int8), of_rows[0], of_rows[1]
 
 
 @opaque(_fake_asymmetric)
@@ -63,8 +57,7 @@ def triton_int8_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
     """See `quantize_int8_rowwise`."""
     if x.dim() != 2 or x.dtype not in _FLOATS:
         return portable(quantize_int8_rowwise)(x)
-    codes, scale = cuda_quantize_rowwise(x, torch.int8)
-    return codes, scale
+    return cuda_quantize_rowwise(x, torch.int8)
 
 
 @implement("quantize_dynamic", "cuda", where=_HAS_TRITON)
@@ -117,9 +110,7 @@ def triton_tile_scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor
     """See `tile_scaled_mm`."""
     from .triton.tile_scaled_mm import tile_scaled_mm
 
-    if not (a.numel() and b.numel()):
-        return a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)
-    if a.shape[1] // a_scale.shape[1] > int32_terms():
+    if a.shape[1] // max(1, a_scale.shape[1]) > int32_terms():
         return portable(operation.tile_scaled_mm)(a, b, a_scale, b_scale, dtype)
     note("tile_scaled_mm.triton")
     return tile_scaled_mm(a, b, a_scale, b_scale, dtype)
@@ -160,10 +151,6 @@ def triton_update_int8(codes: Tensor, scale: Tensor, update: Tensor, alpha: floa
     update_int8(codes, scale, update, alpha, random_seed(codes.device))
 
 
-def _supports(problem: Problem) -> str | None:
-    return features.cuda_lacks("triton") or needs_floats(problem)
-
-
 @register(
     "kv_attention",
     layout=("plain", "packed"),
@@ -171,7 +158,7 @@ def _supports(problem: Problem) -> str | None:
     activation=(),
     device="cuda",
     priority=20,
-    supports=_supports,
+    supports=lambda problem: features.cuda_lacks("triton") or needs_floats(problem),
 )
 def triton_kv_attention(call: KVAttention) -> Tensor:
     """See `kv_attention`. The number of tokens in use is read by the kernel, not on the host."""

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ...primitives.qdtype import qdtype
 from .. import features
 from ..custom_ops import opaque
 from ..linear.scaled import INTEGERS
@@ -34,20 +33,25 @@ def cuda_weight_mm(
     Args:
         x: (M, K) fp32, fp16 or bf16.
         qdata: (N, K) codes of `dtype`, a `QDType` name; or uint8, those codes packed by row.
-        scale: (N, groups) or (1, groups).  zero_point: like it, or None.
-        middle: of the code range, (low + high + 1) / 2.
+        scale: (N, groups) or (1, groups), groups dividing K.  zero_point: like it, or None.
+        middle: of the code range, (low + high + 1) / 2; used in the FLOAT domain.
         domain: name of a `ZeroPointDomain`.
-        bias: (N,), or None.
+        bias: (N,), added to the rounded result; or None.
 
     Returns:
         (M, N) in the dtype of x.
     """
     from .triton.intx_weight_mm import intx_weight_mm
 
-    kind, packed = qdtype(dtype), qdata.shape[1] != x.shape[1]
-    bits = kind.bits if packed else 8
-    offset = 2 ** (bits - 1) if packed and kind.is_signed else 0
-    return intx_weight_mm(x, qdata, scale, zero_point, bits, offset, middle, domain, bias)
+    return intx_weight_mm(x, qdata, scale, zero_point, dtype, middle, domain, bias)
+
+
+def weight_arguments(weight: Any) -> tuple[Any, ...]:
+    """Codes, scale, zero point and numerics of a weight, as `cuda_weight_mm` takes them."""
+    spec = weight.scheme.weight
+    low, high = spec.code_range
+    numerics = (spec.dtype.name, (low + high + 1) / 2, spec.zero_point_domain.name)
+    return weight.qdata, weight.dense_scale(), weight.dense_zero_point(), *numerics
 
 
 def _supports(problem: Problem) -> str | None:
@@ -71,9 +75,6 @@ def _supports(problem: Problem) -> str | None:
 )
 def cuda_weight_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear with any weight-only integer scheme."""
-    spec = weight.scheme.weight
-    low, high = spec.code_range
     fused = bias if bias is not None and bias.dtype == x.dtype else None
-    numerics = (spec.dtype.name, (low + high + 1) / 2, spec.zero_point_domain.name)
-    y = cuda_weight_mm(to_rows(x), weight.qdata, weight.dense_scale(), weight.dense_zero_point(), *numerics, fused)
+    y = cuda_weight_mm(to_rows(x), *weight_arguments(weight), fused)
     return from_rows(y, x, None if fused is not None else bias)

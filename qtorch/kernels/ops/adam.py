@@ -175,7 +175,7 @@ def key_of(step: int, index: int) -> int:
 
 _MOST = torch.finfo(torch.float32).max
 LARGEST_SCALE = {"32": 0.0, "8": _MOST, "4": _MOST, "float8": torch.finfo(torch.bfloat16).max / 448.5}
-"""As the specs of the form have it, see `choose_scale_codebook` and `choose_qparams_affine_with_min_max`."""
+"""As the specs of the form have it, see `CodebookSpec.choose_scale` and `choose_qparams_affine_with_min_max`."""
 
 _BITS = {"8": 8, "4": 4, "float8": 8}
 

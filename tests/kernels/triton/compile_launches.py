@@ -1,16 +1,17 @@
-"""Calls every launcher with a GPU that is not there: arguments are specialized and kernels compiled, nothing runs.
+"""Calls the launchers with a GPU that is not there: arguments are specialized and kernels compiled, nothing runs.
 
 What a real launch compiles depends on its arguments (sizes of 1 become constants, multiples of 16 are noted), which the
-interpreter does not show. Run by `test_ptx.py` in a process of its own, without the interpreter; with --all for more
-sizes, some minutes.
+interpreter does not show. Run by `test_ptx.py` in a process of its own, without the interpreter, with the name of a
+table: TYPICAL or EVERY. Prints what became of each launch as JSON.
 """
 
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,6 +22,7 @@ from triton.runtime.jit import JITFunction
 from qtorch.kernels.cache_form import TOKENS, cache_form
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.cuda.triton.adam import adam
+from qtorch.kernels.cuda.triton.block_sparse_mm import block_sparse_mm
 from qtorch.kernels.cuda.triton.experts_mm import experts_int8_mm, experts_weight_mm
 from qtorch.kernels.cuda.triton.int8_grouped_mm import int8_grouped_mm
 from qtorch.kernels.cuda.triton.int8_scaled_mm import int8_scaled_mm, transposed_copy
@@ -38,165 +40,230 @@ from qtorch.kernels.ops.adam import LARGEST_SCALE
 from qtorch.kernels.ops.kv_attention import KVAttention
 from tests.kernels.adam_cases import ALL_FORMS, BLOCKS, step, zeros
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 SEED = torch.zeros(1, dtype=torch.int64)
+SMALL = LaunchConfig(16, 32, 64)
+
+INSTRUCTION = re.compile(
+    r"\b(wgmma\.mma_async\S*|mma\.sync\S*|cp\.async\.bulk\.tensor\S*|cp\.async\.c[ag]\.shared\S*|atom\.\S*"
+    r"|red\.\S*|cvt\.f64\S*|lop3\.b32|ld\.global\.v4\S*)"
+)
 
 
-class AbsentGPU:
-    """The part of a Triton driver that compiling for a launch asks for."""
+class Launch(NamedTuple):
+    """A call of a launcher, with the configuration and on the GPU for which it compiles."""
 
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
+    name: str
+    call: Callable[[], Any]
+    config: LaunchConfig = SMALL
+    capability: int = 90
 
 
 def codes(*shape: int, dtype: torch.dtype = torch.int8) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def attentions() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """On caches of every format."""
-    for name, block, dtype in itertools.product(TOKENS, (0, 32), (BF16, FP32)):
-        form, tokens, width = cache_form(name, block), 64, 40
+def stored(n: int, k: int, bits: int) -> Tensor:
+    """Codes (N, K), packed where they have fewer than 8 bits."""
+    return codes(n, k) if bits == 8 else codes(n, -(-k // 8) * bits, dtype=torch.uint8)
+
+
+def int8_product(m: int, n: int, k: int, *zero: Tensor) -> Callable[[], Any]:
+    a, b, scales = codes(m, k), codes(n, k).t(), (torch.ones(m, 1), torch.ones(1, n))
+    return lambda: int8_scaled_mm(a, b, *scales, BF16, torch.ones(n, dtype=BF16), *zero)
+
+
+def weight_product(
+    m: int, n: int, k: int, bits: int, groups: int, dtype: torch.dtype = BF16, domain: str = "INT"
+) -> Callable[[], Any]:
+    x, scale = torch.ones(m, k, dtype=dtype), torch.ones(n, groups, dtype=BF16)
+    zero = scale if domain == "FLOAT" else None if domain == "NONE" else codes(n, groups)
+    return lambda: intx_weight_mm(x, stored(n, k, bits), scale, zero, f"uint{bits}", 8.0, domain)
+
+
+def grouped_product(m: int, n: int, k: int, bits: int, groups: int, *, zero: bool) -> Callable[[], Any]:
+    of_weight = stored(n, k, bits), torch.ones(n, groups, dtype=BF16), codes(n, groups) if zero else None
+    xq = codes(m, k), torch.ones(m, 1), codes(m, 1)
+    return lambda: int8_grouped_mm(*xq, *of_weight, f"int{bits}", None, BF16)
+
+
+def experts_products(m: int, n: int, k: int, bits: int, groups: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    experts = torch.zeros(m, 2, dtype=torch.int64)
+    of_weight = [
+        t.expand(3, *t.shape) for t in (stored(n, k, bits), torch.ones(n, groups).bfloat16(), codes(n, groups))
+    ]
+    xq, x = codes(m, k), torch.ones(m, k, dtype=BF16)
+    scales = torch.ones(m, 1), codes(m, 1)
+    yield "experts_int8_mm", lambda: experts_int8_mm(xq, experts, *scales, *of_weight, f"int{bits}", BF16)
+    yield "experts_weight_mm", lambda: experts_weight_mm(x, experts, *of_weight, f"uint{bits}", 8.0, "INT")
+
+
+def tile_product(m: int, n: int, k: int, dtype: torch.dtype, tile: int) -> Callable[[], Any]:
+    a, b = codes(m, k, dtype=dtype), codes(n, k, dtype=dtype)
+    a_scale, b_scale = torch.ones(m, k // tile), torch.ones(max(1, n // tile), k // tile)
+    return lambda: tile_scaled_mm(a, b, a_scale, b_scale, BF16)
+
+
+def typical() -> Iterator[Launch]:
+    """Sizes that are multiples of 16, with the tiles that large problems have."""
+    large, wide = LaunchConfig(128, 256, 128, num_warps=8, num_stages=4), LaunchConfig(16, 64, 64)
+    yield Launch("int8 sm_90", int8_product(256, 512, 1024), large)
+    yield Launch("int8 sm_90 tma", int8_product(256, 512, 1024), LaunchConfig(**{**vars(large), "tma": True}))
+    yield Launch("int8 sm_80", int8_product(256, 512, 1024), LaunchConfig(128, 128, 128, num_warps=8), 80)
+    for name, bits, dtype, capability in (
+        ("int4 weight", 4, BF16, 90),
+        ("int4 weight fp16", 4, FP16, 90),
+        ("int4 weight fp32", 4, FP32, 90),
+        ("int4 weight", 4, BF16, 80),
+        ("int8 weight", 8, BF16, 90),
+        ("int8 weight", 8, BF16, 80),
+        ("int8 weight fp16", 8, FP16, 90),
+        ("int3 weight", 3, BF16, 90),
+    ):
+        call = weight_product(16, 256, 1024, bits, 8, dtype, "INT" if bits < 8 else "NONE")
+        yield Launch(f"{name} sm_{capability}", call, wide, capability)
+    yield Launch("int4 weight large sm_90", weight_product(128, 256, 1024, 4, 8), LaunchConfig(128, 128, 64))
+    yield Launch("int4 weight gathered sm_90", weight_product(16, 256, 1024, 4, 64), wide)
+    vector = LaunchConfig(1, 4, 512, path="mv")
+    yield Launch("int4 vector sm_90", weight_product(1, 256, 4096, 4, 32), vector)
+    yield Launch("int8 vector sm_80", weight_product(1, 256, 4096, 8, 32, domain="NONE"), vector, 80)
+    for capability in (90, 80):
+        call = grouped_product(16, 256, 1024, 4, 8, zero=False)
+        yield Launch(f"int4 grouped sm_{capability}", call, LaunchConfig(16, 64, 128), capability)
+        call = tile_product(128, 256, 1024, torch.int8, 128)
+        yield Launch(f"int8 tiles sm_{capability}", call, LaunchConfig(64, 128, 128), capability)
+    call = grouped_product(128, 256, 1024, 8, 8, zero=False)
+    yield Launch("int8 grouped sm_90", call, LaunchConfig(128, 128, 128))
+    yield Launch("float8 tiles sm_90", tile_product(128, 256, 1024, E4M3, 128), LaunchConfig(64, 128, 128))
+    x = torch.ones(64, 4096, dtype=BF16)
+    yield Launch("quantize int8 sm_90", lambda: quantize_rowwise(x))
+    yield Launch("quantize int8 stochastic sm_80", lambda: quantize_rowwise(x, seed=SEED), capability=80)
+    yield Launch("quantize float8 sm_90", lambda: quantize_rowwise(x, E4M3))
+    yield Launch("quantize columns sm_90", lambda: quantize_columnwise(x, seed=SEED))
+    yield Launch("quantize tiles sm_90", lambda: quantize_tilewise(x, (1, 128), E4M3))
+    yield Launch("update int8 sm_90", lambda: update_int8(codes(64, 4096), torch.ones(64, 1), x, 1.0, SEED))
+
+
+def attentions() -> Iterator[Launch]:
+    """On caches of every format: by blocks with all that there is, by tokens with as little as there can be."""
+    for name, whole, dtype in itertools.product(TOKENS, (False, True), (BF16, FP32)):
+        form, tokens, width = cache_form(name, 32 * whole), 64, 40
         parts = [
-            [
-                torch.zeros(1, 2, tokens // each, row, dtype=kind)
-                for row, kind, each in form.stored(width, keys).values()
-            ]
+            [codes(1, 2, tokens // each, row, dtype=kind) for row, kind, each in form.stored(width, keys).values()]
             for keys in (True, False)
         ]
-        query, seen = torch.ones(1, 4, 1, width, dtype=dtype), torch.ones(1, 1, 1, tokens, dtype=torch.bool)
-        recent = [torch.ones(1, 2, 5, width, dtype=dtype)] * 2
-        # Every second with all that there is, the others with nothing.
-        whole = block > 0
-        more = [torch.ones(1, 1, 1, tokens + 5)] if whole else [seen]
+        recent = [torch.ones(1, 2, 5, width, dtype=dtype)] * 2 if whole else []
+        mask = torch.ones(1, 1, 1, tokens + 5) if whole else torch.ones(1, 1, 1, tokens, dtype=torch.bool)
         used = None if whole else torch.tensor(tokens)
-        call = KVAttention(
-            query, *parts, recent if whole else [], used, *more, None, form, width, 0.1, 5.0 * whole, whole
-        )
-        yield f"kv_attention {name} {block} {dtype}", lambda call=call: kv_attention(call)
+        query = torch.ones(1, 4, 1, width, dtype=dtype)
+        call = KVAttention(query, *parts, recent, used, mask, None, form, width, 0.1, 5.0 * whole, whole)
+        yield Launch(f"kv_attention {name} {whole} {dtype}", lambda call=call: kv_attention(call))
 
 
-def steps_of_adam() -> Iterator[tuple[str, Callable[[], Any]]]:
+def steps_of_adam() -> Iterator[Launch]:
     """Of every form, on bf16 with all that there is, and on fp32 without."""
     for form, dtype in itertools.product(ALL_FORMS, (BF16, FP32)):
         blocks, whole = BLOCKS[0], dtype == BF16
-        moments, weight = zeros(form, blocks, 3 if whole else 2), torch.ones(1500, dtype=dtype)
-        call = step(form, 1, 7 if whole else None, 0.1 * whole)
-        yield (
-            f"adam {form} {dtype}",
-            lambda w=weight, m=moments, b=blocks, c=call, f=form: adam(w, w, m, b, c, LARGEST_SCALE[f]),
-        )
+        weight = torch.ones(1500, dtype=dtype)
+        about = zeros(form, blocks, 3 if whole else 2), blocks, step(form, 1, 7 if whole else None, 0.1 * whole)
+        largest = LARGEST_SCALE[form]
+        yield Launch(f"adam {form} {dtype}", lambda w=weight, a=about, s=largest: adam(w, w, *a, s))
 
 
-def launches() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Name and call of every launch."""
-    whole = "--all" in sys.argv
+def quantizers(m: int, k: int, dtype: torch.dtype) -> Iterator[Launch]:
+    for order, x in (("rows", torch.ones(m, k, dtype=dtype)), ("columns", torch.ones(k, m, dtype=dtype).t())):
+        about = f"{order} {m} x {k} {dtype}"
+        for name, call in {
+            "quantize": lambda x=x: quantize_rowwise(x, seed=SEED),
+            "quantize asymmetric": lambda x=x: quantize_rowwise_asymmetric(x),
+            "quantize both": lambda x=x: quantize_rowwise(x, E4M3, transposed=True),
+            "quantize columns": lambda x=x: quantize_columnwise(x),
+            "quantize tiles": lambda x=x: quantize_tilewise(x, (1, k)),
+            "update int8": lambda x=x: update_int8(codes(m, k), torch.ones(m, 1), x, 1.0, SEED),
+            "update bf16": lambda x=x: update_bf16(torch.ones(m, k, dtype=BF16), x, 0.5, SEED),
+        }.items():
+            yield Launch(f"{name} {about}", call)
+
+
+def every() -> Iterator[Launch]:
+    """Every launcher, with sizes of 1 and sizes that nothing divides."""
     yield from attentions()
     yield from steps_of_adam()
-    for m, n, k in ((1, 1, 1), (1, 64, 256), (5, 33, 100), (64, 128, 512)) if whole else ((1, 1, 40),):
+    for bits, activation in itertools.product((4, 8), (torch.int8, BF16)):
+        xs = torch.ones(4, 1) if activation is torch.int8 else None
+        scale, columns = torch.ones(128, 4), torch.zeros(2, 2, dtype=torch.int32)
+        about = codes(4, 256, dtype=activation), xs, None, stored(128, 128, bits), columns, scale, f"int{bits}", BF16
+        yield Launch(f"block_sparse {bits} {activation}", lambda a=about: block_sparse_mm(*a, None), LaunchConfig(16))
+    for m, n, k in ((1, 1, 40), (5, 33, 100)):
         size = f"{m} x {n} x {k}"
         a, b = codes(m, k), codes(n, k).t()
-        one, rows, columns = torch.ones(1, 1), torch.ones(m, 1), torch.ones(1, n)
         for tma in (False, True):
             config = LaunchConfig(32, 32, 64, tma=tma)
-            with forced(config):
-                yield f"int_matmul {size} {tma}", lambda a=a, b=b: int8_scaled_mm(a, b, None, None, torch.int32)
-                for scales in ((rows, columns), (one, one)):
-                    zero = scales[0].to(torch.int8)
-                    yield (
-                        f"int8_scaled_mm {size} {tma} {tuple(scales[0].shape)}",
-                        lambda a=a, b=b, s=scales, z=zero, n=n: int8_scaled_mm(a, b, *s, BF16, torch.ones(n), z),
-                    )
-        yield f"transposed_copy {size}", lambda a=a: transposed_copy(a)
-        for dtype, x in itertools.product((BF16, FP32) if whole else (BF16,), (torch.ones(m, k), torch.ones(k, m).t())):
-            x = x.to(dtype)
-            yield f"quantize {size} {dtype}", lambda x=x: quantize_rowwise(x, seed=SEED)
-            yield f"quantize asymmetric {size} {dtype}", lambda x=x: quantize_rowwise_asymmetric(x)
-            yield f"quantize both {size} {dtype}", lambda x=x: quantize_rowwise(x, torch.float8_e4m3fn, transposed=True)
-            yield f"quantize columns {size} {dtype}", lambda x=x: quantize_columnwise(x)
-            yield f"quantize tiles {size} {dtype}", lambda x=x, k=k: quantize_tilewise(x, (1, k))
-            yield (
-                f"update int8 {size} {dtype}",
-                lambda x=x, m=m, k=k: update_int8(codes(m, k), torch.ones(m, 1), x, 1.0, SEED),
-            )
-            yield f"update bf16 {size} {dtype}", lambda x=x: update_bf16(torch.ones(x.shape).bfloat16(), x, 0.5, SEED)
-        for dtype in (torch.int8, torch.float8_e4m3fn):
-            with forced(LaunchConfig(64, 32, 32)):
-                s = torch.ones(m, 1), torch.ones(1, 1)
-                yield (
-                    f"tile_scaled_mm {size} {dtype}",
-                    lambda m=m, n=n, k=k, d=dtype, s=s: tile_scaled_mm(
-                        codes(m, k, dtype=d), codes(n, k, dtype=d), *s, BF16
-                    ),
-                )
-        for bits, groups in itertools.product(
-            (1, 3, 4, 6, 7, 8) if whole else (4, 8), {1, max(1, k // 64) if k % 64 == 0 else 1, k}
-        ):
-            packed = codes(n, -(-k // 8) * bits, dtype=torch.uint8) if bits < 8 else codes(n, k)
-            scale = torch.ones(n, groups).bfloat16()
-            zero = codes(n, groups)
-            if groups in (1, k) and bits in (1, 3, 6, 7) and m > 1:
-                continue
-            with forced(LaunchConfig(16, 32, 64)):
-                yield (
-                    f"int8_grouped_mm {size} {bits} bits {groups}",
-                    lambda m=m, k=k, p=packed, s=scale, z=zero, bits=bits: int8_grouped_mm(
-                        codes(m, k), torch.ones(m, 1), codes(m, 1), p, s, z, bits, True, BF16
-                    ),
-                )
-                stack, ws, wz = (t.expand(3, *t.shape) for t in (packed, scale, zero))
-                experts = torch.zeros(m, 2, dtype=torch.int64)
-                yield (
-                    f"experts_int8_mm {size} {bits} bits {groups}",
-                    lambda m=m, k=k, e=experts, p=stack, s=ws, z=wz, bits=bits: experts_int8_mm(
-                        codes(m, k), e, torch.ones(m, 1), codes(m, 1), p, s, z, bits, True, BF16
-                    ),
-                )
-                yield (
-                    f"experts_weight_mm {size} {bits} bits {groups}",
-                    lambda m=m, k=k, e=experts, p=stack, s=ws, z=wz, bits=bits: experts_weight_mm(
-                        torch.ones(m, k).to(BF16), e, p, s, z, bits, 0, 8.0, "INT"
-                    ),
-                )
-            ways = [LaunchConfig(16, 64, 64, split_k=2, path="mm"), LaunchConfig(path="dense")]
-            for way in ways + [LaunchConfig(1, 4, 128, path="mv")] * (m == 1):
+            sums = lambda a=a, b=b: int8_scaled_mm(a, b, None, None, torch.int32)  # noqa: E731
+            yield Launch(f"int_matmul {size} {tma}", sums, config)
+            yield Launch(f"int8_scaled_mm {size} {tma}", int8_product(m, n, k, codes(m, 1)), config)
+        yield Launch(f"transposed_copy {size}", lambda a=a: transposed_copy(a))
+        yield from quantizers(m, k, BF16 if m == 1 else FP32)
+        for dtype in (torch.int8, E4M3):
+            yield Launch(f"tile_scaled_mm {size} {dtype}", tile_product(m, n, k, dtype, k), LaunchConfig(64, 32, 32))
+        for bits, groups in itertools.product((4, 8) if m == 1 else (3, 6), (1, k) if m == 1 else (1,)):
+            about = f"{size} {bits} bits {groups}"
+            yield Launch(f"int8_grouped_mm {about}", grouped_product(m, n, k, bits, groups, zero=True))
+            for name, call in experts_products(m, n, k, bits, groups):
+                yield Launch(f"{name} {about}", call)
+            variants = [LaunchConfig(16, 64, 64, split_k=2, path="mm"), LaunchConfig(path="dense")]
+            for config in variants + [LaunchConfig(1, 4, 128, path="mv")] * (m == 1):
                 for domain, dtype in (("INT", BF16), ("FLOAT", FP32)):
-                    with forced(way):
-                        yield (
-                            f"intx_weight_mm {size} {bits} bits {groups} {way.path} {domain}",
-                            lambda m=m, k=k, p=packed, s=scale, z=zero, bits=bits, d=domain, t=dtype: intx_weight_mm(
-                                torch.ones(m, k).to(t), p, s, z.to(BF16) if d == "FLOAT" else z, bits, 0, 8.0, d
-                            ),
-                        )
+                    call = weight_product(m, n, k, bits, groups, dtype, domain)
+                    yield Launch(f"intx_weight_mm {about} {config.path} {domain}", call, config)
 
 
-def main() -> None:
-    triton.runtime.driver.set_active(AbsentGPU())
+class AbsentGPU:
+    """The part of a Triton driver that compiling for a launch asks for; devices are numbered by capability."""
+
+    capability = 90
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_all(launches: Iterator[Launch]) -> dict[str, Any]:
+    """Of each launch: instructions of interest, shared memory in bytes and capability; or why it failed."""
+    gpu, run = AbsentGPU(), JITFunction.run
+    triton.runtime.driver.set_active(gpu)
     # The launchers take CPU tensors where the interpreter runs, as far as they can tell.
     os.environ["TRITON_INTERPRET"] = "1"
-    run, compiled = JITFunction.run, set()
+    compiled: list[Any] = []
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
-        compiled.add(kernel.hash)
-        return kernel
+        if "ASM" in options:
+            options["ASM"] = True
+        compiled.append(run(self, *args, grid=grid, warmup=True, **options))
 
     JITFunction.run = compile_only
-    failed, count = {}, 0
-    for name, call in launches():
-        count += 1
+    found: dict[str, Any] = {}
+    for launch in launches:
+        compiled.clear()
+        gpu.capability = launch.capability
         try:
-            call()
+            with forced(launch.config):
+                launch.call()
         except Exception as error:
-            failed[name] = f"{type(error).__name__}: {error}"[-600:]
-    json.dump({"launches": count, "kernels": len(compiled), "failed": failed}, sys.stdout)
+            found[launch.name] = {"failed": f"{type(error).__name__}: {error}"[-600:]}
+            continue
+        found[launch.name] = {
+            "instructions": INSTRUCTION.findall("".join(kernel.asm["ptx"] for kernel in compiled)),
+            "shared": max(kernel.metadata.shared for kernel in compiled),
+            "target": compiled[0].metadata.target.arch,
+        }
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    json.dump(compile_all({"TYPICAL": typical, "EVERY": every}[sys.argv[1]]()), sys.stdout)

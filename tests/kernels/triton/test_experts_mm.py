@@ -3,29 +3,19 @@
 import pytest
 import torch
 
-from qtorch import (
-    AffineQuantizedTensor,
-    LinearSpec,
-    MappingType,
-    PackedLayout,
-    PerGroup,
-    PerRow,
-    PlainLayout,
-    QuantSpec,
-)
+from qtorch import PerGroup, PerRow, QuantSpec
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cuda.experts import cuda_experts_int8_mm, cuda_experts_mm
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.cuda.triton.experts_mm import experts_int8_mm, experts_weight_mm
+from qtorch.kernels.cuda.weight_only import weight_arguments
 from qtorch.kernels.linear import reference
 from qtorch.kernels.ops.quantize import quantize_input
 from qtorch.kernels.registry import Problem, candidates, choose
 from qtorch.primitives import ZeroPointDomain, compute_error
 
-ASYMMETRIC = MappingType.ASYMMETRIC
-TOKEN = QuantSpec("int8", PerRow(), quant_min=-127)
-ASYMMETRIC_TOKEN = QuantSpec("int8", PerRow(), ASYMMETRIC)
-LEAST = {torch.float32: 95, torch.float16: 50, torch.bfloat16: 38}
+from .quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, LEAST, TOKEN, refusals, weight_of
+
 CONFIG = LaunchConfig(16, 32, 32)
 
 EXPERTS = {
@@ -35,12 +25,6 @@ EXPERTS = {
     "no expert": [[6], [-7]],
     "sorted": [[0]] * 3 + [[1]] * 17 + [[5]] * 2,
 }
-
-
-def stack(spec, experts, n, k, device, activation=None, dtype=torch.float32):
-    layout = PlainLayout() if spec.dtype.bits == 8 else PackedLayout()
-    linear = LinearSpec(spec, activation, layout=layout)
-    return AffineQuantizedTensor.from_float(torch.randn(experts, n, k).to(dtype), linear).to(device)
 
 
 def expected(x, weight, experts):
@@ -59,12 +43,10 @@ def expected(x, weight, experts):
     "spec", [QuantSpec("int8", PerRow()), QuantSpec("uint4", PerGroup(32), ASYMMETRIC), QuantSpec("int4", PerGroup(8))]
 )
 def test_weight_only(spec, name, device):
-    weight, experts = stack(spec, 6, 20, 64, device), torch.tensor(EXPERTS[name], device=device)
+    weight, experts = weight_of(spec, (6, 20, 64), device), torch.tensor(EXPERTS[name], device=device)
     x = torch.randn(len(experts), 64, device=device)
-    low, high = spec.code_range
-    numerics = (spec.dtype.name, (low + high + 1) / 2, spec.zero_point_domain.name)
     with forced(CONFIG), record_kernels() as ran:
-        y = cuda_experts_mm(x, experts, weight.qdata, weight.scale, weight.zero_point, *numerics)
+        y = cuda_experts_mm(x, experts, *weight_arguments(weight))
     assert ran == ["cuda_experts_mm", "triton.experts_weight_mm"]
     wanted = expected(x, weight, experts)
     zero = (experts.reshape(-1) < 0) | (experts.reshape(-1) > 5)
@@ -78,7 +60,7 @@ def test_weight_only(spec, name, device):
     "spec", [QuantSpec("int8", PerRow()), QuantSpec("uint8", PerRow(), ASYMMETRIC), QuantSpec("int4", PerGroup(32))]
 )
 def test_int8_activations_are_exact(spec, activation, name, device):
-    weight, experts = stack(spec, 6, 20, 64, device, activation), torch.tensor(EXPERTS[name], device=device)
+    weight, experts = weight_of(spec, (6, 20, 64), device, activation), torch.tensor(EXPERTS[name], device=device)
     x = torch.randn(len(experts), 64, device=device)
     xq, xs, xz = quantize_input(x, weight)
     of_weight = (weight.qdata, weight.scale, weight.zero_point, spec.dtype.name)
@@ -93,22 +75,20 @@ def test_int8_activations_are_exact(spec, activation, name, device):
 def test_dtypes_widths_and_strides(bits, dtype, device):
     """K is odd for packed codes, x is a slice, and tiles hold more rows than any expert has."""
     spec = QuantSpec(f"uint{bits}", PerRow(), ASYMMETRIC, ZeroPointDomain.FLOAT, preserve_zero=False)
-    weight = stack(spec, 3, 10, 44, device, dtype=dtype)
+    weight = weight_of(spec, (3, 10, 44), device, dtype=dtype)
     x = torch.randn(9, 100, device=device).to(dtype)[:, 3:91:2]
     experts = torch.randint(3, (9, 2), device=device)
-    low, high = spec.code_range
-    numerics = (spec.dtype.name, (low + high + 1) / 2, "FLOAT")
     with forced(LaunchConfig(64, 32, 64)):
-        y = cuda_experts_mm(x, experts, weight.qdata, weight.scale, weight.zero_point, *numerics)
+        y = cuda_experts_mm(x, experts, *weight_arguments(weight))
     assert y.dtype == dtype
     assert compute_error(expected(x, weight, experts), y) > LEAST[dtype]
 
 
 def test_many_experts_share_tiles(device):
     """More experts than rows, and a number that is no power of two."""
-    weight = stack(QuantSpec("int8", PerRow()), 37, 4, 32, device)
+    weight = weight_of(QuantSpec("int8", PerRow()), (37, 4, 32), device)
     x, experts = torch.randn(5, 32, device=device), torch.randint(37, (5, 4), device=device)
-    y = cuda_experts_mm(x, experts, weight.qdata, weight.scale, None, "int8", 0.0, "NONE")
+    y = cuda_experts_mm(x, experts, *weight_arguments(weight))
     assert compute_error(expected(x, weight, experts), y) > LEAST[torch.float32]
 
 
@@ -117,7 +97,7 @@ def test_nothing_to_multiply(rows, device):
     codes, scale = torch.zeros(3, 4, 0, dtype=torch.int8, device=device), torch.ones(3, 4, 1, device=device)
     x, experts = torch.zeros(rows, 0, device=device), torch.zeros(rows, 2, dtype=torch.int64, device=device)
     assert torch.equal(
-        experts_weight_mm(x, experts, codes, scale, None, 8, 0, 0.0, "NONE"), torch.zeros(2 * rows, 4, device=device)
+        experts_weight_mm(x, experts, codes, scale, None, "int8", 0.0, "NONE"), torch.zeros(2 * rows, 4, device=device)
     )
 
 
@@ -125,27 +105,26 @@ def test_arguments_are_checked(device):
     x, experts = torch.zeros(2, 32, device=device), torch.zeros(2, 1, dtype=torch.int64, device=device)
     codes, scale = torch.zeros(3, 4, 32, dtype=torch.int8, device=device), torch.ones(3, 4, 1, device=device)
     good = {"x": x, "experts": experts, "qdata": codes, "scale": scale, "zero_point": None}
-    numerics = {"bits": 8, "offset": 0, "middle": 0.0, "domain": "NONE"}
-    for name, wrong, message in (
+    refusals(
+        experts_weight_mm,
+        {**good, "dtype": "int8", "middle": 0.0, "domain": "NONE"},
         ("x", x[0], "x must be a matrix"),
         ("experts", experts[:1], r"experts must be integers of shape \(T, R\)"),
         ("experts", experts.float(), "experts must be integers"),
         ("qdata", codes[0], "must have three axes"),
         ("qdata", codes[:, :, :31], "qdata must have shape"),
         ("scale", scale[:2], "scale must have shape"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            experts_weight_mm(**{**good, name: wrong}, **numerics)
+    )
     xs = torch.ones(2, 1, device=device)
-    with pytest.raises(ValueError, match=r"ws must have shape \(N, groups\)"):
-        experts_int8_mm(x.to(torch.int8), experts, xs, None, codes, scale[:2], None, 8, True, torch.float32)
+    with pytest.raises(ValueError, match=r"scale must have shape \(N, groups\)"):
+        experts_int8_mm(x.to(torch.int8), experts, xs, None, codes, scale[:2], None, "int8", torch.float32)
 
 
 def test_it_is_chosen_on_cuda():
     if torch.cuda.is_available():
         pytest.skip("the choice for a machine without a GPU")
     for activation, name in ((None, "cuda_experts_mm"), (TOKEN, "cuda_experts_int8_mm")):
-        scheme = stack(QuantSpec("int4", PerGroup(32)), 2, 8, 64, "cpu", activation).scheme
+        scheme = weight_of(QuantSpec("int4", PerGroup(32)), (2, 8, 64), "cpu", activation).scheme
         problem = Problem("grouped_linear", scheme, torch.bfloat16, "cuda")
         reasons = {kernel.name: reason for kernel, reason in candidates(problem)}
         assert reasons[name] is None or "CUDA" in reasons[name] or "GPU" in reasons[name]

@@ -3,41 +3,25 @@
 import pytest
 import torch
 
-from qtorch import (
-    AffineQuantizedTensor,
-    LinearSpec,
-    MappingType,
-    PackedLayout,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    PlainLayout,
-    QuantSpec,
-)
+from qtorch import PerGroup, PerRow, PerTensor, QuantSpec
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.cuda.triton.int8_grouped_mm import int8_grouped_mm
 from qtorch.kernels.linear import reference
 from qtorch.kernels.ops.quantize import quantize_input
 
-ASYMMETRIC, SYMMETRIC = MappingType.ASYMMETRIC, MappingType.SYMMETRIC
-ACTIVATIONS = {
-    "token": QuantSpec("int8", PerRow(), quant_min=-127),
-    "token asymmetric": QuantSpec("int8", PerRow(), ASYMMETRIC),
-    "tensor": QuantSpec("int8", PerTensor()),
-}
+from .quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, TOKEN, refusals, weight_of
+
+ACTIVATIONS = {"token": TOKEN, "token asymmetric": ASYMMETRIC_TOKEN, "tensor": QuantSpec("int8", PerTensor())}
 CONFIGS = [LaunchConfig(16, 32, 64), LaunchConfig(32, 16, 32)]
 
 
 def check(spec, activation, rows, n, k, device, dtype=torch.float32, config=CONFIGS[0]):
-    layout = PlainLayout() if spec.dtype.bits == 8 else PackedLayout()
-    linear = LinearSpec(spec, ACTIVATIONS[activation], layout=layout)
-    weight = AffineQuantizedTensor.from_float(torch.randn(n, k).to(dtype), linear).to(device)
+    weight = weight_of(spec, (n, k), device, ACTIVATIONS[activation], dtype)
     x, bias = torch.randn(rows, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
-    xq, xs, xz = quantize_input(x, weight)
+    (xq, xs, xz), name = quantize_input(x, weight), spec.dtype.name
     with forced(config), record_kernels() as ran:
-        of_weight = weight.qdata, weight.scale, weight.zero_point, spec.dtype.bits, spec.dtype.is_signed
-        y = int8_grouped_mm(xq, xs, xz, *of_weight, dtype, bias)
+        y = int8_grouped_mm(xq, xs, xz, weight.qdata, weight.scale, weight.zero_point, name, bias, dtype)
     assert ran == ["triton.int8_grouped_mm"]
     assert torch.equal(y, reference.linear(x, weight, bias)), (spec, activation, rows, n, k)
 
@@ -46,7 +30,7 @@ def check(spec, activation, rows, n, k, device, dtype=torch.float32, config=CONF
 @pytest.mark.parametrize("name", [*(f"int{bits}" for bits in range(1, 9)), "uint4", "uint8"])
 def test_every_width(name, activation, device):
     check(QuantSpec(name, PerGroup(32), ASYMMETRIC), activation, 5, 20, 256, device)
-    check(QuantSpec(name, PerRow(), SYMMETRIC), activation, 3, 20, 96, device)
+    check(QuantSpec(name, PerRow()), activation, 3, 20, 96, device)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -75,7 +59,7 @@ def test_largest_sums(device):
     codes = torch.full((3, k), 255, dtype=torch.uint8, device=device)
     codes[0, 0] = 254
     with forced(CONFIGS[0], block_k=128):
-        y = int8_grouped_mm(xq, one, None, codes, one[:1].expand(3, 1), None, 8, False, torch.float32)
+        y = int8_grouped_mm(xq, one, None, codes, one[:1].expand(3, 1), None, "uint8", None, torch.float32)
     sums = torch.full((2, 3), -128 * 255 * k, device=device, dtype=torch.int32)
     sums[:, 0] += 128
     assert torch.equal(y, sums.float())
@@ -85,7 +69,7 @@ def test_strides_and_empty(device):
     xq = torch.randint(-128, 128, (40, 64), dtype=torch.int8, device=device)
     codes = torch.randint(-128, 128, (20, 64), dtype=torch.int8, device=device)
     xs, ws = torch.rand(40, 1, device=device), torch.rand(2, 20, device=device).t()
-    run = lambda x, s, w, ws: int8_grouped_mm(x, s, None, w, ws, None, 8, True, torch.float32)  # noqa: E731
+    run = lambda x, s, w, ws: int8_grouped_mm(x, s, None, w, ws, None, "int8", None, torch.float32)  # noqa: E731
     with forced(CONFIGS[1]):
         y = run(xq, xs, codes, ws)
         assert torch.equal(run(xq[::3], xs[::3], codes[::2], ws[::2]), y[::3, ::2])
@@ -95,21 +79,17 @@ def test_strides_and_empty(device):
 
 
 def test_errors(device):
-    xq = torch.ones(2, 64, dtype=torch.int8, device=device)
-    xs, codes = torch.ones(2, 1, device=device), torch.ones(6, 32, dtype=torch.uint8, device=device)
-    ws = torch.ones(6, 2, device=device)
-    arguments = (xq, xs, None, codes, ws, None, 4, True, torch.float32)
-    for place, value, message in (
-        (0, xq.float(), r"xq must be a matrix of int8, got shape \(2, 64\) of torch.float32"),
-        (1, xs[:1].expand(3, 1), r"xs must have shape \(2, 1\) or \(1, 1\), got \(3, 1\)"),
-        (3, codes[:, :31], r"qdata must have shape \(6, 32\), got \(6, 31\)"),
-        (4, ws[:5], r"ws must have shape \(N, groups\), groups dividing K, got \(5, 2\) for N, K = \(6, 64\)"),
-        (4, ws[:, :1].expand(6, 3), r"groups dividing K, got \(6, 3\)"),
-        (5, ws[:, :1], r"wz must have shape \(6, 2\), got \(6, 1\)"),
-        (6, 9, "takes codes of 1 to 8 bits, got 9|qdata must be"),
-        (4, ws.to("meta"), "all tensors must be on one device, got .* ws on meta"),
-    ):
-        changed = [*arguments]
-        changed[place] = value
-        with pytest.raises(ValueError, match=message):
-            int8_grouped_mm(*changed)
+    xq, xs = torch.ones(2, 64, dtype=torch.int8, device=device), torch.ones(2, 1, device=device)
+    codes, ws = torch.ones(6, 32, dtype=torch.uint8, device=device), torch.ones(6, 2, device=device)
+    of_weight = {"qdata": codes, "ws": ws, "wz": None, "weight_dtype": "int4"}
+    refusals(
+        int8_grouped_mm,
+        {"xq": xq, "xs": xs, "xz": None, **of_weight, "bias": None, "dtype": torch.float32},
+        ("xq", xq.float(), r"xq must be a matrix of int8, got shape \(2, 64\) of torch.float32"),
+        ("xs", xs[:1].expand(3, 1), r"xs must have shape \(2, 1\) or \(1, 1\), got \(3, 1\)"),
+        ("qdata", codes[:, :31], r"qdata must have shape \(6, 32\), got \(6, 31\)"),
+        ("ws", ws[:5], r"must have shape \(N, groups\), groups dividing K, got \(5, 2\) for N, K = \(6, 64\)"),
+        ("ws", ws[:, :1].expand(6, 3), r"groups dividing K, got \(6, 3\)"),
+        ("wz", ws[:, :1], r"zero_point must have shape \(6, 2\), got \(6, 1\)"),
+        ("ws", ws.to("meta"), "all tensors must be on one device, got .* ws on meta"),
+    )

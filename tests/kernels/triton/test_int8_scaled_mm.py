@@ -8,6 +8,8 @@ from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.cuda.triton import int8_scaled_mm as module
 from qtorch.kernels.cuda.triton.int8_scaled_mm import int8_scaled_mm, transposed_copy
 
+from .quantized_weights import refusals
+
 SHAPES = [(1, 1, 1), (3, 5, 7), (17, 33, 129), (64, 96, 40), (1, 256, 48)]
 CONFIGS = [LaunchConfig(16, 32, 32), LaunchConfig(32, 16, 64, group_m=2), LaunchConfig(16, 32, 64, tma=True)]
 
@@ -87,10 +89,8 @@ def test_transposed_copy(device):
 
 
 def test_empty(device):
-    assert int8_scaled_mm(codes(0, 8, device=device), codes(8, 4, device=device), None, None, torch.int32).shape == (
-        0,
-        4,
-    )
+    c = int8_scaled_mm(codes(0, 8, device=device), codes(8, 4, device=device), None, None, torch.int32)
+    assert c.shape == (0, 4)
     with forced(CONFIGS[0]):
         c = int8_scaled_mm(codes(3, 0, device=device), codes(0, 4, device=device), None, None, torch.int32)
     assert torch.equal(c, torch.zeros(3, 4, dtype=torch.int32, device=device))
@@ -98,19 +98,16 @@ def test_empty(device):
 
 def test_errors(device):
     a, b, one = codes(4, 8, device=device), codes(8, 6, device=device), torch.ones(1, 1, device=device)
-    with pytest.raises(ValueError, match=r"a must be a matrix of int8, got shape \(4, 8\) of torch.float32"):
-        int8_scaled_mm(a.float(), b, None, None, torch.int32)
-    with pytest.raises(ValueError, match=r"takes \(M, K\) and \(K, N\), got \(4, 8\) and \(6, 8\)"):
-        int8_scaled_mm(a, b.t(), None, None, torch.int32)
-    with pytest.raises(ValueError, match=r"row_scale must have shape \(4, 1\) or \(1, 1\), got \(6, 1\)"):
-        int8_scaled_mm(a, b, one.expand(6, 1), one, torch.float32)
-    with pytest.raises(ValueError, match="needs both scales and a floating-point dtype, or neither and int32"):
-        int8_scaled_mm(a, b, one, None, torch.float32)
-    with pytest.raises(ValueError, match="needs both scales"):
-        int8_scaled_mm(a, b, one, one, torch.int32)
-    with pytest.raises(ValueError, match=r"bias must have shape \(6,\), got \(4,\)"):
-        int8_scaled_mm(a, b, one, one, torch.float32, torch.ones(4, device=device))
-    with pytest.raises(ValueError, match=r"all tensors must be on one device, got a on .*, b on meta"):
-        int8_scaled_mm(a, b.to("meta"), None, None, torch.int32)
+    refusals(
+        int8_scaled_mm,
+        {"a": a, "b": b, "row_scale": one, "column_scale": one, "dtype": torch.float32, "bias": None},
+        ("a", a.float(), r"a must be a matrix of int8, got shape \(4, 8\) of torch.float32"),
+        ("b", b.t(), r"takes \(M, K\) and \(K, N\), got \(4, 8\) and \(6, 8\)"),
+        ("row_scale", one.expand(6, 1), r"row_scale must have shape \(4, 1\) or \(1, 1\), got \(6, 1\)"),
+        ("column_scale", None, "needs both scales and a floating-point dtype, or neither and int32"),
+        ("dtype", torch.int32, "needs both scales"),
+        ("bias", torch.ones(4, device=device), r"bias must have shape \(6,\), got \(4,\)"),
+        ("b", b.to("meta"), r"all tensors must be on one device, got a on .*, b on meta"),
+    )
     with pytest.raises(ValueError, match="runs on CUDA, or with TRITON_INTERPRET=1 on CPU; the tensors are on meta"):
         int8_scaled_mm(a.to("meta"), b.to("meta"), None, None, torch.int32)

@@ -12,16 +12,14 @@ from qtorch.kernels.registry import Problem, kernels
 from qtorch.primitives import ZeroPointDomain, compute_error
 from tests.kernels.every_scheme import in_every_layout, weights_of_every_scheme
 
-ASYMMETRIC = MappingType.ASYMMETRIC
-TOKEN = QuantSpec("int8", PerRow(), quant_min=-127)
-ASYMMETRIC_TOKEN = QuantSpec("int8", PerRow(), ASYMMETRIC)
+from .quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, LEAST, TOKEN
+
 # Operators of torch, which no interpreter runs: they have tests of their own.
 NEED_A_GPU = ("float8_scaled_mm", "semi_sparse_float8_scaled_mm")
 # Take few shapes, and have tests of their own.
 OF_BLOCKS = ("cuda_block_sparse_int8_mm", "cuda_block_sparse_weight_mm")
 KERNELS = {k.name: k for k in kernels("linear") if k.device == "cuda" and k.name not in (*NEED_A_GPU, *OF_BLOCKS)}
 OF_QTORCH = ("cuda_int8_mm", "cuda_weight_mm")
-LEAST = {torch.float32: 95, torch.float16: 50, torch.bfloat16: 38}
 
 EXTRA_SCHEMES = {
     f"{name} {granularity} {activation is not None}": LinearSpec(QuantSpec(name, granularity, mapping), activation)

@@ -12,11 +12,27 @@ from qtorch.kernels.cuda.triton.quantize import (
     quantize_rowwise_asymmetric,
     quantize_tilewise,
 )
-from qtorch.primitives import Rounding, ZeroPointDomain
+from qtorch.primitives import ZeroPointDomain
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 CODES = [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
-SHAPES = [(1, 1), (5, 33), (70, 200), (3, 4100)]
+ASYMMETRIC = QuantSpec("int8", PerRow(), MappingType.ASYMMETRIC)
+
+
+def both(x, dtype, **more):
+    codes, scale, transposed = quantize_rowwise(x, dtype, transposed=True, **more)
+    assert_same(transposed, codes.t().contiguous())
+    return codes, scale
+
+
+QUANTIZERS = {
+    "rowwise": lambda x, dtype, **more: quantize_rowwise(x, dtype, **more)[:2],
+    "rowwise, both": both,
+    "columnwise": lambda x, dtype, **more: quantize_columnwise(x.t(), dtype, **more),
+    "tilewise": lambda x, dtype, **more: quantize_tilewise(x, (1, x.shape[1]), dtype, **more),
+}
+"""Each gives the codes of rows and their scales."""
+EVERY_QUANTIZER = pytest.mark.parametrize("name", QUANTIZERS)
 
 
 def spec(dtype, granularity):
@@ -37,74 +53,62 @@ def assert_same(codes, expected):
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
 
 
-@pytest.mark.parametrize("codes_dtype", CODES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_rows(shape, codes_dtype, device):
-    for dtype in FLOATS:
-        x = sample(shape, dtype, device)
-        expected_scale, _ = spec(codes_dtype, PerRow()).choose_qparams(x)
-        expected = spec(codes_dtype, PerRow()).quantize(x, expected_scale, None)
-        for transposed in (False, True):
-            with record_kernels() as ran:
-                codes, scale, other = quantize_rowwise(x, codes_dtype, transposed=transposed)
-            assert ran == ["triton.quantize_rowwise"]
-            assert torch.equal(scale, expected_scale)
-            assert_same(codes, expected)
-            if transposed:
-                assert_same(other, expected.t().contiguous())
+def check(x, codes, scale, wanted):
+    """The bits of the primitives."""
+    expected_scale, _ = wanted.choose_qparams(x)
+    assert torch.equal(scale, expected_scale)
+    assert_same(codes, wanted.quantize(x, expected_scale, None))
 
 
+def check_asymmetric(x):
+    with record_kernels() as ran:
+        codes, scale, zero = quantize_rowwise_asymmetric(x)
+    assert ran == ["triton.quantize_rowwise_asymmetric"]
+    expected_scale, expected_zero = ASYMMETRIC.choose_qparams(x)
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(zero, expected_zero)
+    assert torch.equal(codes, ASYMMETRIC.quantize(x, expected_scale, expected_zero))
+
+
+@EVERY_QUANTIZER
 @pytest.mark.parametrize("codes_dtype", CODES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (33, 5), (200, 70), (1100, 3)])
-def test_columns(shape, codes_dtype, device):
+@pytest.mark.parametrize("shape", [(1, 1), (5, 33), (70, 200), (3, 1100)])
+def test_rows(shape, codes_dtype, name, device):
     for dtype in FLOATS:
         x = sample(shape, dtype, device)
         with record_kernels() as ran:
-            codes, scale = quantize_columnwise(x, codes_dtype)
-        assert ran == ["triton.quantize_columnwise"]
-        expected, expected_scale, _ = quantize_rowwise(x.t(), codes_dtype)
-        assert torch.equal(scale, expected_scale)
-        assert_same(codes, expected)
-        assert torch.equal(scale, spec(codes_dtype, PerRow()).choose_qparams(x.t().contiguous())[0])
+            codes, scale = QUANTIZERS[name](x, codes_dtype)
+        assert ran == [f"triton.quantize_{name.removesuffix(', both')}"]
+        check(x, codes, scale, spec(codes_dtype, PerRow()))
 
 
 @pytest.mark.parametrize("codes_dtype", CODES, ids=str)
 @pytest.mark.parametrize("tile", [(1, 128), (32, 32), (128, 128), (1, 24), (48, 5)])
 def test_tiles(tile, codes_dtype, device):
     x = sample((tile[0] * 3, tile[1] * 2), torch.bfloat16, device)
-    with record_kernels() as ran:
-        codes, scale = quantize_tilewise(x, tile, codes_dtype)
-    assert ran == ["triton.quantize_tilewise"]
-    wanted = spec(codes_dtype, PerBlock(tile))
-    expected_scale, _ = wanted.choose_qparams(x)
-    assert torch.equal(scale, expected_scale)
-    assert_same(codes, wanted.quantize(x, expected_scale, None))
+    check(x, *quantize_tilewise(x, tile, codes_dtype), spec(codes_dtype, PerBlock(tile)))
 
 
-def test_strides_and_empty_matrices(device):
+@EVERY_QUANTIZER
+def test_strides_and_empty_matrices(name, device):
     x = torch.randn(40, 60, device=device)
     for view in (x.t(), x[::2, 5:37], x[:, ::3]):
-        codes, scale, _ = quantize_rowwise(view)
-        expected, expected_scale, _ = quantize_rowwise(view.contiguous())
-        assert torch.equal(codes, expected)
-        assert torch.equal(scale, expected_scale)
-        assert torch.equal(quantize_columnwise(view)[0], quantize_columnwise(view.contiguous())[0])
-        one_row = (1, view.shape[1])
-        assert torch.equal(quantize_tilewise(view, one_row)[0], expected)
-    for shape in ((0, 8), (3, 0)):
-        codes, scale, other = quantize_rowwise(x.new_empty(shape), transposed=True)
-        assert (codes.shape, scale.shape, other.shape) == (shape, (shape[0], 1), shape[::-1])
+        check(view, *QUANTIZERS[name](view, torch.int8), spec(torch.int8, PerRow()))
+    for shape in ((0, 8), (3, 0)) if name != "tilewise" else ():
+        codes, scale = QUANTIZERS[name](x.new_empty(shape), torch.int8)
+        assert scale.shape == (shape[0], 1)
         assert (scale > 0).all()
-        assert quantize_columnwise(x.new_empty(shape))[0].shape == shape[::-1]
+        assert codes.shape == shape
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-45, 1e-38, 3e38, -3e38, 65504.0])
 def test_extreme_rows(value, device):
     x = torch.tensor([[value, 0.0, -value]], device=device)
     codes, scale, _ = quantize_rowwise(x)
-    wanted = spec(torch.int8, PerRow())
-    assert torch.equal(codes, wanted.quantize(x, *wanted.choose_qparams(x)))
+    check(x, codes, scale, spec(torch.int8, PerRow()))
     assert scale.isfinite().all()
+    check_asymmetric(x)
+    check_asymmetric(torch.tensor([[value, 0.0, 1.0]], device=device))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -112,8 +116,17 @@ def test_extreme_rows(value, device):
 def test_what_is_no_number_does_not_vanish(device, value):
     x = torch.zeros(3, 40, device=device)
     x[1, 4] = value
-    for scale in (quantize_rowwise(x)[1], quantize_tilewise(x, (1, 40))[1], quantize_columnwise(x.t())[1]):
+    scales = [quantize(x, torch.int8)[1] for quantize in QUANTIZERS.values()]
+    for scale in (*scales, quantize_rowwise_asymmetric(x)[1]):
         assert scale.isfinite().flatten().tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 33), (70, 200), (3, 4100), (0, 8)])
+def test_asymmetric_rows(shape, device):
+    for dtype in FLOATS:
+        for shift in (0.0, 3.0, -1e4):
+            x = sample(shape, torch.float32, device) if shape[0] else torch.empty(shape, device=device)
+            check_asymmetric((x + shift).to(dtype))
 
 
 def seed(device, value=1):
@@ -135,81 +148,18 @@ def test_stochastic_rounding(device):
     assert (codes[:, 1:] != codes[:, :-1]).any()
     whole = torch.tensor([[127.0, 3.0, -5.0, 0.0]], device=device)
     assert quantize_rowwise(whole, seed=seed(device))[0].tolist() == [[127, 3, -5, 0]]
+    # 0.3 of a step becomes 1 three times in ten.
+    x = torch.full((100, 101), 0.3, device=device)
+    x[:, 0] = 127
+    codes, _, _ = quantize_rowwise(x, seed=seed(device))
+    assert abs((codes[:, 1:] == 1).float().mean() - 0.3) < 0.02
 
 
 def test_stochastic_rounding_does_not_depend_on_the_way(device):
     """Rows, columns of the transpose and tiles of a row draw the same numbers."""
     x = torch.randn(70, 90, device=device)
-    expected, _, transposed = quantize_rowwise(x, seed=seed(device), transposed=True)
-    assert torch.equal(transposed.t(), expected)
-    assert torch.equal(quantize_rowwise(x, seed=seed(device))[0], expected)
-    assert torch.equal(quantize_columnwise(x.t(), seed=seed(device))[0], expected)
-    assert torch.equal(quantize_tilewise(x, (1, 90), seed=seed(device))[0], expected)
-
-
-def test_is_an_unbiased_estimate_of_small_values(device):
-    """0.3 of a step becomes 1 three times in ten."""
-    x = torch.full((100, 101), 0.3, device=device)
-    x[:, 0] = 127
-    codes, _, _ = quantize_rowwise(x, seed=seed(device))
-    assert abs((codes[:, 1:] == 1).float().mean() - 0.3) < 0.02
-    assert Rounding.STOCHASTIC is not Rounding.NEAREST_EVEN
-
-
-def test_errors(device):
-    x = torch.randn(4, 6, device=device)
-    with pytest.raises(ValueError, match=r"quantize_rowwise: x must be a matrix of float32 .* got shape \(6,\)"):
-        quantize_rowwise(x[0])
-    with pytest.raises(ValueError, match=r"codes are int8, float8_e4m3fn or float8_e5m2, got torch.uint8"):
-        quantize_columnwise(x, torch.uint8)
-    with pytest.raises(ValueError, match=r"stochastic rounding gives int8, got torch.float8_e4m3fn"):
-        quantize_rowwise(x, torch.float8_e4m3fn, seed(device))
-    with pytest.raises(ValueError, match=r"the seed is one int64, got shape \(2,\) of torch.int32"):
-        quantize_rowwise(x, seed=torch.zeros(2, dtype=torch.int32, device=device))
-    with pytest.raises(ValueError, match=r"tiles of 3 x 2 must divide the matrix .* shape \(4, 6\)"):
-        quantize_tilewise(x, (3, 2))
-    with pytest.raises(ValueError, match=r"all tensors must be on one device, got x on .*, seed on meta"):
-        quantize_rowwise(x, seed=torch.zeros(1, dtype=torch.int64, device="meta"))
-
-
-ASYMMETRIC = QuantSpec("int8", PerRow(), MappingType.ASYMMETRIC)
-
-
-@pytest.mark.parametrize("shape", [*SHAPES, (0, 8)])
-def test_asymmetric_rows(shape, device):
-    for dtype in FLOATS:
-        for shift in (0.0, 3.0, -1e4):
-            x = (sample(shape, torch.float32, device) + shift if shape[0] else torch.empty(shape, device=device)).to(
-                dtype
-            )
-            with record_kernels() as ran:
-                codes, scale, zero = quantize_rowwise_asymmetric(x)
-            assert ran == ["triton.quantize_rowwise_asymmetric"]
-            expected_scale, expected_zero = ASYMMETRIC.choose_qparams(x)
-            assert torch.equal(scale, expected_scale)
-            assert torch.equal(zero, expected_zero)
-            assert torch.equal(codes, ASYMMETRIC.quantize(x, expected_scale, expected_zero))
-
-
-@pytest.mark.parametrize("value", [0.0, 1e-45, 1e-38, 3e38, -3e38, 65504.0])
-def test_extreme_asymmetric_rows(value, device):
-    for x in (torch.tensor([[value, 0.0, -value]]), torch.tensor([[value, 0.0, 1.0]])):
-        x = x.to(device)
-        expected_scale, expected_zero = ASYMMETRIC.choose_qparams(x)
-        codes, scale, zero = quantize_rowwise_asymmetric(x)
-        assert torch.equal(scale, expected_scale)
-        assert torch.equal(zero, expected_zero)
-        assert torch.equal(codes, ASYMMETRIC.quantize(x, expected_scale, expected_zero))
-
-
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_asymmetric_nan_and_errors(device):
-    for value in (torch.nan, torch.inf, -torch.inf):
-        x = torch.randn(3, 40, device=device)
-        x[1, 4] = value
-        assert quantize_rowwise_asymmetric(x)[1].isnan().flatten().tolist() == [False, True, False]
-    with pytest.raises(ValueError, match=r"rows of at most 16384 elements, got shape \(1, 16385\)"):
-        quantize_rowwise_asymmetric(torch.ones(1, 16385, device=device))
+    first, *others = (quantize(x, torch.int8, seed=seed(device))[0] for quantize in QUANTIZERS.values())
+    assert all(torch.equal(codes, first) for codes in others)
 
 
 def test_operator_reads_along_memory(device):
@@ -219,6 +169,19 @@ def test_operator_reads_along_memory(device):
         with record_kernels() as ran:
             codes, scale = cuda_quantize_rowwise(view, torch.int8)
         assert ran == ["cuda_quantize_rowwise", kernel]
-        expected, expected_scale, _ = quantize_rowwise(view)
-        assert torch.equal(codes, expected)
-        assert torch.equal(scale, expected_scale)
+        check(view, codes, scale, spec(torch.int8, PerRow()))
+
+
+def test_errors(device):
+    x, long = torch.randn(4, 6, device=device), torch.zeros(1, dtype=torch.int64, device="meta")
+    for call, words in (
+        (lambda: quantize_rowwise(x[0]), r"quantize_rowwise: x must be a matrix of float32 .* got shape \(6,\)"),
+        (lambda: quantize_columnwise(x, torch.uint8), r"are int8, float8_e4m3fn or float8_e5m2, got torch.uint8"),
+        (lambda: quantize_rowwise(x, torch.float8_e4m3fn, seed(device)), r"stochastic rounding gives int8, got torch"),
+        (lambda: quantize_rowwise(x, seed=torch.zeros(2).int()), r"the seed is one int64, got shape \(2,\) of .*int32"),
+        (lambda: quantize_tilewise(x, (3, 2)), r"tiles of 3 x 2 must divide the matrix .* shape \(4, 6\)"),
+        (lambda: quantize_rowwise(x, seed=long), r"all tensors must be on one device, got x on .*, seed on meta"),
+        (lambda: quantize_rowwise_asymmetric(x.new_ones(1, 16385)), r"at most 16384 elements, got shape \(1, 16385\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_config import LaunchConfig, launch
-from .launch import FLOATS, check_device, check_matrix, check_shape
+from .launch import FLOATS, GroupedCodes, check_device, check_matrix, check_shape, row_step
 from .unpack import unpack_int8
 
 CANDIDATES = [
@@ -85,10 +85,9 @@ def block_sparse_mm(
     qdata: Tensor,
     columns: Tensor,
     ws: Tensor,
-    bits: int,
-    signed: bool,
+    weight_dtype: str,
     dtype: torch.dtype,
-    bias: Tensor | None = None,
+    bias: Tensor | None,
 ) -> Tensor:
     """The equation at the top of the file.
 
@@ -97,32 +96,22 @@ def block_sparse_mm(
         xs: (M, 1) or (1, 1) scale of codes.  xz: zero point like it, or None.
         qdata, columns, ws: those of `BlockSparseLayout`; blocks of 32, 64 or 128, groups of 32 or more. The values of
             `columns` are not checked here.
-        bits: 1 to 8; fewer than 8 are packed.
-        signed: whether packed codes are signed, and so offset by 2^(bits-1).
+        weight_dtype: name of a `QDType`.
         dtype: of the result: fp32, fp16 or bf16.
         bias: (N,), added to the rounded result; or None.
-
-    Returns:
-        (M, N).
-
-    Raises:
-        ValueError: other dtypes, shapes or devices.
     """
     op = "block_sparse_mm"
     check_matrix(op, "x", x, (torch.int8,) if xs is not None else FLOATS)
-    check_matrix(op, "qdata", qdata, (torch.uint8,) if bits < 8 else (torch.int8,))
     check_matrix(op, "columns", columns, (torch.int32,))
     (m, k), n, (rows, kept) = x.shape, qdata.shape[0], columns.shape
     size = n // max(rows, 1)
     if size not in (32, 64, 128) or rows * size != n or k % size:
         raise ValueError(f"{op} takes blocks of 32, 64 or 128, got {rows} rows of blocks for N, K = {(n, k)}")
-    stored = kept * size
-    segment = stored if bits == 8 else -(-stored // 8)
-    check_shape(op, "qdata", qdata, (n, stored if bits == 8 else segment * bits))
-    groups = ws.shape[-1]
-    group = stored // groups if groups > 1 else size
-    check_shape(op, "ws", ws, (n, 1), (n, stored // 32), (n, stored // 64), (n, stored // 128))
-    if size % group or group < 32:
+    weight = GroupedCodes(op, kept * size, qdata, ws, None, weight_dtype)
+    if weight.bits == 8:
+        check_matrix(op, "qdata", qdata, (torch.int8,))
+    group = weight.group if weight.groups > 1 else size
+    if group not in (32, 64, 128) or size % group:
         raise ValueError(f"{op}: groups of 32 or more divide a block of {size}, got {group}")
     check_shape(op, "xs", xs, (m, 1), (1, 1))
     check_shape(op, "xz", xz, (m, 1), (1, 1))
@@ -131,20 +120,18 @@ def block_sparse_mm(
     y = x.new_empty(m, n, dtype=dtype)
     if not y.numel():
         return y
-    qdata, columns = qdata.contiguous(), columns.contiguous()
-    offset = 2 ** (bits - 1) if bits < 8 and signed else 0
+    columns = columns.contiguous()
     x_scale = ws if xs is None else xs
     x_zero = x_scale if xz is None else xz
-    steps = (*x.stride(), qdata.stride(0), *ws.stride(),
-             *(t.stride(0) if t.shape[0] > 1 else 0 for t in (x_scale, x_zero)))  # fmt: skip
+    steps = (*x.stride(), weight.qdata.stride(0), *ws.stride(), row_step(x_scale), row_step(x_zero))
 
     def run(config: LaunchConfig) -> None:
         _block_sparse_mm[(rows, triton.cdiv(m, config.block_m))](
-            x, qdata, y, columns, ws, x_scale, x_zero, y if bias is None else bias, m, n, kept, segment, *steps,
-            SIZE=size, GROUP=group, GROUPED=groups > 1, BITS=bits, OFFSET=offset, INTEGERS=xs is not None,
-            INPUT_ZERO=xz is not None, BIAS=bias is not None, ASM=x.device.type == "cuda", BLOCK_M=config.block_m,
-            num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False,
+            x, weight.qdata, y, columns, ws, x_scale, x_zero, y if bias is None else bias, m, n, kept, weight.segment,
+            *steps, SIZE=size, GROUP=group, GROUPED=weight.groups > 1, BITS=weight.bits, OFFSET=weight.offset,
+            INTEGERS=xs is not None, INPUT_ZERO=xz is not None, BIAS=bias is not None, ASM=x.device.type == "cuda",
+            BLOCK_M=config.block_m, **config.options, enable_fp_fusion=False,
         )  # fmt: skip
 
-    launch(op, f"int{bits}", (m, n, k), run, CANDIDATES, x.device)
+    launch(op, f"int{weight.bits}", (m, n, k), run, CANDIDATES, x.device)
     return y

@@ -15,13 +15,7 @@ from torch import Tensor
 from ..launch_config import LaunchConfig, launch
 from .int8_grouped_mm import Int8Operands, int8_products
 from .intx_weight_mm import weight_products
-from .launch import (
-    FLOATS,
-    WeightArguments,
-    check_device,
-    check_matrix,
-    next_power_of_two,
-)
+from .launch import FLOATS, WeightArguments, check_device, check_matrix, next_power_of_two
 
 CANDIDATES = [
     LaunchConfig(m, n, k, num_warps=warps, num_stages=stages)
@@ -102,6 +96,7 @@ class _Routes:
 
     Attributes:
         order: rows of y in the order of their experts.  first: where those of each expert begin, and the last end.
+        mean: rows of an expert.
     """
 
     def __init__(self, experts: Tensor, count: int) -> None:
@@ -110,15 +105,11 @@ class _Routes:
         named = torch.where((ids >= 0) & (ids < count), ids, count)
         by_expert, self.order = named.sort(stable=True)
         self.first = torch.searchsorted(by_expert, torch.arange(count + 1, device=ids.device))
+        self.mean = -(-self.rows // count)
 
-    def tiles(self, block_m: int) -> int:
-        """Most tiles that there are."""
-        return min(self.rows, self.count) + self.rows // block_m
-
-    @property
-    def mean(self) -> int:
-        """Rows of an expert."""
-        return -(-self.rows // self.count)
+    def grid(self, n: int, block_n: int, block_m: int) -> tuple[int, int]:
+        """Programs for the most tiles that there can be."""
+        return triton.cdiv(n, block_n), min(self.rows, self.count) + self.rows // block_m
 
 
 def _check_experts(op: str, x: Tensor, experts: Tensor, qdata: Tensor, scale: Tensor) -> None:
@@ -134,9 +125,9 @@ def _check_experts(op: str, x: Tensor, experts: Tensor, qdata: Tensor, scale: Te
         )
 
 
-def _as_matrix(tensor: Tensor) -> Tensor:
+def _matrices(qdata: Tensor, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """(E, N, K) as (E * N, K)."""
-    return tensor.reshape(-1, tensor.shape[2])
+    return qdata.flatten(0, 1), scale.flatten(0, 1), None if zero_point is None else zero_point.flatten(0, 1)
 
 
 def experts_weight_mm(
@@ -145,26 +136,11 @@ def experts_weight_mm(
     qdata: Tensor,
     scale: Tensor,
     zero_point: Tensor | None,
-    bits: int,
-    offset: int,
+    dtype: str,
     middle: float,
     domain: str,
 ) -> Tensor:
-    """The equation at the top of the file, for x in floating point.
-
-    Args:
-        x: (T, K) fp32, fp16 or bf16, any strides.
-        experts: (T, R) integers; share is R.
-        qdata, scale, zero_point: as in `intx_weight_mm`, with an axis of experts before: (E, N, K), (E, N, groups) or
-            (1, 1, groups).
-        bits, offset, middle, domain: as there.
-
-    Returns:
-        (T * R, N) in the dtype of x.
-
-    Raises:
-        ValueError: other dtypes, shapes or devices.
-    """
+    """See `cuda_experts_mm`; any strides."""
     op = "experts_weight_mm"
     check_matrix(op, "x", x, FLOATS)
     _check_experts(op, x, experts, qdata, scale)
@@ -173,22 +149,18 @@ def experts_weight_mm(
     y = x.new_zeros(experts.numel(), n)
     if not y.numel() or not k or not count:
         return y
-    zeros = None if zero_point is None else _as_matrix(zero_point)
-    weight = WeightArguments(op, k, _as_matrix(qdata), _as_matrix(scale), zeros, bits, offset, middle, domain)
+    weight = WeightArguments(op, k, *_matrices(qdata, scale, zero_point), dtype, middle, domain)
     routes = _Routes(experts, count)
 
     def run(config: LaunchConfig) -> None:
-        block_k, one_group, even = weight.tile(config.block_k)
         block_m = max(16, config.block_m)
-        _experts_weight_mm[(triton.cdiv(n, config.block_n), routes.tiles(block_m))](
+        _experts_weight_mm[routes.grid(n, config.block_n, block_m)](
             x, *weight.pointers, y, routes.first, routes.order, count, n, *weight.sizes, routes.share, *x.stride(),
-            *weight.steps, **weight.numerics, ONE_GROUP=one_group, EVEN=even,
-            SCALE_PRODUCT=one_group and block_m <= 64, PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
-            ASM=x.device.type == "cuda", BLOCK_E=next_power_of_two(count), BLOCK_M=block_m, BLOCK_N=config.block_n,
-            BLOCK_K=block_k, num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
+            *weight.steps, **weight.constants(x, block_m, config.block_k), BLOCK_E=next_power_of_two(count),
+            BLOCK_N=config.block_n, **config.options, enable_fp_fusion=True,
         )  # fmt: skip
 
-    launch(op, f"{weight.key}{bits}", (routes.mean, n, k), run, CANDIDATES, x.device)
+    launch(op, weight.key, (routes.mean, n, k), run, CANDIDATES, x.device)
     return y
 
 
@@ -200,29 +172,14 @@ def experts_int8_mm(
     qdata: Tensor,
     ws: Tensor,
     wz: Tensor | None,
-    bits: int,
-    signed: bool,
+    weight_dtype: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The equation at the top of the file, both operands in codes.
-
-    Args:
-        xq, xs, xz: as in `int8_grouped_mm`, xq (T, K).
-        experts: (T, R) integers; share is R.
-        qdata, ws, wz: as there, with an axis of experts before: (E, N, K) and (E, N, groups).
-        bits, signed, dtype: as there.
-
-    Returns:
-        (T * R, N) in `dtype`.
-
-    Raises:
-        ValueError: other dtypes, shapes or devices.
-    """
+    """See `cuda_experts_int8_mm`; any strides."""
     op = "experts_int8_mm"
     _check_experts(op, xq, experts, qdata, ws)
     (count, n), k = qdata.shape[:2], xq.shape[1]
-    weight = _as_matrix(qdata), _as_matrix(ws), None if wz is None else _as_matrix(wz)
-    operands = Int8Operands(op, xq, xs, xz, *weight, bits, signed, experts=experts)
+    operands = Int8Operands(op, xq, xs, xz, *_matrices(qdata, ws, wz), weight_dtype, experts=experts)
     y = xq.new_zeros(experts.numel(), n, dtype=dtype)
     if not y.numel() or not k or not count:
         return y
@@ -230,12 +187,11 @@ def experts_int8_mm(
 
     def run(config: LaunchConfig) -> None:
         block_m = max(16, config.block_m)
-        _experts_int8_mm[(triton.cdiv(n, config.block_n), routes.tiles(block_m))](
+        _experts_int8_mm[routes.grid(n, config.block_n, block_m)](
             *operands.codes, y, *operands.scales, routes.first, routes.order, count, n, *operands.sizes, routes.share,
-            *operands.steps, **operands.numerics, **operands.tiles(config.block_k), ASM=xq.device.type == "cuda",
-            BLOCK_E=next_power_of_two(count), BLOCK_M=block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
-            num_stages=config.num_stages, enable_fp_fusion=False,
+            *operands.steps, **operands.constants(config), BLOCK_E=next_power_of_two(count), BLOCK_M=block_m,
+            **config.options, enable_fp_fusion=False,
         )  # fmt: skip
 
-    launch(op, f"int{bits}", (routes.mean, n, k), run, CANDIDATES, xq.device)
+    launch(op, f"int{operands.bits}", (routes.mean, n, k), run, CANDIDATES, xq.device)
     return y

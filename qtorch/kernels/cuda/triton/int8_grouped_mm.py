@@ -14,7 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_config import LaunchConfig, launch
-from .launch import check_device, check_matrix, check_shape, next_power_of_two, power_of_two_divisor
+from .launch import (
+    GroupedCodes,
+    check_device,
+    check_matrix,
+    check_shape,
+    next_power_of_two,
+    power_of_two_divisor,
+    row_step,
+    without_terms,
+)
 from .unpack import unpack_int8
 
 CANDIDATES = [
@@ -130,18 +139,8 @@ def _int8_grouped_mm(
     tl.store(y_ptr + m[None, :].to(tl.int64) * N + n[:, None], y, mask=(n[:, None] < N) & (m[None, :] < M))
 
 
-class Int8Operands:
-    """int8 codes (M, K) and integer codes (N, K) of 1 to 8 bits, 1 to 7 of them packed, with scales and zero points, as
-    a launch takes them.
-
-    Args:
-        op: name for messages.
-        xq, xs, xz, qdata, ws, wz, bits, signed: see `int8_grouped_mm`.
-        others: further tensors that have to be on the same device.
-
-    Raises:
-        ValueError: other dtypes, shapes or devices.
-    """
+class Int8Operands(GroupedCodes):
+    """`GroupedCodes` that meet int8 codes (M, K), as a launch takes them; `others` have to be on the same device."""
 
     def __init__(
         self,
@@ -152,51 +151,39 @@ class Int8Operands:
         qdata: Tensor,
         ws: Tensor,
         wz: Tensor | None,
-        bits: int,
-        signed: bool,
+        dtype: str,
         **others: Tensor | None,
     ) -> None:
         check_matrix(op, "xq", xq, (torch.int8,))
-        check_matrix(op, "qdata", qdata, (torch.uint8,) if bits < 8 else (torch.int8, torch.uint8))
-        (m, k), n = xq.shape, qdata.shape[0]
-        if not 1 <= bits <= 8:
-            raise ValueError(f"{op} takes codes of 1 to 8 bits, got {bits}")
-        segment = k if bits == 8 else -(-k // 8)
-        check_shape(op, "qdata", qdata, (n, k if bits == 8 else segment * bits))
-        if ws.dim() != 2 or ws.shape[0] != n or not ws.shape[1] or k % ws.shape[1]:
-            raise ValueError(
-                f"{op}: ws must have shape (N, groups), groups dividing K, got {tuple(ws.shape)} for N, K = {(n, k)}"
-            )
-        check_shape(op, "wz", wz, tuple(ws.shape))
+        m, k = xq.shape
+        super().__init__(op, k, qdata, ws, wz, dtype)
         check_shape(op, "xs", xs, (m, 1), (1, 1))
         check_shape(op, "xz", xz, (m, 1), (1, 1))
         check_device(op, xq=xq, xs=xs, xz=xz, qdata=qdata, ws=ws, wz=wz, **others)
-        qdata = qdata if qdata.stride(1) == 1 else qdata.contiguous()
-        unsigned8 = qdata.dtype == torch.uint8 and bits == 8
+        unsigned8 = qdata.dtype == torch.uint8 and self.bits == 8
         if unsigned8 and wz is None:
             wz = torch.zeros_like(ws, dtype=torch.int32)
         zero, x_zero = ws if wz is None else wz, xs if xz is None else xz
-        self.codes, self.scales, self.sizes = (xq, qdata), (ws, zero, xs, x_zero), (k, segment)
-        self.steps = (*xq.stride(), qdata.stride(0), *ws.stride(), *zero.stride(),
-                      *(t.stride(0) if t.shape[0] > 1 else 0 for t in (xs, x_zero)))  # fmt: skip
-        self.group = k // ws.shape[1]
+        self.codes, self.scales, self.sizes = (xq, self.qdata), (ws, zero, xs, x_zero), (k, self.segment)
+        steps = (*ws.stride(), *zero.stride(), row_step(xs), row_step(x_zero))
+        self.steps = (*xq.stride(), self.qdata.stride(0), *steps)
         self.numerics = {
             "GROUP": self.group,
-            "BITS": bits,
-            "OFFSET": 128 if unsigned8 else 2 ** (bits - 1) if bits < 8 and signed else 0,
+            "BITS": self.bits,
+            "OFFSET": 128 if unsigned8 else self.offset,
             "WEIGHT_ZERO": wz is not None,
             "INPUT_ZERO": xz is not None,
         }
 
-    def tiles(self, wanted: int) -> dict[str, int]:
-        """How a group is cut into tiles of about `wanted` columns."""
-        k, segment = self.sizes
-        block_k = min(wanted, power_of_two_divisor(segment, self.group))
-        even = block_k >= 32 and k in (segment, 8 * segment)
+    def constants(self, config: LaunchConfig) -> dict[str, object]:
+        """The constants of `int8_products` but BLOCK_M, with a group cut into tiles of about `block_k` columns."""
+        block_k = min(config.block_k, power_of_two_divisor(self.segment, self.group))
+        even = block_k >= 32 and self.whole_segments
         if not even:
-            block_k = max(32, min(wanted, next_power_of_two(self.group)))
+            block_k = max(32, min(config.block_k, next_power_of_two(self.group)))
         tiles = triton.cdiv(self.group, block_k)
-        return {"TILES": tiles, "UNROLL": tiles <= UNROLLED, "EVEN": even, "BLOCK_K": block_k}
+        about = {"TILES": tiles, "UNROLL": tiles <= UNROLLED, "EVEN": even, "ASM": self.qdata.device.type == "cuda"}
+        return {**self.numerics, **about, "BLOCK_N": config.block_n, "BLOCK_K": block_k}
 
 
 def int8_grouped_mm(
@@ -206,45 +193,26 @@ def int8_grouped_mm(
     qdata: Tensor,
     ws: Tensor,
     wz: Tensor | None,
-    bits: int,
-    signed: bool,
+    weight_dtype: str,
+    bias: Tensor | None,
     dtype: torch.dtype,
-    bias: Tensor | None = None,
 ) -> Tensor:
-    """The equation at the top of the file.
-
-    Args:
-        xq: (M, K) int8, any strides.
-        xs: (M, 1) or (1, 1) scale of x.  xz: zero point like it, or None.
-        qdata: codes (N, K) of `bits` bits: 8, int8 or uint8; fewer, uint8, packed along rows by `pack_codes`.
-        ws: (N, groups), groups dividing K.  wz: zero point like it, or None.
-        bits: 1 to 8.
-        signed: whether packed codes are signed, and so offset by 2^(bits-1).
-        dtype: of the result: fp32, fp16 or bf16.
-        bias: (N,), added to the rounded result; or None.
-
-    Returns:
-        (M, N).
-
-    Raises:
-        ValueError: other dtypes, shapes or devices.
-    """
+    """See `cuda_int8_mm`; any strides. `bias` is added to the rounded result."""
     op = "int8_grouped_mm"
     xq = xq if xq.dim() != 2 or xq.stride(1) == 1 else xq.contiguous()
-    operands = Int8Operands(op, xq, xs, xz, qdata, ws, wz, bits, signed, bias=bias)
-    (m, k), n = xq.shape, qdata.shape[0]
+    operands = Int8Operands(op, xq, xs, xz, qdata, ws, wz, weight_dtype, bias=bias)
+    (m, k), n = xq.shape, operands.n
     check_shape(op, "bias", bias, (n,))
     y = xq.new_empty(m, n, dtype=dtype)
     if not y.numel() or not k:
-        return y.zero_() if bias is None else y.copy_(bias.expand(m, n))
+        return without_terms(y, bias)
 
     def run(config: LaunchConfig) -> None:
         _int8_grouped_mm[(triton.cdiv(n, config.block_n), triton.cdiv(m, config.block_m))](
             *operands.codes, y, *operands.scales, y if bias is None else bias, m, n, *operands.sizes, *operands.steps,
-            **operands.numerics, **operands.tiles(config.block_k), BIAS=bias is not None, ASM=xq.device.type == "cuda",
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
+            **operands.constants(config), BIAS=bias is not None, BLOCK_M=config.block_m, **config.options,
             enable_fp_fusion=False,
         )  # fmt: skip
 
-    launch(op, f"int{bits}", (m, n, k), run, CANDIDATES, xq.device)
+    launch(op, f"int{operands.bits}", (m, n, k), run, CANDIDATES, xq.device)
     return y

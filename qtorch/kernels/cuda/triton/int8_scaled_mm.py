@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..launch_config import LaunchConfig, launch
-from .launch import check_device, check_matrix, check_shape, tile_of
+from .launch import check_device, check_matrix, check_shape, row_step, tile_of
 
 
 @triton.jit
@@ -155,7 +155,6 @@ def int8_scaled_mm(
     dtype: torch.dtype,
     bias: Tensor | None = None,
     row_zero: Tensor | None = None,
-    column_sum: Tensor | None = None,
 ) -> Tensor:
     """The equation at the top of the file.
 
@@ -166,13 +165,6 @@ def int8_scaled_mm(
         dtype: of the result: fp32, fp16 or bf16; int32 without scales.
         bias: (N,) floating point, or None.
         row_zero: zero point of a, like `row_scale`, any integer dtype; or None.
-        column_sum: (N,) int32, the sums of b over k; computed here if `row_zero` is given and it is not.
-
-    Returns:
-        (M, N) in `dtype`.
-
-    Raises:
-        ValueError: other dtypes, shapes or devices.
     """
     op = "int8_scaled_mm"
     check_matrix(op, "a", a, (torch.int8,))
@@ -187,49 +179,32 @@ def int8_scaled_mm(
     check_shape(op, "column_scale", column_scale, (1, n), (1, 1))
     check_shape(op, "row_zero", row_zero, (m, 1), (1, 1))
     check_shape(op, "bias", bias, (n,))
-    check_shape(op, "column_sum", column_sum, (n,))
     check_device(op, a=a, b=b, row_scale=row_scale, column_scale=column_scale, row_zero=row_zero, bias=bias)
     c = a.new_empty(m, n, dtype=dtype)
     if not c.numel():
         return c
-    if row_zero is not None and column_sum is None:
-        column_sum = b.sum(0, dtype=torch.int32)
+    column_sum = None if row_zero is None else b.sum(0, dtype=torch.int32)
     if k and m >= COPY_ROWS and n >= COPY_ROWS:
         a = a if a.stride(1) == 1 else transposed_copy(a.t())
         b = b if b.stride(0) == 1 else transposed_copy(b).t()
-
     # For a missing argument any pointer will do, because it is not read.
-    given = {"rows": row_scale, "columns": column_scale, "zeros": row_zero, "sums": column_sum, "bias": bias}
-    extra = tuple(c if t is None else t for t in given.values())
-    rows, columns, zeros = (extra[i] for i in range(3))
-    # A single scale is read again for every row or column.
-    steps = (
-        *c.stride(),
-        rows.stride(0) if rows.shape[0] > 1 else 0,
-        columns.stride(1) if columns.shape[1] > 1 else 0,
-        zeros.stride(0) if zeros.shape[0] > 1 else 0,
-    )
-    sizes = (m, n, k)
+    extra = [c if t is None else t for t in (row_scale, column_scale, row_zero, column_sum, bias)]
+    rows, columns, zeros = extra[:3]
+    steps = (*c.stride(), row_step(rows), row_step(columns.t()), row_step(zeros))
     flags = {"SCALED": scaled, "ZEROS": row_zero is not None, "BIAS": bias is not None}
     tma = _has_descriptor(a, b)
 
     def run(config: LaunchConfig) -> None:
         grid = (triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n),)
         blocks = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
+        options = {**flags, **blocks, "GROUP_M": config.group_m, **config.options, "enable_fp_fusion": False}
         if config.tma and tma:
-            descriptors = (
-                TensorDescriptor.from_tensor(a, [config.block_m, config.block_k]),
-                TensorDescriptor.from_tensor(b.t(), [config.block_n, config.block_k]),
-            )
-            _int8_scaled_mm_tma[grid](
-                *descriptors, c, *extra, *sizes, *steps, **flags, **blocks, GROUP_M=config.group_m, **options
-            )
+            a_tiles = TensorDescriptor.from_tensor(a, [config.block_m, config.block_k])
+            b_tiles = TensorDescriptor.from_tensor(b.t(), [config.block_n, config.block_k])
+            _int8_scaled_mm_tma[grid](a_tiles, b_tiles, c, *extra, m, n, k, *steps, **options)
         else:
-            _int8_scaled_mm[grid](
-                a, b, c, *extra, *sizes, *a.stride(), *b.stride(), *steps, **flags, EVEN_K=k % config.block_k == 0,
-                **blocks, GROUP_M=config.group_m, **options,
-            )  # fmt: skip
+            even = k % config.block_k == 0
+            _int8_scaled_mm[grid](a, b, c, *extra, m, n, k, *a.stride(), *b.stride(), *steps, EVEN_K=even, **options)
 
     launch(op, "int8", (m, n, k), run, CANDIDATES, a.device)
     return c

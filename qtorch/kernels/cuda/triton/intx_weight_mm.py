@@ -23,7 +23,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_config import LaunchConfig, launch
-from .launch import FLOATS, WeightArguments, check_device, check_matrix, check_shape, power_of_two_divisor
+from .launch import (
+    FLOATS,
+    WeightArguments,
+    check_device,
+    check_matrix,
+    check_shape,
+    power_of_two_divisor,
+    without_terms,
+)
 from .unpack import dequantize, unpack_floats
 
 CANDIDATES = [
@@ -230,55 +238,35 @@ def intx_weight_mm(
     qdata: Tensor,
     scale: Tensor,
     zero_point: Tensor | None,
-    bits: int,
-    offset: int,
+    dtype: str,
     middle: float,
     domain: str,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The equation at the top of the file.
-
-    Args:
-        x: (M, K) fp32, fp16 or bf16, any strides.
-        qdata: codes (N, K) of `bits` bits: 8, int8 or uint8; fewer, uint8, packed along rows by `pack_codes`.
-        scale: (N, groups) or (1, groups), groups dividing K.
-        zero_point: like `scale`, or None.
-        bits: 1 to 8.
-        offset: added to signed codes before they are packed, 2^(bits-1); else 0.
-        middle: of the code range, used in the FLOAT domain.
-        domain: name of a `ZeroPointDomain`.
-        bias: (N,), added to the rounded result; or None.
-
-    Returns:
-        (M, N) in the dtype of x.
-
-    Raises:
-        ValueError: other dtypes, shapes or devices.
-    """
+    """See `cuda_weight_mm`; any strides."""
     op = "intx_weight_mm"
     check_matrix(op, "x", x, FLOATS)
     m, k = x.shape
-    weight = WeightArguments(op, k, qdata, scale, zero_point, bits, offset, middle, domain)
+    weight = WeightArguments(op, k, qdata, scale, zero_point, dtype, middle, domain)
     n = weight.n
     check_shape(op, "bias", bias, (n,))
     check_device(op, x=x, qdata=qdata, scale=scale, zero_point=zero_point, bias=bias)
     x = x if x.stride(1) == 1 else x.contiguous()
     y = x.new_empty(m, n)
     if not y.numel() or not k:
-        return y.zero_() if bias is None else y.copy_(bias.expand(m, n))
+        return without_terms(y, bias)
 
     def run(config: LaunchConfig) -> None:
-        path = config.path or "mm"
-        if path == "mv" and m == 1:
+        if config.path == "mv" and m == 1:
             _launch_mv(x, weight, bias, y, config)
-        elif path == "dense":
+        elif config.path == "dense":
             torch.mm(x, dequantize(weight, x.dtype).t(), out=y)
             if bias is not None:
                 y.add_(bias)
         else:
             _launch_mm(x, weight, bias, y, config)
 
-    launch(op, f"{weight.key}{bits}", (m, n, k), run, [c for c in CANDIDATES if m == 1 or c.path != "mv"], x.device)
+    launch(op, weight.key, (m, n, k), run, [c for c in CANDIDATES if m == 1 or c.path != "mv"], x.device)
     return y
 
 
@@ -286,7 +274,7 @@ def _launch_mv(x: Tensor, weight: WeightArguments, bias: Tensor | None, y: Tenso
     # A tile may hold several groups, as long as runs of RUN codes do not.
     block_k = min(config.block_k, max(power_of_two_divisor(weight.segment), 64))
     one_group = weight.groups == 1 or (weight.group % RUN == 0 and weight.segment % RUN == 0)
-    even = weight.segment % block_k == 0 and weight.k in (weight.segment, 8 * weight.segment)
+    even = weight.segment % block_k == 0 and weight.whole_segments
     _weight_mv[(triton.cdiv(weight.n, config.block_n),)](
         x, *weight.pointers, y if bias is None else bias, y, weight.n, *weight.sizes, x.stride(1), *weight.steps,
         **weight.numerics, BIAS=bias is not None, ONE_GROUP=one_group, EVEN=even, ASM=x.device.type == "cuda", RUN=RUN,
@@ -296,18 +284,12 @@ def _launch_mv(x: Tensor, weight: WeightArguments, bias: Tensor | None, y: Tenso
 
 def _launch_mm(x: Tensor, weight: WeightArguments, bias: Tensor | None, y: Tensor, config: LaunchConfig) -> None:
     m, n = y.shape
-    block_k, one_group, even = weight.tile(config.block_k)
     block_m = max(16, config.block_m)
     parts = y if config.split_k == 1 else y.new_empty(config.split_k, m, n, dtype=torch.float32)
-    add_bias = bias is not None and config.split_k == 1
-    grid = (triton.cdiv(n, config.block_n), triton.cdiv(m, block_m), config.split_k)
-    _weight_mm[grid](
+    _weight_mm[(triton.cdiv(n, config.block_n), triton.cdiv(m, block_m), config.split_k)](
         x, *weight.pointers, y if bias is None else bias, parts, m, n, *weight.sizes, *x.stride(), *weight.steps,
-        **weight.numerics, BIAS=add_bias, ONE_GROUP=one_group, EVEN=even,
-        SCALE_PRODUCT=one_group and block_m <= 64, PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
-        ASM=x.device.type == "cuda",
-        BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=block_k, SPLIT_K=config.split_k,
-        num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
+        **weight.constants(x, block_m, config.block_k), BIAS=bias is not None and config.split_k == 1,
+        BLOCK_N=config.block_n, SPLIT_K=config.split_k, **config.options, enable_fp_fusion=True,
     )  # fmt: skip
     if config.split_k > 1:
         _sum_parts[(triton.cdiv(m * n, 1024),)](

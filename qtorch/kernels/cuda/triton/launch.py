@@ -1,4 +1,7 @@
-"""What launchers share: checks of arguments, sizes of blocks, and which tile of a result a program computes."""
+"""What launchers share: checks of arguments, sizes of blocks, and which tile of a result a program computes.
+
+The checks raise `ValueError`, which says what was given and what is wanted.
+"""
 
 import os
 
@@ -7,15 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ....primitives.qdtype import qdtype
+
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_device(op: str, **tensors: Tensor | None) -> None:
-    """Check that all tensors are on one device that Triton can use, and that their elements lie there in memory.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """Check that all tensors are on one device that Triton can use, and that their elements lie there in memory."""
     given = {name: t for name, t in tensors.items() if t is not None}
     devices = {t.device for t in given.values()}
     if len(devices) > 1:
@@ -25,31 +26,30 @@ def check_device(op: str, **tensors: Tensor | None) -> None:
     if device.type != "cuda" and not (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
         raise ValueError(f"{op} runs on CUDA, or with TRITON_INTERPRET=1 on CPU; the tensors are on {device}")
     for name, t in given.items():
-        if t.is_neg() or (not t.data_ptr() and t.numel()):
-            what = "is a lazy negative: .resolve_neg()" if t.is_neg() else f"has no memory: a {type(t).__name__}"
-            raise ValueError(f"{op}: {name} of shape {tuple(t.shape)} {what}")
+        if t.is_neg():
+            raise ValueError(f"{op}: {name} of shape {tuple(t.shape)} is a lazy negative: .resolve_neg()")
+        if not t.data_ptr() and t.numel():
+            raise ValueError(f"{op}: {name} of shape {tuple(t.shape)} has no memory: a {type(t).__name__}")
 
 
 def check_matrix(op: str, name: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Check that a tensor is 2-d and has one of these dtypes.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Check that a tensor is 2-d and has one of these dtypes."""
     if x.dim() != 2 or x.dtype not in dtypes:
         wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise ValueError(f"{op}: {name} must be a matrix of {wanted}, got shape {tuple(x.shape)} of {x.dtype}")
 
 
 def check_shape(op: str, name: str, x: Tensor | None, *shapes: tuple[int, ...]) -> None:
-    """Check that a tensor has one of these shapes, or is None.
-
-    Raises:
-        ValueError: another.
-    """
+    """Check that a tensor has one of these shapes, or is None."""
     if x is not None and tuple(x.shape) not in shapes:
         wanted = " or ".join(map(str, dict.fromkeys(shapes)))
         raise ValueError(f"{op}: {name} must have shape {wanted}, got {tuple(x.shape)}")
+
+
+def check_seed(op: str, seed: Tensor) -> None:
+    """Check that a tensor is a seed for Philox."""
+    if seed.dtype != torch.int64 or seed.numel() != 1:
+        raise ValueError(f"{op}: the seed is one int64, got shape {tuple(seed.shape)} of {seed.dtype}")
 
 
 def power_of_two_divisor(*sizes: int) -> int:
@@ -65,6 +65,62 @@ def next_power_of_two(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
+def row_step(x: Tensor) -> int:
+    """The stride of the rows of a scale, zero where one row stands for all."""
+    return x.stride(0) if x.shape[0] > 1 else 0
+
+
+def without_terms(y: Tensor, bias: Tensor | None) -> Tensor:
+    """The result of a product that adds up nothing: zeros, or the bias in each row."""
+    return y.zero_() if bias is None else y.copy_(bias.expand_as(y))
+
+
+class GroupedCodes:
+    """Integer codes (N, K) of 1 to 8 bits, packed or not, with the scales of their groups, as a launch takes them.
+
+    Args:
+        op: name for messages.
+        k: K.
+        qdata: the codes; uint8 if they are packed along rows by `pack_codes`.
+        scale: (N, groups), or (1, groups) if that is in `rows`; groups divides K.
+        zero_point: like `scale`, or None.
+        dtype: name of the `QDType` of the codes.
+        rows: what the first size of `scale` may be beside N.
+
+    Attributes:
+        bits, offset: width of a stored code, and what was added to it before it was packed, 2^(bits-1) if signed.
+        segment: bytes of a part of a packed row (see `unpack.py`); K if it is not packed.
+        groups, group: the number of groups of a row, and their size.
+    """
+
+    def __init__(
+        self, op: str, k: int, qdata: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, *rows: int
+    ) -> None:
+        kind = qdtype(dtype)
+        packed = kind.bits < 8 and qdata.shape[-1] != k
+        check_matrix(op, "qdata", qdata, (torch.uint8,) if packed else (torch.int8, torch.uint8))
+        self.bits = kind.bits if packed else 8
+        self.offset = 2 ** (self.bits - 1) if packed and kind.is_signed else 0
+        self.n, self.k = qdata.shape[0], k
+        self.segment = -(-k // 8) if packed else k
+        check_shape(op, "qdata", qdata, (self.n, self.segment * self.bits if packed else k))
+        if scale.dim() != 2 or scale.shape[0] not in (self.n, *rows) or not scale.shape[1] or k % scale.shape[1]:
+            wanted = " or ".join(f"({size}, groups)" for size in ("N", *rows))
+            raise ValueError(
+                f"{op}: the scale must have shape {wanted}, groups dividing K, got {tuple(scale.shape)} for "
+                f"N, K = {(self.n, k)}"
+            )
+        check_shape(op, "zero_point", zero_point, tuple(scale.shape))
+        self.groups = scale.shape[1]
+        self.group = max(1, k // self.groups)
+        self.qdata = qdata if qdata.stride(1) == 1 else qdata.contiguous()
+
+    @property
+    def whole_segments(self) -> bool:
+        """Whether all segments are full: K needs no mask."""
+        return self.k in (self.segment, 8 * self.segment)
+
+
 SMALLEST_TILE = 32
 """Of the contracted axis: with groups that allow less, scales are gathered for each code."""
 
@@ -72,17 +128,8 @@ ZEROS = {"NONE": 0, "INT": 1, "FLOAT": 2, "OFFSET": 2, "FRACTIONAL": 3}
 """ZERO of the kernels by the name of a `ZeroPointDomain`; see `intx_weight_mm`."""
 
 
-class WeightArguments:
-    """Integer codes (N, K) of 1 to 8 bits, 1 to 7 of them packed, with their scales and zero points.
-
-    Args:
-        op: name for messages.
-        k: K.
-        qdata, scale, zero_point, bits, offset, middle, domain: see `intx_weight_mm`.
-
-    Raises:
-        ValueError: other dtypes or shapes.
-    """
+class WeightArguments(GroupedCodes):
+    """`GroupedCodes` that meet floating point; `middle` and `domain` as in `cuda_weight_mm`."""
 
     def __init__(
         self,
@@ -91,49 +138,54 @@ class WeightArguments:
         qdata: Tensor,
         scale: Tensor,
         zero_point: Tensor | None,
-        bits: int,
-        offset: int,
+        dtype: str,
         middle: float,
         domain: str,
     ) -> None:
-        if not 1 <= bits <= 8 or domain not in ZEROS:
-            raise ValueError(f"{op} takes codes of 1 to 8 bits and a domain of {list(ZEROS)}, got {bits}, {domain!r}")
-        check_matrix(op, "qdata", qdata, (torch.uint8,) if bits < 8 else (torch.int8, torch.uint8))
-        self.n, self.k = qdata.shape[0], k
-        self.segment = k if bits == 8 else -(-k // 8)
-        check_shape(op, "qdata", qdata, (self.n, self.segment if bits == 8 else self.segment * bits))
-        if scale.dim() != 2 or scale.shape[0] not in (1, self.n) or not scale.shape[1] or k % scale.shape[1]:
-            raise ValueError(
-                f"{op}: scale must have shape (N, groups) or (1, groups), groups dividing K, got {tuple(scale.shape)} "
-                f"for N, K = {(self.n, k)}"
-            )
-        check_shape(op, "zero_point", zero_point, tuple(scale.shape))
+        if domain not in ZEROS:
+            raise ValueError(f"{op} takes a domain of {list(ZEROS)}, got {domain!r}")
+        super().__init__(op, k, qdata, scale, zero_point, dtype, 1)
         zero = ZEROS[domain] if zero_point is not None else 0
-        self.qdata = qdata if qdata.stride(1) == 1 else qdata.contiguous()
-        self.scale, self.zero_point = scale, scale if zero_point is None else zero_point
-        self.groups = scale.shape[1]
-        self.group = max(1, k // self.groups)
-        steps = (self.qdata.stride(0), *_steps(self.scale), *_steps(self.zero_point))
-        self.pointers = (self.qdata, self.scale, self.zero_point)
+        zero_point = scale if zero_point is None else zero_point
+        self.pointers = (self.qdata, scale, zero_point)
         self.sizes = (k, self.segment)
-        self.steps = steps
-        # A row in one group is any group that is long enough: kernels are compiled for each size.
-        group = self.group if self.groups > 1 else 1 << 30
-        middle = middle if domain == "FLOAT" else 0.0
-        self.numerics = {"GROUP": group, "BITS": bits, "OFFSET": float(offset), "MIDDLE": float(middle), "ZERO": zero}
-        self.key = "float_zero" if zero >= 2 else "int"
+        self.steps = (
+            self.qdata.stride(0),
+            row_step(scale),
+            scale.stride(1),
+            row_step(zero_point),
+            zero_point.stride(1),
+        )
+        self.numerics = {
+            # A row in one group is any group that is long enough: kernels are compiled for each size.
+            "GROUP": self.group if self.groups > 1 else 1 << 30,
+            "BITS": self.bits,
+            "OFFSET": float(self.offset),
+            "MIDDLE": float(middle) if domain == "FLOAT" else 0.0,
+            "ZERO": zero,
+        }
+        self.key = f"{'float_zero' if zero >= 2 else 'int'}{self.bits}"
 
     def tile(self, wanted: int) -> tuple[int, bool, bool]:
         """(BLOCK_K, whether a tile lies in one group, whether no mask is needed)."""
         fitting = min(wanted, power_of_two_divisor(self.segment, self.group if self.groups > 1 else 0))
         if fitting < min(wanted, SMALLEST_TILE):
             return min(wanted, 128), self.groups == 1, False
-        return fitting, True, self.k in (self.segment, 8 * self.segment)
+        return fitting, True, self.whole_segments
 
-
-def _steps(x: Tensor) -> tuple[int, int]:
-    """Strides of a scale, zero along an axis of one element that stands for all."""
-    return (x.stride(0) if x.shape[0] > 1 else 0), x.stride(1)
+    def constants(self, x: Tensor, block_m: int, block_k: int) -> dict[str, object]:
+        """The constants of `weight_products` for tiles of about `block_k` columns."""
+        block_k, one_group, even = self.tile(block_k)
+        return {
+            **self.numerics,
+            "ONE_GROUP": one_group,
+            "EVEN": even,
+            "SCALE_PRODUCT": one_group and block_m <= 64,
+            "PRECISION": "tf32x3" if x.dtype == torch.float32 else "tf32",
+            "ASM": x.device.type == "cuda",
+            "BLOCK_M": block_m,
+            "BLOCK_K": block_k,
+        }
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...custom_ops import note
-from .launch import FLOATS, check_device, check_matrix, next_power_of_two
+from .launch import FLOATS, check_device, check_matrix, check_seed, next_power_of_two
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -96,6 +96,11 @@ def _quantize_rows(
     tl.store(scale_ptr + rows, scale, mask=rows < M)
 
 
+def _warps(elements: int) -> int:
+    """Of a program that holds this many elements in registers."""
+    return max(1, min(16, elements // 512))
+
+
 def quantize_rowwise(
     x: Tensor, dtype: torch.dtype = torch.int8, seed: Tensor | None = None, transposed: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -110,15 +115,11 @@ def quantize_rowwise(
 
     Returns:
         codes (M, K), scale (M, 1) fp32, transposed codes (K, M) or None.
-
-    Raises:
-        ValueError: another dtype or shape.
     """
-    check_input("quantize_rowwise", x, dtype, seed)
+    _check("quantize_rowwise", x, dtype, seed)
     m, k = x.shape
     q, scale = x.new_empty(m, k, dtype=dtype), x.new_full((m, 1), TINY, dtype=torch.float32)
     t = x.new_empty(k, m, dtype=dtype) if transposed else None
-    note("triton.quantize_rowwise")
     if x.numel():
         one_pass = k <= WHOLE_ROW and not transposed
         block = next_power_of_two(k) if one_pass else 128 if transposed else 4096
@@ -126,26 +127,21 @@ def quantize_rowwise(
         _quantize_rows[(triton.cdiv(m, rows),)](
             x, q, q if t is None else t, scale, scale if seed is None else seed, m, k, *x.stride(),
             LARGEST[dtype], TINY, seed is not None, transposed, one_pass, rows, block,
-            num_warps=8 if transposed else max(1, min(16, rows * block // 512)), enable_fp_fusion=False,
+            num_warps=8 if transposed else _warps(rows * block), enable_fp_fusion=False,
         )  # fmt: skip
     return q, scale, t
 
 
-def check_input(op: str, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> None:
-    """What the quantizers of this package take.
-
-    Raises:
-        ValueError: something else.
-    """
+def _check(op: str, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> None:
     check_matrix(op, "x", x, FLOATS)
     if dtype not in LARGEST:
         raise ValueError(f"{op}: codes are int8, float8_e4m3fn or float8_e5m2, got {dtype}")
     if seed is not None:
         if dtype != torch.int8:
             raise ValueError(f"{op}: stochastic rounding gives int8, got {dtype}")
-        if seed.dtype != torch.int64 or seed.numel() != 1:
-            raise ValueError(f"{op}: the seed is one int64, got shape {tuple(seed.shape)} of {seed.dtype}")
+        check_seed(op, seed)
     check_device(op, x=x, seed=seed)
+    note(f"triton.{op}")
 
 
 # Quantization of rows to int8 with a zero point, in one pass over the input.
@@ -194,32 +190,20 @@ def _quantize_rows_asymmetric(
 
 
 def quantize_rowwise_asymmetric(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and zero points by the equations at the top of the file.
-
-    Args:
-        x: (M, K) fp32, fp16 or bf16, any strides, K at most 16384.
-
-    Returns:
-        codes (M, K) int8, scale (M, 1) fp32, zero point (M, 1) int8.
-
-    Raises:
-        ValueError: another dtype or shape.
-    """
+    """Codes (M, K) int8, scale (M, 1) fp32 and zero point (M, 1) int8 of x (M, K) with any strides, K at most 16384."""
     op = "quantize_rowwise_asymmetric"
-    check_matrix(op, "x", x, FLOATS)
-    check_device(op, x=x)
+    _check(op, x, torch.int8, None)
     m, k = x.shape
     if k > WHOLE_ROW:
         raise ValueError(f"{op} takes rows of at most {WHOLE_ROW} elements, got shape {(m, k)}")
     q, scale = x.new_empty(m, k, dtype=torch.int8), x.new_full((m, 1), TINY, dtype=torch.float32)
     zero = x.new_full((m, 1), -128, dtype=torch.int8)
-    note(f"triton.{op}")
     if x.numel():
         block = next_power_of_two(k)
         rows = max(1, 1024 // block)
         _quantize_rows_asymmetric[(triton.cdiv(m, rows),)](
             x, q, scale, zero, m, k, *x.stride(), TINY, LARGEST_SCALE, rows, block,
-            num_warps=max(1, min(16, rows * block // 512)), enable_fp_fusion=False,
+            num_warps=_warps(rows * block), enable_fp_fusion=False,
         )  # fmt: skip
     return q, scale, zero
 
@@ -276,21 +260,10 @@ def _quantize_columns(
 def quantize_columnwise(
     x: Tensor, dtype: torch.dtype = torch.int8, seed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One scale a column; `quantize_rowwise` of the transpose, to the bit.
-
-    Args:
-        x, dtype, seed: see `quantize_rowwise`.
-
-    Returns:
-        codes (K, M), scale (K, 1) fp32.
-
-    Raises:
-        ValueError: another dtype or shape.
-    """
-    check_input("quantize_columnwise", x, dtype, seed)
+    """Codes (K, M) and scale (K, 1) fp32, one a column; `quantize_rowwise` of the transpose, to the bit."""
+    _check("quantize_columnwise", x, dtype, seed)
     m, k = x.shape
     q, scale = x.new_empty(k, m, dtype=dtype), x.new_full((k, 1), TINY, dtype=torch.float32)
-    note("triton.quantize_columnwise")
     if x.numel():
         block_m, block_k = 64, 64
         chunks = min(CHUNKS, triton.cdiv(m, block_m))
@@ -340,19 +313,9 @@ def _quantize_tiles(
 def quantize_tilewise(
     x: Tensor, tile: tuple[int, int], dtype: torch.dtype = torch.int8, seed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One scale a tile; equation at the top of the file.
-
-    Args:
-        x, dtype, seed: see `quantize_rowwise`.
-        tile: (R, C), at most 16384 elements.
-
-    Returns:
-        codes (M, K), scale (M / R, K / C) fp32.
-
-    Raises:
-        ValueError: another dtype or shape, or tiles that do not divide x.
-    """
-    check_input("quantize_tilewise", x, dtype, seed)
+    """Codes (M, K) and scale (M / R, K / C) fp32, one a tile (R, C) of at most 16384 elements; else as
+    `quantize_rowwise`."""
+    _check("quantize_tilewise", x, dtype, seed)
     (m, k), (r, c) = x.shape, tile
     if r < 1 or c < 1 or m % r or k % c or r * c > 16384:
         raise ValueError(
@@ -360,7 +323,6 @@ def quantize_tilewise(
             f"shape {(m, k)}"
         )
     q, scale = x.new_empty(m, k, dtype=dtype), x.new_empty(m // r, k // c, dtype=torch.float32)
-    note("triton.quantize_tilewise")
     if x.numel():
         block_r, block_c = next_power_of_two(r), next_power_of_two(c)
         tiles = max(1, 2048 // (block_r * block_c))

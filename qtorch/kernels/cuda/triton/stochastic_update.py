@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...custom_ops import note
-from .launch import FLOATS, check_device, check_matrix, check_shape, next_power_of_two
+from .launch import FLOATS, check_device, check_matrix, check_seed, check_shape, next_power_of_two
 from .quantize import TINY, WHOLE_ROW, codes_of, magnitude_bits, scale_of
 
 
@@ -59,9 +59,9 @@ def _check(op: str, w: Tensor, u: Tensor, seed: Tensor, dtype: torch.dtype, scal
     check_matrix(op, "the update", u, FLOATS)
     check_shape(op, "the update", u, tuple(w.shape))
     check_shape(op, "scale", scale, (w.shape[0], 1))
-    if seed.dtype != torch.int64 or seed.numel() != 1:
-        raise ValueError(f"{op}: the seed is one int64, got shape {tuple(seed.shape)} of {seed.dtype}")
+    check_seed(op, seed)
     check_device(op, weight=w, update=u, seed=seed, scale=scale)
+    note(f"triton.{op}")
 
 
 def update_bf16(w: Tensor, u: Tensor, alpha: float, seed: Tensor) -> None:
@@ -72,16 +72,11 @@ def update_bf16(w: Tensor, u: Tensor, alpha: float, seed: Tensor) -> None:
         u: (M, K) fp32, fp16 or bf16.
         alpha: a number.
         seed: int64 (1,) on the device of w.
-
-    Raises:
-        ValueError: other dtypes, shapes or devices.
     """
     _check("update_bf16", w, u, seed, torch.bfloat16)
-    note("triton.update_bf16")
     if w.numel():
         block = min(2048, next_power_of_two(w.shape[1]))
-        grid = (w.shape[0], triton.cdiv(w.shape[1], block))
-        _update_bf16[grid](
+        _update_bf16[(w.shape[0], triton.cdiv(w.shape[1], block))](
             w, u, seed, alpha, w.shape[1], *w.stride(), *u.stride(), block, num_warps=max(1, block // 256),
             enable_fp_fusion=False,
         )  # fmt: skip
@@ -94,9 +89,6 @@ def update_int8(q: Tensor, scale: Tensor, u: Tensor, alpha: float, seed: Tensor)
         q: (M, K) int8, changed in place; its rows contiguous, of at most 16384 elements.
         scale: (M, 1) fp32, contiguous, changed in place.
         u, alpha, seed: see `update_bf16`.
-
-    Raises:
-        ValueError: other dtypes, shapes or devices.
     """
     _check("update_int8", q, u, seed, torch.int8, scale)
     if q.stride(1) != 1 or not scale.is_contiguous() or scale.dtype != torch.float32 or q.shape[1] > WHOLE_ROW:
@@ -104,7 +96,6 @@ def update_int8(q: Tensor, scale: Tensor, u: Tensor, alpha: float, seed: Tensor)
             f"update_int8 takes contiguous rows of at most {WHOLE_ROW} codes and contiguous fp32 scales, got strides "
             f"{q.stride()}, shape {tuple(q.shape)}, scales of {scale.dtype} with strides {scale.stride()}"
         )
-    note("triton.update_int8")
     if q.numel():
         block = next_power_of_two(q.shape[1])
         _update_int8[(q.shape[0],)](

@@ -1,6 +1,6 @@
 """Product of int8 or float8 matrices with a scale for each tile of either.
 
-    c[m, n] = sum_t (sum_{k in t} a[m, k] * b[n, k]) * bs[n / S, t] * as[m / R, t] + bias[n]
+    c[m, n] = sum_t (sum_{k in t} a[m, k] * b[n, k]) * bs[n / S, t] * as[m / R, t]
 
 t runs over the tiles of the contracted axis, which the two share: 1 x 128 of a with 128 x 128 of b (DeepSeek-V3, arXiv
 2412.19437, section 3.3.2), 32 x 32 of both (JetFire, arXiv 2403.12422, section 4). The inner sum is an exact int32, or
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_config import LaunchConfig, launch
-from .launch import FLOATS, check_device, check_matrix, check_shape, next_power_of_two, power_of_two_divisor, tile_of
+from .launch import FLOATS, check_device, check_matrix, next_power_of_two, power_of_two_divisor, tile_of
 
 CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -41,10 +41,10 @@ def _add_step(part, a_ptrs, b_ptrs, k, inner, stride_ak, stride_bk, TILE: tl.con
 
 @triton.jit
 def _tile_scaled_mm(
-    a_ptr, b_ptr, c_ptr, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, K,
+    a_ptr, b_ptr, c_ptr, a_scale_ptr, b_scale_ptr, M, N, K,
     stride_am, stride_ak, stride_bn, stride_bk, stride_asm, stride_ask, stride_bsn, stride_bsk,
     TILE: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):  # fmt: skip
     sums: tl.constexpr = tl.int32 if a_ptr.dtype.element_ty == tl.int8 else tl.float32
@@ -76,27 +76,16 @@ def _tile_scaled_mm(
         a_ptrs += TILE * stride_ak
         b_ptrs += TILE * stride_bk
     y = total.to(c_ptr.dtype.element_ty)
-    if BIAS:
-        y = (y.to(tl.float32) + tl.load(bias_ptr + n_in).to(tl.float32)[None, :]).to(c_ptr.dtype.element_ty)
     tl.store(c_ptr + m[:, None].to(tl.int64) * N + n[None, :], y, mask=(m[:, None] < M) & (n[None, :] < N))
 
 
-def tile_scaled_mm(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, bias: Tensor | None = None
-) -> Tensor:
+def tile_scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The equation at the top of the file.
 
     Args:
         a: (M, K) int8 or float8.  b: (N, K) of the same dtype. Any strides; row-major is fast.
         a_scale: (M / R, T) fp32 and b_scale: (N / S, T) fp32, R dividing M, S dividing N, T dividing K.
         dtype: of the result: fp32, fp16 or bf16.
-        bias: (N,), added to the rounded result; or None.
-
-    Returns:
-        (M, N).
-
-    Raises:
-        ValueError: other dtypes, shapes or devices.
     """
     op = "tile_scaled_mm"
     check_matrix(op, "a", a, CODES)
@@ -115,11 +104,10 @@ def tile_scaled_mm(
                 f"{op}: {name} has shape {(blocks, tiles)}; its sizes must divide those of the matrix, {(rows, k)}, "
                 f"and both scales have the same number of tiles of K; a_scale has {tuple(a_scale.shape)}"
             )
-    check_shape(op, "bias", bias, (n,))
-    check_device(op, a=a, b=b, a_scale=a_scale, b_scale=b_scale, bias=bias)
+    check_device(op, a=a, b=b, a_scale=a_scale, b_scale=b_scale)
     c = a.new_empty(m, n, dtype=dtype)
     if not c.numel() or not k:
-        return c.zero_() if bias is None else c.copy_(bias.expand(m, n))
+        return c.zero_()
     tile = k // a_scale.shape[1]
 
     def run(config: LaunchConfig) -> None:
@@ -130,11 +118,11 @@ def tile_scaled_mm(
         steps = triton.cdiv(tile, block_k)
         grid = (triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n),)
         _tile_scaled_mm[grid](
-            a, b, c, a_scale, b_scale, c if bias is None else bias, m, n, k, *a.stride(), *b.stride(),
+            a, b, c, a_scale, b_scale, m, n, k, *a.stride(), *b.stride(),
             *a_scale.stride(), *b_scale.stride(), TILE=tile, STEPS=steps, UNROLL=steps <= UNROLLED,
-            ROWS=m // a_scale.shape[0], COLUMNS=n // b_scale.shape[0], BIAS=bias is not None, EVEN=even,
+            ROWS=m // a_scale.shape[0], COLUMNS=n // b_scale.shape[0], EVEN=even,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k, GROUP_M=config.group_m,
-            num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False,
+            **config.options, enable_fp_fusion=False,
         )  # fmt: skip
 
     launch(op, str(a.dtype).removeprefix("torch."), (m, n, k), run, CANDIDATES, a.device)

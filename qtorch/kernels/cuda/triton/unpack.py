@@ -54,11 +54,9 @@ def unpack_tile(pointers, mask, G, unit, s: tl.constexpr, BITS: tl.constexpr, MA
         at = pointers + unit * G
         byte = tl.load(at, mask=mask, other=0) if MASKED else tl.load(at)
         codes = (byte >> (WIDTH * s)) & ((1 << WIDTH) - 1)
+        # In a variable it becomes a number of the kernel, also where `unit` is known when it is compiled.
         segment = unit * (8 // WIDTH) + s
-        if WIDTH == 4 and BITS & 2:
-            codes |= _part(pointers, mask, G, segment, 4, 2, MASKED) << 4
-        if WIDTH >= 2 and BITS & 1:
-            codes |= _part(pointers, mask, G, segment, BITS - 1, 1, MASKED) << (BITS - 1)
+        codes = _with_rest(codes, pointers, mask, G, segment, WIDTH, BITS, MASKED)
     return codes
 
 
@@ -68,12 +66,19 @@ def unpack_segment(pointers, mask, G, segment, BITS: tl.constexpr, MASKED: tl.co
     if BITS == 8:
         codes = tl.load(pointers, mask=mask, other=0) if MASKED else tl.load(pointers)
     else:
-        FIRST: tl.constexpr = 4 if BITS >= 4 else 2 if BITS >= 2 else 1
-        codes = _part(pointers, mask, G, segment, 0, FIRST, MASKED)
-        if FIRST == 4 and BITS & 2:
-            codes |= _part(pointers, mask, G, segment, 4, 2, MASKED) << 4
-        if FIRST >= 2 and BITS & 1:
-            codes |= _part(pointers, mask, G, segment, BITS - 1, 1, MASKED) << (BITS - 1)
+        WIDTH: tl.constexpr = 4 if BITS >= 4 else 2 if BITS >= 2 else 1
+        codes = _part(pointers, mask, G, segment, 0, WIDTH, MASKED)
+        codes = _with_rest(codes, pointers, mask, G, segment, WIDTH, BITS, MASKED)
+    return codes
+
+
+@triton.jit
+def _with_rest(codes, pointers, mask, G, segment, WIDTH: tl.constexpr, BITS: tl.constexpr, MASKED: tl.constexpr):
+    """Codes whose first parts of WIDTH bits are `codes`."""
+    if WIDTH == 4 and BITS & 2:
+        codes |= _part(pointers, mask, G, segment, 4, 2, MASKED) << 4
+    if WIDTH >= 2 and BITS & 1:
+        codes |= _part(pointers, mask, G, segment, BITS - 1, 1, MASKED) << (BITS - 1)
     return codes
 
 
@@ -196,14 +201,7 @@ def dequantize(weight: WeightArguments, dtype: torch.dtype) -> Tensor:
     """The weight (N, K) in floating point."""
     w = weight.qdata.new_empty(weight.n, weight.k, dtype=dtype)
     _dequantize[(triton.cdiv(weight.n, 8), triton.cdiv(weight.segment, 256))](
-        *weight.pointers,
-        w,
-        weight.n,
-        *weight.sizes,
-        *weight.steps,
-        **weight.numerics,
-        BLOCK_N=8,
-        BLOCK_K=256,
+        *weight.pointers, w, weight.n, *weight.sizes, *weight.steps, **weight.numerics, BLOCK_N=8, BLOCK_K=256,
         num_warps=4,
-    )
+    )  # fmt: skip
     return w
