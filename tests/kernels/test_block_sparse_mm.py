@@ -89,14 +89,10 @@ def test_rows_of_an_input_with_nan_are_nan_as_in_the_dense_product(build: str | 
 
 
 @NEEDS_LIBRARY
-def test_strides_threads_and_no_rows() -> None:
+def test_strides_and_no_rows() -> None:
     sparse, dense = pair(WEIGHTS["int8 row"], TOKEN, 32)
     for x in (torch.randn(320, 6).t(), torch.randn(4, 3, 640)[..., ::2], torch.randn(0, 320)):
-        expected = functional.linear(x, dense)
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            assert torch.equal(functional.linear(x, sparse), expected)
-    torch.set_num_threads(1)
+        assert torch.equal(functional.linear(x, sparse), functional.linear(x, dense))
 
 
 @NEEDS_LIBRARY
@@ -108,26 +104,6 @@ def test_columns_outside_of_the_input_are_refused() -> None:
         sparse.columns[1, 1] = wrong
         with pytest.raises(ValueError, match="10 columns of blocks"):
             functional.linear(torch.randn(2, 320), sparse)
-
-
-def test_gradient_of_the_input() -> None:
-    sparse, dense = pair(WEIGHTS["int4 group"], None, 32)
-    x, z = (torch.ones(3, 320, requires_grad=True) for _ in range(2))
-    functional.linear(x, sparse).square().sum().backward()
-    functional.linear(z, dense).square().sum().backward()
-    assert x.grad is not None
-    assert z.grad is not None
-    assert compute_error(z.grad, x.grad) > 90
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_one_graph() -> None:
-    sparse, dense = pair(WEIGHTS["int8 row"], TOKEN, 32)
-    layer = torch.nn.Linear(320, 128, bias=False)
-    layer.weight = torch.nn.Parameter(sparse, requires_grad=False)
-    x = torch.randn(4, 320)
-    y = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
-    assert compute_error(functional.linear(x, dense), y.detach()) > 100
 
 
 @NEEDS_LIBRARY

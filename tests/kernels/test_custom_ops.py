@@ -11,6 +11,15 @@ import torch
 from torch import Tensor
 
 import qtorch
+from qtorch import (
+    AffineQuantizedTensor,
+    LinearSpec,
+    MappingType,
+    PerGroup,
+    QuantSpec,
+    TensorCoreTiledLayout,
+    ZeroPointDomain,
+)
 from qtorch.kernels import int_matmul, record_kernels
 from qtorch.kernels.custom_ops import (
     _implementations,
@@ -22,6 +31,9 @@ from qtorch.kernels.custom_ops import (
     opaque,
     portable,
 )
+from qtorch.primitives.layouts.packed import pack_codes
+from qtorch.primitives.layouts.semi_sparse import pack_2_4
+from qtorch.primitives.qdtype import qdtype
 
 KERNELS = Path(qtorch.__file__).parent / "kernels"
 
@@ -149,6 +161,51 @@ def test_the_schema_of_an_operator_is_its_signature(name):
             str(a.type).replace("SymInt", "int") for a in schema.arguments
         ]
     assert len(schema.returns) == str(inspect.signature(function).return_annotation).count("Tensor")
+
+
+def int8(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.int8)
+
+
+def packed(rows: int, kind: str, axis: int = -1) -> Tensor:
+    return pack_codes(torch.ones(rows, 32, dtype=qdtype(kind).storage), qdtype(kind), axis)
+
+
+def tiled() -> tuple[Tensor, Tensor]:
+    spec = QuantSpec("uint4", PerGroup(32), MappingType.ASYMMETRIC, ZeroPointDomain.FLOAT, preserve_zero=False)
+    weight = AffineQuantizedTensor.from_float(torch.randn(72, 160), LinearSpec(spec, layout=TensorCoreTiledLayout()))
+    return weight.qdata, weight.scale_and_zero
+
+
+X, XS, INT8 = torch.randn(3, 32), torch.rand(3, 1), ("int8", -127.0, 127.0)
+QUANTIZER = [-127.0, 127.0, 0.0, 0.0, 1e-30, 1e30]
+IDS, INDEX = torch.tensor([3, 1, 4]), torch.tensor([[0, 1], [3, 2], [1, 1]])
+ARGUMENTS = [
+    ("int_matmul", int8(3, 5), int8(5, 2)),
+    ("weight_only_mm", X, int8(8, 32).view(torch.uint8), torch.rand(8, 1), None, "uint4", 0.0, 15.0, "INT"),
+    ("int8_weight_mm", X.bfloat16(), int8(8, 32), torch.rand(8, 1)),
+    ("int8_grouped_mm", int8(3, 32), XS, None, int8(8, 32), torch.rand(8, 2), None, torch.float32),
+    ("packed_weight_mm", X, packed(12, "uint4"), 12, -1, torch.rand(12, 1), None, "uint4", 0.0, 15.0, "NONE"),
+    ("packed_weight_mm", X, packed(12, "uint4", 0), 12, -2, torch.rand(12, 1), None, "uint4", 0.0, 15.0, "NONE"),
+    ("packed_int8_mm", int8(3, 32), XS, None, packed(8, "int3"), torch.rand(8, 2), None, "int3", torch.float32),
+    ("semi_sparse_int8_mm", int8(3, 32), XS, None, pack_2_4(int8(12, 32).tril().triu()), torch.rand(12, 1), X.dtype),
+    ("semi_sparse_weight_mm", X, pack_2_4(int8(12, 32).tril().triu()), 12, -1, torch.rand(12, 1), "int8"),
+    ("semi_sparse_weight_mm", X, pack_2_4(int8(12, 32).tril().triu(), 0), 12, -2, torch.rand(12, 1), "int8"),
+    ("int4_tiled_mm", torch.randn(5, 160).bfloat16(), *tiled(), 72, 32),
+    ("cpu_weight_only_mm", X, int8(12, 32), 12, torch.rand(12, 1), None, False, *INT8, "INT", None),
+    ("cpu_int8_mm", X, None, None, QUANTIZER, int8(12, 32), 12, torch.rand(12, 1), None, False, "int8", X.dtype, None),
+    ("cpu_embedding", IDS, int8(30, 32), [30, 32], torch.rand(30, 1), None, False, *INT8, "INT", torch.float32),
+    ("cpu_experts_mm", X, INDEX, int8(4, 12, 32), torch.rand(4, 12, 1), None, False, *INT8, "INT"),
+    (
+        *("cpu_experts_int8_mm", X, INDEX, None, None, QUANTIZER),
+        *(int8(4, 12, 32), torch.rand(4, 12, 1), None, False, "int8", torch.float32),
+    ),
+]
+
+
+@pytest.mark.parametrize("name, arguments", [(name, arguments) for name, *arguments in ARGUMENTS])
+def test_operators_are_well_formed(name, arguments):
+    torch.library.opcheck(getattr(torch.ops.qtorch, name).default, tuple(arguments))
 
 
 @pytest.mark.parametrize("folder", ["ops", "linear"])

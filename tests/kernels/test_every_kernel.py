@@ -11,7 +11,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from qtorch import AffineQuantizedTensor, LinearSpec, int8_dynamic_activation_int8_weight, quantize_
+from qtorch import (
+    AffineQuantizedTensor,
+    LinearSpec,
+    MappingType,
+    PerGroup,
+    PerRow,
+    QuantSpec,
+    int8_dynamic_activation_int8_weight,
+    quantize_,
+)
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import variants
 from qtorch.kernels.cpu.compiled_library import missing as missing_library
@@ -19,6 +28,11 @@ from qtorch.kernels.linear import reference
 from qtorch.kernels.registry import REFERENCE, Kernel, Problem, kernels
 from qtorch.primitives import compute_error
 from tests.kernels.every_scheme import in_every_layout, schemes, weights_of_every_scheme
+from tests.rounding import assert_same_product
+
+ASYMMETRIC = MappingType.ASYMMETRIC
+LEAST = {torch.float32: 105, torch.float16: 50, torch.bfloat16: 38}
+"""SQNR in dB of a product whose sums are taken in another order."""
 
 KERNELS = [k for k in kernels("linear") if k.priority != REFERENCE and k.device in (None, "cpu")]
 
@@ -39,8 +53,73 @@ def test_against_the_reference(kernel: Kernel, dtype: torch.dtype) -> None:
         if activation is not None and not activation.dtype.is_floating_point:
             assert torch.equal(y, expected), name
         else:
-            least = {torch.float32: 105, torch.float16: 50, torch.bfloat16: 38}[dtype]
-            assert compute_error(expected, y) > least, name
+            assert compute_error(expected, y) > LEAST[dtype], name
+
+
+def first_weight(kernel: Kernel) -> AffineQuantizedTensor:
+    """One that the kernel takes."""
+    for _, weight in weights_of_every_scheme(torch.float32):
+        if kernel.rejects(Problem("linear", weight.scheme, torch.float32, "cpu")) is None:
+            return weight
+    pytest.skip("takes no such weight")
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_shapes_of_inputs(kernel: Kernel) -> None:
+    weight, bias = first_weight(kernel), torch.randn(64)
+    for shape in ((192,), (1, 192), (0, 192), (2, 1, 4, 192)):
+        x = torch.randn(shape)
+        y, wanted = kernel(x, weight, bias), reference.linear(x, weight, bias)
+        assert y.shape == (*shape[:-1], 64)
+        assert_same_product(y, wanted, x, weight.dequantize(), bias)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8 row", "uint4 float zero", "int8, int8", "int4 group, int8"])
+def test_one_graph_for_every_number_of_rows(name: str, torch_kernels: None) -> None:
+    for _, weight in in_every_layout(name, schemes()[name]):
+        run = lambda x, weight=weight: functional.linear(x, weight) * 2  # noqa: E731
+        compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for rows in (7, 3, 100):
+                x = torch.randn(rows, 192)
+                torch.testing.assert_close(compiled(x), run(x))
+
+
+def test_transposed() -> None:
+    """What the gradient of the input, and experts stored (K, N), need; of codes packed along the other axis, too."""
+    for dtype in (torch.float32, torch.bfloat16):
+        grad = torch.randn(7, 64, dtype=dtype)
+        for name, weight in weights_of_every_scheme(dtype):
+            if weight.scheme.activation is None and weight.scheme.layout.name != "portable":
+                wanted = grad.float() @ weight.dequantize(torch.float32)
+                y = (grad @ weight).float()
+                assert compute_error(wanted, y) > LEAST[dtype] or not (wanted.any() or y.any()), name
+
+
+def test_slices_of_a_weight_larger_than_the_buffer() -> None:
+    """5 slices, the last one shorter, each with its own scales; of rows, and of columns."""
+    spec, values = LinearSpec(QuantSpec("uint4", PerGroup(32), ASYMMETRIC)), torch.randn(2100, 2048)
+    x, grad = torch.randn(3, 2048), torch.randn(3, 2100)
+    for name, weight in in_every_layout("uint4 group", spec, values=values):
+        dense, problem = weight.dequantize(), Problem("linear", weight.scheme, torch.float32, "cpu")
+        for kernel in KERNELS:
+            if kernel.rejects(problem) is None:
+                assert_same_product(kernel(x, weight, None), functional.linear(x, dense), x, dense)
+        if "portable" not in name:
+            assert_same_product(grad @ weight, grad @ dense, grad, dense.t())
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("sign", ["", "u"])
+def test_codes_of_every_width_with_int8_activations(sign: str, bits: int) -> None:
+    x, token = torch.randn(5, 192), QuantSpec("int8", PerRow(), ASYMMETRIC)
+    specs = [LinearSpec(QuantSpec(f"{sign}int{bits}", block, ASYMMETRIC), token) for block in (PerRow(), PerGroup(32))]
+    for name, weight in itertools.chain(*(in_every_layout("", spec) for spec in specs)):
+        wanted, problem = reference.linear(x, weight, None), Problem("linear", weight.scheme, torch.float32, "cpu")
+        for kernel in KERNELS:
+            if kernel.rejects(problem) is None:
+                assert torch.equal(kernel(x, weight, None), wanted), (name, kernel.name)
 
 
 @pytest.mark.parametrize("k", [140_032, 270_336])
@@ -95,3 +174,20 @@ def test_no_kernel_is_left_out() -> None:
     if missing_library() is not None:
         missing -= {k.name for k in KERNELS if k.name.startswith("cpu_")}
     assert missing <= {"lut_weight_mm"}
+
+
+EMBEDDINGS = [k for k in kernels("embedding") if k.priority != REFERENCE and k.device in (None, "cpu")]
+
+
+@pytest.mark.parametrize("kernel", EMBEDDINGS, ids=lambda kernel: kernel.name)
+def test_embeddings_are_rows_of_the_dequantized_table(kernel: Kernel) -> None:
+    """Of any shape, none among them."""
+    ids = torch.randint(0, 64, (4, 7))
+    for dtype in (torch.float32, torch.bfloat16):
+        for name, weight in weights_of_every_scheme(dtype):
+            if kernel.rejects(Problem("embedding", weight.scheme, dtype, "cpu")) is None:
+                with record_kernels() as ran:
+                    rows = kernel(ids, weight)
+                assert ran[0] == f"embedding:{kernel.name}"
+                assert torch.equal(rows, functional.embedding(ids, weight.dequantize())), name
+                assert kernel(ids[:0], weight).shape == (0, 7, 192)

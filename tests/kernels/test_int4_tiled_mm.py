@@ -9,7 +9,6 @@ from qtorch.kernels import features, record_kernels
 from qtorch.kernels.linear import reference
 from qtorch.kernels.linear.int4_tiled import MAX_ROWS
 from qtorch.primitives import ZeroPointDomain, compute_error
-from tests.rounding import assert_same_product
 
 
 def layer(dtype: torch.dtype, n: int = 72, k: int = 160, group: int = 32, rows: int = 5):
@@ -38,29 +37,15 @@ def test_against_reference_and_float(dtype, has_bf16, rows, monkeypatch):
         assert 18 < error < 28
 
 
-@pytest.mark.parametrize("n", [1, 16, 32, 64, 65])
-@pytest.mark.parametrize("k", [32, 64, 96])
-def test_small_weights(n, k):
-    x, _, quantized, _ = layer(torch.bfloat16, n, k, rows=2)
-    with record_kernels() as ran:
-        y = functional.linear(x, quantized)
-    assert ran[-1] == "int4_tiled_mm.int4pack"
-    assert compute_error(reference.linear(x, quantized, None), y) > 40
-
-
-@pytest.mark.parametrize("group", [32, 64, 128, 256])
-@pytest.mark.parametrize("n", [1, 16, 64, 130])
-def test_groups_and_sizes(group, n):
+@pytest.mark.parametrize("k, group", [(32, 32), (64, 32), (96, 32), (512, 64), (512, 128), (512, 256)])
+@pytest.mark.parametrize("n", [1, 16, 32, 64, 65, 130])
+def test_groups_and_sizes(n, k, group):
     for dtype in (torch.float32, torch.bfloat16):
-        x, _, quantized, _ = layer(dtype, n, 512, group)
-        y = functional.linear(x, quantized)
+        x, _, quantized, _ = layer(dtype, n, k, group, rows=2)
+        with record_kernels() as ran:
+            y = functional.linear(x, quantized)
+        assert (ran[-1] == "int4_tiled_mm.int4pack") == (dtype == torch.bfloat16)
         assert compute_error(reference.linear(x, quantized, None), y) > (40 if dtype == torch.bfloat16 else 110)
-
-
-def test_slices_of_a_weight_larger_than_the_buffer():
-    x, _, quantized, _ = layer(torch.float32, 2100, 2048)
-    dense = quantized.dequantize()
-    assert_same_product(functional.linear(x, quantized), functional.linear(x, dense), x, dense)
 
 
 def test_another_input_dtype_than_the_scales():
@@ -69,24 +54,6 @@ def test_another_input_dtype_than_the_scales():
     with torch.autocast("cpu", torch.bfloat16):
         y = functional.linear(x, quantized)
     assert 35 < compute_error(reference.linear(x.bfloat16(), quantized, None), y) < 70
-
-
-def test_operator_is_well_formed():
-    x, _, quantized, _ = layer(torch.bfloat16)
-    torch.library.opcheck(
-        torch.ops.qtorch.int4_tiled_mm.default, (x, quantized.qdata, quantized.scale_and_zero, 72, 32)
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_graph_for_every_batch_size(dtype):
-    _, _, quantized, bias = layer(dtype)
-    run = lambda x: functional.linear(x, quantized, bias)  # noqa: E731
-    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for rows in (7, 3, 100):
-            x = torch.randn(rows, 160, dtype=dtype)
-            assert torch.equal(compiled(x), run(x))
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from qtorch.kernels import features, int_matmul, int_scaled_matmul, record_kerne
 
 module = importlib.import_module("qtorch.kernels.ops.int_matmul")
 
-SHAPES = [(1, 1, 1), (3, 1, 5), (3, 5, 7), (1, 1024, 4), (17, 1025, 3), (2, 4097, 33), (0, 8, 4), (4, 8, 0)]
+SHAPES = [(1, 1, 1), (3, 1, 5), (3, 5, 7), (1, 1024, 4), (17, 1025, 3), (2, 4097, 33), (0, 8, 4), (4, 8, 0), (3, 0, 5)]
 
 
 def random_codes(*shape: int) -> torch.Tensor:
@@ -47,8 +47,8 @@ def test_sums_that_an_int32_need_not_hold():
 
 def test_any_strides():
     a, b = random_codes(40, 24)[::2, 4:20], random_codes(16, 9)
-    assert torch.equal(int_matmul(a, b).long(), a.long() @ b.long())
-    assert torch.equal(int_matmul(a, b.t().contiguous().t()).long(), a.long() @ b.long())
+    for other in (b, b.t().contiguous().t()):
+        assert torch.equal(int_matmul(a, other).long(), a.long() @ b.long())
 
 
 @pytest.mark.parametrize("vnni", [True, False])
@@ -70,12 +70,3 @@ def test_errors():
         int_matmul(random_codes(2, 3).view(torch.uint8), random_codes(3, 2))
     with pytest.raises(ValueError, match=r"takes \(M, K\) and \(K, N\), got \(2, 3\) and \(4, 2\)"):
         int_matmul(random_codes(2, 3), random_codes(4, 2))
-
-
-def test_operator_is_well_formed():
-    torch.library.opcheck(torch.ops.qtorch.int_matmul.default, (random_codes(3, 5), random_codes(5, 2)))
-
-
-def test_no_terms() -> None:
-    a, b = torch.zeros(3, 0, dtype=torch.int8), torch.zeros(0, 5, dtype=torch.int8)
-    assert torch.equal(int_matmul(a, b), torch.zeros(3, 5, dtype=torch.int32))

@@ -1,4 +1,4 @@
-"""Every kernel of `linear` against the reference, tightly; against float, bounded on both sides; and which one ran."""
+"""Which kernel of `linear` runs for a scheme, and its error, bounded on both sides; test_every_kernel.py has more."""
 
 from dataclasses import replace
 
@@ -11,7 +11,6 @@ from qtorch.kernels import features, record_kernels
 from qtorch.kernels.linear import reference
 from qtorch.kernels.ops.weight_only_mm import slice_length
 from qtorch.primitives import ZeroPointDomain, compute_error
-from tests.rounding import assert_same_product
 
 # The kernels made of torch operators; tests/kernels/cpu has the compiled ones.
 pytestmark = pytest.mark.usefixtures("torch_kernels")
@@ -62,59 +61,35 @@ SCHEMES = {
 
 def layer(spec: LinearSpec, dtype: torch.dtype = torch.float32, n: int = 40, k: int = 96):
     """(input, float weight, quantized weight, bias), of odd sizes in the batch."""
-    weight = torch.randn(n, k, dtype=dtype)
-    return (
-        torch.randn(3, 5, k, dtype=dtype),
-        weight,
-        AffineQuantizedTensor.from_float(weight, spec),
-        torch.randn(n).to(dtype),
-    )
+    weight, x = torch.randn(n, k, dtype=dtype), torch.randn(3, 5, k, dtype=dtype)
+    return x, weight, AffineQuantizedTensor.from_float(weight, spec), torch.randn(n).to(dtype)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_against_reference_and_float(name, dtype):
-    spec, _, at_least, at_most = SCHEMES[name]
+def test_the_kernel_and_the_error(name, dtype):
+    spec, kernel, at_least, at_most = SCHEMES[name]
     x, weight, quantized, bias = layer(spec, dtype)
-    y = functional.linear(x, quantized, bias)
-    expected = reference.linear(x, quantized, bias)
+    with record_kernels() as ran:
+        y = functional.linear(x, quantized, bias)
+    assert [name for name in ran if name.startswith("linear:")] == [ran[0]]
+    assert ran[0] == f"linear:{kernel}" or (dtype != torch.float32 and ran[0] == "linear:int8_weight_mm")
     assert y.dtype == dtype
-    if spec.activation is not None and not spec.activation.dtype.is_floating_point:
-        assert torch.equal(y, expected), "integer accumulation gives the same bits everywhere"
-    else:
-        # The reference multiplies in fp32; kernels multiply in the activation's dtype.
-        assert compute_error(expected, y) > {torch.float32: 110, torch.float16: 55, torch.bfloat16: 40}[dtype]
     error = compute_error(functional.linear(x.float(), weight.float(), bias.float()), y)
     assert min(at_least, 38) - 1 < error < at_most + 1
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_which_kernel_runs(name):
-    spec, kernel, *_ = SCHEMES[name]
-    x, _, quantized, bias = layer(spec)
-    with record_kernels() as ran:
-        functional.linear(x, quantized, bias)
-    assert ran[0] == f"linear:{kernel}"
-    assert [name for name in ran if name.startswith("linear:")] == [ran[0]]
-
-
-@pytest.mark.parametrize("name", ["int8, int8", "int4 group, int8", "uint4 group, int8 asymmetric"])
-def test_integer_kernels_run_integer_products(name):
-    """A scale per row: one product in int32. Groups: exact products in fp32, inside the operator."""
-    x, _, quantized, bias = layer(SCHEMES[name][0])
-    with record_kernels() as ran:
-        functional.linear(x, quantized, bias)
-    assert ran[1] == ("int_matmul" if name == "int8, int8" else "int8_grouped_mm")
-
-
 @pytest.mark.parametrize("name", ["int8, int8", "int4 group, int8", "uint4 group, int8 asymmetric"])
 def test_integer_results_do_not_depend_on_the_processor(name, monkeypatch):
+    """A scale per row: one product in int32. Groups: exact products in fp32, inside the operator."""
     x, _, quantized, bias = layer(SCHEMES[name][0], k=2080)
     results = []
     # Without 8-bit dot products torch._int_mm saturates, so it is not to be forced where they are not.
     for vnni in (features.cpu_has("vnni"), False):
         monkeypatch.setattr(features, "cpu_has", lambda feature, vnni=vnni: vnni)
-        results.append(functional.linear(x, quantized, bias))
+        with record_kernels() as ran:
+            results.append(functional.linear(x, quantized, bias))
+        assert ran[1] == ("int_matmul" if name == "int8, int8" else "int8_grouped_mm")
     assert torch.equal(*results)
 
 
@@ -148,25 +123,6 @@ def test_static_activation():
     assert compute_error(2 * functional.linear(x, weight), functional.linear(2 * x, quantized)) < 25, "it clips"
 
 
-@pytest.mark.parametrize("name", ["int8 row", "uint4 group", "int4 block", "int8, int8", "int4 group, int8"])
-@pytest.mark.parametrize("shape", [(96,), (1, 96), (0, 96), (2, 1, 4, 96)])
-def test_input_shapes(name, shape):
-    _, _, quantized, bias = layer(SCHEMES[name][0])
-    x = torch.randn(shape)
-    y = functional.linear(x, quantized, bias)
-    assert y.shape == (*shape[:-1], 40)
-    assert_same_product(y, reference.linear(x, quantized, bias), x, quantized.dequantize(), bias)
-
-
-def test_slices_of_a_weight_larger_than_the_buffer():
-    """5 slices, the last one shorter, each with its own scales."""
-    weight = torch.randn(2100, 2048)
-    quantized = AffineQuantizedTensor.from_float(weight, QuantSpec("uint4", PerGroup(32), ASYMMETRIC))
-    x = torch.randn(3, 2048)
-    dense = quantized.dequantize()
-    assert_same_product(functional.linear(x, quantized), functional.linear(x, dense), x, dense)
-
-
 @pytest.mark.parametrize(("block", "limit", "want"), [
     (1, 292, 256), (1, 128, 128), (1, 127, 127), (1, 0, 1), (32, 292, 256), (32, 100, 96), (100, 292, 200),
     (300, 292, 300),
@@ -183,14 +139,3 @@ def test_zero_and_nan_inputs():
     y = functional.linear(x, quantized)
     assert (y[[0, 2]] == 0).all()
     assert y[1].isnan().all(), "a NaN does not vanish in the integers"
-
-
-@pytest.mark.parametrize("op, arguments", [
-    ("weight_only_mm", (torch.randn(3, 32), torch.randint(0, 16, (8, 32), dtype=torch.uint8), torch.rand(8, 1),
-                        torch.randint(0, 16, (8, 1), dtype=torch.uint8), "uint4", 0.0, 15.0, "INT")),
-    ("int8_weight_mm", (torch.randn(3, 32).bfloat16(), torch.ones(8, 32, dtype=torch.int8), torch.rand(8, 1))),
-    ("int8_grouped_mm", (torch.ones(3, 32, dtype=torch.int8), torch.rand(3, 1), None,
-                         torch.ones(8, 32, dtype=torch.int8), torch.rand(8, 2), None, torch.float32)),
-])  # fmt: skip
-def test_operators_are_well_formed(op, arguments):
-    torch.library.opcheck(getattr(torch.ops.qtorch, op).default, arguments)

@@ -45,17 +45,20 @@ def test_the_highest_priority_runs(weight, kernel):
 
 
 def test_a_kernel_that_rejects_is_passed_over(weight, kernel, torch_kernels):
-    kernel("picky", priority=90, supports=lambda problem: "is picky")
-    kernel("elsewhere", priority=80, device="cuda")
-    kernel("other layout", priority=70, layout="tiled")
-    kernel("other layouts", priority=65, layout=("tiled", "packed"))
-    kernel("two layouts", priority=5, layout=("plain", "packed"))
-    kernel("other weight", priority=60, weight=("int4", "int2"))
-    kernel("dynamic", priority=50, activation=("int8",))
+    mine = {
+        "picky": {"priority": 90, "supports": lambda problem: "is picky"},
+        "elsewhere": {"priority": 80, "device": "cuda"},
+        "other layout": {"priority": 70, "layout": "tiled"},
+        "other layouts": {"priority": 65, "layout": ("tiled", "packed")},
+        "other weight": {"priority": 60, "weight": ("int4", "int2")},
+        "dynamic": {"priority": 50, "activation": ("int8",)},
+        "two layouts": {"priority": 5, "layout": ("plain", "packed")},
+    }
+    for name, needs in mine.items():
+        kernel(name, **needs)
     problem = Problem("linear", weight.scheme, torch.float32, "cpu")
     assert choose(problem).name == "weight_only_mm"
-    mine = {"picky", "elsewhere", "other layout", "other layouts", "two layouts", "other weight", "dynamic"}
-    shown = mine | {"int8_weight_mm", "weight_only_mm"}
+    shown = {*mine, "int8_weight_mm", "weight_only_mm"}
     reasons = [f"{k.name}: {reason}" for k, reason in candidates(problem) if k.name in shown]
     assert candidates(problem)[-1][0].name == "reference"
     assert_expected_inline(
@@ -90,17 +93,16 @@ def test_candidates_are_asked_once(weight, kernel):
     assert len(asked) == 2, "another dtype is another problem"
 
 
-def test_names_are_unique(kernel):
+def test_what_is_refused(weight, kernel):
     kernel("mine", priority=50)
     with pytest.raises(ValueError, match="linear has a kernel named mine already"):
         kernel("mine")
     with pytest.raises(ValueError, match="linear has no kernel named nobody"):
         deregister("linear", "nobody")
-
-
-def test_unknown_operation(weight):
     with pytest.raises(NotImplementedError, match="no kernel registered for the operation 'fft'"):
         lookup("fft", weight.scheme, torch.float32, "cpu")
+    with pytest.raises(ValueError, match="no setting strickt; it has strict"), qtorch.config.patch(strickt=True):
+        pass
 
 
 def blocked(size: int) -> AffineQuantizedTensor:
@@ -132,8 +134,3 @@ def test_strict_makes_falling_back_an_error():
         functional.linear(x, weight)
     with pytest.warns(UserWarning, match="runs the reference implementation"):
         functional.linear(x, weight)
-
-
-def test_config_knows_its_settings():
-    with pytest.raises(ValueError, match="no setting strickt; it has strict"), qtorch.config.patch(strickt=True):
-        pass

@@ -17,11 +17,8 @@ from qtorch import (
 )
 from qtorch import SemiSparseLayout as SemiSparse
 from qtorch.kernels import record_kernels
-from qtorch.kernels.linear import reference, semi_sparse
-from qtorch.kernels.ops import weight_only_mm
+from qtorch.kernels.linear import reference
 from qtorch.primitives import ZeroPointDomain, compute_error, prune_2_4
-from qtorch.primitives.layouts.semi_sparse import pack_2_4
-from tests.rounding import assert_same_product
 
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
 pytestmark = pytest.mark.usefixtures("torch_kernels")
@@ -41,19 +38,6 @@ def pair(spec: QuantSpec, activation: QuantSpec | None = None, dtype: torch.dtyp
     weight = prune_2_4(torch.randn(44, k, dtype=dtype))
     sparse = AffineQuantizedTensor.from_float(weight, LinearSpec(spec, activation, layout=SemiSparse()))
     return torch.randn(5, k, dtype=dtype), sparse, sparse.to_layout(PlainLayout())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("activation", INTEGER_ACTIVATIONS, ids=str)
-@pytest.mark.parametrize("granularity", [PerRow(), PerGroup(30)], ids=str)
-def test_int8_activations_give_the_bits_of_the_reference(granularity, activation, dtype):
-    x, sparse, plain = pair(QuantSpec("int8", granularity, quant_min=-127), activation, dtype)
-    bias = torch.randn(44, dtype=dtype)
-    with record_kernels() as ran:
-        y = functional.linear(x, sparse, bias)
-    assert ran[:2] == ["linear:semi_sparse_int8_scaled_mm", "semi_sparse_int8_mm"]
-    assert torch.equal(y, reference.linear(x, sparse, bias))
-    assert torch.equal(y, functional.linear(x, plain, bias))
 
 
 def test_static_int8_activations():
@@ -77,70 +61,6 @@ def test_float8_activations(weight, granularity, dtype):
     assert torch.equal(y, functional.linear(x, plain))
     assert compute_error(reference.linear(x, sparse, None), y) > (45 if dtype == torch.bfloat16 else 110)
     assert 25 < compute_error(functional.linear(x, plain.dequantize()), y) < 36, "the activation is quantized"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("weight", [INT8, FLOAT8, QuantSpec("int8", PerTensor()), QuantSpec("int8", PerGroup(30))])
-def test_weight_only(weight, dtype):
-    x, sparse, _ = pair(weight, dtype=dtype)
-    with record_kernels() as ran:
-        y = functional.linear(x, sparse)
-    assert ran == ["linear:semi_sparse_weight_only_mm", "semi_sparse_weight_mm"]
-    least = {torch.float32: 110, torch.float16: 55, torch.bfloat16: 38}[dtype]
-    assert compute_error(reference.linear(x, sparse, None), y) > least
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("weight", [INT8, FLOAT8], ids=str)
-def test_transposed(weight, dtype):
-    """What the gradient of the input needs; cut along the other axis."""
-    _, sparse, _ = pair(weight, dtype=dtype)
-    grad = torch.randn(7, 44, dtype=dtype)
-    with record_kernels() as ran:
-        y = grad @ sparse
-    assert ran == ["linear:semi_sparse_weight_only_mm", "semi_sparse_weight_mm"]
-    assert compute_error(reference.linear(grad, sparse.t(), None), y) > (40 if dtype == torch.bfloat16 else 110)
-
-
-def test_slices(monkeypatch):
-    """Several slices, the last one shorter; no more than a slice is ever unpacked."""
-    rows, unpack = [], semi_sparse.unpack_2_4
-    monkeypatch.setattr(
-        semi_sparse, "unpack_2_4", lambda packed, *args: rows.append(len(packed)) or unpack(packed, *args)
-    )
-    weight, x = prune_2_4(torch.randn(1100, 2048)), torch.randn(3, 2048)
-    monkeypatch.setattr(weight_only_mm, "LEAST_CODES", weight.numel() + 1)  # the plain weight is cut into slices too
-    for activation in (INTEGER_ACTIVATIONS[0], None):
-        rows.clear()
-        sparse = AffineQuantizedTensor.from_float(weight, LinearSpec(INT8, activation, layout=SemiSparse()))
-        assert torch.equal(functional.linear(x, sparse), functional.linear(x, sparse.to_layout(PlainLayout())))
-        assert rows == [512, 512, 76]
-    rows.clear()
-    x = torch.randn(3, 1100)
-    assert_same_product(x @ sparse, x @ sparse.dequantize(), x, sparse.dequantize().t())
-    assert rows == [512, 512, 76]
-
-
-@pytest.mark.parametrize("activation", [None, INTEGER_ACTIVATIONS[0], FLOAT8], ids=str)
-@pytest.mark.parametrize("shape", [(90,), (1, 90), (0, 90), (2, 1, 4, 90)])
-def test_input_shapes(shape, activation):
-    _, sparse, _ = pair(INT8, activation)
-    x, bias = torch.randn(shape), torch.randn(44)
-    y = functional.linear(x, sparse, bias)
-    assert y.shape == (*shape[:-1], 44)
-    assert_same_product(y, reference.linear(x, sparse, bias), x, sparse.dequantize(), bias)
-
-
-@pytest.mark.parametrize("op, arguments", [
-    ("semi_sparse_int8_mm", (torch.ones(3, 32, dtype=torch.int8), torch.rand(3, 1), None,
-                             pack_2_4(torch.eye(12, 32, dtype=torch.int8)), torch.rand(12, 1), torch.float32)),
-    ("semi_sparse_weight_mm", (torch.randn(3, 32), pack_2_4(torch.eye(12, 32, dtype=torch.int8)), 12, -1,
-                               torch.rand(12, 1), "int8")),
-    ("semi_sparse_weight_mm", (torch.randn(3, 32), pack_2_4(torch.eye(12, 32, dtype=torch.int8), 0), 12, -2,
-                               torch.rand(12, 1), "int8")),
-])  # fmt: skip
-def test_operators_are_well_formed(op, arguments):
-    torch.library.opcheck(getattr(torch.ops.qtorch, op).default, arguments)
 
 
 def cusparselt_in_plain_torch(monkeypatch):

@@ -39,51 +39,40 @@ def rows(m, value=0.05):
     return torch.full((m, 1), value)
 
 
+def named(operation, cases):
+    return {name: (operation, *(case if isinstance(case[-1], str) else [case])) for name, case in cases.items()}
+
+
+HALF = {"dtype": BF16, "bias": randn(48, dtype=BF16)}
 CALLS = {
-    "weight-only": (cpu_weight_only_mm, weight_only(randn(3, 64), *weight())),
-    "weight-only, zero points, bias": (
-        cpu_weight_only_mm,
-        weight_only(randn(9, 64), *weight(zero_point=True), bias=randn(48)),
-    ),
-    "weight-only, real zero points": (
-        cpu_weight_only_mm,
-        weight_only(randn(2, 64), *weight()[:2], randn(48, 2), domain="FLOAT"),
-    ),
-    "weight-only, bf16, no rows": (cpu_weight_only_mm, weight_only(randn(0, 64, dtype=torch.bfloat16), *weight())),
-    "weight-only, fp16, strided rows": (
-        cpu_weight_only_mm,
-        weight_only(randn(5, 128, dtype=torch.float16)[:, 64:], *weight()),
-    ),
-    "weight-only, transposed": (cpu_weight_only_mm, weight_only(randn(64, 5).t(), *weight())),
-    "weight-only, one scale": (cpu_weight_only_mm, weight_only(randn(5, 64), weight()[0], rows(1), None)),
-    "weight-only, NaN": (cpu_weight_only_mm, weight_only(randn(5, 64) * torch.nan, *weight())),
-    "dynamic": (cpu_int8_mm, int8(randn(3, 64), *weight())),
-    "dynamic, bf16, bias": (
-        cpu_int8_mm,
-        int8(
-            randn(20, 64, dtype=torch.bfloat16), *weight(), dtype=torch.bfloat16, bias=randn(48, dtype=torch.bfloat16)
+    **named(cpu_weight_only_mm, {
+        "weight-only": weight_only(randn(3, 64), *weight()),
+        "weight-only, zero points, bias": weight_only(randn(9, 64), *weight(zero_point=True), bias=randn(48)),
+        "weight-only, real zero points": weight_only(randn(2, 64), *weight()[:2], randn(48, 2), domain="FLOAT"),
+        "weight-only, bf16, no rows": weight_only(randn(0, 64, dtype=BF16), *weight()),
+        "weight-only, fp16, strided rows": weight_only(randn(5, 128, dtype=torch.float16)[:, 64:], *weight()),
+        "weight-only, transposed": weight_only(randn(64, 5).t(), *weight()),
+        "weight-only, one scale": weight_only(randn(5, 64), weight()[0], rows(1), None),
+        "weight-only, NaN": weight_only(randn(5, 64) * torch.nan, *weight()),
+    }),
+    **named(cpu_int8_mm, {
+        "dynamic": int8(randn(3, 64), *weight()),
+        "dynamic, bf16, bias": int8(randn(20, 64, dtype=BF16), *weight(), **HALF),
+        "dynamic, asymmetric": int8(
+            randn(3, 64), *weight(zero_point=True), quantizer=[-128.0, 127.0, 1.0, *DYNAMIC[3:]]
         ),
-    ),
-    "dynamic, asymmetric": (
-        cpu_int8_mm,
-        int8(randn(3, 64), *weight(zero_point=True), quantizer=[-128.0, 127.0, 1.0, *DYNAMIC[3:]]),
-    ),
-    "static": (cpu_int8_mm, int8(randn(3, 64), *weight(), xs=rows(1), quantizer=GIVEN)),
-    "static, zero point": (
-        cpu_int8_mm,
-        int8(randn(3, 64), *weight(), xs=rows(1), xz=rows(1, 3).int(), quantizer=GIVEN),
-    ),
-    "codes": (cpu_int8_mm, int8(weight(7)[0], *weight(groups=1), xs=rows(7), quantizer=[])),
-    "codes, zero points": (
-        cpu_int8_mm,
-        int8(weight(7)[0], *weight(), xs=rows(7), xz=rows(7, 2).int(), quantizer=[]),
-    ),
-    "embedding": (cpu_embedding, embedding(torch.tensor([0, 47, 5]), *weight())),
-    "embedding, int32, bf16": (
-        cpu_embedding,
-        embedding(torch.tensor([1, 1], dtype=torch.int32), *weight(zero_point=True), dtype=torch.bfloat16),
-    ),
-}
+        "static": int8(randn(3, 64), *weight(), xs=rows(1), quantizer=GIVEN),
+        "static, zero point": int8(randn(3, 64), *weight(), xs=rows(1), xz=rows(1, 3).int(), quantizer=GIVEN),
+        "codes": int8(weight(7)[0], *weight(groups=1), xs=rows(7), quantizer=[]),
+        "codes, zero points": int8(weight(7)[0], *weight(), xs=rows(7), xz=rows(7, 2).int(), quantizer=[]),
+    }),
+    **named(cpu_embedding, {
+        "embedding": embedding(torch.tensor([0, 47, 5]), *weight()),
+        "embedding, int32, bf16": embedding(
+            torch.tensor([1, 1], dtype=torch.int32), *weight(zero_point=True), dtype=BF16
+        ),
+    }),
+}  # fmt: skip
 
 
 def resized(tensor):
@@ -92,71 +81,35 @@ def resized(tensor):
 
 
 X, (CODES, SCALE, _) = randn(3, 64), weight()
+U8, BIAS = CODES.view(torch.uint8), "takes a contiguous bias"
+OF_CODES, OF_SCALE = "the codes of a weight", "the scale of a weight"
 WRONG = {
-    "x has another width": (cpu_weight_only_mm, weight_only(randn(3, 32), CODES, SCALE, None), "the codes of a weight"),
-    "x is a vector": (cpu_weight_only_mm, weight_only(randn(64), CODES, SCALE, None), "x is a matrix"),
-    "codes are short": (cpu_weight_only_mm, weight_only(X, CODES[:40], SCALE, None), "the codes of a weight"),
-    "codes have another dtype": (
-        cpu_weight_only_mm,
-        weight_only(X, CODES.view(torch.uint8), SCALE, None),
-        "the codes of a weight",
-    ),
-    "n is negative": (cpu_weight_only_mm, weight_only(X, CODES, SCALE, None, n=-1), "the codes of a weight"),
-    "codes are said to be packed": (
-        cpu_weight_only_mm,
-        weight_only(X, CODES.view(torch.uint8), SCALE, None, dtype="uint4", packed=True),
-        "the codes of a weight",
-    ),
-    "scales are few": (cpu_weight_only_mm, weight_only(X, CODES, SCALE[:9], None), "the scale of a weight"),
-    "groups do not divide": (
-        cpu_weight_only_mm,
-        weight_only(X, CODES, torch.ones(48, 3), None),
-        "the scale of a weight",
-    ),
-    "zero points are few": (
-        cpu_weight_only_mm,
-        weight_only(X, CODES, SCALE, torch.ones(48, 1)),
-        "a zero point has the shape",
-    ),
-    "the bias is short": (
-        cpu_weight_only_mm,
-        weight_only(X, CODES, SCALE, None, bias=randn(9)),
-        "takes a contiguous bias",
-    ),
-    "the bias is strided": (
-        cpu_weight_only_mm,
-        weight_only(X, CODES, SCALE, None, bias=randn(96)[::2]),
-        "takes a contiguous bias",
-    ),
-    "the bias is wider": (
-        cpu_weight_only_mm,
-        weight_only(X, CODES, SCALE, None, bias=randn(48).double()),
-        "takes a contiguous bias",
-    ),
-    "memory is gone": (
-        cpu_weight_only_mm,
-        weight_only(X, resized(CODES.clone()), SCALE, None),
-        "memory (that )?was given back",
-    ),
-    "memory of x is gone": (
-        cpu_weight_only_mm,
-        weight_only(resized(X.clone()), CODES, SCALE, None),
-        "memory that was given back",
-    ),
-    "codes without scales": (cpu_int8_mm, int8(CODES[:3], CODES, SCALE, None, quantizer=[]), "needs xs"),
-    "no quantizer": (cpu_int8_mm, int8(X, CODES, SCALE, None, quantizer=[]), "quantizer has 6 numbers"),
-    "no scales are given": (cpu_int8_mm, int8(X, CODES, SCALE, None, quantizer=GIVEN), "takes xs"),
-    "codes of nine bits": (
-        cpu_int8_mm,
-        int8(X, CODES, SCALE, None, quantizer=[-256.0, 255.0, *DYNAMIC[2:]]),
-        "between -128",
-    ),
-    "bounds are NaN": (cpu_int8_mm, int8(X, CODES, SCALE, None, quantizer=[float("nan")] * 6), "between -128"),
-    "small groups": (cpu_int8_mm, int8(X, CODES, torch.ones(48, 8), None), "groups of a multiple of 32"),
-    "zero points without scales": (cpu_int8_mm, int8(X, CODES, SCALE, None, xz=rows(3).int()), "xz needs xs"),
-    "ids are a matrix": (
-        cpu_embedding,
-        embedding(torch.zeros(2, 2, dtype=torch.int64), CODES, SCALE, None),
-        "ids is a vector",
-    ),
-}
+    **named(cpu_weight_only_mm, {
+        "x has another width": (weight_only(randn(3, 32), CODES, SCALE, None), OF_CODES),
+        "x is a vector": (weight_only(randn(64), CODES, SCALE, None), "x is a matrix"),
+        "codes are short": (weight_only(X, CODES[:40], SCALE, None), OF_CODES),
+        "codes have another dtype": (weight_only(X, U8, SCALE, None), OF_CODES),
+        "n is negative": (weight_only(X, CODES, SCALE, None, n=-1), OF_CODES),
+        "codes are said to be packed": (weight_only(X, U8, SCALE, None, dtype="uint4", packed=True), OF_CODES),
+        "scales are few": (weight_only(X, CODES, SCALE[:9], None), OF_SCALE),
+        "groups do not divide": (weight_only(X, CODES, torch.ones(48, 3), None), OF_SCALE),
+        "zero points are few": (weight_only(X, CODES, SCALE, torch.ones(48, 1)), "a zero point has the shape"),
+        "the bias is short": (weight_only(X, CODES, SCALE, None, bias=randn(9)), BIAS),
+        "the bias is strided": (weight_only(X, CODES, SCALE, None, bias=randn(96)[::2]), BIAS),
+        "the bias is wider": (weight_only(X, CODES, SCALE, None, bias=randn(48).double()), BIAS),
+        "memory is gone": (weight_only(X, resized(CODES.clone()), SCALE, None), "memory (that )?was given back"),
+        "memory of x is gone": (weight_only(resized(X.clone()), CODES, SCALE, None), "memory that was given back"),
+    }),
+    **named(cpu_int8_mm, {
+        "codes without scales": (int8(CODES[:3], CODES, SCALE, None, quantizer=[]), "needs xs"),
+        "no quantizer": (int8(X, CODES, SCALE, None, quantizer=[]), "quantizer has 6 numbers"),
+        "no scales are given": (int8(X, CODES, SCALE, None, quantizer=GIVEN), "takes xs"),
+        "codes of nine bits": (int8(X, CODES, SCALE, None, quantizer=[-256.0, 255.0, *DYNAMIC[2:]]), "between -128"),
+        "bounds are NaN": (int8(X, CODES, SCALE, None, quantizer=[float("nan")] * 6), "between -128"),
+        "small groups": (int8(X, CODES, torch.ones(48, 8), None), "groups of a multiple of 32"),
+        "zero points without scales": (int8(X, CODES, SCALE, None, xz=rows(3).int()), "xz needs xs"),
+    }),
+    **named(cpu_embedding, {
+        "ids are a matrix": (embedding(torch.zeros(2, 2, dtype=torch.int64), CODES, SCALE, None), "ids is a vector"),
+    }),
+}  # fmt: skip

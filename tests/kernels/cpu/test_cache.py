@@ -108,9 +108,7 @@ def test_an_installed_copy_that_the_checkout_shadows(checkout, tmp_path):
 
     # Of other ones: they are not called.
     (checkout.root / "qtorch" / "kernels" / "cpu" / "src" / "more.h").write_text("// new")
-    out, error = checkout.run(
-        COPIES=str(tmp_path / "installed"), QTORCH_CPU_BUILD="0", PYTHONPATH=str(tmp_path / "installed")
-    )
+    out, error = checkout.run(COPIES=installed, PYTHONPATH=installed, QTORCH_CPU_BUILD="0")
     assert out.split() == ["packed_weight_mm" if "packed" in out else "weight_only_mm", "None"]
     assert "QTORCH_CPU_BUILD=0 forbids" in error
 
@@ -157,16 +155,13 @@ def test_a_forked_child_compiles_nothing(checkout):
     assert checkout.compiled() == 0
 
 
-@pytest.mark.parametrize(
-    "environment, reason",
-    [
-        ({"QTORCH_CPU_BUILD": "0"}, "QTORCH_CPU_BUILD=0 forbids"),
-        ({"CXX": "", "PATH": ""}, "there is no C++ compiler on the PATH"),
-        ({"CXX": "false"}, "false does not know its instructions"),
-        ({"XDG_CACHE_HOME": "/dev/null/cache"}, "Not a directory: '/dev/null"),
-        ({"makes": "fails"}, "broken"),
-    ],
-)
+@pytest.mark.parametrize("environment, reason", [
+    ({"QTORCH_CPU_BUILD": "0"}, "QTORCH_CPU_BUILD=0 forbids"),
+    ({"CXX": "", "PATH": ""}, "there is no C++ compiler on the PATH"),
+    ({"CXX": "false"}, "false does not know its instructions"),
+    ({"XDG_CACHE_HOME": "/dev/null/cache"}, "Not a directory: '/dev/null"),
+    ({"makes": "fails"}, "broken"),
+])  # fmt: skip
 def test_what_cannot_be_compiled_is_said_once(environment, reason, checkout):
     """The kernels made of torch operators run, and it is not tried again."""
     out, error = checkout.run(LAYER + "use()\nuse()", **environment)

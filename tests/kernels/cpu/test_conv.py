@@ -1,8 +1,7 @@
 """Compiled convolutions: exact in int32, the bits of the product of windows, in every build that this machine runs."""
 
 import copy
-import re
-from typing import get_type_hints
+import itertools
 
 import pytest
 import torch
@@ -12,13 +11,11 @@ import qtorch
 from qtorch import LinearSpec, MappingType, PerAxis, PerRow, PerTensor, QuantSpec, config, quantize_
 from qtorch.calibration import observed
 from qtorch.dtypes import AffineQuantizedTensor, ConvWeight
-from qtorch.dtypes.linear import multiply
 from qtorch.kernels import record_kernels
-from qtorch.kernels.conv import from_matrix, image_conv, multiply_windows, prepare_conv, to_matrix
-from qtorch.kernels.cpu import compiled_library, conv_codes, structs
+from qtorch.kernels.conv import Window, from_matrix, image_conv, multiply_windows, prepare_conv, to_matrix
+from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.linear import reference
-from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
-from tests.kernels.cpu.test_structs import declared, flat
+from tests.kernels.cpu.builds import NEEDS_LIBRARY
 
 ASYMMETRIC = MappingType.ASYMMETRIC
 WEIGHT = QuantSpec("int8", PerRow(), quant_min=-127)
@@ -52,12 +49,14 @@ CASES = [
 ]
 
 
+def prepared(conv: nn.Module, x: Tensor) -> tuple[Tensor, Window]:
+    about = (conv.stride, conv.padding, conv.dilation, conv.groups, "conv")
+    return prepare_conv(x.dim() - 2, x, conv.weight.scheme.shape, *about)
+
+
 def reference_conv(x: Tensor, conv: nn.Module) -> Tensor:
     """By the reference of linear layers, window by window."""
-    weight = conv.weight
-    padded, window = prepare_conv(
-        x.dim() - 2, x, weight.scheme.shape, conv.stride, conv.padding, conv.dilation, conv.groups, "conv"
-    )
+    weight, (padded, window) = conv.weight, prepared(conv, x)
     size = weight.scheme.shape[0] // window.groups
     parts = [weight[g * size : (g + 1) * size].matrix for g in range(window.groups)]
     with torch.no_grad():
@@ -91,7 +90,7 @@ def images(shape: tuple[int, ...], channels_last: bool, dtype: torch.dtype = tor
 
 def run(conv: nn.Module, x: Tensor, build: str) -> Tensor:
     """Its result, by a compiled kernel for the whole convolution."""
-    with compiled_library.use(build), record_kernels() as ran, torch.no_grad():
+    with record_kernels() as ran, torch.no_grad():
         y = conv(x)
     depthwise = conv.groups == conv.in_channels == conv.out_channels > 1
     assert ran == ["conv:cpu_conv", "cpu_conv", f"cpu_conv.{build}.{'depthwise' if depthwise else 'dense'}"]
@@ -99,7 +98,6 @@ def run(conv: nn.Module, x: Tensor, build: str) -> Tensor:
 
 
 @pytest.mark.parametrize("name", STATIC)
-@pytest.mark.parametrize("build", BUILDS)
 def test_static_has_the_bits_of_the_windows(build: str, name: str) -> None:
     for index, (channels, features, kernel, options, shape) in enumerate(CASES):
         conv = with_static(nn.Conv2d(channels, features, kernel, bias=index % 2 == 0, **options), name)
@@ -107,23 +105,18 @@ def test_static_has_the_bits_of_the_windows(build: str, name: str) -> None:
         y = run(conv, x, build)
         assert torch.equal(y, reference_conv(x, conv)), (channels, features, kernel)
         assert y.is_contiguous() or index % 3 == 0
-        other = run(
-            conv, x.contiguous(memory_format=torch.channels_last if index % 3 else torch.contiguous_format), build
-        )
-        assert torch.equal(y, other)
+        other = torch.channels_last if index % 3 else torch.contiguous_format
+        assert torch.equal(y, run(conv, x.contiguous(memory_format=other), build))
 
 
 @pytest.mark.parametrize("name", DYNAMIC)
-@pytest.mark.parametrize("build", BUILDS)
 def test_a_scale_for_each_image_has_the_bits_of_torch_operators(build: str, name: str) -> None:
     for index, (channels, features, kernel, options, shape) in enumerate(CASES):
         conv = with_dynamic(nn.Conv2d(channels, features, kernel, bias=index % 2 == 0, **options), DYNAMIC[name])
         x = images((3, *shape[1:]), channels_last=index % 3 == 0)
         x[1] *= 7
         y = run(conv, x, build)
-        padded, window = prepare_conv(
-            2, x, conv.weight.scheme.shape, conv.stride, conv.padding, conv.dilation, conv.groups, "conv"
-        )
+        padded, window = prepared(conv, x)
         with torch.no_grad():
             assert torch.equal(y, image_conv(padded, conv.weight, conv.bias, window)), (channels, features, kernel)
         # Each image is by itself.
@@ -131,22 +124,17 @@ def test_a_scale_for_each_image_has_the_bits_of_torch_operators(build: str, name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("build", BUILDS)
 def test_16_bits(build: str, dtype: torch.dtype) -> None:
-    for channels_last in (False, True):
-        for groups in (1, 20):
-            conv = with_static(nn.Conv2d(20, 20, 3, padding=1, groups=groups).to(dtype), "asymmetric")
-            x = images((2, 20, 7, 9), channels_last, dtype)
-            assert torch.equal(run(conv, x, build), reference_conv(x, conv))
-            conv = with_dynamic(
-                nn.Conv2d(20, 20, 3, padding=1, groups=groups, bias=False).to(dtype), DYNAMIC["asymmetric"]
-            )
-            y = run(conv, x, build)
-            with compiled_library.use(None), torch.no_grad():
-                assert torch.equal(y, conv(x))
+    for channels_last, groups in itertools.product((False, True), (1, 20)):
+        make = lambda bias, groups=groups: nn.Conv2d(20, 20, 3, padding=1, groups=groups, bias=bias).to(dtype)  # noqa: E731
+        conv, x = with_static(make(True), "asymmetric"), images((2, 20, 7, 9), channels_last, dtype)
+        assert torch.equal(run(conv, x, build), reference_conv(x, conv))
+        conv = with_dynamic(make(False), DYNAMIC["asymmetric"])
+        y = run(conv, x, build)
+        with compiled_library.use(None), torch.no_grad():
+            assert torch.equal(y, conv(x))
 
 
-@pytest.mark.parametrize("build", BUILDS)
 def test_one_axis(build: str) -> None:
     for conv in (nn.Conv1d(6, 9, 5, stride=2, padding=2), nn.Conv1d(9, 9, 4, groups=9, dilation=3)):
         conv = with_static(conv, "asymmetric")
@@ -156,30 +144,21 @@ def test_one_axis(build: str) -> None:
         assert torch.equal(y[0], conv(x[0]))
 
 
-@pytest.mark.parametrize("build", BUILDS)
 def test_the_largest_codes(build: str) -> None:
     """Instructions that add pairs of products in 16 bits would saturate."""
-    for groups in (1, 64):
+    for groups, sign in itertools.product((1, 64), (1.0, -1.0)):
         conv = nn.Conv2d(64, 64, 3, groups=groups, bias=False)
-        for sign in (1.0, -1.0):
-            conv.weight = nn.Parameter(torch.full((64, 64 // groups, 3, 3), sign))
-            conv = with_static(conv, "symmetric", 1.0)
-            x = torch.full((1, 64, 4, 4), 500.0)
-            expected = sign * 127 * 127 * 9 * (64 // groups)
-            y = run(conv, x, build) / conv.weight.scale.flatten()[0]
-            assert (y.round() == expected).all()
-            conv = nn.Conv2d(64, 64, 3, groups=groups, bias=False)
+        nn.init.constant_(conv.weight, sign)
+        conv = with_static(conv, "symmetric", 1.0)
+        y = run(conv, torch.full((1, 64, 4, 4), 500.0), build) / conv.weight.scale.flatten()[0]
+        assert (y.round() == sign * 127 * 127 * 9 * (64 // groups)).all()
 
 
 def test_strided_inputs() -> None:
     conv = with_static(nn.Conv2d(6, 8, 3, padding=1), "asymmetric")
     whole = torch.randn(4, 12, 20, 22)
-    for x in (
-        whole[:, ::2],
-        whole[::2, :6, 1:9, ::3],
-        whole[:, :6].transpose(2, 3),
-        whole[:1, :6].expand(3, -1, -1, -1),
-    ):
+    views = whole[:, ::2], whole[::2, :6, 1:9, ::3], whole[:, :6].mT, whole[:1, :6].expand(3, -1, -1, -1)
+    for x in views:
         assert torch.equal(conv(x), reference_conv(x, conv))
 
 
@@ -229,20 +208,16 @@ def test_gradients() -> None:
 @NEEDS_LIBRARY
 @pytest.mark.parametrize("static", [True, False])
 def test_compiled_in_one_graph(static: bool) -> None:
-    make = (
-        (lambda conv: with_static(conv, "asymmetric"))
-        if static
-        else (lambda conv: with_dynamic(conv, DYNAMIC["symmetric"]))
-    )
-    model = nn.Sequential(make(nn.Conv2d(6, 8, 3, padding=1)), nn.ReLU(), make(nn.Conv2d(8, 8, 3, groups=8)))
+    convs = nn.Conv2d(6, 8, 3, padding=1), nn.Conv2d(8, 8, 3, groups=8)
+    first, last = (with_static(c, "asymmetric") if static else with_dynamic(c, DYNAMIC["symmetric"]) for c in convs)
+    model = nn.Sequential(first, nn.ReLU(), last)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
-    with torch.no_grad():
-        for shape in ((2, 6, 9, 9), (5, 6, 11, 8)):
-            for channels_last in (False, True):
-                x = images(shape, channels_last)
-                y = compiled(x)
-                assert torch.equal(y, model(x))
-                assert y.is_contiguous() != channels_last
+    for shape, channels_last in itertools.product(((2, 6, 9, 9), (5, 6, 11, 8)), (False, True)):
+        x = images(shape, channels_last)
+        with torch.no_grad():
+            y = compiled(x)
+            assert torch.equal(y, model(x))
+        assert y.is_contiguous() != channels_last
 
 
 @NEEDS_LIBRARY
@@ -258,45 +233,28 @@ def test_weights_that_change() -> None:
     assert torch.equal(other(x), before)
 
 
-@NEEDS_LIBRARY
-def test_what_it_does_not_take() -> None:
-    """Kernels for three axes, groups of the weight, and a scale for each window are the products of windows."""
-    conv3d = nn.Conv3d(4, 4, 3)
-    quantize_(conv3d, {"weight": qtorch.int8_static_activation_int8_weight(scale=0.1)})
-    conv = nn.Conv2d(32, 8, 3)
-    quantize_(conv, {"weight": qtorch.int8_dynamic_activation_int8_weight()})
-    for layer, shape in ((conv3d, (1, 4, 4, 4, 4)), (conv, (1, 32, 5, 5))):
-        with record_kernels() as ran, torch.no_grad():
-            layer(torch.randn(shape))
-        assert "linear:cpu_int8_mm" in ran
-        assert not any(name.startswith("cpu_conv") for name in ran)
+STATIC_RECIPE = qtorch.int8_static_activation_int8_weight(act_mapping_type=ASYMMETRIC)
 
 
 @NEEDS_LIBRARY
-def test_a_scale_for_each_image_in_three_axes_and_groups() -> None:
-    """By torch operators; the error is that of 8 bits."""
-    conv = nn.Conv3d(4, 6, 3, padding=1)
-    x = torch.randn(2, 4, 5, 5, 5)
-    wanted = conv(x).detach()
-    quantize_(conv, {"weight": qtorch.int8_dynamic_activation_int8_weight(act_granularity=PerAxis(0))})
+@pytest.mark.parametrize("conv, size, recipe, kernel", [
+    (nn.Conv3d(4, 4, 3), 4, qtorch.int8_static_activation_int8_weight(scale=0.03), "linear:cpu_int8_mm"),
+    (nn.Conv2d(32, 8, 3), 5, qtorch.int8_dynamic_activation_int8_weight(), "linear:cpu_int8_mm"),
+    (nn.Conv3d(4, 6, 3, padding=1), 5, qtorch.int8_dynamic_activation_int8_weight(act_granularity=PerAxis(0)),
+     "conv:image_conv"),
+    (nn.Conv2d(8, 16, 3, padding=1), 12, STATIC_RECIPE, "conv:cpu_conv"),
+])  # fmt: skip
+def test_the_error_is_that_of_8_bits(conv: nn.Module, size: int, recipe: object, kernel: str) -> None:
+    """Three axes, and a scale for each window, are products of windows; or images are, by torch operators."""
+    model, x = nn.Sequential(copy.deepcopy(conv)), torch.randn(2, conv.in_channels, *[size] * len(conv.kernel_size))
+    quantize_(model, {"0": observed(recipe, [x]) if recipe is STATIC_RECIPE else recipe})
     with record_kernels() as ran, torch.no_grad():
-        y = conv(x)
-    assert ran[0] == "conv:image_conv"
-    assert 30 < qtorch.compute_error(wanted, y) < 60
+        y = model(x)
+    assert kernel in ran
+    assert any(name.startswith("cpu_conv") for name in ran) == (kernel == "conv:cpu_conv")
+    assert 30 < qtorch.compute_error(conv(x).detach(), y) < 60
 
 
-@NEEDS_LIBRARY
-def test_observed() -> None:
-    conv = nn.Conv2d(8, 16, 3, padding=1)
-    x = torch.randn(2, 8, 12, 12).relu()
-    wanted = conv(x).detach()
-    recipe = qtorch.int8_static_activation_int8_weight(act_mapping_type=ASYMMETRIC)
-    model = nn.Sequential(conv)
-    quantize_(model, {"0": observed(recipe, [x])})
-    assert 30 < qtorch.compute_error(wanted, run(model[0], x, compiled_library.library().instruction_set)) < 60
-
-
-@pytest.mark.parametrize("build", BUILDS)
 def test_weight_only(build: str) -> None:
     """As exact as fp32, in the order of the input."""
     for index, (channels, features, kernel, options, shape) in enumerate(CASES):
@@ -309,14 +267,14 @@ def test_weight_only(build: str) -> None:
         variant = build if direct else "kept" if channels == groups else "torch"
         for channels_last in (False, True):
             x = images(shape, channels_last)
-            with compiled_library.use(build), torch.no_grad(), record_kernels() as ran:
+            with torch.no_grad(), record_kernels() as ran:
                 y = conv(x)
             assert ran[-1] == f"cpu_weight_only_conv.{variant}"
             expected = plain.double()(x.double())
             torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=3e-6)
             plain.float()
             assert channels_last or y.is_contiguous()
-            with compiled_library.use(build), torch.no_grad():
+            with torch.no_grad():
                 other = torch.contiguous_format if channels_last else torch.channels_last
                 torch.testing.assert_close(conv(x.contiguous(memory_format=other)), y, rtol=1e-5, atol=3e-6)
 
@@ -325,37 +283,22 @@ def test_weight_only(build: str) -> None:
 def test_weight_only_by_torch() -> None:
     """16-bit images, and formats of other packages: of the dequantized weight, made on each call or kept."""
     recipes = qtorch.int8_weight_only(), qtorch.int4_weight_only(group_size=18)
-    for groups, recipe in ((1, recipes[0]), (6, recipes[0]), (3, recipes[1])):
+    orders = itertools.product((False, True), ((0, "torch"), (1 << 20, "float_copy")))
+    for (groups, recipe), (channels_last, (limit, word)) in itertools.product(
+        ((1, recipes[0]), (6, recipes[0]), (3, recipes[1])), orders
+    ):
         conv = nn.Conv2d(6, 12, 3, padding=1, groups=groups).to(torch.bfloat16)
         quantize_(conv, {"weight": recipe})
         plain = copy.deepcopy(conv)
         plain.weight = nn.Parameter(conv.weight.dequantize())
-        for channels_last in (False, True):
-            x = images((2, 6, 8, 7), channels_last, torch.bfloat16)
-            for limit, word in ((0, "torch"), (1 << 20, "float_copy")):
-                with config.patch(float_copy_bytes=limit), record_kernels() as ran, torch.no_grad():
-                    y = conv(x)
-                assert ran[-1] == f"cpu_weight_only_conv.{'kept' if groups == 6 else word}"
-                torch.testing.assert_close(y, plain(x), rtol=2e-2, atol=2e-2)
-                assert y.is_contiguous() != channels_last
-
-
-@pytest.mark.parametrize(
-    "name",
-    [f"Conv{word}" for word in ("Shape", "Images", "PackCall", "CodesCall", "Finish", "Call", "PoolCall", "FloatCall")],
-)
-def test_fields_are_those_of_the_source(name: str) -> None:
-    ours = get_type_hints(getattr(conv_codes, name))
-    fields = declared(name)
-    assert [re.sub("^data$", "data", field) for field, _ in fields] == list(ours)
-    for field, kind in fields:
-        found = {"int64_t": int, "double": float, "pointer": int}.get(kind)
-        expected = found or getattr(conv_codes, kind, None) or getattr(structs, kind)
-        assert ours[field] is expected, field
-    assert structs.struct_of(getattr(conv_codes, name)).size == 8 * len(list(flat(ours)))
+        x = images((2, 6, 8, 7), channels_last, torch.bfloat16)
+        with config.patch(float_copy_bytes=limit), record_kernels() as ran, torch.no_grad():
+            y = conv(x)
+        assert ran[-1] == f"cpu_weight_only_conv.{'kept' if groups == 6 else word}"
+        torch.testing.assert_close(y, plain(x), rtol=2e-2, atol=2e-2)
+        assert y.is_contiguous() != channels_last
 
 
 def test_windows_and_matrices_have_one_order() -> None:
     weight = torch.randn(5, 3, 2, 4)
     assert torch.equal(from_matrix(to_matrix(weight), weight.shape), weight)
-    assert multiply is not None

@@ -23,12 +23,9 @@ RECIPES = {
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 
 
-def layer(
-    name: str, ndim: int = 2, groups: int = 1, dtype: torch.dtype = torch.float32, bias: bool = True
-) -> nn.Module:
+def layer(name: str, ndim: int = 2, groups: int = 1, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    kind = {1: nn.Conv1d, 2: nn.Conv2d}[ndim]
-    conv = kind(8, 16, 3, padding=1, groups=groups, dtype=dtype).requires_grad_(False)
+    conv = (nn.Conv1d, nn.Conv2d)[ndim - 1](8, 16, 3, padding=1, groups=groups, dtype=dtype).requires_grad_(False)
     quantize_(conv, {"weight": RECIPES[name]})
     return conv
 
@@ -36,14 +33,8 @@ def layer(
 @pytest.fixture
 def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A name for each convolution that looks its kernel up."""
-    names: list[str] = []
-    find = conv_functions.find_kernel
-
-    def record(op: str, *args: object) -> object:
-        names.append(op)
-        return find(op, *args)
-
-    monkeypatch.setattr(conv_functions, "find_kernel", record)
+    names, find = [], conv_functions.find_kernel
+    monkeypatch.setattr(conv_functions, "find_kernel", lambda op, *args: names.append(op) or find(op, *args))
     return names
 
 
@@ -90,21 +81,18 @@ def test_what_changes_is_seen(name: str, groups: int, looked_up: list[str]) -> N
         fresh = copy.deepcopy(changed)
         assert torch.equal(changed(x), fresh(x))
 
-    conv.bias.add_(1)
-    check(conv)  # the bias is read on each call
-    conv.weight.copy_(torch.randn_like(conv.weight.dequantize()))
-    check(conv)
-    conv.weight.scale.mul_(2)
-    check(conv)
-    conv.weight.qdata.share_memory_()
-    check(conv)
-    if name == "static":
-        conv.weight.act_scale.mul_(3)
+    changes = [
+        lambda: conv.bias.add_(1),  # the bias is read on each call
+        lambda: conv.weight.copy_(torch.randn_like(conv.weight.dequantize())),
+        lambda: conv.weight.scale.mul_(2),
+        lambda: conv.weight.qdata.share_memory_(),
+        lambda: conv.weight.act_scale.mul_(3) if name == "static" else None,
+        lambda: setattr(conv, "weight", nn.Parameter(layer(name, groups=groups).weight, False)),
+        lambda: setattr(conv, "bias", None),
+    ]
+    for change in changes:
+        change()
         check(conv)
-    conv.weight = nn.Parameter(layer(name, groups=groups).weight, False)
-    check(conv)
-    conv.bias = None
-    check(conv)
     check(conv, torch.randn(2, 8, 7, 6))
     check(conv, x[:, :, ::2])
     assert looked_up

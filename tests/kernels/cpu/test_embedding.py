@@ -1,5 +1,7 @@
 """The compiled gather gives the numbers of `dequantize`, bit for bit: every build that this machine runs."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,21 +15,21 @@ from qtorch import (
     PerBlock,
     PerGroup,
     PerRow,
-    PerTensor,
+    PlainLayout,
     QuantSpec,
     ZeroPointDomain,
     compute_error,
 )
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
-from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
-from tests.kernels.cpu.test_weight_only_mm import ASYMMETRIC, SPECS, weights
+from tests.kernels.cpu.builds import NEEDS_LIBRARY
+from tests.kernels.cpu.test_linear import ASYMMETRIC, SPECS, weights
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def table(spec: QuantSpec, shape: tuple[int, int] = (30, 64), **options: object) -> AffineQuantizedTensor:
-    return AffineQuantizedTensor.from_float(torch.randn(shape), LinearSpec(spec, **options))
+def table(spec: QuantSpec, shape: tuple[int, int] = (30, 64), layout: object = PlainLayout()) -> AffineQuantizedTensor:
+    return AffineQuantizedTensor.from_float(torch.randn(shape), LinearSpec(spec, layout=layout))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -37,32 +39,27 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("build", BUILDS)
 def test_bits_of_the_dequantized_table(build, name, dtype):
     for weight in weights(SPECS[name], dtype):
         ids = torch.randint(0, weight.shape[0], (41,))
-        with compiled_library.use(build), record_kernels() as ran:
+        with record_kernels() as ran:
             rows = functional.embedding(ids, weight)
         assert ran == ["embedding:cpu_embedding", "cpu_embedding", f"cpu_embedding.{build}"]
         assert same_bits(rows, weight.dequantize()[ids]), (weight, dtype)
 
 
-@pytest.mark.parametrize("build", BUILDS)
 def test_rows_longer_than_a_piece(build):
-    for k in (2047, 2048, 2049, 5000):
-        for layout in (None, PackedLayout()):
-            weight = table(QuantSpec("uint4", PerRow(), ASYMMETRIC), (3, k), **({"layout": layout} if layout else {}))
-            with compiled_library.use(build):
-                assert same_bits(functional.embedding(torch.tensor([2, 0, 1]), weight), weight.dequantize()[[2, 0, 1]])
+    for k, layout in itertools.product((2047, 2048, 2049, 5000), (PlainLayout(), PackedLayout())):
+        weight = table(QuantSpec("uint4", PerRow(), ASYMMETRIC), (3, k), layout)
+        assert same_bits(functional.embedding(torch.tensor([2, 0, 1]), weight), weight.dequantize()[[2, 0, 1]])
 
 
 @pytest.mark.parametrize("domain", list(ZeroPointDomain), ids=str)
 @pytest.mark.parametrize("scale", DTYPES, ids=str)
-@pytest.mark.parametrize("build", BUILDS)
 def test_types_of_scales_and_zero_points(build, scale, domain):
     mapping = MappingType.SYMMETRIC if domain is ZeroPointDomain.NONE else ASYMMETRIC
     weight = table(QuantSpec("int8", PerGroup(32), mapping, scale_dtype=scale, zero_point_domain=domain))
-    with compiled_library.use(build), record_kernels() as ran:
+    with record_kernels() as ran:
         rows = functional.embedding(torch.arange(30), weight)
     assert ran[-1] == f"cpu_embedding.{build}"
     assert same_bits(rows, weight.dequantize())
@@ -77,12 +74,11 @@ def test_error_is_that_of_the_codes():
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("build", BUILDS)
 def test_ids_of_any_shape(build, dtype):
     weight = table(QuantSpec("int8"))
     expected = weight.dequantize()
     wide = torch.randint(0, 30, (6, 10), dtype=dtype)
-    with compiled_library.use(build), record_kernels() as ran:
+    with record_kernels() as ran:
         for ids in (wide, wide[2, 3], wide.t(), wide[:, ::3], wide[:1].expand(5, 10), wide[:0], wide.view(2, 3, 2, 5)):
             rows = functional.embedding(ids, weight)
             assert rows.shape == (*ids.shape, 64)
@@ -92,52 +88,33 @@ def test_ids_of_any_shape(build, dtype):
 
 @pytest.mark.parametrize("position", [0, 3, 99])
 @pytest.mark.parametrize("wrong", [-1, 30, 2**31 - 1, 2**40, -(2**40)])
-@pytest.mark.parametrize("build", BUILDS)
 def test_ids_out_of_range(build, wrong, position):
     weight = table(QuantSpec("int8"))
     ids = torch.zeros(100, dtype=torch.int64)
     ids[position] = wrong
     match = f"index out of range: {wrong}, the table has 30 rows"
-    with compiled_library.use(build), record_kernels() as ran, pytest.raises(IndexError, match=match):
+    with record_kernels() as ran, pytest.raises(IndexError, match=match):
         functional.embedding(ids, weight)
     assert ran[-1] == f"cpu_embedding.{build}"
     with pytest.raises(IndexError):
         functional.embedding(ids, weight.dequantize())
 
 
-@NEEDS_LIBRARY
-@pytest.mark.parametrize("ids", [1, 100, 3000])
-@pytest.mark.parametrize("threads", [1, 2, 8])
-def test_the_number_of_threads_changes_nothing(threads, ids):
-    weight = table(QuantSpec("uint4", PerGroup(32), ASYMMETRIC), (500, 384), layout=PackedLayout())
-    index = torch.randint(0, 500, (ids,))
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        assert same_bits(functional.embedding(index, weight), weight.dequantize()[index])
-    finally:
-        torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("build", BUILDS)
 def test_views_of_a_table(build):
     """Some rows, or some columns, which are read where they are."""
     weight = table(QuantSpec("int8"))
     for part in (weight[3:20], weight[5:6], weight[:, 7:40]):
-        with compiled_library.use(build), record_kernels() as ran:
+        with record_kernels() as ran:
             rows = functional.embedding(torch.tensor([0, part.shape[0] - 1]), part)
         assert ran[-1] == f"cpu_embedding.{build}"
         assert same_bits(rows, part.dequantize()[[0, -1]])
 
 
 @NEEDS_LIBRARY
-@pytest.mark.parametrize("spec", [QuantSpec("int8", PerTensor()), SPECS["uint4 group 32, real zero"]], ids=str)
-@pytest.mark.parametrize("layout", ["plain", "packed"])
-def test_torch_operators_give_the_same(spec, layout):
+@pytest.mark.parametrize("name", ["int8 tensor", "uint4 group 32, real zero"])
+def test_torch_operators_give_the_same(name):
     """What the operator does where it cannot call the library, as in a graph that was compiled where there is one."""
-    if layout == "packed" and spec.dtype.bits == 8:
-        pytest.skip("8 bits are not packed")
-    weight = table(spec, **({"layout": PackedLayout()} if layout == "packed" else {}))
+    weight = table(SPECS[name], layout=PlainLayout() if name == "int8 tensor" else PackedLayout())
     compiled = torch.compile(lambda ids: functional.embedding(ids, weight), fullgraph=True)
     ids = torch.randint(0, 30, (4, 7))
     assert same_bits(compiled(ids), weight.dequantize()[ids])
@@ -180,8 +157,3 @@ def test_compiled_with_dynamic_shapes():
             ids = torch.randint(0, 30, shape)
             assert same_bits(compiled(ids), expected[ids])
     assert ran.count("cpu_embedding") == 3
-
-
-def test_operator_is_well_formed():
-    weight = table(QuantSpec("int8"))
-    torch.library.opcheck(torch.ops.qtorch.cpu_embedding.default, arguments(torch.tensor([3, 1, 4]), weight))

@@ -1,4 +1,4 @@
-"""The compiled products with experts: the bits of one compiled linear layer for each expert, in every build and way."""
+"""The compiled products with experts: the bits of one compiled linear layer for each, in every build and variant."""
 
 import functools
 
@@ -19,13 +19,13 @@ from qtorch import (
     PlainLayout,
     QuantSpec,
     compute_error,
-    explain,
 )
 from qtorch.dtypes.experts import grouped_linear, one_by_one
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library, experts, int8_linear, variants
+from qtorch.kernels.cpu import compiled_library, experts, variants
 from qtorch.kernels.linear import reference
-from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
+from qtorch.kernels.registry import Problem, candidates
+from tests.kernels.cpu.builds import NEEDS_LIBRARY
 
 ASYMMETRIC = MappingType.ASYMMETRIC
 SYMMETRIC_TOKEN = QuantSpec("int8", PerToken(), quant_min=-127)
@@ -60,7 +60,7 @@ def stack(spec, n, k, activation=None, count=5, dtype=torch.float32):
 
 @functools.cache
 def cases(name, activation):
-    """(weight, [(x, index, results of the reference for int8 activations)]), made once for all builds and ways."""
+    """(weight, [(x, index, results of the reference for int8 activations)]), made once for all builds and variants."""
     made = []
     for n, k in SHAPES:
         weight, inputs = stack(SPECS[name], n, k, ACTIVATIONS[activation]), []
@@ -97,10 +97,9 @@ def check(x, weight, index, build):
 
 
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("build", BUILDS)
 def test_weight_only(build, name):
     for variant in variants.VARIANTS:
-        with compiled_library.use(build), variants.force(variant):
+        with variants.force(variant):
             for weight, inputs in cases(name, None):
                 for x, index, _ in inputs:
                     check(x, weight, index, build)
@@ -108,55 +107,49 @@ def test_weight_only(build, name):
 
 @pytest.mark.parametrize("activation", ["symmetric", "asymmetric"])
 @pytest.mark.parametrize("name", [name for name in SPECS if "tensor" not in name])
-@pytest.mark.parametrize("build", BUILDS)
 def test_int8_activations(build, name, activation):
     """Also the bits of the reference."""
     for variant in ("dot", "tile", "channels"):
-        with compiled_library.use(build), variants.force(variant):
+        with variants.force(variant):
             for weight, inputs in cases(name, activation):
                 for x, index, wanted in inputs:
                     assert torch.equal(check(x, weight, index, build), wanted)
 
 
-@pytest.mark.parametrize("build", BUILDS)
 def test_many_rows(build):
-    """More rows of an expert than are multiplied at a time, and each way of the table."""
-    with compiled_library.use(build):
-        for activation in (None, ASYMMETRIC_TOKEN):
-            weight = stack(SPECS["int4 group 32"], 40, 96, activation, count=2)
-            x, index = torch.randn(1300, 96), torch.randint(2, (1300, 1))
-            index[:1100] = 1
-            assert torch.equal(grouped_linear(x, weight, index), one_by_one(x, weight, index))
+    """More rows of an expert than are multiplied at a time, and each variant of the table."""
+    for activation in (None, ASYMMETRIC_TOKEN):
+        weight = stack(SPECS["int4 group 32"], 40, 96, activation, count=2)
+        x, index = torch.randn(1300, 96), torch.randint(2, (1300, 1))
+        index[:1100] = 1
+        assert torch.equal(grouped_linear(x, weight, index), one_by_one(x, weight, index))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("build", BUILDS)
 def test_half_precision(build, activation, dtype):
     weight = stack(SPECS["int4 group 32"], 70, 256, ACTIVATIONS[activation], dtype=dtype)
-    with compiled_library.use(build), variants.force("dot"):
+    with variants.force("dot"):
         for index in map(torch.tensor, INDICES.values()):
             check(torch.randn(len(index), 256).to(dtype), weight, index, build)
 
 
-@pytest.mark.parametrize("build", BUILDS)
 def test_against_the_reference(build):
     """On the rows of each expert; an index that names none gives zeros."""
     index = torch.tensor(INDICES["some"])
     for name, spec in SPECS.items():
         weight, x = stack(spec, 37, 192), torch.randn(len(index), 192)
-        with compiled_library.use(build), variants.force("dot"):
+        with variants.force("dot"):
             y = grouped_linear(x, weight, index).unflatten(0, index.shape)
         assert not y[(index < 0) | (index >= 5)].any()
         assert compute_error(of_reference(x, weight, index), y.flatten(0, 1)) > 105, name
 
 
-@pytest.mark.parametrize("build", BUILDS)
 def test_views(build):
     """Rows that are far apart, columns that are, one row for all; some experts; the stored transpose, twice."""
     weight, wide = stack(SPECS["int8 row"], 37, 96), torch.randn(9, 200)
     index = torch.randint(5, (9, 2))
-    with compiled_library.use(build), variants.force("dot"):
+    with variants.force("dot"):
         for x in (wide[:, 5:101], wide[:, :192:2], torch.randn(96, 9).t(), wide[:1, :96].expand(9, 96)):
             check(x, weight, index, build)
             check(x, weight, index.t().contiguous().t(), build)
@@ -166,31 +159,11 @@ def test_views(build):
         assert torch.equal(y, grouped_linear(wide[:, :96], weight, index)[:, 3:20]), "rows that are no stack"
 
 
-@pytest.mark.parametrize("build", BUILDS)
 def test_nothing_to_multiply(build):
     weight = stack(SPECS["int4 group 32"], 20, 64)
-    with compiled_library.use(build):
-        for rows, share in ((0, 2), (3, 0)):
-            index = torch.zeros(rows, share, dtype=torch.int64)
-            assert grouped_linear(torch.randn(rows, 64), weight, index).shape == (0, 20)
-
-
-@NEEDS_LIBRARY
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_number_of_threads_changes_nothing(activation):
-    """Experts are cut into runs of output channels, few rows or many."""
-    weight = stack(SPECS["int4 group 32"], 300, 256, ACTIVATIONS[activation])
-    before = torch.get_num_threads()
-    try:
-        for index in (torch.tensor(INDICES["one token"]), torch.randint(5, (40, 2)), torch.zeros(70, 1).long()):
-            x = torch.randn(len(index), 256)
-            torch.set_num_threads(1)
-            expected = grouped_linear(x, weight, index)
-            for threads in (2, 3):
-                torch.set_num_threads(threads)
-                assert torch.equal(grouped_linear(x, weight, index), expected)
-    finally:
-        torch.set_num_threads(before)
+    for rows, share in ((0, 2), (3, 0)):
+        index = torch.zeros(rows, share, dtype=torch.int64)
+        assert grouped_linear(torch.randn(rows, 64), weight, index).shape == (0, 20)
 
 
 @NEEDS_LIBRARY
@@ -222,7 +195,7 @@ def test_what_the_kernels_leave_to_others():
     per_tensor = stack(SPECS["int8 row"], 40, 96, QuantSpec("int8", PerTensor()))
     transposed = stack(QuantSpec("int4", PerRow()), 96, 40).transpose(1, 2)
     for weight, reason in ((per_tensor, "rows are quantized by themselves"), (transposed, "this weight is transposed")):
-        reasons = dict(explain_as_is(weight))
+        reasons = {k.name: why for k, why in candidates(Problem("grouped_linear", weight.scheme, torch.float32, "cpu"))}
         assert reason in reasons[name_of(weight)]
         index = torch.tensor(INDICES["some"])
         x = torch.randn(len(index), weight.shape[2])
@@ -231,20 +204,6 @@ def test_what_the_kernels_leave_to_others():
         assert ran[0] == "grouped_linear:experts_as_linear_layers"
         token, place = torch.where(index == 3)
         assert compute_error(reference.linear(x[token], weight[3], None), y[token, place]) > 100
-
-
-def explain_as_is(weight):
-    from qtorch.kernels.registry import Problem
-    from qtorch.model.explain import explain_problem
-
-    return explain_problem(Problem("grouped_linear", weight.scheme, torch.float32, "cpu")).rejected
-
-
-@NEEDS_LIBRARY
-def test_explain():
-    for activation, name in ((None, "cpu_experts_mm"), (SYMMETRIC_TOKEN, "cpu_experts_int8_mm")):
-        explanation = explain(stack(SPECS["int4 group 32"], 40, 96, activation))
-        assert (explanation.problem.op, explanation.kernel) == ("grouped_linear", name)
 
 
 @NEEDS_LIBRARY
@@ -270,31 +229,10 @@ def test_tensors_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             experts.cpu_experts_mm(*{**good, name: wrong}.values(), *numerics)
-    freed = torch.zeros(4, 8, 32, dtype=torch.int8)
-    freed.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match="given back"):
-        experts.cpu_experts_mm(x, index, freed, scale, *numerics)
-
-
-@NEEDS_LIBRARY
-def test_a_scale_that_is_taken_away():
-    weight, index = stack(SPECS["int8 row"], 40, 96), torch.tensor(INDICES["one token"])
-    x = torch.randn(1, 96)
-    grouped_linear(x, weight, index)
-    weight.scale.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match="given back"):
-        grouped_linear(x, weight, index)
-
-
-@NEEDS_LIBRARY
-def test_operators_are_well_formed():
-    codes, scale = torch.randint(-127, 128, (4, 12, 32), dtype=torch.int8), torch.rand(4, 12, 1)
-    x, index = torch.randn(3, 32), torch.randint(4, (3, 2))
-    arguments = (x, index, codes, scale, None, False, "int8", -127.0, 127.0, "INT")
-    torch.library.opcheck(torch.ops.qtorch.cpu_experts_mm.default, arguments)
-    quantizer = list(int8_linear.row_quantizer(SYMMETRIC_TOKEN))
-    arguments = (x, index, None, None, quantizer, codes, scale, None, False, "int8", torch.float32)
-    torch.library.opcheck(torch.ops.qtorch.cpu_experts_int8_mm.default, arguments)
+    for memory in (codes, scale):
+        memory.untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match="given back"):
+            experts.cpu_experts_mm(x, index, codes, scale, *numerics)
 
 
 @NEEDS_LIBRARY

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.custom_ops import portable
 from qtorch.kernels.ops.block_mm import int8_block_mm
 from qtorch.kernels.ops.int8_grouped_mm import int8_grouped_mm, int8_product
 
-from .builds import BUILDS, NEEDS_LIBRARY
+from .builds import NEEDS_LIBRARY
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -30,13 +28,6 @@ def scale(*shape: int) -> Tensor:
 
 def same(ours: Tensor, reference: Tensor) -> bool:
     return ours.dtype == reference.dtype and torch.equal(ours.nan_to_num(7), reference.nan_to_num(7))
-
-
-@pytest.fixture(params=BUILDS)
-def build(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The instruction set in use."""
-    with compiled_library.use(request.param):
-        yield request.param
 
 
 # (M, N, groups of x, groups of w, size of the smaller ones, rows of x and of w that share a scale)
@@ -58,9 +49,8 @@ def test_blocks_of_both(build: str, case: tuple[int, ...]) -> None:
     for dtype, number in zip(DTYPES, (0.0, float("nan"), float("inf")), strict=True):
         xs[-1, -1] = number or xs[-1, -1]
         expected = portable(int8_block_mm)(x, xs, w, ws, dtype)
-        for a, b in itertools.product(
-            (x, x.t().contiguous().t()), (w, w.t().contiguous().t(), torch.cat([w, w], 1)[:, :k])
-        ):
+        of_w = (w, w.t().contiguous().t(), torch.cat([w, w], 1)[:, :k])
+        for a, b in itertools.product((x, x.t().contiguous().t()), of_w):
             with record_kernels() as ran:
                 ours = int8_block_mm(a, xs.t().contiguous().t(), b, ws, dtype)
             assert ran == ["int8_block_mm", f"int8_block_mm.{build}"]
@@ -87,17 +77,6 @@ def test_one_scale_a_row(build: str, shape: tuple[int, int, int]) -> None:
             assert f"scale_sums.{build}" in ran
             assert "int_matmul" in ran
             assert same(ours, int8_grouped_mm(x, xs, None, w, ws, None, dtype)), (dtype, xs.shape, ws.stride())
-
-
-@NEEDS_LIBRARY
-def test_threads_change_nothing() -> None:
-    x, w, xs, ws = codes(300, 256), codes(200, 256), scale(300, 8), scale(200, 8)
-    before, results = torch.get_num_threads(), []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        results.append(int8_block_mm(x, xs, w, ws, torch.float32))
-    torch.set_num_threads(before)
-    assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 @NEEDS_LIBRARY

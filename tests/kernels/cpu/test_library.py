@@ -1,5 +1,6 @@
 """Building, loading, switching off, threads and processes."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -13,9 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import qtorch
-from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import build, compiled_library, variants
-from tests.kernels.cpu.builds import BUILDS
+from tests.kernels.cpu.builds import NEEDS_LIBRARY
 
 ROOT = Path(qtorch.__file__).parents[1]
 
@@ -81,11 +81,10 @@ def test_a_compiler_that_fails(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@NEEDS_LIBRARY
 def test_libraries_of_other_sources_are_refused(monkeypatch):
     """A checkout that moved on does not call what was built before."""
     loaded = compiled_library.library()
-    if loaded is None:
-        pytest.skip("nothing is built")
     monkeypatch.setattr(compiled_library, "fingerprint", lambda: "other")
     with pytest.raises(OSError, match="is of other sources"):
         compiled_library.Library(loaded.instruction_set, loaded.path)
@@ -106,11 +105,10 @@ def test_explain_names_the_kernel():
         assert f"runs {text}" in str(qtorch.explain(model))
 
 
-@pytest.mark.parametrize("build", BUILDS)
 def test_calls_from_eight_threads(build):
     model = layer().requires_grad_(False)
     inputs = [torch.randn(rows, 256) for rows in (1, 2, 5, 9, 17, 40, 70, 3)]
-    with compiled_library.use(build), ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(8) as pool:
         expected = [model(x) for x in inputs]
         for _ in range(5):
             for y, wanted in zip(pool.map(model, inputs * 4), expected * 4, strict=True):
@@ -132,11 +130,10 @@ class Embedded(Dataset):
         return self.model(self.x[i])
 
 
+@NEEDS_LIBRARY
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_forked_workers():
     """The parent's threads do not exist in a child: to wait for them would be for ever."""
-    if compiled_library.library() is None:
-        pytest.skip("nothing is built")
     model, x = layer(), torch.randn(6, 40, 256)
     expected = model(x).detach()
     with warnings.catch_warnings():
@@ -157,24 +154,10 @@ def test_threads_are_those_of_torch():
 
 
 def test_the_choices_cover_every_build():
+    kinds, both, sizes = ("float32", "bfloat16", "float16", "int8"), (True, False), (1, variants.SMALL + 1)
+    keys = {variants.key_of(*key) for key in itertools.product(kinds, both, both, sizes)}
+    keys |= {f"{key} copied" for key in keys if not key.startswith("int8")}
+    keys |= {variants.key_of("int8", True, True, size, short_groups=True) for size in sizes}
     shipped = variants.read(variants.SHIPPED)
     for name in build.FLAGS["x86_64"]:
-        for kind in ("float32", "bfloat16", "float16", "int8"):
-            for packed in (True, False):
-                for grouped in (True, False):
-                    for elements in (1, variants.SMALL + 1):
-                        key = variants.key_of(kind, packed, grouped, elements)
-                        forms = {key} if kind == "int8" else {key, f"{key} copied"}
-                        assert all(forms <= set(table) for table in shipped[name].values())
-        for elements in (1, variants.SMALL + 1):
-            key = variants.key_of("int8", True, True, elements, short_groups=True)
-            assert all(key in table for table in shipped[name].values())
-
-
-def test_torch_way():
-    model = layer()
-    if compiled_library.library() is None:
-        pytest.skip("nothing is built")
-    with variants.force("torch"), record_kernels() as ran:
-        model(torch.randn(3, 256))
-    assert ran[-2:] == ["cpu_weight_only_mm.torch", "packed_weight_mm"]
+        assert all(keys <= set(table) for table in shipped[name].values())

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.custom_ops import portable
 from qtorch.kernels.ops.quantize import quantize_dynamic, quantize_rows
 from qtorch.kernels.ops.weight_only_mm import dequantize_codes
@@ -30,7 +28,7 @@ from qtorch.primitives.scale_rules import AbsMeanRule
 from qtorch.recipes.mx import mx_spec
 from qtorch.training.engine.numerics import float8, int8, integer
 
-from .builds import BUILDS, NEEDS_LIBRARY
+from .builds import NEEDS_LIBRARY
 
 SPECS = {
     "int8 rows": int8(),
@@ -51,13 +49,6 @@ SPECS = {
 SHAPES = [(64, 96), (32, 544)]
 ODD_SHAPES = [(1, 1), (1, 37), (5, 3), (33, 16), (70, 131)]
 NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
-
-
-@pytest.fixture(params=BUILDS)
-def build(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The instruction set in use."""
-    with compiled_library.use(request.param):
-        yield request.param
 
 
 def shapes_of(spec: QuantSpec) -> list[tuple[int, int]]:
@@ -194,29 +185,6 @@ def test_other_specs_run_in_torch(spec: QuantSpec) -> None:
     with record_kernels() as ran:
         quantize_dynamic(x, spec)
     assert ran == []
-
-
-@NEEDS_LIBRARY
-def test_threads_change_nothing() -> None:
-    x = values(700, 300)
-    before = torch.get_num_threads()
-    for spec in (SPECS["int8 rows"], SPECS["e4m3 tensor"]):
-        results = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            codes, scale, _ = quantize_rows(x.t(), spec)
-            results.append(
-                (
-                    codes,
-                    scale,
-                    dequantize_codes(
-                        codes, scale, None, spec.dtype, *spec.code_range, spec.zero_point_domain, torch.float32
-                    ),
-                )
-            )
-        torch.set_num_threads(before)
-        for other in results[1:]:
-            assert all(map(equal, results[0], other))
 
 
 @NEEDS_LIBRARY

@@ -14,8 +14,9 @@ from torch import nn
 
 import qtorch
 from qtorch.kernels.cpu import compiled_library, tuning, variants
+from tests.kernels.cpu.builds import NEEDS_LIBRARY
 
-compiled = pytest.mark.skipif(compiled_library.library() is None, reason="nothing is compiled")
+SMALL, LARGE = "int8 plain rows small", "int8 plain rows large"
 
 
 @pytest.fixture(autouse=True)
@@ -51,13 +52,16 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, nothing_known: Path) -> str:
     return variants.processor_kind()
 
 
-def layer() -> nn.Linear:
-    made = nn.Linear(64, 64)
-    qtorch.quantize_(made, qtorch.int8_weight_only())
-    return made
+@pytest.fixture
+def of_user(nothing_known: Path) -> Path:
+    """The file of the user's tables, in folders that are there."""
+    path = variants.path_of_user()
+    path.parent.mkdir(parents=True, mode=0o700)
+    path.parent.parent.chmod(0o700)
+    return path
 
 
-@compiled
+@NEEDS_LIBRARY
 @pytest.mark.usefixtures("short")
 def test_it_is_measured_saved_and_used(elsewhere: str) -> None:
     name = compiled_library.library().instruction_set
@@ -78,46 +82,37 @@ def test_it_is_measured_saved_and_used(elsewhere: str) -> None:
     assert (variants.path_of_user().stat().st_mode & 0o777) & 0o022 == 0
 
 
-@compiled
+@NEEDS_LIBRARY
 @pytest.mark.usefixtures("nothing_known")
 def test_into_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "measure_variants", lambda _: {"int8 plain rows large": [(8, "dot"), (None, "tile")]})
-    path = tmp_path / "ways.json"
-    path.write_text('{"portable on Acme family 7 with portable": {"int8 plain rows small": [[null, "tile"]]}}')
+    monkeypatch.setattr(tuning, "measure_variants", lambda _: {LARGE: [(8, "dot"), (None, "tile")]})
+    path = tmp_path / "choices.json"
+    path.write_text(f'{{"portable on Acme family 7 with portable": {{"{SMALL}": [[null, "tile"]]}}}}')
     table = qtorch.kernels.tune_cpu(path)
     tables = variants.read(path)
-    assert tables.pop("portable")["Acme family 7 with portable"] == {"int8 plain rows small": [[None, "tile"]]}
+    assert tables.pop("portable")["Acme family 7 with portable"] == {SMALL: [[None, "tile"]]}
     ((name, of_set),) = tables.items()
     assert (name, set(of_set)) == (compiled_library.library().instruction_set, {variants.processor_kind()})
     assert of_set[variants.processor_kind()] == {key: [list(step) for step in steps] for key, steps in table.items()}
     assert not variants.path_of_user().exists()
 
 
-def test_not_over_a_file_of_something_else(tmp_path: Path) -> None:
-    if compiled_library.library() is None:
-        pytest.skip("nothing is compiled")
+@NEEDS_LIBRARY
+def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of something else, which stays; a cache that cannot be used; nothing to measure."""
     path = tmp_path / "shopping.json"
     path.write_text('["milk"]')
     with pytest.raises(ValueError, match="got a list, want tables"):
         qtorch.tune_cpu(path)
     assert path.read_text() == '["milk"]'
-
-
-def test_without_compiled_kernels() -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path))
+    with pytest.raises(RuntimeError, match="QTORCH_CPU_CHOICES"):
+        qtorch.tune_cpu()
     with compiled_library.use(None), pytest.raises(RuntimeError, match="the compiled kernels, which are missing"):
         qtorch.tune_cpu()
 
 
-def test_where_the_cache_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    if compiled_library.library() is None:
-        pytest.skip("nothing is compiled")
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(RuntimeError, match="QTORCH_CPU_CHOICES"):
-        qtorch.tune_cpu()
-
-
-@compiled
+@NEEDS_LIBRARY
 @pytest.mark.usefixtures("elsewhere")
 def test_reports_say_it_once() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
@@ -130,28 +125,30 @@ def test_reports_say_it_once() -> None:
         assert "tune_cpu" not in str(qtorch.explain(model))
 
 
-@compiled
-def test_reports_do_not_say_it_where_it_was_measured(nothing_known: Path) -> None:
-    name = compiled_library.library().instruction_set
+@NEEDS_LIBRARY
+@pytest.mark.usefixtures("nothing_known")
+def test_reports_do_not_say_it_where_it_was_measured() -> None:
     table = {"float32 plain rows small": [[None, "dot"]]}
-    variants._loaded[name] = {variants.processor_kind(): table}
+    variants._loaded[compiled_library.library().instruction_set] = {variants.processor_kind(): table}
     variants.forget()
-    model = layer()
+    model = nn.Linear(64, 64)
+    assert qtorch.quantize_(model, qtorch.int8_weight_only()).advice == ()
     assert "tune_cpu" not in str(qtorch.explain(model))
-    assert qtorch.quantize_(nn.Linear(64, 64), qtorch.int8_weight_only()).advice == ()
 
 
-def test_this_vendor_before_others(monkeypatch: pytest.MonkeyPatch, nothing_known: Path) -> None:
+@pytest.mark.usefixtures("nothing_known")
+def test_this_vendor_before_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one table lacks, the next one has."""
     kinds = {"Other family 1 with x": "dot", "Acme family 6 with x": "tile", "Acme family 7 with x": "float"}
     keys = {"Acme family 7 with x": "float32 plain rows small"}
-    tables = {kind: {keys.get(kind, "int8 plain rows small"): [[None, variant]]} for kind, variant in kinds.items()}
+    tables = {kind: {keys.get(kind, SMALL): [[None, variant]]} for kind, variant in kinds.items()}
     monkeypatch.setattr(variants, "_loaded", {"avx2": tables})
     monkeypatch.setattr(variants, "processor_kind", lambda: "Acme family 7 with x")
+    variants.forget()
     assert [kind for kind, _ in variants._tables("avx2")][:3] == list(reversed(kinds))
     assert variants.choose("avx2", "float32 plain rows small", 5) == "float"
-    assert variants.choose("avx2", "int8 plain rows small", 5) == "tile"
-    assert variants.choose("avx2", "int8 plain rows large", 5) in ("dot", "tile")  # as shipped
+    assert variants.choose("avx2", SMALL, 5) == "tile"
+    assert variants.choose("avx2", LARGE, 5) in ("dot", "tile")  # as shipped
 
 
 def test_the_kind_of_this_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -166,61 +163,56 @@ def test_the_kind_of_this_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert variants.processor_kind().endswith(tuple(f" with {name}" for name in compiled_library.instruction_sets()))
 
 
+def of_avx2(steps: str, key: str = SMALL) -> str:
+    return f'{{"avx2": {{"{key}": {steps}}}}}'
+
+
 WRONG = {
     "not JSON": "{",
     "a list": "[]",
     "a table that is none": '{"avx2": []}',
-    "no steps": '{"avx2": {"int8 plain rows small": []}}',
-    "no list": '{"avx2": {"int8 plain rows small": 8}}',
-    "no end": '{"avx2": {"int8 plain rows small": [[8, "dot"]]}}',
-    "huge": '{"avx2": {"int8 plain rows small": [[9999999999999999999999, "dot"], [null, "tile"]]}}',
-    "not a number": '{"avx2": {"int8 plain rows small": [[true, "dot"], [null, "tile"]]}}',
-    "falling": '{"avx2": {"int8 plain rows small": [[8, "dot"], [4, "dot"], [null, "tile"]]}}',
-    "no variant": '{"avx2": {"int8 plain rows small": [[null, "guess"]]}}',
-    "not a variant of codes": '{"avx2": {"int8 plain rows small": [[null, "fixed"]]}}',
-    "not a variant of the set": '{"avx2": {"float32 plain rows small": [[null, "amx"]]}}',
-    "an unhashable variant": '{"avx2": {"float32 plain rows small": [[null, ["dot"]]]}}',
+    "no steps": of_avx2("[]"),
+    "no list": of_avx2("8"),
+    "no end": of_avx2('[[8, "dot"]]'),
+    "huge": of_avx2('[[9999999999999999999999, "dot"], [null, "tile"]]'),
+    "not a number": of_avx2('[[true, "dot"], [null, "tile"]]'),
+    "falling": of_avx2('[[8, "dot"], [4, "dot"], [null, "tile"]]'),
+    "no variant": of_avx2('[[null, "guess"]]'),
+    "not a variant of codes": of_avx2('[[null, "fixed"]]'),
+    "not a variant of the set": of_avx2('[[null, "amx"]]', "float32 plain rows small"),
+    "an unhashable variant": of_avx2('[[null, ["dot"]]]', "float32 plain rows small"),
     "too large": " " * (variants.MOST_BYTES + 1),
     "not text": b"\xff\xfe{}",
 }
 
 
 @pytest.mark.parametrize("content", WRONG.values(), ids=WRONG.keys())
-def test_a_file_is_checked(content: str | bytes, nothing_known: Path) -> None:
-    path = variants.path_of_user()
-    path.parent.mkdir(parents=True, mode=0o700)
-    path.parent.parent.chmod(0o700)
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+def test_a_file_is_checked(content: str | bytes, of_user: Path) -> None:
+    of_user.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError):  # noqa: PT011 (also those of json)
-        variants.load(path)
+        variants.load(of_user)
     assert variants._loaded == {}
+    variants._tables.cache_clear()
     with pytest.warns(UserWarning, match="are not used"):
-        assert variants.choose("avx2", "int8 plain rows small", 1) in ("dot", "tile", "torch")
+        assert variants._tables("avx2")
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs owners of files")
-def test_a_file_that_others_can_write_is_not_read(nothing_known: Path) -> None:
-    path = variants.path_of_user()
-    path.parent.mkdir(parents=True, mode=0o700)
-    path.parent.parent.chmod(0o700)
-    variants.write(path, {"avx2": {variants.processor_kind(): {"int8 plain rows small": [[None, "torch"]]}}})
+def test_a_file_of_others_is_not_read(of_user: Path) -> None:
+    """One that they can write; one of another processor in the same home."""
+    variants.write(of_user, {"avx2": {variants.processor_kind(): {SMALL: [[None, "torch"]]}}})
     assert variants.of_user()["avx2"]
-    path.chmod(0o666)
+    of_user.chmod(0o666)
     with pytest.warns(UserWarning, match="not trusted"):
         assert variants.of_user() == {}
-
-
-def test_of_another_processor_in_the_same_home(nothing_known: Path) -> None:
-    path = variants.path_of_user()
-    path.parent.mkdir(parents=True, mode=0o700)
-    path.parent.parent.chmod(0o700)
-    variants.write(path, {"avx2": {"Acme family 7 with x": {"int8 plain rows small": [[None, "torch"]]}}})
+    variants.write(of_user, {"avx2": {"Acme family 7 with x": {SMALL: [[None, "torch"]]}}})
+    of_user.chmod(0o600)
     assert variants.of_user() == {}
 
 
 def test_writing_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "ways.json"
-    variants.write(path, {"avx2": {"Acme": {"int8 plain rows small": [[None, "tile"]]}}})
+    path = tmp_path / "choices.json"
+    variants.write(path, {"avx2": {"Acme": {SMALL: [[None, "tile"]]}}})
     before = path.read_text()
 
     def full(*_: object) -> None:
@@ -230,18 +222,15 @@ def test_writing_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match="no space"):
         variants.write(path, {"avx2": {}})
     assert path.read_text() == before
-    assert os.listdir(tmp_path) == ["ways.json"]
+    assert os.listdir(tmp_path) == [path.name]
 
 
-@compiled
-def test_another_process_uses_it(nothing_known: Path) -> None:
+@NEEDS_LIBRARY
+def test_another_process_uses_it(of_user: Path) -> None:
     """One variant for all, which no table of ours has."""
     name = compiled_library.library().instruction_set
-    path = variants.path_of_user()
-    path.parent.mkdir(parents=True, mode=0o700)
-    path.parent.parent.chmod(0o700)
     key = variants.key_of(torch.float32, False, False, 64 * 64)
-    variants.write(path, {name: {variants.processor_kind(): {key: [[None, "torch"]]}}})
+    variants.write(of_user, {name: {variants.processor_kind(): {key: [[None, "torch"]]}}})
     program = (
         "import torch, qtorch\nfrom qtorch.kernels import record_kernels\n"
         "layer = torch.nn.Linear(64, 64)\nqtorch.quantize_(layer, qtorch.int8_weight_only())\n"

@@ -1,0 +1,338 @@
+"""The compiled linear layers, in every build and variant: weight-only ones against exact arithmetic; those of int8
+activations have the bits of the reference."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import qtorch
+from qtorch import (
+    AffineQuantizedTensor,
+    LinearSpec,
+    MappingType,
+    PackedLayout,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    PerToken,
+    PlainLayout,
+    QuantSpec,
+    ZeroPointDomain,
+    compute_error,
+)
+from qtorch.dtypes.linear import multiply
+from qtorch.kernels import record_kernels
+from qtorch.kernels.cpu import compiled_library, int8_linear, variants, weight_only
+from qtorch.kernels.linear import reference
+from qtorch.kernels.ops.int8_grouped_mm import int8_grouped_mm
+from qtorch.primitives.layouts.packed import pack_codes
+from qtorch.primitives.qdtype import qdtype
+from tests.rounding import EXTRA, gamma
+
+ASYMMETRIC = MappingType.ASYMMETRIC
+REAL_ZERO = {"mapping": ASYMMETRIC, "zero_point_domain": ZeroPointDomain.FLOAT, "preserve_zero": False}
+OFFSET = {**REAL_ZERO, "zero_point_domain": ZeroPointDomain.OFFSET}
+FRACTIONAL = {"mapping": ASYMMETRIC, "zero_point_domain": ZeroPointDomain.FRACTIONAL}
+SPECS = {
+    "int8 row": QuantSpec("int8", quant_min=-127),
+    "int8 tensor": QuantSpec("int8", PerTensor()),
+    "int8 group": QuantSpec("int8", PerGroup(32), ASYMMETRIC),
+    "uint8 row": QuantSpec("uint8", PerRow(), ASYMMETRIC),
+    "uint8 no zero point": QuantSpec("uint8", PerRow(), zero_point_domain=ZeroPointDomain.NONE),
+    "uint4 group 128": QuantSpec("uint4", PerGroup(128), ASYMMETRIC),
+    "uint4 group 32, real zero": QuantSpec("uint4", PerGroup(32), **REAL_ZERO),
+    "uint4 narrow, real zero": QuantSpec("uint4", PerGroup(64), **REAL_ZERO, quant_max=12),
+    "uint4 group 32, offset": QuantSpec("uint4", PerGroup(32), **OFFSET),
+    "int5 row, offset": QuantSpec("int5", PerRow(), ASYMMETRIC, ZeroPointDomain.OFFSET),
+    "uint8 group 32, offset": QuantSpec("uint8", PerGroup(32), **OFFSET),
+    "uint4 group 64, fractional": QuantSpec("uint4", PerGroup(64), **FRACTIONAL),
+    "int8 row, fractional": QuantSpec("int8", PerRow(), **FRACTIONAL),
+    "int4 row": QuantSpec("int4", PerRow()),
+    "int4 group 10": QuantSpec("int4", PerGroup(10)),
+    **{f"int{bits}": QuantSpec(f"int{bits}", PerGroup(64)) for bits in (2, 3, 5, 6, 7)},
+    **{f"uint{bits}": QuantSpec(f"uint{bits}", PerRow(), ASYMMETRIC) for bits in (1, 2, 3, 5, 6, 7)},
+}
+# Weights of layers with int8 activations, whose reference takes long: with long groups and short ones.
+OF_CODES = {
+    "int8 row": SPECS["int8 row"],
+    "int8 row asymmetric": QuantSpec("int8", PerRow(), ASYMMETRIC),
+    "uint8 group": QuantSpec("uint8", PerGroup(64), ASYMMETRIC),
+    "int4 group": QuantSpec("int4", PerGroup(32)),
+    "uint4 group": QuantSpec("uint4", PerGroup(96), ASYMMETRIC),
+    "int3 row": QuantSpec("int3", PerRow()),
+    "int4 group 128": QuantSpec("int4", PerGroup(128)),
+    "int4 long group": QuantSpec("int4", PerGroup(1536)),
+}
+ACTIVATIONS = {
+    "symmetric": QuantSpec("int8", PerToken(), quant_min=-127),
+    "asymmetric": QuantSpec("int8", PerToken(), ASYMMETRIC),
+    "narrow": QuantSpec("int8", PerToken(), ASYMMETRIC, quant_min=-100, quant_max=99),
+    "tensor": QuantSpec("int8", PerTensor()),
+    None: None,
+}
+# (N, K): of groups, odd in N and in the bytes of a packed run, but for the last ones; of rows, odd in both.
+SHAPES = {True: [(37, 128), (70, 960), (1, 1280), (9, 1536), (6, 1024)], False: [(5, 77), (33, 1029), (70, 4), (1, 64)]}
+SHAPES_OF_CODES = {True: [(37, 192), (70, 1152), (9, 4608)], False: [(5, 77), (33, 130), (6, 5029)]}
+INPUTS = [(1, torch.float32), (3, torch.bfloat16), (8, torch.float16), (17, torch.float32), (37, torch.bfloat16)]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# In bf16 the result is rounded, and matrix tiles round the weights too: half a unit, 2^-9, each.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 6e-4, torch.bfloat16: 8e-3}
+FLOAT_VARIANTS, CODE_VARIANTS = [*variants.VARIANTS, "float"], ["dot", "tile", "channels"]
+every_activation = pytest.mark.parametrize("activation", [None, "asymmetric"])
+
+
+def quantized(spec: QuantSpec, shape: tuple[int, int], activation: str | None = None) -> AffineQuantizedTensor:
+    layout = PlainLayout() if spec.dtype.bits == 8 else PackedLayout()
+    linear_spec = LinearSpec(spec, ACTIVATIONS[activation], layout=layout)
+    return AffineQuantizedTensor.from_float(torch.randn(shape), linear_spec)
+
+
+def weights(spec: QuantSpec, dtype: torch.dtype = torch.float32) -> list[AffineQuantizedTensor]:
+    """Weight-only ones, of codes with less than 8 bits in both layouts."""
+    made, layouts = [], [PlainLayout(), PackedLayout()][: 1 + (spec.dtype.bits < 8)]
+    for n, k in SHAPES[isinstance(spec.granularity, PerGroup)]:
+        if k % getattr(spec.granularity, "group_size", 1) == 0:
+            for layout in layouts:
+                linear_spec = LinearSpec(spec, layout=layout)
+                made.append(AffineQuantizedTensor.from_float(torch.randn(n, k).to(dtype), linear_spec))
+    return made
+
+
+def error(y: Tensor, x: Tensor, weight: AffineQuantizedTensor) -> float:
+    """Largest error, relative to what the sums are made of."""
+    exact = weight.scheme.weight.dequantize(*weight.plain()).double()
+    scale = weight.scale.double()
+    largest = 2.0 ** (weight.scheme.weight.dtype.bits - 1)
+    size = (largest * scale).repeat_interleave(exact.shape[1] // scale.shape[1], 1).expand_as(exact)
+    return float(((y.double() - x.double() @ exact.t()).abs() / (x.double().abs() @ size.t() + 1e-30)).max())
+
+
+def tolerance(variant: str, dtype: torch.dtype, terms: int) -> float:
+    """Of `error`. The order of our sums is that of the sources; torch's is its own, in F.linear, which takes a weight
+    that is rounded to the dtype, too."""
+    return 2 * TOLERANCE[dtype] + gamma(terms + EXTRA) if variant == "float" else TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("variant", FLOAT_VARIANTS)
+@pytest.mark.parametrize("name", SPECS)
+def test_against_exact_arithmetic(build, name, variant):
+    with variants.force(variant):
+        for weight, (rows, dtype) in itertools.product(weights(SPECS[name]), INPUTS):
+            x = torch.randn(rows, weight.shape[1]).to(dtype)
+            with record_kernels() as ran:
+                y = multiply(x, weight)
+            assert ran[-1] == f"cpu_weight_only_mm.{build}.{variant}"
+            assert y.dtype == dtype
+            assert error(y, x, weight) < tolerance(variant, dtype, weight.shape[1]), (weight, rows)
+
+
+@functools.cache
+def cases(name, activation):
+    """(weight, x, the result of the reference, which takes long)"""
+    spec, made = OF_CODES[name], []
+    for n, k in SHAPES_OF_CODES[isinstance(spec.granularity, PerGroup)]:
+        if k % getattr(spec.granularity, "group_size", 1) == 0:
+            weight = quantized(spec, (n, k), activation)
+            inputs = [(torch.randn(rows, k) + 0.3).to(dtype) for rows, dtype in INPUTS[:4]]
+            made += [(weight, x, reference.linear(x, weight, None)) for x in inputs]
+    return made
+
+
+@pytest.mark.parametrize("variant", CODE_VARIANTS)
+@pytest.mark.parametrize("activation", list(ACTIVATIONS)[:4])
+@pytest.mark.parametrize("name", OF_CODES)
+def test_the_bits_of_the_reference(build, name, activation, variant):
+    for weight, x, wanted in cases(name, activation):
+        with variants.force(variant), record_kernels() as ran:
+            y = multiply(x, weight)
+        assert ran[-1] == f"cpu_int8_mm.{build}.{variant}"
+        assert torch.equal(y, wanted)
+
+
+@functools.cache
+def many_rows(activation):
+    """(weight, x, the result of the reference)"""
+    weight, x = quantized(OF_CODES["int4 group"], (50, 160), activation), torch.randn(600, 160)
+    return weight, x, reference.linear(x, weight, None)
+
+
+@every_activation
+@pytest.mark.parametrize("variant", FLOAT_VARIANTS)
+def test_every_number_of_rows(build, variant, activation):
+    if activation and variant not in CODE_VARIANTS:
+        pytest.skip("x is in codes")
+    weight, x, expected = many_rows(activation)
+    with variants.force(variant):
+        for rows in (*range(20), 31, 32, 33, 63, 64, 65, 255, 300, 512, 513, 600):
+            y = functional.linear(x[:rows], weight)
+            assert y.shape == (rows, 50)
+            if activation:
+                assert torch.equal(y, expected[:rows])
+            elif rows:
+                assert error(y, x[:rows], weight) < tolerance(variant, torch.float32, 160)
+
+
+@pytest.mark.usefixtures("build")
+def test_inputs_that_are_views():
+    weight = quantized(SPECS["int8 row"], (50, 96))
+    wide, bias = torch.randn(9, 200), torch.randn(50)
+    for x in (wide[:, 5:101], wide[::2, :96], torch.randn(96, 9).t(), wide[:1, :96].expand(7, 96)):
+        torch.testing.assert_close(functional.linear(x, weight, bias), functional.linear(x.clone(), weight, bias))
+    part = weight[3:20]
+    assert error(functional.linear(wide[:, :96], part), wide[:, :96], part) < gamma(96 + EXTRA)
+
+
+@pytest.mark.parametrize("activation", [None, "symmetric"])
+@pytest.mark.parametrize("variant", [*FLOAT_VARIANTS, "torch"])
+@pytest.mark.usefixtures("build")
+def test_bias(variant, activation):
+    """Added to the result in its dtype, as the reference does; of another dtype, it is promoted."""
+    if activation and variant not in (*CODE_VARIANTS, "torch"):
+        pytest.skip("x is in codes")
+    weight, bias = quantized(SPECS["int8 row"], (70, 96), activation), torch.randn(140)
+    with variants.force(variant):
+        for dtype in FLOATS:
+            x = torch.randn(9, 96).to(dtype)
+            for b in (bias[:70].to(dtype), bias[::2].to(dtype), bias[:70]):
+                y = multiply(x, weight, b)
+                assert y.dtype == torch.promote_types(dtype, b.dtype)
+                if activation:
+                    assert torch.equal(y, reference.linear(x, weight, b))
+                else:  # within two roundings of the result
+                    torch.testing.assert_close(y, multiply(x, weight) + b, rtol=0, atol=40 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", list(SPECS)[::2])
+def test_dequantized_slices(build, name, dtype, monkeypatch):
+    """The numbers are those of `dequantize`, whatever the size of a slice."""
+    for weight in weights(SPECS[name]):
+        n, k = weight.shape
+        if k > 200:
+            continue
+        identity, wanted = torch.eye(k, dtype=dtype), weight.dequantize(dtype)
+        for rows in (16, n):
+            monkeypatch.setattr(weight_only, "SLICE_BYTES", rows * k * dtype.itemsize)
+            with variants.force("float"), record_kernels() as ran:
+                y = multiply(identity, weight)
+            assert ran[-1] == f"cpu_weight_only_mm.{build}.float"
+            # A product and a sum, rounded once or twice, before they are rounded to the dtype.
+            torch.testing.assert_close(y.t(), wanted, rtol=1.01 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.usefixtures("build")
+def test_special_values():
+    """Infinities and NaN stay in their row; huge and tiny numbers are exact, if sums of codes times them fit."""
+    weight = AffineQuantizedTensor.from_float(torch.randn(40, 96).abs() + 0.1, SPECS["int8 row"])
+    x = torch.ones(20, 96)
+    x[3, 5], x[4, 7] = float("inf"), float("nan")
+    x[5], x[6] = 1e34, 1e-30
+    for variant in variants.VARIANTS:
+        with variants.force(variant):
+            y = functional.linear(x, weight)
+        # In fixed point such a row has no scale.
+        assert (y[3].isnan() if variant == "fixed" else y[3] == float("inf")).all(), variant
+        assert y[4].isnan().all(), variant
+        rest = [i for i in range(20) if i not in (3, 4)]
+        assert error(y[rest], x[rest], weight) < 1e-6
+    for activation in ("symmetric", "asymmetric"):
+        x = torch.zeros(3, 96)
+        x[1, 4] = float("nan")
+        y = functional.linear(x, quantized(SPECS["int8 row"], (40, 96), activation))
+        assert (y[[0, 2]] == 0).all()
+        assert y[1].isnan().all(), "a NaN does not vanish in the integers"
+
+
+@pytest.mark.usefixtures("build")
+def test_fixed_point_keeps_small_numbers_beside_large_ones():
+    """A column that no weight reads does not take the precision of the others, by one more slice or another variant."""
+    weight = torch.randn(40, 96)
+    weight[:, 7] = 0
+    weight = AffineQuantizedTensor.from_float(weight, SPECS["int8 row"])
+    for outlier in (1e2, 1e4, 1e7):
+        x = torch.randn(20, 96)
+        y = functional.linear(x, weight)
+        x[:, 7] = outlier
+        with variants.force("fixed"):
+            assert compute_error(y, functional.linear(x, weight)) > 100, outlier
+
+
+@pytest.mark.usefixtures("build")
+def test_the_largest_codes():
+    """Instructions that saturate would be wrong here."""
+    signs = torch.randint(0, 2, (40, 4096)) * 2.0 - 1
+    weight = AffineQuantizedTensor.from_float(signs[:33], LinearSpec(QuantSpec("int8"), ACTIVATIONS["symmetric"]))
+    for variant in ("dot", "tile"):
+        with variants.force(variant):
+            assert torch.equal(functional.linear(signs[20:38], weight), reference.linear(signs[20:38], weight, None))
+
+
+@pytest.mark.parametrize("name", ["int4 group", "uint4 group", "int4 group 128", "int4 long group"])
+def test_short_groups_take_channels(build, name):
+    """Weights whose sums "channels" makes, and no others, have it in the tables; matrix tiles have their own."""
+    with record_kernels() as ran:
+        y = multiply(torch.randn(5, 1536), quantized(OF_CODES[name], (33, 1536), "asymmetric"))
+    assert y.shape == (5, 33)
+    assert ran[-1].startswith(f"cpu_int8_mm.{build}.")
+    assert ran[-1].endswith(".channels") == (name != "int4 long group" and build != "amx")
+
+
+@pytest.mark.parametrize("columns", [32, 192, 1376, 2080])
+@pytest.mark.parametrize("activation", ["symmetric", "asymmetric"])
+def test_channels_with_the_largest_codes(build, activation, columns):
+    """Sums of products of 4-bit codes are kept in 16 bits for a while; groups end within vectors and runs of codes; the
+    bits of the scales in memory, and channels that do not fill a vector."""
+    for kind, code in (("uint4", 15), ("int4", -8)):
+        zero = torch.full((37, columns // 32), 15 - code, dtype=torch.int32) if kind == "uint4" else None
+        codes = torch.full((37, columns), code, dtype=torch.uint8 if kind == "uint4" else torch.int8)
+        scale = torch.rand(37, columns // 32).bfloat16()
+        xq = torch.tensor([-128, 127] * 3, dtype=torch.int8).unsqueeze(1).repeat(1, columns)
+        xs = torch.rand(6, 1)
+        xz = torch.tensor([-128, 127, 127, -128, 0, 5], dtype=torch.int32).unsqueeze(1)
+        xz = xz if activation == "asymmetric" else None
+        packed = pack_codes(codes, qdtype(kind))
+        with variants.force("channels"), record_kernels() as ran:
+            y = int8_linear.cpu_int8_mm(xq, xs, xz, [], packed, 37, scale, zero, True, kind, torch.float32, None)
+        assert ran[-1] == f"cpu_int8_mm.{build}.channels"
+        assert torch.equal(y, int8_grouped_mm(xq, xs, xz, codes, scale, zero, torch.float32))
+
+
+def test_static_activation():
+    spec = LinearSpec(SPECS["int8 row"], ACTIVATIONS["tensor"], static=True)
+    weight = AffineQuantizedTensor.from_float(torch.randn(40, 96), spec, act_scale=torch.full((1, 1), 0.02))
+    x = torch.randn(5, 96)
+    assert torch.equal(functional.linear(x, weight), reference.linear(x, weight, None))
+
+
+def test_gradient_of_the_input():
+    """The transposed weight of the backward is read by the kernels made of torch operators."""
+    weight, x = quantized(SPECS["int8 row"], (64, 96)), torch.randn(5, 96, requires_grad=True)
+    functional.linear(x, weight).sum().backward()
+    assert compute_error(weight.dequantize().sum(0).expand(5, 96), x.grad) > 100
+
+
+@every_activation
+def test_one_graph_for_every_number_of_rows(activation):
+    weight = quantized(SPECS["uint4 group 128"], (64, 128), activation)
+    compiled = torch.compile(lambda x: functional.linear(x, weight).relu(), fullgraph=True, dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for rows in (2, 5, 40):
+            x = torch.randn(rows, 128)
+            torch.testing.assert_close(compiled(x), functional.linear(x, weight).relu())
+
+
+def test_a_compiler_fuses_around_the_product_of_matrix_tiles(build):
+    layer = torch.nn.Linear(64, 32).requires_grad_(False)
+    qtorch.quantize_(layer, qtorch.int8_dynamic_activation_int8_weight())
+    x = torch.randn(40, 64)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled(x)
+    with record_kernels() as ran:
+        y = compiled(x)
+    assert ran[0] == ("int_matmul" if build == "amx" else "cpu_int8_mm")
+    with compiled_library.use(None):
+        torch.testing.assert_close(y, layer(x))
