@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from ..primitives import jsonable
+from ..primitives.discovery import import_later
 from ..primitives.files import read_json
 from ..primitives.jsonable import from_json
-from ..primitives.discovery import import_later
 from ..recipes.base import RECIPES, Recipe
 from .arguments import UsageError
 
