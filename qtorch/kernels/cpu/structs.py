@@ -36,6 +36,13 @@ class Weight(NamedTuple):
     zero_type: int
     zero_is_code: int
     shift: float
+    values: int = 0
+    values_stride: int = 0
+    values_count: int = 0
+    exponent: int = 0
+    mantissa: int = 0
+    bias: int = 0
+    special: int = 0
 
 
 class Input(NamedTuple):

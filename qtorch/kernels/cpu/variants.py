@@ -163,6 +163,13 @@ def of_user() -> Tables:
 SMALL = 1 << 20
 """Most elements of a small weight, which stays in cache together with most of what it is multiplied with."""
 
+OF_VALUES: Table = {
+    "values float32": [(8, "dot"), (48, "tile"), (None, "float")],
+    "values bfloat16": [(8, "dot"), (None, "float")],
+    "values float16": [(8, "dot"), (None, "float")],
+}
+"""Of weights whose codes are no integers, on every machine."""
+
 LIKE = {"dotprod": "avx2_vnni", "i8mm": "avx2_vnni"}
 """Instruction sets that nobody has measured, and whose choices they take: that of the most similar instructions."""
 
@@ -197,7 +204,7 @@ def _tables(instruction_set: str) -> list[tuple[str, Table]]:
     for tables in (_loaded, read(own) if own else {}, of_user(), read(SHIPPED)):
         of_set = (tables.get(instruction_set) or tables.get(LIKE.get(instruction_set, ""), {})).items()
         found += sorted(of_set, key=lambda item: (item[0] != here, vendor_of(item[0]) != vendor_of(here)))
-    return found
+    return [*found, ("", OF_VALUES)]
 
 
 def advice() -> str | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from ...primitives.affine import ZeroPointDomain
 from ...primitives.layouts.base import is_backed
 from ...primitives.layouts.packed import packed_length
-from ...primitives.qdtype import qdtype
+from ...primitives.qdtype import QDTYPES, qdtype
 from ...primitives.spec import Scheme
 from ..config import generation
 from ..registry import Problem, needs_matrix, needs_rows
@@ -20,11 +21,77 @@ from .compiled_library import TYPES, missing
 from .memory import address
 from .structs import Weight
 
-SIZES = {number: dtype.itemsize for dtype, number in TYPES.items()}
+SCALE_TYPES = {**TYPES, torch.float8_e8m0fnu: 8}
+"""Numbers of the dtypes of scales and zero points, as in src/number.h."""
+
+SIZES = {number: dtype.itemsize for dtype, number in SCALE_TYPES.items()}
 """Bytes of an element by the number of its type."""
 
+FLOATS = tuple(kind.name for kind in QDTYPES.values() if kind.is_floating_point and kind.bits <= 8)
+"""Types of codes whose numbers are in a table."""
+
+TABLE = "TABLE"
+"""In place of the domain of a zero point: the third tensor is the table of numbers."""
 
 W = TypeVar("W", bound="CompiledWeight")
+
+
+class CodeValues(NamedTuple):
+    """The numbers of codes that are no integers; see src/values.h.
+
+    Attributes:
+        table: (1, L) or (N, L) fp32, contiguous, L at least 16.
+        count: of the codes.
+        exponent, mantissa, bias, special: of numbers that are computed; zeros for others.
+    """
+
+    table: Tensor
+    count: int
+    exponent: int = 0
+    mantissa: int = 0
+    bias: int = 0
+    special: int = 0
+
+    @classmethod
+    def of_table(cls, table: Tensor) -> CodeValues:
+        """Those of a weight of look-up tables: `table` (L,), or (N, 1, L), one for each row."""
+        rows = table.detach().reshape(-1, table.shape[-1]).float()
+        padding = max(0, 16 - rows.shape[1])
+        return cls(torch.nn.functional.pad(rows, (0, padding)).contiguous(), rows.shape[1])
+
+    @classmethod
+    @functools.cache
+    def of_type(cls, dtype: str) -> CodeValues:
+        """Those of a floating-point type of at most 8 bits."""
+        kind = qdtype(dtype)
+        codes = torch.arange(2**kind.bits, dtype=torch.uint8, device="cpu")
+        numbers = kind.decode(codes.view(kind.storage))
+        positive, negative = numbers.tensor_split(2)
+        finite = int(positive.isfinite().sum())
+        found = cls.of_table(numbers)
+        if kind.bits <= 4 or not torch.equal(negative[:finite], -positive[:finite]):
+            return found
+        for mantissa in range(kind.bits - 1):
+            bias = 1 - mantissa - round(math.log2(positive[1]))
+            if positive[:finite].tolist() == [_number(code, mantissa, bias) for code in range(finite)]:
+                return found._replace(exponent=kind.bits - 1 - mantissa, mantissa=mantissa, bias=bias, special=finite)
+        return found
+
+    def fields(self) -> dict[str, int]:
+        """Of a `Weight`."""
+        stride = self.table.shape[1] if len(self.table) > 1 else 0
+        rest = {"exponent": self.exponent, "mantissa": self.mantissa, "bias": self.bias, "special": self.special}
+        return {
+            "values": address(self.table, torch.float32),
+            "values_stride": stride,
+            "values_count": self.count,
+            **rest,
+        }
+
+
+def _number(code: int, mantissa: int, bias: int) -> float:
+    exponent, fraction = divmod(code, 2**mantissa)
+    return math.ldexp(fraction + (2**mantissa if exponent else 0), max(exponent, 1) - bias - mantissa)
 
 
 class CompiledWeight:
@@ -37,7 +104,7 @@ class CompiledWeight:
         fields: the struct; None if the kernels cannot read the tensors as they lie in memory.
     """
 
-    __slots__ = ("_codes", "_generation", "_inference", "_scale", "_state", "_zero_point", "about", "fields")
+    __slots__ = ("_codes", "_generation", "_inference", "_scale", "_state", "_values", "_zero_point", "about", "fields")
 
     _made: ClassVar[dict[int, Any]] = {}  # by the identity of the codes
 
@@ -55,6 +122,11 @@ class CompiledWeight:
             self.as_matrix(scale),
             None if zero_point is None else self.as_matrix(zero_point),
         )
+        self._values = None
+        if about[4] == TABLE or about[2] in FLOATS:
+            table = matrices[2]
+            self._values = CodeValues.of_type(about[2]) if table is None else CodeValues.of_table(table)
+            matrices = (*matrices[:2], None)
         _check(*matrices, *about[:4])
         made, key = self._made, id(codes)
         self._codes = weakref.ref(codes, lambda _: made.pop(key, None))
@@ -67,6 +139,8 @@ class CompiledWeight:
         self._generation = generation.number
         self.about = about
         self.fields = _fields(*matrices, *about[:6])
+        if self.fields is not None and self._values is not None:
+            self.fields = self.fields._replace(center=0, shift=0.0, **self._values.fields())
 
     @staticmethod
     def as_matrix(tensor: Tensor) -> Tensor:
@@ -78,9 +152,9 @@ class CompiledWeight:
         """The weight with these tensors, made at the first call.
 
         Args:
-            codes: (N, K) int8 or uint8, or packed by `pack_codes` along K.
-            scale: (N, G) or (1, 1).  zero_point: like scale, or None.
-            about: N, K, the name of a `QDType`, whether codes are packed, the name of a `ZeroPointDomain`, the code of
+            codes: (N, K) in the storage dtype of the type, or packed by `pack_codes` along K.
+            scale: (N, G) or (1, 1).  zero_point: like scale, or None; or a table, see `CodeValues`.
+            about: N, K, the name of a `QDType`, whether codes are packed, the name of a `ZeroPointDomain` or `TABLE`, the code of
                 a FLOAT zero point, (low + high + 1) / 2; and what a subclass adds.
         """
         found = cls._made.get(id(codes))
@@ -170,7 +244,7 @@ def _fields(
     if (
         codes.stride(1) != 1
         or (n > 1 and codes.stride(0) < codes.shape[1])
-        or not all(t.is_contiguous() and t.dtype in TYPES for t in tensors)
+        or not all(t.is_contiguous() and t.dtype in SCALE_TYPES for t in tensors)
     ):
         return None
     half = 2 ** (kind.bits - 1)
@@ -187,11 +261,11 @@ def _fields(
         group=k // groups,
         groups=groups,
         scale=address(scale),
-        scale_type=TYPES[scale.dtype],
+        scale_type=SCALE_TYPES[scale.dtype],
         scale_stride=groups if scale.shape[0] > 1 else 0,
         zero=address(zero_point),
-        zero_type=0 if zero_point is None else TYPES[zero_point.dtype],
-        zero_is_code=not ZeroPointDomain[domain].adds_zero_point,
+        zero_type=0 if zero_point is None else SCALE_TYPES[zero_point.dtype],
+        zero_is_code=domain == TABLE or not ZeroPointDomain[domain].adds_zero_point,
         shift=zero_code - (middle if domain == "FLOAT" else 0.0),
     )
 

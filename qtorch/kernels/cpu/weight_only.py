@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...primitives.codebooks import CodebookSpec
 from ..custom_ops import note, opaque, recording
+from ..linear.lut_weight_only import CodebookWeight, lut_weight_mm
 from ..linear.scaled import INTEGERS
 from ..linear.weight_only import packed_weight_mm
 from ..ops.weight_only_mm import multiply_slices, slice_length, weight_only_mm
@@ -89,7 +91,10 @@ class CompiledLinear(CompiledWeight):
         self._pack = struct_of(self.call).pack
         self._types = TYPES[self.source], TYPES[self.dtype]
         self._n, self._row = n, (k,)
-        self._key = variants.key_of(kind, packed, scale.shape[1] > 1, n * k, has_short_groups(self.fields))
+        if self._values is not None:
+            self._key = f"values {str(kind).removeprefix('torch.')}"
+        else:
+            self._key = variants.key_of(kind, packed, scale.shape[1] > 1, n * k, has_short_groups(self.fields))
         self._variants: dict[int, str] = {}
 
     def variant(self, rows: int) -> str:
@@ -169,7 +174,8 @@ class _WeightOnlyLinear(CompiledLinear):
 
     def find_variant(self, rows: int) -> str:
         """Also "copy": F.linear on a dequantized copy, if copies are allowed."""
-        return "copy" if wanted() and self.choose(rows, " copied") == "float" else self.choose(rows)
+        suffix = " copied" if self._values is None else ""
+        return "copy" if wanted() and self.choose(rows, suffix) == "float" else self.choose(rows)
 
 
 @opaque(lambda x, codes, n, *_: x.new_empty(x.shape[0], n))
@@ -199,29 +205,45 @@ def cpu_weight_only_mm(
     Returns:
         (M, N) in the dtype of x.
     """
-    m, k = x.shape
+
+    def in_torch() -> Tensor:
+        if packed:
+            return packed_weight_mm(x, codes, n, -1, scale, zero_point, dtype, low, high, domain)
+        return weight_only_mm(x, codes, scale, zero_point, dtype, low, high, domain)
+
+    about = n, x.shape[1], dtype, packed, domain, (low + high + 1) / 2
+    return _multiply("cpu_weight_only_mm", x, (codes, scale, zero_point), about, bias, in_torch)
+
+
+def _multiply(
+    name: str,
+    x: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    about: tuple[Any, ...],
+    bias: Tensor | None,
+    in_torch: Callable[[], Tensor],
+) -> Tensor:
+    """The product of x (M, K) with the weight of `CompiledWeight.of(*tensors, *about)`.
+
+    Args:
+        in_torch: the product without bias, in torch operators.
+    """
+    (m, k), n = x.shape, about[0]
     weight.check_bias(bias, x.dtype, n)
-    middle = (low + high + 1) / 2
-    layer = _WeightOnlyLinear.of(
-        codes, scale, zero_point, n, k, dtype, packed, domain, middle, x.dtype, x.dtype, x.dtype, ()
-    )
+    layer = _WeightOnlyLinear.of(*tensors, *about, x.dtype, x.dtype, x.dtype, ())
     compiled, variant = layer.compiled, layer.variant(m)
     if compiled is not None and variant == "copy":
         made = Dequantized(compiled, layer.fields, n, k, x.dtype)
-        copy = float_copy(codes, scale, zero_point, x.dtype, made.rows, n * k * x.element_size())
+        copy = float_copy(*tensors, x.dtype, made.rows, n * k * x.element_size())
         if copy is not None:
-            note("cpu_weight_only_mm.float_copy")
+            note(f"{name}.float_copy")
             return _add(functional.linear(x, copy), bias)
         variant = layer.choose(m)
     if compiled is None or variant == "torch":
-        note("cpu_weight_only_mm.torch")
-        if packed:
-            y = packed_weight_mm(x, codes, n, -1, scale, zero_point, dtype, low, high, domain)
-        else:
-            y = weight_only_mm(x, codes, scale, zero_point, dtype, low, high, domain)
-        return _add(y, bias)
+        note(f"{name}.torch")
+        return _add(in_torch(), bias)
     if recording():
-        note(f"cpu_weight_only_mm.{compiled.instruction_set}.{variant}")
+        note(f"{name}.{compiled.instruction_set}.{variant}")
     if variant == "float":
         return _multiply_slices(x, Dequantized(compiled, layer.fields, n, k, x.dtype), bias)
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -274,7 +296,7 @@ def supports(problem: Problem) -> str | None:
 @register(
     "linear",
     layout=("plain", "packed"),
-    weight=INTEGERS,
+    weight=(*INTEGERS, *weight.FLOATS),
     activation=(),
     device="cpu",
     priority=30,
@@ -295,3 +317,51 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     if not torch.compiler.is_compiling():
         _WeightOnlyLinear.prepare(quantized)
     return from_rows(y, x, bias)
+
+
+@opaque(lambda x, codes, n, *_: x.new_empty(x.shape[0], n))
+def cpu_lut_mm(
+    x: Tensor, codes: Tensor, n: int, scale: Tensor, table: Tensor, bits: int, packed: bool, bias: Tensor | None
+) -> Tensor:
+    """The equation of `linear/lut_weight_only.py`.
+
+    Args:
+        x: (M, K) fp32, bf16 or fp16.
+        codes: (N, K) uint8; or of `bits` bits, packed along K.
+        scale: (N, G), G groups of a row, or (1, 1), in floating point.
+        table: (L,), or (N, 1, L).
+        bias: (N) in the dtype of x, or None.
+
+    Returns:
+        (M, N) in the dtype of x.
+    """
+    about = n, x.shape[1], f"uint{bits}", packed, weight.TABLE, 0.0
+    in_torch = lambda: lut_weight_mm(x, codes, scale, table, bits if packed else 8, 1, n)  # noqa: E731
+    return _multiply("cpu_lut_mm", x, (codes, scale, table), about, bias, in_torch)
+
+
+def _supports_table(problem: Problem) -> str | None:
+    of_weight = problem.scheme.weight
+    assert isinstance(of_weight, CodebookSpec)
+    if of_weight.table is None and of_weight.scale_shape(problem.scheme.shape)[1] > 1:
+        return f"takes one table, or one for each row, the weight has {of_weight.granularity}"
+    return supports(problem)
+
+
+@register(
+    "linear",
+    layout=("plain", "packed"),
+    spec=CodebookSpec,
+    activation=(),
+    device="cpu",
+    priority=30,
+    supports=_supports_table,
+    checks_memory=True,
+    name="cpu_lut_mm",
+)
+def _lut_linear(x: Tensor, quantized: CodebookWeight, bias: Tensor | None) -> Tensor:
+    scheme = quantized.scheme
+    packed, n = scheme.layout.packed_axis is not None, scheme.shape[0]
+    added, bias = weight.split_bias(bias, x, n)
+    scale, bits = quantized.dense_scale(), scheme.weight.dtype.bits
+    return from_rows(cpu_lut_mm(to_rows(x), quantized.qdata, n, scale, quantized.table, bits, packed, added), x, bias)
