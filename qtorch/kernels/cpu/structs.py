@@ -34,6 +34,13 @@ class Weight(NamedTuple):
     zero_type: int
     zero_is_code: int
     shift: float
+    values: int = 0
+    values_stride: int = 0
+    values_count: int = 0
+    exponent: int = 0
+    mantissa: int = 0
+    bias: int = 0
+    special: int = 0
 
 
 Input = declare("Input", ("data type stride rows", int))

@@ -149,6 +149,14 @@ def of_user() -> Tables:
     return {name: {kind: of_set[kind]} for name, of_set in tables.items() if kind in of_set}
 
 
+OF_VALUES: Table = {
+    "values float32": [(8, "dot"), (48, "tile"), (None, "float")],
+    "values bfloat16": [(8, "dot"), (None, "float")],
+    "values float16": [(8, "dot"), (None, "float")],
+}
+"""Of weights whose codes are no integers, on every machine; nothing else is copied either."""
+
+
 def load(path: str | Path) -> None:
     """Use the tables of a file that `tune_cpu` wrote; instruction sets and kinds that it lacks keep theirs. Raises
     `ValueError` as `read` does."""
@@ -172,7 +180,7 @@ def _tables(instruction_set: str) -> list[tuple[str, Table]]:
     for tables in (_loaded, read(own) if own else {}, of_user(), read(SHIPPED)):
         of_set = (tables.get(instruction_set) or tables.get(LIKE.get(instruction_set, ""), {})).items()
         found += sorted(of_set, key=lambda item: (item[0] != here, not f"{item[0]} ".startswith(vendor)))
-    return found
+    return [*found, ("", OF_VALUES)]
 
 
 def advice() -> str | None:

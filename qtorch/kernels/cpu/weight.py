@@ -19,11 +19,13 @@ from ..config import generation
 from ..linear.scaled import INTEGERS
 from ..ops.weight_only_mm import code_arguments
 from ..registry import Problem, needs_matrix, needs_rows, register
+from .code_values import TABLE, CodeValues
 from .compiled_library import TYPES, library, missing
 from .memory import address
 from .structs import Weight
 
-SIZES = {number: dtype.itemsize for dtype, number in TYPES.items()}  # of an element, in bytes
+SCALE_TYPES = {**TYPES, torch.float8_e8m0fnu: 8}  # of scales and zero points, as in src/number.h
+SIZES = {number: dtype.itemsize for dtype, number in SCALE_TYPES.items()}  # of an element, in bytes
 
 W = TypeVar("W", bound="CompiledWeight")
 
@@ -40,6 +42,7 @@ class CompiledWeight:
 
     Attributes:
         about: what it was made from besides tensors.
+        values: of codes that are no integers, or None.
         fields: the struct; None if the kernels cannot read the tensors as they lie in memory.
         compiled: the library; None if it is missing or cannot read the tensors.
     """
@@ -52,7 +55,8 @@ class CompiledWeight:
     def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
         """See `of`. Raises `ValueError` if the tensors are not those of such a weight."""
         zeros = None if zero_point is None else self.as_matrix(zero_point)
-        matrices = (self.as_matrix(codes), self.as_matrix(scale), zeros)
+        self.values = CodeValues.of(about[2], about[4], zeros)
+        matrices = (self.as_matrix(codes), self.as_matrix(scale), None if about[4] == TABLE else zeros)
         _check(*matrices, *about[:4])
         made, key = self._made, id(codes)
         self._codes = weakref.ref(codes, lambda _: made.pop(key, None))
@@ -68,6 +72,8 @@ class CompiledWeight:
         self._generation = generation.number
         self.about = about
         self.fields = _fields(*matrices, *about[:6])
+        if self.fields is not None and self.values is not None:
+            self.fields = self.fields._replace(shift=0.0, **self.values.fields())
         self.compiled = library() if self.fields else None
 
     @staticmethod
@@ -80,10 +86,10 @@ class CompiledWeight:
         """The weight with these tensors, made at the first call.
 
         Args:
-            codes: (N, K) int8 or uint8, or packed by `pack_codes` along K.
-            scale: (N, G) or (1, 1).  zero_point: like scale, or None.
-            about: N, K, the name of a `QDType`, whether codes are packed, the name of a `ZeroPointDomain`, the code of
-                a FLOAT zero point, (low + high + 1) / 2; and what a subclass adds.
+            codes: (N, K) in the storage dtype of the type, or packed by `pack_codes` along K.
+            scale: (N, G) or (1, 1).  zero_point: like scale, or None; or a table, see `CodeValues.of_table`.
+            about: N, K, the name of a `QDType`, whether codes are packed, the name of a `ZeroPointDomain`, or `TABLE`,
+                the code of a FLOAT zero point, (low + high + 1) / 2; and what a subclass adds.
         """
         found = cls._made.get(id(codes))
         if found is None or found.about != about or not found.is_of(codes, scale, zero_point):
@@ -150,7 +156,7 @@ def _fields(codes: Tensor, scale: Tensor, zero_point: Tensor | None, n: int, k: 
     kind = qdtype(dtype)
     tensors = [scale] if zero_point is None else [scale, zero_point]
     has_rows = codes.stride(1) == 1 and (n == 1 or codes.stride(0) >= codes.shape[1])
-    if not has_rows or not all(t.is_contiguous() and t.dtype in TYPES for t in tensors):
+    if not has_rows or not all(t.is_contiguous() and t.dtype in SCALE_TYPES for t in tensors):
         return None
     half = 2 ** (kind.bits - 1)
     zero_code = 0 if kind.is_signed else half
@@ -158,9 +164,9 @@ def _fields(codes: Tensor, scale: Tensor, zero_point: Tensor | None, n: int, k: 
     return Weight(
         codes=address(codes), row_bytes=codes.stride(0), bits=kind.bits if packed else 0,
         center=half if packed or not kind.is_signed else 0, n=n, k=k, group=k // groups, groups=groups,
-        scale=address(scale), scale_type=TYPES[scale.dtype], scale_stride=groups if scale.shape[0] > 1 else 0,
-        zero=address(zero_point), zero_type=0 if zero_point is None else TYPES[zero_point.dtype],
-        zero_is_code=not ZeroPointDomain[domain].adds_zero_point,
+        scale=address(scale), scale_type=SCALE_TYPES[scale.dtype], scale_stride=groups if scale.shape[0] > 1 else 0,
+        zero=address(zero_point), zero_type=0 if zero_point is None else SCALE_TYPES[zero_point.dtype],
+        zero_is_code=domain == TABLE or not ZeroPointDomain[domain].adds_zero_point,
         shift=zero_code - (middle if domain == "FLOAT" else 0.0),
     )  # fmt: skip
 

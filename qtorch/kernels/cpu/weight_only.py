@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..custom_ops import note, opaque, recording
+from ..linear.scaled import INTEGERS
 from ..linear.weight_only import packed_weight_mm
 from ..ops.weight_only_mm import multiply_slices, slice_length, weight_only_mm
 from ..registry import Problem, from_rows, needs_floats, to_rows
 from . import variants, weight
+from .code_values import FLOATS
 from .compiled_library import TYPES, Library, threads
 from .float_copies import float_copy, wanted
 from .memory import address, empty, empty_at
@@ -70,6 +72,8 @@ class CompiledLinear(CompiledWeight):
         self._types = TYPES[self.source], TYPES[self.dtype]
         self._n, self._row = n, (k,)
         self._key = variants.key_of(kind, packed, scale.shape[1] > 1, n * k, has_short_groups(self.fields))
+        if self.values is not None:
+            self._key = f"values {str(kind).removeprefix('torch.')}"
         self._variants: dict[int, str] = {}
 
     def variant(self, rows: int) -> str:
@@ -137,7 +141,8 @@ class _WeightOnlyLinear(CompiledLinear):
 
     def find_variant(self, rows: int) -> str:
         """Also "copy": F.linear on a dequantized copy, if copies are allowed."""
-        return "copy" if wanted() and self.choose(rows, " copied") == "float" else self.choose(rows)
+        suffix = " copied" if self.values is None else ""
+        return "copy" if wanted() and self.choose(rows, suffix) == "float" else self.choose(rows)
 
 
 @opaque(lambda x, codes, n, *_: x.new_empty(x.shape[0], n))
@@ -156,27 +161,45 @@ def cpu_weight_only_mm(
         domain: name of a `ZeroPointDomain`.
         bias: (N) in the dtype of x, or None.
     """
-    m, k = x.shape
+
+    def in_torch() -> Tensor:
+        if packed:
+            return packed_weight_mm(x, codes, n, -1, scale, zero_point, dtype, low, high, domain)
+        return weight_only_mm(x, codes, scale, zero_point, dtype, low, high, domain)
+
+    about = (n, x.shape[1], dtype, packed, domain, (low + high + 1) / 2)
+    return multiply("cpu_weight_only_mm", x, (codes, scale, zero_point), about, bias, in_torch)
+
+
+def multiply(
+    name: str,
+    x: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    about: tuple[Any, ...],
+    bias: Tensor | None,
+    in_torch: Callable[[], Tensor],
+) -> Tensor:
+    """The product of x (M, K) with the weight of `CompiledWeight.of(*tensors, *about)`, recorded under this name.
+
+    Args:
+        in_torch: the product without bias, in torch operators.
+    """
+    (m, k), n = x.shape, about[0]
     weight.check_bias(bias, x.dtype, n)
-    about = (n, k, dtype, packed, domain, (low + high + 1) / 2, x.dtype, x.dtype, x.dtype, ())
-    layer = _WeightOnlyLinear.of(codes, scale, zero_point, *about)
+    layer = _WeightOnlyLinear.of(*tensors, *about, x.dtype, x.dtype, x.dtype, ())
     compiled, variant = layer.compiled, layer.variant(m)
     if compiled is not None and variant == "copy":
         made = Dequantized(compiled, layer.fields, n, k, x.dtype)
-        copy = float_copy(codes, scale, zero_point, x.dtype, made.rows, n * k * x.element_size())
+        copy = float_copy(*tensors, x.dtype, made.rows, n * k * x.element_size())
         if copy is not None:
-            note("cpu_weight_only_mm.float_copy")
+            note(f"{name}.float_copy")
             return _add(functional.linear(x, copy), bias)
         variant = layer.choose(m)
     if compiled is None or variant == "torch":
-        note("cpu_weight_only_mm.torch")
-        if packed:
-            y = packed_weight_mm(x, codes, n, -1, scale, zero_point, dtype, low, high, domain)
-        else:
-            y = weight_only_mm(x, codes, scale, zero_point, dtype, low, high, domain)
-        return _add(y, bias)
+        note(f"{name}.torch")
+        return _add(in_torch(), bias)
     if recording():
-        note(f"cpu_weight_only_mm.{compiled.instruction_set}.{variant}")
+        note(f"{name}.{compiled.instruction_set}.{variant}")
     if variant == "float":
         return _multiply_slices(x, Dequantized(compiled, layer.fields, n, k, x.dtype), bias)
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -228,6 +251,7 @@ def supports(problem: Problem) -> str | None:
 
 @register_compiled(
     "linear",
+    weight=(*INTEGERS, *FLOATS),
     activation=(),
     supports=supports,
     checks_memory=True,

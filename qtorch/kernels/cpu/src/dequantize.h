@@ -3,9 +3,11 @@
 //
 //     y[n, k] = (code[n, k] - zero[n, g]) * scale[n, g]              where a zero point is a code
 //     y[n, k] = (code[n, k] - middle) * scale[n, g] + zero[n, g]     where it is a real number
+//     y[n, k] = values[n, code[n, k]] * scale[n, g]                  where codes are no integers
 #pragma once
 
 #include "matrix.h"
+#include "values.h"
 
 namespace {
 
@@ -45,7 +47,8 @@ inline void dequantize_row(const Weight& w, int64_t n, const Output& y, int64_t 
         float* to = y.type == FLOAT32 ? (float*)y.data + m * y.n + k : row;
         for (int64_t i = 0, g = k / w.group; i < columns; g++) {
             int64_t left = (g + 1) * w.group - k - i, length = left < columns - i ? left : columns - i;
-            dequantize_codes(codes + i, length, w.shift, zero[g], zero_is_code, scale[g], to + i);
+            if (w.values) scale_values(w, n, codes + i, length, scale[g], to + i);
+            else dequantize_codes(codes + i, length, w.shift, zero[g], zero_is_code, scale[g], to + i);
             i += length;
         }
         if (to == row) y.write(m, k, columns, row);

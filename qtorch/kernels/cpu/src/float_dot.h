@@ -6,6 +6,7 @@
 #pragma once
 
 #include "matrix.h"
+#include "values.h"
 
 namespace {
 
@@ -46,9 +47,9 @@ struct Ahead {
 };
 
 // One block of rows: codes[r] (K,), scale and offset (R, groups), result (R, M).
-template <int R, int M, bool SCALE_SUMS>
-void dot_block(const Weight& w, const int8_t* const* codes, Ahead ahead, const DotInput& in, const float* scale,
-               const float* offset, float* result) {
+template <int R, int M, bool SCALE_SUMS, class Reader>
+void dot_block(const Weight& w, const Reader* readers, const int8_t* const* codes, Ahead ahead, const DotInput& in,
+               const float* scale, const float* offset, float* result) {
     constexpr int LINES = (R * LANES + 63) / 64;
     int64_t groups = w.groups;
     Floats total[R][M] = {};
@@ -60,7 +61,7 @@ void dot_block(const Weight& w, const int8_t* const* codes, Ahead ahead, const D
         for (int64_t k = start; k < stop; k += LANES) {
             ahead.fetch<LINES>();
             UNROLL for (int r = 0; r < R; r++) {
-                Floats c = to_floats(widen(codes[r] + k));
+                Floats c = readers[r].at(codes[r] + k);
                 if (!SCALE_SUMS) c *= s[r];
                 UNROLL for (int m = 0; m < M; m++) sums[r][m] = fma(c, load<Floats>(in.x + m * in.ld + k), sums[r][m]);
             }
@@ -90,12 +91,11 @@ struct GroupEdge {
 
 // The same for packed 4-bit codes, whose bytes have one code of each of two runs, K / 8 columns apart. Scales are in the
 // numbers that stand for codes.
-template <int R, int M>
-void nibble_block(const Weight& w, const int8_t* const* codes, Ahead ahead, const DotInput& in, const float* scale,
-                  const float* offset, float* result) {
+template <int R, int M, class Numbers>
+void nibble_block(const Weight& w, const Numbers* numbers, const int8_t* const* codes, Ahead ahead, const DotInput& in,
+                  const float* scale, const float* offset, float* result) {
     constexpr int LINES = (R * LANES + 63) / 64;
     int64_t groups = w.groups, run = w.k / 8;
-    const Nibbles nibbles(w.center);
     Floats total[R][M] = {};
     for (int64_t start = 0; start < w.k; start += 2 * run) {
         GroupEdge first(start, w.group), second(start + run, w.group);
@@ -103,10 +103,10 @@ void nibble_block(const Weight& w, const int8_t* const* codes, Ahead ahead, cons
         for (int64_t k = 0; k < run;) {
             int64_t columns = first.left < second.left ? first.left : second.left;
             int64_t stop = k + columns < run ? k + columns : run;
-            Nibbles low[R], high[R];
+            Numbers low[R], high[R];
             UNROLL for (int r = 0; r < R; r++) {
-                low[r] = Nibbles(nibbles, scale[r * groups + first.group]);
-                high[r] = Nibbles(nibbles, scale[r * groups + second.group]);
+                low[r] = Numbers(numbers[r], scale[r * groups + first.group]);
+                high[r] = Numbers(numbers[r], scale[r * groups + second.group]);
             }
             for (; k < stop; k += LANES) {
                 ahead.fetch<LINES>();
@@ -137,14 +137,19 @@ inline float sum_of(const float* a, int64_t length) {
     return sum(total) + rest;
 }
 
-template <int M>
-void dot(const Weight& w, const DotInput& in, const Output& y, int64_t threads) {
+// reader(n): of row n, for `NIBBLES` the numbers of its codes.
+template <int M, bool NIBBLES, class MakeReader>
+void dot_rows(const Weight& w, const DotInput& in, const Output& y, int64_t threads, const MakeReader& reader) {
     constexpr int R = dot_width(M);
+    using Reader = decltype(reader(0));
     int64_t groups = w.groups, ld = round_up(w.k, 64) + 64;
     bool scale_sums = M <= 2 || w.group >= 256;
     // Rows are read in place, except for codes that have to be decoded, and rows near the end of the tensor.
-    bool nibbles = w.bits == 4 && w.k % (8 * LANES) == 0 && w.group % LANES == 0, direct = nibbles || (!w.bits && !w.center);
-    auto block = nibbles ? nibble_block<R, M> : scale_sums ? dot_block<R, M, true> : dot_block<R, M, false>;
+    bool direct = NIBBLES || (!w.bits && !w.center);
+    auto block = [] {
+        if constexpr (NIBBLES) return [](bool) { return nibble_block<R, M, Reader>; };
+        else return [](bool sums) { return sums ? dot_block<R, M, true, Reader> : dot_block<R, M, false, Reader>; };
+    }()(scale_sums);
     parallel((w.n + R - 1) / R, threads, [&](Tasks& tasks) {
         static thread_local Scratch code_scratch, scale_scratch;
         int8_t* decoded = code_scratch.get<int8_t>(R * ld);
@@ -153,11 +158,13 @@ void dot(const Weight& w, const DotInput& in, const Output& y, int64_t threads) 
         for (int64_t task; (task = tasks.next()) >= 0;) {
             const int8_t* codes[R];
             float result[R * M];
+            Reader readers[R];
             for (int r = 0; r < R; r++) {
                 // Rows beyond the last repeat it.
                 int64_t n = task * R + r < w.n ? task * R + r : w.n - 1;
+                readers[r] = reader(n);
                 codes[r] = (const int8_t*)w.codes + n * w.row_bytes;
-                if (!direct || (!nibbles && w.k % LANES && w.ends_within(n, LANES))) {
+                if (!direct || (!NIBBLES && w.k % LANES && w.ends_within(n, LANES))) {
                     codes[r] = decoded + r * ld;
                     decode(w, n, 0, w.k, decoded + r * ld);
                 }
@@ -165,12 +172,24 @@ void dot(const Weight& w, const DotInput& in, const Output& y, int64_t threads) 
                 scales(w, n, scale + r * groups);
                 if (offset) offsets(w, n, scale + r * groups, offset + r * groups);
             }
-            Ahead ahead{w.codes + (task + 1) * R * w.row_bytes, R * w.row_bytes * LANES / (nibbles ? w.k / 2 : w.k)};
-            block(w, codes, ahead, in, scale, offset, result);
+            Ahead ahead{w.codes + (task + 1) * R * w.row_bytes, R * w.row_bytes * LANES / (NIBBLES ? w.k / 2 : w.k)};
+            block(w, readers, codes, ahead, in, scale, offset, result);
             int64_t count = w.n - task * R < R ? w.n - task * R : R;
             y.write_transposed(M, task * R, count, result, M);
         }
     });
+}
+
+template <int M>
+void dot(const Weight& w, const DotInput& in, const Output& y, int64_t threads) {
+    bool nibbles = w.bits == 4 && w.k % (8 * LANES) == 0 && w.group % LANES == 0;
+    auto sixteen = [&](int64_t n) { return Sixteen(w.values + n * w.values_stride); };
+    if (!w.values && nibbles) dot_rows<M, true>(w, in, y, threads, [&](int64_t) { return Nibbles(w.center); });
+    else if (!w.values) dot_rows<M, false>(w, in, y, threads, [](int64_t) { return IntegerCodes{}; });
+    else if (nibbles) dot_rows<M, true>(w, in, y, threads, sixteen);
+    else if (w.exponent) dot_rows<M, false>(w, in, y, threads, [&](int64_t) { return ComputedCodes(w); });
+    else if (w.values_count <= 16) dot_rows<M, false>(w, in, y, threads, sixteen);
+    else dot_rows<M, false>(w, in, y, threads, [&](int64_t n) { return LoadedCodes{w.values + n * w.values_stride}; });
 }
 
 inline void multiply_dot(const Weight& w, const Input& x, const Output& y, int64_t threads) {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "matrix.h"
+#include "values.h"
 
 namespace {
 
@@ -106,7 +107,8 @@ inline void multiply_tiles(const Weight& w, const Input& x, const Output& y, int
                         int64_t g = (k + i) / w.group, left = (g + 1) * w.group - k - i;
                         int64_t length = left < columns - i ? left : columns - i;
                         int64_t at = r * w.groups + g;
-                        scale_codes(codes + i, length, scale[at], offset[at], out + i);
+                        if (w.values) scale_values(w, start + r, codes + i, length, scale[at], out + i);
+                        else scale_codes(codes + i, length, scale[at], offset[at], out + i);
                         i += length;
                     }
                 }

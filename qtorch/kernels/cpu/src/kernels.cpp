@@ -113,6 +113,8 @@ static void multiply_floats(const Weight& w, const Input& all, const Output& out
     // The other ways work on whole vectors of a group.
     bool whole = w.group == w.k || w.group % AMX_STEP == 0;
     int64_t way = whole && w.k && wanted != CHANNELS ? wanted : TILE;
+    // What is behind the end of a row may stand for an infinity.
+    if (w.values && (way != DOT || w.k % AMX_STEP)) way = TILE;
 #if defined(__AMX_BF16__)
     constexpr int64_t OTHERWISE = AMX;
 #else

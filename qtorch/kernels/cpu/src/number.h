@@ -5,8 +5,9 @@
 
 namespace {
 
-// As in qtorch/kernels/cpu/compiled_library.py.
-enum Type : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT32, INT8, UINT8 };
+// As in qtorch/kernels/cpu/compiled_library.py and weight.py.
+// EXPONENT, of scales alone: 2^(byte - 127), 255 is no number.
+enum Type : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT32, INT8, UINT8, EXPONENT = 8 };
 
 // Magnitudes as integers are in the same order, with infinity and then NaN above all numbers.
 constexpr int32_t MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000;
@@ -77,6 +78,12 @@ inline void to_float(const void* from, int64_t type, int64_t count, float* to) {
         case INT8:
             for (; i < count; i++) to[i] = ((const int8_t*)from)[i];
             return;
+        case EXPONENT:
+            for (; i < count; i++) {
+                uint32_t byte = ((const uint8_t*)from)[i], bits = byte == 255 ? 0x7fc00000 : byte ? byte << 23 : 1 << 22;
+                memcpy(to + i, &bits, 4);
+            }
+            return;
         default:
             for (; i < count; i++) to[i] = ((const uint8_t*)from)[i];
     }
@@ -126,7 +133,7 @@ inline void from_float(const float* from, int64_t type, int64_t count, void* to)
 }
 
 INLINE int64_t size_of(int64_t type) {
-    return type == FLOAT32 || type == INT32 ? 4 : type == INT8 || type == UINT8 ? 1 : 2;
+    return type == FLOAT32 || type == INT32 ? 4 : type == INT8 || type == UINT8 || type == EXPONENT ? 1 : 2;
 }
 
 INLINE int64_t round_up(int64_t a, int64_t b) {

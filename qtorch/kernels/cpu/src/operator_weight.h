@@ -61,6 +61,7 @@ inline bool read_weight(const Tensor& codes, const Tensor& scale, const Tensor& 
     if (!n || !k) return false;
     if (zero && (!zero.is_contiguous() || zero.type >= INT64)) return false;
     int64_t half = 1 << (bits - 1);
+    *weight = {};
     weight->codes = (const uint8_t*)codes.data;
     weight->row_bytes = codes.strides[0];
     weight->bits = form.packed ? bits : 0;

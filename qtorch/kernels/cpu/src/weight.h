@@ -21,6 +21,13 @@ struct Weight {
     int64_t zero_type;
     int64_t zero_is_code;  // code - zero, or else code * scale + zero
     double shift;          // code of the real zero where its zero point is 0, less center, negated; see `offsets`
+    // Codes that are no integers, see values.h: the numbers of all codes, at least 16, or null; numbers from the table of
+    // one row to that of the next, 0 for one table; and how many there are.
+    const float* values;
+    int64_t values_stride, values_count;
+    // Of codes that are computed: bits of the exponent, 0 for others, and of the mantissa, what is subtracted from the
+    // exponent, the least magnitude that is no number.
+    int64_t exponent, mantissa, bias, special;
 
     bool has_offset() const { return zero || shift != 0; }
 
@@ -42,6 +49,7 @@ inline Weight rows_of(const Weight& w, int64_t start, int64_t count) {
     part.n = count;
     part.scale = (const char*)w.scale + skipped * size_of(w.scale_type);
     if (w.zero) part.zero = (const char*)w.zero + skipped * size_of(w.zero_type);
+    if (w.values) part.values += start * w.values_stride;
     return part;
 }
 
