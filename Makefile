@@ -23,7 +23,7 @@ UNFINISHED := $(VENV)/.unfinished
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test versions check docs lint types format bench asan fuzz machines arm wheel hooks clean distclean FORCE
+.PHONY: help demo test test-all versions check docs lint types format bench asan fuzz machines arm wheel hooks clean distclean FORCE
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -31,7 +31,10 @@ help:  ## this list
 demo: $(DEMO_ENV) $(QTORCH)  ## run examples/demo.py
 	$(BIN)/python examples/demo.py $(ARGS)
 
-test: $(DEV_ENV) $(QTORCH)  ## run every test
+test: $(DEV_ENV) $(QTORCH)  ## run the tests that protect a change: all but the slow ones
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: $(DEV_ENV) $(QTORCH)  ## run every test
 	$(BIN)/python -m pytest $(ARGS)
 
 versions: $(DEV_ENV) $(QTORCH)  ## tests with other versions of other packages, all or ARGS=oldest or ARGS=peft==0.20.0

@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 64, 256])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--save", action="store_true", help="write results/block_sparse.json")
-    parser.add_argument("--write-docs", action="store_true", help="also write the table of docs/performance/results.md")
+    parser.add_argument("--write-docs", action="store_true", help="also write the table of docs/performance")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     layers = candidates(args.size)
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def table(size: int, results: list[dict[str, Any]]) -> str:
-    """The table for docs/performance/results.md."""
+    """The table for docs/performance."""
     rows = list(dict.fromkeys(row["rows"] for row in results))
     names = list(dict.fromkeys(row["layer"] for row in results))
     ratios = {(row["layer"], row["rows"]): row["ratio"] for row in results}

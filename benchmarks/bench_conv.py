@@ -145,7 +145,7 @@ def measure(name: str, threads: int, size: int, rounds: int) -> dict[str, float]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The table for docs/performance/results.md."""
+    """The table for docs/performance."""
     names = [key for key in rows[0] if key not in ("net", "threads")]
     heads = [f"{row['net']}, {row['threads']} thread{'s' * (row['threads'] > 1)}" for row in rows]
     lines = ["| | " + " | ".join(heads) + " |", "|---" * (len(rows) + 1) + "|"]
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--save", action="store_true")
-    parser.add_argument("--write-docs", action="store_true", help="also write the table of docs/performance/results.md")
+    parser.add_argument("--write-docs", action="store_true", help="also write the table of docs/performance")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

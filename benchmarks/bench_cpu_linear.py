@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.06, help="of a turn")
     parser.add_argument("--quick", action="store_true", help="one small shape, two numbers of rows, short turns")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/cpu_linear_SET.json")
-    parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/performance/results.md")
+    parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/performance")
     options = parser.parse_args()
     vars(options).update(QUICK if options.quick else {})
     warnings.filterwarnings("ignore", module="torchao")

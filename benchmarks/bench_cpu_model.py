@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="without torchao and onnxruntime")
     parser.add_argument("--small", action="store_true", help="tiny models, to see that it runs")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/cpu_model.json")
-    parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/performance/results.md")
+    parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/performance")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", module="torchao")
     torch.set_num_threads(options.threads)

@@ -1,7 +1,7 @@
 """Mixture-of-experts layers on the CPU: every implementation of transformers, float and quantized; a decoder of them.
 
 `python -m benchmarks.bench_moe` (one thread; `--threads 2` for two); `--write-docs` writes the table into
-docs/performance/results.md. The layer has the shape of Qwen3-MoE: 64 experts of 1024 -> 2 x 512 -> 1024, 8 for each
+docs/performance. The layer has the shape of Qwen3-MoE: 64 experts of 1024 -> 2 x 512 -> 1024, 8 for each
 token, fp32. Tokens take turns among eight routings, so that the experts come from memory. Times are minima of
 interleaved rounds, of one thread its own time on the processor, which others that run beside it do not count for;
 ratios are to the fastest float implementation of the same run.

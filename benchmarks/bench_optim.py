@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--save", action="store_true", help="write results/optim.json")
-    parser.add_argument("--write-docs", action="store_true", help="write the table of docs/performance/results.md")
+    parser.add_argument("--write-docs", action="store_true", help="write the table of docs/performance")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rows = measure(args.size, args.count, getattr(torch, args.dtype), args.rounds)

@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--seconds", type=float, default=6, help="for each candidate")
     parser.add_argument("--save", action="store_true", help=f"write results/{NAME}.json")
-    parser.add_argument("--write-docs", action="store_true", help="write the table into docs/performance/results.md")
+    parser.add_argument("--write-docs", action="store_true", help="write the table into docs/performance")
     parser.add_argument("--measure", choices=SITUATIONS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:

@@ -85,16 +85,17 @@ def versions() -> dict[str, str]:
     return found
 
 
-DOCS = Path(__file__).parent.parent / "docs" / "performance" / "results.md"
+DOCS = Path(__file__).parent.parent / "docs" / "performance"
 
 
 def write_docs(name: str, text: str, docs: Path | None = None) -> None:
-    """Put `text` into a page, by default that of results, between the marks ``<!-- name: begin -->`` and
-    ``<!-- name: end -->``."""
-    docs = docs or DOCS
+    """Put `text` between the marks ``<!-- name: begin -->`` and ``<!-- name: end -->`` of a page, by default that page
+    of results which has them."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    page = docs.read_text()
-    before, after = page.partition(begin)[0], page.partition(end)[2]
-    if begin not in page or end not in page:
-        raise ValueError(f"{docs} has no {begin} and {end}")
-    docs.write_text(f"{before}{begin}\n{text.strip()}\n{end}{after}")
+    for path in [docs] if docs else sorted(DOCS.glob("*.md")):
+        page = path.read_text()
+        if begin in page and end in page:
+            before, after = page.partition(begin)[0], page.partition(end)[2]
+            path.write_text(f"{before}{begin}\n{text.strip()}\n{end}{after}")
+            return
+    raise ValueError(f"{docs or DOCS} has no {begin} and {end}")

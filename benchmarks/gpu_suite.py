@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_suite [--only int8_mm ...] [--autotune FILE] [--compile] [--out FOLDER] [--write-docs]
 
 Writes gpu_suite.json and gpu_suite.csv into --out (benchmarks/results), and with --write-docs a table into
-docs/performance/results.md. --autotune first tunes the launch configurations on the shapes measured (minutes more) and
+docs/performance. --autotune first tunes the launch configurations on the shapes measured (minutes more) and
 saves them as a table for `qtorch/kernels/cuda/configs`. On a machine without a GPU everything runs small in Triton's
 interpreter, nothing is timed or written, and the exit status is 0.
 """
@@ -29,6 +29,7 @@ from benchmarks import (
     bench_quantize,
     gpu_checks,
 )
+from benchmarks.common import write_docs
 from benchmarks.gpu import ON_GPU, Row, report, versions
 from qtorch.kernels import autotune
 
@@ -69,8 +70,6 @@ TARGETS = {
 
 AGAINST_TINYGEMM = {1: 1.0, 16: 1.3, 128: 3.0}
 """Least speed of int4 relative to tinygemm by number of rows, 4096 x 4096."""
-
-BEGIN, END = "<!-- gpu_suite: begin -->", "<!-- gpu_suite: end -->"
 
 
 def verdicts(rows: list[Row]) -> list[str]:
@@ -131,10 +130,7 @@ def write(rows: list[Row], folder: Path, docs: bool) -> None:
         writer.writerows([*row, *versions().values()] for row in rows)
     (folder / "gpu_suite.md").write_text(markdown(rows))
     if docs:
-        page = ROOT / "docs" / "performance" / "results.md"
-        before, _, rest = page.read_text().partition(BEGIN)
-        after = rest.partition(END)[2]
-        page.write_text(f"{before}{BEGIN}\n{markdown(rows)}{END}{after}")
+        write_docs("gpu_suite", markdown(rows))
 
 
 def main() -> int:
@@ -144,7 +140,7 @@ def main() -> int:
     parser.add_argument("--autotune", metavar="FILE", help="tune first, and save the configurations in this table")
     parser.add_argument("--compile", action="store_true", help="compile the blocks of the decoder")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--write-docs", action="store_true", help="write the tables into docs/performance/results.md")
+    parser.add_argument("--write-docs", action="store_true", help="write the tables into docs/performance")
     options = parser.parse_args()
     start = time.monotonic()
     if not ON_GPU:

@@ -136,7 +136,7 @@ def draw(results: Path, folder: Path) -> list[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=DOCS.parent)
+    parser.add_argument("--out", type=Path, default=DOCS)
     print(*draw(RESULTS, parser.parse_args().out), sep="\n")
 
 

@@ -13,7 +13,10 @@ from sphinx.util.docutils import SphinxDirective
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import qtorch
+from qtorch.primitives.discovery import import_later
 from qtorch.quantize_api import RECIPES
+
+import_later()
 
 project = "qtorch"
 author = "the qtorch authors"

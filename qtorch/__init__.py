@@ -7,16 +7,14 @@ Here are `quantize_`, the recipes for inference, files and reports. What looks a
 trains in `qtorch.training`.
 """
 
-from typing import TYPE_CHECKING, NoReturn
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from .cli import answer_without_torch
 
 answer_without_torch()
 
-from . import calibration, integrations, kv_cache, primitives, recipes, training  # noqa: F401 (public modules)
-from .checkpoint import load_quantized, save_quantized
-from .checkpoint.formats.compressed_tensors import recipes_for_vllm
-from .checkpoint.streaming.quantize_checkpoint import convert_checkpoint, quantize_checkpoint
+from . import integrations, primitives, recipes  # noqa: F401 (public modules)
 from .dtypes import (
     AffineQuantizedTensor,
     BlockSparseLayout,
@@ -26,14 +24,11 @@ from .dtypes import (
     SemiSparseLayout,
     TensorCoreTiledLayout,
 )
-from .integrations import export, torchao  # noqa: F401 (public modules)
-from .integrations.fusion import fuse_convolutions
 from .kernels import tune_cpu
 from .kernels.config import config
 from .model.explain import explain
 from .model.module_repr import get_model_size_in_bytes
 from .model.report import QuantizeReport
-from .model.uses import find_uses
 from .model.weight_kinds import register_weight_kind
 from .primitives import (
     CodebookSpec,
@@ -76,6 +71,15 @@ from .recipes import (
     nvfp4_weight_only,
     uintx_weight_only,
 )
+
+if TYPE_CHECKING:
+    from . import calibration, kv_cache, training  # noqa: F401
+    from .checkpoint import load_quantized, save_quantized
+    from .checkpoint.formats.compressed_tensors import recipes_for_vllm
+    from .checkpoint.streaming.quantize_checkpoint import convert_checkpoint, quantize_checkpoint
+    from .integrations import export, torchao  # noqa: F401
+    from .integrations.fusion import fuse_convolutions
+    from .model.uses import find_uses
 
 integrations.watch_imports()
 
@@ -142,6 +146,17 @@ __all__ = [
     "uintx_weight_only",
 ]
 
+_ON_USE = {
+    "qtorch": ("calibration", "checkpoint", "kv_cache", "training"),
+    "qtorch.checkpoint": ("load_quantized", "save_quantized"),
+    "qtorch.checkpoint.formats.compressed_tensors": ("recipes_for_vllm",),
+    "qtorch.checkpoint.streaming.quantize_checkpoint": ("convert_checkpoint", "quantize_checkpoint"),
+    "qtorch.integrations": ("export", "torchao"),
+    "qtorch.integrations.fusion": ("fuse_convolutions",),
+    "qtorch.model.uses": ("find_uses",),
+}
+"""What is imported when it is used, for a faster `import qtorch`: module -> its names, or modules in it."""
+
 _PLACES = {
     "qtorch.calibration": ("allocate", "calibrated", "importance_weighted"),
     "qtorch.training": (
@@ -179,7 +194,13 @@ _MOVED = {name: f"{place}.{name}" for place, names in _PLACES.items() for name i
 
 if not TYPE_CHECKING:  # type checkers would take any name
 
-    def __getattr__(name: str) -> NoReturn:
+    def __getattr__(name: str) -> Any:
+        for place, names in _ON_USE.items():
+            if name in names:
+                is_module = place in ("qtorch", "qtorch.integrations")
+                value = import_module(f"{place}.{name}") if is_module else getattr(import_module(place), name)
+                globals()[name] = value
+                return value
         if name in _MOVED:
             raise AttributeError(f"qtorch.{name} has moved: write {_MOVED[name]}")
         raise AttributeError(f"module 'qtorch' has no attribute {name!r}")

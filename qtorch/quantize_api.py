@@ -15,15 +15,15 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from .calibration.with_data import estimate_of, made_in_order, statistics_of, transformed
 from .dtypes import QuantizedTensor
 from .kernels.registry import advice
 from .model.install import Change, PreparedModule, all_or_nothing, check_model, install, keep_attributes, tell
-from .model.misfit import OnMisfit, coarser
+from .model.misfit import Check, OnMisfit, coarser
 from .model.misfit import choose as choose_fitting
 from .model.module_repr import get_model_size_in_bytes, show_quantized
 from .model.report import QuantizeReport, quantized_row, skipped_row, why_nothing
 from .model.targets import Filter, Reach, Target, find_targets
+from .primitives.discovery import import_later
 from .primitives.granularity import IndivisibleError
 from .primitives.tracing import outside_graphs
 from .recipes.base import FOREIGN, RECIPES, Recipe, WeightRecipe, check_float_weight, check_has_values, register_recipe
@@ -43,6 +43,8 @@ CHUNK_BYTES = 1 << 30
 
 
 def __getattr__(name: str) -> Any:
+    if name not in RECIPES and not name.startswith("_"):
+        import_later()
     if name in RECIPES:
         return RECIPES[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -121,17 +123,30 @@ def quantize_(
     choose_fitting(found, on_misfit)
     if not any(target.recipe for target in found):
         raise ValueError(f"quantize_: nothing to quantize: {why_nothing(found)}")
-    _place(found)
-    _leave_what_is_done(found)
-    _check_targets(found, moves=device is not None)
+    place(found)
+    for target in found:
+        if target.recipe is not None and target.recipe.has_made(target):
+            for slot in target.slots:
+                slot.recipe = None
+
+    def check(recipe: Recipe, target: Target[Recipe]) -> None:
+        recipe.check_target(target)
+        if device is not None:
+            check_has_values(target.parameter, recipe)
+
+    check_targets("quantize_", found, check, "\nthe model is unchanged")
     before = get_model_size_in_bytes(model)
     elements = _elements(model, found)
+    # Imported here: most recipes look at no data.
+    from .calibration.with_data import estimate_of, made_in_order, statistics_of, transformed
+
     with transformed(model, found, keep=not dry_run) as transforms:
         statistics = statistics_of(model, found)
         expected = estimate_of(model, found) if dry_run else None
         calibrated = {} if dry_run else made_in_order(model, found, resume)
         rows = []
-        chunk = _Chunk()
+        waiting: list[tuple[Target[Any], Any]] = []
+        size = 0
         for target in tqdm(found, desc="quantize", disable=not progress):
             if target.recipe is None:
                 rows.append(skipped_row(target))
@@ -145,8 +160,12 @@ def quantize_(
                 made, calibration = target.recipe.make(target, weight, statistics.get(target.parameter)), None
             rows.append(replace(quantized_row(target, weight, made), calibration=calibration))
             if not dry_run:
-                chunk.add(target, made)
-        chunk.install()
+                waiting.append((target, made))
+                size += made.nbytes
+                if size >= CHUNK_BYTES:
+                    _install(waiting)
+                    size = 0
+        _install(waiting)
     if device is not None and not dry_run:
         model.to(device)
     if not dry_run:
@@ -187,46 +206,26 @@ def dequantize_(model: nn.Module) -> nn.Module:
     return model
 
 
-class _Chunk:
-    """New weights that are not installed yet."""
-
-    def __init__(self) -> None:
-        self.made: list[tuple[Target[Recipe], Any]] = []
-        self.size = 0
-
-    def add(self, target: Target[Recipe], made: Any) -> None:
-        """Add a weight, and install all if they take `CHUNK_BYTES` or more."""
-        self.made.append((target, made))
-        self.size += made.nbytes
-        if self.size >= CHUNK_BYTES:
-            self.install()
-
-    def install(self) -> None:
-        """Install all weights in their modules, or none."""
-        modules = [module for target, _ in self.made for module in target.modules]
-        with all_or_nothing(modules):
-            for target, made in self.made:
-                assert target.recipe is not None
-                target.recipe.install(target, made)
-            for module in dict.fromkeys(modules):
-                show_quantized(module)
-        self.made, self.size = [], 0
-
-
-def _leave_what_is_done(targets: list[Target[Recipe]]) -> None:
-    for target in targets:
-        if target.recipe is not None and target.recipe.has_made(target):
-            for slot in target.slots:
-                slot.recipe = None
+def _install(waiting: list[tuple[Target[Any], Any]]) -> None:
+    """Install new weights in their modules, all or none, and empty the list."""
+    modules = [module for target, _ in waiting for module in target.modules]
+    with all_or_nothing(modules):
+        for target, made in waiting:
+            assert target.recipe is not None
+            target.recipe.install(target, made)
+        for module in dict.fromkeys(modules):
+            show_quantized(module)
+    waiting.clear()
 
 
 def check_are_recipes(function: str, recipe: Any) -> None:
     """Raise `TypeError`, which names `function`, unless `recipe` is a recipe, or a mapping to recipes and None; and
     `ValueError` for a recipe that is not complete."""
-    in_mapping = isinstance(recipe, Mapping)
-    for given in _recipes_in(recipe) if in_mapping else [recipe]:
-        if given is None and in_mapping:
-            continue
+    all_given: list[Any] = [recipe]
+    if isinstance(recipe, Mapping):
+        tuples = [given if given and isinstance(given, tuple) else (given,) for given in recipe.values()]
+        all_given = [each for alternatives in tuples for each in alternatives if each is not None]
+    for given in all_given:
         if isinstance(given, Recipe):
             try:
                 given.check_complete()
@@ -236,15 +235,8 @@ def check_are_recipes(function: str, recipe: Any) -> None:
         describe = FOREIGN.get(type(given).__module__.partition(".")[0])
         if describe is not None:
             raise TypeError(f"{function}: takes a recipe of qtorch, got {describe(given)}")
-        hint = ""
-        if isinstance(given, type) and issubclass(given, Recipe):
-            hint = f"; call it: {given.name}()"
+        hint = f"; call it: {given.name}()" if isinstance(given, type) and issubclass(given, Recipe) else ""
         raise TypeError(f"{function}: takes a recipe such as int8_weight_only(), got {given!r}{hint}")
-
-
-def _recipes_in(mapping: Mapping[str, Any]) -> list[Any]:
-    """The recipes of a mapping, those of tuples one by one."""
-    return [each for given in mapping.values() for each in (given if given and isinstance(given, tuple) else (given,))]
 
 
 def _check_device(device: torch.device | str | None) -> None:
@@ -270,7 +262,8 @@ def _elements(model: nn.Module, targets: list[Target[Recipe]]) -> tuple[int, int
     return sum(parameter.numel() for parameter in parameters), done
 
 
-def _place(targets: list[Target[Recipe]]) -> None:
+def place(targets: list[Target[Recipe]]) -> None:
+    """Tell each recipe its place among the targets that have it."""
     groups: dict[Any, list[Target[Recipe]]] = {}
     for target in targets:
         if target.recipe is not None:
@@ -282,31 +275,32 @@ def _place(targets: list[Target[Recipe]]) -> None:
             target.slot.recipe = recipe.placed(index, len(group))
 
 
-def _check_targets(targets: list[Target[Recipe]], moves: bool) -> None:
-    problems, indivisible = [], []
+def check_targets(function: str, targets: list[Target[Recipe]], check: Check, outcome: str = "") -> None:
+    """Raise one `ValueError`, which names `function`, for all targets that `check` refuses.
+
+    Args:
+        outcome: what the message says after the problems.
+    """
+    problems: dict[str, Target[Recipe] | None] = {}
     for target in targets:
         if target.recipe is not None:
             try:
                 if obstacle := target.obstacle:
                     raise ValueError(obstacle)
-                target.recipe.check_target(target)
-                if moves:
-                    check_has_values(target.parameter, target.recipe)
+                check(target.recipe, target)
             except (ValueError, TypeError) as error:
-                problems.append(f"{target.slot.label}: {error}")
-                if isinstance(error, IndivisibleError):
-                    indivisible.append(target)
-    if problems:
-        more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
-        entries = '; on_misfit="coarser" accepts them; entries of a mapping that fit, to stand before'
-        entries = f"{entries} others:\n" if indivisible else ""
-        entries += "\n".join(map(_entry_that_fits, indivisible[:8]))
-        raise ValueError("quantize_: " + "\n".join(problems[:8]) + more + "\nthe model is unchanged" + entries)
-
-
-def _entry_that_fits(target: Target[Recipe]) -> str:
-    """A mapping entry that works for a weight that the groups of its recipe do not divide."""
-    recipe, name = target.recipe, target.slot.label
-    assert recipe is not None
-    fitting = coarser(target, recipe)
-    return f'"{name}": {fitting},  # or None' if fitting is not recipe else f'"{name}": None,'
+                problems[f"{target.slot.label}: {error}"] = target if isinstance(error, IndivisibleError) else None
+    if not problems:
+        return
+    more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
+    message = f"{function}: " + "\n".join(list(problems)[:8]) + more + outcome
+    indivisible = [target for target in problems.values() if target is not None][:8]
+    if indivisible:
+        message += '; on_misfit="coarser" accepts them; entries of a mapping that fit, to stand before others:'
+    for target in indivisible:
+        recipe = target.recipe
+        assert recipe is not None
+        fitting = coarser(target, recipe, check)
+        entry = f"{fitting},  # or None" if fitting is not recipe else "None,"
+        message += f'\n"{target.slot.label}": {entry}'
+    raise ValueError(message)

@@ -1,11 +1,16 @@
 """The model that the checkpoint tests save and load: ties, a buffer outside its state dict, every kind of weight."""
 
+import json
 import os
 import re
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from qtorch import (
@@ -80,6 +85,16 @@ def assert_same(model: nn.Module, other: nn.Module) -> None:
 def files(folder: Path) -> list[str]:
     """Without what differs from save to save."""
     return sorted(re.sub("-[0-9a-f]{8}-", "-TOKEN-", path.name) for path in folder.iterdir())
+
+
+def edit_header(path: Path, change: Callable[[dict], object]) -> None:
+    """Rewrite the header, with a checksum that fits."""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    header = json.loads(metadata["qtorch"])
+    change(header)
+    text = json.dumps(header)
+    save_file(load_file(path), path, {"qtorch": text, "qtorch.crc32": str(zlib.crc32(text.encode()))})
 
 
 def error(model: nn.Module, path: Path, kind: type[Exception] = ValueError) -> str:

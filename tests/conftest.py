@@ -14,6 +14,10 @@ os.environ.setdefault("QTORCH_CPU_BUILD", "0")
 import pytest
 import torch
 
+from qtorch.primitives.discovery import import_later
+
+import_later()  # tests iterate over all recipes
+
 if not torch.cuda.is_available():
     # Triton reads it when it is imported, which some tests of the compiler do first.
     os.environ["TRITON_INTERPRET"] = "1"
@@ -68,6 +72,9 @@ def _as_usual(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return made
 
 
+FACTORIES = ("arange", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randn", "tensor", "zeros")
+
+
 @pytest.fixture(autouse=True)
 def default_dtype() -> Iterator[None]:
     """QTORCH_TEST_DEFAULT_DTYPE is the default dtype that the package finds, by default torch's own."""
@@ -77,19 +84,7 @@ def default_dtype() -> Iterator[None]:
         return
     # Not the fixture `monkeypatch`, which would then be undone after those that tests set up before it.
     with pytest.MonkeyPatch.context() as patch:
-        for factory in [
-            "arange",
-            "empty",
-            "eye",
-            "full",
-            "linspace",
-            "logspace",
-            "ones",
-            "rand",
-            "randn",
-            "tensor",
-            "zeros",
-        ]:
+        for factory in FACTORIES:
             patch.setattr(torch, factory, _as_usual(getattr(torch, factory)))
         torch.set_default_dtype(getattr(torch, name))
         yield

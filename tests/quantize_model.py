@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from qtorch import int8_weight_only
+from qtorch.dtypes import QuantizedTensor
 
 INT8 = int8_weight_only()
 
@@ -35,3 +36,19 @@ def state_of(model: nn.Module) -> State:
 
 def same(before: State, after: State) -> bool:
     return len(before) == len(after) and all(a == c and b is d for (a, b), (c, d) in zip(before, after))
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    """The same weights, bit for bit: codes, scales, schemes and floats."""
+    states = one.state_dict(), other.state_dict()
+    assert states[0].keys() == states[1].keys()
+    for name, mine in states[0].items():
+        theirs = states[1][name]
+        assert type(mine) is type(theirs), name
+        assert mine.dtype is theirs.dtype, name
+        if not isinstance(mine, QuantizedTensor):
+            assert torch.equal(mine, theirs), name
+            continue
+        assert mine.scheme == theirs.scheme, name
+        for part, inner in mine.inner_tensors.items():
+            assert torch.equal(inner, theirs.inner_tensors[part]), (name, part)

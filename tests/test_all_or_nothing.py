@@ -76,24 +76,16 @@ def interrupt(patch: pytest.MonkeyPatch, owner: object, name: str, at: int) -> N
     patch.setattr(owner, name, Interrupted(getattr(owner, name), at))
 
 
+@pytest.mark.parametrize(
+    ("step", "at"), [("quantized_row", 3), ("show_quantized", 1), ("show_quantized", 4)], ids=["made", "first", "last"]
+)
 @every_recipe
-def test_interrupted_while_weights_are_made(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted(recipe: Recipe, step: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While weights are made, and while they are installed."""
     made = model()
     before = contents(made)
     with monkeypatch.context() as patch:
-        interrupt(patch, quantize_api, "quantized_row", 3)
-        with pytest.raises(KeyboardInterrupt):
-            quantize_(made, recipe)
-    assert contents(made) == before
-
-
-@pytest.mark.parametrize("at", [1, 2, 4])
-@every_recipe
-def test_interrupted_while_weights_are_installed(recipe: Recipe, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = model()
-    before = contents(made)
-    with monkeypatch.context() as patch:
-        interrupt(patch, quantize_api, "show_quantized", at)
+        interrupt(patch, quantize_api, step, at)
         with pytest.raises(KeyboardInterrupt):
             quantize_(made, recipe)
     assert contents(made) == before

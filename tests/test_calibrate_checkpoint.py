@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import qtorch
-from qtorch import load_quantized, quantize_, quantize_checkpoint, save_quantized
-from qtorch.calibration import auto, gptq
+from qtorch import load_quantized, quantize_, quantize_checkpoint
+from qtorch.calibration import AutoRound, auto, gptq
 from qtorch.calibration.engine.float_weights import Streamed
 from qtorch.checkpoint import folder_source
 from qtorch.checkpoint.streaming.assignment import parameters_on_meta
@@ -34,7 +35,7 @@ def on_meta() -> Model:
         return Model()
 
 
-@pytest.mark.parametrize("make", [gptq, auto])
+@pytest.mark.parametrize("make", [gptq, auto, partial(auto, learn=AutoRound(5))], ids=["gptq", "auto", "learn"])
 def test_the_same_bits_as_quantize_(make: Any, tmp_path: Path) -> None:
     data = batches()
     source, model = saved(made(), tmp_path / "float"), on_meta()
@@ -157,18 +158,21 @@ def test_folders_of_transformers(name: str, format: str, folders: dict[str, Path
     assert sum(isinstance(p, QuantizedTensor) for p in loaded.parameters()) > 5
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
-    source = saved(made(), tmp_path / "float")
-    with pytest.raises(ValueError, match="transformers cannot build the model; give model="):
-        quantize_checkpoint(source, tmp_path / "q.safetensors", gptq(INT3, batches()))
-    with parameters_on_meta():
-        other = Model(2)
-    with pytest.raises(ValueError, match=r"the model has no parameter blocks\.2"):
-        quantize_checkpoint(source, tmp_path / "q.safetensors", gptq(INT3, batches()), model=other)
-    with parameters_on_meta():
-        other = Model(4)
-    with pytest.raises(ValueError, match=r"blocks\.3.* on the meta device"):
-        quantize_checkpoint(source, tmp_path / "q.safetensors", gptq(INT3, batches()), model=other)
+@pytest.mark.parametrize(
+    ("blocks", "words"),
+    [
+        (None, "transformers cannot build the model; give model="),
+        (2, r"the model has no parameter blocks\.2"),
+        (4, r"blocks\.3.* on the meta device"),
+    ],
+)
+def test_what_is_refused(blocks: int | None, words: str, tmp_path: Path) -> None:
+    source, model = saved(made(), tmp_path / "float"), None
+    if blocks is not None:
+        with parameters_on_meta():
+            model = Model(blocks)
+    with pytest.raises(ValueError, match=words):
+        quantize_checkpoint(source, tmp_path / "q.safetensors", gptq(INT3, batches()), model=model)
     assert not (tmp_path / "q.safetensors").exists()
 
 
@@ -189,14 +193,3 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert report.estimate.seconds > 0
     with pytest.raises(ValueError, match="give model="):
         quantize_checkpoint(source, tmp_path / "q.safetensors", recipe, dry_run=True)
-
-
-def test_the_result_is_what_save_quantized_writes(tmp_path: Path) -> None:
-    data = batches(1)
-    source = saved(made(), tmp_path / "float")
-    quantize_checkpoint(source, tmp_path / "q.safetensors", gptq(INT3, data), model=on_meta())
-    model = made()
-    quantize_(model, gptq(INT3, data))
-    save_quantized(model, tmp_path / "r.safetensors")
-    ours, theirs = (load_quantized(made(1), tmp_path / name) for name in ("q.safetensors", "r.safetensors"))
-    assert_same(bits(ours), bits(theirs))

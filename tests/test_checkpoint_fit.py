@@ -1,8 +1,6 @@
 """What load_quantized puts where: tensors that do not fit a place, attributes, and interrupted installations."""
 
-import json
 import sys
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -10,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import qtorch
@@ -19,24 +15,12 @@ from qtorch import int4_weight_only, int8_dynamic_activation_int8_weight, int8_w
 from qtorch import save_quantized as save
 from qtorch.dtypes import ConvWeight, QuantizedTensor
 from qtorch.training import lora_qat, qat
-from tests.checkpoint_model import INT8, Model, contents, error, meta, quantized
+from tests.checkpoint_model import INT8, Model, contents, edit_header, error, meta, quantized
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
-
-
-def edit_header(path: Path, change: Callable[[dict], object]) -> None:
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    header = json.loads(metadata["qtorch"])
-    change(header)
-    text = json.dumps(header)
-    save_file(load_file(path), path, {"qtorch": text, "qtorch.crc32": str(zlib.crc32(text.encode()))})
-
-
-# --- kinds and places ---
 
 
 def frozen(weight: Tensor) -> nn.Parameter:

@@ -1,18 +1,128 @@
-"""What holds for every registered recipe: what it refuses, and that an emulated product is said."""
+"""What holds for every recipe: its value, numbers, size and kernel, files, graphs, and what it refuses."""
 
+import copy
+import dataclasses
+import json
+import pickle
 import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 import qtorch
-from qtorch import PerGroup, explain, quantize_
+from qtorch import (
+    MappingType,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    ZeroPointDomain,
+    compute_error,
+    explain,
+    float8_dynamic_activation_float8_semi_sparse_weight,
+    float8_dynamic_activation_float8_weight,
+    float8_dynamic_activation_int4_weight,
+    float8_static_activation_float8_weight,
+    float8_weight_only,
+    fpx_weight_only,
+    int4_weight_only,
+    int8_dynamic_activation_int4_weight,
+    int8_dynamic_activation_int8_semi_sparse_weight,
+    int8_dynamic_activation_int8_weight,
+    int8_static_activation_int8_weight,
+    int8_weight_only,
+    intx_weight_only,
+    load_quantized,
+    lut_weight_only,
+    mxfp4_dynamic_activation_mxfp4_weight,
+    mxfp4_weight_only,
+    mxfp6_weight_only,
+    mxfp8_dynamic_activation_mxfp8_weight,
+    mxfp8_weight_only,
+    nf4_weight_only,
+    nvfp4_dynamic_activation_nvfp4_weight,
+    nvfp4_weight_only,
+    quantize_,
+    save_quantized,
+    uintx_weight_only,
+)
 from qtorch.kernels import FallbackError, record_kernels, registry
-from qtorch.recipes.base import RECIPES
+from qtorch.kernels.linear import reference
+from qtorch.primitives import MSERule, from_json, to_json
+from qtorch.recipes.base import WeightRecipe
 from tests.every_recipe import NAMES, WEIGHT_ONLY, has_group_size, make
 from tests.quantize_model import same, state_of
+
+FLOAT, SYMMETRIC, ASYMMETRIC = ZeroPointDomain.FLOAT, MappingType.SYMMETRIC, MappingType.ASYMMETRIC
+
+# Recipe, kernel of torch operators, SQNR in dB of a Gaussian weight (64, 256), bits per weight where the model is bf16.
+CASES = [
+    (int8_weight_only(), "weight_only_mm", 43.2, 8.125),
+    (int8_weight_only(scale_rule=MSERule(steps=5)), "weight_only_mm", 43.2, 8.125),
+    (int8_weight_only(group_size=32), "weight_only_mm", 45.5, 8.5),
+    (int4_weight_only(), "packed_weight_mm", 19.9, 4.1875),
+    (int4_weight_only(32), "packed_weight_mm", 21.9, 4.75),
+    (int4_weight_only(-1, FLOAT), "packed_weight_mm", 19.3, 4.125),
+    (int4_weight_only(32, use_hqq=True), "packed_weight_mm", 22.2, 4.75),
+    (int4_weight_only(32, FLOAT, use_hqq=True), "packed_weight_mm", 22.9, 5),
+    (int8_dynamic_activation_int8_weight(), "int8_scaled_mm", 43.2, 8.125),
+    (int8_dynamic_activation_int8_weight(ASYMMETRIC), "int8_scaled_mm", 43.2, 8.125),
+    (int8_dynamic_activation_int4_weight(), "packed_int8_scaled_mm", 20.4, 4.5),
+    (int8_dynamic_activation_int4_weight(64, ASYMMETRIC, SYMMETRIC), "packed_int8_scaled_mm", 20.9, 4.375),
+    (int8_static_activation_int8_weight(0.03), "int8_scaled_mm", 43.2, 8.126953125),
+    (uintx_weight_only("uint1"), "packed_weight_mm", 0.2, 1.375),
+    (uintx_weight_only("uint2"), "packed_weight_mm", 6.8, 2.375),
+    (uintx_weight_only("uint3"), "packed_weight_mm", 14.2, 3.375),
+    (uintx_weight_only("uint4"), "packed_weight_mm", 20.9, 4.375),
+    (uintx_weight_only("uint5"), "packed_weight_mm", 27.1, 5.375),
+    (uintx_weight_only("uint6"), "packed_weight_mm", 33.3, 6.375),
+    (uintx_weight_only("uint7"), "packed_weight_mm", 39.4, 7.375),
+    (uintx_weight_only("uint2", 32, use_hqq=True), "packed_weight_mm", 9.6, 2.75),
+    (uintx_weight_only("uint2", 32, zero_point_domain=FLOAT, use_hqq=True), "packed_weight_mm", 10.4, 3),
+    (uintx_weight_only("uint3", 32, zero_point_domain=FLOAT, use_hqq=True), "packed_weight_mm", 16.6, 4),
+    (intx_weight_only("int2"), "packed_weight_mm", 5.8, 2.25),
+    (intx_weight_only("int3"), "packed_weight_mm", 13.1, 3.25),
+    (intx_weight_only("int4"), "packed_weight_mm", 19.8, 4.25),
+    (intx_weight_only("int5"), "packed_weight_mm", 26.1, 5.25),
+    (intx_weight_only("int6"), "packed_weight_mm", 32.2, 6.25),
+    (intx_weight_only("int7"), "packed_weight_mm", 38.3, 7.25),
+    (intx_weight_only("int3", 32, use_hqq=True), "packed_weight_mm", 15.0, 3.5),
+    (intx_weight_only("int2", 32, ASYMMETRIC, use_hqq=True), "packed_weight_mm", 9.6, 2.75),
+    (nf4_weight_only(), "lut_weight_mm", 20.8, 4.16015625),
+    (nf4_weight_only(32, False), "lut_weight_mm", 21.2, 4.53125),
+    (lut_weight_only(), "lut_weight_mm", 21.6, 5.125),
+    (lut_weight_only(3, 64), "lut_weight_mm", 16.6, 5.25),
+    (lut_weight_only(2), "lut_weight_mm", 9.6, 2.375),
+    (float8_weight_only(), "weight_only_mm", 31.7, 8.125),
+    (float8_weight_only(torch.float8_e5m2), "weight_only_mm", 25.6, 8.125),
+    (float8_dynamic_activation_float8_weight(), "emulated_scaled_mm", 31.7, 8.125),
+    (float8_dynamic_activation_float8_weight(PerTensor()), "emulated_scaled_mm", 31.5, 8.001953125),
+    (float8_static_activation_float8_weight(0.01), "emulated_scaled_mm", 31.5, 8.00390625),
+    (float8_static_activation_float8_weight(0.01, granularity=PerRow()), "emulated_scaled_mm", 31.7, 8.126953125),
+    (float8_dynamic_activation_int4_weight(32), "emulated_scaled_mm", 20.4, 4.5),
+    (float8_dynamic_activation_int4_weight(-1, torch.float8_e5m2), "emulated_scaled_mm", 18.6, 4.0625),
+    (fpx_weight_only(3, 2), "packed_weight_mm", 25.6, 6.125),
+    (fpx_weight_only(2, 3), "packed_weight_mm", 31.4, 6.125),
+    (fpx_weight_only(2, 2), "packed_weight_mm", 25.2, 5.125),
+    (fpx_weight_only(3, 1), "packed_weight_mm", 19.8, 5.125),
+    (fpx_weight_only(2, 1), "packed_weight_mm", 19.1, 4.125),
+    (fpx_weight_only(2, 0), "packed_weight_mm", 12.1, 3.125),
+    (mxfp8_weight_only(), "weight_only_mm", 30.6, 8.25),
+    (mxfp6_weight_only(), "packed_weight_mm", 30.9, 6.25),
+    (mxfp4_weight_only(), "packed_weight_mm", 18.8, 4.25),
+    (mxfp8_dynamic_activation_mxfp8_weight(), "emulated_scaled_mm", 30.6, 8.25),
+    (mxfp4_dynamic_activation_mxfp4_weight(), "emulated_scaled_mm", 18.8, 4.25),
+    (nvfp4_weight_only(), "packed_weight_mm", 20.4, 4.501953125),
+    (nvfp4_dynamic_activation_nvfp4_weight(), "emulated_scaled_mm", 20.4, 4.501953125),
+    (int8_dynamic_activation_int8_semi_sparse_weight(), "semi_sparse_int8_scaled_mm", 8.8, 5.125),
+    (int8_dynamic_activation_int8_semi_sparse_weight(ASYMMETRIC), "semi_sparse_int8_scaled_mm", 8.8, 5.125),
+    (float8_dynamic_activation_float8_semi_sparse_weight(), "emulated_semi_sparse_mm", 8.8, 5.125),
+    (float8_dynamic_activation_float8_semi_sparse_weight(PerTensor()), "emulated_semi_sparse_mm", 8.8, 5.001953125),
+]
+every_case = pytest.mark.parametrize(("recipe", "kernel", "sqnr", "bits"), CASES, ids=[str(case[0]) for case in CASES])
 
 GROUPED = [name for name in NAMES if isinstance(make(name, 32).linear_spec().weight.granularity, PerGroup)]
 EMULATED = [
@@ -20,48 +130,124 @@ EMULATED = [
 ]
 every_recipe = pytest.mark.parametrize("name", NAMES)
 
-N, K = 64, 256
-ROWS, GROUPS = N, N * K // 32
-
-# Bytes of a (N, K) weight in bf16, in groups of 32 where there are groups: codes, scales, and what comes beside them.
-BYTES = {
-    "int8_weight_only": N * K + 4 * ROWS,
-    "int8_dynamic_activation_int8_weight": N * K + 4 * ROWS,
-    "int8_static_activation_int8_weight": N * K + 4 * ROWS + 4,
-    "int8_dynamic_activation_int8_semi_sparse_weight": N * K * 5 // 8 + 4 * ROWS,
-    "float8_weight_only": N * K + 4 * ROWS,
-    "float8_dynamic_activation_float8_weight": N * K + 4 * ROWS,
-    "float8_static_activation_float8_weight": N * K + 4 + 4,
-    "float8_dynamic_activation_float8_semi_sparse_weight": N * K * 5 // 8 + 4 * ROWS,
-    "int4_weight_only": N * K // 2 + (2 + 1) * GROUPS,
-    "int8_dynamic_activation_int4_weight": N * K // 2 + 2 * GROUPS,
-    "float8_dynamic_activation_int4_weight": N * K // 2 + 2 * GROUPS,
-    "uintx_weight_only": N * K * 3 // 8 + (2 + 1) * GROUPS,
-    "intx_weight_only": N * K * 5 // 8 + 2 * GROUPS,
-    "fpx_weight_only": N * K * 6 // 8 + 4 * ROWS,
-    "mxfp8_weight_only": N * K + GROUPS,
-    "mxfp8_dynamic_activation_mxfp8_weight": N * K + GROUPS,
-    "mxfp6_weight_only": N * K * 6 // 8 + GROUPS,
-    "mxfp4_weight_only": N * K // 2 + GROUPS,
-    "mxfp4_dynamic_activation_mxfp4_weight": N * K // 2 + GROUPS,
-    "nvfp4_weight_only": N * K // 2 + N * K // 16 + 4,
-    "nvfp4_dynamic_activation_nvfp4_weight": N * K // 2 + N * K // 16 + 4,
-    "nf4_weight_only": N * K // 2 + GROUPS + 4 * (GROUPS // 256) + 4 + 16 * 4,
-    "lut_weight_only": N * K // 2 + (2 + 16 * 2) * GROUPS,
-}
-
 
 def model(first: int, second: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(nn.Linear(first, 8, dtype=dtype), nn.ReLU(), nn.Linear(second, 8, dtype=dtype))
 
 
+def test_every_recipe_has_a_case() -> None:
+    assert {recipe.name for recipe, *_ in CASES} >= {name for name in NAMES if hasattr(qtorch, name)}
+    assert len({str(recipe) for recipe, *_ in CASES}) == len({recipe for recipe, *_ in CASES}) == len(CASES)
+
+
+@every_case
+def test_is_a_value(recipe: WeightRecipe, kernel: str, sqnr: float, bits: float) -> None:
+    """Frozen, comparable, hashable, JSON; and its name is the function's in all places."""
+    for twin in (dataclasses.replace(recipe), from_json(json.loads(json.dumps(to_json(recipe))))):
+        assert recipe == twin
+        assert hash(recipe) == hash(twin)
+    for field in dataclasses.fields(recipe)[:1]:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(recipe, field.name, None)
+    name = recipe.name
+    assert getattr(qtorch.quantize_api, name) is getattr(qtorch, name) is getattr(qtorch.recipes, name) is type(recipe)
+    assert str(recipe).startswith(f"{name}(")
+
+
+@pytest.mark.usefixtures("torch_kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@every_case
+def test_numbers(recipe: WeightRecipe, kernel: str, sqnr: float, bits: float, dtype: torch.dtype) -> None:
+    """The weight is as good as the format is; the layer computes what the reference does, and with it the gradient."""
+    layer = nn.Linear(256, 64, dtype=dtype)
+    nn.init.normal_(layer.weight)
+    x = torch.randn(5, 256, dtype=dtype, requires_grad=True)
+    weight, y = layer.weight.detach().clone(), layer(x).detach()
+    (row,) = quantize_(layer, recipe).quantized
+    assert not layer.weight.requires_grad
+    assert layer.bias.requires_grad
+    assert layer.weight.dtype == dtype
+    assert abs(compute_error(weight, layer.weight.dequantize()) - sqnr) < 1
+    assert abs(row.sqnr - sqnr) < 1
+    if dtype.itemsize == 2:
+        assert row.bytes_after * 8 == bits * weight.numel()
+    with record_kernels() as ran:
+        z = layer(x)
+    assert z.dtype == dtype
+    assert ran[0] == f"linear:{row.kernel}" != "linear:reference"
+    assert row.kernel == kernel or dtype.itemsize == 2
+    # Activations of 4 bits lose 4 dB more.
+    assert sqnr - 5 < compute_error(y, z) < sqnr + 1.5
+    assert compute_error(reference.linear(x, layer.weight, layer.bias), z) > (100 if dtype == torch.float32 else 35)
+    (gradient,) = torch.autograd.grad(z.sum(), x)
+    expected = layer.weight.dequantize().sum(0).expand(5, -1)
+    assert compute_error(expected, gradient) > (100 if dtype == torch.float32 else 30)
+
+
+@every_case
+def test_save_load_and_copy(recipe: WeightRecipe, kernel: str, sqnr: float, bits: float, tmp_path: Path) -> None:
+    layer, x = nn.Linear(64, 32), torch.randn(3, 64)
+    if has_group_size(recipe) and recipe.group_size > 64:
+        recipe = dataclasses.replace(recipe, group_size=64)
+    quantize_(layer, recipe)
+    save_quantized(layer, tmp_path / "layer.safetensors")
+    with torch.device("meta"):
+        loaded, assigned = nn.Linear(64, 32), nn.Linear(64, 32)
+    load_quantized(loaded, tmp_path / "layer.safetensors")
+    assigned.load_state_dict(layer.state_dict(), assign=True)
+    for other in (loaded, assigned, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert other.weight.scheme == layer.weight.scheme
+        assert torch.equal(other(x), layer(x))
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 @every_recipe
-def test_bytes_are_those_of_the_formula(name: str) -> None:
-    layer = nn.Linear(K, N, dtype=torch.bfloat16)
-    report = quantize_(layer, make(name, 32))
-    # A recipe that is not of qtorch has no formula here.
-    assert layer.weight.nbytes == report.bytes_after == BYTES.get(name, report.bytes_after)
-    assert name in BYTES or not RECIPES[name].__module__.startswith("qtorch.")
+def test_compile_traces_one_graph(name: str, grad: bool) -> None:
+    recipe = make(name, 32)
+    if grad and recipe.linear_spec().activation is None:
+        pytest.skip("as weight-only recipes without a gradient")
+    layers = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    quantize_(layers, recipe)
+    compiled = torch.compile(layers, fullgraph=True, dynamic=True, backend="aot_eager")
+    counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True), torch.set_grad_enabled(grad):
+        for batch in (7, 3, 33):
+            x = torch.randn(batch, 64, requires_grad=grad)
+            eager, y = layers(x), compiled(x)
+            assert compute_error(eager, y) > 90
+            if grad:
+                for one, other in zip(*(torch.autograd.grad(out.sum(), [x, layers[0].bias]) for out in (eager, y))):
+                    assert compute_error(one, other) > 90
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+INDUCTOR = ["int8_weight_only", "int4_weight_only", "int8_dynamic_activation_int8_weight", "lut_weight_only"]
+INDUCTOR += ["int8_dynamic_activation_int4_weight", "int8_dynamic_activation_int8_semi_sparse_weight"]
+INDUCTOR += ["float8_dynamic_activation_float8_semi_sparse_weight", "float8_dynamic_activation_float8_weight"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INDUCTOR)
+def test_inductor(name: str) -> None:
+    layers, x = model(64, 8, torch.bfloat16), torch.randn(5, 64, dtype=torch.bfloat16)
+    quantize_(layers, {"0": make(name, 32)})
+    compiled = torch.compile(layers, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        y = layers(x)
+        compiled(x)
+        with record_kernels() as ran:
+            z = compiled(x)
+    assert any("semi_sparse" in kernel for kernel in ran) == ("semi_sparse" in name)
+    # A code may round the other way after a fused multiplication.
+    assert compute_error(y, z) > 25
+
+
+@every_recipe
+def test_zero_row_stays_zero(name: str) -> None:
+    weight = torch.randn(4, 128)
+    weight[2] = 0
+    assert bool((make(name, 32).apply(weight).dequantize()[2] == 0).all())
 
 
 @pytest.mark.parametrize("name", GROUPED)

@@ -24,8 +24,22 @@ def test_is_silent_and_starts_nothing() -> None:
         "import qtorch\n"
         "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
         "assert not new & {'triton', 'transformers', 'matplotlib', 'torchvision', 'torchao'}, new\n"
+        "later = ('calibration', 'checkpoint', 'kv_cache', 'training', 'integrations.export', 'integrations.fusion')\n"
+        "assert not [name for name in later if f'qtorch.{name}' in sys.modules]\n"
         "assert not torch.cuda.is_initialized()\n"
         "assert torch.is_grad_enabled() and torch.get_default_dtype() is torch.float32\n"
+    )
+
+
+def test_names_that_are_imported_later_are_there() -> None:
+    """Recipes of rooms that nobody has imported are read from JSON, and a checkpoint of any format is opened."""
+    run(
+        "import qtorch\n"
+        "from qtorch.primitives import from_json\n"
+        "assert from_json({'type': 'Int8TilewiseTraining', 'tile': 32}) == qtorch.training.int8_tilewise_training()\n"
+        "assert qtorch.quantize_api.qat is qtorch.training.qat\n"
+        "assert all(getattr(qtorch, name) is not None for names in qtorch._ON_USE.values() for name in names)\n"
+        "assert callable(qtorch.quantize_checkpoint) and qtorch.checkpoint.formats\n"
     )
 
 

@@ -22,7 +22,6 @@ from qtorch import convert_checkpoint, load_quantized, quantize_, quantize_check
 from qtorch.checkpoint import part_file
 from qtorch.checkpoint.sources import SOURCES, Contents, QtorchSource, open_source, register_source
 from qtorch.checkpoint.streaming import forms, partial
-from qtorch.checkpoint.streaming import forms as companions
 from qtorch.checkpoint.tensor_file import TensorFile
 from qtorch.dtypes import QuantizedTensor
 from tests.float_checkpoints import Decoder, decoder, save_shards
@@ -177,13 +176,8 @@ def test_experts(tmp_path: Path) -> None:
     model.layers[0].mlp.gate = torch.nn.Linear(64, 4, bias=False)
     model.layers[0].mlp.experts = torch.nn.Module()
     fused = {
-        "gate_up_proj": torch.stack(
-            [
-                torch.cat([experts[f"layers.0.mlp.experts.{i}.{n}_proj.weight"] for n in ("gate", "up")])
-                for i in range(4)
-            ]
-        ),
-        "down_proj": torch.stack([experts[f"layers.0.mlp.experts.{i}.down_proj.weight"] for i in range(4)]),
+        "gate_up_proj": torch.stack([torch.cat([of(i, "gate"), of(i, "up")]) for i in range(4)]),
+        "down_proj": torch.stack([of(i, "down") for i in range(4)]),
     }
     for name, value in fused.items():
         model.layers[0].mlp.experts.register_parameter(name, torch.nn.Parameter(value))
@@ -194,7 +188,8 @@ def test_experts(tmp_path: Path) -> None:
         assert torch.equal(found.dequantize(), recipe.apply(value).dequantize())
     assert not isinstance(model.layers[0].mlp.gate.weight, QuantizedTensor)
     # The matrices of all experts in one tensor: by name only, as in quantize_.
-    save_file({**fused_names(fused), "head.weight": torch.randn(8, 64)}, tmp_path / "fused.safetensors")
+    named = {f"mlp.experts.{name}": value for name, value in fused.items()}
+    save_file({**named, "head.weight": torch.randn(8, 64)}, tmp_path / "fused.safetensors")
     report = quantize_checkpoint(
         tmp_path / "fused.safetensors", tmp_path / "f.safetensors", {r".*\.(gate_up|down)_proj": recipe}
     )
@@ -203,10 +198,6 @@ def test_experts(tmp_path: Path) -> None:
         open_source(tmp_path / "f.safetensors").tensor("mlp.experts.down_proj").dequantize(),
         recipe.apply(fused["down_proj"]).dequantize(),
     )
-
-
-def fused_names(fused: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {f"mlp.experts.{name}": value for name, value in fused.items()}
 
 
 @pytest.mark.parametrize("shards", [False, True])
@@ -343,6 +334,7 @@ STRIDE = {"qtorch": 7, "transformers": 13, "compressed-tensors": 17}
 """The test of each format stops at every 7th, 13th, 17th step."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["qtorch", "transformers", "compressed-tensors"])
 def test_any_interruption_is_continued(
     format: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -359,7 +351,11 @@ def test_any_interruption_is_continued(
     wanted_report = run()
     wanted = _files(tmp_path)
     _clean(tmp_path)
-    steps = _count_steps(monkeypatch, run)
+    seen: list[None] = []
+    with monkeypatch.context() as patch:
+        _steps(patch, lambda: seen.append(None))
+        run()
+    steps = len(seen)
     assert steps > 30
     _clean(tmp_path)
     for stop in range(0, steps, STRIDE[format]):
@@ -386,22 +382,9 @@ def _steps(patch: pytest.MonkeyPatch, before: object) -> None:
     patch.setattr(os, "fsync", watched(os.fsync))
     patch.setattr(shutil, "rmtree", watched(shutil.rmtree))
     patch.setattr(Path, "rename", watched(Path.rename))
-    patch.setattr(companions.shutil, "copyfile", watched(shutil.copyfile))
+    patch.setattr(forms.shutil, "copyfile", watched(shutil.copyfile))
     patch.setattr(part_file.PartFile, "write", watched(part_file.PartFile.write))
     patch.setattr(part_file, "_write_header", watched(part_file._write_header))
-
-
-def _count_steps(monkeypatch: pytest.MonkeyPatch, run: object) -> int:
-    count = 0
-
-    def more() -> None:
-        nonlocal count
-        count += 1
-
-    with monkeypatch.context() as patch:
-        _steps(patch, more)
-        run()
-    return count
 
 
 def _stop_at(patch: pytest.MonkeyPatch, step: int) -> None:
@@ -479,9 +462,12 @@ JOURNALS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("format", ["qtorch", "transformers", "compressed-tensors"])
 @pytest.mark.parametrize(
-    "name", [*JOURNALS, "a checksum that does not fit", "data", "a link", "links", "deep", "folder"]
+    ("name", "format"),
+    [
+        *((name, "qtorch") for name in [*JOURNALS, "unfit checksum", "data", "a link", "links", "deep", "folder"]),
+        *((name, format) for name in ("no form", "a row", "data") for format in ("transformers", "compressed-tensors")),
+    ],
 )
 def test_a_journal_of_somebody_else_begins_anew(
     name: str, format: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

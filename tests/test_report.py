@@ -36,11 +36,7 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
 
-RECIPES = {
-    "fc": int8_dynamic_activation_int8_weight(),
-    "experts": int4_weight_only(group_size=32),
-    "embed": None,
-}
+RECIPES = {"fc": int8_dynamic_activation_int8_weight(), "experts": int4_weight_only(group_size=32), "embed": None}
 
 
 def report_of(model: nn.Module, recipe: object = None, **options: bool) -> QuantizeReport:
@@ -77,13 +73,6 @@ these 2 weights: 6,144 -> 1,728 bytes (28.1%)""",  # noqa: E501
     )
 
 
-def test_repr_is_the_summary() -> None:
-    assert_expected_inline(
-        repr(report_of(Tied())),
-        """<QuantizeReport: quantized 2 of 3 weights, 90.4% of all parameters; the model: 22,656 -> 6,016 bytes (26.6%); left in floating point: embed.weight (9.0%: None for 'embed')>""",  # noqa: E501
-    )
-
-
 def test_totals_are_those_of_the_quantized_weights() -> None:
     report = report_of(Tied())
     assert [layer.name for layer in report.quantized] == ["experts", "fc.weight"]
@@ -113,41 +102,19 @@ def test_sqnr_is_that_of_the_weight() -> None:
 def test_json_round_trip() -> None:
     data = report_of(Tied()).to_json()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
-    # The advice depends on the processor.
-    assert_expected_inline(
-        json.dumps({**data, "layers": data["layers"][1:2], "advice": []}, indent=1),
-        """\
-{
- "dry_run": false,
- "bytes_before": 20480,
- "bytes_after": 3840,
- "model_bytes_before": 22656,
- "model_bytes_after": 6016,
- "parameters": 5664,
- "quantized_parameters": 5120,
- "layers": [
-  {
-   "name": "embed.weight",
-   "shape": [
-    16,
-    32
-   ],
-   "action": "skipped",
-   "detail": "None for 'embed'",
-   "bytes_before": 2048,
-   "bytes_after": 2048,
-   "sqnr": null,
-   "kernel": null,
-   "also": [
-    "head.weight"
-   ],
-   "calibration": null
-  }
- ],
- "transforms": [],
- "advice": []
-}""",
-    )
+    assert {key: data[key] for key in data if key not in ("layers", "advice")} == {
+        "dry_run": False,
+        "bytes_before": 20480,
+        "bytes_after": 3840,
+        "model_bytes_before": 22656,
+        "model_bytes_after": 6016,
+        "parameters": 5664,
+        "quantized_parameters": 5120,
+        "transforms": [],
+    }
+    (skipped,) = [layer for layer in data["layers"] if layer["action"] == "skipped"]
+    assert skipped["shape"] == [16, 32]
+    assert (skipped["detail"], skipped["also"], skipped["sqnr"]) == ("None for 'embed'", ["head.weight"], None)
 
 
 def test_json_holds_every_field() -> None:
@@ -180,6 +147,7 @@ def test_kernel_is_the_one_that_runs() -> None:
 def test_a_report_is_a_value() -> None:
     report = report_of(Tied())
     assert report == report_of(Tied())
+    assert repr(report) == f"<QuantizeReport: {str(report).splitlines()[0]}>"
     assert report != report_of(Tied(), dry_run=True)
     with pytest.raises(dataclasses.FrozenInstanceError):
         report.dry_run = False

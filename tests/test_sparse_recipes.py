@@ -12,7 +12,6 @@ from qtorch import (
     MappingType,
     PerGroup,
     PerTensor,
-    SemiSparseLayout,
     block_sparse,
     compute_error,
     float8_dynamic_activation_float8_semi_sparse_weight,
@@ -31,7 +30,7 @@ from qtorch import (
 from qtorch.calibration import Descent, ScaleRefit, calibrated, gptq
 from qtorch.kernels import record_kernels
 from qtorch.kernels.linear import reference
-from qtorch.primitives import from_json, is_2_4, prune_2_4, prune_blocks, to_json
+from qtorch.primitives import is_2_4, prune_2_4, prune_blocks
 from qtorch.recipes.base import Recipe, WeightRecipe
 from tests.rounding import assert_same_product
 
@@ -120,62 +119,6 @@ def test_rows_of_any_length(recipe: Recipe, k: int) -> None:
     assert_same_product(model(x), wanted, x, model.weight.dequantize(), model.bias)
 
 
-@every_recipe
-def test_save_and_load(recipe: Recipe, tmp_path) -> None:
-    model = layer()
-    quantize_(model, recipe)
-    save_quantized(model, tmp_path / "layer.safetensors")
-    with torch.device("meta"):
-        fresh = nn.Linear(90, 64)
-    load_quantized(fresh, tmp_path / "layer.safetensors")
-    x = torch.randn(3, 90)
-    assert fresh.weight.scheme.layout == SemiSparseLayout()
-    assert torch.equal(fresh(x), model(x))
-    assert from_json(to_json(recipe)) == recipe
-
-
-@every_recipe
-@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
-def test_compile(recipe: Recipe, grad: bool) -> None:
-    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).requires_grad_(False)
-    quantize_(model, recipe)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
-    compiled(torch.randn(3, 64, requires_grad=grad))
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for rows in (4, 7, 33):
-            x = torch.randn(rows, 64, requires_grad=grad)
-            got, wanted = compiled(x), model(x)
-            torch.testing.assert_close(got, wanted)
-            if grad:
-                torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (got, wanted)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "low"), [(INT8, 30), (FLOAT8, 25)], ids=str)
-def test_inductor(recipe: Recipe, low: float) -> None:
-    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).requires_grad_(False)
-    quantize_(model, recipe)
-    x = torch.randn(5, 64)
-    compiled = torch.compile(model, fullgraph=True)
-    compiled(x)
-    with record_kernels() as ran:
-        y = compiled(x)
-    assert any(name.startswith("semi_sparse") for name in ran)
-    # A code may round the other way after a fused multiplication.
-    assert compute_error(model(x), y) > low
-
-
-def test_names_and_errors() -> None:
-    assert str(INT8) == "int8_dynamic_activation_int8_semi_sparse_weight()"
-    assert int8_dynamic_activation_int8_weight() != INT8
-    with pytest.raises(ValueError, match=r"semi_sparse_weight: granularity is PerRow\(\) or PerTensor\(\), got PerG"):
-        float8_dynamic_activation_float8_semi_sparse_weight(PerGroup(32))
-    model = layer()
-    model.weight[3, 5] = float("inf")
-    with pytest.raises(ValueError, match="has 1 values of 5760 that are NaN or infinite"):
-        quantize_(model, INT8)
-
-
 BASES = [
     int8_weight_only(),
     int8_dynamic_activation_int8_weight(),
@@ -236,5 +179,7 @@ def test_what_cannot_be_sparse_in_blocks() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             block_sparse(base)
+    with pytest.raises(ValueError, match=r"semi_sparse_weight: granularity is PerRow\(\) or PerTensor\(\), got PerG"):
+        float8_dynamic_activation_float8_semi_sparse_weight(PerGroup(32))
     with pytest.raises(ValueError, match="blocks of 64 x 64 do not divide a weight"):
         quantize_(nn.Linear(96, 64), block_sparse(int8_weight_only()))

@@ -8,26 +8,9 @@ from .allocation.allocate import allocate
 from .calibrated import CalibratedRecipe as calibrated
 from .importance_weighted import ImportanceWeighted as importance_weighted
 from .methods import auto, gptq, observed
-from .observers.base import Observer
-from .observers.extremes import DelayedScalingObserver as delayed_scaling
-from .observers.extremes import MinMaxObserver as min_max
-from .observers.extremes import MovingAverageObserver as moving_average
-from .observers.extremes import WeightedStatsObserver as weighted_stats
-from .observers.search import EntropyObserver as entropy
-from .observers.search import MSEObserver as mse
-from .observers.search import PercentileObserver as percentile
-from .rounding.auto_round import AutoRound
-from .rounding.gptq import Descent, FloatTarget, Gptq
-from .rounding.grid import Nearest, Rounding
-from .rounding.scale_search import ScaleRefit, ScaleSearch, four_over_six
-from .transforms.base import Transform
-from .transforms.clip import Clip
-from .transforms.clip import Clip as clip
-from .transforms.rotate import Rotate
-from .transforms.rotate import Rotate as rotate
-from .transforms.scaling import Awq, Smooth
-from .transforms.scaling import Awq as awq
-from .transforms.scaling import Smooth as smooth
+from .observers import Observer, delayed_scaling, entropy, min_max, moving_average, mse, percentile, weighted_stats
+from .rounding import AutoRound, Descent, FloatTarget, Gptq, Nearest, Rounding, ScaleRefit, ScaleSearch, four_over_six
+from .transforms import Awq, Clip, Rotate, Smooth, Transform, awq, clip, rotate, smooth
 
 __all__ = [
     "AutoRound",

@@ -23,34 +23,16 @@ from ..recipes.base import Calibrated, ExpertStatistics, WeightRecipe, register_
 from .data import Data
 from .engine import BlockLearner
 from .observers import Observer, observer_of
-from .rounding import (
-    AutoRound,
-    FloatTarget,
-    Gptq,
-    Grid,
-    Learnable,
-    Nearest,
-    Refinement,
-    Rounding,
-    ScaleSearch,
-    damped,
-    loss,
-    saliency,
-)
-from .statistics import Missed, Moments, SecondMoment, Statistic, Statistics
+from .rounding import AutoRound, FloatTarget, Gptq, Grid, Learnable, Nearest, Refinement, Rounding, ScaleSearch
+from .rounding.grid import damped, loss, saliency
+from .statistics import Moments, NoInputs, SecondMoment, Statistic, Statistics
 from .transforms import Transform, run_transforms
 
 
 @dataclass(frozen=True, eq=False)
 class RoundedMatrix:
-    """A matrix on a grid.
-
-    Attributes:
-        grid: codes and scales.
-        goal: (N, K) fp32, what was rounded: W, or the float target W*.
-        moment: (K, K), E[x x^T]; None if the data did not use the matrix.
-        report: how the codes were chosen.
-    """
+    """A matrix on a grid: `goal`, W or the float target W* (N, K) fp32, rounded for inputs of `moment` E[x x^T] (K, K),
+    which is None if the data did not use the matrix."""
 
     grid: Grid
     goal: Tensor
@@ -89,24 +71,19 @@ def round_matrix(
     scales: ScaleSearch | None,
     rounding: Rounding,
     refine: Sequence[Refinement],
-    kept: Callable[[Tensor], Tensor] | None = None,
+    pruning: Callable[[Tensor], Tensor] | None = None,
 ) -> RoundedMatrix:
-    """Round `weight` (N, K) for inputs with these `moments`.
-
-    Args:
-        kept: importance -> which elements are not pruned; see `WeightRecipe.kept`.
-    """
+    """Round `weight` (N, K) for inputs with these `moments`; `pruning` is `WeightRecipe.kept` of recipes that prune."""
     begun = time.perf_counter()
     goal = weight.float()
     moment = moments.mean.to(weight.device)
     if target is not None and isinstance(moments, Moments) and moments.cross is not None:
-        residual = moments.residual
-        residual = None if residual is None else residual.to(weight.device)
+        residual = None if moments.residual is None else moments.residual.to(weight.device)
         goal = target.of(goal, moment, moments.cross.to(weight.device), residual)
     if isinstance(spec, RotatedSpec):
         # Codes are chosen for the rotated weight, which meets rotated inputs.
         goal, moment, spec = spec.rotated(goal), spec.rotated(spec.rotated(moment).t()), spec.unrotated
-    mask = None if kept is None else kept(saliency(goal, moment))
+    mask = None if pruning is None else pruning(saliency(goal, moment))
     grid = Grid.of(goal, spec, weight.dtype, moment.diagonal(), mask)
     nearest = relative_loss(goal - grid.values(), moment, goal)
     starts = [grid] if scales is None else scales.starts(goal, moment, grid)
@@ -120,7 +97,7 @@ def round_matrix(
     grid = found[0] if len(found) == 1 else best_rows(goal, moment, found)
     error = relative_loss(goal - grid.values(), moment, goal)
     steps = [*([] if scales is None else [scales]), rounding, *refine]
-    method = " + ".join([*([] if kept is None else ["prune"]), *(type(step).__name__.lower() for step in steps)])
+    method = " + ".join([*([] if pruning is None else ["prune"]), *(type(step).__name__.lower() for step in steps)])
     seconds = time.perf_counter() - begun
     return RoundedMatrix(grid, goal, moment, CalibrationReport(method, moments.rows, error, nearest, damping, seconds))
 
@@ -162,13 +139,9 @@ def combined_report(reports: Sequence[CalibrationReport]) -> CalibrationReport:
 
 
 class StaticActivation(NamedTuple):
-    """The fixed scale of a static activation, as an observer chooses it or as the recipe gives it.
+    """The fixed scale of a static activation, (1, 1), as an observer chooses it or as the recipe gives it.
 
-    Attributes:
-        spec: of the activation.
-        scale, zero_point: (1, 1); None if it is always zero.
-        range: (low, high) of the reals that the codes stand for; None if the scale was given.
-        rows: the number of inputs that were seen.
+    `range` is (low, high) of the reals that the codes stand for, from so many rows; None if the scale was given.
     """
 
     spec: QuantSpec
@@ -178,22 +151,16 @@ class StaticActivation(NamedTuple):
     rows: int = 0
 
     @classmethod
-    def given_by(cls, recipe: WeightRecipe, device: torch.device) -> StaticActivation | None:
-        """That of a recipe with a scale of its own; None for other recipes."""
-        spec, scale = recipe.linear_spec(), recipe.act_scale(device)
-        return None if not spec.static or spec.activation is None or scale is None else cls(spec.activation, scale)
-
-    @classmethod
-    def observed(
+    def of(
         cls, recipe: WeightRecipe, observer: Observer, statistics: Statistics | ExpertStatistics, weight: Tensor
-    ) -> StaticActivation:
-        """That of a recipe without: from the inputs of `weight`, which has one scale, also for all its experts.
-
-        Raises:
-            ValueError: no input was seen, or the recipe needs more than one scale.
-        """
-        spec = recipe.linear_spec().activation
-        assert spec is not None
+    ) -> StaticActivation | None:
+        """That of the inputs of `weight`, which has one scale, also for all its experts; None for other recipes."""
+        linear = recipe.linear_spec()
+        spec = linear.activation
+        if not linear.static or spec is None:
+            return None
+        if (given := recipe.act_scale(weight.device)) is not None:
+            return cls(spec, given)
         if (shape := spec.scale_shape((1, weight.shape[-1]))) != (1, 1):
             raise ValueError(f"observers choose one scale for the input of a layer, {recipe} has {shape[-1]}")
         of_all: Any = statistics
@@ -215,11 +182,6 @@ class StaticActivation(NamedTuple):
         """`weight`, whose input is quantized by this."""
         assert isinstance(weight, AffineQuantizedTensor)
         return weight.with_activation(self.spec, self.scale, self.zero_point)
-
-
-def without_scale(spec: LinearSpec) -> LinearSpec:
-    """`spec` of a weight that gets its static activation later, by `StaticActivation.attached`."""
-    return replace(spec, activation=None, static=False) if spec.static else spec
 
 
 @register_recipe("calibrated")
@@ -339,20 +301,24 @@ class CalibratedRecipe(WeightRecipe):
     ) -> Calibrated:
         """The quantized weight: of a matrix, of a convolution as a matrix, or of experts matrix by matrix."""
         matrix = target.kind.to_matrix(weight)
+        spec = self.linear_spec()
+        if spec.static:  # the activation is attached afterwards
+            spec = replace(spec, activation=None, static=False)
         try:
-            activation = self._activation(matrix, statistics)
+            activation = StaticActivation.of(self.recipe, self._observer, statistics, matrix)
             if activation is not None and self._only_observes:
-                return self._observed(target, weight, matrix, activation)
+                made: Any = quantized_type(spec.weight).from_float(self.recipe.prune(matrix), spec)
+                report = CalibrationReport("nearest", activation.rows, None, None, 0, 0, activation.range)
+                return Calibrated(target.kind.from_matrix(activation.attached(made), weight.shape), report)
             if matrix.dim() == 2:
                 rounded = [self._round(matrix, statistics)]  # type: ignore[arg-type]
             else:
-                # Where no expert has statistics, `Missed` stands for all.
-                others: Any = statistics if Missed in statistics else {}
+                # Where no expert has statistics, `NoInputs` stands for all.
+                others: Any = statistics if NoInputs in statistics else {}
                 of_experts: Any = {} if others else statistics
                 rounded = [self._round(part, of_experts.get(index, others)) for index, part in enumerate(matrix)]
         except ValueError as error:
             raise ValueError(f"quantize_: {target.slot.label}: {error}; the model is unchanged") from error
-        spec = without_scale(self.linear_spec())
 
         def as_parameter(parts: Sequence[Tensor]) -> Tensor:
             whole = parts[0] if matrix.dim() == 2 else torch.stack(list(parts))
@@ -363,45 +329,31 @@ class CalibratedRecipe(WeightRecipe):
             whole: Any = made[0] if matrix.dim() == 2 else torch.cat([part.unsqueeze(0) for part in made])
             return target.kind.from_matrix(whole if activation is None else activation.attached(whole), weight.shape)
 
-        report = combined_report([part.report for part in rounded])
-        if activation is not None:
-            report = replace(report, input_range=activation.range)
-        learnable = None
-        if self.learn is not None and not isinstance(spec.weight, RotatedSpec):
+        def calibrated(parts: Sequence[RoundedMatrix], learnable: Learnable | None = None) -> Calibrated:
+            report = combined_report([part.report for part in parts])
+            if activation is not None:
+                report = replace(report, input_range=activation.range)
+            return Calibrated(quantized([part.grid for part in parts]), report, learnable)
 
-            def with_grids(grids: Sequence[Grid], seconds: float) -> Calibrated:
-                parts = [part.with_grid(grid, "autoround") for part, grid in zip(rounded, grids, strict=True)]
-                learned = combined_report([part.report for part in parts])
-                return Calibrated(quantized(grids), replace(learned, seconds=learned.seconds + seconds))
+        def with_grids(grids: Sequence[Grid], seconds: float) -> Calibrated:
+            made = calibrated([part.with_grid(grid, "autoround") for part, grid in zip(rounded, grids, strict=True)])
+            return made._replace(report=replace(made.report, seconds=made.report.seconds + seconds))
 
-            def values() -> list[Tensor]:
-                return [part.best_values() for part in rounded]
-
-            learnable = Learnable([part.grid for part in rounded], values, as_parameter, with_grids)
-        return Calibrated(quantized([part.grid for part in rounded]), report, learnable)
-
-    def _observed(
-        self, target: Target[Any], weight: Tensor, matrix: Tensor, activation: StaticActivation
-    ) -> Calibrated:
-        """The weight rounded to nearest, for inputs in the range that was observed."""
-        spec = self.linear_spec()
-        made: Any = quantized_type(spec.weight).from_float(self.recipe.prune(matrix), without_scale(spec))
-        report = CalibrationReport("nearest", activation.rows, None, None, 0, 0, activation.range)
-        return Calibrated(target.kind.from_matrix(activation.attached(made), weight.shape), report)
-
-    def _activation(self, weight: Tensor, statistics: Statistics | ExpertStatistics) -> StaticActivation | None:
-        if self.lacks_scale:
-            return StaticActivation.observed(self.recipe, self._observer, statistics, weight)
-        return StaticActivation.given_by(self.recipe, weight.device)
+        if self.learn is None or isinstance(spec.weight, RotatedSpec):
+            return calibrated(rounded)
+        grids = [part.grid for part in rounded]
+        return calibrated(
+            rounded, Learnable(grids, lambda: [part.best_values() for part in rounded], as_parameter, with_grids)
+        )
 
     def _round(self, weight: Tensor, statistics: Statistics) -> RoundedMatrix:
         spec = self.linear_spec().weight
         moments = statistics.get(self._moments)
         if isinstance(moments, SecondMoment) and moments.rows:
-            kept = self.recipe.kept if self.recipe.prunes else None
-            return round_matrix(weight, moments, spec, self.target, self.scales, self.rounding, self.refine, kept)
-        missed = statistics.get(Missed)
-        reason = missed.reason if isinstance(missed, Missed) else "not used by the data"
+            pruning = self.recipe.kept if self.recipe.prunes else None
+            return round_matrix(weight, moments, spec, self.target, self.scales, self.rounding, self.refine, pruning)
+        no_inputs = statistics.get(NoInputs)
+        reason = no_inputs.reason if isinstance(no_inputs, NoInputs) else "not used by the data"
         if self.strict:
             raise ValueError(f"the weight cannot be calibrated: {reason}; leave out strict=True to round it to nearest")
         return RoundedMatrix.nearest(self.recipe.prune(weight), spec, f"nearest: {reason}")

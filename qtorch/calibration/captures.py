@@ -87,17 +87,10 @@ class UseRecorder(TorchFunctionMode):
         transposed: Container[int] = (),
     ) -> None:
         super().__init__()
-        self.transposed = transposed
-        self.weights = list(weights)
-        self.seen = seen
-        self.added = added
+        self.weights, self.seen, self.added, self.transposed = list(weights), seen, added, transposed
         self.outputs: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.count = 0
-        self._find()
-
-    def _find(self) -> None:
-        self.owners = {_key(weight): weight for weight in self.weights}
-        self.moves = _MOVES[0]
+        self.moves = -1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -138,7 +131,8 @@ class UseRecorder(TorchFunctionMode):
     def owner(self, tensor: Any) -> Tensor | None:
         """The parameter that `tensor` is, or is a view of."""
         if self.moves != _MOVES[0]:
-            self._find()
+            self.owners = {_key(weight): weight for weight in self.weights}
+            self.moves = _MOVES[0]
         return self.owners.get(_key(tensor)) if isinstance(tensor, Tensor) and tensor.numel() else None
 
 
@@ -172,13 +166,13 @@ def _linear(owner: Owner, input: Tensor, weight: Tensor, bias: Any = None) -> It
 def _matmul(owner: Owner, a: Tensor, b: Tensor, **_: Any) -> Iterator[Use]:
     of_a, of_b = owner(a), owner(b)
     if of_b is not None and b.dim() >= 2:
-        batched = b.dim() == 3
-        if not batched or a.dim() == 3:
-            yield from _matrix_uses(of_b, b.transpose(-1, -2), a, batched)
+        parameter, view, rows = of_b, b.transpose(-1, -2), a
     elif of_a is not None and a.dim() >= 2 and b.dim() >= 2:
-        batched = a.dim() == 3
-        if not batched or b.dim() == 3:
-            yield from _matrix_uses(of_a, a, b.transpose(-1, -2), batched)
+        parameter, view, rows = of_a, a, b.transpose(-1, -2)
+    else:
+        return
+    if view.dim() != 3 or rows.dim() == 3:
+        yield from _matrix_uses(parameter, view, rows, view.dim() == 3)
 
 
 def _addmm(owner: Owner, bias: Tensor, a: Tensor, b: Tensor, **_: Any) -> Iterator[Use]:
@@ -244,6 +238,9 @@ def _conv(ndim: int) -> Callable[..., Iterator[Use]]:
     return uses
 
 
+GROUPED = [f for f in (getattr(torch, "_grouped_mm", None), getattr(functional, "grouped_mm", None)) if f]
+"""The grouped products of this version of torch."""
+
 PRODUCTS: dict[Any, Callable[..., Iterator[Use]]] = {
     functional.linear: _linear,
     functional.conv1d: _conv(1),
@@ -253,9 +250,7 @@ PRODUCTS: dict[Any, Callable[..., Iterator[Use]]] = {
     Tensor.__matmul__: _matmul,
     torch.einsum: _einsum,
     **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), _addmm),
-    **dict.fromkeys(
-        (f for f in (getattr(torch, "_grouped_mm", None), getattr(functional, "grouped_mm", None)) if f), _grouped_mm
-    ),
+    **dict.fromkeys(GROUPED, _grouped_mm),
 }
 """torch function -> (owner, *its arguments) -> the uses of weights in a call of it."""
 

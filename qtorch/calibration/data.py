@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from .captures import Use, UseRecorder
 from .statistics import Statistic, Statistics
 
-Forward = Callable[[nn.Module, Any], Any]
-
 
 @dataclass(frozen=True, eq=False)
 class Data:
@@ -28,7 +26,7 @@ class Data:
     """
 
     batches: Iterable[Any]
-    forward: Forward | None = None
+    forward: Callable[[nn.Module, Any], Any] | None = None
     mask: Callable[[Any], Tensor] | None = None
 
     def call(self, model: nn.Module, batch: Any) -> Any:
@@ -37,9 +35,7 @@ class Data:
             return self.forward(model, batch)
         if isinstance(batch, Mapping):
             return model(**batch)
-        if isinstance(batch, tuple | list):
-            return model(*batch)
-        return model(batch)
+        return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
     def mask_of(self, batch: Any) -> Tensor | None:
         """The tokens that count, bool, or None if all do."""
@@ -49,11 +45,7 @@ class Data:
         return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
     def checked(self) -> list[Any]:
-        """All batches.
-
-        Raises:
-            ValueError: there is no batch.
-        """
+        """All batches."""
         batches = list(self.batches)
         if not batches:
             raise ValueError("calibrate: there is no batch; calibration needs at least one batch")
@@ -81,17 +73,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def run_batches(model: nn.Module, data: Data, after_each: Callable[[], None] | None = None) -> int:
-    """Run `model` in eval mode, without gradients, on each batch; then restore the mode of each module.
-
-    Args:
-        after_each: called after each batch.
-
-    Returns:
-        The number of batches.
-
-    Raises:
-        ValueError: there is no batch.
-    """
+    """Run `model` in eval mode, without gradients, on each batch; returns the number of batches."""
     count = 0
     with eval_mode(model):
         for count, batch in enumerate(data.batches, 1):  # noqa: B007
@@ -103,31 +85,16 @@ def run_batches(model: nn.Module, data: Data, after_each: Callable[[], None] | N
     return count
 
 
-# --------------------------------------------------------------------------------------------------
-# collect: run a model on batches and pass the inputs of its weights to the requested statistics.
-#
-# A layer that is shared or called in a loop gets the inputs of all calls (see `uses`).
-
-
 def collect(
     model: nn.Module,
     data: Data,
     wanted: Mapping[Tensor, Sequence[type[Statistic]]],
     transposed: Collection[int] = (),
 ) -> dict[Tensor, Statistics]:
-    """Statistics of the inputs of weights, over all batches.
+    """The statistics of the inputs of weights that are wanted of each parameter, over all batches; the model stays.
 
-    Args:
-        model: run in eval mode, without gradients; it is not changed.
-        data: the batches, and how to call the model.
-        wanted: the statistics to collect for each parameter of `model`.
-        transposed: ids of the parameters that are stored as (K, N), with inputs of size K.
-
-    Returns:
-        For each parameter, its statistics by class.
-
-    Raises:
-        ValueError: there is no batch, or no `F.linear` and no convolution with one of the weights ran.
+    A layer that is shared or called in a loop gets the inputs of all calls. `transposed` has the ids of the parameters
+    that are stored as (K, N), with inputs of size K.
     """
     found: dict[Tensor, Statistics] = {p: {kind: kind() for kind in kinds} for p, kinds in wanted.items()}
 

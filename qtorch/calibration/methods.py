@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..recipes.base import Recipe, WeightRecipe
 from .calibrated import CalibratedRecipe
 from .observers import Observer
-from .rounding import AutoRound, Descent, FloatTarget, Gptq, Nearest, ScaleRefit, ScaleSearch
+from .rounding import AutoRound, Descent, Gptq, Nearest, ScaleRefit, ScaleSearch
 from .transforms import Transform
 
 
@@ -82,8 +82,8 @@ def auto(
         recipe, batches, forward, mask, transforms, strict: see `calibrated`.
     """
     refine = (Descent(), ScaleRefit(), Descent(), ScaleRefit(), Descent())
-    options: dict[str, Any] = {"forward": forward, "mask": mask, "strict": strict, "transforms": tuple(transforms)}
-    return CalibratedRecipe(recipe, batches, FloatTarget(), Gptq(), refine, ScaleSearch(), learn, **options)
+    options: dict[str, Any] = {"forward": forward, "mask": mask, "strict": strict, "transforms": transforms}
+    return CalibratedRecipe(recipe, batches, refine=refine, scales=ScaleSearch(), learn=learn, **options)
 
 
 def observed(
@@ -105,8 +105,8 @@ def observed(
     Raises:
         ValueError: the recipe has no scale to choose.
     """
-    options: dict[str, Any] = {"observer": observer or "mse", "forward": forward, "mask": mask}
-    return CalibratedRecipe(recipe, batches, target=None, rounding=Nearest(), **options)
+    plain: dict[str, Any] = {"target": None, "rounding": Nearest()}
+    return CalibratedRecipe(recipe, batches, observer=observer or "mse", forward=forward, mask=mask, **plain)
 
 
 METHODS: dict[str, Callable[[Any, Iterable[Any]], Any]] = {"auto": auto, "gptq": gptq}

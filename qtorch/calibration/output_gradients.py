@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .captures import Key, Use, UseRecorder
+from .captures import GROUPED, Key, Use, UseRecorder
 
 
 class OutputGradients(UseRecorder):
@@ -119,10 +119,7 @@ def _of_grouped_mm(owner: Any, args: Any, kwargs: Any, uses: Sequence[Use], grad
 
 
 def _of_conv(ndim: int) -> Callable[..., Iterator[Tensor]]:
-    def squares(owner: Any, args: Any, kwargs: Any, uses: Sequence[Use], grad: Tensor) -> Iterator[Tensor]:
-        yield _over_all_but(grad, -1 - ndim)
-
-    return squares
+    return lambda owner, args, kwargs, uses, grad: iter([_over_all_but(grad, -1 - ndim)])
 
 
 SQUARES: dict[Any, Callable[..., Iterator[Tensor]]] = {
@@ -130,10 +127,7 @@ SQUARES: dict[Any, Callable[..., Iterator[Tensor]]] = {
     functional.conv1d: _of_conv(1),
     functional.conv2d: _of_conv(2),
     functional.conv3d: _of_conv(3),
-    **dict.fromkeys(
-        (f for f in (getattr(torch, "_grouped_mm", None), getattr(functional, "grouped_mm", None)) if f),
-        _of_grouped_mm,
-    ),
+    **dict.fromkeys(GROUPED, _of_grouped_mm),
 }
 """torch function -> (owner, args, kwargs, uses, gradient of the output) -> the sums of squares of each use, (N,);
 `matmul` and its like are the rest of `PRODUCTS`."""
@@ -142,13 +136,11 @@ SQUARES: dict[Any, Callable[..., Iterator[Tensor]]] = {
 @contextmanager
 def without_parameter_gradients(model: nn.Module) -> Iterator[None]:
     """No parameter requires a gradient; afterwards each does as before."""
-    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    for parameter, requires in before:
-        if requires:
-            parameter.requires_grad_(False)
+    required = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in required:
+        parameter.requires_grad_(False)
     try:
         yield
     finally:
-        for parameter, requires in before:
-            if requires:
-                parameter.requires_grad_(True)
+        for parameter in required:
+            parameter.requires_grad_(True)

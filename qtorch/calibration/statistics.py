@@ -39,23 +39,26 @@ class Statistic:
         """Add inputs (M, K), in floating point."""
         raise NotImplementedError
 
+    def update_pair(self, rows: Tensor, of_float: Tensor) -> None:
+        """Add inputs (M, K), beside those of the float model for the same tokens."""
+        self.update(rows)
+
+    def update_residual(self, rows: Tensor, error: Tensor) -> None:
+        """Take note of (M, N), what the residual stream of the quantized model lacks for these inputs."""
+
     def end_batch(self) -> None:
         """Called after the last rows of each batch."""
 
     def close(self) -> None:
-        """No row will be added: what is in memory may become what is asked for."""
+        """Called when no row will be added: the mean may take the place of the sum."""
 
     def merge(self: S, other: S) -> None:
-        """Add all rows that `other` has seen."""
+        """Add all rows that `other` has seen; of the statistics that observers use."""
         raise NotImplementedError
 
 
-class Missed(Statistic):
-    """In place of the statistics of a weight that has none: why.
-
-    Attributes:
-        reason: a clause, such as "the data does not use it".
-    """
+class NoInputs(Statistic):
+    """In place of the statistics of a weight that has none; `reason` says why: "the data does not use it"."""
 
     def __init__(self, reason: str) -> None:
         super().__init__()
@@ -64,9 +67,6 @@ class Missed(Statistic):
 
 Statistics = dict[type[Statistic], Statistic]
 """The requested statistics of one weight, by class."""
-
-# --------------------------------------------------------------------------------------------------
-# Statistics of the inputs of a weight: their mean square, second moment, and the inputs themselves.
 
 
 class Sum(Statistic):
@@ -87,32 +87,21 @@ class Sum(Statistic):
         raise NotImplementedError
 
     def update(self, rows: Tensor) -> None:
-        self._add(self.of(rows.float()), rows.shape[0])
-
-    def _check_open(self) -> None:
         if self.closed:
             raise ValueError(f"{type(self).__name__}: is closed; collect a new statistic for more rows")
-
-    def merge(self, other: Sum) -> None:
-        other._check_open()
-        if other.total is not None:
-            self._add(other.total, other.rows)
-
-    def _add(self, total: Tensor, rows: int) -> None:
-        self._check_open()
-        self.total = total if self.total is None else self.total.add_(total.to(self.total.device))
-        self.rows += rows
+        self.total = _sum(self.total, self.of(rows.float()))
+        self.rows += rows.shape[0]
 
     @property
     def mean(self) -> Tensor:
-        """The mean over all rows seen.
-
-        Raises:
-            ValueError: no row was seen.
-        """
+        """The mean over all rows seen."""
         if self.total is None or not self.rows:
             raise ValueError(f"{type(self).__name__}: no row was seen")
         return self.total if self.closed else self.total / self.rows
+
+
+def _sum(total: Tensor | None, added: Tensor) -> Tensor:
+    return added if total is None else total.add_(added.to(total.device))
 
 
 class MeanSquare(Sum):
@@ -133,11 +122,7 @@ class SecondMoment(Sum):
 
 
 class Moments(SecondMoment):
-    """`SecondMoment` of the inputs x~ of the model as quantized so far, and their products with those, x, in floats.
-
-    Attributes:
-        paired: the rows seen in both models.
-    """
+    """`SecondMoment` of the inputs x~ of the model as quantized so far, and their products with those, x, in floats."""
 
     paired: ClassVar[bool] = True
 
@@ -152,19 +137,11 @@ class Moments(SecondMoment):
         super().close()
 
     def update_pair(self, rows: Tensor, of_float: Tensor) -> None:
-        """Add inputs x~ (M, K) of the quantized model and those of the float model, x, of the same tokens."""
         self.update(rows)
         self.cross_total = _sum(self.cross_total, of_float.float().t() @ rows.float())
 
     def update_residual(self, rows: Tensor, error: Tensor) -> None:
-        """Add r - r~ (M, N), what the residual stream of the quantized model lacks, of the same tokens as x~ (M, K)."""
         self.residual_total = _sum(self.residual_total, error.float().t() @ rows.float())
-
-    def merge(self, other: Sum) -> None:
-        super().merge(other)
-        if isinstance(other, Moments):
-            self.cross_total = _sum(self.cross_total, other.cross_total)
-            self.residual_total = _sum(self.residual_total, other.residual_total)
 
     @property
     def cross(self) -> Tensor | None:
@@ -175,44 +152,15 @@ class Moments(SecondMoment):
 
     @property
     def residual(self) -> Tensor | None:
-        """E[(r - r~) x~^T], (N, K); None if the output of the layer is not added to anything."""
+        """E[(r - r~) x~^T], (N, K), r the residual stream; None if the output of the layer is not added to one."""
         return None if self.residual_total is None else self.residual_total / self.rows
 
 
-def _sum(total: Tensor | None, added: Tensor | None) -> Tensor | None:
-    if total is None or added is None:
-        return added if total is None else total
-    return total.add_(added)
-
-
-class Inputs(Statistic):
-    """The rows themselves, in the order seen and in their own dtype: `value`, (M, K)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts: list[Tensor] = []
-
-    def update(self, rows: Tensor) -> None:
-        self.parts.append(rows.clone())
-        self.rows += rows.shape[0]
-
-    def merge(self, other: Inputs) -> None:
-        self.parts += other.parts
-        self.rows += other.rows
-
-    @property
-    def value(self) -> Tensor:
-        return torch.cat(self.parts)
-
-
-# --------------------------------------------------------------------------------------------------
-# Statistics of how large the inputs of a weight are: the extremes, of all batches or of each.
-#
-# Rows that hold a NaN or an infinity do not count: inference keeps such rows apart too (see `primitives.non_finite`).
-
-
 class Range(Statistic):
-    """The smallest and the largest of all inputs, `low` and `high`, 0-d fp32."""
+    """The smallest and the largest of all inputs, `low` and `high`, 0-d fp32.
+
+    Rows that hold a NaN or an infinity do not count, here and in the statistics below: inference keeps them apart, too.
+    """
 
     per_expert: ClassVar[bool] = False
 
@@ -294,10 +242,6 @@ class BatchRanges(Statistic):
         self.rows += other.rows
 
 
-# --------------------------------------------------------------------------------------------------
-# Histogram: how often the inputs of a weight take which values.
-
-
 BINS = 8192
 """Of [-R, R): at most 4096, and more than 2048, are between zero and the largest magnitude."""
 
@@ -331,27 +275,27 @@ class Histogram(Range):
             return
         super().update(rows)
         largest = float(torch.maximum(-self.low, self.high))
-        self._widen_to(max(self.exponent, math.frexp(largest)[1]))
+        exponent = max(self.exponent, math.frexp(largest)[1])
         # A product with a power of two is exact, so each element is in its bin.
-        per_bin = 1 / self.width
+        per_bin = 1 / math.ldexp(2.0 / BINS, exponent)
         counts = torch.zeros(BINS, dtype=torch.int64, device=rows.device)
         for part in rows.reshape(-1).split(_SLICE):
             index = part.float().mul(per_bin).floor_().add_(BINS // 2).to(torch.int64)
             counts += torch.bincount(index, minlength=BINS)
-        self.counts = counts if self.counts is None else self.counts.to(counts.device) + counts
+        self._add(counts, exponent)
 
     def merge(self, other: Range) -> None:
         super().merge(other)
-        if not isinstance(other, Histogram) or other.counts is None:
-            return
-        self._widen_to(max(self.exponent, other.exponent))
-        counts = _joined(other.counts, self.exponent - other.exponent)
-        self.counts = counts if self.counts is None else self.counts + counts.to(self.counts.device)
+        if isinstance(other, Histogram) and other.counts is not None:
+            self._add(other.counts, other.exponent)
 
-    def _widen_to(self, exponent: int) -> None:
+    def _add(self, counts: Tensor, exponent: int) -> None:
+        """Add counts of [-2^exponent, 2^exponent), where both are of the wider of the two ranges."""
+        widest = max(self.exponent, exponent)
+        counts = _joined(counts, widest - exponent)
         if self.counts is not None:
-            self.counts = _joined(self.counts, exponent - self.exponent)
-        self.exponent = exponent
+            counts = _joined(self.counts, widest - self.exponent).to(counts.device) + counts
+        self.counts, self.exponent = counts, widest
 
     @property
     def width(self) -> float:
@@ -361,9 +305,6 @@ class Histogram(Range):
     def occupied(self) -> tuple[Tensor, Tensor]:
         """(values, counts) of the bins that are not empty, in rising order: their middle, moved into [low, high], fp32;
         and how many elements they hold, fp32.
-
-        Raises:
-            ValueError: no row was seen.
         """
         if self.counts is None:
             raise ValueError("Histogram: no row was seen")

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from ..model.targets import Target
 from ..primitives.jsonable import construct
 from ..recipes.base import Calibrated, Recipe
 from .data import Data, collect
-from .engine import Resumable, Wanted, estimate, fingerprint, quantize_in_order
+from .engine import InOrder, Progress, Resumable, estimate, fingerprint
 from .statistics import Statistic, Statistics
 
 
@@ -39,15 +38,8 @@ def statistics_of(model: nn.Module, targets: Sequence[Target[Recipe]]) -> dict[T
 def made_in_order(
     model: nn.Module, targets: Sequence[Target[Recipe]], resume: str | os.PathLike[str] | None = None
 ) -> dict[Tensor, Calibrated]:
-    """The weights of the recipes that quantize in the order of the model, made.
-
-    Args:
-        resume: folder for what is done already; see `quantize_`.
-
-    Raises:
-        ValueError: they do not share their data, or `resume` is given and there is no such recipe.
-    """
-    chosen = [target for target in targets if target.recipe is not None and target.recipe.in_order]
+    """The weights of the recipes that quantize in the order of the model, made; `resume`: see `quantize_`."""
+    chosen = in_order(targets)
     if not chosen:
         if resume is not None:
             raise ValueError(
@@ -56,28 +48,37 @@ def made_in_order(
             )
         return {}
     data = shared_data(chosen)
-    wanted = [wanted_of(target) for target in chosen]
     if resume is None:
-        return quantize_in_order(model, wanted, data)
+        return _quantized(model, chosen, data, Progress())
     data = replace(data, batches=data.checked())
     with progress_in(Path(resume), chosen, data, fingerprint.of_weights(model)) as progress:
-        return quantize_in_order(model, wanted, data, progress=progress)
+        return progress.run(lambda: _quantized(model, chosen, data, progress))
+
+
+def _quantized(
+    model: nn.Module, targets: Sequence[Target[Recipe]], data: Data, progress: Progress[Calibrated]
+) -> dict[Tensor, Calibrated]:
+    """Batches give statistics of the inputs of a weight, these its codes, and with them the model runs on."""
+    with InOrder(model, targets, data, progress) as run:
+        for target, statistics in run:
+            assert target.recipe is not None
+            run.install(target, target.recipe.make_in_order(target, target.parameter.detach(), statistics))
+    return run.made
 
 
 def estimate_of(model: nn.Module, targets: Sequence[Target[Recipe]]) -> CalibrationEstimate | None:
     """What the recipes that quantize in the order of the model will take; None without such recipes."""
-    chosen = [target for target in targets if target.recipe is not None and target.recipe.in_order]
-    if not chosen:
-        return None
-    return estimate(model, [wanted_of(target) for target in chosen], shared_data(chosen))
+    chosen = in_order(targets)
+    return estimate(model, chosen, shared_data(chosen)) if chosen else None
+
+
+def in_order(targets: Sequence[Target[Recipe]]) -> list[Target[Recipe]]:
+    """Those whose recipes quantize in the order of the model."""
+    return [target for target in targets if target.recipe is not None and target.recipe.in_order]
 
 
 def shared_data(targets: Sequence[Target[Recipe]]) -> Data:
-    """The data of these targets.
-
-    Raises:
-        ValueError: not all have the same.
-    """
+    """The data of these targets."""
     found = [target.recipe.data for target in targets if target.recipe is not None]
     if found[0] is None or any(other is None or other.batches is not found[0].batches for other in found):
         raise ValueError(
@@ -86,48 +87,19 @@ def shared_data(targets: Sequence[Target[Recipe]]) -> Data:
     return found[0]
 
 
-def wanted_of(target: Target[Recipe]) -> Wanted[Calibrated]:
-    """What is to be made of a target."""
-    assert target.recipe is not None
-    slots = [(slot.module, slot.attribute) for slot in target.slots]
-    make = partial(target.recipe.make_in_order, target, target.parameter.detach())
-    transposed = target.kind.is_transposed
-    return Wanted(target.parameter, slots, target.recipe.statistics, make, target.recipe.learner, transposed)
-
-
 def progress_in(
     folder: Path, targets: Sequence[Target[Recipe]], data: Data, weights: str, *, anew: bool = False
 ) -> Resumable[Calibrated]:
-    """The progress of a calibration that is kept in `folder`.
-
-    Args:
-        weights: fingerprint of the weights.
-        anew: begin anew if the folder holds that of something else.
-
-    Raises:
-        ValueError: the folder holds that of something else.
-    """
+    """The progress of a calibration that is kept in `folder`; `anew` begins anew if that is of something else."""
     recipes = {target.slot.name: str(target.recipe) for target in targets}
-    parts = {
-        "weights": weights,
-        "data": fingerprint.of_data(data),
-        "recipe": fingerprint.of_json(recipes),
-    }
-    return Resumable(folder, parts, _encoded, _decoded, anew=anew)
-
-
-def _encoded(made: Calibrated) -> tuple[Tensor, Any]:
-    return made.weight, asdict(made.report)
+    parts = {"weights": weights, "data": fingerprint.of_data(data), "recipe": fingerprint.of_json(recipes)}
+    return Resumable(folder, parts, lambda made: (made.weight, asdict(made.report)), _decoded, anew=anew)
 
 
 def _decoded(weight: Tensor, row: Any) -> Calibrated:
     if not isinstance(row, dict):
         raise ValueError(f"{row!r:.80} is no report on a calibration")
     return Calibrated(weight, construct(CalibrationReport, row))
-
-
-# --------------------------------------------------------------------------------------------------
-# transformed: a model with the float weights that the transforms of its recipes make, while it is quantized.
 
 
 @contextmanager
@@ -137,9 +109,6 @@ def transformed(
     """Apply the transforms of the recipes of `targets`, once for the whole model; `targets` get the new parameters.
 
     An exception restores all modules; without `keep` they are restored in any case.
-
-    Raises:
-        ValueError: recipes have different transforms, or the same ones with different data.
     """
     recipes = [target.recipe for target in targets if target.recipe is not None and target.recipe.transforms]
     if not recipes:

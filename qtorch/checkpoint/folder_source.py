@@ -7,19 +7,21 @@ format without quantized weights.
 from __future__ import annotations
 
 import functools
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Set
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..dtypes.base import quantized_type
+from ..primitives.files import naming
 from ..primitives.spec import Scheme
+from .header import HEADER
 from .hf_folder import CONFIG, HFFolder, find_root
 from .sources import SOURCES, Contents, Source, register_source
-from .tensor_file import HEADER
 
 Parts = tuple[Tensor, dict[str, Tensor]]
 """Codes, and the other tensors of a quantized tensor by the names of `QuantizedTensor.canonical`."""
@@ -49,9 +51,13 @@ class FolderSource(Source):
 
     Class attributes:
         methods: the `quant_method`s of config.json that are this format.
+        settings: name of the file with the settings, where config.json has none.
+        marks: a regular expression that a stored name matches, in folders whose config.json says nothing.
     """
 
     methods: ClassVar[tuple[str, ...]] = ()
+    settings: ClassVar[str] = ""
+    marks: ClassVar[str] = ""
 
     def __init__(self, folder: HFFolder, *, mmap: bool = False) -> None:
         self.path = folder.path
@@ -71,25 +77,23 @@ class FolderSource(Source):
 
     @classmethod
     def matches(cls, seen: Seen) -> bool:
-        """Whether a folder, or a file, is of this format; by default the `quant_method` of config.json decides."""
-        return seen.method in cls.methods
+        """Whether a folder, or a file, is of this format: by its `quant_method`, else by `settings` and `marks`."""
+        if seen.method or not (cls.settings or cls.marks):
+            return seen.method in cls.methods
+        has_mark = not cls.marks or any(re.search(cls.marks, name) for name in seen.names)
+        return has_mark and (not cls.settings or cls.settings in seen.files)
 
     @classmethod
     def open(cls, path: Path, *, verify: bool = True, mmap: bool = False) -> Source:
-        folder = HFFolder(path)
-        try:
-            return cls(folder, mmap=mmap)
-        except BaseException:
-            folder.close()
-            raise
+        return HFFolder.opened(path, lambda folder: cls(folder, mmap=mmap))
 
     @abstractmethod
     def find_weights(self) -> dict[str, StoredWeight]:
-        """The weights of `self.folder` that are stored quantized; reads headers, not data.
+        """The weights of `self.folder` that are stored quantized; reads headers, not data."""
 
-        Raises:
-            ValueError: one cannot be represented exactly; the message names the file and the tensor.
-        """
+    def config(self) -> Mapping[str, Any]:
+        """How the weights are quantized, from config.json or else `settings`."""
+        return self.folder.quantization_config or (self.folder.json(self.settings) if self.settings else None) or {}
 
     def ignored(self) -> set[str]:
         """Stored tensors that are no parameters of the model, such as scales of activations."""
@@ -112,11 +116,14 @@ class FolderSource(Source):
         weight = self.weights.get(name)
         if weight is None:
             return self.folder.read(name, mmap=self.mmap)
-        try:
+        with naming(self.folder.file_of(weight.tensors[0]), name):
             codes, others = weight.read()
-            return quantized_type(weight.scheme.weight).from_canonical(codes, others, weight.scheme)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{self.folder.file_of(weight.tensors[0])}: {name}: {error}") from error
+            scheme = self.scheme_of(weight, others)
+            return quantized_type(scheme.weight).from_canonical(codes, others, scheme)
+
+    def scheme_of(self, weight: StoredWeight, others: Mapping[str, Tensor]) -> Scheme:
+        """The scheme of a weight when these tensors of it have been read."""
+        return weight.scheme
 
     def close(self) -> None:
         self.folder.close()
@@ -183,11 +190,7 @@ class Seen(NamedTuple):
 
 
 def look(path: Path) -> Seen | None:
-    """What formats are recognized by, read from headers; None if `path` has no safetensors, or is a damaged file.
-
-    Raises:
-        ValueError: `path` is a folder with damaged files.
-    """
+    """What formats are recognized by, read from headers; None if `path` has no safetensors, or is a damaged file."""
     root = find_root(path)
     if root is None:
         return None

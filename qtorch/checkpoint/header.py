@@ -12,7 +12,10 @@ Files may be untrusted: `Header.parse` validates all of this, so that its users 
 
 from __future__ import annotations
 
+import glob
+import json
 import os
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
@@ -25,10 +28,18 @@ from ..dtypes import ConvWeight, QuantizedTensor, TransposedWeight
 from ..dtypes.serialize import Entry, check_entry
 from ..model.install import PreparedModule
 from ..model.weight_kinds import UNKNOWN, kind_of
-from ..primitives.files import parse_json
+from ..primitives.files import naming, parse_json
 from .tensor_file import Place
 
 FORMAT_VERSION = 1
+
+HEADER = "qtorch"
+"""Metadata key of the header, JSON text."""
+
+HEADER_CHECKSUM = "qtorch.crc32"
+
+TOKEN = "[0-9a-f]" * 8
+"""A pattern of the part of a name that is chosen at random."""
 
 _LONGEST_NAME = 255
 """Bytes of the name of a file, on the usual file systems."""
@@ -44,27 +55,26 @@ class Header:
     shards: dict[str, list[str]] = field(default_factory=dict)
     checksums: dict[str, int] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        return {"version": FORMAT_VERSION, **vars(self)}
+    def to_metadata(self) -> dict[str, str]:
+        """The metadata of the root file."""
+        text = json.dumps({"version": FORMAT_VERSION, **vars(self)})
+        return {HEADER: text, HEADER_CHECKSUM: _checksum(text)}
 
     @classmethod
-    def parse(cls, text: str) -> Header:
-        """Inverse of `json.dumps(header.to_json())`.
-
-        Raises:
-            ValueError: the text is not a valid header of this version; the message does not name the file.
-        """
-        try:
-            data = parse_json(text)
-        except ValueError as error:
-            raise ValueError(f"its header is not JSON: {error}") from error
+    def parse(cls, metadata: Mapping[str, str]) -> Header:
+        """Inverse of `to_metadata`."""
+        if HEADER not in metadata:
+            raise ValueError(f"a safetensors file, but not one of save_quantized (its header has no {HEADER!r})")
+        if metadata.get(HEADER_CHECKSUM) != _checksum(metadata[HEADER]):
+            raise ValueError("its header is corrupted: it does not match its checksum")
+        with naming("its header is not JSON"):
+            data = parse_json(metadata[HEADER])
         _require(isinstance(data, dict), "its header is not an object")
         version = data.get("version")
         if type(version) is not int or version != FORMAT_VERSION:
             raise ValueError(f"format version {version!r:.40}; this qtorch reads version {FORMAT_VERSION}")
-        parts = {name: data.get(name) for name in cls.__dataclass_fields__}
-        _check_types(**parts)
-        header = cls(**parts)
+        header = cls(**{name: data.get(name) for name in cls.__dataclass_fields__})
+        header._check_types()
         header._check_names()
         return header
 
@@ -78,35 +88,59 @@ class Header:
         """Names of all parameters and buffers."""
         return {*self.plain, *self.quantized, *self.aliases}
 
+    def _check_types(self) -> None:
+        _require(_is_list_of_names(self.plain), "plain is not a list of names")
+        for part, value in vars(self).items():
+            _require(part == "plain" or isinstance(value, dict), f"{part} is not an object")
+        check_entries(self.quantized)
+        for name, source in self.aliases.items():
+            _require(isinstance(source, str), f"{name} is another name of {source!r:.80}, which is not a name")
+        for name, keys in self.shards.items():
+            _require(_is_list_of_names(keys), f"the shard {name} has no list of names")
+        for name, checksum in self.checksums.items():
+            _require(type(checksum) is int and 0 <= checksum < 2**32, f"{name} has the checksum {checksum!r:.80}")
+
     def _check_names(self) -> None:
         stored = self.stored
         _refuse("names more than one tensor", _repeated([*self.plain, *self.quantized, *self.aliases]))
         _refuse("is used more than once", _repeated(stored))
         _refuse("has no checksum", set(stored) - self.checksums.keys())
         _refuse("has a checksum, but is not used", self.checksums.keys() - set(stored))
-        _refuse("is in more than one shard", _repeated(key for keys in self.shards.values() for key in keys))
-        _refuse("is in a shard, but is not used", {key for keys in self.shards.values() for key in keys} - set(stored))
+        in_shards = [key for keys in self.shards.values() for key in keys]
+        _refuse("is in more than one shard", _repeated(in_shards))
+        _refuse("is in a shard, but is not used", set(in_shards) - set(stored))
         _refuse("is not the name of a file in its folder", {name for name in self.shards if not is_file_name(name)})
         tensors = {*self.plain, *self.quantized}
         for name, source in self.aliases.items():
             _require(source in tensors, f"{name} is another name of {source!r:.80}, which is missing")
 
 
-def _check_types(plain: Any, quantized: Any, aliases: Any, shards: Any, checksums: Any) -> None:
-    _require(_is_list_of_names(plain), "plain is not a list of names")
-    for part, value in {"quantized": quantized, "aliases": aliases, "shards": shards, "checksums": checksums}.items():
-        _require(isinstance(value, dict), f"{part} is not an object")
+def check_entries(quantized: Mapping[str, Any]) -> None:
+    """Raise `ValueError` unless each value has the form of an entry of a quantized tensor."""
     for name, entry in quantized.items():
-        try:
+        with naming(name):
             check_entry(entry)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-    for name, source in aliases.items():
-        _require(isinstance(source, str), f"{name} is another name of {source!r:.80}, which is not a name")
-    for name, keys in shards.items():
-        _require(_is_list_of_names(keys), f"the shard {name} has no list of names")
-    for name, checksum in checksums.items():
-        _require(type(checksum) is int and 0 <= checksum < 2**32, f"{name} has the checksum {checksum!r:.80}")
+
+
+def shard_paths(path: Path, token: str, count: int) -> list[Path]:
+    """The shards of the checkpoint at `path`; `token` tells those of one save from those of another."""
+    return [path.with_name(f"{_stem(path)}-{token}-{i:05d}-of-{count:05d}.safetensors") for i in range(1, count + 1)]
+
+
+def all_shards(path: Path) -> list[Path]:
+    """The shards of all saves to `path`."""
+    pattern = f"{glob.escape(_stem(path))}-{TOKEN}-[0-9]*-of-[0-9]*.safetensors"
+    return list(path.parent.glob(pattern))
+
+
+def _stem(path: Path) -> str:
+    """The prefix of the names of shards, which differs for every path."""
+    return path.stem if path.suffix == ".safetensors" else f"{path.name}."
+
+
+def _checksum(text: str) -> str:
+    """crc32 of the header, as text, since safetensors metadata are strings."""
+    return str(zlib.crc32(text.encode(errors="surrogatepass")))
 
 
 def _is_list_of_names(value: Any) -> bool:
@@ -153,11 +187,7 @@ FLOAT_ONLY: tuple[type[nn.Module], ...] = (
 
 
 def check_names(path: Path, places: Mapping[str, Place], found: Set[str], note: str = "") -> None:
-    """Raise `ValueError` where the model misses a name of the file, or the file one of the model.
-
-    Args:
-        note: where the names of the file come from; the message ends with it.
-    """
+    """Raise `ValueError` where the model misses a name of the file, or the file one of the model; `note` ends it."""
     problems = []
     # A buffer that is not in the file keeps its value, if it has one.
     missing = [

@@ -10,14 +10,15 @@ a tensor that two files hold, or that is missing from its file, is an error. Not
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..primitives.files import read_json
+from ..primitives.files import naming, read_json
 from .header import is_file_name
 from .tensor_file import Stored, TensorFile
 
@@ -29,6 +30,9 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, 
 """Dtypes that a configuration may name as those of the model."""
 
 
+T = TypeVar("T")
+
+
 class HFFolder:
     """The open files of a folder, with validated headers; a context manager.
 
@@ -36,16 +40,10 @@ class HFFolder:
         path: the folder, its index, or one safetensors file, whose configuration is read from the folder that it is in.
 
     Attributes:
-        path: as given.
         root: the folder.
         config: contents of config.json; empty if there is none.
         metadata: metadata of all the files; a later file wins.
-        files: the open files.
         stored: dtype, shape and place of every tensor, by name.
-
-    Raises:
-        FileNotFoundError: there are no such files.
-        ValueError: a file is damaged, or the files contradict each other; the message names the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,6 +66,16 @@ class HFFolder:
             raise
         self.stored: Mapping[str, Stored] = {name: file.stored[name] for name, file in self._owners.items()}
 
+    @classmethod
+    def opened(cls, path: Path, make: Callable[[HFFolder], T]) -> T:
+        """What `make` makes of the open folder, which is closed after an error."""
+        folder = cls(path)
+        try:
+            return make(folder)
+        except BaseException:
+            folder.close()
+            raise
+
     def __enter__(self) -> HFFolder:
         return self
 
@@ -81,11 +89,7 @@ class HFFolder:
 
     @property
     def quantization_config(self) -> Mapping[str, Any]:
-        """How the weights are quantized, from config.json; empty if it does not say.
-
-        Raises:
-            ValueError: it is not an object.
-        """
+        """How the weights are quantized, from config.json; empty if it does not say."""
         keys = ("quantization_config", "compression_config")
         found: Any = next((config[key] for config in self._configs() for key in keys if config.get(key)), {})
         if not isinstance(found, dict):
@@ -113,20 +117,20 @@ class HFFolder:
         """The file that holds a tensor."""
         return self._owners[name].path
 
+    def naming(self, stored: str, name: str = "") -> AbstractContextManager[None]:
+        """`files.naming` with the file that holds the tensor `stored`, and with its name or another."""
+        return naming(self.file_of(stored), name or stored)
+
     def read(self, name: str, *, mmap: bool = False) -> Tensor:
         """A tensor, read into memory or, with `mmap`, mapped from its file where it is aligned."""
         file = self._owners[name]
         return file.map(name) if mmap else file.read(name)
 
     def json(self, name: str) -> dict[str, Any] | None:
-        """The object in a JSON file of the folder, None if there is no such file.
-
-        Raises:
-            ValueError: the file does not hold a JSON object.
-        """
+        """The object in a JSON file of the folder, None if there is no such file."""
         return read_object(self.root / name)
 
-    def _open(self, path: Path) -> TensorFile:
+    def _open(self, path: Path) -> None:
         file = TensorFile(path)
         self.files.append(file)
         for name in file.stored:
@@ -134,7 +138,6 @@ class HFFolder:
                 raise ValueError(f"{path}: {name} is in it and in {self._owners[name].path.name}")
             self._owners[name] = file
         self.metadata |= file.metadata
-        return file
 
     def _open_shards(self, index: Path) -> None:
         weight_map = (read_object(index) or {}).get("weight_map")
@@ -169,11 +172,7 @@ def find_root(path: Path) -> Path | None:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, which may be untrusted; None if there is no such file.
-
-    Raises:
-        ValueError: the file does not hold a JSON object.
-    """
+    """The object in a JSON file, which may be untrusted; None if there is no such file."""
     try:
         data = read_json(path)
     except FileNotFoundError:

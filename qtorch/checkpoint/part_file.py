@@ -24,10 +24,6 @@ from torch import Tensor
 from ..primitives.files import read_json
 from .tensor_file import ALIGNMENT, DTYPES, METADATA, NAMES, TensorFile, check_name, checksum, data_of, nbytes_of
 
-# --------------------------------------------------------------------------------------------------
-# What lets a process continue the work of one that died: a JSON file replaced in one step, and a lock.
-
-
 JOURNAL = "journal.json"
 
 _MOST_BYTES = 1 << 31
@@ -77,11 +73,7 @@ def read_journal(path: Path) -> Any:
 
 
 def own_folder(path: Path) -> None:
-    """Make the folder if there is none; a link in its place, which leads elsewhere, is removed.
-
-    Raises:
-        FileExistsError: it is a file.
-    """
+    """Make the folder if there is none; a link in its place, which leads elsewhere, is removed."""
     if path.is_symlink():
         path.unlink()
     path.mkdir(exist_ok=True)
@@ -101,12 +93,8 @@ def clear_folder(path: Path, keep: str) -> None:
 def lock(path: Path, what: Path) -> int:
     """An open file that only one process can have; closing it, or the end of the process, releases it.
 
-    Args:
-        path: made if there is none; what is not a regular file is removed.
-        what: named in the error.
-
-    Raises:
-        BlockingIOError: another process has it.
+    It is made if there is none; what is not a regular file is removed. If another process has it, `BlockingIOError`
+    says so of `what`.
     """
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
         path.unlink()
@@ -143,11 +131,7 @@ class Written(NamedTuple):
 
     @classmethod
     def parse(cls, row: Any) -> Written:
-        """From JSON data, which may be untrusted.
-
-        Raises:
-            ValueError: there is no such tensor.
-        """
+        """From JSON data, which may be untrusted."""
         if not isinstance(row, list) or len(row) != len(cls._fields) or not isinstance(row[0], str):
             raise ValueError(f"{row!r:.80} describes no tensor")
         made = cls(*row)
@@ -207,11 +191,7 @@ class PartFile:
         return sum(self.sizes) - self.begin
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Append a tensor, contiguous and on the CPU.
-
-        Raises:
-            ValueError: the format cannot hold the name.
-        """
+        """Append a tensor, contiguous and on the CPU."""
         check_name(name)
         is_odd = tensor.nbytes % ALIGNMENT != 0
         start = self.sizes[is_odd]
@@ -232,14 +212,9 @@ class PartFile:
 
     @classmethod
     def from_json(cls, path: Path, data: Any, moved: Path | None = None) -> PartFile:
-        """Continue the file that `to_json` described.
+        """Continue the file that `to_json` described; `moved` is where it may be once it is finished.
 
-        Args:
-            data: from a journal, which may be untrusted.
-            moved: where the file may be once it is finished.
-
-        Raises:
-            Damaged: there is no such file, or it does not hold these tensors.
+        The data may be untrusted: it is `Damaged` unless there is a file that holds these tensors.
         """
         try:
             room, written = data["room"], [Written.parse(row) for row in data["written"]]
@@ -291,7 +266,7 @@ class PartFile:
         for tensor in order:
             entries[tensor.name] = at - self.begin
             odd.seek(tensor.start)
-            _copy(odd, part, tensor.nbytes)
+            part.writelines(_chunks(odd, tensor.nbytes))
             at += tensor.nbytes
         of_name = {tensor.name: tensor for tensor in self.written}
         header: dict[str, Any] = {METADATA: {"format": "pt", **metadata}}
@@ -302,27 +277,22 @@ class PartFile:
         text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
         if len(text) <= self.room:
             _write_header(part, text.ljust(self.room))
-        else:
-            self._files[0] = part = self._behind(text)
+        else:  # copied behind a larger one
+            place = self.path.with_name(f"{self.path.name}.larger")
+            place.unlink(missing_ok=True)
+            self._files[0] = larger = _open(place)
+            _write_header(larger, text.ljust(len(text) + -(_LENGTH_BYTES + len(text)) % ALIGNMENT))
+            part.flush()
+            part.seek(self.begin)
+            shutil.copyfileobj(part, larger, 1 << 20)
+            part.close()
+            part = larger
         self.sync()
         self.close()
         os.replace(part.name, self.path)
         for leftover in (self.part, self.odd):
             leftover.unlink(missing_ok=True)
         self.is_finished = True
-
-    def _behind(self, text: bytes) -> BinaryIO:
-        """A copy of the part with a larger header."""
-        place = self.path.with_name(f"{self.path.name}.larger")
-        place.unlink(missing_ok=True)
-        larger = _open(place)
-        _write_header(larger, text.ljust(len(text) + -(_LENGTH_BYTES + len(text)) % ALIGNMENT))
-        part = self._files[0]
-        part.flush()
-        part.seek(self.begin)
-        shutil.copyfileobj(part, larger, 1 << 20)
-        part.close()
-        return larger
 
     def close(self) -> None:
         """Close the parts, finished or not."""
@@ -342,11 +312,6 @@ def _write_header(file: BinaryIO, text: bytes) -> None:
     file.seek(0)
     file.write(len(text).to_bytes(_LENGTH_BYTES, "little"))
     file.write(text)
-
-
-def _copy(source: BinaryIO, target: BinaryIO, count: int) -> None:
-    for data in _chunks(source, count):
-        target.write(data)
 
 
 def _chunks(file: BinaryIO, count: int) -> Iterator[bytes]:

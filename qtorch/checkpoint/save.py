@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import glob
-import json
 import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
 from ..dtypes import QuantizedTensor
 from ..dtypes.serialize import to_canonical
 from ..model.weight_kinds import kind_of
-from .header import Header
+from .header import Header, all_shards, shard_paths
 from .save_folder import (
-    TOKEN,
     alone_in,
     check_converted,
-    identity,
-    problem_of,
     save_folder,
     temporary_beside,
+    with_first_names,
     write_file,
 )
-from .tensor_file import HEADER, HEADER_CHECKSUM, OWN_FORMAT, checksum, places_of, text_checksum
+from .tensor_file import OWN_FORMAT, checksum, places_of
 
 
 def save_quantized(
@@ -62,19 +57,19 @@ def save_quantized(
         raise FileNotFoundError(f"save_quantized: there is no folder {path.parent}")
     tensors, header = _canonical(_named_tensors(model_or_state_dict))
     root, *shards = _split(tensors, max_shard_size)
-    token = secrets.token_hex(4)
-    names = [f"{_stem(path)}-{token}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    names = [shard.name for shard in shard_paths(path, secrets.token_hex(4), len(shards))]
     header.shards = {name: list(shard) for name, shard in zip(names, shards, strict=True)}
     header.checksums = {name: checksum(tensor) for name, tensor in tensors.items()}
-    text = json.dumps(header.to_json())
     with temporary_beside(path) as folder:
         for name, shard in zip(names, shards, strict=True):
             write_file(folder / name, shard, {})
-        write_file(folder / path.name, root, {HEADER: text, HEADER_CHECKSUM: text_checksum(text)})
+        write_file(folder / path.name, root, header.to_metadata())
         with alone_in(path.parent):
             for name in [*names, path.name]:
                 os.replace(folder / name, path.with_name(name))
-            _remove_shards(path, names)
+            for stale in all_shards(path):
+                if stale.name not in names:
+                    stale.unlink(missing_ok=True)
 
 
 def _named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -101,11 +96,7 @@ def _canonical(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Header]:
     """All tensors to store, by stored name, and the header."""
     tensors: dict[str, Tensor] = {}
     header = Header()
-    first_name: dict[Any, str] = {}
-    for name, tensor in named.items():
-        if problem := problem_of(tensor):
-            raise ValueError(f"save_quantized: {name} is {problem}")
-        original = first_name.setdefault(identity(tensor), name)
+    for name, tensor, original in with_first_names(named):
         if original != name:
             header.aliases[name] = original
             continue
@@ -130,15 +121,3 @@ def _split(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]
         shards[-1][name] = tensor
         size += tensor.nbytes
     return shards
-
-
-def _stem(path: Path) -> str:
-    """The prefix of the names of shards, which differs for every path."""
-    return path.stem if path.suffix == ".safetensors" else f"{path.name}."
-
-
-def _remove_shards(path: Path, shards: list[str]) -> None:
-    """Remove the shards of former saves."""
-    for stale in path.parent.glob(f"{glob.escape(_stem(path))}-{TOKEN}-[0-9]*-of-[0-9]*.safetensors"):
-        if stale.name not in shards:
-            stale.unlink(missing_ok=True)

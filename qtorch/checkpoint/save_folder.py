@@ -27,14 +27,9 @@ from ..dtypes import QuantizedTensor
 from ..dtypes.serialize import LOGICAL_DTYPES
 from ..model.install import PreparedModule
 from ..primitives.files import read_json
+from .header import TOKEN
+from .hf_folder import CONFIG
 from .tensor_file import NAMES, places_of, write_tensors
-
-# --------------------------------------------------------------------------------------------------
-# SaveFormat: a format of other packages in which quantized weights are saved, tensor by tensor.
-#
-# A format is added by one file: a subclass with `@register_save_format`. Then ``save_quantized(model, folder,
-# format=name)`` writes it, and so does `quantize_checkpoint`, which never has the whole model in memory.
-
 
 SAVE_FORMATS: dict[str, type[SaveFormat]] = {}
 """Every registered format by its name."""
@@ -43,7 +38,10 @@ C = TypeVar("C", bound="type[SaveFormat]")
 
 
 class SaveFormat(ABC):
-    """One checkpoint that is being written in a format.
+    """One checkpoint that is being written in a format of another package.
+
+    A format is added by one file: a subclass with `@register_save_format`. Then ``save_quantized(model, folder,
+    format=name)`` writes it, and so does `quantize_checkpoint`, which never has the whole model in memory.
 
     The caller passes every parameter and buffer to `store` once, in any order, and further names of it to `alias`,
     writes what `store` returns to safetensors files, and at the end puts `config()` into config.json as
@@ -65,24 +63,15 @@ class SaveFormat(ABC):
     def store(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """The plain tensors, by stored name, that stand for the parameter or buffer `name`.
 
-        Raises:
-            ValueError: the format cannot hold the tensor; the message names it and says what to write instead.
+        What the format cannot hold is a `ValueError`, which names it and says what to write instead.
         """
 
     def alias(self, name: str, original: str) -> None:  # noqa: B027 (optional)
-        """Take note that `name` is another name of the tensor that was stored as `original`, and is not stored itself.
-
-        Raises:
-            ValueError: the format cannot say so.
-        """
+        """Take note that `name`, which is not stored, is another name of the tensor that was stored as `original`."""
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """The `quantization_config` for config.json, from everything that was stored.
-
-        Raises:
-            ValueError: weights that have to be quantized alike are not; the message names them.
-        """
+        """The `quantization_config` for config.json, from everything that was stored."""
 
     def metadata(self, keys: Iterable[str]) -> dict[str, str]:
         """Metadata of a file with the stored tensors `keys`; by default none."""
@@ -96,30 +85,20 @@ class SaveFormat(ABC):
     def resume(self, progress: Any) -> None:
         """Continue a checkpoint that another object of this class has begun, from its `progress`.
 
-        The next tensor that `store` gets may be one that it had got already.
-
-        Raises:
-            ValueError: `progress` is not of this format.
+        The next tensor that `store` gets may be one that it had got already. What is not of this format is a
+        `ValueError`.
         """
 
 
 def register_save_format(cls: C) -> C:
-    """Class decorator: register a format under its name.
-
-    Raises:
-        ValueError: another format has the same name.
-    """
+    """Class decorator: register a format under its name."""
     if SAVE_FORMATS.setdefault(cls.name, cls) is not cls:
         raise ValueError(f"register_save_format: the name {cls.name!r} is taken by {SAVE_FORMATS[cls.name]!r}")
     return cls
 
 
 def save_format(name: str, config: Mapping[str, Any] | None = None) -> SaveFormat:
-    """A new checkpoint in the format `name`, for a model with this config.json.
-
-    Raises:
-        ValueError: there is no such format.
-    """
+    """A new checkpoint in the format `name`, for a model with this config.json."""
     if name not in SAVE_FORMATS:
         known = ", ".join(repr(known) for known in ["qtorch", *sorted(SAVE_FORMATS)])
         raise ValueError(f"format {name!r} is not known; known are {known}")
@@ -130,11 +109,7 @@ def save_format(name: str, config: Mapping[str, Any] | None = None) -> SaveForma
 # What every format asks of the tensors that it saves, and the writing of a file.
 
 
-TOKEN = "[0-9a-f]" * 8
-"""A pattern of the part of a name that is chosen at random."""
-
-
-def problem_of(value: Any) -> str | None:
+def _problem_of(value: Any) -> str | None:
     """Why a value cannot be saved, or None."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}, not a tensor"
@@ -168,10 +143,10 @@ def check_converted(model: nn.Module, keeps_state: bool) -> None:
         )
 
 
-def identity(tensor: Tensor) -> Any:
+def _identity(tensor: Tensor) -> Any:
     """A key that is equal for tensors that share their data and have the same form."""
     if isinstance(tensor, QuantizedTensor):
-        return tensor.scheme, *[identity(inner) for inner in tensor.inner_tensors.values()]
+        return tensor.scheme, *[_identity(inner) for inner in tensor.inner_tensors.values()]
     if tensor.numel() == 0:
         return id(tensor)
     bits = tensor.is_conj(), tensor.is_neg()
@@ -232,7 +207,6 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, st
         raise type(error)(error.errno, f"save_quantized: cannot write {path}: {error.strerror}") from error
 
 
-CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -244,19 +218,7 @@ def save_folder(
     *,
     max_shard_size: int,
 ) -> None:
-    """Save a model, or a state dict, in a format of `save_format.SAVE_FORMATS`.
-
-    A model of transformers also gets its config.json, and generation_config.json; a tokenizer has `save_pretrained` of
-    its own. Tied weights are saved once. Of several that save to a folder at a time, the last one wins.
-
-    Args:
-        folder: is made if it does not exist; its parent must exist.
-        max_shard_size: maximum size of a file in bytes, unless one tensor is larger.
-
-    Raises:
-        ValueError: a tensor cannot be saved in this format; nothing is written.
-        OSError: the files cannot be written.
-    """
+    """Save a model, or a state dict, in a format of `SAVE_FORMATS`: `save_quantized` for folders."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"save_quantized: {folder} is a file; format {format!r} is written to a folder")
@@ -266,8 +228,7 @@ def save_folder(
         config = _write_configs(model_or_state_dict, temporary)
         made = save_format(format, config)
         _write_tensors(model_or_state_dict, made, temporary, max_shard_size)
-        config = {**config, "quantization_config": made.config()}
-        (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        write_json(temporary / CONFIG, {**config, "quantization_config": made.config()})
         with alone_in(folder.absolute().parent):
             _move(temporary, folder)
 
@@ -291,19 +252,13 @@ def _write_configs(model: Any, folder: Path) -> dict[str, Any]:
     return {**contents, **dtype}
 
 
-def _named_tensors(source: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]]:
-    """(name, tensor, first name of the tensor) of what is in the state dict."""
-    if isinstance(source, nn.Module):
-        check_converted(source, keeps_state=False)
-        kept = source.state_dict(keep_vars=True).keys()
-        named = {name: tensor for name, (_, _, tensor) in places_of(source) if name in kept}
-    else:
-        named = dict(source)
+def with_first_names(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]]:
+    """(name, tensor, first name of the tensor), of tensors that can be saved."""
     seen: dict[Any, str] = {}
     for name, tensor in named.items():
-        if problem := problem_of(tensor):
+        if problem := _problem_of(tensor):
             raise ValueError(f"save_quantized: {name} is {problem}")
-        yield name, tensor, seen.setdefault(identity(tensor), name)
+        yield name, tensor, seen.setdefault(_identity(tensor), name)
 
 
 def _write_tensors(source: Any, format: SaveFormat, folder: Path, limit: int) -> None:
@@ -313,11 +268,16 @@ def _write_tensors(source: Any, format: SaveFormat, folder: Path, limit: int) ->
     total = 0
 
     def write() -> None:
+        write_file(folder / f"{len(shards)}.unnamed", pending, format.metadata(pending))
         shards.append(list(pending))
-        write_file(folder / _shard(len(shards), 0), pending, format.metadata(pending))
         pending.clear()
 
-    for name, tensor, original in _named_tensors(source):
+    named = source
+    if isinstance(source, nn.Module):
+        check_converted(source, keeps_state=False)
+        kept = source.state_dict(keep_vars=True).keys()
+        named = {name: tensor for name, (_, _, tensor) in places_of(source) if name in kept}
+    for name, tensor, original in with_first_names(named):
         if name != original:
             format.alias(name, original)
             continue
@@ -330,19 +290,30 @@ def _write_tensors(source: Any, format: SaveFormat, folder: Path, limit: int) ->
             pending[key] = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
             total += value.nbytes
     write()
-    if len(shards) == 1:
-        (folder / _shard(1, 0)).rename(folder / SINGLE)
-        return
-    places: dict[str, str] = {}
-    for number, keys in enumerate(shards, 1):
-        (folder / _shard(number, 0)).rename(folder / _shard(number, len(shards)))
-        places |= dict.fromkeys(keys, _shard(number, len(shards)))
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    names = file_names(len(shards))
+    for number, name in enumerate(names):
+        (folder / f"{number}.unnamed").rename(folder / name)
+    if len(shards) > 1:
+        write_index(folder, dict(zip(names, shards, strict=True)), total)
 
 
-def _shard(number: int, count: int) -> str:
-    return f"model-{number:05d}-of-{count:05d}.safetensors"
+def file_names(count: int) -> list[str]:
+    """Names of the files with the weights."""
+    return [SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def write_index(folder: Path, files: Mapping[str, Iterable[str]], total: int) -> None:
+    """Write the index of files with these tensors, of `total` bytes."""
+    places = {key: name for name, keys in files.items() for key in keys}
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write a file and flush it to disk."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(data, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _move(temporary: Path, folder: Path) -> None:
@@ -350,8 +321,7 @@ def _move(temporary: Path, folder: Path) -> None:
         temporary.rename(folder)
         return
     new = {path.name for path in temporary.iterdir()}
-    order = sorted(new, key=lambda name: (name == CONFIG, name == INDEX, name))
-    for name in order:
+    for name in sorted(new, key=lambda name: (name == CONFIG, name == INDEX, name)):
         os.replace(temporary / name, folder / name)
     for stale in [*folder.glob("model-*-of-*.safetensors"), folder / SINGLE, folder / INDEX]:
         if stale.name not in new:

@@ -1,6 +1,7 @@
 """Source: a checkpoint that is open for reading, of any registered format.
 
-A format is added by one file: a subclass of `Source` with `@register_source`. Then `load_quantized` reads it.
+A format is added by one file: a subclass of `Source` with `@register_source`. Then `load_quantized` reads it. Whatever
+is wrong with a file is a `ValueError` that names the file and, where it is known, the tensor (`files.naming`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 
 from ..dtypes.serialize import Entry, from_canonical, scheme_of
+from ..primitives.files import naming
 from ..primitives.spec import Scheme
 from .header import Header
-from .tensor_file import HEADER, HEADER_CHECKSUM, Stored, TensorFile, checksum, pickled_error, text_checksum
+from .tensor_file import Stored, TensorFile, checksum, pickled_error
 
 SOURCES: list[type[Source]] = []
 """Every registered format."""
@@ -26,13 +28,7 @@ C = TypeVar("C", bound="type[Source]")
 
 
 class Contents(NamedTuple):
-    """What is known of a stored parameter without reading its data.
-
-    Attributes:
-        shape, dtype: logical; those of the dequantized tensor.
-        nbytes: size in the file.
-        scheme: None for a tensor that is not quantized.
-    """
+    """What is known of a stored parameter without its data: logical shape and dtype, bytes in the file, its scheme."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -44,8 +40,6 @@ class Source(ABC):
     """A checkpoint that is open for reading; a context manager.
 
     Attributes:
-        format: name of the format, for messages.
-        path: the file or folder.
         names: names of all parameters and buffers, aliases included.
         aliases: further name of a tensor -> its name.
         note: where names come from, for the error where they are not those of a model; may be empty.
@@ -58,22 +52,19 @@ class Source(ABC):
     note: str = ""
 
     @classmethod
-    @abstractmethod
     def recognizes(cls, path: Path) -> bool:
         """Whether the file or folder, which exists, is of this format, judged from its header; reads no tensors."""
+        return False
 
     @classmethod
-    @abstractmethod
     def open(cls, path: Path, *, verify: bool, mmap: bool) -> Source:
         """Open a checkpoint of this format, and validate its header.
 
         Args:
             verify: compare tensors with their checksums, in formats that have any.
             mmap: map tensors that need no change instead of reading them, in formats that allow it.
-
-        Raises:
-            ValueError: the checkpoint is damaged, or cannot be represented exactly; the message names the file.
         """
+        raise NotImplementedError
 
     @abstractmethod
     def contents(self, name: str) -> Contents:
@@ -81,11 +72,7 @@ class Source(ABC):
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
-        """Read the tensor called `name`, which must not be an alias: a `QuantizedTensor` if it is stored quantized.
-
-        Raises:
-            ValueError: its data is damaged; the message names the file and the tensor.
-        """
+        """Read the tensor called `name`, which must not be an alias: a `QuantizedTensor` if it is stored quantized."""
 
     def optional(self) -> Set[str]:
         """Names that a model need not have, because it computes the same without them: biases that are zero."""
@@ -113,12 +100,7 @@ def register_source(cls: C) -> C:
 
 
 def open_source(path: Path, *, verify: bool = True, mmap: bool = False) -> Source:
-    """Open a checkpoint in the first format that recognizes it.
-
-    Raises:
-        FileNotFoundError: there is no such file or folder.
-        ValueError: no format recognizes it, or it is damaged.
-    """
+    """Open a checkpoint in the first format that recognizes it."""
     if not os.path.exists(path):  # not `Path.exists`, which raises for a name that is too long
         raise FileNotFoundError(f"{path}: no such file")
     kind = next((kind for kind in SOURCES if kind.recognizes(path)), None)
@@ -129,12 +111,8 @@ def open_source(path: Path, *, verify: bool = True, mmap: bool = False) -> Sourc
     return kind.open(path, verify=verify, mmap=mmap)
 
 
-# --------------------------------------------------------------------------------------------------
-# CanonicalSource: base of sources whose quantized tensors are stored in canonical form (see `dtypes.serialize`).
-
-
 class CanonicalSource(Source):
-    """A `Source` with an entry of `to_canonical` for each quantized tensor.
+    """A `Source` that stores quantized tensors in canonical form, with an entry of `to_canonical` for each.
 
     Attributes:
         entries: by name of the quantized tensor; all stored names that they give exist.
@@ -156,10 +134,8 @@ class CanonicalSource(Source):
         nbytes = sum(part.stop - part.start for part in parts)
         if entry is None:
             return Contents(parts[0].shape, parts[0].dtype, nbytes)
-        try:
+        with naming(self.path, name):
             scheme = scheme_of(entry)
-        except ValueError as error:
-            raise ValueError(f"{self.path}: {name}: {error}") from error
         return Contents(scheme.shape, scheme.dtype, nbytes, scheme)
 
     def tensor(self, name: str) -> Tensor:
@@ -168,14 +144,8 @@ class CanonicalSource(Source):
             return self.read(name)
         # Errors of `read` name the file and the tensor already.
         parts = {key: self.read(key) for key in entry["tensors"].values()}
-        try:
+        with naming(self.path, name):
             return from_canonical(entry, parts.pop)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{self.path}: {name}: {error}") from error
-
-
-# --------------------------------------------------------------------------------------------------
-# The own format of this package, as a `Source`: a file of `save_quantized` with its shards.
 
 
 _ATTEMPTS = 50
@@ -211,7 +181,8 @@ class QtorchSource(CanonicalSource):
         self.path = root.path
         self.verify = verify
         self.mmap = mmap
-        self.header = _read_header(root)
+        with naming(self.path):
+            self.header = Header.parse(root.metadata)
         self.names = self.header.names
         self.aliases = self.header.aliases
         self.entries = self.header.quantized
@@ -219,7 +190,14 @@ class QtorchSource(CanonicalSource):
         self.files = [root]
         try:
             for name, keys in self.header.shards.items():
-                self._add_shard(name, keys)
+                try:
+                    shard = TensorFile(self.path.with_name(name))
+                except FileNotFoundError as error:
+                    raise ValueError(f"{self.path}: its shard {name} is missing") from error
+                self.files.append(shard)
+                if twice := [key for key in keys if key in self.owners]:
+                    raise ValueError(f"{self.path}: {twice[0]} is in it and in its shard {name}")
+                self.owners |= dict.fromkeys(keys & shard.stored.keys(), shard)
             if missing := sorted(set(self.header.stored) - self.owners.keys()):
                 raise ValueError(f"{self.path}: missing key {', '.join(missing[:4])}")
         except BaseException:
@@ -231,18 +209,6 @@ class QtorchSource(CanonicalSource):
         for file in self.files:
             file.close()
 
-    def _add_shard(self, name: str, keys: list[str]) -> None:
-        try:
-            shard = TensorFile(self.path.with_name(name))
-        except FileNotFoundError as error:
-            raise ValueError(f"{self.path}: its shard {name} is missing") from error
-        self.files.append(shard)
-        for key in keys:
-            if key in self.owners:
-                raise ValueError(f"{self.path}: {key} is in it and in its shard {name}")
-            if key in shard.stored:
-                self.owners[key] = shard
-
     def stored(self, key: str) -> Stored:
         return self.owners[key].stored[key]
 
@@ -253,15 +219,3 @@ class QtorchSource(CanonicalSource):
         if self.verify and checksum(tensor) != self.header.checksums[key]:
             raise ValueError(f"{file.path}: {key} is corrupted: its data does not match its checksum")
         return tensor
-
-
-def _read_header(root: TensorFile) -> Header:
-    path, metadata = root.path, root.metadata
-    if HEADER not in metadata:
-        raise ValueError(f"{path}: a safetensors file, but not one of save_quantized (its header has no {HEADER!r})")
-    if metadata.get(HEADER_CHECKSUM) != text_checksum(metadata[HEADER]):
-        raise ValueError(f"{path}: its header is corrupted: it does not match its checksum")
-    try:
-        return Header.parse(metadata[HEADER])
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error

@@ -13,13 +13,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ..dtypes.joining import cut, join, joined_weight
-from ..primitives.spec import Scheme
+from ..primitives.files import naming
 from .sources import Contents, Source
 
 _FUSED = re.compile(r"(?P<module>.+)\.experts\.(?P<projection>gate_up_proj|gate_proj|up_proj|down_proj)")
@@ -51,7 +50,10 @@ class ExpertNames:
 
     def in_checkpoint(self, name: str) -> str:
         """The name in a checkpoint of a tensor that is called `name` in a model."""
-        return name if self.renamed is None else _with_component(name, *self.renamed)
+        if self.renamed is None:
+            return name
+        old, new = self.renamed
+        return ".".join(new if part == old else part for part in name.split("."))
 
 
 QWEN_MOE = ExpertNames()
@@ -77,10 +79,6 @@ FUSED_IN_FILES = frozenset({"gpt_oss", "llama4", "llama4_text", "dbrx", "granite
 """Model types whose checkpoints hold the experts of a layer in one tensor, often with rows and columns exchanged."""
 
 
-def _with_component(name: str, old: str, new: str) -> str:
-    return ".".join(new if part == old else part for part in name.split("."))
-
-
 def expert_names(config: Mapping[str, Any]) -> ExpertNames:
     """The convention of the model with this config.json."""
     return OF_MODEL_TYPE.get(str(config.get("model_type")), QWEN_MOE)
@@ -97,10 +95,6 @@ def split_experts(name: str, tensor: Tensor, config: Mapping[str, Any]) -> dict[
     Args:
         name: the name in the model, for which `is_fused`.
         tensor: (experts, rows, columns), plain or quantized.
-        config: contents of the config.json of the model.
-
-    Raises:
-        ValueError: the checkpoints of such models have no matrix per expert, or the tensor cannot be cut.
     """
     found = _FUSED.fullmatch(name)
     model_type = config.get("model_type")
@@ -111,10 +105,8 @@ def split_experts(name: str, tensor: Tensor, config: Mapping[str, Any]) -> dict[
     names = expert_names(config)
     projections = names.projections(found["projection"])
     module = names.in_checkpoint(found["module"])
-    try:
+    with naming(name):
         matrices = cut(tensor, len(projections))
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
     return {
         f"{module}.experts.{index}.{projection}.weight": matrix
         for index, row in enumerate(matrices)
@@ -125,12 +117,8 @@ def split_experts(name: str, tensor: Tensor, config: Mapping[str, Any]) -> dict[
 def fuse_experts(source: Source, wanted: Iterable[str]) -> Source:
     """`source` with the names that a model wants, where it has the same tensors under the names of a checkpoint.
 
-    Args:
-        wanted: names of the parameters and buffers of the model.
-
-    Returns:
-        `source` itself if nothing has to be fused or renamed. Otherwise a Source in which tensors that were fused or
-        renamed have their new names only. Closing it closes `source`.
+    It is `source` itself if nothing has to be fused or renamed. Otherwise tensors that were fused or renamed have their
+    new names only, and closing it closes `source`.
     """
     fused: dict[str, list[list[str]]] = {}
     renamed: dict[str, str] = {}
@@ -176,12 +164,7 @@ def joined_in_models(stored: Iterable[str]) -> list[list[str]]:
 
 
 class FusedSource(Source):
-    """A Source with fused experts; see `fuse_experts`.
-
-    Attributes:
-        fused: name in the model -> the stored names of the matrices of each expert.
-        renamed: name in the model -> stored name.
-    """
+    """A Source with fused experts: the stored names of the matrices of each, by the name in the model."""
 
     def __init__(self, source: Source, fused: Mapping[str, list[list[str]]], renamed: Mapping[str, str]) -> None:
         self.source = source
@@ -197,14 +180,6 @@ class FusedSource(Source):
     def optional(self) -> Set[str]:
         return self.source.optional()
 
-    @classmethod
-    def recognizes(cls, path: Path) -> bool:
-        return False
-
-    @classmethod
-    def open(cls, path: Path, *, verify: bool, mmap: bool) -> Source:
-        raise NotImplementedError
-
     def contents(self, name: str) -> Contents:
         if name not in self.fused:
             return self.source.contents(self.renamed.get(name, name))
@@ -212,13 +187,17 @@ class FusedSource(Source):
         first = rows[0][0]
         shape = (len(rows), sum(part.shape[0] for part in rows[0]), *first.shape[1:])
         nbytes = sum(part.nbytes for row in rows for part in row)
-        return Contents(shape, first.dtype, nbytes, first.scheme and _joined(first.scheme, first.shape, shape))
+        scheme = first.scheme
+        if scheme is not None:
+            weight = joined_weight(scheme.weight, [first.shape])
+            scheme = replace(scheme, shape=shape, spec=replace(scheme.spec, weight=weight))
+        return Contents(shape, first.dtype, nbytes, scheme)
 
     def tensor(self, name: str) -> Tensor:
         if name not in self.fused:
             return self.source.tensor(self.renamed.get(name, name))
         stored = self.fused[name]
-        matrices = [[self._matrix(part) for part in row] for row in stored]
+        matrices = [[self.source.tensor(self.source.aliases.get(part, part)) for part in row] for row in stored]
         try:
             return join(matrices)
         except (ValueError, RuntimeError) as error:
@@ -226,12 +205,5 @@ class FusedSource(Source):
                 f"{self.path}: {name} cannot be made from {stored[0][0]} to {stored[-1][-1]}: {error}"
             ) from error
 
-    def _matrix(self, name: str) -> Tensor:
-        return self.source.tensor(self.source.aliases.get(name, name))
-
     def close(self) -> None:
         self.source.close()
-
-
-def _joined(scheme: Scheme, matrix: tuple[int, ...], shape: tuple[int, ...]) -> Scheme:
-    return replace(scheme, shape=shape, spec=replace(scheme.spec, weight=joined_weight(scheme.weight, [matrix])))

@@ -68,15 +68,7 @@ class Stored(NamedTuple):
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a file and flush it to disk.
-
-    Args:
-        tensors: contiguous, on the CPU, in dtypes of `DTYPES`.
-
-    Raises:
-        ValueError: a tensor has a name that the format cannot hold.
-        OSError: the file cannot be written.
-    """
+    """Write a file of tensors, contiguous, on the CPU and in dtypes of `DTYPES`, and flush it to disk."""
     for name in tensors:
         check_name(name)
     order = sorted(tensors.items(), key=lambda item: (item[1].nbytes % ALIGNMENT != 0, -item[1].element_size()))
@@ -174,7 +166,9 @@ class TensorFile:
             buffer = buffer[count:]
 
     def _error(self, why: str) -> ValueError:
-        if is_of_torch_save(self.path):
+        with open_regular(self.path) as file:
+            begin = file.read(4)
+        if begin in (b"PK\x03\x04", b"\x80\x02\x8a\x0a"):  # a zip archive, or a pickle: the old format of torch.save
             return pickled_error(self.path)
         return ValueError(f"{self.path}: truncated, or not a safetensors file ({why})")
 
@@ -197,17 +191,23 @@ class TensorFile:
 
 
 def _parse(header: Any, begin: int, end: int) -> tuple[dict[str, str], dict[str, Stored]]:
-    """(metadata, tensors) of a header whose data is in the bytes from `begin` to `end` of the file.
-
-    Raises:
-        ValueError: `header` is not a safetensors header, or its tensors do not cover these bytes exactly.
-    """
+    """(metadata, tensors) of a header whose tensors cover the bytes from `begin` to `end` of the file exactly."""
     if not isinstance(header, dict):
         raise ValueError("its header is not an object")
     metadata = header.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError(f"its {METADATA} is not an object of strings")
-    stored = {name: _stored(name, entry, begin) for name, entry in header.items()}
+    stored = {}
+    for name, entry in header.items():
+        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+            raise ValueError(f"{name} is not described by dtype, shape and data_offsets")
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        nbytes = nbytes_of(name, dtype, shape)
+        if not _are_sizes(offsets) or len(offsets) != 2:
+            raise ValueError(f"{name} has the offsets {offsets!r:.80}")
+        if offsets[1] - offsets[0] != nbytes:
+            raise ValueError(f"{name} takes {nbytes} bytes, its offsets are {offsets!r:.80}")
+        stored[name] = Stored(DTYPES[dtype], tuple(shape), begin + offsets[0], begin + offsets[1])
     at = begin
     for name, tensor in sorted(stored.items(), key=lambda item: item[1][2:]):
         if tensor.start != at:
@@ -218,24 +218,8 @@ def _parse(header: Any, begin: int, end: int) -> tuple[dict[str, str], dict[str,
     return metadata, stored
 
 
-def _stored(name: str, entry: Any, begin: int) -> Stored:
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{name} is not described by dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    nbytes = nbytes_of(name, dtype, shape)
-    if not _are_sizes(offsets) or len(offsets) != 2:
-        raise ValueError(f"{name} has the offsets {offsets!r:.80}")
-    if offsets[1] - offsets[0] != nbytes:
-        raise ValueError(f"{name} takes {nbytes} bytes, its offsets are {offsets!r:.80}")
-    return Stored(DTYPES[dtype], tuple(shape), begin + offsets[0], begin + offsets[1])
-
-
 def nbytes_of(name: str, dtype: Any, shape: Any) -> int:
-    """Bytes of a tensor as a file describes it.
-
-    Raises:
-        ValueError: there is no such dtype, or no such shape.
-    """
+    """Bytes of a tensor as a file describes it, by a dtype and a shape that must exist."""
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"{name} has the dtype {dtype!r:.40}; known: {', '.join(DTYPES)}")
     if not _are_sizes(shape) or math.prod(max(size, 1) for size in shape) >= _MAX_SIZE:
@@ -245,12 +229,6 @@ def nbytes_of(name: str, dtype: Any, shape: Any) -> int:
 
 def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
-
-
-def is_of_torch_save(path: Path) -> bool:
-    """Whether a file is one of `torch.save`: a zip archive, or, in the old format, a file that begins with a pickle."""
-    with open_regular(path) as file:
-        return file.read(4) in (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
 
 
 def pickled_error(path: Path) -> ValueError:
@@ -279,14 +257,6 @@ def _names_torchao(path: Path) -> bool:
 _MAX_PICKLE = 1 << 24
 """Bytes of a pickle that are looked at."""
 
-# --------------------------------------------------------------------------------------------------
-# The format of checkpoints: keys of the header, slots of a model, and checksums.
-
-
-HEADER = "qtorch"
-"""Metadata key of the header, JSON text."""
-
-HEADER_CHECKSUM = "qtorch.crc32"
 
 OWN_FORMAT = "qtorch"
 """The name of this format."""
@@ -307,8 +277,3 @@ def checksum(tensor: Tensor) -> int:
     """crc32 of the data, the dtype and the shape of a tensor."""
     kind = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     return zlib.crc32(data_of(tensor.contiguous()), kind)
-
-
-def text_checksum(text: str) -> str:
-    """crc32 of the header, as text, since safetensors metadata are strings."""
-    return str(zlib.crc32(text.encode(errors="surrogatepass")))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..primitives import jsonable
+from ..primitives.discovery import import_later
 from ..primitives.files import read_json
 from ..primitives.jsonable import from_json
 from ..recipes.base import RECIPES, Recipe
@@ -48,19 +49,13 @@ def read_recipe(text: str, settings: list[str] | None = None) -> Recipe:
         name = call.func.id
         positional = [_value(argument) for argument in call.args]
         keywords = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
-    kind = _recipe(name)
+    kind = _recipe_type(name)
     for setting in settings or []:
         key, equals, value = setting.partition("=")
         if not equals:
             raise UsageError(f"--set takes NAME=VALUE, got {setting!r}")
         keywords[key.strip()] = _value(_parsed(value.strip()))
     return _make(kind, positional, keywords, name)
-
-
-def _recipe(name: str) -> Callable[..., Any]:
-    if name not in RECIPES:
-        raise UsageError(f"there is no recipe {name!r}; known are {', '.join(sorted(RECIPES))}")
-    return RECIPES[name]
 
 
 def read_config(path: Path) -> dict[str, Recipe | None]:
@@ -84,6 +79,13 @@ def read_config(path: Path) -> dict[str, Recipe | None]:
     return found
 
 
+def _recipe_type(name: str) -> type[Recipe]:
+    import_later()
+    if name not in RECIPES:
+        raise UsageError(f"there is no recipe {name!r}; known are {', '.join(sorted(RECIPES))}")
+    return RECIPES[name]
+
+
 def _of_json(value: Any) -> Recipe | None:
     if value is None:
         return None
@@ -92,7 +94,7 @@ def _of_json(value: Any) -> Recipe | None:
     if isinstance(value, dict) and "recipe" in value:
         name, rest = str(value["recipe"]), {key: text for key, text in value.items() if key != "recipe"}
         given = {key: _value(_parsed(text)) if isinstance(text, str) else text for key, text in rest.items()}
-        return _make(_recipe(name), [], given, name)
+        return _make(_recipe_type(name), [], given, name)
     made = from_json(value)
     if not isinstance(made, Recipe):
         raise UsageError(f"is no recipe: {value!r:.80}")

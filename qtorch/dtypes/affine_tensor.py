@@ -10,7 +10,7 @@ have `zero_point_scale`; views and slices of such a tensor hold the same numbers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.ops.quantize import quantize_weight
-from ..primitives.double_quant import dequantize_scale, dequantize_zero_point
-from ..primitives.layouts import Layout, PlainLayout
-from ..primitives.layouts.base import FLOATS, INTEGERS, Form, Forms, Plain, check_inner_tensors, check_scheme
-from ..primitives.spec import LinearSpec, QuantSpec, Scheme
-from .base import QuantizedTensor
+from ..primitives import LinearSpec, QuantSpec
+from ..primitives.double_quant import dequantize_zero_point
+from ..primitives.layouts.base import FLOATS, INTEGERS, Form, Forms, Plain, check_inner_tensors
+from ..primitives.spec import Scheme
+from .base import QuantizedTensor, with_dense_scales
 
 _BESIDE_LAYOUT = ("scale_scale", "scale_mean", "zero_point_scale", "act_scale", "act_zero_point")
 """Inner tensors that are the same in every layout; None if the scheme does not have them."""
@@ -35,8 +35,9 @@ class AffineQuantizedTensor(QuantizedTensor):
     """
 
     spec_type = QuantSpec
+    per_block = "zero_point"
 
-    scale_scale: Tensor | None
+    zero_point: Tensor | None
     scale_mean: Tensor | None
     zero_point_scale: Tensor | None
     act_scale: Tensor | None
@@ -48,9 +49,16 @@ class AffineQuantizedTensor(QuantizedTensor):
         return (*names, *_BESIDE_LAYOUT)
 
     @classmethod
-    def forms(cls, scheme: Scheme) -> Forms:
-        check_scheme(scheme, QuantSpec)
-        return {**scheme.layout.forms(scheme), **_activation_forms(scheme)}
+    def _forms_beside_layout(cls, scheme: Scheme) -> Forms:
+        """Forms of a static activation: one scale for the activation, or one per block of its last axis."""
+        activation = scheme.activation
+        if not scheme.spec.static or activation is None:
+            return {}
+        shape = activation.scale_shape((1, *(scheme.codes_shape[-1:] or (1,))))
+        forms = {"act_scale": (Form(shape, FLOATS),)}
+        if activation.has_zero_point:
+            forms["act_zero_point"] = (Form(shape, FLOATS if activation.zero_point_domain.is_real else INTEGERS),)
+        return forms
 
     @classmethod
     def from_float(
@@ -72,7 +80,7 @@ class AffineQuantizedTensor(QuantizedTensor):
         """
         if not input.is_floating_point():
             raise TypeError(f"from_float takes a floating-point tensor, got {input.dtype}")
-        linear = spec if isinstance(spec, LinearSpec) else LinearSpec(spec)
+        linear = cls.complete(spec)
         weight = linear.weight
         with torch.no_grad():
             if weight.scale_spec is None:
@@ -105,26 +113,11 @@ class AffineQuantizedTensor(QuantizedTensor):
         Raises:
             ValueError: a shape or dtype does not fit the spec.
         """
-        linear = _with_dense_scales(spec if isinstance(spec, LinearSpec) else LinearSpec(spec))
+        linear = with_dense_scales(cls.complete(spec))
         others = {"scale": scale, "zero_point": zero_point, "act_scale": act_scale, "act_zero_point": act_zero_point}
         return cls._from_codes(codes, others, linear, dtype)
 
-    @classmethod
-    def _from_codes(
-        cls, codes: Tensor, others: Mapping[str, Tensor | None], linear: LinearSpec, dtype: torch.dtype
-    ) -> AffineQuantizedTensor:
-        """Make a tensor from unpacked codes and the other inner tensors in their stored form."""
-        if linear.layout is None:
-            linear = replace(linear, layout=PlainLayout())
-        scheme = Scheme(linear, tuple(codes.shape), dtype)
-        linear.layout.check(scheme)
-        plain = {**PlainLayout().forms(scheme), **_activation_forms(scheme)}
-        check_inner_tensors({"qdata": codes, **others}, plain, scheme)
-        packed = linear.layout.pack((codes, others["scale"], others.get("zero_point")), scheme)
-        return cls({**{name: others.get(name) for name in _BESIDE_LAYOUT}, **packed}, scheme)
-
     def plain(self) -> Plain:
-        """(codes, scale in floating point, zero_point), unpacked; zero_point is None if it is always zero."""
         codes, scale, zero_point = self._unpacked()
         if self.scale_scale is None:
             return codes, scale, zero_point
@@ -135,64 +128,24 @@ class AffineQuantizedTensor(QuantizedTensor):
         layout = self.scheme.layout
         return layout.unpack({name: getattr(self, name) for name in layout.tensors}, self.scheme)
 
-    def dense_scale(self, rows: Tensor | None = None) -> Tensor:
-        """The scale in floating point, of the given rows of blocks or of all, in layouts that store it as a tensor."""
-        if rows is None and self.scale_scale is None:
-            return self.scale  # type: ignore[attr-defined]
-        return dequantize_scale(self.inner_tensors, self.scheme.weight.scale_spec, rows)
-
     def dense_zero_point(self, rows: Tensor | None = None) -> Tensor | None:
         """The zero point, of the given rows of blocks or of all, in layouts that store it as a tensor."""
-        zero_point: Tensor | None = self.zero_point  # type: ignore[attr-defined]
+        zero_point = self.zero_point
         if self.zero_point_scale is not None:
-            spec = self.scheme.weight.scale_spec
-            assert spec is not None
+            spec: Any = self.scheme.weight.scale_spec
             return dequantize_zero_point(self.inner_tensors, spec, rows)
         return zero_point if zero_point is None or rows is None else zero_point.index_select(0, rows)
 
     def with_plain(self, plain: Plain, spec: LinearSpec | None = None) -> AffineQuantizedTensor:
-        """A tensor of these codes, scales and zero points, with the same layout, logical dtype and activation."""
-        codes, scale, zero_point = plain
-        spec = spec or self.scheme.spec
-        return type(self).from_plain(
-            codes, scale, zero_point, spec, self.scheme.dtype, self.act_scale, self.act_zero_point
-        )
-
-    def with_packed(self, qdata: Tensor, scale: Tensor, other: Tensor | None, scheme: Scheme) -> AffineQuantizedTensor:
-        """`with_plain` from codes that are already packed for the layout of `scheme`; `other` is the zero point."""
-        # A layout with a packed axis stores the other tensors like the plain layout; see `Layout.packed_axis`.
-        of_layout = {scheme.layout.tensors[0]: qdata, "scale": scale, "zero_point": other}
-        scheme = replace(scheme, spec=_with_dense_scales(scheme.spec))
-        return type(self)({**of_layout, "act_scale": self.act_scale, "act_zero_point": self.act_zero_point}, scheme)
-
-    def quantized_like(self, source: Tensor) -> AffineQuantizedTensor:
-        """`source` quantized with the spec, scale dtype, activation and layout of this tensor."""
-        spec = self.scheme.spec
-        activation = {"act_scale": self.act_scale, "act_zero_point": self.act_zero_point}
-        if isinstance(source, AffineQuantizedTensor) and source.scheme.weight == spec.weight:
-            codes, others = source.canonical()
-            return type(self)._from_codes(codes, others | activation, spec, source.scheme.dtype)
-        values = source.dequantize() if isinstance(source, QuantizedTensor) else source
-        values = values.to(self.device, self.scheme.dtype)
-        if spec.weight.scale_spec is None:
-            # Codes must fit the scale as it will be stored, in its present dtype, which .to may have changed.
-            spec = replace(spec, weight=replace(spec.weight, scale_dtype=self.scales()[0].dtype))
-        result = type(self).from_float(values, spec, **activation)
-        return type(self)(result.inner_tensors, replace(result.scheme, spec=self.scheme.spec))
+        activation = (self.act_scale, self.act_zero_point)
+        return type(self).from_plain(*plain, spec or self.scheme.spec, self.scheme.dtype, *activation)
 
     def canonical(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """(codes, the other tensors by name) as they are saved."""
         codes, scale, zero_point = self._unpacked()
         others = {"scale": scale, "zero_point": zero_point, **{name: getattr(self, name) for name in _BESIDE_LAYOUT}}
         return codes, {name: tensor for name, tensor in others.items() if tensor is not None}
 
-    @classmethod
-    def from_canonical(cls, codes: Tensor, others: dict[str, Tensor], scheme: Scheme) -> AffineQuantizedTensor:
-        """Inverse of `canonical`."""
-        return cls._from_codes(codes, others, scheme.spec, scheme.dtype)
-
     def scales(self) -> tuple[Tensor, Tensor | None]:
-        """(scale, zero_point), the scale in floating point, without unpacking codes if possible."""
         if self.scheme.layout.packed_axis is None:
             return self.plain()[1:]
         return self.dense_scale(), self.dense_zero_point()
@@ -221,48 +174,13 @@ class AffineQuantizedTensor(QuantizedTensor):
         others = {name: tensor for name, tensor in tensors.items() if name != "codes"}
         return cls.from_canonical(tensors["codes"], others, scheme)
 
-    def to_layout(self, layout: Layout) -> AffineQuantizedTensor:
-        """The same numbers in another layout."""
-        scheme = replace(self.scheme, spec=replace(self.scheme.spec, layout=layout))
-        return type(self).from_canonical(*self.canonical(), scheme)
-
     def with_activation(
-        self,
-        activation: QuantSpec | None,
-        act_scale: Tensor | None = None,
-        act_zero_point: Tensor | None = None,
+        self, activation: QuantSpec | None, act_scale: Tensor | None = None, act_zero_point: Tensor | None = None
     ) -> AffineQuantizedTensor:
         """The same weight, with its input quantized by `activation`: statically if `act_scale` is given."""
         if activation is act_scale is self.scheme.activation is None:
             return self
         spec = replace(self.scheme.spec, activation=activation, static=act_scale is not None)
         scheme, given = replace(self.scheme, spec=spec), {"act_scale": act_scale, "act_zero_point": act_zero_point}
-        check_inner_tensors(given, _activation_forms(scheme), scheme)
+        check_inner_tensors(given, self._forms_beside_layout(scheme), scheme)
         return type(self)({**self.inner_tensors, **given}, scheme)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        scheme = self.scheme
-        grad = ", requires_grad=True" if self.requires_grad else ""
-        # A compiler that logs what it traces has symbolic sizes, which take no format.
-        size = f"{self.nbytes:,}" if isinstance(self.nbytes, int) else str(self.nbytes)
-        return (
-            f"{type(self).__name__}({scheme.spec}, layout={scheme.layout}, shape={scheme.shape}, "
-            f"dtype={scheme.dtype}, device={self.device}, {size} bytes{grad})"
-        )
-
-
-def _with_dense_scales(spec: LinearSpec) -> LinearSpec:
-    return spec if spec.weight.scale_spec is None else replace(spec, weight=replace(spec.weight, scale_spec=None))
-
-
-def _activation_forms(scheme: Scheme) -> dict[str, tuple[Form, ...]]:
-    """Forms of the tensors of a static activation: one scale for the activation, or one per block of its last axis."""
-    activation = scheme.activation
-    if not scheme.spec.static or activation is None:
-        return {}
-    shape = activation.scale_shape((1, *(scheme.codes_shape[-1:] or (1,))))
-    forms: dict[str, tuple[Form, ...]] = {"act_scale": (Form(shape, FLOATS),)}
-    if activation.has_zero_point:
-        dtypes = FLOATS if activation.zero_point_domain.is_real else INTEGERS
-        forms["act_zero_point"] = (Form(shape, dtypes),)
-    return forms

@@ -26,32 +26,15 @@ from ..kernels.conv import Window
 from ..kernels.cpu.compiled_library import library
 from ..kernels.custom_ops import implementations
 from ..kernels.registry import names
-from ..primitives.jsonable import to_json
-from ..primitives.layouts.base import Forms, check_inner_tensors, check_plain_tensors
-from ..primitives.spec import LinearSpec, QuantSpec, Scheme
+from ..primitives import LinearSpec, QuantSpec, to_json
+from ..primitives.double_quant import dequantize_scale
+from ..primitives.layouts import Layout, PlainLayout
+from ..primitives.layouts.base import Forms, Plain, check_inner_tensors, check_plain_tensors, check_scheme
+from ..primitives.spec import Scheme
 from ..primitives.tracing import starts_no_graph
 from .copying import Copied, forms_of, rebuild
 from .dispatch import ATEN, FUNCTIONS, calling_package, run, run_below
 from .gathering import Gathered
-
-# What a compiled graph depends on besides its inputs: a part of the keys of torch's graph caches on disk.
-# torch identifies a graph by its operations before lowering, such as `F.linear` of a quantized weight. How qtorch
-# lowers them depends on its version and on the registered kernels.
-
-
-def graph_key(device: str) -> str:
-    """A string that differs whenever `F.linear` on this type of device may be lowered differently."""
-    compiled = library() if device == "cpu" else None
-    return " ".join([_sources(), "" if compiled is None else compiled.instruction_set, *names(), *implementations()])
-
-
-@functools.cache
-def _sources() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
 
 __all__ = ["QuantizedTensor", "rebuild"]
 
@@ -59,11 +42,13 @@ Q = TypeVar("Q", bound="QuantizedTensor")
 
 _TYPE_OF_SPEC: dict[type, type[QuantizedTensor]] = {}
 
+SCALES_OF_SCALES = ("scale_scale", "scale_mean", "zero_point_scale")
+"""Inner tensors of a tensor with double quantization; see `primitives.double_quant`."""
 
 HINTS = {
     "peft": ". For adapters whose layers were made before the weight was quantized, call "
     "qtorch.integrations.peft.prepare_for_adapters(model, gradient_checkpointing=False). Those that decompose the "
-    "weights of the model (FRoD), need a float model: dequantize_(model)",
+    "weights of the model (FRoD), need a float model: dequantize_(model)"
 }
 """Package that calls an operator that is not implemented -> what to do there."""
 
@@ -74,6 +59,7 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
     Attributes:
         spec_type: class of the weight specs that the subclass stores.
         scheme_type: class of its schemes.
+        per_block: name of the inner tensor that has one element, or one table, per block, beside the scale.
         trains: whether it can require a gradient; such a class implements `linear`, `conv` and `embedding`.
         scheme: metadata; hashable, without tensors.
         fast_linear, fast_grouped, fast_conv: functions that a kernel sets for the next calls, see `linear`; neither
@@ -83,8 +69,11 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
 
     spec_type: ClassVar[type]
     scheme_type: ClassVar[type] = Scheme
+    per_block: ClassVar[str]
     trains: ClassVar[bool] = False
     scheme: Scheme
+    scale: Tensor
+    scale_scale: Tensor | None
     fast_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor | None] | None = None
     fast_grouped: Callable[[Tensor, Tensor, Tensor], Tensor | None] | None = None
     fast_conv: Callable[..., Tensor | None] | None = None
@@ -103,10 +92,7 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
         return make_wrapper(cls, scheme.shape, dtype=scheme.dtype, device=device)
 
     def __init__(
-        self: Q,
-        tensors: Mapping[str, Tensor | None] | Q,
-        scheme: Scheme | None = None,
-        requires_grad: bool = False,
+        self: Q, tensors: Mapping[str, Tensor | None] | Q, scheme: Scheme | None = None, requires_grad: bool = False
     ) -> None:
         """Make a tensor from inner tensors and their scheme, or a parameter from a quantized tensor.
 
@@ -125,11 +111,7 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
                 self.requires_grad_()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, which must not hide a method; `_set_obj_state` of torch sets attributes from a file.
-
-        Raises:
-            TypeError: the attribute has the name of a method, or is to be called and cannot.
-        """
+        """Set an attribute, which must not hide a method; `_set_obj_state` of torch sets attributes from a file."""
         if name.startswith("fast_") and not (value is None or callable(value)):
             raise TypeError(f"{type(self).__name__}.{name} is a function, or None, got a {type(value).__name__}")
         if name != "__class__" and callable(getattr(type(self), name, None)):
@@ -148,19 +130,17 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
 
     @classmethod
     def forms(cls, scheme: Any) -> Forms:
-        """The shapes and dtypes that the inner tensors of a scheme must have, by name.
+        """The shapes and dtypes that the inner tensors of a scheme must have, by name."""
+        check_scheme(scheme, cls.spec_type)
+        return {**scheme.layout.forms(scheme), **cls._forms_beside_layout(scheme)}
 
-        Raises:
-            ValueError: the scheme is invalid; for example, a block does not divide the shape.
-        """
+    @classmethod
+    def _forms_beside_layout(cls, scheme: Any) -> Forms:
+        """`forms` of the inner tensors that are the same in every layout."""
         raise NotImplementedError
 
     def check_inner_tensors(self, memory: bool = True) -> None:
-        """Raise `ValueError` if the inner tensors do not match the scheme.
-
-        Args:
-            memory: also check that they are on one device and that their storages have not been freed.
-        """
+        """Raise `ValueError` if the inner tensors do not match the scheme."""
         tensors = vars(self)
         scheme = tensors["scheme"]
         device = None
@@ -179,16 +159,39 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
             elif tensor.device != device:
                 check_plain_tensors(self.inner_tensors)
 
-    # --- implemented by subclasses, used by the shared operations ---
-
     @classmethod
     def from_float(cls: type[Q], input: Tensor, spec: Any) -> Q:
         """Quantize `input` by a `LinearSpec` or by the spec of the weight alone."""
         raise NotImplementedError
 
-    def plain(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    @classmethod
+    def complete(cls, spec: Any) -> LinearSpec:
+        """A `LinearSpec` with a layout, from one or from the spec of the weight alone."""
+        linear = spec if isinstance(spec, LinearSpec) else LinearSpec(spec)
+        return replace(linear, layout=PlainLayout()) if linear.layout is None else linear
+
+    @classmethod
+    def _from_codes(
+        cls: type[Q], codes: Tensor, others: Mapping[str, Tensor | None], spec: LinearSpec, dtype: torch.dtype
+    ) -> Q:
+        """Make a tensor from unpacked codes and the other inner tensors in their stored form."""
+        spec = cls.complete(spec)
+        scheme = Scheme(spec, tuple(codes.shape), dtype)
+        spec.layout.check(scheme)
+        forms = {**PlainLayout().forms(scheme), **cls._forms_beside_layout(scheme)}
+        check_inner_tensors({"qdata": codes, **others}, forms, scheme)
+        packed = spec.layout.pack((codes, others["scale"], others.get("zero_point")), scheme)
+        return cls({**others, **packed}, scheme)
+
+    def plain(self) -> Plain:
         """(codes, scale, zero point or table), unpacked: the arguments of the spec's `dequantize`."""
         raise NotImplementedError
+
+    def dense_scale(self, rows: Tensor | None = None) -> Tensor:
+        """The scale in floating point, of the given rows of blocks or of all, in layouts that store it as a tensor."""
+        if rows is None and self.scale_scale is None:
+            return self.scale
+        return dequantize_scale(self.inner_tensors, self.scheme.weight.scale_spec, rows)
 
     def scales(self) -> tuple[Tensor, Tensor | None]:
         """(scale, other tensor per block or None), without unpacking codes if possible.
@@ -197,21 +200,38 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
         """
         raise NotImplementedError
 
-    def with_plain(self: Q, plain: tuple[Tensor, Tensor, Tensor | None], spec: LinearSpec | None = None) -> Q:
+    def with_plain(self: Q, plain: Plain, spec: LinearSpec | None = None) -> Q:
         """A tensor of these codes and scales, by default in the same layout, with the same logical dtype."""
         raise NotImplementedError
 
     def with_packed(self: Q, qdata: Tensor, scale: Tensor, other: Tensor | None, scheme: Scheme) -> Q:
         """`with_plain` from codes that are already packed for the layout of `scheme`."""
-        raise NotImplementedError
+        # A layout with a packed axis stores the other tensors like the plain layout; see `Layout.packed_axis`.
+        tensors = {name: t for name, t in self.inner_tensors.items() if name not in SCALES_OF_SCALES}
+        tensors |= {scheme.layout.tensors[0]: qdata, "scale": scale}
+        if other is not None:
+            tensors[self.per_block] = other
+        return type(self)(tensors, replace(scheme, spec=with_dense_scales(scheme.spec)))
 
     def with_activation(self: Q, activation: QuantSpec | None) -> Q:
         """The same weight, with its input quantized by `activation`."""
         raise NotImplementedError
 
     def quantized_like(self: Q, source: Tensor) -> Q:
-        """`source`, a float or quantized tensor, quantized with the spec, scale dtype and layout of this tensor."""
-        raise NotImplementedError
+        """`source`, floats or quantized, with the spec, scale dtype, activation and layout of this tensor."""
+        spec = self.scheme.spec
+        activation = {name: t for name, t in self.inner_tensors.items() if name.startswith("act_")}
+        if isinstance(source, quantized_type(spec.weight)) and source.scheme.weight == spec.weight:
+            codes, others = source.canonical()
+            others = {name: t for name, t in others.items() if not name.startswith("act_")}
+            return self._from_codes(codes, others | activation, spec, source.scheme.dtype)
+        values = source.dequantize() if isinstance(source, QuantizedTensor) else source
+        values = values.to(self.device, self.scheme.dtype)
+        if spec.weight.scale_spec is None:
+            # Codes must fit the scale as it will be stored, in its present dtype, which .to may have changed.
+            spec = replace(spec, weight=replace(spec.weight, scale_dtype=self.scales()[0].dtype))
+        result = self.from_float(values, spec, **activation)
+        return type(self)(result.inner_tensors, replace(result.scheme, spec=self.scheme.spec))
 
     def canonical(self) -> tuple[Tensor, dict[str, Tensor]]:
         """(codes, the other tensors by name) in the form in which they are saved, the same for every layout."""
@@ -220,7 +240,12 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
     @classmethod
     def from_canonical(cls: type[Q], codes: Tensor, others: dict[str, Tensor], scheme: Scheme) -> Q:
         """Inverse of `canonical`."""
-        raise NotImplementedError
+        return cls._from_codes(codes, others, scheme.spec, scheme.dtype)
+
+    def to_layout(self: Q, layout: Layout) -> Q:
+        """The same numbers in another layout."""
+        scheme = replace(self.scheme, spec=replace(self.scheme.spec, layout=layout))
+        return self.from_canonical(*self.canonical(), scheme)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The plain float tensor, in the logical dtype unless `dtype` is given."""
@@ -261,8 +286,6 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
         """Size of the inner tensors in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.inner_tensors.values())
 
-    # --- torch.compile, torch.export ---
-
     def __tensor_flatten__(self) -> tuple[list[str], Scheme]:
         return list(self.inner_tensors), self.scheme
 
@@ -276,11 +299,23 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
         return cls(tensors, scheme)
 
     def _stable_hash_for_caching(self) -> str:
+        """A part of the keys of torch's graph caches on disk: torch identifies a graph by its operations before
+        lowering, such as `F.linear`, and qtorch lowers them by its version and the registered kernels."""
+        compiled = library() if self.device.type == "cpu" else None
+        lowering = [_sources(), "" if compiled is None else compiled.instruction_set, *names(), *implementations()]
         inner = [(name, *map(str, (t.dtype, t.shape, t.stride(), t.device))) for name, t in self.inner_tensors.items()]
-        parts = [type(self).__name__, graph_key(self.device.type), self.requires_grad, inner, to_json(self.scheme)]
+        parts = [type(self).__name__, *lowering, self.requires_grad, inner, to_json(self.scheme)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    # --- operations ---
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        scheme = self.scheme
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        # A compiler that logs what it traces has symbolic sizes, which take no format.
+        size = f"{self.nbytes:,}" if isinstance(self.nbytes, int) else str(self.nbytes)
+        return (
+            f"{type(self).__name__}({scheme.spec}, layout={scheme.layout}, shape={scheme.shape}, "
+            f"dtype={scheme.dtype}, device={self.device}, {size} bytes{grad})"
+        )
 
     @classmethod
     @starts_no_graph
@@ -303,6 +338,19 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
                 + HINTS.get(calling_package(), "")
             )
         return result
+
+
+@functools.cache
+def _sources() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def with_dense_scales(spec: LinearSpec) -> LinearSpec:
+    """The spec, with scales that are not quantized."""
+    return spec if spec.weight.scale_spec is None else replace(spec, weight=replace(spec.weight, scale_spec=None))
 
 
 def parts_of(

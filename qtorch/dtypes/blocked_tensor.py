@@ -10,7 +10,6 @@ and a positive value never becomes zero, since its code is at least 1.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,13 +19,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from ..primitives import LinearSpec
 from ..primitives.granularity import FlatBlocks
 from ..primitives.jsonable import jsonable
-from ..primitives.spec import LinearSpec, Scheme
 from .base import QuantizedTensor, quantized_type
 from .dispatch import ATEN
 from .matrix_weight import AS_A_WHOLE, MatrixScheme, MatrixWeight
 from .ops import count_write
+from .views import split
 
 aten = torch.ops.aten
 
@@ -41,9 +41,6 @@ class BlockedScheme(MatrixScheme):
         flat: blocks run over all elements; if False, none crosses the end of an index of the first axis, so that
             the tensor can be sharded along it anywhere.
         root: see the top of the file.
-
-    Raises:
-        ValueError: `block` is not positive.
     """
 
     block: int = 256
@@ -78,11 +75,7 @@ class BlockedTensor(MatrixWeight):
 
     @classmethod
     def quantized(cls, values: Tensor, scheme: BlockedScheme) -> BlockedTensor:
-        """`values`, floats of the shape of the scheme, quantized.
-
-        Raises:
-            ValueError: another shape.
-        """
+        """`values`, floats of the shape of the scheme, quantized."""
         if tuple(values.shape) != scheme.shape:
             raise ValueError(f"a BlockedTensor of shape {scheme.shape} takes floats of it, got {tuple(values.shape)}")
         values = values.detach().float()
@@ -102,59 +95,24 @@ class BlockedTensor(MatrixWeight):
         return cls.quantized(torch.zeros(scheme.shape, device=device, dtype=torch.float32), scheme)
 
     @classmethod
-    def of_matrix(cls, matrix: QuantizedTensor, scheme: BlockedScheme) -> BlockedTensor:
-        """A tensor of the scheme that holds `matrix`, its blocks, whose spec says the layout.
-
-        Raises:
-            ValueError: the matrix has another shape than the blocks.
-        """
-        if matrix.scheme.shape != scheme.codes_shape:
-            raise ValueError(
-                f"a matrix of shape {matrix.scheme.shape} does not fit a tensor of shape {scheme.shape} in blocks of "
-                f"{scheme.block}, which takes {scheme.codes_shape}"
-            )
-        return cls(matrix.inner_tensors, replace(scheme, spec=matrix.scheme.spec))
-
-    @classmethod
     def from_float(cls, input: Tensor, spec: Any) -> BlockedTensor:
         """Quantize `input` in flat blocks of the default size."""
         linear = spec if isinstance(spec, LinearSpec) else LinearSpec(spec)
         return cls.quantized(input, BlockedScheme(linear, tuple(input.shape), input.dtype))
 
-    def _with(self, matrix: QuantizedTensor) -> BlockedTensor:
-        return type(self).of_matrix(matrix, replace(self.scheme, dtype=matrix.scheme.dtype))
-
     def quantized_like(self, source: Tensor) -> BlockedTensor:
-        """`source`, of the same shape, in the scheme of this tensor."""
         if isinstance(source, BlockedTensor) and same_codes(source.scheme, self.scheme):
             return source
         values = source.dequantize(torch.float32) if isinstance(source, QuantizedTensor) else source
         return type(self).quantized(values.to(self.device), self.scheme)
 
-    @classmethod
-    def from_canonical(cls, codes: Tensor, others: dict[str, Tensor], scheme: Scheme) -> BlockedTensor:
-        """Inverse of `canonical`."""
-        assert isinstance(scheme, BlockedScheme)
-        return cls.of_matrix(quantized_type(scheme.weight).from_canonical(codes, others, scheme.matrix), scheme)
-
-    @classmethod
-    def _from_pickled(cls, tensors: dict[str, Tensor], scheme: Scheme) -> BlockedTensor:
-        if not isinstance(scheme, BlockedScheme):
-            raise ValueError(f"a {cls.__name__} has a {cls.scheme_type.__name__}, got {scheme!r}")
-        return cls.of_matrix(quantized_type(scheme.weight)._from_pickled(tensors, scheme.matrix), scheme)
-
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The plain float tensor, in the logical dtype unless `dtype` is given."""
         values = self.scheme.blocks.merge(self.matrix.dequantize(torch.float32)).reshape(self.scheme.shape)
         values = values * values if self.scheme.root else values
         return values.to(dtype or self.scheme.dtype)
 
     def rows(self, start: int, stop: int) -> BlockedTensor:
-        """Indices start:stop of the first axis, which share the memory of this tensor.
-
-        Raises:
-            ValueError: they cut blocks.
-        """
+        """Indices start:stop of the first axis, which share the memory of this tensor."""
         scheme, blocks = self.scheme, self.scheme.blocks
         size = math.prod(scheme.shape[1:])
         first, last = start * size, stop * size
@@ -209,16 +167,6 @@ def _slice(func: Any, args: Any, kwargs: Any) -> Tensor:
     return return_and_correct_aliasing(func, args, kwargs, part)
 
 
-def _split(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Parts along an axis, of a size or of several."""
-    tensor, sizes, axis = (*args, kwargs.get("dim", 0))[:3]
-    length = tensor.scheme.shape[axis]
-    if isinstance(sizes, int):
-        sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
-    ends = list(itertools.accumulate(sizes))
-    return [aten.slice.Tensor(tensor, axis, end - size, end) for size, end in zip(sizes, ends, strict=True)]
-
-
 def _view(func: Any, args: Any, kwargs: Any) -> Tensor:
     tensor, size = args
     if tuple(size) != tensor.scheme.shape:
@@ -242,8 +190,8 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: _copy_,
     aten.slice.Tensor: _slice,
-    aten.split.Tensor: _split,
-    aten.split_with_sizes.default: _split,
+    aten.split.Tensor: split,
+    aten.split_with_sizes.default: split,
     aten.view.default: _view,
 }
 """Operators handled otherwise than for other quantized tensors."""

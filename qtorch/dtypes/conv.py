@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,33 +24,15 @@ from torch.utils._pytree import tree_map_only
 
 from ..kernels.conv import CONVOLUTIONS, Size, Window, from_matrix, multiply_windows, prepare_conv, to_matrix, windows
 from ..kernels.registry import Problem, choose
+from ..primitives import tracing
 from ..primitives.jsonable import jsonable
 from ..primitives.layouts.plain import layout_for
 from ..primitives.spec import Scheme
-from ..primitives.tracing import (
-    one_by_one,
-    refuse_jit_trace,
-    run_whole,
-    starts_no_graph,
-    transforms_active,
-    unwrapped_subclass,
-)
+from . import linear
 from .base import QuantizedTensor
 from .dispatch import ATEN, cast_for_product, implements_function
-from .linear import (
-    check_device,
-    check_dtype,
-    fast_conv_of,
-    find_kernel,
-    frozen_error,
-    kinds,
-    multiply,
-    requires_grad,
-    rows_are_independent,
-    save_weight,
-    saved_weight,
-)
-from .matrix_weight import AS_A_WHOLE, MatrixScheme, MatrixWeight
+from .linear import fast_of
+from .matrix_weight import AS_A_WHOLE, AXIS, DROPS, MatrixScheme, MatrixWeight, axis_of
 from .ops import part_of
 
 # Codes, scales and layout of a `ConvWeight` (N, C / groups, *kernel) are those of the matrix (N, T * C / groups), T
@@ -62,11 +45,7 @@ aten = torch.ops.aten
 @jsonable
 @dataclass(frozen=True, eq=False)
 class ConvScheme(MatrixScheme):
-    """Scheme of a convolution's weight (N, C / groups, *kernel), whose codes are those of a matrix.
-
-    Raises:
-        ValueError: the shape does not have 3 to 5 dimensions.
-    """
+    """Scheme of a convolution's weight (N, C / groups, *kernel), whose codes are those of a matrix."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,42 +83,33 @@ class ConvWeight(MatrixWeight):
         return _view(func, args, kwargs or {})
 
 
-def _of_rows(weight: ConvWeight, matrix: QuantizedTensor) -> ConvWeight:
-    """`matrix`, rows of that of `weight`, as such a weight."""
-    return part_of(weight, ConvWeight.of(matrix, (matrix.scheme.shape[0], *weight.scheme.shape[1:])))
-
-
 def as_conv_weight(weight: Any) -> Any:
     """A frozen quantized tensor (N, 1, *kernel) as the weight of a depthwise convolution: models view such weights, or
     parameters (N, k), as they need them. Anything else is returned as it is."""
-    takes = isinstance(weight, QuantizedTensor) and not weight.trains and not isinstance(weight, ConvWeight)
-    if not takes or len(weight.scheme.shape) < 3 or weight.scheme.shape[1] != 1:
+    if not isinstance(weight, QuantizedTensor) or weight.trains or isinstance(weight, ConvWeight):
         return weight
     shape = weight.scheme.shape
-    return ConvWeight.of(weight.reshape(shape[0], math.prod(shape[2:])), shape)
-
-
-AXIS_ARGUMENT = {
-    aten.index_select.default: 1,
-    aten.slice.Tensor: 1,
-    aten.split.Tensor: 2,
-    aten.split_with_sizes.default: 2,
-}
-"""Position of the axis among the arguments of the operators that slice along one."""
+    if len(shape) < 3 or shape[1] != 1:
+        return weight
+    matrix: Any = weight.reshape(shape[0], math.prod(shape[2:]))
+    return ConvWeight.of(matrix, shape)
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
     weight = args[0]
     if isinstance(weight, ConvWeight):
         shape = weight.scheme.shape
+
+        def of_rows(matrix: QuantizedTensor) -> ConvWeight:
+            return part_of(weight, ConvWeight.of(matrix, (matrix.scheme.shape[0], *shape[1:])))
+
         if func is aten.view.default and tuple(args[1]) == shape:
             return aten.alias.default(weight)
         if func is aten.squeeze.dim and len(shape) == 3 and shape[1] == 1 and args[1] % 3 == 1:
             return weight.new_matrix()
-        position = AXIS_ARGUMENT.get(func)
-        if position is not None and (args[position] if len(args) > position else kwargs.get("dim", 0)) == 0:
+        if func in AXIS and func not in DROPS and axis_of(func, args, kwargs) == 0:
             parts = func(weight.matrix, *args[1:], **kwargs)
-            result = tree_map_only(QuantizedTensor, lambda m: _of_rows(weight, m), parts)
+            result = tree_map_only(QuantizedTensor, of_rows, parts)
             return result if isinstance(result, list) else return_and_correct_aliasing(func, args, kwargs, result)
     raise NotImplementedError(
         f"{func} is not implemented for the weight of a convolution, which can be sliced along its first axis only; "
@@ -156,29 +126,13 @@ WINDOWS_NOTE = (
 """What to know of a product that is a convolution."""
 
 
-class Convolution(Protocol):
-    """The signature of `F.conv1d`, `F.conv2d` and `F.conv3d`."""
-
-    def __call__(
-        self,
-        input: Tensor,
-        weight: Any,
-        bias: Tensor | None = None,
-        stride: Size = 1,
-        padding: Size | str = 0,
-        dilation: Size = 1,
-        groups: int = 1,
-    ) -> Tensor: ...
-
-
 def convolution(
     ndim: int,
     name: str,
     run: Callable[[Tensor, Any, Tensor | None, Window], Tensor],
     checked_shape: Callable[[str, Tensor, Any], Sequence[int]] = lambda name, input, weight: weight.shape,
-) -> Convolution:
-    """A convolution of images with `ndim` axes. It takes what torch's takes: an input with or without a batch axis, and
-    all spellings of the sizes.
+) -> Callable[..., Tensor]:
+    """`F.conv1d` to `F.conv3d`, of images with `ndim` axes: with or without a batch axis, sizes in all spellings.
 
     Args:
         name: of the function in errors.
@@ -195,8 +149,8 @@ def convolution(
         dilation: Size = 1,
         groups: int = 1,
     ) -> Tensor:
-        if not torch.compiler.is_compiling() and (fast_conv := fast_conv_of(input, weight)) is not None:
-            differentiates = torch.is_grad_enabled() and (input.requires_grad or requires_grad(bias))
+        if not torch.compiler.is_compiling() and (fast_conv := fast_of("fast_conv", input, weight)) is not None:
+            differentiates = torch.is_grad_enabled() and (input.requires_grad or linear.requires_grad(bias))
             if not differentiates and input.dim() == ndim + 2:
                 y = fast_conv(input, weight, bias, stride, padding, dilation, groups)
                 if y is not None:
@@ -228,48 +182,44 @@ def conv_problem(scheme: Scheme, groups: int, dtype: torch.dtype, device: str) -
 
 
 def _checked_shape(name: str, input: Tensor, weight: Any) -> Sequence[int]:
-    refuse_jit_trace()
+    tracing.refuse_jit_trace()
     takes = isinstance(weight, ConvWeight) or (isinstance(weight, QuantizedTensor) and weight.trains)
     if not takes or isinstance(input, QuantizedTensor):
-        raise TypeError(f"{name} takes a float input and a ConvWeight, or one in training, got {kinds(input, weight)}")
+        raise TypeError(
+            f"{name} takes a float input and a ConvWeight, or one in training, got {linear.kinds(input, weight)}"
+        )
     shape: tuple[int, ...] = weight.scheme.shape
-    check_dtype(name, input, weight.scheme.dtype)
-    check_device(name, input, weight)
+    linear.check_dtype(name, input, weight.scheme.dtype)
+    linear.check_device(name, input, weight)
     if not torch.compiler.is_compiling():
         weight.check_inner_tensors()
     return shape
 
 
-def _run_conv(input: Tensor, weight: Any, bias: Tensor | None, window: Window) -> Tensor:
-    return cast_for_product(_differentiable, input, weight, bias, window)
-
-
-for _ndim, _function in CONVOLUTIONS.items():
-    implements_function(_function)(convolution(_ndim, f"conv{_ndim}d", _run_conv, _checked_shape))
-
-
 def _differentiable(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -> Tensor:
-    if transforms_active():
-        y = (
-            run_whole(_differentiable, x, weight, None, window)
-            if weight.trains
-            else _Transformed.apply(x, weight, window)
-        )
-        return with_bias(y, bias)
+    if tracing.transforms_active():
+        whole = (_differentiable, x, weight, None, window)
+        return with_bias(tracing.run_whole(*whole) if weight.trains else _Transformed.apply(x, weight, window), bias)
     if weight.trains:
         return with_bias(weight.conv(x, window), bias)
-    if torch.is_grad_enabled() and (x.requires_grad or requires_grad(bias)):
+    if torch.is_grad_enabled() and (x.requires_grad or linear.requires_grad(bias)):
         return _Conv.apply(x, weight, bias, window)
     return _run(x, weight, bias, window)
 
 
+for _ndim, _function in CONVOLUTIONS.items():
+    _run_cast = partial(cast_for_product, _differentiable)
+    implements_function(_function)(convolution(_ndim, f"conv{_ndim}d", _run_cast, _checked_shape))
+
+
 def _run(x: Tensor, weight: ConvWeight, bias: Tensor | None, window: Window) -> Tensor:
-    kernel = find_kernel("conv", weight.scheme, x.dtype, x.device.type)
+    kernel = linear.find_kernel("conv", weight.scheme, x.dtype, x.device.type)
     if kernel.function is not windows:
         return kernel(x, weight, bias, window)
-    matrices = [_of_group(weight, group, window.groups) for group in range(window.groups)]
+    of_groups: Any = [weight] if window.groups == 1 else weight.chunk(window.groups)
+    matrices = [part.matrix for part in of_groups]
     with torch.no_grad():
-        y = multiply_windows(x, window, lambda rows, group: multiply(rows, matrices[group]))
+        y = multiply_windows(x, window, lambda rows, group: linear.multiply(rows, matrices[group]))
     return with_bias(y, bias)
 
 
@@ -278,27 +228,20 @@ def with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias.reshape(-1, *(1,) * (y.dim() - 2))
 
 
-def _of_group(weight: ConvWeight, group: int, groups: int) -> QuantizedTensor:
-    """The matrix of one group's output channels."""
-    size = weight.scheme.shape[0] // groups
-    part = weight if groups == 1 else weight[group * size : (group + 1) * size]
-    return part.matrix  # type: ignore[attr-defined]
-
-
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: ConvWeight, bias: Tensor | None, window: Window) -> Tensor:
-        save_weight(ctx, weight)
+        linear.save_weight(ctx, weight)
         ctx.size, ctx.window = x.shape, window
         return _run(x, weight, bias, window)
 
     @staticmethod
-    @starts_no_graph
+    @tracing.starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grad_outputs
         grad_input = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_input = _grad_input(grad, saved_weight(ctx), ctx.size, ctx.window)
+            grad_input = _grad_input(grad, linear.saved_weight(ctx), ctx.size, ctx.window)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum([0, *range(2, grad.dim())])
         return grad_input, None, grad_bias, None
@@ -322,19 +265,19 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.weight, ctx.size, ctx.window = unwrapped_subclass(inputs[1]), inputs[0].shape, inputs[2]
+        ctx.weight, ctx.size, ctx.window = tracing.unwrapped_subclass(inputs[1]), inputs[0].shape, inputs[2]
 
     @staticmethod
-    @starts_no_graph
+    @tracing.starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.needs_input_grad[1]:
-            raise frozen_error(ctx.weight)
+            raise linear.frozen_error(ctx.weight)
         return _grad_input(grad_outputs[0], ctx.weight, ctx.size, ctx.window), None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, weight: ConvWeight, window: Window) -> tuple[Tensor, int]:
-        if not rows_are_independent(weight.scheme):
-            return one_by_one(info, in_dims, _Transformed.apply, (x, weight, window))
+        if not linear.rows_are_independent(weight.scheme):
+            return tracing.one_by_one(info, in_dims, _Transformed.apply, (x, weight, window))
         x = x.movedim(in_dims[0], 0)
         return _Transformed.apply(x.flatten(0, 1), weight, window).unflatten(0, x.shape[:2]), 0
 

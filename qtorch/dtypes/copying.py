@@ -33,27 +33,21 @@ class Copied:
         ForkingPickler.register(cls, _sent)
 
     def __copy__(self: Any) -> Any:
-        """Another tensor of the same inner tensors."""
         with torch.no_grad():
-            result = _as_parameter_like(self.map_inner(lambda tensor: tensor), self)
-        vars(result).update(self._extra_state())
-        return result
+            return _finished(self.map_inner(lambda tensor: tensor), *_flags(self), self._extra_state())
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
         with torch.no_grad():
-            result = _as_parameter_like(self.map_inner(lambda tensor: copy.deepcopy(tensor, memo)), self)
-        vars(result).update(copy.deepcopy(self._extra_state(), memo))
-        memo[id(self)] = result
-        return result
+            made = self.map_inner(lambda tensor: copy.deepcopy(tensor, memo))
+            memo[id(self)] = _finished(made, *_flags(self), copy.deepcopy(self._extra_state(), memo))
+        return memo[id(self)]
 
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
         scheme = json.dumps(to_json(self.scheme))
-        is_parameter = isinstance(self, torch.nn.Parameter)
         tensors = {name: _as_bytes(tensor) for name, tensor in self._pickled().items()}
-        arguments = (tensors, scheme, self.requires_grad, is_parameter, self._extra_state())
-        return rebuild, (type(self).__name__, *arguments)
+        return rebuild, (type(self).__name__, tensors, scheme, *_flags(self), self._extra_state())
 
     def _pickled(self: Any) -> dict[str, Tensor]:
         """The tensors that a pickle holds."""
@@ -62,11 +56,7 @@ class Copied:
 
     @classmethod
     def _from_pickled(cls: Any, tensors: dict[str, Tensor], scheme: Any) -> Any:
-        """Inverse of `_pickled`, which validates tensors from a file.
-
-        Raises:
-            ValueError: the tensors are not those of the scheme.
-        """
+        """Inverse of `_pickled`, which validates tensors from a file."""
         check_inner_tensors(tensors, forms_of(cls, scheme), scheme)
         return cls(tensors, scheme)
 
@@ -79,39 +69,33 @@ class Copied:
         own = {*self.tensor_names(self.scheme), "scheme", "_is_param"}
         return name in own or hasattr(type(self), name)
 
-    def _check_state(self, state: Any) -> None:
-        """Raise `ValueError` if `state`, loaded from a file, is not a valid `_extra_state`."""
-        if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-            raise ValueError(f"its attributes must be a dict with names, got a {type(state).__name__}")
-        if taken := [name for name in state if self._has_own(name)]:
-            raise ValueError(f"it would replace {', '.join(taken)}, which {type(self).__name__} has itself")
-
 
 def _sent(tensor: Any) -> tuple[Any, ...]:
     """How torch.multiprocessing sends a tensor: its inner tensors, whose memory both processes share. It is not packed
     anew, as a file is for another machine."""
-    is_parameter = isinstance(tensor, torch.nn.Parameter)
-    arguments = (tensor.inner_tensors, tensor.scheme, tensor.requires_grad, is_parameter, tensor._extra_state())
-    return _received, (type(tensor), *arguments)
+    return _received, (type(tensor), tensor.inner_tensors, tensor.scheme, *_flags(tensor), tensor._extra_state())
 
 
-def _received(
-    cls: Any, tensors: dict[str, Tensor], scheme: Any, requires_grad: bool, is_parameter: bool, state: dict[str, Any]
-) -> Any:
+def _received(cls: Any, tensors: dict[str, Tensor], scheme: Any, *state: Any) -> Any:
     """Inverse of `_sent`."""
-    result = cls(tensors, scheme)
-    result = torch.nn.Parameter(result, requires_grad) if is_parameter else result.requires_grad_(requires_grad)
-    vars(result).update(state)
-    return result
+    return _finished(cls(tensors, scheme), *state)
+
+
+def _flags(tensor: Tensor) -> tuple[bool, bool]:
+    """(whether it requires a gradient, whether it is a parameter)."""
+    return tensor.requires_grad, isinstance(tensor, torch.nn.Parameter)
+
+
+def _finished(tensor: Any, requires_grad: bool, is_parameter: bool, state: dict[str, Any]) -> Any:
+    """The tensor with these flags and these attributes of the user."""
+    made = torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+    vars(made).update(state)
+    return made
 
 
 @functools.lru_cache(maxsize=4096)
 def forms_of(cls: Any, scheme: Any) -> Forms:
-    """`cls.forms(scheme)`, cached.
-
-    Raises:
-        ValueError: `scheme` is not of the type that `cls` takes.
-    """
+    """`cls.forms(scheme)`, cached."""
     if type(scheme) is not cls.scheme_type:
         raise ValueError(f"a {cls.__name__} has a {cls.scheme_type.__name__}, got {scheme!r}")
     return cls.forms(scheme)
@@ -145,15 +129,13 @@ def rebuild(
         check_plain_tensors(tensors)
         inner = {name: t.detach() if t is not None and t.requires_grad else t for name, t in tensors.items()}
         result = cls._from_pickled(inner, from_json(parse_json(scheme)))
-        result._check_state(state)
+        if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+            raise ValueError(f"its attributes must be a dict with names, got a {type(state).__name__}")
+        if taken := [name for name in state if result._has_own(name)]:
+            raise ValueError(f"it would replace {', '.join(taken)}, which a {type_name} has itself")
     except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
         raise ValueError(f"the file holds a {type_name} that is damaged: {error}") from error
-    if is_parameter:
-        result = torch.nn.Parameter(result, requires_grad)
-    elif requires_grad:
-        result.requires_grad_()
-    vars(result).update(state)
-    return result
+    return _finished(result, requires_grad, is_parameter, state)
 
 
 SMALL_FLOATS = {
@@ -181,9 +163,3 @@ def _of_bytes(stored: Any) -> Any:
 # Pickles of all versions refer to it by this module.
 rebuild.__module__ = f"{__package__}.base"
 torch.serialization.add_safe_globals([rebuild])
-
-
-def _as_parameter_like(tensor: Any, original: Tensor) -> Any:
-    if isinstance(original, torch.nn.Parameter):
-        return torch.nn.Parameter(tensor, original.requires_grad)
-    return tensor.requires_grad_(original.requires_grad)

@@ -22,7 +22,6 @@ ATEN: dict[Any, Callable[..., Any]] = {}
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """torch function or method -> replacement of the same signature."""
 
-
 TRACED_VIEWS: dict[Any, Callable[..., Any]] = {}
 """torch function -> what runs in its place on a frozen weight while torch.export traces; see `traced_views`."""
 
@@ -30,34 +29,22 @@ OTHER_VIEWS = {Tensor.movedim, Tensor.permute, Tensor.flatten, torch.movedim, to
 """Views that weights in training have beside those."""
 
 
-def implements_aten(*overloads: Any) -> Callable[[F], F]:
-    """Decorator: handle aten overloads with ``handler(func, args, kwargs)``."""
+def _decorator(table: dict[Any, Callable[..., Any]]) -> Callable[..., Callable[[F], F]]:
+    """A decorator that enters a function into a table, under all keys that it is given."""
 
-    def decorate(handler: F) -> F:
-        ATEN.update(dict.fromkeys(overloads, handler))
-        return handler
+    def implements(*keys: Any) -> Callable[[F], F]:
+        def decorate(function: F) -> F:
+            table.update(dict.fromkeys(keys, function))
+            return function
 
-    return decorate
+        return decorate
 
-
-def implements_function(*functions: Any) -> Callable[[F], F]:
-    """Decorator: run this function in place of torch functions of the same signature."""
-
-    def decorate(handler: F) -> F:
-        FUNCTIONS.update(dict.fromkeys(functions, handler))
-        return handler
-
-    return decorate
+    return implements
 
 
-def implements_traced_view(*functions: Any) -> Callable[[F], F]:
-    """Decorator: run this function in place of torch functions of the same signature, see `TRACED_VIEWS`."""
-
-    def decorate(handler: F) -> F:
-        TRACED_VIEWS.update(dict.fromkeys(functions, handler))
-        return handler
-
-    return decorate
+implements_aten = _decorator(ATEN)
+implements_function = _decorator(FUNCTIONS)
+implements_traced_view = _decorator(TRACED_VIEWS)
 
 
 def run(handler: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -74,7 +61,9 @@ def run_below(kind: type, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     calls."""
     if torch.compiler.is_compiling() and (func in TRACED_VIEWS or func in OTHER_VIEWS):
         tensor = args[0]
-        by_modes = _traced_by_modes()
+        # torch.export runs the model under modes of its own (strict=False), which know the inner tensors of parameters
+        # and no wrapper that is made of them on the way.
+        by_modes = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
         if by_modes and tensor.trains:
             raise NotImplementedError(
                 f"torch.export cannot follow a view of a weight in training, here a {kind.__name__}; "
@@ -88,17 +77,8 @@ def run_below(kind: type, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
 
-def _traced_by_modes() -> bool:
-    """Whether torch.export runs the model under its own modes, rather than dynamo (``strict=True``). They know the
-    inner tensors of parameters, and no wrapper that is made of them on the way."""
-    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-
-
-# What autocast means for products: it casts the input and the bias, and nothing inside a kernel.
-
-
 def autocasts(device: str) -> bool:
-    """Whether inputs on this type of device are cast for products."""
+    """Whether autocast casts inputs on this type of device for products: they and the bias, nothing inside a kernel."""
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
@@ -121,13 +101,10 @@ def cast_for_product(
         return product(input, weight, bias, *arguments)
 
 
-OWN = "qtorch"
-
-
 def calling_frame() -> FrameType | None:
     """The innermost call that is not of this package."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == OWN:
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "qtorch":
         frame = frame.f_back
     return frame
 

@@ -4,7 +4,7 @@ What is gathered from shards is in `gathering`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,12 +28,7 @@ FSDP = "torch.distributed.fsdp"
 
 @implements_aten(aten.new_zeros.default, aten.new_empty.default)
 def _new_zeros(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Zeros quantized like the tensor, with another number of rows; what rows share (a table) is copied.
-
-    Raises:
-        NotImplementedError: the new shape differs in another axis.
-        ValueError: the rows cut blocks, or the tensor cannot be cut into rows.
-    """
+    """Zeros quantized like the tensor, with another number of rows; what rows share (a table) is copied."""
     tensor, size = args[0], tuple(args[1])
     shape = tensor.scheme.shape
     rows = 0 if 0 in size else size[0] if size else None
@@ -67,11 +62,7 @@ def _new_zeros(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements_aten(aten.as_strided.default)
 def _as_strided(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """The tensor itself, which is all that FSDP2 asks for.
-
-    Raises:
-        NotImplementedError: another shape, order or start.
-    """
+    """The tensor itself, which is all that FSDP2 asks for."""
     tensor, size, stride = args[:3]
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
     if (tuple(size), tuple(stride), offset or 0) != (tensor.scheme.shape, tensor.stride(), 0):
@@ -104,11 +95,7 @@ def _called_by_fsdp() -> bool:
 
 @implements_aten(aten.constant_pad_nd.default)
 def _pad(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Rows of zeros at the end: DTensor pads shards of different sizes, and cuts them off again.
-
-    Raises:
-        NotImplementedError: another axis is padded, or with another value.
-    """
+    """Rows of zeros at the end: DTensor pads shards of different sizes, and cuts them off again."""
     tensor, padding = args[:2]
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
     shape = tensor.scheme.shape
@@ -123,18 +110,23 @@ def _pad(func: Any, args: Any, kwargs: Any) -> Tensor:
     return padded
 
 
+def _fill(inner: Tensor, receive: Callable[[Tensor], Any]) -> Any:
+    """Receive the bytes of an inner tensor; what is returned is waited for."""
+    received = as_sent(inner.contiguous())
+    _, work = receive(received)
+    if not inner.is_contiguous():
+        work.wait()
+        inner.copy_(received.view(inner.dtype))
+    return work
+
+
 def _scatter(func: Any, args: Any, kwargs: Any) -> Any:
     outputs, inputs, *rest = args
     (output,) = outputs
     works = []
     for name, inner in output.inner_tensors.items():
-        received = as_sent(inner.contiguous())
         sent = [[as_sent(getattr(part, name).contiguous()) for part in parts] for parts in inputs]
-        _, work = func([received], sent, *rest, **kwargs)
-        if not inner.is_contiguous():
-            work.wait()
-            inner.copy_(received.view(inner.dtype))
-        works.append(work)
+        works.append(_fill(inner, lambda received, sent=sent: func([received], sent, *rest, **kwargs)))  # type: ignore[misc]
     count_write(output)
     return outputs, _last(works)
 
@@ -144,24 +136,13 @@ def _broadcast(func: Any, args: Any, kwargs: Any) -> Any:
     works = []
     for tensor in tensors:
         for inner in tensor.inner_tensors.values():
-            if inner.is_contiguous():
-                works.append(func([as_sent(inner)], *rest, **kwargs)[1])
-                continue
-            received = as_sent(inner.contiguous())
-            work = func([received], *rest, **kwargs)[1]
-            work.wait()
-            inner.copy_(received.view(inner.dtype))
-            works.append(work)
+            works.append(_fill(inner, lambda received: func([received], *rest, **kwargs)))
         count_write(tensor)
     return tensors, _last(works)
 
 
 def _all_gather(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """The shards of all ranks one after the other along the first axis.
-
-    Raises:
-        ValueError: what they share differs from rank to rank. All ranks raise it.
-    """
+    """The shards of all ranks one after the other along the first axis. All ranks raise the error."""
     tensor, ranks, *rest = args
     # A module that qtorch does not import defines it; what has called this one has.
     if hasattr(torch.ops._c10d_functional, "_wrap_tensor_autograd"):
@@ -201,15 +182,11 @@ def _last(works: Sequence[Any]) -> Any:
 
 if torch.distributed.is_available():
     c10d, functional = torch.ops.c10d, torch.ops._c10d_functional
-    implements_aten(c10d.scatter_.default)(_scatter)
-    implements_aten(c10d.broadcast_.default)(_broadcast)
-    implements_aten(functional.all_gather_into_tensor.default)(_all_gather)
-    implements_aten(functional.wait_tensor.default)(_wait)
-    AS_A_WHOLE.update(
-        (
-            c10d.scatter_.default,
-            c10d.broadcast_.default,
-            functional.all_gather_into_tensor.default,
-            functional.wait_tensor.default,
-        )
-    )
+    for _overload, _handler in (
+        (c10d.scatter_.default, _scatter),
+        (c10d.broadcast_.default, _broadcast),
+        (functional.all_gather_into_tensor.default, _all_gather),
+        (functional.wait_tensor.default, _wait),
+    ):
+        implements_aten(_overload)(_handler)
+        AS_A_WHOLE.add(_overload)

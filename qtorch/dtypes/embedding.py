@@ -33,12 +33,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """`F.embedding` from a quantized table (V, D): indices (...) -> (..., D), in the table's logical dtype.
-
-    Raises:
-        TypeError: the indices are not int32 or int64.
-        ValueError: `max_norm`, which would rewrite the table.
-    """
+    """`F.embedding` from a quantized table (V, D): indices (...) -> (..., D), in the table's logical dtype."""
     _check_max_norm("embedding", max_norm)
     refuse_jit_trace()
     if input.dtype not in (torch.int64, torch.int32):
@@ -76,11 +71,6 @@ def embedding_bag(
 
     Args:
         input: indices (B, L), or (I) with `offsets` (B), where each bag starts.
-
-    Raises:
-        TypeError: the indices are not int32 or int64.
-        ValueError: `max_norm`, which would rewrite the table; shapes that do not fit; a `padding_idx` outside the
-            table; an unknown mode.
     """
     _check_max_norm("embedding_bag", max_norm)
     _check_bags(input, offsets, per_sample_weights)
@@ -93,7 +83,10 @@ def embedding_bag(
     if padding_idx is not None:
         # Padding goes into one more bag, the last, which is dropped. Given a padding_idx, torch would make the number
         # of rows gathered a constant of a compiled graph.
-        padding = ids == _row(padding_idx, weight)
+        size = weight.shape[0]
+        if not -size <= padding_idx < size:
+            raise ValueError(f"embedding_bag: padding_idx {padding_idx} is not in a table of {size} rows")
+        padding = ids == padding_idx % size
         index = padding.byte().argsort(stable=True)
         scales = None if scales is None else scales[index]
         start = functional.pad((~padding).cumsum(0), (1, 0))
@@ -165,11 +158,3 @@ def _check_bags(input: Tensor, offsets: Tensor | None, per_sample_weights: Tenso
             f"embedding_bag takes a weight for each index, got shape {tuple(per_sample_weights.shape)} for indices of "
             f"shape {tuple(input.shape)}"
         )
-
-
-def _row(padding_idx: int, table: Tensor) -> int:
-    """The row of `padding_idx`, which may be counted from the end."""
-    size = table.shape[0]
-    if not -size <= padding_idx < size:
-        raise ValueError(f"embedding_bag: padding_idx {padding_idx} is not in a table of {size} rows")
-    return padding_idx % size

@@ -33,7 +33,7 @@ from .factories import dispatches
 from .linear import (
     check_device,
     check_dtype,
-    fast_grouped_of,
+    fast_of,
     find_kernel,
     kinds,
     linear,
@@ -51,17 +51,10 @@ def grouped_linear(input: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
         input: (T, K) in the dtype of the weight.
         weight: quantized matrices (E, N, K).
         experts: (T, R) integers; below 0 or from E on, they name no expert.
-
-    Returns:
-        (T * R, N) in the dtype of the input.
-
-    Raises:
-        TypeError: the input is quantized, the weight is not, or the input is not in floating point.
-        ValueError: the shapes do not fit, the input is on another device, or, outside autocast, in another dtype.
     """
     differentiates = torch.is_grad_enabled() and requires_grad(input)
     if not torch.compiler.is_compiling() and not differentiates:
-        fast_grouped = fast_grouped_of(input, weight)
+        fast_grouped = fast_of("fast_grouped", input, weight)
         y = None if fast_grouped is None else fast_grouped(input, weight, experts)
         if y is not None:
             return y
@@ -137,19 +130,10 @@ class _Grouped(torch.autograd.Function):
 
 def one_by_one(input: Tensor, weight: Any, experts: Tensor) -> Tensor:
     """`grouped_linear` as a linear layer for each expert that has rows, differentiable as they are."""
-    matrices = _matrices(weight)
-
-    def product(rows: Tensor, e: int) -> Tensor:
-        return linear(input[rows], matrices(e))
-
+    # In training, one node in the backward, where each index would make a gradient of the whole weight.
+    matrices = weight.unbind(0) if weight.trains else weight
     count, n = weight.scheme.shape[:2]
-    return expert_by_expert(input, experts, count, n, product)
-
-
-def _matrices(weight: Any) -> Any:
-    if weight.trains:  # one node in the backward, where each index would make a gradient of the whole weight
-        return weight.unbind(0).__getitem__
-    return lambda e: weight[e]
+    return expert_by_expert(input, experts, count, n, lambda rows, e: linear(input[rows], matrices[e]))
 
 
 # --- the portable kernel ---
@@ -176,13 +160,7 @@ def _empty(x: Tensor, experts: Tensor, tensors: Any, names: str, scheme: str) ->
 
 @opaque(_empty)
 def grouped_by_expert(x: Tensor, experts: Tensor, tensors: list[Tensor], names: str, scheme: str) -> Tensor:
-    """`experts_as_linear_layers` as a node of a graph.
-
-    Args:
-        x, experts: as there.
-        tensors, names: the inner tensors of the weight, and their names, separated by commas.
-        scheme: of the weight, as JSON text.
-    """
+    """`experts_as_linear_layers` as a node of a graph; names are separated by commas, the scheme is JSON text."""
     known = _scheme_of(scheme)
     weight = quantized_type(known.weight)(dict(zip(names.split(","), tensors, strict=True)), known)
     weight.check_inner_tensors()
@@ -219,15 +197,17 @@ class _PickedMatrices(NamedTuple):
 @implements_function(torch.Tensor.__getitem__)
 def _getitem(tensor: Any, index: Any) -> Any:
     if isinstance(tensor, QuantizedTensor) and not tensor.trains and len(tensor.scheme.shape) == 3:
-        single = type(index) is int or (isinstance(index, Tensor) and not index.dim() and _is_number(index))
+        # A number, or a tensor of one.
+        single = type(index) is int or (
+            isinstance(index, Tensor)
+            and not isinstance(index, QuantizedTensor)
+            and not index.dim()
+            and not (index.is_floating_point() or index.dtype is torch.bool)
+        )
         if single and not (torch.compiler.is_compiling() or are_active() or torch._C._get_tracing_state()):
             return _matrix(tensor, int(index))
     kind = type(tensor) if isinstance(tensor, QuantizedTensor) else QuantizedTensor
     return run_below(kind, torch.Tensor.__getitem__, (tensor, index), {})
-
-
-def _is_number(index: Tensor) -> bool:
-    return not isinstance(index, QuantizedTensor) and not index.is_floating_point() and index.dtype is not torch.bool
 
 
 def _matrix(weight: QuantizedTensor, e: int) -> QuantizedTensor:
@@ -249,14 +229,9 @@ def _matrix(weight: QuantizedTensor, e: int) -> QuantizedTensor:
     if matrix is not None:
         return matrix
     picked: QuantizedTensor = run_below(type(weight), torch.Tensor.__getitem__, (weight, e), {})
-    if not _are_views(picked, tensors):
-        return picked
+    memory = {t.untyped_storage().data_ptr() for t in tensors}
+    if not all(t.untyped_storage().data_ptr() in memory for t in picked.inner_tensors.values()):
+        return picked  # its memory, that of the weight once more, is not kept
     # By itself, not as a view that autograd tracks: the weight is frozen.
     matrix = kept.by_number[e] = type(picked)(picked.inner_tensors, picked.scheme)
     return matrix
-
-
-def _are_views(picked: QuantizedTensor, tensors: tuple[Tensor, ...]) -> bool:
-    """Whether the matrix has no memory of its own, which would be that of the weight once more."""
-    memory = {t.untyped_storage().data_ptr() for t in tensors}
-    return all(t.untyped_storage().data_ptr() in memory for t in picked.inner_tensors.values())

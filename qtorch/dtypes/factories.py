@@ -4,16 +4,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..primitives.affine import MappingType, ZeroPointDomain
+from ..primitives import (
+    LinearSpec,
+    MappingType,
+    PerBlock,
+    PerRow,
+    PerTensor,
+    QDType,
+    QuantSpec,
+    ZeroPointDomain,
+    qdtype,
+)
 from ..primitives.floatx import FloatFormat
-from ..primitives.granularity import PerBlock, PerRow, PerTensor
 from ..primitives.layouts import Layout, PackedLayout, PlainLayout
-from ..primitives.qdtype import QDType, qdtype
-from ..primitives.spec import LinearSpec, QuantSpec
 from .affine_tensor import AffineQuantizedTensor
 
 
@@ -89,13 +97,8 @@ def to_affine_quantized_floatx(
     scale_dtype: torch.dtype | None = None,
 ) -> AffineQuantizedTensor:
     """Quantize a float tensor to floating-point codes (float8): code = cast(x / scale), the largest code at absmax."""
-    spec = QuantSpec(
-        target_dtype,  # type: ignore[arg-type]
-        PerBlock(tuple(block_size)),
-        zero_point_domain=ZeroPointDomain.NONE,
-        scale_dtype=scale_dtype,
-    )
-    return AffineQuantizedTensor.from_float(input_float, LinearSpec(spec, layout=_layout))
+    options: Any = {"scale_dtype": scale_dtype, "zero_point_domain": ZeroPointDomain.NONE, "_layout": _layout}
+    return to_affine_quantized_intx(input_float, MappingType.SYMMETRIC, block_size, target_dtype, **options)
 
 
 def to_affine_quantized_floatx_static(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,12 +64,7 @@ class Gathered:
     def fsdp_pre_all_gather(
         self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """(what this shard sends, what `fsdp_post_all_gather` has to know).
-
-        Raises:
-            ValueError: another axis than the first is sharded, or shards of different sizes have too short rows. All
-                ranks raise it.
-        """
+        """(what this shard sends, what `fsdp_post_all_gather` has to know). All ranks raise the error."""
         shape, ranks = tuple(outer_size), mesh.size()
         if shape[1:] != self.scheme.shape[1:]:
             raise ValueError(
@@ -84,7 +79,8 @@ class Gathered:
             # Of a single shard, torch 2.13 passes on one tensor; the others are here already.
             names = names[:1]
         shared = {name: tensor for name, tensor in inner.items() if name not in names}
-        gathering = Gathering(scheme, padded, ranks, names, shared, _versions(inner.values()))
+        versions = tuple(0 if tensor.is_inference() else tensor._version for tensor in inner.values())
+        gathering = Gathering(scheme, padded, ranks, names, shared, versions)
         parts = [inner[name].contiguous() for name in names]
         if gathering.is_even:
             return tuple(map(as_sent, parts)), gathering
@@ -121,12 +117,7 @@ class Gathered:
 
 @functools.lru_cache(maxsize=4096)
 def names_of_rows(kind: Any, scheme: Any) -> tuple[str, ...]:
-    """Names of the inner tensors whose first axis follows that of the weight, those of twice the rows being twice as
-    long.
-
-    Raises:
-        ValueError: some follow it in another way.
-    """
+    """Names of the inner tensors that follow the first axis of the weight: of twice the rows they are twice as long."""
     shape = scheme.shape
     ndim = len(shape)
     if ndim and scheme.layout.joins_rows(len(scheme.codes_shape)):
@@ -153,11 +144,7 @@ def as_sent(part: Tensor) -> Tensor:
 
 
 def _joined(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], size: Sequence[int]) -> Tensor:
-    """The bytes of the inner tensors of a shard, each padded to its shape of `shapes`, as one tensor of `size`.
-
-    Raises:
-        ValueError: they do not fit elements of 8 bytes.
-    """
+    """The bytes of the inner tensors of a shard, each padded to its shape of `shapes`, as one tensor of `size`."""
     needed = [math.prod(shape) * part.itemsize for part, shape in zip(parts, shapes, strict=True)]
     count = math.prod(size)
     width = next((width for width in CARRIERS if count * width >= sum(needed)), None)
@@ -185,7 +172,3 @@ def _separated(kind: type, sent: Tensor, gathering: Gathering, dtypes: Sequence[
         flat = part.reshape(-1)[: math.prod(whole) * dtype.itemsize]
         found.append(flat.clone().view(dtype).view(tuple(whole)))
     return found
-
-
-def _versions(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)

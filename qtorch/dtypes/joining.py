@@ -22,11 +22,9 @@ _OF_ROWS = (PerRow, PerGroup)
 """Granularities whose blocks lie in one row, so that they say the same of a matrix and of a stack of matrices."""
 
 _OF_SCALES = ("scale_scale", "scale_mean")
-
-_SHARED = ("act_scale", "act_zero_point", *_OF_SCALES)
+_ACTIVATION = ("act_scale", "act_zero_point")
+_SHARED = (*_ACTIVATION, *_OF_SCALES)
 """Parts that all matrices of a joined tensor share."""
-
-_Canonical = tuple[Tensor, dict[str, Tensor]]
 
 
 def join(matrices: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -37,30 +35,26 @@ def join(matrices: Sequence[Sequence[Tensor]]) -> Tensor:
 
     Returns:
         A tensor of shape (E, sum of the rows, columns), quantized if the matrices are.
-
-    Raises:
-        ValueError: the matrices differ in their dtype or quantization, or in the scale of their static activations.
     """
-    flat = [matrix for parts in matrices for matrix in parts]
+    flat: list[Any] = [matrix for parts in matrices for matrix in parts]
     first = flat[0]
-    if not isinstance(first, QuantizedTensor):
-        if any(isinstance(matrix, QuantizedTensor) for matrix in flat):
-            raise ValueError("some of the matrices are quantized and some are not")
+    kinds = {isinstance(matrix, QuantizedTensor) for matrix in flat}
+    if len(kinds) > 1:
+        raise ValueError("some of the matrices are quantized and some are not")
+    if kinds == {False}:
         return torch.stack([_cat(parts) for parts in matrices])
     for matrix in flat:
-        if not isinstance(matrix, QuantizedTensor):
-            raise ValueError("some of the matrices are quantized and some are not")
         if (matrix.scheme.spec, matrix.scheme.dtype) != (first.scheme.spec, first.scheme.dtype):
             raise ValueError(f"the matrices are not quantized alike: {first.scheme.spec} and {matrix.scheme.spec}")
-    return _join_quantized(matrices)  # type: ignore[arg-type]
+    return _join_quantized(matrices)
 
 
-def _join_quantized(matrices: Sequence[Sequence[QuantizedTensor]]) -> QuantizedTensor:
-    first = matrices[0][0]
+def _join_quantized(matrices: Any) -> QuantizedTensor:
+    first: QuantizedTensor = matrices[0][0]
     weight = first.scheme.weight
     canonical = [[matrix.canonical() for matrix in parts] for parts in matrices]
     flat = [others for parts in canonical for _, others in parts]
-    if any(not torch.equal(others[name], flat[0][name]) for name in _activation(flat[0]) for others in flat):
+    if any(not torch.equal(others[name], flat[0][name]) for name in {*_ACTIVATION} & {*flat[0]} for others in flat):
         raise ValueError("the static activations of the matrices have different scales")
     if weight.scale_spec is not None and not _share_scales(weight.scale_spec.granularity, flat):
         canonical = [[_with_dense_scale(matrix) for matrix in parts] for parts in matrices]
@@ -78,11 +72,7 @@ def _join_quantized(matrices: Sequence[Sequence[QuantizedTensor]]) -> QuantizedT
 
 
 def joined_weight(weight: Any, shapes: Sequence[Sequence[int]]) -> Any:
-    """The spec of `join` of matrices of these shapes that are quantized by `weight`.
-
-    Raises:
-        ValueError: the matrices differ in the size of their blocks.
-    """
+    """The spec of `join` of matrices of these shapes that are quantized by `weight`."""
     if isinstance(weight.granularity, _OF_ROWS):
         return weight
     blocks = {weight.block_size(shape) for shape in shapes}
@@ -97,12 +87,7 @@ def shares_scales(weight: Any) -> bool:
 
 
 def cut(tensor: Tensor, parts: int) -> list[list[Tensor]]:
-    """Inverse of `join`: for each index of the first axis, `parts` matrices with the same number of rows.
-
-    Raises:
-        ValueError: the tensor does not have three axes, or its rows, or the blocks that share a scale, do not divide
-            into `parts`.
-    """
+    """Inverse of `join`: for each index of the first axis, `parts` matrices with the same number of rows."""
     if tensor.dim() != 3 or tensor.shape[1] % parts:
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} has no {parts} matrices for each of its first axis")
     if not isinstance(tensor, QuantizedTensor):
@@ -117,7 +102,9 @@ def cut(tensor: Tensor, parts: int) -> list[list[Tensor]]:
     if block[1] != all_rows and rows % block[1]:
         raise ValueError(f"its {parts} matrices of {rows} rows cut through the blocks {block} that share a scale")
     if not isinstance(weight.granularity, _OF_ROWS):
-        weight = replace(weight, granularity=_of_matrix((min(block[1], rows), block[2]), (rows, columns)))
+        of_matrix = min(block[1], rows), block[2]
+        granularity = PerTensor() if of_matrix == (rows, columns) else PerBlock(of_matrix)
+        weight = replace(weight, granularity=granularity)
     shape = (rows, tensor.scheme.shape[-1])
     scheme = replace(tensor.scheme, spec=replace(tensor.scheme.spec, weight=weight), shape=shape)
 
@@ -137,16 +124,8 @@ def _piece(value: Tensor, index: int, part: int, parts: int) -> Tensor:
     return matrix.chunk(parts)[part] if matrix.shape[0] > 1 else matrix
 
 
-def _of_matrix(block: tuple[int, int], shape: tuple[int, int]) -> Granularity:
-    return PerTensor() if block == shape else PerBlock(block)
-
-
 def _is_shared(name: str, weight: Any) -> bool:
     return name in _SHARED or (name == "table" and weight.table is not None)
-
-
-def _activation(others: dict[str, Tensor]) -> list[str]:
-    return [name for name in others if name.startswith("act_")]
 
 
 def _share_scales(granularity: Granularity, parts: Sequence[dict[str, Tensor]]) -> bool:
@@ -157,7 +136,7 @@ def _share_scales(granularity: Granularity, parts: Sequence[dict[str, Tensor]]) 
     )
 
 
-def _with_dense_scale(matrix: QuantizedTensor) -> _Canonical:
+def _with_dense_scale(matrix: QuantizedTensor) -> tuple[Tensor, dict[str, Tensor]]:
     """`canonical` with the scale as the numbers that its codes stand for."""
     codes, others = matrix.canonical()
     dense = {name: value for name, value in others.items() if name not in _OF_SCALES}
@@ -170,16 +149,10 @@ def _cat(tensors: Sequence[Tensor]) -> Tensor:
 
 aten = torch.ops.aten
 
-ACTIVATION = ("act_scale", "act_zero_point")
-
 
 @implements_aten(aten.cat.default)
 def _torch_cat(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Tensors of one spec. Along an axis that one scale spans, that scale must be equal in all: parts of one tensor.
-
-    Raises:
-        ValueError: the tensors are quantized differently.
-    """
+    """Tensors of one spec. Along an axis that one scale spans, that scale must be equal in all: parts of one tensor."""
     tensors = args[0]
     axis = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     first = tensors[0]
@@ -188,7 +161,7 @@ def _torch_cat(func: Any, args: Any, kwargs: Any) -> Tensor:
             raise ValueError(f"cat joins tensors quantized alike, got {first!r} and {other!r}")
         if other.scheme.dtype != first.scheme.dtype:
             raise ValueError(f"cat joins tensors of one dtype, got {first.scheme.dtype} and {other.scheme.dtype}")
-    of_activation = [name for name in ACTIVATION if getattr(first, name, None) is not None]
+    of_activation = [name for name in _ACTIVATION if getattr(first, name, None) is not None]
     if not all(torch.equal(getattr(t, name), getattr(first, name)) for t in tensors for name in of_activation):
         raise ValueError("cat cannot join weights with static activation scales, which differ; dequantize() them first")
     axis %= len(first.scheme.shape)
@@ -206,11 +179,7 @@ def _torch_cat(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements_aten(aten.stack.default)
 def _stack(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Matrices of one spec along a new first axis.
-
-    Raises:
-        ValueError: the tensors are quantized differently, or have another shape than matrices.
-    """
+    """Matrices of one spec along a new first axis."""
     tensors, axis = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if axis != 0 or any(tensor.dim() != 2 for tensor in tensors):
         raise ValueError(f"stack joins quantized matrices along axis 0, got {tensors[0]!r} and axis {axis}")

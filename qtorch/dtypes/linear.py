@@ -19,16 +19,9 @@ from torch.nn import functional
 
 from ..kernels.custom_ops import recording
 from ..kernels.registry import Kernel, lookup
+from ..primitives import tracing
 from ..primitives.spec import Scheme
-from ..primitives.tracing import (
-    are_active,
-    one_by_one,
-    refuse_jit_trace,
-    run_whole,
-    starts_no_graph,
-    transforms_active,
-    unwrapped_subclass,
-)
+from ..primitives.tracing import are_active, starts_no_graph
 from .affine_tensor import AffineQuantizedTensor
 from .base import QuantizedTensor
 from .copying import forms_of
@@ -42,32 +35,16 @@ from .transposed_weight import PaddedWeight, TransposedWeight, as_view, padded_m
 # checks what may change between calls: dtype, width and device of the input, the bias, and whether the inner tensors
 # were moved or written to. It returns None if the call needs the full path, and is neither copied nor saved.
 
-FastLinear = Callable[[Tensor, Tensor, Tensor | None], Tensor | None]
-FastGrouped = Callable[[Tensor, Tensor, Tensor], Tensor | None]
-FastConv = Callable[[Tensor, Tensor, Tensor | None, Any, Any, Any, int], Tensor | None]
-
 _functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
-def fast_linear_of(input: Any, weight: Any) -> FastLinear | None:
-    """The function that the last kernel set on `weight`, or None if this call needs the full path.
+def fast_of(name: str, input: Any, weight: Any) -> Any:
+    """The function of this name that the last kernel set on `weight`, or None if this call needs the full path.
 
     For eager mode only: a compiler traces the full path.
     """
-    fast_linear: FastLinear | None = getattr(weight, "fast_linear", None)
-    return None if fast_linear is None or _others_take_part(input) else fast_linear
-
-
-def fast_grouped_of(input: Any, weight: Any) -> FastGrouped | None:
-    """The same for the product with experts."""
-    fast_grouped: FastGrouped | None = getattr(weight, "fast_grouped", None)
-    return None if fast_grouped is None or _others_take_part(input) else fast_grouped
-
-
-def fast_conv_of(input: Any, weight: Any) -> FastConv | None:
-    """The same for a convolution."""
-    fast_conv: FastConv | None = getattr(weight, "fast_conv", None)
-    return None if fast_conv is None or _others_take_part(input) else fast_conv
+    fast = getattr(weight, name, None)
+    return None if fast is None or _others_take_part(input) else fast
 
 
 def _others_take_part(input: Any) -> bool:
@@ -100,14 +77,9 @@ def find_kernel(op: str, scheme: Scheme, dtype: torch.dtype, device: str) -> Ker
 
 @implements_function(functional.linear)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` with a quantized weight (N, K): input (..., K) -> (..., N), in the input's dtype.
-
-    Raises:
-        TypeError: the input is quantized, the weight is not, or the input is not in floating point.
-        ValueError: the shapes do not fit, the input is on another device, or, outside autocast, in another dtype.
-    """
+    """`F.linear` with a quantized weight (N, K): input (..., K) -> (..., N), in the input's dtype."""
     compiling = torch.compiler.is_compiling()
-    if not compiling and (fast_linear := fast_linear_of(input, weight)) is not None:
+    if not compiling and (fast_linear := fast_of("fast_linear", input, weight)) is not None:
         if torch.is_grad_enabled() and (input.requires_grad or requires_grad(bias)):
             y = _Linear.apply(input, weight, bias, fast_linear)
         else:
@@ -115,22 +87,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if y is not None:
             return y
     if not compiling and torch._C._get_tracing_state() is not None:
-        refuse_jit_trace()
+        tracing.refuse_jit_trace()
     if not isinstance(weight, QuantizedTensor) or isinstance(input, QuantizedTensor):
         raise TypeError(f"linear takes a float input and a quantized weight, got {kinds(input, weight)}")
-    if isinstance(weight, PaddedWeight):
-        return _linear_padded(input, weight, bias)
-    shape = weight.scheme.shape
-    if len(shape) != 2 or not input.dim() or input.shape[-1] != shape[1]:
-        raise ValueError(f"linear: an input of shape {tuple(input.shape)} does not fit a weight of shape {shape}")
-    if input.dtype is not weight.scheme.dtype:
-        check_dtype("linear", input, weight.scheme.dtype)
-    check_device("linear", input, weight)
-    return cast_for_product(multiply, input, weight, bias)
-
-
-def _linear_padded(input: Tensor, weight: PaddedWeight, bias: Tensor | None) -> Tensor:
-    """`linear` with a weight that is held as the matrix of another shape."""
     shape = weight.scheme.shape
     if len(shape) != 2 or not input.dim() or input.shape[-1] != shape[1]:
         raise ValueError(f"linear: an input of shape {tuple(input.shape)} does not fit a weight of shape {shape}")
@@ -138,14 +97,21 @@ def _linear_padded(input: Tensor, weight: PaddedWeight, bias: Tensor | None) -> 
         y = linear(input, padded_matrix(weight.t()).t() if weight.scheme.padding else as_view(weight))  # type: ignore[arg-type]
         y = y[..., : shape[0]]
         return y if bias is None else y + bias
-    return linear(functional.pad(input, (0, weight.scheme.padding)), padded_matrix(weight), bias)
+    if isinstance(weight, PaddedWeight):
+        return linear(functional.pad(input, (0, weight.scheme.padding)), padded_matrix(weight), bias)
+    if input.dtype is not weight.scheme.dtype:
+        check_dtype("linear", input, weight.scheme.dtype)
+    check_device("linear", input, weight)
+    return cast_for_product(multiply, input, weight, bias)
 
 
 def multiply(input: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
     """`linear` of a checked input, which under autocast need not have the dtype of the weight."""
     compiling = torch.compiler.is_compiling()
-    if transforms_active() if compiling else are_active():
-        return run_whole(multiply, input, weight, bias) if weight.trains else _Transformed.apply(input, weight, bias)
+    if tracing.transforms_active() if compiling else are_active():
+        if weight.trains:
+            return tracing.run_whole(multiply, input, weight, bias)
+        return _Transformed.apply(input, weight, bias)
     if weight.trains:
         if not compiling:
             weight.check_inner_tensors()
@@ -188,7 +154,7 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.weight = unwrapped_subclass(inputs[1])
+        ctx.weight = tracing.unwrapped_subclass(inputs[1])
 
     @staticmethod
     @starts_no_graph
@@ -203,7 +169,7 @@ class _Transformed(torch.autograd.Function):
     ) -> tuple[Tensor, int]:
         of_input, _, of_bias = in_dims
         if of_bias is not None or of_input is None or not rows_are_independent(weight.scheme):
-            return one_by_one(info, in_dims, multiply, (input, weight, bias))
+            return tracing.one_by_one(info, in_dims, multiply, (input, weight, bias))
         return multiply(input.movedim(of_input, 0), weight, bias), 0
 
     @staticmethod
@@ -252,12 +218,7 @@ def _on_two_devices(op: str, input: Tensor, weight: Tensor) -> str:
 
 
 def check_dtype(op: str, input: Tensor, dtype: torch.dtype) -> None:
-    """Check that `input` has `dtype`, the dtype of the weight, or that autocast casts both.
-
-    Raises:
-        TypeError: it is not in floating point.
-        ValueError: it has another floating-point dtype. Not a TypeError, whose message the operator ``@`` would hide.
-    """
+    """Check that `input` has `dtype`, the dtype of the weight, or that autocast casts both."""
     if input.dtype == dtype:
         return
     if not input.is_floating_point():

@@ -7,16 +7,16 @@ inner tensors and its files are those of a linear layer too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..primitives import LinearSpec, QuantSpec
 from ..primitives.jsonable import jsonable
-from ..primitives.layouts import Layout
-from ..primitives.layouts.base import Forms
-from ..primitives.spec import LinearSpec, QuantSpec, Scheme
+from ..primitives.layouts.base import Forms, Plain
+from ..primitives.spec import Scheme
 from .base import QuantizedTensor, quantized_type
 
 aten = torch.ops.aten
@@ -77,13 +77,17 @@ class MatrixWeight(QuantizedTensor):
         Raises:
             ValueError: the matrix does not have the shape that such a weight takes.
         """
-        scheme = cls.scheme_type(matrix.scheme.spec, tuple(shape), matrix.scheme.dtype)
+        return cls.of_matrix(matrix, cls.scheme_type(matrix.scheme.spec, tuple(shape), matrix.scheme.dtype))
+
+    @classmethod
+    def of_matrix(cls: type[M], matrix: QuantizedTensor, scheme: Any) -> M:
+        """`matrix` as a weight of this scheme, whose spec, with the layout, becomes that of the matrix."""
         if scheme.codes_shape != matrix.scheme.shape:
             raise ValueError(
                 f"a matrix of shape {matrix.scheme.shape} does not fit a weight of shape {scheme.shape}, which takes "
                 f"{scheme.codes_shape}"
             )
-        return cls(matrix.inner_tensors, scheme)
+        return cls(matrix.inner_tensors, replace(scheme, spec=matrix.scheme.spec))
 
     @classmethod
     def from_float(cls: type[M], input: Tensor, spec: Any) -> M:
@@ -93,8 +97,7 @@ class MatrixWeight(QuantizedTensor):
 
     @property
     def matrix(self) -> QuantizedTensor:
-        """The weight as a matrix that shares its inner tensors: the same object while they are the same, so that what
-        a kernel has prepared for it is found again."""
+        """The weight as a matrix that shares its inner tensors: one object while they are the same, for kernels."""
         if torch.compiler.is_compiling():
             return self.new_matrix()
         own = vars(self)
@@ -111,59 +114,47 @@ class MatrixWeight(QuantizedTensor):
         scheme = self.scheme.matrix
         return quantized_type(scheme.weight)(self.inner_tensors, scheme)
 
-    def plain(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(codes, scale, zero point or table) of the matrix."""
+    def plain(self) -> Plain:
         return self.matrix.plain()
 
     def scales(self) -> tuple[Tensor, Tensor | None]:
-        """The scales of the matrix."""
         return self.matrix.scales()
 
-    def with_plain(self: M, plain: tuple[Tensor, Tensor, Tensor | None], spec: LinearSpec | None = None) -> M:
-        """A weight of the same shape with these codes and scales of the matrix."""
+    def with_plain(self: M, plain: Plain, spec: LinearSpec | None = None) -> M:
         return self._with(self.matrix.with_plain(plain, spec))
 
     def with_activation(self: M, activation: QuantSpec | None) -> M:
-        """The same weight, with its input quantized by `activation`."""
         return self._with(self.matrix.with_activation(activation))
 
     def quantized_like(self: M, source: Tensor) -> M:
-        """`source`, of the same shape, quantized with the spec, scale dtype and layout of this tensor."""
         matrix = source.matrix if isinstance(source, type(self)) else self.to_matrix(source)
         return self._with(self.matrix.quantized_like(matrix))
 
     def canonical(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """(codes of the matrix, the other tensors by name) as they are saved."""
         return self.matrix.canonical()
 
     @classmethod
-    def from_canonical(cls: type[M], codes: Tensor, others: dict[str, Tensor], scheme: Scheme) -> M:
-        """Inverse of `canonical`."""
-        assert isinstance(scheme, MatrixScheme)
-        return cls.of(quantized_type(scheme.weight).from_canonical(codes, others, scheme.matrix), scheme.shape)
-
-    def to_layout(self: M, layout: Layout) -> M:
-        """The same numbers in another layout."""
-        return self._with(self.matrix.to_layout(layout))  # type: ignore[attr-defined]
+    def from_canonical(cls: type[M], codes: Tensor, others: dict[str, Tensor], scheme: Any) -> M:
+        return cls.of_matrix(quantized_type(scheme.weight).from_canonical(codes, others, scheme.matrix), scheme)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The plain float tensor, of the shape of the weight, in the logical dtype unless `dtype` is given."""
         return self.from_matrix(self.matrix.dequantize(dtype), self.scheme.shape).contiguous()
 
     def moved(self: M, device: torch.device, move: Callable[[Tensor], Tensor], dtype: torch.dtype) -> M:
         return self._with(self.matrix.moved(device, move, dtype))
 
     def _with(self: M, matrix: QuantizedTensor) -> M:
-        return type(self).of(matrix, self.scheme.shape)
+        return self.of_matrix(matrix, replace(self.scheme, dtype=matrix.scheme.dtype))
 
     def _pickled(self) -> dict[str, Tensor]:
         return self.matrix._pickled()
 
     @classmethod
-    def _from_pickled(cls: type[M], tensors: dict[str, Tensor], scheme: Scheme) -> M:
-        if type(scheme) is not cls.scheme_type:
+    def _from_pickled(cls: type[M], tensors: dict[str, Tensor], scheme: Any) -> M:
+        kind: Any = type(scheme)
+        if kind is not cls.scheme_type:
             raise ValueError(f"a {cls.__name__} has a {cls.scheme_type.__name__}, got {scheme!r}")
-        return cls.of(quantized_type(scheme.weight)._from_pickled(tensors, scheme.matrix), scheme.shape)  # type: ignore[attr-defined]
+        return cls.of_matrix(quantized_type(scheme.weight)._from_pickled(tensors, scheme.matrix), scheme)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
@@ -171,12 +162,29 @@ class MatrixWeight(QuantizedTensor):
 
 
 def type_of_scheme(scheme: Scheme) -> type[QuantizedTensor]:
-    """The class of the tensors that have this scheme.
-
-    Raises:
-        ValueError: no class stores such a weight.
-    """
+    """The class of the tensors that have this scheme."""
     return _TYPE_OF_SCHEME.get(type(scheme)) or quantized_type(scheme.weight)
+
+
+AXIS = {
+    aten.index_select.default: 1,
+    aten.select.int: 1,
+    aten.slice.Tensor: 1,
+    aten.split.Tensor: 2,
+    aten.split_with_sizes.default: 2,
+    aten.unbind.int: 1,
+}
+"""Operators that select or cut along one axis -> its position among the arguments; 0 if it is not given."""
+
+DROPS = {aten.select.int, aten.unbind.int}
+"""Those whose results do not have the axis."""
+
+
+def axis_of(func: Any, args: Any, kwargs: Any) -> int:
+    """The axis that an operator of `AXIS` selects or cuts along."""
+    position = AXIS[func]
+    axis: int = args[position] if len(args) > position else kwargs.get("dim", 0)
+    return axis % len(args[0].scheme.shape)
 
 
 AS_A_WHOLE = {

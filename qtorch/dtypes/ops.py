@@ -171,14 +171,12 @@ def _eq(func: Any, args: Any, kwargs: Any) -> Tensor:
     return torch.eq(_dequantized(args[0]), _dequantized(args[1]))
 
 
-@implements_aten(aten.is_pinned.default)
-def _is_pinned_aten(func: Any, args: Any, kwargs: Any) -> bool:
-    return _is_pinned(args[0])
-
-
 @implements_function(torch.Tensor.is_pinned)
 def _is_pinned(tensor: QuantizedTensor, device: Any = None) -> bool:
     return all(inner.is_pinned() for inner in tensor.inner_tensors.values())
+
+
+implements_aten(aten.is_pinned.default)(lambda func, args, kwargs: _is_pinned(args[0]))
 
 
 @implements_aten(aten._pin_memory.default)

@@ -29,11 +29,7 @@ _PASS_A_FLAG_ON = (nn.Parameter.__new__.__code__, nn.Module._load_from_state_dic
 
 @implements_function(Tensor.requires_grad_)
 def requires_grad_(tensor: QuantizedTensor, requires_grad: bool = True) -> QuantizedTensor:
-    """`Tensor.requires_grad_`.
-
-    Raises:
-        ValueError: a frozen weight is to train.
-    """
+    """`Tensor.requires_grad_`."""
     if requires_grad and not tensor.trains:
         if getattr(calling_frame(), "f_code", None) not in _PASS_A_FLAG_ON:
             raise ValueError(f"requires_grad: a frozen quantized weight has no gradient ({tensor!r}); {HOW_TO_TRAIN}")
@@ -47,23 +43,9 @@ def _set_requires_grad(tensor: QuantizedTensor, requires_grad: bool) -> None:
     requires_grad_(tensor, requires_grad)
 
 
-def _warn_cast(old: torch.dtype, new: torch.dtype) -> None:
-    """Say what `peft.prepare_model_for_kbit_training` does to a model whose quantization it does not know."""
-    warnings.warn(
-        f"qtorch: PEFT casts this quantized model from {old} to {new}, and prepare_model_for_kbit_training leaves "
-        "gradient checkpointing off; call qtorch.integrations.peft.prepare_for_adapters(model) in its place",
-        stacklevel=4,
-    )
-
-
 @implements_function(Tensor.data.__set__)  # type: ignore[attr-defined]
 def set_data(tensor: QuantizedTensor, data: Any) -> None:
-    """``tensor.data = data``: take the inner tensors of a tensor of the same class; quantize others as `copy_` does.
-
-    Raises:
-        TypeError: `data` is not a tensor.
-        ValueError: `data` has another shape.
-    """
+    """``tensor.data = data``: take the inner tensors of a tensor of the same class; quantize others as `copy_` does."""
     if not isinstance(data, Tensor):
         raise TypeError(f".data takes a tensor, got a {type(data).__name__}")
     if tuple(data.shape) != tuple(tensor.shape):
@@ -79,7 +61,12 @@ def set_data(tensor: QuantizedTensor, data: Any) -> None:
             new.copy_(data)
         assert isinstance(new, QuantizedTensor)
         if new.scheme.dtype != tensor.scheme.dtype and calling_package() == "peft":
-            _warn_cast(tensor.scheme.dtype, new.scheme.dtype)
+            warnings.warn(
+                f"qtorch: PEFT casts this quantized model from {tensor.scheme.dtype} to {new.scheme.dtype}, and "
+                "prepare_model_for_kbit_training leaves gradient checkpointing off; call "
+                "qtorch.integrations.peft.prepare_for_adapters(model) in its place",
+                stacklevel=3,
+            )
         with torch._C.DisableTorchFunctionSubclass():
             Tensor.data.__set__(tensor, new)  # type: ignore[attr-defined]
         tensor.scheme = new.scheme
@@ -92,26 +79,13 @@ def set_data(tensor: QuantizedTensor, data: Any) -> None:
 # Code that reads or writes memory without an operator (NumPy, DLPack, pointers) would get an invalid address. It gets
 # an error that says what to do instead.
 
-READERS: dict[str, Any] = {
-    name: getattr(Tensor, name)
-    for name in (
-        "__array__",
-        "__dlpack__",
-        "__dlpack_device__",
-        "apply_",
-        "map2_",
-        "map_",
-        "numpy",
-        "storage",
-        "tolist",
-    )
-}
+_METHODS = ("__array__", "__dlpack__", "__dlpack_device__", "apply_", "map2_", "map_", "numpy", "storage", "tolist")
+READERS: dict[str, Any] = {name: getattr(Tensor, name) for name in _METHODS}
 """Methods that return or use the memory of a tensor."""
-
 
 HINTS = {
     "accelerate": "; to keep weights on disk, call qtorch.integrations.accelerate.disk_offload or dispatch_model in "
-    "place of accelerate's",
+    "place of accelerate's"
 }
 """Package that calls -> what to write instead."""
 
@@ -135,11 +109,7 @@ IDENTIFIERS = frozenset({"accelerate", "peft"})
 
 @implements_function(Tensor.data_ptr)
 def data_ptr(tensor: QuantizedTensor) -> int:
-    """The address of the first inner tensor, for `IDENTIFIERS`: equal for tied weights, 0 on the meta device.
-
-    Raises:
-        TypeError: the caller is another package.
-    """
+    """The address of the first inner tensor, for `IDENTIFIERS`: equal for tied weights, 0 on the meta device."""
     if calling_package() not in IDENTIFIERS:
         _refusal("data_ptr")(tensor)
     return next(iter(tensor.inner_tensors.values())).data_ptr()
@@ -164,9 +134,6 @@ def untyped_storage(tensor: QuantizedTensor) -> Any:
     """The storage without memory (`base.make_wrapper`), for torch itself, which describes storages when it traces.
 
     `IDENTIFIERS` get what they compare: the address of `data_ptr`, and the number of bytes.
-
-    Raises:
-        TypeError: the caller is another package.
     """
     caller = calling_package()
     if caller in IDENTIFIERS:

@@ -27,12 +27,7 @@ aten = torch.ops.aten
 
 @implements_function(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 def matmul(input: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """`torch.matmul` with one quantized operand: 2-d against a tensor of any rank, or 3-d against 3-d.
-
-    Raises:
-        TypeError: both operands are quantized.
-        ValueError: the shapes do not fit.
-    """
+    """`torch.matmul` with one quantized operand: 2-d against a tensor of any rank, or 3-d against 3-d."""
     if out is not None:
         return _into(out, matmul(input, other))
     if isinstance(input, QuantizedTensor):
@@ -55,11 +50,7 @@ def _rmatmul(other: Tensor, input: Tensor) -> Tensor:
 
 @implements_function(torch.mm, torch.Tensor.mm)
 def mm(input: Tensor, mat2: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """`torch.mm` with one quantized operand.
-
-    Raises:
-        ValueError: an operand is not a matrix, or the shapes do not fit.
-    """
+    """`torch.mm` with one quantized operand."""
     if input.dim() != 2 or mat2.dim() != 2:
         raise ValueError(f"mm takes matrices, got shapes {tuple(input.shape)} and {tuple(mat2.shape)}")
     return _into(out, matmul(input, mat2))
@@ -67,11 +58,7 @@ def mm(input: Tensor, mat2: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 @implements_function(torch.bmm, torch.Tensor.bmm)
 def bmm(input: Tensor, mat2: Tensor) -> Tensor:
-    """`torch.bmm` with quantized matrices (E, K, N), such as experts in one parameter: (E, M, K) -> (E, M, N).
-
-    Raises:
-        ValueError: the shapes do not fit.
-    """
+    """`torch.bmm` with quantized matrices (E, K, N), such as experts in one parameter: (E, M, K) -> (E, M, N)."""
     if isinstance(input, QuantizedTensor):
         return bmm(mat2.mT, input.mT).mT
     if not isinstance(mat2, QuantizedTensor):
@@ -97,9 +84,6 @@ def grouped_mm(
     """`F.grouped_mm` of rows (S, K), sorted by expert, and quantized matrices (E, K, N).
 
     Rows offs[e - 1] to offs[e] are multiplied by matrix e; the result is zero after the last offset.
-
-    Raises:
-        ValueError: the shapes do not fit, `offs` is missing, or a bias is given.
     """
     shape = mat_b.shape
     if not isinstance(mat_b, QuantizedTensor) or mat_a.dim() != 2 or offs is None or bias is not None:
@@ -183,11 +167,7 @@ def _products_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements_function(torch.einsum)
 def einsum(equation: str, *operands: Any) -> Tensor:
-    """`torch.einsum` with quantized operands; it calls `linear` if one of two operands quantizes its input.
-
-    Raises:
-        ValueError: the shapes do not fit; or, with such an operand, the equation has an ellipsis or contracts no axis.
-    """
+    """`torch.einsum` with quantized operands; it calls `linear` if one of two operands quantizes its input."""
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     weights = [isinstance(operand, QuantizedTensor) and operand.scheme.activation is not None for operand in operands]
@@ -221,15 +201,14 @@ def einsum_by(product: Product, equation: str, lhs: Tensor, rhs: Tensor) -> Tens
     sizes = _sizes({left: lhs, right: rhs}.items() if left != right else [(left, lhs), (right, rhs)], equation)
     lhs, left = _sum_lone_axes(lhs, left, set(right) | set(axes.result))
     rhs, right = _sum_lone_axes(rhs, right, set(left) | set(axes.result))
-    a = _permuted(lhs, left, axes.batch + axes.lhs + axes.contracted)
-    b = _permuted(rhs, right, axes.batch + axes.rhs + axes.contracted)
 
     def size(letters: str) -> int:
         return math.prod([sizes[letter] for letter in letters])
 
+    batch = (size(axes.batch),) if axes.batch else ()
     inner = size(axes.contracted)
-    a = a.reshape(*((size(axes.batch),) if axes.batch else ()), size(axes.lhs), inner)
-    b = b.reshape(*((size(axes.batch),) if axes.batch else ()), size(axes.rhs), inner)
+    a = _permuted(lhs, left, axes.batch + axes.lhs + axes.contracted).reshape(*batch, size(axes.lhs), inner)
+    b = _permuted(rhs, right, axes.batch + axes.rhs + axes.contracted).reshape(*batch, size(axes.rhs), inner)
     y = batched(a, b, product) if axes.batch else product(a, b)
     order = axes.batch + axes.lhs + axes.rhs
     y = y.reshape([sizes[letter] for letter in order])

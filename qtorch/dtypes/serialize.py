@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..primitives.jsonable import from_json, to_json
+from ..primitives import QDType, from_json, to_json
 from ..primitives.layouts.base import check_layout
 from ..primitives.layouts.packed import can_pack_bits, pack_codes, unpack_codes
-from ..primitives.qdtype import QDType
 from ..primitives.slices import in_slices
 from ..primitives.spec import Scheme
-from .base import QuantizedTensor, quantized_type
+from .base import SCALES_OF_SCALES, QuantizedTensor, quantized_type
 from .matrix_weight import type_of_scheme
 
 # Codes of 1, 2, 4 or 8 bits in int32 words along the last axis, as compressed-tensors stores them.
@@ -44,57 +43,42 @@ def can_pack(dtype: QDType) -> bool:
 
 
 def pack_to_int32(codes: Tensor, dtype: QDType) -> Tensor:
-    """Pack codes (..., K) of `dtype` into int32 words (..., ceil(K * bits / 32)).
-
-    Raises:
-        ValueError: codes of `dtype` do not fill a word.
-    """
+    """Pack codes (..., K) of `dtype` into int32 words (..., ceil(K * bits / 32))."""
     if dtype.is_floating_point or _WORD % dtype.bits:
         raise ValueError(f"pack_to_int32 takes integers of 1, 2, 4 or 8 bits, got {dtype}")
-    return in_slices(lambda part: _pack(part, dtype), codes, axes=codes.dim() - 1)
 
+    def pack(part: Tensor) -> Tensor:
+        per_word = _WORD // dtype.bits
+        unsigned = part.view(torch.uint8) + -int(dtype.quant_min) if dtype.is_signed else part
+        padded = torch.nn.functional.pad(unsigned, (0, -part.shape[-1] % per_word))
+        # Two codes of `bits` bits, in the halves of an integer, become one of 2 * bits bits in its lower half.
+        flat, bits = padded.reshape(-1), dtype.bits
+        while bits < 8:
+            pairs = flat.view(torch.int16)
+            flat = (pairs | (pairs >> (8 - bits))).to(torch.uint8)
+            bits *= 2
+        return flat.view(torch.int32).reshape(*part.shape[:-1], padded.shape[-1] // per_word)
 
-def _pack(codes: Tensor, dtype: QDType) -> Tensor:
-    per_word = _WORD // dtype.bits
-    unsigned = codes.view(torch.uint8) + -int(dtype.quant_min) if dtype.is_signed else codes
-    padded = torch.nn.functional.pad(unsigned, (0, -codes.shape[-1] % per_word))
-    # Two codes of `bits` bits, in the halves of an integer, become one of 2 * bits bits in its lower half.
-    flat, bits = padded.reshape(-1), dtype.bits
-    while bits < 8:
-        pairs = flat.view(torch.int16)
-        flat = (pairs | (pairs >> (8 - bits))).to(torch.uint8)
-        bits *= 2
-    return flat.view(torch.int32).reshape(*codes.shape[:-1], padded.shape[-1] // per_word)
+    return in_slices(pack, codes, axes=codes.dim() - 1)
 
 
 def unpack_from_int32(packed: Tensor, dtype: QDType, length: int) -> Tensor:
     """Inverse of `pack_to_int32`: the first `length` codes of each row, in the storage dtype."""
-    return in_slices(lambda part: _unpack(part, dtype, length), packed, axes=packed.dim() - 1)
 
+    def unpack(part: Tensor) -> Tensor:
+        shifts = torch.arange(0, _WORD, dtype.bits, device=part.device, dtype=torch.int32)
+        codes = (part.unsqueeze(-1) >> shifts) & (2**dtype.bits - 1)
+        return (codes.flatten(-2)[..., :length] + int(dtype.quant_min)).to(dtype.storage)
 
-def _unpack(packed: Tensor, dtype: QDType, length: int) -> Tensor:
-    shifts = torch.arange(0, _WORD, dtype.bits, device=packed.device, dtype=torch.int32)
-    codes = (packed.unsqueeze(-1) >> shifts) & (2**dtype.bits - 1)
-    return (codes.flatten(-2)[..., :length] + int(dtype.quant_min)).to(dtype.storage)
+    return in_slices(unpack, packed, axes=packed.dim() - 1)
 
 
 Entry = dict[str, Any]
 """JSON data of one quantized tensor: its scheme, and the stored name of each of its parts."""
 
-PARTS = frozenset(
-    (
-        "codes",
-        "packed",
-        "scale",
-        "scale_scale",
-        "scale_mean",
-        "zero_point",
-        "zero_point_scale",
-        "table",
-        "act_scale",
-        "act_zero_point",
-    )
-)
+PARTS = frozenset({"codes", "packed", "scale", "zero_point", "table", "act_scale", "act_zero_point"}) | {
+    *SCALES_OF_SCALES
+}
 """The parts of a quantized tensor that can be stored."""
 
 LOGICAL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -106,13 +90,10 @@ def to_canonical(name: str, tensor: QuantizedTensor) -> tuple[dict[str, Tensor],
     dtype = tensor.scheme.weight.dtype
     parent, _, attribute = name.rpartition(".")
     input_name = (f"{parent}.input" if parent else "input") if attribute == "weight" else f"{name}_input"
-    packed = _is_packed(tensor.scheme)
-    parts = {
-        "packed" if packed else "codes": (
-            f"{name}_packed" if packed else name,
-            _packed(codes, dtype) if packed else codes,
-        )
-    }
+    parts = {"codes": (name, codes)}
+    if _is_packed(tensor.scheme):
+        packed = pack_to_int32(codes, dtype) if can_pack(dtype) else pack_codes(codes, dtype)
+        parts = {"packed": (f"{name}_packed", packed)}
     for part, value in others.items():
         stored = f"{input_name}_{part.removeprefix('act_')}" if part.startswith("act_") else f"{name}_{part}"
         parts[part] = (stored, value)
@@ -126,9 +107,6 @@ def from_canonical(entry: Entry, read: Callable[[str], Tensor]) -> QuantizedTens
     Args:
         entry: an entry that `to_canonical` returned, or data from a file, which is validated.
         read: stored name -> tensor; called after the scheme has been validated.
-
-    Raises:
-        ValueError: the entry does not describe a quantized tensor, or the tensors do not fit it.
     """
     scheme = scheme_of(entry)
     names: dict[str, str] = entry["tensors"]
@@ -138,7 +116,13 @@ def from_canonical(entry: Entry, read: Callable[[str], Tensor]) -> QuantizedTens
     parts = {part: read(stored) for part, stored in names.items()}
     codes = parts.pop(wanted)
     if wanted == "packed":
-        codes = _unpacked(codes, scheme.weight.dtype, scheme.codes_shape[-1])
+        dtype, length = scheme.weight.dtype, scheme.codes_shape[-1]
+        stored = torch.int32 if can_pack(dtype) else torch.uint8
+        if codes.dtype != stored or codes.dim() == 0:
+            got = f"{codes.dtype} of shape {tuple(codes.shape)}"
+            raise ValueError(f"packed codes of {dtype} are rows of {stored}, got {got}")
+        unpack = unpack_from_int32 if can_pack(dtype) else unpack_codes
+        codes = unpack(codes, dtype, length)
     if tuple(codes.shape) != scheme.codes_shape:
         raise ValueError(f"the codes have shape {tuple(codes.shape)}, the scheme {scheme.codes_shape}")
     return type_of_scheme(scheme).from_canonical(codes, parts, scheme)
@@ -154,11 +138,7 @@ def check_entry(entry: Any) -> None:
 
 
 def scheme_of(entry: Any) -> Scheme:
-    """The validated scheme of an entry.
-
-    Raises:
-        ValueError: the entry does not describe a quantized tensor.
-    """
+    """The validated scheme of an entry."""
     check_entry(entry)
     scheme = from_json(entry["scheme"])
     if not isinstance(scheme, Scheme):
@@ -174,15 +154,3 @@ def scheme_of(entry: Any) -> Scheme:
 
 def _is_packed(scheme: Scheme) -> bool:
     return can_pack_bits(scheme.weight.dtype) and len(scheme.codes_shape) > 0
-
-
-def _packed(codes: Tensor, dtype: QDType) -> Tensor:
-    return pack_to_int32(codes, dtype) if can_pack(dtype) else pack_codes(codes, dtype)
-
-
-def _unpacked(packed: Tensor, dtype: QDType, length: int) -> Tensor:
-    wanted = torch.int32 if can_pack(dtype) else torch.uint8
-    if packed.dtype != wanted or packed.dim() == 0:
-        shape = tuple(packed.shape)
-        raise ValueError(f"packed codes of {dtype} are rows of {wanted}, got {packed.dtype} of shape {shape}")
-    return unpack_from_int32(packed, dtype, length) if can_pack(dtype) else unpack_codes(packed, dtype, length)

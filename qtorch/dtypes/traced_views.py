@@ -8,6 +8,7 @@ permute the inner tensors, which are traced.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,14 +18,16 @@ from .base import QuantizedTensor
 from .conv import ConvWeight
 from .dispatch import implements_traced_view
 from .transposed_weight import PaddedWeight, as_view, like, matrix_axis
-from .views import cut, permute, reshape
+from .views import cut, part_ends, permute, reshape, transpose
 
 
 @implements_traced_view(Tensor.t, torch.t, Tensor.T.__get__)  # type: ignore[attr-defined]
 def _t(tensor: QuantizedTensor) -> QuantizedTensor:
-    if isinstance(tensor, PaddedWeight):
-        return tensor.transposed()
-    return permute(tensor, tuple(reversed(range(len(tensor.scheme.shape)))))
+    return (
+        tensor.transposed()
+        if isinstance(tensor, PaddedWeight)
+        else permute(tensor, range(len(tensor.scheme.shape))[::-1])
+    )
 
 
 @implements_traced_view(Tensor.mT.__get__)  # type: ignore[attr-defined]
@@ -34,13 +37,12 @@ def _mt(tensor: QuantizedTensor) -> QuantizedTensor:
 
 @implements_traced_view(Tensor.transpose, torch.transpose)
 def _transpose(tensor: QuantizedTensor, dim0: int, dim1: int) -> QuantizedTensor:
-    axes = list(range(len(tensor.scheme.shape)))
     if isinstance(tensor, PaddedWeight):
-        if {axes[dim0], axes[dim1]} == set(axes[-2:]):
+        ndim = len(tensor.scheme.shape)
+        if {dim0 % ndim, dim1 % ndim} == {ndim - 2, ndim - 1}:
             return tensor.transposed()
         tensor = as_view(tensor)  # type: ignore[assignment]
-    axes[dim0], axes[dim1] = axes[dim1], axes[dim0]
-    return permute(tensor, axes)
+    return transpose(tensor, dim0, dim1)
 
 
 @implements_traced_view(Tensor.select, torch.select)
@@ -48,10 +50,11 @@ def _select(tensor: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     shape = tensor.scheme.shape
     dim %= len(shape)
     start = index % shape[dim]
-    if isinstance(tensor, PaddedWeight):
-        part = _slice(tensor, dim, start, start + 1).new_matrix()  # type: ignore[attr-defined]
-        return like(tensor, reshape(part, [n for axis, n in enumerate(part.scheme.shape) if axis != dim]))
-    return reshape(_slice(tensor, dim, start, start + 1), [n for axis, n in enumerate(shape) if axis != dim])
+    part = _slice(tensor, dim, start, start + 1)
+    if isinstance(part, PaddedWeight):
+        part = part.new_matrix()
+    row = reshape(part, [n for axis, n in enumerate(part.scheme.shape) if axis != dim])
+    return like(tensor, row) if isinstance(tensor, PaddedWeight) else row
 
 
 @implements_traced_view(Tensor.narrow, torch.narrow)
@@ -68,10 +71,8 @@ def _unbind(tensor: QuantizedTensor, dim: int = 0) -> tuple[QuantizedTensor, ...
 def _split(
     tensor: QuantizedTensor, split_size_or_sections: int | Sequence[int], dim: int = 0
 ) -> tuple[QuantizedTensor, ...]:
-    length, size = tensor.scheme.shape[dim], split_size_or_sections
-    sizes = [min(size, length - start) for start in range(0, length, size)] if isinstance(size, int) else size
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return tuple(_slice(tensor, dim, end - size, end) for end, size in zip(ends, sizes, strict=True))
+    ends = part_ends(split_size_or_sections, tensor.scheme.shape[dim])
+    return tuple(_slice(tensor, dim, *pair) for pair in pairwise([0, *ends]))
 
 
 @implements_traced_view(Tensor.chunk, torch.chunk)

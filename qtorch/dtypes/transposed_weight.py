@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from ..primitives.jsonable import jsonable
 from .base import QuantizedTensor
 from .dispatch import ATEN
-from .matrix_weight import AS_A_WHOLE, MatrixScheme, MatrixWeight
+from .matrix_weight import AS_A_WHOLE, AXIS, DROPS, MatrixScheme, MatrixWeight, axis_of
 from .ops import part_of
 
 aten = torch.ops.aten
@@ -35,11 +35,7 @@ aten = torch.ops.aten
 @jsonable
 @dataclass(frozen=True, eq=False)
 class PaddedScheme(MatrixScheme):
-    """Scheme of a weight (..., N, K) that is held as (..., N, K + padding).
-
-    Raises:
-        ValueError: the shape has fewer than two dimensions, or the padding is negative.
-    """
+    """Scheme of a weight (..., N, K) that is held as (..., N, K + padding)."""
 
     padding: int = 0
 
@@ -92,16 +88,15 @@ class PaddedWeight(MatrixWeight):
         columns = shape[-2] if cls is TransposedWeight else shape[-1]
         padding = matrix.scheme.shape[-1] - columns
         scheme = cls.scheme_type(matrix.scheme.spec, tuple(shape), matrix.scheme.dtype, max(0, padding))
-        if scheme.codes_shape != matrix.scheme.shape:
-            raise ValueError(
-                f"a matrix of shape {matrix.scheme.shape} does not fit a weight of shape {scheme.shape}, which takes "
-                f"{scheme.codes_shape}"
-            )
-        return cls(matrix.inner_tensors, scheme)
+        return cls.of_matrix(matrix, scheme)
 
     @staticmethod
     def to_matrix(weight: Tensor) -> Tensor:
         return weight
+
+    @staticmethod
+    def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
+        return matrix
 
     def quantized_like(self, source: Tensor) -> Any:
         if isinstance(source, type(self)):
@@ -109,23 +104,18 @@ class PaddedWeight(MatrixWeight):
         return self._with(self.matrix.quantized_like(functional.pad(self.to_matrix(source), (0, self.scheme.padding))))
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The plain float tensor, in the logical dtype unless `dtype` is given."""
         values = self.matrix.dequantize(dtype)
-        return self._logical(values[..., : values.shape[-1] - self.scheme.padding]).contiguous()
-
-    @staticmethod
-    def _logical(values: Tensor) -> Tensor:
-        """Values (..., N, K) in the order of the axes of the weight."""
-        return values
+        values = values[..., : values.shape[-1] - self.scheme.padding]
+        return self.from_matrix(values, self.scheme.shape).contiguous()
 
     def transposed(self) -> QuantizedTensor:
         """The weight with its last two axes exchanged; it shares the inner tensors."""
         *rest, one, other = self.scheme.shape
-        return self._transpose(self.new_matrix(), (*rest, other, one))
-
-    @classmethod
-    def _transpose(cls, matrix: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
-        transposed: QuantizedTensor = TransposedWeight.of(matrix, shape)
+        matrix, is_transposed = self.new_matrix(), isinstance(self, TransposedWeight)
+        if is_transposed and not self.scheme.padding:
+            return matrix
+        kind: Any = PaddedWeight if is_transposed else TransposedWeight
+        transposed: QuantizedTensor = kind.of(matrix, (*rest, other, one))
         return transposed
 
     @classmethod
@@ -141,9 +131,10 @@ class PaddedWeight(MatrixWeight):
         if isinstance(weight, PaddedWeight):
             if _transposes(func, args):
                 return weight.transposed()
-            if func in AXIS and not _drops_an_axis_of_the_matrix(func, args, kwargs):
+            outer = len(weight.scheme.shape) - 2
+            if func in AXIS and (func not in DROPS or axis_of(func, args, kwargs) < outer):
                 return _cut(func, args, kwargs)
-            if func is aten.index.Tensor and len(args[1]) <= len(weight.scheme.shape) - 2:
+            if func is aten.index.Tensor and len(args[1]) <= outer:
                 return like(weight, func(weight.matrix, args[1]))
             if func in VIEWS and tuple(args[1][-2:]) == weight.scheme.shape[-2:]:
                 matrix = func(weight.matrix, [*args[1][:-2], *weight.scheme.codes_shape[-2:]])
@@ -170,21 +161,9 @@ class TransposedWeight(PaddedWeight):
     def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
         return matrix.mT
 
-    @staticmethod
-    def _logical(values: Tensor) -> Tensor:
-        return values.mT
-
-    @classmethod
-    def _transpose(cls, matrix: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
-        return matrix if matrix.scheme.shape == tuple(shape) else PaddedWeight.of(matrix, shape)
-
 
 def as_view(weight: PaddedWeight) -> Tensor:
-    """The weight as a view of its matrix, of the class that the matrix has.
-
-    Raises:
-        ValueError: it is padded.
-    """
+    """The weight as a view of its matrix, of the class that the matrix has; an error if it is padded."""
     if weight.scheme.padding:
         raise ValueError(
             f"a view that cuts the contracted axis of {weight!r}, whose last group is padded; dequantize() it first"
@@ -210,16 +189,6 @@ JOINS = {aten.cat.default, aten.stack.default}
 
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
-AXIS = {
-    aten.index_select.default: 1,
-    aten.select.int: 1,
-    aten.slice.Tensor: 1,
-    aten.split.Tensor: 2,
-    aten.split_with_sizes.default: 2,
-    aten.unbind.int: 1,
-}
-"""Operators that select or cut along one axis -> its position among the arguments; 0 if it is not given."""
-
 
 def _transposes(func: Any, args: Any) -> bool:
     """Whether an operator exchanges the last two axes of its first argument and does nothing else."""
@@ -240,23 +209,11 @@ def _joins_rows(func: Any, args: Any, kwargs: Any) -> bool:
     return alike and (func is aten.stack.default or axis % ndim != ndim - 1)
 
 
-def _axis(func: Any, args: Any, kwargs: Any) -> int:
-    position = AXIS[func]
-    axis: int = args[position] if len(args) > position else kwargs.get("dim", 0)
-    return axis % len(args[0].scheme.shape)
-
-
-def _drops_an_axis_of_the_matrix(func: Any, args: Any, kwargs: Any) -> bool:
-    drops = func in (aten.select.int, aten.unbind.int)
-    return drops and _axis(func, args, kwargs) >= len(args[0].scheme.shape) - 2
-
-
 def _cut(func: Any, args: Any, kwargs: Any) -> Any:
     """A part of a weight: of its matrix, along the axis that stands for that of the weight."""
     weight, position = args[0], AXIS[func]
     ndim = len(weight.scheme.shape)
-    axis = _axis(func, args, kwargs)
-    axis = matrix_axis(weight, axis)
+    axis = matrix_axis(weight, axis_of(func, args, kwargs))
     if axis == ndim - 1 and weight.scheme.padding:
         return func(as_view(weight), *args[1:], **kwargs)
     rest = {name: value for name, value in kwargs.items() if name != "dim"}

@@ -33,75 +33,77 @@ from .ops import part_of
 aten = torch.ops.aten
 
 
-@implements_aten(aten.t.default)
-def _t(func: Any, args: Any, kwargs: Any) -> Tensor:
-    ndim = len(args[0].scheme.shape)
-    return _view_result(func, args, kwargs, permute(args[0], tuple(reversed(range(ndim)))))
+def _implements_view(*overloads: Any) -> Callable[[Callable[..., QuantizedTensor]], Callable[..., QuantizedTensor]]:
+    """Decorator: the function gives the view that these aten overloads take of its first argument."""
+
+    def decorate(view: Callable[..., QuantizedTensor]) -> Callable[..., QuantizedTensor]:
+        @implements_aten(*overloads)
+        def handler(func: Any, args: Any, kwargs: Any) -> Tensor:
+            return return_and_correct_aliasing(func, args, kwargs, view(*args, **kwargs))
+
+        return view
+
+    return decorate
 
 
-@implements_aten(aten.transpose.int)
-def _transpose(func: Any, args: Any, kwargs: Any) -> Tensor:
-    tensor, first, second = args
+@_implements_view(aten.t.default)
+def _t(tensor: QuantizedTensor) -> QuantizedTensor:
+    return permute(tensor, range(len(tensor.scheme.shape))[::-1])
+
+
+@_implements_view(aten.transpose.int)
+def transpose(tensor: QuantizedTensor, first: int, second: int) -> QuantizedTensor:
+    """The tensor with two axes exchanged."""
     axes = list(range(len(tensor.scheme.shape)))
     axes[first], axes[second] = axes[second], axes[first]
-    return _view_result(func, args, kwargs, permute(tensor, axes))
+    return permute(tensor, axes)
 
 
-@implements_aten(aten.permute.default)
-def _permute_aten(func: Any, args: Any, kwargs: Any) -> Tensor:
-    return _view_result(func, args, kwargs, permute(*args))
-
-
-@implements_aten(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-def _view(func: Any, args: Any, kwargs: Any) -> Tensor:
-    return _view_result(func, args, kwargs, reshape(args[0], args[1]))
-
-
-@implements_aten(aten.unsqueeze.default)
-def _unsqueeze(func: Any, args: Any, kwargs: Any) -> Tensor:
-    tensor, axis = args
+@_implements_view(aten.unsqueeze.default)
+def _unsqueeze(tensor: QuantizedTensor, axis: int) -> QuantizedTensor:
     shape = list(tensor.scheme.shape)
     shape.insert(axis % (len(shape) + 1), 1)
-    return _view_result(func, args, kwargs, reshape(tensor, shape))
+    return reshape(tensor, shape)
 
 
-@implements_aten(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
-def _squeeze(func: Any, args: Any, kwargs: Any) -> Tensor:
-    shape = args[0].scheme.shape
-    given = range(len(shape)) if len(args) == 1 else args[1] if isinstance(args[1], list) else [args[1]]
-    axes = [axis % len(shape) for axis in given]
-    kept = [n for axis, n in enumerate(shape) if n != 1 or axis not in axes]
-    return _view_result(func, args, kwargs, reshape(args[0], kept))
+@_implements_view(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
+def _squeeze(tensor: QuantizedTensor, given: int | list[int] | None = None) -> QuantizedTensor:
+    shape = tensor.scheme.shape
+    chosen = range(len(shape)) if given is None else given if isinstance(given, list) else [given]
+    axes = [axis % len(shape) for axis in chosen]
+    return reshape(tensor, [n for axis, n in enumerate(shape) if n != 1 or axis not in axes])
 
 
-@implements_aten(aten.slice.Tensor)
-def _slice(func: Any, args: Any, kwargs: Any) -> Tensor:
-    return _view_result(func, args, kwargs, part_of(args[0], cut(*args, **kwargs)))
+@_implements_view(aten.slice.Tensor)
+def _slice(tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
+    return part_of(tensor, cut(tensor, *args, **kwargs))
 
 
-@implements_aten(aten.select.int)
-def _select(func: Any, args: Any, kwargs: Any) -> Tensor:
-    tensor, axis, index = args
+@_implements_view(aten.select.int)
+def _select(tensor: QuantizedTensor, axis: int, index: int) -> QuantizedTensor:
     shape = tensor.scheme.shape
     axis %= len(shape)
     index = index + shape[axis] if index < 0 else index
     if not 0 <= index < shape[axis]:
         raise IndexError(f"index {index} is out of range for axis {axis} of shape {shape}")
-    row = cut(tensor, axis, index, index + 1, 1)
-    return _view_result(func, args, kwargs, reshape(row, [n for i, n in enumerate(shape) if i != axis]))
+    return reshape(cut(tensor, axis, index, index + 1, 1), [n for i, n in enumerate(shape) if i != axis])
 
 
 @implements_aten(aten.split.Tensor, aten.split_with_sizes.default)
-def _split(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    tensor, sizes = args[:2]
-    axis = args[2] if len(args) > 2 else kwargs.get("dim", 0)
-    length = tensor.scheme.shape[axis]
+def split(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Parts along an axis, of one size or of several."""
+    tensor, sizes, axis = (*args, kwargs.get("dim", 0))[:3]
+    ends = part_ends(sizes, tensor.scheme.shape[axis])
+    return [aten.slice.Tensor(tensor, axis, *pair) for pair in itertools.pairwise([0, *ends])]
+
+
+def part_ends(sizes: int | Sequence[int], length: int) -> list[int]:
+    """Where parts of these sizes, or of one size, end along an axis."""
     if isinstance(sizes, int):
         sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
     if sum(sizes) != length:
-        raise ValueError(f"split: sizes {list(sizes)} do not add up to the {length} of axis {axis}")
-    ends = itertools.accumulate(sizes)
-    return [part_of(tensor, cut(tensor, axis, end - size, end, 1)) for size, end in zip(sizes, ends, strict=True)]
+        raise ValueError(f"split: sizes {list(sizes)} do not add up to {length}")
+    return list(itertools.accumulate(sizes))
 
 
 @implements_aten(aten.unbind.int)
@@ -144,6 +146,7 @@ def _index(func: Any, args: Any, kwargs: Any) -> Tensor:
     return tensor.index_select(axis, positions[index])
 
 
+@_implements_view(aten.permute.default)
 def permute(tensor: QuantizedTensor, axes: Sequence[int]) -> QuantizedTensor:
     """The tensor with its axes in another order."""
     axes = tuple(axis % len(axes) for axis in axes)
@@ -160,11 +163,7 @@ def permute(tensor: QuantizedTensor, axes: Sequence[int]) -> QuantizedTensor:
 def cut(
     tensor: QuantizedTensor, axis: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
 ) -> QuantizedTensor:
-    """The slice start:stop:step along `axis`.
-
-    Raises:
-        ValueError: it cuts blocks.
-    """
+    """The slice start:stop:step along `axis`."""
     shape = tensor.scheme.shape
     axis %= len(shape)
     length = shape[axis]
@@ -174,7 +173,7 @@ def cut(
     pattern = _pattern(tensor)
     scale, zero_point = tensor.scales()
     after = (*shape[:axis], len(range(start, stop, step)), *shape[axis + 1 :])
-    part = _codes(tensor, lambda codes: _narrow(codes, axis, start, stop, step), after, axis)
+    part = _codes(tensor, lambda codes: aten.slice.Tensor(codes, axis, start, stop, step), after, axis)
     if block == 1 and pattern[axis] != -1:
         of_scale = (start, stop, step)
     elif block == length:
@@ -188,17 +187,14 @@ def cut(
             f"the slice {start}:{stop}:{step} along axis {axis} cuts blocks of {block} ({tensor.scheme.weight}); "
             f"use multiples of {block}, or dequantize() first"
         )
-    scale = _narrow(scale, axis, *of_scale)
-    zero_point = None if zero_point is None else _narrow(zero_point, axis, *of_scale)
+    scale = aten.slice.Tensor(scale, axis, *of_scale)
+    zero_point = None if zero_point is None else aten.slice.Tensor(zero_point, axis, *of_scale)
     if block > 1 and scale.shape[axis] == 1 and after[axis] != block:
         pattern[axis] = -1
     return _rebuilt(tensor, part, scale, zero_point, pattern)
 
 
-def _narrow(tensor: Tensor, axis: int, start: int, stop: int, step: int) -> Tensor:
-    return aten.slice.Tensor(tensor, axis, start, stop, step)
-
-
+@_implements_view(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def reshape(tensor: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
     """Row-major reshape: each run of elements that share a scale must fill whole axes of the new shape, then a whole
     fraction of one more."""
@@ -293,7 +289,3 @@ def _says(word: Granularity, pattern: Sequence[int]) -> bool:
         return word.pattern(len(pattern)) == tuple(pattern)
     except ValueError:  # it needs more axes than there are
         return False
-
-
-def _view_result(func: Any, args: Any, kwargs: Any, result: QuantizedTensor) -> Tensor:
-    return return_and_correct_aliasing(func, args, kwargs, result)

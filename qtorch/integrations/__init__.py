@@ -21,10 +21,11 @@ from typing import Any
 from ..primitives.supported_versions import UnsupportedVersion
 from . import wrappers
 
-__all__ = ["accelerate", "diffusers", "peft", "tensor_parallel", "transformers", "wrappers"]
-
-MODULES = ("accelerate", "diffusers", "peft", "tensor_parallel", "transformers")
-"""Modules that are imported by their first use, as ``qtorch.integrations.peft``."""
+__all__ = [
+    *("accelerate", "diffusers", "export", "fusion", "peft", "tensor_parallel", "torchao", "transformers"),
+    "wrappers",
+]
+"""Modules; all but the last are imported by their first use, as ``qtorch.integrations.peft``."""
 
 ON_IMPORT = {
     "transformers.quantizers.auto": "qtorch.integrations.transformers",
@@ -36,26 +37,21 @@ ON_IMPORT = {
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name in MODULES:
+    if name in __all__:
         return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def watch_imports() -> None:
-    """Import the integrations whose packages are imported already, and the others when theirs are."""
-    for name, integration in ON_IMPORT.items():
-        after_import(name, integration)
+    """Import each integration now if the module that it waits for is imported, else right after it is.
 
-
-def after_import(name: str, follower: str) -> None:
-    """Import the module `follower` now if the module `name` is imported, else right after it is.
-
-    If that fails, a warning says so, and the import of `name` succeeds.
+    If that fails, a warning says so, and the import of the other package succeeds.
     """
-    if name in sys.modules:
-        _follow(name, follower)
-    elif not any(isinstance(finder, _Watch) and finder.follower == follower for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Watch(name, follower))
+    for name, follower in ON_IMPORT.items():
+        if name in sys.modules:
+            _follow(name, follower)
+        elif not any(isinstance(finder, _Watch) and finder.follower == follower for finder in sys.meta_path):
+            sys.meta_path.insert(0, _Watch(name, follower))
 
 
 class _Watch(MetaPathFinder):

@@ -23,9 +23,6 @@ from ..primitives.supported_versions import check_version
 
 M = TypeVar("M", bound=nn.Module)
 
-WEIGHTS_FILE = "weights.safetensors"
-"""The file in the folder of weights on disk."""
-
 
 class WeightsOnDisk(Mapping[str, Tensor]):
     """The tensors of a checkpoint by name, each read when it is asked for; accelerate takes it as a state dict.
@@ -133,7 +130,7 @@ def _write(model: nn.Module, folder: str | os.PathLike[str]) -> WeightsOnDisk:
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if empty:
         raise ValueError(f"{', '.join(empty[:4])} have no data, they are on the meta device; load the model first")
-    path = Path(folder) / WEIGHTS_FILE
+    path = Path(folder) / "weights.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
     save_quantized(model, path)
     return WeightsOnDisk(path)

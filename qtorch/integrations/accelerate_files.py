@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -27,53 +26,11 @@ from ..checkpoint.hf_folder import HFFolder
 from ..dtypes import QuantizedTensor
 from ..training.weights.codes import CodesWeight
 from .plain_state import plain_state
-
-
-def _with_parts(save: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(save)
-    def save_file(tensors: dict[str, Tensor], filename: Any, metadata: dict[str, str] | None = None) -> Any:
-        index = Index()
-        if any(isinstance(tensor, QuantizedTensor) for tensor in tensors.values()):
-            tensors = plain_state(tensors, index)
-        return save(tensors, filename, metadata=index.to_metadata() | (metadata or {}) if index.quantized else metadata)
-
-    return save_file
-
-
-def _with_joined(load: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(load)
-    def load_state_dict(checkpoint_file: str, *args: Any, **kwargs: Any) -> Any:
-        return _joined(load(checkpoint_file, *args, **kwargs), checkpoint_file)
-
-    return load_state_dict
-
-
-def _with_quantized(load: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(load)
-    def load_model(
-        model: nn.Module, filename: str | os.PathLike[str], strict: bool = True, device: str | int = "cpu", **more: Any
-    ) -> Any:
-        own = model.state_dict(keep_vars=True)
-        if not any(isinstance(tensor, QuantizedTensor) for tensor in own.values()):
-            return load(model, filename, strict=strict, device=device, **more)
-        state = _joined(load_file(filename, device=device), filename)
-        for name, tensor in own.items():
-            if isinstance(tensor, CodesWeight) and isinstance(state.get(name), QuantizedTensor):
-                state[name] = CodesWeight(state[name].inner_tensors, state[name].scheme)
-        # Of tied weights one is stored.
-        stored = {id(own[name]): tensor for name, tensor in state.items() if name in own}
-        state |= {name: stored[id(of)] for name, of in own.items() if name not in state and id(of) in stored}
-        return model.load_state_dict(state, strict=strict)
-
-    return load_model
+from .wrappers import around
 
 
 def _joined(state: dict[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a file holds, with quantized tensors in place of their parts.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """What a file holds, with quantized tensors in place of their parts."""
     if not any(isinstance(tensor, Tensor) and is_marker(tensor.shape) for tensor in state.values()):
         return state
     source = TransformersFolder(HFFolder(Path(path)), mmap=False)
@@ -87,9 +44,38 @@ def _joined(state: dict[str, Any], path: str | os.PathLike[str]) -> dict[str, An
     return state
 
 
-for _module, _name, _wrap in (
-    (other, "safe_save_file", _with_parts),
-    (modeling, "load_state_dict", _with_joined),
-    (checkpointing, "load_model", _with_quantized),
-):
-    setattr(_module, _name, _wrap(getattr(_module, _name)))
+@around(other, "safe_save_file")
+def _save_parts(
+    save: Callable[..., Any], tensors: dict[str, Tensor], filename: Any, metadata: dict[str, str] | None = None
+) -> Any:
+    index = Index()
+    if any(isinstance(tensor, QuantizedTensor) for tensor in tensors.values()):
+        tensors = plain_state(tensors, index.quantized)
+    return save(tensors, filename, metadata=index.to_metadata() | (metadata or {}) if index.quantized else metadata)
+
+
+@around(modeling, "load_state_dict")
+def _load_joined(load: Callable[..., Any], checkpoint_file: str, *args: Any, **kwargs: Any) -> Any:
+    return _joined(load(checkpoint_file, *args, **kwargs), checkpoint_file)
+
+
+@around(checkpointing, "load_model")
+def _load_quantized(
+    load: Callable[..., Any],
+    model: nn.Module,
+    filename: str | os.PathLike[str],
+    strict: bool = True,
+    device: str | int = "cpu",
+    **more: Any,
+) -> Any:
+    own = model.state_dict(keep_vars=True)
+    if not any(isinstance(tensor, QuantizedTensor) for tensor in own.values()):
+        return load(model, filename, strict=strict, device=device, **more)
+    state = _joined(load_file(filename, device=device), filename)
+    for name, tensor in own.items():
+        if isinstance(tensor, CodesWeight) and isinstance(state.get(name), QuantizedTensor):
+            state[name] = CodesWeight(state[name].inner_tensors, state[name].scheme)
+    # Of tied weights one is stored.
+    stored = {id(own[name]): tensor for name, tensor in state.items() if name in own}
+    state |= {name: stored[id(of)] for name, of in own.items() if name not in state and id(of) in stored}
+    return model.load_state_dict(state, strict=strict)

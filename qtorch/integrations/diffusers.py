@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -27,14 +28,15 @@ from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from ..checkpoint.formats.transformers_folder.names import read_recipe, recipe_json
 from ..dtypes import QuantizedTensor
 from ..dtypes.serialize import Entry, check_entry, from_canonical, to_canonical
 from ..model.module_repr import show_quantized, with_codes_counted
 from ..model.targets import Target, find_targets
 from ..primitives.files import parse_json
-from ..primitives.jsonable import from_json, to_json
 from ..quantize_api import dequantize_
 from ..recipes.base import Recipe
+from .plain_state import plain_state
 
 METADATA = "qtorch.tensors"
 """Key of the metadata of a file: JSON of the entries of its quantized tensors, by name."""
@@ -65,39 +67,21 @@ class QtorchConfig(QuantizationConfigMixin):
         quant_method: str = Method.QTORCH.value,
     ) -> None:
         self.quant_method: Any = Method(quant_method)
-        self.recipe = _read(recipe)
+        self.recipe = dict(recipe) if isinstance(recipe, Mapping) and "type" not in recipe else read_recipe(recipe)
+        for each in self.recipe.values() if isinstance(self.recipe, dict) else [self.recipe]:
+            if not isinstance(each, Recipe | None):
+                raise TypeError(f"QtorchConfig takes a recipe (int8_weight_only()) or a mapping, got {each!r:.80}")
         self.modules_to_not_convert = list(modules_to_not_convert)
 
     def to_dict(self) -> dict[str, Any]:
         """The entry of config.json; a mapping becomes a list of pairs, whose order counts."""
-        given = self.recipe
-        recipe: Any = [[key, _data(value)] for key, value in given.items()] if isinstance(given, dict) else _data(given)
         skipped = self.modules_to_not_convert
+        recipe = recipe_json(self.recipe)
         return {"quant_method": Method.QTORCH.value, "recipe": recipe, "modules_to_not_convert": skipped}
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What diffusers shows."""
         return self.to_dict()
-
-
-def _data(recipe: Recipe | None) -> Any:
-    return None if recipe is None else to_json(recipe)
-
-
-def _read(given: Any) -> Recipe | dict[str, Recipe | None] | None:
-    """A recipe or mapping, from itself or from the data of a config.json."""
-    if isinstance(given, list):
-        return {key: None if data is None else _read_one(data) for key, data in given}
-    if isinstance(given, Mapping) and "type" not in given:
-        return {key: None if value is None else _read_one(value) for key, value in given.items()}
-    return None if given is None else _read_one(given)
-
-
-def _read_one(given: Any) -> Recipe:
-    recipe = from_json(given) if isinstance(given, dict) else given
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"QtorchConfig takes a recipe such as int8_weight_only() or a mapping, got {recipe!r:.80}")
-    return recipe
 
 
 class QtorchQuantizer(DiffusersQuantizer):
@@ -136,8 +120,6 @@ class QtorchQuantizer(DiffusersQuantizer):
     def supports_parallel_loading(self) -> bool:
         return False  # the tensors of a weight may be in two shards
 
-    # --- a model in floating point ---
-
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         config: Any = self.quantization_config
         if self.pre_quantized:
@@ -164,64 +146,39 @@ class QtorchQuantizer(DiffusersQuantizer):
         return param_name in (self.entries if self.pre_quantized else self.targets)
 
     def create_quantized_param(
-        self,
-        model: Any,
-        param_value: Tensor,
-        param_name: str,
-        target_device: torch.device,
-        *args: Any,
-        **kwargs: Any,
+        self, model: Any, param_value: Tensor, param_name: str, target_device: torch.device, *args: Any, **kwargs: Any
     ) -> nn.Parameter:
         """Install a weight, which is quantized here unless the file holds it so."""
         weight = param_value.to(target_device)
         if not isinstance(weight, QuantizedTensor):
-            weight = self._quantized(param_name, weight)
+            slot = replace(self.targets[param_name].slot, parameter=nn.Parameter(weight, False))
+            target, recipe = Target([slot]), slot.recipe
+            assert recipe is not None
+            try:
+                recipe.check_target(target)
+            except (ValueError, TypeError) as error:
+                raise type(error)(f"QtorchConfig: {param_name}: {error}") from error
+            weight = recipe.make(target, weight)
         parent, _, attribute = param_name.rpartition(".")
         parameter = nn.Parameter(weight, requires_grad=False)
         model.get_submodule(parent)._parameters[attribute] = parameter
         return parameter
 
-    def _quantized(self, name: str, weight: Tensor) -> Tensor:
-        slot = self.targets[name].slot
-        target: Target[Recipe] = Target([type(slot)(**{**vars(slot), "parameter": nn.Parameter(weight, False)})])
-        assert target.recipe is not None
-        try:
-            target.recipe.check_target(target)
-        except (ValueError, TypeError) as error:
-            raise type(error)(f"QtorchConfig: {name}: {error}") from error
-        made: Tensor = target.recipe.make(target, weight)
-        return made
-
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         for module in model.modules():
             show_quantized(module)
 
-    # --- a quantized model: its files ---
-
     def get_state_dict_and_metadata(
         self, state_dict: dict[str, Any], safe_serialization: bool = False
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Plain tensors, and the metadata that describes them.
-
-        Raises:
-            ValueError: the format is not safetensors, or a weight is in training.
-        """
+        """Plain tensors, and the metadata that describes them."""
         if not safe_serialization:
             raise ValueError("qtorch: a quantized model is saved as safetensors: safe_serialization=True")
-        plain: dict[str, Tensor] = {}
-        entries: dict[str, Entry] = {}
-        seen: set[int] = set()
         for name, tensor in state_dict.items():
-            if not isinstance(tensor, QuantizedTensor):
-                plain[name] = tensor
-                continue
-            if tensor.trains:
+            if isinstance(tensor, QuantizedTensor) and tensor.trains:
                 raise ValueError(f"qtorch: {name} is in training; call quantize_(model, convert()) first")
-            tensors, entries[name] = to_canonical(name, tensor)
-            for key, part in tensors.items():  # safetensors refuses tensors that share memory, as tied weights do
-                plain[key] = part.clone() if part.data_ptr() in seen else part
-                seen.add(part.data_ptr())
-        return plain, {METADATA: json.dumps(entries)}
+        entries: dict[str, Entry] = {}
+        return plain_state(state_dict, entries, to_canonical), {METADATA: json.dumps(entries)}
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
         """The names of the parameters, given those of the tensors in the files."""
@@ -229,22 +186,24 @@ class QtorchQuantizer(DiffusersQuantizer):
             return loaded_keys
         for path in checkpoint_files:
             with safe_open(path, framework="pt") as file:
-                entries = parse_json((file.metadata() or {}).get(METADATA, "{}"))
-            for name, entry in entries.items():
-                check_entry(entry)
-                self.entries[name] = entry
+                self.entries |= parse_json((file.metadata() or {}).get(METADATA, "{}"))
+        for entry in self.entries.values():
+            check_entry(entry)
         if not self.entries:
             raise ValueError(
                 f"{checkpoint_files[0]}: config.json says it is quantized by qtorch, its metadata does not"
             )
-        parts = {stored for entry in self.entries.values() for stored in entry["tensors"].values()}
+        parts = self._parts()
         return [*(key for key in loaded_keys if key not in parts), *self.entries]
+
+    def _parts(self) -> set[str]:
+        return {stored for entry in self.entries.values() for stored in entry["tensors"].values()}
 
     def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The tensors of one file, those of a weight put together; they wait for those that are in another file."""
         if not self.entries:
             return state_dict
-        parts = {stored for entry in self.entries.values() for stored in entry["tensors"].values()}
+        parts = self._parts()
         found = {key: tensor for key, tensor in state_dict.items() if key not in parts}
         self.waiting.update({key: tensor for key, tensor in state_dict.items() if key in parts})
         for name, entry in self.entries.items():

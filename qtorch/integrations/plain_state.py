@@ -1,19 +1,24 @@
-"""The plain tensors that stand for a state dict with quantized weights, as folders of transformers store them."""
+"""The plain tensors that stand for a state dict with quantized weights, as folders of other packages store them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from ..checkpoint.formats.transformers_folder import Index, stored
+from ..checkpoint.formats.transformers_folder import stored
 from ..dtypes import QuantizedTensor
+from ..dtypes.serialize import Entry
 from ..training.weights.master import MasterWeight
 
 
-def plain_state(state: Mapping[str, Any], index: Index) -> dict[str, Tensor]:
-    """Plain tensors by stored name; `index` gets the entries of the quantized ones.
+def plain_state(
+    state: Mapping[str, Any],
+    entries: dict[str, Entry],
+    parts_of: Callable[[str, QuantizedTensor], tuple[dict[str, Tensor], Entry]] = stored,
+) -> dict[str, Tensor]:
+    """The plain tensors that stand for a state dict; `entries` gets those of the quantized ones.
 
     A weight in training that holds floats is stored as floats. Parts that lie in the memory of an earlier one, as those
     of weights that were one, are copied: packages refuse to write them, or leave them out.
@@ -22,7 +27,7 @@ def plain_state(state: Mapping[str, Any], index: Index) -> dict[str, Tensor]:
     seen: set[int] = set()
     for name, tensor in state.items():
         if isinstance(tensor, QuantizedTensor) and not isinstance(tensor, MasterWeight):
-            tensors, index.quantized[name] = stored(name, tensor)
+            tensors, entries[name] = parts_of(name, tensor)
             for key, value in tensors.items():
                 memory = value.untyped_storage().data_ptr()
                 found[key] = value.detach().clone() if memory in seen else value.detach().contiguous()

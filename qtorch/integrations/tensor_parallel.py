@@ -13,10 +13,8 @@ and add up integers before they are scaled (`training.engine.split`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +26,57 @@ from ..dtypes.dispatch import cast_for_product
 from ..dtypes.linear import check_dtype, multiply
 from ..model.install import PreparedModule
 from ..primitives.granularity import PerTensor
+from ..training import TrainingWeight
 from ..training.engine.split import CUT_HERE, Split, joined_extremes
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
 
 
-class ColwiseParallel(parallel.ColwiseParallel):
+class _Parallel(parallel.ParallelStyle):
+    """What the two styles have in common."""
+
+    axis: ClassVar[int]
+
+    def _partition_embedding_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
+        weight: Any = module.weight
+        if isinstance(weight, QuantizedTensor) and weight.trains:
+            raise ValueError(
+                f"{type(self).__name__}: {module}: an embedding in training is quantized by the whole of its rows; "
+                "leave it out of the plan, or train it in floating point"
+            )
+        super()._partition_embedding_fn(name, module, device_mesh)  # type: ignore[misc]
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
+        trains = self._check(module, device_mesh)
+        CUT_HERE.append(module)
+        try:
+            super()._partition_linear_fn(name, module, device_mesh)  # type: ignore[misc]
+        finally:
+            CUT_HERE.pop()
+        if trains:
+            module.forward = _TrainingForward(module, device_mesh, self.axis)
+
+    def _check(self, module: nn.Module, mesh: Any) -> bool:
+        """Whether the weight of a linear layer trains; raise `ValueError` if it does and cannot be cut."""
+        weight: Any = module.weight
+        trains = isinstance(weight, QuantizedTensor) and weight.trains
+        try:
+            if isinstance(module, PreparedModule):
+                raise ValueError("scales, ranges or a schedule of its own are those of the whole layer, on one process")
+            if trains:
+                axis, whole, ranks = self.axis, weight.shape[self.axis], mesh.size()
+                part = -(-whole // ranks)
+                if part * (ranks - 1) >= whole > 0 and ranks > 1:
+                    raise ValueError(
+                        f"axis {axis} of the weight, of {whole} elements, leaves one of {ranks} ranks without"
+                    )
+                weight.check_split("nk"[axis], part, whole)
+        except ValueError as error:
+            raise ValueError(f"{type(self).__name__}: {module}: {error}") from None
+        return trains
+
+
+class ColwiseParallel(_Parallel, parallel.ColwiseParallel):
     """`torch.distributed.tensor.parallel.ColwiseParallel`, also for linear layers whose weight is trained in low
     precision by a recipe that keeps it in floating point. Other layers are those of torch.
 
@@ -41,19 +84,10 @@ class ColwiseParallel(parallel.ColwiseParallel):
         ValueError: such a layer could not have the numbers of one process; the error says why.
     """
 
-    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
-        trains = _check(self, module, device_mesh, 0)
-        with _cut_here(module):
-            super()._partition_linear_fn(name, module, device_mesh)
-        if trains:
-            module.forward = _TrainingForward(module, device_mesh, 0)
-
-    def _partition_embedding_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
-        _check_embedding(self, module)
-        super()._partition_embedding_fn(name, module, device_mesh)
+    axis = 0
 
 
-class RowwiseParallel(parallel.RowwiseParallel):
+class RowwiseParallel(_Parallel, parallel.RowwiseParallel):
     """`torch.distributed.tensor.parallel.RowwiseParallel`, equal to one process for inputs that are quantized by a
     scale for each row, or one for all, and for linear layers as in `ColwiseParallel`. Other layers are those of torch.
 
@@ -62,20 +96,13 @@ class RowwiseParallel(parallel.RowwiseParallel):
             of the whole input; ranges that are not those of the extremes); or as for `ColwiseParallel`.
     """
 
-    def _partition_embedding_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
-        _check_embedding(self, module)
-        super()._partition_embedding_fn(name, module, device_mesh)
+    axis = 1
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
-        trains = _check(self, module, device_mesh, 1)
-        with _cut_here(module):
-            super()._partition_linear_fn(name, module, device_mesh)
-        if trains:
-            module.forward = _TrainingForward(module, device_mesh, 1)
-            return
+        super()._partition_linear_fn(name, module, device_mesh)
         weight: Any = module.weight
         local = weight.to_local() if isinstance(weight, DTensor) else weight
-        if not isinstance(local, QuantizedTensor) or local.scheme.spec.static:
+        if not isinstance(local, QuantizedTensor) or local.trains or local.scheme.spec.static:
             return
         activation = local.scheme.activation
         if activation is None or (activation.scale_spec is None and activation.granularity.pattern(2)[1] != -1):
@@ -84,51 +111,11 @@ class RowwiseParallel(parallel.RowwiseParallel):
         module.forward = _Forward(module, device_mesh, self.output_layouts)
 
 
-@contextmanager
-def _cut_here(module: nn.Module) -> Iterator[None]:
-    CUT_HERE.append(module)
-    try:
-        yield
-    finally:
-        CUT_HERE.pop()
-
-
-def _check(style: parallel.ParallelStyle, module: nn.Module, mesh: Any, axis: int) -> bool:
-    """Whether the weight of a linear layer trains, and can be cut along `axis`.
-
-    Raises:
-        ValueError: it trains, and cannot be cut.
-    """
-    weight: Any = module.weight
-    trains = isinstance(weight, QuantizedTensor) and weight.trains
-    try:
-        if isinstance(module, PreparedModule):
-            raise ValueError("scales, ranges or a schedule of its own are those of the whole layer, on one process")
-        if trains:
-            whole, ranks = weight.shape[axis], mesh.size()
-            part = -(-whole // ranks)
-            if part * (ranks - 1) >= whole > 0 and ranks > 1:
-                raise ValueError(f"axis {axis} of the weight, of {whole} elements, leaves one of {ranks} ranks without")
-            weight.check_split("nk"[axis], part, whole)
-    except ValueError as error:
-        raise ValueError(f"{type(style).__name__}: {module}: {error}") from None
-    return trains
-
-
 def _local(input: Any) -> Tensor:
     """The part of a DTensor on this rank, which kernels can read: a redistribution may still be under way."""
     if isinstance(input._local_tensor, AsyncCollectiveTensor):
         input._local_tensor = input._local_tensor.wait()
     return input.to_local()
-
-
-def _check_embedding(style: parallel.ParallelStyle, module: nn.Module) -> None:
-    weight: Any = module.weight
-    if isinstance(weight, QuantizedTensor) and weight.trains:
-        raise ValueError(
-            f"{type(style).__name__}: {module}: an embedding in training is quantized by the whole of its rows; leave "
-            "it out of the plan, or train it in floating point"
-        )
 
 
 class _TrainingForward:
@@ -142,14 +129,14 @@ class _TrainingForward:
         module: Any = self._module[0]
         split = Split(self._mesh.get_group(), "nk"[self._axis], module.weight.shape[self._axis])
         weight = module.weight.to_local()
-        if not hasattr(weight, "split_linear"):
+        if not isinstance(weight, TrainingWeight):
             raise TypeError(f"{module}: a {type(weight).__name__} is not a weight in training that is cut over ranks")
         x = _local(input)
         check_dtype("linear", x, weight.dtype)
         bias = None if module.bias is None else module.bias.to_local()
 
         def product(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-            y = weight.split_linear(x, split)
+            y = weight.linear(x, None, split)
             return y if bias is None else y + bias
 
         y = cast_for_product(product, x, weight, bias)
@@ -173,13 +160,23 @@ class _Forward:
         module: Any = self._module[0]
         weight = module.weight.to_local()
         if self._codes is None or self._codes[0] is not weight:
-            self._codes = (weight, _of_codes(weight))
+            self._codes = (weight, self._of_codes(weight))
         x = _local(input)
         group = self._mesh.get_group()
         partial = _Product.apply(x, weight, self._codes[1], group)
         y = DTensor.from_local(partial, self._mesh, [Partial()], run_check=False)
         result: Tensor = y.redistribute(placements=self._layouts)
         return result if module.bias is None else result + module.bias
+
+    @staticmethod
+    def _of_codes(weight: Any) -> Any:
+        """The weight for inputs that are codes already, so that the kernel of integers runs; None if codes do not stand
+        for multiples of themselves."""
+        activation = weight.scheme.activation
+        if activation.has_zero_point or not isinstance(weight, AffineQuantizedTensor):
+            return None
+        one = torch.ones((1, 1), device=weight.device, dtype=torch.float32)
+        return weight.with_activation(replace(activation, granularity=PerTensor()), act_scale=one)
 
 
 class _Product(torch.autograd.Function):
@@ -190,7 +187,9 @@ class _Product(torch.autograd.Function):
         ctx.weight = weight
         activation = weight.scheme.activation
         rows = input.reshape(-1, input.shape[-1])
-        scale, zero_point = activation.choose_qparams(_extremes(rows, group))
+        # A row of the lowest and the highest over all ranks has the range of the whole row.
+        extremes = torch.stack(joined_extremes(rows.amin(1).float(), rows.amax(1).float(), group), 1)
+        scale, zero_point = activation.choose_qparams(extremes.to(rows.dtype))
         codes = activation.quantize(rows, scale, zero_point)
         if of_codes is None:
             y = multiply(activation.dequantize(codes, scale, zero_point, input.dtype), weight.with_activation(None))
@@ -201,21 +200,6 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         return multiply(grad_outputs[0], ctx.weight.with_activation(None).t()), None, None, None
-
-
-def _of_codes(weight: Any) -> Any:
-    """The weight for inputs that are codes already, so that the kernel of integers runs; None if codes do not stand for
-    multiples of themselves."""
-    activation = weight.scheme.activation
-    if activation.has_zero_point or not isinstance(weight, AffineQuantizedTensor):
-        return None
-    one = torch.ones((1, 1), device=weight.device, dtype=torch.float32)
-    return weight.with_activation(replace(activation, granularity=PerTensor()), act_scale=one)
-
-
-def _extremes(rows: Tensor, group: Any) -> Tensor:
-    """(M, 2): lowest and highest of each row over all ranks, a row that has the range of the whole one."""
-    return torch.stack(joined_extremes(rows.amin(1).float(), rows.amax(1).float(), group), 1).to(rows.dtype)
 
 
 def _check_depends_on_extremes(activation: Any, name: str) -> None:

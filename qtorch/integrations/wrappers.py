@@ -1,4 +1,4 @@
-"""Modules of other packages that are put around a module with quantized weights, and what has to happen then.
+"""Steps around functions of other packages, and what happens when their modules are put around quantized weights.
 
 torch calls a hook when a module becomes the submodule of another. A handler is found by the name of the attribute, and
 looks at the class of the outer module: PEFT's layers keep what they adapt in `base_layer`, for example. So the classes
@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Iterable
+from functools import wraps
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -25,44 +26,58 @@ from torch.nn.parallel import DistributedDataParallel
 from ..dtypes import QuantizedTensor
 from ..dtypes.ops import count_write
 from ..primitives.jsonable import to_json
-from ..training import TrainingWeight
-from ..training.engine.split import CUT_HERE
-from ..training.weights.codes import CodesWeight, share_rounding
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def around(owner: Any, name: str) -> Callable[[F], F]:
+    """Decorator: `owner.name` calls the function, with what it was before and its arguments."""
+
+    def decorate(step: F) -> F:
+        original = getattr(owner, name)
+
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return step(original, *args, **kwargs)
+
+        setattr(owner, name, call)
+        return step
+
+    return decorate
+
 
 # DistributedDataParallel sends all parameters of rank 0 joined to one flat tensor; frozen quantized tensors cannot be
 # joined. So it is told to leave them out, and their inner tensors are sent here. Weights that are trained in codes are
 # rounded stochastically, in the same way on all ranks.
 
 
-def ignore_frozen(replica: DistributedDataParallel, module: nn.Module) -> None:
-    """Exclude the frozen quantized weights of `module` from what `replica`, in construction, sends, and send them.
-
-    Raises:
-        ValueError: the weights of another rank are quantized differently.
+def _replica(outer: Any, inner: nn.Module) -> None:
+    """Exclude the frozen weights of `inner` from what `outer`, in construction, sends, and send them; share the noise
+    of the rounding of weights in codes, from a seed that rank 0 draws.
     """
-    parameters: Iterable[tuple[str, Any]] = module.named_parameters(remove_duplicate=False)
-    frozen = {
-        name: parameter
-        for name, parameter in parameters
-        if isinstance(parameter, QuantizedTensor) and not parameter.trains
-    }
-    replica.parameters_to_ignore.update(frozen)
-    if _sends_at_start():
-        _check_schemes_are_equal(frozen, replica.process_group)
-        for parameter in dict.fromkeys(frozen.values()):
-            for inner in parameter.inner_tensors.values():
-                _send(inner, replica.process_group)
-            count_write(parameter)
-
-
-def round_alike(replica: DistributedDataParallel, module: nn.Module) -> None:
-    """Share the noise of the rounding of weights in codes, from a seed that rank 0 draws."""
+    if not isinstance(outer, DistributedDataParallel):
+        return
+    group = outer.process_group
+    parameters: Iterable[tuple[str, Any]] = inner.named_parameters(remove_duplicate=False)
+    frozen = {name: each for name, each in parameters if isinstance(each, QuantizedTensor) and not each.trains}
+    outer.parameters_to_ignore.update(frozen)
     if not _sends_at_start():
         return
-    device = next(module.parameters()).device
-    seed = torch.randint(2**62, (1,), device="cpu").to(device)
-    dist.broadcast(seed, group=replica.process_group, group_src=0)
-    share_rounding(module, int(seed))
+    if frozen:
+        _check_schemes_are_equal(frozen, group)
+        for parameter in dict.fromkeys(frozen.values()):
+            for tensor in parameter.inner_tensors.values():
+                # Bytes are sent, so that every dtype can be.
+                flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+                dist.broadcast(flat, group=group, group_src=0)
+                tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+            count_write(parameter)
+    if any(map(_is_trained_in_codes, inner.parameters())):
+        seed = torch.randint(2**62, (1,), device="cpu").to(next(inner.parameters()).device)
+        dist.broadcast(seed, group=group, group_src=0)
+        from ..training.weights.codes import share_rounding  # whoever trains has imported it
+
+        share_rounding(inner, int(seed))
 
 
 def _sends_at_start() -> bool:
@@ -88,20 +103,14 @@ def _check_schemes_are_equal(frozen: dict[str, QuantizedTensor], group: dist.Pro
         )
 
 
-def _send(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Replace the elements of `tensor` by those of rank 0. Bytes are sent, so that every dtype can be."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    dist.broadcast(flat, group=group, group_src=0)
-    tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
-
-
-def holds_frozen(module: nn.Module | None) -> bool:
-    """Whether a parameter of `module` or of its submodules is a frozen quantized weight."""
-    return module is not None and any(isinstance(p, QuantizedTensor) and not p.trains for p in module.parameters())
+def _is_peft_on_frozen(outer: nn.Module, inner: nn.Module) -> bool:
+    """Whether a module of PEFT, or of a class derived from one, takes a module with frozen quantized weights."""
+    is_peft = any(kind.__module__.partition(".")[0] == "peft" for kind in type(outer).__mro__)
+    return is_peft and any(isinstance(p, QuantizedTensor) and not p.trains for p in inner.parameters())
 
 
 def _adapter(outer: Any, inner: nn.Module) -> None:
-    if _comes_from(outer, "peft") and holds_frozen(inner):
+    if _is_peft_on_frozen(outer, inner):
         from .peft.adapter_layers import adapt
 
         adapt(outer, inner)
@@ -109,21 +118,11 @@ def _adapter(outer: Any, inner: nn.Module) -> None:
 
 def _trained_copy(outer: Any, inner: nn.Module) -> None:
     """Refuse what would be a copy of a quantized module that trains nothing."""
-    if _comes_from(outer, "peft") and type(outer).__name__ == "ModulesToSaveWrapper" and holds_frozen(inner):
+    if type(outer).__name__ == "ModulesToSaveWrapper" and _is_peft_on_frozen(outer, inner):
         raise ValueError(
             f"modules_to_save trains a copy of a {type(inner).__name__} whose weight is quantized and frozen: leave it "
             'in float, quantize_(model, {"its name": None, r".*": recipe}), or call dequantize_ on that module'
         )
-
-
-def _replica(outer: Any, inner: nn.Module) -> None:
-    if not isinstance(outer, DistributedDataParallel):
-        return
-
-    if holds_frozen(inner):
-        ignore_frozen(outer, inner)
-    if any(isinstance(parameter, CodesWeight) for parameter in inner.parameters()):
-        round_alike(outer, inner)
 
 
 HANDLERS: dict[str, Callable[[Any, nn.Module], None]] = {
@@ -144,20 +143,26 @@ def _parallelized(module: nn.Module, name: str, parameter: Any) -> None:
     """Refuse a weight in training that tensor parallelism of torch has cut. FSDP2 registers none, and what replaces a
     DTensor was loaded."""
     local = getattr(parameter, "_local_tensor", None)
-    if not isinstance(local, TrainingWeight) or hasattr(module._parameters.get(name), "_local_tensor"):
+    trains = isinstance(local, QuantizedTensor) and local.trains
+    if not trains or hasattr(module._parameters.get(name), "_local_tensor"):
         return
+    from ..training.engine.split import CUT_HERE
+
     if module not in CUT_HERE:
         floats = ", with a recipe that keeps weights in floating point, such as int8_mixed_precision_training()"
         raise ValueError(
             f"{name} of {module}: the styles of torch's tensor parallelism do not quantize it by its whole rows; take "
             "ColwiseParallel and RowwiseParallel of qtorch.integrations.tensor_parallel"
-            f"{floats if isinstance(local, CodesWeight) else ''}, or convert() first"
+            f"{floats if _is_trained_in_codes(local) else ''}, or convert() first"
         )
 
 
-def _comes_from(module: nn.Module, package: str) -> bool:
-    """Whether the class of `module`, or one that it is derived from, is of `package`."""
-    return any(kind.__module__.partition(".")[0] == package for kind in type(module).__mro__)
+def _is_trained_in_codes(parameter: Any) -> bool:
+    if not isinstance(parameter, QuantizedTensor) or not parameter.trains:
+        return False
+    from ..training.weights.codes import CodesWeight
+
+    return isinstance(parameter, CodesWeight)
 
 
 register_module_module_registration_hook(_registered)

@@ -9,13 +9,9 @@ from typing import Any
 
 
 class Generation:
-    """Counter of changes of the settings and of all else that the choice of kernels depends on.
-
-    Cached choices are valid as long as `number` is unchanged; `listeners` are called when it has changed, for caches
-    that cannot look at it.
-    """
-
-    __slots__ = ("listeners", "number")
+    """Counter of changes of the settings and of all else that the choice of kernels depends on. Cached choices are
+    valid as long as `number` is unchanged; `listeners` are called when it has changed, for caches that cannot look at
+    it."""
 
     def __init__(self) -> None:
         self.number = 0

@@ -33,8 +33,7 @@ from .registry import Problem, QuantizedWeight, register
 
 Size = int | Sequence[int]
 
-WINDOW_BYTES = 4 << 20
-"""Size of the windows that are gathered at a time."""
+WINDOW_BYTES = 4 << 20  # of windows that are gathered at a time
 
 
 class Window(NamedTuple):
@@ -49,23 +48,12 @@ class Window(NamedTuple):
 
 
 def prepare_conv(
-    ndim: int,
-    x: Tensor,
-    weight: Sequence[int],
-    stride: Size,
-    padding: Size | str,
-    dilation: Size,
-    groups: int,
-    name: str,
-) -> tuple[Tensor, Window]:
-    """Check the arguments of a convolution, called `name` in errors.
-
-    Args:
-        x: (B, C, *sizes), `ndim` of them.
-        weight: the shape (N, C / groups, *kernel).
-
-    Returns:
-        x, padded where ``padding='same'`` needs more at one end than at the other; the window.
+    ndim: int, x: Tensor, weight: Sequence[int],
+    stride: Size, padding: Size | str, dilation: Size, groups: int, name: str,
+) -> tuple[Tensor, Window]:  # fmt: skip
+    """Check the arguments of a convolution, called `name` in errors, of x (B, C, *sizes), `ndim` of them, with a weight
+    of the shape (N, C / groups, *kernel). Returns x, padded where ``padding='same'`` needs more at one end than at the
+    other, and the window.
 
     Raises:
         ValueError: the arguments do not fit each other.
@@ -110,21 +98,21 @@ def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def multiply_windows(x: Tensor, window: Window, multiply: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """A convolution without bias.
-
-    Args:
-        x: (B, C, *sizes).
-        multiply: (rows (M, T * C / groups), index of the group) -> (M, N / groups).
-
-    Returns:
-        (B, N, *positions); channels last where x is, else contiguous.
+    """A convolution of x (B, C, *sizes) without bias: (B, N, *positions); channels last where x is, else contiguous.
 
     In eager mode without gradients, `WINDOW_BYTES` of windows are gathered at a time. A compiler fuses gathering with
     what follows.
+
+    Args:
+        multiply: (rows (M, T * C / groups), index of the group) -> (M, N / groups).
     """
     windows = _windows(x, window)
     pieces = [windows] if torch.compiler.is_compiling() or torch.is_grad_enabled() else _pieces(windows)
-    y = _joined([_multiply_groups(piece, window, multiply) for piece in pieces], 0)
+    results = []
+    for piece in pieces:
+        of_groups = enumerate(_rows_of_groups(piece, window))
+        results.append(_joined([multiply(rows, group) for group, rows in of_groups], 1))
+    y = _joined(results, 0)
     y = y.reshape(*windows.shape[: 1 + len(window.kernel)], y.shape[1]).movedim(-1, 1)
     return y if is_channels_last(x) else y.contiguous()
 
@@ -132,8 +120,14 @@ def multiply_windows(x: Tensor, window: Window, multiply: Callable[[Tensor, int]
 def input_rows(x: Tensor, window: Window) -> Iterator[Tensor]:
     """The windows of x (B, C, *sizes) as rows (M, T * C / groups), some at a time; those of all groups."""
     for piece in _pieces(_windows(x, window)):
-        for of_group in piece.chunk(window.groups, -1):
-            yield of_group.reshape(-1, math.prod(window.kernel) * of_group.shape[-1])
+        yield from _rows_of_groups(piece, window)
+
+
+def _rows_of_groups(windows: Tensor, window: Window) -> list[Tensor]:
+    """(M, T * C / groups) for each group, M the number of windows."""
+    rows = math.prod(windows.shape[: 1 + len(window.kernel)])
+    width = math.prod(window.kernel) * windows.shape[-1] // window.groups
+    return [part.reshape(rows, width) for part in windows.chunk(window.groups, -1)]
 
 
 def _windows(x: Tensor, window: Window) -> Tensor:
@@ -153,21 +147,10 @@ def both_ends(padding: Sequence[int]) -> list[int]:
 def _pieces(windows: Tensor) -> Iterator[Tensor]:
     """The windows in pieces of at most `WINDOW_BYTES`: whole images, or parts of one along its first axis; in order."""
     limit = WINDOW_BYTES // windows.element_size()
-    of_image = max(1, math.prod(windows.shape[1:]))
-    if of_image <= limit:
-        yield from windows.split(limit // of_image)
-        return
-    step = max(1, limit // math.prod(windows.shape[2:]))
-    for image in windows.split(1):
-        yield from image.split(step, 1)
-
-
-def _multiply_groups(windows: Tensor, window: Window, multiply: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """(M, N), M the number of windows."""
-    rows = math.prod(windows.shape[: 1 + len(window.kernel)])
-    width = math.prod(window.kernel) * windows.shape[-1] // window.groups
-    of_groups = windows.chunk(window.groups, -1)
-    return _joined([multiply(part.reshape(rows, width), group) for group, part in enumerate(of_groups)], 1)
+    images = max(1, limit // max(1, math.prod(windows.shape[1:])))
+    rows = max(1, limit // max(1, math.prod(windows.shape[2:])))
+    for part in windows.split(images):
+        yield from part.split(rows, 1) if images == 1 else [part]
 
 
 def _joined(parts: list[Tensor], axis: int) -> Tensor:
@@ -189,8 +172,7 @@ def _per_axis(value: Size, ndim: int) -> tuple[int, ...]:
     return tuple(value) * (ndim if len(value) == 1 else 1)
 
 
-CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
-"""torch's functions by the number of axes of an image."""
+CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}  # by the axes of an image
 
 
 @register(
@@ -202,12 +184,7 @@ CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d
     rotated=True,
 )
 def dequantized_conv(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, window: Window) -> Tensor:
-    """(B, N, *positions) in the dtype of x.
-
-    Args:
-        x: (B, C, *sizes).
-        weight: of shape (N, C / groups, *kernel), stored as a matrix.
-    """
+    """(B, N, *positions) in the dtype of x (B, C, *sizes), for a weight (N, C / groups, *kernel) stored as a matrix."""
     values = from_matrix(weight.scheme.weight.dequantize(*weight.plain(), x.dtype), weight.scheme.shape)
     if not is_channels_last(x):  # else the result would be channels-last, which its readers may not support
         values = values.contiguous()
@@ -215,11 +192,12 @@ def dequantized_conv(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, wi
     return CONVOLUTIONS[len(window.kernel)](x, values, bias, stride, padding, dilation, groups)
 
 
-def _has_activation(problem: Problem) -> str | None:
-    return "takes quantized activations" if problem.scheme.activation is None else None
-
-
-@register("conv", spec=None, supports=_has_activation, rotated=True)
+@register(
+    "conv",
+    spec=None,
+    supports=lambda problem: "takes quantized activations" if problem.scheme.activation is None else None,
+    rotated=True,
+)
 def windows(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -> Tensor:
     """Stands for the product of the windows with a matrix, by a kernel of ``linear``; `dtypes.conv` looks that up."""
     raise NotImplementedError("windows are multiplied by a kernel of linear")
@@ -276,17 +254,11 @@ def padded_codes(codes: Tensor, zero_point: Tensor | None, window: Window) -> tu
 
 
 def by_images(
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    window: Window,
+    codes: Tensor, scale: Tensor, zero_point: Tensor | None, window: Window,
     multiply: Callable[[Tensor, int, Tensor, Tensor | None], Tensor],
-) -> Tensor:
-    """The convolution of codes (B, C, *sizes) with a scale for each image, (B, 1), or for all, (1, 1).
-
-    Args:
-        multiply: (rows, group, scale (1, 1), zero point (1, 1) or None) -> (M, N / groups).
-    """
+) -> Tensor:  # fmt: skip
+    """The convolution of codes (B, C, *sizes) with a scale for each image, (B, 1), or for all, (1, 1), by
+    ``multiply(rows, group, scale (1, 1), zero point (1, 1) or None)``, (M, N / groups)."""
     codes, window = padded_codes(codes, zero_point, window)
     zeros: Sequence[Tensor | None] = [None] * scale.shape[0] if zero_point is None else zero_point.split(1)
     images = [codes] if scale.shape[0] == 1 else codes.split(1)
@@ -294,7 +266,7 @@ def by_images(
         multiply_windows(image, window, lambda rows, group, s=s, z=z: multiply(rows, group, s, z))  # type: ignore[misc]
         for image, s, z in zip(images, scale.split(1), zeros, strict=True)
     ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return _joined(parts, 0)
 
 
 def _empty(xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None, *about: Any) -> Tensor:
@@ -304,19 +276,11 @@ def _empty(xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz
 
 @opaque(_empty)
 def image_codes_conv(
-    xq: Tensor,
-    xs: Tensor,
-    xz: Tensor | None,
-    wq: Tensor,
-    ws: Tensor,
-    wz: Tensor | None,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    dtype: torch.dtype,
-) -> Tensor:
+    xq: Tensor, xs: Tensor, xz: Tensor | None,
+    wq: Tensor, ws: Tensor, wz: Tensor | None,
+    kernel: list[int], stride: list[int], padding: list[int], dilation: list[int],
+    groups: int, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """The convolution of images that are quantized before their windows are gathered; it defines the numbers:
 
         y[b, n, p] = (sum_{c, t} (xq[b, c, stride p + dilation t] - xz[b]) (wq[n, t, c] - wz[n])) * ws[n] * xs[b]

@@ -24,8 +24,8 @@ from ..primitives.tracing import are_active, one_by_one
 F = TypeVar("F", bound=Callable[..., Any])
 Function = Callable[..., Any]
 
+# Types of arguments that need no look.
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), torch.dtype, bool, int, float, str, list, tuple))
-"""Types of arguments that need no look."""
 
 _LIBRARY = torch.library.Library("qtorch", "FRAGMENT")
 _implementations: dict[str, dict[str, Function]] = {}  # by operation, then by device type
@@ -33,18 +33,13 @@ _opaque: dict[str, Function] = {}
 _records: list[list[str]] = []
 
 RECORD_LISTENERS: list[Callable[[bool], None]] = []
-"""Called when a record opens or ends, with whether any is open; for operators that write into records from outside
-Python."""
+"""Called when a record opens or ends, with whether any is open; operators outside Python write into records too."""
 
 
 def opaque(fake: Function) -> Callable[[F], F]:
-    """Decorator: register a function as ``torch.ops.qtorch.<name>``; its schema follows from its annotations.
-
-    Args:
-        fake: takes the same arguments and returns an empty result of the right shape, dtype and device.
-
-    The first argument of the function is a tensor. Its device selects the implementation.
-    """
+    """Decorator: register a function as ``torch.ops.qtorch.<name>``; its schema follows from its annotations, and the
+    device of its first argument, a tensor, selects the implementation. `fake` takes the same arguments and returns an
+    empty result of the right shape, dtype and device."""
 
     def decorate(function: F) -> F:
         name = function.__name__
@@ -66,10 +61,8 @@ def opaque(fake: Function) -> Callable[[F], F]:
 
 
 def by_device(function: F) -> F:
-    """Decorator: let `implement` replace the function on a type of device, that of its first argument, a tensor.
-
-    A compiler traces the implementation, unlike that of an opaque operator.
-    """
+    """Decorator: let `implement` replace the function on a type of device, that of its first argument, a tensor. A
+    compiler traces the implementation, unlike that of an opaque operator."""
     own = _devices_of(function.__name__)
     in_place = function.__annotations__.get("return") in (None, "None")
 
@@ -85,11 +78,8 @@ def by_device(function: F) -> F:
 
 
 def implement(name: str, device: str, *, where: bool = True) -> Callable[[F], F]:
-    """Decorator: implement an operation, `opaque` or `by_device`, for a type of device such as ``"cuda"``.
-
-    Args:
-        name: of the operation, which is that of its function.
-        where: whether this process can run the implementation; if not, it is not registered.
+    """Decorator: implement an operation, `opaque` or `by_device`, for a type of device such as ``"cuda"``; nothing is
+    registered unless `where`, whether this process can run the implementation.
 
     Raises:
         ValueError: no operation has that name, or it already has an implementation for the device.

@@ -22,69 +22,55 @@ from .registry import REFERENCE, Problem, QuantizedWeight, needs_matrix, needs_r
 NOTE = "on CPU it saves memory, not time"
 
 
-@register("embedding", layout="plain", priority=10, supports=needs_matrix, note=NOTE)
-def gather_rows(ids: Tensor, weight: Any) -> Tensor:
-    """Rows `ids` (any shape, int) of a (V, D) weight: (*ids.shape, D) in the weight's logical dtype."""
-    return _dequantize_rows(ids, weight.qdata.index_select(0, ids.reshape(-1)), weight)
-
-
-def _supports_rows(problem: Problem) -> str | None:
+def _supports(problem: Problem) -> str | None:
     return needs_rows(problem) or needs_matrix(problem)
 
 
-@register("embedding", layout="packed", priority=10, supports=_supports_rows, note=NOTE)
-def gather_packed_rows(ids: Tensor, weight: Any) -> Tensor:
-    """`gather_rows` of a weight in the packed layout: only the requested rows are unpacked."""
-    rows = weight.qdata.index_select(0, ids.reshape(-1))
-    codes = unpack_codes(rows, weight.scheme.weight.dtype, weight.scheme.shape[1])
-    return _dequantize_rows(ids, codes, weight)
+@register("embedding", layout="plain", priority=10, supports=_supports, note=NOTE)
+@register("embedding", layout="packed", priority=10, supports=_supports, note=NOTE, name="gather_packed_rows")
+def gather_rows(ids: Tensor, weight: Any) -> Tensor:
+    """Rows `ids` (any shape, int) of a (V, D) weight, the only ones unpacked: (*ids.shape, D) in its logical dtype."""
+    return _dequantize_rows(ids, _codes(ids, weight), weight)
 
 
-@register("embedding", layout="semi_sparse", priority=10, supports=_supports_rows)
+@register("embedding", layout="semi_sparse", priority=10, supports=_supports)
 def gather_semi_sparse_rows(ids: Tensor, weight: Any) -> Tensor:
-    """`gather_rows` of a weight in the semi-sparse layout: only the requested rows are unpacked, except on CUDA, where
-    the compressed form has no rows."""
-    flat = ids.reshape(-1)
-    if weight.scheme.layout.can_view(weight.qdata):
+    """`gather_rows` of a weight in the semi-sparse layout, which has no rows where cuSPARSELt compressed it."""
+    scheme, flat = weight.scheme, ids.reshape(-1)
+    if scheme.layout.can_view(weight.qdata):
         rows = weight.qdata.index_select(0, flat)
-        codes = unpack_2_4(rows, weight.scheme.shape[1], weight.scheme.weight.dtype.storage)
-    else:
-        codes = weight.plain()[0].index_select(0, flat)
-    return _dequantize_rows(ids, codes, weight)
+        return _dequantize_rows(ids, unpack_2_4(rows, scheme.shape[1], scheme.weight.dtype.storage), weight)
+    return _dequantize_rows(ids, weight.plain()[0].index_select(0, flat), weight)
 
 
 def _dequantize_rows(ids: Tensor, codes: Tensor, weight: Any) -> Tensor:
     """Dequantize `codes`, those of the rows `ids`."""
-    scheme = weight.scheme
-    rows, columns = block_of(scheme.shape, weight.scale.shape)
-    block_ids = ids.reshape(-1) // rows
-    low, high = scheme.weight.code_range
-    y = dequantize_affine(
-        codes,
-        (1, columns),
-        weight.dense_scale(block_ids),
-        weight.dense_zero_point(block_ids),
-        scheme.weight.dtype,
-        low,
-        high,
-        scheme.weight.zero_point_domain,
-        scheme.dtype,
-    )
+    scheme, block_ids, columns = weight.scheme, *_blocks(ids, weight)
+    scale, zero_point, spec = weight.dense_scale(block_ids), weight.dense_zero_point(block_ids), scheme.weight
+    numerics = (spec.dtype, *spec.code_range, spec.zero_point_domain, scheme.dtype)
+    y = dequantize_affine(codes, (1, columns), scale, zero_point, *numerics)
     return y.reshape(*ids.shape, scheme.shape[1])
 
 
-@register("embedding", spec=CodebookSpec, priority=10, supports=_supports_rows, note=NOTE)
+def _blocks(ids: Tensor, weight: Any) -> tuple[Tensor, int]:
+    """The rows of scales that belong to the rows `ids`, and the columns of a block."""
+    rows, columns = block_of(weight.scheme.shape, weight.scale.shape)
+    return ids.reshape(-1) // rows, columns
+
+
+def _codes(ids: Tensor, weight: Any) -> Tensor:
+    """The codes (I, D) of the rows `ids`, one code an element."""
+    rows, scheme = weight.qdata.index_select(0, ids.reshape(-1)), weight.scheme
+    return rows if scheme.layout.packed_axis is None else unpack_codes(rows, scheme.weight.dtype, scheme.shape[1])
+
+
+@register("embedding", spec=CodebookSpec, priority=10, supports=_supports, note=NOTE)
 def gather_lut_rows(ids: Tensor, weight: CodebookWeight) -> Tensor:
     """`gather_rows` of a weight of look-up tables."""
     scheme, table = weight.scheme, weight.table
-    flat = ids.reshape(-1)
-    codes = weight.qdata.index_select(0, flat)
-    if scheme.layout.packed_axis is not None:
-        codes = unpack_codes(codes, scheme.weight.dtype, scheme.shape[1])
-    rows, columns = block_of(scheme.shape, weight.scale.shape)
-    block_ids = flat // rows
+    block_ids, columns = _blocks(ids, weight)
     table = table if table.dim() == 1 else table.index_select(0, block_ids)
-    y = dequantize_codebook(codes, (1, columns), weight.dense_scale(block_ids), table, scheme.dtype)
+    y = dequantize_codebook(_codes(ids, weight), (1, columns), weight.dense_scale(block_ids), table, scheme.dtype)
     return y.reshape(*ids.shape, scheme.shape[1])
 
 
@@ -100,14 +86,9 @@ def gather_portable_rows(ids: Tensor, weight: Any) -> Tensor:
     rows, columns = block_of(scheme.shape, scale.shape)
     flat = ids.reshape(-1)
     block_ids = flat if rows == 1 else flat // rows
-    y = dequantize_portably(
-        scheme.weight,
-        (1, columns),
-        codes.index_select(0, flat),
-        scale.index_select(0, block_ids),
-        None if zero_point is None else zero_point.index_select(0, block_ids),
-        scheme.dtype,
-    )
+    codes, scale = codes.index_select(0, flat), scale.index_select(0, block_ids)
+    zero_point = None if zero_point is None else zero_point.index_select(0, block_ids)
+    y = dequantize_portably(scheme.weight, (1, columns), codes, scale, zero_point, scheme.dtype)
     return y.reshape(*ids.shape, scheme.shape[1])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
 
 import torch
 
@@ -13,8 +12,7 @@ import torch
 def cpu_has(feature: str) -> bool:
     """Whether the CPU has `feature`: ``"vnni"`` (8-bit dot products) or ``"bf16"`` (AMX or AVX-512 bf16 products)."""
     checks = {"vnni": ("_is_vnni_supported",), "bf16": ("_is_amx_tile_supported", "_is_avx512_bf16_supported")}
-    never: Callable[[], bool] = lambda: False  # noqa: E731
-    found = any(getattr(torch.cpu, check, never)() for check in checks[feature])
+    found = any(getattr(torch.cpu, check, bool)() for check in checks[feature])  # bool() is False
     return found and (feature != "vnni" or _int_mm_is_exact())
 
 

@@ -97,9 +97,8 @@ class Kernel:
 
     def is_near(self, problem: Problem) -> bool:
         """Whether it reads the weight's layout, on the input's device: its reason to reject is worth a message."""
-        layout, device = problem.scheme.layout.name, problem.device
-        reads = self.layout is None or layout in self.layout
-        return not self.is_reference and reads and self.device in (None, device)
+        reads = self.layout is None or problem.scheme.layout.name in self.layout
+        return not self.is_reference and reads and self.device in (None, problem.device)
 
     def rejects(self, problem: Problem) -> str | None:
         """Why this kernel cannot take the problem; None if it can."""
@@ -119,14 +118,13 @@ class Kernel:
                 return "is weight-only, the scheme quantizes activations"
             if self.activation and scheme.activation is None:
                 return "needs quantized activations, the scheme is weight-only"
-            if self.activation and scheme.activation.dtype.name not in self.activation:  # type: ignore[union-attr]
-                return f"takes {_either(self.activation)} activations, the scheme has {scheme.activation.dtype.name}"  # type: ignore[union-attr]
+            if scheme.activation is not None and scheme.activation.dtype.name not in self.activation:
+                return f"takes {_either(self.activation)} activations, the scheme has {scheme.activation.dtype.name}"
         return self.supports(problem) if self.supports else None
 
 
-REFERENCE = -1
-"""Priority of a reference implementation."""
-
+REFERENCE = -1  # priority of a reference implementation
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 F = TypeVar("F", bound=Callable[..., Tensor])
 
 _kernels: list[Kernel] = []
@@ -146,9 +144,8 @@ def needs_matrix(problem: Problem) -> str | None:
 
 def needs_floats(problem: Problem) -> str | None:
     """A condition for `supports`: an input in fp32, fp16 or bf16."""
-    if problem.dtype in (torch.float32, torch.float16, torch.bfloat16):
-        return None
-    return f"takes fp32, fp16 or bf16 inputs, got {str(problem.dtype).removeprefix('torch.')}"
+    name = str(problem.dtype).removeprefix("torch.")
+    return None if problem.dtype in FLOATS else f"takes fp32, fp16 or bf16 inputs, got {name}"
 
 
 def needs_rows(problem: Problem) -> str | None:
@@ -174,34 +171,20 @@ def register(
     advice: Callable[[], str | None] | None = None,
     name: str | None = None,
 ) -> Callable[[F], F]:
-    """Decorator: register an implementation of `op`; see `Kernel` for the arguments. The name is the function's.
-
-    A single layout may be given by its name alone.
+    """Decorator: register an implementation of `op`; see `Kernel` for the arguments. The name is the function's unless
+    given. A single layout may be given by its name alone.
 
     Raises:
         ValueError: the name is taken for this operation.
     """
 
     def decorate(function: F) -> F:
-        kernel = Kernel(
-            name or function.__name__,
-            op,
-            function,
-            (layout,) if isinstance(layout, str) else layout,
-            spec,
-            weight,
-            activation,
-            device,
-            priority,
-            supports,
-            note,
-            emulates,
-            checks_memory,
-            rotated,
-            advice,
-        )
-        if any(k.op == op and k.name == kernel.name for k in _kernels):
-            raise ValueError(f"register: {op} has a kernel named {kernel.name} already")
+        own_name = name or function.__name__
+        layouts = (layout,) if isinstance(layout, str) else layout
+        conditions = (layouts, spec, weight, activation, device, priority, supports)
+        kernel = Kernel(own_name, op, function, *conditions, note, emulates, checks_memory, rotated, advice)
+        if f"{op}:{own_name}" in names():
+            raise ValueError(f"register: {op} has a kernel named {own_name} already")
         _kernels.append(kernel)
         forget_choices()
         return function
@@ -210,11 +193,7 @@ def register(
 
 
 def deregister(op: str, name: str) -> None:
-    """Remove a kernel.
-
-    Raises:
-        ValueError: no kernel has that name.
-    """
+    """Remove a kernel; a `ValueError` if none has that name."""
     found = [k for k in _kernels if k.op == op and k.name == name]
     if not found:
         raise ValueError(f"deregister: {op} has no kernel named {name}")
@@ -301,8 +280,8 @@ def _report_fallback(problem: Problem, kernel: Kernel) -> None:
     _reported.update((message, problem))
 
 
-def _either(names: Collection[str]) -> str:
-    return " or ".join(sorted(names))
+def _either(words: Collection[str]) -> str:
+    return " or ".join(sorted(words))
 
 
 unsafe_view = torch.ops.aten._unsafe_view.default
@@ -323,8 +302,7 @@ def from_rows(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
 def fresh(y: Tensor) -> Tensor:
     """`y`, whose memory nobody else reads, as a tensor that is no view to autograd, without a copy.
 
-    A view that an `autograd.Function` returns, or that was made without gradients, refuses to be changed in place.
-    """
+    Autograd refuses to change the views that a `Function` returns, and those made without gradients, in place."""
     return unsafe_view(y, y.shape) if torch.compiler.is_compiling() or y._is_view() else y
 
 

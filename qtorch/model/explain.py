@@ -79,9 +79,8 @@ def explain(module_or_weight: nn.Module | Tensor, x: Tensor | None = None) -> Ex
     """
     if isinstance(module_or_weight, Tensor):
         if not isinstance(module_or_weight, QuantizedTensor):
-            raise ValueError(
-                f"explain: the weight is a plain {type(module_or_weight).__name__}, not a quantized tensor"
-            )
+            kind = type(module_or_weight).__name__
+            raise ValueError(f"explain: the weight is a plain {kind}, not a quantized tensor")
         return _explain_weight("", module_or_weight, x, None)
     check_model("explain", module_or_weight)
     found = []
@@ -124,12 +123,7 @@ def _explain_weight(name: str, weight: QuantizedTensor, x: Tensor | None, module
 
 
 def explain_problem(problem: Problem, name: str = "", remark: str = "") -> Explanation:
-    """The explanation for a problem, without a weight.
-
-    Args:
-        name: for the explanation.
-        remark: precedes the note of the kernel.
-    """
+    """The explanation for a problem, without a weight; `remark` precedes the note of the kernel."""
     kernel = choose(problem)
     rejected = [(k.name, r or "comes after it") for k, r in candidates(problem) if k is not kernel]
     note = "; ".join(filter(None, [remark, kernel.note]))

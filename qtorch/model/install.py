@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import contextmanager
 from functools import partial
 from operator import delitem, setitem
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 from torch import Tensor, nn
 
@@ -20,9 +20,6 @@ T = TypeVar("T", bound=Tensor)
 
 REMOVED: Any = object()
 """Value of a `Change` that removes the entry."""
-
-TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-"""Attributes of a module that hold its parameters, buffers and submodules."""
 
 
 class Change(NamedTuple):
@@ -53,9 +50,6 @@ def all_or_nothing(modules: Iterable[nn.Module]) -> _RolledBack:
 
     It restores their classes, attributes, parameters, buffers and submodules, but not what was changed inside those,
     such as the data of a tensor.
-
-    Args:
-        modules: all modules that the block changes.
     """
     return _RolledBack([undo for module in dict.fromkeys(modules) for undo in _states(module)])
 
@@ -109,8 +103,9 @@ def _contents(table: Any) -> list[partial[Any]]:
 
 
 def _states(module: nn.Module) -> list[list[partial[Any]]]:
+    tables = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
     own_class = [partial(object.__setattr__, module, "__class__", type(module))]
-    return [own_class, _contents(vars(module)), *[_contents(vars(module)[name]) for name in TABLES]]
+    return [own_class, _contents(vars(module)), *[_contents(vars(module)[name]) for name in tables]]
 
 
 # Modules in training: float modules whose class was replaced by one that fake-quantizes.
@@ -135,17 +130,17 @@ class PreparedModule(nn.Module):
     float_class: ClassVar[type[nn.Module]]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As of `nn.Module`.
-
-        Raises:
-            NotImplementedError: a DTensor, by which the styles of torch's tensor parallelism replace a parameter.
-        """
+        """As of `nn.Module`; the styles of torch's tensor parallelism would replace a parameter by a DTensor."""
         if is_sharded(param):
             raise NotImplementedError(
                 f"{name} of a {type(self).__name__}: a layer in training cannot be parallelized by the styles of "
                 "torch; convert() the model first, or train it under FSDP2 or DistributedDataParallel"
             )
         super().register_parameter(name, param)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse `torch.jit.script`, which calls this first and would compile the forward with none of its state."""
+        raise TypeError("torch.jit.script cannot compile a layer in training; convert() the model, use torch.export")
 
     def check_convert(self) -> None:
         """Raise `ValueError` where `convert` could not do its work."""

@@ -8,17 +8,19 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor
 from torch.nn import functional
 
-from ..calibration.statistics import Statistics
 from ..dtypes import PaddedWeight, QuantizedTensor
 from ..primitives import LinearSpec
 from ..primitives.granularity import IndivisibleError
 from ..recipes.base import Recipe, WeightRecipe, register_recipe
 from .targets import Target
+
+if TYPE_CHECKING:
+    from ..calibration.statistics import Statistics
 
 OnMisfit = Literal["error", "pad", "coarser", "skip"]
 """What becomes of a weight whose contracted axis the groups of its recipe do not divide; see `quantize_`."""
@@ -77,17 +79,8 @@ Check = Callable[[Recipe, Target[Any]], None]
 """Raises `ValueError` or `TypeError` if a recipe does not fit a target."""
 
 
-def check_recipe(recipe: Recipe, target: Target[Any]) -> None:
-    """`Check` of a weight with its values."""
-    recipe.check_target(target)
-
-
-def choose(targets: Sequence[Target[Any]], on_misfit: str, check: Check = check_recipe) -> None:
-    """Give each target one recipe that fits it, if there is one: of a tuple the first, of misfits as `on_misfit` says.
-
-    Raises:
-        ValueError: `on_misfit` is unknown.
-    """
+def choose(targets: Sequence[Target[Any]], on_misfit: str, check: Check = Recipe.check_target) -> None:
+    """Give each target one recipe that fits it, if there is one: of a tuple the first, else as `on_misfit` says."""
     if on_misfit not in get_args(OnMisfit):
         raise ValueError(f"quantize_: on_misfit is {', '.join(map(repr, get_args(OnMisfit)))}, got {on_misfit!r}")
     for target in targets:
@@ -137,7 +130,7 @@ def _pad(target: Target[Any], recipe: Recipe, check: Check) -> Recipe:
     return recipe
 
 
-def coarser(target: Target[Any], recipe: Recipe, check: Check = check_recipe) -> Recipe:
+def coarser(target: Target[Any], recipe: Recipe, check: Check = Recipe.check_target) -> Recipe:
     """`recipe` with another group size that divides the contracted axis: the largest up to its own that kernels read
     (they prefer multiples of 32, 16 and 8), else the whole axis. Itself if there is none, or it has no group size."""
     inner = getattr(recipe, "recipe", None)

@@ -63,11 +63,7 @@ def _description(weight: QuantizedTensor) -> str:
 
 
 def refuse_jit_script() -> NoReturn:
-    """``__prepare_scriptable__`` of a module with quantized weights, which `torch.jit.script` calls first.
-
-    Raises:
-        TypeError: always. A script would run, but be saved without the codes.
-    """
+    """``__prepare_scriptable__`` of a module with quantized weights: a script would run, but be saved without codes."""
     raise TypeError("torch.jit.script cannot save quantized weights; use torch.export, or dequantize_(model) first")
 
 
@@ -75,7 +71,8 @@ def show_quantized(module: nn.Module) -> None:
     """Show the quantized weights of `module` when it is printed, or restore the repr of its class if it has none."""
     attributes = vars(module)
     if any(isinstance(parameter, QuantizedTensor) for parameter in module._parameters.values()):
-        _mark(module)
+        attributes.setdefault("extra_repr", QuantizedRepr(module))
+        attributes.setdefault("__prepare_scriptable__", refuse_jit_script)
         return
     if isinstance(attributes.get("extra_repr"), QuantizedRepr):
         del attributes["extra_repr"]
@@ -83,17 +80,12 @@ def show_quantized(module: nn.Module) -> None:
         del attributes["__prepare_scriptable__"]
 
 
-def _mark(module: nn.Module) -> None:
-    """Set the attributes of a module with quantized weights; those that the user has set are kept."""
-    vars(module).setdefault("extra_repr", QuantizedRepr(module))
-    vars(module).setdefault("__prepare_scriptable__", refuse_jit_script)
-
-
 def _registered(module: nn.Module, name: str, parameter: Tensor | None) -> None:
     """Hook that torch calls when a parameter is set on a module, also by `load_state_dict(assign=True)`."""
     if isinstance(parameter, QuantizedTensor):
         _refuse_reparametrization(module, name, parameter)
-        _mark(module)
+        vars(module).setdefault("extra_repr", QuantizedRepr(module))
+        vars(module).setdefault("__prepare_scriptable__", refuse_jit_script)
 
 
 def _refuse_reparametrization(module: nn.Module, name: str, parameter: QuantizedTensor) -> None:

@@ -133,9 +133,6 @@ class LayerReport:
 QUANTIZED_BEFORE = "is quantized already"
 """Reason for skipping a weight that was quantized before."""
 
-LARGEST = 3
-"""Number of weights left in floating point that the summary names."""
-
 
 @dataclass(frozen=True)
 class QuantizeReport:
@@ -210,21 +207,19 @@ class QuantizeReport:
         table = format_table(("weight", "shape", "what", "bytes before", "after", "SQNR dB", "kernel"), rows)
         estimate = "" if self.estimate is None else f"\n{self.estimate}"
         advice = "".join(f"\n{line}" for line in self.advice)
-        return f"{self._summary()}{estimate}\n\n{table}\n{self._totals()}{self._transformed()}{advice}"
+        totals = f"these {len(self.quantized)} weights: {_change(self.bytes_before, self.bytes_after)}"
+        return f"{self._summary()}{estimate}\n\n{table}\n{totals}{self._transformed()}{advice}"
 
     def __repr__(self) -> str:
         return f"<QuantizeReport: {self._summary()}>"
 
     def _summary(self) -> str:
-        share = f", {self._share(self.quantized_parameters)} of all parameters" if self.parameters else ""
+        share = f", {self.quantized_parameters / self.parameters:.1%} of all parameters" if self.parameters else ""
         left = f"; left in floating point: {', '.join(found)}" if (found := self._largest_left()) else ""
         return (
             f"{'would quantize' if self.dry_run else 'quantized'} {len(self.quantized)} of {len(self.layers)} weights"
             f"{share}; the model: {_change(self.model_bytes_before, self.model_bytes_after)}{left}"
         )
-
-    def _totals(self) -> str:
-        return f"these {len(self.quantized)} weights: {_change(self.bytes_before, self.bytes_after)}"
 
     def _transformed(self) -> str:
         if not self.transforms:
@@ -248,15 +243,12 @@ class QuantizeReport:
             if layer.detail != QUANTIZED_BEFORE:
                 key = re.sub(r"(?<![^.])\d+(?![^.])", "*", layer.name), layer.detail
                 sizes[key] = sizes.get(key, 0) + math.prod(layer.shape)
-        large = sorted(sizes.items(), key=lambda item: -item[1])[:LARGEST]
+        large = sorted(sizes.items(), key=lambda item: -item[1])[:3]
         return [
-            f"{name} ({self._share(size)}: {reason})"
+            f"{name} ({size / self.parameters:.1%}: {reason})"
             for (name, reason), size in large
             if self.parameters and size >= self.parameters / 100
         ]
-
-    def _share(self, elements: int) -> str:
-        return f"{elements / self.parameters:.1%}"
 
 
 def _change(before: int, after: int) -> str:
@@ -273,13 +265,8 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _json_of(layer: LayerReport) -> dict[str, Any]:
-    finite = layer.sqnr is not None and math.isfinite(layer.sqnr)
-    return {
-        **asdict(layer),
-        "shape": list(layer.shape),
-        "also": list(layer.also),
-        "sqnr": layer.sqnr if finite else None,
-    }
+    finite = layer.sqnr if layer.sqnr is not None and math.isfinite(layer.sqnr) else None
+    return {**asdict(layer), "shape": list(layer.shape), "also": list(layer.also), "sqnr": finite}
 
 
 def _row(layer: LayerReport) -> tuple[str, ...]:
@@ -296,12 +283,7 @@ def _row(layer: LayerReport) -> tuple[str, ...]:
 
 
 def quantization_error(weight: Tensor, quantized: Any) -> float:
-    """`compute_error` of ``quantized.dequantize()``, which is computed a slice of rows at a time if it is large.
-
-    Args:
-        weight: the float weight.
-        quantized: a quantized tensor of the same shape, or anything that has `dequantize`.
-    """
+    """`compute_error` of ``quantized.dequantize()``, which is computed a slice of rows at a time if it is large."""
     if weight.is_meta:
         return math.inf  # of weights in training that hold the float weight itself; the others need values
     if isinstance(quantized, TransposedWeight) and not quantized.scheme.padding:
@@ -350,10 +332,9 @@ def quantized_row(target: Target[Any], weight: Tensor, quantized: Any) -> LayerR
 
 def skipped_row(target: Target[Any]) -> LayerReport:
     """The report on a weight that is left alone."""
-    slot, parameter = target.slots[0], target.parameter
-    size = 0 if nn.parameter.is_lazy(parameter) else parameter.nbytes
-    shape = () if nn.parameter.is_lazy(parameter) else tuple(parameter.shape)
-    also = tuple(other.name for other in target.slots[1:])
+    slot, parameter = target.slot, target.parameter
+    shape, size = ((), 0) if nn.parameter.is_lazy(parameter) else (tuple(parameter.shape), parameter.nbytes)
+    also = tuple(other.name for other in target.slots if other is not slot)
     done = isinstance(parameter, QuantizedTensor) or isinstance(slot.module, PreparedModule)
     return LayerReport(slot.name, shape, "skipped", QUANTIZED_BEFORE if done else slot.reason, size, size, also=also)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
@@ -26,27 +26,15 @@ _SHARDED = (
     "one process cannot hold the model; convert() takes a model in one piece, with the full state dict of this one"
 )
 
-# Routers choose among experts. They are tiny, and an error in them sends tokens to other experts.
+# Routers are tiny, and an error in them sends tokens to other experts.
 _ROUTER = 'a router, which stays in floating point; ask for it by name, or with targets="all"'
 
 _ANY_NAME = "qzqzq"
 """Placeholder for a name that a user's regular expression can match only by a wildcard."""
 
 
-class UseOfWeight(Protocol):
-    """What `find_uses` says of a parameter."""
-
-    @property
-    def obstacle(self) -> str | None:
-        """Why it is not quantized, or None."""
-
-    @property
-    def kind(self) -> WeightKind:
-        """The kind of a parameter of which nothing else is known."""
-
-
-Reach = str | Collection[str] | Mapping[str, UseOfWeight]
-"""The argument `targets` of `quantize_`."""
+Reach = str | Collection[str] | Mapping[str, Any]
+"""The argument `targets` of `quantize_`: kinds, or what `find_uses` returns."""
 
 
 @dataclass
@@ -119,10 +107,7 @@ class Target(Generic[R]):
 
 
 def find_targets(
-    model: nn.Module,
-    recipe: R | Mapping[str, R | None],
-    filter_fn: Filter | None,
-    targets: Reach = "linear",
+    model: nn.Module, recipe: R | Mapping[str, R | None], filter_fn: Filter | None, targets: Reach = "linear"
 ) -> list[Target[R]]:
     """All weights of two or more dimensions, each with its recipe or the reason why it has none.
 
@@ -138,19 +123,18 @@ def find_targets(
             `targets` is unknown.
     """
     slots: list[Slot[R]] = _slots(model)
-    if isinstance(targets, Mapping):
-        _exclude_by_use(slots, targets)
-    else:
-        _exclude_by_kind(slots, targets)
-    if isinstance(recipe, Mapping):
-        _assign_by_name(slots, recipe, filter_fn)
-    else:
-        _assign_by_kind(slots, recipe, filter_fn)
+    exclude: Any = _exclude_by_use if isinstance(targets, Mapping) else _exclude_by_kind
+    exclude(slots, targets)
+    assign: Any = _assign_by_name if isinstance(recipe, Mapping) else _assign_by_kind
+    assign(slots, recipe, filter_fn)
     found: dict[int, Target[R]] = {}
     for slot in slots:
         found.setdefault(id(slot.parameter), Target()).slots.append(slot)
     for target in found.values():
-        _check_tied(target)
+        recipes = {slot.label: slot.recipe for slot in target.slots if slot.recipe is not None or slot.refused}
+        if len(set(recipes.values())) > 1:
+            what = ", ".join(f"{label}: {recipe}" for label, recipe in recipes.items())
+            raise ValueError(f"quantize_: a tied weight takes one recipe, got different ones: {what}")
     return list(found.values())
 
 
@@ -169,7 +153,7 @@ def _slots(model: nn.Module) -> list[Slot[R]]:
     return found
 
 
-def _exclude_by_use(slots: list[Slot[R]], uses: Mapping[str, UseOfWeight]) -> None:
+def _exclude_by_use(slots: list[Slot[R]], uses: Mapping[str, Any]) -> None:
     """Set `excluded` where `find_uses` has seen no product, and the kind where nothing else tells it."""
     for slot in slots:
         use = uses.get(slot.name)
@@ -231,7 +215,15 @@ def _is_one_of(slot: Slot[Any], types: tuple[type, ...]) -> bool:
 
 
 def _assign_by_name(slots: list[Slot[R]], recipes: Mapping[str, R | None], filter_fn: Filter | None) -> None:
-    _check_keys(recipes, slots)
+    names = {name for slot in slots for name in (slot.name, slot.label)}
+    for key in recipes:
+        if not isinstance(key, str):
+            raise TypeError(f"quantize_: the mapping takes names and regular expressions, got {key!r}")
+        try:
+            re.compile(key)
+        except re.error as error:
+            if key not in names:
+                raise ValueError(f"quantize_: {key!r} is neither a name nor a regular expression: {error}") from error
     unmatched, unused = set(recipes), set(recipes)
     for slot in slots:
         matching = [key for key in recipes if _matches(key, slot)]
@@ -262,29 +254,16 @@ def _assign_by_name(slots: list[Slot[R]], recipes: Mapping[str, R | None], filte
         )
 
 
-def _check_keys(recipes: Mapping[str, Any], slots: list[Slot[R]]) -> None:
-    names = {name for slot in slots for name in (slot.name, slot.label)}
-    for key in recipes:
-        if not isinstance(key, str):
-            raise TypeError(f"quantize_: the mapping takes names and regular expressions, got {key!r}")
-        try:
-            re.compile(key)
-        except re.error as error:
-            if key not in names:
-                raise ValueError(f"quantize_: {key!r} is neither a name nor a regular expression: {error}") from error
-
-
 def is_asked_by_name(key: str, slot: Slot[Any]) -> bool:
     """Whether a key selects a slot by its exact or its last name, rather than by a wildcard alone: a wildcard still
     matches when the last name, ``embed`` in ``a.embed`` and ``a.embed.weight``, is replaced by a placeholder."""
-
-    def replaced(name: str) -> str:
+    for name in (slot.name, slot.label):
         own = name.removesuffix(".weight")
         parent, dot, _ = own.rpartition(".")
-        return parent + dot + _ANY_NAME + name[len(own) :]
-
-    names = (slot.name, slot.label)
-    return any(key == name or (_fully_matches(key, name) and not _fully_matches(key, replaced(name))) for name in names)
+        replaced = parent + dot + _ANY_NAME + name[len(own) :]
+        if key == name or (_fully_matches(key, name) and not _fully_matches(key, replaced)):
+            return True
+    return False
 
 
 def _matches(key: str, slot: Slot[Any]) -> bool:
@@ -295,7 +274,7 @@ def _matches(key: str, slot: Slot[Any]) -> bool:
 def _fully_matches(key: str, name: str) -> bool:
     try:
         return re.fullmatch(key, name) is not None
-    except re.error:  # a key that is the exact name of another slot; see _check_keys
+    except re.error:  # a key that is the exact name of another slot; see _assign_by_name
         return False
 
 
@@ -318,10 +297,3 @@ def _why_unmatched(key: str, slots: list[Slot[R]]) -> str:
             hint = f"{inside[0].label} {inside[0].kind.obstacle}"
     what = "linear layer, embedding, convolution or parameter of two or more dimensions"
     return f"quantize_: {key!r} matches no {what}. {hint}"
-
-
-def _check_tied(target: Target[R]) -> None:
-    recipes = {slot.label: slot.recipe for slot in target.slots if slot.recipe is not None or slot.refused}
-    if len(set(recipes.values())) > 1:
-        what = ", ".join(f"{label}: {recipe}" for label, recipe in recipes.items())
-        raise ValueError(f"quantize_: a tied weight takes one recipe, got different ones: {what}")

@@ -166,7 +166,6 @@ class _Recorder(UseRecorder):
         counts[self.function, axis] = counts.get((self.function, axis), 0) + rows
 
     def uses_of(self, parameter: Tensor) -> ParameterUses:
-        """What was seen of a parameter."""
         counts = self.rows.get(id(parameter), {})
         return ParameterUses(
             tuple(parameter.shape),

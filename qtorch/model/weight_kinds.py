@@ -143,11 +143,7 @@ PROJECTIONS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
 """Parameters of the modules that the decorator `use_experts_implementation` of transformers has marked."""
 
 
-WITHOUT_KERNEL: tuple[type[nn.Module], ...] = (
-    nn.modules.conv._ConvTransposeNd,
-    nn.Bilinear,
-    nn.RNNBase,
-)
+WITHOUT_KERNEL: tuple[type[nn.Module], ...] = (nn.modules.conv._ConvTransposeNd, nn.Bilinear, nn.RNNBase)
 """Modules whose parameters cannot be quantized; the recurrent ones run fused kernels on all their weights (single cells
 multiply as linear layers do, and are quantized by name)."""
 
@@ -194,16 +190,12 @@ ROUTERS = frozenset({"router", "shared_expert_gate"})
 
 
 def is_router(name: str, modules: Container[str]) -> bool:
-    """Whether the module called `name`, or one that it is in, chooses among experts.
-
-    Args:
-        modules: the names of all modules of the model.
-    """
+    """Whether the module called `name`, or one that it is in, chooses among experts; `modules` are all names."""
     parts = name.split(".")
-    for index, part in enumerate(parts):
-        if part in ROUTERS or (part == "gate" and ".".join([*parts[:index], "experts"]) in modules):
-            return True
-    return False
+    return any(
+        part in ROUTERS or (part == "gate" and ".".join([*parts[:index], "experts"]) in modules)
+        for index, part in enumerate(parts)
+    )
 
 
 def kind_in(module: nn.Module, name: str, attribute: str, modules: Container[str]) -> WeightKind:

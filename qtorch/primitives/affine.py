@@ -39,10 +39,8 @@ from .slices import in_slices
 
 
 def with_non_finite(values: Tensor, source: Tensor) -> Tensor:
-    """`values`, with NaN where `source`, which broadcasts to their shape, is NaN or infinite.
-
-    A negative zero keeps its sign if that of `source` is negative too.
-    """
+    """`values`, with NaN where `source`, which broadcasts to their shape, is NaN or infinite; a negative zero keeps its
+    sign if that of `source` is negative too."""
     if torch.compiler.is_compiling():  # for inductor, zero times anything is zero
         return torch.where(source.abs() < torch.inf, values, torch.nan)
     return torch.add(values, source, alpha=0)
@@ -136,7 +134,7 @@ def quantize_affine(
 
     The division by the scale is a multiplication by its fp32 reciprocal, as in torch's own quantizers. NaN and
     infinities become NaN in float8. Other types have no code for them: their codes are undefined, and the scale is NaN
-    instead (see `non_finite`).
+    instead.
 
     Args:
         input: fp32, fp16 or bf16, any shape.
@@ -160,10 +158,10 @@ def quantize_affine(
 
     def quantize(x: Tensor, s: Tensor, z: Tensor | None) -> Tensor:
         x = x.float()
-        codes = _real_codes(x, s, z, kind, (low, high), zero_point_domain, rounding, generator, u).clamp(low, high)
+        codes = real_codes(x, s, z, kind, (low, high), zero_point_domain, rounding, generator, u).clamp(low, high)
         return kind.encode(with_non_finite(codes, x) if kind.has_nan else codes, rounding, generator, u)
 
-    x, s, z = view.split(input), view.split_scale(scale), _split_scale(view, zero_point)
+    x, s, z = view.split(input), view.split_scale(scale), split_zero_point(view, zero_point)
     # Random numbers are drawn for the whole tensor at once.
     codes = in_slices(quantize, x, s, z, axes=x.dim()) if rounding is Rounding.NEAREST_EVEN else quantize(x, s, z)
     return view.merge(codes)
@@ -200,10 +198,8 @@ def dequantize_affine(
     def dequantize(codes: Tensor, s: Tensor, z: Tensor | None) -> Tensor:
         return dequantize_split(kind.decode(codes), s, z, bounds, zero_point_domain).to(output_dtype)
 
-    codes = view.split(input)
-    return view.merge(
-        in_slices(dequantize, codes, view.split_scale(scale), _split_scale(view, zero_point), axes=codes.dim())
-    )
+    codes, s, z = view.split(input), view.split_scale(scale), split_zero_point(view, zero_point)
+    return view.merge(in_slices(dequantize, codes, s, z, axes=codes.dim()))
 
 
 def check_floating_point(function: str, input: Tensor) -> None:
@@ -213,19 +209,13 @@ def check_floating_point(function: str, input: Tensor) -> None:
 
 
 def code_range(dtype: torch.dtype | QDType, quant_min: float | None, quant_max: float | None) -> tuple[float, float]:
-    """Bounds of the codes: those of the type, narrowed by the given ones.
-
-    Raises:
-        ValueError: the given bounds are empty or exceed those of the type.
-    """
+    """Bounds of the codes: those of the type, narrowed by the given ones, which have to lie within (`ValueError`)."""
     kind = qdtype(dtype)
     low = kind.quant_min if quant_min is None else quant_min
     high = kind.quant_max if quant_max is None else quant_max
     if not kind.quant_min <= low < high <= kind.quant_max:
-        raise ValueError(
-            f"quant_min={low}, quant_max={high} is not a range within {kind.name}'s "
-            f"[{kind.quant_min}, {kind.quant_max}]"
-        )
+        own = f"{kind.name}'s [{kind.quant_min}, {kind.quant_max}]"
+        raise ValueError(f"quant_min={low}, quant_max={high} is not a range within {own}")
     return low, high
 
 
@@ -243,43 +233,21 @@ def fake_quantize_blocks(
     compute_dtype: torch.dtype = torch.float32,
     noise: Noise | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize and dequantize without storing codes: (result in the input's dtype, mask of unclipped elements).
-
-    NaN and infinities become NaN.
-
-    Args:
-        compute_dtype: of the arithmetic; the result equals that of quantizing and dequantizing only in fp32.
-    """
+    """Quantize and dequantize without storing codes: (result in the input's dtype, mask of unclipped elements), NaN for
+    NaN and infinities. The arithmetic is in `compute_dtype`; only in fp32 is the result that of storing codes."""
     view = BlockView(input.shape, block_size)
     low, high = code_range(quant_dtype, quant_min, quant_max)
+    kind = qdtype(quant_dtype)
     values = view.split(input.to(compute_dtype))
-    s, z = view.split_scale(scale), _split_scale(view, zero_point)
+    s, z = view.split_scale(scale), split_zero_point(view, zero_point)
     u = _drawn(noise, rounding, view, input.device, generator)
-    codes = _real_codes(values, s, z, quant_dtype, (low, high), zero_point_domain, rounding, generator, u)
+    codes = real_codes(values, s, z, kind, (low, high), zero_point_domain, rounding, generator, u)
     clipped = codes.clamp(low, high)
     codes, unclipped = clipped, codes == clipped
-    kind = qdtype(quant_dtype)
     if kind.is_floating_point:
         codes = kind.decode(kind.encode(codes.float(), rounding, generator, u))
     real = with_non_finite(dequantize_split(codes, s, z, (low, high), zero_point_domain), values)
     return view.merge(real).to(input.dtype), view.merge(unclipped)
-
-
-def inside_codes(
-    input: Tensor,
-    block_size: Sequence[int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    dtype: torch.dtype | QDType,
-    quant_min: float | None,
-    quant_max: float | None,
-    domain: ZeroPointDomain,
-) -> Tensor:
-    """Where quantizing `input` to the nearest code does not clip, a mask; arguments as there."""
-    view, bounds = BlockView(input.shape, block_size), code_range(dtype, quant_min, quant_max)
-    x, s, z = view.split(input.float()), view.split_scale(scale), _split_scale(view, zero_point)
-    codes = _real_codes(x, s, z, dtype, bounds, domain, Rounding.NEAREST_EVEN, None, None)
-    return view.merge((codes >= bounds[0]) & (codes <= bounds[1]))
 
 
 def _drawn(
@@ -291,20 +259,21 @@ def _drawn(
     return view.split(noise.draw(view.shape, device, generator))
 
 
-def _split_scale(view: BlockView, zero_point: Tensor | None) -> Tensor | None:
+def split_zero_point(view: BlockView, zero_point: Tensor | None) -> Tensor | None:
+    """Zero points, if there are any, in the split view."""
     return None if zero_point is None else view.split_scale(zero_point)
 
 
-def _real_codes(
+def real_codes(
     x: Tensor,
     scale: Tensor,
     zero_point: Tensor | None,
-    dtype: torch.dtype | QDType,
+    kind: QDType,
     bounds: tuple[float, float],
     domain: ZeroPointDomain,
-    rounding: Rounding,
-    generator: torch.Generator | None,
-    noise: Tensor | None,
+    rounding: Rounding = Rounding.NEAREST_EVEN,
+    generator: torch.Generator | None = None,
+    noise: Tensor | None = None,
 ) -> Tensor:
     """Codes before clipping, rounded for integer types, in the dtype of `x`; all arguments in the split view."""
     s = scale.to(x.dtype)
@@ -315,7 +284,7 @@ def _real_codes(
         codes = x * (1.0 / s)
     if domain is ZeroPointDomain.FRACTIONAL and z is not None:
         codes = codes + z
-    if not qdtype(dtype).is_floating_point:
+    if not kind.is_floating_point:
         codes = round_to_integer(codes, rounding, generator, noise)
     return codes + z if domain is ZeroPointDomain.INT and z is not None else codes
 

@@ -10,7 +10,6 @@ found by comparing with the midpoints; a value at a midpoint goes to the lower e
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,24 +39,11 @@ exact zero, scaled to [-1, 1]."""
 
 LLOYD_ITERATIONS = 20
 
+_KMEANS_ELEMENTS = 1 << 24
+"""Number of elements that k-means processes at a time; it needs about 40 bytes for each."""
+
 _SEARCHED = 32
 """Number of midpoints from which a search among them is faster than a comparison with each."""
-
-
-def choose_scale_codebook(input: Tensor, block_size: Sequence[int], scale_dtype: torch.dtype) -> Tensor:
-    """The largest magnitude of each block, in the shape of the scale, so that x / scale lies in [-1, 1].
-
-    It is at least the smallest normal number of `scale_dtype`, also for an all-zero block, and NaN for a block with a
-    NaN or an infinity.
-
-    Raises:
-        TypeError: `input` is not in floating point.
-    """
-    check_floating_point("choose_scale_codebook", input)
-    low, high = min_max(input, block_size)
-    info = torch.finfo(scale_dtype)
-    highest = torch.maximum(-low, high)
-    return with_non_finite(highest.clamp(info.tiny, info.max), highest).to(scale_dtype)
 
 
 def quantize_codebook(input: Tensor, block_size: Sequence[int], scale: Tensor, table: Tensor) -> Tensor:
@@ -77,7 +63,8 @@ def quantize_codebook(input: Tensor, block_size: Sequence[int], scale: Tensor, t
     view = BlockView(input.shape, block_size)
     _check_table(view, table)
     middles = (table[..., 1:].float() + table[..., :-1].float()) / 2
-    middles = middles if table.dim() == 1 else _split_table(view, middles)
+    if table.dim() > 1:  # in the split view, which has the entries as one more axis
+        middles = torch.stack([view.split_scale(entry) for entry in middles.unbind(-1)], -1)
 
     def quantize(x: Tensor, s: Tensor, middles: Tensor) -> Tensor:
         x = x.float() / s.float()
@@ -192,21 +179,10 @@ def _quantiles(x: Tensor, w: Tensor, size: int) -> Tensor:
     return x.gather(-1, positions.clamp(max=x.shape[-1] - 1))
 
 
-def _split_table(view: BlockView, table: Tensor) -> Tensor:
-    """Tables (*scale.shape, L) in the split view, which has L as one more axis."""
-    return torch.stack([view.split_scale(entry) for entry in table.unbind(-1)], -1)
-
-
 def _check_table(view: BlockView, table: Tensor) -> None:
     if table.dim() != 1 and tuple(table.shape[:-1]) != view.scale_shape:
-        raise ValueError(
-            f"the table of a tensor of shape {view.shape} in blocks of {view.block} is 1-d, or of shape "
-            f"{(*view.scale_shape, 'L')}, got {tuple(table.shape)}"
-        )
-
-
-_KMEANS_ELEMENTS = 1 << 24
-"""Number of elements that k-means processes at a time; it needs about 40 bytes for each."""
+        shapes = f"1-d, or of shape {(*view.scale_shape, 'L')}, got {tuple(table.shape)}"
+        raise ValueError(f"the table of a tensor of shape {view.shape} in blocks of {view.block} is {shapes}")
 
 
 @jsonable
@@ -251,33 +227,35 @@ class CodebookSpec:
         return False
 
     def block_size(self, shape: Sequence[int]) -> Block:
-        """As `QuantSpec.block_size`."""
+        """As of `QuantSpec`."""
         return self.granularity.block(shape)
 
     def scale_shape(self, shape: Sequence[int]) -> Block:
-        """As `QuantSpec.scale_shape`."""
+        """As of `QuantSpec`."""
         return scale_shape(shape, self.block_size(shape))
 
     def choose_scale(self, input: Tensor) -> Tensor:
-        """The largest magnitude of each block; not yet quantized by `scale_spec`."""
-        grouped = isinstance(self.granularity, PerGroup)
-        scale_dtype = self.scale_dtype or (input.dtype if grouped else torch.float32)
-        return choose_scale_codebook(input, self.block_size(input.shape), scale_dtype)
+        """The largest magnitude of each block, so that x / scale lies in [-1, 1]; not yet quantized by `scale_spec`.
+
+        It is at least the smallest normal number of its dtype, also for an all-zero block, and NaN for a block with a
+        NaN or an infinity.
+        """
+        check_floating_point("choose_scale", input)
+        scale_dtype = self.scale_dtype or (input.dtype if isinstance(self.granularity, PerGroup) else torch.float32)
+        low, high = min_max(input, self.block_size(input.shape))
+        info, highest = torch.finfo(scale_dtype), torch.maximum(-low, high)
+        return with_non_finite(highest.clamp(info.tiny, info.max), highest).to(scale_dtype)
 
     def choose_table(self, input: Tensor, scale: Tensor, importance: Tensor | None = None) -> Tensor:
         """The shared table, fp32, or a table per block, fp16: its values are at most 1, so 11 bits are precise enough.
-
-        Args:
-            scale: the scale as it will be stored.
-            importance: weight of each element in k-means, same shape as `input`.
-        """
+        `scale` is that which will be stored; `importance` are weights of the elements in k-means."""
         if self.table is not None:
             if importance is not None:
                 raise ValueError(f"importance is for k-means, the table of {self} is fixed; leave it out")
             return torch.tensor(self.table, dtype=torch.float32, device=input.device)
         view = BlockView(input.shape, self.block_size(input.shape))
-        x = _blocks_last(view, view.split(input).float() / view.split_scale(scale).float())
-        weights = None if importance is None else _blocks_last(view, view.split(importance.float()))
+        x = view.as_rows(view.split(input).float() / view.split_scale(scale).float())
+        weights = None if importance is None else view.as_rows(view.split(importance.float()))
         table = x.new_zeros(x.shape[0], 2**self.dtype.bits, dtype=torch.float16)
         rows = max(1, _KMEANS_ELEMENTS // max(1, x.shape[1]))
         for start in range(0, x.shape[0], rows):
@@ -311,14 +289,6 @@ class CodebookSpec:
         if self.scale_spec is not None:
             words.append(f"scale {self.scale_spec.dtype.name} {self.scale_spec.granularity!r}")
         return " ".join(words)
-
-
-def _blocks_last(view: BlockView, x: Tensor) -> Tensor:
-    """The split view as (blocks in the order of the scale, elements of a block)."""
-    outside = [axis for axis in range(x.dim()) if axis not in view.dims]
-    count = math.prod(view.scale_shape)
-    size = x.numel() // count if count else 0
-    return x.permute(*outside, *view.dims).reshape(count, size)
 
 
 # PowerSpec: a look-up table whose values are powers of equidistant numbers.

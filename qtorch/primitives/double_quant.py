@@ -26,9 +26,6 @@ from .qparams import Numerics
 
 Tensors = Mapping[str, Tensor]
 
-SCALE_TENSORS = ("scale", "scale_scale", "scale_mean")
-"""Names of the tensors of quantized scales: codes, their fp32 scale per group, their fp32 mean; or `scale` alone."""
-
 
 def check_scale_spec(spec: Numerics | None) -> None:
     """Raise `ValueError` if scales cannot be quantized by `spec`; None, no quantization, is allowed."""
@@ -48,7 +45,7 @@ def _has_mean(spec: Numerics) -> bool:
 
 
 def scale_tensor_shapes(scale_shape: Sequence[int], spec: Numerics | None) -> dict[str, tuple[int, ...]]:
-    """Shapes by name of the tensors that represent scales of this shape."""
+    """Shapes by name of the tensors that represent scales of this shape: codes, their scale per group, their mean."""
     shapes: dict[str, tuple[int, ...]] = {"scale": tuple(scale_shape)}
     if spec is not None:
         count = math.prod(scale_shape)
@@ -79,13 +76,10 @@ def quantize_scale(scale: Tensor, spec: Numerics | None) -> dict[str, Tensor]:
 
 
 def dequantize_scale(tensors: Tensors, spec: Numerics | None, rows: Tensor | None = None) -> Tensor:
-    """Inverse of `quantize_scale`, in fp32.
+    """Inverse of `quantize_scale`, in fp32, of all or of the `rows` (R,) along the first axis.
 
     A scale that is so small that its code is zero becomes the smallest normal number, since scales are positive, except
     where `only_multiplies`.
-
-    Args:
-        rows: indices (R,) along the first axis; None for all.
     """
     codes = tensors["scale"]
     of_rows = codes if rows is None else codes.index_select(0, rows)

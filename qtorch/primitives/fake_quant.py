@@ -36,8 +36,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def straight_through(input: Tensor, result: Tensor, unclipped: Tensor | None = None) -> Tensor:
-    """Return `result`, an approximation of `input` of the same shape, whose gradient is passed to `input`: everywhere,
-    or where the mask `unclipped` is true."""
+    """`result`, an approximation of `input` of its shape, whose gradient goes to `input` where `unclipped` is true."""
     return apply(_StraightThrough, input, result, unclipped)
 
 
@@ -59,18 +58,9 @@ def fake_quantize_affine(
 
     Arguments and errors as in `quantize_affine`.
     """
+    codes = (quant_dtype, quant_min, quant_max, zero_point_domain)
     return fake_quantize_affine_cachemask(
-        input,
-        block_size,
-        scale,
-        zero_point,
-        quant_dtype,
-        quant_min,
-        quant_max,
-        zero_point_domain,
-        rounding=rounding,
-        generator=generator,
-        noise=noise,
+        input, block_size, scale, zero_point, *codes, rounding=rounding, generator=generator, noise=noise
     )[0]
 
 
@@ -90,19 +80,10 @@ def fake_quantize_affine_cachemask(
 ) -> tuple[Tensor, Tensor]:
     """`fake_quantize_affine`, and the boolean mask of the elements that did not clip, which receive gradients."""
     check_floating_point("fake_quantize_affine", input)
+    codes = (quant_dtype, quant_min, quant_max, zero_point_domain)
     with torch.no_grad():
         result, unclipped = fake_quantize_blocks(
-            input,
-            block_size,
-            scale,
-            zero_point,
-            quant_dtype,
-            quant_min,
-            quant_max,
-            zero_point_domain,
-            rounding,
-            generator,
-            noise=noise,
+            input, block_size, scale, zero_point, *codes, rounding, generator, noise=noise
         )
     return straight_through(input, result, unclipped), unclipped
 
@@ -123,8 +104,6 @@ def fake_quantize_affine_cachemask(
 
 
 class _LearnedStep(torch.autograd.Function):
-    """Integer codes of `dtype` (a name) in [low, high]; blocks of `block`."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -157,15 +136,20 @@ class _LearnedStep(torch.autograd.Function):
         rounded = torch.round(v)
         codes = rounded + z
         inside = (codes >= low) & (codes <= high)
+
+        def sum_in_blocks(values: Tensor) -> Tensor:
+            total = values.sum(view.dims, keepdim=True) if view.dims else values
+            return (total.reshape(scale.shape) * ctx.grad_scale).to(scale.dtype)
+
         grad_input = grad_step = grad_zero = None
         if ctx.needs_input_grad[0]:
             grad_input = view.merge(g * inside)
         if ctx.needs_input_grad[1]:
             of_rounding = rounded - v if ctx.through_rounding else torch.zeros_like(v)
             slope = torch.where(inside, of_rounding, codes.clamp(low, high) - z)
-            grad_step = _sum_in_blocks(view, g.float() * slope, scale, ctx.grad_scale)
+            grad_step = sum_in_blocks(g.float() * slope)
         if ctx.needs_input_grad[2] and ctx.has_learned_zero_point:
-            grad_zero = _sum_in_blocks(view, torch.where(inside, 0.0, g.float() * -s), scale, ctx.grad_scale)
+            grad_zero = sum_in_blocks(torch.where(inside, 0.0, g.float() * -s))
         return grad_input, grad_step, grad_zero, None, None, None, None, None, None
 
 
@@ -236,8 +220,3 @@ def lsq_scale(input: Tensor, block_size: Sequence[int], quant_max: float) -> Ten
     mean = magnitude.mean(view.dims, keepdim=True) if view.dims else magnitude
     scale = mean.reshape(view.scale_shape) * (2 / math.sqrt(max(quant_max, 1)))
     return scale.clamp(min=torch.finfo(torch.float32).tiny)
-
-
-def _sum_in_blocks(view: BlockView, values: Tensor, scale: Tensor, factor: float) -> Tensor:
-    total = values.sum(view.dims, keepdim=True) if view.dims else values
-    return (total.reshape(scale.shape) * factor).to(scale.dtype)

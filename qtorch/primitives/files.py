@@ -10,6 +10,8 @@ import json
 import os
 import stat
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import FileIO
 from typing import Any
 
@@ -28,10 +30,7 @@ _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 def open_regular(path: str | os.PathLike[str]) -> FileIO:
     """Open a file for reading, without a buffer; never waits, as opening a pipe would.
 
-    Raises:
-        FileNotFoundError: there is none, or there cannot be one of this name.
-        ValueError: it is a folder, a pipe or a device.
-        OSError: it cannot be read.
+    `FileNotFoundError` if there is none of this name, `ValueError` for a folder, a pipe or a device.
     """
     try:
         number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -50,31 +49,30 @@ def open_regular(path: str | os.PathLike[str]) -> FileIO:
     return FileIO(number, "rb")
 
 
-def read_json(path: str | os.PathLike[str], most: int = MAX_JSON, values: int = MAX_VALUES) -> Any:
-    """The data of a JSON file of at most `most` bytes and about `values` values.
+@contextmanager
+def naming(*where: object) -> Iterator[None]:
+    """What a block finds wrong with a file, as `ValueError` that begins with `where`: the file, the tensor."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise ValueError(": ".join(map(str, (*where, error)))) from error
 
-    Raises:
-        FileNotFoundError: see `open_regular`.
-        ValueError: it is larger, or no regular file, or see `parse_json`; the message names the file.
-    """
+
+def read_json(path: str | os.PathLike[str], most: int = MAX_JSON, values: int = MAX_VALUES) -> Any:
+    """The data of a JSON file of at most `most` bytes and about `values` values; errors, as of `open_regular` and
+    `parse_json`, name the file."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise ValueError(f"{path}: it has {size} bytes; a JSON file has at most {most}")
         data = file.read(size)
-    try:
+    with naming(path, "it is not JSON"):
         return parse_json(data, values)
-    except ValueError as error:
-        raise ValueError(f"{path}: it is not JSON: {error}") from error
 
 
 def parse_json(text: str | bytes, values: int = MAX_VALUES) -> Any:
-    """Parse JSON text.
-
-    Raises:
-        ValueError: it is not JSON in UTF-8, nested deeper than `MAX_DEPTH`, has more than about `values` values, or an
-            object has a key twice.
-    """
+    """Parse JSON text; `ValueError` if it is not JSON in UTF-8, is nested deeper than `MAX_DEPTH`, has more than about
+    `values` values, or an object has a key twice."""
     comma, bracket, brace = (",", "[", "{") if isinstance(text, str) else (b",", b"[", b"{")
     if len(text) > values and sum(map(text.count, (comma, bracket, brace))) > values:  # type: ignore[arg-type]
         raise ValueError(f"the JSON has more than {values} values")

@@ -58,6 +58,11 @@ class SignedFormat:
             generator: source of the random numbers.
             noise: the random numbers themselves; see `round_to_integer`.
         """
+        stochastic = rounding is Rounding.STOCHASTIC
+        return self._encode(x, _uniform(x, generator, noise) if stochastic else None)
+
+    def _encode(self, x: Tensor, u: Tensor | None) -> Tensor:
+        """Codes; stochastic rounding uses the random numbers `u`, rounding to nearest has None."""
         raise NotImplementedError
 
     @property
@@ -120,23 +125,15 @@ class FloatFormat(SignedFormat):
             limits.append(float(middle if code % 2 == 0 else middle.nextafter(torch.zeros_like(middle))))
         return tuple(limits)
 
-    def encode(
-        self,
-        x: Tensor,
-        rounding: Rounding = Rounding.NEAREST_EVEN,
-        generator: torch.Generator | None = None,
-        noise: Tensor | None = None,
-    ) -> Tensor:
-        """See `SignedFormat.encode`; ties go to the even code. Without a zero, what lies between the two smallest
-        values goes to one of them, stochastically by the distance from each."""
+    def _encode(self, x: Tensor, u: Tensor | None) -> Tensor:
+        """Ties go to the even code. Without a zero, what lies between the two smallest values goes to one of them,
+        stochastically by the distance from each."""
         magnitude = x.abs().clamp(max=self.max)
         negative = torch.signbit(x)
-        if rounding is Rounding.NEAREST_EVEN:
+        if u is None:
             code = torch.bucketize(magnitude, x.new_tensor(self._last_of_code))
         else:
-            values = x.new_tensor(self.magnitudes)
-            below, u = _neighbour(magnitude, values), _uniform(x, generator, noise)
-            low, high = values[below], values[(below + 1).clamp(max=len(values) - 1)]
+            below, low, high = _neighbours(magnitude, x.new_tensor(self.magnitudes))
             code = below + (u * (high - low) < magnitude - low)
             if not self.has_zero:
                 smallest = self.magnitudes[0]
@@ -146,10 +143,8 @@ class FloatFormat(SignedFormat):
 
 @dataclass(frozen=True)
 class MidRise(SignedFormat):
-    """Half-integers from -(2^(b-1) - 1/2) to 2^(b-1) - 1/2, without a zero: the codes of a mid-rise quantizer.
-
-    To the nearest is floor(x) + 1/2, so that an integer goes up; of one bit are -1/2 and 1/2, the sign.
-    """
+    """Half-integers from -(2^(b-1) - 1/2) to 2^(b-1) - 1/2, without a zero: the codes of a mid-rise quantizer. To the
+    nearest is floor(x) + 1/2, so that an integer goes up; of one bit are -1/2 and 1/2, the sign."""
 
     width: int
 
@@ -170,16 +165,9 @@ class MidRise(SignedFormat):
     def magnitudes(self) -> tuple[float, ...]:
         return tuple(i + 0.5 for i in range(2 ** (self.width - 1)))
 
-    def encode(
-        self,
-        x: Tensor,
-        rounding: Rounding = Rounding.NEAREST_EVEN,
-        generator: torch.Generator | None = None,
-        noise: Tensor | None = None,
-    ) -> Tensor:
-        """See `SignedFormat.encode`."""
-        if rounding is Rounding.STOCHASTIC:
-            x = x + (_uniform(x, generator, noise) - 0.5)
+    def _encode(self, x: Tensor, u: Tensor | None) -> Tensor:
+        if u is not None:
+            x = x + (u - 0.5)
         half = 2 ** (self.bits - 1)
         if half == 1:
             return (x < 0).to(self.storage)
@@ -203,9 +191,10 @@ def _uniform(x: Tensor, generator: torch.Generator | None, noise: Tensor | None)
     return torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=generator) if noise is None else noise
 
 
-def _neighbour(magnitude: Tensor, values: Tensor) -> Tensor:
-    """The index of the largest of the ascending `values` that is not above `magnitude`, or 0."""
-    return (torch.bucketize(magnitude, values, right=True) - 1).clamp(min=0)
+def _neighbours(magnitude: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The index of the largest of the ascending `values` that is not above `magnitude`, or 0; it, and the next one."""
+    below = (torch.bucketize(magnitude, values, right=True) - 1).clamp(min=0)
+    return below, values[below], values[(below + 1).clamp(max=len(values) - 1)]
 
 
 def round_magnitudes(
@@ -213,10 +202,8 @@ def round_magnitudes(
 ) -> Tensor:
     """`x` (fp32) rounded stochastically to plus or minus one of the ascending `magnitudes`, the first of them zero,
     with expectation x; beyond the last it saturates. NaN stays."""
-    values = x.new_tensor(magnitudes)
     magnitude = x.abs().clamp(max=magnitudes[-1])
-    below = _neighbour(magnitude, values)
-    low, high = values[below], values[(below + 1).clamp(max=len(magnitudes) - 1)]
+    _, low, high = _neighbours(magnitude, x.new_tensor(magnitudes))
     rounded = torch.where(_uniform(x, generator, noise) * (high - low) < magnitude - low, high, low)
     return torch.where(x.isnan(), x, torch.copysign(rounded, x))
 

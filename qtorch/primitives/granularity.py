@@ -31,11 +31,7 @@ class Granularity:
         raise NotImplementedError
 
     def block(self, shape: Sequence[int]) -> Block:
-        """The block of a tensor of this shape, without -1.
-
-        Raises:
-            ValueError: a block size does not divide its axis.
-        """
+        """The block of a tensor of this shape, without -1; `ValueError` if it does not divide the tensor."""
         return resolve_block(self.pattern(len(shape)), shape)
 
 
@@ -126,12 +122,7 @@ class IndivisibleError(ValueError):
 
 
 def resolve_block(pattern: Sequence[int], shape: Sequence[int]) -> Block:
-    """Replace -1 by the axis size and check that each block size divides its axis.
-
-    Raises:
-        ValueError: the numbers of axes differ.
-        IndivisibleError: a block size does not divide its axis.
-    """
+    """Replace -1 by the axis size; `IndivisibleError` if a block size does not divide its axis."""
     if len(pattern) != len(shape):
         raise ValueError(f"block_size {tuple(pattern)} has {len(pattern)} axes, the tensor has shape {tuple(shape)}")
     block = tuple(n if b == -1 else b for b, n in zip(pattern, shape, strict=True))
@@ -144,7 +135,7 @@ def resolve_block(pattern: Sequence[int], shape: Sequence[int]) -> Block:
 
 
 def scale_shape(shape: Sequence[int], block: Block) -> Block:
-    """Shape of the scale of a tensor of shape `shape` in blocks of `block`: one element per block."""
+    """Shape of the scale of a tensor of this shape: one element per block."""
     return tuple(1 if b == n else n // b for b, n in zip(block, shape, strict=True))
 
 
@@ -187,18 +178,18 @@ class BlockView:
         return x if len(self._split) == len(self.shape) else x.reshape(self._split)
 
     def split_scale(self, scale: Tensor) -> Tensor:
-        """The scale, of any shape with one element per block (torchao leaves out reduced axes), in the split view.
-
-        Raises:
-            ValueError: the number of elements is not the number of blocks.
-        """
-        wanted = math.prod(self.scale_shape)
-        if scale.numel() != wanted:
-            raise ValueError(
-                f"a tensor of shape {self.shape} in blocks of {self.block} has {wanted} scales of shape "
-                f"{self.scale_shape}, got shape {tuple(scale.shape)}"
-            )
+        """The scale, of any shape with one element per block (torchao leaves out reduced axes), in the split view."""
+        count = math.prod(self.scale_shape)
+        if scale.numel() != count:
+            found = f"{count} scales of shape {self.scale_shape}, got shape {tuple(scale.shape)}"
+            raise ValueError(f"a tensor of shape {self.shape} in blocks of {self.block} has {found}")
         return scale.reshape(self._split_scale)
+
+    def as_rows(self, split: Tensor) -> Tensor:
+        """The split view as (blocks in the order of the scale, elements of a block)."""
+        outside = [axis for axis in range(split.dim()) if axis not in self.dims]
+        count = math.prod(self.scale_shape)
+        return split.permute(*outside, *self.dims).reshape(count, split.numel() // count if count else 0)
 
     def merge(self, x: Tensor) -> Tensor:
         compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
@@ -274,13 +265,12 @@ def _run_blocks(sizes: Sequence[int], run: int) -> list[int] | None:
     return blocks[::-1] if run == 1 else None
 
 
-# FlatBlocks: the elements of a tensor of any size and shape as a matrix, a row for each block.
-# The elements, in row-major order, are `rows` runs of `length`. No block crosses the end of a run; the last one of each
-# is completed with zeros.
-
-
 class FlatBlocks(NamedTuple):
-    """How elements are divided into blocks."""
+    """The elements of a tensor of any size and shape as a matrix, a row for each block.
+
+    In row-major order they are `rows` runs of `length`. No block crosses the end of a run; the last one of each is
+    completed with zeros.
+    """
 
     rows: int
     length: int
@@ -298,12 +288,9 @@ class FlatBlocks(NamedTuple):
 
     def split(self, x: Tensor) -> Tensor:
         """The matrix of a tensor."""
-        return functional.pad(x.reshape(self.rows, self.length), (0, self._padding)).reshape(self.shape)
+        padding = self.of_row * self.block - self.length
+        return functional.pad(x.reshape(self.rows, self.length), (0, padding)).reshape(self.shape)
 
     def merge(self, matrix: Tensor) -> Tensor:
         """Inverse of `split`: the elements (rows, length)."""
         return matrix.reshape(self.rows, self.of_row * self.block)[:, : self.length]
-
-    @property
-    def _padding(self) -> int:
-        return self.of_row * self.block - self.length

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from .discovery import import_later
+
 T = TypeVar("T")
 
 MAX_DEPTH = 64
@@ -28,11 +30,8 @@ _STRING_READERS: dict[str, Callable[[str], Any]] = {"torch": lambda name: _DTYPE
 
 
 def jsonable(cls: type[T]) -> type[T]:
-    """Class decorator: make a frozen dataclass, or an `enum.Enum`, readable by `from_json` under its class name.
-
-    Raises:
-        ValueError: another class has registered the same name.
-    """
+    """Class decorator: make a frozen dataclass, or an `enum.Enum`, readable by `from_json` under its class name, which
+    no other class may have."""
     name = cls.__name__
     if _CLASSES.setdefault(name, cls) is not cls:
         raise ValueError(f"jsonable: the name {name!r} is already taken by {_CLASSES[name]!r}")
@@ -101,6 +100,8 @@ def _read(data: Any, depth: int) -> Any:
 
 
 def _make(name: Any, values: dict[Any, Any]) -> Any:
+    if isinstance(name, str) and name not in _CLASSES:
+        import_later()
     cls = _CLASSES.get(name) if isinstance(name, str) else None
     if cls is None or not dataclasses.is_dataclass(cls):
         raise ValueError(f"from_json: unknown type {name!r:.80}; known: {', '.join(sorted(_CLASSES))}")
@@ -116,9 +117,8 @@ def construct(cls: type[T], values: Mapping[Any, Any]) -> T:
     name, values = cls.__name__, {key: tuples(value) for key, value in values.items()}
     known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     if unknown := sorted(map(str, values.keys() - known)):
-        raise ValueError(
-            f"from_json: {name} has no field {', '.join(unknown)}; the data was written by a newer version of qtorch"
-        )
+        what = f"{name} has no field {', '.join(unknown)}"
+        raise ValueError(f"from_json: {what}; the data was written by a newer version of qtorch")
     try:
         made = cls(**values)
         hash(made)

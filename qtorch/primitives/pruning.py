@@ -43,18 +43,14 @@ def kept_blocks(blocks: int, sparsity: float) -> int:
 
 
 def mask_blocks(importance: Tensor, block_size: int, sparsity: float) -> Tensor:
-    """Which elements of a matrix are in the blocks that `prune_blocks` keeps, (N, K) bool.
+    """Which elements of a matrix are in the blocks that `prune_blocks` keeps, (N, K) bool, with the same error.
 
     Args:
         importance: (N, K) not negative; the importance of a block is the sum of that of its elements.
-
-    Raises:
-        ValueError: blocks do not divide the matrix.
     """
-    if importance.dim() != 2 or any(size % block_size for size in importance.shape):
-        raise ValueError(
-            f"blocks of {block_size} x {block_size} do not divide a matrix of shape {tuple(importance.shape)}"
-        )
+    shape = tuple(importance.shape)
+    if len(shape) != 2 or any(size % block_size for size in shape):
+        raise ValueError(f"blocks of {block_size} x {block_size} do not divide a matrix of shape {shape}")
     blocks = importance.unflatten(1, (-1, block_size)).unflatten(0, (-1, block_size)).sum((1, 3), dtype=torch.float32)
     best = blocks.argsort(dim=1, descending=True, stable=True)[:, : kept_blocks(blocks.shape[1], sparsity)]
     mask = torch.zeros_like(blocks, dtype=torch.bool).scatter_(1, best, True)

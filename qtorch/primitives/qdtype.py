@@ -59,11 +59,8 @@ class QDType:
         generator: torch.Generator | None = None,
         noise: Tensor | None = None,
     ) -> Tensor:
-        """Codes, in the storage dtype, of fp32 `values` within the bounds, which integer types need rounded.
-
-        Args:
-            rounding, generator, noise: for floating-point types; see `round_to_integer`.
-        """
+        """Codes, in the storage dtype, of fp32 `values` within the bounds, which integer types need rounded; the other
+        arguments are for floating-point types, see `round_to_integer`."""
         if self.format is not None:
             return self.format.encode(values, rounding, generator, noise)
         if self.is_floating_point and rounding is Rounding.STOCHASTIC:
@@ -91,40 +88,32 @@ class QDType:
         return qdtype, (self.name,)
 
 
-def _integer_types() -> list[QDType]:
-    signed = [QDType(f"int{b}", b, -(2 ** (b - 1)), 2 ** (b - 1) - 1, torch.int8) for b in range(1, 9)]
-    unsigned = [QDType(f"uint{b}", b, 0, 2**b - 1, torch.uint8) for b in range(1, 9)]
-    return signed + unsigned
-
-
-def _float8_types() -> list[QDType]:
-    names = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
-    dtypes = [(name, getattr(torch, name)) for name in names]
-    return [QDType(name, 8, torch.finfo(dt).min, torch.finfo(dt).max, dt, True) for name, dt in dtypes]
-
-
+_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _FLOATS = ((3, 2), (2, 3), (2, 2), (3, 1), (2, 1), (2, 0))
 _AQT_FLOATS = ((5, 0), (4, 1), (1, 4), (0, 5), (4, 0), (1, 3), (0, 4), (3, 0), (1, 2), (0, 3))
 _WITHOUT_ZERO = ((3, 0), (2, 1), (1, 2), (0, 3))
 
 
-def _small_float_types() -> list[QDType]:
+def _signed_integer(bits: int) -> QDType:
+    storage = torch.int8 if bits <= 8 else torch.int16 if bits <= 16 else torch.int32
+    return QDType(f"int{bits}", bits, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1, storage)
+
+
+def _types() -> list[QDType]:
+    """Integers beyond 8 bits, and midrise9 and wider, are for training alone: AQT goes up to 22 bits, which fp32 can
+    still tell apart. Tests use int32 for bit-exact comparison with torch's own primitives."""
+    types = [_signed_integer(bits) for bits in range(1, 9)]
+    types += [QDType(f"uint{b}", b, 0, 2**b - 1, torch.uint8) for b in range(1, 9)]
+    limits = {name: torch.finfo(getattr(torch, name)) for name in _FLOAT8}
+    types += [QDType(name, 8, limit.min, limit.max, getattr(torch, name), True) for name, limit in limits.items()]
     formats: list[SignedFormat] = [FloatFormat(e, m) for e, m in (*_FLOATS, *_AQT_FLOATS)]
     formats += [FloatFormat(e, m, subnormals=False) for e, m in _WITHOUT_ZERO]
     formats += [MidRise(bits) for bits in range(1, 23)]
-    return [QDType(f.name, f.bits, -f.max, f.max, f.storage, True, f) for f in formats]
+    types += [QDType(f.name, f.bits, -f.max, f.max, f.storage, True, f) for f in formats]
+    return types + [_signed_integer(bits) for bits in (*range(9, 23), 32)]
 
 
-def _wide_types() -> list[QDType]:
-    """For training alone, as midrise9 and wider are: AQT goes up to 22 bits, which fp32 can still tell apart. Tests use
-    int32 for bit-exact comparison with torch's own primitives."""
-    storage = {bits: torch.int16 if bits <= 16 else torch.int32 for bits in (*range(9, 23), 32)}
-    return [QDType(f"int{b}", b, -(2 ** (b - 1)), 2 ** (b - 1) - 1, dtype) for b, dtype in storage.items()]
-
-
-QDTYPES: dict[str, QDType] = {
-    t.name: t for t in [*_integer_types(), *_float8_types(), *_small_float_types(), *_wide_types()]
-}
+QDTYPES: dict[str, QDType] = {kind.name: kind for kind in _types()}
 
 
 def qdtype(dtype: QDType | torch.dtype | str) -> QDType:

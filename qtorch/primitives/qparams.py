@@ -61,19 +61,9 @@ def choose_qparams_affine(
     """
     check_floating_point("choose_qparams_affine", input)
     low, high = min_max(input, block_size)
+    dtypes_and_zero = (scale_dtype, zero_point_dtype, preserve_zero, zero_point_domain)
     return choose_qparams_affine_with_min_max(
-        low,
-        high,
-        mapping_type,
-        block_size,
-        target_dtype,
-        quant_min,
-        quant_max,
-        eps,
-        scale_dtype or torch.float32,
-        zero_point_dtype,
-        preserve_zero,
-        zero_point_domain,
+        low, high, mapping_type, block_size, target_dtype, quant_min, quant_max, eps, *dtypes_and_zero
     )
 
 
@@ -121,7 +111,7 @@ def choose_qparams_affine_with_min_max(
     for extreme in (min_val, max_val):
         check_floating_point("choose_qparams_affine_with_min_max", extreme)
     low_code, high_code = code_range(target_dtype, quant_min, quant_max)
-    _check_options(mapping_type, zero_point_domain, preserve_zero, preserve_max_val)
+    check_options(mapping_type, zero_point_domain, preserve_zero, preserve_max_val)
     scale_dtype = scale_dtype or torch.float32
     low, high = min_val.float(), max_val.float()
     if preserve_zero:
@@ -191,58 +181,44 @@ def _power_of_two_scale(scale: Tensor, low: Tensor, high: Tensor, high_code: flo
     return torch.where(floor < scale, floor * 2, floor)
 
 
-def _check_options(mapping: MappingType, domain: ZeroPointDomain, preserve_zero: bool, preserve_max_val: bool) -> None:
+def check_options(mapping: MappingType, domain: ZeroPointDomain, preserve_zero: bool, preserve_max_val: bool) -> None:
+    """Raise `ValueError` for options that contradict each other."""
     if not preserve_max_val and mapping is not MappingType.SYMMETRIC:
         raise ValueError(f"preserve_max_val=False is for symmetric mappings, got {mapping.name}")
     if mapping is MappingType.ASYMMETRIC and domain is ZeroPointDomain.NONE:
         raise ValueError("an asymmetric mapping needs a zero point: zero_point_domain is NONE")
     if not preserve_zero and not domain.adds_zero_point:
-        raise ValueError(f"preserve_zero=False needs zero_point_domain FLOAT or OFFSET, got {domain.name}")
+        raise ValueError(f"preserve_zero=False needs the FLOAT or OFFSET domain, got {domain.name}")
 
-
-# Numerics: the part of `QuantSpec` that scale rules and double quantization need; it breaks their import cycle.
 
 N = TypeVar("N", bound="Numerics")
 
 
 class Numerics(Protocol):
-    """Protocol of the part of `QuantSpec` that does not depend on how ranges are chosen; see there."""
+    """The part of `QuantSpec` that scale rules and double quantization need, which that file imports; see there."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def dtype(self) -> QDType: ...
-
     @property
     def granularity(self) -> Granularity: ...
-
     @property
     def mapping(self) -> MappingType: ...
-
     @property
     def zero_point_domain(self) -> ZeroPointDomain: ...
-
     @property
     def code_range(self) -> tuple[float, float]: ...
-
     @property
     def has_zero_point(self) -> bool: ...
-
     @property
     def scale_spec(self) -> Numerics | None: ...
-
     def block_size(self, shape: Sequence[int]) -> Block: ...
-
     def choose_qparams(self, input: Tensor) -> tuple[Tensor, Tensor | None]: ...
-
     def choose_qparams_from_range(
         self, min_val: Tensor, max_val: Tensor, input_dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor | None]: ...
-
     def quantize(self, input: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor: ...
-
     def dequantize(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor: ...
-
     def with_granularity(self: N, granularity: Granularity) -> N: ...
-
     def to_nearest(self: N) -> N: ...

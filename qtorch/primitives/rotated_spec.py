@@ -35,10 +35,8 @@ class RotatedSpec(QuantSpec):
         super().__post_init__()
         sizes = [size for size in self._pattern() if size != 1]
         if len(sizes) != 1 or sizes[0] < 2 or sizes[0] & (sizes[0] - 1):
-            raise ValueError(
-                f"RotatedSpec: blocks are vectors whose length is a power of two, such as PerGroup(32), got "
-                f"{self.granularity}"
-            )
+            rule = "blocks are vectors whose length is a power of two, such as PerGroup(32)"
+            raise ValueError(f"RotatedSpec: {rule}, got {self.granularity}")
 
     def _pattern(self) -> tuple[int, ...]:
         sizes = self.granularity.sizes if isinstance(self.granularity, PerBlock) else ()

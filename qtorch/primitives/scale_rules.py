@@ -6,7 +6,6 @@ A rule implements `min_max(input, spec)`, which returns two fp32 tensors in the 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar
@@ -113,11 +112,8 @@ class AbsMeanRule(ScaleRule):
     def min_max(self, input: Tensor, spec: Numerics) -> MinMax:
         blocks, shape = elements_last(input, spec)
         low_code, high_code = spec.code_range
-        mean = (
-            blocks.float().abs().mean(-1).reshape(shape)
-            if blocks.numel()
-            else input.new_zeros(shape, dtype=torch.float32)
-        )
+        empty = not blocks.numel()
+        mean = input.new_zeros(shape, dtype=torch.float32) if empty else blocks.float().abs().mean(-1).reshape(shape)
         if spec.mapping is MappingType.SYMMETRIC:
             low_code, high_code = (low_code - high_code) / 2, (high_code - low_code) / 2
         return mean * low_code, mean * high_code
@@ -234,11 +230,7 @@ def _with_non_finite(low: Tensor, high: Tensor, input: Tensor, spec: Numerics) -
 def elements_last(input: Tensor, spec: Numerics) -> tuple[Tensor, tuple[int, ...]]:
     """`input` in the shape (blocks, elements of a block), and the shape of the scale."""
     view = BlockView(input.shape, spec.block_size(input.shape))
-    x = view.split(input)
-    kept = [d for d in range(x.dim()) if d not in view.dims]
-    count = math.prod(view.scale_shape)
-    x = x.permute(*kept, *view.dims)
-    return x.reshape(count, -1) if x.numel() else x.reshape(count, 0), view.scale_shape
+    return view.as_rows(view.split(input)), view.scale_shape
 
 
 # HQQ: choose the range of a block by half-quadratic optimization, from the weights alone.
@@ -297,10 +289,8 @@ class HQQRule(ScaleRule):
         if self.beta < 1 or self.kappa < 1:
             raise ValueError(f"needs beta >= 1 and kappa >= 1, got {self.beta} and {self.kappa}")
         if self.iterations < 0 or self.starts < 1 or not 0 < self.smallest < 1:
-            raise ValueError(
-                f"needs iterations >= 0, starts >= 1 and 0 < smallest < 1, "
-                f"got {self.iterations}, {self.starts} and {self.smallest}"
-            )
+            found = f"{self.iterations}, {self.starts} and {self.smallest}"
+            raise ValueError(f"needs iterations >= 0, starts >= 1 and 0 < smallest < 1, got {found}")
 
     def min_max(self, input: Tensor, spec: Numerics) -> MinMax:
         if spec.dtype.is_floating_point:
@@ -319,20 +309,34 @@ class HQQRule(ScaleRule):
     def _search(self, rows: Tensor, spec: Numerics) -> MinMax:
         """Ranges (rows, 1) of rows (rows, elements)."""
         low, high = MinMaxRule().min_max(rows, spec)
-        trials = _Trials(rows, spec, low, high, self.p)
-        for step in range(self.starts):
-            factor = 1 - (1 - self.smallest) * step / max(self.starts - 1, 1)
-            trials.add(low * factor, high * factor)
-        low, high = trials.low, trials.high
+        # Errors are in steps of the first range, so that they cannot overflow.
+        x, step = rows.float(), spec.choose_qparams_from_range(low, high, rows.dtype)[0].float()
+        best_low, best_high, least = low, high, torch.full_like(low, float("inf"))
+
+        def evaluate(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+            """Scale, zero point, codes and error in steps; the range is kept where it is the best so far."""
+            nonlocal best_low, best_high, least
+            scale, zero_point = spec.choose_qparams_from_range(low, high, rows.dtype)
+            codes = spec.quantize(x, scale, zero_point)
+            error = (x - spec.dequantize(codes, scale, zero_point)) / step
+            loss = error.abs().pow(self.p).mean(1, keepdim=True)
+            better = loss < least
+            best_low, best_high = torch.where(better, low, best_low), torch.where(better, high, best_high)
+            least = torch.where(better, loss, least)
+            return scale.float(), zero_point, codes.float(), error
+
+        for index in range(self.starts):
+            factor = 1 - (1 - self.smallest) * index / max(self.starts - 1, 1)
+            evaluate(low * factor, high * factor)
+        low, high = best_low, best_high
         beta = self.beta
         for _ in range(self.iterations):
-            scale, zero_point, codes, residual = trials.add(low, high)
-            in_steps = residual / trials.step
-            rest = in_steps - shrink(in_steps, self.p, beta)
-            low, high = _fit(spec, scale, zero_point, codes, rest * (trials.step / scale))
+            scale, zero_point, codes, error = evaluate(low, high)
+            rest = error - shrink(error, self.p, beta)
+            low, high = _fit(spec, scale, zero_point, codes, rest * (step / scale))
             beta *= self.kappa
-        trials.add(low, high)
-        return trials.low, trials.high
+        evaluate(low, high)
+        return best_low, best_high
 
 
 def shrink(x: Tensor, p: float, beta: float) -> Tensor:
@@ -342,60 +346,25 @@ def shrink(x: Tensor, p: float, beta: float) -> Tensor:
     return x.sign() * (size - size.clamp(min=tiny).pow(p - 1) / beta).clamp(min=0)
 
 
-class _Trials:
-    """Ranges tried for rows (rows, elements), and the best of each row so far.
-
-    Attributes:
-        low, high: the best range, (rows, 1).
-        step: the scale of the first range, (rows, 1), the unit of errors, so that they cannot overflow.
-    """
-
-    def __init__(self, rows: Tensor, spec: Numerics, low: Tensor, high: Tensor, p: float) -> None:
-        self.rows, self.spec, self.p = rows, spec, p
-        self.dtype = rows.dtype
-        self.rows = rows.float()
-        self.low, self.high = low, high
-        self.step = spec.choose_qparams_from_range(low, high, self.dtype)[0].float()
-        self.loss = torch.full_like(low, float("inf"))
-
-    def add(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Evaluate a range; returns (scale, zero_point, codes, residual), all but the zero point in fp32."""
-        spec = self.spec
-        scale, zero_point = spec.choose_qparams_from_range(low, high, self.dtype)
-        codes = spec.quantize(self.rows, scale, zero_point)
-        residual = self.rows - spec.dequantize(codes, scale, zero_point)
-        loss = (residual / self.step).abs().pow(self.p).mean(1, keepdim=True)
-        better = loss < self.loss
-        self.low = torch.where(better, low, self.low)
-        self.high = torch.where(better, high, self.high)
-        self.loss = torch.where(better, loss, self.loss)
-        return scale.float(), zero_point, codes.float(), residual
-
-
 def _fit(spec: Numerics, scale: Tensor, zero_point: Tensor | None, codes: Tensor, error: Tensor) -> MinMax:
-    """Ranges (rows, 1) whose scale and zero point have the least squared error for fixed codes.
-
-    Args:
-        scale, zero_point: those with which `codes` were quantized, (rows, 1).
-        codes: (rows, elements), fp32.
-        error: target minus dequantized codes, in units of `scale`, (rows, elements).
-    """
+    """Ranges (rows, 1) whose scale and zero point have the least squared error for fixed `codes` (rows, elements), made
+    with `scale` and `zero_point`; `error` is the target minus what they stand for, in units of `scale`."""
     low_code, high_code = spec.code_range
     domain = spec.zero_point_domain
     zero: Tensor | float = 0.0
     if zero_point is not None:
         zero = domain.zero_point_code(low_code, high_code) if domain.adds_zero_point else zero_point.float()
-    wanted = codes - zero + error
+    target = codes - zero + error
     if spec.mapping is MappingType.ASYMMETRIC:
-        mean_code, mean = codes.mean(1, keepdim=True), wanted.mean(1, keepdim=True)
-        slope = _slope(codes - mean_code, wanted - mean)
+        mean_code, mean = codes.mean(1, keepdim=True), target.mean(1, keepdim=True)
+        slope = _slope(codes - mean_code, target - mean)
         if domain.adds_zero_point:
             assert zero_point is not None
             middle = zero_point.float() + scale * (mean + slope * (zero - mean_code))
             return middle + scale * slope * (low_code - zero), middle + scale * slope * (high_code - zero)
         zero = mean_code - mean / slope
         zero = (zero if domain is ZeroPointDomain.FRACTIONAL else torch.round(zero)).clamp(low_code, high_code)
-    slope = _slope(codes - zero, wanted)
+    slope = _slope(codes - zero, target)
     if spec.mapping is MappingType.SYMMETRIC:
         bound = scale * slope * ((high_code - low_code) / 2)
         return -bound, bound

@@ -26,7 +26,7 @@ from .fake_quant import fake_quantize_affine
 from .granularity import Block, Granularity, PerBlock, PerGroup, PerRow, scale_shape
 from .jsonable import jsonable
 from .qdtype import QDType, qdtype
-from .qparams import choose_qparams_affine_with_min_max
+from .qparams import check_options, choose_qparams_affine_with_min_max
 from .rounding import Noise, Rounding
 from .scale_rules import MinMaxRule, ScaleRule
 
@@ -79,27 +79,22 @@ class QuantSpec:
         if not isinstance(self.granularity, Granularity):
             raise TypeError(f"QuantSpec: granularity is a word such as PerRow() or a tuple, got {self.granularity!r}")
         code_range(self.dtype, self.quant_min, self.quant_max)
-        if self.mapping is MappingType.ASYMMETRIC and self.zero_point_domain is ZeroPointDomain.NONE:
-            raise ValueError("QuantSpec: an asymmetric mapping needs a zero point: zero_point_domain is NONE")
-        if not self.preserve_zero and not self.zero_point_domain.adds_zero_point:
-            raise ValueError(
-                f"QuantSpec: preserve_zero=False needs the FLOAT or OFFSET domain, got {self.zero_point_domain.name}"
-            )
-        if not self.preserve_max_val and self.mapping is not MappingType.SYMMETRIC:
-            raise ValueError(f"QuantSpec: preserve_max_val=False is for symmetric mappings, got {self.mapping.name}")
+        check_options(self.mapping, self.zero_point_domain, self.preserve_zero, self.preserve_max_val)
         if self.noise is not None and self.rounding is not Rounding.STOCHASTIC:
             raise ValueError("QuantSpec: noise is that of stochastic rounding: rounding=Rounding.STOCHASTIC")
         check_scale_spec(self.scale_spec)
         if self.scale_spec is not None and self.has_zero_point and not self.quantizes_zero_points:
-            raise ValueError(
-                f"QuantSpec: quantized scales need a mapping without zero points, or zero points of the OFFSET domain "
-                f"and a scale_spec of integers of the NONE domain, got {self}"
-            )
+            rule = "zero points of the OFFSET domain and a scale_spec of integers of the NONE domain"
+            raise ValueError(f"QuantSpec: quantized scales need a mapping without zero points, or {rule}, got {self}")
 
     @property
     def code_range(self) -> tuple[float, float]:
         """(quant_min, quant_max) in force."""
         return code_range(self.dtype, self.quant_min, self.quant_max)
+
+    @property
+    def _codes(self) -> tuple[QDType, float | None, float | None, ZeroPointDomain]:
+        return self.dtype, self.quant_min, self.quant_max, self.zero_point_domain
 
     @property
     def has_zero_point(self) -> bool:
@@ -126,11 +121,7 @@ class QuantSpec:
         return self
 
     def block_size(self, shape: Sequence[int]) -> Block:
-        """Elements that share a scale in a tensor of this shape, per axis.
-
-        Raises:
-            ValueError: a block does not divide its axis.
-        """
+        """Elements that share a scale in a tensor of this shape, per axis, which they divide (else `ValueError`)."""
         return self.granularity.block(shape)
 
     def scale_shape(self, shape: Sequence[int]) -> Block:
@@ -138,19 +129,14 @@ class QuantSpec:
         return scale_shape(shape, self.block_size(shape))
 
     def choose_range(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        """Range (min, max) that the codes of each block should cover, fp32, of the scale's shape.
-
-        Raises:
-            TypeError: `input` is not in floating point.
-        """
+        """Range (min, max) that the codes of each block should cover, fp32, of the scale's shape."""
         check_floating_point("choose_range", input)
         return self.scale_rule.min_max(input, self)
 
     def choose_qparams_from_range(
         self, min_val: Tensor, max_val: Tensor, input_dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor | None]:
-        """Scale and zero point from ranges, the scale as `scale_spec` leaves it; zero_point is None where it is always
-        zero (see `has_zero_point`)."""
+        """Scale, as `scale_spec` leaves it, and zero point, None where it is always zero (see `has_zero_point`)."""
         return self.dense_qparams(*self._stored_qparams(min_val, max_val, input_dtype))
 
     def dense_qparams(self, tensors: Mapping[str, Tensor], zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -163,22 +149,12 @@ class QuantSpec:
     def _stored_qparams(
         self, min_val: Tensor, max_val: Tensor, input_dtype: torch.dtype
     ) -> tuple[dict[str, Tensor], Tensor | None]:
-        scale_dtype = self.stored_scale_dtype(input_dtype)
-        integer_zero_point = self.zero_point_domain is ZeroPointDomain.INT
+        dtype, domain, scale_dtype = self.dtype, self.zero_point_domain, self.stored_scale_dtype(input_dtype)
+        zero_point_dtype = dtype.storage if domain is ZeroPointDomain.INT else scale_dtype
+        codes = (dtype, self.quant_min, self.quant_max, self.eps)
+        rest = (*codes, scale_dtype, zero_point_dtype, self.preserve_zero, domain)
         scale, zero_point = choose_qparams_affine_with_min_max(
-            min_val,
-            max_val,
-            self.mapping,
-            (),
-            self.dtype,
-            self.quant_min,
-            self.quant_max,
-            self.eps,
-            scale_dtype,
-            self.dtype.storage if integer_zero_point else scale_dtype,
-            self.preserve_zero,
-            self.zero_point_domain,
-            preserve_max_val=self.preserve_max_val,
+            min_val, max_val, self.mapping, (), *rest, preserve_max_val=self.preserve_max_val
         )
         tensors = quantize_scale(scale, self.scale_spec)
         if zero_point is None or not self.has_zero_point:
@@ -190,7 +166,7 @@ class QuantSpec:
         return {**tensors, "zero_point_scale": of_zero_point["zero_point_scale"]}, of_zero_point["zero_point"]
 
     def stored_scale_dtype(self, input_dtype: torch.dtype) -> torch.dtype:
-        """Dtype that scales are kept in, before `scale_spec` quantizes them."""
+        """Dtype of the scales, before `scale_spec` quantizes them."""
         keeps_input_dtype = isinstance(self.granularity, PerGroup) and self.scale_spec is None
         return self.scale_dtype or (input_dtype if keeps_input_dtype else torch.float32)
 
@@ -206,51 +182,24 @@ class QuantSpec:
         self, input: Tensor, scale: Tensor, zero_point: Tensor | None, generator: torch.Generator | None = None
     ) -> Tensor:
         """Codes of `input` in the storage dtype; see `quantize_affine`."""
+        block, noise = self.block_size(input.shape), self.noise
         return quantize_affine(
-            input,
-            self.block_size(input.shape),
-            scale,
-            zero_point,
-            self.dtype,
-            self.quant_min,
-            self.quant_max,
-            self.zero_point_domain,
-            rounding=self.rounding,
-            generator=generator,
-            noise=self.noise,
+            input, block, scale, zero_point, *self._codes, rounding=self.rounding, generator=generator, noise=noise
         )
 
     def dequantize(
         self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, output_dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Reals of `codes`; see `dequantize_affine`."""
-        return dequantize_affine(
-            codes,
-            self.block_size(codes.shape),
-            scale,
-            zero_point,
-            self.dtype,
-            self.quant_min,
-            self.quant_max,
-            self.zero_point_domain,
-            output_dtype,
-        )
+        block = self.block_size(codes.shape)
+        return dequantize_affine(codes, block, scale, zero_point, *self._codes, output_dtype)
 
     def fake_quantize(self, input: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Choose, quantize and dequantize, in the input's dtype, with the straight-through gradient."""
+        block, noise = self.block_size(input.shape), self.noise
         scale, zero_point = self.choose_qparams(input.detach())
         return fake_quantize_affine(
-            input,
-            self.block_size(input.shape),
-            scale,
-            zero_point,
-            self.dtype,
-            self.quant_min,
-            self.quant_max,
-            self.zero_point_domain,
-            rounding=self.rounding,
-            generator=generator,
-            noise=self.noise,
+            input, block, scale, zero_point, *self._codes, rounding=self.rounding, generator=generator, noise=noise
         )
 
     def with_granularity(self, granularity: Granularity) -> QuantSpec:
@@ -303,11 +252,7 @@ class LinearSpec:
 
 
 def constant_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """`shape` as integers; symbolic sizes of a compiler become constants, since metadata cannot vary within a graph.
-
-    Raises:
-        ValueError: a size is not an integer.
-    """
+    """`shape` as integers; symbolic sizes of a compiler become constants, since metadata cannot vary within a graph."""
     if not all(type(size) is int or isinstance(size, torch.SymInt) for size in shape):
         raise ValueError(f"a shape takes integers, got {shape!r}")
     return tuple(map(int, shape))

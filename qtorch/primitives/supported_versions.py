@@ -18,19 +18,12 @@ class UnsupportedVersion(ImportError):
 
 
 def check_version(package: str) -> None:
-    """Import a package of `OLDEST`.
-
-    Raises:
-        UnsupportedVersion: it is older than that.
-        ImportError: it is not installed.
-    """
+    """Import a package of `OLDEST`; `UnsupportedVersion` if it is older than that."""
     installed = getattr(import_module(package), "__version__", None)
     oldest = OLDEST[package]
     if installed is not None and _numbers(installed) < _numbers(oldest):
-        raise UnsupportedVersion(
-            f"qtorch works with {package} {oldest} and newer, and {package} {installed} is installed: "
-            f"pip install '{package}>={oldest}'"
-        )
+        found = f"{package} {oldest} and newer, and {package} {installed} is installed"
+        raise UnsupportedVersion(f"qtorch works with {found}: pip install '{package}>={oldest}'")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -89,13 +89,8 @@ def apply(function: type[Function], *args: Any) -> Any:
 
 
 def run_whole(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)`` as one opaque function under transforms; see the top of the file.
-
-    Args:
-        function: differentiable by autograd; it returns a tensor or a tuple of tensors.
-        args: tensors, which are differentiable if in floating point, and other values; tensors inside these are
-            constants.
-    """
+    """``function(*args)``, a tensor or a tuple of tensors, as one opaque function under transforms; see the comment
+    above. It is differentiable by autograd in the tensors of `args`; tensors inside other values are constants."""
     return _Whole.apply(function, *args)
 
 
@@ -155,16 +150,13 @@ class _Whole(Function):
 
 
 def _is_plain(arg: Any) -> bool:
-    return isinstance(arg, Tensor) and not hasattr(
-        type(arg), "__tensor_flatten__"
-    )  # a compiler's fake tensors are plain
+    # A compiler's fake tensors are plain.
+    return isinstance(arg, Tensor) and not hasattr(type(arg), "__tensor_flatten__")
 
 
 def unwrapped_subclass(arg: Any) -> Any:
-    """A tensor subclass without the wrappers of transforms; other values are returned as is.
-
-    An autograd context has to hold it as an attribute, since `saved_tensors` would wrap it again.
-    """
+    """A tensor subclass without the wrappers of transforms; other values are returned as is. An autograd context has to
+    hold it as an attribute, since `saved_tensors` would wrap it again."""
     inner = arg
     while isinstance(inner, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(inner):
         inner = torch._C._functorch.get_unwrapped(inner)

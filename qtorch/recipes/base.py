@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..calibration.data import Data
-from ..calibration.engine import BlockLearner
-from ..calibration.statistics import Statistic, Statistics
 from ..dtypes import QuantizedTensor, quantized_type
 from ..model.install import PreparedModule, keep_attributes
 from ..model.report import CalibrationReport, TransformReport
@@ -23,6 +20,11 @@ from ..primitives.granularity import IndivisibleError
 from ..primitives.jsonable import jsonable
 from ..primitives.spec import Scheme
 
+if TYPE_CHECKING:  # what looks at data is imported when it is used
+    from ..calibration.data import Data
+    from ..calibration.engine import BlockLearner
+    from ..calibration.statistics import Statistics
+
 RECIPES: dict[str, type[Recipe]] = {}
 
 FOREIGN: dict[str, Callable[[Any], str]] = {}
@@ -31,7 +33,7 @@ FOREIGN: dict[str, Callable[[Any], str]] = {}
 C = TypeVar("C", bound="type[Recipe]")
 
 
-ExpertStatistics = Mapping[int, Statistics]
+ExpertStatistics = Mapping[int, "Statistics"]
 """The statistics of each matrix of a weight (E, N, K), by its index; those of experts without inputs are missing."""
 
 
@@ -66,7 +68,7 @@ class Recipe:
     name: ClassVar[str]
     trains: ClassVar[bool] = False
     selects: ClassVar[tuple[type, ...]] = ()
-    statistics: ClassVar[tuple[type[Statistic], ...]] = ()
+    statistics: ClassVar[tuple[type, ...]] = ()
     in_order: ClassVar[bool] = False
     transforms: Sequence[Any] = ()
 
@@ -168,8 +170,15 @@ class Recipe:
 
     def __str__(self) -> str:
         """The call that makes the recipe, without default arguments and without data."""
-        shown = [f.name for f in fields(self) if f.repr and getattr(self, f.name) != f.default]  # type: ignore[arg-type]
-        return f"{self.name}({', '.join(f'{name}={_word(getattr(self, name))}' for name in shown)})"
+        arguments = []
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if field.repr and value != field.default:
+                text = (
+                    str(value) if isinstance(value, Recipe) else value.name if isinstance(value, Enum) else repr(value)
+                )
+                arguments.append(f"{field.name}={text}")
+        return f"{self.name}({', '.join(arguments)})"
 
 
 def check_float_weight(weight: Tensor) -> None:
@@ -282,9 +291,3 @@ def register_recipe(name: str) -> Callable[[C], C]:
         return cls
 
     return decorate
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, Recipe):
-        return str(value)
-    return value.name if isinstance(value, Enum) else repr(value)

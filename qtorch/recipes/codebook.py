@@ -1,4 +1,4 @@
-"""Weights as indices into tables that k-means fits to each row or group."""
+"""Weights as indices into tables of values."""
 
 from __future__ import annotations
 
@@ -34,9 +34,6 @@ class LUTWeightOnly(WeightRecipe):
         return LinearSpec(CodebookSpec(qdtype(f"uint{self.bits}"), granularity))
 
 
-lut_weight_only = LUTWeightOnly
-
-
 @register_recipe("nf4_weight_only")
 @dataclass(frozen=True)
 class NF4WeightOnly(WeightRecipe):
@@ -55,6 +52,3 @@ class NF4WeightOnly(WeightRecipe):
 
     def linear_spec(self) -> LinearSpec:
         return LinearSpec(nf4_spec(self.group_size, 256 if self.double_quantize else None))
-
-
-nf4_weight_only = NF4WeightOnly

@@ -1,4 +1,4 @@
-"""float8 weights, one scale per output channel; activations stay in their floating-point dtype."""
+"""float8 weights and other floats of few bits; activations in floating point or in float8."""
 
 from __future__ import annotations
 
@@ -7,42 +7,29 @@ from dataclasses import dataclass
 import torch
 
 from ..dtypes import Layout, PackedLayout
-from ..primitives import (
-    Granularity,
-    LinearSpec,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    QDType,
-    QuantSpec,
-    ZeroPointDomain,
-    qdtype,
-)
+from ..primitives import Granularity, LinearSpec, PerGroup, PerRow, PerTensor, QuantSpec, ZeroPointDomain, qdtype
 from ..primitives.floatx import FloatFormat
 from .base import WeightRecipe, register_recipe
 
 
-def float8_type(dtype: torch.dtype, recipe: str) -> QDType:
-    """The `QDType` of `dtype`, which must be a float8 type.
+def float8_spec(
+    recipe: WeightRecipe, dtype: torch.dtype, granularity: Granularity, scale_dtype: torch.dtype | None = None
+) -> QuantSpec:
+    """Spec of float8 codes.
 
     Raises:
-        ValueError: it is not; the message names `recipe`.
+        ValueError: `dtype` is not float8; the message names `recipe`.
     """
     found = qdtype(dtype)
     if not found.name.startswith("float8_"):
-        raise ValueError(f"{recipe} takes float8_e4m3fn, float8_e5m2 and their fnuz forms, got {found.name}")
-    return found
+        raise ValueError(f"{recipe.name} takes float8_e4m3fn, float8_e5m2 and their fnuz forms, got {found.name}")
+    return QuantSpec(found, granularity, zero_point_domain=ZeroPointDomain.NONE, scale_dtype=scale_dtype)
 
 
-def row_or_tensor(granularity: Granularity, recipe: str) -> Granularity:
-    """`granularity`, which must be `PerRow()` or `PerTensor()`.
-
-    Raises:
-        ValueError: it is neither; the message names `recipe`.
-    """
+def check_row_or_tensor(recipe: WeightRecipe, granularity: Granularity) -> None:
+    """Raise `ValueError`, which names `recipe`, unless `granularity` is `PerRow()` or `PerTensor()`."""
     if not isinstance(granularity, PerRow | PerTensor):
-        raise ValueError(f"{recipe}: granularity is PerRow() or PerTensor(), got {granularity}")
-    return granularity
+        raise ValueError(f"{recipe.name}: granularity is PerRow() or PerTensor(), got {granularity}")
 
 
 @register_recipe("float8_weight_only")
@@ -53,8 +40,7 @@ class Float8WeightOnly(WeightRecipe):
     Args:
         dtype: a float8 dtype of torch.
         granularity: which elements share a scale.
-        scale_dtype: dtype of the scales of the weight; None is fp32. That of the model, so that engines which round
-            scales to it compute with the same numbers (see docs/guides/vllm.md).
+        scale_dtype: dtype of the scales of the weight; None is fp32. See `int8_weight_only`.
 
     Raises:
         ValueError: the dtype is not float8.
@@ -65,12 +51,7 @@ class Float8WeightOnly(WeightRecipe):
     scale_dtype: torch.dtype | None = None
 
     def linear_spec(self) -> LinearSpec:
-        dtype = float8_type(self.dtype, self.name)
-        none, scale_dtype = ZeroPointDomain.NONE, self.scale_dtype
-        return LinearSpec(QuantSpec(dtype, self.granularity, zero_point_domain=none, scale_dtype=scale_dtype))
-
-
-float8_weight_only = Float8WeightOnly
+        return LinearSpec(float8_spec(self, self.dtype, self.granularity, self.scale_dtype))
 
 
 @register_recipe("float8_dynamic_activation_float8_weight")
@@ -81,8 +62,7 @@ class Float8DynamicActivationFloat8Weight(WeightRecipe):
     Args:
         granularity: `PerRow()`, a scale per output channel and per token; `PerTensor()`, one of each.
         activation_dtype, weight_dtype: float8 dtypes of torch.
-        scale_dtype: dtype of the scales of the weight; None is fp32. That of the model, so that engines which round
-            scales to it compute with the same numbers (see docs/guides/vllm.md).
+        scale_dtype: dtype of the scales of the weight; None is fp32. See `int8_weight_only`.
 
     Raises:
         ValueError: the granularity or a dtype is not one of these.
@@ -94,15 +74,9 @@ class Float8DynamicActivationFloat8Weight(WeightRecipe):
     scale_dtype: torch.dtype | None = None
 
     def linear_spec(self) -> LinearSpec:
-        none = ZeroPointDomain.NONE
-        granularity = row_or_tensor(self.granularity, self.name)
-        dtype = float8_type(self.weight_dtype, self.name)
-        weight = QuantSpec(dtype, granularity, zero_point_domain=none, scale_dtype=self.scale_dtype)
-        activation = QuantSpec(float8_type(self.activation_dtype, self.name), granularity, zero_point_domain=none)
-        return LinearSpec(weight, activation)
-
-
-float8_dynamic_activation_float8_weight = Float8DynamicActivationFloat8Weight
+        check_row_or_tensor(self, self.granularity)
+        weight = float8_spec(self, self.weight_dtype, self.granularity, self.scale_dtype)
+        return LinearSpec(weight, float8_spec(self, self.activation_dtype, self.granularity))
 
 
 @register_recipe("float8_dynamic_activation_int4_weight")
@@ -127,13 +101,7 @@ class Float8DynamicActivationInt4Weight(WeightRecipe):
 
     def linear_spec(self) -> LinearSpec:
         weight = QuantSpec(qdtype("int4"), PerGroup(self.group_size))
-        activation = QuantSpec(
-            float8_type(self.activation_dtype, self.name), PerRow(), zero_point_domain=ZeroPointDomain.NONE
-        )
-        return LinearSpec(weight, activation, layout=self.layout)
-
-
-float8_dynamic_activation_int4_weight = Float8DynamicActivationInt4Weight
+        return LinearSpec(weight, float8_spec(self, self.activation_dtype, PerRow()), layout=self.layout)
 
 
 @register_recipe("fpx_weight_only")
@@ -155,6 +123,3 @@ class FpxWeightOnly(WeightRecipe):
         dtype = qdtype(FloatFormat(self.ebits, self.mbits).name)
         spec = QuantSpec(dtype, PerRow(), zero_point_domain=ZeroPointDomain.NONE)
         return LinearSpec(spec, layout=PackedLayout())
-
-
-fpx_weight_only = FpxWeightOnly

@@ -1,8 +1,9 @@
-"""int8 weights, one scale per output channel or per group; activations stay in floating point."""
+"""Integer weights, with activations in floating point or in int8."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -24,6 +25,17 @@ from ..primitives import (
     qdtype,
 )
 from .base import WeightRecipe, register_recipe
+
+
+def int8_rows(scale_dtype: torch.dtype | None) -> QuantSpec:
+    """Spec of weights in symmetric int8 per output channel."""
+    return QuantSpec(qdtype("int8"), PerRow(), scale_dtype=scale_dtype, quant_min=-127)
+
+
+def int8_activation(granularity: Granularity, mapping: MappingType) -> QuantSpec:
+    """Spec of activations in int8: codes in [-127, 127], asymmetric ones in [-128, 127]."""
+    lowest = None if mapping is MappingType.ASYMMETRIC else -127
+    return QuantSpec(qdtype("int8"), granularity, mapping, quant_min=lowest)
 
 
 @register_recipe("int8_weight_only")
@@ -49,52 +61,48 @@ class Int8WeightOnly(WeightRecipe):
         return LinearSpec(QuantSpec(qdtype("int8"), blocks, scale_rule=rule, scale_dtype=scale_dtype, quant_min=-127))
 
 
-int8_weight_only = Int8WeightOnly
+class _Grouped(WeightRecipe):
+    """Weights with a scale per group of input channels, by the fields that recipes declare."""
+
+    group_size: int
+    scale_rule: ScaleRule
+    layout: Layout
+    use_hqq: bool
+
+    def spec_of(self, dtype: QDType, mapping: MappingType, domain: ZeroPointDomain = ZeroPointDomain.INT) -> LinearSpec:
+        """Spec of these codes. In domains that add zero points, the range of a group need not include zero."""
+        if self.use_hqq and self.scale_rule not in (MinMaxRule(), HQQRule()):
+            raise ValueError(
+                f"{self.name}: use_hqq=True is scale_rule=HQQRule(), got scale_rule={self.scale_rule!r} too"
+            )
+        rule = HQQRule() if self.use_hqq else self.scale_rule
+        group, preserve_zero = PerGroup(self.group_size), not domain.adds_zero_point
+        return LinearSpec(
+            QuantSpec(dtype, group, mapping, domain, rule, preserve_zero=preserve_zero), layout=self.layout
+        )
 
 
-def sub_byte_type(dtype: QDType | torch.dtype | str, kind: str, recipe: str) -> QDType:
-    """The `QDType` of `dtype`, which must be one of ``<kind>1`` to ``<kind>7``.
+class _SubByte(_Grouped):
+    """Weights in a `dtype` of 1 to 7 bits."""
 
-    Raises:
-        TypeError: `dtype` is a number of bits; the message says what to write instead.
-        ValueError: it is another type; the message names `recipe`.
-    """
-    if isinstance(dtype, int):
-        hint = f": write torch.{kind}{dtype}" if 1 <= dtype <= 7 else ""
-        raise TypeError(f"{recipe} takes a dtype, torch.{kind}1 to torch.{kind}7, got {dtype}{hint}")
-    found = qdtype(dtype)
-    if found.name not in [f"{kind}{bits}" for bits in range(1, 8)]:
-        raise ValueError(f"{recipe} takes {kind}1 to {kind}7, got {found.name}")
-    return found
+    kind: ClassVar[str]
+    dtype: QDType | torch.dtype | str
 
-
-def rule_or_hqq(rule: ScaleRule, use_hqq: bool, recipe: str) -> ScaleRule:
-    """`rule`, or `HQQRule()` if `use_hqq`.
-
-    Raises:
-        ValueError: `use_hqq` and another rule are given; the message names `recipe`.
-    """
-    if not use_hqq:
-        return rule
-    if rule not in (MinMaxRule(), HQQRule()):
-        raise ValueError(f"{recipe}: use_hqq=True is scale_rule=HQQRule(), got scale_rule={rule!r} too")
-    return HQQRule()
-
-
-def unsigned_spec(
-    dtype: QDType, group_size: int, domain: ZeroPointDomain, rule: ScaleRule, layout: Layout
-) -> LinearSpec:
-    """Unsigned codes in groups, with zero points; in domains that add those, the range of a group need not include
-    zero."""
-    preserve_zero = not domain.adds_zero_point
-    group = PerGroup(group_size)
-    weight = QuantSpec(dtype, group, MappingType.ASYMMETRIC, domain, rule, preserve_zero=preserve_zero)
-    return LinearSpec(weight, layout=layout)
+    def __post_init__(self) -> None:
+        kind, dtype = self.kind, self.dtype
+        if isinstance(dtype, int):
+            hint = f": write torch.{kind}{dtype}" if 1 <= dtype <= 7 else ""
+            raise TypeError(f"{self.name} takes a dtype, torch.{kind}1 to torch.{kind}7, got {dtype}{hint}")
+        found = qdtype(dtype)
+        if found.name not in [f"{kind}{bits}" for bits in range(1, 8)]:
+            raise ValueError(f"{self.name} takes {kind}1 to {kind}7, got {found.name}")
+        object.__setattr__(self, "dtype", found)
+        super().__post_init__()
 
 
 @register_recipe("intx_weight_only")
 @dataclass(frozen=True)
-class IntxWeightOnly(WeightRecipe):
+class IntxWeightOnly(_SubByte):
     """Weights in 1 to 7 bits, with a scale per group of input channels, and a zero point if asymmetric.
 
     Args:
@@ -109,6 +117,7 @@ class IntxWeightOnly(WeightRecipe):
         ValueError: the dtype is not one of these, or use_hqq is given with another scale rule.
     """
 
+    kind = "int"
     dtype: QDType | torch.dtype | str
     group_size: int = 64
     mapping_type: MappingType = MappingType.SYMMETRIC
@@ -116,23 +125,13 @@ class IntxWeightOnly(WeightRecipe):
     layout: Layout = PackedLayout()
     use_hqq: bool = False
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", sub_byte_type(self.dtype, "int", self.name))
-        super().__post_init__()
-
     def linear_spec(self) -> LinearSpec:
-        group = PerGroup(self.group_size)
-        rule = rule_or_hqq(self.scale_rule, self.use_hqq, self.name)
-        weight = QuantSpec(qdtype(self.dtype), group, self.mapping_type, scale_rule=rule)
-        return LinearSpec(weight, layout=self.layout)
-
-
-intx_weight_only = IntxWeightOnly
+        return self.spec_of(qdtype(self.dtype), self.mapping_type)
 
 
 @register_recipe("int4_weight_only")
 @dataclass(frozen=True)
-class Int4WeightOnly(WeightRecipe):
+class Int4WeightOnly(_Grouped):
     """Weights in asymmetric 4-bit codes, with a scale and a zero point per group of input channels.
 
     Args:
@@ -155,16 +154,12 @@ class Int4WeightOnly(WeightRecipe):
     use_hqq: bool = False
 
     def linear_spec(self) -> LinearSpec:
-        rule = rule_or_hqq(self.scale_rule, self.use_hqq, self.name)
-        return unsigned_spec(qdtype("uint4"), self.group_size, self.zero_point_domain, rule, self.layout)
-
-
-int4_weight_only = Int4WeightOnly
+        return self.spec_of(qdtype("uint4"), MappingType.ASYMMETRIC, self.zero_point_domain)
 
 
 @register_recipe("uintx_weight_only")
 @dataclass(frozen=True)
-class UIntxWeightOnly(WeightRecipe):
+class UIntxWeightOnly(_SubByte):
     """Weights in 1 to 7 bits, asymmetric, with a scale and a zero point per group of input channels.
 
     Args:
@@ -180,6 +175,7 @@ class UIntxWeightOnly(WeightRecipe):
         ValueError: the dtype is not one of these, or use_hqq is given with another scale rule.
     """
 
+    kind = "uint"
     dtype: QDType | torch.dtype | str
     group_size: int = 64
     scale_rule: ScaleRule = MinMaxRule()
@@ -187,16 +183,8 @@ class UIntxWeightOnly(WeightRecipe):
     zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT
     use_hqq: bool = False
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", sub_byte_type(self.dtype, "uint", self.name))
-        super().__post_init__()
-
     def linear_spec(self) -> LinearSpec:
-        rule = rule_or_hqq(self.scale_rule, self.use_hqq, self.name)
-        return unsigned_spec(qdtype(self.dtype), self.group_size, self.zero_point_domain, rule, self.layout)
-
-
-uintx_weight_only = UIntxWeightOnly
+        return self.spec_of(qdtype(self.dtype), MappingType.ASYMMETRIC, self.zero_point_domain)
 
 
 @register_recipe("int8_dynamic_activation_int8_weight")
@@ -206,8 +194,7 @@ class Int8DynamicActivationInt8Weight(WeightRecipe):
 
     Args:
         act_mapping_type: SYMMETRIC, codes in [-127, 127]; ASYMMETRIC, [-128, 127] with a zero point per token.
-        scale_dtype: dtype of the scales of the weight; None is fp32. That of the model, so that engines which round
-            scales to it compute with the same numbers (see docs/guides/vllm.md).
+        scale_dtype: dtype of the scales of the weight; None is fp32. See `int8_weight_only`.
         act_granularity: PerToken(), for a convolution a scale for each of its windows; or PerAxis(0), for a convolution
             a scale for each image: several times as fast, and up to a bit less accurate. To a linear layer they are
             the same.
@@ -220,20 +207,10 @@ class Int8DynamicActivationInt8Weight(WeightRecipe):
     scale_dtype: torch.dtype | None = None
     act_granularity: Granularity = PerToken()
 
-    def __post_init__(self) -> None:
+    def linear_spec(self) -> LinearSpec:
         if self.act_granularity not in (PerToken(), PerAxis(0)):
             raise ValueError(f"{self.name}: act_granularity is PerToken() or PerAxis(0), got {self.act_granularity!r}")
-        super().__post_init__()
-
-    def linear_spec(self) -> LinearSpec:
-        symmetric = self.act_mapping_type is not MappingType.ASYMMETRIC
-        weight = QuantSpec(qdtype("int8"), PerRow(), scale_dtype=self.scale_dtype, quant_min=-127)
-        lowest = -127 if symmetric else None
-        activation = QuantSpec(qdtype("int8"), self.act_granularity, self.act_mapping_type, quant_min=lowest)
-        return LinearSpec(weight, activation)
-
-
-int8_dynamic_activation_int8_weight = Int8DynamicActivationInt8Weight
+        return LinearSpec(int8_rows(self.scale_dtype), int8_activation(self.act_granularity, self.act_mapping_type))
 
 
 @register_recipe("int8_dynamic_activation_int4_weight")
@@ -256,11 +233,5 @@ class Int8DynamicActivationInt4Weight(WeightRecipe):
     layout: Layout = PackedLayout()
 
     def linear_spec(self) -> LinearSpec:
-        group = PerGroup(self.group_size)
-        weight = QuantSpec(qdtype("int4"), group, self.mapping_type, scale_rule=self.scale_rule)
-        lowest = None if self.act_mapping_type is MappingType.ASYMMETRIC else -127
-        activation = QuantSpec(qdtype("int8"), PerToken(), self.act_mapping_type, quant_min=lowest)
-        return LinearSpec(weight, activation, layout=self.layout)
-
-
-int8_dynamic_activation_int4_weight = Int8DynamicActivationInt4Weight
+        weight = QuantSpec(qdtype("int4"), PerGroup(self.group_size), self.mapping_type, scale_rule=self.scale_rule)
+        return LinearSpec(weight, int8_activation(PerToken(), self.act_mapping_type), layout=self.layout)

@@ -88,12 +88,6 @@ class Mxfp4DynamicActivationMxfp4Weight(Mxfp4WeightOnly):
         return replace(spec, weight=rotated, activation=rotated)
 
 
-mxfp8_weight_only = Mxfp8WeightOnly
-mxfp6_weight_only = Mxfp6WeightOnly
-mxfp4_weight_only = Mxfp4WeightOnly
-mxfp8_dynamic_activation_mxfp8_weight = Mxfp8DynamicActivationMxfp8Weight
-mxfp4_dynamic_activation_mxfp4_weight = Mxfp4DynamicActivationMxfp4Weight
-
 # NVFP4: 4-bit floating-point elements in blocks of 16 with an e4m3 scale each, and an fp32 scale for the tensor.
 #
 #     w = e2m1 code * e4m3 scale of the block * scale of the tensor,    scale of the tensor = absmax / (6 * 448)
@@ -104,8 +98,6 @@ NVFP4_BLOCK = 16
 
 _LARGEST = 6 * 448
 """The largest number at a scale of 1: an element of 6 in a block with a scale of 448."""
-
-_HALF = 0.5
 
 _SMALLEST_SCALE = 2.0**-9
 """The smallest positive number of float8_e4m3fn."""
@@ -177,7 +169,7 @@ def shared_tensor_scale(absmax: float) -> float:
     if not least > 0:
         return 1.0
     mantissa, exponent = math.frexp(least)
-    return 2.0 ** max(-126, exponent - 1 if mantissa == _HALF else exponent)
+    return 2.0 ** max(-126, exponent - 1 if mantissa == 0.5 else exponent)
 
 
 @register_recipe("nvfp4_dynamic_activation_nvfp4_weight")
@@ -191,7 +183,3 @@ class Nvfp4DynamicActivationNvfp4Weight(Nvfp4WeightOnly):
     """
 
     quantizes_activations = True
-
-
-nvfp4_weight_only = Nvfp4WeightOnly
-nvfp4_dynamic_activation_nvfp4_weight = Nvfp4DynamicActivationNvfp4Weight

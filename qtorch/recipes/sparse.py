@@ -1,26 +1,17 @@
-"""A recipe for weights of which most blocks are zero, and skipped."""
+"""Weights with zeros that products skip: whole blocks, or two of each four elements."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from ..dtypes import SemiSparseLayout
-from ..primitives import (
-    Granularity,
-    LinearSpec,
-    PerRow,
-    PerTensor,
-    QuantSpec,
-    ZeroPointDomain,
-    mask_2_4,
-    mask_blocks,
-    qdtype,
-)
-from ..primitives.layouts import BlockSparseLayout
+from ..dtypes import BlockSparseLayout, SemiSparseLayout
+from ..primitives import Granularity, LinearSpec, PerRow, mask_2_4, mask_blocks
 from .base import WeightRecipe, register_recipe
+from .float8 import check_row_or_tensor, float8_spec
 from .integer import Int8DynamicActivationInt8Weight
 
 
@@ -65,12 +56,16 @@ class BlockSparse(WeightRecipe):
         return mask_blocks(importance, self.block_size, self.sparsity)
 
 
-block_sparse = BlockSparse
+class _SemiSparse(WeightRecipe):
+    prunes: ClassVar[bool] = True
+
+    def kept(self, importance: Tensor) -> Tensor:
+        return mask_2_4(importance)
 
 
 @register_recipe("float8_dynamic_activation_float8_semi_sparse_weight")
 @dataclass(frozen=True)
-class Float8DynamicActivationFloat8SemiSparseWeight(WeightRecipe):
+class Float8DynamicActivationFloat8SemiSparseWeight(_SemiSparse):
     """Weights and activations in float8_e4m3fn, the weights pruned to 2:4 and packed at 5 bits per element.
 
     Weights are pruned as by `int8_dynamic_activation_int8_semi_sparse_weight`.
@@ -82,29 +77,17 @@ class Float8DynamicActivationFloat8SemiSparseWeight(WeightRecipe):
         ValueError: the granularity is neither.
     """
 
-    prunes: ClassVar[bool] = True
-
     granularity: Granularity = PerRow()
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.granularity, PerRow | PerTensor):
-            raise ValueError(f"{self.name}: granularity is PerRow() or PerTensor(), got {self.granularity}")
-        super().__post_init__()
-
     def linear_spec(self) -> LinearSpec:
-        codes = QuantSpec(qdtype("float8_e4m3fn"), self.granularity, zero_point_domain=ZeroPointDomain.NONE)
+        check_row_or_tensor(self, self.granularity)
+        codes = float8_spec(self, torch.float8_e4m3fn, self.granularity)
         return LinearSpec(codes, codes, layout=SemiSparseLayout())
-
-    def kept(self, importance: Tensor) -> Tensor:
-        return mask_2_4(importance)
-
-
-float8_dynamic_activation_float8_semi_sparse_weight = Float8DynamicActivationFloat8SemiSparseWeight
 
 
 @register_recipe("int8_dynamic_activation_int8_semi_sparse_weight")
 @dataclass(frozen=True)
-class Int8DynamicActivationInt8SemiSparseWeight(Int8DynamicActivationInt8Weight):
+class Int8DynamicActivationInt8SemiSparseWeight(_SemiSparse, Int8DynamicActivationInt8Weight):
     """`int8_dynamic_activation_int8_weight` with weights pruned to 2:4 and packed at 5 bits per element.
 
     The two largest magnitudes of each four elements along a row are kept, and scales are chosen for those. A dense
@@ -114,13 +97,5 @@ class Int8DynamicActivationInt8SemiSparseWeight(Int8DynamicActivationInt8Weight)
         act_mapping_type: SYMMETRIC, codes in [-127, 127]; ASYMMETRIC, [-128, 127] with a zero point per token.
     """
 
-    prunes: ClassVar[bool] = True
-
     def linear_spec(self) -> LinearSpec:
         return replace(super().linear_spec(), layout=SemiSparseLayout())
-
-    def kept(self, importance: Tensor) -> Tensor:
-        return mask_2_4(importance)
-
-
-int8_dynamic_activation_int8_semi_sparse_weight = Int8DynamicActivationInt8SemiSparseWeight

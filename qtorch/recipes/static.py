@@ -1,4 +1,4 @@
-"""Base class of recipes with static activations, whose scale is fixed instead of computed on each call."""
+"""Recipes with static activations, whose scale is fixed instead of computed on each call."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ..dtypes import AffineQuantizedTensor
-from ..primitives import Granularity, LinearSpec, MappingType, PerRow, PerTensor, QuantSpec, ZeroPointDomain, qdtype
+from ..primitives import Granularity, LinearSpec, MappingType, PerTensor
 from .base import WeightRecipe, register_recipe
-from .float8 import float8_type, row_or_tensor
+from .float8 import check_row_or_tensor, float8_spec
+from .integer import int8_activation, int8_rows
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,17 @@ class StaticActivationRecipe(WeightRecipe):
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        if self.scale is not None:
-            object.__setattr__(self, "scale", _number(self.scale, self.name))
+        scale: Any = self.scale
+        if isinstance(scale, Tensor) and scale.numel() == 1 and not scale.is_meta:
+            scale = scale.item()
+        if scale is not None:
+            if isinstance(scale, bool) or not isinstance(scale, Real):
+                got = f"a tensor of shape {tuple(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
+                raise TypeError(f"{self.name}: scale is a number or a tensor of one element, got {got}")
+            # Numbers that are not normal have no finite inverse.
+            if not torch.finfo(torch.float32).tiny <= float(scale) <= torch.finfo(torch.float32).max:
+                raise ValueError(f"{self.name}: scale is positive, finite and a normal number in fp32, got {scale}")
+            object.__setattr__(self, "scale", float(scale))
         super().__post_init__()
 
     def act_scale(self, device: torch.device) -> Tensor | None:
@@ -43,19 +53,6 @@ class StaticActivationRecipe(WeightRecipe):
     def apply(self, weight: Tensor) -> Tensor:
         self.check_complete()
         return AffineQuantizedTensor.from_float(weight, self.linear_spec(), self.act_scale(weight.device))
-
-
-def _number(scale: Any, recipe: str) -> float:
-    if isinstance(scale, Tensor) and scale.numel() == 1 and not scale.is_meta:
-        scale = scale.item()
-    if isinstance(scale, bool) or not isinstance(scale, Real):
-        got = f"a tensor of shape {tuple(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
-        raise TypeError(f"{recipe}: scale is a number or a tensor of one element, got {got}")
-    value, fp32 = float(scale), torch.finfo(torch.float32)
-    # Smaller numbers have no finite inverse.
-    if not fp32.tiny <= value <= fp32.max:
-        raise ValueError(f"{recipe}: scale is positive, finite and a normal number in fp32, got {scale}")
-    return value
 
 
 @register_recipe("float8_static_activation_float8_weight")
@@ -68,8 +65,7 @@ class Float8StaticActivationFloat8Weight(StaticActivationRecipe):
             from data.
         activation_dtype, weight_dtype: float8 dtypes of torch.
         granularity: of the weight: `PerTensor()`, or `PerRow()`, a scale per output channel.
-        scale_dtype: dtype of the scales of the weight; None is fp32. That of the model, so that engines which round
-            scales to it compute with the same numbers (see docs/guides/vllm.md).
+        scale_dtype: dtype of the scales of the weight; None is fp32. See `int8_weight_only`.
 
     Raises:
         TypeError, ValueError: the scale is not a positive number, or a dtype or the granularity is not one of these.
@@ -81,15 +77,9 @@ class Float8StaticActivationFloat8Weight(StaticActivationRecipe):
     scale_dtype: torch.dtype | None = None
 
     def linear_spec(self) -> LinearSpec:
-        none = ZeroPointDomain.NONE
-        granularity = row_or_tensor(self.granularity, self.name)
-        dtype = float8_type(self.weight_dtype, self.name)
-        weight = QuantSpec(dtype, granularity, zero_point_domain=none, scale_dtype=self.scale_dtype)
-        activation = QuantSpec(float8_type(self.activation_dtype, self.name), PerTensor(), zero_point_domain=none)
-        return LinearSpec(weight, activation, static=True)
-
-
-float8_static_activation_float8_weight = Float8StaticActivationFloat8Weight
+        check_row_or_tensor(self, self.granularity)
+        weight = float8_spec(self, self.weight_dtype, self.granularity, self.scale_dtype)
+        return LinearSpec(weight, float8_spec(self, self.activation_dtype, PerTensor()), static=True)
 
 
 @register_recipe("int8_static_activation_int8_weight")
@@ -103,8 +93,7 @@ class Int8StaticActivationInt8Weight(StaticActivationRecipe):
         scale: of the activation: its largest magnitude divided by 127; None: from data.
         act_mapping_type: `MappingType` of the activation. ASYMMETRIC, whose zero point only data can tell, is up to a
             bit more accurate where ranges are one-sided, behind a ReLU or GELU.
-        scale_dtype: dtype of the scales of the weight; None is fp32. That of the model, so that engines which round
-            scales to it compute with the same numbers (see docs/guides/vllm.md).
+        scale_dtype: dtype of the scales of the weight; None is fp32. See `int8_weight_only`.
 
     Raises:
         TypeError, ValueError: the scale is not a positive number.
@@ -122,10 +111,5 @@ class Int8StaticActivationInt8Weight(StaticActivationRecipe):
         super().__post_init__()
 
     def linear_spec(self) -> LinearSpec:
-        weight = QuantSpec(qdtype("int8"), PerRow(), scale_dtype=self.scale_dtype, quant_min=-127)
-        lowest = None if self.act_mapping_type is MappingType.ASYMMETRIC else -127
-        activation = QuantSpec(qdtype("int8"), PerTensor(), self.act_mapping_type, quant_min=lowest)
-        return LinearSpec(weight, activation, static=True)
-
-
-int8_static_activation_int8_weight = Int8StaticActivationInt8Weight
+        activation = int8_activation(PerTensor(), self.act_mapping_type)
+        return LinearSpec(int8_rows(self.scale_dtype), activation, static=True)

@@ -55,6 +55,3 @@ class Convert(Recipe):
 
 def _prepared(target: Target[Any]) -> list[PreparedModule]:
     return [module for module in target.modules if isinstance(module, PreparedModule)]
-
-
-convert = Convert

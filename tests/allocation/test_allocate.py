@@ -242,32 +242,30 @@ def test_a_weight_without_influence_is_said() -> None:
     assert both.score > allocation.score
 
 
-def test_errors(data: list[Tensor]) -> None:
-    model = Model(1)
-    with pytest.raises(TypeError, match=r"candidates is a list of recipes, got .*write \[int8_weight_only\(\)\]"):
-        allocate(model, int8_weight_only(), "8 bits")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="a candidate is a recipe for inference"):
-        allocate(model, [int8_weight_only], "8 bits")  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="there is no candidate"):
-        allocate(model, [], "8 bits")
-    with pytest.raises(ValueError, match=r"takes no data of its own.*allocation\.map\(lambda recipe"):
-        allocate(model, [gptq(INT[4], data)], "8 bits")
-    with pytest.raises(ValueError, match="for no weight of the model"):
-        allocate(model, CANDIDATES, "8 bits", filter_fn=lambda module, name: False)
-    with pytest.raises(ValueError, match="at least one batch"):
-        allocate(model, CANDIDATES, "8 bits", [])
-    with pytest.raises(ValueError, match="refine is measured on data; give data="):
-        allocate(model, CANDIDATES, "8 bits", refine=1)
-    with pytest.raises(ValueError, match="give held_out=, or data of two"):
-        allocate(model, CANDIDATES, "8 bits", data[:1], refine=1)
-    with pytest.raises(ValueError, match='loss is "logits" or a function'):
-        allocate(model, CANDIDATES, "8 bits", data, loss="logit")
-    with pytest.raises(TypeError, match="whose output holds a tensor in floating point"):
-        allocate(model, CANDIDATES, "8 bits", data, forward=lambda model, ids: {"logits": None, "ids": ids})
-    with pytest.raises(TypeError, match="allocate: takes a model"):
-        allocate(model.state_dict(), CANDIDATES, "8 bits")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="matches no linear layer"):
-        allocate(model, {"nothing": CANDIDATES}, "8 bits")
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        (
+            {"candidates": int8_weight_only()},
+            TypeError,
+            r"candidates is a list of recipes, got .*\[int8_weight_only\(\)\]",
+        ),
+        ({"candidates": [int8_weight_only]}, TypeError, "a candidate is a recipe for inference"),
+        ({"candidates": []}, ValueError, "there is no candidate"),
+        ({"candidates": [gptq(INT[4], [])]}, ValueError, r"takes no data of its own.*allocation\.map\(lambda recipe"),
+        ({"candidates": {"nothing": CANDIDATES}}, ValueError, "matches no linear layer"),
+        ({"filter_fn": lambda module, name: False}, ValueError, "for no weight of the model"),
+        ({"data": []}, ValueError, "at least one batch"),
+        ({"data": None, "refine": 1}, ValueError, "refine is measured on data; give data="),
+        ({"data": [batch(0)], "refine": 1}, ValueError, "give held_out=, or data of two"),
+        ({"loss": "logit"}, ValueError, 'loss is "logits" or a function'),
+        ({"forward": lambda model, ids: {"ids": ids}}, TypeError, "whose output holds a tensor in floating point"),
+        ({"model": {}}, TypeError, "allocate: takes a model"),
+    ],
+)
+def test_errors(given: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        allocate(**{"model": Model(1), "candidates": CANDIDATES, "budget": "8 bits", "data": [batch(0)]} | given)
 
 
 def test_save_and_load(trained: Model, data: list[Tensor], tmp_path: Any) -> None:

@@ -1,5 +1,7 @@
 """Bytes are those of the real thing, budgets mean what they say, and times are in the order of the work."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -21,16 +23,16 @@ MORE = {
 
 
 @pytest.mark.parametrize("name", [*NAMES, *MORE])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(24, 64), (3, 20, 96)])
-def test_bytes_are_those_of_the_quantized_weight(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    recipe, weight = MORE.get(name) or make(name, 32), torch.randn(shape, dtype=dtype)
-    try:
-        recipe.check(weight)
-    except ValueError:
-        pytest.skip("does not take this shape")
-    assert nbytes_under(recipe, weight) == recipe.apply(weight).nbytes
-    assert nbytes_under(None, weight) == weight.nbytes
+def test_bytes_are_those_of_the_quantized_weight(name: str) -> None:
+    recipe, checked = MORE.get(name) or make(name, 32), 0
+    for shape, dtype in (((24, 64), torch.float32), ((24, 64), torch.bfloat16), ((3, 20, 96), torch.bfloat16)):
+        weight = torch.randn(shape, dtype=dtype)
+        assert nbytes_under(None, weight) == weight.nbytes
+        with contextlib.suppress(ValueError):  # does not take this shape
+            recipe.check(weight)
+            checked += 1
+            assert nbytes_under(recipe, weight) == recipe.apply(weight).nbytes
+    assert checked
 
 
 @pytest.mark.parametrize(
@@ -51,21 +53,25 @@ def test_budgets(text: str | int, kind: str, amount: float, of_model: bool) -> N
     assert (found.kind, found.amount, found.of_model) == (kind, pytest.approx(amount), of_model)
 
 
-@pytest.mark.parametrize("text", ["3.5", "bits", "-3 bits", "0 bits", "3 bit s", "1.2 gigs", "nan ms", ""])
-def test_budgets_that_say_nothing(text: str) -> None:
-    with pytest.raises(ValueError, match=r'allocate: budget is "3\.5 bits"'):
-        Budget.of(text)
+SYNTAX = r'allocate: budget is "3\.5 bits"'
 
 
-def test_numbers_that_are_no_budget() -> None:
-    with pytest.raises(ValueError, match=r'write "3\.5 bits"'):
-        Budget.of(3.5)
-    with pytest.raises(ValueError, match="positive"):
-        Budget.of(0)
-    with pytest.raises(TypeError, match="got None"):
-        Budget.of(None)
-    with pytest.raises(TypeError, match="got True"):
-        Budget.of(True)
+@pytest.mark.parametrize(
+    ("budget", "error", "words"),
+    [
+        *(
+            (text, ValueError, SYNTAX)
+            for text in ("3.5", "bits", "-3 bits", "0 bits", "3 bit s", "1.2 gigs", "nan ms", "")
+        ),
+        (3.5, ValueError, r'write "3\.5 bits"'),
+        (0, ValueError, "positive"),
+        (None, TypeError, "got None"),
+        (True, TypeError, "got True"),
+    ],
+)
+def test_what_is_no_budget(budget: object, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        Budget.of(budget)
 
 
 @pytest.mark.parametrize("bits", ["5.15 bits", "5.5 bits", "5.9999 bits", "6.03 bits"])

@@ -5,29 +5,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
 import random
 import shutil
 import sys
 import tempfile
 import traceback
 import warnings
-import zlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qtorch import load_quantized, quantize_, save_quantized
-from qtorch.checkpoint.tensor_file import TensorFile, write_tensors
 from qtorch.dtypes import QuantizedTensor
 from qtorch.recipes.base import RECIPES, Recipe
 from tests import every_recipe
-from tests.attack.damage import damage_bytes, mutate, text_of
+from tests.attack import damage
 
 SIZE = 64
 IDS = torch.arange(5)
@@ -105,129 +99,10 @@ def contents(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
-# --- files as trees ---
-
-
-def take_apart(path: Path) -> tuple[dict[str, Any], bytes]:
-    """(header of the format, data)."""
-    whole = path.read_bytes()
-    length = int.from_bytes(whole[:8], "little")
-    return json.loads(whole[8 : 8 + length]), whole[8 + length :]
-
-
-def put_together(path: Path, header: str, data: bytes) -> None:
-    text = header.encode(errors="replace")
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-
-
-def header_of(tree: dict[str, Any]) -> dict[str, Any]:
-    """Our header, in that of the format."""
-    return json.loads(tree["__metadata__"]["qtorch"])
-
-
-def with_header(tree: dict[str, Any], text: str) -> dict[str, Any]:
-    checksum = str(zlib.crc32(text.encode(errors="replace")))
-    return {**tree, "__metadata__": {**tree["__metadata__"], "qtorch": text, "qtorch.crc32": checksum}}
-
-
-def crc_of(tensor: Tensor) -> int:
-    kind = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), kind)
-
-
 # --- what is done to them ---
 
-Damaged = tuple[str, bool]
-"""What was done; and whether the right model is the only one that may load, where checksums are verified."""
 
-
-def edit_header(folder: Path, rng: random.Random) -> Damaged:
-    """Our header, with a checksum that fits."""
-    path = folder / NAME
-    tree, data = take_apart(path)
-    header = header_of(tree)
-    changed, what = mutate(header, rng)
-    put_together(path, json.dumps(with_header(tree, text_of(changed))), data)
-    return f"header: {what}", changed == header
-
-
-def edit_format(folder: Path, rng: random.Random) -> Damaged:
-    """The header of the format, of the root or a shard."""
-    path = a_file(folder, rng)
-    tree, data = take_apart(path)
-    changed, what = mutate(tree, rng)
-    put_together(path, text_of(changed), data)
-    return f"format of {path.name}: {what}", changed == tree
-
-
-def edit_bytes(folder: Path, rng: random.Random) -> Damaged:
-    path = a_file(folder, rng)
-    changed, what = damage_bytes(path.read_bytes(), rng)
-    path.write_bytes(changed)
-    return f"bytes of {path.name}: {what}", True
-
-
-def edit_tensor(folder: Path, rng: random.Random) -> Damaged:
-    """Another tensor in place of one, of another shape or dtype, with other values; the checksum fits."""
-    path = folder / NAME
-    tree, _ = take_apart(path)
-    header = header_of(tree)
-    files = {file: read_all(file) for file in [path, *(folder / name for name in header["shards"])]}
-    changed = []
-    for _ in range(rng.choice([1, 1, 2])):
-        owner, key = rng.choice([(file, key) for file, tensors in files.items() for key in tensors])
-        files[owner][key], what = another(files[owner][key], rng)
-        header["checksums"][key] = crc_of(files[owner][key])
-        changed.append(f"{key}: {what}")
-    for file, tensors in files.items():
-        tree = with_header({"__metadata__": {}}, json.dumps(header)) if file == path else {"__metadata__": {}}
-        write_tensors(file, tensors, tree["__metadata__"])
-    return f"tensor {', '.join(changed)}", False
-
-
-def read_all(path: Path) -> dict[str, Tensor]:
-    file = TensorFile(path)
-    tensors = {name: file.read(name) for name in file.stored}
-    file.close()
-    return tensors
-
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.bool]
-
-
-def another(tensor: Tensor, rng: random.Random) -> tuple[Tensor, str]:
-    kind = rng.choice(["dtype", "cut", "grow", "reshape", "values", "zeros", "extreme", "empty"])
-    shape = list(tensor.shape)
-    axis = rng.randrange(len(shape)) if shape else None
-    if kind == "dtype":
-        dtype = rng.choice(DTYPES)
-        return torch.ones(shape).to(dtype), f"{dtype}"
-    if kind in ("cut", "grow") and axis is not None:
-        shape[axis] = max(0, shape[axis] - 1) if kind == "cut" else shape[axis] * 2
-        return torch.zeros(shape, dtype=tensor.dtype), f"shape {shape}"
-    if kind == "reshape":
-        other = rng.choice([[-1], [1, -1], [*shape, 1], shape[::-1]])
-        return tensor.reshape(other).contiguous(), f"reshaped {other}"
-    if kind == "empty":
-        return torch.zeros([0] * rng.randrange(4), dtype=tensor.dtype), "empty"
-    if kind == "extreme":
-        value = rng.choice([float("nan"), float("inf"), -1, 0, 1e30, 127])
-        fill = value if tensor.is_floating_point() else int(value) if abs(value) < 128 else 255
-        return torch.full(shape, 0).to(tensor.dtype) if tensor.dtype is torch.bool else full(tensor, fill), f"{value}"
-    if kind == "zeros":
-        return torch.zeros_like(tensor), "zeros"
-    noise = torch.randint(0, 256, (tensor.nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
-    noise = noise % 2 if tensor.dtype is torch.bool else noise
-    return noise.view(tensor.dtype).reshape(shape), "other bytes"
-
-
-def full(tensor: Tensor, value: float) -> Tensor:
-    with contextlib.suppress(RuntimeError):
-        return torch.full(tensor.shape, value, dtype=torch.float64).to(tensor.dtype)
-    return torch.zeros_like(tensor)
-
-
-def exchange_files(folder: Path, rng: random.Random) -> Damaged:
+def exchange_files(folder: Path, rng: random.Random) -> tuple[str, bool]:
     """Shards that are missing, exchanged, of another save or no files; a root of another save."""
     shards = sorted(folder.glob("model-*"))
     path = rng.choice([*shards, folder / NAME])
@@ -257,17 +132,13 @@ def exchange_files(folder: Path, rng: random.Random) -> Damaged:
     return f"{kind}: {path.name}", True
 
 
-def a_file(folder: Path, rng: random.Random) -> Path:
-    return rng.choice([folder / NAME, *sorted(folder.glob("model*"))])
-
-
-DAMAGES: list[Callable[[Path, random.Random], Damaged]] = [
-    *[edit_header] * 4,
-    *[edit_format] * 2,
-    edit_bytes,
-    edit_tensor,
+DAMAGES: list[damage.Damage] = [
+    *[damage.edit_header] * 6,
+    damage.edit_bytes,
+    damage.edit_tensor,
     exchange_files,
 ]
+"""Each says what was done; and whether the right model is the only one that may load, where checksums are verified."""
 
 
 # --- a case ---
@@ -281,8 +152,7 @@ def run(seed: int) -> str | None:
     target = Path(tempfile.mkdtemp(dir=_folder()))
     try:
         shutil.copytree(saved(name, shard_size), target, dirs_exist_ok=True)
-        damage = rng.choice(DAMAGES)
-        what, only_right = damage(target, rng)
+        what, only_right = rng.choice(DAMAGES)(target, rng)
         options: dict[str, bool] = rng.choice([{}, {}, {}, {"mmap": True}, {"verify": False}])
         model = rng.choice([Net, meta])()
         known = only_right and options.get("verify", True)

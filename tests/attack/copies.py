@@ -8,7 +8,6 @@ import io
 import tempfile
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +19,6 @@ from tests.attack.operations import Refused, attempt, inputs, operation, outputs
 from tests.attack.subject import K, N, Subject
 
 GROUP = "Copies, moves and files"
-IN_TRAINING = r"in training|serving form|convert\(\)"
 
 
 def _warm(subject: Subject) -> nn.Linear:
@@ -36,46 +34,6 @@ def _through_a_file(layer: nn.Linear) -> nn.Linear:
     torch.save(layer, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
-
-
-def _is_another(made: nn.Linear, layer: nn.Linear) -> None:
-    """What is written to one does not reach the other."""
-    before = outputs(layer)
-    with torch.no_grad():
-        weight = made.weight
-        inner = weight.inner_tensors.values() if isinstance(weight, QuantizedTensor) else [weight]
-        for tensor in inner:
-            tensor.zero_()
-    same(outputs(layer), before, "writing to a copy changes the original", 0)
-
-
-@operation(GROUP, "`save_quantized`, `load_quantized`", refuses=IN_TRAINING)
-def saved_quantized(subject: Subject) -> None:
-    layer = _warm(subject)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.safetensors"
-        save_quantized(layer, path)
-        made = nn.Linear(K, N).eval()
-        if isinstance(layer, PreparedModule):  # a float layer must not take it in silence
-            with pytest.raises(ValueError, match="unexpected key"):
-                load_quantized(made, path)
-            made = subject.layer(2).eval()
-        load_quantized(made, path)
-        same(outputs(made), outputs(layer), "what was loaded", 0)
-        if not isinstance(layer, PreparedModule):
-            # Weights that train in codes are saved as those that serve.
-            assert subject.stochastic or not made.weight.requires_grad, "requires_grad has changed"
-
-
-@operation(GROUP, "`clone`, `detach`, `view_as`")
-def clone_and_detach(subject: Subject) -> None:
-    layer = _warm(subject)
-    wanted = outputs(layer)
-    for weight in (layer.weight.clone(), layer.weight.detach(), layer.weight.view(N, K), layer.weight.contiguous()):
-        assert type(weight.detach()) is type(layer.weight.detach())
-        made = copy.deepcopy(layer)
-        made._parameters["weight"] = nn.Parameter(weight.detach(), layer.weight.requires_grad)
-        same(outputs(made), wanted, "a copy", 0)
 
 
 @operation(GROUP, "`model.to('cpu')`, `float()`, `bfloat16()` while an output is alive")
@@ -250,12 +208,7 @@ def parametrized(subject: Subject) -> None:
     wanted = subject.layer().eval()
     bound = 0.4 * subject.stochastic + 2e-5
     values = 2 * subject.values()
-    same(
-        y,
-        outputs(subject.fresh(values, wanted)),
-        "not the output of the quantized result",
-        bound,
-    )
+    same(y, outputs(subject.fresh(values, wanted)), "not the output of the quantized result", bound)
     pruned = subject.layer().eval()
     prune.l1_unstructured(pruned, "weight", amount=0.5)
     assert isinstance(pruned.weight, QuantizedTensor), "prune has turned the recipe off"

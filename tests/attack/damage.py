@@ -1,6 +1,7 @@
 """Seeded damage: what an attacker, or a broken disk, makes of a file. The same seed makes the same damage.
 
-`mutate` changes a tree of JSON data where checksums can be made to fit again, `damage_bytes` changes bytes.
+`mutate` changes a tree of JSON data, `damage_bytes` bytes; each `Damage` changes a file of a folder, and makes
+checksums fit again where they are beside what it changes.
 """
 
 from __future__ import annotations
@@ -8,60 +9,33 @@ from __future__ import annotations
 import copy
 import json
 import random
+import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-Path = tuple[Any, ...]
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from qtorch.checkpoint.part_file import JOURNAL
+from qtorch.checkpoint.tensor_file import checksum
+
+Place = tuple[Any, ...]
 """Keys and indices from the root of a tree to a node."""
 
-STRANGE: list[Callable[[], Any]] = [
-    lambda: None,
-    lambda: True,
-    lambda: False,
-    lambda: 0,
-    lambda: 1,
-    lambda: -1,
-    lambda: 7,
-    lambda: 2**31,
-    lambda: 2**63,
-    lambda: -(2**63) - 1,
-    lambda: 10**40,
-    lambda: 0.5,
-    lambda: 1e308,
-    lambda: float("nan"),
-    lambda: float("inf"),
-    lambda: "",
-    lambda: "x",
-    lambda: "../x",
-    lambda: "\0",
-    lambda: "é" * 300,
-    lambda: [],
-    lambda: {},
-    lambda: [[]],
-    lambda: [1, 2],
-    lambda: [-1, -1],
-    lambda: {"type": "PerGroup", "group_size": 32},
-    lambda: {"type": "Rounding"},
-    lambda: {"type": []},
-    lambda: {"type": "Scheme"},
-    lambda: {"a": {"b": []}},
-    lambda: "torch.int8",
-    lambda: "torch.float64",
-    lambda: "torch.complex64",
-    lambda: "QDType.int32",
-    lambda: "QDType.uint4",
-    lambda: "QDType.float8_e4m3fn",
-    lambda: "MappingType.ASYMMETRIC",
-    lambda: "ZeroPointDomain.FLOAT",
-    lambda: "Rounding.STOCHASTIC",
-    lambda: "torch.load",
-    lambda: "QDType.",
-    lambda: "weight",
-]
+_NUMBERS = [0, 1, -1, 7, 2**31, 2**63, -(2**63) - 1, 10**40, 0.5, 1e308, float("nan"), float("inf")]
+_TEXTS = ["", "x", "../x", "\0", "é" * 300]
+_LISTS: list[Any] = [[], {}, [[]], [1, 2], [-1, -1]]
+_OBJECTS: list[Any] = [{"type": "PerGroup", "group_size": 32}, {"type": "Rounding"}, {"type": []}, {"type": "Scheme"}]
+_DTYPES = ["torch.int8", "torch.float64", "torch.complex64", "QDType.int32", "QDType.uint4", "QDType.float8_e4m3fn"]
+_WORDS = ["MappingType.ASYMMETRIC", "ZeroPointDomain.FLOAT", "Rounding.STOCHASTIC", "torch.load", "QDType.", "weight"]
+
+STRANGE = [None, True, False, *_NUMBERS, *_TEXTS, *_LISTS, *_OBJECTS, {"a": {"b": []}}, *_DTYPES, *_WORDS]
 """Values to put in place of others: every type, bounds of numbers, names that mean something elsewhere."""
 
 
-def paths(tree: Any, at: Path = ()) -> Iterator[Path]:
+def paths(tree: Any, at: Place = ()) -> Iterator[Place]:
     """Of every node, the root included."""
     yield at
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
@@ -69,7 +43,7 @@ def paths(tree: Any, at: Path = ()) -> Iterator[Path]:
         yield from paths(value, (*at, key))
 
 
-def node(tree: Any, path: Path) -> Any:
+def node(tree: Any, path: Place) -> Any:
     """The node at `path`."""
     for key in path:
         tree = tree[key]
@@ -95,7 +69,7 @@ class Mutator:
         self.tree = copy.deepcopy(tree)
         self.rng = rng
 
-    def pick(self, wanted: Callable[[Any], bool] = lambda value: True) -> Path | None:
+    def pick(self, wanted: Callable[[Any], bool] = lambda value: True) -> Place | None:
         """A node below the root for which `wanted` holds; a depth is chosen first, as most nodes are leaves."""
         found = [path for path in paths(self.tree) if path and wanted(node(self.tree, path))]
         if not found:
@@ -103,7 +77,7 @@ class Mutator:
         depth = self.rng.choice(sorted({len(path) for path in found}))
         return self.rng.choice([path for path in found if len(path) == depth])
 
-    def put(self, path: Path, value: Any) -> str:
+    def put(self, path: Place, value: Any) -> str:
         node(self.tree, path[:-1])[path[-1]] = value
         return f"{path} = {value!r:.60}"
 
@@ -111,7 +85,7 @@ class Mutator:
 
     def replace(self) -> str | None:
         path = self.pick()
-        return None if path is None else self.put(path, self.rng.choice(STRANGE)())
+        return None if path is None else self.put(path, copy.deepcopy(self.rng.choice(STRANGE)))
 
     def nudge(self) -> str | None:
         """Another number."""
@@ -164,7 +138,7 @@ class Mutator:
         table[new] = table.pop(key)
         return f"{path}: {key} -> {new}"
 
-    def swap(self) -> str | None:
+    def pair(self) -> tuple[Place, Place] | None:
         """Two nodes of the same type."""
         first = self.pick()
         if first is None:
@@ -172,6 +146,14 @@ class Mutator:
         kind = type(node(self.tree, first))
         second = self.pick(lambda value: type(value) is kind)
         assert second is not None
+        return first, second
+
+    def swap(self) -> str | None:
+        """Two nodes of the same type."""
+        found = self.pair()
+        if found is None:
+            return None
+        first, second = found
         if first[: len(second)] == second or second[: len(first)] == first:
             return None
         a, b = node(self.tree, first), node(self.tree, second)
@@ -181,19 +163,12 @@ class Mutator:
 
     def copy(self) -> str | None:
         """A node in place of another of the same type."""
-        first = self.pick()
-        if first is None:
-            return None
-        kind = type(node(self.tree, first))
-        second = self.pick(lambda value: type(value) is kind)
-        assert second is not None
-        return self.put(first, copy.deepcopy(node(self.tree, second)))
+        found = self.pair()
+        return None if found is None else self.put(found[0], copy.deepcopy(node(self.tree, found[1])))
 
     def nest(self) -> str | None:
         path = self.pick()
-        if path is None:
-            return None
-        return self.put(path, self.rng.choice(list(DEEP)))
+        return None if path is None else self.put(path, self.rng.choice(list(DEEP)))
 
     def reorder(self) -> str | None:
         """The keys of an object in another order, which means nothing."""
@@ -252,3 +227,119 @@ def damage_bytes(data: bytes, rng: random.Random) -> tuple[bytes, str]:
         changed[at : at + length] = rng.randbytes(length) if kind == "overwrite" else bytes(length)
         del changed[len(data) :]
     return bytes(changed), f"{kind} at {at}, {length} bytes"
+
+
+# --- damage to the files of a folder ---
+
+Damage = Callable[[Path, random.Random], tuple[str, bool]]
+"""Changes a folder: what was done, and whether checksums tell."""
+
+
+def a_file(folder: Path, rng: random.Random, *suffixes: str) -> Path | None:
+    found = sorted(path for path in folder.rglob("*") if path.is_file() and path.name.endswith(suffixes or ("",)))
+    return rng.choice([path for path in found if path.suffix not in (".html",) and path.name != "lock"] or [None])
+
+
+def take_apart(path: Path) -> tuple[dict[str, Any], bytes]:
+    """(header, data) of a safetensors file."""
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    return json.loads(whole[8 : 8 + length]), whole[8 + length :]
+
+
+def put_together(path: Path, header: str, data: bytes) -> None:
+    text = header.encode(errors="replace")
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def with_metadata(tree: dict[str, Any], key: str, text: str) -> dict[str, Any]:
+    """The header with other metadata, and a checksum that fits where there is one."""
+    metadata = {**tree["__metadata__"], key: text}
+    if f"{key}.crc32" in metadata:
+        metadata[f"{key}.crc32"] = str(zlib.crc32(text.encode(errors="replace")))
+    return {**tree, "__metadata__": metadata}
+
+
+def edit_bytes(folder: Path, rng: random.Random) -> tuple[str, bool]:
+    path = a_file(folder, rng)
+    assert path is not None
+    changed, what = damage_bytes(path.read_bytes(), rng)
+    path.write_bytes(changed)
+    return f"{path.name}: {what}", True
+
+
+def edit_json(folder: Path, rng: random.Random) -> tuple[str, bool]:
+    """A tree of JSON data, with a checksum that fits where there is one."""
+    path = a_file(folder, rng, ".json")
+    if path is None:
+        return edit_header(folder, rng)
+    tree = json.loads(path.read_text())
+    if path.name != JOURNAL:
+        changed, what = mutate(tree, rng)
+        path.write_text(text_of(changed), errors="replace")
+        return f"{path.name}: {what}", True
+    changed, what = mutate(tree["data"], rng)
+    text = text_of(changed)
+    path.write_text(f'{{"crc32": {zlib.crc32(text.encode())}, "data": {text}}}')
+    return f"{path.name}: {what}", False
+
+
+def edit_header(folder: Path, rng: random.Random) -> tuple[str, bool]:
+    """The header of a safetensors file, or the JSON text in its metadata."""
+    path = a_file(folder, rng, ".safetensors")
+    if path is None:
+        return edit_bytes(folder, rng)
+    tree, data = take_apart(path)
+    inner = [key for key, text in tree.get("__metadata__", {}).items() if text[:1] in ("{", "[")]
+    if not inner or rng.random() < 0.5:
+        changed, what = mutate(tree, rng)
+        put_together(path, text_of(changed), data)
+        return f"header of {path.name}: {what}", changed == tree
+    key = rng.choice(inner)
+    inside = json.loads(tree["__metadata__"][key])
+    changed, what = mutate(inside, rng)
+    put_together(path, json.dumps(with_metadata(tree, key, text_of(changed))), data)
+    return f"{key} of {path.name}: {what}", changed == inside
+
+
+def edit_tensor(folder: Path, rng: random.Random) -> tuple[str, bool]:
+    """Another tensor in place of one, or none."""
+    path = a_file(folder, rng, ".safetensors")
+    if path is None:
+        return edit_json(folder, rng)
+    metadata, tensors = take_apart(path)[0].get("__metadata__", {}), load_file(path)
+    if not tensors:
+        return "no tensors", True
+    name = rng.choice(sorted(tensors))
+    changed, what = _another(tensors.pop(name), rng)
+    if changed is not None:
+        tensors[name] = changed.contiguous()
+    save_file(tensors, path, metadata)
+    for root in [] if changed is None else folder.glob("*.safetensors"):
+        tree, data = take_apart(root)
+        if "qtorch" in tree.get("__metadata__", {}):
+            header = json.loads(tree["__metadata__"]["qtorch"])
+            header["checksums"][name] = checksum(tensors[name])
+            put_together(root, json.dumps(with_metadata(tree, "qtorch", json.dumps(header))), data)
+    return f"{name} of {path.name}: {what}", False
+
+
+def _another(tensor: Tensor, rng: random.Random) -> tuple[Tensor | None, str]:
+    noise = torch.randint(0, 256, (tensor.nbytes,), dtype=torch.uint8)
+    noise = noise % 2 if tensor.dtype is torch.bool else noise
+    dtype = rng.choice([torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.bool])
+    value = rng.choice([0, 1, 127] if not tensor.is_floating_point() else [0, -1, 1e30, float("nan"), float("inf")])
+    changes: dict[str, Callable[[], Tensor | None]] = {
+        "removed": lambda: None,
+        "flat": lambda: tensor.reshape(-1),
+        "another rank": lambda: tensor.reshape(*tensor.shape, *[1] * rng.randint(1, 3)),
+        "cut": lambda: tensor[:-1] if tensor.dim() else tensor.reshape(1),
+        "twice": lambda: torch.cat([tensor.reshape(-1).view(torch.uint8)] * 2).view(tensor.dtype),
+        "bytes": lambda: tensor.view(torch.uint8) if tensor.dim() else tensor,
+        f"in {dtype}": lambda: torch.ones(tensor.shape).to(dtype),
+        "empty": lambda: torch.zeros([0] * rng.randint(1, 3), dtype=tensor.dtype),
+        f"{value} everywhere": lambda: torch.full(tensor.shape, value, dtype=torch.float64).to(tensor.dtype),
+        "other bytes": lambda: noise.view(tensor.dtype).reshape(tensor.shape),
+    }
+    what = rng.choice(list(changes))
+    return changes[what](), what

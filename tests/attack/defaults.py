@@ -19,7 +19,7 @@ from qtorch.dtypes import QuantizedTensor
 from qtorch.model.install import PreparedModule
 from qtorch.training import convert
 from tests.attack.operations import Operation, add, inputs
-from tests.attack.subject import FEW, K, Subject
+from tests.attack.subject import FEW, Experts, K, Subject
 
 Scope = Callable[[], AbstractContextManager[object]]
 
@@ -43,15 +43,6 @@ def _device() -> Iterator[None]:
         torch.set_default_device(None)
 
 
-class _Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 32, K) / 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.bmm(x.expand(3, -1, -1), self.weight.mT)
-
-
 def numbers(subject: Subject, scope: Scope) -> dict[str, Tensor]:
     """What weights give that are quantized, called, trained, saved and loaded in a scope."""
     torch.manual_seed(0)
@@ -60,7 +51,7 @@ def numbers(subject: Subject, scope: Scope) -> dict[str, Tensor]:
     others = {
         "embedding": (nn.Embedding(40, K), torch.arange(40)),
         "convolution": (nn.Conv2d(32, 32, 3), many.view(2, 32, 8, 8)),
-        "experts": (_Experts(), few),
+        "experts": (Experts(3, 32), few),
     }
     with scope():
         subject.quantize(layer)

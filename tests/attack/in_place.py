@@ -30,7 +30,7 @@ FROZEN = rf"{SPARSE}|frozen|not implemented for|copy_|dequantize|requires a|does
 
 NAMES_A_WAY = r"weight[\s\S]*(assign|dequantize|quantize_)"
 
-Way = Callable[[nn.Linear, Tensor, Subject], None]
+Way = Callable[[nn.Linear, Tensor, Subject], object]
 
 BEFORE = {"never called": (0, 0), "called before": (4, 0), "a float copy is kept": (4, 1 << 26)}
 """(calls, `config.float_copy_bytes`)."""
@@ -86,79 +86,6 @@ def _bound(subject: Subject) -> float:
     return 0.4 if subject.stochastic else 2e-5
 
 
-# --- the ways ---
-
-
-def _copy_float(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
-    layer.weight.copy_(new)
-
-
-def _copy_quantized(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
-    layer.weight.copy_(_made(subject, new).weight)
-
-
-def _copy_detached(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
-    layer.weight.detach().copy_(new)
-
-
-def _data_copy(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
-    layer.weight.data.copy_(new)
-
-
-def _assign_data_float(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
-    layer.weight.data = new
-
-
-def _assign_data_quantized(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
-    layer.weight.data = _made(subject, new).weight.data
-
-
-def _add(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
-    layer.weight.add_(1.0)
-
-
-def _mul(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
-    layer.weight.mul_(2.0)
-
-
-def _set_row(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
-    layer.weight[0] = new[0]
-
-
-def _set_item(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
-    layer.weight[...] = new
-
-
-def _fill(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
-    layer.weight.fill_(0.5)
-
-
-def _zero(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
-    layer.weight.zero_()
-
-
-def _set_storage(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
-    layer.weight.set_(new)
-
-
-def _module_weight(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
-    weight = _made(subject, new).weight
-    layer.weight = nn.Parameter(weight.detach(), weight.requires_grad)
-
-
-def _load_quantized_state(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
-    layer.load_state_dict({**layer.state_dict(), "weight": _made(subject, new).state_dict()["weight"]})
-
-
-def _assign_quantized_state(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
-    state = {**layer.state_dict(), "weight": _made(subject, new).state_dict()["weight"]}
-    layer.load_state_dict(state, assign=True)
-
-
-def _load_float_state(layer: nn.Linear, new: Tensor, subject: Subject) -> None:
-    layer.load_state_dict({**layer.state_dict(), "weight": new})
-
-
 def _made(subject: Subject, new: Tensor) -> nn.Linear:
     return subject.fresh(new, subject.layer())
 
@@ -171,34 +98,79 @@ def _to_other_row(old: Tensor) -> Tensor:
     return torch.cat([_to_other(old)[:1], old[1:]])
 
 
-WAYS: list[tuple[str, Way, Callable[[Tensor], Tensor], str | None]] = [
-    ("`p.copy_(x)`, x in floating point", _copy_float, _to_other, SPARSE),
-    ("`p.copy_(q)`, q quantized alike", _copy_quantized, _to_other, None),
-    ("`p.detach().copy_(x)`", _copy_detached, _to_other, SPARSE),
-    ("`p.data.copy_(x)`", _data_copy, _to_other, SPARSE),
-    ("`p.data = x`, x in floating point", _assign_data_float, _to_other, FROZEN),
-    ("`p.data = q`, q quantized alike", _assign_data_quantized, _to_other, FROZEN),
-    ("`p.add_(1)`", _add, lambda old: old + 1, FROZEN),
-    ("`p.mul_(2)`", _mul, lambda old: old * 2, FROZEN),
-    ("`p[0] = x`", _set_row, _to_other_row, FROZEN),
-    ("`p[...] = x`", _set_item, _to_other, FROZEN),
-    ("`p.fill_(0.5)`", _fill, lambda old: torch.full_like(old, 0.5), FROZEN),
-    ("`p.zero_()`", _zero, torch.zeros_like, FROZEN),
-    ("`p.set_(x)`", _set_storage, _to_other, FROZEN),
-    ("`module.weight = nn.Parameter(q)`", _module_weight, _to_other, None),
-    ("`load_state_dict` of the same recipe", _load_quantized_state, _to_other, None),
-    ("`load_state_dict` of the same recipe, `assign=True`", _assign_quantized_state, _to_other, None),
-    (
+def _assign_data(layer: nn.Linear, values: Tensor) -> None:
+    layer.weight.data = values
+
+
+def _assign_weight(layer: nn.Linear, weight: Tensor) -> None:
+    layer.weight = nn.Parameter(weight.detach(), weight.requires_grad)
+
+
+def _load(layer: nn.Linear, weight: Tensor, assign: bool = False) -> None:
+    layer.load_state_dict({**layer.state_dict(), "weight": weight}, assign=assign)
+
+
+def _stored(subject: Subject, new: Tensor) -> Tensor:
+    return _made(subject, new).state_dict()["weight"]
+
+
+WAYS: dict[str, tuple[str, Way, Callable[[Tensor], Tensor], str | None]] = {
+    "copy_float": ("`p.copy_(x)`, x in floating point", lambda layer, x, _: layer.weight.copy_(x), _to_other, SPARSE),
+    "copy_quantized": (
+        "`p.copy_(q)`, q quantized alike",
+        lambda layer, x, subject: layer.weight.copy_(_made(subject, x).weight),
+        _to_other,
+        None,
+    ),
+    "copy_detached": ("`p.detach().copy_(x)`", lambda layer, x, _: layer.weight.detach().copy_(x), _to_other, SPARSE),
+    "data_copy": ("`p.data.copy_(x)`", lambda layer, x, _: layer.weight.data.copy_(x), _to_other, SPARSE),
+    "assign_data_float": (
+        "`p.data = x`, x in floating point",
+        lambda layer, x, _: _assign_data(layer, x),
+        _to_other,
+        FROZEN,
+    ),
+    "assign_data_quantized": (
+        "`p.data = q`, q quantized alike",
+        lambda layer, x, subject: _assign_data(layer, _made(subject, x).weight.data),
+        _to_other,
+        FROZEN,
+    ),
+    "add": ("`p.add_(1)`", lambda layer, x, _: layer.weight.add_(1.0), lambda old: old + 1, FROZEN),
+    "mul": ("`p.mul_(2)`", lambda layer, x, _: layer.weight.mul_(2.0), lambda old: old * 2, FROZEN),
+    "set_row": ("`p[0] = x`", lambda layer, x, _: layer.weight.__setitem__(0, x[0]), _to_other_row, FROZEN),
+    "set_item": ("`p[...] = x`", lambda layer, x, _: layer.weight.__setitem__(..., x), _to_other, FROZEN),
+    "fill": ("`p.fill_(0.5)`", lambda layer, x, _: layer.weight.fill_(0.5), lambda old: old * 0 + 0.5, FROZEN),
+    "zero": ("`p.zero_()`", lambda layer, x, _: layer.weight.zero_(), torch.zeros_like, FROZEN),
+    "set_storage": ("`p.set_(x)`", lambda layer, x, _: layer.weight.set_(x), _to_other, FROZEN),
+    "module_weight": (
+        "`module.weight = nn.Parameter(q)`",
+        lambda layer, x, subject: _assign_weight(layer, _made(subject, x).weight),
+        _to_other,
+        None,
+    ),
+    "load_quantized_state": (
+        "`load_state_dict` of the same recipe",
+        lambda layer, x, subject: _load(layer, _stored(subject, x)),
+        _to_other,
+        None,
+    ),
+    "assign_quantized_state": (
+        "`load_state_dict` of the same recipe, `assign=True`",
+        lambda layer, x, subject: _load(layer, _stored(subject, x), assign=True),
+        _to_other,
+        None,
+    ),
+    "load_float_state": (
         "`load_state_dict` of a float model",
-        _load_float_state,
+        lambda layer, x, _: _load(layer, x),
         _to_other,
         f"{SPARSE}|{NAMES_A_WAY}",
     ),
-]
+}
 
-for _title, _way, _values, _refuses in WAYS:
-    _run = functools.partial(_change, _way, _values, _refuses)
-    add(_way.__name__.strip("_"), Operation(GROUP, _title, _run))
+for _name, (_title, *_arguments) in WAYS.items():
+    add(_name, Operation(GROUP, _title, functools.partial(_change, *_arguments)))
 
 
 # --- others ---

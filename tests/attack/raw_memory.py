@@ -20,46 +20,6 @@ GROUP = "Raw memory"
 WORDS = r"save_quantized|dequantize|call F\.linear"
 
 
-def _to_numpy(layer: nn.Linear) -> object:
-    return layer.weight.detach().numpy()
-
-
-def _from_dlpack(layer: nn.Linear) -> object:
-    return torch.from_dlpack(layer.weight.detach())
-
-
-def _apply(layer: nn.Linear) -> object:
-    return layer.weight.detach().apply_(lambda value: value + 1)
-
-
-def _map(layer: nn.Linear) -> object:
-    return layer.weight.detach().map_(torch.ones(layer.weight.shape), lambda a, b: a + b)
-
-
-def _untyped_storage(layer: nn.Linear) -> object:
-    return layer.weight.untyped_storage().data_ptr()
-
-
-def _data_ptr(layer: nn.Linear) -> object:
-    return layer.weight.data_ptr()
-
-
-def _tolist(layer: nn.Linear) -> object:
-    return layer.weight.detach().tolist()
-
-
-def _item(layer: nn.Linear) -> object:
-    return layer.weight.detach()[0, 0].item()
-
-
-def _jit_script(layer: nn.Linear) -> object:
-    return torch.jit.script(layer)(torch.ones(1, layer.in_features))
-
-
-def _jit_trace(layer: nn.Linear) -> object:
-    return torch.jit.trace(layer, torch.ones(1, layer.in_features))(torch.ones(1, layer.in_features))
-
-
 def _save_file(layer: nn.Linear) -> object:
     from safetensors.torch import save_file
 
@@ -68,18 +28,25 @@ def _save_file(layer: nn.Linear) -> object:
     return None
 
 
-WAYS: dict[str, Callable[[nn.Linear], object]] = {
-    "`torch.from_dlpack(p)`": _from_dlpack,
-    "`p.numpy()`": _to_numpy,
-    "`p.apply_(f)`": _apply,
-    "`p.map_(x, f)`": _map,
-    "`p.untyped_storage()`": _untyped_storage,
-    "`p.data_ptr()`": _data_ptr,
-    "`p.tolist()`": _tolist,
-    "`p[0, 0].item()`": _item,
-    "`torch.jit.script`": _jit_script,
-    "`torch.jit.trace`": _jit_trace,
-    "`safetensors.torch.save_file`": _save_file,
+def _ones(layer: nn.Linear) -> Tensor:
+    return torch.ones(1, layer.in_features)
+
+
+WAYS: dict[str, tuple[str, Callable[[nn.Linear], object]]] = {
+    "from_dlpack": ("`torch.from_dlpack(p)`", lambda layer: torch.from_dlpack(layer.weight.detach())),
+    "to_numpy": ("`p.numpy()`", lambda layer: layer.weight.detach().numpy()),
+    "apply": ("`p.apply_(f)`", lambda layer: layer.weight.detach().apply_(lambda value: value + 1)),
+    "map": (
+        "`p.map_(x, f)`",
+        lambda layer: layer.weight.detach().map_(torch.ones(layer.weight.shape), lambda a, b: a + b),
+    ),
+    "untyped_storage": ("`p.untyped_storage()`", lambda layer: layer.weight.untyped_storage().data_ptr()),
+    "data_ptr": ("`p.data_ptr()`", lambda layer: layer.weight.data_ptr()),
+    "tolist": ("`p.tolist()`", lambda layer: layer.weight.detach().tolist()),
+    "item": ("`p[0, 0].item()`", lambda layer: layer.weight.detach()[0, 0].item()),
+    "jit_script": ("`torch.jit.script`", lambda layer: torch.jit.script(layer)(_ones(layer))),
+    "jit_trace": ("`torch.jit.trace`", lambda layer: torch.jit.trace(layer, _ones(layer))(_ones(layer))),
+    "save_file": ("`safetensors.torch.save_file`", _save_file),
 }
 
 
@@ -115,5 +82,5 @@ def _is_right(layer: nn.Linear, got: object) -> None:
         same([got], [layer(torch.ones(1, layer.in_features)).detach()], "it computes something else")
 
 
-for _title, _way in WAYS.items():
-    add(_way.__name__.strip("_"), Operation(GROUP, _title, functools.partial(_ask, _way), may_kill=True))
+for _name, (_title, _way) in WAYS.items():
+    add(_name, Operation(GROUP, _title, functools.partial(_ask, _way), may_kill=True))

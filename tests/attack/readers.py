@@ -19,14 +19,12 @@ import tempfile
 import time
 import traceback
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import qtorch
@@ -34,15 +32,13 @@ from qtorch import load_quantized, quantize_, quantize_checkpoint, save_quantize
 from qtorch.calibration import Nearest, calibrated
 from qtorch.calibration.allocation.allocation import Allocation
 from qtorch.calibration.allocation.allocation_report import Row
-from qtorch.checkpoint.part_file import JOURNAL
 from qtorch.checkpoint.sources import open_source
 from qtorch.checkpoint.streaming import partial
 from qtorch.cli.recipes import read_config
 from qtorch.dtypes import QuantizedTensor
 from qtorch.kernels.cpu import variants
 from qtorch.kernels.cuda.launch_config import SHIPPED, Table
-from tests.attack.checkpoints import put_together, take_apart
-from tests.attack.damage import damage_bytes, mutate, text_of
+from tests.attack import damage
 from tests.calibration import test_resume
 from tests.float_checkpoints import decoder, save_shards
 from tests.formats import test_awq, test_float8, test_gptq, test_hqq, test_torchao
@@ -353,9 +349,6 @@ READERS: dict[str, Reader] = {
 
 # --- damage ---
 
-Damage = Callable[[Path, random.Random], tuple[str, bool]]
-"""Changes a folder: what was done, and whether checksums tell."""
-
 
 def contents(folder: Path) -> dict[str, bytes]:
     """By name; of files that `edit_places` has grown, the first megabyte."""
@@ -363,91 +356,12 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.open("rb").read(1 << 20) for path in sorted(found)}
 
 
-def _file(folder: Path, rng: random.Random, *suffixes: str) -> Path | None:
-    found = sorted(path for path in folder.rglob("*") if path.is_file() and path.name.endswith(suffixes or ("",)))
-    return rng.choice([path for path in found if path.suffix not in (".html",) and path.name != "lock"] or [None])
-
-
-def edit_bytes(folder: Path, rng: random.Random) -> tuple[str, bool]:
-    path = _file(folder, rng)
-    assert path is not None
-    changed, what = damage_bytes(path.read_bytes(), rng)
-    path.write_bytes(changed)
-    return f"{path.name}: {what}", True
-
-
-def edit_json(folder: Path, rng: random.Random) -> tuple[str, bool]:
-    """A tree of JSON data, with a checksum that fits where there is one."""
-    path = _file(folder, rng, ".json")
-    if path is None:
-        return edit_header(folder, rng)
-    tree = json.loads(path.read_text())
-    if path.name != JOURNAL:
-        changed, what = mutate(tree, rng)
-        path.write_text(text_of(changed), errors="replace")
-        return f"{path.name}: {what}", True
-    changed, what = mutate(tree["data"], rng)
-    text = text_of(changed)
-    path.write_text(f'{{"crc32": {zlib.crc32(text.encode())}, "data": {text}}}')
-    return f"{path.name}: {what}", False
-
-
-def edit_header(folder: Path, rng: random.Random) -> tuple[str, bool]:
-    """The header of a safetensors file, or the JSON text in its metadata."""
-    path = _file(folder, rng, ".safetensors")
-    if path is None:
-        return edit_bytes(folder, rng)
-    tree, data = take_apart(path)
-    inner = [key for key, text in tree.get("__metadata__", {}).items() if text[:1] in ("{", "[")]
-    if not inner or rng.random() < 0.5:
-        changed, what = mutate(tree, rng)
-        put_together(path, text_of(changed), data)
-        return f"header of {path.name}: {what}", False
-    key = rng.choice(inner)
-    changed, what = mutate(json.loads(tree["__metadata__"][key]), rng)
-    tree["__metadata__"][key] = text_of(changed)
-    put_together(path, json.dumps(tree), data)
-    return f"{key} of {path.name}: {what}", False
-
-
-def edit_tensor(folder: Path, rng: random.Random) -> tuple[str, bool]:
-    path = _file(folder, rng, ".safetensors")
-    if path is None:
-        return edit_json(folder, rng)
-    metadata, tensors = take_apart(path)[0].get("__metadata__", {}), load_file(path)
-    if not tensors:
-        return "no tensors", True
-    name = rng.choice(sorted(tensors))
-    changed = _damaged(tensors.pop(name), rng)
-    if changed is not None:
-        tensors[name] = changed.contiguous()
-    save_file(tensors, path, metadata)
-    return f"{name} of {path.name}: {'removed' if changed is None else (changed.dtype, tuple(changed.shape))}", False
-
-
-def _damaged(tensor: Tensor, rng: random.Random) -> Tensor | None:
-    noise = torch.randint(0, 256, (tensor.nbytes,), dtype=torch.uint8)
-    noise = noise % 2 if tensor.dtype is torch.bool else noise
-    changes: list[Callable[[], Tensor | None]] = [
-        lambda: None,
-        lambda: tensor.reshape(-1),
-        lambda: tensor[:-1] if tensor.dim() else tensor.reshape(1),
-        lambda: torch.cat([tensor.reshape(-1).view(torch.uint8)] * 2).view(tensor.dtype),
-        lambda: tensor.view(torch.uint8) if tensor.dim() else tensor,
-        lambda: tensor.float(),
-        lambda: torch.zeros(0, dtype=tensor.dtype),
-        lambda: torch.zeros(tensor.shape, dtype=torch.uint8).reshape(-1, *[1] * rng.randint(0, 3)),
-        lambda: noise.view(tensor.dtype).reshape(tensor.shape),
-    ]
-    return rng.choice(changes)()
-
-
 HUGE = 40 * 2**30
 
 
 def edit_places(folder: Path, rng: random.Random) -> tuple[str, bool]:
     """What is there in place of a file."""
-    path = _file(folder, rng)
+    path = damage.a_file(folder, rng)
     assert path is not None
     kind = rng.choice(["nothing", "folder", "pipe", "loop", "dangling", "device", "outside", "grown", "huge"])
     if kind == "grown":
@@ -472,7 +386,19 @@ def edit_places(folder: Path, rng: random.Random) -> tuple[str, bool]:
     return f"{path.name}: {kind}", True
 
 
-DAMAGES: list[Damage] = [*[edit_json] * 4, *[edit_header] * 2, edit_bytes, edit_tensor, edit_places]
+def edit_header(folder: Path, rng: random.Random) -> tuple[str, bool]:
+    """One that says the same has other bytes, and so has what is continued."""
+    what, _ = damage.edit_header(folder, rng)
+    return what, False
+
+
+DAMAGES: list[damage.Damage] = [
+    *[damage.edit_json] * 4,
+    *[edit_header] * 2,
+    damage.edit_bytes,
+    damage.edit_tensor,
+    edit_places,
+]
 
 
 # --- a case ---

@@ -24,6 +24,17 @@ N, K = 96, 64
 M = TypeVar("M", bound=nn.Module)
 
 
+class Experts(nn.Module):
+    """Matrices in one parameter."""
+
+    def __init__(self, experts: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(experts, outputs, K) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x.expand(len(self.weight), -1, -1), self.weight.mT)
+
+
 @dataclass(frozen=True)
 class Subject:
     """A recipe, and layers that it has quantized."""

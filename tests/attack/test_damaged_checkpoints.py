@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests import every_recipe
 from tests.attack import checkpoints, workers
+from tests.attack.damage import Damage
 
 COUNT = int(os.environ.get("QTORCH_FUZZ", "1000"))
 PARTS = 2
@@ -39,9 +39,7 @@ def test_what_is_not_damaged_is_sound(name: str, options: dict[str, bool]) -> No
 
 
 @pytest.mark.parametrize("damage", dict.fromkeys(checkpoints.DAMAGES), ids=lambda damage: damage.__name__)
-def test_damage_depends_on_the_seed_alone(
-    damage: Callable[[Path, random.Random], checkpoints.Damaged], tmp_path: Path
-) -> None:
+def test_damage_depends_on_the_seed_alone(damage: Damage, tmp_path: Path) -> None:
     """And it does damage."""
     source = checkpoints.saved("int4_weight_only", 1)
     done = []

@@ -4,11 +4,9 @@ import contextlib
 import errno
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ import qtorch
 from qtorch import checkpoint, load_quantized, save_quantized
 from tests.checkpoint_model import SMALL, Model, assert_same, files, quantized
 
-ROOT = Path(qtorch.__file__).parent.parent
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(qtorch.__file__).parent.parent)}
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -69,9 +67,11 @@ for step in range(6):
 
 
 def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
+    return subprocess.run(command(script, *arguments), check=True, env=ENVIRONMENT, capture_output=True, text=True)
+
+
+def command(script: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-c", script, *map(str, arguments)]
 
 
 def layers() -> nn.Sequential:
@@ -119,19 +119,6 @@ for line in sys.stdin:
 """
 
 
-@contextlib.contextmanager
-def process(script: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    with subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as started:
-        try:
-            yield started
-        finally:
-            started.kill()
-
-
 @pytest.mark.slow
 @needs_fork
 @pytest.mark.parametrize("shard_size", [1, 2**30], ids=["shards", "one file"])
@@ -140,9 +127,8 @@ def test_killed_at_any_time(shard_size: int, path: Path) -> None:
     rng = random.Random(shard_size)
     killed = 0
     longest = 0.004
-    with process(SAVES_FOREVER, path, shard_size) as saver:
-        assert saver.stdin is not None
-        assert saver.stdout is not None
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": ENVIRONMENT}
+    with subprocess.Popen(command(SAVES_FOREVER, path, shard_size), **pipes) as saver:  # type: ignore[call-overload]
         value = 0
         for _ in range(KILLS):
             saver.stdin.write(f"{1 - value}\n")
@@ -159,6 +145,7 @@ def test_killed_at_any_time(shard_size: int, path: Path) -> None:
             found = value_at(path)
             assert found == 1 - value if finished else found in (0, 1)
             value = found
+        saver.stdin.close()
     assert killed > KILLS // 10
     save_quantized(one_of_ours(), path)
     assert files(path.parent) == ["model.safetensors"]
@@ -232,51 +219,6 @@ def test_files_cannot_grow(shard_size: int, path: Path) -> None:
     assert said == [f"{errno.EFBIG} [Errno {errno.EFBIG}] save_quantized"] * len(limits)
     assert_same(load_quantized(Model(), path), old)
     assert files(path.parent) == before
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, size: int) -> Iterator[Path]:
-    """A file system of its own."""
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("may not mount a file system")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
-def fill(folder: Path, leave: int) -> Callable[[], None]:
-    """Use up the disk but for these bytes; the result frees it."""
-    stat = os.statvfs(folder)
-    filler = folder / "filler"
-    filler.write_bytes(bytes(max(0, stat.f_bavail * stat.f_frsize - leave)))
-    return filler.unlink
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs tmpfs")
-def test_full_disk(tmp_path: Path) -> None:
-    with small_disk(tmp_path, 2**20) as folder:
-        path = folder / "model.safetensors"
-        old = quantized()
-        save_quantized(old, path, max_shard_size=SMALL)
-        before = files(folder)
-        for leave in range(0, 48 * 1024, 4096):
-            free = fill(folder, leave)
-            try:
-                save_quantized(quantized(), path, max_shard_size=SMALL)
-            except OSError as error:
-                said = (error.errno, "No space left on device" in str(error))
-                assert said == (errno.ENOSPC, True)
-                assert_same(load_quantized(Model(), path), old)
-                free()
-                assert files(folder) == before
-            else:
-                free()
-                break
-        assert 4096 <= leave < 44 * 1024
-        save_quantized(old, path)
-        assert files(folder) == ["model.safetensors"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -65,15 +65,15 @@ def test_a_root_that_is_replaced_between_its_shards(tmp_path: Path, monkeypatch:
     old, new = (nn.Linear(8, 8) for _ in range(2))
     qtorch.save_quantized(old, path, max_shard_size=1)
     opened = []
-    read_header = qtorch.checkpoint.sources._read_header
+    parse = qtorch.checkpoint.header.Header.parse
 
-    def saves_first(root: object) -> object:
+    def saves_first(metadata: dict[str, str]) -> object:
         if not opened:
             qtorch.save_quantized(new, path, max_shard_size=1)
-        opened.append(root)
-        return read_header(root)
+        opened.append(metadata)
+        return parse(metadata)
 
-    monkeypatch.setattr(qtorch.checkpoint.sources, "_read_header", saves_first)
+    monkeypatch.setattr(qtorch.checkpoint.header.Header, "parse", saves_first)
     model = load_quantized(nn.Linear(8, 8), path)
     assert len(opened) == 2
     assert torch.equal(model.weight, new.weight)

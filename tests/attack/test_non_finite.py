@@ -36,6 +36,7 @@ from qtorch.primitives import prune_2_4
 from qtorch.primitives.scale_rules import FixedRangeRule, PercentileRule
 from qtorch.recipes.base import RECIPES
 from qtorch.training import calibrate, convert, fully_quantized, lsq, qat, scheduled_qat
+from tests.attack import training_recipes as of_training
 from tests.every_recipe import NAMES, make
 from tests.kernels.cpu.builds import BUILDS
 from tests.kernels.every_scheme import in_every_layout, weights_of_every_scheme
@@ -144,19 +145,12 @@ def test_every_recipe_compiled(name: str, rows: int) -> None:
 
 # --- inference: kernels ---
 
+INT8, FLOAT8 = QuantSpec("int8", quant_min=-127), QuantSpec("float8_e4m3fn")
 EXTRA_SCHEMES = {
-    "int8, percentile": LinearSpec(
-        QuantSpec("int8", quant_min=-127), QuantSpec("int8", PerToken(), scale_rule=PercentileRule(90.0))
-    ),
-    "int8, fixed range": LinearSpec(
-        QuantSpec("int8", quant_min=-127), QuantSpec("int8", PerToken(), scale_rule=FixedRangeRule(-4.0, 4.0))
-    ),
-    "float8, tensor": LinearSpec(
-        QuantSpec("float8_e4m3fn"), QuantSpec("float8_e4m3fn", PerTensor()), layout=PlainLayout()
-    ),
-    "int8, asymmetric tensor": LinearSpec(
-        QuantSpec("int8", quant_min=-127), QuantSpec("int8", PerTensor(), MappingType.ASYMMETRIC)
-    ),
+    "int8, percentile": LinearSpec(INT8, QuantSpec("int8", PerToken(), scale_rule=PercentileRule(90.0))),
+    "int8, fixed range": LinearSpec(INT8, QuantSpec("int8", PerToken(), scale_rule=FixedRangeRule(-4.0, 4.0))),
+    "float8, tensor": LinearSpec(FLOAT8, QuantSpec("float8_e4m3fn", PerTensor()), layout=PlainLayout()),
+    "int8, asymmetric tensor": LinearSpec(INT8, QuantSpec("int8", PerTensor(), MappingType.ASYMMETRIC)),
 }
 
 
@@ -175,7 +169,7 @@ def test_every_kernel(kernel: Kernel, dtype: torch.dtype) -> None:
 
 
 WEIGHTS = {
-    "int8 row": QuantSpec("int8", quant_min=-127),
+    "int8 row": INT8,
     "int8 asymmetric row": QuantSpec("int8", PerRow(), MappingType.ASYMMETRIC),
     "int4 group": QuantSpec("int4", PerGroup(32)),
     "uint4 group": QuantSpec("uint4", PerGroup(64), MappingType.ASYMMETRIC),
@@ -237,15 +231,8 @@ def prepared(recipe: object, data: bool = False) -> nn.Sequential:
 
 def training_recipes() -> Iterator[tuple[str, object, bool]]:
     """Name, recipe, and whether its scales start from data."""
-    with_arguments = {
-        "mixed_precision_training": (fully_quantized(4, 8),),
-        "qat": (make("int8_weight_only"),),
-        "scheduled_qat": (make("int8_dynamic_activation_int8_weight"),),
-        "lora_qat": (make("int8_dynamic_activation_int4_weight", 32), 4),
-    }
-    for name, cls in sorted(RECIPES.items()):
-        if cls.__module__.startswith("qtorch.training.") and name != "convert":
-            yield name, cls(*with_arguments.get(name, ())), name == "lsq"
+    for name in of_training.NAMES:
+        yield name, of_training.make(name), name == "lsq"
     yield "float8_training, tensorwise", RECIPES["float8_training"]("tensorwise"), False
     yield "int8 tensors", RECIPES["mixed_precision_training"](fully_quantized(granularity=PerTensor())), False
     yield "int8 blocks", RECIPES["mixed_precision_training"](fully_quantized(granularity=PerBlock((4, 16)))), False
@@ -279,37 +266,26 @@ def shows(grad: Tensor) -> bool:
 
 
 @every_case
+@pytest.mark.parametrize("where", ["input", "gradient"])
 @pytest.mark.usefixtures("each_library")
-def test_an_input_in_training(recipe: object, data: bool) -> None:
+def test_an_input_or_gradient_in_training(where: str, recipe: object, data: bool) -> None:
     model = prepared(recipe, data)
     x, g = torch.randn(TOKENS, FEATURES), torch.randn(TOKENS, OUTPUTS)
-    for row, column, value in places(TOKENS, FEATURES):
-        bad, without = damaged(x, row, column, value)
-        got, expected = run(model, bad, g), run(model, without, g)
+    for row, column, value in places(TOKENS, FEATURES if where == "input" else OUTPUTS):
         others = [i for i in range(TOKENS) if i != row]
-        assert not got["y"][row].isfinite().any()
-        for name in ("y", "dx"):
-            assert expected[name].isfinite().all()
-            assert torch.equal(got[name][others], expected[name][others]), name
-        if (dw := got.get("0.weight")) is not None:
-            assert shows(dw[:, column])
-
-
-@every_case
-@pytest.mark.usefixtures("each_library")
-def test_a_gradient_in_training(recipe: object, data: bool) -> None:
-    model = prepared(recipe, data)
-    x, g = torch.randn(TOKENS, FEATURES), torch.randn(TOKENS, OUTPUTS)
-    for row, column, value in places(TOKENS, OUTPUTS):
-        bad, without = damaged(g, row, column, value)
-        got, expected = run(model, x, bad), run(model, x, without)
-        others = [i for i in range(TOKENS) if i != row]
-        assert torch.equal(got["y"], expected["y"])
-        assert not got["dx"][row].isfinite().any()
+        if where == "input":
+            got, expected = (run(model, damaged_x, g) for damaged_x in damaged(x, row, column, value))
+            assert not got["y"][row].isfinite().any()
+            assert expected["y"].isfinite().all()
+            assert torch.equal(got["y"][others], expected["y"][others])
+        else:
+            got, expected = (run(model, x, damaged_g) for damaged_g in damaged(g, row, column, value))
+            assert torch.equal(got["y"], expected["y"])
+            assert not got["dx"][row].isfinite().any()
         assert expected["dx"].isfinite().all()
         assert torch.equal(got["dx"][others], expected["dx"][others])
         if (dw := got.get("0.weight")) is not None:
-            assert shows(dw[column])
+            assert shows(dw[:, column] if where == "input" else dw[column])
 
 
 @every_case
@@ -424,10 +400,7 @@ def test_copy_into_a_frozen_weight(name: str, value: float) -> None:
     source = torch.randn(N, K)
     source[3, 4] = value
     for write in (weight.copy_, weight.data.copy_):
-        with (
-            torch.no_grad(),
-            pytest.raises(ValueError, match=r"^copy_: .* NaN or infinite, .* is unchanged$"),
-        ):
+        with torch.no_grad(), pytest.raises(ValueError, match=r"^copy_: .* NaN or infinite, .* is unchanged$"):
             write(source)
     layer = nn.Linear(K, N)
     quantize_(layer, make(name))

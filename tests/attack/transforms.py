@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
@@ -10,19 +12,7 @@ from tests.attack.operations import inputs, operation, outputs, same
 from tests.attack.subject import K, Subject
 
 GROUP = "Compiler and function transforms"
-
-
-def _bound(subject: Subject) -> float:
-    return 1e-4
-
-
-@operation(GROUP, "`model.compile()`", few=True)
-def compiled_in_place(subject: Subject) -> None:
-    layer = subject.layer().eval()
-    wanted = outputs(layer)
-    layer.compile(backend="aot_eager")
-    with torch.no_grad():
-        same([layer(x) for x in inputs()], wanted, "compiled", _bound(subject))
+BOUND = 1e-4
 
 
 @operation(GROUP, "in-place operations on the output, compiled", few=True)
@@ -35,7 +25,7 @@ def compiled_in_place_on_the_output(subject: Subject) -> None:
             x = inputs()[2][:6].reshape(shape).clone().requires_grad_()
             y = run(x)
             results.append([y.detach(), *torch.autograd.grad(y.square().sum(), x)])
-        same(*results, f"compiled, input {shape}", _bound(subject))
+        same(*results, f"compiled, input {shape}", BOUND)
 
 
 @operation(GROUP, "`torch.export`, run with and without gradients")
@@ -44,10 +34,10 @@ def exported(subject: Subject) -> None:
     with torch.no_grad():
         wanted = model(x)
     program = torch.export.export(model, (x,)).module()
-    same([program(x)], [wanted], "with gradients", _bound(subject))
-    same([program(x.clone().requires_grad_())], [wanted], "with the gradient of the input", _bound(subject))
+    same([program(x)], [wanted], "with gradients", BOUND)
+    same([program(x.clone().requires_grad_())], [wanted], "with the gradient of the input", BOUND)
     with torch.no_grad():
-        same([program(x)], [wanted], "without gradients", _bound(subject))
+        same([program(x)], [wanted], "without gradients", BOUND)
 
 
 class _Breaks(nn.Module):
@@ -70,7 +60,7 @@ def graph_break(subject: Subject) -> None:
     wanted = outputs(model)
     model.compile(backend="aot_eager")
     with torch.no_grad():
-        same([model(x) for x in inputs()], wanted, "compiled", _bound(subject))
+        same([model(x) for x in inputs()], wanted, "compiled", BOUND)
 
 
 @operation(GROUP, "layers of two shapes, a step of training, compiled", few=True)
@@ -116,10 +106,12 @@ def func_grad(subject: Subject) -> None:
 def checkpointed(subject: Subject) -> None:
     from torch.utils.checkpoint import checkpoint
 
-    layer = subject.layer().eval()
-    one, other = (inputs()[1].requires_grad_() for _ in range(2))
-    checkpoint(layer, one, use_reentrant=False).square().sum().backward()
-    layer(other).square().sum().backward()
-    assert one.grad is not None
-    assert other.grad is not None
-    same([one.grad], [other.grad], "the gradient")
+    layer, found = subject.layer().eval(), []
+    for run in (layer, *(functools.partial(checkpoint, layer, use_reentrant=how) for how in (False, True))):
+        x = inputs()[1].requires_grad_()
+        run(x).square().sum().backward()
+        leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
+        found.append([leaf.grad for leaf in leaves if leaf.grad is not None])
+        layer.zero_grad()
+    for got in found[1:]:
+        same(got, found[0], "a gradient")

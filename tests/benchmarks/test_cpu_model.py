@@ -33,7 +33,7 @@ def results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     page = tmp_path / "results.md"
     page.write_text("before\n<!-- cpu_model: begin -->\nold\n<!-- cpu_model: end -->\nafter\n")
     monkeypatch.setattr(common, "RESULTS", tmp_path)
-    monkeypatch.setattr(common, "DOCS", page)
+    monkeypatch.setattr(common, "DOCS", tmp_path)
     return tmp_path
 
 

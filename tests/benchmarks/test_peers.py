@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import peers
 from benchmarks.peers import FLOATING, PEERS, ROW, Peer, Precision
+from qtorch.kernels.features import cpu_has
 
 CASES = [(peer, dtype) for peer in PEERS.values() for dtype in peer.dtypes]
 
@@ -35,15 +36,17 @@ def test_near_the_float_product(peer: Peer, dtype: torch.dtype) -> None:
         DTYPE_ERROR[dtype],
     )
     expected = sum(part**2 for part in parts) ** 0.5
+    # Without VNNI onnxruntime adds up pairs of int8 products in int16, with saturation.
+    most = 2 if "int8, A8" not in peer.name or cpu_has("vnni") else 10
     for layer, rows in itertools.product((first, second), (1, 5, 33)):
         x = torch.randn(rows, 256).to(dtype)
         wanted = x.float() @ weight.float().t()
         call = layer(x)
         y = call()
         assert y.dtype is dtype
-        assert expected / 2 < relative_error(y, wanted) < 2 * expected
+        assert expected / 2 < relative_error(y, wanted) < most * expected
         x.mul_(2)  # inputs are read on each call
-        assert expected / 2 < relative_error(call(), 2 * wanted) < 2 * expected
+        assert expected / 2 < relative_error(call(), 2 * wanted) < most * expected
 
 
 def relative_error(y: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -113,8 +113,3 @@ def test_formats_without_integers_are_left_to_the_others() -> None:
     model, data = Model(), batches(4)
     report = quantize_(model, calibrated(qtorch.mxfp4_weight_only(), data, learn=AutoRound(5)), lambda m, n: "up" in n)
     assert all("autoround" not in layer.calibration.method for layer in report.quantized if layer.calibration)
-
-
-def test_the_wrong_number_of_iterations() -> None:
-    with pytest.raises(ValueError, match="iterations is 1 or more, got 0"):
-        AutoRound(0)

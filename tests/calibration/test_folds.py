@@ -25,6 +25,7 @@ from tests.calibration.transform_models import (
     RmsNorm,
     of_transformers,
     randomize,
+    slow_but,
     tokens,
 )
 
@@ -82,7 +83,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but("llama", MODELS))
 def test_models_of_transformers(name: str) -> None:
     make, batch = of_transformers()[name]
     torch.manual_seed(0)

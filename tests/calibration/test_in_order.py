@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.nn import functional
 
 import qtorch
 from qtorch import quantize_
-from qtorch.calibration import AutoRound, auto, calibrated, gptq
+from qtorch.calibration import AutoRound, auto, calibrated, gptq, observed
 from qtorch.calibration.rounding import FloatTarget, Gptq, Grid
 from qtorch.dtypes import AffineQuantizedTensor
 
@@ -51,6 +52,18 @@ def batches(count: int = 3, seed: int = 0) -> list[Tensor]:
     return [torch.randn(4, 9, 16, generator=generator) for _ in range(count)]
 
 
+def inputs_of(model: nn.Module, name: str, data: list[Tensor]) -> list[Tensor]:
+    """The inputs of a module, as rows, of each batch."""
+    seen: list[Tensor] = []
+    hook = model.get_submodule(name).register_forward_pre_hook(
+        lambda module, args: seen.append(args[0].reshape(-1, args[0].shape[-1]))
+    )
+    for x in data:
+        model(x)
+    hook.remove()
+    return seen
+
+
 def by_hand(model: Model, data: list[Tensor], target: FloatTarget | None) -> Model:
     """The same, layer by layer, with the whole model run for each of them."""
     floats, model = copy.deepcopy(model), copy.deepcopy(model)
@@ -58,28 +71,15 @@ def by_hand(model: Model, data: list[Tensor], target: FloatTarget | None) -> Mod
     spec = INT3.linear_spec()
     done: dict[str, nn.Parameter] = {}
     for name in names:
-        seen: dict[str, list[Tensor]] = {"ours": [], "float": []}
-        for kind, which in (("ours", model), ("float", floats)):
-            hook = which.get_submodule(name).register_forward_pre_hook(
-                lambda module, args, kind=kind, seen=seen: seen[kind].append(args[0].reshape(-1, args[0].shape[-1]))
-            )
-            for x in data:
-                which(x)
-            hook.remove()
+        seen = {kind: inputs_of(which, name, data) for kind, which in (("ours", model), ("float", floats))}
         rows = sum(len(part) for part in seen["ours"])
         h = sum(part.t() @ part for part in seen["ours"]) / rows
         g = sum(a.t() @ b for a, b in zip(seen["float"], seen["ours"], strict=True)) / rows
         d = None
         if name.endswith("down"):
-            streams: dict[str, list[Tensor]] = {"ours": [], "float": []}
-            for kind, which in (("ours", model), ("float", floats)):
-                hook = which.get_submodule(name[: -len(".down")]).register_forward_pre_hook(
-                    lambda module, args, kind=kind, streams=streams: streams[kind].append(args[0].reshape(-1, 32))
-                )
-                for x in data:
-                    which(x)
-                hook.remove()
-            errors = [a - b for a, b in zip(streams["float"], streams["ours"], strict=True)]
+            block = name.removesuffix(".down")
+            pairs = zip(inputs_of(floats, block, data), inputs_of(model, block, data), strict=True)
+            errors = [a - b for a, b in pairs]
             d = sum(a.t() @ b for a, b in zip(errors, seen["ours"], strict=True)) / rows
         weight = floats.get_submodule(name).weight.detach()
         goal = weight if target is None else target.of(weight, h, g, d)
@@ -144,16 +144,6 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
         quantize_(model, gptq(INT3, data, forward=failing))
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
     assert model.training
-    with pytest.raises(ValueError, match="at least one batch"):
-        quantize_(model, gptq(INT3, []))
-
-
-def test_a_dry_run_changes_nothing() -> None:
-    model = Model()
-    report = quantize_(model, gptq(INT3, batches()), dry_run=True)
-    assert report.dry_run
-    assert len(report.quantized) == 11
-    assert not any(isinstance(parameter, AffineQuantizedTensor) for parameter in model.parameters())
 
 
 def test_padding_does_not_count() -> None:
@@ -161,18 +151,24 @@ def test_padding_does_not_count() -> None:
     model, data = Model(), batches()
     padded = []
     for x in data:
-        noise = 100 * torch.randn(4, 5, 16)
         mask = torch.cat([torch.ones(4, 9), torch.zeros(4, 5)], 1).long()
-        padded.append({"x": torch.cat([x, noise], 1), "attention_mask": mask})
-    results = []
+        padded.append({"x": torch.cat([x, 100 * torch.randn(4, 5, 16)], 1), "attention_mask": mask})
+    codes = []
     for given in (data, padded, [{"x": torch.cat(data)}]):
         quantized = copy.deepcopy(model)
         report = quantize_(quantized, gptq(INT3, given))
         assert {layer.calibration.tokens for layer in report.quantized if layer.calibration} == {3 * 4 * 9}
-        results.append(torch.cat([p.dequantize().flatten() for p in quantized.parameters() if p.dim() == 2]))
-    for other in results[1:]:
+        codes.append(torch.cat([p.dequantize().flatten() for p in quantized.parameters() if p.dim() == 2]))
+    for other in codes[1:]:
         # Sums in another order may move a code over a border.
-        assert (results[0] == other).float().mean() > 0.98
+        assert (codes[0] == other).float().mean() > 0.98
+    for observer in ("min_max", "moving_average", "mse"):
+        scales = []
+        for given in (data, padded):
+            quantized = copy.deepcopy(model)
+            quantize_(quantized, observed(qtorch.int8_static_activation_int8_weight(), given, observer=observer))
+            scales.append(torch.stack([p.act_scale.squeeze() for p in quantized.parameters() if p.dim() == 2]))
+        torch.testing.assert_close(scales[0], scales[1], rtol=1e-4, atol=0)
 
 
 class Looped(nn.Module):
@@ -189,10 +185,14 @@ class Looped(nn.Module):
         return self.head(x)
 
 
-def test_a_looped_and_tied_weight_is_quantized_once_with_all_its_inputs() -> None:
+@pytest.mark.parametrize(
+    "make",
+    [partial(gptq, INT3), partial(observed, qtorch.int8_static_activation_int8_weight())],
+    ids=["gptq", "observed"],
+)
+def test_a_looped_and_tied_weight_is_quantized_once_with_all_its_inputs(make: Callable[..., Any]) -> None:
     model = Looped()
-    report = quantize_(model, gptq(INT3, [torch.randn(5, 32)]))
-    (layer,) = report.quantized
+    (layer,) = quantize_(model, make([torch.randn(5, 32)])).quantized
     assert layer.also
     assert layer.calibration is not None
     assert layer.calibration.tokens == 4 * 5
@@ -246,12 +246,22 @@ def test_experts_have_inputs_of_their_own(kind: Callable[[], Experts]) -> None:
         quantize_(kind(), {"weight": gptq(INT3, [x], strict=True)})
 
 
-def test_what_cannot_be_calibrated_is_named() -> None:
-    with pytest.raises(ValueError, match="takes a recipe for inference"):
-        calibrated(gptq(INT3, []), [])
-    with pytest.raises(ValueError, match="prunes weights, which learn="):
-        auto(qtorch.int8_dynamic_activation_int8_semi_sparse_weight(), [], learn=AutoRound())
-    with pytest.raises(ValueError, match="takes a recipe and batches"):
-        gptq(INT3)
-    with pytest.raises(ValueError, match="take the same data"):
-        quantize_(Model(1), {"head": gptq(INT3, batches()), "front": gptq(INT3, batches())})
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: calibrated(gptq(INT3, []), []), "takes a recipe for inference"),
+        (
+            lambda: auto(qtorch.int8_dynamic_activation_int8_semi_sparse_weight(), [], learn=AutoRound()),
+            "prunes weights, which learn=",
+        ),
+        (lambda: gptq(INT3), "takes a recipe and batches"),
+        (
+            lambda: quantize_(Model(1), {"head": gptq(INT3, batches()), "front": gptq(INT3, batches())}),
+            "take the same data",
+        ),
+        (lambda: quantize_(Model(1), gptq(INT3, [])), "at least one batch"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_named(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()

@@ -15,7 +15,7 @@ from qtorch.calibration.data import Data
 from qtorch.calibration.transforms.rotate import hadamard, random_orthogonal
 from qtorch.calibration.transforms.work import Work
 from qtorch.model.report import TransformReport
-from tests.calibration.transform_models import PreNorm, of_transformers, randomize, tokens
+from tests.calibration.transform_models import PreNorm, of_transformers, randomize, slow_but, tokens
 
 
 def apply(model: nn.Module, batch: Any, transform: Transform) -> tuple[list[TransformReport], float]:
@@ -74,7 +74,7 @@ ROTATED = {
 }
 
 
-@pytest.mark.parametrize("name", ROTATED)
+@pytest.mark.parametrize("name", slow_but("llama", ROTATED))
 def test_models_of_transformers(name: str) -> None:
     make, batch = of_transformers()[name]
     torch.manual_seed(0)
@@ -131,8 +131,3 @@ def test_rotation_spreads_outliers_of_the_residual_stream() -> None:
             errors.append(float((quantized(x) - model(x)).norm() / model(x).norm()))
     assert 0 < errors[1] < 0.9 * errors[0]
     assert 0 < errors[2] < 0.9 * errors[0]
-
-
-def test_what_rotate_takes() -> None:
-    with pytest.raises(ValueError, match="one of residual and values"):
-        rotate(residual=False, values=False)

@@ -7,18 +7,10 @@ import torch
 from torch import Tensor
 
 import qtorch
-from qtorch.calibration.rounding import (
-    Descent,
-    FloatTarget,
-    Gptq,
-    Grid,
-    Nearest,
-    ScaleRefit,
-    ScaleSearch,
-    damped,
-    four_over_six,
-    loss,
-)
+from qtorch.calibration import awq, clip, entropy, moving_average, mse, percentile, rotate, smooth
+from qtorch.calibration.rounding import AutoRound, Descent, FloatTarget, Gptq, Grid, Nearest, ScaleRefit, ScaleSearch
+from qtorch.calibration.rounding.grid import Columns, damped, loss
+from qtorch.calibration.rounding.scale_search import four_over_six
 from qtorch.primitives import MappingType, PerGroup, PerTensor, QuantSpec, ZeroPointDomain
 from qtorch.primitives.scale_rules import elements_last
 
@@ -134,7 +126,7 @@ def test_it_is_optimal_brain_quantization_in_a_fixed_order() -> None:
     grid = Grid.of(w, spec, w.dtype)
     damping = Gptq(act_order=False).round(w, h.float(), grid)
     full = damped(h.float(), damping).double()
-    values, columns = w.double().clone(), grid.columns()
+    values, columns = w.double().clone(), Columns(grid)
     for j in range(count):
         free = slice(j + 1, count)
         _, found = columns.nearest(j, values[:, j].float())
@@ -202,6 +194,16 @@ def test_a_singular_moment_is_damped_until_it_factors() -> None:
         (lambda: Gptq(damping=-1.0), "damping is 0 or more"),
         (lambda: Gptq(block_size=0), "block_size 1 or more"),
         (lambda: FloatTarget(strength=2.0), r"strength lies in \[0, 1\]"),
+        (lambda: ScaleSearch(factors=(1.0, 0.0)), "factors are positive"),
+        (lambda: AutoRound(0), "iterations is 1 or more, got 0"),
+        (lambda: clip(ratios=(0.0,)), "ratios are numbers"),
+        (lambda: smooth(alphas=(1.5,)), "alphas are numbers"),
+        (lambda: awq(ratios=0), "positive number"),
+        (lambda: rotate(residual=False, values=False), "one of residual and values"),
+        (lambda: moving_average(0.0), "momentum is above 0 and at most 1, got 0.0"),
+        (lambda: percentile(101), "percentile is above 0 and at most 100, got 101"),
+        (lambda: mse(steps=1), "needs steps >= 2"),
+        (lambda: entropy(smallest=1.0), "needs steps >= 2 and 0 < smallest < 1"),
     ],
 )
 def test_arguments_are_checked(make: object, message: str) -> None:
@@ -242,8 +244,3 @@ def test_four_over_six_helps_nvfp4() -> None:
     found = four_over_six().search(weight, moment, grid)
     before, after = (float((weight - g.values()).square().sum()) for g in (grid, found))
     assert 0.5 * before < after < 0.95 * before
-
-
-def test_a_scale_search_takes_positive_factors() -> None:
-    with pytest.raises(ValueError, match="factors are positive"):
-        ScaleSearch(factors=(1.0, 0.0))

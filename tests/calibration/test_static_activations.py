@@ -28,7 +28,7 @@ from qtorch.primitives import LinearSpec, MappingType, PerGroup, PerRow, PerTens
 from qtorch.primitives.jsonable import from_json, to_json
 from qtorch.recipes.base import WeightRecipe
 from qtorch.training import calibrate, convert, qat
-from tests.calibration.test_in_order import ByGroupedMm, ByMatmul, Experts, Looped, Model, batches
+from tests.calibration.test_in_order import ByGroupedMm, ByMatmul, Experts, Model, batches
 
 # The compiled kernels are tested in tests/kernels/cpu.
 pytestmark = pytest.mark.usefixtures("torch_kernels")
@@ -207,33 +207,6 @@ def test_a_convolution(recipe: WeightRecipe) -> None:
             assert 20 < compute_error(floats(x), model(x)) < 55
 
 
-def test_padding_does_not_count() -> None:
-    torch.manual_seed(0)
-    floats, data = Model(), batches()
-    padded = []
-    for x in data:
-        mask = torch.cat([torch.ones(4, 9), torch.zeros(4, 5)], 1).long()
-        padded.append({"x": torch.cat([x, 100 * torch.randn(4, 5, 16)], 1), "attention_mask": mask})
-    for observer in ("min_max", "moving_average", "mse"):
-        results = []
-        for given in (data, padded):
-            model = copy.deepcopy(floats)
-            quantize_(model, observed(INT8, given, observer=observer))
-            results.append(torch.stack([weight.act_scale.squeeze() for weight in weights_of(model).values()]))
-        # Products of other shapes are summed in another order.
-        torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=0)
-
-
-def test_looped_and_tied() -> None:
-    torch.manual_seed(0)
-    model = Looped()
-    report = quantize_(model, observed(INT8, [torch.randn(5, 32)], observer="min_max"))
-    (layer,) = report.quantized
-    assert layer.calibration is not None
-    assert layer.calibration.tokens == 4 * 5
-    assert model.head.weight is model.layer.weight
-
-
 @pytest.mark.parametrize("mapping", MappingType)
 def test_a_recipe_of_ones_own_with_a_zero_point(mapping: MappingType, tmp_path: Path) -> None:
     own = Own(QuantSpec("int8", PerTensor(), mapping))
@@ -242,34 +215,28 @@ def test_a_recipe_of_ones_own_with_a_zero_point(mapping: MappingType, tmp_path: 
     data, x = [torch.randn(64, 16) for _ in range(4)], torch.randn(50, 16)
     with pytest.raises(ValueError, match=r"own\(.* has no scale of the activation"):
         quantize_(copy.deepcopy(floats), own)
-    errors = []
     for observer in ("min_max", "mse"):
         model = copy.deepcopy(floats)
         quantize_(model, {"2": observed(own, data, observer=observer)})
-        errors.append(compute_error(floats(x), model(x)))
         if mapping is MappingType.ASYMMETRIC:
             # Nothing is negative behind the ReLU: all codes are for what is.
             assert model[2].weight.act_zero_point.item() == -128
+        least = 42 if mapping is MappingType.ASYMMETRIC else 36  # one bit more
+        assert least < compute_error(floats(x), model(x)) < least + 9
         save_quantized(model, tmp_path / "model.safetensors")
         again = load_quantized(copy.deepcopy(floats), tmp_path / "model.safetensors")
         assert torch.equal(again(x), model(x))
-    # One bit more.
-    least = 42 if mapping is MappingType.ASYMMETRIC else 36
-    assert all(least < error < least + 9 for error in errors), errors
 
 
 def test_an_asymmetric_recipe() -> None:
     """Behind the GELU of the transformer nothing is below -0.17."""
     recipe, floats = int8_static_activation_int8_weight(act_mapping_type=MappingType.ASYMMETRIC), transformer()
-    assert from_json(json.loads(json.dumps(to_json(recipe)))) == recipe
     model, x = quantized(transformer, observed(recipe, batches(4))), torch.cat(batches(4, seed=9))
     assert model[1].down.weight.act_zero_point.item() < -100
     symmetric = quantized(transformer, observed(INT8, batches(4)))
     assert compute_error(floats(x), symmetric(x)) - 1 < compute_error(floats(x), model(x)) < 55
     # The scale of the input of `down` is half as large.
     assert model[1].down.weight.act_scale < 0.6 * symmetric[1].down.weight.act_scale
-    with pytest.raises(ValueError, match="an asymmetric activation has a zero point too"):
-        int8_static_activation_int8_weight(0.1, act_mapping_type=MappingType.ASYMMETRIC)
 
 
 @both
@@ -279,7 +246,6 @@ def test_saved_and_loaded(recipe: WeightRecipe, tmp_path: Path) -> None:
     other = load_quantized(transformer(), tmp_path / "model.safetensors")
     assert torch.equal(other(x), model(x))
     assert from_json(json.loads(json.dumps(to_json(recipe)))) == recipe
-    assert str(recipe) == f"{recipe.name}()"
 
 
 def test_without_data_it_is_said_what_to_write() -> None:
@@ -297,8 +263,12 @@ def test_without_data_it_is_said_what_to_write() -> None:
     for recipe in (int8_weight_only(), int8_static_activation_int8_weight(0.1), int8_dynamic_activation_int8_weight()):
         with pytest.raises(ValueError, match="leaves no scale of a static activation to an observer"):
             observed(recipe, batches())
+    with pytest.raises(ValueError, match="an asymmetric activation has a zero point too"):
+        int8_static_activation_int8_weight(0.1, act_mapping_type=MappingType.ASYMMETRIC)
     with pytest.raises(ValueError, match="observer is an observer such as"):
         calibrated(INT8, batches(), observer="mean")
+    with pytest.raises(ValueError, match=r"observers choose one scale for the input of a layer, .* has 2"):
+        quantize_(model, observed(Own(QuantSpec("int8", PerGroup(8))), batches()))
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
@@ -312,11 +282,6 @@ def test_a_weight_that_no_batch_reaches_is_an_error_that_names_it() -> None:
     with pytest.raises(ValueError, match=r"quantize_: 2: .*no batch has used this weight"):
         quantize_(model, {"2": observed(INT8, [torch.tensor([1, 2])], forward=lambda m, x: m[2](x))})
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
-
-
-def test_an_observer_takes_one_scale_for_an_input() -> None:
-    with pytest.raises(ValueError, match=r"observers choose one scale for the input of a layer, .* has 2"):
-        quantize_(transformer(), observed(Own(QuantSpec("int8", PerGroup(8))), batches()))
 
 
 def test_training_uses_the_same_observers() -> None:

@@ -1,7 +1,6 @@
 """Statistics of the inputs of weights: equal to those of the whole data, however it is cut, merged or reached."""
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,47 +8,52 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from qtorch.calibration.data import Data, collect, run_batches
-from qtorch.calibration.statistics import BatchRanges, Histogram, Inputs, MeanSquare, Range, SecondMoment, Statistic
+from qtorch.calibration.statistics import BatchRanges, Histogram, MeanSquare, Range, SecondMoment, Statistic
 from qtorch.kernels.conv import to_matrix
 from tests.rounding import gamma
 
-KINDS = [MeanSquare, SecondMoment, Range, Inputs]
 
-VALUES: dict[type[Statistic], Callable[[Tensor], list[Tensor]]] = {
-    MeanSquare: lambda x: [x.square().mean(0)],
-    SecondMoment: lambda x: [x.t() @ x / len(x)],
-    Range: lambda x: [x.min(), x.max()],
-    Inputs: lambda x: [x],
-}
+class Rows(Statistic):
+    """The rows themselves."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = torch.empty(0)
 
-def values(statistic: Statistic) -> list[Tensor]:
-    if isinstance(statistic, Range):
-        return [statistic.low, statistic.high]
-    return [statistic.value] if isinstance(statistic, Inputs) else [statistic.mean]  # type: ignore[attr-defined]
+    def update(self, rows: Tensor) -> None:
+        self.value = torch.cat([self.value.reshape(-1, rows.shape[1]), rows])
+        self.rows += rows.shape[0]
 
 
-def check(statistic: Statistic, rows: Tensor) -> None:
-    assert statistic.rows == len(rows)
-    for got, wanted in zip(values(statistic), VALUES[type(statistic)](rows.double()), strict=True):
-        bound = gamma(len(rows) + 2) * float(rows.double().square().mean(0).amax().clamp(min=1))
-        torch.testing.assert_close(got.double(), wanted, rtol=0, atol=bound)
+KINDS = [MeanSquare, SecondMoment, Range, Rows]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_batches_add_up_to_the_whole(kind: type[Statistic]) -> None:
-    x, statistic, other = torch.randn(57, 8), kind(), kind()
-    for part in x[:40].split([1, 0, 29, 10]):
-        statistic.update(part)
-    other.update(x[40:])
-    statistic.merge(other)
-    check(statistic, x)
+def check(found: dict[type[Statistic], Statistic], rows: Tensor) -> None:
+    assert {statistic.rows for statistic in found.values()} == {len(rows)}
+    x = rows.double()
+    bound = gamma(len(rows) + 2) * float(x.square().mean(0).amax().clamp(min=1))
+    torch.testing.assert_close(found[MeanSquare].mean.double(), x.square().mean(0), rtol=0, atol=bound)
+    torch.testing.assert_close(found[SecondMoment].mean.double(), x.t() @ x / len(x), rtol=0, atol=bound)
+    torch.testing.assert_close(found[Rows].value, rows)
+    assert (found[Range].low, found[Range].high) == (found[Rows].value.min(), found[Rows].value.max())
 
 
-@pytest.mark.parametrize("kind", [MeanSquare, SecondMoment])
-def test_a_mean_of_nothing_is_an_error(kind: type[MeanSquare]) -> None:
-    with pytest.raises(ValueError, match=f"{kind.__name__}: no row"):
-        _ = kind().mean
+def test_parts_add_up_to_the_whole_and_what_is_closed_stays() -> None:
+    x, found = torch.randn(57, 8), {kind: kind() for kind in KINDS}
+    for part in x.split([1, 0, 39, 17]):
+        for statistic in found.values():
+            statistic.update(part)
+    check(found, x)
+    for kind in (MeanSquare, SecondMoment):
+        with pytest.raises(ValueError, match=f"{kind.__name__}: no row"):
+            _ = kind().mean
+        mean = found[kind].mean.clone()
+        for _ in range(2):
+            found[kind].close()
+            assert torch.equal(found[kind].mean, mean)
+            assert found[kind].mean is found[kind].total
+        with pytest.raises(ValueError, match="is closed"):
+            found[kind].update(x)
 
 
 def counts_by_hand(x: Tensor, histogram: Histogram) -> Tensor:
@@ -109,25 +113,6 @@ def test_rows_that_are_not_finite_do_not_count(kind: type[Range]) -> None:
     assert (low, high) == (x[[0, 2]].min(), x[[0, 2]].max())
 
 
-def test_ranges_are_those_of_batches_not_of_calls() -> None:
-    model = Looped()
-    batches = [torch.randn(3, 5, 8) * scale for scale in (1, 5, 2)]
-    found = collect(model, Data(batches), {model.layer.weight: [BatchRanges]})[model.layer.weight][BatchRanges]
-    assert isinstance(found, BatchRanges)
-    assert len(found.highs) == 3
-    with torch.no_grad():
-        for x, high in zip(batches, found.highs, strict=True):
-            y = model.layer(x)
-            assert high == torch.cat([x, y, model.other(y)]).max()
-    other = BatchRanges()
-    other.update(torch.ones(2, 3))
-    other.end_batch()
-    other.end_batch()
-    rows = found.rows
-    found.merge(other)
-    assert (len(found.lows), found.lows[-1], found.rows) == (4, 1, rows + 2)
-
-
 class Looped(nn.Module):
     """A layer that is called three times, once by the function, and one that is tied to it."""
 
@@ -140,16 +125,23 @@ class Looped(nn.Module):
         return functional.linear(self.other(self.layer(x)), self.layer.weight)
 
 
-def test_all_calls_of_a_looped_and_tied_weight_count() -> None:
+@torch.no_grad()
+def test_all_calls_of_a_looped_and_tied_weight_count_and_ranges_are_those_of_batches() -> None:
     model = Looped()
-    batches = [torch.randn(3, 5, 8), torch.randn(2, 8)]
-    found = collect(model, Data(batches), {model.layer.weight: KINDS})[model.layer.weight]
-    with torch.no_grad():
-        first = [batch.reshape(-1, 8) for batch in batches]
-        second = [model.layer(x) for x in first]
-        rows = torch.cat([part for x, y in zip(first, second, strict=True) for part in (x, y, model.other(y))])
-    for statistic in found.values():
-        check(statistic, rows)
+    batches = [torch.randn(*shape, 8) * scale for scale, shape in ((1, (3, 5)), (5, (3, 5)), (2, (2,)))]
+    found = collect(model, Data(batches), {model.layer.weight: [*KINDS, BatchRanges]})[model.layer.weight]
+    seen = [[x.reshape(-1, 8), model.layer(x).reshape(-1, 8)] for x in batches]
+    seen = [torch.cat([x, y, model.other(y)]) for x, y in seen]
+    check(found, torch.cat(seen))
+    ranges = found[BatchRanges]
+    assert ranges.highs == [rows.max() for rows in seen]
+    other = BatchRanges()
+    other.update(torch.ones(2, 3))
+    other.end_batch()
+    other.end_batch()
+    rows = ranges.rows
+    ranges.merge(other)
+    assert (len(ranges.lows), ranges.lows[-1], ranges.rows) == (4, 1, rows + 2)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +155,7 @@ def test_all_calls_of_a_looped_and_tied_weight_count() -> None:
 )
 def test_windows_are_in_the_order_of_the_weight_as_a_matrix(layer: nn.Module, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
-    found = collect(nn.Sequential(layer), Data([x]), {layer.weight: [Inputs]})[layer.weight][Inputs]
-    assert isinstance(found, Inputs)
+    found = collect(nn.Sequential(layer), Data([x]), {layer.weight: [Rows]})[layer.weight][Rows]
     y = found.value @ to_matrix(layer.weight.detach()).t() + (0 if layer.bias is None else layer.bias.detach())
     wanted = layer(x).detach()
     wanted = wanted if wanted.dim() == layer.weight.dim() else wanted.unsqueeze(0)
@@ -203,18 +194,3 @@ def test_what_was_not_seen_is_an_error_that_names_it() -> None:
         collect(model, Data([torch.randn(1, 8)], lambda model, batch: model[0](batch)), wanted)
     with pytest.raises(ValueError, match="at least one batch"):
         collect(model, Data([]), wanted)
-
-
-@pytest.mark.parametrize("kind", [MeanSquare, SecondMoment])
-def test_a_closed_statistic_has_the_same_mean_and_takes_no_more_rows(kind: type[MeanSquare]) -> None:
-    statistic, x = kind(), torch.randn(12, 8)
-    statistic.update(x)
-    mean = statistic.mean.clone()
-    for _ in range(2):
-        statistic.close()
-        assert torch.equal(statistic.mean, mean)
-        assert statistic.mean is statistic.total
-    with pytest.raises(ValueError, match="is closed"):
-        statistic.update(x)
-    with pytest.raises(ValueError, match="is closed"):
-        kind().merge(statistic)

@@ -15,6 +15,7 @@ from qtorch import quantize_
 from qtorch.calibration import auto, gptq
 from qtorch.model.targets import find_targets
 from tests.calibration.test_resume import assert_same, bits
+from tests.calibration.transform_models import slow_but
 from tests.zoo import architectures
 
 INT4 = qtorch.intx_weight_only("int4", group_size=16)
@@ -49,7 +50,7 @@ def _is_left(name: str, weight: str) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", list(LEFT))
+@pytest.mark.parametrize("name", slow_but("mixtral", LEFT))
 def test_every_weight_is_calibrated_or_its_row_says_why(name: str) -> None:
     model, data = built(name)
     with torch.no_grad():
@@ -79,7 +80,7 @@ def test_weights_of_a_model_are_calibrated_without_their_names(name: str) -> Non
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["t5", "mixtral"])
+@pytest.mark.parametrize("name", slow_but("t5", ["t5", "mixtral"]))
 def test_outputs_of_its_blocks_are_kept_on_disk(name: str, tmp_path: Path) -> None:
     """Blocks that return biases of positions beside hidden states, a decoder that reads an encoder, fused experts."""
     model, data = built(name)

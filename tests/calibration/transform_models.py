@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -142,6 +143,11 @@ def of_transformers() -> dict[str, tuple[Callable[[], nn.Module], dict[str, Tens
             {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))},
         ),
     }
+
+
+def slow_but(first: str, names: Iterable[str]) -> list[Any]:
+    """Parameters of a test of which all but the first are slow."""
+    return [name if name == first else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def randomize(model: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""One rank of `test_fsdp`: sharded models give what the same models give in one process."""
+"""One rank of `test_two_processes`: sharded models give what the same models give in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One of four ranks of `test_fsdp`: two replicas of two shards compute what one process does."""
+"""One of four ranks of `test_a_mesh_of_two_axes`: two replicas of two shards compute what one process does."""
 
 from __future__ import annotations
 

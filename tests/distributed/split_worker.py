@@ -1,4 +1,4 @@
-"""One rank of `test_split`: layers in training, cut over two ranks, against the same model in one process."""
+"""One rank of `test_two_processes`: layers in training, cut over two ranks, against the same model in one process."""
 
 from __future__ import annotations
 

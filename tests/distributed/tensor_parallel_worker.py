@@ -1,4 +1,4 @@
-"""One rank of `test_tensor_parallel`: uneven shards, and layers cut by column and row."""
+"""One rank of `test_two_processes`: uneven shards, and layers cut by column and row."""
 
 from __future__ import annotations
 

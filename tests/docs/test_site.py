@@ -24,4 +24,4 @@ def test_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     api = (tmp_path / "html" / "reference" / "api.html").read_text()
-    assert all(f'id="qtorch.{name}"' in api for name in ("quantize_", "int8_weight_only", "qat", "QuantSpec"))
+    assert all(f'id="qtorch.{name}"' in api for name in ("quantize_", "int8_weight_only", "training.qat", "QuantSpec"))

@@ -53,6 +53,27 @@ SPECS = {
     "int8 row, static int8": LinearSpec(INT8, QuantSpec("int8", PerTensor()), static=True),
 }
 
+# SQNR in dB that normal numbers keep: at least, at most.
+SQNR = {
+    "int8 row": (40, 47),
+    "int8 tensor": (36, 46),
+    "int8 block": (41, 49),
+    "uint4 group": (18, 25),
+    "uint4 group, real zero": (18, 25),
+    "float8 row": (29, 35),
+    "float4 group, float8 scales": (18, 24),
+    "float4 group, float8 scales, packed": (18, 24),
+    "uint4 group, packed": (18, 25),
+    "int3 group, packed": (11, 18),
+    "int4 group, int8 token, packed": (17, 24),
+    "int8 row, int8 token": (40, 47),
+    "int4 group, int8 token": (17, 24),
+    "int8 row, 2:4": (40, 50),
+    "int8 row, int8 token, 2:4": (40, 50),
+    "float8 row, 2:4": (28, 36),
+    "int8 row, static int8": (40, 47),
+}
+
 
 def in_other_layouts() -> dict[str, LinearSpec]:
     """Those above without a layout, in each registered layout that none of them has."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
-
 import pytest
 import torch
 
@@ -51,23 +48,6 @@ def test_roots_of_what_is_positive_are_not_zero(form: str) -> None:
     x = torch.tensor([[1.0, 1e-20, 0.0, 1e-12]])
     state = BlockedTensor.quantized(x, scheme(form, True, (1, 4), 4, False))
     assert (state.dequantize() > 0).tolist() == (x > 0).tolist()
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("root", [False, True])
-def test_copies_and_files(form: str, root: bool) -> None:
-    _, state = made(form, root)
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    copies = [torch.load(file, weights_only=True), copy.deepcopy(state), state.clone(), state.detach(), state.to("cpu")]
-    for other in copies:
-        assert isinstance(other, BlockedTensor)
-        assert other.scheme == state.scheme
-        assert torch.equal(other.dequantize(), state.dequantize())
-    assert state.to(torch.bfloat16).dequantize().dtype == torch.bfloat16
-    assert torch.equal(state.to(torch.bfloat16).dequantize(torch.float32), state.dequantize())
-    assert (torch.zeros_like(state).dequantize() == 0).all()
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -1,7 +1,5 @@
 """torch.compile over quantized weights: one graph, the same numbers, no recompilation for another batch size."""
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -105,15 +103,6 @@ def test_views_products_and_autocast_inside_a_graph() -> None:
     assert compute_error(x[0] @ w.dequantize()[8:].t(), sliced) > 110
     assert half.dtype == torch.bfloat16
     assert torch.equal(values, w.dequantize()[:8])
-
-
-def test_a_compiled_model_is_copied_and_saved_like_any_other() -> None:
-    model, ids, x = MLP("uint4 group"), torch.tensor([3, 0, 31]), torch.randn(3, 64)
-    compiled = torch.compile(model, backend="aot_eager")
-    wanted = compiled(ids, x)
-    other = MLP("uint4 group")
-    other.load_state_dict(copy.deepcopy(model).state_dict())
-    assert compute_error(wanted, other(ids, x)) > 110
 
 
 def test_multihead_attention_in_one_graph() -> None:

@@ -1,7 +1,5 @@
 """Convolutions with a quantized weight: torch's of the dequantized weight, or exact sums of the windows' codes."""
 
-import copy
-import io
 import itertools
 from collections.abc import Sequence
 
@@ -12,12 +10,12 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
-from qtorch import AffineQuantizedTensor, compute_error, load_quantized, nf4_weight_only, save_quantized
-from qtorch.dtypes import ConvWeight, LUTQuantizedTensor
+from qtorch import AffineQuantizedTensor, compute_error, nf4_weight_only
+from qtorch.dtypes import ConvWeight
 from qtorch.kernels import conv, record_kernels
 from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.linear import reference
-from tests.dtypes.specs import OTHER_LAYOUTS, SPECS, WEIGHT_ONLY, values
+from tests.dtypes.specs import OTHER_LAYOUTS, SPECS, WEIGHT_ONLY
 from tests.dtypes.specs import quantized as quantized_matrix
 from tests.rounding import assert_same_sums
 
@@ -268,49 +266,12 @@ def weight(request) -> ConvWeight:
     return quantized(request.param, 8, 16, 2, 2)
 
 
-def assert_same(a: Tensor, b: ConvWeight) -> None:
-    assert type(a) in (ConvWeight, nn.Parameter)
-    assert a.scheme == b.scheme
-    for name, inner in b.inner_tensors.items():
-        assert torch.equal(getattr(a, name), inner), name
-
-
 def test_it_shows_the_shape_of_the_weight(weight: ConvWeight) -> None:
     assert weight.shape == (8, 16, 2, 2)
     assert weight.dequantize().shape == weight.shape
     assert torch.equal(weight.dequantize(), conv.from_matrix(weight.matrix.dequantize(), weight.shape))
     assert weight.nbytes == weight.matrix.nbytes
     assert type(weight.matrix) is AffineQuantizedTensor
-
-
-def test_copies(weight: ConvWeight) -> None:
-    assert_same(copy.deepcopy(weight), weight)
-    assert_same(weight.detach().clone(), weight)
-    assert_same(weight.to(torch.bfloat16).to(torch.float32), weight)
-    assert weight.to("meta").device.type == "meta"
-    target = torch.zeros_like(weight)
-    assert not target.dequantize().any()
-    assert_same(target.copy_(weight), weight)
-    target.copy_(conv.from_matrix(values("int8 row, 2:4", 8, 64), weight.shape))
-    assert target.dequantize().any()
-    assert_same(copy.deepcopy(nn.Parameter(weight, requires_grad=False)), weight)
-
-
-def test_files(weight: ConvWeight, tmp_path) -> None:
-    layer = nn.Conv2d(16, 8, 2)
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    file = io.BytesIO()
-    torch.save(layer.state_dict(), file)
-    file.seek(0)
-    with torch.device("meta"):
-        first, second = nn.Conv2d(16, 8, 2), nn.Conv2d(16, 8, 2)
-    first.load_state_dict(torch.load(file, weights_only=True), assign=True)
-    save_quantized(layer, tmp_path / "model.safetensors")
-    load_quantized(second, tmp_path / "model.safetensors")
-    x = torch.randn(2, 16, 5, 5)
-    for loaded in (first, second):
-        assert_same(loaded.weight, weight)
-        assert torch.equal(loaded(x), layer(x))
 
 
 def test_output_channels_can_be_cut(weight: ConvWeight) -> None:
@@ -324,13 +285,6 @@ def test_output_channels_can_be_cut(weight: ConvWeight) -> None:
     ]:
         assert type(part) is ConvWeight
         assert torch.equal(part.dequantize(), wanted)
-
-
-def test_tables() -> None:
-    weight = ConvWeight.of(nf4_weight_only().apply(torch.randn(8, 64)), (8, 16, 4))
-    assert type(weight.matrix) is LUTQuantizedTensor
-    assert_same(copy.deepcopy(weight), weight)
-    assert functional.conv1d(torch.randn(2, 16, 9), weight).shape == (2, 8, 6)
 
 
 def message_of(operation: object) -> str:

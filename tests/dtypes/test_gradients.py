@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -73,52 +73,6 @@ def test_only_the_bias_requires_grad() -> None:
     w, bias = quantized("int8 row"), torch.zeros(32, requires_grad=True)
     functional.linear(torch.randn(2, 3, 64), w, bias).sum().backward()
     assert torch.equal(bias.grad, torch.full((32,), 6.0))
-
-
-def test_no_graph_where_nothing_requires_grad() -> None:
-    w, x = quantized("int8 row"), torch.randn(3, 64)
-    assert not functional.linear(x, w).requires_grad
-    with torch.no_grad():
-        assert not functional.linear(x.requires_grad_(), w).requires_grad
-    with torch.inference_mode():
-        assert functional.linear(x, w).is_inference()
-
-
-def test_a_frozen_weight_stays_frozen() -> None:
-    """It is an error to ask for a gradient; `nn.Parameter`, whose default it is, asks for nothing."""
-    w, x = nn.Parameter(quantized("int8 row")), torch.randn(3, 64)
-    assert not w.requires_grad
-    for ask in (w.requires_grad_, lambda: setattr(w, "requires_grad", True), w.detach().requires_grad_):
-        with pytest.raises(ValueError, match=r"frozen quantized weight .*qat\(recipe\).*dequantize_.*LoRA"):
-            ask()
-    for y in [functional.linear(x, w), x @ w.t(), functional.embedding(torch.tensor([1]), w)]:
-        assert not y.requires_grad
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", ["uint4 group", "int8 row, int8 token"])
-def test_activation_checkpointing(name: str, reentrant: bool) -> None:
-    first, second = quantized(name, 128, 64), quantized(name, 64, 128)
-    x = torch.randn(3, 64)
-
-    def block(x: Tensor) -> Tensor:
-        return functional.linear(functional.gelu(functional.linear(x, first)), second)
-
-    got = gradients(lambda x: checkpoint(block, x, use_reentrant=reentrant), x)
-    torch.testing.assert_close(got, gradients(block, x), rtol=0, atol=0)
-
-
-def test_lora_on_a_frozen_base_trains() -> None:
-    w, x, target = quantized("uint4 group"), torch.randn(16, 64), torch.randn(16, 32)
-    a, b = nn.Parameter(torch.randn(64, 4) * 0.1), nn.Parameter(torch.zeros(4, 32))
-    optimizer, losses = torch.optim.Adam([a, b], lr=0.02), []
-    for _ in range(30):
-        loss = functional.mse_loss(functional.linear(x, w) + x @ a @ b, target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.9 * losses[0]
 
 
 @pytest.mark.parametrize("name", [name for name in SPECS if name not in WEIGHT_ONLY])

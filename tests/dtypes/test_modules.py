@@ -31,20 +31,6 @@ def tied(name: str) -> nn.Sequential:
     return model
 
 
-@all_specs
-def test_parameter(name: str) -> None:
-    w = quantized(name)
-    for p in [nn.Parameter(w, requires_grad=False), linear(name).weight]:
-        assert isinstance(p, nn.Parameter)
-        assert isinstance(p, AffineQuantizedTensor)
-        assert not isinstance(w, nn.Parameter)
-        assert (p.requires_grad, p.is_leaf, p.grad) == (False, True, None)
-    assert not nn.Parameter(w).requires_grad  # it is frozen
-    assert nn.Parameter(w).requires_grad_(False).requires_grad is False
-    assert not w.requires_grad
-    assert not isinstance(nn.Parameter(w).detach(), nn.Parameter)
-
-
 def test_named_parameters_and_buffers() -> None:
     model = tied("int8 row")
     assert [name for name, _ in model.named_parameters()] == ["a.weight", "a.bias", "b.bias"]
@@ -68,39 +54,6 @@ def test_hooks(name: str) -> None:
     y.sum().backward()
     assert seen == ["pre", "post", "backward"]
     assert torch.equal(y, nn.functional.linear(2 * x, layer.weight, layer.bias) + 1)
-
-
-@pytest.mark.parametrize("assign", [False, True])
-@all_specs
-def test_load_state_dict_between_quantized_models(name: str, assign: bool) -> None:
-    source, target = linear(name), linear(name)
-    parameter = target.weight
-    assert str(target.load_state_dict(source.state_dict(), assign=assign)) == "<All keys matched successfully>"
-    assert torch.equal(target.weight, source.weight)
-    assert isinstance(target.weight, nn.Parameter)
-    assert not target.weight.requires_grad
-    assert (target.weight is parameter) is not assign
-    x = torch.randn(3, 64)
-    assert torch.equal(target(x), source(x))
-
-
-@some_specs
-def test_load_state_dict_between_float_and_quantized(name: str) -> None:
-    plain, q = nn.Linear(64, 32), linear(name)
-    wanted = AffineQuantizedTensor.from_float(plain.weight, q.weight.scheme.spec, q.weight.act_scale)
-    q.load_state_dict(plain.state_dict())
-    assert torch.equal(q.weight, wanted)
-    other = nn.Linear(64, 32)
-    before = other.weight.clone()
-    with pytest.raises(RuntimeError, match=r'"weight".*into a float tensor.*assign=True'):
-        other.load_state_dict(q.state_dict())
-    assert type(other.weight) is nn.Parameter
-    assert torch.equal(other.weight, before)
-    other.load_state_dict(q.state_dict(), assign=True)
-    assert isinstance(other.weight, AffineQuantizedTensor)
-    assert not other.weight.requires_grad
-    with pytest.raises(RuntimeError, match=r'"weight".*into a weight quantized as.*assign=True'):
-        linear("uint4 group, packed" if name != "uint4 group" else "int8 row").load_state_dict(q.state_dict())
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -155,29 +108,6 @@ def test_to_empty(name: str) -> None:
     source = tied(name)
     model.load_state_dict(source.state_dict())
     assert torch.equal(model.b.weight, source.a.weight)
-
-
-@all_specs
-def test_deepcopy_keeps_ties_and_shares_nothing(name: str) -> None:
-    model = tied(name)
-    model.a.weight.note = ["mine"]
-    clone = copy.deepcopy(model)
-    assert clone.a.weight is clone.b.weight
-    assert clone.a.weight is not model.a.weight
-    assert isinstance(clone.a.weight, nn.Parameter)
-    assert clone.a.weight.note == ["mine"]
-    assert clone.a.weight.note is not model.a.weight.note
-    clone.a.weight.copy_(torch.zeros(32, 64))
-    assert not torch.equal(clone.a.weight, model.a.weight)
-
-
-def test_share_memory_and_requires_grad_of_a_module() -> None:
-    layer = linear("uint4 group").share_memory()
-    assert layer.weight.is_shared()
-    assert isinstance(layer.weight, nn.Parameter)
-    layer.requires_grad_(False).train().eval()
-    layer.zero_grad()
-    assert not layer.weight.requires_grad
 
 
 @pytest.mark.parametrize("batch_first", [False, True])

@@ -1,9 +1,5 @@
 """Weights that are stored as (inputs, outputs): their numbers are those of the transposed linear layer."""
 
-import copy
-import io
-import pickle
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -99,26 +95,6 @@ def test_parts() -> None:
         weight[:, 16:48]
 
 
-@EACH
-def test_copies_and_files(recipe: WeightRecipe) -> None:
-    weight, _ = pair(recipe, 64, 96)
-    file = io.BytesIO()
-    torch.save(weight, file)
-    file.seek(0)
-    found = [
-        copy.deepcopy(weight),
-        weight.clone(),
-        weight.to("cpu", torch.float32),
-        torch.load(file, weights_only=True),
-    ]
-    if all(inner.dtype.itemsize > 1 or not inner.is_floating_point() for inner in weight.inner_tensors.values()):
-        found.append(pickle.loads(pickle.dumps(weight)))  # torch has no pickle of tensors in float8
-    for other in found:
-        assert isinstance(other, TransposedWeight)
-        assert torch.equal(other.dequantize(), weight.dequantize())
-    assert weight.to(torch.bfloat16).dequantize().dtype == torch.bfloat16
-
-
 @pytest.mark.skipif(compiled_library.library() is None, reason="nothing is built")
 @pytest.mark.parametrize(
     ("recipe", "kernel"),
@@ -146,14 +122,6 @@ def test_the_compiled_kernels_run_and_their_fast_path(recipe: WeightRecipe, kern
     assert torch.equal(layer(x), layer.bias.expand(5, 96))
     layer.weight.data = other
     assert torch.equal(layer(x), wanted)
-
-
-@pytest.mark.parametrize("recipe", RECIPES[:3], ids=str)
-def test_compiled_as_one_graph(recipe: WeightRecipe) -> None:
-    weight, _ = pair(recipe, 64, 96)
-    layer, x = InOut(weight), torch.randn(5, 64)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), layer(x))
 
 
 def test_gradients_flow_to_input_and_bias() -> None:

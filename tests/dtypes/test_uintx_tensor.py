@@ -1,14 +1,12 @@
 """UintxTensor: packed numbers that come back as they were, through all that a tensor goes through."""
 
-import copy
 import inspect
-import io
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from qtorch.dtypes import AffineQuantizedTensor, UintxTensor, to_uintx
+from qtorch.dtypes import UintxTensor, to_uintx
 
 
 def numbers(bits: int, *shape: int) -> Tensor:
@@ -31,41 +29,6 @@ def test_takes_its_bits(bits: int) -> None:
     packed = to_uintx(numbers(bits, 64, 32), f"uint{bits}")
     assert packed.qdata.nbytes * 8 == bits * 64 * 32
     assert packed.nbytes == packed.qdata.nbytes + 4
-
-
-def test_stays_one() -> None:
-    data = numbers(3, 6, 16)
-    packed = to_uintx(data, torch.uint3)
-    file = io.BytesIO()
-    torch.save(packed, file)
-    file.seek(0)
-    for other, wanted in [
-        (packed.clone(), data),
-        (packed.to("cpu", copy=True), data),
-        (packed.detach(), data),
-        (packed[1:4], data[1:4]),
-        (packed.t(), data.t()),
-        (copy.deepcopy(packed), data),
-        (torch.load(file, weights_only=True), data),
-    ]:
-        assert type(other) is UintxTensor
-        assert torch.equal(other.get_plain(), wanted)
-    assert isinstance(packed, AffineQuantizedTensor)
-    assert packed.to("meta").is_meta
-
-
-def test_as_a_buffer() -> None:
-    module = nn.Module()
-    module.register_buffer("codes", to_uintx(numbers(2, 8, 8), torch.uint2))
-    wanted = module.codes.get_plain()
-    assert torch.equal(module.half().codes.get_plain(), wanted)
-    assert torch.equal(module.state_dict()["codes"].get_plain(), wanted)
-
-
-def test_inside_a_graph() -> None:
-    data = numbers(5, 6, 16)
-    compiled = torch.compile(lambda packed: packed.dequantize() + 1, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(to_uintx(data, torch.uint5)), data + 1)
 
 
 def test_argument_order_is_torchao_s() -> None:

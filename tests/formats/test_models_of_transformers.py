@@ -12,6 +12,8 @@ from qtorch.dtypes import QuantizedTensor
 functional = pytest.importorskip("bitsandbytes.functional")
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.slow
+
 
 def llama(tied: bool) -> torch.nn.Module:
     config = transformers.LlamaConfig(

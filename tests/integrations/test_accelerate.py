@@ -31,6 +31,7 @@ from qtorch import (
 from qtorch.dtypes import AffineQuantizedTensor, ConvWeight, LUTQuantizedTensor, QuantizedTensor
 from qtorch.integrations import accelerate as ours
 from tests.every_recipe import NAMES, make
+from tests.quantize_model import assert_same
 from tests.test_all_or_nothing import TRAINING
 
 RECIPES = {
@@ -110,7 +111,7 @@ def test_disk_offload(recipe: str, buffers: bool, tmp_path: Path) -> None:
     model, y = quantized(recipe)
     assert ours.disk_offload(model, tmp_path / "offloaded", offload_buffers=buffers) is model
     assert {p.device.type for p in model.parameters()} == {"meta"}
-    assert [f.name for f in (tmp_path / "offloaded").iterdir()] == [ours.WEIGHTS_FILE]
+    assert [f.name for f in (tmp_path / "offloaded").iterdir()] == ["weights.safetensors"]
     for _ in range(2):
         assert torch.equal(output(model), y)
     assert model.block[0].weight.is_meta
@@ -194,11 +195,7 @@ def test_accelerate_s_own_files_are_refused(tmp_path: Path) -> None:
         accelerate.disk_offload(model, tmp_path)
     with pytest.raises(ValueError, match="offload_dir="):
         ours.dispatch_model(model, {"": "disk"})
-
-
-def test_sizes_by_accelerate() -> None:
-    """It counts elements times the logical dtype, so its maps are on the safe side."""
-    model, _ = quantized("int8")
+    # It counts elements times the logical dtype, so its maps are on the safe side.
     assert compute_module_sizes(model)["block.0.weight"] >= model.block[0].weight.nbytes
 
 
@@ -215,20 +212,6 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.norm(self.second(self.first(x))))
-
-
-def assert_same(model: nn.Module, other: nn.Module) -> None:
-    """Plain tensors, and the inner tensors of quantized ones and of those in training, bit for bit."""
-    states = model.state_dict(), other.state_dict()
-    assert states[0].keys() == states[1].keys()
-    for name, one in states[0].items():
-        two = states[1][name]
-        assert type(one) is type(two), name
-        pairs = [(one, two)]
-        if isinstance(one, QuantizedTensor):
-            assert one.scheme == two.scheme
-            pairs = [(part, two.inner_tensors[key]) for key, part in one.inner_tensors.items()]
-        assert all(mine is theirs or torch.equal(mine, theirs) for mine, theirs in pairs), name
 
 
 def accelerator_of(*prepared: Any) -> tuple[Accelerator, Any]:

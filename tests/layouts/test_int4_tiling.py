@@ -34,6 +34,7 @@ def test_cpu(n: int, k: int) -> None:
         assert torch.equal(pack_cpu(codes, cpu_packing()), theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", ["avx512", "avx2", "default"])
 def test_the_packing_of_every_instruction_set_is_known(capability: str) -> None:
     """torch chooses it when it starts; asking for more than the processor has gives what it has."""

@@ -1,8 +1,5 @@
 """PackedLayout: what is only true of it; the rest of these tests run over it as over every scheme."""
 
-import copy
-import io
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,13 +27,6 @@ def test_a_bijection_of_every_width_and_size(dtype: str, shape: list[int], axis:
     for a, b in zip(packed.plain(), w.plain()):
         assert (a is None) == (b is None)
         assert a is None or (a.dtype == b.dtype and torch.equal(a, b))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_true_size(dtype: str) -> None:
-    w = AffineQuantizedTensor.from_float(torch.randn(16, 64), LinearSpec(QuantSpec(dtype), layout=PackedLayout()))
-    assert w.qdata.nbytes * 8 == 16 * 64 * w.scheme.weight.dtype.bits
-    assert w.qdata.dtype == torch.uint8
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -84,31 +74,6 @@ def test_only_the_rows_asked_for_are_unpacked(monkeypatch: pytest.MonkeyPatch) -
     with record_kernels() as ran:
         functional.embedding(torch.tensor([3, 1]), weight)
     assert (ran, sizes) == (["embedding:gather_packed_rows"], [2])
-
-
-@pytest.mark.parametrize("name", PACKED)
-def test_copies_moves_and_files(name: str) -> None:
-    w = quantized(name)
-    file = io.BytesIO()
-    torch.save({"w": w}, file)
-    file.seek(0)
-    for again in [copy.deepcopy(w), torch.load(file, weights_only=True)["w"], w.clone(), w.half().float()]:
-        assert again.scheme == w.scheme
-        assert torch.equal(again.qdata, w.qdata)
-    assert w.to(torch.bfloat16).dequantize().dtype == torch.bfloat16
-    meta = w.to("meta")
-    assert (meta.shape, meta.qdata.shape, meta.device.type) == (w.shape, w.qdata.shape, "meta")
-    assert functional.linear(torch.empty(3, 64, device="meta"), meta).shape == (3, 32)
-
-
-@pytest.mark.parametrize("name", PACKED)
-def test_one_graph_for_every_batch_size(name: str) -> None:
-    w, bias = quantized(name), torch.randn(32)
-    compiled = torch.compile(lambda x: functional.linear(x, w, bias), fullgraph=True, dynamic=True, backend="aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for rows in (7, 3, 33):
-            x = torch.randn(rows, 64)
-            assert torch.equal(compiled(x), functional.linear(x, w, bias))
 
 
 def test_what_it_cannot_hold() -> None:

@@ -1,13 +1,11 @@
 """SemiSparseLayout: what is only true of it; the rest of these tests run over it as over every scheme."""
 
 import copy
-import io
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.nn import functional
 
 from qtorch import (
@@ -17,8 +15,6 @@ from qtorch import (
     PlainLayout,
     QuantSpec,
     SemiSparseLayout,
-    load_quantized,
-    save_quantized,
 )
 from qtorch.dtypes import copying
 from qtorch.primitives import prune_2_4
@@ -47,12 +43,6 @@ def test_a_bijection_on_every_size(spec: QuantSpec, shape: list[int], zeros: flo
     assert packed.shape == w.shape
     assert same_bits(packed, w)
     assert same_bits(packed.to_layout(PlainLayout()), w)
-
-
-def test_a_negative_zero_survives() -> None:
-    w = AffineQuantizedTensor.from_float(torch.tensor([[1.0, 0, 0, -1e-12]]), FLOAT8)
-    assert w.qdata.view(torch.uint8).tolist()[0][3] == 0x80
-    assert same_bits(w.to_layout(SEMI_SPARSE), w)
 
 
 @pytest.mark.parametrize(("n", "k", "row"), [(16, 64, 40), (3, 5, 10), (7, 33, 30), (1, 16, 10), (4, 0, 0)])
@@ -98,28 +88,6 @@ def test_views_that_cut_the_axis_are_plain(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_copies_moves_and_files(name: str, tmp_path) -> None:
-    w = quantized(name, 32, 60)
-    file = io.BytesIO()
-    torch.save({"w": w}, file)
-    file.seek(0)
-    layer = nn.Linear(60, 32)
-    layer.weight = nn.Parameter(w, requires_grad=False)
-    save_quantized(layer, tmp_path / "a.safetensors")
-    with torch.device("meta"):
-        fresh = nn.Linear(60, 32)
-    load_quantized(fresh, tmp_path / "a.safetensors")
-    loaded = torch.load(file, weights_only=True)["w"]
-    for again in [copy.deepcopy(w), loaded, fresh.weight, w.clone(), w.half().float(), w.to("cpu", copy=True)]:
-        assert again.scheme == w.scheme
-        assert torch.equal(again.qdata, w.qdata)
-        assert torch.equal(again.scale, w.scale)
-    meta = w.to("meta")
-    assert (meta.shape, meta.qdata.shape, meta.device.type) == (w.shape, w.qdata.shape, "meta")
-    assert functional.linear(torch.empty(3, 60, device="meta"), meta).shape == (3, 32)
-
-
-@pytest.mark.parametrize("name", SPARSE)
 def test_gradient_to_the_input(name: str) -> None:
     w, x = quantized(name, 32, 60), torch.randn(4, 60, requires_grad=True)
     functional.linear(x, w).sum().backward()
@@ -139,23 +107,16 @@ def test_copying_in(name: str) -> None:
 
 
 def test_what_it_cannot_hold() -> None:
-    def make(weight: torch.Tensor, spec: QuantSpec, layout: SemiSparseLayout = SEMI_SPARSE) -> None:
-        AffineQuantizedTensor.from_float(weight, LinearSpec(spec, layout=layout))
+    def make(weight: torch.Tensor, spec: QuantSpec) -> None:
+        AffineQuantizedTensor.from_float(weight, LinearSpec(spec, layout=SEMI_SPARSE))
 
-    with pytest.raises(
-        ValueError, match=r"codes of shape \(32, 64\) are not 2:4 sparse along axis -1: 512 of 512 runs"
-    ):
+    with pytest.raises(ValueError, match=r"\(32, 64\) are not 2:4 sparse along axis -1: 512 of 512 runs"):
         make(torch.ones(32, 64), INT8)
     pruned = prune_2_4(torch.randn(32, 64))
     with pytest.raises(ValueError, match="packs int8 and float8_e4m3fn codes, the weight has int4"):
         make(pruned, QuantSpec("int4"))
     with pytest.raises(ValueError, match=r"without zero point, whose zeros have the code zero, got int8 P.* asymm"):
         make(pruned, QuantSpec("int8", mapping=MappingType.ASYMMETRIC))
-    with pytest.raises(ValueError, match=r"of shape \(64,\) has no axis -2"):
-        make(pruned[0], INT8, SemiSparseLayout(-2))
-    with pytest.raises(ValueError, match="counted from the end, got 0"):
-        SemiSparseLayout(0)
-    assert (repr(SEMI_SPARSE), repr(SemiSparseLayout(-2))) == ("SemiSparseLayout()", "SemiSparseLayout(axis=-2)")
 
 
 def test_another_packing_is_made_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,12 @@
 """Affine quantization: what holds for every dtype, granularity, mapping, domain and shape."""
 
+import re
 from collections.abc import Callable
-from textwrap import fill
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from qtorch.primitives import (
@@ -17,6 +18,7 @@ from qtorch.primitives import (
     PerRow,
     PerTensor,
     PerToken,
+    QDType,
     ZeroPointDomain,
     choose_qparams_affine,
     choose_qparams_affine_with_min_max,
@@ -53,21 +55,29 @@ MAPPINGS = [
 ]
 
 
+mappings = pytest.mark.parametrize(("mapping", "domain"), MAPPINGS)
+PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
+
+
 def data(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Random numbers, not contiguous where the shape allows it."""
     x = torch.randn(shape[::-1], generator=torch.Generator().manual_seed(0))
     return x.permute(*range(len(shape))[::-1]).to(dtype)
 
 
-@pytest.mark.parametrize(("mapping", "domain"), MAPPINGS)
+def round_trip(x: Tensor, mapping: MappingType, block: tuple[int, ...], code: QDType | str, **options) -> tuple:
+    """(scale, zero point, codes, reals)."""
+    domain = options.get("zero_point_domain", ZeroPointDomain.INT)
+    scale, zero_point = choose_qparams_affine(x, mapping, block, code, **options)
+    codes = quantize_affine(x, block, scale, zero_point, code, zero_point_domain=domain)
+    return scale, zero_point, codes, dequantize_affine(codes, block, scale, zero_point, code, zero_point_domain=domain)
+
+
+@mappings
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(("granularity", "shape"), CASES, ids=str)
 def test_the_error_is_at_most_half_a_step(
-    granularity: Granularity,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    mapping: MappingType,
-    domain: ZeroPointDomain,
+    granularity: Granularity, shape: tuple[int, ...], dtype: torch.dtype, mapping: MappingType, domain: ZeroPointDomain
 ) -> None:
     x = data(*shape, dtype=dtype)
     block = granularity.block(shape)
@@ -75,9 +85,7 @@ def test_the_error_is_at_most_half_a_step(
     for code in map(qdtype, ("int8", "uint4")):
         if domain is ZeroPointDomain.NONE and not code.is_signed:
             continue
-        scale, zero_point = choose_qparams_affine(x, mapping, block, code, zero_point_domain=domain)
-        codes = quantize_affine(x, block, scale, zero_point, code, zero_point_domain=domain)
-        real = dequantize_affine(codes, block, scale, zero_point, code, zero_point_domain=domain)
+        scale, zero_point, codes, real = round_trip(x, mapping, block, code, zero_point_domain=domain)
         assert scale.shape == view.scale_shape
         assert scale.dtype == torch.float32
         assert (zero_point is None) == (domain is ZeroPointDomain.NONE)
@@ -90,27 +98,20 @@ def test_the_error_is_at_most_half_a_step(
         assert (steps <= torch.where(view.split(inside), 0.5, 1.0) + 1e-4).all()
 
 
-@pytest.mark.parametrize(("mapping", "domain"), MAPPINGS)
+@mappings
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerAxis(-1), PerGroup(32), PerBlock((8, 16))], ids=str)
 @pytest.mark.parametrize("code", ["int3", "int4", "int8"])
 def test_sqnr_is_bounded_on_both_sides(
-    code: str,
-    granularity: Granularity,
-    dtype: torch.dtype,
-    mapping: MappingType,
-    domain: ZeroPointDomain,
+    code: str, granularity: Granularity, dtype: torch.dtype, mapping: MappingType, domain: ZeroPointDomain
 ) -> None:
     x = data(64, 64, dtype=dtype)
-    block = granularity.block(x.shape)
-    qparams = choose_qparams_affine(x, mapping, block, code, zero_point_domain=domain)
-    codes = quantize_affine(x, block, *qparams, code, zero_point_domain=domain)
-    real = dequantize_affine(codes, block, *qparams, code, zero_point_domain=domain)
+    *_, real = round_trip(x, mapping, granularity.block(x.shape), code, zero_point_domain=domain)
     bits = qdtype(code).bits
     assert 6.02 * bits - 12 < compute_error(x, real) < 6.02 * bits + 2
 
 
-@pytest.mark.parametrize(("mapping", "domain"), MAPPINGS)
+@mappings
 @pytest.mark.parametrize(
     "values",
     [
@@ -130,11 +131,8 @@ def test_extreme_blocks_stay_finite_and_zeros_stay_zero(
 ) -> None:
     x = torch.tensor([values])
     for code in ("int2", "int3", "int4", "uint4", "int8", "uint8"):
-        scale, zero_point = choose_qparams_affine(
-            x, mapping, (1, 4), code, scale_dtype=scale_dtype, zero_point_domain=domain
-        )
-        codes = quantize_affine(x, (1, 4), scale, zero_point, code, zero_point_domain=domain)
-        real = dequantize_affine(codes, (1, 4), scale, zero_point, code, zero_point_domain=domain)
+        options = {"scale_dtype": scale_dtype, "zero_point_domain": domain}
+        scale, _, _, real = round_trip(x, mapping, (1, 4), code, **options)
         assert scale.isfinite().all()
         assert (scale > 0).all()
         assert real.isfinite().all()
@@ -146,8 +144,7 @@ def test_extreme_blocks_stay_finite_and_zeros_stay_zero(
 def test_a_zero_point_that_is_not_zero_keeps_zero_exact() -> None:
     x = data(16, 32)
     x[:, ::3] = 0
-    qparams = choose_qparams_affine(x, MappingType.ASYMMETRIC, (1, 8), "uint4")
-    real = dequantize_affine(quantize_affine(x, (1, 8), *qparams, "uint4"), (1, 8), *qparams, "uint4")
+    *_, real = round_trip(x, MappingType.ASYMMETRIC, (1, 8), "uint4")
     assert (real[:, ::3] == 0).all()
     assert 15 < compute_error(x, real) < 30
 
@@ -156,31 +153,19 @@ def test_a_zero_point_that_is_not_zero_keeps_zero_exact() -> None:
 def test_no_clipping_err_does_not_clip(code: str) -> None:
     x = data(32, 64)
     x[::2] *= -1
-    qparams = choose_qparams_affine(x, MappingType.SYMMETRIC_NO_CLIPPING_ERR, (1, 64), code)
-    codes = quantize_affine(x, (1, 64), *qparams, code)
-    real = dequantize_affine(codes, (1, 64), *qparams, code)
-    assert ((x - real).abs() <= qparams[0] * 0.50001).all()
+    scale, _, _, real = round_trip(x, MappingType.SYMMETRIC_NO_CLIPPING_ERR, (1, 64), code)
+    assert ((x - real).abs() <= scale * 0.50001).all()
     symmetric = choose_qparams_affine(x, MappingType.SYMMETRIC, (1, 64), code)
-    assert (symmetric[0] < qparams[0] * 1.01).any()
+    assert (symmetric[0] < scale * 1.01).any()
 
 
-@pytest.mark.parametrize(("mapping", "domain"), MAPPINGS)
-@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_with_min_max_is_the_same_on_the_same_ranges(
-    dtype: torch.dtype, granularity: Granularity, mapping: MappingType, domain: ZeroPointDomain
-) -> None:
-    x = data(3, 7, 15, dtype=dtype)
-    block = granularity.block(x.shape)
-    view = BlockView(x.shape, block)
-    ends = [f(view.split(x), view.dims).reshape(view.scale_shape) for f in (torch.amin, torch.amax)]
-    for options in ({}, {"eps": 1.0}, {"quant_min": -7}, {"scale_dtype": torch.bfloat16}):
-        options = {**options, "zero_point_domain": domain}
-        wanted = choose_qparams_affine(x, mapping, block, "int4", **options)
-        got = choose_qparams_affine_with_min_max(*ends, mapping, block, "int4", **options)
-        assert torch.equal(got[0], wanted[0])
-        assert got[0].dtype == wanted[0].dtype
-        assert (got[1] is wanted[1] is None) or torch.equal(got[1], wanted[1])
+@pytest.mark.parametrize("options", [{}, {"eps": 1.0}, {"quant_min": -7}, {"scale_dtype": torch.bfloat16}], ids=str)
+def test_with_min_max_is_the_same_on_the_same_ranges(options: dict) -> None:
+    x = data(3, 15)
+    wanted = choose_qparams_affine(x, MappingType.ASYMMETRIC, (1, 15), "int4", **options)
+    ends = (x.amin(1, keepdim=True), x.amax(1, keepdim=True))
+    got = choose_qparams_affine_with_min_max(*ends, MappingType.ASYMMETRIC, (1, 15), "int4", **options)
+    assert all(map(torch.equal, got, wanted))
 
 
 @pytest.mark.parametrize("scale_dtype", FLOATS, ids=str)
@@ -199,50 +184,92 @@ def test_eps_and_the_dtypes_of_the_qparams(scale_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_floating_point_codes(dtype: torch.dtype, storage: str) -> None:
     x = data(64, 64, dtype=dtype)
-    scale, zero_point = choose_qparams_affine(
-        x, MappingType.SYMMETRIC, (1, 64), storage, zero_point_domain=ZeroPointDomain.NONE
-    )
-    codes = quantize_affine(x, (1, 64), scale, zero_point, storage)
+    none = ZeroPointDomain.NONE
+    scale, _, codes, real = round_trip(x, MappingType.SYMMETRIC, (1, 64), storage, zero_point_domain=none)
     assert codes.dtype == getattr(torch, storage)
     assert torch.equal(codes.float().abs().amax(-1), torch.full((64,), qdtype(storage).quant_max))
     wanted = (x.float() * (1 / scale)).to(codes.dtype)
     assert torch.equal(codes.float(), wanted.float())
-    real = dequantize_affine(codes, (1, 64), scale, zero_point, storage)
     assert 20 < compute_error(x, real) < 40
 
 
-def test_error_texts() -> None:
-    x, one = torch.ones(2, 8), torch.ones(2, 1)
-    symmetric, asymmetric = MappingType.SYMMETRIC, MappingType.ASYMMETRIC
-    choose, none = choose_qparams_affine, ZeroPointDomain.NONE
-    cases: dict[str, Callable[[], object]] = {
-        "block": lambda: choose(x, symmetric, (1, 3), "int8"),
-        "rank": lambda: quantize_affine(x, (8,), one, None, "int8"),
-        "range": lambda: choose(x, symmetric, (1, 8), torch.int8, -129, 127),
-        "empty": lambda: quantize_affine(x, (1, 8), one, None, "uint4", 9, 3),
-        "no zero": lambda: choose(x, asymmetric, (1, 8), "int8", zero_point_domain=none),
-        "preserve": lambda: choose(x, asymmetric, (1, 8), "int8", preserve_zero=False),
-        "storage": lambda: dequantize_affine(x.to(torch.uint8), (1, 8), one, None, "int4"),
-        "scales": lambda: quantize_affine(x, (1, 4), one, None, "int4"),
-        "zero points": lambda: quantize_affine(x, (1, 8), one, torch.ones(3), "int4"),
-    }
-    texts = []
-    for name, call in cases.items():
-        with pytest.raises(ValueError) as error:  # noqa: PT011 (the texts follow)
-            call()
-        texts.append(fill(f"{name}: {error.value}", 96))
-    assert_expected_inline(
-        "\n".join(texts),
-        """\
-block: block_size (1, 3) does not divide shape (2, 8): 8 % 3 along axis 1
-rank: block_size (8,) has 1 axes, the tensor has shape (2, 8)
-range: quant_min=-129, quant_max=127 is not a range within int8's [-128, 127]
-empty: quant_min=9, quant_max=3 is not a range within uint4's [0, 15]
-no zero: an asymmetric mapping needs a zero point: zero_point_domain is NONE
-preserve: preserve_zero=False needs zero_point_domain FLOAT or OFFSET, got INT
-storage: codes of int4 are stored as torch.int8, got torch.uint8
-scales: a tensor of shape (2, 8) in blocks of (1, 4) has 4 scales of shape (2, 2), got shape (2,
-1)
-zero points: a tensor of shape (2, 8) in blocks of (1, 8) has 2 scales of shape (2, 1), got
-shape (3,)""",
-    )
+@PROPERTY
+@given(
+    code=st.sampled_from(["int2", "int4", "uint4", "int8", "uint8", "float8_e4m3fn"]),
+    scale=st.floats(2**-60, 2**60, width=32),
+    zero_point=st.integers(0, 255),
+    domain=st.sampled_from(ZeroPointDomain),
+)
+def test_quantize_undoes_dequantize(code: str, scale: float, zero_point: int, domain: ZeroPointDomain) -> None:
+    kind = qdtype(code)
+    span = int(kind.quant_max - kind.quant_min) + 1
+    if kind.is_floating_point:
+        codes = torch.linspace(-448, 448, 999).to(kind.storage).reshape(1, -1)
+        domain = ZeroPointDomain.NONE
+    else:
+        codes = torch.arange(kind.quant_min, kind.quant_max + 1).to(kind.storage).reshape(1, -1)
+    s = torch.tensor([[scale]])
+    z = torch.tensor([[kind.quant_min + zero_point % span]])
+    if domain.adds_zero_point:
+        z = z * s
+    block = tuple(codes.shape)
+    real = dequantize_affine(codes, block, s, z, code, zero_point_domain=domain)
+    again = quantize_affine(real, block, s, z, code, zero_point_domain=domain)
+    assert torch.equal(again.float(), codes.float())
+
+
+@PROPERTY
+@given(
+    x=st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=20),
+    scale=st.floats(2**-10, 1024, width=32),
+    zero_point=st.integers(-8, 7),
+    domain=st.sampled_from(ZeroPointDomain),
+)
+def test_quantize_is_monotonic(x: list[float], scale: float, zero_point: int, domain: ZeroPointDomain) -> None:
+    s, z = torch.tensor([scale]), torch.tensor([zero_point])
+    ordered = torch.tensor(x).sort().values
+    codes = quantize_affine(ordered, (len(x),), s, z, "int4", zero_point_domain=domain)
+    assert (codes.diff() >= 0).all()
+    real = dequantize_affine(codes, (len(x),), s, z, "int4", zero_point_domain=domain)
+    assert (real.diff() >= 0).all()
+
+
+X, ONE, SYMMETRIC, ASYMMETRIC = torch.ones(2, 8), torch.ones(2, 1), MappingType.SYMMETRIC, MappingType.ASYMMETRIC
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: choose_qparams_affine(X, SYMMETRIC, (1, 3), "int8"),
+            "block_size (1, 3) does not divide shape (2, 8): 8 % 3 along axis 1",
+        ),
+        (
+            lambda: choose_qparams_affine(X, SYMMETRIC, (1, 8), torch.int8, -129, 127),
+            "quant_min=-129, quant_max=127 is not a range within int8's [-128, 127]",
+        ),
+        (
+            lambda: quantize_affine(X, (1, 8), ONE, None, "uint4", 9, 3),
+            "quant_min=9, quant_max=3 is not a range within uint4's [0, 15]",
+        ),
+        (
+            lambda: choose_qparams_affine(X, ASYMMETRIC, (1, 8), "int8", zero_point_domain=ZeroPointDomain.NONE),
+            "an asymmetric mapping needs a zero point: zero_point_domain is NONE",
+        ),
+        (
+            lambda: choose_qparams_affine(X, ASYMMETRIC, (1, 8), "int8", preserve_zero=False),
+            "preserve_zero=False needs the FLOAT or OFFSET domain, got INT",
+        ),
+        (
+            lambda: dequantize_affine(X.to(torch.uint8), (1, 8), ONE, None, "int4"),
+            "codes of int4 are stored as torch.int8, got torch.uint8",
+        ),
+        (
+            lambda: quantize_affine(X, (1, 8), ONE, torch.ones(3), "int4"),
+            "a tensor of shape (2, 8) in blocks of (1, 8) has 2 scales of shape (2, 1), got shape (3,)",
+        ),
+    ],
+)
+def test_what_is_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()

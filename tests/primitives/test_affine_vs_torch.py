@@ -43,31 +43,20 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 @pytest.mark.parametrize("name", INPUTS)
 def test_choose_qparams(name: str, dtype: torch.dtype, low: int, high: int) -> None:
     x, eps = data(name), 2.0**-40
-    wanted = OPS.choose_qparams.tensor(x, low, high, eps, dtype)
-    got = choose_qparams_affine(x, MappingType.ASYMMETRIC, x.shape, dtype, low, high, eps)
-    assert torch.equal(got[0].double().flatten(), wanted[0])
-    assert torch.equal(got[1].long().flatten(), wanted[1])
-
-
-@pytest.mark.parametrize(("dtype", "low", "high"), [r for r in RANGES if r[2] != 15])
-@pytest.mark.parametrize("name", INPUTS)
-def test_choose_qparams_symmetric(name: str, dtype: torch.dtype, low: int, high: int) -> None:
-    x, eps = data(name), 2.0**-40
-    wanted = OPS.choose_qparams_symmetric.tensor(x, low, high, eps, dtype)
-    got = choose_qparams_affine(x, MappingType.SYMMETRIC, x.shape, dtype, low, high, eps)
-    assert torch.equal(got[0].double().flatten(), wanted[0])
-    assert torch.equal(got[1].long().flatten(), wanted[1])
+    theirs = {MappingType.ASYMMETRIC: OPS.choose_qparams, MappingType.SYMMETRIC: OPS.choose_qparams_symmetric}
+    for mapping, function in theirs.items():
+        if mapping is MappingType.SYMMETRIC and high == 15:
+            continue
+        wanted = function.tensor(x, low, high, eps, dtype)
+        got = choose_qparams_affine(x, mapping, x.shape, dtype, low, high, eps)
+        assert torch.equal(got[0].double().flatten(), wanted[0])
+        assert torch.equal(got[1].long().flatten(), wanted[1])
 
 
 def test_choose_qparams_per_token() -> None:
     x = data()
-    wanted, _ = OPS.choose_qparams_per_token(x, torch.int8)
-    got, _ = choose_qparams_affine(x, MappingType.SYMMETRIC, (1, 21), torch.int8, -127, 127)
-    assert same_bits(got, wanted)
-
-
-def test_choose_qparams_per_token_asymmetric() -> None:
-    x = data()
+    symmetric, _ = choose_qparams_affine(x, MappingType.SYMMETRIC, (1, 21), torch.int8, -127, 127)
+    assert same_bits(symmetric, OPS.choose_qparams_per_token(x, torch.int8)[0])
     scale, zero_point = OPS.choose_qparams_per_token_asymmetric(x, torch.int8)
     got = choose_qparams_affine(x, MappingType.ASYMMETRIC, (1, 21), torch.int8)
     assert torch.equal(got[0].double(), scale)
@@ -118,44 +107,29 @@ def assert_equal_but_for_ties(codes: Tensor, wanted: Tensor, quotient: Tensor) -
 
 @pytest.mark.parametrize("zero_point", [0, 7])
 @pytest.mark.parametrize("ties", [False, True])
-def test_per_token(ties: bool, zero_point: int) -> None:
-    x = torch.randn(4, 5, 64, generator=torch.Generator().manual_seed(0)) * 30
-    scale = torch.rand(4, 5, 1, generator=torch.Generator().manual_seed(1)) + 0.2
+@pytest.mark.parametrize("groups", [False, True])
+def test_per_token_and_per_channel_group(groups: bool, ties: bool, zero_point: int) -> None:
+    shape, dtype, block = ((16, 96), "uint4", (1, 32)) if groups else ((20, 64), torch.int8, (1, 64))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * (3 if groups else 30)
+    scale = torch.rand(shape[0], shape[1] // block[1], generator=torch.Generator().manual_seed(1)) + 0.2
     if ties:
-        x, scale = x.round() / 2, torch.ones_like(scale)
-    zero = torch.full((4, 5, 1), zero_point)
-    options = (scale, zero, -128, 127, torch.int8)
-    wanted = OPS.quantize_per_token(x, *options)
-    codes = quantize_affine(x, (1, 1, 64), scale, zero, torch.int8)
+        x, scale = (x * 4).round() / 2 if groups else x.round() / 2, torch.ones_like(scale)
+    zero = torch.full(scale.shape, zero_point)
+    if groups:
+        options = (scale, zero, 0, 15, torch.uint8, 32)
+        wanted = OPS.quantize_per_channel_group(x, *options)
+    else:
+        options = (scale, zero, -128, 127, torch.int8)
+        wanted = OPS.quantize_per_token(x, *options)
+    codes = quantize_affine(x, block, scale, zero, dtype)
     if zero_point == 0:
         assert torch.equal(codes, wanted)
     else:
-        assert_equal_but_for_ties(codes, wanted, x * (1 / scale))
+        assert_equal_but_for_ties(codes, wanted, x * (1 / scale).repeat_interleave(block[1], 1))
         assert torch.equal(codes, wanted) != ties
-    real = dequantize_affine(codes, (1, 1, 64), scale, zero, torch.int8)
-    assert same_bits(real, OPS.dequantize_per_token(codes, *options, torch.float32))
-
-
-@pytest.mark.parametrize("zero_point", [0, 7])
-@pytest.mark.parametrize("ties", [False, True])
-def test_per_channel_group(ties: bool, zero_point: int) -> None:
-    x = torch.randn(16, 96, generator=torch.Generator().manual_seed(0)) * 3
-    scale = torch.rand(16, 3, generator=torch.Generator().manual_seed(1)) + 0.2
-    if ties:
-        x, scale = (x * 4).round() / 2, torch.ones_like(scale)
-    zero = torch.full((16, 3), zero_point)
-    options = (scale, zero, 0, 15, torch.uint8, 32)
-    wanted = OPS.quantize_per_channel_group(x, *options)
-    codes = quantize_affine(x, (1, 32), scale, zero, "uint4")
-    if zero_point == 0:
-        assert torch.equal(codes, wanted)
-    else:
-        quotient = x.unflatten(-1, (3, 32)) * (1 / scale).unsqueeze(-1)
-        assert_equal_but_for_ties(codes, wanted, quotient.flatten(-2))
-        assert torch.equal(codes, wanted) != ties
-    real = dequantize_affine(codes, (1, 32), scale, zero, "uint4")
+    back = OPS.dequantize_per_channel_group if groups else OPS.dequantize_per_token
     # torch computes codes - zero_point in int64 and then in fp32: the same numbers.
-    assert same_bits(real, OPS.dequantize_per_channel_group(codes, *options, torch.float32))
+    assert same_bits(dequantize_affine(codes, block, scale, zero, dtype), back(codes, *options, torch.float32))
 
 
 def test_per_channel_group_without_a_zero_point() -> None:

@@ -172,19 +172,6 @@ def test_double_quantization_costs_next_to_nothing() -> None:
     assert 20.5 < compute_error(x, y) <= compute_error(x, applied(plain, x)) + 0.01 < 21
 
 
-def test_traces_in_one_graph() -> None:
-    def function(x: Tensor) -> tuple[Tensor, ...]:
-        spec = CodebookSpec("uint3", PerGroup(16), scale_spec=INT8_SCALES)
-        scale = dequantize_scale(quantize_scale(spec.choose_scale(x), INT8_SCALES), INT8_SCALES)
-        table = spec.choose_table(x, scale)
-        codes = spec.quantize(x, scale, table)
-        return codes, spec.dequantize(codes, scale, table)
-
-    x = torch.randn(6, 32)
-    for mine, theirs in zip(torch.compile(function, fullgraph=True, backend="aot_eager")(x), function(x)):
-        assert torch.equal(mine, theirs)
-
-
 def test_spec_json_and_str() -> None:
     spec = CodebookSpec(torch.uint4, PerGroup(64), NF4_TABLE, scale_spec=INT8_SCALES)
     assert from_json(to_json(spec)) == spec

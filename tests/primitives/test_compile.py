@@ -8,6 +8,7 @@ from torch import Tensor
 
 from qtorch.dtypes.serialize import pack_to_int32, unpack_from_int32
 from qtorch.primitives import (
+    CodebookSpec,
     HQQRule,
     MappingType,
     MSERule,
@@ -19,6 +20,7 @@ from qtorch.primitives import (
     QuantSpec,
     ZeroPointDomain,
     compute_error,
+    learned_step_fake_quantize,
     qdtype,
 )
 
@@ -62,6 +64,33 @@ def test_traces_without_a_break(dtype: torch.dtype, spec: QuantSpec) -> None:
     got, wanted = compiled(round_trip, "aot_eager")(x, spec), round_trip(x, spec)
     assert all(map(torch.equal, got, wanted))
     assert compute_error(x, got[-1]) < 60
+
+
+TABLE = CodebookSpec("uint3", PerGroup(16), scale_spec=QuantSpec("int8", PerGroup(256), quant_min=-127))
+FLOAT8 = QuantSpec("float8_e4m3fn", PerTensor(), zero_point_domain=ZeroPointDomain.NONE)
+NVFP4 = QuantSpec("float4_e2m1", PerGroup(16), zero_point_domain=ZeroPointDomain.NONE, scale_spec=FLOAT8)
+
+
+def table_round_trip(x: Tensor) -> Tensor:
+    scale, table = TABLE.choose_qparams(x)
+    return TABLE.dequantize(TABLE.quantize(x, scale, table), scale, table)
+
+
+def learned_steps(x: Tensor) -> Tensor:
+    scale, zero_point = x[:, :6].abs() + 0.1, x[:, 6:12] + 1
+    return learned_step_fake_quantize(x, (1, 8), scale, zero_point, "int4", grad_scale=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [table_round_trip, NVFP4.fake_quantize, learned_steps])
+def test_other_functions_trace_without_a_break(function: Callable[[Tensor], Tensor]) -> None:
+    results = []
+    for run in (function, compiled(function, "aot_eager")):
+        x = data(8, 48).requires_grad_(function is not table_round_trip)
+        y = run(x)
+        results.append([y.detach(), *(torch.autograd.grad(y.square().sum(), x) if y.requires_grad else ())])
+    for wanted, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Scales that are quantized themselves: accuracy, shapes, rows, and what a spec refuses."""
 
 import copy
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,13 +114,6 @@ def test_what_is_refused() -> None:
         QuantSpec("uint4", PerGroup(32), MappingType.ASYMMETRIC, scale_spec=INT8)
 
 
-def test_traces_in_one_graph() -> None:
-    x = torch.randn(6, 32)
-    compiled = torch.compile(NVFP4.fake_quantize, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x), NVFP4.fake_quantize(x))
-    assert math.isfinite(float(compute_error(x, compiled(x))))
-
-
 MULTIPLES = QuantSpec("uint6", PerGroup(8), zero_point_domain=NONE)
 OFFSETS = QuantSpec("uint4", PerGroup(32), MappingType.ASYMMETRIC, ZeroPointDomain.OFFSET, scale_spec=MULTIPLES)
 
@@ -178,12 +170,3 @@ def test_a_tensor_with_quantized_zero_points(tmp_path: Path) -> None:
         other = qtorch.load_quantized(torch.nn.Linear(512, 64, bias=False), tmp_path / "x.safetensors")
         assert torch.equal(other.weight.dequantize(), real)
         assert torch.equal(copy.deepcopy(weight).dequantize(), real)
-
-
-def test_a_product_with_quantized_zero_points_compiles() -> None:
-    weight = qtorch.AffineQuantizedTensor.from_float(
-        torch.randn(64, 256), qtorch.LinearSpec(OFFSETS, layout=qtorch.PackedLayout())
-    )
-    y = torch.randn(3, 256)
-    compiled = torch.compile(lambda x: torch.nn.functional.linear(x, weight), fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(y), torch.nn.functional.linear(y, weight))

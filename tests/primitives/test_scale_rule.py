@@ -219,6 +219,16 @@ def test_a_fixed_range_without_zero_needs_the_float_domain() -> None:
         (lambda: PercentileRule(100.5), r"percentile must be in \(0, 100\], got 100.5"),
         (lambda: MSERule(1), "needs steps >= 2 and 0 < smallest < 1, got 1 and 0.5"),
         (lambda: MSERule(9, 1.0), "needs steps >= 2 and 0 < smallest < 1, got 9 and 1.0"),
+        (lambda: HQQRule(p=0), r"p must be in \(0, 2\], got 0"),
+        (lambda: HQQRule(p=2.5), r"p must be in \(0, 2\], got 2.5"),
+        (lambda: HQQRule(beta=0.5), "needs beta >= 1 and kappa >= 1, got 0.5 and 1.01"),
+        (lambda: HQQRule(kappa=0.5), "needs beta >= 1 and kappa >= 1, got 1.0 and 0.5"),
+        (lambda: HQQRule(starts=0), "starts >= 1 and 0 < smallest < 1, got 20, 0 and 0.5"),
+        (lambda: HQQRule(smallest=1.0), "got 20, 8 and 1.0"),
+        (
+            lambda: QuantSpec("float8_e4m3fn", scale_rule=HQQRule()).choose_range(data(2, 32)),
+            "HQQRule: takes integer codes, got float8_e4m3fn",
+        ),
     ],
 )
 def test_rules_refuse_bad_numbers(make, message: str) -> None:

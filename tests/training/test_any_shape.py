@@ -24,9 +24,7 @@ from qtorch.training import (
     int8_tilewise_training,
     mixed_precision_training,
     mxfp8_training,
-    quantized_conv_transpose1d,
     quantized_conv_transpose2d,
-    quantized_conv_transpose3d,
     quantized_grouped_mm,
     switchback_training,
 )
@@ -178,41 +176,6 @@ def test_quantized_grouped_mm(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -
         quantized_grouped_mm(a, b, TrainingSpec(), torch.tensor([1]) if both else None)
 
 
-CONVS = {
-    1: (quantized_conv_transpose1d, functional.conv_transpose1d),
-    2: (quantized_conv_transpose2d, functional.conv_transpose2d),
-    3: (quantized_conv_transpose3d, functional.conv_transpose3d),
-}
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"stride": 2},
-    {"stride": 3, "padding": 1, "output_padding": 2},
-    {"padding": 2, "dilation": 2},
-    {"groups": 2, "stride": 2, "output_padding": 1},
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("ndim", CONVS)
-def test_transposed_convolutions(ndim: int, options: dict[str, Any]) -> None:
-    mine, theirs = CONVS[ndim]
-    x = torch.randn(2, 8, *(9, 7, 6)[:ndim], requires_grad=True)
-    w = torch.randn(8, 12 // options.get("groups", 1), *(3, 2, 3)[:ndim], requires_grad=True)
-    b = torch.randn(w.shape[1] * options.get("groups", 1), requires_grad=True)
-    wanted = theirs(x, w, b, **options)
-    g = torch.randn_like(wanted)
-    gradients = torch.autograd.grad(wanted, (x, w, b), g)
-    y = mine(x, w, TrainingSpec(), b, **options)
-    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
-    for got, exact in zip(torch.autograd.grad(y, (x, w, b), g), gradients, strict=True):
-        torch.testing.assert_close(got, exact, rtol=1e-3, atol=1e-3)
-    y = mine(x, w, fully_quantized(), b, **options)
-    assert 30 < compute_error(wanted, y) < 60
-    for got, exact in zip(torch.autograd.grad(y, (x, w), g), gradients[:2], strict=True):
-        assert 25 < compute_error(exact, got) < 60
-    torch.testing.assert_close(mine(x[0], w, TrainingSpec(), b, **options), wanted[0], rtol=1e-4, atol=1e-4)
-
-
 def test_a_module_of_transposed_convolutions() -> None:
     model, x = (
         nn.Sequential(nn.ConvTranspose2d(4, 6, 3, 2, 1, 1), nn.ReLU(), nn.ConvTranspose2d(6, 2, 2)),
@@ -260,11 +223,8 @@ def test_tied_embedding_and_head(name: str) -> None:
     assert (torch.as_tensor(model.table.weight.grad) != 0).any(1).all(), "the head has a gradient for every row"
     optimizer.step()
     assert not torch.equal(model.table.weight.master, before)
-    with torch.no_grad():
-        trained = model(ids)
-        quantize_(model, convert())
-        assert model.head.weight is model.table.weight
-        torch.testing.assert_close(model(ids), trained, rtol=1e-5, atol=1e-5)
+    quantize_(model, convert())
+    assert model.head.weight is model.table.weight
 
 
 def test_an_embedding_alone() -> None:

@@ -247,27 +247,3 @@ def test_noise_of_gradients() -> None:
     x, w = torch.randn(6, 32, requires_grad=True), torch.randn(48, 32)
     contraction(x, w, spec).backward(torch.randn(1, 48).expand(6, 48))
     assert torch.equal(x.grad, x.grad[:1].expand(6, 32))
-
-
-ERRORS = {
-    "reuse_forward takes an operand as it is": lambda: GemmSpec(reuse_forward=True, mid_alpha=(0.5, 0.5)),
-    "fold names an operand that is quantized": lambda: GemmSpec(integer(8), None, fold="rhs"),
-    "fold takes a symmetric operand with a scale for each": lambda: GemmSpec(integer(8), integer(8), fold="rhs"),
-    "sums products of integers of at most 8 bits": lambda: GemmSpec(
-        integer(8), integer(9), accumulator_dtype=torch.int16
-    ),
-    "float dtype, int32, int16 or None": lambda: GemmSpec(integer(8), integer(8), accumulator_dtype=torch.int64),
-    "need the operands as they come": lambda: TrainingSpec(
-        GemmSpec(integer(8), integer(8), mid_alpha=(0.5, 0.5)), clip_gradient=True
-    ),
-    "cannot reuse an operand that fold or mid_alpha": lambda: TrainingSpec(
-        GemmSpec(integer(8), integer(8), mid_alpha=(0.5, 0.5)), GemmSpec(integer(8), reuse_forward=True)
-    ),
-    "a scale for each index of the contracted axis": lambda: GemmSpec(integer(8), integer(8, PerAxis(1))),
-}
-
-
-@pytest.mark.parametrize("message", ERRORS)
-def test_errors(message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ERRORS[message]()

@@ -149,27 +149,6 @@ def test_a_forward_in_full_precision_converts_to_a_float_weight() -> None:
     assert torch.equal(model(x), wanted)
 
 
-def test_tied_weights_stay_tied_and_equal() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(40, 64), nn.Linear(64, 40, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.head(self.embed(ids))
-
-    model, ids = Tied(), torch.tensor([[1, 2, 39], [0, 1, 1]])
-    quantize_(model, int8_mixed_precision_training())
-    wanted = model(ids)
-    wanted.sum().backward()
-    assert model.embed.weight is model.head.weight
-    assert model.embed.weight.grad.abs().sum() > 0
-    quantize_(model, convert())
-    assert model.embed.weight is model.head.weight
-    assert torch.equal(model(ids), wanted)
-
-
 def test_stochastic_weights_serve_rounded_to_nearest() -> None:
     from qtorch.primitives import Rounding
 

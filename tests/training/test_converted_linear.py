@@ -158,12 +158,3 @@ def test_what_sums_integers() -> None:
     assert all(sums_integers(spec) for spec in (*DYNAMIC.values(), *STATICS.values()))
     for spec in (LinearSpec(INT8), LinearSpec(INT8, floats), LinearSpec(floats, floats), LinearSpec(tinygemm, INT8)):
         assert not sums_integers(spec)
-
-
-def test_codes_of_one_side_are_an_error() -> None:
-    layer, x = nn.Linear(64, 96), torch.randn(5, 64)
-    w = weight_operand(layer.weight.detach(), INT8)
-    with pytest.raises(ValueError, match="takes integer codes of both sides or of neither, got no codes and int8"):
-        converted_linear(x, layer.weight, None, None, w)
-    with pytest.raises(ValueError, match="of both sides or of neither, got None and int8"):
-        converted_linear(x, layer.weight, None, Operand(x, 5), w)

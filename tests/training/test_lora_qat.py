@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 import qtorch
 from qtorch import AffineQuantizedTensor, compute_error, quantize_
-from qtorch.training import convert, qat
-from qtorch.training.quantization_aware.recipes.lora_qat import LoRALinear, lora_qat
+from qtorch.training import convert, lora_qat, qat
+from qtorch.training.quantization_aware.recipes.lora_qat import LoRALinear
 
 RECIPES = [
     qtorch.int8_dynamic_activation_int4_weight(),
@@ -67,22 +66,13 @@ def test_converted_equals_prepared(recipe: qtorch.quantize_api.WeightRecipe) -> 
     assert 15 < compute_error(merged, model[0].weight.dequantize()) < 55
 
 
-def test_what_is_trained_and_saved() -> None:
-    model, x = make_model(), torch.randn(5, 64)
+def test_what_is_trained() -> None:
+    model = make_model()
     quantize_(model, qat(RECIPES[0], lora_rank=4))
     assert isinstance(model[0], LoRALinear)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert trained == ["0.bias", "0.lora_a", "0.lora_b", "2.lora_a", "2.lora_b"]
     assert (model[0].lora_a.shape, model[0].lora_b.shape) == ((4, 64), (96, 4))
-    train(model)
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    other = make_model()
-    quantize_(other, qat(RECIPES[0], lora_rank=4))
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert torch.equal(other(x), model(x))
-    assert torch.equal(copy.deepcopy(model)(x), model(x))
 
 
 def test_gradients_are_those_of_the_merged_weight() -> None:
@@ -108,22 +98,6 @@ def test_under_autocast() -> None:
         quantize_(model, convert())
         assert wanted.dtype == torch.bfloat16
         assert torch.equal(model(x), wanted)
-
-
-def test_compile_traces_one_graph() -> None:
-    model = make_model()
-    quantize_(model, qat(RECIPES[0], lora_rank=4))
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
-    for batch in (70, 45):
-        x = torch.randn(batch, 64)
-        with torch._dynamo.config.patch(error_on_recompile=batch != 70):
-            got = gradients(model, compiled(x))
-        for a, b in zip(got, gradients(model, model(x))):
-            assert torch.equal(a, b)
-
-
-def gradients(model: nn.Module, y: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(y.square().sum(), [p for p in model.parameters() if p.requires_grad])
 
 
 def test_errors() -> None:

@@ -80,7 +80,7 @@ def test_same_numbers(kind: str, recipe: WeightRecipe) -> None:
 )
 def test_same_functions(make, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = prepared(kind, make(RECIPES[0]))
-    operands = count_calls("_operand", monkeypatch)
+    operands = count_calls("Operand", monkeypatch)
     products = count_calls("converted_linear", monkeypatch)
     model(x)
     groups = 1 if kind == "linear" else 2

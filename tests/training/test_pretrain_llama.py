@@ -22,29 +22,8 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def run(tmp_path: Path, *options: str) -> list[dict[str, str]]:
-    common = [
-        "--size",
-        "1M",
-        "--data",
-        str(tmp_path / "text.txt"),
-        "--batch",
-        "4",
-        "--length",
-        "64",
-        "--log-every",
-        "2",
-    ]
-    sys.argv = [
-        "pretrain_llama",
-        *common,
-        "--validate-every",
-        "4",
-        "--validation-batches",
-        "2",
-        "--name",
-        "run",
-        *options,
-    ]
+    common = "--size 1M --batch 4 --length 64 --log-every 2 --validate-every 4 --validation-batches 2 --name run"
+    sys.argv = ["pretrain_llama", "--data", str(tmp_path / "text.txt"), *common.split(), *options]
     pretrain_llama.main()
     with (tmp_path / "run.csv").open() as file:
         return list(csv.DictReader(file))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 from qtorch import PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, compute_error
-from qtorch.primitives import AbsMeanRule, Granularity
+from qtorch.primitives import Granularity
 from qtorch.primitives.granularity import BlockView
-from qtorch.training import GemmSpec, MasterWeight, TrainingSpec, fully_quantized
+from qtorch.training import GemmSpec, MasterWeight, TrainingSpec
 from qtorch.training.engine.contraction import contraction
 from qtorch.training.engine.numerics import int8, integer
 
@@ -63,11 +61,3 @@ def test_rows_that_do_not_fill_blocks() -> None:
         TrainingSpec(GemmSpec(spec, spec), scale_gradient=True),
     )[0]
     torch.testing.assert_close(got, completed[:5])
-
-
-def test_errors() -> None:
-    with pytest.raises(ValueError, match="symmetric specs whose scale is absmax"):
-        TrainingSpec(GemmSpec(None, replace(int8(), scale_rule=AbsMeanRule())), scale_gradient=True)
-    reuse = GemmSpec(int8(), reuse_forward=True)
-    with pytest.raises(ValueError, match="grad_weight has only codes of"):
-        TrainingSpec(fully_quantized().output, GemmSpec(), reuse, scale_gradient=True)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from qtorch import PerTensor, compute_error, int8_dynamic_activation_int8_weight, quantize_
 from qtorch import int8_static_activation_int8_weight as w8a8_static
-from qtorch.calibration import delayed_scaling, min_max, moving_average, percentile, weighted_stats
+from qtorch.calibration import delayed_scaling, moving_average, percentile, weighted_stats
 from qtorch.kernels import record_kernels
 from qtorch.primitives import from_json, to_json
 from qtorch.training import (
@@ -310,11 +310,6 @@ def test_no_range_without_data() -> None:
         quantize_(model, convert())
     with pytest.raises(ValueError, match="no scale yet"):
         model.eval()(torch.randn(2, 16))
-
-
-def test_json() -> None:
-    recipe = scheduled_training(PER_TENSOR, QuantizationSchedule(1, 9, ("output.lhs",), min_max()))
-    assert from_json(to_json(recipe)) == recipe
 
 
 def test_compiled() -> None:

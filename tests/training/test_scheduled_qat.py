@@ -23,7 +23,6 @@ from qtorch import (
     quantize_,
 )
 from qtorch.calibration import moving_average
-from qtorch.primitives import from_json, to_json
 from qtorch.training import calibrate, convert, lsq, qat, scheduled_qat
 
 STATIC = int8_static_activation_int8_weight(0.03)
@@ -159,16 +158,6 @@ def test_compiled_graphs_do_not_change_with_the_step() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_training_continues_exactly_after_load_state_dict() -> None:
-    recipe = scheduled_qat(STATIC, 2, 5, "moving_average")
-    first, second = mlp(), mlp()
-    quantize_(first, recipe)
-    train(first, 4)
-    quantize_(second, recipe)
-    second.load_state_dict(first.state_dict())
-    assert train(first, 4, seed=1) == train(second, 4, seed=1)
-
-
 def test_what_is_refused() -> None:
     for arguments, message in (
         ((int8_weight_only(), -1), "start_step is -1"),
@@ -185,5 +174,3 @@ def test_what_is_refused() -> None:
         for recipe in ("int8", lsq()):
             with pytest.raises(TypeError, match="takes an inference recipe"):
                 takes(recipe)
-    recipe = scheduled_qat(STATIC, 2, 5, "min_max")
-    assert from_json(to_json(recipe)) == recipe

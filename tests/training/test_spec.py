@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from qtorch import MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, QuantSpec
-from qtorch.primitives import from_json, to_json
+from qtorch.primitives import AbsMeanRule, from_json, to_json
 from qtorch.training import GemmSpec, TrainingSpec, fully_quantized, fully_quantized_float8
 from qtorch.training.engine.numerics import float8, int8, integer
 
@@ -52,44 +54,48 @@ def test_a_scale_along_the_contracted_axis_is_an_error(granularity: object, side
     assert GemmSpec(**specs, accumulator_dtype=torch.float32).is_quantized, "dequantized first, it makes sense"
 
 
-def test_reuse_is_refused_where_scales_cannot_be_honoured() -> None:
-    reuse = GemmSpec(int8(), reuse_forward=True)
-    grouped = GemmSpec(int8(), int8(PerGroup(16)))
-    with pytest.raises(ValueError, match="grad_input contracts n, the output features, along which the scales"):
-        TrainingSpec(grouped, reuse)
-    with pytest.raises(ValueError, match="grad_weight contracts m, the tokens"):
-        TrainingSpec(GemmSpec(int8(PerGroup(16)), int8()), GemmSpec(), reuse)
-    with pytest.raises(ValueError, match="grad_input reuses an operand that the forward leaves in full precision"):
-        TrainingSpec(GemmSpec(), reuse)
-    with pytest.raises(ValueError, match="output is the forward itself"):
-        TrainingSpec(reuse)
-    with pytest.raises(ValueError, match="leave rhs out"):
-        GemmSpec(int8(), int8(), reuse_forward=True)
-    asymmetric = QuantSpec("int8", PerRow(), MappingType.ASYMMETRIC)
-    with pytest.raises(ValueError, match="can reuse symmetric operands only"):
-        TrainingSpec(GemmSpec(int8(), asymmetric), reuse)
-    assert TrainingSpec(grouped, GemmSpec(reuse_forward=True)).grad_input.lhs is None
-
-
-def test_integers_that_no_kernel_multiplies() -> None:
-    with pytest.raises(ValueError, match="lhs of an integer product has signed codes, got uint8"):
-        GemmSpec(QuantSpec("uint8", PerRow(), MappingType.ASYMMETRIC), int8())
-    with pytest.raises(ValueError, match="one divides the other, got 16 and 24"):
-        GemmSpec(int8(PerGroup(16)), int8(PerGroup(24)))
-    with pytest.raises(ValueError, match="where lhs has blocks, both operands are symmetric"):
-        GemmSpec(int8(PerGroup(16)), QuantSpec("int8", PerGroup(16), MappingType.ASYMMETRIC))
-    tiles = int8(PerBlock((32, 32)))
-    with pytest.raises(ValueError, match="in blocks of 64 in lhs, which do not divide"):
-        TrainingSpec(GemmSpec(tiles, tiles), GemmSpec(int8(PerBlock((64, 64))), reuse_forward=True))
-
-
-def test_dtypes() -> None:
-    with pytest.raises(ValueError, match=r"accumulator_dtype is a float dtype, int32, int16 or None, got torch\.int64"):
-        GemmSpec(int8(), int8(), accumulator_dtype=torch.int64)
-
-
 def test_what_will_serve() -> None:
     assert fully_quantized().linear_spec.weight == int8()
     tensorwise = TrainingSpec(GemmSpec(int8(), int8(PerTensor()))).linear_spec
     assert tensorwise.weight.granularity == PerRow(), "integer kernels read a scale per row"
     assert fully_quantized_float8(PerTensor()).linear_spec.weight == float8(granularity=PerTensor())
+
+
+ROWS, TILES, GROUPS = int8(), int8(PerBlock((32, 32))), int8(PerGroup(16))
+ASYMMETRIC, UNSIGNED = (QuantSpec(dtype, PerRow(), MappingType.ASYMMETRIC) for dtype in ("int8", "uint8"))
+FULL, REUSE = GemmSpec(), GemmSpec(ROWS, reuse_forward=True)
+BALANCED = GemmSpec(ROWS, ROWS, mid_alpha=(0.5, 0.5))
+MEAN = replace(ROWS, scale_rule=AbsMeanRule())
+REFUSED: dict[str, Callable[[], object]] = {
+    "leave rhs out": lambda: GemmSpec(ROWS, ROWS, reuse_forward=True),
+    "reuse_forward takes an operand as it is": lambda: GemmSpec(reuse_forward=True, mid_alpha=(0.5, 0.5)),
+    "fold names an operand that is quantized": lambda: GemmSpec(ROWS, None, fold="rhs"),
+    "fold takes a symmetric operand with a scale for each": lambda: GemmSpec(ROWS, ROWS, fold="rhs"),
+    "sums products of integers of at most 8": lambda: GemmSpec(ROWS, integer(9), accumulator_dtype=torch.int16),
+    r"a float dtype, int32, int16 or None, got torch\.int64": lambda: GemmSpec(ROWS, accumulator_dtype=torch.int64),
+    "lhs of an integer product has signed codes, got uint8": lambda: GemmSpec(UNSIGNED, ROWS),
+    "one divides the other, got 16 and 24": lambda: GemmSpec(GROUPS, int8(PerGroup(24))),
+    "where lhs has blocks, both operands are": lambda: GemmSpec(GROUPS, replace(ASYMMETRIC, granularity=PerGroup(16))),
+    "output is the forward itself": lambda: TrainingSpec(REUSE),
+    "grad_input contracts n, the output features, along": lambda: TrainingSpec(GemmSpec(ROWS, GROUPS), REUSE),
+    "grad_weight contracts m, the tokens": lambda: TrainingSpec(GemmSpec(GROUPS, ROWS), FULL, REUSE),
+    "reuses an operand that the forward leaves in full": lambda: TrainingSpec(FULL, REUSE),
+    "can reuse symmetric operands only": lambda: TrainingSpec(GemmSpec(ROWS, ASYMMETRIC), REUSE),
+    "in blocks of 64 in lhs, which do not divide": lambda: TrainingSpec(
+        GemmSpec(TILES, TILES), GemmSpec(int8(PerBlock((64, 64))), reuse_forward=True)
+    ),
+    "cannot reuse an operand that fold or mid_alpha": lambda: TrainingSpec(BALANCED, REUSE),
+    "need the operands as they come": lambda: TrainingSpec(BALANCED, clip_gradient=True),
+    "symmetric specs whose scale is absmax": lambda: TrainingSpec(GemmSpec(None, MEAN), scale_gradient=True),
+    "grad_weight has only codes of": lambda: TrainingSpec(GemmSpec(ROWS, ROWS), FULL, REUSE, scale_gradient=True),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refusals(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        REFUSED[message]()
+
+
+def test_a_reused_operand_may_have_groups_where_the_other_one_is_in_full_precision() -> None:
+    assert TrainingSpec(GemmSpec(ROWS, GROUPS), GemmSpec(reuse_forward=True)).grad_input.lhs is None

@@ -14,7 +14,16 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import qtorch
-from qtorch import AffineQuantizedTensor, PerGroup, compute_error, quantize_
+from qtorch import (
+    AffineQuantizedTensor,
+    PerGroup,
+    PerTensor,
+    compute_error,
+    int4_weight_only,
+    int8_static_activation_int8_weight,
+    quantize_,
+)
+from qtorch.calibration import min_max
 from qtorch.kernels import record_kernels
 from qtorch.primitives import from_json, to_json
 from qtorch.recipes.base import RECIPES as REGISTERED
@@ -23,6 +32,7 @@ from qtorch.training import (
     CodesWeight,
     Int8MixedPrecisionTrainingConfig,
     MasterWeight,
+    QuantizationSchedule,
     TrainingWeight,
     bitnet_training,
     convert,
@@ -32,8 +42,13 @@ from qtorch.training import (
     int8_mixed_precision_training,
     int8_tilewise_training,
     int8_weight_only_quantized_training,
+    lsq,
     mixed_precision_training,
     mxfp8_training,
+    pact,
+    qat,
+    scheduled_qat,
+    scheduled_training,
     switchback_training,
 )
 from qtorch.training.recipes.base import TrainingRecipe
@@ -84,16 +99,25 @@ def test_every_recipe_is_tested() -> None:
     assert mine <= set(qtorch.training.__all__)
 
 
-@every_recipe
+STATIC = int8_static_activation_int8_weight(0.03)
+VALUES = [
+    *ALL,
+    *(training_recipes.make(name) for name in training_recipes.NAMES),
+    lsq(2, None, PerGroup(32), edge_bits=8),
+    lsq(recipe=int4_weight_only()),
+    pact(),
+    qat(int4_weight_only(group_size=32), compute_dtype=torch.bfloat16),
+    scheduled_qat(STATIC, 2, 5, "min_max"),
+    scheduled_training(fully_quantized(8, 8, PerTensor()), QuantizationSchedule(1, 9, ("output.lhs",), min_max())),
+]
+
+
+@pytest.mark.parametrize("recipe", VALUES, ids=[f"{i} {recipe.name}" for i, recipe in enumerate(VALUES)])
 def test_is_a_value(recipe: Recipe) -> None:
     assert from_json(json.loads(json.dumps(to_json(recipe)))) == recipe
     assert dataclasses.replace(recipe) == recipe
     assert hash(dataclasses.replace(recipe)) == hash(recipe)
     assert str(recipe).startswith(f"{recipe.name}(")
-
-
-def test_all_differ() -> None:
-    assert len(set(ALL)) == len(ALL)
 
 
 @every_recipe
@@ -203,7 +227,7 @@ def test_a_model_learns(recipe: Recipe) -> None:
     assert loss["quantized"] < limit.get(recipe.name, 1.5) * loss["float"] + 0.002
 
 
-@every_recipe
+@pytest.mark.parametrize("recipe", [ALL[0], bitnet_training(), ALL[10], ALL[11]], ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("how", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 def test_optimizers(recipe: Recipe, kind: type, how: dict[str, bool]) -> None:
@@ -225,32 +249,6 @@ def test_optimizers(recipe: Recipe, kind: type, how: dict[str, bool]) -> None:
             assert (p.dequantize() - twin).abs().max() < 1.01 * step * (2 if kind is torch.optim.AdamW else 1)
         else:
             torch.testing.assert_close(p.floats() if isinstance(p, TrainingWeight) else p, twin, rtol=1e-6, atol=1e-7)
-
-
-@every_recipe
-def test_state_dict_through_a_file(recipe: Recipe, tmp_path: Path) -> None:
-    made, x = model(recipe), torch.randn(32, 64)
-    torch.save(made.state_dict(), tmp_path / "model.pt")
-    state = torch.load(tmp_path / "model.pt", weights_only=True)
-    assert type(state["0.weight"]) is type(made[0].weight)
-    for assign in (False, True):
-        other = model(recipe)
-        with torch.no_grad():
-            other[2].weight.copy_(torch.randn(32, 96))
-        other.load_state_dict(state, assign=assign)
-        assert torch.equal(other(x), made(x))
-        other(x).sum().backward()
-        assert other[0].weight.grad is not None
-
-
-@every_recipe
-def test_deepcopy(recipe: Recipe) -> None:
-    made, x = model(recipe), torch.randn(32, 64)
-    twin = copy.deepcopy(made)
-    assert torch.equal(twin(x), made(x))
-    with torch.no_grad():
-        twin[0].weight.mul_(2)
-    assert not torch.equal(twin(x), made(x))
 
 
 @every_recipe
@@ -278,26 +276,24 @@ def test_dequantize_goes_back(recipe: Recipe) -> None:
     assert torch.equal(made[0].weight, values)
 
 
-@every_recipe
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_to_dtype(recipe: Recipe, dtype: torch.dtype) -> None:
-    made = model(recipe).to(dtype)
-    y = made(torch.randn(4, 64, dtype=dtype))
-    assert y.dtype == made[0].weight.dtype == dtype
-    y.sum().backward()
-    assert made[0].weight.grad.dtype == dtype
-
-
 def gradients(made: nn.Module, y: Tensor) -> list[Tensor]:
     made.zero_grad()
     y.backward(torch.linspace(-1, 1, y.numel()).reshape(y.shape))
     return [y.detach(), *(p.grad for p in made.parameters())]
 
 
-@every_recipe
+QUICK = ("int8_tilewise_training", "bitnet_training", "int8_weight_only_quantized_training")
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, marks=() if recipe.name in QUICK else pytest.mark.slow, id=str(recipe))
+        for recipe in ALL
+        if "stochastic_rounding=True" not in str(recipe)  # graphs draw other random numbers
+    ],
+)
 def test_compile_traces_one_graph(recipe: Recipe) -> None:
-    if "stochastic_rounding=True" in str(recipe):
-        pytest.skip("graphs draw other random numbers")
     made = model(recipe)
     compiled = torch.compile(made, fullgraph=True, dynamic=True, backend="aot_eager")
     for batch in (70, 45, 133):
@@ -357,10 +353,8 @@ def test_a_product_that_would_bypass_the_engine_is_an_error() -> None:
 
 
 def test_einsum_of_a_weight() -> None:
-    made, x = model(int8_mixed_precision_training()), torch.randn(5, 64)
-    weight, wanted = made[2].weight, made[2](x @ torch.randn(64, 96))
-    x = torch.randn(5, 96)
-    wanted = made[2](x)
+    made, x = model(int8_mixed_precision_training()), torch.randn(5, 96)
+    weight, wanted = made[2].weight, made[2](x)
     assert torch.equal(torch.einsum("bk,nk->bn", x, weight), wanted)
     assert torch.equal(torch.einsum("nk,bk->bn", weight, x), wanted)
     assert torch.equal(x @ weight.t(), wanted)

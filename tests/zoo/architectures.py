@@ -59,6 +59,12 @@ def _text(**more: Any) -> dict[str, Any]:
     return {**TEXT, **SPECIAL, **more}
 
 
+def _encoder_decoder(**more: Any) -> dict[str, Any]:
+    sides = {"layers": 2, "attention_heads": 2, "ffn_dim": 64}
+    both = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sides.items()}
+    return {"vocab_size": VOCABULARY, "d_model": 32, **both, "decoder_start_token_id": 1, **SPECIAL, **more}
+
+
 def _decoder(name: str, generates: bool = True, compiles: bool = True, **more: Any) -> Architecture:
     return Architecture(f"{name}ForCausalLM", f"{name}Config", _text(**more), text, generates, compiles)
 
@@ -162,20 +168,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "bart": Architecture(
         "BartForConditionalGeneration",
         "BartConfig",
-        {
-            "vocab_size": VOCABULARY,
-            "d_model": 32,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 2,
-            "decoder_attention_heads": 2,
-            "encoder_ffn_dim": 64,
-            "decoder_ffn_dim": 64,
-            "max_position_embeddings": 64,
-            "decoder_start_token_id": 1,
-            "forced_eos_token_id": None,
-            **SPECIAL,
-        },
+        _encoder_decoder(max_position_embeddings=64, forced_eos_token_id=None),
         text_to_text,
     ),
     # vision
@@ -208,22 +201,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "whisper": Architecture(
         "WhisperForConditionalGeneration",
         "WhisperConfig",
-        {
-            "vocab_size": VOCABULARY,
-            "d_model": 32,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 2,
-            "decoder_attention_heads": 2,
-            "encoder_ffn_dim": 64,
-            "decoder_ffn_dim": 64,
-            "num_mel_bins": 16,
-            "max_source_positions": 16,
-            "max_target_positions": 64,
-            "decoder_start_token_id": 1,
-            "begin_suppress_tokens": None,
-            **SPECIAL,
-        },
+        _encoder_decoder(num_mel_bins=16, max_source_positions=16, max_target_positions=64, begin_suppress_tokens=None),
         lambda: {"input_features": torch.randn(2, 16, 32), "decoder_input_ids": tokens(7)},
     ),
     "wav2vec2": Architecture(

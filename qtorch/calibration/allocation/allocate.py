@@ -19,39 +19,29 @@ from ...recipes.base import Recipe
 from ..data import Data
 from ..rounding import Rounding
 from .allocation import Allocation
-from .allocation_report import Row, candidate_name
-from .items import Candidates, Item, find_items, measure, nbytes_under
-from .scores import Loss, Scores, score_weights
+from .items import Candidates, find_items, measure, nbytes_under
+from .scores import Loss, score_weights
 from .swaps import Divergence, improve
-
-# --------------------------------------------------------------------------------------------------
-# Budget: what the allocated weights may take, in bits an element, bytes or milliseconds.
-
 
 UNITS = {
     **{"B": 1, "bytes": 1, "KB": 10**3, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
     **{"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
+    **{"us": 10**3, "ms": 10**6, "s": 10**9},
 }
+"""Bytes, or nanoseconds, by their word."""
 
 _NUMBER = r"(?P<number>\d[\d_]*(?:\.\d+)?|\.\d+)\s*"
 _BITS = re.compile(_NUMBER + r"bits?(?: an element| a weight)?")
-_BYTES = re.compile(_NUMBER + rf"(?P<unit>{'|'.join(UNITS)})(?P<model> model)?")
+_BYTES = re.compile(_NUMBER + r"(?P<unit>bytes|[kKMGT]?B|[KMGT]iB)(?P<model> model)?")
 _TIME = re.compile(_NUMBER + r"(?P<unit>ms|us|s)(?: a token)?")
-
-_NANOSECONDS = {"us": 10**3, "ms": 10**6, "s": 10**9}
 
 FORMS = '"3.5 bits", a number of bytes, "1.2 GB", "1.2 GB model", "12 ms a token"'
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A limit.
-
-    Attributes:
-        text: as it was given.
-        kind: ``"bits"``, ``"bytes"`` or ``"time"``.
-        amount: bits an element, bytes, or nanoseconds.
-        of_model: bytes of all parameters and buffers of the model, instead of those of the allocated weights.
+    """A limit in bits an element, bytes or nanoseconds: `kind` is ``"bits"``, ``"bytes"`` or ``"time"``; `of_model`
+    counts all bytes of the model instead of those of the allocated weights.
     """
 
     text: str
@@ -65,12 +55,7 @@ class Budget:
 
     @classmethod
     def of(cls, budget: Any) -> Budget:
-        """The budget that a number of bytes or a text says.
-
-        Raises:
-            ValueError: the text is none of these, or not positive.
-            TypeError: it is neither a text nor an integer.
-        """
+        """The budget that a number of bytes or a text says."""
         if isinstance(budget, Budget):
             return budget
         if isinstance(budget, int | float) and not isinstance(budget, bool):
@@ -89,31 +74,15 @@ class Budget:
                 if not number > 0:
                     break
                 parts = found.groupdict()
-                factor = {"bits": 1, "bytes": UNITS.get(parts.get("unit", ""), 1)}.get(kind)
-                factor = _NANOSECONDS[found["unit"]] if factor is None else factor
-                return cls(text, kind, number * factor, bool(parts.get("model")))
+                return cls(text, kind, number * UNITS.get(parts.get("unit", ""), 1), bool(parts.get("model")))
         raise ValueError(f"allocate: budget is {FORMS}, got {budget!r}")
 
     def limit(self, elements: int, rest: int) -> int:
-        """The largest total cost, in bytes or nanoseconds.
-
-        Args:
-            elements: number of elements of the allocated weights.
-            rest: bytes of the model beside them.
-        """
+        """The largest total cost for so many allocated elements, in bytes or nanoseconds; `rest`: bytes beside them."""
         if self.kind == "bits":
             # A tolerance for decimals such as 4.15 that binary numbers miss; it is less than a byte.
             return math.floor(self.amount * elements / 8 + 1e-6)
         return math.floor(self.amount) - (rest if self.of_model else 0)
-
-
-# --------------------------------------------------------------------------------------------------
-# The multiple-choice knapsack: one option of each item, so that the values are least and the costs within a limit.
-#
-# Dynamic programming over the items keeps the totals (cost, value) that no other total beats in both, each with its
-# true cost, so a result never exceeds the limit. Where there are more than `STATES` of them, costs are divided into
-# that many equal intervals and the best of each interval is kept; otherwise the result is exact. What remains in the
-# end is the best value for every limit: the curve of size and quality.
 
 
 STATES = 1 << 15
@@ -129,7 +98,12 @@ class Solution(NamedTuple):
 
 
 class Frontier:
-    """The totals that no other total beats, by increasing cost and decreasing value.
+    """The multiple-choice knapsack: one option of each item, so that the values are least and the costs within a limit.
+
+    Dynamic programming over the items keeps the totals (cost, value) that no other total beats in both, by increasing
+    cost and decreasing value, each with its true cost, so a result never exceeds the limit. Where there are more than
+    `states` of them, costs are divided into that many equal intervals and the best of each interval is kept; otherwise
+    the result is exact. What remains in the end is the best value for every limit: the curve of size and quality.
 
     Args:
         costs: of the options of each item, integers.
@@ -153,26 +127,28 @@ class Frontier:
             rest -= least[index]
             cost = (self.cost[:, None] + np.asarray(of_options, np.int64)[None]).reshape(-1)
             value = (self.value[:, None] + np.asarray(value_of, np.float64)[None]).reshape(-1)
-            kept = np.arange(len(cost))
+            order = np.arange(len(cost))
             if limit is not None:
-                kept = kept[cost <= limit - rest]
-            kept = kept[np.lexsort((value[kept], cost[kept]))]
-            kept = _not_beaten(kept, value)
-            if len(kept) > states:
-                kept = _best_of_intervals(kept, cost, states)
-            self.cost, self.value = cost[kept], value[kept]
-            parents, chosen = np.divmod(kept, len(of_options))
+                order = order[cost <= limit - rest]
+            order = order[np.lexsort((value[order], cost[order]))]
+            if len(order):
+                # Those with a lower value than all before them; the first stays even if its value is infinite.
+                before = np.minimum.accumulate(value[order])[:-1]
+                order = order[np.append(True, value[order][1:] < before)]
+            if len(order) > states:
+                # The last total, whose value is the least, of each of so many equal intervals of the costs.
+                costs_of = cost[order] - cost[order[0]]
+                interval = costs_of // max(1, -(-(int(costs_of[-1]) + 1) // states))
+                order = order[np.append(interval[1:] != interval[:-1], True)]
+            self.cost, self.value = cost[order], value[order]
+            parents, chosen = np.divmod(order, len(of_options))
             self.steps.append((parents.astype(np.int32), chosen.astype(np.int16)))
 
     def __len__(self) -> int:
         return len(self.cost)
 
     def solution(self, index: int = -1) -> Solution:
-        """Total `index`; the last one is the best.
-
-        Raises:
-            ValueError: no total is within the limit.
-        """
+        """Total `index`; the last one is the best."""
         if not len(self):
             raise ValueError("knapsack: no choice of options is within the limit")
         cost, value = int(self.cost[index]), float(self.value[index])
@@ -182,27 +158,6 @@ class Frontier:
             options.append(int(chosen[at]))
             at = int(parents[at])
         return Solution(tuple(reversed(options)), cost, value)
-
-
-def _not_beaten(order: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Of totals in order of their cost, those with a lower value than all before them."""
-    if not len(order):
-        return order
-    values = value[order]
-    before = np.concatenate([[np.inf], np.minimum.accumulate(values)[:-1]])
-    # The first stays even if its value is infinite.
-    better = values < before
-    better[0] = True
-    return order[better]
-
-
-def _best_of_intervals(order: np.ndarray, cost: np.ndarray, states: int) -> np.ndarray:
-    """The last total, whose value is the least, of each of `states` equal intervals of the costs."""
-    costs = cost[order]
-    low, high = int(costs[0]), int(costs[-1])
-    interval = (costs - low) // max(1, -(-(high - low + 1) // states))
-    last = np.append(interval[1:] != interval[:-1], True)
-    return order[last]
 
 
 CURVE_POINTS = 200
@@ -292,11 +247,23 @@ def allocate(
         found = improve(divergence, options, costs, values, limit, refine)
         options = found.options
         refined = {name: value for name, value in found._asdict().items() if name != "options"}
-    measure_name = _measure(for_scores, gradients, loss)
-    timed = costs if limit_of.is_time else None
+    if for_scores is None:
+        measured = "relative squared error"
+    elif not gradients:
+        measured = "relative squared error of outputs of layers"
+    else:
+        measured = "loss of a row of outputs" if callable(loss) else "divergence of a row of outputs"
+    times = costs if limit_of.is_time else [()] * len(items)
+    rows_of = tuple(
+        item.row(nbytes, of.values, option, of.tokens, of_time)
+        for item, nbytes, of, option, of_time in zip(items, sizes, scores, options, times)
+    )
+    # The best sum of scores for budgets between the least and the largest.
+    curve = Frontier(costs, values, states=2048)
+    picked = [*range(0, len(curve) - 1, max(1, len(curve) // CURVE_POINTS)), len(curve) - 1]
+    points = tuple((int(curve.cost[index]), float(curve.value[index])) for index in picked)
     recipes: dict[str, Recipe | None] = {item.name: item.candidates[option] for item, option in zip(items, options)}
-    made = _rows(items, options, sizes, timed, scores)
-    return Allocation(made, limit_of.text, limit, rest, measure_name, _curve(costs, values), refined, recipes)
+    return Allocation(rows_of, limit_of.text, limit, rest, measured, points, refined, recipes)
 
 
 def _check_limit(budget: Budget, limit: int, costs: Sequence[Sequence[int]], elements: int) -> None:
@@ -326,49 +293,6 @@ def _split(data: Data | None, refine: int, held_out: Iterable[Any] | None) -> tu
                 "allocate: refine is measured on batches that the scores are not from; give held_out=, or data of two "
                 "or more batches"
             )
-        held = batches[HELD_OUT - 1 :: HELD_OUT] or batches[-1:]
-        kept = [batch for batch in batches if not any(batch is other for other in held)]
-        batches, held_out = kept, held
+        held_out = list(batches[HELD_OUT - 1 :: HELD_OUT] or batches[-1:])
+        batches = [batch for batch in batches if not any(batch is other for other in held_out)]
     return Data(batches, data.forward, data.mask), Data(list(held_out), data.forward, data.mask)
-
-
-def _measure(data: Data | None, gradients: bool, loss: Loss | str | None) -> str:
-    """What a score stands for, in words."""
-    if data is None:
-        return "relative squared error"
-    if not gradients:
-        return "relative squared error of outputs of layers"
-    return "loss of a row of outputs" if callable(loss) else "divergence of a row of outputs"
-
-
-def _rows(
-    items: Sequence[Item],
-    options: Sequence[int],
-    sizes: Sequence[Sequence[int]],
-    times: Sequence[Sequence[int]] | None,
-    scores: Sequence[Scores],
-) -> tuple[Row, ...]:
-    return tuple(
-        Row(
-            item.name,
-            tuple(slot.name for slot in item.target.slots if slot is not item.target.slot),
-            tuple(item.parameter.shape),
-            item.matrix.numel(),
-            tuple(map(candidate_name, item.candidates)),
-            tuple(sizes[index]),
-            tuple(scores[index].values),
-            options[index],
-            scores[index].tokens,
-            () if times is None else tuple(times[index]),
-            item.unfit,
-        )
-        for index, item in enumerate(items)
-    )
-
-
-def _curve(costs: Sequence[Sequence[int]], values: Sequence[Sequence[float]]) -> tuple[tuple[int, float], ...]:
-    """The best sum of scores for budgets between the least and the largest."""
-    frontier = Frontier(costs, values, states=2048)
-    step = max(1, len(frontier) // CURVE_POINTS)
-    picked = [*range(0, len(frontier) - 1, step), len(frontier) - 1]
-    return tuple((int(frontier.cost[index]), float(frontier.value[index])) for index in picked)

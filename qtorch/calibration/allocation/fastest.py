@@ -18,7 +18,7 @@ from ...recipes.base import Recipe
 from ..captures import Use, UseRecorder
 from ..data import Data, run_batches
 from .allocation import Allocation
-from .allocation_report import Row, candidate_name
+from .allocation_report import Row
 from .items import Candidates, Item, find_items, nbytes_under, product_times
 
 SAMPLE_ROWS = 256
@@ -106,19 +106,9 @@ def _row(item: Item, inputs: Inputs, min_sqnr: float | None, known: dict[Any, li
             f"fastest: {item.name}: no candidate has an SQNR of min_sqnr={min_sqnr} dB, the best has {best:.1f}; "
             "add None, which leaves the weight in floating point"
         )
-    return Row(
-        item.name,
-        tuple(slot.name for slot in item.target.slots if slot is not item.target.slot),
-        tuple(weight.shape),
-        weight.numel(),
-        tuple(map(candidate_name, item.candidates)),
-        tuple(nbytes_under(candidate, weight) for candidate in item.candidates),
-        tuple(error for error, _ in errors),
-        min(good, key=lambda option: times[option]),
-        sum(inputs.rows),
-        tuple(times),
-        item.unfit,
-    )
+    nbytes = [nbytes_under(candidate, weight) for candidate in item.candidates]
+    fastest_of = min(good, key=lambda option: times[option])
+    return item.row(nbytes, [error for error, _ in errors], fastest_of, sum(inputs.rows), times)
 
 
 def _error(item: Item, option: int, x: Tensor) -> tuple[float, float]:

@@ -19,6 +19,7 @@ from torch.nn import functional
 from ...model.targets import Filter, Target, find_targets
 from ...primitives import MinMaxRule
 from ...recipes.base import Recipe, WeightRecipe
+from .allocation_report import Row, candidate_name
 
 Candidate = WeightRecipe | None
 """A recipe without data, or None: the weight stays in floating point."""
@@ -28,13 +29,7 @@ Candidates = Sequence[Candidate] | Mapping[str, "Sequence[Candidate] | None"]
 
 @dataclass(eq=False)
 class Item:
-    """A weight and the recipes it can take.
-
-    Attributes:
-        target: the weight with all the places that hold it.
-        candidates: those that fit the weight, in the order given.
-        unfit: what the others say about it.
-    """
+    """A weight, those of the candidates that fit it, in the order given, and what the others say about it."""
 
     target: Target[Any]
     candidates: tuple[Candidate, ...]
@@ -57,24 +52,23 @@ class Item:
     @property
     def matrix(self) -> Tensor:
         """The weight as it is quantized: (N, K) or (E, N, K); a convolution, or a weight stored (K, N), as such."""
-        weight = self.parameter.detach()
-        return self.target.kind.to_matrix(weight)
+        return self.target.kind.to_matrix(self.parameter.detach())
+
+    def row(
+        self, nbytes: Sequence[int], scores: Sequence[float], chosen: int, tokens: int, nanoseconds: Sequence[int] = ()
+    ) -> Row:
+        """The row of a report; all values are of the candidates."""
+        matrix, also = self.matrix, (slot.name for slot in self.target.slots if slot is not self.target.slot)
+        names = tuple(map(candidate_name, self.candidates))
+        shape = tuple(self.parameter.shape)
+        costs = tuple(nbytes), tuple(scores), chosen, tokens, tuple(nanoseconds)
+        return Row(self.name, tuple(also), shape, matrix.numel(), names, *costs, self.unfit)
 
 
 def find_items(
     model: nn.Module, candidates: Candidates, filter_fn: Filter | None, *, experts: bool = True
 ) -> list[Item]:
-    """The weights that the candidates are for.
-
-    Args:
-        candidates: recipes for every linear layer, or an ordered mapping from names or regular expressions to recipes,
-            as for `quantize_`.
-        experts: whether experts in one parameter are among them that no mapping asks for.
-
-    Raises:
-        TypeError: a candidate is no recipe for inference.
-        ValueError: a candidate takes data, no candidate fits a weight, or there is no weight.
-    """
+    """The weights that the candidates are for; without `experts` no experts in one parameter but those in a mapping."""
     given: Any
     by_name = isinstance(candidates, Mapping)
     if isinstance(candidates, Mapping):
@@ -131,19 +125,12 @@ def _item(target: Target[tuple[Candidate, ...]]) -> Item:
     return Item(target, tuple(fitting), tuple(unfit))
 
 
-# --------------------------------------------------------------------------------------------------
-# The bytes that a weight takes under a recipe, found without quantizing it.
-
-
 SIMPLE = {"scale_rule": MinMaxRule(), "use_hqq": False}
 """Arguments of recipes that say how ranges are searched."""
 
 
 def nbytes_under(candidate: Candidate, weight: Tensor) -> int:
-    """Bytes of `weight`, as it is quantized (N, K) or (E, N, K), under a candidate: codes, scales and all else.
-
-    It equals `nbytes` of the quantized tensor.
-    """
+    """Bytes of `weight`, as it is quantized (N, K) or (E, N, K), under a candidate, with all that belongs to it."""
     if candidate is None:
         return weight.numel() * weight.element_size()
     return _nbytes(candidate, tuple(weight.shape), weight.dtype, weight.device)
@@ -164,13 +151,6 @@ def _nbytes(recipe: WeightRecipe, shape: tuple[int, ...], dtype: torch.dtype, de
     return recipe.apply(torch.empty(shape, dtype=dtype, device="meta")).nbytes
 
 
-# --------------------------------------------------------------------------------------------------
-# How long the product with a weight takes under each candidate, measured on this machine.
-#
-# The candidates of a shape take turns, so that a disturbance hits all of them, and each reports its median. Weights of
-# one shape are measured once.
-
-
 SECONDS = 0.02
 """Length of a turn of a candidate."""
 
@@ -180,7 +160,7 @@ TURNS = 7
 def interleaved_medians(
     candidates: Sequence[Callable[[], Any]], turns: int = TURNS, seconds: float = SECONDS
 ) -> list[float]:
-    """Median time of one call of each function, in nanoseconds."""
+    """Median time of one call of each function, in nanoseconds; they take turns, so that a disturbance hits all."""
     for function in candidates:
         for _ in range(3):
             function()
@@ -197,11 +177,7 @@ def interleaved_medians(
 
 @torch.no_grad()
 def measure(items: Sequence[Item], rows: int) -> list[list[int]]:
-    """Nanoseconds of a product of (rows, K) with each weight under each of its candidates.
-
-    Raises:
-        ValueError: an item is not the weight of a linear layer.
-    """
+    """Nanoseconds of a product of (rows, K) with each weight under each of its candidates."""
     if others := [item.name for item in items if not item.is_product]:
         raise ValueError(
             f"allocate: a budget of time is for linear layers, got {', '.join(others[:4])}; leave them out of the "
@@ -212,11 +188,7 @@ def measure(items: Sequence[Item], rows: int) -> list[list[int]]:
 
 
 def product_times(item: Item, rows: int, known: dict[Any, list[int]] | None = None) -> list[int]:
-    """Nanoseconds of a product of (rows, K) with a weight under each of its candidates.
-
-    Args:
-        known: what has been measured, by shape; what is missing is added.
-    """
+    """Nanoseconds of a product of (rows, K) with a weight under each candidate; `known` has those of a shape."""
     known = {} if known is None else known
     weight = item.matrix
     key = (tuple(weight.shape), weight.dtype, weight.device, item.candidates, rows)

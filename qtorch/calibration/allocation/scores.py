@@ -3,11 +3,11 @@
     score = 1/2 tr(G D H D^T),    D = W - Q,  H = E[x x^T],  G diagonal
 
 with the inputs x of the weight, and G_n the sum of the squared gradients of output n over all rows (see
-`statistics.output_gradients`), divided by the number of rows of the model's output: the expected divergence of a row.
+`output_gradients`), divided by the number of rows of the model's output: the expected divergence of a row.
 Without gradients G = I / tr(W H W^T), so that the score is half the relative error of the outputs of the layer: errors
 of layers whose outputs differ in size cannot be compared otherwise. Without data it is |D|^2 / (2 |W|^2).
 
-One H is kept at a time: weights are scored in the order in which the model runs, by the engine of `blockwise`.
+One H is kept at a time: weights are scored in the order in which the model runs, by `engine.in_order`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from __future__ import annotations
 import functools
 import statistics as middle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,26 +23,25 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...dtypes import QuantizedTensor
+from ...model.targets import Target
 from ...primitives import QuantSpec
 from ...recipes.base import WeightRecipe
-from ..captures import Key
 from ..data import Data, eval_mode
-from ..engine import Wanted, quantize_in_order
+from ..engine import InOrder
 from ..output_gradients import OutputGradients, without_parameter_gradients
 from ..rounding import Grid, Rounding
-from ..rounding import loss as quadratic
+from ..rounding.grid import loss as quadratic
 from ..statistics import SecondMoment, Statistic, Statistics
 from .items import Item
 
-# --------------------------------------------------------------------------------------------------
-# The error that quantizing the inputs of a weight causes: E[e e^T], e = x - quantized x, as a statistic.
-#
-# With an error D = W - Q of the weight, the output W x becomes Q (x - e), so its error is D x + Q e, whose second
-# moment is d_n H d_n^T + q_n E[e e^T] q_n^T for output n, with x and e taken as uncorrelated.
-
 
 def activation_error(recipe: WeightRecipe) -> type[SecondMoment] | None:
-    """The statistic of a recipe that quantizes activations, one class for each way; None if it does not."""
+    """The statistic of a recipe that quantizes activations, one class for each spec; None if it does not.
+
+    It is E[e e^T], e = x - quantized x. With an error D = W - Q of the weight, the output W x becomes Q (x - e), so its
+    error is D x + Q e, whose second moment is d_n H d_n^T + q_n E[e e^T] q_n^T for output n, with x and e taken as
+    uncorrelated.
+    """
     spec = recipe.linear_spec()
     if spec.activation is None:
         return None
@@ -57,24 +55,12 @@ def _statistic(spec: QuantSpec, scale: float | None) -> type[SecondMoment]:
         """E[e e^T], (K, K), of the errors of inputs that are quantized by one spec."""
 
         def of(self, rows: Tensor) -> Tensor:
-            return super().of(rows - _quantized(rows, spec, scale))
+            if scale is None:
+                return super().of(rows - spec.fake_quantize(rows))
+            scales = torch.full(spec.scale_shape(rows.shape), scale, device=rows.device, dtype=torch.float32)
+            return super().of(rows - spec.dequantize(spec.quantize(rows, scales, None), scales, None))
 
     return ActivationError
-
-
-def _quantized(rows: Tensor, spec: QuantSpec, scale: float | None) -> Tensor:
-    if scale is None:
-        return spec.fake_quantize(rows)
-    scales = torch.full(spec.scale_shape(rows.shape), scale, device=rows.device, dtype=torch.float32)
-    return spec.dequantize(spec.quantize(rows, scales, None), scales, None)
-
-
-# --------------------------------------------------------------------------------------------------
-# What a model's outputs say: losses whose gradients measure how sensitive the outputs are, and divergences.
-#
-# Outputs with logits are distributions: the loss is the cross entropy of labels sampled from them, and the divergence
-# the Kullback-Leibler one. For other outputs y the loss is sum(r * y) with random signs r, whose gradients' second
-# moment is that of |dy|^2 / 2, and the divergence is 1 - cosine of rows.
 
 
 Loss = Callable[[Any, Any], Tensor]
@@ -82,26 +68,25 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 class Rows(NamedTuple):
-    """Outputs (M, C) of the tokens that count, and whether they are logits."""
+    """Outputs (M, C) of the tokens that count, and whether they are logits.
+
+    Logits are distributions: the loss is the cross entropy of labels sampled from them, and the divergence the
+    Kullback-Leibler one. For other outputs y the loss is sum(r * y) with random signs r, whose gradients' second moment
+    is that of |dy|^2 / 2, and the divergence is 1 - cosine of rows.
+    """
 
     values: Tensor
     are_logits: bool
 
     @classmethod
     def of(cls, output: Any, mask: Tensor | None, logits: bool = False) -> Rows:
-        """The rows of a model's output.
+        """The rows of a model's output: of its `logits` if there are any, else of its first tensor in floating point.
 
-        Args:
-            output: a tensor, or what holds one: `logits` if there are any, else its first tensor in floating point.
-            mask: of the tokens that count, if it has the first axes of the output.
-            logits: take them for logits, whatever they are called.
-
-        Raises:
-            TypeError: there is no tensor in floating point.
+        `mask` says which tokens count if it has the first axes of the output; `logits` takes any output for logits.
         """
-        values, named = _logits_of(output), True
-        if values is None:
-            values, named = _first_tensor(output), False
+        logits_of = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+        named = isinstance(logits_of, Tensor) and logits_of.is_floating_point()
+        values = logits_of if named else _first_tensor(output)
         if values is None:
             raise TypeError(
                 f"allocate: takes a model whose output holds a tensor in floating point, this one gave a "
@@ -134,11 +119,6 @@ class Rows(NamedTuple):
         return functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
 
 
-def _logits_of(output: Any) -> Tensor | None:
-    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    return found if isinstance(found, Tensor) and found.is_floating_point() else None
-
-
 def _first_tensor(output: Any) -> Tensor | None:
     if isinstance(output, Tensor):
         return output if output.is_floating_point() else None
@@ -152,17 +132,20 @@ def _first_tensor(output: Any) -> Tensor | None:
 
 @dataclass
 class Scores:
-    """The scores of one weight.
-
-    Attributes:
-        values: of each candidate.
-        tokens: rows of inputs that were seen; 0 for a weight that the data does not use.
-        uses: products with the weight in a batch.
-    """
+    """The score of each candidate of one weight, from so many rows of inputs, and the products with it in a batch."""
 
     values: list[float]
     tokens: int = 0
     uses: int = 1
+
+
+@dataclass
+class ScoredItem:
+    """What takes the place of a recipe while a weight is scored: the `statistics` that its candidates need."""
+
+    item: Item
+    statistics: tuple[type[Statistic], ...]
+    learner: None = None
 
 
 def score_weights(
@@ -175,50 +158,38 @@ def score_weights(
     rounding: Rounding | None = None,
     seed: int = 0,
 ) -> list[Scores]:
-    """The scores of all items; those that no batch uses count as sensitive as the median of the others.
-
-    Args:
-        data: batches that can be read more than once; None for scores of the weights alone.
+    """The scores of all items, of the weights alone without data; those that no batch uses count as sensitive as the
+    median of the others.
     """
     if data is None:
         return [Scores([error / 2 for error in _relative_errors(item)]) for item in items]
     seen = _watch_outputs(items, model, data, gradients, loss, seed)
-    wanted = []
+    targets: list[Target[ScoredItem]] = []
     for item in items:
-        slots = [(slot.module, slot.attribute) for slot in item.target.slots]
-        kinds: dict[type[Statistic], None] = {SecondMoment: None}
-        for candidate in item.candidates:
-            if candidate is not None and (kind := activation_error(candidate)) is not None:
-                kinds[kind] = None
-        make = partial(_scored, item, seen, rounding)
-        transposed = item.target.kind.is_transposed
-        wanted.append(Wanted(item.parameter, slots, list(kinds), make, transposed=transposed))
-    made = quantize_in_order(model, wanted, data)
-    found = [made[item.parameter][1] for item in items]
+        kinds = [activation_error(candidate) for candidate in item.candidates if candidate is not None]
+        scored = ScoredItem(item, (SecondMoment, *dict.fromkeys(kind for kind in kinds if kind is not None)))
+        slots = [replace(slot, recipe=slot.recipe and scored) for slot in item.target.slots]
+        targets.append(Target(slots))
+    with InOrder[tuple[Tensor, Scores]](model, targets, data) as run:
+        for target, statistics in run:
+            item = run.recipes[id(target.parameter)].item
+            run.install(target, (item.parameter.detach(), _scored(item, seen, rounding, statistics)))
+    found = [run.made[item.parameter][1] for item in items]
     _fill_unseen(items, found)
     return found
 
 
-@dataclass
-class Seen:
-    """What was seen of the outputs; `rows` is the number of rows of the model's output, 0 without gradients."""
+class OutputSensitivity(NamedTuple):
+    """The gradients of the outputs; `rows` is the number of rows of the model's output, 0 without gradients."""
 
     recorder: OutputGradients
     rows: int
     batches: int
 
-    def importance(self, item: Item, expert: int | None, outputs: int, share: float) -> Tensor:
-        """G of one matrix, (N,); `share` of the rows of the weight are those of this expert."""
-        key: Key = (id(item.parameter), expert)
-        if not self.rows:
-            return torch.full((outputs,), share, dtype=torch.float32, device="cpu")
-        found = self.recorder.squares.get(key)
-        return torch.zeros(outputs, dtype=torch.float32, device="cpu") if found is None else found / self.rows
-
 
 def _watch_outputs(
     items: Sequence[Item], model: nn.Module, data: Data, gradients: bool, loss: Loss | str | None, seed: int
-) -> Seen:
+) -> OutputSensitivity:
     """Run the model on all batches, forward and, for gradients, backward."""
     transposed = {id(item.parameter) for item in items if item.target.kind.is_transposed}
     recorder = OutputGradients([item.parameter for item in items], transposed)
@@ -235,63 +206,69 @@ def _watch_outputs(
             if value.requires_grad:
                 value.backward()
             rows += len(of_batch.values)
-    return Seen(recorder, rows, batches)
+    return OutputSensitivity(recorder, rows, batches)
 
 
 def _scored(
-    item: Item, seen: Seen, rounding: Rounding | None, found: Statistics | Mapping[int, Statistics]
-) -> tuple[Tensor, Scores]:
-    """The float weight, which stays, and its scores."""
-    weight = item.parameter.detach()
-    of_matrices = _by_matrix(item, found)
-    tokens = [int(moment.rows) for of_one in of_matrices.values() if (moment := _moment(of_one)) is not None]
+    item: Item,
+    seen: OutputSensitivity,
+    rounding: Rounding | None,
+    found: Statistics | Mapping[int, Statistics],
+) -> Scores:
+    of_matrices: dict[int | None, Any] = {None: found} if item.matrix.dim() == 2 else dict(found)  # type: ignore[arg-type]
+    # The moments of the matrices that got inputs.
+    of_matrices = {
+        index: of_one
+        for index, of_one in of_matrices.items()
+        if isinstance(of_one, dict) and SecondMoment in of_one and of_one[SecondMoment].rows
+    }
+    tokens = sum(int(of_one[SecondMoment].rows) for of_one in of_matrices.values())
     values = [_score(item, candidate, of_matrices, seen, rounding) for candidate in item.candidates]
-    counted, rows = _table_rows(item, seen)
-    if counted is not None:
+    frequencies = seen.recorder.frequencies.get(id(item.parameter))
+    if frequencies is not None:
+        tokens += int(frequencies.sum())
         for index, candidate in enumerate(item.candidates):
-            values[index] += _table_score(item, candidate, seen, counted)
+            values[index] += _table_score(item, candidate, seen, frequencies)
     uses = seen.recorder.uses.get(id(item.parameter), 0) / max(1, seen.batches)
-    return weight, Scores(values, sum(tokens) + rows, max(1, round(uses)))
+    return Scores(values, tokens, max(1, round(uses)))
 
 
-def _by_matrix(item: Item, found: Any) -> dict[int | None, Statistics]:
-    """The statistics of each matrix of the weight that got inputs."""
-    if item.matrix.dim() == 2:
-        return {None: found} if _moment(found) is not None else {}
-    return {expert: of_one for expert, of_one in found.items() if isinstance(of_one, dict) and _moment(of_one)}
-
-
-def _moment(found: Statistics) -> SecondMoment | None:
-    moment = found.get(SecondMoment)
-    return moment if isinstance(moment, SecondMoment) and moment.rows else None
-
-
-@torch.no_grad()
 def _score(
     item: Item,
     candidate: WeightRecipe | None,
-    of_matrices: Mapping[int | None, Statistics],
-    seen: Seen,
+    of_matrices: Mapping[int | None, Any],
+    seen: OutputSensitivity,
     rounding: Rounding | None,
 ) -> float:
     if candidate is None or not of_matrices:
         return 0.0
+    if rounding is not None and candidate.prunes:
+        raise ValueError(
+            f"allocate: {candidate} prunes weights, which rounding={rounding} does not; leave out rounding"
+        )
     weight, kind = item.matrix, activation_error(candidate)
     whole = None if rounding is not None else _nearest(candidate, weight)
     total = sum(of_one[SecondMoment].rows for of_one in of_matrices.values())
     score = size = 0.0
     for expert, statistics in of_matrices.items():
         matrix = (weight if expert is None else weight[expert]).float()
-        seen_moment = statistics[SecondMoment]
-        moment = seen_moment.mean.to(matrix.device)  # type: ignore[attr-defined]
-        if whole is None:
-            quantized = _rounded(candidate, matrix, weight.dtype, moment, rounding)
+        moment = statistics[SecondMoment].mean.to(matrix.device)
+        if rounding is not None:
+            grid = Grid.of(matrix, candidate.linear_spec().weight, weight.dtype, moment.diagonal())
+            rounding.round(matrix, moment, grid)
+            quantized = grid.values()
         else:
+            assert whole is not None
             quantized = whole if expert is None else whole[expert]
-        importance = seen.importance(item, expert, len(matrix), seen_moment.rows / total).to(matrix.device)
+        # G of this matrix, (N,).
+        if seen.rows:
+            squares = seen.recorder.squares.get((id(item.parameter), expert))
+            importance = torch.zeros_like(matrix[:, 0]) if squares is None else (squares / seen.rows).to(matrix.device)
+        else:
+            importance = torch.full_like(matrix[:, 0], statistics[SecondMoment].rows / total)
         errors = quadratic(matrix - quantized, moment)
         if kind is not None:
-            errors = errors + quadratic(quantized, statistics[kind].mean.to(matrix.device))  # type: ignore[attr-defined]
+            errors = errors + quadratic(quantized, statistics[kind].mean.to(matrix.device))
         score += float((importance * errors).sum()) / 2
         size += float((importance * quadratic(matrix, moment)).sum())
     return score if seen.rows else score / (size or 1.0)
@@ -302,27 +279,7 @@ def _nearest(candidate: WeightRecipe, weight: Tensor) -> Tensor:
     return made.dequantize(torch.float32) if isinstance(made, QuantizedTensor) else made.float()
 
 
-def _rounded(
-    candidate: WeightRecipe, matrix: Tensor, dtype: torch.dtype, moment: Tensor, rounding: Rounding | None
-) -> Tensor:
-    assert rounding is not None
-    if candidate.prunes:
-        raise ValueError(
-            f"allocate: {candidate} prunes weights, which rounding={rounding} does not; leave out rounding"
-        )
-    grid = Grid.of(matrix, candidate.linear_spec().weight, dtype, moment.diagonal())
-    rounding.round(matrix, moment, grid)
-    return grid.values()
-
-
-def _table_rows(item: Item, seen: Seen) -> tuple[Tensor | None, int]:
-    """How often each row of an embedding table was looked up, and the sum."""
-    counts = seen.recorder.frequencies.get(id(item.parameter))
-    return counts, 0 if counts is None else int(counts.sum())
-
-
-@torch.no_grad()
-def _table_score(item: Item, candidate: WeightRecipe | None, seen: Seen, counts: Tensor) -> float:
+def _table_score(item: Item, candidate: WeightRecipe | None, seen: OutputSensitivity, counts: Tensor) -> float:
     """1/2 sum_v f_v sum_n G_n d_vn^2 of an embedding, whose inputs are rows of the identity of frequencies f."""
     if candidate is None:
         return 0.0

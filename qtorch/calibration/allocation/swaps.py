@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..data import Data, eval_mode
+from ..engine.in_order import put
 from .items import Item
 from .scores import Rows
 
@@ -83,15 +84,13 @@ class Divergence:
 @contextmanager
 def installed(items: Sequence[Item], parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """These parameters in place of the weights of the items, which come back at the end."""
-    slots = [(item, slot) for item in items for slot in item.target.slots]
     try:
         for item, parameter in zip(items, parameters, strict=True):
-            for slot in item.target.slots:
-                slot.module._parameters[slot.attribute] = parameter
+            put(item.target, parameter)
         yield
     finally:
-        for item, slot in slots:
-            slot.module._parameters[slot.attribute] = item.parameter
+        for item in items:
+            put(item.target, item.parameter)
 
 
 @torch.no_grad()

@@ -2,17 +2,7 @@
 
 from . import fingerprint
 from .estimate import estimate
-from .in_order import BlockLearner, BlockRun, Wanted, of_weight, quantize_in_order
+from .in_order import BlockLearner, BlockRun, InOrder, of_weight
 from .progress import Progress, Resumable
 
-__all__ = [
-    "BlockLearner",
-    "BlockRun",
-    "Progress",
-    "Resumable",
-    "Wanted",
-    "estimate",
-    "fingerprint",
-    "of_weight",
-    "quantize_in_order",
-]
+__all__ = ["BlockLearner", "BlockRun", "InOrder", "Progress", "Resumable", "estimate", "fingerprint", "of_weight"]

@@ -14,18 +14,17 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from ...model.report import CalibrationEstimate
-from ..data import Data, eval_mode
+from ...model.targets import Target
+from ..data import Data
 from ..statistics import SecondMoment
 from .float_weights import Weights
-from .in_order import InOrder, Wanted
-from .progress import Progress
+from .in_order import InOrder
 from .streams import Stream, needed_outputs
-from .trace import Stage, Unit, trace
+from .trace import Stage, Unit
 
 _WORK = 2
 """Matrices (K, K) that a refinement holds beside the moment: damped, and that permuted. GPTQ holds one, its factor."""
@@ -34,46 +33,39 @@ _COPIES = 5
 """Matrices (N, K) in fp32: the target, the weight as rows, its values, codes, errors."""
 
 
-@torch.no_grad()
 def estimate(
-    model: nn.Module, wanted: Sequence[Wanted[Any]], data: Data, weights: Weights | None = None
+    model: nn.Module, targets: Sequence[Target[Any]], data: Data, weights: Weights | None = None
 ) -> CalibrationEstimate:
-    """The estimate for `quantize_in_order` with these arguments; the model is not changed.
-
-    Raises:
-        ValueError: there is no batch.
-    """
-    engine: InOrder[Any] = InOrder(model, wanted, data, Progress(), weights or Weights())
-    with eval_mode(model), engine.restored():
-        engine.batches = data.checked()
-        parameters = [item.weight for item in engine.wanted.values()]
+    """The estimate for `InOrder` with these arguments and the recipes of the targets; the model is not changed."""
+    with InOrder[Any](model, targets, data, weights=weights) as run:
         begun = time.perf_counter()
-        engine.forward(0)
+        run.forward(0)
         of_forward = time.perf_counter() - begun
-        units = trace(model, lambda: engine.forward(0), parameters, transposed=engine.transposed)
+        units = run.units()
         blocks = [unit.block for unit in units if unit.block is not None]
-        keep = needed_outputs(model, engine.forward, blocks)
-        output = _output_bytes(engine, blocks)
-        of_rounding, of_statistics = _sample(engine, units, blocks)
+        keep = needed_outputs(model, run.forward, blocks)
+        output = _output_bytes(run, blocks)
+        of_rounding, of_statistics = _sample(run, units, blocks)
+    parameters = [target.parameter for target in targets]
     stages = [stage for unit in units for stage in unit.stages]
-    pairs = 2 if engine.paired else 1
-    counted = sum(_nbytes(batch) for batch in engine.batches) / max(1, _nbytes(engine.batches[0]))
+    pairs = 2 if run.paired else 1
+    counted = sum(_nbytes(batch) for batch in run.batches) / max(1, _nbytes(run.batches[0]))
     # The outputs of the block before, the arguments made of them, and the new outputs; then those that stay.
     streams = int(pairs * counted * output * (3 + max(0, len(keep) - 1)))
     seconds = of_forward * counted * pairs
     seconds += of_rounding * sum(_rounding(weight) for weight in parameters)
     seconds += of_statistics * counted * sum(_columns(stage.weights[0]) ** 2 for stage in stages)
     return CalibrationEstimate(
-        batches=len(engine.batches),
+        batches=len(run.batches),
         blocks=len(blocks),
-        statistics_bytes=max((_statistics_bytes(stage, engine) for stage in stages), default=0),
+        statistics_bytes=max((_statistics_bytes(stage, run) for stage in stages), default=0),
         work_bytes=max((_work_bytes(weight) for weight in parameters), default=0),
         stream_bytes=streams,
         seconds=seconds,
     )
 
 
-def _sample(engine: InOrder[Any], units: Sequence[Unit], blocks: Sequence[nn.Module]) -> tuple[float, float]:
+def _sample(run: InOrder[Any], units: Sequence[Unit], blocks: Sequence[nn.Module]) -> tuple[float, float]:
     """Seconds of rounding for an operation, and of the statistics of a batch for an element.
 
     They are those of the weight with most operations in the first unit.
@@ -83,54 +75,57 @@ def _sample(engine: InOrder[Any], units: Sequence[Unit], blocks: Sequence[nn.Mod
         return 0.0, 0.0
     stage = max(unit.stages, key=lambda stage: max(map(_rounding, stage.weights)))
     weight = max(stage.weights, key=_rounding)
-    engine.quantized = Stream(engine.forward, blocks, 1, ())
-    engine.of_float = Stream(engine.forward, blocks, 1, ())
+    run.quantized, run.of_float = (Stream(run.forward, blocks, 1, ()) for _ in range(2))
     before = blocks[: blocks.index(unit.block)] if unit.block is not None else []
     for block in before:  # blocks without weights to quantize
-        for stream in (engine.quantized, engine.of_float):
+        for stream in (run.quantized, run.of_float):
             stream.finish(block, stream.calls(block))
-    calls = None if unit.block is None else engine.quantized.calls(unit.block)
-    every, engine.batches = engine.batches, engine.batches[:1]
-    with engine.weights.loaded(unit.block):
+    calls = None if unit.block is None else run.quantized.calls(unit.block)
+    every, run.batches = run.batches, run.batches[:1]
+    with run.weights.loaded(unit.block):
         begun = time.perf_counter()
-        try:
-            found = engine.statistics(stage, unit.block, calls, calls if engine.paired else None)
-        finally:
-            engine.batches = every
-        experts = {key[1]: value for key, value in found.items() if key[0] == id(weight) and key[1] is not None}
+        found = run.statistics(stage, unit.block, calls, calls if run.paired else None)
         of_statistics = (time.perf_counter() - begun) / _columns(weight) ** 2
         begun = time.perf_counter()
-        engine.wanted[id(weight)].make(experts if experts else found.get((id(weight), None), {}))
-        return (time.perf_counter() - begun) / max(1, _rounding(weight)), of_statistics
+        target, recipe = run.targets[id(weight)], run.recipes[id(weight)]
+        recipe.make_in_order(target, weight.detach(), run.of_matrices(found, weight))
+        of_rounding = (time.perf_counter() - begun) / max(1, _rounding(weight))
+    run.batches = every
+    return of_rounding, of_statistics
+
+
+def _shape(weight: Tensor) -> tuple[int, int, int]:
+    """(matrices, rows, columns): of experts, or of a weight that is one matrix."""
+    if weight.dim() == 3:
+        return weight.shape[0], weight.shape[1], weight.shape[2]
+    return 1, weight.shape[0], weight[0].numel()
 
 
 def _rounding(weight: Tensor) -> float:
-    rows, columns = weight.shape[-2:] if weight.dim() <= 3 else (weight.shape[0], weight[0].numel())
-    matrices = weight.shape[0] if weight.dim() == 3 else 1
+    matrices, rows, columns = _shape(weight)
     return float(matrices * (4 * rows * columns**2 + 2 * columns**3))
 
 
 def _columns(weight: Tensor) -> int:
-    return weight.shape[-1] if weight.dim() <= 3 else weight[0].numel()
+    return _shape(weight)[2]
 
 
-def _statistics_bytes(stage: Stage, engine: InOrder[Any]) -> int:
+def _statistics_bytes(stage: Stage, run: InOrder[Any]) -> int:
     """The statistics of a stage: of one input if its weights share it, else of each weight and expert."""
     of_each = []
     for weight in stage.weights:
-        moments = [kind for kind in engine.wanted[id(weight)].statistics if issubclass(kind, SecondMoment)]
+        moments = [kind for kind in run.recipes[id(weight)].statistics if issubclass(kind, SecondMoment)]
         size = sum(4 * _columns(weight) ** 2 * (2 if kind.paired else 1) for kind in moments)
         of_each.append(size * (weight.shape[0] if weight.dim() == 3 else 1))
     return max(of_each) if stage.once else sum(of_each)
 
 
 def _work_bytes(weight: Tensor) -> int:
-    columns = _columns(weight)
-    rows = weight.shape[-2] if weight.dim() <= 3 else weight.shape[0]
+    _, rows, columns = _shape(weight)
     return 4 * (_WORK * columns**2 + _COPIES * rows * columns)
 
 
-def _output_bytes(engine: InOrder[Any], blocks: Sequence[nn.Module]) -> int:
+def _output_bytes(run: InOrder[Any], blocks: Sequence[nn.Module]) -> int:
     """Bytes of the largest output of a block on the first batch."""
     largest = 0
 
@@ -140,7 +135,7 @@ def _output_bytes(engine: InOrder[Any], blocks: Sequence[nn.Module]) -> int:
 
     handles = [block.register_forward_hook(seen) for block in blocks]
     try:
-        engine.forward(0)
+        run.forward(0)
     finally:
         for handle in handles:
             handle.remove()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,33 +28,27 @@ def of_weights(model: nn.Module) -> str:
 
 
 def of_data(data: Data) -> str:
-    """The fingerprint of batches, and of the names of the functions that use them.
-
-    Raises:
-        ValueError: a batch holds something else than tensors, numbers and text.
-    """
+    """The fingerprint of batches, and of the names of the functions that use them."""
     functions = [f"{f.__module__}.{f.__qualname__}" if hasattr(f, "__qualname__") else type(f).__qualname__
                  for f in (data.forward, data.mask) if f is not None]  # fmt: skip
     batches = []
     for batch in data.batches:
         leaves, spec = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
-        batches.append([str(spec), list(_of_leaves(leaves))])
+        batches.append([str(spec), [_of_leaf(leaf) for leaf in leaves]])
     return of_json([functions, batches])
 
 
-def _of_leaves(leaves: Iterable[Any]) -> Iterable[Any]:
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            yield ["tensor", _of_tensor(leaf)]
-        elif leaf is None or isinstance(leaf, bool | int | float | str):
-            yield leaf
-        elif type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype"):
-            yield ["array", _of_tensor(torch.as_tensor(leaf, device="cpu"))]
-        else:
-            raise ValueError(
-                f"resume: a batch holds a {type(leaf).__name__}, which has no fingerprint; give batches of tensors, "
-                "numbers and text, or calibrate without resume="
-            )
+def _of_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return ["tensor", _of_tensor(leaf)]
+    if leaf is None or isinstance(leaf, bool | int | float | str):
+        return leaf
+    if type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype"):
+        return ["array", _of_tensor(torch.as_tensor(leaf, device="cpu"))]
+    raise ValueError(
+        f"resume: a batch holds a {type(leaf).__name__}, which has no fingerprint; give batches of tensors, "
+        "numbers and text, or calibrate without resume="
+    )
 
 
 def _of_tensor(tensor: Tensor) -> Any:

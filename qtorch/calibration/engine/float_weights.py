@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -17,11 +17,7 @@ from .trace import candidates
 
 
 class Weights:
-    """Weights that are in memory.
-
-    Attributes:
-        stay: quantized weights stay in the model, too; otherwise those of a block that is done are let go.
-    """
+    """Weights in memory, where quantized ones `stay`, too; otherwise those of a block that is done are let go."""
 
     stay = True
 
@@ -49,40 +45,35 @@ class Streamed(Weights):
 
     def __init__(self, model: nn.Module, read: Callable[[str], Tensor], stored: Callable[[str], bool]) -> None:
         self.model, self.read = model, read
-        self.before = [(module, attribute, tensor) for _, (module, attribute, tensor) in places_of(model)]
+        places = list(places_of(model))
+        self.before = [place for _, place in places]
         self.parameters: dict[str, nn.Parameter] = {}
-        self.missing: list[str] = []
-        replaced: dict[int, Tensor] = {}
-        for name, (_, _, tensor) in places_of(model):
-            if id(tensor) in replaced:
-                continue
-            if not stored(name):
-                if tensor.is_meta:
-                    self.missing.append(name)
-                continue
+        self.replaced: dict[int, Tensor] = {}
+        for name, (_, _, tensor) in places:
+            if id(tensor) in self.replaced or not stored(name):
+                continue  # a tied parameter is stored under one of its names
             if isinstance(tensor, nn.Parameter):
                 self.parameters[name] = nn.Parameter(_nothing(tensor), requires_grad=False)
-                replaced[id(tensor)] = self.parameters[name]
+                self.replaced[id(tensor)] = self.parameters[name]
             else:
-                replaced[id(tensor)] = read(name).to(tensor.dtype)
-        # A tied parameter is stored under one of its names.
-        self.missing = [name for name, (_, _, t) in places_of(model) if name in self.missing and id(t) not in replaced]
-        if self.missing:
+                self.replaced[id(tensor)] = read(name).to(tensor.dtype)
+        if missing := [name for name, (_, _, t) in places if t.is_meta and id(t) not in self.replaced]:
             raise ValueError(
-                f"the model has {', '.join(self.missing[:4])} on the meta device, and the checkpoint has no such "
+                f"the model has {', '.join(missing[:4])} on the meta device, and the checkpoint has no such "
                 "tensor; build the model with values for buffers that are not stored"
             )
-        self.replaced = replaced
         self.names = {id(parameter): name for name, parameter in self.parameters.items()}
         self.users: dict[int, int] = {}
         self.blocks = candidates(model)
         self.handles: list[Any] = []
 
-    def __enter__(self) -> Streamed:
+    def _put(self, replaced: Mapping[int, Tensor]) -> None:
         for module, attribute, tensor in self.before:
-            if id(tensor) in self.replaced:
-                table = module._parameters if attribute in module._parameters else module._buffers
-                table[attribute] = self.replaced[id(tensor)]  # type: ignore[assignment]
+            table = module._parameters if attribute in module._parameters else module._buffers
+            table[attribute] = replaced.get(id(tensor), tensor)  # type: ignore[assignment]
+
+    def __enter__(self) -> Streamed:
+        self._put(self.replaced)
         inside = {id(parameter) for block in self.blocks for parameter in block.parameters()}
         for parameter in self.parameters.values():
             if id(parameter) not in inside:
@@ -95,9 +86,7 @@ class Streamed(Weights):
     def __exit__(self, *error: object) -> None:
         for handle in self.handles:
             handle.remove()
-        for module, attribute, tensor in self.before:
-            table = module._parameters if attribute in module._parameters else module._buffers
-            table[attribute] = tensor  # type: ignore[assignment]
+        self._put({})
 
     @contextmanager
     def loaded(self, block: nn.Module | None) -> Iterator[None]:
@@ -109,16 +98,11 @@ class Streamed(Weights):
             self._leave(mine)
 
     def _of(self, block: nn.Module) -> list[nn.Parameter]:
-        found = {id(parameter): parameter for parameter in self._all_of(block) if id(parameter) in self.names}
-        return list(found.values())
-
-    def _all_of(self, block: nn.Module) -> Iterator[nn.Parameter]:
         """The float parameters of a block, also where quantized ones are in their place now."""
         prefix = next(name for name, module in self.model.named_modules() if module is block)
-        for name, parameter in self.parameters.items():
-            if name.startswith(f"{prefix}."):
-                yield parameter
-        yield from block.parameters()
+        by_name = [parameter for name, parameter in self.parameters.items() if name.startswith(f"{prefix}.")]
+        all_of = {id(parameter): parameter for parameter in [*by_name, *block.parameters()]}
+        return [parameter for key, parameter in all_of.items() if key in self.names]
 
     def _begins(self, block: nn.Module, args: Any) -> None:
         if "forward" not in vars(block):  # or else it returns what is kept
@@ -140,7 +124,9 @@ class Streamed(Weights):
             if not self.users[id(parameter)]:
                 parameter.data = _nothing(parameter)
         memory_has_moved()
-        _give_back_memory()
+        if (trim := _malloc_trim()) is not None:
+            # Give the pages of freed tensors back; else each block leaves some in the heap of the C library.
+            trim(0)
 
     def _load(self, parameter: nn.Parameter) -> None:
         value = self.read(self.names[id(parameter)])
@@ -160,13 +146,6 @@ def _malloc_trim() -> Callable[[int], int] | None:
         return ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):
         return None
-
-
-def _give_back_memory() -> None:
-    """Give the pages of freed tensors back to the system; else each block leaves some in the heap of the C library."""
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
 
 
 def _nothing(tensor: Tensor) -> Tensor:

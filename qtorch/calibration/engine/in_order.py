@@ -1,13 +1,17 @@
-"""Quantize the weights of a model in the order in which they run, each with the inputs that it will meet.
+"""The weights of a model in the order in which they run, each with the statistics of the inputs that it will meet.
 
-The inputs come from the model as quantized so far, beside those of the float model where they are asked for. Memory
-holds the inputs of one block, not of all: see `streams`.
+    with InOrder(model, targets, data) as run:
+        for target, statistics in run:
+            run.install(target, made_of(target, statistics))
+
+The inputs come from the model with all that was installed so far, beside those of the float model where statistics are
+`paired`. Memory holds the inputs of one block, not of all: see `streams`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -18,91 +22,63 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ...checkpoint.part_file import Damaged
+from ...model.targets import Target
 from ..captures import Key, Use, UseRecorder, without_padding
 from ..data import Data, eval_mode
-from ..statistics import Missed, Statistic, Statistics
+from ..statistics import NoInputs, Statistic, Statistics
 from .float_weights import Weights
 from .progress import Progress
 from .streams import Call, StopForward, Stream, needed_outputs
 from .trace import Stage, Unit, trace
 
-# --------------------------------------------------------------------------------------------------
-# Rows: what the weights of a stage meet in one batch, and how statistics are updated by it.
+M = TypeVar("M", bound="tuple[Any, ...]")
+
+Step = tuple[Target[Any], "Statistics | dict[int, Statistics]"]
+"""A weight, and the statistics of its inputs, or of those of each of its experts."""
 
 
 @dataclass
-class Seen:
-    """The rows that the weights of a stage have met in one batch, and the residual that the output is added to."""
+class StageInputs:
+    """The rows that the weights of a stage meet in one batch, and the residual that the output is added to."""
 
     rows: dict[Key, list[Tensor]] = field(default_factory=dict)
     residual: Tensor | None = None
 
 
-def update(statistics: Statistics, parts: list[Tensor], of_float: list[Tensor]) -> None:
-    """Add the rows of one batch, in pairs with those of the float model where both streams have the same."""
-    matches = [a.shape for a in parts] == [b.shape for b in of_float]
-    for statistic in statistics.values():
-        for index, rows in enumerate(parts):
-            if statistic.paired and matches:
-                statistic.update_pair(rows, of_float[index])  # type: ignore[attr-defined]
-            else:
-                statistic.update(rows)
-
-
-def update_residual(statistics: Statistics, rows: Tensor, error: Tensor) -> None:
-    """Add what the residual stream lacks, for the rows of one batch."""
-    for statistic in statistics.values():
-        if statistic.paired and len(rows) == len(error):
-            statistic.update_residual(rows, error)  # type: ignore[attr-defined]
-
-
-def each_of(found: Mapping[Key, Statistics]) -> list[Statistic]:
-    """All statistics, those that weights share once."""
-    return list({id(statistic): statistic for of_weight in found.values() for statistic in of_weight.values()}.values())
-
-
-# --------------------------------------------------------------------------------------------------
-# BlockRun: a block run with other tensors as weights, on the inputs that it has in the quantized model.
-
-
+@dataclass(eq=False)
 class BlockRun:
-    """A block on all batches.
+    """A block with quantized weights, run on the inputs that it has in the model as quantized so far.
 
-    Args:
-        block: with quantized weights in place.
-        calls: its arguments in the model as quantized so far, of each batch.
-        output: batch -> its output in the float model.
-        masks: tokens that count, of each batch; None if all do.
-        names: weight that can be replaced -> its names in the block.
+    `output` gives that of a batch in the float model, `masks` the tokens that count, and `names` those of the weights
+    that can be replaced in the block.
     """
 
-    def __init__(
-        self,
-        block: nn.Module,
-        calls: Sequence[Call],
-        output: Callable[[int], Any],
-        masks: Sequence[Tensor | None],
-        names: Mapping[Tensor, Sequence[str]],
-    ) -> None:
-        self.block, self.calls, self.output, self.masks, self.names = block, calls, output, masks, names
-        self.count = len(calls)
+    block: nn.Module
+    calls: Sequence[Call]
+    output: Callable[[int], Any]
+    masks: Sequence[Tensor | None]
+    names: Mapping[Tensor, Sequence[str]]
 
     def loss(self, batch: int, weights: Mapping[Tensor, Tensor]) -> Tensor:
-        """The mean square of the error of the output of one batch, relative to that of the float output.
-
-        Args:
-            weights: what replaces the weights of `names`.
-        """
+        """The mean square of the error of the output of one batch, relative to that of the float output."""
         named = {name: tensor for weight, tensor in weights.items() for name in self.names[weight]}
         # A block may write into its inputs.
         args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tuple(self.calls[batch]))
         output = functional_call(self.block, named, args, kwargs)
-        found, wanted = _first(output), _first(self.output(batch))
+        found, wanted = _hidden_states(output), _hidden_states(self.output(batch))
         error = (found - wanted).float()
         mask = self.masks[batch]
         if mask is not None and tuple(error.shape[: mask.dim()]) == tuple(mask.shape):
             error, wanted = error[mask.to(error.device)], wanted[mask.to(error.device)]
         return error.square().sum() / wanted.float().square().sum()
+
+
+def _hidden_states(output: Any) -> Tensor:
+    """The first tensor of what a block returns."""
+    for value in tree_flatten(output)[0]:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value
+    raise TypeError(f"a block returned no tensor in floating point, got {type(output).__name__}")
 
 
 class BlockLearner(Protocol):
@@ -113,165 +89,115 @@ class BlockLearner(Protocol):
         ...
 
 
-def _first(output: Any) -> Tensor:
-    """The first tensor of what a block returns, its hidden states."""
-    for value in tree_flatten(output)[0]:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value
-    raise TypeError(f"a block returned no tensor in floating point, got {type(output).__name__}")
-
-
-def weight_names(block: nn.Module, weights: Mapping[int, Tensor]) -> dict[Tensor, list[str]]:
-    """The names in `block` of the parameters that stand for `weights`, which are given by the ids of the parameters."""
-    found: dict[Tensor, list[str]] = {}
-    for name, parameter in block.named_parameters(remove_duplicate=False):
-        weight = weights.get(id(parameter))
-        if weight is not None:
-            found.setdefault(weight, []).append(name)
-    return found
-
-
-M = TypeVar("M", bound="tuple[Any, ...]")
-
-Slots = Sequence[tuple[nn.Module, str]]
-
-
-@dataclass
-class Wanted(Generic[M]):
-    """A weight to be quantized.
-
-    Attributes:
-        weight: the float parameter.
-        slots: the (module, attribute) that hold it.
-        statistics: what `make` takes.
-        make: (statistics of the whole weight, or of each expert) -> the quantized weight, and anything beside it.
-        learner: improves the weights of a block that have an equal one.
-        transposed: whether it is stored as (K, N).
-    """
-
-    weight: nn.Parameter
-    slots: Slots
-    statistics: Sequence[type[Statistic]]
-    make: Callable[[Statistics | dict[int, Statistics]], M]
-    learner: BlockLearner | None = None
-    transposed: bool = False
-
-
-@torch.no_grad()
-def quantize_in_order(
-    model: nn.Module,
-    wanted: Sequence[Wanted[M]],
-    data: Data,
-    blocks: Sequence[nn.Module] | None = None,
-    progress: Progress[M] | None = None,
-    weights: Weights | None = None,
-) -> dict[Tensor, M]:
-    """What `make` returns for each weight, by float parameter; the model is unchanged in the end.
-
-    Args:
-        blocks: the blocks; by default they are found.
-        progress: what an earlier call has done already, and where this one keeps what it does.
-        weights: where the float weights are, by default in memory. If they are streamed, what is made of the weights of
-            blocks is with `progress` only.
-
-    Raises:
-        ValueError: there is no batch.
-    """
-    kept = progress or Progress()
-    return kept.run(lambda: InOrder(model, wanted, data, kept, weights or Weights()).run(blocks))
-
-
 def of_weight(made: Mapping[str, M], name: str, weight: Tensor) -> M:
-    """What was made of a weight.
-
-    Raises:
-        Damaged: there is nothing, or it is not of this weight.
-    """
+    """What was made of a weight."""
     if name not in made or made[name][0].shape != weight.shape:
         raise Damaged(f"what was made of {name} is missing, or of another shape")
     return made[name]
 
 
 class InOrder(Generic[M]):
-    """One run of `quantize_in_order`."""
+    """One pass over the weights of a model; a context manager, after which the model has its float weights again.
+
+    Args:
+        targets: the weights, with recipes that say which `statistics` they take, and which `learner`.
+        progress: what an earlier pass has done already, and where this one keeps what it does.
+        weights: where the float weights are, by default in memory. If they are streamed, what is made of the weights of
+            blocks is with `progress` only.
+
+    Attributes:
+        made: float parameter -> what was installed in its place; the tensor comes first.
+    """
 
     def __init__(
-        self, model: nn.Module, wanted: Sequence[Wanted[M]], data: Data, progress: Progress[M], weights: Weights
+        self,
+        model: nn.Module,
+        targets: Sequence[Target[Any]],
+        data: Data,
+        progress: Progress[M] | None = None,
+        weights: Weights | None = None,
     ) -> None:
-        self.model = model
-        self.wanted = {id(item.weight): item for item in wanted}
-        self.data = data
-        self.learns = any(item.learner is not None for item in wanted)
-        self.paired = self.learns or any(kind.paired for item in wanted for kind in item.statistics)
+        self.model, self.data, self.batches = model, data, data.checked()
+        self.targets = {id(target.parameter): target for target in targets}
+        self.recipes: dict[int, Any] = {id(target.parameter): target.recipe for target in targets}
+        self.learns = any(recipe.learner is not None for recipe in self.recipes.values())
+        self.paired = self.learns or any(kind.paired for of in self.recipes.values() for kind in of.statistics)
+        self.transposed = {id(target.parameter) for target in targets if target.kind.is_transposed}
         self.made: dict[Tensor, M] = {}
-        self.transposed = {id(item.weight) for item in wanted if item.transposed}
-        self.across: set[int] = set()
-        self.progress = progress
-        self.weights = weights
+        self.progress: Progress[M] = progress or Progress()
+        self.weights = weights or Weights()
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._summed_across: set[int] = set()
 
-    def run(self, blocks: Sequence[nn.Module] | None) -> dict[Tensor, M]:
-        with eval_mode(self.model), self.restored():
-            self.batches = self.data.checked()
-            weights = [item.weight for item in self.wanted.values()]
-            units = trace(self.model, lambda: self.forward(0), weights, blocks, self.transposed)
-            found = [unit.block for unit in units if unit.block is not None]
-            keep = needed_outputs(self.model, self.forward, found)
-            count = len(self.batches)
-            streams = [
-                Stream(self.forward, found, count, keep, self.progress.stream(n)) for n in ("quantized", "float")
-            ]
-            self.quantized, self.of_float = streams
-            for index, unit in enumerate(units):
-                stays = self.weights.stay or unit.block is None
-                if index < self.progress.done:
-                    self._take_over(unit, self.progress.load(index) if stays else None)
-                    continue
+    def __enter__(self) -> InOrder[M]:
+        self._stack = ExitStack()
+        self._stack.enter_context(torch.no_grad())
+        self._stack.enter_context(eval_mode(self.model))
+        self._stack.callback(self._put_floats)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def __iter__(self) -> Iterator[Step]:
+        """Each weight with its statistics; it is to be installed before the next one is taken."""
+        steps = self._steps()
+        self._stack.callback(steps.close)  # after an error its blocks are let go before the model is restored
+        return steps
+
+    def _steps(self) -> Generator[Step, None, None]:
+        units = self.units()
+        found = [unit.block for unit in units if unit.block is not None]
+        keep = needed_outputs(self.model, self.forward, found)
+        streams = [
+            Stream(self.forward, found, len(self.batches), keep, self.progress.stream(name))
+            for name in ("quantized", "float")
+        ]
+        self.quantized, self.of_float = streams
+        for index, unit in enumerate(units):
+            stays = self.weights.stay or unit.block is None
+            weights = [weight for stage in unit.stages for weight in stage.weights]
+            names = {self.names[id(weight)]: self.targets[id(weight)] for weight in weights}
+            if index < self.progress.done:
+                made = self.progress.load(index) if stays else {}
+                if unit.block is not None:
+                    for stream in streams if self.paired else streams[:1]:
+                        stream.skip(unit.block)
+            else:
                 with self.weights.loaded(unit.block):
-                    self._calibrate(unit)
-                self._finish(index, len(units), unit, stays)
+                    yield from self._calibrate(unit)
+                made = {name: self.made.pop(target.parameter) for name, target in names.items()}
+                made = self.progress.finish(index, len(units), made)
                 for stream in streams:
                     stream.forget()
-            for stream in streams:
-                stream.clear()
-        return self.made
+            for name, target in names.items():
+                if stays:
+                    self.install(target, of_weight(made, name, target.parameter))
+                else:
+                    put(target, target.parameter)
+        for stream in streams:
+            stream.clear()
 
-    def _finish(self, index: int, count: int, unit: Unit, stays: bool) -> None:
-        """Hand over what was made in a unit, and let the model run with it, or let it go."""
-        names = {self.names[id(weight)]: weight for stage in unit.stages for weight in stage.weights}
-        made = {name: self.made.pop(weight) for name, weight in names.items()}
-        made = dict(self.progress.finish(index, count, made))
-        for name, weight in names.items():
-            if stays:
-                self._install(weight, made[name])
-                continue
-            for module, attribute in self.wanted[id(weight)].slots:
-                module._parameters[attribute] = self.wanted[id(weight)].weight
-
-    def _take_over(self, unit: Unit, made: Mapping[str, M] | None) -> None:
-        """A unit that an earlier call has done."""
-        for weight in [] if made is None else [weight for stage in unit.stages for weight in stage.weights]:
-            assert made is not None
-            self._install(weight, of_weight(made, self.names[id(weight)], weight))
-        if unit.block is not None:
-            self.quantized.skip(unit.block)
-            if self.paired:
-                self.of_float.skip(unit.block)
+    def units(self) -> list[Unit]:
+        """The parts of the model in the order in which they run."""
+        weights = [target.parameter for target in self.targets.values()]
+        return trace(self.model, lambda: self.forward(0), weights, self.transposed)
 
     def forward(self, batch: int) -> Any:
         """Run the model on a batch."""
         return self.data.call(self.model, self.batches[batch])
 
-    def _calibrate(self, unit: Unit) -> None:
+    def _calibrate(self, unit: Unit) -> Iterator[Step]:
         block = unit.block
-        if block is None:
-            calls, of_float = None, None
-        else:
-            calls = self.quantized.calls(block)
+        calls = None if block is None else self.quantized.calls(block)
+        of_float = None
+        if block is not None and self.paired:
             with self._floats():
-                of_float = self.of_float.calls(block) if self.paired else None
+                of_float = self.of_float.calls(block)
         for stage in unit.stages:
-            self._quantize(stage, self.statistics(stage, block, calls, of_float))
+            found = self.statistics(stage, block, calls, of_float)
+            for weight in stage.weights:
+                yield self.targets[id(weight)], self.of_matrices(found, weight)
         if block is not None and calls is not None:
             if of_float is not None:
                 with self._floats():
@@ -281,37 +207,47 @@ class InOrder(Generic[M]):
             self.quantized.finish(block, calls)
 
     def _learn(self, block: nn.Module, calls: Sequence[Call]) -> None:
-        """Improve the weights of a block, whose stages are done, against its outputs in the float model."""
-        current = {id(module._parameters[name]): item for item in self.wanted.values() for module, name in item.slots}
-        names = weight_names(block, {key: item.weight for key, item in current.items() if item.weight in self.made})
+        """Improve the weights of a block, which are all installed, against its outputs in the float model."""
+        current = {
+            id(slot.module._parameters[slot.attribute]): target
+            for target in self.targets.values()
+            for slot in target.slots
+            if target.parameter in self.made
+        }
+        names: dict[Tensor, list[str]] = {}
+        for name, parameter in block.named_parameters(remove_duplicate=False):
+            if id(parameter) in current:
+                names.setdefault(current[id(parameter)].parameter, []).append(name)
         masks = [self.data.mask_of(batch) for batch in self.batches]
         index = self.of_float.blocks.index(block)
-        run = BlockRun(block, calls, partial(self.of_float.kept.read, index), masks, names)
-        learners: list[BlockLearner] = []
+        run = BlockRun(block, calls, partial(self.of_float.store.read, index), masks, names)
+        learners: dict[BlockLearner, dict[Tensor, M]] = {}
         for weight in names:
-            learner = self.wanted[id(weight)].learner
-            if learner is not None and learner not in learners:
-                learners.append(learner)
-        for learner in learners:
-            mine = {weight: self.made[weight] for weight in names if self.wanted[id(weight)].learner == learner}
+            if (learner := self.recipes[id(weight)].learner) is not None:
+                learners.setdefault(learner, {})[weight] = self.made[weight]
+        for learner, mine in learners.items():
             for weight, made in learner.learn_block(run, mine).items():
-                self._install(weight, made)
+                self.install(self.targets[id(weight)], made)
 
     def statistics(
         self, stage: Stage, block: nn.Module | None, calls: Sequence[Call] | None, of_float: Sequence[Call] | None
     ) -> dict[Key, Statistics]:
-        """The statistics of the weights of a stage, over all batches."""
-        kinds = dict.fromkeys(kind for weight in stage.weights for kind in self.wanted[id(weight)].statistics)
+        """The statistics of the weights of a stage, over all batches; weights with one input share them."""
+        kinds = dict.fromkeys(kind for weight in stage.weights for kind in self.recipes[id(weight)].statistics)
         if not kinds:
             return {}
         first = id(stage.weights[0])
         found: dict[Key, Statistics] = {}
         common: dict[tuple[int, type[Statistic]], Statistic] = {}
+        every: dict[int, Statistic] = {}
         for batch in range(len(self.batches)):
-            seen, pair = self._rows(stage, self.quantized, block, calls, batch), Seen()
+            seen, pair = self._inputs(stage, self.quantized, block, calls, batch), StageInputs()
             if of_float is not None or (self.paired and block is None):
                 with self._floats():
-                    pair = self._rows(stage, self.of_float, block, of_float, batch)
+                    pair = self._inputs(stage, self.of_float, block, of_float, batch)
+            residual = None
+            if seen.residual is not None and pair.residual is not None:
+                residual = pair.residual - seen.residual
             for key, parts in seen.rows.items():
                 if stage.once and key[0] != first:
                     continue
@@ -319,34 +255,41 @@ class InOrder(Generic[M]):
                     found[key] = {
                         kind: kind() if kind.per_expert else common.setdefault((key[0], kind), kind()) for kind in kinds
                     }
-                update(found[key], parts, pair.rows.get(key, []))
-                if seen.residual is not None and pair.residual is not None:
-                    update_residual(found[key], parts[0], pair.residual - seen.residual)
-            for statistic in each_of(found):
+                    every |= {id(statistic): statistic for statistic in found[key].values()}
+                of_pair = pair.rows.get(key, [])
+                matches = [part.shape for part in parts] == [part.shape for part in of_pair]
+                for statistic in found[key].values():
+                    for index, rows in enumerate(parts):
+                        if matches:
+                            statistic.update_pair(rows, of_pair[index])
+                        else:
+                            statistic.update(rows)
+                    if residual is not None and len(residual) == len(parts[0]):
+                        statistic.update_residual(parts[0], residual)
+            for statistic in every.values():
                 statistic.end_batch()
-        for statistic in each_of(found):
+        for statistic in every.values():
             statistic.close()
         if stage.once:
             shared = found.get((first, None), {})
             return {(id(weight), None): shared for weight in stage.weights if shared}
         return found
 
-    def _rows(
+    def _inputs(
         self, stage: Stage, stream: Stream, block: nn.Module | None, calls: Sequence[Call] | None, batch: int
-    ) -> Seen:
+    ) -> StageInputs:
         """The inputs of the weights of a stage in one batch."""
-        found = Seen()
+        found = StageInputs()
         left = {id(weight) for weight in stage.weights}
         mask = self.data.mask_of(self.batches[batch])
         follows = stage.adds and self.paired
 
         def seen(use: Use) -> None:
             if use.transposed:
-                self.across.add(id(use.weight))
+                self._summed_across.add(id(use.weight))
                 return
-            key = use.key
-            if not stage.once or key[0] == id(stage.weights[0]):
-                found.rows.setdefault(key, []).extend(part.clone() for part in use.unpadded(mask))
+            if not stage.once or use.weight is stage.weights[0]:
+                found.rows.setdefault(use.key, []).extend(part.clone() for part in use.unpadded(mask))
             left.discard(id(use.weight))
             if stage.once and not left and not follows:
                 raise StopForward
@@ -365,50 +308,42 @@ class InOrder(Generic[M]):
                 pass
         return found
 
-    def _quantize(self, stage: Stage, found: Mapping[Key, Statistics]) -> None:
-        for weight in stage.weights:
-            item = self.wanted[id(weight)]
-            experts = {key[1]: value for key, value in found.items() if key[0] == id(weight) and key[1] is not None}
-            of_whole: Statistics = found.get((id(weight), None)) or {Missed: Missed(self._why(weight))}
-            self._install(weight, item.make(experts if experts else of_whole))
+    def of_matrices(self, found: Mapping[Key, Statistics], weight: Tensor) -> Statistics | dict[int, Statistics]:
+        """The statistics of a weight, or of each of its experts that got inputs."""
+        experts = {key[1]: value for key, value in found.items() if key[0] == id(weight) and key[1] is not None}
+        if experts:
+            return experts
+        of_whole: Statistics = dict(found.get((id(weight), None), {}))
+        if of_whole:
+            return of_whole
+        reason = "no product of the data with it was seen"
+        if id(weight) in self._summed_across:
+            reason = "products sum over another axis than that along which it is quantized (see register_weight_kind)"
+        of_whole[NoInputs] = NoInputs(reason)
+        return of_whole
 
-    def _why(self, weight: Tensor) -> str:
-        """Why there are no statistics of a weight."""
-        if id(weight) in self.across:
-            return "products sum over another axis than the one along which it is quantized (see register_weight_kind)"
-        return "no product of the data with it was seen"
-
-    def _install(self, weight: Tensor, made: M) -> None:
+    def install(self, target: Target[Any], made: M) -> None:
         """Let the model run with what was made of a weight."""
-        item = self.wanted[id(weight)]
-        self.made[item.weight] = made
-        parameter = nn.Parameter(made[0], False)
-        for module, attribute in item.slots:
-            module._parameters[attribute] = parameter
+        self.made[target.parameter] = made
+        put(target, nn.Parameter(made[0], False))
+
+    def _put_floats(self) -> None:
+        for target in self.targets.values():
+            put(target, target.parameter)
 
     @contextmanager
     def _floats(self) -> Iterator[None]:
         """With the float weights in place."""
-        now = [
-            (module, attribute, module._parameters[attribute])
-            for item in self.wanted.values()
-            for module, attribute in item.slots
-        ]
-        for item in self.wanted.values():
-            for module, attribute in item.slots:
-                module._parameters[attribute] = item.weight
+        now = [(target, target.slot.module._parameters[target.slot.attribute]) for target in self.targets.values()]
+        self._put_floats()
         try:
             yield
         finally:
-            for module, attribute, parameter in now:
-                module._parameters[attribute] = parameter
+            for target, parameter in now:
+                put(target, parameter)
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """With the float weights in place in the end."""
-        try:
-            yield
-        finally:
-            for item in self.wanted.values():
-                for module, attribute in item.slots:
-                    module._parameters[attribute] = item.weight
+
+def put(target: Target[Any], parameter: nn.Parameter | None) -> None:
+    """Put a parameter in all places of a weight."""
+    for slot in target.slots:
+        slot.module._parameters[slot.attribute] = parameter

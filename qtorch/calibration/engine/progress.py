@@ -22,19 +22,11 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from ...checkpoint.part_file import (
-    JOURNAL,
-    Damaged,
-    clear_folder,
-    lock,
-    own_folder,
-    read_journal,
-    say_anew,
-    write_journal,
-)
+from ...checkpoint import part_file
+from ...checkpoint.part_file import Damaged, clear_folder, read_journal, write_journal
 from ...checkpoint.save import save_quantized
-from ...checkpoint.sources import QtorchSource, Source
-from .streams import InMemory, Kept, OnDisk
+from ...checkpoint.sources import QtorchSource
+from .streams import OnDisk, OutputStore
 
 M = TypeVar("M")
 R = TypeVar("R")
@@ -46,34 +38,20 @@ _OURS = re.compile(r"lock|journal\.(json|new)|\.?(unit|quantized|float)-\d{5}[-.
 
 
 class Progress(Generic[M]):
-    """Progress that is lost with the process.
-
-    Attributes:
-        done: number of units that are done.
-    """
+    """Progress that is lost with the process; so many units are `done`."""
 
     done: int = 0
-
-    def __enter__(self) -> Progress[M]:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
     def run(self, work: Callable[[], R]) -> R:
         """``work()``, once more from the start where what an earlier process left turns out to be damaged."""
         return work()
 
-    def stream(self, name: str) -> Kept:
+    def stream(self, name: str) -> OutputStore:
         """Where the stream of this name keeps its outputs."""
-        return InMemory()
+        return OutputStore()
 
     def load(self, unit: int) -> Mapping[str, M]:
-        """What was made in a unit that is done, by the name of the weight.
-
-        Raises:
-            Damaged: it cannot be read.
-        """
+        """What was made in a unit that is done, by the name of the weight."""
         raise NotImplementedError
 
     def finish(self, unit: int, units: int, made: Mapping[str, M]) -> Mapping[str, M]:
@@ -110,13 +88,14 @@ class Resumable(Progress[M]):
         anew: bool = False,
     ) -> None:
         self.anew = anew
-        self.folder, self.fingerprint = folder, {**fingerprint, "version of qtorch": _version()}
+        self.folder, self._journal = folder, folder / part_file.JOURNAL
+        self.fingerprint = {**fingerprint, "version of qtorch": _version()}
         self.encode, self.decode = encode, decode
         self._sources: dict[int, QtorchSource] = {}
         if not folder.absolute().parent.is_dir():
             raise FileNotFoundError(f"resume: there is no folder {folder.absolute().parent}")
-        own_folder(folder)
-        self._lock = lock(folder / _LOCK, folder)
+        part_file.own_folder(folder)
+        self._lock = part_file.lock(folder / _LOCK, folder)
         try:
             if others := sorted(path.name for path in folder.iterdir() if not _OURS.fullmatch(path.name)):
                 raise ValueError(f"resume: {folder} holds other files ({', '.join(others[:4])}); name a new folder")
@@ -132,10 +111,13 @@ class Resumable(Progress[M]):
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._close_sources()
+        os.close(self._lock)
+
+    def _close_sources(self) -> None:
         for source in self._sources.values():
             source.close()
         self._sources = {}
-        os.close(self._lock)
 
     def run(self, work: Callable[[], R]) -> R:
         try:
@@ -146,20 +128,14 @@ class Resumable(Progress[M]):
 
     def _clear(self, error: Damaged) -> None:
         """Begin anew."""
-        say_anew(self.folder, error)
-        for source in self._sources.values():
-            source.close()
-        self._sources = {}
+        part_file.say_anew(self.folder, error)
+        self._close_sources()
         clear_folder(self.folder, keep=_LOCK)
         self.rows, self.complete = [], False
 
     @property
     def done(self) -> int:  # type: ignore[override]
         return len(self.rows)
-
-    @property
-    def _journal(self) -> Path:
-        return self.folder / JOURNAL
 
     def _read(self) -> list[dict[str, Any]]:
         self.complete = False
@@ -168,10 +144,10 @@ class Resumable(Progress[M]):
             return []
         theirs = journal.get("fingerprint")
         theirs = theirs if isinstance(theirs, dict) else {}
-        if self.anew and (journal.get("version") != VERSION or theirs != self.fingerprint):
-            clear_folder(self.folder, keep=_LOCK)
-            return []
         if journal.get("version") != VERSION or theirs != self.fingerprint:
+            if self.anew:
+                clear_folder(self.folder, keep=_LOCK)
+                return []
             differs = [part for part, text in self.fingerprint.items() if theirs.get(part) != text] or ["format"]
             raise ValueError(
                 f"resume: {self.folder} holds a calibration that differs in its {' and '.join(differs)}; give what it "
@@ -183,42 +159,32 @@ class Resumable(Progress[M]):
         self.complete = complete
         return rows
 
-    def stream(self, name: str) -> Kept:
+    def stream(self, name: str) -> OutputStore:
         return OnDisk(self.folder, name)
 
     def made(self, name: str) -> M:
-        """What was made of one weight.
-
-        Raises:
-            Damaged: it is not there.
-        """
+        """What was made of one weight; `Damaged` if it is not there."""
         unit = next((index for index, rows in enumerate(self.rows) if name in rows), None)
         if unit is None:
             raise Damaged(f"{self._journal}: it has no row of {name}")
+        return self._of_unit(unit, name)
+
+    def load(self, unit: int) -> dict[str, M]:
+        return {name: self._of_unit(unit, name) for name in self.rows[unit]}
+
+    def _of_unit(self, unit: int, name: str) -> M:
         try:
             if unit not in self._sources:
                 self._sources[unit] = QtorchSource.open(self._path(unit), verify=True, mmap=False)
-            return self._decoded(self._sources[unit], unit, name)
+            source = self._sources[unit]
+            if name not in source.names - source.aliases.keys():
+                raise ValueError(f"{source.path}: it has no {name}")
+            return self.decode(source.tensor(name), self.rows[unit][name])
         except (OSError, ValueError) as error:
             raise Damaged(str(error)) from error
-
-    def _decoded(self, source: Source, unit: int, name: str) -> M:
-        if name not in source.names - source.aliases.keys():
-            raise ValueError(f"{source.path}: it has no {name}")
-        return self.decode(source.tensor(name), self.rows[unit][name])
 
     def _path(self, unit: int) -> Path:
         return self.folder / f"unit-{unit:05d}.safetensors"
-
-    def load(self, unit: int) -> dict[str, M]:
-        rows = self.rows[unit]
-        if not rows:
-            return {}
-        try:
-            with QtorchSource.open(self._path(unit), verify=True, mmap=False) as source:
-                return {name: self._decoded(source, unit, name) for name in rows}
-        except (OSError, ValueError) as error:
-            raise Damaged(str(error)) from error
 
     def finish(self, unit: int, units: int, made: Mapping[str, M]) -> dict[str, M]:
         encoded = {name: self.encode(value) for name, value in made.items()}
@@ -226,10 +192,8 @@ class Resumable(Progress[M]):
             save_quantized({name: weight for name, (weight, _) in encoded.items()}, self._path(unit))
         rows = [*self.rows, {name: row for name, (_, row) in encoded.items()}]
         self.complete = len(rows) == units
-        write_journal(
-            self._journal,
-            {"version": VERSION, "fingerprint": self.fingerprint, "complete": self.complete, "units": rows},
-        )
+        journal = {"version": VERSION, "fingerprint": self.fingerprint, "complete": self.complete, "units": rows}
+        write_journal(self._journal, journal)
         self.rows = rows
         # As a process that continues would have it, whatever the form of what was made.
         return self.load(unit)

@@ -8,7 +8,6 @@ norms, a decoder that reads an encoder) happens as it always does.
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,13 +22,6 @@ from ...checkpoint.part_file import Damaged, PartFile
 from ...checkpoint.tensor_file import NAMES, TensorFile, checksum
 from ...primitives.files import parse_json
 
-# --------------------------------------------------------------------------------------------------
-# Kept: where a stream keeps the outputs of its blocks, of each batch: in memory, or in files that outlive the process.
-#
-# An output is any structure of tensors that `torch.utils._pytree` knows. Its tensors are kept contiguous, so that
-# products with them give the same bits wherever they were kept.
-
-
 _OUTPUTS = "outputs"
 """Metadata key of a file: the structures of the outputs."""
 
@@ -40,34 +32,12 @@ _ROOM = 1 << 16
 """Bytes for the header of a file; if it takes more, the file is copied once."""
 
 
-class Kept(ABC):
-    """The outputs of blocks, by the index of the block.
+class OutputStore:
+    """The outputs of blocks, of each batch, in memory.
 
-    Attributes:
-        in_memory: reading takes no time.
+    An output is any structure of tensors that `torch.utils._pytree` knows. Its tensors are kept contiguous, so that
+    products with them give the same bits wherever they were kept.
     """
-
-    in_memory = False
-
-    @abstractmethod
-    def write(self, block: int, outputs: Iterable[Any]) -> None:
-        """Keep the outputs of a block, in the order of the batches."""
-
-    @abstractmethod
-    def read(self, block: int, batch: int) -> Any:
-        """The output of a block in one batch."""
-
-    @abstractmethod
-    def has(self, block: int) -> bool:
-        """Whether the outputs of a block are kept."""
-
-    @abstractmethod
-    def drop(self, block: int) -> None:
-        """Keep the outputs of a block no longer."""
-
-
-class InMemory(Kept):
-    """Outputs in memory."""
 
     in_memory = True
 
@@ -75,29 +45,29 @@ class InMemory(Kept):
         self.outputs: dict[int, list[Any]] = {}
 
     def write(self, block: int, outputs: Iterable[Any]) -> None:
-        self.outputs[block] = [tree_map(_contiguous, output) for output in outputs]
+        """Keep the outputs of the block of this index, in the order of the batches."""
+        self.outputs[block] = [
+            tree_map(lambda value: value.detach().contiguous() if isinstance(value, Tensor) else value, output)
+            for output in outputs
+        ]
 
     def read(self, block: int, batch: int) -> Any:
+        """The output of a block in one batch."""
         return self.outputs[block][batch]
 
     def has(self, block: int) -> bool:
+        """Whether the outputs of a block are kept."""
         return block in self.outputs
 
     def drop(self, block: int) -> None:
+        """Keep the outputs of a block no longer."""
         self.outputs.pop(block, None)
 
 
-class OnDisk(Kept):
-    """Outputs in a file for each block; one batch at a time is in memory.
+class OnDisk(OutputStore):
+    """Outputs in a file for each block, which outlives the process; one batch at a time is in memory."""
 
-    Args:
-        folder: of the files.
-        name: begins their names.
-
-    Raises:
-        ValueError: an output has something in it that a file cannot hold.
-        Damaged: a file is not what was written.
-    """
+    in_memory = False
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
@@ -115,16 +85,16 @@ class OnDisk(Kept):
         try:
             for batch, output in enumerate(outputs):
                 leaves, spec = tree_flatten(output)
-                kept = []
                 for index, leaf in enumerate(leaves):
+                    _check_storable(leaf)
                     if isinstance(leaf, Tensor):
-                        file.write(f"{batch}.{index}", _storable(leaf))
-                        kept.append([str(leaf.device)])
-                    else:
-                        kept.append(_plain(leaf))
-                batches.append([specs.setdefault(treespec_dumps(spec), len(specs)), kept])
+                        stored = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
+                        file.write(f"{batch}.{index}", stored)
+                described = [[str(leaf.device)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                batches.append([specs.setdefault(treespec_dumps(spec), len(specs)), described])
             text = json.dumps({"specs": list(specs), "batches": batches})
-            file.finish({_OUTPUTS: text, _CHECKSUMS: json.dumps([crc32(text.encode()), *_crcs(file)])})
+            crcs = [[tensor.name, tensor.crc32] for tensor in file.written]
+            file.finish({_OUTPUTS: text, _CHECKSUMS: json.dumps([crc32(text.encode()), *crcs])})
         finally:
             file.close()
 
@@ -133,12 +103,15 @@ class OnDisk(Kept):
             if block not in self._open:
                 self._open[block] = _opened(self.path(block))
             file, crcs, batches = self._open[block]
-            spec, kept = batches[batch]
-            names = [f"{batch}.{index}" for index in range(len(kept))]
-            leaves = [
-                _read(file, crcs, name).to(leaf[0]) if isinstance(leaf, list) else leaf
-                for name, leaf in zip(names, kept, strict=True)
-            ]
+            spec, described = batches[batch]
+            leaves = list(described)
+            for index, leaf in enumerate(described):
+                if isinstance(leaf, list):
+                    name = f"{batch}.{index}"
+                    tensor = file.read(name)
+                    if checksum(tensor) != crcs[name]:
+                        raise ValueError(f"{name} does not match its checksum")
+                    leaves[index] = tensor.to(leaf[0])
             return tree_unflatten(leaves, spec)
         except (OSError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
             raise Damaged(f"{self.path(block)}: {error}") from error
@@ -152,29 +125,21 @@ class OnDisk(Kept):
         self.path(block).unlink(missing_ok=True)
 
 
-def _crcs(file: PartFile) -> list[Any]:
-    return [[tensor.name, tensor.crc32] for tensor in file.written]
-
-
 def _opened(path: Path) -> tuple[TensorFile, dict[str, int], Any]:
-    """(file, checksums of its tensors, structure of the output of each batch).
-
-    Raises:
-        ValueError, TypeError, LookupError: it is not what was written.
-    """
+    """(file, checksums of its tensors, structure of the output of each batch)."""
     file = TensorFile(path)
     text = file.metadata[_OUTPUTS]
     crc, *crcs = parse_json(file.metadata[_CHECKSUMS])
     if crc != crc32(text.encode()):
         raise ValueError("its structures do not match their checksum")
     described = parse_json(text)
-    for leaf in [leaf for _, kept in described["batches"] for leaf in kept if isinstance(leaf, list)]:
+    for leaf in [leaf for _, leaves in described["batches"] for leaf in leaves if isinstance(leaf, list)]:
         try:
             torch.device(*leaf)
         except RuntimeError as error:
             raise ValueError(str(error)) from error
     specs = [_spec(text) for text in described["specs"]]
-    return file, dict(crcs), [(specs[spec], kept) for spec, kept in described["batches"]]
+    return file, dict(crcs), [(specs[spec], leaves) for spec, leaves in described["batches"]]
 
 
 def _spec(text: str) -> Any:
@@ -190,33 +155,18 @@ def _spec(text: str) -> Any:
     return treespec_loads(text)
 
 
-def _read(file: TensorFile, crcs: dict[str, int], name: str) -> Tensor:
-    tensor = file.read(name)
-    if checksum(tensor) != crcs[name]:
-        raise ValueError(f"{name} does not match its checksum")
-    return tensor
-
-
-def _contiguous(value: Any) -> Any:
-    return value.detach().contiguous() if isinstance(value, Tensor) else value
-
-
-def _storable(tensor: Tensor) -> Tensor:
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.dtype not in NAMES:
+def _check_storable(value: Any) -> None:
+    if isinstance(value, Tensor):
+        if type(value) is not Tensor or value.layout is not torch.strided or value.dtype not in NAMES:
+            raise ValueError(
+                f"a block returns a {type(value).__name__} of {value.dtype}, which cannot be kept on disk; calibrate "
+                "without resume="
+            )
+    elif value is not None and not isinstance(value, bool | int | float | str):
         raise ValueError(
-            f"a block returns a {type(tensor).__name__} of {tensor.dtype}, which cannot be kept on disk; calibrate "
-            "without resume="
+            f"a block returns a {type(value).__name__}, which cannot be kept on disk; calibrate without resume=, or "
+            "let the model return tensors only (for models of transformers: use_cache=False)"
         )
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise ValueError(
-        f"a block returns a {type(value).__name__}, which cannot be kept on disk; calibrate without resume=, or let "
-        "the model return tensors only (for models of transformers: use_cache=False)"
-    )
 
 
 class StopForward(Exception):
@@ -247,30 +197,27 @@ def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
 
 
 class Stream:
-    """One of the two models as it runs block by block.
+    """One of the two models as it runs block by block on `count` batches.
 
-    Args:
-        run: runs the model.
-        blocks: in the order in which they run.
-        count: number of batches.
-        keep: the blocks whose outputs later parts of the model need, beside those of the block before.
-        kept: where outputs are kept.
+    It keeps the outputs of the block before and of the blocks `keep`, which later parts of the model need, in `store`.
     """
 
     def __init__(
-        self, run: Run, blocks: Sequence[nn.Module], count: int, keep: Sequence[nn.Module], kept: Kept | None = None
+        self,
+        run: Run,
+        blocks: Sequence[nn.Module],
+        count: int,
+        keep: Sequence[nn.Module],
+        store: OutputStore | None = None,
     ) -> None:
-        self.run = run
-        self.blocks = list(blocks)
-        self.count = count
-        self.keep = set(keep)
-        self.kept = InMemory() if kept is None else kept
+        self.run, self.blocks, self.count, self.keep = run, list(blocks), count, set(keep)
+        self.store = store or OutputStore()
         self.done = 0
 
     def calls(self, block: nn.Module) -> Sequence[Call]:
         """The arguments of `block`, of each batch; computed when they are asked for if outputs are not in memory."""
         calls = _Calls(self, block)
-        return list(calls) if self.kept.in_memory else calls
+        return list(calls) if self.store.in_memory else calls
 
     def call(self, block: nn.Module, batch: int) -> Call:
         """The arguments of `block` in one batch."""
@@ -292,19 +239,19 @@ class Stream:
         """Take these outputs, or those that are kept, for those of `block`."""
         assert block is self.blocks[self.done]
         if outputs is not None:
-            self.kept.write(self.done, outputs)
+            self.store.write(self.done, outputs)
         self.done += 1
 
     def forget(self) -> None:
         """Drop the outputs that nothing needs any more."""
         for index, block in enumerate(self.blocks[: max(0, self.done - 1)]):
             if block not in self.keep:
-                self.kept.drop(index)
+                self.store.drop(index)
 
     def clear(self) -> None:
         """Drop all outputs."""
         for index in range(len(self.blocks)):
-            self.kept.drop(index)
+            self.store.drop(index)
 
     def run_rest(self, batch: int) -> None:
         """Run the model on one batch with the outputs of the blocks that are done."""
@@ -317,13 +264,13 @@ class Stream:
 
         def output(index: int) -> Any:
             if index not in read:
-                read[index] = self.kept.read(index, batch)
+                read[index] = self.store.read(index, batch)
             return tree_map(_copied, read[index])
 
         forwards: dict[nn.Module, Callable[..., Any]] = {}
         source = self.done - 1
         for index in reversed(range(self.done)):
-            if self.kept.has(index):
+            if self.store.has(index):
                 source = index
             forwards[self.blocks[index]] = lambda *args, _source=source, **kwargs: output(_source)
         return forwards
@@ -349,7 +296,9 @@ def needed_outputs(model: nn.Module, run: Run, blocks: Sequence[nn.Module]) -> l
 
     It is found by experiment on the first batch: the inputs of each block with and without the outputs of all others.
     """
-    lasts = _lasts(model, blocks)
+    # The last blocks of their lists: the last layer of an encoder, for example.
+    parents = {id(child): parent for parent in model.modules() for child in parent.children()}
+    lasts = [a for a, b in zip(blocks, [*blocks[1:], model]) if parents.get(id(a)) is not parents.get(id(b))]
     every, few = Stream(run, blocks, 1, blocks), Stream(run, blocks, 1, lasts)
     for block in blocks:
         calls = every.calls(block)
@@ -364,12 +313,6 @@ def needed_outputs(model: nn.Module, run: Run, blocks: Sequence[nn.Module]) -> l
         few.skip(block, outputs)
         few.forget()
     return lasts
-
-
-def _lasts(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The last blocks of their lists: the last layer of an encoder, for example."""
-    parents = {id(child): parent for parent in model.modules() for child in parent.children()}
-    return [a for a, b in zip(blocks, [*blocks[1:], model]) if parents.get(id(a)) is not parents.get(id(b))]
 
 
 def _equal(a: Any, b: Any) -> bool:

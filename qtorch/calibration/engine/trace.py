@@ -23,10 +23,8 @@ CONTAINERS = (nn.ModuleList, nn.Sequential)
 class Stage:
     """Weights that are quantized together, because they have the same inputs.
 
-    Attributes:
-        weights: the parameters.
-        once: each of them is used once in a forward, as a whole.
-        adds: it is one weight, and its output is added to a residual.
+    If `once`, each is used once in a forward, as a whole. If `adds`, it is one weight, whose output is added to a
+    residual.
     """
 
     weights: list[Tensor]
@@ -47,17 +45,9 @@ def trace(
     model: nn.Module,
     run: Callable[[], Any],
     weights: Sequence[Tensor],
-    blocks: Sequence[nn.Module] | None = None,
     transposed: Container[int] = (),
 ) -> list[Unit]:
-    """The units of a model in the order in which they run.
-
-    Args:
-        run: runs the model on one batch.
-        weights: the parameters to be quantized.
-        blocks: the blocks; by default they are found.
-        transposed: ids of the weights that are stored as (K, N).
-    """
+    """The units of a model in the order in which `run`, on one batch, runs them."""
     calls = _Calls(model)
     uses: list[tuple[int, Use]] = []
     added: list[int] = []
@@ -66,26 +56,19 @@ def trace(
     )
     with calls, recorder:
         run()
-    if blocks is None:
-        blocks = _find_blocks(model, calls, weights)
-    else:
-        blocks = sorted(blocks, key=lambda block: calls.begun[block][0])
-    units = [Unit(None), *map(Unit, blocks), Unit(None)]
-    for unit in units[1:-1]:
-        assert unit.block is not None
-        inside = {id(parameter) for parameter in unit.block.parameters()}
-        mine = [weight for weight in weights if id(weight) in inside]
-        unit.stages = _stages(mine, [use for _, use in uses])
-    in_blocks = {id(weight) for unit in units for stage in unit.stages for weight in stage.weights}
+    blocks = _find_blocks(model, calls, weights)
     first = min((calls.begun[block][0] for block in blocks), default=calls.count + 1)
-    begun: dict[int, int] = {}
+    early: set[int] = set()  # weights that are used before the first block runs
     for at, use in uses:
-        begun.setdefault(id(use.weight), at)
-    outside = [weight for weight in weights if id(weight) not in in_blocks]
-    early = [weight for weight in outside if begun.get(id(weight), first) < first]
-    units[0].stages = _stages(early, [use for _, use in uses])
-    late = [weight for weight in outside if not any(weight is other for other in early)]
-    units[-1].stages = _stages(late, [use for _, use in uses])
+        if at < first:
+            early.add(id(use.weight))
+    holder = {id(parameter): block for block in blocks for parameter in block.parameters()}
+    before = [weight for weight in weights if id(weight) not in holder and id(weight) in early]
+    after = [weight for weight in weights if id(weight) not in holder and id(weight) not in early]
+    parts = [(block, [weight for weight in weights if holder.get(id(weight)) is block]) for block in blocks]
+    units = [
+        Unit(block, _stages(mine, [use for _, use in uses])) for block, mine in [(None, before), *parts, (None, after)]
+    ]
     for stage in (stage for unit in units for stage in unit.stages):
         stage.adds = stage.once and len(stage.weights) == 1 and added.count(id(stage.weights[0])) == 1
     return [unit for unit in units if unit.stages or unit.block is not None]
@@ -93,12 +76,12 @@ def trace(
 
 def _stages(weights: Sequence[Tensor], uses: Iterable[Use]) -> list[Stage]:
     """Stages of these weights in the order of their first use; weights that were not used are the last stage."""
-    wanted = {id(weight) for weight in weights}
+    of_interest = {id(weight) for weight in weights}
     stages: dict[int, Stage] = {}
     of_weight: dict[int, Stage] = {}
     for use in uses:
         key = id(use.weight)
-        if key not in wanted:
+        if key not in of_interest:
             continue
         if key in of_weight:
             of_weight[key].once = False
@@ -119,11 +102,9 @@ class _Calls:
         self.model = model
         self.count = 0
         self.begun: dict[nn.Module, list[int]] = {}
-        self.handles: list[Any] = []
 
     def __enter__(self) -> _Calls:
-        for module in self.model.modules():
-            self.handles.append(module.register_forward_pre_hook(self._called))
+        self.handles = [module.register_forward_pre_hook(self._called) for module in self.model.modules()]
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -134,23 +115,20 @@ class _Calls:
         self.count += 1
         self.begun.setdefault(module, []).append(self.count)
 
-    def once(self, module: nn.Module) -> bool:
-        return len(self.begun.get(module, ())) == 1
-
 
 def _find_blocks(model: nn.Module, calls: _Calls, weights: Sequence[Tensor]) -> list[nn.Module]:
     """The members of the outermost containers whose members are all called once and hold weights.
 
     A weight that is also used elsewhere, such as a shared layer, keeps its container from being blocks.
     """
-    wanted = {id(weight) for weight in weights}
+    of_interest = {id(weight) for weight in weights}
     for kind in CONTAINERS:
         found: list[nn.Module] = []
         for container in _outermost(model, kind, calls):
-            found += [member for member in container if any(id(p) in wanted for p in member.parameters())]
+            found += [member for member in container if any(id(p) in of_interest for p in member.parameters())]
         holders: dict[int, int] = {}
         for block in found:
-            for parameter in {id(p) for p in block.parameters()} & wanted:
+            for parameter in {id(p) for p in block.parameters()} & of_interest:
                 holders[parameter] = holders.get(parameter, 0) + 1
         if len(found) >= 2 and all(count == 1 for count in holders.values()):
             return sorted(found, key=lambda block: calls.begun[block][0])
@@ -169,7 +147,7 @@ def _outermost(module: nn.Module, kind: type[nn.Module], calls: _Calls | None = 
     found: list[Any] = []
     for child in module.children():
         members = list(child.children())
-        fits = calls is None or all(calls.once(member) for member in members)
+        fits = calls is None or all(len(calls.begun.get(member, ())) == 1 for member in members)
         if isinstance(child, kind) and len(members) >= 2 and fits:
             found.append(child)
         else:

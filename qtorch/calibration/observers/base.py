@@ -91,11 +91,7 @@ def register_observer(name: str) -> Callable[[O], O]:
 
 
 def observer_of(given: Any, caller: str) -> Observer:
-    """The observer that `given`, an observer or the word for one, stands for.
-
-    Raises:
-        ValueError: it is neither; the message begins with `caller`.
-    """
+    """The observer that `given`, an observer or the word for one, stands for."""
     if isinstance(given, Observer):
         return given
     if isinstance(given, str) and given in OBSERVERS:

@@ -1,4 +1,4 @@
-"""min_max: the extremes of all data."""
+"""Observers whose range follows from extremes and means of batches, and which follow a model in training."""
 
 from __future__ import annotations
 
@@ -26,12 +26,6 @@ class MinMaxObserver(Observer):
 
     def follow(self, now: MinMax, batch: MinMax) -> MinMax:
         return torch.fmin(now[0], batch[0]), torch.fmax(now[1], batch[1])
-
-
-min_max = MinMaxObserver
-
-# --------------------------------------------------------------------------------------------------
-# moving_average: the mean of the ranges of batches, which forgets old ones.
 
 
 @register_observer("moving_average")
@@ -66,23 +60,17 @@ class MovingAverageObserver(Observer):
         return (lows * weights).sum(), (highs * weights).sum()
 
     def follow(self, now: MinMax, batch: MinMax) -> MinMax:
-        return self._mixed(now[0], batch[0]), self._mixed(now[1], batch[1])
-
-    def _mixed(self, now: Tensor, batch: Tensor) -> Tensor:
-        return torch.where(now.isnan(), batch, torch.lerp(now, batch, self.momentum))
-
-
-moving_average = MovingAverageObserver
-
-# --------------------------------------------------------------------------------------------------
-# delayed_scaling: the range is that of the batches before, so that no pass over the data precedes quantization.
+        low, high = (torch.where(a.isnan(), b, torch.lerp(a, b, self.momentum)) for a, b in zip(now, batch))
+        return low, high
 
 
 @register_observer("delayed_scaling")
 @dataclass(frozen=True, repr=False)
 class DelayedScalingObserver(Observer):
-    """[-a, a] with a the largest magnitude of the last `history` batches before this one (Micikevicius et al., arXiv
-    2209.05433; AQT, `DelayedScalingCalibration`). The first batch has its own. What grows clips once.
+    """[-a, a] with a the largest magnitude of the last `history` batches before this one, so that no pass over the data
+    precedes quantization. The first batch has its own. What grows clips once.
+
+    Source: Micikevicius et al., arXiv 2209.05433; AQT, `DelayedScalingCalibration`.
 
     Raises:
         ValueError: a history below 1.
@@ -115,12 +103,6 @@ class DelayedScalingObserver(Observer):
         # A batch that is not finite leaves the history as it is.
         newest = torch.where(measured.isfinite(), measured, known)
         return torch.cat([newest, memory[:-1]]), (-bound, bound)
-
-
-delayed_scaling = DelayedScalingObserver
-
-# --------------------------------------------------------------------------------------------------
-# weighted_stats: a range from moving averages of the mean, the power mean and the largest magnitude.
 
 
 @register_observer("weighted_stats")
@@ -183,6 +165,3 @@ class WeightedStatsObserver(Observer):
         power_mean = (powers / count) ** (1 / self.p)
         bound = self.l1 * total / count + self.lp * power_mean + self.max_dev * largest + self.constant
         return -bound, bound
-
-
-weighted_stats = WeightedStatsObserver

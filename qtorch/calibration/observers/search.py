@@ -69,10 +69,6 @@ def quantized(values: Tensor, lows: Tensor, highs: Tensor, spec: QuantSpec) -> t
     return codes, spec.dequantize(codes, scale, zero_point)
 
 
-# --------------------------------------------------------------------------------------------------
-# percentile: the range without the outermost elements.
-
-
 @register_observer("percentile")
 @dataclass(frozen=True, repr=False)
 class PercentileObserver(Observer):
@@ -98,38 +94,25 @@ class PercentileObserver(Observer):
         values, counts = seen.occupied()
         count = int(counts.double().sum())
         left_out = min(int((1 - self.percentile / 100) / 2 * count), (count - 1) // 2)
-        low = values[_bin_of(left_out, counts)] - seen.width / 2
-        high = values.flip(0)[_bin_of(left_out, counts.flip(0))] + seen.width / 2
+
+        def bin_of(counts: Tensor) -> Tensor:
+            """The bin of the first element that is not left out."""
+            total = counts.double().cumsum(0)
+            return torch.searchsorted(total, torch.full_like(total[:1], left_out), right=True)[0]
+
+        low = values[bin_of(counts)] - seen.width / 2
+        high = values.flip(0)[bin_of(counts.flip(0))] + seen.width / 2
         return torch.clamp(low, min=seen.low), torch.clamp(high, max=seen.high)
-
-
-def _bin_of(rank: int, counts: Tensor) -> Tensor:
-    """The bin of the element that `rank` elements precede."""
-    total = counts.double().cumsum(0)
-    return torch.searchsorted(total, torch.full_like(total[:1], rank), right=True)[0]
-
-
-percentile = PercentileObserver
-
-# --------------------------------------------------------------------------------------------------
-# mse: the range with the least squared error of the inputs.
 
 
 @register_observer("mse")
 @dataclass(frozen=True, repr=False)
 class MSEObserver(RangeSearch):
-    """The range, among shrunken extremes, with the least
+    """The range, among those that shrink the extremes by `steps` factors from 1 to `smallest`, with the least
 
         sum over bins of count * (x - dequantize(quantize(x)))^2
 
     by the codes of the spec itself; the best SQNR of the input. The extremes are among them.
-
-    Args:
-        steps: number of factors, 2 or more.
-        smallest: the last of them, above 0 and below 1.
-
-    Raises:
-        ValueError: an argument is out of range.
     """
 
     def range(self, seen: Histogram, spec: QuantSpec) -> MinMax:
@@ -143,16 +126,11 @@ class MSEObserver(RangeSearch):
         return best_range(seen.low, seen.high, spec, self.steps, self.smallest, error)
 
 
-mse = MSEObserver
-
-# --------------------------------------------------------------------------------------------------
-# entropy: the range whose codes keep most of the distribution of the inputs.
-
-
 @register_observer("entropy")
 @dataclass(frozen=True, repr=False)
 class EntropyObserver(RangeSearch):
-    """The range, among shrunken extremes, with the least Kullback-Leibler divergence KL(P || Q) over bins.
+    """The range, among those that shrink the extremes by `steps` factors from 1 to `smallest`, with the least
+    Kullback-Leibler divergence KL(P || Q) over bins.
 
     P is the histogram inside the range, with what lies outside added to the outermost bins that are not empty. Q is the
     histogram inside the range as the codes know it: bins of one code share their counts equally; empty bins stay empty.
@@ -162,34 +140,32 @@ class EntropyObserver(RangeSearch):
 
     It sees frequencies and not how far a value moves, so it clips rare large values that may matter: compare with
     `mse` before you use it.
-
-    Args:
-        steps: number of factors, 2 or more.
-        smallest: the last of them, above 0 and below 1.
-
-    Raises:
-        ValueError: an argument is out of range.
     """
 
     steps: int = 128
     smallest: float = 0.0625
 
     def range(self, seen: Histogram, spec: QuantSpec) -> MinMax:
-        values, counts = magnitudes(seen) if spec.mapping is not MappingType.ASYMMETRIC else seen.occupied()
-        counts = without_zeros(values, counts, seen.width)
+        symmetric = spec.mapping is not MappingType.ASYMMETRIC
+        values, counts = _magnitudes(seen) if symmetric else seen.occupied()
+        near = values.abs() < seen.width
+        further = (values.abs() < 2 * seen.width) & ~near
+        if bool(further.any()):
+            # Exact zeros, of a ReLU say, would outweigh all else, and every range represents them.
+            counts = torch.where(near, counts[further].mean(), counts)
 
         def divergence(lows: Tensor, highs: Tensor) -> Tensor:
             codes = quantized(values, lows, highs, spec)[0]
             return torch.stack([_divergence(values, counts, *each) for each in zip(lows, highs, codes, strict=True)])
 
         low, high = seen.low, seen.high
-        if spec.mapping is not MappingType.ASYMMETRIC:
+        if symmetric:
             high = torch.maximum(-low, high)
             low = -high
         return best_range(low, high, spec, self.steps, self.smallest, divergence)
 
 
-def magnitudes(seen: Histogram) -> tuple[Tensor, Tensor]:
+def _magnitudes(seen: Histogram) -> tuple[Tensor, Tensor]:
     """(values, counts) of |x|, in rising order."""
     values, counts = seen.occupied()
     # Those of bins and of their mirror images are equal, but for the outermost ones, which are moved into the range.
@@ -198,16 +174,6 @@ def magnitudes(seen: Histogram) -> tuple[Tensor, Tensor]:
     summed = torch.zeros_like(found).index_add_(0, index, counts)
     largest = torch.maximum(-seen.low, seen.high)
     return torch.clamp((found + 0.5) * seen.width, max=largest), summed
-
-
-def without_zeros(values: Tensor, counts: Tensor, width: float) -> Tensor:
-    """`counts`, those of the bins next to zero replaced by the ones further out: exact zeros, of a ReLU say, would
-    outweigh all else, and every range represents them."""
-    near = values.abs() < width
-    further = (values.abs() < 2 * width) & ~near
-    if not bool(further.any()):
-        return counts
-    return torch.where(near, counts[further].mean(), counts)
 
 
 def _divergence(values: Tensor, counts: Tensor, low: Tensor, high: Tensor, codes: Tensor) -> Tensor:
@@ -224,6 +190,3 @@ def _divergence(values: Tensor, counts: Tensor, low: Tensor, high: Tensor, codes
     q = torch.zeros(len(sizes), dtype=own.dtype, device=own.device).index_add_(0, of_code, own) / sizes
     p, q = p / p.sum(), q[of_code]
     return (p * (p / (q / q.sum())).log()).sum()
-
-
-entropy = EntropyObserver

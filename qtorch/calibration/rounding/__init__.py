@@ -2,7 +2,7 @@
 
 from .auto_round import AutoRound, Learnable
 from .gptq import Descent, FloatTarget, Gptq
-from .grid import Grid, Nearest, Refinement, Rounding, damped, loss, saliency
+from .grid import Grid, Nearest, Refinement, Rounding
 from .scale_search import ScaleRefit, ScaleSearch, four_over_six
 
 __all__ = [
@@ -17,8 +17,5 @@ __all__ = [
     "Rounding",
     "ScaleRefit",
     "ScaleSearch",
-    "damped",
     "four_over_six",
-    "loss",
-    "saliency",
 ]

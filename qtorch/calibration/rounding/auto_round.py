@@ -28,19 +28,15 @@ from ...primitives.qdtype import qdtype
 from ..engine import BlockRun
 from .grid import Grid
 
-MOST = 0.5
-"""By which V and f are bounded."""
-
-_INSIDE = 0.499
-_MOMENTUM = 0.9
+MOST, MOMENTUM = 0.5, 0.9
+"""The bound of |V| and |f|; that of the running mean of gradients."""
 
 
 @dataclass(frozen=True, eq=False)
 class Learnable:
-    """A weight whose codes have been chosen, and what is needed to change them.
+    """A weight whose codes have been chosen: its grids, several for experts, and what is needed to change them.
 
     Attributes:
-        grids: its codes and scales; several for the matrices of experts.
         values: what gives (N, K) of each grid, what the codes were chosen for.
         as_parameter: the same number of matrices (N, K) -> the parameter that they stand for.
         with_grids: (learned grids, seconds that it took) -> the weight with them and the report on it.
@@ -54,10 +50,9 @@ class Learnable:
     @property
     def has_own_scales(self) -> bool:
         """Whether the codes are integers, and each row has scales of its own that are not quantized themselves."""
-        spec = self.grids[0].spec
-        if not isinstance(spec, QuantSpec) or qdtype(spec.dtype).is_floating_point or spec.scale_spec is not None:
-            return False
-        return self.grids[0].block[0] == 1 and not spec.zero_point_domain.adds_zero_point
+        grid, spec = self.grids[0], self.grids[0].spec
+        integers = isinstance(spec, QuantSpec) and not qdtype(spec.dtype).is_floating_point
+        return integers and grid.has_own_rows and not spec.zero_point_domain.adds_zero_point  # type: ignore[union-attr]
 
 
 class LearnedGrid:
@@ -72,7 +67,7 @@ class LearnedGrid:
         distance = values.float() / self._spread(self.scale) + self.zeros - codes
         # Whatever lies behind the first or the last code is rounded to it.
         beyond = ((codes == self.high) & (distance > 0)) | ((codes == self.low) & (distance < 0))
-        self.base = codes + torch.where(beyond, distance, distance.clamp(-_INSIDE, _INSIDE))
+        self.base = codes + torch.where(beyond, distance, distance.clamp(-0.499, 0.499))
         self.offset = torch.zeros_like(codes, requires_grad=True)
         self.factor = torch.zeros_like(self.scale, requires_grad=True)
         self.means = [torch.zeros_like(self.offset), torch.zeros_like(self.factor)]
@@ -102,7 +97,7 @@ class LearnedGrid:
         learned = (self.offset, self.factor)
         for x, mean, gradient, rate in zip(learned, self.means, gradients, rates, strict=True):
             size = gradient.square().mean().sqrt().clamp_min(torch.finfo(gradient.dtype).tiny)
-            mean.lerp_(gradient / size, 1 - _MOMENTUM)
+            mean.lerp_(gradient / size, 1 - MOMENTUM)
             x.sub_(mean, alpha=rate).clamp_(-MOST, MOST)
 
 
@@ -134,7 +129,7 @@ class AutoRound:
         """The weights of a block with what was learned; none if the error of the block has not become less."""
         begun = time.perf_counter()
         starts = {weight: of.learnable for weight, of in made.items() if of.learnable is not None}
-        found = self.learn(starts, run.loss, run.count)
+        found = self.learn(starts, run.loss, len(run.calls))
         seconds = (time.perf_counter() - begun) / max(1, len(found))
         return {weight: starts[weight].with_grids(grids, seconds) for weight, grids in found.items()}
 
@@ -156,13 +151,13 @@ class AutoRound:
         if not learned:
             return {}
 
+        @torch.no_grad()
         def total() -> float:
-            with torch.no_grad():
-                values = {
-                    weight: weights[weight].as_parameter([grid.learned().values().to(weight.dtype) for grid in grids])
-                    for weight, grids in learned.items()
-                }
-                return sum(float(loss(batch, values)) for batch in range(count))
+            values = {
+                weight: weights[weight].as_parameter([grid.learned().values().to(weight.dtype) for grid in grids])
+                for weight, grids in learned.items()
+            }
+            return sum(float(loss(batch, values)) for batch in range(count))
 
         before = total()
         every = [grid for grids in learned.values() for grid in grids]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...primitives.jsonable import jsonable
-from .grid import Grid, Refinement, Rounding, factor, inverse_
+from .grid import Columns, Grid, Refinement, Rounding, factor
 
 
 @jsonable
@@ -50,7 +50,7 @@ class Gptq(Rounding):
             order = moment.diagonal().argsort(descending=True, stable=True)
         damping, upper = self._factor(moment, order)
         rest = weight.float()[:, order].t().contiguous()  # columns as rows, which are contiguous
-        columns, places = grid.columns(), order.tolist()
+        columns, places = Columns(grid), order.tolist()
         for start in range(0, count, self.block_size):
             stop = min(start + self.block_size, count)
             block, factors = rest[start:stop], upper[start:stop, start:stop]
@@ -70,24 +70,18 @@ class Gptq(Rounding):
         All steps work in one matrix (K, K): they are the largest of all.
         """
         lower, damping = factor(moment, self.damping, order)
-        result = inverse_(lower)
+        result = torch.cholesky_inverse(lower, out=lower)
         return damping, torch.linalg.cholesky(result, upper=True, out=result)
-
-
-# --------------------------------------------------------------------------------------------------
-# Coordinate descent: each element in turn to the value that is best given all others.
-#
-# With the error D = W - Q of a weight (N, K), the loss tr(D H D^T) as a function of column j alone is least at
-#
-#     q_j + (D H)_j / H_jj
-#
-# so the nearest value to that is the best one. All rows are done at once; columns by decreasing H_jj.
 
 
 @jsonable
 @dataclass(frozen=True)
 class Descent(Refinement):
-    """Coordinate descent on the codes.
+    """Coordinate descent on the codes: each element in turn to the value that is best given all others.
+
+    With the error D = W - Q of a weight (N, K), the loss tr(D H D^T) as a function of column j alone is least at
+    q_j + (D H)_j / H_jj, so the nearest value to that is the best one. All rows are done at once; columns by
+    decreasing H_jj.
 
     Args:
         sweeps: passes over all columns.
@@ -103,7 +97,7 @@ class Descent(Refinement):
         places = order.tolist()
         moment = moment[order.unsqueeze(1), order]
         diagonal = moment.diagonal().tolist()
-        columns = grid.columns()
+        columns = Columns(grid)
         values = grid.values()[:, order].t().contiguous()  # (K, N): columns as contiguous rows
         target = weight.float()[:, order].t()
         for _ in range(self.sweeps):
@@ -131,26 +125,19 @@ class Descent(Refinement):
         return grid
 
 
-descent = Descent
-
-# --------------------------------------------------------------------------------------------------
-# Float target: the weight whose output, on the inputs of the quantized model, is nearest to the float model's output.
-#
-# With X the inputs of a layer in the float model, X~ those in the model as quantized so far, and G = X^T X~, H = X~^T
-# X~,
-#
-#     |X W^T - X~ Q^T|^2 = |X~ (W* - Q)^T|^2 + constant,    W* = W G H^-1 = W + W (G - H) H^-1
-#
-# so any algorithm that rounds W* with H rounds against the outputs of the float model. H is damped.
-#
-# Where the output of the layer is added to a residual stream, R in the float model and R~ in the quantized one, it
-# can make up for what the stream lacks, too: W* gains (R - R~)^T X~ H^-1.
-
-
 @jsonable
 @dataclass(frozen=True)
 class FloatTarget:
-    """Round against the outputs of the float model.
+    """Round against the outputs of the float model: the weight W* whose output on the inputs of the quantized model is
+    nearest to the float model's output.
+
+    With X the inputs of a layer in the float model, X~ those in the model as quantized so far, G = X^T X~, H = X~^T X~,
+
+        |X W^T - X~ Q^T|^2 = |X~ (W* - Q)^T|^2 + constant,    W* = W G H^-1 = W + W (G - H) H^-1
+
+    so any algorithm that rounds W* with H rounds against the outputs of the float model. H is damped. Where the output
+    of the layer is added to a residual stream, R in the float model and R~ in the quantized one, W* gains
+    (R - R~)^T X~ H^-1 to make up for what the stream lacks.
 
     Args:
         strength: 0 keeps the weight, 1 is W*; between them the correction is scaled.
@@ -184,6 +171,3 @@ class FloatTarget:
             correction += residual.float()
         lower, _ = factor(moment, self.damping)
         return weight + self.strength * torch.cholesky_solve(correction.t(), lower).t()
-
-
-float_target = FloatTarget

@@ -1,7 +1,14 @@
 """Grid: the values that the elements of a weight can take once its scales are chosen, and the codes taken so far.
 
 The algorithms of this package choose codes column by column, and need no more of a number format than the nearest value
-of a column: integers, low-bit floats and look-up tables are rounded by the same code.
+of a column: integers, low-bit floats and look-up tables are rounded by the same code. They lessen the error of the
+output. For inputs X (M, K) and the error D = W - Q (N, K) of the weight it is
+
+    |X W^T - X Q^T|^2 / M = sum_n d_n H d_n^T = tr(D H D^T),    H = X^T X / M
+
+H is singular where inputs are linearly dependent, so it is damped: H + damping * mean(diag H) * I.
+
+Source: GPTQ, arXiv 2210.17323, section 3.
 """
 
 from __future__ import annotations
@@ -30,7 +37,7 @@ class Grid:
         stored: the tensors of the scale, as they are stored (see `primitives.double_quant`).
         other: zero points (one per block), tables, or None.
         codes: (N, K), in the storage dtype of the spec.
-        kept: (N, K) bool, which elements may differ from zero; None: all.
+        mask: (N, K) bool, which elements may differ from zero; None: all.
     """
 
     spec: QuantSpec | CodebookSpec
@@ -38,7 +45,7 @@ class Grid:
     stored: Mapping[str, Tensor]
     other: Tensor | None
     codes: Tensor
-    kept: Tensor | None = None
+    mask: Tensor | None = None
 
     @classmethod
     def of(
@@ -47,16 +54,13 @@ class Grid:
         spec: Any,
         dtype: torch.dtype,
         importance: Tensor | None = None,
-        kept: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> Grid:
-        """The grid that `spec` chooses for `weight` (N, K), with the nearest codes.
+        """The grid that `spec` chooses for `weight` (N, K), with the nearest codes; groups have scales of `dtype`.
 
-        Args:
-            dtype: logical dtype of the quantized weight, which also is that of the scales of groups.
-            importance: (K,), for tables that are fitted by k-means.
-            kept: (N, K) bool, the elements that are not pruned.
+        `importance` (K,) is for tables that are fitted by k-means.
         """
-        weight = (weight if kept is None else torch.where(kept, weight, 0)).to(dtype)
+        weight = (weight if mask is None else torch.where(mask, weight, 0)).to(dtype)
         other: Tensor | None
         if isinstance(spec, CodebookSpec):
             stored = quantize_scale(spec.choose_scale(weight), spec.scale_spec)
@@ -64,13 +68,13 @@ class Grid:
             other = spec.choose_table(weight, dequantize_scale(stored, spec.scale_spec), weights)
         else:
             stored, other = spec.choose_stored_qparams(weight)
-        grid = cls(spec, dtype, stored, other, torch.empty(0, dtype=torch.float32, device="cpu"), kept)
+        grid = cls(spec, dtype, stored, other, torch.empty(0, dtype=torch.float32, device="cpu"), mask)
         grid.codes = grid.nearest(weight)
         return grid
 
     def nearest(self, weight: Tensor) -> Tensor:
         """The codes nearest to `weight` (N, K), zeros where it is pruned."""
-        weight = weight if self.kept is None else torch.where(self.kept, weight, 0)
+        weight = weight if self.mask is None else torch.where(self.mask, weight, 0)
         return self.spec.quantize(weight.to(self.dtype), self.scale, self.other)  # type: ignore[arg-type]
 
     @property
@@ -108,10 +112,6 @@ class Grid:
         """A grid with codes of its own."""
         return replace(self, codes=self.codes.clone())
 
-    def columns(self) -> Columns:
-        """The grid seen as columns; scales are taken as they are now."""
-        return Columns(self)
-
     def linear_terms(self) -> tuple[Tensor, Tensor]:
         """(multipliers, offsets), (N, K) fp32: value = multiplier * scale + offset for each element."""
         ones, spec = torch.ones_like(self.scale, dtype=torch.float32), self.spec
@@ -132,32 +132,27 @@ class Grid:
 
 
 class Columns:
-    """Nearest values of single columns of a grid."""
+    """Nearest values of single columns of a grid, whose scales are taken as they are now."""
 
     def __init__(self, grid: Grid) -> None:
-        rows, self.width = grid.block[0], grid.block[1]
+        rows, self.width = grid.block
         # One element is one block here.
-        granularity = PerBlock((1, 1))
-        self.spec: Any = replace(grid.spec, granularity=granularity, scale_spec=None)
+        self.spec: Any = replace(grid.spec, granularity=PerBlock((1, 1)), scale_spec=None)
         self.scale = grid.scale.repeat_interleave(rows, 0)
         other = grid.other
         self.shared = other is not None and other.dim() == 1  # one table for all blocks
         self.other = other if other is None or self.shared else other.repeat_interleave(rows, 0)
-        self.kept = grid.kept
+        self.mask = grid.mask
 
     def nearest(self, column: int, values: Tensor) -> tuple[Tensor, Tensor]:
         """(codes, what they stand for in fp32), both (N,), nearest to `values` (N,) in this column."""
-        if self.kept is not None:
-            values = torch.where(self.kept[:, column], values, 0)
+        if self.mask is not None:
+            values = torch.where(self.mask[:, column], values, 0)
         group = slice(column // self.width, column // self.width + 1)
         scale = self.scale[:, group]
         other = self.other if self.other is None or self.shared else self.other[:, group]
         codes = self.spec.quantize(values.unsqueeze(1), scale, other)
         return codes.squeeze(1), self.spec.dequantize(codes, scale, other).squeeze(1)
-
-
-# --------------------------------------------------------------------------------------------------
-# Rounding and Refinement: how the codes of a weight are chosen, given the second moment of its inputs.
 
 
 class Rounding:
@@ -193,18 +188,6 @@ class Nearest(Rounding):
         return 0.0
 
 
-# --------------------------------------------------------------------------------------------------
-# The error of the output of a layer as a quadratic form of the error of its weight.
-#
-# For inputs X (M, K) and the error D = W - Q (N, K) of the weight,
-#
-#     |X W^T - X Q^T|^2 / M = sum_n d_n H d_n^T = tr(D H D^T),    H = X^T X / M
-#
-# H is singular where inputs are linearly dependent, so it is damped: H + damping * mean(diag H) * I.
-#
-# Source: GPTQ, arXiv 2210.17323, section 3.
-
-
 PRUNING_DAMPING = 0.01
 """Of H, where it says which elements matter."""
 
@@ -218,11 +201,7 @@ def loss(error: Tensor, moment: Tensor) -> Tensor:
 
 
 def damped(moment: Tensor, damping: float, order: Tensor | None = None) -> Tensor:
-    """H + damping * mean(diag H) * I in a new tensor; 1 on the diagonal for inputs that are always zero.
-
-    Args:
-        order: (K,) int64: of H with its rows and columns in this order.
-    """
+    """H + damping * mean(diag H) * I in a new tensor, in this order; 1 on the diagonal for inputs always zero."""
     added = damping * moment.diagonal().float().mean()
     result = moment.float().clone() if order is None else moment.float()[order.unsqueeze(1), order]
     diagonal = result.diagonal()
@@ -235,12 +214,6 @@ def factor(moment: Tensor, damping: float, order: Tensor | None = None) -> tuple
     """(the lower Cholesky factor of the damped H, the damping used), with more damping where the factorization fails.
 
     The factor takes the place of the damped H, so that one matrix (K, K) is in memory beside H.
-
-    Args:
-        order: as in `damped`.
-
-    Raises:
-        ValueError: H is not finite, or far from positive semi-definite.
     """
     if not bool(torch.isfinite(torch.stack(moment.aminmax())).all()):
         raise ValueError("the second moment of the inputs is not finite: the calibration data gives NaN or infinities")
@@ -254,15 +227,10 @@ def factor(moment: Tensor, damping: float, order: Tensor | None = None) -> tuple
     raise ValueError(f"the second moment of the inputs is not positive definite, even with damping {damping / 10:g}")
 
 
-def inverse_(lower: Tensor) -> Tensor:
-    """H^-1 from the lower Cholesky factor of H, in its place."""
-    return torch.cholesky_inverse(lower, out=lower)
-
-
 def saliency(weight: Tensor, moment: Tensor) -> Tensor:
     """w^2 / (H^-1)_jj, (N, K): how much the error grows if an element becomes zero and all others make up for it.
 
     Source: Optimal Brain Surgeon; SparseGPT, arXiv 2301.00774, section 3.
     """
     lower, _ = factor(moment, PRUNING_DAMPING)
-    return weight.float().square() / inverse_(lower).diagonal()
+    return weight.float().square() / torch.cholesky_inverse(lower, out=lower).diagonal()

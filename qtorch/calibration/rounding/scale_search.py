@@ -85,17 +85,6 @@ def four_over_six() -> ScaleSearch:
     return ScaleSearch(factors=(1.5,), importance=False)
 
 
-scale_search = ScaleSearch
-
-# --------------------------------------------------------------------------------------------------
-# Scale refit: the scales that are best for the codes, in closed form.
-#
-# A row of the quantized weight is q = sum_g s_g c_g + o, with c_g the codes of group g (zero elsewhere). So
-# tr(D H D^T) is quadratic in the scales s (G,) of the row, and least where
-#
-#     A s = b,    A_gh = c_g H c_h^T,    b_g = (w - o) H c_g^T
-
-
 _ELEMENTS = 1 << 24
 """Of the products c_g H, of all rows that are solved at once."""
 
@@ -104,6 +93,11 @@ _ELEMENTS = 1 << 24
 @dataclass(frozen=True)
 class ScaleRefit(Refinement):
     """Least-squares scales, taken by rows where the scales as stored lower the loss. One row has its own scales.
+
+    A row of the quantized weight is q = sum_g s_g c_g + o, with c_g the codes of group g (zero elsewhere). So
+    tr(D H D^T) is quadratic in the scales s (G,) of the row, and least where
+
+        A s = b,    A_gh = c_g H c_h^T,    b_g = (w - o) H c_g^T
 
     Args:
         ridge: added to the diagonal of A, relative to its mean.
@@ -145,6 +139,3 @@ class ScaleRefit(Refinement):
             near = (scales > old[part] / self.most) & (scales < old[part] * self.most)
             result[part] = torch.where(near & (failed == 0).unsqueeze(1), scales, old[part])
         return result
-
-
-scale_refit = ScaleRefit

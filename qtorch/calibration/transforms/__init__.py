@@ -7,8 +7,12 @@ graph of `torch.export`, tried with numbers, and left alone where the outputs ch
 """
 
 from .base import Transform, run_transforms
-from .clip import Clip, clip
-from .rotate import Rotate, rotate
-from .scaling import Awq, Smooth, awq, smooth
+from .clip import Clip
+from .clip import Clip as clip
+from .rotate import Rotate
+from .rotate import Rotate as rotate
+from .scaling import Awq, Smooth
+from .scaling import Awq as awq
+from .scaling import Smooth as smooth
 
 __all__ = ["Awq", "Clip", "Rotate", "Smooth", "Transform", "awq", "clip", "rotate", "run_transforms", "smooth"]

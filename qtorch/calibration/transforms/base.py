@@ -47,9 +47,7 @@ def run_transforms(
 ) -> tuple[TransformReport, ...]:
     """Apply transforms one after the other; parameters of the model are replaced.
 
-    Args:
-        recipes: name of a parameter -> the recipe that it will be quantized by.
-        strict: raise `ValueError` where the model cannot be exported, or a change of weights turned out to be wrong.
+    If `strict`, a model that cannot be exported and a change of weights that turned out to be wrong are errors.
     """
     work = Work(model, data, recipes)
     reports: list[TransformReport] = []

@@ -57,9 +57,8 @@ class Clip(Transform):
         names = {id(work.parameters[name]): name for name in work.recipes if name in work.parameters.slots}
         weights = [work.parameters[name] for name in names.values()]
         found: dict[str, dict[int | None, WeightInputs]] = {}
-        for (owner, expert), inputs in collect_inputs(
-            work.model, work.data, work.batches, weights, self.tokens
-        ).items():
+        collected = collect_inputs(work.model, work.data, work.batches, weights, self.tokens)
+        for (owner, expert), inputs in collected.items():
             found.setdefault(names[owner], {})[expert] = inputs
         return [self._clip(work, name, of) for name, of in found.items()]
 
@@ -80,7 +79,7 @@ class Clip(Transform):
             old = new = consumer.error(one)
             clamped = self._clamped(matrix, rows, recipe.linear_spec().weight)
             other = Consumer(clamped, consumer.channels, False, inputs, recipe)
-            other.wanted = consumer.wanted
+            other.reference = consumer.reference
             if (error := other.error(one)) < old:
                 new = error
                 result[... if expert is None else expert] = clamped
@@ -112,6 +111,3 @@ class Clip(Transform):
         values = Grid.of(flat, spec, weight.dtype).values().to(blocks.dtype)
         difference = blocks - values.reshape(blocks.shape)
         return torch.einsum("nhgi,gij,nhgj->ng", difference, moments, difference)
-
-
-clip = Clip

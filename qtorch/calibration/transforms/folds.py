@@ -42,11 +42,7 @@ class Fold:
         return {name: labels for name, labels in self.labels.items() if bool((labels < 0).any())}
 
     def values(self, parameters: Parameters, scales: Tensor) -> dict[str, Tensor]:
-        """The new values of the parameters, in fp32 (fp64 for those in fp64).
-
-        Args:
-            scales: (n,), positive.
-        """
+        """The new values of the parameters for positive scales (n,), in fp32 (fp64 for those in fp64)."""
         made = {}
         for name, labels in self.labels.items():
             old = parameters[name].detach()
@@ -90,13 +86,13 @@ def find_folds(graph: ModelGraph) -> tuple[list[Fold], list[Refusal]]:
 
 
 def _fold(name: str, scales: int, found: Propagation) -> Fold | None:
-    kept = {key: labels for key, given in found.scaled.items() if (labels := found.kept(given)) is not None}
+    left = {key: labels for key, given in found.scaled.items() if (labels := found.unblocked(given)) is not None}
     free = torch.zeros(scales, dtype=torch.bool, device="cpu")
     divided: set[int] = set()
-    for labels in kept.values():
+    for labels in left.values():
         divided |= ids(labels[labels < 0])
     useful = sorted(found.free & divided)
     if not useful:
         return None
     free[torch.tensor(useful, dtype=torch.int64, device="cpu") - 1] = True
-    return Fold(name, scales, free, kept, found.shifts)
+    return Fold(name, scales, free, left, found.shifts)

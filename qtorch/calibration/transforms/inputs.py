@@ -18,14 +18,7 @@ TOKENS = 512
 
 @dataclass(eq=False)
 class WeightInputs:
-    """The inputs of one matrix.
-
-    Attributes:
-        largest: (K,), max |x_k| over all rows.
-        total: (K,), sum of |x_k|.
-        count: number of rows.
-        parts: some of the rows.
-    """
+    """The inputs of one matrix: max |x_k| and the sum of |x_k| over all rows, (K,), and some of the rows."""
 
     largest: Tensor
     total: Tensor
@@ -48,11 +41,7 @@ class WeightInputs:
 def collect_inputs(
     model: nn.Module, data: Data, batches: Collection[Any], weights: Collection[Tensor], tokens: int = TOKENS
 ) -> dict[Key, WeightInputs]:
-    """The inputs of these parameters over all batches, without padded tokens.
-
-    Args:
-        tokens: number of rows that are kept of each input, spread over the batches.
-    """
+    """The inputs of these parameters over all batches, without padded tokens; so many rows are kept of each input."""
     each = -(-tokens // max(len(batches), 1))
     found: dict[Key, WeightInputs] = {}
     # Weights with the same input share its rows; holding the input keeps its id from being reused.

@@ -43,13 +43,8 @@ class Parameters:
 
     def put(self, made: Mapping[str, nn.Parameter]) -> None:
         """Put parameters in place of those with these names; all or none."""
-        install(
-            [
-                Change(module._parameters, attribute, parameter)
-                for name, parameter in made.items()
-                for module, attribute in self.slots[name]
-            ]
-        )
+        places = [(place, parameter) for name, parameter in made.items() for place in self.slots[name]]
+        install([Change(module._parameters, attribute, parameter) for (module, attribute), parameter in places])
 
     @contextmanager
     def replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:

@@ -11,18 +11,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from ..data import Data, eval_mode
-
-# --------------------------------------------------------------------------------------------------
-# ModelGraph: the operations of a model between its parameters, inputs and outputs, as `torch.export` finds them.
-#
-# The export runs the model on tensors without data, so that it needs no memory, whatever the size of the model.
 
 
 class ExportFailed(Exception):
@@ -34,15 +29,16 @@ class _Call(nn.Module):
 
     def __init__(self, model: nn.Module, data: Data) -> None:
         super().__init__()
-        self.model = model
-        self.data = data
+        self.model, self.data = model, data
 
     def forward(self, batch: Any) -> list[Tensor]:
         return tensors_of(self.data.call(self.model, batch))
 
 
 class ModelGraph:
-    """The graph of a model.
+    """The operations of a model between its parameters, inputs and outputs, as `torch.export` finds them.
+
+    The export runs the model on tensors without data, so that it needs no memory, whatever the size of the model.
 
     Attributes:
         nodes: in the order in which they run.
@@ -52,15 +48,18 @@ class ModelGraph:
     """
 
     def __init__(self, model: nn.Module, data: Data, batch: Any) -> None:
-        """Export the model with one batch.
-
-        Raises:
-            ExportFailed: the model, or the batch, cannot be exported.
-        """
-        program = _exported(model, data, dict(batch) if isinstance(batch, Mapping) else batch)
+        """Export the model with one batch."""
+        given = dict(batch) if isinstance(batch, Mapping) else batch
+        try:
+            with eval_mode(model), torch.no_grad():
+                program: Any = torch.export.export(_Call(model, data), (given,), strict=False)
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            raise ExportFailed(f"{type(error).__name__}: {lines[0]}") from error
         self.nodes: list[fx.Node] = list(program.graph.nodes)
         self.order = {node: index for index, node in enumerate(self.nodes)}
-        names = canonical_names(model)
+        first: dict[int, str] = {}  # all names of a parameter -> its first one
+        names = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
         stored: Mapping[str, str] = program.graph_signature.inputs_to_parameters
         self.parameters: dict[fx.Node, str] = {}
         self.uses: dict[str, list[fx.Node]] = {}
@@ -71,27 +70,12 @@ class ModelGraph:
                 self.uses.setdefault(name, []).append(node)
 
 
-def canonical_names(model: nn.Module) -> dict[str, str]:
-    """All names of the parameters of a model -> the first name of the same parameter."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
-
-
 def tensors_of(output: Any) -> list[Tensor]:
     """The tensors of the output of a model, in floating point."""
     leaves: list[Any] = []
     for leaf in tree_leaves(output):
         leaves += tree_leaves(dict(leaf)) if isinstance(leaf, Mapping) else [leaf]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
-def _exported(model: nn.Module, data: Data, batch: Any) -> Any:
-    try:
-        with eval_mode(model), torch.no_grad():
-            return torch.export.export(_Call(model, data), (batch,), strict=False)
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        raise ExportFailed(f"{type(error).__name__}: {lines[0]}") from error
 
 
 def shape_of(node: Any) -> tuple[int, ...] | None:
@@ -102,11 +86,9 @@ def shape_of(node: Any) -> tuple[int, ...] | None:
     return tuple(value.shape)
 
 
-# --------------------------------------------------------------------------------------------------
-# Labels: by which of the unknown scales s_1 .. s_n each element of a tensor is multiplied.
-#
-# A label i stands for a factor s_i, -i for 1 / s_i, and 0 for 1. Labels are int32 tensors that broadcast to the shape
-# of the tensor: an axis along which all labels are equal has size 1.
+# A label says by which of the unknown scales s_1 .. s_n an element is multiplied: i stands for a factor s_i, -i for
+# 1 / s_i, and 0 for 1. Labels are int32 tensors that broadcast to the shape of the tensor: an axis along which all
+# labels are equal has size 1.
 
 
 def compact(labels: Tensor) -> Tensor:
@@ -140,12 +122,7 @@ def ids(labels: Tensor) -> set[int]:
 
 
 def factors(labels: Tensor, scales: Tensor) -> Tensor:
-    """What elements with these labels are multiplied by.
-
-    Args:
-        labels: any shape.
-        scales: (n,), s_1 .. s_n.
-    """
+    """What elements with these labels are multiplied by, given s_1 .. s_n."""
     padded = torch.cat([scales.new_ones(1), scales])
     found = padded[labels.abs().long().to(scales.device)]
     return torch.where(labels.to(scales.device) < 0, 1 / found, found)
@@ -202,25 +179,30 @@ class Propagation:
 
         for name, labels in list(self.scaled.items()):
             for node in self.graph.uses.get(name, ()):
-                self.at[node] = self._kept(labels)
+                self.at[node] = self.unblocked(labels)
                 add(node.users)
         while waiting:
             node = self.graph.nodes[heapq.heappop(waiting)]
             if not any(self.at.get(source) is not None for source in node.all_input_nodes):
                 continue
-            result = self._kept(self.rule(node)(self, node))
+            result = self.unblocked(self.rule(node)(self, node))
             if result is not None:
                 self.at[node] = result
                 add(node.users)
 
-    def _kept(self, labels: Labels) -> Labels:
-        if isinstance(labels, list):
-            each = [None if part is None else self.kept(part) for part in labels]
-            return None if all(part is None for part in each) else each
-        return None if labels is None else self.kept(labels)
+    @overload
+    def unblocked(self, labels: Tensor) -> Tensor | None: ...
 
-    def kept(self, labels: Tensor) -> Tensor | None:
+    @overload
+    def unblocked(self, labels: Labels) -> Labels: ...
+
+    def unblocked(self, labels: Labels) -> Labels:
         """Labels without those that are blocked; None if none is left."""
+        if labels is None:
+            return None
+        if isinstance(labels, list):
+            each = [None if part is None else self.unblocked(part) for part in labels]
+            return None if all(part is None for part in each) else each
         if self.blocked:
             stopped = labels.new_tensor(sorted(self.blocked))
             labels = torch.where(torch.isin(labels.abs(), stopped), torch.zeros_like(labels), labels)
@@ -241,22 +223,19 @@ class Propagation:
                     self.blocked[index] = reason
                     self.changed = True
 
-    def want(self, operand: Any, have: Tensor | None, wanted: Tensor | None, reason: str) -> None:
-        """Have an operand scaled as `wanted`: by scaling the parameter that it is a view of, or else by blocking."""
-        if have is None and wanted is None:
-            return
+    def require(self, operand: Any, have: Tensor | None, required: Tensor | None, reason: str) -> None:
+        """Have an operand scaled as `required`: by scaling the parameter that it is a view of, or else by blocking."""
         if have is None:
-            assert wanted is not None
-            if not self.request(operand, wanted):
-                self.block(wanted, reason)
+            if required is not None and not self.request(operand, required):
+                self.block(required, reason)
             return
-        have, wanted = torch.broadcast_tensors(have, torch.zeros_like(have) if wanted is None else wanted)
-        differ = have != wanted
+        have, required = torch.broadcast_tensors(have, torch.zeros_like(have) if required is None else required)
+        differ = have != required
         if bool(differ.any()):
-            missing = torch.where(differ & (have == 0), wanted, torch.zeros_like(wanted))
+            missing = torch.where(differ & (have == 0), required, torch.zeros_like(required))
             if bool((differ & (have != 0)).any()) or not self.request(operand, compact(missing)):
                 self.block(torch.where(differ, have, torch.zeros_like(have)), reason)
-                self.block(torch.where(differ, wanted, torch.zeros_like(wanted)), reason)
+                self.block(torch.where(differ, required, torch.zeros_like(required)), reason)
 
     def request(self, node: Any, labels: Tensor) -> bool:
         """Scale the parameter that a node is a view of; False if it is none."""
@@ -264,14 +243,13 @@ class Propagation:
         fitting = None if shape is None else aligned(labels, len(shape))
         if fitting is None:
             return False
-        while isinstance(node, fx.Node) and node not in self.graph.parameters:
-            inverse = VIEWS.get(_name(node))
-            if inverse is None:
-                return False
-            fitting = inverse(fitting, *node.args[1:])
+        if not self.is_parameter(node):
+            return False
+        while node not in self.graph.parameters:
+            fitting = VIEWS[_name(node)](fitting, *node.args[1:])
             node = node.args[0]
         shape = shape_of(node)
-        if shape is None or node not in self.graph.parameters:
+        if shape is None:
             return False
         if any(a not in (1, b) for a, b in zip(fitting.shape, shape)):
             return False
@@ -295,19 +273,15 @@ class Propagation:
 
     def shift(self, node: fx.Node, value: float) -> bool:
         """Note that the model adds a number to a parameter before it multiplies by it; False if it is none."""
+        if not self.is_parameter(node):
+            return False
         while node not in self.graph.parameters:
-            if _name(node) not in VIEWS or not isinstance(node.args[0], fx.Node):
-                return False
-            node = node.args[0]
+            node = node.args[0]  # type: ignore[assignment]
         return self.shifts.setdefault(self.graph.parameters[node], value) == value
 
 
 def _name(node: fx.Node) -> str:
     return str(node.target)
-
-
-def _same(labels: Tensor, *_: Any, **__: Any) -> Tensor:
-    return labels
 
 
 def _permuted(labels: Tensor, axes: Any) -> Tensor:
@@ -317,9 +291,12 @@ def _permuted(labels: Tensor, axes: Any) -> Tensor:
 
 VIEWS: dict[str, Callable[..., Tensor]] = {
     **dict.fromkeys(
-        ("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.type_as.default", "aten.alias.default"), _same
+        (
+            *("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.type_as.default", "aten.alias.default"),
+            *("aten.detach.default", "aten.contiguous.default", "aten.clone.default"),
+        ),
+        lambda labels, *_, **__: labels,
     ),
-    **dict.fromkeys(("aten.detach.default", "aten.contiguous.default", "aten.clone.default"), _same),
     "aten.t.default": lambda labels: labels.t(),
     "aten.transpose.int": lambda labels, a, b: labels.transpose(a, b),
     "aten.permute.default": _permuted,

@@ -15,25 +15,23 @@ from torch import fx
 
 from .propagation import VIEWS, ModelGraph, axis_labels, shape_of
 
+Handler = Callable[["ResidualStream", fx.Node], bool]
+
 
 class CannotRotate(Exception):
     """The residual stream cannot be rotated; the message says why."""
 
 
 class ResidualStream:
-    """The residual stream that starts at the first embedding.
+    """The residual stream, of `size` channels, that starts at the first embedding.
 
-    Attributes:
-        size: number of channels.
-        axes: name of a parameter -> the axes along which it is rotated.
-        norms: parameters by which normalized vectors are multiplied; they have to be 1.
+    `axes` are those along which each parameter is rotated; `norms` are the weights of norms, which have to be 1.
     """
 
     def __init__(self, graph: ModelGraph) -> None:
         """Raises `CannotRotate`."""
         self.graph = graph
         self.rotated: set[fx.Node] = set()
-        self.squares: set[fx.Node] = set()
         self.norms: dict[str, None] = {}
         self.seen: dict[str, dict[fx.Node, set[int]]] = {}
         self.waiting: list[fx.Node] = []
@@ -44,9 +42,10 @@ class ResidualStream:
         self.size = shape[-1]
         self.require(first)
         while self.waiting:
-            node = self.waiting.pop()
-            for user in list(node.users):
-                self._read(user)
+            for user in list(self.waiting.pop().users):
+                read = READERS.get(_name(user))
+                if read is None or not read(self, user):
+                    raise CannotRotate(f"{user.name} ({_name(user)}) reads it")
         self.axes = {name: self._agreed(name) for name in self.seen}
 
     def require(self, node: Any) -> None:
@@ -60,21 +59,15 @@ class ResidualStream:
         if self._parameter(node, -1, node):
             return
         write = WRITERS.get(_name(node))
-        if write is None:
+        if write is None or not write(self, node):
             raise CannotRotate(f"{node.name} ({_name(node)}) writes into it")
-        write(self, node)
 
-    def _read(self, node: fx.Node) -> None:
-        read = READERS.get(_name(node))
-        if read is None:
-            raise CannotRotate(f"{node.name} ({_name(node)}) reads it")
-        read(self, node)
-
-    def _pass(self, node: fx.Node) -> None:
+    def _pass(self, node: fx.Node) -> bool:
         """The output of a node is rotated as its inputs are."""
         if node not in self.rotated:
             self.rotated.add(node)
             self.waiting.append(node)
+        return True
 
     def _parameter(self, node: Any, axis: int, user: fx.Node) -> bool:
         """Rotate the parameter that a node is a view of, along an axis of the view; False if it is none."""
@@ -102,10 +95,10 @@ class ResidualStream:
                     pending += user.users
                 elif _name(user) not in IGNORED:
                     uses.add(user)
-        wanted = list(self.seen[name].values())
-        if uses != set(self.seen[name]) or any(axes != wanted[0] for axes in wanted):
+        of_uses = list(self.seen[name].values())
+        if uses != set(self.seen[name]) or any(axes != of_uses[0] for axes in of_uses):
             raise CannotRotate(f"{name} is also used where it is not rotated")
-        return wanted[0]
+        return of_uses[0]
 
     def neutral(self, node: Any) -> bool:
         """Whether a node is the weight of a norm, which then has to be folded away."""
@@ -130,117 +123,106 @@ def _is_scale(node: Any) -> bool:
     return not isinstance(node, fx.Node) or (shape is not None and (not shape or shape[-1] == 1))
 
 
-def _write_product(weight: int, bias: int, transposed: bool) -> Callable[[ResidualStream, fx.Node], None]:
+# What the operations need, of which False says that the stream cannot be rotated.
+
+
+def _write_product(weight: int, bias: int, transposed: bool) -> Handler:
     """A product with a parameter, given by the places of the weight and the bias in the arguments."""
 
-    def write(s: ResidualStream, node: fx.Node) -> None:
-        if not s._parameter(node.args[weight], -1 if transposed else -2, node):
-            raise CannotRotate(f"{node.name} ({_name(node)}) writes into it")
+    def write(s: ResidualStream, node: fx.Node) -> bool:
         given = node.args[bias] if 0 <= bias < len(node.args) else None
-        if given is not None and not s._parameter(given, -1, node):
-            raise CannotRotate(f"the bias of {node.name} is no parameter")
+        of_weight = s._parameter(node.args[weight], -1 if transposed else -2, node)
+        return of_weight and (given is None or s._parameter(given, -1, node))
 
     return write
 
 
-def _read_product(input: int, weight: int, transposed: bool) -> Callable[[ResidualStream, fx.Node], None]:
-    def read(s: ResidualStream, node: fx.Node) -> None:
-        rotated = [source for source in node.all_input_nodes if source in s.rotated and source is node.args[input]]
-        if not rotated or not s._parameter(node.args[weight], -2 if transposed else -1, node):
-            raise CannotRotate(f"{node.name} ({_name(node)}) reads it")
+def _read_product(input: int, weight: int, transposed: bool) -> Handler:
+    def read(s: ResidualStream, node: fx.Node) -> bool:
+        return node.args[input] in s.rotated and s._parameter(node.args[weight], -2 if transposed else -1, node)
 
     return read
 
 
-def _write_embedding(s: ResidualStream, node: fx.Node) -> None:
-    if not s._parameter(node.args[0], -1, node):
-        raise CannotRotate(f"{node.name} is no embedding of a parameter")
+def _write_embedding(s: ResidualStream, node: fx.Node) -> bool:
+    return s._parameter(node.args[0], -1, node)
 
 
-def _write_sum(s: ResidualStream, node: fx.Node) -> None:
+def _write_sum(s: ResidualStream, node: fx.Node) -> bool:
     for operand in node.args[:2]:
         if operand != 0:
             s.require(operand)
+    return True
 
 
-def _write_scaled(s: ResidualStream, node: fx.Node) -> None:
+def _write_scaled(s: ResidualStream, node: fx.Node) -> bool:
     a, b = node.args[:2]
     if not _is_scale(b):
         a, b = b, a
     if not _is_scale(b) or ("div" in _name(node) and a is not node.args[0]):
-        raise CannotRotate(f"{node.name} ({_name(node)}) writes into it")
+        return False
     s.require(a)
+    return True
 
 
-def _write_moved(s: ResidualStream, node: fx.Node) -> None:
-    source = node.args[0]
-    if not _keeps_vectors(node):
-        raise CannotRotate(f"{node.name} ({_name(node)}) writes into it")
-    s.require(source)
+def _write_moved(s: ResidualStream, node: fx.Node) -> bool:
+    moves = _keeps_vectors(node)
+    if moves:
+        s.require(node.args[0])
+    return moves
 
 
-def _read_sum(s: ResidualStream, node: fx.Node) -> None:
-    _write_sum(s, node)
-    s._pass(node)
+def _read_sum(s: ResidualStream, node: fx.Node) -> bool:
+    return _write_sum(s, node) and s._pass(node)
 
 
-def _read_scaled(s: ResidualStream, node: fx.Node) -> None:
+def _read_scaled(s: ResidualStream, node: fx.Node) -> bool:
     a, b = node.args[:2]
     if a is b and "mul" in _name(node):
-        s.squares.add(node)
-        _read_squares(s, node)
-        return
+        return _only_summed(node)
     if b in s.rotated:
         a, b = b, a
     divides_by = "div" in _name(node) and a is not node.args[0]
     if divides_by or b in s.rotated or not (_is_scale(b) or s.neutral(b)):
-        raise CannotRotate(f"{node.name} ({_name(node)}) reads it")
-    s._pass(node)
+        return False
+    return s._pass(node)
 
 
-def _read_power(s: ResidualStream, node: fx.Node) -> None:
-    if "pow" in _name(node) and node.args[1] != 2:
-        raise CannotRotate(f"{node.name} ({_name(node)}) reads it")
-    _read_squares(s, node)
+def _read_power(s: ResidualStream, node: fx.Node) -> bool:
+    return ("pow" not in _name(node) or bool(node.args[1] == 2)) and _only_summed(node)
 
 
-def _read_squares(s: ResidualStream, node: fx.Node) -> None:
+def _only_summed(node: fx.Node) -> bool:
     """Squares are summed over the last axis, and nothing else is done with them."""
-    for user in node.users:
-        if _name(user) in IGNORED:
-            continue
-        axes: Any = user.args[1] if len(user.args) > 1 else None
-        if _name(user) not in ("aten.mean.dim", "aten.sum.dim_IntList") or not _is_last(axes, user):
-            raise CannotRotate(f"{user.name} ({_name(user)}) reads squares of it")
+    sums = ("aten.mean.dim", "aten.sum.dim_IntList")
+    users = [user for user in node.users if _name(user) not in IGNORED]
+    return all(_name(user) in sums and _is_last(user.args[1:2], user) for user in users)
 
 
 def _is_last(axes: Any, node: fx.Node) -> bool:
+    """Whether `axes`, an argument if there is one, are the last axis of the input."""
     shape = shape_of(node.args[0])
-    return shape is not None and isinstance(axes, list | tuple) and [a % len(shape) for a in axes] == [len(shape) - 1]
+    if shape is None or not axes or not isinstance(axes[0], list | tuple):
+        return False
+    return [axis % len(shape) for axis in axes[0]] == [len(shape) - 1]
 
 
-def _read_norm(s: ResidualStream, node: fx.Node) -> None:
+def _read_norm(s: ResidualStream, node: fx.Node) -> bool:
     weight = node.args[2] if len(node.args) > 2 else None
-    if list(node.args[1]) != [s.size] or (weight is not None and not s.neutral(weight)):  # type: ignore[arg-type]
-        raise CannotRotate(f"{node.name} ({_name(node)}) reads it")
-    s._pass(node)
+    return list(node.args[1]) == [s.size] and (weight is None or s.neutral(weight)) and s._pass(node)  # type: ignore[arg-type]
 
 
-def _read_vector_norm(s: ResidualStream, node: fx.Node) -> None:
-    if node.args[1:2] not in ((), (2,), (2.0,)) or not _is_last(node.args[2] if len(node.args) > 2 else None, node):
-        raise CannotRotate(f"{node.name} ({_name(node)}) reads it")
+def _read_vector_norm(s: ResidualStream, node: fx.Node) -> bool:
+    return node.args[1:2] in ((), (2,), (2.0,)) and _is_last(node.args[2:3], node)
 
 
-def _read_dtype(s: ResidualStream, node: fx.Node) -> None:
+def _read_dtype(s: ResidualStream, node: fx.Node) -> bool:
     """x.type_as(y) does not read the values of y."""
-    if node.args[0] in s.rotated:
-        s._pass(node)
+    return node.args[0] not in s.rotated or s._pass(node)
 
 
-def _read_moved(s: ResidualStream, node: fx.Node) -> None:
-    if node.args[0] not in s.rotated or not _keeps_vectors(node):
-        raise CannotRotate(f"{node.name} ({_name(node)}) reads it")
-    s._pass(node)
+def _read_moved(s: ResidualStream, node: fx.Node) -> bool:
+    return node.args[0] in s.rotated and _keeps_vectors(node) and s._pass(node)
 
 
 def _keeps_vectors(node: fx.Node) -> bool:
@@ -262,10 +244,6 @@ def _keeps_vectors(node: fx.Node) -> bool:
     return tuple(moved.shape) == after and bool((moved == axis_labels(after, -1)).all())
 
 
-def _nothing(s: ResidualStream, node: fx.Node) -> None:
-    """Values are not read."""
-
-
 IGNORED = {f"aten.{name}" for name in ("_assert_tensor_metadata.default", "zeros_like.default", "empty_like.default")}
 IGNORED |= {f"aten.{name}" for name in ("new_zeros.default", "new_ones.default", "new_empty.default", "sym_size.int")}
 SAME = {f"aten.{name}.default" for name in ("dropout", "clone", "contiguous", "detach", "alias", "type_as")}
@@ -277,7 +255,7 @@ SUMS = ("aten.add.Tensor", "aten.sub.Tensor", "aten.add_.Tensor")
 SCALED = ("aten.mul.Tensor", "aten.div.Tensor")
 GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
 
-WRITERS: dict[str, Callable[[ResidualStream, fx.Node], None]] = {
+WRITERS: dict[str, Handler] = {
     "aten.embedding.default": _write_embedding,
     "aten.linear.default": _write_product(1, 2, False),
     "aten.addmm.default": _write_product(2, 0, True),
@@ -289,7 +267,7 @@ WRITERS: dict[str, Callable[[ResidualStream, fx.Node], None]] = {
 }
 """Name of an operation -> what has to be rotated for its output to be."""
 
-READERS: dict[str, Callable[[ResidualStream, fx.Node], None]] = {
+READERS: dict[str, Handler] = {
     "aten.linear.default": _read_product(0, 1, False),
     "aten.addmm.default": _read_product(1, 2, True),
     "aten.matmul.default": _read_product(0, 1, True),
@@ -302,6 +280,6 @@ READERS: dict[str, Callable[[ResidualStream, fx.Node], None]] = {
     "aten.rms_norm.default": _read_norm,
     **dict.fromkeys(SAME | MOVES, _read_moved),
     "aten.type_as.default": _read_dtype,
-    **dict.fromkeys(IGNORED, _nothing),
+    **dict.fromkeys(IGNORED, lambda s, node: True),
 }
 """Name of an operation -> what becomes of a rotated input."""

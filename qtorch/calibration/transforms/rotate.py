@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from ...model.report import TransformReport
 from ...primitives.jsonable import jsonable
@@ -28,15 +28,9 @@ from .residual import CannotRotate, ResidualStream
 from .rules import MOVES_VALUES, rule_of
 from .work import Work
 
-# --------------------------------------------------------------------------------------------------
-# Orthogonal matrices that spread outliers over all channels: randomized Hadamard matrices, or random ones.
-#
-# Hadamard matrices are made by Sylvester's doubling from those of Paley: of size q + 1 for a prime q = 3 mod 4, of size
-# 2 (q + 1) for a prime q = 1 mod 4. Other sizes get the Q of a QR decomposition of a normal matrix.
-
 
 def random_orthogonal(size: int, generator: torch.Generator) -> tuple[Tensor, str]:
-    """(Q, its name): (size, size) fp64 with Q Q^T = I."""
+    """(Q, its name): (size, size) fp64 with Q Q^T = I, a randomized Hadamard matrix or the Q of a normal matrix."""
     matrix = hadamard(size)
     if matrix is not None:
         signs = torch.randint(2, (size,), generator=generator, device="cpu").double() * 2 - 1
@@ -46,56 +40,40 @@ def random_orthogonal(size: int, generator: torch.Generator) -> tuple[Tensor, st
 
 
 def hadamard(size: int) -> Tensor | None:
-    """A matrix of 1 and -1 with H H^T = size * I, fp64; None where there is no construction here."""
-    if size in (1, 2):
-        one = torch.ones(1, 1, dtype=torch.float64, device="cpu")
-        return one if size == 1 else _doubled(one)
-    if size < 1 or size % 4:
+    """A matrix of 1 and -1 with H H^T = size * I, fp64; None where there is no construction here.
+
+    They are made by Sylvester's doubling from those of Paley: of size q + 1 for a prime q = 3 mod 4, of size 2 (q + 1)
+    for a prime q = 1 mod 4.
+    """
+    if size == 1:
+        return torch.ones(1, 1, dtype=torch.float64, device="cpu")
+    if size < 1 or (size % 4 and size != 2):
         return None
-    if _is_prime(size - 1):
-        return _paley_one(size - 1)
-    if (size // 2 - 1) % 4 == 1 and _is_prime(size // 2 - 1):
-        return _paley_two(size // 2 - 1)
+    if size != 2 and _is_prime(size - 1):
+        return torch.eye(size, dtype=torch.float64, device="cpu") + _bordered(size - 1, -1)
+    q = size // 2 - 1
+    if q % 4 == 1 and _is_prime(q):
+        zero = torch.tensor([[1.0, -1], [-1, -1]], dtype=torch.float64, device="cpu")
+        one = torch.tensor([[1.0, 1], [1, -1]], dtype=torch.float64, device="cpu")
+        return torch.kron(_bordered(q, 1), one) + torch.kron(torch.eye(q + 1, dtype=torch.float64, device="cpu"), zero)
     half = hadamard(size // 2)
-    return None if half is None else _doubled(half)
-
-
-def _doubled(matrix: Tensor) -> Tensor:
-    return torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return None if half is None else torch.cat([torch.cat([half, half], 1), torch.cat([half, -half], 1)])
 
 
 def _is_prime(number: int) -> bool:
     return number > 1 and all(number % divisor for divisor in range(2, int(number**0.5) + 1))
 
 
-def _jacobsthal(q: int) -> Tensor:
-    """chi(a - b) for a, b modulo a prime q, with chi 1 for squares, -1 for others, 0 for 0."""
-    chi = torch.full((q,), -1.0, dtype=torch.float64, device="cpu")
-    chi[torch.arange(q, device="cpu").square() % q] = 1
-    chi[0] = 0
-    index = torch.arange(q, device="cpu")
-    return chi[(index.unsqueeze(1) - index) % q]
-
-
 def _bordered(q: int, sign: float) -> Tensor:
+    """chi(a - b) for a, b modulo a prime q, with a border; chi is 1 for squares, -1 for others, 0 for 0."""
+    index = torch.arange(q, device="cpu")
+    chi = torch.full((q,), -1.0, dtype=torch.float64, device="cpu")
+    chi[index.square() % q] = 1
+    chi[0] = 0
     matrix = torch.zeros(q + 1, q + 1, dtype=torch.float64, device="cpu")
     matrix[0, 1:], matrix[1:, 0] = 1, sign
-    matrix[1:, 1:] = _jacobsthal(q)
+    matrix[1:, 1:] = chi[(index.unsqueeze(1) - index) % q]
     return matrix
-
-
-def _paley_one(q: int) -> Tensor:
-    return torch.eye(q + 1, dtype=torch.float64, device="cpu") + _bordered(q, -1)
-
-
-def _paley_two(q: int) -> Tensor:
-    zero = torch.tensor([[1.0, -1], [-1, -1]], dtype=torch.float64, device="cpu")
-    one = torch.tensor([[1.0, 1], [1, -1]], dtype=torch.float64, device="cpu")
-    return torch.kron(_bordered(q, 1), one) + torch.kron(torch.eye(q + 1, dtype=torch.float64, device="cpu"), zero)
-
-
-# --------------------------------------------------------------------------------------------------
-# The heads of attention: which scales of a fold are the channels of one head of values.
 
 
 PRODUCTS = {"aten.scaled_dot_product_attention.default": 2, "aten.matmul.default": 1, "aten.bmm.default": 1}
@@ -120,17 +98,14 @@ def heads_of(graph: ModelGraph, fold: Fold) -> list[list[int]]:
             for head in values.reshape(-1, values.shape[-1]).tolist():
                 if any(head):
                     heads.setdefault(tuple(head))
-        elif not _is_source(graph, node, labels):
-            return []
+        else:
+            # The product with the parameter whose rows are scaled.
+            operands = [source for source in node.all_input_nodes if source in graph.parameters]
+            if not isinstance(labels, Tensor) or not operands or str(node.target) not in SOURCES:
+                return []
     free = (fold.free.nonzero().flatten() + 1).tolist()
     channels = [channel for head in heads for channel in head]
     return [list(head) for head in heads] if sorted(channels) == free else []
-
-
-def _is_source(graph: ModelGraph, node: fx.Node, labels: object) -> bool:
-    """Whether a node is the product with the parameter whose rows are scaled."""
-    operands = [source for source in node.all_input_nodes if source in graph.parameters]
-    return isinstance(labels, Tensor) and bool(operands) and str(node.target) in SOURCES
 
 
 @jsonable
@@ -165,7 +140,7 @@ class Rotate(Transform):
         if self.residual:
             reports.append(self._residual(work, generator))
         if self.values:
-            reports += [self._heads(work, fold, generator) for fold in work.all_folds if heads_of(work.graph, fold)]
+            reports += [self._heads(work, fold, generator) for fold in work.all_folds[0] if heads_of(work.graph, fold)]
         return reports
 
     def _residual(self, work: Work, generator: torch.Generator) -> TransformReport:
@@ -206,12 +181,12 @@ class Rotate(Transform):
 
 def _norms(work: Work, stream: ResidualStream) -> list[Fold]:
     """The folds of the weights of the norms of a residual stream."""
-    by_name = {fold.name: fold for fold in work.all_folds}
+    by_name = {fold.name: fold for fold in work.all_folds[0]}
     found = []
     for name in stream.norms:
         fold = by_name.get(name)
         if fold is None or not bool(fold.free.all()) or len(fold.labels) != 1 + len(fold.consumers):
-            reason = next((item.reason for item in work.refusals if item.name == name), "not all channels are free")
+            reason = next((item.reason for item in work.all_folds[1] if item.name == name), "not all channels are free")
             raise CannotRotate(f"the weight of the norm {name} cannot be folded into the layers after it: {reason}")
         found.append(fold)
     return found
@@ -247,6 +222,3 @@ def _turned_heads(value: Tensor, labels: Tensor, heads: list[list[int]], q: Tens
         for where in places.t().to(value.device):
             result[..., where] = result[..., where] @ q.to(value.device)
     return result.movedim(-1, axis).contiguous()
-
-
-rotate = Rotate

@@ -1,7 +1,7 @@
 """Rules: how an operation passes on the scales of its inputs, in the form that `Propagation` takes.
 
 An operation without a rule blocks all scales that reach it. A rule may be wrong for an unusual model: folds are
-verified numerically before they are used (see `verify`).
+verified numerically before they are used (see `work`).
 """
 
 from __future__ import annotations
@@ -40,18 +40,15 @@ def _checked(rule: Rule) -> Rule:
     def checked(p: Propagation, node: fx.Node) -> Labels:
         result = rule(p, node)
         before = p.labels(node.args[0])
-        if before is None or not isinstance(result, Tensor) or not _equal(before, result):
-            p.block(before, _feeds(node))
-            p.block(result, _feeds(node))
-            return None
-        return result
+        if before is not None and isinstance(result, Tensor):
+            fitting = aligned(before, result.dim())
+            if fitting is not None and bool((fitting == result).all()):
+                return result
+        p.block(before, _feeds(node))
+        p.block(result, _feeds(node))
+        return None
 
     return checked
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    fitting = aligned(a, b.dim())
-    return fitting is not None and bool((fitting == b).all())
 
 
 def _feeds(node: fx.Node) -> str:
@@ -61,28 +58,31 @@ def _feeds(node: fx.Node) -> str:
     return f"feeds {getattr(node.target, '__name__', node.target)} ({node.name})"
 
 
-def _unknown(p: Propagation, node: fx.Node) -> None:
-    for source in node.all_input_nodes:
-        p.block(p.at.get(source), _feeds(node))
+def _unknown(p: Propagation, node: fx.Node) -> Labels:
+    _block_all_but(p, node)
+    return None
 
 
 def _ignored(p: Propagation, node: fx.Node) -> None:
     """Nothing depends on the values of the inputs."""
 
 
+def _block_all_but(p: Propagation, node: fx.Node, *passed: Any) -> None:
+    for source in node.all_input_nodes:
+        if source not in passed:
+            p.block(p.at.get(source), _feeds(node))
+
+
 def _same(p: Propagation, node: fx.Node) -> Labels:
     """A homogeneous function, f(s x) = s f(x), of each element; other arguments are not scaled."""
-    for other in node.all_input_nodes[1:]:
-        if other is not node.args[0]:
-            p.block(p.at.get(other), _feeds(node))
+    _block_all_but(p, node, node.args[0])
     return p.labels(node.args[0])
 
 
 def _moved(p: Propagation, node: fx.Node) -> Labels:
     """An operation that moves elements: it moves their labels."""
     if any(shape_of(source) is None for source in node.all_input_nodes):
-        _unknown(p, node)
-        return None
+        return _unknown(p, node)
 
     def full(source: fx.Node) -> Tensor:
         shape, labels = shape_of(source), p.labels(source)
@@ -137,14 +137,13 @@ def _added(p: Propagation, node: fx.Node) -> Labels:
         p.block(of_a, _feeds(node))
         return None
     labels = _fitting(p, node, of_a)
-    p.want(b, of_b, labels, _feeds(node))  # type: ignore[arg-type]
+    p.require(b, of_b, labels, _feeds(node))  # type: ignore[arg-type]
     return labels
 
 
 def _masked(p: Propagation, node: fx.Node) -> Labels:
     if node.args[2] != 0:
-        _unknown(p, node)
-        return None
+        return _unknown(p, node)
     return _same(p, node)
 
 
@@ -154,11 +153,9 @@ def _indexed(p: Propagation, node: fx.Node) -> Labels:
     indexes: Any = node.args[1]
     where = [axis for axis, index in enumerate(indexes) if index is not None]
     if labels is None or shape is None or any(labels.shape[axis] != 1 for axis in where):
-        _unknown(p, node)
-        return None
+        return _unknown(p, node)
     if where != list(range(where[0], where[-1] + 1)):
-        _unknown(p, node)
-        return None
+        return _unknown(p, node)
     after = labels.shape[where[-1] + 1 :]
     before = labels.shape[: where[0]]
     return labels.reshape(*before, *(1,) * (len(shape) - len(before) - len(after)), *after)
@@ -174,7 +171,7 @@ def _normalized(p: Propagation, node: fx.Node) -> Labels:
         if labels is None:
             p.block(p.labels(bias), _feeds(node))
         else:
-            p.want(bias, p.labels(bias), labels, _feeds(node))
+            p.require(bias, p.labels(bias), labels, _feeds(node))
     return None if labels is None else _fitting(p, node, labels)
 
 
@@ -188,15 +185,12 @@ def _linear(p: Propagation, node: fx.Node) -> Labels:
 
 def _addmm(p: Propagation, node: fx.Node) -> Labels:
     if any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
-        _unknown(p, node)
-        return None
+        return _unknown(p, node)
     return _product(p, node, node.args[1], node.args[2], node.args[0], transposed=True)
 
 
 def _grouped_mm(p: Propagation, node: fx.Node) -> Labels:
-    for other in node.all_input_nodes:
-        if other is not node.args[0] and other is not node.args[1]:
-            p.block(p.at.get(other), _feeds(node))
+    _block_all_but(p, node, node.args[0], node.args[1])
     return _product(p, node, node.args[0], node.args[1], None, transposed=True)
 
 
@@ -208,16 +202,14 @@ def _matmul(p: Propagation, node: fx.Node) -> Labels:
     shape = shape_of(node)
     summed = (of_a is not None and of_a.shape[-1] != 1) or (of_b is not None and of_b.shape[-2:-1] != (1,))
     if shape is None or summed or (of_a is not None and of_b is not None):
-        _unknown(p, node)
-        return None
+        return _unknown(p, node)
     return _fitting(p, node, of_b if of_a is None else of_a)
 
 
 def _product(p: Propagation, node: fx.Node, x: Any, weight: Any, bias: Any, transposed: bool) -> Labels:
     """x W^T + b: columns of W are divided by what x is multiplied by; the rows of W and b scale the output.
 
-    Args:
-        transposed: the weight is given as W^T.
+    Where it is `transposed` the weight is given as W^T.
     """
 
     def turned(labels: Tensor | None) -> Tensor | None:
@@ -226,9 +218,8 @@ def _product(p: Propagation, node: fx.Node, x: Any, weight: Any, bias: Any, tran
     reason = _feeds(node)
     of_x, of_weight, shape = p.labels(x), turned(p.labels(weight)), shape_of(weight)
     if shape is None or (of_x is not None and any(size != 1 for size in of_x.shape[:-1])):
-        _unknown(p, node)
-        return None
-    wanted = None if of_x is None else -of_x.reshape((1,) * (len(shape) - 1) + (of_x.shape[-1],))
+        return _unknown(p, node)
+    required = None if of_x is None else -of_x.reshape((1,) * (len(shape) - 1) + (of_x.shape[-1],))
     of_rows = of_columns = None
     if of_weight is not None:
         rows, columns = of_weight.shape[-2:]
@@ -242,17 +233,17 @@ def _product(p: Propagation, node: fx.Node, x: Any, weight: Any, bias: Any, tran
         if any(size != 1 for size in of_weight.shape[:-2]):
             p.block(of_weight, reason)
             return None
-    if of_rows is not None and wanted is not None:
-        p.block(wanted, reason)
+    if of_rows is not None and required is not None:
+        p.block(required, reason)
         p.block(of_rows, reason)
         return None
-    if wanted is not None or of_columns is not None:
-        p.want(weight, turned(of_columns), turned(wanted), reason)
+    if required is not None or of_columns is not None:
+        p.require(weight, turned(of_columns), turned(required), reason)
     labels = None if of_rows is None else of_rows.reshape(-1)
     if isinstance(bias, fx.Node):
         of_bias = p.labels(bias)
         if labels is not None:
-            p.want(bias, of_bias, labels, reason)
+            p.require(bias, of_bias, labels, reason)
         else:
             p.block(of_bias, reason)
     return None if labels is None else _fitting(p, node, labels)
@@ -260,13 +251,10 @@ def _product(p: Propagation, node: fx.Node, x: Any, weight: Any, bias: Any, tran
 
 def _attention(p: Propagation, node: fx.Node) -> Labels:
     """softmax(q k^T) v: scales of the channels of v pass."""
-    for other in node.all_input_nodes:
-        if other is not node.args[2]:
-            p.block(p.at.get(other), _feeds(node))
+    _block_all_but(p, node, node.args[2])
     labels, shape = p.labels(node.args[2]), shape_of(node)
     if labels is None or shape is None or labels.dim() < 2 or labels.shape[-2] != 1:
-        _unknown(p, node)
-        return None
+        return _unknown(p, node)
     if node.kwargs.get("enable_gqa") and labels.dim() > 2 and labels.shape[-3] != 1:
         labels = labels.repeat_interleave(shape[-3] // labels.shape[-3], -3)
     return _fitting(p, node, labels)

@@ -1,11 +1,4 @@
-"""smooth: move the size of input channels with outliers into the weights (SmoothQuant).
-
-    s_k = max|x_k|^a / max|w_k|^(1 - a),    x_k / s_k,    w_k s_k
-
-The division is folded into what makes the input: a norm, or the layer before. a is searched for each fold.
-
-Source: SmoothQuant, arXiv 2211.10438, equation 4.
-"""
+"""smooth and awq: scales of input channels that are folded into what makes the input: a norm, or the layer before."""
 
 from __future__ import annotations
 
@@ -26,20 +19,13 @@ from .folds import Fold
 from .inputs import TOKENS, WeightInputs, collect_inputs
 from .work import Work, find_wrong
 
-# --------------------------------------------------------------------------------------------------
-# Search: scales of a fold that lessen the error of the weights it divides, from candidates and the identity.
-#
-# The error is that of the outputs of the layers, with weights rounded to nearest and inputs quantized as the recipe
-# says:
-#
-#     sum over weights |Q(x t) Q(W / t)^T - x W^T|^2 / |x W^T|^2
-#
-# A result is never worse than the identity by this measure.
-
 
 @dataclass(eq=False)
 class Consumer:
     """A matrix that a fold divides, with its inputs.
+
+    The error of scales t is that of the output with the weight rounded to nearest and the input as the recipe says,
+    |Q(x t) Q(W / t)^T - x W^T|^2 / |x W^T|^2. A search never ends at scales that are worse than 1 by this measure.
 
     Attributes:
         weight: (N, K), or (K, N) where it is `transposed`.
@@ -61,7 +47,7 @@ class Consumer:
         divided = self._by_rows(self.weight).to(rows.dtype) / by
         rounded = Grid.of(divided, self.recipe.linear_spec().weight, self.weight.dtype).values().to(rows.dtype)
         got = self._quantized(rows * by) @ rounded.t()
-        return float((got - self.wanted).square().sum() / self.energy)
+        return float((got - self.reference).square().sum() / self.energy)
 
     @cached_property
     def rows(self) -> Tensor:
@@ -69,13 +55,13 @@ class Consumer:
         return self.inputs.rows
 
     @cached_property
-    def wanted(self) -> Tensor:
+    def reference(self) -> Tensor:
         """The outputs for `rows`, (M, N)."""
         return self.rows @ self._by_rows(self.weight.to(self.rows.dtype)).t()
 
     @cached_property
     def energy(self) -> Tensor:
-        return self.wanted.square().sum().clamp(min=torch.finfo(torch.float32).tiny)
+        return self.reference.square().sum().clamp(min=torch.finfo(torch.float32).tiny)
 
     def _by_rows(self, weight: Tensor) -> Tensor:
         return weight.t() if self.transposed else weight
@@ -128,32 +114,26 @@ class Group:
         return torch.where(good, scales / (used.max() * used.min()).sqrt(), torch.ones_like(scales))
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """Scales of a fold, and in words how they were chosen."""
-
-    words: str
-    scales: Tensor
+Candidate = tuple[str, Tensor]
+"""In words how scales of a fold were chosen, and the scales."""
 
 
 def search_scales(
     work: Work, transform: str, candidates: Callable[[Group], Iterable[Candidate]], tokens: int
 ) -> list[TransformReport]:
     """Scale each fold of a model by the best of its candidates, and report each of them."""
-    folds = work.folds
+    folds, changing = work.folds
     reports = [
         TransformReport(transform, item.name, "not done", item.reason, item.consumers)
-        for item in work.refusals
+        for item in work.all_folds[1]
         if not set(item.consumers).isdisjoint(work.recipes)
     ]
     message = "the outputs of the model change with these scales"
-    wrong = [TransformReport(transform, fold.name, "reverted", message, tuple(fold.consumers)) for fold in work.wrong]
-    wanted = {name: work.parameters[name] for fold in folds for name in fold.consumers if name in work.recipes}
-    inputs = collect_inputs(work.model, work.data, work.batches, wanted.values(), tokens)
-    by_name: dict[tuple[str, int | None], WeightInputs] = {}
-    names = {id(parameter): name for name, parameter in wanted.items()}
-    for (parameter, expert), found in inputs.items():
-        by_name[names[parameter], expert] = found
+    wrong = [TransformReport(transform, fold.name, "reverted", message, tuple(fold.consumers)) for fold in changing]
+    searched = {name: work.parameters[name] for fold in folds for name in fold.consumers if name in work.recipes}
+    names = {id(parameter): name for name, parameter in searched.items()}
+    collected = collect_inputs(work.model, work.data, work.batches, searched.values(), tokens)
+    by_name = {(names[owner], expert): found for (owner, expert), found in collected.items()}
     before = {name: work.parameters[name] for fold in folds for name in fold.labels}
     chosen: dict[str, tuple[Fold, Tensor]] = {}
     done: dict[str, TransformReport] = {}
@@ -179,10 +159,10 @@ def _best(transform: str, group: Group, candidates: Iterable[Candidate]) -> tupl
     identity = torch.ones(group.fold.scales, dtype=torch.float32, device="cpu")
     unchanged = group.error(identity)
     best, words, lowest = None, "", unchanged
-    for candidate in candidates:
-        error = group.error(candidate.scales)
+    for how, scales in candidates:
+        error = group.error(scales)
         if error < lowest:
-            best, words, lowest = candidate.scales, candidate.words, error
+            best, words, lowest = scales, how, error
     consumers = tuple(group.fold.consumers)
     if best is None:
         detail = "no scales lessen the error"
@@ -233,7 +213,13 @@ def _reverted(work: Work, before: Mapping[str, nn.Parameter], chosen: dict[str, 
 @jsonable
 @dataclass(frozen=True, repr=False)
 class Smooth(Transform):
-    """SmoothQuant with a strength searched for each place on the error of the layers; the identity is tried, too.
+    """SmoothQuant: move the size of input channels with outliers into the weights.
+
+        s_k = max|x_k|^a / max|w_k|^(1 - a),    x_k / s_k,    w_k s_k
+
+    The strength a is searched for each place on the error of the layers; the identity is tried, too.
+
+    Source: SmoothQuant, arXiv 2211.10438, equation 4.
 
     Args:
         alphas: the strengths to try, in [0, 1].
@@ -259,27 +245,22 @@ class Smooth(Transform):
         x = group.of_scales(lambda consumer: consumer.inputs.largest, "amax")
         w = group.of_scales(lambda consumer: consumer.magnitude(), "amax")
         for alpha in self.alphas:
-            yield Candidate(f"alpha {alpha:g}", group.normalized(w ** (1 - alpha) / x**alpha))
-
-
-smooth = Smooth
-
-# --------------------------------------------------------------------------------------------------
-# awq: scale up the weights of input channels that are large on average, so that rounding hurts them less (AWQ).
-#
-#     s_k = E|x_k|^r    or    s_k = E|x_k|^r / w_k^(1 - r),    x_k / s_k,    w_k s_k
-#
-# with w_k the mean of |w| relative to the largest of its group. The division is folded into what makes the input: a
-# norm, or the layer before. r, and which of both forms, are searched for each fold.
-#
-# Source: AWQ, arXiv 2306.00978, section 3.2; the second form ("duo scaling") is that of its reference
-# implementation's successors. There r = 0 is not the identity, which is tried in any case.
+            yield (f"alpha {alpha:g}", group.normalized(w ** (1 - alpha) / x**alpha))
 
 
 @jsonable
 @dataclass(frozen=True, repr=False)
 class Awq(Transform):
     """AWQ's scales, searched for each place on the error of the layers; see `Clip` for the ranges of the weights.
+
+        s_k = E|x_k|^r    or    s_k = E|x_k|^r / w_k^(1 - r),    x_k / s_k,    w_k s_k
+
+    with w_k the mean of |w| relative to the largest of its group. The division is folded into what makes the input. r,
+    and which of both forms, are searched for each fold, so that input channels that are large on average are rounded
+    more finely.
+
+    Source: AWQ, arXiv 2306.00978, section 3.2; the second form ("duo scaling") is that of its reference
+    implementation's successors. There r = 0 is not the identity, which is tried in any case.
 
     Args:
         ratios: number of exponents r to try, evenly spaced in [0, 1).
@@ -306,8 +287,5 @@ class Awq(Transform):
         for step in range(self.ratios):
             r = step / self.ratios
             if step:  # r = 0 is the identity here
-                yield Candidate(f"r {r:g}", group.normalized(1 / x**r))
-            yield Candidate(f"r {r:g}, with weights", group.normalized(w ** (1 - r) / x**r))
-
-
-awq = Awq
+                yield (f"r {r:g}", group.normalized(1 / x**r))
+            yield (f"r {r:g}, with weights", group.normalized(w ** (1 - r) / x**r))

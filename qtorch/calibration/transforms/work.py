@@ -18,12 +18,6 @@ from .folds import Fold, Refusal, find_folds
 from .parameters import Parameters
 from .propagation import ModelGraph, tensors_of
 
-# --------------------------------------------------------------------------------------------------
-# Verification: a model before and after a change of its parameters gives the same outputs, within rounding.
-#
-# The outputs are computed in fp32, whatever the dtype of the model: each operation takes fp32 copies of its inputs.
-
-
 T = TypeVar("T")
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -50,7 +44,10 @@ def _widened(value: Any) -> Any:
 
 @torch.no_grad()
 def outputs(model: nn.Module, data: Data, batch: Any) -> list[Tensor]:
-    """All floating-point outputs of a model for a batch, computed in fp32 (fp64 in a model in fp64)."""
+    """All floating-point outputs of a model for a batch, computed in fp32 (fp64 in a model in fp64).
+
+    Whatever the dtype of the model: each operation takes fp32 copies of its inputs.
+    """
     with eval_mode(model), _InFloat32():
         return tensors_of(data.call(model, batch))
 
@@ -83,12 +80,7 @@ CHUNK_BYTES = 1 << 30
 
 
 class Work:
-    """The model that transforms change, by replacing its parameters.
-
-    Attributes:
-        recipes: name of a parameter -> the recipe that it will be quantized by.
-        batches: of the data.
-    """
+    """The model that transforms change, by replacing its parameters, and the recipes of its parameters by name."""
 
     def __init__(self, model: nn.Module, data: Data, recipes: Mapping[str, WeightRecipe]) -> None:
         self.model = model
@@ -105,47 +97,25 @@ class Work:
     @cached_property
     def reference(self) -> list[Tensor]:
         """The outputs of the model for the first batch, before any transform."""
-        return self._outputs()
+        return outputs(self.model, self.data, self.batches[0])
 
     def difference(self) -> float:
         """How far the outputs are from those of the model before any transform."""
-        return difference(self.reference, self._outputs())
-
-    def _outputs(self) -> list[Tensor]:
-        return outputs(self.model, self.data, self.batches[0])
+        reference = self.reference
+        return difference(reference, outputs(self.model, self.data, self.batches[0]))
 
     @cached_property
-    def _found(self) -> tuple[list[Fold], list[Refusal]]:
+    def all_folds(self) -> tuple[list[Fold], list[Refusal]]:
+        """All folds of the model, not tried, and the places that cannot be scaled."""
         return find_folds(self.graph)
 
-    @property
-    def all_folds(self) -> list[Fold]:
-        """All folds of the model, not tried."""
-        return self._found[0]
-
-    @property
-    def refusals(self) -> list[Refusal]:
-        """Places that cannot be scaled."""
-        return self._found[1]
-
     @cached_property
-    def wrong(self) -> list[Fold]:
-        """Folds that change the outputs, with random powers of two as scales, which round nothing."""
-        wrong: list[Fold] = []
-        for chunk in self._chunks(self._wanted):
-            wrong += find_wrong(chunk, self._differ)
-        return wrong
+    def folds(self) -> tuple[list[Fold], list[Fold]]:
+        """The folds of weights that will be quantized, which leave the outputs as they are, and those that do not.
 
-    @property
-    def folds(self) -> list[Fold]:
-        """The folds of weights that will be quantized, each tried."""
-        return [fold for fold in self._wanted if fold not in self.wrong]
-
-    @property
-    def _wanted(self) -> list[Fold]:
-        return [fold for fold in self.all_folds if not fold.consumers.keys().isdisjoint(self.recipes)]
-
-    def _chunks(self, folds: Sequence[Fold]) -> list[list[Fold]]:
+        They are tried with random powers of two as scales, which round nothing.
+        """
+        folds = [fold for fold in self.all_folds[0] if not fold.consumers.keys().isdisjoint(self.recipes)]
         chunks: list[list[Fold]] = [[]]
         size = 0
         for fold in folds:
@@ -154,7 +124,8 @@ class Work:
                 chunks.append([])
                 size = 0
             chunks[-1].append(fold)
-        return chunks
+        wrong = [fold for chunk in chunks for fold in find_wrong(chunk, self._differ)]
+        return [fold for fold in folds if fold not in wrong], wrong
 
     def _differ(self, folds: Sequence[Fold]) -> bool:
         """Whether random scales in these folds change the outputs."""

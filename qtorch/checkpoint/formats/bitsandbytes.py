@@ -23,11 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...primitives.codebooks import NF4_TABLE, CodebookSpec
-from ...primitives.files import parse_json
-from ...primitives.granularity import PerGroup, PerRow
-from ...primitives.qdtype import qdtype
-from ..folder_source import FolderSource, Parts, Seen, StoredWeight
+from ...primitives import CodebookSpec, PerGroup, PerRow, qdtype
+from ...primitives.codebooks import NF4_TABLE
+from ...primitives.files import naming, parse_json
+from ..folder_source import FolderSource, Parts, StoredWeight
 from ..hf_folder import DTYPES, HFFolder
 from ..sources import register_source
 from .blocks import Cut, check_stored, symmetric_spec, unpack_nibbles, weight_only, with_suffix
@@ -84,12 +83,7 @@ class BitsAndBytesSource(FolderSource):
 
     format = "bitsandbytes"
     methods = ("bitsandbytes",)
-
-    @classmethod
-    def matches(cls, seen: Seen) -> bool:
-        if seen.method:
-            return seen.method in cls.methods
-        return any(_STATE in name or name.endswith(".SCB") for name in seen.names)
+    marks = r"\.SCB$|\.quant_state\.bitsandbytes__"
 
     def find_weights(self) -> dict[str, StoredWeight]:
         in_4_bits = [name.split(_STATE) for name in sorted(self.folder.stored) if _STATE in name]
@@ -117,12 +111,10 @@ class BitsAndBytesSource(FolderSource):
         folder = self.folder
         stored_state = f"{name}{_STATE}{kind}"
         check_stored(folder, stored_state, [torch.uint8], (None,))
-        try:
+        with folder.naming(stored_state, name):
             state = _state(folder, stored_state)
-            count = math.prod(state.shape)
             cut = Cut.of(state.shape[-1], state.blocksize, flattened=True)
-        except ValueError as error:
-            raise ValueError(f"{folder.file_of(stored_state)}: {name}: {error}") from error
+        count = math.prod(state.shape)
         blocks = -(-count // state.blocksize)
         check_stored(folder, name, _BYTES, [None] * len(folder.stored[name].shape) if name in folder.stored else [])
         if folder.nbytes(name) != -(-count // 2):
@@ -171,17 +163,11 @@ def _absmax(folder: HFFolder, name: str, state: QuantState) -> Tensor:
 
 
 def _state(folder: HFFolder, name: str) -> QuantState:
-    """Read and validate the JSON text of a weight.
-
-    Raises:
-        ValueError: it is not what bitsandbytes writes; the message does not name the file.
-    """
+    """Read and validate the JSON text of a weight."""
     if folder.nbytes(name) > _MAX_STATE:
         raise ValueError(f"its quant_state has {folder.nbytes(name)} bytes")
-    try:
+    with naming("its quant_state is not JSON"):
         data: Any = parse_json(bytes(folder.read(name).tolist()).decode())
-    except ValueError as error:
-        raise ValueError(f"its quant_state is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"its quant_state is a {type(data).__name__}, not an object")
     kind, shape, dtype = data.get("quant_type"), data.get("shape"), DTYPES.get(str(data.get("dtype")))

@@ -13,13 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...primitives.affine import MappingType, ZeroPointDomain
-from ...primitives.codebooks import CodebookSpec
-from ...primitives.granularity import Granularity, PerGroup, PerRow
-from ...primitives.layouts import LAYOUTS, Layout, PackedLayout
-from ...primitives.layouts.packed import can_pack_bits
-from ...primitives.qdtype import QDType, qdtype
-from ...primitives.spec import LinearSpec, QuantSpec, Scheme
+from ...primitives import (
+    CodebookSpec,
+    Granularity,
+    LinearSpec,
+    MappingType,
+    PerGroup,
+    PerRow,
+    QDType,
+    QuantSpec,
+    ZeroPointDomain,
+    qdtype,
+)
+from ...primitives.layouts.plain import smallest_layout
+from ...primitives.spec import Scheme
 from ..hf_folder import HFFolder
 
 SMALLEST_PART = 8
@@ -41,9 +48,6 @@ class Cut(NamedTuple):
 
         Args:
             flattened: blocks run over the flattened tensor, so that one may hold elements of several rows.
-
-        Raises:
-            ValueError: the parts are smaller than `smallest`, and than the axis.
         """
         part = math.gcd(size, block) if flattened or block < size else size
         if part < min(smallest, size):
@@ -65,37 +69,26 @@ class Cut(NamedTuple):
         return PerRow() if self.part == self.size else PerGroup(self.part)
 
 
-def integer_spec(bits: int, granularity: Granularity, scale_dtype: torch.dtype) -> QuantSpec:
+def integer_spec(bits: int, granularity: Granularity, scale_dtype: torch.dtype | None) -> QuantSpec:
     """Unsigned codes with zero points that are codes: w = (q - z) * s."""
     return QuantSpec(qdtype(f"uint{bits}"), granularity, MappingType.ASYMMETRIC, scale_dtype=scale_dtype)
 
 
-def symmetric_spec(dtype: QDType | torch.dtype | str, granularity: Granularity, scale_dtype: torch.dtype) -> QuantSpec:
+def symmetric_spec(
+    dtype: QDType | torch.dtype | str, granularity: Granularity, scale_dtype: torch.dtype | None
+) -> QuantSpec:
     """Codes without zero points: w = q * s."""
     none = ZeroPointDomain.NONE
     return QuantSpec(qdtype(dtype), granularity, zero_point_domain=none, scale_dtype=scale_dtype)
 
 
-def layout_of(dtype: QDType) -> Layout:
-    """The layout of what is read: packed if that is smaller."""
-    return PackedLayout() if can_pack_bits(dtype) else LAYOUTS["plain"]()
-
-
 def weight_only(spec: QuantSpec | CodebookSpec, shape: Sequence[int], dtype: torch.dtype) -> Scheme:
     """The scheme of a weight whose activations stay in floating point."""
-    return Scheme(LinearSpec(spec, layout=layout_of(spec.dtype)), tuple(shape), dtype)
+    return Scheme(LinearSpec(spec, layout=smallest_layout(spec.dtype)), tuple(shape), dtype)
 
 
 def check_stored(folder: HFFolder, name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | None]) -> None:
-    """Check a stored tensor by its header.
-
-    Args:
-        dtypes: allowed ones.
-        shape: None allows any size.
-
-    Raises:
-        ValueError: the tensor is missing, or differs; the message names the file and the tensor.
-    """
+    """Raise `ValueError` unless a stored tensor has one of these dtypes and this shape, in which None is any size."""
     stored = folder.stored.get(name)
     if stored is None:
         raise ValueError(f"{folder.path}: {name} is missing")
@@ -125,13 +118,9 @@ def group_sizes(config: Mapping[str, Any]) -> list[int]:
 
 
 def block_of_groups(length: int, count: int, sizes: Sequence[int]) -> int:
-    """The number of elements of a group, in rows of `length` that have `count` groups.
+    """The number of elements of a group, in rows of `length` that have `count` groups; the last one may be shorter.
 
-    Args:
-        sizes: those that the configuration names; the last group of a row may be shorter.
-
-    Raises:
-        ValueError: no size gives this number of groups, or several do.
+    It is the one of `sizes`, which the configuration names, that gives this number of groups.
     """
     if count == 1:
         return length
@@ -160,11 +149,7 @@ _CODES = 8
 
 
 def unpack_dense(words: Tensor, bits: int, length: int) -> Tensor:
-    """Codes (..., length) in uint8 of dense rows (..., W) of int32 or uint8.
-
-    Raises:
-        ValueError: a row does not hold `length` codes.
-    """
+    """Codes (..., length) in uint8 of dense rows (..., W) of int32 or uint8."""
     data = words.contiguous().view(torch.uint8)
     if data.shape[-1] * 8 < length * bits:
         raise ValueError(f"{length} codes of {bits} bits take {length * bits} bits, a row has {data.shape[-1] * 8}")
@@ -176,15 +161,18 @@ def unpack_dense(words: Tensor, bits: int, length: int) -> Tensor:
     if missing > 0:
         data = torch.nn.functional.pad(data, (0, missing))
     parts = data[..., : groups * bits].unflatten(-1, (groups, bits))
-    return torch.stack([_code(parts, j * bits, bits) for j in range(_CODES)], -1).flatten(-2)[..., :length]
+    codes = []
+    for j in range(_CODES):
+        byte, shift = divmod(j * bits, 8)
+        code = parts[..., byte] >> shift
+        if shift + bits > 8:
+            code = code | (parts[..., byte + 1] << (8 - shift))
+        codes.append(code & (2**bits - 1))
+    return torch.stack(codes, -1).flatten(-2)[..., :length]
 
 
 def unpack_planar(words: Tensor, bits: int, length: int) -> Tensor:
-    """Codes (..., length) in uint8 of planar rows (..., W) of int32; `length` is a multiple of 32.
-
-    Raises:
-        ValueError: a row does not hold `length` codes.
-    """
+    """Codes (..., length) in uint8 of planar rows (..., W) of int32; `length` is a multiple of 32."""
     if length % _BITS_OF_WORD or words.shape[-1] * _BITS_OF_WORD != length * bits:
         raise ValueError(f"{length} codes of {bits} bits take {length * bits} bits, a row has {words.shape[-1] * 32}")
     blocks = words.unflatten(-1, (-1, bits))
@@ -199,15 +187,6 @@ def unpack_planar(words: Tensor, bits: int, length: int) -> Tensor:
 
 
 def unpack_nibbles(data: Tensor, *, high_first: bool = False) -> Tensor:
-    """Codes (..., 2 B) in uint8 of bytes (..., B)."""
+    """Codes (..., 2 B) in uint8 of bytes (..., B); of two the first is in the low bits, or in the high ones."""
     low, high = data & 0xF, data >> 4
     return torch.stack([high, low] if high_first else [low, high], -1).flatten(-2)
-
-
-def _code(parts: Tensor, first: int, bits: int) -> Tensor:
-    """The code at bit `first` of the bytes along the last axis."""
-    byte, shift = first // 8, first % 8
-    code = parts[..., byte] >> shift
-    if shift + bits > 8:
-        code = code | (parts[..., byte + 1] << (8 - shift))
-    return code & (2**bits - 1)

@@ -5,10 +5,10 @@ w = q * s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from ...primitives.granularity import Granularity, PerRow, PerTensor, granularity_of
 from ..folder_source import FolderSource, Parts, StoredWeight
@@ -19,72 +19,43 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 
 
-def block_weight(source: FolderSource, name: str, scale: str, block: Sequence[int]) -> StoredWeight:
-    """A weight (..., O, I) with scales (..., O / block[0], I / block[1]), or (..., O / block[0], 1, I / block[1], 1).
+def float8_weight(source: FolderSource, name: str, scale: str, block: Sequence[int] | None = None) -> StoredWeight:
+    """A weight (..., O, I) of float8 codes.
 
-    The last block of an axis may be shorter.
-
-    Raises:
-        ValueError: the tensors do not fit; the message names the file and the tensor.
+    Args:
+        scale: stored name of the scales: (..., O / block[0], I / block[1]), or (..., O / block[0], 1, I / block[1], 1)
+            for blocks, of which the last one of an axis may be shorter; else a single one, (..., O) or (..., O, 1).
     """
     folder = source.folder
     ndim = len(folder.stored[name].shape) if name in folder.stored else 2
     check_stored(folder, name, FLOAT8, [None] * max(ndim, 2))
-    shape = folder.stored[name].shape
-    *outer, outputs, inputs = shape
-    blocks = (*outer, -(-outputs // block[0]), -(-inputs // block[1]))
-    is_4d = scale in folder.stored and len(folder.stored[scale].shape) == len(blocks) + 2
-    check_stored(folder, scale, SCALES, (*outer, blocks[-2], 1, blocks[-1], 1) if is_4d else blocks)
-    try:
-        rows, columns = Cut.of(outputs, block[0], smallest=1), Cut.of(inputs, block[1])
-    except ValueError as error:
-        raise ValueError(f"{folder.file_of(name)}: {name}: {error}") from error
+    codes, stored = folder.stored[name], folder.stored[scale].shape if scale in folder.stored else ()
+    shape = codes.shape
+    if block is None:
+        per_row = math.prod(stored) != 1 and stored in (shape[:-1], (*shape[:-1], 1))
+        check_stored(folder, scale, SCALES, stored if per_row or math.prod(stored) == 1 else (1,))
+        of_scale = (*shape[:-1], 1) if per_row else (1,) * len(shape)
+        granularity: Granularity = PerRow() if per_row else PerTensor()
+        cuts: list[Cut] = []
+    else:
+        *outer, outputs, inputs = shape
+        rows, columns = -(-outputs // block[0]), -(-inputs // block[1])
+        of_scale = (*outer, rows, columns)
+        is_4d = len(stored) == len(shape) + 2
+        check_stored(folder, scale, SCALES, (*outer, rows, 1, columns, 1) if is_4d else of_scale)
+        with folder.naming(name):
+            cuts = [Cut.of(outputs, block[0], smallest=1), Cut.of(inputs, block[1])]
+        parts = [-1 if cut.part == cut.size else cut.part for cut in cuts]
+        granularity = granularity_of((1,) * len(outer) + tuple(parts))
 
     def read() -> Parts:
-        scales = columns.copies(rows.copies(exact_scale(folder.read(scale)).reshape(blocks), -2), -1)
+        scales = folder.read(scale).float().reshape(of_scale)
+        for axis, cut in zip((-2, -1), cuts, strict=False):
+            scales = cut.copies(scales, axis)
         return folder.read(name, mmap=source.mmap), {"scale": scales.contiguous()}
 
-    parts = (-1 if cut.part == cut.size else cut.part for cut in (rows, columns))
-    return _weight(source, name, scale, granularity_of((1,) * len(outer) + tuple(parts)), read)
-
-
-def tensor_or_row_weight(source: FolderSource, name: str, scale: str) -> StoredWeight:
-    """A weight (..., O, I) with one scale, or (O) or (O, 1) scales.
-
-    Raises:
-        ValueError: the tensors do not fit; the message names the file and the tensor.
-    """
-    folder = source.folder
-    ndim = len(folder.stored[name].shape) if name in folder.stored else 2
-    check_stored(folder, name, FLOAT8, [None] * max(ndim, 2))
-    shape = folder.stored[name].shape
-    stored = folder.stored[scale].shape if scale in folder.stored else ()
-    count = 1
-    for size in stored:
-        count *= size
-    per_row = count != 1 and stored in (shape[:-1], (*shape[:-1], 1))
-    check_stored(folder, scale, SCALES, stored if per_row or count == 1 else (1,))
-
-    def read() -> Parts:
-        scales = exact_scale(folder.read(scale))
-        wanted = (*shape[:-1], 1) if per_row else (1,) * len(shape)
-        return folder.read(name, mmap=source.mmap), {"scale": scales.reshape(wanted)}
-
-    return _weight(source, name, scale, PerRow() if per_row else PerTensor(), read)
-
-
-def exact_scale(scale: Tensor) -> Tensor:
-    """A scale in fp32, which represents the other dtypes exactly."""
-    return scale.float()
-
-
-def _weight(
-    source: FolderSource, name: str, scale: str, granularity: Granularity, read: Callable[[], Parts]
-) -> StoredWeight:
-    stored = source.folder.stored[name]
-    spec = symmetric_spec(stored.dtype, granularity, torch.float32)
-    scheme = weight_only(spec, stored.shape, source.folder.dtype or torch.bfloat16)
-    return StoredWeight((name, scale), scheme, read)
+    spec = symmetric_spec(codes.dtype, granularity, torch.float32)
+    return StoredWeight((name, scale), weight_only(spec, shape, folder.dtype or torch.bfloat16), read)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -118,9 +89,9 @@ class DeepseekFp8Source(FolderSource):
             raise ValueError(f"{self.path}: weight_block_size is {block!r:.80}, not two sizes such as [128, 128]")
         weights = {}
         for name in with_suffix(self.folder, _BLOCKS):
-            weights[name] = block_weight(self, name, f"{name}{_BLOCKS}", block)
+            weights[name] = float8_weight(self, name, f"{name}{_BLOCKS}", block)
         for name in with_suffix(self.folder, _WHOLE):
-            weights[f"{name}.weight"] = tensor_or_row_weight(self, f"{name}.weight", f"{name}{_WHOLE}")
+            weights[f"{name}.weight"] = float8_weight(self, f"{name}.weight", f"{name}{_WHOLE}")
         return weights
 
     def ignored(self) -> set[str]:

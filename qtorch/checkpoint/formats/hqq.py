@@ -21,7 +21,7 @@ from torch import Tensor
 from ...primitives.affine import MappingType, ZeroPointDomain
 from ...primitives.qdtype import qdtype
 from ...primitives.spec import QuantSpec
-from ..folder_source import FolderSource, Parts, Seen, StoredWeight
+from ..folder_source import FolderSource, Parts, StoredWeight
 from ..hf_folder import HFFolder
 from ..sources import register_source
 from .blocks import FLOATS, Cut, check_stored, weight_only, with_suffix
@@ -47,11 +47,8 @@ _SETTINGS = (
 _MAX_SETTING = 1000
 """Bytes of a setting."""
 
-_PER_WORD = {"8bit_u8": 1, "4bit_u8": 2, "3bit_32": 10, "2bit_u8": 4, "1bit_u8": 8}
-"""Codes in a byte, or in an int32, by `packing`; the first is in the highest bits that are used."""
-
-_WIDTH = {"8bit_u8": 8, "4bit_u8": 4, "3bit_32": 3, "2bit_u8": 2, "1bit_u8": 1}
-"""Bits of a packed code."""
+_PACKINGS = {"8bit_u8": (8, 1), "4bit_u8": (4, 2), "3bit_32": (3, 10), "2bit_u8": (2, 4), "1bit_u8": (1, 8)}
+"""(bits of a code, codes in a byte or in an int32), by `packing`; the first is in the highest bits that are used."""
 
 
 @register_source
@@ -60,10 +57,7 @@ class HqqSource(FolderSource):
 
     format = "hqq"
     methods = ("hqq",)
-
-    @classmethod
-    def matches(cls, seen: Seen) -> bool:
-        return seen.method in cls.methods or (not seen.method and any(name.endswith(".W_q") for name in seen.names))
+    marks = r"\.W_q$"
 
     def find_weights(self) -> dict[str, StoredWeight]:
         return {f"{name}.weight": self._weight(name) for name in with_suffix(self.folder, ".W_q")}
@@ -82,27 +76,28 @@ class HqqSource(FolderSource):
         packing = "".join(chr(int(code)) for code in _values(folder, f"{name}.packing") if 0 <= code < 128)
         bits = math.ceil(_number(folder, f"{name}.nbits", 0))
         shape = tuple(map(int, _values(folder, f"{name}.shape")))
-        if packing not in _WIDTH or not 1 <= bits <= _WIDTH[packing]:
-            known = ", ".join(_WIDTH)
+        width, per_word = _PACKINGS.get(packing, (0, 0))
+        if not 1 <= bits <= width:
+            known = ", ".join(_PACKINGS)
             raise ValueError(f"{where} has codes of {bits} bits in the packing {packing!r:.40}; known: {known}")
         if len(shape) != 2 or min(shape) < 1:
             raise ValueError(f"{where} has the shape {shape!r:.80}")
         count = math.prod(shape)
         check_stored(folder, f"{name}.scale", FLOATS, (None, 1))
-        groups = folder.stored[f"{name}.scale"].shape[0]
-        dtype = self._check_groups(name, groups, count)
+        groups, dtype = folder.stored[f"{name}.scale"].shape[0], folder.stored[f"{name}.scale"].dtype
+        check_stored(folder, f"{name}.zero", [dtype], (groups, 1))
+        if not groups or count % groups:
+            raise ValueError(f"{where}: {count} codes are not {groups} groups")
         size = count // groups
-        rows = -(-groups // _PER_WORD[packing])
+        rows = -(-groups // per_word)
         nbytes = rows * size * (4 if packing == "3bit_32" else 1)
-        if folder.nbytes(codes) != nbytes or (packing != "3bit_32" and groups % _PER_WORD[packing]):
+        if folder.nbytes(codes) != nbytes or (packing != "3bit_32" and groups % per_word):
             raise ValueError(
                 f"{where} has {folder.nbytes(codes)} bytes; {groups} groups of {size} in the packing {packing} have "
                 f"{nbytes}"
             )
-        try:
+        with folder.naming(codes):
             cut = Cut.of(shape[1], size, flattened=True)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
         domain = ZeroPointDomain.FRACTIONAL
         spec = QuantSpec(qdtype(f"uint{bits}"), cut.granularity, MappingType.ASYMMETRIC, domain, scale_dtype=dtype)
         scheme = weight_only(spec, shape, self.dtype_of(dtype))
@@ -118,33 +113,17 @@ class HqqSource(FolderSource):
 
         return StoredWeight((codes, f"{name}.scale", f"{name}.zero"), scheme, read)
 
-    def _check_groups(self, name: str, groups: int, count: int) -> torch.dtype:
-        """The dtype of the scales.
-
-        Raises:
-            ValueError: scales and zero points are not one for each of `groups` equal groups.
-        """
-        dtype = self.folder.stored[f"{name}.scale"].dtype
-        check_stored(self.folder, f"{name}.zero", [dtype], (groups, 1))
-        if not groups or count % groups:
-            raise ValueError(f"{self.folder.file_of(f'{name}.W_q')}: {name}.W_q: {count} codes are not {groups} groups")
-        return dtype
-
 
 def _unpack(packed: Tensor, packing: str, rows: int, size: int) -> Tensor:
     """Codes (rows * codes in a word, size) in uint8; see the top of the file."""
     words = packed.reshape(-1).view(torch.int32 if packing == "3bit_32" else torch.uint8).reshape(rows, size)
-    width, count = _WIDTH[packing], _PER_WORD[packing]
+    width, count = _PACKINGS[packing]
     parts = [(words >> (width * (count - 1 - i))) & (2**width - 1) for i in range(count)]
     return torch.cat(parts).to(torch.uint8)
 
 
 def _values(folder: HFFolder, name: str) -> list[int | float]:
-    """The elements of a small tensor, which is a setting.
-
-    Raises:
-        ValueError: it is missing or large.
-    """
+    """The elements of a small tensor, which is a setting."""
     if name not in folder.stored:
         raise ValueError(f"{folder.path}: {name} is missing; save the model by HQQ 0.2 or by transformers")
     if folder.nbytes(name) > _MAX_SETTING:

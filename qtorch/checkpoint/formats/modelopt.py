@@ -12,17 +12,14 @@ Which of them a weight has is seen from its tensors. Scales of activations and o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ...recipes.mx import NVFP4_BLOCK, nvfp4_spec
-from ..folder_source import FolderSource, Parts, Seen, StoredWeight
+from ..folder_source import FolderSource, Parts, StoredWeight
 from ..sources import register_source
 from .blocks import check_stored, unpack_nibbles, weight_only, with_suffix
-from .float8_blocks import block_weight, tensor_or_row_weight
+from .float8_blocks import float8_weight
 
 # --------------------------------------------------------------------------------------------------
 # Weights in NVFP4, as several formats store them.
@@ -37,13 +34,7 @@ _SMALLEST_E4M3 = 2.0**-9
 
 
 def nvfp4_parts(packed: Tensor, scale: Tensor, of_scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Codes and the other tensors of a weight.
-
-    Scales are positive here: where one is zero, so are the reals, and the codes become zero instead.
-
-    Raises:
-        ValueError: a scale is negative or NaN, or the scale of scales is not a positive normal number.
-    """
+    """Codes and the other tensors of a weight. Where a scale is zero, so are the reals, and the codes become zero."""
     factor = float(of_scale.reshape(()))
     if not torch.finfo(torch.float32).tiny / _SMALLEST_E4M3 <= factor < float("inf"):
         raise ValueError(f"the scale of its scales is {factor}; it must be a positive normal number")
@@ -56,7 +47,6 @@ def nvfp4_parts(packed: Tensor, scale: Tensor, of_scale: Tensor) -> tuple[Tensor
     return codes, {"scale": scale, "scale_scale": of_scale.float().reshape(1)}
 
 
-_SETTINGS = "hf_quant_config.json"
 _ALGORITHMS = ("NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_PB_REAL", "MIXED_PRECISION")
 _NOT_PARAMETERS = (
     ".input_scale",
@@ -75,29 +65,21 @@ class ModeloptSource(FolderSource):
 
     format = "modelopt"
     methods = ("modelopt", "modelopt_fp4", "modelopt_mixed")
-
-    @classmethod
-    def matches(cls, seen: Seen) -> bool:
-        return seen.method in cls.methods or (not seen.method and _SETTINGS in seen.files)
+    settings = "hf_quant_config.json"
 
     def find_weights(self) -> dict[str, StoredWeight]:
-        self._check_algorithm()
-        return {f"{name}.weight": self._weight(name) for name in with_suffix(self.folder, ".weight_scale")}
-
-    def ignored(self) -> set[str]:
-        return {name for name in self.folder.stored if name.endswith(_NOT_PARAMETERS)}
-
-    def _check_algorithm(self) -> None:
-        settings: Mapping[str, Any] = self.folder.quantization_config
-        if not settings:
-            inner = (self.folder.json(_SETTINGS) or {}).get("quantization")
-            settings = inner if isinstance(inner, dict) else {}
-        algorithm = settings.get("quant_algo")
+        config = self.config()
+        settings = config if self.folder.quantization_config else config.get("quantization")
+        algorithm = settings.get("quant_algo") if isinstance(settings, dict) else None
         if algorithm is not None and algorithm not in _ALGORITHMS:
             raise ValueError(
                 f"{self.path}: quant_algo is {algorithm!r:.40}, which is not read; known: {', '.join(_ALGORITHMS)}. "
                 "Export the model in one of these, or quantize the original model"
             )
+        return {f"{name}.weight": self._weight(name) for name in with_suffix(self.folder, ".weight_scale")}
+
+    def ignored(self) -> set[str]:
+        return {name for name in self.folder.stored if name.endswith(_NOT_PARAMETERS)}
 
     def _weight(self, name: str) -> StoredWeight:
         folder, weight, scale = self.folder, f"{name}.weight", f"{name}.weight_scale"
@@ -109,9 +91,8 @@ class ModeloptSource(FolderSource):
         if f"{name}.weight_scale_2" in folder.stored:
             return self._nvfp4(weight, scale, f"{name}.weight_scale_2")
         shape = folder.stored[scale].shape
-        if len(shape) == 4 or (len(shape) == 2 and shape[1] > 1):
-            return block_weight(self, weight, scale, (128, 128))
-        return tensor_or_row_weight(self, weight, scale)
+        in_blocks = len(shape) == 4 or (len(shape) == 2 and shape[1] > 1)
+        return float8_weight(self, weight, scale, (128, 128) if in_blocks else None)
 
     def _nvfp4(self, weight: str, scale: str, of_scale: str) -> StoredWeight:
         folder = self.folder

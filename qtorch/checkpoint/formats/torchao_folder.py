@@ -20,11 +20,9 @@ from typing import Any
 
 import torch
 
-from ...primitives.affine import MappingType, ZeroPointDomain
-from ...primitives.files import parse_json
-from ...primitives.granularity import PerGroup, granularity_of
-from ...primitives.qdtype import qdtype
-from ...primitives.spec import QuantSpec
+from ...primitives import Granularity, MappingType, PerGroup, QuantSpec, ZeroPointDomain, qdtype
+from ...primitives.files import naming, parse_json
+from ...primitives.granularity import granularity_of
 from ...recipes.mx import NVFP4_BLOCK, mx_spec, nvfp4_spec
 from ..folder_source import FolderSource, Parts, Seen, StoredWeight
 from ..hf_folder import DTYPES, HFFolder
@@ -40,13 +38,7 @@ _MX_ELEMENTS = {"float8_e4m3fn": None, "float8_e5m2": None, "float4_e2m1fn_x2": 
 
 
 class Entry:
-    """A tensor of torchao in a file.
-
-    Attributes:
-        name, kind: of the parameter, of its class.
-        tensors: part -> stored name.
-        attributes: of the class, from the metadata.
-    """
+    """A tensor of torchao in a file: its class `kind` with attributes, and the stored name of each part."""
 
     def __init__(self, folder: HFFolder, name: str, kind: str, attributes: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -61,11 +53,7 @@ class Entry:
         return ValueError(f"{self.folder.path}: {self.name}, a {self.kind} of torchao, {why}")
 
     def shape(self, part: str) -> tuple[int, ...]:
-        """Shape of a part.
-
-        Raises:
-            ValueError: it is missing.
-        """
+        """Shape of a part, which must not be missing."""
         if part not in self.tensors:
             raise self.error(f"has no {part}")
         return self.folder.stored[self.tensors[part]].shape
@@ -77,11 +65,7 @@ class Entry:
         return self.folder.stored[self.tensors[part]].dtype
 
     def dtype(self, key: str = "dtype") -> torch.dtype:
-        """A dtype among the attributes.
-
-        Raises:
-            ValueError: it is not one of a weight.
-        """
+        """A dtype among the attributes, which must be one of a weight."""
         name = self.named(key)
         if name not in DTYPES:
             raise self.error(f"has the {key} {name!r:.40}; known: {', '.join(DTYPES)}")
@@ -92,18 +76,15 @@ class Entry:
         value = self.attributes.get(key)
         return str(value.get("_data") if isinstance(value, dict) else value)
 
-    def block(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """`block_size`, which divides `shape`; empty or missing means the whole tensor.
-
-        Raises:
-            ValueError: it is not a block of such a tensor.
-        """
+    def blocks(self, shape: tuple[int, ...]) -> tuple[Granularity, tuple[int, ...]]:
+        """Granularity and number of blocks, from `block_size`; empty or missing means the whole tensor."""
         block = self.attributes.get("block_size") or list(shape)
         if not isinstance(block, list) or len(block) != len(shape) or not all(type(b) is int and b > 0 for b in block):
             raise self.error(f"has the block_size {block!r:.80}, and codes of shape {shape}")
         if any(n % b for n, b in zip(shape, block, strict=True)):
             raise self.error(f"has the block_size {block!r:.80}, which does not divide {shape}")
-        return tuple(block)
+        granularity = granularity_of([-1 if b == n else b for n, b in zip(shape, block, strict=True)])
+        return granularity, tuple(n // b for n, b in zip(shape, block, strict=True))
 
     def weight(
         self, spec: QuantSpec, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Parts]
@@ -120,7 +101,7 @@ class TorchaoSource(FolderSource):
 
     @classmethod
     def matches(cls, seen: Seen) -> bool:
-        return seen.method in cls.methods or (not seen.method and _NAMES in seen.metadata)
+        return super().matches(seen) or (not seen.method and _NAMES in seen.metadata)
 
     def find_weights(self) -> dict[str, StoredWeight]:
         entries = [self._entry(name, text) for name, text in sorted(self.folder.metadata.items())]
@@ -129,10 +110,8 @@ class TorchaoSource(FolderSource):
     def _entry(self, name: str, text: str) -> Entry | None:
         if name in (_NAMES, "format") or not text.startswith("{"):
             return None
-        try:
+        with naming(self.path, f"the metadata of {name} is not JSON"):
             data: Any = parse_json(text)
-        except ValueError as error:
-            raise ValueError(f"{self.path}: the metadata of {name} is not JSON: {error}") from error
         kind, attributes = data.get("_type"), data.get("_data", {})
         if kind in (None, _PLAIN):
             return None
@@ -153,23 +132,13 @@ class TorchaoSource(FolderSource):
         return _CLASSES[entry.kind](entry)
 
 
-def _int8(entry: Entry) -> StoredWeight:
-    return _integers(entry, "int8")
-
-
-def _intx(entry: Entry) -> StoredWeight:
-    bits = entry.named("target_dtype")
-    if bits not in [f"int{b}" for b in range(1, 9)]:
-        raise entry.error(f"has the target_dtype {bits!r:.40}")
-    return _integers(entry, bits)
-
-
-def _integers(entry: Entry, kind: str) -> StoredWeight:
+def _integers(entry: Entry) -> StoredWeight:
+    kind = "int8" if entry.kind == "Int8Tensor" else entry.named("target_dtype")
+    if kind not in [f"int{bits}" for bits in range(1, 9)]:
+        raise entry.error(f"has the target_dtype {kind!r:.40}")
     shape = entry.shape("qdata")
     entry.check("qdata", [torch.int8], shape)
-    block = entry.block(shape)
-    blocks = tuple(n // b for n, b in zip(shape, block, strict=True))
-    granularity = granularity_of([-1 if b == n else b for n, b in zip(shape, block, strict=True)])
+    granularity, blocks = entry.blocks(shape)
     scale_dtype = entry.check("scale", FLOATS, blocks)
     if "zero_point" in entry.tensors:
         of_codes = entry.check("zero_point", (torch.int8, *FLOATS), blocks) is torch.int8
@@ -218,12 +187,9 @@ def _int4(entry: Entry) -> StoredWeight:
 def _float8(entry: Entry) -> StoredWeight:
     shape = entry.shape("qdata")
     kind = entry.check("qdata", FLOAT8, shape)
-    block = entry.block(shape)
-    blocks = tuple(n // b for n, b in zip(shape, block, strict=True))
-    whole = block == shape
-    entry.check("scale", FLOATS, entry.shape("scale") if whole and set(entry.shape("scale")) <= {1} else blocks)
-    granularity = granularity_of([-1 if b == n else b for n, b in zip(shape, block, strict=True)])
-    scale_dtype = entry.folder.stored[entry.tensors["scale"]].dtype
+    granularity, blocks = entry.blocks(shape)
+    is_single = set(blocks) <= {1} and set(entry.shape("scale")) <= {1}
+    scale_dtype = entry.check("scale", FLOATS, entry.shape("scale") if is_single else blocks)
     spec = symmetric_spec(kind, granularity, scale_dtype)
 
     def read() -> Parts:
@@ -271,8 +237,8 @@ def _nvfp4(entry: Entry) -> StoredWeight:
 
 
 _CLASSES: dict[str, Callable[[Entry], StoredWeight]] = {
-    "Int8Tensor": _int8,
-    "IntxUnpackedToInt8Tensor": _intx,
+    "Int8Tensor": _integers,
+    "IntxUnpackedToInt8Tensor": _integers,
     "Int4Tensor": _int4,
     "Float8Tensor": _float8,
     "MXTensor": _mx,

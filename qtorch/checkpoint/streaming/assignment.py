@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from ...dtypes.joining import shares_scales
 from ...model.misfit import OnMisfit, choose
 from ...model.targets import Reach, Target, find_targets
+from ...quantize_api import check_targets, place
 from ...recipes.base import Recipe, WeightRecipe
 from ..formats.compressed_tensors.config_groups import METHOD
-from ..formats.compressed_tensors.serving import adapted, is_nvfp4, tensor_scales
+from ..formats.compressed_tensors.serving import NOT_QUANTIZED, adapted, is_nvfp4, tensor_scales
 from ..formats.transformers_folder.source import TransformersFormat
 from ..hf_folder import CONFIG
 from ..sources import Contents, Source
@@ -37,7 +38,7 @@ from ..stacked_experts import is_fused, joined_in_models
 TABLES = frozenset({"wte", "wpe", "shared", "relative_attention_bias", "codebook"})
 """Last names of modules that hold a table, beside those with "embed" in them."""
 
-HEADS_AND_ROUTERS = frozenset({"lm_head", "embed_out", "score", "classifier", "gate", "router", "shared_expert_gate"})
+HEADS_AND_ROUTERS = frozenset({*NOT_QUANTIZED, "classifier"})
 """Last names of linear layers that a single recipe leaves alone: heads, and the routers of mixtures of experts."""
 
 CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})
@@ -72,21 +73,14 @@ class FusedExperts(nn.Module):
 
 
 def skeleton(tensors: dict[str, Contents], model_type: str | None = None) -> nn.Module:
-    """A model on the meta device.
-
-    Args:
-        tensors: what is stored under each name.
-        model_type: that of config.json.
-    """
+    """A model on the meta device for what is stored under each name; `model_type` is that of config.json."""
     root = nn.Module()
     modules: dict[str, nn.Module] = {"": root}
     for name, contents in tensors.items():
         path, _, attribute = name.rpartition(".")
         if path in modules:
             continue
-        module = _experts(name, contents, model_type)
-        if module is None and attribute == "weight" and path:
-            module = _layer(name, contents, model_type)
+        module = _experts(name, contents, model_type) or _layer(name, contents, model_type)
         if module is not None:
             modules[path] = module
     for path in list(modules):
@@ -97,11 +91,6 @@ def skeleton(tensors: dict[str, Contents], model_type: str | None = None) -> nn.
         if attribute not in owner._parameters:
             owner._parameters[attribute] = _parameter(contents)
     return root
-
-
-def is_head_or_router(module_name: str) -> bool:
-    """Whether a single recipe leaves the linear layer of this name alone."""
-    return module_name.rpartition(".")[2] in HEADS_AND_ROUTERS
 
 
 def _experts(name: str, contents: Contents, model_type: str | None) -> nn.Module | None:
@@ -118,8 +107,9 @@ def _experts(name: str, contents: Contents, model_type: str | None) -> nn.Module
 
 def _layer(name: str, contents: Contents, model_type: str | None) -> nn.Module | None:
     """The layer whose weight has this name, or None for a bare parameter."""
-    module = name.rpartition(".")[0].rpartition(".")[2]
-    if len(contents.shape) != 2 or not contents.dtype.is_floating_point:
+    path, _, attribute = name.rpartition(".")
+    module = path.rpartition(".")[2]
+    if not path or attribute != "weight" or len(contents.shape) != 2 or not contents.dtype.is_floating_point:
         return None
     if model_type in CONV1D_MODELS and _CONV1D.fullmatch(name):
         return Conv1D()
@@ -163,51 +153,29 @@ def assign(
     """The target of each weight of two or more axes that is not quantized, by its name.
 
     Args:
-        contents: what is stored under each name.
-        recipe: see `quantize_checkpoint`.
+        recipe, reach, on_misfit: see `quantize_checkpoint`.
         source: for the largest magnitudes of weights in NVFP4, if engines join them.
         config: contents of config.json.
         format: in which the weights will be stored: recipes are completed as engines need it.
-        reach, on_misfit: see the arguments `targets` and `on_misfit` of `quantize_`.
-
-    Raises:
-        ValueError: a weight cannot have its recipe, or an entry of the mapping has no effect.
     """
     floats = {name: of for name, of in contents.items() if of.scheme is None}
     model = skeleton(floats, config.get("model_type"))
     targets: list[Target[Recipe]] = find_targets(model, recipe, None, reach)
-    for target in targets:
-        slot = target.slot
-        if (
-            not isinstance(recipe, Mapping)
-            and reach != "all"
-            and slot.kind.name == "linear"
-            and is_head_or_router(slot.module_name)
-        ):
-            slot.recipe, slot.reason = None, _HEAD
+    if not isinstance(recipe, Mapping) and reach != "all":
+        for slot in [target.slot for target in targets]:
+            if slot.kind.name == "linear" and slot.module_name.rpartition(".")[2] in HEADS_AND_ROUTERS:
+                slot.recipe, slot.reason = None, _HEAD
     choose(targets, on_misfit, _check)
     chosen = [target for target in targets if target.recipe is not None]
     if not chosen:
         raise ValueError("quantize_checkpoint: nothing to quantize: no linear layer in floating point")
-    _place(chosen)
+    place(chosen)
     if format == METHOD:
         _complete(chosen, source)
-    problems = [problem for target in chosen if (problem := _problem(target))]
+    check_targets("quantize_checkpoint", chosen, _check, "\nnothing is written")
     if format == TransformersFormat.name:
-        problems += _apart({target.slots[0].name: target.recipe for target in targets})
-    if problems:
-        more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise ValueError("quantize_checkpoint: " + "\n".join(problems[:8]) + more + "\nnothing is written")
+        _check_joined({target.slots[0].name: target.recipe for target in targets})
     return {target.slots[0].name: target for target in targets}
-
-
-def _place(chosen: list[Target[Recipe]]) -> None:
-    """Let recipes that treat the first and the last weights in a way of their own know where they are."""
-    for recipe in dict.fromkeys(target.recipe for target in chosen):
-        assert recipe is not None
-        group = [target for target in chosen if target.recipe == recipe]
-        for index, target in enumerate(group):
-            target.slot.recipe = recipe.placed(index, len(group))
 
 
 def _complete(chosen: list[Target[Recipe]], source: Source) -> None:
@@ -227,30 +195,29 @@ def _complete(chosen: list[Target[Recipe]], source: Source) -> None:
         slot.recipe = adapted(slot.recipe, slot.parameter.dtype, scales.get(slot.label))
 
 
-def _apart(recipes: Mapping[str, Recipe | None]) -> list[str]:
-    """What keeps transformers from joining the experts of a layer as they were if the model had been quantized."""
-    problems = []
+def _check_joined(recipes: Mapping[str, Recipe | None]) -> None:
+    """Check that transformers can join the experts of a layer as they were if the model had been quantized."""
     for names in joined_in_models(recipes):
         asked = list(dict.fromkeys(recipes[name] for name in names))
-        where = f"{names[0]} to {names[-1]}: transformers joins these experts in one parameter"
+        where = f"quantize_checkpoint: {names[0]} to {names[-1]}: transformers joins these experts in one parameter"
         if len(asked) > 1:
-            problems.append(f"{where}, and they have different recipes: {', '.join(map(str, asked))}")
-        elif isinstance(asked[0], WeightRecipe) and shares_scales(asked[0].linear_spec().weight):
-            problems.append(
+            raise ValueError(f"{where}, and they have different recipes: {', '.join(map(str, asked))}")
+        if isinstance(asked[0], WeightRecipe) and shares_scales(asked[0].linear_spec().weight):
+            raise ValueError(
                 f"{where}, whose scales of {asked[0]} are found together; ask for scales per row or group alone "
                 "(nf4_weight_only(double_quantize=False)), or for format='qtorch', or load the float model with "
                 "quantization_config=QtorchConfig(...) and save that"
             )
-    return problems
 
 
-def _problem(target: Target[Recipe]) -> str | None:
+def check_values(name: str, target: Target[Recipe], weight: Tensor) -> Recipe:
+    """The recipe of a target, which can quantize this weight."""
     assert target.recipe is not None
     try:
-        _check(target.recipe, target)
+        target.recipe.check(target.kind.view(weight))
     except (ValueError, TypeError) as error:
-        return f"{target.slot.label}: {error}"
-    return None
+        raise type(error)(f"quantize_checkpoint: {name}: {error}") from error
+    return target.recipe
 
 
 def _check(recipe: Recipe, target: Target[Recipe]) -> None:
@@ -266,21 +233,10 @@ def _check(recipe: Recipe, target: Target[Recipe]) -> None:
     recipe.check_form(torch.empty(matrix, dtype=slot.parameter.dtype, device="meta"))
 
 
-# --------------------------------------------------------------------------------------------------
-# A model of transformers whose parameters are on the meta device, from the config.json of a folder.
-
-
 def meta_model(folder: Path, dtype: torch.dtype | None = None) -> Any:
-    """The model of ``config.json``, of the class that it names, in evaluation mode.
+    """The model of ``config.json``, of the class and, by default, the dtype that it names, in evaluation mode.
 
     Parameters have no memory; buffers, which files lack, have values.
-
-    Args:
-        dtype: of the model; by default that of the configuration.
-
-    Raises:
-        ImportError: transformers is not installed.
-        ValueError: the folder has no config.json.
     """
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder}: no {CONFIG}, from which transformers could build the model; give model=")

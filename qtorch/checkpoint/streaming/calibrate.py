@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import inspect
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...calibration.data import Data
-from ...calibration.engine import Resumable, Wanted, estimate, fingerprint, of_weight, quantize_in_order
+from ...calibration.engine import InOrder, Resumable, estimate, fingerprint, of_weight
 from ...calibration.engine.float_weights import Streamed
-from ...calibration.statistics import Statistics
 from ...calibration.with_data import progress_in, shared_data
 from ...dtypes.joining import cut
 from ...model.report import CalibrationEstimate, CalibrationReport
@@ -25,7 +25,7 @@ from ..part_file import Damaged
 from ..sources import Source
 from ..stacked_experts import FusedSource, fuse_experts
 from ..tensor_file import places_of
-from .assignment import meta_model
+from .assignment import check_values, meta_model
 from .partial import identity_of
 
 
@@ -35,13 +35,8 @@ class CalibratedWeights:
     They are kept in ``.<name of dst>.calibration`` until `remove`, where a process that was killed is continued.
 
     Args:
-        source: the checkpoint.
-        targets: by stored name; those whose recipes calibrate in the order of the model.
-        dst: what is going to be written.
+        targets: by stored name; those whose recipes calibrate in the order of the model, all with the same data.
         model: with parameters on the meta device; by default that of transformers.
-
-    Raises:
-        ValueError: the recipes do not share their data.
     """
 
     def __init__(
@@ -72,16 +67,10 @@ class CalibratedWeights:
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _columns(self, name: str) -> int:
-        return 1 + max(place[1] for other, place in self._places.values() if other == name and place is not None)
-
     def estimate(self) -> CalibrationEstimate:
         """The memory and the time that making them will take; nothing is written."""
-        model, source = self._model()
-        recipes = self._in_model(source, model)
-        data = _without_logits(model, self.data, recipes)
-        with self._wanted(model, source, recipes) as (wanted, weights):
-            return estimate(model, wanted, data, weights)
+        with self._streamed() as (model, targets, data, weights):
+            return estimate(model, targets, data, weights)
 
     def _opened(self) -> Resumable[Calibrated]:
         model, source = self._model()
@@ -92,18 +81,21 @@ class CalibratedWeights:
 
     def _made(self, progress: Resumable[Calibrated], name: str) -> tuple[Tensor, CalibrationReport]:
         if not progress.complete:
-            model, source = self._model()
-            recipes = self._in_model(source, model)
-            data = _without_logits(model, self.data, recipes)
-            with self._wanted(model, source, recipes) as (wanted, weights):
-                quantize_in_order(model, wanted, data, progress=progress, weights=weights)
+            with (
+                self._streamed() as (model, targets, data, weights),
+                InOrder(model, targets, data, progress, weights) as run,
+            ):
+                for target, statistics in run:
+                    weight = target.parameter.detach()
+                    recipe = check_values(target.slot.name, target, weight)
+                    run.install(target, recipe.make_in_order(target, weight, statistics))
         of_model, place = self._places[name]
         made = progress.made(of_model)
         weight = made.weight
         if place is not None:
-            row, column = place
+            columns = [at[1] for name, at in self._places.values() if name == of_model and at is not None]
             try:
-                weight = cut(weight, self._columns(of_model))[row][column]
+                weight = cut(weight, 1 + max(columns))[place[0]][place[1]]
             except (IndexError, ValueError) as error:
                 raise Damaged(f"what was made of {of_model} has no part {name}: {error}") from error
         return of_weight({name: (weight, made.report)}, name, self.targets[name].parameter)
@@ -139,10 +131,11 @@ class CalibratedWeights:
         return found
 
     @contextmanager
-    def _wanted(
-        self, model: nn.Module, source: Source, recipes: Mapping[str, Target[Recipe]]
-    ) -> Iterator[tuple[list[Wanted[Calibrated]], Streamed]]:
-        """What is wanted for the parameters of the model, and its weights, which are read when a block runs."""
+    def _streamed(self) -> Iterator[tuple[nn.Module, list[Target[Recipe]], Data, Streamed]]:
+        """The model, its parameters that are calibrated, the data, and the weights, read when a block runs."""
+        model, source = self._model()
+        recipes = self._in_model(source, model)
+        data = _without_logits(model, self.data, recipes)
 
         def stored(name: str) -> bool:
             return name in source.names
@@ -152,34 +145,19 @@ class CalibratedWeights:
             return tensor.dequantize() if hasattr(tensor, "scheme") else tensor
 
         with Streamed(model, read, stored) as weights:
-            slots: dict[int, list[tuple[nn.Module, str]]] = {}
+            places: dict[int, list[tuple[nn.Module, str]]] = {}
             for _, (module, attribute, tensor) in places_of(model):
-                slots.setdefault(id(tensor), []).append((module, attribute))
+                places.setdefault(id(tensor), []).append((module, attribute))
             parameters = dict(model.named_parameters())
             if unknown := sorted(recipes.keys() - parameters.keys()):
                 raise ValueError(f"quantize_checkpoint: the model has no parameter {', '.join(unknown[:4])}")
-            wanted = []
+            targets = []
             for name, target in recipes.items():
-                parameter = parameters[name]
-                assert target.recipe is not None
-                make = _making(target, parameter, name)
-                transposed = target.kind.is_transposed
-                places = slots[id(parameter)]
-                wanted.append(Wanted(parameter, places, target.recipe.statistics, make, transposed=transposed))
-            yield wanted, weights
-
-
-def _making(target: Target[Recipe], parameter: nn.Parameter, name: str) -> Callable[[Any], Calibrated]:
-    def make(statistics: Statistics) -> Calibrated:
-        recipe, weight = target.recipe, parameter.detach()
-        assert recipe is not None
-        try:
-            recipe.check(target.kind.view(weight))
-        except (ValueError, TypeError) as error:
-            raise type(error)(f"quantize_checkpoint: {name}: {error}") from error
-        return recipe.make_in_order(target, weight, statistics)
-
-    return make
+                parent, parameter = name.rpartition(".")[0], parameters[name]
+                at = partial(replace, target.slot, module_name=parent, parameter=parameter)
+                slots = [at(module=module, attribute=attribute) for module, attribute in places[id(parameter)]]
+                targets.append(Target(slots))
+            yield model, targets, data, weights
 
 
 def _without_logits(model: Any, data: Data, recipes: Mapping[str, Any]) -> Data:

@@ -19,15 +19,11 @@ from torch import Tensor
 
 from ...dtypes import QuantizedTensor
 from ...dtypes.serialize import scheme_of, to_canonical
-from ..header import Header
+from ..header import Header, shard_paths
 from ..hf_folder import CONFIG, INDEX_SUFFIX, read_object
 from ..part_file import PartFile
-from ..save_folder import SaveFormat, save_format
-from ..tensor_file import HEADER, HEADER_CHECKSUM, OWN_FORMAT, text_checksum
-
-# --------------------------------------------------------------------------------------------------
-# The files beside the weights of a folder of transformers: configuration, tokenizer, code.
-
+from ..save_folder import INDEX, SaveFormat, file_names, save_format, write_index, write_json
+from ..tensor_file import OWN_FORMAT
 
 SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".spm", ".vocab", ".bpe", ".merges"})
 """Names of files that are copied end in one of these; weights, pictures and the card of the model do not."""
@@ -44,13 +40,10 @@ MAX_BYTES = 1 << 30
 
 
 def find_companions(source: Path) -> list[Path]:
-    """The files of the folder `source` that its weights need, as paths in it; config.json is left to the caller.
+    """The files beside the weights that a folder needs, such as the tokenizer, as paths in it; without config.json.
 
     Their contents are published with the weights, so a link may not lead to a file that has nothing to do with the
     model: only to one of the same folder, or, in the cache of Hugging Face, of the ``blobs`` of the same repository.
-
-    Raises:
-        ValueError: one of them, or config.json, is a link to somewhere else, or is too large.
     """
     if not source.is_dir():
         return []
@@ -89,20 +82,13 @@ def _check(path: Path, source: Path) -> None:
 
 
 def copy_companions(source: Path, target: Path) -> list[str]:
-    """Copy `find_companions` of the folder `source`.
-
-    Returns:
-        The names in `target`, of files and of a folder.
-    """
+    """Copy `find_companions` of the folder `source`; their names in `target`, of files and of a folder."""
     found = find_companions(source)
     for path in found:
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / path, target / path)
     return list(dict.fromkeys(path.parts[0] for path in found))
 
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 _ROOM_FOR_A_TENSOR = 700
 """Bytes of header for a parameter that is not quantized, beside its name."""
@@ -123,8 +109,8 @@ class Form(ABC):
         """Bytes for the header of a file, given the names of the parameters that may be in it."""
 
     @abstractmethod
-    def finish_file(self, file: PartFile) -> bool:
-        """Complete a file that gets no more tensors, unless that has to wait for all; whether it is complete."""
+    def finish_file(self, file: PartFile) -> None:
+        """Complete a file that gets no more tensors, unless that has to wait for all."""
 
     @abstractmethod
     def finish(self, files: Sequence[PartFile], target: Path) -> None:
@@ -140,24 +126,14 @@ class Form(ABC):
 
     @abstractmethod
     def resume(self, progress: Any, names: Sequence[str], stored: Sequence[str]) -> None:
-        """Continue from `progress`, which may be untrusted.
+        """Continue from `progress`, which may be untrusted, and the names of the tensors that are stored.
 
-        Args:
-            names: the parameters that are stored, and the next one, which may be in `progress` already.
-            stored: the names of their tensors.
-
-        Raises:
-            ValueError, TypeError, KeyError, AttributeError: `progress` is not of these tensors; nothing has changed.
+        The last of the names of parameters is that of the next one, which may be in `progress` already.
         """
 
 
 class OwnForm(Form):
-    """A file of `save_quantized` with its shards; the root is the first file.
-
-    Args:
-        aliases: further names of tensors.
-        token: part of the names of shards, of 8 hexadecimal digits.
-    """
+    """A file of `save_quantized` with its shards, in whose names `token` is; the root is the first file."""
 
     def __init__(self, aliases: Mapping[str, str], token: str) -> None:
         self.header = Header(aliases=dict(aliases))
@@ -174,33 +150,27 @@ class OwnForm(Form):
     def room(self, names: Sequence[str], is_first: bool) -> int:
         return _room(names, _ROOM_FOR_A_WEIGHT if is_first else _ROOM_FOR_A_TENSOR)
 
-    def finish_file(self, file: PartFile) -> bool:
-        if file.path.name == file_name(0):
-            return False
-        file.finish({})
-        return True
+    def finish_file(self, file: PartFile) -> None:
+        if file.path.name != file_name(0):
+            file.finish({})
 
     def finish(self, files: Sequence[PartFile], target: Path) -> None:
         root, *shards = files
         self.header.plain = list(self.plain)
-        of_root, *places = self.places(len(files), target, files[0].path.parent)
-        names = [place.name for place in places]
+        of_root, *places = self.places(len(files), target, root.path.parent)
         self.header.shards = {
-            name: [tensor.name for tensor in shard.written] for name, shard in zip(names, shards, strict=True)
+            place.name: [tensor.name for tensor in shard.written] for place, shard in zip(places, shards, strict=True)
         }
         self.header.checksums = {tensor.name: tensor.crc32 for file in files for tensor in file.written}
-        text = json.dumps(self.header.to_json())
         for shard in shards:
             shard.finish({})
-        root.finish({HEADER: text, HEADER_CHECKSUM: text_checksum(text)})
+        root.finish(self.header.to_metadata())
         for place, shard in [*zip(places, shards, strict=True), (of_root, root)]:
             if shard.path.exists():
                 os.replace(shard.path, place)
 
     def places(self, count: int, target: Path, folder: Path) -> list[Path]:
-        stem = target.stem if target.suffix == ".safetensors" else f"{target.name}."
-        of = f"of-{count - 1:05d}.safetensors"
-        return [target, *(target.with_name(f"{stem}-{self.token}-{i:05d}-{of}") for i in range(1, count))]
+        return [target, *shard_paths(target, self.token, count - 1)]
 
     def progress(self) -> Any:
         return {"plain": list(self.plain), "quantized": self.header.quantized}
@@ -217,19 +187,13 @@ class OwnForm(Form):
 
 
 class FolderForm(Form):
-    """A folder with config.json, weights, and the other files of the source.
-
-    Args:
-        format: name of a `SaveFormat`.
-        source: path of the source.
-        recipe: for `quantization_config`, in formats that have it there.
-    """
+    """A folder with config.json, weights in a `SaveFormat`, and the other files of the source."""
 
     def __init__(self, format: str, source: Path, recipe: Any) -> None:
         self.source = source if source.is_dir() else source.parent
         find_companions(self.source)  # they are refused before anything is written
         config = read_object(self.source / CONFIG) or {}
-        self.config = {key: value for key, value in config.items() if key not in ("quantization_config",)}
+        self.config = {key: value for key, value in config.items() if key != "quantization_config"}
         self.format: SaveFormat = save_format(format, self.config)
         for name, value in {"recipe": recipe, "names": "checkpoint"}.items():
             if hasattr(self.format, name):
@@ -241,38 +205,30 @@ class FolderForm(Form):
     def room(self, names: Sequence[str], is_first: bool) -> int:
         return _room(names, _ROOM_FOR_A_WEIGHT)
 
-    def finish_file(self, file: PartFile) -> bool:
+    def finish_file(self, file: PartFile) -> None:
         file.finish(self.format.metadata([tensor.name for tensor in file.written]))
-        return True
 
     def finish(self, files: Sequence[PartFile], target: Path) -> None:
         folder = files[0].path.parent
         if not folder.exists():  # it has been renamed
             return
-        places: dict[str, str] = {}
-        count = len(files)
-        kept = set()
-        for file, place in zip(files, self.places(count, target, folder), strict=True):
+        keys: dict[str, list[str]] = {}
+        for file, place in zip(files, self.places(len(files), target, folder), strict=True):
             if not place.exists():
                 self.finish_file(file)
                 os.replace(file.path, place)
-            places |= dict.fromkeys((tensor.name for tensor in file.written), place.name)
-            kept.add(place.name)
-        if count > 1:
-            total = sum(file.nbytes for file in files)
-            _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
-            kept.add(INDEX)
-        _write_json(folder / CONFIG, {**self.config, "quantization_config": self.format.config()})
-        kept |= {CONFIG, *copy_companions(self.source, folder)}
+            keys[place.name] = [tensor.name for tensor in file.written]
+        if len(files) > 1:
+            write_index(folder, keys, sum(file.nbytes for file in files))
+        write_json(folder / CONFIG, {**self.config, "quantization_config": self.format.config()})
+        kept = {*keys, CONFIG, *copy_companions(self.source, folder)} | ({INDEX} if len(files) > 1 else set())
         for path in folder.iterdir():
             if path.name not in kept:
                 path.unlink()
         folder.rename(target)
 
     def places(self, count: int, target: Path, folder: Path) -> list[Path]:
-        if count == 1:
-            return [folder / SINGLE]
-        return [folder / f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        return [folder / name for name in file_names(count)]
 
     def progress(self) -> Any:
         return self.format.progress()
@@ -282,11 +238,7 @@ class FolderForm(Form):
 
 
 def form_of(format: str, source: Path, aliases: Mapping[str, str], recipe: Any, arguments: Any) -> Form:
-    """The form of a checkpoint in `format`.
-
-    Args:
-        arguments: JSON data; the names of shards in the own format follow from it.
-    """
+    """The form of a checkpoint in `format`; the names of shards in the own format follow from the arguments."""
     if format != OWN_FORMAT:
         return FolderForm(format, source, recipe)
     return OwnForm(aliases, hashlib.sha256(json.dumps(arguments, sort_keys=True).encode()).hexdigest()[:8])
@@ -299,10 +251,3 @@ def file_name(number: int) -> str:
 
 def _room(names: Sequence[str], of_each: int) -> int:
     return 1000 + sum(of_each + 12 * len(name) for name in names)
-
-
-def _write_json(path: Path, data: Any) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(json.dumps(data, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())

@@ -52,16 +52,12 @@ class Partial:
     Args:
         target: file or folder that the checkpoint becomes.
         arguments: JSON data. A folder that was begun with others is started anew, and so is one that is damaged.
-        form: how it is written; it continues from the journal.
         names: of all parameters, in the order in which they are stored.
         limit: size of a file in bytes.
 
     Attributes:
         counts: number of tensors that each of the parameters that are stored has become.
         rows: the reports that the caller has passed to `add`.
-
-    Raises:
-        BlockingIOError: another process writes this checkpoint.
     """
 
     def __init__(self, target: Path, arguments: Any, form: Form, names: Sequence[str], limit: int) -> None:
@@ -208,11 +204,7 @@ def _is_of(journal: Any, arguments: Any) -> bool:
 
 
 def _counts_and_rows(journal: Any, names: Sequence[str]) -> tuple[list[int], list[LayerReport]]:
-    """What a journal says of the parameters that are stored, the first of `names`.
-
-    Raises:
-        Damaged: it says something else.
-    """
+    """What a journal says of the parameters that are stored, which must be the first of `names`."""
     counts, rows = journal.get("counts"), journal.get("rows")
     if not isinstance(counts, list) or len(counts) > len(names) or not all(type(n) is int and n >= 0 for n in counts):
         raise Damaged("its journal has no numbers of tensors")
@@ -232,17 +224,8 @@ def _row(data: Any) -> LayerReport:
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# Opening what is to be rewritten, and what identifies it.
-
-
 def open_any(path: Path) -> Source:
-    """`open_source`, which also takes a safetensors file, or its index, of plain tensors.
-
-    Raises:
-        FileNotFoundError: there is no such file or folder.
-        ValueError: no format recognizes it, or it is damaged.
-    """
+    """`open_source`, which also takes a safetensors file, or its index, of plain tensors."""
     if os.path.exists(path) and not path.is_dir():
         kind = next((kind for kind in SOURCES if kind.recognizes(path)), None)
         seen = look(path) if kind is QtorchSource else None

@@ -6,6 +6,7 @@ call that was killed is continued by the next one with the same arguments.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,15 +20,16 @@ from tqdm import tqdm
 from ...dtypes import QuantizedTensor
 from ...model.misfit import OnMisfit
 from ...model.report import QUANTIZED_BEFORE, LayerReport, QuantizeReport, quantized_row, skipped_row
-from ...model.targets import Reach, Target
+from ...model.targets import Reach
+from ...primitives.files import naming
 from ...quantize_api import check_are_recipes
 from ...recipes.base import Recipe
 from .. import formats  # noqa: F401 (registers the formats)
 from ..formats.transformers_folder.names import recipe_json
-from ..save_folder import SAVE_FORMATS
+from ..save_folder import SAVE_FORMATS, save_format
 from ..sources import Contents, Source
 from ..tensor_file import OWN_FORMAT, check_name
-from .assignment import assign
+from .assignment import assign, check_values
 from .calibrate import CalibratedWeights, calibrates
 from .forms import form_of
 from .partial import Partial, identity_of, model_config, open_any, take_left_over
@@ -66,7 +68,7 @@ def quantize_checkpoint(
             tokenizer of `src`.
         recipe: one recipe, or an ordered mapping from names to recipes as for `quantize_`. A linear layer is what has a
             `weight` of two axes; embeddings, the experts of a mixture in one parameter, and which way around a weight
-            is stored are told by names and ``config.json`` (see `streaming.skeleton`). One recipe leaves heads
+            is stored are told by names and ``config.json`` (see `streaming.assignment`). One recipe leaves heads
             (``lm_head``) and routers alone; ask for them by name, or with ``targets="all"``.
         targets: what the recipe reaches, a word or some as for `quantize_`.
         on_misfit: as for `quantize_`.
@@ -95,7 +97,7 @@ def quantize_checkpoint(
     src, dst = Path(src), Path(dst)
     _check_paths("quantize_checkpoint", src, format, dst)
     with open_any(src) as source:
-        names, contents = _contents(source)
+        contents = _contents(source)
         assigned = assign(contents, recipe, source, model_config(src), format, targets, on_misfit)
 
         chosen = {name: target for name, target in assigned.items() if calibrates(target)}
@@ -113,10 +115,12 @@ def quantize_checkpoint(
                 return tensor, None
             if target.recipe is None:
                 return tensor, skipped_row(target)
+            report = None
             if calibrated is not None and name in chosen:
                 made, report = calibrated.weight(name)
-                return made, replace(quantized_row(target, tensor, made), calibration=report)
-            return _quantized(name, tensor, target)
+            else:
+                made = check_values(name, target, tensor).make(target, tensor)
+            return made, replace(quantized_row(target, tensor, made), calibration=report)
 
         arguments = {"recipe": recipe_json(recipe), "call": "quantize_checkpoint"}
         if targets != "linear":
@@ -124,15 +128,20 @@ def quantize_checkpoint(
         if on_misfit != "error":
             arguments["on_misfit"] = on_misfit
         try:
-            rows = _rewrite(
-                source, names, contents, dst, quantize, format, max_shard_size, progress, dry_run, arguments
-            )
+            if dry_run:
+                rows = _tried(source, contents, quantize, progress)
+            else:
+                rows = _rewrite(source, contents, dst, quantize, format, max_shard_size, progress, arguments)
             if calibrated is not None:
                 calibrated.remove()
         finally:
             if calibrated is not None:
                 calibrated.close()
-    return replace(_report(rows, contents, dry_run), estimate=estimate)
+    before = sum(math.prod(of.shape) for of in contents.values() if of.scheme is not None)
+    size = sum(of.nbytes for of in contents.values())
+    parameters = sum(math.prod(of.shape) for of in contents.values())
+    report = QuantizeReport(tuple(rows), dry_run, parameters, before, size, estimate=estimate)
+    return replace(report, model_bytes_after=size - report.bytes_before + report.bytes_after)
 
 
 def convert_checkpoint(
@@ -150,18 +159,16 @@ def convert_checkpoint(
     src, dst = Path(src), Path(dst)
     _check_paths("convert_checkpoint", src, format, dst)
     with open_any(src) as source:
-        names, contents = _contents(source)
-        arguments = {"call": "convert_checkpoint"}
         keep: Transform = lambda name, tensor: (tensor, None)  # noqa: E731
-        _rewrite(source, names, contents, dst, keep, format, max_shard_size, progress, False, arguments)
+        arguments = {"call": "convert_checkpoint"}
+        _rewrite(source, _contents(source), dst, keep, format, max_shard_size, progress, arguments)
 
 
 def _check_paths(function: str, src: Path, format: str, dst: Path) -> None:
     if not os.path.exists(src):
         raise FileNotFoundError(f"{src}: no such file")
-    if format != OWN_FORMAT and format not in SAVE_FORMATS:
-        known = ", ".join(map(repr, [OWN_FORMAT, *sorted(SAVE_FORMATS)]))
-        raise ValueError(f"{function}: format {format!r} is not known; known are {known}")
+    if format != OWN_FORMAT:
+        save_format(format)
     if format == OWN_FORMAT and dst.suffix != ".safetensors":
         raise ValueError(
             f"{function}: the format {OWN_FORMAT!r} is a file, such as {dst.name}.safetensors, got dst={dst}; "
@@ -173,54 +180,44 @@ def _check_paths(function: str, src: Path, format: str, dst: Path) -> None:
         raise FileNotFoundError(f"{function}: there is no folder {dst.absolute().parent}")
 
 
-def _contents(source: Source) -> tuple[list[str], dict[str, Contents]]:
-    """The names of what is stored, in a fixed order, and what it is.
-
-    Raises:
-        ValueError: no file can hold a tensor of this name; sources are read in formats that can.
-    """
+def _contents(source: Source) -> dict[str, Contents]:
+    """What is stored, in a fixed order, under names that a file can hold."""
     names = sorted(source.names - source.aliases.keys())
     for name in names:
-        try:
+        with naming(source.path):
             check_name(name)
-        except ValueError as error:
-            raise ValueError(f"{source.path}: {error}") from error
-    return names, {name: source.contents(name) for name in names}
+    return {name: source.contents(name) for name in names}
 
 
-def _quantized(name: str, tensor: Tensor, target: Target[Recipe]) -> tuple[Tensor, LayerReport]:
-    recipe = target.recipe
-    assert recipe is not None
-    try:
-        recipe.check(target.kind.view(tensor))
-    except (ValueError, TypeError) as error:
-        raise type(error)(f"quantize_checkpoint: {name}: {error}") from error
-    made = recipe.make(target, tensor)
-    return made, quantized_row(target, tensor, made)
+def _bar(contents: Mapping[str, Contents], progress: bool) -> tqdm[Any]:
+    return tqdm(total=sum(of.nbytes for of in contents.values()), unit="B", unit_scale=True, disable=not progress)
+
+
+@torch.no_grad()
+def _tried(source: Source, contents: Mapping[str, Contents], transform: Transform, progress: bool) -> list[LayerReport]:
+    """The rows of the report of a call that writes nothing."""
+    rows = []
+    with _bar(contents, progress) as bar:
+        for name, of in contents.items():
+            _, row = transform(name, source.tensor(name))
+            rows.append(row)
+            bar.update(of.nbytes)
+    return [row for row in rows if row is not None]
 
 
 @torch.no_grad()
 def _rewrite(
     source: Source,
-    names: list[str],
     contents: Mapping[str, Contents],
     dst: Path,
     transform: Transform,
     format: str,
     max_shard_size: int,
     progress: bool,
-    dry_run: bool,
     arguments: dict[str, Any],
 ) -> list[LayerReport]:
     """Store ``transform(name, tensor)`` of every tensor; the rows of the report."""
-    bar = tqdm(total=sum(contents[name].nbytes for name in names), unit="B", unit_scale=True, disable=not progress)
-    rows: list[LayerReport] = []
-    if dry_run:
-        for name in names:
-            rows += _row(transform(name, source.tensor(name))[1])
-            bar.update(contents[name].nbytes)
-        bar.close()
-        return rows
+    names = list(contents)
     identity = {"version": VERSION, "source": [source.format, identity_of(source.path)]}
     arguments = {**identity, "format": format, "max_shard_size": max_shard_size, **arguments}
     target = dst.absolute()
@@ -230,30 +227,12 @@ def _rewrite(
             raise FileExistsError(f"{dst} exists; remove it, or give another name")
         return of_earlier
     form = form_of(format, source.path, source.aliases, arguments.get("recipe"), arguments)
-    with Partial(target, arguments, form, names, max_shard_size) as partial:
+    with Partial(target, arguments, form, names, max_shard_size) as partial, _bar(contents, progress) as bar:
         bar.update(sum(contents[name].nbytes for name in names[: partial.done]))
         for name in names[partial.done :]:
             made, row = transform(name, source.tensor(name))
             partial.add(name, made, row)
             del made
             bar.update(contents[name].nbytes)
-        rows = partial.rows
         partial.finish()
-    bar.close()
-    return rows
-
-
-def _row(row: LayerReport | None) -> list[LayerReport]:
-    return [] if row is None else [row]
-
-
-def _report(rows: list[LayerReport], contents: Mapping[str, Contents], dry_run: bool) -> QuantizeReport:
-    parameters = sum(_numel(of.shape) for of in contents.values())
-    before = sum(_numel(of.shape) for of in contents.values() if of.scheme is not None)
-    size = sum(of.nbytes for of in contents.values())
-    report = QuantizeReport(tuple(rows), dry_run, parameters, before, size)
-    return replace(report, model_bytes_after=size - report.bytes_before + report.bytes_after)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
+        return partial.rows

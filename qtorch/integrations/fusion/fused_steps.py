@@ -184,7 +184,7 @@ class ConvStep(Step):
         if self.real and self.plain:
             run.values[chain.last] = _copy(work.reals[chain.last], work.channels_last)
 
-    def _prepare(self, run: Run) -> tuple[ConvCall, bytes | None]:
+    def _prepare(self, run: Run) -> tuple[Any, bytes | None]:
         """The call, and its bytes where they are the same on each run."""
         chain, work = self.chain, run.workspace
         source = work.codes[chain.source, chain.numerics]

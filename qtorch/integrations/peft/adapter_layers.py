@@ -48,7 +48,7 @@ def _linear_or_conv(module: Any, active_adapter: str, x: Tensor, result: Tensor,
         lora_A=module.lora_A[active_adapter],
         lora_B=module.lora_B[active_adapter],
         scaling=module.scaling[active_adapter],
-        base_layer=SimpleNamespace(weight=_float(base.weight), bias=base.bias),
+        base_layer=SimpleNamespace(weight=nn.Parameter(base.weight.dequantize(), False), bias=base.bias),
         base_result=base_result,
         **of_magnitude(active_adapter),
     )
@@ -61,7 +61,7 @@ def _embedding(module: Any, active_adapter: str, x: Tensor, result: Tensor, **kw
         lora_A=module.lora_embedding_A[active_adapter].T,
         lora_B=module.lora_embedding_B[active_adapter].T,
         scaling=module.scaling[active_adapter],
-        base_layer=SimpleNamespace(weight=_float(module.get_base_layer().weight)),
+        base_layer=SimpleNamespace(weight=nn.Parameter(module.get_base_layer().weight.dequantize(), False)),
         embed_fn=module._embed,
         **of_magnitude(active_adapter),
     )
@@ -81,16 +81,11 @@ FORWARDS = {
 """Variants whose forward looks at the base weight -> that forward for quantized weights."""
 
 
-@functools.cache
-def on_quantized(variant: Any) -> Any:
-    """The class of a variant for quantized weights; the class itself if its forward does not look at the weight."""
-    if variant not in FORWARDS:
-        return variant
-    return type(f"Quantized{variant.__name__}", (variant,), {"forward": staticmethod(FORWARDS[variant])})
-
-
-def _float(weight: Tensor) -> nn.Parameter:
-    return nn.Parameter(weight.dequantize(), requires_grad=False)
+VARIANTS = {
+    variant: type(f"Quantized{variant.__name__}", (variant,), {"forward": staticmethod(forward)})
+    for variant, forward in FORWARDS.items()
+}
+"""Variant -> its class for quantized weights."""
 
 
 # What becomes of a quantized weight when adapters are merged into it.
@@ -116,28 +111,9 @@ def requantize_merged() -> Iterator[None]:
         _REQUANTIZES.reset(token)
 
 
-def merged_weight(base: QuantizedTensor, values: Tensor) -> nn.Parameter:
-    """The parameter that replaces `base` after a merge.
-
-    Args:
-        values: base plus adapters, in fp32.
-
-    Raises:
-        ValueError: `values` has NaN or infinities, which no code represents, and is to be quantized.
-    """
-    if not _REQUANTIZES.get():
-        merged = nn.Parameter(values.detach().to(base.scheme.dtype), requires_grad=False)
-        return keep_attributes(merged, base)
-    return requantized(base, values)
-
-
 @torch.no_grad()
 def requantized(base: QuantizedTensor, values: Tensor) -> nn.Parameter:
-    """A frozen parameter with `values`, quantized as `base` is.
-
-    Raises:
-        ValueError: `values` has NaN or infinities, which no code represents.
-    """
+    """A frozen parameter with `values`, quantized as `base` is."""
     if not bool(values.isfinite().all()):
         raise ValueError(
             "NaN or infinite values in the merged weights, which no code represents: the adapter seems to be broken; "
@@ -146,10 +122,8 @@ def requantized(base: QuantizedTensor, values: Tensor) -> nn.Parameter:
     return keep_attributes(nn.Parameter(base.quantized_like(values.detach()), requires_grad=False), base)
 
 
-WITHOUT_WEIGHT = (True, False, "gaussian", "eva", "orthogonal")
+READS_NO_WEIGHT = (True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that do not look at the base weight."""
-
-INITIALIZER = "qtorch.integrations.peft.initialize_from_quantization_error(peft_model, float_model)"
 
 
 class OnQuantized:
@@ -169,10 +143,6 @@ class OnQuantized:
         """Merge adapters into the base weight, which becomes a float parameter, or codes in `requantize_merged`.
 
         Each merge starts from the codes of the base and adds all merged adapters, in fp32.
-
-        Raises:
-            ValueError: the merged weight has NaN or infinities, and `safe_merge` is set or it is to be quantized; the
-                layer is unchanged.
         """
         if self.on_floats:
             super().merge(safe_merge=safe_merge, adapter_names=adapter_names)  # type: ignore[misc]
@@ -183,14 +153,19 @@ class OnQuantized:
         base, kept, merged = self.get_base_layer(), self.kept, list(self.merged_adapters)
         present = {name: base._parameters[name] for name in names_of(self)}
         data = {name: p.data for name, p in present.items() if not isinstance(p, QuantizedTensor)}
-        self.kept = kept or {name: _kept(tensor) for name, tensor in present.items()}
+        self.kept = kept or present | {name: value.detach().clone() for name, value in data.items()}
         try:
             self._put_back()
             self.merged_adapters = []
             with floats(self, torch.float32) as of:
                 super().merge(safe_merge=safe_merge, adapter_names=[*merged, *names])  # type: ignore[misc]
                 values = {name: base._parameters[name].data for name in of}
-            replace_parameters(base, {name: merged_weight(of[name], value) for name, value in values.items()})
+            for name, value in values.items():
+                if _REQUANTIZES.get():
+                    made = requantized(of[name], value)
+                else:
+                    made = keep_attributes(nn.Parameter(value.to(of[name].scheme.dtype), False), of[name])
+                replace_parameters(base, {name: made})
             for name in data.keys() - of.keys():
                 present[name].data = present[name].data.to(data[name].dtype)  # a bias: PEFT casts it like the weight
         except BaseException:
@@ -227,15 +202,11 @@ class OnQuantized:
                 replace_parameters(base, {name: nn.Parameter(tensor.to(now.device, now.dtype), requires_grad=False)})
 
     def update_layer(self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Add an adapter. If its initialization changes the base weight (PiSSA, OLoRA), the codes are chosen anew.
-
-        Raises:
-            ValueError: `init_lora_weights` is "loftq", which needs the float weights.
-        """
+        """Add an adapter. If its initialization changes the base weight (PiSSA, OLoRA), the codes are chosen anew."""
         if option(kwargs, "init_lora_weights", None) == "loftq":
             raise ValueError(
                 'init_lora_weights="loftq" quantizes a float model, and this one is quantized: leave it out, and call '
-                f"{INITIALIZER} after get_peft_model"
+                "qtorch.integrations.peft.initialize_from_quantization_error(peft_model, float_model) afterwards"
             )
         if self.kept or not self._reads_the_weight(kwargs):
             super().update_layer(adapter_name, *args, **kwargs)  # type: ignore[misc]
@@ -252,15 +223,16 @@ class OnQuantized:
         """Whether the initialization of an adapter may look at the base weight."""
         if not isinstance(self, LoraLayer) or not has_options(arguments):
             return True
-        variants = option(arguments, "use_dora", False) or option(arguments, "kasa_config", None) is not None
-        return bool(variants) or option(arguments, "init_lora_weights", True) not in WITHOUT_WEIGHT
+        if option(arguments, "use_dora", False) or option(arguments, "kasa_config", None) is not None:
+            return True
+        return option(arguments, "init_lora_weights", True) not in READS_NO_WEIGHT
 
     def resolve_lora_variant(self: Any, *args: Any, **kwargs: Any) -> Any:
         """PEFT's variant of an adapter, of the class for quantized weights."""
         variant = super().resolve_lora_variant(*args, **kwargs)  # type: ignore[misc]
         if variant is not None:
             kind: Any = type(variant)
-            variant.__class__ = on_quantized(kind)
+            variant.__class__ = VARIANTS.get(kind, kind)
         return variant
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -318,11 +290,7 @@ MIXINS: dict[type, type[OnQuantized]] = {
 
 
 def adapt(layer: Any, base: nn.Module) -> None:
-    """Give `layer`, a PEFT layer that is taking `base`, the class for quantized weights.
-
-    Raises:
-        ValueError: it adapts `nn.MultiheadAttention`, which merges in each forward.
-    """
+    """Give `layer`, a PEFT layer that is taking `base`, the class for quantized weights."""
     if isinstance(layer, OnQuantized) or not isinstance(layer, BaseTunerLayer):
         return
     root: Any = base
@@ -390,10 +358,6 @@ def names_of(layer: Any, base: nn.Module | None = None) -> list[str]:
 
 def _is_frozen(parameter: Tensor | None) -> bool:
     return isinstance(parameter, QuantizedTensor) and not parameter.trains
-
-
-def _kept(tensor: Tensor) -> Tensor:
-    return tensor if isinstance(tensor, QuantizedTensor) else tensor.detach().clone()
 
 
 def replace_parameters(base: nn.Module, parameters: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ the module sees an `AdaptedParameter` in its place, which has no W + B A, but th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +17,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from .versions import delta_factors
-
-LINEAR = {functional.linear}
-PRODUCTS = {
-    *(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__),
-    *(torch.mm, torch.Tensor.mm, torch.bmm, torch.Tensor.bmm),
-}
-REVERSED = {torch.Tensor.__rmatmul__}
-GROUPED = {torch._grouped_mm, functional.grouped_mm} if hasattr(functional, "grouped_mm") else {torch._grouped_mm}
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,15 +88,8 @@ class AdaptedParameter:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in LINEAR:
-            return _linear(*args, **kwargs)
-        if func in PRODUCTS and len(args) == 2 and not kwargs:
-            return args[0] @ args[1] if isinstance(args[0], cls) else args[1].__rmatmul__(args[0])
-        if func in REVERSED:
-            return args[0].__rmatmul__(args[1])
-        if func in GROUPED:
-            return _grouped(*args, **kwargs)
+        if func in FUNCTIONS:
+            return FUNCTIONS[func](*args, **(kwargs or {}))
         raise NotImplementedError(
             f"{getattr(func, '__qualname__', func)} of a quantized parameter with LoRA on it (target_parameters): only "
             "products with it are there; dequantize_ the module that has it if it computes anything else"
@@ -113,22 +99,24 @@ class AdaptedParameter:
 def adapted_parameter(layer: Any, adapters: list[str]) -> AdaptedParameter:
     """The parameter of a `ParamWrapper` with all of `adapters`."""
     base = layer.get_param()
-    pairs = [_factors(layer, name) for name in adapters]
-    lefts, rights = [left.to(base.dtype) for left, _ in pairs], [right.to(base.dtype) for _, right in pairs]
+    lefts, rights = [], []
+    for name in adapters:
+        if base.dim() == 2:
+            left, right, scaling = layer.lora_B[name].weight, layer.lora_A[name].weight, layer.scaling[name]
+        else:
+            left, right, scaling = delta_factors(layer, name)
+        lefts.append((left * scaling).to(base.dtype))
+        rights.append(right.to(base.dtype))
     return AdaptedParameter(base, torch.cat(lefts, -1), torch.cat(rights, -2))
-
-
-def _factors(layer: Any, adapter: str) -> tuple[Tensor, Tensor]:
-    """(left, right) of one adapter, its scaling included."""
-    if layer.get_param().dim() == 2:
-        return layer.lora_B[adapter].weight * layer.scaling[adapter], layer.lora_A[adapter].weight
-    left, right, scaling = delta_factors(layer, adapter)
-    return left * scaling, right
 
 
 def _linear(input: Tensor, weight: AdaptedParameter, bias: Tensor | None = None) -> Tensor:
     low = functional.linear(input, weight.right)
     return functional.linear(input, weight.base, bias) + functional.linear(low, weight.left)
+
+
+def _product(first: Any, second: Any) -> Any:
+    return first @ second if isinstance(first, AdaptedParameter) else second.__rmatmul__(first)
 
 
 def _grouped(
@@ -143,3 +131,15 @@ def _grouped(
         start = stop
     y = y + torch.cat([*parts, mat_a.new_zeros(mat_a.shape[0] - start, y.shape[1])])
     return y if out_dtype is None else y.to(out_dtype)
+
+
+PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    functional.linear: _linear,
+    **dict.fromkeys(PRODUCTS, _product),
+    Tensor.__rmatmul__: lambda second, first: _product(first, second),
+    torch._grouped_mm: _grouped,
+    getattr(functional, "grouped_mm", torch._grouped_mm): _grouped,
+}
+"""Function of torch -> what it is with an adapted parameter."""

@@ -119,13 +119,23 @@ def initialize_from_quantization_error(
     layers = _layers(peft_model, adapter_name)
     weights = float_weights.state_dict() if isinstance(float_weights, nn.Module) else float_weights
     for name, layer in layers.items():
-        _check(name, layer, weights)
+        shape = tuple(_base(layer).shape)
+        if layer.merged:
+            raise ValueError(f"{name} has a merged adapter; call unmerge_adapter first")
+        if isinstance(layer, _ConvNd) and layer.get_base_layer().groups > 1:
+            raise ValueError(f"{name} is of a convolution with groups, whose adapter is not a low-rank product")
+        if name not in weights:
+            raise ValueError(f"float_weights has no {name!r}, the float weight of shape {shape} that was quantized")
+        if tuple(weights[name].shape) != shape:
+            raise ValueError(f"float_weights: {name} has shape {tuple(weights[name].shape)}, not {shape}")
     roots: dict[str, Tensor] = {}
     if batches is not None:
-        bases = {name: layer.get_base_layer().weight for name, layer in layers.items() if _is_linear(layer)}
+        linear = {name: layer for name, layer in layers.items() if isinstance(layer, Linear)}
+        bases = {name: layer.get_base_layer().weight for name, layer in linear.items() if not layer.fan_in_fan_out}
         found = collect(peft_model, Data(batches, forward), dict.fromkeys(bases.values(), (SecondMoment,)))
-        seen: dict[str, Any] = {name: found[base][SecondMoment] for name, base in bases.items()}
-        roots = {name: factor(statistic.mean, _DAMPING)[0] for name, statistic in seen.items()}
+        for name, base in bases.items():
+            statistic: Any = found[base][SecondMoment]
+            roots[name] = factor(statistic.mean, _DAMPING)[0]
     return {
         name: _initialize(layer, adapter_name, weights[name], iterations, roots.get(name))
         for name, layer in layers.items()
@@ -145,19 +155,6 @@ def _layers(model: nn.Module, adapter: str) -> dict[str, Any]:
             "quantized weight; call quantize_, then get_peft_model"
         )
     return found
-
-
-def _check(name: str, layer: Any, weights: Mapping[str, Tensor]) -> None:
-    """Raise `ValueError` if a layer cannot be initialized."""
-    if layer.merged:
-        raise ValueError(f"{name} has a merged adapter; call unmerge_adapter first")
-    if isinstance(layer, _ConvNd) and layer.get_base_layer().groups > 1:
-        raise ValueError(f"{name} is the weight of a convolution with groups, whose adapter is not a low-rank product")
-    shape = tuple(_base(layer).shape)
-    if name not in weights:
-        raise ValueError(f"float_weights has no {name!r}, the float weight of shape {shape} that was quantized")
-    if tuple(weights[name].shape) != shape:
-        raise ValueError(f"float_weights: {name} has shape {tuple(weights[name].shape)}, the quantized weight {shape}")
 
 
 def _initialize(layer: Any, adapter: str, weight: Tensor, iterations: int, root: Tensor | None) -> float:
@@ -231,7 +228,3 @@ def _parameter_name(layer: Any) -> str:
 
 def _base(layer: Any) -> Any:
     return getattr(layer.get_base_layer(), _parameter_name(layer))
-
-
-def _is_linear(layer: Any) -> bool:
-    return isinstance(layer, Linear) and not layer.fan_in_fan_out

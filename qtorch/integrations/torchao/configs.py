@@ -13,15 +13,44 @@ from typing import Any
 import torch
 
 from ... import recipes
-from ...dtypes import PackedLayout, TensorCoreTiledLayout
-from ...primitives import MappingType, PerAxis, PerGroup, PerRow, PerTensor, ZeroPointDomain
+from ...primitives import MappingType, PerAxis, PerGroup, PerRow, PerTensor
 from ...recipes.base import Recipe, WeightRecipe
-from . import functions
+from . import functions, translate
 from .functions import E4M3
-from .translate import granularity_of, group_size_of, mapping_of, only, refuse, scale_of, word
+from .translate import arguments, none, only, refuse
 
-made: Any = recipes
-"""The recipes; they are attributes that a type checker does not see."""
+__all__ = [
+    "AOPerModuleConfig",
+    "Float8DynamicActivationFloat8WeightConfig",
+    "Float8DynamicActivationInt4WeightConfig",
+    "Float8StaticActivationFloat8WeightConfig",
+    "Float8WeightOnlyConfig",
+    "FqnToConfig",
+    "Int4WeightOnlyConfig",
+    "Int8DynamicActivationInt4WeightConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "Int8DynamicActivationIntxWeightConfig",
+    "Int8StaticActivationInt8WeightConfig",
+    "Int8WeightOnlyConfig",
+    "IntxWeightOnlyConfig",
+    "MXDynamicActivationMXWeightConfig",
+    "ModuleFqnToConfig",
+    "NF4WeightOnlyConfig",
+    "NVFP4DynamicActivationNVFP4WeightConfig",
+    "NVFP4WeightOnlyConfig",
+    "UIntxWeightOnlyConfig",
+]
+
+INTX = {
+    "intx_packing_format": only("unpacked_to_int8", instead="use layout=... of the recipe"),
+    "intx_choose_qparams_algorithm": only("affine", instead="use use_hqq=True of intx_weight_only"),
+}
+"""Rules of the two configurations of integers of any width."""
+
+
+def _rows(value: Any) -> Any:
+    if value is not None and translate.granularity(value) != PerRow():
+        raise ValueError("it has a scale per token and per output channel, PerRow()")
 
 
 def Int8WeightOnlyConfig(
@@ -29,11 +58,14 @@ def Int8WeightOnlyConfig(
 ) -> WeightRecipe:
     """`int8_weight_only`."""
     if group_size is None and granularity is not None:
-        size = group_size_of("Int8WeightOnlyConfig", "granularity", granularity)
-        group_size = None if size == -1 else size
-    return functions.int8_weight_only(group_size)
+        return IntxWeightOnlyConfig(granularity=granularity)
+    return recipes.int8_weight_only(group_size=group_size)
 
 
+@arguments(
+    int4_packing_format=only("plain", "tile_packed_to_4d", instead="the formats are plain, tile_packed_to_4d"),
+    int4_choose_qparams_algorithm=only("tinygemm", "hqq"),
+)
 def Int4WeightOnlyConfig(
     group_size: int = 128,
     set_inductor_config: bool = True,
@@ -43,20 +75,13 @@ def Int4WeightOnlyConfig(
     version: int = 2,
 ) -> WeightRecipe:
     """`int4_weight_only`: with real zero points for the format ``"tile_packed_to_4d"``, else with integer ones."""
-    name = "Int4WeightOnlyConfig"
-    formats = ("plain", "tile_packed_to_4d")
-    only(name, "int4_packing_format", int4_packing_format, formats, f"the formats are {', '.join(formats)}")
-    only(name, "int4_choose_qparams_algorithm", int4_choose_qparams_algorithm, ("tinygemm", "hqq"))
-    tiled = word(int4_packing_format) != "plain"
-    arguments = {
-        "zero_point_domain": ZeroPointDomain.FLOAT if tiled else ZeroPointDomain.INT,
-        "layout": TensorCoreTiledLayout() if tiled else PackedLayout(),
-        "use_hqq": word(int4_choose_qparams_algorithm) == "hqq",
-    }
-    recipe: WeightRecipe = made.int4_weight_only(group_size=group_size, **arguments)
-    return recipe
+    use_hqq = int4_choose_qparams_algorithm == "hqq"
+    if int4_packing_format == "plain":
+        return recipes.int4_weight_only(group_size, use_hqq=use_hqq)
+    return functions.int4_weight_only(group_size, use_hqq=use_hqq)
 
 
+@arguments(granularity=_rows, reduce_range=only(False, None))
 def Int8DynamicActivationInt8WeightConfig(
     act_mapping_type: Any = MappingType.SYMMETRIC,
     weight_only_decode: bool = False,
@@ -67,12 +92,15 @@ def Int8DynamicActivationInt8WeightConfig(
     layout: Any = None,
 ) -> WeightRecipe:
     """`int8_dynamic_activation_int8_weight`."""
-    name = "Int8DynamicActivationInt8WeightConfig"
-    _only_rows(name, granularity)
-    only(name, "reduce_range", bool(reduce_range), (False,))
     return functions.int8_dynamic_activation_int8_weight(layout, act_mapping_type, weight_only_decode)
 
 
+@arguments(
+    act_quant_scale=translate.scale,
+    act_quant_zero_point=none,
+    act_mapping_type=translate.symmetric,
+    reduce_range=only(False, None),
+)
 def Int8StaticActivationInt8WeightConfig(
     act_quant_scale: torch.Tensor | float | None = None,
     act_quant_zero_point: Any = None,
@@ -83,14 +111,16 @@ def Int8StaticActivationInt8WeightConfig(
     reduce_range: bool | None = False,
 ) -> WeightRecipe:
     """`int8_static_activation_int8_weight`: one scale for the activation, one per row for the weight."""
-    name = "Int8StaticActivationInt8WeightConfig"
-    only(name, "act_quant_zero_point", act_quant_zero_point, (None,))
-    only(name, "act_mapping_type", mapping_of(name, "act_mapping_type", act_mapping_type), (MappingType.SYMMETRIC,))
-    only(name, "reduce_range", bool(reduce_range), (False,))
-    recipe: WeightRecipe = made.int8_static_activation_int8_weight(scale_of(name, "act_quant_scale", act_quant_scale))
-    return recipe
+    return recipes.int8_static_activation_int8_weight(act_quant_scale)  # type: ignore[arg-type]
 
 
+@arguments(
+    weight_granularity=translate.group_size,
+    weight_mapping_type=translate.mapping,
+    weight_scale_dtype=none,
+    act_mapping_type=translate.mapping,
+    **INTX,
+)
 def Int8DynamicActivationIntxWeightConfig(
     weight_dtype: torch.dtype = torch.int8,
     weight_granularity: Any = PerGroup(32),
@@ -102,17 +132,12 @@ def Int8DynamicActivationIntxWeightConfig(
     version: int = 2,
 ) -> WeightRecipe:
     """`int8_dynamic_activation_int4_weight` for int4, `int8_dynamic_activation_int8_weight` for int8 per row."""
-    name = "Int8DynamicActivationIntxWeightConfig"
-    _only_plain_intx(name, weight_scale_dtype, intx_packing_format, intx_choose_qparams_algorithm)
-    size = group_size_of(name, "weight_granularity", weight_granularity)
-    mapping = mapping_of(name, "weight_mapping_type", weight_mapping_type)
-    of_input = mapping_of(name, "act_mapping_type", act_mapping_type)
     if str(weight_dtype) == "torch.int4":
-        return functions.int8_dynamic_activation_int4_weight(size, None, mapping, of_input)
-    if weight_dtype == torch.int8 and size == -1 and mapping is MappingType.SYMMETRIC:
-        return functions.int8_dynamic_activation_int8_weight(None, of_input)
+        return recipes.int8_dynamic_activation_int4_weight(weight_granularity, weight_mapping_type, act_mapping_type)
+    if (weight_dtype, weight_granularity, weight_mapping_type) == (torch.int8, -1, MappingType.SYMMETRIC):
+        return recipes.int8_dynamic_activation_int8_weight(act_mapping_type)
     instead = "recipes have torch.int4 in groups and torch.int8 per row; a LinearSpec describes the others"
-    raise refuse(name, "weight_dtype", weight_dtype, instead)
+    raise refuse("Int8DynamicActivationIntxWeightConfig", "weight_dtype", weight_dtype, instead)
 
 
 def Int8DynamicActivationInt4WeightConfig(
@@ -122,6 +147,7 @@ def Int8DynamicActivationInt4WeightConfig(
     return functions.int8_dynamic_activation_int4_weight(group_size, act_mapping_type=act_mapping_type, **more)
 
 
+@arguments(granularity=translate.group_size, mapping_type=translate.mapping, scale_dtype=none, **INTX)
 def IntxWeightOnlyConfig(
     weight_dtype: torch.dtype = torch.int8,
     granularity: Any = PerAxis(0),
@@ -132,17 +158,14 @@ def IntxWeightOnlyConfig(
     version: int = 2,
 ) -> WeightRecipe:
     """`intx_weight_only` for 1 to 7 bits, `int8_weight_only` for 8."""
-    name = "IntxWeightOnlyConfig"
-    _only_plain_intx(name, scale_dtype, intx_packing_format, intx_choose_qparams_algorithm)
-    size = group_size_of(name, "granularity", granularity)
-    mapping = mapping_of(name, "mapping_type", mapping_type)
-    if weight_dtype == torch.int8:
-        only(name, "mapping_type", mapping, (MappingType.SYMMETRIC,))
-        return functions.int8_weight_only(None if size == -1 else size)
-    recipe: WeightRecipe = made.intx_weight_only(weight_dtype, group_size=size, mapping_type=mapping)
-    return recipe
+    if weight_dtype != torch.int8:
+        return recipes.intx_weight_only(weight_dtype, granularity, mapping_type)
+    if mapping_type is not MappingType.SYMMETRIC:
+        raise refuse("IntxWeightOnlyConfig", "mapping_type", mapping_type, "int8 weights are SYMMETRIC")
+    return recipes.int8_weight_only(group_size=None if granularity == -1 else granularity)
 
 
+@arguments(packing_bitwidth=none)
 def UIntxWeightOnlyConfig(
     group_size: int | None = 128,
     bit_width: int = 4,
@@ -150,20 +173,25 @@ def UIntxWeightOnlyConfig(
     set_inductor_config: bool = True,
 ) -> WeightRecipe:
     """`uintx_weight_only`."""
-    only("UIntxWeightOnlyConfig", "packing_bitwidth", packing_bitwidth, (None,))
-    recipe: WeightRecipe = made.uintx_weight_only(f"uint{bit_width}", -1 if group_size is None else group_size)
-    return recipe
+    return recipes.uintx_weight_only(f"uint{bit_width}", -1 if group_size is None else group_size)
 
 
+@arguments(granularity=translate.granularity)
 def Float8WeightOnlyConfig(
     weight_dtype: torch.dtype = E4M3, set_inductor_config: bool = True, version: int = 2, granularity: Any = None
 ) -> WeightRecipe:
     """`float8_weight_only`."""
-    kind = PerRow() if granularity is None else granularity_of("Float8WeightOnlyConfig", "granularity", granularity)
-    recipe: WeightRecipe = made.float8_weight_only(weight_dtype, kind)
-    return recipe
+    return recipes.float8_weight_only(weight_dtype, granularity or PerRow())
 
 
+@arguments(
+    granularity=translate.granularity,
+    packing_format=only("plain", "sparse_2d_data_2d_metadata", "sparse_1d_data_1d_metadata"),
+    mm_config=translate.products,
+    activation_value_lb=none,
+    activation_value_ub=none,
+    kernel_preference=translate.default_kernel,
+)
 def Float8DynamicActivationFloat8WeightConfig(
     activation_dtype: torch.dtype = E4M3,
     weight_dtype: torch.dtype = E4M3,
@@ -178,19 +206,20 @@ def Float8DynamicActivationFloat8WeightConfig(
     alg_id: int = 0,
 ) -> WeightRecipe:
     """`float8_dynamic_activation_float8_weight`, or its form with 2:4 sparsity for the sparse packing formats."""
-    name = "Float8DynamicActivationFloat8WeightConfig"
-    only(name, "activation_value_lb", activation_value_lb, (None,))
-    only(name, "activation_value_ub", activation_value_ub, (None,))
-    only(name, "kernel_preference", kernel_preference, ("auto",), "qtorch.explain shows which kernel runs")
-    if word(packing_format) == "plain":
-        mm = None if _is_default_mm(mm_config) else mm_config
-        return functions.float8_dynamic_activation_float8_weight(activation_dtype, weight_dtype, granularity, mm)
-    only(name, "packing_format", packing_format, ("sparse_2d_data_2d_metadata", "sparse_1d_data_1d_metadata"))
-    kind = PerRow() if granularity is None else granularity_of(name, "granularity", granularity)
-    recipe: WeightRecipe = made.float8_dynamic_activation_float8_semi_sparse_weight(kind)
-    return recipe
+    if packing_format == "plain":
+        return functions.float8_dynamic_activation_float8_weight(activation_dtype, weight_dtype, granularity)
+    return recipes.float8_dynamic_activation_float8_semi_sparse_weight(granularity or PerRow())
 
 
+@arguments(
+    act_quant_scale=translate.scale,
+    granularity=translate.granularity,
+    mm_config=translate.products,
+    kernel_preference=translate.default_kernel,
+    step=only(None, instead="docs/guides/static_activations.md shows how to calibrate"),
+    quantize_and_dequantize_output=only(False),
+    output_act_quant_scale=none,
+)
 def Float8StaticActivationFloat8WeightConfig(
     act_quant_scale: torch.Tensor | float | None = None,
     activation_dtype: torch.dtype = E4M3,
@@ -204,24 +233,18 @@ def Float8StaticActivationFloat8WeightConfig(
     output_act_quant_scale: Any = None,
 ) -> WeightRecipe:
     """`float8_static_activation_float8_weight`."""
-    name = "Float8StaticActivationFloat8WeightConfig"
-    only(name, "kernel_preference", kernel_preference, ("auto",), "qtorch.explain shows which kernel runs")
-    only(name, "step", step, (None,), "docs/guides/static_activations.md shows how to calibrate")
-    only(name, "quantize_and_dequantize_output", quantize_and_dequantize_output, (False,))
-    only(name, "output_act_quant_scale", output_act_quant_scale, (None,))
-    mm = None if _is_default_mm(mm_config) else mm_config
-    scale = scale_of(name, "act_quant_scale", act_quant_scale)
-    return functions.float8_static_activation_float8_weight(scale, activation_dtype, weight_dtype, granularity, mm)
+    of_both = activation_dtype, weight_dtype
+    return functions.float8_static_activation_float8_weight(act_quant_scale, *of_both, granularity)
 
 
 def Float8DynamicActivationInt4WeightConfig(
     int4_packing_format: Any = "plain", group_size: int = 128, **more: Any
 ) -> WeightRecipe:
     """`float8_dynamic_activation_int4_weight`; the packing formats, which differ in memory only, are one."""
-    recipe: WeightRecipe = made.float8_dynamic_activation_int4_weight(group_size=group_size, **more)
-    return recipe
+    return recipes.float8_dynamic_activation_int4_weight(group_size=group_size, **more)
 
 
+@arguments(block_size=only(32))
 def MXDynamicActivationMXWeightConfig(
     block_size: int = 32,
     activation_dtype: torch.dtype = E4M3,
@@ -231,41 +254,33 @@ def MXDynamicActivationMXWeightConfig(
 ) -> WeightRecipe:
     """`mxfp8_dynamic_activation_mxfp8_weight` or `mxfp4_dynamic_activation_mxfp4_weight`."""
     name = "MXDynamicActivationMXWeightConfig"
-    only(name, "block_size", block_size, (32,))
-    only(name, "activation_dtype", activation_dtype, (weight_dtype,), "activation and weight have the same format")
-    known = {E4M3: made.mxfp8_dynamic_activation_mxfp8_weight}
-    if (float4 := getattr(torch, "float4_e2m1fn_x2", None)) is not None:
-        known[float4] = made.mxfp4_dynamic_activation_mxfp4_weight
-    if weight_dtype not in known:
-        raise refuse(name, "weight_dtype", weight_dtype, f"it is one of {', '.join(map(str, known))}")
-    recipe: WeightRecipe = known[weight_dtype]()
-    return recipe
+    if activation_dtype != weight_dtype:
+        raise refuse(name, "activation_dtype", activation_dtype, "activation and weight have the same format")
+    if weight_dtype == E4M3:
+        return recipes.mxfp8_dynamic_activation_mxfp8_weight()
+    if weight_dtype == getattr(torch, "float4_e2m1fn_x2", None):
+        return recipes.mxfp4_dynamic_activation_mxfp4_weight()
+    raise refuse(name, "weight_dtype", weight_dtype, "it is torch.float8_e4m3fn or torch.float4_e2m1fn_x2")
 
 
+@arguments(use_dynamic_per_tensor_scale=only(True), step=none)
 def NVFP4DynamicActivationNVFP4WeightConfig(
     use_triton_kernel: bool = True, use_dynamic_per_tensor_scale: bool = True, step: Any = None
 ) -> WeightRecipe:
     """`nvfp4_dynamic_activation_nvfp4_weight`."""
-    only(
-        "NVFP4DynamicActivationNVFP4WeightConfig", "use_dynamic_per_tensor_scale", use_dynamic_per_tensor_scale, (True,)
-    )
-    only("NVFP4DynamicActivationNVFP4WeightConfig", "step", step, (None,))
-    recipe: WeightRecipe = made.nvfp4_dynamic_activation_nvfp4_weight()
-    return recipe
+    return recipes.nvfp4_dynamic_activation_nvfp4_weight()
 
 
+@arguments(use_dynamic_per_tensor_scale=only(True))
 def NVFP4WeightOnlyConfig(use_dynamic_per_tensor_scale: bool = True) -> WeightRecipe:
     """`nvfp4_weight_only`."""
-    only("NVFP4WeightOnlyConfig", "use_dynamic_per_tensor_scale", use_dynamic_per_tensor_scale, (True,))
-    recipe: WeightRecipe = made.nvfp4_weight_only()
-    return recipe
+    return recipes.nvfp4_weight_only()
 
 
+@arguments(scaler_block_size=only(256))
 def NF4WeightOnlyConfig(block_size: int = 64, scaler_block_size: int = 256) -> WeightRecipe:
     """`nf4_weight_only`."""
-    only("NF4WeightOnlyConfig", "scaler_block_size", scaler_block_size, (256,))
-    recipe: WeightRecipe = made.nf4_weight_only(block_size)
-    return recipe
+    return recipes.nf4_weight_only(block_size)
 
 
 def FqnToConfig(
@@ -283,19 +298,3 @@ def FqnToConfig(
 
 
 ModuleFqnToConfig = AOPerModuleConfig = FqnToConfig
-
-
-def _only_rows(name: str, granularity: Any) -> None:
-    if granularity is not None and granularity_of(name, "granularity", granularity) != PerRow():
-        raise refuse(name, "granularity", granularity, "it has a scale per token and per output channel, PerRow()")
-
-
-def _only_plain_intx(name: str, scale_dtype: Any, packing_format: Any, algorithm: Any) -> None:
-    only(name, "scale_dtype", scale_dtype, (None,))
-    only(name, "intx_packing_format", packing_format, ("unpacked_to_int8",), "use layout=... of the recipe")
-    only(name, "intx_choose_qparams_algorithm", algorithm, ("affine",), "use use_hqq=True of intx_weight_only")
-
-
-def _is_default_mm(config: Any) -> bool:
-    """Whether a `Float8MMConfig` of torchao changes no more than speed."""
-    return config is None or not (getattr(config, "emulate", False) or getattr(config, "pad_inner_dim", False))

@@ -7,30 +7,47 @@ inductor. Whatever has no equivalent raises a `ValueError` that says so.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ... import recipes
 from ...calibration.allocation import fastest
-from ...dtypes import Layout, SemiSparseLayout, TensorCoreTiledLayout
+from ...dtypes import Layout, PackedLayout, SemiSparseLayout, TensorCoreTiledLayout
 from ...primitives import MappingType, PerRow, PerTensor, ZeroPointDomain
 from ...quantize_api import quantize_
 from ...recipes.base import WeightRecipe
-from .translate import granularity_of, layout_of, mapping_of, only, refuse, scale_of
+from . import translate
+from .translate import arguments, only, refuse
+
+__all__ = [
+    "ALL_AUTOQUANT_CLASS_LIST",
+    "DEFAULT_AUTOQUANT_CLASS_LIST",
+    "DEFAULT_INT4_AUTOQUANT_CLASS_LIST",
+    "OTHER_AUTOQUANT_CLASS_LIST",
+    "autoquant",
+    "float8_dynamic_activation_float8_weight",
+    "float8_static_activation_float8_weight",
+    "float8_weight_only",
+    "fpx_weight_only",
+    "int4_weight_only",
+    "int8_dynamic_activation_int4_weight",
+    "int8_dynamic_activation_int8_semi_sparse_weight",
+    "int8_dynamic_activation_int8_weight",
+    "int8_weight_only",
+    "uintx_weight_only",
+]
 
 E4M3 = torch.float8_e4m3fn
-
-made: Any = recipes
-"""The recipes; they are attributes that a type checker does not see."""
 
 
 def int8_weight_only(group_size: int | None = None, set_inductor_config: bool = True) -> WeightRecipe:
     """`qtorch.int8_weight_only`: a scale per row, or per group."""
-    return cast(WeightRecipe, made.int8_weight_only(group_size=group_size))
+    return recipes.int8_weight_only(group_size=group_size)
 
 
+@arguments(layout=translate.layout, layout_type=translate.layout)
 def int4_weight_only(
     group_size: int = 128,
     layout: Any = None,
@@ -43,12 +60,12 @@ def int4_weight_only(
     """`qtorch.int4_weight_only` with real zero points, as in torchao, whose default layout is that of tinygemm."""
     found = _layout("int4_weight_only", layout, layout_type) or TensorCoreTiledLayout()
     if found.name not in ("tensor_core_tiled", "packed"):
-        raise refuse("int4_weight_only", "layout", layout or layout_type, "TensorCoreTiledLayout or PackedLayout")
+        raise refuse("int4_weight_only", "layout", found, "TensorCoreTiledLayout or PackedLayout")
     domain = ZeroPointDomain[getattr(zero_point_domain, "name", "FLOAT")]
-    arguments = {"group_size": group_size, "zero_point_domain": domain, "layout": found, "use_hqq": use_hqq}
-    return cast(WeightRecipe, made.int4_weight_only(**arguments))
+    return recipes.int4_weight_only(group_size, domain, layout=found, use_hqq=use_hqq)
 
 
+@arguments(layout=translate.layout, mapping_type=translate.mapping, act_mapping_type=translate.mapping)
 def int8_dynamic_activation_int4_weight(
     group_size: int = 32,
     layout: Any = None,
@@ -57,17 +74,16 @@ def int8_dynamic_activation_int4_weight(
     set_inductor_config: bool = True,
 ) -> WeightRecipe:
     """`qtorch.int8_dynamic_activation_int4_weight`."""
-    name = "int8_dynamic_activation_int4_weight"
-    arguments: dict[str, Any] = {
-        "group_size": group_size,
-        "mapping_type": mapping_of(name, "mapping_type", mapping_type),
-        "act_mapping_type": mapping_of(name, "act_mapping_type", act_mapping_type),
-    }
-    if (found := _layout(name, layout)) is not None:
-        arguments["layout"] = found
-    return cast(WeightRecipe, made.int8_dynamic_activation_int4_weight(**arguments))
+    found = layout or PackedLayout()
+    return recipes.int8_dynamic_activation_int4_weight(group_size, mapping_type, act_mapping_type, layout=found)
 
 
+@arguments(
+    layout=translate.layout,
+    layout_type=translate.layout,
+    act_mapping_type=translate.mapping,
+    weight_only_decode=only(False),
+)
 def int8_dynamic_activation_int8_weight(
     layout: Any = None,
     act_mapping_type: Any = MappingType.SYMMETRIC,
@@ -78,26 +94,25 @@ def int8_dynamic_activation_int8_weight(
 ) -> WeightRecipe:
     """`qtorch.int8_dynamic_activation_int8_weight`, or its form with 2:4 sparsity for the semi-sparse layout."""
     name = "int8_dynamic_activation_int8_weight"
-    only(name, "weight_only_decode", weight_only_decode, (False,))
-    mapping = mapping_of(name, "act_mapping_type", act_mapping_type)
     found = _layout(name, layout, layout_type)
     if found is None:
-        return cast(WeightRecipe, made.int8_dynamic_activation_int8_weight(mapping))
+        return recipes.int8_dynamic_activation_int8_weight(act_mapping_type)
     if found != SemiSparseLayout():
-        raise refuse(name, "layout", layout or layout_type, "it has the plain and the semi-sparse layout")
-    return cast(WeightRecipe, made.int8_dynamic_activation_int8_semi_sparse_weight(mapping))
+        raise refuse(name, "layout", found, "it has the plain and the semi-sparse layout")
+    return recipes.int8_dynamic_activation_int8_semi_sparse_weight(act_mapping_type)
 
 
 def int8_dynamic_activation_int8_semi_sparse_weight() -> WeightRecipe:
     """`qtorch.int8_dynamic_activation_int8_semi_sparse_weight`, which also prunes."""
-    return cast(WeightRecipe, made.int8_dynamic_activation_int8_semi_sparse_weight())
+    return recipes.int8_dynamic_activation_int8_semi_sparse_weight()
 
 
 def float8_weight_only(weight_dtype: torch.dtype = E4M3, set_inductor_config: bool = True) -> WeightRecipe:
     """`qtorch.float8_weight_only`."""
-    return cast(WeightRecipe, made.float8_weight_only(weight_dtype))
+    return recipes.float8_weight_only(weight_dtype)
 
 
+@arguments(granularity=translate.granularity, mm_config=translate.products)
 def float8_dynamic_activation_float8_weight(
     activation_dtype: torch.dtype = E4M3,
     weight_dtype: torch.dtype = E4M3,
@@ -106,13 +121,10 @@ def float8_dynamic_activation_float8_weight(
     set_inductor_config: bool = True,
 ) -> WeightRecipe:
     """`qtorch.float8_dynamic_activation_float8_weight`; the default is a scale per tensor, as in torchao."""
-    name = "float8_dynamic_activation_float8_weight"
-    only(name, "mm_config", mm_config, (None,))
-    kind = PerTensor() if granularity is None else granularity_of(name, "granularity", granularity)
-    arguments = {"granularity": kind, "activation_dtype": activation_dtype, "weight_dtype": weight_dtype}
-    return cast(WeightRecipe, made.float8_dynamic_activation_float8_weight(**arguments))
+    return recipes.float8_dynamic_activation_float8_weight(granularity or PerTensor(), activation_dtype, weight_dtype)
 
 
+@arguments(scale=translate.scale, granularity=translate.granularity, mm_config=translate.products)
 def float8_static_activation_float8_weight(
     scale: torch.Tensor | float | None = None,
     activation_dtype: torch.dtype = E4M3,
@@ -122,57 +134,52 @@ def float8_static_activation_float8_weight(
     set_inductor_config: bool = True,
 ) -> WeightRecipe:
     """`qtorch.float8_static_activation_float8_weight`."""
-    name = "float8_static_activation_float8_weight"
-    only(name, "mm_config", mm_config, (None,))
-    kind = PerTensor() if granularity is None else granularity_of(name, "granularity", granularity)
-    arguments = {"activation_dtype": activation_dtype, "weight_dtype": weight_dtype, "granularity": kind}
-    number = scale_of(name, "scale", scale)
-    return cast(WeightRecipe, made.float8_static_activation_float8_weight(number, **arguments))
+    found = granularity or PerTensor()
+    return recipes.float8_static_activation_float8_weight(scale, activation_dtype, weight_dtype, found)  # type: ignore[arg-type]
 
 
+@arguments(pack_dim=only(-1))
 def uintx_weight_only(
     dtype: Any, group_size: int = 64, pack_dim: int = -1, use_hqq: bool = False, set_inductor_config: bool = True
 ) -> WeightRecipe:
     """`qtorch.uintx_weight_only`."""
-    only("uintx_weight_only", "pack_dim", pack_dim, (-1,))
-    return cast(WeightRecipe, made.uintx_weight_only(dtype, group_size, use_hqq=use_hqq))
+    return recipes.uintx_weight_only(dtype, group_size, use_hqq=use_hqq)
 
 
 def fpx_weight_only(ebits: int, mbits: int, set_inductor_config: bool = True) -> WeightRecipe:
     """`qtorch.fpx_weight_only`."""
-    return cast(WeightRecipe, made.fpx_weight_only(ebits, mbits))
+    return recipes.fpx_weight_only(ebits, mbits)
 
 
-def _layout(function: str, layout: Any, layout_type: Any = None) -> Layout | None:
+def _layout(function: str, layout: Layout | None, layout_type: Layout | None) -> Layout | None:
     """The layout, which torchao 0.6 calls `layout_type`."""
     if layout is not None and layout_type is not None:
         raise ValueError(f"{function}: layout and layout_type are two names of one argument, got both")
-    return layout_of(function, layout if layout is not None else layout_type)
+    return layout or layout_type
 
-
-"""The recipes; they are attributes that a type checker does not see."""
 
 DEFAULT_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = [
     None,
-    made.int8_weight_only(),
-    made.int8_dynamic_activation_int8_weight(),
+    recipes.int8_weight_only(),
+    recipes.int8_dynamic_activation_int8_weight(),
 ]
 DEFAULT_INT4_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = [
     None,
-    made.int8_dynamic_activation_int8_weight(),
-    made.int4_weight_only(group_size=64),
+    recipes.int8_dynamic_activation_int8_weight(),
+    recipes.int4_weight_only(group_size=64),
 ]
 OTHER_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = [
     None,
-    made.float8_weight_only(),
-    made.float8_dynamic_activation_float8_weight(granularity=PerRow()),
-    made.float8_dynamic_activation_float8_weight(granularity=PerTensor()),
+    recipes.float8_weight_only(),
+    recipes.float8_dynamic_activation_float8_weight(PerRow()),
+    recipes.float8_dynamic_activation_float8_weight(PerTensor()),
 ]
 ALL_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = list(
     dict.fromkeys(DEFAULT_AUTOQUANT_CLASS_LIST + DEFAULT_INT4_AUTOQUANT_CLASS_LIST + OTHER_AUTOQUANT_CLASS_LIST)
 )
 
 
+@arguments(manual=only(False))
 def autoquant(
     model: nn.Module,
     example_input: Any = None,
@@ -201,11 +208,10 @@ def autoquant(
     """
     if example_input is None:
         raise refuse("autoquant", "example_input", None, "give an input of the model to measure with")
-    only("autoquant", "manual", manual, (False,))
     if mode is not None and list(mode)[:1] != ["interpolate"]:
         raise refuse("autoquant", "mode", mode, "layers are timed as they run; leave it out")
-    if wrong := [each for each in qtensor_class_list if each is not None and not isinstance(each, WeightRecipe)]:
-        raise refuse("autoquant", "qtensor_class_list", wrong, "it takes recipes, and None for floating point")
+    if not all(isinstance(each, WeightRecipe | None) for each in qtensor_class_list):
+        raise refuse("autoquant", "qtensor_class_list", qtensor_class_list, "it takes recipes, and None for a float")
     example = (example_input,) if isinstance(example_input, Tensor) else example_input
     allocation = fastest(model, list(qtensor_class_list), example, filter_fn=filter_fn, min_sqnr=min_sqnr)
     if any(allocation.values()):

@@ -26,6 +26,14 @@ from ...primitives import choose_qparams_affine_with_min_max as choose_qparams
 from ...primitives.qparams import min_max as extremes
 from ...recipes.base import Recipe, check_float_weight, register_recipe
 
+__all__ = [
+    "AffineQuantizedMinMaxObserver",
+    "AffineQuantizedObserverBase",
+    "LinearActivationWeightObservedTensor",
+    "from_observers",
+    "insert_observers_",
+]
+
 
 class AffineQuantizedObserverBase(nn.Module):
     """Base of observers: `forward` looks at a tensor and returns it.
@@ -101,27 +109,16 @@ class AffineQuantizedMinMaxObserver(AffineQuantizedObserverBase):
         if not hasattr(self, "min_val"):
             raise ValueError("AffineQuantizedMinMaxObserver: it has seen nothing yet; run the model on data first")
         spec = self.spec
-        return choose_qparams(
-            self.min_val,
-            self.max_val,
-            spec.mapping,
-            (),
-            spec.dtype,
-            spec.quant_min,
-            spec.quant_max,
-            spec.eps,
-            spec.scale_dtype,
-            self.zero_point_dtype,
-            spec.preserve_zero,
-            spec.zero_point_domain,
-        )
+        block: tuple[int, ...] = ()
+        of_codes = spec.dtype, spec.quant_min, spec.quant_max, spec.eps, spec.scale_dtype, self.zero_point_dtype
+        of_range = spec.preserve_zero, spec.zero_point_domain
+        return choose_qparams(self.min_val, self.max_val, spec.mapping, block, *of_codes, *of_range)
 
 
 class LinearActivationWeightObservedTensor(Tensor):
     """A weight that shows itself and the input of `F.linear` to observers; otherwise an ordinary tensor.
 
-    Attributes:
-        input_observer, weight_observer: None to look at the other only.
+    One of the observers may be None.
     """
 
     input_observer: AffineQuantizedObserverBase | None
@@ -241,39 +238,32 @@ class FromObservers(Recipe):
     def apply(self, weight: Tensor) -> Tensor:
         observed = cast(LinearActivationWeightObservedTensor, weight)
         floats = observed.original_weight_tensor
-        made = _weight(floats, observed)
+        observer = observed.weight_observer
+        if observer is None:
+            assert observed.input_observer is not None
+            spec = replace(observed.input_observer.spec, granularity=PerRow())
+            made = AffineQuantizedTensor.from_float(floats, LinearSpec(spec))
+        else:
+            spec = observer.spec
+            if spec.granularity == PerAxis(0):  # the same blocks, by the name that kernels know
+                spec = replace(spec, granularity=PerRow())
+            scale, zero_point = _qparams(observer, spec.scale_shape(floats.shape), floats)
+            codes = spec.quantize(floats, scale, zero_point)
+            made = AffineQuantizedTensor.from_plain(codes, scale, zero_point, spec, floats.dtype)
         if observed.input_observer is None:
             return made
-        scale, zero_point = _qparams(observed.input_observer, (1, 1))
-        return made.with_activation(observed.input_observer.spec, scale.to(floats.device), _moved(zero_point, floats))
+        return made.with_activation(observed.input_observer.spec, *_qparams(observed.input_observer, (1, 1), floats))
 
 
-def _weight(floats: Tensor, observed: LinearActivationWeightObservedTensor) -> AffineQuantizedTensor:
-    observer = observed.weight_observer
-    if observer is None:
-        assert observed.input_observer is not None
-        spec = replace(observed.input_observer.spec, granularity=PerRow())
-        return AffineQuantizedTensor.from_float(floats, LinearSpec(spec))
-    # The same blocks, by the name that kernels know.
-    spec = replace(observer.spec, granularity=PerRow()) if observer.spec.granularity == PerAxis(0) else observer.spec
-    scale, zero_point = _qparams(observer, spec.scale_shape(floats.shape))
-    scale, zero_point = scale.to(floats.device), _moved(zero_point, floats)
-    codes = spec.quantize(floats, scale, zero_point)
-    return AffineQuantizedTensor.from_plain(codes, scale, zero_point, spec, floats.dtype)
-
-
-def _qparams(observer: AffineQuantizedObserverBase, shape: Any) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point as `QuantSpec` has them, of this shape."""
+def _qparams(observer: AffineQuantizedObserverBase, shape: Any, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point as `QuantSpec` has them, of this shape, on the device of `weight`."""
     scale, zero_point = observer.calculate_qparams()
     spec: QuantSpec = observer.spec
+    scale = scale.reshape(shape).to(weight.device)
     if zero_point is None or not spec.has_zero_point:
-        return scale.reshape(shape), None
+        return scale, None
     dtype = zero_point.dtype if spec.zero_point_domain.is_real else spec.dtype.storage
-    return scale.reshape(shape), zero_point.reshape(shape).to(dtype)
-
-
-def _moved(zero_point: Tensor | None, to: Tensor) -> Tensor | None:
-    return None if zero_point is None else zero_point.to(to.device)
+    return scale, zero_point.reshape(shape).to(weight.device, dtype)
 
 
 from_observers = FromObservers

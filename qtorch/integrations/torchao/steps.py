@@ -19,13 +19,25 @@ from ... import quantize_api
 from ...calibration import Nearest, Transform, awq, calibrated, smooth
 from ...model.report import QuantizeReport
 from ...recipes.base import FOREIGN, WeightRecipe
-from . import configs, training
-from .translate import only, refuse, word
+from . import configs, training, translate
+from .translate import arguments, refuse
+
+__all__ = [
+    "AWQConfig",
+    "BlockSparseWeightConfig",
+    "SemiSparseWeightConfig",
+    "SmoothQuantConfig",
+    "block_sparse_weight",
+    "equivalent",
+    "quantize_",
+    "semi_sparse_weight",
+    "sparsify_",
+]
 
 M = TypeVar("M", bound=nn.Module)
 
-KEPT_GOING = ("prepare_for_smoothquant_smoothing_factor", "prepare_for_smoothquant_activation_scales")
-"""Steps between two passes of data: inputs are kept on."""
+BETWEEN = ("prepare_for_smoothquant_smoothing_factor", "prepare_for_smoothquant_activation_scales")
+"""Steps between two passes of data, which change nothing: the inputs of both are kept."""
 
 
 @dataclass(frozen=True)
@@ -38,27 +50,23 @@ class CalibrationStep:
     transforms: tuple[Transform, ...]
 
 
+STEPS = ("prepare", "convert", *BETWEEN)
+
+
+@arguments(base_config=translate.base, step=translate.step(*STEPS))
 def AWQConfig(base_config: Any, step: Any = "prepare", scale_search_space_size: int = 20) -> CalibrationStep:
     """`calibrated` with `awq`, for the `quantize_` of this package."""
-    return _step("AWQConfig", base_config, step, (awq(ratios=scale_search_space_size),))
+    return CalibrationStep("AWQConfig", base_config, step, (awq(ratios=scale_search_space_size),))
 
 
+@arguments(base_config=translate.base, step=translate.step(*STEPS))
 def SmoothQuantConfig(
     base_config: Any, step: Any = "prepare", alpha: float | None = 0.5, use_running_absmax: bool = False
 ) -> CalibrationStep:
     """`calibrated` with `smooth` of this strength, without it for None, for the `quantize_` of this package.
     `use_running_absmax` says how torchao counts, and changes nothing."""
-    return _step("SmoothQuantConfig", base_config, step, () if alpha is None else (smooth(alphas=(alpha,)),))
-
-
-def _step(name: str, recipe: Any, step: Any, transforms: tuple[Transform, ...]) -> CalibrationStep:
-    steps = "prepare", "convert", *KEPT_GOING
-    instead = "load_quantized(model, path) loads what save_quantized wrote"
-    text = str(word(step)).lower()
-    only(name, "step", text, steps, instead if text == "prepare_for_loading" else f"it is one of {', '.join(steps)}")
-    if not isinstance(recipe, WeightRecipe):
-        raise refuse(name, "base_config", recipe, "it is a recipe for inference, such as Int4WeightOnlyConfig()")
-    return CalibrationStep(name, recipe, text, transforms)
+    transforms = () if alpha is None else (smooth(alphas=(alpha,)),)
+    return CalibrationStep("SmoothQuantConfig", base_config, step, transforms)
 
 
 class _Inputs:
@@ -86,7 +94,7 @@ def quantize_(model: nn.Module, config: Any, *args: Any, **kwargs: Any) -> Quant
         return None
     if not hooks:
         raise ValueError(f'{config.name}: this {type(model).__name__} has not had step="prepare"')
-    if config.step in KEPT_GOING:
+    if config.step in BETWEEN:
         return None
     (key, hook), *_ = hooks.items()
     if not hook.batches:
@@ -103,6 +111,10 @@ def quantize_(model: nn.Module, config: Any, *args: Any, **kwargs: Any) -> Quant
         raise
 
 
+SEMI = "int8_dynamic_activation_int8_semi_sparse_weight()"
+BLOCKS = "qtorch.block_sparse(int8_dynamic_activation_int8_weight(), sparsity, block_size)"
+
+
 def sparsify_(model: M, config: Any, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> M:
     """`quantize_` by a recipe with sparse weights; returns the model, as torchao does.
 
@@ -115,25 +127,13 @@ def sparsify_(model: M, config: Any, filter_fn: Callable[[nn.Module, str], bool]
     return model
 
 
-SEMI = "int8_dynamic_activation_int8_semi_sparse_weight()"
-BLOCKS = "qtorch.block_sparse(int8_dynamic_activation_int8_weight(), sparsity, block_size)"
-
-
 def SemiSparseWeightConfig(alg_id: int = 0) -> WeightRecipe:
-    """Refused: sparse weights are quantized here.
-
-    Raises:
-        ValueError: always.
-    """
+    """Raise `ValueError`: sparse weights are quantized here."""
     raise refuse("SemiSparseWeightConfig", "weight", "float", f"2:4 sparse weights are in int8 or float8: write {SEMI}")
 
 
 def BlockSparseWeightConfig(blocksize: int = 64) -> WeightRecipe:
-    """Refused: sparse weights are quantized here.
-
-    Raises:
-        ValueError: always.
-    """
+    """Raise `ValueError`: sparse weights are quantized here."""
     raise refuse("BlockSparseWeightConfig", "weight", "float", f"blocks are quantized: write {BLOCKS}")
 
 

@@ -8,7 +8,6 @@ from copy import copy, deepcopy
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     ConversionOps,
     WeightConverter,
@@ -21,18 +20,6 @@ from ...dtypes import QuantizedTensor
 from .loading_plan import Plan
 from .stored_weights import StoredWeights, placed
 from .versions import apply_renamings
-
-# Names in a folder and names in the model that it is loaded into.
-
-
-def users_renamings(conversions: list[Any], model: Any) -> list[Any]:
-    """The conversions that come from the argument `key_mapping`: the first ones, before those of the model."""
-    return conversions[: len(conversions) - len(get_model_conversion_mapping(model))]
-
-
-def renamings_of(conversions: list[Any]) -> list[WeightRenaming]:
-    """Those conversions that change names only."""
-    return [each for each in conversions if isinstance(each, WeightRenaming)]
 
 
 class Origin(NamedTuple):
@@ -55,11 +42,8 @@ def origins(stored: Iterable[str], others: Iterable[str], conversions: list[Any]
     Args:
         stored: names of the quantized tensors of the files.
         others: names of the other ones.
-
-    Raises:
-        ValueError: the model fuses a quantized weight with one in floating point.
     """
-    renamings = renamings_of(conversions)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     state = model.state_dict()
@@ -137,11 +121,7 @@ class Deserialize(ConversionOps):
         }
 
     def _tensors(self, names: list[str], parts: dict[str, Any]) -> list[QuantizedTensor]:
-        """The tensors of these names, of each part a list in the same order.
-
-        Raises:
-            ValueError: some have parts that others do not have.
-        """
+        """The tensors of these names, of each part a list in the same order."""
         given = {part: found for part, found in parts.items() if found}
         if any(len(found) != len(names) for found in given.values()):
             raise ValueError(f"{names[0]} to {names[-1]} are not quantized alike")
@@ -162,20 +142,22 @@ class StoredNames(WeightConverter):
 
     __slots__ = ("owners",)
 
-    def __init__(self, stored: StoredWeights, renamings: list[WeightRenaming], origins: Mapping[str, Origin]) -> None:
+    def __init__(self, stored: StoredWeights, conversions: list[Any], model: Any) -> None:
+        found = origins(stored.index.quantized, stored.others, conversions, model)
         places = {
             name: (place, index)
-            for place, origin in origins.items()
+            for place, origin in found.items()
             for index, names in enumerate(origin.names.values())
             for name in names
         }
         # transformers renames keys before it asks a converter.
+        renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
         self.owners = {
             apply_renamings(key, renamings): (places[name][0], _key(places[name][1], part))
             for key, (name, part) in stored.owners.items()
         }
         patterns = sorted({pattern for _, pattern in self.owners.values()})
-        super().__init__(patterns, "qtorch", operations=[Deserialize(stored, origins)])
+        super().__init__(patterns, "qtorch", operations=[Deserialize(stored, found)])
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         return self.owners.get(source_key, (source_key, None))

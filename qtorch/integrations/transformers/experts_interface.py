@@ -24,22 +24,17 @@ from ...dtypes.products import grouped_mm
 from .versions import experts_implementations, grouped_mm_operator, of_experts, takes_experts_implementation
 
 NAME = "qtorch"
-"""Of the implementation."""
 
 DEFAULT = "grouped_mm"
 """The implementation that transformers chooses."""
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The forward of a module of experts that is decorated with `use_experts_implementation`.
+    """The forward (T, H) -> (T, H) of a module of experts that is decorated with `use_experts_implementation`.
 
     Args:
-        hidden_states: (T, H).
         top_k_index, top_k_weights: (T, R): the experts of each token, and their weights. An index that names no expert
             adds nothing.
-
-    Returns:
-        (T, H).
     """
     has_gate = of_experts(self, "has_gate")
     up = self.gate_up_proj if has_gate else self.up_proj
@@ -85,14 +80,12 @@ def choose(model: Any) -> None:
         model.set_experts_implementation({**now, **chosen})
 
 
-def _fallback(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    return grouped_mm(input, weight, offs)
+if (_OPERATOR := grouped_mm_operator()) is not None:
 
+    @implements_function(_OPERATOR, _OPERATOR.default)
+    def _grouped_mm(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        return grouped_mm(input, weight, offs)
 
-def _fallback_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
-    return grouped_mm(*args, **kwargs)
-
-
-if (_FALLBACK := grouped_mm_operator()) is not None:
-    implements_function(_FALLBACK, _FALLBACK.default)(_fallback)
-    implements_aten(_FALLBACK.default)(_fallback_below_autograd)
+    @implements_aten(_OPERATOR.default)
+    def _grouped_mm_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
+        return grouped_mm(*args, **kwargs)

@@ -15,8 +15,9 @@ from ...kernels.registry import choose
 from ...model.explain import problem_of
 from ...model.misfit import choose as choose_fitting
 from ...model.module_repr import get_model_size_in_bytes
-from ...model.report import LayerReport, QuantizeReport
-from ...model.targets import Slot, Target, find_targets, is_asked_by_name
+from ...model.report import QuantizeReport, skipped_row
+from ...model.targets import Target, find_targets, is_asked_by_name
+from ...quantize_api import check_targets, place, quantize_
 from ...recipes.base import Recipe, WeightRecipe
 from .quantization_config import QtorchConfig
 
@@ -29,20 +30,22 @@ class Plan:
         trained: those that are loaded in floating point, since they are to be trained: recipe by name.
         calibrated: those that are loaded in floating point, since their recipes run the model on data.
         batches: the data of `QtorchConfig(calibration=...)`, which is filled in when the model is loaded.
-
-    Raises:
-        ValueError: recipes do not fit (all are named), or cannot be applied while loading.
     """
 
     def __init__(self, model: Any, config: QtorchConfig) -> None:
-        if not config.is_recipe:
+        known = list(config.recipe.values()) if isinstance(config.recipe, dict) else [config.recipe]
+        if not known or not all(isinstance(each, Recipe) or (each is None and len(known) > 1) for each in known):
             raise ValueError(
                 f"QtorchConfig: recipe is a recipe, or a mapping from names to recipes; got {config.recipe!r:.80}"
             )
         self.batches: list[Any] = []
         given = config.calibrated(self.batches)
-        for recipe in given.values() if isinstance(given, dict) else [given]:
-            _check_recipe(recipe)
+        for recipe in filter(None, given.values() if isinstance(given, dict) else [given]):
+            recipe.check_complete()
+            if recipe.selects:
+                raise ValueError(
+                    f"QtorchConfig: {recipe} changes weights that are quantized: call quantize_ after loading"
+                )
         self._all = _tied(find_targets(model, given, None, config.targets), model)
         skipped = HfQuantizer.get_modules_to_not_convert(
             model, config.modules_to_not_convert, sorted(model._keep_in_fp32_modules or ())
@@ -53,25 +56,17 @@ class Plan:
         asked = [target for target in self._all if target.recipe is not None]
         if not asked:
             raise ValueError(f"QtorchConfig: no weight of {type(model).__name__} is left to quantize")
-        for recipe in dict.fromkeys(target.recipe for target in asked):
-            group = [target for target in asked if target.recipe == recipe]
-            for index, target in enumerate(group):
-                assert recipe is not None
-                target.slot.recipe = recipe.placed(index, len(group))
-        _check(asked)
+        place(asked)
+        check_targets("QtorchConfig", asked, _check_form)
         recipes = {target.slot.name: target.recipe for target in asked if target.recipe is not None}
         self.trained = {name: recipe for name, recipe in recipes.items() if recipe.trains}
         self.calibrated = {name: recipe for name, recipe in recipes.items() if recipe.data is not None}
         later = self.trained.keys() | self.calibrated.keys()
         self.targets = {slot.name: target for target in asked if target.slot.name not in later for slot in target.slots}
-        self._rows = {id(target): _skipped(target) for target in self._all}
+        self._rows = {id(target): skipped_row(target) for target in self._all}
 
     def quantize(self, name: str, weight: Tensor) -> Tensor:
-        """The quantized tensor that takes the place of `weight`.
-
-        Raises:
-            ValueError: the recipe does not take the weight.
-        """
+        """The quantized tensor that takes the place of `weight`."""
         target = self.targets[name]
         recipe = target.recipe
         assert recipe is not None
@@ -90,17 +85,13 @@ class Plan:
         return made
 
     def calibrate(self, model: Any, config: QtorchConfig) -> None:
-        """Quantize the weights whose recipes run the model on data; it is loaded.
-
-        Raises:
-            ValueError: texts are given for a model that takes more than one, or its folder has no tokenizer.
-        """
-        from ...quantize_api import quantize_
-
+        """Quantize the weights whose recipes run the model on data; it is loaded."""
         if not self.calibrated:
             return
         if config.calibration is not None:
-            batches = batches_of(model, config.calibration, config.calibration_length)
+            batches = config.calibration
+            if are_texts(batches):
+                batches = batches_of(model, batches, config.calibration_length)
             self.batches[:] = [on_device(batch, model.device) for batch in batches]
         done = {row.name: row for row in quantize_(model, self.calibrated).quantized}
         for key, row in self._rows.items():
@@ -117,8 +108,6 @@ class Plan:
 
 def batches_of(model: Any, data: Iterable[Any], length: int) -> Iterable[Any]:
     """Batches for a model, of texts with the tokenizer of its folder."""
-    if not are_texts(data):
-        return data
     if getattr(model.config, "is_encoder_decoder", False) or model.main_input_name != "input_ids":
         raise ValueError(
             f"QtorchConfig: {type(model).__name__} takes more than a text; give calibration= batches, such as "
@@ -148,11 +137,7 @@ def _tied(targets: list[Target[Recipe]], model: Any) -> list[Target[Recipe]]:
 
 
 def _skip(target: Target[Recipe], skipped: Sequence[str], config: QtorchConfig) -> None:
-    """Take the recipe from what `skipped` names, unless the mapping asks for what is skipped by default by its name.
-
-    Raises:
-        ValueError: the names of a tied weight have different recipes.
-    """
+    """Take the recipe from what `skipped` names, unless the mapping asks for what is skipped by default by its name."""
     names = [name for slot in target.slots for name in (slot.name, slot.label)]
     if target.recipe is None or all(should_convert_module(name, list(skipped)) for name in names):
         return
@@ -161,49 +146,16 @@ def _skip(target: Target[Recipe], skipped: Sequence[str], config: QtorchConfig) 
     for slot in target.slots:
         if slot.recipe is not None and not (by_default and any(is_asked_by_name(key, slot) for key in keys)):
             slot.recipe, slot.refused = None, True
-            slot.reason = "left by default: output layer, tied or last module" if by_default else _SKIPPED
+            slot.reason = (
+                "left by default: output layer, tied or last module" if by_default else "modules_to_not_convert"
+            )
     asked = {str(slot.recipe): slot.label for slot in target.slots if slot.recipe is not None}
     if len(asked) > 1:
         what = ", ".join(f"{label}: {recipe}" for recipe, label in asked.items())
         raise ValueError(f"QtorchConfig: a tied weight takes one recipe, got different ones: {what}")
 
 
-_SKIPPED = "modules_to_not_convert"
-
-
-def _check_recipe(recipe: Recipe | None) -> None:
-    """Raise `ValueError` for a recipe that takes something else than the float weight."""
-    if recipe is not None:
-        recipe.check_complete()
-    if recipe is not None and recipe.selects:
-        raise ValueError(f"QtorchConfig: {recipe} changes weights that are quantized: call quantize_ after loading")
-
-
 def _check_form(recipe: Recipe, target: Target[Recipe]) -> None:
     """Raise `ValueError` or `TypeError` for a recipe for inference that does not fit the shape of a weight."""
     if isinstance(recipe, WeightRecipe) and not recipe.trains:
         recipe.check_form(target.kind.view(target.parameter.detach()))
-
-
-def _check(targets: Sequence[Target[Recipe]]) -> None:
-    problems = []
-    for target in targets:
-        recipe = target.recipe
-        assert recipe is not None
-        if obstacle := target.obstacle:
-            problems.append(f"{target.slot.label}: {obstacle}")
-            continue
-        try:
-            _check_form(recipe, target)
-        except (ValueError, TypeError) as error:
-            problems.append(f"{target.slot.label}: {error}")
-    if problems := list(dict.fromkeys(problems)):
-        more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise ValueError("QtorchConfig: " + "\n".join(problems[:8]) + more)
-
-
-def _skipped(target: Target[Recipe]) -> LayerReport:
-    slot: Slot[Recipe] = target.slot
-    size = target.parameter.nbytes
-    also = tuple(other.name for other in target.slots if other is not slot)
-    return LayerReport(slot.name, tuple(target.parameter.shape), "skipped", slot.reason, size, size, also=also)

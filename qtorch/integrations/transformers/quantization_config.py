@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from ...checkpoint.formats.transformers_folder.names import (
     Names,
     quantization_config,
     read_recipe,
-    recipe_json,
 )
 from ...model.misfit import OnMisfit
 from ...recipes.base import Recipe
@@ -84,28 +82,12 @@ class QtorchConfig(QuantizationConfigMixin):
         # JSON data until it is used: recipes in files of newer versions must not keep others from loading.
         self.training: list[tuple[Any, list[str]]] = [(each, list(of)) for each, of in training]
 
-    @property
-    def is_recipe(self) -> bool:
-        """Whether `recipe` can quantize a model, rather than being text, or None."""
-        given = self.recipe.values() if isinstance(self.recipe, dict) else [self.recipe]
-        return bool(given) and all(isinstance(each, Recipe) or (each is None and len(given) > 1) for each in given)
-
     def calibrated(self, batches: Iterable[Any]) -> Any:
         """The recipe, or the mapping, that is calibrated on `batches` if there is data for it."""
         return self.recipe if self.calibration is None else with_data(self.recipe, batches, self.calibration_method)
 
-    def without_data(self) -> QtorchConfig:
-        """A copy that does not hold the data."""
-        new = copy(self)
-        new.calibration = None
-        return new
-
     def trained(self) -> dict[str, Recipe]:
-        """Name of each weight in training -> its recipe.
-
-        Raises:
-            ValueError: a recipe is not known to this version.
-        """
+        """Name of each weight in training -> its recipe."""
         found: dict[str, Recipe] = {}
         for data, names in self.training:
             recipe = read_recipe(data)
@@ -115,13 +97,6 @@ class QtorchConfig(QuantizationConfigMixin):
                 )
             found |= dict.fromkeys(names, recipe)
         return found
-
-    def set_trained(self, recipes: Mapping[str, Recipe]) -> None:
-        """Inverse of `trained`."""
-        groups: dict[Recipe, list[str]] = {}
-        for name, recipe in recipes.items():
-            groups.setdefault(recipe, []).append(name)
-        self.training = [(recipe_json(recipe), names) for recipe, names in groups.items()]
 
     def to_dict(self) -> dict[str, Any]:
         more: dict[str, Any] = {"modules_to_not_convert": self.modules_to_not_convert, "model_dtype": self.model_dtype}

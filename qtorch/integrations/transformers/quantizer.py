@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from ...dtypes.serialize import from_canonical, to_canonical
 from ...model.install import PreparedModule, QuantizationState
 from ...model.module_repr import show_quantized
 from ...model.report import QuantizeReport
+from ...quantize_api import dequantize_
 from ...recipes.base import Recipe
 from ...training.weights.base import TrainingWeight
 from ...training.weights.codes import CodesWeight
@@ -27,9 +30,8 @@ from ..plain_state import plain_state
 from . import experts_interface
 from .loading_plan import Plan
 from .quantization_config import QtorchConfig, name_on_hub
-from .stored_weights import StoredWeights, prepare, to_be_read_later
-
-# saved_state: what `save_pretrained` writes for a model, and what `load_state_dict` of such a model reads.
+from .stored_weights import StoredWeights, prepare
+from .versions import ignore_unexpected
 
 
 def state_to_save(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -44,19 +46,15 @@ def state_to_save(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     first: dict[int, str] = {}
     for name in sorted(state, key=lambda name: name in tied):
         original = first.setdefault(id(state[name]), name)
+        if original == name:
+            continue
         # transformers refuses to save what is shared for reasons that it does not know.
-        if original != name and (name in tied or _is_of_quantizer(model, name)):
+        parts = name.split(".")
+        holders = (model.get_submodule(".".join(parts[:end])) for end in range(1, len(parts)))
+        if name in tied or any(isinstance(module, QuantizationState) for module in holders):
             index.aliases[name] = original
-    found = plain_state({name: tensor for name, tensor in state.items() if name not in index.aliases}, index)
+    found = plain_state({name: tensor for name, tensor in state.items() if name not in index.aliases}, index.quantized)
     return found, index.to_metadata()
-
-
-def _is_of_quantizer(model: nn.Module, name: str) -> bool:
-    """Whether a tensor belongs to what quantization has added to a layer."""
-    parts = name.split(".")[:-1]
-    return any(
-        isinstance(model.get_submodule(".".join(parts[:end])), QuantizationState) for end in range(1, len(parts) + 1)
-    )
 
 
 def in_training(model: nn.Module) -> list[str]:
@@ -78,9 +76,6 @@ def read_stored(model: nn.Module, state: dict[str, Any], prefix: str, *args: Any
     """Hook before `load_state_dict`: join the stored parts of quantized weights, as `Trainer` reads them from a file.
 
     Each weight takes the scheme of the model, which must be quantized as the saved one was.
-
-    Raises:
-        ValueError: a weight is not stored as the model's is.
     """
     for name, parameter in model.named_parameters(remove_duplicate=False):
         key = prefix + name
@@ -130,8 +125,6 @@ class QtorchHfQuantizer(HfQuantizer):
         self._in_training = False
         self._compiles = True
 
-    # --- before loading ---
-
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         if isinstance(device_map, dict) and "disk" in map(str, device_map.values()):
             raise ValueError(_DISK)
@@ -149,7 +142,10 @@ class QtorchHfQuantizer(HfQuantizer):
                 "their headers say how its weights are quantized"
             )
         self._stored = StoredWeights(checkpoint_files, self.quantization_config, model.dtype)
-        to_be_read_later(model, self._stored, self.quantization_config)
+        if self.quantization_config.training:
+            # What recipes have added to the model is read later.
+            state = model.state_dict()
+            ignore_unexpected(model, [f"^{re.escape(key)}$" for key in self._stored.others if key not in state])
         return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
@@ -165,15 +161,15 @@ class QtorchHfQuantizer(HfQuantizer):
         """Put the converter of stored weights first; names that `save_pretrained` wrote are those of the model."""
         if self._stored is None:
             return weight_conversions
-        from .conversions import StoredNames, origins, renamings_of, users_renamings
+        from .conversions import StoredNames
 
         if self.quantization_config.names == "model":
-            weight_conversions = users_renamings(weight_conversions, model)
-        stored = self._stored
-        found = origins(stored.index.quantized, stored.others, weight_conversions, model)
-        return [StoredNames(stored, renamings_of(weight_conversions), found), *weight_conversions]
+            from transformers.conversion_mapping import get_model_conversion_mapping
 
-    # --- after loading ---
+            # Those of the argument `key_mapping` come before those of the model.
+            of_model = len(get_model_conversion_mapping(model))
+            weight_conversions = weight_conversions[: len(weight_conversions) - of_model]
+        return [StoredNames(self._stored, weight_conversions, model), *weight_conversions]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if "disk" in map(str, (getattr(model, "hf_device_map", None) or {}).values()):
@@ -181,7 +177,8 @@ class QtorchHfQuantizer(HfQuantizer):
         self.trained = prepare(model, self._plan, self._stored, self.quantization_config)
         if self._plan is not None:
             self._plan.calibrate(model, self.quantization_config)
-            self.quantization_config = model.config.quantization_config = self.quantization_config.without_data()
+            self.quantization_config = model.config.quantization_config = copy(self.quantization_config)
+            self.quantization_config.calibration = None
             self.report = self._plan.report(model)
             logger.info(str(self.report))
         self._plan = self._stored = None
@@ -204,8 +201,6 @@ class QtorchHfQuantizer(HfQuantizer):
             isinstance(p, QuantizedTensor) and p.trains and p.dim() == 3 for p in model.parameters()
         )
 
-    # --- saving ---
-
     def is_serializable(self) -> bool:
         return True
 
@@ -214,10 +209,11 @@ class QtorchHfQuantizer(HfQuantizer):
         config.names = "model"
         config.model_dtype = str(model.dtype).removeprefix("torch.")
         model.config.quantization_config = config
-        config.set_trained(still_trained(model, self.trained))
+        groups: dict[Recipe, list[str]] = {}
+        for name, recipe in still_trained(model, self.trained).items():
+            groups.setdefault(recipe, []).append(name)
+        config.training = [(recipe_json(recipe), names) for recipe, names in groups.items()]
         return state_to_save(model)
-
-    # --- training and compiling ---
 
     @property
     def is_trainable(self) -> bool:
@@ -234,8 +230,6 @@ class QtorchHfQuantizer(HfQuantizer):
         return self._compiles
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
-        from ...quantize_api import dequantize_
-
         # A model that was saved has the name of its dtype in its config.
         return dequantize_(model).to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 
@@ -257,12 +251,10 @@ def attach(model: Any, recipes: Mapping[str, Recipe]) -> None:
 
     A quantizer of another package is left alone.
     """
-    from .stored_weights import is_quantized
-
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and not isinstance(quantizer, QtorchHfQuantizer):
         return
-    if not is_quantized(model) and not in_training(model):
+    if not any(isinstance(p, QuantizedTensor) for p in model.parameters()) and not in_training(model):
         # Also without a quantizer of its own: models that are built from one config share it.
         if quantizer is not None or isinstance(getattr(model.config, "quantization_config", None), QtorchConfig):
             quantizer = quantizer or QtorchHfQuantizer(QtorchConfig())

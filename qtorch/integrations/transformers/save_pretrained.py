@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from ...dtypes import QuantizedTensor
 from ...model.module_repr import get_model_size_in_bytes, with_codes_counted
+from ..wrappers import around
 from .quantizer import QtorchHfQuantizer, attach
 from .versions import give_conversions
 
@@ -31,20 +31,21 @@ from transformers import {name}
 model = {name}.from_pretrained("path or name of this folder")
 ```"""
 
-GENERIC = "This model card has been automatically generated."
+TEMPLATE = ("This model card has been automatically generated.", "[More Information Needed]")
+"""Words of transformers' template that nobody has filled in."""
 
-
-def is_generic(text: str) -> bool:
-    """Whether a card is transformers' template, which nobody has filled in."""
-    return GENERIC in text and "[More Information Needed]" in text
+README = "README.md"
 
 
 def model_card(model: Any) -> str:
     """Markdown with a YAML header that the Hub reads."""
     config = model.hf_quantizer.quantization_config
-    base = config.base_model
+    base, recipe = config.base_model, config.recipe
+    if isinstance(recipe, dict):
+        lines = [f'    r"{name}": {each},' for name, each in recipe.items()]
+        recipe = "\n".join(["{", *lines[:32], *(["    ..."] if len(lines) > 32 else []), "}"])
     name = base.rpartition("/")[2] if base else type(model).__name__
-    header = ["library_name: transformers", "tags:", *(f"- {tag}" for tag in ("qtorch", "quantized"))]
+    header = ["library_name: transformers", "tags:", "- qtorch", "- quantized"]
     if base:
         header = [f"base_model: {base}", "base_model_relation: quantized", *header]
     made_from = f" of [{base}](https://huggingface.co/{base})" if base else ""
@@ -54,22 +55,11 @@ def model_card(model: Any) -> str:
         f"A {type(model).__name__}{made_from}, quantized by qtorch.",
         _CODE.format(name=type(model).__name__),
         "## Recipe",
-        _recipe(config.recipe),
+        f"```python\n{recipe}\n```",
         "## Report",
         _report(model),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _recipe(recipe: Any) -> str:
-    if isinstance(recipe, dict):
-        lines = [f'    r"{name}": {each},' for name, each in recipe.items()]
-        recipe = "\n".join(["{", *lines[:_MOST], *(["    ..."] if len(lines) > _MOST else []), "}"])
-    return f"```python\n{recipe}\n```"
-
-
-_MOST = 32
-"""Entries of a mapping that a card shows."""
 
 
 def _report(model: nn.Module) -> str:
@@ -80,73 +70,64 @@ def _report(model: nn.Module) -> str:
             what = parameter.scheme.spec if not hasattr(parameter.scheme, "training") else "in training"
             by_spec.setdefault(f"{what}", []).append(parameter)
     quantized = [parameter for group in by_spec.values() for parameter in group]
-    total = sum(parameter.numel() for parameter in parameters.values())
-    now = get_model_size_in_bytes(model)
+    total, now = sum(parameter.numel() for parameter in parameters.values()), get_model_size_in_bytes(model)
     before = now + sum(parameter.numel() * parameter.dtype.itemsize - parameter.nbytes for parameter in quantized)
     share = sum(parameter.numel() for parameter in quantized) / max(total, 1)
     rows = [
         f"| {spec} | {len(group)} | {sum(p.numel() for p in group):,} | {sum(p.nbytes for p in group):,} |"
         for spec, group in by_spec.items()
     ]
-    return "\n".join(
-        [
-            f"- {share:.1%} of {total:,} parameters are quantized.",
-            f"- Size of the weights: {before:,} bytes before, {now:,} bytes now ({now / max(before, 1):.1%}).",
-            "",
-            "| quantized as | weights | parameters | bytes |",
-            "|---|---|---|---|",
-            *rows,
-        ]
+    summary = (
+        f"- {share:.1%} of {total:,} parameters are quantized.\n"
+        f"- Size of the weights: {before:,} bytes before, {now:,} bytes now ({now / max(before, 1):.1%}).\n"
     )
+    return "\n".join([summary, "| quantized as | weights | parameters | bytes |", "|---|---|---|---|", *rows])
 
 
-README = "README.md"
+@around(PreTrainedModel, "save_pretrained")
+def _save_with_card(
+    save: Callable[..., Any], self: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
+) -> Any:
+    attach(self, {})
+    result = save(self, save_directory, *args, **kwargs)
+    card = Path(save_directory) / README
+    is_main = args[0] if args else kwargs.get("is_main_process", True)
+    if _is_ours(self) and is_main and card.parent.is_dir() and not card.exists():
+        card.write_text(model_card(self), encoding="utf-8")
+    return result
 
 
-def _with_card(save: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(save)
-    def save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-        attach(self, {})
-        result = save(self, save_directory, *args, **kwargs)
-        card = Path(save_directory) / README
-        is_main = args[0] if args else kwargs.get("is_main_process", True)
-        if _is_ours(self) and is_main and card.parent.is_dir() and not card.exists():
-            card.write_text(model_card(self), encoding="utf-8")
-        return result
-
-    return save_pretrained
+@around(PreTrainedModel, "_upload_modified_files")
+def _upload_with_card(
+    upload: Callable[..., Any], self: Any, working_dir: str | os.PathLike[str], *args: Any, **kwargs: Any
+) -> Any:
+    # A card that comes from the Hub is the user's; one from transformers' template, not filled in, says nothing.
+    card = Path(working_dir) / README
+    if _is_ours(self) and (not card.exists() or all(words in card.read_text("utf-8") for words in TEMPLATE)):
+        card.write_text(model_card(self), encoding="utf-8")
+    return upload(self, working_dir, *args, **kwargs)
 
 
-def _with_card_uploaded(upload: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(upload)
-    def _upload_modified_files(self: Any, working_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-        # A card that comes from the Hub is the user's; one from transformers' template says nothing.
-        card = Path(working_dir) / README
-        if _is_ours(self) and (not card.exists() or is_generic(card.read_text(encoding="utf-8"))):
-            card.write_text(model_card(self), encoding="utf-8")
-        return upload(self, working_dir, *args, **kwargs)
-
-    return _upload_modified_files
-
-
-def _with_tables_checked(resize: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(resize)
-    def resize_token_embeddings(
-        self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        tables = (self.get_input_embeddings(), self.get_output_embeddings())
-        if any(isinstance(getattr(table, "weight", None), QuantizedTensor) for table in tables):
-            rows = len(tables[0].weight)
-            wanted = (new_num_tokens or rows) + -(new_num_tokens or rows) % (pad_to_multiple_of or 1)
-            if wanted != rows:
-                raise ValueError(
-                    f"resize_token_embeddings: the embedding or the head of this {type(self).__name__} is quantized, "
-                    f"and its {rows} rows cannot become {wanted}; resize before quantize_, or call "
-                    "qtorch.dequantize_(model), resize, and quantize_ again"
-                )
-        return resize(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
-
-    return resize_token_embeddings
+@around(PreTrainedModel, "resize_token_embeddings")
+def _resize_checked(
+    resize: Callable[..., Any],
+    self: Any,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    tables = (self.get_input_embeddings(), self.get_output_embeddings())
+    if any(isinstance(getattr(table, "weight", None), QuantizedTensor) for table in tables):
+        rows = len(tables[0].weight)
+        new_rows = (new_num_tokens or rows) + -(new_num_tokens or rows) % (pad_to_multiple_of or 1)
+        if new_rows != rows:
+            raise ValueError(
+                f"resize_token_embeddings: the embedding or the head of this {type(self).__name__} is quantized, and "
+                f"its {rows} rows cannot become {new_rows}; resize before quantize_, or call "
+                "qtorch.dequantize_(model), resize, and quantize_ again"
+            )
+    return resize(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
 
 
 def _is_ours(model: Any) -> bool:
@@ -154,11 +135,5 @@ def _is_ours(model: Any) -> bool:
     return isinstance(getattr(model, "hf_quantizer", None), QtorchHfQuantizer) and not adapters_only
 
 
-for _name, _wrap in {
-    "save_pretrained": _with_card,
-    "_upload_modified_files": _with_card_uploaded,
-    "get_memory_footprint": with_codes_counted,
-    "resize_token_embeddings": _with_tables_checked,
-}.items():
-    setattr(PreTrainedModel, _name, _wrap(getattr(PreTrainedModel, _name)))
+PreTrainedModel.get_memory_footprint = with_codes_counted(PreTrainedModel.get_memory_footprint)  # type: ignore[method-assign]
 give_conversions(modeling_utils, QtorchHfQuantizer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ from ...checkpoint.header import check_fits
 from ...checkpoint.tensor_file import ALIGNMENT, TensorFile
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor
 from ...dtypes.serialize import from_canonical
+from ...quantize_api import quantize_
 from ...recipes.base import Recipe
 from ...training.weights.base import TrainingWeight
 from ...training.weights.codes import CodesWeight
 from .loading_plan import Plan
 from .quantization_config import QtorchConfig
-from .versions import ignore_unexpected
 
 MARKER = "marker"
 """The part that stands for the marker, which is no tensor of the entry."""
@@ -34,9 +33,6 @@ class StoredWeights:
         owners: key in a file -> (name of the parameter, part).
         parts: every part that one of them has.
         others: keys in the files that are not parts of quantized parameters -> the file.
-
-    Raises:
-        ValueError: the files are not safetensors, or their headers not valid.
     """
 
     def __init__(self, files: Sequence[str], config: QtorchConfig, dtype: torch.dtype) -> None:
@@ -61,13 +57,13 @@ class StoredWeights:
         self.others = {key: path for key, path in keys.items() if key not in self.owners}
 
     def tensor(self, name: str, parts: Mapping[str, Tensor]) -> QuantizedTensor:
-        """The quantized tensor that the files call `name` from its stored parts.
-
-        Raises:
-            ValueError: the parts are not valid.
-        """
+        """The quantized tensor that the files call `name` from its stored parts."""
         entry = self.index.quantized[name]
-        by_key = {key: aligned(parts[part]) for part, key in entry["tensors"].items() if part in parts}
+        by_key = {key: parts[part] for part, key in entry["tensors"].items() if part in parts}
+        for key, part in by_key.items():
+            # Files of other packages do not align tensors as torch does, and products depend on it.
+            if part.device.type == "cpu" and part.data_ptr() % ALIGNMENT:
+                by_key[key] = part.clone()
         tensor = from_canonical(entry, by_key.__getitem__)
         # Weights of another dtype than the saved model had keep theirs.
         if self.config.model_dtype in (None, str(tensor.dtype).removeprefix("torch.")):
@@ -77,25 +73,11 @@ class StoredWeights:
 
 
 def placed(tensor: QuantizedTensor, model: nn.Module, place: str) -> nn.Parameter:
-    """The tensor as the parameter `place` of `model`.
-
-    Raises:
-        ValueError: it does not fit.
-    """
+    """The tensor as the parameter `place` of `model`."""
     path, _, attribute = place.rpartition(".")
     module: Any = model.get_submodule(path)
     check_fits(Path(place), place, (module, attribute, module._parameters[attribute]), tensor)
     return nn.Parameter(tensor, requires_grad=tensor.trains)
-
-
-def aligned(tensor: Tensor) -> Tensor:
-    """The tensor where torch would allocate it: files of other packages do not align it, and products depend on it."""
-    return tensor.clone() if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT else tensor
-
-
-def is_quantized(model: nn.Module) -> bool:
-    """Whether a parameter of the model is quantized, or in training."""
-    return any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
 
 
 # Weights in training: a folder holds their floats, or codes, and what their recipe has added to the model.
@@ -103,21 +85,8 @@ def is_quantized(model: nn.Module) -> bool:
 # then what they have added (learned scales, observed ranges, adapters) is read from the files.
 
 
-def to_be_read_later(model: Any, stored: StoredWeights, config: QtorchConfig) -> None:
-    """Keep transformers from reporting what recipes have added to the model as unexpected."""
-    if config.training:
-        added = [f"^{re.escape(key)}$" for key in stored.others if key not in model.state_dict()]
-        ignore_unexpected(model, added)
-
-
 def prepare(model: Any, plan: Plan | None, stored: StoredWeights | None, config: QtorchConfig) -> dict[str, Recipe]:
-    """Prepare the weights in training of a model that is loaded; their recipes by name.
-
-    Raises:
-        ValueError: a recipe is not known to this version, or does not fit the model.
-    """
-    from ...quantize_api import quantize_
-
+    """Prepare the weights in training of a model that is loaded; their recipes by name."""
     recipes = dict(plan.trained) if plan is not None else config.trained()
     if not recipes:
         return {}
@@ -126,16 +95,12 @@ def prepare(model: Any, plan: Plan | None, stored: StoredWeights | None, config:
     if floats:
         quantize_(model, floats)
     if stored is not None:
-        model.load_state_dict(_added(model, stored, parameters), strict=False)
+        # The state that was not there when the weights were loaded.
+        missing = model.state_dict().keys() - parameters.keys()
+        state: dict[str, Tensor] = {}
+        for path in set(stored.others.values()):
+            file = TensorFile(path)
+            state |= {name: file.read(name) for name in missing & file.stored.keys() & stored.others.keys()}
+            file.close()
+        model.load_state_dict(state, strict=False)
     return recipes
-
-
-def _added(model: Any, stored: StoredWeights, loaded: dict[str, Any]) -> dict[str, Tensor]:
-    """The state of the model that was not there when its weights were loaded, from the files."""
-    found: dict[str, Tensor] = {}
-    wanted = model.state_dict().keys() - loaded.keys()
-    for path in set(stored.others.values()):
-        file = TensorFile(path)
-        found |= {key: file.read(key) for key in wanted & file.stored.keys() & stored.others.keys()}
-        file.close()
-    return found

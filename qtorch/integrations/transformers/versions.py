@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from functools import wraps
 from typing import Any
 
 import torch
 from transformers import core_model_loading
 from transformers.quantizers.base import HfQuantizer
+
+from ..wrappers import around
 
 EXPERTS = {"has_gate": True, "has_post_expert_norm": False, "_is_expert_parallel": False}
 """Attributes of a module of experts -> what they are before the version that has them (5.3 the first)."""
@@ -69,15 +70,11 @@ def give_conversions(modeling: Any, quantizer_class: type[Any]) -> None:
     update = getattr(HfQuantizer, "update_weight_conversions", None)
     if update is not None and "model" in inspect.signature(update).parameters:
         return
-    get = modeling.get_model_conversion_mapping
 
-    @wraps(get)
-    def get_model_conversion_mapping(
-        model: Any, key_mapping: Any = None, hf_quantizer: Any = None, *args: Any, **kwargs: Any
+    @around(modeling, "get_model_conversion_mapping")
+    def with_model(
+        get: Any, model: Any, key_mapping: Any = None, hf_quantizer: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         if not isinstance(hf_quantizer, quantizer_class):
             return get(model, key_mapping, hf_quantizer, *args, **kwargs)
-        conversions = get(model, key_mapping, None, *args, **kwargs)
-        return hf_quantizer.update_weight_conversions(conversions, model)
-
-    modeling.get_model_conversion_mapping = get_model_conversion_mapping
+        return hf_quantizer.update_weight_conversions(get(model, key_mapping, None, *args, **kwargs), model)

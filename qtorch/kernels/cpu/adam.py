@@ -14,8 +14,7 @@ from .structs import Adam, struct_of
 
 _pack = struct_of(Adam).pack
 
-FORM_NUMBERS = {"32": 0, "8": 1, "4": 2, "float8": 3}
-"""As in src/adam.h."""
+FORM_NUMBERS = {"32": 0, "8": 1, "4": 2, "float8": 3}  # as in src/adam.h
 
 
 @implement("adam_step", "cpu")
@@ -28,7 +27,7 @@ def cpu_adam_step(weight: Tensor, grad: Tensor, moments: list[Moment], blocks: F
         return
     check_step(weight, grad, moments, blocks, step)
     note(f"adam_step.{compiled.instruction_set}")
-    pointers = [pointer for moment in moments for pointer in _pointers(moment)]
+    pointers = [address(part) for moment in moments for part in moment]
     pointers += [0] * (6 - len(pointers))
     compiled.adam(_pack(
         address(weight), TYPES[weight.dtype], address(grad), TYPES[grad.dtype], *blocks, FORM_NUMBERS[step.form],
@@ -38,7 +37,3 @@ def cpu_adam_step(weight: Tensor, grad: Tensor, moments: list[Moment], blocks: F
     ))  # fmt: skip
     if not weight.is_inference():
         torch.autograd.graph.increment_version(weight)
-
-
-def _pointers(moment: Moment) -> tuple[int, int]:
-    return address(moment.data), address(moment.scale)

@@ -13,37 +13,26 @@ from torch import Tensor
 from ...primitives.layouts.packed import can_pack_bits
 from ..custom_ops import note, opaque, recording
 from ..linear.block_sparse import block_sparse_int8_mm, block_sparse_weight_mm
-from ..linear.scaled import INTEGERS, supports_int32
-from ..ops.quantize import quantize_input
-from ..registry import Problem, from_rows, needs_floats, register, to_rows
+from ..linear.scaled import supports_int32
+from ..ops.quantize import Quantized, quantize_input
+from ..registry import Problem, from_rows, needs_floats, to_rows
 from . import weight
 from .compiled_library import TYPES, library, missing, threads
 from .int8_linear import quantize_rows, row_quantizer
 from .memory import address, empty
 from .structs import BlockCall, Blocks, Input, Output, pack
-from .weight import CompiledWeight
+from .weight import CompiledWeight, register_compiled
 from .weight_only import where_finite
 
-BLOCK_MULTIPLE = 16
-"""The size of a block is a multiple of this."""
+BLOCK_MULTIPLE = 16  # the size of a block is a multiple of this
 
 
 @opaque(lambda x, xs, xz, codes, columns, n, *rest: x.new_empty(x.shape[0], n, dtype=rest[-2]))
 def cpu_block_sparse_mm(
-    x: Tensor,
-    xs: Tensor | None,
-    xz: Tensor | None,
-    codes: Tensor,
-    columns: Tensor,
-    n: int,
-    scale: Tensor,
-    packed: bool,
-    weight_dtype: str,
-    low: float,
-    high: float,
-    dtype: torch.dtype,
-    bias: Tensor | None,
-) -> Tensor:
+    x: Tensor, xs: Tensor | None, xz: Tensor | None, codes: Tensor, columns: Tensor,
+    n: int, scale: Tensor, packed: bool, weight_dtype: str, low: float, high: float,
+    dtype: torch.dtype, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
     """The equation, y (M, N).
 
     Args:
@@ -55,9 +44,6 @@ def cpu_block_sparse_mm(
         weight_dtype: name of a `QDType`; low, high: bounds of the codes.
         dtype: of the result.
         bias: (N) in that dtype, or None.
-
-    Raises:
-        ValueError: `columns` is not an index of the columns of x.
     """
     m, k = x.shape
     weight.check_bias(bias, dtype, n)
@@ -65,7 +51,7 @@ def cpu_block_sparse_mm(
     size = n // rows
     _check_columns(columns, n, k)
     stored = CompiledWeight.of(codes, scale, None, n, kept * size, weight_dtype, packed, "NONE", 0.0)
-    compiled = library() if stored.fields else None
+    compiled = stored.compiled
 
     def in_torch() -> Tensor:
         note("cpu_block_sparse_mm.torch")
@@ -83,15 +69,9 @@ def cpu_block_sparse_mm(
     y = empty((m, n), dtype)
     scales = None if xs is None else xs.float().expand(m, 1).contiguous()
     zeros = None if xz is None else xz.to(torch.int32).expand(m, 1).contiguous()
-    call = BlockCall(
-        x=Input(address(x), TYPES[x.dtype], x.stride(0), m),
-        y=Output(address(y), TYPES[dtype], n, bias=address(bias)),
-        blocks=Blocks(address(columns, torch.int32), size, kept),
-        k=k,
-        scale=address(scales, torch.float32),
-        zero=address(zeros, torch.int32),
-        threads=threads(),
-    )
+    of_x, of_y = Input(address(x), TYPES[x.dtype], x.stride(0), m), Output(address(y), TYPES[dtype], n, address(bias))
+    blocks, factors = Blocks(address(columns, torch.int32), size, kept), address(scales, torch.float32)
+    call = BlockCall(of_x, of_y, blocks, k, factors, address(zeros, torch.int32), threads())
     lost = compiled.block_sparse_mm(pack(stored.fields) + pack(call))
     return where_finite(y, x, in_torch) if lost else y
 
@@ -112,7 +92,7 @@ def _check_columns(columns: Tensor, n: int, k: int) -> None:
         )
 
 
-def _quantized(x: Tensor, quantized: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+def _quantized(x: Tensor, quantized: Any) -> Quantized:
     """(codes, scale, zero point) of the rows of x."""
     quantizer = row_quantizer(quantized.scheme.activation)
     if quantizer is None or torch.compiler.is_compiling() or library() is None:
@@ -126,32 +106,17 @@ def _supports(problem: Problem) -> str | None:
         return reason
     layout: Any = scheme.layout
     group = scheme.weight.block_size(scheme.shape)[1]
-    if layout.block_size % BLOCK_MULTIPLE or (group != scheme.shape[1] and group % BLOCK_MULTIPLE):
-        return (
-            f"takes blocks and groups of a multiple of {BLOCK_MULTIPLE}, the weight has {layout.block_size} and {group}"
-        )
+    size = layout.block_size
+    if size % BLOCK_MULTIPLE or (group != scheme.shape[1] and group % BLOCK_MULTIPLE):
+        return f"takes blocks and groups of a multiple of {BLOCK_MULTIPLE}, the weight has {size} and {group}"
     return missing()
 
 
-@register(
-    "linear",
-    layout="block_sparse",
-    weight=INTEGERS,
-    activation=("int8",),
-    device="cpu",
-    priority=30,
-    supports=_supports,
-    name="cpu_block_sparse_int8_mm",
+@register_compiled(
+    "linear", layout="block_sparse", activation=("int8",), supports=_supports, name="cpu_block_sparse_int8_mm"
 )
-@register(
-    "linear",
-    layout="block_sparse",
-    weight=INTEGERS,
-    activation=(),
-    device="cpu",
-    priority=30,
-    supports=_supports,
-    name="cpu_block_sparse_weight_only_mm",
+@register_compiled(
+    "linear", layout="block_sparse", activation=(), supports=_supports, name="cpu_block_sparse_weight_only_mm"
 )
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme, rows = quantized.scheme, to_rows(x)

@@ -25,8 +25,7 @@ LIBRARIES = Path(os.environ.get("QTORCH_CPU_LIBRARIES") or HERE / "lib")
 """Where installing puts the libraries; QTORCH_CPU_LIBRARIES names another place, for builds with a sanitizer, say, and
 then no other is searched."""
 
-SECONDS = 900
-"""Most that the compiler may take for a library; it needs 10 to 60."""
+SECONDS = 900  # that the compiler may take for a library at most; it needs 10 to 60
 
 _AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mbmi2"
 FLAGS = {
@@ -49,9 +48,8 @@ FLAGS = {
 # Sums have a fixed order and round as written: the compiler contracts no products and sums on its own.
 _COMMON = "-std=c++17 -O3 -fPIC -ffp-contract=off -fvisibility=hidden -fno-exceptions -fno-rtti -Wno-psabi"
 
+# The library beside those of the instruction sets, for the baseline of the machine: it calls one of them.
 OPERATORS = "operators"
-"""The library beside those of the instruction sets, for the baseline of the machine: it calls one of them."""
-
 VARIANT_TABLES = HERE / "ways.json"
 
 
@@ -146,9 +144,8 @@ def _compile(command: list[str], source: Path, target: Path) -> str:
         with tempfile.TemporaryDirectory(prefix=f"{target.stem}.", suffix=".tmp", dir=target.parent) as folder:
             object_file, library = Path(folder, f"{source.stem}.o"), Path(folder, target.name)
             Path(folder, "ways.inc").write_text(f'R"json({VARIANT_TABLES.read_text()})json"')
-            include = ["-I", folder]
             steps = (
-                [*command, "-fopenmp", define, *include, "-c", str(source), "-o", str(object_file)],
+                [*command, "-fopenmp", define, "-I", folder, "-c", str(source), "-o", str(object_file)],
                 # Linked without -fopenmp, which would bring a second pool of threads beside torch's.
                 [*command, "-shared", str(object_file), "-o", str(library)],
             )

@@ -23,11 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def folder() -> Path:
-    """The folder of this user's libraries of these sources.
-
-    Raises:
-        RuntimeError: the user has no home directory.
-    """
+    """The folder of this user's libraries of these sources; a `RuntimeError` if the user has no home directory."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
     return base / "qtorch" / f"cpu-{sysconfig.get_platform()}-{fingerprint()}"

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import get_type_hints
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -48,8 +48,7 @@ LISTENERS: list[Callable[[], None]] = []
 """Called once, when a library is first chosen."""
 
 _forced: list[Library | str] = []
-_forked = False
-_choosing = threading.RLock()
+_forked, _choosing = False, threading.RLock()
 
 
 def _after_fork() -> None:
@@ -62,33 +61,20 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-Runs = Callable[[bytes], None]
-Counts = Callable[[bytes], int]
+RUN = (
+    "conv", "conv_float", "conv_pool", "attention", "quantize_rows", "quantize_tokens", "dequantize", "quantize_matrix",
+    "dequantize_matrix", "block_product", "scale_sums", "adam",
+)  # fmt: skip
+"""Functions without a result."""
+
+COUNT = (
+    "weight_only_mm", "int8_mm", "experts_mm", "experts_int8_mm", "block_sparse_mm", "embed", "conv_pack", "conv_codes",
+)  # fmt: skip
+"""Functions with an integer as their result."""
 
 
 class Library:
-    """A loaded build; its functions take a packed struct."""
-
-    weight_only_mm: Counts
-    int8_mm: Counts
-    experts_mm: Counts
-    experts_int8_mm: Counts
-    block_sparse_mm: Counts
-    conv: Runs
-    conv_float: Runs
-    conv_pool: Runs
-    attention: Runs
-    quantize_rows: Runs
-    quantize_tokens: Runs
-    dequantize: Runs
-    quantize_matrix: Runs
-    dequantize_matrix: Runs
-    block_product: Runs
-    scale_sums: Runs
-    adam: Runs
-    embed: Counts
-    conv_pack: Counts
-    conv_codes: Counts
+    """A loaded build; its functions, named in `RUN` and `COUNT`, take a packed struct."""
 
     def __init__(self, instruction_set: str, path: Path) -> None:
         _share_threads()
@@ -99,11 +85,15 @@ class Library:
         if not handle.qtorch_ready():
             raise OSError(f"the system does not let this process use {instruction_set}")
         self.instruction_set, self.path = instruction_set, path
-        for name, function_type in get_type_hints(Library).items():
+        for name in (*RUN, *COUNT):
             function = getattr(handle, f"qtorch_{name}")
-            function.argtypes = [ctypes.c_char_p]
-            function.restype = ctypes.c_int64 if function_type == Counts else None
+            function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64 if name in COUNT else None
             setattr(self, name, function)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Callable[[bytes], int]:
+            """A function."""
 
 
 def _share_threads() -> None:
@@ -181,14 +171,9 @@ def _best() -> Library | str:
         return "is switched off by QTORCH_CPU_KERNELS=0"
     with _choosing:
         found = _choose()
-    if isinstance(found, Library):
-        _tell_listeners()
-    return found
-
-
-def _tell_listeners() -> None:
-    while LISTENERS:
+    while LISTENERS and isinstance(found, Library):
         LISTENERS.pop()()  # which may ask for the library
+    return found
 
 
 @functools.cache
@@ -231,12 +216,8 @@ def _found() -> Library | str:
 
 @contextmanager
 def use(instruction_set: str | None) -> Iterator[None]:
-    """Use the library for `instruction_set`, or with None no compiled kernel, inside the ``with`` block; for tests and
-    measurements.
-
-    Raises:
-        ValueError: this machine does not have it, or it is not built.
-    """
+    """Use the library for `instruction_set`, or with None no compiled kernel, inside the ``with`` block, for tests and
+    measurements. Raises `ValueError` if this machine does not have it, or it is not built."""
     found: Library | str = "is switched off"
     if instruction_set is not None:
         if instruction_set not in instruction_sets() or not runs_here(instruction_set):
@@ -246,8 +227,8 @@ def use(instruction_set: str | None) -> Iterator[None]:
             raise ValueError(f"{instruction_set}: {found}")
     _forced.append(found)
     forget_choices()
-    if isinstance(found, Library):
-        _tell_listeners()
+    while LISTENERS and isinstance(found, Library):
+        LISTENERS.pop()()
     try:
         yield
     finally:

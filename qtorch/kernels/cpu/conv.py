@@ -15,19 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...primitives.affine import MappingType
 from ...primitives.granularity import PerTensor
 from ...primitives.qdtype import qdtype
-from ...primitives.rounding import Rounding
-from ...primitives.scale_rules import MinMaxRule
 from ...primitives.spec import QuantSpec
 from ..conv import Window, empty_result, scales_images
 from ..custom_ops import note, opaque, recording
 from ..ops.int_matmul import int32_terms
-from ..registry import Problem, needs_floats, register
+from ..registry import Problem, needs_floats
 from . import weight
 from .compiled_library import missing
-from .conv_prepared import Activation, CompiledConv, calls_of, prepare
+from .conv_prepared import Activation, CompiledConv, add_bias, calls_of, prepare
+from .int8_linear import dynamic_quantizer, static_quantizer
 
 SIGNED = tuple(f"int{bits}" for bits in range(2, 9))
 
@@ -38,21 +36,11 @@ SIGNED = tuple(f"int{bits}" for bits in range(2, 9))
     )
 )
 def cpu_conv(
-    x: Tensor,
-    xs: Tensor | None,
-    xz: Tensor | None,
-    quantizer: list[float],
-    shift: int,
-    codes: Tensor,
-    ws: Tensor,
-    shape: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    weight_dtype: str,
-    bias: Tensor | None,
-) -> Tensor:
+    x: Tensor, xs: Tensor | None, xz: Tensor | None, quantizer: list[float], shift: int,
+    codes: Tensor, ws: Tensor, shape: list[int],
+    stride: list[int], padding: list[int], dilation: list[int], groups: int,
+    weight_dtype: str, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
     """The equation, y (B, N, *positions) in the dtype of x, channels last where x is.
 
     Args:
@@ -64,9 +52,6 @@ def cpu_conv(
         shape: (N, C / groups, *kernel).
         weight_dtype: name of a `QDType`.
         bias: (N) in the dtype of x, or None.
-
-    Raises:
-        RuntimeError: the compiled kernels do not read the tensors.
     """
     window = Window(tuple(shape[2:]), tuple(stride), tuple(padding), tuple(dilation), groups)
     n, k = shape[0], math.prod(shape[1:])
@@ -75,7 +60,7 @@ def cpu_conv(
     if not y.numel():
         return y
     if not x.numel():  # windows of nothing but padding
-        return y.zero_() if bias is None else y.copy_(bias.reshape(-1, *(1,) * (y.dim() - 2)).expand_as(y))
+        return add_bias(y.zero_(), bias)
     layer = CompiledConv.of(codes, ws, None, n, k, weight_dtype, False, "INT", 0.0, tuple(shape), groups)
     compiled = layer.compiled
     if compiled is None:
@@ -90,23 +75,8 @@ def cpu_conv(
 @functools.cache
 def conv_quantizer(spec: QuantSpec, static: bool) -> tuple[tuple[float, ...], int] | None:
     """The quantizer of `cpu_conv` and its shift; None if the compiled kernels do not quantize by this spec."""
-    if spec.dtype not in (qdtype("int8"), qdtype("uint8")) or spec.rounding is not Rounding.NEAREST_EVEN:
-        return None
-    if spec.has_zero_point and spec.zero_point_domain.is_real:
-        return None
-    low, high = spec.code_range
-    shift = 128 if spec.dtype is qdtype("int8") else 0
-    if static:
-        return (float(low), float(high), 0.0, 1.0, 0.0, 0.0), shift
-    symmetric = spec.mapping is MappingType.SYMMETRIC and not spec.has_zero_point
-    asymmetric = spec.mapping is MappingType.ASYMMETRIC and spec.zero_point_domain.name == "INT"
-    plain = isinstance(spec.scale_rule, MinMaxRule) and spec.scale_dtype in (None, torch.float32)
-    plain = plain and spec.preserve_max_val
-    if not (symmetric or asymmetric) or not plain or shift == 0:
-        return None
-    limits = torch.finfo(torch.float32)
-    largest = min(limits.max, torch.finfo(torch.bfloat16).max / ((high - low + 1) / 2))
-    return (float(low), float(high), float(asymmetric), 0.0, max(limits.tiny, spec.eps or 0.0), largest), shift
+    quantizer = static_quantizer(spec, ("int8", "uint8")) if static else dynamic_quantizer(spec)
+    return None if quantizer is None else (quantizer, 128 if spec.dtype is qdtype("int8") else 0)
 
 
 def _supports(problem: Problem) -> str | None:
@@ -131,28 +101,21 @@ def _supports(problem: Problem) -> str | None:
     return missing()
 
 
-@register(
-    "conv",
-    layout="plain",
-    weight=SIGNED,
-    activation=("int8", "uint8"),
-    device="cpu",
-    priority=30,
-    supports=_supports,
-    name="cpu_conv",
+@weight.register_compiled(
+    "conv", layout="plain", weight=SIGNED, activation=("int8", "uint8"), supports=_supports, name="cpu_conv"
 )
 def _conv(x: Tensor, quantized: Any, bias: Tensor | None, window: Window) -> Tensor:
-    scheme = quantized.scheme
-    found = conv_quantizer(scheme.activation, scheme.spec.static)
+    scheme, static = quantized.scheme, quantized.scheme.spec.static
+    found = conv_quantizer(scheme.activation, static)
     assert found is not None
     quantizer, shift = found
     added, bias = weight.split_bias(bias, x, scheme.shape[0])
+    xs, xz = (quantized.act_scale, quantized.act_zero_point) if static else (None, None)
+    _, stride, padding, dilation = map(list, window[:4])
     y = cpu_conv(
-        x, quantized.act_scale if scheme.spec.static else None,
-        quantized.act_zero_point if scheme.spec.static else None, list(quantizer), shift, quantized.qdata,
-        quantized.scale, list(scheme.shape), list(window.stride), list(window.padding), list(window.dilation),
-        window.groups, scheme.weight.dtype.name, added,
+        x, xs, xz, list(quantizer), shift, quantized.qdata, quantized.scale, list(scheme.shape), stride, padding,
+        dilation, window.groups, scheme.weight.dtype.name, added,
     )  # fmt: skip
     if not torch.compiler.is_compiling():
-        prepare(quantized, Activation(quantizer, shift, scheme.spec.static))
-    return y if bias is None else y + bias.reshape(-1, *(1,) * (y.dim() - 2))
+        prepare(quantized, Activation(quantizer, shift, static))
+    return add_bias(y, bias)

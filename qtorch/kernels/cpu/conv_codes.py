@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,102 +12,48 @@ from .compiled_library import TYPES, Library, threads
 from .memory import address, empty
 from .structs import Quantizer, declare, struct_of
 
+ConvShape = declare(
+    "ConvShape",
+    ("images groups channels features kernel_h kernel_w stride_h stride_w dilation_h dilation_w out_h out_w", int),
+)
+"""src/conv.h: `channels` and `features` of a group."""
 
-class ConvShape(NamedTuple):
-    """src/conv.h: `channels` and `features` of a group."""
+ConvImages = declare("ConvImages", ("data image row pixel", int))
+"""src/conv.h: codes channels last, distances in bytes."""
 
-    images: int
-    groups: int
-    channels: int
-    features: int
-    kernel_h: int
-    kernel_w: int
-    stride_h: int
-    stride_w: int
-    dilation_h: int
-    dilation_w: int
-    out_h: int
-    out_w: int
-
-
-class ConvImages(NamedTuple):
-    """src/conv.h: codes channels last, distances in bytes."""
-
-    data: int
-    image: int
-    row: int
-    pixel: int
-
-
-class ConvPackCall(NamedTuple):
-    """src/conv.h"""
-
-    shape: ConvShape
-    codes: int
-    row_bytes: int
-    packed: int
-    sums: int
-
+ConvPackCall = declare("ConvPackCall", ("shape", ConvShape), ("codes row_bytes packed sums", int))
+"""src/conv.h"""
 
 ConvCodesCall = declare(
     "ConvCodesCall",
-    (
-        "x type image channels_last images groups channels height width codes code_image code_row "
-        "code_pixel padded top bottom left right",
-        int,
-    ),
+    ("x type image channels_last images groups channels height width", int),
+    ("codes code_image code_row code_pixel padded top bottom left right", int),
     ("quantizer", Quantizer),
     ("shift scale zero threads", int),
 )
 """src/conv_codes.h"""
 
+ConvFinish = declare(
+    "ConvFinish",
+    ("scale sums shift x_scale x_zero per_image bias out type channels_last other", int),
+    ("low high", float),
+    ("codes code_image code_row code_pixel", int),
+    ("code_scale", float),
+    ("code_zero code_low code_high", int),
+)
+"""src/conv_finish.h"""
 
-class ConvFinish(NamedTuple):
-    """src/conv_finish.h"""
-
-    scale: int
-    sums: int
-    shift: int
-    x_scale: int
-    x_zero: int
-    per_image: int
-    bias: int
-    out: int
-    type: int
-    channels_last: int
-    other: int
-    low: float
-    high: float
-    codes: int
-    code_image: int
-    code_row: int
-    code_pixel: int
-    code_scale: float
-    code_zero: int
-    code_low: int
-    code_high: int
-
-
-class ConvCall(NamedTuple):
-    """src/conv_call.h"""
-
-    shape: ConvShape
-    x: ConvImages
-    packed: int
-    finish: ConvFinish
-    threads: int
-
+ConvCall = declare(
+    "ConvCall", ("shape", ConvShape), ("x", ConvImages), ("packed", int), ("finish", ConvFinish), ("threads", int)
+)
+"""src/conv_call.h"""
 
 ConvPoolCall = declare(
     "ConvPoolCall",
-    (
-        "x out images channels height width out_h out_w kernel_h kernel_w stride_h stride_w "
-        "padding_h padding_w threads",
-        int,
-    ),
+    ("x out images channels height width out_h out_w", int),
+    ("kernel_h kernel_w stride_h stride_w padding_h padding_w threads", int),
 )
 """src/conv_pool.h"""
-
 
 ConvFloatCall = declare(
     "ConvFloatCall",
@@ -116,20 +62,15 @@ ConvFloatCall = declare(
 )
 """src/conv_float.h"""
 
-
-BEHIND = 64
-"""Bytes behind the last pixel: whole vectors are read."""
+BEHIND = 64  # bytes behind the last pixel: whole vectors are read
 
 Border = tuple[int, int]
 """Pixels around an image, at both ends of its height and of its width."""
 
 
 class CodesForm(NamedTuple):
-    """The form of images of codes: sizes, a border, and channels in groups that are padded to a multiple of four.
-
-    Attributes:
-        groups: 1 for a depthwise convolution, whose channels are not padded one by one.
-    """
+    """The form of images of codes: sizes, a border, and channels in groups that are padded to a multiple of four; one
+    group for a depthwise convolution, whose channels are not padded one by one."""
 
     images: int
     channels: int
@@ -163,8 +104,8 @@ class CodesForm(NamedTuple):
         _, row, pixel, _ = self.strides
         return (self.border[0] - border[0]) * row + (self.border[1] - border[1]) * pixel
 
-    def images_at(self, address: int, border: Border) -> ConvImages:
-        """The struct for a convolution with this padding."""
+    def images_at(self, address: int, border: Border) -> Any:
+        """The `ConvImages` for a convolution with this padding."""
         image, row, pixel, _ = self.strides
         return ConvImages(address + self.first(border), image, row, pixel)
 
@@ -173,15 +114,9 @@ _pack_codes = struct_of(ConvCodesCall).pack
 
 
 def quantize_images(
-    library: Library,
-    x: Tensor,
-    form: CodesForm,
-    quantizer: Quantizer,
-    shift: int,
-    scale: Tensor,
-    zero: Tensor,
-    out: Tensor | None = None,
-) -> tuple[Tensor, bool]:
+    library: Library, x: Tensor, form: CodesForm, quantizer: Quantizer, shift: int,
+    scale: Tensor, zero: Tensor, out: Tensor | None = None,
+) -> tuple[Tensor, bool]:  # fmt: skip
     """(codes, whether there is a NaN or an infinity).
 
     Args:

@@ -14,50 +14,41 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..conv import Size, Window, empty_result, is_channels_last
-from .compiled_library import TYPES, Library, library, threads
+from .compiled_library import TYPES, threads
 from .conv_codes import CodesForm, ConvCall, ConvFinish, ConvFloatCall, ConvPackCall, ConvShape, quantize_images
 from .memory import address, empty, empty_strided
 from .structs import Quantizer, pack, struct_of
 from .weight import CompiledWeight, fits
 from .weight_only import PLAIN
 
-ROOM = 64
-"""Elements behind vectors of features: whole vectors are read."""
+ROOM = 64  # elements behind vectors of features: whole vectors are read
+SHAPES = 64  # of inputs for which a weight keeps calls
 
 
 class CompiledConv(CompiledWeight):
     """A packed weight, its scales in fp32, and the sums of its codes. It takes as much memory again as the codes.
 
     Attributes:
-        compiled: the library; None if it is missing or does not accept the weight.
         packed, sums, scale: see src/conv.h.
-        calls: see `conv_prepared`, by how the input is quantized.
+        calls: those prepared, by how the input is quantized.
     """
 
-    __slots__ = ("calls", "compiled", "packed", "scale", "sums")
-
-    compiled: Library | None
     packed: Tensor
     sums: Tensor
     scale: Tensor
-    calls: dict[Any, Any]
 
     def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
         """See `of`; the last of `about` are the shape of the weight (N, C / groups, *kernel) and groups."""
         super().__init__(codes, scale, zero_point, *about)
         n, shape, groups = about[0], about[-2], about[-1]
-        self.calls = {}
-        self.compiled = library() if self.fields and scale.shape[1] == 1 and zero_point is None else None
+        self.calls: dict[Activation | None, ConvCalls] = {}
+        if scale.shape[1] != 1 or zero_point is not None:
+            self.compiled = None
         if self.compiled is None:
             return
         height, width = (1, *shape[2:])[-2:]
-        call = ConvPackCall(
-            shape=ConvShape(0, groups, shape[1], n // groups, height, width, 1, 1, 1, 1, 0, 0),
-            codes=address(codes),
-            row_bytes=codes.stride(0),
-            packed=0,
-            sums=0,
-        )
+        of_shape = ConvShape(0, groups, shape[1], n // groups, height, width, 1, 1, 1, 1, 0, 0)
+        call = ConvPackCall(of_shape, codes=address(codes), row_bytes=codes.stride(0), packed=0, sums=0)
         self.packed = empty((self.compiled.conv_pack(pack(call)) + ROOM,), torch.int8)
         self.sums = torch.zeros(n + ROOM, dtype=torch.int32, device="cpu")
         call = call._replace(packed=address(self.packed, torch.int8), sums=address(self.sums, torch.int32))
@@ -74,51 +65,51 @@ def two_axes(window: Window) -> Window:
     return Window((1, kernel), (1, stride), (0, padding), (1, dilation), groups)
 
 
-def shape_of(images: int, channels: int, features: int, window: Window, out: tuple[int, int]) -> ConvShape:
-    """The struct for all channels of the input and features of the result, and positions of the result."""
+def shape_of(images: int, channels: int, features: int, window: Window, out: tuple[int, int]) -> Any:
+    """The `ConvShape` for all channels of the input and features of the result, and positions of the result."""
     groups = window.groups
     (kh, kw), (sh, sw), (dh, dw) = window.kernel, window.stride, window.dilation
     return ConvShape(images, groups, channels // groups, features // groups, kh, kw, sh, sw, dh, dw, *out)
 
-
-SHAPES = 64
-"""Shapes of inputs for which a weight keeps calls."""
 
 _pack_codes_call = struct_of(ConvCall).pack
 _pack_float_call = struct_of(ConvFloatCall).pack
 
 
 class Activation(NamedTuple):
-    """How the input is quantized.
+    """How the input is quantized."""
 
-    Attributes:
-        quantizer: (low, high, asymmetric, given, smallest scale, largest scale).
-        shift: from codes to unsigned ones.
-        static: whether scale and zero point are given.
-    """
-
-    quantizer: tuple[float, ...]
-    shift: int
-    static: bool
+    quantizer: tuple[float, ...]  # (low, high, asymmetric, given, smallest scale, largest scale)
+    shift: int  # from codes to unsigned ones
+    static: bool  # whether scale and zero point are given
 
 
-class FloatConv:
-    """Images in fp32, by src/conv_float.h. They are contiguous, or channels last."""
+class _PreparedConv:
+    """What a convolution of images like x needs in each call."""
 
     def __init__(self, layer: CompiledConv, x: Tensor, window: Window, n: int) -> None:
         y = empty_result(x, n, window, x.dtype)
         self._sizes, self._strides, self._dtype = tuple(y.shape), y.stride(), x.dtype
         assert layer.compiled is not None
-        self._run = layer.compiled.conv_float
-        images, of_window = x if x.dim() == 4 else x.unsqueeze(2), two_axes(window)
-        batch, channels, height, width = images.shape
-        self._shape = shape_of(batch, channels, n, of_window, (1, *y.shape[2:])[-2:])
-        self._images = images.stride(0), is_channels_last(x), height, width, *of_window.padding
+        self._library, self._axis, self._padding = layer.compiled, x.dim() == 3, two_axes(window).padding
+        self._shape = shape_of(x.shape[0], x.shape[1], n, two_axes(window), (1, *y.shape[2:])[-2:])
         self._weight = address(layer.packed, torch.int8), address(layer.scale, torch.float32)
 
     @staticmethod
     def ordered(x: Tensor) -> Tensor:
-        """x (B, C, *sizes) in one of the orders that it takes."""
+        """x (B, C, *sizes) in one of the orders that are taken."""
+        return x
+
+
+class FloatConv(_PreparedConv):
+    """Images in fp32, by src/conv_float.h. They are contiguous, or channels last."""
+
+    def __init__(self, layer: CompiledConv, x: Tensor, window: Window, n: int) -> None:
+        super().__init__(layer, x, window, n)
+        self._images = x.stride(0), is_channels_last(x), *(1, *x.shape[2:])[-2:], *self._padding
+
+    @staticmethod
+    def ordered(x: Tensor) -> Tensor:
         if x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)):
             return x
         return x.contiguous()
@@ -126,55 +117,38 @@ class FloatConv:
     def run(self, x: Tensor, bias: Tensor | None, xs: Tensor | None, xz: Tensor | None) -> Tensor:
         """y (B, N, *positions)."""
         y = empty_strided(self._sizes, self._strides, self._dtype)
-        self._run(_pack_float_call(
+        self._library.conv_float(_pack_float_call(
             *self._shape, address(x), *self._images, *self._weight, address(bias), address(y), threads(),
         ))  # fmt: skip
         return y
 
 
-class CodesConv:
+class CodesConv(_PreparedConv):
     """Images in floating point that become codes, by src/conv.h."""
 
     def __init__(self, layer: CompiledConv, x: Tensor, window: Window, n: int, activation: Activation) -> None:
-        y = empty_result(x, n, window, x.dtype)
-        self._sizes, self._strides, self._dtype = tuple(y.shape), y.stride(), x.dtype
-        assert layer.compiled is not None
-        self._library: Library = layer.compiled
-        low, high, asymmetric, given, smallest, largest = activation.quantizer
-        self._quantizer = Quantizer(int(low), int(high), int(asymmetric), int(given), smallest, largest)
-        self._shift, self._static, self._window = activation.shift, activation.static, window
-        self._axis = x.dim() == 3
-        images, of_window = x.unsqueeze(2) if self._axis else x, two_axes(window)
-        padding = of_window.padding[0], of_window.padding[1]
-        self._form = CodesForm.of(images.shape, n, window.groups, padding)
+        super().__init__(layer, x, window, n)
+        self._quantizer, self._shift = Quantizer.of(activation.quantizer), activation.shift
+        self._static, self._window = activation.static, window
+        height, width = self._padding
+        shape = (x.shape[0], x.shape[1], *(1, *x.shape[2:])[-2:])
+        self._form = CodesForm.of(shape, n, window.groups, (height, width))
         self._scales = 1 if self._static else x.shape[0]
-        self._shape = shape_of(x.shape[0], x.shape[1], n, of_window, (1, *y.shape[2:])[-2:])
-        at = self._form.images_at(0, padding)
-        self._first, self._steps = at.data, at[1:]
-        scale, sums = address(layer.scale, torch.float32), address(layer.sums, torch.int32)
-        self._weight = address(layer.packed, torch.int8), scale, sums, self._shift
+        self._first, *self._steps = self._form.images_at(0, (height, width))
+        self._sums = address(layer.sums, torch.int32), self._shift
         # Fields of ConvFinish after `out`: y is the result, nothing is added or clamped.
         none = ConvFinish(*(0 for _ in ConvFinish._fields))._replace(low=-math.inf, high=math.inf)
         self._finish = TYPES[x.dtype], is_channels_last(x), *none[ConvFinish._fields.index("other") :]
 
-    @staticmethod
-    def ordered(x: Tensor) -> Tensor:
-        """x (B, C, *sizes)."""
-        return x
-
     def run(self, x: Tensor, bias: Tensor | None, xs: Tensor | None, xz: Tensor | None) -> Tensor:
-        """y (B, N, *positions).
-
-        Args:
-            xs, xz: static scale and zero point, (1, 1).
-        """
+        """y (B, N, *positions); `xs` and `xz` are the static scale and zero point, (1, 1)."""
         scale = empty((self._scales,), torch.float32) if xs is None else xs.reshape(1).float()
         zero = empty((self._scales,), torch.int32).zero_() if xz is None else xz.reshape(1).to(torch.int32)
         images = x.unsqueeze(2) if self._axis else x
         codes, lost = quantize_images(self._library, images, self._form, self._quantizer, self._shift, scale, zero)
         y = empty_strided(self._sizes, self._strides, self._dtype)
         self._library.conv(_pack_codes_call(
-            *self._shape, address(codes, torch.uint8) + self._first, *self._steps, *self._weight,
+            *self._shape, address(codes, torch.uint8) + self._first, *self._steps, *self._weight, *self._sums,
             address(scale, torch.float32), address(zero, torch.int32), xs is None, address(bias), address(y),
             *self._finish, threads(),
         ))  # fmt: skip
@@ -182,15 +156,8 @@ class CodesConv:
 
 
 class ConvCalls:
-    """The convolutions that were prepared for a weight, by the shape, dtype and order of the input and the window.
-
-    Args:
-        layer: the weight.
-        n: features of the result.
-        activation: how the input is quantized; None if it is not.
-    """
-
-    __slots__ = ("_activation", "_calls", "_layer", "_n")
+    """The convolutions with `n` features that were prepared for a weight, by the shape, dtype and order of the input
+    and the window; without an `activation` the input is not quantized."""
 
     def __init__(self, layer: CompiledConv, n: int, activation: Activation | None) -> None:
         self._layer, self._n, self._activation = layer, n, activation
@@ -212,15 +179,9 @@ class ConvCalls:
         return call.run(x, bias, xs, xz)
 
     def conv(
-        self,
-        x: Tensor,
-        weight: Any,
-        bias: Tensor | None,
-        stride: Size,
-        padding: Size | str,
-        dilation: Size,
-        groups: int,
-    ) -> Tensor | None:
+        self, x: Tensor, weight: Any, bias: Tensor | None,
+        stride: Size, padding: Size | str, dilation: Size, groups: int,
+    ) -> Tensor | None:  # fmt: skip
         """The convolution with the weight that this was made from; None if no such call was prepared."""
         try:
             call = self._calls.get((x.shape, x.stride(), x.dtype, stride, padding, dilation, groups))
@@ -241,10 +202,9 @@ class ConvCalls:
 
 def calls_of(layer: CompiledConv, n: int, activation: Activation | None) -> ConvCalls:
     """The prepared convolutions of a weight."""
-    found: ConvCalls | None = layer.calls.get(activation)
-    if found is None:
-        found = layer.calls[activation] = ConvCalls(layer, n, activation)
-    return found
+    if activation not in layer.calls:
+        layer.calls[activation] = ConvCalls(layer, n, activation)
+    return layer.calls[activation]
 
 
 def prepare(weight: Any, activation: Activation | None) -> None:
@@ -254,6 +214,11 @@ def prepare(weight: Any, activation: Activation | None) -> None:
         return
     if (calls := made.calls.get(activation)) is not None:
         vars(weight)["fast_conv"] = calls.conv
+
+
+def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
+    """y (B, N, *positions) plus the bias (N)."""
+    return y if bias is None else y + bias.reshape(-1, *(1,) * (y.dim() - 2))
 
 
 def with_lost(y: Tensor, x: Tensor, window: Window) -> Tensor:

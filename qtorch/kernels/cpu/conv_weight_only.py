@@ -18,17 +18,14 @@ from torch import Tensor
 
 from ..conv import CONVOLUTIONS, Window, empty_result, from_matrix, is_channels_last
 from ..custom_ops import note, opaque, recording
-from ..linear.scaled import INTEGERS
-from ..registry import Problem, needs_floats, register
+from ..registry import Problem, needs_floats
 from . import weight
-from .compiled_library import library
-from .conv_prepared import CompiledConv, calls_of, prepare
+from .conv_prepared import CompiledConv, add_bias, calls_of, prepare
 from .float_copies import float_copy, wanted
 from .memory import empty
 from .weight_only import Dequantized
 
-SHARED_BYTES = 64 << 20
-"""Largest weight whose floating-point form is in memory that the calls of a thread share."""
+SHARED_BYTES = 64 << 20  # largest weight whose floating-point form is in memory that the calls of a thread share
 
 _memory = threading.local()
 
@@ -39,22 +36,11 @@ _memory = threading.local()
     )
 )
 def cpu_weight_only_conv(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    packed: bool,
-    dtype: str,
-    low: float,
-    high: float,
-    domain: str,
-    shape: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
+    x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None,
+    packed: bool, dtype: str, low: float, high: float, domain: str,
+    shape: list[int], stride: list[int], padding: list[int], dilation: list[int], groups: int,
     bias: Tensor | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The equation, y (B, N, *positions) in the dtype of x, channels last where x is.
 
     Args:
@@ -63,13 +49,11 @@ def cpu_weight_only_conv(
             takes it.
         shape: (N, C / groups, *kernel).
         bias: (N) in the dtype of x, or None.
-
-    Raises:
-        RuntimeError: the compiled kernels do not read the tensors.
     """
     n, k = shape[0], math.prod(shape[1:])
     about = codes, scale, zero_point, n, k, dtype, packed, domain, (low + high + 1) / 2
-    if _is_direct(x, zero_point, packed, shape, groups):
+    plain = zero_point is None and not packed and (groups == 1 or shape[1] % 4 == 0)
+    if plain and x.dtype is torch.float32 and len(shape) < 5:
         layer = CompiledConv.of(codes, scale, None, n, k, dtype, False, "INT", 0.0, tuple(shape), groups)
         if layer.compiled is not None:
             window = Window(tuple(shape[2:]), tuple(stride), tuple(padding), tuple(dilation), groups)
@@ -79,10 +63,10 @@ def cpu_weight_only_conv(
         if kept.values is not None:
             note("cpu_weight_only_conv.kept")
             return kept.run(x, bias, stride, padding, dilation, groups)
-    fields, compiled = weight.CompiledWeight.of(*about).fields, library()
-    if fields is None or compiled is None:
+    stored = weight.CompiledWeight.of(*about)
+    if stored.compiled is None:
         raise RuntimeError("cpu_weight_only_conv: the compiled kernels do not read these tensors")
-    made = Dequantized(compiled, fields, n, k, x.dtype)
+    made = Dequantized(stored.compiled, stored.fields, n, k, x.dtype)
     size, last = n * k * x.element_size(), is_channels_last(x)
 
     def ordered(values: Tensor) -> Tensor:
@@ -102,22 +86,16 @@ def cpu_weight_only_conv(
 
 class ChannelwiseConv(weight.CompiledWeight):
     """The weight of a convolution with one input channel in each group, in floating point: it is so small a part of a
-    model that it is kept, and torch's convolution called.
-
-    Attributes:
-        values: (N, 1, *kernel), contiguous; None if the compiled kernels do not read the codes.
-    """
-
-    __slots__ = ("_dtype", "_last", "values")
+    model that it is kept, and torch's convolution called. `values` (N, 1, *kernel) are None if the compiled kernels do
+    not read the codes."""
 
     def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
         """See `of`; the last of `about` are the shape of the weight and the dtype of x."""
         super().__init__(codes, scale, zero_point, *about)
         n, k, shape, self._dtype = *about[:2], *about[-2:]
-        compiled = library()
         self.values = self._last = None
-        if self.fields is not None and compiled is not None:
-            rows = Dequantized(compiled, self.fields, n, k, self._dtype).rows()
+        if self.compiled is not None:
+            rows = Dequantized(self.compiled, self.fields, n, k, self._dtype).rows()
             # One channel lies in either order: its strides tell torch in which the result shall be.
             self.values, self._last = rows.view(shape), from_matrix(rows, shape)
 
@@ -149,17 +127,11 @@ class ChannelwiseConv(weight.CompiledWeight):
             vars(weight)["fast_conv"] = made.conv
 
 
-def _is_direct(x: Tensor, zero_point: Tensor | None, packed: bool, shape: list[int], groups: int) -> bool:
-    """Whether the compiled kernel takes the convolution, but for its tensors."""
-    aligned = groups == 1 or shape[1] % 4 == 0
-    return x.dtype is torch.float32 and zero_point is None and not packed and len(shape) < 5 and aligned
-
-
 def _direct(x: Tensor, layer: CompiledConv, window: Window, n: int, bias: Tensor | None) -> Tensor:
     """By src/conv_float.h."""
     y = empty_result(x, n, window, x.dtype)
     if not x.numel() or not y.numel():
-        return y.zero_() if bias is None else y.copy_(bias.reshape(-1, *(1,) * (y.dim() - 2)).expand_as(y))
+        return add_bias(y.zero_(), bias)
     if recording():
         assert layer.compiled is not None
         note(f"cpu_weight_only_conv.{layer.compiled.instruction_set}")
@@ -185,30 +157,22 @@ def _supports(problem: Problem) -> str | None:
     return weight.supports(problem._replace(scheme=scheme.matrix))
 
 
-@register(
+@weight.register_compiled(
     "conv",
-    layout=("plain", "packed"),
-    weight=INTEGERS,
     activation=(),
-    device="cpu",
-    priority=30,
     supports=_supports,
     note="other than int8 per channel in fp32: by torch on the dequantized weight, made on each call, or kept within "
     "qtorch.config.float_copy_bytes",
     name="cpu_weight_only_conv",
 )
 def _conv(x: Tensor, quantized: Any, bias: Tensor | None, window: Window) -> Tensor:
-    scheme = quantized.scheme
+    scheme, matrix = quantized.scheme, quantized.matrix
     added, bias = weight.split_bias(bias, x, scheme.shape[0])
-    matrix = quantized.matrix
     _, stride, padding, dilation = map(list, window[:4])
-    scale, zero_point = matrix.dense_scale(), matrix.dense_zero_point()
-    form = weight.form(scheme.matrix)
-    y = cpu_weight_only_conv(
-        x, quantized.qdata, scale, zero_point, *form, list(scheme.shape), stride, padding, dilation, window.groups,
-        added,
-    )  # fmt: skip
+    of_weight = (quantized.qdata, matrix.dense_scale(), matrix.dense_zero_point(), *weight.form(scheme.matrix))
+    about = (list(scheme.shape), stride, padding, dilation, window.groups, added)
+    y = cpu_weight_only_conv(x, *of_weight, *about)
     if not torch.compiler.is_compiling():
         prepare(quantized, None)
         ChannelwiseConv.prepare(quantized)
-    return y if bias is None else y + bias.reshape(-1, *(1,) * (y.dim() - 2))
+    return add_bias(y, bias)

@@ -15,10 +15,9 @@ from ...primitives.affine import ZeroPointDomain, dequantize_affine
 from ...primitives.layouts.packed import unpack_codes
 from ...primitives.qdtype import qdtype
 from ..custom_ops import note, opaque
-from ..linear.scaled import INTEGERS
-from ..registry import Problem, needs_floats, register
+from ..registry import Problem, needs_floats
 from . import weight
-from .compiled_library import TYPES, library, threads
+from .compiled_library import TYPES, threads
 from .memory import address, empty
 from .structs import EmbedCall, Weight, struct_of
 
@@ -27,51 +26,29 @@ _pack_weight, _pack_call = struct_of(Weight).pack, struct_of(EmbedCall).pack
 
 @opaque(lambda ids, codes, shape, *rest: ids.new_empty(ids.shape[0], shape[1], dtype=rest[-1]))
 def cpu_embedding(
-    ids: Tensor,
-    codes: Tensor,
-    shape: Sequence[int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    packed: bool,
-    dtype: str,
-    low: float,
-    high: float,
-    domain: str,
-    output_dtype: torch.dtype,
-) -> Tensor:
-    """The equation above.
+    ids: Tensor, codes: Tensor, shape: Sequence[int], scale: Tensor, zero_point: Tensor | None,
+    packed: bool, dtype: str, low: float, high: float, domain: str, output_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """The equation above, (I, D) in `output_dtype`: fp32, bf16 or fp16.
 
     Args:
-        ids: (I) int64 or int32.
+        ids: (I) int64 or int32; an `IndexError` if one is not in [0, V).
         codes: (V, D) in the storage dtype of `dtype`, the name of a `QDType`; or packed along D.
         shape: (V, D).
         scale, zero_point: (V, G), G groups of a row, or (1, 1).
         low, high: bounds of the codes.
         domain: name of a `ZeroPointDomain`.
-
-    Returns:
-        (I, D) in `output_dtype`: fp32, bf16 or fp16.
-
-    Raises:
-        IndexError: an id is not in [0, V).
     """
-    n, k = shape
-    compiled, middle = library(), (low + high + 1) / 2
-    fields = weight.CompiledWeight.of(codes, scale, zero_point, n, k, dtype, packed, domain, middle).fields
+    (n, k), middle = shape, (low + high + 1) / 2
+    stored = weight.CompiledWeight.of(codes, scale, zero_point, n, k, dtype, packed, domain, middle)
+    compiled, fields = stored.compiled, stored.fields
     if compiled is None or fields is None or ids.dtype not in (torch.int64, torch.int32):
         note("cpu_embedding.torch")
         rows, kind = codes.index_select(0, ids), qdtype(dtype)
-        return dequantize_affine(
-            unpack_codes(rows, kind, k) if packed else rows,
-            (1, k // scale.shape[1]),
-            scale.expand(n, -1).index_select(0, ids),
-            None if zero_point is None else zero_point.expand(n, -1).index_select(0, ids),
-            kind,
-            low,
-            high,
-            ZeroPointDomain[domain],
-            output_dtype,
-        )
+        rows = unpack_codes(rows, kind, k) if packed else rows
+        block, factor = (1, k // scale.shape[1]), scale.expand(n, -1).index_select(0, ids)
+        zeros = None if zero_point is None else zero_point.expand(n, -1).index_select(0, ids)
+        return dequantize_affine(rows, block, factor, zeros, kind, low, high, ZeroPointDomain[domain], output_dtype)
     note(f"cpu_embedding.{compiled.instruction_set}")
     ids = ids.contiguous()
     count = ids.shape[0]
@@ -92,20 +69,15 @@ def _supports(problem: Problem) -> str | None:
     return weight.supports(problem)
 
 
-@register(
+@weight.register_compiled(
     "embedding",
-    layout=("plain", "packed"),
-    weight=INTEGERS,
-    device="cpu",
-    priority=30,
     supports=_supports,
     checks_memory=True,
     note="saves memory; and time, only for many long rows in fp32",
     name="cpu_embedding",
 )
 def _embedding(ids: Tensor, table: Any) -> Tensor:
-    scheme = table.scheme
-    form = weight.form(scheme)
-    rows = ids.reshape(-1)
-    y = cpu_embedding(rows, table.qdata, scheme.shape, table.scale, table.zero_point, *form, scheme.dtype)
+    scheme, rows = table.scheme, ids.reshape(-1)
+    about = *weight.form(scheme), scheme.dtype
+    y = cpu_embedding(rows, table.qdata, scheme.shape, table.scale, table.zero_point, *about)
     return y.reshape(*ids.shape, scheme.shape[1])

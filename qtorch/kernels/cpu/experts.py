@@ -10,26 +10,25 @@ product with a weight calls `CompiledExperts.grouped` at once.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..custom_ops import note, opaque, recording
-from ..linear.scaled import INTEGERS
 from ..ops.experts import expert_by_expert, scheme_of_expert
-from ..registry import Problem, needs_rows, register
+from ..registry import Problem, needs_rows
 from . import int8_linear, variants, weight, weight_only
-from .compiled_library import TYPES, library, threads
+from .compiled_library import TYPES, threads
 from .int8_linear import cpu_int8_mm, numerics_of, of_rows, quantize_rows
 from .memory import address, empty
 from .structs import ExpertsCall, ExpertsIntCall, pack, struct_of
 from .variants import VARIANTS
-from .weight import CompiledWeight, has_short_groups
+from .weight import CompiledWeight, has_short_groups, register_compiled
 from .weight_only import Numerics, cpu_weight_only_mm, where_finite
 
-NO_LIMIT = 2**62
-"""Rows of the last of the variants."""
+NO_LIMIT = 2**62  # rows of the last of the variants
 
 
 class CompiledExperts(CompiledWeight):
@@ -39,22 +38,8 @@ class CompiledExperts(CompiledWeight):
 
     Attributes:
         dtype: of x and y in calls of `grouped`.
-        compiled, numerics: as in `CompiledLinear`.
+        numerics: as in `CompiledLinear`.
     """
-
-    __slots__ = (
-        "_call",
-        "_count",
-        "_fastest",
-        "_n",
-        "_row",
-        "_steps",
-        "_variants",
-        "_weight",
-        "compiled",
-        "dtype",
-        "numerics",
-    )
 
     name: ClassVar[str]
     call: ClassVar[type]
@@ -64,7 +49,6 @@ class CompiledExperts(CompiledWeight):
         super().__init__(codes, scale, zero_point, *about)
         n, k, _, packed, _, _, self._count, self.dtype, kind, self.numerics = about
         self._n, self._row = n // self._count, k
-        self.compiled = library() if self.fields else None
         if self.compiled is None:
             return
         self._call, self._weight = getattr(self.compiled, self.name), pack(self.fields)
@@ -73,11 +57,11 @@ class CompiledExperts(CompiledWeight):
         key = variants.key_of(kind, packed, scale.shape[-1] > 1, n * k, has_short_groups(self.fields))
         self._fastest = variants.steps(instructions, key)
         otherwise = VARIANTS["amx" if kind != "int8" and instructions == "amx" else "tile"]
-        steps = [
-            (NO_LIMIT if rows is None else rows, VARIANTS.get(variant, otherwise)) for rows, variant in self._fastest
-        ]
-        self._steps = len(steps)
-        self._variants = (ctypes.c_int64 * (2 * self._steps))(*(number for step in steps for number in step))
+        self._steps = len(self._fastest)
+        self._variants = (ctypes.c_int64 * (2 * self._steps))()
+        for i, (rows, variant) in enumerate(self._fastest):
+            self._variants[2 * i] = NO_LIMIT if rows is None else rows
+            self._variants[2 * i + 1] = VARIANTS.get(variant, otherwise)
 
     @staticmethod
     def as_matrix(tensor: Tensor) -> Tensor:
@@ -134,36 +118,26 @@ class CompiledExperts(CompiledWeight):
 class FloatExperts(CompiledExperts):
     """For an input in floating point."""
 
-    __slots__ = ()
     name, call = "experts_mm", ExpertsCall
 
 
 class IntExperts(CompiledExperts):
     """For int8 activations."""
 
-    __slots__ = ()
     name, call = "experts_int8_mm", ExpertsIntCall
 
 
-def is_stack(codes: Tensor) -> bool:
+def _is_stack(codes: Tensor) -> bool:
     """Whether the rows of all experts are evenly spaced in memory."""
     return codes.stride(2) == 1 and codes.stride(0) == codes.shape[1] * codes.stride(1)
 
 
 @opaque(lambda x, experts, codes, *_: x.new_empty(experts.shape[0] * experts.shape[1], codes.shape[1]))
 def cpu_experts_mm(
-    x: Tensor,
-    experts: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    packed: bool,
-    dtype: str,
-    low: float,
-    high: float,
-    domain: str,
-) -> Tensor:
-    """The equation above, x in floating point.
+    x: Tensor, experts: Tensor, codes: Tensor,
+    scale: Tensor, zero_point: Tensor | None, packed: bool, dtype: str, low: float, high: float, domain: str,
+) -> Tensor:  # fmt: skip
+    """The equation above, (T * R, N) in the dtype of x.
 
     Args:
         x: (T, K) fp32, bf16 or fp16.
@@ -171,18 +145,14 @@ def cpu_experts_mm(
         codes: (E, N, K) in the storage dtype of `dtype`, the name of a `QDType`; or packed along K.
         scale, zero_point: (E, N, G), G groups of a row, or (1, 1, 1).
         low, high, domain: see `cpu_weight_only_mm`.
-
-    Returns:
-        (T * R, N) in the dtype of x.
     """
     x, experts, scale = _checked(x, experts, codes, scale)
     (count, n), k, rows = codes.shape[:2], x.shape[1], experts.numel()
     if not (rows and n and k):
         return x.new_zeros(rows, n)
     layer = None
-    if is_stack(codes):
-        middle = (low + high + 1) / 2
-        about = (count * n, k, dtype, packed, domain, middle, count, x.dtype, x.dtype, ())
+    if _is_stack(codes):
+        about = (count * n, k, dtype, packed, domain, (low + high + 1) / 2, count, x.dtype, x.dtype, ())
         layer = FloatExperts.of(codes, scale, zero_point, *about)
 
     def product(of_input: Tensor, e: int) -> Tensor:
@@ -194,46 +164,34 @@ def cpu_experts_mm(
 
     if layer is None or not layer.is_fastest(rows):
         return one_by_one()
+    return _together("cpu_experts_mm", layer, x, experts, (), one_by_one)
+
+
+def _together(
+    name: str, layer: CompiledExperts, x: Tensor, experts: Tensor, numerics: Numerics, one_by_one: Callable[[], Tensor]
+) -> Tensor:
+    """The products in one call; `one_by_one` gives rows that are not finite in it."""
+    assert layer.compiled is not None
     if recording():
-        note(f"cpu_experts_mm.{layer.compiled.instruction_set}")  # type: ignore[union-attr]
-    y, finite = layer.run(x, experts, ())
+        note(f"{name}.{layer.compiled.instruction_set}")
+    y, finite = layer.run(x, experts, numerics)
     return y if finite else where_finite(y, x, one_by_one, experts.shape[1])
 
 
-def _empty_int8(x: Tensor, experts: Tensor, *rest: Any) -> Tensor:
-    codes, dtype = rest[3], rest[-1]
-    return x.new_empty(experts.shape[0] * experts.shape[1], codes.shape[1], dtype=dtype)
-
-
-@opaque(_empty_int8)
+@opaque(lambda x, experts, *rest: x.new_empty(experts.numel(), rest[3].shape[1], dtype=rest[-1]))
 def cpu_experts_int8_mm(
-    x: Tensor,
-    experts: Tensor,
-    xs: Tensor | None,
-    xz: Tensor | None,
-    quantizer: list[float],
-    codes: Tensor,
-    ws: Tensor,
-    wz: Tensor | None,
-    packed: bool,
-    weight_dtype: str,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The equation above with both operands in codes, and the exact results of `cpu_int8_mm`.
-
-    Args:
-        x, xs, xz, quantizer, weight_dtype, dtype: as there, x (T, K).
-        experts, codes, ws, wz: as in `cpu_experts_mm`.
-
-    Returns:
-        (T * R, N) in `dtype`.
-    """
+    x: Tensor, experts: Tensor, xs: Tensor | None, xz: Tensor | None,
+    quantizer: list[float], codes: Tensor, ws: Tensor, wz: Tensor | None,
+    packed: bool, weight_dtype: str, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """The equation above with both operands in codes, (T * R, N), and the exact results of `cpu_int8_mm`, whose
+    arguments x (T, K), xs, xz, quantizer, weight_dtype and dtype are; the others are those of `cpu_experts_mm`."""
     x, experts, ws = _checked(x, experts, codes, ws)
     (m, k), (count, n), rows = x.shape, codes.shape[:2], experts.numel()
     if not (rows and n and k):
         return x.new_zeros(rows, n, dtype=dtype)
     layer, numerics = None, numerics_of(quantizer)
-    if is_stack(codes):
+    if _is_stack(codes):
         about = (count * n, k, weight_dtype, packed, "INT", 0.0, count, dtype, "int8", numerics)
         layer = IntExperts.of(codes, ws, wz, *about)
 
@@ -255,18 +213,12 @@ def cpu_experts_int8_mm(
     if xs is not None:
         of_x = of_rows(xs, xz, m, writable=x.dtype is not torch.int8)
         numerics = numerics_of(quantizer, address(of_x[0], torch.float32), address(of_x[1], torch.int32))
-    if recording():
-        note(f"cpu_experts_int8_mm.{layer.compiled.instruction_set}")  # type: ignore[union-attr]
-    y, finite = layer.run(x, experts, numerics)
-    return y if finite else where_finite(y, x, one_by_one, experts.shape[1])
+    return _together("cpu_experts_int8_mm", layer, x, experts, numerics, one_by_one)
 
 
 def _checked(x: Tensor, experts: Tensor, codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x, the index and the scales, as the compiled functions read them.
-
-    Raises:
-        ValueError: shapes, dtypes or devices are others.
-    """
+    """x, the index and the scales, as the compiled functions read them; a `ValueError` for other shapes, dtypes,
+    devices."""
     if (
         x.dim() != 2
         or codes.dim() != 3
@@ -284,9 +236,8 @@ def _checked(x: Tensor, experts: Tensor, codes: Tensor, scale: Tensor) -> tuple[
     return x if x.stride(1) == 1 else x.contiguous(), experts.contiguous(), scale.contiguous()
 
 
-def _of_expert(problem: Problem) -> Problem | str:
-    """The problem of one expert as a linear layer, or why the experts are not multiplied together."""
-    scheme = problem.scheme
+def _supports(problem: Problem) -> str | None:
+    scheme, activation = problem.scheme, problem.scheme.activation
     if len(scheme.shape) != 3:
         return f"takes experts (E, N, K), the weight has shape {scheme.shape}"
     if reason := needs_rows(problem):
@@ -298,32 +249,17 @@ def _of_expert(problem: Problem) -> Problem | str:
         return f"takes scales per row, group of a row or tensor, the weight has {scheme.weight.granularity}"
     matrix = scheme_of_expert(scheme)
     assert matrix is not None
-    return problem._replace(op="linear", scheme=matrix)
-
-
-def _supports(problem: Problem) -> str | None:
-    of_expert = _of_expert(problem)
-    return of_expert if isinstance(of_expert, str) else weight_only.supports(of_expert)
-
-
-def _supports_int8(problem: Problem) -> str | None:
-    of_expert = _of_expert(problem)
-    if isinstance(of_expert, str):
-        return of_expert
-    activation = problem.scheme.activation
-    assert activation is not None
-    if not problem.scheme.spec.static and activation.granularity.pattern(2)[0] != 1:
+    of_expert = problem._replace(op="linear", scheme=matrix)
+    if activation is None:
+        return weight_only.supports(of_expert)
+    if not scheme.spec.static and activation.granularity.pattern(2)[0] != 1:
         return f"takes activations whose rows are quantized by themselves, the scheme has {activation.granularity}"
     return int8_linear.supports(of_expert)
 
 
-@register(
+@register_compiled(
     "grouped_linear",
-    layout=("plain", "packed"),
-    weight=INTEGERS,
     activation=(),
-    device="cpu",
-    priority=30,
     supports=_supports,
     checks_memory=True,
     advice=variants.advice,
@@ -337,14 +273,10 @@ def _grouped_linear(x: Tensor, quantized: Any, experts: Tensor) -> Tensor:
     return y
 
 
-@register(
+@register_compiled(
     "grouped_linear",
-    layout=("plain", "packed"),
-    weight=INTEGERS,
     activation=("int8",),
-    device="cpu",
-    priority=30,
-    supports=_supports_int8,
+    supports=_supports,
     checks_memory=True,
     advice=variants.advice,
     name="cpu_experts_int8_mm",

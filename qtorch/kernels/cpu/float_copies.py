@@ -25,9 +25,7 @@ from ...primitives.qdtype import qdtype
 from ..config import config
 from ..custom_ops import implement, note, portable
 from ..linear.weight_only import packed_weight_mm
-from ..ops.weight_only_mm import weight_only_mm
-
-_Key = tuple[int, torch.dtype]
+from ..ops.weight_only_mm import CodeNumerics, weight_only_mm
 
 
 class _Entry(NamedTuple):
@@ -36,6 +34,7 @@ class _Entry(NamedTuple):
     copy: Tensor
 
 
+_Key = tuple[int, torch.dtype]
 _entries: dict[_Key, _Entry] = {}
 _lock = threading.RLock()  # the callback of a weak reference may run at any time, in any thread
 
@@ -96,23 +95,15 @@ def _drop(key: _Key) -> None:
 
 @implement("packed_weight_mm", "cpu")
 def packed_weight_mm_cpu(
-    x: Tensor,
-    qdata: Tensor,
-    n: int,
-    axis: int,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    dtype: str,
-    low: float,
-    high: float,
-    domain: str,
-) -> Tensor:
+    x: Tensor, qdata: Tensor, n: int, axis: int,
+    scale: Tensor, zero_point: Tensor | None, dtype: str, low: float, high: float, domain: str,
+) -> Tensor:  # fmt: skip
     """See `packed_weight_mm`."""
     # A transposed weight is a view, new for each product: its copy would be used once.
     if wanted() and axis == -1:
-        read = lambda: unpack_codes(qdata, qdtype(dtype), x.shape[1])  # noqa: E731
-        y = _on_copy("packed_weight_mm", x, qdata, read, n, scale, zero_point, dtype, low, high, domain)
-        if y is not None:
+        numerics = CodeNumerics(scale, zero_point, qdtype(dtype), low, high, ZeroPointDomain[domain])
+        read = lambda: unpack_codes(qdata, numerics.kind, x.shape[1])  # noqa: E731
+        if (y := _on_copy("packed_weight_mm", x, qdata, read, n, numerics)) is not None:
             return y
     return portable(packed_weight_mm)(x, qdata, n, axis, scale, zero_point, dtype, low, high, domain)
 
@@ -124,35 +115,20 @@ def weight_only_mm_cpu(
     """See `weight_only_mm`."""
     n = len(codes)
     if wanted() and (dtype != "int8" or zero_point is not None or scale.shape != (n, 1)):
-        y = _on_copy("weight_only_mm", x, codes, lambda: codes, n, scale, zero_point, dtype, low, high, domain)
-        if y is not None:
+        numerics = CodeNumerics(scale, zero_point, qdtype(dtype), low, high, ZeroPointDomain[domain])
+        if (y := _on_copy("weight_only_mm", x, codes, lambda: codes, n, numerics)) is not None:
             return y
     return portable(weight_only_mm)(x, codes, scale, zero_point, dtype, low, high, domain)
 
 
 def _on_copy(
-    name: str,
-    x: Tensor,
-    codes: Tensor,
-    read: Callable[[], Tensor],
-    n: int,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    dtype: str,
-    low: float,
-    high: float,
-    domain: str,
+    name: str, x: Tensor, codes: Tensor, read: Callable[[], Tensor], n: int, numerics: CodeNumerics
 ) -> Tensor | None:
     """The product, or None where no copy may be kept. `read` gives the codes (n, K)."""
-    shape = (n, x.shape[1])
-
-    def make() -> Tensor:
-        block = block_of(shape, scale.shape)
-        bounds = (qdtype(dtype), low, high, ZeroPointDomain[domain])
-        return dequantize_affine(read(), block, scale, zero_point, *bounds, x.dtype)
-
+    block, tensors = block_of((n, x.shape[1]), numerics.scale.shape), numerics[:2]
+    make = lambda: dequantize_affine(read(), block, *numerics, x.dtype)  # noqa: E731
     with torch.no_grad():
-        copy = float_copy(codes, scale, zero_point, x.dtype, make, n * x.shape[1] * x.element_size())
+        copy = float_copy(codes, *tensors, x.dtype, make, n * x.shape[1] * x.element_size())
     if copy is None:
         return None
     note(f"{name}.float_copy")

@@ -19,10 +19,10 @@ from ...primitives.scale_rules import MinMaxRule
 from ...primitives.spec import QuantSpec, Scheme
 from ..custom_ops import implement, note, opaque, portable, recording
 from ..linear import scaled
-from ..ops.int8_grouped_mm import int8_grouped_mm, int8_product
+from ..ops.int8_grouped_mm import int8_grouped_mm, int8_product, is_at_most
 from ..ops.int_matmul import int32_terms
 from ..ops.quantize import quantize_input
-from ..registry import Problem, from_rows, needs_floats, register, to_rows
+from ..registry import Problem, from_rows, needs_floats, to_rows
 from . import variants, weight
 from .compiled_library import TYPES, library, threads
 from .memory import address, empty
@@ -30,30 +30,19 @@ from .operands import is_readable, scaled_int_matmul
 from .structs import Input, IntCall, Output, Quantizer, Weight, pack, struct_of
 from .weight_only import CompiledLinear, Numerics, where_finite
 
-GROUP_MULTIPLE = 32
-"""The size of the groups of a weight is a multiple of this."""
+GROUP_MULTIPLE = 32  # the size of the groups of a weight is a multiple of this
 
 
 class _Int8Linear(CompiledLinear):
-    __slots__ = ()
     name, call = "int8_mm", IntCall
 
 
 @opaque(lambda x, xs, xz, quantizer, codes, n, *rest: x.new_empty(x.shape[0], n, dtype=rest[-2]))
 def cpu_int8_mm(
-    x: Tensor,
-    xs: Tensor | None,
-    xz: Tensor | None,
-    quantizer: list[float],
-    codes: Tensor,
-    n: int,
-    ws: Tensor,
-    wz: Tensor | None,
-    packed: bool,
-    weight_dtype: str,
-    dtype: torch.dtype,
-    bias: Tensor | None,
-) -> Tensor:
+    x: Tensor, xs: Tensor | None, xz: Tensor | None, quantizer: list[float],
+    codes: Tensor, n: int, ws: Tensor, wz: Tensor | None, packed: bool, weight_dtype: str,
+    dtype: torch.dtype, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
     """The equation, y (M, N).
 
     Args:
@@ -74,8 +63,7 @@ def cpu_int8_mm(
         return zeros if bias is None else zeros.add_(bias)
     weight.check_bias(bias, dtype, n)
     numerics = numerics_of(quantizer)
-    about = (x.dtype, dtype, "int8", numerics)
-    layer = _Int8Linear.of(codes, ws, wz, n, k, weight_dtype, packed, "INT", 0.0, *about)
+    layer = _Int8Linear.of(codes, ws, wz, n, k, weight_dtype, packed, "INT", 0.0, x.dtype, dtype, "int8", numerics)
     compiled, variant = layer.compiled, layer.variant(m)
 
     def in_torch() -> Tensor:
@@ -118,12 +106,7 @@ def compiled_product(
 
 def numerics_of(quantizer: Sequence[float], scale: int = 0, zero_point: int = 0) -> Numerics:
     """The fields of the struct about x: how to quantize it, and the addresses of its scales and zero points."""
-    return *_quantizer_of(quantizer), scale, zero_point
-
-
-def _quantizer_of(quantizer: Sequence[float]) -> Quantizer:
-    low, high, asymmetric, given, smallest, largest = quantizer or (0, 0, 0, 0, 0.0, 0.0)
-    return Quantizer(int(low), int(high), int(asymmetric), int(given), smallest, largest)
+    return *Quantizer.of(quantizer), scale, zero_point
 
 
 def of_rows(xs: Tensor, xz: Tensor | None, m: int, writable: bool) -> tuple[Tensor, Tensor | None]:
@@ -137,11 +120,7 @@ def quantize_rows(
     x: Tensor, quantizer: list[float], xs: Tensor | None = None, xz: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(codes, scale, zero_point) of the rows of x (M, K), by a `row_quantizer`, or by a `static_quantizer` with the
-    given scale and zero point.
-
-    Raises:
-        RuntimeError: no compiled library is in use.
-    """
+    given scale and zero point."""
     compiled = library()
     if compiled is None:
         raise RuntimeError("quantize_rows needs the compiled kernels")
@@ -152,15 +131,9 @@ def quantize_rows(
         scale, zero_point = of_rows(xs, xz, m, writable=True)
     else:
         scale, zero_point = empty((m, 1), torch.float32), empty((m, 1), torch.int32) if quantizer[2] else None
-    call = IntCall(
-        x=Input(address(x), TYPES[x.dtype], x.stride(0), m),
-        y=Output(address(codes), TYPES[torch.int8], k, bias=0),
-        quantizer=_quantizer_of(quantizer),
-        scale=address(scale, torch.float32),
-        zero=address(zero_point, torch.int32),
-        way=0,
-        threads=threads(),
-    )
+    numbers = (Quantizer.of(quantizer), address(scale, torch.float32), address(zero_point, torch.int32))
+    of_x, of_codes = (address(x), TYPES[x.dtype], x.stride(0), m), (address(codes), TYPES[torch.int8], k, 0)
+    call = IntCall(Input(*of_x), Output(*of_codes), *numbers, 0, threads())
     compiled.quantize_rows(bytes(struct_of(Weight).size) + pack(call))
     return codes, scale, zero_point
 
@@ -169,11 +142,15 @@ def quantize_rows(
 def row_quantizer(spec: QuantSpec) -> tuple[float, ...] | None:
     """(low, high, asymmetric, given, smallest scale, largest scale) for a spec with dynamic scales; None if the
     compiled quantizer does not support it."""
+    return dynamic_quantizer(spec) if spec.granularity.pattern(2) == (1, -1) else None
+
+
+def dynamic_quantizer(spec: QuantSpec) -> tuple[float, ...] | None:
+    """`row_quantizer`, whatever shares a scale."""
     symmetric = spec.mapping is MappingType.SYMMETRIC and not spec.has_zero_point
     asymmetric = spec.mapping is MappingType.ASYMMETRIC and spec.zero_point_domain.name == "INT"
     if (
         spec.dtype is not qdtype("int8")
-        or spec.granularity.pattern(2) != (1, -1)
         or not (symmetric or asymmetric)
         or not isinstance(spec.scale_rule, MinMaxRule)
         or spec.rounding is not Rounding.NEAREST_EVEN
@@ -188,10 +165,10 @@ def row_quantizer(spec: QuantSpec) -> tuple[float, ...] | None:
 
 
 @functools.cache
-def static_quantizer(spec: QuantSpec) -> tuple[float, ...] | None:
-    """`row_quantizer` for a spec whose scale and zero point are given."""
-    integers = not spec.zero_point_domain.is_real or not spec.has_zero_point
-    if spec.dtype is not qdtype("int8") or not integers or spec.rounding is not Rounding.NEAREST_EVEN:
+def static_quantizer(spec: QuantSpec, kinds: tuple[str, ...] = ("int8",)) -> tuple[float, ...] | None:
+    """`row_quantizer` for a spec of these dtypes whose scale and zero point are given."""
+    real_zero = spec.zero_point_domain.is_real and spec.has_zero_point
+    if spec.dtype.name not in kinds or real_zero or spec.rounding is not Rounding.NEAREST_EVEN:
         return None
     low, high = spec.code_range
     return float(low), float(high), 0.0, 1.0, 0.0, 0.0
@@ -213,11 +190,9 @@ def supports(problem: Problem) -> str | None:
     """Why the kernel does not take the problem, or None."""
     if reason := scaled.supports_int32(problem) or weight.supports(problem) or needs_floats(problem):
         return reason
-    scheme = problem.scheme
-    group = scheme.weight.block_size(scheme.shape)[1]
-    if group != scheme.shape[1] and group % GROUP_MULTIPLE:
-        return f"takes groups of a multiple of {GROUP_MULTIPLE}, the weight has {group}"
-    return None
+    columns, group = problem.scheme.shape[1], problem.scheme.weight.block_size(problem.scheme.shape)[1]
+    fits = group == columns or group % GROUP_MULTIPLE == 0
+    return None if fits else f"takes groups of a multiple of {GROUP_MULTIPLE}, the weight has {group}"
 
 
 def _is_better_fused(scheme: Scheme) -> bool:
@@ -234,20 +209,9 @@ def _is_better_fused(scheme: Scheme) -> bool:
 _is_better_fused._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _has_few_rows(x: Tensor) -> bool:
-    """Whether a compiler knows, without a guard on the batch size, that there are at most 16 rows."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(x.numel() <= 16 * x.shape[-1])
-
-
-@register(
+@weight.register_compiled(
     "linear",
-    layout=("plain", "packed"),
-    weight=scaled.INTEGERS,
     activation=("int8",),
-    device="cpu",
-    priority=30,
     supports=supports,
     checks_memory=True,
     advice=variants.advice,
@@ -255,7 +219,7 @@ def _has_few_rows(x: Tensor) -> bool:
 )
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
-    if torch.compiler.is_compiling() and _is_better_fused(scheme) and not _has_few_rows(x):
+    if torch.compiler.is_compiling() and _is_better_fused(scheme) and not is_at_most(x.numel(), 16 * x.shape[-1]):
         return scaled.int8_scaled_mm(x, quantized, bias)
     xq, xs, xz, quantizer = activation_of(to_rows(x), quantized)
     packed = scheme.layout.packed_axis is not None

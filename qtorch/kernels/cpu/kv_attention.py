@@ -14,14 +14,8 @@ from .compiled_library import TYPES, library, missing, threads
 from .memory import address, empty
 from .structs import Attention, Cached, struct_of
 
-FORMATS = {"int8": TYPES[torch.int8], "uint4": 16, "float8_e4m3fn": 17}
-"""Numbers of the formats, as in src/cached_rows.h."""
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-MANY_ROWS = 256
-"""From this many queries of a head of keys on, dequantizing and multiplying matrices is faster."""
-
+FORMATS = {"int8": TYPES[torch.int8], "uint4": 16, "float8_e4m3fn": 17}  # as in src/cached_rows.h
+MANY_ROWS = 256  # queries of a head of keys, from which on dequantizing and multiplying matrices is faster
 NO_ROWS = Cached(*[0] * len(Cached._fields))
 
 _pack = struct_of(Attention).pack

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,12 +14,9 @@ _allocate: Callable[..., Tensor] | None = getattr(torch._C._dynamo.guards, "_emp
 def address(tensor: Tensor | None, dtype: torch.dtype | None = None) -> int:
     """Where the elements of a tensor lie, 0 for None: whatever compiled code reads or writes comes from here.
 
-    Args:
-        dtype: that the code takes for granted; None where it is told the tensor's own.
-
     Raises:
-        ValueError: the tensor has another dtype, does not lie in the memory of the CPU, or its elements are the
-            negatives of what lies there.
+        ValueError: the tensor has another dtype than the code takes for granted (None: it is told that), does not lie
+            in the memory of the CPU, or its elements are the negatives of what lies there.
     """
     if tensor is None:
         return 0
@@ -47,7 +44,7 @@ def _refusal(tensor: Tensor, dtype: torch.dtype | None) -> str:
     return f"a {kind} of shape {shape} in {tensor.dtype} {what}"
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A contiguous tensor."""
     if _allocate is None:
         return torch.empty(shape, dtype=dtype, device="cpu")
@@ -57,7 +54,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return _allocate(shape, strides, dtype)
 
 
-def empty_at(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, int]:
+def empty_at(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, int]:
     """A contiguous tensor and its address."""
     made = empty(shape, dtype)
     return made, made.data_ptr()

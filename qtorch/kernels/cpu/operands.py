@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from ..ops.block_mm import int8_block_mm
 from ..ops.int_matmul import EXACT_SLICE, int32_terms, int_matmul_into
 from ..ops.quantize import Quantized, is_int8_rowwise, quantize_dynamic, quantize_rows, shares_scales
 from ..ops.weight_only_mm import dequantize_codes
+from ..registry import FLOATS
 from .compiled_library import TYPES, library, threads
 from .memory import address, empty
 from .structs import BlockProduct, DequantizeMatrix, QuantizeMatrix, ScaleSums, struct_of
@@ -32,16 +33,14 @@ from .structs import BlockProduct, DequantizeMatrix, QuantizeMatrix, ScaleSums, 
 _quantize = struct_of(QuantizeMatrix).pack
 _dequantize = struct_of(DequantizeMatrix).pack
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_block_product = struct_of(BlockProduct).pack
+_scale_sums = struct_of(ScaleSums).pack
+
 INTEGER = 0
-FORMATS = {"float8_e4m3fn": 1, "float8_e5m2": 2}
-"""As in src/quantize_matrix.h; other codes are INTEGER."""
-
-VECTOR = 16
-"""Blocks of so many columns, or a multiple, are whole vectors on every machine."""
-
-MOST_ROWS = 256
-"""Of a block: its stripe of the operand should fit in the cache."""
+FORMATS = {"float8_e4m3fn": 1, "float8_e5m2": 2}  # as in src/quantize_matrix.h; other codes are INTEGER
+VECTOR = 16  # blocks of so many columns, or a multiple, are whole vectors on every machine
+MOST_ROWS = 256  # of a block: its stripe of the operand should fit in the cache
+UNIT = 4  # codes that are multiplied together: the size of a block along the contracted axis is a multiple
 
 
 class Numbers(NamedTuple):
@@ -119,11 +118,8 @@ def cpu_quantize_rows(x: Tensor, spec: QuantSpec) -> Quantized:
 
 
 def _quantized(x: Tensor, spec: QuantSpec, tokens: bool) -> Quantized | None:
-    """Codes and scale; None where the compiled code does not do it.
-
-    Args:
-        tokens: rows that share scales are independent.
-    """
+    """Codes and scale; None where the compiled code does not do it. With `tokens`, rows that share scales are
+    independent."""
     if not is_readable(x) or x.dtype not in FLOATS or (compiled := library()) is None:
         return None
     numbers = numbers_of(spec, x.dtype)
@@ -134,7 +130,8 @@ def _quantized(x: Tensor, spec: QuantSpec, tokens: bool) -> Quantized | None:
     if not whole and (block_rows > MOST_ROWS or (block_columns != columns and block_columns % VECTOR)):
         return None
     x = in_order(x)
-    noise = _noise(x) if spec.rounding is Rounding.STOCHASTIC else None
+    # As `round_to_integer`, which draws random numbers in the order of the memory of `x`.
+    noise = torch.rand_like(x, dtype=torch.float32) if spec.rounding is Rounding.STOCHASTIC else None
     note(f"quantize_matrix.{compiled.instruction_set}")
     scale_of_rows = tokens and not spec.dtype.has_nan
     shape = rows if scale_of_rows else rows // block_rows, columns // block_columns
@@ -148,27 +145,13 @@ def _quantized(x: Tensor, spec: QuantSpec, tokens: bool) -> Quantized | None:
     return codes, scale, None
 
 
-def _noise(x: Tensor) -> Tensor:
-    """The random numbers of `round_to_integer`, which draws them in the order of the memory of `x`."""
-    return torch.rand_like(x, dtype=torch.float32)
-
-
 @implement("dequantize_codes", "cpu")
 def cpu_dequantize_codes(
-    codes: Tensor,
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    kind: QDType,
-    low: float,
-    high: float,
-    domain: ZeroPointDomain,
-    dtype: torch.dtype,
+    codes: Tensor, scale: Tensor | None, zero_point: Tensor | None, kind: QDType, *about: Any
 ) -> Tensor:
-    """See `dequantize_codes`."""
-    real = _reals(codes, scale, kind) if zero_point is None and dtype is torch.float32 else None
-    if real is None:
-        return portable(dequantize_codes)(codes, scale, zero_point, kind, low, high, domain, dtype)
-    return real
+    """See `dequantize_codes`; the last of `about` is the dtype of the result."""
+    real = _reals(codes, scale, kind) if zero_point is None and about[-1] is torch.float32 else None
+    return portable(dequantize_codes)(codes, scale, zero_point, kind, *about) if real is None else real
 
 
 def _reals(codes: Tensor, scale: Tensor | None, kind: QDType) -> Tensor | None:
@@ -192,13 +175,6 @@ def _reals(codes: Tensor, scale: Tensor | None, kind: QDType) -> Tensor | None:
         *block, address(real, torch.float32), threads(),
     ))  # fmt: skip
     return real
-
-
-_block_product = struct_of(BlockProduct).pack
-_scale_sums = struct_of(ScaleSums).pack
-
-UNIT = 4
-"""Codes that are multiplied together: the size of a block along the contracted axis is a multiple."""
 
 
 @implement("int8_block_mm", "cpu")
@@ -226,10 +202,8 @@ def _scale_fields(scale: Tensor, rows: int, groups: int) -> tuple[int, ...]:
 
 def scaled_int_matmul(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: torch.dtype) -> Tensor | None:
     """`int8_grouped_mm` of one group and signed codes without zero points, (M, N); None if nothing is compiled, or
-    an int32 might not hold the sums.
-
-    In fp32, sums are scaled where they lie: a result of some megabytes is memory that the system has to give anew.
-    """
+    an int32 might not hold the sums. In fp32, sums are scaled where they lie: a result of some megabytes is memory that
+    the system has to give anew."""
     compiled = library()
     if compiled is None or not (xq.numel() and wq.numel()) or xq.shape[1] > int32_terms():
         return None

@@ -11,8 +11,8 @@ The library is attached when the library of kernels is first chosen, never at im
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -63,11 +63,7 @@ def calls() -> int:
 
 
 def _open(path: Path) -> ctypes.CDLL:
-    """The library, ready to be attached.
-
-    Raises:
-        OSError: it cannot be loaded, or is of other sources.
-    """
+    """The library, ready to be attached; an `OSError` if it cannot be loaded, or is of other sources."""
     library = ctypes.CDLL(str(path))
     library.qtorch_fingerprint.restype = ctypes.c_char_p
     if library.qtorch_fingerprint().decode() != fingerprint():
@@ -78,11 +74,9 @@ def _open(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _schemas(library: ctypes.CDLL) -> Iterator[str]:
-    i = 0
-    while schema := library.qtorch_schema(i):
-        yield schema.decode()
-        i += 1
+def _schemas(library: ctypes.CDLL) -> list[str]:
+    found = itertools.takewhile(bool, map(library.qtorch_schema, itertools.count()))
+    return [schema.decode() for schema in found]
 
 
 def _attach() -> None:
@@ -95,8 +89,8 @@ def _attach() -> None:
     except (OSError, AttributeError) as error:
         _reasons.append(str(error))
         return
-    names = [schema.partition("(")[0] for schema in _schemas(library)]
-    for name, schema in zip(names, _schemas(library), strict=True):
+    for schema in _schemas(library):
+        name = schema.partition("(")[0]
         own = str(getattr(torch.ops.qtorch, name).default._schema)
         assert own == f"qtorch::{schema}", f"{own} is qtorch::{schema} in src/operators.cpp"
         custom_ops.define_fallback(name)
@@ -112,22 +106,19 @@ def _refresh() -> None:
     """Tell the operators which library is in use, and what chooses its variants."""
     if not _attached:
         return
-    found = compiled_library.library()
-    state: tuple[object, ...] = ()
+    found, nothing = compiled_library.library(), (None, None, None, None, 0)
+    state: tuple[object, ...] = nothing
     if found is not None:
         name = found.instruction_set
         table = json.dumps({name: variants.table(name)})
-        state = (str(found.path), name, table, variants.forced() or "", wanted())
+        words = (str(found.path), name, table, variants.forced() or "")
+        state = (*(word.encode() for word in words), wanted())
     if _told[-1:] == [state]:
         return
     _told[:] = [state]
-    if error := _attached[0].qtorch_use(*(_encode(value) for value in state or (None, None, None, None, 0))):
-        _attached[0].qtorch_use(None, None, None, None, 0)
+    if error := _attached[0].qtorch_use(*state):
+        _attached[0].qtorch_use(*nothing)
         _reasons.append(error.decode())
-
-
-def _encode(value: object) -> object:
-    return value.encode() if isinstance(value, str) else value
 
 
 def _listen(recording: bool) -> None:

@@ -20,10 +20,11 @@ from ...primitives.slices import is_plain_on_cpu
 from ...primitives.spec import QuantSpec
 from ..cache_form import CacheForm, Parts, cache_form
 from ..custom_ops import implement, note, opaque, portable
-from ..ops.quantize import quantize_tokens, quantize_weight
+from ..ops.quantize import Quantized, quantize_tokens, quantize_weight
+from ..registry import FLOATS
 from .compiled_library import TYPES, library, threads
 from .int8_linear import quantize_rows, row_quantizer, static_quantizer
-from .kv_attention import FLOATS, FORMATS
+from .kv_attention import FORMATS
 from .memory import address
 from .structs import Tokens, struct_of
 
@@ -48,12 +49,7 @@ def _bounds(form: CacheForm) -> tuple[float, float]:
 
 @opaque(_empty_parts)
 def cpu_quantize_tokens(x: Tensor, dtype: str, scale_dtype: torch.dtype) -> list[Tensor]:
-    """See `quantize_tokens`.
-
-    Args:
-        x: (B, H, T, D) fp32, bf16 or fp16.
-        dtype, scale_dtype: of a `CacheForm`.
-    """
+    """See `quantize_tokens`; dtype and scale_dtype are those of the `CacheForm`."""
     form, compiled = cache_form(dtype, 0, scale_dtype), library()
     if compiled is None or x.dtype not in FLOATS or not x.numel():
         note("cpu_quantize_tokens.torch")
@@ -74,29 +70,30 @@ def _quantize_tokens(x: Tensor, form: CacheForm) -> Parts:
     return tuple(cpu_quantize_tokens(x, form.dtype, form.scale_dtype))
 
 
-_FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
-
-
 @functools.cache
 def _of_rows(spec: QuantSpec) -> QuantSpec | None:
     """The spec of a block as a row of int8 codes; None if the codes of `spec` cannot be made so."""
     low, high = spec.code_range
-    if type(spec) is not QuantSpec or spec.dtype.is_floating_point or spec.dtype.storage.itemsize != 1:
-        return None
-    if low < -128 or high > 127 or spec.rounding is not Rounding.NEAREST_EVEN:
-        return None
-    if spec.zero_point_domain not in (ZeroPointDomain.INT, ZeroPointDomain.NONE):
+    if (
+        type(spec) is not QuantSpec
+        or spec.dtype.is_floating_point
+        or spec.dtype.storage.itemsize != 1
+        or low < -128
+        or high > 127
+        or spec.rounding is not Rounding.NEAREST_EVEN
+        or spec.zero_point_domain not in (ZeroPointDomain.INT, ZeroPointDomain.NONE)
+    ):
         return None
     return replace(spec, dtype=qdtype("int8"), granularity=PerRow(), quant_min=low, quant_max=high)
 
 
 @implement("quantize_weight", "cpu")
-def _quantize_weight(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor | None]:
+def _quantize_weight(weight: Tensor, spec: QuantSpec) -> Quantized:
     rows, block, compiled = _of_rows(spec), spec.block_size(weight.shape), library()
     if (
         rows is None
         or compiled is None
-        or weight.dtype not in _FLOATS
+        or weight.dtype not in FLOATS
         or not is_plain_on_cpu(weight)
         or not weight.numel()
         or any(size != 1 for size in block[:-1])

@@ -5,16 +5,14 @@ in C++ is one here.
 """
 
 import functools
+import itertools
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 
 def declare(name: str, *fields: tuple[str, Any]) -> Any:
-    """The type of a struct whose values are given by position.
-
-    Args:
-        fields: (names, type), in the order of the C++ struct.
-    """
+    """The type of a struct from (names, type) of its fields, in the order of the C++ struct."""
     return NamedTuple(name, [(field, kind) for names, kind in fields for field in names.split()])
 
 
@@ -38,22 +36,11 @@ class Weight(NamedTuple):
     shift: float
 
 
-class Input(NamedTuple):
-    """src/matrix.h"""
+Input = declare("Input", ("data type stride rows", int))
+"""src/matrix.h"""
 
-    data: int
-    type: int
-    stride: int
-    rows: int
-
-
-class Output(NamedTuple):
-    """src/matrix.h"""
-
-    data: int
-    type: int
-    n: int
-    bias: int
+Output = declare("Output", ("data type n bias", int))
+"""src/matrix.h"""
 
 
 class Quantizer(NamedTuple):
@@ -66,141 +53,76 @@ class Quantizer(NamedTuple):
     smallest: float
     largest: float
 
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> "Quantizer":
+        """From the values of the fields; all zero where nothing is quantized."""
+        low, high, asymmetric, given, smallest, largest = numbers or (0, 0, 0, 0, 0.0, 0.0)
+        return cls(int(low), int(high), int(asymmetric), int(given), smallest, largest)
 
-Ids = declare(
-    "Ids",
-    ("data is_64_bit count", int),
-)
+
+Ids = declare("Ids", ("data is_64_bit count", int))
 """src/embed.h"""
 
-
-Experts = declare(
-    "Experts",
-    ("ids rows count share ways steps", int),
-)
+Experts = declare("Experts", ("ids rows count share ways steps", int))
 """src/experts.h"""
 
+Blocks = declare("Blocks", ("columns size kept", int))
+"""src/block_sparse.h"""
 
-class Call(NamedTuple):
-    """src/kernels.cpp, without the weight that comes first; so those below."""
+Call = declare("Call", ("x", Input), ("y", Output), ("way threads", int))
+"""src/calls.h, without the weight that comes first; so those below."""
 
-    x: Input
-    y: Output
-    way: int
-    threads: int
+IntCall = declare("IntCall", ("x", Input), ("y", Output), ("quantizer", Quantizer), ("scale zero way threads", int))
+"""For int8 activations."""
 
+BlockCall = declare("BlockCall", ("x", Input), ("y", Output), ("blocks", Blocks), ("k scale zero threads", int))
+"""For block-sparse weights."""
 
-class IntCall(NamedTuple):
-    """For int8 activations."""
-
-    x: Input
-    y: Output
-    quantizer: Quantizer
-    scale: int
-    zero: int
-    way: int
-    threads: int
-
-
-class Blocks(NamedTuple):
-    """src/block_sparse.h"""
-
-    columns: int
-    size: int
-    kept: int
-
-
-class BlockCall(NamedTuple):
-    """For block-sparse weights."""
-
-    x: Input
-    y: Output
-    blocks: Blocks
-    k: int
-    scale: int
-    zero: int
-    threads: int
-
-
-EmbedCall = declare(
-    "EmbedCall",
-    ("ids", Ids),
-    ("y", Output),
-    ("threads", int),
-)
+EmbedCall = declare("EmbedCall", ("ids", Ids), ("y", Output), ("threads", int))
 """For rows of an embedding."""
 
+ExpertsCall = declare("ExpertsCall", ("experts", Experts), ("x", Input), ("y", Output), ("threads", int))
+"""For a weight of several matrices, one below the other."""
+
+ExpertsIntCall = declare(
+    "ExpertsIntCall",
+    ("experts", Experts), ("x", Input), ("y", Output), ("quantizer", Quantizer), ("scale zero threads", int),
+)  # fmt: skip
+"""The same for int8 activations."""
 
 Cached = declare(
     "Cached",
-    (
-        "codes format width code_batch code_head code_token scale zero scale_type scale_batch "
-        "scale_head scale_token block",
-        int,
-    ),
+    ("codes format width code_batch code_head code_token", int),
+    ("scale zero scale_type scale_batch scale_head scale_token block", int),
 )
 """src/cached_rows.h. Strides of codes are in bytes, those of scales and zeros in elements."""
-
 
 Attention = declare(
     "Attention",
     ("keys values recent_keys recent_values", Cached),
-    (
-        "batch heads group rows tokens recent query query_type query_batch query_head query_row "
-        "out mask mask_type mask_batch mask_head mask_row sinks causal",
-        int,
-    ),
+    ("batch heads group rows tokens recent query query_type query_batch query_head query_row", int),
+    ("out mask mask_type mask_batch mask_head mask_row sinks causal", int),
     ("scaling softcap", float),
     ("threads", int),
 )
 """src/attention.h"""
 
-
 Tokens = declare(
     "Tokens",
-    (
-        "data type step_batch step_head step_token batch heads tokens width format codes scale zero scale_type",
-        int,
-    ),
+    ("data type step_batch step_head step_token batch heads tokens width format codes scale zero scale_type", int),
     ("smallest largest", float),
     ("threads", int),
 )
 """src/quantize_tokens.h"""
 
-
 Adam = declare(
     "Adam",
-    (
-        "weight weight_type grad grad_type rows length block form first first_scale second "
-        "second_scale highest highest_scale",
-        int,
-    ),
+    ("weight weight_type grad grad_type rows length block form", int),
+    ("first first_scale second second_scale highest highest_scale", int),
     ("beta1 beta2 rest1 rest2 eps decay l2 step_size correction largest", float),
     ("random key first_element threads", int),
 )
 """src/adam.h"""
-
-
-ExpertsCall = declare(
-    "ExpertsCall",
-    ("experts", Experts),
-    ("x", Input),
-    ("y", Output),
-    ("threads", int),
-)
-"""For a weight of several matrices, one below the other."""
-
-
-ExpertsIntCall = declare(
-    "ExpertsIntCall",
-    ("experts", Experts),
-    ("x", Input),
-    ("y", Output),
-    ("quantizer", Quantizer),
-    ("scale zero threads", int),
-)
-"""The same for int8 activations."""
-
 
 QuantizeMatrix = declare(
     "QuantizeMatrix",
@@ -210,36 +132,24 @@ QuantizeMatrix = declare(
 )
 """src/quantize_matrix.h"""
 
-
 DequantizeMatrix = declare(
     "DequantizeMatrix",
-    (
-        "codes row_step rows columns format scale is_power scale_row_step scale_column_step "
-        "block_rows block_columns out threads",
-        int,
-    ),
+    ("codes row_step rows columns format", int),
+    ("scale is_power scale_row_step scale_column_step block_rows block_columns out threads", int),
 )
 """src/dequantize_matrix.h"""
 
-
 BlockProduct = declare(
     "BlockProduct",
-    (
-        "x w w_row_step w_column_step m n k group x_scale x_scale_row_step x_scale_column_step "
-        "x_rows x_groups w_scale w_scale_row_step w_scale_column_step w_rows w_groups out type "
-        "threads",
-        int,
-    ),
+    ("x w w_row_step w_column_step m n k group", int),
+    ("x_scale x_scale_row_step x_scale_column_step x_rows x_groups", int),
+    ("w_scale w_scale_row_step w_scale_column_step w_rows w_groups", int),
+    ("out type threads", int),
 )
 """src/int_blocks.h"""
 
-
-ScaleSums = declare(
-    "ScaleSums",
-    ("sums rows columns x_scale x_step w_scale w_step out type threads", int),
-)
+ScaleSums = declare("ScaleSums", ("sums rows columns x_scale x_step w_scale w_step out type threads", int))
 """src/int_blocks.h"""
-
 
 NO_INPUT = Input(0, 0, 0, 0)
 
@@ -252,18 +162,11 @@ def struct_of(kind: Any) -> struct.Struct:
 
 def pack(values: Any) -> bytes:
     """The bytes of one of the above."""
+    of_structs = (value if isinstance(value, tuple) else (value,) for value in values)
     kind: Any = type(values)
-    return struct_of(kind).pack(*_flat(values))
+    return struct_of(kind).pack(*itertools.chain.from_iterable(of_structs))
 
 
 def _formats(kind: type) -> str:
     formats = {int: "q", float: "d"}
     return "".join(formats.get(of_field) or _formats(of_field) for of_field in get_type_hints(kind).values())
-
-
-def _flat(values: Any) -> Any:
-    for value in values:
-        if isinstance(value, tuple):
-            yield from value
-        else:
-            yield value

@@ -23,19 +23,13 @@ from .weight_only import cpu_weight_only_mm
 ROWS = {"small": (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096), "large": (1, 2, 4, 8, 12, 16, 32, 64, 128, 256, 512)}
 """Numbers of rows to measure, by size of the weight."""
 
-SIZES = {"small": 512, "large": 2048}
-"""Rows and columns of the weight."""
-
-GROUP, SHORT_GROUP = 128, 32
-"""Columns of a group; those of a short one, see `variants.key_of`."""
-
 COPIES = {"small": 8, "large": 16}
 """Weights in int8 used in turn, and as many bytes of others: large ones are read from memory, as in a model."""
 
+SIZES = {"small": 512, "large": 2048}  # rows and columns of the weight
+GROUP, SHORT_GROUP = 128, 32  # columns of a group; those of a short one, see `variants.key_of`
 ROUNDS = 15
-
-HOPELESS = 2.0
-"""A variant that takes this many times the least time in the first round is not measured again."""
+HOPELESS = 2.0  # a variant that takes so many times the least time in the first round is not measured again
 
 
 def measure_variants(compiled: Library) -> Table:
@@ -117,8 +111,7 @@ def _times(calls: Mapping[str, Callable[[], Tensor]]) -> dict[str, float]:
 def _steps(times: Mapping[int, Mapping[str, float]], without: Collection[str] = ()) -> Steps:
     """The fastest variant for each number of rows, joined where neighbours agree. A single one that differs from both
     neighbours is taken for noise. The time of "copy" counts as "float"."""
-    best = [min((variant for variant in of if variant not in without), key=of.__getitem__) for of in times.values()]
-    best = ["float" if variant == "copy" else variant for variant in best]
+    best = [min(of.keys() - set(without), key=of.__getitem__).replace("copy", "float") for of in times.values()]
     for i in range(1, len(best) - 1):
         if best[i - 1] == best[i + 1]:
             best[i] = best[i - 1]

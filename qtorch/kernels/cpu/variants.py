@@ -35,17 +35,36 @@ from .compiled_library import library, runs_here
 CPUINFO = Path("/proc/cpuinfo")
 
 
+VARIANTS = {"dot": 0, "tile": 1, "amx": 2, "fixed": 3, "channels": 4}
+"""Variants of the compiled kernels, and their numbers in src/calls.h."""
+
+OTHER_VARIANTS = ("torch", "float")
+"""The kernels made of torch operators, and F.linear on a weight that a compiled kernel dequantized."""
+
+SHIPPED = build.VARIANT_TABLES
+MOST_BYTES = 1 << 20  # of a file
+MOST_ROWS = 1 << 30
+SMALL = (
+    1 << 20
+)  # most elements of a small weight, which stays in cache together with most of what it is multiplied with
+LIKE = {"dotprod": "avx2_vnni", "i8mm": "avx2_vnni"}
+"""Instruction sets that nobody has measured, and those with the most similar instructions, whose choices they take."""
+
+Steps = list[tuple[int | None, str]]
+Table = dict[str, Steps]
+Tables = dict[str, dict[str, Table]]
+"""By instruction set, and kind of processor."""
+
+_loaded: Tables = {}
+_forced: list[str] = []
+
+
 @functools.cache
 def processor_kind() -> str:
     """Vendor and family, and the best instruction set, which tells apart what a vendor sells under one family number:
     ``"AuthenticAMD family 26 with avx512_vnni"``."""
     best = next((name for name in reversed(instruction_sets()) if runs_here(name)), "portable")
     return f"{_vendor_and_family()} with {best}"
-
-
-def vendor_of(of: str) -> str:
-    """The first word of a kind."""
-    return of.partition(" ")[0]
 
 
 def _vendor_and_family() -> str:
@@ -60,31 +79,9 @@ def _vendor_and_family() -> str:
     return platform.processor() or platform.machine() or "unknown"
 
 
-VARIANTS = {"dot": 0, "tile": 1, "amx": 2, "fixed": 3, "channels": 4}
-"""Ways of the compiled kernels, and their numbers in src/kernels.cpp."""
-
-OTHER_VARIANTS = ("torch", "float")
-"""The kernels made of torch operators, and F.linear on a weight that a compiled kernel dequantized."""
-
-SHIPPED = build.VARIANT_TABLES
-
-MOST_BYTES = 1 << 20
-"""Of a file."""
-
-MOST_ROWS = 1 << 30
-
-Steps = list[tuple[int | None, str]]
-Table = dict[str, Steps]
-Tables = dict[str, dict[str, Table]]
-"""By instruction set, and kind of processor."""
-
-
 def read(path: str | Path) -> Tables:
-    """The tables of a file. One without a kind of processor counts as measured on this one.
-
-    Raises:
-        ValueError: the file has anything else than tables of variants that its instruction sets have.
-    """
+    """The tables of a file. One without a kind of processor counts as measured on this one. Raises `ValueError` if the
+    file has anything else than tables of variants that its instruction sets have."""
     tables: Tables = {}
     content = read_json(path, MOST_BYTES)
     if not isinstance(content, dict):
@@ -109,15 +106,11 @@ def _wrong(instruction_set: str, key: str, steps: Any) -> str:
     numbers = [rows for rows in limits if type(rows) is int and 0 < rows <= MOST_ROWS]
     if last is not None or len(numbers) < len(limits) or any(a >= b for a, b in itertools.pairwise(numbers)):
         return f"{got}, want [rows, variant] with growing numbers of rows, the last with null"
-    there = _variants_of(instruction_set, key)
+    there = ["dot", "tile", "fixed", *(["amx"] if instruction_set == "amx" else []), *OTHER_VARIANTS]
+    if key.startswith("int8 "):
+        there = ["dot", "tile", "channels" if "short groups" in key else "torch"]
     unknown = [variant for _, variant in steps if variant not in there]
     return f"{got}, want the variants {', '.join(there)}" if unknown else ""
-
-
-def _variants_of(instruction_set: str, key: str) -> tuple[str, ...]:
-    if key.startswith("int8 "):
-        return ("dot", "tile", "channels" if "short groups" in key else "torch")
-    return ("dot", "tile", "fixed", *(["amx"] if instruction_set == "amx" else []), *OTHER_VARIANTS)
 
 
 def write(path: Path, tables: Tables) -> None:
@@ -137,11 +130,7 @@ def write(path: Path, tables: Tables) -> None:
 
 def path_of_user() -> Path:
     """Where `tune_cpu` writes: beside the user's compiled kernels, a file for each kind of processor, since homes
-    are shared between machines.
-
-    Raises:
-        RuntimeError: the user has no home directory.
-    """
+    are shared between machines. A `RuntimeError` if the user has no home directory."""
     return cache.folder() / f"ways_{processor_kind().replace(' ', '_').replace('/', '_')}.json"
 
 
@@ -160,22 +149,9 @@ def of_user() -> Tables:
     return {name: {kind: of_set[kind]} for name, of_set in tables.items() if kind in of_set}
 
 
-SMALL = 1 << 20
-"""Most elements of a small weight, which stays in cache together with most of what it is multiplied with."""
-
-LIKE = {"dotprod": "avx2_vnni", "i8mm": "avx2_vnni"}
-"""Instruction sets that nobody has measured, and whose choices they take: that of the most similar instructions."""
-
-_loaded: Tables = {}
-_forced: list[str] = []
-
-
 def load(path: str | Path) -> None:
-    """Use the tables of a file that `tune_cpu` wrote; instruction sets and kinds that it lacks keep theirs.
-
-    Raises:
-        ValueError: the file is not such a table.
-    """
+    """Use the tables of a file that `tune_cpu` wrote; instruction sets and kinds that it lacks keep theirs. Raises
+    `ValueError` as `read` does."""
     for instruction_set, tables in read(path).items():
         _loaded.setdefault(instruction_set, {}).update(tables)
     forget()
@@ -191,12 +167,11 @@ def forget() -> None:
 @functools.cache
 def _tables(instruction_set: str) -> list[tuple[str, Table]]:
     """(kind of processor, table), in the order in which they are asked."""
-    here = processor_kind()
-    own = os.environ.get("QTORCH_CPU_CHOICES")
-    found = []
+    here, own = processor_kind(), os.environ.get("QTORCH_CPU_CHOICES")
+    vendor, found = f"{here.partition(' ')[0]} ", []
     for tables in (_loaded, read(own) if own else {}, of_user(), read(SHIPPED)):
         of_set = (tables.get(instruction_set) or tables.get(LIKE.get(instruction_set, ""), {})).items()
-        found += sorted(of_set, key=lambda item: (item[0] != here, vendor_of(item[0]) != vendor_of(here)))
+        found += sorted(of_set, key=lambda item: (item[0] != here, not f"{item[0]} ".startswith(vendor)))
     return found
 
 
@@ -217,10 +192,7 @@ def key_of(
     activation: str | torch.dtype, packed: bool, grouped: bool, elements: int, short_groups: bool = False
 ) -> str:
     """Key of the table: dtype of the activation (int8, or that of a weight-only layer), form and size of the weight.
-
-    Args:
-        short_groups: whether an int8 activation may be multiplied by "channels" (`weight.has_short_groups`).
-    """
+    With short groups an int8 activation may be multiplied by "channels" (`weight.has_short_groups`)."""
     name, size = str(activation).removeprefix("torch."), "small" if elements <= SMALL else "large"
     groups = "short groups" if short_groups and name == "int8" else "groups" if grouped else "rows"
     return f"{name} {'packed' if packed else 'plain'} {groups} {size}"
@@ -252,21 +224,14 @@ def _steps(instruction_set: str, key: str) -> Steps:
 
 @functools.lru_cache(maxsize=4096)
 def _find(instruction_set: str, key: str, rows: int) -> str:
-    for largest, variant in _steps(instruction_set, key):
-        if largest is None or rows <= largest:
-            return variant
-    raise AssertionError("the last step has no limit")
+    return next(variant for most, variant in _steps(instruction_set, key) if most is None or rows <= most)
 
 
 @contextmanager
 def force(variant: str) -> Iterator[None]:
-    """Use this variant inside the ``with`` block, for tests and measurements.
-
-    Raises:
-        ValueError: no variant has that name.
-    """
-    if variant not in (*VARIANTS, *OTHER_VARIANTS):
-        raise ValueError(f"there is no variant {variant!r}; there are {', '.join((*VARIANTS, *OTHER_VARIANTS))}")
+    """Use this variant inside the ``with`` block, for tests and measurements; a `ValueError` if there is none."""
+    if variant not in (names := (*VARIANTS, *OTHER_VARIANTS)):
+        raise ValueError(f"there is no variant {variant!r}; there are {', '.join(names)}")
     _forced.append(variant)
     generation.end()
     try:

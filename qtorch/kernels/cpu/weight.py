@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -15,29 +16,33 @@ from ...primitives.layouts.packed import packed_length
 from ...primitives.qdtype import qdtype
 from ...primitives.spec import Scheme
 from ..config import generation
-from ..registry import Problem, needs_matrix, needs_rows
-from .compiled_library import TYPES, missing
+from ..linear.scaled import INTEGERS
+from ..ops.weight_only_mm import code_arguments
+from ..registry import Problem, needs_matrix, needs_rows, register
+from .compiled_library import TYPES, library, missing
 from .memory import address
 from .structs import Weight
 
-SIZES = {number: dtype.itemsize for dtype, number in TYPES.items()}
-"""Bytes of an element by the number of its type."""
-
+SIZES = {number: dtype.itemsize for dtype, number in TYPES.items()}  # of an element, in bytes
 
 W = TypeVar("W", bound="CompiledWeight")
 
 
-class CompiledWeight:
-    """A weight as the compiled kernels read it, made and checked once. It is valid while its tensors exist unchanged.
+def register_compiled(op: str, **conditions: Any) -> Callable[[Any], Any]:
+    """Decorator: `register` a compiled kernel for integer weights, plain or packed unless it says otherwise."""
+    common = {"layout": ("plain", "packed"), "weight": INTEGERS, "device": "cpu", "priority": 30}
+    return register(op, **{**common, **conditions})
 
-    Checking the tensors on each call would take longer than a small layer.
+
+class CompiledWeight:
+    """A weight as the compiled kernels read it, made and checked once: checking the tensors on each call would take
+    longer than a small layer. It is valid while its tensors exist unchanged.
 
     Attributes:
         about: what it was made from besides tensors.
         fields: the struct; None if the kernels cannot read the tensors as they lie in memory.
+        compiled: the library; None if it is missing or cannot read the tensors.
     """
-
-    __slots__ = ("_codes", "_generation", "_inference", "_scale", "_state", "_zero_point", "about", "fields")
 
     _made: ClassVar[dict[int, Any]] = {}  # by the identity of the codes
 
@@ -45,16 +50,9 @@ class CompiledWeight:
         cls._made = {}
 
     def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
-        """See `of`.
-
-        Raises:
-            ValueError: the tensors are not those of such a weight.
-        """
-        matrices = (
-            self.as_matrix(codes),
-            self.as_matrix(scale),
-            None if zero_point is None else self.as_matrix(zero_point),
-        )
+        """See `of`. Raises `ValueError` if the tensors are not those of such a weight."""
+        zeros = None if zero_point is None else self.as_matrix(zero_point)
+        matrices = (self.as_matrix(codes), self.as_matrix(scale), zeros)
         _check(*matrices, *about[:4])
         made, key = self._made, id(codes)
         self._codes = weakref.ref(codes, lambda _: made.pop(key, None))
@@ -63,10 +61,14 @@ class CompiledWeight:
         tensors = (codes, scale) if zero_point is None else (codes, scale, zero_point)
         # Tensors of inference mode do not count writes.
         self._inference = any(t.is_inference() for t in tensors)
-        self._state = _inference_state(*tensors) if self._inference else _state(*tensors)
+        if self._inference:
+            self._state = _inference_state(*tensors)
+        else:  # `resize_`, `t_` and the like change the version too
+            self._state = tuple(value for t in tensors for value in (t.data_ptr(), t._version))
         self._generation = generation.number
         self.about = about
         self.fields = _fields(*matrices, *about[:6])
+        self.compiled = library() if self.fields else None
 
     @staticmethod
     def as_matrix(tensor: Tensor) -> Tensor:
@@ -96,7 +98,7 @@ class CompiledWeight:
     def is_of(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> bool:
         """Whether it was made from these tensors, they have neither moved nor been written to since, and the choice of
         kernels has not changed."""
-        # Written out, without calling `_state`: this runs on each call.
+        # Written out: this runs on each call.
         if not (
             codes is self._codes()
             and scale is self._scale()
@@ -111,24 +113,13 @@ class CompiledWeight:
         elif zero_point is None:
             state = (codes.data_ptr(), codes._version, scale.data_ptr(), scale._version)
         else:
-            state = (
-                codes.data_ptr(),
-                codes._version,
-                scale.data_ptr(),
-                scale._version,
-                zero_point.data_ptr(),
-                zero_point._version,
-            )
+            zeros = zero_point.data_ptr()
+            state = (codes.data_ptr(), codes._version, scale.data_ptr(), scale._version, zeros, zero_point._version)
         return self._state == state
 
 
-def _state(*tensors: Tensor) -> tuple[Any, ...]:
-    """Address and version of each tensor; `resize_`, `t_` and the like change the version too."""
-    return tuple(value for t in tensors for value in (t.data_ptr(), t._version))
-
-
 def _inference_state(*tensors: Tensor) -> tuple[Any, ...]:
-    """`_state` for tensors of inference mode, which have no version."""
+    """What may change of tensors of inference mode, which have no version."""
     return tuple(value for t in tensors for value in (t.data_ptr(), t.shape, t.stride()))
 
 
@@ -154,46 +145,24 @@ def _check(codes: Tensor, scale: Tensor, zero_point: Tensor | None, n: int, k: i
         raise ValueError(f"a weight of shape {(n, k)} has tensors whose memory was given back by a resized storage")
 
 
-def _fields(
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    n: int,
-    k: int,
-    dtype: str,
-    packed: bool,
-    domain: str,
-    middle: float,
-) -> Weight | None:
+def _fields(codes: Tensor, scale: Tensor, zero_point: Tensor | None, n: int, k: int, *about: Any) -> Weight | None:
+    dtype, packed, domain, middle = about
     kind = qdtype(dtype)
     tensors = [scale] if zero_point is None else [scale, zero_point]
-    if (
-        codes.stride(1) != 1
-        or (n > 1 and codes.stride(0) < codes.shape[1])
-        or not all(t.is_contiguous() and t.dtype in TYPES for t in tensors)
-    ):
+    has_rows = codes.stride(1) == 1 and (n == 1 or codes.stride(0) >= codes.shape[1])
+    if not has_rows or not all(t.is_contiguous() and t.dtype in TYPES for t in tensors):
         return None
     half = 2 ** (kind.bits - 1)
-    center = half if packed or not kind.is_signed else 0
     zero_code = 0 if kind.is_signed else half
     groups = scale.shape[1]
     return Weight(
-        codes=address(codes),
-        row_bytes=codes.stride(0),
-        bits=kind.bits if packed else 0,
-        center=center,
-        n=n,
-        k=k,
-        group=k // groups,
-        groups=groups,
-        scale=address(scale),
-        scale_type=TYPES[scale.dtype],
-        scale_stride=groups if scale.shape[0] > 1 else 0,
-        zero=address(zero_point),
-        zero_type=0 if zero_point is None else TYPES[zero_point.dtype],
+        codes=address(codes), row_bytes=codes.stride(0), bits=kind.bits if packed else 0,
+        center=half if packed or not kind.is_signed else 0, n=n, k=k, group=k // groups, groups=groups,
+        scale=address(scale), scale_type=TYPES[scale.dtype], scale_stride=groups if scale.shape[0] > 1 else 0,
+        zero=address(zero_point), zero_type=0 if zero_point is None else TYPES[zero_point.dtype],
         zero_is_code=not ZeroPointDomain[domain].adds_zero_point,
         shift=zero_code - (middle if domain == "FLOAT" else 0.0),
-    )
+    )  # fmt: skip
 
 
 def has_short_groups(fields: Weight | None) -> bool:
@@ -215,10 +184,7 @@ def part(whole: Weight, start: int, stop: int) -> Weight:
 @functools.lru_cache(maxsize=1024)
 def form(scheme: Scheme) -> tuple[bool, str, float, float, str]:
     """Arguments of operators about a weight besides its tensors: packed, dtype, low, high and domain."""
-    spec = scheme.weight
-    low, high = spec.code_range
-    packed = scheme.layout.packed_axis is not None
-    return packed, spec.dtype.name, float(low), float(high), spec.zero_point_domain.name
+    return scheme.layout.packed_axis is not None, *code_arguments(scheme.weight)
 
 
 def split_bias(bias: Tensor | None, x: Tensor, n: int) -> tuple[Tensor | None, Tensor | None]:

@@ -13,7 +13,7 @@ at once, which checks the input and little else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,25 +21,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..custom_ops import note, opaque, recording
-from ..linear.scaled import INTEGERS
 from ..linear.weight_only import packed_weight_mm
 from ..ops.weight_only_mm import multiply_slices, slice_length, weight_only_mm
-from ..registry import Problem, from_rows, needs_floats, register, to_rows
+from ..registry import Problem, from_rows, needs_floats, to_rows
 from . import variants, weight
-from .compiled_library import TYPES, Library, library, threads
+from .compiled_library import TYPES, Library, threads
 from .float_copies import float_copy, wanted
 from .memory import address, empty, empty_at
 from .structs import NO_INPUT, Call, Output, Weight, pack, struct_of
 from .variants import VARIANTS
-from .weight import CompiledWeight, fits, has_short_groups
+from .weight import CompiledWeight, fits, has_short_groups, register_compiled
 
 Numerics = tuple[float, ...]
 
-FEW_ROWS = 64
-"""The variant is cached for up to this many rows, not for every length of a prompt."""
-
-PLAIN = (Tensor, nn.Parameter)
-"""Types of a bias that kernels read directly."""
+FEW_ROWS = 64  # for which the variant is cached, not for every length of a prompt
+PLAIN = (Tensor, nn.Parameter)  # types of a bias that kernels read directly
+SLICE_BYTES = 8 << 20  # of a weight, dequantized at a time: enough for a fast product, and few enough to stay in cache
 
 
 def where_finite(y: Tensor, x: Tensor, product: Callable[[], Tensor], share: int = 1) -> Tensor:
@@ -57,24 +54,8 @@ class CompiledLinear(CompiledWeight):
 
     Attributes:
         source, dtype: dtypes of x and y.
-        compiled: the library, None if it is missing or does not accept the weight.
         numerics: fields of the struct that say how x is quantized.
     """
-
-    __slots__ = (
-        "_call",
-        "_key",
-        "_n",
-        "_pack",
-        "_row",
-        "_types",
-        "_variants",
-        "_weight",
-        "compiled",
-        "dtype",
-        "numerics",
-        "source",
-    )
 
     name: ClassVar[str]
     call: ClassVar[type]
@@ -83,7 +64,6 @@ class CompiledLinear(CompiledWeight):
         """See `of`; the last of `about` are the dtypes of x and y, the name of x in `variants`, and numerics."""
         super().__init__(codes, scale, zero_point, *about)
         n, k, _, packed, _, _, self.source, self.dtype, kind, self.numerics = about
-        self.compiled = library() if self.fields else None
         if self.compiled is not None:
             self._call, self._weight = getattr(self.compiled, self.name), pack(self.fields)
         self._pack = struct_of(self.call).pack
@@ -111,21 +91,14 @@ class CompiledLinear(CompiledWeight):
         return "torch" if compiled is None else variants.choose(compiled.instruction_set, self._key + suffix, rows)
 
     def run(
-        self,
-        x: Tensor,
-        stride: int,
-        rows: int,
-        shape: tuple[int, ...],
-        bias: Tensor | None,
-        variant: str,
-        numerics: Numerics,
+        self, x: Tensor, stride: int, rows: int, shape: Sequence[int], bias: Tensor | None, variant: str, of_x: Numerics
     ) -> tuple[Tensor, bool]:
         """y in this shape, and whether all of it is finite, from x whose rows are `stride` elements apart."""
         y, y_address = empty_at(shape, self.dtype)
         x_type, y_type = self._types
         # By position, in the order of the struct's fields: making the named tuple would take four times as long.
         of_call = self._pack(
-            address(x), x_type, stride, rows, y_address, y_type, self._n, address(bias), *numerics, VARIANTS[variant],
+            address(x), x_type, stride, rows, y_address, y_type, self._n, address(bias), *of_x, VARIANTS[variant],
             threads(),
         )  # fmt: skip
         return y, not self._call(self._weight + of_call)
@@ -159,12 +132,7 @@ class CompiledLinear(CompiledWeight):
             vars(weight)["fast_linear"] = made.linear
 
 
-SLICE_BYTES = 8 << 20
-"""Bytes of a weight that are dequantized at a time: enough for a fast product, and few enough to stay in cache."""
-
-
 class _WeightOnlyLinear(CompiledLinear):
-    __slots__ = ()
     name, call = "weight_only_mm", Call
 
     def find_variant(self, rows: int) -> str:
@@ -174,19 +142,11 @@ class _WeightOnlyLinear(CompiledLinear):
 
 @opaque(lambda x, codes, n, *_: x.new_empty(x.shape[0], n))
 def cpu_weight_only_mm(
-    x: Tensor,
-    codes: Tensor,
-    n: int,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    packed: bool,
-    dtype: str,
-    low: float,
-    high: float,
-    domain: str,
-    bias: Tensor | None,
-) -> Tensor:
-    """The equation above.
+    x: Tensor, codes: Tensor, n: int,
+    scale: Tensor, zero_point: Tensor | None, packed: bool, dtype: str,
+    low: float, high: float, domain: str, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The equation above, (M, N) in the dtype of x.
 
     Args:
         x: (M, K) fp32, bf16 or fp16.
@@ -195,16 +155,11 @@ def cpu_weight_only_mm(
         low, high: bounds of the codes.
         domain: name of a `ZeroPointDomain`.
         bias: (N) in the dtype of x, or None.
-
-    Returns:
-        (M, N) in the dtype of x.
     """
     m, k = x.shape
     weight.check_bias(bias, x.dtype, n)
-    middle = (low + high + 1) / 2
-    layer = _WeightOnlyLinear.of(
-        codes, scale, zero_point, n, k, dtype, packed, domain, middle, x.dtype, x.dtype, x.dtype, ()
-    )
+    about = (n, k, dtype, packed, domain, (low + high + 1) / 2, x.dtype, x.dtype, x.dtype, ())
+    layer = _WeightOnlyLinear.of(codes, scale, zero_point, *about)
     compiled, variant = layer.compiled, layer.variant(m)
     if compiled is not None and variant == "copy":
         made = Dequantized(compiled, layer.fields, n, k, x.dtype)
@@ -271,13 +226,9 @@ def supports(problem: Problem) -> str | None:
     return needs_floats(problem) or weight.supports(problem)
 
 
-@register(
+@register_compiled(
     "linear",
-    layout=("plain", "packed"),
-    weight=INTEGERS,
     activation=(),
-    device="cpu",
-    priority=30,
     supports=supports,
     checks_memory=True,
     note="for many rows F.linear on the dequantized weight, where that is faster: made on each call, or kept "
@@ -286,10 +237,8 @@ def supports(problem: Problem) -> str | None:
     name="cpu_weight_only_mm",
 )
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
-    scheme = quantized.scheme
-    n = scheme.shape[0]
+    n, form = quantized.scheme.shape[0], weight.form(quantized.scheme)
     added, bias = weight.split_bias(bias, x, n)
-    form = weight.form(scheme)
     scale, zero_point = quantized.dense_scale(), quantized.dense_zero_point()
     y = cpu_weight_only_mm(to_rows(x), quantized.qdata, n, scale, zero_point, *form, added)
     if not torch.compiler.is_compiling():

@@ -22,48 +22,31 @@ from ...primitives.qdtype import QDType, qdtype
 from ..custom_ops import opaque
 from ..ops.int8_grouped_mm import int8_grouped_mm
 from ..ops.quantize import dequantize_rows, quantize_input
-from ..ops.weight_only_mm import dequantize_codes, scale_of_slice
-from ..registry import Problem, from_rows, needs_matrix, register, to_rows
-from .scaled import INTEGERS
-from .scaled import supports as supports_integers
+from ..ops.weight_only_mm import code_arguments, dequantize_codes, scale_of_slice
+from ..registry import from_rows, needs_matrix, register, to_rows
+from .scaled import EMULATED, INTEGERS, supports, supports_floats
 
 
 @opaque(lambda xq, xs, xz, qdata, columns, ws, kind, dtype: xs.new_empty(xq.shape[0], qdata.shape[0], dtype=dtype))
 def block_sparse_int8_mm(
-    xq: Tensor,
-    xs: Tensor,
-    xz: Tensor | None,
-    qdata: Tensor,
-    columns: Tensor,
-    ws: Tensor,
-    weight_dtype: str,
-    dtype: torch.dtype,
-) -> Tensor:
-    """See `int8_grouped_mm`; `qdata`, `columns` and `ws` are those of `BlockSparseLayout`.
-
-    Args:
-        weight_dtype: name of the `QDType` of the codes.
-    """
-    kind = qdtype(weight_dtype)
+    xq: Tensor, xs: Tensor, xz: Tensor | None,
+    qdata: Tensor, columns: Tensor, ws: Tensor, weight_dtype: str, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """See `int8_grouped_mm`; `qdata` (of `weight_dtype`), `columns` and `ws` are those of `BlockSparseLayout`."""
 
     def product(x: Tensor, codes: Tensor, rows: slice) -> Tensor:
         scale = ws if ws.shape[0] == 1 else ws[rows]
         return int8_grouped_mm(x, xs, xz, codes, scale, None, dtype)
 
-    return _multiply_rows_of_blocks(xq, qdata, columns, kind, product, dtype)
+    return _multiply_rows_of_blocks(xq, qdata, columns, qdtype(weight_dtype), product, dtype)
 
 
 @opaque(lambda x, qdata, *_: x.new_empty(x.shape[0], qdata.shape[0]))
 def block_sparse_weight_mm(
     x: Tensor, qdata: Tensor, columns: Tensor, scale: Tensor, dtype: str, low: float, high: float
 ) -> Tensor:
-    """The equation without bias, for an input that is not quantized: (M, N) in its dtype.
-
-    Args:
-        x: (M, K).
-        qdata, columns, scale: those of `BlockSparseLayout`.
-        dtype: name of the `QDType` of the codes; `low` and `high` are their bounds.
-    """
+    """The equation without bias, for an input (M, K) that is not quantized, in its dtype; the codes are of `dtype`, a
+    `QDType` name, and between `low` and `high`."""
     kind = qdtype(dtype)
 
     def product(x: Tensor, codes: Tensor, rows: slice) -> Tensor:
@@ -76,13 +59,9 @@ def block_sparse_weight_mm(
 
 
 def _multiply_rows_of_blocks(
-    x: Tensor,
-    qdata: Tensor,
-    columns: Tensor,
-    kind: QDType,
-    product: Callable[[Tensor, Tensor, slice], Tensor],
-    dtype: torch.dtype,
-) -> Tensor:
+    x: Tensor, qdata: Tensor, columns: Tensor, kind: QDType,
+    product: Callable[[Tensor, Tensor, slice], Tensor], dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """y (M, N) by ``product(columns, codes, rows)`` for each row of blocks: what it reads of x (M, K), its codes,
     and which rows of the weight they are."""
     n, (rows, kept) = qdata.shape[0], columns.shape
@@ -96,9 +75,7 @@ def _multiply_rows_of_blocks(
     return y
 
 
-@register(
-    "linear", layout="block_sparse", weight=INTEGERS, activation=("int8",), priority=20, supports=supports_integers
-)
+@register("linear", layout="block_sparse", weight=INTEGERS, activation=("int8",), priority=20, supports=supports)
 def block_sparse_int8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation, then the equation."""
     xq, xs, xz = quantize_input(to_rows(x), weight)
@@ -107,36 +84,19 @@ def block_sparse_int8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> 
     return from_rows(y, x, bias)
 
 
-def _numerics(weight: Any) -> tuple[str, float, float]:
-    spec = weight.scheme.weight
-    low, high = spec.code_range
-    return spec.dtype.name, float(low), float(high)
-
-
-def _supports_floats(problem: Problem) -> str | None:
-    activation = problem.scheme.activation
-    in_floats = activation is not None and activation.dtype.is_floating_point
-    return needs_matrix(problem) if in_floats else "takes activations in floating-point codes"
-
-
-@register(
-    "linear",
-    layout="block_sparse",
-    priority=10,
-    supports=_supports_floats,
-    note="emulated in fp32: the accuracy of the format, not its speed",
-    emulates=True,
-)
+@register("linear", layout="block_sparse", priority=10, supports=supports_floats, note=EMULATED, emulates=True)
 def emulated_block_sparse_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear: quantize and dequantize the activation, then the equation in fp32."""
-    quantized = quantize_input(to_rows(x), weight)
-    x32 = dequantize_rows(weight.scheme.activation, *quantized)
-    y = block_sparse_weight_mm(x32, weight.qdata, weight.columns, weight.scale, *_numerics(weight))
-    return from_rows(y.to(x.dtype), x, bias)
+    x32 = dequantize_rows(weight.scheme.activation, *quantize_input(to_rows(x), weight))
+    return from_rows(_multiply_reals(x32, weight).to(x.dtype), x, bias)
 
 
 @register("linear", layout="block_sparse", activation=(), priority=10, supports=needs_matrix)
 def block_sparse_weight_only_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear with an input in floating point."""
-    y = block_sparse_weight_mm(to_rows(x), weight.qdata, weight.columns, weight.scale, *_numerics(weight))
-    return from_rows(y, x, bias)
+    return from_rows(_multiply_reals(to_rows(x), weight), x, bias)
+
+
+def _multiply_reals(rows: Tensor, weight: Any) -> Tensor:
+    numerics = code_arguments(weight.scheme.weight)[:3]
+    return block_sparse_weight_mm(rows, weight.qdata, weight.columns, weight.scale, *numerics)

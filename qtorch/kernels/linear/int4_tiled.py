@@ -24,26 +24,14 @@ from ..custom_ops import implement, note, opaque, portable
 from ..ops.weight_only_mm import CodeNumerics, multiply_codes
 from ..registry import Problem, from_rows, register, to_rows
 
-MAX_ROWS = {True: 64, False: 1 << 30}
-"""Largest M for the packed product on CPU, by whether it has bf16 products."""
-
-ROW_TILE = 64
-"""Rows that are unpacked together: a multiple of the blocks of either device."""
+MAX_ROWS = {True: 64, False: 1 << 30}  # of x for the packed product on CPU, by whether it has bf16 products
+ROW_TILE = 64  # rows that are unpacked together: a multiple of the blocks of either device
 
 
 @opaque(lambda x, qdata, scale_and_zero, n, group: x.new_empty(x.shape[0], n))
 def int4_tiled_mm(x: Tensor, qdata: Tensor, scale_and_zero: Tensor, n: int, group: int) -> Tensor:
-    """The equation above without bias.
-
-    Args:
-        x: (M, K) floating point.
-        qdata, scale_and_zero: see `TensorCoreTiledLayout`, of the device of x, padded.
-        n: N.
-        group: columns that share a scale.
-
-    Returns:
-        (M, N) in the dtype of x.
-    """
+    """The equation above without bias, (M, N) in the dtype of x (M, K); `group` columns share a scale. `qdata` and
+    `scale_and_zero` are those of `TensorCoreTiledLayout` for the device of x, padded."""
     k = x.shape[1]
     scale, zero_point = scale_and_zero[: k // group, :n].transpose(0, 1).unbind(-1)
     numerics = CodeNumerics(scale, zero_point, qdtype("uint4"), 0, 15, ZeroPointDomain.FLOAT)
@@ -83,9 +71,7 @@ def _rows(qdata: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _supports(problem: Problem) -> str | None:
-    if problem.device not in ("cpu", "cuda") or torch.version.hip:
-        return "runs on CPU and CUDA"
-    return None
+    return None if problem.device in ("cpu", "cuda") and not torch.version.hip else "runs on CPU and CUDA"
 
 
 @register(

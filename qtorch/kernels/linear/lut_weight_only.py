@@ -32,17 +32,12 @@ class CodebookWeight(QuantizedWeight, Protocol):
 
 @opaque(lambda x, qdata, scale, table, bits, axis, n: x.new_empty(x.shape[0], n))
 def lut_weight_mm(x: Tensor, qdata: Tensor, scale: Tensor, table: Tensor, bits: int, axis: int, n: int) -> Tensor:
-    """The equation above without bias.
+    """The equation above without bias, (M, N) in the dtype of x (M, K), in which the product runs.
 
     Args:
-        x: (M, K) floating point; the product runs in its dtype.
-        qdata: codes (N, K) of `bits` bits packed along `axis` by `pack_bits`; with 8 bits, one code a byte.
+        qdata: codes (N, K) of `bits` bits packed along `axis`, 0 or 1, by `pack_bits`; with 8 bits, one code a byte.
         scale: one element per block of the weight; the blocks follow from its shape.
         table: (L,), or one per block (*scale.shape, L).
-        axis: 0 or 1.
-
-    Returns:
-        (M, N) in the dtype of x.
     """
     shape = (n, x.shape[1])
     if axis == 0:
@@ -66,7 +61,5 @@ def lut_weight_linear(x: Tensor, weight: CodebookWeight, bias: Tensor | None) ->
     scheme = weight.scheme
     packed_axis = scheme.layout.packed_axis
     bits, axis = (8, 1) if packed_axis is None else (scheme.weight.dtype.bits, packed_axis + 2)
-    n = scheme.shape[0]
-    rows = to_rows(x)
-    y = lut_weight_mm(rows, weight.qdata, weight.dense_scale(), weight.table, bits, axis, n)
+    y = lut_weight_mm(to_rows(x), weight.qdata, weight.dense_scale(), weight.table, bits, axis, scheme.shape[0])
     return from_rows(y, x, bias)

@@ -36,26 +36,22 @@ def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     the activation's scale. A NaN or an infinity in a row of the input gives NaN or infinities in all of that row's
     outputs, and changes no other row.
     """
-    scheme = weight.scheme
+    spec, activation = weight.scheme.weight, weight.scheme.activation
     codes, scale, zero_point = weight.plain()
-    spec = scheme.weight
-    integers = scheme.activation is not None and not scheme.activation.dtype.is_floating_point
-    integers = integers and not spec.dtype.is_floating_point and not spec.zero_point_domain.is_real
-    if scheme.activation is not None:
-        rows = x.reshape(-1, x.shape[-1])
-        count = rows.shape[0]
-        # A block of activations may span rows; the last one is completed with zeros.
-        missing = -count % max(scheme.activation.granularity.pattern(2)[0], 1)
-        xq, xs, xz = quantize_input(functional.pad(rows, (0, 0, 0, missing)), weight)
-        if integers and len(scheme.shape) == 2:
-            y = _integer_product(xq, xs, xz, codes, scale, zero_point)[:count].reshape(*x.shape[:-1], codes.shape[0])
-            return _finish(y, bias, x.dtype)
-        x32 = dequantize_rows(scheme.activation, xq, xs, xz)[:count].reshape(x.shape)
+    if activation is None:
+        return _finish(torch.matmul(x.float(), spec.dequantize(codes, scale, zero_point).mT), bias, x.dtype)
+    rows = x.reshape(-1, x.shape[-1])
+    count = rows.shape[0]
+    # A block of activations may span rows; the last one is completed with zeros.
+    missing = -count % max(activation.granularity.pattern(2)[0], 1)
+    xq, xs, xz = quantize_input(functional.pad(rows, (0, 0, 0, missing)), weight)
+    in_floats = activation.dtype.is_floating_point or spec.dtype.is_floating_point or spec.zero_point_domain.is_real
+    if in_floats or len(weight.scheme.shape) > 2:
+        x32 = dequantize_rows(activation, xq, xs, xz)[:count].reshape(x.shape)
+        # The rotations of the weight and of the activation cancel.
+        y = torch.matmul(x32, spec.unrotated.dequantize(codes, scale, zero_point).mT)
     else:
-        x32 = x.float()
-    # The rotations of the weight and of the activation cancel.
-    spec = spec if scheme.activation is None else spec.unrotated
-    y = torch.matmul(x32, spec.dequantize(codes, scale, zero_point).transpose(-2, -1))
+        y = _integer_product(xq, xs, xz, codes, scale, zero_point)[:count].reshape(*x.shape[:-1], codes.shape[0])
     return _finish(y, bias, x.dtype)
 
 
@@ -116,8 +112,7 @@ def _in_float(real: Tensor, x: Tensor, weight: Any, bias: Tensor | None) -> Tens
     values = dequantized_weight(weight, torch.float32)
     if x.dtype == torch.float32:
         return functional.linear(real, values, bias)
-    y = functional.linear(real, values).to(x.dtype)
-    return y if bias is None else y + bias
+    return _finish(functional.linear(real, values), bias, x.dtype)
 
 
 def integer_product(xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None) -> Tensor:

@@ -22,10 +22,11 @@ from ..ops.block_mm import int8_block_mm, pad_to_blocks
 from ..ops.int8_grouped_mm import WEIGHT_SLICE, fusible_int8_mm, int8_grouped_mm
 from ..ops.int_matmul import int32_terms
 from ..ops.quantize import dequantize_rows, quantize_input, quantize_rows
-from ..ops.weight_only_mm import weight_only_mm
+from ..ops.weight_only_mm import code_arguments, weight_only_mm
 from ..registry import Problem, QuantizedWeight, from_rows, needs_matrix, needs_rows, register, to_rows
 
 INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 9))
+NOTE = "where the weight has groups, on CPU it saves memory, not time"
 
 
 def supports(problem: Problem) -> str | None:
@@ -57,52 +58,29 @@ def supports_int32(problem: Problem) -> str | None:
     )
 
 
-@register(
-    "linear",
-    layout="plain",
-    weight=INTEGERS,
-    activation=("int8",),
-    priority=20,
-    supports=supports,
-    note="where the weight has groups, on CPU it saves memory, not time",
-)
+@register("linear", layout="plain", weight=INTEGERS, activation=("int8",), priority=20, supports=supports, note=NOTE)
 def int8_scaled_mm(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation, then the equation above."""
-    wq, ws, wz = weight.plain()
-    rows = to_rows(x)
-    xq, xs, xz = quantize_input(rows, weight)
-    return from_rows(fusible_int8_mm(xq, xs, xz, wq, ws, wz, x.dtype), x, bias)
+    y = fusible_int8_mm(*quantize_input(to_rows(x), weight), *weight.plain(), x.dtype)
+    return from_rows(y, x, bias)
 
 
 @opaque(lambda xq, xs, xz, qdata, *rest: xs.new_empty(xq.shape[0], qdata.shape[0], dtype=rest[-1]))
 def packed_int8_mm(
-    xq: Tensor,
-    xs: Tensor,
-    xz: Tensor | None,
-    qdata: Tensor,
-    ws: Tensor,
-    wz: Tensor | None,
-    weight_dtype: str,
-    dtype: torch.dtype,
-) -> Tensor:
+    xq: Tensor, xs: Tensor, xz: Tensor | None, qdata: Tensor,
+    ws: Tensor, wz: Tensor | None, weight_dtype: str, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """See `int8_grouped_mm`; `qdata` is uint8, (N, K) codes of `weight_dtype`, a `QDType` name, packed by row."""
     kind, k = qdtype(weight_dtype), xq.shape[1]
     return multiply_int8_slices(xq, xs, xz, RowsInSlices(qdata, kind, k), ws, wz, dtype)
 
 
 def multiply_int8_slices(
-    xq: Tensor,
-    xs: Tensor,
-    xz: Tensor | None,
-    rows: Callable[[int, int], Tensor],
-    ws: Tensor,
-    wz: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """`int8_grouped_mm` with a weight whose codes are read by ``rows(start, stop)``, a slice at a time.
-
-    `stop` may lie beyond the last row. Where the codes come from does not change the result.
-    """
+    xq: Tensor, xs: Tensor, xz: Tensor | None, rows: Callable[[int, int], Tensor],
+    ws: Tensor, wz: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """`int8_grouped_mm`, with the same bits, with a weight whose codes are read by ``rows(start, stop)``, a slice at a
+    time; `stop` may lie beyond the last row."""
     n = ws.shape[0]
     y = xs.new_empty(xq.shape[0], n, dtype=dtype)
     # An unpacked code takes a byte; for a weight with groups the slice is converted to fp32 next, as a whole.
@@ -120,13 +98,7 @@ def supports_rows(problem: Problem) -> str | None:
 
 
 @register(
-    "linear",
-    layout="packed",
-    weight=INTEGERS,
-    activation=("int8",),
-    priority=20,
-    supports=supports_rows,
-    note="where the weight has groups, on CPU it saves memory, not time",
+    "linear", layout="packed", weight=INTEGERS, activation=("int8",), priority=20, supports=supports_rows, note=NOTE
 )
 def packed_int8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation, then the equation of `int8_scaled_mm`."""
@@ -140,16 +112,17 @@ def _supports_blocks(problem: Problem) -> str | None:
     scheme = problem.scheme
     activation = scheme.activation
     assert activation is not None
+    of_activation = activation.granularity.pattern(2)[1]
     if reason := needs_matrix(problem):
         return reason
-    if activation.granularity.pattern(2)[1] in (-1, 1):
+    if of_activation in (-1, 1):
         return f"takes activations in blocks along the contracted axis, the scheme has {activation.granularity}"
     if scheme.spec.static:
         return "computes the scales of activations on each call, the scheme has static ones"
     for what, spec in (("weight", scheme.weight), ("activation", activation)):
         if spec.has_zero_point:
             return f"takes symmetric codes, the {what} has {spec.mapping.name}"
-    of_weight, of_activation = scheme.weight.block_size(scheme.shape)[1], activation.granularity.pattern(2)[1]
+    of_weight = scheme.weight.block_size(scheme.shape)[1]
     if scheme.shape[1] % of_activation:
         return f"takes blocks that divide a row: {scheme.shape[1]} % {of_activation}"
     if of_weight % of_activation and of_activation % of_weight:
@@ -169,38 +142,29 @@ def _supports_blocks(problem: Problem) -> str | None:
 )
 def int8_block_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation in blocks, the last rows completed with zeros, then `int8_block_mm`."""
-    wq, ws, _ = weight.plain()
-    spec = weight.scheme.activation
+    rows, spec = to_rows(x), weight.scheme.activation
     assert spec is not None
-    rows = to_rows(x)
     xq, xs, _ = quantize_rows(pad_to_blocks(rows, spec.granularity), spec)
-    return from_rows(int8_block_mm(xq, xs, wq, ws, x.dtype)[: rows.shape[0]], x, bias)
+    return from_rows(int8_block_mm(xq, xs, *weight.plain()[:2], x.dtype)[: rows.shape[0]], x, bias)
 
 
-def _supports(problem: Problem) -> str | None:
+EMULATED = "emulated in fp32: the accuracy of the format, not its speed"
+
+
+def supports_floats(problem: Problem) -> str | None:
+    """Why emulation of activations in floating-point codes does not take the problem, or None."""
     activation = problem.scheme.activation
     if activation is None or not activation.dtype.is_floating_point:
         return "takes activations in floating-point codes"
     return needs_matrix(problem)
 
 
-@register(
-    "linear",
-    priority=5,
-    supports=_supports,
-    note="emulated in fp32: the accuracy of the format, not its speed",
-    emulates=True,
-    rotated=True,
-)
+@register("linear", priority=5, supports=supports_floats, note=EMULATED, emulates=True, rotated=True)
 def emulated_scaled_mm(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Linear with any scheme and layout whose activation is in floating-point codes (float8, MX formats), in fp32."""
     scheme = weight.scheme
     assert scheme.activation is not None
-    rows = to_rows(x)
-    quantized = dequantize_rows(scheme.activation, *quantize_input(rows, weight))
-    codes, scale, zero_point = weight.plain()
-    low, high = scheme.weight.code_range
-    domain = scheme.weight.zero_point_domain.name
-    name = scheme.weight.dtype.name
-    y = weight_only_mm(quantized, codes, scale, zero_point, name, float(low), float(high), domain).to(x.dtype)
-    return from_rows(y, x, bias)
+    x32 = dequantize_rows(scheme.activation, *quantize_input(to_rows(x), weight))
+    arguments = *weight.plain(), *code_arguments(scheme.weight)
+    y = weight_only_mm(x32, *arguments)
+    return from_rows(y.to(x.dtype), x, bias)

@@ -24,9 +24,7 @@ from ..ops.int_matmul import int32_terms
 from ..ops.quantize import dequantize_rows, quantize_input
 from ..ops.weight_only_mm import CodeNumerics, multiply_codes
 from ..registry import from_rows, needs_matrix, register, to_rows
-from .scaled import multiply_int8_slices, supports_rows
-
-_NOTE = "on CPU it saves memory and costs time: codes are unpacked on each call"
+from .scaled import EMULATED, multiply_int8_slices, supports_rows
 
 
 def _wide(xq: Tensor) -> torch.dtype:
@@ -66,17 +64,13 @@ def _reader(qdata: Tensor, n: int, k: int, dtype: torch.dtype) -> Callable[[int,
 
 @opaque(lambda x, qdata, n, *_: x.new_empty(x.shape[0], n))
 def semi_sparse_weight_mm(x: Tensor, qdata: Tensor, n: int, axis: int, scale: Tensor, dtype: str) -> Tensor:
-    """The equation above without bias, for an input that is not quantized.
+    """The equation above without bias, for an input that is not quantized: (M, N) in the dtype of x, in which the
+    product runs.
 
     Args:
-        x: (M, K) floating point; the product runs in its dtype.
         qdata: the (N, K) codes, sparse along `axis`, -1 or -2.
-        n: N.
         scale: one element per block of the weight; the blocks follow from its shape.
         dtype: name of the `QDType` of the codes.
-
-    Returns:
-        (M, N) in the dtype of x.
     """
     kind, k = qdtype(dtype), x.shape[1]
     numerics = CodeNumerics(scale, None, kind, kind.quant_min, kind.quant_max, ZeroPointDomain.NONE)
@@ -101,14 +95,13 @@ def _per_row(scale: Tensor, rows: int) -> bool:
     activation=("int8",),
     priority=20,
     supports=supports_rows,
-    note=_NOTE,
+    note="on CPU it saves memory and costs time: codes are unpacked on each call",
 )
 def semi_sparse_int8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation, then the equation of `int8_scaled_mm`."""
     xq, xs, xz = quantize_input(to_rows(x), weight)
     qdata, ws = weight.qdata, weight.dense_scale()
-    short = xq.shape[1] <= int32_terms()
-    if _is_compressed(qdata) and ws.shape[1] == 1 and xz is None and short:
+    if _is_compressed(qdata) and ws.shape[1] == 1 and xz is None and xq.shape[1] <= int32_terms():
         ws, up = without_large(ws)
         y = (cusparselt_mm(xq, qdata, ws.shape[0]).float() * ws.t() * xs * up).to(x.dtype)
     else:
@@ -117,12 +110,7 @@ def semi_sparse_int8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> T
 
 
 @register(
-    "linear",
-    layout="semi_sparse",
-    activation=("float8_e4m3fn",),
-    device="cuda",
-    priority=20,
-    supports=needs_matrix,
+    "linear", layout="semi_sparse", activation=("float8_e4m3fn",), device="cuda", priority=20, supports=needs_matrix
 )
 @register(
     "linear",
@@ -130,7 +118,7 @@ def semi_sparse_int8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> T
     activation=("float8_e4m3fn",),
     priority=10,
     supports=needs_matrix,
-    note="emulated in fp32: the accuracy of the format, not its speed",
+    note=EMULATED,
     emulates=True,
     name="emulated_semi_sparse_mm",
 )

@@ -17,54 +17,26 @@ from ...primitives.layouts.packed import RowsInSlices, unpack_codes
 from ...primitives.qdtype import qdtype
 from .. import features
 from ..custom_ops import note, opaque
-from ..ops.weight_only_mm import CodeNumerics, multiply_codes, weight_only_mm
+from ..ops.weight_only_mm import CodeNumerics, code_arguments, multiply_codes, weight_only_mm
 from ..registry import Problem, QuantizedWeight, from_rows, needs_matrix, register, to_rows
 
+NOTE = "dequantizes on each call: on CPU it saves memory, not time"
 
-@register(
-    "linear",
-    layout="plain",
-    activation=(),
-    priority=10,
-    supports=needs_matrix,
-    note="dequantizes on each call: on CPU it saves memory, not time",
-    name="weight_only_mm",
-)
+
+@register("linear", layout="plain", activation=(), priority=10, supports=needs_matrix, note=NOTE, name="weight_only_mm")
 def weight_only_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Linear with any weight-only scheme."""
-    codes, scale, zero_point = weight.plain()
-    spec = weight.scheme.weight
-    low, high = spec.code_range
-    rows = to_rows(x)
-    domain = spec.zero_point_domain.name
-    y = weight_only_mm(rows, codes, scale, zero_point, spec.dtype.name, float(low), float(high), domain)
+    arguments = *weight.plain(), *code_arguments(weight.scheme.weight)
+    y = weight_only_mm(to_rows(x), *arguments)
     return from_rows(y, x, bias)
 
 
 @opaque(lambda x, qdata, n, *_: x.new_empty(x.shape[0], n))
 def packed_weight_mm(
-    x: Tensor,
-    qdata: Tensor,
-    n: int,
-    axis: int,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    dtype: str,
-    low: float,
-    high: float,
-    domain: str,
-) -> Tensor:
-    """`weight_only_mm` of codes that are packed.
-
-    Args:
-        x: (M, K) floating point; the product runs in its dtype.
-        qdata: uint8, the (N, K) codes packed along `axis`, -1 or -2.
-        n: N.
-        scale, zero_point, dtype, low, high, domain: see `weight_only_mm`.
-
-    Returns:
-        (M, N) in the dtype of x.
-    """
+    x: Tensor, qdata: Tensor, n: int, axis: int,
+    scale: Tensor, zero_point: Tensor | None, dtype: str, low: float, high: float, domain: str,
+) -> Tensor:  # fmt: skip
+    """`weight_only_mm` of codes (N, K) that are packed along `axis`, -1 or -2, as uint8."""
     kind, k = qdtype(dtype), x.shape[1]
     read = RowsInSlices(qdata, kind, k) if axis == -1 else lambda a, b: unpack_codes(qdata.t()[a:b], kind, n)
     numerics = CodeNumerics(scale, zero_point, kind, low, high, ZeroPointDomain[domain])
@@ -72,27 +44,17 @@ def packed_weight_mm(
 
 
 @register(
-    "linear",
-    layout="packed",
-    activation=(),
-    priority=10,
-    supports=needs_matrix,
-    note="dequantizes on each call: on CPU it saves memory, not time",
-    name="packed_weight_mm",
+    "linear", layout="packed", activation=(), priority=10, supports=needs_matrix, note=NOTE, name="packed_weight_mm"
 )
 def packed_weight_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear with any weight-only scheme in the packed layout."""
-    spec = weight.scheme.weight
-    low, high = spec.code_range
-    n = weight.scheme.shape[0]
-    axis = weight.scheme.layout.packed_axis
-    numerics = (spec.dtype.name, float(low), float(high), spec.zero_point_domain.name)
-    y = packed_weight_mm(to_rows(x), weight.qdata, n, axis, weight.dense_scale(), weight.dense_zero_point(), *numerics)
+    scheme, scale, zero_point = weight.scheme, weight.dense_scale(), weight.dense_zero_point()
+    axis, numerics = scheme.layout.packed_axis, code_arguments(scheme.weight)
+    y = packed_weight_mm(to_rows(x), weight.qdata, scheme.shape[0], axis, scale, zero_point, *numerics)
     return from_rows(y, x, bias)
 
 
-MAX_ROWS = {True: 16, False: 1 << 30}
-"""Largest M for the packed product, by whether the CPU has bf16 products."""
+MAX_ROWS = {True: 16, False: 1 << 30}  # of x for the packed product, by whether the CPU has bf16 products
 
 
 @opaque(lambda x, codes, scale: x.new_empty(x.shape[0], codes.shape[0]))
@@ -103,13 +65,7 @@ def int8_weight_mm(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     times at small M. At larger M it is slower, from the fewer rows on the faster the CPU multiplies bf16 (measured:
     docs/performance/how_it_works.md).
 
-    Args:
-        x: (M, K) bf16 or fp16.
-        codes: (N, K) int8.
-        scale: (N, 1); rounded to the dtype of x.
-
-    Returns:
-        (M, N) in the dtype of x.
+    x is bf16 or fp16, the codes int8, and the scale (N, 1) is rounded to the dtype of x, which is that of the result.
     """
     if x.shape[0] <= MAX_ROWS[features.cpu_has("bf16")]:
         note("int8_weight_mm.int8pack")
@@ -141,6 +97,4 @@ def _supports(problem: Problem) -> str | None:
 )
 def int8_weight_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Linear with a per-channel int8 weight."""
-    codes, scale, _ = weight.plain()
-    y = int8_weight_mm(to_rows(x), codes, scale)
-    return from_rows(y, x, bias)
+    return from_rows(int8_weight_mm(to_rows(x), *weight.plain()[:2]), x, bias)

@@ -32,6 +32,7 @@ from ...primitives.layouts.packed import can_pack_bits, pack_codes, packed_lengt
 from ...primitives.qdtype import qdtype
 from ...primitives.spec import QuantSpec
 from ..custom_ops import by_device
+from ..registry import FLOATS
 
 _FLOAT8 = QuantSpec(qdtype("float8_e4m3fn"), PerRow(), zero_point_domain=ZeroPointDomain.NONE)
 
@@ -44,14 +45,12 @@ class MomentForm(NamedTuple):
     second: CodebookSpec | QuantSpec
 
 
-FORMS = {
-    form.name: form
-    for form in (
-        MomentForm("8", power_spec("uint8", 4, True), power_spec("uint8", 4, False)),
-        MomentForm("4", power_spec("uint4", 2, True), power_spec("uint4", 2, False)),
-        MomentForm("float8", _FLOAT8, _FLOAT8),
-    )
-}
+_FORMS = (
+    MomentForm("8", power_spec("uint8", 4, True), power_spec("uint8", 4, False)),
+    MomentForm("4", power_spec("uint4", 2, True), power_spec("uint4", 2, False)),
+    MomentForm("float8", _FLOAT8, _FLOAT8),
+)
+FORMS = {form.name: form for form in _FORMS}
 """The forms of quantized moments by name; "32", fp32 values m and v, has no specs."""
 
 
@@ -64,15 +63,9 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class AdamStep:
-    """The numbers of a step; see the top of the file.
+    """The numbers of a step; see the top of the file."""
 
-    Args:
-        form: a name of `FORMS`, or "32".
-        key: of the random bits, 32 bits, or None to round to nearest.
-        first: number of the first element of the weight, where it is a shard.
-    """
-
-    form: str
+    form: str  # a name of `FORMS`, or "32"
     beta1: float
     beta2: float
     eps: float
@@ -80,8 +73,8 @@ class AdamStep:
     l2: float
     step_size: float
     correction: float
-    key: int | None = None
-    first: int = 0
+    key: int | None = None  # of the random bits, 32 bits; None to round to nearest
+    first: int = 0  # number of the first element of the weight, where it is a shard
 
 
 @by_device
@@ -90,11 +83,9 @@ def adam_step(weight: Tensor, grad: Tensor, moments: list[Moment], blocks: FlatB
     """One step, in place; this function defines the numbers.
 
     Args:
-        weight: of any shape, contiguous; fp32, bf16 or fp16.
-        grad: of as many elements, contiguous; fp32, bf16 or fp16.
+        weight, grad: of as many elements, contiguous; fp32, bf16 or fp16.
         moments: m and s (in fp32: v), and with amsgrad the largest s (v).
         blocks: how the elements are divided into blocks.
-        step: numbers.
     """
     w, g = weight.reshape(-1).float(), grad.reshape(-1).float()
     first, second, *highest = [_read(moment, i, blocks, step.form) for i, moment in enumerate(moments)]
@@ -129,11 +120,14 @@ def _read(moment: Moment, index: int, blocks: FlatBlocks, form: str) -> Tensor:
     """The values of a moment, flat."""
     if moment.scale is None:
         return moment.data.reshape(-1)
-    spec = _spec(index, form)
-    codes = moment.data
+    spec, codes = _spec(index, form), moment.data
     if can_pack_bits(spec.dtype):
         codes = unpack_codes(codes, spec.dtype, blocks.block)
-    values = spec.dequantize(codes, moment.scale, _table(spec, codes))  # type: ignore[arg-type]
+    if isinstance(spec, QuantSpec):
+        values = spec.dequantize(codes, moment.scale, None)
+    else:
+        table = torch.tensor(spec.table, dtype=torch.float32, device=codes.device)
+        values = spec.dequantize(codes, moment.scale, table)
     return blocks.merge(values).reshape(-1)
 
 
@@ -150,12 +144,6 @@ def _write(moment: Moment, values: Tensor, index: int, blocks: FlatBlocks, form:
         codes = pack_codes(codes, spec.dtype)
     moment.data.copy_(codes)
     moment.scale.copy_(scale)
-
-
-def _table(spec: CodebookSpec | QuantSpec, codes: Tensor) -> Tensor | None:
-    if isinstance(spec, QuantSpec):
-        return None
-    return torch.tensor(spec.table, dtype=torch.float32, device=codes.device)
 
 
 _MASK = 0xFFFFFFFF
@@ -185,26 +173,18 @@ def key_of(step: int, index: int) -> int:
     return x ^ (x >> 15)
 
 
-LARGEST_SCALE = {
-    "32": 0.0,
-    "8": torch.finfo(torch.float32).max,
-    "4": torch.finfo(torch.float32).max,
-    "float8": torch.finfo(torch.bfloat16).max / 448.5,
-}
-"""As the specs of the form have it, see `choose_scale_codebook` and `choose_qparams_affine_with_min_max`."""
+_MOST = torch.finfo(torch.float32).max
+LARGEST_SCALE = {"32": 0.0, "8": _MOST, "4": _MOST, "float8": torch.finfo(torch.bfloat16).max / 448.5}
+"""As the specs of the form have it, see `CodebookSpec.choose_scale` and `choose_qparams_affine_with_min_max`."""
 
 _BITS = {"8": 8, "4": 4, "float8": 8}
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_step(weight: Tensor, grad: Tensor, moments: list[Moment], blocks: FlatBlocks, step: AdamStep) -> None:
     """Raise `ValueError` if a kernel would read or write outside of these tensors."""
     count = blocks.rows * blocks.length
-    wanted: list[tuple[str, Tensor | None, int, tuple[torch.dtype, ...]]] = [
-        ("weight", weight, count, _FLOATS),
-        ("grad", grad, count, _FLOATS),
-    ]
+    wanted: list[tuple[str, Tensor | None, int, tuple[torch.dtype, ...]]] = []
+    wanted += [("weight", weight, count, FLOATS), ("grad", grad, count, FLOATS)]
     for name, moment in zip(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), moments, strict=False):
         if step.form == "32":
             wanted.append((name, moment.data, count, (torch.float32,)))

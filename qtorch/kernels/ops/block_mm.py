@@ -9,6 +9,7 @@ the two operands' blocks, so that the result does not depend on the machine. Sym
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -32,20 +33,22 @@ def int8_block_mm(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: torch.d
     if not (xq.numel() and wq.numel()):
         return xs.new_zeros(xq.shape[0], wq.shape[0], dtype=dtype)
     groups = max(xs.shape[1], ws.shape[1])
-    size = wq.shape[1] // groups
-    x_scale = _of_each_row(xs, xq.shape[0], groups).unsqueeze(2)
-    w_scale = _of_each_row(ws, wq.shape[0], groups).unsqueeze(1)
-    exact = size <= EXACT_SLICE and xq.device.type == "cpu"
-    x, w = (xq.float(), wq.float()) if exact else (xq, wq)
-    y = xs.new_zeros(xq.shape[0], wq.shape[0], dtype=torch.float32)
-    for g in range(groups):
-        columns = slice(g * size, (g + 1) * size)
-        if exact:
-            part = torch.mm(x[:, columns], w[:, columns].t())
-        else:
-            part = int8_sums(x[:, columns].contiguous(), None, w[:, columns].contiguous(), None).float()
-        y.add_(part.mul_(w_scale[g]).mul_(x_scale[g]))
-    return y.to(dtype)
+    if wq.shape[1] <= EXACT_SLICE * groups and xq.device.type == "cpu":
+        return _sum_of_groups(xq.float(), wq.float(), xs, ws, groups, lambda x, w: torch.mm(x, w.t())).to(dtype)
+    sums = lambda x, w: int8_sums(x.contiguous(), None, w.contiguous(), None).float()  # noqa: E731
+    return _sum_of_groups(xq, wq, xs, ws, groups, sums).to(dtype)
+
+
+def _sum_of_groups(
+    x: Tensor, w: Tensor, xs: Tensor, ws: Tensor, groups: int, product: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """The equation in fp32, (M, N), with ``product`` for the inner sums."""
+    x_scale = _of_each_row(xs, x.shape[0], groups).unsqueeze(2)
+    w_scale = _of_each_row(ws, w.shape[0], groups).unsqueeze(1)
+    y = xs.new_zeros(x.shape[0], w.shape[0], dtype=torch.float32)
+    for g, (xg, wg) in enumerate(zip(x.chunk(groups, 1), w.chunk(groups, 1), strict=True)):
+        y.add_(product(xg, wg).mul_(w_scale[g]).mul_(x_scale[g]))
+    return y
 
 
 def _of_each_row(scale: Tensor, rows: int, groups: int) -> Tensor:
@@ -76,11 +79,7 @@ def tile_scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype
     """
     if not (a.numel() and b.numel()):
         return a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)
-    tiles, m, n = a_scale.shape[1], a.shape[0], b.shape[0]
-    rows, columns = a_scale.repeat_interleave(m // a_scale.shape[0], 0), b_scale.repeat_interleave(n // len(b_scale), 0)
     # fp64 holds the sums of int8 exactly; fp32 is accurate enough for float8.
     wide = torch.float64 if a.dtype == torch.int8 else torch.float32
-    total = a.new_zeros(m, n, dtype=torch.float32)
-    for tile, (at, bt) in enumerate(zip(a.to(wide).chunk(tiles, 1), b.to(wide).chunk(tiles, 1), strict=True)):
-        total += torch.mm(at, bt.t()).float() * columns[:, tile] * rows[:, tile, None]
-    return total.to(dtype)
+    product = lambda at, bt: torch.mm(at, bt.t()).float()  # noqa: E731
+    return _sum_of_groups(a.to(wide), b.to(wide), a_scale, b_scale, a_scale.shape[1], product).to(dtype)

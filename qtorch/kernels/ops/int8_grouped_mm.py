@@ -18,19 +18,10 @@ from ..custom_ops import by_device, opaque
 from ..registry import power_if_larger
 from .int_matmul import int32_terms, int_matmul, int_sums
 
-WEIGHT_SLICE = 4 << 20
-"""Bytes of a grouped weight that are converted to floating point at a time."""
-
-
-RESULT_SLICE = 1 << 20
-"""Bytes of the result that the groups of such a slice are added to at a time, so that they stay in cache."""
-
-
-EXACT_TERMS = 256
-"""Terms that fp32 can accumulate exactly when both factors are differences of 8-bit codes: 2^24 / (256 * 256)."""
-
-LARGE_SCALE = 2.0**80
-"""Beyond it, the product of a scale with a sum of codes may be infinite."""
+WEIGHT_SLICE = 4 << 20  # bytes of a grouped weight that are converted to floating point at a time
+RESULT_SLICE = 1 << 20  # bytes of the result that the groups of such a slice are added to at a time, to stay in cache
+EXACT_TERMS = 2**24 // (256 * 256)  # that fp32 accumulates exactly if both factors are differences of 8-bit codes
+LARGE_SCALE = 2.0**80  # beyond it, the product of a scale with a sum of codes may be infinite
 
 
 @opaque(lambda xq, xs, xz, wq, ws, wz, dtype: xs.new_empty(xq.shape[0], wq.shape[0], dtype=dtype))
@@ -94,10 +85,8 @@ def int8_sums(xq: Tensor, xz: Tensor | None, wq: Tensor, wz: Tensor | None, leng
 
 
 def _sum_of_groups(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
-    """sum_g (sum_{k in g} x[m, k] * w[n, k]) * scale[n, g]: the inner sums exact, the outer one in fp32, in order.
-
-    Not by addcmul: whether that rounds once or twice depends on the processor.
-    """
+    """sum_g (sum_{k in g} x[m, k] * w[n, k]) * scale[n, g]: the inner sums exact, the outer one in fp32, in order. Not
+    by addcmul: whether that rounds once or twice depends on the processor."""
     groups = scale.shape[1]
     pieces = zip(x.chunk(groups, 1), w.chunk(groups, 1), scale.t().contiguous(), strict=True)
     parts = (torch.mm(xg, wg.t()).float().mul_(scale_g) for xg, wg, scale_g in pieces)
@@ -119,7 +108,7 @@ def fusible_int8_mm(
     """`int8_grouped_mm`, as torch operators where a compiler can fuse them."""
     symmetric = wz is None and xz is None and wq.dtype == torch.int8
     if ws.shape[1] == 1 and symmetric and is_at_most(wq.shape[1], int32_terms()):
-        # One group: only the integer product is opaque, so that a compiler can fuse the rest.
+        # Only the integer product is opaque.
         ws, up = without_large(ws)
         return (int_matmul(xq, wq.t()).float() * ws.t() * xs.float() * up).to(dtype)
     return int8_grouped_mm(xq, xs, xz, wq, ws, wz, dtype)
@@ -130,9 +119,5 @@ def int8_product(
     xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None, group: int, dtype: torch.dtype
 ) -> Tensor:
     """`int8_grouped_mm` of operands quantized for this product only, as in training, by the device's fastest code.
-
-    Args:
-        group: columns per group, -1 for a single group. It is an argument because a compiler would guard on a size
-            read from a tensor.
-    """
+    `group` has the columns of a group, -1 for one group: a compiler would guard on a size read from a tensor."""
     return fusible_int8_mm(xq, xs, xz, wq, ws, wz, dtype)

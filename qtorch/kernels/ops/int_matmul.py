@@ -19,11 +19,8 @@ from torch import Tensor
 from .. import features
 from ..custom_ops import note, opaque
 
-EXACT_SLICE = 1024
-"""Terms of an int8 dot product that fp32 can accumulate exactly: 2^24 / (128 * 128)."""
-
-INT32_SLICE = 1 << 16
-"""Terms of a slice of sums that an int32 need not hold."""
+EXACT_SLICE = 2**24 // (128 * 128)  # terms of an int8 dot product that fp32 can accumulate exactly
+INT32_SLICE = 1 << 16  # terms of a slice of sums that an int32 need not hold
 
 
 def int32_terms(left_zero: bool = False, right_zero: bool = False) -> int:
@@ -78,7 +75,7 @@ def check_int8_matrices(a: Tensor, b: Tensor) -> None:
 
 def _sliced(a: Tensor, b: Tensor) -> Tensor:
     note("int_matmul.sliced")
-    total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.int32, device=a.device)
+    total = a.new_zeros(a.shape[0], b.shape[1], dtype=torch.int32)
     for start in range(0, a.shape[1], EXACT_SLICE):
         stop = start + EXACT_SLICE
         total += torch.mm(a[:, start:stop].float(), b[start:stop].float()).to(torch.int32)
@@ -89,18 +86,13 @@ def int_sums(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """`int_matmul` of any length with sums in `dtype`: int32 where it holds them, else int64."""
     if dtype == torch.int32:
         return int_matmul(a, b)
-    total = torch.zeros(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
+    total = a.new_zeros(a.shape[0], b.shape[1], dtype=dtype)
     for start in range(0, a.shape[1], INT32_SLICE):
         total += int_matmul(a[:, start : start + INT32_SLICE], b[start : start + INT32_SLICE])
     return total
 
 
 def int_scaled_matmul(a: Tensor, b: Tensor, scales1: Tensor) -> Tensor:
-    """The exact ``a @ b`` times a scale per row, for a K of any length.
-
-    Args:
-        a: (M, K) int8.
-        b: (K, N) int8.
-        scales1: (M, 1), or 0-d; its dtype is the result's.
-    """
+    """The exact ``a @ b`` of int8 (M, K) and (K, N), for a K of any length, times a scale per row: (M, 1), or 0-d; its
+    dtype is the result's."""
     return int_sums(a, b, torch.int32 if a.shape[-1] <= int32_terms() else torch.int64) * scales1

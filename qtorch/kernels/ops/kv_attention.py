@@ -20,12 +20,9 @@ from ...primitives.layouts.plain import smallest_layout
 from ...primitives.spec import LinearSpec, Scheme
 from ..cache_form import CacheForm, cache_form
 from ..custom_ops import opaque
-from ..registry import REFERENCE, Problem, lookup, register
+from ..registry import FLOATS, REFERENCE, Problem, lookup, register
 
-FLOATS = {torch.float32, torch.bfloat16, torch.float16}
-
-FOLDED_ROWS = 16
-"""Up to this many tokens, the queries of a head of keys become rows of one matrix: a mask is repeated for them."""
+FOLDED_ROWS = 16  # up to so many tokens, queries of a head become rows of one matrix: a mask is repeated for them
 
 
 class KVAttention(NamedTuple):
@@ -45,13 +42,11 @@ class KVAttention(NamedTuple):
     causal: bool
 
     @property
-    def tokens(self) -> int:
-        """Tokens in codes."""
+    def tokens(self) -> int:  # in codes
         return self.values[0].shape[2]
 
     @property
-    def length(self) -> int:
-        """All tokens."""
+    def length(self) -> int:  # of all tokens
         return self.tokens + (self.recent[0].shape[2] if self.recent else 0)
 
     def cut(self) -> KVAttention:
@@ -63,26 +58,12 @@ class KVAttention(NamedTuple):
         return self._replace(keys=keys, values=values, used=None)
 
 
-def _empty_result(query: Tensor, keys: Any, values: Any, recent: Any, *rest: Any) -> Tensor:
-    return query.new_empty(*query.shape[:3], rest[5])
-
-
-@opaque(_empty_result)
+@opaque(lambda query, keys, values, recent, *rest: query.new_empty(*query.shape[:3], rest[5]))
 def kv_attention(
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    recent: Sequence[Tensor],
-    length: Tensor | None,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    dtype: str,
-    block: int,
-    width: int,
-    scaling: float,
-    softcap: float,
-    causal: bool,
-) -> Tensor:
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], recent: Sequence[Tensor],
+    length: Tensor | None, mask: Tensor | None, sinks: Tensor | None,
+    dtype: str, block: int, width: int, scaling: float, softcap: float, causal: bool,
+) -> Tensor:  # fmt: skip
     """The equation above; the registry chooses the kernel.
 
     Args:
@@ -120,11 +101,7 @@ def problem_of(form: CacheForm, width: int, dtype: torch.dtype, device: str) -> 
 
 
 def check_call(call: KVAttention) -> None:
-    """Check that all tensors have the shapes, dtypes and memory by which a kernel reads them.
-
-    Raises:
-        ValueError: they have not.
-    """
+    """Raise `ValueError` if a tensor has not the shape, dtype or memory by which a kernel reads it."""
     query, form = call.query, call.form
     batch, heads, tokens = call.values[0].shape[:3]
     key_width = query.shape[3]
@@ -143,7 +120,7 @@ def check_call(call: KVAttention) -> None:
     if call.mask is not None:
         some = tuple(call.mask.shape)
         fits = len(some) == 4 and all(a in (1, b) for a, b in zip(some, query.shape[:3], strict=False))
-        if not fits or some[3] < call.length or call.mask.dtype not in FLOATS | {torch.bool}:
+        if not fits or some[3] < call.length or call.mask.dtype not in (*FLOATS, torch.bool):
             wanted = f"{tuple(query.shape[:3])} or 1 each, and at least {call.length} tokens"
             raise ValueError(f"kv_attention: a mask has {wanted}, bool or in floating point, got {some}")
     if call.used is not None and (call.used.shape != () or call.used.dtype != torch.int64 or call.recent):
@@ -153,12 +130,7 @@ def check_call(call: KVAttention) -> None:
 
 
 def _check(
-    what: str,
-    of: str,
-    x: Tensor,
-    device: torch.device,
-    shape: tuple[int, ...],
-    dtypes: Collection[torch.dtype],
+    what: str, of: str, x: Tensor, device: torch.device, shape: tuple[int, ...], dtypes: Collection[torch.dtype]
 ) -> None:
     if x.shape != shape or x.dtype not in dtypes or x.device != device:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -175,12 +147,11 @@ def _check(
 @register("kv_attention", priority=REFERENCE, name="reference")
 def attend_portably(call: KVAttention) -> Tensor:
     """The equation in fp32, on dequantized keys and values of one head after the other."""
-    heads = [attend(query.float(), *rest) for query, *rest in _heads(call.cut(), torch.float32)]
-    return torch.cat(heads, 1).to(call.query.dtype)
+    return attend_by_heads(call._replace(query=call.query.float())).to(call.query.dtype)
 
 
 def attend_by_heads(call: KVAttention) -> Tensor:
-    """`attend_portably` in the dtype of the queries: what is fastest for many of them."""
+    """The equation in the dtype of the queries: what is fastest for many of them."""
     return torch.cat([attend(*arguments) for arguments in _heads(call.cut(), call.query.dtype)], 1)
 
 
@@ -204,15 +175,9 @@ def _heads(call: KVAttention, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
 
 
 def attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    scaling: float,
-    softcap: float,
-    causal: bool,
-) -> Tensor:
+    query: Tensor, keys: Tensor, values: Tensor,
+    mask: Tensor | None, sinks: Tensor | None, scaling: float, softcap: float, causal: bool,
+) -> Tensor:  # fmt: skip
     """Attention on keys (B, H, T, D) and values (B, H, T, D') in floating point; else as `kv_attention`."""
     (batch, all_heads, rows, width), (heads, tokens) = query.shape, keys.shape[1:3]
     group = all_heads // heads

@@ -19,14 +19,7 @@ from ...primitives.layouts.portable import is_per_row
 from ...primitives.qdtype import qdtype
 from ...primitives.spec import QuantSpec, Scheme
 from ..custom_ops import portable
-from .quantize import (
-    dequantize_rows,
-    has_default_rows,
-    is_int8_rowwise,
-    quantize_int8_rowwise,
-    quantize_rows,
-    quantize_static,
-)
+from . import quantize
 
 
 def decomposed() -> Any:
@@ -37,12 +30,8 @@ def decomposed() -> Any:
 
 
 def dequantized_weight(weight: Any, dtype: torch.dtype) -> Tensor:
-    """The reals of a weight in the portable layout: a matrix, or in the shape of a convolution if its codes have that.
-
-    Args:
-        weight: of codes with scales, or of look-up tables.
-        dtype: of the result; the arithmetic is in fp32.
-    """
+    """The reals of a weight in the portable layout, of codes or look-up tables, computed in fp32 and given in `dtype`:
+    a matrix, or in the shape of a convolution if its codes have that."""
     scheme: Scheme = weight.scheme
     spec, shape = scheme.weight, scheme.codes_shape
     if not isinstance(spec, QuantSpec):
@@ -57,9 +46,8 @@ def dequantized_weight(weight: Any, dtype: torch.dtype) -> Tensor:
     if is_per_row(scheme):
         values = decomposed().dequantize_per_channel(codes, scale, weight.zero_point, 0, low, high, storage)
     else:
-        group = spec.block_size(shape)[1]
-        arguments = (codes, scale, weight.zero_point, low, high, storage, group, torch.float32)
-        values = decomposed().dequantize_per_channel_group(*arguments)
+        about = (low, high, storage, spec.block_size(shape)[1], torch.float32)
+        values = decomposed().dequantize_per_channel_group(codes, scale, weight.zero_point, *about)
     return values if dtype == torch.float32 else values.to(dtype)
 
 
@@ -95,10 +83,10 @@ def quantize_portably(x: Tensor, weight: Any) -> tuple[Tensor, Tensor, Tensor | 
     """`quantize_input` without the implementations of devices."""
     spec: QuantSpec = weight.scheme.activation
     if weight.scheme.spec.static:
-        return quantize_static(x, spec, weight.act_scale, weight.act_zero_point)
-    if is_int8_rowwise(spec):
-        return *portable(quantize_int8_rowwise)(x), None
-    return quantize_rows(x, spec)
+        return quantize.quantize_static(x, spec, weight.act_scale, weight.act_zero_point)
+    if quantize.is_int8_rowwise(spec):
+        return *portable(quantize.quantize_int8_rowwise)(x), None
+    return quantize.quantize_rows(x, spec)
 
 
 def fake_quantized(x: Tensor, weight: Any) -> Tensor:
@@ -109,17 +97,17 @@ def fake_quantized(x: Tensor, weight: Any) -> Tensor:
     scheme: Scheme = weight.scheme
     spec, ops = scheme.activation, decomposed()
     assert spec is not None
-    if spec.dtype is not qdtype("int8") or (spec.has_zero_point and spec.zero_point_domain is not ZeroPointDomain.INT):
-        rows = x.reshape(-1, x.shape[-1])
-        return dequantize_rows(spec, *quantize_portably(rows, weight)).reshape(x.shape)
-    low, high = map(int, spec.code_range)
-    if scheme.spec.static and scheme.layout.input_scale is not None:
-        numbers = (scheme.layout.input_scale, scheme.layout.input_zero_point, low, high, torch.int8)
+    low, high = spec.code_range
+    real_zero = spec.has_zero_point and spec.zero_point_domain is not ZeroPointDomain.INT
+    integers = spec.dtype is qdtype("int8") and not real_zero
+    if integers and scheme.spec.static and scheme.layout.input_scale is not None:
+        numbers = (scheme.layout.input_scale, scheme.layout.input_zero_point, int(low), int(high), torch.int8)
         return cast(Tensor, ops.dequantize_per_tensor(ops.quantize_per_tensor(x, *numbers), *numbers))
-    if scheme.spec.static or not isinstance(spec.granularity, PerRow):
+    if not integers or scheme.spec.static or not isinstance(spec.granularity, PerRow):
         rows = x.reshape(-1, x.shape[-1])
-        return dequantize_rows(spec, *quantize_portably(rows, weight)).reshape(x.shape)
-    if spec.has_zero_point and has_default_rows(spec) and (low, high) == (-128, 127):
+        return quantize.dequantize_rows(spec, *quantize_portably(rows, weight)).reshape(x.shape)
+    low, high = int(low), int(high)
+    if spec.has_zero_point and quantize.has_default_rows(spec) and (low, high) == (-128, 127):
         x = x.float()
         scale, zero_point = ops.choose_qparams_per_token_asymmetric(x, torch.int8)
         codes = ops.quantize_per_token(x, scale, zero_point, low, high, torch.int8)

@@ -26,13 +26,8 @@ _TINY = torch.finfo(torch.float32).tiny
 
 @by_device
 def quantize_int8_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 in [-127, 127], one fp32 scale per row.
-
-    Args:
-        x: (M, K) fp32, fp16 or bf16.
-
-    Returns:
-        codes (M, K) int8, scale (M, 1) fp32; equal bit for bit to the primitives on the same spec.
+    """Symmetric int8 in [-127, 127], one fp32 scale per row, of x (M, K) fp32, fp16 or bf16: codes (M, K) int8 and
+    scale (M, 1) fp32, equal bit for bit to the primitives on the same spec.
 
     Raises:
         TypeError: x is not in floating point.
@@ -45,27 +40,24 @@ def quantize_int8_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.round(x * (1.0 / scale)).to(torch.int8), scale
 
 
-def quantize_input(x: Tensor, weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
+Quantized = tuple[Tensor, Tensor, Tensor | None]
+
+
+def quantize_input(x: Tensor, weight: QuantizedWeight) -> Quantized:
     """(codes, scale, zero_point) of the input `x` (M, K), quantized as the weight's scheme says, dynamic or static."""
     spec = weight.scheme.activation
     assert spec is not None
     if weight.scheme.spec.static:
-        scale, zero_point = weight.act_scale, weight.act_zero_point
-        assert scale is not None
-        return quantize_static(x, spec, scale, zero_point)
+        assert weight.act_scale is not None
+        return quantize_static(x, spec, weight.act_scale, weight.act_zero_point)
     return quantize_rows(x, spec)
-
-
-Quantized = tuple[Tensor, Tensor, Tensor | None]
 
 
 def quantize_static(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> Quantized:
     """(codes, scale, zero_point) of `x` (M, K) with the given scale. If the code dtype has no NaN, the result has a
     scale per row, NaN for rows that hold a NaN or an infinity."""
     codes = spec.quantize(x, scale, zero_point)
-    if spec.dtype.has_nan:
-        return codes, scale, zero_point
-    return codes, *_of_rows(spec, scale, zero_point, lost_rows(x))
+    return codes, *_of_rows(spec, scale, zero_point, None if spec.dtype.has_nan else lost_rows(x))
 
 
 @by_device
@@ -76,10 +68,7 @@ def quantize_rows(x: Tensor, spec: QuantSpec) -> Quantized:
         return quantize_dynamic(x, spec)
     lost = lost_rows(x)
     scale, zero_point = spec.choose_qparams(without_rows(x, lost))
-    codes = spec.quantize(x, scale, zero_point)
-    if spec.dtype.has_nan:
-        return codes, scale, zero_point
-    return codes, *_of_rows(spec, scale, zero_point, lost)
+    return spec.quantize(x, scale, zero_point), *_of_rows(spec, scale, zero_point, None if spec.dtype.has_nan else lost)
 
 
 def without_lost_rows(x: Tensor, spec: QuantSpec) -> Tensor:
@@ -92,8 +81,12 @@ def shares_scales(spec: QuantSpec) -> bool:
     return spec.granularity.pattern(2)[0] != 1 or spec.scale_spec is not None
 
 
-def _of_rows(spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, lost: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point for each row, from those of blocks of rows."""
+def _of_rows(
+    spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, lost: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point for each row, from those of blocks of rows; as they are if no rows can be lost."""
+    if lost is None:
+        return scale, zero_point
     rows = spec.granularity.pattern(2)[0]
     if rows > 1:
         scale = scale.repeat_interleave(rows, 0)
@@ -111,7 +104,7 @@ def dequantize_rows(
 
 
 @by_device
-def quantize_dynamic(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor | None]:
+def quantize_dynamic(x: Tensor, spec: QuantSpec) -> Quantized:
     """(codes, scale, zero_point) of `x` (M, K), its scale chosen from its values: NaN or infinite for a block that
     holds such a value."""
     if is_int8_rowwise(spec):
@@ -176,13 +169,10 @@ def _quantize(x: Tensor, spec: QuantSpec, form: CacheForm) -> Parts:
 
 
 @by_device
-def quantize_weight(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor | None]:
+def quantize_weight(weight: Tensor, spec: QuantSpec) -> Quantized:
     """(codes, scale, zero_point) of `weight`, any shape in floating point, as `QuantSpec.choose_qparams` and
-    `QuantSpec.quantize` give them, bit for bit; one operation, so that a device can make both in one pass. A block that
-    holds a NaN or an infinity has NaN for a scale, and its codes are undefined unless the code dtype has a NaN.
-
-    Args:
-        spec: without a `scale_spec`.
-    """
+    `QuantSpec.quantize` give them, bit for bit, by a spec without a `scale_spec`; one operation, so that a device can
+    make both in one pass. A block that holds a NaN or an infinity has NaN for a scale, and its codes are undefined
+    unless the code dtype has a NaN."""
     scale, zero_point = spec.choose_qparams(weight)
     return spec.quantize(weight, scale, zero_point), scale, zero_point

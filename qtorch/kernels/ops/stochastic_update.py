@@ -18,12 +18,8 @@ from ..custom_ops import by_device
 
 @torch.no_grad()
 def stochastic_update_bf16_(weight: Tensor, update: Tensor, alpha: float) -> Tensor:
-    """weight += alpha * update, rounded stochastically.
-
-    Args:
-        weight: (M, K) bf16, changed in place and returned.
-        update: (M, K) floating point.
-        alpha: a number, minus the learning rate.
+    """weight (M, K) bf16 += alpha * update (M, K), rounded stochastically, in place; `alpha` is minus the learning
+    rate.
 
     Raises:
         ValueError: other dtypes or shapes.
@@ -49,12 +45,8 @@ def update_bf16(weight: Tensor, update: Tensor, alpha: float) -> None:
 
 @torch.no_grad()
 def stochastic_update_int8_(codes: Tensor, scale: Tensor, update: Tensor, alpha: float) -> None:
-    """codes * scale += alpha * update, with a new scale for each row and codes rounded stochastically.
-
-    Args:
-        codes: (M, K) int8, changed in place.
-        scale: (M, 1) fp32, changed in place.
-        update, alpha: see `stochastic_update_bf16_`.
+    """codes (M, K) int8 * scale (M, 1) fp32 += alpha * update (M, K), in place, with a new scale for each row and codes
+    rounded stochastically.
 
     Raises:
         ValueError: other dtypes or shapes.

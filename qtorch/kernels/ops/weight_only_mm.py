@@ -18,21 +18,16 @@ from torch import Tensor
 from ...primitives.affine import ZeroPointDomain, dequantize_affine, dequantize_split
 from ...primitives.granularity import BlockView, block_of
 from ...primitives.qdtype import QDType, qdtype
+from ...primitives.spec import QuantSpec
 from .. import features
 from ..custom_ops import by_device, note, opaque
 from ..registry import power_if_larger
 from .int_matmul import int32_terms, int_matmul
 
 SLICES = 3
-
-MAX_RATIO = 2.0**8
-"""Most that the largest number of a row may exceed the mean magnitude; beyond it the small ones lose precision."""
-
-LEAST_CODES = 1 << 20
-"""Least codes of a weight; with fewer, the calls take longer than the product (measured)."""
-
-COLUMNS_PER_ROW = 8
-"""Least columns per row of the input; with fewer, adding up slices takes longer than the product (measured)."""
+MAX_RATIO = 2.0**8  # largest number of a row by the mean magnitude; beyond it the small ones lose precision
+LEAST_CODES = 1 << 20  # of a weight; with fewer, the calls take longer than the product (measured)
+COLUMNS_PER_ROW = 8  # of the input, at least; with fewer, adding up slices takes longer than the product (measured)
 
 
 def fixed_point_mm(x: Tensor, codes: Tensor) -> Tensor | None:
@@ -45,13 +40,8 @@ def fixed_point_mm(x: Tensor, codes: Tensor) -> Tensor | None:
     are as accurate as fp32 is for the largest number of a row. The sums in brackets are exact. The compiled kernels do
     the same (cpu/src/quantize.h). A NaN or an infinity in a row makes its results NaN.
 
-    Args:
-        x: (M, K) fp32.
-        codes: (N, K) int8.
-
-    Returns:
-        (M, N) fp32; None where another method is better: for other dtypes or processors, small weights, many rows, and
-        rows in which a few numbers are far larger than the others.
+    From x (M, K) fp32 and codes (N, K) int8: (M, N) fp32; None where another method is better: for other dtypes or
+    processors, small weights, many rows, and rows in which a few numbers are far larger than the others.
     """
     if x.dtype is not torch.float32 or x.device.type != "cpu" or not x.numel() or not features.cpu_has("vnni"):
         return None
@@ -78,43 +68,27 @@ def fixed_point_mm(x: Tensor, codes: Tensor) -> Tensor | None:
 
 @by_device
 def dequantize_codes(
-    codes: Tensor,
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    kind: QDType,
-    low: float,
-    high: float,
-    domain: ZeroPointDomain,
-    dtype: torch.dtype,
-) -> Tensor:
-    """`dequantize_affine` of codes (M, K), whose blocks follow from the shape of the scale; without a scale, the values
-    of the codes themselves.
-
-    Args:
-        kind: of the codes, whose bounds are `low` and `high`.
-        dtype: of the result, (M, K).
-    """
+    codes: Tensor, scale: Tensor | None, zero_point: Tensor | None, kind: QDType,
+    low: float, high: float, domain: ZeroPointDomain, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """`dequantize_affine` of codes (M, K) with bounds `low` and `high`, whose blocks follow from the shape of the
+    scale; without a scale, the values of the codes themselves. The result (M, K) is in `dtype`."""
     if scale is None:
         return kind.decode(codes).to(dtype) if kind.format else codes.to(dtype)
     block = block_of(codes.shape, scale.shape)
     return dequantize_affine(codes, block, scale, zero_point, kind, low, high, domain, dtype)
 
 
-SLICE_BYTES = {"cpu": 4 << 20}
-"""Size of a dequantized slice by device type; elsewhere 64 MiB, enough to fill a GPU."""
-
-EVEN_ROWS = 128
-"""Matrix products take up to a third longer with slices that are not whole multiples of this."""
-
-LARGE = 2.0**64
-"""Beyond it, products of the input with codes that are not scaled yet may be infinite."""
+SLICE_BYTES = {"cpu": 4 << 20}  # of a dequantized slice by device type; elsewhere 64 MiB, enough to fill a GPU
+EVEN_ROWS = 128  # matrix products take up to a third longer with slices that are not whole multiples of this
+LARGE = 2.0**64  # beyond it, products of the input with codes that are not scaled yet may be infinite
 
 
 @opaque(lambda x, codes, *_: x.new_empty(x.shape[0], codes.shape[0]))
 def weight_only_mm(
     x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, low: float, high: float, domain: str
 ) -> Tensor:
-    """The equation above without bias.
+    """The equation above without bias, (M, N) in the dtype of x.
 
     Args:
         x: (M, K) floating point; the product runs in its dtype.
@@ -122,9 +96,6 @@ def weight_only_mm(
         scale, zero_point: one element per block of the weight; the blocks follow from the scale's shape.
         low, high: bounds of the codes.
         domain: name of a `ZeroPointDomain`.
-
-    Returns:
-        (M, N) in the dtype of x.
     """
     if dtype == "int8" and zero_point is None and scale.shape == (len(codes), 1):
         y = fixed_point_mm(x, codes)
@@ -132,6 +103,12 @@ def weight_only_mm(
             return y.mul_(scale.t())
     numerics = CodeNumerics(scale, zero_point, qdtype(dtype), low, high, ZeroPointDomain[domain])
     return multiply_codes(x, codes.shape, lambda a, b: codes[a:b], numerics)
+
+
+def code_arguments(spec: QuantSpec) -> tuple[str, float, float, str]:
+    """The last arguments of `weight_only_mm` for codes of this spec: dtype, low, high and domain."""
+    low, high = spec.code_range
+    return spec.dtype.name, float(low), float(high), spec.zero_point_domain.name
 
 
 class CodeNumerics(NamedTuple):

@@ -26,7 +26,6 @@ FLOATS = frozenset(
 )
 """Dtypes allowed for scales, tables and zero points in floating point."""
 
-
 INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})
 """Dtypes allowed for zero points that are codes."""
 
@@ -48,10 +47,8 @@ Forms = Mapping[str, tuple[Form, ...]]
 
 
 def scale_forms(weight: Any, shape: Sequence[int]) -> dict[str, tuple[Form, ...]]:
-    """Forms of the tensors that represent the scales of a tensor of this shape, quantized by `weight`.
-
-    `weight` is a `QuantSpec` or a `CodebookSpec`; see `primitives.double_quant`.
-    """
+    """Forms of the tensors that represent the scales of a tensor of this shape; `weight` is a `QuantSpec` or a
+    `CodebookSpec`, see `primitives.double_quant`."""
     spec = weight.scale_spec
     shapes = scale_tensor_shapes(weight.scale_shape(shape), spec)
     forms: dict[str, tuple[Form, ...]] = {name: (Form(shape, FLOATS),) for name, shape in shapes.items()}
@@ -59,22 +56,15 @@ def scale_forms(weight: Any, shape: Sequence[int]) -> dict[str, tuple[Form, ...]
 
 
 def check_inner_tensors(tensors: Mapping[str, Any], forms: Forms, scheme: Any) -> None:
-    """Raise `ValueError` if `tensors` do not have the names, shapes and dtypes of `forms`.
-
-    Args:
-        tensors: by name; None counts as missing.
-        forms: the forms of `scheme`.
-        scheme: shown in the error message.
-    """
+    """Raise `ValueError` if `tensors`, of which None counts as missing, do not have the names, shapes and dtypes of
+    `forms`; the message shows `scheme`."""
     for name, alternatives in forms.items():
         tensor = tensors.get(name)
         if tensor is None:
             raise ValueError(f"{name} is missing: {_described(scheme)} has one")
         if not any(tensor.shape == shape and tensor.dtype in dtypes for shape, dtypes in alternatives):
-            wanted = " or ".join(map(str, alternatives))
-            raise ValueError(
-                f"{name} of {_described(scheme)} has shape {wanted}, got {tuple(tensor.shape)} of {tensor.dtype}"
-            )
+            allowed, found = " or ".join(map(str, alternatives)), f"{tuple(tensor.shape)} of {tensor.dtype}"
+            raise ValueError(f"{name} of {_described(scheme)} has shape {allowed}, got {found}")
         if not is_backed(tensor):
             raise ValueError(f"{name} of {_described(scheme)} has no memory: its storage was resized")
     for name, tensor in tensors.items():
@@ -116,7 +106,8 @@ Plain = tuple[Tensor, Tensor, Tensor | None]
 
 
 class Layout:
-    """Base class of layouts.
+    """Base class of layouts. A layout that changes the codes alone overrides `pack_qdata` and `unpack_qdata`; any other
+    one `pack` and `unpack`.
 
     Attributes:
         name: the name by which kernels select layouts.
@@ -127,17 +118,29 @@ class Layout:
     """
 
     name: ClassVar[str]
-    tensors: ClassVar[tuple[str, ...]]
+    tensors: ClassVar[tuple[str, ...]] = ("qdata", "scale", "zero_point")
     any_codes: ClassVar[bool] = True
     traces_views: ClassVar[bool] = False
 
     def pack(self, plain: Plain, scheme: Scheme) -> dict[str, Tensor]:
         """Inner tensors by name."""
-        raise NotImplementedError
+        codes, *others = plain
+        parts = zip(self.tensors, (self.pack_qdata(codes, scheme), *others), strict=True)
+        return {name: tensor for name, tensor in parts if tensor is not None}
 
     def unpack(self, tensors: dict[str, Tensor | None], scheme: Scheme) -> Plain:
         """Inverse of `pack`; every name of `tensors` is present."""
-        raise NotImplementedError
+        qdata, scale = tensors["qdata"], tensors["scale"]
+        assert qdata is not None
+        return self.unpack_qdata(qdata, scheme), scale, tensors["zero_point"]  # type: ignore[return-value]
+
+    def pack_qdata(self, codes: Tensor, scheme: Scheme) -> Tensor:
+        """The packed codes; by default the codes as they are."""
+        return codes
+
+    def unpack_qdata(self, qdata: Tensor, scheme: Scheme) -> Tensor:
+        """Inverse of `pack_qdata`."""
+        return qdata
 
     def codes_forms(self, scheme: Scheme) -> tuple[Form, ...]:
         """The forms that the first tensor of `tensors`, the packed codes, may have for this scheme."""
@@ -206,17 +209,12 @@ LAYOUTS: dict[str, type[Layout]] = {}
 def check_layout(value: object) -> None:
     """Raise `ValueError` if `value`, which may come from a file, is not a layout."""
     if type(value) not in LAYOUTS.values():
-        raise ValueError(
-            f"a layout is one of {', '.join(sorted(cls.__name__ for cls in LAYOUTS.values()))}, got {value!r:.80}"
-        )
+        names = ", ".join(sorted(cls.__name__ for cls in LAYOUTS.values()))
+        raise ValueError(f"a layout is one of {names}, got {value!r:.80}")
 
 
 def register_layout(cls: L) -> L:
-    """Class decorator: register a layout under its name and make it readable from JSON.
-
-    Raises:
-        ValueError: another layout has the same name.
-    """
+    """Class decorator: register a layout under its name, which no other may have, and make it readable from JSON."""
     if LAYOUTS.setdefault(cls.name, cls) is not cls:
         raise ValueError(f"register_layout: the name {cls.name!r} is taken by {LAYOUTS[cls.name]!r}")
     jsonable(cls)

@@ -45,10 +45,7 @@ class BlockSparseLayout(Layout):
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or not 0 <= self.sparsity < 1:
-            raise ValueError(
-                f"BlockSparseLayout takes a positive block_size and a sparsity in [0, 1), got {self.block_size} and "
-                f"{self.sparsity}"
-            )
+            raise ValueError(f"BlockSparseLayout takes a positive block_size and a sparsity in [0, 1), got {self}")
 
     def check_spec(self, weight: QuantSpec) -> None:
         if weight.has_zero_point:
@@ -124,11 +121,7 @@ class BlockSparseLayout(Layout):
         return 0 if columns == scheme.shape[1] else self.block_size // columns
 
     def _columns(self, codes: Tensor, scheme: Scheme) -> Tensor:
-        """The columns of the blocks to keep, (rows of blocks, kept) int32.
-
-        Raises:
-            ValueError: more blocks of a row are not zero.
-        """
+        """The columns of the blocks to keep, (rows of blocks, kept) int32; `ValueError` if more are not zero."""
         kept = self.kept(scheme)
         used = (codes.view(torch.uint8) != 0).unflatten(1, (-1, self.block_size))
         used = used.unflatten(0, (-1, self.block_size)).any(3).any(1)

@@ -12,7 +12,7 @@ bytes, so packing and unpacking are shifts and masks of contiguous runs, which v
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,64 +20,64 @@ from torch import Tensor
 from ..qdtype import QDType
 from ..slices import in_slices
 from ..spec import QuantSpec, Scheme
-from .base import Form, Layout, Plain, register_layout
+from .base import Form, Layout, register_layout
 
 
-@register_layout
 @dataclass(frozen=True, repr=False)
-class PackedLayout(Layout):
-    """Codes packed in uint8 at their true size (see `pack_bits`), signed ones offset; scale and zero point separate.
+class LayoutAlongAxis(Layout):
+    """Base of the layouts that pack the codes along one axis.
 
     Args:
-        axis: the axis along which codes are packed, counted from the end. Transposed views have another than the last.
+        axis: counted from the end. Transposed views have another than the last.
 
     Raises:
         ValueError: `axis` is not negative.
     """
 
-    name = "packed"
-    tensors = ("qdata", "scale", "zero_point")
-
     axis: int = -1
 
     def __post_init__(self) -> None:
         if self.axis >= 0:
-            raise ValueError(f"PackedLayout: axis is counted from the end and must be negative, got {self.axis}")
+            raise ValueError(f"{self!r}: axis is counted from the end and must be negative, got {self.axis}")
 
     def __repr__(self) -> str:
-        return "PackedLayout()" if self.axis == -1 else f"PackedLayout(axis={self.axis})"
-
-    def check_spec(self, weight: QuantSpec) -> None:
-        if not can_pack_bits(weight.dtype):
-            raise ValueError(f"PackedLayout packs codes of 1 to 7 bits, the weight has {weight.dtype}")
+        return f"{type(self).__name__}({'' if self.axis == -1 else f'axis={self.axis}'})"
 
     def check(self, scheme: Scheme) -> None:
         super().check(scheme)
         if len(scheme.shape) < -self.axis:
-            raise ValueError(f"PackedLayout: a tensor of shape {scheme.shape} has no axis {self.axis}")
+            raise ValueError(f"{self!r}: a tensor of shape {scheme.shape} has no axis {self.axis}")
+
+    @property
+    def packed_axis(self) -> int:
+        return self.axis
+
+    def with_packed_axis(self, axis: int) -> Layout:
+        return replace(self, axis=axis)
+
+
+@register_layout
+@dataclass(frozen=True, repr=False)
+class PackedLayout(LayoutAlongAxis):
+    """Codes packed in uint8 at their true size along `axis` (see `pack_bits`), signed ones offset; scale and zero point
+    separate."""
+
+    name = "packed"
+
+    def check_spec(self, weight: QuantSpec) -> None:
+        if not can_pack_bits(weight.dtype):
+            raise ValueError(f"PackedLayout packs codes of 1 to 7 bits, the weight has {weight.dtype}")
 
     def codes_forms(self, scheme: Scheme) -> tuple[Form, ...]:
         shape = list(scheme.codes_shape)
         shape[self.axis] = packed_length(shape[self.axis], scheme.weight.dtype.bits)
         return (Form(tuple(shape), {torch.uint8}),)
 
-    def pack(self, plain: Plain, scheme: Scheme) -> dict[str, Tensor]:
-        codes, scale, zero_point = plain
-        tensors = {"qdata": pack_codes(codes, scheme.weight.dtype, self.axis), "scale": scale}
-        return tensors if zero_point is None else {**tensors, "zero_point": zero_point}
+    def pack_qdata(self, codes: Tensor, scheme: Scheme) -> Tensor:
+        return pack_codes(codes, scheme.weight.dtype, self.axis)
 
-    def unpack(self, tensors: dict[str, Tensor | None], scheme: Scheme) -> Plain:
-        qdata = tensors["qdata"]
-        assert qdata is not None
-        codes = unpack_codes(qdata, scheme.weight.dtype, scheme.shape[self.axis], self.axis)
-        return codes, tensors["scale"], tensors["zero_point"]  # type: ignore[return-value]
-
-    @property
-    def packed_axis(self) -> int:
-        return self.axis
-
-    def with_packed_axis(self, axis: int) -> PackedLayout:
-        return PackedLayout(axis)
+    def unpack_qdata(self, qdata: Tensor, scheme: Scheme) -> Tensor:
+        return unpack_codes(qdata, scheme.weight.dtype, scheme.shape[self.axis], self.axis)
 
 
 _GROUP = 8
@@ -89,11 +89,8 @@ def packed_length(length: int, bits: int) -> int:
 
 
 def pack_bits(codes: Tensor, bits: int, axis: int = -1) -> Tensor:
-    """Pack unsigned codes of `bits` bits, in any integer dtype, along `axis` into uint8; format at the top of the file.
-
-    Raises:
-        ValueError: `bits` is not 1 to 8.
-    """
+    """Pack unsigned codes of `bits` bits, in any integer dtype, along `axis` into uint8; format at the top of the
+    file."""
     _check_bits(bits)
     if bits == _GROUP:
         return codes.to(torch.uint8)
@@ -120,21 +117,15 @@ def _pack(codes: Tensor, bits: int, axis: int) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, bits: int, length: int, axis: int = -1, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """Inverse of `pack_bits`: the first `length` codes along `axis`.
-
-    Raises:
-        ValueError: `bits` is not 1 to 8, or `packed` does not have the size of `length` codes.
-    """
+    """Inverse of `pack_bits`: the first `length` codes along `axis`; `ValueError` if `packed` has another size."""
     _check_bits(bits)
     axis %= packed.dim()
     if bits == _GROUP:
         return packed.to(dtype)
     groups = -(-length // _GROUP)
     if packed.shape[axis] != groups * bits:
-        raise ValueError(
-            f"{length} codes of {bits} bits take {groups * bits} bytes, axis {axis} of {tuple(packed.shape)} has "
-            f"{packed.shape[axis]}"
-        )
+        found = f"axis {axis} of {tuple(packed.shape)} has {packed.shape[axis]}"
+        raise ValueError(f"{length} codes of {bits} bits take {groups * bits} bytes, {found}")
     return in_slices(lambda part: _unpack(part, bits, length, axis).to(dtype), packed, axes=axis)
 
 
@@ -172,14 +163,8 @@ def unpack_codes(packed: Tensor, dtype: QDType, length: int, axis: int = -1) -> 
 
 
 class RowsInSlices:
-    """Reads the codes of a matrix packed along its rows, a slice of rows at a time, into memory that it keeps: new
-    memory for each slice would not be in cache. A slice is valid until the next one is read.
-
-    Args:
-        packed: uint8, a matrix that `pack_codes` packed along its last axis.
-        dtype: of the codes.
-        length: codes of a row.
-    """
+    """Reads the codes of a matrix that `pack_codes` packed along its last axis, a slice of rows at a time, into memory
+    that it keeps: new memory for each slice would not be in cache. A slice is valid until the next one is read."""
 
     def __init__(self, packed: Tensor, dtype: QDType, length: int) -> None:
         self.packed, self.dtype, self.length = packed, dtype, length

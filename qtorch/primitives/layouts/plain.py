@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from ..qdtype import QDType
 from ..spec import Scheme
-from .base import Form, Layout, Plain, register_layout
+from .base import Form, Layout, register_layout
 from .packed import PackedLayout, can_pack_bits
 
 
@@ -18,21 +16,12 @@ class PlainLayout(Layout):
     """Unpacked codes in their storage dtype, one per element, with scale and zero point as separate tensors."""
 
     name = "plain"
-    tensors = ("qdata", "scale", "zero_point")
 
     def codes_forms(self, scheme: Scheme) -> tuple[Form, ...]:
         return (Form(scheme.codes_shape, {scheme.weight.dtype.storage}),)
 
-    def pack(self, plain: Plain, scheme: Scheme) -> dict[str, Tensor]:
-        codes, scale, zero_point = plain
-        tensors = {"qdata": codes, "scale": scale}
-        return tensors if zero_point is None else {**tensors, "zero_point": zero_point}
-
     def joins_rows(self, ndim: int) -> bool:
         return True
-
-    def unpack(self, tensors: dict[str, Tensor | None], scheme: Scheme) -> Plain:
-        return tensors["qdata"], tensors["scale"], tensors["zero_point"]  # type: ignore[return-value]
 
 
 def smallest_layout(dtype: QDType) -> Layout:

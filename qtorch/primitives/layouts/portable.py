@@ -34,7 +34,6 @@ class PortableLayout(Layout):
     """
 
     name = "portable"
-    tensors = ("qdata", "scale", "zero_point")
     traces_views = True
 
     qdq: bool = False
@@ -85,8 +84,7 @@ class PortableLayout(Layout):
         if zero_point is not None and scheme.weight.zero_point_domain is ZeroPointDomain.INT:
             zero_point = zero_point.to(scheme.weight.dtype.storage)
         if is_per_row(scheme):
-            scale = scale.reshape(-1, 1)
-            zero_point = None if zero_point is None else zero_point.reshape(-1, 1)
+            scale, zero_point = scale.reshape(-1, 1), None if zero_point is None else zero_point.reshape(-1, 1)
         return codes, scale, zero_point
 
     def _adds_zero_point(self, scheme: Scheme) -> bool:

@@ -21,37 +21,21 @@ from torch import Tensor
 
 from ..pruning import runs_of_four
 from ..spec import QuantSpec, Scheme
-from .base import Form, Layout, Plain, register_layout
-from .packed import pack_bits, unpack_bits
+from .base import Form, register_layout
+from .packed import LayoutAlongAxis, pack_bits, unpack_bits
 
 
 @register_layout
 @dataclass(frozen=True, repr=False)
-class SemiSparseLayout(Layout):
+class SemiSparseLayout(LayoutAlongAxis):
     """int8 or float8_e4m3fn codes with at most two that are not zero in each run of four, packed; scale separate.
 
     Packed codes are uint8, or, for a matrix that is sparse along its rows on a CUDA device with sparse tensor cores, in
-    the order of cuSPARSELt and the dtype of the codes.
-
-    Args:
-        axis: the axis along which codes are sparse, counted from the end. Transposed views have another than the last.
-
-    Raises:
-        ValueError: `axis` is not negative.
+    the order of cuSPARSELt and the dtype of the codes. They are sparse along `axis`.
     """
 
     name = "semi_sparse"
-    tensors = ("qdata", "scale", "zero_point")
     any_codes = False
-
-    axis: int = -1
-
-    def __post_init__(self) -> None:
-        if self.axis >= 0:
-            raise ValueError(f"SemiSparseLayout: the axis is counted from the end, got {self.axis}")
-
-    def __repr__(self) -> str:
-        return "SemiSparseLayout()" if self.axis == -1 else f"SemiSparseLayout(axis={self.axis})"
 
     def check_spec(self, weight: QuantSpec) -> None:
         if weight.dtype.name not in ("int8", "float8_e4m3fn"):
@@ -60,11 +44,6 @@ class SemiSparseLayout(Layout):
             raise ValueError(
                 f"SemiSparseLayout takes weights without zero point, whose zeros have the code zero, got {weight}"
             )
-
-    def check(self, scheme: Scheme) -> None:
-        super().check(scheme)
-        if len(scheme.shape) < -self.axis:
-            raise ValueError(f"SemiSparseLayout: a tensor of shape {scheme.shape} has no axis {self.axis}")
 
     def packing(self, device: torch.device) -> Hashable:
         return "cusparselt" if device.type == "cuda" and self.axis == -1 else None
@@ -77,37 +56,20 @@ class SemiSparseLayout(Layout):
             return forms
         return (*forms, Form(compressed_shape(*scheme.codes_shape), {scheme.weight.dtype.storage}))
 
-    def pack(self, plain: Plain, scheme: Scheme) -> dict[str, Tensor]:
-        codes, scale, _ = plain
-        qdata = pack_2_4(codes, self.axis)
-        if self.axis == -1 and has_cusparselt(codes):
-            qdata = compress_cusparselt(codes)
-        return {"qdata": qdata, "scale": scale}
+    def pack_qdata(self, codes: Tensor, scheme: Scheme) -> Tensor:
+        packed = pack_2_4(codes, self.axis)  # which checks that they are sparse
+        return compress_cusparselt(codes) if self.axis == -1 and has_cusparselt(codes) else packed
 
-    def unpack(self, tensors: dict[str, Tensor | None], scheme: Scheme) -> Plain:
-        qdata, scale = tensors["qdata"], tensors["scale"]
-        assert qdata is not None
-        assert scale is not None
+    def unpack_qdata(self, qdata: Tensor, scheme: Scheme) -> Tensor:
         if self.can_view(qdata):
-            codes = unpack_2_4(qdata, scheme.shape[self.axis], scheme.weight.dtype.storage, self.axis)
-        else:
-            codes = decompress_cusparselt(qdata, *scheme.shape)
-        return codes, scale, None
-
-    @property
-    def packed_axis(self) -> int:
-        return self.axis
+            return unpack_2_4(qdata, scheme.shape[self.axis], scheme.weight.dtype.storage, self.axis)
+        return decompress_cusparselt(qdata, *scheme.shape)
 
     def can_view(self, qdata: Tensor) -> bool:
         return qdata.dtype == torch.uint8
 
-    def with_packed_axis(self, axis: int) -> SemiSparseLayout:
-        return SemiSparseLayout(axis)
-
 
 _GROUP = 16
-
-
 _TILE = 32
 
 
@@ -119,10 +81,8 @@ def packed_length_2_4(length: int) -> int:
 def pack_2_4(codes: Tensor, axis: int = -1) -> Tensor:
     """Pack 2:4 sparse codes in any one-byte dtype along `axis` into uint8; format at the top of the file.
 
-    A code is zero if its byte is zero, so the negative zero of float8 is not.
-
-    Raises:
-        ValueError: a run of four has more than two codes that are not zero.
+    A code is zero if its byte is zero, so the negative zero of float8 is not. `ValueError` if a run of four has more
+    than two codes that are not zero.
     """
     fours = runs_of_four(codes.view(torch.uint8).movedim(axis, -1), _GROUP)
     nonzero = fours != 0
@@ -139,16 +99,11 @@ def pack_2_4(codes: Tensor, axis: int = -1) -> Tensor:
 
 
 def unpack_2_4(packed: Tensor, length: int, dtype: torch.dtype, axis: int = -1) -> Tensor:
-    """Inverse of `pack_2_4`: the first `length` codes along `axis`, in a dtype of one byte.
-
-    Raises:
-        ValueError: `packed` does not have the size of `length` codes.
-    """
+    """Inverse of `pack_2_4`: the first `length` codes along `axis`, in a dtype of one byte; `ValueError` if `packed`
+    has another size."""
     if packed.shape[axis] != packed_length_2_4(length):
-        raise ValueError(
-            f"{length} codes, 2:4 sparse, take {packed_length_2_4(length)} bytes, axis {axis} of "
-            f"{tuple(packed.shape)} has {packed.shape[axis]}"
-        )
+        found = f"axis {axis} of {tuple(packed.shape)} has {packed.shape[axis]}"
+        raise ValueError(f"{length} codes, 2:4 sparse, take {packed_length_2_4(length)} bytes, {found}")
     rows = packed.movedim(axis, -1)
     kept = rows.shape[-1] // 10 * 8
     shifts = unpack_bits(rows[..., kept:], 2, kept, dtype=torch.int32).mul_(8)
@@ -189,9 +144,5 @@ def decompress_cusparselt(compressed: Tensor, n: int, k: int) -> Tensor:
     return codes[:n, :k].to(compressed.dtype).contiguous()
 
 
-def _positions(which: int) -> list[int]:
-    """The two positions stored for a run, given the bit mask `which` of its elements that are not zero."""
-    return sorted(sorted(range(4), key=lambda i: not which >> i & 1)[:2])
-
-
-_POSITIONS = [_positions(which) for which in range(16)]
+_POSITIONS = [sorted(sorted(range(4), key=lambda i: not which >> i & 1)[:2]) for which in range(16)]
+"""The two positions stored for a run, by the bit mask `which` of its elements that are not zero."""

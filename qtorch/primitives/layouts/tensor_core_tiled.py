@@ -59,14 +59,11 @@ class TensorCoreTiledLayout(Layout):
 
     def check_spec(self, weight: QuantSpec) -> None:
         if weight.dtype.name != "uint4" or weight.code_range != (0, 15):
-            raise ValueError(
-                f"{self} takes uint4 codes from 0 to 15, the weight has {weight.dtype} {weight.code_range}"
-            )
+            found = f"{weight.dtype} {weight.code_range}"
+            raise ValueError(f"{self} takes uint4 codes from 0 to 15, the weight has {found}")
         if weight.zero_point_domain is not ZeroPointDomain.FLOAT:
-            raise ValueError(
-                f"{self} takes zero points of the FLOAT domain, the weight has zero_point_domain "
-                f"{weight.zero_point_domain.name}"
-            )
+            domain = weight.zero_point_domain.name
+            raise ValueError(f"{self} takes zero points of the FLOAT domain, the weight has zero_point_domain {domain}")
 
     def check(self, scheme: Scheme) -> None:
         super().check(scheme)
@@ -102,9 +99,8 @@ class TensorCoreTiledLayout(Layout):
         codes, scale, zero_point = plain
         assert zero_point is not None
         if zero_point.dtype != scale.dtype:
-            raise ValueError(
-                f"{self} keeps scale and zero point in one dtype, got {scale.dtype} and {zero_point.dtype}"
-            )
+            dtypes = f"{scale.dtype} and {zero_point.dtype}"
+            raise ValueError(f"{self} keeps scale and zero point in one dtype, got {dtypes}")
         n, k = codes.shape
         group = scheme.weight.block_size(scheme.shape)[1]
         cuda = codes.device.type == "cuda"
@@ -136,11 +132,7 @@ class CpuPacking(NamedTuple):
 
 @functools.cache
 def cpu_packing() -> CpuPacking:
-    """The packing of this processor, found by packing an example.
-
-    Raises:
-        NotImplementedError: the order is not one of the known ones.
-    """
+    """The packing of this processor, found by packing an example."""
     with _disable_current_modes(), torch.inference_mode():
         codes = torch.arange(64 * 32, dtype=torch.int32, device="cpu").mul_(2654435761 % 2**31)
         codes = codes.bitwise_right_shift_(20).bitwise_and_(15).reshape(64, 32)

@@ -1,19 +1,28 @@
-"""Any contraction of two tensors through the engine: `quantized_matmul`, `quantized_einsum`.
+"""Any contraction through the engine, reduced to products of matrices, (kept, contracted) on either side.
 
-Each is reduced to products of matrices, (kept, contracted) on either side, by `contraction`. The gradient of the left
+Functions `..._by` take the product; `quantized_...` multiply by `contraction`, as a spec says. The gradient of the left
 operand is computed by the spec's `grad_input`, that of the right one by its `grad_weight`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from ...dtypes.conv import convolution, with_bias
 from ...dtypes.products import Product, batched, einsum_by
+from ...kernels.conv import Size, Window, both_ends, multiply_windows, to_matrix
 from .contraction import contraction
 from .gemm_spec import TrainingSpec
+
+
+def _product(spec: TrainingSpec) -> Product:
+    return lambda a, b: contraction(a, b, spec)
 
 
 def quantized_matmul(lhs: Tensor, rhs: Tensor, spec: TrainingSpec) -> Tensor:
@@ -35,11 +44,7 @@ def quantized_matmul(lhs: Tensor, rhs: Tensor, spec: TrainingSpec) -> Tensor:
         return y.reshape(*lhs.shape[:-1], rhs.shape[-1])
     if lhs.dim() == 1:
         return quantized_matmul(lhs.unsqueeze(0), rhs, spec).squeeze(-2)
-    batch = torch.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
-    lhs = lhs.expand(*batch, *lhs.shape[-2:])
-    rhs = rhs.expand(*batch, *rhs.shape[-2:])
-    y = batched(lhs.reshape(-1, *lhs.shape[-2:]), rhs.reshape(-1, *rhs.shape[-2:]).transpose(1, 2), _contraction(spec))
-    return y.reshape(*batch, *y.shape[-2:])
+    return batches_by(_product(spec), lhs, rhs.mT)
 
 
 def quantized_einsum(equation: str, lhs: Tensor, rhs: Tensor, spec: TrainingSpec) -> Tensor:
@@ -51,18 +56,15 @@ def quantized_einsum(equation: str, lhs: Tensor, rhs: Tensor, spec: TrainingSpec
     Raises:
         ValueError: no such equation, or the shapes do not fit; the axis is named.
     """
-    return einsum_by(_contraction(spec), equation, lhs, rhs)
+    return einsum_by(_product(spec), equation, lhs, rhs)
 
 
-def _contraction(spec: TrainingSpec) -> Product:
-    return lambda a, b: contraction(a, b, spec)
-
-
-# --------------------------------------------------------------------------------------------------
-# Products with the matrices of experts through the engine: `F.grouped_mm`.
-#
-# Each group of rows is a contraction of its own, with its gradients; scales are those of its operands. The offsets are
-# read on the host.
+def batches_by(product: Product, lhs: Tensor, rhs: Tensor) -> Tensor:
+    """(..., M, K) and (..., N, K) -> (..., M, N); leading axes broadcast."""
+    batch = torch.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
+    lhs, rhs = lhs.expand(*batch, *lhs.shape[-2:]), rhs.expand(*batch, *rhs.shape[-2:])
+    y = batched(lhs.reshape(-1, *lhs.shape[-2:]), rhs.reshape(-1, *rhs.shape[-2:]), product)
+    return y.reshape(*batch, *y.shape[-2:])
 
 
 def grouped_mm_by(
@@ -73,7 +75,8 @@ def grouped_mm_by(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`F.grouped_mm` of these arguments, its matrices multiplied by `product`.
+    """`F.grouped_mm` of these arguments: each group of rows is a product of its own, with its scales. The offsets are
+    read on the host.
 
         (S, K), (E, K, N)      rows offs[e - 1] to offs[e] times matrix e; zeros after the last offset   (S, N)
         (E, M, K), (E, K, N)   without offsets                                                           (E, M, N)
@@ -108,15 +111,7 @@ def quantized_grouped_mm(mat_a: Tensor, mat_b: Tensor, spec: TrainingSpec, offs:
 
     Other shapes, results and errors as in `grouped_mm_by`.
     """
-    return grouped_mm_by(lambda a, b: contraction(a, b, spec), mat_a, mat_b, offs)
-
-
-# --------------------------------------------------------------------------------------------------
-# Scaled dot-product attention through the engine: its two products, each with its gradients.
-#
-#     scores[q, k] = sum_d query[q, d] key[k, d]          values  y[q, e] = sum_k p[q, k] value[k, e]
-#
-# with p the softmax of the scaled and masked scores, in floating point.
+    return grouped_mm_by(_product(spec), mat_a, mat_b, offs)
 
 
 def attention_by(
@@ -132,7 +127,11 @@ def attention_by(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` of these arguments, its matrices multiplied by `scores` and `values`.
+    """`F.scaled_dot_product_attention` of these arguments, its two products by `scores` and `values`:
+
+        scores[q, k] = sum_d query[q, d] key[k, d]          values  y[q, e] = sum_k p[q, k] value[k, e]
+
+    with p the softmax of the scaled and masked scores, in floating point.
 
     Args:
         query, key, value: (..., Q, D), (..., K, D) and (..., K, E); the leading axes broadcast.
@@ -146,7 +145,7 @@ def attention_by(
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    weights = _of_matrices(scores, query, key) * factor
+    weights = batches_by(scores, query, key) * factor
     if is_causal:
         attn_mask = torch.ones(weights.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if attn_mask is not None:
@@ -155,12 +154,120 @@ def attention_by(
     # A row whose keys are all masked attends to nothing.
     p = torch.softmax(weights, -1).masked_fill((weights == -torch.inf).all(-1, keepdim=True), 0)
     p = torch.dropout(p, dropout_p, True) if dropout_p else p
-    return _of_matrices(values, p, value.transpose(-1, -2))
+    return batches_by(values, p, value.transpose(-1, -2))
 
 
-def _of_matrices(product: Product, lhs: Tensor, rhs: Tensor) -> Tensor:
-    """(..., M, K) and (..., N, K) -> (..., M, N)."""
-    batch = torch.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
-    lhs, rhs = lhs.expand(*batch, *lhs.shape[-2:]), rhs.expand(*batch, *rhs.shape[-2:])
-    y = batched(lhs.reshape(-1, *lhs.shape[-2:]), rhs.reshape(-1, *rhs.shape[-2:]), product)
-    return y.reshape(*batch, *y.shape[-2:])
+def conv_by(product: Product, ndim: int, *args: Any, **kwargs: Any) -> Tensor:
+    """`F.conv1d`, `F.conv2d` or `F.conv3d` of these arguments, as a contraction over (kernel position, input channel).
+
+    Windows of the input are gathered into rows, one for each output position, so that a scale per row is one for each
+    window; the weight is a matrix (N, T * C), so that one per row is one for each output channel. See `kernels.im2col`.
+    """
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+        matrices = to_matrix(weight).chunk(window.groups, 0)
+        return with_bias(multiply_windows(x, window, lambda rows, group: product(rows, matrices[group])), bias)
+
+    return convolution(ndim, f"quantized_conv{ndim}d", run)(*args, **kwargs)
+
+
+def conv_transpose_by(
+    product: Product,
+    ndim: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Size = 1,
+    padding: Size = 0,
+    output_padding: Size = 0,
+    groups: int = 1,
+    dilation: Size = 1,
+) -> Tensor:
+    """`F.conv_transpose1d`, `2d` or `3d` of these arguments: the convolution of the input with zeros between its
+    elements, and the weight flipped along its kernel.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    if input.dim() == ndim + 1:
+        batch = input.unsqueeze(0)
+        return conv_transpose_by(
+            product, ndim, batch, weight, bias, stride, padding, output_padding, groups, dilation
+        ).squeeze(0)
+    if input.dim() != ndim + 2 or weight.dim() != ndim + 2 or input.shape[1] != weight.shape[0]:
+        raise ValueError(
+            f"conv_transpose{ndim}d: an input of shape {tuple(input.shape)} does not fit a weight of shape "
+            f"{tuple(weight.shape)}, (C, N / groups, *kernel)"
+        )
+    steps, ends, extra, spread = (_sizes(each, ndim) for each in (stride, padding, output_padding, dilation))
+    kernel = weight.shape[2:]
+    for axis, step in enumerate(steps, 2):
+        if step > 1:  # zeros between the elements
+            input = pad(input.unsqueeze(axis + 1), [0, 0] * (input.dim() - axis - 1) + [0, step - 1])
+            input = input.flatten(axis, axis + 1)
+            input = input.narrow(axis, 0, input.shape[axis] - (step - 1))
+    before = [d * (k - 1) - p for d, k, p in zip(spread, kernel, ends, strict=True)]
+    widths = both_ends(before)
+    for axis in range(ndim):
+        widths[2 * (ndim - 1 - axis) + 1] += extra[axis]
+    # (C, N / groups, *kernel) -> (N, C / groups, *kernel)
+    flipped = weight.flip(tuple(range(2, ndim + 2))).unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+    return conv_by(product, ndim, pad(input, widths), flipped, bias, 1, 0, dilation, groups)
+
+
+def _sizes(value: Size, ndim: int) -> tuple[int, ...]:
+    return (value,) * ndim if isinstance(value, int) else tuple(value) * (ndim if len(value) == 1 else 1)
+
+
+class Convolution(Protocol):
+    """`F.conv1d`, `F.conv2d` or `F.conv3d` with the spec of its three matmuls."""
+
+    def __call__(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        spec: TrainingSpec,
+        bias: Tensor | None = None,
+        stride: Size = 1,
+        padding: Size | str = 0,
+        dilation: Size = 1,
+        groups: int = 1,
+    ) -> Tensor: ...
+
+
+class Transposed(Protocol):
+    """`F.conv_transpose1d`, `2d` or `3d` with the spec of its three matmuls."""
+
+    def __call__(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        spec: TrainingSpec,
+        bias: Tensor | None = None,
+        stride: Size = 1,
+        padding: Size = 0,
+        output_padding: Size = 0,
+        groups: int = 1,
+        dilation: Size = 1,
+    ) -> Tensor: ...
+
+
+def _quantized(by: Callable[..., Tensor], name: str, axes: str, weight: str) -> Any:
+    """`F.conv1d` and its kin, which `by` runs, with a spec for the three matmuls."""
+    ndim = axes.count(",") + 1
+
+    def conv(input: Tensor, weight: Tensor, spec: TrainingSpec, *args: Any, **kwargs: Any) -> Tensor:
+        return by(_product(spec), ndim, input, weight, *args, **kwargs)
+
+    conv.__name__ = conv.__qualname__ = f"quantized_{name}"
+    kernel = ", ".join(["T"] * ndim)
+    conv.__doc__ = f"`F.{name}`: input (B, C, {axes}) or (C, {axes}), weight ({weight}, {kernel})."
+    return conv
+
+
+quantized_conv1d: Convolution = _quantized(conv_by, "conv1d", "L", "N, C / groups")
+quantized_conv2d: Convolution = _quantized(conv_by, "conv2d", "H, W", "N, C / groups")
+quantized_conv3d: Convolution = _quantized(conv_by, "conv3d", "D, H, W", "N, C / groups")
+quantized_conv_transpose1d: Transposed = _quantized(conv_transpose_by, "conv_transpose1d", "L", "C, N / groups")
+quantized_conv_transpose2d: Transposed = _quantized(conv_transpose_by, "conv_transpose2d", "H, W", "C, N / groups")
+quantized_conv_transpose3d: Transposed = _quantized(conv_transpose_by, "conv_transpose3d", "D, H, W", "C, N / groups")

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from ...dtypes import PackedLayout
-from ...primitives import LinearSpec, PerRow, PerTensor, QuantSpec
+from ...primitives import AbsMaxRule, LinearSpec, MappingType, MinMaxRule, PerRow, PerTensor, QuantSpec
 from ...primitives.jsonable import jsonable
 from ...primitives.layouts.packed import can_pack_bits
-from .operand import check_scale_gradient
 
 
 @jsonable
@@ -39,7 +38,7 @@ class GemmSpec:
         output_dtype: None means that of the input, or of the weight for its gradient.
         fold: ``"lhs"`` or ``"rhs"``, the operand whose scales, one for each contracted index (``PerAxis(1)``), are
             multiplied into the other operand before that is quantized.
-        mid_alpha: (alpha, beta) balances the two operands before they are quantized; see `engine.balance`.
+        mid_alpha: (alpha, beta) balances the two operands before they are quantized; see `contraction.balanced`.
 
     Raises:
         ValueError: a scale that varies along the contracted axis, which no accumulator can honour; `reuse_forward`
@@ -131,7 +130,7 @@ class TrainingSpec:
 
     Args:
         scale_gradient: the scales of the forward's operands pass gradients on to the elements they are chosen from
-            (see `scale_gradient`); otherwise they count as constants.
+            (see `engine.gradients`); otherwise they count as constants.
         clip_gradient: elements of the forward's operands that lie outside the codes get no gradient. For scales that
             leave some there, such as ``AbsMaxRule(clipping_scale=0.5)``.
 
@@ -170,7 +169,7 @@ class TrainingSpec:
                     _check_reuse(operand, gemm.lhs, name, axis)
         for spec in (self.output.lhs, self.output.rhs):
             if self.scale_gradient and spec is not None:
-                check_scale_gradient(spec)
+                _check_scale_gradient(spec)
 
     def __str__(self) -> str:
         return f"output {self.output}; grad_input {self.grad_input}; grad_weight {self.grad_weight}"
@@ -203,6 +202,14 @@ class TrainingSpec:
             weight = weight.with_granularity(PerRow())
         layout = PackedLayout() if can_pack_bits(weight.dtype) and weight.dtype.bits < 8 else None
         return LinearSpec(weight.to_nearest(), None if activation is None else activation.to_nearest(), layout=layout)
+
+
+def _check_scale_gradient(spec: QuantSpec) -> None:
+    """Raise `ValueError` where the scale of `spec` is no smooth function of a block's absmax."""
+    absmax = spec.scale_rule in (MinMaxRule(), AbsMaxRule()) and spec.preserve_max_val
+    smooth = absmax and spec.scale_dtype is not torch.float8_e8m0fnu
+    if not smooth or spec.mapping is not MappingType.SYMMETRIC or spec.has_zero_point:
+        raise ValueError(f"scale_gradient takes symmetric specs whose scale is absmax, got {spec}")
 
 
 def check_contracted_axis(spec: QuantSpec, operand: str, axis: str = "the contracted axis") -> None:

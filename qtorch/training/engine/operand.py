@@ -1,4 +1,8 @@
-"""Operand: one side of a matmul of the engine, codes or floats, with the contracted axis last."""
+"""One matmul of the engine: its operands, codes or floats with the contracted axis last, and their product.
+
+Operands are quantized and multiplied by the same functions as in inference, so that the converted model gives the same
+results: bit for bit where sums are exact integers.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...kernels.ops.block_mm import pad_to_blocks
+from ...kernels.ops.block_mm import int8_block_mm, pad_to_blocks
+from ...kernels.ops.int8_grouped_mm import int8_product, int8_sums, without_large
 from ...kernels.ops.quantize import dequantize_rows, quantize_dynamic, quantize_rows, quantize_static
+from ...kernels.ops.weight_only_mm import weight_only_mm
 from ...kernels.registry import scale_per_row
-from ...primitives import AbsMaxRule, MappingType, MinMaxRule, QuantSpec
-from ...primitives.affine import inside_codes
-from ...primitives.granularity import BlockView, block_of, granularity_of
+from ...primitives import QuantSpec
+from ...primitives.granularity import granularity_of
+from .gemm_spec import GemmSpec
 
 
 class Operand(NamedTuple):
@@ -76,42 +82,49 @@ class StaticRange(Protocol):
 
 
 class Total(NamedTuple):
-    """The sum of parts of a product that processes have.
-
-    Attributes:
-        add: the sum of a tensor and those of other processes, in the same memory.
-        length: of the contracted axis on all processes.
-    """
+    """The sum of the parts of a product that processes have: `add` a tensor to theirs, in its memory; `length` of the
+    contracted axis on all processes."""
 
     add: Callable[[Tensor], Tensor]
     length: int
 
-    def __call__(self, part: Tensor) -> Tensor:
-        return self.add(part)
 
+class ContractionState:
+    """What a contraction takes from outside of a call; this one takes nothing. `recipes.scheduled` has schedules and
+    ranges that are kept, `split` sums over processes.
 
-class ContractionState(Protocol):
-    """What a contraction takes from outside of a call: from which step on it quantizes, which operands have ranges of
-    their own (`training.scheduled`), and which products are parts of a sum over processes (`split`)."""
+    Attributes:
+        static: operands whose ranges are kept from call to call.
+        active: whether operands are quantized.
+        observes: whether ranges follow what passes.
+        repeats: whether an operand that is quantized again has the same codes.
+    """
 
-    @property
-    def active(self) -> bool:
-        """Whether operands are quantized."""
-
-    @property
-    def observes(self) -> bool:
-        """Whether ranges follow what passes."""
+    static: tuple[str, ...] = ()
+    active: bool = True
+    observes: bool = False
+    repeats: bool = False
 
     def range_of(self, operand: str, x: Tensor, spec: QuantSpec) -> StaticRange | None:
-        """The range of an operand such as ``"output.lhs"``, None if its scale is that of each call."""
+        """The range of an operand such as ``"output.lhs"``, whose values, padded to whole blocks, are `x`; None if its
+        scale is that of each call."""
 
     def total_of(self, product: str) -> Total | None:
         """How the parts of a product such as ``"output"`` become the whole of it; None: it is whole."""
 
 
-def observed(x: Tensor, operand: str, spec: QuantSpec | None, state: ContractionState | None) -> None:
+class Stateless(ContractionState):
+    """Scales are those of each call, products are whole."""
+
+    repeats = True
+
+
+STATELESS = Stateless()
+
+
+def observed(x: Tensor, operand: str, spec: QuantSpec | None, state: ContractionState) -> None:
     """Show the range of `operand`, if it has one, the values that would be quantized."""
-    if spec is None or state is None or not state.observes:
+    if spec is None or not state.observes:
         return
     padded = pad_to_blocks(x, spec.granularity)
     if (static := state.range_of(operand, padded, spec)) is not None:
@@ -124,7 +137,7 @@ def quantize_operand(
     contracted: int = 1,
     tokens: bool = False,
     operand: str = "",
-    state: ContractionState | None = None,
+    state: ContractionState = STATELESS,
 ) -> Operand:
     """Quantize `x` (kept, contracted) by `spec`, padded with zeros to whole blocks and to a multiple of `contracted`.
 
@@ -143,9 +156,7 @@ def quantize_operand(
             f"{spec.dtype} has no code for zero, so the contracted axis, of {x.shape[1]} elements, cannot be completed "
             f"to {padded.shape[1]}; use PerRow() or PerTensor(), or blocks that divide the axis"
         )
-    static = None if state is None else state.range_of(operand, padded, spec)
-    if static is not None:
-        assert state is not None
+    if (static := state.range_of(operand, padded, spec)) is not None:
         quantized = quantize_static(padded, spec, *static.qparams(padded, state.observes))
         made = Operand(quantized[0], x.shape[0], quantized[1], quantized[2], spec)
         return made if tokens else made.in_blocks()
@@ -153,7 +164,7 @@ def quantize_operand(
     return Operand(codes, x.shape[0], scale, zero_point, spec)
 
 
-def lengthened(x: Tensor, other: Operand) -> Tensor:
+def as_long_as(x: Tensor, other: Operand) -> Tensor:
     """`x` in floating point, padded to the length of `other` along the contracted axis."""
     if other.spec is None or max(other.spec.granularity.pattern(2)) <= 1:
         return x
@@ -161,65 +172,55 @@ def lengthened(x: Tensor, other: Operand) -> Tensor:
     return pad(x, (0, missing)) if torch.compiler.is_compiling() or missing else x
 
 
-def with_scale_in(x: Tensor, operand: Operand) -> tuple[Tensor, Operand]:
-    """The scale (1, C) of `operand`, one for each contracted index, multiplied into the other operand `x`:
-    sum_c x (q s) = sum_c (x s) q. Other scales stay where they are."""
-    assert operand.spec is not None
-    assert operand.scale is not None
-    if operand.spec.granularity.pattern(2) != (-1, 1):
-        return x, operand
-    scaled = lengthened(x, operand) * operand.scale.amax(0, keepdim=True).to(torch.float32)
-    ones = torch.ones_like(operand.scale[:1, :1])
-    return scaled, operand._replace(scale=ones, spec=operand.spec.with_granularity(_WHOLE))
+def multiply(lhs: Operand, rhs: Operand, gemm: GemmSpec, dtype: torch.dtype, total: Total | None = None) -> Tensor:
+    """c[a, b] = sum_c lhs[a, c] rhs[b, c], (lhs.kept, rhs.kept), in `gemm.output_dtype` or else `dtype`.
+
+    Args:
+        total: adds the same product of other processes, which have other parts of c: integers before they are scaled.
+    """
+    dtype = gemm.output_dtype or dtype
+    if lhs.spec is None:
+        lhs = lhs._replace(values=as_long_as(lhs.values, rhs))
+    elif rhs.spec is None:
+        rhs = rhs._replace(values=as_long_as(rhs.values, lhs))
+    if lhs.spec is None and rhs.spec is None:
+        # Under autocast, the activation has the dtype to compute in, and the weight its own.
+        compute = gemm.accumulator_dtype or lhs.values.dtype
+        result = torch.mm(lhs.values.to(compute), rhs.values.to(compute).t())
+    elif gemm.accumulator_dtype is not None and gemm.accumulates_floats:
+        compute = gemm.accumulator_dtype
+        result = torch.mm(lhs.dequantize(compute), rhs.dequantize(compute).t())
+    elif lhs.is_integer and rhs.is_integer:
+        gemm.check_sum(lhs.values.shape[1])
+        result, total = _integer_product(lhs, rhs, dtype, total)
+    elif rhs.spec is None:
+        result = torch.mm(lhs.dequantize(torch.float32), rhs.values.float().t())
+    else:
+        # As in inference: the activation in fp32 if it is quantized, else in its own dtype.
+        assert rhs.scale is not None
+        x = lhs.values if lhs.spec is None else lhs.dequantize(torch.float32)
+        low, high = map(float, rhs.spec.code_range)
+        domain, name = rhs.spec.zero_point_domain.name, rhs.spec.dtype.name
+        result = weight_only_mm(x, rhs.values, rhs.scale, rhs.zero_point, name, low, high, domain)
+    return (result if total is None else total.add(result)).to(dtype)[: lhs.kept, : rhs.kept]
 
 
-_WHOLE = granularity_of((-1, -1))
-
-# --------------------------------------------------------------------------------------------------
-# The gradient that a dynamic scale passes to the elements it is chosen from.
-#
-# An operand is multiplied as x_hat = s q, s = max |x| / Q, q = round(x / s). Passing rounding straight through, with s
-# held fixed, dL/dx = dL/dx_hat. With s a function of x, the elements of largest magnitude in a block also get
-#
-#     dL/ds ds/dx,   dL/ds = sum_block dL/dx_hat (q - x / s),   ds/dx = sign(x) / (Q c)
-#
-# with c the number of elements that share the maximum (Esser et al., arXiv 1902.08153, eq. 3, for dL/ds).
-#
-# Where a scale leaves elements outside the codes, these may get no gradient instead: see `where_unclipped`.
-
-
-def check_scale_gradient(spec: QuantSpec) -> None:
-    """Raise `ValueError` where the scale of `spec` is no smooth function of a block's absmax."""
-    absmax = spec.scale_rule in (MinMaxRule(), AbsMaxRule()) and spec.preserve_max_val
-    smooth = absmax and spec.scale_dtype is not torch.float8_e8m0fnu
-    if not smooth or spec.mapping is not MappingType.SYMMETRIC or spec.has_zero_point:
-        raise ValueError(f"scale_gradient takes symmetric specs whose scale is absmax, got {spec}")
-
-
-def with_scale_gradient(grad: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
-    """dL/dx from `grad` = dL/dx_hat, both of the shape of the matrix `x`; the equation above."""
-    values = pad_to_blocks(x, spec.granularity)
-    extra = (0, values.shape[1] - x.shape[1], 0, values.shape[0] - x.shape[0])
-    view = BlockView(values.shape, spec.block_size(values.shape))
-    scale, _ = spec.choose_qparams(values)
-    q = view.split(spec.dtype.decode(spec.to_nearest().quantize(values, scale, None)))
-    s, v, g = view.split_scale(scale).float(), view.split(values).float(), view.split(pad(grad, extra)).float()
-    magnitude = v.abs()
-    largest = magnitude == magnitude.amax(view.dims, keepdim=True)
-    low, high = spec.code_range
-    of_scale = (g * (q - v / s)).sum(view.dims, keepdim=True) / ((high - low) / 2)
-    result = g + of_scale * torch.sign(v) * largest / largest.sum(view.dims, keepdim=True)
-    return view.merge(result)[: x.shape[0], : x.shape[1]].to(grad.dtype)
-
-
-def where_unclipped(x: Tensor, operand: Operand) -> Tensor | None:
-    """Whether x / s lies within the bounds of the codes, for each element of the matrix `x` that `operand` is made of;
-    None: it was not quantized."""
-    spec, scale = operand.spec, operand.scale
-    if spec is None or scale is None:
-        return None
-    (low, high), domain = spec.code_range, spec.zero_point_domain
-    padded = pad(x, (0, operand.values.shape[1] - x.shape[1], 0, operand.values.shape[0] - x.shape[0]))
-    block = block_of(padded.shape, scale.shape)
-    inside = inside_codes(padded, block, scale, operand.zero_point, spec.dtype, low, high, domain)
-    return inside[: x.shape[0], : x.shape[1]]
+def _integer_product(
+    lhs: Operand, rhs: Operand, dtype: torch.dtype, total: Total | None
+) -> tuple[Tensor, Total | None]:
+    """The product of codes, and the sum over processes that is still to be taken."""
+    assert lhs.spec is not None
+    assert lhs.scale is not None
+    assert rhs.spec is not None
+    assert rhs.scale is not None
+    dtype = dtype if total is None else torch.float32
+    block = rhs.spec.granularity.pattern(2)[1]
+    if lhs.scale.shape[1] > 1:
+        return int8_block_mm(lhs.values, lhs.scale, rhs.values, rhs.scale, dtype), total
+    (xs, xz), (ws, wz) = lhs.scales_per_row(), rhs.scales_per_row()
+    if total is None or block != -1 or lhs.spec.granularity.pattern(2)[1] != -1:
+        return int8_product(lhs.values, xs, xz, rhs.values, ws, wz, block, dtype), total
+    # One scale of each operand for the whole contracted axis: integers are added up first.
+    sums = total.add(int8_sums(lhs.values, xz, rhs.values, wz, total.length))
+    ws, up = without_large(ws)
+    return sums.float().mul_(ws.t()).mul_(xs.float()).mul_(up), None

@@ -22,7 +22,7 @@ from ...primitives import QuantSpec
 from ...primitives.affine import lost_rows, without_rows
 from ...primitives.scale_rules import Joins
 from .gemm_spec import GemmSpec, TrainingSpec
-from .operand import StaticRange, Total
+from .operand import ContractionState, StaticRange, Total
 
 AXES = {
     "output.lhs": "mk",
@@ -36,26 +36,13 @@ AXES = {
 
 
 @dataclass(frozen=True)
-class Split:
-    """A `ContractionState`; see the top of the file.
-
-    Args:
-        group: a process group of torch.distributed.
-        axis: ``"n"`` or ``"k"``, the axis of the weight that is cut.
-        length: of that axis on all processes.
-    """
+class Split(ContractionState):
+    """See the top of the file: `axis`, ``"n"`` or ``"k"``, of the weight is cut over a process `group`; its `length` is
+    that on all processes."""
 
     group: Any
     axis: str
     length: int
-
-    @property
-    def active(self) -> bool:
-        return True
-
-    @property
-    def observes(self) -> bool:
-        return False
 
     def range_of(self, operand: str, x: Tensor, spec: QuantSpec) -> StaticRange | None:
         axis = AXES[operand].find(self.axis)
@@ -72,11 +59,8 @@ class Split:
 
 @dataclass(frozen=True)
 class JoinedRange:
-    """The range of blocks that lie on all processes of a group.
-
-    Args:
-        cuts_rows: each process has a part of each row; otherwise, some of the rows.
-    """
+    """The range of blocks that lie on all processes of a group, each with a part of each row (`cuts_rows`), or some
+    rows."""
 
     spec: QuantSpec
     group: Any
@@ -116,12 +100,8 @@ def joined_extremes(low: Tensor, high: Tensor, group: Any) -> tuple[Tensor, Tens
 
 
 def check_split(spec: TrainingSpec, axis: str, part: int, whole: int) -> None:
-    """Raise `ValueError` where a contraction cut along `axis` could not have the numbers of one process.
-
-    Args:
-        part: the largest size of the axis on a process.
-        whole: its size.
-    """
+    """Raise `ValueError` where a contraction cut along `axis`, of `whole` elements and at most `part` on a process,
+    could not have the numbers of one process."""
     if spec.scale_gradient:
         raise ValueError("scale_gradient needs the elements of whole blocks; leave it out")
     for product in ("output", "grad_input", "grad_weight"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,24 +18,32 @@ from torch.nn import functional
 from ...dtypes import QuantizedTensor
 from ...dtypes.products import Product, batched, einsum_by, inlined
 from ...kernels.registry import from_rows, to_rows
-from ..engine.convolutions import GroupProduct, conv_by, conv_transpose_by
-from ..engine.functional import attention_by, grouped_mm_by
+from ..engine.functional import attention_by, batches_by, conv_by, conv_transpose_by, grouped_mm_by
 
 
-class Call(Protocol):
-    """The products of one call.
+class Declined(Exception):
+    """The only product of a call is in full precision."""
 
-    Attributes:
-        full: the product in full precision.
-    """
 
-    full: Product
+class Call:
+    """The products of one call of a function, as the rules of `injection` say."""
+
+    def __init__(self, injection: Any) -> None:
+        self.injection = injection
 
     def product(self, function: str) -> Product:
-        """c[m, n] = sum_k a[m, k] b[n, k] of `function`, quantized as the rules of this call site say."""
+        """c[m, n] = sum_k a[m, k] b[n, k] of the next `function` at this call site."""
+        site, spec = self.injection.rule_at(function)
+        if spec is None:
+            if function not in ("scores", "values"):
+                raise Declined
+            return in_full_precision
+        return lambda a, b: self.injection.multiply(site, spec, a, b)
 
-    def group_product(self, function: str) -> GroupProduct:
-        """The same with the index of a group, which may come several times, for different rows of a."""
+
+def in_full_precision(lhs: Tensor, rhs: Tensor) -> Tensor:
+    """c[a, b] = sum_c lhs[a, c] rhs[b, c]."""
+    return torch.mm(lhs, rhs.t())
 
 
 Function = Callable[..., "Tensor | None"]
@@ -71,10 +79,7 @@ def matmul_by(call: Call, function: str, lhs: Tensor, rhs: Tensor) -> Tensor | N
     elif a.dim() == 2:  # one matrix on the left: its operand is the same for all others
         y = product(a, b.reshape(-1, b.shape[-1])).reshape(a.shape[0], *b.shape[:-1]).movedim(0, -2)
     else:
-        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-        a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
-        y = batched(a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]), product)
-        y = y.reshape(*batch, *y.shape[-2:])
+        y = batches_by(product, a, b)
     y = y if rhs.dim() > 1 else y.squeeze(-1)
     return y if lhs.dim() > 1 else y.squeeze(-2 if rhs.dim() > 1 else -1)
 
@@ -192,20 +197,13 @@ def _explicit(equation: str, operands: list[Tensor]) -> tuple[list[str], str, li
     return terms, result, operands
 
 
-def _conv(ndim: int) -> Function:
+def _conv(by: Callable[..., Tensor], name: str) -> Function:
+    """Convolutions, which `by` computes, of a name that ends with their number of axes."""
+
     def run(call: Call, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
         if not multiplies(input, weight):
             return None
-        return conv_by(call.group_product(f"conv{ndim}d"), ndim, input, weight, *args, **kwargs)
-
-    return run
-
-
-def _conv_transpose(ndim: int) -> Function:
-    def run(call: Call, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-        if not multiplies(input, weight):
-            return None
-        return conv_transpose_by(call.group_product(f"conv_transpose{ndim}d"), ndim, input, weight, *args, **kwargs)
+        return by(call.product(name), int(name[-2]), input, weight, *args, **kwargs)
 
     return run
 
@@ -214,7 +212,7 @@ def _attention(call: Call, query: Tensor, key: Tensor, value: Tensor, *args: Any
     if not multiplies(query, key, value):
         return None
     scores, values = call.product("scores"), call.product("values")
-    if call.full is scores is values:
+    if in_full_precision is scores is values:
         return None
     return attention_by(scores, values, query, key, value, *args, **kwargs)
 
@@ -237,13 +235,9 @@ def _multi_dot(call: Call, tensors: Sequence[Tensor], *, out: Tensor | None = No
     return y
 
 
-def _of(*functions: Any) -> list[Any]:
-    return [function for function in functions if function is not None]
-
-
 FUNCTIONS: dict[Any, Function] = {
     functional.linear: _linear,
-    **dict.fromkeys(_of(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.linalg.matmul), _matmul),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.linalg.matmul), _matmul),
     Tensor.__rmatmul__: _rmatmul,
     **dict.fromkeys((torch.mm, Tensor.mm), _named("mm", (2, 2))),
     **dict.fromkeys((torch.bmm, Tensor.bmm), _named("bmm", (3, 3))),
@@ -258,14 +252,15 @@ FUNCTIONS: dict[Any, Function] = {
     torch.einsum: _einsum,
     torch.linalg.multi_dot: _multi_dot,
     functional.bilinear: _bilinear,
-    functional.conv1d: _conv(1),
-    functional.conv2d: _conv(2),
-    functional.conv3d: _conv(3),
-    functional.conv_transpose1d: _conv_transpose(1),
-    functional.conv_transpose2d: _conv_transpose(2),
-    functional.conv_transpose3d: _conv_transpose(3),
+    functional.conv1d: _conv(conv_by, "conv1d"),
+    functional.conv2d: _conv(conv_by, "conv2d"),
+    functional.conv3d: _conv(conv_by, "conv3d"),
+    functional.conv_transpose1d: _conv(conv_transpose_by, "conv_transpose1d"),
+    functional.conv_transpose2d: _conv(conv_transpose_by, "conv_transpose2d"),
+    functional.conv_transpose3d: _conv(conv_transpose_by, "conv_transpose3d"),
     functional.scaled_dot_product_attention: _attention,
-    **dict.fromkeys(_of(getattr(torch, "_grouped_mm", None), getattr(functional, "grouped_mm", None)), _grouped_mm),
+    torch._grouped_mm: _grouped_mm,
+    **({functional.grouped_mm: _grouped_mm} if hasattr(functional, "grouped_mm") else {}),
 }
 """torch function -> the same by products of two matrices."""
 

@@ -4,8 +4,8 @@
         loss = model(x).sum()
     loss.backward()
 
-A function mode of torch sees all products that the code asks torch for (`functions`): nothing is rewritten, no module
-and no parameter is changed. Which spec a product has is decided by its call site (`sites`, `rules`).
+A function mode of torch sees all products that the code asks torch for (`contractions`): nothing is rewritten, no
+module and no parameter is changed. Which spec a product has is decided by its call site (`mode`).
 
 `convert` freezes what the products make of parameters alone, on either side, as codes: w, but also T(w), the weight of
 a parametrized layer. A parameter that nothing else needs is then dropped.
@@ -25,14 +25,11 @@ from torch import Tensor, nn
 from ...model.install import QuantizationState
 from ..engine.contraction import contraction
 from ..engine.gemm_spec import TrainingSpec
+from ..engine.operand import STATELESS, ContractionState
 from ..quantization_aware.schedule import QuantizationSchedule
 from ..recipes.scheduled import ScheduledContraction
 from .mode import CallSite, Constants, InjectionMode, ModuleStack, plain_name
 from .stored import StoredOperands
-
-# --------------------------------------------------------------------------------------------------
-# Rules: which contraction is quantized how, by its call site.
-
 
 Rules = TrainingSpec | Mapping[str, "TrainingSpec | None"] | Callable[[CallSite], "TrainingSpec | None"]
 """One spec for all; or by name, the first key whose regular expression matches the whole name of the site, ``"module"``
@@ -40,16 +37,18 @@ or ``"module:function"``; or a function of the site. None is full precision."""
 
 
 def rule_of(rules: Any) -> Callable[[CallSite], TrainingSpec | None]:
-    """The function of the site that `rules` stand for.
-
-    Raises:
-        TypeError: they are none.
-        ValueError: a key is no regular expression, or a value is neither a spec nor None.
-    """
+    """The function of the site that `rules` stand for."""
     if isinstance(rules, TrainingSpec):
         return lambda site: rules
     if isinstance(rules, Mapping):
-        compiled = [(_compiled(key), _checked(key, value)) for key, value in rules.items()]
+        compiled = []
+        for key, value in rules.items():
+            if value is not None and not isinstance(value, TrainingSpec):
+                raise ValueError(f"inject: {key!r} has {value!r}; a rule is a TrainingSpec, or None for full precision")
+            try:
+                compiled.append((re.compile(key), value))
+            except re.error as error:
+                raise ValueError(f"inject: {key!r} is no regular expression: {error}") from error
 
         def find(site: CallSite) -> TrainingSpec | None:
             for pattern, spec in compiled:
@@ -61,19 +60,6 @@ def rule_of(rules: Any) -> Callable[[CallSite], TrainingSpec | None]:
     if callable(rules):
         return rules
     raise TypeError(f"inject takes a TrainingSpec, a mapping of names to specs, or a function, got {rules!r}")
-
-
-def _compiled(key: str) -> re.Pattern[str]:
-    try:
-        return re.compile(key)
-    except re.error as error:
-        raise ValueError(f"inject: {key!r} is no regular expression: {error}") from error
-
-
-def _checked(key: str, value: Any) -> TrainingSpec | None:
-    if value is not None and not isinstance(value, TrainingSpec):
-        raise ValueError(f"inject: {key!r} has {value!r}; a rule is a TrainingSpec, or None for full precision")
-    return value
 
 
 class Injection(QuantizationState):
@@ -109,8 +95,6 @@ class Injection(QuantizationState):
         super().__setstate__(state)
         self.rule = rule_of(self.rules)
         self._reset()
-
-    # --- the context ---
 
     def __enter__(self) -> Injection:
         stack = ExitStack()
@@ -148,7 +132,7 @@ class Injection(QuantizationState):
     def _before(self, model: nn.Module, _: Any) -> None:
         self.__enter__()
         if self._sites.root is None:
-            self._sites.enter_root(model)
+            self._sites.enter(model)
 
     def _after(self, *_: Any) -> None:
         if self._contexts:
@@ -165,8 +149,6 @@ class Injection(QuantizationState):
                 state.advance()
             state.is_used = False
 
-    # --- products ---
-
     def rule_at(self, function: str) -> tuple[CallSite, TrainingSpec | None]:
         """The site of the next call of `function`, and its spec."""
         site = self._sites.site(function)
@@ -180,29 +162,26 @@ class Injection(QuantizationState):
         state, constants = self._state(site), self._constants
         if constants is None:
             return contraction(lhs, rhs, spec, state)
-        of_lhs, of_rhs = constants.of(lhs), constants.of(rhs)
+        of_lhs, of_rhs = constants.known.get(lhs), constants.known.get(rhs)
+        operands, made_of = (lhs, rhs), (of_lhs, of_rhs)
         with constants.pause():
             if self._converting:
-                y, frozen = self.stored.freeze(lhs, rhs, spec, state, of_lhs, of_rhs)
-                for constant, operand, stored in zip((of_lhs, of_rhs), (lhs, rhs), frozen, strict=True):
+                y, frozen = self.stored.freeze(operands, made_of, spec, state)
+                for constant, operand, stored in zip(made_of, operands, frozen, strict=True):
                     for name in () if constant is None else constant.roots:
                         constants.stored[name] += operand.numel() if stored else 0
                     if constant is not None and not stored:
                         constants.needed |= constant.roots
             else:
-                y = self.stored.multiply(site.name, lhs, rhs, spec, state, of_lhs, of_rhs)
+                y = self.stored.multiply(site.name, operands, made_of, spec, state)
         if of_lhs is not None and of_rhs is not None:
             constants.make(y, of_lhs, of_rhs)
         return y
 
-    def _state(self, site: CallSite) -> ScheduledContraction | None:
+    def _state(self, site: CallSite) -> ContractionState:
         if self.schedule is None:
-            return None
-        key = site.name.replace(".", "/")
-        if key not in self.states:
-            self._add(key)
-        state = self.states[key]
-        assert isinstance(state, ScheduledContraction)
+            return STATELESS
+        state = self._state_of(site.name.replace(".", "/"))
         root = self._sites.root
         training = self.training if root is None else root.training
         if state.training is not training:
@@ -210,13 +189,15 @@ class Injection(QuantizationState):
         state.is_used = True
         return state
 
-    def _add(self, key: str) -> None:
-        assert self.schedule is not None
-        made = ScheduledContraction(self.schedule)
-        made.counts_passes = self.counts_passes
-        self.states[key] = made
-
-    # --- conversion ---
+    def _state_of(self, key: str) -> ScheduledContraction:
+        """That of a call site, made when it is first seen."""
+        if key not in self.states:
+            assert self.schedule is not None
+            self.states[key] = made = ScheduledContraction(self.schedule)
+            made.counts_passes = self.counts_passes
+        state = self.states[key]
+        assert isinstance(state, ScheduledContraction)
+        return state
 
     @torch.no_grad()
     def convert(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -244,21 +225,23 @@ class Injection(QuantizationState):
             model.train(training)
         self.stored.publish()
         named = [(plain_name(name), parameter) for name, parameter in model.named_parameters()]
-        drop = [
-            parameter
+        dropped = {
+            id(parameter)
             for name, parameter in named
             if name not in constants.needed and constants.stored[name] >= parameter.numel() > 0
-        ]
-        _drop(model, {id(parameter) for parameter in drop})
+        }
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in dropped:
+                    empty = torch.empty_like(parameter, device="meta")
+                    module._parameters[name] = nn.Parameter(empty, requires_grad=False)
         return model
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         if self.schedule is not None:
             for key in state_dict:
                 if key.startswith(f"{prefix}states.") and key.endswith(".step"):
-                    site = key.removeprefix(f"{prefix}states.").removesuffix(".step")
-                    if site not in self.states:
-                        self._add(site)
+                    self._state_of(key.removeprefix(f"{prefix}states.").removesuffix(".step"))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
@@ -291,11 +274,3 @@ def inject(rules: Rules, schedule: QuantizationSchedule | None = None) -> Inject
         loss.backward()
     """
     return Injection(rules, schedule)
-
-
-def _drop(model: nn.Module, parameters: set[int]) -> None:
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None and id(parameter) in parameters:
-                empty = torch.empty_like(parameter, device="meta")
-                module._parameters[name] = nn.Parameter(empty, requires_grad=False)

@@ -1,4 +1,4 @@
-"""The function mode of an injection: it runs the functions of `functions` by the products of the injection."""
+"""The function mode of an injection: it runs the functions of `contractions` by the products of the injection."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...dtypes.dispatch import autocasts, without_autocast
-from ...dtypes.products import Product
 from ...primitives.tracing import outside_graphs
-from ..engine.convolutions import GroupProduct
-from ..engine.gemm_spec import TrainingSpec
-from .contractions import FUNCTIONS, INLINED
-
-# --------------------------------------------------------------------------------------------------
-# Call sites: which module runs which contraction, by hooks of torch on all modules.
+from .contractions import FUNCTIONS, INLINED, Call, Declined
 
 
 @dataclass(frozen=True)
@@ -54,12 +48,8 @@ def plain_name(name: str) -> str:
 
 
 class ModuleStack:
-    """The modules that run, by name; `start` and `stop` frame the calls that it sees.
-
-    Args:
-        begun: called with the outermost module when it starts.
-        ended: called when it has returned; and at the end, for calls outside of modules.
-    """
+    """The modules that run, by name; `start` and `stop` frame the calls that it sees. `begun` is called with the
+    outermost module when it starts, `ended` when it has returned, and at the end for calls outside of modules."""
 
     def __init__(self, begun: Callable[[nn.Module], None], ended: Callable[[], None]) -> None:
         self.begun, self.ended = begun, ended
@@ -71,7 +61,7 @@ class ModuleStack:
     def start(self) -> None:
         self.outside.clear()
         self.handles = [
-            register_module_forward_pre_hook(self._enter),
+            register_module_forward_pre_hook(self.enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
 
@@ -88,10 +78,6 @@ class ModuleStack:
         """The outermost module that runs."""
         return self.running[0][0] if self.running else None
 
-    def enter_root(self, root: nn.Module) -> None:
-        """Make `root`, which runs already, the outermost module."""
-        self._enter(root, None)
-
     def site(self, function: str) -> CallSite:
         """The next call of `function`."""
         if not self.running:
@@ -103,7 +89,8 @@ class ModuleStack:
         return CallSite(module, function, counts[function] - 1)
 
     @outside_graphs("an injection follows the names of modules")
-    def _enter(self, module: nn.Module, _: Any) -> None:
+    def enter(self, module: nn.Module, _: Any = None) -> None:
+        """`module` begins to run."""
         # A part of a known model that runs by itself, again for its checkpointed activations say, keeps its names.
         if not self.running and id(module) not in self.names:
             self.names |= {id(each): plain_name(name) for name, each in module.named_modules()}
@@ -119,48 +106,10 @@ class ModuleStack:
             self.ended()
 
 
-class Multiplier(Protocol):
-    """What the mode asks an injection."""
-
-    def rule_at(self, function: str) -> tuple[CallSite, TrainingSpec | None]:
-        """The site of the next call of `function`, and its spec; None for full precision."""
-
-    def multiply(self, site: CallSite, spec: TrainingSpec, lhs: Tensor, rhs: Tensor) -> Tensor:
-        """c[a, b] = sum_c lhs[a, c] rhs[b, c], as `spec` says."""
-
-
-class _Declined(Exception):
-    """The only product of a call is in full precision."""
-
-
-class _Call:
-    """The products of one call of a function; see `functions.Call`."""
-
-    def __init__(self, injection: Multiplier) -> None:
-        self.injection = injection
-        self.full: Product = _in_full
-
-    def product(self, function: str) -> Product:
-        site, spec = self.injection.rule_at(function)
-        if spec is None:
-            if function not in ("scores", "values"):
-                raise _Declined
-            return _in_full
-        return lambda a, b: self.injection.multiply(site, spec, a, b)
-
-    def group_product(self, function: str) -> GroupProduct:
-        product = self.product(function)
-        return lambda a, b, group: product(a, b)
-
-
-def _in_full(lhs: Tensor, rhs: Tensor) -> Tensor:
-    return torch.mm(lhs, rhs.t())
-
-
 class InjectionMode(TorchFunctionMode):
     """See the top of the file."""
 
-    def __init__(self, injection: Multiplier) -> None:
+    def __init__(self, injection: Any) -> None:
         super().__init__()
         self.injection = injection
 
@@ -170,23 +119,20 @@ class InjectionMode(TorchFunctionMode):
             with self:
                 return INLINED[func](*args, **kwargs)
         run = FUNCTIONS.get(func)
-        if run is not None:
-            y = self._run(run, args, kwargs)
-            if y is not None:
-                return y
-        return func(*args, **kwargs)
+        y = None if run is None else self._run(run, args, kwargs)
+        return func(*args, **kwargs) if y is None else y
 
     def _run(self, run: Callable[..., Tensor | None], args: Any, kwargs: Any) -> Tensor | None:
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         device = tensors[0].device.type if tensors else "cpu"
         try:
             if not autocasts(device):
-                return run(_Call(self.injection), *args, **kwargs)
+                return run(Call(self.injection), *args, **kwargs)
             dtype = torch.get_autocast_dtype(device)
             args, kwargs = tree_map(lambda each: _cast(each, dtype), (args, kwargs))
             with without_autocast(device):
-                return run(_Call(self.injection), *args, **kwargs)
-        except _Declined:
+                return run(Call(self.injection), *args, **kwargs)
+        except Declined:
             return None
 
 
@@ -196,35 +142,24 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() and not is_weight else value
 
 
-# --------------------------------------------------------------------------------------------------
 # Constants: the tensors of a run that depend on parameters alone, how they are made, and which parameters are needed.
 #
-# A function mode sees every function of torch. What it makes of constants alone is a constant, `T(w)` for any T,
-# whose
-# `key` tells what was done to which parameters: the same expression has the same key in another run, whichever way the
-# code takes. A function of constants and other tensors needs the parameters behind them in floating point, unless it
-# is a contraction whose operand is stored as codes.
+# A function mode sees every function of torch. What it makes of constants alone is a constant, `T(w)` for any T. Its
+# `key` tells what was done to which parameters: the same expression has the same key in another run, whatever branch
+# the code takes. A function of constants and other tensors needs the parameters behind them in floating point, unless
+# it is a contraction whose operand is stored as codes.
 
 
 class Constant(NamedTuple):
-    """What a tensor is made of.
-
-    Attributes:
-        key: hash of the expression.
-        roots: names of the parameters in it.
-    """
+    """What a tensor is made of: the hash of the expression, and the names of the parameters in it."""
 
     key: str
     roots: frozenset[str]
 
 
 class Constants(TorchFunctionMode):
-    """See the top of the file.
-
-    Attributes:
-        needed: names of the parameters that something but a stored operand depends on.
-        stored: name of a parameter -> number of elements of the stored operands made of it.
-    """
+    """See the top of this part. `needed` are the parameters that something but a stored operand depends on; `stored`
+    counts the elements of the stored operands that are made of each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +179,10 @@ class Constants(TorchFunctionMode):
         operands = [] if self.paused else [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         constants = [self.known[each] for each in operands if each in self.known]
         # Before the call: what it writes to is another tensor afterwards.
-        key = self._key(func, args, kwargs) if constants and len(constants) == len(operands) else None
+        key = None
+        if constants and len(constants) == len(operands):
+            named = tree_map_only(Tensor, lambda each: self.known[each].key, (args, kwargs))
+            key = _hash(getattr(func, "__qualname__", str(func)), repr(named))
         result = func(*args, **kwargs)
         made = [each for each in tree_leaves(result) if isinstance(each, Tensor)] if constants else []
         if made:
@@ -257,14 +195,6 @@ class Constants(TorchFunctionMode):
                 elif each in self.known:
                     del self.known[each]
         return result
-
-    def _key(self, func: Any, args: Any, kwargs: Any) -> str:
-        named = tree_map_only(Tensor, lambda each: self.known[each].key, (args, kwargs))
-        return _hash(getattr(func, "__qualname__", str(func)), repr(named))
-
-    def of(self, tensor: Tensor) -> Constant | None:
-        """What a constant is made of; None for what is none."""
-        return self.known.get(tensor)
 
     def make(self, tensor: Tensor, *parts: Constant) -> None:
         """`tensor` is a product of these constants."""

@@ -15,10 +15,9 @@ from ...model.install import QuantizationState
 from ...primitives import LinearSpec, QuantSpec
 from ...primitives.jsonable import to_json
 from ...primitives.layouts.packed import can_pack_bits
-from ..engine.contraction import contraction, multiply, operands_of
+from ..engine.contraction import block_length, contraction, operands_of
 from ..engine.gemm_spec import TrainingSpec
-from ..engine.operand import Operand, quantize_operand
-from ..recipes.scheduled import ScheduledContraction
+from ..engine.operand import ContractionState, Operand, multiply, quantize_operand
 from ..weights.base import of_codes
 from .mode import Constant
 
@@ -42,36 +41,35 @@ class StoredOperands(QuantizationState):
 
     def freeze(
         self,
-        lhs: Tensor,
-        rhs: Tensor,
+        operands: tuple[Tensor, Tensor],
+        constants: tuple[Constant | None, Constant | None],
         spec: TrainingSpec,
-        state: ScheduledContraction | None,
-        of_lhs: Constant | None,
-        of_rhs: Constant | None,
+        state: ContractionState,
     ) -> tuple[Tensor, tuple[bool, bool]]:
         """The product, and which of its operands have been stored."""
-        gemm = spec.output
+        gemm, (lhs, rhs), (of_lhs, of_rhs) = spec.output, operands, constants
         a, b = operands_of(lhs, rhs, "output", gemm, state)
         y = multiply(a, b, gemm, lhs.dtype)
         alone = gemm.mid_alpha is None and gemm.fold is None
-        stored = [constant is not None and operand.spec is not None and alone
-                  for constant, operand in ((of_lhs, a), (of_rhs, b))]  # fmt: skip
-        if stored[1] and not stored[0] and (whole := self._whole(b, rhs, spec, state)) is not None:
+        stores_a = alone and of_lhs is not None and a.spec is not None
+        stores_b = alone and of_rhs is not None and b.spec is not None
+        if stores_b and not stores_a and (whole := self._whole(b, rhs, spec, state)) is not None:
             assert of_rhs is not None
             self.made[_key("w", of_rhs, spec)] = whole
             return y, (False, True)
-        for side, constant, operand, is_stored in zip("lr", (of_lhs, of_rhs), (a, b), stored, strict=True):
-            if is_stored:
+        for side, constant, operand, stores in (("l", of_lhs, a, stores_a), ("r", of_rhs, b, stores_b)):
+            if stores:
                 assert constant is not None
                 self.made[_key(side, constant, spec)] = _as_tensor(operand, lhs.dtype)
-        return y, (stored[0], stored[1])
+        return y, (stores_a, stores_b)
 
-    def _whole(
-        self, operand: Operand, rhs: Tensor, spec: TrainingSpec, state: ScheduledContraction | None
-    ) -> Tensor | None:
-        """The weight for inference; None where the engine has to multiply: a static input, padded blocks."""
-        linear, static = spec.linear_spec, state is not None and "output.lhs" in state.schedule.static
-        if linear is None or static or operand.values.shape != rhs.shape or not _serves(spec):
+    def _whole(self, operand: Operand, rhs: Tensor, spec: TrainingSpec, state: ContractionState) -> Tensor | None:
+        """The weight for inference; None where the engine has to multiply: a static input, padded blocks, or
+        accumulators of its own."""
+        linear, gemm = spec.linear_spec, spec.output
+        if gemm.accumulator_dtype is not None or gemm.output_dtype is not None or "output.lhs" in state.static:
+            return None
+        if linear is None or operand.values.shape != rhs.shape:
             return None
         operand = operand.in_blocks()
         assert operand.scale is not None
@@ -80,16 +78,15 @@ class StoredOperands(QuantizationState):
     def multiply(
         self,
         site: str,
-        lhs: Tensor,
-        rhs: Tensor,
+        operands: tuple[Tensor, Tensor],
+        constants: tuple[Constant | None, Constant | None],
         spec: TrainingSpec,
-        state: ScheduledContraction | None,
-        of_lhs: Constant | None,
-        of_rhs: Constant | None,
+        state: ContractionState,
     ) -> Tensor:
         """The product with what is stored."""
-        if of_rhs is not None and (whole := self._found("w", of_rhs, spec)) is not None:
-            return multiply_served(lhs, whole)
+        gemm, (lhs, rhs), (of_lhs, of_rhs) = spec.output, operands, constants
+        if of_rhs is not None and (whole := self._parameters.get(_key("w", of_rhs, spec))) is not None:
+            return multiply_served(lhs, whole)  # type: ignore[arg-type]
         a, b = self._operand("l", lhs, of_lhs, spec), self._operand("r", rhs, of_rhs, spec)
         for side, operand, stored in (("left", lhs, a), ("right", rhs, b)):
             if operand.is_meta and stored is None:
@@ -99,23 +96,18 @@ class StoredOperands(QuantizationState):
                 )
         if a is None and b is None:
             return contraction(lhs, rhs, spec, state)
-        gemm = spec.output
-        left, right = (max(1, s.granularity.pattern(2)[1]) if s is not None else 1 for s in (gemm.lhs, gemm.rhs))
         if a is None:
-            a = quantize_operand(lhs, gemm.lhs, right, True, "output.lhs", state)
+            a = quantize_operand(lhs, gemm.lhs, block_length(gemm.rhs), True, "output.lhs", state)
         if b is None:
-            b = quantize_operand(rhs, gemm.rhs, left, False, "output.rhs", state)
+            b = quantize_operand(rhs, gemm.rhs, block_length(gemm.lhs), False, "output.rhs", state)
         return multiply(a, b, gemm, rhs.dtype if lhs.is_meta else lhs.dtype)
 
     def _operand(self, side: str, operand: Tensor, constant: Constant | None, spec: TrainingSpec) -> Operand | None:
-        found = None if constant is None else self._found(side, constant, spec)
+        found: Any = None if constant is None else self._parameters.get(_key(side, constant, spec))
         if found is None:
             return None
         codes, scale, zero_point = found.plain()
         return Operand(codes, operand.shape[0], scale, zero_point, found.scheme.weight)
-
-    def _found(self, kind: str, constant: Constant, spec: TrainingSpec) -> Any:
-        return self._parameters.get(_key(kind, constant, spec))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         for key, value in state_dict.items():
@@ -128,11 +120,6 @@ class StoredOperands(QuantizationState):
 def _key(kind: str, constant: Constant, spec: TrainingSpec) -> str:
     text = json.dumps([kind, constant.key, to_json(spec.output)])
     return kind + hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:20]
-
-
-def _serves(spec: TrainingSpec) -> bool:
-    """Whether the kernels for inference compute what the engine does: they have accumulators of their own."""
-    return spec.output.accumulator_dtype is None and spec.output.output_dtype is None
 
 
 def _as_tensor(operand: Operand, dtype: torch.dtype) -> Tensor:

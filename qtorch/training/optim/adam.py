@@ -6,7 +6,9 @@ C++ on CPU and in Triton on CUDA.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -15,18 +17,29 @@ from torch import Tensor
 from ...dtypes import QuantizedTensor
 from ...kernels.ops.adam import AdamStep, adam_step, key_of
 from ...model.install import is_sharded
-from ...primitives.granularity import FlatBlocks
 from ...primitives.tracing import outside_graphs
 from ..weights.master import MasterWeight
-from .moment_form import Loads, as_moment, blocks_of, check_optim_bits, form_of, zeros
-from .shard import first_element, local_of
+from .moment_form import BITS, as_moment, converted, first_element, flat_blocks, form_of, local_of, zeros
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Params = Iterable[Any]
 
+OF_TORCH = ("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
+"""Keys of torch's groups that mean nothing here."""
 
-class LowBitAdam(Loads, torch.optim.Optimizer):
+OWN = ("optim_bits", "block_size", "bf16_stochastic_round")
+"""Keys that say how moments are held and parameters rounded: those of this optimizer, whatever the checkpoint says."""
+
+
+@dataclass(eq=False)
+class _Uncast:
+    """A state that `Optimizer.load_state_dict` does not cast."""
+
+    value: Any
+
+
+class LowBitAdam(torch.optim.Optimizer):
     """Adam whose moments are held in codes.
 
     Args:
@@ -98,7 +111,8 @@ class LowBitAdam(Loads, torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            check_optim_bits(group["optim_bits"])
+            if group["optim_bits"] not in BITS:
+                raise ValueError(f"optim_bits is {', '.join(map(repr, BITS))}, got {group['optim_bits']!r}")
             if not isinstance(group["block_size"], int) or group["block_size"] < 1:
                 raise ValueError(f"block_size is a positive number of elements, got {group['block_size']!r}")
             for parameter in group["params"]:
@@ -169,9 +183,7 @@ class LowBitAdam(Loads, torch.optim.Optimizer):
             key_of(number, index) if rounds else None,
             first_element(parameter) if rounds else 0,
         )
-        block, flat = blocks_of(parameter.shape, group["block_size"])
-        rows = 1 if flat else local.shape[0]
-        blocks = FlatBlocks(rows, local.numel() // rows, block)
+        blocks = flat_blocks(parameter.shape, local, group["block_size"])
         moments = [as_moment(state[name]) for name in names]
         if is_sharded(grad):
             grad = local_of(grad)
@@ -181,34 +193,70 @@ class LowBitAdam(Loads, torch.optim.Optimizer):
         if weight is not parameter and not parameter.is_inference():
             torch.autograd.graph.increment_version(parameter)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of this optimizer, of another one of this folder (its moments are quantized anew), or of
+        `torch.optim.Adam` or `AdamW`. torch's own method casts states to the dtype of their parameter, which would
+        round fp32 moments of bf16 parameters; here they arrive as they were saved.
+
+        Raises:
+            ValueError: the groups differ, a group maximizes, or a state does not fit its parameter.
+        """
+        state_dict = dict(state_dict)
+        hooks, self._optimizer_load_state_dict_pre_hooks = self._optimizer_load_state_dict_pre_hooks, OrderedDict()
+        try:
+            for hook in hooks.values():
+                state_dict = hook(self, state_dict) or state_dict
+            groups = [dict(group) for group in state_dict["param_groups"]]
+            for group, own in zip(groups, self.param_groups, strict=False):
+                if group.get("maximize"):
+                    raise ValueError(f"{type(self).__name__} has no maximize=True, which the checkpoint has")
+                for name in OF_TORCH:
+                    group.pop(name, None)
+                defaults = {name: value for name, value in own.items() if name not in ("params", "param_names")}
+                group.update({**defaults, **group, **{name: own[name] for name in OWN}})
+            state = {
+                key: {name: _Uncast(value) for name, value in of_one.items()}
+                for key, of_one in state_dict["state"].items()
+            }
+            super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
+        finally:
+            self._optimizer_load_state_dict_pre_hooks = hooks
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                found = self.state.get(parameter, {})
+                if any(isinstance(value, _Uncast) for value in found.values()):
+                    values = {name: uncast.value for name, uncast in found.items()}
+                    self.state[parameter] = self._read(parameter, group, values)
+
+    def _read(self, parameter: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+        """A parameter's state, as it was saved, in the form in which it is held here."""
+        step = {"step": state["step"].detach().to("cpu", torch.float32).reshape(()).clone()}
+        moments = {name: value for name, value in state.items() if name != "step"}
+        return {**step, **{name: converted(parameter, group, name, value) for name, value in moments.items()}}
+
 
 class Writable:
     """The weight as a plain contiguous tensor that is changed in place, and written back where it is a copy."""
 
     def __init__(self, local: Tensor) -> None:
-        self.local, self.copy = local, False
+        self.target: Any = local.master if isinstance(local, MasterWeight) else local
 
     def __enter__(self) -> Tensor:
-        local = self.local.master if isinstance(self.local, MasterWeight) else self.local
-        self.target = local
-        if isinstance(local, QuantizedTensor):
-            self.weight = local.dequantize(torch.float32)  # codes; the write rounds as their recipe says
-        else:
-            self.weight = local.detach().contiguous()
-        self.copy = self.weight.data_ptr() != local.data_ptr() if not isinstance(local, QuantizedTensor) else True
+        target = self.target
+        self.in_codes = isinstance(target, QuantizedTensor)  # the write rounds as their recipe says
+        self.weight = target.dequantize(torch.float32) if self.in_codes else target.detach().contiguous()
         return self.weight
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
-        if self.copy and kind is None:
+        if kind is None and (self.in_codes or self.weight.data_ptr() != self.target.data_ptr()):
             self.target.copy_(self.weight)
 
 
-# --------------------------------------------------------------------------------------------------
-# Adam4bit and AdamW4bit: moments of half a byte, the square of equidistant numbers.
-
-
 class Adam4bit(LowBitAdam):
-    """Adam with moments of 4 bits: 1.06 bytes a parameter in place of 8. Arguments are those of `LowBitAdam`."""
+    """Adam with moments of 4 bits, the square of equidistant numbers: 1.06 bytes a parameter in place of 8."""
 
     decoupled = False
     default_bits = 4
@@ -216,53 +264,38 @@ class Adam4bit(LowBitAdam):
 
 
 class AdamW4bit(Adam4bit):
-    """AdamW with moments of 4 bits: 1.06 bytes a parameter in place of 8. Arguments are those of `LowBitAdam`."""
+    """AdamW with the moments of `Adam4bit`."""
 
     decoupled = True
-
-
-# --------------------------------------------------------------------------------------------------
-# Adam8bit and AdamW8bit: moments of one byte, the fourth power of equidistant numbers.
 
 
 class Adam8bit(LowBitAdam):
-    """Adam with moments of 8 bits: 2.03 bytes a parameter in place of 8. Arguments are those of `LowBitAdam`."""
+    """Adam with moments of 8 bits, the fourth power of equidistant numbers: 2.03 bytes a parameter in place of 8."""
 
     decoupled = False
-    default_bits = 8
 
 
 class AdamW8bit(Adam8bit):
-    """AdamW with moments of 8 bits: 2.03 bytes a parameter in place of 8. Arguments are those of `LowBitAdam`."""
+    """AdamW with the moments of `Adam8bit`."""
 
     decoupled = True
 
 
-# --------------------------------------------------------------------------------------------------
-# AdamFp8 and AdamWFp8: moments in float8 e4m3.
-
-
 class AdamFp8(LowBitAdam):
-    """Adam with moments in float8: 2.03 bytes a parameter in place of 8. Arguments are those of `LowBitAdam`."""
+    """Adam with moments in float8 e4m3: 2.03 bytes a parameter in place of 8."""
 
     decoupled = False
     default_bits = "fp8"
 
 
 class AdamWFp8(AdamFp8):
-    """AdamW with moments in float8: 2.03 bytes a parameter in place of 8. Arguments are those of `LowBitAdam`."""
+    """AdamW with the moments of `AdamFp8`."""
 
     decoupled = True
 
 
-# --------------------------------------------------------------------------------------------------
-# _AdamW: AdamW with moments in fp32, whatever the dtype of the parameter.
-
-
 class _AdamW(LowBitAdam):
-    """AdamW in fp32, with one rounding of the parameter a step. Arguments are those of `LowBitAdam`.
-
-    For bf16 models: their moments keep their precision, and `bf16_stochastic_round` that of their updates.
-    """
+    """AdamW in fp32, with one rounding of the parameter a step. For bf16 models: their moments keep their precision,
+    and `bf16_stochastic_round` that of their updates."""
 
     default_bits = 32

@@ -17,8 +17,6 @@ from torch import Tensor
 from ...model.install import is_sharded
 from ...primitives.tracing import outside_graphs
 
-OWN = ("params", "param_names")
-
 
 class CPUOffloadOptimizer(torch.optim.Optimizer):
     """An optimizer whose states lie on the CPU, where it computes its steps.
@@ -67,7 +65,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         for parameter in group["params"]:
             target = parameter
             if self._offloads(parameter):
-                copy = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu", pin_memory=_pins(parameter))
+                copy = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu", pin_memory=parameter.is_cuda)
                 target = copy.copy_(parameter.detach()).requires_grad_()
                 self._copies[parameter] = target
                 if self._offload_gradients:
@@ -117,15 +115,9 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The states as of one optimizer of the inner class, on the CPU; groups are those of this optimizer."""
         order = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        state = {}
-        for parameter, index in order.items():
-            of_one = self._inner[parameter].state_dict()["state"]
-            if of_one:
-                state[index] = of_one[0]
-        groups = [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": [order[p] for p in group["params"]]}
-            for group in self.param_groups
-        ]
+        of_each = {index: self._inner[parameter].state_dict()["state"] for parameter, index in order.items()}
+        state = {index: of_one[0] for index, of_one in of_each.items() if of_one}
+        groups = [{**group, "params": [order[p] for p in group["params"]]} for group in self.param_groups]
         return {"state": state, "param_groups": groups}
 
     @torch.no_grad()
@@ -140,11 +132,11 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         if [len(group["params"]) for group in saved] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError("CPUOffloadOptimizer: the checkpoint has other parameter groups than this optimizer")
         for group, of_saved in zip(self.param_groups, saved, strict=True):
-            group.update({name: value for name, value in of_saved.items() if name not in OWN})
+            options = _options(of_saved)
+            group.update(options)
             for parameter, key in zip(group["params"], of_saved["params"], strict=True):
                 inner = self._inner[parameter]
                 of_one = {0: state_dict["state"][key]} if key in state_dict["state"] else {}
-                options = {name: value for name, value in of_saved.items() if name not in OWN}
                 inner.load_state_dict({"state": of_one, "param_groups": [{**options, "params": [0]}]})
                 if parameter in self._copies:
                     self._copies[parameter].copy_(parameter)
@@ -170,8 +162,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         """Copy the gradient, or add it to those that were offloaded before."""
         copy, grad = self._copies[parameter], parameter.grad
         assert grad is not None
-        target = torch.empty(grad.shape, dtype=copy.dtype, device="cpu", pin_memory=_pins(grad))
-        if grad.device.type == "cuda":
+        target = torch.empty(grad.shape, dtype=copy.dtype, device="cpu", pin_memory=grad.is_cuda)
+        if grad.is_cuda:
             down, _ = self._streams_of(grad.device)
             down.wait_stream(torch.cuda.current_stream(grad.device))
             with torch.cuda.stream(down):
@@ -195,7 +187,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     def _send(self, parameter: Tensor) -> None:
         """Start to copy new values to the device."""
         copy = self._copies[parameter]
-        if parameter.device.type == "cuda":
+        if parameter.is_cuda:
             _, back = self._streams_of(parameter.device)
             back.wait_stream(torch.cuda.current_stream(parameter.device))
             with torch.cuda.stream(back):
@@ -223,8 +215,4 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     """What a group says beside its parameters."""
-    return {name: value for name, value in group.items() if name not in OWN}
-
-
-def _pins(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda"
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}

@@ -22,13 +22,10 @@ from ...dtypes.blocked_tensor import BlockedScheme, BlockedTensor
 from ...kernels.ops.adam import AdamStep, adam_step
 from ...model.install import is_sharded
 from ...primitives import LinearSpec, MappingType, PerRow, QuantSpec, ZeroPointDomain, qdtype
-from ...primitives.granularity import FlatBlocks
 from ...primitives.layouts.plain import smallest_layout
 from .adam import LowBitAdam, Params, Writable
-from .moment_form import as_moment, blocks_of, form_of, zeros
-from .shard import like, local_of
+from .moment_form import as_moment, flat_blocks, form_of, like, local_of, zeros
 
-# --------------------------------------------------------------------------------------------------
 # The subspace of GaLore: a few orthonormal directions of a gradient, held in 4 bits.
 #
 #     G (a, n) ~ R P,    R = G P^T (a, r),    P (r, n) = the r eigenvectors of G^T G with the largest eigenvalues
@@ -87,9 +84,6 @@ def rotated(moment: Tensor, squares: bool, old: Tensor, new: Tensor) -> Tensor:
     return moment @ (turn * turn if squares else turn)
 
 
-QUEUE = "similarity"
-
-
 class QGaLoreAdamW8bit(LowBitAdam):
     """AdamW with 8-bit moments in a subspace of the gradients; see the top of the file.
 
@@ -127,21 +121,9 @@ class QGaLoreAdamW8bit(LowBitAdam):
         block_size: int = 256,
         optim_bits: int | str = 8,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            block_size=block_size,
-            optim_bits=optim_bits,
-            rank=rank,
-            scale=scale,
-            update_proj_gap=update_proj_gap,
-            cos_threshold=cos_threshold,
-            queue_size=queue_size,
-            gamma_proj=gamma_proj,
-        )
+        values = (rank, scale, update_proj_gap, cos_threshold, queue_size, gamma_proj)
+        of_group: dict[str, Any] = dict(zip(self.of_group, values, strict=True))
+        super().__init__(params, lr, betas, eps, weight_decay, block_size=block_size, optim_bits=optim_bits, **of_group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which may have arguments of its own.
@@ -156,12 +138,9 @@ class QGaLoreAdamW8bit(LowBitAdam):
                 self.param_groups.pop()
                 raise ValueError(f"{type(self).__name__}: {name} is at least 1, got {group[name]}")
 
-    def _in_subspace(self, parameter: Tensor, group: dict[str, Any]) -> bool:
-        rank = group["rank"]
-        return rank is not None and parameter.dim() == 2 and rank < min(parameter.shape)
-
     def _update(self, parameter: Tensor, index: int, group: dict[str, Any], lr: float) -> None:
-        if not self._in_subspace(parameter, group):
+        rank = group["rank"]
+        if rank is None or parameter.dim() != 2 or rank >= min(parameter.shape):
             super()._update(parameter, index, group, lr)
             return
         assert parameter.grad is not None
@@ -175,15 +154,13 @@ class QGaLoreAdamW8bit(LowBitAdam):
         basis = self._directions(parameter, grad, state, group, number)
         reduced = grad @ basis.T
         direction = torch.zeros_like(reduced)
-        whole = _sharded_like(parameter, direction)
+        whole = like(parameter, direction, (parameter.shape[0], direction.shape[1]))
         for name in ("exp_avg", "exp_avg_sq"):
             if name not in state:
                 state[name] = zeros(whole, group, name)
         beta1, beta2 = group["betas"]
         if reduced.numel():
-            block, flat = blocks_of(whole.shape, group["block_size"])
-            rows = 1 if flat else reduced.shape[0]
-            blocks = FlatBlocks(rows, reduced.numel() // rows, block)
+            blocks = flat_blocks(whole.shape, reduced, group["block_size"])
             corrections = 1 / (1 - beta1**number), (1 - beta2**number) ** -0.5
             step = AdamStep(form_of(whole, group), beta1, beta2, group["eps"], 1.0, 0.0, *corrections)
             moments = [as_moment(state[name]) for name in ("exp_avg", "exp_avg_sq")]
@@ -208,7 +185,7 @@ class QGaLoreAdamW8bit(LowBitAdam):
         new = orthonormal(state["projector"])
         if old is None:
             state["gap"] = _number(group["update_proj_gap"])
-            state[QUEUE] = torch.zeros(0, dtype=torch.float32, device="cpu")
+            state["similarity"] = torch.zeros(0, dtype=torch.float32, device="cpu")
         else:
             self._compare(old, new, state, group)
             for name in ("exp_avg", "exp_avg_sq"):
@@ -219,10 +196,10 @@ class QGaLoreAdamW8bit(LowBitAdam):
     def _compare(self, old: Tensor, new: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Make the gap longer where the first direction, whose sign means nothing, has hardly turned for a while."""
         cosine = (old[0] @ new[0]).abs().cpu().reshape(1)
-        state[QUEUE] = torch.cat([state[QUEUE], cosine])[-group["queue_size"] :]
-        if len(state[QUEUE]) == group["queue_size"] and state[QUEUE].mean() >= group["cos_threshold"]:
+        state["similarity"] = torch.cat([state["similarity"], cosine])[-group["queue_size"] :]
+        if len(state["similarity"]) == group["queue_size"] and state["similarity"].mean() >= group["cos_threshold"]:
             state["gap"] = _number(int(state["gap"] * group["gamma_proj"]))
-            state[QUEUE] = torch.zeros(0, dtype=torch.float32, device="cpu")
+            state["similarity"] = torch.zeros(0, dtype=torch.float32, device="cpu")
 
     def _read(self, parameter: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         if "projector" not in state:
@@ -237,16 +214,9 @@ def _number(value: float) -> Tensor:
     return torch.tensor(float(value), dtype=torch.float32, device="cpu")
 
 
-def _sharded_like(parameter: Tensor, reduced: Tensor) -> Tensor:
-    """`reduced` (a, rank), of a shard of a matrix of a rows, as a shard of the whole."""
-    return like(parameter, reduced, (parameter.shape[0], reduced.shape[1])) if is_sharded(parameter) else reduced
-
-
 def _turned(moment: Tensor, squares: bool, old: Tensor, new: Tensor) -> Tensor:
     """A moment in the new directions, in the form that it has."""
     local = local_of(moment)
-    if not isinstance(local, BlockedTensor):
-        local.copy_(rotated(local, squares, old, new))
-        return moment
-    local.copy_(rotated(local.dequantize(torch.float32), squares, old, new))
+    values = local.dequantize(torch.float32) if isinstance(local, BlockedTensor) else local
+    local.copy_(rotated(values, squares, old, new))
     return moment

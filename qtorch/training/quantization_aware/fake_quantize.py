@@ -25,17 +25,13 @@ from ...primitives.affine import fake_quantize_blocks, with_non_finite
 from ...primitives.fake_quant import straight_through
 from ...primitives.granularity import block_of
 from ...primitives.scale_rules import AbsMaxRule, MinMaxRule
-from ..engine.operand import Operand
+from ..engine.operand import STATELESS, ContractionState, Operand
 from .converted import check_width, converted_conv, converted_linear, rows_of
 
 
 class Scaled(NamedTuple):
-    """What a matrix is quantized by.
-
-    Attributes:
-        other: the zero point, or the table of a `CodebookSpec`.
-        codes: where they are known already; they are those of fp32 arithmetic.
-    """
+    """What a matrix is quantized by; `other` is the zero point, or the table of a `CodebookSpec`. Codes are given where
+    they are known already; they are those of fp32 arithmetic."""
 
     spec: QuantSpec | Any
     scale: Tensor
@@ -44,14 +40,8 @@ class Scaled(NamedTuple):
 
 
 class FakeQuantized(NamedTuple):
-    """One operand of a product.
-
-    Attributes:
-        values: x_hat, differentiable. Where codes are multiplied and no gradient is asked for, only its shape and dtype
-            are read, and it may be x.
-        codes: where products of codes are added up; None where the product is that of `values`.
-        scaled: what gave them; None where `values` is x.
-    """
+    """One operand of a product: `values`, x_hat, differentiable; where products of codes are added up, the codes, and
+    what gave them. Without a gradient only shape and dtype of the values are read then, and they may be x."""
 
     values: Tensor
     codes: Operand | None = None
@@ -59,16 +49,19 @@ class FakeQuantized(NamedTuple):
 
 
 class Quantization(Protocol):
-    """How a layer quantizes its operands."""
+    """How a layer quantizes its operands.
+
+    Attributes:
+        product_dtype: the dtype in which floats are multiplied; None for their own.
+        precedes_windows: whether a convolution quantizes an image before it gathers the windows: there is one scale for
+            all of it, or the input stays in floating point.
+    """
 
     @property
-    def product_dtype(self) -> torch.dtype | None:
-        """The dtype in which floats are multiplied; None for their own."""
+    def product_dtype(self) -> torch.dtype | None: ...
 
     @property
-    def precedes_windows(self) -> bool:
-        """Whether a convolution quantizes an image before it gathers the windows: there is one scale for all of it, or
-        the input stays in floating point."""
+    def precedes_windows(self) -> bool: ...
 
     def quantize_input(self, rows: Tensor) -> FakeQuantized:
         """`rows` (M, K), fake-quantized."""
@@ -77,37 +70,32 @@ class Quantization(Protocol):
         """`matrix` (N, K), fake-quantized; it may be a weight in training."""
 
 
-def fake_quantized_linear(input: Tensor, weight: Tensor, bias: Tensor | None, quantization: Quantization) -> Tensor:
+def fake_quantized_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    quantization: Quantization,
+    split: ContractionState = STATELESS,
+) -> Tensor:
     """`F.linear` with the value that the converted weight will give, differentiable in all three.
 
     Args:
-        input: (..., K) floating point.
         weight: (N, K) floating point, plain or in training.
-        bias: (N) or None.
-
-    Returns:
-        (..., N) in the dtype of `input`.
-
-    Raises:
-        ValueError: the rows of `input` and `weight` have different lengths.
+        split: how the weight is cut over processes, if it is.
     """
     check_width(input, weight)
     bias = None if bias is None else bias.to(input.dtype)
     x, w = quantization.quantize_input(to_rows(input)), quantization.quantize_weight(weight)
     if quantization.product_dtype is None:
-        return from_rows(converted_linear(x.values, w.values, bias, x.codes, w.codes), input, None)
-    return from_rows(converted_linear(x.values, w.values, None).to(input.dtype), input, bias)
+        return from_rows(converted_linear(x.values, w.values, bias, x.codes, w.codes, split), input, None)
+    return from_rows(converted_linear(x.values, w.values, None, split=split).to(input.dtype), input, bias)
 
 
 def fake_quantized_conv(
     input: Tensor, matrix: Tensor, bias: Tensor | None, quantization: Quantization, window: Window
 ) -> Tensor:
-    """The convolution of an input (B, C, *sizes), with the value that the converted weight will give.
-
-    Args:
-        matrix: (N, T * C / groups), the weight as `to_matrix` makes it.
-        bias: (N) or None.
-    """
+    """The convolution of an input (B, C, *sizes), with the value that the converted weight will give; `matrix` is the
+    weight as `to_matrix` makes it."""
     bias = None if bias is None else bias.to(input.dtype)
     if quantization.precedes_windows:
         return _conv_of_images(input, matrix, bias, quantization, window)
@@ -155,17 +143,13 @@ def fake_quantize(values: Tensor, scaled: Scaled, x_hat: Callable[[], Tensor], m
     codes = None
     if multiplied:
         with torch.no_grad():
-            codes = _operand(values, scaled)
+            spec, scale, other, of_values = scaled
+            if of_values is None:
+                of_values, scale, other = quantize_static(values, spec, scale, other)
+            codes = Operand(of_values, values.shape[0], scale, other, spec)
         if not torch.is_grad_enabled():
             return FakeQuantized(values, codes, scaled)
     return FakeQuantized(x_hat(), codes, scaled)
-
-
-def _operand(values: Tensor, scaled: Scaled) -> Operand:
-    spec, scale, other, codes = scaled
-    if codes is None:
-        codes, scale, other = quantize_static(values, spec, scale, other)
-    return Operand(codes, values.shape[0], scale, other, spec)
 
 
 def straight_through_rounding(

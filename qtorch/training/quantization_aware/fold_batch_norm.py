@@ -77,30 +77,20 @@ class FakeQuantizedConvNorm(FakeQuantizedConv):
 class FakeQuantizedConvNorm1d(FakeQuantizedConvNorm, nn.Conv1d):
     """`ConvNorm1d` in training."""
 
-    float_class = nn.Conv1d
-
 
 class FakeQuantizedConvNorm2d(FakeQuantizedConvNorm, nn.Conv2d):
     """`ConvNorm2d` in training."""
 
-    float_class = nn.Conv2d
-
 
 class FakeQuantizedConvNorm3d(FakeQuantizedConvNorm, nn.Conv3d):
     """`ConvNorm3d` in training."""
-
-    float_class = nn.Conv3d
 
 
 LAYERS.update(
     {ConvNorm1d: FakeQuantizedConvNorm1d, ConvNorm2d: FakeQuantizedConvNorm2d, ConvNorm3d: FakeQuantizedConvNorm3d}
 )
 
-_WITH_NORM: dict[type[nn.Module], type[ConvNorm]] = {
-    nn.Conv1d: ConvNorm1d,
-    nn.Conv2d: ConvNorm2d,
-    nn.Conv3d: ConvNorm3d,
-}
+WITH_NORM: dict[type[nn.Module], type[ConvNorm]] = dict(zip(CONVS, (ConvNorm1d, ConvNorm2d, ConvNorm3d), strict=True))
 
 
 @torch.no_grad()
@@ -133,7 +123,7 @@ def fold_batch_norm(
     for name, norm_name in folded:
         conv, norm = modules[name], modules[norm_name]
         if train:
-            conv.__class__ = _WITH_NORM[type(conv)]
+            conv.__class__ = WITH_NORM[type(conv)]
             conv.norm = norm
         else:
             bias = _folded_bias(conv.bias, norm).to(conv.weight.dtype)

@@ -37,13 +37,8 @@ from .schedule import Schedule
 
 
 class Prepared(NamedTuple):
-    """What a recipe has made for the layers of a weight.
-
-    Attributes:
-        values: the weight, as it is quantized.
-        nbytes: of the weight and the state.
-        added: the attributes `TrainedLayer.added`.
-    """
+    """What a recipe has made for the layers of a weight: the weight as it is quantized, the bytes of weight and state,
+    and the attributes `TrainedLayer.added`."""
 
     values: Tensor
     nbytes: int
@@ -55,8 +50,8 @@ class Prepared(NamedTuple):
 
 
 class TrainedLayer(PreparedModule):
-    """Base of the layers in training. Another kind of layer is a subclass with a `product`, and an entry in the table
-    of its recipe.
+    """Base of the layers in training. Another kind of layer is a subclass with a `product`, whose last base is the
+    class of torch that it stands in for (`float_class`), and an entry in the table of its recipe.
 
     Attributes:
         added: names of the attributes that training adds.
@@ -66,6 +61,11 @@ class TrainedLayer(PreparedModule):
 
     weight: Tensor
     bias: Any
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.__bases__[-1].__module__.startswith("torch."):
+            cls.float_class = cls.__bases__[-1]
 
     def forward(self, input: Tensor) -> Tensor:
         refuse_jit_trace()
@@ -80,7 +80,7 @@ class TrainedLayer(PreparedModule):
         raise NotImplementedError
 
     def advance(self) -> None:
-        """A pass in training mode is done."""
+        """Count a pass in training mode, after it."""
 
     @classmethod
     def check(cls, module: nn.Module) -> None:
@@ -142,6 +142,11 @@ Layers = dict[type[nn.Module], type[TrainedLayer]]
 """What each float module becomes."""
 
 
+def table_of(*layers: type[TrainedLayer]) -> Layers:
+    """The table of these layers."""
+    return {layer.float_class: layer for layer in layers}
+
+
 def layer_for(module: nn.Module, layers: Layers, hint: str = "") -> type[TrainedLayer]:
     """The class that stands in for that of `module`.
 
@@ -195,17 +200,13 @@ class FakeQuantizedLayer(TrainedLayer):
 
     @property
     def _multiplies_codes(self) -> bool:
-        """Whether products are those of codes: not while `calibrate` looks at the input in floating point."""
-        looks = self.input_quantizer is not None and self.input_quantizer.observed is not None
-        return sums_integers(self.linear_spec) and not looks and not self._mixes
-
-    @property
-    def _mixes(self) -> bool:
-        """Whether operands go from floats to fake-quantized ones by a schedule: a mixture has no codes."""
-        return self.schedule is not None and self.training
+        """Whether products are those of codes: not while `calibrate` looks at the input in floating point, nor where a
+        schedule mixes floats and fake-quantized operands."""
+        observes = self.input_quantizer is not None and self.input_quantizer.observed is not None
+        return sums_integers(self.linear_spec) and not observes and not (self.training and self.schedule is not None)
 
     def _scheduled(self, quantized: FakeQuantized, values: Tensor) -> FakeQuantized:
-        if self.schedule is None or not self._mixes:
+        if self.schedule is None or not self.training:
             return quantized
         return FakeQuantized(torch.where(self.schedule.active, quantized.values, values))
 
@@ -260,16 +261,12 @@ def _static(spec: LinearSpec, scale: Tensor, zero_point: Tensor | None) -> tuple
 class FakeQuantizedLinear(FakeQuantizedLayer, nn.Linear):
     """`nn.Linear` in training."""
 
-    float_class = nn.Linear
-
     def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return fake_quantized_linear(input, weight, bias, self)
 
 
 class FakeQuantizedEmbedding(FakeQuantizedLayer, nn.Embedding):
     """`nn.Embedding` in training: rows of the fake-quantized table."""
-
-    float_class = nn.Embedding
 
     @classmethod
     def check(cls, module: nn.Module) -> None:
@@ -309,28 +306,18 @@ class FakeQuantizedConv(TrainedConv, FakeQuantizedLayer):
 class FakeQuantizedConv1d(FakeQuantizedConv, nn.Conv1d):
     """`nn.Conv1d` in training."""
 
-    float_class = nn.Conv1d
-
 
 class FakeQuantizedConv2d(FakeQuantizedConv, nn.Conv2d):
     """`nn.Conv2d` in training."""
-
-    float_class = nn.Conv2d
 
 
 class FakeQuantizedConv3d(FakeQuantizedConv, nn.Conv3d):
     """`nn.Conv3d` in training."""
 
-    float_class = nn.Conv3d
 
-
-LAYERS: Layers = {
-    nn.Linear: FakeQuantizedLinear,
-    nn.Embedding: FakeQuantizedEmbedding,
-    nn.Conv1d: FakeQuantizedConv1d,
-    nn.Conv2d: FakeQuantizedConv2d,
-    nn.Conv3d: FakeQuantizedConv3d,
-}
+LAYERS = table_of(
+    FakeQuantizedLinear, FakeQuantizedEmbedding, FakeQuantizedConv1d, FakeQuantizedConv2d, FakeQuantizedConv3d
+)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from ...kernels.ops.quantize import without_lost_rows
 from ...model.install import QuantizationState
 from ...primitives import MappingType, QuantSpec, learned_step_fake_quantize, lsq_grad_scale
 from ...primitives.tracing import apply, starts_no_graph
-from .quantizers import MinMax, Quantizer, mean_of_ranks
+from .quantizers import Quantizer, mean_over_ranks
 
 EMPTY = 1e-30
 """Scales below it are those of blocks that are all zero."""
@@ -35,10 +35,6 @@ class RuleRanges(Statistic):
     def merge(self, other: RuleRanges) -> None:
         self.ranges += other.ranges
         self.rows += other.rows
-
-    def mean(self) -> MinMax:
-        low, high = torch.stack(self.ranges).mean(0)
-        return low, high
 
 
 class LearnedQuantizer(Quantizer):
@@ -96,34 +92,24 @@ class LearnedStep(LearnedQuantizer):
     Args:
         offset: learn the zero point too. Otherwise, where the spec has one, it is fixed by the first data: the lowest
             code if nothing is negative (the codes are those of an unsigned type), the middle one if something is.
-        others: see `LearnedQuantizer`.
+        options: of `LearnedQuantizer`.
     """
+
+    is_static = True
 
     initial_scale: Tensor
     initial_zero_point: Tensor | None
 
     def __init__(
-        self,
-        spec: QuantSpec,
-        shape: Sequence[int],
-        freezes: bool = False,
-        *,
-        offset: bool = False,
-        scale_dtype: torch.dtype = torch.float32,
-        through_rounding: bool = True,
-        count: int | None = None,
+        self, spec: QuantSpec, shape: Sequence[int], freezes: bool = False, *, offset: bool = False, **options: Any
     ) -> None:
-        super().__init__(spec, shape, freezes, scale_dtype, through_rounding, count)
+        super().__init__(spec, shape, freezes, **options)
         self.offset, shape = offset, tuple(shape)
         zeros = torch.zeros(shape, dtype=torch.float32, device="cpu")
         self.register_buffer("initial_scale", torch.full_like(zeros, math.nan))
         self.register_buffer("initial_zero_point", zeros.clone() if spec.has_zero_point else None)
         self.log_scale = nn.Parameter(zeros.clone())
         self.register_parameter("shift", nn.Parameter(zeros) if offset else None)
-
-    @property
-    def is_static(self) -> bool:
-        return True
 
     @property
     def is_ready(self) -> bool:
@@ -134,7 +120,7 @@ class LearnedStep(LearnedQuantizer):
 
     @torch.no_grad()
     def set_observed(self, seen: RuleRanges) -> None:
-        self.start(*self._qparams_from_range(*seen.mean()))
+        self.start(*self._qparams_from_range(*torch.stack(seen.ranges).mean(0)))
 
     def _qparams_from_range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None]:
         spec = self.spec
@@ -171,9 +157,9 @@ class LearnedStep(LearnedQuantizer):
         if not observe:
             self.check_ready()
         elif not self._known_ready:
-            extremes = mean_of_ranks(self.choose_range(x))
+            extremes = self.spec.choose_range(without_lost_rows(x.detach(), self.spec))
             # A state that was loaded into the buffers is kept.
-            self.start(*self._qparams_from_range(*extremes), self.initial_scale.isnan())
+            self.start(*self._qparams_from_range(*mean_over_ranks(torch.stack(extremes))), self.initial_scale.isnan())
         zero_point = self.initial_zero_point
         root = self.codes_above_zero(zero_point).sqrt()
         if self.shift is None:
@@ -271,10 +257,6 @@ class _LearnedQParams(torch.autograd.Function):
         of_scale, of_zero_point = (grad / root for grad in grad_outputs)
         of_log_scale = (of_scale - of_zero_point * zero_point / scale) / scale
         return of_log_scale, -of_zero_point / (scale * initial), None, None, None, None
-
-
-# --------------------------------------------------------------------------------------------------
-# parameter_groups: learned scales with a learning rate of their own, and without weight decay.
 
 
 def parameter_groups(

@@ -135,10 +135,10 @@ class QATSpec:
         multiplied: bool,
     ) -> FakeQuantized:
         """Args: leaves_some: elements outside the range of the codes get no gradient."""
-        mask = _unclipped if leaves_some else None
-        compute = self.compute_dtype or torch.float32
 
         def x_hat() -> Tensor:
+            mask = (lambda unclipped: unclipped) if leaves_some else None
+            compute = self.compute_dtype or torch.float32
             return straight_through_rounding(input, values, scaled, mask, dtype, compute)
 
         return fake_quantize(values, scaled, x_hat, multiplied)
@@ -146,7 +146,3 @@ class QATSpec:
     def __str__(self) -> str:
         views = [name for name in ("transposed", "partial") if getattr(self, name)]
         return " ".join([f"qat({self.recipe})", *views])
-
-
-def _unclipped(mask: Tensor) -> Tensor:
-    return mask

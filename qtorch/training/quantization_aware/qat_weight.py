@@ -15,27 +15,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...kernels.conv import Window, to_matrix
-from ...kernels.registry import from_rows, to_rows
 from ...primitives import QuantSpec
 from ..engine.gemm_spec import TrainingSpec
+from ..engine.operand import STATELESS, ContractionState
 from ..engine.split import Split, check_operand
 from ..weights.base import floats_of
 from ..weights.master import MasterWeight
-from .converted import converted_linear
 from .fake_quantize import fake_quantized_conv, fake_quantized_linear
 from .qat_spec import QATSpec
-
-# --------------------------------------------------------------------------------------------------
-# Quantization-aware training of a weight that lies in parts on several processes (`engine.split`).
 
 
 @dataclass(frozen=True)
 class SplitQATSpec(QATSpec):
-    """A `QATSpec` whose scales are those of the whole weight and the whole input.
-
-    Args:
-        split: how the weight is cut.
-    """
+    """A `QATSpec` whose scales are those of the whole weight and the whole input, of which this process has parts."""
 
     split: Split | None = None
 
@@ -43,27 +35,6 @@ class SplitQATSpec(QATSpec):
         assert self.split is not None
         joined = self.split.range_of(operand, x, spec) if isinstance(spec, QuantSpec) else None
         return None if joined is None else joined.qparams(x, False)
-
-
-def split_fake_quantized_linear(input: Tensor, weight: Tensor, spec: QATSpec, split: Split) -> Tensor:
-    """`fake_quantized_linear` of `weight`, a part of a weight in training, without a bias."""
-    part = SplitQATSpec(spec.recipe, spec.compute_dtype, split=split)
-    x, w = part.quantize_input(to_rows(input)), part.quantize_weight(weight)
-    y = converted_linear(x.values, w.values, None, x.codes, w.codes, split)
-    return from_rows(y.to(input.dtype), input, None)
-
-
-def check_split_qat(spec: QATSpec, axis: str, part: int, whole: int) -> None:
-    """Raise `ValueError` where a layer cut along `axis` could not have the numbers of one process."""
-    if spec.recipe.prunes:
-        raise ValueError(f"{spec.recipe} prunes the weight, by the whole of it")
-    linear = spec.linear_spec
-    for operand, of_one in (("output.lhs", linear.activation), ("output.rhs", linear.weight)):
-        if of_one is None or (linear.static and operand == "output.lhs"):
-            continue
-        if not isinstance(of_one, QuantSpec):
-            raise ValueError(f"{operand} has look-up tables ({of_one}), which are not chosen from parts")
-        check_operand(of_one, operand, axis, part, whole)
 
 
 aten = torch.ops.aten
@@ -86,19 +57,27 @@ class FakeQuantizedWeight(MasterWeight):
             "two axes, and F.embedding; this is another product, or a product with sums of the weight"
         )
 
-    def linear(self, input: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, input: Tensor, bias: Tensor | None, state: ContractionState = STATELESS) -> Tensor:
         if self.qat_spec.partial:
             raise ValueError(
                 f"a product with a part of a weight that converts to {self.qat_spec.linear_spec.weight}: its codes "
                 "depend on the rest of the weight; multiply the whole of it"
             )
-        return fake_quantized_linear(input, self, bias, self.qat_spec)
+        spec = self.qat_spec
+        if isinstance(state, Split):
+            spec = SplitQATSpec(spec.recipe, spec.compute_dtype, split=state)
+        return fake_quantized_linear(input, self, bias, spec, state)
 
     def check_split(self, axis: str, part: int, whole: int) -> None:
-        check_split_qat(self.qat_spec, axis, part, whole)
-
-    def split_linear(self, input: Tensor, split: Split) -> Tensor:
-        return split_fake_quantized_linear(input, self, self.qat_spec, split)
+        recipe, linear = self.qat_spec.recipe, self.qat_spec.linear_spec
+        if recipe.prunes:
+            raise ValueError(f"{recipe} prunes the weight, by the whole of it")
+        for operand, spec in (("output.lhs", linear.activation), ("output.rhs", linear.weight)):
+            if spec is None or (linear.static and operand == "output.lhs"):
+                continue
+            if not isinstance(spec, QuantSpec):
+                raise ValueError(f"{operand} has look-up tables ({spec}), which are not chosen from parts")
+            check_operand(spec, operand, axis, part, whole)
 
     def conv(self, input: Tensor, window: Window) -> Tensor:
         return fake_quantized_conv(input, to_matrix(floats_of(self)), None, self.qat_spec, window)
@@ -127,14 +106,8 @@ class FakeQuantizedWeight(MasterWeight):
 
 
 COPIES = {
-    aten.alias.default,
-    aten.clone.default,
-    aten.detach.default,
-    aten.empty_like.default,
-    aten.new_empty.default,
-    aten.new_zeros.default,
-    aten._pin_memory.default,
-    aten._to_copy.default,
+    getattr(aten, name).default
+    for name in ("alias", "clone", "detach", "empty_like", "new_empty", "new_zeros", "_pin_memory", "_to_copy")
 }
 """Operators whose result has the axes of their argument."""
 

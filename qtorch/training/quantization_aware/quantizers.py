@@ -2,7 +2,7 @@
 
     Dynamic        scale and zero point from the values of each call
     Fixed          given
-    ObservedRange  from a range that is observed: a moving average, or the extremes; these three are in `observed`
+    ObservedRange  from a range that is observed: a moving average, or the extremes
     LearnedStep    learned; this one and the next are in `learned`
     LearnedClip    the share of the weight's range is learned
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,11 +35,16 @@ MinMax = tuple[Tensor, Tensor]
 class Quantizer(QuantizationState):
     """Base of the quantizers.
 
+    Attributes:
+        is_static: whether scales are kept from call to call.
+
     Args:
         spec: of the codes. Its scale rule chooses the range of a tensor.
         shape: of the scale.
         freezes: whether scales can be held from some step on; see `forward`.
     """
+
+    is_static: ClassVar[bool] = False
 
     held_scale: Tensor | None
     held_zero_point: Tensor | None
@@ -61,15 +66,6 @@ class Quantizer(QuantizationState):
             observe: update observed ranges from `x`, and start learned scales from it if they have not started.
         """
         raise NotImplementedError
-
-    def choose_range(self, x: Tensor) -> MinMax:
-        """The range of `x` (M, K), of the shape of the scale, without rows that hold NaN or infinities."""
-        return self.spec.choose_range(without_lost_rows(x.detach(), self.spec))
-
-    @property
-    def is_static(self) -> bool:
-        """Whether scales are kept from call to call."""
-        return False
 
     @property
     def is_ready(self) -> bool:
@@ -123,10 +119,7 @@ class Quantizer(QuantizationState):
                     self.held_zero_point.copy_(zero_point)
         scaled = Scaled(self.spec, scale.detach(), self._code(zero_point))
 
-        def x_hat() -> Tensor:
-            return self.x_hat(x, scale, zero_point, frozen)
-
-        return fake_quantize(x.detach(), scaled, x_hat, multiplied)
+        return fake_quantize(x.detach(), scaled, lambda: self.x_hat(x, scale, zero_point, frozen), multiplied)
 
     @torch.no_grad()
     def converted_qparams(self, x: Tensor, frozen: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -154,11 +147,8 @@ class Quantizer(QuantizationState):
 
     def x_hat(self, x: Tensor, scale: Tensor, zero_point: Tensor | None, frozen: Tensor | None = None) -> Tensor:
         """The reals that the codes of `x` stand for, with their gradient."""
-
-        def mask(unclipped: Tensor) -> Tensor | None:
-            return self.passes_gradient(unclipped, frozen)
-
-        return straight_through_rounding(x, x.detach(), Scaled(self.spec, scale, zero_point), mask)
+        scaled = Scaled(self.spec, scale, zero_point)
+        return straight_through_rounding(x, x.detach(), scaled, lambda mask: self.passes_gradient(mask, frozen))
 
     def passes_gradient(self, unclipped: Tensor, frozen: Tensor | None) -> Tensor | None:
         """A mask of the elements that get the gradient of x_hat; None for all."""
@@ -191,14 +181,8 @@ def of_all_ranks(seen: Statistic) -> Statistic:
     return merged
 
 
-def mean_of_ranks(extremes: MinMax) -> MinMax:
-    """The mean over the processes that train together, so that all start alike."""
-    low, high = mean_over_ranks(torch.stack(extremes))
-    return low, high
-
-
 def mean_over_ranks(values: Tensor) -> Tensor:
-    """The mean over the processes that train together."""
+    """The mean over the processes that train together, so that all start alike."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -206,10 +190,6 @@ def mean_over_ranks(values: Tensor) -> Tensor:
     values = values.clone()
     dist.all_reduce(values)
     return values / dist.get_world_size()
-
-
-# --------------------------------------------------------------------------------------------------
-# Quantizers whose scales come from values: of each call, of the past, or given.
 
 
 class Dynamic(Quantizer):
@@ -245,6 +225,8 @@ class ObservedRange(Quantizer):
     """Scale and zero point from a range that an observer chooses: from what `calibrate` shows it, and, where the
     observer follows, from each batch in training."""
 
+    is_static = True
+
     min_val: Tensor
     max_val: Tensor
     memory: Tensor | None
@@ -256,10 +238,6 @@ class ObservedRange(Quantizer):
         self.register_buffer("min_val", unknown)
         self.register_buffer("max_val", unknown.clone())
         self.register_buffer("memory", unknown.new_zeros(observer.memory, *shape) if observer.memory else None)
-
-    @property
-    def is_static(self) -> bool:
-        return True
 
     @property
     def is_ready(self) -> bool:
@@ -289,8 +267,8 @@ class ObservedRange(Quantizer):
                 self.memory.copy_(memory)
                 self._set_range(extremes)
             return
-        batch = mean_of_ranks(min_max(rows, self.spec.block_size(rows.shape)))
-        self._set_range(self.observer.follow((self.min_val, self.max_val), batch))
+        low, high = mean_over_ranks(torch.stack(min_max(rows, self.spec.block_size(rows.shape))))
+        self._set_range(self.observer.follow((self.min_val, self.max_val), (low, high)))
 
     def _set_range(self, extremes: MinMax) -> None:
         self.min_val.copy_(extremes[0])

@@ -58,14 +58,10 @@ def check_trainable(weight: Tensor, matrices: bool = False) -> None:
         raise ValueError(f"takes matrices, this weight has shape {tuple(weight.shape)}")
 
 
-# --------------------------------------------------------------------------------------------------
-# Training by a spec of your own. The other recipes are presets of this one.
-
-
 @register_recipe("mixed_precision_training")
 @dataclass(frozen=True)
 class MixedPrecisionTraining(TrainingRecipe):
-    """Weights in floating point, matmuls as `spec` says.
+    """Weights in floating point, matmuls as `spec` says. The other recipes are presets of this one.
 
     Args:
         spec: of the three matmuls. `fully_quantized(fwd_bits=8, bwd_bits=8)` and `fully_quantized_float8()` make one.
@@ -77,27 +73,13 @@ class MixedPrecisionTraining(TrainingRecipe):
         return self.spec
 
 
-mixed_precision_training = MixedPrecisionTraining
-
-# --------------------------------------------------------------------------------------------------
-# EdgeRecipe: the first and the last weight of a model have more bits than those between them.
-
-
 class EdgeRecipe(TrainingRecipe):
-    """A recipe for weights between the first and the last one; these two are trained by `at_edge()`.
-
-    Attributes:
-        edge_bits: of the first and the last weight; None: as all others.
-    """
+    """A recipe whose first and last weight have a forward in integers of `edge_bits`; None: as all others."""
 
     edge_bits: int | None
 
-    def at_edge(self) -> Recipe:
-        """The recipe of the first and the last weight."""
-        raise NotImplementedError
-
     def placed(self, index: int, count: int) -> Recipe:
         if self.edge_bits is not None and index in (0, count - 1):
-            return self.at_edge()
+            return MixedPrecisionTraining(fully_quantized(self.edge_bits, None, grad_weight=False))
         inside: Any = self
         return replace(inside, edge_bits=None)

@@ -21,12 +21,12 @@ from ...model.weight_kinds import WeightKind
 from ...primitives import AbsMeanRule, FixedRangeRule, PerTensor, QuantSpec, ZeroPointDomain, qdtype
 from ...primitives.layouts.packed import pack_codes
 from ...primitives.spec import Scheme
-from ...recipes.base import Recipe, register_recipe
+from ...recipes.base import register_recipe
 from ..engine.gemm_spec import GemmSpec, TrainingSpec
-from ..engine.numerics import fully_quantized, int8, integer
+from ..engine.numerics import int8, integer
 from ..weights.codes import CodesWeight
 from ..weights.master import MasterWeight
-from .base import EdgeRecipe, MixedPrecisionTraining, TrainingRecipe, check_trainable, declines_experts
+from .base import EdgeRecipe, TrainingRecipe, check_trainable, declines_experts
 
 TERNARY = QuantSpec(qdtype("int2"), PerTensor(), scale_rule=AbsMeanRule(), quant_min=-1, quant_max=1)
 
@@ -119,9 +119,6 @@ def _global_mean(shards: list[Tensor], counts: list[int], mesh: Any) -> Tensor:
     return (sums / sums.new_tensor(counts)).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-bitnet_training = BitnetTraining
-
-# --------------------------------------------------------------------------------------------------
 # Binary training: weights and activations of one bit, the sign, as in PokeBNN (Zhang et al., arXiv 2112.00133).
 #
 #     w_hat = max |w| sign(w)   by output channel        x_hat = bound sign(x)
@@ -160,9 +157,3 @@ class BinaryTraining(EdgeRecipe):
         straight_through = GemmSpec(reuse_forward=True)
         forward = GemmSpec(sign, integer(1, preserve_zero=False))
         return TrainingSpec(forward, straight_through, straight_through, clip_gradient=True)
-
-    def at_edge(self) -> Recipe:
-        return MixedPrecisionTraining(fully_quantized(self.edge_bits, None, grad_weight=False))
-
-
-binary_training = BinaryTraining

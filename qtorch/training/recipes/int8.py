@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from ...primitives import MappingType, PerBlock, PerTensor, QuantSpec, Rounding, qdtype
 from ...primitives.jsonable import jsonable
-from ...recipes.base import Recipe, register_recipe
+from ...recipes.base import register_recipe
 from ..engine.gemm_spec import GemmSpec, TrainingSpec
-from ..engine.numerics import fully_quantized, int8, integer
-from .base import EdgeRecipe, MixedPrecisionTraining, TrainingRecipe
+from ..engine.numerics import int8, integer
+from .base import EdgeRecipe, TrainingRecipe
 
 
 @jsonable
@@ -51,18 +51,12 @@ class Int8MixedPrecisionTraining(TrainingRecipe):
         )
 
 
-int8_mixed_precision_training = Int8MixedPrecisionTraining
-
-# --------------------------------------------------------------------------------------------------
-# JetFire: int8 with a scale for each square tile; forward and backward use the same tiles.
-
-
 @register_recipe("int8_tilewise_training")
 @dataclass(frozen=True)
 class Int8TilewiseTraining(TrainingRecipe):
-    """Weights, activations and gradients in int8 in tiles (Xi et al., arXiv 2403.12422). A tile transposed is a tile,
-    so every tensor is quantized once, and what the backward needs of an activation is kept in int8: a quarter of the
-    memory that fp32 takes.
+    """JetFire: weights, activations and gradients in int8 in tiles (Xi et al., arXiv 2403.12422). A tile transposed is
+    a tile, so every tensor is quantized once, and what the backward needs of an activation is kept in int8: a quarter
+    of the memory that fp32 takes.
 
     Args:
         tile: side of a tile; it divides both sides of every weight. Tokens are completed with zeros.
@@ -74,12 +68,6 @@ class Int8TilewiseTraining(TrainingRecipe):
         tiles = int8(PerBlock((self.tile, self.tile)))
         backward = GemmSpec(tiles, reuse_forward=True)
         return TrainingSpec(GemmSpec(tiles, tiles), backward, backward)
-
-
-int8_tilewise_training = Int8TilewiseTraining
-
-# --------------------------------------------------------------------------------------------------
-# SwitchBack: int8 forward and input gradient, weight gradient in full precision.
 
 
 @register_recipe("switchback_training")
@@ -94,16 +82,11 @@ class SwitchbackTraining(TrainingRecipe):
         return TrainingSpec(GemmSpec(int8(), int8(PerTensor())), GemmSpec(int8(), reuse_forward=True))
 
 
-switchback_training = SwitchbackTraining
-
-# --------------------------------------------------------------------------------------------------
-# 4-bit training: weights and activations of 4 bits, 8 at the edges (Abdolrashidi et al., arXiv 2105.03536).
-
-
 @register_recipe("int4_training")
 @dataclass(frozen=True)
 class Int4Training(EdgeRecipe):
-    """int4 x int4 -> int32 in the forward; dx = g @ w_hat and dw = g.T @ x in full precision.
+    """int4 x int4 -> int32 in the forward; dx = g @ w_hat and dw = g.T @ x in full precision (Abdolrashidi et al.,
+    arXiv 2105.03536).
 
     Weights are symmetric, by output channel. Activations use all 16 codes of their range, which after a ReLU begins at
     zero. Converts to weights of 4 bits, two in a byte, and 4-bit activations.
@@ -118,9 +101,3 @@ class Int4Training(EdgeRecipe):
         # In the type of 8 bits, which the kernels for inference read.
         activation = QuantSpec(qdtype("int8"), mapping=MappingType.ASYMMETRIC, quant_min=-8, quant_max=7)
         return TrainingSpec(GemmSpec(activation, integer(4)), GemmSpec(reuse_forward=True))
-
-    def at_edge(self) -> Recipe:
-        return MixedPrecisionTraining(fully_quantized(self.edge_bits, None, grad_weight=False))
-
-
-int4_training = Int4Training

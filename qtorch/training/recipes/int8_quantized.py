@@ -19,20 +19,25 @@ from .base import check_trainable, declines_experts
 class _QuantizedTraining(Recipe):
     trains: ClassVar[bool] = True
 
+    stochastic_rounding: bool
+
+    def rounding(self) -> Rounding:
+        """Of updates."""
+        return Rounding.STOCHASTIC if self.stochastic_rounding else Rounding.NEAREST_EVEN
+
     def linear_spec(self) -> LinearSpec:
         raise NotImplementedError
 
     def declines(self, kind: WeightKind) -> str | None:
-        return self._refuses(kind) or declines_experts(self, kind)
+        # Updates of codes go along their rows in memory.
+        if kind.is_transposed:
+            return f"stored as (inputs, outputs), which {self.name} does not train"
+        return declines_experts(self, kind)
 
     def check_target(self, target: Target[Any]) -> None:
-        if (reason := self._refuses(target.kind)) is not None:
-            raise ValueError(f"is {reason}")
+        if target.kind.is_transposed:
+            raise ValueError(f"is {self.declines(target.kind)}")
         super().check_target(target)
-
-    def _refuses(self, kind: WeightKind) -> str | None:
-        """Updates of codes go along their rows in memory."""
-        return f"stored as (inputs, outputs), which {self.name} does not train" if kind.is_transposed else None
 
     def check(self, weight: Tensor) -> None:
         check_trainable(weight)
@@ -45,10 +50,6 @@ class _QuantizedTraining(Recipe):
     def has_made(self, target: Target[Any]) -> bool:
         weight = target.parameter
         return isinstance(weight, CodesWeight) and weight.scheme.weight == self.linear_spec().weight
-
-
-def _rounding(stochastic: bool) -> Rounding:
-    return Rounding.STOCHASTIC if stochastic else Rounding.NEAREST_EVEN
 
 
 @register_recipe("int8_weight_only_quantized_training")
@@ -64,8 +65,7 @@ class Int8WeightOnlyQuantizedTraining(_QuantizedTraining):
     stochastic_rounding: bool = True
 
     def linear_spec(self) -> LinearSpec:
-        rounding = _rounding(self.stochastic_rounding)
-        return LinearSpec(QuantSpec(qdtype("int8"), PerRow(), quant_min=-127, rounding=rounding))
+        return LinearSpec(QuantSpec(qdtype("int8"), PerRow(), quant_min=-127, rounding=self.rounding()))
 
 
 @register_recipe("int4_weight_only_quantized_training")
@@ -82,10 +82,5 @@ class Int4WeightOnlyQuantizedTraining(_QuantizedTraining):
     stochastic_rounding: bool = True
 
     def linear_spec(self) -> LinearSpec:
-        rounding = _rounding(self.stochastic_rounding)
-        spec = QuantSpec(qdtype("int4"), PerGroup(self.group_size), quant_min=-7, rounding=rounding)
+        spec = QuantSpec(qdtype("int4"), PerGroup(self.group_size), quant_min=-7, rounding=self.rounding())
         return LinearSpec(spec, layout=PackedLayout())
-
-
-int8_weight_only_quantized_training = Int8WeightOnlyQuantizedTraining
-int4_weight_only_quantized_training = Int4WeightOnlyQuantizedTraining

@@ -15,11 +15,12 @@ from ...primitives import QuantSpec, qdtype
 from ...primitives.tracing import outside_graphs
 from ...recipes.base import check_has_values, register_recipe
 from ..engine.contraction import contraction
-from ..engine.convolutions import conv_by
+from ..engine.functional import conv_by
 from ..engine.gemm_spec import TrainingSpec
 from ..engine.numerics import fully_quantized
-from ..engine.operand import quantize_operand
-from ..quantization_aware.layers import Prepared, TrainedConv, TrainedLayer
+from ..engine.operand import ContractionState, quantize_operand
+from ..quantization_aware.converted import check_width
+from ..quantization_aware.layers import Prepared, TrainedConv, TrainedLayer, table_of
 from ..quantization_aware.quantizers import ObservedRange
 from ..quantization_aware.recipes.base import LayerRecipe
 from ..quantization_aware.schedule import QuantizationSchedule, Schedule
@@ -27,7 +28,7 @@ from ..weights.base import of_codes
 from .base import check_trainable
 
 
-class ScheduledContraction(Schedule):
+class ScheduledContraction(Schedule, ContractionState):
     """The state of one contraction: its step, and the ranges of its static operands, made when they are first seen.
 
     The count is also a Python number: reading a buffer of a device would wait for it.
@@ -35,7 +36,7 @@ class ScheduledContraction(Schedule):
 
     def __init__(self, schedule: QuantizationSchedule) -> None:
         super().__init__(schedule.start_step, schedule.freeze_step)
-        self.schedule = schedule
+        self.schedule, self.static = schedule, schedule.static
         self.ranges = nn.ModuleDict()
         self.steps = 0
         self.is_used = False
@@ -45,8 +46,7 @@ class ScheduledContraction(Schedule):
         return not self.training or self.steps >= self.start_step
 
     @property
-    def observes(self) -> bool:
-        """Whether ranges follow what passes."""
+    def observes(self) -> bool:  # type: ignore[override]
         return self.training and (self.freeze_step is None or self.steps < self.freeze_step)
 
     def count(self) -> None:
@@ -54,8 +54,7 @@ class ScheduledContraction(Schedule):
         self.steps += 1
 
     def range_of(self, operand: str, x: Tensor, spec: QuantSpec) -> ObservedRange | None:
-        """The range of an operand whose values, padded to whole blocks, are `x`; None if its scale is dynamic."""
-        if operand not in self.schedule.static:
+        if operand not in self.static:
             return None
         key = operand.replace(".", "_")
         if key not in self.ranges:
@@ -65,20 +64,17 @@ class ScheduledContraction(Schedule):
         static.spec = spec
         return static
 
-    def total_of(self, product: str) -> None:
-        """Products are whole."""
-
     def is_known(self, operand: str) -> bool:
         """Whether an operand is dynamic, or its range is known."""
         static: Any = dict(self.ranges.items()).get(operand.replace(".", "_"))
-        return operand not in self.schedule.static or (static is not None and static.is_ready)
+        return operand not in self.static or (static is not None and static.is_ready)
 
     def _add(self, key: str, spec: QuantSpec, shape: Any, device: torch.device) -> None:
         made = ObservedRange(spec, shape, False, self.schedule.following)
         self.ranges[key] = made.to(device).train(self.training)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        for key in (name.replace(".", "_") for name in self.schedule.static):
+        for key in (name.replace(".", "_") for name in self.static):
             extreme = state_dict.get(f"{prefix}ranges.{key}.min_val")
             if extreme is not None and key not in self.ranges:
                 # The spec is that of the contraction, which comes with its next call.
@@ -98,12 +94,7 @@ def _with_ranges(x: Tensor, w: Tensor, spec: TrainingSpec, state: ScheduledContr
 
 
 class ScheduledLayer(TrainedLayer):
-    """Base of the layers whose contraction has a schedule.
-
-    Attributes:
-        training_spec: of the three matmuls.
-        contraction_state: the step, and the ranges of static operands.
-    """
+    """Base of the layers whose contraction has a schedule."""
 
     added = ("training_spec", "contraction_state")
 
@@ -114,7 +105,7 @@ class ScheduledLayer(TrainedLayer):
         self.contraction_state.advance()
 
     def contract(self, rows: Tensor, matrix: Tensor) -> Tensor:
-        run = _with_ranges if self.contraction_state.schedule.static else contraction
+        run = _with_ranges if self.contraction_state.static else contraction
         return run(rows, matrix, self.training_spec, self.contraction_state)
 
     def check_convert(self) -> None:
@@ -135,7 +126,7 @@ class ScheduledLayer(TrainedLayer):
         codes, _, scale, zero_point, _ = quantize_operand(weight, spec.rhs.to_nearest(), 1, False, "output.rhs", state)
         assert scale is not None
         activation: dict[str, Tensor | None] = {}
-        if spec.lhs is not None and "output.lhs" in state.schedule.static:
+        if spec.lhs is not None and "output.lhs" in state.static:
             of_input = state.range_of("output.lhs", weight[:1], spec.lhs)
             assert of_input is not None
             act_scale, act_zero_point = of_input.qparams(weight, False)
@@ -147,13 +138,8 @@ class ScheduledLayer(TrainedLayer):
 class ScheduledLinear(ScheduledLayer, nn.Linear):
     """`nn.Linear` in training."""
 
-    float_class = nn.Linear
-
     def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not input.dim() or input.shape[-1] != weight.shape[1]:
-            raise ValueError(
-                f"linear: an input of shape {tuple(input.shape)} does not fit a weight of shape {tuple(weight.shape)}"
-            )
+        check_width(input, weight)
         return from_rows(self.contract(to_rows(input), weight), input, bias)
 
 
@@ -169,27 +155,19 @@ class ScheduledConv(TrainedConv, ScheduledLayer):
 
     def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         sizes: tuple[Any, ...] = (self.stride, self.padding, self.dilation)
-        return conv_by(
-            lambda rows, matrix, _: self.contract(rows, matrix), weight.dim() - 2, input, weight, bias, *sizes
-        )
+        return conv_by(self.contract, weight.dim() - 2, input, weight, bias, *sizes)
 
 
 class ScheduledConv1d(ScheduledConv, nn.Conv1d):
     """`nn.Conv1d` in training."""
 
-    float_class = nn.Conv1d
-
 
 class ScheduledConv2d(ScheduledConv, nn.Conv2d):
     """`nn.Conv2d` in training."""
 
-    float_class = nn.Conv2d
-
 
 class ScheduledConv3d(ScheduledConv, nn.Conv3d):
     """`nn.Conv3d` in training."""
-
-    float_class = nn.Conv3d
 
 
 @register_recipe("scheduled_training")
@@ -206,12 +184,7 @@ class ScheduledTraining(LayerRecipe):
         ValueError: static operands that the spec does not quantize, or with a scale for each token.
     """
 
-    layers = {
-        nn.Linear: ScheduledLinear,
-        nn.Conv1d: ScheduledConv1d,
-        nn.Conv2d: ScheduledConv2d,
-        nn.Conv3d: ScheduledConv3d,
-    }
+    layers = table_of(ScheduledLinear, ScheduledConv1d, ScheduledConv2d, ScheduledConv3d)
     hint = ". inject(spec) takes any contraction"
 
     spec: TrainingSpec = fully_quantized()
@@ -242,6 +215,3 @@ class ScheduledTraining(LayerRecipe):
     def make(self, target: Target[Any], weight: Tensor, statistics: Statistics | None = None) -> Prepared:
         state = ScheduledContraction(self.schedule).to(weight.device)
         return Prepared(weight, weight.nbytes, {"training_spec": self.spec, "contraction_state": state})
-
-
-scheduled_training = ScheduledTraining

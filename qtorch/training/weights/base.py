@@ -14,14 +14,14 @@ from torch.nn import functional
 
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor
 from ...dtypes.linear import check_dtype, multiply
-from ...dtypes.products import Product, einsum_by
+from ...dtypes.products import einsum_by
 from ...kernels.conv import Window, multiply_windows, to_matrix
 from ...kernels.registry import from_rows, scale_per_row, to_rows
 from ...primitives import LinearSpec
 from ...primitives.tracing import apply, starts_no_graph
 from ..engine.contraction import contraction
 from ..engine.gemm_spec import TrainingSpec
-from ..engine.split import Split
+from ..engine.operand import STATELESS, ContractionState
 
 
 class TrainingWeight(QuantizedTensor):
@@ -45,27 +45,18 @@ class TrainingWeight(QuantizedTensor):
     def check_convert(self) -> None:
         """Raise `ValueError` if this weight cannot be converted."""
 
-    def linear(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        y = contraction(to_rows(input), self, self.training_spec)
-        return from_rows(y, input, bias)
+    def linear(self, input: Tensor, bias: Tensor | None, state: ContractionState = STATELESS) -> Tensor:
+        """`F.linear`; under tensor parallelism `state` is the `Split` of which this is a part."""
+        return from_rows(contraction(to_rows(input), self, self.training_spec, state), input, bias)
 
     def check_split(self, axis: str, part: int, whole: int) -> None:
         """Raise `ValueError` where a layer whose weight is cut over processes (`engine.split`) could not have the
-        numbers of one process.
-
-        Args:
-            axis: ``"n"`` or ``"k"``, rows or columns of the weight.
-            part: the largest number of them on a process.
-            whole: all of them.
+        numbers of one process: ``"n"``, rows, or ``"k"``, columns, `whole` of them, at most `part` on a process.
         """
         raise ValueError(
             f"a {type(self).__name__} chooses codes and scales anew from whole rows, with noise, at each update; train "
             "with a recipe that keeps weights in floating point, such as int8_mixed_precision_training()"
         )
-
-    def split_linear(self, input: Tensor, split: Split) -> Tensor:
-        """`linear` of this part of a weight, without a bias; `check_split` has passed."""
-        raise NotImplementedError
 
     def conv(self, input: Tensor, window: Window) -> Tensor:
         matrices = to_matrix(self).chunk(window.groups, 0)
@@ -120,12 +111,11 @@ def of_codes(
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that an operator changes."""
-    found = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = kwargs.get(argument.name) if argument.kwarg_only or i >= len(args) else args[i]
-            found.append(value)
-    return found
+    return [
+        kwargs.get(argument.name) if argument.kwarg_only or i >= len(args) else args[i]
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def _einsum(equation: str, *operands: Any) -> Tensor:
@@ -134,21 +124,17 @@ def _einsum(equation: str, *operands: Any) -> Tensor:
     if len(operands) != 2:
         raise ValueError(f"einsum with a weight in training takes two operands, got {len(operands)}")
     lhs, rhs = operands
-    check_dtype("einsum", *((lhs, rhs.dtype) if isinstance(rhs, TrainingWeight) else (rhs, lhs.dtype)))
-    if isinstance(rhs, TrainingWeight):
-        return einsum_by(_product(rhs), equation, lhs, rhs)
-    terms, arrow, result = equation.partition("->")
-    first, _, second = terms.partition(",")
-    return einsum_by(_product(lhs), f"{second},{first}{arrow}{result}", rhs, lhs)
+    if not isinstance(rhs, TrainingWeight):
+        terms, arrow, result = equation.partition("->")
+        first, _, second = terms.partition(",")
+        equation, lhs, rhs = f"{second},{first}{arrow}{result}", rhs, lhs
+    check_dtype("einsum", lhs, rhs.dtype)
 
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        """Of an input and a view of the weight. A sum over an axis of the weight is a plain tensor."""
+        return b.linear(a, None) if isinstance(b, TrainingWeight) else contraction(a, b, rhs.training_spec)
 
-def _product(weight: TrainingWeight) -> Product:
-    """The product of an input and a view of `weight`. A sum over an axis of the weight is a plain tensor."""
-
-    def run(a: Tensor, b: Tensor) -> Tensor:
-        return b.linear(a, None) if isinstance(b, TrainingWeight) else contraction(a, b, weight.training_spec)
-
-    return run
+    return einsum_by(product, equation, lhs, rhs)
 
 
 _FUNCTIONS = {torch.einsum: _einsum}

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor
 from ...dtypes.ops import check_copy, count_write, same_numbers
 from ...primitives import LinearSpec, QuantSpec
-from ...primitives.spec import Scheme
 from ..engine.gemm_spec import GemmSpec, TrainingSpec
 from .base import TrainingWeight, written_by
 
@@ -42,13 +41,8 @@ _RANK_STRIDE = 0x9E3779B97F4A7C15
 
 @dataclass
 class SharedRounding:
-    """Noise that replicas of a weight have in common: a function of these numbers and of the rank of a shard.
-
-    Args:
-        seed: the same for all replicas.
-        parameter: number of the weight in the model.
-        step: updates of the weight so far.
-    """
+    """Noise that replicas of a weight have in common: a function of a seed, the number of the weight in the model, its
+    updates so far, and the rank of a shard."""
 
     seed: int
     parameter: int
@@ -115,29 +109,11 @@ _LIKES = {getattr(aten, f"{name}_like").default for name in ("zeros", "ones", "f
 """State of an optimizer, in floating point."""
 
 _READS = {
-    aten.add.Tensor,
-    aten.sub.Tensor,
-    aten.mul.Tensor,
-    aten.div.Tensor,
-    aten.abs.default,
-    aten.linalg_vector_norm.default,
-    aten.maximum.default,
-    aten.minimum.default,
-    aten.neg.default,
-    aten.pow.Tensor_Scalar,
-    aten.sign.default,
-    aten.sqrt.default,
-    aten.sum.default,
-    aten.sum.dim_IntList,
-    aten.mean.default,
-    aten.lerp.Scalar,
-    aten.isfinite.default,
-    aten.isnan.default,
-    aten._foreach_add.List,
-    aten._foreach_mul.Scalar,
-    aten._foreach_norm.Scalar,
-    aten._foreach_sub.List,
-    aten.ne.Scalar,
+    *(getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")),
+    *(getattr(aten, name).default for name in ("abs", "isfinite", "isnan", "linalg_vector_norm", "maximum", "minimum")),
+    *(getattr(aten, name).default for name in ("mean", "neg", "sign", "sqrt", "sum")),
+    *(aten._foreach_add.List, aten._foreach_mul.Scalar, aten._foreach_norm.Scalar, aten._foreach_sub.List),
+    *(aten.lerp.Scalar, aten.ne.Scalar, aten.pow.Tensor_Scalar, aten.sum.dim_IntList),
 }
 """Arithmetic that reads the weight, for optimizers (L2 penalty, LAMB's norms); its results are plain tensors."""
 
@@ -204,25 +180,18 @@ def _store(weight: CodesWeight, source: Tensor) -> None:
     if tuple(source.shape) != weight.scheme.shape:
         raise ValueError(f"copy_: the target has shape {weight.scheme.shape}, the source {tuple(source.shape)}")
     check_copy(weight, source)
-    if isinstance(source, AffineQuantizedTensor) and _same_codes(source.scheme, weight.scheme):
-        new: QuantizedTensor = source
+    scheme = weight.scheme
+    given: Any = source.scheme if isinstance(source, AffineQuantizedTensor) else None
+    if given is not None and same_numbers(given.weight, scheme.weight) and given.layout == scheme.layout:
+        new: Any = source
     else:
-        values = source.dequantize() if isinstance(source, QuantizedTensor) else source
-        new = _requantized(weight, values.to(weight.device))
+        values = (source.dequantize() if isinstance(source, QuantizedTensor) else source).to(weight.device)
+        spec: QuantSpec = replace(scheme.weight, scale_dtype=weight.scales()[0].dtype)
+        scale, zero_point = spec.choose_qparams(values)
+        new = weight.with_plain((spec.quantize(values, scale, zero_point, _noise(weight)), scale, zero_point))
     for name, inner in weight.inner_tensors.items():
         inner.copy_(getattr(new, name))
     count_write(weight)
-
-
-def _same_codes(one: Scheme, other: Scheme) -> bool:
-    return same_numbers(one.weight, other.weight) and one.layout == other.layout
-
-
-def _requantized(weight: CodesWeight, values: Tensor) -> CodesWeight:
-    spec: QuantSpec = replace(weight.scheme.weight, scale_dtype=weight.scales()[0].dtype)
-    scale, zero_point = spec.choose_qparams(values)
-    codes = spec.quantize(values, scale, zero_point, _noise(weight))
-    return weight.with_plain((codes, scale, zero_point))  # type: ignore[return-value]
 
 
 def _noise(weight: CodesWeight) -> torch.Generator | None:
@@ -233,10 +202,6 @@ def _noise(weight: CodesWeight) -> torch.Generator | None:
         return None
     seed = int(torch.randint(2**62, (), device="cpu")) if shared is None else shared.next_seed()
     return torch.Generator(weight.device).manual_seed((seed + (rank or 0) * _RANK_STRIDE) % 2**63)
-
-
-# --------------------------------------------------------------------------------------------------
-# Stochastic rounding that replicas of a model have in common, so that they stay equal.
 
 
 def share_rounding(model: nn.Module, seed: int, step: int = 0) -> None:

@@ -19,58 +19,37 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from ...dtypes import AffineQuantizedTensor, Layout
 from ...dtypes.base import make_wrapper, parts_of
-from ...kernels.registry import from_rows, to_rows
 from ...primitives import LinearSpec, QuantSpec
 from ...primitives.granularity import granularity_of
 from ...primitives.jsonable import jsonable
 from ...primitives.layouts import LAYOUTS
 from ...primitives.layouts.base import Form, Forms
 from ...primitives.spec import constant_shape
-from ..engine.contraction import contraction, is_narrow, warn_of_lost_updates
+from ..engine.contraction import warn_once
 from ..engine.gemm_spec import TrainingSpec
 from ..engine.operand import Operand, quantize_operand
-from ..engine.split import Split, check_split
+from ..engine.split import check_split
 from .base import TrainingWeight, of_codes, written_by
 
 aten = torch.ops.aten
 
-KEEPS_TYPE = {
-    aten.alias.default,
-    aten.as_strided.default,
-    aten.chunk.default,
-    aten.clone.default,
-    aten.detach.default,
-    aten.empty_like.default,
-    aten.new_empty.default,
-    aten.new_zeros.default,
-    aten.permute.default,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.squeeze.dim,
-    aten.t.default,
-    aten.transpose.int,
-    aten.unbind.int,
-    aten.unsqueeze.default,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten._pin_memory.default,
-    aten._to_copy.default,
-}
+_VIEWS = "alias as_strided chunk clone detach permute split_with_sizes t unsqueeze view _unsafe_view"
+_COPIES = "empty_like new_empty new_zeros _pin_memory _to_copy"
+KEEPS_TYPE = {getattr(aten, name).default for name in f"{_VIEWS} {_COPIES}".split()}
+KEEPS_TYPE |= {aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.squeeze.dim}
+KEEPS_TYPE |= {aten.transpose.int, aten.unbind.int}
 """Operators whose result is a weight in training. `zeros_like`, which makes the state of an optimizer, is not here."""
 
 PRODUCTS = {
-    aten.addmm.default,
-    aten.baddbmm.default,
-    aten.bmm.default,
-    aten.convolution.default,
-    aten.embedding.default,
-    aten.linear.default,
-    aten.matmul.default,
-    aten.mm.default,
-    aten.mv.default,
+    getattr(aten, name).default
+    for name in ("addmm", "baddbmm", "bmm", "convolution", "embedding", "linear", "matmul", "mm", "mv")
 }
+
+NARROW = (torch.bfloat16, torch.float16)
+"""Small updates vanish in weights of these dtypes."""
+
+LOST_SHARE = 0.5
+"""Share of a weight's updates that may vanish in rounding before there is a warning."""
 
 CHECKED_UPDATES = (1, 2, 10, 100, 1000)
 """The updates of a 16-bit weight that are checked for loss in rounding. A check copies the weight."""
@@ -79,12 +58,8 @@ CHECKED_UPDATES = (1, 2, 10, 100, 1000)
 @jsonable
 @dataclass(frozen=True)
 class TrainingScheme:
-    """Metadata of a `MasterWeight`. Kernels read it as the scheme of the converted weight.
-
-    Args:
-        dtype: of the weight: of its gradient, and of the inputs that it takes.
-        master_dtype: of `master`, where that is another one: under mixed precision codes are made of all its bits.
-    """
+    """Metadata of a `MasterWeight`. Kernels read it as the scheme of the converted weight. `dtype` is that of its
+    gradient and inputs; `master` may have another one: under mixed precision codes are made of all its bits."""
 
     training: TrainingSpec | Any
     shape: tuple[int, ...]
@@ -113,11 +88,7 @@ class TrainingScheme:
 
 
 class MasterWeight(TrainingWeight):
-    """See the top of the file.
-
-    Attributes:
-        training_type: the type of `scheme.training` that a subclass takes.
-    """
+    """See the top of the file. A subclass may take another type of `scheme.training`, `training_type`."""
 
     scheme_type = TrainingScheme
     training_type: ClassVar[type] = TrainingSpec
@@ -168,19 +139,12 @@ class MasterWeight(TrainingWeight):
     def check_split(self, axis: str, part: int, whole: int) -> None:
         check_split(self.training_spec, axis, part, whole)
 
-    def split_linear(self, input: Tensor, split: Split) -> Tensor:
-        return from_rows(contraction(to_rows(input), self, self.training_spec, split), input, None)
-
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The master weight itself, which holds all of its precision."""
         return self.master.to(dtype or self.dtype)
 
     def convert(self) -> Tensor:
-        """The master weight as the forward quantizes it; itself, plain, if the forward does not.
-
-        Raises:
-            ValueError: blocks do not divide the weight.
-        """
+        """The master weight as the forward quantizes it; itself, plain, if the forward does not."""
         weight, spec = self.master.detach(), self.training_spec
         linear = spec.linear_spec
         if linear is None or spec.output.rhs is None:
@@ -241,7 +205,7 @@ class MasterWeight(TrainingWeight):
             if result is not NotImplemented:
                 return result
         weight = next((arg for arg in args if isinstance(arg, cls)), None)
-        if weight is not None and weight is args[0] and is_narrow(weight.dtype) and func._schema.is_mutable:
+        if weight is not None and weight is args[0] and weight.dtype in NARROW and func._schema.is_mutable:
             return weight._checked_update(func, args, kwargs)
         if func in KEEPS_TYPE and weight is not None and kwargs.get("dtype") is weight.dtype:
             kwargs = {name: value for name, value in kwargs.items() if name != "dtype"}  # a move alone
@@ -260,7 +224,7 @@ class MasterWeight(TrainingWeight):
         return return_and_correct_aliasing(func, args, kwargs, result)
 
     def _checked_update(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An in-place update of a 16-bit weight; see `warn_of_lost_updates`."""
+        """An in-place update of a 16-bit weight, with a warning where many of its elements vanish in rounding."""
         updates = vars(self)["_updates"] = self._updates + 1
         plain_args, plain_kwargs = tree_map_only(MasterWeight, lambda w: w.master, (args, kwargs))
         # Weight decay, by mul_, vanishes in 16 bits at any common rate: no warning for that alone.
@@ -269,28 +233,24 @@ class MasterWeight(TrainingWeight):
         func(*plain_args, **plain_kwargs)
         _count_writes(func, plain_args, plain_kwargs)
         if before is not None:
-            wanted = func(before.float(), *plain_args[1:], **plain_kwargs)
-            warn_of_lost_updates(before, self.master, wanted)
+            exact = func(before.float(), *plain_args[1:], **plain_kwargs)
+            _warn_of_lost_updates(before, self.master, exact)
         return self
 
-    # --- FSDP2 gathers the master weight; under mixed precision the weight has the dtype of the policy ---
+    # FSDP2 gathers the master weight; under mixed precision the weight has the dtype of the policy.
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         # Codes are made of all bits of the weight; where it has none, products take the rounded weight.
-        dtype = None if mp_policy is None else mp_policy.param_dtype
-        master = self.master if dtype is None or self._makes_codes() else self.master.to(dtype)
+        dtype, spec = None if mp_policy is None else mp_policy.param_dtype, self._training
+        has_codes = not isinstance(spec, TrainingSpec) or spec.output.rhs is not None or spec.grad_input.rhs is not None
+        master = self.master if dtype is None or has_codes else self.master.to(dtype)
         of_rows = master.shape[1:] == outer_size[1:]
         if of_rows and (missing := -(-outer_size[0] // mesh.size()) - master.shape[0]):
             # All shards send the padded size; padding is zeros at the end of the last shards.
             master = torch.cat([master, master.new_zeros((missing, *master.shape[1:]))])
         return (master,), (self._training_of_whole(), outer_size[0] if of_rows else None, dtype)
-
-    def _makes_codes(self) -> bool:
-        """Whether a product quantizes the weight."""
-        spec = self._training
-        return not isinstance(spec, TrainingSpec) or spec.output.rhs is not None or spec.grad_input.rhs is not None
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
@@ -312,3 +272,18 @@ def _count_writes(func: Any, args: Any, kwargs: Any) -> None:
     for tensor in tree_iter(written_by(func, args, kwargs)):
         if isinstance(tensor, Tensor) and not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
+
+
+def _warn_of_lost_updates(before: Tensor, after: Tensor, exact: Tensor) -> None:
+    """Warn if rounding `exact` (fp32) to the 16 bits of `before` loses many updates; `after` is the rounded weight."""
+    moved = exact != before.float()
+    count = int(moved.sum())
+    lost = int((moved & (after == before)).sum())
+    if count and lost > LOST_SHARE * count:
+        warn_once(
+            "lost updates",
+            f"{lost / count:.0%} of an update of a {str(before.dtype).removeprefix('torch.')} weight of shape "
+            f"{tuple(before.shape)} vanish in rounding: they are below half a unit in the last place of the weight. "
+            "Keep the weights in fp32 (and use autocast), or use int8_weight_only_quantized_training(), which rounds "
+            "stochastically",
+        )

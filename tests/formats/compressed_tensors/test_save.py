@@ -73,20 +73,32 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(floats(a), floats(b)) for a, b in pairs)
 
 
+def check_loads(model: nn.Module, folder: Path) -> Model:
+    """What is read again has the same numbers."""
+    again = Model(len(model.layers))
+    load_quantized(again, folder)
+    assert same(model, again)
+    return again
+
+
+def quantized(recipe: Any = INT4, layers: int = 1) -> Model:
+    """With the layers in this recipe, or by a mapping."""
+    model = Model(layers)
+    quantize_(model, recipe if isinstance(recipe, dict) else {r"layers\..*": recipe})
+    return model
+
+
 def floats(tensor: Tensor) -> Tensor:
     return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
 
 
 def test_one_scheme_names_the_class_and_what_is_left_out(tmp_path: Path) -> None:
-    model = Model()
-    quantize_(model, {r"layers\..*": INT4})
+    model = quantized()
     config = saved(model, tmp_path / "model")
     assert weights(config) == [(["Linear"], 4)]
     assert config["ignore"] == ["embed_tokens", "lm_head"]
     assert (config["format"], config["quantization_status"]) == ("pack-quantized", "compressed")
-    again = Model()
-    load_quantized(again, tmp_path / "model")
-    assert same(model, again)
+    check_loads(model, tmp_path / "model")
 
 
 def test_a_quantized_head_is_named(tmp_path: Path) -> None:
@@ -99,19 +111,15 @@ def test_a_quantized_head_is_named(tmp_path: Path) -> None:
 
 
 def test_an_embedding_is_named(tmp_path: Path) -> None:
-    model = Model()
-    quantize_(model, {r"layers\..*": INT4, "embed_tokens": INT4})
+    model = quantized({r"layers\..*": INT4, "embed_tokens": INT4})
     assert weights(saved(model, tmp_path / "model")) == [(["Linear", "embed_tokens"], 4)]
-    again = Model()
-    load_quantized(again, tmp_path / "model")
-    assert same(model, again)
+    again = check_loads(model, tmp_path / "model")
     assert isinstance(again.embed_tokens.weight, QuantizedTensor)
 
 
 def test_several_schemes_name_every_module(tmp_path: Path) -> None:
     """A class among the targets would take the modules that vLLM joins, whichever group names their parts."""
-    model = Model(2)
-    quantize_(model, {r"layers\..*mlp.*": INT4, r"layers\..*attn.*": int8_dynamic_activation_int8_weight()})
+    model = quantized({r"layers\..*mlp.*": INT4, r"layers\..*attn.*": int8_dynamic_activation_int8_weight()}, layers=2)
     config = saved(model, tmp_path / "model")
     assert config["format"] == "mixed-precision"
     assert sorted(group["format"] for group in config["config_groups"].values()) == ["int-quantized", "pack-quantized"]
@@ -120,20 +128,16 @@ def test_several_schemes_name_every_module(tmp_path: Path) -> None:
     assert set(targets) == {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} - {
         "lm_head"
     }
-    again = Model(2)
-    load_quantized(again, tmp_path / "model")
-    assert same(model, again)
+    check_loads(model, tmp_path / "model")
 
 
 @pytest.mark.parametrize("joined", [("self_attn.q_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")])
 def test_modules_that_vllm_joins_must_agree(joined: tuple[str, str], tmp_path: Path) -> None:
     first, second = (f"layers.0.{name}" for name in joined)
-    model = Model()
-    quantize_(model, {second: INT8, r"layers\..*": INT4})
+    model = quantized({second: INT8, r"layers\..*": INT4})
     with pytest.raises(ValueError, match=f"{first} and {second} differ in their quantization"):
         saved(model, tmp_path / "model")
-    model = Model()
-    quantize_(model, {second: None, r"layers\..*": INT4})
+    model = quantized({second: None, r"layers\..*": INT4})
     with pytest.raises(ValueError, match=f"{first} and {second}: one of them is not quantized"):
         saved(model, tmp_path / "model")
     assert not list(tmp_path.iterdir())
@@ -149,8 +153,7 @@ def test_joined_modules_share_static_scales(tmp_path: Path) -> None:
 
 
 def test_joined_modules_share_the_scale_of_nvfp4(tmp_path: Path) -> None:
-    model = Model()
-    quantize_(model, {r".*up_proj": nvfp4_weight_only(2.0**-9), r"layers\..*": nvfp4_weight_only(2.0**-10)})
+    model = quantized({r".*up_proj": nvfp4_weight_only(2.0**-9), r"layers\..*": nvfp4_weight_only(2.0**-10)})
     with pytest.raises(ValueError, match=r"gate_proj and .*up_proj differ in their scale of the tensor"):
         saved(model, tmp_path / "model")
 
@@ -202,8 +205,7 @@ def test_zero_points_that_are_not_codes_are_refused() -> None:
 
 @pytest.mark.parametrize("limit", [1, 20_000, 2**30])
 def test_shards(limit: int, tmp_path: Path) -> None:
-    model = Model(2)
-    quantize_(model, {r"layers\..*": INT4})
+    model = quantized(layers=2)
     folder = tmp_path / "model"
     saved(model, folder, max_shard_size=limit)
     files = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -212,35 +214,27 @@ def test_shards(limit: int, tmp_path: Path) -> None:
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         assert set(index["weight_map"].values()) == set(files)
         assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
-    again = Model(2)
-    load_quantized(again, folder)
-    assert same(model, again)
+    check_loads(model, folder)
 
 
 def test_an_existing_folder_is_replaced(tmp_path: Path) -> None:
-    model = Model()
-    quantize_(model, {r"layers\..*": INT4})
+    model = quantized()
     folder = tmp_path / "model"
     saved(model, folder, max_shard_size=1)
     (folder / "tokenizer.json").write_text("{}")
     saved(model, folder)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    again = Model()
-    load_quantized(again, folder)
-    assert same(model, again)
+    check_loads(model, folder)
 
 
 def test_a_failed_save_leaves_the_folder(tmp_path: Path) -> None:
-    model = Model()
-    quantize_(model, {r"layers\..*": INT4})
+    model = quantized()
     folder = tmp_path / "model"
     saved(model, folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    bad = Model()
-    quantize_(bad, {r"layers\..*": nf4_weight_only()})
     with pytest.raises(ValueError, match="look-up tables"):
-        saved(bad, folder)
+        saved(quantized(nf4_weight_only()), folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -262,15 +256,12 @@ def test_a_state_dict_and_a_float_model(tmp_path: Path) -> None:
     assert config["config_groups"] == {}
     quantize_(model, {r"layers\..*": INT4})
     save_quantized(model.state_dict(), tmp_path / "state", format=FORMAT)
-    again = Model()
-    load_quantized(again, tmp_path / "state")
-    assert same(model, again)
+    check_loads(model, tmp_path / "state")
 
 
 def test_a_checkpoint_is_continued() -> None:
     """As after a kill: another object continues from the progress, which is JSON."""
-    model = Model(2)
-    quantize_(model, {r"layers\..*mlp.*": INT4, r"layers\..*attn.*": INT8})
+    model = quantized({r"layers\..*mlp.*": INT4, r"layers\..*attn.*": INT8}, layers=2)
     tensors = list(model.state_dict().items())
     whole = save_format(FORMAT)
     for name, tensor in tensors:

@@ -35,6 +35,8 @@ pytest.importorskip("compressed_tensors")
 
 IDS = torch.arange(1, 13).reshape(1, 12)
 
+pytestmark = pytest.mark.slow
+
 
 def llama(**options: Any) -> Any:
     torch.manual_seed(0)

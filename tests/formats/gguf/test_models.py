@@ -89,7 +89,7 @@ def empty(model_class: Any, config: Any) -> nn.Module:
         return model_class(config).eval()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n != "llama" else []) for n in MODELS])
 def test_as_transformers_reads_it(name: str, tmp_path: Path) -> None:
     model, model_class, architecture = make(name)
     llama_cpp.save(model, tmp_path / "x.gguf", architecture, MODELS[name][2])
@@ -131,6 +131,7 @@ def test_the_kernels_of_a_model(tmp_path: Path) -> None:
     assert weight.scheme.weight.granularity == qtorch.PerGroup(32)
 
 
+@pytest.mark.slow
 def test_in_another_dtype(tmp_path: Path) -> None:
     """`model.to` changes no number of a quantized weight."""
     model, model_class, architecture = make("llama")
@@ -145,6 +146,7 @@ def test_in_another_dtype(tmp_path: Path) -> None:
         assert 20 < qtorch.compute_error(wanted, ours(ids).logits.float()) < 60
 
 
+@pytest.mark.slow
 def test_saved_again_in_our_format(tmp_path: Path) -> None:
     model, model_class, architecture = make("llama, tied")
     llama_cpp.save(model, tmp_path / "x.gguf", architecture, MODELS["llama, tied"][2])
@@ -157,6 +159,7 @@ def test_saved_again_in_our_format(tmp_path: Path) -> None:
         assert torch.equal(ours(ids).logits, again(ids).logits)
 
 
+@pytest.mark.slow
 def test_mixtral(tmp_path: Path) -> None:
     """Which llama.cpp calls llama; transformers does not read its experts."""
     options = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}

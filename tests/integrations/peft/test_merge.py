@@ -28,58 +28,43 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
 KINDS = pytest.mark.parametrize("recipe", RECIPES)
 
 
-@KINDS
-@pytest.mark.parametrize("dora", [False, True])
-def test_merged_output_is_that_of_the_adapter(recipe: str, dora: bool) -> None:
-    model = adapted(quantized_llama(recipe), use_dora=dora)
-    before = base_of(model, Q_PROJ).weight
-    y = output(model)
-    with model.disable_adapter():
-        change = (output(model) - y).abs().max()
-    model.merge_adapter()
-    merged = base_of(model, Q_PROJ).weight
-    assert type(merged) is nn.Parameter
-    assert not merged.requires_grad
-    # int8_dynamic: a float weight does not round its inputs any more.
-    tolerance = 2e-2 if recipe == "int8_dynamic" else 1e-5
-    torch.testing.assert_close(output(model), y, rtol=0, atol=tolerance)
-    assert change > 0.1
-    model.unmerge_adapter()
-    assert base_of(model, Q_PROJ).weight is before
-    assert torch.equal(output(model), y)
-
-
-@KINDS
-def test_merge_and_unload(recipe: str) -> None:
-    model = adapted(quantized_llama(recipe))
-    y = output(model)
-    merged = model.merge_and_unload(safe_merge=True)
-    assert isinstance(merged.model.layers[0].self_attn.k_proj.weight, QuantizedTensor)  # has no adapter
-    torch.testing.assert_close(output(merged), y, rtol=0, atol=2e-2 if recipe == "int8_dynamic" else 1e-5)
-    # From here it is quantized like any model.
-    quantize_(merged, {"lm_head": None, r".*": RECIPES[recipe]})
-    assert isinstance(merged.model.layers[0].self_attn.q_proj.weight, QuantizedTensor)
-
-
 BOUNDS = {"int8": (1e-4, 1e-2), "int8_dynamic": (1e-4, 1.5e-2), "int4": (3e-3, 8e-2), "nf4": (3e-3, 0.12)}
 """What rounding the merged weight to codes changes in logits that are below 0.6."""
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @KINDS
-@pytest.mark.parametrize("safe", [False, True])
-def test_requantized(recipe: str, safe: bool) -> None:
-    model = adapted(quantized_llama(recipe))
-    scheme = base_of(model, Q_PROJ).weight.scheme
-    y = output(model)
-    with requantize_merged():
-        model.merge_adapter(safe_merge=safe)
+def test_merge_and_unmerge(recipe: str, dora: bool) -> None:
+    model = adapted(quantized_llama(recipe), use_dora=dora)
+    before, y = base_of(model, Q_PROJ).weight, output(model)
+    with model.disable_adapter():
+        assert (output(model) - y).abs().max() > 0.1
+    model.merge_adapter()
     weight = base_of(model, Q_PROJ).weight
-    assert isinstance(weight, QuantizedTensor)
-    assert weight.scheme == scheme
-    low, high = BOUNDS[recipe]
-    assert low < (output(model) - y).abs().max() < high
+    assert type(weight) is nn.Parameter
+    assert not weight.requires_grad
+    # int8_dynamic: a float weight does not round its inputs any more.
+    tolerance = 2e-2 if recipe == "int8_dynamic" else 1e-5
+    torch.testing.assert_close(output(model), y, rtol=0, atol=tolerance)
     model.unmerge_adapter()
+    assert base_of(model, Q_PROJ).weight is before
     assert torch.equal(output(model), y)
+    for safe in () if dora else (False, True):
+        with requantize_merged():
+            model.merge_adapter(safe_merge=safe)
+        weight = base_of(model, Q_PROJ).weight
+        assert isinstance(weight, QuantizedTensor)
+        assert weight.scheme == before.scheme
+        low, high = BOUNDS[recipe]
+        assert low < (output(model) - y).abs().max() < high
+        model.unmerge_adapter()
+        assert torch.equal(output(model), y)
+    merged = model.merge_and_unload(safe_merge=True)
+    assert isinstance(merged.model.layers[0].self_attn.k_proj.weight, QuantizedTensor)  # has no adapter
+    torch.testing.assert_close(output(merged), y, rtol=0, atol=tolerance)
+    # From here it is quantized like any model.
+    quantize_(merged, {"lm_head": None, r".*": RECIPES[recipe]})
+    assert isinstance(merged.model.layers[0].self_attn.q_proj.weight, QuantizedTensor)
 
 
 def test_requantized_codes_are_the_nearest() -> None:
@@ -217,6 +202,7 @@ def test_copies_and_pickles_of_layers() -> None:
 
 def test_weights_quantized_after_get_peft_model() -> None:
     model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj"]))
+    assert type(model.get_submodule(f"base_model.model.{Q_PROJ}")) is peft.tuners.lora.Linear
     quantize_(model, {r".*q_proj\.base_layer": RECIPES["int8"]})
     randomized(model)
     y = output(model)
@@ -227,11 +213,6 @@ def test_weights_quantized_after_get_peft_model() -> None:
     torch.testing.assert_close(output(model), y)
     assert [n for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n] == []
     assert any(p.requires_grad for p in model.parameters())
-
-
-def test_float_models_keep_peft_classes() -> None:
-    model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj"]))
-    assert type(model.get_submodule(f"base_model.model.{Q_PROJ}")) is peft.tuners.lora.Linear
 
 
 def test_dequantized_models_merge_as_float_ones() -> None:

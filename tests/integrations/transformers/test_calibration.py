@@ -8,22 +8,23 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers import AutoTokenizer, LlamaForCausalLM
+
 from qtorch import lut_weight_only, quantize_
 from qtorch.calibration import auto, gptq, importance_weighted
 from qtorch.calibration.texts import token_batches
 from qtorch.integrations.transformers import QtorchConfig
 from tests.cli.tiny import save_llama
-from tests.integrations.transformers.tiny_models import CASES, EXPERTS, I4, I8, assert_same, build, quantized_names
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    build("llama").save_pretrained(tmp_path)
-    return tmp_path
-
-
-def load(folder: Path, *args: Any, name: str = "llama", **kwargs: Any) -> Any:
-    return CASES[name].kind.from_pretrained(folder, quantization_config=QtorchConfig(*args, **kwargs))
+from tests.integrations.transformers.tiny_models import (
+    CASES,
+    EXPERTS,
+    I4,
+    I8,
+    assert_same,
+    build,
+    load,
+    quantized_names,
+)
 
 
 def batches(count: int = 3) -> list[dict[str, torch.Tensor]]:
@@ -78,8 +79,6 @@ TEXTS = ["w1 w2 w3 w4 w5", "w6 w7 " * 30, "w9 w10 w11"]
 
 
 def test_texts_with_the_tokenizer_of_the_model(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer, LlamaForCausalLM
-
     save_llama(tmp_path)
     config = QtorchConfig(I4, calibration=TEXTS, calibration_method="gptq", calibration_length=16)
     model = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=config)
@@ -104,8 +103,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_tokens_of_texts(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(save_llama(tmp_path))
     (batch,) = token_batches(TEXTS, tokenizer, length=16)
     assert batch["attention_mask"].sum(1).tolist() == [5, 16, 16, 16, 12, 3]

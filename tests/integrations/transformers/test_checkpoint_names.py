@@ -18,7 +18,7 @@ from qtorch import quantize_
 from qtorch.checkpoint.formats.transformers_folder import Index, quantization_config, stored
 from qtorch.dtypes import QuantizedTensor
 from qtorch.integrations.transformers import QtorchConfig
-from qtorch.integrations.transformers.conversions import StoredNames, origins, renamings_of
+from qtorch.integrations.transformers.conversions import StoredNames
 from qtorch.integrations.transformers.stored_weights import StoredWeights
 from qtorch.recipes.base import WeightRecipe
 from tests.integrations.transformers.tiny_models import I4, I8, assert_same, build
@@ -73,9 +73,7 @@ def test_names_are_looked_up_in_one_table(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     rewrite(tmp_path, [name for name in load_file(tmp_path / "model.safetensors") if ".experts." in name])
     stored = StoredWeights([str(tmp_path / "model.safetensors")], QtorchConfig(names="checkpoint"), torch.float32)
-    conversions = get_model_conversion_mapping(model)
-    found = origins(stored.index.quantized, stored.others, conversions, model)
-    names = StoredNames(stored, renamings_of(conversions), found)
+    names = StoredNames(stored, get_model_conversion_mapping(model), model)
     names.add_tensor("target", "source", names.source_patterns[0], Future())
     other = copy.deepcopy(names)
     assert other.owners is names.owners

@@ -70,6 +70,15 @@ def make(name: str, recipe: Any = None, dtype: torch.dtype = torch.float32) -> A
     return experts
 
 
+def dequantized(name: str, experts: Any) -> Any:
+    """A module in floating point with the weights of a quantized one."""
+    made = make(name)
+    for parameter_name, parameter in experts.named_parameters():
+        if parameter.dim() == 3:
+            setattr(made, parameter_name, nn.Parameter(parameter.dequantize(), requires_grad=False))
+    return made
+
+
 def run(experts: Any, implementation: str, x: Tensor, *routing: Tensor) -> Tensor:
     experts.config._experts_implementation = implementation
     return experts(x, *routing)
@@ -90,13 +99,9 @@ def test_every_implementation(name: str, recipe: str) -> None:
     experts = make(name, chosen)
     # Static or dynamic, the codes of the activation are noise of their own.
     least = 20 if "a8" in recipe else 100
-    dequantized = make(name)
-    for parameter_name, parameter in experts.named_parameters():
-        if parameter.dim() == 3:
-            setattr(dequantized, parameter_name, nn.Parameter(parameter.dequantize(), requires_grad=False))
     for tokens in (1, 9):
         x, where = torch.randn(tokens, 64), routing(tokens)
-        wanted = run(dequantized, "grouped_mm", x, *where)
+        wanted = run(dequantized(name, experts), "grouped_mm", x, *where)
         for implementation in IMPLEMENTATIONS:
             with record_kernels() as ran:
                 y = run(experts, implementation, x, *where)
@@ -149,13 +154,10 @@ def test_the_loop_over_experts_compiles_in_pieces() -> None:
 @pytest.mark.parametrize("name", CLASSES)
 def test_gradients_of_the_input(name: str, recipe: str, implementation: str) -> None:
     """Straight through the codes of the activation: that of the dequantized weights."""
-    experts, dequantized = make(name, RECIPES[recipe][0]), make(name)
-    for parameter_name, parameter in experts.named_parameters():
-        if parameter.dim() == 3:
-            setattr(dequantized, parameter_name, nn.Parameter(parameter.dequantize(), requires_grad=False))
+    experts = make(name, RECIPES[recipe][0])
     where, grads = routing(6), []
     x = torch.randn(6, 64)
-    for module in (dequantized, experts):
+    for module in (dequantized(name, experts), experts):
         leaf, weights = x.clone().requires_grad_(), where[1].clone().requires_grad_()
         run(module, implementation, leaf, where[0], weights).square().sum().backward()
         grads.append(torch.cat([leaf.grad, weights.grad], 1))  # type: ignore[list-item]

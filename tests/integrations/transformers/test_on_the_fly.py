@@ -11,44 +11,31 @@ pytest.importorskip("transformers")
 from qtorch import int4_weight_only, int8_weight_only, quantize_
 from qtorch.integrations.transformers import QtorchConfig
 from qtorch.training import convert, int8_mixed_precision_training, lsq, qat
-from tests.integrations.transformers.tiny_models import CASES, I4, I8, assert_same, build, quantized_names
+from tests.integrations.transformers.tiny_models import CASES, I4, I8, assert_same, build, load, quantized_names
+
+PROJECTIONS = {f"self_attn.{name}_proj" for name in "qkvo"} | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    build("llama").save_pretrained(tmp_path)
-    return tmp_path
-
-
-def load(folder: Path, *args: Any, name: str = "llama", **kwargs: Any) -> Any:
-    return CASES[name].kind.from_pretrained(folder, quantization_config=QtorchConfig(*args, **kwargs))
-
-
-def test_one_recipe_takes_linear_layers_without_the_head(folder: Path) -> None:
-    model = load(folder, I8)
-    names = {name.rpartition(".")[0].rpartition(".")[2] for name in quantized_names(model)}
-    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-
-
-def test_what_a_mapping_names_is_quantized_though_the_default_leaves_it(folder: Path) -> None:
-    assert quantized_names(load(folder, {"lm_head": I8})) == {"lm_head.weight"}
-
-
-def test_modules_to_not_convert_replaces_the_default(folder: Path) -> None:
-    model = load(folder, I8, modules_to_not_convert=[r".*\.self_attn", "mlp.up_proj"])
+@pytest.mark.parametrize(
+    ("recipe", "skipped", "quantized"),
+    [
+        (I8, None, {f"model.layers.0.{name}.weight" for name in PROJECTIONS}),
+        # What a mapping names is quantized though the default leaves it, but `modules_to_not_convert` wins.
+        ({"lm_head": I8}, None, {"lm_head.weight"}),
+        ({"lm_head": I8, r".*": I4}, ["lm_head"], {f"model.layers.0.{name}.weight" for name in PROJECTIONS}),
+        (
+            I8,
+            [r".*\.self_attn", "mlp.up_proj"],
+            {"lm_head.weight", "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.down_proj.weight"},
+        ),
+    ],
+)
+def test_what_is_quantized(folder: Path, recipe: Any, skipped: Any, quantized: set[str]) -> None:
+    model = load(folder, recipe, modules_to_not_convert=skipped)
+    assert quantized_names(model) == quantized
     reasons = {row.name: row.detail for row in model.hf_quantizer.report.skipped}
-    assert quantized_names(model) == {
-        "lm_head.weight",
-        "model.layers.0.mlp.gate_proj.weight",
-        "model.layers.0.mlp.down_proj.weight",
-    }
-    assert reasons["model.layers.0.self_attn.q_proj.weight"] == "modules_to_not_convert"
-    assert "embedding" in reasons["model.embed_tokens.weight"]
-
-
-def test_modules_to_not_convert_wins_over_a_name(folder: Path) -> None:
-    recipe = {"lm_head": I8, r".*": I4}
-    assert "lm_head.weight" not in quantized_names(load(folder, recipe, modules_to_not_convert=["lm_head"]))
+    assert ("modules_to_not_convert" in reasons.values()) == (skipped is not None)
+    assert "embed" in reasons["model.embed_tokens.weight"] or isinstance(recipe, dict)
 
 
 def test_the_report_has_sizes_and_kernels(folder: Path) -> None:
@@ -123,13 +110,10 @@ def test_what_is_refused(folder: Path, recipe: Any, words: str) -> None:
         load(folder, recipe)
 
 
-def test_a_tied_weight_takes_one_recipe(tmp_path: Path) -> None:
-    build("tied_llama").save_pretrained(tmp_path)
+def test_what_else_is_refused(folder: Path, tmp_path: Path) -> None:
+    build("tied_llama").save_pretrained(tmp_path / "tied")
     with pytest.raises(ValueError, match="a tied weight takes one recipe"):
-        load(tmp_path, {"lm_head": I8, "model.embed_tokens": I4}, name="tied_llama")
-
-
-def test_nothing_left_is_refused(folder: Path) -> None:
+        load(tmp_path / "tied", {"lm_head": I8, "model.embed_tokens": I4}, name="tied_llama")
     with pytest.raises(ValueError, match="no weight of LlamaForCausalLM is left"):
         load(folder, I8, modules_to_not_convert=["model", "lm_head"])
 

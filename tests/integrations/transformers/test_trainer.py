@@ -120,19 +120,14 @@ def test_a_model_for_inference_is_not_trained_without_adapters(tmp_path: Path) -
         trainer_of(prepared(I8, False), tmp_path)
 
 
-def test_a_checkpoint_does_not_load_into_a_float_model(tmp_path: Path) -> None:
-    trainer_of(prepared(int8_weight_only_quantized_training(), False), tmp_path).train()
+def test_a_checkpoint_does_not_load_into_another_model(tmp_path: Path) -> None:
+    """In floating point, or quantized otherwise."""
+    recipe = int8_weight_only_quantized_training()
+    trainer_of(prepared(recipe, False), tmp_path).train()
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**TEXT))
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        trainer_of(model, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-
-
-def test_a_checkpoint_does_not_load_into_a_model_that_is_quantized_otherwise(tmp_path: Path) -> None:
-    trainer_of(prepared(int8_weight_only_quantized_training(), False), tmp_path).train()
-    other = prepared({r".*\.mlp\..*": int8_weight_only_quantized_training()}, False)
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        trainer_of(other, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    for model in (LlamaForCausalLM(LlamaConfig(**TEXT)), prepared({r".*\.mlp\..*": recipe}, False)):
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            trainer_of(model, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
 def test_the_recipe_of_the_training_stays_after_convert() -> None:

@@ -1,6 +1,7 @@
 """Tiny random models of transformers, with mappings that quantize more than their linear layers."""
 
 import copy
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,10 @@ from torch import Tensor, nn
 
 from qtorch import int4_weight_only, int8_weight_only
 from qtorch.dtypes import QuantizedTensor
+from qtorch.integrations.transformers import QtorchConfig
+from tests.quantize_model import assert_same
+
+__all__ = ["CASES", "EXPERTS", "I4", "I8", "TEXT", "assert_same", "build", "load", "quantized_names", "run"]
 
 I8 = int8_weight_only()
 I4 = int4_weight_only(group_size=32)
@@ -104,6 +109,11 @@ CASES: dict[str, Case] = {
 }
 
 
+def load(folder: Path, *args: Any, name: str = "llama", **kwargs: Any) -> Any:
+    """The model in `folder`, quantized while it is loaded as `QtorchConfig` says with these arguments."""
+    return CASES[name].kind.from_pretrained(folder, quantization_config=QtorchConfig(*args, **kwargs))
+
+
 def build(name: str) -> Any:
     torch.manual_seed(0)
     return CASES[name].kind(copy.deepcopy(CASES[name].config)).eval()
@@ -115,22 +125,6 @@ def run(name: str, model: Any) -> Tensor:
         return model(torch.linspace(-1, 1, 3 * 16 * 16).view(1, 3, 16, 16)).logits
     given = torch.linspace(-1, 1, 16 * 64).view(1, 16, 64) if name == "whisper" else torch.arange(3, 9)[None]
     return model.generate(given, max_new_tokens=5, do_sample=False)
-
-
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    """The same weights, bit for bit: codes, scales, schemes and floats."""
-    states = one.state_dict(), other.state_dict()
-    assert states[0].keys() == states[1].keys()
-    for name, mine in states[0].items():
-        theirs = states[1][name]
-        assert type(mine) is type(theirs), name
-        assert mine.dtype is theirs.dtype, name
-        if not isinstance(mine, QuantizedTensor):
-            assert torch.equal(mine, theirs), name
-            continue
-        assert mine.scheme == theirs.scheme, name
-        for part, inner in mine.inner_tensors.items():
-            assert torch.equal(inner, theirs.inner_tensors[part]), (name, part)
 
 
 def quantized_names(model: nn.Module) -> set[str]:

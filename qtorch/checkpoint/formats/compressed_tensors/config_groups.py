@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from ....primitives.files import naming
 from .scheme import FORMATS, Args, Group
 
 METHOD = "compressed-tensors"
@@ -30,13 +31,11 @@ class Config:
         groups: (targets, group) pairs in the order of the file. A target is the name of a module, a regular expression
             after ``re:``, which matches from the beginning of the name, or the name of a class of modules.
         version: of the package that wrote the file, None if it is not known.
-        kv_cache: the KV cache is quantized too.
         notes: what is left out, for people.
     """
 
     groups: list[tuple[list[str], Group]] = field(default_factory=list)
     version: tuple[int, ...] | None = None
-    kv_cache: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -46,22 +45,16 @@ class Config:
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Config:
-        """
-        Raises:
-            ValueError: the configuration is not valid, or needs what this package cannot represent; the message does
-                not name the file.
-        """
-        made = cls(version=_version(data.get("version")), kv_cache=data.get("kv_cache_scheme") is not None)
+        """From the contents of config.json, which must be valid, and nothing that this package cannot represent."""
+        made = cls(version=_version(data.get("version")))
         _refuse_transforms(data)
         overall = data.get("format")
         groups = data.get("config_groups")
         if not isinstance(groups, Mapping):
             raise ValueError(f"config_groups is {groups!r:.80}, not an object")
         for name, entry in groups.items():
-            try:
+            with naming(f"config_groups, {name}"):
                 made.groups.append(_group(entry, overall))
-            except ValueError as error:
-                raise ValueError(f"config_groups, {name}: {error}") from error
             if entry.get("output_activations") is not None:
                 made.notes.append(f"the outputs of {name}, which stay in floating point")
         return made
@@ -86,11 +79,11 @@ class Config:
 
     @cached_property
     def _of_classes(self) -> list[Group]:
-        return [group for targets, group in self.groups if any(map(_is_class, targets))]
-
-
-def _is_class(target: str) -> bool:
-    return target.isidentifier() and target[0].isupper()
+        return [
+            group
+            for targets, group in self.groups
+            if any(target.isidentifier() and target[0].isupper() for target in targets)
+        ]
 
 
 def _version(value: Any) -> tuple[int, ...] | None:
@@ -113,9 +106,13 @@ def _group(entry: Any, overall: Any) -> tuple[list[str], Group]:
     targets = entry.get("targets")
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise ValueError(f"targets is {targets!r:.80}, not a list of names")
-    for target in targets:
-        if target.startswith("re:"):
-            _check_pattern(target[3:])
+    for pattern in [target[3:] for target in targets if target.startswith("re:")]:
+        if len(pattern) > _MAX_PATTERN:
+            raise ValueError(f"a target is a regular expression of {len(pattern)} characters")
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"the target {pattern!r:.80} is not a regular expression: {error}") from error
     format = entry.get("format")
     if format is None and overall != MIXED:
         format = overall
@@ -125,15 +122,6 @@ def _group(entry: Any, overall: Any) -> tuple[list[str], Group]:
     return targets, Group(
         None if weights is None else Args.parse(weights), None if inputs is None else Args.parse(inputs), format
     )
-
-
-def _check_pattern(pattern: str) -> None:
-    if len(pattern) > _MAX_PATTERN:
-        raise ValueError(f"a target is a regular expression of {len(pattern)} characters")
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"the target {pattern!r:.80} is not a regular expression: {error}") from error
 
 
 # --------------------------------------------------------------------------------------------------
@@ -160,11 +148,7 @@ LINEAR_CLASS = "Linear"
 
 
 def config_groups(modules: Mapping[str, Group]) -> list[tuple[Group, list[str]]]:
-    """The groups with their targets.
-
-    Args:
-        modules: every quantized module.
-    """
+    """The groups of all quantized modules, with their targets."""
     groups: dict[Group, list[str]] = {}
     for name, group in modules.items():
         groups.setdefault(group, []).append(name)
@@ -199,15 +183,7 @@ def ignored(floats: Iterable[str]) -> list[str]:
 
 
 def check_joined(quantized: Mapping[str, Mapping[str, Any]], floats: Collection[str]) -> None:
-    """Check that modules that vLLM joins are quantized alike, or all not.
-
-    Args:
-        quantized: what has to agree, by the name of the module: the group, and scales that parts share.
-        floats: modules that are not quantized.
-
-    Raises:
-        ValueError: some are not; the message names them all.
-    """
+    """Check that modules that vLLM joins are quantized alike, in the fields of `_WORDS`, or all not."""
     problems = []
     for names, fields in _joined_sets(dict.fromkeys([*quantized, *floats])):
         first = quantized.get(names[0])
@@ -216,7 +192,7 @@ def check_joined(quantized: Mapping[str, Mapping[str, Any]], floats: Collection[
             if (first is None) != (kind is None):
                 problems.append(f"{names[0]} and {name}: one of them is not quantized")
             elif first is not None and kind is not None:
-                differing = [_word(field) for field in fields if first[field] != kind[field]]
+                differing = [_WORDS[field] for field in fields if first[field] != kind[field]]
                 if differing:
                     problems.append(f"{names[0]} and {name} differ in their {', '.join(differing)}")
     if problems:
@@ -227,13 +203,8 @@ def check_joined(quantized: Mapping[str, Mapping[str, Any]], floats: Collection[
         )
 
 
-_OF_ALL_EXPERTS = ("group",)
-_OF_JOINED = ("group", "global_scale", "input_scale")
-
-
-def _word(field: str) -> str:
-    words = {"group": "quantization", "global_scale": "scale of the tensor", "input_scale": "scale of the input"}
-    return words[field]
+_WORDS = {"group": "quantization", "global_scale": "scale of the tensor", "input_scale": "scale of the input"}
+"""Fields of `write.Saved`, as messages call them."""
 
 
 def _joined_sets(modules: Iterable[str]) -> Iterable[tuple[list[str], tuple[str, ...]]]:
@@ -249,5 +220,5 @@ def _joined_sets(modules: Iterable[str]) -> Iterable[tuple[list[str], tuple[str,
         for joined in JOINED:
             present = [children[last] for last in joined if last in children]
             if len(present) > 1:
-                yield present, _OF_JOINED
-    yield from ((names, _OF_ALL_EXPERTS) for names in experts.values())
+                yield present, tuple(_WORDS)
+    yield from ((names, ("group",)) for names in experts.values())

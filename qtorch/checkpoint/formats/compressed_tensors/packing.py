@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from ..blocks import unpack_dense
 
 WORD = 32
-BYTE = 8
 
 
 def dense_words(length: int, bits: int) -> int:
@@ -27,63 +29,29 @@ def padded_words(length: int, bits: int) -> int:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes (R, C), uint8, densely into int32 words (R, ceil(C * bits / 32))."""
+    """Pack codes (R, C), uint8, densely into int32 words (R, ceil(C * bits / 32)); `unpack_dense` is the inverse."""
     rows, length = codes.shape
-    words = dense_words(length, bits)
-    if BYTE % bits == 0:
-        each = BYTE // bits
-        spread = torch.nn.functional.pad(codes, (0, words * WORD // bits - length))
-        packed = spread[:, ::each].clone(memory_format=torch.contiguous_format)
-        for i in range(1, each):
-            packed |= spread[:, i::each] << (bits * i)
-        return packed.view(torch.int32)
-    groups = -(-length // WORD)
-    spread = torch.nn.functional.pad(codes, (0, groups * WORD - length)).reshape(rows, groups, WORD)
-    packed = torch.zeros(rows, groups, bits, dtype=torch.int64, device=codes.device)
-    for i in range(WORD):
-        word, bit = divmod(i * bits, WORD)
-        code = spread[:, :, i].to(torch.int64)
-        packed[:, :, word] |= code << bit
-        if bit + bits > WORD:
-            packed[:, :, word + 1] |= code >> (WORD - bit)
-    packed &= 2**WORD - 1
-    # Words of 2^31 and above wrap around to negative int32.
-    return packed.reshape(rows, groups * bits)[:, :words].to(torch.int32).contiguous()
-
-
-def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
-    """Inverse of `pack`: codes (R, length) in uint8."""
-    rows, words = packed.shape
-    if BYTE % bits == 0:
-        stored = packed.contiguous().view(torch.uint8)
-        parts = [(stored >> (bits * i)) & (2**bits - 1) for i in range(BYTE // bits)]
-        return torch.stack(parts, -1).reshape(rows, words * WORD // bits)[:, :length].contiguous()
-    groups = -(-length // WORD)
-    spread = torch.nn.functional.pad(packed, (0, groups * bits - words)).reshape(rows, groups, bits)
-    codes = torch.empty(rows, groups, WORD, dtype=torch.uint8, device=packed.device)
-    mask = 2**bits - 1
-    for i in range(WORD):
-        word, bit = divmod(i * bits, WORD)
-        code = (spread[:, :, word] >> bit) & (mask if bit + bits <= WORD else 2 ** (WORD - bit) - 1)
-        if bit + bits > WORD:
-            code = code | ((spread[:, :, word + 1] << (WORD - bit)) & mask)
-        codes[:, :, i] = code
-    return codes.reshape(rows, groups * WORD)[:, :length].contiguous()
-
-
-def pack_padded(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes (R, C), uint8, with padding into int32 words."""
-    rows, length = codes.shape
-    each, words = WORD // bits, padded_words(length, bits)
-    spread = torch.nn.functional.pad(codes, (0, words * each - length)).reshape(rows, words, each).to(torch.int64)
-    packed = torch.zeros(rows, words, dtype=torch.int64, device=codes.device)
-    for i in range(each):
-        packed |= spread[:, :, i] << (i * bits)
-    return packed.to(torch.int32)
+    nbytes = 4 * dense_words(length, bits)
+    # The fewest codes that fill whole bytes: `count` of them take `size` bytes.
+    count, size = (8 // bits, 1) if 8 % bits == 0 else (8, bits)
+    runs = -(-nbytes // size)
+    spread = pad(codes, (0, runs * count - length)).reshape(rows, runs, count)
+    packed: list[Tensor] = []
+    for i in range(count):
+        byte, bit = divmod(i * bits, 8)
+        code = spread[:, :, i]
+        if bit == 0:
+            packed.append(code.clone())
+        else:
+            packed[byte] |= code << bit
+        if bit + bits > 8:
+            packed.append(code >> (8 - bit))
+    data = torch.stack(packed, -1).flatten(1)[:, :nbytes]
+    return data.flatten().view(torch.int32).reshape(rows, nbytes // 4)
 
 
 def unpack_padded(packed: Tensor, bits: int, length: int) -> Tensor:
-    """Inverse of `pack_padded`."""
+    """Codes (R, length), uint8, of words (R, W) with padding."""
     each = WORD // bits
     mask = 2**bits - 1
     codes = torch.stack([((packed >> (bits * i)) & mask).to(torch.uint8) for i in range(each)], -1)
@@ -96,9 +64,6 @@ def unpack_either(packed: Tensor, bits: int, length: int, dense: bool | None) ->
     Args:
         dense: which one it is where both have W words, for rows shorter than 160 codes; None to look at the bits that
             padding leaves zero.
-
-    Raises:
-        ValueError: neither packing has so many words, or the words are not int32.
     """
     if packed.dtype is not torch.int32 or packed.dim() != 2:
         raise ValueError(f"packed codes are rows of int32, got {packed.dtype} of shape {tuple(packed.shape)}")
@@ -113,17 +78,12 @@ def unpack_either(packed: Tensor, bits: int, length: int, dense: bool | None) ->
         used = WORD // bits * bits
         has_padding = not bool(((packed >> used) & (2 ** (WORD - used) - 1)).any())
         is_dense = not has_padding if dense is None else dense
-    return unpack(packed, bits, length) if is_dense else unpack_padded(packed, bits, length)
+    return unpack_dense(packed, bits, length).contiguous() if is_dense else unpack_padded(packed, bits, length)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
     """Codes (R, C) of 4 bits, uint8, C even, in bytes (R, C / 2); the first of two in the low bits."""
     return codes[:, ::2] | (codes[:, 1::2] << 4)
-
-
-def unpack_nibbles(packed: Tensor) -> Tensor:
-    """Inverse of `pack_nibbles`."""
-    return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -145,9 +105,6 @@ def divisor_of(multiplier: Tensor, scale: Tensor) -> Tensor:
     Args:
         multiplier: fp32, one element.
         scale: float8_e4m3fn, any shape.
-
-    Raises:
-        ValueError: there is none; the scale of the tensor was not chosen for it.
     """
     multiplier = multiplier.reshape(())
     codes = _distinct(scale)
@@ -169,12 +126,7 @@ def divisor_of(multiplier: Tensor, scale: Tensor) -> Tensor:
 
 
 def multiplier_of(divisor: Tensor, scale: Tensor) -> Tensor | None:
-    """The fp32 number m for which ``scale * m == scale / divisor`` in fp32, for all the scales, or None.
-
-    Args:
-        divisor: fp32, one element.
-        scale: float8_e4m3fn, any shape.
-    """
+    """The fp32 number m for which ``scale * m == scale / divisor`` in fp32, for all the scales, or None."""
     multiplier = divisor.reshape(()).reciprocal()
     codes = _distinct(scale)
     if bool((codes == 0).any()) or not bool(torch.isfinite(multiplier)):

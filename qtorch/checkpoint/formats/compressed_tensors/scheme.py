@@ -27,6 +27,8 @@ from ....primitives import (
     ZeroPointDomain,
     qdtype,
 )
+from ....recipes.mx import NVFP4_BLOCK, mx_spec, nvfp4_spec
+from ..blocks import integer_spec, symmetric_spec
 
 FORMATS = (
     "pack-quantized",
@@ -39,7 +41,6 @@ FORMATS = (
 )
 """The formats that are read."""
 
-TYPES = ("int", "float")
 STRATEGIES = ("tensor", "channel", "group", "block", "token", "tensor_group", "attn_head")
 SCALE_DTYPES = ("torch.uint8", "torch.float8_e4m3fn", "torch.float16", "torch.bfloat16", "torch.float32")
 
@@ -73,14 +74,8 @@ class Args:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form, which both versions of the package accept: unknown fields are an error there."""
-        data: dict[str, Any] = {
-            "num_bits": self.num_bits,
-            "type": self.type,
-            "symmetric": self.symmetric,
-            "strategy": self.strategy,
-            "group_size": self.group_size,
-            "dynamic": self.dynamic,
-        }
+        always = ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic")
+        data: dict[str, Any] = {name: getattr(self, name) for name in always}
         if self.block_structure is not None:
             data["block_structure"] = list(self.block_structure)
         if self.scale_dtype is not None:
@@ -89,11 +84,7 @@ class Args:
 
     @classmethod
     def parse(cls, data: Any) -> Args:
-        """The arguments in config.json, which may be untrusted.
-
-        Raises:
-            ValueError: they are not valid, or are not known to this version.
-        """
+        """The arguments in config.json, which may be untrusted."""
         if not isinstance(data, Mapping):
             raise ValueError(f"quantization arguments are an object, got {data!r:.80}")
         fields = {field: data[field] for field in data if field not in _IGNORED}
@@ -102,12 +93,12 @@ class Args:
         bits = fields.get("num_bits", 8)
         _require(type(bits) is int and 1 <= bits <= 16, f"num_bits is {bits!r:.40}")
         kind = fields.get("type", "int")
-        _require(kind in TYPES, f"type is {kind!r:.40}; known are {', '.join(TYPES)}")
+        _require(kind in ("int", "float"), f"type is {kind!r:.40}; known are int, float")
         group_size = fields.get("group_size")
-        _require(
-            group_size is None or (type(group_size) is int and group_size >= -1), f"group_size is {group_size!r:.40}"
-        )
-        strategy = fields.get("strategy") or _strategy_of(group_size)
+        is_size = group_size is None or (type(group_size) is int and group_size >= -1)
+        _require(is_size, f"group_size is {group_size!r:.40}")
+        by_size = "tensor" if group_size is None else "group" if group_size > 0 else "channel"
+        strategy = fields.get("strategy") or by_size
         _require(strategy in STRATEGIES, f"strategy is {strategy!r:.40}; known are {', '.join(STRATEGIES)}")
         if strategy in ("group", "tensor_group"):
             _require(group_size is not None and group_size > 0, f"strategy {strategy} has group_size {group_size}")
@@ -118,7 +109,7 @@ class Args:
         if isinstance(scale_dtype, str) and not scale_dtype.startswith("torch."):
             scale_dtype = f"torch.{scale_dtype}"
         _require(scale_dtype is None or scale_dtype in SCALE_DTYPES, f"scale_dtype is {scale_dtype!r:.40}")
-        if _of_group(data) and data.get("actorder") in ("group", "dynamic", True):
+        if data.get("strategy") in (None, "group") and data.get("actorder") in ("group", "dynamic", True):
             raise ValueError("actorder 'group', columns sorted by their activations, has no representation here")
         return cls(
             bits,
@@ -132,19 +123,9 @@ class Args:
         )
 
 
-def _of_group(data: Mapping[str, Any]) -> bool:
-    return data.get("strategy") in (None, "group")
-
-
 @dataclass(frozen=True)
 class Group:
-    """How the layers of a group are quantized and stored.
-
-    Args:
-        weights: None if the weights are not quantized.
-        input_activations: None if the input stays in floating point.
-        format: one of `FORMATS`; None if config.json does not say.
-    """
+    """How the layers of a group are quantized (None for what stays in floating point), and in which of `FORMATS`."""
 
     weights: Args | None
     input_activations: Args | None = None
@@ -161,19 +142,12 @@ class Group:
         }
 
 
-def _strategy_of(group_size: int | None) -> str:
-    if group_size is None:
-        return "tensor"
-    return "group" if group_size > 0 else "channel"
-
-
 def _block_structure(value: Any) -> tuple[int, int]:
     if isinstance(value, str):
         value = [int(part) if part.isdecimal() else 0 for part in value.split("x")]
     sizes = list(value) if isinstance(value, list | tuple) else []
-    _require(
-        len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes), f"block_structure {value!r:.40}"
-    )
+    are_sizes = len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)
+    _require(are_sizes, f"block_structure {value!r:.40}")
     return sizes[0], sizes[1]
 
 
@@ -189,26 +163,14 @@ def _require(condition: bool, problem: str) -> None:
 _E8M0 = torch.float8_e8m0fnu
 _E8M0_NAME = "torch.uint8"
 _E4M3_NAME = "torch.float8_e4m3fn"
-_NONE = ZeroPointDomain.NONE
-
 MX_GROUP = 32
-NVFP4_GROUP = 16
-
-
-def nvfp4_scale_spec() -> QuantSpec:
-    """How the scales of NVFP4 are quantized."""
-    return QuantSpec(qdtype("float8_e4m3fn"), PerTensor(), zero_point_domain=_NONE)
 
 
 # --- from this package ---
 
 
 def args_of(tensor: QuantizedTensor) -> tuple[Args, Args | None]:
-    """How the weight and the input of a quantized matrix are described.
-
-    Raises:
-        ValueError: compressed-tensors has no words for it; the message does not name the tensor.
-    """
+    """How the weight and the input of a quantized matrix are described."""
     if isinstance(tensor, ConvWeight):
         raise ValueError("is the weight of a convolution; the schemes are for linear layers and embeddings")
     if isinstance(tensor, PaddedWeight):
@@ -244,9 +206,9 @@ def _of_weight(spec: QuantSpec, shape: Sequence[int], weight_only: bool) -> Args
     strategy, group_size, block = _strategy(spec.granularity, spec.block_size(shape), shape)
     if dtype.is_floating_point:
         if spec.scale_spec is not None:
-            if (name, group_size) != ("float4_e2m1", NVFP4_GROUP) or spec.scale_spec.dtype.name != "float8_e4m3fn":
+            if (name, group_size) != ("float4_e2m1", NVFP4_BLOCK) or spec.scale_spec.dtype.name != "float8_e4m3fn":
                 raise ValueError(f"has quantized scales ({spec}); the schemes have those of NVFP4 only")
-            return Args(4, "float", True, "tensor_group", NVFP4_GROUP, scale_dtype=_E4M3_NAME)
+            return Args(4, "float", True, "tensor_group", NVFP4_BLOCK, scale_dtype=_E4M3_NAME)
         is_mx = spec.scale_dtype is _E8M0 and group_size == MX_GROUP
         if name not in ("float8_e4m3fn", "float4_e2m1"):
             raise ValueError(f"has codes of {name}; the schemes have float8_e4m3fn, and float4_e2m1 in MXFP4 and NVFP4")
@@ -316,32 +278,27 @@ def _of_activation(spec: QuantSpec, static: bool) -> Args:
 
 
 def weight_spec(args: Args, shape: tuple[int, int]) -> QuantSpec:
-    """The spec of a weight; integers with zero points become unsigned.
-
-    Raises:
-        ValueError: this package has no such spec.
-    """
+    """The spec of a weight; integers with zero points become unsigned, which is what the fast kernels know."""
     granularity = _granularity(args, shape)
     if args.dynamic:
         raise ValueError("weights with scales that are computed on each call have no data to read")
     if args.type == "float":
         if not args.symmetric:
             raise ValueError("floating-point weights with zero points are not represented exactly")
-        if args.num_bits == 4 and args.strategy == "tensor_group" and args.group_size == NVFP4_GROUP:
-            return QuantSpec(qdtype("float4_e2m1"), granularity, zero_point_domain=_NONE, scale_spec=nvfp4_scale_spec())
+        if (args.num_bits, args.strategy, args.group_size) == (4, "tensor_group", NVFP4_BLOCK):
+            return nvfp4_spec()
         is_mx = args.strategy == "group" and args.group_size == MX_GROUP
         if args.num_bits == 4 and is_mx:
-            return QuantSpec(qdtype("float4_e2m1"), granularity, zero_point_domain=_NONE, scale_dtype=_E8M0)
+            return mx_spec(qdtype("float4_e2m1"))
         if args.num_bits == 8 and args.strategy != "tensor_group":
             scale_dtype = _E8M0 if is_mx and args.scale_dtype == _E8M0_NAME else None
-            return QuantSpec(qdtype("float8_e4m3fn"), granularity, zero_point_domain=_NONE, scale_dtype=scale_dtype)
+            return symmetric_spec("float8_e4m3fn", granularity, scale_dtype)
         raise ValueError(f"weights of {args.num_bits} floating-point bits by {args.strategy} are not known")
     if args.num_bits > 8 or args.strategy == "tensor_group":
         raise ValueError(f"weights of {args.num_bits} integer bits by {args.strategy} are not known")
     if args.symmetric:
         return QuantSpec(qdtype(f"int{args.num_bits}"), granularity)
-    # One with zero points may be kept signed too; unsigned is what the fast kernels know.
-    return QuantSpec(qdtype(f"uint{args.num_bits}"), granularity, MappingType.ASYMMETRIC)
+    return integer_spec(args.num_bits, granularity, None)
 
 
 def _granularity(args: Args, shape: tuple[int, int]) -> Granularity:
@@ -349,24 +306,19 @@ def _granularity(args: Args, shape: tuple[int, int]) -> Granularity:
         return PerTensor()
     if args.strategy == "channel":
         return PerRow()
-    if args.strategy in ("group", "tensor_group"):
-        assert args.group_size is not None
+    if args.group_size is not None:
         if shape[1] % args.group_size:
             raise ValueError(f"groups of {args.group_size} do not divide {shape[1]} columns")
         return PerGroup(args.group_size)
-    if args.strategy == "block":
-        assert args.block_structure is not None
+    if args.block_structure is not None:
         return PerBlock(args.block_structure)
     raise ValueError(f"weights by {args.strategy} are not known")
 
 
 def activation_spec(args: Args | None, columns: int) -> tuple[QuantSpec | None, bool, str]:
-    """(spec of the input of a layer or None, whether it is static, what is left out).
+    """(spec of the input of a layer, whose rows have `columns` elements; whether it is static; what is left out).
 
     An input whose quantization has no equal here stays in floating point; the third item says so, else it is empty.
-
-    Args:
-        columns: length of a row of the input.
     """
     if args is None:
         return None, False, ""
@@ -382,8 +334,7 @@ def activation_spec(args: Args | None, columns: int) -> tuple[QuantSpec | None, 
         is_mx = args.strategy == "group" and args.group_size == MX_GROUP and args.scale_dtype == _E8M0_NAME
         if args.num_bits == 4 and not is_mx:
             return None, False, left_out
-        spec = QuantSpec(qdtype(dtype), granularity, zero_point_domain=_NONE, scale_dtype=_E8M0 if is_mx else None)
-        return spec, static, ""
+        return symmetric_spec(dtype, granularity, _E8M0 if is_mx else None), static, ""
     if args.symmetric:
         return QuantSpec(qdtype(dtype), granularity, quant_min=-127), static, ""
     return QuantSpec(qdtype(dtype), granularity, MappingType.ASYMMETRIC), static, ""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ....model.install import check_model
-from ....model.targets import Slot, Target, find_targets
+from ....model.targets import Target, find_targets
 from ....recipes.base import Recipe
 from ....recipes.mx import Nvfp4WeightOnly, shared_tensor_scale
 from ...stacked_experts import is_fused
@@ -51,13 +51,10 @@ def recipes_for_vllm(model: nn.Module, recipe: Recipe | Mapping[str, Recipe | No
                 continue
             given = recipe if given is None and is_fused(asked.name) and target.parameter.dim() == 3 else given
         if given is not None:
-            chosen[_key(asked)] = given, target.parameter
+            name = asked.module_name if asked.kind.is_layer and asked.module_name else asked.name
+            chosen[name] = given, target.parameter
     scales = tensor_scales(chosen)
     return {name: adapted(given, weight.dtype, scales.get(name)) for name, (given, weight) in chosen.items()}
-
-
-def _key(slot: Slot[Recipe]) -> str:
-    return slot.module_name if slot.kind.is_layer and slot.module_name else slot.name
 
 
 def _is_left_out(model: nn.Module, target: Target[Recipe]) -> bool:
@@ -91,7 +88,7 @@ def tensor_scales(chosen: Mapping[str, tuple[Recipe, Tensor]]) -> dict[str, floa
         for name, (recipe, weight) in chosen.items()
         if is_nvfp4(recipe) and not weight.is_meta
     }
-    return {name: shared_tensor_scale(max(absmax.get(other, 0.0) for other in joined_with(name))) for name in absmax}
+    return {name: shared_tensor_scale(max(absmax.get(other, 0.0) for other in _joined_with(name))) for name in absmax}
 
 
 def is_nvfp4(recipe: Any) -> bool:
@@ -101,7 +98,7 @@ def is_nvfp4(recipe: Any) -> bool:
     return is_dataclass(recipe) and any(is_nvfp4(getattr(recipe, field.name)) for field in fields(recipe))
 
 
-def joined_with(module: str) -> Iterable[str]:
+def _joined_with(module: str) -> Iterable[str]:
     """Names of the modules that vLLM may join with a module, itself included."""
     parent, dot, last = module.rpartition(".")
     for names in JOINED:

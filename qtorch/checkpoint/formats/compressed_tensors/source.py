@@ -7,248 +7,197 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ....dtypes import AffineQuantizedTensor
-from ....primitives import QuantSpec
+from ....primitives.files import naming
 from ....primitives.spec import Scheme
 from ...folder_source import FolderSource, Parts, StoredWeight
 from ...hf_folder import HFFolder
 from ...sources import register_source
-from ...tensor_file import Stored as Info
+from ...tensor_file import Stored
+from ..blocks import FLOATS, unpack_nibbles
 from .config_groups import METHOD, Config
-from .packing import dense_words, multiplier_of, padded_words, unpack_either, unpack_nibbles
+from .packing import dense_words, multiplier_of, padded_words, unpack_either
 from .scheme import Args, Group, activation_spec, linear_spec, weight_spec
 
-# --------------------------------------------------------------------------------------------------
-# Reading the tensors that stand for a weight; they are described in `encode`.
-
-
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _NAN_E8M0 = 255
 
-Read = Callable[[], Parts]
 
-
-@dataclass(frozen=True)
-class Stored:
-    """The tensors of one module in a folder."""
-
-    folder: HFFolder
-    prefix: str
-    mmap: bool = False
-
-    def __contains__(self, name: str) -> bool:
-        return self.full(name) in self.folder.stored
-
-    def full(self, name: str) -> str:
-        return f"{self.prefix}{name}"
-
-    def info(self, name: str) -> Info:
-        """
-        Raises:
-            ValueError: there is no such tensor.
-        """
-        if name not in self:
-            raise ValueError(f"has no {name}")
-        return self.folder.stored[self.full(name)]
-
-    def read(self, name: str) -> Tensor:
-        return self.folder.read(self.full(name), mmap=self.mmap)
-
-
-def decode(stored: Stored, group: Group, dense: bool | None) -> tuple[QuantSpec, tuple[int, int], Read]:
-    """The spec and the shape of a weight, from headers, and the function that reads it.
+class StoredModule:
+    """The tensors of one module in a folder, which are described in `write`; only their headers are read until `read`.
 
     Args:
+        prefix: of the names of its tensors.
+        args: how its weight is quantized.
         dense: the packing of codes whose shape allows both; see `packing.unpack_either`.
-
-    Raises:
-        ValueError: the tensors do not fit the group, or have no exact representation; names no module.
     """
-    args = group.weights
-    assert args is not None
-    packed = "weight_packed" in stored
-    shape = _shape(stored, args, packed)
-    spec = weight_spec(args, shape)
-    if args.strategy == "block":
-        spec = weight_spec(replace(args, block_structure=_block(args, shape)), shape)
-    _check_scale(stored, args, shape)
-    if not args.symmetric:
-        _check_zero_point(stored, args, shape, packed)
-    if spec.scale_spec is not None and math.prod(stored.info("weight_global_scale").shape) != 1:
-        raise ValueError("its weight_global_scale has more than one element")
-    return spec, shape, lambda: _read_parts(stored, args, spec, shape, dense, packed)
 
+    def __init__(self, folder: HFFolder, prefix: str, mmap: bool, args: Args, dense: bool | None) -> None:
+        self.folder, self.prefix, self.mmap, self.args, self.dense = folder, prefix, mmap, args, dense
+        self.is_packed = "weight_packed" in self
+        self.shape = rows, columns = self._shape()
+        self.spec = weight_spec(args, self.shape)
+        self.scale_shape = (1, 1)
+        if args.strategy == "channel":
+            self.scale_shape = (rows, 1)
+        elif args.block_structure is not None:
+            block = args.block_structure
+            self.scale_shape = -(-rows // block[0]), -(-columns // block[1])
+            # A block that the edge cuts off becomes several with the same scale.
+            divisors = math.gcd(block[0], rows), math.gcd(block[1], columns)
+            self.spec = weight_spec(replace(args, block_structure=divisors), self.shape)
+        elif args.group_size is not None:
+            self.scale_shape = rows, columns // args.group_size
+        is_group = args.type == "float" and args.strategy == "group"
+        self.is_mx = is_group and (args.num_bits == 4 or args.scale_dtype == "torch.uint8")
+        self._check_scale()
+        if not args.symmetric:
+            self._check_zero_point()
+        if self.spec.scale_spec is not None and math.prod(self.info("weight_global_scale").shape) != 1:
+            raise ValueError("its weight_global_scale has more than one element")
 
-def _shape(stored: Stored, args: Args, packed: bool) -> tuple[int, int]:
-    info = stored.info("weight_packed" if packed else "weight")
-    if len(info.shape) != 2:
-        raise ValueError(f"its codes have shape {info.shape}, not that of a matrix")
-    rows, columns = info.shape
-    if not packed:
-        wanted = torch.float8_e4m3fn if args.type == "float" else torch.int8
-        if info.dtype is not wanted:
-            raise ValueError(f"its codes are {info.dtype}, those of {args.type}{args.num_bits} are {wanted}")
-        return rows, columns
-    if args.type == "float":
-        if info.dtype is not torch.uint8:
-            raise ValueError(f"its packed codes are {info.dtype}, those of float4 are uint8")
-        return rows, 2 * columns
-    if info.dtype is not torch.int32:
-        raise ValueError(f"its packed codes are {info.dtype}, those of int{args.num_bits} are int32")
-    length = _columns(stored, args)
-    if columns not in (dense_words(length, args.num_bits), padded_words(length, args.num_bits)):
-        raise ValueError(f"its rows of {length} codes of {args.num_bits} bits do not take {columns} words")
-    return rows, length
+    def __contains__(self, name: str) -> bool:
+        return f"{self.prefix}{name}" in self.folder.stored
 
+    def info(self, name: str) -> Stored:
+        """What the header says of a tensor."""
+        if name not in self:
+            raise ValueError(f"has no {name}")
+        return self.folder.stored[f"{self.prefix}{name}"]
 
-def _columns(stored: Stored, args: Args) -> int:
-    """Number of columns of a weight whose codes are packed in int32."""
-    if "weight_shape" in stored:
-        info = stored.info("weight_shape")
-        if info.shape != (2,) or info.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"its weight_shape is {info.dtype} of shape {info.shape}, not two integers")
-        rows, columns = map(int, stored.read("weight_shape"))
-        if rows != stored.info("weight_packed").shape[0] or columns < 1:
-            raise ValueError(f"its weight_shape is {(rows, columns)}, its packed codes have other rows")
-        return columns
-    if args.strategy == "group" and args.group_size is not None and len(stored.info("weight_scale").shape) == 2:
-        return stored.info("weight_scale").shape[1] * args.group_size
-    raise ValueError("has no weight_shape")
+    def tensor(self, name: str) -> Tensor:
+        return self.folder.read(f"{self.prefix}{name}", mmap=self.mmap)
 
+    def _shape(self) -> tuple[int, int]:
+        args = self.args
+        info = self.info("weight_packed" if self.is_packed else "weight")
+        if len(info.shape) != 2:
+            raise ValueError(f"its codes have shape {info.shape}, not that of a matrix")
+        rows, columns = info.shape
+        plain = torch.float8_e4m3fn if args.type == "float" else torch.int8
+        packed = torch.uint8 if args.type == "float" else torch.int32
+        dtype = packed if self.is_packed else plain
+        if info.dtype is not dtype:
+            kind = "packed codes" if self.is_packed else "codes"
+            raise ValueError(f"its {kind} are {info.dtype}, those of {args.type}{args.num_bits} are {dtype}")
+        if not self.is_packed:
+            return rows, columns
+        if args.type == "float":
+            return rows, 2 * columns
+        length = self._columns()
+        if columns not in (dense_words(length, args.num_bits), padded_words(length, args.num_bits)):
+            raise ValueError(f"its rows of {length} codes of {args.num_bits} bits do not take {columns} words")
+        return rows, length
 
-def _scale_shape(args: Args, shape: tuple[int, int]) -> tuple[int, int]:
-    rows, columns = shape
-    if args.strategy == "tensor":
-        return 1, 1
-    if args.strategy == "channel":
-        return rows, 1
-    if args.strategy == "block":
-        assert args.block_structure is not None
-        return -(-rows // args.block_structure[0]), -(-columns // args.block_structure[1])
-    assert args.group_size is not None
-    return rows, columns // args.group_size
+    def _columns(self) -> int:
+        """Number of columns of a weight whose codes are packed in int32."""
+        if "weight_shape" in self:
+            info = self.info("weight_shape")
+            if info.shape != (2,) or info.dtype not in (torch.int64, torch.int32):
+                raise ValueError(f"its weight_shape is {info.dtype} of shape {info.shape}, not two integers")
+            rows, columns = map(int, self.tensor("weight_shape"))
+            if rows != self.info("weight_packed").shape[0] or columns < 1:
+                raise ValueError(f"its weight_shape is {(rows, columns)}, its packed codes have other rows")
+            return columns
+        scale = self.info("weight_scale").shape
+        if self.args.strategy == "group" and self.args.group_size is not None and len(scale) == 2:
+            return scale[1] * self.args.group_size
+        raise ValueError("has no weight_shape")
 
+    def _check_scale(self) -> None:
+        info = self.info("weight_scale")
+        if math.prod(info.shape) != math.prod(self.scale_shape) or (
+            len(info.shape) > 1 and info.shape != self.scale_shape
+        ):
+            raise ValueError(
+                f"its weight_scale has shape {info.shape}, that of a weight {self.shape} has {self.scale_shape}"
+            )
+        dtypes: tuple[torch.dtype, ...] = (torch.uint8, torch.float8_e8m0fnu) if self.is_mx else FLOATS
+        if self.args.strategy == "tensor_group":
+            dtypes = (torch.float8_e4m3fn,)
+        if info.dtype not in dtypes:
+            raise ValueError(f"its weight_scale is {info.dtype}, not {' or '.join(map(str, dtypes))}")
 
-def _check_scale(stored: Stored, args: Args, shape: tuple[int, int]) -> None:
-    info, wanted = stored.info("weight_scale"), _scale_shape(args, shape)
-    if math.prod(info.shape) != math.prod(wanted) or (len(info.shape) > 1 and info.shape != wanted):
-        raise ValueError(f"its weight_scale has shape {info.shape}, that of a weight {shape} has {wanted}")
-    if info.dtype not in _scale_dtypes(args):
-        raise ValueError(f"its weight_scale is {info.dtype}, not {' or '.join(map(str, _scale_dtypes(args)))}")
+    def _check_zero_point(self) -> None:
+        info, bits = self.info("weight_zero_point"), self.args.num_bits
+        rows, groups = self.scale_shape
+        found = f"its weight_zero_point is {info.dtype} of shape {info.shape}"
+        if not self.is_packed or self.args.strategy not in ("group", "channel"):
+            if info.dtype is not torch.int8 or math.prod(info.shape) != rows * groups:
+                raise ValueError(f"{found}, not int8 {(rows, groups)}")
+        elif info.dtype is not torch.int32 or info.shape not in (
+            (dense_words(rows, bits), groups),
+            (padded_words(rows, bits), groups),
+        ):
+            raise ValueError(f"{found}, not int32 words along the {rows} rows")
 
+    def read(self) -> Parts:
+        """The codes and the other parts of the weight."""
+        args, lowest = self.args, 2 ** (self.args.num_bits - 1)
+        self._check_order()
+        scale = self._scale()
+        if args.type == "float":
+            codes = unpack_nibbles(self.tensor("weight_packed")) if self.is_packed else self.tensor("weight")
+            if self.spec.scale_spec is None:
+                return codes, {"scale": scale}
+            divisor = self.tensor("weight_global_scale").float().reshape(())
+            if not bool(torch.isfinite(divisor)) or float(divisor) <= 0:
+                raise ValueError(f"its weight_global_scale is {float(divisor)}, which is no positive number")
+            multiplier = multiplier_of(divisor, scale)
+            if multiplier is None:
+                return codes, {"scale": scale.float() / divisor}
+            return codes, {"scale": scale, "scale_scale": multiplier.reshape(1)}
+        # Signed codes, or with zero points those that count from zero.
+        if self.is_packed:
+            unsigned = unpack_either(self.tensor("weight_packed"), args.num_bits, self.shape[1], self.dense)
+            codes = (unsigned.to(torch.int16) - lowest).to(torch.int8) if args.symmetric else unsigned
+        else:
+            codes = self._in_range("weight", "codes")
+            codes = codes if args.symmetric else (codes.to(torch.int16) + lowest).to(torch.uint8)
+        if args.symmetric:
+            if "weight_zero_point" in self and bool(self.tensor("weight_zero_point").any()):
+                raise ValueError("is symmetric, but has zero points that are not zero")
+            return codes, {"scale": scale}
+        if self.info("weight_zero_point").dtype is torch.int32:
+            words = self.tensor("weight_zero_point").t()
+            zero_point = unpack_either(words, args.num_bits, self.shape[0], self.dense).t().contiguous()
+        else:
+            zero_point = self._in_range("weight_zero_point", "zero points")
+            zero_point = (zero_point.to(torch.int16) + lowest).to(torch.uint8)
+        return codes, {"scale": scale, "zero_point": zero_point.reshape(scale.shape)}
 
-def _scale_dtypes(args: Args) -> tuple[torch.dtype, ...]:
-    if args.strategy == "tensor_group":
-        return (torch.float8_e4m3fn,)
-    return (torch.uint8, torch.float8_e8m0fnu) if _is_mx(args) else _FLOATS
+    def _in_range(self, name: str, what: str) -> Tensor:
+        values, lowest = self.tensor(name), 2 ** (self.args.num_bits - 1)
+        if values.numel() and (int(values.min()) < -lowest or int(values.max()) >= lowest):
+            raise ValueError(f"has {what} beyond {-lowest} to {lowest - 1}")
+        return values
 
+    def _scale(self) -> Tensor:
+        scale = self.tensor("weight_scale").reshape(self.scale_shape)
+        if self.is_mx:
+            exponents = scale.view(torch.uint8)
+            if bool((exponents == _NAN_E8M0).any()):
+                raise ValueError("has scales that are NaN in E8M0")
+            return exponents.view(torch.float8_e8m0fnu)
+        if self.args.block_structure is None:
+            return scale
+        block = self.spec.block_size(self.shape)
+        for axis in (0, 1):
+            times = self.args.block_structure[axis] // block[axis]
+            scale = scale.repeat_interleave(times, axis).narrow(axis, 0, self.shape[axis] // block[axis])
+        return scale.contiguous()
 
-def _is_mx(args: Args) -> bool:
-    is_group = args.type == "float" and args.strategy == "group"
-    return is_group and (args.num_bits == 4 or args.scale_dtype == "torch.uint8")
-
-
-def _check_zero_point(stored: Stored, args: Args, shape: tuple[int, int], packed: bool) -> None:
-    info = stored.info("weight_zero_point")
-    rows, groups = _scale_shape(args, shape)
-    if not packed or args.strategy not in ("group", "channel"):
-        if info.dtype is not torch.int8 or math.prod(info.shape) != rows * groups:
-            raise ValueError(f"its weight_zero_point is {info.dtype} of shape {info.shape}, not int8 {(rows, groups)}")
-        return
-    words = (dense_words(rows, args.num_bits), padded_words(rows, args.num_bits))
-    if info.dtype is not torch.int32 or len(info.shape) != 2 or info.shape[0] not in words or info.shape[1] != groups:
-        raise ValueError(
-            f"its weight_zero_point is {info.dtype} of shape {info.shape}, not int32 words along the {rows} rows"
-        )
-
-
-def _block(args: Args, shape: tuple[int, int]) -> tuple[int, int]:
-    """Blocks that divide the weight: a block that the edge cuts off becomes several with the same scale."""
-    assert args.block_structure is not None
-    rows, columns = args.block_structure
-    return math.gcd(rows, shape[0]), math.gcd(columns, shape[1])
-
-
-def _read_parts(
-    stored: Stored, args: Args, spec: QuantSpec, shape: tuple[int, int], dense: bool | None, packed: bool
-) -> Parts:
-    _check_order(stored, args, shape)
-    scale = _read_scale(stored, args, spec, shape)
-    others = {"scale": scale}
-    if args.type == "float":
-        codes = unpack_nibbles(stored.read("weight_packed")) if packed else stored.read("weight")
-        if spec.scale_spec is None:
-            return codes, others
-        divisor = stored.read("weight_global_scale").float().reshape(())
-        if not bool(torch.isfinite(divisor)) or float(divisor) <= 0:
-            raise ValueError(f"its weight_global_scale is {float(divisor)}, which is no positive number")
-        multiplier = multiplier_of(divisor, scale)
-        if multiplier is None:
-            return codes, {"scale": scale.float() / divisor}
-        return codes, {**others, "scale_scale": multiplier.reshape(1)}
-    bits, lowest = args.num_bits, 2 ** (args.num_bits - 1)
-    rows, columns = shape
-    # Signed codes, or with zero points those that count from zero.
-    if packed:
-        unsigned = unpack_either(stored.read("weight_packed"), bits, columns, dense)
-        codes = (unsigned.to(torch.int16) - lowest).to(torch.int8) if args.symmetric else unsigned
-    else:
-        codes = _in_range(stored.read("weight"), lowest, "codes")
-        codes = codes if args.symmetric else (codes.to(torch.int16) + lowest).to(torch.uint8)
-    if args.symmetric:
-        if "weight_zero_point" in stored and bool(stored.read("weight_zero_point").any()):
-            raise ValueError("is symmetric, but has zero points that are not zero")
-        return codes, others
-    zero_point = stored.read("weight_zero_point")
-    if zero_point.dtype is torch.int32:
-        zero_point = unpack_either(zero_point.t(), bits, rows, dense).t().contiguous()
-    else:
-        zero_point = (_in_range(zero_point, lowest, "zero points").to(torch.int16) + lowest).to(torch.uint8)
-    return codes, {**others, "zero_point": zero_point.reshape(scale.shape)}
-
-
-def _in_range(values: Tensor, lowest: int, what: str) -> Tensor:
-    if values.numel() and (int(values.min()) < -lowest or int(values.max()) >= lowest):
-        raise ValueError(f"has {what} beyond {-lowest} to {lowest - 1}")
-    return values
-
-
-def _read_scale(stored: Stored, args: Args, spec: QuantSpec, shape: tuple[int, int]) -> Tensor:
-    scale = stored.read("weight_scale").reshape(_scale_shape(args, shape))
-    if _is_mx(args):
-        exponents = scale.view(torch.uint8)
-        if bool((exponents == _NAN_E8M0).any()):
-            raise ValueError("has scales that are NaN in E8M0")
-        return exponents.view(torch.float8_e8m0fnu)
-    if args.strategy != "block":
-        return scale
-    assert args.block_structure is not None
-    block = spec.block_size(shape)
-    for axis in (0, 1):
-        times = args.block_structure[axis] // block[axis]
-        scale = scale.repeat_interleave(times, axis).narrow(axis, 0, shape[axis] // block[axis])
-    return scale.contiguous()
-
-
-def _check_order(stored: Stored, args: Args, shape: tuple[int, int]) -> None:
-    """Columns that were sorted by their activations have groups that are not consecutive, unless they were sorted back.
-
-    Raises:
-        ValueError: the groups are not consecutive.
-    """
-    if "weight_g_idx" not in stored:
-        return
-    order = stored.read("weight_g_idx")
-    size = args.group_size or shape[1]
-    if not torch.equal(order.to(torch.int64), torch.arange(shape[1], device="cpu") // size):
-        raise ValueError("has a weight_g_idx whose groups are not consecutive columns (actorder 'group')")
+    def _check_order(self) -> None:
+        """Columns sorted by their activations have groups that are not consecutive, unless they were sorted back."""
+        if "weight_g_idx" not in self:
+            return
+        order, size = self.tensor("weight_g_idx"), self.args.group_size or self.shape[1]
+        if not torch.equal(order.to(torch.int64), torch.arange(self.shape[1], device="cpu") // size):
+            raise ValueError("has a weight_g_idx whose groups are not consecutive columns (actorder 'group')")
 
 
 OF_WEIGHT = (
@@ -274,16 +223,12 @@ class CompressedTensorsSource(FolderSource):
 
     def find_weights(self) -> dict[str, StoredWeight]:
         self._ignored: set[str] = set()
-        try:
+        with naming(self.path):
             config = Config.parse(self.folder.quantization_config)
-        except ValueError as error:
-            raise ValueError(f"{self.path}: {error}") from error
         found, left_out = {}, set()
         for module in self._quantized_modules():
-            try:
+            with naming(self.path, module):
                 found[f"{module}.weight" if module else "weight"], note = self._weight(module, config)
-            except ValueError as error:
-                raise ValueError(f"{self.path}: {module}: {error}") from error
             left_out |= {f"the inputs of some layers ({note}), which stay in floating point"} if note else set()
         cache = {name for name in self.folder.stored if name.rpartition(".")[2] in (*OF_KV_CACHE, *OF_OUTPUT)}
         if cache:
@@ -300,20 +245,13 @@ class CompressedTensorsSource(FolderSource):
         """The dtype of config.json, else that in which the package computes: of the scale, bfloat16 for 8 bits."""
         return self.folder.dtype or (scale if scale.itemsize > 1 else torch.bfloat16)
 
-    def tensor(self, name: str) -> Tensor:
-        stored = self.weights.get(name)
-        if stored is None or stored.scheme.weight.scale_spec is None:
-            return super().tensor(name)
-        try:
-            codes, others = stored.read()
-            scheme = stored.scheme
-            if "scale_scale" not in others:
-                # The scales of the groups, in fp32, where no scale for the tensor gives the same numbers.
-                weight = replace(scheme.weight, scale_spec=None, scale_dtype=torch.float32)
-                scheme = replace(scheme, spec=replace(scheme.spec, weight=weight))
-            return AffineQuantizedTensor.from_canonical(codes, others, scheme)
-        except ValueError as error:
-            raise ValueError(f"{self.folder.file_of(stored.tensors[0])}: {name}: {error}") from error
+    def scheme_of(self, weight: StoredWeight, others: Mapping[str, Tensor]) -> Scheme:
+        """With the scales of the groups in fp32, where no scale for the tensor gives the same numbers."""
+        scheme = weight.scheme
+        if scheme.weight.scale_spec is None or "scale_scale" in others:
+            return scheme
+        spec = replace(scheme.weight, scale_spec=None, scale_dtype=torch.float32)
+        return replace(scheme, spec=replace(scheme.spec, weight=spec))
 
     def _quantized_modules(self) -> Iterator[str]:
         """Names of the modules with a quantized weight."""
@@ -325,39 +263,38 @@ class CompressedTensorsSource(FolderSource):
                 raise ValueError(f"{self.path}: {module}: has weight_packed, but no weight_scale")
 
     def _weight(self, module: str, config: Config) -> tuple[StoredWeight, str]:
-        prefix = f"{module}." if module else ""
-        stored = Stored(self.folder, prefix, self.mmap)
         groups = [group for group in config.group_of(module) if group.weights is not None]
         if not groups:
             raise ValueError("is quantized, but in no group of config_groups with weights")
         errors = []
         for group in groups:
             try:
-                return self._of_group(stored, group, config)
+                return self._of_group(f"{module}." if module else "", group, config)
             except ValueError as error:
                 errors.append(error)
         raise errors[0]
 
-    def _of_group(self, stored: Stored, group: Group, config: Config) -> tuple[StoredWeight, str]:
-        weight, shape, read = decode(stored, group, config.packs_densely)
-        activation, static, note = activation_spec(group.input_activations, shape[1])
+    def _of_group(self, prefix: str, group: Group, config: Config) -> tuple[StoredWeight, str]:
+        assert group.weights is not None
+        module = StoredModule(self.folder, prefix, self.mmap, group.weights, config.packs_densely)
+        activation, static, note = activation_spec(group.input_activations, module.shape[1])
         asymmetric = static and activation is not None and activation.has_zero_point
         used = ["input_scale"] * static + ["input_zero_point"] * asymmetric
-        if missing := [name for name in used if name not in stored]:
+        if missing := [name for name in used if name not in module]:
             raise ValueError(f"its inputs are quantized with a fixed scale, but there is no {missing[0]}")
-        spec = linear_spec(weight, activation, static)
-        scheme = Scheme(spec, shape, self.dtype_of(stored.info("weight_scale").dtype))
-        self._ignored |= {stored.full(name) for name in OF_INPUT if name in stored and name not in used}
-        tensors = tuple(stored.full(name) for name in (*OF_WEIGHT, *used) if name in stored)
-        return StoredWeight(tensors, scheme, partial(_read, stored, read, used)), note
+        spec = linear_spec(module.spec, activation, static)
+        scheme = Scheme(spec, module.shape, self.dtype_of(module.info("weight_scale").dtype))
+        self._ignored |= {f"{prefix}{name}" for name in OF_INPUT if name in module and name not in used}
+        tensors = tuple(f"{prefix}{name}" for name in (*OF_WEIGHT, *used) if name in module)
 
+        def read() -> Parts:
+            codes, others = module.read()
+            for name in used:
+                value = module.tensor(name)
+                if value.numel() != 1:
+                    raise ValueError(f"its {name} has shape {tuple(value.shape)}, not one element")
+                value = value.reshape(1, 1)
+                others[name.replace("input", "act")] = value.float() if name == "input_scale" else value
+            return codes, others
 
-def _read(stored: Stored, read: Read, inputs: list[str]) -> Parts:
-    codes, others = read()
-    for name in inputs:
-        value = stored.read(name)
-        if value.numel() != 1:
-            raise ValueError(f"its {name} has shape {tuple(value.shape)}, not one element")
-        part = {"input_scale": "act_scale", "input_zero_point": "act_zero_point"}[name]
-        others[part] = value.reshape(1, 1).float() if name == "input_scale" else value.reshape(1, 1)
-    return codes, others
+        return StoredWeight(tensors, scheme, read), note

@@ -8,37 +8,15 @@ Which kernel a scheme then runs is not in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from .scheme import Args, Group
 
-_CHANNEL_GROUP = ("channel", "group")
-_ACTIVATION_FORMATS = (
-    "naive-quantized",
-    "int-quantized",
-    "float-quantized",
-    "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized",
-)
-_BITS = range(2, 9)
-_BITS_WITH_ZERO_POINT = (4, 8)
+Pattern = Mapping[str, Any]
+"""Fields of `Args`, each with its value or a tuple of values."""
+
 _SM90 = 90
-
-
-class Layer(NamedTuple):
-    """What the choice depends on.
-
-    Attributes:
-        weights, inputs: how they are quantized; None for an input in floating point.
-        format: of the group.
-        capability: of the GPU, 90 for Hopper; None if it is not known.
-    """
-
-    weights: Args
-    inputs: Args | None
-    format: str | None
-    capability: int | None = None
 
 
 class Decision(NamedTuple):
@@ -46,164 +24,131 @@ class Decision(NamedTuple):
 
     Attributes:
         scheme: name of the class.
-        matches: whether vLLM takes it.
-        problem: why its constructor refuses the layer all the same, or None.
+        weights: pattern of the weight.
+        inputs: patterns of which the input has to match one; None matches inputs in floating point.
+        formats: of the group; empty for all.
+        checks_bits: the constructor refuses some numbers of bits.
+        needs_hopper: vLLM asks for the GPU, and not for the type of the input.
     """
 
     scheme: str
-    matches: Callable[[Layer], bool]
-    problem: Callable[[Args], str | None] = lambda weights: None
+    weights: Pattern
+    inputs: tuple[Pattern | None, ...] = (None, {})
+    formats: tuple[str, ...] = ()
+    checks_bits: bool = False
+    needs_hopper: bool = False
 
-
-def _nvfp4(args: Args | None) -> bool:
-    wanted = ("tensor_group", 16, "float", 4, True)
-    return args is not None and (args.strategy, args.group_size, args.type, args.num_bits, args.symmetric) == wanted
-
-
-def _mx(args: Args, bits: int) -> bool:
-    wanted = ("group", 32, "float", bits, True)
-    found = (args.strategy, args.group_size, args.type, args.num_bits, args.symmetric)
-    return found == wanted and (bits == 4 or args.scale_dtype == "torch.uint8")
-
-
-def _mxfp4_fp8(layer: Layer) -> bool:
-    inputs = layer.inputs
-    return _mx(layer.weights, 4) and inputs is not None and (inputs.type, inputs.num_bits) == ("float", 8)
-
-
-def _w4a8_fp8(layer: Layer) -> bool:
-    weights, inputs = layer.weights, layer.inputs
-    return (
-        inputs is not None
-        and (weights.num_bits, inputs.num_bits) == (4, 8)
-        and (weights.strategy, inputs.strategy) == ("group", "token")
-        and weights.symmetric
-        and inputs.symmetric
-        and not weights.dynamic
-        and inputs.dynamic is True
-        # vLLM asks for the GPU, and not for the type of the input.
-        and (layer.capability == _SM90 if layer.capability is not None else inputs.type == "float")
-    )
-
-
-def _wna(bits: int) -> Callable[[Layer], bool]:
-    def matches(layer: Layer) -> bool:
-        weights, inputs = layer.weights, layer.inputs
+    def matches(self, group: Group, capability: int | None) -> bool:
+        """Whether vLLM takes the scheme for a group, on a GPU of this capability if it is given."""
+        inputs = group.input_activations
+        if self.needs_hopper and inputs is not None:
+            served = inputs.type == "float" if capability is None else capability == _SM90
+            if not served:
+                return False
         return (
-            inputs is not None
-            and inputs.num_bits == bits
-            and weights.type == inputs.type == "int"
-            and not weights.dynamic
-            and weights.strategy in _CHANNEL_GROUP
-            and layer.format == "pack-quantized"
-            and inputs.symmetric
-            and bool(inputs.dynamic)
-            and inputs.strategy in ("token", "group")
+            _is_like(group.weights, self.weights)
+            and any(_is_like(inputs, pattern) for pattern in self.inputs)
+            and (not self.formats or group.format in self.formats)
         )
 
-    return matches
 
-
-def _wna16(layer: Layer) -> bool:
-    weights = layer.weights
-    group_channel = weights.strategy in _CHANNEL_GROUP and not weights.dynamic
-    return layer.inputs is None and group_channel and layer.format == "pack-quantized"
-
-
-def _fp8_w8a16(layer: Layer) -> bool:
-    weights = layer.weights
-    return (
-        layer.format in _ACTIVATION_FORMATS
-        and weights.type == "float"
-        and weights.symmetric
-        and not weights.dynamic
-        and weights.strategy in ("tensor", "channel", "block")
+def _is_like(args: Args | None, pattern: Pattern | None) -> bool:
+    if args is None or pattern is None:
+        return args is None and pattern is None
+    return all(
+        getattr(args, name) in (values if isinstance(values, tuple) else (values,)) for name, values in pattern.items()
     )
 
 
-def _fp8_w8a8(layer: Layer) -> bool:
-    inputs = layer.inputs
-    if inputs is None or inputs.type != "float" or not _fp8_w8a16(layer):
-        return False
-    return bool(inputs.dynamic) or (inputs.symmetric and inputs.strategy == "tensor")
+_DYNAMIC = (True, "local")
+_NVFP4 = {"strategy": "tensor_group", "group_size": 16, "type": "float", "num_bits": 4, "symmetric": True}
+_MXFP4 = {"strategy": "group", "group_size": 32, "type": "float", "num_bits": 4, "symmetric": True}
+_MXFP8 = {**_MXFP4, "num_bits": 8, "scale_dtype": "torch.uint8"}
+_FP8 = {"type": "float", "symmetric": True, "dynamic": False, "strategy": ("tensor", "channel", "block")}
+_FP8_INPUTS = (
+    {"type": "float", "dynamic": _DYNAMIC},
+    {"type": "float", "dynamic": False, "symmetric": True, "strategy": "tensor"},
+)
+_INT8 = {"num_bits": 8, "strategy": ("tensor", "channel"), "symmetric": True, "dynamic": False}
+_INT4 = {"num_bits": 4, "strategy": ("channel", "group"), "symmetric": True, "dynamic": False}
+_FEW_BITS = {"strategy": ("channel", "group"), "dynamic": False}
+_INT_INPUTS = {"type": "int", "symmetric": True, "dynamic": _DYNAMIC, "strategy": ("token", "group")}
+_PER_TOKEN = {"num_bits": 8, "strategy": "token", "dynamic": _DYNAMIC}
+
+_PACKED = ("pack-quantized",)
+_FORMATS_WITH_INPUTS = (
+    "naive-quantized",
+    "int-quantized",
+    "float-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+)
 
 
-def _int8_w8a8(strategy: str, dynamic: bool) -> Callable[[Layer], bool]:
-    def matches(layer: Layer) -> bool:
-        weights, inputs = layer.weights, layer.inputs
-        return (
-            layer.format in _ACTIVATION_FORMATS
-            and inputs is not None
-            and weights.num_bits == inputs.num_bits == 8
-            and weights.strategy in ("tensor", "channel")
-            and weights.symmetric
-            and not weights.dynamic
-            and (inputs.strategy, bool(inputs.dynamic)) == (strategy, dynamic)
-        )
-
-    return matches
+def _mxfp4_fp8(scheme: str) -> Decision:
+    return Decision(scheme, _MXFP4, ({"type": "float", "num_bits": 8},))
 
 
-def _int_w4a8(layer: Layer) -> bool:
-    weights, inputs = layer.weights, layer.inputs
-    return (
-        layer.format in _ACTIVATION_FORMATS
-        and inputs is not None
-        and (weights.num_bits, inputs.num_bits) == (4, 8)
-        and weights.strategy in _CHANNEL_GROUP
-        and (inputs.strategy, bool(inputs.dynamic)) == ("token", True)
-        and weights.symmetric
-        and not weights.dynamic
-    )
+def _w4a8_fp8(scheme: str) -> Decision:
+    inputs = {"num_bits": 8, "strategy": "token", "symmetric": True, "dynamic": True}
+    return Decision(scheme, {**_INT4, "strategy": "group"}, (inputs,), needs_hopper=True)
 
 
-def _bits(weights: Args) -> str | None:
-    if weights.num_bits not in _BITS:
-        return f"vLLM has kernels for integers of 2 to 8 bits, these have {weights.num_bits}"
-    if not weights.symmetric and weights.num_bits not in _BITS_WITH_ZERO_POINT:
-        return f"vLLM has zero points for codes of 4 and 8 bits only, these have {weights.num_bits}"
-    return None
+def _wna16(scheme: str) -> Decision:
+    return Decision(scheme, _FEW_BITS, (None,), _PACKED, checks_bits=True)
 
 
 LINEAR = (
-    Decision("CompressedTensorsW4A4Fp4(use_a16=True)", lambda layer: _nvfp4(layer.weights) and layer.inputs is None),
-    Decision("CompressedTensorsW4A4Fp4", lambda layer: _nvfp4(layer.weights) and _nvfp4(layer.inputs)),
-    Decision("CompressedTensorsW4A8Mxfp4", _mxfp4_fp8),
-    Decision("CompressedTensorsW4A4Mxfp4", lambda layer: _mx(layer.weights, 4)),
-    Decision("CompressedTensorsW8A8Mxfp8", lambda layer: _mx(layer.weights, 8)),
-    Decision("CompressedTensorsW4A8Fp8", _w4a8_fp8),
-    Decision("CompressedTensorsWNA8Int", _wna(8), _bits),
-    Decision("CompressedTensorsWNA4Int", _wna(4), _bits),
-    Decision("CompressedTensorsWNA16", _wna16, _bits),
-    Decision("CompressedTensorsW8A8Fp8", _fp8_w8a8),
-    Decision("CompressedTensorsW8A16Fp8", _fp8_w8a16),
-    Decision("CompressedTensorsW8A8Int8(is_static_input_scheme=True)", _int8_w8a8("tensor", False)),
-    Decision("CompressedTensorsW8A8Int8", _int8_w8a8("token", True)),
-    Decision("CompressedTensorsW4A8Int", _int_w4a8),
+    Decision("CompressedTensorsW4A4Fp4(use_a16=True)", _NVFP4, (None,)),
+    Decision("CompressedTensorsW4A4Fp4", _NVFP4, (_NVFP4,)),
+    _mxfp4_fp8("CompressedTensorsW4A8Mxfp4"),
+    Decision("CompressedTensorsW4A4Mxfp4", _MXFP4),
+    Decision("CompressedTensorsW8A8Mxfp8", _MXFP8),
+    _w4a8_fp8("CompressedTensorsW4A8Fp8"),
+    *(
+        Decision(
+            f"CompressedTensorsWNA{bits}Int",
+            {**_FEW_BITS, "type": "int"},
+            ({**_INT_INPUTS, "num_bits": bits},),
+            _PACKED,
+            checks_bits=True,
+        )
+        for bits in (8, 4)
+    ),
+    _wna16("CompressedTensorsWNA16"),
+    Decision("CompressedTensorsW8A8Fp8", _FP8, _FP8_INPUTS, _FORMATS_WITH_INPUTS),
+    Decision("CompressedTensorsW8A16Fp8", _FP8, formats=_FORMATS_WITH_INPUTS),
+    Decision(
+        "CompressedTensorsW8A8Int8(is_static_input_scheme=True)",
+        _INT8,
+        ({"num_bits": 8, "strategy": "tensor", "dynamic": False},),
+        _FORMATS_WITH_INPUTS,
+    ),
+    Decision("CompressedTensorsW8A8Int8", _INT8, (_PER_TOKEN,), _FORMATS_WITH_INPUTS),
+    Decision("CompressedTensorsW4A8Int", _INT4, (_PER_TOKEN,), _FORMATS_WITH_INPUTS),
 )
 """Linear layers. CompressedTensorsWNA8O8Int, which comes before WNA8Int, needs quantized outputs and is left out."""
 
 EXPERTS = (
-    Decision("CompressedTensorsW4A8Mxfp4MoEMethod", _mxfp4_fp8),
-    Decision("CompressedTensorsW4A4Mxfp4MoEMethod", lambda layer: _mx(layer.weights, 4)),
-    Decision("CompressedTensorsW8A8Mxfp8MoEMethod", lambda layer: _mx(layer.weights, 8)),
-    Decision("CompressedTensorsWNA16MoEMethod", _wna16, _bits),
-    Decision(
-        "CompressedTensorsW4A4Nvfp4MoEMethod",
-        lambda layer: _nvfp4(layer.weights) and (layer.inputs is None or _nvfp4(layer.inputs)),
-    ),
-    Decision("CompressedTensorsW8A8Fp8MoEMethod", _fp8_w8a8),
-    Decision("CompressedTensorsW8A8Int8MoEMethod", _int8_w8a8("token", True)),
-    Decision("CompressedTensorsW4A8Fp8MoEMethod", _w4a8_fp8),
-    Decision("CompressedTensorsW4A8Int8MoEMethod", _int_w4a8),
+    _mxfp4_fp8("CompressedTensorsW4A8Mxfp4MoEMethod"),
+    Decision("CompressedTensorsW4A4Mxfp4MoEMethod", _MXFP4),
+    Decision("CompressedTensorsW8A8Mxfp8MoEMethod", _MXFP8),
+    _wna16("CompressedTensorsWNA16MoEMethod"),
+    Decision("CompressedTensorsW4A4Nvfp4MoEMethod", _NVFP4, (None, _NVFP4)),
+    Decision("CompressedTensorsW8A8Fp8MoEMethod", _FP8, _FP8_INPUTS, _FORMATS_WITH_INPUTS),
+    Decision("CompressedTensorsW8A8Int8MoEMethod", _INT8, (_PER_TOKEN,), _FORMATS_WITH_INPUTS),
+    _w4a8_fp8("CompressedTensorsW4A8Fp8MoEMethod"),
+    Decision("CompressedTensorsW4A8Int8MoEMethod", _INT4, (_PER_TOKEN,), _FORMATS_WITH_INPUTS),
 )
 """The experts of a mixture."""
 
 EMBEDDING = (
     Decision(
         "CompressedTensorsEmbeddingWNA16Int",
-        lambda layer: _wna16(layer) and layer.weights.symmetric and layer.weights.type == "int",
-        _bits,
+        {**_FEW_BITS, "symmetric": True, "type": "int"},
+        (None,),
+        _PACKED,
+        checks_bits=True,
     ),
 )
 """Tables of embeddings."""
@@ -229,19 +174,19 @@ def decide(group: Group, table: tuple[Decision, ...] = LINEAR, capability: int |
 
     Args:
         capability: of the GPU, if the choice for one is asked for; 90 is Hopper.
-
-    Raises:
-        ValueError: it takes none, where it raises NotImplementedError; or the scheme cannot be constructed.
     """
-    weights, inputs = group.weights, group.input_activations
-    if weights is not None:
-        layer = Layer(weights, inputs, group.format, capability)
-        for decision in table:
-            if decision.matches(layer):
-                if problem := decision.problem(weights):
-                    raise ValueError(f"{decision.scheme}: {problem}")
-                return decision.scheme
-    raise ValueError(f"vLLM has no scheme for weights {_word(weights)} with inputs {_word(inputs)}")
+    weights = group.weights
+    decision = next((decision for decision in table if decision.matches(group, capability)), None)
+    if decision is None or weights is None:
+        inputs = _word(group.input_activations)
+        raise ValueError(f"vLLM has no scheme for weights {_word(weights)} with inputs {inputs}")
+    if decision.checks_bits:
+        bits, scheme = weights.num_bits, decision.scheme
+        if not 2 <= bits <= 8:
+            raise ValueError(f"{scheme}: vLLM has kernels for integers of 2 to 8 bits, these have {bits}")
+        if not weights.symmetric and bits not in (4, 8):
+            raise ValueError(f"{scheme}: vLLM has zero points for codes of 4 and 8 bits only, these have {bits}")
+    return decision.scheme
 
 
 def _word(args: Args | None) -> str:

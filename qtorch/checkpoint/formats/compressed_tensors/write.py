@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from ....dtypes import ConvWeight, QuantizedTensor
+from ....primitives.files import naming
 from ....primitives.jsonable import construct
 from ...save_folder import SaveFormat, register_save_format
 from ...stacked_experts import expert_names, is_fused, split_experts
 from .config_groups import METHOD, MIXED, VERSION, check_joined, config_groups, ignored
 from .packing import divisor_of, pack, pack_nibbles
 from .scheme import Args, Group, args_of, formats_of
-from .vllm import EMBEDDING, EXPERTS, LINEAR, SCALES_IN_THE_DTYPE_OF_THE_MODEL, Decision, decide
+from .vllm import EMBEDDING, EXPERTS, LINEAR, SCALES_IN_THE_DTYPE_OF_THE_MODEL, decide
 
 # --------------------------------------------------------------------------------------------------
 # The tensors that stand for a weight, in each format.
@@ -44,14 +45,7 @@ _MAGNITUDE = 7
 
 
 def encode(tensor: QuantizedTensor, group: Group) -> dict[str, Tensor]:
-    """The tensors of a quantized matrix, by the last part of their names.
-
-    Args:
-        group: how it is described; its format has the tensors.
-
-    Raises:
-        ValueError: the format cannot hold the numbers exactly; the message does not name the tensor.
-    """
+    """The tensors of a quantized matrix, by the last part of their names, in the format of `group`."""
     codes, others = tensor.canonical()
     weights = group.weights
     assert weights is not None
@@ -79,22 +73,17 @@ def _integers(codes: Tensor, others: dict[str, Tensor], group: Group) -> dict[st
         zero_point = zero_point.to(torch.int32) - shift
         if zero_point.numel() and not bool(((zero_point >= -lowest) & (zero_point < lowest)).all()):
             raise ValueError(f"has zero points beyond its codes of {bits} bits")
-        zero_point = zero_point.to(torch.int8)
     if group.format != "pack-quantized":
         found = {"weight": signed, "weight_scale": _scale(scale, weights)}
-        return found if zero_point is None else {**found, "weight_zero_point": zero_point}
+        return found if zero_point is None else {**found, "weight_zero_point": zero_point.to(torch.int8)}
     found = {
-        "weight_packed": pack(_unsigned(signed, lowest), bits),
+        "weight_packed": pack((signed.to(torch.int16) + lowest).to(torch.uint8), bits),
         "weight_scale": _scale(scale, weights),
         "weight_shape": torch.tensor(codes.shape, dtype=torch.int64, device="cpu"),
     }
     if zero_point is not None:
-        found["weight_zero_point"] = pack(_unsigned(zero_point.t(), lowest), bits).t().contiguous()
+        found["weight_zero_point"] = pack((zero_point.t() + lowest).to(torch.uint8), bits).t().contiguous()
     return found
-
-
-def _unsigned(signed: Tensor, lowest: int) -> Tensor:
-    return (signed.to(torch.int16) + lowest).to(torch.uint8)
 
 
 def _floats(codes: Tensor, others: dict[str, Tensor], weights: Args) -> dict[str, Tensor]:
@@ -129,12 +118,7 @@ _HEAD = "lm_head"
 
 @dataclass(frozen=True)
 class Saved:
-    """What `config()` has to know of a quantized module.
-
-    Attributes:
-        scheme: that vLLM takes for it.
-        global_scale, input_scale: those of NVFP4 and of a static input, None without.
-    """
+    """What `config()` has to know of a quantized module: `global_scale` is that of NVFP4."""
 
     group: Group
     scheme: str
@@ -167,10 +151,8 @@ class CompressedTensorsFormat(SaveFormat):
             return {name: tensor}
         if attribute != "weight":
             raise ValueError(f"{name} is quantized, but not the weight of a module; vLLM has a scheme for weights only")
-        try:
+        with naming(name):
             saved, tensors = _saved(module, tensor)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
         self.quantized[module] = saved
         prefix = f"{module}." if module else ""
         return {f"{prefix}{key}": value for key, value in tensors.items()}
@@ -189,6 +171,8 @@ class CompressedTensorsFormat(SaveFormat):
         check_joined({name: asdict(saved) for name, saved in self.quantized.items()}, self.floats)
         groups = config_groups({name: saved.group for name, saved in self.quantized.items()})
         formats = {saved.group.format for saved in self.quantized.values()}
+        # A tied head, which files do not hold.
+        is_tied = self.model_config.get("tie_word_embeddings") is True and _HEAD not in self.quantized
         return {
             "quant_method": METHOD,
             "version": VERSION,
@@ -199,13 +183,8 @@ class CompressedTensorsFormat(SaveFormat):
             "config_groups": {
                 f"group_{index}": group.to_json(targets) for index, (group, targets) in enumerate(groups)
             },
-            "ignore": ignored([*self.floats, *self._tied_head()]),
+            "ignore": ignored([*self.floats, _HEAD] if is_tied else self.floats),
         }
-
-    def _tied_head(self) -> list[str]:
-        """The head of a model whose files do not hold it."""
-        is_tied = self.model_config.get("tie_word_embeddings") is True and _HEAD not in self.quantized
-        return [_HEAD] if is_tied else []
 
     def progress(self) -> Any:
         return {"quantized": {name: asdict(saved) for name, saved in self.quantized.items()}, "floats": self.floats}
@@ -221,14 +200,9 @@ class CompressedTensorsFormat(SaveFormat):
 
 def _from_json(data: Mapping[str, Any]) -> Saved:
     group = data["group"]
-    weights, inputs = (None if args is None else _args(args) for args in (group["weights"], group["input_activations"]))
-    return construct(
-        Saved, {**data, "group": construct(Group, {**group, "weights": weights, "input_activations": inputs})}
-    )
-
-
-def _args(data: Mapping[str, Any]) -> Args:
-    return construct(Args, data)
+    parts = ("weights", "input_activations")
+    args = {part: None if group[part] is None else construct(Args, group[part]) for part in parts}
+    return construct(Saved, {**data, "group": construct(Group, {**group, **args})})
 
 
 def _saved(module: str, tensor: QuantizedTensor) -> tuple[Saved, dict[str, Tensor]]:
@@ -245,36 +219,24 @@ def _saved(module: str, tensor: QuantizedTensor) -> tuple[Saved, dict[str, Tenso
 def serve(module: str, tensor: QuantizedTensor) -> tuple[Group, str]:
     """The group of a quantized matrix, in the first format that vLLM has a scheme for, and the name of the scheme.
 
-    Args:
-        module: the name of the module, which tells experts and embeddings from linear layers.
-
-    Raises:
-        ValueError: vLLM has no scheme for it.
+    The name of the module tells experts and embeddings from linear layers.
     """
+    table = EMBEDDING if module.rpartition(".")[2] in _EMBEDDINGS else LINEAR
+    if _EXPERT.fullmatch(module):
+        table = EXPERTS
     weights, inputs = args_of(tensor)
     problems = []
     for format in formats_of(weights, inputs):
         group = Group(weights, inputs, format)
         try:
-            return group, decide(group, table_of(module))
+            return group, decide(group, table)
         except ValueError as error:
             problems.append(error)
     raise problems[-1]
 
 
-def table_of(module: str) -> tuple[Decision, ...]:
-    """The table in which vLLM looks for the scheme of a module, judged from its name."""
-    if _EXPERT.fullmatch(module):
-        return EXPERTS
-    return EMBEDDING if module.rpartition(".")[2] in _EMBEDDINGS else LINEAR
-
-
 def _with_scales_of_the_model(tensor: QuantizedTensor, scheme: str) -> QuantizedTensor:
-    """The tensor with its scales in its logical dtype.
-
-    Raises:
-        ValueError: some of them would be rounded.
-    """
+    """The tensor with its scales in its logical dtype, to which they must not have to be rounded."""
     codes, others = tensor.canonical()
     scale, dtype = others["scale"], tensor.scheme.dtype
     rounded = scale.to(dtype)

@@ -1,6 +1,6 @@
 """GGUF, the files of llama.cpp: read exactly, and kept packed.
 
-`container.py` reads the header, `block_types.py` and `blocks.py` the types, `names.py` has the names of transformers,
+`container.py` reads the header, `block_types.py` the types, `tensor_names.py` has the names of transformers,
 and `source.py` undoes the order of rows. The package `gguf` is not needed.
 """
 

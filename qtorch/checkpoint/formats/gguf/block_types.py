@@ -1,37 +1,35 @@
-"""The types of GGUF: each is an entry of `TYPES`, with the spec of its tensors and how its blocks are decoded."""
+"""The types of GGUF: each is an entry of `TYPES`, with the spec of its tensors and how its blocks are decoded.
+
+A block holds 32 or 256 consecutive elements of a row. With d, m and dmin in fp16, and sc and mn integers of few bits,
+
+    Q8_0, Q5_0, Q4_0              w = q * d
+    Q5_1, Q4_1                    w = q * d + m
+    Q6_K, Q3_K                    w = q * (d * sc)                 a signed sc for 16 elements
+    Q5_K, Q4_K, Q2_K              w = q * (d * sc) - dmin * mn     sc and mn for 32 elements, in Q2_K for 16
+    TQ1_0, TQ2_0                  w = q * d                        q in {-1, 0, 1}
+    IQ4_NL, IQ4_XS                w = table[q] * d,                w = table[q] * (d * sc)
+    MXFP4                         w = q * 2^(e - 127)              q in e2m1
+
+Scales stay as they are stored: d, m and dmin in fp16, sc and mn as codes of scales (`QuantSpec.scale_spec`), a byte
+each. Everything that `gguf.quants.dequantize` computes is computed with the same numbers in fp32, in the same order.
+
+Source: ggml/src/ggml-quants.c and ggml-common.h.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ....dtypes import AffineQuantizedTensor, LUTQuantizedTensor
-from ....primitives import CodebookSpec, LinearSpec, MappingType, PerGroup, QuantSpec, ZeroPointDomain, qdtype
-from ....primitives.layouts.plain import smallest_layout
+from ....dtypes.base import quantized_type
+from ....primitives import CodebookSpec, MappingType, PerGroup, QuantSpec, ZeroPointDomain, qdtype
 from ....primitives.spec import Scheme
-
-# --------------------------------------------------------------------------------------------------
-# Blocks of GGUF decoded: from bytes to codes, scales and offsets, all blocks of a tensor at a time.
-#
-# A block holds 32 or 256 consecutive elements of a row. With d, m and dmin in fp16, and sc and mn integers of few bits,
-#
-#     Q8_0, Q5_0, Q4_0              w = q * d
-#     Q5_1, Q4_1                    w = q * d + m
-#     Q6_K, Q3_K                    w = q * (d * sc)                 a signed sc for 16 elements
-#     Q5_K, Q4_K, Q2_K              w = q * (d * sc) - dmin * mn     sc and mn for 32 elements, in Q2_K for 16
-#     TQ1_0, TQ2_0                  w = q * d                        q in {-1, 0, 1}
-#     IQ4_NL, IQ4_XS                w = table[q] * d,                w = table[q] * (d * sc)
-#     MXFP4                         w = q * 2^(e - 127)              q in e2m1
-#
-# Scales stay as they are stored: d, m and dmin in fp16, sc and mn as codes of scales (`QuantSpec.scale_spec`), a byte
-# each. Everything that `gguf.quants.dequantize` computes is computed with the same numbers in fp32, in the same order.
-#
-# Source: ggml/src/ggml-quants.c and ggml-common.h.
-
+from ..blocks import weight_only
 
 K = 256
 """Elements of a super-block."""
@@ -167,25 +165,6 @@ def _mxfp4(blocks: Tensor) -> Parts:
     return Parts(_items(qs, 4, 16), e.contiguous().view(torch.float8_e8m0fnu))
 
 
-DECODERS: dict[str, Callable[[Tensor], Parts]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
-    "Q2_K": _q2_k,
-    "Q3_K": _q3_k,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-    "TQ1_0": _tq1_0,
-    "TQ2_0": _tq2_0,
-    "IQ4_NL": _iq4_nl,
-    "IQ4_XS": _iq4_xs,
-    "MXFP4": _mxfp4,
-}
-"""From bytes (blocks, bytes of a block), uint8, by the name of the type."""
-
 IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """The values of the codes of IQ4_NL and IQ4_XS."""
 
@@ -195,24 +174,20 @@ class BlockType(NamedTuple):
 
     Attributes:
         name: as in llama.cpp.
-        size: elements of a block.
-        nbytes: bytes of a block.
-        spec: of its tensors: a `QuantSpec` or `CodebookSpec`, None for plain numbers and for what cannot be kept.
-        dtype: of plain numbers.
+        size, nbytes: elements and bytes of a block.
+        spec: of its tensors; None for plain numbers, which have a `dtype`, and for what cannot be kept.
+        decode: from bytes (blocks, nbytes), uint8.
     """
 
     name: str
     size: int
     nbytes: int
     spec: QuantSpec | CodebookSpec | None = None
+    decode: Callable[[Tensor], Parts] | None = None
     dtype: torch.dtype | None = None
 
     def row_bytes(self, shape: Sequence[int]) -> int:
-        """Bytes of a row of a tensor of this shape.
-
-        Raises:
-            ValueError: a row is not whole blocks.
-        """
+        """Bytes of a row of a tensor of this shape, which must be whole blocks."""
         if shape[-1] % self.size:
             raise ValueError(
                 f"rows of {self.name} have a multiple of {self.size} elements, got the shape {tuple(shape)}"
@@ -224,45 +199,31 @@ class BlockType(NamedTuple):
         return math.prod(shape[:-1]) * self.row_bytes(shape)
 
     def scheme(self, shape: Sequence[int]) -> Scheme | None:
-        """The scheme of a tensor of this shape; None if it is stored as plain numbers.
-
-        Raises:
-            ValueError: no spec holds such a tensor exactly.
-        """
+        """The scheme of a tensor of this shape; None if it is stored as plain numbers."""
         if self.dtype is not None:
             return None
         if self.spec is None:
             raise ValueError(f"it is stored as {self.name}, which no spec of this package can hold exactly")
-        return Scheme(_linear_spec(self.spec), tuple(shape), torch.float32)
+        return weight_only(self.spec, shape, torch.float32)
 
     def tensor(self, data: Tensor, shape: Sequence[int]) -> Tensor:
-        """The tensor of this shape from its bytes, uint8: quantized, with logical dtype fp32, or plain numbers.
-
-        Raises:
-            ValueError: no spec holds it exactly.
-        """
+        """The tensor of this shape from its bytes, uint8: quantized, with logical dtype fp32, or plain numbers."""
         shape = tuple(shape)
         if self.dtype is not None:
             return data.view(self.dtype).reshape(shape)
         scheme = self.scheme(shape)
         assert scheme is not None
-        parts = DECODERS[self.name](data.reshape(-1, self.nbytes))
-        codes = parts.codes.reshape(shape)
-        others = {name: part for name, part in parts._asdict().items() if name != "codes" and part is not None}
-        for name in ("scale", "zero_point"):
-            if name in others:
-                others[name] = others[name].reshape(*shape[:-1], shape[-1] // self.size * parts.scale.shape[1])
-        for name in ("scale_scale", "zero_point_scale"):
-            if name in others:
-                others[name] = others[name].reshape(-1)
+        assert self.decode is not None
+        parts = self.decode(data.reshape(-1, self.nbytes))
+        groups = (*shape[:-1], shape[-1] // self.size * parts.scale.shape[1])
+        others = {
+            name: part.reshape(-1) if name.endswith("_scale") else part.reshape(groups)
+            for name, part in parts._asdict().items()
+            if name != "codes" and part is not None
+        }
         if isinstance(self.spec, CodebookSpec):
             others["table"] = torch.tensor(self.spec.table, dtype=torch.float32, device="cpu")
-            return LUTQuantizedTensor.from_canonical(codes, others, scheme)
-        return AffineQuantizedTensor.from_canonical(codes, others, scheme)
-
-
-def _linear_spec(spec: QuantSpec | CodebookSpec) -> LinearSpec:
-    return LinearSpec(spec, layout=smallest_layout(spec.dtype))
+        return quantized_type(scheme.weight).from_canonical(parts.codes.reshape(shape), others, scheme)
 
 
 _HALF, _POWER = torch.float16, torch.float8_e8m0fnu
@@ -271,32 +232,22 @@ _HALF, _POWER = torch.float16, torch.float8_e8m0fnu
 def _scaled_codes(dtype: str, group: int, scale: torch.dtype | None = _HALF, of_scale: str | None = None) -> QuantSpec:
     """q * scale; `of_scale` is the type of scales that are codes."""
     none = ZeroPointDomain.NONE
-    scale_spec = _in_super_blocks(of_scale, group)
+    scale_spec = _scaled_codes(of_scale, K // group) if of_scale else None
     return QuantSpec(qdtype(dtype), PerGroup(group), zero_point_domain=none, scale_dtype=scale, scale_spec=scale_spec)
 
 
 def _with_offset(dtype: str, group: int, scale: torch.dtype | None = _HALF, of_scale: str | None = None) -> QuantSpec:
     """q * scale + offset."""
-    return QuantSpec(
-        qdtype(dtype),
-        PerGroup(group),
-        MappingType.ASYMMETRIC,
-        ZeroPointDomain.OFFSET,
-        scale_dtype=scale,
+    return replace(
+        _scaled_codes(dtype, group, scale, of_scale),
+        mapping=MappingType.ASYMMETRIC,
+        zero_point_domain=ZeroPointDomain.OFFSET,
         preserve_zero=False,
-        scale_spec=_in_super_blocks(of_scale, group),
     )
 
 
-def _in_super_blocks(dtype: str | None, group: int) -> QuantSpec | None:
-    if dtype is None:
-        return None
-    none = ZeroPointDomain.NONE
-    return QuantSpec(qdtype(dtype), PerGroup(K // group), zero_point_domain=none, scale_dtype=_HALF)
-
-
 def _of_table(scale: torch.dtype | None = _HALF, of_scale: str | None = None) -> CodebookSpec:
-    scale_spec = _in_super_blocks(of_scale, 32)
+    scale_spec = _scaled_codes(of_scale, K // 32) if of_scale else None
     return CodebookSpec(qdtype("uint4"), PerGroup(32), IQ4_TABLE, scale_dtype=scale, scale_spec=scale_spec)
 
 
@@ -305,26 +256,26 @@ _TERNARY = QuantSpec(qdtype("uint2"), PerGroup(K), MappingType.ASYMMETRIC, scale
 TYPES = {
     0: BlockType("F32", 1, 4, dtype=torch.float32),
     1: BlockType("F16", 1, 2, dtype=torch.float16),
-    2: BlockType("Q4_0", 32, 18, _scaled_codes("int4", 32)),
-    3: BlockType("Q4_1", 32, 20, _with_offset("uint4", 32)),
-    6: BlockType("Q5_0", 32, 22, _scaled_codes("int5", 32)),
-    7: BlockType("Q5_1", 32, 24, _with_offset("uint5", 32)),
-    8: BlockType("Q8_0", 32, 34, _scaled_codes("int8", 32)),
+    2: BlockType("Q4_0", 32, 18, _scaled_codes("int4", 32), _q4_0),
+    3: BlockType("Q4_1", 32, 20, _with_offset("uint4", 32), _q4_1),
+    6: BlockType("Q5_0", 32, 22, _scaled_codes("int5", 32), _q5_0),
+    7: BlockType("Q5_1", 32, 24, _with_offset("uint5", 32), _q5_1),
+    8: BlockType("Q8_0", 32, 34, _scaled_codes("int8", 32), _q8_0),
     9: BlockType("Q8_1", 32, 40),
-    10: BlockType("Q2_K", K, 84, _with_offset("uint2", 16, None, "uint4")),
-    11: BlockType("Q3_K", K, 110, _scaled_codes("int3", 16, None, "int6")),
-    12: BlockType("Q4_K", K, 144, _with_offset("uint4", 32, None, "uint6")),
-    13: BlockType("Q5_K", K, 176, _with_offset("uint5", 32, None, "uint6")),
-    14: BlockType("Q6_K", K, 210, _scaled_codes("int6", 16, None, "int8")),
+    10: BlockType("Q2_K", K, 84, _with_offset("uint2", 16, None, "uint4"), _q2_k),
+    11: BlockType("Q3_K", K, 110, _scaled_codes("int3", 16, None, "int6"), _q3_k),
+    12: BlockType("Q4_K", K, 144, _with_offset("uint4", 32, None, "uint6"), _q4_k),
+    13: BlockType("Q5_K", K, 176, _with_offset("uint5", 32, None, "uint6"), _q5_k),
+    14: BlockType("Q6_K", K, 210, _scaled_codes("int6", 16, None, "int8"), _q6_k),
     15: BlockType("Q8_K", K, 292),
     16: BlockType("IQ2_XXS", K, 66),
     17: BlockType("IQ2_XS", K, 74),
     18: BlockType("IQ3_XXS", K, 98),
     19: BlockType("IQ1_S", K, 50),
-    20: BlockType("IQ4_NL", 32, 18, _of_table()),
+    20: BlockType("IQ4_NL", 32, 18, _of_table(), _iq4_nl),
     21: BlockType("IQ3_S", K, 110),
     22: BlockType("IQ2_S", K, 82),
-    23: BlockType("IQ4_XS", K, 136, _of_table(None, "int6")),
+    23: BlockType("IQ4_XS", K, 136, _of_table(None, "int6"), _iq4_xs),
     24: BlockType("I8", 1, 1, dtype=torch.int8),
     25: BlockType("I16", 1, 2, dtype=torch.int16),
     26: BlockType("I32", 1, 4, dtype=torch.int32),
@@ -332,21 +283,10 @@ TYPES = {
     28: BlockType("F64", 1, 8, dtype=torch.float64),
     29: BlockType("IQ1_M", K, 56),
     30: BlockType("BF16", 1, 2, dtype=torch.bfloat16),
-    34: BlockType("TQ1_0", K, 54, _scaled_codes("int2", K)),
-    35: BlockType("TQ2_0", K, 66, _TERNARY),
-    39: BlockType("MXFP4", 32, 17, _scaled_codes("float4_e2m1", 32, _POWER)),
+    34: BlockType("TQ1_0", K, 54, _scaled_codes("int2", K), _tq1_0),
+    35: BlockType("TQ2_0", K, 66, _TERNARY, _tq2_0),
+    39: BlockType("MXFP4", 32, 17, _scaled_codes("float4_e2m1", 32, _POWER), _mxfp4),
     40: BlockType("NVFP4", 64, 36),
     41: BlockType("Q1_0", 128, 18),
 }
 """Every type of ggml, by its number."""
-
-
-def block_type(number: int) -> BlockType:
-    """The type with this number.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if number not in TYPES:
-        raise ValueError(f"it has the type {number}; known are {', '.join(kind.name for kind in TYPES.values())}")
-    return TYPES[number]

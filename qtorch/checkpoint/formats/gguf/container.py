@@ -54,13 +54,7 @@ _MAX_ITEMS = 1 << 21
 
 
 class Info(NamedTuple):
-    """A tensor as the header describes it.
-
-    Attributes:
-        type: number of its type; see `block_types.TYPES`.
-        shape: in torch's order, the last axis contiguous.
-        offset: of its data in the file.
-    """
+    """A tensor as the header describes it: its type by number, its shape in torch's order, where its data begin."""
 
     type: int
     shape: tuple[int, ...]
@@ -74,10 +68,6 @@ class GgufFile:
         metadata: numbers, strings and short arrays of numbers, by key.
         tensors: by name.
         size: of the file in bytes.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the header is damaged, or of an unknown version; the message names the file.
     """
 
     def __init__(self, path: Path) -> None:

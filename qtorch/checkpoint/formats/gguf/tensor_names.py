@@ -59,12 +59,9 @@ _DERIVED = re.compile(r"(blk\.\d+\.)?rope_(freqs|factors_long|factors_short)\.we
 
 @dataclass(frozen=True)
 class Architecture:
-    """What llama.cpp calls an architecture.
+    """Names within a layer, of llama.cpp -> of transformers, without ".weight" and ".bias"; and what was done to them.
 
-    Args:
-        layer: names within a layer, of llama.cpp -> of transformers, without ".weight" and ".bias".
-        permutes: the rows of q and k are permuted.
-        norm_offset: what was added to the weights of norms.
+    The rows of q and k may be permuted, and `norm_offset` was added to the weights of norms.
     """
 
     layer: Mapping[str, str]
@@ -101,20 +98,8 @@ class Parameter(NamedTuple):
     is_row: bool = False
 
 
-class Names(NamedTuple):
-    """Parameters by name, further names of some, and what to know where a model has other names."""
-
-    parameters: dict[str, Parameter]
-    aliases: dict[str, str]
-    note: str
-
-
-def names_of(metadata: Mapping[str, Any], stored: Iterable[str]) -> Names:
-    """The parameters of the file with these metadata and tensors.
-
-    Raises:
-        ValueError: the metadata do not have the heads of an architecture that permutes rows.
-    """
+def names_of(metadata: Mapping[str, Any], stored: Iterable[str]) -> tuple[dict[str, Parameter], dict[str, str], str]:
+    """The parameters of a file, further names of some, and what to know where a model has other names."""
     stored = [name for name in stored if not _DERIVED.fullmatch(name)]
     called = metadata.get("general.architecture")
     known = ARCHITECTURES.get(called) if isinstance(called, str) else None
@@ -123,7 +108,7 @@ def names_of(metadata: Mapping[str, Any], stored: Iterable[str]) -> Names:
             f"tensors have their names of llama.cpp, since the architecture {called!r:.40} is not one of "
             f"{', '.join(ARCHITECTURES)}"
         )
-        return Names({name: Parameter((name,)) for name in stored}, {}, note)
+        return {name: Parameter((name,)) for name in stored}, {}, note
     parameters: dict[str, Parameter] = {}
     for name in stored:
         new, parameter = _parameter(name, known, metadata)
@@ -140,7 +125,7 @@ def names_of(metadata: Mapping[str, Any], stored: Iterable[str]) -> Names:
         # llama.cpp stores tied weights once.
         aliases["lm_head.weight"] = "model.embed_tokens.weight"
     note = f"names are those that transformers has for the architecture {called}; others are as llama.cpp has them"
-    return Names(parameters, aliases, note)
+    return parameters, aliases, note
 
 
 def _parameter(name: str, known: Architecture, metadata: Mapping[str, Any]) -> tuple[str, Parameter]:

@@ -9,7 +9,6 @@ fails, instead of initializing the weight at random.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,9 +17,10 @@ import torch
 from torch import Tensor
 
 from ....dtypes import QuantizedTensor
-from ....dtypes.serialize import LOGICAL_DTYPES, Entry, check_entry, to_canonical
-from ....primitives.files import parse_json
+from ....dtypes.serialize import LOGICAL_DTYPES, Entry, to_canonical
+from ....primitives.files import naming, parse_json
 from ....primitives.jsonable import from_json, to_json
+from ...header import check_entries
 
 METADATA = "qtorch.transformers"
 """Metadata key of every file that holds a quantized tensor; its value is JSON text."""
@@ -29,14 +29,7 @@ NAMES_VERSION = 1
 
 
 def stored(name: str, tensor: QuantizedTensor) -> tuple[dict[str, Tensor], Entry]:
-    """The plain tensors that stand for a quantized parameter, by stored name, and its entry in the `Index`.
-
-    Args:
-        name: fully-qualified name of the parameter.
-
-    Raises:
-        ValueError: the tensor has no canonical form, as a weight in training.
-    """
+    """The plain tensors that stand for a quantized parameter, by stored name, and its entry in the `Index`."""
     tensors, entry = to_canonical(name, tensor)
     codes = f"{name}_codes"
     renamed = {codes if key == name else key: value for key, value in tensors.items()}
@@ -82,39 +75,25 @@ class Index:
 
     @classmethod
     def parse(cls, metadata: Mapping[str, str]) -> Index:
-        """The index in the metadata of a file, which may be untrusted; empty if it has none.
-
-        Raises:
-            ValueError: it is not valid, or of another version; the message does not name the file.
-        """
+        """The index in the metadata of a file, which may be untrusted; empty if it has none."""
         if METADATA not in metadata:
             return cls()
-        try:
+        with naming(f"its {METADATA} is not JSON"):
             data = parse_json(metadata[METADATA])
-        except ValueError as error:
-            raise ValueError(f"its {METADATA} is not JSON: {error}") from error
         if not isinstance(data, dict) or type(data.get("version")) is not int or data["version"] != NAMES_VERSION:
             found = data.get("version") if isinstance(data, dict) else None
             raise ValueError(f"its {METADATA} has version {found!r:.40}; this qtorch reads version {NAMES_VERSION}")
         quantized, aliases = data.get("quantized", {}), data.get("aliases", {})
         if not isinstance(quantized, dict) or not isinstance(aliases, dict):
             raise ValueError(f"its {METADATA} has no objects 'quantized' and 'aliases'")
-        for name, entry in quantized.items():
-            try:
-                check_entry(entry)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
+        check_entries(quantized)
         for name, source in aliases.items():
             if not isinstance(source, str) or source in aliases:
                 raise ValueError(f"{name} is another name of {source!r:.80}, which is no name of a tensor")
         return cls(quantized, aliases)
 
     def add(self, other: Index) -> None:
-        """Add what another file says.
-
-        Raises:
-            ValueError: the two contradict each other.
-        """
+        """Add what another file says, which must not contradict this."""
         pairs: list[tuple[dict[str, Any], dict[str, Any]]]
         pairs = [(self.quantized, other.quantized), (self.aliases, other.aliases)]
         for mine, theirs in pairs:
@@ -123,22 +102,13 @@ class Index:
                     raise ValueError(f"its files describe {name} in different ways")
 
     def owners(self) -> dict[str, tuple[str, str]]:
-        """Stored name -> (parameter, part), for all parts of all quantized parameters.
-
-        Raises:
-            ValueError: a stored name is used twice.
-        """
-        found = [
-            (key, (name, part)) for name, entry in self.quantized.items() for part, key in entry["tensors"].items()
-        ]
-        twice = [key for key, count in Counter(key for key, _ in found).items() if count > 1]
-        if twice:
-            raise ValueError(f"{twice[0]!r:.80} is used for more than one tensor")
-        return dict(found)
-
-
-# --------------------------------------------------------------------------------------------------
-# The entry `quantization_config` of config.json.
+        """Stored name -> (parameter, part), for all parts of all quantized parameters."""
+        found: dict[str, tuple[str, str]] = {}
+        for name, entry in self.quantized.items():
+            for part, key in entry["tensors"].items():
+                if found.setdefault(key, (name, part)) != (name, part):
+                    raise ValueError(f"{key!r:.80} is used for more than one tensor")
+        return found
 
 
 QUANT_METHOD = "qtorch"
@@ -151,13 +121,9 @@ to rename (and whose experts it has to fuse) while it loads them."""
 
 
 def quantization_config(recipe: Any = None, names: Names = "model", **more: Any) -> dict[str, Any]:
-    """The JSON data of `quantization_config` in config.json.
+    """The JSON data of `quantization_config` in config.json, with `more` keys.
 
-    Args:
-        recipe: the recipe, or the mapping of names to recipes, for people who read the file: loading does not need it.
-            What has no JSON form is written as text.
-        names: see `Names`.
-        more: further keys, as JSON data.
+    The recipe, or the mapping of names to recipes, is for people who read the file: loading does not need it.
     """
     return {"quant_method": QUANT_METHOD, "version": VERSION, "recipe": recipe_json(recipe), "names": names, **more}
 

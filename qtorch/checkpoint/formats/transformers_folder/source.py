@@ -6,6 +6,7 @@ Names are taken as they are stored, which are the names of the model in memory. 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ....dtypes import QuantizedTensor
 from ....dtypes.serialize import Entry, scheme_of
+from ....primitives.files import naming
 from ...hf_folder import CONFIG, SUFFIX, HFFolder, find_root, read_object
 from ...save_folder import SaveFormat, register_save_format
 from ...sources import CanonicalSource, register_source
@@ -36,36 +38,29 @@ class TransformersFolder(CanonicalSource):
             if config is not None:
                 return is_ours(config)
             root = find_root(path)  # such as accelerate writes it, which has no configuration
-            if root is None or root.suffix == SUFFIX:
-                return root is not None and METADATA in _metadata(root)
-            with HFFolder(path) as folder:
-                return METADATA in folder.metadata
+            if root is None:
+                return False
+            with closing(TensorFile(root) if root.suffix == SUFFIX else HFFolder(path)) as opened:
+                return METADATA in opened.metadata
         except (OSError, ValueError):
             return False
 
     @classmethod
     def open(cls, path: Path, *, verify: bool, mmap: bool) -> TransformersFolder:
         try:
-            folder = HFFolder(path)
+            return HFFolder.opened(path, lambda folder: cls(folder, mmap))
         except FileNotFoundError as error:
             raise ValueError(str(error)) from error
-        try:
-            return cls(folder, mmap)
-        except BaseException:
-            folder.close()
-            raise
 
     def __init__(self, folder: HFFolder, mmap: bool) -> None:
         self.path = folder.path
         self.folder = folder
         self.mmap = mmap
         self.index = Index()
-        try:
+        with naming(self.path):
             for file in folder.files:
                 self.index.add(Index.parse(file.metadata))
             plain = self._check_names()
-        except ValueError as error:
-            raise ValueError(f"{self.path}: {error}") from error
         self.entries = self.index.quantized
         self.aliases = self.index.aliases
         self.names = plain | self.entries.keys() | self.aliases.keys()
@@ -92,16 +87,6 @@ class TransformersFolder(CanonicalSource):
             if name in plain | quantized or of not in plain | quantized:
                 raise ValueError(f"{name} is another name of {of!r:.80}, but is stored itself, or that is not")
         return plain
-
-
-def _metadata(path: Path) -> dict[str, str]:
-    file = TensorFile(path)
-    file.close()
-    return file.metadata
-
-
-# --------------------------------------------------------------------------------------------------
-# Writing a folder of transformers weight by weight; see `SaveFormat`.
 
 
 @register_save_format

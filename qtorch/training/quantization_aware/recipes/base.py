@@ -19,12 +19,7 @@ from ..schedule import Schedule, check_steps
 
 
 class LayerRecipe(Recipe):
-    """Base of these recipes.
-
-    Attributes:
-        layers: what each float module becomes.
-        hint: what else there is for other modules.
-    """
+    """Base of these recipes: what each float module becomes, and a `hint` at what there is for others."""
 
     trains: ClassVar[bool] = True
     layers: ClassVar[Layers]

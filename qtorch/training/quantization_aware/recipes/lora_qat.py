@@ -21,7 +21,7 @@ from ....model.install import keep_attributes
 from ....model.targets import Target
 from ....recipes.base import Recipe, WeightRecipe, check_has_values, register_recipe
 from ..fake_quantize import fake_quantized_linear
-from ..layers import TrainedLayer
+from ..layers import TrainedLayer, table_of
 from ..qat_spec import QATSpec
 from .base import LayerRecipe, check_inference_recipe
 
@@ -102,7 +102,6 @@ class LoRAQAT(LayerRecipe):
 class LoRALinear(TrainedLayer, nn.Linear):
     """`nn.Linear` with adapters; see the top of the file."""
 
-    float_class = nn.Linear
     added = ("lora_a", "lora_b", "lora_scale", "qat_spec")
 
     lora_a: nn.Parameter
@@ -126,5 +125,4 @@ class LoRALinear(TrainedLayer, nn.Linear):
         return self.qat_spec.recipe.apply(self.merged())
 
 
-LoRAQAT.layers = {nn.Linear: LoRALinear}
-lora_qat = LoRAQAT
+LoRAQAT.layers = table_of(LoRALinear)

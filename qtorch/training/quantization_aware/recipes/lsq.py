@@ -173,9 +173,6 @@ def check_learnable(spec: QuantSpec, what: str) -> None:
         raise ValueError(f"{what} have scales in few bits, which cannot be learned: {spec}")
 
 
-lsq = LSQ
-
-# --------------------------------------------------------------------------------------------------
 # PACT: activations that are clipped at a learned value (Choi et al., arXiv 1805.06085).
 #
 #     x_hat = round(clamp(x, 0, a) (2^b - 1) / a) a / (2^b - 1),   dx_hat/da = 1 where x clips, 0 elsewhere

@@ -29,18 +29,15 @@ from ..schedule import QuantizationSchedule
 from .base import ModuleRecipe, check_inference_recipe
 from .lora_qat import LoRAQAT
 
-# --------------------------------------------------------------------------------------------------
-# Quantization-aware training with a schedule, and with observed ranges: the state is in the layers.
-#
-# step < start_step       floating point
-# step < freeze_step      fake quantization; scales follow the weights, observed ranges the data
-# step >= freeze_step     fake quantization with the scales of the last step before it
-
 
 @register_recipe("scheduled_qat")
 @dataclass(frozen=True)
 class ScheduledQAT(ModuleRecipe):
-    """Layers, `nn.Linear`, `nn.Embedding` and convolutions exactly, are trained for `recipe`; see the top of the file.
+    """Layers, `nn.Linear`, `nn.Embedding` and convolutions exactly, are trained for `recipe`; they hold the state.
+
+        step < start_step       floating point
+        step < freeze_step      fake quantization; scales follow the weights, observed ranges the data
+        step >= freeze_step     fake quantization with the scales of the last step before it
 
     Args:
         recipe: for inference, what the weights become by `convert()`.
@@ -51,8 +48,7 @@ class ScheduledQAT(ModuleRecipe):
 
     Raises:
         TypeError: `recipe` is not an inference recipe.
-        ValueError: steps that make no sense; an unknown observer, or one without static
-            activations; weights by look-up
+        ValueError: steps that make no sense; an unknown observer, or one without static activations; weights by look-up
             tables or pruned, or scales in codes of their own that are to freeze: these have no state here.
     """
 
@@ -89,9 +85,6 @@ class ScheduledQAT(ModuleRecipe):
             assert scale is not None
             return Fixed(spec, scale)
         return ObservedRange(spec, (1, 1), self.freezes, observer_of(self.observer, self.name))
-
-
-scheduled_qat = ScheduledQAT
 
 
 @register_recipe("qat")
@@ -207,6 +200,3 @@ class QAT(Recipe):
         if target.kind.is_transposed:
             return super().make(target, weight)
         return self.apply(weight)  # that of a convolution keeps its shape
-
-
-qat = QAT

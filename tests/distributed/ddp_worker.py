@@ -1,12 +1,6 @@
-"""One rank of `test_ddp_replicas_stay_equal`."""
+"""One rank of `test_two_processes`: replicas, seeded alike, stay equal."""
 
 from __future__ import annotations
-
-import os
-import sys
-import warnings
-
-sys.path.insert(0, os.getcwd())
 
 import torch
 import torch.distributed as dist
@@ -20,6 +14,7 @@ from qtorch.training import (
     qat,
     share_rounding,
 )
+from tests.distributed.processes import worker
 
 RECIPES = (
     int8_mixed_precision_training(),
@@ -54,9 +49,6 @@ def check_that_a_run_goes_on() -> None:
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     for recipe in RECIPES:
         torch.manual_seed(rank)
@@ -77,11 +69,7 @@ def main() -> None:
         assert torch.equal(*replicas), recipe
         assert not torch.equal(weight, before), recipe
     check_that_a_run_goes_on()
-    print(f"rank {rank} ok", flush=True)
-    dist.destroy_process_group()
-    # Threads of gloo may outlive it, and abort a process that tears itself down.
-    os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    worker(main)

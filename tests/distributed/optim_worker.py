@@ -1,7 +1,5 @@
 """One rank of `test_resharding`: FSDP2 with bf16 parameters, and a checkpoint of 2 ranks read by 1 and by 2.
 
-    python -m torch.distributed.run --nproc-per-node=N dcp_worker.py ACTION FOLDER
-
 Each action runs for every optimizer, in a folder of its own. Actions, in the order in which the test calls them:
     start (2)      trains, saves to FOLDER/two, trains on, and leaves the final parameters in FOLDER/final.pt
     resume (2)     loads FOLDER/two and trains on: the final parameters are those of `start`
@@ -11,13 +9,8 @@ Each action runs for every optimizer, in a folder of its own. Actions, in the or
 
 from __future__ import annotations
 
-import os
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, os.getcwd())
 
 import torch
 import torch.distributed as dist
@@ -29,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from qtorch.dtypes.blocked_tensor import BlockedTensor
+from tests.distributed.processes import worker
 from tests.training.optim.training import ALL, train
 
 CUT, STEPS = 3, 6
@@ -119,19 +113,12 @@ def run(action: str, name: str, folder: Path) -> None:
         torch.save(final, folder / "final.pt")
 
 
-def main(action: str, folder: Path) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def main(action: str, folder: str) -> None:
     for name in NAMES:
-        (folder / name).mkdir(exist_ok=True)
-        run(action, name, folder / name)
-    print(f"rank {dist.get_rank()} ok", flush=True)
+        (Path(folder) / name).mkdir(exist_ok=True)
+        run(action, name, Path(folder) / name)
     dist.barrier()
-    dist.destroy_process_group()
-    # Threads of gloo may outlive it, and abort a process that tears itself down.
-    os._exit(0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    worker(main)

@@ -1,13 +1,8 @@
-"""One rank of `test_lsq_distributed`: trains learned steps under DDP or FSDP2 and, beside it, the same model whole."""
+"""One rank of `test_two_processes`: trains learned steps under DDP or FSDP2 and, beside it, the same model whole."""
 
 from __future__ import annotations
 
 import copy
-import os
-import sys
-import warnings
-
-sys.path.insert(0, os.getcwd())
 
 import pytest
 import torch
@@ -20,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from qtorch import int8_static_activation_int8_weight, quantize_
 from qtorch.recipes.base import Recipe
 from qtorch.training import calibrate, convert, lsq, parameter_groups, qat
+from tests.distributed.processes import worker
 
 RECIPES = {
     "lsq": lsq(4, 4),
@@ -37,9 +33,6 @@ def prepared(recipe: Recipe) -> nn.Sequential:
 
 
 def main(kind: str, name: str) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     batches = [torch.randn(2, 128, 64, generator=torch.Generator().manual_seed(step)) for step in range(8)]
     model = prepared(RECIPES[name])
@@ -93,12 +86,8 @@ def main(kind: str, name: str) -> None:
         assert all(parameter.count_nonzero() for parameter in other.parameters())
         quantize_(other, convert())
         assert torch.equal(other(x), y)
-    print(f"rank {rank} ok", flush=True)
     dist.barrier()
-    dist.destroy_process_group()
-    # Threads of gloo may outlive it, and abort a process that tears itself down.
-    os._exit(0)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    worker(main)
