@@ -46,7 +46,7 @@ def cuda_weight_mm(
     return intx_weight_mm(x, qdata, scale, zero_point, dtype, middle, domain, bias)
 
 
-def weight_arguments(weight: Any) -> tuple[Any, ...]:
+def weight_arguments(weight: Any) -> tuple[Tensor, Tensor, Tensor | None, str, float, str]:
     """Codes, scale, zero point and numerics of a weight, as `cuda_weight_mm` takes them."""
     spec = weight.scheme.weight
     low, high = spec.code_range
