@@ -105,7 +105,7 @@ class Injection(QuantizationState):
             self._constants = Constants() if self.stored or self._converting else None
             if self._constants is not None:
                 stack.enter_context(self._constants)
-        stack.enter_context(InjectionMode(self))
+            stack.enter_context(InjectionMode(self))  # once: a second one would see the products of the first
         self._contexts.append(stack)
         return self
 
