@@ -25,12 +25,12 @@ class CodeValues(NamedTuple):
 
     Attributes:
         table: (1, L) or (N, L) fp32, contiguous, L at least 16.
-        count: of the codes.
+        length: how many codes there are.
         exponent, mantissa, bias, special: of numbers that are computed, as in `Weight`; zeros for others.
     """
 
     table: Tensor
-    count: int
+    length: int
     exponent: int = 0
     mantissa: int = 0
     bias: int = 0
@@ -71,7 +71,7 @@ class CodeValues(NamedTuple):
         """Of a `structs.Weight`."""
         values, stride = address(self.table, torch.float32), self.table.shape[1] if len(self.table) > 1 else 0
         computed = {name: getattr(self, name) for name in ("exponent", "mantissa", "bias", "special")}
-        return {"center": 0, "values": values, "values_stride": stride, "values_count": self.count, **computed}
+        return {"center": 0, "values": values, "values_stride": stride, "values_count": self.length, **computed}
 
 
 def _number(code: int, mantissa: int, bias: int) -> float:

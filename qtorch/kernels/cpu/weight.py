@@ -42,7 +42,7 @@ class CompiledWeight:
 
     Attributes:
         about: what it was made from besides tensors.
-        values: of codes that are no integers, or None.
+        code_values: of codes that are no integers, or None.
         fields: the struct; None if the kernels cannot read the tensors as they lie in memory.
         compiled: the library; None if it is missing or cannot read the tensors.
     """
@@ -55,7 +55,7 @@ class CompiledWeight:
     def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
         """See `of`. Raises `ValueError` if the tensors are not those of such a weight."""
         zeros = None if zero_point is None else self.as_matrix(zero_point)
-        self.values = CodeValues.of(about[2], about[4], zeros)
+        self.code_values = CodeValues.of(about[2], about[4], zeros)
         matrices = (self.as_matrix(codes), self.as_matrix(scale), None if about[4] == TABLE else zeros)
         _check(*matrices, *about[:4])
         made, key = self._made, id(codes)
@@ -72,8 +72,8 @@ class CompiledWeight:
         self._generation = generation.number
         self.about = about
         self.fields = _fields(*matrices, *about[:6])
-        if self.fields is not None and self.values is not None:
-            self.fields = self.fields._replace(shift=0.0, **self.values.fields())
+        if self.fields is not None and self.code_values is not None:
+            self.fields = self.fields._replace(shift=0.0, **self.code_values.fields())
         self.compiled = library() if self.fields else None
 
     @staticmethod

@@ -72,7 +72,7 @@ class CompiledLinear(CompiledWeight):
         self._types = TYPES[self.source], TYPES[self.dtype]
         self._n, self._row = n, (k,)
         self._key = variants.key_of(kind, packed, scale.shape[1] > 1, n * k, has_short_groups(self.fields))
-        if self.values is not None:
+        if self.code_values is not None:
             self._key = f"values {str(kind).removeprefix('torch.')}"
         self._variants: dict[int, str] = {}
 
@@ -141,7 +141,7 @@ class _WeightOnlyLinear(CompiledLinear):
 
     def find_variant(self, rows: int) -> str:
         """Also "copy": F.linear on a dequantized copy, if copies are allowed."""
-        suffix = " copied" if self.values is None else ""
+        suffix = " copied" if self.code_values is None else ""
         return "copy" if wanted() and self.choose(rows, suffix) == "float" else self.choose(rows)
 
 
