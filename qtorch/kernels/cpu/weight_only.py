@@ -20,13 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...primitives.codebooks import CodebookSpec
 from ..custom_ops import note, opaque, recording
+from ..linear.lut_weight_only import CodebookWeight, lut_weight_mm
 from ..linear.scaled import INTEGERS
 from ..linear.weight_only import packed_weight_mm
 from ..ops.weight_only_mm import multiply_slices, slice_length, weight_only_mm
 from ..registry import Problem, from_rows, needs_floats, to_rows
 from . import variants, weight
-from .code_values import FLOATS
+from .code_values import FLOATS, TABLE
 from .compiled_library import TYPES, Library, threads
 from .float_copies import float_copy, wanted
 from .memory import address, empty, empty_at
@@ -268,3 +270,50 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     if not torch.compiler.is_compiling():
         _WeightOnlyLinear.prepare(quantized)
     return from_rows(y, x, bias)
+
+
+# Weights of look-up tables: one table for the whole weight, such as NF4, or one for each row; tables for groups of a row
+# run in torch operators (linear/lut_weight_only.py).
+
+
+@opaque(lambda x, codes, n, *_: x.new_empty(x.shape[0], n))
+def cpu_lut_mm(
+    x: Tensor, codes: Tensor, n: int, scale: Tensor, table: Tensor, bits: int, packed: bool, bias: Tensor | None
+) -> Tensor:
+    """y[m, n] = sum_k x[m, k] * table[codes[n, k]] * scale[n, g] + bias[n], (M, N) in the dtype of x.
+
+    Args:
+        x: (M, K) fp32, bf16 or fp16.
+        codes: (N, K) uint8; or of `bits` bits, packed along K.
+        scale: (N, G), G groups of a row, or (1, 1), in floating point.
+        table: (L,), or (N, 1, L).
+        bias: (N) in the dtype of x, or None.
+    """
+    about = (n, x.shape[1], f"uint{bits}", packed, TABLE, 0.0)
+    in_torch = lambda: lut_weight_mm(x, codes, scale, table, bits if packed else 8, 1, n)  # noqa: E731
+    return multiply("cpu_lut_mm", x, (codes, scale, table), about, bias, in_torch)
+
+
+def _supports_table(problem: Problem) -> str | None:
+    of_weight = problem.scheme.weight
+    assert isinstance(of_weight, CodebookSpec)
+    if of_weight.table is None and of_weight.scale_shape(problem.scheme.shape)[1] > 1:
+        return f"takes one table, or one for each row, the weight has {of_weight.granularity}"
+    return supports(problem)
+
+
+@register_compiled(
+    "linear",
+    spec=CodebookSpec,
+    weight=None,
+    activation=(),
+    supports=_supports_table,
+    checks_memory=True,
+    name="cpu_lut_mm",
+)
+def _lut_linear(x: Tensor, quantized: CodebookWeight, bias: Tensor | None) -> Tensor:
+    scheme = quantized.scheme
+    packed, n = scheme.layout.packed_axis is not None, scheme.shape[0]
+    added, bias = weight.split_bias(bias, x, n)
+    scale, bits = quantized.dense_scale(), scheme.weight.dtype.bits
+    return from_rows(cpu_lut_mm(to_rows(x), quantized.qdata, n, scale, quantized.table, bits, packed, added), x, bias)
