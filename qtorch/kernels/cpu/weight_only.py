@@ -272,8 +272,8 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     return from_rows(y, x, bias)
 
 
-# Weights of look-up tables: one table for the whole weight, such as NF4, or one for each row; tables for groups of a row
-# run in torch operators (linear/lut_weight_only.py).
+# Weights of look-up tables: one table for the whole weight, such as NF4, or one for each row; tables for groups of a
+# row run in torch operators (linear/lut_weight_only.py).
 
 
 @opaque(lambda x, codes, n, *_: x.new_empty(x.shape[0], n))
