@@ -56,6 +56,7 @@ linear, float32 input on cpu, weight uint4 PerGroup(group_size=16) asymmetric, P
   not cpu_block_sparse_int8_mm: reads the block_sparse layout, the weight has packed
   not cpu_block_sparse_weight_only_mm: reads the block_sparse layout, the weight has packed
   not cpu_int8_mm: needs quantized activations, the scheme is weight-only
+  not cpu_lut_mm: takes a CodebookSpec, the weight has a QuantSpec
   not cpu_weight_only_mm: is switched off
   not cuda_block_sparse_int8_mm: reads the block_sparse layout, the weight has packed
   not cuda_block_sparse_weight_mm: reads the block_sparse layout, the weight has packed
@@ -182,6 +183,7 @@ def test_fallback_warns_once_for_each_reason() -> None:
 qtorch:
 linear on a cpu float32 input with weight int8 PerBlock(sizes=(2, 11)) symmetric, dynamic activation int8 PerToken() symmetric, layout PlainLayout() runs the reference implementation, correct but slow:
 cpu_int8_mm takes a scale of its own for each output channel, the weight has PerBlock(sizes=(2, 11));
+cpu_lut_mm takes a CodebookSpec, the weight has a QuantSpec;
 cpu_weight_only_mm is weight-only, the scheme quantizes activations;
 int8_block_mm takes activations in blocks along the contracted axis, the scheme has PerToken();
 int8_scaled_mm takes a scale of its own for each output channel, the weight has PerBlock(sizes=(2, 11));

@@ -144,6 +144,8 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
         tensors = vars(self)
         scheme = tensors["scheme"]
         device = None
+        # Quantized scales are dequantized in torch operators before a kernel sees them.
+        memory = memory or tensors.get("scale_scale") is not None
         # Written without helpers for speed: it runs on each call of a layer.
         for name, alternatives in forms_of(type(self), scheme).items():
             tensor = tensors[name]

@@ -154,6 +154,14 @@ def needs_rows(problem: Problem) -> str | None:
     return None if axis in (None, -1) else "takes codes packed along rows, this weight is transposed"
 
 
+def needs_clear_width(problem: Problem) -> str | None:
+    """A condition for `supports`: the shape tells unsigned codes with a byte each from packed ones."""
+    scheme, kind = problem.scheme, problem.scheme.weight.dtype
+    k = scheme.shape[-1]
+    unclear = scheme.layout.packed_axis is None and not kind.is_signed and kind.bits < 8 and -(-k // 8) * kind.bits == k
+    return f"cannot tell {k} codes of {kind} a row from packed ones; pack them" if unclear else None
+
+
 def register(
     op: str,
     *,

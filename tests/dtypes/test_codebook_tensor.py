@@ -28,6 +28,8 @@ from qtorch.dtypes.codebook_tensor import nf4_spec
 from qtorch.dtypes.serialize import from_canonical, to_canonical
 from qtorch.kernels import FallbackError, lookup, record_kernels
 from qtorch.kernels.ops.weight_only_mm import SLICE_BYTES
+
+pytestmark = pytest.mark.usefixtures("torch_kernels")
 from qtorch.kernels.registry import Problem, candidates
 
 SPECS = {

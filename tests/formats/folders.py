@@ -12,8 +12,13 @@ from qtorch import explain, load_quantized, save_quantized
 from qtorch.checkpoint.sources import open_source
 from qtorch.dtypes import QuantizedTensor
 
-KERNELS = {"cpu_weight_only_mm": {"cpu_weight_only_mm", "packed_weight_mm", "weight_only_mm", "int8_weight_mm"}}
-"""A compiled kernel, and what runs in its place where there is no compiler."""
+KERNELS = {
+    "cpu_weight_only_mm": {"cpu_weight_only_mm", "packed_weight_mm", "weight_only_mm", "int8_weight_mm"},
+    "packed_weight_mm": {"cpu_weight_only_mm", "packed_weight_mm"},
+    "weight_only_mm": {"cpu_weight_only_mm", "weight_only_mm"},
+    "lut_weight_mm": {"cpu_lut_mm", "lut_weight_mm"},
+}
+"""A kernel, compiled or not, and the other one of its kind."""
 
 
 def write(

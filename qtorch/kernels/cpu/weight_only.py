@@ -308,7 +308,6 @@ def _supports_table(problem: Problem) -> str | None:
     weight=None,
     activation=(),
     supports=_supports_table,
-    checks_memory=True,
     name="cpu_lut_mm",
 )
 def _lut_linear(x: Tensor, quantized: CodebookWeight, bias: Tensor | None) -> Tensor:

@@ -18,7 +18,7 @@ from ..custom_ops import opaque
 from ..linear import scaled
 from ..ops.experts import scheme_of_expert
 from ..ops.quantize import quantize_input
-from ..registry import Problem, needs_floats, needs_rows, register
+from ..registry import Problem, needs_clear_width, needs_floats, needs_rows, register
 from .weight_only import weight_arguments
 
 
@@ -76,7 +76,13 @@ def _lacks(problem: Problem) -> str | None:
     """Why no kernel of this file takes the weight, or None."""
     shape = problem.scheme.shape
     of_experts = None if len(shape) == 3 else f"takes experts (E, N, K), the weight has shape {shape}"
-    return features.cuda_lacks("triton") or of_experts or needs_rows(problem) or needs_floats(problem)
+    return (
+        features.cuda_lacks("triton")
+        or of_experts
+        or needs_rows(problem)
+        or needs_clear_width(problem)
+        or needs_floats(problem)
+    )
 
 
 def _supports(problem: Problem) -> str | None:

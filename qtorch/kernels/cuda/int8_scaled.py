@@ -18,7 +18,7 @@ from ..linear.scaled import INTEGERS, supports_int32
 from ..ops.int8_grouped_mm import int8_grouped_mm
 from ..ops.int_matmul import int32_terms
 from ..ops.quantize import quantize_input
-from ..registry import Problem, from_rows, needs_rows, register, to_rows
+from ..registry import Problem, from_rows, needs_clear_width, needs_rows, register, to_rows
 
 _HAS_TRITON = features.cuda_lacks("triton") is None
 
@@ -43,8 +43,7 @@ def cuda_int8_mm(
         bias: (N,), added to the rounded result; or None.
         dtype: of the result, (M, N).
     """
-    packed = qdata.shape[1] != xq.shape[1]
-    if not packed and qdata.dtype == torch.int8 and ws.shape[1] == 1 and wz is None:
+    if qdata.dtype == torch.int8 and ws.shape[1] == 1 and wz is None:
         from .triton.int8_scaled_mm import int8_scaled_mm
 
         note("cuda_int8_mm.one_product")
@@ -76,7 +75,7 @@ def triton_product(
 
 
 def _supports(problem: Problem) -> str | None:
-    return needs_rows(problem) or features.cuda_lacks("triton") or supports_int32(problem)
+    return needs_rows(problem) or needs_clear_width(problem) or features.cuda_lacks("triton") or supports_int32(problem)
 
 
 @register(

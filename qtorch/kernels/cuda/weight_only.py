@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import features
 from ..custom_ops import opaque
 from ..linear.scaled import INTEGERS
-from ..registry import Problem, from_rows, needs_floats, needs_matrix, needs_rows, register, to_rows
+from ..registry import Problem, from_rows, needs_clear_width, needs_floats, needs_matrix, needs_rows, register, to_rows
 
 
 @opaque(lambda x, qdata, *_: x.new_empty(x.shape[0], qdata.shape[0]))
@@ -57,6 +57,8 @@ def weight_arguments(weight: Any) -> tuple[Tensor, Tensor, Tensor | None, str, f
 def _supports(problem: Problem) -> str | None:
     scheme = problem.scheme
     if reason := features.cuda_lacks("triton") or needs_matrix(problem) or needs_rows(problem) or needs_floats(problem):
+        return reason
+    if reason := needs_clear_width(problem):
         return reason
     if scheme.weight.block_size(scheme.shape)[0] not in (1, scheme.shape[0]):
         return f"takes a scale of its own for each output channel, or one for all, got {scheme.weight.granularity}"

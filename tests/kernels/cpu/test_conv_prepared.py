@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import qtorch
 from qtorch import PerAxis, quantize_
-from qtorch.dtypes import conv as conv_functions
+from qtorch.dtypes import linear
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
 
 pytestmark = NEEDS_LIBRARY
@@ -33,8 +33,8 @@ def layer(name: str, ndim: int = 2, groups: int = 1, dtype: torch.dtype = torch.
 @pytest.fixture
 def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A name for each convolution that looks its kernel up."""
-    names, find = [], conv_functions.find_kernel
-    monkeypatch.setattr(conv_functions, "find_kernel", lambda op, *args: names.append(op) or find(op, *args))
+    names, find = [], linear.find_kernel
+    monkeypatch.setattr(linear, "find_kernel", lambda op, *args: names.append(op) or find(op, *args))
     return names
 
 

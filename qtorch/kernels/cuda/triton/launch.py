@@ -97,7 +97,9 @@ class GroupedCodes:
         self, op: str, k: int, qdata: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, *rows: int
     ) -> None:
         kind = qdtype(dtype)
-        packed = kind.bits < 8 and qdata.shape[-1] != k
+        # Of few columns a packed row may have as many bytes as columns; codes with a byte each are then signed.
+        packed = qdata.shape[-1] != k or (qdata.dtype == torch.uint8 and -(-k // 8) * kind.bits == k)
+        packed = packed and kind.bits < 8
         check_matrix(op, "qdata", qdata, (torch.uint8,) if packed else (torch.int8, torch.uint8))
         self.bits = kind.bits if packed else 8
         self.offset = 2 ** (self.bits - 1) if packed and kind.is_signed else 0
