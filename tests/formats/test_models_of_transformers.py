@@ -48,7 +48,7 @@ def test_llama_in_nf4(tied: bool, nested: bool, tmp_path: Path) -> None:
 
     ours = load_quantized(llama(tied), tmp_path / "bnb").eval()
     assert ours.lm_head.weight is ours.model.embed_tokens.weight or not tied
-    assert {explanation.kernel for explanation in explain(ours)} == {"lut_weight_mm"}
+    assert {explanation.kernel for explanation in explain(ours)} in ({"cpu_lut_mm"}, {"lut_weight_mm"})
     assert sum(isinstance(p, QuantizedTensor) for p in ours.parameters()) == 14
     dequantized = llama(tied)
     with torch.no_grad():

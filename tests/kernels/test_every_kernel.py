@@ -78,6 +78,7 @@ def test_shapes_of_inputs(kernel: Kernel) -> None:
 @pytest.mark.parametrize("name", ["int8 row", "uint4 float zero", "int8, int8", "int4 group, int8"])
 def test_one_graph_for_every_number_of_rows(name: str, torch_kernels: None) -> None:
     for _, weight in in_every_layout(name, schemes()[name]):
+        torch.compiler.reset()
         run = lambda x, weight=weight: functional.linear(x, weight) * 2  # noqa: E731
         compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
         with torch._dynamo.config.patch(error_on_recompile=True):
