@@ -5,7 +5,7 @@
 #   bash tests/kernels/cpu/sanitize.sh [python] [arguments of pytest]
 #
 # SANITIZE_SETS names those to try, by default all that this machine runs; each may take SANITIZE_SECONDS, by default 1200.
-# For the last one bf16 is the default dtype of the process once more.
+# For the last one bf16 is the default dtype of the process once more, unless SANITIZE_ONCE is set.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 python=${1:-python}
@@ -38,7 +38,7 @@ of_kernels() {
         tests/kernels/cpu/test_int8_blocks.py tests/kernels/cpu/test_kv_attention.py \
         tests/kernels/cpu/test_operands.py tests/kernels/cpu/test_operators.py \
         tests/kernels/cpu/test_linear.py tests/kernels/test_block_sparse_mm.py tests/test_fuse_convolutions.py \
-        -k "not compil and not gradient and not well_formed" "${@:2}"
+        -m "not slow" -k "not compil and not gradient and not well_formed" "${@:2}"
 }
 
 failed=0
@@ -54,6 +54,7 @@ for set in $sets; do
         "$python" -m pytest -n 0 -q -s -r f -p no:cacheprovider \
         tests/attack/test_damaged_pickles.py tests/attack/test_moved_memory.py -k "not dying" "$@" || { failed=1; echo "== $set failed"; }
 done
+[ -z "${SANITIZE_ONCE:-}" ] || exit $failed
 echo "== $set, with another default dtype"
 QTORCH_TEST_DEFAULT_DTYPE=bfloat16 of_kernels "$set" "$@" || { failed=1; echo "== $set with another default dtype failed"; }
 exit $failed
