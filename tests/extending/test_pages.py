@@ -56,8 +56,8 @@ def test_layout(tmp_path: Path) -> None:
         ids = [name for name in found if name.startswith(f"tests.dtypes.test_{file}::")]
         for scheme in ("uint4 group", "float4 group, float8 scales", "int4 group, int8 token"):
             assert any(f"{scheme}, nibbles" in name for name in ids), (file, scheme)
-    assert passed(found, "test_exact", "nibbles") > 100
-    assert len(found) > 400
+    assert passed(found, "test_exact", "nibbles") >= 4
+    assert len(found) > 100
 
 
 @pytest.mark.slow
@@ -73,11 +73,11 @@ def test_recipe(tmp_path: Path) -> None:
     )
     assert passed(found, "test_inference") == 3
     assert passed(found, "test_zero_row_stays_zero", "int8_dynamic_activation_int6_weight") == 1
-    assert passed(found, "test_recipes", "int6_weight_training") == 3
+    assert passed(found, "test_", "int6_weight_training") > 3
     assert passed(found, "test_the_error_against_float_is_bounded_on_both_sides", "int6_weight_training") == 1
     assert passed(found, "test_weights_train_and_everything_else_is_left", "int6_weight_training") == 1
     # Named as skipped or passed, none failed: `run_tests_with` has asserted that.
-    assert len(found) > 40
+    assert len(found) > 20
 
 
 @pytest.mark.slow
