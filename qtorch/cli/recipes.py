@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from .. import calibration, training  # noqa: F401 (their recipes and classes are named in arguments)
 from ..primitives import jsonable
-from ..primitives.discovery import import_later
 from ..primitives.files import read_json
 from ..primitives.jsonable import from_json
 from ..recipes.base import RECIPES, Recipe
@@ -59,7 +59,6 @@ def read_recipe(text: str, settings: list[str] | None = None) -> Recipe:
 
 
 def _recipe(name: str) -> Callable[..., Any]:
-    import_later()
     if name not in RECIPES:
         raise UsageError(f"there is no recipe {name!r}; known are {', '.join(sorted(RECIPES))}")
     return RECIPES[name]

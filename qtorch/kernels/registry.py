@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from ..primitives.layouts.packed import packed_length
 from ..primitives.spec import QuantSpec, Scheme
 from .config import config, generation
 from .custom_ops import note, recording
@@ -158,7 +159,9 @@ def needs_clear_width(problem: Problem) -> str | None:
     """A condition for `supports`: the shape tells unsigned codes with a byte each from packed ones."""
     scheme, kind = problem.scheme, problem.scheme.weight.dtype
     k = scheme.shape[-1]
-    unclear = scheme.layout.packed_axis is None and not kind.is_signed and kind.bits < 8 and -(-k // 8) * kind.bits == k
+    unclear = (
+        scheme.layout.packed_axis is None and not kind.is_signed and kind.bits < 8 and packed_length(k, kind.bits) == k
+    )
     return f"cannot tell {k} codes of {kind} a row from packed ones; pack them" if unclear else None
 
 

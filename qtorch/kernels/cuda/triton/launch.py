@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ....primitives.layouts.packed import packed_length
 from ....primitives.qdtype import qdtype
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -98,7 +99,7 @@ class GroupedCodes:
     ) -> None:
         kind = qdtype(dtype)
         # Of few columns a packed row may have as many bytes as columns; codes with a byte each are then signed.
-        packed = qdata.shape[-1] != k or (qdata.dtype == torch.uint8 and -(-k // 8) * kind.bits == k)
+        packed = qdata.shape[-1] != k or (qdata.dtype == torch.uint8 and packed_length(k, kind.bits) == k)
         packed = packed and kind.bits < 8
         check_matrix(op, "qdata", qdata, (torch.uint8,) if packed else (torch.int8, torch.uint8))
         self.bits = kind.bits if packed else 8
