@@ -37,7 +37,7 @@ of_kernels() {
         tests/kernels/cpu/test_conv.py tests/kernels/cpu/test_conv_prepared.py tests/kernels/cpu/test_embedding.py tests/kernels/cpu/test_experts_mm.py \
         tests/kernels/cpu/test_int8_blocks.py tests/kernels/cpu/test_kv_attention.py \
         tests/kernels/cpu/test_operands.py tests/kernels/cpu/test_operators.py \
-        tests/kernels/cpu/test_linear.py tests/kernels/test_block_sparse_mm.py tests/test_fuse_convolutions.py \
+        tests/kernels/cpu/test_linear.py tests/kernels/cpu/test_values.py tests/kernels/test_block_sparse_mm.py tests/test_fuse_convolutions.py \
         -m "not slow" -k "not compil and not gradient and not well_formed" "${@:2}"
 }
 
