@@ -49,7 +49,7 @@ def scale_tensor_shapes(scale_shape: Sequence[int], spec: Numerics | None) -> di
     shapes: dict[str, tuple[int, ...]] = {"scale": tuple(scale_shape)}
     if spec is not None:
         count = math.prod(scale_shape)
-        shapes["scale_scale"] = (-(-count // _group_size(count, spec)),)
+        shapes["scale_scale"] = (-(-count // group_size(count, spec)),)
         if _has_mean(spec):
             shapes["scale_mean"] = ()
     return shapes
@@ -122,18 +122,19 @@ def _dequantize_groups(codes: Tensor, scale: Tensor, spec: Numerics, rows: Tenso
         groups = spec.dtype.decode(_in_groups(codes.reshape(-1), spec))
         return groups.mul_(scale.reshape(-1, 1)).reshape(-1)[: codes.numel()]
     row = torch.arange(math.prod(codes.shape[1:]), device=codes.device)
-    group = (rows.reshape(-1, 1) * row.numel() + row).reshape(-1) // _group_size(codes.numel(), spec)
+    group = (rows.reshape(-1, 1) * row.numel() + row).reshape(-1) // group_size(codes.numel(), spec)
     return spec.dtype.decode(codes.index_select(0, rows).reshape(-1)) * scale[group]
 
 
-def _group_size(count: int, spec: Numerics) -> int:
+def group_size(count: int, spec: Numerics) -> int:
+    """How many of `count` scales are quantized together."""
     size = spec.granularity.pattern(1)[0]
     return max(1, count) if size == -1 else size
 
 
 def _in_groups(flat: Tensor, spec: Numerics) -> Tensor:
     """(n,) -> (ceil(n / group), group), padded with zeros, which do not change the absmax of a group."""
-    size = _group_size(flat.numel(), spec)
+    size = group_size(flat.numel(), spec)
     missing = -flat.numel() % size
     # torch cannot pad float8.
     return torch.cat([flat, flat.new_zeros(missing)]).reshape(-1, size) if missing else flat.reshape(-1, size)

@@ -50,7 +50,7 @@ _COMMON = "-std=c++17 -O3 -fPIC -ffp-contract=off -fvisibility=hidden -fno-excep
 
 # The library beside those of the instruction sets, for the baseline of the machine: it calls one of them.
 OPERATORS = "operators"
-VARIANT_TABLES = HERE / "ways.json"
+VARIANT_TABLES = HERE / "variants.json"
 
 
 def this_machine() -> str:
@@ -143,7 +143,7 @@ def _compile(command: list[str], source: Path, target: Path) -> str:
     try:
         with tempfile.TemporaryDirectory(prefix=f"{target.stem}.", suffix=".tmp", dir=target.parent) as folder:
             object_file, library = Path(folder, f"{source.stem}.o"), Path(folder, target.name)
-            Path(folder, "ways.inc").write_text(f'R"json({VARIANT_TABLES.read_text()})json"')
+            Path(folder, "variants.inc").write_text(f'R"json({VARIANT_TABLES.read_text()})json"')
             steps = (
                 [*command, "-fopenmp", define, "-I", folder, "-c", str(source), "-o", str(object_file)],
                 # Linked without -fopenmp, which would bring a second pool of threads beside torch's.

@@ -1,16 +1,20 @@
-"""Codes that are no integers, as the compiled kernels read them: numbers of a table; see src/values.h."""
+"""Codes that stand for numbers of a table, as the compiled kernels read them: those of weights that are no integers
+(src/values.h), and those of scales that are quantized themselves (`read_scales` in src/weight.h)."""
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...primitives.double_quant import group_size, only_multiplies
+from ...primitives.layouts.base import is_backed
 from ...primitives.qdtype import QDTYPES, qdtype
+from ...primitives.qparams import Numerics
 from .memory import address
 
 FLOATS = tuple(kind.name for kind in QDTYPES.values() if kind.is_floating_point and kind.bits <= 8)
@@ -27,6 +31,7 @@ class CodeValues(NamedTuple):
         table: (1, L) or (N, L) fp32, contiguous, L at least 16.
         length: how many codes there are.
         exponent, mantissa, bias, special: of numbers that are computed, as in `Weight`; zeros for others.
+        unit: such that 16 numbers are integers times it, at most 31 apart; 0 for others.
     """
 
     table: Tensor
@@ -35,6 +40,7 @@ class CodeValues(NamedTuple):
     mantissa: int = 0
     bias: int = 0
     special: int = 0
+    unit: float = 0.0
 
     @classmethod
     def of(cls, dtype: str, domain: str, table: Tensor | None) -> CodeValues | None:
@@ -47,7 +53,8 @@ class CodeValues(NamedTuple):
     def of_table(cls, table: Tensor) -> CodeValues:
         """Those of `table` (L,), or (N, 1, L), one for each row."""
         rows = table.detach().reshape(-1, table.shape[-1]).float()
-        return cls(functional.pad(rows, (0, max(0, 16 - rows.shape[1]))).contiguous(), rows.shape[1])
+        found = cls(functional.pad(rows, (0, max(0, 16 - rows.shape[1]))).contiguous(), rows.shape[1])
+        return found._replace(unit=_unit_of(rows[0])) if rows.shape == (1, 16) else found
 
     @classmethod
     @functools.cache
@@ -61,17 +68,106 @@ class CodeValues(NamedTuple):
         found = cls.of_table(numbers)
         if kind.bits <= 4 or not torch.equal(negative[:finite], -positive[:finite]):
             return found
-        for mantissa in range(kind.bits - 1):
+        for mantissa in range(max(0, kind.bits - 6), kind.bits - 1):  # exponents of at most 5 bits, as fp16 has
             bias = 1 - mantissa - round(math.log2(positive[1]))
-            if positive[:finite].tolist() == [_number(code, mantissa, bias) for code in range(finite)]:
+            numbers = [_number(code, mantissa, bias) for code in range(min(finite, 31 << mantissa))]
+            if positive[:finite].tolist() == numbers:
                 return found._replace(exponent=kind.bits - 1 - mantissa, mantissa=mantissa, bias=bias, special=finite)
         return found
 
-    def fields(self) -> dict[str, int]:
+    def fields(self) -> dict[str, Any]:
         """Of a `structs.Weight`."""
         values, stride = address(self.table, torch.float32), self.table.shape[1] if len(self.table) > 1 else 0
-        computed = {name: getattr(self, name) for name in ("exponent", "mantissa", "bias", "special")}
+        computed = {name: getattr(self, name) for name in ("exponent", "mantissa", "bias", "special", "unit")}
+        computed["unit_center"] = -round(float(self.table.min()) / self.unit) if self.unit else 0
         return {"center": 0, "values": values, "values_stride": stride, "values_count": self.length, **computed}
+
+
+class QuantizedScales(NamedTuple):
+    """What makes numbers of scales that are quantized themselves, see `primitives.double_quant`; the codes are the
+    scale of the weight, and its zero point.
+
+    Attributes:
+        dtype: name of the `QDType` of the codes.
+        group: how many scales are quantized together.
+        is_positive: whether scales are positive; else they are multiples of those of their groups, of any sign.
+        scale, mean, zero_scale: the tensors scale_scale, scale_mean and zero_point_scale, None if there is none.
+    """
+
+    dtype: str
+    group: int
+    is_positive: bool
+    scale: Tensor
+    mean: Tensor | None
+    zero_scale: Tensor | None
+
+    @classmethod
+    def of(cls, weight: Any) -> QuantizedScales | None:
+        """Those of a quantized weight, None if its scales are numbers."""
+        scale = weight.scale_scale
+        if scale is None:
+            return None
+        form = _form_of_scales(weight.scheme.weight.scale_spec, weight.scale.numel())
+        return cls(*form, scale, weight.scale_mean, getattr(weight, "zero_point_scale", None))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that there are."""
+        return tuple(tensor for tensor in self[3:] if tensor is not None)
+
+    def check(self, codes: Tensor) -> None:
+        """Raise `ValueError` if the compiled kernels would read other memory than that of scales of these codes."""
+        count = -(-codes.numel() // self.group) if self.group > 0 else -1
+        for tensor in self.tensors:
+            if tensor.numel() != (1 if tensor is self.mean else count) or not (tensor.is_cpu and is_backed(tensor)):
+                raise ValueError(
+                    f"{codes.numel()} scales in groups of {self.group} have {count} scales on the CPU, got "
+                    f"{tuple(tensor.shape)} on {tensor.device}"
+                )
+        if codes.itemsize > 1:
+            raise ValueError(f"codes of scales are bytes, got {codes.dtype}")
+
+    def read(self) -> list[Tensor]:
+        """In fp32: numbers of the 256 bytes; the scales of scales, and those of zero points."""
+        kind = qdtype(self.dtype)
+        codes = torch.arange(256, dtype=torch.uint8, device="cpu").view(kind.storage)
+        numbers = [kind.decode(codes), self.scale, *([] if self.zero_scale is None else [self.zero_scale])]
+        return [tensor.detach().float().contiguous() for tensor in numbers]
+
+    def numbers(self, codes: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The scales and zero points that codes stand for, in fp32."""
+        values, scale, *zero = self.read()
+        group = torch.arange(codes.numel(), device="cpu") // self.group
+        dense = values[codes.view(torch.uint8).reshape(-1).long()] * scale[group]
+        dense = dense if self.mean is None else dense + self.mean
+        dense = dense.clamp(min=torch.finfo(torch.float32).tiny) if self.is_positive else dense
+        if zero and zero_point is not None:
+            zero_point = (zero_point.reshape(-1) * zero[0][group]).reshape(codes.shape)
+        return dense.reshape(codes.shape), zero_point
+
+    def fields(self, tensors: list[Tensor]) -> dict[str, Any]:
+        """Of a `structs.Weight`, given what `read` gave."""
+        values, scale, *zero = (address(tensor, torch.float32) for tensor in tensors)
+        return {
+            "scale_values": values, "scale_scale": scale, "zero_scale": zero[0] if zero else 0,
+            "scale_group": self.group,
+            "scale_mean": -0.0 if self.mean is None else float(self.mean),  # x + -0 is x, also where x is -0
+            "scale_is_positive": self.is_positive,
+        }  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _form_of_scales(spec: Numerics, count: int) -> tuple[str, int, bool]:
+    return spec.dtype.name, group_size(count, spec), not only_multiplies(spec)
+
+
+def _unit_of(numbers: Tensor) -> float:
+    """A power of two, see `CodeValues.unit`."""
+    for unit in (1.0, 0.5, 0.25):
+        integers = numbers / unit
+        if bool((integers == integers.round()).all()) and float(integers.max() - integers.min()) <= 31:
+            return unit
+    return 0.0
 
 
 def _number(code: int, mantissa: int, bias: int) -> float:

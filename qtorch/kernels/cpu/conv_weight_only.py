@@ -75,7 +75,7 @@ def cpu_weight_only_conv(
 
     values = None
     if wanted():
-        values = float_copy(codes, scale, zero_point, x.dtype, lambda: ordered(made.rows()), size)
+        values = float_copy((codes, scale, zero_point), x.dtype, lambda: ordered(made.rows()), size)
     note(f"cpu_weight_only_conv.{'float_copy' if values is not None else 'torch'}")
     if values is None:
         values = ordered(made.rows(out=_shared(size).view(x.dtype).view(n, k)) if size <= SHARED_BYTES else made.rows())
@@ -89,9 +89,9 @@ class ChannelwiseConv(weight.CompiledWeight):
     model that it is kept, and torch's convolution called. `values` (N, 1, *kernel) are None if the compiled kernels do
     not read the codes."""
 
-    def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
+    def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any, **more: Any) -> None:
         """See `of`; the last of `about` are the shape of the weight and the dtype of x."""
-        super().__init__(codes, scale, zero_point, *about)
+        super().__init__(codes, scale, zero_point, *about, **more)
         n, k, shape, self._dtype = *about[:2], *about[-2:]
         self.values = self._last = None
         if self.compiled is not None:

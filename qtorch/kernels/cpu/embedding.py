@@ -15,8 +15,10 @@ from ...primitives.affine import ZeroPointDomain, dequantize_affine
 from ...primitives.layouts.packed import unpack_codes
 from ...primitives.qdtype import qdtype
 from ..custom_ops import note, opaque
+from ..linear.scaled import INTEGERS
 from ..registry import Problem, needs_floats
 from . import weight
+from .code_values import FLOATS
 from .compiled_library import TYPES, threads
 from .memory import address, empty
 from .structs import EmbedCall, Weight, struct_of
@@ -71,6 +73,7 @@ def _supports(problem: Problem) -> str | None:
 
 @weight.register_compiled(
     "embedding",
+    weight=(*INTEGERS, *FLOATS),
     supports=_supports,
     checks_memory=True,
     note="saves memory; and time, only for many long rows in fp32",

@@ -17,15 +17,17 @@ import torch
 from torch import Tensor
 
 from ..custom_ops import note, opaque, recording
+from ..linear.scaled import INTEGERS
 from ..ops.experts import expert_by_expert, scheme_of_expert
 from ..registry import Problem, needs_rows
 from . import int8_linear, variants, weight, weight_only
+from .code_values import FLOATS
 from .compiled_library import TYPES, threads
 from .int8_linear import cpu_int8_mm, numerics_of, of_rows, quantize_rows
 from .memory import address, empty
 from .structs import ExpertsCall, ExpertsIntCall, pack, struct_of
 from .variants import VARIANTS
-from .weight import CompiledWeight, has_short_groups, register_compiled
+from .weight import CompiledWeight, register_compiled
 from .weight_only import Numerics, cpu_weight_only_mm, where_finite
 
 NO_LIMIT = 2**62  # rows of the last of the variants
@@ -44,18 +46,17 @@ class CompiledExperts(CompiledWeight):
     name: ClassVar[str]
     call: ClassVar[type]
 
-    def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
+    def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any, **more: Any) -> None:
         """See `of`; the last of `about` are E, the dtype of y, the name of x in `variants`, and numerics."""
-        super().__init__(codes, scale, zero_point, *about)
-        n, k, _, packed, _, _, self._count, self.dtype, kind, self.numerics = about
+        super().__init__(codes, scale, zero_point, *about, **more)
+        n, k, *_, self._count, self.dtype, kind, self.numerics = about
         self._n, self._row = n // self._count, k
         if self.compiled is None:
             return
         self._call, self._weight = getattr(self.compiled, self.name), pack(self.fields)
         # By the size of all, which stream through the caches even if each is small.
         instructions = self.compiled.instruction_set
-        key = variants.key_of(kind, packed, scale.shape[-1] > 1, n * k, has_short_groups(self.fields))
-        self._fastest = variants.steps(instructions, key)
+        self._fastest = variants.steps(instructions, self.key(kind))
         otherwise = VARIANTS["amx" if kind != "int8" and instructions == "amx" else "tile"]
         self._steps = len(self._fastest)
         self._variants = (ctypes.c_int64 * (2 * self._steps))()
@@ -259,6 +260,7 @@ def _supports(problem: Problem) -> str | None:
 
 @register_compiled(
     "grouped_linear",
+    weight=(*INTEGERS, *FLOATS),
     activation=(),
     supports=_supports,
     checks_memory=True,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -56,11 +56,12 @@ def wanted() -> bool:
 
 
 def float_copy(
-    codes: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype, make: Callable[[], Tensor], size: int
+    sources: Iterable[Tensor | None], dtype: torch.dtype, make: Callable[[], Tensor], size: int
 ) -> Tensor | None:
-    """The copy in `dtype` of the weight with these tensors, made by `make` at the first call; None if its `size` in
-    bytes would exceed the limit."""
-    tensors = (codes, scale) if zero_point is None else (codes, scale, zero_point)
+    """The copy in `dtype` of the weight with these tensors, the first of which are codes, made by `make` at the first
+    call; None if its `size` in bytes would exceed the limit."""
+    tensors = tuple(tensor for tensor in sources if tensor is not None)
+    codes = tensors[0]
     if any(tensor.is_inference() for tensor in tensors):
         return None  # their versions do not count writes
     versions = tuple(tensor._version for tensor in tensors)
@@ -128,7 +129,7 @@ def _on_copy(
     block, tensors = block_of((n, x.shape[1]), numerics.scale.shape), numerics[:2]
     make = lambda: dequantize_affine(read(), block, *numerics, x.dtype)  # noqa: E731
     with torch.no_grad():
-        copy = float_copy(codes, *tensors, x.dtype, make, n * x.shape[1] * x.element_size())
+        copy = float_copy((codes, *tensors), x.dtype, make, n * x.shape[1] * x.element_size())
     if copy is None:
         return None
     note(f"{name}.float_copy")

@@ -41,6 +41,15 @@ class Weight(NamedTuple):
     mantissa: int = 0
     bias: int = 0
     special: int = 0
+    unit: float = 0.0
+    unit_center: int = 0
+    scale_values: int = 0
+    scale_scale: int = 0
+    zero_scale: int = 0
+    scale_group: int = 0
+    first_scale: int = 0
+    scale_mean: float = 0.0
+    scale_is_positive: int = 0
 
 
 Input = declare("Input", ("data type stride rows", int))
@@ -70,16 +79,16 @@ class Quantizer(NamedTuple):
 Ids = declare("Ids", ("data is_64_bit count", int))
 """src/embed.h"""
 
-Experts = declare("Experts", ("ids rows count share ways steps", int))
+Experts = declare("Experts", ("ids rows count share variants steps", int))
 """src/experts.h"""
 
 Blocks = declare("Blocks", ("columns size kept", int))
 """src/block_sparse.h"""
 
-Call = declare("Call", ("x", Input), ("y", Output), ("way threads", int))
+Call = declare("Call", ("x", Input), ("y", Output), ("variant threads", int))
 """src/calls.h, without the weight that comes first; so those below."""
 
-IntCall = declare("IntCall", ("x", Input), ("y", Output), ("quantizer", Quantizer), ("scale zero way threads", int))
+IntCall = declare("IntCall", ("x", Input), ("y", Output), ("quantizer", Quantizer), ("scale zero variant threads", int))
 """For int8 activations."""
 
 BlockCall = declare("BlockCall", ("x", Input), ("y", Output), ("blocks", Blocks), ("k scale zero threads", int))

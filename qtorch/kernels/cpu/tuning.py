@@ -133,7 +133,8 @@ def tune_cpu(path: str | Path | None = None) -> Table:
     Args:
         path: JSON file to write; tables of other instruction sets and processors that it has are kept. The environment
             variable QTORCH_CPU_CHOICES makes later processes read it. By default the file of this user and this kind
-            of processor in the cache, which later processes read on their own: ``~/.cache/qtorch/cpu-*/ways_*.json``.
+            of processor in the cache, which later processes read on their own:
+            ``~/.cache/qtorch/cpu-*/variants_*.json``.
 
     Returns:
         For each kind of weight, dtype and size, a list of (largest number of rows, variant).

@@ -7,7 +7,7 @@ A table belongs to an instruction set and to the kind of processor that it was m
 
 Weight-only layers have a second list, "copied", which applies where a dequantized copy of the weight may be kept (see
 `float_copies`). The tables are asked in turn: what `load` was given, the file that QTORCH_CPU_CHOICES names, the one
-that `tune_cpu` wrote for this user, and `ways.json`; in each the table of this kind of processor first, then one of
+that `tune_cpu` wrote for this user, and `variants.json`; in each the table of this kind of processor first, then one of
 this vendor.
 """
 
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from ...primitives.files import read_json
+from .. import features
 from ..config import generation
 from . import build, cache
 from .build import instruction_sets
@@ -131,7 +132,7 @@ def write(path: Path, tables: Tables) -> None:
 def path_of_user() -> Path:
     """Where `tune_cpu` writes: beside the user's compiled kernels, a file for each kind of processor, since homes
     are shared between machines. A `RuntimeError` if the user has no home directory."""
-    return cache.folder() / f"ways_{processor_kind().replace(' ', '_').replace('/', '_')}.json"
+    return cache.folder() / f"variants_{processor_kind().replace(' ', '_').replace('/', '_')}.json"
 
 
 def of_user() -> Tables:
@@ -149,12 +150,16 @@ def of_user() -> Tables:
     return {name: {kind: of_set[kind]} for name, of_set in tables.items() if kind in of_set}
 
 
-OF_VALUES: Table = {
-    "values float32": [(8, "dot"), (48, "tile"), (None, "float")],
-    "values bfloat16": [(8, "dot"), (None, "float")],
-    "values float16": [(8, "dot"), (None, "float")],
-}
-"""Of weights whose codes are no integers, on every machine; nothing else is copied either."""
+@functools.cache
+def of_values() -> Table:
+    """Of weights whose codes are no integers, on every machine; nothing else is copied. Tiles multiply in fp32, which
+    is slower than `F.linear` where the processor has products of bf16."""
+    many = "float" if features.cpu_has("bf16") else "tile"
+    table: Table = {}
+    for dtype, last in (("float32", "tile"), ("bfloat16", many), ("float16", many)):
+        table[f"values {dtype}"] = [(8, "dot"), (None, last)]
+        table[f"units {dtype}"] = [(2, "fixed"), *table[f"values {dtype}"]]  # integers times a unit
+    return table
 
 
 def load(path: str | Path) -> None:
@@ -180,7 +185,7 @@ def _tables(instruction_set: str) -> list[tuple[str, Table]]:
     for tables in (_loaded, read(own) if own else {}, of_user(), read(SHIPPED)):
         of_set = (tables.get(instruction_set) or tables.get(LIKE.get(instruction_set, ""), {})).items()
         found += sorted(of_set, key=lambda item: (item[0] != here, not f"{item[0]} ".startswith(vendor)))
-    return [*found, ("", OF_VALUES)]
+    return [*found, ("", of_values())]
 
 
 def advice() -> str | None:

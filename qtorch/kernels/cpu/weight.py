@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
@@ -19,7 +20,8 @@ from ..config import generation
 from ..linear.scaled import INTEGERS
 from ..ops.weight_only_mm import code_arguments
 from ..registry import Problem, needs_matrix, needs_rows, register
-from .code_values import TABLE, CodeValues
+from . import variants
+from .code_values import TABLE, CodeValues, QuantizedScales
 from .compiled_library import TYPES, library, missing
 from .memory import address
 from .structs import Weight
@@ -52,29 +54,52 @@ class CompiledWeight:
     def __init_subclass__(cls) -> None:
         cls._made = {}
 
-    def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
+    def __init__(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        *about: Any,
+        scales: QuantizedScales | None = None,
+    ) -> None:
         """See `of`. Raises `ValueError` if the tensors are not those of such a weight."""
         zeros = None if zero_point is None else self.as_matrix(zero_point)
         self.code_values = CodeValues.of(about[2], about[4], zeros)
-        matrices = (self.as_matrix(codes), self.as_matrix(scale), None if about[4] == TABLE else zeros)
+        bytes_or_numbers = scale if scales is None or scale.itemsize > 1 else scale.view(torch.uint8)
+        matrices = (self.as_matrix(codes), self.as_matrix(bytes_or_numbers), None if about[4] == TABLE else zeros)
         _check(*matrices, *about[:4])
+        if scales is not None:
+            scales.check(scale)
         made, key = self._made, id(codes)
         self._codes = weakref.ref(codes, lambda _: made.pop(key, None))
         self._scale = weakref.ref(scale)
         self._zero_point = None if zero_point is None else weakref.ref(zero_point)
+        self._scales, self._grouped = scales, matrices[1].shape[1] > 1
         tensors = (codes, scale) if zero_point is None else (codes, scale, zero_point)
+        if scales is not None:
+            tensors = (*tensors, *scales.tensors)
         # Tensors of inference mode do not count writes.
         self._inference = any(t.is_inference() for t in tensors)
         if self._inference:
             self._state = _inference_state(*tensors)
         else:  # `resize_`, `t_` and the like change the version too
-            self._state = tuple(value for t in tensors for value in (t.data_ptr(), t._version))
+            self._state = _counted_state(*tensors)
         self._generation = generation.number
         self.about = about
         self.fields = _fields(*matrices, *about[:6])
         if self.fields is not None and self.code_values is not None:
             self.fields = self.fields._replace(shift=0.0, **self.code_values.fields())
+        if self.fields is not None and scales is not None:
+            self._of_scales = scales.read()
+            self.fields = self.fields._replace(**scales.fields(self._of_scales))
         self.compiled = library() if self.fields else None
+
+    def key(self, kind: str | torch.dtype) -> str:
+        """The key of `variants` for this weight and an activation of this kind."""
+        n, k, _, packed = self.about[:4]
+        if self.code_values is not None:
+            return f"{'units' if self.code_values.unit else 'values'} {str(kind).removeprefix('torch.')}"
+        return variants.key_of(kind, packed, self._grouped, n * k, has_short_groups(self.fields))
 
     @staticmethod
     def as_matrix(tensor: Tensor) -> Tensor:
@@ -82,7 +107,14 @@ class CompiledWeight:
         return tensor
 
     @classmethod
-    def of(cls: type[W], codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> W:
+    def of(
+        cls: type[W],
+        codes: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        *about: Any,
+        **more: QuantizedScales | None,
+    ) -> W:
         """The weight with these tensors, made at the first call.
 
         Args:
@@ -90,10 +122,11 @@ class CompiledWeight:
             scale: (N, G) or (1, 1).  zero_point: like scale, or None; or a table, see `CodeValues.of_table`.
             about: N, K, the name of a `QDType`, whether codes are packed, the name of a `ZeroPointDomain`, or `TABLE`,
                 the code of a FLOAT zero point, (low + high + 1) / 2; and what a subclass adds.
+            more: `scales`, if `scale` and `zero_point` are codes of scales.
         """
         found = cls._made.get(id(codes))
-        if found is None or found.about != about or not found.is_of(codes, scale, zero_point):
-            found = cls._made[id(codes)] = cls(codes, scale, zero_point, *about)
+        if found is None or found.about != about or not found.is_of(codes, scale, zero_point, **more):
+            found = cls._made[id(codes)] = cls(codes, scale, zero_point, *about, **more)
         return found
 
     @classmethod
@@ -101,7 +134,9 @@ class CompiledWeight:
         """The one that `of` made last of these codes."""
         return cls._made.get(id(codes))
 
-    def is_of(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> bool:
+    def is_of(
+        self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, scales: QuantizedScales | None = None
+    ) -> bool:
         """Whether it was made from these tensors, they have neither moved nor been written to since, and the choice of
         kernels has not changed."""
         # Written out: this runs on each call.
@@ -114,7 +149,14 @@ class CompiledWeight:
             and self._generation == generation.number
         ):
             return False
-        if self._inference:
+        if scales is not None or self._scales is not None:
+            if scales is None or self._scales is None or scales[:3] != self._scales[:3]:
+                return False
+            if not all(map(operator.is_, scales[3:], self._scales[3:])):
+                return False
+            tensors = (*((codes, scale) if zero_point is None else (codes, scale, zero_point)), *scales.tensors)
+            state = _inference_state(*tensors) if self._inference else _counted_state(*tensors)
+        elif self._inference:
             state = _inference_state(*((codes, scale) if zero_point is None else (codes, scale, zero_point)))
         elif zero_point is None:
             state = (codes.data_ptr(), codes._version, scale.data_ptr(), scale._version)
@@ -122,6 +164,11 @@ class CompiledWeight:
             zeros = zero_point.data_ptr()
             state = (codes.data_ptr(), codes._version, scale.data_ptr(), scale._version, zeros, zero_point._version)
         return self._state == state
+
+
+def _counted_state(*tensors: Tensor) -> tuple[int, ...]:
+    """What changes when a tensor moves or is written to."""
+    return tuple(value for t in tensors for value in (t.data_ptr(), t._version))
 
 
 def _inference_state(*tensors: Tensor) -> tuple[Any, ...]:
@@ -184,6 +231,8 @@ def part(whole: Weight, start: int, stop: int) -> Weight:
         n=stop - start,
         scale=whole.scale + skipped * SIZES[whole.scale_type],
         zero=whole.zero and whole.zero + skipped * SIZES[whole.zero_type],
+        values=whole.values and whole.values + start * whole.values_stride * SIZES[TYPES[torch.float32]],
+        first_scale=whole.first_scale + skipped,
     )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...primitives.codebooks import CodebookSpec
+from ...primitives.qdtype import qdtype
 from ..custom_ops import note, opaque, recording
 from ..linear.lut_weight_only import CodebookWeight, lut_weight_mm
 from ..linear.scaled import INTEGERS
@@ -28,13 +29,13 @@ from ..linear.weight_only import packed_weight_mm
 from ..ops.weight_only_mm import multiply_slices, slice_length, weight_only_mm
 from ..registry import Problem, from_rows, needs_floats, to_rows
 from . import variants, weight
-from .code_values import FLOATS, TABLE
+from .code_values import FLOATS, TABLE, QuantizedScales
 from .compiled_library import TYPES, Library, threads
 from .float_copies import float_copy, wanted
 from .memory import address, empty, empty_at
 from .structs import NO_INPUT, Call, Output, Weight, pack, struct_of
 from .variants import VARIANTS
-from .weight import CompiledWeight, fits, has_short_groups, register_compiled
+from .weight import CompiledWeight, fits, register_compiled
 
 Numerics = tuple[float, ...]
 
@@ -64,18 +65,16 @@ class CompiledLinear(CompiledWeight):
     name: ClassVar[str]
     call: ClassVar[type]
 
-    def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
+    def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any, **more: Any) -> None:
         """See `of`; the last of `about` are the dtypes of x and y, the name of x in `variants`, and numerics."""
-        super().__init__(codes, scale, zero_point, *about)
-        n, k, _, packed, _, _, self.source, self.dtype, kind, self.numerics = about
+        super().__init__(codes, scale, zero_point, *about, **more)
+        n, k, *_, self.source, self.dtype, kind, self.numerics = about
         if self.compiled is not None:
             self._call, self._weight = getattr(self.compiled, self.name), pack(self.fields)
         self._pack = struct_of(self.call).pack
         self._types = TYPES[self.source], TYPES[self.dtype]
         self._n, self._row = n, (k,)
-        self._key = variants.key_of(kind, packed, scale.shape[1] > 1, n * k, has_short_groups(self.fields))
-        if self.code_values is not None:
-            self._key = f"values {str(kind).removeprefix('torch.')}"
+        self._key = self.key(kind)
         self._variants: dict[int, str] = {}
 
     def variant(self, rows: int) -> str:
@@ -117,7 +116,7 @@ class CompiledLinear(CompiledWeight):
             or shape[-1:] != self._row
             or not x.is_cpu
             or not x.is_contiguous()
-            or not self.is_of(weight.qdata, weight.scale, weight.zero_point)
+            or not self.is_of(*self.tensors_of(weight))
             or not (bias is None or (type(bias) in PLAIN and fits(bias, self.dtype, self._n)))
         ):
             return None
@@ -128,6 +127,10 @@ class CompiledLinear(CompiledWeight):
             return None
         y, finite = self.run(x, k, rows, (*shape[:-1], self._n), bias, variant, self.numerics)
         return y if finite else None
+
+    def tensors_of(self, weight: Any) -> tuple[Any, ...]:
+        """Arguments of `is_of`."""
+        return weight.qdata, weight.scale, weight.zero_point
 
     @classmethod
     def prepare(cls, weight: Any) -> None:
@@ -140,6 +143,11 @@ class CompiledLinear(CompiledWeight):
 
 class _WeightOnlyLinear(CompiledLinear):
     name, call = "weight_only_mm", Call
+
+    def tensors_of(self, weight: Any) -> tuple[Any, ...]:
+        """Arguments of `is_of`; a look-up table is in the place of zero points."""
+        third = weight.zero_point if self.about[4] != TABLE else weight.table
+        return weight.qdata, weight.scale, third, None if self._scales is None else QuantizedScales.of(weight)
 
     def find_variant(self, rows: int) -> str:
         """Also "copy": F.linear on a dequantized copy, if copies are allowed."""
@@ -164,13 +172,19 @@ def cpu_weight_only_mm(
         bias: (N) in the dtype of x, or None.
     """
 
-    def in_torch() -> Tensor:
-        if packed:
-            return packed_weight_mm(x, codes, n, -1, scale, zero_point, dtype, low, high, domain)
-        return weight_only_mm(x, codes, scale, zero_point, dtype, low, high, domain)
-
+    form = (packed, dtype, low, high, domain)
     about = (n, x.shape[1], dtype, packed, domain, (low + high + 1) / 2)
+    in_torch = lambda: _in_torch(x, codes, n, scale, zero_point, *form)  # noqa: E731
     return multiply("cpu_weight_only_mm", x, (codes, scale, zero_point), about, bias, in_torch)
+
+
+def _in_torch(
+    x: Tensor, codes: Tensor, n: int,
+    scale: Tensor, zero_point: Tensor | None, packed: bool, dtype: str, low: float, high: float, domain: str,
+) -> Tensor:  # fmt: skip
+    if packed:
+        return packed_weight_mm(x, codes, n, -1, scale, zero_point, dtype, low, high, domain)
+    return weight_only_mm(x, codes, scale, zero_point, dtype, low, high, domain)
 
 
 def multiply(
@@ -180,19 +194,22 @@ def multiply(
     about: tuple[Any, ...],
     bias: Tensor | None,
     in_torch: Callable[[], Tensor],
+    scales: QuantizedScales | None = None,
 ) -> Tensor:
-    """The product of x (M, K) with the weight of `CompiledWeight.of(*tensors, *about)`, recorded under this name.
+    """The product of x (M, K) with the weight of `CompiledWeight.of(*tensors, *about, scales=scales)`, recorded under
+    this name.
 
     Args:
         in_torch: the product without bias, in torch operators.
     """
     (m, k), n = x.shape, about[0]
     weight.check_bias(bias, x.dtype, n)
-    layer = _WeightOnlyLinear.of(*tensors, *about, x.dtype, x.dtype, x.dtype, ())
+    layer = _WeightOnlyLinear.of(*tensors, *about, x.dtype, x.dtype, x.dtype, (), scales=scales)
     compiled, variant = layer.compiled, layer.variant(m)
     if compiled is not None and variant == "copy":
         made = Dequantized(compiled, layer.fields, n, k, x.dtype)
-        copy = float_copy(*tensors, x.dtype, made.rows, n * k * x.element_size())
+        sources = (*tensors, *(() if scales is None else scales.tensors))
+        copy = float_copy(sources, x.dtype, made.rows, n * k * x.element_size())
         if copy is not None:
             note(f"{name}.float_copy")
             return _add(functional.linear(x, copy), bias)
@@ -227,7 +244,7 @@ class Dequantized(NamedTuple):
         out = empty((stop - start, self.k), self.dtype) if out is None else out
         output = Output(address(out), TYPES[self.dtype], self.k, bias=0)
         assert self.fields is not None
-        call = Call(x=NO_INPUT, y=output, way=0, threads=threads())
+        call = Call(x=NO_INPUT, y=output, variant=0, threads=threads())
         self.library.dequantize(pack(weight.part(self.fields, start, stop)) + pack(call))
         return out
 
@@ -265,8 +282,11 @@ def supports(problem: Problem) -> str | None:
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     n, form = quantized.scheme.shape[0], weight.form(quantized.scheme)
     added, bias = weight.split_bias(bias, x, n)
-    scale, zero_point = quantized.dense_scale(), quantized.dense_zero_point()
-    y = cpu_weight_only_mm(to_rows(x), quantized.qdata, n, scale, zero_point, *form, added)
+    if quantized.scale_scale is not None and not torch.compiler.is_compiling():
+        y = _with_quantized_scales(to_rows(x), quantized, quantized.zero_point, None, form, added)
+    else:
+        scale, zero_point = quantized.dense_scale(), quantized.dense_zero_point()
+        y = cpu_weight_only_mm(to_rows(x), quantized.qdata, n, scale, zero_point, *form, added)
     if not torch.compiler.is_compiling():
         _WeightOnlyLinear.prepare(quantized)
     return from_rows(y, x, bias)
@@ -312,7 +332,47 @@ def _supports_table(problem: Problem) -> str | None:
 )
 def _lut_linear(x: Tensor, quantized: CodebookWeight, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
-    packed, n = scheme.layout.packed_axis is not None, scheme.shape[0]
+    packed, n, bits = scheme.layout.packed_axis is not None, scheme.shape[0], scheme.weight.dtype.bits
     added, bias = weight.split_bias(bias, x, n)
-    scale, bits = quantized.dense_scale(), scheme.weight.dtype.bits
-    return from_rows(cpu_lut_mm(to_rows(x), quantized.qdata, n, scale, quantized.table, bits, packed, added), x, bias)
+    if quantized.scale_scale is not None and not torch.compiler.is_compiling():
+        form = packed, f"uint{bits}", 0.0, 0.0, TABLE
+        y = _with_quantized_scales(to_rows(x), quantized, None, quantized.table, form, added)
+    else:
+        y = cpu_lut_mm(to_rows(x), quantized.qdata, n, quantized.dense_scale(), quantized.table, bits, packed, added)
+    if not torch.compiler.is_compiling():
+        _WeightOnlyLinear.prepare(quantized)
+    return from_rows(y, x, bias)
+
+
+# Scales that are quantized themselves are read as codes in eager mode. Compiled graphs make numbers of them.
+
+
+@opaque(lambda x, codes, n, *_: x.new_empty(x.shape[0], n))
+def cpu_double_quantized_mm(
+    x: Tensor, codes: Tensor, n: int, scale: Tensor, zero_point: Tensor | None, table: Tensor | None,
+    packed: bool, dtype: str, low: float, high: float, domain: str, scale_dtype: str, scale_group: int,
+    scale_is_positive: bool, scale_scale: Tensor, scale_mean: Tensor | None, zero_point_scale: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """`cpu_weight_only_mm`, or with a table `cpu_lut_mm`, with the codes of scales and of zero points (N, G) in place
+    of numbers; the further arguments are the fields of `QuantizedScales`."""
+    scales = QuantizedScales(scale_dtype, scale_group, scale_is_positive, scale_scale, scale_mean, zero_point_scale)
+    about = (n, x.shape[1], dtype, packed, domain, (low + high + 1) / 2)
+
+    def in_torch() -> Tensor:
+        dense, zeros = scales.numbers(scale, zero_point)
+        if table is None:
+            return _in_torch(x, codes, n, dense, zeros, packed, dtype, low, high, domain)
+        return lut_weight_mm(x, codes, dense, table, qdtype(dtype).bits if packed else 8, 1, n)
+
+    third = zero_point if table is None else table
+    return multiply("cpu_double_quantized_mm", x, (codes, scale, third), about, bias, in_torch, scales)
+
+
+def _with_quantized_scales(
+    x: Tensor, quantized: Any, zeros: Tensor | None, table: Tensor | None, form: tuple[Any, ...], bias: Tensor | None
+) -> Tensor:
+    scales = QuantizedScales.of(quantized)
+    assert scales is not None
+    tensors = quantized.qdata, quantized.scheme.shape[0], quantized.scale, zeros, table
+    return cpu_double_quantized_mm(x, *tensors, *form, *scales, bias)

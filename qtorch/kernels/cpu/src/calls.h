@@ -7,14 +7,14 @@
 
 namespace {
 
-// As in qtorch/kernels/cpu/ways.py.
-enum Way : int64_t { DOT, TILE, AMX, FIXED, CHANNELS };
+// As in qtorch/kernels/cpu/variants.py.
+enum Variant : int64_t { DOT, TILE, AMX, FIXED, CHANNELS };
 
 struct Call {
     Weight weight;
     Input x;
     Output y;
-    int64_t way, threads;
+    int64_t variant, threads;
 };
 
 struct IntCall {
@@ -25,7 +25,7 @@ struct IntCall {
     // Per row, of codes, or those that the quantizer is given; zero (int32) or null.
     float* scale;
     int32_t* zero;
-    int64_t way, threads;
+    int64_t variant, threads;
 };
 
 struct EmbedCall {

@@ -4,7 +4,7 @@
 //     y[s] = x[s / share] w[ids[s]]^T,    0 where ids[s] is no expert
 //
 // Rows are sorted by expert, and each matrix is read once for all of its rows. A task is a run of output channels of one
-// expert, multiplied by the ways of the other headers as a weight of its own, so that threads share one row of x as well as
+// expert, multiplied by the variants of the other headers as a weight of its own, so that threads share one row of x as well as
 // many, whoever the rows belong to.
 #pragma once
 
@@ -16,13 +16,13 @@ struct Experts {
     const int64_t* ids;  // (rows of y)
     int64_t rows, count;
     int64_t share;       // rows of y for each row of x
-    const int64_t* ways;  // (steps, 2): most rows of an expert, and the way that they are multiplied
+    const int64_t* variants;  // (steps, 2): most rows of an expert, and the variant that they are multiplied
     int64_t steps;
 
-    int64_t way(int64_t length) const {
+    int64_t variant(int64_t length) const {
         int64_t step = 0;
-        while (step + 1 < steps && ways[2 * step] < length) step++;
-        return ways[2 * step + 1];
+        while (step + 1 < steps && variants[2 * step] < length) step++;
+        return variants[2 * step + 1];
     }
 };
 
@@ -108,7 +108,7 @@ void write_rows_of(const Output& y, const int64_t* order, int64_t length, int64_
     scratch.trim();
 }
 
-// multiply(weight, x, y, way) for the rows and some channels of each expert, x in floating point.
+// multiply(weight, x, y, variant) for the rows and some channels of each expert, x in floating point.
 template <class Multiply>
 void multiply_experts(const Weight& w, const Experts& experts, const Input& x, const Output& y, int64_t threads, const Multiply& multiply) {
     ByExpert by(experts);
@@ -123,7 +123,7 @@ void multiply_experts(const Weight& w, const Experts& experts, const Input& x, c
                 memcpy(gathered + i * bytes, (const char*)x.data + order[i] / experts.share * step, bytes);
             rows = {gathered, x.type, w.k, length};
         }
-        write_rows_of(y, order, length, start, part.n, [&](const Output& to) { multiply(part, rows, to, experts.way(length)); });
+        write_rows_of(y, order, length, start, part.n, [&](const Output& to) { multiply(part, rows, to, experts.variant(length)); });
         scratch.trim();
     });
 }
@@ -150,7 +150,7 @@ void multiply_experts(const Weight& w, const Experts& experts, const Codes& x, c
                 if (x.zero) rows.zero[i] = x.zero[m];
             }
         }
-        write_rows_of(y, order, length, start, part.n, [&](const Output& to) { multiply(part, rows, to, experts.way(length)); });
+        write_rows_of(y, order, length, start, part.n, [&](const Output& to) { multiply(part, rows, to, experts.variant(length)); });
         code_scratch.trim();
     });
 }

@@ -4,7 +4,8 @@
 //     x = scale (65536 q0 + 256 q1 + q2),    scale = max |x| / (127 * 65536),    q0, q1, q2 signed bytes
 //     y[m, n] = sum_g s[n, g] * (sum_{k in g} code[n, k] * x[m, k]) + sum_g offset[n, g] * (sum_{k in g} x[m, k])
 //
-// Eight products of codes below 16 with all of x have less than 31 bits. What codes are shifted by, their center, is taken
+// Eight products of codes below 32 with all of x have less than 31 bits. Codes of floats of 4 bits stand for such integers,
+// times a unit. What codes are shifted by, their center, is taken
 // off such sums, where it is exact; as a part of the offsets it would cost nothing, and ten times the error for inputs of one
 // sign.
 #pragma once
@@ -14,26 +15,28 @@
 
 namespace {
 
-#if defined(HAS_VNNI)
+#if defined(HAS_VNNI) || defined(__AVX2__)
 
 constexpr int64_t FIXED_MAX_ROWS = 2;
 constexpr int FIXED_WIDTH = 4;  // rows of the weight that are multiplied together
 
 // Whole vectors of codes belong to one group, or to two of half a vector.
 inline bool fits_fixed_dot(const Weight& w, int64_t rows) {
-    bool whole = w.group % WIDTH == 0 || (2 * w.group == WIDTH && WIDTH == 64);
-    return rows <= FIXED_MAX_ROWS && w.n >= FIXED_WIDTH && w.bits == 4 && w.k % (8 * WIDTH) == 0 && whole;
+    bool whole = w.group % WIDTH == 0 || 2 * w.group == WIDTH;
+    return rows <= FIXED_MAX_ROWS && w.n >= FIXED_WIDTH && w.bits == 4 && w.k % (8 * WIDTH) == 0 && whole && (!w.values || w.unit);
 }
 
 struct FixedInput {
     const int8_t* bytes;    // (M, 3, K)
     const int32_t* shifts;  // (M, K / 4): what each sum of four products has too much, codes being shifted by their center
     const float *scale, *sums;  // (M), and those of x (M, groups)
+    uint8_t integers[16];       // of codes, plus their center
 };
 
 // Sums of four products each, or of four of each of two vectors, less `shift`.
 template <int PER>
 INLINE Ints times_fixed(const Ints (&codes)[PER], const Bytes (&x)[3][PER], Ints shift) {
+#if defined(HAS_VNNI)
     Ints sum = {};
     UNROLL for (int digit = 0; digit < 3; digit++) {
         if (digit) sum = sum << 8;
@@ -41,6 +44,17 @@ INLINE Ints times_fixed(const Ints (&codes)[PER], const Bytes (&x)[3][PER], Ints
         UNROLL for (int i = 0; i < PER; i++) sum = dot4(sum, codes[i], (Ints)x[digit][i]);
     }
     return sum;
+#else
+    // Four products of a code and a byte fit into 16 bits.
+    Ints pairs[3];
+    UNROLL for (int digit = 0; digit < 3; digit++) {
+        pairs[digit] = multiply_bytes(codes[0], (Ints)x[digit][0]);
+        UNROLL for (int i = 1; i < PER; i++) pairs[digit] = (Ints)((Shorts)pairs[digit] + (Shorts)multiply_bytes(codes[i], (Ints)x[digit][i]));
+    }
+    const Ints one = (Ints)(Shorts{} + (uint16_t)1), digit = one << 8;
+    Ints high = (multiply_pairs(pairs[0], digit) + multiply_pairs(pairs[1], one)) << 8;
+    return high - shift + multiply_pairs(pairs[2], one);
+#endif
 }
 
 // Bytes and shifts of a row of x (K), whole vectors of it, and its scale.
@@ -70,6 +84,8 @@ template <bool PAIRS>
 INLINE Floats lane_scales(const float* scale) {
 #if defined(__AVX512F__)
     if (PAIRS) return (Floats)_mm512_mask_mov_ps(_mm512_set1_ps(scale[0]), 0xff00, _mm512_set1_ps(scale[1]));
+#else
+    if (PAIRS) return (Floats)_mm256_blend_ps(_mm256_set1_ps(scale[0]), _mm256_set1_ps(scale[1]), 0xf0);
 #endif
     return broadcast(*scale);
 }
@@ -83,7 +99,7 @@ struct FixedRows {
 };
 
 // R rows of the weight, PER vectors of a group at a time, or PAIRS of groups in one; result (R, M).
-template <int R, int M, bool PAIRS, int PER>
+template <int R, int M, bool TABLE, bool PAIRS, int PER>
 void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahead scales_ahead, const FixedInput& in,
                  float* result) {
     constexpr int STEP = PAIRS ? 2 : 1, COLUMNS = PER * WIDTH, LINES = R * COLUMNS / 128;
@@ -112,7 +128,8 @@ void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahea
                         Ints c[PER];
                         UNROLL for (int i = 0; i < PER; i++) {
                             Bytes bytes = load<Bytes>(codes + r * w.row_bytes + i * WIDTH);
-                            c[i] = (Ints)((half ? (Bytes)((Shorts)bytes >> 4) : bytes) & mask);
+                            bytes = (half ? (Bytes)((Shorts)bytes >> 4) : bytes) & mask;
+                            c[i] = (Ints)(TABLE ? look_up(in.integers, bytes) : bytes);
                         }
                         Floats sum = to_floats(times_fixed(c, x, shift));
                         total[r][m] = fma(sum, lane_scales<PAIRS>(scale + r * rows.scale_ld), total[r][m]);
@@ -130,13 +147,13 @@ void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahea
         result[i] += inner(rows.offset + i / M * groups, in.sums + i % M * groups, groups);
 }
 
-template <int M>
+template <int M, bool TABLE>
 void fixed_dot(const Weight& w, const FixedInput& in, const Output& y, int64_t threads) {
     constexpr int R = FIXED_WIDTH;
     bool pairs = 2 * w.group == WIDTH, two = w.group % (2 * WIDTH) == 0 && w.k % (16 * WIDTH) == 0;
-    auto block = pairs ? fixed_block<R, M, true, 1>
-                 : two ? fixed_block<R, M, false, 2>
-                       : fixed_block<R, M, false, 1>;
+    auto block = pairs ? fixed_block<R, M, TABLE, true, 1>
+                 : two ? fixed_block<R, M, TABLE, false, 2>
+                       : fixed_block<R, M, TABLE, false, 1>;
     bool converts = w.scale_type != FLOAT32;
     int64_t groups = w.groups, scale_bytes = w.scale_stride * size_of(w.scale_type), steps = w.k / ((two ? 4 : 2) * WIDTH);
     parallel((w.n + R - 1) / R, threads, [&](Tasks& tasks) {
@@ -168,10 +185,13 @@ inline void multiply_fixed_dot(const Weight& w, const float* x, int64_t ld, int6
     int32_t* shifts = shift_scratch.get<int32_t>(rows * w.k / 4);
     int8_t* bytes = byte_scratch.get<int8_t>(rows * 3 * w.k);
     float* scale = scale_scratch.get<float>(rows);
+    FixedInput in{bytes, shifts, scale, sums, {}};
+    int32_t center = w.values ? w.unit_center : w.center;
+    for (int i = 0; w.values && i < 16; i++) in.integers[i] = w.values[i] / w.unit + center;
     for (int64_t m = 0; m < rows; m++)
-        scale[m] = fix_row(x + m * ld, w.k, w.center, bytes + m * 3 * w.k, shifts + m * w.k / 4);
-    FixedInput in{bytes, shifts, scale, sums};
-    (rows == 1 ? fixed_dot<1> : fixed_dot<2>)(w, in, y, threads);
+        scale[m] = fix_row(x + m * ld, w.k, center, bytes + m * 3 * w.k, shifts + m * w.k / 4) * (w.values ? w.unit : 1);
+    if (w.values) (rows == 1 ? fixed_dot<1, true> : fixed_dot<2, true>)(w, in, y, threads);
+    else (rows == 1 ? fixed_dot<1, false> : fixed_dot<2, false>)(w, in, y, threads);
 }
 
 #else

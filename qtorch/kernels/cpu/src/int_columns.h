@@ -1,5 +1,5 @@
 // Sums of products of codes, exactly, for some columns of the weight and of x: by matrix tiles (AMX), products of bytes
-// (VNNI), or fp32 products over so few columns that they are exact.
+// (VNNI) or of 16-bit numbers (AVX2), or fp32 products over so few columns that they are exact.
 #pragma once
 
 #include "amx.h"
@@ -38,7 +38,7 @@ struct Columns {
 
 // Each of these has: rows of a block (INT_ROWS), columns that are decoded together (INT_COLUMNS), panels that are multiplied
 // together (INT_PANELS), what is added to a code (TILE_SHIFT), whether it prefetches `Columns::next` (PREFETCHES), a decoded
-// code and a unit of a panel, and
+// code, a unit of a panel and how many codes it has, and
 //
 //     decode_row            columns of row n
 //     multiply_columns<V>   total (rows, ld) (+)= codes times V panels of x, from `p` on; up to INT_ROWS are written
@@ -52,6 +52,7 @@ constexpr int32_t TILE_SHIFT = 0;
 constexpr bool PREFETCHES = false;
 using Code = int8_t;
 using Unit = uint32_t;
+constexpr int64_t UNIT_CODES = 4;
 
 // Columns of a matrix tile.
 inline int64_t amx_step(const Weight& w) { return w.group == w.k || w.group % 64 == 0 ? 64 : w.group % 32 == 0 ? 32 : 16; }
@@ -100,21 +101,44 @@ void multiply_columns(const Weight& w, const Columns<Code>& a, const IntPanels& 
     if (V == 2) store_tile<3>(total + 16 * ld + 16, ld * 4);
 }
 
-#elif defined(HAS_VNNI)
+#elif defined(HAS_VNNI) || defined(__AVX2__)
 
 constexpr int INT_ROWS = 2 * TILE_ROWS;  // whole vectors, as the result is written
 constexpr int INT_COLUMNS = 1024;
 constexpr int INT_LD = INT_COLUMNS + 64;
 constexpr int INT_PANELS = MAX_PANELS;
-constexpr int32_t TILE_SHIFT = 128;
 constexpr bool PREFETCHES = true;
-using Code = int8_t;
 using Unit = uint32_t;
+
+#if defined(HAS_VNNI)
+
+constexpr int32_t TILE_SHIFT = 128;
+using Code = int8_t;
+constexpr int64_t UNIT_CODES = 4;
 
 inline void decode_row(const Weight& w, int64_t n, int64_t k, int64_t columns, Code* out) {
     decode(w, n, k, columns, out);
     for (int64_t i = 0; i < columns; i += WIDTH) store(out + i, load<Bytes>(out + i) ^ (Bytes{} + (uint8_t)TILE_SHIFT));
 }
+
+// Unsigned times signed bytes.
+INLINE Ints add_unit(Ints total, Ints codes, Ints x) { return dot4(total, codes, x); }
+
+#else
+
+constexpr int32_t TILE_SHIFT = 0;
+using Code = int16_t;
+constexpr int64_t UNIT_CODES = 2;
+
+inline void decode_row(const Weight& w, int64_t n, int64_t k, int64_t columns, Code* out) {
+    alignas(64) int8_t codes[INT_COLUMNS + 64];
+    decode(w, n, k, columns, codes);
+    for (int64_t i = 0; i < columns; i += WIDTH / 2) store(out + i, widen_to_shorts(codes + i));
+}
+
+INLINE Ints add_unit(Ints total, Ints codes, Ints x) { return total + multiply_pairs(codes, x); }
+
+#endif
 
 template <int V>
 void multiply_columns(const Weight&, const Columns<Code>& a, const IntPanels& x, int64_t p, int32_t* to, int64_t ld, bool add) {
@@ -127,17 +151,16 @@ void multiply_columns(const Weight&, const Columns<Code>& a, const IntPanels& x,
         }
         a.each_run([&](int64_t first, int64_t column, int64_t count) {
             const Code* codes = a.codes + row * a.ld + first;
-            const Unit* b = (const Unit*)x.data + p * x.panel + column / 4 * LANES;
-            for (int64_t k = 0; k < (count + 3) / 4; k++) {
+            const Unit* b = (const Unit*)x.data + p * x.panel + column / UNIT_CODES * LANES;
+            for (int64_t k = 0; k < (count + UNIT_CODES - 1) / UNIT_CODES; k++) {
                 // A line or two at a time: many prefetches at once delay the loads that are needed now.
                 UNROLL for (int i = 0; i < R; i += 16)
                     if (a.next) a.next->prefetch_next();
                 Ints xs[V];
                 UNROLL for (int v = 0; v < V; v++) xs[v] = load<Ints>(b + v * x.panel + k * LANES);
                 UNROLL for (int r = 0; r < R; r++) {
-                    // Unsigned times signed bytes.
-                    Ints c = Ints{} + load<int32_t>(codes + r * INT_LD + 4 * k);
-                    UNROLL for (int v = 0; v < V; v++) total[r][v] = dot4(total[r][v], c, xs[v]);
+                    Ints c = Ints{} + load<int32_t>(codes + r * INT_LD + UNIT_CODES * k);
+                    UNROLL for (int v = 0; v < V; v++) total[r][v] = add_unit(total[r][v], c, xs[v]);
                 }
             }
         });
@@ -156,6 +179,7 @@ constexpr int32_t TILE_SHIFT = 0;
 constexpr bool PREFETCHES = false;
 using Code = float;
 using Unit = float;
+constexpr int64_t UNIT_CODES = 1;
 
 inline void decode_row(const Weight& w, int64_t n, int64_t k, int64_t columns, Code* out) {
     alignas(64) int8_t codes[INT_COLUMNS + 64];

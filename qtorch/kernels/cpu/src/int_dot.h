@@ -28,7 +28,7 @@ inline void zeros(const Weight& w, int64_t n, int32_t* zero) {
 // Scales, and zero points in centered codes, of `count` rows with one group each.
 inline void row_factors(const Weight& w, int64_t start, int64_t count, float* scale, int32_t* zero) {
     int64_t at = w.scale_stride * start, real = w.scale_stride ? count : 1;
-    to_float((const char*)w.scale + at * size_of(w.scale_type), w.scale_type, real, scale);
+    read_scales(w, at, real, scale);
     for (int64_t r = real; r < count; r++) scale[r] = *scale;
     for (int64_t r = 0; r < count; r++) zeros(w, start + r, zero + r);
 }

@@ -23,29 +23,18 @@ inline IntPanels int_panels(const Weight& w, const Codes& x, int64_t threads) {
             sums[g * lanes + m] = total - (m < x.rows && x.zero ? (int32_t)w.group * x.zero[m] : 0);
         }
     });
-    if constexpr ((Unit)0.5f == 0) {
-        // Four codes are a unit; rows are padded to whole ones.
-        int64_t ld = round_up(w.k, 64);
-        int8_t* codes = row_scratch.get<int8_t>(rows * ld);
-        for (int64_t m = 0; m < x.rows; m++) {
-            memcpy(codes + m * ld, x.codes + m * x.ld, w.k);
-            memset(codes + m * ld + w.k, 0, ld - w.k);
-        }
-        if (x.zero) {
-            memset(codes + x.rows * ld, 1, w.k);
-            memset(codes + x.rows * ld + w.k, 0, ld - w.k);
-        }
-        Unit* out = panel_scratch.get<Unit>(lanes * ld / 4);
-        to_panels((const int32_t*)codes, ld / 4, rows, ld / 4, (int32_t*)out, threads);
-        return {count, ld / 4 * LANES, out, sums};
-    } else {
-        Unit* values = row_scratch.get<Unit>(rows * w.k);
-        for (int64_t m = 0; m < x.rows; m++) to_float(x.codes + m * x.ld, INT8, w.k, (float*)values + m * w.k);
-        for (int64_t k = 0; x.zero && k < w.k; k++) values[x.rows * w.k + k] = 1;
-        Unit* out = panel_scratch.get<Unit>(lanes * w.k);
-        to_panels((const int32_t*)values, w.k, rows, w.k, (int32_t*)out, threads);
-        return {count, w.k * LANES, out, sums};
+    // Rows, and one of ones, are padded to whole units.
+    using Part = std::conditional_t<UNIT_CODES == 4, int8_t, std::conditional_t<UNIT_CODES == 2, int16_t, float>>;
+    int64_t ld = round_up(w.k, 64), units = ld / UNIT_CODES;
+    Part* codes = row_scratch.get<Part>(rows * ld);
+    for (int64_t m = 0; m < rows; m++) {
+        Part* row = codes + m * ld;
+        for (int64_t k = 0; k < w.k; k++) row[k] = m < x.rows ? x.codes[m * x.ld + k] : 1;
+        memset(row + w.k, 0, (ld - w.k) * sizeof *row);
     }
+    Unit* out = panel_scratch.get<Unit>(lanes * units);
+    to_panels((const int32_t*)codes, units, rows, units, (int32_t*)out, threads);
+    return {count, units * LANES, out, sums};
 }
 
 // Scale and zero point of each row of x, in vectors.

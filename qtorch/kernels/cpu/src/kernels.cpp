@@ -32,9 +32,9 @@ EXPORT int qtorch_ready() {
 #endif
 }
 
-static void multiply_codes(const Weight& w, const Codes& x, const Output& y, int64_t way, int64_t threads) {
-    if (way == CHANNELS && w.has_short_groups()) multiply_channels(w, x, y, threads);
-    else if (way == DOT) multiply_int_dot(w, x, y, threads);
+static void multiply_codes(const Weight& w, const Codes& x, const Output& y, int64_t variant, int64_t threads) {
+    if (variant == CHANNELS && w.has_short_groups()) multiply_channels(w, x, y, threads);
+    else if (variant == DOT) multiply_int_dot(w, x, y, threads);
     else if (has_tile_groups(w)) multiply_groups_amx(w, x, y, threads);
     else multiply_int_tiles(w, x, y, threads);
 }
@@ -48,14 +48,15 @@ static int64_t row_kind(const Weight& w, const float* row, int64_t type, bool fe
     if (few && slices && slices < 4) return BY_FIXED_DOT;
     // Of the others, only matrix tiles take other zero points than integers, and no sums that are too long.
     bool real_zero = w.zero && (!w.zero_is_code || w.zero_type < INT32), fits = !real_zero && w.fits_int32();
-    return !slices || !(fits || has_tile_groups(w)) ? IN_FLOATS : slices < 2 ? 2 : slices;
+    bool by_steps = w.group == w.k || w.group % AMX_STEP == 0;
+    return !slices || w.values || !by_steps || !(fits || has_tile_groups(w)) ? IN_FLOATS : slices < 2 ? 2 : slices;
 }
 
-static void multiply_in_floats(const Weight& w, const Input& x, const Output& y, int64_t way, int64_t threads) {
-    if (way == DOT) multiply_dot(w, x, y, threads);
-    if (way == TILE) multiply_tiles(w, x, y, threads);
+static void multiply_in_floats(const Weight& w, const Input& x, const Output& y, int64_t variant, int64_t threads) {
+    if (variant == DOT) multiply_dot(w, x, y, threads);
+    if (variant == TILE) multiply_tiles(w, x, y, threads);
 #if defined(__AMX_BF16__)
-    if (way == AMX) multiply_amx(w, x, y, threads);
+    if (variant == AMX) multiply_amx(w, x, y, threads);
 #endif
 }
 
@@ -110,22 +111,24 @@ static void multiply_fixed(const Weight& w, const Input& x, const Output& y, int
 static void multiply_floats(const Weight& w, const Input& all, const Output& out, int64_t wanted, int64_t threads) {
     int64_t rows = all.rows;
     if (!w.n) return;
-    // The other ways work on whole vectors of a group.
-    bool whole = w.group == w.k || w.group % AMX_STEP == 0;
-    int64_t way = whole && w.k && wanted != CHANNELS ? wanted : TILE;
+    int64_t variant = wanted == CHANNELS || !w.k ? TILE : wanted;
+    bool by_steps = w.group == w.k || w.group % AMX_STEP == 0;
+    // What fixed_dot.h does not multiply has to be integers, in groups of whole steps.
+    if (variant == FIXED && !fits_fixed_dot(w, rows) && (w.values || !by_steps)) variant = rows <= DOT_MAX_ROWS ? DOT : TILE;
+    if (variant == AMX && (w.values || !by_steps)) variant = TILE;
     // What is behind the end of a row may stand for an infinity.
-    if (w.values && (way != DOT || w.k % AMX_STEP)) way = TILE;
+    if (variant == DOT && ((w.group != w.k && w.group % LANES) || (w.values && w.k % LANES))) variant = TILE;
 #if defined(__AMX_BF16__)
     constexpr int64_t OTHERWISE = AMX;
 #else
     constexpr int64_t OTHERWISE = TILE;
-    if (way == AMX) way = TILE;
+    if (variant == AMX) variant = TILE;
 #endif
-    int64_t step = way == DOT ? DOT_MAX_ROWS : way == FIXED ? MAX_CHUNK / 4 : MAX_CHUNK;
+    int64_t step = variant == DOT ? DOT_MAX_ROWS : variant == FIXED ? MAX_CHUNK / 4 : MAX_CHUNK;
     for (int64_t m = 0; m < rows; m += step) {
         Input x = all.part(m, rows - m < step ? rows - m : step);
-        if (way == FIXED) multiply_fixed(w, x, out.part(m), OTHERWISE, threads);
-        else multiply_in_floats(w, x, out.part(m), way, threads);
+        if (variant == FIXED) multiply_fixed(w, x, out.part(m), w.values ? (int64_t)TILE : OTHERWISE, threads);
+        else multiply_in_floats(w, x, out.part(m), variant, threads);
     }
 }
 
@@ -138,7 +141,7 @@ static int64_t watched(const Body& body) {
 }
 
 EXPORT int64_t qtorch_weight_only_mm(const Call* call) {
-    return watched([&] { multiply_floats(call->weight, call->x, call->y, call->way, call->threads); });
+    return watched([&] { multiply_floats(call->weight, call->x, call->y, call->variant, call->threads); });
 }
 
 struct ExpertsCall {
@@ -150,7 +153,7 @@ struct ExpertsCall {
 };
 
 EXPORT int64_t qtorch_experts_mm(const ExpertsCall* call) {
-    auto multiply = [](const Weight& w, const Input& x, const Output& y, int64_t way) { multiply_floats(w, x, y, way, 1); };
+    auto multiply = [](const Weight& w, const Input& x, const Output& y, int64_t variant) { multiply_floats(w, x, y, variant, 1); };
     return watched([&] { multiply_experts(call->weight, call->experts, call->x, call->y, call->threads, multiply); });
 }
 
@@ -158,7 +161,7 @@ EXPORT int64_t qtorch_experts_mm(const ExpertsCall* call) {
 static void multiply_int8(const IntCall* call) {
     static thread_local Scratch code_scratch, scale_scratch;
     const Weight& w = call->weight;
-    int64_t rows = call->x.rows, way = call->way, step = way == DOT ? DOT_MAX_ROWS : MAX_CHUNK;
+    int64_t rows = call->x.rows, variant = call->variant, step = variant == DOT ? DOT_MAX_ROWS : MAX_CHUNK;
     for (int64_t m = 0; m < rows; m += step) {
         Input x = call->x.part(m, rows - m < step ? rows - m : step);
         Codes codes{(int8_t*)x.data, x.stride, x.rows, w.k, call->scale + m, call->zero ? call->zero + m : nullptr};
@@ -172,7 +175,7 @@ static void multiply_int8(const IntCall* call) {
             }
             quantize_rows(call->quantizer, x, codes, call->threads);
         }
-        multiply_codes(w, codes, call->y.part(m), way, call->threads);
+        multiply_codes(w, codes, call->y.part(m), variant, call->threads);
     }
 }
 
@@ -238,12 +241,12 @@ EXPORT int64_t qtorch_experts_int8_mm(const ExpertsIntCall* call) {
         }
         quantize_rows(call->quantizer, x, codes, call->threads);
     }
-    auto multiply = [](const Weight& part, const Codes& of, const Output& y, int64_t way) {
-        int64_t step = way == DOT ? DOT_MAX_ROWS : MAX_CHUNK;
+    auto multiply = [](const Weight& part, const Codes& of, const Output& y, int64_t variant) {
+        int64_t step = variant == DOT ? DOT_MAX_ROWS : MAX_CHUNK;
         for (int64_t m = 0; m < of.rows; m += step) {
             int64_t rows = of.rows - m < step ? of.rows - m : step;
             Codes some{of.codes + m * of.ld, of.ld, rows, of.columns, of.scale + m, of.zero ? of.zero + m : nullptr};
-            multiply_codes(part, some, y.part(m), way, 1);
+            multiply_codes(part, some, y.part(m), variant, 1);
         }
     };
     int64_t lost = watched([&] { multiply_experts(w, call->experts, codes, call->y, call->threads, multiply); });

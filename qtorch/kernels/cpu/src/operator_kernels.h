@@ -1,4 +1,4 @@
-// The library of kernels that operators call, and which way of multiplying it takes.
+// The library of kernels that operators call, and which variant of multiplying it takes.
 #pragma once
 
 #include <cstdlib>
@@ -7,7 +7,7 @@
 #include <sstream>
 
 #include "cpu_features.h"
-#include "operator_ways.h"
+#include "operator_variants.h"
 #include "torch_abi.h"
 
 namespace {
@@ -17,14 +17,14 @@ struct Kernels {
     int64_t (*weight_only_mm)(const Call*) = nullptr;  // these two give whether a result is not finite
     int64_t (*int8_mm)(const IntCall*) = nullptr;
     int64_t (*embed)(const EmbedCall*) = nullptr;
-    Ways ways;
+    Variants variants;
     bool copies = false;  // whether Python may keep dequantized copies of weights
 };
 
 // Null: none. Never destroyed, for threads may run while the process ends.
 auto& in_use = *new std::shared_ptr<const Kernels>;
 
-inline void use(const std::string& path, const std::string& name, const std::string& ways, const std::string& way, bool copies) {
+inline void use(const std::string& path, const std::string& name, const std::string& variants, const std::string& variant, bool copies) {
     void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (!library) throw std::runtime_error(dlerror());
     auto next = std::make_shared<Kernels>();
@@ -42,10 +42,10 @@ inline void use(const std::string& path, const std::string& name, const std::str
     find("qtorch_int8_mm", next->int8_mm);
     find("qtorch_embed", next->embed);
     next->instruction_set = name;
-    // As in ../ways.py: choices measured on a processor of this vendor count more, and those for Arm are another's.
+    // As in ../variants.py: choices measured on a processor of this vendor count more, and those for Arm are another's.
     std::string measured = name == "dotprod" || name == "i8mm" ? "avx2_vnni" : name;
-    for (const std::string& words : {measured, measured + " on " + vendor(), name}) next->ways.read(ways, words);
-    next->ways.force(way);
+    for (const std::string& words : {measured, measured + " on " + vendor(), name}) next->variants.read(variants, words);
+    next->variants.force(variant);
     next->copies = copies;
     std::atomic_store(&in_use, std::shared_ptr<const Kernels>(next));
 }
@@ -66,23 +66,23 @@ inline void share_threads() {
     dlopen("libgomp.so.1", RTLD_NOW | RTLD_GLOBAL);
 }
 
-constexpr const char* WAYS_JSON =
-#include "ways.inc"
+constexpr const char* VARIANTS_JSON =
+#include "variants.inc"
     ;
 
 inline void use_best() {
     const char *wanted = getenv("QTORCH_CPU_ISA"), *own = getenv("QTORCH_CPU_CHOICES");
-    std::string ways = WAYS_JSON, reasons;
+    std::string variants = VARIANTS_JSON, reasons;
     if (own && *own) {
         std::stringstream more;
         more << std::ifstream(own).rdbuf();
-        ways += more.str();
+        variants += more.str();
     }
     share_threads();
     for (const char* name : instruction_sets()) {
         if (wanted && *wanted && strcmp(wanted, name) != 0) continue;
         try {
-            return use(folder() + "/libqtorch_" + name + ".so", name, ways, "", false);
+            return use(folder() + "/libqtorch_" + name + ".so", name, variants, "", false);
         } catch (const std::exception& error) { reasons += std::string("; ") + error.what(); }
     }
     throw std::runtime_error("no library of the CPU kernels can be used" + reasons);

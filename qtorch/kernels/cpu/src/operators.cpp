@@ -28,21 +28,21 @@ int64_t thread_count() {
     return count;
 }
 
-// Tell the listener the operator, and its kernel: library and way.
-void note(const char* name, const Kernels& kernels, const char* way = nullptr) {
+// Tell the listener the operator, and its kernel: library and variant.
+void note(const char* name, const Kernels& kernels, const char* variant = nullptr) {
     calls++;
     auto tell = listener.load();
     if (!tell) return;
     tell(name);
     std::string kernel = std::string(name) + "." + kernels.instruction_set;
-    tell((way ? kernel + "." + way : kernel).c_str());
+    tell((variant ? kernel + "." + variant : kernel).c_str());
 }
 
-// The way, or -1 if only Python has it.
+// The variant, or -1 if only Python has it.
 int64_t choose(const Kernels& kernels, int64_t type, const Weight& w, int64_t rows) {
-    if (kernels.copies && type != INT8 && kernels.ways.choose(type, w, rows, true) == FLOAT_WAY) return -1;
-    int64_t way = kernels.ways.choose(type, w, rows, false);
-    if (way >= 0 && way <= CHANNELS) return way;
+    if (kernels.copies && type != INT8 && kernels.variants.choose(type, w, rows, true) == FLOAT_VARIANT) return -1;
+    int64_t variant = kernels.variants.choose(type, w, rows, false);
+    if (variant >= 0 && variant <= CHANNELS) return variant;
     return has_python ? -1 : (int64_t)TILE;
 }
 
@@ -74,14 +74,14 @@ bool weight_only_mm(const Arguments& arguments, const Kernels& kernels, Value* r
     check_bias(bias, x.type, form.n);
     Tensor codes = arguments.tensor(CODES, "codes"), scale = arguments.tensor(SCALE, "scale"), zero = arguments.tensor(ZERO, "zero_point");
     if (!read_weight(codes, scale, zero, form, &call.weight)) return false;
-    call.way = choose(kernels, x.type, call.weight, call.x.rows);
-    if (call.way < 0) return false;
+    call.variant = choose(kernels, x.type, call.weight, call.x.rows);
+    if (call.variant < 0) return false;
     Result y(call.x.rows, form.n, x.type);
     call.y = {y.data, x.type, form.n, bias.data};
     call.threads = thread_count();
     // Python does it again; see `where_finite`.
     if (kernels.weight_only_mm(&call) && has_python) return false;
-    note("cpu_weight_only_mm", kernels, WAY_NAMES[call.way]);
+    note("cpu_weight_only_mm", kernels, VARIANT_NAMES[call.variant]);
     *result = y.release();
     return true;
 }
@@ -132,13 +132,13 @@ bool int8_mm(const Arguments& arguments, const Kernels& kernels, Value* result) 
     if (xz && !read_rows(xz, INT32, m, &zeros)) return false;
     call.scale = xs ? scales.data() : nullptr;
     call.zero = xz ? zeros.data() : nullptr;
-    call.way = choose(kernels, INT8, call.weight, m);
-    if (call.way < 0) return false;
+    call.variant = choose(kernels, INT8, call.weight, m);
+    if (call.variant < 0) return false;
     Result y(m, form.n, type);
     call.y = {y.data, type, form.n, bias.data};
     call.threads = thread_count();
     if (kernels.int8_mm(&call) && has_python) return false;
-    note("cpu_int8_mm", kernels, WAY_NAMES[call.way]);
+    note("cpu_int8_mm", kernels, VARIANT_NAMES[call.variant]);
     *result = y.release();
     return true;
 }
@@ -272,11 +272,11 @@ EXPORT const char* qtorch_attach() {
 // The schema of an operator, null beyond the last.
 EXPORT const char* qtorch_schema(int i) { return i < COUNT ? operators[i].schema : nullptr; }
 
-// Use a library of kernels, with a table of ways in JSON; `way` is for all calls, unless empty. Without a path all calls
+// Use a library of kernels, with a table of variants in JSON; `variant` is for all calls, unless empty. Without a path all calls
 // are passed on.
-EXPORT const char* qtorch_use(const char* path, const char* name, const char* ways, const char* way, int copies) {
+EXPORT const char* qtorch_use(const char* path, const char* name, const char* variants, const char* variant, int copies) {
     return guarded([&] {
-        if (path) use(path, name, ways, way, copies);
+        if (path) use(path, name, variants, variant, copies);
         else std::atomic_store(&in_use, std::shared_ptr<const Kernels>());
     });
 }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -161,6 +162,8 @@ INLINE Ints widen(const int8_t* p) {
 INLINE Ints widen(const uint8_t* p) {
 #if defined(__AVX512F__)
     return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+    return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
 #else
     return widen((const int8_t*)p) & 255;
 #endif
@@ -176,6 +179,19 @@ INLINE Ints widen(const uint16_t* p) {
     Ints v;
     for (int i = 0; i < LANES; i++) v[i] = p[i];
     return v;
+#endif
+}
+
+// numbers[at[lane]]
+INLINE Floats look_up(const float* numbers, Ints at) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_i32gather_ps((__m512i)at, numbers, 4);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_i32gather_ps(numbers, (__m256i)at, 4);
+#else
+    Floats out;
+    for (int i = 0; i < LANES; i++) out[i] = numbers[at[i]];
+    return out;
 #endif
 }
 
@@ -241,6 +257,45 @@ INLINE int32_t sum(Ints a) {
     return total;
 #endif
 }
+
+#if defined(__AVX2__)
+// In 16 bits, the sums of two products each of unsigned bytes with signed ones, which have to fit.
+INLINE Ints multiply_bytes(Ints unsigned_bytes, Ints signed_bytes) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_maddubs_epi16((__m512i)unsigned_bytes, (__m512i)signed_bytes);
+#else
+    return (Ints)_mm256_maddubs_epi16((__m256i)unsigned_bytes, (__m256i)signed_bytes);
+#endif
+}
+
+// The bytes that codes below 16 stand for.
+INLINE Bytes look_up(const uint8_t (&bytes)[16], Bytes codes) {
+    __m128i table = _mm_loadu_si128((const __m128i*)bytes);
+#if defined(__AVX512F__)
+    return (Bytes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)codes);
+#else
+    return (Bytes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)codes);
+#endif
+}
+
+// Sums of two products each of signed 16-bit numbers.
+INLINE Ints multiply_pairs(Ints a, Ints b) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#else
+    return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#endif
+}
+
+// WIDTH / 2 signed bytes to 16 bits.
+INLINE Shorts widen_to_shorts(const int8_t* p) {
+#if defined(__AVX512F__)
+    return (Shorts)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
+#else
+    return (Shorts)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+#endif
+}
+#endif
 
 // Swaps what lies off the diagonal of each 2 x 2 block of blocks of D lanes, in rows a and b that are D apart.
 template <int D, class V, int... J>

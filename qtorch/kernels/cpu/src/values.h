@@ -63,6 +63,39 @@ struct IntegerCodes {
 };
 
 // Sign, exponent and mantissa in the lowest bits.
+#if defined(__AVX2__)
+// They are moved to where fp16 has them, whose exponent begins elsewhere: numbers are `factor` times as large as those.
+struct ComputedCodes {
+    __m128i to_sign, to_exponent, kept, special;  // the last: magnitudes in fp16 above this one are no numbers
+    Floats factor;
+
+    ComputedCodes() = default;
+
+    explicit ComputedCodes(const Weight& w) {
+        to_sign = _mm_cvtsi64_si128(15 - w.mantissa - w.exponent);
+        to_exponent = _mm_cvtsi64_si128(5 - w.exponent);
+        kept = _mm_set1_epi16((short)(0x8000 | ((1 << (10 + w.exponent)) - 1)));
+        special = _mm_set1_epi16(w.exponent < 5 ? (short)((w.special << (10 - w.mantissa)) - 1) : 0x7fff);
+        Ints power = Ints{} + (int)((127 + 15 - w.bias) << 23);
+        memcpy(&factor, &power, sizeof factor);
+    }
+
+    INLINE Floats at(const int8_t* codes) const {
+#if defined(__AVX512F__)
+        __m256i bits = _mm256_sra_epi16(_mm256_sll_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)codes)), to_sign), to_exponent);
+        bits = _mm256_and_si256(bits, _mm256_broadcastsi128_si256(kept));
+        __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi16(0x7fff));
+        __m256i lost = _mm256_cmpgt_epi16(magnitude, _mm256_broadcastsi128_si256(special));
+        return (Floats)_mm512_cvtph_ps(_mm256_or_si256(bits, _mm256_srli_epi16(lost, 1))) * factor;
+#else
+        __m128i bits = _mm_sra_epi16(_mm_sll_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)codes)), to_sign), to_exponent);
+        bits = _mm_and_si128(bits, kept);
+        __m128i lost = _mm_cmpgt_epi16(_mm_and_si128(bits, _mm_set1_epi16(0x7fff)), special);
+        return (Floats)_mm256_cvtph_ps(_mm_or_si128(bits, _mm_srli_epi16(lost, 1))) * factor;
+#endif
+    }
+};
+#else
 struct ComputedCodes {
     int mantissa, sign, bias;
     Ints special;  // magnitudes from here on are infinite, or no numbers
@@ -87,22 +120,12 @@ struct ComputedCodes {
         return (Floats)(bits | (code >> sign) << 31);
     }
 };
+#endif
 
 struct LoadedCodes {
     const float* numbers;
 
-    INLINE Floats at(const int8_t* codes) const {
-        Ints code = widen((const uint8_t*)codes);
-#if defined(__AVX512F__)
-        return (Floats)_mm512_i32gather_ps((__m512i)code, numbers, 4);
-#elif defined(__AVX2__)
-        return (Floats)_mm256_i32gather_ps(numbers, (__m256i)code, 4);
-#else
-        Floats out;
-        for (int i = 0; i < LANES; i++) out[i] = numbers[code[i]];
-        return out;
-#endif
-    }
+    INLINE Floats at(const int8_t* codes) const { return look_up(numbers, widen((const uint8_t*)codes)); }
 };
 
 // body(reader) with the reader of row n.

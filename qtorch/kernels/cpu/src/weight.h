@@ -28,6 +28,17 @@ struct Weight {
     // Of codes that are computed: bits of the exponent, 0 for others, and of the mantissa, what is subtracted from the
     // exponent, the least magnitude that is no number.
     int64_t exponent, mantissa, bias, special;
+    // Of numbers that are integers times a unit, at most 31 apart: the unit, 0 for others, and what makes them positive.
+    double unit;
+    int64_t unit_center;
+    // Of scales that are quantized themselves, to bytes; all null or 0 for others. The numbers of the bytes; the scales of
+    // `scale_group` scales each, in the order of memory, and of zero points; how many scales are before those of `scale`;
+    // what is added; and whether scales are positive.
+    const float *scale_values, *scale_scale;
+    const float* zero_scale;
+    int64_t scale_group, first_scale;
+    double scale_mean;
+    int64_t scale_is_positive;
 
     bool has_offset() const { return zero || shift != 0; }
 
@@ -50,6 +61,7 @@ inline Weight rows_of(const Weight& w, int64_t start, int64_t count) {
     part.scale = (const char*)w.scale + skipped * size_of(w.scale_type);
     if (w.zero) part.zero = (const char*)w.zero + skipped * size_of(w.zero_type);
     if (w.values) part.values += start * w.values_stride;
+    part.first_scale += skipped;
     return part;
 }
 
@@ -155,17 +167,39 @@ INLINE void prefetch_scales(const Weight& w, int64_t n, int64_t g, int64_t count
     for (int64_t i = 0; i < count * size_of(w.zero_type); i += 64) prefetch(from + i);
 }
 
-// Scales of row n, one per group.
-inline void scales(const Weight& w, int64_t n, float* scale) {
-    int64_t at = w.scale_stride * n;
-    to_float((const char*)w.scale + at * size_of(w.scale_type), w.scale_type, w.groups, scale);
+// `count` scales, from element `at` on. Quantized ones are those of `dequantize_scale` of primitives/double_quant.py, bit for
+// bit: values[code] * scale_scale[group] + mean.
+inline void read_scales(const Weight& w, int64_t at, int64_t count, float* scale) {
+    if (!w.scale_values) return to_float((const char*)w.scale + at * size_of(w.scale_type), w.scale_type, count, scale);
+    const uint8_t* codes = (const uint8_t*)w.scale + at;
+    float mean = w.scale_mean, least = w.scale_is_positive ? __FLT_MIN__ : -__builtin_inff();
+    for (int64_t i = 0; i < count;) {
+        int64_t all = w.first_scale + at + i, group = all / w.scale_group, left = (group + 1) * w.scale_group - all;
+        int64_t stop = left < count - i ? i + left : count;
+        float factor = w.scale_scale[group];
+        for (; i + LANES <= stop; i += LANES) {
+            Floats number = look_up(w.scale_values, widen(codes + i)) * broadcast(factor) + broadcast(mean);
+            store(scale + i, larger(broadcast(least), number));
+        }
+        for (; i < stop; i++) {
+            float number = w.scale_values[codes[i]] * factor + mean;
+            scale[i] = number < least ? least : number;
+        }
+    }
 }
+
+// Scales of row n, one per group.
+inline void scales(const Weight& w, int64_t n, float* scale) { read_scales(w, w.scale_stride * n, w.groups, scale); }
 
 // Zero points of row n, one per group.
 inline void zeros(const Weight& w, int64_t n, float* zero) {
     int64_t at = w.scale_stride * n;
-    if (w.zero) to_float((const char*)w.zero + at * size_of(w.zero_type), w.zero_type, w.groups, zero);
-    else memset(zero, 0, w.groups * sizeof *zero);
+    if (!w.zero) {
+        memset(zero, 0, w.groups * sizeof *zero);
+        return;
+    }
+    to_float((const char*)w.zero + at * size_of(w.zero_type), w.zero_type, w.groups, zero);
+    for (int64_t g = 0; w.zero_scale && g < w.groups; g++) zero[g] *= w.zero_scale[(w.first_scale + at + g) / w.scale_group];
 }
 
 // Offsets of row n, given its scales.

@@ -1,4 +1,4 @@
-// Which way of multiplying runs for how many rows: the table of ../ways.json, as text.
+// Which variant of multiplying runs for how many rows: the table of ../variants.json, as text.
 #pragma once
 
 #include <string>
@@ -8,24 +8,24 @@
 
 namespace {
 
-constexpr const char* WAY_NAMES[] = {"dot", "tile", "amx", "fixed", "channels", "torch", "float"};  // numbered as Way goes on
-constexpr int64_t FLOAT_WAY = 6, WAYS = 7;
+constexpr const char* VARIANT_NAMES[] = {"dot", "tile", "amx", "fixed", "channels", "torch", "float"};  // numbered as Variant goes on
+constexpr int64_t FLOAT_VARIANT = 6, VARIANTS = 7;
 
-inline int64_t way_named(const std::string& name) {
-    for (int64_t way = 0; way < WAYS; way++)
-        if (name == WAY_NAMES[way]) return way;
+inline int64_t variant_named(const std::string& name) {
+    for (int64_t variant = 0; variant < VARIANTS; variant++)
+        if (name == VARIANT_NAMES[variant]) return variant;
     return -1;
 }
 
-class Ways {
+class Variants {
 public:
     // What the tables whose names begin with these words say: "avx2", or "avx2 on AuthenticAMD". Of several, the last
     // counts.
     void read(const std::string& text, const std::string& words) {
         auto counts = [&](const std::string& name) { return name == words || name.rfind(words + " ", 0) == 0; };
-        // A string is a key if a number or null follows, the name of a way after one of these, else a table.
+        // A string is a key if a number or null follows, the name of a variant after one of these, else a table.
         std::string section, key;
-        bool fresh = false, limited = false;  // whether nothing followed the key yet; whether a way has to follow
+        bool fresh = false, limited = false;  // whether nothing followed the key yet; whether a variant has to follow
         int64_t limit = 0;
         for (size_t at = 0; at < text.size(); at++) {
             char c = text[at];
@@ -36,7 +36,7 @@ public:
                 at = end;
                 if (limited) {
                     int64_t slot = slot_named(key);
-                    if (counts(section) && slot >= 0) steps_[slot].push_back({limit, way_named(word)});
+                    if (counts(section) && slot >= 0) steps_[slot].push_back({limit, variant_named(word)});
                     limited = false;
                     continue;
                 }
@@ -54,21 +54,21 @@ public:
         }
     }
 
-    void force(const std::string& way) { forced_ = way_named(way); }
+    void force(const std::string& variant) { forced_ = variant_named(variant); }
 
-    // The way for x of this type, INT8 for codes, and this weight; "copied" if dequantized copies may be kept. -1: unknown.
+    // The variant for x of this type, INT8 for codes, and this weight; "copied" if dequantized copies may be kept. -1: unknown.
     int64_t choose(int64_t type, const Weight& w, int64_t rows, bool copied) const {
         if (forced_ >= 0) return forced_;
         for (const Step& step : steps_[slot(type, w.bits > 0, form_of(type, w), w.n * w.k > SMALL, copied)])
-            if (rows <= step.rows) return step.way;
+            if (rows <= step.rows) return step.variant;
         return -1;
     }
 
 private:
     struct Step {
-        int64_t rows, way;
+        int64_t rows, variant;
     };
-    static constexpr int64_t SMALL = 1 << 20;  // as in ../ways.py
+    static constexpr int64_t SMALL = 1 << 20;  // as in ../variants.py
 
     enum Form : int64_t { ROWS, GROUPS, SHORT_GROUPS };  // of the scales
 
